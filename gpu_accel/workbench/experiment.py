@@ -1,0 +1,246 @@
+"""What an experiment is: cases, the implementations that compete in each, and how each of them is checked.
+
+A paper's `experiment.py` offers `EXPERIMENTS: dict[str, Experiment]`. An experiment lists its cases and builds, for one
+case, a `Workload`: implementations with a way to make inputs, to check the result and, where it is about more than
+time, to produce other values. Everything else (checking first, timing, records) is the runner's business.
+
+Building a workload must be cheap and allocate nothing on the device: `--dry-run` builds too. Memory is allocated by
+`Implementation.make` and `Implementation.check`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+from gpu_accel.errors import InvalidInputError
+
+Scalar = str | int | float | bool
+Case = dict[str, Scalar]
+
+ROLES = ("ours", "peer", "reference")
+ATTENTION_AXES = ("batch", "seqlen", "heads", "head_dim")
+ATTENTION_EXTRA = ("seqlen_q", "seqlen_k", "heads_kv", "causal")
+SWITCHES = ("causal",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the user chose for one run; the same fields are the CLI's options and the notebook's parameter cell."""
+
+    device: str = "auto"  # "auto" | "cuda" | "cuda:N" | "cpu"; experiments see it resolved to "cuda..." or "cpu"
+    precision: str = "bf16"  # "bf16" | "fp16" | "fp8"
+    input: str = "normal"  # kind of input data, one of the paper's inputs
+    shapes: tuple[Case, ...] = ()  # shapes asked for instead of the experiment's own, see parse_shape
+    only: tuple[str, ...] = ()  # implementations to run; empty means all
+    skip: tuple[str, ...] = ()  # implementations to leave out
+    seed: int = 0
+    seconds: float = 0.25  # timing budget for each implementation in each case
+    quick: bool = False  # few and small cases, for a first look
+    mode: str = "burst"  # "burst" | "sustained" (back-to-back load, what a long job sees)
+    flush_l2: bool = True  # cold second-level cache before every timed call
+    noise: float = 0.01  # stop when the relative half-width of the 95 % interval is below this
+    output: str | None = None  # JSON Lines file that finished records are appended to
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("burst", "sustained"):
+            raise InvalidInputError(f"mode is {self.mode!r}; choose 'burst' or 'sustained'")
+        if not self.seconds > 0:
+            raise InvalidInputError(f"seconds is {self.seconds!r}; it must be a positive number, for example 0.25")
+        if not 0 < self.noise < 1:
+            raise InvalidInputError(f"noise is {self.noise!r}; it must lie between 0 and 1, for example 0.01")
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the (resolved) device is a GPU, so that times mean something."""
+        return self.device.startswith("cuda")
+
+
+@dataclass(frozen=True)
+class Check:
+    """The outcome of a comparison with the truth: `error` in the unit of `metric`, and the largest error allowed."""
+
+    error: float
+    bound: float
+    metric: str
+
+    @property
+    def ok(self) -> bool:
+        """True when the error is finite and within the bound; NaN and infinity never pass."""
+        return math.isfinite(self.error) and self.error <= self.bound
+
+    def as_dict(self) -> dict[str, float | str]:
+        """The form kept in records."""
+        return {"error": self.error, "bound": self.bound, "metric": self.metric}
+
+
+@dataclass(kw_only=True)
+class Implementation:
+    """One competitor in a case.
+
+    Args:
+        name: name in records, such as "portable" or "sdpa-flash".
+        role: "ours", "peer" or "reference".
+        unavailable: why it cannot run here; empty when it can.
+        check: `check(seed)` draws fresh inputs from the seed, poisons the outputs, runs once and compares every
+            element with a float64 truth. May raise UnsupportedError or HardwareError (skipped with that reason).
+        make: `make(seed)` allocates fresh inputs and returns the zero-argument call that is timed, with nothing in it
+            but the work. None when the experiment is not about time.
+        values: `values(seed)` returns metrics other than time, `{"rmse": (9e-3, "1")}` as (value, unit).
+        note: a remark kept in its records.
+    """
+
+    name: str
+    role: str
+    unavailable: str = ""
+    check: Callable[[int], Check] | None = None
+    make: Callable[[int], Callable[[], object]] | None = None
+    values: Callable[[int], dict[str, tuple[float, str]]] | None = None
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        if self.role not in ROLES:
+            raise InvalidInputError(f"role of {self.name!r} is {self.role!r}; choose one of {', '.join(ROLES)}")
+        if self.check is None and not self.unavailable:
+            raise InvalidInputError(f"{self.name!r} has no check; only an unavailable implementation may go without")
+
+
+@dataclass(kw_only=True)
+class Workload:
+    """One case, ready to run: the competitors and the work that any of them has to do.
+
+    Args:
+        implementations: the competitors, in the order of tables.
+        baselines: names that each implementation is compared with (`Record.ratio_to`).
+        flops: floating-point operations of the case, None when rates make no sense.
+        bytes_moved: compulsory device-memory traffic in bytes, each input read once and each output written once.
+        input_source: where the inputs come from, when not random ("smollm2 layer 12", ...).
+    """
+
+    implementations: list[Implementation]
+    baselines: tuple[str, ...] = ()
+    flops: float | None = None
+    bytes_moved: float | None = None
+    input_source: str = ""
+
+    def __post_init__(self) -> None:
+        names = self.names
+        if len(set(names)) != len(names):
+            raise InvalidInputError(f"implementation names must differ, got {', '.join(names)}")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(implementation.name for implementation in self.implementations)
+
+    @property
+    def work(self) -> dict[str, float]:
+        """`{"flops": ..., "bytes": ...}`, only what is known."""
+        amounts = {"flops": self.flops, "bytes": self.bytes_moved}
+        return {key: float(amount) for key, amount in amounts.items() if amount is not None}
+
+
+@runtime_checkable
+class Experiment(Protocol):
+    """One experiment of a paper."""
+
+    name: str
+    title: str
+
+    def cases(self, settings: Settings) -> list[Case]:
+        """The cases to run: flat dictionaries of JSON scalars holding every condition (shape, dtype, causal, ...)."""
+        ...
+
+    def build(self, case: Case, settings: Settings) -> Workload:
+        """The competitors of one case. Allocates nothing on the device."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimpleExperiment:
+    """An experiment made of two functions, for those that need no class of their own."""
+
+    name: str
+    title: str
+    list_cases: Callable[[Settings], list[Case]] = field(repr=False)
+    build_case: Callable[[Case, Settings], Workload] = field(repr=False)
+
+    def cases(self, settings: Settings) -> list[Case]:
+        return self.list_cases(settings)
+
+    def build(self, case: Case, settings: Settings) -> Workload:
+        return self.build_case(case, settings)
+
+
+def select(names: Iterable[str], *, only: Iterable[str] = (), skip: Iterable[str] = ()) -> list[str]:
+    """The names that `only` and `skip` leave, in their own order.
+
+    Raises:
+        InvalidInputError: a name in `only` or `skip` is not among `names`.
+    """
+    names, only, skip = list(names), list(only), list(skip)
+    for option, chosen in (("only", only), ("skip", skip)):
+        unknown = [name for name in chosen if name not in names]
+        if unknown:
+            raise InvalidInputError(
+                f"{option} names {', '.join(unknown)}; available here: {', '.join(names) or 'none'}"
+            )
+    return [name for name in names if (not only or name in only) and name not in skip]
+
+
+def parse_shape(
+    text: str, axes: tuple[str, ...] = ATTENTION_AXES, extra: tuple[str, ...] = ATTENTION_EXTRA
+) -> dict[str, int | bool]:
+    """Read a shape as people type it: `4x2048x16x128`, or `batch=4,seqlen=16k,heads=16,head_dim=128`.
+
+    The positional form gives all of `axes` in order; the named form any of `axes` and `extra`. Sizes are positive
+    integers, `16k` is 16384; `true` and `false` are allowed for switches such as `causal`.
+
+    Raises:
+        InvalidInputError: the text does not follow either form, with examples that do.
+    """
+    sizes = [4, 2048, 16, 128] if len(axes) == 4 else [4] * len(axes)
+    examples = "{}  or  {}".format(
+        "x".join(map(str, sizes)), ",".join(f"{axis}={size}" for axis, size in zip(axes, sizes, strict=True))
+    )
+
+    def wrong(why: str) -> InvalidInputError:
+        return InvalidInputError(f"cannot read shape {text!r}: {why}. Examples: {examples}")
+
+    shape: dict[str, int | bool] = {}
+    if "=" not in text:
+        parts = text.lower().replace("×", "x").split("x")
+        if len(parts) != len(axes):
+            raise wrong(f"{len(parts)} sizes where {len(axes)} are needed ({' x '.join(axes)})")
+        pairs = list(zip(axes, parts, strict=True))
+    else:
+        pairs = []
+        for item in filter(None, (item.strip() for item in text.split(","))):
+            key, equals, value = item.partition("=")
+            key = key.strip()
+            if not equals:
+                raise wrong(f"{item!r} has no '='")
+            if key not in (*axes, *extra):
+                raise wrong(f"unknown name {key!r}, known are {', '.join((*axes, *extra))}")
+            if key in [seen for seen, _ in pairs]:
+                raise wrong(f"{key!r} is given twice")
+            pairs.append((key, value))
+    for key, value in pairs:
+        parsed = _size_or_switch(value.strip().lower())
+        if parsed is None or isinstance(parsed, bool) != (key in SWITCHES):
+            raise wrong(
+                f"{key} is {value.strip()!r}, not {'true or false' if key in SWITCHES else 'a positive integer'}"
+            )
+        shape[key] = parsed
+    return shape
+
+
+def _size_or_switch(word: str) -> int | bool | None:
+    if word in ("true", "false"):
+        return word == "true"
+    scale = 1024 if word.endswith("k") else 1
+    digits = word.removesuffix("k")
+    if not (digits.isascii() and digits.isdigit()) or int(digits) == 0:
+        return None
+    return int(digits) * scale
