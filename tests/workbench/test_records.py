@@ -1,0 +1,247 @@
+"""Records: what each kind must carry, JSON round trip, files that survive an interruption, and merging."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+
+import pytest
+
+from gpu_accel.errors import InvalidInputError
+from gpu_accel.workbench.records import Record, append_records, gpu_slug, merge, read_records, result_file
+
+CASE = {"pass": "forward", "batch": 4, "seqlen_q": 4096, "causal": False, "dtype": "bf16"}
+CHECKED = {"error": 1e-3, "bound": 2e-3, "metric": "max_abs"}
+
+
+def measured(**changes):
+    fields = dict(
+        kind="measured",
+        paper="toy",
+        experiment="forward",
+        case=dict(CASE),
+        impl="hopper",
+        metric="time",
+        unit="ms",
+        median=2.0,
+        p20=1.9,
+        p80=2.1,
+        samples=(1.9, 2.0, 2.1),
+        work={"flops": 1e12, "bytes": 2e9},
+        checked=dict(CHECKED),
+        ratio_to={"sdpa": {"median": 1.5, "ci95": [1.45, 1.55]}},
+        env={"gpu": "NVIDIA H100 80GB HBM3", "sku": "H100 SXM"},
+        timing={"method": "events", "l2": "flushed", "rounds": 3, "interleaved": ["sdpa"]},
+        commit="0123456789",
+        time="2026-11-27T10:00:00+00:00",
+    )
+    return Record(**{**fields, **changes})
+
+
+def checked(**changes):
+    fields = dict(
+        kind="checked",
+        paper="toy",
+        experiment="forward",
+        case=dict(CASE),
+        impl="portable",
+        metric="correct",
+        unit="1",
+        checked=dict(CHECKED),
+        time="2026-11-27T10:00:00+00:00",
+    )
+    return Record(**{**fields, **changes})
+
+
+def modelled(**changes):
+    return measured(kind="modelled", samples=(), checked=None, ratio_to={}, **changes)
+
+
+def quoted(**changes):
+    fields = dict(kind="quoted", metric="tflops", unit="tflops", median=648.0, p20=None, p80=None, source="arXiv:1")
+    return checked(**{**fields, "checked": None, **changes})
+
+
+def test_derived_values():
+    record = measured()
+    assert record.value() == 2.0 and record.value("ms") == 2.0
+    assert record.value("tflops") == pytest.approx(500.0)  # 1e12 flop in 2 ms
+    assert record.value("gbps") == pytest.approx(1000.0)  # 2e9 bytes in 2 ms
+    assert measured(unit="us").value("ms") == pytest.approx(2e-3)
+    assert record.interval("tflops") == pytest.approx((1e3 / 2.1, 1e3 / 1.9))  # low and high swap with the inversion
+    assert checked().interval() is None
+
+
+def test_a_value_that_does_not_follow_is_refused():
+    assert not measured(work={}).has("tflops")
+    with pytest.raises(InvalidInputError, match="tflops"):
+        measured(work={}).value("tflops")
+    with pytest.raises(InvalidInputError, match="rmse"):
+        measured().value("rmse")
+    with pytest.raises(InvalidInputError, match="without a value"):
+        checked().value()
+
+
+@pytest.mark.parametrize(
+    ("build", "changes", "message"),
+    [
+        (measured, {"kind": "guessed"}, "kind"),
+        (measured, {"schema": 2}, "schema"),
+        (measured, {"impl": ""}, "impl"),
+        (measured, {"case": {"shape": [1, 2]}}, "case"),
+        (measured, {"time": "2026-11-27T10:00:00"}, "UTC"),
+        (measured, {"time": "yesterday"}, "UTC"),
+        (measured, {"time": "2026-11-27T10:00:00+02:00"}, "UTC"),
+        (measured, {"unit": "bytes"}, "a time is in"),
+        (measured, {"median": float("nan")}, "median"),
+        (measured, {"samples": (1.9, float("inf"))}, "sample"),
+        (measured, {"median": 5.0, "p80": 6.0}, "outside its own samples"),
+        (measured, {"p20": 2.05}, "p20"),
+        (measured, {"p20": None}, "go together"),
+        (measured, {"work": {"flops": -1.0}}, "work"),
+        (measured, {"env": {}}, "env.gpu"),
+        (measured, {"median": None, "p20": None, "p80": None}, "median"),
+        (measured, {"checked": None}, "needs checked"),
+        (measured, {"checked": {"error": 3e-3, "bound": 2e-3, "metric": "max_abs"}}, "above its bound"),
+        (measured, {"checked": {"error": float("nan"), "bound": 2e-3, "metric": "max_abs"}}, "above its bound"),
+        (measured, {"checked": {"error": 0.0, "bound": float("inf"), "metric": "max_abs"}}, "above its bound"),
+        (measured, {"checked": {"error": 1e-3, "bound": 2e-3}}, "checked must have"),
+        (measured, {"samples": ()}, "samples"),
+        (measured, {"samples": (-1.0, 2.0, 3.0)}, "above 0"),
+        (measured, {"metric": "tflops", "unit": "tflops"}, "derived"),
+        (measured, {"timing": {"method": "events", "interleaved": ["sdpa"]}}, "l2"),
+        (measured, {"timing": {"l2": "warm", "interleaved": ["sdpa"]}}, "method"),
+        (measured, {"timing": {"method": "events", "l2": "warm", "interleaved": []}}, "not interleaved"),
+        (measured, {"ratio_to": {"sdpa": {"median": 1.5, "ci95": [1.6, 1.7]}}}, "no interval"),
+        (measured, {"ratio_to": {"sdpa": 1.5}}, "ratio_to"),
+        (measured, {"env": {"gpu": "H100", "peak_tflops": 400.0}}, "above the device peak"),
+        (measured, {"env": {"gpu": "H100", "peak_tflops": {"bf16": 400.0}}}, "above the device peak"),
+        (measured, {"env": {"gpu": "H100", "peak_gbps": 999.0}}, "above the device peak"),
+        (checked, {"checked": None}, "needs checked"),
+        (checked, {"metric": "time", "unit": "ms", "median": 1.0}, "no time"),
+        (checked, {"metric": "speed", "unit": "tflops", "median": 1.0}, "no time"),
+        (checked, {"median": 1.0}, "no median"),
+        (checked, {"metric": "rmse"}, "needs a median"),
+        (
+            checked,
+            {"ratio_to": {"sdpa": {"median": 1.5, "ci95": [1, 2]}}, "timing": {"interleaved": ["sdpa"]}},
+            "ratio",
+        ),
+        (modelled, {"p20": None, "p80": None}, "interval"),
+        (modelled, {"env": {"gpu": "H100", "peak_tflops": 400.0}}, "above the device peak"),
+        (quoted, {"source": ""}, "source"),
+        (quoted, {"median": None}, "median"),
+    ],
+)
+def test_invariants(build, changes, message):
+    build()  # the unchanged record is fine, so that only the change can be at fault
+    with pytest.raises(ValueError, match=message):
+        build(**changes)
+
+
+def test_a_rate_at_the_peak_is_allowed():
+    measured(env={"gpu": "H100", "peak_tflops": 500.0, "peak_gbps": 1000.0})
+    measured(env={"gpu": "H100", "peak_tflops": {"e4m3": 1.0}})  # the peak of another dtype does not apply
+
+
+def test_json_round_trip():
+    for record in (measured(), checked(), modelled(), quoted()):
+        line = record.to_json()
+        assert "\n" not in line and "location" not in json.loads(line)
+        assert Record.from_json(line) == record
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema": 2}, "schema 2"),
+        ({"schema": None}, "schema"),
+        ({"speed": 1}, r"unknown fields \['speed'\]"),
+        ({"location": "x"}, "unknown fields"),
+        ({"median": "fast"}, "median"),
+        ({"samples": None}, "x.jsonl:3"),
+    ],
+)
+def test_from_json_is_strict(change, message):
+    line = json.dumps({**json.loads(measured().to_json()), **change})
+    with pytest.raises(InvalidInputError, match=message) as caught:
+        Record.from_json(line, location="x.jsonl:3")
+    assert str(caught.value).startswith("x.jsonl:3")
+
+
+def test_from_json_refuses_missing_fields_and_other_json():
+    fields = json.loads(measured().to_json())
+    for name in ("unit", "time", "schema"):
+        with pytest.raises(InvalidInputError, match=name):
+            Record.from_json(json.dumps({k: v for k, v in fields.items() if k != name}))
+    for text in ("[]", "3", "{", ""):
+        with pytest.raises(InvalidInputError):
+            Record.from_json(text)
+
+
+def test_files(tmp_path):
+    path = tmp_path / "results" / "h100-sxm" / "a.jsonl"
+    append_records(path, [measured()])
+    append_records(path, [checked(), quoted()])
+    append_records(path, [])
+    records = read_records(tmp_path)
+    assert records == [measured(), checked(), quoted()]
+    assert [record.name for record in records] == [f"{path}:{line}" for line in (1, 2, 3)]
+    with pytest.raises(InvalidInputError, match="no results"):
+        read_records(tmp_path / "missing.jsonl")
+
+
+def test_an_interrupted_line_is_dropped_and_finished_rows_are_kept(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(measured().to_json() + "\n" + measured().to_json()[:40])
+    with pytest.warns(UserWarning, match="a.jsonl:2"):
+        assert read_records(path) == [measured()]
+    append_records(path, [checked()])
+    assert read_records(path) == [measured(), checked()]
+
+    path.write_text(measured().to_json())  # whole, only its newline is missing
+    append_records(path, [checked()])
+    assert read_records(path) == [measured(), checked()]
+
+
+def test_a_broken_line_inside_a_file_is_an_error(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("{torn\n" + measured().to_json() + "\n")
+    with pytest.raises(InvalidInputError, match="a.jsonl:1"):
+        read_records(path)
+
+
+def _write_many(path, impl):
+    for _ in range(40):
+        append_records(path, [measured(impl=impl)])
+
+
+def test_two_writers_do_not_mix_lines(tmp_path):
+    path = tmp_path / "a.jsonl"
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=_write_many, args=(path, name)) for name in ("a", "b")]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert sorted(record.impl for record in read_records(path)) == ["a"] * 40 + ["b"] * 40
+
+
+def test_merge_keeps_the_newest_of_each_key():
+    old, new = measured(time="2026-11-26T10:00:00+00:00", note="old"), measured(note="new")
+    other_gpu = measured(env={"gpu": "NVIDIA H200"})
+    assert merge([old, new]) == [new] and merge([new, old]) == [new]
+    assert merge([old, other_gpu, modelled(), quoted()]) == [old, other_gpu, modelled(), quoted()]
+    again = measured(note="same second, written later")
+    assert merge([new, again]) == [again]
+    reordered = measured(case=dict(reversed(CASE.items())))
+    assert merge([old, reordered]) == [reordered]
+
+
+def test_places(tmp_path):
+    assert gpu_slug("H100 SXM") == "h100-sxm"
+    assert gpu_slug("NVIDIA GeForce RTX 4090") == "nvidia-geforce-rtx-4090"
+    with pytest.raises(InvalidInputError):
+        gpu_slug(" ")
+    path = result_file(tmp_path, sku="H100 SXM", commit="0123456789abcdef", tag="fp8", day="2026-11-27")
+    assert path == tmp_path / "results" / "h100-sxm" / "2026-11-27-0123456-fp8.jsonl"
