@@ -30,7 +30,7 @@ SWITCHES = ("causal",)
 class Settings:
     """What the user chose for one run; the same fields are the CLI's options and the notebook's parameter cell."""
 
-    device: str = "auto"  # "auto" | "cuda" | "cuda:N" | "cpu"; experiments see it resolved to "cuda..." or "cpu"
+    device: str = "auto"  # "auto" | "cuda" | "cuda:N" | "cpu"; experiments see it resolved to "cuda" or "cpu"
     precision: str = "bf16"  # "bf16" | "fp16" | "fp8"
     input: str = "normal"  # kind of input data, one of the paper's inputs
     shapes: tuple[Case, ...] = ()  # shapes asked for instead of the experiment's own, see parse_shape
@@ -55,7 +55,7 @@ class Settings:
     @property
     def on_gpu(self) -> bool:
         """Whether the (resolved) device is a GPU, so that times mean something."""
-        return self.device.startswith("cuda")
+        return self.device == "cuda"
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ class Check:
 
     @property
     def ok(self) -> bool:
-        """True when the error is finite and within the bound; NaN and infinity never pass."""
-        return math.isfinite(self.error) and self.error <= self.bound
+        """True when 0 <= error <= bound; NaN and infinity never pass, neither as error nor as bound."""
+        return math.isfinite(self.bound) and 0 <= self.error <= self.bound
 
     def as_dict(self) -> dict[str, float | str]:
         """The form kept in records."""
