@@ -1,0 +1,64 @@
+"""Papers about GPU acceleration turned into kernels you can import and claims you can check.
+
+The names below are imported on first use, so `import gpu_accel` costs nothing and does not need torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+# public name -> (module, attribute)
+_LAZY = {
+    "FlashAttention3": ("gpu_accel.flash_attention3", "FlashAttention3"),
+}
+
+# what get_kernel() finds: op name -> (module, attribute)
+_KERNELS = {
+    "flash_attention": ("gpu_accel.flash_attention3", "flash_attn_func"),
+    "flash_attention_varlen": ("gpu_accel.flash_attention3", "flash_attn_varlen_func"),
+    "flash_attention_3_forward": ("gpu_accel.flash_attention3", "flash_attention_3_forward"),
+    "flash_attention_3_backward": ("gpu_accel.flash_attention3", "flash_attention_3_backward"),
+    "fp8_attention": ("gpu_accel.flash_attention3.fp8", "fp8_attention"),
+    "fp8_block_quantize": ("gpu_accel.flash_attention3.fp8", "fp8_block_quantize"),
+}
+
+__all__ = ["FlashAttention3", "get_kernel", "kernels", "__version__"]
+
+
+def kernels() -> list[str]:
+    """Names that :func:`get_kernel` knows."""
+    return sorted(_KERNELS)
+
+
+def get_kernel(name: str) -> Any:
+    """The public op called `name`, for example ``get_kernel("flash_attention")``.
+
+    Raises:
+        InvalidInputError: no such op; the message lists the close and the known names.
+    """
+    if name not in _KERNELS:
+        import difflib
+
+        from gpu_accel.errors import InvalidInputError
+
+        close = difflib.get_close_matches(name, _KERNELS, n=3)
+        hint = f" Did you mean {' or '.join(close)}?" if close else ""
+        raise InvalidInputError(f"no kernel called {name!r}.{hint} Known: {', '.join(kernels())}")
+    module, attribute = _KERNELS[name]
+    return getattr(importlib.import_module(module), attribute)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        module, attribute = _LAZY[name]
+        value = getattr(importlib.import_module(module), attribute)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'gpu_accel' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_LAZY])

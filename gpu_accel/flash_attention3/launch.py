@@ -1,0 +1,101 @@
+"""Host side of the plain-Triton kernels: TMA descriptors, how a head dimension is cut, how heads are grouped."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from gpu_accel.compat import INTERPRET
+
+_TMA_ALIGNMENT = 16  # bytes, for addresses and for every stride but the last
+_TMA_MAX_STRIDE = 1 << 40  # bytes
+_hook: Callable[[Any, tuple, dict], None] | None = None  # see `instead_of_launching`
+_L2_SHARE = 16 << 20  # bytes of keys and values that the heads walked together may take
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+@functools.cache
+def split_dim(dim: int) -> tuple[int, int]:
+    """Cut `dim` into two powers of two (at least 16 each, the second may be 0) that pad it least.
+
+    192 -> (128, 64); 96 -> (64, 32); 72 -> (64, 16); 112 -> (128, 0); 64 -> (64, 0)
+    """
+    first = max(16, 1 << (dim.bit_length() - 1))
+    if dim <= first:
+        return first, 0
+    second = max(16, next_power_of_2(dim - first))
+    return (first, second) if second < first else (2 * first, 0)
+
+
+def tma_refusal(*tensors: Tensor) -> str | None:
+    """Why TMA cannot read these (batch, seqlen, heads, dim) tensors, or None."""
+    device = tensors[0].device
+    if INTERPRET or device.type != "cuda":
+        return "no GPU"
+    if capability(device) < (9, 0):
+        return "compute capability below 9.0 has no TMA"
+    for x in tensors:
+        size = x.element_size()
+        if x.data_ptr() % _TMA_ALIGNMENT:
+            return "an address is not 16-byte aligned"
+        for n, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
+            if n == 1:
+                continue
+            if stride == 0:
+                return "a broadcast (stride 0) dimension"
+            if stride * size % _TMA_ALIGNMENT:
+                return f"a stride of {stride * size} bytes is not a multiple of 16"
+            if stride * size >= _TMA_MAX_STRIDE:
+                return f"a stride of {stride * size} bytes is too large"
+    return None
+
+
+@functools.cache
+def capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def descriptor(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
+    """Blocks of (1, rows, 1, cols) over a (batch, seqlen, heads, dim) view, zeros outside."""
+    unit = _TMA_ALIGNMENT // x.element_size()
+    strides = [s if n > 1 else unit for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, rows, 1, cols])
+
+
+def compact_strides(x: Tensor) -> tuple[int, int, int]:
+    """Strides of batch, seqlen and heads; those of dimensions of size 1 do not matter, so they never recompile."""
+    return tuple(s if n > 1 else 0 for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True))
+
+
+def heads_per_group(k: Tensor, v: Tensor, group: int) -> int:
+    """How many query heads to walk together, heaviest tiles first, so that their keys and values stay in L2."""
+    per_head = k.shape[1] * (k.shape[3] + v.shape[3]) * k.element_size()
+    return max(1, min(64, _L2_SHARE // max(1, per_head))) * group
+
+
+def launch(kernel: Any, programs: int, arguments: tuple, options: dict) -> None:
+    """Run `kernel` on a one-dimensional grid."""
+    if _hook is not None:
+        _hook(kernel, arguments, options)
+    else:
+        kernel[(programs,)](*arguments, **options)
+
+
+@contextlib.contextmanager
+def instead_of_launching(hook: Callable[[Any, tuple, dict], None]) -> Iterator[None]:
+    """Hand every kernel with its arguments to `hook` instead of the GPU; compile-only tests use it."""
+    global _hook
+    before, _hook = _hook, hook
+    try:
+        yield
+    finally:
+        _hook = before

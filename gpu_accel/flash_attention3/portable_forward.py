@@ -1,0 +1,315 @@
+"""Attention forward in plain Triton: one program per block of query rows, for any GPU and for the interpreter.
+
+    q block (M rows) stays in registers or shared memory; the program walks over blocks of N keys and keeps the running
+    maximum m, the running sum l and the unnormalised output acc (online softmax, in base 2 with the scale folded in).
+
+                 keys ->   lo      full_lo            full_hi      hi
+    rows m0..m0+M           | masked |   no mask at all  | masked |        blocks outside [lo, hi) are never touched
+
+* Causal and windowed tiles are visited heaviest first, in groups of heads whose keys and values fit in L2.
+* TMA path (capability 9.0 up, 16-byte aligned strides): rank-4 host descriptors over the (batch, seqlen, heads, dim)
+  view, zeros outside. Pointer path: everything else, with masks. Output goes through masked pointers in both.
+* Packed sequences: the grid depends on shapes only, and each program finds its sequence itself (`find_sequence`), so
+  nothing waits for the device. Rows of a neighbour may be loaded at the end of a sequence; scores of such keys are
+  masked and their values zeroed, because 0 * NaN would poison the row.
+* head_dim 192 is 128 + 64, 96 is 64 + 32, 72 is 64 + 16 ...: two accumulators instead of padding to a power of two.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gpu_accel.compat import INTERPRET, dot
+from gpu_accel.flash_attention3 import config as configs
+from gpu_accel.flash_attention3.device import LN2, LOG2E, find_sequence, load_tile, store_tile, tanh
+from gpu_accel.flash_attention3.launch import (
+    compact_strides,
+    descriptor,
+    heads_per_group,
+    launch,
+    next_power_of_2,
+    split_dim,
+    tma_refusal,
+)
+from gpu_accel.flash_attention3.problem import FLOAT_DTYPES, Problem, effective_window
+
+NAME = "portable"
+KERNEL = "attention_forward (plain Triton)"
+
+
+@triton.jit
+def _attend(
+    acc, acc2, l_i, m_i, q, q2, k, k2, v, v2, batch, k_row0, head_kv, lo, hi, seqlen_k, diagonal,
+    window_left, window_right, qk_scale, cap_in, cap_out, head_dim, head_dim_v,
+    k_sb, k_ss, k_sh, v_sb, v_ss, v_sh,
+    N: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DV2: tl.constexpr,
+    TMA: tl.constexpr, MASK: tl.constexpr, MASK_D: tl.constexpr, MASK_DV: tl.constexpr, VARLEN: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Walk over the keys [lo, hi) in blocks of N."""
+    for j in tl.range(lo, hi, N):
+        row = k_row0 + j
+        left = seqlen_k - j
+        k_tile = load_tile(k, batch, row, head_kv, 0, k_sb, k_ss, k_sh, left, head_dim, N, D, TMA, MASK, MASK_D)
+        s = dot(q, tl.trans(k_tile), None, PRECISION)
+        if D2 > 0:
+            k_tile2 = load_tile(
+                k2, batch, row, head_kv, D, k_sb, k_ss, k_sh, left, head_dim - D, N, D2, TMA, MASK, MASK_D
+            )
+            s = dot(q2, tl.trans(k_tile2), s, PRECISION)
+        if SOFTCAP:
+            s = cap_out * tanh(s * cap_in)
+        if MASK:
+            cols = j + tl.arange(0, N)
+            seen = cols[None, :] < seqlen_k
+            if LEFT:
+                seen = seen & (cols[None, :] >= diagonal[:, None] - window_left)
+            if RIGHT:
+                seen = seen & (cols[None, :] <= diagonal[:, None] + window_right)
+            s = tl.where(seen, s, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(s, 1) * qk_scale)
+        if MASK:  # a row that has seen nothing yet: -inf - -inf would be NaN
+            m_use = tl.where(m_new == float("-inf"), 0.0, m_new)
+        else:
+            m_use = m_new
+        p = tl.exp2(s * qk_scale - m_use[:, None])
+        alpha = tl.exp2(m_i - m_use)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        m_i = m_new
+        acc = acc * alpha[:, None]
+        v_tile = load_tile(v, batch, row, head_kv, 0, v_sb, v_ss, v_sh, left, head_dim_v, N, DV, TMA, MASK, MASK_DV)
+        if MASK and TMA and VARLEN:
+            v_tile = tl.where(tl.arange(0, N)[:, None] < left, v_tile, 0.0)
+        p = p.to(v_tile.dtype)
+        acc = dot(p, v_tile, acc, PRECISION)
+        if DV2 > 0:
+            acc2 = acc2 * alpha[:, None]
+            v_tile2 = load_tile(
+                v2, batch, row, head_kv, DV, v_sb, v_ss, v_sh, left, head_dim_v - DV, N, DV2, TMA, MASK, MASK_DV
+            )
+            if MASK and TMA and VARLEN:
+                v_tile2 = tl.where(tl.arange(0, N)[:, None] < left, v_tile2, 0.0)
+            acc2 = dot(p, v_tile2, acc2, PRECISION)
+    return acc, acc2, l_i, m_i
+
+
+@triton.jit(
+    do_not_specialize=["batches", "heads", "group", "seqlen_q", "seqlen_k", "heads_together", "window_left",
+                       "window_right"]
+)  # fmt: skip
+def attention_forward(
+    q, q2, k, k2, v, v2, o, lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+    q_sb, q_ss, q_sh, k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, o_sb, o_ss, o_sh, lse_sb, lse_sh,
+    batches, heads, group, seqlen_q, seqlen_k, heads_together, head_dim, head_dim_v,
+    window_left, window_right, qk_scale, cap_in, cap_out,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DV2: tl.constexpr,
+    BATCH: tl.constexpr, TMA: tl.constexpr, TAIL: tl.constexpr, MASK_D: tl.constexpr, MASK_DV: tl.constexpr,
+    VARLEN: tl.constexpr, USED_Q: tl.constexpr, USED_K: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    if VARLEN:
+        tiles = tl.cdiv(seqlen_q, M) + batches
+        head = pid // tiles
+        sequence, m_block, q_row0, rows = find_sequence(pid % tiles, cu_seqlens_q, batches, seqlen_q, M, BATCH)
+        if rows < 0:
+            return
+        batch = tl.full((), 0, tl.int32)
+        here = sequence < batches  # otherwise: the rows behind the last sequence, which see nothing
+        k_row0 = tl.load(cu_seqlens_k + sequence, mask=here, other=0)
+        sk = tl.load(cu_seqlens_k + sequence + 1, mask=here, other=0) - k_row0
+        sq = rows
+        if USED_Q:
+            sq = tl.load(seqused_q + sequence, mask=here, other=0)
+        if USED_K:
+            sk = tl.load(seqused_k + sequence, mask=here, other=0)
+    else:
+        m_blocks = tl.cdiv(seqlen_q, M)
+        in_group = heads_together * m_blocks
+        first = (pid // in_group) * heads_together
+        width = tl.minimum(batches * heads - first, heads_together)
+        m_block = m_blocks - 1 - (pid % in_group) // width
+        batch_head = first + (pid % in_group) % width
+        batch = batch_head // heads
+        head = batch_head % heads
+        q_row0 = tl.full((), 0, tl.int32)
+        k_row0 = tl.full((), 0, tl.int32)
+        rows = seqlen_q
+        sq = seqlen_q
+        sk = seqlen_k
+    head_kv = head // group
+    m0 = m_block * M
+    row = m0 + tl.arange(0, M)
+    diagonal = row + (sk - sq)
+
+    # Which keys do these rows see at all, and which blocks need no mask?
+    m_last = tl.minimum(m0 + M, sq) - 1
+    lo = tl.full((), 0, tl.int32)
+    hi = sk
+    full_lo = tl.full((), 0, tl.int32)
+    full_hi = sk
+    if LEFT:
+        lo = tl.maximum(m0 + sk - sq - window_left, 0) // N * N
+        full_lo = tl.cdiv(tl.maximum(m_last + sk - sq - window_left, 0), N) * N
+    if RIGHT:
+        hi = tl.minimum(sk, m_last + sk - sq + window_right + 1)
+        full_hi = tl.minimum(sk, tl.maximum(m0 + sk - sq + window_right + 1, 0))
+    if USED_Q:
+        hi = tl.where(m0 < sq, hi, 0)
+    if TAIL:
+        full_hi = tl.maximum(full_hi // N * N, lo)
+    full_lo = tl.minimum(full_lo, full_hi)
+
+    q_left = rows - m0
+    q_tile = load_tile(q, batch, q_row0 + m0, head, 0, q_sb, q_ss, q_sh, q_left, head_dim, M, D, TMA, True, MASK_D)
+    q_tile2 = q_tile
+    if D2 > 0:
+        q_tile2 = load_tile(
+            q2, batch, q_row0 + m0, head, D, q_sb, q_ss, q_sh, q_left, head_dim - D, M, D2, TMA, True, MASK_D
+        )
+    m_i = tl.full([M], float("-inf"), tl.float32)
+    l_i = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, DV], tl.float32)
+    acc2 = l_i
+    if DV2 > 0:
+        acc2 = tl.zeros([M, DV2], tl.float32)
+
+    if LEFT:
+        acc, acc2, l_i, m_i = _attend(
+            acc, acc2, l_i, m_i, q_tile, q_tile2, k, k2, v, v2, batch, k_row0, head_kv, lo, full_lo, sk, diagonal,
+            window_left, window_right, qk_scale, cap_in, cap_out, head_dim, head_dim_v,
+            k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, N, D, D2, DV, DV2, TMA, True, MASK_D, MASK_DV, VARLEN,
+            LEFT, RIGHT, SOFTCAP, PRECISION,
+        )  # fmt: skip
+    acc, acc2, l_i, m_i = _attend(
+        acc, acc2, l_i, m_i, q_tile, q_tile2, k, k2, v, v2, batch, k_row0, head_kv, full_lo, full_hi, sk, diagonal,
+        window_left, window_right, qk_scale, cap_in, cap_out, head_dim, head_dim_v,
+        k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, N, D, D2, DV, DV2, TMA, False, MASK_D, MASK_DV, VARLEN,
+        LEFT, RIGHT, SOFTCAP, PRECISION,
+    )  # fmt: skip
+    if TAIL:
+        acc, acc2, l_i, m_i = _attend(
+            acc, acc2, l_i, m_i, q_tile, q_tile2, k, k2, v, v2, batch, k_row0, head_kv, full_hi, hi, sk, diagonal,
+            window_left, window_right, qk_scale, cap_in, cap_out, head_dim, head_dim_v,
+            k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, N, D, D2, DV, DV2, TMA, True, MASK_D, MASK_DV, VARLEN,
+            LEFT, RIGHT, SOFTCAP, PRECISION,
+        )  # fmt: skip
+
+    if USED_Q:  # rows that are allocated but unused: as if they saw nothing
+        used = row < sq
+        acc = tl.where(used[:, None], acc, 0.0)
+        if DV2 > 0:
+            acc2 = tl.where(used[:, None], acc2, 0.0)
+        l_i = tl.where(used, l_i, 0.0)
+        m_i = tl.where(used, m_i, float("-inf"))
+    total = tl.where(l_i == 0.0, 1.0, l_i)  # not "l > 0": NaN has to stay NaN
+    inverse = 1.0 / total
+    store_tile(o, acc * inverse[:, None], batch, q_row0 + m0, head, 0, o_sb, o_ss, o_sh, q_left, head_dim_v,
+               M, DV, MASK_DV)  # fmt: skip
+    if DV2 > 0:
+        store_tile(o, acc2 * inverse[:, None], batch, q_row0 + m0, head, DV, o_sb, o_ss, o_sh, q_left,
+                   head_dim_v - DV, M, DV2, MASK_DV)  # fmt: skip
+    lse_rows = lse + batch.to(tl.int64) * lse_sb + head.to(tl.int64) * lse_sh + q_row0 + row
+    tl.store(lse_rows, (m_i + tl.log2(total)) * LN2, mask=row < rows)
+
+
+def refuse(problem: Problem) -> str | None:
+    """Why the plain-Triton kernels cannot run this, or None."""
+    if problem.device_type == "cpu" and not INTERPRET:
+        return (
+            "CPU tensors need Triton's interpreter: set TRITON_INTERPRET=1 before gpu_accel is imported, "
+            "move the tensors to a GPU, or use backend='reference'"
+        )
+    if problem.device_type not in ("cpu", "cuda"):
+        return f"device {problem.device_type!r} is not one that Triton compiles for here"
+    if problem.dtype not in FLOAT_DTYPES or problem.dtype == torch.float64:
+        return f"dtype {problem.dtype} is not float16, bfloat16 or float32"
+    if problem.capability is not None and problem.capability < (8, 0):
+        return f"compute capability {problem.capability[0]}.{problem.capability[1]} is below 8.0"
+    for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+        if dim % 8 or not 8 <= dim <= 256:
+            return f"{name} {dim} is not a multiple of 8 from 8 to 256"
+    return None
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    config: configs.Config | None = None,
+    path: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Launch. Inputs are already validated; last strides are 1; `window_right` 0 is causal.
+
+    Args:
+        q, k, v: (batch, seqlen, heads, head_dim), or (total, heads, head_dim) with `cu_seqlens_*`.
+        config: tile sizes and warps; default: the tuned table. path: "tma" or "pointer"; default: tma where possible.
+
+    Returns:
+        o like q with the head_dim of v, contiguous; lse float32 (batch, heads, seqlen_q) or (heads, total_q).
+    """
+    varlen = cu_seqlens_q is not None
+    if varlen:
+        batches = cu_seqlens_q.shape[0] - 1
+        q4, k4, v4 = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
+    else:
+        batches = q.shape[0]
+        q4, k4, v4 = q, k, v
+    (_, sq, heads, head_dim), (_, sk, heads_kv, head_dim_v) = q4.shape, v4.shape
+    o = torch.empty((*q.shape[:-1], head_dim_v), dtype=q.dtype, device=q.device)
+    lse_shape = (heads, sq) if varlen else (batches, heads, sq)
+    lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
+    if lse.numel() == 0:
+        return o, lse
+    if sk == 0 or batches == 0:
+        return o.zero_(), lse.fill_(float("-inf"))
+    if not varlen:
+        window_left, window_right = effective_window(window_left, window_right, sq, sk)
+
+    config = config or configs.lookup("forward", q.dtype, head_dim, head_dim_v, causal=window_right == 0, seqlen_q=sq,
+                                      varlen=varlen, device=q.device)  # fmt: skip
+    m, n = config.block_m, config.block_n
+    tma = path == "tma" or (path is None and tma_refusal(q4, k4, v4) is None)
+    (d, d2), (dv, dv2) = split_dim(head_dim), split_dim(head_dim_v)
+    o4, lse3 = (o.unsqueeze(0), lse.unsqueeze(0)) if varlen else (o, lse)
+    together = heads_per_group(k4, v4, heads // heads_kv) if window_right >= 0 else 1
+    tiles = (triton.cdiv(sq, m) + batches) * heads if varlen else triton.cdiv(sq, m) * heads * batches
+    cap_in, cap_out = (softmax_scale / softcap, softcap * LOG2E.value) if softcap > 0 else (0.0, 0.0)
+
+    def operand(x: Tensor, rows: int, first: int, second: int):
+        if not tma:
+            return x, x
+        a = descriptor(x, rows, first)
+        return a, (descriptor(x, rows, second) if second else a)
+
+    arguments = (
+        *operand(q4, m, d, d2), *operand(k4, n, d, d2), *operand(v4, n, dv, dv2), o4, lse3,
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+        *compact_strides(q4), *compact_strides(k4), *compact_strides(v4), *compact_strides(o4),
+        lse3.stride(0), lse3.stride(1),
+        batches, heads, heads // heads_kv, sq, sk, together, head_dim, head_dim_v,
+        window_left, window_right, 1.0 if softcap > 0 else softmax_scale * LOG2E.value, cap_in, cap_out,
+    )  # fmt: skip
+    options = dict(
+        M=m, N=n, D=d, D2=d2, DV=dv, DV2=dv2, BATCH=next_power_of_2(batches + 1) if varlen else 1,
+        TMA=tma, TAIL=varlen or window_right >= 0 or sk % n != 0,
+        MASK_D=d + d2 != head_dim, MASK_DV=dv + dv2 != head_dim_v,
+        VARLEN=varlen, USED_Q=seqused_q is not None, USED_K=seqused_k is not None,
+        LEFT=window_left >= 0, RIGHT=window_right >= 0, SOFTCAP=softcap > 0,
+        PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    launch(attention_forward, tiles, arguments, options)
+    return o, lse

@@ -1,0 +1,190 @@
+"""What is being asked for: one frozen description of an attention call, and the checks made before any launch.
+
+Backends look at a `Problem` only, so whether one can run something is a question that needs no tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpu_accel.errors import InvalidInputError, UnsupportedError
+
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+_NO_BOUND = 1 << 30  # windows are clamped to this, so that index arithmetic stays in int32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One attention call. Lengths of packed (varlen) inputs are totals over the batch."""
+
+    device_type: str
+    capability: tuple[int, int] | None
+    dtype: torch.dtype
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    heads: int
+    heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    causal: bool
+    window_left: int
+    window_right: int
+    softcap: float
+    varlen: bool
+    requires_grad: bool = False
+
+    @property
+    def group(self) -> int:
+        """Query heads per key head."""
+        return self.heads // max(1, self.heads_kv)
+
+    def __str__(self) -> str:
+        heads = f"H{self.heads}" + (f"kv{self.heads_kv}" if self.heads_kv != self.heads else "")
+        dim = f"D{self.head_dim}" + (f"v{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
+        mask = "causal" if self.causal else "full"
+        if self.window_left >= 0 or (self.window_right >= 0 and not self.causal):
+            mask += f"-window({self.window_left},{self.window_right})"
+        kind = "packed " if self.varlen else ""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{kind}B{self.batch}-Sq{self.seqlen_q}-Sk{self.seqlen_k}-{heads}-{dim}-{mask} {dtype}"
+
+
+def normalise_window(window_size, causal: bool) -> tuple[int, int]:
+    """(left, right) with every "no bound" written as -1, and causal folded in as right = 0."""
+    try:
+        left, right = window_size
+    except (TypeError, ValueError):
+        raise InvalidInputError(
+            f"window_size is a pair (left, right), for example (-1, -1) for none; got {window_size!r}"
+        ) from None
+    left = -1 if left is None or left < 0 else min(int(left), _NO_BOUND)
+    right = -1 if right is None or right < 0 else min(int(right), _NO_BOUND)
+    return left, (0 if causal else right)
+
+
+def _shape(x: Tensor) -> str:
+    return "(" + ", ".join(str(n) for n in x.shape) + ")"
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, varlen: bool) -> None:
+    """Kinds, ranks, dtypes, devices and shapes of q, k, v. Never looks at values, so it is free of synchronisation."""
+    rank, layout = (3, "(total, heads, head_dim)") if varlen else (4, "(batch, seqlen, heads, head_dim)")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise InvalidInputError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.dim() != rank:
+            raise InvalidInputError(f"{name} must be {layout}, got shape {_shape(x)}")
+    if q.dtype in FP8_DTYPES:
+        if q.requires_grad or k.requires_grad or v.requires_grad:
+            raise InvalidInputError(
+                "float8 q, k, v cannot require gradients: keep the parameters in bfloat16 and detach the float8 copies"
+            )
+        raise UnsupportedError(
+            "float8 tensors carry no scales: pass bfloat16 or float16 and use "
+            "gpu_accel.flash_attention3.fp8_attention (or FlashAttention3(precision='fp8')), which quantises per block"
+        )
+    if q.dtype not in FLOAT_DTYPES:
+        raise InvalidInputError(f"q must be float16, bfloat16, float32 or float64, got {q.dtype}")
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            raise InvalidInputError(f"q, k, v must have one dtype, got q {q.dtype} and {name} {x.dtype}")
+        if x.device != q.device:
+            raise InvalidInputError(f"q, k, v must be on one device, got q on {q.device} and {name} on {x.device}")
+    heads, heads_kv, head_dim, head_dim_v = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
+    if k.shape[-1] != head_dim:
+        raise InvalidInputError(f"q and k must have one head_dim, got {head_dim} and {k.shape[-1]}")
+    if k.shape[:-1] != v.shape[:-1]:
+        raise InvalidInputError(f"k and v must agree in all but head_dim, got {_shape(k)} and {_shape(v)}")
+    if not varlen and k.shape[0] != q.shape[0]:
+        raise InvalidInputError(f"q and k must have one batch size, got {q.shape[0]} and {k.shape[0]}")
+    if heads_kv == 0 or heads % heads_kv != 0:
+        raise InvalidInputError(f"heads of q ({heads}) must be a multiple of the heads of k and v ({heads_kv})")
+    for name, dim in (("q and k", head_dim), ("v", head_dim_v)):
+        if dim == 0 or dim % 8 != 0:
+            raise InvalidInputError(
+                f"head_dim of {name} must be a multiple of 8, got {dim}: pad the last dimension with zeros "
+                f"(torch.nn.functional.pad) and give softmax_scale explicitly"
+            )
+
+
+def check_scalars(softmax_scale: float, softcap: float) -> None:
+    """softmax_scale is positive and finite; softcap is not negative (0 is off)."""
+    if not (math.isfinite(softmax_scale) and softmax_scale > 0):
+        raise InvalidInputError(f"softmax_scale must be positive and finite, got {softmax_scale}")
+    if not (math.isfinite(softcap) and softcap >= 0):
+        raise InvalidInputError(f"softcap must be 0 (off) or positive and finite, got {softcap}")
+
+
+def check_packed(
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    *,
+    values: bool,
+) -> None:
+    """Offsets of packed sequences. Their values are read (a device synchronisation) only when `values` is true."""
+    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if not isinstance(x, Tensor):
+            raise InvalidInputError(f"{name} must be an int32 tensor of shape (batch + 1,), got {type(x).__name__}")
+        if x.dtype != torch.int32:
+            raise InvalidInputError(f"{name} must be int32, got {x.dtype}: use {name}.to(torch.int32)")
+        if x.dim() != 1 or x.shape[0] < 1:
+            raise InvalidInputError(f"{name} must have shape (batch + 1,), got {_shape(x)}")
+        if x.device != q.device:
+            raise InvalidInputError(f"{name} must be on the device of q ({q.device}), got {x.device}")
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise InvalidInputError(
+            f"cu_seqlens_q and cu_seqlens_k must have one length, got {cu_seqlens_q.shape[0]} and "
+            f"{cu_seqlens_k.shape[0]}"
+        )
+    batch = cu_seqlens_q.shape[0] - 1
+    for name, x in (("seqused_q", seqused_q), ("seqused_k", seqused_k)):
+        if x is not None and (x.dtype != torch.int32 or tuple(x.shape) != (batch,) or x.device != q.device):
+            raise InvalidInputError(
+                f"{name} must be an int32 tensor of shape ({batch},) on {q.device}, got {x.dtype} {_shape(x)} on "
+                f"{x.device}"
+            )
+    if not values:
+        return
+    sides = (
+        ("q", cu_seqlens_q, seqused_q, max_seqlen_q, q.shape[0]),
+        ("k", cu_seqlens_k, seqused_k, max_seqlen_k, k.shape[0]),
+    )
+    for side, cu, used, longest, total in sides:
+        ends = cu.tolist()
+        lengths = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+        if ends[0] != 0:
+            raise InvalidInputError(f"cu_seqlens_{side} must start with 0, got {ends[0]}")
+        if any(n < 0 for n in lengths):
+            at = next(i for i, n in enumerate(lengths) if n < 0)
+            raise InvalidInputError(
+                f"cu_seqlens_{side} must not decrease, got {ends[at]} then {ends[at + 1]} at position {at + 1}"
+            )
+        if ends[-1] > total:
+            raise InvalidInputError(f"cu_seqlens_{side} ends at {ends[-1]}, but {side} has only {total} rows")
+        if longest is not None and lengths and max(lengths) > longest:
+            raise InvalidInputError(f"max_seqlen_{side} is {longest}, but the longest sequence has {max(lengths)} rows")
+        if used is not None:
+            for i, (n, u) in enumerate(zip(lengths, used.tolist(), strict=True)):
+                if not 0 <= u <= n:
+                    raise InvalidInputError(f"seqused_{side}[{i}] is {u}, but that sequence has {n} rows")
+
+
+def effective_window(window_left: int, window_right: int, sq: int, sk: int) -> tuple[int, int]:
+    """Dense lengths known: a bound that hides no key becomes -1, so that the kernel without it is used."""
+    if window_left >= sk - 1:
+        window_left = -1
+    if window_right >= sq - 1:
+        window_right = -1
+    return window_left, window_right

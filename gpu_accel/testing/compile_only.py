@@ -1,0 +1,158 @@
+"""Compile Triton and Gluon kernels for a GPU that is not there, and read what came out.
+
+A driver that only names the target is enough for the whole pipeline down to the cubin: kernels are called through
+`warmup` with CPU tensors (or meta-data only), and ptxas and nvdisasm, which Triton brings along, tell registers, spills,
+shared memory and instructions. Run it in a process of its own: the driver stays replaced, and TRITON_INTERPRET must
+not be set.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpu_accel.errors import HardwareError, UnsupportedError
+
+_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,6}\*/\s+(?:@!?U?P\d+\s+)?([A-Z0-9_]+)")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One compiled kernel. Sizes in bytes; `instructions` counts SASS opcodes (without their suffixes)."""
+
+    name: str
+    capability: int
+    registers: int
+    spill_stores: int
+    spill_loads: int
+    shared: int
+    num_warps: int
+    instructions: Counter
+    ptx: str
+    sass: str
+    ttgir: str
+    warnings: tuple[str, ...]
+
+    @property
+    def spills(self) -> int:
+        """Bytes spilled per thread, stores and loads together."""
+        return self.spill_stores + self.spill_loads
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} sm_{self.capability}: {self.registers} registers, {self.spills} bytes spilled, "
+            f"{self.shared} bytes shared, {self.num_warps} warps"
+        )
+
+
+def _tool(name: str, capability: int) -> str:
+    """ptxas or nvdisasm of this Triton; newer ones bring a second set for Blackwell."""
+    import triton
+
+    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    names = [f"{name}-blackwell", name] if capability >= 100 else [name]
+    for candidate in names:
+        if (folder / candidate).exists():
+            return str(folder / candidate)
+    raise UnsupportedError(f"this Triton ({folder}) has no {name}")
+
+
+def use_target(capability: int) -> None:
+    """Make Triton compile for compute capability `capability` (80, 90, 100 ...) in this process from now on."""
+    import torch
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    if triton.knobs.runtime.interpret:
+        raise HardwareError("compile-only needs the compiler: unset TRITON_INTERPRET and use a fresh process")
+
+    class NamesOnly:
+        """What the compiler asks of a driver."""
+
+        launcher_cls = None
+
+        def get_current_target(self):
+            return GPUTarget("cuda", capability, 32)
+
+        def get_current_device(self):
+            return 0
+
+        def get_current_stream(self, device):
+            return 0
+
+        def get_active_torch_device(self):
+            return torch.device("cpu")
+
+        def get_device_interface(self):
+            return torch.cuda
+
+        def get_benchmarker(self):
+            return None
+
+        def map_python_to_cpp_type(self, kind):
+            return kind
+
+    triton.runtime.driver.set_active(NamesOnly())
+
+
+def _architecture(ptx: str, capability: int) -> str:
+    found = re.search(r"^\.target\s+(sm_\w+)", ptx, re.MULTILINE)
+    return found.group(1) if found else f"sm_{capability}"
+
+
+def inspect(kernel: Any, name: str, capability: int) -> Compiled:
+    """Registers, spills and instructions of what `kernel.warmup(...)` returned."""
+    ptx, cubin = kernel.asm["ptx"], kernel.asm["cubin"]
+    with tempfile.TemporaryDirectory() as folder:
+        ptx_file, cubin_file = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        ptx_file.write_text(ptx)
+        cubin_file.write_bytes(cubin)
+        assembled = subprocess.run(
+            [_tool("ptxas", capability), "-v", f"-arch={_architecture(ptx, capability)}", str(ptx_file), "-o", os.devnull],
+            capture_output=True,
+            text=True,
+        )
+        if assembled.returncode:
+            raise UnsupportedError(f"{name}: ptxas failed: {assembled.stderr[-2000:]}")
+        sass = subprocess.run(
+            [_tool("nvdisasm", capability), "-c", str(cubin_file)], capture_output=True, text=True
+        ).stdout
+    log = assembled.stderr
+
+    def number(pattern: str) -> int:
+        return sum(int(n) for n in re.findall(pattern, log))
+
+    return Compiled(
+        name=name,
+        capability=capability,
+        registers=number(r"Used (\d+) registers"),
+        spill_stores=number(r"(\d+) bytes spill stores"),
+        spill_loads=number(r"(\d+) bytes spill loads"),
+        shared=kernel.metadata.shared,
+        num_warps=kernel.metadata.num_warps,
+        instructions=Counter(_INSTRUCTION.findall(sass)),
+        ptx=ptx,
+        sass=sass,
+        ttgir=kernel.asm.get("ttgir", ""),
+        # C7512 and its like: "wgmma serialized", silent in Triton and up to three times slower
+        warnings=tuple(line for line in log.splitlines() if "warning" in line.lower() or "serializ" in line.lower()),
+    )
+
+
+def compile_only(kernel: Any, arguments: tuple, options: dict[str, Any], *, name: str, capability: int) -> Compiled:
+    """Compile a `@triton.jit` (or Gluon) kernel with these arguments for `capability`, without a GPU.
+
+    Args:
+        arguments, options: as in a launch, `num_warps` and constexprs included; tensors may live on the CPU.
+
+    Raises:
+        HardwareError: the interpreter is on. UnsupportedError: ptxas refuses the kernel.
+    """
+    use_target(capability)
+    return inspect(kernel.warmup(*arguments, grid=(1,), **options), name, capability)
