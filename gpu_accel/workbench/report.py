@@ -1,0 +1,311 @@
+"""A paper's records and verdicts as Markdown or as one self-contained HTML page, and generated blocks of a README.
+
+Everything is computed from the arguments; nothing is typed by hand. Tables are per GPU, experiment, precision and
+input, and each carries its stamp (measured, checked, modelled or quoted; GPU; date).
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpu_accel.errors import InvalidInputError
+from gpu_accel.workbench import series
+
+if TYPE_CHECKING:
+    from gpu_accel.workbench.claims import Verdict
+    from gpu_accel.workbench.ledger import Claim
+    from gpu_accel.workbench.records import Record
+    from gpu_accel.workbench.registry import Paper
+
+CLAIM_HEADINGS = ("claim", "where", "paper says", "here", "verdict")
+
+
+def number(value: Any, unit: str = "") -> str:
+    """A claimed or measured value as text: `740 TFLOP/s`, `1.5 to 2 x`, or a dash when there is none."""
+    if value is None:
+        return "–"
+    ends = list(value) if isinstance(value, list | tuple) else [value]
+    text = " to ".join(_plain(v) if isinstance(v, int | float) and not isinstance(v, bool) else str(v) for v in ends)
+    return f"{text} {unit}" if unit and unit != "1" else text
+
+
+def _plain(value: float) -> str:
+    if value == 0 or 1e-3 <= abs(value) < 1e6:
+        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
+    mantissa, exponent = f"{value:.2e}".split("e")
+    return f"{float(mantissa):g}e{int(exponent)}"
+
+
+def summary(verdicts: Iterable[Verdict]) -> str:
+    """One line: `61 claims: 20 reproduced, 9 within N %, 4 not reproduced, 26 not measured, 2 unsupported`."""
+    from gpu_accel.workbench.plots import WORD_COLOURS, word_group
+
+    verdicts = list(verdicts)
+    counts = Counter(word_group(v.word) for v in verdicts)
+    names = {"within": "within N %"}
+    parts = [f"{counts[group]} {names.get(group, group)}" for group in WORD_COLOURS if counts[group]]
+    return f"{len(verdicts)} claim{'' if len(verdicts) == 1 else 's'}: {', '.join(parts) or 'none judged'}"
+
+
+def claim_row(verdict: Verdict) -> tuple[str, str, str, str, str]:
+    """One row of the claims table, in the order of `CLAIM_HEADINGS`."""
+    claim = verdict.claim
+    here = number(verdict.measured, claim.unit)
+    if verdict.measured is not None and verdict.interval is not None:
+        here += f" [{number(verdict.interval)}]"
+    return claim.statement, claim.where, number(claim.value, claim.unit), here, verdict.word
+
+
+def _tables(records: Sequence[Record], metric: str) -> Iterable[tuple[str, list[Record]]]:
+    """Split records into tables that may be shown as one: same kind, GPU, experiment, pass, dtype and input."""
+    groups: dict[tuple[str, ...], list[Record]] = {}
+    for record in records:
+        if record.has(metric):
+            case = record.case
+            key = (
+                record.kind,
+                series.gpu_of(record),
+                record.experiment,
+                str(case.get("dtype", "")),
+                str(case.get("input", "")),
+            )
+            groups.setdefault(key, []).append(record)
+    for (_, _, experiment, dtype, data), members in sorted(groups.items()):
+        yield " · ".join(part for part in (experiment, dtype, f"input {data}" if data else "") if part), members
+
+
+def pivot(records: Sequence[Record], metric: str) -> tuple[list[str], list[list[str]]]:
+    """(headings, rows) with one row per (head_dim, causal, implementation) and one column per sequence length."""
+    newest: dict[tuple, Record] = {}
+    for record in sorted(records, key=lambda r: r.time):
+        case = record.case
+        newest[case.get("head_dim"), bool(case.get("causal")), record.impl, case.get("seqlen_q")] = record
+    lengths = sorted({key[3] for key in newest if key[3] is not None})
+    impls = series.order(key[2] for key in newest)
+    rows = []
+    for dim, causal in sorted({key[:2] for key in newest}, key=lambda k: (k[0] is None, k)):
+        for impl in impls:
+            found = [newest.get((dim, causal, impl, n)) for n in lengths or [None]]
+            if any(found):
+                cells = [number(r.value(metric)) if r else "–" for r in found]
+                if metric in ("tflops", "gbps"):
+                    cells = [f"{r.value(metric):.0f}" if r else "–" for r in found]
+                rows.append(
+                    [str(dim if dim is not None else ""), "causal" if causal else "full", series.label(impl), *cells]
+                )
+    return ["head dim", "mask", "implementation", *(series.short(n) for n in lengths or [0])], rows
+
+
+def _sections(records: Sequence[Record]) -> Iterable[tuple[str, str, list[str], list[list[str]]]]:
+    """(title, stamp, headings, rows) of every result table."""
+    names = {"tflops": "TFLOP/s", "rmse": "RMSE against float64", "peak_bytes": "peak bytes"}
+    others = {r.metric for r in records if r.kind != "quoted"} - {"time", "correct", "tflops"}
+    for metric in ("tflops", *sorted(others)):
+        for title, members in _tables([r for r in records if r.kind != "quoted"], metric):
+            headings, rows = pivot(members, metric)
+            yield f"{names.get(metric, metric)}: {title}", series.stamp(members).text, headings, rows
+    correct = [r for r in records if r.metric == "correct" and r.checked]
+    if correct:
+        worst: dict[tuple[str, str], tuple[int, Record]] = {}
+        for record in correct:
+            key = record.experiment, record.impl
+            count, known = worst.get(key, (0, record))
+            closer = max(known, record, key=lambda r: r.checked["error"] / (r.checked["bound"] or 1))
+            worst[key] = count + 1, closer
+        rows = [
+            [
+                experiment,
+                series.label(impl),
+                str(count),
+                f"{r.checked['error']:.2g}",
+                f"{r.checked['bound']:.2g}",
+                r.checked["metric"],
+            ]
+            for (experiment, impl), (count, r) in sorted(worst.items())
+        ]
+        headings = ["experiment", "implementation", "cases", "worst error", "allowed", "metric"]
+        yield "Correctness on a CPU", series.stamp(correct).text, headings, rows
+
+
+def _commands(paper: Paper) -> list[str]:
+    name = paper.aliases[0] if paper.aliases else paper.id
+    return [f"gpu-accel run {name}", f"gpu-accel claims {name}"]
+
+
+def _cell(text: str) -> str:
+    return str(text).replace("|", "\\|").replace("\n", " ")
+
+
+def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, numeric_from: int = 99) -> str:
+    """A Markdown table; columns from `numeric_from` on are right-aligned."""
+    rule = ["---:" if index >= numeric_from else "---" for index in range(len(headings))]
+    lines = [headings, rule, *rows]
+    return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
+
+
+def claims_markdown(verdicts: Iterable[Verdict]) -> str:
+    """The claims table with its one-line summary above it."""
+    verdicts = list(verdicts)
+    return f"**{summary(verdicts)}**\n\n{markdown_table(CLAIM_HEADINGS, [claim_row(v) for v in verdicts])}"
+
+
+def markdown(paper: Paper, records: Iterable[Record], verdicts: Iterable[Verdict]) -> str:
+    """The whole report of one paper as Markdown."""
+    records, verdicts = list(records), list(verdicts)
+    parts = [
+        f"# {paper.title}",
+        f"arXiv:{paper.arxiv}, {paper.year}. {series.stamp(records).text}.",
+        "## Claims",
+        claims_markdown(verdicts),
+        "## Results",
+    ]
+    empty = True
+    for title, stamp, headings, rows in _sections(records):
+        empty = False
+        parts += [f"### {title}", f"*{stamp}*", markdown_table(headings, rows, numeric_from=3)]
+    if empty:
+        parts.append("Nothing is measured yet.")
+    parts += ["## Run it", "```\n" + "\n".join(_commands(paper)) + "\n```"]
+    return "\n\n".join(parts) + "\n"
+
+
+STYLE = """
+:root { color-scheme: light dark; --text: #16202c; --muted: #5b6673; --edge: #d8dee6; --back: #fff; --row: #f6f8fa; }
+@media (prefers-color-scheme: dark) {
+  :root { --text: #e6edf3; --muted: #9aa5b1; --edge: #30363d; --back: #0d1117; --row: #161b22; } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var(--back); max-width: 1020px;
+  margin: 2rem auto; padding: 0 1rem; }
+table { border-collapse: collapse; width: 100%; font-size: 14px; margin: .6rem 0 1.6rem; display: block;
+  overflow-x: auto; }
+th, td { padding: .3rem .6rem; border-bottom: 1px solid var(--edge); text-align: left; vertical-align: top; }
+tr:nth-child(even) td { background: var(--row); } td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
+.muted { color: var(--muted); } .word { font-weight: 600; white-space: nowrap; } svg { max-width: 100%; height: auto; }
+"""
+
+
+def html_table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, numeric_from: int = 99) -> str:
+    """A plain HTML table, every cell escaped."""
+    kind = [' class="n"' if index >= numeric_from else "" for index in range(len(headings))]
+    head = "".join(f"<th{k}>{escape(h)}</th>" for h, k in zip(headings, kind, strict=True))
+    body = "\n".join(
+        "<tr>" + "".join(f"<td{k}>{escape(str(c))}</td>" for c, k in zip(row, kind, strict=True)) + "</tr>"
+        for row in rows
+    )
+    return f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>"
+
+
+def claims_html(verdicts: Iterable[Verdict]) -> str:
+    """The claims table as HTML; each verdict is coloured by its word, and its reason is on the cell."""
+    from gpu_accel.workbench.plots import WORD_COLOURS, word_group
+
+    rows = []
+    for verdict in verdicts:
+        *cells, word = (escape(str(cell)) for cell in claim_row(verdict))
+        colour = WORD_COLOURS[word_group(verdict.word)]
+        last = (
+            f'<td class="word" title="{escape(verdict.detail or "")}"><span style="color:{colour}">●</span> {word}</td>'
+        )
+        rows.append(
+            f'<tr id="{escape(verdict.claim.id)}">' + "".join(f"<td>{cell}</td>" for cell in cells) + last + "</tr>"
+        )
+    head = "".join(f"<th>{heading}</th>" for heading in CLAIM_HEADINGS)
+    return f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n" + "\n".join(rows) + "\n</tbody>\n</table>"
+
+
+def figures(records: Iterable[Record], claims: Iterable[Claim] = ()) -> list[tuple[str, list[Record], list[Claim]]]:
+    """(title, records, quotes) of each throughput figure: one per GPU, experiment, dtype and input."""
+    claims = list(claims)
+    found = []
+    for title, members in _tables([r for r in records if r.kind == "measured"], "tflops"):
+        case = members[0].case
+        if "seqlen_q" in case and "head_dim" in case:
+            dtype = str(case.get("dtype", "")) or None
+            quotes = series.paper_curve(claims, pass_=str(case.get("pass", "forward")), dtype=dtype)
+            found.append((title, members, quotes))
+    return found
+
+
+def html(
+    paper: Paper,
+    records: Iterable[Record],
+    verdicts: Iterable[Verdict],
+    *,
+    claims: Iterable[Claim] = (),
+    plotly: str = "svg",
+) -> str:
+    """The whole report of one paper as one HTML page.
+
+    Args:
+        claims: the paper's claims, to draw its own curves beside ours; without them no curve is quoted.
+        plotly: "svg" draws static figures and needs neither plotly nor a network; "cdn" embeds interactive plots that
+            load plotly.js from its CDN.
+    """
+    from gpu_accel.workbench import plots
+
+    if plotly not in ("svg", "cdn"):
+        raise InvalidInputError(f"plotly is {plotly!r}; choose 'svg' or 'cdn'")
+    records, verdicts = list(records), list(verdicts)
+    parts = [
+        f"<h1>{escape(paper.title)}</h1>",
+        f'<p class="muted">arXiv:{escape(paper.arxiv)}, {paper.year}. {escape(series.stamp(records).text)}.</p>',
+        f"<h2>Claims</h2>\n<p><b>{escape(summary(verdicts))}</b></p>",
+        claims_html(verdicts),
+        "<h2>Results</h2>",
+    ]
+    for index, (title, members, quotes) in enumerate(figures(records, claims)):
+        if plotly == "svg":
+            drawing = plots.static_svg(members, quotes=quotes, title=title, name=f"figure-{index}")
+            parts.append(f'<figure style="margin:0 0 1.5rem">{drawing}</figure>')
+        else:
+            figure = plots.throughput(members, quotes=quotes, title=title)
+            parts.append(figure.to_html(full_html=False, include_plotlyjs="cdn" if index == 0 else False))
+    tables = list(_sections(records))
+    for title, stamp, headings, rows in tables:
+        parts += [
+            f"<h3>{escape(title)}</h3>",
+            f'<p class="muted">{escape(stamp)}</p>',
+            html_table(headings, rows, numeric_from=3),
+        ]
+    if not tables:
+        parts.append("<p>Nothing is measured yet.</p>")
+    parts.append("<h2>Run it</h2>\n<pre>" + escape("\n".join(_commands(paper))) + "</pre>")
+    head = (
+        f'<meta charset="utf-8"><meta name="viewport" content="width=device-width">\n'
+        f"<title>{escape(paper.title)}</title>\n<style>{STYLE}</style>"
+    )
+    return (
+        f'<!doctype html>\n<html lang="en">\n<head>{head}</head>\n<body>\n' + "\n".join(parts) + "\n</body>\n</html>\n"
+    )
+
+
+def update_block(path: str | Path, name: str, text: str) -> bool:
+    """Replace what lies between `<!-- begin generated: NAME -->` and `<!-- end generated: NAME -->` in a file.
+
+    The file is written whole or not at all. Returns whether it changed.
+
+    Raises:
+        InvalidInputError: the file has not exactly one such pair of markers.
+    """
+    path = Path(path)
+    begin, end = f"<!-- begin generated: {name} -->", f"<!-- end generated: {name} -->"
+    old = path.read_text(encoding="utf-8")
+    if old.count(begin) != 1 or old.count(end) != 1 or old.index(begin) > old.index(end):
+        raise InvalidInputError(f"{path} needs exactly one pair of markers {begin} ... {end}")
+    if begin in text or end in text:
+        raise InvalidInputError(f"the text for block {name!r} contains its own marker")
+    head, _, rest = old.partition(begin)
+    tail = rest.partition(end)[2]
+    new = f"{head}{begin}\n{text.strip()}\n{end}{tail}"
+    if new == old:
+        return False
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
+        file.write(new)
+    os.chmod(file.name, path.stat().st_mode)
+    os.replace(file.name, path)
+    return True

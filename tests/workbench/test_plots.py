@@ -1,0 +1,157 @@
+"""plotly figures: pure functions of records that carry their stamp and never mix what does not belong together."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("plotly")
+
+from gpu_accel.errors import InvalidInputError
+from gpu_accel.testing.records import GPU, SEQLENS, correct, grid, number, quote, timed, verdict
+from gpu_accel.workbench import plots, series
+
+
+def stamp(figure):
+    assert figure.layout.meta["stamp"] == figure.layout.title.subtitle.text
+    return figure.layout.title.subtitle.text
+
+
+def test_importing_plots_does_not_import_plotly_or_torch():
+    code = "import sys, gpu_accel.workbench.plots; print([m for m in ('plotly', 'torch') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_throughput_has_a_trace_per_chart_and_implementation_in_tflops():
+    figure = plots.throughput(grid(), quotes=[quote(300.0, head_dim=64, causal=False)])
+    assert len(figure.data) == 4 * 3 + 1
+    ours = next(t for t in figure.data if t.name == "gpu-accel, plain Triton")
+    assert list(ours.x) == ["512", "1k", "2k"]
+    assert list(ours.y) == pytest.approx([200, 300, 400])
+    assert list(ours.error_y.array) == pytest.approx([50, 75, 100])  # p20 of the time is 0.8 of its median
+    assert list(ours.error_y.arrayminus) == pytest.approx([40, 60, 80])
+    assert stamp(figure) == f"measured on {GPU}, 2026-11-27, commit abcdef0, quoted from arXiv:1234.5678"
+    assert sorted(t.legendgroup for t in figure.data if t.showlegend) == [
+        "portable",
+        "quoted",
+        "sdpa-cudnn",
+        "sdpa-flash",
+    ]
+
+
+def test_hover_says_shape_interval_clock_and_check():
+    text = plots.hover(timed())
+    for part in (
+        "batch=2",
+        "seqlen_q=1024",
+        "p20 to p80",
+        "TFLOP/s",
+        "clock 1700 MHz",
+        "error 0.001 of 0.002 allowed",
+        "measured",
+    ):
+        assert part in text
+
+
+def test_quoted_line_is_dashed_and_last_in_the_legend():
+    figure = plots.throughput(grid(), quotes=[quote(300.0)])
+    dashed = [t for t in figure.data if t.line.dash == "dash"]
+    assert [t.name for t in dashed] == ["the paper's own kernel (fp16), quoted"]
+
+
+@pytest.mark.parametrize("draw", [plots.throughput, plots.memory, plots.errors, plots.claims_overview])
+def test_no_records_gives_a_figure_that_says_so(draw):
+    figure = draw([])
+    assert stamp(figure) == "nothing measured yet"
+    assert [a.text for a in figure.layout.annotations][-1] in ("not measured yet", "no claims")
+
+
+def test_checked_records_are_never_drawn_as_timings():
+    assert not plots.throughput([correct()]).data
+
+
+@pytest.mark.parametrize("draw", [plots.throughput, lambda r, **k: plots.ratios(r, baseline="sdpa-flash", **k)])
+def test_gpus_are_never_mixed(draw):
+    records = grid() + grid(gpu="Other GPU 2")
+    with pytest.raises(InvalidInputError, match="choose one with gpu="):
+        draw(records)
+    draw(records, gpu="Other")
+
+
+def test_quotes_of_eight_bit_never_stand_for_sixteen_and_seeds_are_no_paper():
+    claims = [
+        quote(1.0),
+        quote(2.0, dtype="e4m3"),
+        quote(3.0, impl="sdpa-flash"),
+        quote(4.0, source="seed"),
+        quote(5.0, ratio_to="x"),
+    ]
+    assert [c.value for c in series.paper_curve(claims, dtype="bf16")] == [1.0]
+    assert [c.value for c in series.paper_curve(claims, dtype="e4m3")] == [2.0]
+    assert not series.paper_curve(claims, pass_="backward", dtype="bf16")
+
+
+def test_ratio_map_shows_the_interleaved_ratios():
+    records = [
+        timed(against={"sdpa-flash": r}, seqlen_q=n, seqlen_k=n) for n, r in zip(SEQLENS, (0.5, 1.0, 2.0), strict=True)
+    ]
+    figure = plots.ratios([*records, timed("portable", seqlen_q=4096, seqlen_k=4096)], baseline="sdpa-flash")
+    heat = figure.data[0]
+    assert list(heat.x) == ["512", "1k", "2k"]  # a shape without such a ratio has no cell
+    assert [list(row) for row in heat.text] == [["0.50", "1.00", "2.00"]]
+    assert list(heat.z[0]) == pytest.approx([-1, 0, 1]) and heat.zmax == -heat.zmin  # 1 lies in the middle
+    assert "0.495 to 0.505" in heat.customdata[0][0]
+    assert not plots.ratios(records, baseline="nobody").data
+
+
+def test_error_bars_are_grouped_by_input_and_prefer_the_measured():
+    records = [
+        number("rmse", 2e-2, "fp8 per tensor", input="outliers", dtype="e4m3", spread=0.1),
+        number("rmse", 1e-2, "fp8 block", input="outliers", dtype="e4m3"),
+        number("rmse", 5e-3, "fp8 block", input="outliers", dtype="e4m3", kind="checked"),
+        number("rmse", 4e-3, "fp8 block", input="normal", dtype="e4m3", kind="checked"),
+    ]
+    figure = plots.errors(records)
+    bars = {bar.name: dict(zip(bar.x, bar.y, strict=True)) for bar in figure.data}
+    assert bars == {"outliers": {"fp8 per tensor": 2e-2, "fp8 block": 1e-2}, "normal": {"fp8 block": 4e-3}}
+    assert figure.layout.yaxis.type == "log"
+    assert "measured" in stamp(figure) and "checked on CPU" in stamp(figure)
+
+
+def test_errors_of_two_shapes_are_refused():
+    with pytest.raises(InvalidInputError, match="mix seqlen_q"):
+        plots.errors([number("rmse", 1.0), number("rmse", 1.0, seqlen_q=8)])
+
+
+def test_memory_is_log_log_in_mib():
+    records = [number("peak_bytes", n * 2**20, seqlen_q=n, unit="bytes") for n in (2048, 512)]
+    figure = plots.memory(records)
+    assert (figure.layout.xaxis.type, figure.layout.yaxis.type) == ("log", "log")
+    assert list(figure.data[0].x) == [512, 2048] and list(figure.data[0].y) == [512, 2048]
+
+
+def test_claims_overview_counts_every_verdict_once():
+    words = [
+        "reproduced",
+        "within 7%",
+        "not reproduced",
+        "not measured (no GPU)",
+        "unsupported (no source found)",
+        "reproduced",
+    ]
+    places = ["Figure 1", "Figure 1", "Table 2", "Table 2", "Table 2", "Table 2"]
+    figure = plots.claims_overview([verdict(w, where=p) for w, p in zip(words, places, strict=True)])
+    counted = {bar.name: dict(zip(bar.y, bar.x, strict=True)) for bar in figure.data}
+    assert sum(sum(c.values()) for c in counted.values()) == 6
+    assert counted["within N%"] == {"Figure 1": 1, "Table 2": 0}
+    with pytest.raises(InvalidInputError, match="verdict word"):
+        plots.claims_overview([verdict("splendid")])
+
+
+def test_template_is_small():
+    assert len(plots.template().to_plotly_json().__repr__()) < 2000
+    assert math.isfinite(plots.throughput([]).layout.height)

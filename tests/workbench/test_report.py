@@ -1,0 +1,145 @@
+"""Reports hold every number and verdict they were given, escaped; generated blocks are replaced whole or not at all."""
+
+from __future__ import annotations
+
+import html.parser
+import types
+
+import pytest
+
+from gpu_accel.errors import InvalidInputError
+from gpu_accel.testing.records import GPU, correct, grid, number, quote, timed, verdict
+from gpu_accel.workbench import report
+
+PAPER = types.SimpleNamespace(id="p1", title="A <fast> paper", arxiv="1234.5678", year=2024, aliases=("p",), alias="p")
+VERDICTS = [
+    verdict("reproduced"),
+    verdict("within 7%", value=[1.5, 2.0], interval=None),
+    verdict("not measured (needs another GPU)", measured=None, interval=None, value=740, unit="TFLOP/s"),
+    verdict("unsupported (no source found)", measured=None, interval=None, value="fast", unit=""),
+]
+
+
+class Balanced(html.parser.HTMLParser):
+    """Fails on a tag that is closed wrongly."""
+
+    VOID = ("meta", "br", "rect", "line", "circle", "polygon", "polyline", "path")
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.seen = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.append(tag)
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (None, "x", "–"),
+        (740, "TFLOP/s", "740 TFLOP/s"),
+        ([1.5, 2.0], "x", "1.5 to 2 x"),
+        (3.2e-4, "1", "3.2e-4"),
+        (0.0123456, "", "0.01235"),
+        (123456, "bytes", "123456 bytes"),
+        (0, "1", "0"),
+        ("fast", "", "fast"),
+    ],
+)
+def test_numbers_are_written_for_people(value, unit, text):
+    assert report.number(value, unit) == text
+
+
+def test_summary_counts():
+    assert report.summary(VERDICTS) == "4 claims: 1 reproduced, 1 within N %, 1 not measured, 1 unsupported"
+    assert report.summary(VERDICTS[:1]) == "1 claim: 1 reproduced"
+
+
+def test_markdown_has_each_claim_and_each_result():
+    text = report.markdown(PAPER, [*grid(), correct(error=1.5e-3), correct()], VERDICTS)
+    rows = [line for line in text.splitlines() if line.startswith("| faster")]
+    assert len(rows) == len(VERDICTS)
+    assert rows[0] == "| faster \\| than <before> | Figure 1 | 1.5 x | 1.5 x [1.4 to 1.6] | reproduced |"
+    assert "not measured (needs another GPU)" in rows[2]
+    assert "| 64 | full | gpu-accel, plain Triton | 200 | 300 | 400 |" in text
+    assert f"*measured on {GPU}, 2026-11-27, commit abcdef0*" in text
+    assert "| forward | gpu-accel, plain Triton | 2 | 0.0015 | 0.002 | max_abs |" in text  # the worst of two
+    assert "gpu-accel run p" in text
+
+
+def test_tables_never_join_gpus_or_precisions():
+    records = [timed(), timed(gpu="Other GPU 2"), timed(dtype="fp16")]
+    text = report.markdown(PAPER, records, [])
+    assert text.count("### TFLOP/s") == 3
+    assert "*measured on Other GPU 2, 2026-11-27" in text
+
+
+def test_a_report_without_records_says_so():
+    assert "Nothing is measured yet." in report.markdown(PAPER, [], VERDICTS)
+    assert "Nothing is measured yet." in report.html(PAPER, [], VERDICTS)
+
+
+def test_html_is_balanced_escaped_and_self_contained():
+    claims = [quote(300.0)]
+    records = [
+        *grid(),
+        *grid(dtype="fp16"),
+        number("rmse", 1e-2, dtype="e4m3"),
+        number("peak_bytes", 1e6, unit="bytes"),
+    ]
+    page = report.html(PAPER, records, VERDICTS, claims=claims)
+    parser = Balanced()
+    parser.feed(page)
+    assert not parser.open
+    assert "A &lt;fast&gt; paper" in page and "<fast>" not in page
+    assert "why &amp; how" in page
+    assert 'src="' not in page and "@import" not in page
+    assert page.count("<svg ") == 2 and 'id="figure-0"' in page and 'id="figure-1"' in page
+    assert "quoted from arXiv:1234.5678" in page
+    ids = [part.split('"')[0] for part in page.split(' id="')[1:] if not part.startswith("c1")]
+    assert len(ids) == len(set(ids))
+
+
+def test_html_with_plotly_loads_it_once():
+    pytest.importorskip("plotly")
+    page = report.html(PAPER, [*grid(), *grid(dtype="fp16")], VERDICTS, plotly="cdn")
+    assert page.count("<script charset") + page.count("cdn.plot.ly") >= 1
+    assert page.count("https://cdn.plot.ly/plotly-") == 1
+    with pytest.raises(InvalidInputError, match="plotly"):
+        report.html(PAPER, [], [], plotly="inline")
+
+
+def test_update_block_replaces_between_markers_only(tmp_path):
+    file = tmp_path / "README.md"
+    before = "# Title\n<!-- begin generated: table -->\nold\n<!-- end generated: table -->\nrest\n"
+    file.write_text(before)
+    file.chmod(0o644)
+    assert report.update_block(file, "table", "new\n")
+    assert file.read_text() == before.replace("old", "new")
+    assert not report.update_block(file, "table", "new")
+    assert file.stat().st_mode & 0o777 == 0o644
+    assert [p.name for p in tmp_path.iterdir()] == ["README.md"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "nothing",
+        "<!-- begin generated: t -->",
+        "<!-- end generated: t --> <!-- begin generated: t -->",
+        "<!-- begin generated: t --><!-- begin generated: t --><!-- end generated: t -->",
+    ],
+    ids=["none", "no-end", "reversed", "twice"],
+)
+def test_update_block_refuses_a_file_without_one_pair(tmp_path, text):
+    file = tmp_path / "README.md"
+    file.write_text(text)
+    with pytest.raises(InvalidInputError, match="exactly one pair"):
+        report.update_block(file, "t", "new")
+    assert file.read_text() == text
