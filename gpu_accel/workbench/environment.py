@@ -133,7 +133,7 @@ def git_state(root: Path | None = None) -> tuple[str, bool]:
     if top is None or Path(top.strip()).resolve() != Path(root).resolve():
         return "", False
     commit = _git(root, "rev-parse", "--verify", "HEAD")
-    status = _git(root, "status", "--porcelain", "--untracked-files=all", "--", ".", ":(exclude)papers/*/results")
+    status = _git(root, "status", "--porcelain", "--untracked-files=all", "--", ".", ":(exclude)papers/*/results/*")
     return (commit or "").strip(), status is None or bool(status.strip())
 
 
