@@ -1,0 +1,221 @@
+"""Host side of the Hopper kernels: which problems they take, their configurations, tensor-map cache and launch."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .problem import Problem
+
+_L2_SHARE = 32 * 2**20  # bytes of K and V that a group of heads may hold while its tiles run; the H100 has 50 MB of L2
+_HEAD_DIMS = (64, 128, 256)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardConfig:
+    """Tiles and switches of one forward kernel; a program works on `64 * consumers` query rows."""
+
+    head_dim: int
+    consumers: int
+    block_n: int
+    stages: int
+    ping_pong: bool
+    dynamic: bool
+
+    def registers(self) -> tuple[int, int, int]:
+        """(cap at launch, per consumer thread, per producer thread) that share one SM's 65536 registers."""
+        threads = 32 * (4 * self.consumers + 4)
+        producer = 24 if self.consumers <= 2 else 32
+        return 65536 // threads // 8 * 8, min(240, (512 - producer) // self.consumers // 8 * 8), producer
+
+
+def forward_config(head_dim: int, *, causal: bool) -> ForwardConfig:
+    """The configuration for a head_dim up to 256 (rounded up to 64, 128 or 256 by zero fill)."""
+    padded = next(d for d in _HEAD_DIMS if head_dim <= d)
+    return ForwardConfig(
+        head_dim=padded,
+        # head_dim 64 is bound by exponentials and issue slots, so a third consumer pays there
+        consumers=3 if padded == 64 else 2,
+        block_n=64 if padded == 256 else 128,
+        stages=2,
+        ping_pong=padded != 64,
+        dynamic=causal,
+    )
+
+
+def refuse(problem: Problem) -> str | None:
+    """Why the Hopper kernels cannot run this problem, or None."""
+    if problem.device_type != "cuda" or problem.capability is None:
+        return f"needs an NVIDIA GPU of compute capability 9.0, got a {problem.device_type} tensor"
+    if problem.capability != (9, 0):
+        return "needs compute capability 9.0 (H100, H200), got {}.{}".format(*problem.capability)
+    if problem.dtype not in (torch.bfloat16, torch.float16):
+        return f"takes bfloat16 and float16, got {problem.dtype}"
+    if problem.varlen:
+        return "packed sequences (cu_seqlens) are not in this kernel yet"
+    if problem.head_dim != problem.head_dim_v:
+        return "head_dim of v must equal that of q and k"
+    if problem.head_dim > 256:
+        return f"takes head_dim up to 256, got {problem.head_dim}"
+    if problem.requires_grad:
+        return "has no backward yet"
+    if not gluon_available():
+        return "this Triton has no usable Gluon dialect"
+    return None
+
+
+@functools.cache
+def gluon_available() -> bool:
+    """Whether this Triton can import the kernels at all."""
+    try:
+        from . import hopper_forward  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def tensor_map_ready(x: Tensor) -> bool:
+    """Whether the copy engine can address a (batch, seqlen, heads, head_dim) view: 16-byte strides and base, last stride 1."""
+    size = x.element_size()
+    aligned = all(s * size % 16 == 0 and s * size < 2**40 for s in x.stride()[:-1])
+    return x.stride(-1) == 1 and aligned and x.data_ptr() % 16 == 0
+
+
+def _descriptor(x: Tensor, rows: int, head_dim: int):
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    block = [1, 1, rows, head_dim]
+    layout = _shared_layout(rows, head_dim, gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16)
+    batch, seqlen, heads, dim = x.shape
+    stride = x.stride()
+    return TensorDescriptor(x, [batch, heads, seqlen, dim], [stride[0], stride[2], stride[1], 1], block, layout)
+
+
+@functools.cache
+def _shared_layout(rows: int, head_dim: int, dtype):
+    from triton.experimental.gluon import language as gl
+
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, head_dim], dtype)
+
+
+_counters: dict[tuple[int, int], Tensor] = {}
+
+
+def _tile_counter(device: torch.device) -> Tensor:
+    """A zero that the kernel counts up and resets itself, one a stream: launches of one stream never overlap."""
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)  # lives in the graph's pool
+    key = (device.index, torch.cuda.current_stream(device).cuda_stream)
+    counter = _counters.get(key)
+    if counter is None:
+        counter = _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
+    return counter
+
+
+def _heads_per_group(heads: int, batch: int, bytes_per_head: int) -> int:
+    """Largest power of two of heads whose K and V fit the L2 share, dividing batch * heads."""
+    group = 1
+    while group * 2 * bytes_per_head <= _L2_SHARE and (batch * heads) % (group * 2) == 0:
+        group *= 2
+    return group
+
+
+@functools.cache
+def _multiprocessors(device_index: int) -> int:
+    return torch.cuda.get_device_properties(device_index).multi_processor_count
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    config: ForwardConfig | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention forward of (batch, seqlen, heads, head_dim) bf16/fp16 tensors on sm_90.
+
+    Args:
+        q, k, v: any strides; a view the copy engine can't address is copied once. heads must be a multiple of heads_kv.
+        softmax_scale: multiplies q k^T.
+        window_left, window_right: keys each query sees to either side of the bottom-right diagonal, -1 for all; causal is right 0.
+        softcap: caps the scaled scores at +-softcap by tanh; 0 is off.
+        config: tiles to use instead of the tuned ones.
+        out, lse: results to write into.
+
+    Returns:
+        out like q, and lse (batch, heads, seqlen_q) float32, natural logarithm.
+    """
+    from .hopper_device import LOG2_E
+    from .hopper_forward import attention_forward_kernel
+
+    q, k, v = (x if tensor_map_ready(x) else x.contiguous() for x in (q, k, v))
+    batch, seqlen_q, heads, head_dim = q.shape
+    seqlen_k, heads_kv = k.shape[1], k.shape[2]
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if lse is None:
+        lse = torch.empty((batch, heads, seqlen_q), dtype=torch.float32, device=q.device)
+    if q.numel() == 0 or seqlen_k == 0:
+        return out.zero_(), lse.fill_(-math.inf)
+    causal = window_right >= 0
+    config = config or forward_config(head_dim, causal=causal)
+    num_m = -(-seqlen_q // (64 * config.consumers))
+    num_tiles = num_m * batch * heads
+    grid = min(_multiprocessors(q.device.index), num_tiles)
+    launch_registers, consumer_registers, producer_registers = config.registers()
+    scale, exp_scale = softmax_scale, softmax_scale * LOG2_E
+    if softcap > 0:
+        scale, exp_scale = softmax_scale / softcap, LOG2_E
+    d = config.head_dim
+    attention_forward_kernel[(grid,)](
+        _descriptor(q, 64, d),
+        _descriptor(k, config.block_n, d),
+        _descriptor(v, config.block_n, d),
+        _descriptor(out, 64, d),
+        lse,
+        _tile_counter(q.device) if config.dynamic else lse,
+        seqlen_q,
+        seqlen_k,
+        heads,
+        heads // heads_kv,
+        num_m,
+        num_tiles,
+        _heads_per_group(heads, batch, 2 * seqlen_k * head_dim * q.element_size()),
+        window_left,
+        window_right,
+        scale,
+        exp_scale,
+        softcap,
+        CONSUMERS=config.consumers,
+        HEAD_DIM=d,
+        BLOCK_N=config.block_n,
+        STAGES=config.stages,
+        PING_PONG=config.ping_pong,
+        CAUSAL=causal,
+        WINDOW=window_left >= 0,
+        SOFTCAP=softcap > 0,
+        EVEN_K=seqlen_k % config.block_n == 0,
+        DYNAMIC=config.dynamic,
+        O_IN_Q=d == 256,
+        CONSUMER_REGISTERS=consumer_registers,
+        PRODUCER_REGISTERS=producer_registers,
+        num_warps=4,
+        maxnreg=launch_registers,
+    )
+    return out, lse
+
+
+def describe(problem: Problem) -> ForwardConfig:
+    """The configuration `forward` takes for a problem it does not refuse."""
+    return replace(forward_config(problem.head_dim, causal=problem.window_right >= 0))

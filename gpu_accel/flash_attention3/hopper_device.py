@@ -1,0 +1,141 @@
+"""Device functions shared by the Hopper (sm_90a) attention kernels, written in Gluon.
+
+Named barriers, tile order, masks and softmax steps. Gluon has no call for PTX named barriers, so they are inline PTX; ids 0 to 2
+are used by Triton itself, ours start at 8.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+LOG2_E = 1.4426950408889634
+LN_2 = gl.constexpr(0.6931471805599453)
+NEG_LARGE = gl.constexpr(-1.0e30)  # finite stand-in for -inf in running maxima: exp2(-inf - finite) = 0, never NaN
+
+
+@gluon.jit
+def bar_sync(barrier: gl.constexpr, threads: gl.constexpr):
+    """Wait on named barrier `barrier` until `threads` threads have arrived (this one included)."""
+    gl.inline_asm_elementwise(
+        "bar.sync $1, $2; mov.b32 $0, 0;",
+        "=r,n,n",
+        [gl.to_tensor(barrier), gl.to_tensor(threads)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def bar_arrive(barrier: gl.constexpr, threads: gl.constexpr):
+    """Arrive on named barrier `barrier` without waiting."""
+    gl.inline_asm_elementwise(
+        "bar.arrive $1, $2; mov.b32 $0, 0;",
+        "=r,n,n",
+        [gl.to_tensor(barrier), gl.to_tensor(threads)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def tile_of(index, num_m, heads, group, HEAVY_FIRST: gl.constexpr):
+    """Tile number -> (query block, batch, head).
+
+    With HEAVY_FIRST (causal) the tiles of `group` heads, whose K and V fit in L2 together, are drawn longest rows first.
+    """
+    if HEAVY_FIRST:
+        per_group = num_m * group
+        g = index // per_group
+        r = index - g * per_group
+        m = num_m - 1 - r // group
+        batch_head = g * group + r % group
+    else:
+        batch_head = index // num_m
+        m = index - batch_head * num_m
+    batch = batch_head // heads
+    return m, batch, batch_head - batch * heads
+
+
+@gluon.jit
+def key_blocks(row0, rows, shift, seqlen_k, left, right, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
+    """First and one-past-last key block that rows [row0, row0 + rows) can see; at least one block, so that masked rows get written."""
+    hi = gl.cdiv(seqlen_k, BLOCK_N)
+    lo = 0
+    if CAUSAL:
+        hi = gl.minimum(hi, gl.cdiv(gl.maximum(row0 + rows + shift + right, 0), BLOCK_N))
+    if WINDOW:
+        lo = gl.maximum(row0 + shift - left, 0) // BLOCK_N
+    hi = gl.maximum(hi, 1)
+    lo = gl.minimum(lo, hi - 1)
+    return lo, hi
+
+
+@gluon.jit
+def mask_right(s, limit_base, col_limit):
+    """Keep column c of row r where c <= min(r + limit_base, col_limit)."""
+    rows: gl.constexpr = s.shape[0]
+    cols: gl.constexpr = s.shape[1]
+    layout: gl.constexpr = s.type.layout
+    limit = gl.minimum(gl.arange(0, rows, layout=gl.SliceLayout(1, layout)) + limit_base, col_limit)
+    c = gl.arange(0, cols, layout=gl.SliceLayout(0, layout))
+    return gl.where(c[None, :] <= limit[:, None], s, float("-inf"))
+
+
+@gluon.jit
+def mask_columns(s, col_limit):
+    """Keep columns c <= col_limit."""
+    cols: gl.constexpr = s.shape[1]
+    c = gl.arange(0, cols, layout=gl.SliceLayout(0, s.type.layout))
+    return gl.where((c <= col_limit)[None, :], s, float("-inf"))
+
+
+@gluon.jit
+def mask_left(s, limit_base):
+    """Keep column c of row r where c >= r + limit_base."""
+    rows: gl.constexpr = s.shape[0]
+    cols: gl.constexpr = s.shape[1]
+    layout: gl.constexpr = s.type.layout
+    limit = gl.arange(0, rows, layout=gl.SliceLayout(1, layout)) + limit_base
+    c = gl.arange(0, cols, layout=gl.SliceLayout(0, layout))
+    return gl.where(c[None, :] >= limit[:, None], s, float("-inf"))
+
+
+@gluon.jit
+def thread_row_sum(p):
+    """Row sums over the columns each thread owns: shape (rows, 4), one column per thread of a quad; no shuffle needed."""
+    rows: gl.constexpr = p.shape[0]
+    cols: gl.constexpr = p.shape[1]
+    q = p.reshape((rows, cols // 8, 4, 2))
+    return gl.sum(gl.sum(q, axis=3), axis=1)
+
+
+@gluon.jit
+def tanh(x):
+    """tanh in float32 from exp2 and a division: unlike tanh.approx its error stays far below bfloat16's."""
+    e = gl.exp2(x * 2.8853900817779268)  # exp(2x); inf for large x gives 1, 0 for very negative x gives -1
+    return 1.0 - 2.0 / (e + 1.0)
+
+
+@gluon.jit
+def publish_tile(k, tile, schedule, full, empty):
+    """Producer: hand tile number `tile` to the consumers through the two-slot queue."""
+    slot = k & 1
+    mbarrier.wait(empty.index(slot), ((k >> 1) & 1) ^ 1)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    schedule.index(slot).store(gl.full([1], 0, gl.int32, layout) + tile)
+    mbarrier.arrive(full.index(slot), count=1)
+
+
+@gluon.jit
+def receive_tile(k, schedule, full, empty):
+    """Consumer: the k-th tile number that the producer published."""
+    slot = k & 1
+    mbarrier.wait(full.index(slot), (k >> 1) & 1)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    tile = gl.max(schedule.index(slot).load(layout), axis=0)
+    mbarrier.arrive(empty.index(slot), count=1)
+    return tile
