@@ -7,8 +7,10 @@
     rows m0..m0+M           | masked |   no mask at all  | masked |        blocks outside [lo, hi) are never touched
 
 * Causal and windowed tiles are visited heaviest first, in groups of heads whose keys and values fit in L2.
-* TMA path (capability 9.0 up, 16-byte aligned strides): rank-4 host descriptors over the (batch, seqlen, heads, dim)
-  view, zeros outside. Pointer path: everything else, with masks. Output goes through masked pointers in both.
+* TMA path (capability 9.0 up, 16-byte aligned strides): K and V come through rank-4 host descriptors over the
+  (batch, seqlen, heads, dim) view, zeros outside. Pointer path: everything else, with masks. Q and O always go through
+  masked pointers: they move once, and a Q that came through such a descriptor would be kept in registers by Triton
+  (64 of them at head_dim 256, enough to serialise the matrix instructions) instead of in shared memory.
 * Packed sequences: the grid depends on shapes only, and each program finds its sequence itself (`find_sequence`), so
   nothing waits for the device. Rows of a neighbour may be loaded at the end of a sequence; scores of such keys are
   masked and their values zeroed, because 0 * NaN would poison the row.
@@ -101,7 +103,7 @@ def _attend(
                        "window_right"]
 )  # fmt: skip
 def attention_forward(
-    q, q2, k, k2, v, v2, o, lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+    q, k, k2, v, v2, o, lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
     q_sb, q_ss, q_sh, k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, o_sb, o_ss, o_sh, lse_sb, lse_sh,
     batches, heads, group, seqlen_q, seqlen_k, heads_together, head_dim, head_dim_v,
     window_left, window_right, qk_scale, cap_in, cap_out,
@@ -164,11 +166,11 @@ def attention_forward(
     full_lo = tl.minimum(full_lo, full_hi)
 
     q_left = rows - m0
-    q_tile = load_tile(q, batch, q_row0 + m0, head, 0, q_sb, q_ss, q_sh, q_left, head_dim, M, D, TMA, True, MASK_D)
+    q_tile = load_tile(q, batch, q_row0 + m0, head, 0, q_sb, q_ss, q_sh, q_left, head_dim, M, D, False, True, MASK_D)
     q_tile2 = q_tile
     if D2 > 0:
         q_tile2 = load_tile(
-            q2, batch, q_row0 + m0, head, D, q_sb, q_ss, q_sh, q_left, head_dim - D, M, D2, TMA, True, MASK_D
+            q, batch, q_row0 + m0, head, D, q_sb, q_ss, q_sh, q_left, head_dim - D, M, D2, False, True, MASK_D
         )
     m_i = tl.full([M], float("-inf"), tl.float32)
     l_i = tl.zeros([M], tl.float32)
@@ -295,7 +297,7 @@ def forward(
         return a, (descriptor(x, rows, second) if second else a)
 
     arguments = (
-        *operand(q4, m, d, d2), *operand(k4, n, d, d2), *operand(v4, n, dv, dv2), o4, lse3,
+        q4, *operand(k4, n, d, d2), *operand(v4, n, dv, dv2), o4, lse3,
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
         *compact_strides(q4), *compact_strides(k4), *compact_strides(v4), *compact_strides(o4),
         lse3.stride(0), lse3.stride(1),
