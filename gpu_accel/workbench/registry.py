@@ -77,7 +77,9 @@ class Paper:
         from gpu_accel.workbench.ledger import load_claims
 
         file = self.path / "claims.toml"
-        return load_claims(file, paper=self.id, alias=self.alias, ours=self.ours) if file.is_file() else []
+        if not file.is_file():
+            return []
+        return load_claims(file, paper=self.id, alias=self.alias, ours=self.ours, experiments=tuple(self.experiments))
 
     def records(self) -> list[Record]:
         """Every committed result, oldest runs included; see `records.merge` for the newest of each."""

@@ -1,0 +1,186 @@
+"""The registry: papers are found by their folder, read strictly, and imported only when an experiment is asked for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from gpu_accel.errors import InvalidInputError
+from gpu_accel.workbench.registry import paper, papers
+
+ROOT = Path(__file__).resolve().parents[2]
+TOY = """
+id = "toy_paper"
+title = "Toys"
+arxiv = "0000.00001"
+authors = ["A. Author"]
+year = 2026
+aliases = ["toy", "tp"]
+ours = ["portable"]
+inputs = ["normal", "outliers"]
+[experiments.forward]
+title = "Forward"
+precisions = ["bf16", "fp8"]
+default = true
+[experiments.memory]
+title = "Memory"
+[default_for]
+fp8 = ["forward", "memory"]
+"""
+EXPERIMENT = """
+from . import shapes
+from .shapes import SHAPES
+EXPERIMENTS = {"forward": (shapes.__name__, SHAPES)}
+"""
+
+
+def add_paper(folder: Path, text: str = TOY, name: str = "toy_paper") -> Path:
+    place = folder / name
+    place.mkdir(parents=True)
+    (place / "paper.toml").write_text(text)
+    (place / "experiment.py").write_text(EXPERIMENT)
+    (place / "shapes.py").write_text(f"SHAPES = [{str(folder)!r}]\n")
+    return place
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("GPU_ACCEL_PAPERS", str(tmp_path))
+    return tmp_path
+
+
+def test_a_folder_is_a_paper(folder):
+    place = add_paper(folder)
+    toy = paper("toy")
+    assert toy in papers()
+    assert (toy.id, toy.title, toy.year, toy.authors) == ("toy_paper", "Toys", 2026, ("A. Author",))
+    assert (toy.alias, toy.path, toy.ours, toy.inputs) == ("toy", place, ("portable",), ("normal", "outliers"))
+    assert list(toy.experiments) == ["forward", "memory"]
+    assert toy.experiments["forward"].precisions == ("bf16", "fp8")
+    assert toy.claims() == [] and toy.records() == []
+
+
+def test_names_ignore_case_and_dashes_and_suggest(folder):
+    add_paper(folder)
+    assert paper("TOY-paper").id == paper("tp").id == paper("Toy_Paper").id == "toy_paper"
+    with pytest.raises(InvalidInputError, match=r"no paper is named 'toy_papr'.*Did you mean toy_paper"):
+        paper("toy_papr")
+    with pytest.raises(InvalidInputError, match=r"toy_paper has no experiment 'forwrd'.*Did you mean forward"):
+        paper("toy").experiment("forwrd")
+
+
+def test_default_experiments(folder):
+    add_paper(folder)
+    toy = paper("toy")
+    assert toy.default_experiments("fp8") == ("forward", "memory")
+    assert toy.default_experiments("bf16") == ("forward",)
+    assert toy.default_experiments("fp4") == ()
+
+
+def test_experiments_import_their_siblings_under_their_own_name(tmp_path, monkeypatch):
+    one, two = tmp_path / "one", tmp_path / "two"
+    add_paper(one)
+    add_paper(two)
+    seen = []
+    for folder in (one, two):  # two folders with one paper id must not share modules
+        monkeypatch.setenv("GPU_ACCEL_PAPERS", str(folder))
+        name, shapes = paper("toy").experiment("forward")
+        assert shapes == [str(folder)]
+        assert paper("toy").experiment("forward") == (name, shapes)  # imported once, under one name
+        seen.append(name)
+    assert seen[0] != seen[1] and "shapes" not in sys.modules
+
+
+def test_experiment_files_that_do_not_fit(folder):
+    place = add_paper(folder)
+    with pytest.raises(InvalidInputError, match="EXPERIMENTS lacks 'memory'"):
+        paper("toy").experiment("memory")
+    (place / "experiment.py").unlink()
+    with pytest.raises(InvalidInputError, match=r"no .*experiment\.py"):
+        paper("toy").experiment("forward")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (('title = "Toys"', ""), "'title' is missing"),
+        (('title = "Toys"', "title = 3"), "'title'"),
+        (("year = 2026", 'year = "2026"'), "'year'"),
+        (("year = 2026", "yeer = 2026"), "unknown key 'yeer'"),
+        (("default = true", "default = 1"), "experiments: forward: 'default'"),
+        (("default = true", "defualt = true"), "unknown key 'defualt'"),
+        (('aliases = ["toy", "tp"]', 'aliases = "toy"'), "'aliases'"),
+        (('fp8 = ["forward", "memory"]', 'fp8 = ["backward"]'), "no experiment is named 'backward'"),
+        (('fp8 = ["forward", "memory"]', 'fp4 = ["forward"]'), "'forward' runs in bf16, fp8 only"),
+        (('id = "toy_paper"', 'id = "toy-paper"'), "identifier"),
+        (('id = "toy_paper"', 'id = "toys"'), "the folder is named 'toy_paper'"),
+        (("[default_for]", "[default_for"), "paper.toml"),
+    ],
+)
+def test_paper_toml_is_read_strictly(folder, change, message):
+    assert change[0] in TOY
+    place = add_paper(folder, TOY.replace(*change))
+    with pytest.raises(InvalidInputError, match=message) as caught:
+        papers()
+    assert str(place / "paper.toml") in str(caught.value)
+
+
+def test_a_name_belongs_to_one_paper(folder):
+    add_paper(folder)
+    add_paper(folder, TOY.replace("toy_paper", "other").replace('["toy", "tp"]', '["Toy-Paper"]'), "other")
+    with pytest.raises(InvalidInputError, match="both named 'toy-paper'"):
+        papers()
+
+
+def test_a_missing_extra_folder_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setenv("GPU_ACCEL_PAPERS", os.pathsep.join([str(tmp_path), str(tmp_path / "gone")]))
+    with pytest.raises(InvalidInputError, match="GPU_ACCEL_PAPERS names .*gone"):
+        papers()
+
+
+def test_the_same_folder_twice_is_one_folder(tmp_path, monkeypatch):
+    add_paper(tmp_path)
+    monkeypatch.setenv("GPU_ACCEL_PAPERS", os.pathsep.join([str(tmp_path), str(tmp_path / ".." / tmp_path.name)]))
+    assert [one.id for one in papers()].count("toy_paper") == 1
+
+
+def test_installed_papers_are_found_without_a_checkout(tmp_path):
+    site = tmp_path / "site"
+    add_paper(site / "gpu_accel_papers")
+    program = "from gpu_accel.workbench.registry import papers; print([p.id for p in papers()])"
+    # -P and a copied package, so that neither this checkout nor the working folder is on the path.
+    for module in ("__init__", "errors", "workbench/__init__", "workbench/registry", "workbench/strict_toml"):
+        target = site / "gpu_accel" / f"{module}.py"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        source = ROOT / "gpu_accel" / f"{module}.py"
+        target.write_text(source.read_text() if module != "__init__" else "")
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(site)}
+    out = subprocess.run(
+        [sys.executable, "-P", "-c", program], env=environment, cwd=tmp_path, text=True, capture_output=True
+    )
+    assert out.stdout.strip() == "['toy_paper']", out.stderr
+
+
+def test_reading_papers_is_fast_and_imports_no_torch(folder):
+    for number in range(8):
+        add_paper(folder, TOY.replace("toy_paper", f"p{number}").replace('["toy", "tp"]', "[]"), f"p{number}")
+    program = textwrap.dedent(
+        """
+        import sys, time
+        from gpu_accel.workbench.registry import papers
+        times = []
+        for _ in range(5):
+            start = time.process_time()
+            count = len(papers())
+            times.append(time.process_time() - start)
+        heavy = {"torch", "triton", "numpy"} & sys.modules.keys()
+        assert count >= 8 and not heavy, (count, heavy)
+        assert min(times) < 0.030, times
+        """
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
