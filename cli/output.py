@@ -1,0 +1,113 @@
+"""Results for machines: `--json` on stdout, and `-o FILE` in the format of its suffix."""
+
+from __future__ import annotations
+
+import csv
+import html
+import io
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gpu_accel.errors import InvalidInputError
+
+SUFFIXES = (".json", ".jsonl", ".csv", ".md", ".html")
+Row = dict[str, Any]
+
+
+def check_suffix(path: Path | None) -> None:
+    """Refuse an unknown suffix before any work is done.
+
+    Raises:
+        InvalidInputError: the suffix names no format, or the folder does not exist.
+    """
+    if path is None:
+        return
+    if path.suffix not in SUFFIXES:
+        raise InvalidInputError(f"cannot write {path}: its suffix must be one of {', '.join(SUFFIXES)}")
+    if not path.absolute().parent.is_dir():
+        raise InvalidInputError(f"cannot write {path}: there is no folder {path.parent}")
+
+
+def print_json(payload: Any) -> None:
+    """The payload as indented JSON on stdout, and nothing else."""
+    sys.stdout.write(json.dumps(payload, indent=2, ensure_ascii=False, default=str) + "\n")
+
+
+def write(path: Path, rows: Sequence[Row], *, payload: Any = None, title: str = "") -> None:
+    """Write rows to a file in the format of its suffix.
+
+    Args:
+        path: the file; replaced when it exists.
+        rows: one dictionary a row. In .csv, .md and .html nested values are flattened to `outer.inner` columns.
+        payload: what .json holds instead of the rows (that which `--json` prints).
+        title: heading of .md and .html.
+    """
+    check_suffix(path)
+    match path.suffix:
+        case ".json":
+            text = json.dumps(rows if payload is None else payload, indent=2, ensure_ascii=False, default=str) + "\n"
+        case ".jsonl":
+            text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+        case ".csv":
+            text = _csv(rows)
+        case ".md":
+            text = _markdown(rows, title)
+        case _:
+            text = _html(rows, title)
+    path.write_text(text, encoding="utf-8")
+
+
+def flatten(row: Row) -> Row:
+    """Nested dictionaries as dotted keys, lists joined by spaces."""
+    flat: Row = {}
+    for key, value in row.items():
+        if isinstance(value, dict):
+            flat.update({f"{key}.{inner}": item for inner, item in flatten(value).items()})
+        elif isinstance(value, list | tuple):
+            flat[key] = " ".join(str(item) for item in value)
+        else:
+            flat[key] = value
+    return flat
+
+
+def _grid(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    flat = [flatten(row) for row in rows]
+    columns = list(dict.fromkeys(key for row in flat for key in row))
+    return columns, [["" if row.get(column) is None else str(row[column]) for column in columns] for row in flat]
+
+
+def _csv(rows: Sequence[Row]) -> str:
+    columns, cells = _grid(rows)
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerows([columns, *cells])
+    return text.getvalue()
+
+
+def _markdown(rows: Sequence[Row], title: str) -> str:
+    columns, cells = _grid(rows)
+    lines = [f"# {title}", ""] if title else []
+    for line in (columns, ["---"] * len(columns), *cells):
+        lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in line) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _html(rows: Sequence[Row], title: str) -> str:
+    columns, cells = _grid(rows)
+
+    def line(tag: str, values: Sequence[str]) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(value)}</{tag}>" for value in values) + "</tr>"
+
+    body = "\n".join(line("td", cell) for cell in cells)
+    style = (
+        "body{font:14px system-ui;margin:2rem}table{border-collapse:collapse}"
+        "td,th{padding:.3rem .6rem;border-bottom:1px solid #ddd;text-align:left}"
+    )
+    return (
+        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        f"<style>{style}</style>\n<h1>{html.escape(title)}</h1>\n"
+        f"<table>\n{line('th', columns)}\n{body}\n</table></html>\n"
+    )

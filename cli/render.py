@@ -1,0 +1,179 @@
+"""Records and verdicts as tables for people."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from .console import table
+
+if TYPE_CHECKING:
+    from gpu_accel.workbench.records import Record
+
+Case = dict[str, Any]
+
+# How a case is written: short names, in the order that kernel people say them.
+SHORT = {
+    "batch": "B", "seqlen_q": "Sq", "seqlen_k": "Sk", "heads": "H", "heads_kv": "Hkv", "head_dim": "D",
+}  # fmt: skip
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """A number to so many digits, without a float's tail: 0.1235, 1234, 3.2e-07."""
+    if value is None:
+        return ""
+    if not math.isfinite(value):
+        return str(value)
+    if value and not 1e-4 <= abs(value) < 1e7:
+        return f"{value:.2e}"
+    if abs(value) >= 10 ** (digits - 1):
+        return f"{value:,.0f}"
+    return f"{value:.{digits}g}"
+
+
+def duration(ms: float) -> str:
+    """A time with its unit: 12.34 us, 1.234 ms, 2.345 s."""
+    if ms < 1:
+        return f"{ms * 1e3:.4g} us"
+    return f"{ms:.4g} ms" if ms < 1000 else f"{ms / 1e3:.4g} s"
+
+
+def size(count: float) -> str:
+    """A number of bytes: 640 B, 1.5 MiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    raise AssertionError
+
+
+def quantity(value: float, unit: str) -> str:
+    """A value as it is read most easily in its unit."""
+    match unit:
+        case "ms":
+            return duration(value)
+        case "bytes":
+            return size(value)
+        case "1":
+            return number(value)
+        case _:
+            return f"{number(value)} {unit}"
+
+
+def label(case: Case) -> str:
+    """A case in a few words: `B4 S2048 H16 D128 causal fp8`."""
+    rest = dict(case)
+    words = []
+    if "seqlen_q" in rest and rest.get("seqlen_q") == rest.get("seqlen_k"):
+        rest["seqlen"] = rest.pop("seqlen_q")
+        del rest["seqlen_k"]
+    if "heads" in rest and rest.get("heads") == rest.get("heads_kv"):
+        del rest["heads_kv"]
+    for key, short in {**SHORT, "seqlen": "S"}.items():
+        if key in rest:
+            words.append((list(SHORT).index(key) if key in SHORT else 1, f"{short}{rest.pop(key)}"))
+    texts = [word for _, word in sorted(words)]
+    for key, value in rest.items():
+        if isinstance(value, bool):
+            texts += [key] if value else [f"not {key}"]
+        elif isinstance(value, str):
+            texts.append(value)
+        else:
+            texts.append(f"{key}={value}")
+    return " ".join(texts)
+
+
+def split_cases(cases: Sequence[Case]) -> tuple[str, list[str]]:
+    """What all cases share, as one label, and what is left of each: long tables stay readable."""
+    if not cases:
+        return "", []
+    pairs = [("seqlen_q", "seqlen_k"), ("heads", "heads_kv")]  # kept together, for label() to join
+    same = {key for key, value in cases[0].items() if all(key in case and case[key] == value for case in cases)}
+    for pair in pairs:
+        if not same.issuperset(pair):
+            same -= set(pair)
+    if len({tuple(sorted(case.items())) for case in cases}) == 1:
+        same = {key for key in same if not isinstance(cases[0][key], int) or isinstance(cases[0][key], bool)}
+    shared = label({key: value for key, value in cases[0].items() if key in same})
+    return shared, [label({key: value for key, value in case.items() if key not in same}) for case in cases]
+
+
+def result_tables(records: Sequence[Record], baselines: Sequence[str] = ()) -> list[Any]:
+    """One table for each experiment: implementation, error and bound, and on a GPU the time, the rate and the ratio."""
+    by_experiment: dict[str, list[Record]] = {}
+    for record in records:
+        by_experiment.setdefault(record.experiment, []).append(record)
+    return [_result_table(name, group) for name, group in by_experiment.items()]
+
+
+def _result_table(experiment: str, records: list[Record]) -> Any:
+    shared, labels = split_cases([record.case for record in records])
+    lines: dict[tuple[str, str], list[Record]] = {}
+    for record, case in zip(records, labels, strict=True):
+        lines.setdefault((case, record.impl), []).append(record)
+    timed = any(record.is_speed for record in records)
+    rated = any(record.has("tflops") for record in records)
+    others = list(dict.fromkeys(r.metric for r in records if r.metric != "correct" and not r.is_speed))
+    against = list(dict.fromkeys(name for record in records for name in record.ratio_to))
+    where = _where(records)
+    columns = ["case", "implementation", "error", "bound", *others]
+    columns += ["time", "p20 .. p80"] if timed else []
+    columns += ["TFLOP/s"] if rated else []
+    columns += [f"against {name}" for name in against]
+    made = table(*columns, title=f"{experiment}  [dim]{shared}[/]", caption=where, right=tuple(columns[2:]))
+    best = _fastest(records)
+    previous = None
+    for (case, impl), group in lines.items():
+        if previous not in (None, case):
+            made.add_section()
+        cells = ["" if case == previous else case, f"[bold green]{impl}[/]" if (case, impl) in best else impl]
+        previous = case
+        checked = next((record.checked for record in group if record.checked), None)
+        cells += [number(checked["error"], 2), number(checked["bound"], 2)] if checked else ["", ""]
+        by_metric = {record.metric: record for record in group}
+        cells += [quantity(by_metric[m].value(), by_metric[m].unit) if m in by_metric else "" for m in others]
+        time = next((record for record in group if record.is_speed), None)
+        if timed:
+            spread = time.interval("ms") if time and time.has("ms") else None
+            cells += [duration(time.value("ms")) if time and time.has("ms") else "[dim]not timed[/]",
+                      f"{number(spread[0])} .. {number(spread[1])}" if spread else ""]  # fmt: skip
+        if rated:
+            cells.append(number(time.value("tflops"), 3) if time and time.has("tflops") else "")
+        cells += [_ratio(time.ratio_to.get(name)) if time else "" for name in against]
+        made.add_row(*cells)
+    return made
+
+
+def _where(records: list[Record]) -> str:
+    """On what the numbers were made, for the line under the table."""
+    first = records[-1]
+    if first.kind == "checked":
+        return "checked on a CPU, not timed: the errors are of the real kernels, in Triton's interpreter"
+    env = first.env
+    clock = env.get("clock_mhz")
+    clock = clock.get("median") if isinstance(clock, dict) else clock
+    parts = [first.kind + " on", str(env.get("gpu", "?"))]
+    parts += [f"· torch {env['torch']}"] if env.get("torch") else []
+    parts += [f"· triton {env['triton']}"] if env.get("triton") else []
+    parts += [f"· {clock:.0f} MHz"] if isinstance(clock, int | float) else []
+    return " ".join(parts)
+
+
+def _ratio(ratio: dict[str, Any] | None) -> str:
+    """`1.23x [1.21, 1.25]`, coloured only when the interval leaves no doubt."""
+    if not ratio:
+        return ""
+    low, high = ratio["ci95"]
+    style = "green" if low > 1 else "red" if high < 1 else "dim"
+    return f"[{style}]{ratio['median']:.2f}x \\[{low:.2f}, {high:.2f}][/]"
+
+
+def _fastest(records: list[Record]) -> set[tuple[str, str]]:
+    """(case label, implementation) of the fastest in every case that has at least two times."""
+    _, labels = split_cases([record.case for record in records])
+    times: dict[str, dict[str, float]] = {}
+    for record, case in zip(records, labels, strict=True):
+        if record.has("ms"):
+            times.setdefault(case, {})[record.impl] = record.value("ms")
+    return {(case, min(group, key=group.__getitem__)) for case, group in times.items() if len(group) > 1}

@@ -1,0 +1,259 @@
+"""`gpu-accel run`: run a paper's experiments here, show the results, and say which claims they settle."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gpu_accel.errors import InvalidInputError
+
+from . import codes, ledger, output
+from .console import note, out, plain, table
+from .options import (
+    DEFAULT_RESULTS,
+    ExperimentsArgument,
+    InputOption,
+    JsonOption,
+    OutputOption,
+    PaperArgument,
+    PrecisionOption,
+    default_precision,
+)
+from .progress import Progress
+from .render import label, result_tables
+from .results import record_file, unfinished
+
+if TYPE_CHECKING:
+    from gpu_accel.workbench.claims import Verdict
+    from gpu_accel.workbench.experiment import Settings
+    from gpu_accel.workbench.host import Host
+    from gpu_accel.workbench.records import Record
+    from gpu_accel.workbench.registry import Paper
+    from gpu_accel.workbench.runner import Outcome, Plan, RunResult
+
+MOST_REMARKS = 12  # skipped rows of different reasons that are told before the rest is only counted
+
+
+def run(
+    paper: PaperArgument,
+    experiments: ExperimentsArgument = None,
+    precision: PrecisionOption = "",
+    input_: InputOption = "",
+    shape: Annotated[
+        list[str] | None,
+        typer.Option("--shape", metavar="SHAPE", help="Instead of the paper's shapes: 4x2048x16x128 (batch, seqlen, heads, "
+                     "head_dim) or seqlen=16k,head_dim=64,causal=true. Repeatable."),
+    ] = None,
+    only: Annotated[list[str] | None, typer.Option("--only", help="Only this implementation. Repeatable.")] = None,
+    skip: Annotated[list[str] | None, typer.Option("--skip", help="Not this implementation. Repeatable.")] = None,
+    device: Annotated[str, typer.Option("--device", help="auto, cuda, cuda:N, or cpu: checked, not timed.")] = "auto",
+    quick: Annotated[bool, typer.Option("--quick", help="Few and small cases, for a first look.")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the inputs.")] = 0,
+    seconds: Annotated[float, typer.Option(help="Time to measure one implementation in one case, at most.")] = 0.25,
+    sustained: Annotated[bool, typer.Option("--sustained", help="Time under continuous load, as a long job sees it.")] = False,
+    warm_l2: Annotated[bool, typer.Option("--warm-l2", help="Do not flush the L2 cache between timed calls.")] = False,
+    results: Annotated[Path, typer.Option("--results", metavar="DIR", help="Where records go.")] = DEFAULT_RESULTS,
+    save: Annotated[
+        bool, typer.Option("--save", help="Write records to papers/<id>/results of this checkout, to be committed.")
+    ] = False,
+    tag: Annotated[str, typer.Option("--tag", help="A word for the name of the records' file.")] = "",
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where an earlier run of this commit stopped.")] = False,
+    gate: Annotated[bool, typer.Option("--gate", help="Exit 1 if a claim that this run settles is not reproduced.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run, and run nothing.")] = False,
+    json_: JsonOption = False,
+    output_: OutputOption = None,
+) -> None:  # fmt: skip
+    """Run experiments: measured on a GPU, checked on a CPU.
+
+    Every result is compared with a float64 truth first; only what passes is timed. Without a GPU the same kernels run in
+    Triton's interpreter on small shapes, checked and not timed. Finished cases survive Ctrl-C; --resume continues.
+    """
+    from gpu_accel.workbench import registry
+    from gpu_accel.workbench.experiment import Settings, parse_shape
+
+    output.check_suffix(output_)
+    if tag and not tag.replace("-", "").replace("_", "").isalnum():
+        raise InvalidInputError(f"--tag {tag!r}: letters, digits, - and _ only, for it becomes part of a file's name")
+    one = registry.paper(paper)
+    settings = Settings(
+        device=device,
+        precision=precision or default_precision(one, experiments or []),
+        input=input_ or one.inputs[0],
+        shapes=tuple(parse_shape(text) for text in shape or []),
+        only=tuple(only or []),
+        skip=tuple(skip or []),
+        seed=seed,
+        seconds=seconds,
+        quick=quick,
+        mode="sustained" if sustained else "burst",
+        flush_l2=not warm_l2,
+    )
+    host = _host(settings.device)
+    if dry_run:
+        return _dry_run(one, experiments, settings, host, json_=json_, file=output_)
+    file = record_file(one, sku=host.env.get("sku") or host.device, commit=host.commit, folder=results, save=save, tag=tag)
+    earlier = unfinished(file) if resume else None
+    settings = dataclasses.replace(settings, output=str(earlier or file))
+    result = _run(one, experiments, settings, host, resume_from=earlier, quiet=json_)
+    records = [*result.resumed, *result.records]
+    settled = [v for v in ledger.judge_all(one.claims(), records) if ledger.is_settled(v)]
+    if output_:
+        _write(output_, one, result, records, settled)
+    if json_:
+        output.print_json(as_payload(one, result, records, settled))
+    else:
+        _show(one, result, records, settled)
+    _leave(result, settled, gate=gate)
+
+
+def _host(device: str) -> Host:
+    from .device import prepare
+
+    resolved = prepare(device)
+    from gpu_accel.workbench.host import Host
+
+    return Host.here(resolved)
+
+
+def _run(
+    paper: Paper, experiments: Sequence[str] | None, settings: Settings, host: Host, *, resume_from: Path | None, quiet: bool
+) -> RunResult:
+    from gpu_accel.workbench import events, runner
+
+    if not quiet:
+        note(f"{paper.alias} {settings.precision}, {_place(host)}")
+    total = len(runner.plan(paper, experiments, settings, host=host).items)
+    with Progress(total, quiet=quiet) as progress:
+
+        def show(event: events.Event) -> None:
+            match event:
+                case events.CheckStarted():
+                    progress.doing(f"{event.experiment} {label(event.case)}: checking {event.impl}")
+                case events.TimingStarted():
+                    progress.doing(f"{event.experiment} {label(event.case)}: timing {len(event.implementations)}")
+                case events.ImplementationIncorrect():
+                    progress.remark(f"WRONG {event.impl} in {event.experiment} {label(event.case)}: {event.why}", style="bold red")
+                case events.CaseFinished():
+                    names = dict.fromkeys(record.impl for record in event.records)
+                    done = ", ".join(names) or "nothing to do"
+                    progress.step(f"{event.experiment} {label(event.case)}: {done}")
+
+        return runner.run(paper, experiments, settings, on_event=show, resume_from=resume_from, host=host)
+
+
+def _place(host: Host) -> str:
+    if host.device == "cpu":
+        return "on the CPU: kernels run in Triton's interpreter, checked and not timed"
+    return f"on {host.gpu}"
+
+
+def as_payload(paper: Paper, result: RunResult, records: Sequence[Record], settled: Sequence[Verdict]) -> dict[str, Any]:
+    """What `--json` prints."""
+    import json
+
+    return {
+        "paper": paper.id,
+        "status": result.status,
+        "output": str(result.output) if result.records else None,
+        "records": [json.loads(record.to_json()) for record in records],
+        "skipped": [_outcome(outcome) for outcome in result.skipped],
+        "incorrect": [_outcome(outcome) for outcome in result.incorrect],
+        "claims": [ledger.as_row(verdict) for verdict in settled],
+    }
+
+
+def _outcome(outcome: Outcome) -> dict[str, Any]:
+    return {"experiment": outcome.experiment, "impl": outcome.impl, "case": outcome.case, "why": outcome.why}
+
+
+def _write(
+    file: Path, paper: Paper, result: RunResult, records: Sequence[Record], settled: Sequence[Verdict]
+) -> None:
+    payload = as_payload(paper, result, records, settled)
+    rows = payload["records"]
+    if file.suffix not in (".json", ".jsonl"):  # raw samples and the whole environment would drown a table
+        rows = [{key: row[key] for key in TABLE_FIELDS} | {"gpu": row["env"].get("gpu")} for row in rows]
+    output.write(file, rows, payload=payload, title=f"{paper.title}: results")
+
+
+TABLE_FIELDS = ("kind", "experiment", "case", "impl", "metric", "unit", "median", "p20", "p80", "checked", "ratio_to", "commit")
+
+
+def _show(paper: Paper, result: RunResult, records: Sequence[Record], settled: Sequence[Verdict]) -> None:
+    screen = out()
+    for made in result_tables(records):
+        screen.print(made)
+    if result.resumed:
+        note(f"{len(result.resumed)} of {len(records)} records are from the earlier run")
+    _remarks(result)
+    if settled:
+        screen.print("[bold]Claims that this run settles[/]")
+        screen.print(ledger.verdict_table(settled))
+        screen.print(ledger.sentence(settled))
+    elif records and paper.claims():
+        screen.print("This run settles no claim of the paper.")
+    if result.records:
+        note(f"records: {result.output}")
+    if result.interrupted:
+        note("interrupted; the same command with --resume goes on from here", style="yellow")
+
+
+def _remarks(result: RunResult) -> None:
+    """Every reason once, with how many rows it concerns: nothing is left out silently, and nothing is told ten times."""
+    reasons: dict[tuple[str, str], int] = {}
+    for outcome in result.skipped:
+        key = ("every implementation" if outcome.impl == "*" else outcome.impl, outcome.why)
+        reasons[key] = reasons.get(key, 0) + 1
+    for (impl, why), count in list(reasons.items())[:MOST_REMARKS]:
+        note(f"skipped {impl}{f' in {count} cases' if count > 1 else ''}: {why}")
+    if len(reasons) > MOST_REMARKS:
+        note(f"and {len(reasons) - MOST_REMARKS} more reasons; --json lists every one")
+    for outcome in result.incorrect:
+        note(f"WRONG {outcome.impl} in {outcome.experiment} {label(outcome.case)}: {outcome.why}", style="bold red")
+
+
+def _leave(result: RunResult, settled: Sequence[Verdict], *, gate: bool) -> None:
+    if result.status == "nothing_ran":
+        note("nothing ran: no case is left to do", style="yellow")
+    if result.status == "unsupported":
+        note("nothing ran: no implementation is supported here", style="yellow")
+    if result.exit_code:
+        raise typer.Exit(result.exit_code)
+    failed = [v.claim.id for v in settled if ledger.group(v.word) == "not reproduced"]
+    if gate and failed:
+        note(f"gate: not reproduced: {', '.join(failed)}", style="bold red")
+        raise typer.Exit(codes.GATE)
+
+
+def _dry_run(
+    paper: Paper, experiments: Sequence[str] | None, settings: Settings, host: Host, *, json_: bool, file: Path | None
+) -> None:
+    from gpu_accel.workbench.runner import plan
+
+    made: Plan = plan(paper, experiments, settings, host=host)
+    rows = [
+        {"experiment": item["experiment"], "case": item["case"], "impl": impl["name"], "role": impl["role"],
+         "runs": impl["runs"], "why": impl["why"]}
+        for item in made.items for impl in item["implementations"]
+    ]  # fmt: skip
+    if file:
+        output.write(file, rows, payload=made.as_dict(), title=f"{paper.title}: plan")
+    if json_:
+        return output.print_json(made.as_dict())
+    grid = table("experiment", "case", "runs", "does not run")
+    for item in made.items:
+        running = [impl["name"] for impl in item["implementations"] if impl["runs"]]
+        refused = [f"{impl['name']}: {impl['why']}" for impl in item["implementations"] if not impl["runs"]]
+        grid.add_row(item["experiment"], plain(label(item["case"])), ", ".join(running),
+                     plain("\n".join(refused) or item["refused"]), style="" if running else "dim")  # fmt: skip
+    out().print(grid)
+    runs = sum(row["runs"] for row in rows)
+    measuring = f", {made.seconds:.0f} s of measuring" if made.seconds else ""
+    cases = f"{len(made.items)} case{'' if len(made.items) == 1 else 's'}"
+    out().print(f"{cases}, {runs} results to make{measuring}, {_place(host)}.")
+    if not made.items:
+        raise typer.Exit(codes.NOTHING_RAN)
