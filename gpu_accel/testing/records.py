@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 
+from gpu_accel.workbench.ledger import Claim, Measure
 from gpu_accel.workbench.records import Record
 
 GPU = "Test GPU 1"
@@ -91,24 +92,45 @@ def correct(impl="portable", *, error=1e-3, **changes) -> Record:
     )
 
 
-def quote(value, *, impl="portable", ratio_to=None, source="arXiv:1234.5678", dtype="fp16", **changes):
-    """What the figures read of a claim that quotes one cell of a figure."""
-    where = case(dtype=dtype, **changes)
-    measure = {"experiment": "forward", "impl": impl, "metric": "tflops", "case": where, "ratio_to": ratio_to}
-    return types.SimpleNamespace(
-        id="fig1", where="Figure 1", value=value, unit="TFLOP/s", source=source, conditions={}, measure=measure
+def quote(value, *, impl="ours", source="arXiv:1234.5678", dtype="fp16", unit="tflops", **changes) -> Claim:
+    """A claim that quotes one cell of a figure."""
+    where = case(**changes)
+    del where["dtype"]  # figures name it in their conditions
+    return Claim(
+        id=f"fig1.ours.{where['seqlen_q']}",
+        where="Figure 1",
+        statement=f"ours at {where['seqlen_q']}",
+        source=source,
+        value=value,
+        unit=unit,
+        conditions={"dtype": dtype},
+        measure=Measure(experiment=where["pass"], impl=impl, metric=unit, case=where),
+        figure="fig1",
+        label="ours",
+        cell=where,
     )
 
 
-def verdict(word="reproduced", *, measured=1.5, interval=(1.4, 1.6), value=1.5, where="Figure 1", unit="x", records=()):
-    """A judged claim."""
-    about = types.SimpleNamespace(
+def verdict(
+    word="reproduced",
+    *,
+    measured=1.5,
+    interval=(1.4, 1.6),
+    value=1.5,
+    where="Section 1",
+    unit="x",
+    records=(),
+    figure="",
+):
+    """A judged claim; its texts need escaping in Markdown and in HTML."""
+    about = Claim(
         id="c1",
         where=where,
         statement="faster | than <before>",
+        source="arXiv:1234.5678",
         value=value,
         unit=unit,
-        source="arXiv:1234.5678",
+        figure=figure,
     )
     return types.SimpleNamespace(
         claim=about, word=word, measured=measured, interval=interval, detail="why & how", records=tuple(records)

@@ -18,11 +18,12 @@ from gpu_accel.workbench.svg import static_svg
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
+    from gpu_accel.hardware import Profile
     from gpu_accel.workbench.claims import Verdict
     from gpu_accel.workbench.ledger import Claim
     from gpu_accel.workbench.records import Record
 
-__all__ = ["claims_overview", "errors", "memory", "ratios", "static_svg", "template", "throughput"]
+__all__ = ["claims_overview", "errors", "memory", "ratios", "roofline", "static_svg", "template", "throughput"]
 
 PLOTLY_SYMBOLS = {
     "circle": "circle",
@@ -206,18 +207,21 @@ def throughput(
 def errors(records: Iterable[Record], *, metric: str = "rmse", title: str = "Error against float64") -> go.Figure:
     """Bars of an error per recipe (implementation), grouped by input; log axis, p20 to p80 where known.
 
-    Errors do not depend on the GPU, so checked records (CPU) are drawn too; where both exist the measured one counts.
+    Each input has one shape, which its legend entry names (see `notebook.largest`); several raise. Errors do not depend
+    on the GPU, so checked records (CPU) are drawn too; where both exist the measured one counts.
     """
     go = _plotly()
     chosen: dict[tuple[str, str], Record] = {}
     records = [r for r in records if r.has(metric)]
     for record in sorted(records, key=lambda r: (r.kind == "measured", r.time)):
         chosen[str(record.case.get("input", "")), record.impl] = record
-    series.require_one(records, "pass", "seqlen_q", "head_dim", "causal")
     figure = _figure(title, series.one_gpu(chosen.values()))
     impls = series.order(impl for _, impl in chosen)
     for index, name in enumerate(sorted({name for name, _ in chosen})):
         mine = [chosen[name, impl] for impl in impls if (name, impl) in chosen]
+        series.require_one(
+            [r for r in records if str(r.case.get("input", "")) == name], "seqlen_q", "head_dim", "causal"
+        )
         ends = [r.interval(metric) or (r.value(metric), r.value(metric)) for r in mine]
         spread = {
             "type": "data",
@@ -228,7 +232,7 @@ def errors(records: Iterable[Record], *, metric: str = "rmse", title: str = "Err
         bar = go.Bar(
             x=[series.label(r.impl) for r in mine],
             y=[r.value(metric) for r in mine],
-            name=name or "input not named",
+            name=_input_name(name, mine[0]),
             error_y=spread if any(high > low for low, high in ends) else None,
             marker_color=list(series.COLOURS.values())[2 + index % 6][0],
             text=[f"{r.value(metric):.2g}" for r in mine],
@@ -241,6 +245,14 @@ def errors(records: Iterable[Record], *, metric: str = "rmse", title: str = "Err
     figure.update_yaxes(type="log", title_text=metric.upper(), exponentformat="power", dtick=1)
     figure.update_layout(barmode="group", legend_title_text="input")
     return _note_if_empty(figure, not chosen)
+
+
+def _input_name(name: str, record: Record) -> str:
+    case = record.case
+    words = [f"length {series.short(case['seqlen_q'])}"] if "seqlen_q" in case else []
+    words += [f"head dim {case['head_dim']}"] if "head_dim" in case else []
+    words += ["causal" if case["causal"] else "full"] if "causal" in case else []
+    return f"{name or 'input not named'} ({', '.join(words)})" if words else name
 
 
 def memory(
@@ -322,6 +334,91 @@ def ratios(
     figure.update_xaxes(title_text="sequence length", type="category", showgrid=False)
     figure.update_yaxes(autorange="reversed", showgrid=False)
     return figure
+
+
+def roofline(
+    records: Iterable[Record],
+    *,
+    profile: Profile | str | None = None,
+    dtypes: Sequence[str] = (),
+    gpu: str | None = None,
+    title: str = "Roofline",
+) -> go.Figure:
+    """Records as points under the roofs of their GPU: TFLOP/s against FLOP per byte, log-log, one roof per dtype.
+
+    Args:
+        records: timed records with flops and compulsory bytes; others are left out.
+        profile: the GPU whose roofs are drawn; by default the one that the records name.
+        dtypes: roofs to draw beside those that the records need.
+
+    Raises:
+        InvalidInputError: several GPUs, or a GPU without a profile and none given.
+    """
+    from gpu_accel.hardware import Roofline
+    from gpu_accel.hardware import profile as find
+
+    go = _plotly()
+    needed = [
+        r for r in series.one_gpu(records, gpu) if r.kind == "measured" and r.has("tflops") and r.work.get("bytes")
+    ]
+    chosen = find(profile) if isinstance(profile, str) else profile or _profile_of(needed)
+    figure = _figure(f"{title}, {chosen.title}" if chosen else title, needed, height=520)
+    if chosen is None:
+        return _note_if_empty(figure, True)
+    roof = Roofline(chosen)
+    used = list(dict.fromkeys([*dtypes, *(str(r.case.get("dtype")) for r in needed)])) or ["bf16"]
+    at = {id(r): r.work["flops"] / r.work["bytes"] for r in needed}
+    left = min([1.0, *(x / 2 for x in at.values())])
+    right = max([8 * roof.ridge(dtype) for dtype in used] + [2 * x for x in at.values()])
+    for peak in sorted({chosen.peak(dtype) for dtype in used}):
+        names = [dtype for dtype in used if chosen.peak(dtype) == peak]
+        corners = [left, roof.ridge(names[0]), right]
+        line = go.Scatter(
+            x=corners,
+            y=[roof.attainable(x, names[0]) for x in corners],
+            name=f"roof {'/'.join(names)}: {peak:g} TFLOP/s, {chosen.bandwidth_gbs:g} GB/s",
+            mode="lines",
+            line={"color": "#5b6673", "width": 2, "dash": "solid" if peak == max(map(chosen.peak, used)) else "dot"},
+            hovertemplate="%{y:.4g} TFLOP/s at most<extra></extra>",
+        )
+        figure.add_trace(line)
+    impls = series.order(r.impl for r in needed)
+    for impl in impls:
+        mine = [r for r in needed if r.impl == impl]
+        shares = [
+            roof.fraction(r.value("ms"), r.work["flops"], r.work["bytes"], str(r.case.get("dtype"))) for r in mine
+        ]
+        points = go.Scatter(
+            x=[at[id(r)] for r in mine],
+            y=[r.value("tflops") for r in mine],
+            name=series.label(impl),
+            mode="markers",
+            marker={
+                "color": series.colour(impl, impls)[0],
+                "symbol": PLOTLY_SYMBOLS[series.symbol(impl, impls)],
+                "size": 9,
+                "line": {"width": 1, "color": "#ffffff"},
+            },
+            customdata=[f"{hover(r)}<br>{share:.0%} of the roof" for r, share in zip(mine, shares, strict=True)],
+            hovertemplate="%{customdata}<extra></extra>",
+        )
+        figure.add_trace(points)
+    figure.update_xaxes(type="log", title_text="FLOP per byte of compulsory traffic", dtick=1)
+    figure.update_yaxes(type="log", title_text="TFLOP/s", dtick=1)
+    return figure
+
+
+def _profile_of(records: Sequence[Record]) -> Profile | None:
+    """The profile of the one GPU that the records name, None without records."""
+    from gpu_accel.hardware import profiles
+
+    names = series.gpus(records)
+    if not names:
+        return None
+    known = {device: profile for profile in profiles() for device in profile.device_names}
+    if names[0] not in known:
+        raise InvalidInputError(f"no hardware profile describes {names[0]}; choose one with profile=")
+    return known[names[0]]
 
 
 def word_group(word: str) -> str:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from gpu_accel.workbench.records import Record
     from gpu_accel.workbench.registry import Paper
 
+UNITS = {"tflops": "TFLOP/s", "gbps": "GB/s"}  # as people write them
 CLAIM_HEADINGS = ("claim", "where", "paper says", "here", "verdict")
 
 
@@ -32,7 +33,7 @@ def number(value: Any, unit: str = "") -> str:
         return "–"
     ends = list(value) if isinstance(value, list | tuple) else [value]
     text = " to ".join(_plain(v) if isinstance(v, int | float) and not isinstance(v, bool) else str(v) for v in ends)
-    return f"{text} {unit}" if unit and unit != "1" else text
+    return f"{text} {UNITS.get(unit, unit)}" if unit and unit != "1" else text
 
 
 def _plain(value: float) -> str:
@@ -201,19 +202,31 @@ def html_table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, numeri
 
 
 def claims_html(verdicts: Iterable[Verdict]) -> str:
-    """The claims table as HTML; each verdict is coloured by its word, and its reason is on the cell."""
+    """The claims as HTML; each verdict is coloured by its word and carries its reason.
+
+    The cells of a figure fold into one line with their summary.
+    """
+    verdicts = list(verdicts)
+    parts = [_claims_table_html([v for v in verdicts if not v.claim.figure])]
+    for figure in dict.fromkeys(v.claim.figure for v in verdicts if v.claim.figure):
+        members = [v for v in verdicts if v.claim.figure == figure]
+        heading = f"<summary><b>{escape(members[0].claim.where)}</b>: {escape(summary(members))}</summary>"
+        parts.append(f"<details>{heading}\n{_claims_table_html(members)}\n</details>")
+    return "\n".join(part for part in parts if part)
+
+
+def _claims_table_html(verdicts: Sequence[Verdict]) -> str:
     from gpu_accel.workbench.plots import WORD_COLOURS, word_group
 
+    if not verdicts:
+        return ""
     rows = []
     for verdict in verdicts:
         *cells, word = (escape(str(cell)) for cell in claim_row(verdict))
-        colour = WORD_COLOURS[word_group(verdict.word)]
-        last = (
-            f'<td class="word" title="{escape(verdict.detail or "")}"><span style="color:{colour}">●</span> {word}</td>'
-        )
-        rows.append(
-            f'<tr id="{escape(verdict.claim.id)}">' + "".join(f"<td>{cell}</td>" for cell in cells) + last + "</tr>"
-        )
+        dot = f'<span style="color:{WORD_COLOURS[word_group(verdict.word)]}">●</span>'
+        last = f'<td class="word" title="{escape(verdict.detail or "")}">{dot} {word}</td>'
+        body = "".join(f"<td>{cell}</td>" for cell in cells)
+        rows.append(f'<tr id="{escape(verdict.claim.id)}">{body}{last}</tr>')
     head = "".join(f"<th>{heading}</th>" for heading in CLAIM_HEADINGS)
     return f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n" + "\n".join(rows) + "\n</tbody>\n</table>"
 

@@ -238,41 +238,42 @@ class Panel:
 
 def _quoted_line(claims: Sequence[Claim], *, x: str, case: dict[str, Any]) -> Line | None:
     """The paper's own curve for one panel from the claims that quote its figure."""
-    points = {}
+    points, dtypes = {}, set()
     for claim in claims:
-        measured_case = (claim.measure or {}).get("case") or {}
-        if all(measured_case.get(key) == value for key, value in case.items()) and x in measured_case:
-            value = float(claim.value)
-            points[float(measured_case[x])] = Point(
-                x=float(measured_case[x]), y=value, low=value, high=value, note=f"{claim.where} ({claim.source})"
-            )
+        if x in claim.cell and all(claim.cell.get(key) == value for key, value in case.items()):
+            at, value = float(claim.cell[x]), claim.numbers[0]
+            points[at] = Point(x=at, y=value, low=value, high=value, note=f"{claim.where} ({claim.source})")
+            dtypes.add(_quote_dtype(claim))
     if not points:
         return None
-    dtypes = sorted({str(_quote_dtype(c)) for c in claims if _quote_dtype(c)})
-    text = f"the paper's own kernel{' (' + '/'.join(dtypes) + ')' if dtypes else ''}, quoted"
+    names = "/".join(sorted(dtypes - {""}))
+    text = f"the paper's own kernel{f' ({names})' if names else ''}, quoted"
     return Line(impl="quoted", label=text, kind="quoted", points=tuple(points[key] for key in sorted(points)))
 
 
-def _quote_dtype(claim: Claim) -> Any:
-    return ((claim.measure or {}).get("case") or {}).get("dtype") or (claim.conditions or {}).get("dtype")
+def _quote_dtype(claim: Claim) -> str:
+    return str(claim.cell.get("dtype") or claim.conditions.get("dtype") or "")
 
 
 def paper_curve(claims: Iterable[Claim], *, pass_: str = "forward", dtype: str | None = None) -> list[Claim]:
-    """The claims that quote the paper's own TFLOP/s cell by cell for one pass and precision.
+    """The figure cells that quote the paper's own TFLOP/s for one pass and precision.
 
     A 16-bit curve stands for bf16 and fp16 alike (papers label the same plot as either); fp8 never stands for 16 bit.
     """
     found = []
     for claim in claims:
-        measure = claim.measure or {}
-        case = measure.get("case") or {}
-        if measure.get("impl") not in (*OURS, "ours") or measure.get("metric") != "tflops" or measure.get("ratio_to"):
+        measure, have = claim.measure, _quote_dtype(claim)
+        if (
+            not claim.figure
+            or measure is None
+            or claim.unit != "tflops"
+            or not {"head_dim", "causal"} <= set(claim.cell)
+        ):
             continue
-        if not isinstance(claim.value, int | float) or case.get("pass", measure.get("experiment")) != pass_:
+        if measure.impl not in (*OURS, "ours") or claim.source.startswith("seed"):
             continue
-        if "head_dim" not in case or "causal" not in case or str(claim.source).startswith("seed"):
+        if claim.cell.get("pass", measure.experiment) != pass_:
             continue
-        have = _quote_dtype(claim)
         if dtype and have and have != dtype and not (have in SIXTEEN_BIT and dtype in SIXTEEN_BIT):
             continue
         found.append(claim)
@@ -299,7 +300,7 @@ def sweep(
     quotes = list(quotes)
     require_one(records, "pass", "dtype", "input")
     keys = {(r.case.get(row), r.case.get(column)) for r in records}
-    keys |= {(c.measure["case"][row], c.measure["case"][column]) for c in quotes}
+    keys |= {(c.cell.get(row), c.cell.get(column)) for c in quotes}
     panels = []
     for row_value, column_value in sorted(keys, key=lambda k: (k[0] is None, k[0], k[1] is None, k[1])):
         mine = [r for r in records if (r.case.get(row), r.case.get(column)) == (row_value, column_value)]

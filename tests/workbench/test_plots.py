@@ -88,7 +88,7 @@ def test_quotes_of_eight_bit_never_stand_for_sixteen_and_seeds_are_no_paper():
         quote(2.0, dtype="e4m3"),
         quote(3.0, impl="sdpa-flash"),
         quote(4.0, source="seed"),
-        quote(5.0, ratio_to="x"),
+        quote(5.0, unit="gbps"),
     ]
     assert [c.value for c in series.paper_curve(claims, dtype="bf16")] == [1.0]
     assert [c.value for c in series.paper_curve(claims, dtype="e4m3")] == [2.0]
@@ -116,8 +116,9 @@ def test_error_bars_are_grouped_by_input_and_prefer_the_measured():
         number("rmse", 4e-3, "fp8 block", input="normal", dtype="e4m3", kind="checked"),
     ]
     figure = plots.errors(records)
-    bars = {bar.name: dict(zip(bar.x, bar.y, strict=True)) for bar in figure.data}
+    bars = {bar.name.split()[0]: dict(zip(bar.x, bar.y, strict=True)) for bar in figure.data}
     assert bars == {"outliers": {"fp8 per tensor": 2e-2, "fp8 block": 1e-2}, "normal": {"fp8 block": 4e-3}}
+    assert figure.data[0].name == "normal (length 1k, head dim 64, full)"
     assert figure.layout.yaxis.type == "log"
     assert "measured" in stamp(figure) and "checked on CPU" in stamp(figure)
 

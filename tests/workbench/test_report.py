@@ -15,8 +15,8 @@ PAPER = types.SimpleNamespace(id="p1", title="A <fast> paper", arxiv="1234.5678"
 VERDICTS = [
     verdict("reproduced"),
     verdict("within 7%", value=[1.5, 2.0], interval=None),
-    verdict("not measured (needs another GPU)", measured=None, interval=None, value=740, unit="TFLOP/s"),
-    verdict("unsupported (no source found)", measured=None, interval=None, value="fast", unit=""),
+    verdict("not measured (needs another GPU)", measured=None, interval=None, value=740, unit="tflops"),
+    verdict("unsupported (no source found)", measured=None, interval=None, value=None, unit=""),
 ]
 
 
@@ -43,7 +43,7 @@ class Balanced(html.parser.HTMLParser):
     ("value", "unit", "text"),
     [
         (None, "x", "–"),
-        (740, "TFLOP/s", "740 TFLOP/s"),
+        (740, "tflops", "740 TFLOP/s"),
         ([1.5, 2.0], "x", "1.5 to 2 x"),
         (3.2e-4, "1", "3.2e-4"),
         (0.0123456, "", "0.01235"),
@@ -65,7 +65,7 @@ def test_markdown_has_each_claim_and_each_result():
     text = report.markdown(PAPER, [*grid(), correct(error=1.5e-3), correct()], VERDICTS)
     rows = [line for line in text.splitlines() if line.startswith("| faster")]
     assert len(rows) == len(VERDICTS)
-    assert rows[0] == "| faster \\| than <before> | Figure 1 | 1.5 x | 1.5 x [1.4 to 1.6] | reproduced |"
+    assert rows[0] == "| faster \\| than <before> | Section 1 | 1.5 x | 1.5 x [1.4 to 1.6] | reproduced |"
     assert "not measured (needs another GPU)" in rows[2]
     assert "| 64 | full | gpu-accel, plain Triton | 200 | 300 | 400 |" in text
     assert f"*measured on {GPU}, 2026-11-27, commit abcdef0*" in text
@@ -104,6 +104,17 @@ def test_html_is_balanced_escaped_and_self_contained():
     assert "quoted from arXiv:1234.5678" in page
     ids = [part.split('"')[0] for part in page.split(' id="')[1:] if not part.startswith("c1")]
     assert len(ids) == len(set(ids))
+
+
+def test_cells_of_a_figure_fold_and_stay_complete():
+    cells = [verdict("not measured (no run)", measured=None, where="Figure 5", figure="fig5") for _ in range(30)]
+    text = report.claims_html([*VERDICTS, *cells])
+    parser = Balanced()
+    parser.feed(text)
+    assert not parser.open
+    assert text.count("<details>") == 1 and "<b>Figure 5</b>: 30 claims: 30 not measured" in text
+    assert text.count("<tr id=") == 30 + len(VERDICTS)
+    assert text.index("faster") < text.index("<details>")
 
 
 def test_html_with_plotly_loads_it_once():
