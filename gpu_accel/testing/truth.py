@@ -205,11 +205,11 @@ def _backward(
         return dq, dk, dv
     mask = options.mask(q.shape[1], k.shape[1], q.device, 0, q.shape[1])
     for b, heads_q, head in _slices(q, k):
-        leaves = (q[b, :, heads_q].transpose(0, 1), k[b, :, head], v[b, :, head])
-        leaves = tuple(t.detach().clone().requires_grad_() for t in leaves)
+        query = q[b, :, heads_q].transpose(0, 1).detach().clone().requires_grad_()
+        key, value = (t[b, :, head].detach().clone().requires_grad_() for t in (k, v))
         with torch.enable_grad():
-            o = _attend(*leaves, mask, options)
-            grads = torch.autograd.grad(o, leaves, do[b, :, heads_q].transpose(0, 1))
+            o = _attend(query, key, value, mask, options)
+            grads = torch.autograd.grad(o, (query, key, value), do[b, :, heads_q].transpose(0, 1))
         dq[b, :, heads_q] = grads[0].transpose(0, 1)
         dk[b, :, head], dv[b, :, head] = grads[1], grads[2]
     return dq, dk, dv

@@ -79,6 +79,13 @@ def test_yardstick_is_attention_in_float64(mask, seqlens):
     assert lse.dtype == torch.float32 and not o.isnan().any()
 
 
+def test_truth_of_the_library_agrees_with_the_spelled_out_one():
+    q, k, v = make_qkv(batch=1, seqlen_q=7, seqlen_k=5, heads=2, head_dim=8)
+    for got, wanted in zip(truth_module.attention_truth(q, k, v, causal=True), spelled_out(q, k, v, causal=True)):
+        assert got.dtype == torch.float64
+        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+
+
 def test_softcap_and_scale():
     q, k, v = make_qkv(batch=1, seqlen_q=5, heads=2, head_dim=8, dtype=torch.float64)
     o, lse = yardstick_attention(q, k, v, softcap=1.5, softmax_scale=0.7)

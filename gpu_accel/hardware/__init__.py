@@ -1,0 +1,42 @@
+"""Hardware as data: profiles with sources, which GPU is here, rooflines, and what stands in the way (`doctor`).
+
+    from gpu_accel.hardware import Roofline, attention_flops, attention_bytes, profile
+
+Importing this does not import torch.
+"""
+
+from __future__ import annotations
+
+from gpu_accel.hardware.catalog import Profile, Quantity, Source, profile, profiles
+from gpu_accel.hardware.checkup import Finding, doctor
+from gpu_accel.hardware.detection import Detected, detect
+from gpu_accel.hardware.roofline import Roofline
+from gpu_accel.hardware.work import (
+    attention_bytes,
+    attention_flops,
+    attention_pairs,
+    bytes_of,
+    copy_bytes,
+    gemm_bytes,
+    gemm_flops,
+)
+
+__all__ = [
+    "Detected",
+    "Finding",
+    "Profile",
+    "Quantity",
+    "Roofline",
+    "Source",
+    "attention_bytes",
+    "attention_flops",
+    "attention_pairs",
+    "bytes_of",
+    "copy_bytes",
+    "detect",
+    "doctor",
+    "gemm_bytes",
+    "gemm_flops",
+    "profile",
+    "profiles",
+]
