@@ -116,9 +116,8 @@ def test_gemm_and_copy_against_counting():
     assert gemm_flops(m, n, k, batch=2) == sum(2 for _ in itertools.product(range(2), range(m), range(n), range(k)))
     elements = {"a": m * k, "b": k * n, "c": m * n}
     assert gemm_bytes(m, n, k) == 2 * sum(elements.values())
-    assert gemm_bytes(m, n, k, batch=2, dtype="fp8", out_dtype="bf16") == 2 * (
-        elements["a"] + elements["b"] + 2 * elements["c"]
-    )
+    fp8 = elements["a"] + elements["b"] + 2 * elements["c"]
+    assert gemm_bytes(m, n, k, batch=2, dtype="fp8", out_dtype="bf16") == 2 * fp8
     assert gemm_bytes(m, n, k, accumulate=True) == 2 * (sum(elements.values()) + elements["c"])
     assert copy_bytes(10, "fp32") == 80 and copy_bytes(16, "fp4") == 16
     assert bytes_of("e5m2") == 1 and bytes_of("float32") == 4

@@ -81,7 +81,9 @@ def test_yardstick_is_attention_in_float64(mask, seqlens):
 
 def test_truth_of_the_library_agrees_with_the_spelled_out_one():
     q, k, v = make_qkv(batch=1, seqlen_q=7, seqlen_k=5, heads=2, head_dim=8)
-    for got, wanted in zip(truth_module.attention_truth(q, k, v, causal=True), spelled_out(q, k, v, causal=True)):
+    for got, wanted in zip(
+        truth_module.attention_truth(q, k, v, causal=True), spelled_out(q, k, v, causal=True), strict=True
+    ):
         assert got.dtype == torch.float64
         torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
 
