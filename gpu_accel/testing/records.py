@@ -18,14 +18,16 @@ def case(**changes):
     return known | {"head_dim": 64, "causal": False, "dtype": "bf16", "input": "normal"} | changes
 
 
-def timed(impl="portable", *, tflops=100.0, gpu=GPU, time=NOON, against=None, **changes) -> Record:
+def timed(
+    impl="portable", *, tflops=100.0, gpu=GPU, time=NOON, against=None, paper="flash_attention3", **changes
+) -> Record:
     """A measured time that gives `tflops`; `against` = {baseline: ratio}."""
     where = case(**changes)
     flops = 4.0 * where["batch"] * where["heads"] * where["seqlen_q"] * where["seqlen_k"] * where["head_dim"]
     ms = flops / tflops / 1e9
     return Record(
         kind="measured",
-        paper="flash_attention3",
+        paper=paper,
         experiment=where["pass"],
         case=where,
         impl=impl,

@@ -277,7 +277,7 @@ def recorded(records: Iterable[Record], *, metric: str = "tflops", unit: str = "
     ends = best.interval(metric)
     spread = f" [{ends[0]:.4g} to {ends[1]:.4g}]" if ends else ""
     case = ", ".join(f"{key} {best.case[key]}" for key in ("seqlen_q", "head_dim", "causal") if key in best.case)
-    return f"{series.label(best.impl)}: {best.value(metric):.4g} {unit}{spread} ({case}), {series.stamp([best]).text}"
+    return f"{best.value(metric):.4g} {unit}{spread} ({case}), {series.stamp([best]).text}"
 
 
 def one_gpu(records: Iterable[Record]) -> list[Record]:

@@ -156,3 +156,32 @@ def test_claims_overview_counts_every_verdict_once():
 def test_template_is_small():
     assert len(plots.template().to_plotly_json().__repr__()) < 2000
     assert math.isfinite(plots.throughput([]).layout.height)
+
+
+class TestRoofline:
+    H100 = "NVIDIA H100 80GB HBM3"
+
+    def test_roofs_and_points_of_the_gpu_that_the_records_name(self):
+        records = [timed(gpu=self.H100, tflops=400), timed("sdpa-flash", gpu=self.H100, tflops=200)]
+        figure = plots.roofline(records, dtypes=("e4m3",))
+        roofs = [t for t in figure.data if t.name.startswith("roof")]
+        assert [max(t.y) for t in roofs] == pytest.approx([989.4, 1978.9])
+        for roof in roofs:  # slanted up to the ridge, then flat
+            assert roof.y[0] / roof.x[0] == pytest.approx(3.352, rel=1e-3) and roof.y[1] == pytest.approx(roof.y[2])
+        points = {t.name: t for t in figure.data if t not in roofs}
+        assert list(points["gpu-accel, plain Triton"].y) == pytest.approx([400])
+        assert list(points["gpu-accel, plain Triton"].x) == pytest.approx([100])  # as made: flops / 100 bytes
+        # at 100 FLOP/byte the roof is 335 TFLOP/s, so 200 are 60 % of it
+        assert "60% of the roof" in points["SDPA, FlashAttention-2"].customdata[0]
+        assert (figure.layout.xaxis.type, figure.layout.yaxis.type) == ("log", "log")
+        assert stamp(figure).startswith(f"measured on {self.H100}")
+
+    def test_roofs_without_records_name_their_profile_and_claim_no_measurement(self):
+        figure = plots.roofline([], profile="h100-sxm")
+        assert "H100" in figure.layout.title.text and stamp(figure) == "nothing measured yet"
+        assert len(figure.data) == 1
+
+    def test_unknown_gpu_needs_a_profile(self):
+        with pytest.raises(InvalidInputError, match="profile="):
+            plots.roofline([timed()])
+        assert plots.roofline([timed()], profile="h100-sxm").data
