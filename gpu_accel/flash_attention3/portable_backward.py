@@ -65,12 +65,10 @@ def attention_delta(
 
 
 @triton.jit
-def _load_statistics(lse, delta, at, rows, rows_end):
-    """lse in base 2 (+inf for rows that do not exist or saw nothing) and delta."""
-    inside = rows < rows_end
-    l = tl.load(lse + at, mask=inside, other=float("inf"))
-    l = tl.where(l == float("-inf"), float("inf"), l * LOG2E)
-    return l, tl.load(delta + at, mask=inside, other=0.0)
+def _load_lse(lse, at, rows, rows_end):
+    """lse in base 2, +inf for rows that do not exist or saw nothing."""
+    l = tl.load(lse + at, mask=rows < rows_end, other=float("inf"))
+    return tl.where(l == float("-inf"), float("inf"), l * LOG2E)
 
 
 @triton.jit
@@ -94,7 +92,7 @@ def _dkdv_step(
                 q2, batch, row, head, D, q_sb, q_ss, q_sh, left, head_dim - D, M, D2, TMA, True, MASK_D
             )
             st = dot(k_tile2, tl.trans(q_tile2), st, PRECISION)
-        l, d = _load_statistics(lse, delta, stat_base + row + tl.arange(0, M), rows, seqlen_q)
+        l = _load_lse(lse, stat_base + row + tl.arange(0, M), rows, seqlen_q)
         if SOFTCAP:
             t = tanh(st * cap_in)
             st = cap_out * t
@@ -115,6 +113,7 @@ def _dkdv_step(
             )
             dv2 = dot(pt.to(do_tile.dtype), do_tile2, dv2, PRECISION)
             dpt = dot(v_tile2, tl.trans(do_tile2), dpt, PRECISION)
+        d = tl.load(delta + stat_base + row + tl.arange(0, M), mask=rows < seqlen_q, other=0.0)
         dst = pt * (dpt - d[None, :])
         if SOFTCAP:
             dst = dst * (1.0 - t * t)
@@ -376,7 +375,8 @@ def attention_backward_dq(
         do, batch, q_row0 + m0, head, 0, do_sb, do_ss, do_sh, q_left, head_dim_v, M, DV, False, True, MASK_DV
     )
     stat_base = batch.to(tl.int64) * lse_sb + head.to(tl.int64) * lse_sh + q_row0
-    l, d = _load_statistics(lse, delta, stat_base + row, row, sq)
+    l = _load_lse(lse, stat_base + row, row, sq)
+    d = tl.load(delta + stat_base + row, mask=row < sq, other=0.0)
     acc = tl.zeros([M, D], tl.float32)
     acc2 = tl.zeros([M], tl.float32)
     q_tile2 = q_tile

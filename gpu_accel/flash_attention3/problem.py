@@ -38,6 +38,7 @@ class Problem:
     softcap: float
     varlen: bool
     requires_grad: bool = False
+    deterministic: bool = False  # of the backward: the same inputs give the same bits
 
     @property
     def group(self) -> int:
@@ -128,8 +129,8 @@ def check_packed(
     cu_seqlens_k: Tensor,
     seqused_q: Tensor | None,
     seqused_k: Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
+    max_seqlen_q: int | Tensor | None,
+    max_seqlen_k: int | Tensor | None,
     *,
     values: bool,
 ) -> None:
@@ -173,8 +174,8 @@ def check_packed(
             )
         if ends[-1] > total:
             raise InvalidInputError(f"cu_seqlens_{side} ends at {ends[-1]}, but {side} has only {total} rows")
-        if longest is not None and lengths and max(lengths) > longest:
-            raise InvalidInputError(f"max_seqlen_{side} is {longest}, but the longest sequence has {max(lengths)} rows")
+        if longest is not None and lengths and max(lengths) > int(longest):
+            raise InvalidInputError(f"max_seqlen_{side} is {int(longest)}, but the longest sequence has {max(lengths)} rows")
         if used is not None:
             for i, (n, u) in enumerate(zip(lengths, used.tolist(), strict=True)):
                 if not 0 <= u <= n:

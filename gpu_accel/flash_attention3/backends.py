@@ -1,0 +1,92 @@
+"""Which kernels can run a problem, and which one does.
+
+A backend is a module with `refuse(problem) -> str | None` and `forward(q, k, v, ...)`, and perhaps a module with
+`refuse` and `backward(do, q, k, v, o, lse, ...)`. The order below is the order of preference; modules are imported only
+when asked about. All of them produce the same (o, lse), so the forward of one goes with the backward of another.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from dataclasses import dataclass, replace
+from types import ModuleType
+
+from gpu_accel.errors import GpuAccelError, HardwareError, InvalidInputError, UnsupportedError
+from gpu_accel.flash_attention3.problem import Problem
+
+_PACKAGE = "gpu_accel.flash_attention3"
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Where a backend lives and the capability of a machine that it is made for."""
+
+    name: str
+    forward: str
+    backward: str
+    made_for: tuple[int, int] | None = None
+
+
+BACKENDS = {
+    b.name: b
+    for b in (
+        Backend("hopper", "hopper", "hopper_backward", (9, 0)),
+        Backend("portable", "portable_forward", "portable_backward", (9, 0)),
+        Backend("reference", "reference_backend", "reference_backend"),
+    )
+}
+NAMES = ("auto", *BACKENDS)
+
+
+def module(backend: Backend, pass_: str) -> ModuleType | None:
+    """The module of one pass ("forward" or "backward"), or None where the backend has none."""
+    name = f"{_PACKAGE}.{backend.forward if pass_ == 'forward' else backend.backward}"
+    return importlib.import_module(name) if importlib.util.find_spec(name) is not None else None
+
+
+def refusal(name: str, pass_: str, problem: Problem) -> str | None:
+    """Why backend `name` cannot run this pass of the problem, or None."""
+    found = module(BACKENDS[name], pass_)
+    if found is None:
+        return f"has no {pass_} kernel"
+    return found.refuse(replace(problem, requires_grad=False))
+
+
+def _error(name: str, pass_: str, problem: Problem, why: str) -> GpuAccelError:
+    """HardwareError where only the machine is in the way, otherwise UnsupportedError."""
+    made_for = BACKENDS[name].made_for
+    elsewhere = replace(problem, device_type="cuda", capability=made_for)
+    only_machine = made_for is not None and refusal(name, pass_, elsewhere) is None
+    kind = HardwareError if only_machine else UnsupportedError
+    return kind(f"backend {name!r} cannot run the {pass_} of {problem}: {why}")
+
+
+def choose(problem: Problem, backend: str, pass_: str) -> tuple[str, dict[str, str]]:
+    """The backend for one pass, and why each one before it in the order of preference was refused.
+
+    "auto" never takes the reference for a GPU tensor: it would be slow without saying so. A named backend without a
+    backward leaves that pass to "auto".
+
+    Raises:
+        InvalidInputError: unknown name. HardwareError, UnsupportedError: nothing (or not the named one) can run it.
+    """
+    if backend not in NAMES:
+        raise InvalidInputError(f"backend must be one of {', '.join(NAMES)}, got {backend!r}")
+    if backend != "auto":
+        if pass_ == "forward" or module(BACKENDS[backend], pass_) is not None:
+            why = refusal(backend, pass_, problem)
+            if why is not None:
+                raise _error(backend, pass_, problem, why)
+            return backend, {}
+    refused: dict[str, str] = {}
+    for name in BACKENDS:
+        if name == "reference" and problem.device_type != "cpu":
+            refused[name] = "slow, so only when asked for by backend='reference'"
+            continue
+        why = refusal(name, pass_, problem)
+        if why is None:
+            return name, refused
+        refused[name] = why
+    reasons = "; ".join(f"{name}: {why}" for name, why in refused.items())
+    raise UnsupportedError(f"no backend can run the {pass_} of {problem} ({reasons})")

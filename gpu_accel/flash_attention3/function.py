@@ -1,0 +1,183 @@
+"""The custom ops: what torch.compile, autograd and opcheck see of attention.
+
+    gpu_accel::flash_attention_forward(q, k, v, ...) -> (o, lse)            flash_attention_backward -> (dq, dk, dv)
+    gpu_accel::flash_attention_varlen_forward(q, k, v, cu_seqlens_q, ...)   flash_attention_varlen_backward
+
+Both outputs of the forward are differentiable. Arguments are validated by `api.py`; the backend is chosen in here,
+at run time, so that a compiled graph holds no decision about the machine.
+"""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from gpu_accel.flash_attention3.backends import BACKENDS, choose, module
+from gpu_accel.flash_attention3.launch import capability
+from gpu_accel.flash_attention3.problem import Problem
+
+
+def problem_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    cu_seqlens_q: Tensor | None = None,
+    deterministic: bool = False,
+    requires_grad: bool = False,
+) -> Problem:
+    """Describe a validated call."""
+    varlen = cu_seqlens_q is not None
+    return Problem(
+        device_type=q.device.type,
+        capability=capability(q.device) if q.device.type == "cuda" else None,
+        dtype=q.dtype,
+        batch=cu_seqlens_q.shape[0] - 1 if varlen else q.shape[0],
+        seqlen_q=q.shape[-3],
+        seqlen_k=k.shape[-3],
+        heads=q.shape[-2],
+        heads_kv=k.shape[-2],
+        head_dim=q.shape[-1],
+        head_dim_v=v.shape[-1],
+        causal=window_right == 0,
+        window_left=window_left,
+        window_right=window_right,
+        softcap=softcap,
+        varlen=varlen,
+        requires_grad=requires_grad,
+        deterministic=deterministic,
+    )
+
+
+def unit_last_stride(x: Tensor) -> Tensor:
+    """x, or one contiguous copy where neighbours along head_dim are not neighbours in memory."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _run_forward(q, k, v, backend, **options):
+    q, k, v = (unit_last_stride(x) for x in (q, k, v))
+    problem = problem_of(q, k, v, **{n: options[n] for n in ("window_left", "window_right", "softcap")},
+                         cu_seqlens_q=options.get("cu_seqlens_q"))  # fmt: skip
+    name, _ = choose(problem, backend, "forward")
+    return module(BACKENDS[name], "forward").forward(q, k, v, **options)
+
+
+def _run_backward(do, dlse, q, k, v, o, lse, backend, deterministic, **options):
+    do, q, k, v, o = (unit_last_stride(x) for x in (do, q, k, v, o))
+    problem = problem_of(q, k, v, **{n: options[n] for n in ("window_left", "window_right", "softcap")},
+                         cu_seqlens_q=options.get("cu_seqlens_q"), deterministic=deterministic)  # fmt: skip
+    name, _ = choose(problem, backend, "backward")
+    return module(BACKENDS[name], "backward").backward(do, q, k, v, o, lse, dlse=dlse, **options)
+
+
+def _empty_outputs(q: Tensor, v: Tensor, lse_shape) -> tuple[Tensor, Tensor]:
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(lse_shape, dtype=lse_dtype)
+
+
+def _empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+# ---- dense: q (batch, seqlen_q, heads, head_dim), lse (batch, heads, seqlen_q)
+
+
+@torch.library.custom_op("gpu_accel::flash_attention_forward", mutates_args=())
+def flash_attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, window_left: int, window_right: int, softcap: float,
+    deterministic: bool, backend: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return _run_forward(q, k, v, backend, softmax_scale=softmax_scale, window_left=window_left,
+                        window_right=window_right, softcap=softcap)  # fmt: skip
+
+
+@flash_attention_forward.register_fake
+def _(q, k, v, softmax_scale, window_left, window_right, softcap, deterministic, backend):
+    return _empty_outputs(q, v, (q.shape[0], q.shape[2], q.shape[1]))
+
+
+@torch.library.custom_op("gpu_accel::flash_attention_backward", mutates_args=())
+def flash_attention_backward(
+    do: Tensor, dlse: Optional[Tensor], q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+    softmax_scale: float, window_left: int, window_right: int, softcap: float, deterministic: bool, backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip  # noqa: UP045
+    return _run_backward(do, dlse, q, k, v, o, lse, backend, deterministic, softmax_scale=softmax_scale,
+                         window_left=window_left, window_right=window_right, softcap=softcap)  # fmt: skip
+
+
+@flash_attention_backward.register_fake
+def _(do, dlse, q, k, v, o, lse, softmax_scale, window_left, window_right, softcap, deterministic, backend):
+    return _empty_gradients(q, k, v)
+
+
+def _save(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:3], *output)
+    ctx.scalars = inputs[3:]
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx, do, dlse):
+    q, k, v, o, lse = ctx.saved_tensors
+    do = torch.zeros_like(o) if do is None else do
+    grads = flash_attention_backward(do, dlse, q, k, v, o, lse, *ctx.scalars)
+    return (*grads, *(None for _ in ctx.scalars))
+
+
+flash_attention_forward.register_autograd(_gradients, setup_context=_save)
+
+
+# ---- packed sequences: q (total_q, heads, head_dim), lse (heads, total_q)
+
+
+@torch.library.custom_op("gpu_accel::flash_attention_varlen_forward", mutates_args=())
+def flash_attention_varlen_forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seqused_q: Optional[Tensor],
+    seqused_k: Optional[Tensor], softmax_scale: float, window_left: int, window_right: int, softcap: float,
+    deterministic: bool, backend: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip  # noqa: UP045
+    return _run_forward(q, k, v, backend, softmax_scale=softmax_scale, window_left=window_left,
+                        window_right=window_right, softcap=softcap, cu_seqlens_q=cu_seqlens_q,
+                        cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k)  # fmt: skip
+
+
+@flash_attention_varlen_forward.register_fake
+def _(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, *scalars):
+    return _empty_outputs(q, v, (q.shape[1], q.shape[0]))
+
+
+@torch.library.custom_op("gpu_accel::flash_attention_varlen_backward", mutates_args=())
+def flash_attention_varlen_backward(
+    do: Tensor, dlse: Optional[Tensor], q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seqused_q: Optional[Tensor], seqused_k: Optional[Tensor],
+    softmax_scale: float, window_left: int, window_right: int, softcap: float, deterministic: bool, backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip  # noqa: UP045
+    return _run_backward(do, dlse, q, k, v, o, lse, backend, deterministic, softmax_scale=softmax_scale,
+                         window_left=window_left, window_right=window_right, softcap=softcap,
+                         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q,
+                         seqused_k=seqused_k)  # fmt: skip
+
+
+@flash_attention_varlen_backward.register_fake
+def _(do, dlse, q, k, v, *rest):
+    return _empty_gradients(q, k, v)
+
+
+def _save_varlen(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:7], *output)
+    ctx.scalars = inputs[7:]
+    ctx.set_materialize_grads(False)
+
+
+def _gradients_varlen(ctx, do, dlse):
+    q, k, v, cu_q, cu_k, used_q, used_k, o, lse = ctx.saved_tensors
+    do = torch.zeros_like(o) if do is None else do
+    grads = flash_attention_varlen_backward(do, dlse, q, k, v, o, lse, cu_q, cu_k, used_q, used_k, *ctx.scalars)
+    return (*grads, *(None for _ in range(4 + len(ctx.scalars))))
+
+
+flash_attention_varlen_forward.register_autograd(_gradients_varlen, setup_context=_save_varlen)
