@@ -104,17 +104,27 @@ class CudaTimer:
 
     def capture(self, call: Call, repeats: int) -> Call:
         torch = self._torch
-        graph = torch.cuda.CUDAGraph()
+        before = torch.cuda.current_stream()
         side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # capture runs on a side stream: let lazy per-stream set-up happen before it
-            call()
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            for _ in range(repeats):
-                result = call()
-        # The results live in the graph's own memory pool; holding the last keeps its storage valid while replaying.
+        side.wait_stream(before)
+        mode = torch.cuda.get_sync_debug_mode()
+        try:
+            # First outside of a capture, with synchronisation forbidden: a capture that breaks is hard to clean up
+            # after, and the set-up that libraries do once for each stream must not be captured.
+            torch.cuda.set_sync_debug_mode("error")
+            with torch.cuda.stream(side):
+                call()
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+            before.wait_stream(side)
+            torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                for _ in range(repeats):
+                    result = call()
+        finally:
+            torch.cuda.set_stream(before)  # a capture that fails to end leaves its own stream behind as the current one
         return _Replay(graph, result)
 
     def now(self) -> float:
@@ -123,11 +133,17 @@ class CudaTimer:
     def clocks(self) -> AbstractContextManager[Clocks]:
         return ClockSampler(self._gpu.read if self._gpu is not None else None, unavailable=self._no_clocks)
 
+    def max_clock_mhz(self) -> float | None:
+        """The highest SM clock of the card, None when NVML does not tell."""
+        return self._gpu.max_clock_mhz() if self._gpu is not None else None
+
     def release(self) -> None:
         self._torch.cuda.empty_cache()
 
 
 class _Replay:
+    """A captured graph and its last result, which lives in the graph's memory and must stay valid while it replays."""
+
     def __init__(self, graph: Any, result: object) -> None:
         self._graph = graph
         self._result = result

@@ -1,0 +1,113 @@
+"""Settings, checks and the reading of shapes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from gpu_accel.errors import InvalidInputError
+from gpu_accel.workbench.experiment import (
+    Check,
+    Experiment,
+    Implementation,
+    Settings,
+    SimpleExperiment,
+    Workload,
+    parse_shape,
+    select,
+)
+
+
+def test_positional_shape():
+    assert parse_shape("4x2048x16x128") == {"batch": 4, "seqlen": 2048, "heads": 16, "head_dim": 128}
+    assert parse_shape(" 4X16k×16x128 ") == {"batch": 4, "seqlen": 16384, "heads": 16, "head_dim": 128}
+
+
+def test_named_shape():
+    assert parse_shape("batch=4,seqlen=2048,heads=16,head_dim=128") == parse_shape("4x2048x16x128")
+    assert parse_shape("seqlen_q=1, seqlen_k=8k, heads_kv=2, causal=true") == {
+        "seqlen_q": 1,
+        "seqlen_k": 8192,
+        "heads_kv": 2,
+        "causal": True,
+    }
+
+
+def test_other_axes():
+    assert parse_shape("128x256", axes=("m", "n"), extra=()) == {"m": 128, "n": 256}
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("4x2048", "2 sizes where 4 are needed"),
+        ("", "1 sizes"),
+        ("4x2048x16x-128", "head_dim is '-128'"),
+        ("0x2048x16x128", "batch is '0'"),
+        ("4x2.5x16x128", "seqlen is '2.5'"),
+        ("batch=4,seqln=2048", "unknown name 'seqln'"),
+        ("batch=4,batch=5", "'batch' is given twice"),
+        ("batch=4,2048", "'2048' has no '='"),
+        ("batch=true", "batch is 'true', not a positive integer"),
+        ("causal=3", "not true or false"),
+        ("batch=", "batch is ''"),
+        ("²x2048x16x128", "batch is '²'"),
+    ],
+)
+def test_wrong_shapes_are_explained_with_examples(text: str, what: str):
+    with pytest.raises(InvalidInputError) as error:
+        parse_shape(text)
+    assert what in str(error.value)
+    assert "4x2048x16x128" in str(error.value) and "batch=4,seqlen=2048,heads=16,head_dim=128" in str(error.value)
+
+
+def test_check_passes_only_within_a_finite_bound():
+    assert Check(1e-3, 1e-3, "max_abs").ok
+    assert not Check(1.1e-3, 1e-3, "max_abs").ok
+    for error, bound in [(math.nan, 1.0), (0.0, math.nan), (math.inf, math.inf), (1.0, math.inf), (-1.0, 1.0)]:
+        assert not Check(error, bound, "max_abs").ok
+
+
+def test_select_keeps_order_and_refuses_unknown_names():
+    names = ["portable", "hopper", "sdpa-flash"]
+    assert select(names) == names
+    assert select(names, only=["sdpa-flash", "portable"]) == ["portable", "sdpa-flash"]
+    assert select(names, only=["portable"], skip=["portable"]) == []
+    with pytest.raises(InvalidInputError, match="skip names hoper; available here: portable, hopper, sdpa-flash"):
+        select(names, skip=["hoper"])
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"mode": "slow"}, {"seconds": 0}, {"seconds": math.nan}, {"noise": 0}, {"noise": 1.5}], ids=str
+)
+def test_settings_refuse_nonsense(wrong: dict):
+    with pytest.raises(InvalidInputError, match=next(iter(wrong))):
+        Settings(**wrong)
+
+
+def test_implementation_needs_a_role_and_a_check():
+    with pytest.raises(InvalidInputError, match="role"):
+        Implementation(name="a", role="friend", check=lambda seed: Check(0, 1, "m"))
+    with pytest.raises(InvalidInputError, match="no check"):
+        Implementation(name="a", role="ours")
+    assert Implementation(name="a", role="peer", unavailable="not installed").unavailable
+
+
+def test_workload_refuses_twins_and_lists_known_work():
+    twin = {"role": "ours", "unavailable": "x"}
+    with pytest.raises(InvalidInputError, match="a, a"):
+        Workload(implementations=[Implementation(name="a", **twin), Implementation(name="a", **twin)])
+    assert Workload(implementations=[], flops=10).work == {"flops": 10.0}
+    assert Workload(implementations=[], bytes_moved=5).work == {"bytes": 5.0}
+
+
+def test_simple_experiment_is_an_experiment():
+    simple = SimpleExperiment(
+        name="s",
+        title="S",
+        list_cases=lambda settings: [{"n": 1}],
+        build_case=lambda case, settings: Workload(implementations=[]),
+    )
+    assert isinstance(simple, Experiment)
+    assert simple.cases(Settings()) == [{"n": 1}] and simple.build({"n": 1}, Settings()).names == ()

@@ -1,0 +1,472 @@
+"""Runs of made-up experiments: what is checked, timed, recorded, skipped, resumed and told."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from types import SimpleNamespace
+
+import pytest
+
+from gpu_accel import hardware
+from gpu_accel.errors import HardwareError, IncorrectResultError, InvalidInputError, UnsupportedError
+from gpu_accel.hardware.detection import match
+from gpu_accel.testing.fake_timer import FakeTimer
+from gpu_accel.workbench import events
+from gpu_accel.workbench import host as host_module
+from gpu_accel.workbench.experiment import Check, Implementation, Settings, SimpleExperiment, Workload
+from gpu_accel.workbench.host import Host, resolve_device
+from gpu_accel.workbench.records import read_records
+from gpu_accel.workbench.runner import plan, run
+
+GOOD = Check(1e-3, 2e-3, "max_abs")
+BAD = Check(5e-3, 2e-3, "max_abs")
+
+
+class FakeHost(Host):
+    """Memory that is counted by hand: `made` allocations of `each` bytes."""
+
+    total, each, made, released = 1000, 10, 0, 0
+
+    def free_bytes(self) -> int:
+        return self.total
+
+    def allocated_bytes(self) -> int:
+        return self.made * self.each
+
+    def release(self) -> None:
+        self.released += 1
+
+
+def gpu(**env) -> FakeHost:
+    env = {"gpu": "Test GPU 1"} | env
+    return FakeHost(device="cuda", env=env, commit="abc", timer=FakeTimer())
+
+
+def cpu() -> FakeHost:
+    return FakeHost(device="cpu", env={"gpu": None, "cpu": "test"}, commit="abc")
+
+
+def raises(error: BaseException):
+    def function(seed: int):
+        raise error
+
+    return function
+
+
+def implementation(host: FakeHost, name: str = "portable", ms: float = 1.0, check=GOOD, **more) -> Implementation:
+    def make(seed: int):
+        host.made += 1
+        return lambda: host.timer.work(ms, (name, seed))
+
+    function = check if callable(check) else lambda seed: check
+    return Implementation(**{"name": name, "role": "ours", "make": make, "check": function} | more)
+
+
+def peer(host: FakeHost, name: str = "peer", ms: float = 2.0, **more) -> Implementation:
+    return implementation(host, name, ms, **{"role": "peer"} | more)
+
+
+def a_paper(build, cases=({"n": 1, "dtype": "bf16"},), name: str = "forward"):
+    """A paper with one experiment; `build(case)` gives implementations or a workload."""
+
+    def build_case(case, settings) -> Workload:
+        made = build(case)
+        return made if isinstance(made, Workload) else Workload(implementations=made, baselines=("peer",), flops=1e9)
+
+    experiment = SimpleExperiment(name=name, title="F", list_cases=lambda settings: list(cases), build_case=build_case)
+    return SimpleNamespace(
+        id="made_up",
+        inputs=("normal",),
+        experiments={name: SimpleNamespace(precisions=("bf16",))},
+        default_experiments=lambda precision: (name,),
+        experiment=lambda wanted: experiment,
+    )
+
+
+def of(result, metric: str = "time") -> dict:
+    return {record.impl: record for record in result.records if record.metric == metric}
+
+
+def test_gpu_run_records_times_checks_and_paired_ratios():
+    host = gpu()
+    result = run(a_paper(lambda case: [implementation(host), peer(host)]), host=host)
+    assert result.status == "ok" and result.exit_code == 0
+    ours, theirs = of(result)["portable"], of(result)["peer"]
+    assert (ours.kind, ours.unit, ours.paper, ours.experiment) == ("measured", "ms", "made_up", "forward")
+    assert ours.median == pytest.approx(1.0) and ours.value("tflops") == pytest.approx(1.0)
+    assert ours.checked == {"error": 1e-3, "bound": 2e-3, "metric": "max_abs"}
+    assert ours.ratio_to["peer"]["median"] == pytest.approx(2.0), "above 1: ours is faster"
+    assert theirs.ratio_to == {}, "a baseline is not compared with itself"
+    assert ours.timing["interleaved"] == ["portable", "peer"] and ours.timing["l2"] == "flushed"
+    assert ours.env["gpu"] == "Test GPU 1" and ours.env["clock_mhz"]["median"] == 1700
+    assert ours.env["throttle"] == ["power-cap"] and ours.commit == "abc" and not ours.dirty
+    assert len(ours.samples) == ours.timing["rounds"] >= 10
+
+
+def test_cpu_run_checks_and_never_times():
+    host = cpu()
+    never = raises(AssertionError("make must not be called on a CPU"))
+    values = lambda seed: {"rmse": (9e-3, "1"), "peak_bytes": (1e6, "bytes")}  # noqa: E731
+    build = lambda case: [implementation(host, make=never, values=values)]  # noqa: E731
+    result = run(a_paper(build), host=host)
+    assert [(r.kind, r.metric, r.median) for r in result.records] == [
+        ("checked", "correct", None),
+        ("checked", "rmse", 9e-3),
+    ], "bytes of a CPU run mean nothing"
+    assert result.records[0].checked["error"] == 1e-3
+
+
+def test_gpu_values_are_measured_and_an_experiment_without_times_says_correct():
+    host = gpu()
+    values = lambda seed: {"rmse": (9e-3, "1"), "peak_bytes": (1e6, "bytes")}  # noqa: E731
+    result = run(a_paper(lambda case: [implementation(host, make=None, values=values)]), host=host)
+    assert [(r.kind, r.metric) for r in result.records] == [
+        ("checked", "correct"),
+        ("measured", "rmse"),
+        ("measured", "peak_bytes"),
+    ]
+
+
+def test_wrong_result_is_never_timed_and_never_recorded():
+    host = gpu()
+    build = lambda case: [implementation(host, check=BAD), peer(host)]  # noqa: E731
+    result = run(a_paper(build), host=host)
+    assert [(o.impl, o.case["n"]) for o in result.incorrect] == [("portable", 1)]
+    assert "0.005 is above the bound 0.002" in result.incorrect[0].why
+    assert list(of(result)) == ["peer"] and result.status == "incorrect" and result.exit_code == 3
+    assert not any(entry[0] == "portable" for entry in host.timer.log if isinstance(entry, tuple))
+
+
+@pytest.mark.parametrize(
+    ("role", "error", "where"),
+    [
+        ("ours", UnsupportedError("head_dim 512"), "skipped"),
+        ("ours", HardwareError("needs sm_90"), "skipped"),
+        ("ours", MemoryError("out of memory"), "skipped"),
+        ("ours", RuntimeError("illegal instruction"), "incorrect"),
+        ("ours", IncorrectResultError("o differs"), "incorrect"),
+        ("peer", RuntimeError("no kernel image"), "skipped"),
+        ("peer", IncorrectResultError("o differs"), "incorrect"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_exceptions_of_a_check_are_sorted(role: str, error: Exception, where: str):
+    host = gpu()
+    build = lambda case: [implementation(host, "x", role=role, check=raises(error)), peer(host)]  # noqa: E731
+    result = run(a_paper(build), host=host)
+    assert [o.impl for o in getattr(result, where)] == ["x"] and str(error) in getattr(result, where)[0].why
+    assert list(of(result)) == ["peer"]
+
+
+def test_out_of_memory_of_one_leaves_the_others_their_times():
+    host = gpu()
+
+    big = lambda seed: lambda: raises(MemoryError("CUDA out of memory"))(seed)  # noqa: E731
+    build = lambda case: [implementation(host), implementation(host, "big", make=big), peer(host)]  # noqa: E731
+    result = run(a_paper(build), host=host)
+    assert sorted(of(result)) == ["peer", "portable"] and of(result)["portable"].ratio_to["peer"]
+    assert [(o.impl, o.why) for o in result.skipped] == [("big", "not timed: CUDA out of memory")]
+    assert result.status == "ok"
+
+
+def test_out_of_memory_while_making_inputs_is_skipped_too():
+    host = gpu()
+    build = lambda case: [implementation(host), implementation(host, "big", make=raises(MemoryError("0 free")))]  # noqa: E731
+    result = run(a_paper(build), host=host)
+    assert list(of(result)) == ["portable"]
+    assert [(o.impl, o.why) for o in result.skipped] == [("big", "out of memory: 0 free")]
+
+
+def test_kernel_that_passes_and_then_fails_under_timing_is_incorrect():
+    host = gpu()
+    build = lambda case: [implementation(host, make=lambda seed: lambda: raises(RuntimeError("misaligned"))(0))]  # noqa: E731
+    result = run(a_paper(build), host=host)
+    assert "misaligned" in result.incorrect[0].why and not result.records and result.exit_code == 3
+
+
+def test_rate_above_the_peak_is_refused_and_lends_no_ratio():
+    host = gpu(peak_tflops={"bf16": 0.9})
+    build = lambda case: [implementation(host, ms=2.0), peer(host, ms=1.0)]  # noqa: E731
+    result = run(a_paper(build), host=host)
+    assert [o.impl for o in result.incorrect] == ["peer"] and "above the device peak" in result.incorrect[0].why
+    assert of(result)["portable"].ratio_to == {}
+
+
+def test_bandwidth_bounds_only_cold_large_traffic():
+    def result_of(size: float, **settings):
+        host = gpu(peak_gbps=100.0)
+        build = lambda case: Workload(implementations=[implementation(host)], bytes_moved=size)  # noqa: E731
+        return run(a_paper(build), settings=Settings(**settings), host=host)
+
+    assert result_of(1e9).status == "incorrect", "1 GB in 1 ms is 1000 GB/s"
+    assert result_of(1e8 * 1.5).status == "ok", "may have stayed in the cache"
+    assert result_of(1e9, flush_l2=False).status == "ok"
+
+
+def test_sustained_mode_has_no_ratio():
+    host = gpu()
+    settings = Settings(mode="sustained")
+    result = run(a_paper(lambda case: [implementation(host), peer(host)]), settings=settings, host=host)
+    record = of(result)["portable"]
+    assert record.timing["mode"] == "sustained" and record.ratio_to == {}
+    assert host.timer.device_ms > 3000, "1.5 s of load for each of two"
+
+
+@pytest.mark.parametrize(("total", "sets"), [(1000, 3), (100, 2), (50, 1), (1, 1)])
+def test_input_sets_fit_in_half_of_the_free_memory(total: int, sets: int):
+    host = gpu()
+    host.total = total  # one set of two implementations takes 20
+    result = run(a_paper(lambda case: [implementation(host), peer(host)]), host=host)
+    assert of(result)["portable"].timing["inputs"] == sets
+    assert {entry[1] for entry in host.timer.log if isinstance(entry, tuple)} == set(range(sets)), "seeds differ"
+
+
+def test_seed_reaches_checks_values_and_inputs():
+    host, seen = gpu(), []
+    check = lambda seed: seen.append(("check", seed)) or GOOD  # noqa: E731
+    values = lambda seed: seen.append(("values", seed)) or {}  # noqa: E731
+    run(a_paper(lambda case: [implementation(host, check=check, values=values)]), settings=Settings(seed=7), host=host)
+    assert seen == [("check", 7), ("values", 7)]
+    assert {entry[1] for entry in host.timer.log if isinstance(entry, tuple)} == {7, 8, 9}
+
+
+def test_only_and_skip():
+    host = gpu()
+    paper = a_paper(lambda case: [implementation(host), implementation(host, "hopper"), peer(host)])
+    assert list(of(run(paper, settings=Settings(only=("hopper", "peer")), host=host))) == ["hopper", "peer"]
+    assert list(of(run(paper, settings=Settings(skip=("hopper", "peer")), host=host))) == ["portable"]
+    with pytest.raises(InvalidInputError, match="only names hoper; available here: portable, hopper, peer"):
+        run(paper, settings=Settings(only=("hoper",)), host=host)
+    nothing = run(paper, settings=Settings(only=("peer",), skip=("peer",)), host=host)
+    assert nothing.status == "nothing_ran" and nothing.exit_code == 5 and not nothing.skipped
+
+
+def test_name_that_only_some_cases_have_may_be_chosen():
+    host = gpu()
+    build = lambda case: [peer(host)] + ([implementation(host)] if case["n"] == 2 else [])  # noqa: E731
+    cases = [{"n": 1, "dtype": "bf16"}, {"n": 2, "dtype": "bf16"}]
+    result = run(a_paper(build, cases), settings=Settings(only=("portable",)), host=host)
+    assert [(r.impl, r.case["n"]) for r in result.records] == [("portable", 2)]
+
+
+def test_unavailable_is_skipped_with_its_reason_and_alone_means_unsupported():
+    host = gpu()
+    gone = Implementation(name="hopper", role="ours", unavailable="needs sm_90")
+    result = run(a_paper(lambda case: [gone]), host=host)
+    assert result.skipped[0][:3] == ("hopper", {"n": 1, "dtype": "bf16"}, "needs sm_90")
+    assert result.status == "unsupported" and result.exit_code == 4
+
+
+def test_case_that_cannot_be_built_is_skipped_as_a_whole():
+    host = gpu()
+
+    def build(case):
+        if case["n"] == 1:
+            raise UnsupportedError("head_dim 512 has no kernel")
+        return [implementation(host)]
+
+    result = run(a_paper(build, [{"n": 1, "dtype": "bf16"}, {"n": 2, "dtype": "bf16"}]), host=host)
+    assert [(o.impl, o.case["n"], o.why) for o in result.skipped] == [("*", 1, "head_dim 512 has no kernel")]
+    assert len(result.records) == 1
+
+
+def test_wrong_arguments():
+    host = cpu()
+    paper = a_paper(lambda case: [implementation(host)])
+    with pytest.raises(InvalidInputError, match="has no precision 'fp8'; it has bf16"):
+        run(paper, settings=Settings(precision="fp8"), host=host)
+    with pytest.raises(InvalidInputError, match="no input 'smollm2'; it has normal"):
+        run(paper, settings=Settings(input="smollm2"), host=host)
+    with pytest.raises(InvalidInputError, match="give a list"):
+        run(paper, "forward", host=host)
+
+
+THREE = [{"n": n, "dtype": "bf16"} for n in (1, 2, 3)]
+
+
+def test_interruption_keeps_finished_cases_and_resume_does_only_the_rest(tmp_path):
+    output = tmp_path / "results.jsonl"
+    settings = Settings(output=str(output))
+    host = gpu()
+    stop = [2]
+
+    def build(case):
+        check = raises(KeyboardInterrupt()) if case["n"] in stop else GOOD
+        return [implementation(host, check=check), peer(host)]
+
+    first = run(a_paper(build, THREE), settings=settings, host=host)
+    assert first.interrupted and first.status == "interrupted" and first.exit_code == 130
+    assert [r.case["n"] for r in first.records] == [1, 1] == [r.case["n"] for r in read_records(output)]
+    stop.clear()
+    second = run(a_paper(build, THREE), settings=settings, resume_from=output, host=host)
+    assert [r.case["n"] for r in second.records] == [2, 2, 3, 3] and [r.case["n"] for r in second.resumed] == [1, 1]
+    assert len(read_records(output)) == 6
+    third = run(a_paper(build, THREE), resume_from=output, host=host)
+    assert not third.records and third.status == "ok" and len(third.resumed) == 6
+
+
+def test_resume_repeats_baselines_for_a_new_implementation_but_nobody_else(tmp_path):
+    output = tmp_path / "results.jsonl"
+    host = gpu()
+    paper = a_paper(lambda case: [implementation(host), implementation(host, "hopper"), peer(host)])
+    run(paper, settings=Settings(output=str(output), skip=("hopper",)), host=host)
+    second = run(paper, resume_from=output, host=host)
+    assert sorted(of(second)) == ["hopper", "peer"] and of(second)["hopper"].ratio_to["peer"]
+
+
+def test_resume_ignores_other_commits_devices_and_ways_of_timing(tmp_path):
+    output = tmp_path / "results.jsonl"
+    paper = lambda host: a_paper(lambda case: [implementation(host)])  # noqa: E731
+    host = gpu()
+    run(paper(host), settings=Settings(output=str(output)), host=host)
+    others = [gpu(), gpu(gpu="Test GPU 2"), gpu()]
+    others[0].commit, others[2].dirty = "def", True
+    elsewhere = Settings(output=str(tmp_path / "elsewhere.jsonl"))
+    for other in others:
+        assert len(run(paper(other), settings=elsewhere, resume_from=output, host=other).records) == 1
+    warm = Settings(output=str(tmp_path / "warm.jsonl"), flush_l2=False)
+    assert len(run(paper(host), settings=warm, resume_from=output, host=host).records) == 1
+
+
+def test_resume_from_a_file_that_is_not_there_starts_it(tmp_path):
+    host = gpu()
+    output = tmp_path / "new" / "results.jsonl"
+    result = run(a_paper(lambda case: [implementation(host)]), resume_from=output, host=host)
+    assert result.output == output and len(read_records(output)) == 1
+
+
+def test_events_tell_the_story():
+    host, told = gpu(), []
+    gone = Implementation(name="gone", role="peer", unavailable="not installed")
+    build = lambda case: [implementation(host), peer(host, check=BAD), gone]  # noqa: E731
+    result = run(a_paper(build), on_event=told.append, host=host)
+    assert [type(event).__name__ for event in told] == [
+        "RunStarted",
+        "CaseStarted",
+        *("CheckStarted", "ImplementationChecked"),
+        *("CheckStarted", "ImplementationChecked", "ImplementationIncorrect"),
+        "ImplementationSkipped",
+        "TimingStarted",
+        "CaseFinished",
+        "RunFinished",
+    ]
+    assert told[0] == events.RunStarted(
+        paper="made_up", experiments=("forward",), cases=1, device="cuda", gpu="Test GPU 1"
+    )
+    assert told[1].implementations == ("portable", "peer", "gone") and told[-3].implementations == ("portable",)
+    assert told[-2].records == tuple(result.records) and told[-1].status == "incorrect"
+
+
+def test_listener_that_raises_is_reported_once_and_changes_nothing():
+    host, calls = gpu(), []
+
+    def listener(event) -> None:
+        calls.append(event)
+        raise ValueError("terminal is gone")
+
+    with pytest.warns(RuntimeWarning, match="terminal is gone") as caught:
+        result = run(a_paper(lambda case: [implementation(host)]), on_event=listener, host=host)
+    assert result.status == "ok" and len(calls) == 1 and len(caught) == 1
+
+
+def test_memory_is_released_between_implementations_and_cases():
+    host = gpu()
+    run(a_paper(lambda case: [implementation(host), peer(host)], THREE), host=host)
+    assert host.released >= 3 * 3
+
+
+def test_plan_is_json_and_touches_nothing():
+    host = gpu()
+    never = raises(AssertionError("a plan allocates nothing"))
+    build = lambda case: [  # noqa: E731
+        implementation(host, make=never, check=never),
+        peer(host, unavailable="not installed"),
+        implementation(host, "left-out"),
+    ]
+    made = plan(a_paper(build, THREE), settings=Settings(skip=("left-out",), seconds=0.5), host=host)
+    as_dict = json.loads(json.dumps(made.as_dict()))
+    assert (as_dict["device"], as_dict["gpu"], as_dict["seconds"]) == ("cuda", "Test GPU 1", 1.5)
+    assert as_dict["items"][0] == {
+        "experiment": "forward",
+        "case": {"n": 1, "dtype": "bf16"},
+        "work": {"flops": 1e9},
+        "refused": "",
+        "implementations": [
+            {"name": "portable", "role": "ours", "runs": True, "why": ""},
+            {"name": "peer", "role": "peer", "runs": False, "why": "not installed"},
+        ],
+    }
+    assert plan(a_paper(build, THREE), host=cpu()).seconds == 0, "nothing is timed on a CPU"
+
+
+def test_paper_from_a_folder_on_this_cpu(tmp_path, monkeypatch):
+    folder = tmp_path / "papers" / "tiny"
+    folder.mkdir(parents=True)
+    (folder / "paper.toml").write_text(
+        'id = "tiny"\ntitle = "Tiny"\naliases = ["t"]\n[experiments.sum]\ntitle = "Sums"\ndefault = true\n'
+    )
+    (folder / "experiment.py").write_text(
+        textwrap.dedent("""
+        from gpu_accel.workbench.experiment import Check, Implementation, SimpleExperiment, Workload
+
+        def build(case, settings):
+            assert settings.device == "cpu" and not settings.on_gpu
+            check = lambda seed: Check(abs(sum(range(case["n"])) - case["n"] * (case["n"] - 1) / 2), 0.5, "max_abs")
+            return Workload(implementations=[Implementation(name="ours", role="ours", check=check)])
+
+        EXPERIMENTS = {"sum": SimpleExperiment(name="sum", title="Sums", build_case=build,
+                                               list_cases=lambda settings: [{"n": 10}, {"n": 11}])}
+        """)
+    )
+    monkeypatch.setenv("GPU_ACCEL_PAPERS", str(folder.parent))
+    output = tmp_path / "out.jsonl"
+    result = run("t", settings=Settings(device="cpu", output=str(output)))
+    assert result.status == "ok" and [r.kind for r in read_records(output)] == ["checked", "checked"]
+    assert result.records[0].env["python"] and "commit" not in result.records[0].env
+
+
+def test_resolve_device_on_a_machine_without_gpu(monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert resolve_device() == resolve_device("cpu") == "cpu"
+    with pytest.raises(HardwareError, match="sees no GPU"):
+        resolve_device("cuda")
+    for wrong in ("gpu", "cuda:x", "cpu:0", "cuda:-1"):
+        with pytest.raises(InvalidInputError, match="choose 'auto'"):
+            resolve_device(wrong)
+
+
+def test_resolve_device_with_gpus_and_the_interpreter(monkeypatch):
+    torch = pytest.importorskip("torch")
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert resolve_device("auto") == resolve_device("cuda") == "cuda" and not chosen
+    assert resolve_device("cuda:1") == "cuda" and chosen == [1]
+    with pytest.raises(HardwareError, match="2 GPU"):
+        resolve_device("cuda:2")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert resolve_device("auto") == "cpu"
+    with pytest.raises(HardwareError, match="TRITON_INTERPRET"):
+        resolve_device("cuda")
+
+
+def test_peaks_are_scaled_to_the_highest_clock_and_only_for_an_exact_match(monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    reported = {"index": 0, "name": "NVIDIA H100 80GB HBM3", "capability": "9.0", "memory_gb": 85.0}
+    monkeypatch.setattr(hardware, "detect", lambda index: match(**reported, sm_count=132))
+    peaks = host_module._peaks(1980.0)
+    assert peaks["peak_tflops"]["bf16"] == pytest.approx(989.4 * 1980 / 1830, abs=0.1)
+    assert peaks["peak_tflops"]["e4m3"] == pytest.approx(1978.9 * 1980 / 1830, abs=0.1)
+    assert peaks["peak_tflops"]["fp32"] > 500, "float32 may run on tf32 units"
+    assert 3300 < peaks["peak_gbps"] < 3400
+    assert host_module._peaks(None)["peak_tflops"]["bf16"] == 989.4
+    monkeypatch.setattr(hardware, "detect", lambda index: match(**reported, sm_count=60))
+    assert host_module._peaks(1980.0) == {}, "a slice of a card"
+    monkeypatch.setattr(hardware, "detect", lambda index: None)
+    assert host_module._peaks(1980.0) == {}
