@@ -32,10 +32,10 @@ from typing import Any
 from gpu_accel.workbench.invariants import Scalar
 from gpu_accel.workbench.ledger import (
     DIRECTIONS,
-    HIGHER_IS_BETTER,
     UNITS,
     Claim,
     Measure,
+    higher_is_better,
     read_common,
     read_id,
 )
@@ -51,7 +51,7 @@ def read_figure(table: Table, file: str) -> list[Claim]:
     metric = table.text("metric", UNITS[unit] or "")
     if not metric:
         table.fail(f"key 'metric' is missing; the unit {unit!r} does not imply one")
-    better = "at_least" if unit in HIGHER_IS_BETTER else "at_most"
+    better = "at_least" if higher_is_better(metric, unit) else "at_most"
     direction = table.text("direction", better, choices=DIRECTIONS[:3])
     experiment = table.text("experiment")
     axis = table.text("axis")

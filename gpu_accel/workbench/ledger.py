@@ -52,7 +52,7 @@ UNITS = {
     "W": None,
     "%": None,
 }
-HIGHER_IS_BETTER = frozenset({"tflops", "gbps", "tokens/s"})
+_HIGHER_IS_BETTER = frozenset({"tflops", "gbps", "tokens/s", "cosine", "sqnr"})  # units, and metrics without one
 SOURCES = ("seed", "arXiv:", "doi:", "https://")
 
 _ID = re.compile(r"[a-z0-9][a-z0-9._-]*")
@@ -148,6 +148,11 @@ class Claim:
         if self.value is None:
             raise ValueError(f"claim {self.id} has no value")
         return self.value if isinstance(self.value, tuple) else (self.value, self.value)
+
+
+def higher_is_better(metric: str, unit: str) -> bool:
+    """Whether more of a metric is better: of rates and of likeness, not of times, errors and bytes."""
+    return unit in _HIGHER_IS_BETTER or metric in _HIGHER_IS_BETTER
 
 
 def same(a: object, b: object) -> bool:

@@ -138,10 +138,12 @@ class Record:
     def key(self) -> tuple[str, ...]:
         """What the record is about: two records with one key are two runs of the same thing, and the newest counts.
 
-        The kind belongs to it, so that a model or a quotation never replaces a measurement.
+        The kind belongs to it, so that a model or a quotation never replaces a measurement, and so do the load (burst
+        or sustained) and the state of the cache, since those are different quantities.
         """
         case = json.dumps(self.case, sort_keys=True)
-        return (self.kind, self.paper, self.experiment, self.impl, case, self.metric, str(self.env.get("gpu") or ""))
+        gpu, mode, l2 = (str(x or "") for x in (self.env.get("gpu"), self.timing.get("mode"), self.timing.get("l2")))
+        return (self.kind, self.paper, self.experiment, self.impl, case, self.metric, gpu, mode, l2)
 
     @property
     def when(self) -> datetime:

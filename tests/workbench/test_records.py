@@ -232,6 +232,9 @@ def test_merge_keeps_the_newest_of_each_key():
     other_gpu = measured(env={"gpu": "NVIDIA H200"})
     assert merge([old, new]) == [new] and merge([new, old]) == [new]
     assert merge([old, other_gpu, modelled(), quoted()]) == [old, other_gpu, modelled(), quoted()]
+    warm = measured(timing={**old.timing, "l2": "warm"})
+    sustained = measured(timing={**old.timing, "mode": "sustained"})
+    assert merge([old, warm, sustained]) == [old, warm, sustained]
     again = measured(note="same second, written later")
     assert merge([new, again]) == [again]
     reordered = measured(case=dict(reversed(CASE.items())))
