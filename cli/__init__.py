@@ -1,1 +1,1 @@
-"""The command line: parse, call gpu_accel.workbench, render. Installed as gpu_accel_cli; `python -m cli` in a checkout."""
+"""The command line: parse, call gpu_accel.workbench, render. Installed as gpu_accel_cli."""

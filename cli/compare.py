@@ -83,8 +83,8 @@ def compared(a: Record, b: Record, noise: float) -> dict[str, Any]:
         value = a.value() / b.value() if b.value() else float("inf") if a.value() else 1.0
         ratio = Ratio(median=value, low=value, high=value)
     gpus = [record.env.get("gpu", "") for record in (a, b)]
-    return {
-        "paper": a.paper, "experiment": a.experiment, "impl": a.impl, "case": a.case, "metric": a.metric, "unit": a.unit,
+    same = {key: getattr(a, key) for key in ("paper", "experiment", "impl", "case", "metric", "unit")}
+    return same | {
         "a": a.median, "b": b.median, "ratio": ratio.median, "low": ratio.low, "high": ratio.high,
         "verdict": verdict(ratio, noise=noise), "gpu_a": gpus[0], "gpu_b": gpus[1],
     }  # fmt: skip

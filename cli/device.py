@@ -12,7 +12,7 @@ from gpu_accel.errors import HardwareError
 
 
 def prepare(asked: str) -> str:
-    """The device for `asked` ("auto", "cpu", "cuda", "cuda:N") as "cpu" or "cuda"; on a CPU, kernels will be interpreted.
+    """The device for `asked` ("auto", "cpu", "cuda", "cuda:N"): "cpu", where kernels will be interpreted, or "cuda".
 
     Raises:
         InvalidInputError: another word.

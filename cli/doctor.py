@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import shutil
 from collections.abc import Iterator
@@ -51,6 +50,8 @@ def doctor(json_: JsonOption = False, output_: OutputOption = None) -> None:
 
 
 def _packages() -> Iterator[Finding]:
+    import importlib.metadata
+
     from gpu_accel.hardware import Finding
 
     for package, purpose in PACKAGES.items():
@@ -67,7 +68,9 @@ def _papers() -> Iterator[Finding]:
 
     try:
         for paper in papers():
-            yield Finding("ok", f"paper {paper.id}: {len(paper.claims())} claims, {len(paper.records())} committed records")
+            yield Finding(
+                "ok", f"paper {paper.id}: {len(paper.claims())} claims, {len(paper.records())} committed records"
+            )
     except GpuAccelError as error:
         yield Finding("fail", str(error), "correct the file that it names")
 

@@ -58,7 +58,8 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Papers about GPU acceleration turned into kernels you can import and claims you can check.",
-    epilog="Exit codes: 0 ok, 1 gate failed, 2 usage, 3 incorrect result, 4 not supported here, 5 nothing ran, 130 interrupted.",
+    epilog="Exit codes: 0 ok, 1 gate failed, 2 usage, 3 incorrect result, 4 not supported here, 5 nothing ran, "
+    "130 interrupted.",
 )
 
 

@@ -1,4 +1,4 @@
-"""`gpu-accel notebook`: open a paper's notebook, or run it here without a browser, with parameters that are checked first."""
+"""`gpu-accel notebook`: open a paper's notebook, or run it headless, with parameters that are checked first."""
 
 from __future__ import annotations
 
@@ -79,7 +79,9 @@ def defaults(book: Any, source: Path) -> dict[str, Any]:
             for statement in ast.parse(cell.source).body:
                 if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
                     found[statement.targets[0].id] = _literal(statement.value)
-                elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and statement.value:
+                elif (
+                    isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and statement.value
+                ):
                     found[statement.target.id] = _literal(statement.value)
             return found
     raise InvalidInputError(f"{source} has no cell tagged 'parameters', so it takes none")
@@ -144,7 +146,9 @@ def run_headless(book: Any, *, folder: Path, timeout: int, target: Path) -> None
     try:
         client.execute()
     except exceptions.CellExecutionError as error:
-        raise IncorrectResultError(f"a cell failed with {error.ename}: {error.evalue}. Its output is in {target}") from error
+        raise IncorrectResultError(
+            f"a cell failed with {error.ename}: {error.evalue}. Its output is in {target}"
+        ) from error
     except exceptions.CellTimeoutError as error:
         raise IncorrectResultError(f"a cell took longer than {timeout} s (--timeout). See {target}") from error
     finally:

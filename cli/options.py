@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -29,16 +29,21 @@ def _papers(ctx: typer.Context, incomplete: str) -> list[str]:
     return [name for name in names if name.startswith(incomplete)]
 
 
-def _of_paper(choices: Callable[..., list[str]]) -> Complete:
-    """Completion of something that depends on the paper already typed."""
+def _of_paper(choices: Callable[[Paper], Iterable[str]]) -> Complete:
+    """Completion of what a paper offers: that of the paper already typed, or of all.
+
+    Behind an option without its value the parser gives up before it has seen the arguments, so the paper is not known.
+    """
 
     def complete(ctx: typer.Context, incomplete: str) -> list[str]:
-        from gpu_accel.workbench.registry import paper
+        from gpu_accel.workbench.registry import paper, papers
 
         try:
-            return [name for name in choices(paper(ctx.params["paper"])) if name.startswith(incomplete)]
-        except (GpuAccelError, KeyError, TypeError, AttributeError):
+            typed = ctx.params.get("paper")
+            names = [name for one in ([paper(typed)] if typed else papers()) for name in choices(one)]
+        except GpuAccelError:
             return []
+        return [name for name in dict.fromkeys(names) if name.startswith(incomplete)]
 
     return complete
 
@@ -51,7 +56,9 @@ def _precisions(paper: Paper) -> list[str]:
 def default_precision(paper: Paper, experiments: Sequence[str]) -> str:
     """The precision when none is given: the first that every experiment named has, bf16 where there is a choice."""
     named = [paper.experiments[name] for name in experiments if name in paper.experiments]
-    offered = [set(experiment.precisions) for experiment in named or paper.experiments.values() if experiment.precisions]
+    offered = [
+        set(experiment.precisions) for experiment in named or paper.experiments.values() if experiment.precisions
+    ]
     if not offered:
         return PRECISIONS[0]
     common = set.intersection(*offered) if named else set.union(*offered)
@@ -67,9 +74,6 @@ def _profiles(ctx: typer.Context, incomplete: str) -> list[str]:
 
 PaperArgument = Annotated[
     str, typer.Argument(help="A paper's id or alias, such as fa3; `gpu-accel list` shows them.", autocompletion=_papers)
-]
-PapersArgument = Annotated[
-    list[str] | None, typer.Argument(metavar="[PAPER]...", help="Papers; all when none is named.", autocompletion=_papers)
 ]
 ExperimentsArgument = Annotated[
     list[str] | None,

@@ -11,19 +11,24 @@ from .console import err
 class Progress:
     """A context manager that shows steps out of a total; `message` says what is being done."""
 
-    def __init__(self, total: int, *, quiet: bool = False) -> None:
+    def __init__(self, *, quiet: bool = False) -> None:
         self._console = err()
-        self._total, self._done, self._quiet = total, 0, quiet
+        self._total, self._done, self._quiet = 0, 0, quiet
         self._bar: Any = None
 
     def __enter__(self) -> Self:
         if not self._quiet and self._console.is_terminal:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-            columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=24),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+            )
             self._bar = Progress(*columns, console=self._console, transient=True)
             self._bar.start()
-            self._task = self._bar.add_task("", total=self._total)
+            self._task = self._bar.add_task("", total=None)
         return self
 
     def __exit__(
@@ -31,6 +36,12 @@ class Progress:
     ) -> None:
         if self._bar:
             self._bar.stop()
+
+    def expect(self, total: int) -> None:
+        """How many steps there will be."""
+        self._total = total
+        if self._bar:
+            self._bar.update(self._task, total=total)
 
     def doing(self, message: str) -> None:
         """What is being done now; shown on a terminal only."""
@@ -48,4 +59,6 @@ class Progress:
     def remark(self, message: str, *, style: str) -> None:
         """Something that needs attention at once; stays on the terminal above the bar."""
         if not self._quiet:
-            (self._bar.console if self._bar else self._console).print(message, style=style, markup=False, soft_wrap=True)
+            (self._bar.console if self._bar else self._console).print(
+                message, style=style, markup=False, soft_wrap=True
+            )

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from .console import table
+from .console import plain, table
 
 if TYPE_CHECKING:
     from gpu_accel.workbench.records import Record
@@ -99,12 +99,12 @@ def split_cases(cases: Sequence[Case]) -> tuple[str, list[str]]:
     return shared, [label({key: value for key, value in case.items() if key not in same}) for case in cases]
 
 
-def result_tables(records: Sequence[Record], baselines: Sequence[str] = ()) -> list[Any]:
-    """One table for each experiment: implementation, error and bound, and on a GPU the time, the rate and the ratio."""
+def result_tables(records: Sequence[Record]) -> list[Any]:
+    """For each experiment a table (error and bound; on a GPU also time, rate, ratio) and a line on where it was made."""
     by_experiment: dict[str, list[Record]] = {}
     for record in records:
         by_experiment.setdefault(record.experiment, []).append(record)
-    return [_result_table(name, group) for name, group in by_experiment.items()]
+    return [part for name, group in by_experiment.items() for part in (_result_table(name, group), _where(group))]
 
 
 def _result_table(experiment: str, records: list[Record]) -> Any:
@@ -116,12 +116,11 @@ def _result_table(experiment: str, records: list[Record]) -> Any:
     rated = any(record.has("tflops") for record in records)
     others = list(dict.fromkeys(r.metric for r in records if r.metric != "correct" and not r.is_speed))
     against = list(dict.fromkeys(name for record in records for name in record.ratio_to))
-    where = _where(records)
     columns = ["case", "implementation", "error", "bound", *others]
     columns += ["time", "p20 .. p80"] if timed else []
     columns += ["TFLOP/s"] if rated else []
     columns += [f"against {name}" for name in against]
-    made = table(*columns, title=f"{experiment}  [dim]{shared}[/]", caption=where, right=tuple(columns[2:]))
+    made = table(*columns, title=f"{experiment}  [dim]{shared}[/]", right=tuple(columns[2:]))
     best = _fastest(records)
     previous = None
     for (case, impl), group in lines.items():
@@ -146,10 +145,10 @@ def _result_table(experiment: str, records: list[Record]) -> Any:
 
 
 def _where(records: list[Record]) -> str:
-    """On what the numbers were made, for the line under the table."""
+    """On what the numbers were made; the line under a table."""
     first = records[-1]
     if first.kind == "checked":
-        return "checked on a CPU, not timed: the errors are of the real kernels, in Triton's interpreter"
+        return "[dim]checked on a CPU, not timed: the errors are of the real kernels, in Triton's interpreter[/]"
     env = first.env
     clock = env.get("clock_mhz")
     clock = clock.get("median") if isinstance(clock, dict) else clock
@@ -157,7 +156,7 @@ def _where(records: list[Record]) -> str:
     parts += [f"· torch {env['torch']}"] if env.get("torch") else []
     parts += [f"· triton {env['triton']}"] if env.get("triton") else []
     parts += [f"· {clock:.0f} MHz"] if isinstance(clock, int | float) else []
-    return " ".join(parts)
+    return f"[dim]{plain(' '.join(parts))}[/]"
 
 
 def _ratio(ratio: dict[str, Any] | None) -> str:

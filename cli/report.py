@@ -20,7 +20,7 @@ def report(
     results: ResultsOption = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Write to FILE (.md or .html) instead of stdout (Markdown)."),
+        typer.Option("--output", "-o", metavar="FILE", help="Write FILE, .md or .html, instead of Markdown on stdout."),
     ] = None,
     interactive: Annotated[
         bool, typer.Option("--interactive", help="HTML with plotly figures from its CDN instead of static ones.")
@@ -32,7 +32,7 @@ def report(
     """
     from gpu_accel.workbench import registry
     from gpu_accel.workbench import report as pages
-    from gpu_accel.workbench.claims import judge
+    from gpu_accel.workbench.claims import judge_all
     from gpu_accel.workbench.records import merge
 
     if output and output.suffix not in (".md", ".html"):
@@ -42,7 +42,7 @@ def report(
     one = registry.paper(paper)
     records = merge(gather(one, results))
     claims = one.claims()
-    verdicts = [judge(claim, records) for claim in claims]
+    verdicts = judge_all(claims, records)
     if output and output.suffix == ".html":
         text = pages.html(one, records, verdicts, claims=claims, plotly="cdn" if interactive else "svg")
     else:

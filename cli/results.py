@@ -88,7 +88,9 @@ def record_file(paper: Paper, *, sku: str, commit: str, folder: Path, save: bool
     if not save:
         return folder / paper.id / file.parent.name / file.name
     if not (paper.path.parent.parent / "pyproject.toml").is_file():
-        raise InvalidInputError(f"--save writes into a checkout, but {paper.id} lies in {paper.path}; use --results DIR")
+        raise InvalidInputError(
+            f"--save writes into a checkout, but {paper.id} lies in {paper.path}; use --results DIR"
+        )
     return file
 
 

@@ -45,8 +45,8 @@ def run(
     input_: InputOption = "",
     shape: Annotated[
         list[str] | None,
-        typer.Option("--shape", metavar="SHAPE", help="Instead of the paper's shapes: 4x2048x16x128 (batch, seqlen, heads, "
-                     "head_dim) or seqlen=16k,head_dim=64,causal=true. Repeatable."),
+        typer.Option(metavar="SHAPE", help="Instead of the paper's: 4x2048x16x128 (batch, seqlen, heads, head_dim), or "
+                     "seqlen=16k,head_dim=64,causal=true. Repeatable."),
     ] = None,
     only: Annotated[list[str] | None, typer.Option("--only", help="Only this implementation. Repeatable.")] = None,
     skip: Annotated[list[str] | None, typer.Option("--skip", help="Not this implementation. Repeatable.")] = None,
@@ -54,23 +54,23 @@ def run(
     quick: Annotated[bool, typer.Option("--quick", help="Few and small cases, for a first look.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the inputs.")] = 0,
     seconds: Annotated[float, typer.Option(help="Time to measure one implementation in one case, at most.")] = 0.25,
-    sustained: Annotated[bool, typer.Option("--sustained", help="Time under continuous load, as a long job sees it.")] = False,
+    sustained: Annotated[bool, typer.Option("--sustained", help="Time under continuous load.")] = False,
     warm_l2: Annotated[bool, typer.Option("--warm-l2", help="Do not flush the L2 cache between timed calls.")] = False,
     results: Annotated[Path, typer.Option("--results", metavar="DIR", help="Where records go.")] = DEFAULT_RESULTS,
     save: Annotated[
         bool, typer.Option("--save", help="Write records to papers/<id>/results of this checkout, to be committed.")
     ] = False,
     tag: Annotated[str, typer.Option("--tag", help="A word for the name of the records' file.")] = "",
-    resume: Annotated[bool, typer.Option("--resume", help="Go on where an earlier run of this commit stopped.")] = False,
-    gate: Annotated[bool, typer.Option("--gate", help="Exit 1 if a claim that this run settles is not reproduced.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where an earlier run stopped.")] = False,
+    gate: Annotated[bool, typer.Option("--gate", help="Exit 1 if this run does not reproduce a claim.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run, and run nothing.")] = False,
     json_: JsonOption = False,
     output_: OutputOption = None,
 ) -> None:  # fmt: skip
     """Run experiments: measured on a GPU, checked on a CPU.
 
-    Every result is compared with a float64 truth first; only what passes is timed. Without a GPU the same kernels run in
-    Triton's interpreter on small shapes, checked and not timed. Finished cases survive Ctrl-C; --resume continues.
+    Every result is compared with a float64 truth first; only what passes is timed. Without a GPU the same kernels
+    run in Triton's interpreter on small shapes. Finished cases survive Ctrl-C; --resume continues.
     """
     from gpu_accel.workbench import registry
     from gpu_accel.workbench.experiment import Settings, parse_shape
@@ -83,7 +83,7 @@ def run(
         device=device,
         precision=precision or default_precision(one, experiments or []),
         input=input_ or one.inputs[0],
-        shapes=tuple(parse_shape(text) for text in shape or []),
+        shapes=tuple(dict(parse_shape(text)) for text in shape or []),
         only=tuple(only or []),
         skip=tuple(skip or []),
         seed=seed,
@@ -95,12 +95,14 @@ def run(
     host = _host(settings.device)
     if dry_run:
         return _dry_run(one, experiments, settings, host, json_=json_, file=output_)
-    file = record_file(one, sku=host.env.get("sku") or host.device, commit=host.commit, folder=results, save=save, tag=tag)
+    file = record_file(
+        one, sku=host.env.get("sku") or host.device, commit=host.commit, folder=results, save=save, tag=tag
+    )
     earlier = unfinished(file) if resume else None
     settings = dataclasses.replace(settings, output=str(earlier or file))
     result = _run(one, experiments, settings, host, resume_from=earlier, quiet=json_)
     records = [*result.resumed, *result.records]
-    settled = [v for v in ledger.judge_all(one.claims(), records) if ledger.is_settled(v)]
+    settled = ledger.settled_by(one, records)
     if output_:
         _write(output_, one, result, records, settled)
     if json_:
@@ -120,23 +122,32 @@ def _host(device: str) -> Host:
 
 
 def _run(
-    paper: Paper, experiments: Sequence[str] | None, settings: Settings, host: Host, *, resume_from: Path | None, quiet: bool
+    paper: Paper,
+    experiments: Sequence[str] | None,
+    settings: Settings,
+    host: Host,
+    *,
+    resume_from: Path | None,
+    quiet: bool,
 ) -> RunResult:
     from gpu_accel.workbench import events, runner
 
     if not quiet:
         note(f"{paper.alias} {settings.precision}, {_place(host)}")
-    total = len(runner.plan(paper, experiments, settings, host=host).items)
-    with Progress(total, quiet=quiet) as progress:
+    with Progress(quiet=quiet) as progress:
 
         def show(event: events.Event) -> None:
             match event:
+                case events.RunStarted():
+                    progress.expect(event.cases)
                 case events.CheckStarted():
                     progress.doing(f"{event.experiment} {label(event.case)}: checking {event.impl}")
                 case events.TimingStarted():
                     progress.doing(f"{event.experiment} {label(event.case)}: timing {len(event.implementations)}")
                 case events.ImplementationIncorrect():
-                    progress.remark(f"WRONG {event.impl} in {event.experiment} {label(event.case)}: {event.why}", style="bold red")
+                    progress.remark(
+                        f"WRONG {event.impl} in {event.experiment} {label(event.case)}: {event.why}", style="bold red"
+                    )
                 case events.CaseFinished():
                     names = dict.fromkeys(record.impl for record in event.records)
                     done = ", ".join(names) or "nothing to do"
@@ -151,7 +162,9 @@ def _place(host: Host) -> str:
     return f"on {host.gpu}"
 
 
-def as_payload(paper: Paper, result: RunResult, records: Sequence[Record], settled: Sequence[Verdict]) -> dict[str, Any]:
+def as_payload(
+    paper: Paper, result: RunResult, records: Sequence[Record], settled: Sequence[Verdict]
+) -> dict[str, Any]:
     """What `--json` prints."""
     import json
 
@@ -162,7 +175,7 @@ def as_payload(paper: Paper, result: RunResult, records: Sequence[Record], settl
         "records": [json.loads(record.to_json()) for record in records],
         "skipped": [_outcome(outcome) for outcome in result.skipped],
         "incorrect": [_outcome(outcome) for outcome in result.incorrect],
-        "claims": [ledger.as_row(verdict) for verdict in settled],
+        "claims": [verdict.as_dict() for verdict in settled],
     }
 
 
@@ -170,9 +183,7 @@ def _outcome(outcome: Outcome) -> dict[str, Any]:
     return {"experiment": outcome.experiment, "impl": outcome.impl, "case": outcome.case, "why": outcome.why}
 
 
-def _write(
-    file: Path, paper: Paper, result: RunResult, records: Sequence[Record], settled: Sequence[Verdict]
-) -> None:
+def _write(file: Path, paper: Paper, result: RunResult, records: Sequence[Record], settled: Sequence[Verdict]) -> None:
     payload = as_payload(paper, result, records, settled)
     rows = payload["records"]
     if file.suffix not in (".json", ".jsonl"):  # raw samples and the whole environment would drown a table
@@ -180,7 +191,20 @@ def _write(
     output.write(file, rows, payload=payload, title=f"{paper.title}: results")
 
 
-TABLE_FIELDS = ("kind", "experiment", "case", "impl", "metric", "unit", "median", "p20", "p80", "checked", "ratio_to", "commit")
+TABLE_FIELDS = (
+    "kind",
+    "experiment",
+    "case",
+    "impl",
+    "metric",
+    "unit",
+    "median",
+    "p20",
+    "p80",
+    "checked",
+    "ratio_to",
+    "commit",
+)
 
 
 def _show(paper: Paper, result: RunResult, records: Sequence[Record], settled: Sequence[Verdict]) -> None:
@@ -203,7 +227,7 @@ def _show(paper: Paper, result: RunResult, records: Sequence[Record], settled: S
 
 
 def _remarks(result: RunResult) -> None:
-    """Every reason once, with how many rows it concerns: nothing is left out silently, and nothing is told ten times."""
+    """Every reason once, with how many rows it concerns."""
     reasons: dict[tuple[str, str], int] = {}
     for outcome in result.skipped:
         key = ("every implementation" if outcome.impl == "*" else outcome.impl, outcome.why)
@@ -223,7 +247,7 @@ def _leave(result: RunResult, settled: Sequence[Verdict], *, gate: bool) -> None
         note("nothing ran: no implementation is supported here", style="yellow")
     if result.exit_code:
         raise typer.Exit(result.exit_code)
-    failed = [v.claim.id for v in settled if ledger.group(v.word) == "not reproduced"]
+    failed = [v.claim.id for v in settled if ledger.word_of(v) == "not reproduced"]
     if gate and failed:
         note(f"gate: not reproduced: {', '.join(failed)}", style="bold red")
         raise typer.Exit(codes.GATE)

@@ -1,6 +1,6 @@
 """A paper is added by one folder, one package and one notebook, and by no edit anywhere else.
 
-`tests/tiny_paper` holds the three; they are copied to a temporary folder, where nothing of this checkout is beside them.
+`tests/tiny_paper` holds the three; they are copied to a temporary folder, away from this checkout.
 """
 
 from __future__ import annotations

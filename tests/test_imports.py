@@ -1,4 +1,4 @@
-"""Arrows point one way, and starting up is cheap: cli -> workbench -> papers/<id>/experiment.py -> gpu_accel/<paper>."""
+"""Arrows point one way, cli -> workbench -> papers/<id> -> gpu_accel/<paper>, and starting up is cheap."""
 
 from __future__ import annotations
 

@@ -96,6 +96,10 @@ def test_nothing_names_the_machine_it_was_written_on() -> None:
     text = (".py", ".toml", ".md", ".txt", ".yml", ".yaml", ".ipynb", ".jsonl", "")
     ours = [ROOT / name for name in ("Makefile", ".ci/run", "README.md", "constraints.txt", "pyproject.toml")]
     for folder in ("gpu_accel", "cli", "papers", "notebooks"):
-        ours += [f for f in (ROOT / folder).rglob("*") if f.is_file() and f.suffix in text and "__pycache__" not in f.parts]
-    found = [f"{file.relative_to(ROOT)}: {match.group()}" for file in ours for match in private.finditer(file.read_text())]
+        ours += [
+            f for f in (ROOT / folder).rglob("*") if f.is_file() and f.suffix in text and "__pycache__" not in f.parts
+        ]
+    found = [
+        f"{file.relative_to(ROOT)}: {match.group()}" for file in ours for match in private.finditer(file.read_text())
+    ]
     assert not found

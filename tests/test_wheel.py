@@ -25,7 +25,18 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         place = ROOT / part
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(place, source / part, ignore=ignore) if place.is_dir() else shutil.copy(place, source / part)
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", target, source]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        target,
+        source,
+    ]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     (built,) = target.glob("gpu_accel-*.whl")
@@ -39,7 +50,8 @@ def test_it_holds_every_file_that_is_read_at_run_time(wheel: Path) -> None:
         str(new / file.relative_to(ROOT / old))
         for old, new in ((old, Path(new)) for old, new in renamed.items())
         for file in (ROOT / old).rglob("*")
-        if file.suffix in (".py", ".toml", ".md", ".txt", ".svg", ".jsonl", ".typed") and "__pycache__" not in file.parts
+        if file.suffix in (".py", ".toml", ".md", ".txt", ".svg", ".jsonl", ".typed")
+        and "__pycache__" not in file.parts
     }
     assert any(name.endswith("paper.toml") for name in wanted)
     assert not wanted - inside

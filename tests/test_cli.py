@@ -1,0 +1,399 @@
+"""The command line: exit codes, JSON, files, speed of starting, and what each command says."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer")
+from typer.testing import CliRunner  # noqa: E402
+
+from cli import codes, output, render  # noqa: E402
+from cli.main import app, exit_code  # noqa: E402
+from cli.notebook import defaults, parse  # noqa: E402
+from gpu_accel import errors  # noqa: E402
+from gpu_accel.testing.records import timed  # noqa: E402
+from gpu_accel.workbench.records import Record, append_records  # noqa: E402
+from gpu_accel.workbench.registry import papers  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMANDS = ("list", "show", "run", "claims", "compare", "report", "doctor", "hardware", "notebook")
+
+
+def call(*arguments: str, code: int = codes.OK) -> str:
+    """Run a command in this process and return what it wrote to stdout."""
+    result = CliRunner().invoke(app, list(map(str, arguments)))
+    assert result.exit_code == code, f"{arguments}: exit code {result.exit_code}\n{result.output}\n{result.exception}"
+    return result.stdout
+
+
+def complain(*arguments: str, code: int) -> str:
+    """Run a command that fails, and return what it wrote to stderr; stdout must stay empty."""
+    result = CliRunner().invoke(app, list(map(str, arguments)))
+    assert result.exit_code == code, f"{arguments}: exit code {result.exit_code}\n{result.output}\n{result.exception}"
+    assert result.stdout == ""
+    return result.stderr
+
+
+def shell(*arguments: str, code: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run `python -m cli` as a process of its own in the checkout."""
+    command = [sys.executable, "-m", "cli", *arguments]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == code, f"{arguments}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+# -- starting
+
+
+def test_help_lists_every_command_and_its_exit_codes() -> None:
+    text = shell("--help").stdout
+    assert all(f" {command} " in text for command in COMMANDS)
+    assert "130 interrupted" in text
+
+
+def test_help_is_fast() -> None:
+    """Below half a second of processor time, which unlike the clock on the wall does not depend on other tests."""
+    times = []
+    for _ in range(3):
+        before = os.times()
+        shell("--help")
+        after = os.times()
+        times.append(after.children_user + after.children_system - before.children_user - before.children_system)
+    assert min(times) < 0.5, times
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["list"], ["show", "fa3"], ["claims", "fa3"], ["hardware", "list"]], ids=" ".join
+)
+def test_reading_imports_neither_torch_nor_triton(arguments: list[str]) -> None:
+    code = (
+        "import sys\nfrom cli.main import app\n"
+        f"try: app({arguments!r})\nexcept SystemExit as stop: assert not stop.code, stop.code\n"
+        "print(sorted({'torch', 'triton', 'numpy', 'plotly'} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines()[-1] == "[]"
+
+
+def test_version_is_that_of_the_library() -> None:
+    import gpu_accel
+
+    assert call("--version") == f"gpu-accel {gpu_accel.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("gpu-accel show f", "fa3"),
+        ("gpu-accel run fa3 fo", "forward"),
+        ("gpu-accel run fa3 --precision f", "fp8"),
+        ("gpu-accel run fa3 --input s", "smollm2"),
+        ("gpu-accel hardware show h100-s", "h100-sxm"),
+        ("gpu-accel claims fa3 --verdict not", "not reproduced"),
+    ],
+)
+def test_completion(typed: str, expected: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-c", "from cli.main import main; main()"],
+        cwd=ROOT,
+        env={**os.environ, "_GPU_ACCEL_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": typed},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert expected in done.stdout, done.stderr[-2000:]
+    assert "| torch\n" not in done.stderr
+
+
+# -- exit codes
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.InvalidInputError("x"), 2),
+        (errors.IncorrectResultError("x"), 3),
+        (errors.UnsupportedError("x"), 4),
+        (errors.HardwareError("x"), 4),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_every_error_has_its_exit_code(error: errors.GpuAccelError, code: int) -> None:
+    assert exit_code(error) == code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["show", "fa9"], ["no paper is named 'fa9'", "fa3"]),
+        (["run", "fa3", "forwards", "--dry-run", "--device", "cpu"], ["forwards", "forward"]),
+        (["run", "fa3", "--precision", "fp7", "--dry-run", "--device", "cpu"], ["fp7"]),
+        (["run", "fa3", "backward", "--precision", "fp8", "--dry-run", "--device", "cpu"], ["fp8", "bf16"]),
+        (["run", "fa3", "--input", "lognormal", "--dry-run", "--device", "cpu"], ["lognormal", "outliers"]),
+        (["run", "fa3", "--shape", "2x3", "--dry-run", "--device", "cpu"], ["2x3", "4x2048x16x128"]),
+        (["run", "fa3", "--only", "fa4", "--dry-run", "--device", "cpu"], ["fa4", "portable"]),
+        (["run", "fa3", "--seconds", "0", "--dry-run"], ["seconds"]),
+        (["run", "fa3", "--device", "tpu"], ["tpu", "cuda"]),
+        (["run", "fa3", "--tag", "../x"], ["../x"]),
+        (["run", "fa3", "-o", "out.xlsx"], [".xlsx", ".csv"]),
+        (["list", "-o", "no/such/folder/list.json"], ["no/such/folder"]),
+        (["claims", "fa3", "--verdict", "maybe"], ["maybe", "reproduced"]),
+        (["claims", "fa3", "--results", "nowhere.jsonl"], ["nowhere.jsonl"]),
+        (["compare", "nowhere.jsonl", "HEAD"], ["nowhere.jsonl", "git revision"]),
+        (["compare", "HEAD", "HEAD", "--fail-on", "worse"], ["worse", "slower"]),
+        (["report", "fa3", "-o", "report.pdf"], ["report.pdf", ".html"]),
+        (["hardware", "show", "h100-smx"], ["h100-smx", "h100-sxm"]),
+        (["notebook", "fa3", "--execute", "-p", "presicion=fp8"], ["presicion", "precision"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_usage_errors_say_what_is_allowed(arguments: list[str], words: list[str]) -> None:
+    text = complain(*arguments, code=codes.USAGE)
+    assert all(word in text for word in words), text
+    assert "Traceback" not in text
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="a GPU is here")
+def test_a_gpu_that_is_not_there_is_exit_code_4() -> None:
+    text = shell("run", "fa3", "--device", "cuda", code=4, TRITON_INTERPRET="").stderr
+    assert "no GPU" in text and "cpu" in text and "doctor" in text
+    assert "error" in complain("hardware", "detect", code=4)
+
+
+def test_an_interruption_is_exit_code_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gpu_accel.workbench.registry.papers", interrupt)
+    assert "interrupted" in complain("list", code=130)
+
+
+# -- json and files
+
+
+def test_list_is_json_of_every_paper() -> None:
+    rows = json.loads(call("list", "--json"))
+    assert [row["id"] for row in rows] == [paper.id for paper in papers()]
+    for row in rows:
+        assert row["experiments"] and row["commands"], row["id"]
+
+
+def test_claims_are_json_with_a_verdict_each() -> None:
+    made = json.loads(call("claims", "fa3", "--json"))
+    assert made["claims"] and sum(made["counts"].values()) == len(made["claims"])
+    assert len({claim["id"] for claim in made["claims"]}) == len(made["claims"])
+    assert all(claim["verdict"] and claim["source"] for claim in made["claims"])
+
+
+def test_claims_can_be_filtered() -> None:
+    everything = json.loads(call("claims", "fa3", "--json"))["claims"]
+    unsupported = json.loads(call("claims", "fa3", "--verdict", "unsupported", "--json"))["claims"]
+    assert [claim["id"] for claim in unsupported] == [
+        claim["id"] for claim in everything if claim["verdict"].startswith("unsupported")
+    ]
+    first = everything[0]
+    assert json.loads(call("claims", "fa3", "--id", first["id"], "--json"))["claims"] == [first]
+    places = {claim["where"] for claim in json.loads(call("claims", "fa3", "--where", "FIGURE", "--json"))["claims"]}
+    assert places and all("figure" in place.lower() for place in places)
+
+
+def test_a_plan_is_json_and_runs_nothing(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    made = json.loads(call("run", "fa3", "--device", "cpu", "--dry-run", "--json", "--results", results))
+    assert made["device"] == "cpu" and made["seconds"] == 0
+    assert made["items"] and all(item["case"] for item in made["items"])
+    assert not results.exists()
+
+
+def test_a_run_on_the_cpu_is_checked_and_never_timed(tmp_path: Path) -> None:
+    arguments = ["run", "fa3", "forward", "--device", "cpu", "--shape", "1x33x2x32", "--only", "portable"]
+    made = json.loads(call(*arguments, "--json", "--results", tmp_path, "-o", tmp_path / "rows.csv"))
+    assert made["status"] == "ok" and made["records"]
+    assert {record["kind"] for record in made["records"]} == {"checked"}
+    assert {record["case"]["seqlen_q"] for record in made["records"]} == {33}
+    assert not {"time", "tflops"} & {record["metric"] for record in made["records"]}
+    kept = [Record.from_json(line) for line in Path(made["output"]).read_text().splitlines()]
+    assert [json.loads(record.to_json()) for record in kept] == made["records"]
+    assert (tmp_path / "rows.csv").read_text().count("portable") == len(made["records"])
+    text = call(*arguments, "--results", tmp_path)
+    assert "not timed" in text and "TFLOP/s" not in text
+
+
+@pytest.mark.parametrize("suffix", output.SUFFIXES)
+def test_rows_are_written_by_suffix(tmp_path: Path, suffix: str) -> None:
+    file = tmp_path / f"papers{suffix}"
+    stdout = call("list", "--json", "-o", file)
+    assert json.loads(stdout)
+    text = file.read_text()
+    assert "flash_attention3" in text
+    match suffix:
+        case ".json":
+            assert json.loads(text) == json.loads(stdout)
+        case ".jsonl":
+            assert [json.loads(line) for line in text.splitlines()] == json.loads(stdout)
+        case ".csv":
+            assert text.startswith("id,")
+        case ".html":
+            assert text.startswith("<!doctype html>") and "</table>" in text
+
+
+def test_cells_cannot_break_a_table(tmp_path: Path) -> None:
+    rows = [{"a": "x|y\nz", "b": {"c": [1, 2], "d": '<b>,"'}}]
+    output.write(tmp_path / "t.md", rows)
+    assert (tmp_path / "t.md").read_text().splitlines()[-1] == '| x\\|y z | 1 2 | <b>," |'
+    output.write(tmp_path / "t.html", rows)
+    assert "&lt;b&gt;" in (tmp_path / "t.html").read_text()
+    output.write(tmp_path / "t.csv", rows)
+    assert "a,b.c,b.d" in (tmp_path / "t.csv").read_text()
+
+
+# -- compare
+
+
+def _pair(tmp_path: Path, factor: float, **changes) -> tuple[Path, Path]:
+    """Two result files; in the second everything takes `factor` times as long, with little noise."""
+    import dataclasses
+
+    one = timed(**changes)
+    samples = [
+        tuple(scale * ms * (1 + 0.0005 * i) for i in range(20)) for scale, ms in ((1, one.median), (factor, one.median))
+    ]
+    files = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    for file, times in zip(files, samples, strict=True):
+        middle = statistics.median(times)
+        record = dataclasses.replace(one, samples=times, median=middle, p20=times[3], p80=times[16])
+        append_records(file, [record])
+    return files
+
+
+@pytest.mark.parametrize(("factor", "word"), [(1.0, "same"), (1.5, "slower"), (0.5, "faster")])
+def test_compare_names_what_changed(tmp_path: Path, factor: float, word: str) -> None:
+    a, b = _pair(tmp_path, factor)
+    made = json.loads(call("compare", a, b, "--json"))
+    assert made["counts"][word] == 1 and len(made["rows"]) == 1
+    assert made["rows"][0]["ratio"] == pytest.approx(1 / factor, rel=1e-6)
+
+
+def test_compare_fails_only_where_asked(tmp_path: Path) -> None:
+    a, b = _pair(tmp_path, 1.5)
+    call("compare", a, b)
+    assert "1 slower" in CliRunner().invoke(app, ["compare", str(a), str(b), "--fail-on", "slower"]).stderr
+    call("compare", a, b, "--fail-on", "slower", code=codes.GATE)
+    call("compare", b, a, "--fail-on", "slower")
+
+
+def test_compare_of_nothing_is_not_a_success(tmp_path: Path) -> None:
+    a, _ = _pair(tmp_path, 1.0)
+    call("compare", a, a, "--skip", "portable", code=codes.NOTHING_RAN)
+
+
+def test_compare_reads_committed_results_of_a_revision() -> None:
+    git = shutil.which("git")
+    if not git or subprocess.run([git, "rev-parse", "HEAD"], cwd=ROOT, capture_output=True).returncode:
+        pytest.skip("not a git checkout")
+    names = subprocess.run(
+        [git, "ls-tree", "-r", "--name-only", "HEAD", "papers"], cwd=ROOT, capture_output=True, text=True
+    )
+    if ".jsonl" not in names.stdout:
+        pytest.skip("no results are committed")
+    made = json.loads(call("compare", "HEAD", "HEAD", "--json"))
+    assert made["rows"] and not made["counts"]["slower"] and not made["counts"]["faster"]
+
+
+# -- report, doctor, hardware, notebook
+
+
+def test_report_is_markdown_or_html(tmp_path: Path) -> None:
+    assert call("report", "fa3").startswith("# ")
+    call("report", "fa3", "-o", tmp_path / "fa3.html")
+    assert (tmp_path / "fa3.html").read_text().startswith("<!doctype html>")
+
+
+def test_doctor_finds_this_python_and_every_paper() -> None:
+    rows = json.loads(call("doctor", "--json"))
+    assert {row["level"] for row in rows} <= {"ok", "warn", "fail"}
+    assert any(row["what"].startswith("Python") for row in rows)
+    assert any("paper flash_attention3" in row["what"] for row in rows)
+    assert all(row["remedy"] for row in rows if row["level"] != "ok")
+
+
+def test_hardware_profiles_are_listed_with_their_sources() -> None:
+    names = [row["name"] for row in json.loads(call("hardware", "list", "--json"))]
+    assert "h100-sxm" in names
+    shown = json.loads(call("hardware", "show", "h100", "--json"))
+    assert shown["name"] == "h100-sxm"
+    assert {quantity["source"] for quantity in shown["peaks"].values()} <= set(shown["sources"])
+
+
+def test_parameters_take_the_types_of_the_notebook() -> None:
+    known = {"precision": "bf16", "seqlen": 512, "scale": 1.0, "causal": True, "computed": None}
+    given = ["precision=fp8", "seqlen=1024", "scale=2", "causal=False", "computed=[1, 2]"]
+    assert parse(given, known) == {
+        "precision": "fp8",
+        "seqlen": 1024,
+        "scale": 2.0,
+        "causal": False,
+        "computed": [1, 2],
+    }
+    for wrong in ("seqlen=long", "causal=1", "precison=fp8", "precision"):
+        with pytest.raises(errors.InvalidInputError):
+            parse([wrong], known)
+
+
+def test_parameters_are_those_of_the_tagged_cell() -> None:
+    nbformat = pytest.importorskip("nbformat")
+    cell = nbformat.v4.new_code_cell("a = 1\nb: str = 'x'\nc = len('abc')", metadata={"tags": ["parameters"]})
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("z = 9"), cell])
+    assert defaults(book, Path("x.ipynb")) == {"a": 1, "b": "x", "c": None}
+
+
+# -- rendering
+
+
+SELF = {"batch": 2, "seqlen_q": 64, "seqlen_k": 64, "heads": 4, "heads_kv": 4, "head_dim": 64, "causal": True}
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        (SELF, "B2 S64 H4 D64 causal"),
+        (SELF | {"seqlen_q": 1, "heads_kv": 2, "causal": False}, "B2 Sq1 Sk64 H4 Hkv2 D64 not causal"),
+        ({"n": 257, "dtype": "fp32"}, "n=257 fp32"),
+    ],
+)
+def test_cases_have_short_labels(case: dict, text: str) -> None:
+    assert render.label(case) == text
+
+
+def test_what_all_cases_share_is_said_once() -> None:
+    cases = [{"n": n, "dtype": "fp8", "input": "normal"} for n in (1, 2)]
+    assert render.split_cases(cases) == ("fp8 normal", ["n=1", "n=2"])
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.012345, "12.35 us"), (1.23456, "1.235 ms"), (2345.6, "2.346 s")]
+)  # fmt: skip
+def test_times_have_the_unit_that_reads_best(value: float, text: str) -> None:
+    assert render.duration(value) == text
+
+
+def test_a_table_of_measurements_shows_time_rate_and_ratio() -> None:
+    from rich.console import Console
+
+    records = [timed("portable", tflops=200.0, against={"sdpa-flash": 2.0}), timed("sdpa-flash", tflops=100.0)]
+    screen = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    for made in render.result_tables(records):
+        screen.print(made)
+    text = screen.export_text()
+    assert "200" in text and "2.00x [1.98, 2.02]" in text and "measured on Test GPU 1" in text
