@@ -72,12 +72,16 @@ def collect(claim: Claim, records: Iterable[Record]) -> Evidence:
     """The evidence for a claim with `measure`; raises NotMeasured with the reason when there is none."""
     measure = claim.measure
     assert measure is not None
+    impls = claim.ours if measure.impl == "ours" else (measure.impl,)
+    named = {*impls, measure.other}
     about = [
         r
         for r in records
-        if r.experiment == measure.experiment and r.paper == (claim.paper or r.paper) and measure.covers(r.case)
+        if r.impl in named
+        and r.experiment == measure.experiment
+        and r.paper == (claim.paper or r.paper)
+        and measure.covers(r.case)
     ]
-    impls = claim.ours if measure.impl == "ours" else (measure.impl,)
     mine = [r for r in about if r.impl in impls and _offers(r, measure.metric)]
     if not mine:
         raise NotMeasured(f"no record; `{command(claim)}`{_on(claim.needs)} measures it")
@@ -197,11 +201,13 @@ def _comparisons(claim: Claim, mine: list[Record], about: list[Record]) -> list[
     if not timed:
         mine, theirs = merge(mine), merge(theirs)
     pair: Callable[[Record, Record], Cell | None] = _interleaved if timed else _quotient
+    partners: dict[tuple[str, ...], list[Record]] = {}
+    for other in theirs:
+        partners.setdefault(_place(other), []).append(other)
     found: dict[tuple[str, ...], tuple[datetime, Cell]] = {}
     for record in mine:
-        partners = [other for other in theirs if _place(other) == _place(record)]
         alone = _interleaved(record, None, measure.other) if timed else None
-        options = [alone] if alone else [pair(record, other) for other in partners]
+        options = [alone] if alone else [pair(record, other) for other in partners.get(_place(record), [])]
         for cell in filter(None, options):
             newest = max(r.when for r in cell.records)
             if record.key not in found or found[record.key][0] <= newest:

@@ -106,8 +106,8 @@ class Measure:
     def covers(self, case: Mapping[str, Any]) -> bool:
         """Whether a case is one of those that the claim is about."""
         for key, wanted in self.case.items():
-            choices = wanted if isinstance(wanted, list) else [wanted]
-            if not any(same(case.get(key), choice) for choice in choices):
+            have = case.get(key)
+            if not (any(same(have, one) for one in wanted) if isinstance(wanted, list) else same(have, wanted)):
                 return False
         return all(term.holds(case) for term in self.where)
 
