@@ -1,0 +1,46 @@
+"""Checks shared by the fp8 functions: layouts, shapes and heads of q, k and v. Values are never looked at."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from gpu_accel.errors import InvalidInputError
+from gpu_accel.flash_attention3.hadamard import check_rows
+
+
+def check_layout(layout: str) -> None:
+    if layout not in ("bhsd", "bshd"):
+        raise InvalidInputError(
+            f"layout must be 'bhsd' (batch, heads, seqlen, head_dim) or 'bshd' (batch, seqlen, heads, head_dim), got "
+            f"{layout!r}"
+        )
+
+
+def as_heads(layout: str, **tensors: Tensor) -> list[Tensor]:
+    """Checked views of (batch, heads, seqlen, head_dim), whatever the layout."""
+    check_layout(layout)
+    out = []
+    for name, x in tensors.items():
+        check_rows(name, x)
+        if x.dim() != 4:
+            raise InvalidInputError(f"{name} must have 4 dimensions ({layout}), got shape {tuple(x.shape)}")
+        out.append(x.transpose(1, 2) if layout == "bshd" else x)
+    return out
+
+
+def check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Shapes in (batch, heads, seqlen, head_dim)."""
+    for name, x in (("k", k), ("v", v)):
+        if x.device != q.device:
+            raise InvalidInputError(f"q, k, v must be on one device, got q on {q.device} and {name} on {x.device}")
+        if x.dtype != q.dtype:
+            raise InvalidInputError(f"q, k, v must have one dtype, got q {q.dtype} and {name} {x.dtype}")
+    if k.shape != v.shape:
+        raise InvalidInputError(f"k and v must have one shape, got {tuple(k.shape)} and {tuple(v.shape)}")
+    if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
+        raise InvalidInputError(
+            f"q and k must agree in batch and head_dim, got {tuple(q.shape)} and {tuple(k.shape)} (batch, heads, "
+            f"seqlen, head_dim)"
+        )
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise InvalidInputError(f"heads of q ({q.shape[1]}) must be a multiple of the heads of k and v ({k.shape[1]})")
