@@ -22,7 +22,7 @@ PIP := $(BIN)/python -m pip install -qq
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install fa3 test lint lint-style lint-types notebook triton-targets clean
+.PHONY: help install fa3 test lint lint-style lint-types notebook readme triton-targets clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -57,6 +57,10 @@ lint-types: $(INSTALLED)
 
 notebook: $(INSTALLED)  ## JupyterLab with the notebooks
 	$(BIN)/jupyter lab notebooks/00_start.ipynb
+
+readme: $(INSTALLED)  ## bring README's table of papers up to date
+	@env -u GPU_ACCEL_PAPERS $(BIN)/python -c 'from cli.papers import readme_table; from gpu_accel.workbench.report import update_block; \
+	print("README.md", "changed" if update_block("README.md", "papers", readme_table()) else "is up to date")'
 
 # Other versions of Triton, unpacked beside each other (about 1 GB each), for the tests that only compile.
 triton-targets: $(INSTALLED)  ## Triton 3.6.0, 3.8.0 and 3.9.0 beside each other, to compile the kernels with

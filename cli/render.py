@@ -26,7 +26,7 @@ def number(value: float | None, digits: int = 4) -> str:
     if not math.isfinite(value):
         return str(value)
     if value and not 1e-4 <= abs(value) < 1e7:
-        return f"{value:.2e}"
+        return f"{value:.{min(digits - 1, 2)}e}"
     if abs(value) >= 10 ** (digits - 1):
         return f"{value:,.0f}"
     return f"{value:.{digits}g}"
@@ -100,7 +100,7 @@ def split_cases(cases: Sequence[Case]) -> tuple[str, list[str]]:
 
 
 def result_tables(records: Sequence[Record]) -> list[Any]:
-    """For each experiment a table (error and bound; on a GPU also time, rate, ratio) and a line on where it was made."""
+    """For each experiment a table (error, bound; on a GPU time, rate, ratio too) and a line on where it was made."""
     by_experiment: dict[str, list[Record]] = {}
     for record in records:
         by_experiment.setdefault(record.experiment, []).append(record)
@@ -116,7 +116,8 @@ def _result_table(experiment: str, records: list[Record]) -> Any:
     rated = any(record.has("tflops") for record in records)
     others = list(dict.fromkeys(r.metric for r in records if r.metric != "correct" and not r.is_speed))
     against = list(dict.fromkeys(name for record in records for name in record.ratio_to))
-    columns = ["case", "implementation", "error", "bound", *others]
+    metrics = dict.fromkeys(str(record.checked["metric"]) for record in records if record.checked)
+    columns = ["case", "implementation", f"error ({', '.join(metrics)})", "bound", *others]
     columns += ["time", "p20 .. p80"] if timed else []
     columns += ["TFLOP/s"] if rated else []
     columns += [f"against {name}" for name in against]

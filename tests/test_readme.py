@@ -1,0 +1,93 @@
+"""What README shows works: its Python runs, its commands exist and parse, its table is up to date."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer")
+from typer.main import get_command  # noqa: E402
+
+from cli.main import app  # noqa: E402
+from cli.papers import readme_table  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    found = re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.M | re.S)
+    assert found
+    return found
+
+
+def commands(program: str) -> list[list[str]]:
+    lines = [shlex.split(line, comments=True) for block in blocks("bash") for line in block.splitlines()]
+    return [words for words in lines if words and words[0] == program]
+
+
+def test_it_leads_with_the_two_commands() -> None:
+    assert [words[1] for words in commands("make")[:2]] == ["fa3", "test"]
+    assert README.index("make test") < README.index("## ")
+
+
+@pytest.mark.parametrize("number", range(len(blocks("python"))))
+def test_its_python_runs(number: int, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", blocks("python")[number]],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_its_make_targets_exist() -> None:
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), flags=re.M))
+    named = {words[1] for words in commands("make")} | set(re.findall(r"`make ([a-z0-9-]+)", README))
+    assert named and not named - targets
+
+
+@pytest.mark.parametrize("words", commands("gpu-accel"), ids=" ".join)
+def test_its_commands_parse(words: list[str]) -> None:
+    group = get_command(app)
+    name, *arguments = words[1:]
+    command = group.commands[name]
+    if hasattr(command, "commands"):
+        command, arguments = command.commands[arguments[0]], arguments[1:]
+    with command.make_context(name, arguments) as context:  # raises a usage error for an unknown option
+        assert context.params
+
+
+@pytest.mark.parametrize("words", [w for w in commands("gpu-accel") if w[1] == "run"], ids=" ".join)
+def test_its_runs_have_a_plan(words: list[str], tmp_path: Path) -> None:
+    """On a CPU, whatever is here; --dry-run compiles nothing, but refuses unknown names and shapes."""
+    done = subprocess.run(
+        [sys.executable, "-m", "cli", *words[1:], "--dry-run", "--json", "--device", "cpu", "--results", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_its_table_of_papers_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GPU_ACCEL_PAPERS", raising=False)
+    block = re.search(r"<!-- begin generated: papers -->\n(.*?)\n?<!-- end generated: papers -->", README, flags=re.S)
+    assert block
+    assert block[1].strip() == readme_table().strip(), "run `make readme`"
+
+
+def test_its_links_lead_somewhere() -> None:
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", README) if not link.startswith("https://")]
+    missing = [link for link in links if not (ROOT / link).exists()]
+    assert links and not missing
