@@ -1,8 +1,8 @@
 """The public functions: check everything once, say what will run, call the custom op.
 
-Layout is (batch, seqlen, heads, head_dim) as in flash-attn, or (total, heads, head_dim) with `cu_seqlens_*`. Causal masks
-and windows are aligned to the bottom right: with seqlen_q > seqlen_k and causal, the first seqlen_q - seqlen_k rows see
-nothing, so their output is 0 and their log-sum-exp -inf.
+Layout is (batch, seqlen, heads, head_dim) as in flash-attn, or (total, heads, head_dim) with `cu_seqlens_*`. Causal
+masks and windows are aligned to the bottom right: with seqlen_q > seqlen_k and causal, the first seqlen_q - seqlen_k
+rows see nothing, so their output is 0 and their log-sum-exp -inf.
 """
 
 from __future__ import annotations

@@ -73,12 +73,11 @@ def choose(problem: Problem, backend: str, pass_: str) -> tuple[str, dict[str, s
     """
     if backend not in NAMES:
         raise InvalidInputError(f"backend must be one of {', '.join(NAMES)}, got {backend!r}")
-    if backend != "auto":
-        if pass_ == "forward" or module(BACKENDS[backend], pass_) is not None:
-            why = refusal(backend, pass_, problem)
-            if why is not None:
-                raise _error(backend, pass_, problem, why)
-            return backend, {}
+    if backend != "auto" and (pass_ == "forward" or module(BACKENDS[backend], pass_) is not None):
+        why = refusal(backend, pass_, problem)
+        if why is not None:
+            raise _error(backend, pass_, problem, why)
+        return backend, {}
     refused: dict[str, str] = {}
     for name in BACKENDS:
         if name == "reference" and problem.device_type != "cpu":

@@ -9,8 +9,6 @@ at run time, so that a compiled graph holds no decision about the machine.
 
 from __future__ import annotations
 
-from typing import Optional
-
 import torch
 from torch import Tensor
 
@@ -103,9 +101,9 @@ def _(q, k, v, softmax_scale, window_left, window_right, softcap, deterministic,
 
 @torch.library.custom_op("gpu_accel::flash_attention_backward", mutates_args=())
 def flash_attention_backward(
-    do: Tensor, dlse: Optional[Tensor], q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     softmax_scale: float, window_left: int, window_right: int, softcap: float, deterministic: bool, backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip  # noqa: UP045
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return _run_backward(do, dlse, q, k, v, o, lse, backend, deterministic, softmax_scale=softmax_scale,
                          window_left=window_left, window_right=window_right, softcap=softcap)  # fmt: skip
 
@@ -136,10 +134,10 @@ flash_attention_forward.register_autograd(_gradients, setup_context=_save)
 
 @torch.library.custom_op("gpu_accel::flash_attention_varlen_forward", mutates_args=())
 def flash_attention_varlen_forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seqused_q: Optional[Tensor],
-    seqused_k: Optional[Tensor], softmax_scale: float, window_left: int, window_right: int, softcap: float,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seqused_q: Tensor | None,
+    seqused_k: Tensor | None, softmax_scale: float, window_left: int, window_right: int, softcap: float,
     deterministic: bool, backend: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip  # noqa: UP045
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     return _run_forward(q, k, v, backend, softmax_scale=softmax_scale, window_left=window_left,
                         window_right=window_right, softcap=softcap, cu_seqlens_q=cu_seqlens_q,
                         cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k)  # fmt: skip
@@ -152,10 +150,10 @@ def _(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, *scalars):
 
 @torch.library.custom_op("gpu_accel::flash_attention_varlen_backward", mutates_args=())
 def flash_attention_varlen_backward(
-    do: Tensor, dlse: Optional[Tensor], q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seqused_q: Optional[Tensor], seqused_k: Optional[Tensor],
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seqused_q: Tensor | None, seqused_k: Tensor | None,
     softmax_scale: float, window_left: int, window_right: int, softcap: float, deterministic: bool, backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip  # noqa: UP045
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return _run_backward(do, dlse, q, k, v, o, lse, backend, deterministic, softmax_scale=softmax_scale,
                          window_left=window_left, window_right=window_right, softcap=softcap,
                          cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q,

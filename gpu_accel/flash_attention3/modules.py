@@ -23,7 +23,9 @@ def _check_choice(name: str, value: str, allowed) -> None:
         raise InvalidInputError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
 
 
-def _attention(q, k, v, *, precision: str, layout: str, causal: bool, softmax_scale, backend: str, **options) -> Tensor:
+def _attention(
+    q, k, v, *, precision: str, layout: str, causal: bool, softmax_scale: float | None, backend: str, **options
+) -> Tensor:
     """Cast, run in (batch, seqlen, heads, head_dim) order, and return what came in: layout and dtype of q."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or not x.is_floating_point():
@@ -52,8 +54,8 @@ class FlashAttention3(nn.Module):
     """Attention without parameters, for use inside a model.
 
     Args:
-        precision: "bf16" or "fp16": inputs are cast to it. "fp8": quantised per block after a Hadamard rotation, forward
-            only. The output has the dtype of q.
+        precision: "bf16" or "fp16": inputs are cast to it. "fp8": quantised per block after a Hadamard rotation,
+            forward only. The output has the dtype of q.
         hardware: None takes whatever is there. A name such as "h100" makes a call on another machine an error instead
             of a slower kernel.
         layout: "bhsd" (batch, heads, seqlen, head_dim) or "bshd".
@@ -106,7 +108,8 @@ class FlashAttention3(nn.Module):
                           softmax_scale=self.softmax_scale, backend=self.backend, **options)  # fmt: skip
 
     def extra_repr(self) -> str:
-        return f"precision={self.precision!r}, hardware={self.hardware!r}, layout={self.layout!r}, backend={self.backend!r}"
+        names = ("precision", "hardware", "layout", "backend")
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
 
 def flash_attention_3_forward(
@@ -142,7 +145,8 @@ def flash_attention_3_backward(
     """(dQ, dK, dV) of attention in (batch, heads, seqlen, head_dim) order.
 
     Args:
-        dO: gradient of O. lse: (batch, heads, seqlen_q) float32 of the forward; recomputed by one more forward when None.
+        dO: gradient of O.
+        lse: (batch, heads, seqlen_q) float32 of the forward; recomputed by one more forward when None.
     """
     do, q, k, v, o = (x.transpose(1, 2) if isinstance(x, Tensor) and x.dim() == 4 else x for x in (dO, Q, K, V, O))
     check_tensors(q, k, v, varlen=False)
@@ -167,5 +171,7 @@ def flash_attention_3_backward(
             f"got {tuple(lse.shape)} on {lse.device}"
         )
     left, right = normalise_window(window_size, causal)
-    grads = flash_attention_backward(do, None, q, k, v, o, lse, float(scale), left, right, float(softcap), True, backend)
+    grads = flash_attention_backward(
+        do, None, q, k, v, o, lse, float(scale), left, right, float(softcap), False, backend
+    )
     return tuple(g.transpose(1, 2) for g in grads)

@@ -1,9 +1,9 @@
 """Attention backward in plain Triton: three kernels, no atomics, so the same inputs give the same bits.
 
-1. `attention_delta`: delta_i = sum_d o_id do_id - dlse_i, one number a query row. The gradient of the log-sum-exp enters
-   here and nowhere else: d lse_i / d s_ij = p_ij.
-2. `attention_backward_dkdv`: one program per block of N keys and key head. It walks over the query blocks that see these
-   keys, for every query head of the group, so grouped heads are summed in registers in a fixed order.
+1. `attention_delta`: delta_i = sum_d o_id do_id - dlse_i, one number a query row. The gradient of the log-sum-exp
+   enters here and nowhere else: d lse_i / d s_ij = p_ij.
+2. `attention_backward_dkdv`: one program per block of N keys and key head. It walks over the query blocks that see
+   these keys, for every query head of the group, so grouped heads are summed in registers in a fixed order.
        s^T = k q^T    p^T = exp2(s^T - lse)    dv += p^T do    dp^T = v do^T    dk += (p^T * (dp^T - delta)) q
    Transposed scores make p^T and ds^T left operands as they are; a transposed left operand in registers is what some
    Triton versions miscompile on Hopper.
@@ -11,8 +11,9 @@
        dq += (p * (do v^T - delta)) k
 Seven matrix products instead of the five of a kernel that adds dq with atomics: the price of determinism.
 
-Rows that do not exist or see nothing get lse = +inf here, so that p = exp2(s - inf) = 0 without a mask. Keys beyond the
-end need none in (2), where they only reach rows that are not stored, and a mask in (3), where exp2(0 - lse) may overflow.
+Rows that do not exist or see nothing get lse = +inf here, so that p = exp2(s - inf) = 0 without a mask. Keys beyond
+the end need none in (2), where they only reach rows that are not stored, and a mask in (3), where exp2(0 - lse) may
+overflow.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ def attention_delta(
 @triton.jit
 def _load_lse(lse, at, rows, rows_end):
     """lse in base 2, +inf for rows that do not exist or saw nothing."""
-    l = tl.load(lse + at, mask=rows < rows_end, other=float("inf"))
-    return tl.where(l == float("-inf"), float("inf"), l * LOG2E)
+    lse2 = tl.load(lse + at, mask=rows < rows_end, other=float("inf"))
+    return tl.where(lse2 == float("-inf"), float("inf"), lse2 * LOG2E)
 
 
 @triton.jit
@@ -92,11 +93,11 @@ def _dkdv_step(
                 q2, batch, row, head, D, q_sb, q_ss, q_sh, left, head_dim - D, M, D2, TMA, True, MASK_D
             )
             st = dot(k_tile2, tl.trans(q_tile2), st, PRECISION)
-        l = _load_lse(lse, stat_base + row + tl.arange(0, M), rows, seqlen_q)
+        lse2 = _load_lse(lse, stat_base + row + tl.arange(0, M), rows, seqlen_q)
         if SOFTCAP:
             t = tanh(st * cap_in)
             st = cap_out * t
-        pt = tl.exp2(st * qk_scale - l[None, :])
+        pt = tl.exp2(st * qk_scale - lse2[None, :])
         if MASK:
             if LEFT:
                 pt = tl.where(key_diagonal[:, None] >= rows[None, :] - window_left, pt, 0.0)
@@ -256,7 +257,7 @@ def attention_backward_dkdv(
 
 @triton.jit
 def _dq_step(
-    dq, dq2, q_tile, q_tile2, do_tile, do_tile2, l, d, k, k2, v, v2, batch, k_row0, head_kv, lo, hi, seqlen_k,
+    dq, dq2, q_tile, q_tile2, do_tile, do_tile2, lse2, d, k, k2, v, v2, batch, k_row0, head_kv, lo, hi, seqlen_k,
     diagonal, window_left, window_right, qk_scale, cap_in, cap_out, head_dim, head_dim_v,
     k_sb, k_ss, k_sh, v_sb, v_ss, v_sh,
     N: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DV2: tl.constexpr,
@@ -277,7 +278,7 @@ def _dq_step(
         if SOFTCAP:
             t = tanh(s * cap_in)
             s = cap_out * t
-        p = tl.exp2(s * qk_scale - l[:, None])
+        p = tl.exp2(s * qk_scale - lse2[:, None])
         v_tile = load_tile(v, batch, row, head_kv, 0, v_sb, v_ss, v_sh, left, head_dim_v, N, DV, TMA, MASK, MASK_DV)
         dp = dot(do_tile, tl.trans(v_tile), None, PRECISION)
         if DV2 > 0:
@@ -375,7 +376,7 @@ def attention_backward_dq(
         do, batch, q_row0 + m0, head, 0, do_sb, do_ss, do_sh, q_left, head_dim_v, M, DV, False, True, MASK_DV
     )
     stat_base = batch.to(tl.int64) * lse_sb + head.to(tl.int64) * lse_sh + q_row0
-    l = _load_lse(lse, stat_base + row, row, sq)
+    lse2 = _load_lse(lse, stat_base + row, row, sq)
     d = tl.load(delta + stat_base + row, mask=row < sq, other=0.0)
     acc = tl.zeros([M, D], tl.float32)
     acc2 = tl.zeros([M], tl.float32)
@@ -393,21 +394,21 @@ def attention_backward_dq(
 
     if LEFT:
         acc, acc2 = _dq_step(
-            acc, acc2, q_tile, q_tile2, do_tile, do_tile2, l, d, k, k2, v, v2, batch, k_row0, head_kv, lo, full_lo, sk,
-            diagonal, window_left, window_right, qk_scale, cap_in, cap_out, head_dim, head_dim_v,
+            acc, acc2, q_tile, q_tile2, do_tile, do_tile2, lse2, d, k, k2, v, v2, batch, k_row0, head_kv, lo, full_lo,
+            sk, diagonal, window_left, window_right, qk_scale, cap_in, cap_out, head_dim, head_dim_v,
             k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, N, D, D2, DV, DV2, TMA, True, MASK_D, MASK_DV,
             LEFT, RIGHT, SOFTCAP, PRECISION,
         )  # fmt: skip
     acc, acc2 = _dq_step(
-        acc, acc2, q_tile, q_tile2, do_tile, do_tile2, l, d, k, k2, v, v2, batch, k_row0, head_kv, full_lo, full_hi, sk,
-        diagonal, window_left, window_right, qk_scale, cap_in, cap_out, head_dim, head_dim_v,
+        acc, acc2, q_tile, q_tile2, do_tile, do_tile2, lse2, d, k, k2, v, v2, batch, k_row0, head_kv, full_lo, full_hi,
+        sk, diagonal, window_left, window_right, qk_scale, cap_in, cap_out, head_dim, head_dim_v,
         k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, N, D, D2, DV, DV2, TMA, False, MASK_D, MASK_DV,
         LEFT, RIGHT, SOFTCAP, PRECISION,
     )  # fmt: skip
     if TAIL:
         acc, acc2 = _dq_step(
-            acc, acc2, q_tile, q_tile2, do_tile, do_tile2, l, d, k, k2, v, v2, batch, k_row0, head_kv, full_hi, hi, sk,
-            diagonal, window_left, window_right, qk_scale, cap_in, cap_out, head_dim, head_dim_v,
+            acc, acc2, q_tile, q_tile2, do_tile, do_tile2, lse2, d, k, k2, v, v2, batch, k_row0, head_kv, full_hi, hi,
+            sk, diagonal, window_left, window_right, qk_scale, cap_in, cap_out, head_dim, head_dim_v,
             k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, N, D, D2, DV, DV2, TMA, True, MASK_D, MASK_DV,
             LEFT, RIGHT, SOFTCAP, PRECISION,
         )  # fmt: skip

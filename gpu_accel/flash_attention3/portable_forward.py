@@ -73,10 +73,9 @@ def _attend(
                 seen = seen & (cols[None, :] <= diagonal[:, None] + window_right)
             s = tl.where(seen, s, float("-inf"))
         m_new = tl.maximum(m_i, tl.max(s, 1) * qk_scale)
+        m_use = m_new
         if MASK:  # a row that has seen nothing yet: -inf - -inf would be NaN
             m_use = tl.where(m_new == float("-inf"), 0.0, m_new)
-        else:
-            m_use = m_new
         p = tl.exp2(s * qk_scale - m_use[:, None])
         alpha = tl.exp2(m_i - m_use)
         l_i = l_i * alpha + tl.sum(p, 1)

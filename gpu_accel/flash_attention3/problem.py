@@ -175,7 +175,9 @@ def check_packed(
         if ends[-1] > total:
             raise InvalidInputError(f"cu_seqlens_{side} ends at {ends[-1]}, but {side} has only {total} rows")
         if longest is not None and lengths and max(lengths) > int(longest):
-            raise InvalidInputError(f"max_seqlen_{side} is {int(longest)}, but the longest sequence has {max(lengths)} rows")
+            raise InvalidInputError(
+                f"max_seqlen_{side} is {int(longest)}, but the longest sequence has {max(lengths)} rows"
+            )
         if used is not None:
             for i, (n, u) in enumerate(zip(lengths, used.tolist(), strict=True)):
                 if not 0 <= u <= n:

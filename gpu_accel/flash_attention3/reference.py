@@ -172,8 +172,8 @@ def _one_backward(do, dlse, q, k, v, o, lse, scale, left, right, softcap):
         return dq, dk, dv
     for rows in _row_chunks(sq, len(k), group, q.device):
         s, t = _scores(q[rows], k, visible(rows, sq, len(k), left, right), scale, softcap)
-        l = lse[:, rows, None]
-        p = torch.exp(s - torch.where(l == float("-inf"), float("inf"), l))
+        rows_lse = lse[:, rows, None]
+        p = torch.exp(s - torch.where(rows_lse == float("-inf"), float("inf"), rows_lse))
         dp = torch.einsum("rgd,kd->grk", do[rows], v)
         delta = (do[rows] * o[rows]).sum(-1).T[..., None]
         if dlse is not None:

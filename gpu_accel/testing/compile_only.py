@@ -1,8 +1,8 @@
 """Compile Triton and Gluon kernels for a GPU that is not there, and read what came out.
 
 A driver that only names the target is enough for the whole pipeline down to the cubin: kernels are called through
-`warmup` with CPU tensors (or meta-data only), and ptxas and nvdisasm, which Triton brings along, tell registers, spills,
-shared memory and instructions. Run it in a process of its own: the driver stays replaced, and TRITON_INTERPRET must
+`warmup` with CPU tensors, and ptxas and nvdisasm, which Triton brings along, tell registers, spills, shared memory and
+instructions. Run it in a process of its own: the driver stays replaced, and TRITON_INTERPRET must
 not be set.
 """
 
@@ -114,7 +114,14 @@ def inspect(kernel: Any, name: str, capability: int) -> Compiled:
         ptx_file.write_text(ptx)
         cubin_file.write_bytes(cubin)
         assembled = subprocess.run(
-            [_tool("ptxas", capability), "-v", f"-arch={_architecture(ptx, capability)}", str(ptx_file), "-o", os.devnull],
+            [
+                _tool("ptxas", capability),
+                "-v",
+                f"-arch={_architecture(ptx, capability)}",
+                str(ptx_file),
+                "-o",
+                os.devnull,
+            ],
             capture_output=True,
             text=True,
         )
