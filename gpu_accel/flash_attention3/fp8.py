@@ -18,6 +18,7 @@ from torch import Tensor
 from gpu_accel.compat import INTERPRET
 from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.flash_attention3 import portable_fp8
+from gpu_accel.flash_attention3.blockwise import blockwise_softmax
 from gpu_accel.flash_attention3.fp8_error import fp8_error_report
 from gpu_accel.flash_attention3.fp8_inputs import as_heads, check_heads, check_layout
 from gpu_accel.flash_attention3.fp8_quantize import FORMATS, fp8_format, quantize_op
@@ -30,6 +31,7 @@ BLOCK = 128  # rows per scale: the paper's B_r and B_c
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 __all__ = [
+    "blockwise_softmax",
     "describe",
     "fp8_attention",
     "fp8_attention_quantized",

@@ -28,6 +28,7 @@ from torch import Tensor
 from gpu_accel.compat import INTERPRET
 from gpu_accel.errors import InvalidInputError
 from gpu_accel.flash_attention3.hadamard import as_bhsd, hadamard_block, load_rows, random_signs, tile_shape
+from gpu_accel.flash_attention3.launch import launch
 
 _INTERPRET = tl.constexpr(INTERPRET)
 MIN_SCALE = 2.0**-126
@@ -191,25 +192,26 @@ def quantize_op(
     # 64 registers suffice for 32 values a thread, and let two programs share an SM: one loads while one stores
     limit = {"maxnreg": 64} if not transpose and rows * cols <= 1024 * warps else {}
     blocks = triton.cdiv(seqlen, block_size)
-    grid = (batch * heads * blocks,)
+    programs = batch * heads * blocks
     signs = random_signs(dim, seed, x.device) if hadamard else scales
-    partial = scales if per_block else torch.empty(grid, dtype=torch.float32, device=x.device)
+    partial = scales if per_block else torch.empty(programs, dtype=torch.float32, device=x.device)
 
-    def launch(target: Tensor, mode: int) -> None:
-        _quantize_kernel[grid](
-            view, signs, out, target, *view.stride()[:3], heads, seqlen, values_shape[-1], blocks,
+    def run(target: Tensor, mode: int) -> None:
+        arguments = (view, signs, out, target, *view.stride()[:3], heads, seqlen, values_shape[-1], blocks)
+        options = dict(
             BLOCK=block_size, ROWS=rows, D=dim, COLS=cols, LOG2=hadamard_size.bit_length() - 1,
             FACTOR=1 / math.sqrt(hadamard_size), HADAMARD=hadamard, TRANSPOSE=transpose, E5M2=dtype == "e5m2",
             LARGEST=fmt.largest, MODE=mode, num_warps=warps, **limit,
         )  # fmt: skip
+        launch(_quantize_kernel, programs, arguments, options)
 
     if per_block:
-        launch(scales, 0)
+        run(scales, 0)
     else:
-        launch(partial, 1)
+        run(partial, 1)
         # fmax ignores the NaN of blocks that hold nothing else
         scales = scale_of(torch.nan_to_num(partial, nan=0.0).amax(), fmt.largest)
-        launch(scales, 2)
+        run(scales, 2)
     return out, scales
 
 

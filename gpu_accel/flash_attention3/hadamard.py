@@ -23,6 +23,7 @@ from torch import Tensor
 
 from gpu_accel.compat import INTERPRET
 from gpu_accel.errors import HardwareError, InvalidInputError
+from gpu_accel.flash_attention3.launch import launch
 
 _INTERPRET = tl.constexpr(INTERPRET)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -141,11 +142,14 @@ def _hadamard_op(x: Tensor, seed: int, inverse: bool) -> Tensor:
     if out.numel():
         rows, cols, warps = tile_shape(64, dim)
         row_blocks = triton.cdiv(seqlen, rows)
-        _hadamard_kernel[(batch * heads * row_blocks,)](
+        arguments = (
             view, random_signs(dim, seed, x.device), out, *view.stride()[:3], heads, seqlen, row_blocks,
+        )  # fmt: skip
+        options = dict(
             ROWS=rows, D=dim, COLS=cols, LOG2=block.bit_length() - 1, FACTOR=1 / math.sqrt(block), INVERSE=inverse,
             num_warps=warps,
         )  # fmt: skip
+        launch(_hadamard_kernel, batch * heads * row_blocks, arguments, options)
     return out
 
 
