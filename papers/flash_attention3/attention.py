@@ -1,0 +1,108 @@
+"""The `forward` and `backward` experiments: every contender on the paper's grid, checked, then timed side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from gpu_accel.errors import UnsupportedError
+from gpu_accel.hardware.work import attention_bytes, attention_flops
+from gpu_accel.testing import QKV
+from gpu_accel.workbench.experiment import Case, Check, Implementation, Settings, Workload
+
+from . import fp8_forward, inputs
+from .judging import Judge
+from .peers import Contender, contenders, refusals
+
+BACKWARD_NOTE = "only torch.autograd.grad on a graph kept from one forward pass is timed, for all alike"
+
+
+def build_forward(case: Case, settings: Settings) -> Workload:
+    """All contenders for one shape, forward; with dtype e4m3 the FP8 kernels next to bf16 attention."""
+    if case["dtype"] == "e4m3":
+        return fp8_forward.build(case, settings)
+    judge = Judge(case, settings.device)
+    return workload(case, [forward_implementation(c, judge) for c in contenders(case, settings)])
+
+
+def build_backward(case: Case, settings: Settings) -> Workload:
+    """All contenders for one shape, backward: dq, dk and dv from the gradient of o."""
+    judge = Judge(case, settings.device)
+    return workload(case, [_backward_implementation(c, judge) for c in contenders(case, settings)])
+
+
+def workload(case: Case, implementations: list[Implementation]) -> Workload:
+    """The work of a case by the papers' convention (causal counts half, backward 2.5 times), and who does it.
+
+    Raises UnsupportedError when the inputs of the case cannot be had here.
+    """
+    if why := inputs.why_not(case):
+        raise UnsupportedError(why)
+    which = str(case["pass"])
+    shape = {key: int(case[key]) for key in ("batch", "seqlen_q", "seqlen_k", "heads", "head_dim")}
+    return Workload(
+        implementations=implementations,
+        baselines=tuple(one.name for one in implementations),
+        flops=attention_flops(**shape, causal=bool(case["causal"]), which=which, convention="paper"),
+        bytes_moved=attention_bytes(
+            **shape,
+            heads_kv=int(case["heads_kv"]),
+            dtype="fp8" if case["dtype"] == "e4m3" else case["dtype"],
+            which=which,
+        ),
+        input_source=inputs.source_of(case),
+    )
+
+
+def forward_implementation(contender: Contender, judge: Judge, *, name: str = "") -> Implementation:
+    """A contender's forward pass as the runner wants it."""
+
+    def check(seed: int) -> Check:
+        def run(qkv: QKV) -> Tensor:
+            with torch.no_grad(), refusals(contender):
+                return contender.to_bshd(contender.attend(*contender.place(*qkv)))
+
+        return judge.forward(seed, run)
+
+    def make(seed: int) -> Callable[[], object]:
+        q, k, v = contender.place(*judge.inputs(seed))
+        return lambda: contender.attend(q, k, v)
+
+    return Implementation(
+        name=name or contender.name,
+        role=contender.role,
+        unavailable=contender.unavailable,
+        check=check,
+        make=make,
+        note=contender.note,
+    )
+
+
+def _backward_implementation(contender: Contender, judge: Judge) -> Implementation:
+    def prepare(seed: int, qkv: QKV, do: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+        leaves = tuple(t.detach().requires_grad_() for t in contender.place(*qkv))
+        (do,) = contender.place(do)
+        o = contender.attend(*leaves)
+        return lambda: torch.autograd.grad(o, leaves, do, retain_graph=True)
+
+    def check(seed: int) -> Check:
+        def run(qkv: QKV, do: Tensor) -> list[Tensor]:
+            with refusals(contender):
+                return [contender.to_bshd(gradient) for gradient in prepare(seed, qkv, do)()]
+
+        return judge.backward(seed, run)
+
+    def make(seed: int) -> Callable[[], object]:
+        qkv = judge.inputs(seed)
+        return prepare(seed, qkv, judge.output_gradient(qkv, seed))
+
+    return Implementation(
+        name=contender.name,
+        role=contender.role,
+        unavailable=contender.unavailable,
+        check=check,
+        make=make,
+        note=f"{contender.note}; {BACKWARD_NOTE}",
+    )

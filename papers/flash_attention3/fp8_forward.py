@@ -1,0 +1,140 @@
+"""The `forward` experiment in FP8: our kernel with and without the time of quantising, next to bf16 attention.
+
+    portable             q, k, v are in FP8 already (as from a cache, or a fused projection): the kernel alone
+    portable+quantize    bf16 in, bf16 out: Hadamard, scales and rounding of q, k and v are timed too
+    ...-bf16             bf16 attention of the same shape: what FP8 has to be better than
+
+torch offers no FP8 attention on GPUs of compute capability 9.0, so the rivals are 16 bits wide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpu_accel.flash_attention3 import fp8
+from gpu_accel.flash_attention3.reference import attention_truth
+from gpu_accel.flash_attention3.reference_fp8 import dequantize, fp8_attention_reference
+from gpu_accel.testing import QKV, compare
+from gpu_accel.workbench.experiment import Case, Check, Implementation, Settings, Workload
+
+from . import attention
+from .judging import Judge, as_check, poison_free_memory
+from .peers import contenders, problem_of
+
+RIVALS = ("hopper", "portable", "sdpa-flash", "sdpa-cudnn", "sdpa-math")
+NO_HOPPER = "the FP8 forward has no kernel of its own for Hopper yet"
+SIGNS = 0  # seed of the random signs of the Hadamard matrix
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantized:
+    """q, k (batch, heads, seqlen, head_dim) and v transposed, in e4m3, with one scale per 128 rows."""
+
+    q8: Tensor
+    k8: Tensor
+    vt8: Tensor
+    q_scale: Tensor
+    k_scale: Tensor
+    v_scale: Tensor
+
+    @classmethod
+    def of(cls, qkv: QKV) -> Quantized:
+        """Quantise (batch, seqlen, heads, head_dim) tensors as `fp8_attention` does."""
+        q, k, v = (t.transpose(1, 2) for t in qkv)
+        q8, q_scale = fp8.fp8_block_quantize(q, hadamard=True, seed=SIGNS)
+        k8, k_scale = fp8.fp8_block_quantize(k, hadamard=True, seed=SIGNS)
+        vt8, v_scale = fp8.fp8_block_quantize(v, transpose=True)
+        return cls(q8=q8, k8=k8, vt8=vt8, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+
+    def attend(self, causal: bool) -> Tensor:
+        """Our kernel: o (batch, seqlen, heads, head_dim) in bfloat16."""
+        return fp8.fp8_attention_quantized(
+            self.q8, self.k8, self.vt8, self.q_scale, self.k_scale, self.v_scale, v_transposed=True, causal=causal,
+            layout="bshd", backend="portable",
+        )  # fmt: skip
+
+    def exact_values(self) -> QKV:
+        """What the numbers stand for, in float64, (batch, seqlen, heads, head_dim). Not q itself: q times M."""
+        keys = self.k8.shape[2]
+        v8 = self.vt8[..., :keys].view(torch.uint8).transpose(-1, -2).view(self.vt8.dtype)
+        parts = ((self.q8, self.q_scale), (self.k8, self.k_scale), (v8, self.v_scale))
+        return QKV(*(dequantize(x, scale, fp8.BLOCK, torch.float64).transpose(1, 2) for x, scale in parts))
+
+    def emulated(self, causal: bool) -> Tensor:
+        """The kernel's arithmetic in plain torch: o (batch, seqlen, heads, head_dim) in bfloat16."""
+        o, _ = fp8_attention_reference(
+            self.q8, self.k8, self.vt8, self.q_scale, self.k_scale, self.v_scale, v_transposed=True, causal=causal
+        )
+        return o.transpose(1, 2).to(torch.bfloat16)
+
+
+class Fp8Judge(Judge):
+    """Compares FP8 results with float64; the yardstick is the same recipe in plain torch."""
+
+    def kernel(self, seed: int) -> Check:
+        """The kernel alone: against float64 attention of the numbers that it is given, so quantising is no excuse."""
+        with torch.no_grad():
+            given = Quantized.of(self.inputs(seed))
+            truth, _ = attention_truth(*given.exact_values(), causal=self.causal)
+            ruler = given.emulated(self.causal)
+            poison_free_memory([ruler])
+            return as_check({"o": compare(given.attend(self.causal), truth, ruler, by_scale=True)})
+
+    def whole(self, seed: int, run: Callable[[QKV], Tensor]) -> Check:
+        """Quantising and the kernel: against float64 attention of the 16-bit inputs."""
+        with torch.no_grad():
+            qkv = self.inputs(seed)
+            truth, _ = attention_truth(*qkv, causal=self.causal)
+            ruler = Quantized.of(qkv).emulated(self.causal)
+            poison_free_memory([ruler])
+            return as_check({"o": compare(run(self.inputs(seed)), truth, ruler, by_scale=True)})
+
+
+def build(case: Case, settings: Settings) -> Workload:
+    """The FP8 forward of one shape and its 16-bit rivals."""
+    judge = Fp8Judge(case, settings.device)
+    causal = bool(case["causal"])
+    refused = fp8.refuse(problem_of(case, settings.device)) or ""
+
+    def attend(qkv: QKV) -> Tensor:
+        return fp8.fp8_attention(*qkv, causal=causal, layout="bshd", seed=SIGNS, backend="portable")
+
+    def make_kernel(seed: int) -> Callable[[], object]:
+        given = Quantized.of(judge.inputs(seed))
+        return lambda: given.attend(causal)
+
+    def make_whole(seed: int) -> Callable[[], object]:
+        qkv = judge.inputs(seed)
+        return lambda: attend(qkv)
+
+    kernels = [
+        Implementation(name="hopper", role="ours", unavailable=NO_HOPPER),
+        Implementation(
+            name="portable",
+            role="ours",
+            unavailable=refused,
+            check=judge.kernel,
+            make=make_kernel,
+            note="q, k, v quantised beforehand: e4m3, a scale per 128 rows, Hadamard on q and k; bfloat16 out",
+        ),
+        Implementation(
+            name="portable+quantize",
+            role="ours",
+            unavailable=refused,
+            check=lambda seed: judge.whole(seed, attend),
+            make=make_whole,
+            note="bfloat16 in and out; quantising q, k and v is part of the time",
+        ),
+    ]
+    case_16 = {**case, "dtype": "bf16"}
+    judge_16 = Judge(case_16, settings.device)
+    rivals = [
+        attention.forward_implementation(contender, judge_16, name=f"{contender.name}-bf16")
+        for contender in contenders(case_16, settings)
+        if contender.name in RIVALS
+    ]
+    return attention.workload(case, kernels + rivals)

@@ -1,0 +1,88 @@
+"""Is a result right? Fresh inputs, poisoned memory for the outputs, every element against float64 truth.
+
+The bound is twice the error that the same arithmetic in plain torch operations makes in the same dtype, plus half a
+unit in the last place (see `gpu_accel.testing.errors`). Truth and yardstick are computed once for a case and seed, in
+blocks of rows, so that no case is too long for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from gpu_accel.flash_attention3.reference import attention_backward_reference, attention_truth
+from gpu_accel.testing import QKV, compare, poison_, random_like, yardstick_attention, yardstick_attention_backward
+from gpu_accel.testing.errors import Comparison
+from gpu_accel.workbench.experiment import Case, Check
+
+from . import inputs
+
+GRADIENTS = ("dq", "dk", "dv")
+
+
+class Judge:
+    """Compares results of one case with the truth; keeps the truth of the last seed."""
+
+    def __init__(self, case: Case, device: str) -> None:
+        self.case, self.device = case, device
+        self.causal = bool(case["causal"])
+        self._seed: int | None = None
+        self._kept: tuple[tuple[Tensor, Tensor | None], ...] = ()
+
+    def inputs(self, seed: int) -> QKV:
+        """q, k, v in (batch, seqlen, heads, head_dim), in fresh memory."""
+        return inputs.make(self.case, seed, self.device)
+
+    def output_gradient(self, qkv: QKV, seed: int) -> Tensor:
+        """What the backward pass starts from, shaped like q."""
+        return random_like(qkv.q, seed=seed + 1_000_003)
+
+    def forward(self, seed: int, run: Callable[[QKV], Tensor]) -> Check:
+        """Run once and judge o, in (batch, seqlen, heads, head_dim)."""
+        if self._seed != seed:
+            qkv = self.inputs(seed)
+            truth, _ = attention_truth(*qkv, causal=self.causal)
+            ruler, _ = yardstick_attention(*qkv, causal=self.causal)
+            self._seed, self._kept = seed, ((truth, ruler),)
+        qkv = self.inputs(seed)
+        poison_free_memory([qkv.q])
+        # First rows of causal attention are far larger than its last: judged by size, or the last could be all wrong.
+        return as_check({"o": compare(run(qkv), *self._kept[0], by_scale=True)})
+
+    def backward(self, seed: int, run: Callable[[QKV, Tensor], Sequence[Tensor]]) -> Check:
+        """Run once and judge dq, dk and dv, each in (batch, seqlen, heads, head_dim)."""
+        if self._seed != seed:
+            qkv = self.inputs(seed)
+            do = self.output_gradient(qkv, seed)
+            truth = attention_backward_reference(do, *qkv, causal=self.causal, dtype=torch.float64)
+            ruler = yardstick_attention_backward(do, *qkv, causal=self.causal)
+            self._seed, self._kept = seed, tuple(zip(truth, ruler, strict=True))
+        qkv = self.inputs(seed)
+        poison_free_memory(qkv)
+        found = run(qkv, self.output_gradient(qkv, seed))
+        judged = zip(GRADIENTS, found, self._kept, strict=True)
+        return as_check({name: compare(out, *expected) for name, out, expected in judged})
+
+
+def as_check(found: dict[str, Comparison]) -> Check:
+    """The worst of several comparisons, relative to its bound."""
+    name, worst = max(found.items(), key=lambda item: _severity(item[1]))
+    return Check(worst.error, worst.bound, f"max |{name} - float64|" + (f": {worst.why}" if worst.why else ""))
+
+
+def _severity(found: Comparison) -> float:
+    if found.error != found.error:  # NaN is the worst
+        return float("inf")
+    return found.error / found.bound if found.bound else (float("inf") if found.error else 0.0)
+
+
+def poison_free_memory(like: Sequence[Tensor]) -> None:
+    """Leave poison in the free memory that outputs of these shapes are likely to be given next.
+
+    torch's caching allocator hands a block just freed to the next request of its size, so an element that a kernel does
+    not write shows up as poison.
+    """
+    blocks = [poison_(torch.empty(t.shape, dtype=t.dtype, device=t.device)) for t in like]
+    del blocks
