@@ -143,7 +143,7 @@ def machine() -> Shown:
         (
             "measure kernels",
             gpu,
-            "mode 'live'" if gpu else "needs a GPU that torch can use; `gpu-accel doctor` says why not",
+            "mode 'live'" if gpu else "needs a GPU that torch can use; gpu-accel doctor says why not",
         ),
         ("run the Hopper kernels", hopper, "" if hopper else "needs compute capability 9.0, an H100 or H200"),
     ]
@@ -171,11 +171,16 @@ def verdicts(paper: Paper | str, records: Iterable[Record] | None = None) -> lis
 
 
 def verdict_line(paper: Paper | str, records: Iterable[Record] | None = None) -> Shown:
-    """One line: how many claims got which verdict, and on what the verdicts rest."""
+    """One line: how many claims got which verdict, and below it on what the verdicts rest."""
     paper = _paper(paper)
     records = paper.records() if records is None else list(records)
-    line, stamp = report.summary(verdicts(paper, records)), series.stamp(records).text
-    return Shown(f"{line}\n({stamp})", f"<p><b>{escape(line)}</b><br><small>{escape(stamp)}</small></p>")
+    judged = verdicts(paper, records)
+    settled = [v for v in judged if plots.word_group(v.word) in ("reproduced", "within", "not reproduced")]
+    inside = sum(v.claim.internal for v in settled)
+    line, basis = report.summary(judged), series.stamp(records).text
+    if inside:
+        basis += f"; {inside} of the {len(settled)} settled claims are judged by the paper's own figures"
+    return Shown(f"{line}\n({basis})", f"<p><b>{escape(line)}</b><br><small>{escape(basis)}</small></p>")
 
 
 def claims_table(paper: Paper | str, records: Iterable[Record] | None = None) -> Shown:

@@ -190,9 +190,12 @@ tr:nth-child(even) td { background: var(--row); } td.n, th.n { text-align: right
 """
 
 
+LEFT = ' style="text-align:left"'  # notebooks align cells to the right otherwise
+
+
 def html_table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, numeric_from: int = 99) -> str:
-    """A plain HTML table, every cell escaped."""
-    kind = [' class="n"' if index >= numeric_from else "" for index in range(len(headings))]
+    """A plain HTML table, every cell escaped; columns from `numeric_from` on are right-aligned."""
+    kind = [' class="n"' if index >= numeric_from else LEFT for index in range(len(headings))]
     head = "".join(f"<th{k}>{escape(h)}</th>" for h, k in zip(headings, kind, strict=True))
     body = "\n".join(
         "<tr>" + "".join(f"<td{k}>{escape(str(c))}</td>" for c, k in zip(row, kind, strict=True)) + "</tr>"
@@ -204,14 +207,16 @@ def html_table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, numeri
 def claims_html(verdicts: Iterable[Verdict]) -> str:
     """The claims as HTML; each verdict is coloured by its word and carries its reason.
 
-    The cells of a figure fold into one line with their summary.
+    The cells of a figure, and the claims of the project's own earlier documents, fold into a line with their summary.
     """
-    verdicts = list(verdicts)
-    parts = [_claims_table_html([v for v in verdicts if not v.claim.figure])]
-    for figure in dict.fromkeys(v.claim.figure for v in verdicts if v.claim.figure):
-        members = [v for v in verdicts if v.claim.figure == figure]
-        heading = f"<summary><b>{escape(members[0].claim.where)}</b>: {escape(summary(members))}</summary>"
-        parts.append(f"<details>{heading}\n{_claims_table_html(members)}\n</details>")
+    folds: dict[str, list[Verdict]] = {}
+    for verdict in verdicts:
+        folds.setdefault(verdict.claim.figure or ("seed" if verdict.claim.source == "seed" else ""), []).append(verdict)
+    parts = [_claims_table_html(folds.pop("", []))]
+    for name, members in folds.items():
+        heading = "Earlier documents of this project" if name == "seed" else members[0].claim.where
+        line = f"<summary><b>{escape(heading)}</b>: {escape(summary(members))}</summary>"
+        parts.append(f"<details>{line}\n{_claims_table_html(members)}\n</details>")
     return "\n".join(part for part in parts if part)
 
 
@@ -224,10 +229,10 @@ def _claims_table_html(verdicts: Sequence[Verdict]) -> str:
     for verdict in verdicts:
         *cells, word = (escape(str(cell)) for cell in claim_row(verdict))
         dot = f'<span style="color:{WORD_COLOURS[word_group(verdict.word)]}">●</span>'
-        last = f'<td class="word" title="{escape(verdict.detail or "")}">{dot} {word}</td>'
-        body = "".join(f"<td>{cell}</td>" for cell in cells)
+        last = f'<td class="word"{LEFT} title="{escape(verdict.detail or "")}">{dot} {word}</td>'
+        body = "".join(f"<td{LEFT}>{cell}</td>" for cell in cells)
         rows.append(f'<tr id="{escape(verdict.claim.id)}">{body}{last}</tr>')
-    head = "".join(f"<th>{heading}</th>" for heading in CLAIM_HEADINGS)
+    head = "".join(f"<th{LEFT}>{heading}</th>" for heading in CLAIM_HEADINGS)
     return f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n" + "\n".join(rows) + "\n</tbody>\n</table>"
 
 
