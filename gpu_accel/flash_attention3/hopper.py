@@ -23,6 +23,8 @@ class ForwardConfig:
     consumers: int
     block_n: int
     stages: int
+    q_slots: int
+    o_chunks: int
     ping_pong: bool
     dynamic: bool
 
@@ -42,6 +44,9 @@ def forward_config(head_dim: int, *, causal: bool) -> ForwardConfig:
         consumers=3 if padded == 64 else 2,
         block_n=64 if padded == 256 else 128,
         stages=2,
+        # head_dim 256 has room for one copy of Q, and for O in quarters only
+        q_slots=1 if padded == 256 else 2,
+        o_chunks=4 if padded == 256 else 1,
         ping_pong=padded != 64,
         dynamic=causal,
     )
@@ -182,7 +187,7 @@ def forward(
         _descriptor(q, 64, d),
         _descriptor(k, config.block_n, d),
         _descriptor(v, config.block_n, d),
-        _descriptor(out, 64, d),
+        _descriptor(out, 64, d // config.o_chunks),
         lse,
         _tile_counter(q.device) if config.dynamic else lse,
         seqlen_q,
@@ -201,13 +206,14 @@ def forward(
         HEAD_DIM=d,
         BLOCK_N=config.block_n,
         STAGES=config.stages,
+        Q_SLOTS=config.q_slots,
+        O_CHUNKS=config.o_chunks,
         PING_PONG=config.ping_pong,
         CAUSAL=causal,
         WINDOW=window_left >= 0,
         SOFTCAP=softcap > 0,
         EVEN_K=seqlen_k % config.block_n == 0,
         DYNAMIC=config.dynamic,
-        O_IN_Q=d == 256,
         CONSUMER_REGISTERS=consumer_registers,
         PRODUCER_REGISTERS=producer_registers,
         num_warps=4,

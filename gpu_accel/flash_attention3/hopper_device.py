@@ -114,6 +114,32 @@ def thread_row_sum(p):
 
 
 @gluon.jit
+def pack_pairs(p, dtype: gl.constexpr):
+    """(rows, cols) float32 -> (rows, cols / 2) int32, two neighbours of a row in bf16 or fp16 in each.
+
+    Values that live across loops are kept packed: carried as 16-bit scalars, ptxas takes them apart and together again with 64
+    PRMT a step.
+    """
+    rows: gl.constexpr = p.shape[0]
+    cols: gl.constexpr = p.shape[1]
+    even, odd = gl.split(p.reshape((rows, cols // 2, 2)))
+    if dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
+    else:
+        return gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def unpack_pairs(x, dtype: gl.constexpr, layout: gl.constexpr):
+    """Inverse of `pack_pairs`, in `layout`; costs no instruction next to a wgmma."""
+    rows: gl.constexpr = x.shape[0]
+    cols: gl.constexpr = 2 * x.shape[1]
+    low = x.to(gl.int16).to(dtype, bitcast=True)
+    high = (x >> 16).to(gl.int16).to(dtype, bitcast=True)
+    return gl.convert_layout(gl.join(low, high).reshape((rows, cols)), layout, assert_trivial=True)
+
+
+@gluon.jit
 def tanh(x):
     """tanh in float32 from exp2 and a division: unlike tanh.approx its error stays far below bfloat16's."""
     e = gl.exp2(x * 2.8853900817779268)  # exp(2x); inf for large x gives 1, 0 for very negative x gives -1

@@ -1,21 +1,23 @@
-"""FlashAttention-3 forward for Hopper (sm_90a) in Gluon: warp specialisation, ping-pong and two-stage pipelining.
+"""FlashAttention-3 forward for Hopper (sm_90a) in Gluon: warp specialisation, ping-pong and pipelining across tiles.
 
 One persistent program per SM, split into partitions by `warp_specialize`:
 
     consumers  2 (head_dim 128, 256) or 3 (head_dim 64) warpgroups of 4 warps, 240 or 160 registers; each owns 64 query rows
     producer   1 warp, 24 or 32 registers: draws tiles, issues every TMA load
 
-    producer   | Q K0 | K1 V0 | K2 V1 | ... | next tile's Q K0 ...
-    consumer 0 | S0   | S1 . softmax1 . O+=P0 V0 | S2 . softmax2 . O+=P1 V1 | ...
+    consumer 0 | S1 . softmax1 . O+=P0 V0 | S2 . softmax2 . O+=P1 V1 | ... | S0' . softmax0' . O+=Pn Vn, write O | ...
     consumer 1 |  (the same, half an iteration later: named barriers 8 and 9 let one issue its GEMMs while the other runs softmax)
 
-Barriers (mbarrier, phase (i // n) & 1): q_full/q_empty one a consumer; k_full, v_full one a stage, arrived on by TMA; kv_empty one a
-stage, arrived on by every consumer after its P V product, which frees the K of this step and the V of the step before; queue_full/
+S = Q K^T of a block is issued before O += P V of the block before, both asynchronous (paper, Algorithm 2), and softmax runs under them.
+The pipeline does not drain between tiles: S0' above is the first block of the next tile, so prologue and epilogue are hidden too, which
+is where short sequences spend their time.
+
+Barriers (mbarrier, phase (i // n) & 1): q_full/q_empty one a consumer and slot; k_full, v_full one a stage, arrived on by TMA; kv_empty
+one a stage, arrived on by every consumer after its P V product, which frees the K of this step and the V of the step before; queue_full/
 queue_empty hand tile numbers from the producer to the consumers. Key blocks are walked right to left, so masks come first.
 
-S = Q K^T and O += P V run as asynchronous wgmma with S of the next block issued before P V of this one (paper, Algorithm 2); P stays in
-registers as the A operand. ptxas moves pure arithmetic below `wgmma.wait_group`; passing P through the wait's operands, behind a
-redundant wait on a completed mbarrier that opens a basic block, keeps the exponentials overlapped with P V (17 % at head_dim 128).
+P stays in registers as the A operand. ptxas moves pure arithmetic below `wgmma.wait_group`; passing P through the wait's operands, behind
+a redundant wait on a completed mbarrier that opens a basic block, keeps the exponentials overlapped with P V (17 % at head_dim 128).
 
 Source: FlashAttention-3, arXiv 2407.08608, sections 3.1 and 3.2.
 """
@@ -41,29 +43,17 @@ from .hopper_device import (
     mask_columns,
     mask_left,
     mask_right,
+    pack_pairs,
     publish_tile,
     receive_tile,
     tanh,
     thread_row_sum,
     tile_of,
+    unpack_pairs,
 )
 
 PING_PONG_BARRIER = gl.constexpr(8)
-
-
-@gluon.jit
-def _scores_to_logits(s, scale, softcap, SOFTCAP: gl.constexpr):
-    # Under softcap `scale` already is log2(e), and the true softmax scale has been divided by the cap on the host.
-    if SOFTCAP:
-        s = softcap * tanh(s * scale)
-    return s
-
-
-@gluon.jit
-def _first_softmax(s, exp_scale):
-    m = gl.maximum(gl.max(s, axis=1), NEG_LARGE)
-    p = gl.exp2(s * exp_scale - (m * exp_scale)[:, None])
-    return p, m, thread_row_sum(p)
+ROWS = gl.constexpr(64)  # query rows of one consumer: the M of wgmma
 
 
 @gluon.jit
@@ -79,15 +69,45 @@ def _mask_block(s, block, row0, shift, seqlen_k, left, right, BLOCK_N: gl.conste
 
 
 @gluon.jit
+def _first_scores(
+    q, k, block, row0, shift, seqlen_k, left, right, scale, exp_scale, softcap,
+    WG: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, PING_PONG: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, MASK: gl.constexpr, S_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Scores and softmax of the very first block of a program, with nothing to overlap them with."""
+    if PING_PONG:
+        bar_sync(PING_PONG_BARRIER + WG, 256)
+    zero = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, S_LAYOUT)
+    s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    if PING_PONG:
+        bar_arrive(PING_PONG_BARRIER + (WG + 1) % CONSUMERS, 256)
+    s = warpgroup_mma_wait(0, deps=[s])
+    return _first_softmax(s, block, row0, shift, seqlen_k, left, right, scale, exp_scale, softcap, BLOCK_N, CAUSAL, WINDOW, SOFTCAP, MASK)
+
+
+@gluon.jit
+def _first_softmax(
+    s, block, row0, shift, seqlen_k, left, right, scale, exp_scale, softcap,
+    BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, MASK: gl.constexpr,
+):  # fmt: skip
+    if SOFTCAP:
+        s = softcap * tanh(s * scale)
+    if MASK:
+        s = _mask_block(s, block, row0, shift, seqlen_k, left, right, BLOCK_N, CAUSAL, WINDOW)
+    m = gl.maximum(gl.max(s, axis=1), NEG_LARGE)
+    p = gl.exp2(s * exp_scale - (m * exp_scale)[:, None])
+    return p, m, thread_row_sum(p)
+
+
+@gluon.jit
 def _step(
     q, k_bufs, v_bufs, k_full, v_full, kv_empty, opened, opened_phase,
-    acc, p_a, m_i, l_i, it, block, row0, shift, seqlen_k, left, right, scale, exp_scale, softcap,
+    acc, p_packed, m_i, l_i, it, block, masked, row0, shift, seqlen_k, left, right, scale, exp_scale, softcap,
     WG: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, PING_PONG: gl.constexpr,
-    MASK: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
     S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, ROW_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """One key block: issue S of this block, then P V of the previous one, then softmax of this block under both."""
-    ROWS: gl.constexpr = acc.shape[0]
+    """One key block: issue S of this block, then P V of the block before, then softmax of this block under both."""
     v_stage = it % STAGES
     v_phase = (it // STAGES) & 1
     it += 1
@@ -99,13 +119,15 @@ def _step(
     zero = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, S_LAYOUT)
     s_async = warpgroup_mma(q, k_bufs.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(v_stage), v_phase)
-    acc_async = warpgroup_mma(p_a, v_bufs.index(v_stage), acc, is_async=True)
+    acc_async = warpgroup_mma(unpack_pairs(p_packed, q.dtype, P_LAYOUT), v_bufs.index(v_stage), acc, is_async=True)
     if PING_PONG:
         bar_arrive(PING_PONG_BARRIER + (WG + 1) % CONSUMERS, 256)
     s = warpgroup_mma_wait(1, deps=[s_async])
-    s = _scores_to_logits(s, scale, softcap, SOFTCAP)
-    if MASK:
-        s = _mask_block(s, block, row0, shift, seqlen_k, left, right, BLOCK_N, CAUSAL, WINDOW)
+    if SOFTCAP:
+        s = softcap * tanh(s * scale)
+    if CAUSAL or WINDOW:
+        if masked:
+            s = _mask_block(s, block, row0, shift, seqlen_k, left, right, BLOCK_N, CAUSAL, WINDOW)
     m_new = gl.maximum(m_i, gl.max(s, axis=1))
     alpha = gl.exp2((m_i - m_new) * exp_scale)
     p = gl.exp2(s * exp_scale - (m_new * exp_scale)[:, None])
@@ -115,115 +137,174 @@ def _step(
     acc, p = warpgroup_mma_wait(0, deps=[acc_async, p])
     mbarrier.arrive(kv_empty.index(stage), count=1)
     acc = acc * gl.convert_layout(alpha, ROW_LAYOUT)[:, None]
-    p_a = gl.convert_layout(p.to(q.dtype), P_LAYOUT)
-    return acc, p_a, m_new, l_i, it
+    return acc, pack_pairs(p, q.dtype), m_new, l_i, it
+
+
+@gluon.jit
+def _store_tile(acc, m_i, l_i, o_bufs, o_desc, lse_ptr, batch, head, heads, row0, seqlen_q, exp_scale,
+                WG: gl.constexpr, O_CHUNKS: gl.constexpr, ROW_LAYOUT: gl.constexpr):  # fmt: skip
+    """O = acc / l through shared memory and TMA, in O_CHUNKS column chunks, and LSE = m + log l; rows without keys give 0 and -inf."""
+    dtype: gl.constexpr = o_bufs.dtype
+    l_row = gl.convert_layout(gl.sum(l_i, axis=1), ROW_LAYOUT)
+    m_row = gl.convert_layout(m_i, ROW_LAYOUT)
+    masked = l_row == 0.0
+    acc = acc * gl.where(masked, 0.0, 1.0 / l_row)[:, None]
+    if row0 < seqlen_q:
+        lse = gl.where(masked, float("-inf"), (m_row * exp_scale + gl.log2(l_row)) * LN_2)
+        rows = row0 + gl.arange(0, ROWS, layout=ROW_LAYOUT)
+        offset = (batch * heads + head).to(gl.int64) * seqlen_q
+        gl.store(lse_ptr + offset + rows, lse, mask=rows < seqlen_q)
+        if O_CHUNKS == 1:
+            tma.store_wait(0)
+            o_bufs.index(WG).store(acc.to(dtype))
+            fence_async_shared()
+            tma.async_copy_shared_to_global(o_desc, [batch, head, row0, 0], o_bufs.index(WG))
+        else:
+            # two half-width buffers a consumer would not fit beside Q, K and V: quarters, two buffers in turn
+            COLS: gl.constexpr = acc.shape[1] // 4
+            CHUNK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16])
+            low, high = gl.split(acc.reshape((ROWS, 2, 2 * COLS)).permute((0, 2, 1)))
+            c0, c1 = gl.split(low.reshape((ROWS, 2, COLS)).permute((0, 2, 1)))
+            c2, c3 = gl.split(high.reshape((ROWS, 2, COLS)).permute((0, 2, 1)))
+            first = o_bufs.index(2 * WG)
+            second = o_bufs.index(2 * WG + 1)
+            tma.store_wait(1)
+            first.store(gl.convert_layout(c0.to(dtype), CHUNK))
+            fence_async_shared()
+            tma.async_copy_shared_to_global(o_desc, [batch, head, row0, 0], first)
+            tma.store_wait(1)
+            second.store(gl.convert_layout(c1.to(dtype), CHUNK))
+            fence_async_shared()
+            tma.async_copy_shared_to_global(o_desc, [batch, head, row0, COLS], second)
+            tma.store_wait(1)
+            first.store(gl.convert_layout(c2.to(dtype), CHUNK))
+            fence_async_shared()
+            tma.async_copy_shared_to_global(o_desc, [batch, head, row0, 2 * COLS], first)
+            tma.store_wait(1)
+            second.store(gl.convert_layout(c3.to(dtype), CHUNK))
+            fence_async_shared()
+            tma.async_copy_shared_to_global(o_desc, [batch, head, row0, 3 * COLS], second)
 
 
 @gluon.jit
 def _consumer(
     WG: gl.constexpr, q_bufs, k_bufs, v_bufs, o_bufs, bars, o_desc, lse_ptr,
     seqlen_q, seqlen_k, heads, num_m, num_tiles, group, left, right, scale, exp_scale, softcap,
-    CONSUMERS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PING_PONG: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, EVEN_K: gl.constexpr, DYNAMIC: gl.constexpr, O_IN_Q: gl.constexpr,
+    CONSUMERS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_SLOTS: gl.constexpr,
+    O_CHUNKS: gl.constexpr, PING_PONG: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
+    EVEN_K: gl.constexpr, DYNAMIC: gl.constexpr,
 ):  # fmt: skip
     q_full, q_empty, k_full, v_full, kv_empty, queue_full, queue_empty, queue = bars
-    ROWS: gl.constexpr = 64
     BLOCK_M: gl.constexpr = ROWS * CONSUMERS
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
-    q = q_bufs.index(WG)
-    if O_IN_Q:
-        o_shared = q
-    else:
-        o_shared = o_bufs.index(WG)
+    MASK_FIRST: gl.constexpr = CAUSAL or WINDOW or not EVEN_K
+    dtype: gl.constexpr = q_bufs.dtype
     shift = seqlen_k - seqlen_q
     it = 0
     k = 0
-    q_phase = 0
     tile = gl.program_id(0)
     if PING_PONG:
         if WG == CONSUMERS - 1:
             bar_arrive(PING_PONG_BARRIER, 256)  # lets consumer 0 start
+    m_block, batch, head = tile_of(tile, num_m, heads, group, CAUSAL)
+    lo, hi = key_blocks(m_block * BLOCK_M, BLOCK_M, shift, seqlen_k, left, right, BLOCK_N, CAUSAL, WINDOW)
+    mbarrier.wait(q_full.index(WG), 0)
+    mbarrier.wait(k_full.index(0), 0)
+    p, m_i, l_i = _first_scores(
+        q_bufs.index(WG), k_bufs.index(0), hi - 1, m_block * BLOCK_M + WG * ROWS, shift, seqlen_k, left, right, scale, exp_scale, softcap,
+        WG, CONSUMERS, BLOCK_N, PING_PONG, CAUSAL, WINDOW, SOFTCAP, MASK_FIRST, S_LAYOUT)  # fmt: skip
+    mbarrier.arrive(kv_empty.index(0), count=1)
+    p_packed = pack_pairs(p, dtype)
     while tile < num_tiles:
-        m_block, batch, head = tile_of(tile, num_m, heads, group, CAUSAL)
-        lo, hi = key_blocks(m_block * BLOCK_M, BLOCK_M, shift, seqlen_k, left, right, BLOCK_N, CAUSAL, WINDOW)
         row0 = m_block * BLOCK_M + WG * ROWS
-        # blocks [lo, left_end) need the left mask, blocks [right_start, hi) the right one
-        right_start = hi - 1
+        slot = (k % Q_SLOTS) * CONSUMERS + WG
+        q = q_bufs.index(slot)
+        q_phase = (k // Q_SLOTS) & 1
+        # Blocks [lo, left_end) need the left mask, blocks [first, hi) the right one; block hi - 1 is done. One loop with a branch
+        # around the masks, not one loop for each kind: ptxas 12.8 hoists the address of Q into the first loop's preheader only.
+        first = hi - 1
         left_end = lo
         if CAUSAL:
-            right_start = gl.minimum(right_start, gl.maximum(row0 + shift + right + 1, 0) // BLOCK_N)
+            first = gl.minimum(first, gl.maximum(row0 + shift + right + 1, 0) // BLOCK_N)
         if WINDOW:
-            left_end = gl.minimum(gl.cdiv(gl.maximum(row0 + ROWS - 1 + shift - left, 0), BLOCK_N), hi - 1)
-        mbarrier.wait(q_full.index(WG), q_phase)
-        stage = it % STAGES
-        mbarrier.wait(k_full.index(stage), (it // STAGES) & 1)
-        if PING_PONG:
-            bar_sync(PING_PONG_BARRIER + WG, 256)
-        zero = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, S_LAYOUT)
-        s = warpgroup_mma(q, k_bufs.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
-        if PING_PONG:
-            bar_arrive(PING_PONG_BARRIER + (WG + 1) % CONSUMERS, 256)
-        s = warpgroup_mma_wait(0, deps=[s])
-        mbarrier.arrive(kv_empty.index(stage), count=1)
-        s = _scores_to_logits(s, scale, softcap, SOFTCAP)
-        if CAUSAL or WINDOW or not EVEN_K:
-            s = _mask_block(s, hi - 1, row0, shift, seqlen_k, left, right, BLOCK_N, CAUSAL, WINDOW)
-        p, m_i, l_i = _first_softmax(s, exp_scale)
-        p_a = gl.convert_layout(p.to(q.dtype), P_LAYOUT)
+            left_end = gl.cdiv(gl.maximum(row0 + ROWS - 1 + shift - left, 0), BLOCK_N)
         acc = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, O_LAYOUT)
-        if CAUSAL or WINDOW:
-            first = gl.maximum(right_start, left_end)
-            for j in range(0, hi - 1 - first):
-                acc, p_a, m_i, l_i, it = _step(
-                    q, k_bufs, v_bufs, k_full, v_full, kv_empty, q_full.index(WG), q_phase, acc, p_a, m_i, l_i, it, hi - 2 - j,
-                    row0, shift, seqlen_k, left, right, scale, exp_scale, softcap, WG, CONSUMERS, STAGES, BLOCK_N, PING_PONG, True,
-                    CAUSAL, WINDOW, SOFTCAP, S_LAYOUT, P_LAYOUT, ROW_LAYOUT)  # fmt: skip
-        else:
-            first = hi - 1
-        for j in range(0, first - left_end):
-            acc, p_a, m_i, l_i, it = _step(
-                q, k_bufs, v_bufs, k_full, v_full, kv_empty, q_full.index(WG), q_phase, acc, p_a, m_i, l_i, it, first - 1 - j,
-                row0, shift, seqlen_k, left, right, scale, exp_scale, softcap, WG, CONSUMERS, STAGES, BLOCK_N, PING_PONG, False,
-                CAUSAL, WINDOW, SOFTCAP, S_LAYOUT, P_LAYOUT, ROW_LAYOUT)  # fmt: skip
-        if WINDOW:
-            for j in range(0, left_end - lo):
-                acc, p_a, m_i, l_i, it = _step(
-                    q, k_bufs, v_bufs, k_full, v_full, kv_empty, q_full.index(WG), q_phase, acc, p_a, m_i, l_i, it, left_end - 1 - j,
-                    row0, shift, seqlen_k, left, right, scale, exp_scale, softcap, WG, CONSUMERS, STAGES, BLOCK_N, PING_PONG, True,
-                    CAUSAL, WINDOW, SOFTCAP, S_LAYOUT, P_LAYOUT, ROW_LAYOUT)  # fmt: skip
-        # the last P V product
-        if not O_IN_Q:
-            mbarrier.arrive(q_empty.index(WG), count=1)
-        stage = it % STAGES
-        mbarrier.wait(v_full.index(stage), (it // STAGES) & 1)
-        it += 1
-        acc_async = warpgroup_mma(p_a, v_bufs.index(stage), acc, is_async=True)
-        l_row = gl.convert_layout(gl.sum(l_i, axis=1), ROW_LAYOUT)
-        m_row = gl.convert_layout(m_i, ROW_LAYOUT)
-        acc = warpgroup_mma_wait(0, deps=[acc_async])
-        masked = l_row == 0.0
-        acc = acc * gl.where(masked, 0.0, 1.0 / l_row)[:, None]
-        tma.store_wait(0)
-        if row0 < seqlen_q:
-            o_shared.store(acc.to(o_shared.dtype))
-            fence_async_shared()
-            tma.async_copy_shared_to_global(o_desc, [batch, head, row0, 0], o_shared)
-            lse = gl.where(masked, float("-inf"), (m_row * exp_scale + gl.log2(l_row)) * LN_2)
-            rows = row0 + gl.arange(0, ROWS, layout=ROW_LAYOUT)
-            offset = (batch * heads + head).to(gl.int64) * seqlen_q
-            gl.store(lse_ptr + offset + rows, lse, mask=rows < seqlen_q)
-        if O_IN_Q:
-            tma.store_wait(0)
-            mbarrier.arrive(q_empty.index(WG), count=1)
-        q_phase ^= 1
+        for j in range(0, hi - 1 - lo):
+            block = hi - 2 - j
+            acc, p_packed, m_i, l_i, it = _step(
+                q, k_bufs, v_bufs, k_full, v_full, kv_empty, q_full.index(slot), q_phase, acc, p_packed, m_i, l_i, it,
+                block, (block >= first) | (block < left_end), row0, shift, seqlen_k, left, right, scale, exp_scale, softcap,
+                WG, CONSUMERS, STAGES, BLOCK_N, PING_PONG, CAUSAL, WINDOW, SOFTCAP, S_LAYOUT, P_LAYOUT, ROW_LAYOUT)  # fmt: skip
+        mbarrier.arrive(q_empty.index(slot), count=1)
         if DYNAMIC:
             tile = receive_tile(k, queue, queue_full, queue_empty)
         else:
             tile += gl.num_programs(0)
         k += 1
+        v_stage = it % STAGES
+        v_phase = (it // STAGES) & 1
+        it += 1
+        m_done = m_i
+        l_done = l_i
+        batch_done = batch
+        head_done = head
+        if tile < num_tiles:
+            # the first block of the next tile runs under the last P V product of this one
+            m_block, batch, head = tile_of(tile, num_m, heads, group, CAUSAL)
+            lo, hi = key_blocks(m_block * BLOCK_M, BLOCK_M, shift, seqlen_k, left, right, BLOCK_N, CAUSAL, WINDOW)
+            slot = (k % Q_SLOTS) * CONSUMERS + WG
+            q_phase = (k // Q_SLOTS) & 1
+            stage = it % STAGES
+            zero = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, S_LAYOUT)
+            if Q_SLOTS > 1:
+                mbarrier.wait(q_full.index(slot), q_phase)
+                mbarrier.wait(k_full.index(stage), (it // STAGES) & 1)
+                if PING_PONG:
+                    bar_sync(PING_PONG_BARRIER + WG, 256)
+                s_async = warpgroup_mma(q_bufs.index(slot), k_bufs.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+                mbarrier.wait(v_full.index(v_stage), v_phase)
+                acc_async = warpgroup_mma(unpack_pairs(p_packed, dtype, P_LAYOUT), v_bufs.index(v_stage), acc, is_async=True)
+                if PING_PONG:
+                    bar_arrive(PING_PONG_BARRIER + (WG + 1) % CONSUMERS, 256)
+                s = warpgroup_mma_wait(1, deps=[s_async])
+                p, m_i, l_i = _first_softmax(
+                    s, hi - 1, m_block * BLOCK_M + WG * ROWS, shift, seqlen_k, left, right, scale, exp_scale, softcap,
+                    BLOCK_N, CAUSAL, WINDOW, SOFTCAP, MASK_FIRST)  # fmt: skip
+                mbarrier.wait(q_full.index(slot), q_phase)
+                acc, p = warpgroup_mma_wait(0, deps=[acc_async, p])
+                mbarrier.arrive(kv_empty.index(stage), count=1)
+                p_packed = pack_pairs(p, dtype)
+                _store_tile(acc, m_done, l_done, o_bufs, o_desc, lse_ptr, batch_done, head_done, heads, row0, seqlen_q, exp_scale,
+                            WG, O_CHUNKS, ROW_LAYOUT)  # fmt: skip
+            else:
+                # one Q buffer: its reload hides under P V, and the write-back of O under S of the next tile
+                if PING_PONG:
+                    bar_sync(PING_PONG_BARRIER + WG, 256)
+                mbarrier.wait(v_full.index(v_stage), v_phase)
+                acc_async = warpgroup_mma(unpack_pairs(p_packed, dtype, P_LAYOUT), v_bufs.index(v_stage), acc, is_async=True)
+                mbarrier.wait(q_full.index(slot), q_phase)
+                mbarrier.wait(k_full.index(stage), (it // STAGES) & 1)
+                s_async = warpgroup_mma(q_bufs.index(slot), k_bufs.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+                if PING_PONG:
+                    bar_arrive(PING_PONG_BARRIER + (WG + 1) % CONSUMERS, 256)
+                acc = warpgroup_mma_wait(1, deps=[acc_async])
+                _store_tile(acc, m_done, l_done, o_bufs, o_desc, lse_ptr, batch_done, head_done, heads, row0, seqlen_q, exp_scale,
+                            WG, O_CHUNKS, ROW_LAYOUT)  # fmt: skip
+                s = warpgroup_mma_wait(0, deps=[s_async])
+                mbarrier.arrive(kv_empty.index(stage), count=1)
+                p, m_i, l_i = _first_softmax(
+                    s, hi - 1, m_block * BLOCK_M + WG * ROWS, shift, seqlen_k, left, right, scale, exp_scale, softcap,
+                    BLOCK_N, CAUSAL, WINDOW, SOFTCAP, MASK_FIRST)  # fmt: skip
+                p_packed = pack_pairs(p, dtype)
+        else:
+            mbarrier.wait(v_full.index(v_stage), v_phase)
+            acc_async = warpgroup_mma(unpack_pairs(p_packed, dtype, P_LAYOUT), v_bufs.index(v_stage), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc_async])
+            _store_tile(acc, m_done, l_done, o_bufs, o_desc, lse_ptr, batch_done, head_done, heads, row0, seqlen_q, exp_scale,
+                        WG, O_CHUNKS, ROW_LAYOUT)  # fmt: skip
     tma.store_wait(0)
     if PING_PONG:
         if WG == 0:
@@ -234,32 +315,32 @@ def _consumer(
 def _producer(
     q_bufs, k_bufs, v_bufs, bars, q_desc, k_desc, v_desc, counter,
     seqlen_q, seqlen_k, heads, heads_per_kv, num_m, num_tiles, group, left, right,
-    CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DYNAMIC: gl.constexpr,
+    CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_SLOTS: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DYNAMIC: gl.constexpr,
 ):  # fmt: skip
     q_full, q_empty, k_full, v_full, kv_empty, queue_full, queue_empty, queue = bars
-    ROWS: gl.constexpr = 64
     BLOCK_M: gl.constexpr = ROWS * CONSUMERS
     shift = seqlen_k - seqlen_q
     it = 0
     k = 0
-    q_phase = 0
     tile = gl.program_id(0)
     while tile < num_tiles:
         m_block, batch, head = tile_of(tile, num_m, heads, group, CAUSAL)
         head_kv = head // heads_per_kv
         lo, hi = key_blocks(m_block * BLOCK_M, BLOCK_M, shift, seqlen_k, left, right, BLOCK_N, CAUSAL, WINDOW)
+        slot0 = (k % Q_SLOTS) * CONSUMERS
+        q_phase = (k // Q_SLOTS) & 1
         for c in gl.static_range(CONSUMERS):
-            mbarrier.wait(q_empty.index(c), q_phase ^ 1)
-            mbarrier.expect(q_full.index(c), q_desc.block_type.nbytes)
+            mbarrier.wait(q_empty.index(slot0 + c), q_phase ^ 1)
+            mbarrier.expect(q_full.index(slot0 + c), q_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(
-                q_desc, [batch, head, m_block * BLOCK_M + c * ROWS, 0], q_full.index(c), q_bufs.index(c))  # fmt: skip
+                q_desc, [batch, head, m_block * BLOCK_M + c * ROWS, 0], q_full.index(slot0 + c), q_bufs.index(slot0 + c))  # fmt: skip
             if c == 0:
                 stage = it % STAGES
                 mbarrier.wait(kv_empty.index(stage), ((it // STAGES) & 1) ^ 1)
                 mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
                 tma.async_copy_global_to_shared(
                     k_desc, [batch, head_kv, (hi - 1) * BLOCK_N, 0], k_full.index(stage), k_bufs.index(stage))  # fmt: skip
-        q_phase ^= 1
         for j in range(0, hi - 1 - lo):
             v_stage = it % STAGES
             it += 1
@@ -272,19 +353,19 @@ def _producer(
             mbarrier.expect(v_full.index(v_stage), v_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(
                 v_desc, [batch, head_kv, (hi - 1 - j) * BLOCK_N, 0], v_full.index(v_stage), v_bufs.index(v_stage))  # fmt: skip
+        if DYNAMIC:
+            # Drawn before the wait for the last V slot, under which the atomic's round trip hides.
+            tile = gl.atomic_add(counter, 1) + gl.num_programs(0)
+            publish_tile(k, tile, queue, queue_full, queue_empty)
+        else:
+            tile += gl.num_programs(0)
+        k += 1
         v_stage = it % STAGES
         it += 1
         mbarrier.wait(kv_empty.index(it % STAGES), ((it // STAGES) & 1) ^ 1)
         mbarrier.expect(v_full.index(v_stage), v_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(
             v_desc, [batch, head_kv, lo * BLOCK_N, 0], v_full.index(v_stage), v_bufs.index(v_stage))  # fmt: skip
-        if DYNAMIC:
-            # Drawn after the last load: the atomic's round trip then hides behind the consumers' work.
-            tile = gl.atomic_add(counter, 1) + gl.num_programs(0)
-            publish_tile(k, tile, queue, queue_full, queue_empty)
-        else:
-            tile += gl.num_programs(0)
-        k += 1
     if DYNAMIC:
         # Every program draws exactly one number past the end; the last of them resets the counter for the next launch.
         if tile == num_tiles + gl.num_programs(0) - 1:
@@ -297,32 +378,31 @@ def _producer(
 def attention_forward_kernel(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, counter,
     seqlen_q, seqlen_k, heads, heads_per_kv, num_m, num_tiles, group, left, right, scale, exp_scale, softcap,
-    CONSUMERS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PING_PONG: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, EVEN_K: gl.constexpr, DYNAMIC: gl.constexpr, O_IN_Q: gl.constexpr,
+    CONSUMERS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_SLOTS: gl.constexpr,
+    O_CHUNKS: gl.constexpr, PING_PONG: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
+    EVEN_K: gl.constexpr, DYNAMIC: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """q, k, v, o descriptors are rank 4, (batch, head, row, column) with one-head row blocks; lse (batch, heads, seqlen_q) float32."""
     dtype: gl.constexpr = q_desc.dtype
-    ROWS: gl.constexpr = 64
     Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HEAD_DIM], dtype)
     KV_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HEAD_DIM], dtype)
-    q_bufs = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, HEAD_DIM], Q_LAYOUT)
+    O_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HEAD_DIM // O_CHUNKS], dtype)
+    q_bufs = gl.allocate_shared_memory(dtype, [Q_SLOTS * CONSUMERS, ROWS, HEAD_DIM], Q_LAYOUT)
     k_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_DIM], KV_LAYOUT)
     v_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_DIM], KV_LAYOUT)
-    if O_IN_Q:
-        o_bufs = q_bufs
-    else:
-        o_bufs = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, HEAD_DIM], Q_LAYOUT)
+    # with chunks, two buffers a consumer
+    o_bufs = gl.allocate_shared_memory(dtype, [CONSUMERS if O_CHUNKS == 1 else 2 * CONSUMERS, ROWS, HEAD_DIM // O_CHUNKS], O_LAYOUT)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
-    q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_SLOTS * CONSUMERS, 1], BARRIER)
+    q_empty = gl.allocate_shared_memory(gl.int64, [Q_SLOTS * CONSUMERS, 1], BARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     kv_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     queue_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     queue_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     queue = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    for i in gl.static_range(CONSUMERS):
+    for i in gl.static_range(Q_SLOTS * CONSUMERS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
     for i in gl.static_range(STAGES):
@@ -337,26 +417,26 @@ def attention_forward_kernel(
     if CONSUMERS == 2:
         gl.warp_specialize([
             (_consumer, (0, q_bufs, k_bufs, v_bufs, o_bufs, bars, o_desc, lse_ptr, seqlen_q, seqlen_k, heads, num_m, num_tiles, group,
-                         left, right, scale, exp_scale, softcap, CONSUMERS, HEAD_DIM, BLOCK_N, STAGES, PING_PONG, CAUSAL, WINDOW, SOFTCAP,
-                         EVEN_K, DYNAMIC, O_IN_Q)),
+                         left, right, scale, exp_scale, softcap, CONSUMERS, HEAD_DIM, BLOCK_N, STAGES, Q_SLOTS,
+                         O_CHUNKS, PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC)),
             (_consumer, (1, q_bufs, k_bufs, v_bufs, o_bufs, bars, o_desc, lse_ptr, seqlen_q, seqlen_k, heads, num_m, num_tiles, group,
-                         left, right, scale, exp_scale, softcap, CONSUMERS, HEAD_DIM, BLOCK_N, STAGES, PING_PONG, CAUSAL, WINDOW, SOFTCAP,
-                         EVEN_K, DYNAMIC, O_IN_Q)),
+                         left, right, scale, exp_scale, softcap, CONSUMERS, HEAD_DIM, BLOCK_N, STAGES, Q_SLOTS,
+                         O_CHUNKS, PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC)),
             (_producer, (q_bufs, k_bufs, v_bufs, bars, q_desc, k_desc, v_desc, counter, seqlen_q, seqlen_k, heads, heads_per_kv, num_m,
-                         num_tiles, group, left, right, CONSUMERS, BLOCK_N, STAGES, CAUSAL, WINDOW, DYNAMIC)),
+                         num_tiles, group, left, right, CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, CAUSAL, WINDOW, DYNAMIC)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.static_assert(CONSUMERS == 3)
         gl.warp_specialize([
             (_consumer, (0, q_bufs, k_bufs, v_bufs, o_bufs, bars, o_desc, lse_ptr, seqlen_q, seqlen_k, heads, num_m, num_tiles, group,
-                         left, right, scale, exp_scale, softcap, CONSUMERS, HEAD_DIM, BLOCK_N, STAGES, PING_PONG, CAUSAL, WINDOW, SOFTCAP,
-                         EVEN_K, DYNAMIC, O_IN_Q)),
+                         left, right, scale, exp_scale, softcap, CONSUMERS, HEAD_DIM, BLOCK_N, STAGES, Q_SLOTS,
+                         O_CHUNKS, PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC)),
             (_consumer, (1, q_bufs, k_bufs, v_bufs, o_bufs, bars, o_desc, lse_ptr, seqlen_q, seqlen_k, heads, num_m, num_tiles, group,
-                         left, right, scale, exp_scale, softcap, CONSUMERS, HEAD_DIM, BLOCK_N, STAGES, PING_PONG, CAUSAL, WINDOW, SOFTCAP,
-                         EVEN_K, DYNAMIC, O_IN_Q)),
+                         left, right, scale, exp_scale, softcap, CONSUMERS, HEAD_DIM, BLOCK_N, STAGES, Q_SLOTS,
+                         O_CHUNKS, PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC)),
             (_consumer, (2, q_bufs, k_bufs, v_bufs, o_bufs, bars, o_desc, lse_ptr, seqlen_q, seqlen_k, heads, num_m, num_tiles, group,
-                         left, right, scale, exp_scale, softcap, CONSUMERS, HEAD_DIM, BLOCK_N, STAGES, PING_PONG, CAUSAL, WINDOW, SOFTCAP,
-                         EVEN_K, DYNAMIC, O_IN_Q)),
+                         left, right, scale, exp_scale, softcap, CONSUMERS, HEAD_DIM, BLOCK_N, STAGES, Q_SLOTS,
+                         O_CHUNKS, PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC)),
             (_producer, (q_bufs, k_bufs, v_bufs, bars, q_desc, k_desc, v_desc, counter, seqlen_q, seqlen_k, heads, heads_per_kv, num_m,
-                         num_tiles, group, left, right, CONSUMERS, BLOCK_N, STAGES, CAUSAL, WINDOW, DYNAMIC)),
+                         num_tiles, group, left, right, CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, CAUSAL, WINDOW, DYNAMIC)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
