@@ -49,7 +49,7 @@ def compare(
     sides = [_index(load(source, paper), only or [], skip or []) for source in (a, b)]
     common = [key for key in sides[0] if key in sides[1]]
     if not common:
-        note("nothing to compare: no implementation was timed for the same case in both", style="yellow")
+        note("nothing to compare: no implementation was measured in the same case by both", style="yellow")
         raise typer.Exit(codes.NOTHING_RAN)
     rows = [compared(sides[0][key], sides[1][key], noise) for key in common]
     counts = Counter(row["verdict"] for row in rows)

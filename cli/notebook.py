@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpu_accel.errors import GpuAccelError, IncorrectResultError, InvalidInputError, UnsupportedError
+from gpu_accel.errors import IncorrectResultError, InvalidInputError, UnsupportedError
 
 from .console import note
 from .options import DEFAULT_RESULTS, PaperArgument
@@ -141,6 +141,7 @@ def run_headless(book: Any, *, folder: Path, timeout: int, target: Path) -> None
         IncorrectResultError: a cell failed; names the exception.
     """
     nbclient, nbformat = _need("nbclient"), _need("nbformat")
+    _let_kernels_import_this()
     exceptions = sys.modules["nbclient.exceptions"]
     client = nbclient.NotebookClient(book, timeout=timeout, resources={"metadata": {"path": str(folder)}})
     try:
@@ -167,11 +168,12 @@ def _need(module: str) -> Any:
 def _lab(path: Path) -> int:
     """Start JupyterLab on a notebook and wait for it; the exit code is Jupyter's own."""
     _need("jupyterlab")
-    environment = dict(os.environ)
-    root = str(Path(__file__).resolve().parents[1])  # in a checkout that is not installed, kernels find the library too
-    if (Path(root) / "pyproject.toml").is_file():
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    try:
-        return subprocess.run([sys.executable, "-m", "jupyterlab", str(path)], env=environment, check=False).returncode
-    except OSError as error:  # pragma: no cover
-        raise GpuAccelError(f"cannot start JupyterLab: {error}") from error
+    _let_kernels_import_this()
+    return subprocess.run([sys.executable, "-m", "jupyterlab", str(path)], check=False).returncode
+
+
+def _let_kernels_import_this() -> None:
+    """In a checkout that is not installed, the notebook's own process finds the library too."""
+    root = Path(__file__).resolve().parents[1]
+    if (root / "pyproject.toml").is_file():
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
