@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("COLUMNS", "160")  # tables of subprocesses do not wrap
@@ -45,3 +49,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device() -> str:
     """Where kernels run here: "cuda", or "cpu" by way of Triton's interpreter."""
     return "cuda" if GPU else "cpu"
+
+
+_MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+TRITON_VERSIONS = re.search(r"^TRITON_VERSIONS := (.+)$", _MAKEFILE, flags=re.M)[1].split()  # type: ignore[index]
+
+
+@pytest.fixture(params=["installed", *TRITON_VERSIONS])
+def compile_environment(request: pytest.FixtureRequest) -> dict[str, str]:
+    """Variables of a process that compiles kernels without a GPU, with each supported Triton in turn.
+
+    The versions beside the installed one come from `make triton-targets`. Without them a test is skipped, but not in CI.
+    """
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    path = [str(ROOT)]
+    if request.param != "installed":
+        targets = os.environ.get("GPU_ACCEL_TRITON_TARGETS") or str(ROOT / ".triton-targets")
+        folder = Path(targets) / request.param
+        if not (folder / "triton" / "__init__.py").is_file():
+            why = f"Triton {request.param} is not in {targets}; run `make triton-targets`"
+            pytest.fail(why) if os.environ.get("CI") else pytest.skip(why)
+        path.insert(0, str(folder))
+    return environment | {"PYTHONPATH": os.pathsep.join(path)}

@@ -80,16 +80,6 @@ def test_ci_runs_what_the_readme_says() -> None:
     assert all(f"make {name}" in readme for name in ("fa3", "test"))
 
 
-def test_committed_notebooks_have_no_outputs() -> None:
-    import json
-
-    books = sorted((ROOT / "notebooks").glob("*.ipynb"))
-    assert books
-    for book in books:
-        for cell in json.loads(book.read_text())["cells"]:
-            assert not cell.get("outputs") and cell.get("execution_count") is None, f"{book.name} has outputs"
-
-
 def test_nothing_names_the_machine_it_was_written_on() -> None:
     """Absolute paths of somebody's home or work folder do not belong in the tree."""
     private = re.compile(r"(?<![\w/.])/(?:root|work|home/\w+|Users/\w+)/\w")
