@@ -21,8 +21,9 @@ _KERNELS = {
     "flash_attention_varlen": ("gpu_accel.flash_attention3", "flash_attn_varlen_func"),
     "flash_attention_3_forward": ("gpu_accel.flash_attention3", "flash_attention_3_forward"),
     "flash_attention_3_backward": ("gpu_accel.flash_attention3", "flash_attention_3_backward"),
-    "fp8_attention": ("gpu_accel.flash_attention3.fp8", "fp8_attention"),
-    "fp8_block_quantize": ("gpu_accel.flash_attention3.fp8", "fp8_block_quantize"),
+    "fp8_attention": ("gpu_accel.flash_attention3", "fp8_attention"),
+    "blockwise_softmax": ("gpu_accel.flash_attention3", "blockwise_softmax"),
+    "fp8_block_quantize": ("gpu_accel.flash_attention3", "fp8_block_quantize"),
 }
 
 __all__ = ["FlashAttention3", "get_kernel", "kernels", "__version__"]

@@ -22,7 +22,10 @@ _WHERE = {
     "flash_attention_3_backward": "modules",
     "fp8_attention": "fp8",
     "fp8_block_quantize": "fp8",
-    "blockwise_softmax": "fp8",
+    "fp8_attention_quantized": "fp8",
+    "fp8_error_report": "fp8_error",
+    "hadamard_transform": "hadamard",
+    "blockwise_softmax": "blockwise",
     "attention_reference": "reference",
     "attention_truth": "reference",
 }

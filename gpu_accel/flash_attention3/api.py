@@ -33,7 +33,7 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     if not isinstance(tensors[0], Tensor):
         return tensors
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     halves = (torch.float16, torch.bfloat16, torch.float32)

@@ -34,14 +34,10 @@ def _attention(
         if x.dim() != 4:
             raise InvalidInputError(f"{name} must have four dimensions ({layout}), got shape {tuple(x.shape)}")
     if precision == "fp8":
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-            raise InvalidInputError(
-                "precision='fp8' has no backward: use precision='bf16' to train, or torch.no_grad() to infer"
-            )
         from gpu_accel.flash_attention3.fp8 import fp8_attention
 
-        out = fp8_attention(q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, **options)
-        return out.to(q.dtype)
+        return fp8_attention(q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, out_dtype=q.dtype,
+                             backend=backend, **options)  # fmt: skip
     dtype, given = PRECISIONS[precision], q.dtype
     q, k, v = (x.to(dtype) for x in (q, k, v))
     if layout == "bhsd":

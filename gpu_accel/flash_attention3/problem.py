@@ -116,9 +116,10 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, varlen: bool) -> None:
 
 def check_scalars(softmax_scale: float, softcap: float) -> None:
     """softmax_scale is positive and finite; softcap is not negative (0 is off)."""
-    if not (math.isfinite(softmax_scale) and softmax_scale > 0):
+    # comparisons, not math.isfinite: torch.compile with dynamic shapes can trace them. NaN fails both.
+    if not 0 < softmax_scale < math.inf:
         raise InvalidInputError(f"softmax_scale must be positive and finite, got {softmax_scale}")
-    if not (math.isfinite(softcap) and softcap >= 0):
+    if not 0 <= softcap < math.inf:
         raise InvalidInputError(f"softcap must be 0 (off) or positive and finite, got {softcap}")
 
 
