@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated, Any
@@ -121,8 +123,24 @@ def _show(paper: Paper, chosen: Sequence[Verdict], *, fold: bool, brief: bool) -
             for record in v.records[:FEW]:
                 screen.print(f"  {record.name}", markup=False, style="dim", soft_wrap=True)
     screen.print(sentence(chosen, f"{paper.alias}: "))
+    if not brief and (commands := _commands(chosen)):
+        screen.print("To measure more:")
+        for command in commands:
+            screen.print(command, markup=False, soft_wrap=True)
     if brief:
         note(f"each with its reason: gpu-accel claims {paper.alias}")
+
+
+def _short(word: str) -> str:
+    """A verdict whose reason is cut at the first semicolon; --id and --json give all of it."""
+    reason, cut, _ = word.partition(";")
+    return f"{reason})" if cut else word
+
+
+def _commands(verdicts: Sequence[Verdict]) -> list[str]:
+    """The runs that would measure what is not measured, and how many claims each is named by."""
+    named = Counter(command for v in verdicts for command in re.findall(r"`(gpu-accel run [^`]+)`", v.word))
+    return [f"  {command}  # {count} claim{'' if count == 1 else 's'}" for command, count in named.most_common()]
 
 
 def _leave(chosen: Sequence[Verdict], *, gate: bool) -> None:
@@ -172,6 +190,6 @@ def verdict_table(verdicts: Sequence[Verdict], *, fold: bool = True) -> Any:
         for v in cells:
             claim = v.claim
             claimed, here = value(claim.value, claim.unit), value(v.measured, claim.unit)
-            word = f"[{STYLES[word_of(v)]}]{plain(v.word)}[/]"
+            word = f"[{STYLES[word_of(v)]}]{plain(_short(v.word))}[/]"
             made.add_row(claim.id, plain(claim.where), plain(claim.statement), claimed, here, word)
     return made

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gpu_accel.errors import GpuAccelError
+from gpu_accel.errors import GpuAccelError, InvalidInputError
 
 if TYPE_CHECKING:
     from gpu_accel.workbench.registry import Paper
@@ -51,6 +51,18 @@ def _of_paper(choices: Callable[[Paper], Iterable[str]]) -> Complete:
 def _precisions(paper: Paper) -> list[str]:
     known = {precision for experiment in paper.experiments.values() for precision in experiment.precisions}
     return [precision for precision in PRECISIONS if precision in known] or list(PRECISIONS)
+
+
+def checked_precision(paper: Paper, asked: str, experiments: Sequence[str]) -> str:
+    """The precision to run with: the one asked for, if the paper knows it, or the default.
+
+    Raises:
+        InvalidInputError: no experiment of the paper has it.
+    """
+    known = {precision for experiment in paper.experiments.values() for precision in experiment.precisions}
+    if asked and known and asked not in known:
+        raise InvalidInputError(f"--precision {asked!r}: {paper.id} has {', '.join(sorted(known))}")
+    return asked or default_precision(paper, experiments)
 
 
 def default_precision(paper: Paper, experiments: Sequence[str]) -> str:

@@ -21,7 +21,7 @@ from .options import (
     OutputOption,
     PaperArgument,
     PrecisionOption,
-    default_precision,
+    checked_precision,
 )
 from .progress import Progress
 from .render import label, result_tables
@@ -81,7 +81,7 @@ def run(
     one = registry.paper(paper)
     settings = Settings(
         device=device,
-        precision=precision or default_precision(one, experiments or []),
+        precision=checked_precision(one, precision, experiments or []),
         input=input_ or one.inputs[0],
         shapes=tuple(dict(parse_shape(text)) for text in shape or []),
         only=tuple(only or []),

@@ -59,7 +59,7 @@ TRITON_VERSIONS = re.search(r"^TRITON_VERSIONS := (.+)$", _MAKEFILE, flags=re.M)
 def compile_environment(request: pytest.FixtureRequest) -> dict[str, str]:
     """Variables of a process that compiles kernels without a GPU, with each supported Triton in turn.
 
-    The versions beside the installed one come from `make triton-targets`. Without them a test is skipped, but not in CI.
+    The others come from `make triton-targets`. Without them a test is skipped, but fails in CI.
     """
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     path = [str(ROOT)]
