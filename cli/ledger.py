@@ -76,7 +76,7 @@ def claims(
         and where.lower() in v.claim.where.lower()
         and (not settled or v.settled)
     ]
-    payload = {"paper": one.id, "counts": summary(chosen), "claims": [v.as_dict() for v in chosen]}
+    payload: dict[str, Any] = {"paper": one.id, "counts": summary(chosen), "claims": [v.as_dict() for v in chosen]}
     if output_:
         output.write(output_, payload["claims"], payload=payload, title=f"Claims of {one.title}")
     if json_:
