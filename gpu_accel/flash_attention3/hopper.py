@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .problem import Problem
+from .launch import launch, tma_refusal
+from .problem import Problem, effective_window
 
+NAME = "hopper"
+KERNEL = "Gluon, warp-specialised, wgmma and TMA (sm_90a)"
 _L2_SHARE = 32 * 2**20  # bytes of K and V that a group of heads may hold while its tiles run; the H100 has 50 MB of L2
 _HEAD_DIMS = (64, 128, 256)
 
@@ -83,11 +86,9 @@ def gluon_available() -> bool:
     return True
 
 
-def tensor_map_ready(x: Tensor) -> bool:
-    """Whether the copy engine can address a (batch, seqlen, heads, head_dim) view: 16-byte strides and base, last stride 1."""
-    size = x.element_size()
-    aligned = all(s * size % 16 == 0 and s * size < 2**40 for s in x.stride()[:-1])
-    return x.stride(-1) == 1 and aligned and x.data_ptr() % 16 == 0
+def addressable(x: Tensor) -> Tensor:
+    """x, or one contiguous copy where the copy engine cannot address it (unaligned or broadcast strides)."""
+    return x if x.stride(-1) == 1 and tma_refusal(x) in (None, "no GPU") else x.contiguous()
 
 
 def _descriptor(x: Tensor, rows: int, head_dim: int):
@@ -97,8 +98,9 @@ def _descriptor(x: Tensor, rows: int, head_dim: int):
     block = [1, 1, rows, head_dim]
     layout = _shared_layout(rows, head_dim, gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16)
     batch, seqlen, heads, dim = x.shape
-    stride = x.stride()
-    return TensorDescriptor(x, [batch, heads, seqlen, dim], [stride[0], stride[2], stride[1], 1], block, layout)
+    unit = 16 // x.element_size()  # strides of dimensions of size 1 do not matter, but must be 16-byte multiples
+    by_batch, by_row, by_head = (s if n > 1 else unit for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True))
+    return TensorDescriptor(x, [batch, heads, seqlen, dim], [by_batch, by_head, by_row, 1], block, layout)
 
 
 @functools.cache
@@ -113,8 +115,8 @@ _counters: dict[tuple[int, int], Tensor] = {}
 
 def _tile_counter(device: torch.device) -> Tensor:
     """A zero that the kernel counts up and resets itself, one a stream: launches of one stream never overlap."""
-    if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(1, dtype=torch.int32, device=device)  # lives in the graph's pool
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)  # under capture it lives in the graph's pool
     key = (device.index, torch.cuda.current_stream(device).cuda_stream)
     counter = _counters.get(key)
     if counter is None:
@@ -131,8 +133,10 @@ def _heads_per_group(heads: int, batch: int, bytes_per_head: int) -> int:
 
 
 @functools.cache
-def _multiprocessors(device_index: int) -> int:
-    return torch.cuda.get_device_properties(device_index).multi_processor_count
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 132  # compiling without a GPU
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def forward(
@@ -151,9 +155,10 @@ def forward(
     """Attention forward of (batch, seqlen, heads, head_dim) bf16/fp16 tensors on sm_90.
 
     Args:
-        q, k, v: any strides; a view the copy engine can't address is copied once. heads must be a multiple of heads_kv.
+        q, k, v: any strides; a view that the copy engine can't address is copied once. heads % heads_kv == 0.
         softmax_scale: multiplies q k^T.
-        window_left, window_right: keys each query sees to either side of the bottom-right diagonal, -1 for all; causal is right 0.
+        window_left, window_right: keys that a query sees to either side of the bottom-right diagonal, -1 for all;
+            causal is right 0.
         softcap: caps the scaled scores at +-softcap by tanh; 0 is off.
         config: tiles to use instead of the tuned ones.
         out, lse: results to write into.
@@ -164,7 +169,7 @@ def forward(
     from .hopper_device import LOG2_E
     from .hopper_forward import attention_forward_kernel
 
-    q, k, v = (x if tensor_map_ready(x) else x.contiguous() for x in (q, k, v))
+    q, k, v = (addressable(x) for x in (q, k, v))
     batch, seqlen_q, heads, head_dim = q.shape
     seqlen_k, heads_kv = k.shape[1], k.shape[2]
     if out is None:
@@ -173,17 +178,18 @@ def forward(
         lse = torch.empty((batch, heads, seqlen_q), dtype=torch.float32, device=q.device)
     if q.numel() == 0 or seqlen_k == 0:
         return out.zero_(), lse.fill_(-math.inf)
+    window_left, window_right = effective_window(window_left, window_right, seqlen_q, seqlen_k)
     causal = window_right >= 0
     config = config or forward_config(head_dim, causal=causal)
     num_m = -(-seqlen_q // (64 * config.consumers))
     num_tiles = num_m * batch * heads
-    grid = min(_multiprocessors(q.device.index), num_tiles)
+    grid = min(_multiprocessors(q.device), num_tiles)
     launch_registers, consumer_registers, producer_registers = config.registers()
     scale, exp_scale = softmax_scale, softmax_scale * LOG2_E
     if softcap > 0:
         scale, exp_scale = softmax_scale / softcap, LOG2_E
     d = config.head_dim
-    attention_forward_kernel[(grid,)](
+    arguments = (
         _descriptor(q, 64, d),
         _descriptor(k, config.block_n, d),
         _descriptor(v, config.block_n, d),
@@ -202,6 +208,8 @@ def forward(
         scale,
         exp_scale,
         softcap,
+    )
+    options = dict(
         CONSUMERS=config.consumers,
         HEAD_DIM=d,
         BLOCK_N=config.block_n,
@@ -219,9 +227,13 @@ def forward(
         num_warps=4,
         maxnreg=launch_registers,
     )
+    launch(attention_forward_kernel, grid, arguments, options)
     return out, lse
 
 
-def describe(problem: Problem) -> ForwardConfig:
-    """The configuration `forward` takes for a problem it does not refuse."""
-    return replace(forward_config(problem.head_dim, causal=problem.window_right >= 0))
+def describe(problem: Problem) -> str:
+    """The tiles `forward` takes for a problem it does not refuse."""
+    _, right = effective_window(problem.window_left, problem.window_right, problem.seqlen_q, problem.seqlen_k)
+    c = forward_config(problem.head_dim, causal=right >= 0)
+    order = "tiles drawn from a queue, longest first" if c.dynamic else "tiles in order"
+    return f"{64 * c.consumers}x{c.block_n}, {c.consumers} consumer warpgroups, {c.stages} stages, {order}"

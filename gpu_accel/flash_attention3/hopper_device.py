@@ -1,7 +1,7 @@
 """Device functions shared by the Hopper (sm_90a) attention kernels, written in Gluon.
 
-Named barriers, tile order, masks and softmax steps. Gluon has no call for PTX named barriers, so they are inline PTX; ids 0 to 2
-are used by Triton itself, ours start at 8.
+Named barriers, tile order, masks and softmax steps. Gluon has no call for PTX named barriers, so they are inline PTX;
+ids 0 to 2 are used by Triton itself, ours start at 8.
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ def bar_arrive(barrier: gl.constexpr, threads: gl.constexpr):
 
 
 @gluon.jit
-def tile_of(index, num_m, heads, group, HEAVY_FIRST: gl.constexpr):
-    """Tile number -> (query block, batch, head).
+def tile_of(index, shape, HEAVY_FIRST: gl.constexpr):
+    """Tile number -> (query block, batch, head); `shape` as in hopper_forward.py.
 
-    With HEAVY_FIRST (causal) the tiles of `group` heads, whose K and V fit in L2 together, are drawn longest rows first.
+    With HEAVY_FIRST (causal) the tiles of `group` heads, whose K and V fit in L2 together, come longest rows first.
     """
+    _, _, heads, _, num_m, _, group, _, _ = shape
     if HEAVY_FIRST:
         per_group = num_m * group
         g = index // per_group
@@ -61,8 +62,10 @@ def tile_of(index, num_m, heads, group, HEAVY_FIRST: gl.constexpr):
 
 
 @gluon.jit
-def key_blocks(row0, rows, shift, seqlen_k, left, right, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
-    """First and one-past-last key block that rows [row0, row0 + rows) can see; at least one block, so that masked rows get written."""
+def key_blocks(row0, rows, shape, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
+    """First and one-past-last key block that rows [row0, row0 + rows) see; one at least, so masked rows get written."""
+    seqlen_q, seqlen_k, _, _, _, _, _, left, right = shape
+    shift = seqlen_k - seqlen_q
     hi = gl.cdiv(seqlen_k, BLOCK_N)
     lo = 0
     if CAUSAL:
@@ -106,7 +109,7 @@ def mask_left(s, limit_base):
 
 @gluon.jit
 def thread_row_sum(p):
-    """Row sums over the columns each thread owns: shape (rows, 4), one column per thread of a quad; no shuffle needed."""
+    """Row sums over the columns that each thread owns, (rows, 4): one column per thread of a quad, no shuffle."""
     rows: gl.constexpr = p.shape[0]
     cols: gl.constexpr = p.shape[1]
     q = p.reshape((rows, cols // 8, 4, 2))
@@ -117,16 +120,17 @@ def thread_row_sum(p):
 def pack_pairs(p, dtype: gl.constexpr):
     """(rows, cols) float32 -> (rows, cols / 2) int32, two neighbours of a row in bf16 or fp16 in each.
 
-    Values that live across loops are kept packed: carried as 16-bit scalars, ptxas takes them apart and together again with 64
-    PRMT a step.
+    Values that live across loops are kept packed: carried as 16-bit scalars, ptxas takes them apart and together again
+    with 64 PRMT a step.
     """
     rows: gl.constexpr = p.shape[0]
     cols: gl.constexpr = p.shape[1]
     even, odd = gl.split(p.reshape((rows, cols // 2, 2)))
     if dtype == gl.bfloat16:
-        return gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
+        CONVERT: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
     else:
-        return gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
+        CONVERT: gl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;"
+    return gl.inline_asm_elementwise(CONVERT, "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
