@@ -68,7 +68,7 @@ def forward_implementation(contender: Contender, judge: Judge, *, name: str = ""
 
     def make(seed: int) -> Callable[[], object]:
         q, k, v = contender.place(*judge.inputs(seed))
-        return lambda: contender.attend(q, k, v)
+        return torch.no_grad()(lambda: contender.attend(q, k, v))
 
     return Implementation(
         name=name or contender.name,

@@ -111,8 +111,8 @@ def _complete(given: Case, settings: Settings) -> list[dict[str, Scalar]]:
         if wrong or shape["seqlen_q"] != shape["seqlen_k"] or not 1 <= int(shape.get("batch", 1)) <= fixed["batch"]:
             raise InvalidInputError(
                 f"shape {given} does not fit input smollm2: {fixed['heads']} query heads, {fixed['heads_kv']} key "
-                f"heads, head_dim {fixed['head_dim']}, causal, seqlen_q = seqlen_k, batch 1 to {fixed['batch']} (a layer "
-                "each). For example seqlen=1024, or batch=1,seqlen=2k"
+                f"heads, head_dim {fixed['head_dim']}, causal, seqlen_q = seqlen_k, batch 1 to {fixed['batch']} "
+                "(layers). For example seqlen=1024, or batch=1,seqlen=2k"
             )
         shape = {**fixed, **shape}
     if not shape["seqlen_q"]:

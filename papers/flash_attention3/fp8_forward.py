@@ -18,11 +18,11 @@ from torch import Tensor
 from gpu_accel.flash_attention3 import fp8
 from gpu_accel.flash_attention3.reference import attention_truth
 from gpu_accel.flash_attention3.reference_fp8 import dequantize, fp8_attention_reference
-from gpu_accel.testing import QKV, compare
+from gpu_accel.testing import QKV
 from gpu_accel.workbench.experiment import Case, Check, Implementation, Settings, Workload
 
 from . import attention
-from .judging import Judge, as_check, poison_free_memory
+from .judging import Judge, judge_output, poison_free_memory
 from .peers import contenders, problem_of
 
 RIVALS = ("hopper", "portable", "sdpa-flash", "sdpa-cudnn", "sdpa-math")
@@ -82,7 +82,7 @@ class Fp8Judge(Judge):
             truth, _ = attention_truth(*given.exact_values(), causal=self.causal)
             ruler = given.emulated(self.causal)
             poison_free_memory([ruler])
-            return as_check({"o": compare(given.attend(self.causal), truth, ruler, by_scale=True)})
+            return judge_output(given.attend(self.causal), truth, ruler)
 
     def whole(self, seed: int, run: Callable[[QKV], Tensor]) -> Check:
         """Quantising and the kernel: against float64 attention of the 16-bit inputs."""
@@ -91,7 +91,7 @@ class Fp8Judge(Judge):
             truth, _ = attention_truth(*qkv, causal=self.causal)
             ruler = Quantized.of(qkv).emulated(self.causal)
             poison_free_memory([ruler])
-            return as_check({"o": compare(run(self.inputs(seed)), truth, ruler, by_scale=True)})
+            return judge_output(run(self.inputs(seed)), truth, ruler)
 
 
 def build(case: Case, settings: Settings) -> Workload:

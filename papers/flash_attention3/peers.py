@@ -228,6 +228,7 @@ def _flex(case: Case, settings: Settings) -> Contender:
 
     @functools.cache
     def compiled(device: torch.device):
+        import torch._dynamo
         import torch._functorch.config
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
