@@ -82,6 +82,24 @@ def to_fp8(x, E5M2: tl.constexpr):
 
 
 @triton.jit
+def _widen(x, E5M2: tl.constexpr):
+    wide = x.to(tl.float32)
+    if E5M2:
+        return wide
+    bits = x.to(tl.uint8, bitcast=True)
+    return tl.where((bits & 0x7F) == 0x7F, float("nan"), wide)
+
+
+@triton.jit
+def dot_fp8(a, b, acc, E5M2: tl.constexpr):
+    """`acc + a @ b` of fp8 operands with float32 sums; `acc` may be None."""
+    if _INTERPRET:  # the interpreter takes the NaN of e4m3 for 480
+        a = _widen(a, E5M2)
+        b = _widen(b, E5M2)
+    return tl.dot(a, b, acc)
+
+
+@triton.jit
 def _finite_amax(x):
     """(x with Inf replaced by NaN, largest finite |x|)."""
     a = tl.abs(x)

@@ -113,11 +113,14 @@ def fp8_attention_reference(
     left, right = (-1 if w is None or w < 0 else w for w in window_size)
     right = 0 if causal else right
 
+    if sk == 0 or q8.numel() == 0:
+        o = torch.zeros(batch, heads, sq, dim, dtype=dtype, device=q8.device)
+        return o, o.new_full((batch, heads, sq), float("-inf"))
     q = dequantize(q8, q_scale, q_block, dtype)
     k = dequantize(k8, k_scale, k_block, dtype).repeat_interleave(group, 1)
     v = dequantize(v8, v_scale, k_block, dtype).repeat_interleave(group, 1)
     v_unit = v8.to(dtype).repeat_interleave(group, 1)
-    v_scales = expand_scales(v_scale, batch, heads_kv, max(1, -(-sk // k_block))).repeat_interleave(group, 1)
+    v_scales = expand_scales(v_scale, batch, heads_kv, -(-sk // k_block)).repeat_interleave(group, 1)
 
     rows = torch.arange(sq, device=q.device)
     mask = visible(rows, sq, sk, left, right)
