@@ -10,6 +10,7 @@ ipywidgets are imported inside functions: every object here also works as plain 
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -319,6 +320,9 @@ class Explorer:
         claims: the paper's claims, whose own curve is drawn beside ours.
 
     The widgets are made on first use (`widget`, or by showing the object in a notebook), `controls` holds them by name.
+    The figure is a display of its own that is updated, not an Output widget: nbclient, which runs notebooks headless,
+    answers an Output widget's messages on the very socket it waits on, and then sleeps until the cell's timeout in some
+    runs (seen with nbclient 0.11).
     """
 
     ANY = "all"
@@ -329,6 +333,7 @@ class Explorer:
         self.figure: go.Figure | None = None
         self.controls: dict[str, Any] = {}
         self._widget: Any = None
+        self._display: Any = None
 
     def choices(self) -> dict[str, list[Any]]:
         """What each control offers, from the records; empty lists when nothing is measured."""
@@ -364,8 +369,7 @@ class Explorer:
         impls = (chosen["impl"],) if isinstance(chosen["impl"], str) else tuple(chosen["impl"] or ())
         where |= {"pass": chosen["pass"], "dtype": chosen["precision"], "impl": impls}
         records = series.select(self.records, **where)
-        if chosen["gpu"]:
-            records = series.one_gpu(records, chosen["gpu"]) if records else []
+        records = [r for r in records if r.kind != "measured" or series.gpu_of(r) == chosen["gpu"]]
         quotes = []
         if records:
             quotes = series.paper_curve(self.claims, pass_=chosen["pass"] or "forward", dtype=chosen["precision"])
@@ -391,27 +395,31 @@ class Explorer:
             kind = widgets.SelectMultiple if name == "impl" else widgets.Dropdown
             value = defaults[name]
             self.controls[name] = kind(options=options, value=value, description=name.replace("_", " "))
-        output = widgets.Output()
 
         def redraw(_change: Any = None) -> None:
-            from IPython.display import display
-
             self.figure = self.view({name: control.value for name, control in self.controls.items()})
-            with output:
-                output.clear_output(wait=True)
-                display(self.figure)
+            if self._display is not None:
+                self._display.update(_bundle(self.figure), raw=True)
 
         for control in self.controls.values():
             control.observe(redraw, names="value")
         redraw()
-        rows = [name for name in self.controls if name != "impl"]
-        left = widgets.VBox([self.controls[name] for name in rows])
-        return widgets.VBox([widgets.HBox([left, self.controls["impl"]]), output])
+        left = widgets.VBox([control for name, control in self.controls.items() if name != "impl"])
+        return widgets.HBox([left, self.controls["impl"]])
 
     def _ipython_display_(self) -> None:
         from IPython.display import display
 
         display(self.widget)
+        self._display = display(_bundle(self.figure), raw=True, display_id=True)
+
+
+def _bundle(figure: go.Figure) -> dict[str, Any]:
+    """A figure as Jupyter's front ends take it; its own way of showing itself cannot be updated."""
+    return {
+        "application/vnd.plotly.v1+json": json.loads(figure.to_json()),
+        "text/plain": f"{figure.layout.title.text} ({figure.layout.meta['stamp']})",
+    }
 
 
 def explorer(records: Iterable[Record], *, claims: Iterable[Claim] = ()) -> Explorer:

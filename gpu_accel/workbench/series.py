@@ -98,7 +98,7 @@ def one_gpu(records: Iterable[Record], gpu: str | None = None) -> list[Record]:
         if len(names) > 1:
             raise InvalidInputError(f"records of {len(names)} GPUs ({', '.join(names)}); choose one with gpu=")
         return records
-    matching = [name for name in names if gpu.lower() in name.lower()]
+    matching = [name for name in names if name == gpu] or [name for name in names if gpu.lower() in name.lower()]
     if names and len(matching) != 1:
         raise InvalidInputError(
             f"gpu={gpu!r} matches {matching or 'none'} of the GPUs with records: {', '.join(names)}"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -271,6 +273,17 @@ class TestExplorer:
         explorer.controls["precision"].value = "e4m3"  # no peer has such records
         assert not explorer.figure.data
         assert "not measured yet" in [a.text for a in explorer.figure.layout.annotations]
+
+    def test_what_is_shown_is_updated_in_place(self):
+        explorer = nb.explorer(self.records())
+        shown = []
+        explorer.widget  # noqa: B018
+        explorer._display = types.SimpleNamespace(update=lambda bundle, raw: shown.append((bundle, raw)))
+        explorer.controls["gpu"].value = GPU
+        (bundle, raw), *_ = shown
+        figure = bundle["application/vnd.plotly.v1+json"]
+        assert raw and figure["layout"]["meta"]["stamp"] == explorer.figure.layout.meta["stamp"]
+        assert json.loads(json.dumps(bundle)) == bundle
 
     def test_gpus_are_a_choice_and_never_joined(self):
         explorer = nb.explorer(self.records())
