@@ -61,9 +61,9 @@ def quantity(value: float, unit: str) -> str:
             return f"{number(value)} {unit}"
 
 
-def label(case: Case) -> str:
-    """A case in a few words: `B4 S2048 H16 D128 causal fp8`."""
-    rest = dict(case)
+def label(case: Case, experiment: str = "") -> str:
+    """A case in a few words: `B4 S2048 H16 D128 causal fp8`, without what the experiment's name says already."""
+    rest = {key: value for key, value in case.items() if value != experiment}
     words = []
     if "seqlen_q" in rest and rest.get("seqlen_q") == rest.get("seqlen_k"):
         rest["seqlen"] = rest.pop("seqlen_q")
@@ -84,7 +84,7 @@ def label(case: Case) -> str:
     return " ".join(texts)
 
 
-def split_cases(cases: Sequence[Case]) -> tuple[str, list[str]]:
+def split_cases(cases: Sequence[Case], experiment: str = "") -> tuple[str, list[str]]:
     """What all cases share, as one label, and what is left of each: long tables stay readable."""
     if not cases:
         return "", []
@@ -95,8 +95,8 @@ def split_cases(cases: Sequence[Case]) -> tuple[str, list[str]]:
             same -= set(pair)
     if len({tuple(sorted(case.items())) for case in cases}) == 1:
         same = {key for key in same if not isinstance(cases[0][key], int) or isinstance(cases[0][key], bool)}
-    shared = label({key: value for key, value in cases[0].items() if key in same})
-    return shared, [label({key: value for key, value in case.items() if key not in same}) for case in cases]
+    shared = label({key: value for key, value in cases[0].items() if key in same}, experiment)
+    return shared, [label({k: v for k, v in case.items() if k not in same}, experiment) for case in cases]
 
 
 def result_tables(records: Sequence[Record]) -> list[Any]:
@@ -108,7 +108,7 @@ def result_tables(records: Sequence[Record]) -> list[Any]:
 
 
 def _result_table(experiment: str, records: list[Record]) -> Any:
-    shared, labels = split_cases([record.case for record in records])
+    shared, labels = split_cases([record.case for record in records], experiment)
     lines: dict[tuple[str, str], list[Record]] = {}
     for record, case in zip(records, labels, strict=True):
         lines.setdefault((case, record.impl), []).append(record)
@@ -122,7 +122,7 @@ def _result_table(experiment: str, records: list[Record]) -> Any:
     columns += ["TFLOP/s"] if rated else []
     columns += [f"against {name}" for name in against]
     made = table(*columns, title=f"{experiment}  [dim]{shared}[/]", right=tuple(columns[2:]))
-    best = _fastest(records)
+    best = _fastest(records, labels)
     previous = None
     for (case, impl), group in lines.items():
         if previous not in (None, case):
@@ -169,9 +169,8 @@ def _ratio(ratio: dict[str, Any] | None) -> str:
     return f"[{style}]{ratio['median']:.2f}x \\[{low:.2f}, {high:.2f}][/]"
 
 
-def _fastest(records: list[Record]) -> set[tuple[str, str]]:
+def _fastest(records: list[Record], labels: list[str]) -> set[tuple[str, str]]:
     """(case label, implementation) of the fastest in every case that has at least two times."""
-    _, labels = split_cases([record.case for record in records])
     times: dict[str, dict[str, float]] = {}
     for record, case in zip(records, labels, strict=True):
         if record.has("ms"):

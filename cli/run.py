@@ -141,17 +141,20 @@ def _run(
                 case events.RunStarted():
                     progress.expect(event.cases)
                 case events.CheckStarted():
-                    progress.doing(f"{event.experiment} {label(event.case)}: checking {event.impl}")
+                    progress.doing(f"{event.experiment} {label(event.case, event.experiment)}: checking {event.impl}")
                 case events.TimingStarted():
-                    progress.doing(f"{event.experiment} {label(event.case)}: timing {len(event.implementations)}")
+                    progress.doing(
+                        f"{event.experiment} {label(event.case, event.experiment)}: timing {len(event.implementations)}"
+                    )
                 case events.ImplementationIncorrect():
                     progress.remark(
-                        f"WRONG {event.impl} in {event.experiment} {label(event.case)}: {event.why}", style="bold red"
+                        f"WRONG {event.impl} in {event.experiment} {label(event.case, event.experiment)}: {event.why}",
+                        style="bold red",
                     )
                 case events.CaseFinished():
                     names = dict.fromkeys(record.impl for record in event.records)
-                    done = ", ".join(names) or "nothing to do"
-                    progress.step(f"{event.experiment} {label(event.case)}: {done}")
+                    done = ", ".join(names) if len(names) <= 5 else f"{len(names)} implementations"
+                    progress.step(f"{event.experiment} {label(event.case, event.experiment)}: {done or 'nothing new'}")
 
         return runner.run(paper, experiments, settings, on_event=show, resume_from=resume_from, host=host)
 
@@ -237,7 +240,10 @@ def _remarks(result: RunResult) -> None:
     if len(reasons) > MOST_REMARKS:
         note(f"and {len(reasons) - MOST_REMARKS} more reasons; --json lists every one")
     for outcome in result.incorrect:
-        note(f"WRONG {outcome.impl} in {outcome.experiment} {label(outcome.case)}: {outcome.why}", style="bold red")
+        note(
+            f"WRONG {outcome.impl} in {outcome.experiment} {label(outcome.case, outcome.experiment)}: {outcome.why}",
+            style="bold red",
+        )
 
 
 def _leave(result: RunResult, settled: Sequence[Verdict], *, gate: bool) -> None:
@@ -272,7 +278,7 @@ def _dry_run(
     for item in made.items:
         running = [impl["name"] for impl in item["implementations"] if impl["runs"]]
         refused = [f"{impl['name']}: {impl['why']}" for impl in item["implementations"] if not impl["runs"]]
-        grid.add_row(item["experiment"], plain(label(item["case"])), ", ".join(running),
+        grid.add_row(item["experiment"], plain(label(item["case"], item["experiment"])), ", ".join(running),
                      plain("\n".join(refused) or item["refused"]), style="" if running else "dim")  # fmt: skip
     out().print(grid)
     runs = sum(row["runs"] for row in rows)
