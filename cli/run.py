@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from gpu_accel.workbench.registry import Paper
     from gpu_accel.workbench.runner import Outcome, Plan, RunResult
 
+EVERYTHING = "every implementation"
 MOST_REMARKS = 12  # skipped rows of different reasons that are told before the rest is only counted
 
 
@@ -231,19 +233,20 @@ def _show(paper: Paper, result: RunResult, records: Sequence[Record], settled: S
 
 def _remarks(result: RunResult) -> None:
     """Every reason once, with how many rows it concerns."""
-    reasons: dict[tuple[str, str], int] = {}
-    for outcome in result.skipped:
-        key = ("every implementation" if outcome.impl == "*" else outcome.impl, outcome.why)
-        reasons[key] = reasons.get(key, 0) + 1
-    for (impl, why), count in list(reasons.items())[:MOST_REMARKS]:
-        note(f"skipped {impl}{f' in {count} cases' if count > 1 else ''}: {why}")
-    if len(reasons) > MOST_REMARKS:
-        note(f"and {len(reasons) - MOST_REMARKS} more reasons; --json lists every one")
+    skipped = ((EVERYTHING if outcome.impl == "*" else outcome.impl, outcome.why) for outcome in result.skipped)
+    _tell(Counter(skipped), "skipped")
     for outcome in result.incorrect:
         note(
             f"WRONG {outcome.impl} in {outcome.experiment} {label(outcome.case, outcome.experiment)}: {outcome.why}",
             style="bold red",
         )
+
+
+def _tell(reasons: Counter[tuple[str, str]], word: str) -> None:
+    for (impl, why), count in list(reasons.items())[:MOST_REMARKS]:
+        note(f"{word} {impl}{f' in {count} cases' if count > 1 else ''}: {why}")
+    if len(reasons) > MOST_REMARKS:
+        note(f"and {len(reasons) - MOST_REMARKS} more reasons; --json lists every one")
 
 
 def _leave(result: RunResult, settled: Sequence[Verdict], *, gate: bool) -> None:
@@ -275,12 +278,16 @@ def _dry_run(
     if json_:
         return output.print_json(made.as_dict())
     grid = table("experiment", "case", "runs", "does not run")
+    reasons: Counter[tuple[str, str]] = Counter()
     for item in made.items:
         running = [impl["name"] for impl in item["implementations"] if impl["runs"]]
-        refused = [f"{impl['name']}: {impl['why']}" for impl in item["implementations"] if not impl["runs"]]
-        grid.add_row(item["experiment"], plain(label(item["case"], item["experiment"])), ", ".join(running),
-                     plain("\n".join(refused) or item["refused"]), style="" if running else "dim")  # fmt: skip
+        refused = {impl["name"]: impl["why"] for impl in item["implementations"] if not impl["runs"]}
+        refused |= {EVERYTHING: item["refused"]} if item["refused"] else {}
+        reasons.update(refused.items())
+        case = plain(label(item["case"], item["experiment"]))
+        grid.add_row(item["experiment"], case, ", ".join(running), ", ".join(refused), style="" if running else "dim")
     out().print(grid)
+    _tell(reasons, "does not run:")
     runs = sum(row["runs"] for row in rows)
     measuring = f", {made.seconds:.0f} s of measuring" if made.seconds else ""
     cases = f"{len(made.items)} case{'' if len(made.items) == 1 else 's'}"
