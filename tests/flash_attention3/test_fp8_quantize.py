@@ -228,3 +228,15 @@ def test_custom_ops_are_well_formed(device):
     torch.library.opcheck(torch.ops.gpu_accel.fp8_block_quantize.default, (x, 16, False, "e5m2", False, 0, False))
     y = torch.randn(2, 20, 32, device=device, requires_grad=True)
     torch.library.opcheck(torch.ops.gpu_accel.hadamard_transform.default, (y, 0, False))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled form")
+def test_the_butterfly_of_the_gpu_in_the_interpreter(monkeypatch):
+    """The interpreter takes split and join for speed; the form that is compiled must give the same bits."""
+    import triton.language as tl
+
+    from gpu_accel.flash_attention3 import hadamard
+
+    monkeypatch.setattr(hadamard, "_INTERPRET", tl.constexpr(False))
+    x = wide((3, 16))
+    assert torch.equal(hadamard_transform(x, seed=1, backend="portable"), hadamard_reference(x, seed=1))
