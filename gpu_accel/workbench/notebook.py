@@ -54,8 +54,8 @@ class Shown:
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Shown:
     """A table of strings."""
-    rows = tuple(tuple(str(cell) for cell in row) for row in rows)
-    return Shown(report.markdown_table(headings, rows), report.html_table(headings, rows), rows)
+    cells = tuple(tuple(str(cell) for cell in row) for row in rows)
+    return Shown(report.markdown_table(headings, cells), report.html_table(headings, cells), cells)
 
 
 def has_gpu() -> bool:

@@ -236,7 +236,8 @@ def errors(records: Iterable[Record], *, metric: str = "rmse", title: str = "Err
             error_y=spread if any(high > low for low, high in ends) else None,
             marker_color=list(series.COLOURS.values())[2 + index % 6][0],
             text=[f"{r.value(metric):.2g}" for r in mine],
-            textposition="outside",
+            textposition="inside" if any(high > low for low, high in ends) else "outside",
+            insidetextanchor="middle",
             cliponaxis=False,
             customdata=[hover(r) for r in mine],
             hovertemplate="%{customdata}<extra>%{y:.3g}</extra>",
@@ -283,7 +284,7 @@ def memory(
     figure.update_xaxes(
         type="log", title_text="sequence length", tickvals=lengths, ticktext=[series.short(n) for n in lengths]
     )
-    figure.update_yaxes(type="log", title_text="MiB")
+    figure.update_yaxes(type="log", title_text="MiB", dtick=1)
     return _note_if_empty(figure, not records)
 
 
@@ -368,7 +369,7 @@ def roofline(
     roof = Roofline(chosen)
     used = list(dict.fromkeys([*dtypes, *(str(r.case.get("dtype")) for r in needed)])) or ["bf16"]
     at = {id(r): r.work["flops"] / r.work["bytes"] for r in needed}
-    left = min([1.0, *(x / 2 for x in at.values())])
+    left = min([8.0, *(x / 2 for x in at.values())])
     right = max([8 * roof.ridge(dtype) for dtype in used] + [2 * x for x in at.values()])
     for peak in sorted({chosen.peak(dtype) for dtype in used}):
         names = [dtype for dtype in used if chosen.peak(dtype) == peak]

@@ -309,18 +309,21 @@ def sweep(
             newest: dict[float, Record] = {}
             for record in sorted((r for r in mine if r.impl == impl), key=lambda r: r.time):
                 newest[float(record.case[x])] = record
-            points = []
-            for value, record in sorted(newest.items()):
-                median, low, high = interval(record, metric)
-                points.append(Point(x=value, y=median, low=low, high=high, record=record, note=record.note))
-            lines.append(Line(impl=impl, label=label(impl), kind=points[0].record.kind, points=tuple(points)))
+            points = tuple(
+                Point(x=value, y=ends[0], low=ends[1], high=ends[2], record=record, note=record.note)
+                for value, record in sorted(newest.items())
+                if (ends := interval(record, metric))
+            )
+            kind = next(iter(newest.values())).kind
+            lines.append(Line(impl=impl, label=label(impl), kind=kind, points=points))
         quoted = _quoted_line(quotes, x=x, case={row: row_value, column: column_value})
         panels.append(Panel(row=row_value, column=column_value, lines=(*lines, quoted) if quoted else tuple(lines)))
     return panels
 
 
-def short(number: float) -> str:
+def short(number: float | str) -> str:
     """512, 1k, 16k, 1M: powers of two as people write sequence lengths."""
+    number = float(number)
     if number >= 1 << 20 and number % (1 << 20) == 0:
         return f"{int(number) >> 20}M"
     if number >= 1024 and number % 1024 == 0:

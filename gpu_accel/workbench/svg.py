@@ -123,7 +123,8 @@ def _style(impls: Sequence[str], theme: str, name: str) -> str:
 
 def _legend(shown: Sequence[str], names: dict[str, str], impls: Sequence[str], width: int) -> tuple[list[str], int]:
     """Legend entries in as many lines as needed, and their height."""
-    parts, x, y = [], MARGIN, 84
+    parts: list[str] = []
+    x, y = float(MARGIN), 84
     for impl in shown:
         needed = 44 + 6.7 * len(names[impl])
         if x > MARGIN and x + needed > width - MARGIN:
@@ -131,12 +132,12 @@ def _legend(shown: Sequence[str], names: dict[str, str], impls: Sequence[str], w
         index = impls.index(impl) if impl in impls else len(impls)
         dash = ' stroke-dasharray="5 4"' if impl == "quoted" else ""
         parts.append(
-            f'<line class="s{index}" x1="{x}" y1="{y - 4}" x2="{x + 24}" y2="{y - 4}" '
+            f'<line class="s{index}" x1="{x:.1f}" y1="{y - 4}" x2="{x + 24:.1f}" y2="{y - 4}" '
             f'stroke-width="{_weight(impl)}"{dash}/>'
         )
         if impl != "quoted":
             parts.append(_marker(series.symbol(impl, impls), x + 12, y - 4, index))
-        parts.append(f'<text class="text" x="{x + 31}" y="{y}" font-size="12.5">{escape(names[impl])}</text>')
+        parts.append(f'<text class="text" x="{x + 31:.1f}" y="{y}" font-size="12.5">{escape(names[impl])}</text>')
         x += needed
     return parts, y - 74
 
@@ -242,14 +243,14 @@ def _marker(shape: str, x: float, y: float, index: int, tip: str = "") -> str:
     head = f'class="f{index} halo" stroke-width="1"'
     if shape == "circle":
         return f'<circle {head} cx="{x:.1f}" cy="{y:.1f}" r="4">{inside}</circle>'
-    outline = {
+    outlines: dict[str, list[tuple[float, float]]] = {
         "square": [(-3, -3), (3, -3), (3, 3), (-3, 3)],
         "diamond": [(0, -4.4), (4.4, 0), (0, 4.4), (-4.4, 0)],
         "triangle": [(0, -4.2), (4, 3), (-4, 3)],
         "cross": [(-4, -1.3), (-1.3, -1.3), (-1.3, -4), (1.3, -4), (1.3, -1.3), (4, -1.3),
                   (4, 1.3), (1.3, 1.3), (1.3, 4), (-1.3, 4), (-1.3, 1.3), (-4, 1.3)],
-    }[shape]  # fmt: skip
-    points = " ".join(f"{x + dx:.1f},{y + dy:.1f}" for dx, dy in outline)
+    }  # fmt: skip
+    points = " ".join(f"{x + dx:.1f},{y + dy:.1f}" for dx, dy in outlines[shape])
     return f'<polygon {head} points="{points}">{inside}</polygon>'
 
 
