@@ -316,10 +316,11 @@ def describe(
 ) -> dict[str, str]:
     """What `fp8_attention` would run, in words: kernel, tile, scales, Hadamard matrix, ranges. Needs no GPU."""
     device = torch.device(device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        capability_, where = (9, 0), torch.device("meta")  # the table's card
-    else:
-        capability_, where = (capability(device) if device.type == "cuda" else None), device
+    where, capability_ = device, None
+    if device.type == "cuda":
+        here = torch.cuda.is_available()
+        capability_ = capability(device) if here else (9, 0)  # the card of the table
+        where = device if here else torch.device("meta")
     why = _why_not(device.type, capability_, head_dim)
     if why:
         return {"kernel": "none", "refused": why}
