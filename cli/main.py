@@ -43,6 +43,11 @@ class Commands(TyperGroup):
         except GpuAccelError as error:
             note(f"error: {error}", style="bold red")
             raise typer.Exit(exit_code(error)) from error
+        except ModuleNotFoundError as error:
+            if error.name not in ("torch", "triton", "numpy"):
+                raise
+            note(f"error: {error.name} is not installed; `gpu-accel doctor` says what is missing", style="bold red")
+            raise typer.Exit(codes.UNSUPPORTED) from error
         except KeyboardInterrupt:
             note("interrupted", style="yellow")
             raise typer.Exit(codes.INTERRUPTED) from None

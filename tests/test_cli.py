@@ -171,6 +171,12 @@ def test_a_gpu_that_is_not_there_is_exit_code_4() -> None:
     assert "error" in complain("hardware", "detect", code=4)
 
 
+def test_a_missing_torch_is_exit_code_4() -> None:
+    code = "import sys; sys.modules['torch'] = None; from cli.main import app; app(['run', 'fa3', '--device', 'cpu'])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == codes.UNSUPPORTED and "torch is not installed" in done.stderr, done.stderr
+
+
 def test_an_interruption_is_exit_code_130(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
