@@ -1,7 +1,8 @@
 """Attention backward in plain Triton: three kernels, no atomics, so the same inputs give the same bits.
 
 1. `attention_delta`: delta_i = sum_d o_id do_id - dlse_i, one number a query row. The gradient of the log-sum-exp
-   enters here and nowhere else: d lse_i / d s_ij = p_ij.
+   enters here and nowhere else: d lse_i / d s_ij = p_ij. Also lse in base 2, both padded to whole blocks, so that the
+   loops of the other two load them without a mask.
 2. `attention_backward_dkdv`: one program per block of N keys and key head. It walks over the query blocks that see
    these keys, for every query head of the group, so grouped heads are summed in registers in a fixed order.
        s^T = k q^T    p^T = exp2(s^T - lse)    dv += p^T do    dp^T = v do^T    dk += (p^T * (dp^T - delta)) q
@@ -11,8 +12,8 @@
        dq += (p * (do v^T - delta)) k
 Seven matrix products instead of the five of a kernel that adds dq with atomics: the price of determinism.
 
-Rows that do not exist or see nothing get lse = +inf here, so that p = exp2(s - inf) = 0 without a mask. Keys beyond
-the end need none in (2), where they only reach rows that are not stored, and a mask in (3), where exp2(0 - lse) may
+Rows that do not exist or see nothing get lse = +inf, so that p = exp2(s - inf) = 0 without a mask. Keys beyond the
+end need none in (2), where they only reach rows that are not stored, and a mask in (3), where exp2(0 - lse) may
 overflow.
 """
 
@@ -22,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gpu_accel.compat import dot
 from gpu_accel.flash_attention3 import config as configs
@@ -42,14 +44,16 @@ NAME = "portable"
 KERNEL = "attention_delta, attention_backward_dkdv, attention_backward_dq (plain Triton)"
 __all__ = ["backward", "refuse"]
 _DELTA_ROWS = 32
+_STAT_ROWS = 128  # the largest block_m of a backward configuration
 
 
-@triton.jit(do_not_specialize=["rows_total"])
+@triton.jit(do_not_specialize=["rows_total", "rows_padded"])
 def attention_delta(
-    o, do, dlse, delta, o_sb, o_ss, o_sh, do_sb, do_ss, do_sh, lse_sb, lse_sh, heads, rows_total, dim,
+    o, do, lse, dlse, lse2, delta, o_sb, o_ss, o_sh, do_sb, do_ss, do_sh, lse_sb, lse_sh, stat_sh,
+    heads, rows_total, rows_padded, dim,
     ROWS: tl.constexpr, DV: tl.constexpr, DLSE: tl.constexpr,
 ):  # fmt: skip
-    blocks = tl.cdiv(rows_total, ROWS)
+    blocks = tl.cdiv(rows_padded, ROWS)
     pid = tl.program_id(0)
     batch = (pid // blocks) // heads
     head = (pid // blocks) % heads
@@ -62,30 +66,44 @@ def attention_delta(
     at = batch.to(tl.int64) * lse_sb + head.to(tl.int64) * lse_sh + rows
     if DLSE:
         total -= tl.load(dlse + at, mask=rows < rows_total, other=0.0)
-    tl.store(delta + at, total, mask=rows < rows_total)
+    log_sum = tl.load(lse + at, mask=rows < rows_total, other=float("-inf"))
+    log_sum = tl.where(log_sum == float("-inf"), float("inf"), log_sum * LOG2E)
+    at = (batch * heads + head).to(tl.int64) * stat_sh + rows
+    tl.store(delta + at, total, mask=rows < rows_padded)
+    tl.store(lse2 + at, log_sum, mask=rows < rows_padded)
 
 
 @triton.jit
-def _load_lse(lse, at, rows, rows_end):
-    """lse in base 2, +inf for rows that do not exist or saw nothing."""
-    lse2 = tl.load(lse + at, mask=rows < rows_end, other=float("inf"))
-    return tl.where(lse2 == float("-inf"), float("inf"), lse2 * LOG2E)
+def _load_stat(
+    x, batch_head, row0, row, rows_left, stat_sh, other: tl.constexpr,
+    ROWS: tl.constexpr, TMA: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """One number a query row. Packed sequences need the mask: behind their end come the numbers of the next."""
+    if TMA:
+        stat = x.load([batch_head, row]).reshape([ROWS])
+    else:
+        r = tl.arange(0, ROWS)
+        pointers = x + batch_head.to(tl.int64) * stat_sh + row0 + row + r
+        if MASK:
+            stat = tl.load(pointers, mask=r < rows_left, other=other)
+        else:
+            stat = tl.load(pointers)
+    return stat
 
 
 @triton.jit
 def _dkdv_step(
-    dk, dk2, dv, dv2, k_tile, k_tile2, v_tile, v_tile2, q, q2, do, do2, lse, delta, stat_base,
-    batch, q_row0, head, lo, hi, seqlen_q, key_diagonal, window_left, window_right, qk_scale, cap_in, cap_out,
+    dk, dk2, dv, dv2, k_tile, k_tile2, v_tile, v_tile2, q, q2, do, do2, lse2, delta, batch_head, stat_sh, batch, q_row0, head, lo, hi, seqlen_q, key_diagonal, window_left, window_right, qk_scale, cap_in, cap_out,
     head_dim, head_dim_v, q_sb, q_ss, q_sh, do_sb, do_ss, do_sh,
     M: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DV2: tl.constexpr,
-    TMA: tl.constexpr, MASK: tl.constexpr, MASK_D: tl.constexpr, MASK_DV: tl.constexpr,
+    TMA: tl.constexpr, MASK: tl.constexpr, MASK_D: tl.constexpr, MASK_DV: tl.constexpr, VARLEN: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Walk over the query rows [lo, hi) in blocks of M."""
     for i in tl.range(lo, hi, M):
+        i = tl.multiple_of(i, M)  # true wherever the loop runs at all; the compiler cannot see it through the bounds
         row = q_row0 + i
         left = seqlen_q - i
-        rows = i + tl.arange(0, M)
         q_tile = load_tile(q, batch, row, head, 0, q_sb, q_ss, q_sh, left, head_dim, M, D, TMA, True, MASK_D)
         st = dot(k_tile, tl.trans(q_tile), None, PRECISION)
         if D2 > 0:
@@ -93,12 +111,13 @@ def _dkdv_step(
                 q2, batch, row, head, D, q_sb, q_ss, q_sh, left, head_dim - D, M, D2, TMA, True, MASK_D
             )
             st = dot(k_tile2, tl.trans(q_tile2), st, PRECISION)
-        lse2 = _load_lse(lse, stat_base + row + tl.arange(0, M), rows, seqlen_q)
+        row_lse = _load_stat(lse2, batch_head, q_row0, i, left, stat_sh, float("inf"), M, TMA, VARLEN)
         if SOFTCAP:
             t = tanh(st * cap_in)
             st = cap_out * t
-        pt = tl.exp2(st * qk_scale - lse2[None, :])
+        pt = tl.exp2(st * qk_scale - row_lse[None, :])
         if MASK:
+            rows = i + tl.arange(0, M)
             if LEFT:
                 pt = tl.where(key_diagonal[:, None] >= rows[None, :] - window_left, pt, 0.0)
             if RIGHT:
@@ -114,7 +133,7 @@ def _dkdv_step(
             )
             dv2 = dot(pt.to(do_tile.dtype), do_tile2, dv2, PRECISION)
             dpt = dot(v_tile2, tl.trans(do_tile2), dpt, PRECISION)
-        d = tl.load(delta + stat_base + row + tl.arange(0, M), mask=rows < seqlen_q, other=0.0)
+        d = _load_stat(delta, batch_head, q_row0, i, left, stat_sh, 0.0, M, TMA, VARLEN)
         dst = pt * (dpt - d[None, :])
         if SOFTCAP:
             dst = dst * (1.0 - t * t)
@@ -129,9 +148,9 @@ def _dkdv_step(
     do_not_specialize=["batches", "heads_kv", "group", "seqlen_q", "seqlen_k", "window_left", "window_right"]
 )
 def attention_backward_dkdv(
-    q, q2, k, v, do, do2, lse, delta, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+    q, q2, k, v, do, do2, lse2, delta, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
     q_sb, q_ss, q_sh, k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, do_sb, do_ss, do_sh,
-    dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lse_sb, lse_sh,
+    dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, stat_sh,
     batches, heads_kv, group, seqlen_q, seqlen_k, head_dim, head_dim_v,
     window_left, window_right, softmax_scale, qk_scale, cap_in, cap_out,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DV2: tl.constexpr,
@@ -212,26 +231,26 @@ def attention_backward_dkdv(
 
     for g in range(0, group):
         head = head_kv * group + g
-        stat_base = batch.to(tl.int64) * lse_sb + head.to(tl.int64) * lse_sh
+        batch_head = batch * heads_kv * group + head
         if RIGHT:
             dk_acc, dk_acc2, dv_acc, dv_acc2 = _dkdv_step(
-                dk_acc, dk_acc2, dv_acc, dv_acc2, k_tile, k_tile2, v_tile, v_tile2, q, q2, do, do2, lse, delta,
-                stat_base, batch, q_row0, head, lo, full_lo, sq, key_diagonal, window_left, window_right,
+                dk_acc, dk_acc2, dv_acc, dv_acc2, k_tile, k_tile2, v_tile, v_tile2, q, q2, do, do2,
+                lse2, delta, batch_head, stat_sh, batch, q_row0, head, lo, full_lo, sq, key_diagonal, window_left, window_right,
                 qk_scale, cap_in, cap_out, head_dim, head_dim_v, q_sb, q_ss, q_sh, do_sb, do_ss, do_sh,
-                M, D, D2, DV, DV2, TMA, True, MASK_D, MASK_DV, LEFT, RIGHT, SOFTCAP, PRECISION,
+                M, D, D2, DV, DV2, TMA, True, MASK_D, MASK_DV, VARLEN, LEFT, RIGHT, SOFTCAP, PRECISION,
             )  # fmt: skip
         dk_acc, dk_acc2, dv_acc, dv_acc2 = _dkdv_step(
-            dk_acc, dk_acc2, dv_acc, dv_acc2, k_tile, k_tile2, v_tile, v_tile2, q, q2, do, do2, lse, delta,
-            stat_base, batch, q_row0, head, full_lo, full_hi, sq, key_diagonal, window_left, window_right,
+            dk_acc, dk_acc2, dv_acc, dv_acc2, k_tile, k_tile2, v_tile, v_tile2, q, q2, do, do2,
+            lse2, delta, batch_head, stat_sh, batch, q_row0, head, full_lo, full_hi, sq, key_diagonal, window_left, window_right,
             qk_scale, cap_in, cap_out, head_dim, head_dim_v, q_sb, q_ss, q_sh, do_sb, do_ss, do_sh,
-            M, D, D2, DV, DV2, TMA, False, MASK_D, MASK_DV, LEFT, RIGHT, SOFTCAP, PRECISION,
+            M, D, D2, DV, DV2, TMA, False, MASK_D, MASK_DV, VARLEN, LEFT, RIGHT, SOFTCAP, PRECISION,
         )  # fmt: skip
         if LEFT:
             dk_acc, dk_acc2, dv_acc, dv_acc2 = _dkdv_step(
-                dk_acc, dk_acc2, dv_acc, dv_acc2, k_tile, k_tile2, v_tile, v_tile2, q, q2, do, do2, lse, delta,
-                stat_base, batch, q_row0, head, full_hi, hi, sq, key_diagonal, window_left, window_right,
+                dk_acc, dk_acc2, dv_acc, dv_acc2, k_tile, k_tile2, v_tile, v_tile2, q, q2, do, do2,
+                lse2, delta, batch_head, stat_sh, batch, q_row0, head, full_hi, hi, sq, key_diagonal, window_left, window_right,
                 qk_scale, cap_in, cap_out, head_dim, head_dim_v, q_sb, q_ss, q_sh, do_sb, do_ss, do_sh,
-                M, D, D2, DV, DV2, TMA, True, MASK_D, MASK_DV, LEFT, RIGHT, SOFTCAP, PRECISION,
+                M, D, D2, DV, DV2, TMA, True, MASK_D, MASK_DV, VARLEN, LEFT, RIGHT, SOFTCAP, PRECISION,
             )  # fmt: skip
 
     store_left = rows - n0
@@ -257,7 +276,7 @@ def attention_backward_dkdv(
 
 @triton.jit
 def _dq_step(
-    dq, dq2, q_tile, q_tile2, do_tile, do_tile2, lse2, d, k, k2, v, v2, batch, k_row0, head_kv, lo, hi, seqlen_k,
+    dq, dq2, q_tile, q_tile2, do_tile, do_tile2, row_lse, d, k, k2, v, v2, batch, k_row0, head_kv, lo, hi, seqlen_k,
     diagonal, window_left, window_right, qk_scale, cap_in, cap_out, head_dim, head_dim_v,
     k_sb, k_ss, k_sh, v_sb, v_ss, v_sh,
     N: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DV2: tl.constexpr,
@@ -278,7 +297,7 @@ def _dq_step(
         if SOFTCAP:
             t = tanh(s * cap_in)
             s = cap_out * t
-        p = tl.exp2(s * qk_scale - lse2[:, None])
+        p = tl.exp2(s * qk_scale - row_lse[:, None])
         v_tile = load_tile(v, batch, row, head_kv, 0, v_sb, v_ss, v_sh, left, head_dim_v, N, DV, TMA, MASK, MASK_DV)
         dp = dot(do_tile, tl.trans(v_tile), None, PRECISION)
         if DV2 > 0:
@@ -309,8 +328,8 @@ def _dq_step(
                        "window_right"]
 )  # fmt: skip
 def attention_backward_dq(
-    q, k, k2, v, v2, do, lse, delta, dq, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-    q_sb, q_ss, q_sh, k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, do_sb, do_ss, do_sh, dq_sb, dq_ss, dq_sh, lse_sb, lse_sh,
+    q, k, k2, v, v2, do, lse2, delta, dq, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+    q_sb, q_ss, q_sh, k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, do_sb, do_ss, do_sh, dq_sb, dq_ss, dq_sh, stat_sh,
     batches, heads, group, seqlen_q, seqlen_k, heads_together, head_dim, head_dim_v,
     window_left, window_right, softmax_scale, qk_scale, cap_in, cap_out,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DV2: tl.constexpr,
@@ -375,9 +394,9 @@ def attention_backward_dq(
     do_tile = load_tile(
         do, batch, q_row0 + m0, head, 0, do_sb, do_ss, do_sh, q_left, head_dim_v, M, DV, False, True, MASK_DV
     )
-    stat_base = batch.to(tl.int64) * lse_sb + head.to(tl.int64) * lse_sh + q_row0
-    lse2 = _load_lse(lse, stat_base + row, row, sq)
-    d = tl.load(delta + stat_base + row, mask=row < sq, other=0.0)
+    batch_head = batch * heads + head
+    row_lse = _load_stat(lse2, batch_head, q_row0, m0, q_left, stat_sh, float("inf"), M, False, VARLEN)
+    d = _load_stat(delta, batch_head, q_row0, m0, q_left, stat_sh, 0.0, M, False, VARLEN)
     acc = tl.zeros([M, D], tl.float32)
     acc2 = tl.zeros([M], tl.float32)
     q_tile2 = q_tile
@@ -394,20 +413,20 @@ def attention_backward_dq(
 
     if LEFT:
         acc, acc2 = _dq_step(
-            acc, acc2, q_tile, q_tile2, do_tile, do_tile2, lse2, d, k, k2, v, v2, batch, k_row0, head_kv, lo, full_lo,
+            acc, acc2, q_tile, q_tile2, do_tile, do_tile2, row_lse, d, k, k2, v, v2, batch, k_row0, head_kv, lo, full_lo,
             sk, diagonal, window_left, window_right, qk_scale, cap_in, cap_out, head_dim, head_dim_v,
             k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, N, D, D2, DV, DV2, TMA, True, MASK_D, MASK_DV,
             LEFT, RIGHT, SOFTCAP, PRECISION,
         )  # fmt: skip
     acc, acc2 = _dq_step(
-        acc, acc2, q_tile, q_tile2, do_tile, do_tile2, lse2, d, k, k2, v, v2, batch, k_row0, head_kv, full_lo, full_hi,
+        acc, acc2, q_tile, q_tile2, do_tile, do_tile2, row_lse, d, k, k2, v, v2, batch, k_row0, head_kv, full_lo, full_hi,
         sk, diagonal, window_left, window_right, qk_scale, cap_in, cap_out, head_dim, head_dim_v,
         k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, N, D, D2, DV, DV2, TMA, False, MASK_D, MASK_DV,
         LEFT, RIGHT, SOFTCAP, PRECISION,
     )  # fmt: skip
     if TAIL:
         acc, acc2 = _dq_step(
-            acc, acc2, q_tile, q_tile2, do_tile, do_tile2, lse2, d, k, k2, v, v2, batch, k_row0, head_kv, full_hi, hi,
+            acc, acc2, q_tile, q_tile2, do_tile, do_tile2, row_lse, d, k, k2, v, v2, batch, k_row0, head_kv, full_hi, hi,
             sk, diagonal, window_left, window_right, qk_scale, cap_in, cap_out, head_dim, head_dim_v,
             k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, N, D, D2, DV, DV2, TMA, True, MASK_D, MASK_DV,
             LEFT, RIGHT, SOFTCAP, PRECISION,
@@ -458,16 +477,17 @@ def backward(
 
     lse = lse.contiguous()
     lse3 = lse.unsqueeze(0) if varlen else lse
-    delta = torch.empty_like(lse)
-    stats = (lse3.stride(0), lse3.stride(1))
+    padded = triton.cdiv(sq, _STAT_ROWS) * _STAT_ROWS
+    delta, lse2 = (torch.empty(*lse3.shape[:2], padded, dtype=torch.float32, device=q.device) for _ in range(2))
     if dlse is not None:
         dlse = dlse.contiguous()
     launch(
         attention_delta,
-        triton.cdiv(sq, _DELTA_ROWS) * heads * q4.shape[0],
-        (o4, do4, dlse, delta, *compact_strides(o4), *compact_strides(do4), *stats, heads, sq, head_dim_v),
+        padded // _DELTA_ROWS * heads * q4.shape[0],
+        (o4, do4, lse, dlse, lse2, delta, *compact_strides(o4), *compact_strides(do4), lse3.stride(0), lse3.stride(1),
+         padded, heads, sq, padded, head_dim_v),
         {"ROWS": _DELTA_ROWS, "DV": max(16, next_power_of_2(head_dim_v)), "DLSE": dlse is not None, "num_warps": 4},
-    )
+    )  # fmt: skip
 
     at = {"causal": window_right == 0, "seqlen_q": sq, "varlen": varlen, "device": q.device}
     config_dkdv = config_dkdv or configs.lookup("backward_dkdv", q.dtype, head_dim, head_dim_v, **at)
@@ -496,12 +516,13 @@ def backward(
         return a, (descriptor(x, rows, second) if second else a)
 
     m, n = config_dkdv.block_m, config_dkdv.block_n
+    stats = [TensorDescriptor.from_tensor(x.flatten(0, 1), [1, m]) for x in (lse2, delta)] if tma else (lse2, delta)
     tiles = (triton.cdiv(sk, n) + batches) * heads_kv if varlen else triton.cdiv(sk, n) * heads_kv * batches
     launch(
         attention_backward_dkdv,
         tiles,
-        (*operand(q4, m, d, d2), k4, v4, *operand(do4, m, dv1, dv2), lse3, delta, dk4, dv4, *packed, *strides,
-         *compact_strides(dk4), *compact_strides(dv4), *stats, batches, heads_kv, heads // heads_kv, sq, sk, *scalars),
+        (*operand(q4, m, d, d2), k4, v4, *operand(do4, m, dv1, dv2), *stats, dk4, dv4, *packed, *strides,
+         *compact_strides(dk4), *compact_strides(dv4), padded, batches, heads_kv, heads // heads_kv, sq, sk, *scalars),
         dict(M=m, N=n, num_warps=config_dkdv.num_warps, num_stages=config_dkdv.num_stages, **options),
     )  # fmt: skip
     m, n = config_dq.block_m, config_dq.block_n
@@ -510,8 +531,8 @@ def backward(
     launch(
         attention_backward_dq,
         tiles,
-        (q4, *operand(k4, n, d, d2), *operand(v4, n, dv1, dv2), do4, lse3, delta, dq4, *packed, *strides,
-         *compact_strides(dq4), *stats, batches, heads, heads // heads_kv, sq, sk, together, *scalars),
+        (q4, *operand(k4, n, d, d2), *operand(v4, n, dv1, dv2), do4, lse2, delta, dq4, *packed, *strides,
+         *compact_strides(dq4), padded, batches, heads, heads // heads_kv, sq, sk, together, *scalars),
         dict(M=m, N=n, num_warps=config_dq.num_warps, num_stages=config_dq.num_stages,
              TAIL=varlen or window_right >= 0 or sk % n != 0, **options),
     )  # fmt: skip

@@ -51,16 +51,17 @@ class Compiled:
         )
 
 
-def _tool(name: str, capability: int) -> str:
-    """ptxas or nvdisasm of this Triton; newer ones bring a second set for Blackwell."""
+def _ptxas(capability: int) -> str:
+    """The ptxas that this Triton itself uses for `capability`: it brings two, and which is whose has changed."""
+    from triton.backends.nvidia import compiler
+
+    return compiler.get_ptxas(capability).path
+
+
+def _nvdisasm() -> str:
     import triton
 
-    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    names = [f"{name}-blackwell", name] if capability >= 100 else [name]
-    for candidate in names:
-        if (folder / candidate).exists():
-            return str(folder / candidate)
-    raise UnsupportedError(f"this Triton ({folder}) has no {name}")
+    return triton.knobs.nvidia.nvdisasm.path
 
 
 def use_target(capability: int) -> None:
@@ -115,7 +116,7 @@ def inspect(kernel: Any, name: str, capability: int) -> Compiled:
         cubin_file.write_bytes(cubin)
         assembled = subprocess.run(
             [
-                _tool("ptxas", capability),
+                _ptxas(capability),
                 "-v",
                 f"-arch={_architecture(ptx, capability)}",
                 str(ptx_file),
@@ -128,7 +129,7 @@ def inspect(kernel: Any, name: str, capability: int) -> Compiled:
         if assembled.returncode:
             raise UnsupportedError(f"{name}: ptxas failed: {assembled.stderr[-2000:]}")
         sass = subprocess.run(
-            [_tool("nvdisasm", capability), "-c", str(cubin_file)], capture_output=True, text=True
+            [_nvdisasm(), "-c", str(cubin_file)], capture_output=True, text=True
         ).stdout
     log = assembled.stderr
 
