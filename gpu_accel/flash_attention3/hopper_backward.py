@@ -1,0 +1,235 @@
+"""Host side of the Hopper backward: which problems it takes, its configurations, and the three launches of a call.
+
+    prepare     lse in base 2 and delta = rowsum(do * o) - dlse in one padded array; zeroes the float32 sum of dQ
+    main        dK and dV, and dQ by atomic adds into that sum
+    dq_finish   dQ = softmax_scale * sum, in the order and dtype of q
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .problem import Problem, effective_window
+
+NAME = "hopper"
+_LOG2_E = 1.4426950408889634
+_KEYS = 128  # keys of a tile
+_L2_SHARE = 32 * 2**20  # bytes of Q, dO and the sum of dQ of the heads walked together
+_UNIT = 8  # elements of 16 bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardConfig:
+    """Tiles and switches of one backward kernel."""
+
+    head_dim: int
+    block_m: int
+    kv_slots: int
+    ds_slots: int
+    dynamic: bool
+
+
+def backward_config(head_dim: int, *, causal: bool, softcap: bool = False) -> BackwardConfig:
+    """The configuration for a head_dim up to 128 (rounded up to 64 or 128 by zero fill)."""
+    # softcap needs registers for 1 - tanh^2 that 128 rows at head_dim 64 do not leave
+    padded = 64 if head_dim <= 64 and not softcap else 128
+    return BackwardConfig(head_dim=padded, block_m=128 if padded == 64 else 64, kv_slots=2, ds_slots=2, dynamic=causal)
+
+
+def refuse(problem: Problem) -> str | None:
+    """Why this backward cannot run the problem, or None."""
+    if problem.device_type != "cuda" or problem.capability is None:
+        return f"needs an NVIDIA GPU of compute capability 9.0, got a {problem.device_type} tensor"
+    if problem.capability != (9, 0):
+        return "needs compute capability 9.0 (H100, H200), got {}.{}".format(*problem.capability)
+    if problem.dtype not in (torch.bfloat16, torch.float16):
+        return f"takes bfloat16 and float16, got {problem.dtype}"
+    if problem.varlen:
+        return "packed sequences (cu_seqlens) are not in this kernel yet"
+    if problem.head_dim != problem.head_dim_v:
+        return "head_dim of v must equal that of q and k"
+    if problem.deterministic:
+        return "adds dq with atomics, in an order that changes from run to run, and deterministic was asked for"
+    if problem.head_dim > 128:
+        return f"takes head_dim up to 128, got {problem.head_dim}"
+    if not gluon_available():
+        return "this Triton has no usable Gluon dialect"
+    return None
+
+
+@functools.cache
+def gluon_available() -> bool:
+    """Whether this Triton can import the kernel at all."""
+    try:
+        from . import hopper_backward_kernel  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+_counters: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def _tile_counter(device: torch.device) -> Tensor:
+    """A zero that the kernel counts up and resets itself, one a stream: launches of one stream never overlap."""
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)  # lives in the graph's pool
+    key = (device, torch.cuda.current_stream(device).cuda_stream)
+    if key not in _counters:
+        _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
+    return _counters[key]
+
+
+def _addressable(x: Tensor) -> bool:
+    """Whether the copy engine can read it as it is: 16-byte strides and base, no broadcast dimension, last stride 1."""
+    size = x.element_size()
+    strides = [s * size for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
+    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(0 < s < 2**40 and s % 16 == 0 for s in strides)
+
+
+def _descriptor(x: Tensor, rows: int, columns: int):
+    """Blocks of `rows` rows and `columns` columns of one head of a (batch, seqlen, heads, head_dim) tensor, zeros outside."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    batch, seqlen, heads, dim = x.shape
+    sb, ss, sh = (s if n > 1 else _UNIT for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True))
+    layout = _shared_layout(rows, columns, gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16)
+    return TensorDescriptor(x, [batch, heads, seqlen, dim], [sb, sh, ss, 1], [1, 1, rows, columns], layout)
+
+
+@functools.cache
+def _shared_layout(rows: int, columns: int, dtype):
+    from triton.experimental.gluon import language as gl
+
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], dtype)
+
+
+def _row_descriptor(x: Tensor, length: int):
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    return TensorDescriptor(x, [x.numel()], [1], [length], gl.NVMMASharedLayout(0, 32, 1))
+
+
+def _heads_per_group(heads: int, bytes_per_head: int) -> int:
+    """Largest power of two of key heads whose working set fits the L2 share, dividing their number."""
+    group = 1
+    while group * 2 * bytes_per_head <= _L2_SHARE and heads % (group * 2) == 0:
+        group *= 2
+    return group
+
+
+def backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    *,
+    dlse: Tensor | None = None,
+    softmax_scale: float,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    config: BackwardConfig | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of attention of (batch, seqlen, heads, head_dim) bf16/fp16 tensors on sm_90.
+
+    Args:
+        do, o: gradient and result of the forward, like q. Any strides; what the copy engine can't address is copied once.
+        q, k, v: inputs of the forward; heads is a multiple of heads_kv.
+        lse: (batch, heads, seqlen_q) float32, natural logarithm, -inf for rows that see nothing (their gradients are zero).
+        dlse: gradient of lse, like it, or None.
+        softmax_scale, window_left, window_right, softcap: as in the forward.
+        config: tiles to use instead of the tuned ones.
+
+    Returns:
+        dq, dk, dv: contiguous, shaped like q, k, v and of their dtype. dq differs in the last bit from run to run.
+    """
+    from . import hopper_backward_kernel as kernels
+
+    batch, seqlen_q, heads, head_dim = q.shape
+    seqlen_k, heads_kv = k.shape[1], k.shape[2]
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    if q.numel() == 0 or k.numel() == 0:
+        return dq.zero_(), dk.zero_(), dv.zero_()
+    window_left, window_right = effective_window(window_left, window_right, seqlen_q, seqlen_k)
+    do, q, k, v = (x if _addressable(x) else x.contiguous() for x in (do, q, k, v))
+    o = o if o.stride(-1) == 1 else o.contiguous()
+    lse = lse.contiguous()
+    dlse = None if dlse is None else dlse.to(torch.float32).contiguous()
+    causal = window_right >= 0
+    config = config or backward_config(head_dim, causal=causal, softcap=softcap > 0)
+    d, m = config.head_dim, config.block_m
+    num_m, num_n = -(-seqlen_q // m), -(-seqlen_k // _KEYS)
+    stat = torch.empty((batch, heads, num_m, 2, m), dtype=torch.float32, device=q.device)
+    dq_sum = torch.empty((batch, heads, num_m, 2, 4096), dtype=torch.float32, device=q.device)
+    mask_d = head_dim != d
+    rows = 64
+    kernels.prepare[(num_m * m // rows, batch * heads)](
+        o, do, lse, lse if dlse is None else dlse, stat, dq_sum, *o.stride()[:3], *do.stride()[:3],
+        heads, seqlen_q, num_m, head_dim, D=d, M=m, ROWS=rows, MASK_D=mask_d, DLSE=dlse is not None, num_warps=4)  # fmt: skip
+
+    num_tiles = num_n * batch * heads_kv
+    per_kv = heads // heads_kv
+    scale, cap_in = softmax_scale * _LOG2_E, 0.0
+    if softcap > 0:
+        scale, cap_in = softcap * _LOG2_E, softmax_scale / softcap
+    kernels.attention_backward_kernel[(min(_multiprocessors(q.device), num_tiles),)](
+        _descriptor(q, m, d),
+        _descriptor(do, m, d),
+        _descriptor(k, 64, d),
+        _descriptor(v, 64, d),
+        _row_descriptor(stat, m),
+        dq_sum,
+        _descriptor(dk, 64, d),
+        _descriptor(dv, 64, d),
+        _tile_counter(q.device),
+        seqlen_q,
+        seqlen_k,
+        heads_kv,
+        per_kv,
+        num_m,
+        num_n,
+        num_tiles,
+        _heads_per_group(batch * heads_kv, per_kv * num_m * m * d * 8),
+        window_left,
+        window_right,
+        softmax_scale,
+        scale,
+        cap_in,
+        D=d,
+        M=m,
+        KV_SLOTS=config.kv_slots,
+        DS_SLOTS=config.ds_slots,
+        CAUSAL=causal,
+        WINDOW=window_left >= 0,
+        SOFTCAP=softcap > 0,
+        EVEN_K=seqlen_k % _KEYS == 0,
+        DYNAMIC=config.dynamic,
+        num_warps=4,
+        maxnreg=168,
+    )
+    kernels.dq_finish[(num_m * 2, batch * heads)](
+        dq_sum, dq, *dq.stride()[:3], heads, seqlen_q, num_m, head_dim, softmax_scale, D=d, M=m, MASK_D=mask_d, num_warps=4)  # fmt: skip
+    return dq, dk, dv
+
+
+def describe(problem: Problem) -> BackwardConfig:
+    """The configuration `backward` takes for a problem it does not refuse."""
+    _, right = effective_window(problem.window_left, problem.window_right, problem.seqlen_q, problem.seqlen_k)
+    return backward_config(problem.head_dim, causal=right >= 0, softcap=problem.softcap > 0)
+
+
+__all__ = ["BackwardConfig", "backward", "backward_config", "describe", "refuse"]
