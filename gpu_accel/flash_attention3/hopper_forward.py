@@ -36,6 +36,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from gpu_accel.gluon_compat import tma_load, tma_store
+
 from .hopper_device import (
     LN_2,
     NEG_LARGE,
@@ -139,7 +141,7 @@ def _store_chunk(chunk, buffer, o_desc, batch, head, row0, col, LAYOUT: gl.const
     tma.store_wait(1)  # the copy before the last has read its buffer, which is this one
     buffer.store(gl.convert_layout(chunk.to(buffer.dtype), LAYOUT))
     fence_async_shared()
-    tma.async_copy_shared_to_global(o_desc, [batch, head, row0, col], buffer)
+    tma_store(o_desc, [batch, head, row0, col], buffer)
 
 
 @gluon.jit
@@ -163,7 +165,7 @@ def _store_tile(
             tma.store_wait(0)
             o_bufs.index(WG).store(acc.to(o_bufs.dtype))
             fence_async_shared()
-            tma.async_copy_shared_to_global(o_desc, [batch, head, row0, 0], o_bufs.index(WG))
+            tma_store(o_desc, [batch, head, row0, 0], o_bufs.index(WG))
         else:
             # a whole tile would not fit beside Q, K and V: quarters, through two buffers in turn
             gl.static_assert(O_CHUNKS == 4)
@@ -336,13 +338,13 @@ def _producer(
             row0 = m_block * BLOCK_M + c * ROWS
             mbarrier.wait(q_empty.index(slot), q_phase ^ 1)
             mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(q_desc, [batch, head, row0, 0], q_full.index(slot), q_bufs.index(slot))
+            tma_load(q_desc, [batch, head, row0, 0], q_full.index(slot), q_bufs.index(slot))
             if c == 0:
                 stage = it % STAGES
                 col0 = (hi - 1) * BLOCK_N
                 mbarrier.wait(kv_empty.index(stage), ((it // STAGES) & 1) ^ 1)
                 mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(k_desc, [batch, kv, col0, 0], k_full.index(stage), k_bufs.index(stage))
+                tma_load(k_desc, [batch, kv, col0, 0], k_full.index(stage), k_bufs.index(stage))
         for j in range(0, hi - 1 - lo):
             v_stage = it % STAGES
             it += 1
@@ -351,10 +353,10 @@ def _producer(
             # One barrier frees both: K of a step is released after P V of the step before, so the V slot is free too.
             mbarrier.wait(kv_empty.index(stage), ((it // STAGES) & 1) ^ 1)
             mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(k_desc, [batch, kv, col0, 0], k_full.index(stage), k_bufs.index(stage))
+            tma_load(k_desc, [batch, kv, col0, 0], k_full.index(stage), k_bufs.index(stage))
             col0 += BLOCK_N
             mbarrier.expect(v_full.index(v_stage), v_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(v_desc, [batch, kv, col0, 0], v_full.index(v_stage), v_bufs.index(v_stage))
+            tma_load(v_desc, [batch, kv, col0, 0], v_full.index(v_stage), v_bufs.index(v_stage))
         if DYNAMIC:
             # Drawn before the wait for the last V slot, under which the atomic's round trip hides.
             tile = gl.atomic_add(counter, 1) + gl.num_programs(0)
@@ -367,7 +369,7 @@ def _producer(
         col0 = lo * BLOCK_N
         mbarrier.wait(kv_empty.index(it % STAGES), ((it // STAGES) & 1) ^ 1)
         mbarrier.expect(v_full.index(v_stage), v_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(v_desc, [batch, kv, col0, 0], v_full.index(v_stage), v_bufs.index(v_stage))
+        tma_load(v_desc, [batch, kv, col0, 0], v_full.index(v_stage), v_bufs.index(v_stage))
     if DYNAMIC:  # noqa: SIM102
         # Each program draws one number past the end; the last of them resets the counter for the next launch.
         if tile == num_tiles + gl.num_programs(0) - 1:

@@ -1,0 +1,52 @@
+"""Compile the Gluon kernels for sm_90 without a GPU and print one JSON object a kernel. Run by test_hopper_compile.py."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+import triton
+
+from gpu_accel.flash_attention3 import hopper, launch
+from gpu_accel.testing.compile_only import compile_only, use_target
+
+CASES = {
+    "flagship": [(64, {}), (128, {}), (256, {})],
+    "features": [
+        (128, {"window_right": 0}),
+        (64, {"window_right": 0}),
+        (256, {"window_right": 0}),
+        (128, {"window_left": 64, "window_right": 0}),
+        (128, {"softcap": 20.0}),
+    ],
+}
+
+
+def main(which: str) -> None:
+    use_target(90)
+    for head_dim, options in CASES[which]:
+        label = "-".join([f"d{head_dim}", *(f"{n}{x}" for n, x in options.items())])
+
+        def hook(kernel, arguments, constants, label=label):
+            got = compile_only(kernel, arguments, constants, name=label, capability=90)
+            row = {
+                "name": got.name,
+                "triton": triton.__version__,
+                "registers": got.registers,
+                "spills": got.spills,
+                "shared": got.shared,
+                "wgmma": got.instructions["HGMMA"],
+                "tma": got.instructions["UTMALDG"],
+                "repacking": got.instructions["PRMT"],
+                "warnings": got.warnings,
+            }
+            print(json.dumps(row), flush=True)
+
+        q = torch.empty(1, 1024, 4, head_dim, dtype=torch.bfloat16)
+        with launch.instead_of_launching(hook):
+            hopper.forward(q, q, q, softmax_scale=0.1, **options)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

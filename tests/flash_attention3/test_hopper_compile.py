@@ -1,0 +1,56 @@
+"""The Gluon kernels compile to sm_90a with every supported Triton; the flagship spills nothing and serialises nothing."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TARGETS = Path(os.environ.get("GPU_ACCEL_TRITON_TARGETS") or ROOT / ".triton-targets")
+VERSIONS = ["installed", *sorted(p.name for p in TARGETS.glob("*") if (p / "triton").is_dir())]
+SHARED_LIMIT = 227 * 1024  # bytes that one program can have on an H100
+SMALL_SPILL = 600  # bytes a thread, outside the loop that matters: three consumers with masks have 160 registers
+
+
+@functools.cache
+def compiled(version: str, which: str) -> dict[str, dict]:
+    env = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"}
+    first = [] if version == "installed" else [str(TARGETS / version)]
+    env["PYTHONPATH"] = os.pathsep.join([*first, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    script = Path(__file__).with_name("compile_hopper.py")
+    done = subprocess.run([sys.executable, str(script), which], env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    if version != "installed":
+        assert {row["triton"] for row in rows} == {version}
+    return {row["name"]: row for row in rows}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", VERSIONS)
+def test_flagship_neither_spills_nor_serialises(version):
+    rows = compiled(version, "flagship")
+    assert len(rows) == 3
+    for name, row in rows.items():
+        assert row["spills"] == 0, (name, row)
+        assert not row["warnings"], (name, row)
+        assert row["wgmma"] > 0 and row["tma"] > 0, (name, row)
+        assert row["shared"] <= SHARED_LIMIT, (name, row)
+        assert row["repacking"] < 64, (name, row)  # P stays packed from step to step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", [v for v in VERSIONS if v in ("installed", "3.6.0")])  # 3.6.0 comes with torch 2.11
+def test_masks_windows_and_soft_caps_compile(version):
+    rows = compiled(version, "features")
+    assert len(rows) == 5
+    for name, row in rows.items():
+        assert row["spills"] <= SMALL_SPILL, (name, row)
+        assert not row["warnings"], (name, row)
+        assert row["wgmma"] > 0 and row["shared"] <= SHARED_LIMIT, (name, row)
