@@ -1,7 +1,7 @@
 """Gluon names that differ between Triton versions, in one place. Importing it imports Gluon.
 
-`tma_load(descriptor, coordinates, barrier, buffer)` and `tma_store(descriptor, coordinates, buffer)` are the bulk copies
-from and to global memory: `async_copy_global_to_shared` and `async_copy_shared_to_global` up to Triton 3.8,
+`tma_load(descriptor, coordinates, barrier, buffer)` and `tma_store(descriptor, coordinates, buffer)` are the bulk
+copies from and to global memory: `async_copy_global_to_shared` and `async_copy_shared_to_global` up to Triton 3.8,
 `async_load` and `async_store` from 3.9 on.
 """
 

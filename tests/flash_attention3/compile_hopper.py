@@ -1,4 +1,4 @@
-"""Compile the Gluon kernels for sm_90 without a GPU and print one JSON object a kernel. Run by test_hopper_compile.py."""
+"""Compile the Gluon kernels for sm_90 without a GPU, one line of JSON a kernel. Run by test_hopper_compile.py."""
 
 from __future__ import annotations
 

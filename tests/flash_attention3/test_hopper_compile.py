@@ -1,4 +1,4 @@
-"""The Gluon kernels compile to sm_90a with every supported Triton; the flagship spills nothing and serialises nothing."""
+"""The Gluon kernels compile to sm_90a with every supported Triton; the flagship neither spills nor serialises."""
 
 from __future__ import annotations
 
