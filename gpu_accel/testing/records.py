@@ -113,27 +113,14 @@ def quote(value, *, impl="ours", source="arXiv:1234.5678", dtype="fp16", unit="t
     )
 
 
-def verdict(
-    word="reproduced",
-    *,
-    measured=1.5,
-    interval=(1.4, 1.6),
-    value=1.5,
-    where="Section 1",
-    unit="x",
-    records=(),
-    figure="",
-):
-    """A judged claim; its texts need escaping in Markdown and in HTML."""
-    about = Claim(
-        id="c1",
-        where=where,
-        statement="faster | than <before>",
-        source="arXiv:1234.5678",
-        value=value,
-        unit=unit,
-        figure=figure,
-    )
+def verdict(word="reproduced", *, measured=1.5, interval=(1.4, 1.6), records=(), **changes):
+    """A judged claim; its texts need escaping in Markdown and in HTML. `changes` are fields of the claim."""
+    about = {"id": "c1", "where": "Section 1", "statement": "faster | than <before>", "source": "arXiv:1234.5678"}
     return types.SimpleNamespace(
-        claim=about, word=word, measured=measured, interval=interval, detail="why & how", records=tuple(records)
+        claim=Claim(**about | {"value": 1.5, "unit": "x"} | changes),
+        word=word,
+        measured=measured,
+        interval=interval,
+        detail="why & how",
+        records=tuple(records),
     )

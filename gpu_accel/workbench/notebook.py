@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -227,7 +228,7 @@ def run_or_load(
     mode: str = "recorded",
     *,
     precision: str = "bf16",
-    input: str = "normal",
+    input: str | None = None,
     seed: int = 0,
     shapes: tuple[dict[str, Any], ...] = (),
     quick: bool = False,
@@ -236,6 +237,7 @@ def run_or_load(
     """Records of one experiment: committed ones, or those of a run here and now (`live`, `smoke`).
 
     Prints the equivalent command line and where the records come from. In mode "recorded" there may be none yet.
+    Without `input` the experiment's own inputs are meant.
 
     Raises:
         InvalidInputError: unknown paper, experiment, mode, precision or input.
@@ -244,7 +246,7 @@ def run_or_load(
     paper, chosen = _paper(paper), globals()["mode"](mode)
     if experiment not in paper.experiments:
         raise InvalidInputError(f"{paper.id} has no experiment {experiment!r}; it has {', '.join(paper.experiments)}")
-    if input not in paper.inputs:
+    if input is not None and input not in paper.inputs:
         raise InvalidInputError(f"input is {input!r}; {paper.id} has {', '.join(paper.inputs)}")
     allowed = paper.experiments[experiment].precisions
     if allowed and precision not in allowed:
@@ -253,7 +255,7 @@ def run_or_load(
     settings = Settings(
         device=device,
         precision=precision,
-        input=input,
+        input=input or paper.inputs[0],
         seed=seed,
         shapes=shapes,
         quick=quick or chosen == "smoke",
@@ -268,8 +270,9 @@ def run_or_load(
 
         result = run(paper, [experiment], settings=settings)
         records = list(result.records)
-        for outcome in (*result.skipped, *result.incorrect):
-            print(f"no result of {outcome.impl} in {outcome.case}: {outcome.why}")
+        reasons = Counter((outcome.impl, outcome.why) for outcome in (*result.skipped, *result.incorrect))
+        for (impl, why), count in reasons.items():
+            print(f"no result of {impl} in {count} case{'' if count == 1 else 's'}: {why}")
     print(f"{len(records)} records, {series.stamp(records).text}" if records else "not measured yet")
     return records
 

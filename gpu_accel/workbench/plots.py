@@ -8,6 +8,8 @@ GPUs raise unless `gpu=` picks one. Static pictures without plotly come from `sv
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -205,7 +207,7 @@ def throughput(
 
 
 def errors(records: Iterable[Record], *, metric: str = "rmse", title: str = "Error against float64") -> go.Figure:
-    """Bars of an error per recipe (implementation), grouped by input; log axis, p20 to p80 where known.
+    """Dots: the error of each recipe (implementation), one colour per input; log axis, p20 to p80 where known.
 
     Each input has one shape, which its legend entry names (see `notebook.largest`); several raise. Errors do not depend
     on the GPU, so checked records (CPU) are drawn too; where both exist the measured one counts.
@@ -215,36 +217,38 @@ def errors(records: Iterable[Record], *, metric: str = "rmse", title: str = "Err
     records = [r for r in records if r.has(metric)]
     for record in sorted(records, key=lambda r: (r.kind == "measured", r.time)):
         chosen[str(record.case.get("input", "")), record.impl] = record
-    figure = _figure(title, series.one_gpu(chosen.values()))
-    impls = series.order(impl for _, impl in chosen)
-    for index, name in enumerate(sorted({name for name, _ in chosen})):
-        mine = [chosen[name, impl] for impl in impls if (name, impl) in chosen]
-        series.require_one(
-            [r for r in records if str(r.case.get("input", "")) == name], "seqlen_q", "head_dim", "causal"
-        )
+    inputs = sorted({name for name, _ in chosen})
+    for name in inputs:
+        alike = [r for r in records if str(r.case.get("input", "")) == name]
+        series.require_one(alike, "seqlen_q", "head_dim", "causal")
+    worst = {impl: max(r.value(metric) for (_, other), r in chosen.items() if other == impl) for _, impl in chosen}
+    recipes = sorted(worst, key=lambda impl: (worst[impl], impl))
+    figure = _figure(title, series.one_gpu(chosen.values()), height=190 + 26 * max(4, len(recipes)))
+    for index, name in enumerate(inputs):
+        mine = [chosen[name, impl] for impl in recipes if (name, impl) in chosen]
         ends = [r.interval(metric) or (r.value(metric), r.value(metric)) for r in mine]
-        spread = {
-            "type": "data",
-            "symmetric": False,
-            "array": [high - r.value(metric) for r, (_, high) in zip(mine, ends, strict=True)],
-            "arrayminus": [r.value(metric) - low for r, (low, _) in zip(mine, ends, strict=True)],
-        }
-        bar = go.Bar(
-            x=[series.label(r.impl) for r in mine],
-            y=[r.value(metric) for r in mine],
+        colour = series.SPARE_COLOURS[index % len(series.SPARE_COLOURS)][0]
+        dots = go.Scatter(
+            x=[r.value(metric) for r in mine],
+            y=[r.impl for r in mine],
             name=_input_name(name, mine[0]),
-            error_y=spread if any(high > low for low, high in ends) else None,
-            marker_color=list(series.COLOURS.values())[2 + index % 6][0],
-            text=[f"{r.value(metric):.2g}" for r in mine],
-            textposition="inside" if any(high > low for low, high in ends) else "outside",
-            insidetextanchor="middle",
-            cliponaxis=False,
+            mode="markers",
+            marker={"size": 11, "color": colour, "symbol": list(PLOTLY_SYMBOLS.values())[index % len(PLOTLY_SYMBOLS)]},
+            error_x={
+                "type": "data",
+                "symmetric": False,
+                "array": [high - r.value(metric) for r, (_, high) in zip(mine, ends, strict=True)],
+                "arrayminus": [r.value(metric) - low for r, (low, _) in zip(mine, ends, strict=True)],
+                "thickness": 1.2,
+                "width": 4,
+            },
             customdata=[hover(r) for r in mine],
-            hovertemplate="%{customdata}<extra>%{y:.3g}</extra>",
+            hovertemplate="%{customdata}<extra>%{x:.3g}</extra>",
         )
-        figure.add_trace(bar)
-    figure.update_yaxes(type="log", title_text=metric.upper(), exponentformat="power", dtick=1)
-    figure.update_layout(barmode="group", legend_title_text="input")
+        figure.add_trace(dots)
+    figure.update_xaxes(type="log", title_text=metric.upper(), exponentformat="power", dtick=1)
+    figure.update_yaxes(type="category", categoryorder="array", categoryarray=recipes[::-1])
+    figure.update_layout(legend={"y": 1.02, "yanchor": "bottom"}, margin_t=124)
     return _note_if_empty(figure, not chosen)
 
 
@@ -430,23 +434,36 @@ def word_group(word: str) -> str:
     raise InvalidInputError(f"{word!r} is not a verdict word")
 
 
+def claim_group(claim: Claim) -> str:
+    """Where a claim comes from, coarsely: a figure with all its panels, the text, or an earlier document of ours."""
+    if claim.figure:
+        numbered = re.match(r"(fig|table)\D*(\d+)", claim.figure)
+        return f"{'Figure' if numbered[1] == 'fig' else 'Table'} {numbered[2]}" if numbered else claim.where
+    if claim.source == "seed":
+        return "earlier documents of this project"
+    return "the text, against its own figures" if claim.internal else "the text"
+
+
 def claims_overview(verdicts: Iterable[Verdict], *, title: str = "Claims") -> go.Figure:
-    """Stacked bars: how many claims of each place in the paper (figure, table, section) got which verdict."""
+    """Stacked bars: how many claims of each part of the paper (its text, each figure) got which verdict."""
     go = _plotly()
     verdicts = list(verdicts)
     figure = _figure(title, [r for v in verdicts for r in v.records if r.kind != "quoted"])
-    places = list(dict.fromkeys(v.claim.where for v in verdicts))
+    places = list(dict.fromkeys(claim_group(v.claim) for v in verdicts))
     for group, colour in WORD_COLOURS.items():
-        counts = [sum(v.claim.where == p and word_group(v.word) == group for v in verdicts) for p in places]
-        if any(counts):
-            name = "within N%" if group == "within" else group
-            hint = f"%{{y}}: %{{x}} {name}<extra></extra>"
-            bar = go.Bar(y=places, x=counts, name=name, orientation="h", marker_color=colour, hovertemplate=hint)
+        found = Counter(claim_group(v.claim) for v in verdicts if word_group(v.word) == group)
+        if found:
+            bar = go.Bar(
+                y=places,
+                x=[found[place] for place in places],
+                name="within N%" if group == "within" else group,
+                orientation="h",
+                marker_color=colour,
+                hovertemplate="%{y}: %{x}<extra>%{fullData.name}</extra>",
+            )
             figure.add_trace(bar)
-    figure.update_layout(
-        barmode="stack", height=200 + 26 * max(3, len(places)), bargap=0.35, legend_traceorder="normal"
-    )
-    figure.update_layout(legend={"y": 1.02, "yanchor": "bottom"}, margin_t=120)
+    figure.update_layout(barmode="stack", height=230 + 30 * max(3, len(places)), bargap=0.35)
+    figure.update_layout(legend={"y": 1.02, "yanchor": "bottom", "traceorder": "normal"}, margin_t=124)
     figure.update_yaxes(autorange="reversed", showgrid=False)
     figure.update_xaxes(title_text="claims")
     return _note_if_empty(figure, not verdicts, "no claims")

@@ -64,21 +64,16 @@ def claim_row(verdict: Verdict) -> tuple[str, str, str, str, str]:
 
 
 def _tables(records: Sequence[Record], metric: str) -> Iterable[tuple[str, list[Record]]]:
-    """Split records into tables that may be shown as one: same kind, GPU, experiment, pass, dtype and input."""
+    """Split records into tables that may be shown as one: of one kind, GPU, experiment, pass, dtype and input."""
     groups: dict[tuple[str, ...], list[Record]] = {}
     for record in records:
         if record.has(metric):
             case = record.case
-            key = (
-                record.kind,
-                series.gpu_of(record),
-                record.experiment,
-                str(case.get("dtype", "")),
-                str(case.get("input", "")),
-            )
-            groups.setdefault(key, []).append(record)
-    for (_, _, experiment, dtype, data), members in sorted(groups.items()):
-        yield " · ".join(part for part in (experiment, dtype, f"input {data}" if data else "") if part), members
+            conditions = (str(case.get(name, "")) for name in ("pass", "dtype", "input"))
+            groups.setdefault((record.kind, series.gpu_of(record), record.experiment, *conditions), []).append(record)
+    for (_, _, experiment, direction, dtype, data), members in sorted(groups.items()):
+        parts = (experiment, direction if direction != experiment else "", dtype, f"input {data}" if data else "")
+        yield " · ".join(part for part in parts if part), members
 
 
 def pivot(records: Sequence[Record], metric: str) -> tuple[list[str], list[list[str]]]:

@@ -140,8 +140,9 @@ class TestRunOrLoad:
         old, new = timed(time="2026-01-01T00:00:00+00:00"), timed(tflops=120.0)
         others = [timed(input="outliers"), timed(dtype="e4m3")]
         append_records(toy / "results" / "gpu" / "x.jsonl", [old, new, *others])
-        found = nb.run_or_load("ty", "forward", "recorded")
+        found = nb.run_or_load("ty", "forward", "recorded", input="normal")
         assert [round(r.value("tflops")) for r in found] == [120]
+        assert {r.case["input"] for r in nb.run_or_load("ty", "forward", "recorded")} == {"normal", "outliers"}
         assert [r.case["dtype"] for r in nb.run_or_load("ty", "forward", "recorded", precision="fp8")] == ["e4m3"]
         assert f"1 records, measured on {GPU}, 2026-11-27" in capsys.readouterr().out
 
@@ -152,7 +153,7 @@ class TestRunOrLoad:
         ]
         said = capsys.readouterr().out
         assert "--input outliers --seed 3 --device cpu --quick" in said
-        assert "no result of lost" in said and "not installed" in said
+        assert "no result of lost in 1 case: not installed" in said
         assert not plots.throughput(records).data
 
     @pytest.mark.parametrize(

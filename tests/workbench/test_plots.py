@@ -108,7 +108,7 @@ def test_ratio_map_shows_the_interleaved_ratios():
     assert not plots.ratios(records, baseline="nobody").data
 
 
-def test_error_bars_are_grouped_by_input_and_prefer_the_measured():
+def test_errors_are_grouped_by_input_and_prefer_the_measured():
     records = [
         number("rmse", 2e-2, "fp8 per tensor", input="outliers", dtype="e4m3", spread=0.1),
         number("rmse", 1e-2, "fp8 block", input="outliers", dtype="e4m3"),
@@ -116,10 +116,12 @@ def test_error_bars_are_grouped_by_input_and_prefer_the_measured():
         number("rmse", 4e-3, "fp8 block", input="normal", dtype="e4m3", kind="checked"),
     ]
     figure = plots.errors(records)
-    bars = {bar.name.split()[0]: dict(zip(bar.x, bar.y, strict=True)) for bar in figure.data}
-    assert bars == {"outliers": {"fp8 per tensor": 2e-2, "fp8 block": 1e-2}, "normal": {"fp8 block": 4e-3}}
+    dots = {d.name.split()[0]: dict(zip(d.y, d.x, strict=True)) for d in figure.data}
+    assert dots == {"outliers": {"fp8 per tensor": 2e-2, "fp8 block": 1e-2}, "normal": {"fp8 block": 4e-3}}
     assert figure.data[0].name == "normal (length 1k, head dim 64, full)"
-    assert figure.layout.yaxis.type == "log"
+    assert figure.layout.xaxis.type == "log"
+    assert list(figure.layout.yaxis.categoryarray) == ["fp8 per tensor", "fp8 block"]  # from below: the best on top
+    assert list(figure.data[1].error_x.array) == pytest.approx([0, 2e-3])
     assert "measured" in stamp(figure) and "checked on CPU" in stamp(figure)
 
 
@@ -136,19 +138,23 @@ def test_memory_is_log_log_in_mib():
 
 
 def test_claims_overview_counts_every_verdict_once():
-    words = [
-        "reproduced",
-        "within 7%",
-        "not reproduced",
-        "not measured (no GPU)",
-        "unsupported (no source found)",
-        "reproduced",
+    judged = [
+        verdict("reproduced", figure="fig5a"),
+        verdict("within 7%", figure="fig5b"),
+        verdict("not reproduced", figure="table3"),
+        verdict("not measured (no GPU)"),
+        verdict("unsupported (no source found)", source="seed"),
+        verdict("reproduced"),
     ]
-    places = ["Figure 1", "Figure 1", "Table 2", "Table 2", "Table 2", "Table 2"]
-    figure = plots.claims_overview([verdict(w, where=p) for w, p in zip(words, places, strict=True)])
-    counted = {bar.name: dict(zip(bar.y, bar.x, strict=True)) for bar in figure.data}
-    assert sum(sum(c.values()) for c in counted.values()) == 6
-    assert counted["within N%"] == {"Figure 1": 1, "Table 2": 0}
+    figure = plots.claims_overview(judged)
+    counted = {bar.name: {y: x for y, x in zip(bar.y, bar.x, strict=True) if x} for bar in figure.data}
+    assert counted == {
+        "reproduced": {"Figure 5": 1, "the text": 1},
+        "within N%": {"Figure 5": 1},
+        "not reproduced": {"Table 3": 1},
+        "not measured": {"the text": 1},
+        "unsupported": {"earlier documents of this project": 1},
+    }
     with pytest.raises(InvalidInputError, match="verdict word"):
         plots.claims_overview([verdict("splendid")])
 

@@ -80,6 +80,15 @@ def test_tables_never_join_gpus_or_precisions():
     assert "*measured on Other GPU 2, 2026-11-27" in text
 
 
+def test_passes_of_one_experiment_are_tables_of_their_own():
+    both = [
+        number("peak_bytes", size, unit="bytes", **{"pass": name})
+        for name, size in (("forward", 1e6), ("backward", 3e6))
+    ]
+    text = report.markdown(PAPER, both, [])
+    assert "### peak bytes: memory · forward · bf16" in text and "### peak bytes: memory · backward · bf16" in text
+
+
 def test_a_report_without_records_says_so():
     assert "Nothing is measured yet." in report.markdown(PAPER, [], VERDICTS)
     assert "Nothing is measured yet." in report.html(PAPER, [], VERDICTS)
