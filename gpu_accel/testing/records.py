@@ -108,7 +108,7 @@ def quote(value, *, impl="ours", source="arXiv:1234.5678", dtype="fp16", unit="t
         conditions={"dtype": dtype},
         measure=Measure(experiment=where["pass"], impl=impl, metric=unit, case=where),
         figure="fig1",
-        label="ours",
+        label="New",
         cell=where,
     )
 

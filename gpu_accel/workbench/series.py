@@ -238,16 +238,17 @@ class Panel:
 
 def _quoted_line(claims: Sequence[Claim], *, x: str, case: dict[str, Any]) -> Line | None:
     """The paper's own curve for one panel from the claims that quote its figure."""
-    points, dtypes = {}, set()
+    points, dtypes, labels = {}, set(), set()
     for claim in claims:
         if x in claim.cell and all(claim.cell.get(key) == value for key, value in case.items()):
             at, value = float(claim.cell[x]), claim.numbers[0]
             points[at] = Point(x=at, y=value, low=value, high=value, note=f"{claim.where} ({claim.source})")
             dtypes.add(_quote_dtype(claim))
+            labels.add(claim.label)
     if not points:
         return None
     names = "/".join(sorted(dtypes - {""}))
-    text = f"the paper's own kernel{f' ({names})' if names else ''}, quoted"
+    text = f"{'/'.join(sorted(labels))} in the paper{f', {names}' if names else ''} (quoted)"
     return Line(impl="quoted", label=text, kind="quoted", points=tuple(points[key] for key in sorted(points)))
 
 
@@ -270,7 +271,7 @@ def paper_curve(claims: Iterable[Claim], *, pass_: str = "forward", dtype: str |
             or not {"head_dim", "causal"} <= set(claim.cell)
         ):
             continue
-        if measure.impl not in (*OURS, "ours") or claim.source.startswith("seed"):
+        if measure.impl != "ours" or claim.source == "seed":  # rows of its competitors name who stands for them here
             continue
         if claim.cell.get("pass", measure.experiment) != pass_:
             continue

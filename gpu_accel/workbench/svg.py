@@ -126,7 +126,7 @@ def _legend(shown: Sequence[str], names: dict[str, str], impls: Sequence[str], w
     parts: list[str] = []
     x, y = float(MARGIN), 84
     for impl in shown:
-        needed = 44 + 6.7 * len(names[impl])
+        needed = 50 + _text_width(names[impl])
         if x > MARGIN and x + needed > width - MARGIN:
             x, y = MARGIN, y + 21
         index = impls.index(impl) if impl in impls else len(impls)
@@ -140,6 +140,11 @@ def _legend(shown: Sequence[str], names: dict[str, str], impls: Sequence[str], w
         parts.append(f'<text class="text" x="{x + 31:.1f}" y="{y}" font-size="12.5">{escape(names[impl])}</text>')
         x += needed
     return parts, y - 74
+
+
+def _text_width(text: str) -> float:
+    """About the width of 12.5 px text in pixels, for wide fonts, so that it may be too large but not too small."""
+    return sum(4.2 if c in "iljt ,.()-" else 9.2 if c.isupper() else 7.7 for c in text)
 
 
 def _weight(impl: str) -> float:

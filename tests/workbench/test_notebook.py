@@ -254,7 +254,7 @@ class TestExplorer:
     def test_view_is_a_function_of_its_parameters(self):
         explorer = nb.explorer(self.records(), claims=[quote(300.0)])
         figure = explorer.view({"gpu": GPU, "precision": "bf16", "head_dim": 64, "causal": False, "impl": "portable"})
-        assert [t.name for t in figure.data] == ["gpu-accel, plain Triton", "the paper's own kernel (fp16), quoted"]
+        assert [t.name for t in figure.data] == ["gpu-accel, plain Triton", "New in the paper, fp16 (quoted)"]
         assert list(figure.data[0].y) == pytest.approx([200, 300, 400])
         assert explorer.figure is None and not explorer.controls  # nothing was kept
         with pytest.raises(InvalidInputError, match="unknown choice presicion"):

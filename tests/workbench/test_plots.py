@@ -60,7 +60,7 @@ def test_hover_says_shape_interval_clock_and_check():
 def test_quoted_line_is_dashed_and_last_in_the_legend():
     figure = plots.throughput(grid(), quotes=[quote(300.0)])
     dashed = [t for t in figure.data if t.line.dash == "dash"]
-    assert [t.name for t in dashed] == ["the paper's own kernel (fp16), quoted"]
+    assert [t.name for t in dashed] == ["New in the paper, fp16 (quoted)"]
 
 
 @pytest.mark.parametrize("draw", [plots.throughput, plots.memory, plots.errors, plots.claims_overview])
@@ -87,6 +87,7 @@ def test_quotes_of_eight_bit_never_stand_for_sixteen_and_seeds_are_no_paper():
         quote(1.0),
         quote(2.0, dtype="e4m3"),
         quote(3.0, impl="sdpa-flash"),
+        quote(6.0, impl="portable"),
         quote(4.0, source="seed"),
         quote(5.0, unit="gbps"),
     ]

@@ -70,7 +70,7 @@ def test_the_papers_curve_is_dashed_and_named_as_quoted():
     root = parse(static_svg(grid(), quotes=quotes()))
     dashed = [line for line in root.iter(f"{NAMESPACE}polyline") if line.get("stroke-dasharray")]
     assert len(dashed) == 1  # only one chart has a quoted curve
-    assert "the paper's own kernel (fp16), quoted" in texts(root)
+    assert "New in the paper, fp16 (quoted)" in texts(root)
     assert any("quoted from arXiv:1234.5678" in (text or "") for text in texts(root))
 
 
