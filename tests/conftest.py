@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+collect_ignore = ["tiny_paper"]  # its notebook runs in test_add_a_paper, with the paper around it
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("COLUMNS", "160")  # tables of subprocesses do not wrap
