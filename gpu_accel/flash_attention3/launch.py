@@ -15,7 +15,7 @@ from gpu_accel.compat import INTERPRET
 
 _TMA_ALIGNMENT = 16  # bytes, for addresses and for every stride but the last
 _TMA_MAX_STRIDE = 1 << 40  # bytes
-_hook: Callable[[Any, tuple, dict], None] | None = None  # see `instead_of_launching`
+_hook: Callable[[Any, int, tuple, dict], None] | None = None  # see `instead_of_launching`, `recording`
 _L2_SHARE = 16 << 20  # bytes of keys and values that the heads walked together may take
 
 
@@ -85,17 +85,31 @@ def heads_per_group(k: Tensor, v: Tensor, group: int) -> int:
 def launch(kernel: Any, programs: int, arguments: tuple, options: dict) -> None:
     """Run `kernel` on a one-dimensional grid."""
     if _hook is not None:
-        _hook(kernel, arguments, options)
+        _hook(kernel, programs, arguments, options)
     else:
         kernel[(programs,)](*arguments, **options)
 
 
 @contextlib.contextmanager
-def instead_of_launching(hook: Callable[[Any, tuple, dict], None]) -> Iterator[None]:
-    """Hand every kernel with its arguments to `hook` instead of the GPU; compile-only tests use it."""
+def _hooked(hook: Callable[[Any, int, tuple, dict], None]) -> Iterator[None]:
     global _hook
     before, _hook = _hook, hook
     try:
         yield
     finally:
         _hook = before
+
+
+@contextlib.contextmanager
+def instead_of_launching(hook: Callable[[Any, tuple, dict], None]) -> Iterator[None]:
+    """Hand every kernel with its arguments and options to `hook` instead of the GPU; compile-only tests use it."""
+    with _hooked(lambda kernel, programs, arguments, options: hook(kernel, arguments, options)):
+        yield
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[tuple[Any, int, tuple, dict]]]:
+    """Collect (kernel, programs, arguments, options) instead of launching; `launch(*entry)` runs one afterwards."""
+    entries: list[tuple[Any, int, tuple, dict]] = []
+    with _hooked(lambda *entry: entries.append(entry)):
+        yield entries

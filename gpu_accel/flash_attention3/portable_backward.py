@@ -47,7 +47,7 @@ _DELTA_ROWS = 32
 _STAT_ROWS = 128  # the largest block_m of a backward configuration
 
 
-@triton.jit(do_not_specialize=["rows_total", "rows_padded"])
+@triton.jit(do_not_specialize=["heads", "rows_total", "rows_padded", "lse_sb", "lse_sh"])
 def attention_delta(
     o, do, lse, dlse, lse2, delta, o_sb, o_ss, o_sh, do_sb, do_ss, do_sh, lse_sb, lse_sh, stat_sh,
     heads, rows_total, rows_padded, dim,
@@ -84,16 +84,14 @@ def _load_stat(
     else:
         r = tl.arange(0, ROWS)
         pointers = x + batch_head.to(tl.int64) * stat_sh + row0 + row + r
-        if MASK:
-            stat = tl.load(pointers, mask=r < rows_left, other=other)
-        else:
-            stat = tl.load(pointers)
+        stat = tl.load(pointers, mask=r < rows_left, other=other) if MASK else tl.load(pointers)
     return stat
 
 
 @triton.jit
 def _dkdv_step(
-    dk, dk2, dv, dv2, k_tile, k_tile2, v_tile, v_tile2, q, q2, do, do2, lse2, delta, batch_head, stat_sh, batch, q_row0, head, lo, hi, seqlen_q, key_diagonal, window_left, window_right, qk_scale, cap_in, cap_out,
+    dk, dk2, dv, dv2, k_tile, k_tile2, v_tile, v_tile2, q, q2, do, do2, lse2, delta, batch_head, stat_sh, batch,
+    q_row0, head, lo, hi, seqlen_q, key_diagonal, window_left, window_right, qk_scale, cap_in, cap_out,
     head_dim, head_dim_v, q_sb, q_ss, q_sh, do_sb, do_ss, do_sh,
     M: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DV2: tl.constexpr,
     TMA: tl.constexpr, MASK: tl.constexpr, MASK_D: tl.constexpr, MASK_DV: tl.constexpr, VARLEN: tl.constexpr,
@@ -235,20 +233,23 @@ def attention_backward_dkdv(
         if RIGHT:
             dk_acc, dk_acc2, dv_acc, dv_acc2 = _dkdv_step(
                 dk_acc, dk_acc2, dv_acc, dv_acc2, k_tile, k_tile2, v_tile, v_tile2, q, q2, do, do2,
-                lse2, delta, batch_head, stat_sh, batch, q_row0, head, lo, full_lo, sq, key_diagonal, window_left, window_right,
+                lse2, delta, batch_head, stat_sh, batch, q_row0, head, lo, full_lo, sq, key_diagonal, window_left,
+                window_right,
                 qk_scale, cap_in, cap_out, head_dim, head_dim_v, q_sb, q_ss, q_sh, do_sb, do_ss, do_sh,
                 M, D, D2, DV, DV2, TMA, True, MASK_D, MASK_DV, VARLEN, LEFT, RIGHT, SOFTCAP, PRECISION,
             )  # fmt: skip
         dk_acc, dk_acc2, dv_acc, dv_acc2 = _dkdv_step(
             dk_acc, dk_acc2, dv_acc, dv_acc2, k_tile, k_tile2, v_tile, v_tile2, q, q2, do, do2,
-            lse2, delta, batch_head, stat_sh, batch, q_row0, head, full_lo, full_hi, sq, key_diagonal, window_left, window_right,
+            lse2, delta, batch_head, stat_sh, batch, q_row0, head, full_lo, full_hi, sq, key_diagonal, window_left,
+            window_right,
             qk_scale, cap_in, cap_out, head_dim, head_dim_v, q_sb, q_ss, q_sh, do_sb, do_ss, do_sh,
             M, D, D2, DV, DV2, TMA, False, MASK_D, MASK_DV, VARLEN, LEFT, RIGHT, SOFTCAP, PRECISION,
         )  # fmt: skip
         if LEFT:
             dk_acc, dk_acc2, dv_acc, dv_acc2 = _dkdv_step(
                 dk_acc, dk_acc2, dv_acc, dv_acc2, k_tile, k_tile2, v_tile, v_tile2, q, q2, do, do2,
-                lse2, delta, batch_head, stat_sh, batch, q_row0, head, full_hi, hi, sq, key_diagonal, window_left, window_right,
+                lse2, delta, batch_head, stat_sh, batch, q_row0, head, full_hi, hi, sq, key_diagonal, window_left,
+                window_right,
                 qk_scale, cap_in, cap_out, head_dim, head_dim_v, q_sb, q_ss, q_sh, do_sb, do_ss, do_sh,
                 M, D, D2, DV, DV2, TMA, True, MASK_D, MASK_DV, VARLEN, LEFT, RIGHT, SOFTCAP, PRECISION,
             )  # fmt: skip
@@ -413,20 +414,23 @@ def attention_backward_dq(
 
     if LEFT:
         acc, acc2 = _dq_step(
-            acc, acc2, q_tile, q_tile2, do_tile, do_tile2, row_lse, d, k, k2, v, v2, batch, k_row0, head_kv, lo, full_lo,
+            acc, acc2, q_tile, q_tile2, do_tile, do_tile2, row_lse, d, k, k2, v, v2, batch, k_row0, head_kv, lo,
+            full_lo,
             sk, diagonal, window_left, window_right, qk_scale, cap_in, cap_out, head_dim, head_dim_v,
             k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, N, D, D2, DV, DV2, TMA, True, MASK_D, MASK_DV,
             LEFT, RIGHT, SOFTCAP, PRECISION,
         )  # fmt: skip
     acc, acc2 = _dq_step(
-        acc, acc2, q_tile, q_tile2, do_tile, do_tile2, row_lse, d, k, k2, v, v2, batch, k_row0, head_kv, full_lo, full_hi,
+        acc, acc2, q_tile, q_tile2, do_tile, do_tile2, row_lse, d, k, k2, v, v2, batch, k_row0, head_kv, full_lo,
+        full_hi,
         sk, diagonal, window_left, window_right, qk_scale, cap_in, cap_out, head_dim, head_dim_v,
         k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, N, D, D2, DV, DV2, TMA, False, MASK_D, MASK_DV,
         LEFT, RIGHT, SOFTCAP, PRECISION,
     )  # fmt: skip
     if TAIL:
         acc, acc2 = _dq_step(
-            acc, acc2, q_tile, q_tile2, do_tile, do_tile2, row_lse, d, k, k2, v, v2, batch, k_row0, head_kv, full_hi, hi,
+            acc, acc2, q_tile, q_tile2, do_tile, do_tile2, row_lse, d, k, k2, v, v2, batch, k_row0, head_kv, full_hi,
+            hi,
             sk, diagonal, window_left, window_right, qk_scale, cap_in, cap_out, head_dim, head_dim_v,
             k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, N, D, D2, DV, DV2, TMA, True, MASK_D, MASK_DV,
             LEFT, RIGHT, SOFTCAP, PRECISION,

@@ -99,7 +99,7 @@ def _attend(
 
 @triton.jit(
     do_not_specialize=["batches", "heads", "group", "seqlen_q", "seqlen_k", "heads_together", "window_left",
-                       "window_right"]
+                       "window_right", "lse_sb", "lse_sh"]
 )  # fmt: skip
 def attention_forward(
     q, k, k2, v, v2, o, lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,

@@ -32,8 +32,8 @@ def check_attention(
 ) -> None:
     """Run `attention(q, k, v, **options) -> (o, lse)` and, by autograd, its gradients; compare all with float64.
 
-    The bound is twice the error that plain torch operations make in the same dtype, plus a floor. `lse_gradient` sends a
-    gradient through lse too (rows that see nothing get none). Inputs with NaN in their padding stay as they are.
+    The bound is twice the error that plain torch operations make in the same dtype, plus a floor. `lse_gradient` sends
+    a gradient through lse too (rows that see nothing get none). Inputs with NaN in their padding stay as they are.
 
     Raises:
         IncorrectResultError: names the tensor, its error, the bound and the worst index.

@@ -25,7 +25,7 @@ def x(*shape, dtype=torch.float32, device="cpu"):
 GOOD = (2, 5, 4, 16)
 WRONG = {
     "not-a-tensor": ((x(*GOOD), [1, 2], x(*GOOD)), {}, "k must be a torch.Tensor, got list"),
-    "rank": ((x(5, 4, 16), x(5, 4, 16), x(5, 4, 16)), {}, r"\(batch, seqlen, heads, head_dim\), got shape \(5, 4, 16\)"),
+    "rank": ((x(5, 4, 16),) * 3, {}, r"\(batch, seqlen, heads, head_dim\), got shape \(5, 4, 16\)"),
     "integers": ((x(*GOOD, dtype=torch.int32),) * 3, {}, "float16, bfloat16, float32 or float64, got torch.int32"),
     "mixed-dtypes": ((x(*GOOD), x(*GOOD, dtype=torch.float16), x(*GOOD)), {}, "one dtype"),
     "mixed-devices": ((x(*GOOD), x(*GOOD, device="meta"), x(*GOOD)), {}, "one device"),
@@ -86,7 +86,7 @@ PACKED = {
     "other-device": ({"cu_seqlens_k": cu(0, 5, device="meta")}, "on the device of q"),
     "other-batch": ({"cu_seqlens_q": cu(0, 2, 5)}, "one length, got 3 and 2"),
     "not-from-zero": ({"cu_seqlens_q": cu(1, 5)}, "start with 0, got 1"),
-    "decreasing": ({"cu_seqlens_q": cu(0, 4, 2), "cu_seqlens_k": cu(0, 4, 5)}, "not decrease, got 4 then 2 at position 2"),
+    "decreasing": ({"cu_seqlens_q": cu(0, 4, 2), "cu_seqlens_k": cu(0, 4, 5)}, "got 4 then 2 at position 2"),
     "beyond-the-end": ({"cu_seqlens_k": cu(0, 9)}, "ends at 9, but k has only 5 rows"),
     "longer-than-said": ({"max_seqlen_q": 3}, "max_seqlen_q is 3, but the longest sequence has 5"),
     "used-beyond": ({"seqused_k": cu(6)}, r"seqused_k\[0\] is 6"),
