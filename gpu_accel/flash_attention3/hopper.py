@@ -9,11 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .launch import launch, tma_refusal
+from .launch import tma_refusal
 from .problem import Problem, effective_window
+from .quick_launch import QuickLaunch, tensor_map
 
 NAME = "hopper"
 KERNEL = "Gluon, warp-specialised, wgmma and TMA (sm_90a)"
+_LOG2_E = 1.4426950408889634
 _L2_SHARE = 32 * 2**20  # bytes of K and V that a group of heads may hold while its tiles run; the H100 has 50 MB of L2
 _HEAD_DIMS = (64, 128, 256)
 
@@ -86,28 +88,16 @@ def gluon_available() -> bool:
     return True
 
 
+@functools.cache
+def _forward_kernel() -> QuickLaunch:
+    from .hopper_forward import attention_forward_kernel
+
+    return QuickLaunch(attention_forward_kernel)
+
+
 def addressable(x: Tensor) -> Tensor:
     """x, or one contiguous copy where the copy engine cannot address it (unaligned or broadcast strides)."""
     return x if x.stride(-1) == 1 and tma_refusal(x) in (None, "no GPU") else x.contiguous()
-
-
-def _descriptor(x: Tensor, rows: int, head_dim: int):
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    block = [1, 1, rows, head_dim]
-    layout = _shared_layout(rows, head_dim, gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16)
-    batch, seqlen, heads, dim = x.shape
-    unit = 16 // x.element_size()  # strides of dimensions of size 1 do not matter, but must be 16-byte multiples
-    by_batch, by_row, by_head = (s if n > 1 else unit for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True))
-    return TensorDescriptor(x, [batch, heads, seqlen, dim], [by_batch, by_head, by_row, 1], block, layout)
-
-
-@functools.cache
-def _shared_layout(rows: int, head_dim: int, dtype):
-    from triton.experimental.gluon import language as gl
-
-    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, head_dim], dtype)
 
 
 _counters: dict[tuple[int, int], Tensor] = {}
@@ -166,9 +156,6 @@ def forward(
     Returns:
         out like q, and lse (batch, heads, seqlen_q) float32, natural logarithm.
     """
-    from .hopper_device import LOG2_E
-    from .hopper_forward import attention_forward_kernel
-
     q, k, v = (addressable(x) for x in (q, k, v))
     batch, seqlen_q, heads, head_dim = q.shape
     seqlen_k, heads_kv = k.shape[1], k.shape[2]
@@ -185,15 +172,15 @@ def forward(
     num_tiles = num_m * batch * heads
     grid = min(_multiprocessors(q.device), num_tiles)
     launch_registers, consumer_registers, producer_registers = config.registers()
-    scale, exp_scale = softmax_scale, softmax_scale * LOG2_E
+    scale, exp_scale = softmax_scale, softmax_scale * _LOG2_E
     if softcap > 0:
-        scale, exp_scale = softmax_scale / softcap, LOG2_E
+        scale, exp_scale = softmax_scale / softcap, _LOG2_E
     d = config.head_dim
     arguments = (
-        _descriptor(q, 64, d),
-        _descriptor(k, config.block_n, d),
-        _descriptor(v, config.block_n, d),
-        _descriptor(out, 64, d // config.o_chunks),
+        tensor_map(q, 64, d),
+        tensor_map(k, config.block_n, d),
+        tensor_map(v, config.block_n, d),
+        tensor_map(out, 64, d // config.o_chunks),
         lse,
         _tile_counter(q.device) if config.dynamic else lse,
         seqlen_q,
@@ -209,7 +196,7 @@ def forward(
         exp_scale,
         softcap,
     )
-    options = dict(
+    constants = dict(
         CONSUMERS=config.consumers,
         HEAD_DIM=d,
         BLOCK_N=config.block_n,
@@ -224,10 +211,10 @@ def forward(
         DYNAMIC=config.dynamic,
         CONSUMER_REGISTERS=consumer_registers,
         PRODUCER_REGISTERS=producer_registers,
-        num_warps=4,
-        maxnreg=launch_registers,
     )
-    launch(attention_forward_kernel, grid, arguments, options)
+    variant = (q.dtype, lse.data_ptr() % 16)  # all that Triton would specialise on
+    options = dict(num_warps=4, maxnreg=launch_registers)
+    _forward_kernel()(variant, grid, arguments, constants, options)
     return out, lse
 
 
