@@ -1,0 +1,192 @@
+"""The Gluon forward on an H100: every configuration, odd lengths, masks, strides, graphs, determinism, random shapes.
+
+    python3 -m pytest tests/gpu/test_hopper_forward.py -q
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gpu_accel.errors import UnsupportedError
+from gpu_accel.flash_attention3 import explain, flash_attn_func, hopper
+from gpu_accel.testing import make_qkv
+from gpu_accel.testing.attention import check_attention
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an H100 or H200"
+    ),
+]
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+@pytest.fixture(autouse=True)
+def poisoned_outputs():
+    """torch.empty gives NaN, so that an element nobody writes is seen."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def dense(q, k, v, **options):
+    return flash_attn_func(q, k, v, return_lse=True, backend="hopper", **options)
+
+
+def check(q, k, v, **options):
+    check_attention(dense, q, k, v, gradients=False, **options)
+
+
+def inputs(batch, sq, sk, heads, heads_kv, d, dtype=BF16, kind="normal", seed=0):
+    return make_qkv(batch=batch, seqlen_q=sq, seqlen_k=sk, heads=heads, heads_kv=heads_kv, head_dim=d, dtype=dtype,
+                    device="cuda", kind=kind, seed=seed)  # fmt: skip
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_every_configuration(d, dtype, causal):
+    # several tiles a program, so that the pipeline across tiles runs; then a tail on both sides and grouped heads
+    check(*inputs(8, 1024, 1024, 8, 8, d, dtype), causal=causal)
+    check(*inputs(1, 777, 1001, 4, 2, d, dtype, seed=1), causal=causal)
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize(
+    "sq,sk",
+    [(1, 1), (1, 777), (129, 700), (700, 129), (65, 191), (0, 64), (64, 0)],  # one row; decoding; rows without keys
+)
+def test_lengths(d, sq, sk):
+    q, k, v = inputs(2, sq, sk, 4, 1, d)
+    check(q, k, v, causal=True)
+    check(q, k, v)
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("window", [(100, 0), (200, 50), (64, -1), (-1, 30), (0, 0), (5, 1000)])
+def test_windows(d, window):
+    check(*inputs(1, 900, 700, 2, 2, d), window_size=window)
+    check(*inputs(1, 500, 1100, 2, 1, d), window_size=window)
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_softcap(d):
+    check(*inputs(1, 500, 600, 2, 2, d), causal=True, softcap=5.0)
+    check(*inputs(1, 300, 300, 2, 2, d), softcap=30.0)
+
+
+@pytest.mark.parametrize("d", [8, 40, 72, 96, 104, 160, 192, 248])
+def test_head_dims_between_the_tiles(d):
+    check(*inputs(1, 333, 300, 2, 1, d), causal=True)
+
+
+@pytest.mark.parametrize("kind", ["strided", "packed", "broadcast", "transposed", "poisoned", "misaligned"])
+@pytest.mark.parametrize("d", [64, 128])
+def test_memory_layouts(kind, d):
+    check(*inputs(2, 300, 300, 4, 4, d, kind=kind), causal=True)
+
+
+@pytest.mark.parametrize("changes", [{"dynamic": True}, {"dynamic": False}, {"q_slots": 1}, {"ping_pong": False}])
+@pytest.mark.parametrize("d,causal", [(64, True), (128, True), (128, False), (256, True)])
+def test_switches_give_the_same_bits(d, causal, changes):
+    # every switch changes when work happens, never what is computed
+    q, k, v = inputs(4, 1000, 1000, 8, 8, d)
+    options = dict(softmax_scale=d**-0.5, window_right=0 if causal else -1)
+    config = hopper.forward_config(d, causal=causal)
+    o, lse = hopper.forward(q, k, v, **options)
+    o2, lse2 = hopper.forward(q, k, v, config=replace(config, **changes), **options)
+    assert torch.equal(o, o2) and torch.equal(lse, lse2)
+
+
+def test_two_consumers_at_head_dim_64():
+    q, k, v = inputs(2, 1000, 1000, 4, 4, 64)
+    config = replace(hopper.forward_config(64, causal=True), consumers=2, ping_pong=True)
+    o, lse = hopper.forward(q, k, v, softmax_scale=0.125, window_right=0)
+    o2, lse2 = hopper.forward(q, k, v, softmax_scale=0.125, window_right=0, config=config)
+    torch.testing.assert_close(o.float(), o2.float(), atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(lse, lse2, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("d,causal", [(64, True), (128, True), (256, False)])
+def test_thirty_runs_are_bitwise_equal(d, causal):
+    q, k, v = inputs(8, 1000, 1000, 8, 2, d)
+    first = dense(q, k, v, causal=causal)
+    for _ in range(29):
+        again = dense(q, k, v, causal=causal)
+        assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+
+
+def test_graph_replays_on_new_contents():
+    q, k, v = inputs(4, 640, 640, 8, 8, 128)
+    dense(q, k, v, causal=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o, lse = dense(q, k, v, causal=True)
+    for seed in range(3):
+        for x, fresh in zip((q, k, v), inputs(4, 640, 640, 8, 8, 128, seed=seed + 5), strict=True):
+            x.copy_(fresh)
+        graph.replay()
+        expected = dense(q, k, v, causal=True)
+        assert torch.equal(o, expected[0]) and torch.equal(lse, expected[1])
+
+
+def test_streams_do_not_share_a_queue():
+    q, k, v = inputs(8, 2048, 2048, 16, 16, 128)
+    expected, _ = dense(q, k, v, causal=True)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    outputs = []
+    for stream in streams * 3:
+        with torch.cuda.stream(stream):
+            outputs.append(dense(q, k, v, causal=True)[0])
+    torch.cuda.synchronize()
+    assert all(torch.equal(o, expected) for o in outputs)
+
+
+def test_offsets_past_two_to_the_31():
+    # heads of a (1, S, H, D) tensor whose rows are 2^21 elements apart: the last row starts past 2^31
+    seqlen, heads, d = 1100, 2, 64
+    storage = torch.empty(seqlen * (1 << 21), dtype=BF16, device="cuda")
+    q = storage.as_strided((1, seqlen, heads, d), (0, 1 << 21, d, 1)).normal_()
+    k, v = (torch.randn(1, seqlen, heads, d, dtype=BF16, device="cuda") for _ in range(2))
+    check(q, k, v, causal=True)
+
+
+def test_compiled_fullgraph_equals_eager():
+    q, k, v = inputs(2, 300, 300, 4, 4, 128)
+    compiled = torch.compile(lambda *x: flash_attn_func(*x, causal=True), fullgraph=True)
+    assert torch.equal(compiled(q, k, v), flash_attn_func(q, k, v, causal=True))
+
+
+def test_auto_takes_it_and_says_so():
+    q, k, v = inputs(2, 300, 300, 4, 4, 128)
+    said = explain(q, k, v, causal=True)
+    assert said.backend == "hopper" and "128x128" in said.config
+    q32 = q.float()
+    assert "bfloat16 and float16" in explain(q32, q32, q32).refused["hopper"]
+    with pytest.raises(UnsupportedError, match="bfloat16 and float16"):
+        flash_attn_func(q32, q32, q32, backend="hopper")
+
+
+def test_random_problems():
+    """Differential test against float64 over every feature; a failure prints the case that fails."""
+    seed = 20261127
+    source = random.Random(seed)
+    masks = ["full", "causal", "left", "both", "right"]
+    for _, d in itertools.product(range(40), (64, 128, 256)):
+        heads_kv, group = source.choice((1, 2, 3)), source.choice((1, 2, 4))
+        sq, sk = source.randint(1, 700), source.randint(1, 900)
+        left, right = source.randint(0, 300), source.randint(0, 300)
+        mask = source.choice(masks)
+        window = {"full": (-1, -1), "causal": (-1, 0), "left": (left, -1), "both": (left, right), "right": (-1, right)}
+        case = (source.randint(1, 5), sq, sk, heads_kv * group, heads_kv, d - 8 * source.choice((0, 0, 1, 3)))
+        softcap = source.choice((0.0, 0.0, 20.0))
+        try:
+            check(*inputs(*case, seed=source.randint(0, 999)), window_size=window[mask], softcap=softcap)
+        except AssertionError as error:
+            raise AssertionError(f"case {case}, window {window[mask]}, softcap {softcap}, seed {seed}: {error}") from error
