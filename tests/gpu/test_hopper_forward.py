@@ -189,4 +189,5 @@ def test_random_problems():
         try:
             check(*inputs(*case, seed=source.randint(0, 999)), window_size=window[mask], softcap=softcap)
         except AssertionError as error:
-            raise AssertionError(f"case {case}, window {window[mask]}, softcap {softcap}, seed {seed}: {error}") from error
+            what = f"case {case}, window {window[mask]}, softcap {softcap}, seed {seed}"
+            raise AssertionError(f"{what}: {error}") from error
