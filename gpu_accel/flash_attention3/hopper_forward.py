@@ -225,8 +225,8 @@ def _consumer(
         slot = (k % Q_SLOTS) * CONSUMERS + WG
         q = q_bufs.index(slot)
         q_phase = (k // Q_SLOTS) & 1
-        # Blocks [lo, left_end) need the left mask, blocks [first, hi) the right one; block hi - 1 is done. One loop with
-        # a branch around the masks, not one for each: ptxas 12.8 then computes Q's address only for the first of them.
+        # Blocks [lo, left_end) need the left mask, blocks [first, hi) the right one; block hi - 1 is done. One loop,
+        # with a branch around the masks, not one for each: ptxas 12.8 then finds Q's address only for the first.
         first = hi - 1
         left_end = lo
         if CAUSAL:
