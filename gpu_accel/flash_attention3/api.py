@@ -214,7 +214,7 @@ def explain(
     config, path = "", ""
     if name == "portable":
         config, path = _portable_choice(problem, q, k, v)
-    elif hasattr(found, "describe"):
+    elif found is not None and hasattr(found, "describe"):
         config = str(found.describe(problem))
     back, _ = choose(problem, backend, "backward")
     back_kernel = getattr(module(BACKENDS[back], "backward"), "KERNEL", back)

@@ -36,13 +36,16 @@ def _attention(
     if precision == "fp8":
         from gpu_accel.flash_attention3.fp8 import fp8_attention
 
-        return fp8_attention(q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, out_dtype=q.dtype,
-                             backend=backend, **options)  # fmt: skip
+        out = fp8_attention(q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, out_dtype=q.dtype,
+                            backend=backend, **options)  # fmt: skip
+        assert isinstance(out, Tensor)
+        return out
     dtype, given = PRECISIONS[precision], q.dtype
     q, k, v = (x.to(dtype) for x in (q, k, v))
     if layout == "bhsd":
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     o = flash_attn_func(q, k, v, softmax_scale=softmax_scale, causal=causal, backend=backend, **options)
+    assert isinstance(o, Tensor)
     return (o.transpose(1, 2) if layout == "bhsd" else o).to(given)
 
 
@@ -80,6 +83,8 @@ class FlashAttention3(nn.Module):
         self.softmax_scale = softmax_scale
 
     def _check_hardware(self, device: torch.device) -> None:
+        if self.hardware is None:
+            return
         wanted = _HARDWARE[self.hardware]
         if device.type != "cuda":
             raise HardwareError(
@@ -93,15 +98,22 @@ class FlashAttention3(nn.Module):
                 f"{torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}: use hardware=None"
             )
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, **options) -> Tensor:
-        """q (batch, heads, seqlen_q, head_dim), k and v with their own heads (or bshd): o like q.
-
-        `options` (window_size, softcap, ...) go to the attention function.
-        """
-        if self.hardware is not None and isinstance(q, Tensor):
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool = False,
+        *,
+        window_size: Window = (-1, -1),
+        softcap: float = 0.0,
+    ) -> Tensor:
+        """q (batch, heads, seqlen_q, head_dim), k and v with their own heads (or bshd): o like q."""
+        if isinstance(q, Tensor):
             self._check_hardware(q.device)
         return _attention(q, k, v, precision=self.precision, layout=self.layout, causal=causal,
-                          softmax_scale=self.softmax_scale, backend=self.backend, **options)  # fmt: skip
+                          softmax_scale=self.softmax_scale, backend=self.backend, window_size=window_size,
+                          softcap=softcap)  # fmt: skip
 
     def extra_repr(self) -> str:
         names = ("precision", "hardware", "layout", "backend")

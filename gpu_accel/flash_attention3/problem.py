@@ -126,8 +126,8 @@ def check_scalars(softmax_scale: float, softcap: float) -> None:
 def check_packed(
     q: Tensor,
     k: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
     seqused_q: Tensor | None,
     seqused_k: Tensor | None,
     max_seqlen_q: int | Tensor | None,
@@ -145,6 +145,7 @@ def check_packed(
             raise InvalidInputError(f"{name} must have shape (batch + 1,), got {_shape(x)}")
         if x.device != q.device:
             raise InvalidInputError(f"{name} must be on the device of q ({q.device}), got {x.device}")
+    assert cu_seqlens_q is not None and cu_seqlens_k is not None  # checked above
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise InvalidInputError(
             f"cu_seqlens_q and cu_seqlens_k must have one length, got {cu_seqlens_q.shape[0]} and "
