@@ -68,8 +68,8 @@ def flash_attn_func(
         softcap: scores become softcap * tanh(score / softcap); 0 is off.
         deterministic: only take a backward that gives the same bits every time (the portable one always does).
         return_lse, return_attn_probs: also return the log-sum-exp; the second is flash-attn's name for it.
-        backend: "auto", "hopper", "portable" or "reference". A named backend that has no backward leaves the gradients
-            to "auto"; :func:`explain` tells which.
+        backend: "auto", "hopper", "portable" or "reference". A named backend without a backward for this problem
+            leaves the gradients to "auto"; :func:`explain` tells which.
 
     Returns:
         o (batch, seqlen_q, heads, head_dim_v) of the dtype of q; with `return_lse` also lse (batch, heads, seqlen_q),
@@ -217,8 +217,12 @@ def explain(
     elif found is not None and hasattr(found, "describe"):
         config = str(found.describe(problem))
     back, _ = choose(problem, backend, "backward")
-    back_kernel = getattr(module(BACKENDS[back], "backward"), "KERNEL", back)
-    back_config = _portable_backward_choice(problem, q.device) if back == "portable" else ""
+    back_module = module(BACKENDS[back], "backward")
+    back_config = ""
+    if back == "portable":
+        back_config = _portable_backward_choice(problem, q.device)
+    elif back_module is not None and hasattr(back_module, "describe"):
+        back_config = str(back_module.describe(problem))
     if problem.causal and not varlen and problem.seqlen_q > problem.seqlen_k:
         notes.append(f"the first {problem.seqlen_q - problem.seqlen_k} rows see no key: o 0, lse -inf")
     return Explanation(
@@ -227,7 +231,7 @@ def explain(
         kernel=getattr(found, "KERNEL", name),
         config=config,
         path=path,
-        backward=f"{back}: {back_kernel}",
+        backward=f"{back}: {getattr(back_module, 'KERNEL', back)}",
         backward_config=back_config,
         refused=refused,
         notes=tuple(notes),

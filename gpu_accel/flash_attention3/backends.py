@@ -66,18 +66,19 @@ def choose(problem: Problem, backend: str, pass_: str) -> tuple[str, dict[str, s
     """The backend for one pass, and why each one before it in the order of preference was refused.
 
     "auto" never takes the reference for a GPU tensor: it would be slow without saying so. A named backend without a
-    backward leaves that pass to "auto".
+    backward for this problem leaves that pass to "auto", since every backward takes every forward's results.
 
     Raises:
         InvalidInputError: unknown name. HardwareError, UnsupportedError: nothing (or not the named one) can run it.
     """
     if backend not in NAMES:
         raise InvalidInputError(f"backend must be one of {', '.join(NAMES)}, got {backend!r}")
-    if backend != "auto" and (pass_ == "forward" or module(BACKENDS[backend], pass_) is not None):
+    if backend != "auto":
         why = refusal(backend, pass_, problem)
-        if why is not None:
+        if why is None:
+            return backend, {}
+        if pass_ == "forward":
             raise _error(backend, pass_, problem, why)
-        return backend, {}
     refused: dict[str, str] = {}
     for name in BACKENDS:
         if name == "reference" and problem.device_type != "cpu":

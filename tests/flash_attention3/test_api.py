@@ -136,6 +136,12 @@ def test_a_backend_without_backward_leaves_it_to_auto(monkeypatch):
     assert choose(problem(), "hopper", "backward")[0] == "portable"
 
 
+def test_deterministic_takes_the_portable_backward():
+    # the Hopper backward adds with atomics; the gradients of a named forward follow the same rule
+    for backend in ("auto", "hopper"):
+        assert choose(problem(deterministic=True), backend, "backward")[0] == "portable"
+
+
 def test_float64_on_a_cpu_is_the_reference():
     q, k, v = (x.double() for x in qkv("cpu"))
     assert explain(q, k, v).backend == "reference"
