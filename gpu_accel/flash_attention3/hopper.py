@@ -96,8 +96,10 @@ def _forward_kernel() -> QuickLaunch:
 
 
 def addressable(x: Tensor) -> Tensor:
-    """x, or one contiguous copy where the copy engine cannot address it (unaligned or broadcast strides)."""
-    return x if x.stride(-1) == 1 and tma_refusal(x) in (None, "no GPU") else x.contiguous()
+    """x, or one contiguous copy where the copy engine cannot address it (a base or strides off 16 bytes, or 0)."""
+    if x.stride(-1) == 1 and tma_refusal(x) in (None, "no GPU"):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)  # .contiguous() would return a misaligned x itself
 
 
 _counters: dict[tuple[int, int], Tensor] = {}
