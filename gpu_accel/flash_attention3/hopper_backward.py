@@ -1,8 +1,8 @@
 """Host side of the Hopper backward: which problems it takes, its configurations, and the three launches of a call.
 
-    prepare     lse in base 2 and delta = rowsum(do * o) - dlse in one padded array; zeroes the float32 sum of dQ
-    main        dK and dV, and dQ by atomic adds into that sum
-    dq_finish   dQ = softmax_scale * sum, in the order and dtype of q
+prepare     lse in base 2 and delta = rowsum(do * o) - dlse in one padded array; zeroes the float32 sum of dQ
+main        dK and dV, and dQ by atomic adds into that sum
+dq_finish   dQ = softmax_scale * sum, in the order and dtype of q
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ _UNIT = 8  # elements of 16 bytes
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardConfig:
-    """Tiles and switches of one backward kernel."""
+    """Tiles and switches of one backward kernel; `*_slots` are buffers of a whole tile of K and of V."""
 
     head_dim: int
     block_m: int
-    kv_slots: int
-    ds_slots: int
+    k_slots: int
+    v_slots: int
+    ping_pong: bool
+    preload: bool
     dynamic: bool
 
 
@@ -37,7 +39,15 @@ def backward_config(head_dim: int, *, causal: bool, softcap: bool = False) -> Ba
     """The configuration for a head_dim up to 128 (rounded up to 64 or 128 by zero fill)."""
     # softcap needs registers for 1 - tanh^2 that 128 rows at head_dim 64 do not leave
     padded = 64 if head_dim <= 64 and not softcap else 128
-    return BackwardConfig(head_dim=padded, block_m=128 if padded == 64 else 64, kv_slots=2, ds_slots=2, dynamic=causal)
+    return BackwardConfig(
+        head_dim=padded,
+        block_m=128 if padded == 64 else 64,
+        k_slots=2,
+        v_slots=2 if padded == 64 else 1,
+        ping_pong=padded == 128,
+        preload=padded == 128,
+        dynamic=causal,
+    )
 
 
 def refuse(problem: Problem) -> str | None:
@@ -97,7 +107,7 @@ def _addressable(x: Tensor) -> bool:
 
 
 def _descriptor(x: Tensor, rows: int, columns: int):
-    """Blocks of `rows` rows and `columns` columns of one head of a (batch, seqlen, heads, head_dim) tensor, zeros outside."""
+    """Blocks of one head of a (batch, seqlen, heads, head_dim) tensor, zeros outside."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -115,10 +125,19 @@ def _shared_layout(rows: int, columns: int, dtype):
 
 
 def _row_descriptor(x: Tensor, length: int):
+    """Blocks of `length` consecutive numbers."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     return TensorDescriptor(x, [x.numel()], [1], [length], gl.NVMMASharedLayout(0, 32, 1))
+
+
+def _fragment_descriptor(x: Tensor):
+    """Fragments of dQ, 4096 numbers each, as 16 rows of 256."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    return TensorDescriptor(x, [x.numel() // 256, 256], [256, 1], [16, 256], gl.NVMMASharedLayout(0, 32, 2))
 
 
 def _heads_per_group(heads: int, bytes_per_head: int) -> int:
@@ -147,9 +166,10 @@ def backward(
     """Gradients of attention of (batch, seqlen, heads, head_dim) bf16/fp16 tensors on sm_90.
 
     Args:
-        do, o: gradient and result of the forward, like q. Any strides; what the copy engine can't address is copied once.
+        do, o: gradient and result of the forward, like q. Any strides; what the copy engine can't address, expanded
+            dimensions for one, is copied once.
         q, k, v: inputs of the forward; heads is a multiple of heads_kv.
-        lse: (batch, heads, seqlen_q) float32, natural logarithm, -inf for rows that see nothing (their gradients are zero).
+        lse: (batch, heads, seqlen_q) float32, natural logarithm, -inf for rows that see nothing, whose gradient is 0.
         dlse: gradient of lse, like it, or None.
         softmax_scale, window_left, window_right, softcap: as in the forward.
         config: tiles to use instead of the tuned ones.
@@ -177,9 +197,10 @@ def backward(
     dq_sum = torch.empty((batch, heads, num_m, 2, 4096), dtype=torch.float32, device=q.device)
     mask_d = head_dim != d
     rows = 64
-    kernels.prepare[(num_m * m // rows, batch * heads)](
+    kernels.prepare[(batch * heads, num_m * m // rows)](
         o, do, lse, lse if dlse is None else dlse, stat, dq_sum, *o.stride()[:3], *do.stride()[:3],
-        heads, seqlen_q, num_m, head_dim, D=d, M=m, ROWS=rows, MASK_D=mask_d, DLSE=dlse is not None, num_warps=4)  # fmt: skip
+        heads, seqlen_q, num_m, head_dim, D=d, M=m, ROWS=rows, MASK_D=mask_d, DLSE=dlse is not None, num_warps=4,
+    )  # fmt: skip
 
     num_tiles = num_n * batch * heads_kv
     per_kv = heads // heads_kv
@@ -192,7 +213,7 @@ def backward(
         _descriptor(k, 64, d),
         _descriptor(v, 64, d),
         _row_descriptor(stat, m),
-        dq_sum,
+        _fragment_descriptor(dq_sum),
         _descriptor(dk, 64, d),
         _descriptor(dv, 64, d),
         _tile_counter(q.device),
@@ -211,8 +232,10 @@ def backward(
         cap_in,
         D=d,
         M=m,
-        KV_SLOTS=config.kv_slots,
-        DS_SLOTS=config.ds_slots,
+        K_SLOTS=config.k_slots,
+        V_SLOTS=config.v_slots,
+        PING_PONG=config.ping_pong,
+        PRELOAD=config.preload,
         CAUSAL=causal,
         WINDOW=window_left >= 0,
         SOFTCAP=softcap > 0,
@@ -221,8 +244,10 @@ def backward(
         num_warps=4,
         maxnreg=168,
     )
-    kernels.dq_finish[(num_m * 2, batch * heads)](
-        dq_sum, dq, *dq.stride()[:3], heads, seqlen_q, num_m, head_dim, softmax_scale, D=d, M=m, MASK_D=mask_d, num_warps=4)  # fmt: skip
+    kernels.dq_finish[(batch * heads, num_m * 2)](
+        dq_sum, dq, *dq.stride()[:3], heads, seqlen_q, num_m, head_dim, softmax_scale, D=d, M=m, MASK_D=mask_d,
+        num_warps=4,
+    )  # fmt: skip
     return dq, dk, dv
 
 
