@@ -84,9 +84,14 @@ def flash_attn_func(
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     check_scalars(scale, softcap)
     left, right = normalise_window(window_size, causal)
-    o, lse = function.flash_attention_forward(
-        q, k, v, float(scale), left, right, float(softcap), bool(deterministic), backend
-    )
+    if function.nobody_watches(q, k, v):
+        o, lse = function.run_forward(
+            q, k, v, backend, softmax_scale=scale, window_left=left, window_right=right, softcap=softcap
+        )
+    else:
+        o, lse = function.flash_attention_forward(
+            q, k, v, float(scale), left, right, float(softcap), bool(deterministic), backend
+        )
     return (o, lse) if return_lse or return_attn_probs else o
 
 

@@ -7,6 +7,7 @@ when asked about. All of them produce the same (o, lse), so the forward of one g
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 from dataclasses import dataclass, replace
@@ -39,6 +40,7 @@ BACKENDS = {
 NAMES = ("auto", *BACKENDS)
 
 
+@functools.cache
 def module(backend: Backend, pass_: str) -> ModuleType | None:
     """The module of one pass ("forward" or "backward"), or None where the backend has none."""
     name = f"{_PACKAGE}.{backend.forward if pass_ == 'forward' else backend.backward}"

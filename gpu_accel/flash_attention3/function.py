@@ -9,6 +9,9 @@ at run time, so that a compiled graph holds no decision about the machine.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+
 import torch
 from torch import Tensor
 
@@ -57,20 +60,49 @@ def unit_last_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def _run_forward(q, k, v, backend, **options):
+@functools.lru_cache(4096)
+def _backend_name(problem: Problem, backend: str, pass_: str) -> str:
+    return choose(problem, backend, pass_)[0]
+
+
+def _on_device_of(x: Tensor):
+    """Triton launches on the current device, whichever device the tensors are on."""
+    if x.device.type != "cuda" or x.device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(x.device)
+
+
+def nobody_watches(*tensors: Tensor) -> bool:
+    """Plain tensors, no gradient wanted, no compiler, mode or transform.
+
+    Then the op's dispatch, 150 us of Python on the way to the same kernel, can be left out.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and all(type(x) is Tensor for x in tensors)
+        and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
+
+
+def run_forward(q, k, v, backend, **options):
+    """What the forward ops do: choose and launch."""
     q, k, v = (unit_last_stride(x) for x in (q, k, v))
     problem = problem_of(q, k, v, **{n: options[n] for n in ("window_left", "window_right", "softcap")},
                          cu_seqlens_q=options.get("cu_seqlens_q"))  # fmt: skip
-    name, _ = choose(problem, backend, "forward")
-    return module(BACKENDS[name], "forward").forward(q, k, v, **options)
+    name = _backend_name(problem, backend, "forward")
+    with _on_device_of(q):
+        return module(BACKENDS[name], "forward").forward(q, k, v, **options)
 
 
 def _run_backward(do, dlse, q, k, v, o, lse, backend, deterministic, **options):
     do, q, k, v, o = (unit_last_stride(x) for x in (do, q, k, v, o))
     problem = problem_of(q, k, v, **{n: options[n] for n in ("window_left", "window_right", "softcap")},
                          cu_seqlens_q=options.get("cu_seqlens_q"), deterministic=deterministic)  # fmt: skip
-    name, _ = choose(problem, backend, "backward")
-    return module(BACKENDS[name], "backward").backward(do, q, k, v, o, lse, dlse=dlse, **options)
+    name = _backend_name(problem, backend, "backward")
+    with _on_device_of(q):
+        return module(BACKENDS[name], "backward").backward(do, q, k, v, o, lse, dlse=dlse, **options)
 
 
 def _empty_outputs(q: Tensor, v: Tensor, lse_shape) -> tuple[Tensor, Tensor]:
@@ -90,7 +122,7 @@ def flash_attention_forward(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, window_left: int, window_right: int, softcap: float,
     deterministic: bool, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return _run_forward(q, k, v, backend, softmax_scale=softmax_scale, window_left=window_left,
+    return run_forward(q, k, v, backend, softmax_scale=softmax_scale, window_left=window_left,
                         window_right=window_right, softcap=softcap)  # fmt: skip
 
 
@@ -138,7 +170,7 @@ def flash_attention_varlen_forward(
     seqused_k: Tensor | None, softmax_scale: float, window_left: int, window_right: int, softcap: float,
     deterministic: bool, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return _run_forward(q, k, v, backend, softmax_scale=softmax_scale, window_left=window_left,
+    return run_forward(q, k, v, backend, softmax_scale=softmax_scale, window_left=window_left,
                         window_right=window_right, softcap=softcap, cu_seqlens_q=cu_seqlens_q,
                         cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k)  # fmt: skip
 
