@@ -58,9 +58,8 @@ lint-types: $(INSTALLED)
 notebook: $(INSTALLED)  ## JupyterLab with the notebooks
 	$(BIN)/jupyter lab notebooks/00_start.ipynb
 
-readme: $(INSTALLED)  ## bring README's table of papers up to date
-	@env -u GPU_ACCEL_PAPERS $(BIN)/python -c 'from cli.papers import readme_table; from gpu_accel.workbench.report import update_block; \
-	print("README.md", "changed" if update_block("README.md", "papers", readme_table()) else "is up to date")'
+readme: $(INSTALLED)  ## figures and tables of committed records, in README and in every paper's README
+	@env -u GPU_ACCEL_PAPERS $(BIN)/python -m cli.refresh
 
 # Other versions of Triton, unpacked beside each other (about 1 GB each), for the tests that only compile.
 triton-targets: $(INSTALLED)  ## Triton 3.6.0, 3.8.0 and 3.9.0 beside each other, to compile the kernels with

@@ -1,0 +1,77 @@
+"""What a paper's README shows of its committed records: figures, a table of rates and ratios, the ledger in a line.
+
+`make readme` calls `refresh` for every paper; nothing in the generated block is typed by hand.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from gpu_accel.workbench import report, series
+from gpu_accel.workbench.claims import judge_all
+from gpu_accel.workbench.records import Record, merge
+from gpu_accel.workbench.registry import Paper
+from gpu_accel.workbench.svg import static_svg
+
+BLOCK = "results"
+NOTE = (
+    "Tables: TFLOP/s of our fastest kernel and, in brackets, its speed against the fastest rival of the same "
+    "interleaved run; above 1 is faster."
+)
+
+
+def refresh(paper: Paper) -> list[Path]:
+    """Write the SVG of every measured sweep and the `results` block of the paper's README; returns what was written."""
+    records = merge(paper.records())
+    claims = paper.claims()
+    written, parts = [], []
+    for title, members, quotes in sorted(report.figures(records, claims), key=lambda f: "backward" in f[0]):
+        name = re.sub(r"[^a-z0-9]+", "-", title.replace("input normal", "").lower()).strip("-") + ".svg"
+        path = paper.path / name
+        path.write_text(static_svg(members, quotes=quotes, title=f"{paper.title.split(':')[0]}: {title}"))
+        written.append(path)
+        parts += [f"![{title}]({name})", best_table(members, ours=paper.ours)]
+    if parts:
+        parts.append(NOTE)
+    parts.append(report.summary(judge_all(claims, records)) + ".")
+    readme = paper.path / "README.md"
+    if report.update_block(readme, BLOCK, "\n\n".join(parts)):
+        written.append(readme)
+    return written
+
+
+def best_table(records: Sequence[Record], *, ours: Sequence[str]) -> str:
+    """Rate of our best implementation and, beside it, its speed against the best rival of the same run.
+
+    One row per (head_dim, mask), one column per sequence length: `726 (1.05)` is 726 TFLOP/s, 1.05 times the rival.
+    """
+    lengths = sorted({int(r.case["seqlen_q"]) for r in records})
+    cells: dict[tuple, dict[object, tuple[str, str]]] = {}
+    for (dim, causal), of_shape in _by(records, lambda r: (r.case["head_dim"], bool(r.case.get("causal")))).items():
+        for length, rows in _by(of_shape, lambda r: r.case["seqlen_q"]).items():
+            mine = [r for r in rows if r.impl in ours]
+            rivals = {r.impl for r in rows if r.impl not in ours}
+            if not mine:
+                continue
+            best = max(mine, key=lambda r: r.value("tflops"))
+            ratios = {name: x["median"] for name, x in best.ratio_to.items() if name in rivals}
+            against = min(ratios, key=lambda name: ratios[name]) if ratios else ""
+            text = f"{best.value('tflops'):.0f}" + (f" ({ratios[against]:.2f})" if against else "")
+            cells.setdefault((dim, causal), {})[length] = (text, against)
+    rows = []
+    for (dim, causal), by_length in sorted(cells.items()):
+        names = {against for _, against in by_length.values() if against}
+        rival = ", ".join(series.label(n) for n in series.order(names))
+        found = [by_length.get(n, ("–", ""))[0] for n in lengths]
+        rows.append([str(dim), "causal" if causal else "full", *found, rival])
+    headings = ["head dim", "mask", *(series.short(n) for n in lengths), "fastest rival"]
+    return report.markdown_table(headings, rows, numeric_from=2)
+
+
+def _by(records, key) -> dict:
+    groups: dict = {}
+    for record in records:
+        groups.setdefault(key(record), []).append(record)
+    return groups
