@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from .papers import readme_table
 from gpu_accel.workbench import pages, registry
 from gpu_accel.workbench.report import update_block
+
+from .papers import readme_table
 
 
 def main() -> None:
