@@ -50,6 +50,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from gpu_accel.gluon_compat import tma_load, tma_store
+
 from .hopper_device import bar_arrive, bar_sync, pack_pairs, publish_tile, receive_tile, tanh, unpack_pairs
 
 KEYS = gl.constexpr(64)  # keys of one consumer: the M of wgmma
@@ -160,6 +162,13 @@ def tma_reduce_add(desc, coord, src, _semantic=None):
     """desc[coord] += src by the copy engine. Triton 3.6 and 3.7 have the operation but no function for it."""
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
+
+
+@builtin
+def reinterpret(buf, dtype, shape, layout, _semantic=None):
+    """The same shared memory as another type and shape; Triton 3.9 dropped the underscore of the method."""
+    method = getattr(buf, "reinterpret", None) or buf._reinterpret
+    return method(dtype, shape, layout, _semantic=_semantic)
 
 
 @gluon.jit
@@ -329,14 +338,14 @@ def _consumer(
                 v_own = v_bufs.index((k_done % V_SLOTS) * 2 + WG)
             else:
                 tma.store_wait(0)
-                v_own = dq_buf._reinterpret(dtype, [KEYS, D], N_LAYOUT)
+                v_own = reinterpret(dq_buf, dtype, [KEYS, D], N_LAYOUT)
             v_own.store(dv.to(dtype))
             k_own.store((dk * softmax_scale).to(dtype))
             fence_async_shared()
             n_done, batch_done, head_done = _tile(tile_done, num_n, heads_kv, group, CAUSAL)
             key0 = n_done * 2 * KEYS + WG * KEYS
-            tma.async_copy_shared_to_global(dv_desc, [batch_done, head_done, key0, 0], v_own)
-            tma.async_copy_shared_to_global(dk_desc, [batch_done, head_done, key0, 0], k_own)
+            tma_store(dv_desc, [batch_done, head_done, key0, 0], v_own)
+            tma_store(dk_desc, [batch_done, head_done, key0, 0], k_own)
             if tile < num_tiles:
                 mbarrier.wait(v_full.index(k % V_SLOTS), (k // V_SLOTS) & 1)
             dk = gl.full([KEYS, D], 0.0, gl.float32, D_LAYOUT)
@@ -357,12 +366,12 @@ def _load_rows(bars, bufs, descs, batch, head, i, it, fragment, M: gl.constexpr)
     stage = it % 2
     mbarrier.wait(row_empty.index(stage), ((it // 2) & 1) ^ 1)
     mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + 2 * stat_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(q_desc, [batch, head, i * M, 0], q_full.index(stage), q_bufs.index(stage))
-    tma.async_copy_global_to_shared(stat_desc, [fragment * (2 * M)], q_full.index(stage), stat_bufs.index(2 * stage))
-    tma.async_copy_global_to_shared(
+    tma_load(q_desc, [batch, head, i * M, 0], q_full.index(stage), q_bufs.index(stage))
+    tma_load(stat_desc, [fragment * (2 * M)], q_full.index(stage), stat_bufs.index(2 * stage))
+    tma_load(
         stat_desc, [fragment * (2 * M) + M], q_full.index(stage), stat_bufs.index(2 * stage + 1))  # fmt: skip
     mbarrier.expect(do_full.index(stage), do_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(do_desc, [batch, head, i * M, 0], do_full.index(stage), do_bufs.index(stage))
+    tma_load(do_desc, [batch, head, i * M, 0], do_full.index(stage), do_bufs.index(stage))
 
 
 @gluon.jit
@@ -386,7 +395,7 @@ def _producer(
         mbarrier.wait(k_empty.index(slot), ((k // K_SLOTS) & 1) ^ 1)
         mbarrier.expect(k_full.index(slot), 2 * k_desc.block_type.nbytes)
         for c in gl.static_range(2):
-            tma.async_copy_global_to_shared(
+            tma_load(
                 k_desc, [batch, head_kv, key0 + c * KEYS, 0], k_full.index(slot), k_bufs.index(slot * 2 + c)
             )  # fmt: skip
         _load_rows((q_full, do_full, row_empty), (q_bufs, do_bufs, stat_bufs), (q_desc, do_desc, stat_desc),
@@ -396,7 +405,7 @@ def _producer(
         mbarrier.wait(v_empty.index(slot), ((k // V_SLOTS) & 1) ^ 1)
         mbarrier.expect(v_full.index(slot), 2 * v_desc.block_type.nbytes)
         for c in gl.static_range(2):
-            tma.async_copy_global_to_shared(
+            tma_load(
                 v_desc, [batch, head_kv, key0 + c * KEYS, 0], v_full.index(slot), v_bufs.index(slot * 2 + c)
             )  # fmt: skip
         for g in range(0, per_kv):
