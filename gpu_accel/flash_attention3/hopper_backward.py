@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .hopper import addressable
 from .problem import Problem, effective_window
 
 NAME = "hopper"
@@ -99,13 +100,6 @@ def _tile_counter(device: torch.device) -> Tensor:
     return _counters[key]
 
 
-def _addressable(x: Tensor) -> bool:
-    """Whether the copy engine can read it as it is: 16-byte strides and base, no broadcast dimension, last stride 1."""
-    size = x.element_size()
-    strides = [s * size for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
-    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(0 < s < 2**40 and s % 16 == 0 for s in strides)
-
-
 def _descriptor(x: Tensor, rows: int, columns: int):
     """Blocks of one head of a (batch, seqlen, heads, head_dim) tensor, zeros outside."""
     from triton.experimental.gluon import language as gl
@@ -185,7 +179,7 @@ def backward(
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     window_left, window_right = effective_window(window_left, window_right, seqlen_q, seqlen_k)
-    do, q, k, v = (x if _addressable(x) else x.contiguous() for x in (do, q, k, v))
+    do, q, k, v = (addressable(x) for x in (do, q, k, v))
     o = o if o.stride(-1) == 1 else o.contiguous()
     lse = lse.contiguous()
     dlse = None if dlse is None else dlse.to(torch.float32).contiguous()
