@@ -97,19 +97,17 @@ def test_switches_give_the_same_bits(d, causal, changes):
     # every switch changes when work happens, never what is computed
     q, k, v = inputs(4, 1000, 1000, 8, 8, d)
     options = dict(softmax_scale=d**-0.5, window_right=0 if causal else -1)
-    config = hopper.forward_config(d, causal=causal)
+    config = hopper.forward_config(d, causal=causal, seqlen_k=1000)
     o, lse = hopper.forward(q, k, v, **options)
     o2, lse2 = hopper.forward(q, k, v, config=replace(config, **changes), **options)
     assert torch.equal(o, o2) and torch.equal(lse, lse2)
 
 
-def test_two_consumers_at_head_dim_64():
-    q, k, v = inputs(2, 1000, 1000, 4, 4, 64)
-    config = replace(hopper.forward_config(64, causal=True), consumers=2, ping_pong=True)
-    o, lse = hopper.forward(q, k, v, softmax_scale=0.125, window_right=0)
-    o2, lse2 = hopper.forward(q, k, v, softmax_scale=0.125, window_right=0, config=config)
-    torch.testing.assert_close(o.float(), o2.float(), atol=2e-2, rtol=2e-2)
-    torch.testing.assert_close(lse, lse2, atol=1e-5, rtol=1e-5)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_two_and_three_consumers_at_head_dim_64(causal):
+    for seqlen, consumers in ((900, 2), (5000, 3)):
+        assert hopper.forward_config(64, causal=causal, seqlen_k=seqlen).consumers == consumers
+        check(*inputs(1, seqlen, seqlen, 4, 2, 64), causal=causal)
 
 
 @pytest.mark.parametrize("d,causal", [(64, True), (128, True), (256, False)])
