@@ -13,7 +13,7 @@ from gpu_accel.testing import QKV
 from gpu_accel.workbench.experiment import Case, Check, Implementation, Settings, Workload
 
 from . import fp8_forward, inputs
-from .judging import Judge
+from .judging import FACTOR, RIVALS_FACTOR, Judge
 from .peers import Contender, contenders, refusals
 
 BACKWARD_NOTE = "only torch.autograd.grad on a graph kept from one forward pass is timed, for all alike"
@@ -92,7 +92,7 @@ def _backward_implementation(contender: Contender, judge: Judge) -> Implementati
             with refusals(contender):
                 return [contender.to_bshd(gradient) for gradient in prepare(seed, qkv, do)()]
 
-        return judge.backward(seed, run)
+        return judge.backward(seed, run, factor=FACTOR if contender.role == "ours" else RIVALS_FACTOR)
 
     def make(seed: int) -> Callable[[], object]:
         qkv = judge.inputs(seed)

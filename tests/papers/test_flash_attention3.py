@@ -242,6 +242,28 @@ def test_a_wrong_gradient_fails_and_is_named(which):
     assert not check.ok and judging.GRADIENTS[which] in check.metric
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_no_rival_of_the_default_cpu_run_is_called_wrong(precision):
+    """torch's own kernels err more than ours in the backward pass; ours are too slow here for many seeds."""
+    settings = Settings(device="cpu", precision=precision, seed=0)
+    checked = set()
+    for case in cases.attention_cases(settings, direction="backward"):
+        for rival in attention.build_backward(case, settings).implementations:
+            if rival.role == "peer" and not rival.unavailable:
+                found = [rival.check(seed) for seed in range(12)]
+                assert all(check.ok for check in found), (rival.name, case, found)
+                checked.add(rival.name)
+    assert checked == {"sdpa-flash", "sdpa-math"}
+
+
+def test_only_rivals_have_the_wider_bound(monkeypatch):
+    factors = {}
+    monkeypatch.setattr(judging.Judge, "backward", lambda self, seed, run, factor: factor)
+    for one in attention.build_backward(small(**{"pass": "backward"}), CPU).implementations:
+        factors.setdefault(one.role, set()).add(one.check(0))
+    assert factors == {"ours": {2.0}, "peer": {4.0}}
+
+
 def test_an_error_recipe_that_is_too_far_off_fails():
     judge = fp8_error.ErrorJudge(small(dtype="e4m3"), "cpu")
     exact, _, _ = judge._truths(0)
