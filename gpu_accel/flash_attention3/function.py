@@ -60,6 +60,16 @@ def unit_last_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
+_OFFSETS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+
+
+def _contiguous_offsets(options: dict) -> dict:
+    """The options with every index tensor contiguous: kernels read them by address, element after element."""
+    if options.get("cu_seqlens_q") is None:
+        return options
+    return {n: x.contiguous() if n in _OFFSETS and x is not None else x for n, x in options.items()}
+
+
 @functools.lru_cache(4096)
 def _backend_name(problem: Problem, backend: str, pass_: str) -> str:
     return choose(problem, backend, pass_)[0]
@@ -89,6 +99,7 @@ def nobody_watches(*tensors: Tensor) -> bool:
 def run_forward(q, k, v, backend, **options):
     """What the forward ops do: choose and launch."""
     q, k, v = (unit_last_stride(x) for x in (q, k, v))
+    options = _contiguous_offsets(options)
     problem = problem_of(q, k, v, **{n: options[n] for n in ("window_left", "window_right", "softcap")},
                          cu_seqlens_q=options.get("cu_seqlens_q"))  # fmt: skip
     name = _backend_name(problem, backend, "forward")
@@ -98,6 +109,7 @@ def run_forward(q, k, v, backend, **options):
 
 def _run_backward(do, dlse, q, k, v, o, lse, backend, deterministic, **options):
     do, q, k, v, o = (unit_last_stride(x) for x in (do, q, k, v, o))
+    options = _contiguous_offsets(options)
     problem = problem_of(q, k, v, **{n: options[n] for n in ("window_left", "window_right", "softcap")},
                          cu_seqlens_q=options.get("cu_seqlens_q"), deterministic=deterministic)  # fmt: skip
     name = _backend_name(problem, backend, "backward")

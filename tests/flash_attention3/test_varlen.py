@@ -159,3 +159,30 @@ def test_many_sequences(device):
     lengths = [i % 5 for i in range(45)]
     q, k, v, cu = packed(lengths, lengths[::-1], heads=1, device=device)
     check_attention(attention, q, k, v, causal=True, **cu)
+
+
+def _column(x):
+    """The same numbers with stride 2 and other numbers between them."""
+    return torch.stack([x, torch.full_like(x, 3)], 1)[:, 0]
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"])
+@pytest.mark.parametrize("backend", ["portable", "reference"])
+def test_index_tensors_of_any_stride(name, backend, device):
+    q, k, v, cu = packed([5, 5, 5], [9, 9, 9], device=device)
+    used = torch.tensor([3, 3, 3], dtype=torch.int32, device=device)
+    given = {**cu, "seqused_q": used, "seqused_k": used + 1}
+
+    def run(options):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        o, lse = flash_attn_varlen_func(*leaves, return_lse=True, backend=backend, **options)
+        return o, lse, *torch.autograd.grad(o.square().sum(), leaves)
+
+    expected = run(given)
+    views = [_column(given[name])]
+    if name.startswith("seqused"):
+        views.append(given[name][:1].expand(3))
+    for view in views:
+        assert view.stride(0) != 1 and torch.equal(view, given[name])
+        for got, want in zip(run({**given, name: view}), expected, strict=True):
+            assert torch.equal(got, want)
