@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import functools
 import math
+import random
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from gpu_accel.compat import INTERPRET
 from gpu_accel.errors import HardwareError, InvalidInputError
@@ -35,15 +37,41 @@ def hadamard_block(dim: int) -> int:
     return dim & -dim
 
 
+def sign_values(dim: int, seed: int) -> tuple[float, ...]:
+    """`dim` random values of +-1 in plain Python: those of torch.randint on a CPU generator of this seed.
+
+    That generator is the Mersenne twister (low 32 bits of the seed), as is Python's, which only starts differently.
+    """
+    state = [seed & 0xFFFFFFFF]
+    for i in range(1, 624):
+        state.append((1812433253 * (state[-1] ^ (state[-1] >> 30)) + i) & 0xFFFFFFFF)
+    twister = random.Random()
+    twister.setstate((3, (*state, 624), None))
+    return tuple(1.0 - 2.0 * (twister.getrandbits(32) & 1) for _ in range(dim))
+
+
 @functools.lru_cache(maxsize=64)
 def _signs(dim: int, seed: int, device: torch.device) -> Tensor:
-    bits = torch.randint(0, 2, (dim,), generator=torch.Generator().manual_seed(seed))
-    return (1 - 2 * bits).to(torch.float32).to(device)
+    # The tensor outlives this call, so no mode of the caller may leave its mark on it. It is kept because a copy from
+    # the host could not be captured in a CUDA graph.
+    with torch.inference_mode(False), _disable_current_modes():
+        return torch.tensor(sign_values(dim, seed), dtype=torch.float32, device=device)
 
 
 def random_signs(dim: int, seed: int, device: torch.device) -> Tensor:
-    """The random diagonal of M: (dim,) float32 of +-1, the same on every device."""
+    """The random diagonal of M: (dim,) float32 of +-1, the same on every device. Shared: not to be written to."""
     return _signs(dim, seed, torch.device(device))
+
+
+@torch.library.custom_op("gpu_accel::hadamard_signs", mutates_args=())
+def _signs_op(like: Tensor, seed: int) -> Tensor:
+    """`random_signs` for the last dimension of `like`, as something that compilers and modes see through a fake."""
+    return random_signs(like.shape[-1], seed, like.device).clone()
+
+
+@_signs_op.register_fake
+def _(like: Tensor, seed: int) -> Tensor:
+    return torch.empty(like.shape[-1:], dtype=torch.float32, device=like.device)
 
 
 @triton.jit
@@ -177,7 +205,7 @@ def hadamard_reference(
     """`hadamard_transform` in plain torch, computed and returned in `dtype`; bit-equal to the kernel in float32."""
     dim = x.shape[-1]
     block = hadamard_block(dim)
-    signs = random_signs(dim, seed, x.device).to(dtype)
+    signs = _signs_op(x.detach(), seed).to(dtype)
     factor = torch.full((), 1 / math.sqrt(block), dtype=dtype, device=x.device)
     y = x.to(dtype) if inverse else x.to(dtype) * signs
     h = 1

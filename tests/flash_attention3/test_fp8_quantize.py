@@ -189,6 +189,46 @@ def test_hadamard_seeds_differ_and_repeat():
     assert set(random_signs(64, 0, torch.device("cpu")).tolist()) == {-1.0, 1.0}
 
 
+@pytest.mark.parametrize("seed", [0, 1, 12345, 2**32 + 7, 2**63 - 1, -1])
+def test_hadamard_signs_are_those_of_torch(seed):
+    bits = torch.randint(0, 2, (700,), generator=torch.Generator().manual_seed(seed))
+    assert random_signs(700, seed, torch.device("cpu")).tolist() == (1 - 2 * bits).tolist()
+
+
+@pytest.mark.parametrize("backend", ["portable", "reference"])
+def test_hadamard_keeps_nothing_of_the_callers_mode(backend, device):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    seed = 1000 if backend == "portable" else 2000  # seeds that nothing else has used, so that nothing is cached
+    x = torch.randn(4, 32, device=device)
+    with FakeTensorMode():
+        assert hadamard_transform(torch.empty(4, 32), seed=seed, backend=backend).shape == (4, 32)
+    hadamard_transform(x, seed=seed, backend=backend)
+    with torch.inference_mode():
+        hadamard_transform(x, seed=seed + 1, backend=backend)
+    leaf = x.clone().requires_grad_()
+    hadamard_transform(leaf, seed=seed + 1, backend=backend).sum().backward()
+    before = torch.get_default_device()
+    torch.set_default_device("meta")
+    try:
+        y = hadamard_transform(x, seed=seed + 2, backend=backend)
+    finally:
+        torch.set_default_device(before if before.type != "cpu" else None)
+    assert y.device == x.device
+    assert torch.allclose(hadamard_transform(y, seed=seed + 2, inverse=True, backend=backend), x, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["portable", "reference"])
+def test_hadamard_compiles_into_one_graph(backend, device):
+    x = torch.randn(4, 32, device=device)
+    for dynamic in (False, True):
+        compiled = torch.compile(
+            lambda t: hadamard_transform(t, seed=3001, backend=backend), backend="eager", fullgraph=True,
+            dynamic=dynamic,
+        )  # fmt: skip
+        assert torch.equal(compiled(x), hadamard_transform(x, seed=3001, backend=backend))
+
+
 def test_hadamard_gradient_is_the_inverse(device):
     x = torch.randn(3, 32, device=device, requires_grad=True)
     g = torch.randn(3, 32, device=device)
