@@ -185,8 +185,17 @@ def select(names: Iterable[str], *, only: Iterable[str] = (), skip: Iterable[str
         if unknown:
             raise InvalidInputError(
                 f"{option} names {', '.join(unknown)}; available here: {', '.join(names) or 'none'}"
+                + did_you_mean(unknown[0], names)
             )
     return [name for name in names if (not only or name in only) and name not in skip]
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`. Did you mean hopper?` for a word that is nearly one of those known, else nothing; the end of an error."""
+    import difflib  # only on the way to an error
+
+    close = difflib.get_close_matches(word.lower(), list(known), n=2, cutoff=0.5)
+    return f". Did you mean {' or '.join(close)}?" if close else ""
 
 
 def parse_shape(

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import importlib.util
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gpu_accel.errors import GpuAccelError, InvalidInputError
-from gpu_accel.workbench.experiment import Case, Experiment, Settings, Workload, select
+from gpu_accel.errors import GpuAccelError, InvalidInputError, UnsupportedError
+from gpu_accel.workbench.experiment import Case, Experiment, Settings, Workload, did_you_mean, select
 from gpu_accel.workbench.host import Host
 
 if TYPE_CHECKING:
     from gpu_accel.workbench.registry import Paper
 
 SUSTAINED_SECONDS = 1.5  # below this a card has not settled at its power limit
+# What Triton's interpreter does on one core. Attention of 1x128x2x64 to 1x512x2x128 went at 8e6 to 3e7 flop/s forward
+# and backward, faster where tiles are larger; which kernels run matters less than the size of the problem.
+INTERPRETED_FLOPS_PER_SECOND = 2e7
 
 
 @dataclass(kw_only=True)
@@ -51,10 +56,28 @@ class Plan:
         each = self.settings["seconds"]
         if self.settings["mode"] == "sustained":
             each = max(each, SUSTAINED_SECONDS)
-        return each * sum(entry["runs"] for item in self.items for entry in item["implementations"])
+        return each * self.runs
+
+    @property
+    def runs(self) -> int:
+        """How many results there are to make: implementations that can run here, in all cases together."""
+        return sum(entry["runs"] for item in self.items for entry in item["implementations"])
+
+    @property
+    def interpreted_seconds(self) -> float:
+        """Roughly how long Triton's interpreter takes over our kernels; 0 on a GPU, which compiles them."""
+        if self.device != "cpu":
+            return 0.0
+        ours = [sum(e["runs"] and e["role"] == "ours" for e in item["implementations"]) for item in self.items]
+        flops = [item["work"].get("flops") or _attention_flops(item["case"]) for item in self.items]
+        return sum(map(float.__mul__, flops, map(float, ours))) / INTERPRETED_FLOPS_PER_SECOND
 
     def as_dict(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "seconds": self.seconds}
+        return {
+            **dataclasses.asdict(self),
+            "seconds": self.seconds,
+            "interpreted_seconds": round(self.interpreted_seconds, 1),
+        }
 
 
 def plan(
@@ -87,12 +110,46 @@ def plan(
     )
 
 
+def _attention_flops(case: Case) -> float:
+    """The two products of attention, for an experiment that is not about rates and so names no work; else 0."""
+    axes = [case.get(axis, 0) for axis in ("batch", "heads", "seqlen_q", "seqlen_k", "head_dim")]
+    product = 4.0
+    for size in axes:
+        product *= size if isinstance(size, int) else 0
+    return product
+
+
 def find_paper(paper: str | Paper) -> Paper:
     if not isinstance(paper, str):
         return paper
     from gpu_accel.workbench import registry
 
     return registry.paper(paper)
+
+
+class MissingModuleError(UnsupportedError):
+    """A paper needs a module that Python does not find; nothing of the paper can run."""
+
+
+@contextlib.contextmanager
+def _importable(paper: Paper) -> Iterator[None]:
+    """A module that is missing as a whole becomes one line saying what to do; a wrong name within one stays a bug.
+
+    Raises:
+        MissingModuleError: names the module, and `package` of paper.toml where that is it.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        top = (error.name or "").partition(".")[0]
+        if not top or top in ("torch", "triton", "numpy") or importlib.util.find_spec(top) is not None:
+            raise
+        if top == paper.package.partition(".")[0]:
+            raise MissingModuleError(
+                f"paper {paper.id} needs its package {paper.package!r} (`package` in {paper.path / 'paper.toml'}), "
+                "which Python does not find: install it, or put the folder that holds it on PYTHONPATH"
+            ) from error
+        raise MissingModuleError(f"paper {paper.id} needs the module {top!r}, which is not installed") from error
 
 
 def settle(settings: Settings | None, host: Host | None) -> tuple[Host, Settings]:
@@ -111,15 +168,24 @@ def list_items(paper: Paper, names: Sequence[str] | None, settings: Settings) ->
         if allowed and settings.precision not in allowed:
             raise InvalidInputError(
                 f"experiment {name!r} has no precision {settings.precision!r}; it has {', '.join(allowed)}"
+                + did_you_mean(settings.precision, allowed)
             )
     if settings.input not in paper.inputs:
-        raise InvalidInputError(f"paper {paper.id} has no input {settings.input!r}; it has {', '.join(paper.inputs)}")
+        raise InvalidInputError(
+            f"paper {paper.id} has no input {settings.input!r}; it has {', '.join(paper.inputs)}"
+            + did_you_mean(settings.input, paper.inputs)
+        )
     items: list[Item] = []
     known: dict[str, None] = {}
-    for experiment in [paper.experiment(name) for name in dict.fromkeys(chosen)]:
+    with _importable(paper):
+        experiments = [paper.experiment(name) for name in dict.fromkeys(chosen)]
+    for experiment in experiments:
         for case in experiment.cases(settings):
             try:
-                workload = experiment.build(case, settings)
+                with _importable(paper):
+                    workload = experiment.build(case, settings)
+            except MissingModuleError:
+                raise
             except InvalidInputError:
                 raise
             except GpuAccelError as error:

@@ -35,12 +35,17 @@ ERROR_METRICS = frozenset({"rmse", "max_abs", "mean_abs", "cosine", "sqnr", "bia
 
 
 class Outcome(NamedTuple):
-    """An implementation that gave no record in a case, and why. `impl` is "*" where the whole case is meant."""
+    """An implementation that gave no record in a case, and why. `impl` is "*" where the whole case is meant.
+
+    `check` is there when a comparison with the truth has failed, and not when something else went wrong.
+    """
 
     impl: str
     case: Case
     why: str
     experiment: str
+    role: str = ""
+    check: Check | None = None
 
 
 @dataclass(kw_only=True)
@@ -56,12 +61,15 @@ class RunResult:
 
     @property
     def status(self) -> str:
-        """ "ok", "incorrect", "unsupported" (only skipped), "nothing_ran" or "interrupted"."""
+        """ "ok", "incorrect" (one of ours), "unsupported" (only skipped), "nothing_ran" or "interrupted".
+
+        The error of a peer or a reference is a finding like any other: it is in `incorrect`, and the run is "ok".
+        """
         if self.interrupted:
             return "interrupted"
-        if self.incorrect:
+        if any(outcome.role == "ours" for outcome in self.incorrect):
             return "incorrect"
-        if self.records or self.resumed:
+        if self.records or self.resumed or self.incorrect:
             return "ok"
         return "unsupported" if self.skipped else "nothing_ran"
 
@@ -120,6 +128,8 @@ class _Runner:
     host: Host
     result: RunResult
     tell: Listener
+    # Records of the current case that are made again only to be compared with, by implementation.
+    _repeated: dict[str, list[Record]] = field(default_factory=dict)
 
     def go(self, items: list[Item], earlier: list[Record]) -> None:
         names = tuple(dict.fromkeys(item.experiment.name for item in items))
@@ -160,13 +170,23 @@ class _Runner:
         return found
 
     def _resume(self, item: Item, finished: dict[tuple[str, str, str], list[Record]]) -> None:
-        """Leave out what is finished; baselines stay while another needs them, for ratios come from common rounds."""
+        """Leave out what is finished. Baselines stay while a time is missing, for ratios come from common rounds.
+
+        What cannot run here never finishes: it stays only to be reported, and holds nobody else back.
+        """
         if item.workload is None:
             return
-        done = {name: finished.get((item.experiment.name, _case_key(item.case), name), []) for name in item.selected}
-        missing = [name for name in item.selected if not done[name]]
-        keep = [name for name in item.selected if name in missing or (missing and name in item.workload.baselines)]
-        self.result.resumed += [record for name in item.selected if name not in keep for record in done[name]]
+        self._repeated = {}
+        impls = {impl.name: impl for impl in item.workload.implementations if impl.name in item.selected}
+        done = {name: finished.get((item.experiment.name, _case_key(item.case), name), []) for name in impls}
+        missing = [name for name in impls if not done[name]]
+        compares = self.host.device == "cuda" and self.settings.mode == "burst"
+        if compares and any(impls[name].make is not None and not impls[name].unavailable for name in missing):
+            for name in item.workload.baselines:
+                if done.get(name) and impls[name].make is not None:
+                    self._repeated[name] = done[name]
+        keep = [name for name in impls if name in missing or name in self._repeated]
+        self.result.resumed += [record for name in impls if name not in keep for record in done[name]]
         item.selected = keep
 
     # -- one case
@@ -175,8 +195,11 @@ class _Runner:
         assert item.workload is not None
         passed: list[tuple[Implementation, Check]] = []
         values: dict[str, dict[str, tuple[float, str]]] = {}
-        for impl in item.workload.implementations:
-            if impl.name not in item.selected:
+        impls = [impl for impl in item.workload.implementations if impl.name in item.selected]
+        for impl in sorted(impls, key=lambda impl: impl.name in self._repeated):
+            if impl.name in self._repeated and not any(other.make is not None for other, _ in passed):
+                # What was missing gives no time, so there is nothing to compare its baselines with once more.
+                self.result.resumed += self._repeated[impl.name]
                 continue
             check = self._check(item, impl)
             if check is None:
@@ -189,6 +212,7 @@ class _Runner:
                 continue
             passed.append((impl, check))
             self.host.release()
+        passed.sort(key=lambda pair: impls.index(pair[0]))
         timed: dict[str, Samples] = {}
         if self.host.device == "cuda":
             timed = self._time(item, [impl for impl, _ in passed if impl.make is not None])
@@ -218,7 +242,8 @@ class _Runner:
             return None
         self.tell(events.ImplementationChecked(**item.where, impl=impl.name, check=check))
         if not check.ok:
-            self._wrong(item, impl.name, f"{check.metric} {check.error:.3g} is above the bound {check.bound:.3g}")
+            why = f"{check.metric} {check.error:.3g} is above the bound {check.bound:.3g}"
+            self._wrong(item, impl.name, why, check)
             return None
         return check
 
@@ -246,8 +271,8 @@ class _Runner:
             if samples.ok:
                 continue
             ours = next(impl.role for impl in impls if impl.name == name) == "ours"
-            report = self._wrong if ours and "out of memory" not in samples.failed else self._skip
-            report(item, name, f"not timed: {samples.failed}")
+            wrong = ours and "out of memory" not in samples.failed
+            (self._wrong if wrong else self._skip)(item, name, f"not timed: {samples.failed}")
         return timed
 
     def _inputs(self, item: Item, impls: list[Implementation]) -> dict[str, list[Callable[[], object]]]:
@@ -353,12 +378,18 @@ class _Runner:
         (self._wrong if wrong else self._skip)(item, impl.name, why)
 
     def _skip(self, item: Item, name: str, why: str) -> None:
-        self.result.skipped.append(Outcome(name, dict(item.case), why, item.experiment.name))
+        self.result.skipped.append(Outcome(name, dict(item.case), why, item.experiment.name, _role(item, name)))
         self.tell(events.ImplementationSkipped(**item.where, impl=name, why=why))
 
-    def _wrong(self, item: Item, name: str, why: str) -> None:
-        self.result.incorrect.append(Outcome(name, dict(item.case), why, item.experiment.name))
+    def _wrong(self, item: Item, name: str, why: str, check: Check | None = None) -> None:
+        role = _role(item, name)
+        self.result.incorrect.append(Outcome(name, dict(item.case), why, item.experiment.name, role, check))
         self.tell(events.ImplementationIncorrect(**item.where, impl=name, why=why))
+
+
+def _role(item: Item, name: str) -> str:
+    impls = item.workload.implementations if item.workload is not None else []
+    return next((impl.role for impl in impls if impl.name == name), "")
 
 
 def _env(env: dict[str, Any], samples: Samples, work: dict[str, float]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from gpu_accel.workbench.experiment import (
     Settings,
     SimpleExperiment,
     Workload,
+    did_you_mean,
     parse_shape,
     select,
 )
@@ -32,6 +33,11 @@ def test_named_shape():
         "heads_kv": 2,
         "causal": True,
     }
+
+
+def test_what_is_nearly_a_known_word_is_suggested():
+    assert did_you_mean("Hoper", ["hopper", "portable"]) == ". Did you mean hopper?"
+    assert did_you_mean("xyz", ["hopper", "portable"]) == ""
 
 
 def test_other_axes():

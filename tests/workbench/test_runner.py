@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import textwrap
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -135,6 +137,15 @@ def test_wrong_result_is_never_timed_and_never_recorded():
     assert not any(entry[0] == "portable" for entry in host.timer.log if isinstance(entry, tuple))
 
 
+@pytest.mark.parametrize(("role", "code"), [("ours", 3), ("peer", 0), ("reference", 0)])
+def test_a_wrong_result_fails_the_run_only_when_it_is_ours(role: str, code: int):
+    host = gpu()
+    for others in ([peer(host)], []):
+        result = run(a_paper(lambda case, o=others: [implementation(host, "x", role=role, check=BAD), *o]), host=host)
+        assert result.exit_code == code
+        assert [(o.impl, o.role, o.check) for o in result.incorrect] == [("x", role, BAD)]
+
+
 @pytest.mark.parametrize(
     ("role", "error", "where"),
     [
@@ -233,7 +244,8 @@ def test_only_and_skip():
     paper = a_paper(lambda case: [implementation(host), implementation(host, "hopper"), peer(host)])
     assert list(of(run(paper, settings=Settings(only=("hopper", "peer")), host=host))) == ["hopper", "peer"]
     assert list(of(run(paper, settings=Settings(skip=("hopper", "peer")), host=host))) == ["portable"]
-    with pytest.raises(InvalidInputError, match="only names hoper; available here: portable, hopper, peer"):
+    meant = r"only names hoper; available here: portable, hopper, peer\. Did you mean hopper"
+    with pytest.raises(InvalidInputError, match=meant):
         run(paper, settings=Settings(only=("hoper",)), host=host)
     nothing = run(paper, settings=Settings(only=("peer",), skip=("peer",)), host=host)
     assert nothing.status == "nothing_ran" and nothing.exit_code == 5 and not nothing.skipped
@@ -312,6 +324,61 @@ def test_resume_repeats_baselines_for_a_new_implementation_but_nobody_else(tmp_p
     assert sorted(of(second)) == ["hopper", "peer"] and of(second)["hopper"].ratio_to["peer"]
 
 
+def unsupported(host: FakeHost, when: str) -> Implementation:
+    """An implementation that cannot run here, which is known beforehand or found out by its check."""
+    if when == "known":
+        return Implementation(name="gone", role="ours", unavailable="needs sm_90")
+    return implementation(host, "gone", check=raises(UnsupportedError("needs sm_90")))
+
+
+@pytest.mark.parametrize("when", ["known", "found"])
+@pytest.mark.parametrize("device", [gpu, cpu])
+def test_resume_does_nothing_twice_beside_what_can_never_run(tmp_path, device, when: str):
+    output = tmp_path / "results.jsonl"
+    host, checked, stop = device(), [], [2]
+
+    def build(case):
+        def check(name: str):
+            def function(seed: int) -> Check:
+                if case["n"] in stop and name == "portable":
+                    raise KeyboardInterrupt
+                checked.append((case["n"], name))
+                return GOOD
+
+            return function
+
+        ours, rival = implementation(host, check=check("portable")), peer(host, check=check("peer"))
+        return [unsupported(host, when), rival, ours]
+
+    assert run(a_paper(build, THREE), settings=Settings(output=str(output)), host=host).interrupted
+    stop.clear()
+    checked.clear()
+    second = run(a_paper(build, THREE), resume_from=output, host=host)
+    assert sorted(checked) == [(n, name) for n in (2, 3) for name in ("peer", "portable")]
+    checked.clear()
+    third = run(a_paper(build, THREE), resume_from=output, host=host)
+    assert checked == [] and not third.records and third.status == "ok"
+    assert len(second.records) == 4 and len(second.resumed) == 2 and len(third.resumed) == 6
+    kept = [(r.case["n"], r.impl) for r in read_records(output)]
+    assert len(kept) == len(set(kept)) == 6
+    assert [outcome.impl for outcome in third.skipped] == ["gone"] * 3, "it is still said why"
+
+
+def test_resume_repeats_no_baseline_where_nothing_is_compared(tmp_path):
+    """On a CPU there are no ratios, and neither are there under sustained load or without times."""
+    for number, (host, mode, timed) in enumerate(
+        [(cpu(), "burst", True), (gpu(), "sustained", True), (gpu(), "burst", False)]
+    ):
+        output = tmp_path / f"{number}.jsonl"
+        more = {} if timed else {"make": None}
+        build = lambda case, h=host, m=more: [implementation(h, **m), implementation(h, "new", **m), peer(h, **m)]  # noqa: E731
+        settings = Settings(output=str(output), skip=("new",), mode=mode)
+        run(a_paper(build), settings=settings, host=host)
+        second = run(a_paper(build), settings=Settings(output=str(output), mode=mode), resume_from=output, host=host)
+        assert [record.impl for record in second.records] == ["new"], (host.device, mode, timed)
+        assert sorted(record.impl for record in second.resumed) == ["peer", "portable"]
+
+
 def test_resume_ignores_other_commits_devices_and_ways_of_timing(tmp_path):
     output = tmp_path / "results.jsonl"
     paper = lambda host: a_paper(lambda case: [implementation(host)])  # noqa: E731
@@ -352,7 +419,8 @@ def test_events_tell_the_story():
         paper="made_up", experiments=("forward",), cases=1, device="cuda", gpu="Test GPU 1"
     )
     assert told[1].implementations == ("portable", "peer", "gone") and told[-3].implementations == ("portable",)
-    assert told[-2].records == tuple(result.records) and told[-1].status == "incorrect"
+    assert told[-2].records == tuple(result.records)
+    assert told[-1].status == "ok" and result.incorrect, "a rival's error is told, and is no failure of the run"
 
 
 def test_listener_that_raises_is_reported_once_and_changes_nothing():
@@ -395,6 +463,43 @@ def test_plan_is_json_and_touches_nothing():
         ],
     }
     assert plan(a_paper(build, THREE), host=cpu()).seconds == 0, "nothing is timed on a CPU"
+
+
+def test_plan_says_how_long_an_interpreter_takes():
+    build = lambda case: Workload(implementations=[implementation(cpu()), peer(cpu())], flops=4e9)  # noqa: E731
+    made = plan(a_paper(build, THREE), host=cpu())
+    assert 60 < made.interpreted_seconds < 6000 and made.as_dict()["interpreted_seconds"] > 0
+    assert plan(a_paper(build, THREE), host=gpu()).interpreted_seconds == 0, "a GPU compiles"
+    assert plan(a_paper(build, THREE), settings=Settings(only=("peer",)), host=cpu()).interpreted_seconds == 0
+    shape = {"batch": 4, "heads": 16, "seqlen_q": 2048, "seqlen_k": 2048, "head_dim": 128, "causal": False}
+    unrated = lambda case: Workload(implementations=[implementation(cpu())])  # noqa: E731
+    assert plan(a_paper(unrated, [shape]), host=cpu()).interpreted_seconds > 3600, "work is known from the shape alone"
+    assert plan(a_paper(unrated, THREE), host=cpu()).interpreted_seconds == 0
+
+
+def test_module_that_is_missing_is_named_and_a_bug_stays_one():
+    paper = a_paper(lambda case: [])
+    paper.package, paper.path = "made_up_package.kernels", Path("/papers/made_up")
+
+    def missing(name: str):
+        def experiment(wanted):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+        return experiment
+
+    paper.experiment = missing("made_up_package")
+    with pytest.raises(UnsupportedError, match=r"made_up_package.kernels.*paper\.toml.*PYTHONPATH"):
+        run(paper, host=cpu())
+    paper.experiment = missing("some_other_package.part")
+    with pytest.raises(UnsupportedError, match="needs the module 'some_other_package'"):
+        run(paper, host=cpu())
+    paper.experiment = missing("gpu_accel.misspelt")
+    with pytest.raises(ModuleNotFoundError):
+        run(paper, host=cpu())
+    building = a_paper(lambda case: importlib.import_module("some_other_package"))
+    building.package = ""
+    with pytest.raises(UnsupportedError, match="some_other_package"):
+        run(building, host=cpu())
 
 
 def test_paper_from_a_folder_on_this_cpu(tmp_path, monkeypatch):
