@@ -25,6 +25,7 @@ where impl and ratio_to are labels of rows. Qualitative claims name a predicate 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -172,8 +173,16 @@ def load_claims(
 
     file = read_toml(Path(path))
     claims = [_read_claim(table, file.where) for table in file.tables("claim")]
-    cells = [cell for table in file.tables("figure") for cell in read_figure(table, file.where)]
+    cells = []
+    for table in file.tables("figure"):
+        try:
+            cells += read_figure(table, file.where)
+        except OverflowError as error:
+            table.fail(f"'values' must be finite numbers ({error})")
     file.end()
+    for cell in cells:
+        if not _is_number(cell.value):
+            Table({}, f"{file.where}: {cell.id}").fail(f"'values' must be finite numbers, not {cell.value!r}")
     claims += cells
     figures = {cell.figure for cell in cells}
     known = figures | {claim.id for claim in claims}
@@ -229,11 +238,15 @@ def read_common(table: Table) -> dict[str, Any]:
     tolerance = table.number("tolerance", 0.05)
     if not 0 <= tolerance < 1:
         table.fail(f"'tolerance' is relative and lies between 0 and 1, not at {tolerance!r}")
+    conditions = table.scalars("conditions")
+    for key, value in conditions.items():
+        if isinstance(value, int | float) and not math.isfinite(_as_float(value)):
+            table.fail(f"conditions: {key!r} must be finite, not {_short(value)}")
     return {
         "where": table.text("where"),
         "source": source,
         "tolerance": tolerance,
-        "conditions": table.scalars("conditions"),
+        "conditions": conditions,
         "needs": tuple(gpu_slug(need) for need in table.texts("needs")),
         "contradicts": table.texts("contradicts"),
         "note": table.text("note", ""),
@@ -273,10 +286,31 @@ def _read_claim(table: Table, file: str) -> Claim:
 def _read_value(table: Table) -> float | tuple[float, float]:
     value = table.take("value")
     ends = value if isinstance(value, list) else [value]
-    numbers = all(isinstance(x, int | float) and not isinstance(x, bool) and x == x for x in ends)
+    # An infinite value would be met by anything: every distance to it, relative to it, is NaN.
+    numbers = all(_is_number(x) for x in ends)
     if not numbers or len(ends) != (2 if isinstance(value, list) else 1) or ends[0] > ends[-1]:
-        table.fail(f"'value' must be a number or [low, high], not {value!r}")
+        table.fail(f"'value' must be a finite number or [low, high], not {_short(value)}")
     return (ends[0], ends[1]) if isinstance(value, list) else ends[0]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(_as_float(value))
+
+
+def _as_float(value: int | float) -> float:
+    """The value as a float, infinite for an integer that is too large to be one."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _short(value: Any) -> str:
+    """A value in a message; an integer of thousands of digits cannot even be printed."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_short, value))}]"
+    huge = isinstance(value, int) and not math.isfinite(_as_float(value))
+    return "an integer too large for a float" if huge else repr(value)
 
 
 def _read_measure(table: Table, *, unit: str, internal: bool) -> Measure:
@@ -318,8 +352,8 @@ def read_case(table: Table) -> dict[str, Any]:
         table.fail(f"'case' must be a table, not {case!r}")
     for key, value in case.items():
         choices = value if isinstance(value, list) else [value]
-        if not choices or not all(isinstance(choice, str | int | float) for choice in choices):
-            table.fail(f"case: {key!r} must be a string, number or boolean, or a list of them; not {value!r}")
+        if not choices or not all(isinstance(choice, str | bool) or _is_number(choice) for choice in choices):
+            table.fail(f"case: {key!r} must be a string, number or boolean, or a list of them; not {_short(value)}")
     return dict(case)
 
 
@@ -338,5 +372,7 @@ def _read_where(table: Table) -> tuple[Term, ...]:
             except ValueError:
                 if operator not in ("==", "!="):
                     table.fail(f"where: {word!r} has no order, so {operator} does not apply")
+            if isinstance(value, float) and not math.isfinite(value):
+                table.fail(f"where: {word!r} is not finite")
         terms.append(Term(key, operator, value))
     return tuple(terms)

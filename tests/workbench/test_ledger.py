@@ -236,3 +236,27 @@ def test_a_large_ledger_loads_quickly(load):
     start = time.process_time()
     assert len(load(figures)) == 210
     assert time.process_time() - start < 0.5
+
+
+@pytest.mark.parametrize("number", ["inf", "-inf", "nan", "1" + "0" * 400, "[1.0, inf]", "[-inf, 2.0]", "[1.0, nan]"])
+def test_every_value_is_finite(load, number):
+    text = CLAIM.replace("value = [1.5, 2.0]", f"value = {number}") + FIGURE
+    with pytest.raises(InvalidInputError, match=r"claims\.toml: speed: 'value' must be a finite number"):
+        load(text)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("values = [1, 2.5, 3]", "values = [1, inf, 3]", r"fig1.*'values' must be finite"),
+        ("values = [1, 2.5, 3]", f"values = [1, 1{'0' * 400}, 3]", r"fig1.*'values' must be finite"),
+        ("head_dim = [64, 128]", "head_dim = [64, nan]", "speed: measure: case: 'head_dim'"),
+        ('conditions = {dtype = "fp16"}\nneeds', "conditions = {clocks = inf}\nneeds", "speed: conditions: 'clocks'"),
+        ("seqlen_q >= 1024", "seqlen_q >= inf", "order: measure: where: 'inf' is not finite"),
+        ("seqlen_q >= 1024", "seqlen_q >= nan", "order: measure: where: 'nan' is not finite"),
+    ],
+)
+def test_no_number_anywhere_is_infinite(load, old, new, message):
+    assert old in WHOLE
+    with pytest.raises(InvalidInputError, match=message):
+        load(WHOLE.replace(old, new))
