@@ -28,6 +28,7 @@ from gpu_accel.flash_attention3.problem import Problem, check_scalars, normalise
 from gpu_accel.flash_attention3.reference_fp8 import fp8_attention_reference, quantize_reference, transpose_values
 
 BLOCK = 128  # rows per scale: the paper's B_r and B_c
+_LONGEST = 1 << 30  # rows of a block: one block for every tensor that fits a GPU
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 __all__ = [
@@ -49,6 +50,12 @@ def _no_gradient(**tensors: Tensor) -> None:
             f"fp8 attention is forward only, but {', '.join(wanting)} requires a gradient: train with "
             f"flash_attn_func in bfloat16, or call this under torch.no_grad() or with .detach()ed tensors"
         )
+
+
+def _check_rows_per_scale(name: str, block: int) -> int:
+    if not isinstance(block, int) or isinstance(block, bool) or block < 1:
+        raise InvalidInputError(f"{name} must be a positive number of rows, got {block!r}")
+    return block
 
 
 def fp8_block_quantize(
@@ -85,10 +92,10 @@ def fp8_block_quantize(
     fmt = fp8_format(dtype)
     check_rows("tensor", tensor)
     _no_gradient(tensor=tensor)
-    if not isinstance(block_size, int) or isinstance(block_size, bool) or block_size < 1:
-        raise InvalidInputError(f"block_size must be a positive number of rows, got {block_size!r}")
+    _check_rows_per_scale("block_size", block_size)
     if transpose and block_size % 16:
         raise InvalidInputError(f"transpose=True needs a block_size that is a multiple of 16, got {block_size}")
+    block_size = min(block_size, _LONGEST)
     if choose_backend(backend, tensor, what="fp8_block_quantize") == "reference":
         return quantize_reference(
             tensor, block_size, scale_per_block, fmt.name, hadamard=hadamard, seed=seed, transpose=transpose
@@ -213,15 +220,16 @@ def fp8_attention_quantized(
                 f"seqlen_k), got {tuple(v8.shape)}"
             )
     check_heads(q8, k8, v8[..., :sk].transpose(-1, -2) if v_transposed else v8)
-    for name, block in (("q_block", q_block), ("k_block", k_block)):
-        if not isinstance(block, int) or block < 1:
-            raise InvalidInputError(f"{name} must be a positive number of rows, got {block!r}")
+    q_block, k_block = _check_rows_per_scale("q_block", q_block), _check_rows_per_scale("k_block", k_block)
     per_block = k_scale.dim() == 3 or v_scale.dim() == 3 if isinstance(k_scale, Tensor) else False
     if per_block and k_block % 32:
         raise InvalidInputError(f"k_block must be a multiple of 32 (a step of the tensor cores), got {k_block}")
     _check_scale("q_scale", q_scale, q8, q_block)
     _check_scale("k_scale", k_scale, k8, k_block)
     _check_scale("v_scale", v_scale, k8, k_block)
+    # one block however long is one block: kernels need not loop over, nor references repeat, rows that do not exist
+    q_block = min(q_block, max(BLOCK, -(-q8.shape[2] // BLOCK) * BLOCK))
+    k_block = min(k_block, max(BLOCK, -(-sk // BLOCK) * BLOCK))
     if out_dtype not in OUT_DTYPES:
         raise InvalidInputError(f"out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
     check_layout(layout)

@@ -16,7 +16,7 @@ from gpu_accel.flash_attention3.fp8_inputs import as_heads, check_heads
 from gpu_accel.flash_attention3.fp8_quantize import fp8_format
 from gpu_accel.flash_attention3.hadamard import hadamard_reference
 from gpu_accel.flash_attention3.problem import check_scalars
-from gpu_accel.flash_attention3.reference import attention_truth, visible
+from gpu_accel.flash_attention3.reference import attention_truth, visible, without_autocast
 from gpu_accel.flash_attention3.reference_fp8 import fp8_attention_reference, quantize_reference
 
 
@@ -63,6 +63,7 @@ def _mask_of(sq: int, sk: int, causal: bool, window_size, device) -> Tensor:
     return visible(torch.arange(sq, device=device), sq, sk, left, 0 if causal else right)
 
 
+@without_autocast
 def _half_precision(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softmax_fp16: bool):
     """fp16 operands, float32 products. Standard: scores and probabilities are rounded to fp16. Flash: only P is."""
     half = torch.float16
@@ -79,6 +80,7 @@ def _half_precision(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float,
     return ((p.to(half).float() @ v) / torch.where(total == 0, 1.0, total)).to(half)
 
 
+@without_autocast
 def _fp8_standard(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
     """The paper's baseline: a scale per tensor, float32 products, softmax values kept in fp16, P rounded to e4m3."""
     half = torch.float16

@@ -204,6 +204,8 @@ def quantize_op(
         return out, scales
     view = as_bhsd(x)
     batch, heads, seqlen, dim = view.shape
+    # a longer block has the same scale, but the kernel would loop over rows that do not exist
+    block_size = min(block_size, max(16, triton.next_power_of_2(seqlen)))
     hadamard_size = hadamard_block(dim) if hadamard else 1
     # the transposing store holds the tile in two layouts, so it gets half the tile
     rows, cols, warps = tile_shape(block_size, dim, 16384 if transpose else 32768)

@@ -10,12 +10,28 @@ zero gradients. Everything runs in chunks of query rows, so memory stays bounded
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+P = ParamSpec("P")
+R = TypeVar("R")
 _CHUNK = 1 << 25  # elements of the score matrix held at once
+
+
+def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
+    """The function with torch.autocast off on the device of its first tensor: a reference computes as it says."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        x = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
+        with torch.autocast("cuda" if x is not None and x.is_cuda else "cpu", enabled=False):
+            return function(*args, **kwargs)
+
+    return run
 
 
 def _bounds(window_size: tuple[int | None, int | None], causal: bool) -> tuple[int, int]:
@@ -96,6 +112,7 @@ def _spans(cu: Tensor, used: Tensor | None) -> list[tuple[int, int]]:
     return [(start, start + length) for start, length in zip(ends, lengths, strict=False)]
 
 
+@without_autocast
 def attention_reference(
     q: Tensor,
     k: Tensor,
@@ -187,6 +204,7 @@ def _one_backward(do, dlse, q, k, v, o, lse, scale, left, right, softcap):
     return dq, dk, dv
 
 
+@without_autocast
 def attention_backward_reference(
     do: Tensor,
     q: Tensor,

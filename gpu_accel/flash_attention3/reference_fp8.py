@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpu_accel.flash_attention3.fp8_quantize import Fp8Format, fp8_format, scale_of
 from gpu_accel.flash_attention3.hadamard import hadamard_reference
-from gpu_accel.flash_attention3.reference import visible
+from gpu_accel.flash_attention3.reference import visible, without_autocast
 
 LOG2E = 1.4426950408889634
 
@@ -24,6 +24,7 @@ def encode(y: Tensor, fmt: Fp8Format) -> Tensor:
     return out
 
 
+@without_autocast
 def quantize_reference(
     tensor: Tensor,
     block_size: int = 128,
@@ -38,6 +39,7 @@ def quantize_reference(
     fmt = fp8_format(dtype)
     x = hadamard_reference(tensor, seed=seed) if hadamard else tensor.float()
     *lead, seqlen, dim = x.shape
+    block_size = min(block_size, max(1, seqlen))  # a longer block would only be padded
     blocks = -(-seqlen // block_size)
     size = torch.where(torch.isfinite(x), x.abs(), 0.0)
     if scale_per_block:
@@ -72,11 +74,13 @@ def expand_scales(scales: Tensor, batch: int, heads: int, blocks: int) -> Tensor
 def dequantize(values: Tensor, scales: Tensor, block_size: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """fp8 (batch, heads, seqlen, dim) times its scales -> `dtype`."""
     batch, heads, seqlen, _ = values.shape
+    block_size = min(block_size, max(1, seqlen))
     blocks = -(-seqlen // block_size)
     rows = expand_scales(scales, batch, heads, blocks).repeat_interleave(block_size, -1)[..., :seqlen, None]
     return values.to(dtype) * rows.to(dtype)
 
 
+@without_autocast
 def fp8_attention_reference(
     q8: Tensor,
     k8: Tensor,

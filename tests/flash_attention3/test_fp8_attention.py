@@ -341,3 +341,12 @@ def test_the_tuned_table_is_complete_and_has_no_unknown_rows():
     assert set(portable_fp8.table()) == {(d, c) for d in portable_fp8.BUCKETS for c in (False, True)}
     for key, config in portable_fp8.table().items():
         assert config.two_level and config.block_n % 32 == 0, key
+
+
+@pytest.mark.parametrize("backend", ["portable", "reference"])
+def test_blocks_longer_than_the_sequence(backend, device):
+    q = torch.randn(1, 2, 70, 32, device=device)
+    (q8, scale), (v8, v_scale) = fp8_block_quantize(q), fp8_block_quantize(q)
+    expected = fp8_attention_quantized(q8, q8, v8, scale, scale, v_scale, backend=backend)
+    long = {"q_block": 2**40, "k_block": 2**40}
+    assert torch.equal(fp8_attention_quantized(q8, q8, v8, scale, scale, v_scale, backend=backend, **long), expected)

@@ -280,3 +280,15 @@ def test_the_butterfly_of_the_gpu_in_the_interpreter(monkeypatch):
     monkeypatch.setattr(hadamard, "_INTERPRET", tl.constexpr(False))
     x = wide((3, 16))
     assert torch.equal(hadamard_transform(x, seed=1, backend="portable"), hadamard_reference(x, seed=1))
+
+
+@pytest.mark.parametrize("backend", ["portable", "reference"])
+@pytest.mark.parametrize("per_block", [True, False])
+@pytest.mark.parametrize("transpose", [False, True])
+def test_a_block_longer_than_the_tensor(backend, per_block, transpose, device):
+    x = torch.randn(2, 37, 32, device=device)
+    expected = fp8_block_quantize(x, 48, per_block, transpose=transpose, backend=backend)
+    for block_size in (2**40, 2**80):  # the time would show rows that do not exist
+        got = fp8_block_quantize(x, block_size, per_block, transpose=transpose, backend=backend)
+        assert torch.equal(got[0].view(torch.uint8), expected[0].view(torch.uint8))
+        assert torch.equal(got[1], expected[1])

@@ -150,3 +150,34 @@ def test_nothing_in_nothing_out(sq, sk, batch):
     o, lse = attention_reference(q, k, v)
     assert o.shape == (batch, sq, 4, 8) and lse.shape == (batch, 4, sq)
     assert not o.any() and (lse == float("-inf")).all() if sk == 0 else True
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_references_ignore_autocast(dtype, device):
+    from gpu_accel.flash_attention3.reference import attention_backward_reference, attention_reference
+    from gpu_accel.flash_attention3.reference_fp8 import fp8_attention_reference, quantize_reference
+
+    g = torch.Generator().manual_seed(0)
+    q, k, v, do = (torch.randn(1, 12, 2, 16, generator=g).to(device) for _ in range(4))
+
+    def everything():
+        o, lse = attention_reference(q, k, v, causal=True)
+        fp8 = [y for x in (q, k, v) for y in quantize_reference(x.transpose(1, 2), 128, hadamard=True)]
+        p = fp8_attention_reference(*fp8[0::2], *fp8[1::2], causal=True)
+        return o, lse, *attention_backward_reference(do, q, k, v, o=o, lse=lse, causal=True), *p
+
+    expected = everything()
+    with torch.autocast(device, dtype):
+        got = everything()
+    for a, b in zip(got, expected, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+def test_gradients_of_the_reference_backend_under_autocast(device):
+    from gpu_accel.flash_attention3 import flash_attn_func
+
+    q = torch.randn(1, 6, 2, 16, device=device, requires_grad=True)
+    with torch.autocast(device, torch.bfloat16):
+        o = flash_attn_func(q, q, q, backend="reference")
+        o.float().sum().backward()
+    assert o.dtype == torch.bfloat16 and q.grad.dtype == torch.float32
