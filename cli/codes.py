@@ -7,3 +7,4 @@ INCORRECT = 3
 UNSUPPORTED = 4
 NOTHING_RAN = 5
 INTERRUPTED = 130
+BROKEN_PIPE = 141  # what a shell shows for a program that SIGPIPE ended

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from gpu_accel.workbench.records import Record
 
 WORDS = ("same", "faster", "slower", "ambiguous")
+GATES = ("slower", "ambiguous", "faster")
 STYLES = {"same": "dim", "faster": "green", "slower": "red", "ambiguous": "yellow"}
 
 
@@ -30,7 +31,7 @@ def compare(
     skip: Annotated[list[str] | None, typer.Option("--skip", help="Not this implementation. Repeatable.")] = None,
     noise: Annotated[float, typer.Option(min=0.0, max=1.0, help="Differences up to this share count as none.")] = 0.02,
     fail_on: Annotated[
-        list[str] | None, typer.Option("--fail-on", help="Exit 1 if there is any: slower, ambiguous. Repeatable.")
+        list[str] | None, typer.Option("--fail-on", help=f"Exit 1 if there is any: {', '.join(GATES)}. Repeatable.")
     ] = None,
     json_: JsonOption = False,
     output_: OutputOption = None,
@@ -40,16 +41,18 @@ def compare(
     Results are matched by implementation, case and metric. A pair is ambiguous when its interval allows two verdicts.
     """
     output.check_suffix(output_)
-    if unknown := [word for word in fail_on or [] if word not in WORDS]:
-        raise InvalidInputError(f"--fail-on {unknown[0]}: choose {', '.join(WORDS)}")
+    if unknown := [word for word in fail_on or [] if word not in GATES]:
+        raise InvalidInputError(f"--fail-on {unknown[0]}: choose {', '.join(GATES)}")
     if paper:
         from gpu_accel.workbench.registry import paper as find
 
         paper = find(paper).id
-    sides = [_index(load(source, paper), only or [], skip or []) for source in (a, b)]
+    given = [load(source, paper) for source in (a, b)]
+    sides = [_index(records, only or [], skip or []) for records in given]
     common = [key for key in sides[0] if key in sides[1]]
     if not common:
-        note("nothing to compare: no implementation was measured in the same case by both", style="yellow")
+        found = "; ".join(f"{name}: {_found(records)}" for name, records in zip((a, b), given, strict=True))
+        note(f"nothing to compare: no implementation was measured in the same case by both. {found}", style="yellow")
         raise typer.Exit(codes.NOTHING_RAN)
     rows = [compared(sides[0][key], sides[1][key], noise) for key in common]
     counts = Counter(row["verdict"] for row in rows)
@@ -77,7 +80,9 @@ def compared(a: Record, b: Record, noise: float) -> dict[str, Any]:
     """One row: both medians, the ratio a / b with its interval (above 1: b is faster, or smaller), and a word."""
     from gpu_accel.workbench.statistics import Ratio, bootstrap_ratio, verdict
 
-    if min(len(a.samples), len(b.samples)) >= 2 and min(*a.samples, *b.samples) > 0:
+    if a.samples == b.samples and a.median == b.median:  # the same measurement has no noise against itself
+        ratio = Ratio(median=1.0, low=1.0, high=1.0)
+    elif min(len(a.samples), len(b.samples)) >= 2 and min(*a.samples, *b.samples) > 0:
         ratio = bootstrap_ratio(a.samples, b.samples)
     else:  # one number each, such as peak bytes: nothing to resample
         value = a.value() / b.value() if b.value() else float("inf") if a.value() else 1.0
@@ -88,6 +93,15 @@ def compared(a: Record, b: Record, noise: float) -> dict[str, Any]:
         "a": a.median, "b": b.median, "ratio": ratio.median, "low": ratio.low, "high": ratio.high,
         "verdict": verdict(ratio, noise=noise), "gpu_a": gpus[0], "gpu_b": gpus[1],
     }  # fmt: skip
+
+
+def _found(records: list[Record]) -> str:
+    """What a side holds: `76 timed records`, or `27 checked, 0 timed (CPU)`."""
+    timed = sum(record.kind == "measured" and record.is_speed for record in records)
+    checked = sum(record.kind == "checked" for record in records)
+    if timed or not checked:
+        return f"{timed} timed records"
+    return f"{checked} checked, 0 timed ({'GPU' if any(record.env.get('gpu') for record in records) else 'CPU'})"
 
 
 def _index(records: list[Record], only: list[str], skip: list[str]) -> dict[tuple[Any, ...], Record]:

@@ -6,8 +6,9 @@ Rich is imported inside, so that `--help` and completion do not pay for it.
 from __future__ import annotations
 
 import os
+import re
 import sys
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -15,12 +16,30 @@ if TYPE_CHECKING:
 PLAIN_WIDTH = 160  # of a pipe or a log, where Rich would otherwise wrap tables at 80 columns
 
 
+class Trimmed:
+    """A stream without the blanks that fill a table's last column, which pipes and logs have no use for."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._stream.write(re.sub(r"[ \t]+(?=\n)", "", text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 def _console(stream: TextIO) -> Console:
-    from rich.console import Console
+    import rich.console
+
+    class Console(rich.console.Console):
+        def on_broken_pipe(self) -> None:  # Rich would leave with exit code 1, which means a gate here
+            raise BrokenPipeError
 
     # A terminal knows its width, and COLUMNS overrides it; a pipe gets a width at which tables stay tables.
     width = None if stream.isatty() or os.environ.get("COLUMNS") else PLAIN_WIDTH
-    return Console(file=stream, width=width, highlight=False, soft_wrap=False)
+    file = stream if stream.isatty() else cast("TextIO", Trimmed(stream))
+    return Console(file=file, width=width, highlight=False, soft_wrap=False)
 
 
 def out() -> Console:

@@ -1,15 +1,17 @@
 """The application: commands in one place, and every error turned into an exit code that scripts can rely on.
 
-    0  fine                                      3    a result was incorrect
-    1  a regression, or a claim that failed      4    not supported on this machine
-       (only where a gate was asked for)         5    nothing ran
-    2  usage                                     130  interrupted; finished rows are kept
+    0  fine                                      4    not supported on this machine
+    1  a regression, or a claim that failed      5    nothing ran, or nothing fits
+       (only where a gate was asked for)         130  interrupted; finished rows are kept
+    2  usage                                     141  the reader of a pipe has left
+    3  a result of ours was incorrect
 
 Nothing here imports torch. Commands import what they need when they run.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated, Any
 
@@ -44,16 +46,17 @@ class Commands(TyperGroup):
             note(f"error: {error}", style="bold red")
             raise typer.Exit(exit_code(error)) from error
         except ModuleNotFoundError as error:
-            if error.name not in ("torch", "triton", "numpy"):
+            if error.name not in ("torch", "triton", "numpy", "rich"):
                 raise
-            note(f"error: {error.name} is not installed; `gpu-accel doctor` says what is missing", style="bold red")
+            # Without note(), which needs rich.
+            print(f"error: {error.name} is not installed; `gpu-accel doctor` says what is missing", file=sys.stderr)
             raise typer.Exit(codes.UNSUPPORTED) from error
         except KeyboardInterrupt:
             note("interrupted", style="yellow")
             raise typer.Exit(codes.INTERRUPTED) from None
         except BrokenPipeError:  # `gpu-accel list | head`
-            sys.stderr.close()
-            raise typer.Exit(codes.OK) from None
+            _drop_stdout()
+            raise typer.Exit(codes.BROKEN_PIPE) from None
 
 
 app = typer.Typer(
@@ -63,8 +66,8 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Papers about GPU acceleration turned into kernels you can import and claims you can check.",
-    epilog="Exit codes: 0 ok, 1 gate failed, 2 usage, 3 incorrect result, 4 not supported here, 5 nothing ran, "
-    "130 interrupted.",
+    epilog="Exit codes: 0 ok, 1 gate failed, 2 usage, 3 incorrect result of ours, 4 not supported here, 5 nothing ran, "
+    "130 interrupted, 141 broken pipe.",
 )
 
 
@@ -104,4 +107,16 @@ _register()
 
 def main() -> None:
     """The console script `gpu-accel`."""
-    app(prog_name="gpu-accel")
+    try:
+        app(prog_name="gpu-accel")
+    finally:
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:  # what was written last and is still in the buffer
+            _drop_stdout()
+            sys.exit(codes.BROKEN_PIPE)
+
+
+def _drop_stdout() -> None:
+    """Nobody reads any more: Python's own flush at the end must not complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpu_accel.errors import IncorrectResultError, InvalidInputError, UnsupportedError
+from gpu_accel.errors import GpuAccelError, HardwareError, IncorrectResultError, InvalidInputError, UnsupportedError
 
 from .console import note
 from .options import DEFAULT_RESULTS, PaperArgument
@@ -19,6 +19,16 @@ from .options import DEFAULT_RESULTS, PaperArgument
 if TYPE_CHECKING:
     from gpu_accel.workbench.registry import Paper
 
+# What an exception of a cell means here, by the name that the notebook's own process reports; others are a result that
+# is not there as it should be.
+ERRORS: dict[str, type[GpuAccelError]] = {
+    "InvalidInputError": InvalidInputError,
+    "UnsupportedError": UnsupportedError,
+    "MissingModuleError": UnsupportedError,
+    "ModuleNotFoundError": UnsupportedError,
+    "HardwareError": HardwareError,
+    "OutOfMemoryError": HardwareError,
+}
 INSTALL = "pip install 'gpu-accel[notebook]'"
 
 
@@ -138,20 +148,29 @@ def run_headless(book: Any, *, folder: Path, timeout: int, target: Path) -> None
     """Run every cell and write the notebook, with what it printed so far when a cell fails.
 
     Raises:
-        IncorrectResultError: a cell failed; names the exception.
+        GpuAccelError: a cell failed, of the kind that `ERRORS` names for its exception, else IncorrectResultError.
+        HardwareError: a cell took too long for this machine, or its process died.
     """
     nbclient, nbformat = _need("nbclient"), _need("nbformat")
     _let_kernels_import_this()
     exceptions = sys.modules["nbclient.exceptions"]
-    client = nbclient.NotebookClient(book, timeout=timeout, resources={"metadata": {"path": str(folder)}})
+    client = nbclient.NotebookClient(
+        book,
+        timeout=timeout,
+        resources={"metadata": {"path": str(folder)}},
+        # Below an error its process has nothing to say that concerns a reader, such as how the two are connected.
+        extra_arguments=["--IPKernelApp.log_level=ERROR"],
+    )
     try:
         client.execute()
     except exceptions.CellExecutionError as error:
-        raise IncorrectResultError(
+        raise ERRORS.get(error.ename, IncorrectResultError)(
             f"a cell failed with {error.ename}: {error.evalue}. Its output is in {target}"
         ) from error
     except exceptions.CellTimeoutError as error:
-        raise IncorrectResultError(f"a cell took longer than {timeout} s (--timeout). See {target}") from error
+        raise HardwareError(f"a cell took longer than {timeout} s (--timeout). See {target}") from error
+    except exceptions.DeadKernelError as error:
+        raise HardwareError(f"the notebook's process died, perhaps for lack of memory. See {target}") from error
     finally:
         nbformat.write(book, target)
 

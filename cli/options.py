@@ -48,6 +48,14 @@ def _of_paper(choices: Callable[[Paper], Iterable[str]]) -> Complete:
     return complete
 
 
+def _implementations(paper: Paper) -> list[str]:
+    """Those of the paper, and those that its committed records name: what else a run knows takes torch to find out."""
+    return list(dict.fromkeys([*paper.ours, *(record.impl for record in paper.records())]))
+
+
+complete_implementation = _of_paper(_implementations)
+
+
 def _precisions(paper: Paper) -> list[str]:
     known = {precision for experiment in paper.experiments.values() for precision in experiment.precisions}
     return [precision for precision in PRECISIONS if precision in known] or list(PRECISIONS)
@@ -61,7 +69,11 @@ def checked_precision(paper: Paper, asked: str, experiments: Sequence[str]) -> s
     """
     known = {precision for experiment in paper.experiments.values() for precision in experiment.precisions}
     if asked and known and asked not in known:
-        raise InvalidInputError(f"--precision {asked!r}: {paper.id} has {', '.join(sorted(known))}")
+        from gpu_accel.workbench.experiment import did_you_mean
+
+        raise InvalidInputError(
+            f"--precision {asked!r}: {paper.id} has {', '.join(sorted(known))}{did_you_mean(asked, known)}"
+        )
     return asked or default_precision(paper, experiments)
 
 

@@ -37,11 +37,19 @@ class Progress:
         if self._bar:
             self._bar.stop()
 
-    def expect(self, total: int) -> None:
-        """How many steps there will be."""
+    def expect(self, total: int, message: str) -> None:
+        """How many steps there will be, and of what."""
         self._total = total
+        self.remark(message, style="dim")
         if self._bar:
             self._bar.update(self._task, total=total)
+
+    def begin(self, message: str) -> None:
+        """A step begins: a log gets a line, so that one that takes long does not look like nothing."""
+        if self._bar:
+            self._bar.update(self._task, description=message)
+        elif not self._quiet:
+            self._console.print(f"[{self._done + 1}/{self._total}] {message}", markup=False, soft_wrap=True)
 
     def doing(self, message: str) -> None:
         """What is being done now; shown on a terminal only."""

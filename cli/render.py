@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from .console import plain, table
 
 if TYPE_CHECKING:
     from gpu_accel.workbench.records import Record
+    from gpu_accel.workbench.runner import Outcome
 
 Case = dict[str, Any]
 
@@ -37,6 +39,19 @@ def duration(ms: float) -> str:
     if ms < 1:
         return f"{ms * 1e3:.4g} us"
     return f"{ms:.4g} ms" if ms < 1000 else f"{ms / 1e3:.4g} s"
+
+
+def span(seconds: float) -> str:
+    """A time to wait: 40 seconds, 12 minutes, 3 hours, 5 days."""
+    for unit, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        if seconds >= 1.5 * length:
+            return f"{seconds / length:,.0f} {unit}s"
+    return f"{seconds:.0f} seconds"
+
+
+def case_key(case: Case) -> str:
+    """The same text for the same case."""
+    return json.dumps(case, sort_keys=True)
 
 
 def size(count: float) -> str:
@@ -99,37 +114,54 @@ def split_cases(cases: Sequence[Case], experiment: str = "") -> tuple[str, list[
     return shared, [label({k: v for k, v in case.items() if k not in same}, experiment) for case in cases]
 
 
-def result_tables(records: Sequence[Record]) -> list[Any]:
-    """For each experiment a table (error, bound; on a GPU time, rate, ratio too) and a line on where it was made."""
-    by_experiment: dict[str, list[Record]] = {}
-    for record in records:
-        by_experiment.setdefault(record.experiment, []).append(record)
-    return [part for name, group in by_experiment.items() for part in (_result_table(name, group), _where(group))]
+def result_tables(records: Sequence[Record], incorrect: Sequence[Outcome] = ()) -> list[Any]:
+    """For each experiment a table (error, bound; on a GPU time, rate, ratio too) and a line on where it was made.
+
+    Args:
+        records: those of the run, in its order.
+        incorrect: results that failed their check. They have no record, but a row that says WRONG.
+    """
+    parts: list[Any] = []
+    names = [record.experiment for record in records] + [outcome.experiment for outcome in incorrect]
+    for name in dict.fromkeys(names):
+        group = [record for record in records if record.experiment == name]
+        wrong = [outcome for outcome in incorrect if outcome.experiment == name]
+        parts += [_result_table(name, group, wrong), *([_where(group)] if group else [])]
+    return parts
 
 
-def _result_table(experiment: str, records: list[Record]) -> Any:
-    shared, labels = split_cases([record.case for record in records], experiment)
+def _result_table(experiment: str, records: list[Record], incorrect: list[Outcome]) -> Any:
+    cases = [record.case for record in records] + [outcome.case for outcome in incorrect]
+    shared, labels = split_cases(cases, experiment)
     lines: dict[tuple[str, str], list[Record]] = {}
-    for record, case in zip(records, labels, strict=True):
+    for record, case in zip(records, labels, strict=False):
         lines.setdefault((case, record.impl), []).append(record)
+    wrong = {(case, one.impl): one for one, case in zip(incorrect, labels[len(records) :], strict=True)}
+    lines |= {key: [] for key in wrong if key not in lines}
+    lines = dict(sorted(lines.items(), key=lambda line: labels.index(line[0][0])))  # wrong ones to their cases
     timed = any(record.is_speed for record in records)
     rated = any(record.has("tflops") for record in records)
     others = list(dict.fromkeys(r.metric for r in records if r.metric != "correct" and not r.is_speed))
     against = list(dict.fromkeys(name for record in records for name in record.ratio_to))
-    metrics = dict.fromkeys(str(record.checked["metric"]) for record in records if record.checked)
+    checks = [record.checked for record in records] + [one.check and one.check.as_dict() for one in incorrect]
+    metrics = dict.fromkeys(str(check["metric"]) for check in checks if check)
     columns = ["case", "implementation", f"error ({', '.join(metrics)})", "bound", *others]
     columns += ["time", "p20 .. p80"] if timed else []
     columns += ["TFLOP/s"] if rated else []
     columns += [f"against {name}" for name in against]
+    columns += ["result"] if incorrect else []
     made = table(*columns, title=f"{experiment}  [dim]{shared}[/]", right=tuple(columns[2:]))
-    best = _fastest(records, labels)
+    best = _fastest(records, labels[: len(records)])
     previous = None
     for (case, impl), group in lines.items():
         if previous not in (None, case):
             made.add_section()
         cells = ["" if case == previous else case, f"[bold green]{impl}[/]" if (case, impl) in best else impl]
         previous = case
+        failed = wrong.get((case, impl))
         checked = next((record.checked for record in group if record.checked), None)
+        if failed:
+            checked = failed.check.as_dict() if failed.check else checked
         cells += [number(checked["error"], 2), number(checked["bound"], 2)] if checked else ["", ""]
         by_metric = {record.metric: record for record in group}
         cells += [quantity(by_metric[m].value(), by_metric[m].unit) if m in by_metric else "" for m in others]
@@ -141,6 +173,8 @@ def _result_table(experiment: str, records: list[Record]) -> Any:
         if rated:
             cells.append(number(time.value("tflops"), 3) if time and time.has("tflops") else "")
         cells += [_ratio(time.ratio_to.get(name)) if time else "" for name in against]
+        if incorrect:
+            cells.append("[bold red]WRONG[/]" if failed else "correct")
         made.add_row(*cells)
     return made
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpu_accel.errors import InvalidInputError
+from gpu_accel.errors import InvalidInputError, UnsupportedError
 
 from . import codes, ledger, output
 from .console import note, out, plain, table
@@ -23,9 +23,10 @@ from .options import (
     PaperArgument,
     PrecisionOption,
     checked_precision,
+    complete_implementation,
 )
 from .progress import Progress
-from .render import label, result_tables
+from .render import label, result_tables, span
 from .results import record_file, unfinished
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from gpu_accel.workbench.runner import Outcome, Plan, RunResult
 
 EVERYTHING = "every implementation"
+MOST_INTERPRETED_SECONDS = 300  # longer than that only who asks for the CPU by name waits
 MOST_REMARKS = 12  # skipped rows of different reasons that are told before the rest is only counted
 
 
@@ -50,9 +52,18 @@ def run(
         typer.Option(metavar="SHAPE", help="Instead of the paper's: 4x2048x16x128 (batch, seqlen, heads, head_dim), or "
                      "seqlen=16k,head_dim=64,causal=true. Repeatable."),
     ] = None,
-    only: Annotated[list[str] | None, typer.Option("--only", help="Only this implementation. Repeatable.")] = None,
-    skip: Annotated[list[str] | None, typer.Option("--skip", help="Not this implementation. Repeatable.")] = None,
-    device: Annotated[str, typer.Option("--device", help="auto, cuda, cuda:N, or cpu: checked, not timed.")] = "auto",
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", help="Only this implementation. Repeatable.", autocompletion=complete_implementation),
+    ] = None,
+    skip: Annotated[
+        list[str] | None,
+        typer.Option("--skip", help="Not this implementation. Repeatable.", autocompletion=complete_implementation),
+    ] = None,
+    device: Annotated[
+        str,
+        typer.Option("--device", help="auto, cuda, cuda:N, or cpu: checked, not timed, however long that takes."),
+    ] = "auto",
     quick: Annotated[bool, typer.Option("--quick", help="Few and small cases, for a first look.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the inputs.")] = 0,
     seconds: Annotated[float, typer.Option(help="Time to measure one implementation in one case, at most.")] = 0.25,
@@ -73,8 +84,10 @@ def run(
 
     Every result is compared with a float64 truth first; only what passes is timed. Without a GPU the same kernels
     run in Triton's interpreter on small shapes. Finished cases survive Ctrl-C; --resume continues.
+
+    A wrong result of ours is exit code 3. One of a rival is reported just as loudly, and is no failure of this run.
     """
-    from gpu_accel.workbench import registry
+    from gpu_accel.workbench import registry, runner
     from gpu_accel.workbench.experiment import Settings, parse_shape
 
     output.check_suffix(output_)
@@ -97,12 +110,15 @@ def run(
     host = _host(settings.device)
     if dry_run:
         return _dry_run(one, experiments, settings, host, json_=json_, file=output_)
+    intended = runner.plan(one, experiments, settings, host=host)
+    if device != "cpu":
+        _refuse_to_take_hours(intended)
     file = record_file(
         one, sku=host.env.get("sku") or host.device, commit=host.commit, folder=results, save=save, tag=tag
     )
     earlier = unfinished(file) if resume else None
     settings = dataclasses.replace(settings, output=str(earlier or file))
-    result = _run(one, experiments, settings, host, resume_from=earlier, quiet=json_)
+    result = _run(one, experiments, settings, host, resume_from=earlier, quiet=json_ or not intended.runs)
     records = [*result.resumed, *result.records]
     settled = ledger.settled_by(one, records)
     if output_:
@@ -123,6 +139,22 @@ def _host(device: str) -> Host:
     return Host.here(resolved)
 
 
+def _refuse_to_take_hours(made: Plan) -> None:
+    """Shapes made for a GPU would keep an interpreter busy for hours or months.
+
+    Raises:
+        UnsupportedError: says how long, and what can be done instead.
+    """
+    if made.interpreted_seconds <= MOST_INTERPRETED_SECONDS:
+        return
+    attention = any("head_dim" in item["case"] for item in made.items)
+    smaller = "--shape 1x128x2x64" if attention else "smaller shapes"
+    raise UnsupportedError(
+        f"without a GPU this takes about {span(made.interpreted_seconds)} in Triton's interpreter; try {smaller}, or "
+        "--device cpu to do it all the same"
+    )
+
+
 def _run(
     paper: Paper,
     experiments: Sequence[str] | None,
@@ -134,14 +166,14 @@ def _run(
 ) -> RunResult:
     from gpu_accel.workbench import events, runner
 
-    if not quiet:
-        note(f"{paper.alias} {settings.precision}, {_place(host)}")
     with Progress(quiet=quiet) as progress:
 
         def show(event: events.Event) -> None:
             match event:
-                case events.RunStarted():
-                    progress.expect(event.cases)
+                case events.RunStarted():  # not before: until here the arguments may still be wrong
+                    progress.expect(event.cases, f"{paper.alias} {settings.precision}, {_place(host)}")
+                case events.CaseStarted():
+                    progress.begin(f"{event.experiment} {label(event.case, event.experiment)} ...")
                 case events.CheckStarted():
                     progress.doing(f"{event.experiment} {label(event.case, event.experiment)}: checking {event.impl}")
                 case events.TimingStarted():
@@ -178,8 +210,12 @@ def as_payload(
         "status": result.status,
         "output": str(result.output) if result.records else None,
         "records": [json.loads(record.to_json()) for record in records],
+        "counts": counts(records, result.incorrect),
         "skipped": [_outcome(outcome) for outcome in result.skipped],
-        "incorrect": [_outcome(outcome) for outcome in result.incorrect],
+        "incorrect": [
+            _outcome(outcome) | {"role": outcome.role, "checked": outcome.check and outcome.check.as_dict()}
+            for outcome in result.incorrect
+        ],
         "claims": [verdict.as_dict() for verdict in settled],
     }
 
@@ -188,11 +224,25 @@ def _outcome(outcome: Outcome) -> dict[str, Any]:
     return {"experiment": outcome.experiment, "impl": outcome.impl, "case": outcome.case, "why": outcome.why}
 
 
+def counts(records: Sequence[Record], incorrect: Sequence[Outcome]) -> dict[str, int]:
+    """How many cases there were, and how many results (an implementation in a case) are correct and wrong."""
+    from .render import case_key
+
+    right = {(record.experiment, case_key(record.case), record.impl) for record in records}
+    wrong = {(outcome.experiment, case_key(outcome.case), outcome.impl) for outcome in incorrect}
+    return {
+        "cases": len({key[:2] for key in right | wrong}),
+        "correct": len(right - wrong),
+        "wrong": len(wrong),
+    }
+
+
 def _write(file: Path, paper: Paper, result: RunResult, records: Sequence[Record], settled: Sequence[Verdict]) -> None:
     payload = as_payload(paper, result, records, settled)
     rows = payload["records"]
     if file.suffix not in (".json", ".jsonl"):  # raw samples and the whole environment would drown a table
         rows = [{key: row[key] for key in TABLE_FIELDS} | {"gpu": row["env"].get("gpu")} for row in rows]
+        rows += [{"kind": "WRONG", **{k: row[k] for k in WRONG_FIELDS}} for row in payload["incorrect"]]
     output.write(file, rows, payload=payload, title=f"{paper.title}: results")
 
 
@@ -212,17 +262,22 @@ TABLE_FIELDS = (
 )
 
 
+WRONG_FIELDS = ("experiment", "case", "impl", "checked", "why")
+
+
 def _show(paper: Paper, result: RunResult, records: Sequence[Record], settled: Sequence[Verdict]) -> None:
     screen = out()
-    for made in result_tables(records):
+    for made in result_tables(records, result.incorrect):
         screen.print(made)
+    if records or result.incorrect:
+        screen.print(_total(records, result.incorrect))
     if result.resumed:
         note(f"{len(result.resumed)} of {len(records)} records are from the earlier run")
     _remarks(result)
     if settled:
         screen.print("[bold]Claims that this run settles[/]")
         screen.print(ledger.verdict_table(settled))
-        screen.print(ledger.sentence(settled))
+        screen.print(ledger.sentence(settled, "this run: "))
     elif records and paper.claims():
         screen.print("This run settles no claim of the paper.")
     if result.records:
@@ -231,10 +286,21 @@ def _show(paper: Paper, result: RunResult, records: Sequence[Record], settled: S
         note("interrupted; the same command with --resume goes on from here", style="yellow")
 
 
+def _total(records: Sequence[Record], incorrect: Sequence[Outcome]) -> str:
+    """`10 cases: 27 results correct, 1 wrong (sdpa-flash, a rival)`."""
+    count = counts(records, incorrect)
+    text = f"{count['cases']} case{'' if count['cases'] == 1 else 's'}: "
+    text += f"{count['correct']} result{'' if count['correct'] == 1 else 's'} correct"
+    if not incorrect:
+        return text
+    names = dict.fromkeys(f"{one.impl}{'' if one.role == 'ours' else ', a rival'}" for one in incorrect)
+    return f"{text}, [bold red]{count['wrong']} wrong[/] ({plain('; '.join(names))})"
+
+
 def _remarks(result: RunResult) -> None:
     """Every reason once, with how many rows it concerns."""
     skipped = ((EVERYTHING if outcome.impl == "*" else outcome.impl, outcome.why) for outcome in result.skipped)
-    _tell(Counter(skipped), "skipped")
+    _tell(Counter(skipped), "not supported here:" if result.status == "unsupported" else "skipped")
     for outcome in result.incorrect:
         note(
             f"WRONG {outcome.impl} in {outcome.experiment} {label(outcome.case, outcome.experiment)}: {outcome.why}",
@@ -252,8 +318,6 @@ def _tell(reasons: Counter[tuple[str, str]], word: str) -> None:
 def _leave(result: RunResult, settled: Sequence[Verdict], *, gate: bool) -> None:
     if result.status == "nothing_ran":
         note("nothing ran: no case is left to do", style="yellow")
-    if result.status == "unsupported":
-        note("nothing ran: no implementation is supported here", style="yellow")
     if result.exit_code:
         raise typer.Exit(result.exit_code)
     failed = [v.claim.id for v in settled if ledger.word_of(v) == "not reproduced"]
@@ -290,6 +354,8 @@ def _dry_run(
     _tell(reasons, "does not run:")
     runs = sum(row["runs"] for row in rows)
     measuring = f", {made.seconds:.0f} s of measuring" if made.seconds else ""
+    if made.interpreted_seconds > MOST_INTERPRETED_SECONDS:
+        measuring = f", about {span(made.interpreted_seconds)} of interpreting"
     cases = f"{len(made.items)} case{'' if len(made.items) == 1 else 's'}"
     out().print(f"{cases}, {runs} results to make{measuring}, {_place(host)}.")
     if not made.items:
