@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import types
-
+from gpu_accel.workbench.claims import Verdict
 from gpu_accel.workbench.ledger import Claim, Measure
 from gpu_accel.workbench.records import Record
 
@@ -113,14 +112,15 @@ def quote(value, *, impl="ours", source="arXiv:1234.5678", dtype="fp16", unit="t
     )
 
 
-def verdict(word="reproduced", *, measured=1.5, interval=(1.4, 1.6), records=(), **changes):
+def verdict(word="reproduced", *, measured=1.5, interval=(1.4, 1.6), records=(), side="", **changes) -> Verdict:
     """A judged claim; its texts need escaping in Markdown and in HTML. `changes` are fields of the claim."""
     about = {"id": "c1", "where": "Section 1", "statement": "faster | than <before>", "source": "arXiv:1234.5678"}
-    return types.SimpleNamespace(
+    return Verdict(
         claim=Claim(**about | {"value": 1.5, "unit": "x"} | changes),
         word=word,
         measured=measured,
         interval=interval,
         detail="why & how",
         records=tuple(records),
+        side=side,
     )

@@ -7,6 +7,8 @@
     unsupported (no source found)    a claim of the seed that no source supports and nothing measures
 
 A verdict names the records it rests on, the value with its interval, and what differs from the claim's conditions.
+Beside the word stands which way a result misses: a speed-up above the range that a paper states does not reproduce the
+range, and is no shortfall. Claims of a paper's text that its own figures settle (`internal`) are counted apart.
 """
 
 from __future__ import annotations
@@ -24,12 +26,24 @@ from gpu_accel.workbench.records import Record
 from gpu_accel.workbench.statistics import Ratio, median
 from gpu_accel.workbench.statistics import verdict as speed_word
 
-__all__ = ["WORDS", "Claim", "Measure", "Verdict", "judge", "judge_all", "load_claims", "quoted_records", "summary"]
+__all__ = [
+    "WORDS",
+    "Claim",
+    "Measure",
+    "Verdict",
+    "against_itself",
+    "judge",
+    "judge_all",
+    "load_claims",
+    "quoted_records",
+    "summary",
+]
 
 REPRODUCED, NOT_REPRODUCED = "reproduced", "not reproduced"
 UNSUPPORTED = "unsupported (no source found)"
-WORDS = (REPRODUCED, "within N%", NOT_REPRODUCED, "not measured", "unsupported")
 FURTHEST = 0.25  # a miss up to here is called "within N%"
+WITHIN = f"within {FURTHEST:.0%}"  # all of those together
+WORDS = (REPRODUCED, WITHIN, NOT_REPRODUCED, "not measured", "unsupported")
 NOISE = 0.02  # half-width of the band around 1 inside which two speeds are the same
 _ROUNDING = 1e-9
 _EXAMPLES = 3  # failing cells that a verdict lists
@@ -50,12 +64,27 @@ class Verdict:
     detail: str = ""
     records: tuple[Record, ...] = ()
     differs: tuple[str, ...] = ()
+    side: str = ""  # where a result that misses lies: "above", "below" or "below and above"; "" for an ordering
+
+    @property
+    def shown(self) -> str:
+        """The word with the side on which it misses: `within 20%, above`, `not reproduced: above, 1.8 to 2.098`."""
+        if not self.side:
+            return self.word
+        if self.category == WITHIN or not isinstance(self.measured, tuple):
+            return f"{self.word}, {self.side}"
+        return f"{self.word}: {self.side}, {' to '.join(f'{end:.3g}' for end in self.measured)}"
+
+    @property
+    def internal(self) -> bool:
+        """Whether the paper's own figures decide, so that nothing is reproduced or missed here."""
+        return self.claim.internal
 
     @property
     def category(self) -> str:
-        """The word without its number or reason, one of WORDS."""
+        """The word without its own number or reason, one of WORDS."""
         if self.word.startswith("within "):
-            return "within N%"
+            return WITHIN
         return next(word for word in WORDS if self.word.startswith(word))
 
     @property
@@ -76,6 +105,8 @@ class Verdict:
             "value": list(claim.value) if isinstance(claim.value, tuple) else claim.value,
             "unit": claim.unit,
             "verdict": self.word,
+            "side": self.side,
+            "internal": self.internal,
             "measured": list(self.measured) if isinstance(self.measured, tuple) else self.measured,
             "interval": list(self.interval) if self.interval else None,
             "detail": self.detail,
@@ -91,6 +122,7 @@ class _Finding:
     interval: tuple[float, float] | None
     text: str
     cells: tuple[Cell, ...]  # the cells that decided
+    side: str = ""
 
 
 def judge(claim: Claim, records: Iterable[Record]) -> Verdict:
@@ -129,6 +161,7 @@ def judge(claim: Claim, records: Iterable[Record]) -> Verdict:
         detail=". ".join(sentences),
         records=used,
         differs=differs,
+        side=finding.side,
     )
 
 
@@ -139,11 +172,19 @@ def judge_all(claims: Iterable[Claim], records: Iterable[Record]) -> list[Verdic
 
 
 def summary(verdicts: Iterable[Verdict]) -> dict[str, int]:
-    """How many verdicts have each of WORDS, zeros included."""
+    """How many verdicts have each of WORDS, zeros included; without those that the paper's own figures decide."""
     counts = dict.fromkeys(WORDS, 0)
     for verdict in verdicts:
-        counts[verdict.category] += 1
+        if not verdict.internal:
+            counts[verdict.category] += 1
     return counts
+
+
+def against_itself(verdicts: Iterable[Verdict]) -> tuple[int, int]:
+    """(hold, do not): of the claims that the paper's own figures decide, how many they bear out."""
+    inside = [verdict for verdict in verdicts if verdict.internal]
+    hold = sum(verdict.category == REPRODUCED for verdict in inside)
+    return hold, len(inside) - hold
 
 
 # -- from cells to a word
@@ -169,7 +210,7 @@ def _find(claim: Claim, evidence: Evidence) -> _Finding:
     text = f"{_number(value)} {claim.unit}{_bracket(claim, interval)}{among}, against {_aim(claim)}"
     if interval and len({_word(claim, end) == REPRODUCED for end in interval}) == 2:
         text += "; the interval reaches across the limit"
-    return _Finding(word, value, interval, text, used)
+    return _Finding(word, value, interval, text, used, _side(claim, [value]))
 
 
 def _range(claim: Claim, cells: Sequence[Cell]) -> _Finding:
@@ -185,7 +226,16 @@ def _range(claim: Claim, cells: Sequence[Cell]) -> _Finding:
         f"{sum(c.value < low for c in cells)} cells below and {sum(c.value > high for c in cells)} above"
     )
     word = REPRODUCED if inside else NOT_REPRODUCED
-    return _Finding(word, (first.value, last.value), ends, text, tuple(cells))
+    side = _side(claim, [first.value, last.value])
+    return _Finding(word, (first.value, last.value), ends, text, tuple(cells), side)
+
+
+def _side(claim: Claim, values: Sequence[float]) -> str:
+    """On which sides of the claim those values lie that miss it; "" when none does."""
+    missing = [value for value in values if _word(claim, value) != REPRODUCED]
+    low, high = claim.numbers
+    sides = {"below": any(value < low for value in missing), "above": any(value > high for value in missing)}
+    return " and ".join(side for side, there in sides.items() if there)
 
 
 def _all_better(claim: Claim, cells: Sequence[Cell]) -> _Finding:

@@ -10,6 +10,7 @@ ipywidgets are imported inside functions: every object here also works as plain 
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
@@ -67,13 +68,14 @@ def has_gpu() -> bool:
 
 
 def start() -> Shown:
-    """Prepare this machine; call it before anything that imports Triton kernels.
+    """Prepare this machine and the plots; call it before anything that imports Triton kernels.
 
     Without a GPU the kernels run in Triton's interpreter, which has to be chosen before they are imported.
 
     Raises:
         HardwareError: there is no GPU and kernels were imported before for compilation; the kernel must be restarted.
     """
+    _show_plots_in_exports()
     if has_gpu():
         import torch
 
@@ -88,6 +90,17 @@ def start() -> Shown:
         os.environ["TRITON_INTERPRET"] = "1"
         line = "No GPU here: kernels run in Triton's interpreter, on small shapes. Timings shown are recorded ones."
     return Shown(line, f"<p>{escape(line)}</p>")
+
+
+def _show_plots_in_exports() -> None:
+    """Let plots carry HTML beside plotly's own format, which `jupyter nbconvert --to html` leaves out.
+
+    The HTML loads plotly.js from its CDN, so a saved notebook does not grow by megabytes. PLOTLY_RENDERER wins.
+    """
+    if not os.environ.get("PLOTLY_RENDERER") and importlib.util.find_spec("plotly"):
+        import plotly.io
+
+        plotly.io.renderers.default = "plotly_mimetype+notebook_connected"
 
 
 def mode(value: str | None = None) -> str:
@@ -119,8 +132,6 @@ def environment() -> Shown:
 
 def machine() -> Shown:
     """What this machine can do: each ability with yes or no, and why or what would change it."""
-    import importlib.util
-
     gpu = has_gpu()
     capability = None
     if gpu:
@@ -177,11 +188,7 @@ def verdict_line(paper: Paper | str, records: Iterable[Record] | None = None) ->
     paper = _paper(paper)
     records = paper.records() if records is None else list(records)
     judged = verdicts(paper, records)
-    settled = [v for v in judged if plots.word_group(v.word) in ("reproduced", "within", "not reproduced")]
-    inside = sum(v.claim.internal for v in settled)
     line, basis = report.summary(judged), series.stamp(records).text
-    if inside:
-        basis += f"; {inside} of the {len(settled)} settled claims are judged by the paper's own figures"
     return Shown(f"{line}\n({basis})", f"<p><b>{escape(line)}</b><br><small>{escape(basis)}</small></p>")
 
 
@@ -194,13 +201,18 @@ def claims_table(paper: Paper | str, records: Iterable[Record] | None = None) ->
 
 def ledger() -> Shown:
     """All papers at a glance: one row each with the count of every verdict."""
+    from gpu_accel.workbench.claims import WORDS, against_itself, summary
+
     rows = []
     for paper in registry.papers():
-        words = [plots.word_group(v.word) for v in verdicts(paper)]
-        counts = [str(words.count(group)) for group in plots.WORD_COLOURS]
-        rows.append([paper.title, f"arXiv:{paper.arxiv}", str(len(words)), *counts, series.stamp(paper.records()).text])
-    names = ["within N %" if group == "within" else group for group in plots.WORD_COLOURS]
-    return table(["paper", "source", "claims", *names, "results"], rows)
+        judged = verdicts(paper)
+        counts = summary(judged)
+        hold, fail = against_itself(judged)
+        itself = f"{hold} hold, {fail} do not" if hold + fail else "–"
+        total, words = str(sum(counts.values())), [str(count) for count in counts.values()]
+        basis = series.stamp(paper.records()).text
+        rows.append([paper.title, f"arXiv:{paper.arxiv}", total, *words, itself, basis])
+    return table(["paper", "source", "claims", *WORDS, "paper against itself", "results"], rows)
 
 
 def papers_table() -> Shown:
@@ -421,6 +433,7 @@ def _bundle(figure: go.Figure) -> dict[str, Any]:
     """A figure as Jupyter's front ends take it; its own way of showing itself cannot be updated."""
     return {
         "application/vnd.plotly.v1+json": json.loads(figure.to_json()),
+        "text/html": figure.to_html(full_html=False, include_plotlyjs="cdn"),
         "text/plain": f"{figure.layout.title.text} ({figure.layout.meta['stamp']})",
     }
 

@@ -27,12 +27,13 @@ def refresh(paper: Paper) -> list[Path]:
     records = merge(paper.records())
     claims = paper.claims()
     written, parts = [], []
-    for title, members, quotes in sorted(report.figures(records, claims), key=lambda f: "backward" in f[0]):
+    for title, members, quotes in report.figures(records, claims):
         name = re.sub(r"[^a-z0-9]+", "-", title.replace("input normal", "").lower()).strip("-") + ".svg"
         path = paper.path / name
         path.write_text(static_svg(members, quotes=quotes, title=f"{paper.title.split(':')[0]}: {title}"))
         written.append(path)
         parts += [f"![{title}]({name})", best_table(members, ours=paper.ours)]
+        parts += _gaps(members)
     if parts:
         parts.append(NOTE)
     parts.append(report.summary(judge_all(claims, records)) + ".")
@@ -40,6 +41,15 @@ def refresh(paper: Paper) -> list[Path]:
     if report.update_block(readme, BLOCK, "\n\n".join(parts)):
         written.append(readme)
     return written
+
+
+def _gaps(records: Sequence[Record]) -> list[str]:
+    """A line for each thing that some charts lack of ours, and where."""
+    where: dict[str, list[str]] = {}
+    for panel in series.sweep(records):
+        if panel.note:
+            where.setdefault(panel.note, []).append(panel.title)
+    return [f"{note[:1].upper()}{note[1:]}: {'; '.join(titles)}." for note, titles in where.items()]
 
 
 def best_table(records: Sequence[Record], *, ours: Sequence[str]) -> str:

@@ -75,8 +75,9 @@ def template() -> go.layout.Template:
 
 def _figure(title: str, records: Sequence[Record], quotes: Sequence[Claim] = (), *, height: int = 440) -> go.Figure:
     """An empty figure with the project template, the title and the stamp below it."""
-    text = series.stamp(records, quotes).text
-    heading = {"text": title, "subtitle": {"text": text, "font": {"size": 12, "color": "#5b6673"}}}
+    stamp = series.stamp(records, quotes)
+    text = stamp.text
+    heading = {"text": title, "subtitle": {"text": stamp.sentence, "font": {"size": 12, "color": "#5b6673"}}}
     return _plotly().Figure(
         layout={"template": template(), "title": heading, "height": height, "meta": {"stamp": text}}
     )
@@ -191,7 +192,8 @@ def throughput(
     if not panels:
         return _note_if_empty(figure, True)
     by_place = {(p.row, p.column): p for p in panels}
-    titles = [by_place[r, c].title if (r, c) in by_place else "" for r in rows for c in columns]
+    found = [by_place.get((r, c)) for r in rows for c in columns]
+    titles = [f"{p.title} ({p.note})" if p and p.note else p.title if p else "" for p in found]
     _grid(figure, len(rows), len(columns), titles, x_title="sequence length", y_title=unit)
     impls, seen = series.order(r.impl for r in drawn), set()
     lengths = sorted({p.x for panel in panels for line in panel.lines for p in line.points})
@@ -434,6 +436,13 @@ def word_group(word: str) -> str:
     raise InvalidInputError(f"{word!r} is not a verdict word")
 
 
+def word_label(group: str) -> str:
+    """A colour group as legends and headings name it."""
+    from gpu_accel.workbench.claims import WITHIN
+
+    return WITHIN if group == "within" else group
+
+
 def claim_group(claim: Claim) -> str:
     """Where a claim comes from, coarsely: a figure with all its panels, the text, or an earlier document of ours."""
     if claim.figure:
@@ -456,7 +465,7 @@ def claims_overview(verdicts: Iterable[Verdict], *, title: str = "Claims") -> go
             bar = go.Bar(
                 y=places,
                 x=[found[place] for place in places],
-                name="within N%" if group == "within" else group,
+                name=word_label(group),
                 orientation="h",
                 marker_color=colour,
                 hovertemplate="%{y}: %{x}<extra>%{fullData.name}</extra>",

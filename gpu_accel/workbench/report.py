@@ -7,8 +7,8 @@ input, and each carries its stamp (measured, checked, modelled or quoted; GPU; d
 from __future__ import annotations
 
 import os
+import re
 import tempfile
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
@@ -44,14 +44,22 @@ def _plain(value: float) -> str:
 
 
 def summary(verdicts: Iterable[Verdict]) -> str:
-    """One line: `61 claims: 20 reproduced, 9 within N %, 4 not reproduced, 26 not measured, 2 unsupported`."""
-    from gpu_accel.workbench.plots import WORD_COLOURS, word_group
+    """One line: `61 claims: 20 reproduced, 9 within 25%, 4 not reproduced, 28 not measured`.
+
+    Claims that the paper's own figures decide are counted apart: `...; the paper against itself: 5 hold, 6 do not`.
+    """
+    from gpu_accel.workbench import claims
 
     verdicts = list(verdicts)
-    counts = Counter(word_group(v.word) for v in verdicts)
-    names = {"within": "within N %"}
-    parts = [f"{counts[group]} {names.get(group, group)}" for group in WORD_COLOURS if counts[group]]
-    return f"{len(verdicts)} claim{'' if len(verdicts) == 1 else 's'}: {', '.join(parts) or 'none judged'}"
+    counts = claims.summary(verdicts)
+    total, (hold, fail) = sum(counts.values()), claims.against_itself(verdicts)
+    parts = []
+    if total or not hold + fail:
+        words = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
+        parts.append(f"{total} claim{'' if total == 1 else 's'}: {words or 'none judged'}")
+    if hold + fail:
+        parts.append(f"the paper against itself: {hold} hold, {fail} do not")
+    return "; ".join(parts)
 
 
 def claim_row(verdict: Verdict) -> tuple[str, str, str, str, str]:
@@ -60,7 +68,7 @@ def claim_row(verdict: Verdict) -> tuple[str, str, str, str, str]:
     here = number(verdict.measured, claim.unit)
     if verdict.measured is not None and verdict.interval is not None:
         here += f" [{number(verdict.interval)}]"
-    return claim.statement, claim.where, number(claim.value, claim.unit), here, verdict.word
+    return claim.statement, claim.where, number(claim.value, claim.unit), here, verdict.shown
 
 
 def _tables(records: Sequence[Record], metric: str) -> Iterable[tuple[str, list[Record]]]:
@@ -105,7 +113,7 @@ def _sections(records: Sequence[Record]) -> Iterable[tuple[str, str, list[str], 
     for metric in ("tflops", *sorted(others)):
         for title, members in _tables([r for r in records if r.kind != "quoted"], metric):
             headings, rows = pivot(members, metric)
-            yield f"{names.get(metric, metric)}: {title}", series.stamp(members).text, headings, rows
+            yield f"{names.get(metric, metric)}: {title}", series.stamp(members).sentence, headings, rows
     correct = [r for r in records if r.metric == "correct" and r.checked]
     if correct:
         checks: dict[tuple[str, str], list[dict[str, Any]]] = {}
@@ -117,7 +125,7 @@ def _sections(records: Sequence[Record]) -> Iterable[tuple[str, str, list[str], 
             numbers = [str(len(found)), f"{worst['error']:.2g}", f"{worst['bound']:.2g}"]
             rows.append([experiment, series.label(impl), *numbers, worst["metric"]])
         headings = ["experiment", "implementation", "cases", "worst error", "allowed", "metric"]
-        yield "Correctness on a CPU", series.stamp(correct).text, headings, rows
+        yield "Correctness on a CPU", series.stamp(correct).sentence, headings, rows
 
 
 def _commands(paper: Paper) -> list[str]:
@@ -147,7 +155,7 @@ def markdown(paper: Paper, records: Iterable[Record], verdicts: Iterable[Verdict
     records, verdicts = list(records), list(verdicts)
     parts = [
         f"# {paper.title}",
-        f"arXiv:{paper.arxiv}, {paper.year}. {series.stamp(records).text}.",
+        f"arXiv:{paper.arxiv}, {paper.year}. {series.stamp(records).sentence}.",
         "## Claims",
         claims_markdown(verdicts),
         "## Results",
@@ -166,13 +174,18 @@ STYLE = """
 :root { color-scheme: light dark; --text: #16202c; --muted: #5b6673; --edge: #d8dee6; --back: #fff; --row: #f6f8fa; }
 @media (prefers-color-scheme: dark) {
   :root { --text: #e6edf3; --muted: #9aa5b1; --edge: #30363d; --back: #0d1117; --row: #161b22; } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var(--back); max-width: 1020px;
-  margin: 2rem auto; padding: 0 1rem; }
-table { border-collapse: collapse; width: 100%; font-size: 14px; margin: .6rem 0 1.6rem; display: block;
-  overflow-x: auto; }
-th, td { padding: .3rem .6rem; border-bottom: 1px solid var(--edge); text-align: left; vertical-align: top; }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var(--back); max-width: 1120px;
+  margin: 2.5rem auto; padding: 0 1.5rem; }
+h1 { font-size: 1.7rem; line-height: 1.25; margin: 0 0 .4rem; } h2 { margin: 2.4rem 0 .8rem; font-size: 1.3rem; }
+h3 { font-size: 1.02rem; margin: 1.6rem 0 0; } h3 + p { margin: 0; font-size: 13px; }
+.scroll { overflow-x: auto; margin: .6rem 0 1.6rem; } table { border-collapse: collapse; width: 100%; font-size: 14px; }
+th, td { padding: .35rem .6rem; border-bottom: 1px solid var(--edge); text-align: left; vertical-align: top; }
+th { font-weight: 600; color: var(--muted); white-space: nowrap; }
 tr:nth-child(even) td { background: var(--row); } td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
-.muted { color: var(--muted); } .word { font-weight: 600; white-space: nowrap; } svg { max-width: 100%; height: auto; }
+details { border-bottom: 1px solid var(--edge); padding: .4rem 0; } summary { cursor: pointer; }
+code, pre { font: 13px/1.5 ui-monospace, monospace; background: var(--row); border-radius: 4px; }
+code { padding: .05rem .25rem; font-size: 12px; } pre { padding: .7rem 1rem; overflow-x: auto; }
+.muted { color: var(--muted); } figure { margin: 0 0 1.5rem; } figure svg { width: 100%; height: auto; }
 """
 
 
@@ -187,23 +200,51 @@ def html_table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, numeri
         "<tr>" + "".join(f"<td{k}>{escape(str(c))}</td>" for c, k in zip(row, kind, strict=True)) + "</tr>"
         for row in rows
     )
-    return f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>"
+    return _scrolling(f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>")
+
+
+def _scrolling(table: str) -> str:
+    return f'<div class="scroll" style="overflow-x:auto">{table}</div>'
+
+
+def _prose(text: str) -> str:
+    """Text for HTML: escaped, and what stands between backticks as code, whose lines break only between words."""
+
+    def code(found: re.Match[str]) -> str:
+        return "<code>" + re.sub(r"(\S*-\S*)", r'<span style="white-space:nowrap">\1</span>', found[1]) + "</code>"
+
+    return re.sub(r"`([^`]+)`", code, escape(text))
+
+
+def split_word(shown: str) -> tuple[str, str]:
+    """The bare verdict word and what is said with it: `not measured (no run)` -> `not measured`, `no run`."""
+    found = re.match(r"(reproduced|within \d+%|not reproduced|not measured|unsupported)(?:[:,]? )?(.*)", shown, re.S)
+    word, rest = (found[1], found[2]) if found else (shown, "")
+    return word, rest[1:-1] if rest.startswith("(") and rest.endswith(")") else rest
 
 
 def claims_html(verdicts: Iterable[Verdict]) -> str:
     """The claims as HTML; each verdict is coloured by its word and carries its reason.
 
-    The cells of a figure, and the claims of the project's own earlier documents, fold into a line with their summary.
+    The cells of a figure, the claims that the paper's own figures decide, and those of the project's own earlier
+    documents fold into a line with their summary.
     """
     folds: dict[str, list[Verdict]] = {}
     for verdict in verdicts:
-        folds.setdefault(verdict.claim.figure or ("seed" if verdict.claim.source == "seed" else ""), []).append(verdict)
+        claim = verdict.claim
+        apart = "internal" if claim.internal else "seed" if claim.source == "seed" else ""
+        folds.setdefault(claim.figure or apart, []).append(verdict)
     parts = [_claims_table_html(folds.pop("", []))]
+    headings = {"seed": "Earlier documents of this project", "internal": "The text against the paper's own figures"}
     for name, members in folds.items():
-        heading = "Earlier documents of this project" if name == "seed" else members[0].claim.where
+        heading = headings.get(name, members[0].claim.where)
         line = f"<summary><b>{escape(heading)}</b>: {escape(summary(members))}</summary>"
         parts.append(f"<details>{line}\n{_claims_table_html(members)}\n</details>")
     return "\n".join(part for part in parts if part)
+
+
+# Widths stand in the cells, because a notebook brings no style sheet of ours.
+_WIDTHS = (";min-width:22em", ";min-width:8em", ";min-width:6em", ";min-width:8em", ";min-width:15em")
 
 
 def _claims_table_html(verdicts: Sequence[Verdict]) -> str:
@@ -213,13 +254,19 @@ def _claims_table_html(verdicts: Sequence[Verdict]) -> str:
         return ""
     rows = []
     for verdict in verdicts:
-        *cells, word = (escape(str(cell)) for cell in claim_row(verdict))
-        dot = f'<span style="color:{WORD_COLOURS[word_group(verdict.word)]}">●</span>'
-        last = f'<td class="word"{LEFT} title="{escape(verdict.detail or "")}">{dot} {word}</td>'
-        body = "".join(f"<td{LEFT}>{cell}</td>" for cell in cells)
+        *cells, shown = claim_row(verdict)
+        word, why = split_word(str(shown))
+        dot = f'<span style="color:{WORD_COLOURS[word_group(word)]}">●</span>'
+        text = f'<span style="font-weight:600;white-space:nowrap">{dot} {escape(word)}</span>'
+        if why:
+            text += f'<br><span class="muted" style="font-size:.9em">{_prose(why)}</span>'
+        body = "".join(f"<td{LEFT}>{_prose(str(cell))}</td>" for cell in cells)
+        last = f'<td{LEFT} title="{escape(verdict.detail or "")}">{text}</td>'
         rows.append(f'<tr id="{escape(verdict.claim.id)}">{body}{last}</tr>')
-    head = "".join(f"<th{LEFT}>{heading}</th>" for heading in CLAIM_HEADINGS)
-    return f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n" + "\n".join(rows) + "\n</tbody>\n</table>"
+    widths = (LEFT[:-1] + width + '"' for width in _WIDTHS)
+    head = "".join(f"<th{style}>{heading}</th>" for heading, style in zip(CLAIM_HEADINGS, widths, strict=True))
+    table = f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n" + "\n".join(rows) + "\n</tbody>\n</table>"
+    return _scrolling(table)
 
 
 def figures(records: Iterable[Record], claims: Iterable[Claim] = ()) -> list[tuple[str, list[Record], list[Claim]]]:
@@ -232,7 +279,11 @@ def figures(records: Iterable[Record], claims: Iterable[Claim] = ()) -> list[tup
             dtype = str(case.get("dtype", "")) or None
             quotes = series.paper_curve(claims, pass_=str(case.get("pass", "forward")), dtype=dtype)
             found.append((title, members, quotes))
-    return found
+    return sorted(found, key=lambda figure: "backward" in figure[0])  # forward first
+
+
+def _heading(title: str) -> str:
+    return title[:1].upper() + title[1:]
 
 
 def html(
@@ -257,18 +308,17 @@ def html(
     records, verdicts = list(records), list(verdicts)
     parts = [
         f"<h1>{escape(paper.title)}</h1>",
-        f'<p class="muted">arXiv:{escape(paper.arxiv)}, {paper.year}. {escape(series.stamp(records).text)}.</p>',
-        f"<h2>Claims</h2>\n<p><b>{escape(summary(verdicts))}</b></p>",
-        claims_html(verdicts),
-        "<h2>Results</h2>",
+        f'<p class="muted">arXiv:{escape(paper.arxiv)}, {paper.year}. {escape(series.stamp(records).sentence)}.</p>',
+        f"<p><b>{escape(summary(verdicts))}</b></p>",
     ]
     for index, (title, members, quotes) in enumerate(figures(records, claims)):
         if plotly == "svg":
-            drawing = plots.static_svg(members, quotes=quotes, title=title, name=f"figure-{index}")
-            parts.append(f'<figure style="margin:0 0 1.5rem">{drawing}</figure>')
+            drawing = plots.static_svg(members, quotes=quotes, title=_heading(title), name=f"figure-{index}")
+            parts.append(f"<figure>{drawing}</figure>")
         else:
-            figure = plots.throughput(members, quotes=quotes, title=title)
+            figure = plots.throughput(members, quotes=quotes, title=_heading(title))
             parts.append(figure.to_html(full_html=False, include_plotlyjs="cdn" if index == 0 else False))
+    parts += ["<h2>Claims</h2>", claims_html(verdicts), "<h2>Results</h2>"]
     tables = list(_sections(records))
     for title, stamp, headings, rows in tables:
         parts += [

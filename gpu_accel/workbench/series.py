@@ -167,6 +167,15 @@ class Stamp:
             parts.append(f"quoted from {' and '.join(self.sources)}")
         return ", ".join(parts) or "nothing measured yet"
 
+    @property
+    def sentence(self) -> str:
+        """The same with a capital, for where it stands alone."""
+        return _capital(self.text)
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
 
 def stamp(records: Iterable[Record], quotes: Iterable[Claim] = ()) -> Stamp:
     """The stamp of these records and quoted claims."""
@@ -230,6 +239,7 @@ class Panel:
     row: Any
     column: Any
     lines: tuple[Line, ...]
+    note: str = ""  # what the chart lacks that its neighbours have
 
     @property
     def title(self) -> str:
@@ -302,6 +312,7 @@ def sweep(
     require_one(records, "pass", "dtype", "input")
     keys = {(r.case.get(row), r.case.get(column)) for r in records}
     keys |= {(c.cell.get(row), c.cell.get(column)) for c in quotes}
+    ours = [impl for impl in order(r.impl for r in records) if impl in OURS]
     panels = []
     for row_value, column_value in sorted(keys, key=lambda k: (k[0] is None, k[0], k[1] is None, k[1])):
         mine = [r for r in records if (r.case.get(row), r.case.get(column)) == (row_value, column_value)]
@@ -318,7 +329,11 @@ def sweep(
             kind = next(iter(newest.values())).kind
             lines.append(Line(impl=impl, label=label(impl), kind=kind, points=points))
         quoted = _quoted_line(quotes, x=x, case={row: row_value, column: column_value})
-        panels.append(Panel(row=row_value, column=column_value, lines=(*lines, quoted) if quoted else tuple(lines)))
+        # Of ours a neighbour may have the fast kernel and this one only the plain: said, or it reads as a slow result.
+        missing = [impl for impl in ours if mine and impl not in {line.impl for line in lines}]
+        note = f"no {' or '.join(label(impl).split(', ')[-1] for impl in missing)} result" if missing else ""
+        drawn = (*lines, quoted) if quoted else tuple(lines)
+        panels.append(Panel(row=row_value, column=column_value, lines=drawn, note=note))
     return panels
 
 

@@ -79,7 +79,7 @@ def static_svg(
     step, ceiling = series.nice_step(peak, 4), peak * 1.13  # headroom for the number above the best point
 
     heading = title or "Throughput"
-    stamp = series.stamp(drawn, quotes).text
+    stamp = series.stamp(drawn, quotes).sentence
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'id="{name}" role="img" aria-labelledby="{name}-title {name}-description" font-family="{FONT}">',
@@ -175,6 +175,11 @@ def _panel(
         f"<!-- {escape(panel.title)} -->",
         f'<text class="text" x="{x0}" y="{y0 - 10}" font-size="13" font-weight="600">{escape(panel.title)}</text>',
     ]
+    if panel.note:
+        parts.append(
+            f'<text class="muted" x="{x0 + PLOT_W}" y="{y0 - 10}" font-size="11.5" font-style="italic" '
+            f'text-anchor="end">{escape(panel.note)}</text>'
+        )
     for tick in range(int(ceiling / step) + 1):
         y = up(tick * step)
         kind = "axis" if tick == 0 else "grid"
@@ -264,5 +269,6 @@ def _description(panels: Sequence[Panel], unit: str, stamp: str) -> str:
     sentences = []
     for panel in panels:
         best = [f"{line.label} {max(p.y for p in line.points):.0f}" for line in panel.lines]
-        sentences.append(f"{panel.title}: at most {', '.join(best)} {unit}.")
+        note = f"; {panel.note}" if panel.note else ""
+        sentences.append(f"{panel.title}: at most {', '.join(best)} {unit}{note}.")
     return f"{stamp}. " + " ".join(sentences)

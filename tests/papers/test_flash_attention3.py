@@ -10,7 +10,7 @@ import torch
 from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.testing import rmse
 from gpu_accel.workbench import runner
-from gpu_accel.workbench.claims import judge_all
+from gpu_accel.workbench.claims import against_itself, judge_all, summary
 from gpu_accel.workbench.experiment import Settings
 from gpu_accel.workbench.registry import paper
 
@@ -368,6 +368,10 @@ def test_the_papers_figures_are_judged_by_arithmetic():
         "hadamard-worth.figure": "reproduced",
     }
     assert {name: verdicts[name].word for name in words} == words
+    inside = [v for v in verdicts.values() if v.internal]
+    assert sum(against_itself(inside)) == len(inside) >= len(words) and not any(summary(inside).values())
+    assert verdicts["fwd-vs-triton.figure"].shown == "not reproduced, above"
+    assert verdicts["bwd-vs-fa2.figure"].shown == "not reproduced: below, 1.37 to 1.76"
 
 
 def test_figure_cells_are_all_there():

@@ -488,6 +488,23 @@ def test_a_verdict_carries_its_records_and_conditions(claim, tmp_path):
         assert said in verdict.detail
 
 
+@pytest.mark.parametrize(
+    ("way", "tflops", "shown"),
+    [
+        ("about", 700, "within 17%, above"),
+        ("about", 540, "within 10%, below"),
+        ("about", 1000, "not reproduced, above"),
+        ("at_most", 700, "within 17%, above"),
+        ("at_least", 100, "not reproduced, below"),
+        ("at_least", 900, "reproduced"),
+    ],
+)
+def test_a_miss_says_on_which_side(claim, way, tflops, shown):
+    verdict = judge(claim(SPEED.replace("at_least", way) + SINGLE), [timed(tflops=tflops)])
+    assert verdict.shown == shown and not verdict.internal
+    assert verdict.as_dict()["side"] == verdict.side
+
+
 def test_summary_counts_every_word(claim):
     one = claim(SPEED + SINGLE)
     speeds = [[timed(tflops=t)] for t in (600, 540, 100)]

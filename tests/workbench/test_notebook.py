@@ -302,3 +302,27 @@ class TestExplorer:
         explorer = nb.explorer([])
         assert explorer.widget is not None
         assert "not measured yet" in [a.text for a in explorer.figure.layout.annotations]
+
+
+class TestRenderer:
+    CODE = (
+        "import plotly.graph_objects as go\nfrom gpu_accel.workbench import notebook as nb\nnb.has_gpu = lambda: False\n"
+        "nb.start()\nimport plotly.io as pio\nprint(pio.renderers.default)\n"
+        "bundle = pio.renderers._build_mime_bundle(go.Figure(go.Bar(y=[1])).to_dict())\nprint(*bundle)\n"
+        "print(max(len(str(v)) for v in bundle.values()))"
+    )
+
+    def run(self, **env):
+        clean = {k: v for k, v in TestStart.env().items() if k != "PLOTLY_RENDERER"} | env
+        return subprocess.run([sys.executable, "-c", self.CODE], capture_output=True, text=True, env=clean, timeout=120)
+
+    def test_plots_show_in_exported_html_and_stay_small(self):
+        pytest.importorskip("plotly")
+        _, kinds, size = self.run().stdout.splitlines()[-3:]
+        assert {"application/vnd.plotly.v1+json", "text/html"} <= set(kinds.split())
+        assert int(size) < 100_000
+
+    def test_the_variable_wins(self):
+        pytest.importorskip("plotly")
+        done = self.run(PLOTLY_RENDERER="json")
+        assert done.stdout.splitlines()[-3:-1] == ["json", "application/json"], done.stderr

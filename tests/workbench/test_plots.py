@@ -16,8 +16,9 @@ from gpu_accel.workbench import plots, series
 
 
 def stamp(figure):
-    assert figure.layout.meta["stamp"] == figure.layout.title.subtitle.text
-    return figure.layout.title.subtitle.text
+    text = figure.layout.meta["stamp"]
+    assert figure.layout.title.subtitle.text == text[0].upper() + text[1:]
+    return text
 
 
 def test_importing_plots_does_not_import_plotly_or_torch():
@@ -151,7 +152,7 @@ def test_claims_overview_counts_every_verdict_once():
     counted = {bar.name: {y: x for y, x in zip(bar.y, bar.x, strict=True) if x} for bar in figure.data}
     assert counted == {
         "reproduced": {"Figure 5": 1, "the text": 1},
-        "within N%": {"Figure 5": 1},
+        "within 25%": {"Figure 5": 1},
         "not reproduced": {"Table 3": 1},
         "not measured": {"the text": 1},
         "unsupported": {"earlier documents of this project": 1},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html.parser
+import re
 import types
 
 import pytest
@@ -57,7 +58,7 @@ def test_numbers_are_written_for_people(value, unit, text):
 
 
 def test_summary_counts():
-    assert report.summary(VERDICTS) == "4 claims: 1 reproduced, 1 within N %, 1 not measured, 1 unsupported"
+    assert report.summary(VERDICTS) == "4 claims: 1 reproduced, 1 within 25%, 1 not measured, 1 unsupported"
     assert report.summary(VERDICTS[:1]) == "1 claim: 1 reproduced"
 
 
@@ -68,7 +69,7 @@ def test_markdown_has_each_claim_and_each_result():
     assert rows[0] == "| faster \\| than <before> | Section 1 | 1.5 x | 1.5 x [1.4 to 1.6] | reproduced |"
     assert "not measured (needs another GPU)" in rows[2]
     assert "| 64 | full | gpu-accel, plain Triton | 200 | 300 | 400 |" in text
-    assert f"*measured on {GPU}, 2026-11-27, commit abcdef0*" in text
+    assert f"*Measured on {GPU}, 2026-11-27, commit abcdef0*" in text
     assert "| forward | gpu-accel, plain Triton | 2 | 0.0015 | 0.002 | max_abs |" in text  # the worst of two
     assert "gpu-accel run p" in text
 
@@ -77,7 +78,7 @@ def test_tables_never_join_gpus_or_precisions():
     records = [timed(), timed(gpu="Other GPU 2"), timed(dtype="fp16")]
     text = report.markdown(PAPER, records, [])
     assert text.count("### TFLOP/s") == 3
-    assert "*measured on Other GPU 2, 2026-11-27" in text
+    assert "*Measured on Other GPU 2, 2026-11-27" in text
 
 
 def test_passes_of_one_experiment_are_tables_of_their_own():
@@ -124,6 +125,46 @@ def test_cells_of_a_figure_fold_and_stay_complete():
     assert text.count("<details>") == 1 and "<b>Figure 5</b>: 30 claims: 30 not measured" in text
     assert text.count("<tr id=") == 30 + len(VERDICTS)
     assert text.index("faster") < text.index("<details>")
+
+
+def test_long_reasons_wrap_below_a_verdict_that_does_not():
+    text = report.claims_html([verdict("not measured (no record; `gpu-accel run p --precision fp8` measures it)")])
+    words = re.findall(r"white-space:nowrap[^>]*>(.*?)</span>(?:[^<]*</span>)?", text)
+    assert any("not measured" in text[m.start() : m.end() + 60] for m in re.finditer("white-space:nowrap", text))
+    assert all(len(re.sub("<[^>]*>", "", word)) < 20 for word in words), words
+    assert "`" not in re.sub(r'title="[^"]*"', "", text) and "<code>" in text and "min-width:22em" in text
+
+
+def test_charts_come_before_the_ledger_and_forward_before_backward():
+    page = report.html(PAPER, [*grid(**{"pass": "backward"}), *grid()], VERDICTS)
+    places = [page.index(part) for part in (">Forward ·", ">Backward ·", "<h2>Claims", "<h2>Results")]
+    assert places == sorted(places)
+    assert ". Measured on" in page
+
+
+@pytest.mark.parametrize(
+    ("shown", "parts"),
+    [
+        ("reproduced", ("reproduced", "")),
+        ("within 20%, above", ("within 20%", "above")),
+        ("not reproduced: above, 1.8 to 2.1", ("not reproduced", "above, 1.8 to 2.1")),
+        ("not measured (needs a (large) GPU)", ("not measured", "needs a (large) GPU")),
+        ("unsupported (no source found)", ("unsupported", "no source found")),
+    ],
+)
+def test_a_verdict_splits_into_word_and_reason(shown, parts):
+    assert report.split_word(shown) == parts
+
+
+def test_what_the_papers_own_figures_decide_is_counted_and_folded_apart():
+    inside = [verdict(word, internal=True) for word in ("reproduced", "reproduced", "within 3%", "not reproduced")]
+    assert (
+        report.summary([*VERDICTS, *inside])
+        == report.summary(VERDICTS) + "; the paper against itself: 2 hold, 2 do not"
+    )
+    assert report.summary(inside) == "the paper against itself: 2 hold, 2 do not"
+    text = report.claims_html([*VERDICTS, *inside])
+    assert "own figures</b>: the paper against itself: 2 hold" in text.replace("&#x27;", "'")
 
 
 def test_html_with_plotly_loads_it_once():

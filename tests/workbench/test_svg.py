@@ -40,7 +40,7 @@ def test_one_chart_per_head_dim_and_mask_with_everything_named():
         "SDPA, FlashAttention-2",
         "SDPA, cuDNN",
         "TFLOP/s",
-        f"measured on {GPU}, 2026-11-27, commit abcdef0",
+        f"Measured on {GPU}, 2026-11-27, commit abcdef0",
     ):
         assert expected in shown
     lines = list(root.iter(f"{NAMESPACE}polyline"))
@@ -76,7 +76,7 @@ def test_the_papers_curve_is_dashed_and_named_as_quoted():
 
 def test_quotes_alone_never_look_measured():
     root = parse(static_svg([], quotes=quotes()))
-    assert "quoted from arXiv:1234.5678" in texts(root)
+    assert "Quoted from arXiv:1234.5678" in texts(root)
     assert not any("measured" in (text or "") for text in texts(root))
     assert not list(root.iter(f"{NAMESPACE}circle"))
 
@@ -86,12 +86,19 @@ def test_nothing_to_draw_is_an_error_and_checks_are_not_timings():
         static_svg([correct()])
 
 
+def test_a_chart_without_our_fast_kernel_says_so():
+    records = [*grid(), timed("hopper", tflops=500.0, head_dim=64, causal=False)]
+    found = texts(parse(static_svg(records)))
+    assert found.count("no Gluon result") == 3 and "no plain Triton result" not in found
+    assert not any("result" in (text or "") for text in texts(parse(static_svg(grid()))))
+
+
 def test_two_gpus_are_refused_until_one_is_chosen():
     records = grid() + grid(gpu="Other GPU 2")
     with pytest.raises(InvalidInputError, match="Other GPU 2, Test GPU 1"):
         static_svg(records)
     chosen = static_svg(records, gpu="other")
-    assert "measured on Other GPU 2" in chosen and GPU not in chosen
+    assert "Measured on Other GPU 2" in chosen and GPU not in chosen
 
 
 def test_mixed_precisions_are_refused():
