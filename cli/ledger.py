@@ -103,7 +103,7 @@ def settled_by(paper: Paper, records: Sequence[Record]) -> list[Verdict]:
 
 def word_of(verdict: Verdict) -> str:
     """The verdict as it is typed for --verdict: one of STYLES."""
-    return verdict.category.removesuffix(" N%")
+    return next(word for word in STYLES if verdict.category.startswith(word))
 
 
 def _word_asked(word: str) -> str:
@@ -146,6 +146,7 @@ def _commands(verdicts: Sequence[Verdict]) -> list[str]:
 def _leave(chosen: Sequence[Verdict], *, gate: bool) -> None:
     if not gate:
         return
+    chosen = [v for v in chosen if not v.internal]  # arithmetic on a paper's own figures is no result of ours
     if failed := [v.claim.id for v in chosen if word_of(v) == "not reproduced"]:
         first = ", ".join(failed[:8]) + (" ..." if len(failed) > 8 else "")
         note(f"gate: {len(failed)} not reproduced: {first}", style="bold red")
@@ -163,8 +164,13 @@ def _counted(verdicts: Sequence[Verdict]) -> str:
 
 
 def sentence(verdicts: Sequence[Verdict], start: str = "") -> str:
-    """`fa3: 61 claims: 20 reproduced, 9 within N%, ...`, coloured."""
-    return f"{start}{len(verdicts)} claim{'' if len(verdicts) == 1 else 's'}: {_counted(verdicts)}"
+    """`fa3: 61 claims: 20 reproduced, 9 within 25%, ...`, coloured."""
+    from gpu_accel.workbench.claims import against_itself
+
+    total, (hold, fail) = sum(not v.internal for v in verdicts), against_itself(verdicts)
+    parts = [f"{total} claim{'' if total == 1 else 's'}: {_counted(verdicts)}"] if total else []
+    parts += [f"the paper against itself: {hold} hold, {fail} do not"] if hold + fail else []
+    return start + "; ".join(parts)
 
 
 def value(of: Any, unit: str = "") -> str:
@@ -190,6 +196,6 @@ def verdict_table(verdicts: Sequence[Verdict], *, fold: bool = True) -> Any:
         for v in cells:
             claim = v.claim
             claimed, here = value(claim.value, claim.unit), value(v.measured, claim.unit)
-            word = f"[{STYLES[word_of(v)]}]{plain(_short(v.word))}[/]"
+            word = f"[{STYLES[word_of(v)]}]{plain(_short(v.shown))}[/]"
             made.add_row(claim.id, plain(claim.where), plain(claim.statement), claimed, here, word)
     return made

@@ -112,17 +112,16 @@ def commands(paper: Paper) -> list[str]:
 
 def readme_table() -> str:
     """The papers as Markdown, for the generated block in README.md."""
-    from gpu_accel.workbench.claims import judge_all, summary
+    from gpu_accel.workbench.claims import judge_all
     from gpu_accel.workbench.records import merge
     from gpu_accel.workbench.registry import papers
-    from gpu_accel.workbench.report import markdown_table
+    from gpu_accel.workbench.report import markdown_table, summary
 
     rows = []
     for paper in papers():
         verdicts = judge_all(paper.claims(), merge(paper.records()))
-        counts = ", ".join(f"{count} {word}" for word, count in summary(verdicts).items() if count)
         title = f"[{paper.title}](papers/{paper.id})"
         arxiv = f"[{paper.arxiv}](https://arxiv.org/abs/{paper.arxiv})"
         notebook = f"[{paper.notebook.removesuffix('.ipynb')}](notebooks/{paper.notebook})"
-        rows.append((f"`{paper.alias}`", title, arxiv, f"`{paper.package}`", notebook, f"{len(verdicts)}: {counts}"))
+        rows.append((f"`{paper.alias}`", title, arxiv, f"`{paper.package}`", notebook, summary(verdicts)))
     return markdown_table(("", "paper", "arXiv", "kernels", "notebook", "claims"), rows)
