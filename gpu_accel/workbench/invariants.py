@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,18 @@ SCHEMA = 1
 KINDS = ("measured", "checked", "modelled", "quoted")
 L2_STATES = ("flushed", "warm")
 MILLISECONDS = {"ms": 1.0, "us": 1e-3, "s": 1e3}
-SPEED_UNITS = frozenset({*MILLISECONDS, "tflops", "gbps", "tokens/s", "1/s"})
+RATE_UNITS = frozenset({"tflops", "gbps", "tokens/s", "1/s"})
+# The units of what is neither a time nor a rate. Everything else counts as a speed, so that a rate in a unit that
+# nobody thought of ("TFLOP/s", "x", "msec") cannot pass as an ordinary number.
+PLAIN_UNITS = frozenset(
+    {"1", "%", "dB", "bits", "ulp", "bytes", "B", "KB", "MB", "GB", "KiB", "MiB", "GiB", "J", "mJ", "W", "C", "tokens"}
+)
+SPEED_WORDS = frozenset(
+    {"time", "latency", "duration", "runtime", "speed", "speedup", "throughput", "bandwidth", "mfu", "tps"}
+    | {"ms", "us", "ns", "msec", "usec", "sec", "seconds", "flops", "gflops", "tflops", "pflops", "gbps"}
+)
+NEVER_NEGATIVE = frozenset({"rmse", "mse", "max_abs", "mean_abs", "max_error", "rel_error", "relative_error"})
+TEXTS = ("source", "commit", "time", "input_source", "note", "location")
 DERIVED = ("ms", "tflops", "gbps")
 _LARGEST_PEAK_EXCESS = 1e-9  # float rounding only: a rate above the peak is a broken measurement, not a good one
 
@@ -23,8 +35,11 @@ Scalar = str | int | float | bool
 
 
 def is_speed(metric: str, unit: str) -> bool:
-    """Whether a metric is a time or a rate, which only a checked run on a GPU (or a model) may carry."""
-    return metric == "time" or metric in DERIVED or unit in SPEED_UNITS
+    """Whether a metric is a time or a rate, by its name or its unit; only a checked run on a GPU may measure one.
+
+    A unit that is not known to be something else (PLAIN_UNITS) counts as one.
+    """
+    return unit not in PLAIN_UNITS or not SPEED_WORDS.isdisjoint(re.split(r"[^a-z0-9]+", metric.lower()))
 
 
 class Invariants:
@@ -40,6 +55,7 @@ class Invariants:
         getattr(self, self.r.kind)()
         if self.r.kind in ("measured", "modelled"):
             self.below_peak()
+        self.serialisable()
 
     def require(self, condition: object, message: str) -> None:
         if not condition:
@@ -49,28 +65,36 @@ class Invariants:
     def types(self) -> None:
         r = self.r
         self.require(r.kind in KINDS, f"kind must be one of {KINDS}")
-        self.require(r.schema == SCHEMA, f"schema must be {SCHEMA}, not {r.schema!r}")
+        self.require(type(r.schema) is int and r.schema == SCHEMA, f"schema must be {SCHEMA}, not {short(r.schema)}")
         for name in ("paper", "experiment", "impl", "metric", "unit"):
             text = getattr(r, name)
-            self.require(isinstance(text, str) and text, f"{name} must be a non-empty string, not {text!r}")
-        for name in ("case", "work", "ratio_to", "env", "timing"):
-            self.require(isinstance(getattr(r, name), dict), f"{name} must be a dict, not {getattr(r, name)!r}")
+            self.require(isinstance(text, str) and text, f"{name} must be a non-empty string, not {short(text)}")
+        for name in TEXTS:
+            self.require(isinstance(getattr(r, name), str), f"{name} must be a string, not {short(getattr(r, name))}")
+        for name in ("case", "work", "ratio_to", "env", "timing", *(["checked"] if r.checked is not None else [])):
+            table = getattr(r, name)
+            self.require(isinstance(table, dict), f"{name} must be a dict, not {short(table)}")
+            self.require(
+                all(isinstance(key, str) for key in table), f"{name} must have strings as keys, not {short(table)}"
+            )
         for key, value in r.case.items():
-            self.require(isinstance(value, Scalar), f"case[{key!r}] must be a string, number or boolean, not {value!r}")
-        self.require(isinstance(r.dirty, bool), f"dirty must be true or false, not {r.dirty!r}")
+            self.require(
+                isinstance(value, Scalar), f"case[{key!r}] must be a string, number or boolean, not {short(value)}"
+            )
+        self.require(isinstance(r.dirty, bool), f"dirty must be true or false, not {short(r.dirty)}")
         try:
             offset = r.when.utcoffset()
         except (TypeError, ValueError):
             offset = None
-        self.require(offset is not None and not offset, f"time must be ISO 8601 in UTC, not {r.time!r}")
+        self.require(offset is not None and not offset, f"time must be ISO 8601 in UTC, not {short(r.time)}")
 
     def numbers(self) -> None:
         r = self.r
         for name in ("median", "p20", "p80"):
             value = getattr(r, name)
-            self.require(value is None or is_finite(value), f"{name} must be a finite number, not {value!r}")
+            self.require(value is None or is_finite(value), f"{name} must be a finite number, not {short(value)}")
         self.require(all(is_finite(s) for s in r.samples), "every sample must be a finite number")
-        self.require(all(is_finite(w) and w >= 0 for w in r.work.values()), f"work must be numbers >= 0, not {r.work}")
+        self.require(all(is_finite(w) and w >= 0 for w in r.work.values()), "work must be numbers >= 0")
         self.require((r.p20 is None) == (r.p80 is None), "p20 and p80 go together")
         if r.p20 is not None and r.p80 is not None:
             self.require(r.median is not None and r.p20 <= r.median <= r.p80, "p20 <= median <= p80 must hold")
@@ -78,47 +102,66 @@ class Invariants:
             inside = min(r.samples) <= r.median <= max(r.samples)
             self.require(inside, f"median {r.median} lies outside its own samples")
         self.require(r.metric != "time" or r.unit in MILLISECONDS, f"a time is in ms, us or s, not {r.unit!r}")
+        if r.metric in NEVER_NEGATIVE or r.unit == "bytes":
+            values = [value for value in (r.median, r.p20, *r.samples) if value is not None]
+            self.require(min(values, default=0) >= 0, f"{r.metric} in {r.unit} cannot be negative: {short(r.median)}")
         if r.checked is not None:
             fields = {"error", "bound", "metric"}
-            self.require(r.checked.keys() == fields, f"checked must have {sorted(fields)}, not {r.checked}")
+            self.require(r.checked.keys() == fields, f"checked must have {sorted(fields)}, not {short(r.checked)}")
+            name = r.checked["metric"]
+            self.require(
+                isinstance(name, str) and name, f"checked.metric must be a non-empty string, not {short(name)}"
+            )
             numbers = is_finite(r.checked["error"]) and is_finite(r.checked["bound"])
             # Written so that NaN, which compares false with everything, never counts as correct.
             self.require(
-                numbers and 0 <= r.checked["error"] <= r.checked["bound"], f"error above its bound: {r.checked}"
+                numbers and 0 <= r.checked["error"] <= r.checked["bound"], f"error above its bound: {short(r.checked)}"
             )
 
     def ratios(self) -> None:
         r = self.r
         self.require(not r.ratio_to or r.kind == "measured", "only a measured record may carry ratio_to")
+        interleaved = r.timing.get("interleaved") or []
+        names = isinstance(interleaved, list | tuple) and all(isinstance(name, str) for name in interleaved)
+        self.require(names, f"timing.interleaved must be a list of names, not {short(interleaved)}")
         for other, ratio in r.ratio_to.items():
-            interleaved = r.timing.get("interleaved") or ()
             self.require(
                 other in interleaved, f"ratio_to {other!r} was not interleaved in the run, {list(interleaved)}"
             )
-            well_formed = isinstance(ratio, dict) and ratio.keys() == {"median", "ci95"} and len(ratio["ci95"]) == 2
-            self.require(well_formed, f"ratio_to[{other!r}] must be {{median, ci95: [low, high]}}, not {ratio!r}")
+            well_formed = isinstance(ratio, dict) and ratio.keys() == {"median", "ci95"}
+            well_formed = well_formed and isinstance(ratio["ci95"], list | tuple) and len(ratio["ci95"]) == 2
+            self.require(well_formed, f"ratio_to[{other!r}] must be {{median, ci95: [low, high]}}, not {short(ratio)}")
             low, high = ratio["ci95"]
             numbers = all(is_finite(x) and x > 0 for x in (low, ratio["median"], high))
-            self.require(numbers and low <= ratio["median"] <= high, f"ratio_to[{other!r}] is no interval: {ratio}")
+            self.require(
+                numbers and low <= ratio["median"] <= high, f"ratio_to[{other!r}] is no interval: {short(ratio)}"
+            )
 
     def measured(self) -> None:
         r = self.r
-        self.require(r.env.get("gpu"), "a measured record needs env.gpu")
+        gpu = r.env.get("gpu")
+        self.require(isinstance(gpu, str) and gpu, "a measured record needs env.gpu")
         self.require(r.median is not None, "a measured record needs a median")
         if not r.is_speed:
             return
         self.require(r.metric not in DERIVED, f"record the time; {r.metric!r} is derived from it")
+        self.require(
+            r.metric == "time",
+            f"{r.metric!r} in {r.unit!r} is a speed or is not known to be none: record the metric 'time' in ms with "
+            f"its samples, or use a unit of {', '.join(sorted(PLAIN_UNITS))}",
+        )
         self.require(
             r.checked is not None, "a speed needs checked {error, bound, metric}: only what is correct is timed"
         )
         self.require(r.samples, "a speed needs its raw samples")
         self.require(min(r.samples) > 0, "a time or rate must be above 0")
         self.require(r.timing.get("l2") in L2_STATES, f"timing.l2 must name the state of the cache, one of {L2_STATES}")
-        self.require(r.timing.get("method"), "timing.method must name how the time was taken")
+        method = r.timing.get("method")
+        self.require(isinstance(method, str) and method, "timing.method must name how the time was taken")
 
     def checked(self) -> None:
         r = self.r
-        self.require(not r.is_speed, "a checked record carries no time and no rate")
+        self.require(not r.is_speed, f"a checked record carries no time and no rate, but {r.metric!r} in {r.unit!r}")
         self.require(r.checked is not None, "a checked record needs checked {error, bound, metric}")
         if r.metric == "correct":
             self.require(r.median is None and not r.samples, "metric 'correct' has no median; its error is in checked")
@@ -129,6 +172,8 @@ class Invariants:
         r = self.r
         self.require(r.median is not None and r.p20 is not None, "a modelled record needs its interval in p20 and p80")
         self.require(not r.samples, "a model has no samples")
+        known = r.unit in {*MILLISECONDS, *RATE_UNITS, *PLAIN_UNITS, "x"}
+        self.require(known, f"the unit {r.unit!r} is unknown, so the peak of the device cannot be held against it")
 
     def quoted(self) -> None:
         r = self.r
@@ -137,18 +182,49 @@ class Invariants:
 
     def below_peak(self) -> None:
         r = self.r
-        for metric, peak in (("tflops", self.peak("peak_tflops")), ("gbps", self.peak("peak_gbps"))):
-            if peak is not None and r.has(metric):
-                rate = r.value(metric)
+        for metric in ("tflops", "gbps"):
+            peak, why = self.peak(f"peak_{metric}")
+            rate = r.median if r.unit == metric else r.value(metric) if r.has(metric) else None
+            if peak is not None and rate is not None:
                 fits = rate <= peak * (1 + _LARGEST_PEAK_EXCESS)
-                self.require(fits, f"{rate:.4g} {metric} is above the device peak, {peak:.4g}")
+                self.require(fits, f"{rate:.4g} {metric} is above the device peak, {peak:.4g}{why}")
 
-    def peak(self, name: str) -> float | None:
-        peak = self.r.env.get(name)
+    def peak(self, name: str) -> tuple[float | None, str]:
+        """The peak that applies, and in words why it is that one where it is not the peak of the case's dtype."""
+        peak, why = self.r.env.get(name), ""
+        known = peak if isinstance(peak, Mapping) else {"": peak}
+        for value in known.values():
+            fits = value is None or (is_finite(value) and value >= 0)
+            self.require(fits, f"env.{name} must be a number >= 0, or one per dtype; not {short(peak)}")
         if isinstance(peak, Mapping):
-            peak = peak.get(str(self.r.case.get("dtype")))
-        return float(peak) if peak else None
+            dtype = self.r.case.get("dtype")
+            peak = known.get(str(dtype))
+            if not peak:
+                # Some limit is better than none: a dtype that is spelt otherwise must not switch the check off.
+                peak = max((value for value in known.values() if value), default=None)
+                why = f" (the highest known, since env.{name} has none for dtype {dtype!r})"
+        return (float(peak), why) if peak else (None, "")
+
+    def serialisable(self) -> None:
+        """Whatever was accepted must also be writable, for the run that made it is over by then."""
+        try:
+            self.r.to_json()
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            self.require(False, f"cannot be written as JSON: {str(error) or type(error).__name__}")
 
 
 def is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether a value is a number (no boolean) that a float can hold."""
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer too large for a float
+        return False
+
+
+def short(value: object) -> str:
+    """A value in a message, cut; an integer of thousands of digits cannot be printed at all."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):
+        return f"{type(value).__name__} too large to print"
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_accel.errors import InvalidInputError
-from gpu_accel.workbench.invariants import MILLISECONDS, SCHEMA, Invariants, Scalar, is_speed
+from gpu_accel.workbench.invariants import MILLISECONDS, SCHEMA, Invariants, Scalar, is_speed, short
 
 try:  # Windows has no fcntl; there, appending relies on O_APPEND alone.
     import fcntl
@@ -73,6 +73,8 @@ class Record:
     location: str = field(default="", compare=False)  # "file:line" where it was read; never written
 
     def __post_init__(self) -> None:
+        if not isinstance(self.samples, list | tuple):
+            raise InvalidInputError(f"samples must be a list of numbers, not {short(self.samples)}")
         object.__setattr__(self, "samples", tuple(self.samples))
         Invariants(self).hold()
 
@@ -162,19 +164,19 @@ class Record:
         where = f"{location}: " if location else ""
         try:
             data = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # also integers of too many digits, and nesting without end
             raise InvalidInputError(f"{where}not JSON: {error}") from error
         if not isinstance(data, dict):
             raise InvalidInputError(f"{where}a record is a JSON object, not {type(data).__name__}")
-        if data.get("schema") != SCHEMA:
-            raise InvalidInputError(f"{where}schema {data.get('schema')!r}; this version reads schema {SCHEMA} only")
+        if type(data.get("schema")) is not int or data["schema"] != SCHEMA:
+            raise InvalidInputError(f"{where}schema {short(data.get('schema'))}; only schema {SCHEMA} is read here")
         if unknown := sorted(data.keys() - _FIELDS.keys()):
             raise InvalidInputError(f"{where}unknown fields {unknown}")
         if missing := sorted(_REQUIRED - data.keys()):
             raise InvalidInputError(f"{where}missing fields {missing}")
         try:
             return cls(**data, location=location)
-        except (InvalidInputError, TypeError) as error:
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
             raise InvalidInputError(f"{where}{error}") from error
 
 
@@ -212,7 +214,7 @@ def append_records(path: str | Path, records: Iterable[Record]) -> None:
         file.seek(0)
         head, newline, tail = file.read().rpartition(b"\n")
         if tail:  # an earlier writer died inside a line: keep the line if it is whole, else drop the fragment
-            if _is_whole(tail.decode(errors="replace")):
+            if _is_whole(tail):
                 data = b"\n" + data
             else:
                 file.truncate(len(head) + len(newline))
@@ -232,19 +234,27 @@ def read_records(path: str | Path) -> list[Record]:
         return [record for file in sorted(path.rglob("*.jsonl")) for record in read_records(file)]
     if not path.is_file():
         raise InvalidInputError(f"no results at {path}")
-    lines = path.read_text(encoding="utf-8").split("\n")
+    lines = path.read_bytes().split(b"\n")  # bytes, since an interruption may cut a line inside a character
     torn = lines.pop()
     if torn and _is_whole(torn):
         lines.append(torn)
     elif torn:
         warnings.warn(f"{path}:{len(lines) + 1}: an interrupted run left an unfinished line; skipped", stacklevel=2)
-    return [Record.from_json(line, location=f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    return [_read_line(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
 
 
-def _is_whole(line: str) -> bool:
+def _read_line(line: bytes, location: str) -> Record:
     try:
-        json.loads(line)
-    except json.JSONDecodeError:
+        text = line.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidInputError(f"{location}: not UTF-8: {error}") from error
+    return Record.from_json(text, location=location)
+
+
+def _is_whole(line: bytes) -> bool:
+    try:
+        json.loads(line.decode())
+    except (ValueError, RecursionError):
         return False
     return True
 

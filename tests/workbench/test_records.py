@@ -141,7 +141,106 @@ def test_invariants(build, changes, message):
 
 def test_a_rate_at_the_peak_is_allowed():
     measured(env={"gpu": "H100", "peak_tflops": 500.0, "peak_gbps": 1000.0})
-    measured(env={"gpu": "H100", "peak_tflops": {"e4m3": 1.0}})  # the peak of another dtype does not apply
+    measured(env={"gpu": "H100", "peak_tflops": {"bf16": 500.0, "e4m3": 1.0}})  # each dtype has its own
+    measured(env={"gpu": "H100", "peak_tflops": None, "peak_gbps": 0})  # not known
+
+
+def test_a_dtype_without_a_peak_is_held_against_the_highest_known():
+    env = {"gpu": "H100", "peak_tflops": {"bf16": 400.0, "fp32": 50.0}}
+    for dtype in ("BF16", "mxfp4"):
+        with pytest.raises(InvalidInputError, match=f"above the device peak, 400 .the highest known.*{dtype!r}"):
+            measured(case={**CASE, "dtype": dtype}, env=env)
+        measured(case={**CASE, "dtype": dtype}, env={"gpu": "H100", "peak_tflops": {"bf16": 50.0, "e4m3": 600.0}})
+    with pytest.raises(InvalidInputError, match="highest known"):
+        measured(case={"batch": 1}, env=env)
+
+
+SPEEDS = [
+    ("throughput", "TFLOP/s"),
+    ("latency", "msec"),
+    ("speedup", "x"),
+    ("error", "TFLOP/s"),
+    ("rel_error", "x"),
+    ("throughput", "1"),
+    ("kernel-latency", "1"),
+    ("tokens", "tokens/s"),
+    ("anything", "furlongs"),
+]
+
+
+@pytest.mark.parametrize(("metric", "unit"), SPEEDS)
+def test_a_speed_by_any_name_or_unit_is_no_plain_value(metric, unit):
+    plain = dict(samples=(), p20=None, p80=None, ratio_to={}, median=9.0)
+    with pytest.raises(InvalidInputError, match=r"is a speed|in ms, us or s"):
+        measured(metric=metric, unit=unit, **plain)
+    with pytest.raises(InvalidInputError, match="is a speed"):
+        measured(metric=metric, unit=unit)  # nor with samples: it is the time that is recorded
+    with pytest.raises(InvalidInputError, match="no time"):
+        checked(metric=metric, unit=unit, median=9.0)
+
+
+@pytest.mark.parametrize(
+    ("metric", "unit"), [("rmse", "1"), ("peak_bytes", "bytes"), ("sqnr", "dB"), ("energy", "J"), ("draw", "W")]
+)
+def test_plain_values_are_accepted(metric, unit):
+    assert not measured(
+        metric=metric, unit=unit, samples=(), p20=None, p80=None, ratio_to={}, checked=None, timing={}
+    ).is_speed
+
+
+def test_a_model_in_an_unknown_unit_or_above_the_peak_is_refused():
+    env = {"gpu": "H100", "peak_tflops": 400.0}
+    modelled(metric="rate", unit="tflops", median=300.0, p20=290.0, p80=310.0, env=env)
+    with pytest.raises(InvalidInputError, match="above the device peak"):
+        modelled(metric="rate", unit="tflops", median=500.0, p20=490.0, p80=510.0, env=env)
+    with pytest.raises(InvalidInputError, match="unit 'TFLOP/s' is unknown"):
+        modelled(metric="rate", unit="TFLOP/s", env=env)
+
+
+DEEP: list = []
+for _ in range(100_000):
+    DEEP = [DEEP]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"note": object()}, "note must be a string"),
+        ({"source": 3}, "source must be a string"),
+        ({"commit": None}, "commit must be a string"),
+        ({"input_source": ["x"]}, "input_source must be a string"),
+        ({"time": 3}, "time must be"),
+        ({"case": {**CASE, "scale": float("nan")}}, "JSON"),
+        ({"case": {**CASE, 3: 4}}, "strings as keys"),
+        ({"env": {"gpu": "H100", "power_w": float("nan")}}, "JSON"),
+        ({"env": {"gpu": "H100", "thing": object()}}, "JSON"),
+        ({"env": {"gpu": "H100", "deep": DEEP}}, "JSON"),
+        ({"env": {"gpu": ["H100"]}}, "env.gpu"),
+        ({"env": {"gpu": "H100", "peak_tflops": "abc"}}, "env.peak_tflops must be a number"),
+        ({"env": {"gpu": "H100", "peak_tflops": {"bf16": float("nan")}}}, "env.peak_tflops must be a number"),
+        ({"metric": object()}, "metric must be"),
+        ({"checked": [1, 2]}, "checked must be a dict"),
+        ({"checked": {**CHECKED, "metric": object()}}, "checked.metric"),
+        ({"median": 10**400}, "median must be a finite number"),
+        ({"samples": (1.9, 2.0, 10**5000)}, "every sample"),
+        ({"samples": 3}, "samples must be"),
+        ({"work": {"flops": 10**400}}, "work"),
+        ({"schema": True}, "schema"),
+        ({"timing": {"method": "events", "l2": "flushed", "interleaved": 3}}, "interleaved must be"),
+        ({"ratio_to": {"sdpa": {"median": 1.5, "ci95": 3}}}, "ratio_to"),
+    ],
+)
+def test_what_could_not_be_written_or_read_again_is_refused_at_once(changes, message):
+    with pytest.raises(InvalidInputError, match=message):
+        measured(**changes)
+
+
+@pytest.mark.parametrize("metric", ["rmse", "max_abs", "rel_error"])
+def test_an_error_is_not_negative(metric):
+    checked(metric=metric, median=0.0)
+    checked(metric="bias", median=-1.0)
+    with pytest.raises(InvalidInputError, match="negative"):
+        checked(metric=metric, median=-1e-3)
 
 
 def test_json_round_trip():
@@ -160,6 +259,13 @@ def test_json_round_trip():
         ({"location": "x"}, "unknown fields"),
         ({"median": "fast"}, "median"),
         ({"samples": None}, "x.jsonl:3"),
+        ({"schema": True}, "schema True"),
+        ({"schema": 1.0}, "schema 1.0"),
+        ({"checked": [1]}, "checked must be a dict"),
+        ({"note": {"a": 1}}, "note"),
+        ({"median": 10**400}, "median"),
+        ({"env": {"gpu": "H100", "peak_tflops": "abc"}}, "peak_tflops"),
+        ({"env": {"gpu": "H100", "power_w": float("nan")}}, "JSON"),
     ],
 )
 def test_from_json_is_strict(change, message):
@@ -174,7 +280,7 @@ def test_from_json_refuses_missing_fields_and_other_json():
     for name in ("unit", "time", "schema"):
         with pytest.raises(InvalidInputError, match=name):
             Record.from_json(json.dumps({k: v for k, v in fields.items() if k != name}))
-    for text in ("[]", "3", "{", ""):
+    for text in ("[]", "3", "{", "", "[" * 100_000, '{"a":' * 100_000, "1" * 10_000):
         with pytest.raises(InvalidInputError):
             Record.from_json(text)
 
@@ -208,6 +314,19 @@ def test_a_broken_line_inside_a_file_is_an_error(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text("{torn\n" + measured().to_json() + "\n")
     with pytest.raises(InvalidInputError, match="a.jsonl:1"):
+        read_records(path)
+
+
+def test_a_line_cut_inside_a_character_is_an_interrupted_line(tmp_path):
+    path = tmp_path / "a.jsonl"
+    whole = measured().to_json().encode() + b"\n"
+    path.write_bytes(whole + '{"note":"µ'.encode()[:-1])
+    with pytest.warns(UserWarning, match="a.jsonl:2"):
+        assert read_records(path) == [measured()]
+    append_records(path, [checked()])
+    assert read_records(path) == [measured(), checked()]
+    path.write_bytes(whole + whole.replace(b"forward", b"f\xffrward", 1) + whole)
+    with pytest.raises(InvalidInputError, match="a.jsonl:2: not UTF-8"):
         read_records(path)
 
 
