@@ -67,6 +67,48 @@ def test_bad_arguments_are_refused():
             call()
 
 
+def test_degenerate_numbers_have_defined_answers():
+    inf, nan = float("inf"), float("nan")
+    good = draw(20)
+    assert rel_std([0.0, 0.0, 0.0]) == 0.0
+    assert median([1.7e308, 1.6e308]) == pytest.approx(1.65e308)
+    assert percentile([-1.7e308, 1.7e308], 50) == 0.0
+    assert Ratio(0.0, 0.0, 1.0).half_width == inf
+    for call in (
+        lambda: rel_std([-1.0, 1.0]),
+        lambda: rel_std([1e300, 2e300]),
+        lambda: median([1, 10**400]),
+        lambda: median(["fast"]),
+        lambda: Ratio(1.0, 0.0, 2.0).inverse,
+        lambda: Ratio(5e-324, 5e-324, 1.0).inverse,
+        lambda: Ratio(1.0, 0.5, inf).inverse,
+        lambda: bootstrap_ratio(good, good[::-1], resamples=0),
+        lambda: bootstrap_ratio([1.0, 2.0], [2.0, 3.0], resamples=0),
+        lambda: bootstrap_median(good, resamples=-1),
+        lambda: bootstrap_median(good, resamples=1.5),
+        lambda: bootstrap_ratio([1.0, 2.0], [2.0, 3.0], confidence=95),
+        lambda: bootstrap_ratio([1e308, 1e308], [1e-308, 1e-308]),
+        lambda: bootstrap_ratio([1e308] * 9, [1e-308] * 9, paired=True),
+        lambda: bootstrap_ratio([1e-308, 1e-308], [1e308, 1e308]),
+        lambda: verdict(Ratio(1.0, 0.9, 1.1), noise=-1),
+        lambda: verdict(Ratio(1.0, 0.9, 1.1), noise=nan),
+        lambda: verdict(Ratio(inf, inf, inf)),
+        lambda: verdict(Ratio(nan, nan, nan)),
+        lambda: verdict(Ratio(1.0, 1.1, 0.9)),
+    ):
+        with pytest.raises(InvalidInputError):
+            call()
+
+
+@pytest.mark.parametrize("n", [2, 5, 6, 51])
+@pytest.mark.parametrize("paired", [False, True])
+def test_samples_are_the_same_as_themselves(n, paired):
+    samples = draw(n, sigma=0.3)
+    for noise in (0.0, 0.02):
+        assert verdict(bootstrap_ratio(samples, list(samples), paired=paired), noise) == "same"
+    assert verdict(bootstrap_ratio(samples, draw(n, sigma=0.3, seed=9), paired=paired)) != "same"
+
+
 def test_bootstrap_is_deterministic_by_seed():
     a, b = draw(40, seed=1), draw(41, seed=2)
     assert bootstrap_ratio(a, b, seed=5) == bootstrap_ratio(a, b, seed=5)
