@@ -63,6 +63,11 @@ class Samples:
         return timing
 
 
+def is_time(value: float) -> bool:
+    """Whether a sample can be a duration: a finite number above 0, which NaN is not."""
+    return 0 < value < math.inf
+
+
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
     """The 95 % interval of the median from order statistics: exact for any distribution, no resampling.
 
@@ -75,8 +80,11 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def relative_half_width(values: Sequence[float]) -> float:
-    """Half the width of `median_interval` over the median; infinite for fewer than three values, which say nothing."""
-    if len(values) < 3:
+    """Half the width of `median_interval` over the median.
+
+    Infinite for fewer than three values, which say nothing, and for values that are no times (see `is_time`).
+    """
+    if len(values) < 3 or not all(map(is_time, values)):
         return math.inf
     low, high = median_interval(values)
     return (high - low) / 2 / statistics.median(values)
@@ -86,10 +94,15 @@ def noise_of(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """What still has to shrink for each: the noise of its median, or of its paired ratio to the first, if smaller.
 
     A drifting clock widens the medians of all, but hardly the ratios, and ratios are what is compared. The first is
-    judged by the worst ratio, so that one implementation drifting alone cannot hide.
+    judged by the worst ratio, so that one implementation drifting alone cannot hide. Values that are no times make the
+    noise of their own implementation infinite, and its ratios count for nobody else.
     """
+    if not times:
+        return {}
     first, *others = times
     noise = {name: relative_half_width(values) for name, values in times.items()}
+    sound = {name for name, values in times.items() if all(map(is_time, values))}
+    others = [name for name in others if name in sound and first in sound]
     ratios = {
         name: relative_half_width([a / b for a, b in zip(times[name], times[first], strict=True)]) for name in others
     }

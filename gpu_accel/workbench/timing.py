@@ -17,10 +17,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from gpu_accel.errors import HardwareError, InvalidInputError
 from gpu_accel.workbench.cuda_timer import Call, CudaTimer, Timer
-from gpu_accel.workbench.samples import Samples, noise_of, reason, relative_half_width
+from gpu_accel.workbench.samples import Samples, is_time, noise_of, reason, relative_half_width
 
 METHODS = ("auto", "events", "graph")
 SHORT_MS = 0.05  # below this, launches matter: "auto" replays graphs
@@ -58,8 +59,8 @@ def compare(
             below this.
         timer: the device; default the current CUDA device.
     Returns:
-        Samples for every name, in the order given. One that fails, for lack of memory or otherwise, has `failed` set
-        and leaves the others alone.
+        Samples for every name, in the order given. One that fails, for lack of memory or otherwise, or that gives a
+        time that is not a finite number above 0, has `failed` set and leaves the others alone.
     Raises:
         InvalidInputError: an argument makes no sense.
         HardwareError: no GPU, or the device reports an error that cannot be laid at one implementation's door.
@@ -209,7 +210,10 @@ def _warm_up(calls: list[Call], timer: Timer, *, flush_l2: bool) -> _Run:
         end = timer.mark()
         run.launch_us = min(run.launch_us, (timer.now() - begin) * 1e6)
         timer.synchronize()
-        run.ms = min(run.ms, max(timer.elapsed(start, end), 1e-4))
+        ms = timer.elapsed(start, end)
+        if not 0 <= ms < math.inf:
+            raise HardwareError(f"the timer reports {ms!r} ms, which is no time")
+        run.ms = min(run.ms, max(ms, 1e-4))
     return run
 
 
@@ -275,7 +279,23 @@ def _round(
         timer.synchronize()
     except Exception as error:
         raise HardwareError(f"the device failed while it ran {', '.join(order)}: {reason(error)}") from error
-    return {name: timer.elapsed(start, end) / runs[name].repeats for name, (start, end) in marks.items()}
+    taken: dict[str, float] = {}
+    for name, (start, end) in marks.items():
+        if name in failed:
+            continue
+        try:
+            taken[name] = _elapsed(timer, start, end) / runs[name].repeats
+        except Exception as error:
+            failed[name] = _fail(error, timer)
+    return taken
+
+
+def _elapsed(timer: Timer, start: Any, end: Any) -> float:
+    """Milliseconds between two marks; raises HardwareError for what is no time, before any ratio is made of it."""
+    ms = timer.elapsed(start, end)
+    if not is_time(ms):
+        raise HardwareError(f"the timer reports {ms!r} ms, which is no time")
+    return ms
 
 
 def _load(name: str, run: _Run, *, seconds: float, tail: float, timer: Timer) -> Samples:
@@ -291,7 +311,7 @@ def _load(name: str, run: _Run, *, seconds: float, tail: float, timer: Timer) ->
             if len(marks) > QUEUE_DEPTH:
                 timer.wait(marks[-QUEUE_DEPTH])
         timer.synchronize()
-    spans = [timer.elapsed(start, end) for start, end in pairwise(marks)]
+    spans = [_elapsed(timer, start, end) for start, end in pairwise(marks)]
     late = tail * sum(spans)
     kept: list[float] = []
     while spans and sum(kept) < late:

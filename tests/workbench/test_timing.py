@@ -319,6 +319,64 @@ def test_noise_uses_the_smaller_of_median_and_ratio_and_judges_the_first_by_the_
     assert relative_half_width([1.0, 1.0]) == math.inf, "two samples prove nothing"
 
 
+class LyingTimer(FakeTimer):
+    """Reports `bad` as the time of the implementation named `liar`, after its first `honest` times."""
+
+    def __init__(self, liar: str, bad: float, *, honest: int) -> None:
+        super().__init__()
+        self.liar, self.bad, self.honest, self.last = liar, bad, honest, ""
+
+    def work(self, ms: float, what: object = "work") -> None:
+        super().work(ms, what)
+        self.last = what[0]
+
+    def mark(self):
+        return super().mark(), self.last
+
+    def wait(self, mark) -> None:
+        super().wait(mark[0])
+
+    def elapsed(self, start, end) -> float:
+        if end[1] == self.liar:
+            self.honest -= 1
+            if self.honest < 0:
+                return self.bad
+        return end[0] - start[0]
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("honest", [0, 4, 9], ids=["from the start", "in the first round", "later"])
+@pytest.mark.parametrize("liar", ["peer", "last"], ids=["first of all", "last of all"])
+def test_a_time_that_is_none_fails_its_own_implementation_only(bad, honest, liar):
+    order = ["peer", "ours", "last"]
+    timer = LyingTimer(liar, bad, honest=honest)
+    samples = compare(kernels(timer, **dict.fromkeys(order, 1.0)), timer=timer, min_rounds=8, max_rounds=12)
+    assert list(samples) == order
+    assert "which is no time" in samples[liar].failed and not samples[liar].times
+    for name in set(order) - {liar}:
+        assert samples[name].ok and samples[name].noise < 0.01 and liar not in samples[name].interleaved
+        assert samples[name].times == pytest.approx([1.0] * len(samples[name].times)) and len(samples[name].times) >= 8
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
+def test_sustained_times_that_are_none_fail_their_own_implementation_only(bad):
+    timer = LyingTimer("peer", bad, honest=6)
+    samples = sustained(kernels(timer, peer=1.0, ours=1.0), seconds=0.05, timer=timer)
+    assert "which is no time" in samples["peer"].failed and samples["ours"].ok
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize("liar", ["a", "b"])
+def test_noise_of_values_that_are_no_times_is_infinite_for_them_alone(bad, liar):
+    times = {name: [1.0, 1.1, 0.9, 1.0] for name in ("a", "b", "c")}
+    expected = relative_half_width(times["c"])
+    times[liar] = [1.0, bad, 1.0, 1.0]
+    noise = noise_of(times)
+    assert noise.pop(liar) == math.inf
+    assert all(value <= expected for value in noise.values()) and set(noise) == {"a", "b", "c"} - {liar}
+    assert noise_of({}) == {}
+
+
 def test_timing_dict_says_how():
     timing = Samples(name="a", times=(1.0, 2.0, 3.0), interleaved=("a", "b"), stopped="noise", note="n").as_timing()
     assert timing == {
