@@ -306,8 +306,8 @@ class TestExplorer:
 
 class TestRenderer:
     CODE = (
-        "import plotly.graph_objects as go\nfrom gpu_accel.workbench import notebook as nb\nnb.has_gpu = lambda: False\n"
-        "nb.start()\nimport plotly.io as pio\nprint(pio.renderers.default)\n"
+        "import plotly.graph_objects as go\nfrom gpu_accel.workbench import notebook as nb\n"
+        "nb.has_gpu = lambda: False\nnb.start()\nimport plotly.io as pio\nprint(pio.renderers.default)\n"
         "bundle = pio.renderers._build_mime_bundle(go.Figure(go.Bar(y=[1])).to_dict())\nprint(*bundle)\n"
         "print(max(len(str(v)) for v in bundle.values()))"
     )
