@@ -138,6 +138,33 @@ def test_a_yardstick_with_nan_or_infinity_excuses_nothing():
     assert compare(out, truth, yardstick).bound == compare(out, truth, truth.to(out.dtype), factor=0.0).bound
 
 
+@pytest.mark.parametrize("by_scale", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_bad_element_of_the_yardstick_excuses_nothing(dtype, by_scale):
+    out, truth, yardstick = example(dtype)
+    usual = compare(out, truth, yardstick).bound
+    yardstick[0, 3, 1, 2] += 100.0
+    assert_close_to_truth("o", out, truth, yardstick, by_scale=by_scale)
+    assert compare(out, truth, yardstick).bound < 8 * usual
+    rejected(torch.zeros_like(out), truth, yardstick, by_scale=by_scale)
+    rejected(-out, truth, yardstick, by_scale=by_scale)
+
+
+def test_the_bound_is_never_wider_than_the_worst_of_the_yardstick():
+    for seed in range(5):
+        out, truth, yardstick = example(torch.float32, seed=seed)
+        worst = max_abs(yardstick, truth)
+        assert compare(out, truth, yardstick, floor=0.0).bound == 2.0 * worst, "an ordinary tail is left as it is"
+        yardstick[1, 2, 0, 3] += 1.0
+        assert compare(out, truth, yardstick, floor=0.0).bound <= 2.0 * max_abs(yardstick, truth)
+
+
+def test_padding_does_not_narrow_the_bound():
+    out, truth, yardstick = example()
+    padded = [torch.cat([t, torch.zeros(2, 33, 3, 16 * 1200, dtype=t.dtype)], dim=-1) for t in (out, truth, yardstick)]
+    assert compare(*padded).bound == compare(out, truth, yardstick).bound
+
+
 def test_by_scale_sees_a_wrong_small_row_that_one_bound_hides():
     out, truth, yardstick = example()
     scale = torch.tensor(0.5, dtype=torch.float64) ** torch.arange(33).clamp(max=9).reshape(1, 33, 1, 1)
