@@ -1,7 +1,7 @@
 """Which papers there are. Adding one means adding a folder; nothing else lists papers.
 
-A paper is a folder with a `paper.toml`. They are looked for in the folders of the environment variable
-GPU_ACCEL_PAPERS, then in `papers/` of the checkout, or else in the installed package `gpu_accel_papers`. Reading them
+A paper is a folder with a `paper.toml`. They are looked for in `papers/` of the checkout, or else in the installed
+package `gpu_accel_papers`, and in the folders of the environment variable GPU_ACCEL_PAPERS. Reading them
 imports nothing: only `Paper.experiment` imports the paper's code, and with it torch.
 """
 
@@ -12,6 +12,7 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
+import warnings
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,27 +117,69 @@ class Paper:
         return name
 
 
-def papers() -> list[Paper]:
-    """Every paper, in the order of their notebooks; two papers may not share a name."""
-    found = [_read(file) for folder in _folders() for file in sorted(folder.glob("*/paper.toml"))]
+@dataclass(frozen=True, kw_only=True)
+class Broken:
+    """A folder with a paper.toml that cannot be used, and why."""
+
+    path: Path
+    why: str
+
+
+def survey() -> tuple[list[Paper], list[Broken]]:
+    """Every paper in the order of their notebooks, and what could not be read: one mistake must not hide the others.
+
+    Two papers may not share a name. The paper of the checkout or of the installed package keeps it; among those of
+    GPU_ACCEL_PAPERS it is the first.
+    """
+    found: list[Paper] = []
+    broken: list[Broken] = []
     owners: dict[str, Paper] = {}
-    for one in found:
-        for name in {_normal(n) for n in (one.id, *one.aliases)}:
-            if name in owners:
-                raise InvalidInputError(f"{one.path} and {owners[name].path} are both named {name!r}")
-            owners[name] = one
-    return sorted(found, key=lambda one: (one.notebook or "~", one.id))
+    own, extra = _folders()
+    for file in [file for folder in (*own, *extra) for file in sorted(folder.glob("*/paper.toml"))]:
+        try:
+            one = _read(file)
+        except (ValueError, OSError, RecursionError) as error:
+            why = (
+                str(error) if isinstance(error, InvalidInputError) else f"{file}: {str(error) or type(error).__name__}"
+            )
+            broken.append(Broken(path=file.parent, why=why))
+            continue
+        names = {_normal(name) for name in (one.id, *one.aliases)}
+        if taken := sorted(names & owners.keys()):
+            why = f"{one.path} and {owners[taken[0]].path} are both named {taken[0]!r}"
+            broken.append(Broken(path=one.path, why=why))
+            continue
+        owners |= dict.fromkeys(names, one)
+        found.append(one)
+    return sorted(found, key=lambda one: (one.notebook or "~", one.id)), broken
+
+
+def papers() -> list[Paper]:
+    """Every paper that can be read, in the order of their notebooks; warns of each that cannot."""
+    found, broken = survey()
+    for one in broken:
+        warnings.warn(f"left out: {one.why}", stacklevel=2)
+    return found
 
 
 def paper(name: str) -> Paper:
-    """The paper with this id or alias (case, "-" and "_" do not matter); raises InvalidInputError with suggestions."""
-    everything = papers()
+    """The paper with this id or alias (case, "-" and "_" do not matter); raises InvalidInputError with suggestions.
+
+    Papers that cannot be read matter only to who asks for one of them, or for a name that no paper has.
+    """
+    everything, broken = survey()
     names = {known: one for one in everything for known in (one.id, *one.aliases)}
     for known, one in names.items():
         if _normal(known) == _normal(name):
             return one
+    for lost in broken:
+        if _normal(lost.path.name) == _normal(name):
+            raise InvalidInputError(lost.why)
     listed = ", ".join(one.id for one in everything) or "none found"
-    raise InvalidInputError(f"no paper is named {name!r}; there are: {listed}" + _suggestion(name, names))
+    message = f"no paper is named {name!r}; there are: {listed}" + _suggestion(name, names)
+    if broken:
+        message += ". Not readable: " + "; ".join(lost.why for lost in broken)
+    raise InvalidInputError(message)
 
 
 def _normal(name: str) -> str:
@@ -150,17 +193,20 @@ def _suggestion(name: str, known: dict[str, Paper] | dict[str, ExperimentInfo]) 
     return f". Did you mean {' or '.join(close)}?" if close else ""
 
 
-def _folders() -> list[Path]:
-    folders = [Path(part) for part in os.environ.get(EXTRA_FOLDERS, "").split(os.pathsep) if part]
-    for folder in folders:
+def _folders() -> tuple[list[Path], list[Path]]:
+    """(folders of the checkout or the installed package, folders of the environment variable)."""
+    extra = [Path(part) for part in os.environ.get(EXTRA_FOLDERS, "").split(os.pathsep) if part]
+    for folder in extra:
         if not folder.is_dir():
             raise InvalidInputError(f"{EXTRA_FOLDERS} names {folder}, which is no folder")
+    own = []
     root = Path(__file__).resolve().parents[2]
     if (root / "papers").is_dir() and (root / "pyproject.toml").is_file():
-        folders.append(root / "papers")
+        own.append(root / "papers")
     elif (spec := importlib.util.find_spec("gpu_accel_papers")) and spec.submodule_search_locations:
-        folders += [Path(place) for place in spec.submodule_search_locations]
-    return list(dict.fromkeys(folder.resolve() for folder in folders))
+        own += [Path(place) for place in spec.submodule_search_locations]
+    own = list(dict.fromkeys(folder.resolve() for folder in own))
+    return own, [folder for folder in dict.fromkeys(folder.resolve() for folder in extra) if folder not in own]
 
 
 def _read(file: Path) -> Paper:
@@ -190,6 +236,8 @@ def _read(file: Path) -> Paper:
     table.end()
     if not one.id.isidentifier():
         table.fail(f"id {one.id!r} must be a Python identifier, because its folder is imported as a package")
+    if one.notebook in (".", "..") or any(mark in one.notebook for mark in "/\\:\0"):
+        table.fail(f"'notebook' must be a plain file name, not {one.notebook!r}")
     if one.id != file.parent.name:
         table.fail(f"id is {one.id!r}, but the folder is named {file.parent.name!r}")
     return one

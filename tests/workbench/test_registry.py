@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpu_accel.errors import InvalidInputError
-from gpu_accel.workbench.registry import paper, papers
+from gpu_accel.workbench.registry import paper, papers, survey
 
 ROOT = Path(__file__).resolve().parents[2]
 TOY = """
@@ -119,6 +119,13 @@ def test_experiment_files_that_do_not_fit(folder):
         (('fp8 = ["forward", "memory"]', 'fp4 = ["forward"]'), "'forward' runs in bf16, fp8 only"),
         (('id = "toy_paper"', 'id = "toy-paper"'), "identifier"),
         (('id = "toy_paper"', 'id = "toys"'), "the folder is named 'toy_paper'"),
+        (('id = "toy_paper"', 'id = "../toy_paper"'), "identifier"),
+        (("year = 2026", "year = 2026\nnotebook = '../../x.ipynb'"), "plain file name"),
+        (("year = 2026", "year = 2026\nnotebook = '/x.ipynb'"), "plain file name"),
+        (("year = 2026", "year = 2026\nnotebook = '..'"), "plain file name"),
+        (("year = 2026", "year = 2026\nnotebook = 'a\\b.ipynb'"), "plain file name"),
+        (("year = 2026", f"year = {'1' * 5000}"), "paper.toml"),
+        (("year = 2026", f"year = {'[' * 5000}"), "paper.toml"),
         (("[default_for]", "[default_for"), "paper.toml"),
     ],
 )
@@ -126,15 +133,38 @@ def test_paper_toml_is_read_strictly(folder, change, message):
     assert change[0] in TOY
     place = add_paper(folder, TOY.replace(*change))
     with pytest.raises(InvalidInputError, match=message) as caught:
-        papers()
+        paper("toy_paper")
     assert str(place / "paper.toml") in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"[broken", b'title = "\xff"', b"", b"id = 3"])
+def test_a_broken_paper_leaves_the_others_alone(folder, content):
+    add_paper(folder)
+    (add_paper(folder, name="aaa") / "paper.toml").write_bytes(content)
+    assert paper("toy").id == "toy_paper" and paper("fa3").id == "flash_attention3"
+    with pytest.warns(UserWarning, match=r"left out: .*aaa/paper\.toml"):
+        assert {"toy_paper", "flash_attention3"} <= {one.id for one in papers()}
+    found, (broken,) = survey()
+    assert broken.path == folder / "aaa" and "paper.toml" in broken.why and paper("toy") in found
+    with pytest.raises(InvalidInputError, match=r"no paper is named 'other'.*Not readable: .*aaa/paper\.toml"):
+        paper("other")
+
+
+def test_an_extra_paper_cannot_take_the_name_of_one_that_comes_with_the_library(folder):
+    add_paper(folder, TOY.replace('["toy", "tp"]', '["fa3"]'))
+    assert paper("fa3").id == "flash_attention3"
+    with pytest.raises(InvalidInputError, match="both named 'fa3'"):
+        paper("toy_paper")
 
 
 def test_a_name_belongs_to_one_paper(folder):
     add_paper(folder)
-    add_paper(folder, TOY.replace("toy_paper", "other").replace('["toy", "tp"]', '["Toy-Paper"]'), "other")
-    with pytest.raises(InvalidInputError, match="both named 'toy-paper'"):
+    add_paper(folder, TOY.replace("toy_paper", "zother").replace('["toy", "tp"]', '["Toy-Paper"]'), "zother")
+    with pytest.warns(UserWarning, match="both named 'toy-paper'"):
         papers()
+    assert paper("toy-paper").id == "toy_paper"
+    with pytest.raises(InvalidInputError, match="both named 'toy-paper'"):
+        paper("zother")
 
 
 def test_a_missing_extra_folder_is_an_error(tmp_path, monkeypatch):
