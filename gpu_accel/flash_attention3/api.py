@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from gpu_accel.errors import InvalidInputError
 from gpu_accel.flash_attention3 import config as configs
 from gpu_accel.flash_attention3 import function
-from gpu_accel.flash_attention3.backends import BACKENDS, choose, module, refusal
+from gpu_accel.flash_attention3.backends import BACKENDS, check_name, choose, module, refusal
 from gpu_accel.flash_attention3.launch import tma_refusal
 from gpu_accel.flash_attention3.problem import (
     Problem,
+    check_flag,
     check_packed,
     check_scalars,
     check_tensors,
@@ -28,7 +30,7 @@ from gpu_accel.flash_attention3.problem import (
 Window = tuple[int | None, int | None]
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def autocasted(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under torch.autocast, matrix products run in its dtype: so does attention (float64 is left alone)."""
     if not isinstance(tensors[0], Tensor):
         return tensors
@@ -79,10 +81,11 @@ def flash_attn_func(
         InvalidInputError: wrong shape, dtype, device or value. UnsupportedError: valid, but no kernel for it.
         HardwareError: the backend asked for needs another machine.
     """
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocasted(q, k, v)
     check_tensors(q, k, v, varlen=False)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    check_scalars(scale, softcap)
+    scale, softcap = check_scalars(q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale, softcap)
+    deterministic = check_flag("deterministic", deterministic)
+    check_name(backend)
     left, right = normalise_window(window_size, causal)
     if function.nobody_watches(q, k, v):
         o, lse = function.run_forward(
@@ -90,7 +93,7 @@ def flash_attn_func(
         )
     else:
         o, lse = function.flash_attention_forward(
-            q, k, v, float(scale), left, right, float(softcap), bool(deterministic), backend
+            q, k, v, scale, left, right, softcap, deterministic, backend
         )
     return (o, lse) if return_lse or return_attn_probs else o
 
@@ -131,19 +134,20 @@ def flash_attn_varlen_func(
     Returns:
         o (total_q, heads, head_dim_v); with `return_lse` also lse (heads, total_q).
     """
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocasted(q, k, v)
     check_tensors(q, k, v, varlen=True)
     compiling = torch.compiler.is_compiling()
     values = not compiling and (q.device.type == "cpu" if validate is None else validate)
     check_packed(
         q, k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k, values=values
     )
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    check_scalars(scale, softcap)
+    scale, softcap = check_scalars(q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale, softcap)
+    deterministic = check_flag("deterministic", deterministic)
+    check_name(backend)
     left, right = normalise_window(window_size, causal)
     o, lse = function.flash_attention_varlen_forward(
         q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-        float(scale), left, right, float(softcap), bool(deterministic), backend,
+        scale, left, right, softcap, deterministic, backend,
     )  # fmt: skip
     return (o, lse) if return_lse or return_attn_probs else o
 
@@ -194,17 +198,25 @@ def explain(
 
     Runs nothing; raises what the call itself would raise.
     """
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocasted(q, k, v)
     varlen = cu_seqlens_q is not None
+    if varlen != (cu_seqlens_k is not None):
+        given, missing = ("cu_seqlens_q", "cu_seqlens_k") if varlen else ("cu_seqlens_k", "cu_seqlens_q")
+        raise InvalidInputError(f"{given} was given without {missing}: packed sequences need both")
     check_tensors(q, k, v, varlen=varlen)
     if varlen:
         check_packed(q, k, cu_seqlens_q, cu_seqlens_k, None, None, None, None, values=False)
-    check_scalars(q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale, softcap)
+    _, softcap = check_scalars(q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale, softcap)
+    deterministic = check_flag("deterministic", deterministic)
+    check_name(backend)
     left, right = normalise_window(window_size, causal)
     problem = function.problem_of(
         q, k, v, window_left=left, window_right=right, softcap=softcap, cu_seqlens_q=cu_seqlens_q,
         deterministic=deterministic, requires_grad=any(x.requires_grad for x in (q, k, v)),
     )  # fmt: skip
+    if q.is_meta:  # the call gives empty outputs whatever the backend: it knows shapes only
+        nothing = "shapes only: meta tensors hold no values"
+        return Explanation(problem, "none", nothing, "", "", f"none: {nothing}", "")
     name, refused = choose(problem, backend, "forward")
     for other in BACKENDS:
         if other != name and other not in refused:

@@ -64,6 +64,12 @@ def _error(name: str, pass_: str, problem: Problem, why: str) -> GpuAccelError:
     return kind(f"backend {name!r} cannot run the {pass_} of {problem}: {why}")
 
 
+def check_name(backend: object) -> None:
+    """The name of a backend, or "auto"."""
+    if not isinstance(backend, str) or backend not in NAMES:
+        raise InvalidInputError(f"backend must be one of {', '.join(NAMES)}, got {backend!r:.80}")
+
+
 def choose(problem: Problem, backend: str, pass_: str) -> tuple[str, dict[str, str]]:
     """The backend for one pass, and why each one before it in the order of preference was refused.
 
@@ -73,8 +79,7 @@ def choose(problem: Problem, backend: str, pass_: str) -> tuple[str, dict[str, s
     Raises:
         InvalidInputError: unknown name. HardwareError, UnsupportedError: nothing (or not the named one) can run it.
     """
-    if backend not in NAMES:
-        raise InvalidInputError(f"backend must be one of {', '.join(NAMES)}, got {backend!r}")
+    check_name(backend)
     if backend != "auto":
         why = refusal(backend, pass_, problem)
         if why is None:

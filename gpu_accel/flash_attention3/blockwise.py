@@ -20,6 +20,7 @@ from gpu_accel.errors import InvalidInputError
 from gpu_accel.flash_attention3.device import LOG2E
 from gpu_accel.flash_attention3.hadamard import DTYPES, as_bhsd, choose_backend
 from gpu_accel.flash_attention3.launch import launch, next_power_of_2
+from gpu_accel.flash_attention3.problem import check_strided
 
 MAX_BLOCK = 32768
 _TILE = 4096  # values a program holds at least, when rows are short
@@ -192,6 +193,7 @@ def blockwise_softmax(scores: Tensor, block_size: int = 4096, *, backend: str = 
     """
     if not isinstance(scores, Tensor) or scores.dim() < 1:
         raise InvalidInputError(f"scores must be a tensor of at least one dimension, got {scores!r:.80}")
+    check_strided("scores", scores)
     if scores.dtype not in DTYPES:
         raise InvalidInputError(f"scores must be bfloat16, float16 or float32, got {scores.dtype}")
     if not isinstance(block_size, int) or isinstance(block_size, bool) or not 1 <= block_size <= MAX_BLOCK:

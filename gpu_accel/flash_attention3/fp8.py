@@ -20,11 +20,18 @@ from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.flash_attention3 import portable_fp8
 from gpu_accel.flash_attention3.blockwise import blockwise_softmax
 from gpu_accel.flash_attention3.fp8_error import fp8_error_report
-from gpu_accel.flash_attention3.fp8_inputs import as_heads, check_heads, check_layout
+from gpu_accel.flash_attention3.fp8_inputs import as_heads, check_heads, check_layout, check_rows_per_scale
 from gpu_accel.flash_attention3.fp8_quantize import FORMATS, fp8_format, quantize_op
 from gpu_accel.flash_attention3.hadamard import check_rows, choose_backend, hadamard_block, hadamard_transform
 from gpu_accel.flash_attention3.launch import capability
-from gpu_accel.flash_attention3.problem import Problem, check_scalars, normalise_window
+from gpu_accel.flash_attention3.problem import (
+    Problem,
+    check_flag,
+    check_scalars,
+    check_seed,
+    check_strided,
+    normalise_window,
+)
 from gpu_accel.flash_attention3.reference_fp8 import fp8_attention_reference, quantize_reference, transpose_values
 
 BLOCK = 128  # rows per scale: the paper's B_r and B_c
@@ -50,12 +57,6 @@ def _no_gradient(**tensors: Tensor) -> None:
             f"fp8 attention is forward only, but {', '.join(wanting)} requires a gradient: train with "
             f"flash_attn_func in bfloat16, or call this under torch.no_grad() or with .detach()ed tensors"
         )
-
-
-def _check_rows_per_scale(name: str, block: int) -> int:
-    if not isinstance(block, int) or isinstance(block, bool) or block < 1:
-        raise InvalidInputError(f"{name} must be a positive number of rows, got {block!r}")
-    return block
 
 
 def fp8_block_quantize(
@@ -92,7 +93,10 @@ def fp8_block_quantize(
     fmt = fp8_format(dtype)
     check_rows("tensor", tensor)
     _no_gradient(tensor=tensor)
-    _check_rows_per_scale("block_size", block_size)
+    check_rows_per_scale("block_size", block_size)
+    seed = check_seed(seed)
+    scale_per_block, hadamard = check_flag("scale_per_block", scale_per_block), check_flag("hadamard", hadamard)
+    transpose = check_flag("transpose", transpose)
     if transpose and block_size % 16:
         raise InvalidInputError(f"transpose=True needs a block_size that is a multiple of 16, got {block_size}")
     block_size = min(block_size, _LONGEST)
@@ -209,6 +213,7 @@ def fp8_attention_quantized(
         if not isinstance(x, Tensor) or x.dim() != 4:
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise InvalidInputError(f"{name} must be a 4-dimensional tensor, got {got}")
+        check_strided(name, x)
         if x.dtype not in (f.dtype for f in FORMATS.values()):
             raise InvalidInputError(f"{name} must be float8_e4m3fn or float8_e5m2, got {x.dtype}: fp8_block_quantize")
     sk = k8.shape[2]
@@ -220,7 +225,7 @@ def fp8_attention_quantized(
                 f"seqlen_k), got {tuple(v8.shape)}"
             )
     check_heads(q8, k8, v8[..., :sk].transpose(-1, -2) if v_transposed else v8)
-    q_block, k_block = _check_rows_per_scale("q_block", q_block), _check_rows_per_scale("k_block", k_block)
+    q_block, k_block = check_rows_per_scale("q_block", q_block), check_rows_per_scale("k_block", k_block)
     per_block = k_scale.dim() == 3 or v_scale.dim() == 3 if isinstance(k_scale, Tensor) else False
     if per_block and k_block % 32:
         raise InvalidInputError(f"k_block must be a multiple of 32 (a step of the tensor cores), got {k_block}")
@@ -233,8 +238,7 @@ def fp8_attention_quantized(
     if out_dtype not in OUT_DTYPES:
         raise InvalidInputError(f"out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
     check_layout(layout)
-    scale = q8.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    check_scalars(scale, softcap)
+    scale, softcap = check_scalars(q8.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale, softcap)
     left, right = normalise_window(window_size, causal)
     if _resolve(backend, q8) == "reference":
         o, lse = fp8_attention_reference(
@@ -247,7 +251,7 @@ def fp8_attention_quantized(
     else:
         vt8 = v8 if v_transposed else transpose_values(v8)
         o, lse = _attention_op(
-            q8, k8, vt8, q_scale, k_scale, v_scale, q_block, k_block, scale, left, right, float(softcap), out_dtype,
+            q8, k8, vt8, q_scale, k_scale, v_scale, q_block, k_block, scale, left, right, softcap, out_dtype,
             layout == "bshd",
         )  # fmt: skip
     return (o, lse) if return_lse else o
@@ -297,6 +301,8 @@ def fp8_attention(
     check_heads(q, k, v)
     _no_gradient(q=q, k=k, v=v)
     fmt = fp8_format(dtype)
+    scale, softcap = check_scalars(q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale, softcap)
+    left, right = normalise_window(window_size, causal)
     backend = _resolve(backend, q)
     quantize = functools.partial(
         fp8_block_quantize, scale_per_block=block_scale, dtype=fmt.name, seed=seed, backend=backend
@@ -304,10 +310,9 @@ def fp8_attention(
     q8, q_scale = quantize(q, hadamard=hadamard)
     k8, k_scale = quantize(k, hadamard=hadamard)
     v8, v_scale = quantize(v, transpose=True)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     return fp8_attention_quantized(
-        q8, k8, v8, q_scale, k_scale, v_scale, v_transposed=True, softmax_scale=scale, causal=causal,
-        window_size=window_size, softcap=softcap, out_dtype=out_dtype, layout=layout, return_lse=return_lse,
+        q8, k8, v8, q_scale, k_scale, v_scale, v_transposed=True, softmax_scale=scale,
+        window_size=(left, right), softcap=softcap, out_dtype=out_dtype, layout=layout, return_lse=return_lse,
         backend=backend,
     )  # fmt: skip
 

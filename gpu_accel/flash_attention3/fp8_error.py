@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpu_accel.flash_attention3.fp8_inputs import as_heads, check_heads
+from gpu_accel.errors import InvalidInputError
+from gpu_accel.flash_attention3.fp8_inputs import as_heads, check_heads, check_rows_per_scale
 from gpu_accel.flash_attention3.fp8_quantize import fp8_format
 from gpu_accel.flash_attention3.hadamard import hadamard_reference
-from gpu_accel.flash_attention3.problem import check_scalars
+from gpu_accel.flash_attention3.problem import check_number, check_seed, normalise_window
 from gpu_accel.flash_attention3.reference import attention_truth, visible, without_autocast
 from gpu_accel.flash_attention3.reference_fp8 import fp8_attention_reference, quantize_reference
 
@@ -196,8 +197,13 @@ def fp8_error_report(
     q, k, v = (x.detach() for x in as_heads(layout, q=q, k=k, v=v))
     check_heads(q, k, v)
     name = fp8_format(dtype).name
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    check_scalars(scale, 0.0)
+    scale = check_number("softmax_scale", q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
+    normalise_window(window_size, causal)
+    check_rows_per_scale("block_size", block_size)
+    seed = check_seed(seed)
+    if k.shape[2] == 0:
+        raise InvalidInputError(f"the error of attention to no key is not defined, got k of shape {tuple(k.shape)}")
+    block_size = min(block_size, k.shape[2] + q.shape[2])  # longer is one block all the same
     truth = exact(q, k, v, softmax_scale=scale, causal=causal, window_size=window_size)
     size = truth.square().mean().sqrt().item()
     rows = []

@@ -16,6 +16,13 @@ def check_layout(layout: str) -> None:
         )
 
 
+def check_rows_per_scale(name: str, block: int) -> int:
+    """How many rows share a scale: a positive int."""
+    if not isinstance(block, int) or isinstance(block, bool) or block < 1:
+        raise InvalidInputError(f"{name} must be a positive number of rows, got {block!r}")
+    return block
+
+
 def as_heads(layout: str, **tensors: Tensor) -> list[Tensor]:
     """Checked views of (batch, heads, seqlen, head_dim), whatever the layout."""
     check_layout(layout)

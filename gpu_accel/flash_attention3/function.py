@@ -89,7 +89,7 @@ def nobody_watches(*tensors: Tensor) -> bool:
     """
     return (
         not torch.compiler.is_compiling()
-        and all(type(x) is Tensor for x in tensors)
+        and all(type(x) is Tensor and not x.is_meta for x in tensors)
         and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from gpu_accel.compat import INTERPRET
 from gpu_accel.errors import HardwareError, InvalidInputError
 from gpu_accel.flash_attention3.launch import launch
+from gpu_accel.flash_attention3.problem import check_flag, check_seed, check_strided
 
 _INTERPRET = tl.constexpr(INTERPRET)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -222,6 +223,7 @@ def check_rows(name: str, x: Tensor) -> None:
     """`name` must be a (..., seqlen, dim) tensor of a supported float dtype with last stride 1."""
     if not isinstance(x, Tensor):
         raise InvalidInputError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    check_strided(name, x)
     shape = tuple(x.shape)
     if x.dim() < 2:
         raise InvalidInputError(f"{name} must be (..., seqlen, head_dim), got shape {shape}")
@@ -266,6 +268,7 @@ def hadamard_transform(x: Tensor, *, seed: int = 0, inverse: bool = False, backe
         InvalidInputError: wrong dtype, rank or strides. HardwareError: backend="portable" without a GPU.
     """
     check_rows("x", x)
+    seed, inverse = check_seed(seed), check_flag("inverse", inverse)
     if choose_backend(backend, x, what="hadamard_transform") == "reference":
         return hadamard_reference(x, seed=seed, inverse=inverse).to(x.dtype)
     return _hadamard_op(x, seed, inverse)

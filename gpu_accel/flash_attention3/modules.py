@@ -6,9 +6,17 @@ import torch
 from torch import Tensor, nn
 
 from gpu_accel.errors import HardwareError, InvalidInputError
-from gpu_accel.flash_attention3.api import Window, flash_attn_func
+from gpu_accel.flash_attention3.api import Window, autocasted, flash_attn_func
+from gpu_accel.flash_attention3.backends import check_name
 from gpu_accel.flash_attention3.function import flash_attention_backward
-from gpu_accel.flash_attention3.problem import check_scalars, check_tensors, normalise_window
+from gpu_accel.flash_attention3.problem import (
+    check_dtypes,
+    check_number,
+    check_scalars,
+    check_strided,
+    check_tensors,
+    normalise_window,
+)
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": None}
 _LAYOUTS = ("bhsd", "bshd")
@@ -19,7 +27,7 @@ _HARDWARE = {
 
 
 def _check_choice(name: str, value: str, allowed) -> None:
-    if value not in allowed:
+    if not isinstance(value, str) or value not in allowed:
         raise InvalidInputError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
 
 
@@ -31,6 +39,7 @@ def _attention(
         if not isinstance(x, Tensor) or not x.is_floating_point():
             kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
             raise InvalidInputError(f"{name} must be a floating-point torch.Tensor, got {kind}")
+        check_strided(name, x)
         if x.dim() != 4:
             raise InvalidInputError(f"{name} must have four dimensions ({layout}), got shape {tuple(x.shape)}")
     if precision == "fp8":
@@ -40,6 +49,8 @@ def _attention(
                             backend=backend, **options)  # fmt: skip
         assert isinstance(out, Tensor)
         return out
+    # before the cast below, which would hide float8 without its scales, or dtypes that differ by mistake
+    check_dtypes(*autocasted(q, k, v))
     dtype, given = PRECISIONS[precision], q.dtype
     q, k, v = (x.to(dtype) for x in (q, k, v))
     if layout == "bhsd":
@@ -79,6 +90,9 @@ class FlashAttention3(nn.Module):
         _check_choice("layout", layout, _LAYOUTS)
         if hardware is not None:
             _check_choice("hardware", hardware, _HARDWARE)
+        check_name(backend)
+        if softmax_scale is not None:
+            softmax_scale = check_number("softmax_scale", softmax_scale)
         self.precision, self.hardware, self.layout, self.backend = precision, hardware, layout, backend
         self.softmax_scale = softmax_scale
 
@@ -167,19 +181,26 @@ def flash_attention_3_backward(
                 f"{name} must be {q.dtype} of shape {(batch, heads, seqlen, dim)} on {q.device}, got {got} "
                 "(shape in batch, seqlen, heads, head_dim order)"
             )
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    check_scalars(scale, softcap)
+    scale, softcap = check_scalars(q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale, softcap)
+    check_name(backend)
+    left, right = normalise_window(window_size, causal)
     if lse is None:
         with torch.no_grad():
             _, lse = flash_attn_func(q, k, v, softmax_scale=scale, causal=causal, window_size=window_size,
                                      softcap=softcap, return_lse=True, backend=backend)  # fmt: skip
+    elif not isinstance(lse, Tensor):
+        raise InvalidInputError(f"lse must be a torch.Tensor or None, got {type(lse).__name__}")
+    elif lse.dtype != (torch.float64 if q.dtype == torch.float64 else torch.float32):
+        raise InvalidInputError(
+            f"lse must be {'float64' if q.dtype == torch.float64 else 'float32'} for {q.dtype} tensors, as the forward "
+            f"returns it, got {lse.dtype}: the gradients depend exponentially on it"
+        )
     elif tuple(lse.shape) != (q.shape[0], q.shape[2], q.shape[1]) or lse.device != q.device:
         raise InvalidInputError(
             f"lse must have shape (batch, heads, seqlen_q) = {(q.shape[0], q.shape[2], q.shape[1])} on {q.device}, "
             f"got {tuple(lse.shape)} on {lse.device}"
         )
-    left, right = normalise_window(window_size, causal)
     grads = flash_attention_backward(
-        do, None, q, k, v, o, lse, float(scale), left, right, float(softcap), False, backend
+        do, None, q, k, v, o, lse, scale, left, right, softcap, False, backend
     )
     return tuple(g.transpose(1, 2) for g in grads)

@@ -5,7 +5,8 @@ Backends look at a `Problem` only, so whether one can run something is a questio
 
 from __future__ import annotations
 
-import math
+import numbers
+import operator
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from gpu_accel.errors import InvalidInputError, UnsupportedError
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+_SMALLEST, _LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # normal float32 numbers
 _NO_BOUND = 1 << 30  # windows are clamped to this, so that index arithmetic stays in int32
 
 
@@ -56,31 +58,88 @@ class Problem:
         return f"{kind}B{self.batch}-Sq{self.seqlen_q}-Sk{self.seqlen_k}-{heads}-{dim}-{mask} {dtype}"
 
 
+def _plain(name: str, x: object) -> object:
+    """A tensor of one element as its Python value (which waits for its device); anything else as it is."""
+    if not isinstance(x, Tensor):
+        return x
+    if x.requires_grad:
+        raise InvalidInputError(f"{name} gets no gradient: pass {name}.item(), not a tensor that requires one")
+    if x.dim() != 0 or x.is_meta:
+        raise InvalidInputError(f"{name} must be one number, got a tensor of shape {_shape(x)} on {x.device}")
+    return x.item()
+
+
+def check_number(name: str, x: object, *, zero: str = "") -> float:
+    """x as a float: positive and normal in float32, the type kernels take. `zero` says what 0 means, if allowed."""
+    x = _plain(name, x)
+    kind = (f"0 ({zero}) or " if zero else "") + "positive and finite"
+    if not isinstance(x, (int, float)) and isinstance(x, numbers.Real):  # numpy's
+        x = float(x)
+    if isinstance(x, bool) or not isinstance(x, (int, float)):
+        raise InvalidInputError(f"{name} must be {kind}, a number; got {x!r:.80} of type {type(x).__name__}")
+    # comparisons, not math.isfinite: torch.compile with dynamic shapes can trace them. NaN fails both.
+    if not (_SMALLEST <= x <= _LARGEST or (zero and x == 0)):
+        raise InvalidInputError(
+            f"{name} must be {kind}, a normal float32 number (about 1.2e-38 to 3.4e38); got {x!r:.40}"
+        )
+    return float(x)
+
+
+def check_flag(name: str, x: object) -> bool:
+    """x as a bool: True, False, or numpy's."""
+    if isinstance(x, bool) or type(x).__name__ in ("bool", "bool_"):
+        return bool(x)
+    raise InvalidInputError(f"{name} must be True or False, got {x!r:.80} of type {type(x).__name__}")
+
+
+def check_seed(seed: object) -> int:
+    """A seed is an int of 64 bits."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or not -(1 << 63) <= seed < 1 << 63:
+        raise InvalidInputError(f"seed must be an integer from -2**63 to 2**63 - 1, got {seed!r:.80}")
+    return seed
+
+
+def check_strided(name: str, x: Tensor) -> None:
+    """Kernels read memory by strides, which sparse and nested tensors do not have."""
+    if x.is_nested:
+        raise UnsupportedError(
+            f"{name} is a nested tensor: pass {name}.values() and cu_seqlens to flash_attn_varlen_func, or pad"
+        )
+    if x.layout != torch.strided:
+        raise UnsupportedError(f"{name} has layout {x.layout}: pass {name}.to_dense()")
+
+
+def _bound(name: str, x: object) -> int:
+    if x is None:
+        return -1
+    x = _plain(name, x)
+    try:
+        value = x if isinstance(x, int) else operator.index(x)  # type: ignore[arg-type]
+    except TypeError:
+        value = None
+    if value is None or isinstance(x, bool):
+        raise InvalidInputError(f"{name} must be an integer, -1 or None for no bound, got {x!r:.80}")
+    return -1 if value < 0 else min(value, _NO_BOUND)
+
+
 def normalise_window(window_size, causal: bool) -> tuple[int, int]:
     """(left, right) with every "no bound" written as -1, and causal folded in as right = 0."""
     try:
         left, right = window_size
     except (TypeError, ValueError):
         raise InvalidInputError(
-            f"window_size is a pair (left, right), for example (-1, -1) for none; got {window_size!r}"
+            f"window_size is a pair (left, right), for example (-1, -1) for none; got {window_size!r:.80}"
         ) from None
-    left = -1 if left is None or left < 0 else min(int(left), _NO_BOUND)
-    right = -1 if right is None or right < 0 else min(int(right), _NO_BOUND)
-    return left, (0 if causal else right)
+    left, right = _bound("the left of window_size", left), _bound("the right of window_size", right)
+    return left, (0 if check_flag("causal", causal) else right)
 
 
 def _shape(x: Tensor) -> str:
     return "(" + ", ".join(str(n) for n in x.shape) + ")"
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, varlen: bool) -> None:
-    """Kinds, ranks, dtypes, devices and shapes of q, k, v. Never looks at values, so it is free of synchronisation."""
-    rank, layout = (3, "(total, heads, head_dim)") if varlen else (4, "(batch, seqlen, heads, head_dim)")
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise InvalidInputError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if x.dim() != rank:
-            raise InvalidInputError(f"{name} must be {layout}, got shape {_shape(x)}")
+def check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """One dtype, and one that attention is computed in."""
     if q.dtype in FP8_DTYPES:
         if q.requires_grad or k.requires_grad or v.requires_grad:
             raise InvalidInputError(
@@ -95,6 +154,19 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, varlen: bool) -> None:
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
             raise InvalidInputError(f"q, k, v must have one dtype, got q {q.dtype} and {name} {x.dtype}")
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, varlen: bool) -> None:
+    """Kinds, ranks, dtypes, devices and shapes of q, k, v. Never looks at values, so it is free of synchronisation."""
+    rank, layout = (3, "(total, heads, head_dim)") if varlen else (4, "(batch, seqlen, heads, head_dim)")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise InvalidInputError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        check_strided(name, x)
+        if x.dim() != rank:
+            raise InvalidInputError(f"{name} must be {layout}, got shape {_shape(x)}")
+    check_dtypes(q, k, v)
+    for name, x in (("k", k), ("v", v)):
         if x.device != q.device:
             raise InvalidInputError(f"q, k, v must be on one device, got q on {q.device} and {name} on {x.device}")
     heads, heads_kv, head_dim, head_dim_v = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
@@ -114,13 +186,17 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, varlen: bool) -> None:
             )
 
 
-def check_scalars(softmax_scale: float, softcap: float) -> None:
-    """softmax_scale is positive and finite; softcap is not negative (0 is off)."""
-    # comparisons, not math.isfinite: torch.compile with dynamic shapes can trace them. NaN fails both.
-    if not 0 < softmax_scale < math.inf:
-        raise InvalidInputError(f"softmax_scale must be positive and finite, got {softmax_scale}")
-    if not 0 <= softcap < math.inf:
-        raise InvalidInputError(f"softcap must be 0 (off) or positive and finite, got {softcap}")
+def check_scalars(softmax_scale: object, softcap: object) -> tuple[float, float]:
+    """Both as floats: softmax_scale is positive and finite; softcap is not negative (0 is off)."""
+    return check_number("softmax_scale", softmax_scale), check_number("softcap", softcap, zero="off")
+
+
+def _check_longest(name: str, x: object) -> None:
+    if x is None or (isinstance(x, int) and not isinstance(x, bool) and x >= 0):
+        return
+    if isinstance(x, Tensor) and x.numel() == 1 and not x.is_floating_point() and not x.is_complex():
+        return
+    raise InvalidInputError(f"{name} must be an integer, not negative, or None; got {x!r:.80}")
 
 
 def check_packed(
@@ -139,6 +215,7 @@ def check_packed(
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if not isinstance(x, Tensor):
             raise InvalidInputError(f"{name} must be an int32 tensor of shape (batch + 1,), got {type(x).__name__}")
+        check_strided(name, x)
         if x.dtype != torch.int32:
             raise InvalidInputError(f"{name} must be int32, got {x.dtype}: use {name}.to(torch.int32)")
         if x.dim() != 1 or x.shape[0] < 1:
@@ -153,11 +230,15 @@ def check_packed(
         )
     batch = cu_seqlens_q.shape[0] - 1
     for name, x in (("seqused_q", seqused_q), ("seqused_k", seqused_k)):
+        if x is not None and not isinstance(x, Tensor):
+            raise InvalidInputError(f"{name} must be an int32 tensor of shape ({batch},), got {type(x).__name__}")
         if x is not None and (x.dtype != torch.int32 or tuple(x.shape) != (batch,) or x.device != q.device):
             raise InvalidInputError(
                 f"{name} must be an int32 tensor of shape ({batch},) on {q.device}, got {x.dtype} {_shape(x)} on "
                 f"{x.device}"
             )
+    _check_longest("max_seqlen_q", max_seqlen_q)
+    _check_longest("max_seqlen_k", max_seqlen_k)
     if not values:
         return
     sides = (

@@ -10,11 +10,18 @@ import torch
 
 from gpu_accel.errors import GpuAccelError, InvalidInputError, UnsupportedError
 from gpu_accel.flash_attention3 import (
+    FlashAttention3,
+    blockwise_softmax,
     explain,
     flash_attention_3_backward,
     flash_attention_3_forward,
     flash_attn_func,
     flash_attn_varlen_func,
+    fp8_attention,
+    fp8_attention_quantized,
+    fp8_block_quantize,
+    fp8_error_report,
+    hadamard_transform,
 )
 
 
@@ -41,6 +48,151 @@ WRONG = {
     "window-of-one-number": ((x(*GOOD),) * 3, {"window_size": 3}, "pair"),
     "no-such-backend": ((x(*GOOD),) * 3, {"backend": "cuda"}, "auto, hopper, portable, reference, got 'cuda'"),
 }
+
+
+NAN, INF = float("nan"), float("inf")
+WRONG_SCALARS = {
+    "softcap": [None, "1", True, NAN, INF, 1e-40, 1e39, [1.0], torch.ones(2), torch.ones((), requires_grad=True)],
+    "softmax_scale": ["x", 1j, True, 10**400, 1e-320, 1e39, -1, INF, torch.ones(2), torch.ones((), requires_grad=True)],
+    "window_size": ["ab", (NAN, 0), (INF, 0), (1.5, 2), 3, None, (1, 2, 3), (True, 0), torch.tensor([1.0, 2.0])],
+    "causal": ["no", None, 1, torch.tensor([True, False])],
+    "deterministic": ["no", None],
+    "backend": [None, ["portable"], "", "cuda"],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(n, v) for n, values in WRONG_SCALARS.items() for v in values], ids=lambda x: repr(x)[:24]
+)
+@pytest.mark.parametrize("wants_gradient", [False, True])  # by the op and beside it
+def test_wrong_scalars(name, value, wants_gradient):
+    q = x(*GOOD).requires_grad_(wants_gradient)
+    cu = torch.tensor([0, 5], dtype=torch.int32)
+    pattern = f"{name}.*"
+    with pytest.raises(InvalidInputError, match=pattern):
+        flash_attn_func(q, q, q, **{name: value})
+    with pytest.raises(InvalidInputError, match=pattern):
+        explain(q, q, q, **{name: value})
+    with pytest.raises(InvalidInputError, match=pattern):
+        flash_attn_varlen_func(q[0], q[0], q[0], cu_seqlens_q=cu, cu_seqlens_k=cu, **{name: value})
+    if name != "deterministic":
+        with pytest.raises(InvalidInputError, match=pattern):
+            y = q.detach().transpose(1, 2)
+            flash_attention_3_backward(y, y, y, y, y, **{name: value})
+    if name not in ("deterministic", "backend"):
+        with pytest.raises(InvalidInputError, match=pattern):
+            fp8_attention(q.detach(), q.detach(), q.detach(), layout="bshd", **{name: value})
+
+
+def test_numbers_of_other_kinds_are_taken():
+    np = pytest.importorskip("numpy")
+    torch.manual_seed(0)
+    q = torch.randn(GOOD)
+    expected = flash_attn_func(q, q, q, softmax_scale=0.5, softcap=2.0, window_size=(2, 1), causal=True)
+    for number, integer, flag in ((np.float32, np.int64, np.bool_), (torch.tensor, torch.tensor, bool)):
+        got = flash_attn_func(q, q, q, softmax_scale=number(0.5), softcap=number(2.0), causal=flag(True),
+                              window_size=(integer(2), integer(1)))  # fmt: skip
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("seed", [1.5, "a", None, True, 2**80, -(2**70)])
+@pytest.mark.parametrize("backend", ["portable", "reference"])
+def test_wrong_seeds(seed, backend):
+    q = x(1, 2, 4, 16)
+    for call in (hadamard_transform, fp8_block_quantize):
+        with pytest.raises(InvalidInputError, match="seed must be an integer"):
+            call(q, seed=seed, backend=backend)
+    for call in (fp8_attention, fp8_error_report):
+        with pytest.raises(InvalidInputError, match="seed must be an integer"):
+            call(q, q, q, seed=seed)
+
+
+def test_wrong_blocks():
+    q = x(1, 2, 4, 16)
+    q8, scale = fp8_block_quantize(q)
+    for wrong in (0, True, 1.5, "a"):
+        with pytest.raises(InvalidInputError, match="block_size must be"):
+            fp8_block_quantize(q, wrong)
+        with pytest.raises(InvalidInputError, match="block_size must be"):
+            fp8_error_report(q, q, q, block_size=wrong)
+        for name in ("q_block", "k_block"):
+            with pytest.raises(InvalidInputError, match=f"{name} must be"):
+                fp8_attention_quantized(q8, q8, q8, scale, scale, scale, **{name: wrong})
+    with pytest.raises(InvalidInputError, match="no key"):
+        fp8_error_report(q, q[:, :, :0], q[:, :, :0])
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors.*")
+def test_sparse_and_nested_tensors():
+    q = x(*GOOD)
+    ragged = torch.nested.nested_tensor([torch.randn(3, 2, 16), torch.randn(4, 2, 16)], layout=torch.jagged)
+    old = torch.nested.nested_tensor([torch.randn(3, 2, 16), torch.randn(4, 2, 16)])
+    for odd, words in ((q.to_sparse(), "layout torch.sparse_coo"), (ragged, "nested"), (old, "nested")):
+        for call in (flash_attn_func, explain, fp8_attention, FlashAttention3("bf16"), FlashAttention3("fp8")):
+            with pytest.raises(UnsupportedError, match=words):
+                call(odd, odd, odd)
+        for call in (hadamard_transform, fp8_block_quantize, blockwise_softmax):
+            with pytest.raises(UnsupportedError, match=words):
+                call(odd)
+
+
+def test_module_arguments():
+    for arguments, message in (
+        ({"precision": ["fp8"]}, "precision must be"),
+        ({"precision": None}, "precision must be"),
+        ({"layout": ["bhsd"]}, "layout must be"),
+        ({"hardware": 3}, "hardware must be"),
+        ({"backend": "nope"}, "backend must be .* got 'nope'"),
+        ({"softmax_scale": -1}, "softmax_scale must be positive"),
+    ):
+        with pytest.raises(InvalidInputError, match=message):
+            FlashAttention3(**arguments)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_modules_do_not_cast_away_a_mistake(precision):
+    attention, q = FlashAttention3(precision, layout="bshd"), x(*GOOD)
+    fp8 = q.to(torch.float8_e4m3fn)
+    with pytest.raises(UnsupportedError, match="float8 tensors carry no scales"):
+        attention(fp8, fp8, fp8)
+    with pytest.raises(InvalidInputError, match="one dtype, got q torch.float32 and k torch.float16"):
+        attention(q, q.half(), q)
+    with pytest.raises(InvalidInputError, match="one dtype"):
+        attention(q, q, fp8)
+    assert attention(q.double(), q.double(), q.double()).dtype == torch.float64
+    with torch.autocast("cpu", torch.bfloat16):  # where layers before this one disagree, as rotary embeddings do
+        assert attention(q, q.bfloat16(), q).shape == q.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_the_lse_of_a_backward_has_the_dtype_of_a_forward(dtype):
+    q = torch.randn(1, 2, 5, 16).to(dtype)
+    o, lse = (
+        t.transpose(1, 2) if t.dim() == 4 else t
+        for t in flash_attn_func(*[q.transpose(1, 2)] * 3, causal=True, return_lse=True)
+    )
+    flash_attention_3_backward(o, q, q, q, o, lse)
+    right = torch.float64 if dtype == torch.float64 else torch.float32
+    for wrong in {torch.bfloat16, torch.int32, torch.float32, torch.float64} - {right}:
+        with pytest.raises(InvalidInputError, match=f"lse must be {str(right)[6:]} .* got {wrong}"):
+            flash_attention_3_backward(o, q, q, q, o, lse.to(wrong))
+    with pytest.raises(InvalidInputError, match="lse must be a torch.Tensor or None, got list"):
+        flash_attention_3_backward(o, q, q, q, o, [1])
+
+
+def test_explain_agrees_with_the_call():
+    q, cu = x(*GOOD), torch.tensor([0, 5], dtype=torch.int32)
+    with pytest.raises(InvalidInputError, match="cu_seqlens_k was given without cu_seqlens_q"):
+        explain(q, q, q, cu_seqlens_k=cu)
+    with pytest.raises(InvalidInputError, match="cu_seqlens_q was given without cu_seqlens_k"):
+        explain(q[0], q[0], q[0], cu_seqlens_q=cu)
+    meta = q.to("meta")
+    o, lse = flash_attn_func(meta, meta, meta, return_lse=True)
+    assert o.is_meta and o.shape == meta.shape and lse.shape == (2, 4, 5)
+    assert explain(meta, meta, meta).backend == "none" and "meta" in str(explain(meta, meta, meta))
+    packed = flash_attn_varlen_func(meta[0], meta[0], meta[0], cu_seqlens_q=cu.to("meta"), cu_seqlens_k=cu.to("meta"))
+    assert packed.is_meta
+    assert explain(meta[0], meta[0], meta[0], cu_seqlens_q=cu.to("meta"), cu_seqlens_k=cu.to("meta")).backend == "none"
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -90,6 +242,11 @@ PACKED = {
     "beyond-the-end": ({"cu_seqlens_k": cu(0, 9)}, "ends at 9, but k has only 5 rows"),
     "longer-than-said": ({"max_seqlen_q": 3}, "max_seqlen_q is 3, but the longest sequence has 5"),
     "used-beyond": ({"seqused_k": cu(6)}, r"seqused_k\[0\] is 6"),
+    "used-list": ({"seqused_k": [1]}, r"seqused_k must be an int32 tensor of shape \(1,\), got list"),
+    "longest-word": ({"max_seqlen_q": "a"}, "max_seqlen_q must be an integer, .* got 'a'"),
+    "longest-fraction": ({"max_seqlen_k": 5.5}, "max_seqlen_k must be an integer, .* got 5.5"),
+    "longest-negative": ({"max_seqlen_k": -5}, "max_seqlen_k must be an integer, not negative"),
+    "longest-of-two": ({"max_seqlen_k": torch.tensor([5, 5])}, "max_seqlen_k must be an integer"),
     "used-shape": ({"seqused_k": cu(1, 2)}, r"shape \(1,\)"),
 }
 
