@@ -78,13 +78,19 @@ def claims(
     ]
     payload: dict[str, Any] = {"paper": one.id, "counts": summary(chosen), "claims": [v.as_dict() for v in chosen]}
     if output_:
-        output.write(output_, payload["claims"], payload=payload, title=f"Claims of {one.title}")
+        rows = payload["claims"]
+        if output_.suffix not in (".json", ".jsonl"):  # hundreds of names would drown a table
+            rows = [row | {"records": len(row["records"])} for row in rows]
+        output.write(output_, rows, payload=payload, title=f"Claims of {one.title}")
     if json_:
         output.print_json(payload)
     elif not chosen:
         note(f"none of {len(verdicts)} claims fits", style="yellow")
     else:
-        _show(one, chosen, fold=not (every or id_), brief=brief)
+        source = "these results" if results else "committed results"
+        _show(one, chosen, fold=not (every or id_), brief=brief, source=source)
+    if verdicts and not chosen:
+        raise typer.Exit(codes.NOTHING_RAN)
     _leave(chosen, gate=gate)
 
 
@@ -113,7 +119,7 @@ def _word_asked(word: str) -> str:
     return wanted
 
 
-def _show(paper: Paper, chosen: Sequence[Verdict], *, fold: bool, brief: bool) -> None:
+def _show(paper: Paper, chosen: Sequence[Verdict], *, fold: bool, brief: bool, source: str) -> None:
     screen = out()
     if not brief:
         screen.print(verdict_table(chosen, fold=fold))
@@ -122,7 +128,7 @@ def _show(paper: Paper, chosen: Sequence[Verdict], *, fold: bool, brief: bool) -
             screen.print(f"{v.claim.id}: {detail}", markup=False, soft_wrap=True)
             for record in v.records[:FEW]:
                 screen.print(f"  {record.name}", markup=False, style="dim", soft_wrap=True)
-    screen.print(sentence(chosen, f"{paper.alias}: "))
+    screen.print(sentence(chosen, f"{paper.alias}, {source}: "))
     if not brief and (commands := _commands(chosen)):
         screen.print("To measure more:")
         for command in commands:

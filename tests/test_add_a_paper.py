@@ -36,6 +36,7 @@ class Shell:
             timeout=300,
         )
         assert done.returncode == code, f"{arguments}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+        self.stderr = done.stderr
         return done.stdout
 
     def json(self, *arguments: str, code: int = 0):
@@ -89,12 +90,45 @@ def test_a_wrong_kernel_is_reported_and_not_kept(shell: Shell) -> None:
     right = package.read_text()
     package.write_text(right.replace("a * x + y, mask", "a * x - y, mask"))
     try:
-        made = shell.json("run", "tiny", "--device", "cpu", "--results", "wrong", code=3)
+        made = shell.json("run", "tiny", "--device", "cpu", "--results", "wrong", "-o", "rows.csv", code=3)
+        text = shell("run", "tiny", "--device", "cpu", "--results", "wrong", code=3)
     finally:
         package.write_text(right)
     assert made["status"] == "incorrect"
     assert [(row["impl"], "max_abs" in row["why"]) for row in made["incorrect"]] == [("portable", True)]
     assert {record["impl"] for record in made["records"]} == {"torch"}
+    assert made["counts"]["wrong"] == len(made["incorrect"]) and made["counts"]["correct"] == 1
+    assert all(row["checked"]["error"] > row["checked"]["bound"] for row in made["incorrect"])
+    assert "WRONG" in (shell.folder / "rows.csv").read_text()
+    assert [line.split()[-1] for line in text.splitlines() if "portable" in line][0] == "WRONG"
+    assert f"{made['counts']['correct']} result" in text and "correct, 1 wrong (portable)" in text
+
+
+def test_a_wrong_rival_is_told_and_fails_nothing(shell: Shell) -> None:
+    experiment = shell.folder / "papers" / "tiny" / "experiment.py"
+    right = experiment.read_text()
+    experiment.write_text(right.replace('"portable", "ours"', '"portable", "peer"'))
+    package = shell.folder / "tiny_axpy" / "__init__.py"
+    kernel = package.read_text()
+    package.write_text(kernel.replace("a * x + y, mask", "a * x - y, mask"))
+    try:
+        text = shell("run", "tiny", "--device", "cpu", "--results", "rival")
+    finally:
+        experiment.write_text(right)
+        package.write_text(kernel)
+    assert "1 wrong (portable, a rival)" in text and "WRONG" in shell.stderr
+
+
+def test_a_package_that_is_not_importable_is_one_line(shell: Shell) -> None:
+    package = shell.folder / "tiny_axpy"
+    package.rename(shell.folder / "elsewhere")
+    try:
+        assert shell("run", "tiny", "--device", "cpu", code=4) == ""
+        assert shell("run", "tiny", "--device", "cpu", "--dry-run", code=4) == ""
+    finally:
+        (shell.folder / "elsewhere").rename(package)
+    assert "tiny_axpy" in shell.stderr and "paper.toml" in shell.stderr and "PYTHONPATH" in shell.stderr
+    assert len(shell.stderr.splitlines()) == 1
 
 
 def test_a_gate_that_settles_nothing_fails(shell: Shell) -> None:

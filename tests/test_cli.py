@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -17,7 +18,7 @@ from typer.testing import CliRunner  # noqa: E402
 
 from cli import codes, output, render  # noqa: E402
 from cli.main import app, exit_code  # noqa: E402
-from cli.notebook import defaults, parse  # noqa: E402
+from cli.notebook import defaults, parse, run_headless  # noqa: E402
 from gpu_accel import errors  # noqa: E402
 from gpu_accel.testing.records import timed  # noqa: E402
 from gpu_accel.workbench.records import Record, append_records  # noqa: E402
@@ -101,6 +102,7 @@ def test_version_is_that_of_the_library() -> None:
         ("gpu-accel run fa3 --input s", "smollm2"),
         ("gpu-accel hardware show h100-s", "h100-sxm"),
         ("gpu-accel claims fa3 --verdict not", "not reproduced"),
+        ("gpu-accel run fa3 --only ho", "hopper"),
     ],
 )
 def test_completion(typed: str, expected: str) -> None:
@@ -143,6 +145,11 @@ def test_every_error_has_its_exit_code(error: errors.GpuAccelError, code: int) -
         (["run", "fa3", "--input", "lognormal", "--dry-run", "--device", "cpu"], ["lognormal", "outliers"]),
         (["run", "fa3", "--shape", "2x3", "--dry-run", "--device", "cpu"], ["2x3", "4x2048x16x128"]),
         (["run", "fa3", "--only", "fa4", "--dry-run", "--device", "cpu"], ["fa4", "portable"]),
+        (["run", "fa3", "--only", "hoper", "--device", "cpu"], ["hoper", "Did you mean hopper?"]),
+        (["run", "fa3", "--skip", "portabel", "--device", "cpu"], ["portabel", "Did you mean portable?"]),
+        (["run", "fa3", "--precision", "fp9", "--device", "cpu"], ["fp9", "Did you mean"]),
+        (["run", "fa3", "--input", "outlier", "--device", "cpu"], ["outlier", "Did you mean outliers?"]),
+        (["run", "fa3", "forwrd", "--device", "cpu"], ["forwrd", "Did you mean forward?"]),
         (["run", "fa3", "--seconds", "0", "--dry-run"], ["seconds"]),
         (["run", "fa3", "--device", "tpu"], ["tpu", "cuda"]),
         (["run", "fa3", "--tag", "../x"], ["../x"]),
@@ -151,7 +158,8 @@ def test_every_error_has_its_exit_code(error: errors.GpuAccelError, code: int) -
         (["claims", "fa3", "--verdict", "maybe"], ["maybe", "reproduced"]),
         (["claims", "fa3", "--results", "nowhere.jsonl"], ["nowhere.jsonl"]),
         (["compare", "nowhere.jsonl", "HEAD"], ["nowhere.jsonl", "git revision"]),
-        (["compare", "HEAD", "HEAD", "--fail-on", "worse"], ["worse", "slower"]),
+        (["compare", "HEAD", "HEAD", "--fail-on", "worse"], ["worse", "slower, ambiguous, faster"]),
+        (["compare", "HEAD", "HEAD", "--fail-on", "same"], ["same", "slower, ambiguous, faster"]),
         (["report", "fa3", "-o", "report.pdf"], ["report.pdf", ".html"]),
         (["hardware", "show", "h100-smx"], ["h100-smx", "h100-sxm"]),
         (["notebook", "fa3", "--execute", "-p", "presicion=fp8"], ["presicion", "precision"]),
@@ -162,6 +170,7 @@ def test_usage_errors_say_what_is_allowed(arguments: list[str], words: list[str]
     text = complain(*arguments, code=codes.USAGE)
     assert all(word in text for word in words), text
     assert "Traceback" not in text
+    assert text.startswith("error: "), "nothing says that a run has begun"
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="a GPU is here")
@@ -175,6 +184,56 @@ def test_a_missing_torch_is_exit_code_4() -> None:
     code = "import sys; sys.modules['torch'] = None; from cli.main import app; app(['run', 'fa3', '--device', 'cpu'])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == codes.UNSUPPORTED and "torch is not installed" in done.stderr, done.stderr
+
+
+def test_a_missing_typer_is_exit_code_4_and_says_what_to_install() -> None:
+    blocked = (
+        "import sys, importlib.util as util, runpy\n"
+        "known = util.find_spec\n"
+        "util.find_spec = lambda name, package=None: None if name == 'typer' else known(name, package)\n"
+        "runpy.run_module('cli', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", blocked], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == codes.UNSUPPORTED and "pip install typer" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr and not done.stdout
+
+
+def test_a_missing_rich_is_exit_code_4() -> None:
+    code = "import sys; sys.modules['rich'] = None; from cli.main import app; app(['list'])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == codes.UNSUPPORTED and "rich is not installed" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["claims", "fa3"], ["claims", "fa3", "--json"], ["report", "fa3"]], ids=" ".join)
+def test_a_reader_that_leaves_is_no_error(arguments: list[str]) -> None:
+    """As in `gpu-accel claims fa3 | head -2`, here with a reader that has left before the first line."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "cli", *arguments]
+    done = subprocess.run(command, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (codes.BROKEN_PIPE, "")
+
+
+def test_what_would_take_hours_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpu_accel.workbench import runner
+
+    big = ["run", "fa3", "forward", "--shape", "4x2048x16x128", "--only", "portable", "--only", "sdpa-cudnn"]
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    ran = []
+    monkeypatch.setattr(runner, "run", lambda *a, **k: ran.append(a) or runner.RunResult())
+    text = complain(*big, code=codes.UNSUPPORTED)
+    assert re.search(r"about \d+ hours in Triton's interpreter; try --shape 1x128x2x64", text) and not ran
+    complain(*big, "--device", "cpu", code=codes.NOTHING_RAN)
+    complain("run", "fa3", "forward", "--shape", "1x128x2x64", code=codes.NOTHING_RAN)
+    complain(*big[:5], "--only", "sdpa-math", code=codes.NOTHING_RAN)  # torch's own kernels are not interpreted
+    assert len(ran) == 3
+
+
+def test_what_cannot_run_here_is_said_once_with_its_reason() -> None:
+    lines = complain("run", "fa3", "--only", "hopper", "--device", "cpu", code=codes.UNSUPPORTED).splitlines()
+    assert len(lines) == 1 and lines[0].startswith("not supported here: hopper") and "compute capability" in lines[0]
 
 
 def test_an_interruption_is_exit_code_130(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,6 +293,40 @@ def test_a_run_on_the_cpu_is_checked_and_never_timed(tmp_path: Path) -> None:
     assert (tmp_path / "rows.csv").read_text().count("portable") == len(made["records"])
     text = call(*arguments, "--results", tmp_path)
     assert "not timed" in text and "TFLOP/s" not in text
+
+
+def test_a_log_tells_of_a_case_when_it_begins(tmp_path: Path) -> None:
+    arguments = ["run", "fa3", "forward", "--device", "cpu", "--shape", "1x16x1x32", "--only", "portable"]
+    lines = shell(*arguments, "--results", str(tmp_path)).stderr.splitlines()
+    assert lines[0].startswith("fa3 bf16, on the CPU")
+    assert lines[1].startswith("[1/2] forward") and lines[1].endswith(" ...")
+    assert lines[2].startswith("[1/2] forward") and lines[2].endswith(": portable")
+
+
+@pytest.mark.parametrize("arguments", [["list"], ["claims", "fa3"], ["hardware", "list"]], ids=" ".join)
+def test_piped_tables_are_not_padded(arguments: list[str]) -> None:
+    text = shell(*arguments).stdout
+    assert len(text.splitlines()) > 3
+    assert [line for line in text.splitlines() if line != line.rstrip()] == []
+
+
+def test_claims_that_nothing_fits_are_no_success() -> None:
+    assert "none of" in complain("claims", "fa3", "--id", "nope*", code=codes.NOTHING_RAN)
+    assert "none of" in complain("claims", "fa3", "--where", "page 99", code=codes.NOTHING_RAN)
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".md", ".html"])
+def test_tables_of_claims_count_their_records(tmp_path: Path, suffix: str) -> None:
+    call("claims", "fa3", "-o", tmp_path / f"claims{suffix}")
+    text = (tmp_path / f"claims{suffix}").read_text()
+    assert "records" in text and max(map(len, text.splitlines())) < 4000
+    call("claims", "fa3", "-o", tmp_path / "claims.json")
+    judged = json.loads((tmp_path / "claims.json").read_text())["claims"]
+    assert all(isinstance(claim["records"], list) for claim in judged)
+
+
+def test_the_two_counts_of_make_fa3_say_what_they_count() -> None:
+    assert call("claims", "fa3", "--brief").startswith("fa3, committed results: ")
 
 
 @pytest.mark.parametrize("suffix", output.SUFFIXES)
@@ -299,6 +392,29 @@ def test_compare_fails_only_where_asked(tmp_path: Path) -> None:
     call("compare", b, a, "--fail-on", "slower")
 
 
+def test_compare_of_one_measurement_with_itself_is_the_same(tmp_path: Path) -> None:
+    import dataclasses
+
+    noisy = tuple(1.0 + 0.2 * (i % 5) for i in range(20))
+    file = tmp_path / "noisy.jsonl"
+    append_records(file, [dataclasses.replace(timed(), samples=noisy, median=1.4, p20=1.0, p80=1.8)])
+    made = json.loads(call("compare", file, file, "--json", "--fail-on", "ambiguous"))
+    assert made["counts"]["same"] == 1 == len(made["rows"])
+
+
+def test_compare_says_which_side_has_no_times(tmp_path: Path) -> None:
+    import dataclasses
+
+    a, _ = _pair(tmp_path, 1.0)
+    record = dataclasses.replace(
+        timed(), kind="checked", metric="correct", unit="1", median=None, p20=None, p80=None, samples=(), work={},
+        ratio_to={}, timing={}, env={},
+    )  # fmt: skip
+    append_records(tmp_path / "cpu.jsonl", [record])
+    text = complain("compare", a, tmp_path / "cpu.jsonl", code=codes.NOTHING_RAN)
+    assert "a.jsonl: 1 timed records" in text and "cpu.jsonl: 1 checked, 0 timed (CPU)" in text
+
+
 def test_compare_of_nothing_is_not_a_success(tmp_path: Path) -> None:
     a, _ = _pair(tmp_path, 1.0)
     call("compare", a, a, "--skip", "portable", code=codes.NOTHING_RAN)
@@ -340,6 +456,29 @@ def test_hardware_profiles_are_listed_with_their_sources() -> None:
     shown = json.loads(call("hardware", "show", "h100", "--json"))
     assert shown["name"] == "h100-sxm"
     assert {quantity["source"] for quantity in shown["peaks"].values()} <= set(shown["sources"])
+
+
+@pytest.mark.parametrize(
+    ("statement", "code"),
+    [
+        ("from gpu_accel.errors import InvalidInputError as E; raise E('precision is fp9')", codes.USAGE),
+        ("from gpu_accel.errors import IncorrectResultError as E; raise E('o differs')", codes.INCORRECT),
+        ("assert 1 == 2", codes.INCORRECT),
+        ("from gpu_accel.errors import HardwareError as E; raise E('no GPU')", codes.UNSUPPORTED),
+        ("import some_module_that_is_missing", codes.UNSUPPORTED),
+        ("import time; time.sleep(60)", codes.UNSUPPORTED),
+    ],
+)
+def test_a_failing_cell_has_the_exit_code_of_its_error(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], statement: str, code: int
+) -> None:
+    nbformat = pytest.importorskip("nbformat")
+    pytest.importorskip("nbclient")
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(statement)])
+    with pytest.raises(errors.GpuAccelError) as caught:
+        run_headless(book, folder=tmp_path, timeout=5 if "sleep" in statement else 60, target=tmp_path / "x.ipynb")
+    assert exit_code(caught.value) == code and (tmp_path / "x.ipynb").is_file()
+    assert "WARNING" not in capfd.readouterr().err
 
 
 def test_parameters_take_the_types_of_the_notebook() -> None:
@@ -392,6 +531,33 @@ def test_what_all_cases_share_is_said_once() -> None:
 )  # fmt: skip
 def test_times_have_the_unit_that_reads_best(value: float, text: str) -> None:
     assert render.duration(value) == text
+
+
+@pytest.mark.parametrize("timed_", [True, False], ids=["gpu", "cpu"])
+def test_a_wrong_result_has_a_row(timed_: bool) -> None:
+    from rich.console import Console
+
+    from gpu_accel.workbench.experiment import Check
+    from gpu_accel.workbench.runner import Outcome
+
+    record = timed("portable", tflops=200.0)
+    wrong = Outcome("sdpa-flash", record.case, "too far off", record.experiment, "peer", Check(0.5, 0.25, "max_abs"))
+    failed = Outcome("hopper", record.case, "illegal instruction", record.experiment, "ours")
+    screen = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    for made in render.result_tables([record] if timed_ else [], [wrong, failed]):
+        screen.print(made)
+    lines = screen.export_text().splitlines()
+    row = next(line for line in lines if "sdpa-flash" in line)
+    assert "0.5" in row and "0.25" in row and row.rstrip().endswith("WRONG")
+    assert next(line for line in lines if "hopper" in line).rstrip().endswith("WRONG")
+    assert not timed_ or next(line for line in lines if "portable" in line).rstrip().endswith("correct")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(40, "40 seconds"), (700, "12 minutes"), (10000, "3 hours"), (5e6, "58 days")]
+)
+def test_waiting_is_said_in_the_unit_that_reads_best(seconds: float, text: str) -> None:
+    assert render.span(seconds) == text
 
 
 def test_a_table_of_measurements_shows_time_rate_and_ratio() -> None:
