@@ -295,6 +295,8 @@ def _miss(claim: Claim, value: float) -> float:
     low, high = claim.numbers
     below = (low - value) / abs(low) if low else (0.0 if value >= 0 else math.inf)
     above = (value - high) / abs(high) if high else (0.0 if value <= 0 else math.inf)
+    if math.isnan(below) or math.isnan(above):
+        return math.inf  # max() would drop a NaN, and so take what cannot be compared for no miss at all
     if claim.direction == "at_least":
         return max(0.0, below)
     if claim.direction == "at_most":

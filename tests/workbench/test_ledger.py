@@ -7,8 +7,9 @@ import time
 import pytest
 
 from gpu_accel.errors import InvalidInputError
+from gpu_accel.workbench.claims import _miss
 from gpu_accel.workbench.figures import quoted_records
-from gpu_accel.workbench.ledger import Term, load_claims
+from gpu_accel.workbench.ledger import Claim, Term, load_claims
 
 CLAIM = """
 [[claim]]
@@ -260,3 +261,11 @@ def test_no_number_anywhere_is_infinite(load, old, new, message):
     assert old in WHOLE
     with pytest.raises(InvalidInputError, match=message):
         load(WHOLE.replace(old, new))
+
+
+@pytest.mark.parametrize("direction", ["at_least", "at_most", "about"])
+@pytest.mark.parametrize(("claimed", "value"), [(float("inf"), 3.0), (float("nan"), 3.0), (3.0, float("nan"))])
+def test_a_miss_that_is_no_number_is_not_no_miss(direction, claimed, value):
+    claim = Claim(id="a", where="b", statement="c", source="seed", value=claimed, direction=direction)
+    assert _miss(claim, value) == float("inf")
+    assert _miss(Claim(id="a", where="b", statement="c", source="seed", value=3.0, direction=direction), 3.0) == 0.0
