@@ -3,6 +3,10 @@
 Layout is (batch, seqlen, heads, head_dim) as in flash-attn, or (total, heads, head_dim) with `cu_seqlens_*`. Causal
 masks and windows are aligned to the bottom right: with seqlen_q > seqlen_k and causal, the first seqlen_q - seqlen_k
 rows see nothing, so their output is 0 and their log-sum-exp -inf.
+
+A masked key has probability 0, and 0 times NaN is NaN: NaN or Inf in a row of v reaches queries that do not see the
+row, unless it lies in padding (behind the last sequence or `seqused_k`). Gradients are those of autograd, once: no
+double backward, and of the transforms of torch.func only vmap (one call after the other) is supported.
 """
 
 from __future__ import annotations
