@@ -5,6 +5,7 @@ Every run draws other examples. A failure prints the smallest one found and a @r
 
 from __future__ import annotations
 
+import os
 import pytest
 import torch
 
@@ -16,7 +17,10 @@ from gpu_accel.flash_attention3 import attention_truth, flash_attn_func, flash_a
 from gpu_accel.testing import make_qkv
 from gpu_accel.testing.attention import check_attention
 
-SETTINGS = settings(max_examples=12, deadline=None, derandomize=False, print_blob=True, database=None)
+# New cases every run on a desk; the same ones where a failure would stop somebody else's change.
+SETTINGS = settings(
+    max_examples=12, deadline=None, derandomize=bool(os.environ.get("CI")), print_blob=True, database=None
+)
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 bounds = st.one_of(st.just(-1), st.integers(0, 80))
 
