@@ -15,13 +15,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStarted:
-    """Everything is settled; `cases` counts those of all experiments."""
+    """Everything is settled; `cases` counts those of all experiments.
+
+    `resume_refused` says why earlier results are not reused, when some were given.
+    """
 
     paper: str
     experiments: tuple[str, ...]
     cases: int
     device: str
     gpu: str
+    resume_refused: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ Building a workload must be cheap and allocate nothing on the device: `--dry-run
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
@@ -24,6 +25,8 @@ ROLES = ("ours", "peer", "reference")
 ATTENTION_AXES = ("batch", "seqlen", "heads", "head_dim")
 ATTENTION_EXTRA = ("seqlen_q", "seqlen_k", "heads_kv", "causal")
 SWITCHES = ("causal",)
+LARGEST_SIZE = 2**40  # of one axis; nothing larger fits in any memory
+SEEDS = 2**63
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +50,13 @@ class Settings:
     def __post_init__(self) -> None:
         if self.mode not in ("burst", "sustained"):
             raise InvalidInputError(f"mode is {self.mode!r}; choose 'burst' or 'sustained'")
-        if not self.seconds > 0:
-            raise InvalidInputError(f"seconds is {self.seconds!r}; it must be a positive number, for example 0.25")
-        if not 0 < self.noise < 1:
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < SEEDS:
+            raise InvalidInputError(f"seed is {_short(self.seed)}; it must be an integer from 0 to 2**63 - 1")
+        if not _is_number(self.seconds) or not 0 < self.seconds < math.inf:
+            raise InvalidInputError(
+                f"seconds is {_short(self.seconds)}; it must be a positive finite number, for example 0.25"
+            )
+        if not _is_number(self.noise) or not 0 < self.noise < 1:
             raise InvalidInputError(f"noise is {self.noise!r}; it must lie between 0 and 1, for example 0.01")
 
     @property
@@ -71,9 +78,40 @@ class Check:
         """True when 0 <= error <= bound; NaN and infinity never pass, neither as error nor as bound."""
         return math.isfinite(self.bound) and 0 <= self.error <= self.bound
 
+    @classmethod
+    def validated(cls, check: object) -> Check:
+        """What a check function returned, with plain floats in it.
+
+        Raises:
+            TypeError: it is no Check, or a field has the wrong type.
+        """
+        if not isinstance(check, cls):
+            raise TypeError(f"the check returned {_short(check)}, not a Check")
+        for name in ("error", "bound"):
+            if not _is_number(getattr(check, name)):
+                raise TypeError(f"the {name} of the check is {_short(getattr(check, name))}, not a number")
+        if not isinstance(check.metric, str):
+            raise TypeError(f"the metric of the check is {_short(check.metric)}, not a string")
+        return cls(float(check.error), float(check.bound), check.metric)
+
     def as_dict(self) -> dict[str, float | str]:
         """The form kept in records."""
         return {"error": self.error, "bound": self.bound, "metric": self.metric}
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What `Implementation.make` may return to tie the time to a correct result.
+
+    `call` is what is timed. `verify()` is called once after timing: it judges an output of that very `call`, on the
+    inputs that were timed, and raises IncorrectResultError when these have changed. A time is kept only if it passes.
+    """
+
+    call: Callable[[], object]
+    verify: Callable[[], Check]
+
+    def __call__(self) -> object:
+        return self.call()
 
 
 @dataclass(kw_only=True)
@@ -87,7 +125,7 @@ class Implementation:
         check: `check(seed)` draws fresh inputs from the seed, poisons the outputs, runs once and compares every
             element with a float64 truth. May raise UnsupportedError or HardwareError (skipped with that reason).
         make: `make(seed)` allocates fresh inputs and returns the zero-argument call that is timed, with nothing in it
-            but the work. None when the experiment is not about time.
+            but the work. None when the experiment is not about time. A `Timed` has the call verified after timing.
         values: `values(seed)` returns metrics other than time, `{"rmse": (9e-3, "1")}` as (value, unit).
         note: a remark kept in its records.
     """
@@ -129,6 +167,10 @@ class Workload:
         names = self.names
         if len(set(names)) != len(names):
             raise InvalidInputError(f"implementation names must differ, got {', '.join(names)}")
+        if unknown := [name for name in self.baselines if name not in names]:
+            raise InvalidInputError(
+                f"baselines name {', '.join(map(str, unknown))}; implementations here: {', '.join(names) or 'none'}"
+            )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -215,7 +257,7 @@ def parse_shape(
     )
 
     def wrong(why: str) -> InvalidInputError:
-        return InvalidInputError(f"cannot read shape {text!r}: {why}. Examples: {examples}")
+        return InvalidInputError(f"cannot read shape {_short(text)}: {why}. Examples: {examples}")
 
     shape: dict[str, int | bool] = {}
     if "=" not in text:
@@ -239,9 +281,13 @@ def parse_shape(
         parsed = _size_or_switch(value.strip().lower())
         if parsed is None or isinstance(parsed, bool) != (key in SWITCHES):
             raise wrong(
-                f"{key} is {value.strip()!r}, not {'true or false' if key in SWITCHES else 'a positive integer'}"
+                f"{key} is {_short(value.strip())}, not {'true or false' if key in SWITCHES else 'a positive integer'}"
             )
+        if parsed > LARGEST_SIZE:
+            raise wrong(f"{key} is {_short(value.strip())}, above the largest size, 2**40")
         shape[key] = parsed
+    if "seqlen" in shape and (twice := [key for key in ("seqlen_q", "seqlen_k") if key in shape]):
+        raise wrong(f"seqlen sets seqlen_q and seqlen_k, so {' and '.join(twice)} cannot be given beside it")
     return shape
 
 
@@ -250,6 +296,22 @@ def _size_or_switch(word: str) -> int | bool | None:
         return word == "true"
     scale = 1024 if word.endswith("k") else 1
     digits = word.removesuffix("k")
-    if not (digits.isascii() and digits.isdigit()) or int(digits) == 0:
+    if not (digits.isascii() and digits.isdigit()):
         return None
-    return int(digits) * scale
+    digits = digits.lstrip("0")
+    if len(digits) > 20:  # int() refuses thousands of digits; the caller refuses this
+        return LARGEST_SIZE + 1
+    return int(digits) * scale if digits else None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _short(value: object) -> str:
+    """A value as an error shows it: enough to recognise it by."""
+    try:
+        text = repr(value)
+    except Exception:  # such as an integer of more digits than Python prints
+        return f"a value of type {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:77]}..."

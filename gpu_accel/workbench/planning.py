@@ -137,6 +137,7 @@ def _importable(paper: Paper) -> Iterator[None]:
 
     Raises:
         MissingModuleError: names the module, and `package` of paper.toml where that is it.
+        RuntimeError: the paper's code asked Python to exit, which would pass for a run that went well.
     """
     try:
         yield
@@ -150,6 +151,8 @@ def _importable(paper: Paper) -> Iterator[None]:
                 "which Python does not find: install it, or put the folder that holds it on PYTHONPATH"
             ) from error
         raise MissingModuleError(f"paper {paper.id} needs the module {top!r}, which is not installed") from error
+    except SystemExit as error:
+        raise RuntimeError(f"paper {paper.id} raised SystemExit({error.code!r}) while its cases were built") from error
 
 
 def settle(settings: Settings | None, host: Host | None) -> tuple[Host, Settings]:
@@ -180,7 +183,9 @@ def list_items(paper: Paper, names: Sequence[str] | None, settings: Settings) ->
     with _importable(paper):
         experiments = [paper.experiment(name) for name in dict.fromkeys(chosen)]
     for experiment in experiments:
-        for case in experiment.cases(settings):
+        with _importable(paper):
+            cases = list(experiment.cases(settings))
+        for case in cases:
             try:
                 with _importable(paper):
                     workload = experiment.build(case, settings)

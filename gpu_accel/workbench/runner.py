@@ -7,16 +7,19 @@ case at hand, and `resume_from` continues from there.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Sequence
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gpu_accel.errors import GpuAccelError, HardwareError, IncorrectResultError, InvalidInputError, UnsupportedError
+from gpu_accel.errors import GpuAccelError, HardwareError, IncorrectResultError, UnsupportedError
 from gpu_accel.workbench import events, statistics, timing
 from gpu_accel.workbench.events import Event, Listener
-from gpu_accel.workbench.experiment import Case, Check, Implementation, Settings, Workload
+from gpu_accel.workbench.experiment import Case, Check, Implementation, Settings, Timed, Workload
 from gpu_accel.workbench.host import Host, resolve_device
 from gpu_accel.workbench.planning import SUSTAINED_SECONDS, Item, Plan, find_paper, list_items, plan, settle
 from gpu_accel.workbench.records import Record, append_records, read_records
@@ -30,6 +33,10 @@ __all__ = ["Event", "Outcome", "Plan", "RunResult", "plan", "resolve_device", "r
 EXIT_CODES = {"ok": 0, "incorrect": 3, "unsupported": 4, "nothing_ran": 5, "interrupted": 130}
 INPUT_SETS = 3
 MEMORY_BOUND_BYTES = 2**29
+# What has to be the same for an earlier result to stand in for a new one, beside commit, GPU and way of timing.
+SAME_ENVIRONMENT = ("torch", "triton", "cuda", "cudnn", "driver", "python", "cpu")
+DIRTY = "the tree has uncommitted changes, so nobody can tell whether earlier results come from the same code"
+Calls = dict[str, list[Callable[[], object]]]
 # Values that depend on arithmetic alone, so that a CPU may report them; bytes and rates it may not.
 ERROR_METRICS = frozenset({"rmse", "max_abs", "mean_abs", "cosine", "sqnr", "bias"})
 
@@ -58,6 +65,7 @@ class RunResult:
     resumed: list[Record] = field(default_factory=list)
     interrupted: bool = False
     output: Path | None = None
+    resume_refused: str = ""  # why earlier results, though given, were not looked at
 
     @property
     def status(self) -> str:
@@ -96,8 +104,8 @@ def run(
         settings: what the user chose; `settings.output` is the JSON Lines file that finished records go to.
         on_event: called with each event of `workbench.events`; it cannot break the run.
         resume_from: a JSON Lines file of an earlier run. Implementations that have records there for the same case,
-            commit and device are not run again, except as baselines of others. It is also the output, when
-            `settings.output` names none.
+            commit, device, software, seed, input and precision are not run again, except as baselines of others.
+            With uncommitted changes all are run again. It is also the output, when `settings.output` names none.
         host: the machine; default this one.
     Raises:
         InvalidInputError: unknown paper, experiment or implementation, or a setting that makes no sense.
@@ -109,6 +117,8 @@ def run(
     output = settings.output or resume_from
     earlier = read_records(resume_from) if resume_from is not None and Path(resume_from).exists() else []
     result = RunResult(output=Path(output) if output is not None else None)
+    if earlier and host.dirty:
+        earlier, result.resume_refused = [], DIRTY
     runner = _Runner(paper=the_paper.id, settings=settings, host=host, result=result, tell=Listener(on_event))
     try:
         runner.go(items, earlier)
@@ -135,7 +145,12 @@ class _Runner:
         names = tuple(dict.fromkeys(item.experiment.name for item in items))
         self.tell(
             events.RunStarted(
-                paper=self.paper, experiments=names, cases=len(items), device=self.host.device, gpu=self.host.gpu
+                paper=self.paper,
+                experiments=names,
+                cases=len(items),
+                device=self.host.device,
+                gpu=self.host.gpu,
+                resume_refused=self.result.resume_refused,
             )
         )
         finished = self._finished(earlier)
@@ -164,10 +179,16 @@ class _Runner:
         for record in earlier:
             same_code = (record.paper, record.commit, record.dirty) == (self.paper, self.host.commit, self.host.dirty)
             same_device = str(record.env.get("gpu") or "") == self.host.gpu
-            how = record.timing.get("mode"), record.timing.get("l2")
-            if same_code and same_device and (not record.timing or how == (settings.mode, l2)):
+            same_device &= all(record.env.get(name) == self.host.env.get(name) for name in SAME_ENVIRONMENT)
+            same_run = all(record.timing.get(name) == value for name, value in self._asked().items())
+            how = record.timing.get("mode", settings.mode), record.timing.get("l2", l2)  # only times have them
+            if same_code and same_device and same_run and how == (settings.mode, l2):
                 found.setdefault((record.experiment, _case_key(record.case), record.impl), []).append(record)
         return found
+
+    def _asked(self) -> dict[str, Any]:
+        """The settings that decide what a result is about, kept in every record's `timing`."""
+        return {"seed": self.settings.seed, "input": self.settings.input, "precision": self.settings.precision}
 
     def _resume(self, item: Item, finished: dict[tuple[str, str, str], list[Record]]) -> None:
         """Leave out what is finished. Baselines stay while a time is missing, for ratios come from common rounds.
@@ -205,7 +226,9 @@ class _Runner:
             if check is None:
                 continue
             try:
-                values[impl.name] = impl.values(self.settings.seed) if impl.values is not None else {}
+                with _no_exit():
+                    found = impl.values(self.settings.seed) if impl.values is not None else {}
+                    values[impl.name] = _validated_values(found)
             except Exception as error:
                 self._failed(item, impl, error)
                 self.host.release()
@@ -220,15 +243,23 @@ class _Runner:
             records, refused = [], []
             for impl, check in passed:
                 try:
-                    records += self._records(item, impl, check, values[impl.name], timed)
-                except InvalidInputError as error:  # such as a rate above the peak of the device
+                    records += self._records(item, impl, check, timed)
+                except Exception as error:  # such as a rate above the peak of the device
                     self._wrong(item, impl.name, f"the record was refused: {error}")
                     refused.append(impl.name)
             if not refused:
-                return records
+                break
             # Once more without them, for the others' ratios must not lean on a time that cannot be.
             passed = [(impl, check) for impl, check in passed if impl.name not in refused]
             timed = {name: samples for name, samples in timed.items() if name not in refused}
+        for impl, check in passed:
+            for metric, (value, unit) in values[impl.name].items():
+                try:
+                    records += self._value_records(item, impl, check, metric, value, unit)
+                except Exception as error:
+                    self._wrong(item, impl.name, f"the record of {metric} was refused: {error}")
+        order = [impl.name for impl in impls]
+        return sorted(records, key=lambda record: order.index(record.impl))
 
     def _check(self, item: Item, impl: Implementation) -> Check | None:
         if impl.unavailable or impl.check is None:
@@ -236,7 +267,8 @@ class _Runner:
             return None
         self.tell(events.CheckStarted(**item.where, impl=impl.name))
         try:
-            check = impl.check(self.settings.seed)
+            with _no_exit():
+                check = Check.validated(impl.check(self.settings.seed))
         except Exception as error:
             self._failed(item, impl, error)
             return None
@@ -248,50 +280,77 @@ class _Runner:
         return check
 
     def _time(self, item: Item, impls: list[Implementation]) -> dict[str, Samples]:
-        calls = self._inputs(item, impls)
-        if not calls:
+        made = self._inputs(item, impls)
+        if not made:
             return {}
-        self.tell(events.TimingStarted(**item.where, implementations=tuple(calls)))
-        settings = self.settings
+        self.tell(events.TimingStarted(**item.where, implementations=tuple(made)))
+        calls = {name: [one.call if isinstance(one, Timed) else one for one in sets] for name, sets in made.items()}
         try:
-            if settings.mode == "sustained":
-                seconds = max(settings.seconds, SUSTAINED_SECONDS)
-                timed = timing.sustained(calls, seconds=seconds, timer=self.host.timer)
-            else:
-                timed = timing.compare(
-                    calls,
-                    seconds=settings.seconds,
-                    flush_l2=settings.flush_l2,
-                    noise=settings.noise,
-                    timer=self.host.timer,
-                )
+            try:
+                timed = self._compare(calls)
+            except SystemExit:  # once more with every call guarded, which costs time but names the one that exits
+                timed = self._compare({name: [_guarded(call) for call in sets] for name, sets in calls.items()})
         except HardwareError as error:  # the device itself failed: nobody's time can be believed
             timed = {name: Samples(name=name, failed=str(error)) for name in calls}
         for name, samples in timed.items():
             if samples.ok:
                 continue
             ours = next(impl.role for impl in impls if impl.name == name) == "ours"
-            wrong = ours and "out of memory" not in samples.failed
+            wrong = ours and not _says_out_of_memory(samples.failed)
             (self._wrong if wrong else self._skip)(item, name, f"not timed: {samples.failed}")
+        calls.clear()
+        for impl in impls:
+            # The first set has the seed of the check, whose truth is at hand; the others make room for the comparison.
+            sets = made.pop(impl.name, [])
+            if sets and isinstance(sets[0], Timed) and timed[impl.name].ok and not self._verified(item, impl, sets[0]):
+                del timed[impl.name]
         return timed
 
-    def _inputs(self, item: Item, impls: list[Implementation]) -> dict[str, list[Callable[[], object]]]:
+    def _compare(self, calls: Calls) -> dict[str, Samples]:
+        settings = self.settings
+        if settings.mode == "sustained":
+            seconds = max(settings.seconds, SUSTAINED_SECONDS)
+            return timing.sustained(calls, seconds=seconds, timer=self.host.timer)
+        return timing.compare(
+            calls, seconds=settings.seconds, flush_l2=settings.flush_l2, noise=settings.noise, timer=self.host.timer
+        )
+
+    def _verified(self, item: Item, impl: Implementation, timed: Timed) -> bool:
+        """Whether the very call that was timed gives a correct result; says so when it does not."""
+        try:
+            with _no_exit():
+                check = Check.validated(timed.verify())
+        except Exception as error:
+            self._failed(item, impl, error, what="after timing: ")
+            return False
+        if not check.ok:
+            why = f"after timing, {check.metric} {check.error:.3g} is above the bound {check.bound:.3g}"
+            self._wrong(item, impl.name, why, check)
+        return check.ok
+
+    def _inputs(self, item: Item, impls: list[Implementation]) -> Calls:
         """Calls with fresh inputs for each implementation, as many sets as fit in half of the free memory."""
-        calls: dict[str, list[Callable[[], object]]] = {}
+        calls: Calls = {}
         if not impls:
             return calls
         free, before = self.host.free_bytes(), self.host.allocated_bytes()
         makers = [(impl, impl.make) for impl in impls if impl.make is not None]
         for impl, make in makers:
             try:
-                calls[impl.name] = [make(self.settings.seed)]
+                with _no_exit():
+                    calls[impl.name] = [_validated_call(make(self.settings.seed))]
             except Exception as error:
                 self._failed(item, impl, error)
                 self.host.release()
         one_set = max(self.host.allocated_bytes() - before, 1)
         for extra in range(1, max(1, min(INPUT_SETS, free // 2 // one_set))):
             try:
-                more = {impl.name: make(self.settings.seed + extra) for impl, make in makers if impl.name in calls}
+                with _no_exit():
+                    more = {
+                        impl.name: _validated_call(make(self.settings.seed + extra))
+                        for impl, make in makers
+                        if impl.name in calls
+                    }
             except Exception:  # one set is enough to go on; the estimate was too bold
                 self.host.release()
                 break
@@ -301,17 +360,9 @@ class _Runner:
 
     # -- records
 
-    def _records(
-        self,
-        item: Item,
-        impl: Implementation,
-        check: Check,
-        values: dict[str, tuple[float, str]],
-        timed: dict[str, Samples],
-    ) -> list[Record]:
+    def _common(self, item: Item, impl: Implementation, check: Check) -> dict[str, Any]:
         assert item.workload is not None
-        on_gpu = self.host.device == "cuda"
-        common: dict[str, Any] = {
+        return {
             "paper": self.paper,
             "experiment": item.experiment.name,
             "case": dict(item.case),
@@ -322,18 +373,35 @@ class _Runner:
             "input_source": item.workload.input_source,
             "note": impl.note,
         }
-        records = []
+
+    def _records(self, item: Item, impl: Implementation, check: Check, timed: dict[str, Samples]) -> list[Record]:
+        """The time, or that the result is correct where nothing is timed."""
+        assert item.workload is not None
+        common = self._common(item, impl, check)
         samples = timed.get(impl.name)
         if samples is not None and samples.ok:
-            records.append(self._time_record(item.workload, impl, samples, timed, common))
-        elif not on_gpu or impl.make is None:
-            records.append(Record(kind="checked", metric="correct", unit="1", env=self.host.env, **common))
-        for metric, (value, unit) in values.items():
-            if on_gpu or metric in ERROR_METRICS or metric.endswith("error"):
-                kind = "measured" if on_gpu else "checked"
-                median = float(value)
-                records.append(Record(kind=kind, metric=metric, unit=unit, median=median, env=self.host.env, **common))
-        return records
+            return [_writable(self._time_record(item.workload, impl, samples, timed, common))]
+        if self.host.device == "cuda" and impl.make is not None:
+            return []
+        record = Record(kind="checked", metric="correct", unit="1", env=self.host.env, timing=self._asked(), **common)
+        return [_writable(record)]
+
+    def _value_records(
+        self, item: Item, impl: Implementation, check: Check, metric: str, value: float, unit: str
+    ) -> list[Record]:
+        on_gpu = self.host.device == "cuda"
+        if not on_gpu and metric not in ERROR_METRICS and not metric.endswith("error"):
+            return []
+        record = Record(
+            kind="measured" if on_gpu else "checked",
+            metric=metric,
+            unit=unit,
+            median=value,
+            env=self.host.env,
+            timing=self._asked(),
+            **self._common(item, impl, check),
+        )
+        return [_writable(record)]
 
     def _time_record(
         self,
@@ -361,21 +429,22 @@ class _Runner:
             work=workload.work,
             ratio_to=ratios,
             env=_env(self.host.env, samples, workload.work),
-            timing=samples.as_timing(),
+            timing=samples.as_timing() | self._asked(),
             **common,
         )
 
     # -- what did not work
 
-    def _failed(self, item: Item, impl: Implementation, error: Exception) -> None:
+    def _failed(self, item: Item, impl: Implementation, error: Exception, *, what: str = "") -> None:
         """Sort an exception: not supported here, or wrong. A rival that fails is missing, ours that fails is wrong."""
-        why = reason(error)
-        missing = isinstance(error, UnsupportedError | HardwareError) or "out of memory" in why
+        missing = isinstance(error, UnsupportedError | HardwareError) or _is_out_of_memory(error)
         wrong = isinstance(error, IncorrectResultError) or (impl.role == "ours" and not missing)
-        if isinstance(error, GpuAccelError):
-            why = str(error)
+        try:
+            why = str(error) if isinstance(error, GpuAccelError) else reason(error)
+        except Exception:  # an exception that cannot say what it is about
+            why = type(error).__name__
         error.__traceback__ = None  # its frames hold tensors
-        (self._wrong if wrong else self._skip)(item, impl.name, why)
+        (self._wrong if wrong else self._skip)(item, impl.name, what + why)
 
     def _skip(self, item: Item, name: str, why: str) -> None:
         self.result.skipped.append(Outcome(name, dict(item.case), why, item.experiment.name, _role(item, name)))
@@ -385,6 +454,78 @@ class _Runner:
         role = _role(item, name)
         self.result.incorrect.append(Outcome(name, dict(item.case), why, item.experiment.name, role, check))
         self.tell(events.ImplementationIncorrect(**item.where, impl=name, why=why))
+
+
+@contextlib.contextmanager
+def _no_exit() -> Iterator[None]:
+    """Code of a paper that asks Python to exit has failed; without this the run would end and look well."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except Exception:
+        raise
+    except BaseException as error:  # SystemExit, and what else is no Exception
+        raise RuntimeError(f"raised {type(error).__name__}({', '.join(map(repr, error.args))})") from None
+
+
+def _guarded(call: Callable[[], object]) -> Callable[[], object]:
+    def guarded() -> object:
+        with _no_exit():
+            return call()
+
+    return guarded
+
+
+def _validated_call(call: object) -> Callable[[], object]:
+    if not callable(call):
+        raise TypeError(f"make returned a {type(call).__name__}, not a call to be timed")
+    return call
+
+
+def _validated_values(found: object) -> dict[str, tuple[float, str]]:
+    """What `Implementation.values` returned, with plain floats in it; TypeError or ValueError where it is no such."""
+    if not isinstance(found, dict):
+        raise TypeError(f"values returned a {type(found).__name__}, not a dict of metric: (value, unit)")
+    values = {}
+    for metric, pair in found.items():
+        if not isinstance(metric, str) or not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise TypeError(f"values must map a metric to (value, unit), not {metric!r:.60} to {pair!r:.60}")
+        value, unit = pair
+        if isinstance(value, bool | str | bytes) or not isinstance(unit, str):
+            raise TypeError(f"the value of {metric} is {value!r:.60} in {unit!r:.60}, not a number and a unit")
+        values[metric] = (float(value), unit)
+    return values
+
+
+def _writable(record: Record) -> Record:
+    """The record itself; raises when it cannot be written as JSON, so that others are not lost with it."""
+    record.to_json()
+    return record
+
+
+OUT_OF_MEMORY = ("CUDA out of memory", "CUDA error: out of memory")
+_NAMED_ERROR = re.compile(r"[A-Za-z_]\w*: ")
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """By type, or by the very words of torch's allocators; a kernel that merely speaks of memory has failed."""
+    torch = sys.modules.get("torch")
+    if isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and _allocator_says_so(str(error))
+
+
+def _allocator_says_so(text: str) -> bool:
+    return text.startswith(OUT_OF_MEMORY) or (text.startswith("[enforce fail") and "DefaultCPUAllocator" in text)
+
+
+def _says_out_of_memory(why: str) -> bool:
+    """The same for the words of `samples.reason`, which names every type of exception but those of memory."""
+    kind, _, text = why.partition(": ")
+    if kind in ("RuntimeError", "AcceleratorError"):
+        return _allocator_says_so(text)
+    return not _NAMED_ERROR.match(why) and "out of memory" in why.lower()
 
 
 def _role(item: Item, name: str) -> str:

@@ -1,16 +1,20 @@
-"""The `forward` and `backward` experiments: every contender on the paper's grid, checked, then timed side by side."""
+"""The `forward` and `backward` experiments: every contender on the paper's grid, checked, then timed side by side.
+
+After timing, the very call that was timed has to give the right result on its own inputs, which must be unchanged, and
+the negative of it when the input that the result is linear in is negated, so that no remembered output can pass.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from gpu_accel.errors import UnsupportedError
+from gpu_accel.errors import IncorrectResultError, UnsupportedError
 from gpu_accel.hardware.work import attention_bytes, attention_flops
 from gpu_accel.testing import QKV
-from gpu_accel.workbench.experiment import Case, Check, Implementation, Settings, Workload
+from gpu_accel.workbench.experiment import Case, Check, Implementation, Settings, Timed, Workload
 
 from . import fp8_forward, inputs
 from .judging import FACTOR, RIVALS_FACTOR, Judge
@@ -68,7 +72,17 @@ def forward_implementation(contender: Contender, judge: Judge, *, name: str = ""
 
     def make(seed: int) -> Callable[[], object]:
         q, k, v = contender.place(*judge.inputs(seed))
-        return torch.no_grad()(lambda: contender.attend(q, k, v))
+        call = torch.no_grad()(lambda: contender.attend(q, k, v))
+
+        def as_timed(fresh: QKV) -> Tensor:
+            refuse_changes(contender.place(*fresh), (q, k, v))
+            return contender.to_bshd(call())
+
+        def negated(fresh: QKV) -> Tensor:  # o is linear in v
+            v.neg_()
+            return -contender.to_bshd(call())
+
+        return Timed(call, lambda: worse(judge.forward(seed, as_timed), judge.forward(seed, negated)))
 
     return Implementation(
         name=name or contender.name,
@@ -80,23 +94,55 @@ def forward_implementation(contender: Contender, judge: Judge, *, name: str = ""
     )
 
 
+def refuse_changes(fresh: Sequence[Tensor], timed: Sequence[Tensor]) -> None:
+    """Raise IncorrectResultError unless the inputs that were timed are still bit for bit what they were made as."""
+    for number, (before, after) in enumerate(zip(fresh, timed, strict=True)):
+        if not torch.equal(_bits(before), _bits(after)):
+            raise IncorrectResultError(f"the timed call has changed its input {number}")
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(torch.uint8)  # NaN equals itself, and FP8 has no comparison
+
+
+def worse(*checks: Check) -> Check:
+    """The first that fails, else the first."""
+    return next((check for check in checks if not check.ok), checks[0])
+
+
 def _backward_implementation(contender: Contender, judge: Judge) -> Implementation:
-    def prepare(seed: int, qkv: QKV, do: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+    def prepare(qkv: QKV, do: Tensor) -> tuple[Callable[[], tuple[Tensor, ...]], tuple[Tensor, ...]]:
+        """The call, and the tensors that it reads: q, k, v and do in the contender's layout."""
         leaves = tuple(t.detach().requires_grad_() for t in contender.place(*qkv))
-        (do,) = contender.place(do)
+        (placed,) = contender.place(do)
         o = contender.attend(*leaves)
-        return lambda: torch.autograd.grad(o, leaves, do, retain_graph=True)
+        return lambda: torch.autograd.grad(o, leaves, placed, retain_graph=True), (*leaves, placed)
+
+    factor = FACTOR if contender.role == "ours" else RIVALS_FACTOR
 
     def check(seed: int) -> Check:
         def run(qkv: QKV, do: Tensor) -> list[Tensor]:
             with refusals(contender):
-                return [contender.to_bshd(gradient) for gradient in prepare(seed, qkv, do)()]
+                return [contender.to_bshd(gradient) for gradient in prepare(qkv, do)[0]()]
 
-        return judge.backward(seed, run, factor=FACTOR if contender.role == "ours" else RIVALS_FACTOR)
+        return judge.backward(seed, run, factor=factor)
 
     def make(seed: int) -> Callable[[], object]:
         qkv = judge.inputs(seed)
-        return prepare(seed, qkv, judge.output_gradient(qkv, seed))
+        call, read = prepare(qkv, judge.output_gradient(qkv, seed))
+
+        def as_timed(fresh: QKV, do: Tensor) -> list[Tensor]:
+            refuse_changes(contender.place(*fresh, do), read)
+            return [contender.to_bshd(gradient) for gradient in call()]
+
+        def negated(fresh: QKV, do: Tensor) -> list[Tensor]:  # gradients are linear in do
+            read[-1].neg_()
+            return [-contender.to_bshd(gradient) for gradient in call()]
+
+        def verify() -> Check:
+            return worse(*(judge.backward(seed, run, factor=factor) for run in (as_timed, negated)))
+
+        return Timed(call, verify)
 
     return Implementation(
         name=contender.name,

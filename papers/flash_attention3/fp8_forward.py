@@ -10,7 +10,7 @@ torch offers no FP8 attention on GPUs of compute capability 9.0, so the rivals a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from gpu_accel.flash_attention3 import fp8
 from gpu_accel.flash_attention3.reference import attention_truth
 from gpu_accel.flash_attention3.reference_fp8 import dequantize, fp8_attention_reference
 from gpu_accel.testing import QKV
-from gpu_accel.workbench.experiment import Case, Check, Implementation, Settings, Workload
+from gpu_accel.workbench.experiment import Case, Check, Implementation, Settings, Timed, Workload
 
 from . import attention
 from .judging import Judge, judge_output, poison_free_memory
@@ -78,11 +78,15 @@ class Fp8Judge(Judge):
     def kernel(self, seed: int) -> Check:
         """The kernel alone: against float64 attention of the numbers that it is given, so quantising is no excuse."""
         with torch.no_grad():
-            given = Quantized.of(self.inputs(seed))
+            return self.kernel_on(Quantized.of(self.inputs(seed)))
+
+    def kernel_on(self, given: Quantized, call: Callable[[], Tensor] | None = None) -> Check:
+        """The same on numbers that are there already; `call` is the kernel applied to them."""
+        with torch.no_grad():
             truth, _ = attention_truth(*given.exact_values(), causal=self.causal)
             ruler = given.emulated(self.causal)
             poison_free_memory([ruler])
-            return judge_output(given.attend(self.causal), truth, ruler)
+            return judge_output(call() if call is not None else given.attend(self.causal), truth, ruler)
 
     def whole(self, seed: int, run: Callable[[QKV], Tensor]) -> Check:
         """Quantising and the kernel: against float64 attention of the 16-bit inputs."""
@@ -105,11 +109,33 @@ def build(case: Case, settings: Settings) -> Workload:
 
     def make_kernel(seed: int) -> Callable[[], object]:
         given = Quantized.of(judge.inputs(seed))
-        return lambda: given.attend(causal)
+
+        def call() -> Tensor:
+            return given.attend(causal)
+
+        def verify() -> Check:
+            fresh = Quantized.of(judge.inputs(seed))
+            names = [field.name for field in fields(Quantized)]
+            attention.refuse_changes([getattr(fresh, n) for n in names], [getattr(given, n) for n in names])
+            return judge.kernel_on(given, call)
+
+        return Timed(call, verify)
 
     def make_whole(seed: int) -> Callable[[], object]:
         qkv = judge.inputs(seed)
-        return lambda: attend(qkv)
+
+        def call() -> Tensor:
+            return attend(qkv)
+
+        def as_timed(fresh: QKV) -> Tensor:
+            attention.refuse_changes(fresh, qkv)
+            return call()
+
+        def negated(fresh: QKV) -> Tensor:  # o is linear in v
+            qkv.v.neg_()
+            return -call()
+
+        return Timed(call, lambda: attention.worse(judge.whole(seed, as_timed), judge.whole(seed, negated)))
 
     kernels = [
         Implementation(name="hopper", role="ours", unavailable=NO_HOPPER),

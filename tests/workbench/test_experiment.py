@@ -59,6 +59,11 @@ def test_other_axes():
         ("causal=3", "not true or false"),
         ("batch=", "batch is ''"),
         ("²x2048x16x128", "batch is '²'"),
+        ("4x" + "9" * 5000 + "x16x128", "above the largest size"),
+        ("4x1099511627777x16x128", "above the largest size"),
+        ("4x2147483648kx16x128", "above the largest size"),
+        ("seqlen=64,seqlen_q=32", "seqlen_q cannot be given beside it"),
+        ("seqlen_k=32,seqlen=64", "seqlen_k cannot be given beside it"),
     ],
 )
 def test_wrong_shapes_are_explained_with_examples(text: str, what: str):
@@ -85,7 +90,14 @@ def test_select_keeps_order_and_refuses_unknown_names():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"mode": "slow"}, {"seconds": 0}, {"seconds": math.nan}, {"noise": 0}, {"noise": 1.5}], ids=str
+    "wrong",
+    [
+        {"mode": "slow"},
+        *({"seconds": seconds} for seconds in (0, -1, math.nan, math.inf, "1", None, True)),
+        *({"noise": noise} for noise in (0, 1.5, "a")),
+        *({"seed": seed} for seed in (-1, 2**63, 10**23, 10**5000, 1.0, True, None)),
+    ],
+    ids=lambda wrong: next(iter(wrong)),
 )
 def test_settings_refuse_nonsense(wrong: dict):
     with pytest.raises(InvalidInputError, match=next(iter(wrong))):
@@ -104,7 +116,9 @@ def test_workload_refuses_twins_and_lists_known_work():
     twin = {"role": "ours", "unavailable": "x"}
     with pytest.raises(InvalidInputError, match="a, a"):
         Workload(implementations=[Implementation(name="a", **twin), Implementation(name="a", **twin)])
-    assert Workload(implementations=[], flops=10).work == {"flops": 10.0}
+    with pytest.raises(InvalidInputError, match="baselines name b; implementations here: a"):
+        Workload(implementations=[Implementation(name="a", **twin)], baselines=("a", "b"))
+    assert Settings(seed=2**63 - 1).seed and Workload(implementations=[], flops=10).work == {"flops": 10.0}
     assert Workload(implementations=[], bytes_moved=5).work == {"bytes": 5.0}
 
 
