@@ -6,6 +6,7 @@ Every run draws other examples. A failure prints the smallest one found and a @r
 from __future__ import annotations
 
 import os
+
 import pytest
 import torch
 
