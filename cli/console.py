@@ -52,8 +52,13 @@ def err() -> Console:
     return _console(sys.stderr)
 
 
+last_note = ""  # what `--json` repeats when a command ends without a result
+
+
 def note(message: str, *, style: str = "dim") -> None:
     """One line to stderr, never wrapped, its square brackets shown as they are."""
+    global last_note
+    last_note = message
     err().print(message, style=style, markup=False, soft_wrap=True)
 
 

@@ -68,9 +68,8 @@ def _papers() -> Iterator[Finding]:
 
     try:
         for paper in papers():
-            yield Finding(
-                "ok", f"paper {paper.id}: {len(paper.claims())} claims, {len(paper.records())} committed records"
-            )
+            claims = sum(not claim.internal for claim in paper.claims())
+            yield Finding("ok", f"paper {paper.id}: {claims} claims, {len(paper.records())} committed records")
     except GpuAccelError as error:
         yield Finding("fail", str(error), "correct the file that it names")
 

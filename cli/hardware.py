@@ -79,11 +79,11 @@ def detect(json_: JsonOption = False, output_: OutputOption = None) -> None:
     row = found.as_dict() if found else {}
     if output_:
         output.write(output_, [row], payload=row, title="This machine")
-    if json_:
-        output.print_json(row or None)
     if not found:
         raise HardwareError("torch sees no GPU; `gpu-accel doctor` says what stands in the way")
-    if not json_:
+    if json_:
+        output.print_json(row)
+    else:
         made = table("", "value", title="this machine")
         for key, value in output.flatten(row).items():
             made.add_row(key, plain(value))

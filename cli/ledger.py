@@ -91,7 +91,7 @@ def claims(
         _show(one, chosen, fold=not (every or id_), brief=brief, source=source)
     if verdicts and not chosen:
         raise typer.Exit(codes.NOTHING_RAN)
-    _leave(chosen, gate=gate)
+    leave(chosen, gate=gate)
 
 
 def judge_all(paper: Paper, records: Sequence[Record]) -> list[Verdict]:
@@ -149,7 +149,8 @@ def _commands(verdicts: Sequence[Verdict]) -> list[str]:
     return [f"  {command}  # {count} claim{'' if count == 1 else 's'}" for command, count in named.most_common()]
 
 
-def _leave(chosen: Sequence[Verdict], *, gate: bool) -> None:
+def leave(chosen: Sequence[Verdict], *, gate: bool) -> None:
+    """The exit code of a gate: 1 when a claim is not reproduced, 5 when evidence decides none of them."""
     if not gate:
         return
     chosen = [v for v in chosen if not v.internal]  # arithmetic on a paper's own figures is no result of ours

@@ -4,7 +4,7 @@
     1  a regression, or a claim that failed      5    nothing ran, or nothing fits
        (only where a gate was asked for)         130  interrupted; finished rows are kept
     2  usage                                     141  the reader of a pipe has left
-    3  a result of ours was incorrect
+    3  a result of ours was incorrect            70   an error nobody foresaw, of ours or of a paper's code
 
 Nothing here imports torch. Commands import what they need when they run.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from typing import Annotated, Any
 
 import typer
@@ -20,8 +21,11 @@ from typer.core import TyperGroup
 
 from gpu_accel.errors import GpuAccelError, HardwareError, IncorrectResultError, InvalidInputError, UnsupportedError
 
-from . import codes
+from . import codes, console, output
 from .console import note
+
+# What the parser raises; typer has its own copy of click, or uses click, depending on its version.
+ClickException: Any = typer.BadParameter.__mro__[2]
 
 EXIT_OF_ERROR = (
     (InvalidInputError, codes.USAGE),
@@ -37,26 +41,84 @@ def exit_code(error: GpuAccelError) -> int:
 
 
 class Commands(TyperGroup):
-    """The top of the application; errors raised on purpose become one line and an exit code, others a traceback."""
+    """The top of the application: every error becomes one line, an exit code, and with --json an object on stdout."""
+
+    json = False
+    debug = False
+
+    def make_context(self, info_name: str | None, args: list[str], *rest: Any, **extra: Any) -> Any:
+        self.json = "--json" in args
+        self.debug = os.environ.get("GPU_ACCEL_DEBUG", "0") not in ("", "0")
+        output.printed, console.last_note = False, ""
+        try:
+            return super().make_context(info_name, args, *rest, **extra)
+        except ClickException as error:
+            self.tell(type(error).__name__, error.format_message(), error.exit_code)
+            raise
+
+    def tell(self, kind: str, message: str, code: int) -> None:
+        """The error as JSON, where JSON was asked for and nothing has been printed."""
+        if self.json and not output.printed:
+            output.print_json({"error": {"type": kind, "message": message, "exit_code": code}})
 
     def invoke(self, ctx: Any) -> Any:
+        self.debug = self.debug or bool(ctx.params.get("debug"))
         try:
-            return super().invoke(ctx)
-        except GpuAccelError as error:
-            note(f"error: {error}", style="bold red")
-            raise typer.Exit(exit_code(error)) from error
-        except ModuleNotFoundError as error:
-            if error.name not in ("torch", "triton", "numpy", "rich"):
-                raise
-            # Without note(), which needs rich.
-            print(f"error: {error.name} is not installed; `gpu-accel doctor` says what is missing", file=sys.stderr)
-            raise typer.Exit(codes.UNSUPPORTED) from error
-        except KeyboardInterrupt:
-            note("interrupted", style="yellow")
-            raise typer.Exit(codes.INTERRUPTED) from None
+            return self._invoke(ctx)
         except BrokenPipeError:  # `gpu-accel list | head`
             _drop_stdout()
             raise typer.Exit(codes.BROKEN_PIPE) from None
+
+    def _invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except typer.Exit as stop:
+            if stop.exit_code:
+                kind = codes.NAMES.get(stop.exit_code, "Exit")
+                self.tell(kind, console.last_note or f"exit code {stop.exit_code}", stop.exit_code)
+            raise
+        except typer.Abort:
+            self.tell("Interrupted", "interrupted", codes.GATE)
+            raise
+        except ClickException as error:
+            self.tell(type(error).__name__, error.format_message(), error.exit_code)
+            raise
+        except GpuAccelError as error:
+            self.trace()
+            note(f"error: {error}", style="bold red")
+            self.tell(type(error).__name__, str(error), exit_code(error))
+            raise typer.Exit(exit_code(error)) from error
+        except ModuleNotFoundError as error:
+            if error.name not in ("torch", "triton", "numpy", "rich"):
+                raise typer.Exit(self.unforeseen(error)) from error
+            # Without note(), which needs rich.
+            message = f"{error.name} is not installed; `gpu-accel doctor` says what is missing"
+            print(f"error: {message}", file=sys.stderr)
+            self.tell(type(error).__name__, message, codes.UNSUPPORTED)
+            raise typer.Exit(codes.UNSUPPORTED) from error
+        except KeyboardInterrupt:
+            note("interrupted", style="yellow")
+            self.tell("Interrupted", "interrupted", codes.INTERRUPTED)
+            raise typer.Exit(codes.INTERRUPTED) from None
+        except BrokenPipeError:
+            raise
+        except (Exception, SystemExit) as error:  # SystemExit: a paper's code must not choose the exit code
+            raise typer.Exit(self.unforeseen(error)) from error
+
+    def unforeseen(self, error: BaseException) -> int:
+        """One line of an error that is a mistake, or a traceback with --debug. Without rich, which may be the cause."""
+        self.trace()
+        message = " ".join(str(error).split())
+        frames = traceback.extract_tb(error.__traceback__)
+        place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+        hint = "" if self.debug else "; GPU_ACCEL_DEBUG=1 or `gpu-accel --debug ...` shows where it comes from"
+        print(f"error: {type(error).__name__}{': ' if message else ''}{message}{place}{hint}", file=sys.stderr)
+        self.tell(type(error).__name__, message, codes.INTERNAL)
+        return codes.INTERNAL
+
+    def trace(self) -> None:
+        if self.debug:
+            traceback.print_exc()
 
 
 app = typer.Typer(
@@ -67,7 +129,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Papers about GPU acceleration turned into kernels you can import and claims you can check.",
     epilog="Exit codes: 0 ok, 1 gate failed, 2 usage, 3 incorrect result of ours, 4 not supported here, 5 nothing ran, "
-    "130 interrupted, 141 broken pipe.",
+    "70 an unforeseen error, 130 interrupted, 141 broken pipe.",
 )
 
 
@@ -84,6 +146,7 @@ def top(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
     ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     pass
 
@@ -115,6 +178,10 @@ def main() -> None:
         except BrokenPipeError:  # what was written last and is still in the buffer
             _drop_stdout()
             sys.exit(codes.BROKEN_PIPE)
+        except OSError as error:  # a disk that is full
+            _drop_stdout()
+            print(f"error: cannot write to stdout: {error.strerror}", file=sys.stderr)
+            sys.exit(codes.INTERNAL)
 
 
 def _drop_stdout() -> None:

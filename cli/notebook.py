@@ -15,6 +15,7 @@ from gpu_accel.errors import GpuAccelError, HardwareError, IncorrectResultError,
 
 from .console import note
 from .options import DEFAULT_RESULTS, PaperArgument
+from .output import check_folder, check_writable
 
 if TYPE_CHECKING:
     from gpu_accel.workbench.registry import Paper
@@ -58,7 +59,9 @@ def notebook(
         raise typer.Exit(_lab(source))
     inject(book, values)
     target = output or DEFAULT_RESULTS / "notebooks" / source.name
+    check_folder(target.parent)
     target.parent.mkdir(parents=True, exist_ok=True)
+    check_writable(target)
     if not execute:
         nbformat.write(book, target)
         raise typer.Exit(_lab(target))

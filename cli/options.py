@@ -65,7 +65,7 @@ def checked_precision(paper: Paper, asked: str, experiments: Sequence[str]) -> s
     """The precision to run with: the one asked for, if the paper knows it, or the default.
 
     Raises:
-        InvalidInputError: no experiment of the paper has it.
+        InvalidInputError: no experiment of the paper has it, or what is to run knows no precisions.
     """
     known = {precision for experiment in paper.experiments.values() for precision in experiment.precisions}
     if asked and known and asked not in known:
@@ -74,6 +74,10 @@ def checked_precision(paper: Paper, asked: str, experiments: Sequence[str]) -> s
         raise InvalidInputError(
             f"--precision {asked!r}: {paper.id} has {', '.join(sorted(known))}{did_you_mean(asked, known)}"
         )
+    named = [paper.experiments[name] for name in experiments if name in paper.experiments]
+    if asked and not any(experiment.precisions for experiment in named or paper.experiments.values()):
+        what = ", ".join(experiment.name for experiment in named) or paper.id
+        raise InvalidInputError(f"--precision {asked!r}: {what} has no choice of precision; leave it out")
     return asked or default_precision(paper, experiments)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import html
 import io
 import json
+import math
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +21,99 @@ Row = dict[str, Any]
 
 
 def check_suffix(path: Path | None) -> None:
-    """Refuse an unknown suffix before any work is done.
+    """Refuse an unknown suffix, or a file that cannot be written, before any work is done.
 
     Raises:
-        InvalidInputError: the suffix names no format, or the folder does not exist.
+        InvalidInputError: the suffix names no format, or the file cannot be opened for writing.
     """
     if path is None:
         return
     if path.suffix not in SUFFIXES:
         raise InvalidInputError(f"cannot write {path}: its suffix must be one of {', '.join(SUFFIXES)}")
-    if not path.absolute().parent.is_dir():
+    if not os.path.isdir(path.absolute().parent):
         raise InvalidInputError(f"cannot write {path}: there is no folder {path.parent}")
+    check_writable(path)
+
+
+def check_writable(path: Path) -> None:
+    """Open the file for writing, changing nothing.
+
+    Raises:
+        InvalidInputError: it is a folder, or the system does not let it be written.
+    """
+    try:
+        if path.is_dir():
+            raise InvalidInputError(f"cannot write {path}: it is a folder")
+        new = not os.path.lexists(path)
+        if new or path.is_file():
+            path.open("ab").close()
+        if new:
+            path.unlink()
+    except OSError as error:
+        raise InvalidInputError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that cannot be made or written into.
+
+    Raises:
+        InvalidInputError: names what stands in the way.
+    """
+    try:
+        place = next(one for one in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(one))
+        if not place.is_dir():
+            raise InvalidInputError(f"cannot write into {folder}: {place} is no folder")
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise InvalidInputError(f"cannot write into {folder}: {place} is not writable")
+    except OSError as error:
+        raise InvalidInputError(f"cannot write into {folder}: {error.strerror or error}") from error
+
+
+printed = False  # whether this command has put its JSON on stdout, where a second document would spoil it
 
 
 def print_json(payload: Any) -> None:
     """The payload as indented JSON on stdout, and nothing else."""
-    sys.stdout.write(json.dumps(payload, indent=2, ensure_ascii=False, default=str) + "\n")
+    global printed
+    text = dumps(payload, indent=2) + "\n"
+    printed = True
+    sys.stdout.write(text)
+
+
+def dumps(payload: Any, *, indent: int | None = None) -> str:
+    """Strict JSON: what is not finite becomes null, since JSON has no word for it."""
+    return json.dumps(_finite(payload), indent=indent, ensure_ascii=False, default=str, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+@contextlib.contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """What a paper's code prints is no result: while it runs, stdout is stderr, also for what it starts."""
+    sys.stdout.flush()
+    try:
+        descriptor = sys.stdout.fileno()
+        target = sys.stderr.fileno()
+        kept = os.dup(descriptor) if descriptor != target else None
+    except (OSError, ValueError, AttributeError):  # no file, as under a test
+        kept = None
+    if kept is not None:
+        os.dup2(target, descriptor)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        if kept is not None:
+            os.dup2(kept, descriptor)
+            os.close(kept)
 
 
 def write(path: Path, rows: Sequence[Row], *, payload: Any = None, title: str = "") -> None:
@@ -48,9 +128,9 @@ def write(path: Path, rows: Sequence[Row], *, payload: Any = None, title: str = 
     check_suffix(path)
     match path.suffix:
         case ".json":
-            text = json.dumps(rows if payload is None else payload, indent=2, ensure_ascii=False, default=str) + "\n"
+            text = dumps(rows if payload is None else payload, indent=2) + "\n"
         case ".jsonl":
-            text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+            text = "".join(dumps(row) + "\n" for row in rows)
         case ".csv":
             text = _csv(rows)
         case ".md":

@@ -23,11 +23,13 @@ def list_papers(json_: JsonOption = False, output_: OutputOption = None) -> None
         output.write(output_, rows, title="Papers")
     if json_:
         return output.print_json(rows)
-    made = table("paper", "alias", "title", "arXiv", "experiments", "claims", "results on", right=("claims",))
+    made = table("paper", "alias", "title", "arXiv", "experiments", "claims", "against itself", "results on",
+                 right=("claims", "against itself"))  # fmt: skip
     for row in rows:
         made.add_row(
             f"[bold]{row['id']}[/]", ", ".join(row["aliases"]), row["title"], row["arxiv"],
-            " ".join(row["experiments"]), str(row["claims"]), ", ".join(row["results"]) or "[dim]none yet[/]",
+            " ".join(row["experiments"]), str(row["claims"]), str(row["against_itself"] or ""),
+            ", ".join(row["results"]) or "[dim]none yet[/]",
         )  # fmt: skip
     out().print(made)
     out().print("Next: gpu-accel show PAPER, gpu-accel run PAPER, gpu-accel claims PAPER", style="dim")
@@ -47,7 +49,8 @@ def show(paper: PaperArgument, json_: JsonOption = False, output_: OutputOption 
     screen = out()
     screen.print(f"\n[bold]{plain(one.title)}[/]")
     by = ", ".join(one.authors[:3]) + (" and others" if len(one.authors) > 3 else "")
-    screen.print("  ".join(filter(None, [by, one.venue, str(one.year or ""), one.arxiv and f"arXiv:{one.arxiv}"])))
+    year = str(one.year) if one.year and str(one.year) not in one.venue else ""
+    screen.print("  ".join(filter(None, [by, one.venue, year, one.arxiv and f"arXiv:{one.arxiv}"])))
     if one.summary:
         screen.print(f"\n{plain(one.summary)}")
     made = table("experiment", "precisions", "what it does")
@@ -58,7 +61,7 @@ def show(paper: PaperArgument, json_: JsonOption = False, output_: OutputOption 
         "package": one.package,
         "notebook": row["notebook"],
         "inputs": " ".join(one.inputs),
-        "claims": ", ".join(f"{count} {kind}" for kind, count in row["claims_by_kind"].items()) or "none",
+        "claims": _claims(row) or "none",
         "results": ", ".join(f"{gpu} ({count} records)" for gpu, count in row["results"].items()) or "none yet",
         "folder": str(one.path),
     }
@@ -70,9 +73,18 @@ def show(paper: PaperArgument, json_: JsonOption = False, output_: OutputOption 
         screen.print(f"  {command}", markup=False, soft_wrap=True)
 
 
+def _claims(row: dict[str, Any]) -> str:
+    """`370 (300 measured, 70 bound); the paper against itself: 13`."""
+    kinds = ", ".join(f"{count} {kind}" for kind, count in row["claims_by_kind"].items())
+    parts = [f"{row['claims']} ({kinds})"] if row["claims"] else []
+    parts += [f"the paper against itself: {row['against_itself']}"] if row["against_itself"] else []
+    return "; ".join(parts)
+
+
 def describe(paper: Paper) -> dict[str, Any]:
     """Everything the registry knows of a paper, as JSON."""
-    claims = paper.claims()
+    every = paper.claims()
+    claims = [claim for claim in every if not claim.internal]
     measured = [record.env.get("sku") or record.env.get("gpu") for record in paper.records()]
     return {
         "id": paper.id,
@@ -91,6 +103,7 @@ def describe(paper: Paper) -> dict[str, Any]:
         },
         "claims": len(claims),
         "claims_by_kind": dict(Counter(claim.kind for claim in claims)),
+        "against_itself": len(every) - len(claims),  # claims that the paper's own figures decide
         "results": dict(Counter(gpu for gpu in measured if gpu)),
         "commands": commands(paper),
     }

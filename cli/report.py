@@ -12,6 +12,7 @@ from gpu_accel.errors import InvalidInputError
 
 from .console import note
 from .options import PaperArgument
+from .output import check_suffix
 from .results import ResultsOption, gather
 
 
@@ -39,6 +40,8 @@ def report(
         raise InvalidInputError(f"cannot write {output}: a report is .md or .html")
     if interactive and not (output and output.suffix == ".html"):
         raise InvalidInputError("--interactive needs -o FILE.html")
+    if output:
+        check_suffix(output)
     one = registry.paper(paper)
     records = merge(gather(one, results))
     claims = one.claims()

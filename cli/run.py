@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 EVERYTHING = "every implementation"
 MOST_INTERPRETED_SECONDS = 300  # longer than that only who asks for the CPU by name waits
+LONGEST_TAG = 100  # characters, for a file's name has an end
 MOST_REMARKS = 12  # skipped rows of different reasons that are told before the rest is only counted
 
 
@@ -69,7 +71,10 @@ def run(
     seconds: Annotated[float, typer.Option(help="Time to measure one implementation in one case, at most.")] = 0.25,
     sustained: Annotated[bool, typer.Option("--sustained", help="Time under continuous load.")] = False,
     warm_l2: Annotated[bool, typer.Option("--warm-l2", help="Do not flush the L2 cache between timed calls.")] = False,
-    results: Annotated[Path, typer.Option("--results", metavar="DIR", help="Where records go.")] = DEFAULT_RESULTS,
+    results: Annotated[
+        Path | None,
+        typer.Option("--results", metavar="DIR", help="Where records go.", show_default=str(DEFAULT_RESULTS)),
+    ] = None,
     save: Annotated[
         bool, typer.Option("--save", help="Write records to papers/<id>/results of this checkout, to be committed.")
     ] = False,
@@ -93,6 +98,19 @@ def run(
     output.check_suffix(output_)
     if tag and not tag.replace("-", "").replace("_", "").isalnum():
         raise InvalidInputError(f"--tag {tag!r}: letters, digits, - and _ only, for it becomes part of a file's name")
+    if len(tag) > LONGEST_TAG:
+        raise InvalidInputError(f"--tag has {len(tag)} characters; at most {LONGEST_TAG}")
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise InvalidInputError(f"--seconds {seconds:g}: the seconds are a finite number above 0, such as 0.25")
+    if save and results:
+        raise InvalidInputError("--results and --save both say where records go: choose one")
+    made = {"--tag": bool(tag), "--resume": resume, "--gate": gate, "--save": save, "--results": results is not None}
+    if dry_run and (idle := [name for name, given in made.items() if given]):
+        if gate or resume:
+            raise InvalidInputError(f"--dry-run makes no records, so {' and '.join(idle)} would do nothing")
+        note(f"{' and '.join(idle)} without effect: --dry-run makes no records", style="yellow")
+    if quick and shape:
+        note("--quick without effect: --shape says what runs", style="yellow")
     one = registry.paper(paper)
     settings = Settings(
         device=device,
@@ -108,14 +126,26 @@ def run(
         flush_l2=not warm_l2,
     )
     host = _host(settings.device)
+    timing = [name for name, given in (("--sustained", sustained), ("--warm-l2", warm_l2)) if given]
+    if timing and host.device == "cpu":
+        note(f"{' and '.join(timing)} without effect: nothing is timed on a CPU", style="yellow")
+    elif sustained and warm_l2:
+        note("--warm-l2 without effect: --sustained never flushes the L2 cache", style="yellow")
     if dry_run:
         return _dry_run(one, experiments, settings, host, json_=json_, file=output_)
-    intended = runner.plan(one, experiments, settings, host=host)
+    file = record_file(
+        one,
+        sku=host.env.get("sku") or host.device,
+        commit=host.commit,
+        folder=results or DEFAULT_RESULTS,
+        save=save,
+        tag=tag,
+    )
+    output.check_folder(file.parent)
+    with output.stdout_to_stderr():
+        intended = runner.plan(one, experiments, settings, host=host)
     if device != "cpu":
         _refuse_to_take_hours(intended)
-    file = record_file(
-        one, sku=host.env.get("sku") or host.device, commit=host.commit, folder=results, save=save, tag=tag
-    )
     earlier = unfinished(file) if resume else None
     settings = dataclasses.replace(settings, output=str(earlier or file))
     result = _run(one, experiments, settings, host, resume_from=earlier, quiet=json_ or not intended.runs)
@@ -166,7 +196,7 @@ def _run(
 ) -> RunResult:
     from gpu_accel.workbench import events, runner
 
-    with Progress(quiet=quiet) as progress:
+    with output.stdout_to_stderr(), Progress(quiet=quiet) as progress:
 
         def show(event: events.Event) -> None:
             match event:
@@ -320,10 +350,7 @@ def _leave(result: RunResult, settled: Sequence[Verdict], *, gate: bool) -> None
         note("nothing ran: no case is left to do", style="yellow")
     if result.exit_code:
         raise typer.Exit(result.exit_code)
-    failed = [v.claim.id for v in settled if ledger.word_of(v) == "not reproduced"]
-    if gate and failed:
-        note(f"gate: not reproduced: {', '.join(failed)}", style="bold red")
-        raise typer.Exit(codes.GATE)
+    ledger.leave(settled, gate=gate)
 
 
 def _dry_run(
@@ -331,7 +358,8 @@ def _dry_run(
 ) -> None:
     from gpu_accel.workbench.runner import plan
 
-    made: Plan = plan(paper, experiments, settings, host=host)
+    with output.stdout_to_stderr():
+        made: Plan = plan(paper, experiments, settings, host=host)
     rows = [
         {"experiment": item["experiment"], "case": item["case"], "impl": impl["name"], "role": impl["role"],
          "runs": impl["runs"], "why": impl["why"]}

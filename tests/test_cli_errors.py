@@ -1,0 +1,218 @@
+"""What goes wrong ends with one line, a documented exit code and, with --json, an object on stdout."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer")
+from typer.testing import CliRunner  # noqa: E402
+
+from cli import codes, ledger, output  # noqa: E402
+from cli.main import app  # noqa: E402
+from gpu_accel.testing.records import verdict  # noqa: E402
+from gpu_accel.workbench.registry import papers  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[1]
+TOML = """id = "odd"
+title = "Odd"
+ours = ["plain"]
+[experiments.one]
+title = "one"
+default = true
+"""
+HEAD = """
+from gpu_accel.workbench.experiment import Check, Implementation, SimpleExperiment, Workload
+def cases(settings):
+    return [{"n": 1}]
+def build(case, settings):
+    return Workload(implementations=[Implementation(name="plain", role="ours", check=check)])
+def check(seed):
+    return Check(0.0, 1.0, "max_abs")
+"""
+TAIL = 'EXPERIMENTS = {"one": SimpleExperiment(name="one", title="one", list_cases=cases, build_case=build)}\n'
+BROKEN = {
+    "syntax": "def (:\n",
+    "no EXPERIMENTS": "x = 1\n",
+    "EXPERIMENTS = None": "EXPERIMENTS = None\n",
+    "raises on import": "raise RuntimeError('on import')\n",
+    "exits with 0": "raise SystemExit(0)\n",
+    "exits with 1": "import sys; sys.exit(1)\n",
+    "cases": HEAD + "def cases(settings):\n    raise KeyError('cases')\n" + TAIL,
+    "build": HEAD + "def build(case, settings):\n    return 1 / 0\n" + TAIL,
+    "memory": HEAD + "def build(case, settings):\n    raise MemoryError\n" + TAIL,
+}
+
+
+def paper_at(folder: Path, code: str) -> Path:
+    (folder / "papers" / "odd").mkdir(parents=True)
+    (folder / "papers" / "odd" / "paper.toml").write_text(TOML)
+    (folder / "papers" / "odd" / "experiment.py").write_text(code)
+    return folder / "papers"
+
+
+def invoke(*arguments: object):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize("code", BROKEN.values(), ids=BROKEN)
+def test_a_mistake_of_a_paper_is_exit_code_70(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    monkeypatch.setenv("GPU_ACCEL_PAPERS", str(paper_at(tmp_path, code)))
+    arguments = ["run", "odd", "--device", "cpu", "--results", tmp_path / "results"]
+    result = invoke(*arguments)
+    assert result.exit_code == codes.INTERNAL, result.output
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "Traceback" not in result.stderr and result.stdout == ""
+    error = json.loads(invoke(*arguments, "--json").stdout)["error"]
+    assert error["exit_code"] == codes.INTERNAL and error["type"] in errors[0]
+    assert "Traceback" in invoke("--debug", *arguments).stderr
+    monkeypatch.setenv("GPU_ACCEL_DEBUG", "1")
+    assert "Traceback" in invoke(*arguments).stderr
+
+
+def test_a_check_that_exits_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = HEAD + "def check(seed):\n    raise SystemExit(0)\n" + TAIL
+    monkeypatch.setenv("GPU_ACCEL_PAPERS", str(paper_at(tmp_path, code)))
+    result = invoke("run", "odd", "--device", "cpu", "--results", tmp_path / "results")
+    assert result.exit_code in (codes.INCORRECT, codes.INTERNAL), result.output
+
+
+def test_what_a_paper_prints_is_no_result(tmp_path: Path) -> None:
+    loud = "import os\nprint('on import')\nos.system('echo from a child')\n" + HEAD.replace(
+        "def check(seed):\n", "def check(seed):\n    print('in check')\n"
+    )
+    environment = os.environ | {"GPU_ACCEL_PAPERS": str(paper_at(tmp_path, loud + TAIL)), "PYTHONPATH": str(ROOT)}
+    for extra in (["--dry-run"], ["--results", str(tmp_path / "results")]):
+        command = [sys.executable, "-m", "cli", "run", "odd", "--device", "cpu", "--json", *extra]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["paper"] == "odd"
+        assert "on import" in done.stderr and "from a child" in done.stderr
+
+
+@pytest.mark.parametrize("place", ["folder", "below a file", "name too long"])
+def test_an_output_that_cannot_be_written_is_refused_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    from gpu_accel.workbench import runner
+
+    monkeypatch.setattr(runner, "run", lambda *a, **k: pytest.fail("it ran"))
+    file = tmp_path / "out.json"
+    match place:
+        case "folder":
+            file.mkdir()
+        case "below a file":
+            file.write_text("")
+            file = file / "x.json"
+        case _:
+            file = tmp_path / ("x" * 300 + ".json")
+    result = invoke("run", "fa3", "--device", "cpu", "-o", file)
+    assert result.exit_code == codes.USAGE and "cannot write" in result.stderr, result.output
+
+
+def test_a_check_of_an_output_changes_nothing(tmp_path: Path) -> None:
+    output.check_suffix(tmp_path / "new.json")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "old.json").write_text("kept")
+    output.check_suffix(tmp_path / "old.json")
+    assert (tmp_path / "old.json").read_text() == "kept"
+
+
+def test_results_need_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    result = invoke("run", "fa3", "--device", "cpu", "--results", tmp_path / "file")
+    assert result.exit_code == codes.USAGE and "no folder" in result.stderr
+
+
+@pytest.mark.parametrize("seconds", ["inf", "-inf", "1e400", "nan", "0", "-1"])
+def test_seconds_are_finite_and_above_0(seconds: str) -> None:
+    assert invoke("run", "fa3", "--device", "cpu", "--dry-run", f"--seconds={seconds}").exit_code == codes.USAGE
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "code"),
+    [
+        (["show", "fa9", "--json"], "InvalidInputError", 2),
+        (["claims", "fa3", "--json", "--bogus"], "NoSuchOption", 2),
+        (["--bogus", "list", "--json"], "NoSuchOption", 2),
+        (["lists", "--json"], "UsageError", 2),
+        (["run", "fa3", "--seed", "x", "--json"], "BadParameter", 2),
+        (["compare", "HEAD", "HEAD", "--skip", "portable", "--paper", "nope", "--json"], "InvalidInputError", 2),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_an_error_is_json_where_json_was_asked_for(arguments: list[str], kind: str, code: int) -> None:
+    result = invoke(*arguments)
+    error = json.loads(result.stdout)["error"]
+    assert (error["type"], error["exit_code"], result.exit_code) == (kind, code, code) and error["message"]
+
+
+def test_nothing_to_compare_is_json_too(tmp_path: Path) -> None:
+    (tmp_path / "none.jsonl").write_text("")
+    result = invoke("compare", tmp_path / "none.jsonl", tmp_path / "none.jsonl", "--json")
+    error = json.loads(result.stdout)["error"]
+    assert error["type"] == "NothingRan" and "nothing to compare" in error["message"]
+
+
+def test_a_gate_that_fails_prints_its_result_once() -> None:
+    result = invoke("claims", "fa3", "--verdict", "not measured", "--gate", "--json")
+    assert result.exit_code == codes.NOTHING_RAN and "claims" in json.loads(result.stdout)
+
+
+def test_json_has_no_words_that_json_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"a": float("nan"), "b": [float("inf")], "c": {"d": -float("inf"), "e": 1.5}}
+    output.print_json(row)
+    clean = {"a": None, "b": [None], "c": {"d": None, "e": 1.5}}
+    assert json.loads(capsys.readouterr().out) == clean
+    for suffix in (".json", ".jsonl"):
+        output.write(tmp_path / f"x{suffix}", [row], payload=row)
+        assert json.loads((tmp_path / f"x{suffix}").read_text()) == clean
+
+
+def test_both_gates_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPU_ACCEL_PAPERS", str(paper_at(tmp_path, HEAD + TAIL)))
+    arguments = ["run", "odd", "--device", "cpu", "--results", tmp_path / "results"]
+    assert invoke(*arguments).exit_code == codes.OK
+    result = invoke(*arguments, "--gate")
+    assert result.exit_code == codes.NOTHING_RAN and "no claim was settled" in result.stderr
+    for word, code in (("not reproduced", codes.GATE), ("reproduced", codes.OK)):
+        monkeypatch.setattr(ledger, "settled_by", lambda *a, word=word: [verdict(word)])
+        assert invoke(*arguments, "--gate").exit_code == code
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (["--sustained"], 0, "--sustained without effect"),
+        (["--warm-l2"], 0, "--warm-l2 without effect"),
+        (["--sustained", "--warm-l2"], 0, "--sustained and --warm-l2 without effect"),
+        (["--quick", "--shape", "1x16x1x32"], 0, "--quick without effect"),
+        (["--tag", "x"], 0, "--tag without effect"),
+        (["--gate"], 2, "--gate would do nothing"),
+        (["--resume"], 2, "--resume would do nothing"),
+        (["--precision", "fp16"], 2, "no choice of precision"),
+        (["--save", "--results", "x"], 2, "choose one"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_no_argument_is_ignored_without_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], code: int, words: str
+) -> None:
+    monkeypatch.setenv("GPU_ACCEL_PAPERS", str(paper_at(tmp_path, HEAD + TAIL)))
+    result = invoke("run", "odd", "--device", "cpu", "--dry-run", *options)
+    assert result.exit_code == code and words in result.stderr, result.output
+
+
+def test_list_and_show_count_claims_as_claims_does() -> None:
+    for paper, row in zip(papers(), json.loads(invoke("list", "--json").stdout), strict=True):
+        judged = json.loads(invoke("claims", paper.id, "--json").stdout)
+        assert row["claims"] == sum(judged["counts"].values()) == sum(row["claims_by_kind"].values())
+        assert row["against_itself"] == sum(claim["internal"] for claim in judged["claims"])
+        text = invoke("show", paper.id).stdout
+        assert f"claims    {row['claims']} (" in text
+        assert text.splitlines()[2].count(str(paper.year)) == 1
