@@ -102,7 +102,7 @@ def run(
         raise InvalidInputError(f"--tag has {len(tag)} characters; at most {LONGEST_TAG}")
     if not (math.isfinite(seconds) and seconds > 0):
         raise InvalidInputError(f"--seconds {seconds:g}: the seconds are a finite number above 0, such as 0.25")
-    if save and results:
+    if save and results and not dry_run:
         raise InvalidInputError("--results and --save both say where records go: choose one")
     made = {"--tag": bool(tag), "--resume": resume, "--gate": gate, "--save": save, "--results": results is not None}
     if dry_run and (idle := [name for name, given in made.items() if given]):

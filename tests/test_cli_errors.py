@@ -196,7 +196,7 @@ def test_both_gates_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         (["--gate"], 2, "--gate would do nothing"),
         (["--resume"], 2, "--resume would do nothing"),
         (["--precision", "fp16"], 2, "no choice of precision"),
-        (["--save", "--results", "x"], 2, "choose one"),
+        (["--save", "--results", "x"], 0, "--save and --results without effect"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -206,6 +206,11 @@ def test_no_argument_is_ignored_without_a_word(
     monkeypatch.setenv("GPU_ACCEL_PAPERS", str(paper_at(tmp_path, HEAD + TAIL)))
     result = invoke("run", "odd", "--device", "cpu", "--dry-run", *options)
     assert result.exit_code == code and words in result.stderr, result.output
+
+
+def test_save_and_results_exclude_each_other(tmp_path: Path) -> None:
+    result = invoke("run", "fa3", "--device", "cpu", "--save", "--results", tmp_path)
+    assert result.exit_code == codes.USAGE and "choose one" in result.stderr
 
 
 def test_list_and_show_count_claims_as_claims_does() -> None:
