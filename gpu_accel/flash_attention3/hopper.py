@@ -9,14 +9,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .launch import tma_refusal
+from .gluon_launch import (
+    QuickLaunch,
+    addressable,
+    heads_per_group,
+    multiprocessors,
+    refusal,
+    tensor_map,
+    tile_counter,
+)
 from .problem import Problem, effective_window
-from .quick_launch import QuickLaunch, tensor_map
 
 NAME = "hopper"
 KERNEL = "Gluon, warp-specialised, wgmma and TMA (sm_90a)"
 _LOG2_E = 1.4426950408889634
-_L2_SHARE = 32 * 2**20  # bytes of K and V that a group of heads may hold while its tiles run; the H100 has 50 MB of L2
 _HEAD_DIMS = (64, 128, 256)
 
 
@@ -61,34 +67,10 @@ def forward_config(head_dim: int, *, causal: bool, seqlen_k: int) -> ForwardConf
 
 
 def refuse(problem: Problem) -> str | None:
-    """Why the Hopper kernels cannot run this problem, or None."""
-    if problem.device_type != "cuda" or problem.capability is None:
-        return f"needs an NVIDIA GPU of compute capability 9.0, got a {problem.device_type} tensor"
-    if problem.capability != (9, 0):
-        return "needs compute capability 9.0 (H100, H200), got {}.{}".format(*problem.capability)
-    if problem.dtype not in (torch.bfloat16, torch.float16):
-        return f"takes bfloat16 and float16, got {problem.dtype}"
-    if problem.varlen:
-        return "packed sequences (cu_seqlens) are not in this kernel yet"
-    if problem.head_dim != problem.head_dim_v:
-        return "head_dim of v must equal that of q and k"
+    """Why the Hopper forward cannot run this problem, or None."""
     if problem.head_dim > 256:
         return f"takes head_dim up to 256, got {problem.head_dim}"
-    if problem.requires_grad:
-        return "has no backward yet"
-    if not gluon_available():
-        return "this Triton has no usable Gluon dialect"
-    return None
-
-
-@functools.cache
-def gluon_available() -> bool:
-    """Whether this Triton can import the kernels at all."""
-    try:
-        from . import hopper_forward  # noqa: F401
-    except ImportError:
-        return False
-    return True
+    return refusal(problem)
 
 
 @functools.cache
@@ -96,42 +78,6 @@ def _forward_kernel() -> QuickLaunch:
     from .hopper_forward import attention_forward_kernel
 
     return QuickLaunch(attention_forward_kernel)
-
-
-def addressable(x: Tensor) -> Tensor:
-    """x, or one contiguous copy where the copy engine cannot address it (a base or strides off 16 bytes, or 0)."""
-    if x.stride(-1) == 1 and tma_refusal(x) in (None, "no GPU"):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)  # .contiguous() would return a misaligned x itself
-
-
-_counters: dict[tuple[int, int], Tensor] = {}
-
-
-def _tile_counter(device: torch.device) -> Tensor:
-    """A zero that the kernel counts up and resets itself, one a stream: launches of one stream never overlap."""
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return torch.zeros(1, dtype=torch.int32, device=device)  # under capture it lives in the graph's pool
-    key = (device.index, torch.cuda.current_stream(device).cuda_stream)
-    counter = _counters.get(key)
-    if counter is None:
-        counter = _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
-    return counter
-
-
-def _heads_per_group(heads: int, batch: int, bytes_per_head: int) -> int:
-    """Largest power of two of heads whose K and V fit the L2 share, dividing batch * heads."""
-    group = 1
-    while group * 2 * bytes_per_head <= _L2_SHARE and (batch * heads) % (group * 2) == 0:
-        group *= 2
-    return group
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 132  # compiling without a GPU
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def forward(
@@ -175,7 +121,7 @@ def forward(
     config = config or forward_config(head_dim, causal=causal, seqlen_k=seqlen_k)
     num_m = -(-seqlen_q // (64 * config.consumers))
     num_tiles = num_m * batch * heads
-    grid = min(_multiprocessors(q.device), num_tiles)
+    grid = min(multiprocessors(q.device), num_tiles)
     launch_registers, consumer_registers, producer_registers = config.registers()
     scale, exp_scale = softmax_scale, softmax_scale * _LOG2_E
     if softcap > 0:
@@ -187,14 +133,14 @@ def forward(
         tensor_map(v, config.block_n, d),
         tensor_map(out, 64, d // config.o_chunks),
         lse,
-        _tile_counter(q.device) if config.dynamic else lse,
+        tile_counter(q.device) if config.dynamic else lse,
         seqlen_q,
         seqlen_k,
         heads,
         heads // heads_kv,
         num_m,
         num_tiles,
-        _heads_per_group(heads, batch, 2 * seqlen_k * head_dim * q.element_size()),
+        heads_per_group(batch * heads, 2 * seqlen_k * head_dim * q.element_size()),
         window_left,
         window_right,
         scale,

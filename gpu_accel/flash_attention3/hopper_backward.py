@@ -7,20 +7,19 @@ dq_finish   dQ = softmax_scale * sum, in the order and dtype of q
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .hopper import addressable
+from .gluon_launch import addressable, heads_per_group, multiprocessors, refusal, tensor_map, tile_counter
+from .launch import launch
 from .problem import Problem, effective_window
 
 NAME = "hopper"
+KERNEL = "Gluon, warp-specialised, wgmma, dQ added by the copy engine (sm_90a)"
 _LOG2_E = 1.4426950408889634
 _KEYS = 128  # keys of a tile
-_L2_SHARE = 32 * 2**20  # bytes of Q, dO and the sum of dQ of the heads walked together
-_UNIT = 8  # elements of 16 bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,69 +52,11 @@ def backward_config(head_dim: int, *, causal: bool, softcap: bool = False) -> Ba
 
 def refuse(problem: Problem) -> str | None:
     """Why this backward cannot run the problem, or None."""
-    if problem.device_type != "cuda" or problem.capability is None:
-        return f"needs an NVIDIA GPU of compute capability 9.0, got a {problem.device_type} tensor"
-    if problem.capability != (9, 0):
-        return "needs compute capability 9.0 (H100, H200), got {}.{}".format(*problem.capability)
-    if problem.dtype not in (torch.bfloat16, torch.float16):
-        return f"takes bfloat16 and float16, got {problem.dtype}"
-    if problem.varlen:
-        return "packed sequences (cu_seqlens) are not in this kernel yet"
-    if problem.head_dim != problem.head_dim_v:
-        return "head_dim of v must equal that of q and k"
     if problem.deterministic:
         return "adds dq with atomics, in an order that changes from run to run, and deterministic was asked for"
     if problem.head_dim > 128:
         return f"takes head_dim up to 128, got {problem.head_dim}"
-    if not gluon_available():
-        return "this Triton has no usable Gluon dialect"
-    return None
-
-
-@functools.cache
-def gluon_available() -> bool:
-    """Whether this Triton can import the kernel at all."""
-    try:
-        from . import hopper_backward_kernel  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-_counters: dict[tuple[torch.device, int], Tensor] = {}
-
-
-def _tile_counter(device: torch.device) -> Tensor:
-    """A zero that the kernel counts up and resets itself, one a stream: launches of one stream never overlap."""
-    if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(1, dtype=torch.int32, device=device)  # lives in the graph's pool
-    key = (device, torch.cuda.current_stream(device).cuda_stream)
-    if key not in _counters:
-        _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
-    return _counters[key]
-
-
-def _descriptor(x: Tensor, rows: int, columns: int):
-    """Blocks of one head of a (batch, seqlen, heads, head_dim) tensor, zeros outside."""
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    batch, seqlen, heads, dim = x.shape
-    sb, ss, sh = (s if n > 1 else _UNIT for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True))
-    layout = _shared_layout(rows, columns, gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16)
-    return TensorDescriptor(x, [batch, heads, seqlen, dim], [sb, sh, ss, 1], [1, 1, rows, columns], layout)
-
-
-@functools.cache
-def _shared_layout(rows: int, columns: int, dtype):
-    from triton.experimental.gluon import language as gl
-
-    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], dtype)
+    return refusal(problem)
 
 
 def _row_descriptor(x: Tensor, length: int):
@@ -132,14 +73,6 @@ def _fragment_descriptor(x: Tensor):
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     return TensorDescriptor(x, [x.numel() // 256, 256], [256, 1], [16, 256], gl.NVMMASharedLayout(0, 32, 2))
-
-
-def _heads_per_group(heads: int, bytes_per_head: int) -> int:
-    """Largest power of two of key heads whose working set fits the L2 share, dividing their number."""
-    group = 1
-    while group * 2 * bytes_per_head <= _L2_SHARE and heads % (group * 2) == 0:
-        group *= 2
-    return group
 
 
 def backward(
@@ -191,9 +124,12 @@ def backward(
     dq_sum = torch.empty((batch, heads, num_m, 2, 4096), dtype=torch.float32, device=q.device)
     mask_d = head_dim != d
     rows = 64
-    kernels.prepare[(batch * heads, num_m * m // rows)](
-        o, do, lse, lse if dlse is None else dlse, stat, dq_sum, *o.stride()[:3], *do.stride()[:3],
-        heads, seqlen_q, num_m, head_dim, D=d, M=m, ROWS=rows, MASK_D=mask_d, DLSE=dlse is not None, num_warps=4,
+    launch(
+        kernels.prepare,
+        (batch * heads, num_m * m // rows),
+        (o, do, lse, lse if dlse is None else dlse, stat, dq_sum, *o.stride()[:3], *do.stride()[:3],
+         heads, seqlen_q, num_m, head_dim),
+        dict(D=d, M=m, ROWS=rows, MASK_D=mask_d, DLSE=dlse is not None, num_warps=4),
     )  # fmt: skip
 
     num_tiles = num_n * batch * heads_kv
@@ -201,16 +137,16 @@ def backward(
     scale, cap_in = softmax_scale * _LOG2_E, 0.0
     if softcap > 0:
         scale, cap_in = softcap * _LOG2_E, softmax_scale / softcap
-    kernels.attention_backward_kernel[(min(_multiprocessors(q.device), num_tiles),)](
-        _descriptor(q, m, d),
-        _descriptor(do, m, d),
-        _descriptor(k, 64, d),
-        _descriptor(v, 64, d),
+    arguments = (
+        tensor_map(q, m, d),
+        tensor_map(do, m, d),
+        tensor_map(k, 64, d),
+        tensor_map(v, 64, d),
         _row_descriptor(stat, m),
         _fragment_descriptor(dq_sum),
-        _descriptor(dk, 64, d),
-        _descriptor(dv, 64, d),
-        _tile_counter(q.device),
+        tensor_map(dk, 64, d),
+        tensor_map(dv, 64, d),
+        tile_counter(q.device),
         seqlen_q,
         seqlen_k,
         heads_kv,
@@ -218,12 +154,14 @@ def backward(
         num_m,
         num_n,
         num_tiles,
-        _heads_per_group(batch * heads_kv, per_kv * num_m * m * d * 8),
+        heads_per_group(batch * heads_kv, per_kv * num_m * m * d * 8),
         window_left,
         window_right,
         softmax_scale,
         scale,
         cap_in,
+    )
+    options = dict(
         D=d,
         M=m,
         K_SLOTS=config.k_slots,
@@ -238,10 +176,13 @@ def backward(
         num_warps=4,
         maxnreg=168,
     )
-    kernels.dq_finish[(batch * heads, num_m * 2)](
-        dq_sum, dq, *dq.stride()[:3], heads, seqlen_q, num_m, head_dim, softmax_scale, D=d, M=m, MASK_D=mask_d,
-        num_warps=4,
-    )  # fmt: skip
+    launch(kernels.attention_backward_kernel, min(multiprocessors(q.device), num_tiles), arguments, options)
+    launch(
+        kernels.dq_finish,
+        (batch * heads, num_m * 2),
+        (dq_sum, dq, *dq.stride()[:3], heads, seqlen_q, num_m, head_dim, softmax_scale),
+        dict(D=d, M=m, MASK_D=mask_d, num_warps=4),
+    )
     return dq, dk, dv
 
 

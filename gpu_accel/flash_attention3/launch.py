@@ -82,12 +82,12 @@ def heads_per_group(k: Tensor, v: Tensor, group: int) -> int:
     return max(1, min(64, _L2_SHARE // max(1, per_head))) * group
 
 
-def launch(kernel: Any, programs: int, arguments: tuple, options: dict) -> None:
-    """Run `kernel` on a one-dimensional grid."""
+def launch(kernel: Any, programs: int | tuple[int, ...], arguments: tuple, options: dict) -> None:
+    """Run `kernel` on a grid of `programs`."""
     if _hook is not None:
         _hook(kernel, programs, arguments, options)
     else:
-        kernel[(programs,)](*arguments, **options)
+        kernel[programs if isinstance(programs, tuple) else (programs,)](*arguments, **options)
 
 
 @contextlib.contextmanager

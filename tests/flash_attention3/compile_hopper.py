@@ -8,7 +8,7 @@ import sys
 import torch
 import triton
 
-from gpu_accel.flash_attention3 import hopper, launch
+from gpu_accel.flash_attention3 import hopper, hopper_backward, launch
 from gpu_accel.testing.compile_only import compile_only, use_target
 
 CASES = {
@@ -20,6 +20,7 @@ CASES = {
         (128, {"window_left": 64, "window_right": 0}),
         (128, {"softcap": 20.0}),
     ],
+    "backward": [(64, {}), (128, {}), (128, {"window_right": 0})],
 }
 
 
@@ -29,6 +30,8 @@ def main(which: str) -> None:
         label = "-".join([f"d{head_dim}", *(f"{n}{x}" for n, x in options.items())])
 
         def hook(kernel, arguments, constants, label=label):
+            if kernel.__name__ in ("prepare", "dq_finish"):  # plain Triton
+                return
             got = compile_only(kernel, arguments, constants, name=label, capability=90)
             row = {
                 "name": got.name,
@@ -45,7 +48,11 @@ def main(which: str) -> None:
 
         q = torch.empty(1, 8192, 4, head_dim, dtype=torch.bfloat16)  # long: three consumers at head_dim 64
         with launch.instead_of_launching(hook):
-            hopper.forward(q, q, q, softmax_scale=0.1, **options)
+            if which == "backward":
+                lse = torch.empty(1, 4, q.shape[1])
+                hopper_backward.backward(q, q, q, q, q, lse, softmax_scale=0.1, **options)
+            else:
+                hopper.forward(q, q, q, softmax_scale=0.1, **options)
 
 
 if __name__ == "__main__":

@@ -55,3 +55,14 @@ def test_masks_windows_and_soft_caps_compile(version):
         assert row["spills"] <= SMALL_SPILL, (name, row)
         assert not row["warnings"], (name, row)
         assert row["wgmma"] > 0 and row["shared"] <= SHARED_LIMIT, (name, row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", [v for v in VERSIONS if v in ("installed", "3.6.0")])
+def test_backward_compiles_without_serialised_products(version):
+    rows = compiled(version, "backward")
+    assert len(rows) == 3
+    for name, row in rows.items():
+        assert row["spills"] <= SMALL_SPILL, (name, row)
+        assert not row["warnings"], (name, row)
+        assert row["wgmma"] > 0 and row["tma"] > 0 and row["shared"] <= SHARED_LIMIT, (name, row)

@@ -1,4 +1,4 @@
-"""Launching Gluon kernels without paying for Triton's argument analysis on every call.
+"""Host side shared by the Hopper kernels: what they refuse, tensor maps, tile counters, and launching without detours.
 
 `kernel[grid](...)` looks at every argument of every call to choose a compiled variant: 70 us of Python for a kernel
 with four tensor maps. Kernels that specialise on nothing (integers in `do_not_specialize`) have one variant per set of
@@ -7,14 +7,17 @@ constants, so the caller can name it by a key, and tensor maps of a shape alread
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gpu_accel.flash_attention3 import launch
+from gpu_accel.flash_attention3.problem import Problem
 
 _MOST_SHAPES = 4096
+_L2_SHARE = 32 * 2**20  # bytes that the heads walked together may hold; the H100 has 50 MB of L2
 _maps: dict[tuple, dict] = {}
 
 
@@ -75,3 +78,66 @@ def _new_map(kind: Any, x: Tensor, rows: int, cols: int):
     unit = 16 // x.element_size()  # strides of dimensions of size 1 do not matter, but must be 16-byte multiples
     by_batch, by_row, by_head = (s if n > 1 else unit for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True))
     return kind(x, [batch, heads, seqlen, dim], [by_batch, by_head, by_row, 1], block, layout)
+
+
+def refusal(problem: Problem) -> str | None:
+    """Why no Hopper kernel can run this problem, or None."""
+    if problem.device_type != "cuda" or problem.capability is None:
+        return f"needs an NVIDIA GPU of compute capability 9.0, got a {problem.device_type} tensor"
+    if problem.capability != (9, 0):
+        return "needs compute capability 9.0 (H100, H200), got {}.{}".format(*problem.capability)
+    if problem.dtype not in (torch.bfloat16, torch.float16):
+        return f"takes bfloat16 and float16, got {problem.dtype}"
+    if problem.varlen:
+        return "packed sequences (cu_seqlens) are not in this kernel yet"
+    if problem.head_dim != problem.head_dim_v:
+        return "head_dim of v must equal that of q and k"
+    if not gluon_available():
+        return "this Triton has no usable Gluon dialect"
+    return None
+
+
+@functools.cache
+def gluon_available() -> bool:
+    """Whether this Triton can import the kernels at all."""
+    try:
+        from gpu_accel.flash_attention3 import hopper_backward_kernel, hopper_forward  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def addressable(x: Tensor) -> Tensor:
+    """x, or one contiguous copy where the copy engine cannot address it (a base or strides off 16 bytes, or 0)."""
+    if x.stride(-1) == 1 and launch.tma_refusal(x) in (None, "no GPU"):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)  # .contiguous() would return a misaligned x itself
+
+
+_counters: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def tile_counter(device: torch.device) -> Tensor:
+    """A zero that a kernel counts up and resets itself, one a stream: launches of one stream never overlap."""
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)  # under capture it lives in the graph's pool
+    key = (device, torch.cuda.current_stream(device).cuda_stream)
+    counter = _counters.get(key)
+    if counter is None:
+        counter = _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
+    return counter
+
+
+def heads_per_group(heads: int, bytes_per_head: int) -> int:
+    """Largest power of two of heads whose working set fits the L2 share, dividing their number."""
+    group = 1
+    while group * 2 * bytes_per_head <= _L2_SHARE and heads % (group * 2) == 0:
+        group *= 2
+    return group
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 132  # compiling without a GPU
+    return torch.cuda.get_device_properties(device).multi_processor_count
