@@ -81,6 +81,7 @@ def test_it_works_away_from_the_checkout(wheel: Path, tmp_path: Path) -> None:
     assert run("-c", "import gpu_accel; print(gpu_accel.__file__)").startswith(str(site))
     papers = {paper["id"]: paper for paper in json.loads(run("-m", "gpu_accel_cli", "list", "--json"))}
     expected = next(paper for paper in registry.papers() if paper.id == "flash_attention3")
-    assert papers["flash_attention3"]["claims"] == len(expected.claims())
+    judged_by_records = [claim for claim in expected.claims() if not claim.internal]
+    assert papers["flash_attention3"]["claims"] == len(judged_by_records) > 0
     script = site / "bin" / "gpu-accel"
     assert "usage" in run(str(script), "--help").lower()
