@@ -82,3 +82,58 @@ def find_sequence(tile, cu, batch, total, BLOCK: tl.constexpr, BATCH: tl.constex
 def tanh(x):
     """Hyperbolic tangent from one exp2; right at both infinities."""
     return 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2E)))
+
+
+@triton.jit
+def dense_query_tile(pid, batches, heads, seqlen_q, heads_together, M: tl.constexpr):
+    """Program number -> (batch, head, query block): `heads_together` heads at a time, their longest rows first."""
+    m_blocks = tl.cdiv(seqlen_q, M)
+    in_group = heads_together * m_blocks
+    first = (pid // in_group) * heads_together
+    width = tl.minimum(batches * heads - first, heads_together)
+    m_block = m_blocks - 1 - (pid % in_group) // width
+    batch_head = first + (pid % in_group) % width
+    return batch_head // heads, batch_head % heads, m_block
+
+
+@triton.jit
+def packed_lengths(
+    sequence, rows, batches, cu_seqlens_k, seqused_q, seqused_k, USED_Q: tl.constexpr, USED_K: tl.constexpr
+):
+    """(first key, queries that count, keys that count) of a packed sequence of `rows` queries.
+
+    Sequence number `batches` is the rows behind the last sequence, which see nothing.
+    """
+    here = sequence < batches
+    k_row0 = tl.load(cu_seqlens_k + sequence, mask=here, other=0)
+    sk = tl.load(cu_seqlens_k + sequence + 1, mask=here, other=0) - k_row0
+    sq = rows
+    if USED_Q:
+        sq = tl.load(seqused_q + sequence, mask=here, other=0)
+    if USED_K:
+        sk = tl.load(seqused_k + sequence, mask=here, other=0)
+    return k_row0, sq, sk
+
+
+@triton.jit
+def key_range(
+    m0, sq, sk, window_left, window_right, M: tl.constexpr, N: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, USED_Q: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    """Keys [lo, hi) that query rows [m0, m0 + M) see at all, and [full_lo, full_hi), whole blocks that need no mask."""
+    m_last = tl.minimum(m0 + M, sq) - 1
+    lo = tl.full((), 0, tl.int32)
+    hi = sk
+    full_lo = tl.full((), 0, tl.int32)
+    full_hi = sk
+    if LEFT:
+        lo = tl.maximum(m0 + sk - sq - window_left, 0) // N * N
+        full_lo = tl.cdiv(tl.maximum(m_last + sk - sq - window_left, 0), N) * N
+    if RIGHT:
+        hi = tl.minimum(sk, m_last + sk - sq + window_right + 1)
+        full_hi = tl.minimum(sk, tl.maximum(m0 + sk - sq + window_right + 1, 0))
+    if USED_Q:
+        hi = tl.where(m0 < sq, hi, 0)
+    if TAIL:
+        full_hi = tl.maximum(full_hi // N * N, lo)
+    return lo, hi, tl.minimum(full_lo, full_hi), full_hi

@@ -26,7 +26,17 @@ from torch import Tensor
 
 from gpu_accel.compat import INTERPRET, dot
 from gpu_accel.flash_attention3 import config as configs
-from gpu_accel.flash_attention3.device import LN2, LOG2E, find_sequence, load_tile, store_tile, tanh
+from gpu_accel.flash_attention3.device import (
+    LN2,
+    LOG2E,
+    dense_query_tile,
+    find_sequence,
+    key_range,
+    load_tile,
+    packed_lengths,
+    store_tile,
+    tanh,
+)
 from gpu_accel.flash_attention3.launch import (
     compact_strides,
     descriptor,
@@ -119,23 +129,11 @@ def attention_forward(
         if rows < 0:
             return
         batch = tl.full((), 0, tl.int32)
-        here = sequence < batches  # otherwise: the rows behind the last sequence, which see nothing
-        k_row0 = tl.load(cu_seqlens_k + sequence, mask=here, other=0)
-        sk = tl.load(cu_seqlens_k + sequence + 1, mask=here, other=0) - k_row0
-        sq = rows
-        if USED_Q:
-            sq = tl.load(seqused_q + sequence, mask=here, other=0)
-        if USED_K:
-            sk = tl.load(seqused_k + sequence, mask=here, other=0)
+        k_row0, sq, sk = packed_lengths(
+            sequence, rows, batches, cu_seqlens_k, seqused_q, seqused_k, USED_Q, USED_K
+        )
     else:
-        m_blocks = tl.cdiv(seqlen_q, M)
-        in_group = heads_together * m_blocks
-        first = (pid // in_group) * heads_together
-        width = tl.minimum(batches * heads - first, heads_together)
-        m_block = m_blocks - 1 - (pid % in_group) // width
-        batch_head = first + (pid % in_group) % width
-        batch = batch_head // heads
-        head = batch_head % heads
+        batch, head, m_block = dense_query_tile(pid, batches, heads, seqlen_q, heads_together, M)
         q_row0 = tl.full((), 0, tl.int32)
         k_row0 = tl.full((), 0, tl.int32)
         rows = seqlen_q
@@ -146,23 +144,7 @@ def attention_forward(
     row = m0 + tl.arange(0, M)
     diagonal = row + (sk - sq)
 
-    # Which keys do these rows see at all, and which blocks need no mask?
-    m_last = tl.minimum(m0 + M, sq) - 1
-    lo = tl.full((), 0, tl.int32)
-    hi = sk
-    full_lo = tl.full((), 0, tl.int32)
-    full_hi = sk
-    if LEFT:
-        lo = tl.maximum(m0 + sk - sq - window_left, 0) // N * N
-        full_lo = tl.cdiv(tl.maximum(m_last + sk - sq - window_left, 0), N) * N
-    if RIGHT:
-        hi = tl.minimum(sk, m_last + sk - sq + window_right + 1)
-        full_hi = tl.minimum(sk, tl.maximum(m0 + sk - sq + window_right + 1, 0))
-    if USED_Q:
-        hi = tl.where(m0 < sq, hi, 0)
-    if TAIL:
-        full_hi = tl.maximum(full_hi // N * N, lo)
-    full_lo = tl.minimum(full_lo, full_hi)
+    lo, hi, full_lo, full_hi = key_range(m0, sq, sk, window_left, window_right, M, N, LEFT, RIGHT, USED_Q, TAIL)
 
     q_left = rows - m0
     q_tile = load_tile(q, batch, q_row0 + m0, head, 0, q_sb, q_ss, q_sh, q_left, head_dim, M, D, False, True, MASK_D)
