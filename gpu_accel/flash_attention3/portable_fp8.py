@@ -31,7 +31,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gpu_accel.compat import INTERPRET
 from gpu_accel.errors import UnsupportedError
-from gpu_accel.flash_attention3.device import LN2, LOG2E, tanh
+from gpu_accel.flash_attention3.device import LN2, LOG2E, dense_query_tile, key_range, tanh
 from gpu_accel.flash_attention3.fp8_quantize import dot_fp8, fp8_format, to_fp8
 from gpu_accel.flash_attention3.launch import capability, launch, next_power_of_2
 from gpu_accel.flash_attention3.reference_fp8 import expand_scales
@@ -196,14 +196,8 @@ def fp8_attention_forward(
 ):  # fmt: skip
     # Heaviest tiles (the last rows, under a causal mask) first, in groups of heads whose keys and values share L2.
     pid = tl.program_id(0)
-    m_blocks = tl.cdiv(seqlen_q, M)
-    in_group = heads_together * m_blocks
-    first = (pid // in_group) * heads_together
-    width = tl.minimum(batches * heads - first, heads_together)
-    m_block = m_blocks - 1 - (pid % in_group) // width
-    batch_head = first + (pid % in_group) % width
-    batch = batch_head // heads
-    head = batch_head % heads
+    batch, head, m_block = dense_query_tile(pid, batches, heads, seqlen_q, heads_together, M)
+    batch_head = batch * heads + head
     head_kv = head // (heads // heads_kv)
     batch_head_kv = batch * heads_kv + head_kv
     m0 = m_block * M
@@ -211,21 +205,9 @@ def fp8_attention_forward(
     offset = seqlen_k - seqlen_q
     diagonal = row + offset
 
-    # Which keys do these rows see at all, and which blocks need no mask?
-    m_last = tl.minimum(m0 + M, seqlen_q) - 1
-    lo = tl.full((), 0, tl.int32)
-    hi = seqlen_k
-    full_lo = tl.full((), 0, tl.int32)
-    full_hi = seqlen_k
-    if LEFT:
-        lo = tl.maximum(m0 + offset - window_left, 0) // N * N
-        full_lo = tl.cdiv(tl.maximum(m_last + offset - window_left, 0), N) * N
-    if RIGHT:
-        hi = tl.minimum(seqlen_k, m_last + offset + window_right + 1)
-        full_hi = tl.minimum(seqlen_k, tl.maximum(m0 + offset + window_right + 1, 0))
-    if TAIL:
-        full_hi = tl.maximum(full_hi // N * N, lo)
-    full_lo = tl.minimum(full_lo, full_hi)
+    lo, hi, full_lo, full_hi = key_range(
+        m0, seqlen_q, seqlen_k, window_left, window_right, M, N, LEFT, RIGHT, False, TAIL
+    )
 
     q_row0 = batch_head * seqlen_q + m0
     k_row0 = batch_head_kv * seqlen_k
