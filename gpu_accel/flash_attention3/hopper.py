@@ -50,7 +50,8 @@ def forward_config(head_dim: int, *, causal: bool, seqlen_k: int) -> ForwardConf
     """The configuration for a head_dim up to 256 (rounded up to 64, 128 or 256 by zero fill)."""
     padded = next(d for d in _HEAD_DIMS if head_dim <= d)
     # head_dim 64 is bound by exponentials and issue slots, so a third consumer pays (542 against 459 TFLOP/s at 8k
-    # keys), but not where a tile has few steps: 170 against 210 causal at 512 keys, 420 against 435 at 4k (H100, bf16)
+    # keys), but not where a tile has few steps: 170 against 210 causal at 512 keys, 420 against 435 at 4k (H100, bf16;
+    # development readings, see the paper's README)
     few_steps = seqlen_k <= (4096 if causal else 1024)
     consumers = 3 if padded == 64 and not few_steps else 2
     return ForwardConfig(

@@ -441,7 +441,7 @@ class _Runner:
         wrong = isinstance(error, IncorrectResultError) or (impl.role == "ours" and not missing)
         try:
             why = str(error) if isinstance(error, GpuAccelError) else reason(error)
-        except Exception:  # an exception that cannot say what it is about
+        except Exception:  # str() of an exception is the paper's code too, and may fail itself
             why = type(error).__name__
         error.__traceback__ = None  # its frames hold tensors
         (self._wrong if wrong else self._skip)(item, impl.name, what + why)
@@ -461,9 +461,7 @@ def _no_exit() -> Iterator[None]:
     """Code of a paper that asks Python to exit has failed; without this the run would end and look well."""
     try:
         yield
-    except KeyboardInterrupt:
-        raise
-    except Exception:
+    except (Exception, KeyboardInterrupt):
         raise
     except BaseException as error:  # SystemExit, and what else is no Exception
         raise RuntimeError(f"raised {type(error).__name__}({', '.join(map(repr, error.args))})") from None
