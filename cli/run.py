@@ -202,6 +202,8 @@ def _run(
             match event:
                 case events.RunStarted():  # not before: until here the arguments may still be wrong
                     progress.expect(event.cases, f"{paper.alias} {settings.precision}, {_place(host)}")
+                    if event.resume_refused:
+                        progress.remark(f"nothing is resumed: {event.resume_refused}", style="yellow")
                 case events.CaseStarted():
                     progress.begin(f"{event.experiment} {label(event.case, event.experiment)} ...")
                 case events.CheckStarted():
@@ -239,6 +241,7 @@ def as_payload(
         "paper": paper.id,
         "status": result.status,
         "output": str(result.output) if result.records else None,
+        "resume_refused": result.resume_refused or None,
         "records": [json.loads(record.to_json()) for record in records],
         "counts": counts(records, result.incorrect),
         "skipped": [_outcome(outcome) for outcome in result.skipped],

@@ -81,8 +81,13 @@ def test_a_run_keeps_records_that_settle_a_claim(shell: Shell) -> None:
 def test_resume_does_no_work_twice(shell: Shell) -> None:
     first = shell.json("run", "tiny", "--device", "cpu", "--tag", "resume")
     again = shell.json("run", "tiny", "--device", "cpu", "--tag", "resume", "--resume")
-    assert again["output"] is None  # nothing new
-    assert again["records"] == first["records"]
+    if first["records"][0]["dirty"]:  # a checkout at work: everything runs again, and says why
+        assert "uncommitted changes" in again["resume_refused"] and again["output"]
+        shell("run", "tiny", "--device", "cpu", "--tag", "resume", "--resume")
+        assert "nothing is resumed: the tree has uncommitted changes" in shell.stderr
+    else:
+        assert again["resume_refused"] is None and again["output"] is None  # nothing new
+        assert again["records"] == first["records"]
 
 
 def test_a_wrong_kernel_is_reported_and_not_kept(shell: Shell) -> None:
