@@ -8,7 +8,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 PRECISION ?= fp8
-EXTRAS ?= notebook,hub,models,dev
+EXTRAS ?= notebook,hub,models,microbenchmarks,dev
 ARGS ?=
 JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 8 ] && echo 8 || echo $$n)
 
