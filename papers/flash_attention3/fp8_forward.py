@@ -9,7 +9,7 @@ torch offers no FP8 attention on GPUs of compute capability 9.0, so the rivals a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 
 import torch
@@ -73,34 +73,48 @@ class Quantized:
 
 
 class Fp8Judge(Judge):
-    """Compares FP8 results with float64; the yardstick is the same recipe in plain torch."""
+    """Compares FP8 results with float64; the yardstick is the same recipe in plain torch.
+
+    `sixteen` judges the 16-bit rivals on the same inputs, so its truth is ours too.
+    """
+
+    def __init__(self, case: Case, device: str, sixteen: Judge) -> None:
+        super().__init__(case, device)
+        self.sixteen = sixteen
 
     def kernel(self, seed: int) -> Check:
         """The kernel alone: against float64 attention of the numbers that it is given, so quantising is no excuse."""
         with torch.no_grad():
-            return self.kernel_on(Quantized.of(self.inputs(seed)))
+            return self.kernel_on(seed, Quantized.of(self.inputs(seed)))
 
-    def kernel_on(self, given: Quantized, call: Callable[[], Tensor] | None = None) -> Check:
-        """The same on numbers that are there already; `call` is the kernel applied to them."""
+    def kernel_on(self, seed: int, given: Quantized, call: Callable[[], Tensor] | None = None) -> Check:
+        """The same on numbers that are there already, those of the seed; `call` is the kernel applied to them."""
+
+        def compute() -> Iterator[tuple[Tensor, Tensor]]:
+            yield attention_truth(*given.exact_values(), causal=self.causal)[0], given.emulated(self.causal)
+
         with torch.no_grad():
-            truth, _ = attention_truth(*given.exact_values(), causal=self.causal)
-            ruler = given.emulated(self.causal)
+            ((truth, ruler),) = self.expected("kernel", seed, compute)
             poison_free_memory([ruler])
             return judge_output(call() if call is not None else given.attend(self.causal), truth, ruler)
 
     def whole(self, seed: int, run: Callable[[QKV], Tensor]) -> Check:
         """Quantising and the kernel: against float64 attention of the 16-bit inputs."""
+
+        def compute() -> Iterator[tuple[Tensor, Tensor]]:
+            yield self.sixteen.expected_output(seed)[0], Quantized.of(self.inputs(seed)).emulated(self.causal)
+
         with torch.no_grad():
-            qkv = self.inputs(seed)
-            truth, _ = attention_truth(*qkv, causal=self.causal)
-            ruler = Quantized.of(qkv).emulated(self.causal)
+            ((truth, ruler),) = self.expected("whole", seed, compute)
             poison_free_memory([ruler])
             return judge_output(run(self.inputs(seed)), truth, ruler)
 
 
 def build(case: Case, settings: Settings) -> Workload:
     """The FP8 forward of one shape and its 16-bit rivals."""
-    judge = Fp8Judge(case, settings.device)
+    case_16 = {**case, "dtype": "bf16"}
+    judge_16 = Judge(case_16, settings.device)
+    judge = Fp8Judge(case, settings.device, judge_16)
     causal = bool(case["causal"])
     refused = fp8.refuse(problem_of(case, settings.device)) or ""
 
@@ -117,7 +131,7 @@ def build(case: Case, settings: Settings) -> Workload:
             fresh = Quantized.of(judge.inputs(seed))
             names = [field.name for field in fields(Quantized)]
             attention.refuse_changes([getattr(fresh, n) for n in names], [getattr(given, n) for n in names])
-            return judge.kernel_on(given, call)
+            return judge.kernel_on(seed, given, call)
 
         return Timed(call, verify)
 
@@ -156,8 +170,6 @@ def build(case: Case, settings: Settings) -> Workload:
             note="bfloat16 in and out; quantising q, k and v is part of the time",
         ),
     ]
-    case_16 = {**case, "dtype": "bf16"}
-    judge_16 = Judge(case_16, settings.device)
     rivals = [
         attention.forward_implementation(contender, judge_16, name=f"{contender.name}-bf16")
         for contender in contenders(case_16, settings)

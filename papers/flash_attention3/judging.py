@@ -11,7 +11,7 @@ and no wrong result. Ours are held to twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from . import inputs
 
 GRADIENTS = ("dq", "dk", "dv")
 FACTOR, RIVALS_FACTOR = 2.0, 4.0
+Expected = tuple[tuple[Tensor, Tensor], ...]  # truth and yardstick, once for every tensor of a result
 
 
 class Judge:
@@ -33,12 +34,27 @@ class Judge:
     def __init__(self, case: Case, device: str) -> None:
         self.case, self.device = case, device
         self.causal = bool(case["causal"])
-        self._seed: int | None = None
-        self._kept: tuple[tuple[Tensor, Tensor | None], ...] = ()
+        self._kept: dict[str, tuple[int, Expected]] = {}
 
     def inputs(self, seed: int) -> QKV:
         """q, k, v in (batch, seqlen, heads, head_dim), in fresh memory."""
         return inputs.make(self.case, seed, self.device)
+
+    def expected(self, what: str, seed: int, compute: Callable[[], Iterable[tuple[Tensor, Tensor]]]) -> Expected:
+        """Truth and yardstick of every tensor of a result, computed anew only when the seed is not the last one."""
+        if self._kept.get(what, (None,))[0] != seed:
+            self._kept.pop(what, None)  # gives its memory back before more is asked for
+            self._kept[what] = seed, tuple(compute())
+        return self._kept[what][1]
+
+    def expected_output(self, seed: int) -> tuple[Tensor, Tensor]:
+        """Truth and yardstick of o."""
+
+        def compute() -> Iterable[tuple[Tensor, Tensor]]:
+            qkv = self.inputs(seed)
+            yield attention_truth(*qkv, causal=self.causal)[0], yardstick_attention(*qkv, causal=self.causal)[0]
+
+        return self.expected("o", seed, compute)[0]
 
     def output_gradient(self, qkv: QKV, seed: int) -> Tensor:
         """What the backward pass starts from, shaped like q."""
@@ -46,31 +62,29 @@ class Judge:
 
     def forward(self, seed: int, run: Callable[[QKV], Tensor]) -> Check:
         """Run once and judge o, in (batch, seqlen, heads, head_dim)."""
-        if self._seed != seed:
-            qkv = self.inputs(seed)
-            truth, _ = attention_truth(*qkv, causal=self.causal)
-            ruler, _ = yardstick_attention(*qkv, causal=self.causal)
-            self._seed, self._kept = seed, ((truth, ruler),)
+        expected = self.expected_output(seed)
         qkv = self.inputs(seed)
         poison_free_memory([qkv.q])
-        return judge_output(run(qkv), *self._kept[0])
+        return judge_output(run(qkv), *expected)
 
     def backward(self, seed: int, run: Callable[[QKV, Tensor], Sequence[Tensor]], *, factor: float = FACTOR) -> Check:
         """Run once and judge dq, dk and dv, each in (batch, seqlen, heads, head_dim).
 
         They may err `factor` times as much as the yardstick.
         """
-        if self._seed != seed:
+
+        def compute() -> Iterable[tuple[Tensor, Tensor]]:
             qkv = self.inputs(seed)
             do = self.output_gradient(qkv, seed)
             truth = attention_backward_reference(do, *qkv, causal=self.causal, dtype=torch.float64)
-            ruler = yardstick_attention_backward(do, *qkv, causal=self.causal)
-            self._seed, self._kept = seed, tuple(zip(truth, ruler, strict=True))
+            return zip(truth, yardstick_attention_backward(do, *qkv, causal=self.causal), strict=True)
+
+        expected = self.expected("gradients", seed, compute)
         qkv = self.inputs(seed)
         poison_free_memory(qkv)
         found = run(qkv, self.output_gradient(qkv, seed))
-        judged = zip(GRADIENTS, found, self._kept, strict=True)
-        return as_check({name: compare(out, *expected, factor=factor) for name, out, expected in judged})
+        judged = zip(GRADIENTS, found, expected, strict=True)
+        return as_check({name: compare(out, *wanted, factor=factor) for name, out, wanted in judged})
 
 
 def judge_output(out: Tensor, truth: Tensor, ruler: Tensor) -> Check:

@@ -133,12 +133,18 @@ def test_follows_the_emulated_arithmetic(shape, options):
 
 
 def test_e5m2():
+    """Two bits of mantissa: kernel and emulation round p differently when their blocks differ, so compare their errors."""
     q, k, v = qkv(1, 2, 1, 300, 400, 128)
-    o, lse = fp8_attention(q, k, v, causal=True, dtype="e5m2", return_lse=True, out_dtype=torch.float32)
-    r, lse_r = fp8_attention(
-        q, k, v, causal=True, dtype="e5m2", return_lse=True, out_dtype=torch.float32, backend="reference"
-    )
-    assert ((o - r).square().mean() / r.square().mean()).sqrt() < 0.03 and (lse - lse_r).abs().max() < 5e-3
+    options = {"causal": True, "dtype": "e5m2", "return_lse": True, "out_dtype": torch.float32}
+    o, lse = fp8_attention(q, k, v, **options)
+    emulated, lse_emulated = fp8_attention(q, k, v, backend="reference", **options)
+    truth = attention_truth(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)[0].transpose(1, 2)
+
+    def rmse(x):
+        return (x.double() - truth).square().mean().sqrt().item()
+
+    assert rmse(o) < 1.1 * rmse(emulated), (rmse(o), rmse(emulated))
+    assert (lse - lse_emulated).abs().max() < 5e-3
 
 
 @pytest.mark.parametrize("name", ["fp8-tensor", "fp8-tensor-hadamard", "fp8-block", "fp8-block-hadamard"])
