@@ -1,0 +1,32 @@
+"""Numbers of eight, six and four bits: exact formats, quantisers, recipes and matrix products.
+
+    from gpu_accel.transformer_engine import quantize, MXFP8BlockScaling
+    q = quantize(x, "mxfp8")              # QuantizedTensor: codes, scales, scheme
+    y = q.dequantize()
+    MXFP8BlockScaling().quantize(x)       # what Transformer Engine's recipe of that name does
+
+Read `formats.py` first, then `scales.py` (the policy for zeros, infinities and NaN), then `reference.py`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_WHERE = {
+    "Format": "formats",
+    "decode": "formats",
+    "encode": "formats",
+    "number_format": "formats",
+}
+__all__ = list(_WHERE)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        return getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_WHERE])
