@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from gpu_accel.errors import GpuAccelError
 from gpu_accel.workbench import conditions
 from gpu_accel.workbench.evidence import Cell, Evidence, NotMeasured, collect, command, from_figures
 from gpu_accel.workbench.figures import quoted_records
@@ -133,7 +134,8 @@ def judge(claim: Claim, records: Iterable[Record]) -> Verdict:
         return Verdict(claim=claim, word=UNSUPPORTED, detail=_notes(claim))
     try:
         evidence = from_figures(claim) if claim.internal else collect(claim, records)
-        finding = _find(claim, evidence)
+        aimed, carried = _scaled(claim, evidence)
+        finding = _find(aimed, evidence)
         if evidence.missing and not _decided_already(claim, finding.word):
             raise NotMeasured(f"{evidence.missing} of {evidence.asked} cells have no record; `{command(claim)}`")
     except NotMeasured as why:
@@ -145,7 +147,7 @@ def judge(claim: Claim, records: Iterable[Record]) -> Verdict:
     else:
         ours = f"{'/'.join(dict.fromkeys(cell.impl for cell in finding.cells))} on "
         basis = ours + conditions.basis(used)
-    sentences = [finding.text, basis]
+    sentences = [finding.text, *carried, basis]
     if evidence.missing:
         sentences.append(f"{evidence.missing} of {evidence.asked} cells have no record, but could not change this")
     if evidence.elsewhere:
@@ -163,6 +165,25 @@ def judge(claim: Claim, records: Iterable[Record]) -> Verdict:
         differs=differs,
         side=finding.side,
     )
+
+
+def _scaled(claim: Claim, evidence: Evidence) -> tuple[Claim, tuple[str, ...]]:
+    """The claim with its number carried over to the card of the evidence, and the sentence that says so.
+
+    Raises NotMeasured where a profile lacks what it takes.
+    """
+    if claim.scale is None:
+        return claim, ()
+    env = evidence.cells[0].records[0].env
+    sku = str(env.get("sku") or env.get("gpu"))
+    try:
+        factor = claim.scale.factor(sku)
+    except GpuAccelError as error:
+        raise NotMeasured(f"recorded on {sku}, to which the claim cannot be scaled: {error}") from error
+    low, high = (factor * number for number in claim.numbers)
+    stated = " to ".join(dict.fromkeys(_number(number) for number in claim.numbers))
+    words = f"{stated} on {claim.scale.origin}, times {factor:.4g} for {sku} in proportion to {claim.scale.by}"
+    return replace(claim, value=(low, high) if isinstance(claim.value, tuple) else low), (words,)
 
 
 def judge_all(claims: Iterable[Claim], records: Iterable[Record]) -> list[Verdict]:

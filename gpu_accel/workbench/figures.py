@@ -38,6 +38,7 @@ from gpu_accel.workbench.ledger import (
     higher_is_better,
     read_common,
     read_id,
+    read_scale,
 )
 from gpu_accel.workbench.records import Record
 from gpu_accel.workbench.strict_toml import Table
@@ -54,6 +55,7 @@ def read_figure(table: Table, file: str) -> list[Claim]:
     better = "at_least" if higher_is_better(metric, unit) else "at_most"
     direction = table.text("direction", better, choices=DIRECTIONS[:3])
     experiment = table.text("experiment")
+    scale = read_scale(table.table("scale")) if "scale" in table else None
     axis = table.text("axis")
     case = table.scalars("case")
     columns = table.take("columns")
@@ -90,6 +92,7 @@ def read_figure(table: Table, file: str) -> list[Claim]:
                     unit=unit,
                     direction=aim,
                     measure=measure,
+                    scale=scale if measure else None,
                     unmeasurable=why,
                     figure=figure,
                     label=label,

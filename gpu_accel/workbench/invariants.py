@@ -20,8 +20,12 @@ RATE_UNITS = frozenset({"tflops", "gbps", "tokens/s", "1/s"})
 # The units of what is neither a time nor a rate. Everything else counts as a speed, so that a rate in a unit that
 # nobody thought of ("TFLOP/s", "x", "msec") cannot pass as an ordinary number.
 PLAIN_UNITS = frozenset(
-    {"1", "%", "dB", "bits", "ulp", "bytes", "B", "KB", "MB", "GB", "KiB", "MiB", "GiB", "J", "mJ", "W", "C", "tokens"}
+    {"1", "%", "dB", "bits", "ulp", "bytes", "B", "KB", "MB", "GB", "KiB", "MiB", "GiB"}
+    | {"J", "mJ", "W", "TFLOP/J", "C", "tokens"}
 )
+# Counted by the GPU in its own clock, whatever the clock is: a latency in cycles, or work per cycle. Neither a time nor
+# a rate that a hotter card lowers, but it takes a GPU and a check all the same.
+CYCLE_UNITS = frozenset({"cycles", "B/clk", "B/clk/SM", "op/clk/SM", "flop/clk/SM"})
 SPEED_WORDS = frozenset(
     {"time", "latency", "duration", "runtime", "speed", "speedup", "throughput", "bandwidth", "mfu", "tps"}
     | {"ms", "us", "ns", "msec", "usec", "sec", "seconds", "flops", "gflops", "tflops", "pflops", "gbps"}
@@ -37,8 +41,10 @@ Scalar = str | int | float | bool
 def is_speed(metric: str, unit: str) -> bool:
     """Whether a metric is a time or a rate, by its name or its unit; only a checked run on a GPU may measure one.
 
-    A unit that is not known to be something else (PLAIN_UNITS) counts as one.
+    A unit that is not known to be something else (PLAIN_UNITS) counts as one; a number of cycles does not.
     """
+    if unit in CYCLE_UNITS:
+        return False
     return unit not in PLAIN_UNITS or not SPEED_WORDS.isdisjoint(re.split(r"[^a-z0-9]+", metric.lower()))
 
 
@@ -142,13 +148,16 @@ class Invariants:
         gpu = r.env.get("gpu")
         self.require(isinstance(gpu, str) and gpu, "a measured record needs env.gpu")
         self.require(r.median is not None, "a measured record needs a median")
+        if r.unit in CYCLE_UNITS:
+            self.require(r.median > 0, f"{r.metric} in {r.unit} must be above 0, not {short(r.median)}")
+            self.require(r.checked is not None, "a count of cycles needs checked {error, bound, metric}")
         if not r.is_speed:
             return
         self.require(r.metric not in DERIVED, f"record the time; {r.metric!r} is derived from it")
         self.require(
             r.metric == "time",
             f"{r.metric!r} in {r.unit!r} is a speed or is not known to be none: record the metric 'time' in ms with "
-            f"its samples, or use a unit of {', '.join(sorted(PLAIN_UNITS))}",
+            f"its samples, or use a unit of {', '.join(sorted(PLAIN_UNITS | CYCLE_UNITS))}",
         )
         self.require(
             r.checked is not None, "a speed needs checked {error, bound, metric}: only what is correct is timed"
@@ -162,6 +171,7 @@ class Invariants:
     def checked(self) -> None:
         r = self.r
         self.require(not r.is_speed, f"a checked record carries no time and no rate, but {r.metric!r} in {r.unit!r}")
+        self.require(r.unit not in CYCLE_UNITS, f"a CPU counts no cycles of a GPU: {r.metric!r} in {r.unit!r}")
         self.require(r.checked is not None, "a checked record needs checked {error, bound, metric}")
         if r.metric == "correct":
             self.require(r.median is None and not r.samples, "metric 'correct' has no median; its error is in checked")
@@ -172,7 +182,7 @@ class Invariants:
         r = self.r
         self.require(r.median is not None and r.p20 is not None, "a modelled record needs its interval in p20 and p80")
         self.require(not r.samples, "a model has no samples")
-        known = r.unit in {*MILLISECONDS, *RATE_UNITS, *PLAIN_UNITS, "x"}
+        known = r.unit in {*MILLISECONDS, *RATE_UNITS, *PLAIN_UNITS, *CYCLE_UNITS, "x"}
         self.require(known, f"the unit {r.unit!r} is unknown, so the peak of the device cannot be held against it")
 
     def quoted(self) -> None:

@@ -20,6 +20,10 @@ there may be `unmeasurable = "why"`; a claim of the seed may have neither, and t
 `internal = true` the paper's own figures settle it: `measure = {figure = "fig5", impl = "FA3", ratio_to = "FA2", ...}`,
 where impl and ratio_to are labels of rows. Qualitative claims name a predicate in place of a value:
 `measure = {predicate = "faster", impl = "ours", than = "sdpa-cudnn", ...}`, also "lower" (of a metric) and "correct".
+A number that was taken on another card than those at hand may say by what it is carried over:
+`scale = {from = "h800-pcie", by = "fp16"}` multiplies it by (value of our card) / (value of theirs), where `by` is a
+peak or a quantity of their hardware profiles, or "sm_clock" for SMs x highest clock. Counts of cycles need none of it.
+
 `[[figure]]` is a table of claims, one per cell; see `gpu_accel.workbench.figures`.
 """
 
@@ -30,11 +34,15 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from gpu_accel.errors import GpuAccelError, UnsupportedError
 from gpu_accel.workbench.invariants import Scalar
 from gpu_accel.workbench.records import gpu_slug
 from gpu_accel.workbench.strict_toml import Table, read_toml
+
+if TYPE_CHECKING:
+    from gpu_accel.hardware.catalog import Profile
 
 KINDS = ("measured", "bound", "qualitative")
 DIRECTIONS = ("at_least", "at_most", "about", "between")
@@ -51,9 +59,17 @@ UNITS = {
     "tokens/s": None,
     "J": None,
     "W": None,
+    "TFLOP/J": None,
     "%": None,
+    "cycles": None,
+    "B/clk": None,
+    "B/clk/SM": None,
+    "op/clk/SM": None,
+    "flop/clk/SM": None,
 }
-_HIGHER_IS_BETTER = frozenset({"tflops", "gbps", "tokens/s", "cosine", "sqnr"})  # units, and metrics without one
+_RATES_PER_CYCLE = frozenset({"B/clk", "B/clk/SM", "op/clk/SM", "flop/clk/SM"})
+# Units, and metrics without one.
+_HIGHER_IS_BETTER = frozenset({"tflops", "gbps", "tokens/s", "cosine", "sqnr", "TFLOP/J"}) | _RATES_PER_CYCLE
 SOURCES = ("seed", "arXiv:", "doi:", "https://")
 
 _ID = re.compile(r"[a-z0-9][a-z0-9._-]*")
@@ -113,6 +129,41 @@ class Measure:
         return all(term.holds(case) for term in self.where)
 
 
+@dataclass(frozen=True)
+class Scale:
+    """How a claimed number moves from the card it was taken on to another: in proportion to `by` of their profiles."""
+
+    origin: str  # name of a hardware profile
+    by: str  # a peak ("fp16"), a quantity ("memory_bandwidth", "sm_count"), or "sm_clock": SMs x highest clock
+
+    def factor(self, sku: str) -> float:
+        """(value of the card `sku`) / (value of the card of the claim).
+
+        Raises InvalidInputError or UnsupportedError where a profile, or the quantity in it, is missing.
+        """
+        from gpu_accel.hardware import profile
+
+        return _quantity(profile(gpu_slug(sku)), self.by) / _quantity(profile(self.origin), self.by)
+
+
+SM_CLOCK = "sm_clock"
+
+
+def _quantity(profile: Profile, by: str) -> float:
+    from gpu_accel.hardware.catalog import SPEC_UNITS
+
+    if by not in SPEC_UNITS and by != SM_CLOCK:
+        return profile.peak(by)
+    keys = ("sm_count", "boost_clock") if by == SM_CLOCK else (by,)
+    product = 1.0
+    for key in keys:
+        value = profile.value(key)
+        if value is None:
+            raise UnsupportedError(f"the profile of {profile.title} has no {key} to scale by")
+        product *= value
+    return product
+
+
 @dataclass(frozen=True, kw_only=True)
 class Claim:
     """One claim; see the module docstring for the meaning of its fields."""
@@ -131,6 +182,7 @@ class Claim:
     measure: Measure | None = None
     unmeasurable: str = ""
     internal: bool = False
+    scale: Scale | None = None
     contradicts: tuple[str, ...] = ()
     note: str = ""
     figure: str = ""  # id of the figure that it is a cell of
@@ -271,6 +323,10 @@ def _read_claim(table: Table, file: str) -> Claim:
         if (fields["direction"] == "between") != isinstance(fields["value"], tuple):
             table.fail("'direction' must be 'between' for a value [low, high], and only for it")
     fields["unmeasurable"] = table.text("unmeasurable", "")
+    if "scale" in table:
+        fields["scale"] = read_scale(table.table("scale"))
+        if unit in ("", "x") or "measure" not in table or fields["internal"]:
+            table.fail("'scale' is for a number that records of another card settle: 'measure', a unit, and not 'x'")
     if "measure" in table:
         fields["measure"] = _read_measure(table.table("measure"), unit=unit, internal=fields["internal"])
         if fields["measure"].aggregate == "range" and not isinstance(fields.get("value"), tuple):
@@ -343,6 +399,19 @@ def _read_measure(table: Table, *, unit: str, internal: bool) -> Measure:
             table.fail(f"key 'metric' is missing; the unit {unit!r} does not imply one")
         return replace(measure, metric="time" if measure.predicate == "faster" else "correct")
     return measure
+
+
+def read_scale(table: Table) -> Scale:
+    """`scale`: two words, each known to the hardware profiles."""
+    from gpu_accel.hardware import profile
+
+    scale = Scale(origin=table.text("from"), by=table.text("by"))
+    table.end()
+    try:
+        _quantity(profile(scale.origin), scale.by)
+    except GpuAccelError as error:
+        table.fail(str(error))
+    return scale
 
 
 def read_case(table: Table) -> dict[str, Any]:

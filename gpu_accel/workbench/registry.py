@@ -3,13 +3,18 @@
 A paper is a folder with a `paper.toml`. They are looked for in `papers/` of the checkout, or else in the installed
 package `gpu_accel_papers`, and in the folders of the environment variable GPU_ACCEL_PAPERS. Reading them
 imports nothing: only `Paper.experiment` imports the paper's code, and with it torch.
+
+A paper that asks what another one asks too borrows the experiment: `of = "hopper_microbenchmarks"` in the experiment's
+table. The code stays where it is, and records of either paper count for both.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.machinery
 import importlib.util
+import itertools
 import os
 import sys
 import warnings
@@ -38,6 +43,7 @@ class ExperimentInfo:
     precisions: tuple[str, ...] = ()  # what --precision may be; empty when the experiment has no such choice
     default: bool = False  # whether `gpu-accel run <paper>` runs it when no `default_for` says otherwise
     summary: str = ""
+    of: str = ""  # id of the paper whose experiment of that name it is; "" for one of its own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,11 +89,25 @@ class Paper:
         return load_claims(file, paper=self.id, alias=self.alias, ours=self.ours, experiments=tuple(self.experiments))
 
     def records(self) -> list[Record]:
-        """Every committed result, oldest runs included; see `records.merge` for the newest of each."""
+        """Every committed result, oldest runs included; see `records.merge` for the newest of each.
+
+        What was measured for the paper that an experiment is borrowed from counts here too. It bears this paper's id,
+        so that the newest run of either settles a claim, and its `location` says where it lies.
+        """
         from gpu_accel.workbench.records import read_records
 
-        folder = self.path / "results"
-        return read_records(folder) if folder.is_dir() else []
+        found = [read_records(folder) if (folder := one.path / "results").is_dir() else [] for one in self._lenders()]
+        borrowed = {(one.of, one.name) for one in self.experiments.values() if one.of}
+        taken = [
+            dataclasses.replace(record, paper=self.id)
+            for record in itertools.chain(*found)
+            if (record.paper, record.experiment) in borrowed
+        ]
+        own = self.path / "results"
+        return [*taken, *(read_records(own) if own.is_dir() else [])]
+
+    def _lenders(self) -> list[Paper]:
+        return [paper(name) for name in dict.fromkeys(one.of for one in self.experiments.values() if one.of)]
 
     def experiment(self, name: str) -> Experiment:
         """Import the paper's `experiment.py` and return one of its experiments.
@@ -99,6 +119,11 @@ class Paper:
                 f"paper {self.id} has no experiment {name!r}; it has {', '.join(self.experiments) or 'none'}"
                 + _suggestion(name, self.experiments)
             )
+        if self.experiments[name].of:
+            lender = paper(self.experiments[name].of)
+            if name in lender.experiments and lender.experiments[name].of:
+                raise InvalidInputError(f"{self.id} borrows {name!r} of {lender.id}, which only borrows it too")
+            return lender.experiment(name)
         file = self.path / "experiment.py"
         if not file.is_file():
             raise InvalidInputError(f"paper {self.id} names experiments, but there is no {file}")
@@ -215,6 +240,8 @@ def _read(file: Path) -> Paper:
     if not isinstance(year, int) or isinstance(year, bool):
         table.fail(f"'year' must be an integer, not {year!r}")
     experiments = _experiments(table.table("experiments", {}))
+    if itself := [name for name, one in experiments.items() if one.of == file.parent.name]:
+        table.fail(f"experiment {itself[0]!r} is borrowed from the paper itself; leave out 'of'")
     one = Paper(
         id=table.text("id"),
         title=table.text("title"),
@@ -252,6 +279,7 @@ def _experiments(table: Table) -> dict[str, ExperimentInfo]:
             precisions=entry.texts("precisions"),
             default=entry.flag("default"),
             summary=entry.text("summary", ""),
+            of=entry.text("of", ""),
         )
         entry.end()
     return experiments

@@ -513,3 +513,67 @@ def test_summary_counts_every_word(claim):
     assert summary(verdicts) == dict(zip(WORDS, (1, 1, 1, 2, 1), strict=True))
     assert [v.settled for v in verdicts] == [True, True, True, False, False, False]
     assert summary([]) == dict.fromkeys(WORDS, 0)
+
+
+# -- numbers of another card
+
+
+def on_h800(value, unit, by, measure, extra=""):
+    return (
+        HEAD + f'value = {value}\nunit = "{unit}"\n{extra}'
+        f'measure = {{experiment = "forward", impl = "ours", {measure}}}\n'
+        f'scale = {{from = "h800-pcie", by = "{by}"}}\n'
+    )
+
+
+def cycles(value, *, unit="cycles", metric="latency", env=H100):
+    return Record(
+        kind="measured", paper="toy", experiment="forward", case=shape(), impl="hopper", metric=metric, unit=unit,
+        median=value, checked={"error": 0.0, "bound": 0.0, "metric": "max_abs"}, env=env, time=NOON,
+    )  # fmt: skip
+
+
+def test_a_rate_is_scaled_to_the_card_of_the_record_and_says_so(claim):
+    text = on_h800(729.3, "tflops", "fp16", 'case = {dtype = "fp16"}')
+    verdict = judge(claim(text), [timed(tflops=950.0)])
+    factor = 989.4 / 756.5
+    assert verdict.word == "reproduced" and f"times {factor:.4g}" in verdict.detail
+    assert "h800-pcie" in verdict.detail and "H100 SXM" in verdict.detail
+    assert verdict.claim.value == 729.3, "the claim itself stays as the paper has it"
+    assert judge(claim(text), [timed(tflops=729.3)]).word == "within 24%"
+    assert judge(claim(text), [timed(tflops=729.3, env=PCIE)]).word == "reproduced"
+
+
+def test_sms_times_clock_scale_too(claim):
+    text = on_h800(100, "B/clk", "sm_clock", 'metric = "rate"')
+    factor = 132 * 1980 / (114 * 1755)
+    found = judge(claim(text), [cycles(100 * factor, unit="B/clk", metric="rate")])
+    assert found.word == "reproduced" and f"{factor:.4g}" in found.detail
+
+
+def test_a_card_without_profile_cannot_be_scaled_to(claim):
+    text = on_h800(729.3, "tflops", "fp16", 'case = {dtype = "fp16"}')
+    found = judge(claim(text), [timed(env={"gpu": "Strange 9000", "sku": "Strange 9000"})])
+    assert found.category == "not measured" and "cannot be scaled" in found.word
+
+
+def test_cycles_compare_across_cards_as_they_are(claim):
+    text = HEAD + 'value = 29\nunit = "cycles"\nmeasure = {experiment = "forward", impl = "ours", metric = "latency"}\n'
+    assert judge(claim(text), [cycles(29.5)]).word == "reproduced"
+    found = judge(claim(text), [cycles(33.0)])
+    assert (found.word, found.side) == ("within 14%", "above")
+    assert judge(claim(text), [cycles(29.0, metric="other")]).category == "not measured"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (on_h800(1, "tflops", "fp17", "aggregate = 'max'"), "fp17"),
+        (on_h800(1, "tflops", "fp64", "aggregate = 'max'"), "no fp64 peak"),
+        (on_h800(1, "tflops", "fp16", "aggregate = 'max'").replace("h800-pcie", "h900"), "h900"),
+        (on_h800(2, "x", "fp16", 'ratio_to = "fa2"'), "'scale' is for a number"),
+    ],
+)
+def test_a_scale_that_means_nothing_is_refused(text, message, claim):
+    with pytest.raises(ValueError, match=message):
+        claim(text)

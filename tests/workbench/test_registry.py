@@ -214,3 +214,53 @@ def test_reading_papers_is_fast_and_imports_no_torch(folder):
         """
     )
     subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+
+BORROWER = """
+id = "second_paper"
+title = "More toys"
+[experiments.forward]
+title = "Forward"
+of = "toy_paper"
+default = true
+"""
+
+
+def result(paper, experiment, time="2026-11-27T12:00:00+00:00"):
+    from gpu_accel.workbench.records import Record
+
+    return Record(
+        kind="measured", paper=paper, experiment=experiment, case={}, impl="a", metric="rmse", unit="1", median=1.0,
+        env={"gpu": "G"}, time=time,
+    )  # fmt: skip
+
+
+def test_an_experiment_is_borrowed_with_its_records(folder):
+    from gpu_accel.workbench.records import append_records, merge
+
+    lender = add_paper(folder)
+    borrower = add_paper(folder, BORROWER, "second_paper")
+    (borrower / "experiment.py").unlink()  # it needs no code of its own
+    second = paper("second_paper")
+    assert second.experiments["forward"].of == "toy_paper"
+    assert second.experiment("forward") == paper("toy").experiment("forward")
+    lent = [result("toy_paper", name) for name in ("forward", "memory")]
+    append_records(lender / "results" / "g" / "r.jsonl", lent)
+    found = second.records()
+    assert [(r.paper, r.experiment) for r in found] == [("second_paper", "forward")], "not what was not borrowed"
+    assert "toy_paper" in found[0].location, "the verdict says where it was measured"
+    own = result("second_paper", "forward", time="2026-11-28T12:00:00+00:00")
+    append_records(borrower / "results" / "g" / "r.jsonl", [own])
+    assert [r.when.day for r in merge(second.records())] == [28], "the newest of either counts"
+    assert len(paper("toy").records()) == 2, "the lender's are its own"
+
+
+def test_a_loan_of_a_loan_and_of_oneself_are_refused(folder):
+    add_paper(folder, BORROWER.replace('of = "toy_paper"', 'of = "second_paper"'), "second_paper")
+    with pytest.raises(InvalidInputError, match="from the paper itself"):
+        paper("second_paper")
+    third = BORROWER.replace("second_paper", "third_paper").replace("toy_paper", "second_paper")
+    add_paper(folder, third, "third_paper")
+    (folder / "second_paper" / "paper.toml").write_text(BORROWER.replace("toy_paper", "third_paper"))
+    with pytest.raises(InvalidInputError, match="only borrows it too"):
+        paper("second_paper").experiment("forward")
