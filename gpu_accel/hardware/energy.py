@@ -125,14 +125,14 @@ def measure_energy(
     achieved = loaded.step_s / loaded.seconds
     if loaded.steps < FEWEST_STEPS or achieved > resolution:
         raise HardwareError(
-            f"the energy counter moved {loaded.steps} times in {loaded.seconds:.2f} s, once after {loaded.step_s:.2f} s: "
-            f"that resolves {achieved:.1%}, not the {resolution:.1%} asked for. Give a longer window"
+            f"the energy counter moved {loaded.steps} times in {loaded.seconds:.2f} s, once after {loaded.step_s:.2f} "
+            f"s: that resolves {achieved:.1%}, not the {resolution:.1%} asked for. Give a longer window"
         )
     idle_w, power_w = idle.joules / idle.seconds, loaded.joules / loaded.seconds
     if power_w - idle_w <= 2 * achieved * power_w:
         raise HardwareError(
-            f"the load draws {power_w:.0f} W and the idle card {idle_w:.0f} W: too little is left for the calls to be told "
-            f"from steps of {achieved:.1%}. Is the work done on this card, and is nobody else using it?"
+            f"the load draws {power_w:.0f} W and the idle card {idle_w:.0f} W: too little is left for the calls to be "
+            f"told from steps of {achieved:.1%}. Is the work done on this card, and is nobody else using it?"
         )
     return Energy(
         joules_per_call=(loaded.joules - idle_w * loaded.seconds) / loaded.count,
@@ -170,7 +170,7 @@ class _Meter:
     def watch(
         self, seconds: float, meanwhile: Callable[[], object], *, count: Callable[[], int] = lambda: 0
     ) -> _Window:
-        """From one movement of the counter to the first one that is `seconds` later, doing `meanwhile` between looks."""
+        """From one movement of the counter to the first that is `seconds` later, with `meanwhile` between looks."""
         moves = self._moves(meanwhile)
         begin, energy = next(moves)
         counted, last, steps, longest = count(), begin, 0, 0.0
