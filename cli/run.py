@@ -51,8 +51,12 @@ def run(
     input_: InputOption = "",
     shape: Annotated[
         list[str] | None,
-        typer.Option(metavar="SHAPE", help="Instead of the paper's: 4x2048x16x128 (batch, seqlen, heads, head_dim), or "
-                     "seqlen=16k,head_dim=64,causal=true. Repeatable."),
+        typer.Option(
+            "--shape",
+            metavar="SHAPE",
+            help="Instead of the paper's: 4x2048x16x128 (batch, seqlen, heads, head_dim), or "
+            "seqlen=16k,head_dim=64,causal=true. Repeatable.",
+        ),
     ] = None,
     only: Annotated[
         list[str] | None,

@@ -30,7 +30,8 @@ def pins() -> dict[str, Version]:
 
 
 def test_environment_yml_has_the_dependencies_of_pyproject() -> None:
-    wanted = {*PROJECT["dependencies"], *(r for e in ("notebook", "hub", "models", "microbenchmarks", "peers") for r in EXTRAS[e])}
+    extras = ("notebook", "hub", "models", "microbenchmarks", "peers")
+    wanted = {*PROJECT["dependencies"], *(r for e in extras for r in EXTRAS[e])}
     environment = yaml.safe_load((ROOT / "environment.yml").read_text())
     pip = next(part["pip"] for part in environment["dependencies"] if isinstance(part, dict))
     assert {line for line in pip if not line.startswith("-")} == wanted
@@ -49,7 +50,8 @@ def test_every_dependency_is_pinned_within_its_range() -> None:
 def test_dependencies_of_dependencies_are_pinned_too() -> None:
     """Walks what is installed, so it sees what a fresh `pip install` would have to choose a version for."""
     pinned, seen = pins(), set()
-    todo = [*PROJECT["dependencies"], *(r for e in ("notebook", "hub", "models", "microbenchmarks", "dev") for r in EXTRAS[e])]
+    extras = ("notebook", "hub", "models", "microbenchmarks", "dev")
+    todo = [*PROJECT["dependencies"], *(r for e in extras for r in EXTRAS[e])]
     while todo:
         requirement = Requirement(todo.pop())
         name = canonicalize_name(requirement.name)

@@ -133,7 +133,7 @@ def test_follows_the_emulated_arithmetic(shape, options):
 
 
 def test_e5m2():
-    """Two bits of mantissa: kernel and emulation round p differently when their blocks differ, so compare their errors."""
+    """With two bits of mantissa p is rounded differently when blocks differ, so errors are compared, not values."""
     q, k, v = qkv(1, 2, 1, 300, 400, 128)
     options = {"causal": True, "dtype": "e5m2", "return_lse": True, "out_dtype": torch.float32}
     o, lse = fp8_attention(q, k, v, **options)
