@@ -46,15 +46,28 @@ def test_cpu_run_checks_and_never_times():
     assert result.records[0].checked["error"] == 1e-3
 
 
-def test_gpu_values_are_measured_and_an_experiment_without_times_says_correct():
+def test_gpu_values_are_measured_and_carry_the_check():
     host = gpu()
     values = lambda seed: {"rmse": (9e-3, "1"), "peak_bytes": (1e6, "bytes")}  # noqa: E731
     result = run(a_paper(lambda case: [implementation(host, make=None, values=values)]), host=host)
-    assert [(r.kind, r.metric) for r in result.records] == [
-        ("checked", "correct"),
-        ("measured", "rmse"),
-        ("measured", "peak_bytes"),
+    assert [(r.kind, r.metric) for r in result.records] == [("measured", "rmse"), ("measured", "peak_bytes")]
+    assert all(r.checked["error"] == 1e-3 for r in result.records)
+
+
+def test_gpu_cycles_are_values_and_no_times():
+    host = gpu()
+    values = lambda seed: {"latency": (29.0, "cycles"), "throughput": (64.0, "op/clk/SM")}  # noqa: E731
+    result = run(a_paper(lambda case: [implementation(host, make=None, values=values)]), host=host)
+    assert [(r.kind, r.metric, r.unit) for r in result.records] == [
+        ("measured", "latency", "cycles"),
+        ("measured", "throughput", "op/clk/SM"),
     ]
+
+
+def test_an_experiment_without_times_and_values_says_correct():
+    host = gpu()
+    result = run(a_paper(lambda case: [implementation(host, make=None)]), host=host)
+    assert [(r.kind, r.metric) for r in result.records] == [("checked", "correct")]
 
 
 def test_wrong_result_is_never_timed_and_never_recorded():
