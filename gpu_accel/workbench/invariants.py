@@ -25,7 +25,7 @@ PLAIN_UNITS = frozenset(
 )
 # Counted by the GPU in its own clock, whatever the clock is: a latency in cycles, or work per cycle. Neither a time nor
 # a rate that a hotter card lowers, but it takes a GPU and a check all the same.
-CYCLE_UNITS = frozenset({"cycles", "B/clk", "B/clk/SM", "op/clk/SM", "flop/clk/SM"})
+CYCLE_UNITS = frozenset({"clk", "B/clk", "B/clk/SM", "instr/clk/SM", "flop/clk/SM"})
 SPEED_WORDS = frozenset(
     {"time", "latency", "duration", "runtime", "speed", "speedup", "throughput", "bandwidth", "mfu", "tps"}
     | {"ms", "us", "ns", "msec", "usec", "sec", "seconds", "flops", "gflops", "tflops", "pflops", "gbps"}

@@ -61,13 +61,13 @@ UNITS = {
     "W": None,
     "TFLOP/J": None,
     "%": None,
-    "cycles": None,
+    "clk": None,
     "B/clk": None,
     "B/clk/SM": None,
-    "op/clk/SM": None,
+    "instr/clk/SM": None,
     "flop/clk/SM": None,
 }
-_RATES_PER_CYCLE = frozenset({"B/clk", "B/clk/SM", "op/clk/SM", "flop/clk/SM"})
+_RATES_PER_CYCLE = frozenset({"B/clk", "B/clk/SM", "instr/clk/SM", "flop/clk/SM"})
 # Units, and metrics without one.
 _HIGHER_IS_BETTER = frozenset({"tflops", "gbps", "tokens/s", "cosine", "sqnr", "TFLOP/J"}) | _RATES_PER_CYCLE
 SOURCES = ("seed", "arXiv:", "doi:", "https://")

@@ -526,7 +526,7 @@ def on_h800(value, unit, by, measure, extra=""):
     )
 
 
-def cycles(value, *, unit="cycles", metric="latency", env=H100):
+def cycles(value, *, unit="clk", metric="latency", env=H100):
     return Record(
         kind="measured", paper="toy", experiment="forward", case=shape(), impl="hopper", metric=metric, unit=unit,
         median=value, checked={"error": 0.0, "bound": 0.0, "metric": "max_abs"}, env=env, time=NOON,
@@ -558,7 +558,7 @@ def test_a_card_without_profile_cannot_be_scaled_to(claim):
 
 
 def test_cycles_compare_across_cards_as_they_are(claim):
-    text = HEAD + 'value = 29\nunit = "cycles"\nmeasure = {experiment = "forward", impl = "ours", metric = "latency"}\n'
+    text = HEAD + 'value = 29\nunit = "clk"\nmeasure = {experiment = "forward", impl = "ours", metric = "latency"}\n'
     assert judge(claim(text), [cycles(29.5)]).word == "reproduced"
     found = judge(claim(text), [cycles(33.0)])
     assert (found.word, found.side) == ("within 14%", "above")

@@ -83,7 +83,7 @@ def test_a_value_that_does_not_follow_is_refused():
 
 
 def test_cycles_are_no_time_but_need_a_check_and_a_gpu():
-    fields = dict(metric="latency", unit="cycles", median=29.0, p20=None, p80=None, samples=(), timing={}, ratio_to={})
+    fields = dict(metric="latency", unit="clk", median=29.0, p20=None, p80=None, samples=(), timing={}, ratio_to={})
     record = measured(**fields)
     assert not record.is_speed and record.value("latency") == 29.0
     assert not measured(**{**fields, "metric": "throughput", "unit": "B/clk/SM"}).is_speed
@@ -140,7 +140,7 @@ def test_cycles_are_no_time_but_need_a_check_and_a_gpu():
             {"ratio_to": {"sdpa": {"median": 1.5, "ci95": [1, 2]}}, "timing": {"interleaved": ["sdpa"]}},
             "ratio",
         ),
-        (checked, {"metric": "latency", "unit": "cycles", "median": 29.0}, "counts no cycles"),
+        (checked, {"metric": "latency", "unit": "clk", "median": 29.0}, "counts no cycles"),
         (modelled, {"p20": None, "p80": None}, "interval"),
         (modelled, {"env": {"gpu": "H100", "peak_tflops": 400.0}}, "above the device peak"),
         (quoted, {"source": ""}, "source"),
