@@ -1,6 +1,6 @@
 """Hardware as data: profiles with sources, which GPU is here, rooflines, and what stands in the way (`doctor`).
 
-    from gpu_accel.hardware import Roofline, attention_flops, attention_bytes, profile
+    from gpu_accel.hardware import roofline, measure_energy, attention_flops, profile
 
 Importing this does not import torch.
 """
@@ -8,9 +8,11 @@ Importing this does not import torch.
 from __future__ import annotations
 
 from gpu_accel.hardware.catalog import Profile, Quantity, Source, profile, profiles
+from gpu_accel.hardware.ceilings import Ceilings, measured_ceilings
 from gpu_accel.hardware.checkup import Finding, doctor
 from gpu_accel.hardware.detection import Detected, detect
-from gpu_accel.hardware.roofline import Roofline
+from gpu_accel.hardware.energy import Energy, measure_energy
+from gpu_accel.hardware.roofline import Estimate, Roofline, roofline
 from gpu_accel.hardware.work import (
     attention_bytes,
     attention_flops,
@@ -22,7 +24,10 @@ from gpu_accel.hardware.work import (
 )
 
 __all__ = [
+    "Ceilings",
     "Detected",
+    "Energy",
+    "Estimate",
     "Finding",
     "Profile",
     "Quantity",
@@ -37,6 +42,9 @@ __all__ = [
     "doctor",
     "gemm_bytes",
     "gemm_flops",
+    "measure_energy",
+    "measured_ceilings",
     "profile",
     "profiles",
+    "roofline",
 ]

@@ -20,7 +20,7 @@ from gpu_accel.workbench.svg import static_svg
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from gpu_accel.hardware import Profile
+    from gpu_accel.hardware import Ceilings, Profile
     from gpu_accel.workbench.claims import Verdict
     from gpu_accel.workbench.ledger import Claim
     from gpu_accel.workbench.records import Record
@@ -349,19 +349,23 @@ def roofline(
     profile: Profile | str | None = None,
     dtypes: Sequence[str] = (),
     gpu: str | None = None,
+    ceilings: Ceilings | None = None,
     title: str = "Roofline",
 ) -> go.Figure:
     """Records as points under the roofs of their GPU: TFLOP/s against FLOP per byte, log-log, one roof per dtype.
+
+    The datasheet's roofs are drawn, and beside them, dashed, those that were measured, where they are on record.
 
     Args:
         records: timed records with flops and compulsory bytes; others are left out.
         profile: the GPU whose roofs are drawn; by default the one that the records name.
         dtypes: roofs to draw beside those that the records need.
+        ceilings: measured ones to draw; by default those on record for that GPU.
 
     Raises:
         InvalidInputError: several GPUs, or a GPU without a profile and none given.
     """
-    from gpu_accel.hardware import Roofline
+    from gpu_accel.hardware import Roofline, measured_ceilings
     from gpu_accel.hardware import profile as find
 
     go = _plotly()
@@ -387,6 +391,18 @@ def roofline(
             mode="lines",
             line={"color": "#5b6673", "width": 2, "dash": "solid" if peak == max(map(chosen.peak, used)) else "dot"},
             hovertemplate="%{y:.4g} TFLOP/s at most<extra></extra>",
+        )
+        figure.add_trace(line)
+    best = Roofline(chosen, ceilings=ceilings or measured_ceilings(chosen))
+    for dtype in [one for one in used if best.basis(one) == ("measured", "measured")]:
+        corners = [left, best.ridge(dtype), max(right, best.ridge(dtype))]
+        line = go.Scatter(
+            x=corners,
+            y=[best.attainable(x, dtype) for x in corners],
+            name=f"measured roof {dtype}: {best.peak(dtype):.4g} TFLOP/s, {best.bandwidth_gbs:.4g} GB/s",
+            mode="lines",
+            line={"color": "#5b6673", "width": 1.5, "dash": "dash"},
+            hovertemplate="%{y:.4g} TFLOP/s measured<extra></extra>",
         )
         figure.add_trace(line)
     impls = series.order(r.impl for r in needed)
