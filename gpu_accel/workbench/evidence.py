@@ -10,11 +10,11 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
-from gpu_accel.workbench.ledger import Claim, higher_is_better, same
+from gpu_accel.workbench.ledger import Claim, Measure, higher_is_better, same
 from gpu_accel.workbench.records import Record, gpu_slug, merge
 from gpu_accel.workbench.statistics import Ratio
 
@@ -72,6 +72,8 @@ def collect(claim: Claim, records: Iterable[Record]) -> Evidence:
     """The evidence for a claim with `measure`; raises NotMeasured with the reason when there is none."""
     measure = claim.measure
     assert measure is not None
+    if measure.over or measure.minus:
+        return _two_cases(claim, measure, list(records))
     impls = claim.ours if measure.impl == "ours" else (measure.impl,)
     named = {*impls, measure.other}
     about = [
@@ -92,6 +94,28 @@ def collect(claim: Claim, records: Iterable[Record]) -> Evidence:
             raise NotMeasured(f"{why}; `{command(claim)}`{_on(claim.needs)} measures it")
     cells = _comparisons(claim, mine, about) if measure.other else _plain(claim, mine)
     return _choose(claim, cells)
+
+
+def _two_cases(claim: Claim, measure: Measure, records: list[Record]) -> Evidence:
+    """One cell whose value is the quotient or the difference of two, both of one GPU.
+
+    They need no common run: what is compared so are cycles, or rates of one program on different data. A word about
+    that stands in the verdict, by the records that it names.
+    """
+    change = measure.over or measure.minus
+    unit = "" if measure.over else claim.unit  # of the two values, which a quotient does not have
+    sides = []
+    for case in (measure.case, {**measure.case, **change}):
+        asked = replace(claim, unit=unit, measure=replace(measure, case=case, over={}, minus={}))
+        sides.append(collect(asked, records))
+    (one,), (other,) = (side.cells for side in sides)
+    if _gpu(one.records[0]) != _gpu(other.records[0]):
+        raise NotMeasured(f"recorded on {_gpu(one.records[0])} and on {_gpu(other.records[0])}, which do not compare")
+    if measure.over and not other.value:
+        raise NotMeasured("the value to divide by is 0")
+    value = one.value / other.value if measure.over else one.value - other.value
+    cell = Cell(case=one.case, value=value, interval=None, impl=one.impl, records=(*one.records, *other.records))
+    return Evidence(cells=(cell,), elsewhere=sides[0].elsewhere)
 
 
 def from_figures(claim: Claim) -> Evidence:

@@ -15,7 +15,9 @@
                case = {head_dim = [64, 128, 256], causal = [false, true]}, where = "seqlen_q >= 1024"}
     contradicts = ["fig5a"]
 
-`measure` says which records settle the claim; a list in `case` means that every value must be covered. Instead of it
+`measure` says which records settle the claim; a list in `case` means that every value must be covered. `over` and
+`minus` compare two cases of one implementation: `over = {data = "zeros"}` divides the value by that of the case with
+these keys changed, `minus` subtracts that. Instead of `measure`
 there may be `unmeasurable = "why"`; a claim of the seed may have neither, and then no source supports it. With
 `internal = true` the paper's own figures settle it: `measure = {figure = "fig5", impl = "FA3", ratio_to = "FA2", ...}`,
 where impl and ratio_to are labels of rows. Qualitative claims name a predicate in place of a value:
@@ -106,6 +108,8 @@ class Measure:
     case: dict[str, Any] = field(default_factory=dict)  # scalars, or lists of which every value must be covered
     where: tuple[Term, ...] = ()
     ratio_to: str = ""  # the value is how many times better impl is than this one
+    over: dict[str, Any] = field(default_factory=dict)  # the value is divided by that of the case so changed,
+    minus: dict[str, Any] = field(default_factory=dict)  # or that one is subtracted
     aggregate: str = "single"
     predicate: str = ""
     than: str = ""
@@ -378,6 +382,8 @@ def _read_measure(table: Table, *, unit: str, internal: bool) -> Measure:
         case=read_case(table),
         where=_read_where(table),
         ratio_to=table.text("ratio_to", ""),
+        over=read_case(table, "over"),
+        minus=read_case(table, "minus"),
         aggregate=table.text("aggregate", "single", choices=AGGREGATES),
         predicate=table.text("predicate", "", choices=("", *PREDICATES)),
         than=table.text("than", ""),
@@ -392,6 +398,14 @@ def _read_measure(table: Table, *, unit: str, internal: bool) -> Measure:
         table.fail("a qualitative claim needs a 'predicate', and only such a claim has one")
     if bool(measure.than) != (measure.predicate in ("faster", "lower")):
         table.fail("the predicates 'faster' and 'lower' need 'than', and nothing else has it")
+    if measure.over or measure.minus:
+        plain = not (measure.over and measure.minus) and not measure.ratio_to and not measure.predicate and not internal
+        if not plain or measure.aggregate != "single":
+            table.fail("'over' or 'minus' compares one case with one other, and goes with no other comparison")
+        if measure.over and unit != "1":
+            table.fail("'over' gives a plain number: the unit is '1'")
+        if missing := [key for key in (*measure.over, *measure.minus) if key not in measure.case]:
+            table.fail(f"'case' must say what {missing[0]!r} is, which 'over' or 'minus' changes")
     if bool(measure.ratio_to) != (unit == "x"):
         table.fail("'ratio_to' and the unit 'x' go together")
     if not measure.metric and not internal:
@@ -414,15 +428,15 @@ def read_scale(table: Table) -> Scale:
     return scale
 
 
-def read_case(table: Table) -> dict[str, Any]:
+def read_case(table: Table, name: str = "case") -> dict[str, Any]:
     """`case`: a table of scalars, or of lists of scalars of which each must be covered."""
-    case = table.take("case", {})
+    case = table.take(name, {})
     if not isinstance(case, dict):
-        table.fail(f"'case' must be a table, not {case!r}")
+        table.fail(f"{name!r} must be a table, not {case!r}")
     for key, value in case.items():
         choices = value if isinstance(value, list) else [value]
         if not choices or not all(isinstance(choice, str | bool) or _is_number(choice) for choice in choices):
-            table.fail(f"case: {key!r} must be a string, number or boolean, or a list of them; not {_short(value)}")
+            table.fail(f"{name}: {key!r} must be a string, number or boolean, or a list of them; not {_short(value)}")
     return dict(case)
 
 

@@ -577,3 +577,56 @@ def test_cycles_compare_across_cards_as_they_are(claim):
 def test_a_scale_that_means_nothing_is_refused(text, message, claim):
     with pytest.raises(ValueError, match=message):
         claim(text)
+
+
+# -- two cases of one implementation
+
+
+def between(change, value, unit="1", metric="latency"):
+    return (
+        HEAD + f'value = {value}\nunit = "{unit}"\nmeasure = {{experiment = "forward", impl = "hopper", '
+        f'metric = "{metric}", case = {{causal = false}}, {change}}}\n'
+    )
+
+
+def two(metric="latency", unit="clk", first=150.0, second=100.0, env=H100):
+    return [
+        Record(
+            kind="measured", paper="toy", experiment="forward", case=shape(causal=causal), impl="hopper", metric=metric,
+            unit=unit, median=value, checked={"error": 0.0, "bound": 0.0, "metric": "max_abs"}, env=where, time=NOON,
+        )
+        for causal, value, where in ((False, first, H100), (True, second, env))
+    ]  # fmt: skip
+
+
+def test_a_case_over_another(claim):
+    found = judge(claim(between("over = {causal = true}", 1.5)), two())
+    assert found.word == "reproduced" and found.measured == 1.5 and len(found.records) == 2
+    assert judge(claim(between("over = {causal = true}", 3)), two()).word == "not reproduced"
+    rate = between("over = {causal = true}", 1.25, metric="tflops")
+    assert judge(claim(rate), [timed(tflops=500), timed(tflops=400, causal=True)]).word == "reproduced"
+
+
+def test_a_case_minus_another(claim):
+    found = judge(claim(between("minus = {causal = true}", 50, unit="clk")), two())
+    assert found.word == "reproduced" and found.measured == 50
+
+
+def test_both_cases_must_be_there_and_of_one_gpu(claim):
+    text = between("over = {causal = true}", 1.5)
+    assert judge(claim(text), two()[:1]).category == judge(claim(text), two()[1:]).category == "not measured"
+    assert "do not compare" in judge(claim(text), two(env=PCIE)).word
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (between("over = {causal = true}", 1, unit="clk"), "the unit is '1'"),
+        (between("over = {causal = true}, minus = {causal = true}", 1), "goes with no other"),
+        (between("over = {causal = true}, aggregate = 'max'", 1), "goes with no other"),
+        (between("over = {dtype = 'fp16'}", 1), "must say what 'dtype' is"),
+    ],
+)
+def test_comparisons_of_cases_that_mean_nothing_are_refused(text, message, claim):
+    with pytest.raises(ValueError, match=message):
+        claim(text)
