@@ -1,0 +1,42 @@
+"""Ring attention (arXiv 2310.01889) and its relatives: exact attention over a sequence that many GPUs hold in shards.
+
+    from gpu_accel.ring_attention import make_layout, distributed_attention, TorchTransport
+    layout = make_layout("zigzag", seqlen=S, ranks=8)
+    q, k, v = (layout.shard(x, rank) for x in (q, k, v))           # (batch, seqlen, heads, head_dim)
+    o, lse = distributed_attention(q, k, v, layout=layout, transport=TorchTransport(), causal=True)
+
+Read `layouts.py`, `masks.py` and `step.py`, then `schedules/kv_ring.py`. Without GPUs or torchrun, `simulate.py` runs
+all ranks in one process.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_WHERE = {
+    "LAYOUTS": "layouts",
+    "Layout": "layouts",
+    "make_layout": "layouts",
+    "Mask": "masks",
+    "SCHEDULES": "schedules",
+    "CommunicationError": "faults",
+    "LocalTransport": "transport",
+    "TorchTransport": "transport",
+    "Transport": "transport",
+    "distributed_attention": "attention",
+    "gather_sequence": "attention",
+    "simulate": "simulate",
+    "simulate_attention": "simulate",
+}
+__all__ = list(_WHERE)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        return getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_WHERE])

@@ -1,0 +1,170 @@
+"""Distributed attention, checked and differentiable: what every public function of this package ends in.
+
+Each rank calls :func:`distributed_attention` with its shard, (batch, local_length, heads, head_dim). Order of things:
+check what can be checked alone, let all ranks agree (also on an error of one of them), communicate. So a mistake on one
+rank is an error on all, and none hangs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpu_accel.errors import GpuAccelError, InvalidInputError, UnsupportedError
+from gpu_accel.flash_attention3.backends import check_name
+from gpu_accel.flash_attention3.problem import check_flag, check_scalars, check_tensors, normalise_window
+from gpu_accel.ring_attention.call import Call
+from gpu_accel.ring_attention.layouts import Layout
+from gpu_accel.ring_attention.masks import Mask
+from gpu_accel.ring_attention.schedules import schedule as find_schedule
+from gpu_accel.ring_attention.transport import Transport
+
+Window = tuple[int | None, int | None]
+WIRES = (None, torch.float16, torch.bfloat16, torch.float32)
+
+
+def make_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout,
+    *,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    backend: str = "auto",
+    ulysses: int | None = None,
+    inner: int | None = None,
+    mesh: tuple[int, int] | None = None,
+    wire: torch.dtype | None = None,
+    replicated_q: bool = False,
+) -> Call:
+    """Check one rank's shards and options.
+
+    Raises:
+        InvalidInputError: wrong shape, dtype or value. UnsupportedError: a wire format that is not there.
+    """
+    check_tensors(q, k, v, varlen=False)
+    rows = layout.local_length
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.shape[1] != rows and not (replicated_q and name == "q"):
+            raise InvalidInputError(
+                f"{name} has {x.shape[1]} rows, but a shard of this layout has {rows} ({layout}): use layout.shard()"
+            )
+    scale, cap = check_scalars(q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale, softcap)
+    check_name(backend)
+    left, right = normalise_window(window_size, check_flag("causal", causal))
+    for name, degree in (("ulysses", ulysses), ("inner", inner)):
+        if degree is not None and (not isinstance(degree, int) or degree < 1 or layout.ranks % degree):
+            raise InvalidInputError(f"{name} must divide the {layout.ranks} ranks, got {degree!r:.80}")
+    if mesh is not None and (len(mesh) != 2 or mesh[0] * mesh[1] != layout.ranks or min(mesh) < 1):
+        raise InvalidInputError(f"mesh must be two sizes whose product is {layout.ranks} ranks, got {mesh!r:.80}")
+    if wire not in WIRES:
+        raise UnsupportedError(f"wire must be float16, bfloat16, float32 or None, got {wire}: 8-bit needs scales")
+    return Call(
+        layout=layout, mask=Mask(left, right), softmax_scale=scale, softcap=cap, backend=backend, ulysses=ulysses,
+        inner=inner, mesh=mesh, wire=wire,
+    )  # fmt: skip
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, transport: Transport, *, schedule: str = "kv_ring"
+) -> tuple[Tensor, Tensor]:
+    """(o, lse) of this rank's queries, outside autograd. All ranks call it together."""
+    module = find_schedule(schedule)
+    with torch.no_grad():
+        agree(call, transport, schedule, q, k, v)
+        return module.forward(q, k, v, call, transport)
+
+
+def backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, call: Call, transport: Transport,
+    *, schedule: str = "kv_ring",
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dq, dk, dv) of this rank's shards from the gradient and result of the forward."""
+    module = find_schedule(schedule)
+    with torch.no_grad():
+        error = None
+        if do.shape != o.shape or do.dtype != o.dtype or lse.shape != (q.shape[0], q.shape[2], q.shape[1]):
+            error = InvalidInputError(
+                f"do {do.dtype} {tuple(do.shape)}, o {o.dtype} {tuple(o.shape)} and lse {tuple(lse.shape)} do not fit"
+            )
+        agree(call, transport, f"{schedule} backward", q, k, v, error=error)
+        return module.backward(do, q, k, v, o, lse, call, transport)
+
+
+def agree(
+    call: Call, transport: Transport, schedule: str, *tensors: Tensor, error: GpuAccelError | None = None
+) -> None:
+    """Refuse what the schedule cannot run, then make sure that all ranks are about to do the same."""
+    name = schedule.removesuffix(" backward")
+    if error is None and transport.size != call.ranks:
+        error = InvalidInputError(f"the layout is for {call.ranks} ranks, but the transport has {transport.size}")
+    if error is None and (why := find_schedule(name).refuse(call, *tensors)):
+        error = UnsupportedError(f"schedule {name!r} cannot run this: {why}")
+    transport.agree(call.statement(schedule, *tensors), error)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call, transport: Transport, schedule: str):
+        o, lse = forward(q, k, v, call, transport, schedule=schedule)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.rest = (call, transport, schedule)
+        ctx.mark_non_differentiable(lse)
+        return o, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, do: Tensor, _dlse: Tensor):
+        call, transport, name = ctx.rest
+        q, k, v, o, lse = ctx.saved_tensors
+        grads = backward(do.contiguous(), q, k, v, o, lse, call, transport, schedule=name)
+        return (*grads, None, None, None)
+
+
+def distributed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: Layout,
+    transport: Transport,
+    schedule: str = "kv_ring",
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Exact attention over a sequence of which each rank holds a shard; differentiable.
+
+    Args:
+        q: (batch, local_length, heads, head_dim), this rank's shard under `layout`; float16, bfloat16, float32, or
+            (reference only) float64. k, v: likewise, with heads_kv that divides heads; v may have another head_dim.
+        layout: see layouts.py. transport: see transport.py. schedule: see schedules/__init__.py.
+        options: causal, window_size, softmax_scale, softcap, backend, ulysses, inner, mesh, wire (see `Call`).
+
+    Returns:
+        o (batch, local_length, heads, head_dim_v) of the dtype of q, and lse (batch, heads, local_length) in float32,
+        without gradient. Padding rows: 0 and -inf.
+
+    Raises:
+        InvalidInputError, UnsupportedError: on every rank, before any tensor has been sent.
+        CommunicationError: another rank is gone or too late.
+    """
+    find_schedule(schedule)
+    try:
+        call = make_call(q, k, v, layout, **options)
+    except GpuAccelError as error:  # the others must not wait for this rank
+        transport.agree("", error)
+        raise
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        return _Attention.apply(q, k, v, call, transport, schedule)
+    return forward(q, k, v, call, transport, schedule=schedule)
+
+
+def gather_sequence(x: Tensor, layout: Layout, transport: Transport, *, dim: int = 1) -> Tensor:
+    """The whole tensor on every rank from the shards; not differentiable."""
+    rows: Sequence[Tensor] = transport.all_gather(x.detach()).wait().unbind(0)
+    return layout.unshard(rows, dim=dim)

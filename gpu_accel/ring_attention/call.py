@@ -1,0 +1,54 @@
+"""One call of distributed attention: everything that all ranks must agree on, in one frozen value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpu_accel.ring_attention.layouts import Layout
+from gpu_accel.ring_attention.masks import Mask
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """What to compute, apart from the tensors.
+
+    Args:
+        layout: how the sequence is cut.
+        mask: which keys a query sees, by global position (documents are the layout's).
+        softmax_scale, softcap: as in `gpu_accel.flash_attention3`.
+        backend: local attention: "auto", "hopper", "portable" or "reference" (see step.py).
+        ulysses: ranks that share a sequence block by exchanging heads, in the `usp` schedule.
+        inner: ranks of the inner ring of the `double_ring` schedule.
+        mesh: rows and columns of the `mesh` schedule.
+        wire: dtype of keys and values on the network, None for their own.
+    """
+
+    layout: Layout
+    mask: Mask = Mask()
+    softmax_scale: float = 1.0
+    softcap: float = 0.0
+    backend: str = "auto"
+    ulysses: int | None = None
+    inner: int | None = None
+    mesh: tuple[int, int] | None = None
+    wire: torch.dtype | None = None
+
+    @property
+    def ranks(self) -> int:
+        return self.layout.ranks
+
+    def statement(self, schedule: str, *tensors: Tensor) -> str:
+        """What this rank is about to do; must read the same on all ranks."""
+        import hashlib
+
+        shapes = ", ".join(f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}" for x in tensors)
+        documents = hashlib.sha256(repr(self.layout.documents).encode()).hexdigest()[:8]
+        options = {"ulysses": self.ulysses, "inner": self.inner, "mesh": self.mesh, "wire": self.wire}
+        given = ", ".join(f"{name} {value}" for name, value in options.items() if value is not None)
+        return (
+            f"{schedule}, {self.layout}, {self.mask}, {shapes}, scale {self.softmax_scale:.9g}, "
+            f"softcap {self.softcap:.9g}{', ' + given if given else ''}, documents {documents}"
+        )

@@ -1,0 +1,66 @@
+"""What the ring schedules share: blocks that lie on a ring of ranks, and tensors packed into one message."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpu_accel.ring_attention.layouts import Run
+from gpu_accel.ring_attention.masks import Mask, Piece, pieces
+from gpu_accel.ring_attention.transport import Transport
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Some ranks of a transport in a circle, and the tokens that each of them holds."""
+
+    transport: Transport
+    members: tuple[int, ...]
+    blocks: tuple[tuple[Run, ...], ...]
+    me: int  # place on the ring
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+    def rank(self, steps: int) -> int:
+        """The rank that many places ahead of this one (behind, if negative)."""
+        return self.members[(self.me + steps) % self.size]
+
+    def pieces(self, query_steps: int, key_steps: int, mask: Mask) -> tuple[Piece, ...]:
+        """What the queries of one place see of the keys of another; places relative to this one."""
+        queries, keys = ((self.me + steps) % self.size for steps in (query_steps, key_steps))
+        return pieces(self.blocks[queries], self.blocks[keys], mask)
+
+    def hops(self, mask: Mask, *, keys_travel: bool = True) -> int:
+        """How far the travelling block must go until nobody has work for it: N - 1, fewer under a narrow window."""
+        way = -1 if keys_travel else 1
+        places = range(self.size)
+        return max(
+            (i for i in places for p in places if pieces(self.blocks[p], self.blocks[(p + way * i) % self.size], mask)),
+            default=0,
+        )
+
+
+class Message:
+    """Tensors laid one behind the other in a flat buffer, so that a hop is one message."""
+
+    def __init__(self, like: Sequence[Tensor]) -> None:
+        self.shapes = [x.shape for x in like]
+        self.sizes = [x.numel() for x in like]
+
+    @property
+    def numel(self) -> int:
+        return sum(self.sizes)
+
+    def pack(self, tensors: Sequence[Tensor], buffer: Tensor) -> None:
+        for part, x in zip(buffer.split(self.sizes), tensors, strict=True):
+            part.view(x.shape).copy_(x)
+
+    def unpack(self, buffer: Tensor, dtype: torch.dtype | None = None) -> list[Tensor]:
+        """Views into the buffer (copies where it has another dtype)."""
+        parts = [part.view(shape) for part, shape in zip(buffer.split(self.sizes), self.shapes, strict=True)]
+        return parts if dtype is None else [x.to(dtype) for x in parts]

@@ -1,0 +1,102 @@
+"""N ranks in one process: the same code, the same numbers, no network. For tests, notebooks and looking closely.
+
+    o, lse = simulate_attention(q, k, v, ranks=8, schedule="kv_ring", layout="zigzag", causal=True)
+    results = simulate(lambda transport: my_function(transport), ranks=4)
+
+Ranks are threads of which one runs at a time, so nothing is gained in speed and the results are the same bits every
+time. `LocalTransport` finds what a network would make a hang of: deadlocks, ranks that have ended, messages of the
+wrong shape, buffers that are overwritten too early.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from gpu_accel.errors import InvalidInputError
+from gpu_accel.ring_attention import attention
+from gpu_accel.ring_attention.layouts import make_layout
+from gpu_accel.ring_attention.transport import LocalTransport, World
+
+T = TypeVar("T")
+
+
+def simulate(function: Callable[[LocalTransport], T], ranks: int, *, world: World | None = None) -> list[T]:
+    """`function(transport)` on each rank; the results in rank order.
+
+    Pass a `World` of that size to read afterwards what each rank has sent (`world.bytes_sent`).
+
+    Raises:
+        Whatever the first rank to fail raised; the other ranks end with CommunicationError.
+    """
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+        raise InvalidInputError(f"ranks must be a whole number from 1 up, got {ranks!r:.80}")
+    world = world or World(ranks)
+    if world.size != ranks:
+        raise InvalidInputError(f"the world has {world.size} ranks, not {ranks}")
+    results: dict[int, T] = {}
+
+    def run(rank: int) -> None:
+        with world.changed:
+            try:
+                results[rank] = function(LocalTransport(world, rank))
+                world.leave(rank)
+            except BaseException as error:  # handed to the caller below
+                world.leave(rank, error)
+
+    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if world.failed:
+        raise world.failed[1]
+    return [results[rank] for rank in range(ranks)]
+
+
+def simulate_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    ranks: int,
+    schedule: str = "kv_ring",
+    layout: str = "zigzag",
+    documents: Sequence[int] | None = None,
+    do: Tensor | None = None,
+    world: World | None = None,
+    **options: Any,
+) -> tuple[Tensor, ...]:
+    """Attention of whole tensors, cut into shards, computed by N ranks and put together again.
+
+    Args:
+        q, k, v: (batch, seqlen, heads, head_dim), whole. documents: lengths of packed documents.
+        do: gradient of o; then gradients are computed too.
+        options: causal, window_size, ... as in :func:`~gpu_accel.ring_attention.attention.distributed_attention`.
+
+    Returns:
+        (o, lse), whole; with `do` (o, lse, dq, dk, dv).
+    """
+    cut = make_layout(layout, seqlen=k.shape[1], ranks=ranks, documents=documents)
+    replicated = schedule == "tree"  # every rank holds the few queries
+
+    def one_rank(transport: LocalTransport) -> tuple[Tensor, ...]:
+        ql = q if replicated else cut.shard(q, transport.rank)
+        kl, vl = (cut.shard(x, transport.rank) for x in (k, v))
+        call = attention.make_call(ql, kl, vl, cut, replicated_q=replicated, **options)
+        with torch.no_grad():
+            o, lse = attention.forward(ql, kl, vl, call, transport, schedule=schedule)
+            if do is None:
+                return o, lse
+            dol = do if replicated else cut.shard(do, transport.rank)
+            return o, lse, *attention.backward(dol, ql, kl, vl, o, lse, call, transport, schedule=schedule)
+
+    results = simulate(one_rank, ranks, world=world)
+    if replicated:
+        return results[0]
+    dims = (1, 2, 1, 1, 1)  # lse is (batch, heads, seqlen)
+    return tuple(cut.unshard([r[i] for r in results], dim=dims[i]) for i in range(len(results[0])))
