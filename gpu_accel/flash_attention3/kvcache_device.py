@@ -1,0 +1,110 @@
+"""Device functions of attention over a KV cache: which keys a split sees, cache rows and scales, merging splits."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from gpu_accel.compat import INTERPRET
+
+_INTERPRET = tl.constexpr(INTERPRET)
+LN2 = tl.constexpr(0.6931471805599453)
+TOKEN_SCALES = tl.constexpr(2)  # one scale for every key (or page) of a head; see `portable_decode`
+
+
+@triton.jit
+def cache_lengths(b, cache_seqlens, cache_leftpad, length, new, capacity, LENS: tl.constexpr, LEFTPAD: tl.constexpr):
+    """(first key, length before the new keys, length with them), in positions of the cache."""
+    before = length
+    if LENS:
+        before = tl.load(cache_seqlens + b)
+    before = tl.minimum(tl.maximum(before, 0), capacity)
+    first = tl.full((), 0, tl.int32)
+    if LEFTPAD:
+        first = tl.maximum(tl.load(cache_leftpad + b), 0)
+    return first, before, tl.minimum(before + new, capacity)
+
+
+@triton.jit
+def split_range(split, splits, lo, hi, N: tl.constexpr, SPLIT_KEYS: tl.constexpr, MIN_BLOCKS: tl.constexpr):
+    """Keys [start, stop) of one split, and how many splits of [lo, hi) hold any key. `start` is a multiple of N.
+
+    SPLIT_KEYS > 0: boundaries are multiples of it, so where a split ends depends on nothing but the sequence itself.
+    Otherwise the blocks are dealt out evenly over the `splits` there are, at least MIN_BLOCKS to each.
+    """
+    some = hi > lo
+    if SPLIT_KEYS > 0:
+        first = lo // SPLIT_KEYS
+        used = tl.where(some, tl.cdiv(hi, SPLIT_KEYS) - first, 0)
+        start = (first + split) * SPLIT_KEYS
+        stop = tl.minimum(start + SPLIT_KEYS, hi)
+        start = tl.maximum(start, lo // N * N)
+    else:
+        first = lo // N
+        blocks = tl.where(some, tl.cdiv(hi, N) - first, 0)
+        each = tl.maximum(tl.cdiv(blocks, splits), MIN_BLOCKS)
+        used = tl.cdiv(blocks, each)
+        start = (first + split * each) * N
+        stop = tl.minimum(start + each * N, hi)
+    return start, stop, used
+
+
+@triton.jit
+def cache_rows(cols, seen, page, batch_row, s_page, s_token, PAGE: tl.constexpr):
+    """Element offsets (int64) of the keys `cols` in a tensor (pages, page, ...) or (batch, seqlen, ...)."""
+    if PAGE > 0:
+        return page * s_page + (cols % PAGE).to(tl.int64) * s_token
+    return batch_row * s_page + cols.to(tl.int64) * s_token
+
+
+@triton.jit
+def widen(x, DTYPE: tl.constexpr):
+    """A tile of the cache in the dtype that products are made in."""
+    wide = x.to(DTYPE)
+    if _INTERPRET and x.dtype == tl.float8e4nv:  # the interpreter takes the NaN of e4m3 for 480
+        wide = tl.where((x.to(tl.uint8, bitcast=True) & 0x7F) == 0x7F, float("nan"), wide)
+    return wide
+
+
+@triton.jit
+def page_of(table, j, cols, seen, hi, N: tl.constexpr, PAGE: tl.constexpr):
+    """Page numbers of the keys `cols`: one for all where a block never leaves its page. Entries not seen: page 0."""
+    if PAGE == 0:
+        page = cols.to(tl.int64)  # not used
+    elif PAGE % N == 0:
+        page = tl.load(table + j // PAGE, mask=j < hi, other=0).to(tl.int64)
+    else:
+        page = tl.load(table + cols // PAGE, mask=seen, other=0).to(tl.int64)
+    return page
+
+
+@triton.jit
+def merge_splits(o_parts, lse_parts, first_part, used, R: tl.constexpr, DV: tl.constexpr, CHUNK: tl.constexpr):
+    """Merge `used` partial results of one tile: o (used, R, DV) and base-2 lse (used, R), contiguous, float32.
+
+    In ascending order whoever arrived last, so the bits are the same in every run. Returns o (R, DV), lse (R), base 2.
+    Loads bypass the first-level cache: other processors have written what is read here.
+    """
+    r = tl.arange(0, R)
+    d = tl.arange(0, DV)
+    m = tl.full([R], float("-inf"), tl.float32)
+    total = tl.zeros([R], tl.float32)
+    acc = tl.zeros([R, DV], tl.float32)
+    for c in range(0, used, CHUNK):
+        s = c + tl.arange(0, CHUNK)
+        here = s < used
+        rows = (first_part + s)[:, None].to(tl.int64) * R + r[None, :]
+        lse = tl.load(lse_parts + rows, mask=here[:, None], other=float("-inf"), cache_modifier=".cg")
+        o = tl.load(
+            o_parts + rows[:, :, None] * DV + d[None, None, :], mask=here[:, None, None], other=0.0,
+            cache_modifier=".cg",
+        )  # fmt: skip
+        m_new = tl.maximum(m, tl.max(lse, 0))
+        m_use = tl.where(m_new == float("-inf"), 0.0, m_new)
+        weight = tl.exp2(lse - m_use[None, :])
+        alpha = tl.exp2(m - m_use)
+        total = total * alpha + tl.sum(weight, 0)
+        acc = acc * alpha[:, None] + tl.sum(o * weight[:, :, None], 0)
+        m = m_new
+    safe = tl.where(total == 0.0, 1.0, total)
+    return acc / safe[:, None], m + tl.log2(safe)

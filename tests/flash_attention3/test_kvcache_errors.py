@@ -1,0 +1,167 @@
+"""What `flash_attn_with_kvcache` refuses and how it says so; names, aliases, compilers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from gpu_accel.errors import HardwareError, InvalidInputError, UnsupportedError
+from gpu_accel.flash_attention3 import flash_attn_with_kvcache
+from gpu_accel.flash_attention3.kvcache import kvcache_op
+from gpu_accel.testing.kvcache import make
+
+INT = torch.int32
+
+
+def call(changes=None, **options):
+    return flash_attn_with_kvcache(**make(poison=False, **options) | (changes or {}))
+
+
+def q(*shape, **options):
+    return torch.zeros(*shape, **{"dtype": torch.bfloat16} | options)
+
+
+PAGED = {"page": 8}
+WRONG = {
+    "q-list": ({"q": [1]}, {}, "q must be a torch.Tensor"),
+    "q-rank": ({"q": q(4, 32)}, {}, "batch, seqlen_q, heads, head_dim"),
+    "q-integers": ({"q": q(2, 1, 4, 32, dtype=INT)}, {}, "q must be float16"),
+    "heads": ({"q": q(2, 1, 5, 32)}, {}, "multiple of those of the cache"),
+    "head-dim": ({"q": q(2, 1, 4, 40)}, {}, "one head_dim"),
+    "head-dim-7": ({"q": q(2, 1, 4, 7), "k_cache": q(2, 64, 2, 7)}, {}, "multiple of 8"),
+    "batch": ({"q": q(3, 1, 4, 32)}, {}, "give cache_batch_idx"),
+    "cache-dtype": ({"k_cache": q(2, 64, 2, 32, dtype=torch.float16)}, {}, "k_cache must have the dtype of q"),
+    "cache-dtypes": ({"k_cache": q(2, 64, 2, 32, dtype=torch.int8)}, {}, "one dtype"),
+    "cache-shapes": ({"k_cache": q(2, 63, 2, 32)}, {}, "agree in all but head_dim"),
+    "cache-strides": ({"k_cache": q(2, 64, 32, 2).transpose(2, 3)}, {}, "last stride 1"),
+    "no-key-heads": ({"k_cache": q(2, 64, 0, 32), "v_cache": q(2, 64, 0, 32)}, {}, "multiple of those"),
+    "lengths-int64": ({"cache_seqlens": torch.zeros(2, dtype=torch.int64)}, {}, r"to\(torch.int32\)"),
+    "lengths-shape": ({"cache_seqlens": torch.zeros(3, dtype=INT)}, {}, r"shape \(2,\)"),
+    "lengths-too-long": ({"cache_seqlens": torch.tensor([3, 65], dtype=INT)}, {}, r"cache_seqlens\[1\] is 65"),
+    "length-too-long": ({"cache_seqlens": 65}, {}, "from 0 to the capacity"),
+    "length-bool": ({"cache_seqlens": True}, {}, "from 0 to the capacity"),
+    "no-room": ({"cache_seqlens": torch.tensor([3, 63], dtype=INT)}, {"new": 2}, "2 tokens are appended"),
+    "no-lengths": ({"cache_seqlens": None}, {"new": 2}, "where they are written"),
+    "k-without-v": ({"v": None}, {"new": 2}, "k was given without v"),
+    "new-shape": ({"k": q(2, 2, 3, 32)}, {"new": 2}, "seqlen_new"),
+    "new-dtype": ({"v": q(2, 2, 2, 32, dtype=torch.float16)}, {"new": 2}, "v must have the dtype of q"),
+    "table-int64": ({"page_table": torch.zeros(2, 8, dtype=torch.int64)}, PAGED, "page_table must be int32"),
+    "table-batch": ({"page_table": torch.zeros(3, 8, dtype=INT)}, PAGED, "page_table must be of shape"),
+    "table-rank": ({"page_table": torch.zeros(16, dtype=INT)}, PAGED, "pages of a sequence"),
+    "table-page": ({"page_table": torch.full((2, 8), 99, dtype=INT)}, PAGED, "uses page 99, the cache has 17"),
+    "table-negative": ({"page_table": torch.full((2, 8), -1, dtype=INT)}, PAGED, "uses page -1"),
+    "two-tables": ({"block_table": torch.zeros(2, 8, dtype=INT)}, PAGED, "two names of one argument"),
+    "page-size-0": ({"k_cache": q(9, 0, 2, 32), "v_cache": q(9, 0, 2, 32)}, PAGED, "page size"),
+    "rows-with-pages": ({"cache_batch_idx": torch.zeros(2, dtype=INT)}, PAGED, "without pages"),
+    "row": ({"cache_batch_idx": torch.tensor([0, 2], dtype=INT)}, {}, "the cache has 2 rows"),
+    "row-twice": ({"cache_batch_idx": torch.tensor([1, 1], dtype=INT)}, {"new": 1}, "names a row twice"),
+    "leftpad": ({"cache_leftpad": torch.tensor([0, 62], dtype=INT)}, {}, r"cache_leftpad\[1\] is 62"),
+    "rotary-alone": ({"rotary_cos": torch.zeros(64, 8)}, {"new": 1}, "go together"),
+    "rotary-no-k": ({"rotary_cos": torch.zeros(64, 8), "rotary_sin": torch.zeros(64, 8)}, {}, "need k and v"),
+    "rotary-short": (dict.fromkeys(("rotary_cos", "rotary_sin"), torch.zeros(63, 8)), {"new": 1}, "63 positions"),
+    "rotary-wide": (dict.fromkeys(("rotary_cos", "rotary_sin"), torch.zeros(64, 20)), {"new": 1}, "multiple of 8"),
+    "sinks": ({"sinks": torch.zeros(2)}, {}, r"sinks must be \(4,\)"),
+    "splits": ({"num_splits": -1}, {}, "num_splits"),
+    "scale": ({"softmax_scale": 0.0}, {}, "softmax_scale"),
+    "softcap": ({"softcap": -1.0}, {}, "softcap"),
+    "window": ({"window_size": 3}, {}, "pair"),
+    "causal": ({"causal": 1}, {}, "True or False"),
+    "descale-without-use": ({"k_descale": torch.ones(2)}, {}, "8 or 4 bits"),
+    "descale-shape": ({"k_descale": torch.ones(7)}, {"kind": "e4m3"}, r"must be \(\), \(heads_kv,\)"),
+    "descale-dtype": ({"k_descale": torch.ones(2).double()}, {"kind": "e4m3"}, "float32"),
+    "descale-kinds": ({"k_descale": torch.ones(2, 64, 2)}, {"kind": "e4m3"}, "one kind"),
+    "descale-shared": (
+        dict.fromkeys(("k_descale", "v_descale"), torch.ones(2, 64, 1)), {"kind": "e4m3", "new": 1}, "shared by heads",
+    ),
+    "out": ({"out": q(2, 1, 4, 40)}, {}, "out must be"),
+    "backend": ({"backend": "cuda"}, {}, "backend must be one of"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "options", "message"), WRONG.values(), ids=WRONG.keys())
+def test_wrong_arguments(changes, options, message):
+    with pytest.raises(InvalidInputError, match=message):
+        call(changes, **options)
+
+
+def test_what_there_is_no_kernel_for():
+    with pytest.raises(UnsupportedError, match="bound by memory"):
+        call({"backend": "hopper"})
+    with pytest.raises(UnsupportedError, match="head_dim 264 is above 256"):
+        call({"backend": "portable"}, dim=264)
+    with pytest.raises(UnsupportedError, match="power of two"):
+        call({"backend": "portable"}, dim=48, kind="int4", granularity="token", groups=2)
+    with pytest.raises(UnsupportedError, match="float64"):
+        call({"backend": "portable"}, dtype=torch.float64)
+    with pytest.raises(UnsupportedError, match="no backward"):
+        call({"q": q(2, 1, 4, 32).requires_grad_()})
+    assert call(dtype=torch.float64).dtype == torch.float64  # auto takes the reference on a CPU
+
+
+def test_without_interpreter_the_way_out_is_named():
+    code = """
+import torch
+from gpu_accel.flash_attention3 import flash_attn_with_kvcache
+q, c = torch.randn(1, 1, 2, 16), torch.randn(1, 8, 2, 16)
+assert flash_attn_with_kvcache(q, c, c).shape == q.shape
+try:
+    flash_attn_with_kvcache(q, c, c, backend="portable")
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=_environment(), capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith(HardwareError.__name__) and "TRITON_INTERPRET=1" in done.stdout, done.stderr
+
+
+def _environment() -> dict[str, str]:
+    import os
+
+    kept = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"}
+    return kept | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+
+
+def test_names_of_flash_attn():
+    a = make(page=8, lengths=[20, 9], poison=False)
+    o, lse = flash_attn_with_kvcache(**a, return_lse=True)
+    a["block_table"] = a.pop("page_table")
+    again, again_lse = flash_attn_with_kvcache(**a, return_softmax_lse=True)
+    assert torch.equal(o, again) and torch.equal(lse, again_lse) and lse.shape == (2, 4, 1)
+
+
+def test_given_output():
+    a = make(lengths=[20, 9])
+    out = torch.full((2, 3, 4, 40), 7.0, dtype=torch.bfloat16)[:, 1:2, :, :32]
+    assert flash_attn_with_kvcache(**a, out=out) is out
+    assert torch.equal(out, flash_attn_with_kvcache(**a))
+
+
+def test_compiles_as_one_graph():
+    a = make(new=1, lengths=[20, 9], poison=False, seqlen_q=1)
+    caches = a.pop("k_cache"), a.pop("v_cache")
+    plain, compiled = ([x.clone() for x in caches] for _ in range(2))
+
+    def step(q, k_cache, v_cache, k, v, cache_seqlens):
+        return flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=cache_seqlens, causal=True) * 2
+
+    with torch.no_grad():
+        expected = step(a["q"], *plain, a["k"], a["v"], a["cache_seqlens"])
+        found = torch.compile(step, fullgraph=True, backend="aot_eager")(
+            a["q"], *compiled, a["k"], a["v"], a["cache_seqlens"]
+        )
+    assert torch.equal(found, expected)
+    assert all(torch.equal(x, y) for x, y in zip(plain, compiled, strict=True))
+
+
+def test_the_op_is_sound():
+    a = make(new=1, lengths=[20, 9], poison=False)
+    o, lse = torch.empty_like(a["q"]), torch.empty(2, 4, 1)
+    arguments = (
+        o, lse, a["k_cache"], a["v_cache"], None, None, a["q"], a["k"], a["v"], None, None, True, a["cache_seqlens"], 0,
+        None, None, None, 0.2, -1, -1, 0.0, None, 0, False, "reference",
+    )  # fmt: skip
+    torch.library.opcheck(
+        kvcache_op, arguments, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_static")
+    )
