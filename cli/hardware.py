@@ -31,7 +31,7 @@ def list_profiles(json_: JsonOption = False, output_: OutputOption = None) -> No
         peaks = [number(one.peaks[dtype].value) if dtype in one.peaks else "" for dtype in ("bf16", "fp8", "fp4")]
         made.add_row(
             f"[bold]{one.name}[/]", plain(one.title), f"{one.architecture} {one.capability}", str(one.sm_count or ""),
-            *peaks, f"{one.memory_gb:g} GB", f"{one.bandwidth_gbs:g} GB/s", f"{one.power_w:g} W",
+            *peaks, f"{one.memory_gb:g} GB", f"{one.bandwidth_gbs:g} GB/s", f"{one.power_w:g} W" if one.power_w else "",
         )  # fmt: skip
     out().print(made)
     out().print("Dense peaks in TFLOP/s. Their sources: gpu-accel hardware show PROFILE", style="dim")

@@ -61,7 +61,11 @@ def tma_refusal(*tensors: Tensor) -> str | None:
 
 @functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+    """The compute capability; (8, 0) on ROCm, where nothing was tried.
+
+    ROCm counts alike (gfx942 is (9, 4)) but has neither TMA nor wgmma: it gets the plain kernels, without FP8.
+    """
+    return (8, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
 
 
 def descriptor(x: Tensor, rows: int, cols: int) -> TensorDescriptor:

@@ -206,7 +206,7 @@ def refuse(problem: Problem) -> str | None:
             "CPU tensors need Triton's interpreter: set TRITON_INTERPRET=1 before gpu_accel is imported, "
             "move the tensors to a GPU, or use backend='reference'"
         )
-    if problem.device_type not in ("cpu", "cuda"):
+    if problem.device_type not in ("cpu", "cuda", "xpu"):  # xpu, Intel: meant to run, not tried
         return f"device {problem.device_type!r} is not one that Triton compiles for here"
     if problem.dtype not in FLOAT_DTYPES or problem.dtype == torch.float64:
         return f"dtype {problem.dtype} is not float16, bfloat16 or float32"

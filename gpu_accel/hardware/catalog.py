@@ -22,7 +22,7 @@ SPEC_UNITS: Mapping[str, str] = MappingProxyType(
     {
         "memory": "GB",
         "memory_bandwidth": "GB/s",
-        "sm_count": "1",  # SMs, or compute units of AMD
+        "sm_count": "1",  # SMs, compute units of AMD, Xe cores of Intel
         "shared_per_sm": "KiB",
         "shared_per_block": "KiB",  # the most that one block may ask for
         "registers_per_sm": "KiB",
@@ -104,7 +104,7 @@ class Profile:
     title: str
     vendor: str
     architecture: str
-    capability: str  # "9.0", or an LLVM target such as "gfx942" for AMD
+    capability: str  # "9.0", an LLVM target such as "gfx942" for AMD, the architecture ("xe-hpc") for Intel
     introduced: str  # year and month of the vendor's announcement
     device_names: tuple[str, ...]  # as the driver reports them
     aliases: tuple[str, ...] = ()
@@ -140,8 +140,9 @@ class Profile:
         return self.spec["memory_bandwidth"].value
 
     @property
-    def power_w(self) -> float:
-        return self.spec["power"].value
+    def power_w(self) -> float | None:
+        """Limit of the board or module; None where the system sets it."""
+        return self.value("power")
 
     @property
     def sm_count(self) -> int | None:
@@ -240,7 +241,7 @@ def _quantities(
 
 def _check(file: str, made: Profile) -> None:
     for key in ("memory", "memory_bandwidth", "power"):
-        if key not in made.spec:
+        if key not in made.spec and not (key == "power" and key in made.absent):
             raise InvalidInputError(f"{file}: spec.{key} is missing")
     for key in made.absent:
         if key in made.spec or key in made.peaks or key not in {*SPEC_UNITS, *PEAK_UNITS}:

@@ -32,6 +32,12 @@ def report(name, capability="9.0", gib=79.18, sms=132):
         ("NVIDIA GeForce RTX 4090", "8.9", 23.5, 128, "rtx-4090"),
         ("AMD Instinct MI300X", "gfx942", 191.7, 304, "mi300x"),
         ("AMD Radeon Graphics", "gfx942", 191.7, 304, "mi300x"),
+        ("AMD Radeon Graphics", "gfx942", 255.7, 304, "mi325x"),
+        ("AMD Instinct MI350X", "gfx950", 287.7, 256, "mi350x"),
+        ("NVIDIA H800 PCIe", "9.0", 79.2, 114, "h800-pcie"),
+        ("NVIDIA GH200 480GB", "9.0", 94.5, 132, "gh200-96gb"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "12.0", 95.0, 188, "rtx-pro-6000"),
+        ("Intel(R) Data Center GPU Max 1550", "xe-hpc", 122.0, 128, "max-1550"),
     ],
 )
 def test_known_gpus(name, capability, gib, sms, expected):
@@ -73,3 +79,79 @@ def test_detect_asks_torch(monkeypatch):
     assert found is not None and found.slug == "mi300x" and found.exact
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert detect() is None
+
+
+def test_a_gh200_with_144_gb_is_no_gh200_with_96():
+    found = report("NVIDIA GH200 480GB", gib=141.0)
+    assert found.profile is not None and not found.exact and "151 GB of memory, not 96" in found.note
+
+
+def test_a_clock_is_remarked_on_and_decides_nothing():
+    one = match(index=0, name="NVIDIA H100 80GB HBM3", capability="9.0", memory_gb=85.0, sm_count=132, clock_mhz=1755.0)
+    assert one.exact and "1755 MHz, not 1980" in one.note
+    assert match(index=0, name="NVIDIA H100 80GB HBM3", capability="9.0", memory_gb=85.0, sm_count=132,
+                 clock_mhz=1980.0).note == ""  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "architecture"),
+    [
+        ("NVIDIA H20", "9.0", "Hopper"),
+        ("NVIDIA A10", "8.6", "Ampere"),
+        ("Tesla V100-SXM2-32GB", "7.0", "Volta"),
+        ("NVIDIA B300 SXM6 AC", "10.3", "Blackwell Ultra"),
+        ("AMD Radeon RX 7900 XTX", "gfx1100", "unknown"),
+    ],
+)
+def test_a_gpu_without_a_profile_still_has_an_architecture(name, capability, architecture):
+    found = report(name, capability, sms=1)
+    assert found.profile is None and found.architecture == architecture == found.as_dict()["architecture"]
+
+
+@pytest.mark.parametrize(
+    ("name", "slices", "memory", "profile", "capability"),
+    [
+        ("Intel(R) Data Center GPU Max 1550", 128, 131e9, "max-1550", "xe-hpc"),
+        ("Intel(R) Arc(TM) B580 Graphics", 20, 12e9, None, "xe2"),
+        ("Intel(R) Arc(TM) A770 Graphics", 32, 16e9, None, "xe"),
+    ],
+)
+def test_a_torch_for_intel_is_seen(monkeypatch, name, slices, memory, profile, capability):
+    torch = pytest.importorskip("torch")
+    card = types.SimpleNamespace(name=name, total_memory=memory, gpu_subslice_count=slices)
+    xpu = types.SimpleNamespace(is_available=lambda: True, device_count=lambda: 1,
+                                get_device_properties=lambda index: card)  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch, "xpu", xpu)
+    found = detect()
+    assert found is not None and (found.platform, found.capability) == ("xpu", capability)
+    assert (found.profile.name if found.profile else None) == profile and "untested" in found.untested
+    with pytest.raises(HardwareError, match="ONEAPI_DEVICE_SELECTOR"):
+        detect(1)
+
+
+def test_a_rocm_card_is_never_taken_for_hopper(monkeypatch):
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    from gpu_accel.flash_attention3 import launch
+
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
+    launch.capability.cache_clear()
+    try:
+        assert launch.capability(torch.device("cuda", 0)) == (8, 0)
+    finally:
+        launch.capability.cache_clear()
+
+
+def test_the_plain_kernels_take_an_intel_tensor():
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    from gpu_accel.flash_attention3 import backends
+    from gpu_accel.flash_attention3.problem import Problem
+
+    sizes = dict(batch=1, seqlen_q=64, seqlen_k=64, heads=2, heads_kv=2, head_dim=64, head_dim_v=64)
+    mask = dict(causal=False, window_left=-1, window_right=-1, softcap=0.0, varlen=False)
+    problem = Problem(device_type="xpu", capability=None, dtype=torch.bfloat16, **sizes, **mask)
+    assert backends.refusal("portable", "forward", problem) is None
+    assert "NVIDIA" in backends.refusal("hopper", "forward", problem)
