@@ -15,9 +15,16 @@ from typing import Any
 
 _WHERE = {
     "Format": "formats",
+    "QuantizedTensor": "tensor",
+    "SCHEMES": "schemes",
+    "Scheme": "schemes",
     "decode": "formats",
     "encode": "formats",
     "number_format": "formats",
+    "quantize": "quantize",
+    "scheme": "schemes",
+    "swizzle_scales": "scales",
+    "unswizzle_scales": "scales",
 }
 __all__ = list(_WHERE)
 

@@ -185,16 +185,21 @@ def encode(
     if (seed is None) == (rounding == "stochastic"):
         raise InvalidInputError("stochastic rounding needs a seed, and nothing else takes one")
     if not x.is_floating_point() or x.dtype == torch.float64:
-        raise InvalidInputError(f"x must be float32 or narrower, got {x.dtype}: round a wider type in one step yourself")
+        raise InvalidInputError(f"x must be float32 or narrower, got {x.dtype}: round wider ones in one step yourself")
     if fmt.name == "e8m0":
         if rounding != "nearest":
             raise InvalidInputError("scales in e8m0 are not rounded stochastically")
         return encode_e8m0(x, rounding="nearest", saturate=saturate)
     if not saturate and fmt.nan_code is None:
         raise InvalidInputError(f"{fmt.name} has neither Inf nor NaN: only saturate=True can be done")
+    words = None if seed is None else random_words(x.numel(), seed, stream, x.device).view(x.shape)
+    return encode_with(x, fmt, saturate=saturate, words=words)
+
+
+def encode_with(x: Tensor, fmt: Format, *, saturate: bool, words: Tensor | None) -> Tensor:
+    """`encode` with the random words (int64, the shape of x) given, or to nearest without; nothing is checked."""
     raw = x.float().contiguous().view(torch.int32)
     size = raw & 0x7FFFFFFF
-    words = None if seed is None else random_words(x.numel(), seed, stream, x.device).view(x.shape)
     code = _round_magnitude(size, fmt, words)
     # beyond the largest number
     over = (code > fmt.largest_code) | (size == _INF_BITS)
