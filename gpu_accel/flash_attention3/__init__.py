@@ -14,10 +14,11 @@ from typing import Any
 
 _WHERE = {
     "FlashAttention3": "modules",
-    "Explanation": "api",
-    "explain": "api",
+    "Explanation": "explanation",
+    "explain": "explanation",
     "flash_attn_func": "api",
     "flash_attn_varlen_func": "api",
+    "modifier": "modifiers",
     "flash_attention_3_forward": "modules",
     "flash_attention_3_backward": "modules",
     "fp8_attention": "fp8",

@@ -11,23 +11,20 @@ double backward, and of the transforms of torch.func only vmap (one call after t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gpu_accel.errors import InvalidInputError
-from gpu_accel.flash_attention3 import config as configs
-from gpu_accel.flash_attention3 import function
-from gpu_accel.flash_attention3.backends import BACKENDS, check_name, choose, module, refusal
-from gpu_accel.flash_attention3.launch import tma_refusal
+from gpu_accel.flash_attention3 import featured, function
+from gpu_accel.flash_attention3.backends import check_name
+from gpu_accel.flash_attention3.features import check_features
 from gpu_accel.flash_attention3.problem import (
-    Problem,
     check_flag,
     check_packed,
     check_scalars,
     check_tensors,
-    effective_window,
     normalise_window,
 )
 
@@ -55,11 +52,20 @@ def flash_attn_func(
     causal: bool = False,
     window_size: Window = (-1, -1),
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    score_mod: Any = None,
+    score_mod_grad: Any = None,
+    mask_mod: Any = None,
+    aux_tensors: Sequence[Tensor] = (),
+    block_mask: Any = None,
     deterministic: bool = False,
+    batch_invariant: bool = False,
     return_lse: bool = False,
     return_attn_probs: bool = False,
+    return_max_logits: bool = False,
     backend: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Exact attention, differentiable, in memory linear in the sequence length.
 
     Args:
@@ -72,14 +78,30 @@ def flash_attn_func(
         window_size: (left, right) keys seen beside that diagonal, both ends included; -1 or None is no bound.
             A model's sliding window of w keys that includes the query itself is (w - 1, 0).
         softcap: scores become softcap * tanh(score / softcap); 0 is off.
+        sinks: (heads,) logits, learnable, of any floating-point dtype: one more term exp(sinks[h]) in the denominator
+            of each softmax (gpt-oss; FlashAttention-4's learnable_sink). Part of lse.
+        alibi_slopes: float32 (heads,) or (batch, heads): adds -slope * |i + seqlen_k - seqlen_q - j| to the score of
+            query i and key j, after the soft cap.
+        score_mod: FlexAttention's (score, b, h, q_idx, kv_idx, *aux_tensors) -> score as a `@triton.jit` function on
+            tiles, see `modifiers.py`; after soft cap and ALiBi. Its gradient is
+            score_mod_grad: (grad, score, b, h, q_idx, kv_idx, *aux_tensors) -> gradient of the score that was given.
+        mask_mod: FlexAttention's (b, h, q_idx, kv_idx, *aux_tensors) -> seen or not, likewise; joins causal and window.
+        aux_tensors: contiguous tensors that both may read; they get no gradient.
+        block_mask: torch's BlockMask: blocks that it does not list are never touched, `mask_mod` (which has to say the
+            same as the Python one that the mask was built from) is applied to partial blocks only.
         deterministic: only take a backward that gives the same bits every time (the portable one always does).
+        batch_invariant: the bits of a row depend on its own sequence only: not on the batch size, on the sequences
+            beside it, or on how far they are padded. Only takes kernels that promise it.
         return_lse, return_attn_probs: also return the log-sum-exp; the second is flash-attn's name for it.
+        return_max_logits: also return the largest score of each head that any row of the batch sees (for QK-clip),
+            (heads,) float32, as the softmax sees it: scaled, capped, biased and modified. No gradient.
         backend: "auto", "hopper", "portable" or "reference". A named backend without a backward for this problem
             leaves the gradients to "auto"; :func:`explain` tells which.
 
     Returns:
         o (batch, seqlen_q, heads, head_dim_v) of the dtype of q; with `return_lse` also lse (batch, heads, seqlen_q),
-        float32, natural logarithm, differentiable. Rows that see no key: o 0, lse -inf, gradients 0.
+        float32, natural logarithm, differentiable; with `return_max_logits` the maxima last. Rows that see no key: o 0,
+        lse -inf (with sinks: the sink), gradients 0.
 
     Raises:
         InvalidInputError: wrong shape, dtype, device or value. UnsupportedError: valid, but no kernel for it.
@@ -91,7 +113,19 @@ def flash_attn_func(
     deterministic = check_flag("deterministic", deterministic)
     check_name(backend)
     left, right = normalise_window(window_size, causal)
-    if function.nobody_watches(q, k, v):
+    features = check_features(
+        q, k, v, batch=q.shape[0], varlen=False, window_left=left, window_right=right, sinks=sinks,
+        alibi_slopes=alibi_slopes, score_mod=score_mod, score_mod_grad=score_mod_grad, mask_mod=mask_mod,
+        aux_tensors=aux_tensors, block_mask=block_mask, return_max_logits=return_max_logits,
+        batch_invariant=batch_invariant,
+    )  # fmt: skip
+    maxima: list[Tensor] = []
+    if features is not None:
+        o, lse, *maxima = featured.attention(
+            q, k, v, features, softmax_scale=scale, window_left=left, window_right=right, softcap=softcap,
+            deterministic=deterministic, backend=backend,
+        )  # fmt: skip
+    elif function.nobody_watches(q, k, v):
         o, lse = function.run_forward(
             q, k, v, backend, softmax_scale=scale, window_left=left, window_right=right, softcap=softcap
         )
@@ -99,7 +133,12 @@ def flash_attn_func(
         o, lse = function.flash_attention_forward(
             q, k, v, scale, left, right, softcap, deterministic, backend
         )
-    return (o, lse) if return_lse or return_attn_probs else o
+    return _results(o, lse, maxima, return_lse or return_attn_probs, return_max_logits)
+
+
+def _results(o: Tensor, lse: Tensor, maxima: Sequence[Tensor], with_lse: bool, with_maxima: bool):
+    results = (o, *((lse,) if with_lse else ()), *(maxima if with_maxima else ()))
+    return results if len(results) > 1 else o
 
 
 def flash_attn_varlen_func(
@@ -117,12 +156,21 @@ def flash_attn_varlen_func(
     causal: bool = False,
     window_size: Window = (-1, -1),
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    score_mod: Any = None,
+    score_mod_grad: Any = None,
+    mask_mod: Any = None,
+    aux_tensors: Sequence[Tensor] = (),
+    block_mask: Any = None,
     deterministic: bool = False,
+    batch_invariant: bool = False,
     return_lse: bool = False,
     return_attn_probs: bool = False,
+    return_max_logits: bool = False,
     backend: str = "auto",
     validate: bool | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """:func:`flash_attn_func` for sequences packed one behind the other.
 
     Args:
@@ -132,6 +180,8 @@ def flash_attn_varlen_func(
         max_seqlen_q, max_seqlen_k: not needed, since the kernels find their sequence themselves; checked when given and
             values are validated.
         seqused_q, seqused_k: (batch,) int32: only so many rows of each sequence count.
+        sinks, alibi_slopes, score_mod, mask_mod ...: as there, with b the sequence and indices counted inside it; there
+            is no block_mask for packed sequences.
         validate: read and check the values of cu_seqlens and seqused, which waits for the device. Default: only for CPU
             tensors, so that CUDA graphs and torch.compile work.
 
@@ -149,137 +199,22 @@ def flash_attn_varlen_func(
     deterministic = check_flag("deterministic", deterministic)
     check_name(backend)
     left, right = normalise_window(window_size, causal)
-    o, lse = function.flash_attention_varlen_forward(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-        scale, left, right, softcap, deterministic, backend,
+    features = check_features(
+        q, k, v, batch=cu_seqlens_q.shape[0] - 1, varlen=True, window_left=left, window_right=right, sinks=sinks,
+        alibi_slopes=alibi_slopes, score_mod=score_mod, score_mod_grad=score_mod_grad, mask_mod=mask_mod,
+        aux_tensors=aux_tensors, block_mask=block_mask, return_max_logits=return_max_logits,
+        batch_invariant=batch_invariant,
     )  # fmt: skip
-    return (o, lse) if return_lse or return_attn_probs else o
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """What a call would run and why. `print()` it."""
-
-    problem: Problem
-    backend: str
-    kernel: str
-    config: str
-    path: str
-    backward: str
-    backward_config: str
-    refused: dict[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        lines = [
-            f"attention  {self.problem}",
-            f"forward    {self.backend}: {self.kernel}",
-            *([f"  tiles    {self.config}"] if self.config else []),
-            *([f"  path     {self.path}"] if self.path else []),
-            f"backward   {self.backward}",
-            *([f"  tiles    {self.backward_config}"] if self.backward_config else []),
-            *(f"not taken  {name}: {why}" for name, why in self.refused.items()),
-            *(f"note       {note}" for note in self.notes),
-        ]
-        return "\n".join(lines)
-
-
-def explain(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float = 0.0,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    deterministic: bool = False,
-    backend: str = "auto",
-) -> Explanation:
-    """Which backend, kernel, tiles and memory path a call with these arguments takes, and why the others were refused.
-
-    Runs nothing; raises what the call itself would raise.
-    """
-    q, k, v = autocasted(q, k, v)
-    varlen = cu_seqlens_q is not None
-    if varlen != (cu_seqlens_k is not None):
-        given, missing = ("cu_seqlens_q", "cu_seqlens_k") if varlen else ("cu_seqlens_k", "cu_seqlens_q")
-        raise InvalidInputError(f"{given} was given without {missing}: packed sequences need both")
-    check_tensors(q, k, v, varlen=varlen)
-    if varlen:
-        check_packed(q, k, cu_seqlens_q, cu_seqlens_k, None, None, None, None, values=False)
-    _, softcap = check_scalars(q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale, softcap)
-    deterministic = check_flag("deterministic", deterministic)
-    check_name(backend)
-    left, right = normalise_window(window_size, causal)
-    problem = function.problem_of(
-        q, k, v, window_left=left, window_right=right, softcap=softcap, cu_seqlens_q=cu_seqlens_q,
-        deterministic=deterministic, requires_grad=any(x.requires_grad for x in (q, k, v)),
-    )  # fmt: skip
-    if q.is_meta:  # the call gives empty outputs whatever the backend: it knows shapes only
-        nothing = "shapes only: meta tensors hold no values"
-        return Explanation(problem, "none", nothing, "", "", f"none: {nothing}", "")
-    name, refused = choose(problem, backend, "forward")
-    for other in BACKENDS:
-        if other != name and other not in refused:
-            why = refusal(other, "forward", problem)
-            refused[other] = why or ("not asked for" if backend != "auto" else f"{name} comes first")
-    notes = [
-        f"the last stride of {n} is {x.stride(-1)}, not 1: it is copied once"
-        for n, x in (("q", q), ("k", k), ("v", v))
-        if function.unit_last_stride(x) is not x
-    ]
-    found = module(BACKENDS[name], "forward")
-    config, path = "", ""
-    if name == "portable":
-        config, path = _portable_choice(problem, q, k, v)
-    elif found is not None and hasattr(found, "describe"):
-        config = str(found.describe(problem))
-    back, _ = choose(problem, backend, "backward")
-    back_module = module(BACKENDS[back], "backward")
-    back_config = ""
-    if back == "portable":
-        back_config = _portable_backward_choice(problem, q.device)
-    elif back_module is not None and hasattr(back_module, "describe"):
-        back_config = str(back_module.describe(problem))
-    if problem.causal and not varlen and problem.seqlen_q > problem.seqlen_k:
-        notes.append(f"the first {problem.seqlen_q - problem.seqlen_k} rows see no key: o 0, lse -inf")
-    return Explanation(
-        problem=problem,
-        backend=name,
-        kernel=getattr(found, "KERNEL", name),
-        config=config,
-        path=path,
-        backward=f"{back}: {getattr(back_module, 'KERNEL', back)}",
-        backward_config=back_config,
-        refused=refused,
-        notes=tuple(notes),
-    )
-
-
-def _lookup(problem: Problem, pass_: str, device: torch.device) -> configs.Config:
-    right = problem.window_right
-    if not problem.varlen:
-        _, right = effective_window(problem.window_left, right, problem.seqlen_q, problem.seqlen_k)
-    return configs.lookup(
-        pass_, problem.dtype, problem.head_dim, problem.head_dim_v, causal=right == 0, seqlen_q=problem.seqlen_q,
-        varlen=problem.varlen, device=device,
-    )  # fmt: skip
-
-
-def _portable_choice(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[str, str]:
-    config = _lookup(problem, "forward", q.device)
-    q, k, v = (function.unit_last_stride(x) for x in (q, k, v))
-    why = tma_refusal(*((x.unsqueeze(0) if problem.varlen else x) for x in (q, k, v)))
-    path = "tma" if why is None else f"pointer ({why})"
-    return f"{config} ({config.source}; {config.measured})", path
-
-
-def _portable_backward_choice(problem: Problem, device: torch.device) -> str:
-    parts = []
-    for pass_ in ("backward_dkdv", "backward_dq"):
-        config = _lookup(problem, pass_, device)
-        parts.append(f"{pass_.removeprefix('backward_')} {config} ({config.source}; {config.measured})")
-    return ", ".join(parts)
+    maxima: list[Tensor] = []
+    if features is not None:
+        o, lse, *maxima = featured.attention(
+            q, k, v, features, softmax_scale=scale, window_left=left, window_right=right, softcap=softcap,
+            deterministic=deterministic, backend=backend, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+            seqused_q=seqused_q, seqused_k=seqused_k,
+        )  # fmt: skip
+    else:
+        o, lse = function.flash_attention_varlen_forward(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+            scale, left, right, softcap, deterministic, backend,
+        )  # fmt: skip
+    return _results(o, lse, maxima, return_lse or return_attn_probs, return_max_logits)

@@ -3,6 +3,9 @@
 A backend is a module with `refuse(problem) -> str | None` and `forward(q, k, v, ...)`, and perhaps a module with
 `refuse` and `backward(do, q, k, v, o, lse, ...)`. The order below is the order of preference; modules are imported only
 when asked about. All of them produce the same (o, lse), so the forward of one goes with the backward of another.
+
+What not every kernel can do (sinks, ALiBi, modifiers, block masks ...) is in `Problem.features`, and a module that can
+names it in its constant `FEATURES`; a module without one is never offered such a problem.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from gpu_accel.errors import GpuAccelError, HardwareError, InvalidInputError, Un
 from gpu_accel.flash_attention3.problem import Problem
 
 _PACKAGE = "gpu_accel.flash_attention3"
+_OF_THE_FORWARD = frozenset({"return_max_logits", "batch_invariant"})  # nothing that a backward would have to know
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,12 @@ def refusal(name: str, pass_: str, problem: Problem) -> str | None:
     found = module(BACKENDS[name], pass_)
     if found is None:
         return f"has no {pass_} kernel"
+    wanted = problem.features - _OF_THE_FORWARD if pass_ == "backward" else problem.features
+    missing = sorted(wanted - getattr(found, "FEATURES", frozenset()))
+    if missing:
+        return f"does not do {', '.join(missing)}"
+    if pass_ == "backward" and "score_mod" in wanted and "score_mod_grad" not in wanted:
+        return "score_mod has no score_mod_grad"
     return found.refuse(replace(problem, requires_grad=False))
 
 

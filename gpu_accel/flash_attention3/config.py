@@ -7,8 +7,9 @@ walk over several blocks quickly. `candidates` lists what `tune.py` tries on a G
 from __future__ import annotations
 
 import functools
+import math
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -84,6 +85,15 @@ def lookup(
     if pass_ == "forward" and not varlen and seqlen_q <= 64 < config.block_m:
         return SHORT[key[1] <= 128]
     return config
+
+
+def within_blocks(config: Config, q_block: int, kv_block: int) -> Config:
+    """The configuration with tiles that divide the blocks of a block mask (0: there is none)."""
+    m, n = math.gcd(config.block_m, q_block or config.block_m), math.gcd(config.block_n, kv_block or config.block_n)
+    if (m, n) == (config.block_m, config.block_n):
+        return config
+    why = f"{config.measured}; cut to the block mask's {q_block}x{kv_block}"
+    return replace(config, block_m=m, block_n=n, measured=why)
 
 
 INTERPRETER = {

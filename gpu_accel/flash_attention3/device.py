@@ -1,4 +1,4 @@
-"""Device functions shared by the plain-Triton attention kernels: loading tiles, finding sequences, soft capping."""
+"""Device functions shared by the plain-Triton attention kernels: tiles, sequences, soft caps, sinks, block lists."""
 
 from __future__ import annotations
 
@@ -137,3 +137,44 @@ def key_range(
     if TAIL:
         full_hi = tl.maximum(full_hi // N * N, lo)
     return lo, hi, tl.minimum(full_lo, full_hi), full_hi
+
+
+@triton.jit
+def join_sink(m_i, l_i, sink, exists):
+    """The running maximum (base 2) and sum with a sink as one more logit, and the factor that acc is rescaled by.
+
+    Rows that do not exist stay as they are: their log-sum-exp is -inf.
+    """
+    m_new = tl.maximum(m_i, sink)
+    m_use = tl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha = tl.exp2(m_i - m_use)
+    l_new = l_i * alpha + tl.exp2(sink - m_use)
+    return tl.where(exists, m_new, m_i), tl.where(exists, l_new, l_i), tl.where(exists, alpha, 1.0)
+
+
+@triton.jit
+def block_list(counts, indices, batch, head, block, sb, sh, width, BLOCK: tl.constexpr):
+    """How many rows or keys the blocks listed for `block` have together, and where their list begins."""
+    at = batch * sb + head * sh + block
+    return tl.load(counts + at) * BLOCK, indices + at.to(tl.int64) * width
+
+
+@triton.jit
+def listed(i, blocks, BLOCK: tl.constexpr):
+    """Row `i` of the listed blocks laid end to end, as a row of the sequence."""
+    return tl.load(blocks + i // BLOCK) * BLOCK + i % BLOCK
+
+
+@triton.jit
+def load_stat(
+    x, batch_head, row0, row, rows_left, stat_sh, other: tl.constexpr,
+    ROWS: tl.constexpr, TMA: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """One number a query row. Packed sequences need the mask: behind their end come the numbers of the next."""
+    if TMA:
+        stat = x.load([batch_head, row]).reshape([ROWS])
+    else:
+        r = tl.arange(0, ROWS)
+        pointers = x + batch_head.to(tl.int64) * stat_sh + row0 + row + r
+        stat = tl.load(pointers, mask=r < rows_left, other=other) if MASK else tl.load(pointers)
+    return stat

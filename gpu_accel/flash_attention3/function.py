@@ -4,7 +4,8 @@
     gpu_accel::flash_attention_varlen_forward(q, k, v, cu_seqlens_q, ...)   flash_attention_varlen_backward
 
 Both outputs of the forward are differentiable. Arguments are validated by `api.py`; the backend is chosen in here,
-at run time, so that a compiled graph holds no decision about the machine.
+at run time, so that a compiled graph holds no decision about the machine. Calls with sinks, biases, modifiers or block
+masks have ops of their own, in `featured.py`, so that plain calls stay as short as they are.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def problem_of(
     cu_seqlens_q: Tensor | None = None,
     deterministic: bool = False,
     requires_grad: bool = False,
+    features: frozenset[str] = frozenset(),
 ) -> Problem:
     """Describe a validated call."""
     varlen = cu_seqlens_q is not None
@@ -52,6 +54,7 @@ def problem_of(
         varlen=varlen,
         requires_grad=requires_grad,
         deterministic=deterministic,
+        features=features,
     )
 
 
@@ -96,33 +99,41 @@ def nobody_watches(*tensors: Tensor) -> bool:
     )
 
 
+def _described(q, k, v, options: dict, deterministic: bool = False) -> Problem:
+    features = options.get("features")
+    return problem_of(
+        q, k, v, **{n: options[n] for n in ("window_left", "window_right", "softcap")},
+        cu_seqlens_q=options.get("cu_seqlens_q"), deterministic=deterministic,
+        features=features.names() if features is not None else frozenset(),
+    )  # fmt: skip
+
+
 def run_forward(q, k, v, backend, **options):
     """What the forward ops do: choose and launch."""
     q, k, v = (unit_last_stride(x) for x in (q, k, v))
     options = _contiguous_offsets(options)
-    problem = problem_of(q, k, v, **{n: options[n] for n in ("window_left", "window_right", "softcap")},
-                         cu_seqlens_q=options.get("cu_seqlens_q"))  # fmt: skip
+    problem = _described(q, k, v, options)
     name = _backend_name(problem, backend, "forward")
     with _on_device_of(q):
         return module(BACKENDS[name], "forward").forward(q, k, v, **options)
 
 
-def _run_backward(do, dlse, q, k, v, o, lse, backend, deterministic, **options):
+def run_backward(do, dlse, q, k, v, o, lse, backend, deterministic, **options):
+    """What the backward ops do."""
     do, q, k, v, o = (unit_last_stride(x) for x in (do, q, k, v, o))
     options = _contiguous_offsets(options)
-    problem = problem_of(q, k, v, **{n: options[n] for n in ("window_left", "window_right", "softcap")},
-                         cu_seqlens_q=options.get("cu_seqlens_q"), deterministic=deterministic)  # fmt: skip
+    problem = _described(q, k, v, options, deterministic)
     name = _backend_name(problem, backend, "backward")
     with _on_device_of(q):
         return module(BACKENDS[name], "backward").backward(do, q, k, v, o, lse, dlse=dlse, **options)
 
 
-def _empty_outputs(q: Tensor, v: Tensor, lse_shape) -> tuple[Tensor, Tensor]:
+def empty_outputs(q: Tensor, v: Tensor, lse_shape) -> tuple[Tensor, Tensor]:
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(lse_shape, dtype=lse_dtype)
 
 
-def _empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
@@ -140,7 +151,7 @@ def flash_attention_forward(
 
 @flash_attention_forward.register_fake
 def _(q, k, v, softmax_scale, window_left, window_right, softcap, deterministic, backend):
-    return _empty_outputs(q, v, (q.shape[0], q.shape[2], q.shape[1]))
+    return empty_outputs(q, v, (q.shape[0], q.shape[2], q.shape[1]))
 
 
 @torch.library.custom_op("gpu_accel::flash_attention_backward", mutates_args=())
@@ -148,13 +159,13 @@ def flash_attention_backward(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     softmax_scale: float, window_left: int, window_right: int, softcap: float, deterministic: bool, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return _run_backward(do, dlse, q, k, v, o, lse, backend, deterministic, softmax_scale=softmax_scale,
+    return run_backward(do, dlse, q, k, v, o, lse, backend, deterministic, softmax_scale=softmax_scale,
                          window_left=window_left, window_right=window_right, softcap=softcap)  # fmt: skip
 
 
 @flash_attention_backward.register_fake
 def _(do, dlse, q, k, v, o, lse, softmax_scale, window_left, window_right, softcap, deterministic, backend):
-    return _empty_gradients(q, k, v)
+    return empty_gradients(q, k, v)
 
 
 def _save(ctx, inputs, output):
@@ -189,7 +200,7 @@ def flash_attention_varlen_forward(
 
 @flash_attention_varlen_forward.register_fake
 def _(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, *scalars):
-    return _empty_outputs(q, v, (q.shape[1], q.shape[0]))
+    return empty_outputs(q, v, (q.shape[1], q.shape[0]))
 
 
 @torch.library.custom_op("gpu_accel::flash_attention_varlen_backward", mutates_args=())
@@ -198,7 +209,7 @@ def flash_attention_varlen_backward(
     cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seqused_q: Tensor | None, seqused_k: Tensor | None,
     softmax_scale: float, window_left: int, window_right: int, softcap: float, deterministic: bool, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return _run_backward(do, dlse, q, k, v, o, lse, backend, deterministic, softmax_scale=softmax_scale,
+    return run_backward(do, dlse, q, k, v, o, lse, backend, deterministic, softmax_scale=softmax_scale,
                          window_left=window_left, window_right=window_right, softcap=softcap,
                          cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q,
                          seqused_k=seqused_k)  # fmt: skip
@@ -206,7 +217,7 @@ def flash_attention_varlen_backward(
 
 @flash_attention_varlen_backward.register_fake
 def _(do, dlse, q, k, v, *rest):
-    return _empty_gradients(q, k, v)
+    return empty_gradients(q, k, v)
 
 
 def _save_varlen(ctx, inputs, output):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,6 +13,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gpu_accel.compat import INTERPRET
 
+if TYPE_CHECKING:
+    from gpu_accel.flash_attention3.features import Features
+
+_LOG2E = 1.4426950408889634
 _TMA_ALIGNMENT = 16  # bytes, for addresses and for every stride but the last
 _TMA_MAX_STRIDE = 1 << 40  # bytes
 _hook: Callable[[Any, int, tuple, dict], None] | None = None  # see `instead_of_launching`, `recording`
@@ -84,6 +88,38 @@ def heads_per_group(k: Tensor, v: Tensor, group: int) -> int:
     """How many query heads to walk together, heaviest tiles first, so that their keys and values stay in L2."""
     per_head = k.shape[1] * (k.shape[3] + v.shape[3]) * k.element_size()
     return max(1, min(64, _L2_SHARE // max(1, per_head))) * group
+
+
+def score_scales(softmax_scale: float, softcap: float, features: Features) -> tuple[float, float, float]:
+    """(qk_scale, cap_in, cap_out): what takes q k^T to exponents of 2, as the kernels use them.
+
+    Plain: qk_scale alone. Soft cap: cap_out * tanh(cap_in * s) is in base 2. Biases and modifiers: natural scores,
+    cap_in * s or cap_out * tanh(cap_in * s), which qk_scale takes to base 2 afterwards.
+    """
+    if features.alibi_slopes is not None or features.score_mod:
+        return (_LOG2E, softmax_scale / softcap, softcap) if softcap > 0 else (_LOG2E, softmax_scale, 0.0)
+    if softcap > 0:
+        return 1.0, softmax_scale / softcap, softcap * _LOG2E
+    return softmax_scale * _LOG2E, 0.0, 0.0
+
+
+def bias_arguments(features: Features) -> tuple:
+    """(alibi_slopes, its batch stride, aux_tensors) for a kernel; None where there is none."""
+    slopes = features.alibi_slopes
+    by_batch = None if slopes is None else slopes.stride(0) if slopes.dim() == 2 else 0
+    return slopes, by_batch, features.aux_tensors if features.score_mod or features.mask_mod else None
+
+
+def block_arguments(lists: tuple[Tensor, ...]) -> tuple:
+    """(counts, indices, width, full counts, full indices, full width, batch stride, head stride) for a kernel."""
+    if not lists:
+        return (None,) * 8
+    counts, indices, full_counts, full_indices = lists
+    full = (None, None, None)
+    if full_counts.numel():
+        full = (full_counts, full_indices, full_indices.shape[-1])
+    strides = (counts.stride(0) if counts.shape[0] > 1 else 0, counts.stride(1) if counts.shape[1] > 1 else 0)
+    return (counts, indices, indices.shape[-1], *full, *strides)
 
 
 def launch(kernel: Any, programs: int | tuple[int, ...], arguments: tuple, options: dict) -> None:

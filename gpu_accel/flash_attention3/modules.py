@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from gpu_accel.errors import HardwareError, InvalidInputError
+from gpu_accel.errors import HardwareError, InvalidInputError, UnsupportedError
 from gpu_accel.flash_attention3.api import Window, autocasted, flash_attn_func
 from gpu_accel.flash_attention3.backends import check_name
 from gpu_accel.flash_attention3.function import flash_attention_backward
@@ -121,13 +121,21 @@ class FlashAttention3(nn.Module):
         *,
         window_size: Window = (-1, -1),
         softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
     ) -> Tensor:
-        """q (batch, heads, seqlen_q, head_dim), k and v with their own heads (or bshd): o like q."""
+        """q (batch, heads, seqlen_q, head_dim), k and v with their own heads (or bshd): o like q.
+
+        `sinks` (heads,) and `alibi_slopes` (heads,) or (batch, heads) as in `flash_attn_func`; not with "fp8".
+        """
         if isinstance(q, Tensor):
             self._check_hardware(q.device)
+        biases = {n: x for n, x in (("sinks", sinks), ("alibi_slopes", alibi_slopes)) if x is not None}
+        if biases and self.precision == "fp8":
+            raise UnsupportedError(f"fp8 attention has no {' and no '.join(biases)}: use precision='bf16' or 'fp16'")
         return _attention(q, k, v, precision=self.precision, layout=self.layout, causal=causal,
                           softmax_scale=self.softmax_scale, backend=self.backend, window_size=window_size,
-                          softcap=softcap)  # fmt: skip
+                          softcap=softcap, **biases)  # fmt: skip
 
     def extra_repr(self) -> str:
         names = ("precision", "hardware", "layout", "backend")

@@ -41,6 +41,7 @@ class Problem:
     varlen: bool
     requires_grad: bool = False
     deterministic: bool = False  # of the backward: the same inputs give the same bits
+    features: frozenset[str] = frozenset()  # names of arguments beyond these that are in use: see features.py
 
     @property
     def group(self) -> int:
@@ -53,6 +54,7 @@ class Problem:
         mask = "causal" if self.causal else "full"
         if self.window_left >= 0 or (self.window_right >= 0 and not self.causal):
             mask += f"-window({self.window_left},{self.window_right})"
+        mask += "".join(f"+{name}" for name in sorted(self.features))
         kind = "packed " if self.varlen else ""
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{kind}B{self.batch}-Sq{self.seqlen_q}-Sk{self.seqlen_k}-{heads}-{dim}-{mask} {dtype}"
