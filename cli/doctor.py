@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gpu_accel.errors import InvalidInputError
+
 from . import codes, output
-from .console import out, plain, table
+from .console import note, out, plain, table
 from .options import JsonOption, OutputOption
 
 if TYPE_CHECKING:
@@ -26,25 +25,35 @@ PACKAGES = {
 }
 
 
-def doctor(json_: JsonOption = False, output_: OutputOption = None) -> None:
+def doctor(
+    line: Annotated[bool, typer.Option("--line", help="One line for a bug report, and nothing else.")] = False,
+    json_: JsonOption = False,
+    output_: OutputOption = None,
+) -> None:
     """What this machine can do, and what is missing.
 
     Exit code 4 when something stands in the way of running at all.
     """
     from gpu_accel.hardware import doctor as look
+    from gpu_accel.hardware import one_line
 
     output.check_suffix(output_)
-    findings = [*look(), *_packages(), *_papers(), *_cache()]
+    if line and json_:
+        raise InvalidInputError("--line and --json both say what is printed: choose one")
+    findings = [*look(), *_packages(), *_papers()]
     rows = [finding.as_dict() for finding in findings]
     if output_:
         output.write(output_, rows, title="gpu-accel doctor")
     if json_:
         output.print_json(rows)
+    elif line:
+        out().print(one_line(findings), markup=False, highlight=False, soft_wrap=True)
     else:
         made = table("", "found", "what to do")
         for finding in findings:
             made.add_row(f"[{STYLES[finding.level]}]{finding.level}[/]", plain(finding.what), plain(finding.remedy))
         out().print(made)
+        note(f"for a bug report: {one_line(findings)}")
     if any(finding.level == "fail" for finding in findings):
         raise typer.Exit(codes.UNSUPPORTED)
 
@@ -72,15 +81,3 @@ def _papers() -> Iterator[Finding]:
             yield Finding("ok", f"paper {paper.id}: {claims} claims, {len(paper.records())} committed records")
     except GpuAccelError as error:
         yield Finding("fail", str(error), "correct the file that it names")
-
-
-def _cache() -> Iterator[Finding]:
-    from gpu_accel.hardware import Finding
-
-    cache = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton")
-    place = next(folder for folder in (cache, *cache.absolute().parents) if folder.is_dir())
-    free = shutil.disk_usage(place).free / 1e9
-    if not os.access(place, os.W_OK) or free < 1:
-        yield Finding("fail", f"no room for compiled kernels in {cache}", "set TRITON_CACHE_DIR to a folder with space")
-    else:
-        yield Finding("ok", f"compiled kernels are kept in {cache}, {free:.0f} GB free")

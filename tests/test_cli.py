@@ -447,6 +447,8 @@ def test_doctor_finds_this_python_and_every_paper() -> None:
     assert {row["level"] for row in rows} <= {"ok", "warn", "fail"}
     assert any(row["what"].startswith("Python") for row in rows)
     assert any("paper flash_attention3" in row["what"] for row in rows)
+    line = call("doctor", "--line").strip()
+    assert "\n" not in line and line.startswith("gpu-accel ") and "| Python" in line
     assert all(row["remedy"] for row in rows if row["level"] != "ok")
 
 

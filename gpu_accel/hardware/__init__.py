@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from gpu_accel.hardware.catalog import Profile, Quantity, Source, profile, profiles
 from gpu_accel.hardware.ceilings import Ceilings, measured_ceilings
-from gpu_accel.hardware.checkup import Finding, doctor
+from gpu_accel.hardware.checkup import Finding, doctor, one_line
 from gpu_accel.hardware.detection import Detected, detect
 from gpu_accel.hardware.energy import Energy, measure_energy
 from gpu_accel.hardware.roofline import Estimate, Roofline, roofline
@@ -44,6 +44,7 @@ __all__ = [
     "gemm_flops",
     "measure_energy",
     "measured_ceilings",
+    "one_line",
     "profile",
     "profiles",
     "roofline",

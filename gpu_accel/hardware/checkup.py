@@ -23,16 +23,20 @@ from gpu_accel.hardware.detection import detect
 
 Level = Literal["ok", "warn", "fail"]
 Run = Callable[[Sequence[str]], str | None]
+Ask = Callable[[str], str | None]
 
 PYTHON = (3, 11)
 TORCH = (2, 11)
 TRITON = ((3, 6), (3, 9))  # oldest and newest that the kernels are compiled with
 LOW_MEMORY = 0.5  # of the whole memory, free
+LOW_DISK = 1e9  # bytes
+HOT = 85  # degrees Celsius
 OPTIONAL = {
     "plotly": "plots in notebooks and reports: pip install 'gpu-accel[notebook]'",
     "ipywidgets": "controls in notebooks: pip install 'gpu-accel[notebook]'",
     "transformers": "real model inputs: pip install 'gpu-accel[models]'",
     "huggingface_hub": "downloads of models: pip install 'gpu-accel[hub]'",
+    "cuda-bindings": "hardware microbenchmarks in CUDA C++: pip install 'gpu-accel[microbenchmarks]'",
 }
 CHROME = ("google-chrome", "google-chrome-stable", "chromium", "chromium-browser", "chrome")
 # Bits of NVML's clock event reasons that mean the GPU is held back; idle (1) and application clocks (2) do not.
@@ -63,7 +67,31 @@ def doctor(index: int = 0, *, run: Run | None = None) -> list[Finding]:
     findings = [*_python(), *_torch(), *_triton()]
     findings += _guarded("GPU", lambda: list(_gpu(index, run)))
     findings += _guarded("profiling counters", lambda: list(_counters()))
+    findings += _guarded("cache of compiled kernels", lambda: list(_cache()))
     return [*findings, *_optional()]
+
+
+def one_line(findings: Sequence[Finding]) -> str:
+    """What a bug report needs, as one line without anything that names a person or a machine."""
+    import gpu_accel
+
+    commit, dirty = _git()
+    parts = [f"gpu-accel {gpu_accel.__version__}" + (f" ({commit[:7]}{' changed' if dirty else ''})" if commit else "")]
+    parts.append(f"Python {platform.python_version()}")
+    parts += [f"{name} {version}" for name in ("torch", "triton") if (version := _version(name))]
+    for start in ("driver ", "GPU ", "no GPU"):
+        parts += [finding.what for finding in findings if finding.what.startswith(start)][:1]
+    parts.append(f"{platform.system()} {platform.machine()}")
+    trouble = [finding.what for finding in findings if finding.level == "fail"]
+    warned = sum(finding.level == "warn" for finding in findings)
+    parts.append(f"{warned} warnings, {len(trouble)} failures" + "".join(f"; {what}" for what in trouble))
+    return " | ".join(" ".join(part.split()) for part in parts)
+
+
+def _git() -> tuple[str, bool]:
+    from gpu_accel.workbench.environment import git_state
+
+    return git_state()
 
 
 def worst(findings: Sequence[Finding]) -> Level:
@@ -152,15 +180,22 @@ def _gpu(index: int, run: Run) -> Iterator[Finding]:
         yield Finding(
             "warn", "TRITON_INTERPRET=1 although a GPU is here", "unset it: interpreted kernels are not timed"
         )
+    if found.untested:
+        where = "device='xpu'" if found.platform == "xpu" else "backend='auto'"
+        yield Finding(
+            "warn", found.untested, f"use {where}, compare with backend='reference', and tell us what you see"
+        )
     yield from _capability(found.capability)
+    if found.platform == "xpu":
+        return
     yield from _memory(index)
-    if not found.capability.startswith("gfx"):
+    if found.platform == "cuda":
         yield from _nvidia(index, run)
 
 
 def _capability(capability: str) -> Iterator[Finding]:
-    if capability.startswith("gfx"):
-        yield Finding("ok", "ROCm: the plain Triton kernels run; Hopper and Blackwell ones do not")
+    if not capability[:1].isdigit():
+        yield Finding("ok", f"{capability}: the plain Triton kernels are what runs; Hopper's and Blackwell's do not")
         return
     major = int(capability.split(".")[0])
     if major >= 9:
@@ -197,7 +232,8 @@ def _nvidia(index: int, run: Run) -> Iterator[Finding]:
     if driver is None:
         yield Finding("warn", "nvidia-smi does not answer", "driver, clocks and other processes are unknown")
         return
-    yield Finding("ok", f"driver {driver}")
+    yield from _driver(driver)
+    yield from _ecc(ask)
     if ask("mig.mode.current") == "Enabled":
         yield Finding("warn", "MIG is on: this is a slice of a GPU", "results do not compare with a whole GPU")
     reasons = ask("clocks_event_reasons.active") or ask("clocks_throttle_reasons.active")
@@ -208,6 +244,7 @@ def _nvidia(index: int, run: Run) -> Iterator[Finding]:
             yield Finding("warn", f"the clocks are held back: {', '.join(held)}", "let it cool, or free its power")
         else:
             yield Finding("ok", "the clocks are not held back")
+    yield from _state(ask)
     query = [f"--id={_physical(index)}", "--query-compute-apps=pid", "--format=csv,noheader"]
     answer = run(["nvidia-smi", *query])
     if answer is not None:
@@ -216,6 +253,79 @@ def _nvidia(index: int, run: Run) -> Iterator[Finding]:
             yield Finding("warn", f"{len(others)} other process(es) use this GPU", "wait for them before timing")
         else:
             yield Finding("ok", "no other process uses this GPU")
+
+
+def _driver(version: str) -> Iterator[Finding]:
+    """The driver, and whether it is new enough for the CUDA that torch was built for."""
+    import torch
+
+    built = torch.version.cuda
+    try:
+        number = torch._C._cuda_getDriverVersion()
+    except (AttributeError, RuntimeError):
+        number = 0
+    if not number or not built:
+        yield Finding("ok", f"driver {version}")
+        return
+    supports = (number // 1000, number % 1000 // 10)
+    words = f"driver {version}, for CUDA up to {_dotted(supports)}; torch is built for {built}"
+    if supports[0] < _numbers(built)[0]:
+        yield Finding("fail", words, f"install a driver for CUDA {built}, or a torch built for CUDA {supports[0]}")
+    else:
+        yield Finding("ok", words)
+
+
+def _ecc(ask: Ask) -> Iterator[Finding]:
+    mode = ask("ecc.mode.current")
+    if mode == "Enabled":
+        errors = ask("ecc.errors.uncorrected.volatile.total")
+        if errors and errors.isdigit() and int(errors):
+            remedy = "results cannot be trusted: reset the GPU, and have it replaced if they come back"
+            yield Finding("fail", f"{errors} uncorrected memory errors since the driver was loaded", remedy)
+        else:
+            yield Finding("ok", "ECC is on, without uncorrected errors")
+    elif mode == "Disabled":
+        yield Finding("warn", "ECC is off: errors of the memory go unseen", "nvidia-smi -e 1, and restart the machine")
+
+
+def _state(ask: Ask) -> Iterator[Finding]:
+    """Clocks, power limit, temperature and mode, as far as the driver tells."""
+    now, most = _number(ask("clocks.sm")), _number(ask("clocks.max.sm"))
+    if now is not None and most is not None:
+        yield Finding("ok", f"SM clock {now:.0f} MHz now, at most {most:.0f} MHz")
+    limit, usual = _number(ask("power.limit")), _number(ask("power.default_limit"))
+    if limit is not None and usual is not None:
+        if limit < 0.99 * usual:
+            remedy = f"nvidia-smi -pl {usual:.0f}, or compare with results under the same limit only"
+            yield Finding("warn", f"the power limit is {limit:.0f} W, the card's own {usual:.0f} W", remedy)
+        else:
+            yield Finding("ok", f"power limit {limit:.0f} W")
+    heat = _number(ask("temperature.gpu"))
+    if heat is not None and heat >= HOT:
+        yield Finding("warn", f"the GPU has {heat:.0f} C", "let it cool, or see to its air: it clocks down soon")
+    mode = ask("compute_mode")
+    if mode not in (None, "Default"):
+        remedy = "nvidia-smi -c 0; tests and workers that run in several processes cannot share it"
+        yield Finding("fail" if mode == "Prohibited" else "warn", f"compute mode {mode}", remedy)
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        return float(text) if text is not None else None
+    except ValueError:
+        return None
+
+
+def _cache() -> Iterator[Finding]:
+    """Whether compiled kernels can be kept: without a place for them nothing runs."""
+    cache = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton")
+    place = next(folder for folder in (cache, *cache.absolute().parents) if folder.is_dir())
+    free, home = shutil.disk_usage(place).free, str(Path.home())
+    shown = str(cache).replace(home, "~", 1) if str(cache).startswith(home) else str(cache)
+    if not os.access(place, os.W_OK) or free < LOW_DISK:
+        yield Finding("fail", f"no room for compiled kernels in {shown}", "set TRITON_CACHE_DIR to a folder with space")
+    else:
+        yield Finding("ok", f"compiled kernels are kept in {shown}, {free / 1e9:.0f} GB free")
 
 
 def _counters(params: Path = Path("/proc/driver/nvidia/params")) -> Iterator[Finding]:
@@ -237,7 +347,9 @@ def _optional() -> Iterator[Finding]:
     if chrome:
         yield Finding("ok", f"Chrome at {chrome}")
     else:
-        yield Finding("warn", "no Chrome or Chromium", "only the export of plotly figures as PNG or PDF needs one")
+        yield Finding(
+            "warn", "no Chrome or Chromium", "only the export of plotly figures as PNG or PDF needs one: install it"
+        )
 
 
 def _why_no_gpu(run: Run) -> str:

@@ -38,6 +38,15 @@ UNTESTED = {
 }
 
 
+def untested_on(device_type: str) -> str:
+    """What `explain` says of tensors on such a torch device; "" where kernels have been tried."""
+    if device_type == "cuda":
+        import torch
+
+        return UNTESTED["rocm" if torch.version.hip else "cuda"]
+    return UNTESTED.get(device_type, "")
+
+
 @dataclass(frozen=True)
 class Detected:
     """A GPU as the driver reports it. `exact` is False where it differs from its profile in a way that `note` names."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import sys
 
 import pytest
@@ -25,7 +26,10 @@ def smi(**answers):
 
 
 HEALTHY = {"driver_version": "580.159.04\n", "mig_mode_current": "Disabled\n", "pid": "",
-           "clocks_event_reasons_active": "0x0000000000000001\n"}  # fmt: skip
+           "clocks_event_reasons_active": "0x0000000000000001\n", "ecc_mode_current": "Enabled\n",
+           "ecc_errors_uncorrected_volatile_total": "0\n", "clocks_sm": "1755\n", "clocks_max_sm": "1980\n",
+           "power_limit": "700.00\n", "power_default_limit": "700.00\n", "temperature_gpu": "34\n",
+           "compute_mode": "Default\n"}  # fmt: skip
 
 
 def found(findings, words):
@@ -68,11 +72,71 @@ def test_a_healthy_h100(h100):
         ({"clocks_event_reasons_active": None, "clocks_throttle_reasons_active": "0x8\n"}, "hardware slowdown"),
         ({"pid": "12345\n678\n"}, "2 other process(es)"),
         ({"driver_version": None}, "does not answer"),
+        ({"ecc_mode_current": "Disabled\n"}, "ECC is off"),
+        ({"power_limit": "500.00\n"}, "power limit is 500 W, the card's own 700 W"),
+        ({"temperature_gpu": "91\n"}, "91 C"),
+        ({"compute_mode": "Exclusive_Process\n"}, "Exclusive_Process"),
     ],
 )
 def test_trouble_is_named(h100, change, words):
     finding = found(doctor(run=smi(**(HEALTHY | change))), words)
     assert finding.level == "warn" and finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"ecc_errors_uncorrected_volatile_total": "3\n"}, "3 uncorrected memory errors"),
+        ({"compute_mode": "Prohibited\n"}, "Prohibited"),
+    ],
+)
+def test_what_makes_results_worthless_fails(h100, change, words):
+    finding = found(doctor(run=smi(**(HEALTHY | change))), words)
+    assert finding.level == "fail" and finding.remedy
+
+
+def test_a_driver_too_old_for_torch_is_named(h100, monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 12080, raising=False)
+    finding = found(doctor(run=smi(**HEALTHY)), "driver 580")
+    assert finding.level == "fail" and "CUDA up to 12.8" in finding.what and "torch built for CUDA 12" in finding.remedy
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13000, raising=False)
+    assert found(doctor(run=smi(**HEALTHY)), "driver 580").level == "ok"
+
+
+def test_what_is_untested_is_said(monkeypatch):
+    card = match(
+        index=0, name="AMD Instinct MI300X", capability="gfx942", memory_gb=205.8, sm_count=304, platform="rocm"
+    )
+    monkeypatch.setattr(checkup, "detect", lambda index: card)
+    monkeypatch.setattr(checkup, "_memory", lambda index: iter(()))
+    findings = doctor(run=lambda command: None)
+    assert found(findings, "no ROCm GPU was at hand").level == "warn"
+    assert found(findings, "gfx942: the plain Triton kernels").level == "ok"
+    assert not any("nvidia-smi" in f.what for f in findings)
+    intel = match(index=0, name="Intel(R) Data Center GPU Max 1550", capability="xe-hpc", memory_gb=131, sm_count=128,
+                  platform="xpu")  # fmt: skip
+    monkeypatch.setattr(checkup, "detect", lambda index: intel)
+    assert "device='xpu'" in found(doctor(run=lambda command: None), "no Intel GPU was at hand").remedy
+
+
+def test_room_for_compiled_kernels(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "not" / "yet"))
+    assert next(checkup._cache()).level == "ok"
+    monkeypatch.setattr(checkup, "LOW_DISK", 1e30)
+    assert next(checkup._cache()).level == "fail"
+    monkeypatch.setattr(os.path, "expanduser", lambda path: str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert str(tmp_path) not in next(checkup._cache()).what, "a home folder is a name"
+
+
+def test_one_line_for_a_bug_report(h100):
+    findings = doctor(run=smi(**(HEALTHY | {"ecc_errors_uncorrected_volatile_total": "3\n"})))
+    line = checkup.one_line(findings)
+    assert "\n" not in line and "NVIDIA H100 80GB HBM3" in line and "torch" in line and "driver 580" in line
+    assert "3 uncorrected memory errors" in line and "1 failures" in line
+    assert os.path.expanduser("~") not in line and platform.node() not in line
 
 
 def test_unknown_answers_of_nvidia_smi_are_not_taken_for_facts(h100):

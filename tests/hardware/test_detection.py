@@ -9,7 +9,7 @@ import pytest
 
 from gpu_accel.errors import HardwareError
 from gpu_accel.hardware import detect
-from gpu_accel.hardware.detection import match
+from gpu_accel.hardware.detection import match, untested_on
 
 GIB = 2**30 / 1e9
 
@@ -142,6 +142,13 @@ def test_a_rocm_card_is_never_taken_for_hopper(monkeypatch):
         assert launch.capability(torch.device("cuda", 0)) == (8, 0)
     finally:
         launch.capability.cache_clear()
+
+
+def test_explain_says_what_is_untested(monkeypatch):
+    torch = pytest.importorskip("torch")
+    assert untested_on("cpu") == untested_on("cuda") == "" and "Intel" in untested_on("xpu")
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert "ROCm" in untested_on("cuda")
 
 
 def test_the_plain_kernels_take_an_intel_tensor():
