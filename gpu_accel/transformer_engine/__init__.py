@@ -14,14 +14,19 @@ import importlib
 from typing import Any
 
 _WHERE = {
+    "DelayedScaling": "recipes",
+    "Float8BlockScaling": "recipes",
+    "Float8CurrentScaling": "recipes",
     "Format": "formats",
+    "MXFP8BlockScaling": "recipes",
+    "NVFP4BlockScaling": "recipes",
     "QuantizedTensor": "tensor",
     "SCHEMES": "schemes",
     "Scheme": "schemes",
     "decode": "formats",
     "encode": "formats",
     "number_format": "formats",
-    "quantize": "quantize",
+    "quantize": "quantizer",
     "scheme": "schemes",
     "swizzle_scales": "scales",
     "unswizzle_scales": "scales",

@@ -55,7 +55,8 @@ class QuantizedTensor(torch.Tensor):
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=some.device)
 
     def __init__(self, inner: dict[str, Tensor | None], scheme: Scheme, shape: torch.Size, dtype: torch.dtype):
-        self._inner = {name: inner.get(name) for name in _INNER}
+        for name in _INNER:  # attributes and not a dict of them, so that torch.compile sees them
+            setattr(self, name, inner.get(name))
         self._text = scheme.text
 
     @classmethod
@@ -84,10 +85,9 @@ class QuantizedTensor(torch.Tensor):
 
     # -- what it holds
 
-    def __getattr__(self, name: str) -> Any:
-        if name in _INNER:
-            return self._inner[name]
-        raise AttributeError(f"QuantizedTensor has no attribute {name!r}")
+    @property
+    def _inner(self) -> dict[str, Tensor | None]:
+        return {name: getattr(self, name) for name in _INNER}
 
     @property
     def scheme(self) -> Scheme:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gpu_accel.transformer_engine import conformance, formats
-from gpu_accel.transformer_engine.quantize import quantize
+from gpu_accel.transformer_engine.quantizer import quantize
 from gpu_accel.transformer_engine.schemes import scheme as find_scheme
 
 VECTORS = conformance.load()

@@ -7,8 +7,8 @@ import torch
 
 from gpu_accel.errors import HardwareError, InvalidInputError
 from gpu_accel.testing import generator
-from gpu_accel.transformer_engine import quantize as module
-from gpu_accel.transformer_engine.quantize import quantize
+from gpu_accel.transformer_engine import quantizer as module
+from gpu_accel.transformer_engine.quantizer import quantize
 from gpu_accel.transformer_engine.schemes import SCHEMES, Scheme, scheme
 from gpu_accel.transformer_engine.tensor import QuantizedTensor
 

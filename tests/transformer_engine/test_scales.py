@@ -9,7 +9,7 @@ import torch
 
 from gpu_accel.errors import InvalidInputError
 from gpu_accel.transformer_engine import scales
-from gpu_accel.transformer_engine.quantize import quantize
+from gpu_accel.transformer_engine.quantizer import quantize
 from gpu_accel.transformer_engine.schemes import SCHEMES, Scheme, scheme
 
 NAN, INF = math.nan, math.inf
