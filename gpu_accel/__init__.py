@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 # public name -> (module, attribute)
 _LAZY = {
     "FlashAttention3": ("gpu_accel.flash_attention3", "FlashAttention3"),
+    "RingAttention": ("gpu_accel.ring_attention", "RingAttention"),
 }
 
 # what get_kernel() finds: op name -> (module, attribute)
@@ -26,7 +27,7 @@ _KERNELS = {
     "fp8_block_quantize": ("gpu_accel.flash_attention3", "fp8_block_quantize"),
 }
 
-__all__ = ["FlashAttention3", "get_kernel", "kernels", "__version__"]
+__all__ = ["FlashAttention3", "RingAttention", "get_kernel", "kernels", "__version__"]
 
 
 def kernels() -> list[str]:

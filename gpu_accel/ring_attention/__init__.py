@@ -6,7 +6,7 @@
     o, lse = distributed_attention(q, k, v, layout=layout, transport=TorchTransport(), causal=True)
 
 Read `layouts.py`, `masks.py` and `step.py`, then `schedules/kv_ring.py`. Without GPUs or torchrun, `simulate.py` runs
-all ranks in one process.
+all ranks in one process, and `plan.py` says before it runs what a choice will cost.
 """
 
 from __future__ import annotations
@@ -15,10 +15,30 @@ import importlib
 from typing import Any
 
 _WHERE = {
+    "RingAttention": "api",
+    "ring_attention_forward": "api",
+    "ring_attention_backward": "api",
+    "shard_sequence": "api",
+    "block_shard": "api",
+    "ring_communicate_kv": "api",
+    "ring_send_recv": "api",
+    "local_attention": "api",
+    "accumulate_attention_outputs": "api",
+    "distributed_attention_exact": "api",
+    "global_accumulate": "api",
+    "overlap_comm_compute": "api",
+    "ring_flash_attn_func": "flash_attn_names",
+    "zigzag_ring_flash_attn_func": "flash_attn_names",
+    "zigzag_ring_flash_attn_kvpacked_func": "flash_attn_names",
+    "zigzag_ring_flash_attn_qkvpacked_func": "flash_attn_names",
+    "stripe_flash_attn_func": "flash_attn_names",
+    "context_parallel": "models",
+    "SymmetricTransport": "symmetric",
     "LAYOUTS": "layouts",
     "Layout": "layouts",
     "make_layout": "layouts",
     "Mask": "masks",
+    "Plan": "plan",
     "SCHEDULES": "schedules",
     "CommunicationError": "faults",
     "LocalTransport": "transport",
@@ -26,7 +46,6 @@ _WHERE = {
     "Transport": "transport",
     "distributed_attention": "attention",
     "gather_sequence": "attention",
-    "simulate": "simulate",
     "simulate_attention": "simulate",
 }
 __all__ = list(_WHERE)

@@ -41,6 +41,7 @@ def make_call(
     inner: int | None = None,
     mesh: tuple[int, int] | None = None,
     wire: torch.dtype | None = None,
+    overlap: bool = True,
     replicated_q: bool = False,
 ) -> Call:
     """Check one rank's shards and options.
@@ -67,7 +68,7 @@ def make_call(
         raise UnsupportedError(f"wire must be float16, bfloat16, float32 or None, got {wire}: 8-bit needs scales")
     return Call(
         layout=layout, mask=Mask(left, right), softmax_scale=scale, softcap=cap, backend=backend, ulysses=ulysses,
-        inner=inner, mesh=mesh, wire=wire,
+        inner=inner, mesh=mesh, wire=wire, overlap=check_flag("overlap", overlap),
     )  # fmt: skip
 
 
@@ -143,7 +144,8 @@ def distributed_attention(
         q: (batch, local_length, heads, head_dim), this rank's shard under `layout`; float16, bfloat16, float32, or
             (reference only) float64. k, v: likewise, with heads_kv that divides heads; v may have another head_dim.
         layout: see layouts.py. transport: see transport.py. schedule: see schedules/__init__.py.
-        options: causal, window_size, softmax_scale, softcap, backend, ulysses, inner, mesh, wire (see `Call`).
+        options: causal, window_size, softmax_scale, softcap, backend, ulysses, inner, mesh, wire,
+            overlap (see `Call`).
 
     Returns:
         o (batch, local_length, heads, head_dim_v) of the dtype of q, and lse (batch, heads, local_length) in float32,

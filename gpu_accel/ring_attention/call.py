@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gpu_accel.ring_attention.layouts import Layout
 from gpu_accel.ring_attention.masks import Mask
+from gpu_accel.ring_attention.transport import Pending
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,7 @@ class Call:
         inner: ranks of the inner ring of the `double_ring` schedule.
         mesh: rows and columns of the `mesh` schedule.
         wire: dtype of keys and values on the network, None for their own.
+        overlap: False makes the rings wait for each hop before they compute, to see what overlapping is worth.
     """
 
     layout: Layout
@@ -35,10 +37,17 @@ class Call:
     inner: int | None = None
     mesh: tuple[int, int] | None = None
     wire: torch.dtype | None = None
+    overlap: bool = True
 
     @property
     def ranks(self) -> int:
         return self.layout.ranks
+
+    def start(self, pending: Pending) -> Pending:
+        """A hop that has just been posted, waited for at once where nothing is to overlap."""
+        if not self.overlap:
+            pending.wait()
+        return pending
 
     def statement(self, schedule: str, *tensors: Tensor) -> str:
         """What this rank is about to do; must read the same on all ranks."""

@@ -46,11 +46,11 @@ class _Circles:
     def inner(self, message: Tensor, into: Tensor) -> Pending:
         base = self.group * self.w
         to, source = ((self.place + s) % self.w + base for s in (1, -1))
-        return self.transport.exchange(message, into, to=to, source=source)
+        return self.call.start(self.transport.exchange(message, into, to=to, source=source))
 
     def outer(self, message: Tensor, into: Tensor, *, steps: int = 1) -> Pending:
         to, source = ((self.group + s) % self.groups * self.w + self.place for s in (steps, -steps))
-        return self.transport.exchange(message, into, to=to, source=source)
+        return self.call.start(self.transport.exchange(message, into, to=to, source=source))
 
     def pieces(self, turn: int, step: int) -> tuple[Piece, ...]:
         """In round `turn` and inner step `step` the block here is that of the rank `step` places and `turn` groups
@@ -126,4 +126,4 @@ def backward(
     if arriving is not None:
         arriving.wait()
     dk, dv = packed.unpack(spare)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    return dq.to(q.dtype), dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True)

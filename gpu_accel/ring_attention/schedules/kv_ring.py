@@ -39,7 +39,8 @@ def backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, call: Call, transport: Transport
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = backward_on(ring_of(call, transport), do, q, k, v, lse, delta_of(do, o), call)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    # copies: what a hop brought lies in a buffer that the next call will use
+    return dq.to(q.dtype), dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True)
 
 
 def forward_on(ring: Ring, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Partial:
@@ -52,7 +53,7 @@ def forward_on(ring: Ring, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Parti
     for step in range(hops + 1):
         pending = None
         if step < hops:
-            pending = ring.transport.exchange(here, there, to=ring.rank(1), source=ring.rank(-1))
+            pending = call.start(ring.transport.exchange(here, there, to=ring.rank(1), source=ring.rank(-1)))
         attend(partial, q, keys, values, ring.pieces(0, -step, call.mask), call)
         if pending is not None:
             pending.wait()
@@ -75,7 +76,7 @@ def backward_on(
     for step in range(hops + 1):
         pending = None
         if step < hops:
-            pending = ring.transport.exchange(here, there, to=ring.rank(1), source=ring.rank(-1))
+            pending = call.start(ring.transport.exchange(here, there, to=ring.rank(1), source=ring.rank(-1)))
         dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (k, v))
         add_gradients((dq, dk, dv), do, q, keys, values, lse, delta, ring.pieces(0, -step, call.mask), call)
         if hops == 0:

@@ -37,7 +37,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, transport: Transport) -
     for step in range(hops + 1):
         pending = None
         if step < hops:
-            pending = transport.exchange(here, there, to=ring.rank(1), source=ring.rank(-1))
+            pending = call.start(transport.exchange(here, there, to=ring.rank(1), source=ring.rank(-1)))
         found = Partial.empty(q, v.shape[-1])
         attend(found, queries, k, v, ring.pieces(-step, 0, call.mask), call)
         if arriving is None:
@@ -53,7 +53,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, transport: Transport) -
             arriving = transport.exchange(sums, spare, to=ring.rank(1), source=ring.rank(-1))
     transport.exchange(sums, spare, to=ring.rank(-hops), source=ring.rank(hops)).wait()
     o, lse = results.unpack(spare)
-    return o.to(q.dtype), lse.clone()
+    return o.to(q.dtype, copy=True), lse.clone()
 
 
 def backward(
@@ -78,7 +78,7 @@ def backward(
         pending = []
         if step < hops:
             ends = {"to": ring.rank(1), "source": ring.rank(-1)}
-            pending = [transport.exchange(a, b, **ends) for a, b in ((here, there), (stats, next_stats))]
+            pending = [call.start(transport.exchange(a, b, **ends)) for a, b in ((here, there), (stats, next_stats))]
         part = torch.zeros_like(dq)
         found = ring.pieces(-step, 0, call.mask)
         add_gradients((part, dk, dv), current[1], current[0], k, v, statistics[0], statistics[1], found, call)
@@ -95,4 +95,4 @@ def backward(
             current, statistics = wide.unpack(here), narrow.unpack(stats)
             arriving = transport.exchange(sums, spare, to=ring.rank(1), source=ring.rank(-1))
     transport.exchange(sums, spare, to=ring.rank(-hops), source=ring.rank(hops)).wait()
-    return spare.view(q.shape).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    return spare.view(q.shape).to(q.dtype, copy=True), dk.to(k.dtype), dv.to(v.dtype)

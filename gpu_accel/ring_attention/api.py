@@ -1,0 +1,384 @@
+"""The public names: a module in (batch, heads, seqlen, head_dim) order, and ring attention taken apart into functions.
+
+Where a function takes `devices`, that is how the ranks exist:
+
+    an int                     so many ranks are simulated in this process, on whole tensors (see simulate.py)
+    a transport                this process is one of its ranks, and the tensors are its shards
+    None                       the default process group of torch.distributed; the tensors are this rank's shards
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from gpu_accel.errors import HardwareError, InvalidInputError
+from gpu_accel.ring_attention import attention
+from gpu_accel.ring_attention.layouts import LAYOUTS, Layout, make_layout
+from gpu_accel.ring_attention.masks import pieces
+from gpu_accel.ring_attention.schedules import schedule as find_schedule
+from gpu_accel.ring_attention.simulate import simulate, simulate_attention
+from gpu_accel.ring_attention.step import Partial, attend, partial_dtype
+from gpu_accel.ring_attention.transport import Pending, TorchTransport, Transport
+
+Devices = int | Transport | None
+R = TypeVar("R")
+
+
+class RingAttention(nn.Module):
+    """Exact attention over a sequence that is cut into shards, one a GPU. No parameters.
+
+    Args:
+        num_gpus: number of ranks; must be that of the process group. None: whatever it is.
+        layout: "zigzag", "striped", "contiguous" or "documents"; shards must be cut by it (:func:`shard_sequence`).
+        schedule: see `gpu_accel.ring_attention.schedules`; :func:`gpu_accel.ring_attention.plan.plan` helps to choose.
+        transport: how shards travel; default: `TorchTransport()` of the default process group.
+        simulate: run all `num_gpus` ranks in this process, on whole tensors. Exact, and slow.
+        options: ulysses, inner, mesh, wire, overlap, backend, softmax_scale, as in `distributed_attention`.
+
+    Example:
+        attention = RingAttention(num_gpus=8)                 # under torchrun --nproc-per-node 8
+        o = attention(q, k, v, causal=True, seq_len=1_000_000)  # q: this rank's (batch, heads, 125_000, head_dim)
+    """
+
+    def __init__(
+        self,
+        num_gpus: int | None = None,
+        layout: str = "zigzag",
+        schedule: str = "kv_ring",
+        *,
+        transport: Transport | None = None,
+        simulate: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        if layout not in LAYOUTS:
+            raise InvalidInputError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r:.80}")
+        find_schedule(schedule)
+        if num_gpus is not None and (isinstance(num_gpus, bool) or not isinstance(num_gpus, int) or num_gpus < 1):
+            raise InvalidInputError(f"num_gpus must be a whole number from 1 up, got {num_gpus!r:.80}")
+        if simulate and (num_gpus is None or transport is not None):
+            raise InvalidInputError("simulate=True needs num_gpus, and no transport")
+        self.num_gpus, self.layout, self.schedule = num_gpus, layout, schedule
+        self.simulate, self.options = simulate, options
+        self._transport = transport
+
+    def transport(self) -> Transport:
+        """The transport, made when first needed.
+
+        Raises:
+            HardwareError: no process group, or one of another size than num_gpus.
+        """
+        if self._transport is None:
+            self._transport = TorchTransport()
+        if self.num_gpus not in (None, self._transport.size):
+            raise HardwareError(
+                f"num_gpus is {self.num_gpus}, but there are {self._transport.size} ranks: start as many with "
+                f"torchrun --nproc-per-node {self.num_gpus}, or use simulate=True"
+            )
+        return self._transport
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool = False,
+        *,
+        seq_len: int | None = None,
+        documents: Sequence[int] | None = None,
+        window_size: attention.Window = (-1, -1),
+        softcap: float = 0.0,
+    ) -> Tensor:
+        """o like q, differentiable.
+
+        Args:
+            q, k, v: this rank's shards, (batch, heads, local_length, head_dim); whole tensors with simulate=True.
+            seq_len: tokens of the whole sequence, padding not counted; default: ranks * local_length.
+            documents: lengths of the documents packed into it, which do not see one another.
+        """
+        options = dict(self.options, causal=causal, window_size=window_size, softcap=softcap)
+        q, k, v = (_swap(x) for x in (q, k, v))
+        if self.simulate:
+            assert self.num_gpus is not None
+            if seq_len not in (None, k.shape[1]):
+                raise InvalidInputError(f"seq_len is {seq_len}, but simulate=True takes the whole {k.shape[1]} tokens")
+            return _swap(_simulated(q, k, v, self.num_gpus, self.layout, self.schedule, documents, options))
+        transport = self.transport()
+        length = transport.size * k.shape[1] if seq_len is None else seq_len
+        layout = make_layout(self.layout, seqlen=length, ranks=transport.size, documents=documents)
+        o, _ = attention.distributed_attention(
+            q, k, v, layout=layout, transport=transport, schedule=self.schedule, **options
+        )
+        return _swap(o)
+
+    def extra_repr(self) -> str:
+        return f"num_gpus={self.num_gpus}, layout={self.layout!r}, schedule={self.schedule!r}"
+
+
+class _Simulated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, settings: dict) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.settings = settings
+        return simulate_attention(q, k, v, **settings)[0]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, do: Tensor):
+        q, k, v = ctx.saved_tensors
+        _, _, dq, dk, dv = simulate_attention(q, k, v, do=do.contiguous(), **ctx.settings)
+        return dq, dk, dv, None
+
+
+def _simulated(q, k, v, ranks, layout, schedule, documents, options) -> Tensor:
+    settings = dict(options, ranks=ranks, layout=layout, schedule=schedule, documents=documents)
+    return _Simulated.apply(q, k, v, settings)
+
+
+def ring_attention_forward(
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    devices: Devices = None,
+    overlap: bool = True,
+    *,
+    causal: bool = False,
+    layout: str = "zigzag",
+    schedule: str = "kv_ring",
+    seq_len: int | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """(O, lse) in (batch, heads, seqlen, head_dim) order, without autograd. See the head of this file for `devices`."""
+    q, k, v = (_swap(x) for x in (Q, K, V))
+    options = dict(options, causal=causal, overlap=overlap)
+    if isinstance(devices, int):
+        o, lse = simulate_attention(q, k, v, ranks=devices, layout=layout, schedule=schedule, **options)
+        return _swap(o), lse
+    transport = TorchTransport() if devices is None else devices
+    cut = _layout_of(k, transport, layout, seq_len)
+    with torch.no_grad():
+        o, lse = attention.distributed_attention(q, k, v, layout=cut, transport=transport, schedule=schedule, **options)
+    return _swap(o), lse
+
+
+def ring_attention_backward(
+    dO: Tensor,
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    devices: Devices = None,
+    *,
+    O: Tensor | None = None,  # noqa: E741
+    lse: Tensor | None = None,
+    causal: bool = False,
+    layout: str = "zigzag",
+    schedule: str = "kv_ring",
+    seq_len: int | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dQ, dK, dV) in (batch, heads, seqlen, head_dim) order; O and lse are recomputed by a forward when missing.
+
+    With an int for `devices` both are recomputed in any case, and giving them is an error.
+    """
+    do, q, k, v = (_swap(x) for x in (dO, Q, K, V))
+    if isinstance(devices, int):
+        if O is not None or lse is not None:
+            raise InvalidInputError("simulated ranks recompute O and lse: leave them out")
+        found = simulate_attention(
+            q, k, v, do=do, ranks=devices, layout=layout, schedule=schedule, causal=causal, **options
+        )
+        return _swap(found[2]), _swap(found[3]), _swap(found[4])
+    transport = TorchTransport() if devices is None else devices
+    cut = _layout_of(k, transport, layout, seq_len)
+    call = attention.make_call(q, k, v, cut, causal=causal, **options)
+    if O is None or lse is None:
+        o, lse = attention.forward(q, k, v, call, transport, schedule=schedule)
+    else:
+        o = _swap(O)
+    dq, dk, dv = attention.backward(do, q, k, v, o, lse, call, transport, schedule=schedule)
+    return _swap(dq), _swap(dk), _swap(dv)
+
+
+def shard_sequence(
+    tokens: Tensor,
+    num_devices: int,
+    block_size: int | None = None,
+    *,
+    layout: str = "contiguous",
+    dim: int = 1,
+    padding: float = 0,
+) -> list[Tensor]:
+    """The shards of all ranks. `block_size` is the length of each, if it is to be checked or (contiguous) longer."""
+    return [
+        block_shard(tokens, rank, num_devices, block_size, layout=layout, dim=dim, padding=padding)
+        for rank in range(num_devices)
+    ]
+
+
+def block_shard(
+    x: Tensor,
+    rank: int,
+    num_devices: int,
+    block_size: int | None = None,
+    *,
+    layout: str = "contiguous",
+    dim: int = 1,
+    padding: float = 0,
+) -> Tensor:
+    """One rank's shard of x, padded to the common length."""
+    cut = make_layout(layout, seqlen=x.shape[dim], ranks=num_devices)
+    if block_size in (None, cut.local_length):
+        return cut.shard(x, rank, dim=dim, padding=padding)
+    assert block_size is not None
+    if layout != "contiguous" or block_size < cut.local_length:
+        raise InvalidInputError(
+            f"block_size is {block_size}, but {num_devices} shards of {x.shape[dim]} tokens have {cut.local_length} "
+            f"({layout}); only contiguous shards can be longer"
+        )
+    longer = make_layout(layout, seqlen=block_size * num_devices, ranks=num_devices)
+    shape = list(x.shape)
+    shape[dim] = longer.seqlen - x.shape[dim]
+    return longer.shard(torch.cat([x, x.new_full(shape, padding)], dim), rank, dim=dim)
+
+
+def ring_communicate_kv(
+    kv_block: Tensor, src_device: int, dst_device: int, *, transport: Transport | None = None
+) -> Tensor:
+    """Send a block to one rank and return the one that comes from another. All ranks of the circle call it."""
+    transport = transport or TorchTransport()
+    message, into = _message(kv_block, transport, "ring_communicate_kv")
+    transport.exchange(message, into, to=dst_device, source=src_device).wait()
+    return into.clone()
+
+
+def ring_send_recv(x: Tensor, *, transport: Transport | None = None) -> Pending:
+    """Start one hop of the ring: x goes to the next rank; `wait()` returns what came from the previous one."""
+    transport = transport or TorchTransport()
+    message, into = _message(x, transport, "ring_send_recv")
+    ahead, behind = ((transport.rank + s) % transport.size for s in (1, -1))
+    pending = transport.exchange(message, into, to=ahead, source=behind)
+    return Pending(lambda: (pending.wait(), into.clone())[1])
+
+
+def _message(x: Tensor, transport: Transport, what: str) -> list[Tensor]:
+    """x in a buffer of the transport, and one to receive into, after all ranks have said that they send alike."""
+    transport.agree(f"{what} {x.dtype} {tuple(x.shape)}")
+    message, into = transport.buffers(2, x.shape, x)
+    message.copy_(x)
+    return [message, into]
+
+
+def local_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    rank: int = 0,
+    source: int = 0,
+    layout: Layout | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """One step: the queries of `rank` against the keys of `source`, both (batch, rows, heads, head_dim).
+
+    Returns:
+        o (batch, rows, heads, head_dim_v) and lse (batch, heads, rows), both float32, to be merged with other steps.
+        Without a layout q and k are whole sequences of one length.
+    """
+    cut = layout or make_layout("contiguous", seqlen=k.shape[1], ranks=1)
+    call = attention.make_call(q, k, v, cut, **options)
+    partial = Partial.empty(q, v.shape[-1])
+    with torch.no_grad():
+        found = pieces(cut.runs(rank), cut.runs(source), call.mask)
+        attend(partial, q, k, v, found, call)
+    return partial.o, partial.lse
+
+
+def accumulate_attention_outputs(
+    local_outputs: Sequence[tuple[Tensor, Tensor]], final_output: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Merge results (o, lse) of the same queries over different keys; into `final_output`, in place, when given."""
+    if final_output is None:
+        if not local_outputs:
+            raise InvalidInputError("nothing to accumulate: give local_outputs or final_output")
+        o, lse = local_outputs[0]
+        dtype = partial_dtype(o)
+        final_output = (torch.zeros_like(o, dtype=dtype), torch.full_like(lse, -math.inf, dtype=dtype))
+    total = Partial(*final_output)
+    for o, lse in local_outputs:
+        total.add(o, lse)
+    return total.o, total.lse
+
+
+def distributed_attention_exact(
+    Q_local: Tensor,
+    KV_blocks: Sequence[tuple[Tensor, Tensor]],
+    num_devices: int,
+    *,
+    rank: int = 0,
+    layout: str = "zigzag",
+    seq_len: int | None = None,
+    **options: Any,
+) -> Tensor:
+    """What one rank of the ring computes, without the ring: its queries against every rank's (k, v), in ring order.
+
+    Tensors are (batch, heads, local_length, head_dim); `KV_blocks[r]` are the shards of rank r.
+    """
+    if len(KV_blocks) != num_devices:
+        raise InvalidInputError(f"{num_devices} devices have as many blocks of keys, got {len(KV_blocks)}")
+    q = _swap(Q_local)
+    length = num_devices * q.shape[1] if seq_len is None else seq_len
+    cut = make_layout(layout, seqlen=length, ranks=num_devices)
+    found = []
+    for step in range(num_devices):
+        source = (rank - step) % num_devices
+        k, v = (_swap(x) for x in KV_blocks[source])
+        found.append(local_attention(q, k, v, rank=rank, source=source, layout=cut, **options))
+    return _swap(accumulate_attention_outputs(found)[0].to(q.dtype))
+
+
+def global_accumulate(o: Tensor, lse: Tensor, *, transport: Transport | None = None) -> tuple[Tensor, Tensor]:
+    """Merge the partial results of all ranks for queries that all of them hold; the same bits on every rank."""
+    transport = transport or TorchTransport()
+    parts = [transport.all_gather(x).wait() for x in (o, lse)]
+    return accumulate_attention_outputs(list(zip(*parts, strict=True)))
+
+
+def overlap_comm_compute(communicate: Callable[[], Pending], compute: Callable[[], R]) -> tuple[R, Any]:
+    """Start a communication, compute while it is under way, then wait: (what compute returned, what arrived)."""
+    pending = communicate()
+    result = compute()
+    return result, pending.wait()
+
+
+def _layout_of(k: Tensor, transport: Transport, layout: str, seq_len: int | None) -> Layout:
+    length = transport.size * k.shape[1] if seq_len is None else seq_len
+    return make_layout(layout, seqlen=length, ranks=transport.size)
+
+
+def _swap(x: Tensor) -> Tensor:
+    if not isinstance(x, Tensor) or x.dim() != 4:
+        got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise InvalidInputError(f"expected a tensor (batch, heads, seqlen, head_dim), got {got}")
+    return x.transpose(1, 2)
+
+
+__all__ = [
+    "RingAttention",
+    "accumulate_attention_outputs",
+    "block_shard",
+    "distributed_attention_exact",
+    "global_accumulate",
+    "local_attention",
+    "overlap_comm_compute",
+    "ring_attention_backward",
+    "ring_attention_forward",
+    "ring_communicate_kv",
+    "ring_send_recv",
+    "shard_sequence",
+    "simulate",
+]

@@ -1,0 +1,84 @@
+"""The functions that users of the ring-flash-attention package know, with its names and argument order.
+
+Tensors are this rank's shards, (batch, local_length, heads, head_dim), of a sequence of ranks * local_length tokens,
+cut by `contiguous` for ring_*, `zigzag` for zigzag_ring_*, `striped` for stripe_*. What the kernels do not do (dropout,
+ALiBi) is refused, on every rank. Unlike there, window_size works in all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from gpu_accel.errors import InvalidInputError, UnsupportedError
+from gpu_accel.ring_attention.attention import Window, distributed_attention
+from gpu_accel.ring_attention.layouts import make_layout
+from gpu_accel.ring_attention.transport import TorchTransport, Transport
+
+
+def _run(
+    layout: str, q: Tensor, k: Tensor, v: Tensor, dropout_p: float, softmax_scale: float | None, causal: bool,
+    window_size: Window, alibi_slopes: Any, deterministic: bool, return_attn_probs: bool, group: Any,
+) -> Tensor | tuple[Tensor, Tensor, None]:  # fmt: skip
+    transport: Transport = group if isinstance(group, Transport) else TorchTransport(group)
+    if dropout_p or alibi_slopes is not None:
+        what = "dropout_p" if dropout_p else "alibi_slopes"
+        transport.agree("", UnsupportedError(f"{what} is not supported: pass {'0.0' if dropout_p else 'None'}"))
+    if not isinstance(deterministic, bool):
+        transport.agree("", InvalidInputError(f"deterministic must be True or False, got {deterministic!r:.80}"))
+    if deterministic and q.is_cuda:
+        why = "local gradients of the fastest kernels differ in the last bit: use RingAttention(backend='portable')"
+        transport.agree("", UnsupportedError(f"deterministic=True is not supported on GPUs here: {why}"))
+    cut = make_layout(layout, seqlen=q.shape[1] * transport.size, ranks=transport.size)
+    if cut.local_length != q.shape[1]:
+        transport.agree(
+            "",
+            InvalidInputError(
+                f"zigzag shards have an even number of rows, got {q.shape[1]}: pad, or use RingAttention"
+            ),
+        )
+    o, lse = distributed_attention(
+        q, k, v, layout=cut, transport=transport, causal=causal, window_size=window_size, softmax_scale=softmax_scale
+    )
+    return (o, lse, None) if return_attn_probs else o
+
+
+def ring_flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Window = (-1, -1), alibi_slopes: Any = None, deterministic: bool = False,
+    return_attn_probs: bool = False, group: Any = None,
+):  # fmt: skip
+    """Ring attention of contiguous shards. `group`: a process group (None: the default one) or a transport."""
+    return _run("contiguous", q, k, v, dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
+                return_attn_probs, group)  # fmt: skip
+
+
+def zigzag_ring_flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Window = (-1, -1), alibi_slopes: Any = None, deterministic: bool = False,
+    return_attn_probs: bool = False, group: Any = None,
+):  # fmt: skip
+    """Ring attention of zigzag shards."""
+    return _run("zigzag", q, k, v, dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
+                return_attn_probs, group)  # fmt: skip
+
+
+def stripe_flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Window = (-1, -1), alibi_slopes: Any = None, deterministic: bool = False,
+    return_attn_probs: bool = False, group: Any = None,
+):  # fmt: skip
+    """Ring attention of striped shards."""
+    return _run("striped", q, k, v, dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
+                return_attn_probs, group)  # fmt: skip
+
+
+def zigzag_ring_flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *arguments: Any, **options: Any):
+    """kv (batch, local_length, 2, heads_kv, head_dim)."""
+    return zigzag_ring_flash_attn_func(q, kv[:, :, 0], kv[:, :, 1], *arguments, **options)
+
+
+def zigzag_ring_flash_attn_qkvpacked_func(qkv: Tensor, *arguments: Any, **options: Any):
+    """qkv (batch, local_length, 3, heads, head_dim)."""
+    return zigzag_ring_flash_attn_func(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], *arguments, **options)
