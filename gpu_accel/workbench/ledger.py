@@ -63,6 +63,7 @@ UNITS = {
     "W": None,
     "TFLOP/J": None,
     "%": None,
+    "bits": None,
     "clk": None,
     "B/clk": None,
     "B/clk/SM": None,

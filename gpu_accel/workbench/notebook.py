@@ -199,6 +199,20 @@ def claims_table(paper: Paper | str, records: Iterable[Record] | None = None) ->
     return Shown(report.claims_markdown(judged), report.claims_html(judged), rows)
 
 
+def claims_about(paper: Paper | str, *experiments: str, records: Iterable[Record] | None = None) -> Shown:
+    """The claims that records of these experiments settle, as `claims_table` shows them.
+
+    Raises:
+        InvalidInputError: the paper has no experiment of that name.
+    """
+    paper = _paper(paper)
+    if unknown := [name for name in experiments if name not in paper.experiments]:
+        raise InvalidInputError(f"{paper.id} has no experiment {unknown[0]!r}; it has {', '.join(paper.experiments)}")
+    judged = [v for v in verdicts(paper, records) if v.claim.measure and v.claim.measure.experiment in experiments]
+    rows = tuple(report.claim_row(v) for v in judged)
+    return Shown(report.claims_markdown(judged), report.claims_html(judged), rows)
+
+
 def ledger() -> Shown:
     """All papers at a glance: one row each with the count of every verdict."""
     from gpu_accel.workbench.claims import WORDS, against_itself, summary

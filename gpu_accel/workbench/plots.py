@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gpu_accel.workbench.ledger import Claim
     from gpu_accel.workbench.records import Record
 
-__all__ = ["claims_overview", "errors", "memory", "ratios", "roofline", "static_svg", "template", "throughput"]
+__all__ = ["claims_overview", "curve", "errors", "memory", "ratios", "roofline", "static_svg", "template", "throughput"]
 
 PLOTLY_SYMBOLS = {
     "circle": "circle",
@@ -341,6 +341,49 @@ def ratios(
     figure.update_xaxes(title_text="sequence length", type="category", showgrid=False)
     figure.update_yaxes(autorange="reversed", showgrid=False)
     return figure
+
+
+def curve(
+    records: Iterable[Record],
+    *,
+    x: str,
+    metric: str,
+    by: str = "impl",
+    marks: dict[str, float] | None = None,
+    gpu: str | None = None,
+    title: str = "",
+) -> go.Figure:
+    """One metric against one number of the case, both axes logarithmic: a line for each value of `by`.
+
+    Args:
+        records: those that lack `x` in their case, or the metric, are left out.
+        by: "impl", or a key of the case.
+        marks: horizontal lines by name, for numbers of somebody else.
+    Raises:
+        InvalidInputError: several GPUs and `gpu` picks none.
+    """
+    go = _plotly()
+    drawn = [r for r in series.one_gpu(records, gpu) if r.has(metric) and isinstance(r.case.get(x), int | float)]
+    figure = _figure(title or metric, drawn, height=480)
+    lines: dict[str, list[Record]] = {}
+    for record in drawn:
+        lines.setdefault(record.impl if by == "impl" else str(record.case.get(by, "")), []).append(record)
+    for name, members in lines.items():
+        members.sort(key=lambda r: float(r.case[x]))
+        line = go.Scatter(
+            x=[r.case[x] for r in members],
+            y=[r.value(metric) for r in members],
+            name=series.label(name),
+            mode="lines+markers",
+            hovertemplate=f"{x} %{{x:,}}: %{{y:.4g}} {members[0].unit}<extra></extra>",
+        )
+        figure.add_trace(line)
+    for name, value in (marks or {}).items():
+        figure.add_hline(y=value, line={"dash": "dot", "width": 1, "color": "#5b6673"}, annotation_text=name)
+    unit = drawn[0].unit if drawn else ""
+    figure.update_xaxes(type="log", title_text=x.replace("_", " "))
+    figure.update_yaxes(type="log", title_text=f"{metric} {unit}".strip())
+    return _note_if_empty(figure, not drawn)
 
 
 def roofline(

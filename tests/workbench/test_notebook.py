@@ -326,3 +326,11 @@ class TestRenderer:
         pytest.importorskip("plotly")
         done = self.run(PLOTLY_RENDERER="json")
         assert done.stdout.splitlines()[-3:-1] == ["json", "application/json"], done.stderr
+
+
+def test_claims_about_an_experiment():
+    whole = nb.claims_table("fa3").rows
+    some = nb.claims_about("fa3", "fp8-error").rows
+    assert 0 < len(some) < len(whole) and set(some) <= set(whole)
+    with pytest.raises(InvalidInputError, match="no experiment 'fp9'"):
+        nb.claims_about("fa3", "fp9")

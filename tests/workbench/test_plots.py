@@ -193,3 +193,18 @@ class TestRoofline:
         with pytest.raises(InvalidInputError, match="profile="):
             plots.roofline([timed()])
         assert plots.roofline([timed()], profile="h100-sxm").data
+
+
+def test_a_curve_has_a_line_for_each_implementation_and_marks():
+    figure = plots.curve(grid(), x="seqlen_q", metric="tflops", marks={"theirs": 300.0}, title="rate")
+    names = {trace.name for trace in figure.data}
+    assert len(figure.data) == 3 == len(names)
+    assert all(list(trace.x) == sorted(trace.x) for trace in figure.data)
+    assert any("theirs" in str(note.text) for note in figure.layout.annotations)
+    by_dim = plots.curve(grid({"portable": 100.0}), x="seqlen_q", metric="tflops", by="head_dim")
+    assert {trace.name for trace in by_dim.data} == {"64", "128"}
+
+
+def test_an_empty_curve_says_so():
+    figure = plots.curve([], x="footprint_kb", metric="latency")
+    assert any("not measured yet" in note.text for note in figure.layout.annotations)
