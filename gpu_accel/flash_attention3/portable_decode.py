@@ -404,7 +404,9 @@ def plan(call: KVCall, config: DecodeConfig | None = None) -> Plan:
     """Tiles and splits of a call: shapes decide, never values on the device."""
     batch, sq, _, head_dim = call.q.shape
     rows = sq * call.group
-    config = config or decode_config.lookup(rows, call.bits, max(head_dim, call.head_dim_v))
+    config = config or decode_config.lookup(
+        rows, call.bits, max(head_dim, call.head_dim_v), token_scales=call.k_scales.mode == TOKEN_SCALES.value
+    )
     tile = decode_config.tile_rows(rows)
     tiles_m = triton.cdiv(rows, tile)
     tiles = batch * call.heads_kv * tiles_m

@@ -2,6 +2,7 @@
 
     forward     cases.py, attention.py, fp8_forward.py
     backward    cases.py, attention.py
+    decode      decode.py
     fp8-error   fp8_error.py
     memory      memory.py
 
@@ -14,7 +15,7 @@ from functools import partial
 
 from gpu_accel.workbench.experiment import Experiment, SimpleExperiment
 
-from . import attention, fp8_error, memory
+from . import attention, decode, fp8_error, memory
 from .cases import attention_cases
 
 _ALL = (
@@ -29,6 +30,12 @@ _ALL = (
         title="Backward pass over the paper's grid, next to torch's attention",
         list_cases=partial(attention_cases, direction="backward"),
         build_case=attention.build_backward,
+    ),
+    SimpleExperiment(
+        name="decode",
+        title="One query a head over a KV cache, contiguous and paged, next to a copy of as many bytes",
+        list_cases=decode.list_cases,
+        build_case=decode.build,
     ),
     SimpleExperiment(
         name="fp8-error",
