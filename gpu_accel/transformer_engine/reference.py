@@ -122,8 +122,13 @@ def quantize_reference(
     return Parts(codes, block_scales, tensor_scale)
 
 
-def dequantize_reference(parts: Parts, rows: int, cols: int, scheme: Scheme, *, rotated: bool = False) -> Tensor:
-    """The float32 matrix (rows, cols) that codes and scales mean. `rotated` leaves the Hadamard matrix in."""
+def dequantize_reference(
+    parts: Parts, rows: int, cols: int, scheme: Scheme, *, rotated: bool = False, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """The matrix (rows, cols) that codes and scales mean, computed in `dtype`. `rotated` leaves the Hadamard matrix in.
+
+    In float64 it is exact; in float32 the product of code and scale is rounded once (twice for nvfp4).
+    """
     codes = formats.unpack_nibbles(parts.codes, cols) if scheme.packed else parts.codes.view(torch.uint8)
     if scheme.element in INTEGERS:
         signed = codes.view(torch.int8)
@@ -136,7 +141,7 @@ def dequantize_reference(parts: Parts, rows: int, cols: int, scheme: Scheme, *, 
         factor = formats.decode(parts.scales.view(torch.uint8), "ue4m3")
     else:
         factor = parts.scales
-    values = values * spread(factor, rows, cols, scheme)
+    values = values.to(dtype) * spread(factor, rows, cols, scheme).to(dtype)
     if parts.tensor_scale is not None:
-        values = values * parts.tensor_scale
+        values = values * parts.tensor_scale.to(dtype)
     return values if rotated or not scheme.hadamard else hadamard16(values, inverse=True)

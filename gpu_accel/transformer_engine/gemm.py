@@ -1,0 +1,190 @@
+"""Products of quantised matrices: `scaled_mm` for any pair that belongs together, `fp8_gemm` and `fp4_gemm` by name.
+
+All compute a @ b.T + bias with a (..., K) and b (N, K), the layout of a linear layer. Operands that are not quantised
+yet are quantised first. Which kernel: see `explain_mm`. MX and NVFP4 are emulated, exactly, on GPUs without units for
+them (all before Blackwell): their speed there says nothing about the formats.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from gpu_accel.compat import INTERPRET
+from gpu_accel.errors import HardwareError, InvalidInputError, UnsupportedError
+from gpu_accel.flash_attention3.launch import capability, launch
+from gpu_accel.transformer_engine.codec import ELEMENTS
+from gpu_accel.transformer_engine.gemm_kernels import _emulated_kernel, _fp8_kernel
+from gpu_accel.transformer_engine.quantizer import choose_backend, quantize
+from gpu_accel.transformer_engine.reference_gemm import scaled_mm_reference
+from gpu_accel.transformer_engine.schemes import Scheme, scheme
+from gpu_accel.transformer_engine.tensor import QuantizedTensor
+
+OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_GROUP = 8
+
+
+def _kind(what: Scheme) -> str:
+    """ "fp8" for the kernel on fp8 tensor cores, "emulated" for blocks that are widened first, else why neither."""
+    if what.hadamard:
+        return "a rotated operand must be multiplied with one rotated alike, which only the modules make sure of"
+    if what.scale in ("fp32", "pow2"):
+        if what.element not in ("e4m3", "e5m2"):
+            return f"there is no product for {what.element} with float32 scales: dequantize() first"
+        return "fp8" if what.block in ((0, 0), (1, 0), (1, 128), (128, 128)) else f"blocks of {what.block} have none"
+    return "emulated"
+
+
+def explain_mm(a: QuantizedTensor, b: QuantizedTensor) -> str:
+    """Which kernel `scaled_mm` takes for these operands, in a sentence."""
+    kind = _pair(a, b)
+    if kind == "fp8":
+        return f"{a.scheme} x {b.scheme}: fp8 products, float32 sums every 128 of K (plain Triton)"
+    return f"{a.scheme} x {b.scheme}: emulated, codes widened to bf16 in registers, bf16 products (plain Triton)"
+
+
+def _pair(a: QuantizedTensor, b: QuantizedTensor) -> str:
+    """The kind of product; refuses operands that do not belong together."""
+    first, second = a.scheme, b.scheme
+    for name, q in (("a", a), ("b", b)):
+        if q.codes is None:
+            raise InvalidInputError(f"{name} has no row-wise copy: quantise with rowwise=True")
+        if _kind(q.scheme) not in ("fp8", "emulated"):
+            raise UnsupportedError(f"{name} is {q.scheme}: {_kind(q.scheme)}")
+    kinds = {_kind(first), _kind(second)}
+    blocked = {first.block[1] == 128, second.block[1] == 128}
+    same_blocks = (first.scale, first.block[1]) == (second.scale, second.block[1])
+    if len(kinds) > 1 or (kinds == {"fp8"} and len(blocked) > 1) or (kinds == {"emulated"} and not same_blocks):
+        raise UnsupportedError(f"{first} and {second} cannot be multiplied: their scales run differently along K")
+    return kinds.pop()
+
+
+def _check(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, out_dtype: torch.dtype) -> None:
+    if b.dim() != 2 or a.shape[-1:] != b.shape[-1:]:
+        raise InvalidInputError(f"a must be (..., K) and b (N, K), got {tuple(a.shape)} and {tuple(b.shape)}")
+    if a.device != b.device or (bias is not None and bias.device != a.device):
+        raise InvalidInputError("a, b and bias must be on one device")
+    if bias is not None and bias.shape != b.shape[:1]:
+        raise InvalidInputError(f"bias must be ({b.shape[0]},), got {tuple(bias.shape)}")
+    if out_dtype not in OUT_DTYPES:
+        raise InvalidInputError(f"out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
+
+
+def scaled_mm(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    *,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    backend: str = "auto",
+) -> Tensor:
+    """a (..., K) @ b (N, K).T + bias (N,), in `out_dtype`; any sizes.
+
+    Pairs: fp8 with scales per tensor or row (each as it likes); fp8 in 1x128 or 128x128 (each as it likes); MX with MX;
+    NVFP4 with NVFP4. Raises InvalidInputError for shapes, devices and dtypes, UnsupportedError for other pairs,
+    HardwareError where a GPU has no fp8 products (before compute capability 8.9).
+    """
+    kind = _pair(a, b)
+    _check(a, b, bias, out_dtype)
+    if choose_backend(backend, a, "scaled_mm") == "reference":
+        return scaled_mm_reference(a, b, bias=bias, out_dtype=out_dtype)
+    if kind == "fp8" and not INTERPRET and (torch.version.hip or capability(a.device) < (8, 9)):
+        raise HardwareError("fp8 products need compute capability 8.9 (Ada, Hopper or newer): use bf16, or int8")
+    codes = [
+        q.codes.view(torch.uint8).reshape(q.rows_and_columns[0], q.codes.shape[-1])  # type: ignore[union-attr]
+        for q in (a, b)
+    ]
+    out = _mm(codes, a, b, bias, out_dtype, kind)
+    return out.view(*a.shape[:-1], b.shape[0])
+
+
+def _mm(
+    codes: list[Tensor], a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, dtype: torch.dtype, kind: str
+):
+    (m, k), n = a.rows_and_columns, b.shape[0]
+    out = torch.empty((m, n), dtype=dtype, device=a.device)
+    if not k:
+        return out.copy_(bias) if bias is not None else out.zero_()
+    if not out.numel():
+        return out
+    bm = 64 if m <= 64 else 128
+    bn, bk = 128, 128 if kind == "fp8" else 64
+    tiles_m, tiles_n = triton.cdiv(m, bm), triton.cdiv(n, bn)
+    given = bias if bias is not None else out
+    schemes = (a.scheme, b.scheme)
+    common = dict(BM=bm, BN=bn, BK=bk, GROUP=_GROUP, BIAS=bias is not None, num_warps=4 if bm == 64 else 8)
+    if kind == "fp8":
+        places = []
+        for q, what in zip((a, b), schemes, strict=True):
+            assert q.scales is not None
+            across = q.scales.shape[1]
+            # stride along rows, along K, and rows that share a scale
+            strides = {(0, 0): (0, 0, 1), (1, 0): (1, 0, 1), (1, 128): (across, 1, 1), (128, 128): (across, 1, 128)}
+            places.append(strides[what.block])
+        options = dict(
+            A_E5M2=schemes[0].element == "e5m2", B_E5M2=schemes[1].element == "e5m2",
+            BLOCKED=schemes[0].block[1] == 128,
+            ROWS_A=places[0][2], ROWS_B=places[1][2], EVEN=k % bk == 0, num_stages=3,
+        )  # fmt: skip
+        arguments = (*codes, a.scales, b.scales, given, out, m, n, k, tiles_m, tiles_n, *places[0][:2], *places[1][:2])
+        launch(_fp8_kernel, tiles_m * tiles_n, arguments, {**common, **options})
+        return out
+    scales = [q.scales.view(torch.uint8) for q in (a, b)]  # type: ignore[union-attr]
+    tensors = [q.tensor_scale if q.tensor_scale is not None else out for q in (a, b)]
+    options = dict(
+        G=schemes[0].block[1], A_ELEMENT=ELEMENTS[schemes[0].element], B_ELEMENT=ELEMENTS[schemes[1].element],
+        ROWS_A=schemes[0].block[0], ROWS_B=schemes[1].block[0], E8M0=schemes[0].scale == "e8m0", EVEN=k % bk == 0,
+        num_stages=2,
+    )  # fmt: skip
+    arguments = (*codes, *scales, *tensors, given, out, m, n, k, codes[0].shape[1], codes[1].shape[1],
+                 scales[0].shape[1], tiles_m, tiles_n)  # fmt: skip
+    launch(_emulated_kernel, tiles_m * tiles_n, arguments, {**common, **options})
+    return out
+
+
+def _quantized(x: Tensor, what: str | Scheme, backend: str) -> QuantizedTensor:
+    return x if isinstance(x, QuantizedTensor) else quantize(x, what, backend=backend)
+
+
+def fp8_gemm(
+    a: Tensor,
+    b: Tensor,
+    *,
+    scheme_a: str | Scheme = "fp8_row",
+    scheme_b: str | Scheme = "fp8_row",
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    backend: str = "auto",
+) -> Tensor:
+    """a (..., K) @ b (N, K).T on eight-bit floats. Operands that are QuantizedTensor are used as they are.
+
+    Raises as `scaled_mm`, and UnsupportedError for operands that are not e4m3 or e5m2.
+    """
+    qa, qb = _quantized(a, scheme_a, backend), _quantized(b, scheme_b, backend)
+    for name, q in (("a", qa), ("b", qb)):
+        if q.scheme.element not in ("e4m3", "e5m2"):
+            raise UnsupportedError(f"{name} is {q.scheme}, not e4m3 or e5m2: use scaled_mm or fp4_gemm")
+    return scaled_mm(qa, qb, bias=bias, out_dtype=out_dtype, backend=backend)
+
+
+def fp4_gemm(
+    a: Tensor,
+    b: Tensor,
+    *,
+    scheme_a: str | Scheme = "nvfp4",
+    scheme_b: str | Scheme = "nvfp4",
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    backend: str = "auto",
+) -> Tensor:
+    """a (..., K) @ b (N, K).T on four-bit floats: NVFP4 (default) or MXFP4.
+
+    Emulated on every GPU so far: codes are widened to bf16 in registers, exactly. The results are those of the format,
+    the speed is that of bf16 with a quarter of the bytes. `QuantizedTensor.emulated` says so too.
+    """
+    qa, qb = _quantized(a, scheme_a, backend), _quantized(b, scheme_b, backend)
+    for name, q in (("a", qa), ("b", qb)):
+        if scheme(q.scheme).element != "e2m1":
+            raise UnsupportedError(f"{name} is {q.scheme}, not e2m1: use scaled_mm or fp8_gemm")
+    return scaled_mm(qa, qb, bias=bias, out_dtype=out_dtype, backend=backend)

@@ -1,0 +1,52 @@
+"""Compiles kernels of the package for an H100 that is not there and prints what came out, one JSON object.
+
+    python compile_kernels.py quantize fp8,mxfp8          both copies and rows alone, of (4096, 4096) bf16
+    python compile_kernels.py gemm fp8_row-fp8_row        products of 4096 x 4096 x 4096
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+import torch
+
+from gpu_accel.flash_attention3.launch import instead_of_launching
+from gpu_accel.testing.compile_only import compile_only
+from gpu_accel.transformer_engine import gemm, quantizer
+from gpu_accel.transformer_engine.schemes import scheme
+
+rows: list[dict] = []
+label = ""
+
+
+def hook(kernel, arguments, options) -> None:
+    c = compile_only(kernel, arguments, options, name=kernel.fn.__name__, capability=90)
+    count = c.instructions
+    rows.append(
+        dict(
+            name=label, kernel=c.name, registers=c.registers, spills=c.spills, shared=c.shared, warps=c.num_warps,
+            values=options.get("BM", 1) * options.get("BK", 1) // (32 * c.num_warps), instructions=sum(count.values()),
+            wide_loads=len(re.findall(r"LDG\.E\S*\.128", c.sass)), loads=count["LDG"], stores=count["STG"],
+            narrow_stores=len(re.findall(r"STG\.E\S*\.U8", c.sass)), conversions=len(re.findall(r"F2FP\.\S*E4M3", c.sass)),
+            qgmma=c.sass.count("QGMMA"), hgmma=c.sass.count("HGMMA"),
+            serialised=any("serializ" in w.lower() for w in c.warnings),
+        )
+    )  # fmt: skip
+
+
+with instead_of_launching(hook):
+    x = torch.empty(4096, 4096, dtype=torch.bfloat16)
+    for name in sys.argv[2].split(","):
+        if sys.argv[1] == "quantize":
+            for copies in ((True, False), (True, True)):
+                label = f"{name} {'both' if copies[1] else 'rows'}"
+                known = torch.ones(1, 1) if name.endswith("-given") else None
+                quantizer.quantize_op._init_fn(x, scheme(name.removesuffix("-given")).text, *copies, 0, known)
+        else:
+            label = name
+            pair = [quantizer.quantize(torch.zeros(256, 4096), part, backend="reference") for part in name.split("-")]
+            codes = [q.codes.view(torch.uint8) for q in pair]
+            gemm._mm(codes, *pair, None, torch.bfloat16, gemm._pair(*pair))
+print(json.dumps(rows))

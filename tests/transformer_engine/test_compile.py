@@ -1,0 +1,49 @@
+"""Kernels compiled for an H100 that is not there, with every supported Triton: no spills, wide loads, tensor cores."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("compile_kernels.py")
+
+
+def compiled(environment: dict[str, str], what: str, names: str) -> list[dict]:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), what, names], env=environment, capture_output=True, text=True, timeout=540
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_quantisers(compile_environment):
+    """One scheme of each kernel: given scale, two passes, 1x128, MX, two levels with four bits."""
+    rows = compiled(compile_environment, "quantize", "fp8-given,fp8,fp8_1x128,mxfp8,nvfp4")
+    assert {row["kernel"] for row in rows} == {"_amax_kernel", "_cast_kernel", "_block_kernel"}
+    for row in rows:
+        assert row["spills"] == 0, row
+        if row["kernel"] == "_amax_kernel":
+            assert row["wide_loads"] >= row["loads"] - 1, row  # besides them the maximum so far
+            continue
+        assert row["wide_loads"] >= row["values"] // 8, row  # all of the tile, 16 bytes each
+        assert row["narrow_stores"] <= 2, row  # codes are stored in vectors, only scales may be bytes
+        # what fits beside a copy at full bandwidth: see the file's head of quantize_kernels
+        if row["name"].endswith("rows"):
+            assert row["registers"] <= 128, row
+            assert row["instructions"] / row["values"] < 36, row
+    assert all(row["conversions"] for row in rows if row["name"] == "mxfp8 rows")
+
+
+@pytest.mark.slow
+def test_products(compile_environment):
+    rows = compiled(compile_environment, "gemm", "fp8_row-fp8_row,fp8_1x128-fp8_128x128,nvfp4-nvfp4")
+    assert len(rows) == 3
+    for row in rows:
+        assert row["spills"] == 0 and not row["serialised"], row
+        assert row["shared"] <= 227 * 1024, row
+        assert (row["hgmma"] if row["name"].startswith("nvfp4") else row["qgmma"]) >= 4, row

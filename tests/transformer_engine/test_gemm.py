@@ -1,0 +1,150 @@
+"""Products of quantised matrices against float64 on the same codes, for every pair and shapes that no tile divides."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from gpu_accel.errors import InvalidInputError, UnsupportedError
+from gpu_accel.testing import assert_close_to_truth, generator, poison_like
+from gpu_accel.transformer_engine.gemm import explain_mm, fp4_gemm, fp8_gemm, scaled_mm
+from gpu_accel.transformer_engine.quantizer import quantize
+from gpu_accel.transformer_engine.reference_gemm import scaled_mm_reference
+
+PAIRS = [
+    ("fp8", "fp8"),
+    ("fp8_row", "fp8_row"),
+    ("fp8_row", "fp8"),
+    ("fp8_e5m2", "fp8"),
+    ("fp8_1x128", "fp8_128x128"),
+    ("fp8_1x128", "fp8_1x128"),
+    ("e5m2:1x128:pow2", "fp8_128x128"),
+    ("mxfp8", "mxfp8"),
+    ("mxfp8_e5m2", "mxfp4"),
+    ("mxfp6_e2m3", "mxfp6_e3m2"),
+    ("mxfp4", "mxfp4"),
+    ("nvfp4", "nvfp4"),
+    ("nvfp4", "nvfp4_16x16"),
+]
+SHAPES = {
+    "one-tile": (64, 128, 128),
+    "ragged": (37, 150, 289),  # no dimension divides a tile; K has an odd tail
+    "two-tiles": (130, 40, 64),
+    "one": (1, 1, 1),
+}
+
+
+def operands(m, n, k, pair, device, seed=0):
+    a = torch.randn(m, k, generator=generator(seed)) * 2
+    b = torch.randn(n, k, generator=generator(seed + 1)) / 8
+    return (quantize(x.to(device, torch.bfloat16), name) for x, name in zip((a, b), pair, strict=True))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_against_float64(pair, shape, device):
+    m, n, k = SHAPES[shape]
+    a, b = operands(m, n, k, pair, device)
+    poison_like(torch.empty(m, n, device=device))
+    truth = scaled_mm_reference(a, b)
+    out = scaled_mm(a, b, out_dtype=torch.float32, backend="portable")
+    yardstick = scaled_mm_reference(a, b, dtype=torch.float32, out_dtype=torch.float32)
+    # the kernel multiplies scales in after the sums, float32 torch before them: both round a few times
+    floor = 16 * torch.finfo(torch.float32).eps * truth.abs().max().item() + 1e-7 * math.sqrt(k)
+    assert_close_to_truth("out", out, truth, yardstick, factor=4.0, floor=floor)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("pair", [("fp8_row", "fp8_row"), ("nvfp4", "nvfp4")], ids="-".join)
+def test_bias_batches_and_narrow_results(pair, dtype, device):
+    a, b = operands(12, 20, 96, pair, device)
+    bias = torch.randn(20, generator=generator(5)).to(device, dtype)
+    truth = scaled_mm_reference(a, b, bias=bias)
+    out = scaled_mm(a.view(3, 4, 96), b, bias=bias, out_dtype=dtype)
+    assert out.shape == (3, 4, 20)
+    assert_close_to_truth("out", out.view(12, 20), truth, truth.to(dtype))
+
+
+@pytest.mark.parametrize(
+    "pair", [("fp8", "fp8"), ("fp8_1x128", "fp8_128x128"), ("mxfp4", "mxfp4"), ("nvfp4", "nvfp4")], ids="-".join
+)
+@pytest.mark.parametrize("shape", [(0, 8, 32), (8, 0, 32), (8, 8, 0)], ids=str)
+def test_nothing(pair, shape, device):
+    m, n, k = shape
+    a, b = operands(m, n, k, pair, device)
+    bias = torch.ones(n, device=device)
+    out = scaled_mm(a, b, bias=bias, backend="portable")
+    assert out.shape == (m, n) and bool((out == 1).all())
+
+
+@pytest.mark.parametrize(
+    "pair", [("fp8_row", "fp8_row"), ("fp8_1x128", "fp8_128x128"), ("mxfp8", "mxfp8"), ("nvfp4", "nvfp4")], ids="-".join
+)
+def test_nan_reaches_the_rows_it_belongs_to(pair, device):
+    x = torch.randn(40, 160, generator=generator(0))
+    x[7, 33] = float("nan")
+    a = quantize(x.to(device), pair[0])
+    b = quantize(torch.randn(24, 160, generator=generator(1)).to(device), pair[1])
+    out = scaled_mm(a, b, backend="portable")
+    assert out[7].isnan().all() and out.isnan().sum() == 24
+
+
+def test_sums_do_not_lose_bits_over_a_long_k(device):
+    """Hopper's fp8 products keep about 14 bits of a sum: ones over K = 2**15 show it, sums every 128 do not."""
+    a = quantize(torch.ones(16, 1 << 15, device=device), "fp8")
+    b = quantize(torch.ones(16, 1 << 15, device=device) / 3, "fp8")
+    out = scaled_mm(a, b, out_dtype=torch.float32)
+    truth = scaled_mm_reference(a, b)
+    assert ((out.double() - truth) / truth).abs().max() < 1e-5
+
+
+def test_named_products_quantise_what_is_not(device):
+    a = torch.randn(32, 128, generator=generator(0)).to(device, torch.bfloat16)
+    b = torch.randn(48, 128, generator=generator(1)).to(device, torch.bfloat16)
+    truth = a.double() @ b.double().t()
+    for product, bound in ((fp8_gemm, 0.05), (fp4_gemm, 0.2)):
+        out = product(a, b)
+        assert (out.double() - truth).norm() / truth.norm() < bound
+        assert torch.equal(out, product(quantize(a, "fp8_row" if product is fp8_gemm else "nvfp4"), b))
+
+
+def test_explanations_say_what_is_emulated():
+    x = torch.ones(4, 128)
+    assert "emulated" in explain_mm(quantize(x, "nvfp4"), quantize(x, "nvfp4"))
+    assert "emulated" not in explain_mm(quantize(x, "fp8"), quantize(x, "fp8_row"))
+
+
+@pytest.mark.parametrize(
+    ("pair", "error"),
+    [
+        (("fp8", "fp8_1x128"), UnsupportedError),
+        (("fp8", "mxfp8"), UnsupportedError),
+        (("mxfp4", "nvfp4"), UnsupportedError),
+        (("int8", "int8"), UnsupportedError),
+        (("int4_32", "int4_32"), UnsupportedError),
+        (("e2m1:1x16:nvfp4:hadamard16", "nvfp4"), UnsupportedError),
+    ],
+    ids=lambda v: "-".join(v) if isinstance(v, tuple) else "",
+)
+def test_pairs_that_do_not_belong_together(pair, error):
+    x = torch.ones(4, 128)
+    with pytest.raises(error):
+        scaled_mm(*(quantize(x, name) for name in pair))
+
+
+def test_refusals():
+    a, b = quantize(torch.ones(4, 32), "fp8"), quantize(torch.ones(6, 64), "fp8")
+    with pytest.raises(InvalidInputError, match=r"\(N, K\)"):
+        scaled_mm(a, b)
+    with pytest.raises(InvalidInputError, match="bias"):
+        scaled_mm(a, a, bias=torch.ones(3))
+    with pytest.raises(InvalidInputError, match="out_dtype"):
+        scaled_mm(a, a, out_dtype=torch.int32)
+    with pytest.raises(InvalidInputError, match="rowwise"):
+        scaled_mm(quantize(torch.ones(4, 32), "fp8", rowwise=False, columnwise=True), a)
+    with pytest.raises(UnsupportedError, match="fp4_gemm"):
+        fp8_gemm(quantize(torch.ones(4, 32), "nvfp4"), torch.ones(4, 32))
+    with pytest.raises(UnsupportedError, match="fp8_gemm"):
+        fp4_gemm(a, torch.ones(4, 32))
