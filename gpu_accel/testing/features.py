@@ -39,8 +39,9 @@ def check_features(
 ) -> None:
     """Run `attention(q, k, v, return_lse=True, return_max_logits=True, **options)` and its gradients against float64.
 
-    The yardstick is the same mathematics in plain torch, every operation rounding to the dtype of the inputs; log-sum-exp
-    and maxima are judged by float32. `truth` replaces options in the reference: Python twins of device functions.
+    The yardstick is the same mathematics in plain torch, every operation rounding to the dtype of the inputs; the
+    log-sum-exp and maxima are judged by float32. `truth` replaces options in the reference: Python twins of device
+    functions.
 
     Raises:
         IncorrectResultError: names the tensor, its error, the bound and the worst index.

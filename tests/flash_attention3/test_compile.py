@@ -26,13 +26,13 @@ def versions() -> list[str]:
 
 
 @functools.cache
-def compiled(version: str, which: str) -> dict[str, dict]:
+def compiled(version: str, which: str, script: str = "compile_flagship.py") -> dict[str, dict]:
     """Compile one set in a process of its own, with that Triton first on the path and the interpreter off."""
     env = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"}
     first = [] if version == INSTALLED else [str(TARGETS / version)]
     env["PYTHONPATH"] = os.pathsep.join([*first, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    script = Path(__file__).with_name("compile_flagship.py")
-    done = subprocess.run([sys.executable, str(script), which], env=env, capture_output=True, text=True, timeout=600)
+    path = Path(__file__).with_name(script)
+    done = subprocess.run([sys.executable, str(path), which], env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     if version != INSTALLED:
@@ -71,6 +71,18 @@ def test_large_packed_and_backward_kernels_assemble(version):
         assert ("-pointer-" in name) == (row["tma"] == 0), (name, row)
     forward = {name: row for name, row in rows.items() if name.endswith("forward")}
     assert all(row["spills"] == 0 for row in forward.values()), forward
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", versions())
+def test_features_keep_the_matrix_instructions_and_do_not_spill(version):
+    rows = compiled(version, "features", "compile_features.py")
+    assert len(rows) == 21
+    for name, row in rows.items():
+        assert row["wgmma"] > 0 and row["shared"] <= 227 * 1024, (name, row)
+        assert not row["warnings"], (name, row)
+        if not name.startswith("packed-"):
+            assert row["spills"] == 0 and row["tma"] > 0, (name, row)
 
 
 @pytest.mark.slow

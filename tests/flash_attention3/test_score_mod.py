@@ -258,7 +258,7 @@ WRONG = {
     "grad-alone": ({"score_mod_grad": curved_grad}, InvalidInputError, "score_mod, which was not given"),
     "aux-alone": ({"aux_tensors": (torch.zeros(2),)}, InvalidInputError, "neither was given"),
     "aux-tensor": ({"mask_mod": checkers, "aux_tensors": torch.zeros(2)}, InvalidInputError, "a tuple of tensors"),
-    "aux-number": ({"mask_mod": checkers, "aux_tensors": (1,)}, InvalidInputError, r"aux_tensors\[0\] must be a tensor"),
+    "aux-number": ({"mask_mod": checkers, "aux_tensors": (1,)}, InvalidInputError, r"aux_tensors\[0\] must be a tens"),
     "aux-many": ({"mask_mod": checkers, "aux_tensors": (torch.zeros(1),) * 9}, InvalidInputError, "at most 8"),
     "aux-strided": (
         {"mask_mod": checkers, "aux_tensors": (torch.zeros(4, 4).T,)}, InvalidInputError, "must be contiguous"),
