@@ -16,7 +16,7 @@ One exchange, on the side stream of each rank, all of it stream-ordered memory o
 Flags are reset before the other side can set them again, so a CUDA graph that holds an exchange can be replayed.
 Message and `into` must be buffers of this transport in the same places on all ranks, which the schedules see to. Areas
 are kept and reused in the order in which a call asks for them, so only the first call of a shape allocates (and takes
-part in a rendezvous of seconds). Collectives and irregular messages (`all_gather`, `all_to_all`, `transfer`) are NCCL's.
+part in a rendezvous of seconds). Collectives and other messages (`all_gather`, `all_to_all`, `transfer`) use NCCL.
 
 NOT YET RUN. The parts were tried apart (the pull, its content, its capture in a graph). Not measured: this protocol as
 a whole, its latency a hop, whether waits of a stream ever delay kernels on the compute stream, more than two GPUs. A

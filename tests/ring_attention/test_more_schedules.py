@@ -11,8 +11,8 @@ from gpu_accel.errors import UnsupportedError
 from gpu_accel.flash_attention3.reference import attention_truth
 from gpu_accel.ring_attention.masks import Mask, work
 from gpu_accel.ring_attention.schedules import SCHEDULES, schedule
-from gpu_accel.ring_attention.schedules.mesh import default_mesh
 from gpu_accel.ring_attention.simulate import simulate_attention
+from gpu_accel.ring_attention.sizes import default_mesh
 from gpu_accel.ring_attention.transport import World
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -19,6 +19,7 @@ from torch import Tensor
 from gpu_accel.ring_attention.call import Call
 from gpu_accel.ring_attention.masks import Piece, pieces
 from gpu_accel.ring_attention.schedules.ring import Message
+from gpu_accel.ring_attention.sizes import default_inner
 from gpu_accel.ring_attention.step import Partial, add_gradients, attend, delta_of, partial_dtype
 from gpu_accel.ring_attention.transport import Pending, Transport
 
@@ -27,11 +28,6 @@ def refuse(call: Call, q: Tensor, k: Tensor, v: Tensor) -> str | None:
     if call.inner is None and default_inner(call.ranks) in (1, call.ranks) and call.ranks > 1:
         return f"{call.ranks} ranks have no groups: give inner=, or use kv_ring"
     return None
-
-
-def default_inner(ranks: int) -> int:
-    """8, the GPUs of a usual machine, or the largest smaller divisor of ranks that leaves several groups."""
-    return max((w for w in range(1, 9) if ranks % w == 0 and w < ranks), default=1)
 
 
 class _Circles:

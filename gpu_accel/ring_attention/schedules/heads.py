@@ -8,42 +8,11 @@ every rank whose query heads need them, and where u does not divide heads, the l
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gpu_accel.ring_attention.transport import Transport
-
-
-@dataclass(frozen=True)
-class Shares:
-    """Which heads each of the ranks works on: lists of equal length; -1 is a head of zeros."""
-
-    queries: tuple[tuple[int, ...], ...]
-    keys: tuple[tuple[int, ...], ...]
-
-    @property
-    def copies(self) -> float:
-        """How often a key head is sent, on average over the heads there are."""
-        sent = [h for share in self.keys for h in share if h >= 0]
-        return len(sent) / max(1, len(set(sent)))
-
-
-def share_heads(heads: int, heads_kv: int, ranks: int) -> Shares:
-    """Divide the heads of grouped attention among ranks, so that each share is grouped attention again."""
-    group = heads // heads_kv
-    if heads_kv % ranks == 0:
-        each = heads_kv // ranks
-        keys = [tuple(range(r * each, (r + 1) * each)) for r in range(ranks)]
-        return Shares(tuple(tuple(h * group + g for h in share for g in range(group)) for share in keys), tuple(keys))
-    each = -(-heads // ranks)
-    queries = [tuple(h if h < heads else -1 for h in range(r * each, (r + 1) * each)) for r in range(ranks)]
-    if group % each == 0:  # every rank stays within one group
-        keys = [(share[0] // group if share[0] >= 0 else -1,) for share in queries]
-    else:
-        keys = [tuple(h // group if h >= 0 else -1 for h in share) for share in queries]
-    return Shares(tuple(queries), tuple(keys))
 
 
 def to_heads(

@@ -21,22 +21,13 @@ from gpu_accel.ring_attention.layouts import Run
 from gpu_accel.ring_attention.masks import Piece, pieces
 from gpu_accel.ring_attention.schedules.allgather import add_in_order
 from gpu_accel.ring_attention.schedules.ring import Message
+from gpu_accel.ring_attention.sizes import default_mesh
 from gpu_accel.ring_attention.step import Partial, add_gradients, attend, delta_of, partial_dtype
 from gpu_accel.ring_attention.transport import Transport
 
 
 def refuse(call: Call, q: Tensor, k: Tensor, v: Tensor) -> str | None:
     return None
-
-
-def default_mesh(ranks: int, heads: int, heads_kv: int) -> tuple[int, int]:
-    """The (a, b) that sends least forward: 16-bit queries, keys and values, float32 results."""
-
-    def sent(a: int) -> int:
-        return (1 + 2) * heads * (a - 1) + 2 * heads_kv * (ranks // a - 1)
-
-    rows = min((a for a in range(1, ranks + 1) if ranks % a == 0), key=sent)
-    return rows, ranks // rows
 
 
 class _Tile:

@@ -7,15 +7,14 @@ the KV ring. Tokens of a group are put in order of the sequence, so neighbouring
 
 from __future__ import annotations
 
-import math
-
 from torch import Tensor
 
 from gpu_accel.ring_attention.call import Call
 from gpu_accel.ring_attention.layouts import block_runs
-from gpu_accel.ring_attention.schedules.heads import share_heads, to_heads, to_sequence
+from gpu_accel.ring_attention.schedules.heads import to_heads, to_sequence
 from gpu_accel.ring_attention.schedules.kv_ring import backward_on, forward_on
 from gpu_accel.ring_attention.schedules.ring import Ring
+from gpu_accel.ring_attention.sizes import default_degree, share_heads
 from gpu_accel.ring_attention.step import delta_of
 from gpu_accel.ring_attention.transport import Transport
 
@@ -52,11 +51,6 @@ def backward(
     dq, dk, dv = backward_on(groups.ring, do_, q_, k_, v_, lse_, delta, call)
     dq, dk, dv = groups.to_sequence([(dq, queries, q.shape[2]), (dk, keys, k.shape[2]), (dv, keys, k.shape[2])])
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-
-
-def default_degree(ranks: int, heads_kv: int) -> int:
-    """The largest group that needs no copies of key heads."""
-    return math.gcd(ranks, heads_kv)
 
 
 class _Groups:

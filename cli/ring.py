@@ -1,0 +1,68 @@
+"""`gpu-accel ring plan`: what a distributed attention would cost, and which schedule and layout to take."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+import typer
+
+from gpu_accel.errors import InvalidInputError
+
+from . import output
+from .console import out
+from .options import JsonOption, OutputOption
+
+app = typer.Typer(no_args_is_help=True, help="Ring attention: plan it before it runs.")
+_SCALES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+
+
+@app.callback()
+def top() -> None:
+    pass
+
+
+@app.command("plan")
+def plan(
+    seq: Annotated[str, typer.Option("--seq", help="Tokens of the whole sequence: 131072, 128k, 1m.")],
+    gpus: Annotated[int, typer.Option("--gpus", help="How many GPUs.")],
+    heads: Annotated[int, typer.Option("--heads", help="Query heads.")] = 32,
+    kv_heads: Annotated[int | None, typer.Option("--kv-heads", help="Key heads.", show_default="as many")] = None,
+    head_dim: Annotated[int, typer.Option("--head-dim", help="Size of a head.")] = 128,
+    batch: Annotated[int, typer.Option("--batch", help="Sequences.")] = 1,
+    link: Annotated[
+        str, typer.Option("--link", help="Within a machine, and with a plus between machines: nvlink+ib400.")
+    ] = "nvlink+ib400",
+    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", help="GPUs of a machine.")] = 8,
+    memory: Annotated[float, typer.Option("--memory", help="Memory of a GPU in GB.")] = 80.0,
+    full: Annotated[bool, typer.Option("--full", help="No causal mask.")] = False,
+    backward: Annotated[bool, typer.Option("--backward", help="Forward and backward.")] = False,
+    fused: Annotated[bool, typer.Option("--fused", help="As if kernels merged results in their epilogue.")] = False,
+    json_: JsonOption = False,
+    output_: OutputOption = None,
+) -> None:
+    """Compare the schedules for one attention: bytes, memory, modelled efficiency with its interval, and why.
+
+    Times are modelled; exit code 4 when nothing fits in memory.
+    """
+    from gpu_accel.ring_attention.plan import plan as make_plan
+
+    output.check_suffix(output_)
+    made = make_plan(
+        seq=_tokens(seq), heads=heads, kv_heads=kv_heads, gpus=gpus, link=link, head_dim=head_dim, batch=batch,
+        causal=not full, backward=backward, gpus_per_node=gpus_per_node, memory_gb=memory,
+        merge="fused" if fused else "separate",
+    )  # fmt: skip
+    payload = made.as_dict()
+    if output_:
+        output.write(output_, payload["options"], payload=payload, title=f"Ring attention on {gpus} GPUs")
+    if json_:
+        return output.print_json(payload)
+    out().print(made.explain(), markup=False, highlight=False, soft_wrap=True)
+
+
+def _tokens(text: str) -> int:
+    found = re.fullmatch(r"(\d{1,15})([kmg]?)", text.strip().lower())
+    if not found:
+        raise InvalidInputError(f"--seq is {text!r:.40}: a number of tokens such as 131072, 128k or 1m")
+    return int(found[1]) * _SCALES[found[2]]

@@ -1,0 +1,122 @@
+"""The constants of the cost model, each with a range and where it comes from.
+
+All times that follow from them are *modelled*. Unless said otherwise the sources are readings on four H100 SXM (700 W,
+clocks not locked, torch 2.11, NCCL 2.28.9, cuDNN 9.19) taken before there were records; they will be replaced by
+records of the `scaling` and `overlap` experiments. `low` and `high` are the pessimistic and the optimistic end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gpu_accel.errors import InvalidInputError
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A number with a pessimistic and an optimistic end."""
+
+    value: float
+    worst: float
+    best: float
+    unit: str
+    source: str
+
+    def at(self, end: str) -> float:
+        """ "value", "worst" or "best"."""
+        return float(getattr(self, end))
+
+
+ATTENTION = Constant(
+    620e12, 550e12, 670e12, "flop/s", "cuDNN forward, causal, d 128, 32k to 128k tokens: 567 to 684 TFLOP/s"
+)
+BACKWARD = Constant(560e12, 500e12, 600e12, "flop/s", "cuDNN forward and backward together: 548 to 569 TFLOP/s")
+SMALL_BLOCK = Constant(
+    350,
+    700,
+    150,
+    "tokens",
+    "block at which attention runs at half its rate; a guess from 16k-token batches, not measured",
+)
+MERGE_PASSES = Constant(
+    3.5,
+    4.0,
+    3.3,
+    "passes",
+    "ring-flash-attention's README and MagiAttention's plots lose 3.3 to 4.0 merge passes a step",
+)
+MEMORY = Constant(2.8e12, 2.6e12, 3.0e12, "B/s", "copies on an H100 SXM")
+COPY_SLOWDOWN = Constant(
+    0.055, 0.06, 0.05, "1", "attention beside the copy engine is slower by 5 to 6 % while it copies"
+)
+STEP = Constant(20e-6, 40e-6, 10e-6, "s", "launches of a step; a guess")
+
+
+@dataclass(frozen=True)
+class Link:
+    """One level of the network, per GPU and direction. `hides`: whether a hop runs beside attention."""
+
+    name: str
+    hop: Constant  # point to point, B/s
+    collective: Constant  # all-gather, all-to-all, B/s
+    latency: Constant  # s
+    hides: bool
+    why: str
+
+
+LINKS = {
+    "nvlink": Link(
+        "nvlink",
+        Constant(364e9, 356e9, 384e9, "B/s", "copy engine, 64 to 256 MB, two and four GPUs; symmetric memory 364"),
+        Constant(270e9, 185e9, 324e9, "B/s", "NCCL all-gather and all-to-all of 16 to 256 MB on four GPUs"),
+        Constant(11e-6, 60e-6, 8e-6, "s", "copy engine with two waits; signals read up to 60 us"),
+        True,
+        "pulled by the copy engine out of symmetric memory, which takes no SM",
+    ),
+    "nvlink-nccl": Link(
+        "nvlink-nccl",
+        Constant(
+            150e9, 138e9, 283e9, "B/s", "NCCL send/recv in a ring, 34 to 134 MB: 138 to 164 on four GPUs, 283 on two"
+        ),
+        Constant(270e9, 185e9, 324e9, "B/s", "NCCL all-gather and all-to-all of 16 to 256 MB on four GPUs"),
+        Constant(8e-6, 12e-6, 7e-6, "s", "NCCL send/recv of 1 KB"),
+        False,
+        "NCCL's send and receive wait for SMs that attention holds: nothing was hidden in the readings",
+    ),
+    "ib400": Link(
+        "ib400",
+        Constant(28e9, 27e9, 45e9, "B/s", "fit to table 5 of arXiv 2411.01783, 400 Gb/s a GPU: 56 % of the line"),
+        Constant(28e9, 27e9, 45e9, "B/s", "as for hops; no collective was measured"),
+        Constant(55e-6, 80e-6, 20e-6, "s", "the same fit"),
+        True,
+        "sent by the network card; hidden in arXiv 2411.01783 and flat from 16 to 64 GPUs in MagiAttention's plots",
+    ),
+    "ib200": Link(
+        "ib200",
+        Constant(14e9, 13.5e9, 22.5e9, "B/s", "half of ib400; not measured"),
+        Constant(14e9, 13.5e9, 22.5e9, "B/s", "half of ib400; not measured"),
+        Constant(55e-6, 80e-6, 20e-6, "s", "as ib400"),
+        True,
+        "as ib400",
+    ),
+    "ib800": Link(
+        "ib800",
+        Constant(56e9, 54e9, 90e9, "B/s", "twice ib400; not measured"),
+        Constant(56e9, 54e9, 90e9, "B/s", "twice ib400; not measured"),
+        Constant(55e-6, 80e-6, 20e-6, "s", "as ib400"),
+        True,
+        "as ib400",
+    ),
+}
+
+
+def links(text: str) -> tuple[Link, Link | None]:
+    """ "nvlink+ib400": the link within a machine, and the one between machines (None: there is one machine)."""
+    names = text.split("+")
+    unknown = [name for name in names if name not in LINKS]
+    if unknown or len(names) > 2:
+        raise InvalidInputError(
+            f"link is {text!r:.60}: one of {', '.join(LINKS)}, or two with a plus for within and between machines, "
+            "such as nvlink+ib400"
+        )
+    return LINKS[names[0]], LINKS[names[1]] if len(names) == 2 else None

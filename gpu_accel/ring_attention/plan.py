@@ -1,0 +1,503 @@
+"""What a distributed attention will cost before it runs: schedule, bytes, memory, efficiency, and why.
+
+    print(plan(seq=1 << 20, heads=32, kv_heads=8, gpus=64, link="nvlink+ib400").explain())
+
+The model: a rank's time is a sum over steps of max(compute, transfer) where the transfer hides behind the compute, and
+of compute + transfer where it does not, plus merge passes and launches. Efficiency is against one GPU that does the
+whole at its large-block rate. Constants, with their ranges and sources, are in costs.py; the interval spans kernels and
+links at their worst and at their best, in all four combinations. Every time here is modelled. Bytes and memory are
+those of this library's schedules.
+
+Causal work is counted as balanced (zigzag, or documents), which the layouts are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from gpu_accel.errors import InvalidInputError, UnsupportedError
+from gpu_accel.ring_attention import costs
+from gpu_accel.ring_attention.costs import Link, links
+from gpu_accel.ring_attention.sizes import default_degree, default_inner, default_mesh, share_heads
+
+ENDS = ("value", "worst", "best")
+MERGES = ("fused", "separate")
+CANDIDATES = ("kv_ring", "double_ring", "ulysses", "usp", "allgather", "q_ring", "mesh")
+_ELEMENT, _PARTIAL = 2, 4  # bytes of 16-bit tensors, and of float32 partial results and gradients that add up
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """The question."""
+
+    seq: int
+    heads: int
+    kv_heads: int
+    gpus: int
+    head_dim: int = 128
+    batch: int = 1
+    causal: bool = True
+    backward: bool = False
+    link: str = "nvlink+ib400"
+    gpus_per_node: int = 8
+    memory_gb: float = 80.0
+    merge: str = "separate"  # as today; "fused" is a kernel that merges in its epilogue
+
+    @property
+    def block(self) -> int:
+        """Tokens of a shard."""
+        return -(-self.seq // self.gpus)
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.gpus // self.gpus_per_node)
+
+    @property
+    def kv_bytes(self) -> int:
+        """K and V of one shard, 16 bits."""
+        return 2 * self.batch * self.block * self.kv_heads * self.head_dim * _ELEMENT
+
+    @property
+    def q_bytes(self) -> int:
+        """Q of one shard, 16 bits."""
+        return self.batch * self.block * self.heads * self.head_dim * _ELEMENT
+
+    @property
+    def flops(self) -> float:
+        """Of the whole attention: 4 S^2 h, half of it with a causal mask, 3.5 times it with backward."""
+        whole = 4.0 * self.batch * self.seq**2 * self.heads * self.head_dim
+        return whole * (0.5 if self.causal else 1.0) * (3.5 if self.backward else 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One schedule as the model sees it. Times in seconds, (value, worst, best)."""
+
+    schedule: str
+    detail: str
+    sent: int  # bytes that a rank sends
+    memory: int  # bytes a rank needs, its shards included
+    seconds: tuple[float, float, float]
+    efficiency: tuple[float, float, float]
+    exposed: float  # share of the time in which a rank only communicates
+    merged: float  # share of the time that goes into merge passes
+    refused: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "schedule": self.schedule,
+            "detail": self.detail,
+            "bytes_sent": self.sent,
+            "memory_bytes": self.memory,
+            "seconds": dict(zip(ENDS, self.seconds, strict=True)),
+            "efficiency": dict(zip(ENDS, self.efficiency, strict=True)),
+            "exposed": self.exposed,
+            "merged": self.merged,
+            "refused": self.refused,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The answer: the option chosen, and the others."""
+
+    setup: Setup
+    layout: str
+    options: tuple[Option, ...]  # best first
+    margin: float  # tokens of a shard over the least with which a hop of the KV ring hides
+    margin_range: tuple[float, float]
+    slowest: Link
+
+    @property
+    def best(self) -> Option:
+        return self.options[0]
+
+    def as_dict(self) -> dict[str, Any]:
+        setup = {name: getattr(self.setup, name) for name in self.setup.__dataclass_fields__}
+        return {
+            "kind": "modelled",
+            "setup": setup,
+            "layout": self.layout,
+            "schedule": self.best.schedule,
+            "tokens_per_gpu": self.setup.block,
+            "margin": self.margin,
+            "margin_range": list(self.margin_range),
+            "link": self.slowest.name,
+            "options": [option.as_dict() for option in self.options],
+        }
+
+    def explain(self) -> str:
+        """The plan in words and one table."""
+        setup, best = self.setup, self.best
+        e, low, high = best.efficiency
+        mask = "causal" if setup.causal else "full"
+        lines = [
+            f"{setup.seq:,} tokens, {setup.heads} heads, {setup.kv_heads} key heads, head_dim {setup.head_dim}, "
+            f"{mask}, {'forward and backward' if setup.backward else 'forward'}, {setup.gpus} GPUs in {setup.nodes} "
+            f"machine{'s' if setup.nodes > 1 else ''}, {setup.link}",
+            "",
+            f"layout    {self.layout}: {setup.block:,} tokens a GPU, the same work for each",
+            f"schedule  {best.schedule}{f' ({best.detail})' if best.detail else ''}",
+            f"sends     {_bytes(best.sent)} a GPU",
+            f"memory    {_bytes(best.memory)} a GPU for attention, its shards included",
+            f"margin    {self.margin:.3g} (range {self.margin_range[0]:.3g} to {self.margin_range[1]:.3g}): a shard "
+            f"has that many times the tokens with which a hop over {self.slowest.name} hides",
+            f"efficiency {e:.0%} modelled, interval {low:.0%} to {high:.0%}; {best.exposed:.0%} of the time only "
+            f"communicating, {best.merged:.0%} merging",
+            "",
+            "why",
+            *(f"  {line}" for line in self._why()),
+            "",
+            f"  {'schedule':12} {'efficiency':>10} {'interval':>14} {'sends':>10} {'memory':>10} {'exposed':>8}",
+        ]
+        for option in self.options:
+            middle, worst, top = option.efficiency
+            lines.append(
+                f"  {option.schedule:12} {middle:>10.0%} {f'{worst:.0%} to {top:.0%}':>14} {_bytes(option.sent):>10} "
+                f"{_bytes(option.memory):>10} {option.exposed:>8.0%}  {option.refused or option.detail}"
+            )
+        lines += [
+            "",
+            "Times are modelled (constants, sources: gpu_accel/ring_attention/costs.py), bytes are counted.",
+        ]
+        return "\n".join(lines)
+
+    def _why(self) -> list[str]:
+        setup, best = self.setup, self.best
+        lines = [f"a hop over {self.slowest.name}: {self.slowest.why}"]
+        if self.margin < 1:
+            lines.append("a shard is too short for a flat ring to hide its hops over that link")
+        if best.schedule == "double_ring":
+            lines.append("only one hop in a round crosses between machines, under way during the whole round")
+        if best.schedule in ("ulysses", "usp"):
+            lines.append("exchanging heads leaves long blocks for the kernel, and few or no results to merge")
+        if best.schedule == "allgather":
+            lines.append("all keys at once: nothing to merge, at the price of memory for all of them")
+        if setup.merge == "separate" and best.merged > 0.02:
+            lines.append(
+                f"merging in the kernel's epilogue saves {best.merged:.0%} of the time (merge='fused': not there yet)"
+            )
+        if setup.kv_heads < setup.heads:
+            lines.append(f"{setup.heads // setup.kv_heads} query heads share a key head, so keys are what to send")
+        others = [o for o in self.options[1:] if not o.refused]
+        if others:
+            gain = best.efficiency[0] - others[0].efficiency[0]
+            near = best.efficiency[1] < others[0].efficiency[2]
+            lines.append(
+                f"next best is {others[0].schedule}, {100 * gain:.0f} points behind"
+                + ("; the intervals overlap, so try both" if near else "")
+            )
+        return lines
+
+
+def plan(
+    *,
+    seq: int,
+    heads: int,
+    kv_heads: int | None = None,
+    gpus: int,
+    link: str = "nvlink+ib400",
+    head_dim: int = 128,
+    batch: int = 1,
+    causal: bool = True,
+    backward: bool = False,
+    gpus_per_node: int = 8,
+    memory_gb: float = 80.0,
+    merge: str = "separate",
+    documents: bool = False,
+) -> Plan:
+    """Compare the schedules for one attention and choose.
+
+    Args:
+        seq: tokens of the whole sequence. heads, kv_heads (default: as many), head_dim, batch: as usual.
+        gpus, gpus_per_node: how many in all, and in a machine.
+        link: "nvlink", or with another for between machines: "nvlink+ib400" (see costs.LINKS).
+        backward: cost of forward and backward together.
+        memory_gb: of one GPU; schedules that need more are refused.
+        merge: "separate" (as it is today) or "fused" (results merged in the kernel's epilogue).
+        documents: packed documents: the layout balances each of them.
+
+    Raises:
+        InvalidInputError: a number that makes no sense, an unknown link, or several machines with one link.
+        UnsupportedError: no schedule fits in memory.
+    """
+    kv_heads = heads if kv_heads is None else kv_heads
+    numbers = {"seq": seq, "heads": heads, "kv_heads": kv_heads, "gpus": gpus, "head_dim": head_dim, "batch": batch,
+               "gpus_per_node": gpus_per_node}  # fmt: skip
+    for name, x in numbers.items():
+        if isinstance(x, bool) or not isinstance(x, int) or not 1 <= x <= 2**40:
+            raise InvalidInputError(f"{name} must be a whole number from 1 up, got {x!r:.40}")
+    if heads % kv_heads:
+        raise InvalidInputError(f"heads ({heads}) must be a multiple of kv_heads ({kv_heads})")
+    if merge not in MERGES:
+        raise InvalidInputError(f"merge must be one of {', '.join(MERGES)}, got {merge!r:.40}")
+    if not isinstance(memory_gb, int | float) or not 0 < memory_gb < 1e6:
+        raise InvalidInputError(f"memory_gb must be a positive number, got {memory_gb!r:.40}")
+    setup = Setup(
+        seq=seq, heads=heads, kv_heads=kv_heads, gpus=gpus, head_dim=head_dim, batch=batch, causal=causal,
+        backward=backward, link=link, gpus_per_node=gpus_per_node, memory_gb=float(memory_gb), merge=merge,
+    )  # fmt: skip
+    within, between = links(link)
+    if setup.nodes > 1 and between is None:
+        raise InvalidInputError(
+            f"{gpus} GPUs with {gpus_per_node} in a machine are {setup.nodes} machines: name the link between them, "
+            f"such as {link}+ib400"
+        )
+    slowest = between if setup.nodes > 1 and between is not None else within
+    found = [_option(name, setup, within, slowest) for name in CANDIDATES]
+    found.sort(key=lambda o: (bool(o.refused), -o.efficiency[0]))
+    if found[0].refused:
+        least = min(found, key=lambda o: o.memory)
+        raise UnsupportedError(
+            f"no schedule fits {memory_gb:g} GB; the least is {least.schedule} with {_bytes(least.memory)} a GPU: "
+            "use more GPUs, or a shorter sequence"
+        )
+    margins = [setup.block / least_block(setup, slowest, end) for end in ENDS]
+    layout = "documents" if documents else "zigzag" if causal else "contiguous"
+    return Plan(
+        setup=setup, layout=layout, options=tuple(found), margin=margins[0], margin_range=(margins[1], margins[2]),
+        slowest=slowest,
+    )  # fmt: skip
+
+
+def least_block(setup: Setup, link: Link, end: str = "value") -> float:
+    """Tokens of a shard with which a hop of keys and values takes as long as a step's attention.
+
+    Full: 4 c^2 h / F = 4 c hkv / B bytes, c = (hkv / h) F / B (Ring Attention, section 3, with grouped heads); causal:
+    half the work of a step, so twice that. The backward has 2.5 times the work and 3 times the bytes.
+    """
+    rate = costs.BACKWARD.at(end) if setup.backward else costs.ATTENTION.at(end)
+    if end != "value":  # a fast kernel is the hard case for hiding
+        rate = costs.ATTENTION.at("best" if end == "worst" else "worst")
+    grow = 3.0 / 2.5 if setup.backward else 1.0
+    return grow * (2 if setup.causal else 1) * setup.kv_heads / setup.heads * rate / link.hop.at(end)
+
+
+@dataclass
+class _Time:
+    """Seconds of one rank, by what they go into."""
+
+    compute: float = 0.0
+    exposed: float = 0.0
+    merge: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.exposed + self.merge
+
+
+def _option(name: str, setup: Setup, within: Link, slowest: Link) -> Option:
+    refused = ""
+    detail = ""
+    n, per_node = setup.gpus, setup.gpus_per_node
+    if name == "double_ring":
+        inner = per_node if setup.nodes > 1 and n % per_node == 0 else default_inner(n)
+        detail = f"inner rings of {inner}"
+        if setup.nodes == 1 or inner in (1, n):
+            refused = "one machine: the plain ring"
+    elif name == "usp":
+        u = default_degree(min(n, per_node) if n % min(n, per_node) == 0 else n, setup.kv_heads)
+        detail = f"groups of {u}, rings of {n // u}"
+        if u in (1, n):
+            refused = "groups of one: the plain ring" if u == 1 else "one group: ulysses"
+    elif name == "mesh":
+        a, b = default_mesh(n, setup.heads, setup.kv_heads)
+        detail = f"{a} x {b}"
+        if 1 in (a, b):
+            refused = "the best mesh is one row: allgather"
+    elif name == "ulysses":
+        copies = share_heads(setup.heads, setup.kv_heads, n).copies
+        if n > setup.heads:
+            refused = f"more GPUs than the {setup.heads} heads"
+        elif copies > 1:
+            detail = f"every key head sent {copies:.3g} times"
+    corners = [(a, b) for a in ENDS[1:] for b in ENDS[1:]]  # kernels and network need not be bad at the same time
+    times = {pair: _time(name, setup, within, slowest, *pair) for pair in [("value", "value"), *corners]}
+    shares = {pair: setup.flops / _rate(setup, pair[0]) / (n * t.total) for pair, t in times.items()}
+    middle = times["value", "value"]
+    seconds = (middle.total, times["worst", "worst"].total, times["best", "best"].total)
+    efficiency = (shares["value", "value"], min(shares.values()), max(shares.values()))
+    sent, memory = _sent(name, setup), _memory(name, setup)
+    if not refused and memory > setup.memory_gb * 1e9:
+        refused = f"needs {_bytes(memory)} of {setup.memory_gb:g} GB"
+    return Option(
+        schedule=name, detail=detail, sent=sent, memory=memory, seconds=seconds, efficiency=efficiency,
+        exposed=middle.exposed / middle.total, merged=middle.merge / middle.total, refused=refused,
+    )  # fmt: skip
+
+
+def _rate(setup: Setup, end: str) -> float:
+    return (costs.BACKWARD if setup.backward else costs.ATTENTION).at(end)
+
+
+def _time(name: str, setup: Setup, within: Link, slowest: Link, end: str, net: str) -> _Time:
+    """One rank's time under a schedule, at one end of the constants of kernels, and one of those of links."""
+    n, c = setup.gpus, setup.block
+    step_flops = setup.flops / n / n
+    out = _Time()
+    passes = costs.MERGE_PASSES.at(end) * 7.5 * setup.batch * c * setup.heads * setup.head_dim / costs.MEMORY.at(end)
+    if setup.merge == "fused":
+        passes = 0.0
+    if setup.backward:
+        passes *= 2  # merges forward, float32 sums of gradients backward
+    grow = _traffic(setup)
+
+    def kernel(flops: float, block: float) -> float:
+        half = costs.SMALL_BLOCK.at(end)
+        return flops / (_rate(setup, end) * block / (block + half)) + costs.STEP.at(end)
+
+    def hop(link: Link, size: float) -> float:
+        return link.latency.at(net) + size / link.hop.at(net)
+
+    def steps(count: int, compute: float, transfer: float, hides: bool) -> None:
+        out.compute += count * compute
+        if hides:
+            busy = min(compute, transfer) * costs.COPY_SLOWDOWN.at(end)
+            out.exposed += count * max(0.0, transfer - compute) + count * busy
+        else:
+            out.exposed += count * transfer
+
+    def collective(size: float, times: int = 1) -> None:
+        out.exposed += times * slowest.latency.at(net) + size / slowest.collective.at(net)
+
+    rows = c / 2 if setup.causal else c
+    if name in ("kv_ring", "q_ring"):
+        size = setup.kv_bytes * grow if name == "kv_ring" else _sent(name, setup) / max(1, n)
+        steps(n - 1, kernel(step_flops, rows), hop(slowest, size), slowest.hides)
+        out.compute += kernel(step_flops, rows)
+        out.merge = (n - 1) * passes
+        if setup.backward or name == "q_ring":
+            out.exposed += hop(slowest, size / 2)  # the way home
+    elif name == "double_ring":
+        w = setup.gpus_per_node if setup.nodes > 1 and n % setup.gpus_per_node == 0 else default_inner(n)
+        inner = _Time()
+        one = kernel(step_flops, rows)
+        near = hop(within, setup.kv_bytes * grow)
+        inner.compute = w * one
+        gap = max(0.0, near - one) + min(near, one) * costs.COPY_SLOWDOWN.at(end) if within.hides else near
+        inner.exposed = (w - 1) * gap
+        far = hop(slowest, setup.kv_bytes * grow)
+        rounds = n // w
+        out.compute, out.merge = rounds * inner.compute, (n - 1) * passes
+        wait = max(0.0, far - inner.total - w * passes) if slowest.hides else far
+        out.exposed = rounds * inner.exposed + (rounds - 1) * wait
+        if setup.backward:
+            out.exposed += far / 2
+    elif name in ("ulysses", "usp"):
+        u = n if name == "ulysses" else default_degree(
+            min(n, setup.gpus_per_node) if n % min(n, setup.gpus_per_node) == 0 else n, setup.kv_heads
+        )  # fmt: skip
+        ring = n // u
+        shares = share_heads(setup.heads, setup.kv_heads, u)
+        waste = len(shares.queries[0]) * u / setup.heads
+        local = slowest if u > setup.gpus_per_node else within
+        size = (u - 1) / u * _exchanged(setup, u)
+        out.exposed += (4 if setup.backward else 2) * local.latency.at(net) + size / local.collective.at(net)
+        compute = kernel(waste * setup.flops / n / ring, u * rows)
+        if ring > 1:
+            steps(ring - 1, compute, hop(slowest, setup.kv_bytes * shares.copies * grow), slowest.hides)
+            out.merge = (ring - 1) * passes
+        out.compute += compute
+    elif name == "allgather":
+        out.compute = kernel(setup.flops / n, setup.seq / 2 if setup.causal else setup.seq)
+        collective(setup.kv_bytes * grow * (n - 1), 2 if setup.backward else 1)
+    else:
+        a, _ = default_mesh(n, setup.heads, setup.kv_heads)
+        out.compute = kernel(setup.flops / n, a * rows)
+        out.merge = (a - 1) * passes
+        collective(float(_sent(name, setup)), 5 if setup.backward else 3)
+    return out
+
+
+def _traffic(setup: Setup) -> float:
+    """Bytes of a hop in units of K and V in 16 bits: with backward K, V again and their gradients in float32."""
+    return 4.0 if setup.backward else 1.0
+
+
+def _exchanged(setup: Setup, u: int) -> float:
+    """Bytes that a shard's heads have in the all-to-alls of Ulysses: q, k, v out and o home, and back for gradients."""
+    shares = share_heads(setup.heads, setup.kv_heads, u)
+    rows = setup.batch * setup.block
+    qkv = rows * setup.head_dim * _ELEMENT * u * (len(shares.queries[0]) + 2 * len(shares.keys[0]))
+    home = rows * u * len(shares.queries[0]) * (setup.head_dim + 1) * _PARTIAL
+    if not setup.backward:
+        return qkv + home
+    back = qkv + rows * u * len(shares.queries[0]) * (setup.head_dim * _ELEMENT + 2 * _PARTIAL)
+    grads = rows * setup.head_dim * _PARTIAL * u * (len(shares.queries[0]) + 2 * len(shares.keys[0]))
+    return qkv + home + back + grads
+
+
+def _sent(name: str, setup: Setup) -> int:
+    """Bytes that one rank sends, forward (and backward)."""
+    n, rows = setup.gpus, setup.batch * setup.block
+    results = rows * setup.heads * (setup.head_dim + 1) * _PARTIAL  # o and lse
+    stats = 2 * rows * setup.heads * _PARTIAL
+    dq, dkv = rows * setup.heads * setup.head_dim * _PARTIAL, setup.kv_bytes // _ELEMENT * _PARTIAL
+    back = setup.backward and n > 1
+    if n == 1:
+        return 0
+    if name in ("kv_ring", "double_ring", "allgather"):
+        forward = setup.kv_bytes * (n - 1)
+        home = n - 1 if name == "allgather" else n
+        if name == "double_ring":
+            w = setup.gpus_per_node if setup.nodes > 1 and n % setup.gpus_per_node == 0 else default_inner(n)
+            home = n // w * (w if w > 1 else 0) + (n // w if n > w else 0)
+        return forward + (forward + dkv * home if back else 0)
+    if name == "q_ring":
+        forward = setup.q_bytes * (n - 1) + results * n
+        return forward + ((2 * setup.q_bytes + stats) * (n - 1) + dq * n if back else 0)
+    if name == "mesh":
+        a, b = default_mesh(n, setup.heads, setup.kv_heads)
+        forward = (setup.q_bytes + results) * (a - 1) + setup.kv_bytes * (b - 1)
+        more = (2 * setup.q_bytes + stats + dq) * (a - 1) + (setup.kv_bytes + dkv) * (b - 1)
+        return forward + (more if back else 0)
+    u = n if name == "ulysses" else default_degree(
+        min(n, setup.gpus_per_node) if n % min(n, setup.gpus_per_node) == 0 else n, setup.kv_heads
+    )  # fmt: skip
+    total = (u - 1) / u * _exchanged(setup, u)
+    if n // u > 1:
+        ring = n // u
+        keys = len(share_heads(setup.heads, setup.kv_heads, u).keys[0]) * u / setup.kv_heads
+        total += keys * (setup.kv_bytes * (ring - 1) * (2 if back else 1) + (dkv * ring if back else 0))
+    return int(total)
+
+
+def _memory(name: str, setup: Setup) -> int:
+    """Bytes of one rank: its shards and what the schedule holds beside them, forward (and backward)."""
+    n, rows = setup.gpus, setup.batch * setup.block
+    o = rows * setup.heads * setup.head_dim
+    shards = 2 * setup.q_bytes + setup.kv_bytes + rows * setup.heads * _PARTIAL
+    partial = o * _PARTIAL + rows * setup.heads * _PARTIAL
+    kv = setup.kv_bytes
+    gradients = (setup.q_bytes + kv + o * _PARTIAL + 3 * kv * _PARTIAL // _ELEMENT) if setup.backward else 0
+    base = shards + 2 * partial + gradients  # one more partial result, of the step at hand
+    if name == "kv_ring":
+        return base + 2 * kv
+    if name == "double_ring":
+        return base + 4 * kv
+    if name == "q_ring":
+        return base + 2 * setup.q_bytes + 2 * partial
+    if name == "allgather":
+        return base + 2 * n * kv + (2 * n * kv * _PARTIAL // _ELEMENT if setup.backward else 0)
+    if name == "mesh":
+        a, b = default_mesh(n, setup.heads, setup.kv_heads)
+        return base + a * (setup.q_bytes + 2 * partial) + b * 2 * kv * (3 if setup.backward else 1)
+    return base + 2 * (2 * setup.q_bytes + kv) + partial
+
+
+def _bytes(size: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"
+
+
+def seed_table(gpus: tuple[int, ...] = (8, 64, 512), *, tokens_per_gpu: int = 100_000, **options: Any) -> list[Plan]:
+    """Plans for the rows of the table that this project started from: 100k tokens a GPU, more and more GPUs."""
+    settings = {"heads": 32, "kv_heads": 8, **options}
+    return [plan(seq=tokens_per_gpu * n, gpus=n, **settings) for n in gpus]
+
+
+__all__ = ["CANDIDATES", "Option", "Plan", "Setup", "least_block", "plan", "seed_table"]

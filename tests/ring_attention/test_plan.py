@@ -1,0 +1,162 @@
+"""The planner: bytes as sent, published formulas, known readings within its interval, and refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from gpu_accel.errors import InvalidInputError, UnsupportedError
+from gpu_accel.ring_attention import costs
+from gpu_accel.ring_attention.plan import Setup, _sent, least_block, plan, seed_table
+from gpu_accel.ring_attention.simulate import simulate_attention
+from gpu_accel.ring_attention.transport import World
+
+
+def small(**changes) -> Setup:
+    settings = {"seq": 64, "heads": 4, "kv_heads": 2, "gpus": 4, "head_dim": 8, "link": "nvlink", **changes}
+    return Setup(**settings)
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize(
+    ("schedule", "changes"),
+    [
+        ("kv_ring", {}),
+        ("q_ring", {}),
+        ("allgather", {}),
+        ("ulysses", {}),
+        ("ulysses", {"gpus": 2}),
+        ("usp", {}),
+        ("mesh", {"heads": 2, "gpus": 16}),
+        ("double_ring", {"gpus": 8, "gpus_per_node": 4}),
+    ],
+    ids=lambda x: "-".join(f"{k}{v}" for k, v in x.items()) if isinstance(x, dict) else x,
+)
+def test_bytes_are_those_that_the_schedules_send(schedule: str, changes: dict, backward: bool):
+    setup = small(backward=backward, **changes)
+    shape = (1, setup.seq, setup.heads, setup.head_dim)
+    q, do = (torch.randn(shape).bfloat16() for _ in range(2))
+    k, v = (torch.randn(1, setup.seq, setup.kv_heads, setup.head_dim).bfloat16() for _ in range(2))
+    world = World(setup.gpus)
+    options = {"inner": 4} if schedule == "double_ring" else {}
+    simulate_attention(
+        q, k, v, do=do if backward else None, ranks=setup.gpus, schedule=schedule, causal=True, world=world, **options
+    )
+    assert world.bytes_sent[0] == _sent(schedule, setup)
+
+
+def test_the_least_block_is_the_papers():
+    """Ring Attention, table 2: c = F / B for full attention with as many key heads; A100 over NVLink, about 1.0k."""
+    paper = costs.Link(
+        "paper", costs.Constant(300e9, 300e9, 300e9, "B/s", ""), costs.Constant(1, 1, 1, "", ""),
+        costs.Constant(0, 0, 0, "s", ""), True, "",
+    )  # fmt: skip
+    setup = small(kv_heads=4, causal=False)
+    ratio = 312e12 / costs.ATTENTION.value
+    assert least_block(setup, paper) * ratio == pytest.approx(1040)
+    assert least_block(dataclasses.replace(setup, causal=True), paper) * ratio == pytest.approx(2080)
+    assert least_block(dataclasses.replace(setup, kv_heads=1), paper) * ratio == pytest.approx(260)
+
+
+def test_a_short_shard_over_a_slow_link_cannot_hide_and_the_plan_says_so():
+    made = plan(seq=1 << 18, heads=32, gpus=64)
+    assert made.margin < 1 and made.slowest.name == "ib400"
+    assert "too short for a flat ring to hide" in made.explain()
+    flat, double = (next(o for o in made.options if o.schedule == name) for name in ("kv_ring", "double_ring"))
+    assert flat.exposed > 0.5 > double.exposed  # nested rings hide what the flat one cannot
+
+
+@pytest.mark.parametrize("link", ["nvlink", "nvlink-nccl"])
+@pytest.mark.parametrize("gpus", [2, 4, 8])
+def test_intervals_contain_the_value_and_the_best_comes_first(link: str, gpus: int):
+    for kv_heads in (4, 32):
+        for backward in (False, True):
+            made = plan(seq=65536, heads=32, kv_heads=kv_heads, gpus=gpus, link=link, backward=backward)
+            for option in made.options:
+                middle, low, high = option.efficiency
+                assert 0 < low <= middle <= high <= 1.0
+                assert option.seconds[2] <= option.seconds[0] <= option.seconds[1]
+            allowed = [o for o in made.options if not o.refused]
+            assert allowed[0] is made.best
+            assert made.best.efficiency[0] == max(o.efficiency[0] for o in allowed)
+
+
+def test_merging_in_the_epilogue_helps_the_ring_and_nothing_else():
+    separate, fused = (plan(seq=65536, heads=32, gpus=8, link="nvlink", merge=m) for m in ("separate", "fused"))
+    by_name = [{o.schedule: o.efficiency[0] for o in made.options} for made in (separate, fused)]
+    assert by_name[1]["kv_ring"] > by_name[0]["kv_ring"] + 0.05
+    assert by_name[1]["ulysses"] == by_name[0]["ulysses"]
+
+
+def test_nvlink_by_nccl_hides_nothing():
+    copied, nccl = (plan(seq=32768, heads=32, gpus=4, link=link) for link in ("nvlink", "nvlink-nccl"))
+    ring = [next(o for o in made.options if o.schedule == "kv_ring") for made in (copied, nccl)]
+    assert ring[0].exposed < 0.05 and ring[1].exposed > 0.2
+
+
+def test_what_does_not_fit_is_refused_and_ulysses_needs_heads():
+    made = plan(seq=1 << 20, heads=32, kv_heads=8, gpus=64)
+    reasons = {o.schedule: o.refused for o in made.options}
+    assert reasons["ulysses"] == "more GPUs than the 32 heads" and not reasons["kv_ring"]
+    assert plan(seq=1 << 24, heads=32, kv_heads=8, gpus=64, memory_gb=40).best.schedule != "allgather"
+    with pytest.raises(UnsupportedError, match="no schedule fits 80 GB; the least is"):
+        plan(seq=1 << 30, heads=32, gpus=8)
+
+
+def test_one_gpu_sends_nothing():
+    made = plan(seq=65536, heads=32, gpus=1, link="nvlink")
+    assert all(o.sent == 0 for o in made.options)
+    assert made.best.exposed < 1e-3 and made.best.efficiency[0] > 0.9
+
+
+def test_the_seeds_table_is_a_model_here():
+    plans = seed_table()
+    assert [made.setup.gpus for made in plans] == [8, 64, 512]
+    assert all(made.as_dict()["kind"] == "modelled" for made in plans)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"link": "carrier-pigeon"}, "link is 'carrier-pigeon'"),
+        ({"link": "nvlink"}, "name the link between them"),
+        ({"kv_heads": 5}, "must be a multiple of kv_heads"),
+        ({"gpus": 0}, "gpus must be a whole number"),
+        ({"seq": 1.5}, "seq must be a whole number"),
+        ({"merge": "none"}, "merge must be one of"),
+        ({"memory_gb": float("nan")}, "memory_gb must be a positive number"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_questions_that_make_no_sense(changes: dict, message: str):
+    with pytest.raises(InvalidInputError, match=message):
+        plan(**{"seq": 65536, "heads": 32, "gpus": 64, **changes})
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "cli", "ring", "plan", *arguments], capture_output=True, text=True, timeout=60
+    )
+
+
+def test_the_command():
+    question = ["--seq", "1m", "--heads", "32", "--kv-heads", "8", "--gpus", "64", "--link", "nvlink+ib400"]
+    done = command(*question, "--json")
+    answer = json.loads(done.stdout)
+    made = plan(seq=1 << 20, heads=32, kv_heads=8, gpus=64)
+    assert done.returncode == 0 and answer == json.loads(json.dumps(made.as_dict()))
+    assert command("--seq", "10x", "--gpus", "8").returncode == 2
+    assert command("--seq", "1g", "--gpus", "8", "--link", "nvlink").returncode == 4
+
+
+def test_planning_needs_no_torch():
+    code = (
+        "import sys; from gpu_accel.ring_attention.plan import plan; plan(seq=4096, heads=8, gpus=2, link='nvlink');"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
