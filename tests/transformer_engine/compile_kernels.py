@@ -1,7 +1,7 @@
 """Compiles kernels of the package for an H100 that is not there and prints what came out, one JSON object.
 
-    python compile_kernels.py quantize fp8,mxfp8          both copies and rows alone, of (4096, 4096) bf16
-    python compile_kernels.py gemm fp8_row-fp8_row        products of 4096 x 4096 x 4096
+python compile_kernels.py quantize fp8,mxfp8          both copies and rows alone, of (4096, 4096) bf16
+python compile_kernels.py gemm fp8_row-fp8_row        products of 4096 x 4096 x 4096
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def hook(kernel, arguments, options) -> None:
             name=label, kernel=c.name, registers=c.registers, spills=c.spills, shared=c.shared, warps=c.num_warps,
             values=options.get("BM", 1) * options.get("BK", 1) // (32 * c.num_warps), instructions=sum(count.values()),
             wide_loads=len(re.findall(r"LDG\.E\S*\.128", c.sass)), loads=count["LDG"], stores=count["STG"],
-            narrow_stores=len(re.findall(r"STG\.E\S*\.U8", c.sass)), conversions=len(re.findall(r"F2FP\.\S*E4M3", c.sass)),
+            narrow_stores=len(re.findall(r"STG\.E\S*\.U8", c.sass)),
+            conversions=len(re.findall(r"F2FP\.\S*E4M3", c.sass)),
             qgmma=c.sass.count("QGMMA"), hgmma=c.sass.count("HGMMA"),
             serialised=any("serializ" in w.lower() for w in c.warnings),
         )
