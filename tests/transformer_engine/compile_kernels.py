@@ -41,10 +41,10 @@ with instead_of_launching(hook):
     x = torch.empty(4096, 4096, dtype=torch.bfloat16)
     for name in sys.argv[2].split(","):
         if sys.argv[1] == "quantize":
-            for copies in ((True, False), (True, True)):
-                label = f"{name} {'both' if copies[1] else 'rows'}"
-                known = torch.ones(1, 1) if name.endswith("-given") else None
-                quantizer.quantize_op._init_fn(x, scheme(name.removesuffix("-given")).text, *copies, 0, known)
+            label = name
+            what, _, extra = name.partition("-")
+            known = torch.ones(1, 1) if extra == "given" else None
+            quantizer.quantize_op._init_fn(x, scheme(what).text, True, extra == "both", 0, known)
         else:
             label = name
             pair = [quantizer.quantize(torch.zeros(256, 4096), part, backend="reference") for part in name.split("-")]

@@ -23,7 +23,7 @@ def compiled(environment: dict[str, str], what: str, names: str) -> list[dict]:
 @pytest.mark.slow
 def test_quantisers(compile_environment):
     """One scheme of each kernel: given scale, two passes, 1x128, MX, two levels with four bits."""
-    rows = compiled(compile_environment, "quantize", "fp8-given,fp8,fp8_1x128,mxfp8,nvfp4")
+    rows = compiled(compile_environment, "quantize", "fp8-given,fp8_1x128,mxfp8,mxfp8-both,nvfp4")
     assert {row["kernel"] for row in rows} == {"_amax_kernel", "_cast_kernel", "_block_kernel"}
     for row in rows:
         assert row["spills"] == 0, row
@@ -31,12 +31,12 @@ def test_quantisers(compile_environment):
             assert row["wide_loads"] >= row["loads"] - 1, row  # besides them the maximum so far
             continue
         assert row["wide_loads"] >= row["values"] // 8, row  # all of the tile, 16 bytes each
-        assert row["narrow_stores"] <= 2, row  # codes are stored in vectors, only scales may be bytes
+        assert row["narrow_stores"] <= 4, row  # codes are stored in vectors, only scales may be bytes
         # what fits beside a copy at full bandwidth: see the file's head of quantize_kernels
-        if row["name"].endswith("rows"):
+        if not row["name"].endswith("both"):
             assert row["registers"] <= 128, row
             assert row["instructions"] / row["values"] < 36, row
-    assert all(row["conversions"] for row in rows if row["name"] == "mxfp8 rows")
+    assert all(row["conversions"] for row in rows if row["name"] == "mxfp8")
 
 
 @pytest.mark.slow
