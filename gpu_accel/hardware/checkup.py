@@ -261,7 +261,7 @@ def _driver(version: str) -> Iterator[Finding]:
 
     built = torch.version.cuda
     try:
-        number = torch._C._cuda_getDriverVersion()
+        number = getattr(torch._C, "_cuda_getDriverVersion")()
     except (AttributeError, RuntimeError):
         number = 0
     if not number or not built:

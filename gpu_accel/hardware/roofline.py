@@ -152,9 +152,13 @@ def roofline(
         HardwareError: `gpu` is None and this machine has no GPU.
     """
     chosen = _profile(gpu)
-    if ceilings is None:
-        ceilings = measured_ceilings(chosen)
-    roof = Roofline(chosen, ceilings=None if ceilings == DATASHEET else ceilings)
+    if isinstance(ceilings, str):
+        if ceilings != DATASHEET:
+            raise InvalidInputError(f"ceilings is {ceilings!r}; give measured ones, None, or {DATASHEET!r}")
+        measured = None
+    else:
+        measured = ceilings if ceilings is not None else measured_ceilings(chosen)
+    roof = Roofline(chosen, ceilings=measured)
     named, flops, moved = _work(op, shape, dtype)
     peak_from, bandwidth_from = roof.basis(dtype)
     return Estimate(

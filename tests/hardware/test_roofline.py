@@ -107,6 +107,11 @@ def test_what_it_refuses(op, shape, dtype, gpu, error, message):
     assert message in str(caught.value)
 
 
+def test_ceilings_by_another_word_are_refused():
+    with pytest.raises(InvalidInputError, match="'measured'"):
+        roofline("copy", (1,), gpu="h100", ceilings="measured")
+
+
 def test_without_a_gpu_it_asks_which_one(monkeypatch):
     monkeypatch.setattr(detection, "detect", lambda index=0: None)
     with pytest.raises(HardwareError, match="gpu='h100-sxm'"):
