@@ -149,7 +149,8 @@ class Invariants:
         self.require(isinstance(gpu, str) and gpu, "a measured record needs env.gpu")
         self.require(r.median is not None, "a measured record needs a median")
         if r.unit in CYCLE_UNITS:
-            self.require(r.median is not None and r.median > 0, f"{r.metric} in {r.unit} must be above 0, not {short(r.median)}")
+            above = r.median is not None and r.median > 0
+            self.require(above, f"{r.metric} in {r.unit} must be above 0, not {short(r.median)}")
             self.require(r.checked is not None, "a count of cycles needs checked {error, bound, metric}")
         if not r.is_speed:
             return
