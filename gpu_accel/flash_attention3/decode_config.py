@@ -34,6 +34,12 @@ class DecodeConfig:
     prefetch: bool = True  # page numbers one block ahead of their keys
     reason: str = ""
 
+    @property
+    def merge_elements(self) -> int:
+        """Elements of partial results held at once while merging: one wait for memory for 32 splits of 4 rows of 128,
+        fewer where registers have to suffice for more than two programs."""
+        return self.num_warps * (16384 >> max(2, self.per_sm))
+
     def __str__(self) -> str:
         extra = "" if self.fused else ", merged by a second kernel"
         extra += "" if self.prefetch else ", no prefetch"
@@ -119,7 +125,7 @@ def candidates(bits: int = 16) -> list[DecodeConfig]:
     if bits >= 16:
         rows = [
             (64, 4, 3, 2), (64, 4, 4, 2), (64, 4, 2, 3), (64, 4, 3, 3), (32, 4, 4, 4), (32, 2, 4, 4), (128, 4, 2, 2),
-            (128, 4, 3, 1), (128, 8, 3, 1), (64, 2, 3, 2), (64, 8, 3, 2),
+            (128, 4, 3, 1), (128, 8, 3, 1), (64, 4, 5, 1), (64, 8, 5, 1), (64, 2, 3, 2), (64, 8, 3, 2),
         ]  # fmt: skip
     else:
         rows = [

@@ -504,7 +504,7 @@ def forward(call: KVCall, o: Tensor, lse: Tensor, config: DecodeConfig | None = 
         right = -1
     left = -1 if call.window_left >= call.capacity else call.window_left
     scalars = (call.capacity, call.length, call.new, left, right)
-    chunk = max(1, min(next_power_of_2(p.splits), p.config.num_warps * 2048 // (live_rows * dv)))
+    chunk = max(1, min(next_power_of_2(p.splits), p.config.merge_elements // (live_rows * dv)))
     shared = dict(
         M=p.tile, N=p.config.block_n, R=live_rows, GROUP=call.group, DIM_V=call.head_dim_v, DV=dv,
         SPLIT_KEYS=p.split_keys, MIN_BLOCKS=p.config.min_blocks, LENS=call.cache_seqlens is not None,

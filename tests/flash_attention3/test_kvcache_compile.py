@@ -1,0 +1,58 @@
+"""The decode kernel compiled for an H100 that is not there: 16-byte asynchronous copies, registers, no spills."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+_CODE = """
+import json, re, sys
+import torch
+from gpu_accel.flash_attention3 import launch, portable_decode
+from gpu_accel.flash_attention3.kvcache import make_call
+from gpu_accel.testing.compile_only import compile_only, use_target
+from gpu_accel.testing.kvcache import make
+
+use_target(90)
+CASES = {
+    "contiguous": {}, "pages-of-16": {"page": 16}, "pages-of-64": {"page": 64},
+    "e4m3": {"kind": "e4m3"}, "e4m3-tokens": {"kind": "e4m3", "granularity": "token", "page": 16},
+}
+for name, options in CASES.items():
+    arguments = make(batch=1, heads=32, heads_kv=8, dim=128, capacity=4096, lengths=[4096], poison=False, **options)
+    call = make_call(**arguments, num_splits=32)
+
+    def hook(kernel, arguments, options):
+        c = compile_only(kernel, arguments, options, name=name, capability=90)
+        copies = re.findall(r"LDGSTS\\.E[.A-Z]*\\.?(\\d*)", c.sass)
+        print(json.dumps(dict(name=name, spills=c.spills, registers=c.registers, shared=c.shared, warps=c.num_warps,
+                              products=c.instructions["HMMA"], copies=len(copies), wide=copies.count("128"),
+                              per_sm=portable_decode.plan(call).config.per_sm)))
+
+    o, lse = torch.empty(1, 1, 32, 128, dtype=torch.bfloat16), torch.empty(1, 32, 1)
+    with launch.instead_of_launching(hook):
+        portable_decode.forward(call, o, lse)
+"""
+
+
+@pytest.mark.slow
+def test_the_decode_kernel_streams_and_fits_as_often_as_splits_assume(compile_environment):
+    done = subprocess.run(
+        [sys.executable, "-c", _CODE], cwd=ROOT, env=compile_environment, capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(rows) == 5
+    for row in rows:
+        assert row["spills"] <= 16, row
+        assert row["products"] > 0 and row["copies"] > 0, row
+        if not row["name"].startswith("e4m3"):  # values of one byte come in copies of 8 bytes
+            assert row["wide"] == row["copies"], row
+        threads = 32 * row["warps"] * row["per_sm"]
+        assert row["registers"] * threads <= 65536 and row["per_sm"] * (row["shared"] + 1024) <= 227 * 1024, row
