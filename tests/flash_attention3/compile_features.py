@@ -1,7 +1,6 @@
 """Compile the plain-Triton kernels with features for sm_90 and print one JSON object a kernel. Run by test_compile.py.
 
-The first argument names the set: "features" (sinks, biases, modifiers, block masks) or "plain" (the same launches with
-none, for comparison).
+The first argument names the set, of which there is one: "features".
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import triton
 import triton.language as tl
 
 from gpu_accel.flash_attention3 import config, launch, modifier, portable_backward, portable_forward
-from gpu_accel.flash_attention3.features import NONE, Features
+from gpu_accel.flash_attention3.features import Features
 from gpu_accel.testing.compile_only import compile_only, use_target
 
 BF16, SQ, SK, HEADS, D = torch.bfloat16, 1000, 1000, 4, 64
@@ -90,7 +89,5 @@ if __name__ == "__main__":
         for case, asked in cases().items():
             compile_case(case, asked)
         compile_case("packed", cases()["everything"], varlen=True)
-    elif which == "plain":
-        compile_case("plain", NONE)
     else:
         raise SystemExit(f"unknown set {which!r}")

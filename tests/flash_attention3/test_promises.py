@@ -25,7 +25,7 @@ def same(*results):
 
 
 def packed(rows, lengths, device, **options):
-    """Attention over the first `lengths` rows of each sequence in `rows`, a list of (q, k, v), (rows, heads, d) each."""
+    """Attention over the first `lengths` rows of each sequence in `rows`: a list of (q, k, v) without a batch."""
     q, k, v = (torch.cat(parts) for parts in zip(*rows, strict=True))
     ends = torch.tensor([0, *(len(x[0]) for x in rows)], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
     used = torch.tensor(lengths, dtype=torch.int32, device=device)
