@@ -68,13 +68,21 @@ def check_attention(
         if measure is not None and measure.shape != truth.shape:  # packed, with rows behind the last sequence
             measure = _pad_rows(measure, truth)
         scale = truth.abs().max().item() if truth.numel() else 0.0
-        floor = max(default_floor(q.dtype, scale), _CANCELLATION[q.dtype])
+        floor = gradient_floor(q.dtype, scale)
         if measure is None:
             floor = max(1.0, scale) * _FLOOR[q.dtype]
         assert_close_to_truth(name, grad, truth, measure, floor=floor)
 
 
-# dp - delta cancels: where a row sees one key the gradient is exactly 0, and rounding of terms of size one remains
+
+def gradient_floor(dtype: torch.dtype, scale: float) -> float:
+    """What a gradient of attention may err whatever the yardstick says; `scale` is the largest |true gradient|.
+
+    dp - delta cancels: where a row sees one key the gradient is exactly 0, and rounding of terms of size one remains.
+    """
+    return max(default_floor(dtype, scale), _CANCELLATION[dtype])
+
+
 _CANCELLATION = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 _FLOOR = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # where torch gives no yardstick
 
