@@ -1,5 +1,7 @@
 """What a paper's README shows of its committed records: figures, a table of rates and ratios, the ledger in a line.
 
+A paper without figures, of microbenchmarks, shows the claims that are settled instead.
+
 `make readme` calls `refresh` for every paper; nothing in the generated block is typed by hand.
 """
 
@@ -34,9 +36,12 @@ def refresh(paper: Paper) -> list[Path]:
         written.append(path)
         parts += [f"![{title}]({name})", best_table(members, ours=paper.ours)]
         parts += _gaps(members)
+    verdicts = judge_all(claims, records)
     if parts:
         parts.append(NOTE)
-    parts.append(report.summary(judge_all(claims, records)) + ".")
+    elif settled := [verdict for verdict in verdicts if verdict.settled and not verdict.internal]:
+        parts.append(report.markdown_table(report.CLAIM_HEADINGS, [report.claim_row(v) for v in settled]))
+    parts.append(report.summary(verdicts) + ".")
     readme = paper.path / "README.md"
     if report.update_block(readme, BLOCK, "\n\n".join(parts)):
         written.append(readme)

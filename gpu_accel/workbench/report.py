@@ -6,6 +6,7 @@ input, and each carries its stamp (measured, checked, modelled or quoted; GPU; d
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import tempfile
@@ -85,7 +86,12 @@ def _tables(records: Sequence[Record], metric: str) -> Iterable[tuple[str, list[
 
 
 def pivot(records: Sequence[Record], metric: str) -> tuple[list[str], list[list[str]]]:
-    """(headings, rows) with one row per (head_dim, causal, implementation) and one column per sequence length."""
+    """(headings, rows) with one row per (head_dim, causal, implementation) and one column per sequence length.
+
+    Records of other work, without sequences, get one row per case and implementation.
+    """
+    if not any("seqlen_q" in record.case for record in records):
+        return _plain_rows(records, metric)
     newest: dict[tuple, Record] = {}
     for record in sorted(records, key=lambda r: r.time):
         case = record.case
@@ -104,6 +110,22 @@ def pivot(records: Sequence[Record], metric: str) -> tuple[list[str], list[list[
                     [str(dim if dim is not None else ""), "causal" if causal else "full", series.label(impl), *cells]
                 )
     return ["head dim", "mask", "implementation", *(series.short(n) for n in lengths or [0])], rows
+
+
+def _plain_rows(records: Sequence[Record], metric: str) -> tuple[list[str], list[list[str]]]:
+    """One row each, in the order of the records, with a column for every key of the case that differs among them."""
+    newest: dict[tuple[str, str], Record] = {}
+    for record in sorted(records, key=lambda r: r.time):
+        newest[json.dumps(record.case, sort_keys=True), record.impl] = record
+    kept = [r for r in records if newest[json.dumps(r.case, sort_keys=True), r.impl] is r]
+    keys = list(dict.fromkeys(key for record in kept for key in record.case))
+    telling = [key for key in keys if len({repr(record.case.get(key)) for record in kept}) > 1]
+    units = {record.unit for record in kept if record.metric == metric}
+    value = f"{metric}, {units.pop()}" if len(units) == 1 and units != {"1"} else metric
+    rows = [
+        [*(str(r.case.get(key, "")) for key in telling), series.label(r.impl), number(r.value(metric))] for r in kept
+    ]
+    return [*(key.replace("_", " ") for key in telling), "implementation", value], rows
 
 
 def _sections(records: Sequence[Record]) -> Iterable[tuple[str, str, list[str], list[list[str]]]]:

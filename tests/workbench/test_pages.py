@@ -30,3 +30,28 @@ def test_table_shows_the_best_of_ours_against_the_fastest_rival():
     assert "| 128 | full |" in table and "| 128 | causal |" in table
     best = max(r.value("tflops") for r in rows if r.impl == "hopper" and not r.case["causal"])
     assert re.search(rf"\b{best:.0f} \(1\.\d\d\)", table), table
+
+
+def test_a_paper_without_figures_shows_the_claims_that_are_settled(tmp_path, monkeypatch):
+    from gpu_accel.workbench.records import Record
+
+    folder = tmp_path / "clocks"
+    folder.mkdir()
+    (folder / "paper.toml").write_text('id = "clocks"\ntitle = "Clocks"\n[experiments.latency]\ntitle = "Latency"\n')
+    head = (
+        '[[claim]]\nid = "{}"\nwhere = "t"\nstatement = "{} takes 30"\nsource = "arXiv:1"\nvalue = 30\nunit = "clk"\n'
+    )
+    measure = 'measure = {{experiment = "latency", impl = "kernel", metric = "latency", case = {{level = "{}"}}}}\n'
+    claims = "".join(head.format(level, level) + measure.format(level) for level in ("l1", "l2"))
+    (folder / "claims.toml").write_text(claims)
+    (folder / "README.md").write_text("# C\n\n<!-- begin generated: results -->\n<!-- end generated: results -->\n")
+    record = Record(
+        kind="measured", paper="clocks", experiment="latency", case={"level": "l1"}, impl="kernel", metric="latency",
+        unit="clk", median=31.0, env={"gpu": "G"}, checked={"error": 0.0, "bound": 0.0, "metric": "wrong elements"},
+    )  # fmt: skip
+    monkeypatch.setenv("GPU_ACCEL_PAPERS", str(tmp_path))
+    monkeypatch.setattr(registry.Paper, "records", lambda self: [record])
+    pages.refresh(registry.paper("clocks"))
+    text = (folder / "README.md").read_text()
+    assert "| l1 takes 30 | t | 30 clk | 31 clk | reproduced |" in text and "l2 takes 30" not in text
+    assert "2 claims: 1 reproduced" in text

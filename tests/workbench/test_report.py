@@ -204,3 +204,21 @@ def test_update_block_refuses_a_file_without_one_pair(tmp_path, text):
     with pytest.raises(InvalidInputError, match="exactly one pair"):
         report.update_block(file, "t", "new")
     assert file.read_text() == text
+
+
+def cycles(value, *, level="l1", size=32, impl="kernel", time="2026-11-27T12:00:00+00:00"):
+    from gpu_accel.workbench.records import Record
+
+    return Record(
+        kind="measured", paper="p", experiment="latency", case={"level": level, "footprint_kb": size, "width": 4},
+        impl=impl, metric="latency", unit="clk", median=value, env={"gpu": GPU}, time=time,
+        checked={"error": 0.0, "bound": 0.0, "metric": "wrong elements"},
+    )  # fmt: skip
+
+
+def test_work_without_sequences_has_a_row_for_each_case():
+    again = cycles(31.0, time="2026-11-28T12:00:00+00:00")
+    found = [cycles(32.0), cycles(270.0, level="l2", size=2048), cycles(40.0, impl="other"), again]
+    headings, rows = report.pivot(found, "latency")
+    assert headings == ["level", "footprint kb", "implementation", "latency, clk"], "what never differs is left out"
+    assert rows == [["l2", "2048", "kernel", "270"], ["l1", "32", "other", "40"], ["l1", "32", "kernel", "31"]]
