@@ -12,7 +12,8 @@
 
 Both get tiles: `score` is float32 of shape (rows, keys) or (keys, rows), `q_idx` and `kv_idx` are int32 and broadcast
 to it, `b` and `h` are int32 scalars; pointers to the `aux_tensors` follow. They must work element by element. Indices
-always lie inside the sequences (padding is clamped), so loads by index need no mask. A score is natural: scaled, capped
+always lie inside the sequences (padding is clamped), so loads by index need no mask; a table of more than 2^31 elements
+wants `.to(tl.int64)`. A score is natural: scaled, capped
 and biased where asked; -inf hides the key.
 
     @triton.jit

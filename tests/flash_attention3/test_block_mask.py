@@ -9,7 +9,16 @@ import triton.language as tl  # noqa: F401  (the interpreter looks for it beside
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError
-from gpu_accel.flash_attention3 import explain, flash_attn_func, flash_attn_varlen_func, modifier
+from gpu_accel.flash_attention3 import (
+    explain,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    modifier,
+    portable_backward,
+    portable_forward,
+)
+from gpu_accel.flash_attention3.block_mask import block_mask_lists
+from gpu_accel.flash_attention3.features import Features
 from gpu_accel.testing import make_qkv
 from gpu_accel.testing.features import check_features
 
@@ -129,6 +138,22 @@ def test_lengths_that_blocks_do_not_divide_equal_dense(device):
     do = torch.randn_like(full)
     for a, b in zip(*(torch.autograd.grad(o, (q, k, v), do) for o in (sparse, full)), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+
+
+def test_descriptors_and_pointers_give_the_same(device):
+    if device == "cuda" and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("TMA needs compute capability 9.0")
+    q, k, v = inputs(40, 50, dtype=torch.float16, device=device)
+    mask = create_block_mask(causal_twin, None, None, 40, 50, device=device, BLOCK_SIZE=16)
+    lists, size = block_mask_lists(mask, batch=1, heads=2, seqlen_q=40, seqlen_k=50, device=q.device, has_mask_mod=True)
+    features = Features(mask_mod=modifier(causal).key, block_lists=lists, block_size=size,
+                        sinks=torch.zeros(2, device=device), alibi_slopes=torch.ones(2, device=device))  # fmt: skip
+    results = []
+    for path in ("pointer", "tma"):
+        call = {"softmax_scale": 0.25, "features": features, "path": path}
+        o, lse = portable_forward.forward(q, k, v, **call)
+        results.append((o, lse, *portable_backward.backward(torch.ones_like(o), q, k, v, o, lse, **call)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
-from gpu_accel.flash_attention3 import function
+from gpu_accel.flash_attention3 import featured, function, modifier
 from gpu_accel.testing import make_qkv
 
 
@@ -58,3 +60,43 @@ def test_fake_results_have_the_real_strides(device):
     q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors(device, grad=False))
     for out in function.flash_attention_forward(q, k, v, 0.25, -1, 0, 0.0, False, "portable"):
         assert out.is_contiguous()
+
+
+# ---- calls with features: lists of tensors, optional tensors, a third result
+
+
+@triton.jit
+def causal(b, h, q_idx, kv_idx, shift):
+    return q_idx >= kv_idx + tl.load(shift)
+
+
+def featured_arguments(kind, device, grad):
+    q, k, v = tensors(device, grad=grad)
+    sinks, cu, slopes, aux, lists, size, mod = None, [None] * 4, None, [], [], (0, 0), ""
+    if kind == "sinks":
+        sinks = torch.randn(2, device=device, requires_grad=grad)
+        slopes = torch.rand(2, 2, device=device)
+    elif kind == "blocks":
+        mod, aux = modifier(causal).key, [torch.zeros(1, dtype=torch.int32, device=device)]
+        counts = torch.ones(1, 1, 1, dtype=torch.int32, device=device)
+        lists, size = [counts, torch.zeros(1, 1, 1, 2, dtype=torch.int32, device=device)] * 2, (16, 16)
+        q_counts = torch.tensor([[[1, 0]]], dtype=torch.int32, device=device)
+        lists += [q_counts, torch.zeros(1, 1, 2, 1, dtype=torch.int32, device=device)] * 2
+    else:
+        q, k, v = tensors(device, packed=True, grad=grad)
+        sinks, cu = torch.randn(2, device=device, requires_grad=grad), [*offsets(device), None, None]
+    options = (0.25, -1, -1, 0.0, False, "portable", "", "", mod, *size, kind == "sinks", False)
+    return (q, k, v, sinks, *cu, slopes, aux, lists, *options)
+
+
+@pytest.mark.parametrize("kind", ["sinks", "blocks", "packed"])
+def test_featured_forward(kind, device):
+    torch.library.opcheck(featured.flash_attention_featured_forward, featured_arguments(kind, device, grad=True))
+
+
+@pytest.mark.parametrize("kind", ["sinks", "blocks", "packed"])
+def test_featured_backward(kind, device):
+    arguments = featured_arguments(kind, device, grad=False)
+    o, lse, _ = featured.flash_attention_featured_forward(*arguments)
+    dlse = torch.randn_like(lse) if kind == "sinks" else None
+    torch.library.opcheck(featured.flash_attention_featured_backward, (torch.randn_like(o), dlse, o, lse, *arguments))
