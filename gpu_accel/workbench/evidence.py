@@ -61,7 +61,7 @@ def command(claim: Claim) -> str:
         return ""
     known = {**claim.conditions, **{key: value for key, value in measure.case.items() if not isinstance(value, list)}}
     parts = ["gpu-accel run", claim.alias or claim.paper or "PAPER", measure.experiment]
-    if dtype := known.get("dtype"):
+    if (dtype := known.get("dtype")) and not claim.one_precision:
         parts += ["--precision", PRECISIONS.get(str(dtype), str(dtype))]
     if known.get("input", "normal") != "normal":
         parts += ["--input", str(known["input"])]

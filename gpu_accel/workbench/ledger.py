@@ -199,6 +199,7 @@ class Claim:
     paper: str = ""
     alias: str = ""
     ours: tuple[str, ...] = ()
+    one_precision: bool = False  # whether its experiment has no choice of precision
 
     @property
     def numbers(self) -> tuple[float, float]:
@@ -219,12 +220,19 @@ def same(a: object, b: object) -> bool:
 
 
 def load_claims(
-    path: Path | str, *, paper: str = "", alias: str = "", ours: Sequence[str] = (), experiments: Sequence[str] = ()
+    path: Path | str,
+    *,
+    paper: str = "",
+    alias: str = "",
+    ours: Sequence[str] = (),
+    experiments: Sequence[str] = (),
+    one_precision: Sequence[str] = (),
 ) -> list[Claim]:
     """Read `claims.toml`: its claims in order, then one claim per cell of its figures.
 
     ``ours`` are the implementations among which impl = "ours" takes the best; ``experiments``, when given, are the only
-    names that `measure.experiment` may have. Raises InvalidInputError naming file, id and key for anything wrong.
+    names that `measure.experiment` may have, and ``one_precision`` those of them that have no choice of precision.
+    Raises InvalidInputError naming file, id and key for anything wrong.
     """
     from gpu_accel.workbench.figures import read_figure
 
@@ -256,7 +264,14 @@ def load_claims(
         if claim.measure and claim.measure.impl == "ours" and not claim.internal and not ours:
             entry.fail("measure: impl = 'ours', but the paper names no implementations of its own (ours = [...])")
     return [
-        replace(claim, cells=_cells_of(claim, cells, file.where), paper=paper, alias=alias or paper, ours=tuple(ours))
+        replace(
+            claim,
+            cells=_cells_of(claim, cells, file.where),
+            paper=paper,
+            alias=alias or paper,
+            ours=tuple(ours),
+            one_precision=claim.measure is not None and claim.measure.experiment in one_precision,
+        )
         for claim in claims
     ]
 

@@ -86,7 +86,15 @@ class Paper:
         file = self.path / "claims.toml"
         if not file.is_file():
             return []
-        return load_claims(file, paper=self.id, alias=self.alias, ours=self.ours, experiments=tuple(self.experiments))
+        fixed = tuple(one.name for one in self.experiments.values() if not one.precisions)
+        return load_claims(
+            file,
+            paper=self.id,
+            alias=self.alias,
+            ours=self.ours,
+            experiments=tuple(self.experiments),
+            one_precision=fixed,
+        )
 
     def records(self) -> list[Record]:
         """Every committed result, oldest runs included; see `records.merge` for the newest of each.

@@ -264,3 +264,15 @@ def test_a_loan_of_a_loan_and_of_oneself_are_refused(folder):
     (folder / "second_paper" / "paper.toml").write_text(BORROWER.replace("toy_paper", "third_paper"))
     with pytest.raises(InvalidInputError, match="only borrows it too"):
         paper("second_paper").experiment("forward")
+
+
+def test_a_command_names_no_precision_where_there_is_no_choice(folder):
+    from gpu_accel.workbench.evidence import command
+
+    place = add_paper(folder)
+    head = '[[claim]]\nid = "{0}"\nwhere = "t"\nstatement = "s"\nsource = "arXiv:1"\nvalue = 1\nunit = "1"\n'
+    measure = 'measure = {{experiment = "{0}", impl = "a", metric = "rmse", case = {{dtype = "e4m3"}}}}\n'
+    (place / "claims.toml").write_text("".join((head + measure).format(name) for name in ("forward", "memory")))
+    forward, memory = paper("toy").claims()
+    assert command(forward) == "gpu-accel run toy forward --precision fp8"
+    assert command(memory) == "gpu-accel run toy memory"
