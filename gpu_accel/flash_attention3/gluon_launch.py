@@ -81,17 +81,25 @@ def _new_map(kind: Any, x: Tensor, rows: int, cols: int):
 
 
 def refusal(problem: Problem) -> str | None:
-    """Why no Hopper kernel can run this problem, or None."""
+    """Why no Hopper kernel for dense q, k, v of one head_dim can run this problem, or None."""
+    why = machine_refusal(problem)
+    if why is not None:
+        return why
+    if problem.varlen:
+        return "packed sequences (cu_seqlens) are not in this kernel yet"
+    if problem.head_dim != problem.head_dim_v:
+        return "head_dim of v must equal that of q and k"
+    return None
+
+
+def machine_refusal(problem: Problem) -> str | None:
+    """What is wrong with the machine, the dtype or this Triton, or None."""
     if problem.device_type != "cuda" or problem.capability is None:
         return f"needs an NVIDIA GPU of compute capability 9.0, got a {problem.device_type} tensor"
     if problem.capability != (9, 0):
         return "needs compute capability 9.0 (H100, H200), got {}.{}".format(*problem.capability)
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"takes bfloat16 and float16, got {problem.dtype}"
-    if problem.varlen:
-        return "packed sequences (cu_seqlens) are not in this kernel yet"
-    if problem.head_dim != problem.head_dim_v:
-        return "head_dim of v must equal that of q and k"
     if not gluon_available():
         return "this Triton has no usable Gluon dialect"
     return None
@@ -128,10 +136,10 @@ def tile_counter(device: torch.device) -> Tensor:
     return counter
 
 
-def heads_per_group(heads: int, bytes_per_head: int) -> int:
-    """Largest power of two of heads whose working set fits the L2 share, dividing their number."""
+def heads_per_group(heads: int, bytes_per_head: int, share: int = _L2_SHARE) -> int:
+    """Largest power of two of heads whose working set fits `share` bytes of L2, dividing their number."""
     group = 1
-    while group * 2 * bytes_per_head <= _L2_SHARE and heads % (group * 2) == 0:
+    while group * 2 * bytes_per_head <= share and heads % (group * 2) == 0:
         group *= 2
     return group
 

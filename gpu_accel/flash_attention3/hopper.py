@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from gpu_accel.flash_attention3 import launch
 
 from .gluon_launch import (
     QuickLaunch,
     addressable,
     heads_per_group,
+    machine_refusal,
     multiprocessors,
-    refusal,
     tensor_map,
     tile_counter,
 )
@@ -28,9 +30,13 @@ _HEAD_DIMS = (64, 128, 256)
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardConfig:
-    """Tiles and switches of one forward kernel; a program works on `64 * consumers` query rows."""
+    """Tiles and switches of one forward kernel; a program works on `64 * consumers` query rows.
+
+    `dynamic`: tiles come from a queue. `lazy`: O is rescaled only where a row's maximum grew by more than 8 (base 2).
+    """
 
     head_dim: int
+    head_dim_v: int
     consumers: int
     block_n: int
     stages: int
@@ -38,6 +44,7 @@ class ForwardConfig:
     o_chunks: int
     ping_pong: bool
     dynamic: bool
+    lazy: bool
 
     def registers(self) -> tuple[int, int, int]:
         """(cap at launch, per consumer thread, per producer thread) that share one SM's 65536 registers."""
@@ -46,32 +53,46 @@ class ForwardConfig:
         return 65536 // threads // 8 * 8, min(240, (512 - producer) // self.consumers // 8 * 8), producer
 
 
-def forward_config(head_dim: int, *, causal: bool, seqlen_k: int) -> ForwardConfig:
-    """The configuration for a head_dim up to 256 (rounded up to 64, 128 or 256 by zero fill)."""
-    padded = next(d for d in _HEAD_DIMS if head_dim <= d)
-    # head_dim 64 is bound by exponentials and issue slots, so a third consumer pays (542 against 459 TFLOP/s at 8k
-    # keys), but not where a tile has few steps: 170 against 210 causal at 512 keys, 420 against 435 at 4k (H100, bf16;
-    # development readings, see the paper's README)
-    few_steps = seqlen_k <= (4096 if causal else 1024)
-    consumers = 3 if padded == 64 and not few_steps else 2
+def forward_config(head_dim: int, head_dim_v: int | None = None, *, causal: bool, seqlen_k: int) -> ForwardConfig:
+    """The configuration for head dims up to 256 (each rounded up to 64, 128 or 256 by zero fill)."""
+    d, dv = (next(n for n in _HEAD_DIMS if x <= n) for x in (head_dim, head_dim_v or head_dim))
+    if d == dv == 64:
+        # Bound by exponentials and issue slots, so a third consumer pays, but not where a tile has few steps; there,
+        # more stages and (causal) smaller blocks do (development readings, see the paper's README).
+        few_steps = seqlen_k <= (4096 if causal else 1024)
+        small = causal and seqlen_k <= 512
+        return ForwardConfig(
+            head_dim=64,
+            head_dim_v=64,
+            consumers=2 if few_steps else 3,
+            block_n=64 if small else 128,
+            stages=6 if small else 4 if few_steps else 3,
+            q_slots=2,
+            o_chunks=1,
+            ping_pong=False,
+            dynamic=causal or few_steps,
+            lazy=causal or few_steps,
+        )
     return ForwardConfig(
-        head_dim=padded,
-        consumers=consumers,
-        block_n=64 if padded == 256 else 128,
+        head_dim=d,
+        head_dim_v=dv,
+        consumers=2,
+        block_n=64 if max(d, dv) == 256 else 128,
         stages=2,
         # head_dim 256 has room for one copy of Q, and for O in quarters only
-        q_slots=1 if padded == 256 else 2,
-        o_chunks=4 if padded == 256 else 1,
-        ping_pong=consumers == 2,
+        q_slots=1 if d == 256 else 2,
+        o_chunks=4 if dv == 256 else 1,
+        ping_pong=True,
         dynamic=causal,
+        lazy=True,
     )
 
 
 def refuse(problem: Problem) -> str | None:
     """Why the Hopper forward cannot run this problem, or None."""
-    if problem.head_dim > 256:
-        return f"takes head_dim up to 256, got {problem.head_dim}"
-    return refusal(problem)
+    if max(problem.head_dim, problem.head_dim_v) > 256:
+        return f"takes head_dim up to 256, got {problem.head_dim} and {problem.head_dim_v} (v)"
+    return machine_refusal(problem)
 
 
 @functools.cache
@@ -79,6 +100,31 @@ def _forward_kernel() -> QuickLaunch:
     from .hopper_forward import attention_forward_kernel
 
     return QuickLaunch(attention_forward_kernel)
+
+
+def _tile_table(
+    config: ForwardConfig,
+    total_q: int,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+) -> tuple[Tensor, int]:
+    """The tiles of packed sequences, found on the device (see hopper_packed.py), and how many a head has at most."""
+    from .hopper_packed import ENTRY, fill_tile_table
+
+    batches, rows = cu_seqlens_q.shape[0] - 1, 64 * config.consumers
+    most = -(-total_q // rows) + batches
+    table = torch.empty((most + 1) * ENTRY.value, dtype=torch.int32, device=cu_seqlens_q.device)
+    arguments = (table, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, batches, total_q)
+    options = dict(
+        BLOCK=rows,
+        BATCH=launch.next_power_of_2(batches + 1),
+        USED_Q=seqused_q is not None,
+        USED_K=seqused_k is not None,
+    )
+    launch.launch(fill_tile_table, most, arguments, options)
+    return table, most
 
 
 def forward(
@@ -90,58 +136,83 @@ def forward(
     window_left: int = -1,
     window_right: int = -1,
     softcap: float = 0.0,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
     config: ForwardConfig | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention forward of (batch, seqlen, heads, head_dim) bf16/fp16 tensors on sm_90.
+    """Attention forward of bf16/fp16 tensors on sm_90.
 
     Args:
-        q, k, v: any strides; a view that the copy engine can't address is copied once. heads % heads_kv == 0.
+        q, k, v: (batch, seqlen, heads, head_dim), or (total, heads, head_dim) with `cu_seqlens_*`; any strides: a view
+            that the copy engine can't address is copied once. heads % heads_kv == 0; v may have another head_dim.
         softmax_scale: multiplies q k^T.
         window_left, window_right: keys that a query sees to either side of the bottom-right diagonal, -1 for all;
             causal is right 0.
         softcap: caps the scaled scores at +-softcap by tanh; 0 is off.
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k: contiguous int32 on the device of q, never read by the host.
         config: tiles to use instead of the tuned ones.
-        out, lse: results to write into.
+        out, lse: results to write into, contiguous.
 
     Returns:
-        out like q, and lse (batch, heads, seqlen_q) float32, natural logarithm.
+        out like q with the head_dim of v; lse float32, natural logarithm, (batch, heads, seqlen_q) or (heads, total_q).
     """
-    q, k, v = (addressable(x) for x in (q, k, v))
-    batch, seqlen_q, heads, head_dim = q.shape
-    seqlen_k, heads_kv = k.shape[1], k.shape[2]
+    packed = cu_seqlens_q is not None
+    heads, head_dim, head_dim_v = q.shape[-2], q.shape[-1], v.shape[-1]
     if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.empty((*q.shape[:-1], head_dim_v), dtype=q.dtype, device=q.device)
     if lse is None:
-        lse = torch.empty((batch, heads, seqlen_q), dtype=torch.float32, device=q.device)
-    if q.numel() == 0 or seqlen_k == 0:
+        shape = (heads, q.shape[0]) if packed else (q.shape[0], heads, q.shape[1])
+        lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+    q4, k4, v4, out4 = (x.unsqueeze(0) if packed else x for x in (q, k, v, out))
+    q4, k4, v4 = (addressable(x) for x in (q4, k4, v4))
+    batch, seqlen_q, seqlen_k, heads_kv = q4.shape[0], q4.shape[1], k4.shape[1], k4.shape[2]
+    if q.numel() == 0 or seqlen_k == 0 or (cu_seqlens_q is not None and cu_seqlens_q.shape[0] == 1):
         return out.zero_(), lse.fill_(-math.inf)
-    window_left, window_right = effective_window(window_left, window_right, seqlen_q, seqlen_k)
+    keys = seqlen_k
+    if cu_seqlens_q is None:
+        window_left, window_right = effective_window(window_left, window_right, seqlen_q, seqlen_k)
+    else:
+        keys = -(-seqlen_k // (cu_seqlens_q.shape[0] - 1))  # on average
     causal = window_right >= 0
-    config = config or forward_config(head_dim, causal=causal, seqlen_k=seqlen_k)
-    num_m = -(-seqlen_q // (64 * config.consumers))
+    config = config or forward_config(head_dim, head_dim_v, causal=causal, seqlen_k=keys)
+    if packed:
+        config = replace(config, dynamic=True)  # tiles come with what the queue hands on
+    table = counter = tile_counter(q.device) if config.dynamic else lse
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        table, num_m = _tile_table(config, seqlen_q, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    else:
+        num_m = -(-seqlen_q // (64 * config.consumers))
     num_tiles = num_m * batch * heads
     grid = min(multiprocessors(q.device), num_tiles)
     launch_registers, consumer_registers, producer_registers = config.registers()
     scale, exp_scale = softmax_scale, softmax_scale * _LOG2_E
     if softcap > 0:
         scale, exp_scale = softmax_scale / softcap, _LOG2_E
-    d = config.head_dim
     arguments = (
-        tensor_map(q, 64, d),
-        tensor_map(k, config.block_n, d),
-        tensor_map(v, config.block_n, d),
-        tensor_map(out, 64, d // config.o_chunks),
+        tensor_map(q4, 64, config.head_dim),
+        tensor_map(k4, config.block_n, config.head_dim),
+        tensor_map(v4, config.block_n, config.head_dim_v),
+        tensor_map(out4, 64, config.head_dim_v // config.o_chunks),
+        out,
         lse,
-        tile_counter(q.device) if config.dynamic else lse,
+        counter,
+        table,
+        head_dim_v,
         seqlen_q,
         seqlen_k,
         heads,
         heads // heads_kv,
         num_m,
         num_tiles,
-        heads_per_group(batch * heads, 2 * seqlen_k * head_dim * q.element_size()),
+        # 8 to 32 MB of K and V at a time were tried: less leaves L2 unused; more lets long tiles, which wait for
+        # memory, and short ones come in separate waves
+        heads_per_group(
+            batch * heads, keys * (head_dim + head_dim_v) * q.element_size(), (8 if keys <= 512 else 16) << 20
+        ),
         window_left,
         window_right,
         scale,
@@ -150,7 +221,8 @@ def forward(
     )
     constants = dict(
         CONSUMERS=config.consumers,
-        HEAD_DIM=d,
+        HEAD_DIM=config.head_dim,
+        HEAD_DIM_V=config.head_dim_v,
         BLOCK_N=config.block_n,
         STAGES=config.stages,
         Q_SLOTS=config.q_slots,
@@ -159,8 +231,10 @@ def forward(
         CAUSAL=causal,
         WINDOW=window_left >= 0,
         SOFTCAP=softcap > 0,
-        EVEN_K=seqlen_k % config.block_n == 0,
+        EVEN_K=seqlen_k % config.block_n == 0 and not packed,
         DYNAMIC=config.dynamic,
+        LAZY=config.lazy,
+        PACKED=packed,
         CONSUMER_REGISTERS=consumer_registers,
         PRODUCER_REGISTERS=producer_registers,
     )
@@ -172,7 +246,11 @@ def forward(
 
 def describe(problem: Problem) -> str:
     """The tiles `forward` takes for a problem it does not refuse."""
-    _, right = effective_window(problem.window_left, problem.window_right, problem.seqlen_q, problem.seqlen_k)
-    c = forward_config(problem.head_dim, causal=right >= 0, seqlen_k=problem.seqlen_k)
-    order = "tiles drawn from a queue, longest first" if c.dynamic else "tiles in order"
+    keys, right = problem.seqlen_k, problem.window_right
+    if problem.varlen:
+        keys = -(-keys // max(1, problem.batch))
+    else:
+        _, right = effective_window(problem.window_left, right, problem.seqlen_q, keys)
+    c = forward_config(problem.head_dim, problem.head_dim_v, causal=right >= 0, seqlen_k=keys)
+    order = "tiles drawn from a queue" if c.dynamic or problem.varlen else "tiles in order"
     return f"{64 * c.consumers}x{c.block_n}, {c.consumers} consumer warpgroups, {c.stages} stages, {order}"

@@ -149,6 +149,46 @@ def tanh(x):
     return 1.0 - 2.0 / (e + 1.0)
 
 
+# Two rows a thread: their factors are operands 64 (elements 0, 1 of every four) and 66. Nobody in the warp has a factor
+# other than 1 in most steps, and then all of them skip the multiplications.
+_RESCALE = gl.constexpr(
+    "{ .reg .pred p, q; setp.neu.f32 p, $64, 0f3F800000; setp.neu.or.f32 p, $66, 0f3F800000, p; "
+    "vote.sync.any.pred q, p, 0xffffffff; @!q bra DONE; "
+    + " ".join(f"mul.f32 ${i}, ${i}, ${64 + (i & 2)};" for i in range(32))
+    + " DONE: }"
+)
+_RESCALE_OPERANDS = gl.constexpr(",".join(["=f"] * 32 + [str(i) for i in range(32)] + ["f"] * 32))
+
+
+@gluon.jit
+def rescale(acc, alpha):
+    """acc * alpha[:, None] for a wgmma accumulator (rows, cols >= 64) in float32, with a branch around it."""
+    factors = gl.full(acc.shape, 0.0, gl.float32, acc.type.layout) + alpha[:, None]
+    return gl.inline_asm_elementwise(
+        _RESCALE, _RESCALE_OPERANDS, [acc, factors], dtype=gl.float32, is_pure=False, pack=32
+    )
+
+
+@gluon.jit
+def draw(counter, wanted):
+    """Where `wanted`, count up by one: lane 0 of (32,) gets the old count, all others 0. One warp.
+
+    Unlike a scalar atomic it doesn't wait: the first use of the result does.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    address = gl.full([32], 0, gl.int64, layout) + counter.to(gl.int64)
+    wanted = gl.full([32], 0, gl.int32, layout) + wanted.to(gl.int32)
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .u32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; setp.ne.and.u32 p, $2, 0, p; "
+        "mov.u32 $0, 0; @p atom.global.add.u32 $0, [$1], 1; }",
+        "=&r,l,r",
+        [address, wanted],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
 @gluon.jit
 def publish_tile(k, tile, schedule, full, empty):
     """Producer: hand tile number `tile` to the consumers through the two-slot queue."""

@@ -2,7 +2,7 @@
 
 One persistent program per SM, split into partitions by `warp_specialize`:
 
-    consumers  2 (head_dim 128, 256) or 3 (64) warpgroups of 4 warps, 240 or 160 registers; each owns 64 query rows
+    consumers  2 or 3 (head_dim 64, long) warpgroups of 4 warps, 240 or 160 registers; each owns 64 query rows
     producer   1 warp, 24 or 32 registers: draws tiles, issues every TMA load
 
     consumer 0 | S1 . softmax1 . O+=P0 V0 | S2 . softmax2 . O+=P1 V1 | ... | S0' . softmax0' . O+=Pn Vn, write O | ...
@@ -16,6 +16,9 @@ Barriers (mbarrier, phase (i // n) & 1): q_full/q_empty one a consumer and slot;
 by TMA; kv_empty one a stage, arrived on by every consumer after its P V product, which frees the K of this step and the
 V of the step before; queue_full/queue_empty hand tile numbers from the producer to the consumers. Key blocks are walked
 right to left, so masks come first.
+
+Packed sequences (PACKED): tiles come from a table (hopper_packed.py), K and V blocks may reach into the next sequence,
+whose scores are masked and whose V rows the producer zeros, and only whole tiles of O leave through TMA.
 
 P stays in registers as the A operand. ptxas moves pure arithmetic below `wgmma.wait_group`; passing P through the
 wait's operands, behind a redundant wait on a completed mbarrier that opens a basic block, keeps the exponentials
@@ -43,6 +46,7 @@ from .hopper_device import (
     NEG_LARGE,
     bar_arrive,
     bar_sync,
+    draw,
     key_blocks,
     mask_columns,
     mask_left,
@@ -50,18 +54,43 @@ from .hopper_device import (
     pack_pairs,
     publish_tile,
     receive_tile,
+    rescale,
     tanh,
     thread_row_sum,
     tile_of,
     unpack_pairs,
 )
+from .hopper_packed import ENTRY, publish_entry, read_entry, receive_entry, zero_rows
 
 PING_PONG_BARRIER = gl.constexpr(8)
+EARLY_DRAW = gl.constexpr(4)  # key blocks of a tile up to which the next tile is drawn at its start
 ROWS = gl.constexpr(64)  # query rows of one consumer: the M of wgmma
 
 # Run-time scalars travel in two tuples:
 #   shape  = (seqlen_q, seqlen_k, heads, heads_per_kv, num_m, num_tiles, group, left, right)
 #   scales = (scale, exp_scale, softcap): scores * scale go into tanh under softcap, logits * exp_scale into exp2
+
+
+@gluon.jit
+def own_lengths(shape, used_q, used_k):
+    """`shape` with the lengths of a tile's own sequence."""
+    _, _, heads, heads_per_kv, num_m, num_tiles, group, left, right = shape
+    return used_q, used_k, heads, heads_per_kv, num_m, num_tiles, group, left, right
+
+
+@gluon.jit
+def first_tile(tile, table, shape, CAUSAL: gl.constexpr, PACKED: gl.constexpr):
+    """(query block, batch, head, first rows of q and k, rows of q, rows of q and of k that count) of tile `tile`."""
+    if PACKED:
+        _, _, _, _, num_m, _, _, _, _ = shape
+        j, batch, head = tile_of(tile, shape, True)
+        m_block, q_row0, k_row0, rows_q, used_q, used_k = read_entry(num_m - 1 - j, table, tile >= 0)
+    else:
+        seqlen_q, seqlen_k, _, _, _, _, _, _, _ = shape
+        m_block, batch, head = tile_of(tile, shape, CAUSAL)
+        q_row0, k_row0 = 0, 0
+        rows_q, used_q, used_k = seqlen_q, seqlen_q, seqlen_k
+    return m_block, batch, head, q_row0, k_row0, rows_q, used_q, used_k
 
 
 @gluon.jit
@@ -98,7 +127,7 @@ def _first_softmax(
 def _step(
     q, k_bufs, v_bufs, bars, opened, opened_phase, acc, p_packed, m_i, l_i, it, block, masked, row0, shape, scales,
     WG: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PING_PONG: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, LAZY: gl.constexpr,
     S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, ROW_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """One key block: issue S of this block, then P V of the block before, then softmax of this block under both."""
@@ -125,6 +154,9 @@ def _step(
         if masked:
             s = _mask_block(s, block, row0, shape, CAUSAL, WINDOW)
     m_new = gl.maximum(m_i, gl.max(s, axis=1))
+    if LAZY:
+        # A maximum that is up to 8 too small (in base 2) only makes P up to 256 times larger, and O / l stays the same.
+        m_new = gl.where((m_new - m_i) * exp_scale > 8.0, m_new, m_i)
     alpha = gl.exp2((m_i - m_new) * exp_scale)
     p = gl.exp2(s * exp_scale - (m_new * exp_scale)[:, None])
     alpha_l = gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout), assert_trivial=True)
@@ -132,7 +164,8 @@ def _step(
     mbarrier.wait(opened, opened_phase)  # completed long ago: opens the block that pins the exponentials above the wait
     acc, p = warpgroup_mma_wait(0, deps=[acc_async, p])
     mbarrier.arrive(kv_empty.index(stage), count=1)
-    acc = acc * gl.convert_layout(alpha, ROW_LAYOUT)[:, None]
+    alpha = gl.convert_layout(alpha, ROW_LAYOUT)
+    acc = rescale(acc, alpha) if LAZY else acc * alpha[:, None]
     return acc, pack_pairs(p, q.dtype), m_new, l_i, it
 
 
@@ -145,67 +178,90 @@ def _store_chunk(chunk, buffer, o_desc, batch, head, row0, col, LAYOUT: gl.const
 
 
 @gluon.jit
+def _store_whole(acc, o_bufs, o_desc, batch, head, row0, WG: gl.constexpr, O_CHUNKS: gl.constexpr):
+    """acc to o through shared memory and TMA."""
+    if O_CHUNKS == 1:
+        tma.store_wait(0)
+        o_bufs.index(WG).store(acc.to(o_bufs.dtype))
+        fence_async_shared()
+        tma_store(o_desc, [batch, head, row0, 0], o_bufs.index(WG))
+    else:
+        # a whole tile would not fit beside Q, K and V: quarters, through two buffers in turn
+        gl.static_assert(O_CHUNKS == 4)
+        COLS: gl.constexpr = acc.shape[1] // 4
+        CHUNK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16])
+        low, high = gl.split(acc.reshape((ROWS, 2, 2 * COLS)).permute((0, 2, 1)))
+        c0, c1 = gl.split(low.reshape((ROWS, 2, COLS)).permute((0, 2, 1)))
+        c2, c3 = gl.split(high.reshape((ROWS, 2, COLS)).permute((0, 2, 1)))
+        _store_chunk(c0, o_bufs.index(2 * WG), o_desc, batch, head, row0, 0, CHUNK)
+        _store_chunk(c1, o_bufs.index(2 * WG + 1), o_desc, batch, head, row0, COLS, CHUNK)
+        _store_chunk(c2, o_bufs.index(2 * WG), o_desc, batch, head, row0, 2 * COLS, CHUNK)
+        _store_chunk(c3, o_bufs.index(2 * WG + 1), o_desc, batch, head, row0, 3 * COLS, CHUNK)
+
+
+@gluon.jit
 def _store_tile(
-    acc, m_i, l_i, o_bufs, o_desc, lse_ptr, batch, head, row0, shape, scales,
-    WG: gl.constexpr, O_CHUNKS: gl.constexpr, ROW_LAYOUT: gl.constexpr,
+    acc, m_i, l_i, o_bufs, outputs, where, row0, shape, scales,
+    WG: gl.constexpr, O_CHUNKS: gl.constexpr, PACKED: gl.constexpr, ROW_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """O = acc / l through shared memory and TMA, and LSE = m + log l; rows without keys give 0 and -inf."""
-    seqlen_q, _, heads, _, _, _, _, _, _ = shape
+    o_desc, o_ptr, lse_ptr, cols_v = outputs
+    total_q, _, heads, _, _, _, _, _, _ = shape
+    batch, head, q_row0, rows_q, used_q = where
     _, exp_scale, _ = scales
     l_row = gl.convert_layout(gl.sum(l_i, axis=1), ROW_LAYOUT)
     m_row = gl.convert_layout(m_i, ROW_LAYOUT)
+    rows = row0 + gl.arange(0, ROWS, layout=ROW_LAYOUT)
     masked = l_row == 0.0
+    if PACKED:
+        masked = masked | (rows >= used_q)
     acc = acc * gl.where(masked, 0.0, 1.0 / l_row)[:, None]
-    if row0 < seqlen_q:
+    if PACKED:
+        # rows that don't count may have met NaN in q, and 0 times NaN is NaN
+        acc = gl.where(masked[:, None], 0.0, acc)
+    if row0 < rows_q:
         lse = gl.where(masked, float("-inf"), (m_row * exp_scale + gl.log2(l_row)) * LN_2)
-        rows = row0 + gl.arange(0, ROWS, layout=ROW_LAYOUT)
-        offset = (batch * heads + head).to(gl.int64) * seqlen_q
-        gl.store(lse_ptr + offset + rows, lse, mask=rows < seqlen_q)
-        if O_CHUNKS == 1:
-            tma.store_wait(0)
-            o_bufs.index(WG).store(acc.to(o_bufs.dtype))
-            fence_async_shared()
-            tma_store(o_desc, [batch, head, row0, 0], o_bufs.index(WG))
+        offset = (batch * heads + head).to(gl.int64) * total_q + q_row0
+        gl.store(lse_ptr + offset + rows, lse, mask=rows < rows_q)
+        if PACKED:
+            if row0 + ROWS <= rows_q:
+                _store_whole(acc, o_bufs, o_desc, batch, head, q_row0 + row0, WG, O_CHUNKS)
+            else:
+                # the rows behind the sequence's last are the next one's: no TMA
+                cols = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
+                o_rows = o_ptr + ((q_row0 + rows).to(gl.int64) * heads + head) * cols_v
+                mask = (rows < rows_q)[:, None] & (cols < cols_v)[None, :]
+                gl.store(o_rows[:, None] + cols[None, :], acc.to(o_bufs.dtype), mask=mask)
         else:
-            # a whole tile would not fit beside Q, K and V: quarters, through two buffers in turn
-            gl.static_assert(O_CHUNKS == 4)
-            COLS: gl.constexpr = acc.shape[1] // 4
-            CHUNK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16])
-            low, high = gl.split(acc.reshape((ROWS, 2, 2 * COLS)).permute((0, 2, 1)))
-            c0, c1 = gl.split(low.reshape((ROWS, 2, COLS)).permute((0, 2, 1)))
-            c2, c3 = gl.split(high.reshape((ROWS, 2, COLS)).permute((0, 2, 1)))
-            _store_chunk(c0, o_bufs.index(2 * WG), o_desc, batch, head, row0, 0, CHUNK)
-            _store_chunk(c1, o_bufs.index(2 * WG + 1), o_desc, batch, head, row0, COLS, CHUNK)
-            _store_chunk(c2, o_bufs.index(2 * WG), o_desc, batch, head, row0, 2 * COLS, CHUNK)
-            _store_chunk(c3, o_bufs.index(2 * WG + 1), o_desc, batch, head, row0, 3 * COLS, CHUNK)
+            _store_whole(acc, o_bufs, o_desc, batch, head, row0, WG, O_CHUNKS)
 
 
 @gluon.jit
 def _consumer(
-    WG: gl.constexpr, bufs, bars, o_desc, lse_ptr, shape, scales,
-    CONSUMERS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_SLOTS: gl.constexpr,
+    WG: gl.constexpr, bufs, bars, outputs, table, shape, scales,
+    CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_SLOTS: gl.constexpr,
     O_CHUNKS: gl.constexpr, PING_PONG: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
-    EVEN_K: gl.constexpr, DYNAMIC: gl.constexpr,
+    EVEN_K: gl.constexpr, DYNAMIC: gl.constexpr, LAZY: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     q_bufs, k_bufs, v_bufs, o_bufs = bufs
     q_full, q_empty, k_full, v_full, kv_empty, queue_full, queue_empty, queue = bars
-    seqlen_q, seqlen_k, _, _, _, num_tiles, _, left, right = shape
+    _, _, _, _, _, num_tiles, _, left, right = shape
     BLOCK_M: gl.constexpr = ROWS * CONSUMERS
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, v_bufs.shape[2], 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     MASK_FIRST: gl.constexpr = CAUSAL or WINDOW or not EVEN_K
     dtype: gl.constexpr = q_bufs.dtype
-    shift = seqlen_k - seqlen_q
     it = 0
     k = 0
     tile = gl.program_id(0)
     if PING_PONG and WG == CONSUMERS - 1:
         bar_arrive(PING_PONG_BARRIER, 256)  # lets consumer 0 start
     # The first block of the first tile has nothing to overlap with.
-    m_block, batch, head = tile_of(tile, shape, CAUSAL)
-    lo, hi = key_blocks(m_block * BLOCK_M, BLOCK_M, shape, BLOCK_N, CAUSAL, WINDOW)
+    m_block, batch, head, q_row0, _, rows_q, used_q, used_k = first_tile(tile, table, shape, CAUSAL, PACKED)
+    own = own_lengths(shape, used_q, used_k)
+    lo, hi = key_blocks(m_block * BLOCK_M, BLOCK_M, own, BLOCK_N, CAUSAL, WINDOW)
     mbarrier.wait(q_full.index(WG), 0)
     mbarrier.wait(k_full.index(0), 0)
     if PING_PONG:
@@ -217,10 +273,12 @@ def _consumer(
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(kv_empty.index(0), count=1)
     p, m_i, l_i = _first_softmax(
-        s, hi - 1, m_block * BLOCK_M + WG * ROWS, shape, scales, CAUSAL, WINDOW, SOFTCAP, MASK_FIRST
+        s, hi - 1, m_block * BLOCK_M + WG * ROWS, own, scales, CAUSAL, WINDOW, SOFTCAP, MASK_FIRST
     )
     p_packed = pack_pairs(p, dtype)
     while tile < num_tiles:
+        own = own_lengths(shape, used_q, used_k)
+        shift = used_k - used_q
         row0 = m_block * BLOCK_M + WG * ROWS
         slot = (k % Q_SLOTS) * CONSUMERS + WG
         q = q_bufs.index(slot)
@@ -233,15 +291,19 @@ def _consumer(
             first = gl.minimum(first, gl.maximum(row0 + shift + right + 1, 0) // BLOCK_N)
         if WINDOW:
             left_end = gl.cdiv(gl.maximum(row0 + ROWS - 1 + shift - left, 0), BLOCK_N)
-        acc = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, O_LAYOUT)
+        acc = gl.full([ROWS, v_bufs.shape[2]], 0.0, gl.float32, O_LAYOUT)
         for j in range(0, hi - 1 - lo):
             block = hi - 2 - j
             acc, p_packed, m_i, l_i, it = _step(
                 q, k_bufs, v_bufs, bars, q_full.index(slot), q_phase, acc, p_packed, m_i, l_i, it,
-                block, (block >= first) | (block < left_end), row0, shape, scales,
-                WG, CONSUMERS, STAGES, PING_PONG, CAUSAL, WINDOW, SOFTCAP, S_LAYOUT, P_LAYOUT, ROW_LAYOUT)  # fmt: skip
+                block, (block >= first) | (block < left_end), row0, own, scales,
+                WG, CONSUMERS, STAGES, PING_PONG, CAUSAL, WINDOW, SOFTCAP, LAZY,
+                S_LAYOUT, P_LAYOUT, ROW_LAYOUT)  # fmt: skip
         mbarrier.arrive(q_empty.index(slot), count=1)
-        if DYNAMIC:
+        m_done, l_done, where = m_i, l_i, (batch, head, q_row0, rows_q, used_q)
+        if PACKED:
+            tile, m_block, q_row0, _, rows_q, used_q, used_k = receive_entry(k, queue, queue_full, queue_empty)
+        elif DYNAMIC:
             tile = receive_tile(k, queue, queue_full, queue_empty)
         else:
             tile += gl.num_programs(0)
@@ -251,11 +313,14 @@ def _consumer(
         it += 1
         stage = it % STAGES
         k_phase = (it // STAGES) & 1
-        m_done, l_done, batch_done, head_done = m_i, l_i, batch, head
         if tile < num_tiles:
             # The first block of the next tile runs under the last P V product of this one.
-            m_block, batch, head = tile_of(tile, shape, CAUSAL)
-            lo, hi = key_blocks(m_block * BLOCK_M, BLOCK_M, shape, BLOCK_N, CAUSAL, WINDOW)
+            if PACKED:
+                _, batch, head = tile_of(tile, shape, True)
+            else:
+                m_block, batch, head = tile_of(tile, shape, CAUSAL)
+            own = own_lengths(shape, used_q, used_k)
+            lo, hi = key_blocks(m_block * BLOCK_M, BLOCK_M, own, BLOCK_N, CAUSAL, WINDOW)
             slot = (k % Q_SLOTS) * CONSUMERS + WG
             q_phase = (k // Q_SLOTS) & 1
             k_next = k_bufs.index(stage).permute((1, 0))
@@ -273,15 +338,13 @@ def _consumer(
                 if PING_PONG:
                     bar_arrive(PING_PONG_BARRIER + (WG + 1) % CONSUMERS, 256)
                 s = warpgroup_mma_wait(1, deps=[s_async])
-                p, m_i, l_i = _first_softmax(
-                    s, hi - 1, next_row0, shape, scales, CAUSAL, WINDOW, SOFTCAP, MASK_FIRST
-                )
+                p, m_i, l_i = _first_softmax(s, hi - 1, next_row0, own, scales, CAUSAL, WINDOW, SOFTCAP, MASK_FIRST)
                 mbarrier.wait(q_full.index(slot), q_phase)
                 acc, p = warpgroup_mma_wait(0, deps=[acc_async, p])
                 mbarrier.arrive(kv_empty.index(stage), count=1)
                 p_packed = pack_pairs(p, dtype)
-                _store_tile(acc, m_done, l_done, o_bufs, o_desc, lse_ptr, batch_done, head_done, row0, shape, scales,
-                            WG, O_CHUNKS, ROW_LAYOUT)  # fmt: skip
+                _store_tile(acc, m_done, l_done, o_bufs, outputs, where, row0, shape, scales,
+                            WG, O_CHUNKS, PACKED, ROW_LAYOUT)  # fmt: skip
             else:
                 # One Q buffer: its reload hides under P V, and writing O under S of the next tile.
                 if PING_PONG:
@@ -294,54 +357,82 @@ def _consumer(
                 if PING_PONG:
                     bar_arrive(PING_PONG_BARRIER + (WG + 1) % CONSUMERS, 256)
                 acc = warpgroup_mma_wait(1, deps=[acc_async])
-                _store_tile(acc, m_done, l_done, o_bufs, o_desc, lse_ptr, batch_done, head_done, row0, shape, scales,
-                            WG, O_CHUNKS, ROW_LAYOUT)  # fmt: skip
+                _store_tile(acc, m_done, l_done, o_bufs, outputs, where, row0, shape, scales,
+                            WG, O_CHUNKS, PACKED, ROW_LAYOUT)  # fmt: skip
                 s = warpgroup_mma_wait(0, deps=[s_async])
                 mbarrier.arrive(kv_empty.index(stage), count=1)
-                p, m_i, l_i = _first_softmax(
-                    s, hi - 1, next_row0, shape, scales, CAUSAL, WINDOW, SOFTCAP, MASK_FIRST
-                )
+                p, m_i, l_i = _first_softmax(s, hi - 1, next_row0, own, scales, CAUSAL, WINDOW, SOFTCAP, MASK_FIRST)
                 p_packed = pack_pairs(p, dtype)
         else:
             mbarrier.wait(v_full.index(v_stage), v_phase)
             p_a = unpack_pairs(p_packed, dtype, P_LAYOUT)
             acc_async = warpgroup_mma(p_a, v_bufs.index(v_stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc_async])
-            _store_tile(acc, m_done, l_done, o_bufs, o_desc, lse_ptr, batch_done, head_done, row0, shape, scales,
-                        WG, O_CHUNKS, ROW_LAYOUT)  # fmt: skip
+            _store_tile(acc, m_done, l_done, o_bufs, outputs, where, row0, shape, scales,
+                        WG, O_CHUNKS, PACKED, ROW_LAYOUT)  # fmt: skip
     tma.store_wait(0)
     if PING_PONG and WG == 0:
         bar_sync(PING_PONG_BARRIER, 256)  # takes the last arrival, so that the barrier is balanced
 
 
 @gluon.jit
+def _load_v(v_bufs, v_full, fixed, fixes, v_desc, batch, kv, k_row0, block, used_k, stage, PACKED: gl.constexpr):
+    """Start a V block; rows behind the end of a packed sequence become zeros. Returns how many blocks had such rows."""
+    BLOCK_N: gl.constexpr = v_bufs.shape[1]
+    row = block * BLOCK_N
+    if PACKED:
+        ragged = row + BLOCK_N > used_k
+        if ragged:
+            mbarrier.expect(fixed, v_desc.block_type.nbytes)
+            tma_load(v_desc, [batch, kv, k_row0 + row, 0], fixed, v_bufs.index(stage))
+            mbarrier.wait(fixed, fixes & 1)
+            zero_rows(v_bufs, stage, used_k - row)
+            mbarrier.arrive(v_full.index(stage), count=1)
+            fixes += 1
+        else:
+            mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
+            tma_load(v_desc, [batch, kv, k_row0 + row, 0], v_full.index(stage), v_bufs.index(stage))
+    else:
+        mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
+        tma_load(v_desc, [batch, kv, row, 0], v_full.index(stage), v_bufs.index(stage))
+    return fixes
+
+
+@gluon.jit
 def _producer(
-    bufs, bars, q_desc, k_desc, v_desc, counter, shape,
+    bufs, bars, fixed, q_desc, k_desc, v_desc, counter, table, shape,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_SLOTS: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DYNAMIC: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DYNAMIC: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     q_bufs, k_bufs, v_bufs, _ = bufs
     q_full, q_empty, k_full, v_full, kv_empty, queue_full, queue_empty, queue = bars
-    _, _, _, heads_per_kv, _, num_tiles, _, _, _ = shape
+    _, _, _, heads_per_kv, num_m, num_tiles, _, _, _ = shape
     BLOCK_M: gl.constexpr = ROWS * CONSUMERS
     it = 0
     k = 0
+    fixes = gl.to_tensor(0)
     tile = gl.program_id(0)
+    m_block, batch, head, q_row0, k_row0, _, used_q, used_k = first_tile(tile, table, shape, CAUSAL, PACKED)
     while tile < num_tiles:
-        m_block, batch, head = tile_of(tile, shape, CAUSAL)
+        if not PACKED:
+            m_block, batch, head = tile_of(tile, shape, CAUSAL)
         kv = head // heads_per_kv
-        lo, hi = key_blocks(m_block * BLOCK_M, BLOCK_M, shape, BLOCK_N, CAUSAL, WINDOW)
+        own = own_lengths(shape, used_q, used_k)
+        lo, hi = key_blocks(m_block * BLOCK_M, BLOCK_M, own, BLOCK_N, CAUSAL, WINDOW)
+        if DYNAMIC:
+            # The draw's round trip hides under the loads of a short tile; of a long one it would come too early.
+            early = draw(counter, hi - lo <= EARLY_DRAW)
         slot0 = (k % Q_SLOTS) * CONSUMERS
         q_phase = (k // Q_SLOTS) & 1
         for c in gl.static_range(CONSUMERS):
             slot = slot0 + c
-            row0 = m_block * BLOCK_M + c * ROWS
+            row0 = q_row0 + m_block * BLOCK_M + c * ROWS
             mbarrier.wait(q_empty.index(slot), q_phase ^ 1)
             mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes)
             tma_load(q_desc, [batch, head, row0, 0], q_full.index(slot), q_bufs.index(slot))
             if c == 0:
                 stage = it % STAGES
-                col0 = (hi - 1) * BLOCK_N
+                col0 = k_row0 + (hi - 1) * BLOCK_N
                 mbarrier.wait(kv_empty.index(stage), ((it // STAGES) & 1) ^ 1)
                 mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
                 tma_load(k_desc, [batch, kv, col0, 0], k_full.index(stage), k_bufs.index(stage))
@@ -349,27 +440,32 @@ def _producer(
             v_stage = it % STAGES
             it += 1
             stage = it % STAGES
-            col0 = (hi - 2 - j) * BLOCK_N
+            col0 = k_row0 + (hi - 2 - j) * BLOCK_N
             # One barrier frees both: K of a step is released after P V of the step before, so the V slot is free too.
             mbarrier.wait(kv_empty.index(stage), ((it // STAGES) & 1) ^ 1)
             mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
             tma_load(k_desc, [batch, kv, col0, 0], k_full.index(stage), k_bufs.index(stage))
-            col0 += BLOCK_N
-            mbarrier.expect(v_full.index(v_stage), v_desc.block_type.nbytes)
-            tma_load(v_desc, [batch, kv, col0, 0], v_full.index(v_stage), v_bufs.index(v_stage))
+            block = hi - 1 - j
+            fixes = _load_v(v_bufs, v_full, fixed, fixes, v_desc, batch, kv, k_row0, block, used_k, v_stage, PACKED)
+        v_stage = it % STAGES
+        it += 1
+        v_args = (batch, kv, k_row0, lo, used_k)
         if DYNAMIC:
-            # Drawn before the wait for the last V slot, under which the atomic's round trip hides.
-            tile = gl.atomic_add(counter, 1) + gl.num_programs(0)
-            publish_tile(k, tile, queue, queue_full, queue_empty)
+            # Before the wait for the last V slot, under which the round trip hides too.
+            tile = gl.max(early + draw(counter, hi - lo > EARLY_DRAW), axis=0) + gl.num_programs(0)
+            if PACKED:
+                j, batch, head = tile_of(tile, shape, True)
+                entry = read_entry(num_m - 1 - j, table, tile < num_tiles)
+                m_block, q_row0, k_row0, _, used_q, used_k = entry
+                publish_entry(k, tile, entry, queue, queue_full, queue_empty)
+            else:
+                publish_tile(k, tile, queue, queue_full, queue_empty)
         else:
             tile += gl.num_programs(0)
         k += 1
-        v_stage = it % STAGES
-        it += 1
-        col0 = lo * BLOCK_N
         mbarrier.wait(kv_empty.index(it % STAGES), ((it // STAGES) & 1) ^ 1)
-        mbarrier.expect(v_full.index(v_stage), v_desc.block_type.nbytes)
-        tma_load(v_desc, [batch, kv, col0, 0], v_full.index(v_stage), v_bufs.index(v_stage))
+        v_batch, v_kv, v_row0, v_block, v_used = v_args
+        fixes = _load_v(v_bufs, v_full, fixed, fixes, v_desc, v_batch, v_kv, v_row0, v_block, v_used, v_stage, PACKED)
     if DYNAMIC:  # noqa: SIM102
         # Each program draws one number past the end; the last of them resets the counter for the next launch.
         if tile == num_tiles + gl.num_programs(0) - 1:
@@ -377,25 +473,45 @@ def _producer(
 
 
 @gluon.jit(
-    do_not_specialize=["seqlen_q", "seqlen_k", "heads", "heads_per_kv", "num_m", "num_tiles", "group", "left", "right"]
+    do_not_specialize=[
+        "o_ptr",
+        "cols_v",
+        "seqlen_q",
+        "seqlen_k",
+        "heads",
+        "heads_per_kv",
+        "num_m",
+        "num_tiles",
+        "group",
+        "left",
+        "right",
+    ]
 )
 def attention_forward_kernel(
-    q_desc, k_desc, v_desc, o_desc, lse_ptr, counter,
+    q_desc, k_desc, v_desc, o_desc, o_ptr, lse_ptr, counter, table, cols_v,
     seqlen_q, seqlen_k, heads, heads_per_kv, num_m, num_tiles, group, left, right, scale, exp_scale, softcap,
-    CONSUMERS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_SLOTS: gl.constexpr,
-    O_CHUNKS: gl.constexpr, PING_PONG: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
-    EVEN_K: gl.constexpr, DYNAMIC: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    CONSUMERS: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, Q_SLOTS: gl.constexpr, O_CHUNKS: gl.constexpr, PING_PONG: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, EVEN_K: gl.constexpr, DYNAMIC: gl.constexpr,
+    LAZY: gl.constexpr, PACKED: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Descriptors are rank 4, (batch, head, row, column), with blocks of one head; lse is (batch, heads, seqlen_q)."""
+    """Descriptors are rank 4, (batch, head, row, column), with blocks of one head; lse is (batch, heads, seqlen_q).
+
+    PACKED: seqlen_q and seqlen_k are totals, the batch is 1, `table` is that of hopper_packed.py, and num_m and
+    num_tiles come from it. `o_ptr` and `cols_v` (o, contiguous, and its true head_dim) are for the last rows of such
+    sequences.
+    """
     dtype: gl.constexpr = q_desc.dtype
-    O_COLS: gl.constexpr = HEAD_DIM // O_CHUNKS
+    O_COLS: gl.constexpr = HEAD_DIM_V // O_CHUNKS
     O_BUFS: gl.constexpr = CONSUMERS if O_CHUNKS == 1 else 2 * CONSUMERS
     Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HEAD_DIM], dtype)
-    KV_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HEAD_DIM], dtype)
+    K_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HEAD_DIM], dtype)
+    V_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HEAD_DIM_V], dtype)
     O_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, O_COLS], dtype)
     q_bufs = gl.allocate_shared_memory(dtype, [Q_SLOTS * CONSUMERS, ROWS, HEAD_DIM], Q_LAYOUT)
-    k_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_DIM], KV_LAYOUT)
-    v_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_DIM], KV_LAYOUT)
+    k_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_DIM], K_LAYOUT)
+    v_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_DIM_V], V_LAYOUT)
     o_bufs = gl.allocate_shared_memory(dtype, [O_BUFS, ROWS, O_COLS], O_LAYOUT)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [Q_SLOTS * CONSUMERS, 1], BARRIER)
@@ -405,7 +521,15 @@ def attention_forward_kernel(
     kv_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     queue_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     queue_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    queue = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    QUEUE: gl.constexpr = 2 * ENTRY if PACKED else 2
+    queue = gl.allocate_shared_memory(gl.int32, [QUEUE, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    fixed = queue_full.index(0)
+    if PACKED:
+        fixed = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+        mbarrier.init(fixed, count=1)
+        # Programs without a tile get one without rows, so that all of them run the same code.
+        num_m = gl.maximum(gl.load(table), gl.cdiv(gl.num_programs(0), heads))
+        num_tiles = num_m * heads
     for i in gl.static_range(Q_SLOTS * CONSUMERS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
@@ -420,25 +544,26 @@ def attention_forward_kernel(
     bars = (q_full, q_empty, k_full, v_full, kv_empty, queue_full, queue_empty, queue)
     shape = (seqlen_q, seqlen_k, heads, heads_per_kv, num_m, num_tiles, group, left, right)
     scales = (scale, exp_scale, softcap)
+    outputs = (o_desc, o_ptr, lse_ptr, cols_v)
     # A constexpr stored in a tuple under a name stops being one, hence the argument lists written out.
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_consumer, (0, bufs, bars, o_desc, lse_ptr, shape, scales, CONSUMERS, HEAD_DIM, BLOCK_N, STAGES, Q_SLOTS,
-                         O_CHUNKS, PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC)),
-            (_consumer, (1, bufs, bars, o_desc, lse_ptr, shape, scales, CONSUMERS, HEAD_DIM, BLOCK_N, STAGES, Q_SLOTS,
-                         O_CHUNKS, PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC)),
-            (_producer, (bufs, bars, q_desc, k_desc, v_desc, counter, shape, CONSUMERS, BLOCK_N, STAGES, Q_SLOTS,
-                         CAUSAL, WINDOW, DYNAMIC)),
+            (_consumer, (0, bufs, bars, outputs, table, shape, scales, CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, O_CHUNKS,
+                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED)),
+            (_consumer, (1, bufs, bars, outputs, table, shape, scales, CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, O_CHUNKS,
+                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED)),
+            (_producer, (bufs, bars, fixed, q_desc, k_desc, v_desc, counter, table, shape, CONSUMERS, BLOCK_N, STAGES,
+                         Q_SLOTS, CAUSAL, WINDOW, DYNAMIC, PACKED)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.static_assert(CONSUMERS == 3)
         gl.warp_specialize([
-            (_consumer, (0, bufs, bars, o_desc, lse_ptr, shape, scales, CONSUMERS, HEAD_DIM, BLOCK_N, STAGES, Q_SLOTS,
-                         O_CHUNKS, PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC)),
-            (_consumer, (1, bufs, bars, o_desc, lse_ptr, shape, scales, CONSUMERS, HEAD_DIM, BLOCK_N, STAGES, Q_SLOTS,
-                         O_CHUNKS, PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC)),
-            (_consumer, (2, bufs, bars, o_desc, lse_ptr, shape, scales, CONSUMERS, HEAD_DIM, BLOCK_N, STAGES, Q_SLOTS,
-                         O_CHUNKS, PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC)),
-            (_producer, (bufs, bars, q_desc, k_desc, v_desc, counter, shape, CONSUMERS, BLOCK_N, STAGES, Q_SLOTS,
-                         CAUSAL, WINDOW, DYNAMIC)),
+            (_consumer, (0, bufs, bars, outputs, table, shape, scales, CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, O_CHUNKS,
+                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED)),
+            (_consumer, (1, bufs, bars, outputs, table, shape, scales, CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, O_CHUNKS,
+                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED)),
+            (_consumer, (2, bufs, bars, outputs, table, shape, scales, CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, O_CHUNKS,
+                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED)),
+            (_producer, (bufs, bars, fixed, q_desc, k_desc, v_desc, counter, table, shape, CONSUMERS, BLOCK_N, STAGES,
+                         Q_SLOTS, CAUSAL, WINDOW, DYNAMIC, PACKED)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

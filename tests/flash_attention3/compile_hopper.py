@@ -20,6 +20,12 @@ CASES = {
         (128, {"window_left": 64, "window_right": 0}),
         (128, {"softcap": 20.0}),
     ],
+    "packed": [
+        (128, {"packed": True, "window_right": 0}),
+        (256, {"packed": True}),
+        (192, {"head_dim_v": 128, "window_right": 0}),
+        (64, {"head_dim_v": 256, "packed": True}),
+    ],
     "backward": [(64, {}), (128, {}), (128, {"window_right": 0})],
 }
 
@@ -28,9 +34,10 @@ def main(which: str) -> None:
     use_target(90)
     for head_dim, options in CASES[which]:
         label = "-".join([f"d{head_dim}", *(f"{n}{x}" for n, x in options.items())])
+        options = dict(options)
 
         def hook(kernel, arguments, constants, label=label):
-            if kernel.__name__ in ("prepare", "dq_finish"):  # plain Triton
+            if kernel.__name__ in ("prepare", "dq_finish", "fill_tile_table"):  # plain Triton
                 return
             got = compile_only(kernel, arguments, constants, name=label, capability=90)
             row = {
@@ -52,7 +59,13 @@ def main(which: str) -> None:
                 lse = torch.empty(1, 4, q.shape[1])
                 hopper_backward.backward(q, q, q, q, q, lse, softmax_scale=0.1, **options)
             else:
-                hopper.forward(q, q, q, softmax_scale=0.1, **options)
+                packed = options.pop("packed", False)
+                v = torch.empty(*q.shape[:-1], options.pop("head_dim_v", head_dim), dtype=q.dtype)
+                offsets = torch.zeros(3, dtype=torch.int32)
+                if packed:
+                    q, v = q[0], v[0]
+                    options |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), offsets)
+                hopper.forward(q, q, v, softmax_scale=0.1, **options)
 
 
 if __name__ == "__main__":

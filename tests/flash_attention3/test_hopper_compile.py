@@ -59,6 +59,17 @@ def test_masks_windows_and_soft_caps_compile(version):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", [v for v in VERSIONS if v in ("installed", "3.6.0")])
+def test_packed_sequences_and_another_head_dim_of_v_compile(version):
+    rows = compiled(version, "packed")
+    assert len(rows) == 4
+    for name, row in rows.items():
+        assert row["spills"] <= SMALL_SPILL, (name, row)
+        assert not row["warnings"], (name, row)
+        assert row["wgmma"] > 0 and row["shared"] <= SHARED_LIMIT, (name, row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", [v for v in VERSIONS if v in ("installed", "3.6.0")])
 def test_backward_compiles_without_serialised_products(version):
     rows = compiled(version, "backward")
     assert len(rows) == 3

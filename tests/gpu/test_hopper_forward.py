@@ -1,6 +1,6 @@
 """The Gluon forward on an H100: every configuration, odd lengths, masks, strides, graphs, determinism, random shapes.
 
-    python3 -m pytest tests/gpu/test_hopper_forward.py -q
+python3 -m pytest tests/gpu/test_hopper_forward.py -q
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from gpu_accel.errors import UnsupportedError
-from gpu_accel.flash_attention3 import explain, flash_attn_func, hopper
+from gpu_accel.flash_attention3 import explain, flash_attn_func, flash_attn_varlen_func, hopper
 from gpu_accel.testing import make_qkv
 from gpu_accel.testing.attention import check_attention
 
@@ -105,7 +105,7 @@ def test_switches_give_the_same_bits(d, causal, changes):
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_two_and_three_consumers_at_head_dim_64(causal):
-    for seqlen, consumers in ((900, 2), (5000, 3)):
+    for seqlen, consumers in ((400, 2), (900, 2), (5000, 3)):  # 400: blocks of 64 keys where causal
         assert hopper.forward_config(64, causal=causal, seqlen_k=seqlen).consumers == consumers
         check(*inputs(1, seqlen, seqlen, 4, 2, 64), causal=causal)
 
@@ -189,3 +189,155 @@ def test_random_problems():
         except AssertionError as error:
             what = f"case {case}, window {window[mask]}, softcap {softcap}, seed {seed}"
             raise AssertionError(f"{what}: {error}") from error
+
+
+# ---- head_dim of v of its own
+
+
+@pytest.mark.parametrize(
+    "d,dv", [(192, 128), (64, 128), (128, 64), (64, 256), (256, 64), (128, 256), (72, 40), (40, 200)]
+)
+def test_head_dim_of_v(d, dv):
+    q, k, _ = inputs(2, 333, 400, 4, 2, d)
+    v = inputs(2, 333, 400, 4, 2, dv, seed=1)[2]
+    check(q, k, v, causal=True)
+    check(q, k, v)
+
+
+# ---- packed sequences
+
+
+def packed(lengths_q, lengths_k, heads, heads_kv, d, dv=None, dtype=BF16, extra=0, seed=0):
+    """q, k, v and offsets; `extra` rows of NaN behind the last sequence."""
+    g = torch.Generator("cuda").manual_seed(seed)
+
+    def rows(n, h, width):
+        x = torch.randn(n + extra, h, width, generator=g, device="cuda").to(dtype)
+        x[n:] = float("nan")
+        return x
+
+    cu_q, cu_k = (torch.tensor([0, *x], device="cuda").cumsum(0).to(torch.int32) for x in (lengths_q, lengths_k))
+    q, k, v = (rows(sum(n), h, w) for n, h, w in
+               ((lengths_q, heads, d), (lengths_k, heads_kv, d), (lengths_k, heads_kv, dv or d)))  # fmt: skip
+    return q, k, v, {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+
+
+def varlen(q, k, v, **options):
+    return flash_attn_varlen_func(q, k, v, return_lse=True, backend="hopper", validate=False, **options)
+
+
+def check_packed(q, k, v, **options):
+    check_attention(varlen, q, k, v, gradients=False, **options)
+
+
+LENGTHS = {
+    "one": ([300], [300]),
+    "unequal": ([129, 5, 640, 1, 64], [300, 700, 64, 1, 63]),
+    "aligned": ([128, 256, 512], [128, 256, 512]),
+    "empty": ([0, 70, 0, 129, 0], [3, 0, 0, 200, 0]),
+    "decode": ([1, 1, 1, 1], [333, 1, 128, 1000]),
+    "rows-see-nothing": ([380, 170, 300], [1, 1, 129]),
+    "many": ([i % 5 for i in range(45)], [i % 7 for i in range(45)]),
+    "nothing": ([0, 0], [0, 0]),
+}
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_packed_lengths(name, d):
+    q, k, v, cu = packed(*LENGTHS[name], 4, 2, d)
+    check_packed(q, k, v, causal=True, **cu)
+    check_packed(q, k, v, **cu)
+
+
+@pytest.mark.parametrize("options", [{"window_size": (100, 0)}, {"window_size": (40, 60)}, {"softcap": 5.0}], ids=str)
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_packed_masks_and_caps(d, options):
+    q, k, v, cu = packed([200, 333, 7], [300, 333, 90], 4, 1, d, dtype=FP16)
+    check_packed(q, k, v, **options, **cu)
+
+
+@pytest.mark.parametrize("d,dv", [(192, 128), (64, 256), (256, 64), (40, 72)])
+def test_packed_head_dim_of_v(d, dv):
+    q, k, v, cu = packed([200, 333, 7], [300, 333, 90], 4, 1, d, dv)
+    check_packed(q, k, v, causal=True, **cu)
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_packed_neighbours_do_not_leak(d):
+    # NaN in one sequence must not reach the others: 0 * NaN is NaN
+    lengths = [170, 200, 90], [200, 199, 330]
+    q, k, v, cu = packed(*lengths, 4, 2, d)
+    for x, n in ((q, lengths[0]), (k, lengths[1]), (v, lengths[1])):
+        x[n[0] : n[0] + n[1]] = float("nan")
+    for causal in (False, True):
+        o, lse = varlen(q, k, v, causal=causal, **cu)
+        assert not o[:170].isnan().any() and not o[370:].isnan().any()
+        assert not lse[:, :170].isnan().any() and not lse[:, 370:].isnan().any()
+        assert o[200:370].isnan().all()
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_packed_rows_behind_the_last_sequence_are_zero(d):
+    q, k, v, cu = packed([50, 129], [90, 200], 2, 2, d, extra=200)
+    o, lse = varlen(q, k, v, **cu)
+    assert not o[179:].any() and (lse[:, 179:] == float("-inf")).all() and o[:179].isfinite().all()
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_packed_seqused(d, causal):
+    q, k, v, cu = packed([100, 400, 50], [350, 200, 80], 4, 2, d)
+    used_q = torch.tensor([30, 400, 0], dtype=torch.int32, device="cuda")
+    used_k = torch.tensor([201, 130, 80], dtype=torch.int32, device="cuda")
+    check_packed(q, k, v, seqused_q=used_q, seqused_k=used_k, causal=causal, **cu)
+    clean = varlen(q, k, v, seqused_q=used_q, seqused_k=used_k, causal=causal, **cu)
+    k[201:350], v[201:350], q[30:100] = float("nan"), float("nan"), float("nan")
+    again = varlen(q, k, v, seqused_q=used_q, seqused_k=used_k, causal=causal, **cu)
+    assert torch.equal(clean[0], again[0]) and torch.equal(clean[1], again[1])
+
+
+@pytest.mark.parametrize("d,seqlen", [(64, 500), (64, 2000), (64, 6000), (128, 777), (256, 777)])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_packed_equal_lengths_are_the_dense_call(d, seqlen, causal):
+    q, k, v, cu = packed([seqlen] * 3, [seqlen] * 3, 4, 2, d)
+    o, lse = varlen(q, k, v, causal=causal, **cu)
+    o2, lse2 = dense(*(x.unflatten(0, (3, -1)) for x in (q, k, v)), causal=causal)
+    assert torch.equal(o, o2.flatten(0, 1)) and torch.equal(lse, lse2.transpose(0, 1).flatten(1))
+
+
+def test_packed_graph_replays_with_other_lengths():
+    # the host never reads the offsets, so the same graph serves other lengths of the same total
+    q, k, v, cu = packed([300, 340], [300, 340], 4, 4, 128)
+    varlen(q, k, v, causal=True, **cu)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o, lse = varlen(q, k, v, causal=True, **cu)
+    for lengths in ((1, 639), (640, 0), (129, 511)):
+        fresh = torch.tensor([0, lengths[0], 640], dtype=torch.int32, device="cuda")
+        for x in cu.values():
+            x.copy_(fresh)
+        graph.replay()
+        expected = varlen(q, k, v, causal=True, **cu)
+        assert torch.equal(o, expected[0]) and torch.equal(lse, expected[1])
+
+
+@pytest.mark.parametrize("part", range(6))
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_packed_random_problems(d, part):
+    """Differential test against float64; a failure prints the case that fails."""
+    source = random.Random(20261128 + 1000 * part + d)
+    for _ in range(3):
+        heads_kv, group = source.choice((1, 2, 3)), source.choice((1, 2, 4))
+        n = source.randint(1, 9)
+        lengths = tuple([source.choice((0, 1, 64, 128, source.randint(1, 500))) for _ in range(n)] for _ in "qk")
+        left, right = source.randint(0, 300), source.randint(0, 300)
+        window = source.choice(((-1, -1), (-1, 0), (left, -1), (left, right), (-1, right)))
+        softcap, dtype, extra = source.choice((0.0, 0.0, 20.0)), source.choice((BF16, FP16)), source.choice((0, 0, 130))
+        dims = d - 8 * source.choice((0, 0, 1, 3)), d - 8 * source.choice((0, 0, 2))
+        q, k, v, cu = packed(*lengths, heads_kv * group, heads_kv, *dims, dtype, extra, seed=source.randint(0, 999))
+        try:
+            check_packed(q, k, v, window_size=window, softcap=softcap, **cu)
+        except AssertionError as error:
+            what = f"lengths {lengths}, heads {heads_kv * group}/{heads_kv}, head dims {dims}, window {window}"
+            raise AssertionError(f"{what}, softcap {softcap}, extra {extra}: {error}") from error
