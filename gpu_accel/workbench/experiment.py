@@ -14,7 +14,7 @@ import math
 import numbers
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from gpu_accel.errors import InvalidInputError
 
@@ -114,6 +114,24 @@ class Timed:
         return self.call()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """A metric that was read more than once, with what its record keeps beside it.
+
+    Args:
+        samples: one reading each, all in `unit`; the record's value is their median.
+        work: {"flops", "bytes"} of one call, for the metric "time", from which rates follow.
+        timing: how the samples were taken: "method", for a time also "l2".
+        env: clocks, power and throttling beside them, as `ClockSampler.summary` gives them.
+    """
+
+    samples: tuple[float, ...]
+    unit: str
+    work: dict[str, float] = field(default_factory=dict)
+    timing: dict[str, Any] = field(default_factory=dict)
+    env: dict[str, Any] = field(default_factory=dict)
+
+
 @dataclass(kw_only=True)
 class Implementation:
     """One competitor in a case.
@@ -126,7 +144,8 @@ class Implementation:
             element with a float64 truth. May raise UnsupportedError or HardwareError (skipped with that reason).
         make: `make(seed)` allocates fresh inputs and returns the zero-argument call that is timed, with nothing in it
             but the work. None when the experiment is not about time. A `Timed` has the call verified after timing.
-        values: `values(seed)` returns metrics other than time, `{"rmse": (9e-3, "1")}` as (value, unit).
+        values: `values(seed)` returns metrics that it takes itself, `{"rmse": (9e-3, "1")}` as (value, unit), or as
+            `Sampled` where there are several readings of one.
         note: a remark kept in its records.
     """
 
@@ -135,7 +154,7 @@ class Implementation:
     unavailable: str = ""
     check: Callable[[int], Check] | None = None
     make: Callable[[int], Callable[[], object]] | None = None
-    values: Callable[[int], dict[str, tuple[float, str]]] | None = None
+    values: Callable[[int], dict[str, Any]] | None = None
     note: str = ""
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ case at hand, and `resume_from` continues from there.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import re
 import sys
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from gpu_accel.errors import GpuAccelError, HardwareError, IncorrectResultError, UnsupportedError
 from gpu_accel.workbench import events, statistics, timing
 from gpu_accel.workbench.events import Event, Listener
-from gpu_accel.workbench.experiment import Case, Check, Implementation, Settings, Timed, Workload
+from gpu_accel.workbench.experiment import Case, Check, Implementation, Sampled, Settings, Timed, Workload
 from gpu_accel.workbench.host import Host, resolve_device
 from gpu_accel.workbench.planning import SUSTAINED_SECONDS, Item, Plan, find_paper, list_items, plan, settle
 from gpu_accel.workbench.records import Record, append_records, read_records
@@ -215,7 +216,7 @@ class _Runner:
     def _case(self, item: Item) -> list[Record]:
         assert item.workload is not None
         passed: list[tuple[Implementation, Check]] = []
-        values: dict[str, dict[str, tuple[float, str]]] = {}
+        values: dict[str, dict[str, Sampled]] = {}
         impls = [impl for impl in item.workload.implementations if impl.name in item.selected]
         for impl in sorted(impls, key=lambda impl: impl.name in self._repeated):
             if impl.name in self._repeated and not any(other.make is not None for other, _ in passed):
@@ -243,7 +244,7 @@ class _Runner:
             records, refused = [], []
             for impl, check in passed:
                 try:
-                    records += self._records(item, impl, check, timed)
+                    records += self._records(item, impl, check, timed, values[impl.name])
                 except Exception as error:  # such as a rate above the peak of the device
                     self._wrong(item, impl.name, f"the record was refused: {error}")
                     refused.append(impl.name)
@@ -253,9 +254,9 @@ class _Runner:
             passed = [(impl, check) for impl, check in passed if impl.name not in refused]
             timed = {name: samples for name, samples in timed.items() if name not in refused}
         for impl, check in passed:
-            for metric, (value, unit) in values[impl.name].items():
+            for metric, sampled in values[impl.name].items():
                 try:
-                    records += self._value_records(item, impl, check, metric, value, unit)
+                    records += self._value_records(item, impl, check, metric, sampled)
                 except Exception as error:
                     self._wrong(item, impl.name, f"the record of {metric} was refused: {error}")
         order = [impl.name for impl in impls]
@@ -374,8 +375,10 @@ class _Runner:
             "note": impl.note,
         }
 
-    def _records(self, item: Item, impl: Implementation, check: Check, timed: dict[str, Samples]) -> list[Record]:
-        """The time, or that the result is correct where nothing is timed."""
+    def _records(
+        self, item: Item, impl: Implementation, check: Check, timed: dict[str, Samples], values: dict[str, Sampled]
+    ) -> list[Record]:
+        """The time, or that the result is correct where nothing is timed and no reading of its own says so."""
         assert item.workload is not None
         common = self._common(item, impl, check)
         samples = timed.get(impl.name)
@@ -387,18 +390,23 @@ class _Runner:
         return [_writable(record)]
 
     def _value_records(
-        self, item: Item, impl: Implementation, check: Check, metric: str, value: float, unit: str
+        self, item: Item, impl: Implementation, check: Check, metric: str, sampled: Sampled
     ) -> list[Record]:
         on_gpu = self.host.device == "cuda"
         if not on_gpu and metric not in ERROR_METRICS and not metric.endswith("error"):
             return []
+        samples = sampled.samples if len(sampled.samples) > 1 or metric == "time" else ()
         record = Record(
             kind="measured" if on_gpu else "checked",
             metric=metric,
-            unit=unit,
-            median=value,
-            env=self.host.env,
-            timing=self._asked(),
+            unit=sampled.unit,
+            median=statistics.median(sampled.samples),
+            p20=statistics.percentile(samples, 20) if samples else None,
+            p80=statistics.percentile(samples, 80) if samples else None,
+            samples=samples,
+            work=sampled.work,
+            env=_known_env({**self.host.env, **sampled.env}, sampled.timing.get("l2", ""), sampled.work),
+            timing=sampled.timing | self._asked(),
             **self._common(item, impl, check),
         )
         return [_writable(record)]
@@ -481,18 +489,23 @@ def _validated_call(call: object) -> Callable[[], object]:
     return call
 
 
-def _validated_values(found: object) -> dict[str, tuple[float, str]]:
+def _validated_values(found: object) -> dict[str, Sampled]:
     """What `Implementation.values` returned, with plain floats in it; TypeError or ValueError where it is no such."""
     if not isinstance(found, dict):
         raise TypeError(f"values returned a {type(found).__name__}, not a dict of metric: (value, unit)")
     values = {}
-    for metric, pair in found.items():
-        if not isinstance(metric, str) or not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise TypeError(f"values must map a metric to (value, unit), not {metric!r:.60} to {pair!r:.60}")
-        value, unit = pair
+    for metric, one in found.items():
+        if isinstance(metric, str) and isinstance(one, Sampled):
+            if not one.samples:
+                raise ValueError(f"{metric} has no samples")
+            values[metric] = dataclasses.replace(one, samples=tuple(map(float, one.samples)))
+            continue
+        if not isinstance(metric, str) or not isinstance(one, tuple | list) or len(one) != 2:
+            raise TypeError(f"values must map a metric to (value, unit), not {metric!r:.60} to {one!r:.60}")
+        value, unit = one
         if isinstance(value, bool | str | bytes) or not isinstance(unit, str):
             raise TypeError(f"the value of {metric} is {value!r:.60} in {unit!r:.60}, not a number and a unit")
-        values[metric] = (float(value), unit)
+        values[metric] = Sampled(samples=(float(value),), unit=unit)
     return values
 
 
@@ -536,11 +549,14 @@ def _env(env: dict[str, Any], samples: Samples, work: dict[str, float]) -> dict[
     clocks = {key: value for key, value in samples.clocks.items() if key not in ("readings", "unavailable")}
     if "unavailable" in samples.clocks:
         clocks["clocks_unavailable"] = samples.clocks["unavailable"]
-    known = {**env, **clocks}
-    # Traffic may stay in the second-level cache, so memory bandwidth bounds only what is cold and far larger than that.
-    if samples.l2 == "warm" or work.get("bytes", 0.0) < MEMORY_BOUND_BYTES:
-        known.pop("peak_gbps", None)
-    return known
+    return _known_env({**env, **clocks}, samples.l2, work)
+
+
+def _known_env(env: dict[str, Any], l2: str, work: dict[str, float]) -> dict[str, Any]:
+    """Without the peak of memory where it bounds nothing: what may stay in the second-level cache is faster."""
+    if l2 == "warm" or work.get("bytes", 0.0) < MEMORY_BOUND_BYTES:
+        return {key: value for key, value in env.items() if key != "peak_gbps"}
+    return env
 
 
 def _case_key(case: Case) -> str:

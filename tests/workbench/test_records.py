@@ -381,3 +381,17 @@ def test_places(tmp_path):
         gpu_slug(" ")
     path = result_file(tmp_path, sku="H100 SXM", commit="0123456789abcdef", tag="fp8", day="2026-11-27")
     assert path == tmp_path / "results" / "h100-sxm" / "2026-11-27-0123456-fp8.jsonl"
+
+
+def test_a_sparse_product_may_count_what_it_skips():
+    env = {"gpu": "Test", "peak_tflops": {"fp16": 1000.0}}
+    timing = {"l2": "warm", "method": "events"}
+    common = dict(
+        kind="measured", paper="p", experiment="e", impl="i", metric="time", unit="ms", median=1.0, samples=(1.0,),
+        work={"flops": 1.5e12}, checked={"error": 0.0, "bound": 1.0, "metric": "m"}, env=env, timing=timing,
+    )  # fmt: skip
+    assert Record(case={"dtype": "fp16", "sparse": True}, **common).value("tflops") == pytest.approx(1500)
+    with pytest.raises(InvalidInputError, match="above the device peak"):
+        Record(case={"dtype": "fp16", "sparse": False}, **common)
+    with pytest.raises(InvalidInputError, match="above the device peak"):
+        Record(case={"dtype": "fp16", "sparse": True}, **(common | {"work": {"flops": 2.1e12}}))

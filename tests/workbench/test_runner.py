@@ -12,7 +12,7 @@ import pytest
 from gpu_accel.errors import HardwareError, IncorrectResultError, InvalidInputError, UnsupportedError
 from gpu_accel.testing.fake_runs import BAD, GOOD, THREE, a_paper, cpu, gpu, implementation, of, peer, raises
 from gpu_accel.workbench import events
-from gpu_accel.workbench.experiment import Implementation, Settings, Workload
+from gpu_accel.workbench.experiment import Implementation, Sampled, Settings, Workload
 from gpu_accel.workbench.records import read_records
 from gpu_accel.workbench.runner import plan, run
 
@@ -360,3 +360,38 @@ def test_paper_from_a_folder_on_this_cpu(tmp_path, monkeypatch):
     result = run("t", settings=Settings(device="cpu", output=str(output)))
     assert result.status == "ok" and [r.kind for r in read_records(output)] == ["checked", "checked"]
     assert result.records[0].env["python"] and "commit" not in result.records[0].env
+
+
+def test_readings_of_its_own_keep_their_samples_method_and_clocks():
+    host = gpu()
+    cycles = Sampled(
+        samples=(30.0, 29.0, 31.0), unit="clk", timing={"method": "clock64", "sass": "abc"}, env={"clock_mhz": 1980}
+    )
+    took = Sampled(samples=(1.0, 2.0, 3.0), unit="ms", work={"flops": 2e9}, timing={"method": "events", "l2": "warm"})
+    values = lambda seed: {"latency": cycles, "time": took}  # noqa: E731
+    result = run(a_paper(lambda case: [implementation(host, make=None, values=values)]), host=host)
+    latency, time = result.records
+    assert (latency.kind, latency.metric, latency.unit, latency.median) == ("measured", "latency", "clk", 30.0)
+    assert latency.samples == (30.0, 29.0, 31.0) and latency.p20 < 30 < latency.p80
+    assert latency.timing["method"] == "clock64" and latency.timing["sass"] == "abc" and latency.timing["seed"] == 0
+    assert latency.env["clock_mhz"] == 1980 and latency.checked
+    assert time.value("tflops") == pytest.approx(1e-12 * 2e9 / 2e-3)
+
+
+def test_readings_that_cannot_be_are_refused_and_the_others_stay():
+    host = gpu()
+    timing = {"method": "clock64"}
+    good, bad = (Sampled(samples=(value,), unit="clk", timing=timing) for value in (4.0, 0.0))
+    values = lambda seed: {"latency": good, "throughput": bad}  # noqa: E731
+    result = run(a_paper(lambda case: [implementation(host, make=None, values=values)]), host=host)
+    assert [r.metric for r in result.records] == ["latency"]
+    assert "must be above 0" in result.incorrect[0].why
+    empty = lambda seed: {"latency": Sampled(samples=(), unit="clk")}  # noqa: E731
+    result = run(a_paper(lambda case: [implementation(host, make=None, values=empty)]), host=host)
+    assert not result.records and "no samples" in result.incorrect[0].why
+
+
+def test_a_cpu_reports_no_readings_of_a_gpu():
+    values = lambda seed: {"latency": Sampled(samples=(4.0,), unit="clk", timing={"method": "clock64"})}  # noqa: E731
+    result = run(a_paper(lambda case: [implementation(cpu(), make=None, values=values)]), host=cpu())
+    assert [(r.kind, r.metric) for r in result.records] == [("checked", "correct")]

@@ -1,0 +1,204 @@
+"""Hopper's DPX instructions (minimum and maximum of sums, for dynamic programming) against the same in plain operations.
+
+"dpx" calls CUDA's intrinsic. "software" is what a GPU without the instructions has to do: one operation at a time, kept
+apart so that the assembler does not put them together again, and halves unpacked for the pairs of 16 bits. A step is
+one call, whatever it takes; the disassembly of either is checked and kept.
+"""
+
+# ruff: noqa: E501 - the long lines are CUDA
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from .alu import UNROLL, Step
+from .alu_steps import wrap
+from .probe import Kernel, Probe
+
+if TYPE_CHECKING:
+    import torch
+
+# Halves of 3 and -3, and of 241 and -24012: with inputs in the middle of the range no sum overflows, for whether the
+# addition inside the instruction wraps is not what is measured here.
+A, B = 0x0003FFFD, 0x00F1A234
+
+
+def _middle(generator: torch.Generator, count: int) -> torch.Tensor:
+    """Words whose halves lie in [-8192, 8192)."""
+    import torch
+
+    return torch.randint(-(2**13), 2**13, (2 * count,), generator=generator).to(torch.int16).view(torch.int32)
+
+
+# Written plainly, ptxas 13 finds the DPX instruction by itself, also in the code of a GPU that has none. A predicate of
+# its own for each operation, true at run time and unknown before, keeps them apart and costs no instruction.
+_APART = r"""
+#define APART(name, condition, instruction) \
+__device__ __forceinline__ int name(int x, int y) { \
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; @p " instruction " %0, %0, %1;}" : "+r"(x) : "r"(y), "r"(condition)); \
+    return x; \
+}
+APART(slow_add, blockDim.y, "add.s32")
+APART(slow_max, gridDim.y, "max.s32")
+APART(slow_min, gridDim.y, "min.s32")
+APART(then_max, gridDim.z, "max.s32")
+APART(then_min, gridDim.z, "min.s32")
+APART(last_max, blockDim.z, "max.s32")
+__device__ __forceinline__ int low(int x) { return (short)(x & 0xffff); }
+__device__ __forceinline__ int high(int x) { return x >> 16; }
+__device__ __forceinline__ int pack(int h, int l) { return (int)__byte_perm((u32)l, (u32)h, 0x5410); }
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Function:
+    """One DPX function f(x, a, b), in which x is the running value.
+
+    Args:
+        name: CUDA's name for it.
+        holds: the SASS instruction that it becomes.
+        software: the same on 32-bit ints `x`, `a`, `b` by plain operations; for pairs it is used on either half.
+        model: the same on signed numbers in int64.
+    """
+
+    name: str
+    holds: str
+    software: str
+    model: Callable[[Any, int, int], Any]
+    operations: int = 2  # minima and maxima in one call
+
+    @property
+    def pairs(self) -> bool:
+        return "16x2" in self.name
+
+
+def _steps(function: Function) -> tuple[Step, Step]:
+    kind = "u32" if function.pairs else "int"
+    intrinsic = f"x[c] = (u32){function.name}(({kind})x[c], ({kind})a, ({kind})b);"
+    parts = ("high", "low") if function.pairs else ("int",)
+    one = [f"[](int x, int a, int b) {{ return {function.software}; }}({p}(x[c]), {p}(a), {p}(b))" for p in parts]
+    software = f"x[c] = (u32)pack({one[0]}, {one[1]});" if function.pairs else f"x[c] = (u32){one[0]};"
+    shared: dict[str, Any] = {
+        "name": function.name,
+        "type": "u32",
+        "model": _model(function),
+        "draw": _middle,
+        "a": A,
+        "b": B,
+    }
+    halves = 2 if function.pairs else 1
+    return (
+        Step(code=intrinsic, holds=function.holds, **shared),
+        SoftwareStep(code=software, holds="VIMNMX", operations=halves * function.operations, purity=0.0, **shared),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoftwareStep(Step):
+    """A step of plain operations; the helpers go before the kernels."""
+
+    operations: int = 1
+
+    def source(self) -> str:
+        text = super().source()
+        head, kernel, rest = text.partition('extern "C"')
+        return head + _APART + kernel + rest
+
+    def kernels(self) -> tuple[Kernel, Kernel]:
+        latency, throughput = super().kernels()
+        least = UNROLL * self.operations
+        return replace(latency, at_least=least), replace(throughput, at_least=least)
+
+
+def _model(function: Function) -> Callable[[torch.Tensor, Any, Any], torch.Tensor]:
+    def on_words(x: torch.Tensor, a: float, b: float) -> torch.Tensor:
+        return wrap(function.model(x.long(), _signed(int(a), 32), _signed(int(b), 32)))
+
+    def on_halves(x: torch.Tensor, a: float, b: float) -> torch.Tensor:
+        found = []
+        for shift in (16, 0):
+            half = (x.long() >> shift) & 0xFFFF
+            half = half - ((half >> 15) << 16)
+            mine, theirs = (_signed(int(value) >> shift, 16) for value in (a, b))
+            found.append(function.model(half, mine, theirs) & 0xFFFF)
+        return wrap(found[0] << 16 | found[1])
+
+    return on_halves if function.pairs else on_words
+
+
+def _signed(value: int, width: int) -> int:
+    value &= (1 << width) - 1
+    return value - (value >> (width - 1) << width)
+
+
+def _cut(x: Any, width: int) -> Any:
+    """The low bits of a sum, as a signed number: the addition wraps."""
+    low = x & ((1 << width) - 1)
+    return low - ((low >> (width - 1)) << width)
+
+
+def _max(x: Any, y: Any) -> Any:
+    import torch
+
+    return torch.maximum(x, torch.as_tensor(y))
+
+
+def _min(x: Any, y: Any) -> Any:
+    import torch
+
+    return torch.minimum(x, torch.as_tensor(y))
+
+
+def _functions() -> tuple[Function, ...]:
+    made = []
+    for width, suffix in ((32, "s32"), (16, "s16x2")):
+        sass = "" if width == 32 else ".S16x2"
+
+        def add(x: Any, a: int, width: int = width) -> Any:
+            return _cut(x + a, width)
+
+        fold = "low({})" if width == 16 else "{}"
+        total = fold.format("slow_add(x, a)")
+        made += [
+            Function(
+                name=f"__viaddmax_{suffix}", holds=f"VIADDMNMX{sass}", software=f"slow_max({total}, b)",
+                model=lambda x, a, b, add=add: _max(add(x, a), b), operations=1,
+            ),
+            Function(
+                name=f"__viaddmax_{suffix}_relu", holds=f"VIADDMNMX{sass}.RELU",
+                software=f"then_max(slow_max({total}, b), 0)",
+                model=lambda x, a, b, add=add: _max(_max(add(x, a), b), 0),
+            ),
+            Function(
+                name=f"__viaddmin_{suffix}", holds=f"VIADDMNMX{sass}", software=f"slow_min({total}, b)",
+                model=lambda x, a, b, add=add: _min(add(x, a), b), operations=1,
+            ),
+            Function(
+                name=f"__vimax3_{suffix}", holds=f"VIMNMX3{sass}", software="then_max(slow_max(x, a), b)",
+                model=lambda x, a, b: _max(_max(x, a), b),
+            ),
+            Function(
+                name=f"__vimax3_{suffix}_relu", holds=f"VIMNMX3{sass}.RELU",
+                software="last_max(then_max(slow_max(x, a), b), 0)",
+                model=lambda x, a, b: _max(_max(_max(x, a), b), 0), operations=3,
+            ),
+            Function(
+                name=f"__vimin3_{suffix}", holds=f"VIMNMX3{sass}", software="then_min(slow_min(x, a), b)",
+                model=lambda x, a, b: _min(_min(x, a), b),
+            ),
+        ]  # fmt: skip
+    return tuple(made)
+
+
+FUNCTIONS = _functions()
+
+
+def probes(quick: bool = False) -> list[Probe]:
+    """Every function, by its instruction and by plain operations."""
+    found = []
+    for function in FUNCTIONS[:: 6 if quick else 1]:
+        case = {"function": function.name}
+        for name, step in zip(("dpx", "software"), _steps(function), strict=True):
+            found.append(Probe(case=dict(case), name=name, kernels=step.kernels(), measure=step.measure))
+    return found

@@ -1,0 +1,108 @@
+"""Every microbenchmark compiles to sm_90a, and the loop that it times holds the instruction that it measures."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC: pip install 'gpu-accel[microbenchmarks]'")
+
+from gpu_accel.errors import InvalidInputError
+from gpu_accel.hardware.microbenchmarks import compile as compiling
+from gpu_accel.hardware.microbenchmarks.launch import unavailable
+from gpu_accel.hardware.microbenchmarks.probe import Kernel
+from gpu_accel.hardware.microbenchmarks.tensor import Shape
+from gpu_accel.hardware.microbenchmarks.workload import experiment
+from gpu_accel.workbench.experiment import Settings
+
+FAMILIES = ("latency", "bandwidth", "alu", "fp8_sums", "tma", "dsm", "dpx", "cores")
+LARGEST_CODE = 40_000  # characters of source; the loops that fill an instruction cache are checked when they run
+TENSOR = (
+    Shape(n=256, dtype="bf16"),
+    Shape(n=64, dtype="e4m3", a="registers"),
+    Shape(n=64, dtype="e5m2", accumulator="f16"),
+    Shape(n=64, dtype="tf32"),
+    Shape(n=64, dtype="int8", accumulator="s32"),
+    Shape(n=64, dtype="fp16", sparse=True),
+    Shape(n=8, dtype="fp16", accumulator="f16", a="registers", instruction="mma.sync"),
+    Shape(n=8, dtype="fp16", a="registers", instruction="mma.sync", sparse=True),
+)
+
+
+def family(name: str):
+    return importlib.import_module(f"gpu_accel.hardware.microbenchmarks.{name}")
+
+
+def kernels_of(name: str) -> list[Kernel]:
+    found = dict.fromkeys(kernel for probe in family(name).probes() for kernel in probe.kernels)
+    return [kernel for kernel in found if name != "cores" or kernel.at_least <= 64 * 16]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_timed_loops_hold_what_they_claim(name):
+    kernels = kernels_of(name)
+    assert kernels
+    compiling.build_all(kernel.source for kernel in kernels)
+    for kernel in kernels:
+        loop = kernel.loop()
+        assert loop.count(kernel.holds) >= kernel.at_least, kernel.name
+
+
+@pytest.mark.parametrize("shape", TENSOR, ids=lambda s: f"{s.instruction}-n{s.n}-{s.dtype}-{s.a}{'-sp' * s.sparse}")
+def test_matrix_instructions_follow_each_other(shape):
+    for kernel in shape.kernels():
+        loop = kernel.loop()
+        assert loop.count(shape.sass()) >= kernel.at_least
+        waits = loop.count("WARPGROUP.DEPBAR")
+        expected = {"latency": 0, "throughput": 1, "completion": kernel.at_least}[kernel.name]
+        assert waits == (expected if shape.instruction == "wgmma" else 0), (
+            "the assembler waits where the source does not"
+        )
+
+
+@pytest.mark.slow
+def test_every_matrix_instruction_compiles():
+    kernels = kernels_of("tensor")
+    compiling.build_all(kernel.source for kernel in kernels)
+    for kernel in kernels:
+        assert kernel.loop().count(kernel.holds) >= kernel.at_least, kernel.holds
+
+
+def test_a_source_that_does_not_compile_shows_the_compilers_words():
+    with pytest.raises(RuntimeError, match="undefined"):
+        compiling.build('extern "C" __global__ void wrong() { undefined_name(); }')
+
+
+def test_machine_code_is_kept_on_disk_and_a_broken_copy_is_made_again(tmp_path, monkeypatch):
+    monkeypatch.setenv(compiling.CACHE_VARIABLE, str(tmp_path))
+    source = 'extern "C" __global__ void kept(float* x) { x[threadIdx.x] *= 3.0f; }'
+    first = compiling._build.__wrapped__(source)
+    (file,) = tmp_path.iterdir()
+    assert compiling._build.__wrapped__(source) == first
+    for broken in (b"", b"not gzip", file.read_bytes()[:-20]):
+        file.write_bytes(broken)
+        again = compiling._build.__wrapped__(source)
+        assert again.digest == first.digest and again.cubin == first.cubin
+
+
+def test_without_a_gpu_it_says_what_is_needed():
+    assert "needs a Hopper GPU" in unavailable("cpu")
+
+
+@pytest.mark.parametrize("name", (*FAMILIES, "tensor"))
+def test_cases_have_one_set_of_keys_and_quick_ones_are_among_them(name):
+    one = experiment("some", "title", family(name).probes)
+    cases = one.cases(Settings(device="cuda"))
+    assert len({frozenset(case) for case in cases}) == 1
+    assert len({str(sorted(case.items())) for case in cases}) == len(cases)
+    few = one.cases(Settings(device="cuda", quick=True))
+    assert 0 < len(few) < len(cases) and all(case in cases for case in few)
+    workload = one.build(cases[0], Settings(device="cpu"))
+    assert all("Hopper" in impl.unavailable for impl in workload.implementations)
+
+
+def test_shapes_do_not_apply():
+    one = experiment("some", "title", family("alu").probes)
+    with pytest.raises(InvalidInputError, match="own sizes"):
+        one.cases(Settings(device="cpu", shapes=({"batch": 1},)))
