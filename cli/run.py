@@ -13,7 +13,7 @@ import typer
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError
 
-from . import codes, ledger, output
+from . import codes, ledger, output, torchrun
 from .console import note, out, plain, table
 from .options import (
     DEFAULT_RESULTS,
@@ -70,6 +70,9 @@ def run(
         str,
         typer.Option("--device", help="auto, cuda, cuda:N, or cpu: checked, not timed, however long that takes."),
     ] = "auto",
+    nproc: Annotated[
+        int | None, typer.Option("--nproc", help="Start so many processes, one a GPU, by torchrun.")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Few and small cases, for a first look.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the inputs.")] = 0,
     seconds: Annotated[float, typer.Option(help="Time to measure one implementation in one case, at most.")] = 0.25,
@@ -116,6 +119,9 @@ def run(
     if quick and shape:
         note("--quick without effect: --shape says what runs", style="yellow")
     one = registry.paper(paper)
+    if nproc is not None and not dry_run:
+        torchrun.relaunch(nproc, device)
+    torchrun.join(device)
     settings = Settings(
         device=device,
         precision=checked_precision(one, precision, experiments or []),
@@ -151,7 +157,7 @@ def run(
     if device != "cpu":
         _refuse_to_take_hours(intended)
     earlier = unfinished(file) if resume else None
-    settings = dataclasses.replace(settings, output=str(earlier or file))
+    settings = dataclasses.replace(settings, output=None if torchrun.helper() else str(earlier or file))
     result = _run(one, experiments, settings, host, resume_from=earlier, quiet=json_ or not intended.runs)
     records = [*result.resumed, *result.records]
     settled = ledger.settled_by(one, records)

@@ -242,6 +242,8 @@ class TorchTransport(PointToPoint):
         if check not in ("auto", "always", "first"):
             raise InvalidInputError(f"check must be 'auto', 'always' or 'first', got {check!r}")
         self._dist = dist
+        # the older name is deprecated from torch 2.13 on
+        self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self.group: Any = dist.group.WORLD if group is None else group
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:
@@ -316,7 +318,7 @@ class TorchTransport(PointToPoint):
             return Pending(lambda: out)
         work = self._guarded(
             "all-gather",
-            lambda: self._dist.all_gather_into_tensor(self._wire(out), self._wire(x), group=self.group, async_op=True),
+            lambda: self._gather(self._wire(out), self._wire(x), group=self.group, async_op=True),
         )
         return Pending(lambda: self._wait("all-gather", [work], out))
 

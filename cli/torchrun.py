@@ -1,0 +1,74 @@
+"""`gpu-accel run ... --nproc N`: the same command once for each of N processes, started by torchrun.
+
+Every process runs the same cases, and rank 0 alone prints and keeps records. A process that was started so is known by
+torchrun's variables.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+
+from gpu_accel.errors import HardwareError, InvalidInputError
+
+from . import codes
+
+
+def helper() -> bool:
+    """Whether this process is one of several, and not the first."""
+    return int(os.environ.get("RANK", "0")) > 0 and "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def relaunch(nproc: int, device: str) -> None:
+    """Start torchrun and leave with its exit code.
+
+    Raises:
+        InvalidInputError: not a number of processes. HardwareError: fewer GPUs than that.
+    """
+    import subprocess
+
+    import torch
+
+    if nproc < 1:
+        raise InvalidInputError(f"--nproc {nproc}: a whole number from 1 up")
+    if device != "cpu" and torch.cuda.device_count() < nproc:
+        found = torch.cuda.device_count()
+        raise HardwareError(f"--nproc {nproc}, but there are {found} GPUs; --device cpu checks small shapes instead")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
+    try:
+        done = subprocess.run([*launcher, "-m", __package__ or "cli", *_without_nproc(sys.argv[1:])])
+    except KeyboardInterrupt:
+        raise typer.Exit(codes.INTERRUPTED) from None
+    raise typer.Exit(done.returncode)
+
+
+def _without_nproc(arguments: list[str]) -> list[str]:
+    """The command line of each process; torchrun would take --nproc for an option of its own."""
+    kept, skip = [], False
+    for argument in arguments:
+        if not skip and argument != "--nproc" and not argument.startswith("--nproc="):
+            kept.append(argument)
+        skip = argument == "--nproc"
+    return kept
+
+
+def join(device: str) -> None:
+    """In a process that torchrun has started: take the GPU of its number, and be silent unless it is the first."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    import torch
+
+    if device != "cpu" and torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if helper():
+        silence()
+
+
+def silence() -> None:
+    """A helper's output would only repeat what rank 0 says."""
+    sys.stdout.flush()
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.dup2(null, sys.stderr.fileno())

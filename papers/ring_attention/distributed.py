@@ -1,0 +1,372 @@
+"""Experiments that need one process a GPU: `scaling`, `overlap`, `memory` and `schedules`.
+
+    gpu-accel run ring scaling --nproc 4          # torchrun, then the same command on every rank; rank 0 keeps records
+
+Every rank goes through the same cases and implementations in the same order, so nothing here may depend on a clock: the
+number of samples is fixed, and a check is the worst over all ranks. A time is the slowest rank's between two events,
+after an all-gather that lines the ranks up; implementations of a case are not interleaved.
+
+Results are checked twice: o of the very shape that is timed, on 64 rows of each rank against float64 attention to all
+keys, and (with backward) gradients of a short sequence, whole. Inputs are drawn whole from the seed on every rank and
+then sharded. On a CPU the ranks talk by gloo, and nothing is timed.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpu_accel.errors import HardwareError, UnsupportedError
+from gpu_accel.flash_attention3.reference import attention_truth, attention_truth_backward
+from gpu_accel.ring_attention.attention import distributed_attention, gather_sequence
+from gpu_accel.ring_attention.layouts import Layout, make_layout
+from gpu_accel.ring_attention.transport import TorchTransport, Transport
+from gpu_accel.testing import make_qkv, random_like, relative_error, yardstick_attention, yardstick_attention_backward
+from gpu_accel.workbench.experiment import Case, Check, Implementation, Sampled, Settings, Workload
+
+SCALING = ("kv_ring", "kv_ring-nccl", "ulysses", "allgather", "usp", "torch-context-parallel", "one-gpu")
+OVERLAP = ("kv_ring", "kv_ring-waiting", "kv_ring-nccl", "kv_ring-nccl-waiting", "compute-only")
+MEMORY = ("kv_ring", "allgather", "ulysses", "torch-context-parallel")
+SCHEDULES = ("kv_ring", "kv_ring-nccl", "q_ring", "allgather", "ulysses", "usp", "mesh", "double_ring", "helper")
+SAMPLES, WARM_UP, ROWS, SHORT = 10, 3, 64, 512
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def world_size() -> int:
+    """Ranks of this run: those of torchrun, or one."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+# -- cases
+
+
+def _case(settings: Settings, *, seqlen: int, heads: int, heads_kv: int, direction: str, scaling: str = "") -> Case:
+    dtype = settings.precision if settings.precision in _DTYPES else "bf16"
+    if not settings.on_gpu:  # the same code on small shapes, by gloo
+        seqlen, heads, heads_kv = 24 * world_size(), 4, min(heads_kv, 2)
+    made: Case = {
+        "gpus": world_size(), "batch": 1, "seqlen": seqlen, "heads": heads, "heads_kv": heads_kv,
+        "head_dim": 128 if settings.on_gpu else 16, "causal": True, "pass": direction, "dtype": dtype,
+        "input": settings.input,
+    }  # fmt: skip
+    return made | ({"scaling": scaling} if scaling else {})
+
+
+def _distinct(cases: list[Case]) -> list[Case]:
+    return [case for i, case in enumerate(cases) if case not in cases[:i]]
+
+
+def scaling_cases(settings: Settings) -> list[Case]:
+    """Strong: 32k to 128k tokens in all. Weak: 8k and 32k a GPU. 32 and 8 key heads, without and with backward."""
+    lengths = [("strong", n) for n in (32768, 65536, 131072)]
+    lengths += [("weak", world_size() * c) for c in (8192, 32768)]
+    found = [
+        _case(settings, seqlen=n, heads=32, heads_kv=kv, direction=d, scaling=kind)
+        for kind, n in lengths[: 1 if settings.quick else None]
+        for kv in (32, 8)
+        for d in ("forward", "both")
+    ]
+    return _distinct(found)
+
+
+def overlap_cases(settings: Settings) -> list[Case]:
+    return _distinct(
+        [_case(settings, seqlen=world_size() * c, heads=32, heads_kv=kv, direction="forward")
+         for c in (4096, 8192, 16384) for kv in (32, 8)]
+    )  # fmt: skip
+
+
+def memory_cases(settings: Settings) -> list[Case]:
+    return _distinct(
+        [_case(settings, seqlen=n, heads=8, heads_kv=2, direction=d)
+         for n in (65536, 131072, 262144) for d in ("forward", "both")]
+    )  # fmt: skip
+
+
+def schedule_cases(settings: Settings) -> list[Case]:
+    return _distinct(
+        [_case(settings, seqlen=65536, heads=32, heads_kv=kv, direction=d) for kv in (32, 8)
+         for d in ("forward", "both")]
+    )  # fmt: skip
+
+
+# -- the ranks
+
+
+@functools.cache
+def _join(on_gpu: bool) -> None:
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=120))
+        import atexit
+
+        atexit.register(dist.destroy_process_group)
+
+
+@functools.cache
+def _transport(kind: str, on_gpu: bool) -> Transport:
+    """ "nccl" (gloo on a CPU) or "symmetric"."""
+    _join(on_gpu)
+    if kind == "symmetric" and on_gpu:
+        from gpu_accel.ring_attention.symmetric import SymmetricTransport
+
+        return SymmetricTransport()
+    return TorchTransport()
+
+
+def _worst(value: float, settings: Settings) -> float:
+    """The largest of all ranks' values, the same on all."""
+    device = torch.device("cuda") if settings.on_gpu else torch.device("cpu")
+    transport = _transport("nccl", settings.on_gpu)
+    mine = torch.tensor([value], dtype=torch.float64, device=device)
+    found = transport.all_gather(mine).wait()
+    return float(found.max()) if not found.isnan().any() else float("nan")
+
+
+# -- implementations
+
+
+def build(case: Case, settings: Settings, *, names: tuple[str, ...], memory: bool = False) -> Workload:
+    """The contenders named; on one process all but `one-gpu` say what to start instead."""
+    run = _Run(case, settings)
+    found = [_implementation(name, run, memory) for name in names]
+    work = 4.0 * int(case["seqlen"]) ** 2 * int(case["heads"]) * int(case["head_dim"]) / 2
+    return Workload(implementations=found, flops=work * (3.5 if case["pass"] == "both" else 1.0))
+
+
+def _implementation(name: str, run: _Run, memory: bool) -> Implementation:
+    schedule = name.removesuffix("-waiting").removesuffix("-nccl")
+    peer = name in ("torch-context-parallel", "one-gpu", "compute-only")
+    role = "ours" if not peer else "reference" if name != "torch-context-parallel" else "peer"
+    unavailable = ""
+    if run.ranks == 1 and name != "one-gpu":
+        unavailable = "needs several processes: gpu-accel run ring EXPERIMENT --nproc 4"
+    elif name.startswith("torch") and not run.settings.on_gpu:
+        unavailable = "needs GPUs"
+    elif name == "double_ring" and (run.ranks < 4 or run.ranks % 2):
+        unavailable = "two nested rings need 4, 6, 8, ... ranks"
+    return Implementation(
+        name=name,
+        role=role,
+        unavailable=unavailable,
+        check=lambda seed: run.check(name, schedule, seed),
+        values=lambda seed: run.memory(name, schedule, seed) if memory else run.times(name, schedule, seed),
+        note=run.describe(name),
+    )
+
+
+class _Run:
+    """One case on this rank."""
+
+    def __init__(self, case: Case, settings: Settings) -> None:
+        self.case, self.settings = case, settings
+        self.ranks = world_size()
+        self.both = case["pass"] == "both"
+        self.dtype = _DTYPES[str(case["dtype"])]
+
+    def describe(self, name: str) -> str:
+        """What its records say of it."""
+        if name == "one-gpu":
+            return "the whole sequence on each GPU"
+        network = "symmetric memory" if self.over_symmetric(name) else "NCCL" if self.settings.on_gpu else "gloo"
+        return f"{'contiguous' if name == 'helper' else 'zigzag'} shards over {network}"
+
+    def over_symmetric(self, name: str) -> bool:
+        ring = name.startswith(("kv_ring", "q_ring", "double_ring", "compute")) and "-nccl" not in name
+        return ring and self.settings.on_gpu
+
+    def layout(self, name: str, seqlen: int) -> Layout:
+        kind = "contiguous" if name == "helper" else "zigzag"
+        return make_layout(kind, seqlen=seqlen, ranks=self.ranks)
+
+    def whole(self, seqlen: int, seed: int) -> list[Tensor]:
+        """q, k, v and the gradient of o, the same on every rank."""
+        qkv = make_qkv(
+            batch=1, seqlen_q=seqlen, heads=int(self.case["heads"]), heads_kv=int(self.case["heads_kv"]),
+            head_dim=int(self.case["head_dim"]), dtype=self.dtype, device=self.settings.device, seed=seed,
+        )  # fmt: skip
+        return [*qkv, random_like(qkv.q, seed=seed + 1_000_003)]
+
+    def call(self, name: str, schedule: str, tensors: list[Tensor], seqlen: int) -> Callable[[], tuple[Tensor, ...]]:
+        """What is run: o of this rank, and with backward the gradients of its shards."""
+        if name == "one-gpu":
+            attend = _one_gpu
+        elif name == "torch-context-parallel":
+            return _context_parallel(tensors, self.both)
+        elif name == "compute-only":
+            attend = functools.partial(_compute_only, layout=self.layout(name, seqlen), transport=self.transport(name))
+        else:
+            options: dict[str, Any] = {"inner": self.ranks // 2} if name == "double_ring" else {}
+            attend = functools.partial(
+                _ours, layout=self.layout(name, seqlen), transport=self.transport(name), schedule=schedule,
+                overlap=not name.endswith("-waiting"), **options,
+            )  # fmt: skip
+        q, k, v, do = tensors
+        if not self.both:
+            return lambda: (attend(q, k, v),)
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+
+        def both() -> tuple[Tensor, ...]:
+            o = attend(*leaves)
+            return o.detach(), *torch.autograd.grad(o, leaves, do)
+
+        return both
+
+    def transport(self, name: str) -> Transport:
+        return _transport("symmetric" if self.over_symmetric(name) else "nccl", self.settings.on_gpu)
+
+    def shards(self, name: str, seqlen: int, seed: int) -> list[Tensor]:
+        whole = self.whole(seqlen, seed)
+        if name == "one-gpu":
+            return whole
+        rank = _transport("nccl", self.settings.on_gpu).rank
+        return [self.layout(name, seqlen).shard(x, rank) for x in whole]
+
+    def check(self, name: str, schedule: str, seed: int) -> Check:
+        """The worst share of its bound, over ranks, of o on some rows at full size, and of gradients when short."""
+        if name == "compute-only":
+            return Check(0.0, 1.0, "it is the kv_ring without its hops, and no result to check")
+        seqlen = int(self.case["seqlen"])
+        found = self.call(name, schedule, self.shards(name, seqlen, seed), seqlen)()[0]
+        worst = self._rows(name, found, seqlen, seed)
+        if self.both and name != "torch-context-parallel":
+            short = min(seqlen, SHORT * self.ranks)
+            worst = max(worst, self._gradients(name, schedule, short, seed))
+        if self.ranks > 1:
+            worst = _worst(worst, self.settings)
+        return Check(worst, 1.0, "relative error of o (64 rows a rank) and of short gradients, in units of its bound")
+
+    def _rows(self, name: str, o: Tensor, seqlen: int, seed: int) -> float:
+        """Rows of o against float64 attention to all keys, in units of twice the error of plain torch."""
+        q, k, v, _ = self.whole(seqlen, seed)
+        positions = torch.arange(seqlen)
+        if name != "one-gpu":
+            positions = self.layout(name, seqlen).positions(_transport("nccl", self.settings.on_gpu).rank)
+        rows = (positions >= 0).nonzero()[:, 0]
+        rows = rows[torch.linspace(0, len(rows) - 1, min(ROWS, len(rows))).long()]
+        errors = torch.zeros(2, dtype=torch.float64)
+        scale = 0.0
+        for row in rows.tolist():
+            at = int(positions[row])
+            sees = (q[:, at : at + 1], k[:, : at + 1], v[:, : at + 1])
+            exact, _ = attention_truth(*sees)
+            ruler, _ = yardstick_attention(*sees)
+            for i, x in enumerate((o[:, row : row + 1], ruler)):
+                errors[i] += float((x.double() - exact).square().sum())
+            scale += float(exact.square().sum())
+        ours, theirs = (float(x) for x in (errors / max(scale, 1e-300)).sqrt())
+        return ours / (2 * theirs + torch.finfo(self.dtype).eps / 2)
+
+    def _gradients(self, name: str, schedule: str, seqlen: int, seed: int) -> float:
+        found = self.call(name, schedule, self.shards(name, seqlen, seed), seqlen)()[1:]
+        if name != "one-gpu":
+            cut, transport = self.layout(name, seqlen), _transport("nccl", self.settings.on_gpu)
+            found = tuple(gather_sequence(x, cut, transport) for x in found)
+        q, k, v, do = self.whole(seqlen, seed)
+        exact = attention_truth_backward(do, q, k, v, causal=True)
+        ruler = yardstick_attention_backward(do, q, k, v, causal=True)
+        return max(
+            relative_error(x, e) / (2 * relative_error(r, e)) for x, e, r in zip(found, exact, ruler, strict=True)
+        )
+
+    def times(self, name: str, schedule: str, seed: int) -> dict[str, Sampled]:
+        """SAMPLES times of the slowest rank."""
+        if not self.settings.on_gpu:
+            return {}
+        seqlen = int(self.case["seqlen"])
+        call = self.call(name, schedule, self.shards(name, seqlen, seed), seqlen)
+        alone = name == "one-gpu"
+        samples = []
+        for i in range(WARM_UP + SAMPLES):
+            if not alone or self.ranks > 1:
+                _worst(0.0, self.settings)
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(4_000_000)  # about 2 ms: the host gets ahead
+            start.record()
+            call()
+            end.record()
+            end.synchronize()
+            took = start.elapsed_time(end)
+            took = _worst(took, self.settings) if self.ranks > 1 else took
+            if i >= WARM_UP:
+                samples.append(took)
+        flops = 2.0 * seqlen**2 * int(self.case["heads"]) * int(self.case["head_dim"]) * (3.5 if self.both else 1.0)
+        timing = {"method": "events, slowest rank", "l2": "warm", "mode": "burst"}
+        share = 1 if alone else self.ranks  # rates are per GPU
+        return {"time": Sampled(samples=tuple(samples), unit="ms", work={"flops": flops / share}, timing=timing)}
+
+    def memory(self, name: str, schedule: str, seed: int) -> dict[str, tuple[float, str]]:
+        """Peak bytes of the caching allocator beyond the shards; symmetric memory lies outside it and is added."""
+        if not self.settings.on_gpu:
+            return {}
+        seqlen = int(self.case["seqlen"])
+        call = self.call(name, schedule, self.shards(name, seqlen, seed), seqlen)
+        call()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        torch.cuda.synchronize()
+        areas = getattr(self.transport(name), "_areas", {}) if name == schedule else {}
+        extra = sum(area.memory.numel() for area in areas.values())
+        return {"peak_bytes": (_worst(torch.cuda.max_memory_allocated() - before + extra, self.settings), "bytes")}
+
+
+def _ours(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
+    return distributed_attention(q, k, v, causal=True, **settings)[0]
+
+
+def _compute_only(q: Tensor, k: Tensor, v: Tensor, *, layout: Layout, transport: Transport) -> Tensor:
+    """The kernel calls and merges of this rank's ring, on its own keys: what is left when hops take no time."""
+    from gpu_accel.ring_attention.attention import make_call
+    from gpu_accel.ring_attention.schedules.kv_ring import ring_of
+    from gpu_accel.ring_attention.step import Partial, attend
+
+    call = make_call(q, k, v, layout, causal=True)
+    ring, partial = ring_of(call, transport), Partial.empty(q, v.shape[-1])
+    for step in range(ring.size):
+        attend(partial, q, k, v, ring.pieces(0, -step, call.mask), call)
+    return partial.o.to(q.dtype)
+
+
+def _one_gpu(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    from gpu_accel.flash_attention3 import flash_attn_func
+
+    backend = "auto" if q.is_cuda else "reference"
+    o = flash_attn_func(q, k, v, causal=True, backend=backend)
+    assert isinstance(o, Tensor)
+    return o
+
+
+def _context_parallel(tensors: list[Tensor], both: bool) -> Callable[[], tuple[Tensor, ...]]:
+    """torch's own, on shards that are cut as it cuts them: head and tail chunks, which are those of zigzag."""
+    try:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor.experimental import context_parallel
+    except ImportError as error:
+        raise UnsupportedError(f"this torch has no context_parallel: {error}") from error
+    import torch.distributed as dist
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    q, k, v, do = (x.transpose(1, 2).contiguous() for x in tensors)
+    leaves = [x.detach().requires_grad_(both) for x in (q, k, v)]
+    if leaves[0].shape[2] * dist.get_world_size() % (2 * dist.get_world_size()):
+        raise HardwareError("it needs twice as many chunks as ranks of equal length")
+
+    def call() -> tuple[Tensor, ...]:
+        # no buffers: the shards are cut already
+        with context_parallel(mesh, buffers=[], buffer_seq_dims=[]), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            o = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
+            grads = torch.autograd.grad(o, leaves, do) if both else ()
+        return o.detach().transpose(1, 2), *(g.transpose(1, 2) for g in grads)
+
+    return call

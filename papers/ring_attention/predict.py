@@ -1,0 +1,133 @@
+"""The `predict` experiment: the cost model against readings that others, or we earlier, have taken.
+
+A case is one reading; the model gets its shape and the rate of the one-GPU kernel it was taken with, and predicts the
+time or the efficiency. The check is the relative error of the prediction. Sources:
+
+    readme    zhuzilin/ring-flash-attention, README: 8 GPUs, 8k tokens each, 32:8 heads, d 128; iterations a second
+    magi      SandAI-org/MagiAttention, cp_benchmark.md, plots (read off, +- 5 TFLOP/s): H100, 64:8 heads, 8k tokens
+    peers     four H100, torch 2.11, a hand-written zigzag ring over NCCL with cuDNN blocks: readings of this project
+              before it had records, so they test the model and settle no claim
+
+`modelled_table` gives the model's answer to the seed's table of 8, 64 and 512 GPUs as records of kind "modelled".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gpu_accel.ring_attention import costs
+from gpu_accel.ring_attention.plan import seed_table
+from gpu_accel.workbench.experiment import Case, Check, Implementation, Settings, Workload
+from gpu_accel.workbench.records import Record
+
+BOUND = 0.2  # a prediction that misses by more is wrong; the intervals of plan.py are about as wide
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """One published number: a zigzag (or contiguous) KV ring, causal forward, against one kernel alone."""
+
+    dataset: str
+    gpus: int
+    block: int  # tokens a GPU
+    heads: int
+    kv_heads: int
+    step_ms: float  # attention of one step alone
+    measured_ms: float
+    layout: str = "zigzag"
+    hop_gbs: float = 0.0  # of hops that do not hide; 0: they hide
+    head_dim: int = 128
+
+    def predicted_ms(self) -> float:
+        """Steps, merge passes over float32 results, and hops where nothing hides them."""
+        hops = self.gpus - 1
+        steps = self.gpus * self.step_ms
+        if (
+            self.layout == "contiguous"
+        ):  # the last rank computes N - 1/2 full blocks, where a zigzag step is half of one
+            steps = (2 * self.gpus - 1) * self.step_ms
+        elements = self.block * self.heads * self.head_dim
+        merge = costs.MERGE_PASSES.value * 7.5 * elements / costs.MEMORY.value * 1e3
+        size = 4 * self.block * self.kv_heads * self.head_dim
+        exposed = size / (self.hop_gbs * 1e6) if self.hop_gbs else 0.0
+        return steps + hops * (merge + exposed)
+
+
+def _rate(iterations: float) -> float:
+    return 1e3 / iterations
+
+
+def _magi(gpus: int, tflops: float) -> Reading:
+    """TFLOP/s a GPU, in ms; the kernel alone is taken at the 600 TFLOP/s of the same page's ring by all-gather."""
+    flops = 2 * 8192**2 * 64 * 128  # of a causal step
+    return Reading(
+        dataset="magi", gpus=gpus, block=8192, heads=64, kv_heads=8, step_ms=flops / 600e9,
+        measured_ms=gpus * flops / (tflops * 1e9),
+    )  # fmt: skip
+
+
+_README = {"block": 8192, "heads": 32, "kv_heads": 8, "gpus": 8}
+_PEERS = {"dataset": "peers", "gpus": 4, "heads": 32}
+READINGS = (
+    Reading(dataset="readme", **_README, step_ms=_rate(591.5), measured_ms=_rate(63.0)),
+    Reading(dataset="readme", **_README, step_ms=_rate(591.5), measured_ms=_rate(38.5), layout="contiguous"),
+    *(_magi(gpus, rate) for gpus, rate in ((8, 421), (16, 454), (32, 451), (64, 446))),
+    Reading(**_PEERS, block=8192, kv_heads=32, step_ms=3.39 / 4, measured_ms=6.57, hop_gbs=140),
+    Reading(**_PEERS, block=16384, kv_heads=32, step_ms=13.1 / 4, measured_ms=17.7, hop_gbs=150),
+    Reading(**_PEERS, block=32768, kv_heads=32, step_ms=54.6 / 4, measured_ms=65.2, hop_gbs=235),
+    Reading(**_PEERS, block=8192, kv_heads=8, step_ms=3.38 / 4, measured_ms=5.01, hop_gbs=149),
+    Reading(**_PEERS, block=16384, kv_heads=8, step_ms=13.1 / 4, measured_ms=16.9, hop_gbs=149),
+)
+
+
+def list_cases(settings: Settings) -> list[Case]:
+    """One case a reading."""
+    chosen = READINGS[:2] if settings.quick else READINGS
+    return [
+        {
+            "dataset": r.dataset, "layout": r.layout, "gpus": r.gpus, "seqlen": r.gpus * r.block, "heads": r.heads,
+            "heads_kv": r.kv_heads, "head_dim": r.head_dim, "causal": True, "input": settings.input,
+        }
+        for r in chosen
+    ]  # fmt: skip
+
+
+def _reading(case: Case) -> Reading:
+    """The reading of a case."""
+    return next(
+        r
+        for r in READINGS
+        if (r.dataset, r.layout, r.gpus, r.gpus * r.block, r.kv_heads)
+        == (case["dataset"], case["layout"], case["gpus"], case["seqlen"], case["heads_kv"])
+    )
+
+
+def build(case: Case, settings: Settings) -> Workload:
+    """The model alone: it computes nothing on any device."""
+    reading = _reading(case)
+    miss = abs(reading.predicted_ms() / reading.measured_ms - 1)
+    model = Implementation(
+        name="model",
+        role="ours",
+        check=lambda seed: Check(miss, BOUND, "relative error of the predicted time"),
+        values=lambda seed: {"prediction_error": (miss, "1")},
+        note="arithmetic on published readings; nothing is run",
+    )
+    return Workload(implementations=[model])
+
+
+def modelled_table(**options) -> list[Record]:
+    """The model's efficiency for the rows of the seed's table, with its interval."""
+    records = []
+    for made in seed_table(**options):
+        setup, best = made.setup, made.best
+        middle, low, high = best.efficiency
+        case = {"gpus": setup.gpus, "seqlen": setup.seq, "heads": setup.heads, "heads_kv": setup.kv_heads,
+                "head_dim": setup.head_dim, "causal": setup.causal, "link": setup.link}  # fmt: skip
+        records.append(
+            Record(
+                kind="modelled", paper="ring_attention", experiment="predict", case=case, impl=best.schedule,
+                metric="efficiency", unit="1", median=middle, p20=low, p80=high, note="gpu-accel ring plan",
+            )
+        )  # fmt: skip
+    return records
