@@ -5,7 +5,7 @@ A backend is a module with `refuse(problem) -> str | None` and `forward(q, k, v,
 when asked about. All of them produce the same (o, lse), so the forward of one goes with the backward of another.
 
 What not every kernel can do (sinks, ALiBi, modifiers, block masks ...) is in `Problem.features`, and a module that can
-names it in its constant `FEATURES`; a module without one is never offered such a problem.
+names it in its constant `FEATURES` and takes `features=`; a module without one is never offered such a problem.
 """
 
 from __future__ import annotations
@@ -51,12 +51,17 @@ def module(backend: Backend, pass_: str) -> ModuleType | None:
     return importlib.import_module(name) if importlib.util.find_spec(name) is not None else None
 
 
+def features_of(features: frozenset[str], pass_: str) -> frozenset[str]:
+    """Those that a pass has to know."""
+    return features - _OF_THE_FORWARD if pass_ == "backward" else features
+
+
 def refusal(name: str, pass_: str, problem: Problem) -> str | None:
     """Why backend `name` cannot run this pass of the problem, or None."""
     found = module(BACKENDS[name], pass_)
     if found is None:
         return f"has no {pass_} kernel"
-    wanted = problem.features - _OF_THE_FORWARD if pass_ == "backward" else problem.features
+    wanted = features_of(problem.features, pass_)
     missing = sorted(wanted - getattr(found, "FEATURES", frozenset()))
     if missing:
         return f"does not do {', '.join(missing)}"

@@ -16,7 +16,7 @@ import functools
 import torch
 from torch import Tensor
 
-from gpu_accel.flash_attention3.backends import BACKENDS, choose, module
+from gpu_accel.flash_attention3.backends import BACKENDS, choose, features_of, module
 from gpu_accel.flash_attention3.launch import capability
 from gpu_accel.flash_attention3.problem import Problem
 
@@ -123,6 +123,8 @@ def run_backward(do, dlse, q, k, v, o, lse, backend, deterministic, **options):
     do, q, k, v, o = (unit_last_stride(x) for x in (do, q, k, v, o))
     options = _contiguous_offsets(options)
     problem = _described(q, k, v, options, deterministic)
+    if not features_of(problem.features, "backward"):
+        options = {n: x for n, x in options.items() if n != "features"}
     name = _backend_name(problem, backend, "backward")
     with _on_device_of(q):
         return module(BACKENDS[name], "backward").backward(do, q, k, v, o, lse, dlse=dlse, **options)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from gpu_accel.errors import UnsupportedError
 from gpu_accel.flash_attention3 import config as configs
-from gpu_accel.flash_attention3 import explain, flash_attn_func, flash_attn_varlen_func, portable_forward
+from gpu_accel.flash_attention3 import explain, flash_attn_func, flash_attn_varlen_func, function, portable_forward
 from gpu_accel.flash_attention3.features import Features
 from gpu_accel.testing import attention_truth_backward, make_qkv
 
@@ -103,6 +105,30 @@ def test_only_kernels_that_promise_it_are_taken(device):
     assert "batch_invariant" in said.refused["hopper"] and said.backend == "portable"
     with pytest.raises(UnsupportedError, match="batch_invariant"):
         flash_attn_func(q, k, v, batch_invariant=True, backend="hopper")
+
+
+def test_a_backward_without_features_serves_what_only_the_forward_has_to_know(device, monkeypatch):
+    # maxima and batch invariance are the forward's affair: any backward will do, and is not told
+    told = []
+    real = function.module
+
+    def module(backend, pass_):
+        found = real(backend, pass_)
+        if pass_ == "forward":
+            return found
+
+        def backward(*tensors, **options):
+            told.append(options)
+            return found.backward(*tensors, **options)
+
+        return SimpleNamespace(backward=backward)
+
+    monkeypatch.setattr(function, "module", module)
+    q, k, v = (x.requires_grad_() for x in inputs(1, 8, 8, device=device))
+    o, maxima = flash_attn_func(q, k, v, return_max_logits=True, batch_invariant=True)
+    o.sum().backward()
+    flash_attn_func(q, k, v, sinks=torch.zeros(2, device=device)).sum().backward()
+    assert ["features" in options for options in told] == [False, True] and maxima.shape == (2,)
 
 
 @pytest.mark.parametrize("d", [16, 24, 128])
