@@ -194,6 +194,7 @@ def slope(
     long: int,
     steps: int,
     launches: int = LAUNCHES,
+    busy_ms: float = launching.WARM_UP_MS,
     **launch: Any,
 ) -> Sampled:
     """Cycles of one step: the difference between a long and a short run, so that what both share cancels.
@@ -202,7 +203,7 @@ def slope(
         arguments: those of a launch with so many passes of the loop.
         steps: steps in one pass.
     """
-    few = run(kernel, arguments(short), launches=launches, **launch)
+    few = run(kernel, arguments(short), launches=launches, busy_ms=busy_ms, **launch)
     many = run(kernel, arguments(long), launches=launches, busy_ms=0, **launch)
     difference = (long - short) * steps
     pairs = zip(few.cycles, many.cycles, strict=True)
