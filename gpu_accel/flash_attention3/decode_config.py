@@ -10,6 +10,7 @@ import functools
 from dataclasses import dataclass, replace
 
 import torch
+import triton
 
 from gpu_accel.compat import INTERPRET
 from gpu_accel.flash_attention3.launch import next_power_of_2
@@ -19,6 +20,7 @@ MOST_SPLITS = 256
 _START = 2.0  # blocks that a program's start costs: reading lengths and page numbers, filling the pipeline, merging
 _SMALLEST_TILE = 16  # rows that a matrix instruction takes at least
 _PROCESSORS_OF_INTERPRETER = 4
+_SHARED_OF_LARGE_CARDS = 160 << 10  # bytes
 
 
 @dataclass(frozen=True)
@@ -34,11 +36,14 @@ class DecodeConfig:
     prefetch: bool = True  # page numbers one block ahead of their keys
     reason: str = ""
 
-    @property
-    def merge_elements(self) -> int:
-        """Elements of partial results held at once while merging: one wait for memory for 32 splits of 4 rows of 128,
-        fewer where registers have to suffice for more than two programs."""
-        return self.num_warps * (16384 >> max(2, self.per_sm))
+    def merge_chunk(self, splits: int, elements: int) -> int:
+        """How many partial results of `elements` numbers are held at once while merging, a power of two.
+
+        32 of 4 rows of 128 dimensions, so that one wait for memory is enough; fewer where the sum itself takes many
+        registers, or where they have to suffice for more than two programs.
+        """
+        room = self.num_warps * (16384 >> max(2, self.per_sm)) // (1 if elements <= 1024 else 2)
+        return max(1, min(next_power_of_2(splits), room // elements))
 
     def __str__(self) -> str:
         extra = "" if self.fused else ", merged by a second kernel"
@@ -102,6 +107,21 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@functools.cache
+def _small_shared_memory(device: torch.device) -> bool:
+    """Whether a program has less shared memory than on an A100 or H100 (99 KB on consumer cards)."""
+    if device.type != "cuda":
+        return False
+    index = torch.cuda.current_device() if device.index is None else device.index
+    limits = triton.runtime.driver.active.utils.get_device_properties(index)
+    return limits["max_shared_mem"] < _SHARED_OF_LARGE_CARDS
+
+
+def fitted(config: DecodeConfig, device: torch.device) -> DecodeConfig:
+    """The configuration with fewer stages, and one program a processor, where shared memory is small."""
+    return replace(config, num_stages=2, per_sm=1) if _small_shared_memory(device) else config
+
+
 @functools.lru_cache(4096)
 def automatic_splits(tiles: int, blocks: int, slots: int, min_blocks: int = 1) -> int:
     """Splits for `tiles` tiles of `blocks` blocks each on a machine that runs `slots` programs at once.
@@ -124,8 +144,8 @@ def candidates(bits: int = 16) -> list[DecodeConfig]:
     """Alternatives for one query row a head at head_dim 128, worth timing on a GPU."""
     if bits >= 16:
         rows = [
-            (64, 4, 3, 2), (64, 4, 4, 2), (64, 4, 2, 3), (64, 4, 3, 3), (32, 4, 4, 4), (32, 2, 4, 4), (128, 4, 2, 2),
-            (128, 4, 3, 1), (128, 8, 3, 1), (64, 4, 5, 1), (64, 8, 5, 1), (64, 2, 3, 2), (64, 8, 3, 2),
+            (64, 4, 3, 2), (64, 4, 4, 2), (64, 4, 2, 3), (64, 4, 3, 3), (64, 4, 3, 4), (32, 4, 4, 4), (32, 2, 4, 4),
+            (128, 4, 2, 2), (128, 4, 3, 1), (128, 8, 3, 1), (64, 4, 5, 1), (64, 8, 5, 1), (64, 2, 3, 2), (64, 8, 3, 2),
         ]  # fmt: skip
     else:
         rows = [

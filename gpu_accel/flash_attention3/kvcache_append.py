@@ -48,9 +48,11 @@ def _append_one(
     MASK: tl.constexpr = D != DIM
     cols = tl.arange(0, W) * HALF
     x = load_rotated(new + new_rows, cols, live, position, cos, sin, longest, DIM, ROTARY, INTERLEAVED, MASK)
+    x = x.to(tl.float32)
     y = x
     if FORMAT == 4:
         y = load_rotated(new + new_rows, cols + 1, live, position, cos, sin, longest, DIM, ROTARY, INTERLEAVED, MASK)
+        y = y.to(tl.float32)
     if FORMAT != 16:
         g = tl.arange(0, GROUPS)
         scales = scale + scale_offsets[:, None] + g[None, :] * s_group

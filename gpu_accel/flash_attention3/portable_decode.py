@@ -103,13 +103,38 @@ def decode_attention(
     split = pid % splits
     b = pid // splits
 
-    first_key, before, total = cache_lengths(b, cache_seqlens, cache_leftpad, length, new, capacity, LENS, LEFTPAD)
     m0 = tile_m * M
     rows = seqlen_q * GROUP
     row = m0 + tl.arange(0, M)
     query = row // GROUP
     q_head = head * GROUP + row % GROUP
     live = row < rows
+    HALF: tl.constexpr = 2 if FORMAT == 4 else 1
+    KD: tl.constexpr = D // HALF
+    VD: tl.constexpr = DV // HALF
+    MASK_K: tl.constexpr = DIM != D
+    MASK_V: tl.constexpr = DIM_V != DV
+
+    # -- loads that need nothing but the program's number go out together, before anything waits for the lengths: each
+    #    is a trip to memory, of which a short decode has time for few
+    q_rows = q + b.to(tl.int64) * q_sb + query.to(tl.int64) * q_ss + q_head.to(tl.int64) * q_sh
+    q_cols = tl.arange(0, KD) * HALF
+    if ROTARY == 0:
+        q_tile = load_rotated(q_rows, q_cols, live, query, cos, sin, longest, DIM, 0, INTERLEAVED, MASK_K)
+        q_tile2 = q_tile
+        if FORMAT == 4:
+            q_tile2 = load_rotated(q_rows, q_cols + 1, live, query, cos, sin, longest, DIM, 0, INTERLEAVED, MASK_K)
+    head_scale = tl.full((), 1.0, tl.float32)
+    out_scale = tl.full((), 1.0, tl.float32)
+    if SCALES == 1:
+        head_scale = tl.load(k_scale + b.to(tl.int64) * ks_sp + head * ks_sh)
+        out_scale = tl.load(v_scale + b.to(tl.int64) * vs_sp + head * vs_sh)
+    batch_row = b.to(tl.int64)
+    if BATCH_IDX:
+        batch_row = tl.load(cache_batch_idx + b).to(tl.int64)
+    first_key, before, total = cache_lengths(b, cache_seqlens, cache_leftpad, length, new, capacity, LENS, LEFTPAD)
+
+    # -- the keys of this split
     last_query = (tl.minimum(m0 + M, rows) - 1) // GROUP
     lo = first_key
     hi = total
@@ -122,29 +147,20 @@ def decode_attention(
         return
 
     # -- q, turned and scaled
-    HALF: tl.constexpr = 2 if FORMAT == 4 else 1
-    KD: tl.constexpr = D // HALF
-    VD: tl.constexpr = DV // HALF
-    MASK_K: tl.constexpr = DIM != D
-    MASK_V: tl.constexpr = DIM_V != DV
-    q_rows = q + b.to(tl.int64) * q_sb + query.to(tl.int64) * q_ss + q_head.to(tl.int64) * q_sh
-    position = tl.full([M], 0, tl.int32) + before
-    if ADVANCE:
-        position += query
-    q_cols = tl.arange(0, KD) * HALF
-    q_tile = load_rotated(q_rows, q_cols, live, position, cos, sin, longest, DIM, ROTARY, INTERLEAVED, MASK_K)
-    q_tile2 = q_tile
-    if FORMAT == 4:
-        q_tile2 = load_rotated(q_rows, q_cols + 1, live, position, cos, sin, longest, DIM, ROTARY, INTERLEAVED,
-                               MASK_K)  # fmt: skip
+    if ROTARY > 0:
+        position = tl.full([M], 0, tl.int32) + before
+        if ADVANCE:
+            position += query
+        q_tile = load_rotated(q_rows, q_cols, live, position, cos, sin, longest, DIM, ROTARY, INTERLEAVED, MASK_K)
+        q_tile2 = q_tile
+        if FORMAT == 4:
+            q_tile2 = load_rotated(q_rows, q_cols + 1, live, position, cos, sin, longest, DIM, ROTARY, INTERLEAVED,
+                                   MASK_K)  # fmt: skip
     score_scale = tl.full([M], 1.0, tl.float32) * softmax_scale
-    out_scale = tl.full((), 1.0, tl.float32)
-    if SCALES == 1:
-        score_scale *= tl.load(k_scale + b.to(tl.int64) * ks_sp + head * ks_sh)
-        out_scale = tl.load(v_scale + b.to(tl.int64) * vs_sp + head * vs_sh)
-    if FORMAT == 16:
-        q_tile = q_tile.to(q.dtype.element_ty)
-    else:
+    score_scale *= head_scale
+    if FORMAT != 16:
+        q_tile = q_tile.to(tl.float32)
+        q_tile2 = q_tile2.to(tl.float32)
         largest = tl.max(tl.abs(q_tile), 1)
         if FORMAT == 4:
             largest = tl.maximum(largest, tl.max(tl.abs(q_tile2), 1))
@@ -156,9 +172,6 @@ def decode_attention(
         score_scale *= LOG2E
 
     # -- where keys and values are
-    batch_row = b.to(tl.int64)
-    if BATCH_IDX:
-        batch_row = tl.load(cache_batch_idx + b).to(tl.int64)
     table = page_table
     if PAGE > 0:
         table = page_table + b.to(tl.int64) * table_sb
@@ -340,6 +353,10 @@ def decode_merge(
         )  # fmt: skip
 
 
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
 class _Counters:
     """Zeroed counters, one per tile, that kernels leave at zero.
 
@@ -362,7 +379,7 @@ class _Counters:
             found = self._of_stream[key] = torch.zeros(max(4096, count), dtype=torch.int32, device=device)
         left = self._pool.get(device)
         if left is None or len(left) < count:  # for captures to come: memory cannot be zeroed once during one
-            self._pool[device] = torch.zeros(max(1 << 18, count), dtype=torch.int32, device=device)
+            self._pool[device] = torch.zeros(max(1 << 20, count), dtype=torch.int32, device=device)
         return found
 
     def _piece(self, device: torch.device, count: int) -> Tensor:
@@ -404,11 +421,12 @@ def plan(call: KVCall, config: DecodeConfig | None = None) -> Plan:
     """Tiles and splits of a call: shapes decide, never values on the device."""
     batch, sq, _, head_dim = call.q.shape
     rows = sq * call.group
-    config = config or decode_config.lookup(
-        rows, call.bits, max(head_dim, call.head_dim_v), token_scales=call.k_scales.mode == TOKEN_SCALES.value
-    )
+    if config is None:
+        dim, tokens = max(head_dim, call.head_dim_v), call.k_scales.mode == TOKEN_SCALES.value
+        config = decode_config.lookup(rows, call.bits, dim, token_scales=tokens)
+        config = decode_config.fitted(config, call.q.device)
     tile = decode_config.tile_rows(rows)
-    tiles_m = triton.cdiv(rows, tile)
+    tiles_m = _cdiv(rows, tile)
     tiles = batch * call.heads_kv * tiles_m
     span = visible_span(call, tile)
     split_keys = 0
@@ -416,10 +434,10 @@ def plan(call: KVCall, config: DecodeConfig | None = None) -> Plan:
         splits = call.num_splits
     elif call.batch_invariant:
         split_keys = max(config.block_n, 4 * config.block_n if INTERPRET else decode_config.FIXED_SPLIT_KEYS)
-        splits = min(triton.cdiv(call.capacity, split_keys), triton.cdiv(span, split_keys) + 1)
+        splits = min(_cdiv(call.capacity, split_keys), _cdiv(span, split_keys) + 1)
     else:
         slots = decode_config.processors(call.q.device) * config.per_sm
-        splits = decode_config.automatic_splits(tiles, triton.cdiv(span, config.block_n), slots, config.min_blocks)
+        splits = decode_config.automatic_splits(tiles, _cdiv(span, config.block_n), slots, config.min_blocks)
     return Plan(config, tile, tiles_m, tiles, max(1, splits), split_keys)
 
 
@@ -457,7 +475,7 @@ def refuse(call: KVCall) -> str | None:
 def _append(call: KVCall, padded: tuple[int, int]) -> None:
     rows = call.new * call.heads_kv
     tile = min(16, next_power_of_2(rows))
-    programs = call.q.shape[0] * triton.cdiv(rows, tile)
+    programs = call.q.shape[0] * _cdiv(rows, tile)
     cos = call.rotary_cos if call.rotary_dim else call.q
     arguments = (
         call.k, call.v, _codes(call.k_cache), _codes(call.v_cache), call.cache_seqlens, call.cache_batch_idx,
@@ -504,7 +522,7 @@ def forward(call: KVCall, o: Tensor, lse: Tensor, config: DecodeConfig | None = 
         right = -1
     left = -1 if call.window_left >= call.capacity else call.window_left
     scalars = (call.capacity, call.length, call.new, left, right)
-    chunk = max(1, min(next_power_of_2(p.splits), p.config.merge_elements // (live_rows * dv)))
+    chunk = p.config.merge_chunk(p.splits, live_rows * dv)
     shared = dict(
         M=p.tile, N=p.config.block_n, R=live_rows, GROUP=call.group, DIM_V=call.head_dim_v, DV=dv,
         SPLIT_KEYS=p.split_keys, MIN_BLOCKS=p.config.min_blocks, LENS=call.cache_seqlens is not None,

@@ -36,7 +36,7 @@ def load_rotated(
     rows, cols, row_mask, positions, cos, sin, longest,
     DIM: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, MASK_COLS: tl.constexpr,
 ):  # fmt: skip
-    """float32 tile of `rows` (pointers, R) at columns `cols` (C), turned at `positions` (R).
+    """A tile of `rows` (pointers, R) at columns `cols` (C), turned at `positions` (R).
 
     ROTARY is how many dimensions turn (0: none). Every element needs its partner in the pair, which is loaded a second
     time: it comes from the cache, and this happens once in a program.
@@ -62,4 +62,4 @@ def load_rotated(
         s = tl.load(sin + places, mask=turns, other=0.0).to(tl.float32)
         wide = x.to(tl.float32)
         x = (wide * c + tl.where(first[None, :], -s, s) * other).to(x.dtype)
-    return x.to(tl.float32)
+    return x

@@ -228,6 +228,21 @@ def test_every_shape_has_a_configuration(monkeypatch):
     assert [decode_config.tile_rows(n) for n in (1, 16, 17, 64, 255, 256)] == [16, 16, 32, 64, 64, 128]
 
 
+def test_a_card_with_little_shared_memory_gets_fewer_stages(monkeypatch):
+    monkeypatch.setattr(decode_config, "_small_shared_memory", lambda device: True)
+    config = decode_config.fitted(decode_config.DecodeConfig(64, 4, 4, 2), torch.device("cpu"))
+    assert (config.num_stages, config.per_sm) == (2, 1)
+
+
+def test_merging_holds_no_more_than_registers_allow():
+    for per_sm, elements in ((1, 512), (2, 512), (4, 512), (2, 8192), (2, 32768)):
+        config = decode_config.DecodeConfig(64, 4, 3, per_sm)
+        for splits in (2, 7, 32, 1024):
+            chunk = config.merge_chunk(splits, elements)
+            assert chunk & (chunk - 1) == 0 and (chunk == 1 or chunk * elements <= 128 * 128)
+    assert decode_config.DecodeConfig(64, 4, 3, 2).merge_chunk(32, 4 * 128) == 32  # one wait for memory
+
+
 # -- appending
 
 ROTARY = {
