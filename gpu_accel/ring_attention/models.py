@@ -1,0 +1,156 @@
+"""Whole models over a sequence in shards: Hugging Face transformers, with everything that follows the layout.
+
+    with context_parallel(model, layout=layout, transport=TorchTransport()) as cp:
+        logits = model(**cp.inputs(input_ids), use_cache=False).logits     # this rank's rows
+        loss = cp.loss(logits, labels)                                     # labels whole and unshifted
+        loss.backward()                                                    # then add gradients up over the ranks
+
+Only attention looks beyond a token, so a model runs on its shard as it is, with three changes, made here: attention
+goes over the ring; positions are those of the tokens in the whole sequence (in their documents), for the rotary
+embedding; labels are shifted before they are cut. Each rank's loss is the sum over its labels divided by the number of
+labels on all ranks, so gradients of the ranks *add up* to those of one device. Where they are averaged (FSDP2, DDP),
+give `gradients="mean"`.
+
+The model's attention is set back on leaving, also by an exception. Sliding windows and soft caps of a layer are
+honoured; what is not there (attention masks, dropout, caches) is refused on every rank, never left out silently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpu_accel.errors import InvalidInputError, UnsupportedError
+from gpu_accel.ring_attention.attention import distributed_attention
+from gpu_accel.ring_attention.layouts import IGNORE_INDEX, Layout
+from gpu_accel.ring_attention.transport import Transport
+
+NAME = "gpu_accel_ring"
+_ACTIVE: ContextVar[ContextParallel | None] = ContextVar("context_parallel", default=None)
+
+
+@dataclass
+class ContextParallel:
+    """One rank's view of a sequence in shards; made by :func:`context_parallel`."""
+
+    layout: Layout
+    transport: Transport
+    schedule: str
+    gradients: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def inputs(self, input_ids: Tensor) -> dict[str, Tensor]:
+        """This rank's input_ids and position_ids from the whole input_ids (batch, seqlen). Padding rows are token 0."""
+        rank = self.transport.rank
+        local = self.layout.shard(input_ids, rank, dim=1)
+        positions = self.layout.positions(rank, within_document=True, padding=0).to(input_ids.device)
+        return {"input_ids": local, "position_ids": positions.expand(input_ids.shape[0], -1)}
+
+    def labels(self, labels: Tensor) -> Tensor:
+        """This rank's labels, shifted already, from the whole ones (batch, seqlen)."""
+        return self.layout.shift_labels(labels, self.transport.rank)
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """This rank's part of the mean cross entropy over all labels of the sequence.
+
+        Args:
+            logits: (batch, local_length, vocabulary) of this rank.
+            labels: (batch, seqlen), whole and unshifted, as for one device; IGNORE_INDEX is left out.
+        """
+        mine = self.labels(labels)
+        counts = [int((self.layout.shift_labels(labels, r) != IGNORE_INDEX).sum()) for r in range(self.layout.ranks)]
+        flat = logits.float().flatten(0, 1)
+        total = torch.nn.functional.cross_entropy(flat, mine.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+        count = counts[self.transport.rank]
+        scale = self.layout.loss_scale(count, sum(counts), gradients=self.gradients)
+        return total * (scale / count) if count else total * 0.0
+
+    def gather(self, x: Tensor, *, dim: int = 1) -> Tensor:
+        """The whole tensor from the ranks' rows, for looking at; not differentiable."""
+        shards = self.transport.all_gather(x.detach()).wait().unbind(0)
+        return self.layout.unshard(list(shards), dim=dim)
+
+
+@contextmanager
+def context_parallel(
+    model: Any,
+    *,
+    layout: Layout,
+    transport: Transport,
+    schedule: str = "kv_ring",
+    gradients: str = "sum",
+    **options: Any,
+) -> Iterator[ContextParallel]:
+    """Run a transformers model on one shard of a sequence, with attention over all of it.
+
+    Args:
+        model: a PreTrainedModel whose attention goes through transformers' AttentionInterface.
+        gradients: "sum" when the gradients of the ranks are added up, "mean" when they are averaged.
+        options: of `distributed_attention`: backend, overlap, wire, ...
+
+    Raises:
+        UnsupportedError: a model that cannot be given another attention.
+    """
+    if gradients not in ("sum", "mean"):
+        raise InvalidInputError(f"gradients must be 'sum' or 'mean', got {gradients!r:.40}")
+    if layout.ranks != transport.size:
+        raise InvalidInputError(f"the layout is for {layout.ranks} ranks, but the transport has {transport.size}")
+    if not hasattr(model, "set_attn_implementation"):
+        raise UnsupportedError(f"{type(model).__name__} has no set_attn_implementation: a transformers model is needed")
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, _attention)
+    before = model.config._attn_implementation
+    token = _ACTIVE.set(ContextParallel(layout, transport, schedule, gradients, options))
+    try:
+        model.set_attn_implementation(NAME)
+        active = _ACTIVE.get()
+        assert active is not None
+        yield active
+    finally:
+        _ACTIVE.reset(token)
+        model.set_attn_implementation(before)
+
+
+def _attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    """What a layer calls: query (batch, heads, rows, head_dim); returns (batch, rows, heads, head_dim)."""
+    active = _ACTIVE.get()
+    if active is None:
+        raise InvalidInputError("this model's attention goes over a ring: use it within context_parallel")
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    error = None
+    if attention_mask is not None:
+        error = UnsupportedError("attention masks are not taken over a ring: pass no attention_mask, or use documents")
+    elif dropout:
+        error = UnsupportedError(f"dropout ({dropout}) is not supported: set attention_dropout to 0 or use eval()")
+    elif unused.get("s_aux") is not None:
+        error = UnsupportedError("attention sinks are not supported")
+    if error is not None:
+        active.transport.agree("", error)
+        raise error
+    window = (-1, -1) if not sliding_window else (sliding_window - 1, 0 if causal else sliding_window - 1)
+    o, _ = distributed_attention(
+        *(x.transpose(1, 2) for x in (query, key, value)), layout=active.layout, transport=active.transport,
+        schedule=active.schedule, causal=bool(causal), window_size=window, softmax_scale=scaling,
+        softcap=softcap or 0.0, **active.options,
+    )  # fmt: skip
+    return o, None

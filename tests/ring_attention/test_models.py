@@ -1,0 +1,111 @@
+"""Whole models: logits, loss and gradients of two ranks over gloo equal those of one device."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpu_accel.errors import GpuAccelError, UnsupportedError
+from gpu_accel.ring_attention import make_layout
+from gpu_accel.ring_attention.transport import TorchTransport
+
+sys.path.insert(0, str(Path(__file__).parent))
+from processes import results, run_ranks  # noqa: E402
+
+transformers = pytest.importorskip("transformers")
+SEQLEN, VOCABULARY = 21, 60
+
+
+def model(kind: str = "llama"):
+    sizes = {
+        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    if kind == "sliding":
+        config = transformers.MistralConfig(**sizes, head_dim=8, sliding_window=5, attn_implementation="eager")
+        return transformers.MistralForCausalLM(config).double()
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, attn_implementation="eager")).double()
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(1, VOCABULARY, (2, SEQLEN), generator=torch.Generator().manual_seed(1))
+
+
+def alone(kind: str):
+    one = model(kind)
+    out = one(tokens(), labels=tokens(), use_cache=False)
+    out.loss.backward()
+    return out.logits.detach(), float(out.loss.detach()), {n: p.grad for n, p in one.named_parameters()}
+
+
+def on_ranks(rank: int, kind: str, layout: str, schedule: str):
+    from gpu_accel.ring_attention.models import context_parallel
+
+    one, transport = model(kind), TorchTransport(timeout=30)
+    cut = make_layout(layout, seqlen=SEQLEN, ranks=transport.size)
+    with context_parallel(one, layout=cut, transport=transport, schedule=schedule) as cp:
+        logits = one(**cp.inputs(tokens()), use_cache=False).logits
+        loss = cp.loss(logits, tokens())
+        loss.backward()
+        whole = cp.gather(logits)
+    assert one.config._attn_implementation == "eager"
+    for parameter in one.parameters():
+        torch.distributed.all_reduce(parameter.grad)
+    torch.distributed.all_reduce(total := loss.detach())
+    return whole.numpy(), float(total), {n: p.grad.numpy() for n, p in one.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "schedule"),
+    [("llama", "zigzag", "kv_ring"), ("llama", "striped", "ulysses"), ("sliding", "contiguous", "allgather")],
+)
+def test_two_ranks_equal_one(kind: str, layout: str, schedule: str, tmp_path: Path):
+    logits, loss, grads = alone(kind)
+    for found, total, gradients in results(run_ranks(on_ranks, 2, tmp_path, kind, layout, schedule)):
+        # models compute the rotary embedding and the norms in float32 in parts, whatever their dtype
+        assert torch.allclose(torch.from_numpy(found), logits, atol=1e-6)
+        assert total == pytest.approx(loss, rel=1e-6)
+        for name, grad in grads.items():
+            assert torch.allclose(torch.from_numpy(gradients[name]), grad, atol=1e-6), name
+
+
+def refused(rank: int) -> list[str]:
+    from gpu_accel.ring_attention.models import context_parallel
+
+    one, transport = model(), TorchTransport(timeout=30)
+    cut = make_layout("zigzag", seqlen=SEQLEN, ranks=2)
+    told = []
+    for changes in ({"attention_mask": torch.ones(2, 1, cut.local_length, cut.local_length)}, {}):
+        one.train()
+        for layer in one.model.layers:
+            layer.self_attn.attention_dropout = 0.0 if changes else 0.5
+        try:
+            with context_parallel(one, layout=cut, transport=transport) as cp:
+                one(**cp.inputs(tokens()), use_cache=False, **changes)
+        except GpuAccelError as error:
+            told.append(f"{type(error).__name__}: {error}")
+        assert one.config._attn_implementation == "eager"
+    return told
+
+
+def test_masks_and_dropout_are_refused_and_the_model_is_set_back(tmp_path: Path):
+    for masks, dropout in results(run_ranks(refused, 2, tmp_path)):
+        assert masks.startswith("UnsupportedError: attention masks are not taken")
+        assert dropout.startswith("UnsupportedError: dropout (0.5)")
+
+
+def test_only_transformers_models():
+    from gpu_accel.ring_attention.models import context_parallel
+    from gpu_accel.ring_attention.transport import LocalTransport, World
+
+    transport = LocalTransport(World(2), 0)
+    layout = make_layout("zigzag", seqlen=8, ranks=2)
+    with (
+        pytest.raises(UnsupportedError, match="a transformers model is needed"),
+        context_parallel(torch.nn.Linear(1, 1), layout=layout, transport=transport),
+    ):
+        pass
