@@ -160,9 +160,10 @@ def _read(place: Path) -> tuple[bytes, str] | None:
     try:
         data = gzip.decompress(place.read_bytes())
         size = int.from_bytes(data[:8], "little")
-        return data[8 : 8 + size], data[8 + size :].decode()
+        cubin, sass = data[8 : 8 + size], data[8 + size :].decode()
     except (OSError, EOFError, ValueError, zlib.error):  # not there, cut short, or somebody else's
         return None
+    return (cubin, sass) if cubin and sass else None  # an empty file decompresses well
 
 
 def _write(place: Path, cubin: bytes, sass: str) -> None:
