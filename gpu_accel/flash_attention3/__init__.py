@@ -27,6 +27,7 @@ _WHERE = {
     "fp8_error_report": "fp8_error",
     "hadamard_transform": "hadamard",
     "flash_attn_with_kvcache": "kvcache",
+    "explain_kvcache": "kvcache",
     "combine": "merging",
     "quantize_cache": "reference_kvcache",
     "blockwise_softmax": "blockwise",

@@ -11,6 +11,8 @@ shapes only, so calls can be captured into CUDA graphs and replayed while length
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -154,6 +156,65 @@ def flash_attn_with_kvcache(
             call.window_right, call.softcap, call.sinks, call.num_splits, call.batch_invariant, name,
         )  # fmt: skip
     return (o, lse) if return_lse or return_softmax_lse else o
+
+
+@dataclass(frozen=True)
+class KVExplanation:
+    """What a call over a KV cache would run and why. `print()` it."""
+
+    backend: str
+    kernel: str
+    plan: str
+    cache: str
+    append: str
+    refused: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [
+            f"backend    {self.backend}: {self.kernel}",
+            f"cache      {self.cache}",
+            f"append     {self.append}",
+            *([f"plan       {self.plan}"] if self.plan else []),
+            *(f"not taken  {name}: {why}" for name, why in self.refused.items()),
+        ]
+        return "\n".join(lines)
+
+
+def explain_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    backend: str = "auto",
+    **options: Any,
+) -> KVExplanation:
+    """Which kernel, tile and splits `flash_attn_with_kvcache` takes for these arguments. Runs nothing, reads no values.
+
+    `options` are those of :func:`make_call`; raises what the call itself would raise.
+    """
+    check_name(backend)
+    call = make_call(q, k_cache, v_cache, k, v, **options)
+    name = choose(call, backend)
+    refused = {"hopper": "has no kernel for a KV cache: decoding is bound by memory"}
+    why = portable_decode.refuse(call)
+    if name != "portable":
+        refused["portable"] = why or "not asked for"
+    else:
+        refused["reference"] = "slow, so only when asked for by backend='reference'"
+    place = f"pages of {call.page_size}" if call.page_size else "contiguous"
+    stored = call.kind or str(call.k_cache.dtype).removeprefix("torch.")
+    scales = ("no scales", "a scale for each head or cache", "a scale for each token or page")[call.k_scales.mode]
+    turned = f", RoPE on {call.rotary_dim} dimensions" if call.rotary_dim else ""
+    return KVExplanation(
+        backend=name,
+        kernel=portable_decode.KERNEL if name == "portable" else "plain torch, one sequence at a time",
+        plan=str(portable_decode.plan(call)) if name == "portable" else "",
+        cache=f"{stored}, {place}, room for {call.capacity} keys, {scales}",
+        append=f"{call.new} tokens{turned}, one more kernel" if call.new else "none",
+        refused=refused,
+    )
 
 
 def choose(call: KVCall, backend: str = "auto") -> str:

@@ -65,7 +65,7 @@ def poison_unused(arguments: dict) -> None:
         used[row, place] = True
     for cache, scales in ((call.k_cache, call.k_scales), (call.v_cache, call.v_scales)):
         if call.kind in ("int8", "int4"):
-            if scales.per_token:
+            if scales.per_token and scales.tensor is not None:
                 scales.tensor[~used] = NAN
         elif call.kind:
             cache.view(torch.uint8)[~used] = 0x7F

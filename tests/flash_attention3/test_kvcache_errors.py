@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from gpu_accel.errors import HardwareError, InvalidInputError, UnsupportedError
-from gpu_accel.flash_attention3 import flash_attn_with_kvcache
+from gpu_accel.flash_attention3 import explain_kvcache, flash_attn_with_kvcache
 from gpu_accel.flash_attention3.kvcache import kvcache_op
-from gpu_accel.testing.kvcache import make
+from gpu_accel.testing.kvcache import clone, make
 
 INT = torch.int32
 
@@ -138,21 +138,30 @@ def test_given_output():
     assert torch.equal(out, flash_attn_with_kvcache(**a))
 
 
-def test_compiles_as_one_graph():
-    a = make(new=1, lengths=[20, 9], poison=False, seqlen_q=1)
-    caches = a.pop("k_cache"), a.pop("v_cache")
-    plain, compiled = ([x.clone() for x in caches] for _ in range(2))
+def test_what_would_run():
+    said = str(explain_kvcache(**make(page=16, kind="e4m3", new=2, batch_invariant=True, poison=False)))
+    for words in ("portable: decode_attention", "e4m3, pages of 16, room for 64", "2 tokens", "splits of 64 keys"):
+        assert words in said, said
+    said = explain_kvcache(**make(dtype=torch.float64, poison=False))
+    assert said.backend == "reference" and "float64" in said.refused["portable"]
+    with pytest.raises(UnsupportedError, match="bound by memory"):
+        explain_kvcache(**make(poison=False), backend="hopper")
 
-    def step(q, k_cache, v_cache, k, v, cache_seqlens):
-        return flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=cache_seqlens, causal=True) * 2
+
+@pytest.mark.parametrize("options", [{}, {"kind": "int8", "granularity": "token"}], ids=["bf16", "int8"])
+def test_compiles_as_one_graph(options):
+    a = make(new=1, batch=1, lengths=[20], poison=False, causal=True, **options)
+    changed = [n for n in ("k_cache", "v_cache", "k_descale", "v_descale") if n in a]
+    b = clone(a)
+
+    def step(arguments):
+        return flash_attn_with_kvcache(**arguments) * 2
 
     with torch.no_grad():
-        expected = step(a["q"], *plain, a["k"], a["v"], a["cache_seqlens"])
-        found = torch.compile(step, fullgraph=True, backend="aot_eager")(
-            a["q"], *compiled, a["k"], a["v"], a["cache_seqlens"]
-        )
+        expected = step(a)
+        found = torch.compile(step, fullgraph=True, backend="aot_eager")(b)
     assert torch.equal(found, expected)
-    assert all(torch.equal(x, y) for x, y in zip(plain, compiled, strict=True))
+    assert all(torch.equal(a[n], b[n]) for n in changed)
 
 
 def test_the_op_is_sound():
