@@ -22,6 +22,9 @@ from gpu_accel.transformer_engine.tensor import QuantizedTensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BACKENDS = ("auto", "portable", "reference")
+# Whether tests/gpu/test_transformer_engine.py has passed on a GPU. Until then "auto" takes the reference on CUDA, slow
+# and right; backend="portable" asks for the kernels.
+GPU_CHECKED = False
 LONGEST_ROW = 16384  # values of a row that one program holds; longer rows are read twice
 _LIMIT = 2**31 - 1
 
@@ -80,7 +83,7 @@ def choose_backend(backend: str, x: Tensor, what: str) -> str:
         raise InvalidInputError(f"backend of {what} must be one of {', '.join(BACKENDS)}, got {backend!r}")
     runs = INTERPRET or x.is_cuda
     if backend == "auto":
-        return "portable" if runs else "reference"
+        return "portable" if INTERPRET or (runs and GPU_CHECKED) else "reference"
     if backend == "portable" and not runs:
         raise HardwareError(
             f"{what}: the portable kernel got a tensor on {x.device.type}: move it to a CUDA device, set "
@@ -298,7 +301,8 @@ def quantize(
         seed: of stochastic rounding; needed by it, refused otherwise.
         scale: () float32 to use instead of the current maximum (delayed scaling; e4m3 and e5m2 per tensor only). The
             largest magnitude is then left in `.seen_amax`.
-        backend: "portable" (Triton; GPU, or the interpreter), "reference" (plain torch), or "auto".
+        backend: "portable" (Triton; GPU, or the interpreter), "reference" (plain torch), or "auto": the kernels in the
+            interpreter, and on a GPU once they have been checked on one (`GPU_CHECKED`); until then the reference.
 
     Both backends give the same bits. What happens to zeros, infinities and NaN is written in `scales.py`.
 

@@ -1,0 +1,1 @@
+"""FP8, MX and NVFP4: claims and experiments."""

@@ -1,0 +1,163 @@
+"""Quantisers, products and the KV cache on a GPU: the same bits as the reference, where only hardware could differ."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from gpu_accel.testing import compare, generator
+from gpu_accel.transformer_engine import quantizer
+from gpu_accel.transformer_engine.gemm import scaled_mm
+from gpu_accel.transformer_engine.kv_cache import ELEMENTS, GRANULARITIES, quantize_kv_cache
+from gpu_accel.transformer_engine.quantizer import LONGEST_ROW, quantize
+from gpu_accel.transformer_engine.recipes import DelayedScaling
+from gpu_accel.transformer_engine.reference_gemm import scaled_mm_reference
+from gpu_accel.transformer_engine.schemes import SCHEMES, scheme
+from gpu_accel.transformer_engine.tensor import QuantizedTensor
+
+MORE = [
+    "e4m3:0x0:fp32:stochastic",
+    "e5m2:1x128:pow2",
+    "e2m1:1x32:e8m0:even",
+    "e5m2:1x32:e8m0:floor:stochastic",
+    "e2m1:1x16:nvfp4:stochastic",
+    "e2m1:1x16:nvfp4:hadamard16",
+]
+
+
+@pytest.fixture(autouse=True)
+def kernels_by_default(monkeypatch):
+    """These tests are what decides whether "auto" takes the kernels."""
+    monkeypatch.setattr(quantizer, "GPU_CHECKED", True)
+
+
+def make(rows: int, cols: int, *, dtype=torch.bfloat16, special: bool = True, seed: int = 0) -> torch.Tensor:
+    x = torch.randn(rows, cols, generator=generator(seed, "cuda"), device="cuda") * 3
+    if special:  # every kind of block that the policy names
+        x[1] = 0
+        x[2, 3], x[3, 5], x[0, 0] = math.nan, -math.inf, 1e-38
+        x[4] *= 1e30
+        x[5] *= 1e-30
+        x[6] *= 1e-39
+    return x.to(dtype)
+
+
+def assert_same_bits(one: QuantizedTensor, other: QuantizedTensor) -> None:
+    for name, mine in one._inner.items():
+        theirs = other._inner[name]
+        assert (mine is None) == (theirs is None), name
+        if mine is None or theirs is None:
+            continue
+        if mine.dtype == torch.float32:
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True, msg=name)
+        else:
+            wrong = mine.view(torch.uint8) != theirs.view(torch.uint8)
+            assert not wrong.any(), f"{name}: {int(wrong.sum())} of {wrong.numel()} bytes differ"
+
+
+@pytest.mark.parametrize("columnwise", [False, True], ids=["rows", "both"])
+@pytest.mark.parametrize("name", [*SCHEMES, *MORE])
+def test_bits(name, columnwise):
+    """A shape that tiles divide (no masks, vectors of 16 bytes) and one that nothing divides."""
+    seed = 3 if scheme(name).rounding == "stochastic" else None
+    for shape in ((512, 1024), (304, 1104) if "hadamard" in name else (301, 1097)):
+        for dtype in (torch.bfloat16, torch.float32):
+            x = make(*shape, dtype=dtype)
+            one, other = (
+                quantize(x, name, columnwise=columnwise, seed=seed, backend=backend)
+                for backend in ("portable", "reference")
+            )
+            assert_same_bits(one, other)
+
+
+def test_the_reference_gives_the_same_bits_on_a_cpu():
+    for name in ("fp8_1x128", "mxfp8", "nvfp4", "int8_row", "fp8_128x128"):
+        x = make(130, 300)
+        one, other = quantize(x, name), quantize(x.cpu(), name, backend="reference")
+        assert_same_bits(one, other.to("cuda"))
+
+
+def test_rows_longer_than_a_tile():
+    x = make(9, 2 * LONGEST_ROW + 5)
+    assert_same_bits(*(quantize(x, "fp8_row", backend=b) for b in ("portable", "reference")))
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_row", "mxfp8", "nvfp4"])
+def test_offsets_beyond_two_to_the_31(name):
+    store = torch.empty(2**32 + 4096, dtype=torch.bfloat16, device="cuda")
+    x = store.as_strided((3, 1024), (2**31, 1))
+    x.copy_(make(3, 1024, special=False))
+    out = quantize(x, name, columnwise=True)
+    assert_same_bits(out, quantize(x.clone(), name, columnwise=True, backend="reference"))
+
+
+def test_transposed_and_sliced_views():
+    x = make(512, 768)
+    for view in (x.t(), x[:, ::2], x[::3, 1:], x[:1].expand(64, 768)):
+        assert_same_bits(*(quantize(view, "mxfp8", columnwise=True, backend=b) for b in ("portable", "reference")))
+
+
+PAIRS = [
+    ("fp8", "fp8"), ("fp8_row", "fp8_row"), ("fp8_e5m2", "fp8"), ("fp8_1x128", "fp8_128x128"),
+    ("fp8_1x128", "fp8_1x128"), ("mxfp8", "mxfp8"), ("mxfp4", "mxfp4"), ("nvfp4", "nvfp4_16x16"),
+    ("mxfp6_e2m3", "mxfp8"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [(256, 384, 1024), (77, 200, 1033), (1, 128, 256)], ids=str)
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_products(pair, shape):
+    m, n, k = shape
+    a = quantize(make(m, k, special=False), pair[0])
+    b = quantize(make(n, k, special=False, seed=1), pair[1])
+    truth = scaled_mm_reference(a, b)
+    ruler = scaled_mm_reference(a, b, dtype=torch.float32, out_dtype=torch.bfloat16)
+    found = compare(scaled_mm(a, b), truth, ruler)
+    assert found.ok, found
+
+
+@pytest.mark.parametrize("pair", [("fp8", "fp8"), ("fp8_1x128", "fp8_128x128")], ids="-".join)
+def test_sums_over_a_long_k_keep_their_bits(pair):
+    """Tensor cores alone lose them: the error of a plain fp8 sum over 2**15 ones is of the order of a percent."""
+    k = 1 << 15
+    a = quantize(torch.rand(64, k, device="cuda", generator=generator(0, "cuda")), pair[0])
+    b = quantize(torch.rand(64, k, device="cuda", generator=generator(1, "cuda")), pair[1])
+    truth = scaled_mm_reference(a, b)
+    error = ((scaled_mm(a, b, out_dtype=torch.float32) - truth) / truth).abs().max().item()
+    assert error < 2e-4
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("dtype", ELEMENTS)
+def test_cache(dtype, granularity):
+    k, v = (make(2 * 100, 4 * 72, seed=s).view(2, 100, 4, 72) for s in range(2))
+    one, other = (
+        quantize_kv_cache(k, v, dtype=dtype, granularity=granularity, backend=b) for b in ("portable", "reference")
+    )
+    assert torch.equal(one.k.view(torch.uint8), other.k.view(torch.uint8))
+    assert torch.equal(one.v.view(torch.uint8), other.v.view(torch.uint8))
+    torch.testing.assert_close(one.k_scale, other.k_scale, rtol=0, atol=0, equal_nan=True)
+
+
+def test_delayed_scaling_in_a_graph():
+    """Nothing synchronises, so a step of delayed scaling can be captured and replayed."""
+    state = DelayedScaling(amax_history_len=4).state(device="cuda")
+    x = make(256, 256, special=False)
+    scale = state.scale.clone()
+    quantize(x, "fp8", scale=scale)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        q = quantize(x, "fp8", scale=scale)
+    x.mul_(2)
+    graph.replay()
+    assert q.seen_amax.item() == x.float().abs().max().item()
+    assert_same_bits(q, quantize(x, "fp8", scale=scale, backend="reference"))
+
+
+def test_what_is_emulated_says_so():
+    capability = torch.cuda.get_device_capability()
+    assert quantize(make(64, 64), "nvfp4").emulated == (capability < (10, 0))
+    assert quantize(make(64, 64), "fp8").emulated == (capability < (9, 0))
