@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,12 +38,16 @@ class Ring:
 
     def hops(self, mask: Mask, *, keys_travel: bool = True) -> int:
         """How far the travelling block must go until nobody has work for it: N - 1, fewer under a narrow window."""
-        way = -1 if keys_travel else 1
-        places = range(self.size)
-        return max(
-            (i for i in places for p in places if pieces(self.blocks[p], self.blocks[(p + way * i) % self.size], mask)),
-            default=0,
-        )
+        return _hops(self.blocks, mask, -1 if keys_travel else 1)
+
+
+@functools.lru_cache(256)
+def _hops(blocks: tuple[tuple[Run, ...], ...], mask: Mask, way: int) -> int:
+    n = len(blocks)
+    for distance in range(n - 1, 0, -1):
+        if any(pieces(blocks[p], blocks[(p + way * distance) % n], mask) for p in range(n)):
+            return distance
+    return 0
 
 
 class Message:

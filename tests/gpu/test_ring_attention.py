@@ -1,0 +1,163 @@
+"""Ring attention on GPUs: simulated ranks with the GPU kernels on one, and real ranks over NCCL and symmetric memory.
+
+The tests with several ranks start their own processes and are skipped with fewer GPUs.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+import torch
+import torch.multiprocessing
+
+from gpu_accel.flash_attention3.reference import attention_truth, attention_truth_backward
+from gpu_accel.ring_attention import RingAttention, make_layout
+from gpu_accel.ring_attention.attention import distributed_attention, gather_sequence, make_call
+from gpu_accel.ring_attention.simulate import simulate_attention
+from gpu_accel.testing import (
+    assert_close_to_truth,
+    make_qkv,
+    random_like,
+    relative_error,
+    yardstick_attention,
+    yardstick_attention_backward,
+)
+
+NAMES = ("o", "dq", "dk", "dv")
+SHAPE = {"batch": 1, "seqlen_q": 1000, "heads": 8, "heads_kv": 4, "head_dim": 128}
+
+
+def inputs(device: str = "cuda") -> list[torch.Tensor]:
+    qkv = make_qkv(**SHAPE, dtype=torch.bfloat16, device=device, seed=0)
+    return [*qkv, random_like(qkv.q, seed=1)]
+
+
+@pytest.mark.parametrize("schedule", ["kv_ring", "q_ring", "allgather", "ulysses", "usp", "mesh", "double_ring"])
+@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+def test_simulated_ranks_with_the_kernels_of_this_gpu(schedule: str, layout: str):
+    q, k, v, do = inputs()
+    found = simulate_attention(q, k, v, do=do, ranks=4, schedule=schedule, layout=layout, causal=True)
+    exact = (attention_truth(q, k, v, causal=True)[0], *attention_truth_backward(do, q, k, v, causal=True))
+    rulers = (
+        yardstick_attention(q, k, v, causal=True)[0],
+        *yardstick_attention_backward(do, q, k, v, causal=True),
+    )
+    for name, x, truth, ruler in zip(NAMES, (found[0], *found[2:]), exact, rulers, strict=True):
+        assert_close_to_truth(name, x, truth, ruler, floor=8e-3)
+
+
+def test_the_module_on_one_gpu():
+    q, k, v, _ = (x.transpose(1, 2) for x in inputs())
+    o = RingAttention(num_gpus=8, simulate=True)(q, k, v, causal=True)
+    exact, _ = attention_truth(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)
+    assert relative_error(o.transpose(1, 2), exact) < 5e-3
+
+
+# -- several GPUs
+
+
+def _rank(rank: int, ranks: int, port: int, function, arguments: tuple) -> None:
+    import torch.distributed as dist
+
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(ranks))
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", rank=rank, world_size=ranks)
+    function(rank, ranks, *arguments)
+    torch.cuda.synchronize()
+    dist.destroy_process_group()
+
+
+def run_ranks(function, ranks: int, *arguments) -> None:
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs, there are {torch.cuda.device_count()}")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(_rank, (ranks, port, function, arguments), nprocs=ranks)
+
+
+def _transport(kind: str):
+    from gpu_accel.ring_attention import SymmetricTransport, TorchTransport
+
+    return SymmetricTransport() if kind == "symmetric" else TorchTransport()
+
+
+def _equals_one_device(rank: int, ranks: int, kind: str) -> None:
+    transport = _transport(kind)
+    whole = inputs(f"cuda:{rank}")
+    exact = (
+        attention_truth(*whole[:3], causal=True)[0],
+        *attention_truth_backward(whole[3], *whole[:3], causal=True),
+    )
+    for schedule in ("kv_ring", "q_ring", "allgather", "ulysses", "usp", "mesh"):
+        for layout in (make_layout(name, seqlen=1000, ranks=ranks) for name in ("zigzag", "striped")):
+            for repeat in range(3):  # buffers and flags are used again
+                *qkv, do = (layout.shard(x, rank) for x in whole)
+                leaves = [x.requires_grad_() for x in qkv]
+                o, _ = distributed_attention(
+                    *leaves, layout=layout, transport=transport, schedule=schedule, causal=True
+                )
+                grads = torch.autograd.grad(o, leaves, do)
+                for name, x, truth in zip(NAMES, (o, *grads), exact, strict=True):
+                    error = relative_error(gather_sequence(x, layout, transport), truth)
+                    assert error < 1e-2, (schedule, layout, repeat, name, error)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("kind", ["nccl", "symmetric"])
+def test_ranks_equal_one_device(kind: str, ranks: int):
+    run_ranks(_equals_one_device, ranks, kind)
+
+
+def _hop_content(rank: int, ranks: int) -> None:
+    """Many exchanges in a row, each with other content, beside a stream that is busy."""
+    transport = _transport("symmetric")
+    transport.agree("start")
+    here, there = transport.buffers(2, (1 << 22,), torch.empty(0, device=f"cuda:{rank}", dtype=torch.bfloat16))
+    here.fill_(float(rank))
+    busy = torch.randn(2048, 2048, device=f"cuda:{rank}")
+    for step in range(1, 3 * ranks):
+        pending = transport.exchange(here, there, to=(rank + 1) % ranks, source=(rank - 1) % ranks)
+        for _ in range(4):
+            busy = busy @ busy * 1e-3
+        pending.wait()
+        here, there = there, here
+        assert bool((here == float((rank - step) % ranks)).all()), step
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_symmetric_hops_bring_the_right_content(ranks: int):
+    run_ranks(_hop_content, ranks)
+
+
+def _graph(rank: int, ranks: int) -> None:
+    """Forward of the ring in a CUDA graph, replayed with other inputs."""
+    from gpu_accel.ring_attention.schedules import kv_ring
+
+    transport = _transport("symmetric")
+    layout = make_layout("zigzag", seqlen=1000, ranks=ranks)
+    q, k, v = (layout.shard(x, rank) for x in inputs(f"cuda:{rank}")[:3])
+    call = make_call(q, k, v, layout, causal=True)
+    transport.agree("graph")
+    with torch.no_grad():
+        for _ in range(2):
+            transport._asked = 0
+            kv_ring.forward(q, k, v, call, transport)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        transport._asked = 0
+        with torch.cuda.graph(graph):
+            o, _ = kv_ring.forward(q, k, v, call, transport)
+        for scale in (1.0, 0.5):
+            v.mul_(scale)
+            graph.replay()
+            torch.cuda.synchronize()
+            transport._asked = 0
+            expected, _ = kv_ring.forward(q, k, v, call, transport)
+            assert torch.equal(o, expected), scale
+
+
+def test_the_ring_in_a_cuda_graph():
+    run_ranks(_graph, 2)
