@@ -152,7 +152,7 @@ def top(
 
 
 def _register() -> None:
-    from . import compare, doctor, hardware, ledger, notebook, papers, report, ring, run
+    from . import compare, conformance, doctor, hardware, ledger, notebook, papers, report, ring, run
 
     app.command("list")(papers.list_papers)
     app.command("show")(papers.show)
@@ -161,6 +161,7 @@ def _register() -> None:
     app.command("compare")(compare.compare)
     app.command("report")(report.report)
     app.command("notebook")(notebook.notebook)
+    app.command("conformance")(conformance.conformance)
     app.command("doctor")(doctor.doctor)
     app.add_typer(hardware.app, name="hardware")
     app.add_typer(ring.app, name="ring")
