@@ -118,6 +118,8 @@ def explain(
         for n, x in (("q", q), ("k", k), ("v", v))
         if function.unit_last_stride(x) is not x
     ]
+    if problem.features >= {"mask_mod"} and "block_mask" not in problem.features:
+        notes.append("mask_mod alone hides keys after their scores were computed: a block_mask skips whole blocks")
     found = module(BACKENDS[name], "forward")
     config, path = "", ""
     if name == "portable":

@@ -85,6 +85,8 @@ def _by_autograd(q, k, v, sinks, do, dlse, known: dict[str, Any]) -> tuple[Tenso
     options = known if sinks is None else {**known, "sinks": leaves[3]}
     with torch.enable_grad():
         outputs = attention_reference(*leaves[:3], dtype=q.dtype, **options)
+    if not outputs[0].requires_grad:  # no rows at all
+        return tuple(torch.zeros_like(x) for x in leaves)
     sent = [do] if dlse is None else [do, dlse.to(q.dtype)]
     grads = torch.autograd.grad(outputs[: len(sent)], leaves, sent, allow_unused=True)
     return tuple(torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads, strict=True))

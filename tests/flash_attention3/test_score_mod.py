@@ -245,7 +245,8 @@ def test_who_refuses(device):
     for backend in ("hopper", "reference"):
         with pytest.raises(UnsupportedError, match="does not do mask_mod"):
             flash_attn_func(q, k, v, mask_mod=checkers, backend=backend)
-    assert "mask_mod" in explain(q, k, v, mask_mod=checkers).refused["hopper"]
+    said = explain(q, k, v, mask_mod=checkers)
+    assert "mask_mod" in said.refused["hopper"] and "a block_mask skips whole blocks" in " ".join(said.notes)
 
 
 def python_function(score, b, h, q_idx, kv_idx):
