@@ -36,8 +36,6 @@ Source: FlashAttention-3, arXiv 2407.08608, section 3.1 and appendix B.1.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -52,109 +50,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from gpu_accel.gluon_compat import tma_load, tma_store
 
-from .hopper_device import bar_arrive, bar_sync, pack_pairs, publish_tile, receive_tile, tanh, unpack_pairs
+from .hopper_backward_device import (
+    KEYS,
+    bar_arrive_at,
+    bar_sync_at,
+    first_step,
+    probabilities,
+    query_blocks,
+    tile_at,
+)
+from .hopper_device import bar_arrive, bar_sync, pack_pairs, publish_tile, receive_tile, unpack_pairs
 
-KEYS = gl.constexpr(64)  # keys of one consumer: the M of wgmma
 EXCHANGED = gl.constexpr(10)  # to 13: dS of consumer (id - 10) // 2 and stage (id - 10) % 2 is in shared memory
 FINISHED = gl.constexpr(14)
 TURN = gl.constexpr(8)  # and 9: whose turn it is to compute exponentials
-LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@gluon.jit
-def bar_sync_at(barrier, threads: gl.constexpr):
-    """`bar_sync` on a barrier whose number is not known at compile time."""
-    gl.inline_asm_elementwise("bar.sync $1, $2; mov.b32 $0, 0;", "=r,r,n",
-                              [gl.to_tensor(barrier), gl.to_tensor(threads)],
-                              dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
-
-
-@gluon.jit
-def bar_arrive_at(barrier, threads: gl.constexpr):
-    """`bar_arrive` on a barrier whose number is not known at compile time."""
-    gl.inline_asm_elementwise("bar.arrive $1, $2; mov.b32 $0, 0;", "=r,r,n",
-                              [gl.to_tensor(barrier), gl.to_tensor(threads)],
-                              dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
-
-
-@gluon.jit
-def _tile(index, num_n, heads_kv, group, HEAVY_FIRST: gl.constexpr):
-    """Tile number -> (key block, batch, key head); causal: first the keys that most rows see, of `group` heads."""
-    if HEAVY_FIRST:
-        per_group = num_n * group
-        g = index // per_group
-        r = index - g * per_group
-        n = r // group
-        batch_head = g * group + r - n * group
-    else:
-        batch_head = index // num_n
-        n = index - batch_head * num_n
-    batch = batch_head // heads_kv
-    return n, batch, batch_head - batch * heads_kv
-
-
-@gluon.jit
-def _query_blocks(
-    key0, shift, num_m, left, right, M: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr
-):  # fmt: skip
-    """First and one-past-last query block that sees keys [key0, key0 + 128); at least one: zeros must be written."""
-    lo = 0
-    hi = num_m
-    if CAUSAL:
-        lo = gl.minimum(gl.maximum(key0 - shift - right, 0) // M, num_m - 1)
-    if WINDOW:
-        hi = gl.minimum(hi, gl.maximum(key0 + 2 * KEYS - 1 - shift + left, 0) // M + 1)
-        hi = gl.maximum(hi, lo + 1)
-    return lo, hi
-
-
-@gluon.jit
-def _first_step(
-    tile, num_n, heads_kv, per_kv, group, shift, num_m, left, right,
-    M: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-):  # fmt: skip
-    """Key block of a tile, its first query head (of all batches), first query block and number of blocks."""
-    n_block, batch, head_kv = _tile(tile, num_n, heads_kv, group, CAUSAL)
-    lo, hi = _query_blocks(n_block * 2 * KEYS, shift, num_m, left, right, M, CAUSAL, WINDOW)
-    return n_block, (batch * heads_kv + head_kv) * per_kv, lo, hi - lo
-
-
-@gluon.jit
-def _probabilities(
-    s, lse, key0, row0, shift, seqlen_k, left, right, qk_scale, cap_in,
-    DTYPE: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, EVEN_K: gl.constexpr,
-):  # fmt: skip
-    """P^T of a block of scores, packed, and the factor of dS^T, which is P^T but for softcap."""
-    if SOFTCAP:
-        t = tanh(s * cap_in)
-        s = t
-    p = gl.exp2(s * qk_scale - lse[None, :])
-    M: gl.constexpr = s.shape[1]
-    LAYOUT: gl.constexpr = s.type.layout
-    if CAUSAL or WINDOW or not EVEN_K:
-        masked = key0 + KEYS > seqlen_k
-        if CAUSAL:
-            masked = masked | (key0 + KEYS - 1 > row0 + shift + right)
-        if WINDOW:
-            masked = masked | (key0 < row0 + M - 1 + shift - left)
-        if masked:
-            row = gl.arange(0, M, layout=gl.SliceLayout(0, LAYOUT))
-            key = key0 + gl.arange(0, KEYS, layout=gl.SliceLayout(1, LAYOUT))
-            first = key - shift - row0
-            if CAUSAL:
-                first -= right
-            else:
-                first = first * 0
-            first = gl.where(key < seqlen_k, first, M)
-            p = gl.where(row[None, :] >= first[:, None], p, 0.0)
-            if WINDOW:
-                last = key - shift - row0 + left
-                p = gl.where(row[None, :] <= last[:, None], p, 0.0)
-    packed = pack_pairs(p, DTYPE)
-    factor = packed
-    if SOFTCAP:
-        factor = pack_pairs(p * (1.0 - t * t), DTYPE)
-    return packed, factor
 
 
 @builtin
@@ -205,8 +114,8 @@ def _consumer(
     shift = seqlen_k - seqlen_q
     tile = gl.program_id(0)
     # where a step is: row block i of a head (batch and head in one), `blocks` to go there, `group_left` heads to go
-    n_block, head, i, blocks = _first_step(
-        tile, num_n, heads_kv, per_kv, group, shift, num_m, left, right, M, CAUSAL, WINDOW)  # fmt: skip
+    n_block, head, i, blocks = first_step(
+        tile, num_n, heads_kv, per_kv, group, shift, num_m, left, right, M, 2 * KEYS, CAUSAL, WINDOW)  # fmt: skip
     group_left = per_kv
     it = 0
     k = 0
@@ -221,9 +130,10 @@ def _consumer(
     mbarrier.wait(q_full.index(0), 0)
     s_async = warpgroup_mma(k_bufs.index(WG), q_bufs.index(0).permute((1, 0)), s_zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s_async])
-    p, factor = _probabilities(
-        s, stat_bufs.index(0).load(COLUMNS), n_block * 2 * KEYS + WG * KEYS, i * M, shift, seqlen_k, left, right,
-        qk_scale, cap_in, dtype, CAUSAL, WINDOW, SOFTCAP, EVEN_K)  # fmt: skip
+    lse = stat_bufs.index(0).load(COLUMNS)
+    p, factor = probabilities(
+        s, lse, n_block * 2 * KEYS + WG * KEYS, i * M, shift, seqlen_k, left, right, qk_scale, cap_in,
+        dtype, CAUSAL, WINDOW, SOFTCAP, EVEN_K)  # fmt: skip
     mbarrier.wait(v_full.index(0), 0)
     dq = q_zero
     dq_buf = dq_bufs.index(WG)
@@ -259,8 +169,9 @@ def _consumer(
             else:
                 tile += gl.num_programs(0)
             if tile < num_tiles:
-                n_block, head, i, blocks = _first_step(
-                    tile, num_n, heads_kv, per_kv, group, shift, num_m, left, right, M, CAUSAL, WINDOW)  # fmt: skip
+                n_block, head, i, blocks = first_step(
+                    tile, num_n, heads_kv, per_kv, group, shift, num_m, left, right,
+                    M, 2 * KEYS, CAUSAL, WINDOW)  # fmt: skip
                 group_left = per_kv
                 mbarrier.wait(k_full.index(k % K_SLOTS), (k // K_SLOTS) & 1)
             else:
@@ -268,7 +179,7 @@ def _consumer(
                 it_next = it
                 k = k_done
         elif blocks == 0:
-            lo, hi = _query_blocks(n_block * 2 * KEYS, shift, num_m, left, right, M, CAUSAL, WINDOW)
+            lo, hi = query_blocks(n_block * 2 * KEYS, shift, num_m, left, right, M, 2 * KEYS, CAUSAL, WINDOW)
             i = lo
             blocks = hi - lo
             head += 1
@@ -317,7 +228,7 @@ def _consumer(
             lse = stat_bufs.index(2 * stage_next).load(COLUMNS)
         if PING_PONG:
             bar_sync(TURN + WG, 256)
-        p, f = _probabilities(
+        p, f = probabilities(
             s, lse, n_block * 2 * KEYS + WG * KEYS, i * M, shift, seqlen_k, left, right, qk_scale, cap_in,
             dtype, CAUSAL, WINDOW, SOFTCAP, EVEN_K)  # fmt: skip
         if PING_PONG:
@@ -342,7 +253,7 @@ def _consumer(
             v_own.store(dv.to(dtype))
             k_own.store((dk * softmax_scale).to(dtype))
             fence_async_shared()
-            n_done, batch_done, head_done = _tile(tile_done, num_n, heads_kv, group, CAUSAL)
+            n_done, batch_done, head_done = tile_at(tile_done, num_n, heads_kv, group, CAUSAL)
             key0 = n_done * 2 * KEYS + WG * KEYS
             tma_store(dv_desc, [batch_done, head_done, key0, 0], v_own)
             tma_store(dk_desc, [batch_done, head_done, key0, 0], k_own)
@@ -388,8 +299,8 @@ def _producer(
     k = 0
     tile = gl.program_id(0)
     while tile < num_tiles:
-        n_block, batch, head_kv = _tile(tile, num_n, heads_kv, group, CAUSAL)
-        lo, hi = _query_blocks(n_block * 2 * KEYS, shift, num_m, left, right, M, CAUSAL, WINDOW)
+        n_block, batch, head_kv = tile_at(tile, num_n, heads_kv, group, CAUSAL)
+        lo, hi = query_blocks(n_block * 2 * KEYS, shift, num_m, left, right, M, 2 * KEYS, CAUSAL, WINDOW)
         key0 = n_block * 2 * KEYS
         slot = k % K_SLOTS
         mbarrier.wait(k_empty.index(slot), ((k // K_SLOTS) & 1) ^ 1)
@@ -487,65 +398,3 @@ def attention_backward_kernel(
         (_producer, (bufs, bars, q_desc, do_desc, k_desc, v_desc, stat_desc, counter, shape,
                      M, K_SLOTS, V_SLOTS, CAUSAL, WINDOW, DYNAMIC)),
     ], [4, 1], [240, 24])  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["heads", "seqlen_q", "num_m", "head_dim"])
-def prepare(
-    o_ptr, do_ptr, lse_ptr, dlse_ptr, stat_ptr, dq_ptr, o_sb, o_ss, o_sh, do_sb, do_ss, do_sh,
-    heads, seqlen_q, num_m, head_dim,
-    D: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, MASK_D: tl.constexpr, DLSE: tl.constexpr,
-):  # fmt: skip
-    """stat = (lse in base 2, delta = rowsum(do * o) - dlse), (+inf, 0) where there is no row; zeroes the sum of dQ."""
-    batch_head = tl.program_id(0)
-    part = tl.program_id(1)
-    batch = batch_head // heads
-    head = batch_head - batch * heads
-    rows = part * ROWS + tl.arange(0, ROWS)
-    cols = tl.arange(0, D)
-    here = (rows < seqlen_q)[:, None]
-    if MASK_D:
-        here = here & (cols < head_dim)[None, :]
-    o_at = batch.to(tl.int64) * o_sb + head.to(tl.int64) * o_sh + rows.to(tl.int64)[:, None] * o_ss + cols[None, :]
-    do_at = batch.to(tl.int64) * do_sb + head.to(tl.int64) * do_sh + rows.to(tl.int64)[:, None] * do_ss + cols[None, :]
-    o = tl.load(o_ptr + o_at, mask=here, other=0.0).to(tl.float32)
-    do = tl.load(do_ptr + do_at, mask=here, other=0.0).to(tl.float32)
-    delta = tl.sum(o * do, 1)
-    lse_at = batch_head.to(tl.int64) * seqlen_q + rows
-    lse = tl.load(lse_ptr + lse_at, mask=rows < seqlen_q, other=float("inf")) * LOG2_E
-    lse = tl.where(lse == float("-inf"), float("inf"), lse)
-    if DLSE:
-        delta -= tl.load(dlse_ptr + lse_at, mask=rows < seqlen_q, other=0.0)
-    stat_at = (batch_head.to(tl.int64) * num_m + rows // M) * (2 * M) + rows % M
-    tl.store(stat_ptr + stat_at, lse)
-    tl.store(stat_ptr + stat_at + M, delta)
-    dq_at = (batch_head.to(tl.int64) * num_m * M + part * ROWS) * D
-    tl.store(dq_ptr + dq_at + tl.arange(0, ROWS * D), tl.zeros([ROWS * D], tl.float32))
-
-
-@triton.jit(do_not_specialize=["heads", "seqlen_q", "num_m", "head_dim"])
-def dq_finish(
-    dq_sum, dq_ptr, dq_sb, dq_ss, dq_sh, heads, seqlen_q, num_m, head_dim, softmax_scale,
-    D: tl.constexpr, M: tl.constexpr, MASK_D: tl.constexpr,
-):  # fmt: skip
-    """dq = softmax_scale * dq_sum for one fragment of 64 rows and 64 columns, out of the order of `_add_fragment`."""
-    batch_head = tl.program_id(0)
-    fragment = tl.program_id(1)
-    batch = batch_head // heads
-    head = batch_head - batch * heads
-    at = (batch_head.to(tl.int64) * num_m * 2 + fragment) * 4096
-    x = tl.load(dq_sum + at + tl.arange(0, 4096)) * softmax_scale
-    # (row / 16, column / 8, row % 8, column / 2 % 4, row / 8 % 2, column % 2)
-    x = tl.reshape(tl.permute(tl.reshape(x, (4, 8, 8, 4, 2, 2)), (0, 4, 2, 1, 3, 5)), (64, 64))
-    if M == 128:
-        row0 = fragment * 64
-        col0 = 0
-    else:
-        row0 = fragment // 2 * 64
-        col0 = fragment % 2 * 64
-    rows = row0 + tl.arange(0, 64)
-    cols = col0 + tl.arange(0, 64)
-    here = (rows < seqlen_q)[:, None]
-    if MASK_D:
-        here = here & (cols < head_dim)[None, :]
-    dq_at = batch.to(tl.int64) * dq_sb + head.to(tl.int64) * dq_sh + rows.to(tl.int64)[:, None] * dq_ss + cols[None, :]
-    tl.store(dq_ptr + dq_at, x.to(dq_ptr.dtype.element_ty), mask=here)

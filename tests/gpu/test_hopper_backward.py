@@ -44,6 +44,22 @@ CASES = {
     "head-dim-120": ((1, 300, 400, 4, 2, 120), {}),
     "many-tiles-a-program": ((40, 256, 256, 8, 8, 64), {"causal": True}),
     "many-tiles-a-program-d128": ((40, 256, 256, 8, 8, 128), {}),
+    "one-block-d256": ((1, 128, 128, 1, 1, 256), {}),
+    "one-row-one-key-d256": ((1, 1, 1, 1, 1, 256), {}),
+    "one-query-d256": ((1, 1, 1000, 2, 1, 256), {"causal": True}),
+    "one-key-d256": ((1, 1000, 1, 2, 1, 256), {}),
+    "odd-lengths-d256": ((1, 333, 257, 2, 2, 256), {}),
+    "causal-d256": ((2, 1024, 1024, 3, 3, 256), {"causal": True}),
+    "causal-sq-lt-sk-d192": ((2, 129, 515, 4, 2, 192), {"causal": True}),
+    "causal-rows-see-nothing-d256": ((2, 515, 129, 4, 1, 256), {"causal": True}),
+    "window-d256": ((1, 700, 700, 8, 2, 256), {"window_size": (100, 50)}),
+    "window-causal-d200": ((1, 700, 700, 8, 2, 200), {"window_size": (64, 0)}),
+    "window-keys-nobody-sees-d256": ((1, 200, 640, 2, 1, 256), {"window_size": (10, 5)}),
+    "window-rows-see-nothing-d256": ((1, 640, 200, 2, 1, 256), {"window_size": (10, 5)}),
+    "softcap-causal-d256": ((1, 513, 640, 2, 1, 256), {"causal": True, "softcap": 3.0}),
+    "softcap-window-d136": ((1, 513, 640, 2, 1, 136), {"softcap": 2.0, "window_size": (70, 300)}),
+    "many-tiles-a-program-d256": ((20, 256, 256, 8, 8, 256), {}),
+    "many-tiles-a-program-causal-d256": ((20, 300, 256, 8, 4, 256), {"causal": True}),
 }
 
 
@@ -81,22 +97,22 @@ def test_case(name):
     check(*inputs(shape), **options)
 
 
-@pytest.mark.parametrize("name", ["odd-lengths-d64", "causal-d128", "causal-rows-see-nothing", "softcap-d40"])
+@pytest.mark.parametrize("name", ["odd-lengths-d64", "causal-d128", "causal-d256",
+                                  "causal-rows-see-nothing", "softcap-d40"])  # fmt: skip
 def test_fp16(name):
     shape, options = CASES[name]
     check(*inputs(shape, FP16), **options)
 
 
-@pytest.mark.parametrize(
-    "name", ["odd-lengths-d128", "causal-sq-lt-sk", "causal-rows-see-nothing", "softcap-causal-d128"]
-)
+@pytest.mark.parametrize("name", ["odd-lengths-d128", "odd-lengths-d256", "causal-sq-lt-sk", "causal-rows-see-nothing",
+                                  "softcap-causal-d128", "softcap-causal-d256"])  # fmt: skip
 def test_gradient_of_lse(name):
     shape, options = CASES[name]
     check(*inputs(shape), lse_gradient=True, **options)
 
 
 @pytest.mark.parametrize("kind", ["strided", "packed", "broadcast", "transposed", "misaligned"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_memory_layouts(kind, head_dim):
     check(*inputs((2, 300, 300, 4, 4, head_dim), kind=kind), causal=True)
 
@@ -106,14 +122,23 @@ def test_expanded_output_gradient():
     check(q, k, v, do=torch.ones(1, 1, 1, 1, dtype=BF16, device="cuda").expand(q.shape))
 
 
-def test_rows_that_see_nothing_get_zeros():
-    q, k, v = inputs((1, 400, 100, 2, 2, 64))
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_rows_that_see_nothing_get_zeros(head_dim):
+    q, k, v = inputs((1, 400, 100, 2, 2, head_dim))
     dq, _, _ = check(q, k, v, causal=True)
     assert torch.equal(dq[:, :300], torch.zeros_like(dq[:, :300]))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_dk_and_dv_do_not_change_from_run_to_run(head_dim):
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_keys_that_nobody_sees_get_zeros(head_dim):
+    q, k, v = inputs((1, 100, 600, 2, 1, head_dim))
+    _, dk, dv = check(q, k, v, window_size=(0, 0))
+    for x in (dk, dv):
+        assert torch.equal(x[:, :500], torch.zeros_like(x[:, :500]))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_what_is_said_not_to_change_from_run_to_run(head_dim):
     q, k, v = inputs((4, 1000, 1000, 4, 2, head_dim))
     o, lse = attention_truth(q, k, v, causal=True)
     do = random_like(q, seed=3)
@@ -121,11 +146,13 @@ def test_dk_and_dv_do_not_change_from_run_to_run(head_dim):
     for _ in range(5):
         again = run(do, q, k, v, o.to(BF16), lse.float(), causal=True)
         assert torch.equal(first[1], again[1]) and torch.equal(first[2], again[2])
+        assert head_dim <= 128 or torch.equal(first[0], again[0])
 
 
-def test_large_scores_beyond_the_last_key():
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_large_scores_beyond_the_last_key(head_dim):
     # keys past the end score 0, far above a very negative lse: they must not turn dq into inf * 0
-    q, k, v = inputs((1, 200, 130, 2, 2, 64))
+    q, k, v = inputs((1, 200, 130, 2, 2, head_dim))
     q = torch.full_like(q, 30.0)
     k = torch.full_like(k, -30.0) + 0.01 * k
     o, lse = attention_truth(q, k, v)
@@ -139,7 +166,7 @@ def test_refusals():
                    heads_kv=1, head_dim=64, head_dim_v=64, causal=False, window_left=-1, window_right=-1, softcap=0.0,
                    varlen=False)  # fmt: skip
     assert hopper_backward.refuse(Problem(**problem)) is None
-    wide = {"head_dim": 256, "head_dim_v": 256}
+    wide = dict.fromkeys(("head_dim", "head_dim_v"), hopper_backward.MOST_HEAD_DIM + 8)
     for change in ({"deterministic": True}, {"varlen": True}, wide, {"head_dim_v": 128}, {"dtype": torch.float32},
                    {"capability": (10, 0)}):  # fmt: skip
         assert hopper_backward.refuse(Problem(**{**problem, **change}))

@@ -1,0 +1,50 @@
+"""What surrounds the Hopper backward, in plain Triton, against torch: row statistics, and dQ out of its fragments."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from gpu_accel.flash_attention3.hopper_backward_finish import dq_finish, prepare
+
+LOG2_E = 1.4426950408889634
+
+
+@pytest.mark.parametrize("dlse", [False, True])
+@pytest.mark.parametrize("block", [64, 128])
+def test_prepare(block, dlse, device):
+    batch, seqlen, heads, head_dim, d = 2, 150, 3, 40, 64  # odd lengths, and head_dim filled with zeros
+    o, do = (torch.randn(batch, seqlen, heads, head_dim, device=device) for _ in range(2))
+    lse = torch.randn(batch, heads, seqlen, device=device)
+    lse[0, 1, 7] = -math.inf
+    gradient = torch.randn_like(lse)
+    blocks = -(-seqlen // block)
+    stat = torch.full((batch, heads, blocks, 2, block), math.nan, device=device)
+    total = torch.full((batch, heads, blocks, block, d), math.nan, device=device)
+    grid = (batch * heads, blocks * block // 64)
+    prepare[grid](o, do, lse, gradient, stat, total, *o.stride()[:3], *do.stride()[:3], heads, seqlen, blocks, head_dim,
+                  D=d, M=block, ROWS=64, MASK_D=True, DLSE=dlse, ZERO=True)  # fmt: skip
+    assert torch.equal(total, torch.zeros_like(total))
+    got = stat.transpose(2, 3).reshape(batch, heads, 2, blocks * block)
+    delta = (o * do).sum(-1).transpose(1, 2) - (gradient if dlse else 0.0)
+    torch.testing.assert_close(got[:, :, 1, :seqlen], delta, rtol=1e-5, atol=1e-5)
+    expected = torch.where(lse == -math.inf, math.inf, lse * LOG2_E)
+    torch.testing.assert_close(got[:, :, 0, :seqlen], expected, rtol=1e-6, atol=1e-6)
+    assert (got[:, :, 0, seqlen:] == math.inf).all() and (got[:, :, 1, seqlen:] == 0).all()
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_dq_finish(d, device):
+    batch, seqlen, heads, head_dim = 2, 150, 3, d - 8
+    block = 128 if d == 64 else 64
+    blocks = -(-seqlen // block)
+    dq = torch.randn(batch, heads, blocks * block, d, device=device)
+    # fragments of 64 x 64, numbers in them in the order in which the threads of a warpgroup hold an accumulator
+    tiles = dq.reshape(batch, heads, blocks * block // 64, 64, d // 64, 64).transpose(3, 4)
+    order = tiles.reshape(-1, 4, 2, 8, 8, 4, 2).permute(0, 1, 4, 3, 5, 2, 6).reshape(batch, heads, blocks, 2, 4096)
+    got = torch.full((batch, seqlen, heads, head_dim), math.nan, device=device)
+    dq_finish[(batch * heads, blocks * 2)](order.contiguous(), got, *got.stride()[:3], heads, seqlen, blocks, head_dim,
+                                           0.5, D=d, M=block, MASK_D=True)  # fmt: skip
+    torch.testing.assert_close(got, 0.5 * dq[:, :, :seqlen, :head_dim].transpose(1, 2), rtol=0, atol=0)
