@@ -127,8 +127,8 @@ def test_a_patched_stall_count_is_all_that_changes(tmp_path):
     from gpu_accel.hardware.microbenchmarks.compile import build
 
     cubin, count = cores.patched(cores.CHAIN, "stall-2")
-    before = build(cores.CHAIN.source).functions["latency"].instructions
-    after = disassembled(cubin, tmp_path)["latency"].instructions
+    before = build(cores.CHAIN.source).functions[cores.CHAIN.name].instructions
+    after = disassembled(cubin, tmp_path)[cores.CHAIN.name].instructions
     changed = [(a, b) for a, b in zip(before, after, strict=True) if a.encoding != b.encoding]
     assert len(changed) == count == 128
     stalls = [a.control.stall for a, _ in changed]

@@ -9,9 +9,11 @@ two, on average.
 from __future__ import annotations
 
 import ctypes
+import functools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from .launch import launch, sm_count
 from .probe import PRELUDE, Kernel, Outcome, Probe, Sampled, close, equal, run, slope, worst
@@ -80,32 +82,39 @@ class Step:
     bound: float = 0.0
     purity: float = 0.9
 
-    def source(self) -> str:
+    helpers: ClassVar[str] = ""  # CUDA C++ that `code` calls
+    variant: ClassVar[str] = ""  # tells kernels of one name apart
+
+    @property
+    def label(self) -> str:
+        """The end of its kernels' names."""
+        return re.sub(r"\W", "_", self.name) + self.variant
+
+    def code_of_kernels(self) -> str:
         shared = {"type": self.type, "step": self.code}
+        return _CHAIN.format(kernel=f"latency_{self.label}", chains=1, steps=UNROLL, **shared) + _CHAIN.format(
+            kernel=f"throughput_{self.label}", chains=CHAINS, steps=UNROLL // CHAINS, **shared
+        )
+
+    def kernels(self, among: tuple[Step, ...] = ()) -> tuple[Kernel, Kernel]:
+        """(latency, throughput), compiled together with those of other steps."""
+        shared = {"holds": self.holds, "at_least": self.least, "also": self.also, "purity": self.purity}
+        source = source_of(among or (self,))
         return (
-            PRELUDE
-            + _CHAIN.format(kernel="latency", chains=1, steps=UNROLL, **shared)
-            + _CHAIN.format(kernel="throughput", chains=CHAINS, steps=UNROLL // CHAINS, **shared)
+            Kernel(source=source, name=f"latency_{self.label}", **shared),
+            Kernel(source=source, name=f"throughput_{self.label}", **shared),
         )
 
-    def kernels(self) -> tuple[Kernel, Kernel]:
-        least = UNROLL * self.count
-        return tuple(  # type: ignore[return-value]
-            Kernel(
-                source=self.source(),
-                name=name,
-                holds=self.holds,
-                at_least=least,
-                also=self.also,
-                purity=self.purity,
-            )
-            for name in ("latency", "throughput")
-        )
+    @property
+    def least(self) -> int:
+        """How many of `holds` one pass of the loop has."""
+        return UNROLL * self.count
 
-    def measure(self, seed: int) -> Outcome:
+    def measure(self, seed: int, among: tuple[Step, ...] = ()) -> Outcome:
+        """Both checks, then both measurements."""
         import torch
 
-        latency, throughput = self.kernels()
+        latency, throughput = self.kernels(among)
         for kernel in (latency, throughput):
             kernel.loop()
         generator = torch.Generator().manual_seed(seed)
@@ -153,6 +162,13 @@ class Step:
         return equal(found, wanted, f"wrong elements of {what}")
 
 
+@functools.cache
+def source_of(steps: tuple[Step, ...]) -> str:
+    """The kernels of some steps in one file: compiled and disassembled in one go."""
+    helpers = "".join(dict.fromkeys(step.helpers for step in steps))
+    return PRELUDE + helpers + "".join(step.code_of_kernels() for step in steps)
+
+
 def _numbers(step: Step, values: torch.Tensor) -> torch.Tensor:
     """Packed halves as the numbers they hold."""
     import torch
@@ -167,4 +183,11 @@ def probes(quick: bool = False) -> list[Probe]:
     from .alu_steps import STEPS
 
     chosen = [step for step in STEPS if not quick or step.name in ("FFMA", "IMAD", "DFMA", "MUFU.EX2")]
-    return [Probe(case={"instruction": step.name}, kernels=step.kernels(), measure=step.measure) for step in chosen]
+    return [
+        Probe(
+            case={"instruction": step.name},
+            kernels=step.kernels(STEPS),
+            measure=functools.partial(step.measure, among=STEPS),
+        )
+        for step in chosen
+    ]

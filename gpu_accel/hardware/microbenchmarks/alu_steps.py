@@ -221,13 +221,13 @@ STEPS = (
     _word_step("IDP.4A", "dp4a.s32.s32 %0, %0, %1, %2;", integer(_dot4), a=0x7F81FE03, b=1013904223),
     _word_step("SHFL", "shfl.sync.bfly.b32 %0, %0, 1, 0x1f, 0xffffffff;", integer(_exchange)),
     _float_step("MUFU.EX2", _NEGATED_EXP, _half_power),
-    _float_step("MUFU.RCP", _NEGATED_RCP, _negated_reciprocal),
+    _float_step("MUFU.RCP", _NEGATED_RCP, _negated_reciprocal, bound=1e-4),
     _float_step("MUFU.RSQ", "rsqrt.approx.ftz.f32 %0, %0;", _float("rsqrt")),
     _float_step("MUFU.SQRT", "sqrt.approx.ftz.f32 %0, %0;", _float("sqrt")),
     _float_step(
-        "MUFU.SIN+FMUL", "sin.approx.ftz.f32 %0, %0;", _float("sin"), holds="MUFU.SIN", also=("FMUL",), bound=1e-4
+        "MUFU.SIN+FMUL", "sin.approx.ftz.f32 %0, %0;", _float("sin"), holds="MUFU.SIN", also=("FMUL",), bound=1e-2
     ),
-    _float_step("MUFU.TANH", "tanh.approx.f32 %0, %0;", _float("tanh"), bound=1e-2),
+    _float_step("MUFU.TANH", "tanh.approx.f32 %0, %0;", _float("tanh"), bound=5e-2),
     _float_step(
         "F2F.F64", "{.reg .f64 t; cvt.f64.f32 t, %0; cvt.rn.f32.f64 %0, t;}", _through("float64"), holds="F2F", count=2,
         bound=0.0,

@@ -329,7 +329,7 @@ def raw_latency(variant: str, seed: int) -> Outcome:
     if variant in _MEMORY:
         return latency.chase(_MEMORY[variant], 32 * 1024, False, seed)
     step = next(step for step in ALU_STEPS if step.name == variant)
-    found = step.measure(seed)
+    found = step.measure(seed, among=ALU_STEPS)
     return Outcome(check=found.check, metrics={"latency": found.metrics["latency"]})
 
 
@@ -345,7 +345,7 @@ def probes(quick: bool = False) -> list[Probe]:
 
     by_name: dict[str, alu.Step] = {step.name: step for step in ALU_STEPS}
     for variant in ("FFMA",) if quick else ("FFMA", "IADD3", "IMAD", "HFMA2", "DFMA", "MUFU.EX2"):
-        put("raw-latency", variant, 0, by_name[variant].kernels(), partial(raw_latency, variant))
+        put("raw-latency", variant, 0, by_name[variant].kernels(ALU_STEPS), partial(raw_latency, variant))
     for variant, load in _MEMORY.items():
         put("raw-latency", variant, 0, (latency.kernel(load),), partial(raw_latency, variant))
     for variant, counts in (("one-sub-core", (1, 2, 4, 8)), ("four-sub-cores", (4, 8, 16, 32))):

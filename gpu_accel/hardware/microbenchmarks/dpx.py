@@ -9,12 +9,13 @@ one call, whatever it takes; the disassembly of either is checked and kept.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from .alu import UNROLL, Step
 from .alu_steps import wrap
-from .probe import Kernel, Probe
+from .probe import Probe
 
 if TYPE_CHECKING:
     import torch
@@ -96,19 +97,15 @@ def _steps(function: Function) -> tuple[Step, Step]:
 
 @dataclass(frozen=True, kw_only=True)
 class SoftwareStep(Step):
-    """A step of plain operations; the helpers go before the kernels."""
+    """A step of plain operations; one call may take several minima and maxima."""
 
     operations: int = 1
+    helpers: ClassVar[str] = _APART
+    variant: ClassVar[str] = "_software"
 
-    def source(self) -> str:
-        text = super().source()
-        head, kernel, rest = text.partition('extern "C"')
-        return head + _APART + kernel + rest
-
-    def kernels(self) -> tuple[Kernel, Kernel]:
-        latency, throughput = super().kernels()
-        least = UNROLL * self.operations
-        return replace(latency, at_least=least), replace(throughput, at_least=least)
+    @property
+    def least(self) -> int:
+        return UNROLL * self.operations
 
 
 def _model(function: Function) -> Callable[[torch.Tensor, Any, Any], torch.Tensor]:
@@ -192,13 +189,15 @@ def _functions() -> tuple[Function, ...]:
 
 
 FUNCTIONS = _functions()
+STEPS = tuple(_steps(function) for function in FUNCTIONS)
 
 
 def probes(quick: bool = False) -> list[Probe]:
     """Every function, by its instruction and by plain operations."""
+    every = tuple(step for pair in STEPS for step in pair)
     found = []
-    for function in FUNCTIONS[:: 6 if quick else 1]:
-        case = {"function": function.name}
-        for name, step in zip(("dpx", "software"), _steps(function), strict=True):
-            found.append(Probe(case=dict(case), name=name, kernels=step.kernels(), measure=step.measure))
+    for pair in STEPS[:: 6 if quick else 1]:
+        for name, step in zip(("dpx", "software"), pair, strict=True):
+            measure = partial(step.measure, among=every)
+            found.append(Probe(case={"function": step.name}, name=name, kernels=step.kernels(every), measure=measure))
     return found
