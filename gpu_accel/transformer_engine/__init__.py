@@ -27,6 +27,7 @@ _WHERE = {
     "dequantize_and_accumulate": "ops",
     "dynamic_precision_select": "select",
     "encode": "formats",
+    "error_report": "report",
     "explain_mm": "gemm",
     "fp4_gemm": "gemm",
     "fp4_quantize": "ops",

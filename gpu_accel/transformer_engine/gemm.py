@@ -18,7 +18,8 @@ from gpu_accel.transformer_engine.codec import ELEMENTS
 from gpu_accel.transformer_engine.gemm_kernels import _emulated_kernel, _fp8_kernel
 from gpu_accel.transformer_engine.quantizer import choose_backend, quantize
 from gpu_accel.transformer_engine.reference_gemm import scaled_mm_reference
-from gpu_accel.transformer_engine.schemes import Scheme, scheme
+from gpu_accel.transformer_engine.schemes import Scheme
+from gpu_accel.transformer_engine.schemes import scheme as find_scheme
 from gpu_accel.transformer_engine.tensor import QuantizedTensor
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -91,56 +92,66 @@ def scaled_mm(
         return scaled_mm_reference(a, b, bias=bias, out_dtype=out_dtype)
     if kind == "fp8" and not INTERPRET and (torch.version.hip or capability(a.device) < (8, 9)):
         raise HardwareError("fp8 products need compute capability 8.9 (Ada, Hopper or newer): use bf16, or int8")
-    codes = [
-        q.codes.view(torch.uint8).reshape(q.rows_and_columns[0], q.codes.shape[-1])  # type: ignore[union-attr]
-        for q in (a, b)
-    ]
-    out = _mm(codes, a, b, bias, out_dtype, kind)
+    out = scaled_mm_op(*_bytes(a), *_bytes(b), bias, out_dtype, a.scheme.text, b.scheme.text, a.shape[-1])
     return out.view(*a.shape[:-1], b.shape[0])
 
 
-def _mm(
-    codes: list[Tensor], a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, dtype: torch.dtype, kind: str
-):
-    (m, k), n = a.rows_and_columns, b.shape[0]
-    out = torch.empty((m, n), dtype=dtype, device=a.device)
+def _bytes(q: QuantizedTensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(codes (M, bytes), scales, tensor scale), all as plain numbers or bytes."""
+    parts = q._parts("")
+    assert parts is not None
+    return parts.codes, parts.scales, parts.tensor_scale
+
+
+@torch.library.custom_op("gpu_accel::te_scaled_mm", mutates_args=())
+def scaled_mm_op(
+    a: Tensor, scale_a: Tensor, tensor_a: Tensor | None, b: Tensor, scale_b: Tensor, tensor_b: Tensor | None,
+    bias: Tensor | None, out_dtype: torch.dtype, text_a: str, text_b: str, k: int,
+) -> Tensor:  # fmt: skip
+    """Launch a kernel: (M, N) from codes (M, ...) and (N, ...); arguments are checked by `scaled_mm`."""
+    m, n = a.shape[0], b.shape[0]
+    schemes = (find_scheme(text_a), find_scheme(text_b))
+    out = torch.empty((m, n), dtype=out_dtype, device=a.device)
     if not k:
         return out.copy_(bias) if bias is not None else out.zero_()
     if not out.numel():
         return out
+    kind = _kind(schemes[0])
     bm = 64 if m <= 64 else 128
     bn, bk = 128, 128 if kind == "fp8" else 64
     tiles_m, tiles_n = triton.cdiv(m, bm), triton.cdiv(n, bn)
     given = bias if bias is not None else out
-    schemes = (a.scheme, b.scheme)
     common = dict(BM=bm, BN=bn, BK=bk, GROUP=_GROUP, BIAS=bias is not None, num_warps=4 if bm == 64 else 8)
     if kind == "fp8":
         places = []
-        for q, what in zip((a, b), schemes, strict=True):
-            assert q.scales is not None
-            across = q.scales.shape[1]
+        for scales, what in ((scale_a, schemes[0]), (scale_b, schemes[1])):
+            across = scales.shape[1]
             # stride along rows, along K, and rows that share a scale
             strides = {(0, 0): (0, 0, 1), (1, 0): (1, 0, 1), (1, 128): (across, 1, 1), (128, 128): (across, 1, 128)}
             places.append(strides[what.block])
         options = dict(
             A_E5M2=schemes[0].element == "e5m2", B_E5M2=schemes[1].element == "e5m2",
-            BLOCKED=schemes[0].block[1] == 128,
-            ROWS_A=places[0][2], ROWS_B=places[1][2], EVEN=k % bk == 0, num_stages=3,
+            BLOCKED=schemes[0].block[1] == 128, ROWS_A=places[0][2], ROWS_B=places[1][2], EVEN=k % bk == 0,
+            num_stages=3,
         )  # fmt: skip
-        arguments = (*codes, a.scales, b.scales, given, out, m, n, k, tiles_m, tiles_n, *places[0][:2], *places[1][:2])
+        arguments = (a, b, scale_a, scale_b, given, out, m, n, k, tiles_m, tiles_n, *places[0][:2], *places[1][:2])
         launch(_fp8_kernel, tiles_m * tiles_n, arguments, {**common, **options})
         return out
-    scales = [q.scales.view(torch.uint8) for q in (a, b)]  # type: ignore[union-attr]
-    tensors = [q.tensor_scale if q.tensor_scale is not None else out for q in (a, b)]
+    tensors = [t if t is not None else out for t in (tensor_a, tensor_b)]
     options = dict(
         G=schemes[0].block[1], A_ELEMENT=ELEMENTS[schemes[0].element], B_ELEMENT=ELEMENTS[schemes[1].element],
         ROWS_A=schemes[0].block[0], ROWS_B=schemes[1].block[0], E8M0=schemes[0].scale == "e8m0", EVEN=k % bk == 0,
         num_stages=2,
     )  # fmt: skip
-    arguments = (*codes, *scales, *tensors, given, out, m, n, k, codes[0].shape[1], codes[1].shape[1],
-                 scales[0].shape[1], tiles_m, tiles_n)  # fmt: skip
+    arguments = (a, b, scale_a, scale_b, *tensors, given, out, m, n, k, a.shape[1], b.shape[1], scale_a.shape[1],
+                 tiles_m, tiles_n)  # fmt: skip
     launch(_emulated_kernel, tiles_m * tiles_n, arguments, {**common, **options})
     return out
+
+
+@scaled_mm_op.register_fake
+def _(a, scale_a, tensor_a, b, scale_b, tensor_b, bias, out_dtype, text_a, text_b, k):
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
 def _quantized(x: Tensor, what: str | Scheme, backend: str) -> QuantizedTensor:
@@ -185,6 +196,6 @@ def fp4_gemm(
     """
     qa, qb = _quantized(a, scheme_a, backend), _quantized(b, scheme_b, backend)
     for name, q in (("a", qa), ("b", qb)):
-        if scheme(q.scheme).element != "e2m1":
+        if q.scheme.element != "e2m1":
             raise UnsupportedError(f"{name} is {q.scheme}, not e2m1: use scaled_mm or fp8_gemm")
     return scaled_mm(qa, qb, bias=bias, out_dtype=out_dtype, backend=backend)

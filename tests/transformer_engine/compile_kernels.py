@@ -1,7 +1,7 @@
 """Compiles kernels of the package for an H100 that is not there and prints what came out, one JSON object.
 
-python compile_kernels.py quantize fp8,mxfp8          both copies and rows alone, of (4096, 4096) bf16
-python compile_kernels.py gemm fp8_row-fp8_row        products of 4096 x 4096 x 4096
+python compile_kernels.py quantize fp8-given,mxfp8-both    of (4096, 4096) bf16; rows alone or both copies
+python compile_kernels.py gemm fp8_row-fp8_row             products of 4096 x 4096 x 4096
 """
 
 from __future__ import annotations
@@ -48,6 +48,6 @@ with instead_of_launching(hook):
         else:
             label = name
             pair = [quantizer.quantize(torch.zeros(256, 4096), part, backend="reference") for part in name.split("-")]
-            codes = [q.codes.view(torch.uint8) for q in pair]
-            gemm._mm(codes, *pair, None, torch.bfloat16, gemm._pair(*pair))
+            a, b = (gemm._bytes(q) for q in pair)
+            gemm.scaled_mm_op._init_fn(*a, *b, None, torch.bfloat16, *(q.scheme.text for q in pair), 4096)
 print(json.dumps(rows))

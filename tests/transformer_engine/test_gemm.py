@@ -9,7 +9,7 @@ import torch
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.testing import assert_close_to_truth, generator, poison_like
-from gpu_accel.transformer_engine.gemm import explain_mm, fp4_gemm, fp8_gemm, scaled_mm
+from gpu_accel.transformer_engine.gemm import _bytes, explain_mm, fp4_gemm, fp8_gemm, scaled_mm
 from gpu_accel.transformer_engine.quantizer import quantize
 from gpu_accel.transformer_engine.reference_gemm import scaled_mm_reference
 
@@ -92,9 +92,10 @@ def test_nan_reaches_the_rows_it_belongs_to(pair, device):
 
 
 def test_sums_do_not_lose_bits_over_a_long_k(device):
-    """Hopper's fp8 products keep about 14 bits of a sum: ones over K = 2**15 show it, sums every 128 do not."""
-    a = quantize(torch.ones(16, 1 << 15, device=device), "fp8")
-    b = quantize(torch.ones(16, 1 << 15, device=device) / 3, "fp8")
+    """Hopper's fp8 products keep about 14 bits of a sum: a long K shows it, sums every 128 do not."""
+    k = 1 << (15 if device == "cuda" else 11)
+    a = quantize(torch.ones(16, k, device=device), "fp8")
+    b = quantize(torch.ones(16, k, device=device) / 3, "fp8")
     out = scaled_mm(a, b, out_dtype=torch.float32)
     truth = scaled_mm_reference(a, b)
     assert ((out.double() - truth) / truth).abs().max() < 1e-5
@@ -148,3 +149,11 @@ def test_refusals():
         fp8_gemm(quantize(torch.ones(4, 32), "nvfp4"), torch.ones(4, 32))
     with pytest.raises(UnsupportedError, match="fp8_gemm"):
         fp4_gemm(a, torch.ones(4, 32))
+
+
+@pytest.mark.parametrize("pair", [("fp8_row", "fp8_row"), ("nvfp4", "nvfp4")], ids="-".join)
+def test_the_op_is_one_that_torch_knows(pair, device):
+    a, b = operands(20, 24, 96, pair, device)
+    arguments = (*_bytes(a), *_bytes(b), None, torch.bfloat16, a.scheme.text, b.scheme.text, 96)
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.gpu_accel.te_scaled_mm, arguments, test_utils=tests)
