@@ -60,6 +60,8 @@ def test_positions_name_the_tokens_of_the_shard():
 )  # fmt: skip
 def test_pieces_cover_every_visible_pair_once(mask: Mask):
     for layout in each_layout():
+        if layout.ranks in (2, 4):
+            continue  # 1, 3 and 8 remain: alone, odd, more ranks than some documents have tokens
         document = torch.repeat_interleave(torch.arange(len(layout.documents)), torch.tensor(layout.documents))
         where = [layout.positions(r) for r in range(layout.ranks)]
         for q, k in itertools.product(range(layout.ranks), repeat=2):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from gpu_accel.errors import HardwareError, InvalidInputError
 from gpu_accel.workbench import runner
 from gpu_accel.workbench.claims import UNSUPPORTED, judge_all
 from gpu_accel.workbench.experiment import Settings
@@ -89,6 +90,12 @@ def test_one_process_says_what_to_start_instead():
 
 
 def test_more_processes_than_gpus_is_an_error():
-    command = [sys.executable, "-m", "cli", "run", "ring", "scaling", "--nproc", "64"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 4 and "--nproc 64, but there are" in done.stderr
+    from cli import torchrun
+
+    with pytest.raises(HardwareError, match="--nproc 64, but there are"):
+        torchrun.relaunch(64, "auto")
+    with pytest.raises(InvalidInputError, match="--nproc 0: a whole number from 1 up"):
+        torchrun.relaunch(0, "cpu")
+    assert torchrun._without_nproc(["run", "--nproc", "4", "x", "--nproc=2", "--seed", "4"]) == [
+        "run", "x", "--seed", "4",
+    ]  # fmt: skip

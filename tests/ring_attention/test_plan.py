@@ -150,8 +150,16 @@ def test_the_command():
     answer = json.loads(done.stdout)
     made = plan(seq=1 << 20, heads=32, kv_heads=8, gpus=64)
     assert done.returncode == 0 and answer == json.loads(json.dumps(made.as_dict()))
-    assert command("--seq", "10x", "--gpus", "8").returncode == 2
     assert command("--seq", "1g", "--gpus", "8", "--link", "nvlink").returncode == 4
+
+
+def test_lengths_as_people_write_them():
+    from cli.ring import _tokens
+
+    assert [_tokens(x) for x in ("131072", "128k", "1M", "2g")] == [1 << 17, 1 << 17, 1 << 20, 1 << 31]
+    for wrong in ("10x", "", "-1", "1.5m"):
+        with pytest.raises(InvalidInputError, match="a number of tokens such as"):
+            _tokens(wrong)
 
 
 def test_planning_needs_no_torch():
