@@ -84,8 +84,8 @@ def tile_rows(rows: int) -> int:
     return 128 if rows >= 256 else min(64, max(_SMALLEST_TILE, next_power_of_2(rows)))
 
 
-def lookup(rows: int, bits: int, head_dim: int, *, token_scales: bool = False) -> DecodeConfig:
-    """The configuration for `rows` packed rows, cached numbers of `bits` bits, the larger head_dim."""
+def lookup(rows: int, bits: int, head_dim: int, *, token_scales: bool = False, float32: bool = False) -> DecodeConfig:
+    """The configuration for `rows` packed rows, numbers of `bits` bits, the larger head_dim; q in float32 or not."""
     if INTERPRET:
         return INTERPRETER
     tile = tile_rows(rows)
@@ -94,6 +94,8 @@ def lookup(rows: int, bits: int, head_dim: int, *, token_scales: bool = False) -
     config = _TABLE[key_rows, 16 if bits >= 16 else 8, key_dim]
     if bits == 32:  # float32 takes twice the shared memory
         config = replace(config, block_n=max(16, config.block_n // 2), num_stages=2)
+    elif float32:  # registers: codes become float32 numbers
+        config = replace(config, block_n=max(16, config.block_n // 4))
     if token_scales:  # registers: at 128 keys of e4m3 the compiler spills 240 bytes a thread, at 64 none
         config = replace(config, block_n=max(16, config.block_n // 2))
     return config

@@ -18,10 +18,10 @@ all processors have enough 16-byte loads in flight all the time.
   numbers are loaded one block ahead of their keys. One masked loop: a second one for the tail would drain the pipeline.
 * Keys that are not seen are not loaded: zeros take their place, so that NaN in a free slot of a page goes nowhere.
 * 8- and 4-bit caches: fp16 products (every e4m3, e5m2 and int8 is exact in fp16; q is scaled by a power of two into its
-  range). One scale for a head goes into the softmax scale and the result. One for each key multiplies its column of S,
-  and its column of P after division by the largest of the block. int4 with several groups in a head is dequantised
-  element by element. int4 holds two neighbours of head_dim in a byte, low nibble first: even and odd dimensions are
-  two tiles, with two products.
+  range), float32 ones where q is float32. One scale for a head goes into the softmax scale and the result. One for each
+  key multiplies its column of S, and its column of P after division by the largest of the block. int4 with several
+  groups in a head is dequantised element by element. int4 holds two neighbours of head_dim in a byte, low nibble
+  first: even and odd dimensions are two tiles, with two products.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ KERNEL = "decode_attention (plain Triton)"
 
 
 @triton.jit
-def _nibbles(packed, scales, N: tl.constexpr, HALF: tl.constexpr, GROUPS: tl.constexpr):
-    """int8 (N, HALF) of two nibbles each -> the low and the high ones in float16, times their group's scale (N, G)."""
-    low = ((packed << 4) >> 4).to(tl.float16)
-    high = (packed >> 4).to(tl.float16)
+def _nibbles(packed, scales, N: tl.constexpr, HALF: tl.constexpr, GROUPS: tl.constexpr, C: tl.constexpr):
+    """int8 (N, HALF) of two nibbles each -> the low and the high ones in C, times their group's scale (N, G)."""
+    low = ((packed << 4) >> 4).to(C)
+    high = (packed >> 4).to(C)
     if GROUPS > 1:
-        wide = scales.to(tl.float16)[:, :, None]
+        wide = scales.to(C)[:, :, None]
         low = tl.reshape(tl.reshape(low, [N, GROUPS, HALF // GROUPS]) * wide, [N, HALF])
         high = tl.reshape(tl.reshape(high, [N, GROUPS, HALF // GROUPS]) * wide, [N, HALF])
     return low, high
@@ -112,6 +112,7 @@ def decode_attention(
     HALF: tl.constexpr = 2 if FORMAT == 4 else 1
     KD: tl.constexpr = D // HALF
     VD: tl.constexpr = DV // HALF
+    C: tl.constexpr = tl.float32 if q.dtype.element_ty == tl.float32 else tl.float16  # of 8- and 4-bit products
     MASK_K: tl.constexpr = DIM != D
     MASK_V: tl.constexpr = DIM_V != DV
 
@@ -166,8 +167,8 @@ def decode_attention(
             largest = tl.maximum(largest, tl.max(tl.abs(q_tile2), 1))
         power, inverse_power = _power(largest)
         score_scale *= power
-        q_tile = (q_tile * inverse_power[:, None]).to(tl.float16)
-        q_tile2 = (q_tile2 * inverse_power[:, None]).to(tl.float16)
+        q_tile = (q_tile * inverse_power[:, None]).to(C)
+        q_tile2 = (q_tile2 * inverse_power[:, None]).to(C)
     if not SOFTCAP:
         score_scale *= LOG2E
 
@@ -214,7 +215,7 @@ def decode_attention(
             ks = offsets
             if GROUPS > 1:
                 ks = tl.load(ks_rows[:, None] + tl.arange(0, GROUPS)[None, :] * ks_sg, mask=seen[:, None], other=0.0)
-            k_low, k_high = _nibbles(k_tile, ks, N, KD, GROUPS)
+            k_low, k_high = _nibbles(k_tile, ks, N, KD, GROUPS, C)
             s = dot(q_tile, tl.trans(k_low), None, PRECISION)
             s = dot(q_tile2, tl.trans(k_high), s, PRECISION)
         else:
@@ -247,20 +248,20 @@ def decode_attention(
             vs = tl.load(vs_rows, mask=seen, other=0.0)
             largest_v = tl.max(tl.abs(vs), 0)
             ratio = vs / tl.where(largest_v > 0, largest_v, 1.0)
-            p16 = (p * ratio[None, :]).to(tl.float16)
+            p16 = (p * ratio[None, :]).to(C)
             if FORMAT == 4:
-                v_low, v_high = _nibbles(v_tile, offsets, N, VD, 1)
+                v_low, v_high = _nibbles(v_tile, offsets, N, VD, 1, C)
                 acc += dot(p16, v_low, None, PRECISION) * largest_v
                 acc2 = acc2 * alpha[:, None] + dot(p16, v_high, None, PRECISION) * largest_v
             else:
-                acc += dot(p16, widen(v_tile, tl.float16), None, PRECISION) * largest_v
+                acc += dot(p16, widen(v_tile, C), None, PRECISION) * largest_v
         elif FORMAT == 4:
             vs = offsets
             if GROUPS_V > 1:
                 vs = tl.load(vs_rows[:, None] + tl.arange(0, GROUPS_V)[None, :] * vs_sg, mask=seen[:, None], other=0.0)
-            v_low, v_high = _nibbles(v_tile, vs, N, VD, GROUPS_V)
-            acc = dot(p.to(tl.float16), v_low, acc, PRECISION)
-            acc2 = dot(p.to(tl.float16), v_high, acc2 * alpha[:, None], PRECISION)
+            v_low, v_high = _nibbles(v_tile, vs, N, VD, GROUPS_V, C)
+            acc = dot(p.to(C), v_low, acc, PRECISION)
+            acc2 = dot(p.to(C), v_high, acc2 * alpha[:, None], PRECISION)
         else:
             acc = dot(p.to(q_tile.dtype), widen(v_tile, q_tile.dtype), acc, PRECISION)
         if PREFETCH:
@@ -423,7 +424,8 @@ def plan(call: KVCall, config: DecodeConfig | None = None) -> Plan:
     rows = sq * call.group
     if config is None:
         dim, tokens = max(head_dim, call.head_dim_v), call.k_scales.mode == TOKEN_SCALES.value
-        config = decode_config.lookup(rows, call.bits, dim, token_scales=tokens)
+        wide = call.q.dtype == torch.float32
+        config = decode_config.lookup(rows, call.bits, dim, token_scales=tokens, float32=wide)
         config = decode_config.fitted(config, call.q.device)
     tile = decode_config.tile_rows(rows)
     tiles_m = _cdiv(rows, tile)
@@ -467,8 +469,8 @@ def refuse(call: KVCall) -> str | None:
     for name, dim in (("head_dim", call.q.shape[3]), ("head_dim_v", call.head_dim_v)):
         if dim > 256:
             return f"{name} {dim} is above 256"
-        if max(call.k_scales.groups, call.v_scales.groups) > 1 and dim != next_power_of_2(dim):
-            return f"{name} {dim} is not a power of two, which int4 with several groups in a head needs"
+        if max(call.k_scales.groups, call.v_scales.groups) > 1 and dim != max(32, next_power_of_2(dim)):
+            return f"{name} {dim} is not a power of two from 32 up, which int4 with several groups in a head needs"
     return None
 
 

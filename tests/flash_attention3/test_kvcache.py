@@ -58,6 +58,8 @@ QUANTISED = {
     "int4-token": dict(kind="int4", granularity="token"),
     "int4-groups": dict(kind="int4", granularity="token", groups=4),
     "int4-head": dict(kind="int4"),
+    "int4-small-head": dict(kind="int4", dim=16, dim_v=8),
+    "e4m3-fp32-query": dict(kind="e4m3", granularity="token", dtype=torch.float32),
 }
 
 

@@ -94,6 +94,8 @@ def test_what_there_is_no_kernel_for():
         call({"backend": "portable"}, dim=264)
     with pytest.raises(UnsupportedError, match="power of two"):
         call({"backend": "portable"}, dim=48, kind="int4", granularity="token", groups=2)
+    with pytest.raises(UnsupportedError, match="head_dim_v 16 is not a power of two from 32 up"):
+        call({"backend": "portable"}, dim_v=16, kind="int4", granularity="token", groups=2)
     with pytest.raises(UnsupportedError, match="float64"):
         call({"backend": "portable"}, dtype=torch.float64)
     with pytest.raises(UnsupportedError, match="no backward"):
