@@ -98,7 +98,7 @@ class Step:
 
     def kernels(self, among: tuple[Step, ...] = ()) -> tuple[Kernel, Kernel]:
         """(latency, throughput), compiled together with those of other steps."""
-        shared = {"holds": self.holds, "at_least": self.least, "also": self.also, "purity": self.purity}
+        shared: dict[str, Any] = {"holds": self.holds, "at_least": self.least, "also": self.also, "purity": self.purity}
         source = source_of(among or (self,))
         return (
             Kernel(source=source, name=f"latency_{self.label}", **shared),

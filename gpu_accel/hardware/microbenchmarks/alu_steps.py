@@ -161,18 +161,18 @@ def _integer_and_back(x: torch.Tensor, a: float, b: float) -> torch.Tensor:
 
 
 def _float_step(name: str, text: str, model: Any, **options: Any) -> Step:
-    options = {"draw": uniform(0.5, 1.0), "bound": 1e-5, "holds": name} | options
-    return Step(name=name, type="float", code=asm(text, "float"), model=model, **options)
+    known: dict[str, Any] = {"draw": uniform(0.5, 1.0), "bound": 1e-5, "holds": name} | options
+    return Step(name=name, type="float", code=asm(text, "float"), model=model, **known)
 
 
 def _double_step(name: str, text: str, model: Any, **options: Any) -> Step:
-    options = {"draw": uniform(0.5, 1.0, "float64"), "bound": 1e-13, "holds": name} | options
-    return Step(name=name, type="double", code=asm(text, "double"), model=model, **options)
+    known: dict[str, Any] = {"draw": uniform(0.5, 1.0, "float64"), "bound": 1e-13, "holds": name} | options
+    return Step(name=name, type="double", code=asm(text, "double"), model=model, **known)
 
 
 def _word_step(name: str, text: str, model: Any, **options: Any) -> Step:
-    options = {"draw": bits, "holds": name} | options
-    return Step(name=name, type="u32", code=asm(text, "u32"), model=model, **options)
+    known: dict[str, Any] = {"draw": bits, "holds": name} | options
+    return Step(name=name, type="u32", code=asm(text, "u32"), model=model, **known)
 
 
 _NEGATED_EXP = "{.reg .f32 t; neg.f32 t, %0; ex2.approx.ftz.f32 %0, t;}"

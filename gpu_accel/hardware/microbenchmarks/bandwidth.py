@@ -11,7 +11,7 @@ import ctypes
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from gpu_accel.workbench.experiment import Check
+from gpu_accel.workbench.experiment import Case, Check
 
 from .latency import flusher, touch
 from .launch import sm_count
@@ -306,7 +306,7 @@ def probes(quick: bool = False) -> list[Probe]:
     found = []
 
     def put(level: str, op: str, width: int, kilobytes: int, name: str, measure: Any) -> None:
-        case = {"level": level, "op": op, "width": width, "footprint_kb": kilobytes}
+        case: Case = {"level": level, "op": op, "width": width, "footprint_kb": kilobytes}
         found.append(Probe(case=case, kernels=(_kernel(name),), measure=measure))
 
     for level, space, size in reads:

@@ -147,42 +147,51 @@ def _min(x: Any, y: Any) -> Any:
     return torch.minimum(x, torch.as_tensor(y))
 
 
+Model = Callable[[Any, int, int], Any]
+
+
+def _of_sum(choose: Callable[[Any, Any], Any], width: int) -> Model:
+    return lambda x, a, b: choose(_cut(x + a, width), b)
+
+
+def _of_three(choose: Callable[[Any, Any], Any]) -> Model:
+    return lambda x, a, b: choose(choose(x, a), b)
+
+
+def _relu(model: Model) -> Model:
+    return lambda x, a, b: _max(model(x, a, b), 0)
+
+
 def _functions() -> tuple[Function, ...]:
     made = []
-    for width, suffix in ((32, "s32"), (16, "s16x2")):
-        sass = "" if width == 32 else ".S16x2"
-
-        def add(x: Any, a: int, width: int = width) -> Any:
-            return _cut(x + a, width)
-
-        fold = "low({})" if width == 16 else "{}"
-        total = fold.format("slow_add(x, a)")
+    for width, suffix, sass, total in (
+        (32, "s32", "", "slow_add(x, a)"),
+        (16, "s16x2", ".S16x2", "low(slow_add(x, a))"),
+    ):
         made += [
             Function(
-                name=f"__viaddmax_{suffix}", holds=f"VIADDMNMX{sass}", software=f"slow_max({total}, b)",
-                model=lambda x, a, b, add=add: _max(add(x, a), b), operations=1,
+                name=f"__viaddmax_{suffix}", holds=f"VIADDMNMX{sass}", operations=1,
+                software=f"slow_max({total}, b)", model=_of_sum(_max, width),
             ),
             Function(
                 name=f"__viaddmax_{suffix}_relu", holds=f"VIADDMNMX{sass}.RELU",
-                software=f"then_max(slow_max({total}, b), 0)",
-                model=lambda x, a, b, add=add: _max(_max(add(x, a), b), 0),
+                software=f"then_max(slow_max({total}, b), 0)", model=_relu(_of_sum(_max, width)),
             ),
             Function(
-                name=f"__viaddmin_{suffix}", holds=f"VIADDMNMX{sass}", software=f"slow_min({total}, b)",
-                model=lambda x, a, b, add=add: _min(add(x, a), b), operations=1,
+                name=f"__viaddmin_{suffix}", holds=f"VIADDMNMX{sass}", operations=1,
+                software=f"slow_min({total}, b)", model=_of_sum(_min, width),
             ),
             Function(
-                name=f"__vimax3_{suffix}", holds=f"VIMNMX3{sass}", software="then_max(slow_max(x, a), b)",
-                model=lambda x, a, b: _max(_max(x, a), b),
+                name=f"__vimax3_{suffix}", holds=f"VIMNMX3{sass}",
+                software="then_max(slow_max(x, a), b)", model=_of_three(_max),
             ),
             Function(
-                name=f"__vimax3_{suffix}_relu", holds=f"VIMNMX3{sass}.RELU",
-                software="last_max(then_max(slow_max(x, a), b), 0)",
-                model=lambda x, a, b: _max(_max(_max(x, a), b), 0), operations=3,
+                name=f"__vimax3_{suffix}_relu", holds=f"VIMNMX3{sass}.RELU", operations=3,
+                software="last_max(then_max(slow_max(x, a), b), 0)", model=_relu(_of_three(_max)),
             ),
             Function(
-                name=f"__vimin3_{suffix}", holds=f"VIMNMX3{sass}", software="then_min(slow_min(x, a), b)",
-                model=lambda x, a, b: _min(_min(x, a), b),
+                name=f"__vimin3_{suffix}", holds=f"VIMNMX3{sass}",
+                software="then_min(slow_min(x, a), b)", model=_of_three(_min),
             ),
         ]  # fmt: skip
     return tuple(made)

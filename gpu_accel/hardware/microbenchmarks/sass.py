@@ -149,7 +149,10 @@ def parse(text: str) -> dict[str, Function]:
         InvalidInputError: there is no function in it, or an encoding is cut off.
     """
     functions: dict[str, Function] = {}
-    name, instructions, labels, waiting = "", [], {}, []
+    name = ""
+    instructions: list[Instruction] = []
+    labels: dict[str, int] = {}
+    waiting: list[str] = []
     pending: re.Match[str] | None = None
 
     def finish() -> None:
