@@ -28,11 +28,11 @@ _SHORT, _LONG, _THROUGHPUT = 8, 40, 24  # passes of the loop
 _C_TYPES = {"float": ("f", ctypes.c_float), "double": ("d", ctypes.c_double), "u32": ("r", ctypes.c_uint32)}
 
 _CHAIN = """
-extern "C" __global__ void {kernel}(u64* stamps, {type}* values, {type} a, {type} b, int passes) {{
+extern "C" __global__ void {kernel}(u64* stamps, const {type}* values, {type}* out, {type} a, {type} b, int passes) {{
     {type} x[{chains}];
-    {type}* mine = values + (blockIdx.x * blockDim.x + threadIdx.x) * {chains};
+    int first = (blockIdx.x * blockDim.x + threadIdx.x) * {chains};
     #pragma unroll
-    for (int c = 0; c < {chains}; c++) x[c] = mine[c];
+    for (int c = 0; c < {chains}; c++) x[c] = values[first + c];
     __syncthreads();
     u64 start = now();
     #pragma unroll 1
@@ -45,7 +45,7 @@ extern "C" __global__ void {kernel}(u64* stamps, {type}* values, {type} a, {type
     }}
     u64 end = now();
     #pragma unroll
-    for (int c = 0; c < {chains}; c++) mine[c] = x[c];
+    for (int c = 0; c < {chains}; c++) out[first + c] = x[c];
     stamp(stamps, start, end);
 }}
 """
@@ -122,17 +122,26 @@ class Step:
             self._check(latency, self.draw(generator, 32), grid=1, block=32, chains=1),
             self._check(throughput, self.draw(generator, 2 * 1024 * CHAINS), grid=2, block=1024, chains=CHAINS),
         ]
-        values = self.draw(generator, 32).cuda()
+        values, out = (
+            self.draw(generator, 32).cuda(),
+            torch.empty(32, dtype=self.draw(generator, 1).dtype, device="cuda"),
+        )
         single = slope(
             latency,
-            lambda passes: [values, *self._constants(), passes],
+            lambda passes: [values, out, *self._constants(), passes],
             short=_SHORT,
             long=_LONG,
             steps=UNROLL * self.count,
         )
         sms = sm_count()
         many = self.draw(generator, 1024 * CHAINS).cuda().repeat(sms)
-        full = run(throughput, [many, *self._constants(), _THROUGHPUT], grid=sms, block=32 * _WARPS, busy_ms=0)
+        full = run(
+            throughput,
+            [many, torch.empty_like(many), *self._constants(), _THROUGHPUT],
+            grid=sms,
+            block=32 * _WARPS,
+            busy_ms=0,
+        )
         work = _THROUGHPUT * UNROLL * self.count * 32 * _WARPS
         metrics: dict[str, Sampled] = {
             "latency": single,
@@ -150,12 +159,13 @@ class Step:
         import torch
 
         values = x.cuda()
+        out = torch.full_like(values, -1)  # a result that nobody writes must not pass
         stamps = torch.empty(grid, block // 32, 2, dtype=torch.int64, device="cuda")
-        launch(kernel.source, kernel.name, [stamps, values, *self._constants(), 1], grid=grid, block=block)
+        launch(kernel.source, kernel.name, [stamps, values, out, *self._constants(), 1], grid=grid, block=block)
         wanted = x.reshape(-1, chains)  # a row is a thread
         for _ in range(UNROLL // chains):
             wanted = self.model(wanted, self.a, self.b)
-        found = values.cpu().reshape(-1, chains)
+        found = out.cpu().reshape(-1, chains)
         what = f"{self.name} after {UNROLL // chains} steps"
         if self.bound:
             return close(_numbers(self, found), _numbers(self, wanted), self.bound, f"max relative error of {what}")

@@ -266,7 +266,7 @@ def stall_count(stall: int, seed: int) -> Outcome:
     x = _random(32, seed)
     a, b = -0.999, 1.7  # converges slowly, so that an old value of x shows in the result
     wanted = _iterate(x, a, b, _PASSES * alu.UNROLL)
-    found, timed = _run_patched(CHAIN, f"stall-{stall}", x, [a, b])
+    found, timed = _run_patched(CHAIN, f"stall-{stall}", x, [a, b], arrays=2)
     wrong = float(((found - wanted).abs() > 1e-3 * wanted.abs()).double().mean())
     rounding = close(found, wanted, 1e-3, "max relative error of the patched kernel")
     check = (
@@ -279,8 +279,10 @@ def stall_count(stall: int, seed: int) -> Outcome:
 _PASSES = 16
 
 
-def _run_patched(kernel: Kernel, variant: str, x: torch.Tensor, more: list[Any]) -> tuple[torch.Tensor, Sampled]:
-    """(x after the patched kernel, cycles of one of its FFMA)."""
+def _run_patched(
+    kernel: Kernel, variant: str, x: torch.Tensor, more: list[Any], *, arrays: int = 1
+) -> tuple[torch.Tensor, Sampled]:
+    """(x after the patched kernel, cycles of one of its FFMA); it is passed `arrays` times, as input and output."""
     import torch
 
     cubin, count = patched(kernel, variant)
@@ -289,7 +291,7 @@ def _run_patched(kernel: Kernel, variant: str, x: torch.Tensor, more: list[Any])
     samples = []
     for index in range(LAUNCHES + 2):
         values.copy_(x)
-        launch_cubin(cubin, kernel.name, [stamps, values, *more, _PASSES], block=32)
+        launch_cubin(cubin, kernel.name, [stamps, *[values] * arrays, *more, _PASSES], block=32)
         begin, end = stamps.view(-1).tolist()
         if index >= 2:
             samples.append((end - begin) / (_PASSES * count))
