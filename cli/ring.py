@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from typing import Annotated
 
@@ -15,11 +16,6 @@ from .options import JsonOption, OutputOption
 
 app = typer.Typer(no_args_is_help=True, help="Ring attention: plan it before it runs.")
 _SCALES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
-
-
-@app.callback()
-def top() -> None:
-    pass
 
 
 @app.command("plan")
@@ -45,10 +41,12 @@ def plan(
 
     Times are modelled; exit code 4 when nothing fits in memory.
     """
-    from gpu_accel.ring_attention.plan import plan as make_plan
+    from gpu_accel.workbench import registry
 
     output.check_suffix(output_)
-    made = make_plan(
+    # by way of the registry, as everything else of a paper: commands import no paper's package
+    planner = importlib.import_module(f"{registry.paper('ring').package}.plan")
+    made = planner.plan(
         seq=_tokens(seq), heads=heads, kv_heads=kv_heads, gpus=gpus, link=link, head_dim=head_dim, batch=batch,
         causal=not full, backward=backward, gpus_per_node=gpus_per_node, memory_gb=memory,
         merge="fused" if fused else "separate",
