@@ -3,8 +3,8 @@
 transformers asks two registries: one for the attention function, one for the function that makes its mask; a name that
 is only in the first gets no mask at all, padding included. Ours gives None where attention is plainly causal (or
 bidirectional), and otherwise the number of the segment that each key belongs to, -1 for padding: an int32 tensor
-(batch, 1, 1, keys), of four dimensions because transformers takes a mask of two for padding that is yet to be made into
-one. Attention then packs what counts and runs on sequences of their own lengths, so padded batches, packed sequences and
+(batch, 1, 1, keys), of four dimensions because transformers takes a mask of two for padding that is yet to become one.
+Attention then packs what counts and runs on sequences of their own lengths, so padded batches, packed sequences and
 chunked attention need no dense mask. A mask that segments cannot express is refused, never approximated.
 """
 
