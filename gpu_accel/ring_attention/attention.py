@@ -136,6 +136,7 @@ def distributed_attention(
     layout: Layout,
     transport: Transport,
     schedule: str = "kv_ring",
+    check_finite: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Exact attention over a sequence of which each rank holds a shard; differentiable.
@@ -144,6 +145,8 @@ def distributed_attention(
         q: (batch, local_length, heads, head_dim), this rank's shard under `layout`; float16, bfloat16, float32, or
             (reference only) float64. k, v: likewise, with heads_kv that divides heads; v may have another head_dim.
         layout: see layouts.py. transport: see transport.py. schedule: see schedules/__init__.py.
+        check_finite: NaN or Inf in the tokens of any rank is an error on all of them, instead of NaN in everyone's
+            results; costs a pass over q, k, v and waits for the GPU.
         options: causal, window_size, softmax_scale, softcap, backend, ulysses, inner, mesh, wire,
             overlap (see `Call`).
 
@@ -158,12 +161,24 @@ def distributed_attention(
     find_schedule(schedule)
     try:
         call = make_call(q, k, v, layout, **options)
+        if check_finite:
+            require_finite(q, k, v, layout, transport.rank)
     except GpuAccelError as error:  # the others must not wait for this rank
         transport.agree("", error)
         raise
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         return _Attention.apply(q, k, v, call, transport, schedule)
     return forward(q, k, v, call, transport, schedule=schedule)
+
+
+def require_finite(q: Tensor, k: Tensor, v: Tensor, layout: Layout, rank: int) -> None:
+    """Raise InvalidInputError for NaN or Inf in a shard; padding rows may hold anything."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        for run in layout.runs(rank):
+            if not x[:, run.offset : run.offset + run.length].isfinite().all():
+                raise InvalidInputError(
+                    f"{name} holds NaN or Inf in tokens {run.start} to {run.last} of the sequence (check_finite=True)"
+                )
 
 
 def gather_sequence(x: Tensor, layout: Layout, transport: Transport, *, dim: int = 1) -> Tensor:

@@ -69,6 +69,7 @@ def simulate_attention(
     documents: Sequence[int] | None = None,
     do: Tensor | None = None,
     world: World | None = None,
+    check_finite: bool = False,
     **options: Any,
 ) -> tuple[Tensor, ...]:
     """Attention of whole tensors, cut into shards, computed by N ranks and put together again.
@@ -88,6 +89,8 @@ def simulate_attention(
         ql = q if replicated else cut.shard(q, transport.rank)
         kl, vl = (cut.shard(x, transport.rank) for x in (k, v))
         call = attention.make_call(ql, kl, vl, cut, replicated_q=replicated, **options)
+        if check_finite:
+            attention.require_finite(kl if replicated else ql, kl, vl, cut, transport.rank)
         with torch.no_grad():
             o, lse = attention.forward(ql, kl, vl, call, transport, schedule=schedule)
             if do is None:

@@ -236,3 +236,11 @@ def test_the_transport_of_simulated_ranks_finds_mistakes():
 
     with pytest.raises(ring.CommunicationError, match="waits for rank 1, which has ended"):
         simulate(leave, 2)
+
+
+def test_nan_of_one_rank_is_an_error_where_asked_for():
+    q, k, v, _ = bhsd(24)
+    k[0, 1, 20, 3] = float("nan")
+    assert ring.RingAttention(num_gpus=3, simulate=True)(q, k, v, causal=True)[:, :, :20].isfinite().all()
+    with pytest.raises(InvalidInputError, match="k holds NaN or Inf in tokens 20 to 23"):
+        ring.RingAttention(num_gpus=3, simulate=True, check_finite=True)(q, k, v, causal=True)

@@ -68,6 +68,8 @@ def disagree(rank: int) -> list[str]:
         settings = {"layout": layout, "schedule": "kv_ring", "causal": True, **changes}
         q, k, v, _ = shards_of(rank, settings["layout"], changes.get("dtype", torch.float32))
         settings.pop("dtype", None)
+        if settings.pop("poison", False):
+            v[0, 2, 1, 3] = float("nan")
         try:
             o, _ = distributed_attention(q, k, v, transport=transport, **settings)
         except GpuAccelError as error:
@@ -80,7 +82,8 @@ def disagree(rank: int) -> list[str]:
         attempt(layout=make_layout("striped" if odd else "contiguous", seqlen=SEQLEN, ranks=2)),
         attempt(dtype=torch.bfloat16 if odd else torch.float32),
         attempt(softmax_scale=-1.0 if odd else 1.0),
-        attempt(),
+        attempt(poison=odd, check_finite=True),
+        attempt(check_finite=True),
     ]
 
 
@@ -91,6 +94,7 @@ def test_ranks_that_differ_all_raise_and_can_go_on(tmp_path: Path):
             assert message.startswith("InvalidInputError: the ranks do not agree, so nothing was sent"), message
             assert said in message
         assert told[-1] == "fine True"
+    assert "rank 1: v holds NaN or Inf in tokens" in first[5] and second[5].startswith("InvalidInputError: v holds NaN")
     assert "bfloat16" in first[3] and "float32" in first[3]
     assert "softmax_scale must be positive" in second[4]  # its own error, in its own words
     assert first[4].startswith("InvalidInputError: nothing was sent, because another rank refused") and (
