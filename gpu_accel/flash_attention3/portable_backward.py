@@ -3,12 +3,14 @@
 1. `attention_delta`: delta_i = sum_d o_id do_id - dlse_i, one number a query row. The gradient of the log-sum-exp
    enters here and nowhere else: d lse_i / d s_ij = p_ij. Also lse in base 2, both padded to whole blocks, so that the
    loops of the other two load them without a mask.
-2. `attention_backward_dkdv`: one program per block of N keys and key head. It walks over the query blocks that see
-   these keys, for every query head of the group, so grouped heads are summed in registers in a fixed order.
+2. `attention_backward_dkdv` (portable_dkdv.py): one program per block of N keys and key head. It walks over the query
+   blocks that see these keys, for every query head of the group, so grouped heads are summed in registers in a fixed
+   order.
        s^T = k q^T    p^T = exp2(s^T - lse)    dv += p^T do    dp^T = v do^T    dk += (p^T * (dp^T - delta)) q
    Transposed scores make p^T and ds^T left operands as they are; a transposed left operand in registers is what some
    Triton versions miscompile on Hopper.
-3. `attention_backward_dq`: one program per block of M query rows, walking over keys as the forward does.
+3. `attention_backward_dq` (portable_dq.py): one program per block of M query rows, walking over keys as the forward
+   does.
        dq += (p * (do v^T - delta)) k
 Seven matrix products instead of the five of a kernel that adds dq with atomics: the price of determinism.
 
