@@ -99,8 +99,18 @@ class SymmetricTransport(TorchTransport):
         flags = symmetric.empty(2 * self.size, dtype=torch.int32, device=self._device)
         flags.zero_()
         torch.cuda.synchronize(self._device)
-        self._flags, self._flag_handle = flags, symmetric.rendezvous(flags, self.group)
+        self._flags, self._flag_handle = flags, self._rendezvous(flags)
         self._dist.barrier(self.group)  # all flags are zero before anyone sets one
+
+    def _rendezvous(self, memory: Tensor) -> Any:
+        """The handle by which all ranks reach this memory, each at the same offset: the start of its own allocation."""
+        handle = self._symmetric.rendezvous(memory, self.group)
+        if handle.buffer_ptrs[self.rank] != memory.data_ptr():
+            raise HardwareError(
+                "torch placed symmetric memory inside a larger allocation, whose offsets differ between ranks: this "
+                "version of torch is not supported by SymmetricTransport, use TorchTransport"
+            )
+        return handle
 
     def agree(self, statement: str, error: Exception | None = None) -> None:
         """Also the start of a call: its first request for buffers gets the first area."""
@@ -115,7 +125,7 @@ class SymmetricTransport(TorchTransport):
         self._asked += 1
         if key not in self._areas:
             memory = self._symmetric.empty(count * slot, dtype=torch.uint8, device=self._device)
-            self._areas[key] = _Area(memory, self._symmetric.rendezvous(memory, self.group), slot)
+            self._areas[key] = _Area(memory, self._rendezvous(memory), slot)
         area = self._areas[key].memory
         return [area[i * slot : i * slot + size].view(dtype).view(tuple(shape)) for i in range(count)]
 
