@@ -118,6 +118,16 @@ def test_products(pair, shape):
     assert found.ok, found
 
 
+def test_rows_that_no_tile_of_256_divides():
+    """pytorch#133334: a row-wise product of 8352 x 4096 x 1536 read beyond its scales."""
+    a = quantize(make(8352, 1536, special=False), "fp8_row")
+    b = quantize(make(4096, 1536, special=False, seed=1), "fp8_row")
+    truth = scaled_mm_reference(a, b)
+    ruler = scaled_mm_reference(a, b, dtype=torch.float32, out_dtype=torch.bfloat16)
+    found = compare(scaled_mm(a, b), truth, ruler)
+    assert found.ok, found
+
+
 @pytest.mark.parametrize("pair", [("fp8", "fp8"), ("fp8_1x128", "fp8_128x128")], ids="-".join)
 def test_sums_over_a_long_k_keep_their_bits(pair):
     """Tensor cores alone lose them: the error of a plain fp8 sum over 2**15 ones is of the order of a percent."""

@@ -31,6 +31,7 @@ def hook(kernel, arguments, options) -> None:
             wide_loads=len(re.findall(r"LDG\.E\S*\.128", c.sass)), loads=count["LDG"], stores=count["STG"],
             narrow_stores=len(re.findall(r"STG\.E\S*\.U8", c.sass)),
             conversions=len(re.findall(r"F2FP\.\S*E4M3", c.sass)),
+            casts=sorted(set(re.findall(r"cvt\.\S*e[45]m[23]x2\S*", c.ptx))),
             qgmma=c.sass.count("QGMMA"), hgmma=c.sass.count("HGMMA"),
             serialised=any("serializ" in w.lower() for w in c.warnings),
         )

@@ -23,7 +23,7 @@ def compiled(environment: dict[str, str], what: str, names: str) -> list[dict]:
 @pytest.mark.slow
 def test_quantisers(compile_environment):
     """One scheme of each kernel: given scale, two passes, 1x128, MX, two levels with four bits."""
-    rows = compiled(compile_environment, "quantize", "fp8-given,fp8_1x128,mxfp8,mxfp8-both,nvfp4")
+    rows = compiled(compile_environment, "quantize", "fp8-given,fp8_e5m2-given,fp8_1x128,mxfp8,mxfp8-both,nvfp4")
     assert {row["kernel"] for row in rows} == {"_amax_kernel", "_cast_kernel", "_block_kernel"}
     for row in rows:
         assert row["spills"] == 0, row
@@ -36,6 +36,12 @@ def test_quantisers(compile_environment):
         if not row["name"].endswith("both"):
             assert row["registers"] <= 128, row
             assert row["instructions"] / row["values"] < 36, row
+    # the policy needs saturation and ties to even; what Triton emits for a cast has to be exactly that
+    casts = {row["name"]: row["casts"] for row in rows if row["kernel"] == "_cast_kernel"}
+    assert casts == {
+        "fp8-given": ["cvt.rn.satfinite.e4m3x2.f32"],
+        "fp8_e5m2-given": ["cvt.rn.satfinite.e5m2x2.f32"],
+    }
     assert all(row["conversions"] for row in rows if row["name"] == "mxfp8")
 
 
