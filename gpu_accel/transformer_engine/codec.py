@@ -1,9 +1,9 @@
 """Device functions: float32 to codes, largest magnitudes to scales. Used by every kernel of this package.
 
-On GPUs that convert to fp8 themselves (sm_89 and newer, NATIVE) e4m3 and e5m2 use that instruction: Triton 3.6 to 3.9
-write cvt.rn.satfinite for both, so ties go to even, what is too large saturates, and NaN is 0x7F (a test reads the PTX).
-Everywhere else, in the interpreter, and for narrower formats, integers do the same: Triton's interpreter drops the carry
-of the mantissa (seen on 3.7.1) and older GPUs have no such instruction.
+On GPUs that convert to fp8 themselves (sm_89 and newer, NATIVE) e4m3 and e5m2 use that instruction: Triton 3.6 to
+3.9 write cvt.rn.satfinite for both, so ties go to even, what is too large saturates, and NaN is 0x7F (a test reads the
+PTX). Everywhere else, in the interpreter, and for narrower formats, integers do the same: Triton's interpreter drops
+the carry of the mantissa (seen on 3.7.1) and older GPUs have no such instruction.
 
 e2m1 takes one addition: its steps are 0.5, 1 and 2 in [0, 2), [2, 4) and [4, 6], so adding the float32 number whose
 last place is that step rounds to nearest even, and with last bits 0, 2 and 4 chosen for it they become the code.
