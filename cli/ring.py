@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from typing import Annotated
 
@@ -41,12 +40,10 @@ def plan(
 
     Times are modelled; exit code 4 when nothing fits in memory.
     """
-    from gpu_accel.workbench import registry
+    from gpu_accel.ring_attention.plan import plan as make_plan
 
     output.check_suffix(output_)
-    # by way of the registry, as everything else of a paper: commands import no paper's package
-    planner = importlib.import_module(f"{registry.paper('ring').package}.plan")
-    made = planner.plan(
+    made = make_plan(
         seq=_tokens(seq), heads=heads, kv_heads=kv_heads, gpus=gpus, link=link, head_dim=head_dim, batch=batch,
         causal=not full, backward=backward, gpus_per_node=gpus_per_node, memory_gb=memory,
         merge="fused" if fused else "separate",
