@@ -16,15 +16,34 @@ _LAZY = {
     "RingAttention": ("gpu_accel.ring_attention", "RingAttention"),
 }
 
-# what get_kernel() finds: op name -> (module, attribute)
+# what get_kernel() finds, by the package that has it; a pair is (op name, attribute)
+_OPS: dict[str, list[str | tuple[str, str]]] = {
+    "gpu_accel.flash_attention3": [
+        ("flash_attention", "flash_attn_func"),
+        ("flash_attention_varlen", "flash_attn_varlen_func"),
+        ("flash_attention_kvcache", "flash_attn_with_kvcache"),
+        "flash_attention_3_forward",
+        "flash_attention_3_backward",
+        "fp8_attention",
+        "blockwise_softmax",
+        "fp8_block_quantize",
+        "combine",
+    ],
+    "gpu_accel.ring_attention": ["ring_attention_forward", "ring_attention_backward", "distributed_attention"],
+    "gpu_accel.transformer_engine": [
+        "quantize",
+        "fp8_quantize",
+        "fp4_quantize",
+        "quantize_kv_cache",
+        "fp8_gemm",
+        "fp4_gemm",
+        "scaled_mm",
+    ],
+}
 _KERNELS = {
-    "flash_attention": ("gpu_accel.flash_attention3", "flash_attn_func"),
-    "flash_attention_varlen": ("gpu_accel.flash_attention3", "flash_attn_varlen_func"),
-    "flash_attention_3_forward": ("gpu_accel.flash_attention3", "flash_attention_3_forward"),
-    "flash_attention_3_backward": ("gpu_accel.flash_attention3", "flash_attention_3_backward"),
-    "fp8_attention": ("gpu_accel.flash_attention3", "fp8_attention"),
-    "blockwise_softmax": ("gpu_accel.flash_attention3", "blockwise_softmax"),
-    "fp8_block_quantize": ("gpu_accel.flash_attention3", "fp8_block_quantize"),
+    (op if isinstance(op, str) else op[0]): (module, op if isinstance(op, str) else op[1])
+    for module, ops in _OPS.items()
+    for op in ops
 }
 
 __all__ = ["FlashAttention3", "RingAttention", "get_kernel", "kernels", "__version__"]
