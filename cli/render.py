@@ -182,9 +182,9 @@ def _result_table(experiment: str, records: list[Record], incorrect: list[Outcom
 def _where(records: list[Record]) -> str:
     """On what the numbers were made; the line under a table."""
     first = records[-1]
-    if first.kind == "checked":
-        return "[dim]checked on a CPU, not timed: the errors are of the real kernels, in Triton's interpreter[/]"
     env = first.env
+    if first.kind == "checked":
+        return "[dim]checked, not timed[/]" if env.get("gpu") else "[dim]checked on a CPU, not timed[/]"
     clock = env.get("clock_mhz")
     clock = clock.get("median") if isinstance(clock, dict) else clock
     parts = [first.kind + " on", str(env.get("gpu", "?"))]

@@ -120,6 +120,7 @@ def run(
         note("--quick without effect: --shape says what runs", style="yellow")
     one = registry.paper(paper)
     if nproc is not None and not dry_run:
+        _need_processes(one, experiments or one.default_experiments(precision or "bf16"))
         torchrun.relaunch(nproc, device)
     torchrun.join(device)
     settings = Settings(
@@ -207,6 +208,7 @@ def _run(
     from gpu_accel.workbench import events, runner
 
     with output.stdout_to_stderr(), Progress(quiet=quiet) as progress:
+        skips: list[str] = []
 
         def show(event: events.Event) -> None:
             match event:
@@ -214,7 +216,10 @@ def _run(
                     progress.expect(event.cases, f"{paper.alias} {settings.precision}, {_place(host)}")
                     if event.resume_refused:
                         progress.remark(f"nothing is resumed: {event.resume_refused}", style="yellow")
+                case events.ImplementationSkipped():
+                    skips.append(event.impl)
                 case events.CaseStarted():
+                    skips.clear()
                     progress.begin(f"{event.experiment} {label(event.case, event.experiment)} ...")
                 case events.CheckStarted():
                     progress.doing(f"{event.experiment} {label(event.case, event.experiment)}: checking {event.impl}")
@@ -230,14 +235,25 @@ def _run(
                 case events.CaseFinished():
                     names = dict.fromkeys(record.impl for record in event.records)
                     done = ", ".join(names) if len(names) <= 5 else f"{len(names)} implementations"
+                    if not done and skips:
+                        done = "does not run here" if "*" in skips else f"{', '.join(skips)} not run here"
                     progress.step(f"{event.experiment} {label(event.case, event.experiment)}: {done or 'nothing new'}")
 
         return runner.run(paper, experiments, settings, on_event=show, resume_from=resume_from, host=host)
 
 
+def _need_processes(paper: Paper, chosen: Sequence[str]) -> None:
+    """Refuse --nproc where every process would do the same, and rank 0 keep it."""
+    several = [name for name, info in paper.experiments.items() if info.processes]
+    if not any(name in several for name in chosen if name in paper.experiments):
+        run_of_one = f"{', '.join(chosen)} of {paper.alias} run in one process"
+        there = f"--nproc is for {', '.join(several)}" if several else "no experiment of it takes --nproc"
+        raise InvalidInputError(f"{run_of_one}; {there}")
+
+
 def _place(host: Host) -> str:
     if host.device == "cpu":
-        return "on the CPU: kernels run in Triton's interpreter, checked and not timed"
+        return "on the CPU: checked and not timed, kernels in Triton's interpreter"
     return f"on {host.gpu}"
 
 

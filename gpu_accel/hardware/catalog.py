@@ -184,9 +184,9 @@ def profile(name: str) -> Profile:
     if wanted in known:
         return known[wanted]
     close = difflib.get_close_matches(wanted, known, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(close)}? " if close else ""
+    hint = f"did you mean {' or '.join(close)}? There are" if close else "there are"
     names = ", ".join(p.name for p in profiles())
-    raise InvalidInputError(f"no hardware profile is named {name!r}; {hint}There are: {names}")
+    raise InvalidInputError(f"no hardware profile is named {name!r}; {hint}: {names}")
 
 
 def parse(text: str, file: str) -> Profile:

@@ -132,9 +132,10 @@ class Plan:
         setup, best = self.setup, self.best
         e, low, high = best.efficiency
         mask = "causal" if setup.causal else "full"
+        gpus = f"{setup.gpus} GPU{'s' if setup.gpus > 1 else ''}"
         lines = [
             f"{setup.seq:,} tokens, {setup.heads} heads, {setup.kv_heads} key heads, head_dim {setup.head_dim}, "
-            f"{mask}, {'forward and backward' if setup.backward else 'forward'}, {setup.gpus} GPUs in {setup.nodes} "
+            f"{mask}, {'forward and backward' if setup.backward else 'forward'}, {gpus} in {setup.nodes} "
             f"machine{'s' if setup.nodes > 1 else ''}, {setup.link}",
             "",
             f"layout    {self.layout}: {setup.block:,} tokens a GPU, the same work for each",

@@ -146,6 +146,7 @@ class Implementation:
             but the work. None when the experiment is not about time. A `Timed` has the call verified after timing.
         values: `values(seed)` returns metrics that it takes itself, `{"rmse": (9e-3, "1")}` as (value, unit), or as
             `Sampled` where there are several readings of one.
+        on_device: False for arithmetic that runs nothing on the GPU: its values are "checked" there too.
         note: a remark kept in its records.
     """
 
@@ -155,6 +156,7 @@ class Implementation:
     check: Callable[[int], Check] | None = None
     make: Callable[[int], Callable[[], object]] | None = None
     values: Callable[[int], dict[str, Any]] | None = None
+    on_device: bool = True
     note: str = ""
 
     def __post_init__(self) -> None:

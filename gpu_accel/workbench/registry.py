@@ -43,6 +43,7 @@ class ExperimentInfo:
     precisions: tuple[str, ...] = ()  # what --precision may be; empty when the experiment has no such choice
     default: bool = False  # whether `gpu-accel run <paper>` runs it when no `default_for` says otherwise
     summary: str = ""
+    processes: bool = False  # whether it is about several processes, one a GPU (`gpu-accel run --nproc N`)
     of: str = ""  # id of the paper whose experiment of that name it is; "" for one of its own
 
 
@@ -287,6 +288,7 @@ def _experiments(table: Table) -> dict[str, ExperimentInfo]:
             precisions=entry.texts("precisions"),
             default=entry.flag("default"),
             summary=entry.text("summary", ""),
+            processes=entry.flag("processes"),
             of=entry.text("of", ""),
         )
         entry.end()

@@ -33,7 +33,8 @@ def number(value: Any, unit: str = "") -> str:
     if value is None:
         return "–"
     ends = list(value) if isinstance(value, list | tuple) else [value]
-    text = " to ".join(_plain(v) if isinstance(v, int | float) and not isinstance(v, bool) else str(v) for v in ends)
+    words = [_plain(v) if isinstance(v, int | float) and not isinstance(v, bool) else str(v) for v in ends]
+    text = " to ".join(dict.fromkeys(words))  # a range of one value is that value
     return f"{text} {UNITS.get(unit, unit)}" if unit and unit != "1" else text
 
 

@@ -392,7 +392,7 @@ class _Runner:
     def _value_records(
         self, item: Item, impl: Implementation, check: Check, metric: str, sampled: Sampled
     ) -> list[Record]:
-        on_gpu = self.host.device == "cuda"
+        on_gpu = self.host.device == "cuda" and impl.on_device
         if not on_gpu and metric not in ERROR_METRICS and not metric.endswith("error"):
             return []
         samples = sampled.samples if len(sampled.samples) > 1 or metric == "time" else ()

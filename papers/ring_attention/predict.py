@@ -111,6 +111,7 @@ def build(case: Case, settings: Settings) -> Workload:
         role="ours",
         check=lambda seed: Check(miss, BOUND, "relative error of the predicted time"),
         values=lambda seed: {"prediction_error": (miss, "1")},
+        on_device=False,
         note="arithmetic on published readings; nothing is run",
     )
     return Workload(implementations=[model])

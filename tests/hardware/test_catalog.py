@@ -89,7 +89,7 @@ def test_aliases_lead_to_one_profile_each():
 def test_unknown_names_are_answered_with_suggestions():
     with pytest.raises(InvalidInputError, match="did you mean h100"):
         profile("h10")
-    with pytest.raises(InvalidInputError, match="There are: .*mi300x"):
+    with pytest.raises(InvalidInputError, match="there are: .*mi300x"):
         profile("qqqqqq")
 
 

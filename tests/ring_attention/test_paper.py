@@ -89,6 +89,19 @@ def test_one_process_says_what_to_start_instead():
     assert "--nproc 4" in reasons["kv_ring"] and not reasons["one-gpu"]
 
 
+def test_processes_are_refused_where_each_would_do_the_same():
+    from cli.run import _need_processes
+
+    _need_processes(RING, ["error", "scaling"])
+    with pytest.raises(InvalidInputError, match="error, predict of ring run in one process; --nproc is for scaling"):
+        _need_processes(RING, RING.default_experiments("bf16"))
+
+
+def test_a_model_is_never_measured():
+    workload = predict.build(predict.list_cases(CPU)[0], CPU)
+    assert not any(one.on_device for one in workload.implementations)
+
+
 def test_more_processes_than_gpus_is_an_error():
     from cli import torchrun
 
