@@ -139,11 +139,13 @@ def number_format(name: str | torch.dtype | Format) -> Format:
 # -- codes to numbers
 
 
-@functools.lru_cache(maxsize=64)
-def _table(name: str, device: torch.device) -> Tensor:
+def _new_table(name: str, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         fmt = FORMATS[name]
         return torch.tensor([fmt.value(code) for code in range(256)], dtype=torch.float32, device=device)
+
+
+_table = functools.lru_cache(maxsize=64)(_new_table)
 
 
 def decode(codes: Tensor, fmt: str | Format) -> Tensor:
@@ -154,7 +156,9 @@ def decode(codes: Tensor, fmt: str | Format) -> Tensor:
         if codes.dtype != fmt.dtype:
             raise InvalidInputError(f"codes of {fmt.name} must be uint8 or {fmt.dtype}, got {codes.dtype}")
         codes = codes.view(torch.uint8)
-    return _table(fmt.name, codes.device)[codes.long() & ((1 << fmt.bits) - 1)]
+    # a table made while torch.compile traces is a stand-in, which must not be kept, nor meet one that was
+    table = (_table if type(codes) is Tensor else _new_table)(fmt.name, codes.device)
+    return table[codes.long() & ((1 << fmt.bits) - 1)]
 
 
 # -- numbers to codes
@@ -184,6 +188,10 @@ def encode(
         raise InvalidInputError(f"rounding must be one of {', '.join(ROUNDINGS)}, got {rounding!r}")
     if (seed is None) == (rounding == "stochastic"):
         raise InvalidInputError("stochastic rounding needs a seed, and nothing else takes one")
+    if type(stream) is not int or not 0 <= stream <= _MASK32 or (stream and seed is None):
+        raise InvalidInputError(f"stream must be from 0 to 2**32 - 1, and goes with a seed, got {stream!r}")
+    if not isinstance(x, Tensor):
+        raise InvalidInputError(f"x must be a torch.Tensor, got {type(x).__name__}")
     if not x.is_floating_point() or x.dtype == torch.float64:
         raise InvalidInputError(f"x must be float32 or narrower, got {x.dtype}: round wider ones in one step yourself")
     if fmt.name == "e8m0":
@@ -324,8 +332,7 @@ def pack_nibbles(codes: Tensor) -> Tensor:
 
 def unpack_nibbles(packed: Tensor, length: int | None = None) -> Tensor:
     """What `pack_nibbles` packed; `length` cuts off the half byte that pads an odd number."""
-    codes = torch.stack((packed & 0xF, packed >> 4), -1).flatten(-2)
-    return codes if length is None else codes[..., :length]
+    return _cut(torch.stack((packed & 0xF, packed >> 4), -1).flatten(-2), length)
 
 
 def pack_sixes(codes: Tensor) -> Tensor:
@@ -340,7 +347,15 @@ def pack_sixes(codes: Tensor) -> Tensor:
 
 def unpack_sixes(packed: Tensor, length: int | None = None) -> Tensor:
     """What `pack_sixes` packed."""
+    if packed.shape[-1] % 3:
+        raise InvalidInputError(f"four codes of six bits take three bytes, got {packed.shape[-1]} bytes")
     three = packed.unflatten(-1, (-1, 3)).int()
     word = three[..., 0] | (three[..., 1] << 8) | (three[..., 2] << 16)
     codes = torch.stack([(word >> shift) & 0x3F for shift in (0, 6, 12, 18)], -1).flatten(-2).to(torch.uint8)
+    return _cut(codes, length)
+
+
+def _cut(codes: Tensor, length: int | None) -> Tensor:
+    if length is not None and not 0 <= length <= codes.shape[-1]:
+        raise InvalidInputError(f"length must be from 0 to the {codes.shape[-1]} codes there are, got {length}")
     return codes if length is None else codes[..., :length]

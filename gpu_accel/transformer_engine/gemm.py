@@ -47,6 +47,9 @@ def explain_mm(a: QuantizedTensor, b: QuantizedTensor) -> str:
 
 def _pair(a: QuantizedTensor, b: QuantizedTensor) -> str:
     """The kind of product; refuses operands that do not belong together."""
+    for name, q in (("a", a), ("b", b)):
+        if not isinstance(q, QuantizedTensor):
+            raise InvalidInputError(f"{name} must be a QuantizedTensor, got {type(q).__name__}: quantize() it first")
     first, second = a.scheme, b.scheme
     for name, q in (("a", a), ("b", b)):
         if q.codes is None:
@@ -64,6 +67,9 @@ def _pair(a: QuantizedTensor, b: QuantizedTensor) -> str:
 def _check(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, out_dtype: torch.dtype) -> None:
     if b.dim() != 2 or a.shape[-1:] != b.shape[-1:]:
         raise InvalidInputError(f"a must be (..., K) and b (N, K), got {tuple(a.shape)} and {tuple(b.shape)}")
+    if bias is not None and not (isinstance(bias, Tensor) and bias.is_floating_point()):
+        got = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
+        raise InvalidInputError(f"bias must be a tensor of floats, got {got}")
     if a.device != b.device or (bias is not None and bias.device != a.device):
         raise InvalidInputError("a, b and bias must be on one device")
     if bias is not None and bias.shape != b.shape[:1]:

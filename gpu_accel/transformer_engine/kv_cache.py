@@ -127,7 +127,7 @@ def _kv_kernel(
 
 
 def _tokens(granularity: str, seqlen: int, page_size: int) -> int:
-    return {"head": max(1, seqlen), "token": 1, "page": page_size}[granularity]
+    return {"head": max(1, seqlen), "token": 1, "page": min(page_size, max(1, seqlen))}[granularity]
 
 
 def _quantize_one(x: Tensor, what: Scheme, granularity: str, tokens: int, backend: str) -> tuple[Tensor, Tensor]:

@@ -30,10 +30,13 @@ def fp8_quantize(
     if dtype not in ("e4m3", "e5m2"):
         raise InvalidInputError(f"dtype must be 'e4m3' or 'e5m2', got {dtype!r}")
     what = Scheme(element=dtype, block=(0, 0), scale="fp32")
+    scales.check_margin(margin)
     if amax_history is None:
         if margin:
             raise InvalidInputError("margin goes with amax_history")
         return quantize(tensor, what, backend=backend)
+    if not isinstance(amax_history, Tensor) or amax_history.requires_grad:
+        raise InvalidInputError("amax_history must be a tensor without gradient: it is changed in place")
     if amax_history.dim() != 1 or not amax_history.numel() or amax_history.dtype != torch.float32:
         raise InvalidInputError(
             f"amax_history must be (length,) float32, got {tuple(amax_history.shape)} {amax_history.dtype}"

@@ -312,14 +312,17 @@ def quantize(
     """
     check_input(x)
     scheme = find_scheme(scheme)
+    if not isinstance(rowwise, bool) or not isinstance(columnwise, bool):
+        raise InvalidInputError(f"rowwise and columnwise must be True or False, got {rowwise!r} and {columnwise!r}")
     if not (rowwise or columnwise):
         raise InvalidInputError("nothing to do: rowwise or columnwise must be True")
     if (seed is None) == (scheme.rounding == "stochastic"):
         raise InvalidInputError("schemes with stochastic rounding need a seed, and others take none")
     if scale is not None and (scheme.block != (0, 0) or not scheme.keeps_nan_in_place):
         raise InvalidInputError(f"only e4m3 and e5m2 with a scale per tensor take a scale, not {scheme}")
-    if scale is not None and scale.numel() != 1:
-        raise InvalidInputError(f"scale must be one float32, got shape {tuple(scale.shape)}")
+    if scale is not None and not (isinstance(scale, Tensor) and scale.numel() == 1 and scale.is_floating_point()):
+        got = f"{tuple(scale.shape)} {scale.dtype}" if isinstance(scale, Tensor) else type(scale).__name__
+        raise InvalidInputError(f"scale must be a tensor of one float32, got {got}")
     matrix = as_matrix(x)
     if scheme.hadamard and ((rowwise and matrix.cols % 16) or (columnwise and matrix.rows % 16)):
         raise InvalidInputError(f"the Hadamard matrix needs multiples of 16, got {matrix.rows} x {matrix.cols}")

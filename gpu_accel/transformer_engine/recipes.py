@@ -105,8 +105,10 @@ class DelayedScaling(Recipe):
         _check_format(self.fp8_format)
         if self.amax_compute_algo not in ("max", "most_recent"):
             raise InvalidInputError(f"amax_compute_algo must be 'max' or 'most_recent', got {self.amax_compute_algo!r}")
-        if self.amax_history_len < 1:
-            raise InvalidInputError(f"amax_history_len must be at least 1, got {self.amax_history_len}")
+        scales.check_margin(self.margin)
+        length = self.amax_history_len
+        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+            raise InvalidInputError(f"amax_history_len must be a whole number from 1 up, got {length!r}")
 
     def scheme(self, role: Role = "input") -> Scheme:
         self._check(role)
@@ -129,6 +131,7 @@ class DelayedState:
 
     @classmethod
     def empty(cls, recipe: DelayedScaling, role: Role, device: torch.device | str) -> DelayedState:
+        recipe.scheme(role)  # refuses an unknown role
         zero = torch.zeros((), device=device)
         history = torch.zeros(recipe.amax_history_len, device=device)
         return cls(recipe, role, history, zero + 1, zero.long())
@@ -157,6 +160,8 @@ class DelayedState:
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         for name in ("history", "scale", "overflows"):
+            if name not in state:
+                raise InvalidInputError(f"a saved history has history, scale and overflows, this one lacks {name}")
             if state[name].shape != getattr(self, name).shape:
                 raise InvalidInputError(f"{name} has shape {tuple(state[name].shape)}, expected another history length")
             setattr(self, name, state[name].to(getattr(self, name)))

@@ -133,6 +133,12 @@ def nvfp4_inverse(codes: Tensor, encode_scale: Tensor) -> Tensor:
 # -- delayed scaling
 
 
+def check_margin(margin: int) -> None:
+    """A margin is a power of two within the range of float32."""
+    if isinstance(margin, bool) or not isinstance(margin, int) or not -126 <= margin <= 127:
+        raise InvalidInputError(f"margin must be a whole number from -126 to 127, got {margin!r}")
+
+
 def update_history(history: Tensor, amax: Tensor, scale: Tensor, *, largest: float, margin: int = 0,
                    algorithm: str = "max", power_of_two: bool = False) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """One step of delayed scaling: (history, scale, overflowed), all new tensors.
@@ -146,6 +152,7 @@ def update_history(history: Tensor, amax: Tensor, scale: Tensor, *, largest: flo
 
     `overflowed` is () int64, 1 if amax was NaN or infinite. Then, and for 0, history and scale stay as they are.
     """
+    check_margin(margin)
     if algorithm not in ("max", "most_recent"):
         raise InvalidInputError(f"amax_compute_algo must be 'max' or 'most_recent', got {algorithm!r}")
     if history.dim() != 1 or not history.numel():

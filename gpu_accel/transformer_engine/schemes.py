@@ -55,6 +55,8 @@ class Scheme:
             raise InvalidInputError(f"rule {self.rule!r} does not go with scales in {self.scale}")
         if self.rounding not in ("nearest", "stochastic"):
             raise InvalidInputError(f"rounding must be 'nearest' or 'stochastic', got {self.rounding!r}")
+        if not isinstance(self.block, tuple) or len(self.block) != 2 or not all(type(n) is int for n in self.block):
+            raise InvalidInputError(f"block must be (rows, columns), two integers, got {self.block!r}")
         rows, cols = self.block
         powers = all(n == 0 or (8 <= n <= 256 and n & (n - 1) == 0) for n in self.block if n != 1)
         if not powers or (rows, cols) == (0, 1) or (rows != cols and rows != 1) or (cols == 1):
@@ -159,4 +161,6 @@ def _parse(text: str) -> Scheme:
 
 def scheme(what: str | Scheme) -> Scheme:
     """A scheme by its name in SCHEMES or by its text. Raises InvalidInputError for an unknown one."""
+    if not isinstance(what, str | Scheme):
+        raise InvalidInputError(f"a scheme is a Scheme, its name or its text, got {type(what).__name__}")
     return what if isinstance(what, Scheme) else _parse(what)

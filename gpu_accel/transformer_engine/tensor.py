@@ -156,6 +156,12 @@ class QuantizedTensor(torch.Tensor):
 
     # -- what torch may do with it
 
+    def share_memory_(self) -> QuantizedTensor:  # torch's own looks for a storage, which a wrapper has not
+        for t in self._inner.values():
+            if t is not None:
+                t.share_memory_()
+        return self
+
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return [name for name in _INNER if self._inner[name] is not None], (self._text, self.dtype)
 

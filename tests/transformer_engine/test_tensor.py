@@ -10,6 +10,7 @@ import torch
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.testing import generator
+from gpu_accel.transformer_engine import formats
 from gpu_accel.transformer_engine.quantizer import quantize
 from gpu_accel.transformer_engine.schemes import SCHEMES
 from gpu_accel.transformer_engine.tensor import QuantizedTensor
@@ -128,3 +129,18 @@ def test_torch_compile_traces_what_it_holds():
         return q.codes.float() * 2
 
     assert torch.equal(torch.compile(f, fullgraph=True, backend="aot_eager")(q), f(q))
+
+
+def test_torch_compile_before_anything_was_decoded():
+    """Tables of formats are kept between calls; what stands in for one while tracing must not be."""
+    formats._table.cache_clear()
+    q = made("mxfp8", (32, 64))
+    for _ in range(2):  # with no table kept, and with one
+        torch._dynamo.reset()
+        f = torch.compile(lambda q: q.dequantize() * 2, fullgraph=True, backend="aot_eager")
+        assert torch.equal(f(q), q.dequantize() * 2)
+
+
+def test_shared_memory_holds_all_parts():
+    q = made("nvfp4", (32, 64), columnwise=True)
+    assert q.share_memory_() is q and all(t.is_shared() for t in q._inner.values() if t is not None)
