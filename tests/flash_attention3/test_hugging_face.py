@@ -66,6 +66,47 @@ def test_padding_does_not_reach_the_tokens(side):
     assert torch.equal(again[kept], ours[kept])
 
 
+def seq2seq(attention):
+    torch.manual_seed(0)
+    config = transformers.BartConfig(
+        vocab_size=64, d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4, encoder_ffn_dim=48,
+        decoder_attention_heads=4, decoder_ffn_dim=48, max_position_embeddings=64,
+    )  # fmt: skip
+    made = transformers.BartModel(config).eval()
+    made.set_attn_implementation(attention)
+    return made
+
+
+@pytest.mark.parametrize("queries", [1, 5, 9, 14])
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+def test_encoders_and_cross_attention_see_every_key_but_padding(queries, padded):
+    mask = torch.ones(2, 9, dtype=torch.long)
+    if padded:
+        mask[0, 4:], mask[1, 2:5] = 0, 0
+    options = {"input_ids": ids(2, 9), "attention_mask": mask, "decoder_input_ids": ids(2, queries, 1)}
+    ours, theirs = (seq2seq(attention)(**options) for attention in (hugging_face.NAME, "eager"))
+    close(ours.last_hidden_state, theirs.last_hidden_state)
+    close(ours.encoder_last_hidden_state[mask.bool()], theirs.encoder_last_hidden_state[mask.bool()])
+
+
+def test_a_window_that_a_model_keeps_to_itself():
+    options = {"kind": "Phimoe", "sliding_window": 4, "num_local_experts": 2, "num_experts_per_tok": 2}
+    mask = torch.ones(2, 11, dtype=torch.long)
+    mask[1, :3] = 0
+    for padding in (None, mask):
+        models = [model(attention=name, **options) for name in (hugging_face.NAME, "eager")]
+        ours, theirs = (one(ids(2, 11), attention_mask=padding).logits for one in models)
+        kept = mask.bool() if padding is not None else slice(None)
+        close(ours[kept], theirs[kept])
+
+
+def test_autocast_with_padding():
+    mask = torch.tensor([[1] * 7, [0] * 3 + [1] * 4])
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = (model(attention=a)(ids(2, 7), attention_mask=mask).logits for a in (hugging_face.NAME, "eager"))
+    close(ours[mask.bool()].float(), theirs[mask.bool()].float(), bound=0.02)
+
+
 def test_packed_sequences_do_not_see_each_other():
     text = ids(1, 13)
     places = torch.cat([torch.arange(n) for n in (5, 1, 7)])[None]
