@@ -1,0 +1,203 @@
+"""Runs jobs in processes that can do little and end in time. The level of isolation reached is reported, not assumed.
+
+    with Sandbox() as sandbox:
+        outcome = sandbox.run("run", folder, name="softmax", trials=[...])
+
+Every job: one process, forked from a worker that never runs candidate code; its own process group, killed at the
+deadline; its own folder; limits on CPU time, memory, file size, open files and processes; no network where the system
+allows namespaces; another user id when started as root. A worker that dies or hangs is replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from gpu_accel.errors import HardwareError
+
+from .worker import NOBODY
+
+START_SECONDS = 180.0
+GRACE = 10.0  # beyond a job's deadline, before the worker itself counts as hung
+LARGEST_RESULT = 1 << 20
+_KEPT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "CUDA_VISIBLE_DEVICES", "VIRTUAL_ENV", "SYSTEMROOT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a job ended.
+
+    `result` is what its process said, untrusted; None when it said nothing that can be read.
+    """
+
+    ended: str  # "exit", "timeout", "signal", "lost" (the worker had to be replaced)
+    signal: int = 0
+    result: dict[str, Any] | None = None
+    seconds: float = 0.0
+    log: str = ""
+
+
+class Sandbox:
+    """A worker and the limits of its jobs.
+
+    Args:
+        seconds: wall clock of a job.
+        memory_mib: beyond what the worker has; without effect on a GPU, where addresses cannot be limited.
+        file_mib: of one file that a job writes.
+        gpu: let jobs use the GPU; kernels are interpreted on the CPU otherwise.
+    Raises:
+        HardwareError: this is no Linux, or the worker does not start.
+    """
+
+    def __init__(
+        self, *, seconds: float = 30.0, memory_mib: int = 1024, file_mib: int = 256, gpu: bool = False
+    ) -> None:
+        if sys.platform != "linux":
+            raise HardwareError("candidates run in a sandbox that needs Linux")
+        self.seconds, self.memory_mib, self.file_mib, self.gpu = seconds, memory_mib, file_mib, gpu
+        self._worker: subprocess.Popen[bytes] | None = None
+        self._rest = b""
+        self.level: dict[str, str] = {}
+        self.restarts = -1
+
+    def __enter__(self) -> Sandbox:
+        self._start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the worker."""
+        worker, self._worker = self._worker, None
+        if worker is None:
+            return
+        with contextlib.suppress(OSError):
+            if worker.stdin:
+                worker.stdin.close()
+        try:
+            worker.wait(1.0)
+        except subprocess.TimeoutExpired:
+            worker.kill()
+            worker.wait()
+        if worker.stdout:
+            worker.stdout.close()
+
+    @property
+    def described(self) -> str:
+        """The level of isolation, one line."""
+        return "; ".join(f"{key}: {words}" for key, words in self.level.items())
+
+    def _start(self) -> None:
+        root = str(Path(__file__).resolve().parents[2])
+        environment = {key: os.environ[key] for key in _KEPT if key in os.environ}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))
+        environment |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        environment |= {"HOME": "/nonexistent", "PYTHONDONTWRITEBYTECODE": "1"}
+        environment |= {"GPU_ACCEL_SANDBOX_GPU": "1"} if self.gpu else {"TRITON_INTERPRET": "1"}
+        self._worker = subprocess.Popen(
+            [sys.executable, "-m", "gpu_accel.cuda_llm.worker"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment, cwd="/",
+            start_new_session=True,
+        )  # fmt: skip
+        self._rest = b""
+        self.restarts += 1
+        if self._reply(START_SECONDS) != {"ready": True}:
+            self.close()
+            raise HardwareError("the sandbox's worker does not start: `python -m gpu_accel.cuda_llm.worker` says why")
+        if not self.level:
+            with self.folder() as folder:
+                found = self.run("probe", folder).result
+            if not found or not isinstance(found.get("level"), dict):
+                raise HardwareError("the sandbox cannot confine a process on this machine")
+            self.level = found["level"]
+
+    @contextlib.contextmanager
+    def folder(self) -> Iterator[Path]:
+        """A fresh build folder, removed afterwards."""
+        place = Path(tempfile.mkdtemp(prefix="gpu-accel-candidate-"))
+        try:
+            yield place
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+
+    def run(self, what: str, folder: Path, *, seconds: float | None = None, **job: Any) -> Outcome:
+        """One job in a process of its own: "probe", "run", "compile" (CUDA sources) or "bench"."""
+        if self._worker is None:
+            self._start()
+        if os.geteuid() == 0:
+            for path in (folder, *folder.iterdir()):
+                os.chown(path, NOBODY, NOBODY)
+        limit = seconds or self.seconds
+        compiles = what == "compile" or self.gpu  # a compiler starts ptxas or nvdisasm, CUDA has threads
+        request = {
+            "what": what, "folder": str(folder), "seconds": limit, "file_mib": self.file_mib,
+            "memory_mib": 0 if self.gpu else self.memory_mib, "processes": 512 if compiles else 0,
+            "device": "cuda" if self.gpu else "cpu", **job,
+        }  # fmt: skip
+        ended = self._ask(request, limit + GRACE)
+        if ended is None:
+            self.close()
+            self._start()
+            return Outcome(ended="lost", log=_text(folder / "log.txt"))
+        kind = "timeout" if ended["timed_out"] or ended["signal"] == 24 else "signal" if ended["signal"] else "exit"
+        return Outcome(
+            ended=kind, signal=ended["signal"], result=_json(folder / "result.json"), seconds=ended["seconds"],
+            log=_text(folder / "log.txt"),
+        )  # fmt: skip
+
+    def _ask(self, request: dict[str, Any], timeout: float) -> dict[str, Any] | None:
+        assert self._worker and self._worker.stdin
+        try:
+            self._worker.stdin.write(json.dumps(request).encode() + b"\n")
+            self._worker.stdin.flush()
+        except OSError:
+            return None
+        return self._reply(timeout)
+
+    def _reply(self, timeout: float) -> dict[str, Any] | None:
+        """One line of the worker, or None when it ends or is late."""
+        assert self._worker and self._worker.stdout
+        deadline = time.monotonic() + timeout
+        descriptor = self._worker.stdout.fileno()
+        while b"\n" not in self._rest:
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([descriptor], [], [], left)[0]:
+                return None
+            data = os.read(descriptor, 1 << 16)
+            if not data:
+                return None
+            self._rest += data
+        line, _, self._rest = self._rest.partition(b"\n")
+        return json.loads(line)
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    """What a job wrote, if it is an object of a sensible size."""
+    try:
+        if path.is_symlink() or path.stat().st_size > LARGEST_RESULT:
+            return None
+        found = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return file.read(4000).decode(errors="replace")
+    except OSError:
+        return ""

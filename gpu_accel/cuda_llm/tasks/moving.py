@@ -1,0 +1,212 @@
+"""Tasks that move values and compute little: copy, reverse, transpose, bias and GELU, histogram."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .task import Buffer, Dims, Task, Tensors, Truth
+
+
+def exact(value: Tensor) -> Truth:
+    return Truth(value, value.abs())
+
+
+def _gelu(x: Tensors, dims: Dims) -> dict[str, Truth]:
+    z = x["x"] + x["bias"]
+    magnitude = x["x"].abs() + x["bias"].abs()
+    return {"out": Truth(0.5 * z * (1 + torch.erf(z / math.sqrt(2))), magnitude)}
+
+
+MATRIX_COPY = Task(
+    name="matrix_copy", title="Copy a matrix whose rows lie `pitch` apart", family="copy",
+    dims=("rows", "cols", "gap"),
+    inputs=(Buffer("x", ("rows", "cols + gap")),), outputs=(Buffer("out", ("rows", "cols")),),
+    shown=({"rows": 5, "cols": 130, "gap": 6}, {"rows": 3, "cols": 64, "gap": 1}),
+    bench={"rows": 8192, "cols": 4096, "gap": 32}, ranges={"rows": (1, 7), "cols": (1, 300), "gap": (1, 9)},
+    oracle=lambda x, d: {"out": exact(x["x"][:, : d["cols"]])},
+    library=lambda x, d: {"out": x["x"][:, : d["cols"]].contiguous()},
+    flops="0", tolerance=0,
+    start='''# /// launch
+# task = "matrix_copy"
+# grid = ["cdiv(cols, BLOCK)", "rows"]
+# [constants]
+# BLOCK = 128
+# [space]
+# BLOCK = [64, 128, 256, 512, 1024, 2048, 4096]
+# num_warps = [1, 2, 4, 8]
+# ///
+@triton.jit
+def matrix_copy(x, out, cols, gap, BLOCK: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + row * cols + i, tl.load(x + row * (cols + gap) + i, mask=i < cols), mask=i < cols)
+''',
+    naive_cuda='''// /// launch
+// grid = ["rows"]
+// block = [1]
+// entry = "matrix_copy"
+// args = ["x", "out", "cols", "gap"]
+// ///
+extern "C" __global__ void matrix_copy(const float* x, float* out, long long cols, long long gap) {
+    long long row = blockIdx.x;  // one thread walks a row: nothing coalesces
+    for (long long i = 0; i < cols; ++i) out[row * cols + i] = x[row * (cols + gap) + i];
+}
+''',
+)  # fmt: skip
+
+REVERSE = Task(
+    name="reverse", title="Reverse an array", family="copy", dims=("n",),
+    inputs=(Buffer("x", ("n",)),), outputs=(Buffer("out", ("n",)),),
+    shown=({"n": 1000}, {"n": 257}), bench={"n": 1 << 25}, ranges={"n": (1, 1500)},
+    oracle=lambda x, d: {"out": exact(x["x"].flip(0))},
+    library=lambda x, d: {"out": x["x"].flip(0)},
+    flops="0", tolerance=0,
+    start='''# /// launch
+# task = "reverse"
+# grid = ["cdiv(n, BLOCK)"]
+# [constants]
+# BLOCK = 256
+# [space]
+# BLOCK = [128, 256, 512, 1024, 2048, 4096]
+# num_warps = [1, 2, 4, 8]
+# ///
+@triton.jit
+def reverse(x, out, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + i, tl.load(x + (n - 1 - i), mask=i < n), mask=i < n)
+''',
+    naive_cuda='''// /// launch
+// grid = ["cdiv(n, 32)"]
+// block = [32]
+// entry = "reverse"
+// args = ["x", "out", "n"]
+// ///
+extern "C" __global__ void reverse(const float* x, float* out, long long n) {
+    long long i = blockIdx.x * 32LL + threadIdx.x;
+    if (i < n) out[i] = x[n - 1 - i];
+}
+''',
+)  # fmt: skip
+
+TRANSPOSE = Task(
+    name="transpose", title="Transpose a matrix", family="transpose", dims=("rows", "cols"),
+    inputs=(Buffer("x", ("rows", "cols")),), outputs=(Buffer("out", ("cols", "rows")),),
+    shown=({"rows": 40, "cols": 33}, {"rows": 7, "cols": 64}),
+    bench={"rows": 8192, "cols": 8192}, ranges={"rows": (1, 70), "cols": (1, 70)},
+    oracle=lambda x, d: {"out": exact(x["x"].t())},
+    library=lambda x, d: {"out": x["x"].t().contiguous()},
+    flops="0", tolerance=0,
+    start='''# /// launch
+# task = "transpose"
+# grid = ["cdiv(rows, BLOCK_M)", "cdiv(cols, BLOCK_N)"]
+# [constants]
+# BLOCK_M = 32
+# BLOCK_N = 32
+# [space]
+# BLOCK_M = [16, 32, 64, 128]
+# BLOCK_N = [16, 32, 64, 128]
+# num_warps = [1, 2, 4, 8]
+# ///
+@triton.jit
+def transpose(x, out, rows, cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    j = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    tile = tl.load(x + i[:, None] * cols + j[None, :], mask=(i[:, None] < rows) & (j[None, :] < cols))
+    tl.store(out + j[:, None] * rows + i[None, :], tl.trans(tile), mask=(j[:, None] < cols) & (i[None, :] < rows))
+''',
+    naive_cuda='''// /// launch
+// grid = ["cdiv(rows, 32)", "cols"]
+// block = [32]
+// entry = "transpose"
+// args = ["x", "out", "rows", "cols"]
+// ///
+extern "C" __global__ void transpose(const float* x, float* out, long long rows, long long cols) {
+    long long i = blockIdx.x * 32LL + threadIdx.x, j = blockIdx.y;  // loads lie a row apart
+    if (i < rows) out[j * rows + i] = x[i * cols + j];
+}
+''',
+)  # fmt: skip
+
+BIAS_GELU = Task(
+    name="bias_gelu", title="Add a bias and apply GELU (erf)", family="elementwise", dims=("rows", "cols"),
+    inputs=(Buffer("x", ("rows", "cols")), Buffer("bias", ("cols",))), outputs=(Buffer("out", ("rows", "cols")),),
+    shown=({"rows": 4, "cols": 100}, {"rows": 2, "cols": 257}),
+    bench={"rows": 8192, "cols": 4096}, ranges={"rows": (1, 6), "cols": (1, 300)},
+    oracle=_gelu,
+    library=lambda x, d: {"out": torch.nn.functional.gelu(x["x"] + x["bias"])},
+    flops="rows * cols * 8", tolerance=16,
+    start='''# /// launch
+# task = "bias_gelu"
+# grid = ["cdiv(cols, BLOCK)", "rows"]
+# [constants]
+# BLOCK = 128
+# [space]
+# BLOCK = [64, 128, 256, 512, 1024, 2048]
+# num_warps = [1, 2, 4, 8]
+# ///
+@triton.jit
+def bias_gelu(x, bias, out, cols, BLOCK: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    z = tl.load(x + row * cols + i, mask=i < cols) + tl.load(bias + i, mask=i < cols)
+    tl.store(out + row * cols + i, 0.5 * z * (1 + tl.erf(z * 0.7071067811865476)), mask=i < cols)
+''',
+    naive_cuda='''// /// launch
+// grid = ["cdiv(rows, 32)", "cols"]
+// block = [32]
+// entry = "bias_gelu"
+// args = ["x", "bias", "out", "rows", "cols"]
+// ///
+extern "C" __global__ void bias_gelu(const float* x, const float* bias, float* out, long long rows, long long cols) {
+    long long i = blockIdx.x * 32LL + threadIdx.x, j = blockIdx.y;
+    if (i >= rows) return;
+    float z = x[i * cols + j] + bias[j];
+    out[i * cols + j] = 0.5f * z * (1.0f + erff(z * 0.70710678f));
+}
+''',
+)  # fmt: skip
+
+HISTOGRAM = Task(
+    name="histogram", title="Count how often each value occurs", family="histogram", dims=("n", "bins"),
+    inputs=(Buffer("x", ("n",), "int32", "index", "bins"),), outputs=(Buffer("out", ("bins",), "int32"),),
+    shown=({"n": 900, "bins": 16}, {"n": 300, "bins": 7}),
+    bench={"n": 1 << 25, "bins": 256}, ranges={"n": (1, 1200), "bins": (1, 40)},
+    oracle=lambda x, d: {"out": exact(torch.bincount(x["x"], minlength=d["bins"]).double())},
+    library=lambda x, d: {"out": torch.bincount(x["x"], minlength=d["bins"]).to(torch.int32)},
+    flops="0", tolerance=0,
+    start='''# /// launch
+# task = "histogram"
+# grid = ["cdiv(n, BLOCK)"]
+# [constants]
+# BLOCK = 256
+# [fill]
+# out = 0
+# [space]
+# BLOCK = [128, 256, 512, 1024, 2048]
+# num_warps = [1, 2, 4, 8]
+# ///
+@triton.jit
+def histogram(x, out, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + i, mask=i < n, other=0)
+    tl.atomic_add(out + value, 1, mask=i < n)
+''',
+    naive_cuda='''// /// launch
+// grid = ["cdiv(n, 32)"]
+// block = [32]
+// entry = "histogram"
+// args = ["x", "out", "n"]
+// [fill]
+// out = 0
+// ///
+extern "C" __global__ void histogram(const int* x, int* out, long long n) {
+    long long i = blockIdx.x * 32LL + threadIdx.x;
+    if (i < n) atomicAdd(out + x[i], 1);
+}
+''',
+)  # fmt: skip
+
+TASKS = (MATRIX_COPY, REVERSE, TRANSPOSE, BIAS_GELU, HISTOGRAM)

@@ -1,0 +1,176 @@
+"""What a task is: buffers, sizes, a float64 oracle with its tolerance, baselines, and the least work.
+
+**Tolerance.** An oracle gives, for every output element, the exact value and a `scale`: the sum of the magnitudes that
+go into it (for a dot product sum |a||b|). A result may err by `tolerance` units of float32 rounding, 2**-24, of that
+scale. So zeros never pass for small values, cancellation is not held against a kernel, and neither fp16 nor TF32, whose
+unit is 2**-11, passes for float32. Integer outputs must be equal.
+
+**Shapes.** `shown` are those that a proposer may know. `held_out` draws others from `ranges` and adds the smallest.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gpu_accel.errors import InvalidInputError
+from gpu_accel.hardware.catalog import Profile, profile
+from gpu_accel.hardware.roofline import Roofline
+
+from ..candidate import Candidate
+from ..launch import evaluate
+
+UNIT = 2.0**-24  # of float32 rounding
+FLOOR = 2.0**-126  # smaller numbers may be flushed to zero
+FAMILIES = ("normal", "shifted", "heavy", "integers", "tiny")  # of real-valued inputs; trials go through all of them
+
+Dims = dict[str, int]
+Tensors = dict[str, Tensor]
+
+
+class Truth(NamedTuple):
+    """Exact values of an output and the magnitude that rounding errors are relative to, both float64."""
+
+    value: Tensor
+    scale: Tensor
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One input or output.
+
+    Args:
+        shape: sizes, as integers or expressions of the dimensions.
+        kind: of an input's values: "real" (one of FAMILIES), "unit" (uniform on [0, 1)), or "index" below `below`.
+    """
+
+    name: str
+    shape: tuple[int | str, ...]
+    dtype: str = "float32"
+    kind: str = "real"
+    below: int | str = 0
+
+    def sizes(self, dims: Mapping[str, int]) -> tuple[int, ...]:
+        return tuple(evaluate(size, dims) for size in self.shape)
+
+    def elements(self, dims: Mapping[str, int]) -> int:
+        return functools.reduce(int.__mul__, self.sizes(dims), 1)
+
+    def draw(self, dims: Mapping[str, int], family: str, generator: torch.Generator) -> Tensor:
+        shape = self.sizes(dims)
+        if self.kind == "index":
+            below = max(evaluate(self.below, dims), 1)
+            return torch.randint(below, shape, generator=generator, dtype=getattr(torch, self.dtype))
+        if self.kind == "unit":
+            return torch.rand(shape, generator=generator)
+        x = torch.randn(shape, generator=generator)
+        if family == "shifted":
+            return x + 3
+        if family == "heavy":
+            return x + 10 * torch.randn(shape, generator=generator) * (torch.rand(shape, generator=generator) < 0.05)
+        if family == "integers":
+            return torch.randint(-4, 5, shape, generator=generator).float()
+        return x * 1e-3 if family == "tiny" else x
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A kernel to write.
+
+    Args:
+        name, title, family: as in tables.
+        dims: names of the sizes; a kernel may take any of them as an argument.
+        shown, bench: shapes for checks on a CPU, and the shape that is timed on a GPU.
+        ranges: (least, largest) of each size, for shapes that no proposer sees.
+        oracle: (inputs in float64 or int64, dims) -> truth by output name.
+        library: (inputs, dims) -> outputs by torch: the strong baseline.
+        flops: arithmetic of one call, an expression of the dimensions.
+        tolerance: units of float32 rounding of the scale; 0 for results that must be equal.
+        start: a plain Triton kernel that is right, with the values its constants may take.
+        naive_cuda: the naive baseline, one thread an output element, in CUDA C++.
+        dtype: of the arithmetic, for the roofline.
+    """
+
+    name: str
+    title: str
+    family: str
+    dims: tuple[str, ...]
+    inputs: tuple[Buffer, ...]
+    outputs: tuple[Buffer, ...]
+    shown: tuple[Dims, ...]
+    bench: Dims
+    ranges: Mapping[str, tuple[int, int]]
+    oracle: Callable[[Tensors, Dims], dict[str, Truth]] = field(repr=False)
+    library: Callable[[Tensors, Dims], Tensors] = field(repr=False)
+    flops: str
+    tolerance: float
+    start: str = field(repr=False)
+    naive_cuda: str = field(repr=False)
+    dtype: str = "fp32"
+
+    def draw(self, dims: Dims, *, family: str, seed: int) -> Tensors:
+        """Inputs of one trial, on the CPU."""
+        generator = torch.Generator().manual_seed(seed)
+        return {one.name: one.draw(dims, family, generator) for one in self.inputs}
+
+    def truth(self, inputs: Tensors, dims: Dims) -> dict[str, Truth]:
+        """The oracle on inputs of the kernel's dtypes."""
+        wide = {name: x.double() if x.is_floating_point() else x.long() for name, x in inputs.items()}
+        return self.oracle(wide, dims)
+
+    def bound(self, truth: Truth) -> Tensor:
+        """The largest error allowed at each element."""
+        if self.tolerance == 0:
+            return torch.zeros_like(truth.scale)
+        return self.tolerance * UNIT * truth.scale + FLOOR
+
+    def held_out(self, seed: int, count: int = 2) -> list[Dims]:
+        """Shapes that differ from `shown`: `count` drawn ones, then the smallest."""
+        source = random.Random(seed)
+        drawn: list[Dims] = []
+        while len(drawn) < count:
+            dims = {name: source.randint(*self.ranges[name]) for name in self.dims}
+            if dims not in self.shown:
+                drawn.append(dims)
+        return [*drawn, {name: self.ranges[name][0] for name in self.dims}]
+
+    def bytes_moved(self, dims: Dims) -> int:
+        """Compulsory traffic: every input read once, every output written once."""
+        return sum(
+            one.elements(dims) * getattr(torch, one.dtype).itemsize for one in (*self.inputs, *self.outputs)
+        )  # fmt: skip
+
+    def floor_ms(self, dims: Dims, gpu: str | Profile) -> float:
+        """Milliseconds below which no kernel can be on that GPU, by its datasheet.
+
+        Raises:
+            InvalidInputError: no such profile.
+        """
+        chosen = gpu if isinstance(gpu, Profile) else profile(gpu)
+        return Roofline(chosen).time(evaluate(self.flops, dims), self.bytes_moved(dims), self.dtype)
+
+    @functools.cached_property
+    def candidate(self) -> Candidate:
+        """The plain kernel that a search starts from."""
+        return Candidate.parse(self.start)
+
+    @functools.cached_property
+    def naive(self) -> Candidate:
+        """The naive baseline in CUDA C++."""
+        return Candidate.parse(self.naive_cuda)
+
+    def check_dims(self, dims: Mapping[str, int]) -> Dims:
+        """The sizes in order.
+
+        Raises:
+            InvalidInputError: other names than the task's, or sizes out of range.
+        """
+        if set(dims) != set(self.dims) or any(type(n) is not int or n < 1 for n in dims.values()):
+            raise InvalidInputError(f"{self.name} has the sizes {', '.join(self.dims)}, all positive; got {dict(dims)}")
+        return {name: dims[name] for name in self.dims}
