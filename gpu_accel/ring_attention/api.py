@@ -102,15 +102,15 @@ class RingAttention(nn.Module):
             documents: lengths of the documents packed into it, which do not see one another.
         """
         options = dict(self.options, causal=causal, window_size=window_size, softcap=softcap)
-        q, k, v = (_swap(x) for x in (q, k, v))
         if self.simulate:
             assert self.num_gpus is not None
-            if seq_len not in (None, k.shape[1]):
-                raise InvalidInputError(f"seq_len is {seq_len}, but simulate=True takes the whole {k.shape[1]} tokens")
+            q, k, v = (_swap(x) for x in (q, k, v))
+            _check_whole(k, seq_len)
             return _swap(_simulated(q, k, v, self.num_gpus, self.layout, self.schedule, documents, options))
         transport = self.transport()
-        length = transport.size * k.shape[1] if seq_len is None else seq_len
-        layout = make_layout(self.layout, seqlen=length, ranks=transport.size, documents=documents)
+        with attention.told(transport):
+            q, k, v = (_swap(x) for x in (q, k, v))
+            layout = _layout_of(k, transport, self.layout, seq_len, documents)
         o, _ = attention.distributed_attention(
             q, k, v, layout=layout, transport=transport, schedule=self.schedule, **options
         )
@@ -154,13 +154,16 @@ def ring_attention_forward(
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """(O, lse) in (batch, heads, seqlen, head_dim) order, without autograd. See the head of this file for `devices`."""
-    q, k, v = (_swap(x) for x in (Q, K, V))
     options = dict(options, causal=causal, overlap=overlap)
     if isinstance(devices, int):
+        q, k, v = (_swap(x) for x in (Q, K, V))
+        _check_whole(k, seq_len)
         o, lse = simulate_attention(q, k, v, ranks=devices, layout=layout, schedule=schedule, **options)
         return _swap(o), lse
-    transport = TorchTransport() if devices is None else devices
-    cut = _layout_of(k, transport, layout, seq_len)
+    transport = _transport(devices)
+    with attention.told(transport):
+        q, k, v = (_swap(x) for x in (Q, K, V))
+        cut = _layout_of(k, transport, layout, seq_len)
     with torch.no_grad():
         o, lse = attention.distributed_attention(q, k, v, layout=cut, transport=transport, schedule=schedule, **options)
     return _swap(o), lse
@@ -185,21 +188,23 @@ def ring_attention_backward(
 
     With an int for `devices` both are recomputed in any case, and giving them is an error.
     """
-    do, q, k, v = (_swap(x) for x in (dO, Q, K, V))
     if isinstance(devices, int):
+        do, q, k, v = (_swap(x) for x in (dO, Q, K, V))
+        _check_whole(k, seq_len)
         if O is not None or lse is not None:
             raise InvalidInputError("simulated ranks recompute O and lse: leave them out")
         found = simulate_attention(
             q, k, v, do=do, ranks=devices, layout=layout, schedule=schedule, causal=causal, **options
         )
         return _swap(found[2]), _swap(found[3]), _swap(found[4])
-    transport = TorchTransport() if devices is None else devices
-    cut = _layout_of(k, transport, layout, seq_len)
-    call = attention.make_call(q, k, v, cut, causal=causal, **options)
-    if O is None or lse is None:
+    transport = _transport(devices)
+    with attention.told(transport):
+        do, q, k, v = (_swap(x) for x in (dO, Q, K, V))
+        cut = _layout_of(k, transport, layout, seq_len)
+        call = attention.make_call(q, k, v, cut, causal=causal, **options)
+        o = None if O is None else _swap(O)
+    if o is None or lse is None:
         o, lse = attention.forward(q, k, v, call, transport, schedule=schedule)
-    else:
-        o = _swap(O)
     dq, dk, dv = attention.backward(do, q, k, v, o, lse, call, transport, schedule=schedule)
     return _swap(dq), _swap(dk), _swap(dv)
 
@@ -214,6 +219,8 @@ def shard_sequence(
     padding: float = 0,
 ) -> list[Tensor]:
     """The shards of all ranks. `block_size` is the length of each, if it is to be checked or (contiguous) longer."""
+    if isinstance(num_devices, bool) or not isinstance(num_devices, int) or num_devices < 1:
+        raise InvalidInputError(f"num_devices must be a whole number from 1 up, got {num_devices!r:.80}")
     return [
         block_shard(tokens, rank, num_devices, block_size, layout=layout, dim=dim, padding=padding)
         for rank in range(num_devices)
@@ -251,7 +258,9 @@ def ring_communicate_kv(
 ) -> Tensor:
     """Send a block to one rank and return the one that comes from another. All ranks of the circle call it."""
     transport = transport or TorchTransport()
-    message, into = _message(kv_block, transport, "ring_communicate_kv")
+    wrong = [r for r in (src_device, dst_device) if type(r) is not int or not 0 <= r < transport.size]
+    error = InvalidInputError(f"ranks are from 0 to {transport.size - 1}, got {wrong[0]!r:.40}") if wrong else None
+    message, into = _message(kv_block, transport, "ring_communicate_kv", error)
     transport.exchange(message, into, to=dst_device, source=src_device).wait()
     return into.clone()
 
@@ -265,9 +274,9 @@ def ring_send_recv(x: Tensor, *, transport: Transport | None = None) -> Pending:
     return Pending(lambda: (pending.wait(), into.clone())[1])
 
 
-def _message(x: Tensor, transport: Transport, what: str) -> list[Tensor]:
+def _message(x: Tensor, transport: Transport, what: str, error: Exception | None = None) -> list[Tensor]:
     """x in a buffer of the transport, and one to receive into, after all ranks have said that they send alike."""
-    transport.agree(f"{what} {x.dtype} {tuple(x.shape)}")
+    transport.agree(f"{what} {x.dtype} {tuple(x.shape)}", error)
     message, into = transport.buffers(2, x.shape, x)
     message.copy_(x)
     return [message, into]
@@ -310,6 +319,11 @@ def accumulate_attention_outputs(
         final_output = (torch.zeros_like(o, dtype=dtype), torch.full_like(lse, -math.inf, dtype=dtype))
     total = Partial(*final_output)
     for o, lse in local_outputs:
+        if o.shape != total.o.shape or lse.shape != total.lse.shape or lse.shape != o.transpose(1, 2).shape[:-1]:
+            raise InvalidInputError(
+                f"o (batch, rows, heads, head_dim) and lse (batch, heads, rows) of all results must agree, got "
+                f"{tuple(o.shape)}, {tuple(lse.shape)} and {tuple(total.o.shape)}, {tuple(total.lse.shape)}"
+            )
         total.add(o, lse)
     return total.o, total.lse
 
@@ -344,6 +358,7 @@ def distributed_attention_exact(
 def global_accumulate(o: Tensor, lse: Tensor, *, transport: Transport | None = None) -> tuple[Tensor, Tensor]:
     """Merge the partial results of all ranks for queries that all of them hold; the same bits on every rank."""
     transport = transport or TorchTransport()
+    transport.agree(f"global_accumulate {o.dtype} {tuple(o.shape)}, {lse.dtype} {tuple(lse.shape)}")
     parts = [transport.all_gather(x).wait() for x in (o, lse)]
     return accumulate_attention_outputs(list(zip(*parts, strict=True)))
 
@@ -355,9 +370,22 @@ def overlap_comm_compute(communicate: Callable[[], Pending], compute: Callable[[
     return result, pending.wait()
 
 
-def _layout_of(k: Tensor, transport: Transport, layout: str, seq_len: int | None) -> Layout:
+def _transport(devices: Any) -> Transport:
+    if devices is not None and not isinstance(devices, Transport):
+        raise InvalidInputError(f"devices must be a number of ranks, a transport or None, got {devices!r:.80}")
+    return TorchTransport() if devices is None else devices
+
+
+def _check_whole(k: Tensor, seq_len: int | None) -> None:
+    if seq_len not in (None, k.shape[1]):
+        raise InvalidInputError(f"seq_len is {seq_len}, but simulated ranks take the whole {k.shape[1]} tokens")
+
+
+def _layout_of(
+    k: Tensor, transport: Transport, layout: str, seq_len: int | None, documents: Sequence[int] | None = None
+) -> Layout:
     length = transport.size * k.shape[1] if seq_len is None else seq_len
-    return make_layout(layout, seqlen=length, ranks=transport.size)
+    return make_layout(layout, seqlen=length, ranks=transport.size, documents=documents)
 
 
 def _swap(x: Tensor) -> Tensor:

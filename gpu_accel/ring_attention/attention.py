@@ -7,7 +7,8 @@ rank is an error on all, and none hangs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +24,12 @@ from gpu_accel.ring_attention.schedules import schedule as find_schedule
 from gpu_accel.ring_attention.transport import Transport
 
 Window = tuple[int | None, int | None]
+_ONLY = {  # options and the schedules that read them
+    "ulysses": ("usp",),
+    "inner": ("double_ring",),
+    "mesh": ("mesh",),
+    "wire": ("kv_ring", "double_ring", "allgather", "ulysses", "usp", "mesh", "helper"),
+}
 WIRES = (None, torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -60,9 +67,10 @@ def make_call(
     check_name(backend)
     left, right = normalise_window(window_size, check_flag("causal", causal))
     for name, degree in (("ulysses", ulysses), ("inner", inner)):
-        if degree is not None and (not isinstance(degree, int) or degree < 1 or layout.ranks % degree):
+        if degree is not None and (type(degree) is not int or degree < 1 or layout.ranks % degree):
             raise InvalidInputError(f"{name} must divide the {layout.ranks} ranks, got {degree!r:.80}")
-    if mesh is not None and (len(mesh) != 2 or mesh[0] * mesh[1] != layout.ranks or min(mesh) < 1):
+    sizes = isinstance(mesh, tuple | list) and len(mesh) == 2 and all(type(n) is int for n in mesh)
+    if mesh is not None and (not sizes or mesh[0] * mesh[1] != layout.ranks or min(mesh) < 1):
         raise InvalidInputError(f"mesh must be two sizes whose product is {layout.ranks} ranks, got {mesh!r:.80}")
     if wire not in WIRES:
         raise UnsupportedError(f"wire must be float16, bfloat16, float32 or None, got {wire}: 8-bit needs scales")
@@ -105,9 +113,23 @@ def agree(
     name = schedule.removesuffix(" backward")
     if error is None and transport.size != call.ranks:
         error = InvalidInputError(f"the layout is for {call.ranks} ranks, but the transport has {transport.size}")
+    if error is None:
+        for option, names in _ONLY.items():
+            if getattr(call, option) is not None and name not in names:
+                error = InvalidInputError(f"{option} is an option of {', '.join(names)}, not of {name}: leave it out")
     if error is None and (why := find_schedule(name).refuse(call, *tensors)):
         error = UnsupportedError(f"schedule {name!r} cannot run this: {why}")
     transport.agree(call.statement(schedule, *tensors), error)
+
+
+@contextmanager
+def told(transport: Transport) -> Iterator[None]:
+    """What this rank finds wrong before it has asked the others is told to them: they must not wait for it."""
+    try:
+        yield
+    except Exception as error:
+        transport.agree("", error)
+        raise
 
 
 class _Attention(torch.autograd.Function):
@@ -158,14 +180,11 @@ def distributed_attention(
         InvalidInputError, UnsupportedError: on every rank, before any tensor has been sent.
         CommunicationError: another rank is gone or too late.
     """
-    find_schedule(schedule)
-    try:
+    with told(transport):
+        find_schedule(schedule)
         call = make_call(q, k, v, layout, **options)
         if check_finite:
             require_finite(q, k, v, layout, transport.rank)
-    except GpuAccelError as error:  # the others must not wait for this rank
-        transport.agree("", error)
-        raise
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         return _Attention.apply(q, k, v, call, transport, schedule)
     return forward(q, k, v, call, transport, schedule=schedule)
@@ -183,5 +202,6 @@ def require_finite(q: Tensor, k: Tensor, v: Tensor, layout: Layout, rank: int) -
 
 def gather_sequence(x: Tensor, layout: Layout, transport: Transport, *, dim: int = 1) -> Tensor:
     """The whole tensor on every rank from the shards; not differentiable."""
+    transport.agree(f"gather {x.dtype} {tuple(x.shape)} of {layout}")
     rows: Sequence[Tensor] = transport.all_gather(x.detach()).wait().unbind(0)
     return layout.unshard(rows, dim=dim)

@@ -112,7 +112,7 @@ LINKS = {
 
 def links(text: str) -> tuple[Link, Link | None]:
     """ "nvlink+ib400": the link within a machine, and the one between machines (None: there is one machine)."""
-    names = text.split("+")
+    names = text.split("+") if isinstance(text, str) else [text]
     unknown = [name for name in names if name not in LINKS]
     if unknown or len(names) > 2:
         raise InvalidInputError(

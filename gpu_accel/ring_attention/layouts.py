@@ -162,6 +162,8 @@ class Layout:
             raise InvalidInputError(
                 f"labels have {labels.shape[dim]} tokens in dimension {dim}, expected {self.seqlen}"
             )
+        if labels.dtype not in (torch.int64, torch.int32):
+            raise InvalidInputError(f"labels must be int64 or int32, which hold ignore_index, got {labels.dtype}")
         shifted = torch.full_like(labels, ignore_index)
         if self.seqlen > 1:
             shifted.narrow(dim, 0, self.seqlen - 1).copy_(labels.narrow(dim, 1, self.seqlen - 1))
@@ -210,6 +212,8 @@ def make_layout(name: str, *, seqlen: int, ranks: int, documents: Sequence[int] 
     if name not in LAYOUTS:
         raise InvalidInputError(f"layout must be one of {', '.join(LAYOUTS)}, got {name!r:.80}")
     seqlen, ranks = _whole("seqlen", seqlen, 0), _whole("ranks", ranks, 1)
+    if documents is not None and not isinstance(documents, Sequence):
+        raise InvalidInputError(f"documents must be a list of lengths, got {documents!r:.80}")
     lengths = (seqlen,) if documents is None else tuple(_whole("a document's length", n, 0) for n in documents)
     if sum(lengths) != seqlen:
         raise InvalidInputError(f"documents add up to {sum(lengths)} tokens, but seqlen is {seqlen}")

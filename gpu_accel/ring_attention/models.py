@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError
-from gpu_accel.ring_attention.attention import distributed_attention
+from gpu_accel.ring_attention.attention import distributed_attention, gather_sequence
 from gpu_accel.ring_attention.layouts import IGNORE_INDEX, Layout
 from gpu_accel.ring_attention.transport import Transport
 
@@ -73,8 +73,7 @@ class ContextParallel:
 
     def gather(self, x: Tensor, *, dim: int = 1) -> Tensor:
         """The whole tensor from the ranks' rows, for looking at; not differentiable."""
-        shards = self.transport.all_gather(x.detach()).wait().unbind(0)
-        return self.layout.unshard(list(shards), dim=dim)
+        return gather_sequence(x, self.layout, self.transport, dim=dim)
 
 
 @contextmanager

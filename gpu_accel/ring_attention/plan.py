@@ -22,6 +22,7 @@ from gpu_accel.ring_attention.costs import Link, links
 from gpu_accel.ring_attention.sizes import default_degree, default_inner, default_mesh, share_heads
 
 ENDS = ("value", "worst", "best")
+MOST = {"gpus": 2**16, "heads": 2**16}  # the model looks at every rank and every head
 MERGES = ("fused", "separate")
 CANDIDATES = ("kv_ring", "double_ring", "ulysses", "usp", "allgather", "q_ring", "mesh")
 _ELEMENT, _PARTIAL = 2, 4  # bytes of 16-bit tensors, and of float32 partial results and gradients that add up
@@ -227,13 +228,19 @@ def plan(
     numbers = {"seq": seq, "heads": heads, "kv_heads": kv_heads, "gpus": gpus, "head_dim": head_dim, "batch": batch,
                "gpus_per_node": gpus_per_node}  # fmt: skip
     for name, x in numbers.items():
-        if isinstance(x, bool) or not isinstance(x, int) or not 1 <= x <= 2**40:
+        most = MOST.get(name, 2**40)
+        if isinstance(x, bool) or not isinstance(x, int) or x < 1:
             raise InvalidInputError(f"{name} must be a whole number from 1 up, got {x!r:.40}")
+        if x > most:
+            raise InvalidInputError(f"{name} must be at most {most:,}, got {x:,}")
+    for name, flag in (("causal", causal), ("backward", backward), ("documents", documents)):
+        if not isinstance(flag, bool):
+            raise InvalidInputError(f"{name} must be True or False, got {flag!r:.40}")
     if heads % kv_heads:
         raise InvalidInputError(f"heads ({heads}) must be a multiple of kv_heads ({kv_heads})")
     if merge not in MERGES:
         raise InvalidInputError(f"merge must be one of {', '.join(MERGES)}, got {merge!r:.40}")
-    if not isinstance(memory_gb, int | float) or not 0 < memory_gb < 1e6:
+    if isinstance(memory_gb, bool) or not isinstance(memory_gb, int | float) or not 0 < memory_gb < 1e6:
         raise InvalidInputError(f"memory_gb must be a positive number, got {memory_gb!r:.40}")
     setup = Setup(
         seq=seq, heads=heads, kv_heads=kv_heads, gpus=gpus, head_dim=head_dim, batch=batch, causal=causal,

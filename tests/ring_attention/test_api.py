@@ -36,7 +36,7 @@ def test_the_module_simulates_ranks_and_is_differentiable():
     o = module(*leaves, causal=True, seq_len=23)
     for x, exact in zip((o, *torch.autograd.grad(o, leaves, do)), expected(q, k, v, do, causal=True), strict=True):
         assert x.shape == exact.shape and relative_error(x, exact) < 1e-13
-    with pytest.raises(InvalidInputError, match="seq_len is 24, but simulate=True takes the whole 23 tokens"):
+    with pytest.raises(InvalidInputError, match="seq_len is 24, but simulated ranks take the whole 23 tokens"):
         module(q, k, v, seq_len=24)
 
 

@@ -1,0 +1,85 @@
+"""What makes no sense is refused, no argument is ignored, and a rank that is wrong on its own tells the others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gpu_accel.errors import InvalidInputError
+from gpu_accel.ring_attention import RingAttention, ring_attention_backward, ring_attention_forward, shard_sequence
+from gpu_accel.ring_attention.api import accumulate_attention_outputs, global_accumulate, ring_communicate_kv
+from gpu_accel.ring_attention.attention import distributed_attention, gather_sequence
+from gpu_accel.ring_attention.faults import CommunicationError
+from gpu_accel.ring_attention.layouts import make_layout
+from gpu_accel.ring_attention.simulate import simulate
+
+RANKS, ROWS = 3, 6
+X = torch.ones(1, 2, RANKS * ROWS, 8)  # (batch, heads, seqlen, head_dim)
+OUT, LSE = torch.zeros(1, 4, 2, 8), torch.zeros(1, 2, 4)
+
+
+def module(**options):
+    return RingAttention(RANKS, simulate=True, **options)(X, X, X)
+
+
+REFUSED = {
+    "ulysses-of-a-ring": lambda: module(schedule="kv_ring", ulysses=3),
+    "mesh-of-a-ring": lambda: module(schedule="kv_ring", mesh=(3, 1)),
+    "inner-of-ulysses": lambda: module(schedule="ulysses", inner=3),
+    "wire-of-queries": lambda: module(schedule="q_ring", wire=torch.float16),
+    "ulysses-true": lambda: module(schedule="usp", ulysses=True),
+    "mesh-number": lambda: module(schedule="mesh", mesh=3),
+    "mesh-halves": lambda: module(schedule="mesh", mesh=(1.5, 2)),
+    "documents-number": lambda: make_layout("documents", seqlen=10, ranks=3, documents=10),
+    "seq-len-of-simulated-forward": lambda: ring_attention_forward(X, X, X, 2, seq_len=3),
+    "seq-len-of-simulated-backward": lambda: ring_attention_backward(X, X, X, X, 2, seq_len=3),
+    "devices-text": lambda: ring_attention_forward(X, X, X, "2"),
+    "no-shards": lambda: shard_sequence(X, 0),
+    "results-that-would-broadcast": lambda: accumulate_attention_outputs([(OUT, LSE), (OUT[:, :1], LSE[..., :1])]),
+    "labels-that-cannot-be-ignored": lambda: make_layout("zigzag", seqlen=10, ranks=3).shift_labels(
+        torch.zeros(1, 10, dtype=torch.uint8), 0
+    ),
+}
+
+
+@pytest.mark.parametrize("use", REFUSED.values(), ids=REFUSED.keys())
+def test_refused(use):
+    with pytest.raises(InvalidInputError):
+        use()
+
+
+def _shards(rank: int):
+    """(wrong on rank 1 alone, right) in (batch, heads, rows, head_dim)."""
+    right = torch.ones(1, 2, ROWS, 8)
+    return (right[0] if rank == 1 else right), right
+
+
+ALONE = {
+    "schedule": lambda t, layout: distributed_attention(
+        *(torch.ones(1, ROWS, 2, 8),) * 3, layout=layout, transport=t, schedule="ring" if t.rank == 1 else "kv_ring"
+    ),
+    "module": lambda t, _: RingAttention(RANKS, transport=t)(_shards(t.rank)[0], *(_shards(t.rank)[1],) * 2),
+    "module-seq-len": lambda t, _: RingAttention(RANKS, transport=t)(
+        *(_shards(0)[1],) * 3, seq_len=-3 if t.rank == 1 else 18
+    ),
+    "forward": lambda t, _: ring_attention_forward(_shards(t.rank)[0], *(_shards(t.rank)[1],) * 2, t),
+    "backward": lambda t, _: ring_attention_backward(_shards(t.rank)[0], *(_shards(t.rank)[1],) * 3, t),
+    "communicate": lambda t, _: ring_communicate_kv(OUT, 7 if t.rank == 1 else 0, 0, transport=t),
+    "accumulate": lambda t, _: global_accumulate(OUT.double() if t.rank == 1 else OUT, LSE, transport=t),
+    "gather": lambda t, layout: gather_sequence(torch.ones(1, ROWS + t.rank, 2), layout, t),
+}
+
+
+@pytest.mark.parametrize("use", ALONE.values(), ids=ALONE.keys())
+def test_a_rank_that_is_wrong_alone_tells_the_others(use):
+    """All of them raise InvalidInputError; none is left waiting, which would be CommunicationError."""
+    layout = make_layout("zigzag", seqlen=RANKS * ROWS, ranks=RANKS)
+
+    def rank(transport):
+        try:
+            use(transport, layout)
+        except (InvalidInputError, CommunicationError) as error:
+            return type(error)
+        return None
+
+    assert simulate(rank, RANKS) == [InvalidInputError] * RANKS
