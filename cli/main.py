@@ -152,7 +152,7 @@ def top(
 
 
 def _register() -> None:
-    from . import compare, conformance, doctor, hardware, ledger, notebook, papers, report, ring, run
+    from . import compare, conformance, doctor, hardware, ledger, notebook, optimize, papers, report, ring, run
 
     app.command("list")(papers.list_papers)
     app.command("show")(papers.show)
@@ -165,6 +165,7 @@ def _register() -> None:
     app.command("doctor")(doctor.doctor)
     app.add_typer(hardware.app, name="hardware")
     app.add_typer(ring.app, name="ring")
+    app.add_typer(optimize.app, name="optimize")
 
 
 _register()

@@ -25,7 +25,7 @@ def sources(*folders: str) -> list[Path]:
     return found
 
 
-FRONTS = {"cli/ring.py": "gpu_accel.ring_attention"}
+FRONTS = {"cli/ring.py": "gpu_accel.ring_attention", "cli/optimize.py": "gpu_accel.cuda_llm"}
 
 
 def imported(tree: ast.AST) -> Iterator[str]:

@@ -202,7 +202,7 @@ def run(
     with sandbox.folder() as folder:
         (folder / "kernel.py").write_text(kernel.source)
         for number, trial in enumerate(trials):
-            (folder / f"in{number}.bin").write_bytes(memoryview(trial.before.numpy()))
+            (folder / f"in{number}.bin").write_bytes(trial.before.numpy().tobytes())
         outcome = sandbox.run(what, folder, **job(kernel, launch, trials), **more)
         result = _ended(outcome)
         for number, trial in enumerate(trials):
