@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -231,7 +232,7 @@ def _quantities(
         if item["source"] not in sources:
             raise InvalidInputError(f"{file}: {where} names the source {item['source']!r}, which [sources] lacks")
         number = item["value"]
-        if isinstance(number, bool) or not isinstance(number, int | float) or number <= 0:
+        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < math.inf:
             raise InvalidInputError(f"{file}: {where} must be a positive number, got {number!r}")
         if item.get("dense") is False:
             raise InvalidInputError(f"{file}: {where} is not dense; give the dense figure and say how it is derived")

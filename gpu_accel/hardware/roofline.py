@@ -11,6 +11,7 @@ the ceilings of the GPU are on record (`gpu-accel hardware measure`), `roofline`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -35,6 +36,10 @@ class Roofline:
     profile: Profile
     scale: float = 1.0
     ceilings: Ceilings | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.scale < math.inf:
+            raise InvalidInputError(f"scale must be a number above 0, got {self.scale!r}")
 
     def peak(self, dtype: str) -> float:
         """TFLOP/s of dense products."""
@@ -83,7 +88,7 @@ class Roofline:
 
         Above 1 cannot be true of a datasheet's roof at its clock, and is well possible for a measured one.
         """
-        if milliseconds <= 0:
+        if not milliseconds > 0:
             raise InvalidInputError(f"a measured time must be positive, got {milliseconds} ms")
         return self.time(flops, bytes_moved, dtype) / milliseconds
 

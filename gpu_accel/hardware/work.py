@@ -19,6 +19,7 @@ from gpu_accel.hardware.catalog import dtype_word
 
 Pass = Literal["forward", "backward"]
 Convention = Literal["exact", "paper"]
+PASSES, CONVENTIONS = ("forward", "backward"), ("exact", "paper")
 Window = tuple[int | None, int | None]
 
 BYTES: dict[str, float] = {
@@ -75,6 +76,9 @@ def attention_flops(
     `lengths_k` give unequal sequences and take the place of batch and seqlen. The paper convention has no windows and
     one head size: InvalidInputError.
     """
+    _check_choice("which", which, PASSES)
+    _check_choice("convention", convention, CONVENTIONS)
+    _check_sizes(heads=heads, head_dim=head_dim, head_dim_v=head_dim_v)
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
     sequences = _sequences(batch, seqlen_q, seqlen_k, lengths_q, lengths_k)
     windowed = any(side is not None and side >= 0 for side in window_size)
@@ -110,6 +114,8 @@ def attention_bytes(
     """Compulsory bytes. Forward: q, k, v read, o and the float32 lse written. Backward: q, k, v, o, do, lse read, dq,
     dk, dv written. `out_dtype`, of o and all gradients, is that of the inputs, or bf16 where those have at most 8 bits.
     """
+    _check_choice("which", which, PASSES)
+    _check_sizes(heads=heads, heads_kv=heads_kv, head_dim=head_dim, head_dim_v=head_dim_v)
     heads_kv = heads if heads_kv is None else heads_kv
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
     sequences = _sequences(batch, seqlen_q, seqlen_k, lengths_q, lengths_k)
@@ -126,6 +132,7 @@ def attention_bytes(
 
 def gemm_flops(m: int, n: int, k: int, *, batch: int = 1) -> int:
     """2 m n k for each of `batch` products (m, k) x (k, n)."""
+    _check_sizes(m=m, n=n, k=k, batch=batch)
     return 2 * m * n * k * batch
 
 
@@ -140,12 +147,14 @@ def gemm_bytes(
     accumulate: bool = False,
 ) -> int:
     """Both operands read and the result written; with `accumulate` the result is read as well."""
+    _check_sizes(m=m, n=n, k=k, batch=batch)
     out_size = bytes_of(out_dtype or dtype)
     return round(batch * ((m * k + k * n) * bytes_of(dtype) + m * n * out_size * (2 if accumulate else 1)))
 
 
 def copy_bytes(elements: int, dtype: str = "bf16") -> int:
     """A copy reads and writes every element once."""
+    _check_sizes(elements=elements)
     return round(2 * elements * bytes_of(dtype))
 
 
@@ -157,6 +166,17 @@ def _sum_clamped(first: int, count: int, limit: int) -> int:
     return rising * (2 * (first + begin) + rising - 1) // 2 + (count - end) * limit
 
 
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise InvalidInputError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def _check_sizes(**sizes: int | None) -> None:
+    for name, size in sizes.items():
+        if size is not None and not size >= 0:  # also refuses NaN
+            raise InvalidInputError(f"{name} must not be negative, got {size!r}")
+
+
 def _sequences(
     batch: int,
     seqlen_q: int,
@@ -164,6 +184,11 @@ def _sequences(
     lengths_q: Sequence[int] | None,
     lengths_k: Sequence[int] | None,
 ) -> list[tuple[int, int]]:
+    if lengths_q is None and lengths_k is not None:
+        raise InvalidInputError("lengths_k goes with lengths_q")
+    _check_sizes(batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+    for length in (*(lengths_q or ()), *(lengths_k or ())):
+        _check_sizes(lengths=length)
     if lengths_q is None:
         return [(seqlen_q, seqlen_q if seqlen_k is None else seqlen_k)] * batch
     lengths_k = lengths_q if lengths_k is None else lengths_k

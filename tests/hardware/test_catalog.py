@@ -117,6 +117,8 @@ def test_value_knows_absent_from_unknown():
         ('value = 80, unit = "GB"', 'value = 80, unit = "GiB"', "'GiB'"),
         ('value = 80, unit = "GB"', 'value = "80", unit = "GB"', "positive number"),
         ('value = 80, unit = "GB"', 'value = -80, unit = "GB"', "positive number"),
+        ('value = 80, unit = "GB"', 'value = nan, unit = "GB"', "positive number"),
+        ('value = 80, unit = "GB"', 'value = inf, unit = "GB"', "positive number"),
         ('value = 80, unit = "GB"', 'value = true, unit = "GB"', "positive number"),
         ('value = 80, unit = "GB"', 'value = 80, sort = "HBM3", unit = "GB"', "spec.memory: unknown sort"),
         ('value = 80, unit = "GB", source = "h100_whitepaper"', 'value = 80, unit = "GB"', "missing source"),

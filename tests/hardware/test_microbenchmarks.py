@@ -6,11 +6,13 @@ import importlib
 from dataclasses import replace
 
 import pytest
+import torch
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC: pip install 'gpu-accel[microbenchmarks]'")
 
-from gpu_accel.errors import InvalidInputError
+from gpu_accel.errors import HardwareError, InvalidInputError
 from gpu_accel.hardware.microbenchmarks import compile as compiling
+from gpu_accel.hardware.microbenchmarks import launch
 from gpu_accel.hardware.microbenchmarks.launch import unavailable
 from gpu_accel.hardware.microbenchmarks.probe import Kernel
 from gpu_accel.hardware.microbenchmarks.tensor import Shape
@@ -112,3 +114,15 @@ def test_shapes_do_not_apply():
     one = experiment("some", "title", family("alu").probes)
     with pytest.raises(InvalidInputError, match="own sizes"):
         one.cases(Settings(device="cpu", shapes=({"batch": 1},)))
+
+
+def test_an_integer_beyond_32_bits_is_not_cut():
+    with pytest.raises(InvalidInputError, match="32 bits"):
+        launch._value(1 << 40)
+    assert launch._value(2**32 - 1)[0].value == -1  # the same 32 bits
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_launching_without_a_gpu_is_an_error_of_this_library():
+    with pytest.raises(HardwareError, match="Hopper"):
+        launch.launch("", "f", [])

@@ -145,6 +145,28 @@ def test_roofline_refuses():
     with pytest.raises(UnsupportedError, match="fp4"):
         roof.ridge("fp4")
     for call in (lambda: roof.memory_time(-1), lambda: roof.compute_time(float("nan"), "bf16"),
-                 lambda: roof.fraction(0, 1, 1, "bf16"), lambda: roof.attainable(-1, "bf16")):  # fmt: skip
+                 lambda: roof.fraction(0, 1, 1, "bf16"), lambda: roof.fraction(float("nan"), 1, 1, "bf16"),
+                 lambda: Roofline(profile("h100"), scale=0), lambda: Roofline(profile("h100"), scale=float("nan")),
+                 lambda: roof.attainable(-1, "bf16")):  # fmt: skip
         with pytest.raises(InvalidInputError):
             call()
+
+
+@pytest.mark.parametrize(
+    "count",
+    [
+        lambda: attention_flops(seqlen_q=4, heads=1, head_dim=8, which="fwd"),
+        lambda: attention_flops(seqlen_q=4, heads=1, head_dim=8, convention="papers"),
+        lambda: attention_bytes(seqlen_q=4, heads=1, head_dim=8, which="fwd"),
+        lambda: attention_flops(seqlen_q=-4, heads=1, head_dim=8),
+        lambda: attention_flops(lengths_q=[3, -3], heads=1, head_dim=8),
+        lambda: attention_flops(seqlen_q=4, lengths_k=[3], heads=1, head_dim=8),
+        lambda: gemm_flops(-1, 2, 3),
+        lambda: gemm_bytes(1, -2, 3),
+        lambda: copy_bytes(-3),
+    ],
+    ids=["which", "convention", "bytes-which", "seqlen", "length", "lengths-k-alone", "gemm", "gemm-bytes", "copy"],
+)
+def test_work_that_makes_no_sense_is_not_counted(count):
+    with pytest.raises(InvalidInputError):
+        count()

@@ -172,7 +172,10 @@ def _write(place: Path, cubin: bytes, sass: str) -> None:
         place.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=place.parent, delete=False) as file:
             file.write(gzip.compress(len(cubin).to_bytes(8, "little") + cubin + sass.encode(), 6))
-        os.replace(file.name, place)
+        try:
+            os.replace(file.name, place)
+        except OSError:
+            os.unlink(file.name)
 
 
 def _require(nvrtc: Any, status: Any) -> None:

@@ -68,6 +68,8 @@ def load(source: str, kernel: str) -> Any:
     """The function `kernel` of a source, compiled and loaded into the context of torch's current device."""
     import torch
 
+    if not torch.cuda.is_available():
+        raise HardwareError(f"{kernel} {unavailable('cpu')}")
     device = torch.cuda.current_device()
     key = (device, source, kernel)
     if key not in _functions:
@@ -158,6 +160,8 @@ def _value(argument: Any) -> tuple[Any, int]:
     elif isinstance(argument, bool) or argument is None:
         raise InvalidInputError(f"{argument!r} is no kernel argument; give an int")
     elif isinstance(argument, int):
+        if not -(2**31) <= argument < 2**32:
+            raise InvalidInputError(f"{argument} does not fit into 32 bits; give a ctypes value of 64")
         held = ctypes.c_int32(argument)
     elif isinstance(argument, float):
         held = ctypes.c_float(argument)
