@@ -245,7 +245,9 @@ def _run(
 def _need_processes(paper: Paper, chosen: Sequence[str]) -> None:
     """Refuse --nproc where every process would do the same, and rank 0 keep it."""
     several = [name for name, info in paper.experiments.items() if info.processes]
-    if not any(name in several for name in chosen if name in paper.experiments):
+    for name in chosen:
+        paper.experiment(name)  # a wrong name is refused here, and not by every process
+    if not any(name in several for name in chosen):
         run_of_one = f"{', '.join(chosen)} of {paper.alias} run in one process"
         there = f"--nproc is for {', '.join(several)}" if several else "no experiment of it takes --nproc"
         raise InvalidInputError(f"{run_of_one}; {there}")

@@ -1,19 +1,23 @@
 """`gpu-accel run ... --nproc N`: the same command once for each of N processes, started by torchrun.
 
 Every process runs the same cases, and rank 0 alone prints and keeps records. A process that was started so is known by
-torchrun's variables.
+torchrun's variables. torchrun ends with 1 whatever a process ended with, so each leaves its exit code in a file.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import tempfile
+from pathlib import Path
 
 import typer
 
 from gpu_accel.errors import HardwareError, InvalidInputError
 
 from . import codes
+
+EXITS = "GPU_ACCEL_EXITS"  # the folder for exit codes
 
 
 def helper() -> bool:
@@ -22,7 +26,7 @@ def helper() -> bool:
 
 
 def relaunch(nproc: int, device: str) -> None:
-    """Start torchrun and leave with its exit code.
+    """Start torchrun and leave with the exit code of the process that failed first, or 0.
 
     Raises:
         InvalidInputError: not a number of processes. HardwareError: fewer GPUs than that.
@@ -37,11 +41,26 @@ def relaunch(nproc: int, device: str) -> None:
         found = torch.cuda.device_count()
         raise HardwareError(f"--nproc {nproc}, but there are {found} GPUs; --device cpu checks small shapes instead")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [*launcher, "-m", f"{__package__ or 'cli'}.torchrun", *_without_nproc(sys.argv[1:])]
+        try:
+            done = subprocess.run(command, env={**os.environ, EXITS: folder})
+        except KeyboardInterrupt:
+            raise typer.Exit(codes.INTERRUPTED) from None
+        left = sorted(Path(folder).iterdir(), key=lambda file: file.stat().st_mtime_ns)
+        raise typer.Exit(int(left[0].read_text()) if left and done.returncode else done.returncode)
+
+
+def one_process() -> None:
+    """What torchrun starts: the command line, with its exit code left in a file."""
+    from .main import main
+
     try:
-        done = subprocess.run([*launcher, "-m", __package__ or "cli", *_without_nproc(sys.argv[1:])])
-    except KeyboardInterrupt:
-        raise typer.Exit(codes.INTERRUPTED) from None
-    raise typer.Exit(done.returncode)
+        main()
+    except SystemExit as stop:
+        if isinstance(stop.code, int) and stop.code and EXITS in os.environ:
+            Path(os.environ[EXITS], os.environ.get("RANK", "0")).write_text(str(stop.code))
+        raise
 
 
 def _without_nproc(arguments: list[str]) -> list[str]:
@@ -72,3 +91,7 @@ def silence() -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
     os.dup2(null, sys.stderr.fileno())
+
+
+if __name__ == "__main__":
+    one_process()

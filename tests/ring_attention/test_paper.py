@@ -82,6 +82,14 @@ def test_nproc_starts_the_same_run_on_every_rank(tmp_path: Path):
     assert all(r["case"]["gpus"] == 2 and r["kind"] == "checked" for r in records)
 
 
+def test_the_exit_code_of_a_process_is_that_of_the_command(tmp_path: Path):
+    command = [sys.executable, "-m", "cli", "run", "ring", "overlap", "--nproc=2", "--device", "cpu"]
+    done = subprocess.run(
+        [*command, "--only", "nobody", "--results", str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2 and "only names nobody" in done.stderr
+
+
 def test_one_process_says_what_to_start_instead():
     found = RING.experiment("scaling")
     workload = found.build(found.cases(CPU)[0], CPU)
