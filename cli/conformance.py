@@ -46,7 +46,7 @@ def conformance(
     where = "cpu" if list_ else device.prepare(device_)
     from gpu_accel.testing.conformance import CASES, LIBRARIES, resolve, run_library
 
-    cases = list(only or CASES)
+    cases = list(dict.fromkeys(only or CASES))
     for name in cases:
         if name not in CASES:
             raise InvalidInputError(f"no case {name!r}; the cases are {', '.join(CASES)}")

@@ -99,6 +99,8 @@ def broken(tmp_path, monkeypatch):
         "def stalls(q, k, v, **options):\n    time.sleep(600)\n"
         "def leaves(q, k, v, **options):\n    print('bye'); os._exit(0)\n"
         "def refuses(q, k, v, **options):\n    raise RuntimeError('head_dim not supported')\n"
+        "def babbles(q, k, v, **options):\n    print('no end of line', end=''); raise NotImplementedError\n"
+        "print('imported')\nnumber = 3\n"
         "def breaks(q, k, v, **options):\n    return q.no_such_attribute\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -112,6 +114,7 @@ def broken(tmp_path, monkeypatch):
         ("leaves", "crashed", "exit code 0"),
         ("stalls", "hung", "3 s"),
         ("breaks", "error", "no_such"),
+        ("babbles", "refused", ""),
     ],
 )
 def test_what_a_library_does_to_its_process_is_a_verdict(broken, function, verdict, word):
@@ -137,6 +140,15 @@ def test_cases_for_gpus_say_so_on_a_cpu():
 def test_unknown_libraries(name):
     with pytest.raises(InvalidInputError):
         resolve(name)
+
+
+def test_an_import_prints_nothing_and_may_fail_in_any_way(broken, tmp_path, capsys):
+    with pytest.raises(InvalidInputError, match="no function, but int"):
+        resolve("broken_attention:number")
+    assert capsys.readouterr().out == ""
+    (tmp_path / "broken_import.py").write_text("raise ValueError('boom')")
+    with pytest.raises(InvalidInputError, match="ValueError: boom"):
+        resolve("broken_import:attend")
 
 
 def test_the_command_prints_json_and_judges_ours():

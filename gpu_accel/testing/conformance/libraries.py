@@ -8,9 +8,11 @@ aligned. What a library has no argument for raises UnsupportedError before anyth
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -216,7 +218,10 @@ def resolve(name: str) -> Library:
     if not colon:
         raise InvalidInputError(f"no library {name!r}: known are {', '.join(LIBRARIES)}; yours is module:function")
     try:
-        attend = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise InvalidInputError(f"cannot import {name}: {error}") from error
+        with contextlib.redirect_stdout(sys.stderr):  # what an import prints is no result
+            attend = getattr(importlib.import_module(module), function)
+    except Exception as error:  # importing runs the user's code
+        raise InvalidInputError(f"cannot import {name}: {type(error).__name__}: {error}") from error
+    if not callable(attend):
+        raise InvalidInputError(f"{name} is no function, but {type(attend).__name__}")
     return Library(name=name, attend=attend, missing=_always)

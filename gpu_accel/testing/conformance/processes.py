@@ -60,7 +60,7 @@ def run_library(
 
 
 def _one_child(library: str, device: str, names: Sequence[str], timeout: float) -> Iterator[Outcome]:
-    command = [sys.executable, "-m", __name__, library, device, *names]
+    command = [sys.executable, "-W", "ignore::RuntimeWarning:runpy", "-m", __name__, library, device, *names]
     root = Path(__file__).resolve().parents[3]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))}
     if device == "cpu":
@@ -127,7 +127,7 @@ def _child(library: str, device: str, names: Sequence[str]) -> None:
 
 
 def _say(**message: object) -> None:
-    print(_MARK + json.dumps(message), flush=True)
+    print("\n" + _MARK + json.dumps(message), flush=True)  # a library may have left its last line open
 
 
 if __name__ == "__main__":
