@@ -35,6 +35,7 @@ from gpu_accel.flash_attention3.problem import (
     check_flag,
     check_scalars,
     check_strided,
+    check_written,
     normalise_window,
 )
 
@@ -131,7 +132,8 @@ def flash_attn_with_kvcache(
     )  # fmt: skip
     if not torch.compiler.is_compiling() and (call.q.device.type == "cpu" if validate is None else validate):
         _check_values(call)
-    tensors = [x for x in (q, k_cache, v_cache, k, v, sinks, k_descale, v_descale) if x is not None]
+    given = (q, k_cache, v_cache, k, v, sinks, k_descale, v_descale, rotary_cos, rotary_sin, out)
+    tensors = [x for x in given if isinstance(x, Tensor)]
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         raise UnsupportedError("attention over a KV cache has no backward: call it under torch.no_grad(), or detach")
     name = choose(call, backend)
@@ -144,6 +146,7 @@ def flash_attn_with_kvcache(
             raise InvalidInputError(f"out must be {q.dtype} of shape {shape} on {q.device}, got {_described(o)}")
         if o.shape[-1] > 1 and o.stride(-1) != 1:
             raise InvalidInputError(f"out must have last stride 1, got strides {o.stride()}")
+        check_written("out", o)
     wide = torch.float64 if call.q.dtype == torch.float64 else torch.float32
     lse = torch.empty(shape[0], shape[2], shape[1], dtype=wide, device=call.q.device)
     if nobody_watches(*tensors):
@@ -384,6 +387,9 @@ def make_call(
     if capacity >= 1 << 30:
         raise InvalidInputError(f"a sequence can have at most 2**30 - 1 positions, this cache has {capacity}")
     k, v = _check_new(q, k, v, heads_kv, head_dim, head_dim_v)
+    if k is not None:
+        check_written("k_cache", k_cache)
+        check_written("v_cache", v_cache)
     lengths, length = _check_lengths(cache_seqlens, batch, capacity, k is not None, device)
     cos, sin = _check_rotary(rotary_cos, rotary_sin, k is not None, head_dim, capacity, device)
     scale, softcap = check_scalars(head_dim**-0.5 if softmax_scale is None else softmax_scale, softcap)
@@ -549,3 +555,19 @@ def _check_values(call: KVCall) -> None:
                     raise InvalidInputError(
                         f"page_table[{b}] uses page {page}, the cache has {call.k_cache.shape[0]} pages"
                     )
+        if call.new:
+            _refuse_shared_places(call.page_table, lengths, call.new, call.page_size)
+
+
+def _refuse_shared_places(table: Tensor, lengths: list[int], new: int, page_size: int) -> None:
+    """Sequences may share pages that hold a common beginning, but each needs its own for what is appended."""
+    owner: dict[tuple[int, int], int] = {}
+    for b, (row, n) in enumerate(zip(table.tolist(), lengths, strict=True)):
+        for place in range(n, n + new):
+            at = row[place // page_size], place % page_size
+            if at in owner:
+                raise InvalidInputError(
+                    f"page_table[{owner[at]}] and page_table[{b}] both append to page {at[0]}: a page may be shared "
+                    "only where nothing is written to it"
+                )
+            owner[at] = b

@@ -19,7 +19,7 @@ from gpu_accel.flash_attention3.backends import check_name
 from gpu_accel.flash_attention3.device import LN2, LOG2E
 from gpu_accel.flash_attention3.function import _on_device_of
 from gpu_accel.flash_attention3.launch import launch, next_power_of_2
-from gpu_accel.flash_attention3.problem import FLOAT_DTYPES, check_strided
+from gpu_accel.flash_attention3.problem import FLOAT_DTYPES, check_strided, check_written
 
 _ELEMENTS = 2048  # of o in a program: 16 for each of 128 threads
 
@@ -99,6 +99,8 @@ def _check(out_partial: Tensor, lse_partial: Tensor, out: Tensor | None, out_dty
         raise InvalidInputError(f"partials must be on one device, got {out_partial.device} and {lse_partial.device}")
     if out_dtype is not None and out_dtype not in FLOAT_DTYPES:
         raise InvalidInputError(f"out_dtype must be a float dtype of 16, 32 or 64 bits, got {out_dtype!r}")
+    if out is not None and not isinstance(out, Tensor):
+        raise InvalidInputError(f"out must be a torch.Tensor, got {type(out).__name__}")
     dtype = out_dtype or (out.dtype if out is not None else out_partial.dtype)
     if out is not None and (
         tuple(out.shape) != tuple(out_partial.shape[1:]) or out.device != out_partial.device or out.dtype != dtype
@@ -107,6 +109,8 @@ def _check(out_partial: Tensor, lse_partial: Tensor, out: Tensor | None, out_dty
             f"out must be {dtype} of shape {tuple(out_partial.shape[1:])} on {out_partial.device}, got {out.dtype} "
             f"{tuple(out.shape)} on {out.device}"
         )
+    if out is not None:
+        check_written("out", out)
     return dtype
 
 
@@ -136,7 +140,7 @@ def combine(
     """
     check_name(backend)
     dtype = _check(out_partial, lse_partial, out, out_dtype)
-    if torch.is_grad_enabled() and (out_partial.requires_grad or lse_partial.requires_grad):
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (out_partial, lse_partial, out)):
         raise UnsupportedError("combine has no backward: call it under torch.no_grad(), or detach the partials")
     if backend == "hopper":
         raise UnsupportedError("backend 'hopper' has no combine kernel: merging is bound by memory, take 'portable'")

@@ -111,6 +111,15 @@ def check_strided(name: str, x: Tensor) -> None:
         raise UnsupportedError(f"{name} has layout {x.layout}: pass {name}.to_dense()")
 
 
+def check_written(name: str, x: Tensor) -> None:
+    """A tensor that is written: no two of its elements may be one place in memory, as in an expanded tensor."""
+    if any(step == 0 and n > 1 for n, step in zip(x.shape, x.stride(), strict=True)):
+        raise InvalidInputError(
+            f"{name} is written, but some of its elements share memory (shape {_shape(x)}, strides {x.stride()}): "
+            f"pass {name}.contiguous()"
+        )
+
+
 def _bound(name: str, x: object) -> int:
     if x is None:
         return -1

@@ -97,6 +97,12 @@ def test_refusals():
     o, lse = parts()
     with pytest.raises(InvalidInputError, match="out must be"):
         combine(o, lse, out=o)
+    with pytest.raises(InvalidInputError, match="torch.Tensor, got list"):
+        combine(o, lse, out=[1])
+    with pytest.raises(InvalidInputError, match="share memory"):
+        combine(o, lse, out=o.new_zeros(o.shape[-1]).expand(o.shape[1:]))
+    with pytest.raises(UnsupportedError, match="no backward"):
+        combine(o, lse, out=torch.zeros(o.shape[1:], requires_grad=True))
     with pytest.raises(InvalidInputError, match="out_dtype"):
         combine(o, lse, out_dtype=torch.int8)
     with pytest.raises(UnsupportedError, match="no backward"):

@@ -77,6 +77,16 @@ WRONG = {
         dict.fromkeys(("k_descale", "v_descale"), torch.ones(2, 64, 1)), {"kind": "e4m3", "new": 1}, "shared by heads",
     ),
     "out": ({"out": q(2, 1, 4, 40)}, {}, "out must be"),
+    "out-expanded": ({"out": q(32).expand(2, 1, 4, 32)}, {}, "share memory"),
+    "append-expanded": ({"k_cache": q(1, 64, 2, 32).expand(2, -1, -1, -1)}, {"new": 1}, "k_cache is written"),
+    "append-shared-page": (
+        {"page_table": torch.tensor([[1, 2], [1, 3]], dtype=INT)}, PAGED | {"new": 2, "lengths": [3, 2]},
+        "both append to page 1",
+    ),
+    "append-page-twice": (
+        {"page_table": torch.tensor([[1, 1], [2, 3]], dtype=INT)}, PAGED | {"new": 9, "lengths": [3, 2]},
+        "both append to page 1",
+    ),
     "backend": ({"backend": "cuda"}, {}, "backend must be one of"),
 }  # fmt: skip
 
@@ -101,6 +111,13 @@ def test_what_there_is_no_kernel_for():
     with pytest.raises(UnsupportedError, match="no backward"):
         call({"q": q(2, 1, 4, 32).requires_grad_()})
     assert call(dtype=torch.float64).dtype == torch.float64  # auto takes the reference on a CPU
+
+
+def test_nothing_that_is_used_gets_a_silent_zero_for_a_gradient():
+    table = torch.ones(64, 8, requires_grad=True)
+    for changes in ({"rotary_cos": table, "rotary_sin": table}, {"out": q(2, 1, 4, 32).requires_grad_()}):
+        with pytest.raises(UnsupportedError, match="no backward"):
+            call(changes, new=1)
 
 
 def test_without_interpreter_the_way_out_is_named():
