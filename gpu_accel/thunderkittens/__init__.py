@@ -1,0 +1,37 @@
+"""Kernels of the ThunderKittens paper's families: linear attention, Mamba-2, fused rows.
+
+import gpu_accel.thunderkittens as tk
+o, state = tk.chunk_simple_gla(q, k, v, g, output_final_state=True)     # (batch, seqlen, heads, dim)
+y = tk.rms_norm(x, weight, residual=r)
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_WHERE = {
+    "chunk_linear_attn": "linear_attention",
+    "chunk_retention": "linear_attention",
+    "chunk_simple_gla": "linear_attention",
+    "gelu_mul": "elements",
+    "layer_norm": "rows",
+    "linear_attention": "linear_attention",
+    "mamba_chunk_scan_combined": "mamba2",
+    "retention_decay": "linear_attention",
+    "rms_norm": "rows",
+    "rotary": "elements",
+    "silu_mul": "elements",
+    "softmax": "rows",
+}
+__all__ = list(_WHERE)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        return getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_WHERE])

@@ -1,0 +1,231 @@
+"""Launchers and custom ops of chunked linear attention: what torch.compile, autograd and opcheck see.
+
+    gpu_accel::tk_chunked(q, k, v, g, w, initial, cu_seqlens, scale, chunk, segments) -> (o, final state)
+    gpu_accel::tk_chunked_backward(do, dfinal, ...) -> (dq, dk, dv, dg, dw, dinitial)
+
+Arguments are validated in `linear_attention.py` and `mamba2.py`. The backward computes the states again instead of
+keeping them: they take K * V / chunk values a token and head, more than q, k and v together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+import torch
+from torch import Tensor
+
+from gpu_accel.flash_attention3.launch import launch, next_power_of_2
+from gpu_accel.thunderkittens import chunked_kernels as kernels
+
+CHUNK = 64
+_PROGRAMS = 264  # two for each SM of an H100: below this many a sequence is cut into segments
+_LEAST_CHUNKS = 8  # of a segment
+_MOST_SEGMENTS = 16
+
+
+def _block(size: int, dtype: torch.dtype) -> int:
+    """How much of a head dimension a program takes; float32 needs three times the registers."""
+    return max(16, min(32 if dtype == torch.float32 else 64, next_power_of_2(size)))
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """bfloat16 stays so (the tensor core rounds the state to it anyway); float16 would overflow, so it is float32."""
+    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+
+
+def precision(dtype: torch.dtype) -> str:
+    """float16 fits into tf32 exactly; float32 is cut into three tf32 products, since tensor cores have no float32."""
+    return "tf32x3" if dtype == torch.float32 else "tf32"
+
+
+def segments_for(sequences: int, heads: int, tiles: int, chunks: int) -> int:
+    """Into how many segments to cut every sequence so that the programs fill a GPU."""
+    wanted = -(-_PROGRAMS // max(1, sequences * heads * tiles))
+    return max(1, min(wanted, chunks // _LEAST_CHUNKS, _MOST_SEGMENTS))
+
+
+def _strides(x: Tensor | None) -> tuple[int, int, int]:
+    return (0, 0, 0) if x is None else x.stride()[:3]  # type: ignore[return-value]
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+class _Places:
+    """Which chunks there are: by arithmetic for equal lengths, by tables on the device for packed sequences."""
+
+    def __init__(self, v: Tensor, cu_seqlens: Tensor | None, chunk: int) -> None:
+        self.seqlen, self.cu = v.shape[1], cu_seqlens
+        self.chunks = -(-self.seqlen // chunk)
+        self.offsets: Tensor | None = None
+        self.sequence_of: Tensor | None = None
+        if cu_seqlens is None:
+            self.sequences = v.shape[0]
+            self.total = self.sequences * self.chunks
+            return
+        self.sequences = cu_seqlens.shape[0] - 1
+        self.total = self.seqlen // chunk + self.sequences  # never fewer than there are, whatever the lengths
+        counts = (cu_seqlens.diff() + chunk - 1) // chunk
+        self.offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
+        every = torch.arange(self.total, device=v.device, dtype=torch.int32)
+        found = torch.searchsorted(self.offsets[1:].contiguous(), every, right=True)
+        self.sequence_of = torch.where(found < self.sequences, found, -1).to(torch.int32)
+
+    def tables(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        return self.cu, self.offsets, self.sequence_of
+
+
+def _walk(k, v, g, w, initial, places, *, scale, chunk, segments, heads, group, reverse):
+    """(states that enter every chunk, state at the end); with `reverse` from the end to the beginning."""
+    key_dim, value_dim = k.shape[-1], v.shape[-1]
+    bk, bv = _block(key_dim, v.dtype), _block(value_dim, v.dtype)
+    tiles = -(-key_dim // bk) * -(-value_dim // bv)
+    segments = segments or segments_for(places.sequences, heads, tiles, places.chunks)
+    shape = (places.sequences, heads, key_dim, value_dim)
+    states = v.new_empty((places.total, *shape[1:]), dtype=state_dtype(v.dtype))
+    final = v.new_empty(shape, dtype=torch.float32)
+    local = v.new_empty((segments if segments > 1 else 0, *shape), dtype=torch.float32)
+    decays = v.new_empty((segments if segments > 1 else 0, *shape[:2]), dtype=torch.float32)
+    programs = places.sequences * heads * tiles * segments
+    if not programs:
+        return states, final
+    tables = places.tables()[:2]
+    for first in (True, False) if segments > 1 else (False,):
+        launch(
+            kernels._states_kernel, programs,
+            (k, v, g, w, initial, local, decays, states, final, *tables,
+             *_strides(k), *_strides(v), *_strides(g), *_strides(w),
+             places.seqlen, places.chunks, places.sequences, heads, group, segments, scale),
+            dict(K=key_dim, V=value_dim, BT=chunk, BK=bk, BV=bv, HAS_G=g is not None, HAS_W=w is not None,
+                 HAS_INITIAL=initial is not None, VARLEN=places.cu is not None, REVERSE=reverse, LOCAL=first,
+                 PRECISION=precision(v.dtype), num_warps=4, num_stages=2),
+        )  # fmt: skip
+    return states, final
+
+
+def _options(q, v, g, w, cu, chunk, **more):
+    bk, bv = (_block(x.shape[-1], v.dtype) for x in (q, v))
+    return dict(K=q.shape[-1], V=v.shape[-1], BT=chunk, BK=bk, BV=bv,
+                HAS_G=g is not None, HAS_W=w is not None, VARLEN=cu is not None, PRECISION=precision(v.dtype),
+                num_warps=4, num_stages=2, **more)  # fmt: skip
+
+
+def _device(x: Tensor):
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
+@torch.library.custom_op("gpu_accel::tk_chunked", mutates_args=())
+def chunked(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, w: Tensor | None, initial: Tensor | None,
+    cu_seqlens: Tensor | None, scale: float, chunk: int, segments: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """q, k (batch, seqlen, heads of q, K); v (batch, seqlen, heads, V); g, w (batch, seqlen, heads) float32;
+    initial (sequences, heads, K, V) float32; cu_seqlens (sequences + 1,) with batch 1. segments 0: chosen here.
+    """
+    q, k, v = _unit(q), _unit(k), _unit(v)
+    initial = None if initial is None else initial.contiguous()
+    places = _Places(v, cu_seqlens, chunk)
+    heads = v.shape[2]
+    group = heads // q.shape[2] if q.shape[2] else 1
+    with _device(v):
+        states, final = _walk(k, v, g, w, initial, places, scale=scale, chunk=chunk, segments=segments, heads=heads,
+                              group=group, reverse=False)  # fmt: skip
+        o = v.new_empty(v.shape)
+        programs = places.total * heads * -(-v.shape[-1] // _block(v.shape[-1], v.dtype))
+        if programs and places.seqlen:
+            launch(
+                kernels._output_kernel, programs,
+                (q, k, v, g, w, states, o, *places.tables(), *_strides(q), *_strides(k), *_strides(v), *_strides(g),
+                 *_strides(w), places.seqlen, places.chunks, heads, group, scale),
+                _options(q, v, g, w, cu_seqlens, chunk),
+            )  # fmt: skip
+    return o, final
+
+
+def _state_shape(k: Tensor, v: Tensor, cu_seqlens: Tensor | None):
+    sequences = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return sequences, v.shape[2], k.shape[3], v.shape[3]
+
+
+@chunked.register_fake
+def _(q, k, v, g, w, initial, cu_seqlens, scale, chunk, segments):
+    return v.new_empty(v.shape), v.new_empty(_state_shape(k, v, cu_seqlens), dtype=torch.float32)
+
+
+@torch.library.custom_op("gpu_accel::tk_chunked_backward", mutates_args=())
+def chunked_backward(
+    do: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, w: Tensor | None,
+    initial: Tensor | None, cu_seqlens: Tensor | None, scale: float, chunk: int, segments: int, want_dg: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k, v, g, w, initial; those of an absent g or w, or an unwanted g, are empty tensors."""
+    do, q, k, v = _unit(do), _unit(q), _unit(k), _unit(v)
+    initial, dfinal = (None if x is None else x.contiguous() for x in (initial, dfinal))
+    places = _Places(v, cu_seqlens, chunk)
+    heads, heads_q = v.shape[2], q.shape[2]
+    group = heads // heads_q if heads_q else 1
+    common = dict(scale=scale, chunk=chunk, segments=segments, heads=heads, group=group)
+    per_head = (*v.shape[:3], q.shape[3])
+    wide = q.dtype if group == 1 else torch.float32
+    dq, dk, dv = q.new_empty(per_head, dtype=wide), k.new_empty(per_head, dtype=wide), v.new_empty(v.shape)
+    blocks_k, blocks_v = (-(-x.shape[3] // _block(x.shape[3], v.dtype)) for x in (q, v))
+    rows = v.shape[0] * v.shape[1]
+    want_dg = want_dg and g is not None
+    dg = v.new_empty((blocks_k if want_dg else 0, *v.shape[:3]), dtype=torch.float32)
+    dw = v.new_empty((blocks_v if w is not None else 0, *v.shape[:3]), dtype=torch.float32)
+    with _device(v):
+        states, _ = _walk(k, v, g, w, initial, places, reverse=False, **common)
+        dstates, dinitial = _walk(q, do, g, None, dfinal, places, reverse=True, **common)
+        if places.total and heads and places.seqlen:
+            strides = [s for x in (q, k, v, g, w, do) for s in _strides(x)]
+            sizes = (places.seqlen, places.chunks, heads, group, scale, rows)
+            options = _options(q, v, g, w, cu_seqlens, chunk)
+            launch(kernels._dv_kernel, places.total * heads * blocks_v,
+                   (q, k, v, g, w, do, dstates, dv, dw, *places.tables(), *strides, *sizes), options)  # fmt: skip
+            launch(kernels._dqk_kernel, places.total * heads * blocks_k,
+                   (q, k, v, g, w, do, states, dstates, dq, dk, dg, *places.tables(), *strides, *sizes),
+                   options | {"WANT_DG": want_dg, "num_warps": 8})  # fmt: skip
+    if group > 1:
+        dq, dk = (x.unflatten(2, (heads_q, group)).sum(3).to(q.dtype) for x in (dq, dk))
+    dg = dg.sum(0) if want_dg else dg.new_empty(0)
+    dw = dw.sum(0) if w is not None else dw.new_empty(0)
+    return dq, dk, dv, dg, dw, dinitial
+
+
+@chunked_backward.register_fake
+def _(do, dfinal, q, k, v, g, w, initial, cu_seqlens, scale, chunk, segments, want_dg):
+    gates = v.shape[:3]
+    wide = torch.float32
+    return (
+        q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape),
+        v.new_empty(gates if want_dg and g is not None else (0,), dtype=wide),
+        v.new_empty(gates if w is not None else (0,), dtype=wide),
+        v.new_empty(_state_shape(k, v, cu_seqlens), dtype=wide),
+    )  # fmt: skip
+
+
+def _save(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:7])
+    ctx.scalars = inputs[7:]
+    ctx.shape = output[0].shape
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx, do, dfinal):
+    q, k, v, g, w, initial, cu_seqlens = ctx.saved_tensors
+    do = v.new_zeros(ctx.shape) if do is None else do
+    need = ctx.needs_input_grad
+    dq, dk, dv, dg, dw, dinitial = chunked_backward(
+        do, dfinal, q, k, v, g, w, initial, cu_seqlens, *ctx.scalars, bool(need[3])
+    )
+    return (dq, dk, dv, dg if need[3] else None, dw if need[4] else None, dinitial if need[5] else None,
+            None, None, None, None)  # fmt: skip
+
+
+chunked.register_autograd(_gradients, setup_context=_save)
+
+
+def default_scale(key_dim: int) -> float:
+    """1 / sqrt(K), as the libraries have it."""
+    return 1.0 / math.sqrt(max(1, key_dim))

@@ -1,0 +1,113 @@
+"""Rotary embedding and gated activations in plain Triton: one read, one write, nothing in between."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from gpu_accel.flash_attention3.rotary import load_rotated
+
+
+@triton.jit
+def _rotary_kernel(
+    x, y, cos, sin, offsets, x_b, x_t, x_h, seqlen, heads, longest, start,
+    DIM: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    BACKWARD: tl.constexpr, OFFSETS: tl.constexpr,
+):  # fmt: skip
+    """ROWS (token, head) pairs of one sequence of x (batch, seqlen, heads, DIM), turned at start + token.
+
+    The backward of a rotation is the rotation by the opposite angle. offsets: (batch,) starts that differ.
+    """
+    batch = tl.program_id(1).to(tl.int64)
+    pairs = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    token = pairs // heads
+    head = pairs - token * heads
+    there = token < seqlen
+    position = token + start
+    if OFFSETS:
+        position += tl.load(offsets + batch)
+    cols = tl.arange(0, BLOCK)
+    rows = x + batch * x_b + token * x_t + head * x_h
+    if BACKWARD:
+        out = _turned_back(rows, cols, there, position, cos, sin, longest, DIM, ROTARY, INTERLEAVED)
+    else:
+        out = load_rotated(rows, cols, there, position, cos, sin, longest, DIM, ROTARY, INTERLEAVED, True)
+    to = y + (batch * seqlen * heads + pairs)[:, None] * DIM + cols[None, :]
+    tl.store(to, out, mask=there[:, None] & (cols < DIM)[None, :])
+
+
+@triton.jit
+def _turned_back(
+    rows, cols, there, positions, cos, sin, longest, DIM: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr
+):
+    mask = there[:, None] & (cols < DIM)[None, :]
+    x = tl.load(rows[:, None] + cols[None, :], mask=mask, other=0.0)
+    if INTERLEAVED:
+        partner = cols ^ 1
+        angle = cols // 2
+        first = (cols & 1) == 0
+    else:
+        first = cols < ROTARY // 2
+        angle = tl.where(first, cols, cols - ROTARY // 2)
+        partner = tl.where(first, cols + ROTARY // 2, cols - ROTARY // 2)
+    turns = there[:, None] & (cols < ROTARY)[None, :]
+    other = tl.load(rows[:, None] + partner[None, :], mask=turns, other=0.0).to(tl.float32)
+    turns = turns & (positions < longest)[:, None]
+    places = positions.to(tl.int64)[:, None] * (ROTARY // 2) + angle[None, :]
+    c = tl.load(cos + places, mask=turns, other=1.0).to(tl.float32)
+    s = tl.load(sin + places, mask=turns, other=0.0).to(tl.float32)
+    return (x.to(tl.float32) * c + tl.where(first[None, :], s, -s) * other).to(x.dtype)
+
+
+@triton.jit
+def _tanh(x):
+    e = tl.exp(-2.0 * tl.abs(x))
+    t = (1.0 - e) / (1.0 + e)
+    return tl.where(x < 0, -t, t)
+
+
+@triton.jit
+def _activation(a, KIND: tl.constexpr):
+    """(f(a), f'(a)) of silu, gelu with erf, gelu with tanh."""
+    if KIND == "silu":
+        s = 1.0 / (1.0 + tl.exp(-a))
+        value = a * s
+        slope = s * (1.0 + a * (1.0 - s))
+    elif KIND == "gelu":
+        half = 0.5 * (1.0 + tl.erf(a * 0.7071067811865476))
+        value = a * half
+        slope = half + a * 0.3989422804014327 * tl.exp(-0.5 * a * a)
+    else:
+        t = _tanh(0.7978845608028654 * (a + 0.044715 * a * a * a))
+        value = 0.5 * a * (1.0 + t)
+        slope = 0.5 * (1.0 + t) + 0.5 * a * (1.0 - t * t) * 0.7978845608028654 * (1.0 + 0.134145 * a * a)
+    return value, slope
+
+
+@triton.jit
+def _gated_kernel(a, b, y, a_row, b_row, width, blocks, BLOCK: tl.constexpr, KIND: tl.constexpr):
+    """y = f(a) b, a block of one row a program."""
+    program = tl.program_id(0)
+    row = (program // blocks).to(tl.int64)
+    cols = program % blocks * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < width
+    gate = tl.load(a + row * a_row + cols, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(b + row * b_row + cols, mask=mask, other=0.0).to(tl.float32)
+    value, _ = _activation(gate, KIND)
+    tl.store(y + row * width + cols, (value * up).to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _gated_backward_kernel(
+    dy, a, b, da, db, dy_row, a_row, b_row, width, blocks, BLOCK: tl.constexpr, KIND: tl.constexpr
+):
+    program = tl.program_id(0)
+    row = (program // blocks).to(tl.int64)
+    cols = program % blocks * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < width
+    grad = tl.load(dy + row * dy_row + cols, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(a + row * a_row + cols, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(b + row * b_row + cols, mask=mask, other=0.0).to(tl.float32)
+    value, slope = _activation(gate, KIND)
+    tl.store(da + row * width + cols, (grad * up * slope).to(da.dtype.element_ty), mask=mask)
+    tl.store(db + row * width + cols, (grad * value).to(db.dtype.element_ty), mask=mask)

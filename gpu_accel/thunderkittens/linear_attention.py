@@ -1,0 +1,205 @@
+"""Linear attention with names and argument orders of flash-linear-attention (fla 0.6), so that calls drop in.
+
+    chunk_linear_attn   no gates           chunk_retention   one decay a head, 1 - 2^(-5 - h) (arXiv 2307.08621)
+    chunk_simple_gla    one gate a step and head (arXiv 2312.06635, section 4, with scalar gates)
+
+All take q, k (batch, seqlen, heads, K) and v (batch, seqlen, heads, V) in bfloat16, float16 or float32 (the reference
+also float64), and return (o, final state or None). States are (sequences, heads, K, V) float32. With cu_seqlens
+(sequences + 1,) the batch is 1 and sequences lie one after another; rows beyond the last belong to none and are zero.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gpu_accel.errors import InvalidInputError, UnsupportedError
+from gpu_accel.thunderkittens import chunked, reference
+
+BACKENDS = ("auto", "portable", "reference")
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Until tests/gpu/test_thunderkittens.py has passed on a card, "auto" is the reference in torch.
+GPU_CHECKED = False
+LARGEST_DIM = 256
+
+
+def _need(condition: bool, message: str) -> None:
+    if not condition:
+        raise InvalidInputError(message)
+
+
+def _shape(x: Tensor) -> str:
+    return f"{tuple(x.shape)} {x.dtype}"
+
+
+def choose(x: Tensor, backend: str) -> str:
+    """ "portable" or "reference".
+
+    Raises InvalidInputError for another name; UnsupportedError where the kernels do not take the dtype or device.
+    """
+    from gpu_accel.compat import INTERPRET
+
+    _need(backend in BACKENDS, f"backend is {backend!r}; choose one of {', '.join(BACKENDS)}")
+    if backend == "auto":
+        backend = "portable" if x.is_cuda and GPU_CHECKED and x.dtype in _KERNEL_DTYPES else "reference"
+    if backend == "portable":
+        if x.dtype not in _KERNEL_DTYPES:
+            raise UnsupportedError(f"the kernels take bfloat16, float16 and float32, got {x.dtype}; use 'reference'")
+        if not x.is_cuda and not INTERPRET:
+            raise UnsupportedError("the kernels need a GPU, or TRITON_INTERPRET=1; use backend='reference' on a CPU")
+    return backend
+
+
+def _validate(q: Tensor, k: Tensor, v: Tensor, g, w, initial, cu_seqlens, chunk: int) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _need(x.dim() == 4, f"{name} must be (batch, seqlen, heads, dim), got {_shape(x)}")
+        _need(x.dtype == q.dtype and x.device == q.device, f"q, k and v must agree: {_shape(q)}, {_shape(x)}")
+        _need(x.is_floating_point(), f"{name} must be of a floating dtype, got {x.dtype}")
+    _need(q.shape == k.shape, f"q and k must have one shape, got {tuple(q.shape)} and {tuple(k.shape)}")
+    _need(q.shape[:2] == v.shape[:2], f"batch and seqlen differ: q {tuple(q.shape)}, v {tuple(v.shape)}")
+    heads, heads_q = v.shape[2], q.shape[2]
+    _need(
+        heads == heads_q or (heads_q > 0 and heads % heads_q == 0),
+        f"the {heads} heads of v must be a multiple of the {heads_q} of q and k",
+    )
+    _need(
+        0 < q.shape[3] <= LARGEST_DIM and 0 < v.shape[3] <= LARGEST_DIM,
+        f"head dimensions must be 1 to {LARGEST_DIM}, got {q.shape[3]} and {v.shape[3]}",
+    )
+    for name, x in (("g", g), ("w", w)):
+        if x is not None:
+            _need(x.shape == v.shape[:3] and x.device == v.device,
+                  f"{name} must be (batch, seqlen, heads) {tuple(v.shape[:3])}, got {_shape(x)}")  # fmt: skip
+    sequences = v.shape[0]
+    if cu_seqlens is not None:
+        _need(cu_seqlens.dim() == 1 and cu_seqlens.numel() > 0 and not cu_seqlens.is_floating_point(),
+              f"cu_seqlens must be (sequences + 1,) integers, got {_shape(cu_seqlens)}")  # fmt: skip
+        _need(v.shape[0] == 1, f"with cu_seqlens the batch must be 1, got {v.shape[0]}; flatten the sequences")
+        _need(cu_seqlens.device == v.device, f"cu_seqlens is on {cu_seqlens.device}, v on {v.device}")
+        sequences = cu_seqlens.shape[0] - 1
+    if initial is not None:
+        wanted = (sequences, heads, q.shape[3], v.shape[3])
+        _need(initial.shape == wanted and initial.device == v.device,
+              f"initial_state must be (sequences, heads, K, V) {wanted}, got {_shape(initial)}")  # fmt: skip
+    _need(chunk in (16, 32, 64), f"the chunk must be 16, 32 or 64, got {chunk}")
+
+
+def linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, g: Tensor | None = None, w: Tensor | None = None, scale: float | None = None,
+    initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None, chunk: int = chunked.CHUNK,
+    segments: int = 0, backend: str = "auto",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """S_t = exp(g_t) S_{t-1} + w_t k_t v_t', o_t = scale q_t' S_t, differentiable in every tensor but cu_seqlens.
+
+    Args:
+        q, k: (batch, seqlen, heads of q, K); v: (batch, seqlen, heads, V), heads a multiple of those of q.
+        g: logarithms of gates, w: weights, (batch, seqlen, heads), computed with in float32; None: 0 and 1. Gates
+            below -88 count as -88 (exp of it is 6e-39), so -inf forgets everything before.
+        scale: K**-0.5 unless given. initial_state: (sequences, heads, K, V).
+        chunk: steps that are done by matrix products at once. segments: cuts of a sequence, 0 lets the launcher choose.
+
+    Returns:
+        o (batch, seqlen, heads, V) in the dtype of v, and the final state (sequences, heads, K, V) float32.
+
+    Raises:
+        InvalidInputError: shapes, dtypes or devices do not fit. UnsupportedError: the backend cannot run here.
+    """
+    _validate(q, k, v, g, w, initial_state, cu_seqlens, chunk)
+    scale = chunked.default_scale(q.shape[-1]) if scale is None else float(scale)
+    if choose(v, backend) == "portable":
+        g, w, initial_state = (None if x is None else x.float() for x in (g, w, initial_state))
+        o, final = chunked.chunked(q, k, v, g, w, initial_state, cu_seqlens, scale, chunk, segments)
+        return (_zero_slack(o, cu_seqlens), final) if cu_seqlens is not None else (o, final)
+    parts = [(slice(None), 0, v.shape[1])]
+    if cu_seqlens is not None:
+        edges = cu_seqlens.tolist()
+        parts = [(slice(n, n + 1), edges[n], edges[n + 1]) for n in range(len(edges) - 1)]
+    outs, finals = [], []
+    for n, start, stop in parts:
+        cut = [None if x is None else x[:, start:stop] for x in (q, k, v, g, w)]
+        o, final = reference.linear_attention_chunked(
+            *cut[:3], g=cut[3], w=cut[4], scale=scale, chunk=chunk,
+            initial=None if initial_state is None else initial_state[n],
+        )  # fmt: skip
+        outs.append(o)
+        finals.append(final)
+    if cu_seqlens is not None:
+        outs.append(v[:, parts[-1][2] if parts else 0 :] * 0)
+    o = torch.cat(outs, 1) if len(outs) > 1 else outs[0]
+    state = torch.cat(finals) if finals else v.new_empty((0, v.shape[2], q.shape[3], v.shape[3]))
+    return o, state if v.dtype == torch.float64 else state.float()
+
+
+def _zero_slack(o: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Zeros (and zero gradients) in rows beyond the last sequence, whatever lay there."""
+    inside = torch.arange(o.shape[1], device=o.device) < cu_seqlens[-1]
+    return torch.where(inside[None, :, None, None], o, 0.0)
+
+
+def _normalized(o: Tensor, q: Tensor, k: Tensor, scale: float, cu_seqlens: Tensor | None) -> Tensor:
+    """o divided by scale q_t' (k_1 + ... + k_t), the sum of the weights of linear attention."""
+    sums = k.float().cumsum(1) if k.dtype != torch.float64 else k.cumsum(1)
+    if cu_seqlens is not None and k.shape[1]:
+        rows = torch.arange(k.shape[1], device=k.device)
+        which = torch.searchsorted(cu_seqlens[1:].contiguous(), rows, right=True).clamp_max(cu_seqlens.numel() - 2)
+        before = torch.nn.functional.pad(sums, (0, 0, 0, 0, 1, 0))[:, cu_seqlens[which].long()]
+        sums = sums - before
+    z = (q.to(sums.dtype) * sums).sum(-1, keepdim=True) * scale
+    if z.shape[2] != o.shape[2]:
+        z = z.repeat_interleave(o.shape[2] // z.shape[2], 2)
+    return (o.to(z.dtype) / (z + 1e-10)).to(o.dtype)
+
+
+def chunk_linear_attn(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, normalize: bool = True, cu_seqlens: Tensor | None = None, *,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Linear attention without gates. normalize divides by the sum of weights, q_t' (k_1 + ... + k_t).
+
+    Raises UnsupportedError for normalize with an initial state: what its keys sum to is not in it.
+    """
+    if normalize and initial_state is not None:
+        raise UnsupportedError("normalize=True with an initial state: the sum of earlier keys is unknown")
+    scale = chunked.default_scale(q.shape[-1]) if scale is None else float(scale)
+    o, state = linear_attention(
+        q, k, v, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, backend=backend
+    )
+    if normalize:
+        o = _normalized(o, q, k, scale, cu_seqlens)
+    return o, state if output_final_state else None
+
+
+def chunk_simple_gla(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, g_gamma: Tensor | None = None,
+    scale: float | None = None, initial_state: Tensor | None = None, output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None, *, backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Gated linear attention with one gate a step and head.
+
+    g: log gates (batch, seqlen, heads); g_gamma: log decays (heads,), the same at every step. Both: their sum.
+    """
+    if g_gamma is not None:
+        _need(g_gamma.shape == v.shape[2:3], f"g_gamma must be (heads,) ({v.shape[2]},), got {_shape(g_gamma)}")
+        decay = g_gamma.float()[None, None]
+        g = decay.expand(v.shape[:3]) if g is None else g + decay
+    o, state = linear_attention(
+        q, k, v, g=g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, backend=backend
+    )
+    return o, state if output_final_state else None
+
+
+def retention_decay(heads: int, device: torch.device | str = "cpu") -> Tensor:
+    """log(1 - 2^(-5 - h)) for h = 0 .. heads - 1, float32."""
+    return torch.log1p(-torch.exp2(-5.0 - torch.arange(heads, device=device, dtype=torch.float64))).float()
+
+
+def chunk_retention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, cu_seqlens: Tensor | None = None, *, backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Retention: every head decays by a constant of its own, `retention_decay`."""
+    return chunk_simple_gla(
+        q, k, v, None, retention_decay(v.shape[2], v.device), scale, initial_state, output_final_state, cu_seqlens,
+        backend=backend,
+    )  # fmt: skip

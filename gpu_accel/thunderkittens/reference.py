@@ -1,0 +1,136 @@
+"""Plain torch, step by step: what the kernels must compute, for tests, papers, notebooks and readers.
+
+Everything follows the dtype it is given: pass float64 for truth. Everything is differentiable by autograd.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def linear_attention_recurrent(
+    q: Tensor, k: Tensor, v: Tensor, *, g: Tensor | None = None, w: Tensor | None = None, scale: float,
+    initial: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """S_t = exp(g_t) S_{t-1} + w_t k_t v_t', o_t = scale q_t' S_t: the definition, one step after the other.
+
+    Args:
+        q, k: (batch, seqlen, heads of q, K); the heads of q divide those of v. v: (batch, seqlen, heads, V).
+        g: logarithms of the gates, w: weights; (batch, seqlen, heads). initial: (batch, heads, K, V).
+
+    Returns:
+        o (batch, seqlen, heads, V) and the state at the end (batch, heads, K, V).
+    """
+    heads = v.shape[2]
+    q, k = (x.repeat_interleave(heads // x.shape[2], 2) for x in (q, k))
+    state = q.new_zeros(v.shape[0], heads, q.shape[3], v.shape[3]) if initial is None else initial.to(q.dtype)
+    out = []
+    for t in range(v.shape[1]):
+        if g is not None:
+            state = state * g[:, t].to(q.dtype).exp()[..., None, None]
+        added = k[:, t, :, :, None] * v[:, t, :, None, :]
+        if w is not None:
+            added = added * w[:, t].to(q.dtype)[..., None, None]
+        state = state + added
+        out.append((q[:, t, :, :, None] * state).sum(2) * scale)
+    return (torch.stack(out, 1) if out else torch.empty_like(v)), state
+
+
+def linear_attention_chunked(
+    q: Tensor, k: Tensor, v: Tensor, *, g: Tensor | None = None, w: Tensor | None = None, scale: float,
+    initial: Tensor | None = None, chunk: int = 64,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The same chunk by chunk, as matrix products in the dtype of q: a yardstick, and what a CPU runs.
+
+    Gates and the state are float32 (float64 where q is), operands of products are rounded to the dtype of q.
+    """
+    heads, dtype = v.shape[2], q.dtype
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    q, k, v = (x.repeat_interleave(heads // x.shape[2], 2).transpose(1, 2) for x in (q, k, v))  # (b, h, t, d)
+    gates = q.new_zeros(q.shape[:3], dtype=wide) if g is None else g.transpose(1, 2).to(wide).clamp_min(-88.0)
+    weights = torch.ones_like(gates) if w is None else w.transpose(1, 2).to(wide)
+    shape = (*v.shape[:2], q.shape[3], v.shape[3])
+    state = q.new_zeros(shape, dtype=wide) if initial is None else initial.to(wide)
+    out = []
+    for t in range(0, v.shape[2], chunk):
+        qc, kc, vc = (x[:, :, t : t + chunk] for x in (q, k, v))
+        b = gates[:, :, t : t + chunk].cumsum(-1)
+        wc = weights[:, :, t : t + chunk]
+        causal = torch.ones(b.shape[-1], b.shape[-1], dtype=torch.bool, device=b.device).tril()
+        decay = (b[..., :, None] - b[..., None, :]).masked_fill(~causal, -torch.inf).exp()
+        scores = ((qc @ kc.mT).to(wide) * decay * wc[..., None, :] * scale).to(dtype)
+        inter = (qc @ state.to(dtype)).to(wide) * (b.exp() * scale)[..., None]
+        out.append(((scores @ vc).to(wide) + inter).to(dtype))
+        left = (vc.to(wide) * ((b[..., -1:] - b).exp() * wc)[..., None]).to(dtype)
+        state = state * b[..., -1:, None].exp() + (kc.mT @ left).to(wide)
+    o = torch.cat(out, 2) if out else v
+    return o.transpose(1, 2), state
+
+
+def softmax(x: Tensor) -> Tensor:
+    """exp(x - max) / sum over the last dimension."""
+    if not x.shape[-1]:
+        return x
+    e = (x - x.amax(-1, keepdim=True)).exp()
+    return e / e.sum(-1, keepdim=True)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight."""
+    y = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return y if weight is None else y * weight
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """(x - mean) / sqrt(var + eps) * weight + bias."""
+    x = x - x.mean(-1, keepdim=True)
+    y = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """SwiGLU without its products (arXiv 2002.05202): gate * sigmoid(gate) * up."""
+    return gate * torch.sigmoid(gate) * up
+
+
+def gelu_mul(gate: Tensor, up: Tensor, approximate: str) -> Tensor:
+    """GEGLU without its products: gelu(gate) * up."""
+    return torch.nn.functional.gelu(gate, approximate=approximate) * up
+
+
+_MASK32 = 0xFFFFFFFF
+
+
+def philox(seed: int, low: Tensor, high: Tensor) -> Tensor:
+    """The first word of Philox-4x32-10 (Salmon et al., SC 2011) for counters (low, high, 0, 0), in int64."""
+    c0, c1 = low.long() & _MASK32, high.long() & _MASK32
+    c2 = c3 = torch.zeros_like(c0)
+    key0, key1 = seed & _MASK32, (seed >> 32) & _MASK32
+
+    def multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
+        """High and low word of a 64-bit product, in pieces that int64 holds."""
+        b_low, b_high = b & 0xFFFF, b >> 16
+        part = a * b_low
+        upper = a * b_high + (part >> 16)
+        return upper >> 16, ((upper << 16) | (part & 0xFFFF)) & _MASK32
+
+    for _ in range(10):
+        high0, low0 = multiply(0xD2511F53, c0)
+        high2, low2 = multiply(0xCD9E8D57, c2)
+        c0, c1, c2, c3 = high2 ^ c1 ^ key0, low2, high0 ^ c3 ^ key1, low0
+        key0, key1 = (key0 + 0x9E3779B9) & _MASK32, (key1 + 0xBB67AE85) & _MASK32
+    return c0
+
+
+def dropout_keep(seed: int, rows: int, cols: int, p: float, device: torch.device | str = "cpu") -> Tensor:
+    """Which elements of (rows, cols) dropout keeps: counters are (column, row), kept where the word >= p * 2^32."""
+    col = torch.arange(cols, device=device)[None, :].expand(rows, cols)
+    row = torch.arange(rows, device=device)[:, None].expand(rows, cols)
+    return philox(seed, col, row) >= dropout_limit(p)
+
+
+def dropout_limit(p: float) -> int:
+    """The word below which an element is dropped."""
+    return min(_MASK32, round(p * 2**32))

@@ -1,0 +1,278 @@
+"""Fused rows with autograd: RMSNorm and LayerNorm with residual and dropout before them, and softmax.
+
+    y, h = layer_norm(x, weight, bias, residual=r, dropout_p=0.1, seed=7, prenorm=True)     # h = dropout(x) + r
+    y = rms_norm(x, weight)
+    p = softmax(x)
+
+Any row length, float32, bfloat16 or float16; arithmetic in float32. The custom ops are gpu_accel::tk_norm, tk_softmax
+and their backwards.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gpu_accel.errors import InvalidInputError
+from gpu_accel.flash_attention3.launch import launch, next_power_of_2
+from gpu_accel.thunderkittens import reference
+from gpu_accel.thunderkittens import row_kernels as kernels
+from gpu_accel.thunderkittens.chunked import _device
+from gpu_accel.thunderkittens.linear_attention import choose
+
+WHOLE = 16384  # elements of a row that stay in registers
+_BLOCK = 4096  # of a longer one
+_PARTS = 256  # of the sums over rows: about two programs an SM
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x as (rows, width) with neighbours along a row next to each other in memory; copied where it must be."""
+    width = x.shape[-1]
+    x = x.reshape(x.numel() // width if width else 0, width)
+    return x if x.stride(1) == 1 or width == 1 else x.contiguous()
+
+
+def _cut(width: int, whole: int) -> dict:
+    block = next_power_of_2(width) if width <= whole else min(_BLOCK, next_power_of_2(whole))
+    return dict(BLOCK=block, WHOLE=width <= whole, num_warps=max(1, min(16, block // 512)))
+
+
+def _dropout_arguments(p: float, seed: int) -> tuple[int, int, float]:
+    """(seed, limit, scale of what is kept)."""
+    return seed, reference.dropout_limit(p), 1.0 / (1.0 - p) if p < 1 else 0.0
+
+
+@torch.library.custom_op("gpu_accel::tk_norm", mutates_args=())
+def norm_op(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool,
+    dropout_p: float, seed: int, keep_sum: bool, whole: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(y, sum, means, rstds) of x (rows, width). The sum is empty unless keep_sum; so are means unless center."""
+    rows, width = x.shape
+    y = x.new_empty(rows, width)
+    summed = x.new_empty((rows, width) if keep_sum else (0, width), dtype=_sum_dtype(x, residual))
+    means = x.new_empty(rows if center else 0, dtype=torch.float32)
+    rstds = x.new_empty(rows, dtype=torch.float32)
+    x = _rows(x)
+    residual = None if residual is None else _rows(residual)
+    weight, bias = (None if w is None else w.contiguous() for w in (weight, bias))
+    with _device(x):
+        if x.numel():
+            launch(
+                kernels._norm_kernel, rows,
+                (x, residual, weight, bias, y, summed, means, rstds, x.stride(0),
+                 residual.stride(0) if residual is not None else 0, width, eps, *_dropout_arguments(dropout_p, seed)),
+                dict(CENTER=center, WEIGHT=weight is not None, BIAS=bias is not None, RESIDUAL=residual is not None,
+                     DROPOUT=dropout_p > 0, KEEP_SUM=keep_sum, **_cut(width, whole)),
+            )  # fmt: skip
+    return y, summed, means, rstds
+
+
+def _sum_dtype(x: Tensor, residual: Tensor | None) -> torch.dtype:
+    return x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+
+
+@norm_op.register_fake
+def _(x, residual, weight, bias, eps, center, dropout_p, seed, keep_sum, whole):
+    rows, width = x.shape
+    return (
+        x.new_empty(rows, width),
+        x.new_empty((rows, width) if keep_sum else (0, width), dtype=_sum_dtype(x, residual)),
+        x.new_empty(rows if center else 0, dtype=torch.float32),
+        x.new_empty(rows, dtype=torch.float32),
+    )
+
+
+@torch.library.custom_op("gpu_accel::tk_norm_backward", mutates_args=())
+def norm_backward_op(
+    dy: Tensor, dsum: Tensor | None, h: Tensor, weight: Tensor | None, means: Tensor, rstds: Tensor,
+    x_dtype: torch.dtype, residual_dtype: torch.dtype | None, bias_dtype: torch.dtype | None,
+    center: bool, dropout_p: float, seed: int, whole: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dx, dresidual, dweight, dbias); what is absent is empty. h: what was normalised."""
+    rows, width = h.shape
+    has_residual, has_bias = residual_dtype is not None, bias_dtype is not None
+    dx = h.new_empty(rows, width, dtype=x_dtype)
+    dresidual = h.new_empty((rows, width) if has_residual else (0,), dtype=residual_dtype or torch.float32)
+    h, dy = _rows(h), _rows(dy)
+    dsum = None if dsum is None else _rows(dsum)
+    weight = None if weight is None else weight.contiguous()
+    cols = min(128, max(16, next_power_of_2(width)))
+    blocks = -(-width // cols)
+    parts = max(1, min(-(-_PARTS // max(1, blocks)), -(-rows // 16)))
+    partial_w = h.new_zeros((parts, width) if weight is not None else (0,), dtype=torch.float32)
+    partial_b = h.new_zeros((parts, width) if has_bias else (0,), dtype=torch.float32)
+    with _device(h):
+        if h.numel():
+            launch(
+                kernels._norm_backward_kernel, rows,
+                (h, dy, dsum, weight, means, rstds, dx, dresidual, h.stride(0), dy.stride(0),
+                 dsum.stride(0) if dsum is not None else 0, width, *_dropout_arguments(dropout_p, seed)),
+                dict(CENTER=center, WEIGHT=weight is not None, DSUM=dsum is not None, RESIDUAL=has_residual,
+                     DROPOUT=dropout_p > 0, **_cut(width, whole)),
+            )  # fmt: skip
+            if weight is not None or has_bias:
+                launch(
+                    kernels._norm_columns_kernel, (blocks, parts),
+                    (h, dy, means, rstds, partial_w, partial_b, h.stride(0), dy.stride(0), rows, width,
+                     -(-rows // parts)),
+                    dict(ROWS=16, COLS=cols, CENTER=center, WEIGHT=weight is not None, BIAS=has_bias, num_warps=4),
+                )  # fmt: skip
+    dweight = partial_w.sum(0).to(weight.dtype) if weight is not None else partial_w
+    dbias = partial_b.sum(0).to(bias_dtype) if bias_dtype is not None else partial_b
+    return dx, dresidual, dweight, dbias
+
+
+@norm_backward_op.register_fake
+def _(dy, dsum, h, weight, means, rstds, x_dtype, residual_dtype, bias_dtype, center, dropout_p, seed, whole):
+    rows, width = h.shape
+    wide = torch.float32
+    return (
+        h.new_empty(rows, width, dtype=x_dtype),
+        h.new_empty((rows, width) if residual_dtype is not None else (0,), dtype=residual_dtype or wide),
+        h.new_empty((width,) if weight is not None else (0,), dtype=weight.dtype if weight is not None else wide),
+        h.new_empty((width,) if bias_dtype is not None else (0,), dtype=bias_dtype or wide),
+    )
+
+
+def _norm_save(ctx, inputs, output):
+    x, residual, weight, bias, _, center, dropout_p, seed, keep_sum, whole = inputs
+    _, summed, means, rstds = output
+    ctx.save_for_backward(summed if keep_sum else x, weight, means, rstds)
+    ctx.dtypes = (x.dtype, None if residual is None else residual.dtype, None if bias is None else bias.dtype)
+    ctx.scalars = (center, dropout_p, seed, whole)
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(means, rstds)
+
+
+def _norm_gradients(ctx, dy, dsum, *_):
+    h, weight, means, rstds = ctx.saved_tensors
+    dy = h.new_zeros(h.shape, dtype=ctx.dtypes[0]) if dy is None else dy
+    dsum = None if dsum is None or not dsum.numel() else dsum
+    dx, dresidual, dweight, dbias = norm_backward_op(dy, dsum, h, weight, means, rstds, *ctx.dtypes, *ctx.scalars)
+    needs = ctx.needs_input_grad
+    return (dx, dresidual if needs[1] else None, dweight if needs[2] else None, dbias if needs[3] else None,
+            *(None for _ in range(6)))  # fmt: skip
+
+
+norm_op.register_autograd(_norm_gradients, setup_context=_norm_save)
+
+
+@torch.library.custom_op("gpu_accel::tk_softmax", mutates_args=())
+def softmax_op(x: Tensor, whole: int) -> Tensor:
+    rows, width = x.shape
+    y = x.new_empty(rows, width)
+    x = _rows(x)
+    with _device(x):
+        if x.numel():
+            launch(kernels._softmax_kernel, rows, (x, y, x.stride(0), width), _cut(width, whole))
+    return y
+
+
+@softmax_op.register_fake
+def _(x, whole):
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("gpu_accel::tk_softmax_backward", mutates_args=())
+def softmax_backward_op(dy: Tensor, y: Tensor, whole: int) -> Tensor:
+    rows, width = y.shape
+    dx = y.new_empty(rows, width)
+    dy, y = _rows(dy), _rows(y)
+    with _device(y):
+        if y.numel():
+            launch(kernels._softmax_backward_kernel, rows, (y, dy, dx, y.stride(0), dy.stride(0), width),
+                   _cut(width, whole))  # fmt: skip
+    return dx
+
+
+@softmax_backward_op.register_fake
+def _(dy, y, whole):
+    return y.new_empty(y.shape)
+
+
+def _softmax_save(ctx, inputs, output):
+    ctx.save_for_backward(output)
+    ctx.whole = inputs[1]
+
+
+def _softmax_gradients(ctx, dy):
+    (y,) = ctx.saved_tensors
+    return softmax_backward_op(dy, y, ctx.whole), None
+
+
+softmax_op.register_autograd(_softmax_gradients, setup_context=_softmax_save)
+
+
+# ---- public
+
+
+def _need(condition: bool, message: str) -> None:
+    if not condition:
+        raise InvalidInputError(message)
+
+
+def softmax(x: Tensor, *, backend: str = "auto") -> Tensor:
+    """softmax over the last dimension of x (..., width) float32, bfloat16 or float16."""
+    _need(x.dim() >= 1 and x.is_floating_point(), f"x must be (..., width) of a floating dtype, got {x.dtype}")
+    if choose(x, backend) == "reference":
+        wide = x if x.dtype == torch.float64 else x.float()
+        return reference.softmax(wide).to(x.dtype)
+    return softmax_op(x.reshape(-1, x.shape[-1]) if x.numel() else x.reshape(0, x.shape[-1]), WHOLE).view(x.shape)
+
+
+def _norm(x, weight, bias, residual, eps, dropout_p, seed, prenorm, backend, center):
+    _need(x.dim() >= 1 and x.is_floating_point(), f"x must be (..., width) of a floating dtype, got {x.dtype}")
+    width = x.shape[-1]
+    for name, w in (("weight", weight), ("bias", bias)):
+        _need(w is None or w.shape == (width,), f"{name} must be (width,) ({width},)")
+    _need(residual is None or residual.shape == x.shape, "residual must have the shape of x")
+    _need(0 <= dropout_p < 1, f"dropout_p must be at least 0 and below 1, got {dropout_p}")
+    _need(dropout_p == 0 or seed is not None, "dropout needs a seed, so that the backward can draw it again")
+    _need(seed is None or 0 <= seed < 2**63, f"seed must be from 0 to 2**63 - 1, got {seed}")
+    seed = 0 if seed is None else seed
+    name = choose(x, backend)
+    rows = x.numel() // width if width else 0
+    _need(rows < 2**31 and width < 2**31, f"at most 2**31 - 1 rows and columns, got {rows} and {width}")
+    if name == "reference":
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        h = x.to(wide)
+        if dropout_p > 0:
+            keep = reference.dropout_keep(seed, rows, width, dropout_p, x.device).view(x.shape)
+            h = torch.where(keep, h / (1 - dropout_p), 0.0)
+        h = h if residual is None else h + residual.to(wide)
+        h = h.to(_sum_dtype(x, residual))
+        scale = [None if w is None else w.to(wide) for w in (weight, bias)]
+        out = reference.layer_norm(h.to(wide), *scale, eps) if center else reference.rms_norm(h.to(wide), scale[0], eps)
+        return (out.to(x.dtype), h) if prenorm else out.to(x.dtype)
+    flat = [None if t is None else t.reshape(rows, width) for t in (x, residual)]
+    keep_sum = residual is not None or dropout_p > 0
+    y, h, _, _ = norm_op(*flat, weight, bias, eps, center, dropout_p, seed, keep_sum, WHOLE)
+    y = y.view(x.shape)
+    return (y, h.view(x.shape) if keep_sum else x) if prenorm else y
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor | None = None, *, residual: Tensor | None = None, eps: float = 1e-6,
+    dropout_p: float = 0.0, seed: int | None = None, prenorm: bool = False, backend: str = "auto",
+):  # fmt: skip
+    """h = dropout(x) + residual, y = h / sqrt(mean(h^2) + eps) * weight.
+
+    Args:
+        x: (..., width) float32, bfloat16 or float16. weight: (width,). residual: the shape of x, of any float dtype;
+            h has the wider of both dtypes, and is what is normalised, after rounding.
+        dropout_p, seed: dropout of x by Philox with counter (column, row); the same seed drops the same elements.
+        prenorm: return (y, h).
+
+    Raises:
+        InvalidInputError: shapes or dtypes do not fit. UnsupportedError: the backend cannot run here.
+    """
+    return _norm(x, weight, None, residual, eps, dropout_p, seed, prenorm, backend, center=False)
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, residual: Tensor | None = None,
+    eps: float = 1e-5, dropout_p: float = 0.0, seed: int | None = None, prenorm: bool = False, backend: str = "auto",
+):  # fmt: skip
+    """h = dropout(x) + residual, y = (h - mean) / sqrt(var + eps) * weight + bias; arguments as in `rms_norm`."""
+    return _norm(x, weight, bias, residual, eps, dropout_p, seed, prenorm, backend, center=True)

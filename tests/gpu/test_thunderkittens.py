@@ -1,0 +1,170 @@
+"""Linear attention, Mamba-2 and fused rows on a GPU: what decides whether "auto" may take the kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gpu_accel.testing import assert_close_to_truth, generator
+from gpu_accel.thunderkittens import elements, linear_attention, reference, rows
+from gpu_accel.thunderkittens.mamba2 import mamba_chunk_scan_combined
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def randn(*shape: int, seed: int, dtype: torch.dtype = FP32) -> torch.Tensor:
+    return torch.randn(*shape, generator=generator(seed, "cuda"), device="cuda").to(dtype)
+
+
+def run(function, tensors, grads, dtype=None):
+    leaves = [(x.detach().clone() if dtype is None else x.detach().to(dtype)).requires_grad_() for x in tensors]
+    out = function(*leaves)
+    out = list(out) if isinstance(out, tuple) else [out]
+    total = sum((o.double() * d.double()).sum() for o, d in zip(out, grads, strict=True))
+    return [o.detach() for o in out] + list(torch.autograd.grad(total, leaves))
+
+
+def judge(names, function, tensors, grads):
+    mine, truth = run(function("portable"), tensors, grads), run(function("reference"), tensors, grads, torch.float64)
+    ruler = run(function("reference"), tensors, grads)
+    for name, *three in zip(names, mine, truth, ruler, strict=True):
+        assert_close_to_truth(name, *three)
+
+
+SHAPES = [
+    pytest.param((2, 1023, 4, 4, 128, 128), 0, id="B2-T1023-H4-K128-V128"),
+    pytest.param((1, 4096, 2, 1, 64, 96), 0, id="B1-T4096-H2q1-K64-V96-segments"),
+    pytest.param((3, 65, 2, 2, 24, 40), 3, id="B3-T65-H2-K24-V40"),
+    pytest.param((1, 1, 1, 1, 256, 256), 0, id="T1-K256-V256"),
+]
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize(("shape", "segments"), SHAPES)
+def test_linear_attention(shape, segments, dtype):
+    batch, seqlen, heads, heads_q, key_dim, value_dim = shape
+    tensors = [
+        randn(batch, seqlen, heads_q, key_dim, seed=1, dtype=dtype),
+        randn(batch, seqlen, heads_q, key_dim, seed=2, dtype=dtype),
+        randn(batch, seqlen, heads, value_dim, seed=3, dtype=dtype),
+        -randn(batch, seqlen, heads, seed=4).square() * 0.1,
+        randn(batch, seqlen, heads, seed=5).abs(),
+        randn(batch, heads, key_dim, value_dim, seed=6),
+    ]
+    grads = [randn(batch, seqlen, heads, value_dim, seed=7), randn(batch, heads, key_dim, value_dim, seed=8)]
+
+    def function(backend):
+        return lambda q, k, v, g, w, h: linear_attention.linear_attention(
+            q, k, v, g=g, w=w, initial_state=h, segments=segments if backend == "portable" else 0, backend=backend
+        )
+
+    judge(["o", "state", "dq", "dk", "dv", "dg", "dw", "dinitial"], function, tensors, grads)
+
+
+def test_packed_sequences():
+    lengths = [1, 0, 300, 64, 129]
+    cu = torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32)
+    total = sum(lengths)
+    tensors = [randn(1, total, 2, d, seed=s, dtype=BF16) for s, d in ((1, 64), (2, 64), (3, 128))]
+    tensors.append(-randn(1, total, 2, seed=4).square())
+    grads = [randn(1, total, 2, 128, seed=5), randn(len(lengths), 2, 64, 128, seed=6)]
+
+    def function(backend):
+        return lambda q, k, v, g: linear_attention.linear_attention(q, k, v, g=g, cu_seqlens=cu, backend=backend)
+
+    judge(["o", "states", "dq", "dk", "dv", "dg"], function, tensors, grads)
+
+
+def test_offsets_beyond_two_to_the_31():
+    """A view whose last token lies more than 2^31 elements from its first."""
+    step = 2**31 // 63 + 64
+    buffer = torch.empty(63 * step + 64, dtype=BF16, device="cuda")
+    x = buffer.as_strided((1, 64, 1, 64), (0, step, 64, 1))
+    x.copy_(randn(1, 64, 1, 64, seed=1))
+    near = x.contiguous()
+    far_o, far_state = linear_attention.linear_attention(x, x, x, backend="portable")
+    o, state = linear_attention.linear_attention(near, near, near, backend="portable")
+    assert torch.equal(far_o, o) and torch.equal(far_state, state)
+
+
+def test_mamba():
+    x, z = randn(2, 500, 8, 64, seed=1, dtype=BF16), randn(2, 500, 8, 64, seed=2, dtype=BF16)
+    B, C = (randn(2, 500, 2, 128, seed=s, dtype=BF16) for s in (3, 4))
+    tensors = [x, randn(2, 500, 8, seed=5), -randn(8, seed=6).exp(), B, C, randn(8, seed=7), z, randn(8, seed=8)]
+
+    def function(backend):
+        return lambda x, dt, A, B, C, D, z, bias: mamba_chunk_scan_combined(
+            x, dt, A, B, C, 256, D, z, bias, dt_softplus=True, backend=backend
+        )
+
+    judge(["y", "dx", "ddt", "dA", "dB", "dC", "dD", "dz", "dbias"], function, tensors, [randn(2, 500, 8, 64, seed=9)])
+
+
+@pytest.mark.parametrize("width", [1, 1000, 4096, 50_001])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("center", [False, True], ids=["rms", "layer"])
+def test_norms(center, dtype, width):
+    tensors = [1 + randn(67, width, seed=1, dtype=dtype), randn(width, seed=2, dtype=dtype), randn(67, width, seed=3)]
+
+    def function(backend):
+        return lambda x, w, r: rows._norm(x, w, None, r, 1e-5, 0.25, 2**40 + 7, True, backend, center)
+
+    grads = [randn(67, width, seed=s) for s in (4, 5)]
+    judge(["y", "h", "dx", "dw", "dr"], function, tensors, grads)
+
+
+@pytest.mark.parametrize("width", [1, 4097, 100_000])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
+def test_softmax(dtype, width):
+    x = randn(33, width, seed=1, dtype=dtype) * 4
+    judge(["y", "dx"], lambda backend: lambda t: rows.softmax(t, backend=backend), [x], [randn(33, width, seed=2)])
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh"])
+def test_gated_activations(kind):
+    pair = list(randn(33, 2 * 3001, seed=1, dtype=BF16).chunk(2, -1))
+    judge(["y", "da", "db"], lambda b: lambda x, y: elements._gated(x, y, kind, b), pair, [randn(33, 3001, seed=2)])
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "pairs"])
+def test_rotary(interleaved):
+    angles = randn(700, 32, seed=1)
+    x = randn(2, 515, 5, 128, seed=2, dtype=BF16)
+    judge(
+        ["y", "dx"],
+        lambda b: lambda t: elements.rotary(t, angles.cos(), angles.sin(), interleaved=interleaved, start=9, backend=b),
+        [x],
+        [randn(2, 515, 5, 128, seed=3)],
+    )
+
+
+def test_the_same_bits_again():
+    q, k, v = (randn(2, 777, 4, 64, seed=s, dtype=BF16) for s in (1, 2, 3))
+    g = -randn(2, 777, 4, seed=4).square()
+    grads = [randn(2, 777, 4, 64, seed=5), randn(2, 4, 64, 64, seed=6)]
+
+    def call(q, k, v, g):
+        return linear_attention.linear_attention(q, k, v, g=g, backend="portable")
+
+    for one, other in zip(run(call, [q, k, v, g], grads), run(call, [q, k, v, g], grads), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_compiled_by_torch():
+    q, k, v = (randn(1, 300, 2, 64, seed=s, dtype=BF16) for s in (1, 2, 3))
+    g = -randn(1, 300, 2, seed=4).square()
+
+    def call(q, k, v, g):
+        return linear_attention.linear_attention(q, k, v, g=g, backend="portable")[0]
+
+    compiled = torch.compile(call, fullgraph=True)
+    assert torch.equal(compiled(q, k, v, g), call(q, k, v, g))
+    x = randn(9, 1000, seed=1, dtype=BF16)
+    norm = torch.compile(lambda t: rows.rms_norm(t, backend="portable"), fullgraph=True)
+    assert torch.equal(norm(x), rows.rms_norm(x, backend="portable"))
+
+
+def test_dropout_bits():
+    x = torch.ones(700, 5000, device="cuda")
+    _, h = rows.rms_norm(x, dropout_p=0.3, seed=2**50 + 3, prenorm=True, backend="portable")
+    assert torch.equal(h != 0, reference.dropout_keep(2**50 + 3, 700, 5000, 0.3, "cuda"))

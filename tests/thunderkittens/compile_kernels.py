@@ -1,0 +1,75 @@
+"""Compiles kernels of the package for an H100 that is not there and prints what came out, one JSON object.
+
+python compile_kernels.py chunked bf16-128-128,fp16-64-128-packed     forward and backward, gates, weights, K-V
+python compile_kernels.py rows bf16-4096,fp32-65536                   norms, softmax, rotary, gated activations
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+
+from gpu_accel.flash_attention3.launch import instead_of_launching
+from gpu_accel.testing.compile_only import compile_only
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+rows: list[dict] = []
+label = ""
+
+
+def hook(kernel, arguments, options) -> None:
+    c = compile_only(kernel, arguments, options, name=kernel.fn.__name__, capability=90)
+    rows.append(
+        dict(
+            name=label, kernel=c.name, registers=c.registers, spills=c.spills, shared=c.shared, warps=c.num_warps,
+            hgmma=c.sass.count("HGMMA"), mma=c.instructions["HMMA"], wide=c.sass.count(".128"),
+            serialised=any("serializ" in w.lower() for w in c.warnings),
+        )
+    )  # fmt: skip
+
+
+def chunked(dtype: torch.dtype, key_dim: int, value_dim: int, packed: bool) -> None:
+    from gpu_accel.thunderkittens import chunked as ops
+
+    q = torch.empty(1, 4096, 16, key_dim, dtype=dtype)
+    v = torch.empty(1, 4096, 16, value_dim, dtype=dtype)
+    g = torch.empty(1, 4096, 16)
+    cu = torch.tensor([0, 1000, 4096], dtype=torch.int32) if packed else None
+    state = torch.empty(2 if packed else 1, 16, key_dim, value_dim)
+    tail = (cu, 0.1, 64, 2)
+    ops.chunked._init_fn(q, q, v, g, g, state, *tail)
+    ops.chunked_backward._init_fn(v, state, q, q, v, g, g, state, *tail, True)
+
+
+def rows_of(dtype: torch.dtype, width: int) -> None:
+    """Norms with all that they can do, and with nothing; softmax, rotary, gated activations."""
+    from gpu_accel.thunderkittens import elements as e
+    from gpu_accel.thunderkittens import rows as r
+
+    x, w = torch.empty(64, width, dtype=dtype), torch.empty(width, dtype=dtype)
+    stats = torch.empty(64)
+    r.norm_op._init_fn(x, x, w, w, 1e-5, True, 0.1, 1, True, r.WHOLE)
+    r.norm_op._init_fn(x, None, w, None, 1e-5, False, 0.0, 0, False, r.WHOLE)
+    r.norm_backward_op._init_fn(x, x, x, w, stats, stats, dtype, dtype, dtype, True, 0.1, 2**40, r.WHOLE)
+    r.norm_backward_op._init_fn(x, None, x, w, stats[:0], stats, dtype, None, None, False, 0.0, 0, r.WHOLE)
+    r.softmax_op._init_fn(x, r.WHOLE)
+    r.softmax_backward_op._init_fn(x, x, r.WHOLE)
+    for kind in ("silu", "gelu", "gelu_tanh"):
+        e.gated_op._init_fn(x, x, kind)
+        e.gated_backward_op._init_fn(x, x, x, kind)
+    heads, table = torch.empty(2, 1, 8, 128, dtype=dtype), torch.empty(4096, 64)
+    for backward in (False, True):
+        e.rotary_op._init_fn(heads, table, table, None, 0, backward, backward)
+
+
+if __name__ == "__main__":
+    with instead_of_launching(hook):
+        for label in sys.argv[2].split(","):
+            kind, *sizes = label.split("-")
+            if sys.argv[1] == "rows":
+                rows_of(DTYPES[kind], int(sizes[0]))
+            else:
+                chunked(DTYPES[kind], int(sizes[0]), int(sizes[1]), "packed" in sizes)
+    print(json.dumps(rows))

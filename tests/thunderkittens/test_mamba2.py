@@ -1,0 +1,110 @@
+"""Mamba-2's scan against its loop over time in float64, with the gradients of every argument."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gpu_accel.errors import InvalidInputError
+from gpu_accel.thunderkittens.mamba2 import mamba_chunk_scan_combined, mamba_scan_recurrent
+from tests.thunderkittens.helpers import close, randn, run
+
+NAMES = ["x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_states"]
+
+
+def make(device, *, seqlen=21, heads=2, groups=1, headdim=16, dstate=20, dtype=torch.float32, wide_d=False):
+    x = randn(1, seqlen, heads, headdim, seed=1, dtype=dtype, device=device)
+    B, C = (randn(1, seqlen, groups, dstate, seed=s, dtype=dtype, device=device) for s in (2, 3))
+    return dict(
+        x=x, dt=randn(1, seqlen, heads, seed=4, device=device), A=-randn(heads, seed=5, device=device).exp(), B=B, C=C,
+        D=randn(*((heads, headdim) if wide_d else (heads,)), seed=6, device=device),
+        z=randn(*x.shape, seed=7, dtype=dtype, device=device), dt_bias=randn(heads, seed=8, device=device),
+        initial_states=randn(1, heads, headdim, dstate, seed=9, device=device),
+    )  # fmt: skip
+
+
+CASES = {
+    "everything": dict(),
+    "two-groups-D-by-dim": dict(groups=2, wide_d=True, seqlen=17),
+    "bf16": dict(dtype=torch.bfloat16, seqlen=18),
+    "one-step": dict(seqlen=1),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_scan(case, device):
+    given = make(device, **case)
+    given = {name: given[name] for name in NAMES}
+    x = given["x"]
+    grads = [randn(*x.shape, seed=10, device=device), randn(*given["initial_states"].shape, seed=11, device=device)]
+
+    def ours(backend):
+        def call(*tensors):
+            return mamba_chunk_scan_combined(
+                chunk_size=16, dt_softplus=True, return_final_states=True, backend=backend,
+                **dict(zip(NAMES, tensors, strict=True)),
+            )  # fmt: skip
+
+        return call
+
+    def loop(*tensors):
+        return mamba_scan_recurrent(dt_softplus=True, **dict(zip(NAMES, tensors, strict=True)))
+
+    tensors = list(given.values())
+    mine = run(ours("portable"), tensors, grads)
+    truth, ruler = run(loop, tensors, grads, torch.float64), run(ours("reference"), tensors, grads)
+    for name, *three in zip(["y", "states", *(f"d{n}" for n in NAMES)], mine, truth, ruler, strict=True):
+        close(name, *three, narrow=x.dtype == torch.bfloat16)
+
+
+def test_seq_idx_starts_anew(device):
+    given = make(device)
+    seq_idx = torch.tensor([[0] * 5 + [1] * 9 + [4] * 7], device=device)
+    y, states = mamba_chunk_scan_combined(
+        chunk_size=16, seq_idx=seq_idx, dt_softplus=True, return_final_states=True, backend="portable", **given
+    )
+    wide = {name: t.double() for name, t in given.items()}
+    truth, last = mamba_scan_recurrent(seq_idx=seq_idx, dt_softplus=True, **wide)
+    ruler, last_ruler = mamba_chunk_scan_combined(
+        chunk_size=16, seq_idx=seq_idx, dt_softplus=True, return_final_states=True, backend="reference", **given
+    )
+    close("y", y, truth, ruler)
+    close("states", states, last, last_ruler)
+
+
+def test_packed_sequences_have_a_state_each(device):
+    given = make(device)
+    given["initial_states"] = None
+    cu = torch.tensor([0, 5, 5, 21], device=device)
+    y, states = mamba_chunk_scan_combined(chunk_size=64, cu_seqlens=cu, return_final_states=True, backend="portable",
+                                          dt_softplus=True, **given)  # fmt: skip
+    assert states.shape[0] == 3 and not states[1].any()
+    cut = {n: t[:, 5:] if n in ("x", "dt", "B", "C", "z") else t for n, t in given.items()}
+    alone, last = mamba_chunk_scan_combined(
+        chunk_size=64, return_final_states=True, backend="portable", dt_softplus=True, **cut
+    )
+    torch.testing.assert_close(y[:, 5:], alone, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(states[2:], last, rtol=1e-4, atol=1e-4)
+
+
+def test_the_chunk_does_not_matter_and_dt_can_be_limited(device):
+    given = make(device)
+    same = [
+        mamba_chunk_scan_combined(chunk_size=c, dt_limit=(0.1, 0.5), dt_softplus=True, backend="reference", **given)
+        for c in (16, 256)
+    ]
+    torch.testing.assert_close(*same, rtol=1e-4, atol=1e-4)
+    other = mamba_chunk_scan_combined(chunk_size=16, dt_softplus=True, backend="reference", **given)
+    assert not torch.allclose(other, same[0])
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [(dict(chunk_size=50), "power of two"), (dict(D=torch.ones(3)), "D must be"),
+     (dict(dt=torch.ones(1, 21)), "dt must"),
+     (dict(seq_idx=torch.zeros(1, 21), cu_seqlens=torch.tensor([0, 21])), "not beside")],
+    ids=["chunk-50", "D", "dt", "both-kinds-of-packing"],
+)  # fmt: skip
+def test_wrong_arguments_are_refused(changed, message):
+    with pytest.raises(InvalidInputError, match=message):
+        mamba_chunk_scan_combined(**(make("cpu") | dict(chunk_size=64) | changed))
