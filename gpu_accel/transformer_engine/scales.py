@@ -17,6 +17,10 @@ So no infinity ever turns into a plausible number, and no finite block ever beco
 codes may mean 2**128, which float32 writes as Inf). What is finite but beyond the
 largest number of the format (a scale from an older maximum) saturates.
 
+NVFP4 saturates too: the scale of a block is itself rounded to nearest, so the largest values of a block may lie beyond
+6 times it, by a sixteenth where the scale is a normal number. Stochastic rounding is unbiased for
+all values but these.
+
 Delayed scaling takes its scale from a history of maxima (`update_history`). A maximum that is zero, infinite or NaN
 tells nothing about the next tensor: it is not entered, the scale stays, and infinite or NaN ones are counted.
 """

@@ -313,3 +313,17 @@ def test_the_attention_rooms_quantiser_has_the_same_bits():
     values, scale = (theirs.values, theirs.scales) if hasattr(theirs, "values") else theirs[:2]
     assert torch.equal(values.view(torch.uint8)[0, 0], ours.codes.view(torch.uint8))
     assert scale.flatten().tolist() == ours.scales.flatten().tolist()
+
+
+def test_nvfp4_rounds_without_bias_what_its_scales_do_not_clip():
+    """Scales of blocks are rounded to nearest, so some of the largest values lie beyond 6 times theirs, by 1/16."""
+    x = torch.rand(512, 512, generator=generator(0)) - 0.5
+    copies = [
+        quantize(x, scheme("nvfp4").with_(rounding="stochastic"), seed=seed, backend="reference") for seed in range(8)
+    ]
+    sizes = copies[0].scales.float().repeat_interleave(16, 1).double() * copies[0].tensor_scale.double()
+    beyond = x.double().abs() / (6 * sizes)
+    error = (sum(q.dequantize().double() for q in copies) / 8 - x.double()) * x.sign()
+    kept = error[beyond <= 1]
+    assert abs(kept.mean()) <= 5 * kept.std() / len(kept) ** 0.5
+    assert 1.01 < beyond.max() <= 1 + 1 / 16 and (error[beyond > 1.01] < 0).all()
