@@ -42,13 +42,32 @@ def _check_lists(name: str, counts: Tensor, indices: Tensor | None, batch: int, 
         )
 
 
+def _check_values(name: str, counts: Tensor, indices: Tensor, full_counts, full_indices, columns: int) -> None:
+    """Every listed block exists and is listed once: others would be read anyway, or counted twice."""
+    for row in range(counts.numel()):
+        listed: list[int] = []
+        for count, blocks in ((counts, indices), (full_counts, full_indices)):
+            if not count.numel():
+                continue
+            width, n = blocks.shape[-1], int(count.flatten()[row])
+            if not 0 <= n <= width:
+                raise InvalidInputError(f"block_mask lists {n} blocks in row {row} of {name}, with room for {width}")
+            listed += blocks.reshape(-1, width)[row, :n].tolist()
+        if any(not 0 <= block < columns for block in listed) or len(set(listed)) < len(listed):
+            raise InvalidInputError(
+                f"block_mask lists blocks {str(listed):.80} in row {row} of {name}: each must be from 0 to "
+                f"{columns - 1} and listed once, partial or whole"
+            )
+
+
 def block_mask_lists(
     block_mask: Any, *, batch: int, heads: int, seqlen_q: int, seqlen_k: int, device: torch.device, has_mask_mod: bool
 ) -> tuple[tuple[Tensor, ...], tuple[int, int]]:
     """The eight lists of a block mask, contiguous, empty where the mask has none, and (query rows, keys) of a block.
 
     Raises:
-        InvalidInputError: not a BlockMask, made for other lengths, or with a mask_mod that the call does not have.
+        InvalidInputError: not a BlockMask, made for other lengths, or with a mask_mod that the call does not have; on a
+            CPU also blocks that do not exist or are listed twice.
     """
     if not hasattr(block_mask, "kv_num_blocks") or not hasattr(block_mask, "BLOCK_SIZE"):
         raise InvalidInputError(
@@ -88,6 +107,10 @@ def block_mask_lists(
                 f"{_sizes(counts)}"
             )
         lists += [counts.contiguous(), indices.contiguous()]
+    if device.type == "cpu" and not torch.compiler.is_compiling():  # as with cu_seqlens: never wait for a GPU
+        _check_values("kv_indices", *lists[:4], columns)
+        if lists[4].numel():
+            _check_values("q_indices", *lists[4:], rows)
     return tuple(lists), (q_block, kv_block)
 
 

@@ -144,3 +144,24 @@ def _gradients(ctx, do, dlse, _):
 
 
 flash_attention_featured_forward.register_autograd(_gradients, setup_context=_save)
+
+
+def _one_by_one(op):
+    """The rule of vmap for an op with lists of tensors, which torch has none for: one call after the other."""
+
+    def pick(x, dim, i: int):
+        if isinstance(x, (list, tuple)):
+            return [pick(one, d, i) for one, d in zip(x, dim, strict=True)] if dim is not None else x
+        return x if dim is None else x.select(dim, i)
+
+    def rule(info, in_dims, *arguments):
+        found = [
+            op(*(pick(x, dim, i) for x, dim in zip(arguments, in_dims, strict=True))) for i in range(info.batch_size)
+        ]
+        return tuple(torch.stack(parts) for parts in zip(*found, strict=True)), (0,) * len(found[0])
+
+    op.register_vmap(rule)
+
+
+_one_by_one(flash_attention_featured_forward)
+_one_by_one(flash_attention_featured_backward)

@@ -5,6 +5,7 @@ Backends look at the names only (`Problem.features`); kernels get the `Features`
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -112,6 +113,21 @@ def _check_aux(aux_tensors: Sequence[Tensor], has_modifier: bool, q: Tensor) -> 
     return tuple(aux_tensors)
 
 
+def _check_arity(name: str, function: Any, indices: str, aux_tensors: Sequence[Tensor]) -> None:
+    """A modifier takes what it will be handed: found here, not in the middle of a compilation."""
+    if function is None or torch.compiler.is_compiling():
+        return
+    inner = getattr(function, "function", function).fn
+    count = len(indices.split(", ")) + len(aux_tensors)
+    try:
+        inspect.signature(inner).bind(*(None,) * count)
+    except TypeError as error:
+        raise InvalidInputError(
+            f"{name} is called with ({indices}) and {len(aux_tensors)} aux_tensors, but {inner.__name__} takes "
+            f"{inspect.signature(inner)}: {error}"
+        ) from None
+
+
 def check_features(
     q: Tensor,
     k: Tensor,
@@ -183,4 +199,8 @@ def check_features(
         return_max_logits=check_flag("return_max_logits", return_max_logits),
         batch_invariant=check_flag("batch_invariant", batch_invariant),
     )
+    where = "b, h, q_idx, kv_idx"
+    _check_arity("score_mod", score_mod, f"score, {where}", features.aux_tensors)
+    _check_arity("score_mod_grad", score_mod_grad, f"grad, score, {where}", features.aux_tensors)
+    _check_arity("mask_mod", mask_mod, where, features.aux_tensors)
     return features if features.names() else None

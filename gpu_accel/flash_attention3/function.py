@@ -16,6 +16,7 @@ import functools
 import torch
 from torch import Tensor
 
+from gpu_accel.errors import UnsupportedError
 from gpu_accel.flash_attention3.backends import BACKENDS, choose, features_of, module
 from gpu_accel.flash_attention3.launch import capability
 from gpu_accel.flash_attention3.problem import Problem
@@ -97,6 +98,12 @@ def nobody_watches(*tensors: Tensor) -> bool:
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
     )
+
+
+def refuse_transforms(name: str) -> None:
+    """For what has no rule for vmap, grad and their kind."""
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+        raise UnsupportedError(f"{name} has no rule for the transforms of torch.func: put the batch into its tensors")
 
 
 def _described(q, k, v, options: dict, deterministic: bool = False) -> Problem:

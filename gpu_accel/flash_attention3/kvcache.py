@@ -20,7 +20,7 @@ from torch import Tensor
 from gpu_accel.errors import HardwareError, InvalidInputError, UnsupportedError
 from gpu_accel.flash_attention3 import portable_decode, reference_kvcache
 from gpu_accel.flash_attention3.backends import check_name
-from gpu_accel.flash_attention3.function import _on_device_of, nobody_watches, unit_last_stride
+from gpu_accel.flash_attention3.function import _on_device_of, nobody_watches, refuse_transforms, unit_last_stride
 from gpu_accel.flash_attention3.kvcache_problem import (
     EIGHT_BITS,
     HEAD_SCALES,
@@ -120,6 +120,7 @@ def flash_attn_with_kvcache(
         gradient is asked for. HardwareError: the machine lacks what the backend asked for needs.
     """
     check_name(backend)
+    refuse_transforms("flash_attn_with_kvcache")
     if block_table is not None:
         if page_table is not None:
             raise InvalidInputError("page_table and block_table are two names of one argument: give one of them")

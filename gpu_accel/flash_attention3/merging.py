@@ -17,7 +17,7 @@ from gpu_accel.compat import INTERPRET
 from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.flash_attention3.backends import check_name
 from gpu_accel.flash_attention3.device import LN2, LOG2E
-from gpu_accel.flash_attention3.function import _on_device_of
+from gpu_accel.flash_attention3.function import _on_device_of, refuse_transforms
 from gpu_accel.flash_attention3.launch import launch, next_power_of_2
 from gpu_accel.flash_attention3.problem import FLOAT_DTYPES, check_strided, check_written
 
@@ -139,6 +139,7 @@ def combine(
         InvalidInputError: wrong shape, dtype or device. UnsupportedError: no such kernel, or a gradient is asked for.
     """
     check_name(backend)
+    refuse_transforms("combine")
     dtype = _check(out_partial, lse_partial, out, out_dtype)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (out_partial, lse_partial, out)):
         raise UnsupportedError("combine has no backward: call it under torch.no_grad(), or detach the partials")

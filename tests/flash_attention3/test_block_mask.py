@@ -181,6 +181,7 @@ def edited(**changes):
     return mask
 
 
+BOTH = torch.full((1, 1, 2), 2, dtype=torch.int32)
 WRONG = {
     "not-a-mask": (lambda: torch.ones(32, 32), {}, InvalidInputError, "must be a torch.nn.attention.*got Tensor"),
     "mask-mod-missing": (causal_mask, {"mask_mod": None}, InvalidInputError, "pass the same function as a Triton"),
@@ -188,6 +189,10 @@ WRONG = {
     "more-heads": (lambda: create_block_mask(causal_twin, 1, 3, 32, 32, device="cpu", BLOCK_SIZE=16), {},
                    InvalidInputError, "heads 2 or 1"),
     "int64": (lambda: edited(kv_indices=causal_mask().kv_indices.long()), {}, InvalidInputError, "int32"),
+    "block-beyond": (lambda: edited(kv_indices=causal_mask().kv_indices + 1), {}, InvalidInputError, "from 0 to 1"),
+    "block-twice": (lambda: edited(kv_indices=causal_mask().kv_indices * 0 + 1, kv_num_blocks=BOTH), {},
+                    InvalidInputError, "listed once"),
+    "count-beyond": (lambda: edited(kv_num_blocks=BOTH * 9), {}, InvalidInputError, "room for 2"),
     "small-blocks": (lambda: create_block_mask(causal_twin, None, None, 32, 32, device="cpu", BLOCK_SIZE=8), {},
                      UnsupportedError, "multiples of 16"),
     "causal-too": (causal_mask, {"causal": True}, UnsupportedError, "make both part of the"),
