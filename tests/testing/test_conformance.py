@@ -124,6 +124,14 @@ def test_what_a_library_does_to_its_process_is_a_verdict(broken, function, verdi
     assert {one.verdict for one in found} == {verdict} and word in found[0].detail
 
 
+def test_a_child_ends_with_its_parent(broken):
+    """However that ended: the pipe to the child is closed, which nobody has to do."""
+    command = [sys.executable, "-m", "gpu_accel.testing.conformance.processes", "broken_attention:stalls", "cpu"]
+    child = subprocess.Popen([*command, "no-keys"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    child.stdin.close()
+    assert child.wait(timeout=120) == 1
+
+
 def test_a_refusal_is_no_failure():
     def refuses(*_, **__):
         raise RuntimeError("head_dim 64 is not supported")

@@ -66,7 +66,7 @@ def _one_child(library: str, device: str, names: Sequence[str], timeout: float) 
     if device == "cpu":
         environment["TRITON_INTERPRET"] = "1"
     child = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, stdin=subprocess.DEVNULL
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, stdin=subprocess.PIPE
     )
     lines: queue.Queue[str | None] = queue.Queue()
     said: list[str] = []
@@ -116,7 +116,21 @@ def _read(stream, put) -> None:
     put(None)
 
 
+def _end_with_parent() -> None:
+    """Nothing is ever written to our input: it ends when the parent does, however that ended."""
+    watched = os.dup(0)
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+
+    def watch() -> None:
+        os.read(watched, 1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def _child(library: str, device: str, names: Sequence[str]) -> None:
+    _end_with_parent()
     attend = resolve(library).attend
     for name in names:
         _say(case=name)
