@@ -12,16 +12,24 @@ from typing import Any
 from torch import Tensor
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError
-from gpu_accel.ring_attention.attention import Window, distributed_attention
+from gpu_accel.flash_attention3.problem import check_flag, check_tensors
+from gpu_accel.ring_attention.attention import Window, distributed_attention, told
 from gpu_accel.ring_attention.layouts import make_layout
 from gpu_accel.ring_attention.transport import TorchTransport, Transport
+
+
+def _transport(group: Any) -> Transport:
+    return group if isinstance(group, Transport) else TorchTransport(group)
 
 
 def _run(
     layout: str, q: Tensor, k: Tensor, v: Tensor, dropout_p: float, softmax_scale: float | None, causal: bool,
     window_size: Window, alibi_slopes: Any, deterministic: bool, return_attn_probs: bool, group: Any,
 ) -> Tensor | tuple[Tensor, Tensor, None]:  # fmt: skip
-    transport: Transport = group if isinstance(group, Transport) else TorchTransport(group)
+    transport = _transport(group)
+    with told(transport):
+        check_tensors(q, k, v, varlen=False)
+        check_flag("return_attn_probs", return_attn_probs)
     if dropout_p or alibi_slopes is not None:
         what = "dropout_p" if dropout_p else "alibi_slopes"
         transport.agree("", UnsupportedError(f"{what} is not supported: pass {'0.0' if dropout_p else 'None'}"))
@@ -76,9 +84,21 @@ def stripe_flash_attn_func(
 
 def zigzag_ring_flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *arguments: Any, **options: Any):
     """kv (batch, local_length, 2, heads_kv, head_dim)."""
-    return zigzag_ring_flash_attn_func(q, kv[:, :, 0], kv[:, :, 1], *arguments, **options)
+    k, v = _parts(kv, 2, arguments, options)
+    return zigzag_ring_flash_attn_func(q, k, v, *arguments, **options)
 
 
 def zigzag_ring_flash_attn_qkvpacked_func(qkv: Tensor, *arguments: Any, **options: Any):
     """qkv (batch, local_length, 3, heads, head_dim)."""
-    return zigzag_ring_flash_attn_func(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], *arguments, **options)
+    q, k, v = _parts(qkv, 3, arguments, options)
+    return zigzag_ring_flash_attn_func(q, k, v, *arguments, **options)
+
+
+def _parts(x: Tensor, count: int, arguments: tuple, options: dict[str, Any]) -> tuple[Tensor, ...]:
+    if isinstance(x, Tensor) and x.dim() == 5 and x.shape[2] == count:
+        return x.unbind(2)
+    got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+    error = InvalidInputError(f"expected a tensor (batch, local_length, {count}, heads, head_dim), got {got}")
+    group = options.get("group", arguments[7] if len(arguments) > 7 else None)
+    _transport(group).agree("", error)  # raises it, here and on the other ranks
+    raise error

@@ -74,8 +74,8 @@ def _refused(name: str, gpu: Profile, allowed: float) -> str:
     peak, scheme, _, needed = CANDIDATES[name]
     try:
         gpu.peak(peak)
-    except UnsupportedError as error:  # no units, or no figure for them: the profile knows which
-        return str(error)
+    except UnsupportedError as why:  # no units, or no figure for them: the profile knows which
+        return str(why)
     major, _, minor = gpu.capability.partition(".")
     if gpu.vendor == "NVIDIA" and (int(major), int(minor or 0)) < needed:
         return f"its block scales need compute capability {needed[0]}.{needed[1]}, this is {gpu.capability}"

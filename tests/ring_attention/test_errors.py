@@ -10,6 +10,11 @@ from gpu_accel.ring_attention import RingAttention, ring_attention_backward, rin
 from gpu_accel.ring_attention.api import accumulate_attention_outputs, global_accumulate, ring_communicate_kv
 from gpu_accel.ring_attention.attention import distributed_attention, gather_sequence
 from gpu_accel.ring_attention.faults import CommunicationError
+from gpu_accel.ring_attention.flash_attn_names import (
+    ring_flash_attn_func,
+    zigzag_ring_flash_attn_kvpacked_func,
+    zigzag_ring_flash_attn_qkvpacked_func,
+)
 from gpu_accel.ring_attention.layouts import make_layout
 from gpu_accel.ring_attention.simulate import simulate
 
@@ -66,6 +71,15 @@ ALONE = {
     "backward": lambda t, _: ring_attention_backward(_shards(t.rank)[0], *(_shards(t.rank)[1],) * 3, t),
     "communicate": lambda t, _: ring_communicate_kv(OUT, 7 if t.rank == 1 else 0, 0, transport=t),
     "accumulate": lambda t, _: global_accumulate(OUT.double() if t.rank == 1 else OUT, LSE, transport=t),
+    "packed-keys": lambda t, _: zigzag_ring_flash_attn_kvpacked_func(
+        torch.ones(1, ROWS, 2, 8), torch.ones(1, ROWS, 3 if t.rank == 1 else 2, 2, 8), group=t
+    ),
+    "packed": lambda t, _: zigzag_ring_flash_attn_qkvpacked_func(
+        torch.ones(1, ROWS, 4 if t.rank == 1 else 3, 2, 8), group=t
+    ),
+    "no-queries": lambda t, _: ring_flash_attn_func(
+        None if t.rank == 1 else torch.ones(1, ROWS, 2, 8), *(torch.ones(1, ROWS, 2, 8),) * 2, group=t
+    ),
     "gather": lambda t, layout: gather_sequence(torch.ones(1, ROWS + t.rank, 2), layout, t),
 }
 
