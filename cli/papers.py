@@ -23,14 +23,15 @@ def list_papers(json_: JsonOption = False, output_: OutputOption = None) -> None
         output.write(output_, rows, title="Papers")
     if json_:
         return output.print_json(rows)
-    made = table("paper", "alias", "title", "arXiv", "experiments", "claims", "against itself", "results on",
-                 right=("claims", "against itself"))  # fmt: skip
-    for row in rows:
+    made = table("paper", "title", "arXiv", "experiments", "claims", "against itself", "results on",
+                 right=("experiments", "claims", "against itself"))  # fmt: skip
+    for row, paper in zip(rows, papers(), strict=True):
         made.add_row(
-            f"[bold]{row['id']}[/]", ", ".join(row["aliases"]), row["title"], row["arxiv"],
-            " ".join(row["experiments"]), str(row["claims"]), str(row["against_itself"] or ""),
-            ", ".join(row["results"]) or "[dim]none yet[/]",
+            f"[bold]{paper.alias}[/]", row["title"], row["arxiv"], str(len(row["experiments"])), str(row["claims"]),
+            str(row["against_itself"] or ""), ", ".join(row["results"]) or "[dim]none yet[/]",
         )  # fmt: skip
+    for name in (made.columns[0], made.columns[2]):
+        name.no_wrap = True  # what is typed
     out().print(made)
     out().print("Next: gpu-accel show PAPER, gpu-accel run PAPER, gpu-accel claims PAPER", style="dim")
 
@@ -74,8 +75,11 @@ def show(paper: PaperArgument, json_: JsonOption = False, output_: OutputOption 
 
 
 def _claims(row: dict[str, Any]) -> str:
-    """`370 (300 measured, 70 bound); the paper against itself: 13`."""
-    kinds = ", ".join(f"{count} {kind}" for kind, count in row["claims_by_kind"].items())
+    """`370 (300 with a figure, 70 bound); the paper against itself: 13`."""
+    # A claim of kind "measured" states a figure; whether it was measured here is its verdict.
+    kinds = ", ".join(
+        f"{count} {'with a figure' if kind == 'measured' else kind}" for kind, count in row["claims_by_kind"].items()
+    )
     parts = [f"{row['claims']} ({kinds})"] if row["claims"] else []
     parts += [f"the paper against itself: {row['against_itself']}"] if row["against_itself"] else []
     return "; ".join(parts)
