@@ -12,6 +12,8 @@ ROOT = Path(__file__).resolve().parents[1]
 collect_ignore = ["tiny_paper"]  # its notebook runs in test_add_a_paper, with the paper around it
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Tests give captures a folder of their own, but a model need not be converted by every one of them.
+os.environ.setdefault("GPU_ACCEL_MODELS", os.environ.get("GPU_ACCEL_CACHE") or str(Path.home() / ".cache/gpu-accel"))
 os.environ.setdefault("COLUMNS", "160")  # tables of subprocesses do not wrap
 
 

@@ -12,6 +12,7 @@ first n tokens of a long capture are the capture of the first n tokens.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 import tempfile
@@ -68,6 +69,12 @@ def text_hash() -> str:
 def cache_folder() -> Path:
     """`$GPU_ACCEL_CACHE`, or ~/.cache/gpu-accel."""
     return Path(os.environ.get("GPU_ACCEL_CACHE") or Path.home() / ".cache" / "gpu-accel")
+
+
+def models_folder() -> Path:
+    """Where models converted from GGUF are kept: `$GPU_ACCEL_MODELS`, or the cache folder."""
+    given = os.environ.get("GPU_ACCEL_MODELS")
+    return Path(given) if given else cache_folder()
 
 
 def cache_name(tokens: int) -> str:
@@ -229,15 +236,36 @@ def _load_model() -> tuple[Any, Any, str]:
 
     logging.disable_progress_bar()
     gguf = _gguf()
-    if gguf is not None:
-        place: dict[str, Any] = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-        name = f"{gguf.stem} (GGUF, from {PACKAGE} {metadata.version(PACKAGE)})"
-    else:
-        place = {"pretrained_model_name_or_path": MODEL, "revision": REVISION}
-        name = f"{MODEL} at {REVISION[:12]}"
-    tokenizer = AutoTokenizer.from_pretrained(**place)
-    model = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32).eval()
+    if gguf is None:
+        tokenizer = AutoTokenizer.from_pretrained(MODEL, revision=REVISION)
+        model = AutoModelForCausalLM.from_pretrained(MODEL, revision=REVISION, dtype=torch.float32).eval()
+        return tokenizer, model, f"{MODEL} at {REVISION[:12]}"
+    name = f"{gguf.stem} (GGUF, from {PACKAGE} {metadata.version(PACKAGE)})"
+    kept = models_folder() / f"{gguf.stem}-{metadata.version(PACKAGE)}-transformers-{metadata.version('transformers')}"
+    if kept.is_dir():
+        tokenizer = AutoTokenizer.from_pretrained(kept)
+        return tokenizer, AutoModelForCausalLM.from_pretrained(kept, dtype=torch.float32).eval(), name
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32).eval()
+    _keep(kept, tokenizer, model)
     return tokenizer, model, name
+
+
+def _keep(folder: Path, tokenizer: Any, model: Any) -> None:
+    """Keep a converted model (540 MB): reading GGUF takes most of a minute, and every process would do it again."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+            part = Path(scratch) / "model"
+            config = copy.deepcopy(model.config)
+            config.__dict__.pop("quantization_config", None)  # the weights are float32 by now
+            plain = type(model)(config)
+            plain.load_state_dict(model.state_dict())
+            tokenizer.save_pretrained(part)
+            plain.save_pretrained(part)
+            os.replace(part, folder)  # whole or not at all: others may be reading or writing it
+    except OSError:  # no room, no permission, or somebody was faster; the model is loaded all the same
+        return
 
 
 def _gguf() -> Path | None:

