@@ -1,0 +1,114 @@
+"""Judging: right kernels of every task accepted, wrong ones named, processes that end badly survived."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gpu_accel.cuda_llm import TASKS, Kind, Sandbox, Verdict, check
+from gpu_accel.cuda_llm.fixtures import FIXTURES
+from gpu_accel.cuda_llm.harness import bench, draw
+from gpu_accel.cuda_llm.image import GUARD
+from gpu_accel.cuda_llm.redteam import redteam
+from gpu_accel.errors import HardwareError, InvalidInputError
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_plain_kernel_is_accepted(name: str, sandbox: Sandbox) -> None:
+    judged = check(TASKS[name].candidate, name, sandbox=sandbox, seed=4)
+    assert judged.ok, judged
+    assert judged.error is not None and judged.error <= 0.5, "the tolerance leaves no room"
+    assert "uid" in judged.sandbox and any("interpreter" in one for one in judged.verified_by)
+
+
+def test_a_kernel_of_another_task_is_malformed_or_wrong(sandbox: Sandbox) -> None:
+    assert check(TASKS["softmax"].start, "matmul", sandbox=sandbox).verdict is Verdict.MALFORMED
+    assert check(TASKS["softmax"].start, "scan", sandbox=sandbox).verdict is Verdict.WRONG
+
+
+def test_the_red_team(sandbox: Sandbox) -> None:
+    """All hacks rejected under their own names, all twins accepted."""
+    rows = redteam(sandbox=sandbox, seed=9)
+    assert len(rows) == len(FIXTURES) + 2 >= 44
+    assert [(row.fixture.id, row.hack.name) for row in rows if not row.hack_rejected] == []
+    assert [(row.fixture.id, row.twin.name) for row in rows if not row.twin_accepted] == []
+    assert sandbox.restarts == 0, "a candidate brought the worker down"
+
+
+def test_fixtures_are_distinct() -> None:
+    assert len({one.id for one in FIXTURES}) == len(FIXTURES)
+    assert all(one.hack != one.twin for one in FIXTURES)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "verdict", "kind"),
+    [
+        ("tl.exp(v", "tl.exp((v", Verdict.COMPILE_ERROR, None),
+        ("tl.exp(v", "tl.exp2(v", Verdict.WRONG, Kind.MISMATCH),
+        ("e / tl.sum(e, 0)", "(e / tl.sum(e, 0)).to(tl.bfloat16)", Verdict.WRONG, Kind.PRECISION),
+        ("e / tl.sum(e, 0)", "v", Verdict.WRONG, Kind.COPIED_INPUT),
+        ("i = tl.arange(0, BLOCK)", "i = tl.arange(0, cols)", Verdict.COMPILE_ERROR, None),
+        ("v = tl.load(", "v = tl.dot(", Verdict.COMPILE_ERROR, None),
+        ('grid = ["rows"]', 'grid = ["rows - 1"]', Verdict.WRONG, Kind.NEVER_WRITTEN),
+        ('grid = ["rows"]', 'grid = ["rows + 1"]', Verdict.WRONG, Kind.OUT_OF_BOUNDS),
+        ('"next_power_of_2(cols)"', "64", Verdict.WRONG, Kind.NEVER_WRITTEN),
+        ("def softmax(x, out", "def softmax(x, target, out", Verdict.MALFORMED, None),
+        ("def softmax(x, out", "def softmax(out", Verdict.COMPILE_ERROR, None),
+        ("# [space]", "# [fill]\n# x = 0\n# [space]", Verdict.MALFORMED, None),
+    ],
+)
+def test_one_change_one_verdict(old: str, new: str, verdict: Verdict, kind: Kind | None, sandbox: Sandbox) -> None:
+    source = TASKS["softmax"].start
+    assert source.count(old) == 1
+    judged = check(source.replace(old, new), "softmax", sandbox=sandbox, seed=2)
+    assert (judged.verdict, judged.kind) == (verdict, kind), judged
+
+
+def test_the_answer_is_not_in_what_a_candidate_sees() -> None:
+    """Neither as bytes of the memory it gets, nor as anything in the job."""
+    task = TASKS["matmul"]
+    for trial in draw(task, task.candidate, seed=1):
+        truth = task.truth(trial.inputs, trial.dims)["out"].value.float().flatten()
+        memory = trial.before.numpy().tobytes()
+        assert truth[:4].numpy().tobytes() not in memory
+        outputs = trial.layout.outputs(trial.before)["out"]
+        assert torch.isnan(outputs).all()
+
+
+def test_inputs_are_secret_unless_a_seed_is_given() -> None:
+    task = TASKS["dot"]
+    first, second = (draw(task, task.candidate, None) for _ in range(2))
+    assert not torch.equal(first[0].inputs["x"], second[0].inputs["x"])
+    first, second = (draw(task, task.candidate, 7) for _ in range(2))
+    assert torch.equal(first[0].inputs["x"], second[0].inputs["x"])
+    other = task.candidate.with_(num_warps=8)
+    assert not torch.equal(draw(task, other, 7)[0].inputs["x"], first[0].inputs["x"]), "depends on the source"
+
+
+def test_guards_are_around_every_buffer() -> None:
+    task = TASKS["attention"]
+    layout = draw(task, task.candidate, 1)[0].layout
+    ends = [0, *(slot.offset + slot.size for slot in layout.slots)]
+    starts = [*(slot.offset for slot in layout.slots), layout.total]
+    assert all(start - end >= GUARD for end, start in zip(ends, starts, strict=True))
+
+
+def test_the_worker_is_replaced_when_it_dies() -> None:
+    with Sandbox(seconds=30) as own:
+        assert own._worker is not None
+        own._worker.kill()
+        own._worker.wait()
+        judged = check(TASKS["reverse"].start, "reverse", sandbox=own)
+        assert judged.verdict is Verdict.CRASHED
+        assert own.restarts == 1
+        assert check(TASKS["reverse"].start, "reverse", sandbox=own).ok
+
+
+def test_no_times_without_a_gpu(sandbox: Sandbox) -> None:
+    with pytest.raises(HardwareError, match="times need a GPU"):
+        bench(TASKS["dot"].candidate, TASKS["dot"], sandbox=sandbox, gpu="h100-sxm")
+
+
+def test_a_file_that_is_not_there(tmp_path) -> None:
+    with pytest.raises(InvalidInputError, match="cannot read"):
+        check(tmp_path / "no.py", "dot")
