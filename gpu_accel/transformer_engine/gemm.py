@@ -161,6 +161,8 @@ def _(a, scale_a, tensor_a, b, scale_b, tensor_b, bias, out_dtype, text_a, text_
 
 
 def _quantized(x: Tensor, what: str | Scheme, backend: str) -> QuantizedTensor:
+    if x.requires_grad and torch.is_grad_enabled():
+        raise UnsupportedError("products of quantised matrices have no gradient: detach the operands, or use no_grad()")
     return x if isinstance(x, QuantizedTensor) else quantize(x, what, backend=backend)
 
 
@@ -176,7 +178,7 @@ def fp8_gemm(
 ) -> Tensor:
     """a (..., K) @ b (N, K).T on eight-bit floats. Operands that are QuantizedTensor are used as they are.
 
-    Raises as `scaled_mm`, and UnsupportedError for operands that are not e4m3 or e5m2.
+    Raises as `scaled_mm`, and UnsupportedError for operands that are not e4m3 or e5m2, or that want a gradient.
     """
     qa, qb = _quantized(a, scheme_a, backend), _quantized(b, scheme_b, backend)
     for name, q in (("a", qa), ("b", qb)):

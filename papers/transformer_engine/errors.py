@@ -6,7 +6,7 @@
     sqnr                of the activations in decibels, -20 log10(rel_error)
 
 Nothing here depends on a GPU: codes are the same bits everywhere. The bound of the check: twice what rounding each
-value to the element's significand costs at most, or for integers twice the error of even steps over the range.
+value to the element's significand costs at most, or for integers half a step of its block for every value.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from torch import Tensor
 from gpu_accel.errors import UnsupportedError
 from gpu_accel.transformer_engine import formats
 from gpu_accel.transformer_engine.quantizer import quantize
+from gpu_accel.transformer_engine.reference import block_amax, spread
 from gpu_accel.transformer_engine.reference_gemm import exact_values
+from gpu_accel.transformer_engine.scales import amax_bits
 from gpu_accel.transformer_engine.schemes import INTEGERS, SCHEMES, Scheme
 from gpu_accel.workbench.experiment import Case, Check, Implementation, Settings, Workload
 
@@ -57,10 +59,11 @@ def _relative(out: Tensor, truth: Tensor) -> float:
 
 
 def bound_of(what: Scheme, x: Tensor) -> float:
-    """Twice the worst relative error of the element's significand; for integers twice that of even steps."""
+    """Twice the worst relative error of the element's significand; for integers half a step of its block everywhere."""
     if what.element in INTEGERS:
-        rms = x.double().square().mean().sqrt()
-        return 2 * float(x.double().abs().max() / what.largest / rms) / math.sqrt(12)
+        amax = block_amax(amax_bits(x, finite_only=True), what).view(torch.float32)
+        half = spread(amax, *x.shape, what).double() / what.largest / 2
+        return 1.001 * float(half.norm() / x.double().norm())  # the scale itself is rounded to float32
     return 2 * 2.0 ** -(formats.FORMATS[what.element].mantissa_bits + 1)
 
 

@@ -157,3 +157,12 @@ def test_the_op_is_one_that_torch_knows(pair, device):
     arguments = (*_bytes(a), *_bytes(b), None, torch.bfloat16, a.scheme.text, b.scheme.text, 96)
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.gpu_accel.te_scaled_mm, arguments, test_utils=tests)
+
+
+@pytest.mark.parametrize("product", [fp8_gemm, fp4_gemm])
+def test_gradients_are_refused_not_dropped(product, device):
+    a, b = torch.randn(16, 32, device=device, requires_grad=True), torch.randn(16, 32, device=device)
+    with pytest.raises(UnsupportedError, match="no gradient"):
+        product(a, b)
+    with torch.no_grad():
+        assert product(a, b).shape == (16, 16)
