@@ -11,14 +11,14 @@ import importlib
 from typing import Any
 
 _WHERE = {
-    "chunk_linear_attn": "linear_attention",
-    "chunk_retention": "linear_attention",
-    "chunk_simple_gla": "linear_attention",
+    "chunk_linear_attn": "linear",
+    "chunk_retention": "linear",
+    "chunk_simple_gla": "linear",
     "gelu_mul": "elements",
     "layer_norm": "rows",
-    "linear_attention": "linear_attention",
+    "linear_attention": "linear",
     "mamba_chunk_scan_combined": "mamba2",
-    "retention_decay": "linear_attention",
+    "retention_decay": "linear",
     "rms_norm": "rows",
     "rotary": "elements",
     "silu_mul": "elements",

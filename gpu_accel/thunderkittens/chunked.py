@@ -3,7 +3,7 @@
     gpu_accel::tk_chunked(q, k, v, g, w, initial, cu_seqlens, scale, chunk, segments) -> (o, final state)
     gpu_accel::tk_chunked_backward(do, dfinal, ...) -> (dq, dk, dv, dg, dw, dinitial)
 
-Arguments are validated in `linear_attention.py` and `mamba2.py`. The backward computes the states again instead of
+Arguments are validated in `linear.py` and `mamba2.py`. The backward computes the states again instead of
 keeping them: they take K * V / chunk values a token and head, more than q, k and v together.
 """
 
@@ -24,9 +24,9 @@ _LEAST_CHUNKS = 8  # of a segment
 _MOST_SEGMENTS = 16
 
 
-def _block(size: int, dtype: torch.dtype) -> int:
-    """How much of a head dimension a program takes; float32 needs three times the registers."""
-    return max(16, min(32 if dtype == torch.float32 else 64, next_power_of_2(size)))
+def _block(size: int, most: int = 64) -> int:
+    """How much of a head dimension a program takes."""
+    return max(16, min(most, next_power_of_2(size)))
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -80,7 +80,7 @@ class _Places:
 def _walk(k, v, g, w, initial, places, *, scale, chunk, segments, heads, group, reverse):
     """(states that enter every chunk, state at the end); with `reverse` from the end to the beginning."""
     key_dim, value_dim = k.shape[-1], v.shape[-1]
-    bk, bv = _block(key_dim, v.dtype), _block(value_dim, v.dtype)
+    bk, bv = _block(key_dim), _block(value_dim)
     tiles = -(-key_dim // bk) * -(-value_dim // bv)
     segments = segments or segments_for(places.sequences, heads, tiles, places.chunks)
     shape = (places.sequences, heads, key_dim, value_dim)
@@ -106,7 +106,7 @@ def _walk(k, v, g, w, initial, places, *, scale, chunk, segments, heads, group, 
 
 
 def _options(q, v, g, w, cu, chunk, **more):
-    bk, bv = (_block(x.shape[-1], v.dtype) for x in (q, v))
+    bk, bv = (_block(x.shape[-1]) for x in (q, v))
     return dict(K=q.shape[-1], V=v.shape[-1], BT=chunk, BK=bk, BV=bv,
                 HAS_G=g is not None, HAS_W=w is not None, VARLEN=cu is not None, PRECISION=precision(v.dtype),
                 num_warps=4, num_stages=2, **more)  # fmt: skip
@@ -132,8 +132,9 @@ def chunked(
     with _device(v):
         states, final = _walk(k, v, g, w, initial, places, scale=scale, chunk=chunk, segments=segments, heads=heads,
                               group=group, reverse=False)  # fmt: skip
-        o = v.new_empty(v.shape)
-        programs = places.total * heads * -(-v.shape[-1] // _block(v.shape[-1], v.dtype))
+        # rows beyond the last of packed sequences are written by nobody
+        o = v.new_empty(v.shape) if cu_seqlens is None else v.new_zeros(v.shape)
+        programs = places.total * heads * -(-v.shape[-1] // _block(v.shape[-1]))
         if programs and places.seqlen:
             launch(
                 kernels._output_kernel, programs,
@@ -168,12 +169,16 @@ def chunked_backward(
     common = dict(scale=scale, chunk=chunk, segments=segments, heads=heads, group=group)
     per_head = (*v.shape[:3], q.shape[3])
     wide = q.dtype if group == 1 else torch.float32
-    dq, dk, dv = q.new_empty(per_head, dtype=wide), k.new_empty(per_head, dtype=wide), v.new_empty(v.shape)
-    blocks_k, blocks_v = (-(-x.shape[3] // _block(x.shape[3], v.dtype)) for x in (q, v))
+    fresh = torch.empty if cu_seqlens is None else torch.zeros
+    dq, dk = (fresh(per_head, dtype=wide, device=v.device) for _ in range(2))
+    dv = fresh(v.shape, dtype=v.dtype, device=v.device)
+    most = 32 if v.dtype == torch.float32 else 64  # of _dqk_kernel, which holds four accumulators
+    smaller = {"BK": _block(q.shape[3], most), "BV": _block(v.shape[3], most)}
+    blocks_k, blocks_v = -(-q.shape[3] // smaller["BK"]), -(-v.shape[3] // _block(v.shape[3]))
     rows = v.shape[0] * v.shape[1]
     want_dg = want_dg and g is not None
-    dg = v.new_empty((blocks_k if want_dg else 0, *v.shape[:3]), dtype=torch.float32)
-    dw = v.new_empty((blocks_v if w is not None else 0, *v.shape[:3]), dtype=torch.float32)
+    dg = fresh((blocks_k if want_dg else 0, *v.shape[:3]), dtype=torch.float32, device=v.device)
+    dw = fresh((blocks_v if w is not None else 0, *v.shape[:3]), dtype=torch.float32, device=v.device)
     with _device(v):
         states, _ = _walk(k, v, g, w, initial, places, reverse=False, **common)
         dstates, dinitial = _walk(q, do, g, None, dfinal, places, reverse=True, **common)
@@ -185,7 +190,7 @@ def chunked_backward(
                    (q, k, v, g, w, do, dstates, dv, dw, *places.tables(), *strides, *sizes), options)  # fmt: skip
             launch(kernels._dqk_kernel, places.total * heads * blocks_k,
                    (q, k, v, g, w, do, states, dstates, dq, dk, dg, *places.tables(), *strides, *sizes),
-                   options | {"WANT_DG": want_dg, "num_warps": 8})  # fmt: skip
+                   options | smaller | {"WANT_DG": want_dg, "num_warps": 8})  # fmt: skip
     if group > 1:
         dq, dk = (x.unflatten(2, (heads_q, group)).sum(3).to(q.dtype) for x in (dq, dk))
     dg = dg.sum(0) if want_dg else dg.new_empty(0)

@@ -15,7 +15,7 @@ from gpu_accel.flash_attention3.rotary import apply_rotary
 from gpu_accel.thunderkittens import element_kernels as kernels
 from gpu_accel.thunderkittens import reference
 from gpu_accel.thunderkittens.chunked import _device, _unit
-from gpu_accel.thunderkittens.linear_attention import choose
+from gpu_accel.thunderkittens.linear import choose
 from gpu_accel.thunderkittens.rows import _need, _rows
 
 

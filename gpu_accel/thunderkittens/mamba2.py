@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from gpu_accel.thunderkittens.linear_attention import _need, linear_attention
+from gpu_accel.thunderkittens.linear import _need, linear_attention
 
 _CHUNKS = (16, 32, 64)
 

@@ -18,7 +18,7 @@ from gpu_accel.flash_attention3.launch import launch, next_power_of_2
 from gpu_accel.thunderkittens import reference
 from gpu_accel.thunderkittens import row_kernels as kernels
 from gpu_accel.thunderkittens.chunked import _device
-from gpu_accel.thunderkittens.linear_attention import choose
+from gpu_accel.thunderkittens.linear import choose
 
 WHOLE = 16384  # elements of a row that stay in registers
 _BLOCK = 4096  # of a longer one
@@ -242,8 +242,9 @@ def _norm(x, weight, bias, residual, eps, dropout_p, seed, prenorm, backend, cen
             h = torch.where(keep, h / (1 - dropout_p), 0.0)
         h = h if residual is None else h + residual.to(wide)
         h = h.to(_sum_dtype(x, residual))
-        scale = [None if w is None else w.to(wide) for w in (weight, bias)]
-        out = reference.layer_norm(h.to(wide), *scale, eps) if center else reference.rms_norm(h.to(wide), scale[0], eps)
+        scale, shift = (None if w is None else w.to(wide) for w in (weight, bias))
+        exact = h.to(wide)
+        out = reference.layer_norm(exact, scale, shift, eps) if center else reference.rms_norm(exact, scale, eps)
         return (out.to(x.dtype), h) if prenorm else out.to(x.dtype)
     flat = [None if t is None else t.reshape(rows, width) for t in (x, residual)]
     keep_sum = residual is not None or dropout_p > 0

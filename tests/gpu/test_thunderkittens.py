@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gpu_accel.testing import assert_close_to_truth, generator
-from gpu_accel.thunderkittens import elements, linear_attention, reference, rows
+from gpu_accel.thunderkittens import elements, linear, reference, rows
 from gpu_accel.thunderkittens.mamba2 import mamba_chunk_scan_combined
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -54,7 +54,7 @@ def test_linear_attention(shape, segments, dtype):
     grads = [randn(batch, seqlen, heads, value_dim, seed=7), randn(batch, heads, key_dim, value_dim, seed=8)]
 
     def function(backend):
-        return lambda q, k, v, g, w, h: linear_attention.linear_attention(
+        return lambda q, k, v, g, w, h: linear.linear_attention(
             q, k, v, g=g, w=w, initial_state=h, segments=segments if backend == "portable" else 0, backend=backend
         )
 
@@ -70,7 +70,7 @@ def test_packed_sequences():
     grads = [randn(1, total, 2, 128, seed=5), randn(len(lengths), 2, 64, 128, seed=6)]
 
     def function(backend):
-        return lambda q, k, v, g: linear_attention.linear_attention(q, k, v, g=g, cu_seqlens=cu, backend=backend)
+        return lambda q, k, v, g: linear.linear_attention(q, k, v, g=g, cu_seqlens=cu, backend=backend)
 
     judge(["o", "states", "dq", "dk", "dv", "dg"], function, tensors, grads)
 
@@ -82,8 +82,8 @@ def test_offsets_beyond_two_to_the_31():
     x = buffer.as_strided((1, 64, 1, 64), (0, step, 64, 1))
     x.copy_(randn(1, 64, 1, 64, seed=1))
     near = x.contiguous()
-    far_o, far_state = linear_attention.linear_attention(x, x, x, backend="portable")
-    o, state = linear_attention.linear_attention(near, near, near, backend="portable")
+    far_o, far_state = linear.linear_attention(x, x, x, backend="portable")
+    o, state = linear.linear_attention(near, near, near, backend="portable")
     assert torch.equal(far_o, o) and torch.equal(far_state, state)
 
 
@@ -144,7 +144,7 @@ def test_the_same_bits_again():
     grads = [randn(2, 777, 4, 64, seed=5), randn(2, 4, 64, 64, seed=6)]
 
     def call(q, k, v, g):
-        return linear_attention.linear_attention(q, k, v, g=g, backend="portable")
+        return linear.linear_attention(q, k, v, g=g, backend="portable")
 
     for one, other in zip(run(call, [q, k, v, g], grads), run(call, [q, k, v, g], grads), strict=True):
         assert torch.equal(one, other)
@@ -155,7 +155,7 @@ def test_compiled_by_torch():
     g = -randn(1, 300, 2, seed=4).square()
 
     def call(q, k, v, g):
-        return linear_attention.linear_attention(q, k, v, g=g, backend="portable")[0]
+        return linear.linear_attention(q, k, v, g=g, backend="portable")[0]
 
     compiled = torch.compile(call, fullgraph=True)
     assert torch.equal(compiled(q, k, v, g), call(q, k, v, g))

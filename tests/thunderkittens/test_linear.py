@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError
-from gpu_accel.thunderkittens import chunked, linear_attention, reference
-from gpu_accel.thunderkittens.linear_attention import (
+from gpu_accel.thunderkittens import chunked, linear, reference
+from gpu_accel.thunderkittens.linear import (
     chunk_linear_attn,
     chunk_retention,
     chunk_simple_gla,
@@ -43,7 +43,7 @@ def truth_of(tensors, grads, scale=0.3):
 
 def ours(backend, *, scale=0.3, chunk=16, segments=0, cu=None):
     def call(q, k, v, g, w, h):
-        return linear_attention.linear_attention(
+        return linear.linear_attention(
             q, k, v, g=g, w=w, scale=scale, initial_state=h, chunk=chunk, segments=segments, cu_seqlens=cu,
             backend=backend,
         )  # fmt: skip
@@ -107,6 +107,7 @@ def test_packed_sequences_equal_each_alone(segments, device):
         return o[:, :total], state
 
     mine = run(packed, tensors, [grads[0][:, :total], grads[1]])
+    assert not any(x[:, total:].any() for x in mine[2:7])
     for n, (start, stop) in enumerate(zip(edges, edges[1:], strict=False)):
         alone = [x[:, start:stop] for x in tensors[:5]] + [tensors[5][n : n + 1]]
         their = [grads[0][:, start:stop], grads[1][n : n + 1]]
@@ -223,7 +224,7 @@ WRONG = {
 def test_wrong_arguments_are_refused(changed, message):
     (q, k, v, *_), _ = make("cpu")
     with pytest.raises(InvalidInputError, match=message):
-        linear_attention.linear_attention(q, k, v, **changed)
+        linear.linear_attention(q, k, v, **changed)
 
 
 @pytest.mark.parametrize(
@@ -235,13 +236,13 @@ def test_wrong_arguments_are_refused(changed, message):
 def test_wrong_tensors_are_refused(spoil):
     (q, k, v, *_), _ = make("cpu")
     with pytest.raises(InvalidInputError):
-        linear_attention.linear_attention(*spoil(q, k, v))
+        linear.linear_attention(*spoil(q, k, v))
 
 
 def test_float64_is_for_the_reference(device):
     (q, k, v, *_), _ = make(device)
     with pytest.raises(UnsupportedError, match="float64"):
-        linear_attention.linear_attention(*(x.double() for x in (q, k, v)), backend="portable")
+        linear.linear_attention(*(x.double() for x in (q, k, v)), backend="portable")
 
 
 def test_how_many_segments():

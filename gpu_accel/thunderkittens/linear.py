@@ -108,36 +108,33 @@ def linear_attention(
     scale = chunked.default_scale(q.shape[-1]) if scale is None else float(scale)
     if choose(v, backend) == "portable":
         g, w, initial_state = (None if x is None else x.float() for x in (g, w, initial_state))
-        o, final = chunked.chunked(q, k, v, g, w, initial_state, cu_seqlens, scale, chunk, segments)
-        return (_zero_slack(o, cu_seqlens), final) if cu_seqlens is not None else (o, final)
+        return chunked.chunked(q, k, v, g, w, initial_state, cu_seqlens, scale, chunk, segments)
     parts = [(slice(None), 0, v.shape[1])]
     if cu_seqlens is not None:
         edges = cu_seqlens.tolist()
         parts = [(slice(n, n + 1), edges[n], edges[n + 1]) for n in range(len(edges) - 1)]
     outs, finals = [], []
     for n, start, stop in parts:
-        cut = [None if x is None else x[:, start:stop] for x in (q, k, v, g, w)]
+        part = slice(start, stop)
         o, final = reference.linear_attention_chunked(
-            *cut[:3], g=cut[3], w=cut[4], scale=scale, chunk=chunk,
+            q[:, part], k[:, part], v[:, part], g=None if g is None else g[:, part],
+            w=None if w is None else w[:, part], scale=scale, chunk=chunk,
             initial=None if initial_state is None else initial_state[n],
         )  # fmt: skip
         outs.append(o)
         finals.append(final)
     if cu_seqlens is not None:
-        outs.append(v[:, parts[-1][2] if parts else 0 :] * 0)
+        outs.append(torch.zeros_like(v[:, parts[-1][2] if parts else 0 :]))
     o = torch.cat(outs, 1) if len(outs) > 1 else outs[0]
     state = torch.cat(finals) if finals else v.new_empty((0, v.shape[2], q.shape[3], v.shape[3]))
     return o, state if v.dtype == torch.float64 else state.float()
 
 
-def _zero_slack(o: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Zeros (and zero gradients) in rows beyond the last sequence, whatever lay there."""
-    inside = torch.arange(o.shape[1], device=o.device) < cu_seqlens[-1]
-    return torch.where(inside[None, :, None, None], o, 0.0)
-
-
 def _normalized(o: Tensor, q: Tensor, k: Tensor, scale: float, cu_seqlens: Tensor | None) -> Tensor:
     """o divided by scale q_t' (k_1 + ... + k_t), the sum of the weights of linear attention."""
+    if cu_seqlens is not None:  # what lies beyond the last sequence must not reach any gradient
+        inside = (torch.arange(k.shape[1], device=k.device) < cu_seqlens[-1])[None, :, None, None]
+        q, k = torch.where(inside, q, 0.0), torch.where(inside, k, 0.0)
     sums = k.float().cumsum(1) if k.dtype != torch.float64 else k.cumsum(1)
     if cu_seqlens is not None and k.shape[1]:
         rows = torch.arange(k.shape[1], device=k.device)

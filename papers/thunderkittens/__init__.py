@@ -1,0 +1,1 @@
+"""ThunderKittens: the claims, and what can be run about them."""

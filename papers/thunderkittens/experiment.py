@@ -1,0 +1,35 @@
+"""What can be run about ThunderKittens' kernels; `gpu-accel run tk` and the notebook find the experiments here.
+
+linear-attention, mamba2     sequences.py
+norms                        norms.py
+
+Judging and the timing of backwards are in judging.py.
+"""
+
+from __future__ import annotations
+
+from gpu_accel.workbench.experiment import Experiment, SimpleExperiment
+
+from . import norms, sequences
+
+_ALL = (
+    SimpleExperiment(
+        name="linear-attention",
+        title="Linear attention without gates, with decays and with gates, next to fla and eager torch",
+        list_cases=sequences.attention_cases,
+        build_case=sequences.build_attention,
+    ),
+    SimpleExperiment(
+        name="mamba2",
+        title="Mamba-2's scan next to mamba_ssm, as the paper called it and as it is meant",
+        list_cases=sequences.mamba_cases,
+        build_case=sequences.build_mamba,
+    ),
+    SimpleExperiment(
+        name="norms",
+        title="Norms, softmax, rotary and gated activations next to a copy of as many bytes, and to torch",
+        list_cases=norms.list_cases,
+        build_case=norms.build,
+    ),
+)
+EXPERIMENTS: dict[str, Experiment] = {one.name: one for one in _ALL}

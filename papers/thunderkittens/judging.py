@@ -1,0 +1,71 @@
+"""What the experiments share: peers that may be missing, one judgement of many results, and timed backwards."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from gpu_accel.testing import compare, generator
+from gpu_accel.workbench.experiment import Check, Settings
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+Function = Callable[..., Tensor | tuple[Tensor, ...]]
+
+
+def missing(package: str, settings: Settings) -> str:
+    """Why a peer cannot run here; empty when it can."""
+    if importlib.util.find_spec(package) is None:
+        return f"{package} is not installed"
+    return "" if settings.on_gpu else f"{package} needs a GPU"
+
+
+def randn(*shape: int, seed: int, device: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=generator(seed, device), device=device).to(dtype)
+
+
+def run(function: Function, tensors: Sequence[Tensor], seed: int, backward: bool, dtype: torch.dtype | None = None):
+    """Results, or with `backward` the gradients of every tensor; in `dtype` where given."""
+    leaves = [x.detach().to(dtype or x.dtype).requires_grad_(backward) for x in tensors]
+    out = function(*leaves)
+    outs = list(out) if isinstance(out, tuple) else [out]
+    if not backward:
+        return [o.detach() for o in outs]
+    grads = [_grad_of(o, seed, n) for n, o in enumerate(outs)]
+    return list(torch.autograd.grad(outs, leaves, grads))
+
+
+def _grad_of(out: Tensor, seed: int, number: int) -> Tensor:
+    return randn(*out.shape, seed=1_000_000 + 16 * seed + number, device=out.device.type).bfloat16().to(out.dtype)
+
+
+def judge(mine: Function, truth: Function, ruler: Function, tensors, seed: int, backward: bool, on_gpu: bool) -> Check:
+    """The largest error of any result over its bound: twice the ruler's in the same dtype, against float64.
+
+    Triton's interpreter cuts float32 to bfloat16 instead of rounding it, so on a CPU bfloat16 may err twice that.
+    """
+    cut = not on_gpu and any(x.dtype == torch.bfloat16 for x in tensors)
+    worst, why = 0.0, ""
+    results = run(mine, tensors, seed, backward)
+    truths, rulers = run(truth, tensors, seed, backward, torch.float64), run(ruler, tensors, seed, backward)
+    for out, right, measure in zip(results, truths, rulers, strict=True):
+        floor = torch.finfo(torch.bfloat16).eps * float(right.abs().max()) if cut and right.numel() else None
+        found = compare(out, right, measure, factor=4.0 if cut else 2.0, floor=floor)
+        part = found.error / found.bound if found.bound else (0.0 if found.error == 0 else float("inf"))
+        if not part <= worst:
+            worst, why = part, found.why
+    return Check(worst, 1.0, f"largest error over its bound{': ' + why if why else ''}")
+
+
+def timed(function: Function, tensors: Sequence[Tensor], seed: int, backward: bool) -> Callable[[], object]:
+    """The call that is timed: the forward alone, or the backward alone on one graph that is kept."""
+    if not backward:
+        return functools.partial(function, *tensors)
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    out = function(*leaves)
+    outs = list(out) if isinstance(out, tuple) else [out]
+    grads = [_grad_of(o, seed, n) for n, o in enumerate(outs)]
+    return lambda: torch.autograd.grad(outs, leaves, grads, retain_graph=True)

@@ -1,0 +1,174 @@
+"""The `norms` experiment: fused rows next to a copy of as many bytes (the ceiling) and to torch.
+
+    portable         ours, plain Triton
+    copy             torch's copy, on the device, of as many bytes as the case must move
+    torch            torch's own functions, eager
+    torch-compile    the same under torch.compile
+
+Bytes: every input read once, every result written once. So the ratio of times to `copy` is the share of its bandwidth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gpu_accel.flash_attention3.rotary import apply_rotary
+from gpu_accel.thunderkittens import elements, rows
+from gpu_accel.workbench.experiment import Case, Check, Implementation, Settings, Workload
+
+from . import judging
+from .judging import DTYPES, Function, randn
+
+OPS = ("rms_norm", "layer_norm", "add_rms_norm", "softmax", "rotary", "swiglu")
+HEAD_DIM = 128  # of rotary; on a CPU rows are shorter than that, and a row is a head
+_BASE = 10000.0
+
+
+def list_cases(settings: Settings) -> list[Case]:
+    """2^28 elements on a GPU, at the widths where others drop; on a CPU a few odd rows."""
+    widths = [1024, 4096, 8192, 16384, 65536][: 2 if settings.quick else None] if settings.on_gpu else [48]
+    total = 2**28 if settings.on_gpu else 48 * 5
+    found: list[Case] = []
+    for op in OPS:
+        for width in [HEAD_DIM if settings.on_gpu else 48] if op == "rotary" else widths:
+            for pass_ in ("forward", "backward"):
+                found.append({"op": op, "rows": total // width, "width": width, "pass": pass_,
+                              "dtype": settings.precision, "input": "normal"})  # fmt: skip
+    return found
+
+
+def _inputs(case: Case, seed: int, device: str) -> list[Tensor]:
+    count, width, dtype = int(case["rows"]), int(case["width"]), DTYPES[str(case["dtype"])]
+
+    def whole(n: int) -> Tensor:
+        return randn(count, width, seed=8 * seed + n, device=device, dtype=dtype)
+
+    def vector(n: int) -> Tensor:
+        return randn(width, seed=8 * seed + n, device=device, dtype=dtype)
+
+    return {
+        "rms_norm": lambda: [whole(0), vector(1)],
+        "layer_norm": lambda: [whole(0), vector(1), vector(2)],
+        "add_rms_norm": lambda: [whole(0), vector(1), whole(2)],
+        "softmax": lambda: [whole(0)],
+        "rotary": lambda: [whole(0)],
+        "swiglu": lambda: [whole(0), whole(1)],
+    }[str(case["op"])]()
+
+
+def _tables(count: int, width: int, device) -> tuple[Tensor, Tensor]:
+    inverse = _BASE ** -(torch.arange(0, width, 2, device=device, dtype=torch.float64) / width)
+    angles = torch.arange(count, device=device, dtype=torch.float64)[:, None] * inverse
+    return angles.cos().float(), angles.sin().float()
+
+
+_SEQLEN = 4096
+
+
+def _turned(x: Tensor) -> Tensor:
+    """(rows, width) as (batch, seqlen, one head, width)."""
+    seqlen = min(_SEQLEN, x.shape[0])
+    return x.view(x.shape[0] // seqlen, seqlen, 1, x.shape[1])
+
+
+def _ours(case: Case, device: str, backend: str) -> Function:
+    cos_sin: list[Tensor] = []
+
+    def turn(x):
+        four = _turned(x)
+        if not cos_sin:
+            cos_sin.extend(_tables(four.shape[1], four.shape[3], x.device))
+        return elements.rotary(four, *cos_sin, backend=backend).view(x.shape)
+
+    return {
+        "rms_norm": lambda x, w: rows.rms_norm(x, w, backend=backend),
+        "layer_norm": lambda x, w, b: rows.layer_norm(x, w, b, backend=backend),
+        "add_rms_norm": lambda x, w, r: rows.rms_norm(x, w, residual=r, prenorm=True, backend=backend),
+        "softmax": lambda x: rows.softmax(x, backend=backend),
+        "rotary": turn,
+        "swiglu": lambda a, b: elements.silu_mul(a, b, backend=backend),
+    }[str(case["op"])]
+
+
+def _torch(case: Case) -> Function:
+    width = int(case["width"])
+    cos_sin: list[Tensor] = []
+
+    def add(x, w, r):
+        h = x + r
+        return F.rms_norm(h, (width,), w, 1e-6), h
+
+    def turn(x):
+        four = _turned(x)
+        if not cos_sin:
+            cos_sin.extend(_tables(four.shape[1], width, x.device))
+        positions = torch.arange(four.shape[1], device=x.device).repeat(four.shape[0])
+        return apply_rotary(four.flatten(0, 1), *cos_sin, positions, interleaved=False).view(x.shape)
+
+    return {
+        "rms_norm": lambda x, w: F.rms_norm(x, (width,), w, 1e-6),
+        "layer_norm": lambda x, w, b: F.layer_norm(x, (width,), w, b),
+        "add_rms_norm": add,
+        "softmax": lambda x: torch.softmax(x, -1),
+        "rotary": turn,
+        "swiglu": lambda a, b: F.silu(a) * b,
+    }[str(case["op"])]
+
+
+def bytes_moved(case: Case) -> int:
+    """Tensors of the whole size that must be read and written; vectors and statistics do not count."""
+    forward = {"rms_norm": 2, "layer_norm": 2, "add_rms_norm": 4, "softmax": 2, "rotary": 2, "swiglu": 3}
+    # x or y and the gradient in, the gradient out; two gradients each way beside a residual, whose own is a copy
+    backward = {"rms_norm": 3, "layer_norm": 3, "add_rms_norm": 5, "softmax": 3, "rotary": 2, "swiglu": 5}
+    count = (forward if case["pass"] == "forward" else backward)[str(case["op"])]
+    return count * int(case["rows"]) * int(case["width"]) * DTYPES[str(case["dtype"])].itemsize
+
+
+def build(case: Case, settings: Settings) -> Workload:
+    """Ours, the copy, torch eager and compiled."""
+    backward, device = case["pass"] == "backward", settings.device
+    eager = _torch(case)
+    exact = _ours(case, device, "reference")
+
+    def compiled() -> Function:
+        return torch.compile(_torch(case), dynamic=False)
+
+    def made(name: str, role: str, function: Callable[[], Function], why: str = ""):
+        def check(seed: int) -> Check:
+            return judging.judge(function(), exact, exact, _inputs(case, seed, device), seed, backward,
+                                 settings.on_gpu)  # fmt: skip
+
+        def make(seed: int):
+            return judging.timed(function(), _inputs(case, seed, device), seed, backward)
+
+        return Implementation(name=name, role=role, check=check, make=make, unavailable=why)
+
+    def buffers() -> tuple[Tensor, Tensor]:
+        source = torch.randint(0, 256, (bytes_moved(case) // 2,), dtype=torch.uint8, device=device)
+        return source, torch.empty_like(source)
+
+    def check_copy(seed: int) -> Check:
+        source, target = buffers()
+        target.copy_(source)
+        return Check(float((source != target).sum()), 0.0, "bytes that differ")
+
+    def make_copy(seed: int):
+        source, target = buffers()
+        return lambda: target.copy_(source)
+
+    return Workload(
+        implementations=[
+            made("portable", "ours", lambda: _ours(case, device, "portable")),
+            Implementation(
+                name="copy", role="reference", check=check_copy, make=make_copy, note="torch copy_ of as many bytes"
+            ),
+            made("torch", "peer", lambda: eager),
+            made("torch-compile", "peer", compiled, why="" if settings.on_gpu else "torch.compile is for GPUs here"),
+        ],
+        baselines=("copy", "torch", "torch-compile"),
+        bytes_moved=bytes_moved(case),
+    )

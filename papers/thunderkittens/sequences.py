@@ -1,0 +1,189 @@
+"""The `linear-attention` and `mamba2` experiments.
+
+    portable    ours, plain Triton
+    torch       the same chunks as eager torch products (the reference, and the ruler of the check)
+    fla         chunk_linear_attn or chunk_simple_gla of flash-linear-attention, where it is installed
+    mamba_ssm            mamba_chunk_scan_combined on the same tensors, chunk 256, where it is installed
+    mamba_ssm-fp32-64    the same on float32 tensors with chunk 64: how the paper's script called it
+
+The FLOPs of a case are those of the recurrence (4 K V a step and head); times are the result.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from gpu_accel.thunderkittens import linear as la
+from gpu_accel.thunderkittens.mamba2 import mamba_chunk_scan_combined
+from gpu_accel.workbench.experiment import Case, Implementation, Settings, Workload
+
+from . import judging
+from .judging import DTYPES, Function, randn
+
+# batch, seqlen, heads, key_dim, value_dim: the shapes of the paper's scripts, and one long sequence
+_SHAPES = [(8, 2048, 16, 128, 128), (8, 8192, 16, 128, 128), (1, 16384, 16, 128, 128), (16, 4096, 16, 16, 64)]
+# batch, seqlen, heads, headdim, dstate, groups: the paper's, and mamba_ssm's own
+_MAMBA = [(16, n, 16, 64, 64, 1) for n in (1024, 2048, 4096, 8192, 16384)] + [(8, 2048, 80, 64, 128, 1)]
+PASSES = ("forward", "backward")
+
+
+def attention_cases(settings: Settings) -> list[Case]:
+    shapes = _SHAPES[: 1 if settings.quick else None] if settings.on_gpu else [(1, 37, 2, 24, 40)]
+    names = ("batch", "seqlen", "heads", "key_dim", "value_dim")
+    return [
+        dict(zip(names, shape, strict=True))
+        | {"gate": gate, "pass": pass_, "dtype": settings.precision, "input": "normal"}
+        for shape in shapes
+        for gate in (("none", "decay", "step") if settings.on_gpu and not settings.quick else ("none", "step"))
+        for pass_ in PASSES
+    ]  # fmt: skip
+
+
+def _inputs(case: Case, seed: int, device: str) -> list[Tensor]:
+    """q, k, v and for gate "step" log gates of about -0.06."""
+    batch, seqlen, heads = (int(case[n]) for n in ("batch", "seqlen", "heads"))
+    dims = (int(case["key_dim"]),) * 2 + (int(case["value_dim"]),)
+    dtype = DTYPES[str(case["dtype"])]
+    made = [randn(batch, seqlen, heads, d, seed=8 * seed + n, device=device, dtype=dtype) for n, d in enumerate(dims)]
+    if case["gate"] == "step":
+        made.append(torch.nn.functional.logsigmoid(3 + randn(batch, seqlen, heads, seed=8 * seed + 3, device=device)))
+    return made
+
+
+def _linear(case: Case, backend: str) -> Function:
+    def call(q, k, v, g=None):
+        if case["gate"] == "decay":
+            return la.chunk_retention(q, k, v, backend=backend)[0]
+        return la.chunk_simple_gla(q, k, v, g, backend=backend)[0]
+
+    return call
+
+
+def _fla(case: Case) -> Function:
+    def call(q, k, v, g=None):
+        if case["gate"] == "none":
+            from fla.ops.linear_attn import chunk_linear_attn
+
+            return chunk_linear_attn(q, k, v, normalize=False)[0]
+        from fla.ops.simple_gla import chunk_simple_gla
+
+        gamma = la.retention_decay(q.shape[2], q.device) if case["gate"] == "decay" else None
+        return chunk_simple_gla(q, k, v, g, g_gamma=gamma)[0]
+
+    return call
+
+
+def _implementation(
+    name: str, role: str, function: Function, truth: Function, ruler: Function, make_inputs: Callable, case: Case,
+    settings: Settings, why: str = "", note: str = "",
+) -> Implementation:  # fmt: skip
+    backward = case["pass"] == "backward"
+
+    def check(seed: int):
+        return judging.judge(function, truth, ruler, make_inputs(seed), seed, backward, settings.on_gpu)
+
+    def make(seed: int):
+        return judging.timed(function, make_inputs(seed), seed, backward)
+
+    return Implementation(name=name, role=role, check=check, make=make, unavailable=why, note=note)
+
+
+def build_attention(case: Case, settings: Settings) -> Workload:
+    make_inputs = functools.partial(_inputs, case, device=settings.device)
+    eager = _linear(case, "reference")
+    made = functools.partial(
+        _implementation, truth=eager, ruler=eager, make_inputs=make_inputs, case=case, settings=settings
+    )
+    batch, seqlen, heads, key_dim, value_dim = (
+        int(case[n]) for n in ("batch", "seqlen", "heads", "key_dim", "value_dim")
+    )
+    steps, itemsize = batch * seqlen * heads, DTYPES[str(case["dtype"])].itemsize
+    reads = 2 * key_dim + value_dim
+    moved = reads + value_dim if case["pass"] == "forward" else 2 * reads + value_dim
+    gates = 4 * steps if case["gate"] == "step" else 0
+    return Workload(
+        implementations=[
+            made("portable", "ours", _linear(case, "portable")),
+            made("torch", "reference", eager, note="chunks of 64 as eager products"),
+            made("fla", "peer", _fla(case), why=judging.missing("fla", settings)),
+        ],
+        baselines=("fla", "torch"),
+        flops=steps * 4.0 * key_dim * value_dim * (1 if case["pass"] == "forward" else 2.5),
+        bytes_moved=steps * moved * itemsize + gates * (1 if case["pass"] == "forward" else 2),
+    )
+
+
+def mamba_cases(settings: Settings) -> list[Case]:
+    shapes = _MAMBA[:: 5 if settings.quick else 1] if settings.on_gpu else [(1, 21, 2, 16, 16, 1)]
+    names = ("batch", "seqlen", "heads", "headdim", "dstate", "groups")
+    return [
+        dict(zip(names, shape, strict=True)) | {"pass": pass_, "dtype": settings.precision, "input": "normal"}
+        for shape in shapes
+        for pass_ in PASSES
+    ]
+
+
+def _mamba_inputs(case: Case, seed: int, device: str) -> list[Tensor]:
+    """x, dt (after softplus, 0.001 to 0.1), A (-1 to -16), B, C, as a fresh Mamba-2 layer has them."""
+    batch, seqlen, heads, headdim, dstate, groups = (
+        int(case[n]) for n in ("batch", "seqlen", "heads", "headdim", "dstate", "groups")
+    )
+    dtype = DTYPES[str(case["dtype"])]
+    x = randn(batch, seqlen, heads, headdim, seed=8 * seed, device=device, dtype=dtype)
+    dt = 0.01 * torch.exp(2.3 * randn(batch, seqlen, heads, seed=8 * seed + 1, device=device).clamp(-1, 1))
+    decay = -(1 + 15 * torch.sigmoid(randn(heads, seed=8 * seed + 2, device=device)))
+    b, c = (
+        randn(batch, seqlen, groups, dstate, seed=8 * seed + n, device=device, dtype=dtype) for n in (3, 4)
+    )  # fmt: skip
+    return [x, dt, decay, b, c]
+
+
+def _mamba(backend: str) -> Function:
+    return lambda x, dt, A, B, C: mamba_chunk_scan_combined(x, dt, A, B, C, 64, backend=backend)
+
+
+def _mamba_ssm(chunk: int, dtype: torch.dtype | None) -> Function:
+    def call(x, dt, A, B, C):
+        from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined as theirs
+
+        x, B, C = (t if dtype is None else t.to(dtype) for t in (x, B, C))
+        return theirs(x, dt, A, B, C, chunk)
+
+    return call
+
+
+def build_mamba(case: Case, settings: Settings) -> Workload:
+    make_inputs = functools.partial(_mamba_inputs, case, device=settings.device)
+    eager = _mamba("reference")
+    made = functools.partial(
+        _implementation, truth=eager, ruler=eager, make_inputs=make_inputs, case=case, settings=settings
+    )
+    why = judging.missing("mamba_ssm", settings)
+
+    def wide_inputs(seed: int) -> list[Tensor]:
+        return [t.float() for t in make_inputs(seed)]
+
+    batch, seqlen, heads, headdim, dstate, groups = (
+        int(case[n]) for n in ("batch", "seqlen", "heads", "headdim", "dstate", "groups")
+    )
+    steps, itemsize = batch * seqlen, DTYPES[str(case["dtype"])].itemsize
+    inputs = (heads * headdim + 2 * groups * dstate) * itemsize + 4 * heads
+    forward = case["pass"] == "forward"
+    return Workload(
+        implementations=[
+            made("portable", "ours", _mamba("portable")),
+            made("torch", "reference", eager, note="chunks of 64 as eager products"),
+            made("mamba_ssm", "peer", _mamba_ssm(256, None), why=why, note="chunk 256, the module's default"),
+            made(
+                "mamba_ssm-fp32-64", "peer", _mamba_ssm(64, None), why=why, make_inputs=wide_inputs,
+                note="float32 x, B and C, chunk 64: as the paper's script called it",
+            ),
+        ],
+        baselines=("mamba_ssm", "mamba_ssm-fp32-64", "torch"),
+        flops=steps * heads * 4.0 * headdim * dstate * (1 if forward else 2.5),
+        bytes_moved=steps * (inputs * (1 if forward else 2) + heads * headdim * itemsize),
+    )  # fmt: skip
