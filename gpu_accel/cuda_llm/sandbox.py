@@ -55,18 +55,19 @@ class Sandbox:
     Args:
         seconds: wall clock of a job.
         memory_mib: beyond what the worker has; without effect on a GPU, where addresses cannot be limited.
-        file_mib: of one file that a job writes.
+        file_mib: of one file that a job writes; by default 256, or 2048 on a GPU, where memory to be timed is larger.
         gpu: let jobs use the GPU; kernels are interpreted on the CPU otherwise.
     Raises:
         HardwareError: this is no Linux, or the worker does not start.
     """
 
     def __init__(
-        self, *, seconds: float = 30.0, memory_mib: int = 1024, file_mib: int = 256, gpu: bool = False
+        self, *, seconds: float = 30.0, memory_mib: int = 1024, file_mib: int | None = None, gpu: bool = False
     ) -> None:
         if sys.platform != "linux":
             raise HardwareError("candidates run in a sandbox that needs Linux")
-        self.seconds, self.memory_mib, self.file_mib, self.gpu = seconds, memory_mib, file_mib, gpu
+        self.seconds, self.memory_mib, self.gpu = seconds, memory_mib, gpu
+        self.file_mib = file_mib or (2048 if gpu else 256)
         self._worker: subprocess.Popen[bytes] | None = None
         self._rest = b""
         self.level: dict[str, str] = {}

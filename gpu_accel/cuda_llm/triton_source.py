@@ -143,6 +143,8 @@ def _signature(kernel: ast.FunctionDef) -> tuple[tuple[str, ...], tuple[str, ...
                 raise Rejected(Verdict.MALFORMED, None, f"{one.arg} is annotated other than tl.constexpr")
             constants.append(one.arg)
         names.append(one.arg)
+    if getattr(kernel, "type_params", None):  # Python 3.12: def k[T: ...]
+        raise Rejected(Verdict.MALFORMED, None, "a kernel has no type parameters")
     if kernel.returns is not None:
         raise Rejected(Verdict.MALFORMED, None, "a kernel returns nothing")
     return tuple(names), tuple(constants)

@@ -123,7 +123,7 @@ def confine(job: dict[str, Any]) -> dict[str, str]:
     """Give up what a kernel does not need; returns what was reached, in words."""
     level = {"process": "own process and group, killed at the deadline"}
     libc = ctypes.CDLL(None, use_errno=True)
-    root = os.geteuid() == 0
+    root, caller = os.geteuid() == 0, os.getuid()
     cut = libc.unshare(_NEW_NET) == 0 if root else libc.unshare(_NEW_USER | _NEW_NET) == 0
     level["network"] = "none (namespace)" if cut else "not cut: the system refuses namespaces"
     seconds = math.ceil(job["seconds"]) + 1
@@ -145,7 +145,7 @@ def confine(job: dict[str, Any]) -> dict[str, str]:
         except OSError as error:
             level["user"] = f"still root: {error.strerror}"
     else:
-        level["user"] = f"uid of the caller, {os.getuid()}"
+        level["user"] = f"uid of the caller, {caller}"
     limits["NPROC"] = (job["processes"], f"{job['processes']} processes of that user")
     for name, (value, _) in limits.items():
         which = getattr(resource, f"RLIMIT_{name}")
@@ -166,10 +166,11 @@ def _class_of(error: BaseException) -> str:
             return "oom"
         if "CUDA error" in str(seen) or "illegal memory access" in str(seen):
             return "crash"
-        if type(seen).__name__ == "OutOfResources":
-            return "compile"
+        # A candidate opens and imports nothing: such errors are the machine's, as of files this user id cannot read.
+        if isinstance(seen, OSError | ImportError) or type(seen).__name__ in ("UnsupportedError", "HardwareError"):
+            return "unavailable"
         seen = seen.__cause__ or seen.__context__
-    return "unavailable" if type(error).__name__ in ("UnsupportedError", "HardwareError") else "compile"
+    return "compile"
 
 
 def _message(error: BaseException) -> str:

@@ -33,7 +33,6 @@ HACKS = {one.id: one for one in FIXTURES}
 def _sandbox(gpu: bool) -> Sandbox:
     """One for the life of the process: its worker takes seconds to start."""
     made = Sandbox(gpu=gpu, seconds=60)
-    made.__enter__()
     atexit.register(made.close)
     return made
 

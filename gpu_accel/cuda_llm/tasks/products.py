@@ -72,7 +72,7 @@ MATMUL = Task(
     name="matmul", title="Matrix product in float32", family="matmul", dims=("m", "n", "k"),
     inputs=(Buffer("a", ("m", "k")), Buffer("b", ("k", "n"))), outputs=(Buffer("out", ("m", "n")),),
     shown=({"m": 33, "n": 20, "k": 40}, {"m": 16, "n": 48, "k": 17}),
-    bench={"m": 4096, "n": 4096, "k": 4096}, ranges={"m": (1, 50), "n": (1, 50), "k": (1, 50)},
+    bench={"m": 2048, "n": 2048, "k": 2048}, ranges={"m": (1, 50), "n": (1, 50), "k": (1, 50)},
     oracle=lambda x, d: {"out": Truth(x["a"] @ x["b"], x["a"].abs() @ x["b"].abs())},
     library=lambda x, d: {"out": x["a"] @ x["b"]}, flops="2 * m * n * k", tolerance=32,
     start='''# /// launch
@@ -204,7 +204,7 @@ ATTENTION = Task(
     inputs=(Buffer("q", ("m", "dim")), Buffer("k", ("n", "dim")), Buffer("v", ("n", "dim"))),
     outputs=(Buffer("out", ("m", "dim")),),
     shown=({"m": 20, "n": 33, "dim": 16}, {"m": 9, "n": 16, "dim": 8}),
-    bench={"m": 8192, "n": 8192, "dim": 64}, ranges={"m": (1, 40), "n": (2, 40), "dim": (1, 20)},
+    bench={"m": 4096, "n": 4096, "dim": 64}, ranges={"m": (1, 40), "n": (2, 40), "dim": (1, 20)},
     oracle=_attention, library=_sdpa, flops="4 * m * n * dim", tolerance=32,
     start='''# /// launch
 # task = "attention"

@@ -19,7 +19,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gpu_accel.errors import InvalidInputError
 from gpu_accel.hardware.catalog import Profile, profile
 from gpu_accel.hardware.roofline import Roofline
 
@@ -164,13 +163,3 @@ class Task:
     def naive(self) -> Candidate:
         """The naive baseline in CUDA C++."""
         return Candidate.parse(self.naive_cuda)
-
-    def check_dims(self, dims: Mapping[str, int]) -> Dims:
-        """The sizes in order.
-
-        Raises:
-            InvalidInputError: other names than the task's, or sizes out of range.
-        """
-        if set(dims) != set(self.dims) or any(type(n) is not int or n < 1 for n in dims.values()):
-            raise InvalidInputError(f"{self.name} has the sizes {', '.join(self.dims)}, all positive; got {dict(dims)}")
-        return {name: dims[name] for name in self.dims}
