@@ -24,11 +24,11 @@ def run(function, tensors, grads, dtype=None):
     return [o.detach() for o in out] + list(torch.autograd.grad(total, leaves))
 
 
-def judge(names, function, tensors, grads):
+def judge(names, function, tensors, grads, factor=2.0):
     mine, truth = run(function("portable"), tensors, grads), run(function("reference"), tensors, grads, torch.float64)
     ruler = run(function("reference"), tensors, grads)
     for name, *three in zip(names, mine, truth, ruler, strict=True):
-        assert_close_to_truth(name, *three)
+        assert_close_to_truth(name, *three, factor=factor)
 
 
 SHAPES = [
@@ -58,7 +58,9 @@ def test_linear_attention(shape, segments, dtype):
             q, k, v, g=g, w=w, initial_state=h, segments=segments if backend == "portable" else 0, backend=backend
         )
 
-    judge(["o", "state", "dq", "dk", "dv", "dg", "dw", "dinitial"], function, tensors, grads)
+    # three products of tf32 keep about 22 bits of float32, and torch's own products 24
+    factor = 8.0 if dtype == FP32 else 2.0
+    judge(["o", "state", "dq", "dk", "dv", "dg", "dw", "dinitial"], function, tensors, grads, factor)
 
 
 def test_packed_sequences():
