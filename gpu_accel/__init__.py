@@ -30,6 +30,12 @@ _OPS: dict[str, list[str | tuple[str, str]]] = {
         "combine",
     ],
     "gpu_accel.ring_attention": ["ring_attention_forward", "ring_attention_backward", "distributed_attention"],
+    "gpu_accel.thunderkittens": [
+        "linear_attention",
+        "chunk_simple_gla",
+        "chunk_retention",
+        "mamba_chunk_scan_combined",
+    ],
     "gpu_accel.transformer_engine": [
         "quantize",
         "fp8_quantize",
