@@ -39,7 +39,7 @@ def test_flagship_neither_spills_nor_serialises(version):
     assert len(rows) == 3
     for name, row in rows.items():
         # 3.9 allocates head_dim 64 a little worse, outside the loop
-        assert row["spills"] <= (256 if row["triton"] >= "3.9" else 0), (name, row)
+        assert row["spills"] <= (320 if row["triton"] >= "3.9" else 0), (name, row)
         assert not row["warnings"], (name, row)
         assert row["wgmma"] > 0 and row["tma"] > 0, (name, row)
         assert row["shared"] <= SHARED_LIMIT, (name, row)
