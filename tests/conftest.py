@@ -40,12 +40,11 @@ else:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Everything in tests/gpu is marked `gpu`, and what is marked is skipped without a GPU."""
-    skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
         if "gpu" in item.path.parts:
             item.add_marker("gpu")
-        if not GPU and item.get_closest_marker("gpu"):
-            item.add_marker(skip)
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skipif(not GPU, reason="needs a CUDA device"))
 
 
 @pytest.fixture(scope="session")
