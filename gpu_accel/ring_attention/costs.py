@@ -7,7 +7,7 @@ records of the `scaling` and `overlap` experiments. `low` and `high` are the pes
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpu_accel.errors import InvalidInputError
 
@@ -91,23 +91,20 @@ LINKS = {
         True,
         "sent by the network card; hidden in arXiv 2411.01783 and flat from 16 to 64 GPUs in MagiAttention's plots",
     ),
-    "ib200": Link(
-        "ib200",
-        Constant(14e9, 13.5e9, 22.5e9, "B/s", "half of ib400; not measured"),
-        Constant(14e9, 13.5e9, 22.5e9, "B/s", "half of ib400; not measured"),
-        Constant(55e-6, 80e-6, 20e-6, "s", "as ib400"),
-        True,
-        "as ib400",
-    ),
-    "ib800": Link(
-        "ib800",
-        Constant(56e9, 54e9, 90e9, "B/s", "twice ib400; not measured"),
-        Constant(56e9, 54e9, 90e9, "B/s", "twice ib400; not measured"),
-        Constant(55e-6, 80e-6, 20e-6, "s", "as ib400"),
-        True,
-        "as ib400",
-    ),
 }
+
+
+def _ib400_times(factor: float, name: str, words: str) -> Link:
+    """InfiniBand of another rate: bandwidth in proportion to ib400, which is the one there are readings of."""
+    base = LINKS["ib400"]
+    hop, words = base.hop, f"{words} ib400; not measured"
+    rate = Constant(factor * hop.value, factor * hop.worst, factor * hop.best, "B/s", words)
+    latency = replace(base.latency, source="as ib400")
+    return Link(name, rate, rate, latency, base.hides, "as ib400")
+
+
+LINKS["ib200"] = _ib400_times(0.5, "ib200", "half of")
+LINKS["ib800"] = _ib400_times(2.0, "ib800", "twice")
 
 
 def links(text: str) -> tuple[Link, Link | None]:
