@@ -11,6 +11,7 @@ values, queries, outputs and page numbers once. `--precision fp8` has an e4m3 ca
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -88,12 +89,17 @@ def _case(shape: dict[str, Scalar], settings: Settings) -> Case:
     }
 
 
+class Arguments(dict):
+    """A dictionary that weak references can point at."""
+
+
 class Decoding:
     """Inputs, truth and judgement of one case."""
 
     def __init__(self, case: Case, device: str) -> None:
         self.case, self.device = case, device
         self._kept: tuple[int, Tensor, Tensor] | None = None
+        self._shared: weakref.WeakValueDictionary[int, Arguments] = weakref.WeakValueDictionary()
 
     def size(self, *names: str) -> tuple[int, ...]:
         return tuple(int(self.case[name]) for name in names)
@@ -128,6 +134,13 @@ class Decoding:
                 cache, made[f"{name}_descale"] = _quantize(cache)
             made[f"{name}_cache"] = cache
         made["cache_seqlens"] = torch.full((batch,), keys, dtype=torch.int32, device=self.device)
+        return made
+
+    def shared(self, seed: int) -> Arguments:
+        """One set of arguments for all implementations: 128 caches of 32k keys take 17 GB, and nobody writes to them."""
+        made = self._shared.get(seed)
+        if made is None:
+            made = self._shared[seed] = Arguments(self.arguments(seed))
         return made
 
     def expected(self, seed: int, arguments: dict) -> tuple[Tensor, Tensor]:
@@ -205,7 +218,7 @@ def bytes_moved(case: Case) -> float:
 
 def _ours(name: str, decoding: Decoding, settings: Settings, options: dict) -> Implementation:
     def prepare(seed: int) -> tuple[dict, Callable[[], Tensor]]:
-        made = decoding.arguments(seed)
+        made = decoding.shared(seed)
         return made, lambda: flash_attn_with_kvcache(**made, **options, backend="portable")
 
     def check(seed: int) -> Check:
@@ -221,7 +234,10 @@ def _ours(name: str, decoding: Decoding, settings: Settings, options: dict) -> I
             refuse_changes([fresh[n] for n in names], [made[n] for n in names])
             first = decoding.judge(seed, fresh, call)
             _negate(made["v_cache"])
-            return worse(first, decoding.judge(seed, fresh, call, -1.0))
+            try:
+                return worse(first, decoding.judge(seed, fresh, call, -1.0))
+            finally:
+                _negate(made["v_cache"])  # the others read it too
 
         return Timed(call, verify)
 
@@ -261,7 +277,7 @@ def _rivals(case: Case, settings: Settings) -> list[Contender]:
 
 def _peer(one: Contender, decoding: Decoding, settings: Settings) -> Implementation:
     def prepare(seed: int) -> tuple[dict, tuple[Tensor, ...], Callable[[], Tensor]]:
-        made = decoding.arguments(seed)
+        made = decoding.shared(seed)
         placed = one.place(made["q"], made["k_cache"], made["v_cache"])
         return made, placed, lambda: one.attend(*placed)
 
@@ -271,15 +287,19 @@ def _peer(one: Contender, decoding: Decoding, settings: Settings) -> Implementat
             return decoding.judge(seed, made, lambda: one.to_bshd(call()))
 
     def make(seed: int) -> Callable[[], object]:
-        _, placed, call = prepare(seed)
+        made, placed, call = prepare(seed)
 
         def verify() -> Check:
             fresh = decoding.arguments(seed)
             refuse_changes(one.place(fresh["q"], fresh["k_cache"], fresh["v_cache"]), placed)
             first = decoding.judge(seed, fresh, lambda: one.to_bshd(call()))
             placed[2].neg_()
-            return worse(first, decoding.judge(seed, fresh, lambda: one.to_bshd(call()), -1.0))
+            try:
+                return worse(first, decoding.judge(seed, fresh, lambda: one.to_bshd(call()), -1.0))
+            finally:
+                placed[2].neg_()
 
+        verify.keeps = made  # for the implementations that come after: what is placed may be views of it
         return Timed(call, verify)
 
     return Implementation(

@@ -69,13 +69,20 @@ def test_a_cache_in_parts_is_quantised_as_a_whole():
         assert torch.equal(one.float(), other.float())
 
 
-def test_what_is_timed_is_verified_and_changed_inputs_are_found():
+def test_what_is_timed_is_verified_and_changed_inputs_are_found(monkeypatch):
     found = {one.name: one for one in decode.build(decode.list_cases(CPU)[1], CPU).implementations}
     timed = found["portable"].make(0)
     timed()
-    assert timed.verify().ok
+    assert timed.verify().ok and timed.verify().ok  # v, negated meanwhile, is as it was
+
+    def careless(q, k_cache, v_cache, **options):
+        v_cache[0, 0, 0, 0] += 1
+        return flash_attn_with_kvcache(q, k_cache, v_cache, **options)
+
+    monkeypatch.setattr(decode, "flash_attn_with_kvcache", careless)
+    timed()
     with pytest.raises(IncorrectResultError, match="changed its input"):
-        timed.verify()  # v is negated by now
+        timed.verify()
     timed = found["copy"].make(0)
     with pytest.raises(IncorrectResultError, match="differs"):
         timed.verify()  # nothing has been copied yet
