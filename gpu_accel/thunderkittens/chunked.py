@@ -22,6 +22,7 @@ CHUNK = 64
 _PROGRAMS = 264  # two for each SM of an H100: below this many a sequence is cut into segments
 _LEAST_CHUNKS = 8  # of a segment
 _MOST_SEGMENTS = 16
+_DQK_WARPS = 8  # four accumulators
 
 
 def _block(size: int, most: int = 64) -> int:
@@ -29,9 +30,12 @@ def _block(size: int, most: int = 64) -> int:
     return max(16, min(most, next_power_of_2(size)))
 
 
-def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """bfloat16 stays so (the tensor core rounds the state to it anyway); float16 would overflow, so it is float32."""
-    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+def state_dtype(dtype: torch.dtype, exact: bool = False) -> torch.dtype:
+    """bfloat16 stays so (the tensor core rounds the state to it anyway); float16 would overflow, so it is float32.
+
+    exact: float32 in any case, for the gradient of the gates, which sums products of states.
+    """
+    return torch.bfloat16 if dtype == torch.bfloat16 and not exact else torch.float32
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -77,14 +81,14 @@ class _Places:
         return self.cu, self.offsets, self.sequence_of
 
 
-def _walk(k, v, g, w, initial, places, *, scale, chunk, segments, heads, group, reverse):
+def _walk(k, v, g, w, initial, places, *, scale, chunk, segments, heads, group, reverse, exact=False):
     """(states that enter every chunk, state at the end); with `reverse` from the end to the beginning."""
     key_dim, value_dim = k.shape[-1], v.shape[-1]
     bk, bv = _block(key_dim), _block(value_dim)
     tiles = -(-key_dim // bk) * -(-value_dim // bv)
     segments = segments or segments_for(places.sequences, heads, tiles, places.chunks)
     shape = (places.sequences, heads, key_dim, value_dim)
-    states = v.new_empty((places.total, *shape[1:]), dtype=state_dtype(v.dtype))
+    states = v.new_empty((places.total, *shape[1:]), dtype=state_dtype(v.dtype, exact))
     final = v.new_empty(shape, dtype=torch.float32)
     local = v.new_empty((segments if segments > 1 else 0, *shape), dtype=torch.float32)
     decays = v.new_empty((segments if segments > 1 else 0, *shape[:2]), dtype=torch.float32)
@@ -167,6 +171,7 @@ def chunked_backward(
     heads, heads_q = v.shape[2], q.shape[2]
     group = heads // heads_q if heads_q else 1
     common = dict(scale=scale, chunk=chunk, segments=segments, heads=heads, group=group)
+    common["exact"] = want_dg = want_dg and g is not None
     per_head = (*v.shape[:3], q.shape[3])
     wide = q.dtype if group == 1 else torch.float32
     fresh = torch.empty if cu_seqlens is None else torch.zeros
@@ -176,7 +181,6 @@ def chunked_backward(
     smaller = {"BK": _block(q.shape[3], most), "BV": _block(v.shape[3], most)}
     blocks_k, blocks_v = -(-q.shape[3] // smaller["BK"]), -(-v.shape[3] // _block(v.shape[3]))
     rows = v.shape[0] * v.shape[1]
-    want_dg = want_dg and g is not None
     dg = fresh((blocks_k if want_dg else 0, *v.shape[:3]), dtype=torch.float32, device=v.device)
     dw = fresh((blocks_v if w is not None else 0, *v.shape[:3]), dtype=torch.float32, device=v.device)
     with _device(v):
@@ -190,7 +194,7 @@ def chunked_backward(
                    (q, k, v, g, w, do, dstates, dv, dw, *places.tables(), *strides, *sizes), options)  # fmt: skip
             launch(kernels._dqk_kernel, places.total * heads * blocks_k,
                    (q, k, v, g, w, do, states, dstates, dq, dk, dg, *places.tables(), *strides, *sizes),
-                   options | smaller | {"WANT_DG": want_dg, "num_warps": 8})  # fmt: skip
+                   options | smaller | {"WANT_DG": want_dg, "num_warps": _DQK_WARPS})  # fmt: skip
     if group > 1:
         dq, dk = (x.unflatten(2, (heads_q, group)).sum(3).to(q.dtype) for x in (dq, dk))
     dg = dg.sum(0) if want_dg else dg.new_empty(0)
