@@ -5,6 +5,11 @@ On GPUs that convert to fp8 themselves (sm_89 and newer, NATIVE) e4m3 and e5m2 u
 PTX). Everywhere else, in the interpreter, and for narrower formats, integers do the same: Triton's interpreter drops
 the carry of the mantissa (seen on 3.7.1) and older GPUs have no such instruction.
 
+ptxas 12.8.93 and 12.9.86 (of Triton 3.6 to 3.9) miscompile that instruction where its two codes are used twice: as half
+of a packed word and by themselves. They merge it into the packed word and read a register that nothing wrote for the
+other use; on an H100 a quarter of the bytes was wrong. So nothing here lets a result of it have both uses (a test reads
+the PTX): copies along rows and along columns take their scale from two loads, which are not known to be equal.
+
 e2m1 takes one addition: its steps are 0.5, 1 and 2 in [0, 2), [2, 4) and [4, 6], so adding the float32 number whose
 last place is that step rounds to nearest even, and with last bits 0, 2 and 4 chosen for it they become the code.
 
@@ -108,8 +113,7 @@ def encode_scale(amax):
 
 @triton.jit
 def scale_and_inverse(
-    bits, encode,
-    SCALE: tl.constexpr, LARGEST: tl.constexpr, ADD: tl.constexpr, EMAX: tl.constexpr, NATIVE: tl.constexpr,
+    bits, encode, SCALE: tl.constexpr, LARGEST: tl.constexpr, ADD: tl.constexpr, EMAX: tl.constexpr,
 ):  # fmt: skip
     """(scale as it is stored, what numbers are multiplied with) from the bits of largest magnitudes.
 
@@ -123,14 +127,10 @@ def scale_and_inverse(
     elif SCALE == 3:
         wanted = tl.minimum(number_of(bits) * tl.div_rn(encode, 6.0), 448.0)
         wanted = tl.where(wrong, 0.0, wanted)
-        if NATIVE:
-            rounded = wanted.to(tl.float8e4nv)
-            code = rounded.to(tl.uint8, bitcast=True).to(tl.int32)
-            number = rounded.to(tl.float32)
-        else:
-            code = _float_code(wanted, 0, 3, 7, 0x7E, False)
-            normal = number_of((code + (120 << 3)) << 20)
-            number = tl.where(code < 8, code.to(tl.float32) * 0.001953125, normal)
+        # by integers on every GPU: ptxas spoils a conversion to fp8 that is both packed and read, see the file's head
+        code = _float_code(wanted, 0, 3, 7, 0x7E, False)
+        normal = number_of((code + (120 << 3)) << 20)
+        number = tl.where(code < 8, code.to(tl.float32) * 0.001953125, normal)
         inverse = tl.minimum(tl.div_rn(encode + tl.zeros_like(number), tl.where(code == 0, 1.0, number)), _FLT_MAX)
         inverse = tl.where(wrong, float("nan"), tl.where(code == 0, 0.0, inverse))
         stored = tl.where(wrong, 0x7F, code).to(tl.uint8)

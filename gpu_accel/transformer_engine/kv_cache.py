@@ -105,13 +105,13 @@ def _kv_kernel(
         for row in range(first, end, ROWS):
             t, size = _kv_tile(x, row, end, s_row, D, ROWS, COLS, FINITE)
             amax = tl.maximum(amax, tl.max(tl.max(size, 1), 0))
-        stored, inverse = scale_and_inverse(amax, 1.0, 0, LARGEST, 0, 0, NATIVE)
+        stored, inverse = scale_and_inverse(amax, 1.0, 0, LARGEST, 0, 0)
         tl.store(scale + (batch * blocks + block) * heads + head, stored)
     for row in range(first, end, ROWS):
         t, size = _kv_tile(x, row, end, s_row, D, ROWS, COLS, FINITE)
         r = row + tl.arange(0, ROWS)
         if PER_TOKEN:
-            stored, factors = scale_and_inverse(tl.max(size, 1), 1.0, 0, LARGEST, 0, 0, NATIVE)
+            stored, factors = scale_and_inverse(tl.max(size, 1), 1.0, 0, LARGEST, 0, 0)
             tl.store(scale + (batch * seqlen + r) * heads + head, stored, mask=r < end)
             y = t * factors[:, None]
         else:

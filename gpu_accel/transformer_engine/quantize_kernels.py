@@ -113,7 +113,7 @@ def _quantize_tile(
         amax = tl.max(tl.reshape(size, (R, ACROSS, GC)), 2)
     else:
         amax = tl.max(tl.max(tl.reshape(size, (DOWN, GR, ACROSS, GC)), 3), 1)
-    stored, inverse = scale_and_inverse(amax, tensor_encode, SCALE, LARGEST, ADD, EMAX, NATIVE)
+    stored, inverse = scale_and_inverse(amax, tensor_encode, SCALE, LARGEST, ADD, EMAX)
     gr = row // GR + tl.arange(0, DOWN).to(tl.int64)
     gc = col // GC + tl.arange(0, ACROSS)
     down = (rows + GR - 1) // GR
@@ -227,12 +227,26 @@ def _cast_tile(
 @triton.jit
 def _row_scales(
     amax, scales, index, limit, write,
-    SCALE: tl.constexpr, LARGEST: tl.constexpr, ADD: tl.constexpr, EMAX: tl.constexpr, NATIVE: tl.constexpr,
+    SCALE: tl.constexpr, LARGEST: tl.constexpr, ADD: tl.constexpr, EMAX: tl.constexpr,
 ):  # fmt: skip
     bits = tl.load(amax + index, mask=index < limit, other=0)
-    stored, inverse = scale_and_inverse(bits, 1.0, SCALE, LARGEST, ADD, EMAX, NATIVE)
+    stored, inverse = scale_and_inverse(bits, 1.0, SCALE, LARGEST, ADD, EMAX)
     tl.store(scales + index, stored, mask=(index < limit) & write)
     return inverse
+
+
+@triton.jit
+def _tensor_scale(
+    amax, scales, write,
+    MODE: tl.constexpr, SCALE: tl.constexpr, LARGEST: tl.constexpr, ADD: tl.constexpr, EMAX: tl.constexpr,
+):  # fmt: skip
+    if MODE == 2:
+        return tl.div_rn(1.0, tl.load(scales))
+    else:
+        stored, inverse = scale_and_inverse(tl.load(amax), 1.0, SCALE, LARGEST, ADD, EMAX)
+        if write:
+            tl.store(scales, stored)
+        return inverse
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -244,26 +258,25 @@ def _cast_kernel(
     PACKED: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, NESTED: tl.constexpr, EVEN: tl.constexpr,
     NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """MODE 0: the scale of the tensor follows from amax_r. 1: scales per row and column follow from amax_r and amax_c.
-    2: the scale is given in scales_r, and the largest magnitude (all values, NaN and Inf too) is left in amax_r."""
+    """MODE 0: the scale of the tensor follows from its largest magnitude, in amax_r and amax_c alike. 1: scales per row
+    and column follow from amax_r and amax_c. 2: the scale is given in scales_r and scales_c, and the largest magnitude
+    (all values, NaN and Inf too) is left in amax_r.
+
+    Each copy has its own pointer to what both share, so that their conversions are never merged (see codec.py)."""
     pid = tl.program_id(0)
     row = (pid // col_tiles).to(tl.int64) * BM
     col = (pid % col_tiles) * BK
     tile = _tile(x, row, col, rows, cols, inner, s_outer, s_row, s_col, BM, BK, NESTED, EVEN)
-    if MODE == 0:
-        stored, inverse = scale_and_inverse(tl.load(amax_r), 1.0, SCALE, LARGEST, ADD, EMAX, NATIVE)
-        if pid == 0:
-            tl.store(scales_r, stored)
-    elif MODE == 2:
-        inverse = tl.div_rn(1.0, tl.load(scales_r))
+    if MODE == 2:
         _raise(amax_r, tl.max(tl.max(_magnitudes(tile.to(tl.float32), False), 1), 0))
     if ROW:
         if MODE == 1:
             r = row + tl.arange(0, BM)
-            factors = _row_scales(amax_r, scales_r, r, rows, col == 0, SCALE, LARGEST, ADD, EMAX, NATIVE)
+            factors = _row_scales(amax_r, scales_r, r, rows, col == 0, SCALE, LARGEST, ADD, EMAX)
             _cast_tile(tile, factors[:, None], out_r, row, col, rows, cols, width_r, seed, BM, BK, ELEMENT, FINITE,
                        STOCHASTIC, 0, PACKED, EVEN, NATIVE)  # fmt: skip
         else:
+            inverse = _tensor_scale(amax_r, scales_r, pid == 0, MODE, SCALE, LARGEST, ADD, EMAX)
             _cast_tile(tile, inverse, out_r, row, col, rows, cols, width_r, seed, BM, BK, ELEMENT, FINITE,
                        STOCHASTIC, 0, PACKED, EVEN, NATIVE)  # fmt: skip
     if COL:
@@ -271,9 +284,10 @@ def _cast_kernel(
         top, left = col.to(tl.int64), row.to(tl.int32)
         if MODE == 1:
             c = col + tl.arange(0, BK)
-            factors = _row_scales(amax_c, scales_c, c, cols, row == 0, SCALE, LARGEST, ADD, EMAX, NATIVE)
+            factors = _row_scales(amax_c, scales_c, c, cols, row == 0, SCALE, LARGEST, ADD, EMAX)
             _cast_tile(turned, factors[:, None], out_c, top, left, cols, rows, width_c, seed, BK, BM, ELEMENT, FINITE,
                        STOCHASTIC, 1, PACKED, EVEN, NATIVE)  # fmt: skip
         else:
+            inverse = _tensor_scale(amax_c, scales_c, pid == 0, MODE, SCALE, LARGEST, ADD, EMAX)
             _cast_tile(turned, inverse, out_c, top, left, cols, rows, width_c, seed, BK, BM, ELEMENT, FINITE,
                        STOCHASTIC, 1, PACKED, EVEN, NATIVE)  # fmt: skip

@@ -229,18 +229,15 @@ def quantize_op(
     # the scale is known before the tile is read
     bm, bk, warps = plain_tile(m, columnwise)
     programs, tiles, even = _grid(m, bm, bk)
-    scales_r, scales_c = row[1], col[1]
     if scale is not None:
-        (row if rowwise else col)[1].copy_(scale)
-    if per_tensor and not rowwise:
-        scales_r = scales_c
+        for parts, made in ((row, rowwise), (col, columnwise)):
+            if made:
+                parts[1].copy_(scale)
     mode = 2 if known else int(per_row)
     options = dict(BM=bm, BK=bk, MODE=mode, ROW=rowwise, COL=columnwise, EVEN=even, num_warps=warps,
                    **numbers, **shared, **native)  # fmt: skip
-    arguments = (x, row[0], col[0], scales_r, scales_c, amax_r, amax_c, *place, tiles, *widths, seed)
+    arguments = (x, row[0], col[0], row[1], col[1], amax_r, amax_c, *place, tiles, *widths, seed)
     launch(_cast_kernel, programs, arguments, options)
-    if per_tensor and rowwise and columnwise:
-        col[1].copy_(row[1])
     return (
         *row,
         *col,

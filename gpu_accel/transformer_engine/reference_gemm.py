@@ -29,3 +29,25 @@ def scaled_mm_reference(
     if bias is not None:
         out = out + bias.to(dtype)
     return out.to(out_dtype).reshape(*a.shape[:-1], b.shape[0])
+
+
+def hopper_fp8_sum(a: Tensor, b: Tensor, *, every: int = 128, fraction_bits: int = 13) -> Tensor:
+    """A model of how Hopper's fp8 tensor cores add up a (M, K) @ b (N, K).T; float64, not fast.
+
+    32 products and the sum so far are aligned to the largest of them and cut off (towards minus infinity) below
+    `fraction_bits` bits behind its leading one. After `every` of K the sum leaves the tensor core and is added in
+    float32. Of sums of 2**15 positive numbers it loses 0.06 % if they leave every 128 of K, 0.002 % every 32, and 38 %
+    if they never do; an H100 lost 0.06 % in the first case. DeepSeek-V3 (arXiv:2412.19437, section 3.5.2) speaks of
+    about 14 bits.
+    """
+    a, b = a.double(), b.double()
+    total = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device=a.device)
+    part = total.double()
+    for k in range(0, a.shape[1], 32):
+        if k % every == 0:
+            total, part = total + part.float(), torch.zeros_like(part)
+        products = a[:, None, k : k + 32] * b[None, :, k : k + 32]
+        top = torch.maximum(products.abs().amax(-1), part.abs())
+        step = torch.exp2(torch.floor(torch.log2(top.clamp_min(2.0**-100))) - fraction_bits)
+        part = (torch.floor(products / step[..., None]).sum(-1) + torch.floor(part / step)) * step
+    return total.double() + part

@@ -11,7 +11,7 @@ from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.testing import assert_close_to_truth, generator, poison_like
 from gpu_accel.transformer_engine.gemm import _bytes, explain_mm, fp4_gemm, fp8_gemm, scaled_mm
 from gpu_accel.transformer_engine.quantizer import quantize
-from gpu_accel.transformer_engine.reference_gemm import scaled_mm_reference
+from gpu_accel.transformer_engine.reference_gemm import hopper_fp8_sum, scaled_mm_reference
 
 PAIRS = [
     ("fp8", "fp8"),
@@ -166,3 +166,15 @@ def test_gradients_are_refused_not_dropped(product, device):
         product(a, b)
     with torch.no_grad():
         assert product(a, b).shape == (16, 16)
+
+
+def test_model_of_the_sums_of_a_tensor_core():
+    """Exact with many bits; with 13 the loss grows with what stays inside."""
+    a, b = (quantize(torch.rand(4, 4096, generator=generator(s)), "fp8", backend="reference") for s in (0, 1))
+    x, y = a.codes.float(), b.codes.float()
+    truth = x.double() @ y.double().t()
+    exact = hopper_fp8_sum(x, y, every=4096, fraction_bits=40)
+    torch.testing.assert_close(exact, truth, rtol=1e-9, atol=0)
+    lost = [((truth - hopper_fp8_sum(x, y, every=n)) / truth).max().item() for n in (32, 128, 4096)]
+    assert 0 < lost[0] < 5e-5 < lost[1] < 1e-3 < 0.02 < lost[2] < 0.2, lost
+    assert hopper_fp8_sum(x[:, :0], y[:, :0]).abs().max() == 0
