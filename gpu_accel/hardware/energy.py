@@ -8,7 +8,8 @@ The counter (NVML's total energy, in millijoules) stands still for some 20 to 10
 mostly its steps. Three rules follow, and a window that breaks them is refused instead of reported:
 
 * both ends of a window lie where the counter has just moved, so no energy of before or after is in it;
-* the resolution, one step of the counter relative to the window, is stated, and must be what was asked for;
+* the resolution, the longest step of the counter relative to the window, is stated, and must be what was asked for:
+  a window with a long step in it (the host looked late) goes on until it is, up to MOST_PATIENT times as long;
 * the card's idle power is measured with the same counter, just before, and subtracted; both are kept.
 
 The load runs in batches with the host waiting after each, a few milliseconds long, so that a batch is either in the
@@ -32,6 +33,7 @@ FEWEST_STEPS = 8  # of the counter in a window
 BATCH = 0.005  # seconds of load between two looks at the counter
 WARM_UP = 0.5  # seconds of load before the window: clocks and power settle within it
 SETTLE = 0.5  # seconds of rest before the idle power is read
+MOST_PATIENT = 3  # windows as asked for, before one that does not resolve enough is given up
 PATIENCE = 20 * STEP  # seconds without a movement after which a counter counts as stuck
 
 
@@ -84,7 +86,7 @@ def measure_energy(
 
     Args:
         call: queues the work on the current device; it is called many times, and must not change what it costs.
-        seconds: the window. At least STEP / resolution, and FEWEST_STEPS steps of the counter.
+        seconds: the shortest window. At least STEP / resolution, and FEWEST_STEPS steps of the counter.
         resolution: the largest relative error that the steps of the counter may cause.
         idle_seconds: how long the idle power is watched.
         index: torch's number of the GPU, default the current one.
@@ -121,7 +123,7 @@ def measure_energy(
     start = now()
     while now() - start < WARM_UP:
         work()
-    loaded = meter.watch(seconds, work, count=lambda: done)
+    loaded = meter.watch(seconds, work, count=lambda: done, resolution=resolution)
     achieved = loaded.step_s / loaded.seconds
     if loaded.steps < FEWEST_STEPS or achieved > resolution:
         raise HardwareError(
@@ -168,15 +170,23 @@ class _Meter:
         return joules
 
     def watch(
-        self, seconds: float, meanwhile: Callable[[], object], *, count: Callable[[], int] = lambda: 0
+        self,
+        seconds: float,
+        meanwhile: Callable[[], object],
+        *,
+        count: Callable[[], int] = lambda: 0,
+        resolution: float = math.inf,
     ) -> _Window:
-        """From one movement of the counter to the first that is `seconds` later, with `meanwhile` between looks."""
+        """From one movement of the counter to the first that is `seconds` later and resolves enough (or too late to
+        wait on), with `meanwhile` between looks."""
         moves = self._moves(meanwhile)
         begin, energy = next(moves)
         counted, last, steps, longest = count(), begin, 0, 0.0
         for when, joules in moves:
             steps, longest, last = steps + 1, max(longest, when - last), when
-            if when - begin >= seconds:
+            length = when - begin
+            fine = steps >= FEWEST_STEPS and longest <= resolution * length or resolution == math.inf
+            if length >= seconds and (fine or length >= MOST_PATIENT * seconds):
                 return _Window(joules - energy, when - begin, steps, longest, count() - counted)
         raise AssertionError("a counter moves until it is stuck, which raises")
 

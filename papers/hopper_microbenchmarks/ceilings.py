@@ -22,7 +22,7 @@ from gpu_accel.workbench.experiment import Case, Check, Implementation, Settings
 from . import matmul, streams
 
 ELEMENTS = 2**29  # 2 GiB of float32: forty times the second-level cache of an H100
-SIZES = {"bf16": 8192, "fp16": 8192, "tf32": 8192, "e4m3": 8192}
+PRODUCTS = (("bf16", 8192), ("fp16", 8192), ("tf32", 8192), ("e4m3", 8192), ("e4m3", 2048), ("e4m3", 1024))
 MEMORY = ("copy", "read", "write")
 
 
@@ -32,8 +32,8 @@ def list_cases(settings: Settings) -> list[Case]:
     if settings.on_gpu and settings.quick:
         elements //= 4
     found: list[Case] = [{"what": what, "dtype": "fp32", "size": elements} for what in MEMORY]
-    for dtype, size in SIZES.items():
-        found.append({"what": "matmul", "dtype": dtype, "size": size if settings.on_gpu else 64})
+    for dtype, size in PRODUCTS if settings.on_gpu else [(dtype, 64) for dtype in dict(PRODUCTS)]:
+        found.append({"what": "matmul", "dtype": dtype, "size": size})
     return [*found, {"what": "launch", "dtype": "fp32", "size": 1}]
 
 

@@ -1,13 +1,15 @@
 """The experiment `energy`: joules per operation and per token, from the energy counter of the card.
 
-    case       op       matmul (size x size x size, through torch), attention (forward, size tokens, 16 heads of 128)
-               dtype    bf16, e4m3
+    case       op       matmul (size x size x size, through torch), attention (forward, size tokens, 16 heads of 128);
+                        wgmma, mma.sync: that instruction alone, by the kernels of `tensor-cores`, size is its n
+               dtype    bf16, fp16, e4m3
                data     random, or zeros: what flips no bits draws less
                size
     metrics    energy_j [J]             of one call, above idle
                energy_gross_j [J]       with idle
                idle_w, power_w [W]      before, and in the window
                efficiency [TFLOP/J]     operations / energy_j
+               efficiency_gross [TFLOP/J]  operations / energy_gross_j
                energy_per_token_j [J]   attention only: of its forward pass, for each token
                resolution_percent [%]   of energy_j, from the steps of the counter (see gpu_accel.hardware.energy)
 
@@ -34,18 +36,24 @@ _CASES = (
     ("attention", "bf16", "random"),
     ("attention", "e4m3", "random"),
 )
+_INSTRUCTIONS = {"wgmma": 256, "mma.sync": 8}  # and their columns
 
 
 def list_cases(settings: Settings) -> list[Case]:
-    """Products and attention of 8192, in two dtypes, and zeros beside random numbers."""
+    """Products and attention of 8192, in two dtypes, zeros beside random numbers; on a GPU also two instructions."""
     size = {"matmul": 8192 if settings.on_gpu else 64, "attention": 8192 if settings.on_gpu else 48}
     kept = _CASES[::2] if settings.quick else _CASES
-    return [{"op": op, "dtype": dtype, "data": data, "size": size[op]} for op, dtype, data in kept]
+    found: list[Case] = [{"op": op, "dtype": dtype, "data": data, "size": size[op]} for op, dtype, data in kept]
+    if settings.on_gpu and not settings.quick:
+        found += [{"op": op, "dtype": "fp16", "data": "random", "size": n} for op, n in _INSTRUCTIONS.items()]
+    return found
 
 
 def build(case: Case, settings: Settings) -> Workload:
     """One implementation a case: torch's product, or this library's attention beside torch's."""
     dtype, size = str(case["dtype"]), int(case["size"])
+    if case["op"] in _INSTRUCTIONS:
+        return _instruction(str(case["op"]), size, dtype, str(case["data"]), settings)
     if case["op"] == "matmul":
         flops, moved = matmul.work(dtype, size)
         call = lambda seed: matmul.prepared(  # noqa: E731
@@ -65,6 +73,21 @@ def build(case: Case, settings: Settings) -> Workload:
         for name, role, forward in _forwards(dtype)
     ]  # fmt: skip
     return Workload(implementations=made, flops=flops)
+
+
+def _instruction(op: str, n: int, dtype: str, data: str, settings: Settings) -> Workload:
+    """A matrix instruction on all SMs, operands in shared memory (wgmma) or registers (mma.sync)."""
+    from gpu_accel.hardware.microbenchmarks import launch, tensor
+
+    a = "shared" if op == "wgmma" else "registers"
+    shape = tensor.Shape(n=n, dtype=dtype, a=a, instruction=op)
+    if why := launch.unavailable(settings.device):
+        return Workload(implementations=[Implementation(name="kernel", role="ours", unavailable=why)])
+    flops = tensor.load_flops(shape)
+    check = lambda seed: tensor.measure(shape, data, seed).check  # noqa: E731
+    call = lambda seed: tensor.load(shape, data, seed)  # noqa: E731
+    probe = _implementation("kernel", "ours", call, check, settings, flops=flops)
+    return Workload(implementations=[probe], flops=flops)
 
 
 def _implementation(
@@ -88,6 +111,7 @@ def _implementation(
             "idle_w": (found.idle_w, "W"),
             "power_w": (found.power_w, "W"),
             "efficiency": (flops / found.joules_per_call / 1e12, "TFLOP/J"),
+            "efficiency_gross": (flops / found.gross_joules_per_call / 1e12, "TFLOP/J"),
             "resolution_percent": (100 * found.resolution, "%"),
         }
         return known | ({"energy_per_token_j": (found.per(tokens), "J")} if tokens else {})

@@ -11,8 +11,7 @@ Times are SM clock cycles, so that cards of different clocks compare. The implem
                                                                         throughput [instr/clk/SM]
     instructions       instruction                                      latency [clk], throughput [instr/clk/SM]
     tensor-cores       instruction, n, k, dtype, accumulator, a,        latency [clk], completion [clk], throughput
-                       sparse, data                                     [flop/clk/SM], time [ms] (tflops follows); at
-                                                                        n = 256 power [W], after 100 ms of load
+                       sparse, data                                     [flop/clk/SM], time [ms] (tflops follows)
     fp8-accumulation   k, dtype, data                                   max_rel_error [1]; accumulator_bits and
                                                                         product_bits [bits];
                                                                         "wgmma", "wgmma-promoted", peers "torch-fast",
@@ -27,7 +26,9 @@ Times are SM clock cycles, so that cards of different clocks compare. The implem
 
 Values of the keys:
 
-    level         l1, shared, l2, l2-near, l2-far, dram: the level that serves the loads; curve: growing footprints
+    level         l1, shared, l2, dram: the level that serves the loads; l2-near and l2-far: hits by the half of the
+                  cache that is the line's home, l2-near-miss and l2-far-miss: what neither has; l2-same (bandwidth):
+                  all blocks read one buffer; curve: growing footprints
     load          ld.global.ca.u64, ld.global.ca.u32+index (with address arithmetic), ld.global.cg.u64, ld.shared.u32,
                   ld.u64 (generic, to shared), atom.global.add.u64, atom.shared.add.u32
     op            read, write, copy, atomic-add (one word a thread), atomic-add-same (one word for all)
@@ -39,14 +40,20 @@ Values of the keys:
     a             shared (SS) or registers (RS; mma.sync always)
     data          zeros or random
     k, data       (fp8-accumulation) the length of the sums; uniform (0 to 1), normal, or powers (the test of bits)
-    engine        tma (tensor map), bulk (cp.async.bulk), cp.async, load (ld.global and st.shared, to compare)
+    engine        tma (tensor map), bulk (cp.async.bulk), cp.async, load (ld.global and st.shared, to compare), ldg
+                  (ld.global until its value may be read)
     box           such as "64x64" (elements of 4 bytes, innermost first); "1-D" where there is no tensor map
     source        l2 or dram: where the data lie
     in_flight     boxes that a block has asked for at a time: 1 as in 2402.13499, or 4
     pattern       own, remote (latency); own-bandwidth, ring, pair, broadcast (bandwidth)
     probe         raw-latency (variant: an instruction, LDS, LDG, ATOMS), issue-rate (variant: one-sub-core or
-                  four-sub-cores; size: active warps), bank-conflict (variant: no-conflict or same-bank), stall-count
-                  (size: the count), memory-burst (size: loads), instruction-cache (size: KB of code)
+                  four-sub-cores; size: active warps), bank-conflict (variant: no-conflict, same-bank or
+                  same-bank-reuse), stall-count (size: the count), memory-burst (variant: LDS, of one warp, or
+                  LDS-four-sub-cores, of four; size: loads of each), instruction-cache (size: KB of code)
+
+The `time` of tensor-cores is what power and heat allow at that moment: the clock falls under load and comes back, so
+between two runs it moved by up to 16 % for one instruction while its cycles moved by less than 1 %. Rates of the units
+are in `throughput`; rates that a card keeps up are in `time`, and no better known than that.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ METRICS = {
     "dpx": {"latency", "throughput"},
     "cores": {"latency", "throughput", "wrong_fraction"},
     "ceilings": {"time"},
-    "energy": {"energy_j", "efficiency"},
+    "energy": {"energy_j", "efficiency", "efficiency_gross"},
 }
 
 
@@ -48,6 +48,7 @@ def record(experiment, case, impl, metric):
         "time": "ms",
         "energy_j": "J",
         "efficiency": "TFLOP/J",
+        "efficiency_gross": "TFLOP/J",
     }.get(metric)
     if unit is None:
         unit = "flop/clk/SM" if (experiment, metric) == ("tensor-cores", "throughput") else CYCLES[metric]

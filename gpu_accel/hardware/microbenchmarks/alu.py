@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 UNROLL = 128  # steps in one pass of the loop
 CHAINS = 4  # independent chains a thread, in the throughput kernel
 _WARPS = 32
-_SHORT, _LONG, _THROUGHPUT = 8, 40, 24  # passes of the loop
+_SHORT, _LONG, _THROUGHPUT = 8, 40, 96  # passes of the loop; the code is fetched in the first
 _C_TYPES = {"float": ("f", ctypes.c_float), "double": ("d", ctypes.c_double), "u32": ("r", ctypes.c_uint32)}
 
 _CHAIN = """
@@ -172,6 +172,12 @@ class Step:
         return equal(found, wanted, f"wrong elements of {what}")
 
 
+def compiled_with(step: Step, steps: tuple[Step, ...], size: int = 10) -> tuple[Step, ...]:
+    """The steps that share a source with `step`: few sources compile fast, several of them side by side."""
+    first = steps.index(step) // size * size
+    return steps[first : first + size]
+
+
 @functools.cache
 def source_of(steps: tuple[Step, ...]) -> str:
     """The kernels of some steps in one file: compiled and disassembled in one go."""
@@ -196,8 +202,8 @@ def probes(quick: bool = False) -> list[Probe]:
     return [
         Probe(
             case={"instruction": step.name},
-            kernels=step.kernels(STEPS),
-            measure=functools.partial(step.measure, among=STEPS),
+            kernels=step.kernels(compiled_with(step, STEPS)),
+            measure=functools.partial(step.measure, among=compiled_with(step, STEPS)),
         )
         for step in chosen
     ]

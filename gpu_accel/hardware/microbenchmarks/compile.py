@@ -12,8 +12,10 @@ import functools
 import gzip
 import hashlib
 import os
+import pickle
 import shutil
 import subprocess
+import sys
 import tempfile
 import zlib
 from collections.abc import Iterable
@@ -102,16 +104,21 @@ def build(source: str) -> Binary:
 
 @functools.cache
 def _build(source: str) -> Binary:
+    compiler = _compiler()
+    place = _cache(source, compiler)
+    if (kept := _read(place)) is None:
+        if (kept := _compiled.get(source)) is None:
+            cubin = _compile(_nvrtc(), source)
+            kept = cubin, _disassemble(cubin)
+        _write(place, *kept)
+    return Binary(cubin=kept[0], sass=kept[1], functions=parse(kept[1]), compiler=compiler)
+
+
+def _compiler() -> str:
     nvrtc = _nvrtc()
     status, major, minor = nvrtc.nvrtcVersion()
     _require(nvrtc, status)
-    compiler = f"nvrtc {major}.{minor}"
-    place = _cache(source, compiler)
-    if (kept := _read(place)) is None:
-        cubin = _compile(nvrtc, source)
-        kept = cubin, _disassemble(cubin)
-        _write(place, *kept)
-    return Binary(cubin=kept[0], sass=kept[1], functions=parse(kept[1]), compiler=compiler)
+    return f"nvrtc {major}.{minor}"
 
 
 def _compile(nvrtc: Any, source: str) -> bytes:
@@ -184,8 +191,45 @@ def _require(nvrtc: Any, status: Any) -> None:
 
 
 def build_all(sources: Iterable[str], workers: int | None = None) -> None:
-    """Compile sources side by side, so that later calls of `build` find them ready."""
-    todo = list(dict.fromkeys(sources))
-    if len(todo) > 1:
-        with ThreadPoolExecutor(workers or min(16, os.cpu_count() or 1)) as pool:
-            list(pool.map(build, todo))
+    """Compile sources side by side, so that later calls of `build` find them ready.
+
+    NVRTC compiles one source at a time in a process, so each worker is a process of its own.
+    """
+    todo = [source for source in dict.fromkeys(sources) if not _is_ready(source)]
+    workers = min(len(todo), workers or min(16, os.cpu_count() or 1))
+    if workers > 1:
+        todo.sort(key=len, reverse=True)  # dealt out like cards, long ones first
+        with ThreadPoolExecutor(workers) as pool:
+            for ready in pool.map(_in_another_process, [todo[first::workers] for first in range(workers)]):
+                _compiled.update(ready)
+    for source in todo:  # those that no worker returned fail here, with their error
+        build(source)
+
+
+_compiled: dict[str, tuple[bytes, str]] = {}  # what workers made
+
+
+def _is_ready(source: str) -> bool:
+    return source in _compiled or _read(_cache(source, _compiler())) is not None
+
+
+def _in_another_process(sources: list[str]) -> dict[str, tuple[bytes, str]]:
+    """(cubin, disassembly) of what a worker could compile; its errors show again in `build`."""
+    root = str(Path(__file__).parents[3])
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    command = [sys.executable, "-c", f"from {__name__} import _work; _work()"]
+    done = subprocess.run(
+        command, input=pickle.dumps(sources), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": path},
+    )  # fmt: skip
+    return pickle.loads(done.stdout) if done.returncode == 0 else {}
+
+
+def _work() -> None:
+    """What a worker does: sources from stdin, what became of them to stdout."""
+    nvrtc, made = _nvrtc(), {}
+    for source in pickle.load(sys.stdin.buffer):
+        with contextlib.suppress(RuntimeError):
+            cubin = _compile(nvrtc, source)
+            made[source] = cubin, _disassemble(cubin)
+    pickle.dump(made, sys.stdout.buffer)

@@ -2,12 +2,13 @@
 
     raw-latency        cycles from an instruction to one that needs its result
     issue-rate         FFMA per cycle when all active warps share one sub-core (warp index % 4), or are spread over four
-    bank-conflict      FFMA whose three sources lie in one register bank, or in both; the cubin is patched for it
-    stall-count        dependent FFMA whose stall count in the cubin is set lower than the compiler's
-    memory-burst       cycles to issue so many independent loads from shared memory
+    bank-conflict      FFMA whose three sources lie in one register bank, with and without reuse bits, or in both
+    stall-count        dependent FFMA whose stall count is set lower, or higher, than the compiler's
+    memory-burst       cycles to issue so many independent loads from shared memory, with stall counts of 1
     instruction-cache  cycles of an FFMA in a loop of growing code
 
-Patching changes single fields of 128-bit instructions: register numbers (bits 24 to 39) and the control word.
+The cubins of the middle three are patched: single fields of 128-bit instructions, which are register numbers (bits 24
+to 39) and the control word. Otherwise the compiler's stall counts would be measured.
 """
 
 # ruff: noqa: E501 - the long lines are CUDA
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,7 @@ from gpu_accel.workbench.experiment import Check
 
 from . import alu, latency
 from .alu_steps import STEPS as ALU_STEPS
+from .compile import build
 from .launch import launch_cubin
 from .probe import LAUNCHES, PRELUDE, Kernel, Outcome, Probe, Sampled, close, run
 from .sass import Function, Instruction, is_opcode
@@ -100,6 +103,7 @@ extern "C" __global__ void burst_{count}(u64* stamps, u32* out, int zero, int pa
     #pragma unroll 1
     for (int i = 0; i < passes; i++) {{
         u32 v[{room}];
+        __syncthreads();
         u64 begin = now();
         {loads}
         u64 end = now();
@@ -185,13 +189,14 @@ def issue_rate(variant: str, warps: int, seed: int) -> Outcome:
     import torch
 
     ISSUE.loop()
-    apart, passes = (4 if variant == "one-sub-core" else 1), 24
+    apart, passes = (4 if variant == "one-sub-core" else 1), 240
     active = torch.arange(1024) // 32
     runs = (active % apart == 0) & (active // apart < warps)
     x = _random(4096, seed)
     values = x.cuda()
     taken = run(ISSUE, [values, 0.75, 0.2, apart, warps, passes], block=1024, before=lambda: values.copy_(x))
-    wanted = torch.where(runs[:, None], _iterate(x.view(1024, 4), 0.75, 0.2, passes * 32), x.view(1024, 4))
+    # x is settled after some hundred of the 7680 steps.
+    wanted = torch.where(runs[:, None], _iterate(x.view(1024, 4), 0.75, 0.2, 400), x.view(1024, 4))
     check = close(values.view(1024, 4), wanted, 1e-5, "max relative error, and idle warps untouched")
     work = passes * 128 * 32 * warps
     return Outcome(check=check, metrics={"throughput": taken.series("instr/clk/SM", lambda cycles: work / cycles)})
@@ -202,10 +207,9 @@ CHAIN = next(step for step in ALU_STEPS if step.name == "FFMA").kernels()[0]
 
 @functools.cache
 def patched(kernel: Kernel, variant: str) -> tuple[bytes, int]:
-    """(cubin of a kernel with the FFMA of its loop rewritten, how many): "no-conflict", "same-bank" or "stall-N"."""
-    from .compile import build
-
-    body = [one for one in kernel.loop().body if is_opcode(one, "FFMA")]
+    """(cubin of a kernel with what its loop holds rewritten, how many): "stall-N", or of FFMA "no-conflict", "same-bank"
+    or "same-bank-reuse"."""
+    body = [one for one in kernel.loop().body if is_opcode(one, kernel.holds)]
     binary = build(kernel.source)
     changes = {one: _rewritten(one, variant) for one in body}
     return rewrite(binary, binary.functions[kernel.name], changes), len(body)
@@ -216,17 +220,19 @@ def _field(one: Instruction, bit: int) -> int:
 
 
 def _rewritten(one: Instruction, variant: str) -> int:
-    """Sources 0 and 1 (bits 24 and 32) moved into a bank, relative to the third source (bit 64); no register is reused,
-    and the next instruction may follow in the next cycle: eight chains take turns, so that none waits for its own."""
+    """Sources 0 and 1 (bits 24 and 32) moved into a bank, relative to the third source (bit 64). No register is reused,
+    or those two; and the next instruction may follow in the next cycle: eight chains take turns, so that none waits for
+    its own."""
     encoding, control = one.encoding, one.control
     if variant.startswith("stall-"):
         return dataclasses.replace(control, stall=int(variant[6:]), reuse=frozenset()).encode(encoding)
     third = _field(one, 64) % 2
-    bank = third if variant == "same-bank" else 1 - third
+    bank = 1 - third if variant == "no-conflict" else third
+    reuse = frozenset({0, 1}) if variant == "same-bank-reuse" else frozenset()
     for bit in (24, 32):
         register = _field(one, bit)
         encoding = encoding & ~(0xFF << bit) | (register & ~1 | bank) << bit
-    return dataclasses.replace(control, stall=1, reuse=frozenset()).encode(encoding)
+    return dataclasses.replace(control, stall=1, reuse=reuse).encode(encoding)
 
 
 def rewrite(binary: Binary, function: Function, changes: dict[Instruction, int]) -> bytes:
@@ -283,33 +289,53 @@ def _run_patched(
     kernel: Kernel, variant: str, x: torch.Tensor, more: list[Any], *, arrays: int = 1
 ) -> tuple[torch.Tensor, Sampled]:
     """(x after the patched kernel, cycles of one of its FFMA); it is passed `arrays` times, as input and output."""
-    import torch
-
     cubin, count = patched(kernel, variant)
     values = x.cuda()
-    stamps = torch.zeros(1, 1, 2, dtype=torch.int64, device="cuda")
-    samples = []
-    for index in range(LAUNCHES + 2):
-        values.copy_(x)
-        launch_cubin(cubin, kernel.name, [stamps, *[values] * arrays, *more, _PASSES], block=32)
-        begin, end = stamps.view(-1).tolist()
-        if index >= 2:
-            samples.append((end - begin) / (_PASSES * count))
-    return values.cpu(), Sampled(samples=tuple(samples), unit="clk", timing={"method": "clock64", "patched": variant})
+    arguments = [*[values] * arrays, *more, _PASSES]
+    cycles = _launch_patched(cubin, kernel, arguments, block=32, before=lambda: values.copy_(x))
+    return values.cpu(), _patched_series([one / (_PASSES * count) for one in cycles], variant)
 
 
-def memory_burst(count: int, seed: int) -> Outcome:
-    """Cycles between two readings of the clock with `count` loads from shared memory in between."""
+def _launch_patched(
+    cubin: bytes, kernel: Kernel, arguments: list[Any], *, block: int, before: Callable[[], object]
+) -> list[int]:
+    """Cycles of the slowest warp in each timed launch.
+
+    Raises:
+        IncorrectResultError: a warp left no stamp.
+    """
+    import torch
+
+    stamps = torch.zeros(1, block // 32, 2, dtype=torch.int64, device="cuda")
+    taken = []
+    for _ in range(LAUNCHES + 2):
+        before()
+        stamps.zero_()
+        launch_cubin(cubin, kernel.name, [stamps, *arguments], block=block)
+        if bool((stamps <= 0).any()):
+            raise IncorrectResultError(f"{kernel.name}: a warp left no time stamp")
+        taken.append(int((stamps[..., 1] - stamps[..., 0]).max()))
+    return taken[2:]
+
+
+def _patched_series(samples: list[float], variant: str) -> Sampled:
+    return Sampled(samples=tuple(samples), unit="clk", timing={"method": "clock64", "patched": variant})
+
+
+def memory_burst(variant: str, count: int, seed: int) -> Outcome:
+    """Cycles between two readings of the clock with `count` loads from shared memory in between, by one warp or by one
+    in each sub-core. The compiler puts 4 cycles between them; patched to 1, the hardware decides."""
     import torch
 
     code, passes = burst_kernel(count), 64
-    code.loop()
-    out = torch.zeros(32, dtype=torch.int32, device="cuda")
-    taken = run(code, [out, 0, passes], before=lambda: out.fill_(-1))
-    lane = torch.arange(32)
-    wanted = passes * sum((lane + 32 * i for i in range(count)), start=torch.zeros(32, dtype=torch.int64))
-    check = Check(float((out.cpu().long() != wanted).sum()), 0.0, "lanes with a wrong sum")
-    return Outcome(check=check, metrics={"latency": taken.series("clk", lambda cycles: cycles / passes)})
+    threads = 128 if variant.endswith("four-sub-cores") else 32
+    cubin = patched(code, "stall-1")[0] if count else build(code.source).cubin
+    out = torch.zeros(threads, dtype=torch.int32, device="cuda")
+    cycles = _launch_patched(cubin, code, [out, 0, passes], block=threads, before=lambda: out.fill_(-1))
+    lane = torch.arange(threads)
+    wanted = passes * sum((lane + 32 * i for i in range(count)), start=torch.zeros(threads, dtype=torch.int64))
+    check = Check(float((out.cpu().long() != wanted).sum()), 0.0, "threads with a wrong sum")
+    return Outcome(check=check, metrics={"latency": _patched_series([one / passes for one in cycles], "stall-1")})
 
 
 def instruction_cache(kilobytes: int, seed: int) -> Outcome:
@@ -331,7 +357,7 @@ def raw_latency(variant: str, seed: int) -> Outcome:
     if variant in _MEMORY:
         return latency.chase(_MEMORY[variant], 32 * 1024, False, seed)
     step = next(step for step in ALU_STEPS if step.name == variant)
-    found = step.measure(seed, among=ALU_STEPS)
+    found = step.measure(seed, among=alu.compiled_with(step, ALU_STEPS))
     return Outcome(check=found.check, metrics={"latency": found.metrics["latency"]})
 
 
@@ -347,18 +373,21 @@ def probes(quick: bool = False) -> list[Probe]:
 
     by_name: dict[str, alu.Step] = {step.name: step for step in ALU_STEPS}
     for variant in ("FFMA",) if quick else ("FFMA", "IADD3", "IMAD", "HFMA2", "DFMA", "MUFU.EX2"):
-        put("raw-latency", variant, 0, by_name[variant].kernels(ALU_STEPS), partial(raw_latency, variant))
+        step = by_name[variant]
+        kernels = step.kernels(alu.compiled_with(step, ALU_STEPS))
+        put("raw-latency", variant, 0, kernels, partial(raw_latency, variant))
     for variant, load in _MEMORY.items():
         put("raw-latency", variant, 0, (latency.kernel(load),), partial(raw_latency, variant))
     for variant, counts in (("one-sub-core", (1, 2, 4, 8)), ("four-sub-cores", (4, 8, 16, 32))):
         for warps in counts[-1:] if quick else counts:
             put("issue-rate", variant, warps, (ISSUE,), partial(issue_rate, variant, warps))
-    for variant in ("no-conflict", "same-bank"):
+    for variant in ("no-conflict", "same-bank", "same-bank-reuse"):
         put("bank-conflict", variant, 0, (BANKS,), partial(bank_conflict, variant))
     for stall in (1, 2, 3, 4, 5):
         put("stall-count", "FFMA", stall, (CHAIN,), partial(stall_count, stall))
-    for count in BURSTS[::5] if quick else BURSTS:
-        put("memory-burst", "LDS", count, (burst_kernel(count),), partial(memory_burst, count))
+    for variant in ("LDS", "LDS-four-sub-cores"):
+        for count in BURSTS[::5] if quick else BURSTS:
+            put("memory-burst", variant, count, (burst_kernel(count),), partial(memory_burst, variant, count))
     for size in CODE_KB[:2] if quick else CODE_KB:
         put("instruction-cache", "FFMA", size, (code_kernel(size),), partial(instruction_cache, size))
     return found

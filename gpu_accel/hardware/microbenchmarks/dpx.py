@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from .alu import UNROLL, Step
+from .alu import UNROLL, Step, compiled_with
 from .alu_steps import wrap
 from .probe import Probe
 
@@ -207,6 +207,7 @@ def probes(quick: bool = False) -> list[Probe]:
     found = []
     for pair in STEPS[:: 6 if quick else 1]:
         for name, step in zip(("dpx", "software"), pair, strict=True):
-            measure = partial(step.measure, among=every)
-            found.append(Probe(case={"function": step.name}, name=name, kernels=step.kernels(every), measure=measure))
+            among = compiled_with(step, every, 6)
+            measure = partial(step.measure, among=among)
+            found.append(Probe(case={"function": step.name}, name=name, kernels=step.kernels(among), measure=measure))
     return found

@@ -3,21 +3,27 @@
 A buffer holds one random cycle over its lines of 128 bytes, so no prefetcher and no row of DRAM helps. What the level is
 called follows from the footprint and the kind of load; `curve` leaves that open and walks through all sizes. Where the
 walk ends is known from the permutation, and is checked.
+
+The second-level cache of Hopper has two halves. A line has its home in one; when an SM of the other half reads it, that
+half keeps a copy, so repeated reads are all near hits. See `_sides` for how the halves are told apart.
 """
 
 # ruff: noqa: E501 - the long lines are CUDA
 from __future__ import annotations
 
 import ctypes
+import functools
 import statistics
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from gpu_accel.workbench.experiment import Check
+from gpu_accel.errors import HardwareError
+from gpu_accel.workbench.experiment import Case, Check
 
 from .launch import launch, sm_count
-from .probe import LAUNCHES, PRELUDE, Kernel, Outcome, Probe, Sampled, run
+from .probe import LAUNCHES, PRELUDE, Kernel, Outcome, Probe, run
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +31,8 @@ if TYPE_CHECKING:
 LINE = 128  # bytes
 UNROLL = 32
 STEPS = 4096  # timed loads of one launch
-_WARMABLE_KB = 512  # up to here one thread visits every line before the timed walk, for the first level of cache
+_WARMABLE_KB = 512  # up to here one thread visits every line before each timed walk, for the first level of cache
+_WALKABLE_KB = 64 * 1024  # up to here it does before the first, so that its half of the second level keeps what it can
 L2_BYTES = 50 * 2**20
 
 # Loads: PTX in which %0 is the pointer (or index), %1 the base, %2 a zero that the compiler does not know.
@@ -59,6 +66,7 @@ extern "C" __global__ void {name}(u64* stamps, u64* result, {word}* memory, u64 
     u64 end = now();
     {finish}
     result[0] = p;
+    asm volatile("{{.reg .u32 t; mov.u32 t, %%smid; cvt.u64.u32 %0, t;}}" : "=l"(result[1]));
     stamp(stamps, begin, end);
 }}
 """
@@ -68,21 +76,34 @@ _INTO_SHARED = """
     start += {origin};
 """
 
-_EACH_LINE = """
-extern "C" __global__ void each_line(u64* stamps, u64* cycles, u64* wrong, u64 memory, int lines, int stride) {
+# Who reads a line first: the blocks of one SM, chosen by its number; and how long each line then takes another.
+_SIDES = """
+extern "C" __global__ void touch_by(u32* readers, u64 memory, int lines, u32 wanted) {
+    u32 sm;
+    asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
+    if (sm != wanted) return;
+    u64 sum = 0;
+    for (int i = threadIdx.x; i < lines; i += blockDim.x) {
+        u64 v;
+        asm volatile("ld.global.cg.u64 %0, [%1];" : "=l"(v) : "l"(memory + (u64)i * 128) : "memory");
+        sum += v;
+    }
+    if (threadIdx.x == 0) atomicAdd(readers, sum == 1 ? 2 : 1);  // an address is even, so no sum is 1
+}
+extern "C" __global__ void each_line(u64* stamps, u32* cycles, u64 memory, int lines) {
+    __shared__ u32 took[4096];
     u64 begin = now();
     #pragma unroll 1
     for (int i = 0; i < lines; i++) {
-        u64 self = memory + (u64)i * stride, p = self;
+        u64 p = memory + (u64)i * 128, t = now();
         asm volatile("ld.global.cg.u64 %0, [%0];" : "+l"(p) :: "memory");
-        if (p != self) asm volatile("trap;");
-        u64 t = now();
-        #pragma unroll
-        for (int j = 0; j < 32; j++) asm volatile("ld.global.cg.u64 %0, [%0];" : "+l"(p) :: "memory");
-        if (p != self) { wrong[0]++; asm volatile("membar.cta;" ::: "memory"); }
-        cycles[i] = now() - t;
+        if (p == 0) asm volatile("trap;");
+        took[i] = (u32)(now() - t);
     }
-    stamp(stamps, begin, now());
+    u64 end = now();
+    for (int i = 0; i < lines; i++) cycles[i] = took[i];
+    asm volatile("mov.u32 %0, %%smid;" : "=r"(cycles[lines]));
+    stamp(stamps, begin, end);
 }
 """
 
@@ -119,7 +140,7 @@ def source() -> str:
             prepare=prepare,
             finish=finish,
         )
-    return text + _EACH_LINE + _TOUCH
+    return text + _SIDES + _TOUCH
 
 
 def touch(memory: torch.Tensor) -> None:
@@ -175,12 +196,12 @@ def chase(load: str, footprint: int, flush: bool, seed: int) -> Outcome:
         memory[:: LINE // memory.element_size()] = (successor * LINE + origin).to(memory.dtype)
         scale = LINE
     del successor
-    result = torch.zeros(1, dtype=torch.int64, device="cuda")
+    result = torch.zeros(2, dtype=torch.int64, device="cuda")
     visits_all = footprint <= _WARMABLE_KB * 1024
     warm = lines if visits_all and not flush else 0
+    once = lines if not visits_all and not flush and footprint <= _WALKABLE_KB * 1024 else 0
     clear = flusher() if flush else None
     state = {"position": 0, "wrong": 0}
-    steps = STEPS + warm
     arguments: list[Any] = [result, memory, ctypes.c_uint64(0), ctypes.c_uint64(0), warm, STEPS // UNROLL]
 
     def where(position: int) -> int:
@@ -189,19 +210,21 @@ def chase(load: str, footprint: int, flush: bool, seed: int) -> Outcome:
     def judge() -> None:
         """Of the launch before this one."""
         if state.get("begun"):
-            state["wrong"] += int(result) != where(state["position"])
+            state["wrong"] += int(result[0]) != where(state["position"])
 
     def before() -> None:
         judge()
         state["begun"] = True
         result.fill_(-1)
+        first = state["position"] == 0
         if clear is not None:
             clear()
-        elif not visits_all:
+        elif not visits_all and not once:
             touch(memory)
+        arguments[4] = once if once and first else warm
         # A walk goes on where the last one ended, for its start would be found in the cache.
         arguments[2] = ctypes.c_uint64(where(state["position"]))
-        state["position"] += steps
+        state["position"] += STEPS + arguments[4]
 
     torch.cuda.synchronize()
     taken = run(code, arguments, block=1, before=before, shared=_SHARED_BYTES if shared else 0)
@@ -210,31 +233,103 @@ def chase(load: str, footprint: int, flush: bool, seed: int) -> Outcome:
     return Outcome(check=check, metrics={"latency": taken.series("clk", lambda cycles: cycles / STEPS)})
 
 
-def near_and_far(which: str, footprint: int, seed: int) -> Outcome:
-    """Cycles of an L2 hit line by line, split into the two halves of the chip by the largest gap between cluster means."""
+@dataclass(frozen=True)
+class _Sides:
+    """A buffer whose lines are told apart by the half of the second-level cache that is their home."""
+
+    memory: torch.Tensor
+    near: list[int]  # lines at home in the half of the SM that walks
+    far: list[int]
+    toucher: int  # an SM of the other half
+    walker: int  # the SM that a single block runs on
+
+
+@functools.cache
+def _sides(lines: int) -> _Sides:
+    """Find the halves by what a first read costs.
+
+    A half keeps a copy of what its SMs read from the other. So a line is a far hit only the first time, and only if no
+    SM of this half read it before. Every SM in turn reads the lines first, then one thread elsewhere: where the first
+    reader sits in the other half, the lines at home there are far hits, and the walk is slowest.
+
+    Raises:
+        HardwareError: no two halves show.
+    """
     import torch
 
-    lines = footprint // LINE
-    memory = torch.zeros(footprint // 8, dtype=torch.int64, device="cuda")
-    addresses = memory.data_ptr() + torch.arange(lines, device="cuda") * LINE
-    memory[:: LINE // 8] = addresses
-    wrong = torch.zeros(1, dtype=torch.int64, device="cuda")
-    cycles = torch.zeros(lines, dtype=torch.int64, device="cuda")
-    found: list[list[float]] = []
+    memory = torch.zeros(lines * LINE // 8, dtype=torch.int64, device="cuda")
+    memory[:: LINE // 8] = memory.data_ptr() + torch.arange(lines, device="cuda") * LINE
+    clear = flusher()
 
-    def keep() -> None:
-        if int(cycles.min()) > 0:
-            found.append((cycles.double() / 32).tolist())
-        cycles.zero_()
+    def first_reads(sm: int) -> list[int]:
+        clear()
+        _touch_by(memory, lines, sm)
+        cycles = torch.zeros(lines + 1, dtype=torch.int32, device="cuda")
+        stamps = torch.zeros(1, 1, 2, dtype=torch.int64, device="cuda")
+        launch(source(), "each_line", [stamps, cycles, ctypes.c_uint64(memory.data_ptr()), lines], block=1)
+        *each, walker[0] = cycles.tolist()
+        return each
 
-    code = Kernel(source=source(), name="each_line", holds="LDG", at_least=33, purity=0.5)
+    walker = [-1]
+    totals = {sm: statistics.fmean(first_reads(sm)) for sm in range(sm_count())}
+    toucher = max(totals, key=lambda sm: totals[sm])
+    each = [statistics.median(values) for values in zip(*(first_reads(toucher) for _ in range(5)), strict=True)]
+    low, high = two_means(each)
+    near = [line for line, value in enumerate(each) if value < (low + high) / 2]
+    far = [line for line, value in enumerate(each) if value >= (low + high) / 2]
+    if min(len(near), len(far)) < lines // 4 or high - low < 40:
+        raise HardwareError(
+            f"no two halves of the second-level cache show: {len(near)} lines near {low:.0f} cycles, {len(far)} near {high:.0f}"
+        )
+    return _Sides(memory, near, far, toucher, walker[0])
+
+
+def _touch_by(memory: torch.Tensor, lines: int, sm: int) -> None:
+    """Let one SM read all lines."""
+    import torch
+
+    readers = torch.zeros(1, dtype=torch.int32, device="cuda")
+    arguments = [readers, ctypes.c_uint64(memory.data_ptr()), lines, sm]
+    launch(source(), "touch_by", arguments, grid=sm_count(), block=1024, shared=120 * 1024)
+    if not int(readers):
+        raise HardwareError(f"no block ran on SM {sm}")
+
+
+def by_side(level: str, footprint: int, seed: int) -> Outcome:
+    """Cycles of a load by the half of the second-level cache that is the line's home, each line read once after the
+    cache was emptied: a hit when an SM of the other half has read the line before, a miss when nobody has."""
+    import torch
+
+    code = kernel("ld.global.cg.u64")
     code.loop()
-    taken = run(code, [cycles, wrong, ctypes.c_uint64(memory.data_ptr()), lines, LINE], block=1, before=keep)
-    keep()
-    samples = tuple(two_means(one)[which == "l2-far"] for one in found[-LAUNCHES:])
-    check = Check(float(int(wrong)) + (len(found) < LAUNCHES), 0.0, "lines that did not hold their own address")
-    series = Sampled(samples=samples, unit="clk", env=taken.env, timing={"method": "clock64", "lines": lines})
-    return Outcome(check=check, metrics={"latency": series})
+    lines = footprint // LINE
+    found = _sides(lines)
+    mine = found.near if level.startswith("l2-near") else found.far
+    steps = len(mine) // UNROLL * UNROLL
+    order = torch.tensor(mine)[torch.randperm(len(mine), generator=torch.Generator().manual_seed(seed))]
+    addresses = found.memory.data_ptr() + order * LINE
+    found.memory[(order * (LINE // 8)).cuda()] = addresses.roll(-1).cuda()
+    clear = flusher()
+    result = torch.zeros(2, dtype=torch.int64, device="cuda")
+    wanted = [int(addresses[steps % len(mine)]), found.walker]
+    ends: list[bool] = []
+
+    def before() -> None:
+        if int(result[0]):
+            ends.append(result.tolist() == wanted)
+        result.zero_()
+        clear()
+        if not level.endswith("miss"):
+            _touch_by(found.memory, lines, found.toucher)
+
+    arguments = [result, found.memory, ctypes.c_uint64(int(addresses[0])), ctypes.c_uint64(0), 0, steps // UNROLL]
+    taken = run(code, arguments, block=1, before=before)
+    before()
+    check = Check(
+        float(len(ends) - sum(ends) + (len(ends) < LAUNCHES)), 0.0, "walks that ended elsewhere, or ran on another SM"
+    )
+    series = taken.series("clk", lambda cycles: cycles / steps)
+    return Outcome(check=check, metrics={"latency": replace(series, timing=series.timing | {"lines": steps})})
 
 
 def two_means(values: list[float]) -> tuple[float, float]:
@@ -264,8 +359,10 @@ LEVELS = (
     ("shared", "atom.shared.add.u32", 32),
     ("l2", "ld.global.cg.u64", 2048),
     ("l2", "atom.global.add.u64", 2048),
-    ("l2-near", "ld.global.cg.u64", 1024),
-    ("l2-far", "ld.global.cg.u64", 1024),
+    ("l2-near", "ld.global.cg.u64", 512),
+    ("l2-far", "ld.global.cg.u64", 512),
+    ("l2-near-miss", "ld.global.cg.u64", 512),
+    ("l2-far-miss", "ld.global.cg.u64", 512),
     ("dram", "ld.global.cg.u64", _GB),
 )
 
@@ -275,11 +372,10 @@ def probes(quick: bool = False) -> list[Probe]:
     found = []
     curve = [("curve", "ld.global.ca.u64", size) for size in (CURVE_KB[3::8] if quick else CURVE_KB)]
     for level, load, size in (*LEVELS, *curve):
-        if level in ("l2-near", "l2-far"):
-            measure: Callable[[int], Outcome] = partial(near_and_far, level, size * 1024)
-            kernels = (Kernel(source=source(), name="each_line", holds="LDG", at_least=33, purity=0.5),)
+        if level.startswith(("l2-near", "l2-far")):
+            measure: Callable[[int], Outcome] = partial(by_side, level, size * 1024)
         else:
             measure = partial(chase, load, size * 1024, level == "dram")
-            kernels = (kernel(load),)
-        found.append(Probe(case={"level": level, "load": load, "footprint_kb": size}, kernels=kernels, measure=measure))
+        case: Case = {"level": level, "load": load, "footprint_kb": size}
+        found.append(Probe(case=case, kernels=(kernel(load),), measure=measure))
     return found

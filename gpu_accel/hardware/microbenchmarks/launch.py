@@ -223,11 +223,24 @@ def warm_up(milliseconds: float = WARM_UP_MS) -> None:
     """Keep every SM busy for a while, so that what follows does not run at the clock of an idle card."""
     import torch
 
-    out = torch.empty(1, device="cuda")
-    cycles = ctypes.c_int64(int(milliseconds * 1.7e6))
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    launch(_SPIN, "spin", [cycles, out], grid=2 * properties.multi_processor_count, block=256)
+    _spin(milliseconds, grid=2 * sm_count(), block=256)
     torch.cuda.synchronize()
+
+
+def hold(milliseconds: float = 0.2) -> None:
+    """Keep the stream busy with one warp, so that what is queued next follows without a gap; returns at once.
+
+    The host takes some 50 microseconds for a launch. Between two events on an idle stream they would count as time of
+    the kernel.
+    """
+    _spin(milliseconds, grid=1, block=32)
+
+
+def _spin(milliseconds: float, *, grid: int, block: int) -> None:
+    import torch
+
+    out = torch.empty(1, device="cuda")
+    launch(_SPIN, "spin", [ctypes.c_int64(int(milliseconds * 1.7e6)), out], grid=grid, block=block)
 
 
 def sm_count() -> int:

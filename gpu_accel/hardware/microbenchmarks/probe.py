@@ -106,11 +106,12 @@ class Launches:
     cycles: tuple[float, ...]
     ms: tuple[float, ...]
     env: dict[str, Any]
-    power: tuple[float, ...] = ()  # watts, read while it ran
+    slowest: tuple[float, ...] = ()  # SM cycles of the block that took longest
 
-    def series(self, unit: str, convert: Callable[[float], float]) -> Sampled:
-        """A metric that follows from the cycles."""
-        return Sampled(samples=tuple(map(convert, self.cycles)), unit=unit, env=self.env, timing={"method": "clock64"})
+    def series(self, unit: str, convert: Callable[[float], float], *, slowest: bool = False) -> Sampled:
+        """A metric that follows from the cycles of the median block, or of the slowest."""
+        cycles = self.slowest if slowest else self.cycles
+        return Sampled(samples=tuple(map(convert, cycles)), unit=unit, env=self.env, timing={"method": "clock64"})
 
     def time(self, *, l2: str, flops: float = 0.0, bytes_moved: float = 0.0) -> Sampled:
         """The time of a launch, from which rates follow."""
@@ -160,6 +161,7 @@ def run(
             stamps.fill_(-1)
             if before is not None:
                 before()
+            launching.hold()
             start.record()
             launching.launch(
                 kernel.source, kernel.name, [stamps, *arguments], grid=grid, block=block, shared=shared, cluster=cluster
@@ -169,15 +171,14 @@ def run(
             if index >= untimed:
                 ms.append(start.elapsed_time(end))
                 taken.append(stamps.cpu())
-    cycles = []
+    cycles, slowest = [], []
     for one in taken:
         if (one <= 0).any():
             raise IncorrectResultError(f"{kernel.name}: a warp left no time stamp")
         per_block = one[:, :, 1].amax(1) - one[:, :, 0].amin(1)
         cycles.append(float(per_block[0] if pick == "first" else per_block.double().median()))
-    # The first reading is from before the load.
-    power = tuple(one.power_w for one in clocks.readings[1:] if one.power_w is not None)
-    return Launches(cycles=tuple(cycles), ms=tuple(ms), env=_clocks(clocks.summary()), power=power)
+        slowest.append(float(per_block.max()))
+    return Launches(cycles=tuple(cycles), ms=tuple(ms), env=_clocks(clocks.summary()), slowest=tuple(slowest))
 
 
 def _clocks(summary: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ turns, so that data toggle as in a real product. The result is compared with a f
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -368,8 +369,48 @@ def gather(shape: Shape, out: torch.Tensor, warpgroup: int = 4) -> torch.Tensor:
 # -- measuring
 
 
+def _placed(shape: Shape, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The operands on the GPU, in the order in which the kernels read them."""
+    if shape.instruction != "wgmma":
+        return fragments(a, 1).cuda(), columns(b).cuda()
+    left = fragments(a, 4) if shape.a == "registers" else tiled(a)
+    return left.cuda(), tiled(b).cuda()
+
+
+def _passes(shape: Shape, cycles: float) -> int:
+    """Passes of the throughput kernel's loop that take about so many cycles."""
+    of_one = max(4.0, shape.flops / {4: 2048, 2: 4096, 1: 8192}[_TYPES[shape.dtype][1]])
+    return max(4, int(cycles / (shape.unroll * (2 if shape.instruction == "wgmma" else 32) * of_one)))
+
+
+_LOAD_CYCLES = 4e6  # some 2 ms
+
+
+def load(shape: Shape, data: str, seed: int) -> Callable[[], None]:
+    """A call that keeps all SMs at one instruction for some 2 ms: for the experiment `energy`."""
+    import torch
+
+    kernel = next(one for one in shape.kernels() if one.name == "throughput")
+    kernel.loop()
+    left, right = _placed(shape, *operands(shape, data, seed))
+    sms, threads = sm_count(), 256 if shape.instruction == "wgmma" else 1024
+    chains = 1 if shape.instruction == "wgmma" else shape.chains
+    stamps = torch.zeros(sms, threads // 32, 2, dtype=torch.int64, device="cuda")
+    out = torch.zeros(sms * threads * chains * shape.registers, dtype=torch.int32, device="cuda")
+    arguments = [stamps, out, left, right, ctypes.c_uint32(META), _passes(shape, _LOAD_CYCLES)]
+    return lambda: launch(
+        kernel.source, kernel.name, arguments, grid=sms, block=threads, shared=shape.shared_bytes
+    )  # fmt: skip
+
+
+def load_flops(shape: Shape) -> float:
+    """Operations of one call of `load` on the current device."""
+    teams = 2 if shape.instruction == "wgmma" else 32
+    return float(sm_count() * teams * _passes(shape, _LOAD_CYCLES) * shape.unroll * shape.flops)
+
+
 def measure(shape: Shape, data: str, seed: int) -> Outcome:
-    """Latency, throughput, and at n = 256 the rate and the power under sustained load."""
+    """Latency and throughput; at n = 256 and of mma.sync the rate is that under sustained load."""
     import torch
 
     by_name = {kernel.name: kernel for kernel in shape.kernels()}
@@ -377,12 +418,7 @@ def measure(shape: Shape, data: str, seed: int) -> Outcome:
         kernel.loop()
     a, b = operands(shape, data, seed)
     wide = shape.instruction == "wgmma"
-    if wide:
-        left = fragments(a, 4) if shape.a == "registers" else tiled(a)
-        right = tiled(b)
-    else:
-        left, right = fragments(a, 1), columns(b)
-    left, right = left.cuda(), right.cuda()
+    left, right = _placed(shape, a, b)
     sms = sm_count()
     threads = {"latency": 128, "throughput": 256, "completion": 128} if wide else {"latency": 32, "throughput": 1024}
     chains = {"latency": 1, "throughput": 1 if wide else shape.chains, "completion": 1}
@@ -427,9 +463,7 @@ def measure(shape: Shape, data: str, seed: int) -> Outcome:
             )  # fmt: skip
             metrics[name] = call
     loaded = not wide or shape.n == 256
-    cycles_of_one = max(4.0, shape.flops / {4: 2048, 2: 4096, 1: 8192}[_TYPES[shape.dtype][1]])
-    per_pass = shape.unroll * (2 if wide else 32) * cycles_of_one
-    passes = max(4, int((6e6 if loaded else 4e5) / per_pass))
+    passes = _passes(shape, 6e6 if loaded else 4e5)
     taken = run(
         by_name["throughput"], [*arguments, passes], grid=sms, block=threads["throughput"], shared=shape.shared_bytes,
         untimed=_SUSTAINED_LAUNCHES if loaded else 2, busy_ms=5,
@@ -441,8 +475,6 @@ def measure(shape: Shape, data: str, seed: int) -> Outcome:
         taken.time(l2="warm", flops=float(per_block * sms)),
         timing={"method": "events", "calls": 1, "l2": "warm", "mode": mode},
     )
-    if loaded and taken.power:
-        metrics["power"] = Sampled(samples=taken.power, unit="W", env=taken.env, timing={"method": "nvml"})
     return Outcome(check=worst(*checks), metrics=metrics)
 
 

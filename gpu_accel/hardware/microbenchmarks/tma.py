@@ -27,6 +27,7 @@ PLANE = 256  # rows and columns of a 3-D tensor
 _L2_MB, _DRAM_MB = 16, 1024
 _LATENCY_LOADS = 512
 _CP_THREADS = 128
+BY_THREADS = ("cp.async", "load", "ldg")
 
 _HELPERS = """
 struct __align__(64) Map { u64 words[16]; };
@@ -178,6 +179,11 @@ def source() -> str:
         many=_each(_COPY_16) + "\n        " + commit + done.format(STAGES - 1), drain=done.format(0), stages=STAGES,
     )  # fmt: skip
     back = 'u32 seen; asm volatile("ld.shared.u32 %0, [%1];" : "=r"(seen) : "r"(to) : "memory"); if (seen == 0x7fc01234u) index++;'
+    # One load until its value may be read; what it brings goes to shared memory behind it.
+    seen = ' if (v.x == 0x7fc01234u) index++; }'
+    text += _CP_ASYNC.format(
+        name="ldg", one=_LOAD_16.format(**own).removesuffix(" }") + seen, many=_each(_LOAD_16), drain="", stages=STAGES
+    )
     text += _CP_ASYNC.format(
         name="load", one=_LOAD_16.format(**own) + back, many=_each(_LOAD_16), drain="", stages=STAGES
     )
@@ -188,7 +194,7 @@ def source() -> str:
 class Copy:
     """What is copied at once: `box` in elements of 4 bytes, innermost first."""
 
-    engine: str  # "tma", "bulk", "cp.async", "load"
+    engine: str  # "tma", "bulk", "cp.async", "load" (to shared memory), "ldg" (to registers)
     box: tuple[int, ...]
 
     @property
@@ -201,10 +207,10 @@ class Copy:
 
     @property
     def kernel_name(self) -> str:
-        return {"tma": f"tma{len(self.box)}", "bulk": "bulk", "cp.async": "cp_async", "load": "load"}[self.engine]
+        return {"tma": f"tma{len(self.box)}", "bulk": "bulk", "cp.async": "cp_async"}.get(self.engine, self.engine)
 
     def kernel(self, which: str) -> Kernel:
-        holds = {"tma": "UTMALDG", "bulk": "UBLKCP", "cp.async": "LDGSTS", "load": "LDG"}[self.engine]
+        holds = {"tma": "UTMALDG", "bulk": "UBLKCP", "cp.async": "LDGSTS"}.get(self.engine, "LDG")
         return Kernel(source=source(), name=f"{which}_{self.kernel_name}", holds=holds, at_least=1, purity=0.0)
 
     def tensor(self, megabytes: int, seed: int) -> torch.Tensor:
@@ -243,7 +249,7 @@ class Copy:
         return tensor[z : z + deep, y : y + high, x : x + wide].reshape(-1)
 
     def arguments(self, out: torch.Tensor, tensor: torch.Tensor, boxes: int, count: int, stages: int = 0) -> list[Any]:
-        if self.engine in ("cp.async", "load"):
+        if self.engine in BY_THREADS:
             return [out, tensor, self.bytes, boxes, count]
         described = tensor_map(tensor, self.box) if self.engine == "tma" else bytes(128)
         depth = [stages] if stages else []
@@ -266,7 +272,7 @@ def latency(copy: Copy, where: str, seed: int) -> Outcome:
     tensor = copy.tensor(_L2_MB if where == "l2" else 4 * L2_BYTES // 2**20, seed)
     boxes = copy.boxes(tensor)
     out = torch.zeros(copy.bytes // 4, dtype=torch.float32, device="cuda")
-    threads = copy.bytes // 16 if copy.engine in ("cp.async", "load") else 32
+    threads = copy.bytes // 16 if copy.engine in BY_THREADS else 32
     clear = flusher() if where == "dram" else partial(touch, tensor)
 
     def before() -> None:
@@ -293,7 +299,7 @@ def throughput(copy: Copy, where: str, ctas: int, stages: int, seed: int) -> Out
     moved = 256 * 2**20
     count = max(2 * stages, min(boxes if where == "dram" else 10**9, moved // copy.bytes) // ctas)
     out = torch.zeros(ctas * stages * copy.bytes // 4, dtype=torch.float32, device="cuda")
-    threads = _CP_THREADS if copy.engine in ("cp.async", "load") else 32
+    threads = _CP_THREADS if copy.engine in BY_THREADS else 32
     clear = flusher() if where == "dram" else partial(touch, tensor)
     arguments = copy.arguments(out, tensor, boxes, count, stages)
     taken = run(code, arguments, grid=ctas, block=threads, shared=stages * copy.bytes, before=clear)
@@ -313,15 +319,17 @@ def throughput(copy: Copy, where: str, ctas: int, stages: int, seed: int) -> Out
 
 
 BOXES = (
-    (256,), (16, 16), (32, 32), (64, 16), (64, 64), (256, 16), (16, 16, 16), (64, 64, 1), (256, 16, 1), (4, 4, 256),
+    (256,), (16, 16), (32, 32), (64, 16), (64, 64), (256, 16), (16, 16, 16), (64, 64, 1), (256, 16, 1), (16, 256, 1),
+    (4, 4, 256),
 )  # fmt: skip
 BULK_KB = (1, 2, 4, 8, 16)
 
 
 def probes(quick: bool = False) -> list[Probe]:
     """Latencies from both places, then throughput from DRAM (and L2 for the largest boxes) with one and four blocks an SM."""
-    latencies = [Copy(engine="tma", box=box) for box in ((16, 16), (64, 64))]
-    latencies += [Copy(engine="bulk", box=(256,)), Copy(engine="cp.async", box=(128,)), Copy(engine="load", box=(128,))]
+    latencies = [Copy(engine="tma", box=box) for box in ((4,), (32,), (16, 16), (64, 64))]
+    latencies += [Copy(engine="bulk", box=(words,)) for words in (4, 32, 256)]
+    latencies += [Copy(engine=engine, box=(words,)) for engine in BY_THREADS for words in (4, 128)]
     streams = [Copy(engine="tma", box=box) for box in BOXES] + [Copy(engine="bulk", box=(kb * 256,)) for kb in BULK_KB]
     streams += [Copy(engine="cp.async", box=(kb * 256,)) for kb in (4, 16)] + [
         Copy(engine="load", box=(kb * 256,)) for kb in (4, 16)
@@ -336,7 +344,7 @@ def probes(quick: bool = False) -> list[Probe]:
         measure = partial(latency, copy, where) if ctas == 1 else partial(throughput, copy, where, ctas, stages)
         found.append(Probe(case=case, kernels=(copy.kernel(which),), measure=measure))
 
-    for copy in latencies[:1] if quick else latencies:
+    for copy in latencies[2:3] if quick else latencies:
         for where in ("l2", "dram"):
             put(copy, where, 1)
     for copy in streams[4:5] if quick else streams:
