@@ -179,11 +179,10 @@ def source() -> str:
         many=_each(_COPY_16) + "\n        " + commit + done.format(STAGES - 1), drain=done.format(0), stages=STAGES,
     )  # fmt: skip
     back = 'u32 seen; asm volatile("ld.shared.u32 %0, [%1];" : "=r"(seen) : "r"(to) : "memory"); if (seen == 0x7fc01234u) index++;'
-    # One load until its value may be read; what it brings goes to shared memory behind it.
-    seen = ' if (v.x == 0x7fc01234u) index++; }'
+    # One load until its value may be read, which its store to shared memory waits for; nobody waits for the store.
     text += _CP_ASYNC.format(
-        name="ldg", one=_LOAD_16.format(**own).removesuffix(" }") + seen, many=_each(_LOAD_16), drain="", stages=STAGES
-    )
+        name="ldg", one=_LOAD_16.format(**own), many=_each(_LOAD_16), drain="", stages=STAGES
+    )  # fmt: skip
     text += _CP_ASYNC.format(
         name="load", one=_LOAD_16.format(**own) + back, many=_each(_LOAD_16), drain="", stages=STAGES
     )
