@@ -33,6 +33,8 @@ class ForwardConfig:
     """Tiles and switches of one forward kernel; a program works on `64 * consumers` query rows.
 
     `dynamic`: tiles come from a queue. `lazy`: O is rescaled only where a row's maximum grew by more than 8 (base 2).
+    Only the ablation clears `pipelined` (softmax under the products) or `specialized` (warps that only load; without
+    them no ping_pong, no dynamic tiles, and o_chunks 1).
     """
 
     head_dim: int
@@ -45,9 +47,14 @@ class ForwardConfig:
     ping_pong: bool
     dynamic: bool
     lazy: bool
+    pipelined: bool = True
+    specialized: bool = True
 
     def registers(self) -> tuple[int, int, int]:
         """(cap at launch, per consumer thread, per producer thread) that share one SM's 65536 registers."""
+        if not self.specialized:
+            each = min(255, 65536 // (128 * self.consumers) // 8 * 8)
+            return each, each, each
         threads = 32 * (4 * self.consumers + 4)
         producer = 24 if self.consumers <= 2 else 32
         return 65536 // threads // 8 * 8, min(240, (512 - producer) // self.consumers // 8 * 8), producer
@@ -189,14 +196,15 @@ def forward(
     num_tiles = num_m * batch * heads
     grid = min(multiprocessors(q.device), num_tiles)
     launch_registers, consumer_registers, producer_registers = config.registers()
+    rows = 64 if config.specialized else 64 * config.consumers
     scale, exp_scale = softmax_scale, softmax_scale * _LOG2_E
     if softcap > 0:
         scale, exp_scale = softmax_scale / softcap, _LOG2_E
     arguments = (
-        tensor_map(q4, 64, config.head_dim),
+        tensor_map(q4, rows, config.head_dim),
         tensor_map(k4, config.block_n, config.head_dim),
         tensor_map(v4, config.block_n, config.head_dim_v),
-        tensor_map(out4, 64, config.head_dim_v // config.o_chunks),
+        tensor_map(out4, rows, config.head_dim_v // config.o_chunks),
         out,
         lse,
         counter,
@@ -235,11 +243,13 @@ def forward(
         DYNAMIC=config.dynamic,
         LAZY=config.lazy,
         PACKED=packed,
+        PIPELINED=config.pipelined,
+        SPECIALIZED=config.specialized,
         CONSUMER_REGISTERS=consumer_registers,
         PRODUCER_REGISTERS=producer_registers,
     )
     variant = (q.dtype, lse.data_ptr() % 16)  # all that Triton would specialise on
-    options = dict(num_warps=4, maxnreg=launch_registers)
+    options = dict(num_warps=4 if config.specialized else 4 * config.consumers, maxnreg=launch_registers)
     _forward_kernel()(variant, grid, arguments, constants, options)
     return out, lse
 

@@ -31,209 +31,27 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from gpu_accel.gluon_compat import tma_load, tma_store
+from gpu_accel.gluon_compat import tma_load
 
+from .hopper_alone import attend_alone
 from .hopper_device import (
-    LN_2,
-    NEG_LARGE,
     bar_arrive,
     bar_sync,
     draw,
     key_blocks,
-    mask_columns,
-    mask_left,
-    mask_right,
     pack_pairs,
     publish_tile,
     receive_tile,
-    rescale,
-    tanh,
-    thread_row_sum,
     tile_of,
     unpack_pairs,
 )
 from .hopper_packed import ENTRY, publish_entry, read_entry, receive_entry, zero_rows
+from .hopper_steps import PING_PONG_BARRIER, first_softmax, first_tile, own_lengths, step, store_tile
 
-PING_PONG_BARRIER = gl.constexpr(8)
 EARLY_DRAW = gl.constexpr(4)  # key blocks of a tile up to which the next tile is drawn at its start
 ROWS = gl.constexpr(64)  # query rows of one consumer: the M of wgmma
-
-# Run-time scalars travel in two tuples:
-#   shape  = (seqlen_q, seqlen_k, heads, heads_per_kv, num_m, num_tiles, group, left, right)
-#   scales = (scale, exp_scale, softcap): scores * scale go into tanh under softcap, logits * exp_scale into exp2
-
-
-@gluon.jit
-def own_lengths(shape, used_q, used_k):
-    """`shape` with the lengths of a tile's own sequence."""
-    _, _, heads, heads_per_kv, num_m, num_tiles, group, left, right = shape
-    return used_q, used_k, heads, heads_per_kv, num_m, num_tiles, group, left, right
-
-
-@gluon.jit
-def first_tile(tile, table, shape, CAUSAL: gl.constexpr, PACKED: gl.constexpr):
-    """(query block, batch, head, first rows of q and k, rows of q, rows of q and of k that count) of tile `tile`."""
-    if PACKED:
-        _, _, _, _, num_m, _, _, _, _ = shape
-        j, batch, head = tile_of(tile, shape, True)
-        m_block, q_row0, k_row0, rows_q, used_q, used_k = read_entry(num_m - 1 - j, table, tile >= 0)
-    else:
-        seqlen_q, seqlen_k, _, _, _, _, _, _, _ = shape
-        m_block, batch, head = tile_of(tile, shape, CAUSAL)
-        q_row0, k_row0 = 0, 0
-        rows_q, used_q, used_k = seqlen_q, seqlen_q, seqlen_k
-    return m_block, batch, head, q_row0, k_row0, rows_q, used_q, used_k
-
-
-@gluon.jit
-def _mask_block(s, block, row0, shape, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
-    seqlen_q, seqlen_k, _, _, _, _, _, left, right = shape
-    shift = seqlen_k - seqlen_q
-    col0 = block * s.shape[1]
-    if CAUSAL:
-        s = mask_right(s, row0 + shift + right - col0, seqlen_k - 1 - col0)
-    else:
-        s = mask_columns(s, seqlen_k - 1 - col0)
-    if WINDOW:
-        s = mask_left(s, row0 + shift - left - col0)
-    return s
-
-
-@gluon.jit
-def _first_softmax(
-    s, block, row0, shape, scales,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, MASK: gl.constexpr,
-):  # fmt: skip
-    """P, row maximum and thread-wise row sum of the first block of a tile."""
-    scale, exp_scale, softcap = scales
-    if SOFTCAP:
-        s = softcap * tanh(s * scale)
-    if MASK:
-        s = _mask_block(s, block, row0, shape, CAUSAL, WINDOW)
-    m = gl.maximum(gl.max(s, axis=1), NEG_LARGE)
-    p = gl.exp2(s * exp_scale - (m * exp_scale)[:, None])
-    return p, m, thread_row_sum(p)
-
-
-@gluon.jit
-def _step(
-    q, k_bufs, v_bufs, bars, opened, opened_phase, acc, p_packed, m_i, l_i, it, block, masked, row0, shape, scales,
-    WG: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PING_PONG: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, LAZY: gl.constexpr,
-    S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, ROW_LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """One key block: issue S of this block, then P V of the block before, then softmax of this block under both."""
-    _, _, k_full, v_full, kv_empty, _, _, _ = bars
-    scale, exp_scale, softcap = scales
-    v_stage = it % STAGES
-    v_phase = (it // STAGES) & 1
-    it += 1
-    stage = it % STAGES
-    mbarrier.wait(k_full.index(stage), (it // STAGES) & 1)
-    if PING_PONG:
-        bar_sync(PING_PONG_BARRIER + WG, 256)
-    zero = gl.full([ROWS, k_bufs.shape[1]], 0.0, gl.float32, S_LAYOUT)
-    s_async = warpgroup_mma(q, k_bufs.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
-    mbarrier.wait(v_full.index(v_stage), v_phase)
-    p_a = unpack_pairs(p_packed, q.dtype, P_LAYOUT)
-    acc_async = warpgroup_mma(p_a, v_bufs.index(v_stage), acc, is_async=True)
-    if PING_PONG:
-        bar_arrive(PING_PONG_BARRIER + (WG + 1) % CONSUMERS, 256)
-    s = warpgroup_mma_wait(1, deps=[s_async])
-    if SOFTCAP:
-        s = softcap * tanh(s * scale)
-    if CAUSAL or WINDOW:  # noqa: SIM102 - a run-time branch inside a compile-time one
-        if masked:
-            s = _mask_block(s, block, row0, shape, CAUSAL, WINDOW)
-    m_new = gl.maximum(m_i, gl.max(s, axis=1))
-    if LAZY:
-        # A maximum that is up to 8 too small (in base 2) only makes P up to 256 times larger, and O / l stays the same.
-        m_new = gl.where((m_new - m_i) * exp_scale > 8.0, m_new, m_i)
-    alpha = gl.exp2((m_i - m_new) * exp_scale)
-    p = gl.exp2(s * exp_scale - (m_new * exp_scale)[:, None])
-    alpha_l = gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout), assert_trivial=True)
-    l_i = l_i * alpha_l[:, None] + thread_row_sum(p)
-    mbarrier.wait(opened, opened_phase)  # completed long ago: opens the block that pins the exponentials above the wait
-    acc, p = warpgroup_mma_wait(0, deps=[acc_async, p])
-    mbarrier.arrive(kv_empty.index(stage), count=1)
-    alpha = gl.convert_layout(alpha, ROW_LAYOUT)
-    acc = rescale(acc, alpha) if LAZY else acc * alpha[:, None]
-    return acc, pack_pairs(p, q.dtype), m_new, l_i, it
-
-
-@gluon.jit
-def _store_chunk(chunk, buffer, o_desc, batch, head, row0, col, LAYOUT: gl.constexpr):
-    tma.store_wait(1)  # the copy before the last has read its buffer, which is this one
-    buffer.store(gl.convert_layout(chunk.to(buffer.dtype), LAYOUT))
-    fence_async_shared()
-    tma_store(o_desc, [batch, head, row0, col], buffer)
-
-
-@gluon.jit
-def _store_whole(acc, o_bufs, o_desc, batch, head, row0, WG: gl.constexpr, O_CHUNKS: gl.constexpr):
-    """acc to o through shared memory and TMA."""
-    if O_CHUNKS == 1:
-        tma.store_wait(0)
-        o_bufs.index(WG).store(acc.to(o_bufs.dtype))
-        fence_async_shared()
-        tma_store(o_desc, [batch, head, row0, 0], o_bufs.index(WG))
-    else:
-        # a whole tile would not fit beside Q, K and V: quarters, through two buffers in turn
-        gl.static_assert(O_CHUNKS == 4)
-        COLS: gl.constexpr = acc.shape[1] // 4
-        CHUNK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16])
-        low, high = gl.split(acc.reshape((ROWS, 2, 2 * COLS)).permute((0, 2, 1)))
-        c0, c1 = gl.split(low.reshape((ROWS, 2, COLS)).permute((0, 2, 1)))
-        c2, c3 = gl.split(high.reshape((ROWS, 2, COLS)).permute((0, 2, 1)))
-        _store_chunk(c0, o_bufs.index(2 * WG), o_desc, batch, head, row0, 0, CHUNK)
-        _store_chunk(c1, o_bufs.index(2 * WG + 1), o_desc, batch, head, row0, COLS, CHUNK)
-        _store_chunk(c2, o_bufs.index(2 * WG), o_desc, batch, head, row0, 2 * COLS, CHUNK)
-        _store_chunk(c3, o_bufs.index(2 * WG + 1), o_desc, batch, head, row0, 3 * COLS, CHUNK)
-
-
-@gluon.jit
-def _store_tile(
-    acc, m_i, l_i, o_bufs, outputs, where, row0, shape, scales,
-    WG: gl.constexpr, O_CHUNKS: gl.constexpr, PACKED: gl.constexpr, ROW_LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """O = acc / l through shared memory and TMA, and LSE = m + log l; rows without keys give 0 and -inf."""
-    o_desc, o_ptr, lse_ptr, cols_v = outputs
-    total_q, _, heads, _, _, _, _, _, _ = shape
-    batch, head, q_row0, rows_q, used_q = where
-    _, exp_scale, _ = scales
-    l_row = gl.convert_layout(gl.sum(l_i, axis=1), ROW_LAYOUT)
-    m_row = gl.convert_layout(m_i, ROW_LAYOUT)
-    rows = row0 + gl.arange(0, ROWS, layout=ROW_LAYOUT)
-    masked = l_row == 0.0
-    if PACKED:
-        masked = masked | (rows >= used_q)
-    acc = acc * gl.where(masked, 0.0, 1.0 / l_row)[:, None]
-    if PACKED:
-        # rows that don't count may have met NaN in q, and 0 times NaN is NaN
-        acc = gl.where(masked[:, None], 0.0, acc)
-    if row0 < rows_q:
-        lse = gl.where(masked, float("-inf"), (m_row * exp_scale + gl.log2(l_row)) * LN_2)
-        offset = (batch * heads + head).to(gl.int64) * total_q + q_row0
-        gl.store(lse_ptr + offset + rows, lse, mask=rows < rows_q)
-        if PACKED:
-            if row0 + ROWS <= rows_q:
-                _store_whole(acc, o_bufs, o_desc, batch, head, q_row0 + row0, WG, O_CHUNKS)
-            else:
-                # the rows behind the sequence's last are the next one's: no TMA
-                cols = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
-                o_rows = o_ptr + ((q_row0 + rows).to(gl.int64) * heads + head) * cols_v
-                mask = (rows < rows_q)[:, None] & (cols < cols_v)[None, :]
-                gl.store(o_rows[:, None] + cols[None, :], acc.to(o_bufs.dtype), mask=mask)
-        else:
-            _store_whole(acc, o_bufs, o_desc, batch, head, row0, WG, O_CHUNKS)
 
 
 @gluon.jit
@@ -241,7 +59,7 @@ def _consumer(
     WG: gl.constexpr, bufs, bars, outputs, table, shape, scales,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_SLOTS: gl.constexpr,
     O_CHUNKS: gl.constexpr, PING_PONG: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
-    EVEN_K: gl.constexpr, DYNAMIC: gl.constexpr, LAZY: gl.constexpr, PACKED: gl.constexpr,
+    EVEN_K: gl.constexpr, DYNAMIC: gl.constexpr, LAZY: gl.constexpr, PACKED: gl.constexpr, PIPELINED: gl.constexpr,
 ):  # fmt: skip
     q_bufs, k_bufs, v_bufs, o_bufs = bufs
     q_full, q_empty, k_full, v_full, kv_empty, queue_full, queue_empty, queue = bars
@@ -272,7 +90,7 @@ def _consumer(
         bar_arrive(PING_PONG_BARRIER + (WG + 1) % CONSUMERS, 256)
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(kv_empty.index(0), count=1)
-    p, m_i, l_i = _first_softmax(
+    p, m_i, l_i = first_softmax(
         s, hi - 1, m_block * BLOCK_M + WG * ROWS, own, scales, CAUSAL, WINDOW, SOFTCAP, MASK_FIRST
     )
     p_packed = pack_pairs(p, dtype)
@@ -294,10 +112,10 @@ def _consumer(
         acc = gl.full([ROWS, v_bufs.shape[2]], 0.0, gl.float32, O_LAYOUT)
         for j in range(0, hi - 1 - lo):
             block = hi - 2 - j
-            acc, p_packed, m_i, l_i, it = _step(
+            acc, p_packed, m_i, l_i, it = step(
                 q, k_bufs, v_bufs, bars, q_full.index(slot), q_phase, acc, p_packed, m_i, l_i, it,
                 block, (block >= first) | (block < left_end), row0, own, scales,
-                WG, CONSUMERS, STAGES, PING_PONG, CAUSAL, WINDOW, SOFTCAP, LAZY,
+                WG, CONSUMERS, STAGES, PING_PONG, CAUSAL, WINDOW, SOFTCAP, LAZY, PIPELINED,
                 S_LAYOUT, P_LAYOUT, ROW_LAYOUT)  # fmt: skip
         mbarrier.arrive(q_empty.index(slot), count=1)
         m_done, l_done, where = m_i, l_i, (batch, head, q_row0, rows_q, used_q)
@@ -327,7 +145,7 @@ def _consumer(
             next_row0 = m_block * BLOCK_M + WG * ROWS
             zero = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, S_LAYOUT)
             p_a = unpack_pairs(p_packed, dtype, P_LAYOUT)
-            if Q_SLOTS > 1:
+            if Q_SLOTS > 1 and PIPELINED:
                 mbarrier.wait(q_full.index(slot), q_phase)
                 mbarrier.wait(k_full.index(stage), k_phase)
                 if PING_PONG:
@@ -338,12 +156,12 @@ def _consumer(
                 if PING_PONG:
                     bar_arrive(PING_PONG_BARRIER + (WG + 1) % CONSUMERS, 256)
                 s = warpgroup_mma_wait(1, deps=[s_async])
-                p, m_i, l_i = _first_softmax(s, hi - 1, next_row0, own, scales, CAUSAL, WINDOW, SOFTCAP, MASK_FIRST)
+                p, m_i, l_i = first_softmax(s, hi - 1, next_row0, own, scales, CAUSAL, WINDOW, SOFTCAP, MASK_FIRST)
                 mbarrier.wait(q_full.index(slot), q_phase)
                 acc, p = warpgroup_mma_wait(0, deps=[acc_async, p])
                 mbarrier.arrive(kv_empty.index(stage), count=1)
                 p_packed = pack_pairs(p, dtype)
-                _store_tile(acc, m_done, l_done, o_bufs, outputs, where, row0, shape, scales,
+                store_tile(acc, m_done, l_done, o_bufs, outputs, where, row0, shape, scales,
                             WG, O_CHUNKS, PACKED, ROW_LAYOUT)  # fmt: skip
             else:
                 # One Q buffer: its reload hides under P V, and writing O under S of the next tile.
@@ -357,18 +175,18 @@ def _consumer(
                 if PING_PONG:
                     bar_arrive(PING_PONG_BARRIER + (WG + 1) % CONSUMERS, 256)
                 acc = warpgroup_mma_wait(1, deps=[acc_async])
-                _store_tile(acc, m_done, l_done, o_bufs, outputs, where, row0, shape, scales,
+                store_tile(acc, m_done, l_done, o_bufs, outputs, where, row0, shape, scales,
                             WG, O_CHUNKS, PACKED, ROW_LAYOUT)  # fmt: skip
                 s = warpgroup_mma_wait(0, deps=[s_async])
                 mbarrier.arrive(kv_empty.index(stage), count=1)
-                p, m_i, l_i = _first_softmax(s, hi - 1, next_row0, own, scales, CAUSAL, WINDOW, SOFTCAP, MASK_FIRST)
+                p, m_i, l_i = first_softmax(s, hi - 1, next_row0, own, scales, CAUSAL, WINDOW, SOFTCAP, MASK_FIRST)
                 p_packed = pack_pairs(p, dtype)
         else:
             mbarrier.wait(v_full.index(v_stage), v_phase)
             p_a = unpack_pairs(p_packed, dtype, P_LAYOUT)
             acc_async = warpgroup_mma(p_a, v_bufs.index(v_stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc_async])
-            _store_tile(acc, m_done, l_done, o_bufs, outputs, where, row0, shape, scales,
+            store_tile(acc, m_done, l_done, o_bufs, outputs, where, row0, shape, scales,
                         WG, O_CHUNKS, PACKED, ROW_LAYOUT)  # fmt: skip
     tma.store_wait(0)
     if PING_PONG and WG == 0:
@@ -493,7 +311,7 @@ def attention_forward_kernel(
     CONSUMERS: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, Q_SLOTS: gl.constexpr, O_CHUNKS: gl.constexpr, PING_PONG: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, EVEN_K: gl.constexpr, DYNAMIC: gl.constexpr,
-    LAZY: gl.constexpr, PACKED: gl.constexpr,
+    LAZY: gl.constexpr, PACKED: gl.constexpr, PIPELINED: gl.constexpr, SPECIALIZED: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Descriptors are rank 4, (batch, head, row, column), with blocks of one head; lse is (batch, heads, seqlen_q).
@@ -501,21 +319,26 @@ def attention_forward_kernel(
     PACKED: seqlen_q and seqlen_k are totals, the batch is 1, `table` is that of hopper_packed.py, and num_m and
     num_tiles come from it. `o_ptr` and `cols_v` (o, contiguous, and its true head_dim) are for the last rows of such
     sequences.
+
+    PIPELINED, SPECIALIZED and PING_PONG are on but for the ablation of the paper; without SPECIALIZED one partition of
+    4 * CONSUMERS warps does everything (hopper_alone.py).
     """
     dtype: gl.constexpr = q_desc.dtype
     O_COLS: gl.constexpr = HEAD_DIM_V // O_CHUNKS
-    O_BUFS: gl.constexpr = CONSUMERS if O_CHUNKS == 1 else 2 * CONSUMERS
-    Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HEAD_DIM], dtype)
+    PARTS: gl.constexpr = CONSUMERS if SPECIALIZED else 1  # of a tile's rows, each with buffers of its own
+    PART: gl.constexpr = ROWS * CONSUMERS // PARTS
+    O_BUFS: gl.constexpr = PARTS if O_CHUNKS == 1 else 2 * PARTS
+    Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PART, HEAD_DIM], dtype)
     K_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HEAD_DIM], dtype)
     V_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HEAD_DIM_V], dtype)
-    O_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, O_COLS], dtype)
-    q_bufs = gl.allocate_shared_memory(dtype, [Q_SLOTS * CONSUMERS, ROWS, HEAD_DIM], Q_LAYOUT)
+    O_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PART, O_COLS], dtype)
+    q_bufs = gl.allocate_shared_memory(dtype, [Q_SLOTS * PARTS, PART, HEAD_DIM], Q_LAYOUT)
     k_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_DIM], K_LAYOUT)
     v_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_DIM_V], V_LAYOUT)
-    o_bufs = gl.allocate_shared_memory(dtype, [O_BUFS, ROWS, O_COLS], O_LAYOUT)
+    o_bufs = gl.allocate_shared_memory(dtype, [O_BUFS, PART, O_COLS], O_LAYOUT)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [Q_SLOTS * CONSUMERS, 1], BARRIER)
-    q_empty = gl.allocate_shared_memory(gl.int64, [Q_SLOTS * CONSUMERS, 1], BARRIER)
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_SLOTS * PARTS, 1], BARRIER)
+    q_empty = gl.allocate_shared_memory(gl.int64, [Q_SLOTS * PARTS, 1], BARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     kv_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -530,28 +353,32 @@ def attention_forward_kernel(
         # Programs without a tile get one without rows, so that all of them run the same code.
         num_m = gl.maximum(gl.load(table), gl.cdiv(gl.num_programs(0), heads))
         num_tiles = num_m * heads
-    for i in gl.static_range(Q_SLOTS * CONSUMERS):
+    for i in gl.static_range(Q_SLOTS * PARTS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(kv_empty.index(i), count=CONSUMERS)
+        mbarrier.init(kv_empty.index(i), count=PARTS)
     for i in gl.static_range(2):
         mbarrier.init(queue_full.index(i), count=1)
-        mbarrier.init(queue_empty.index(i), count=CONSUMERS)
+        mbarrier.init(queue_empty.index(i), count=PARTS)
     bufs = (q_bufs, k_bufs, v_bufs, o_bufs)
     bars = (q_full, q_empty, k_full, v_full, kv_empty, queue_full, queue_empty, queue)
     shape = (seqlen_q, seqlen_k, heads, heads_per_kv, num_m, num_tiles, group, left, right)
     scales = (scale, exp_scale, softcap)
     outputs = (o_desc, o_ptr, lse_ptr, cols_v)
     # A constexpr stored in a tuple under a name stops being one, hence the argument lists written out.
-    if CONSUMERS == 2:
+    if not SPECIALIZED:
+        gl.static_assert(O_CHUNKS == 1 and not PACKED and not DYNAMIC and not PING_PONG)
+        attend_alone(bufs, bars, q_desc, k_desc, v_desc, outputs, table, shape, scales, BLOCK_N, STAGES,
+                     CAUSAL, WINDOW, SOFTCAP, EVEN_K, LAZY, PIPELINED)  # fmt: skip
+    elif CONSUMERS == 2:
         gl.warp_specialize([
             (_consumer, (0, bufs, bars, outputs, table, shape, scales, CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, O_CHUNKS,
-                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED)),
+                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED)),
             (_consumer, (1, bufs, bars, outputs, table, shape, scales, CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, O_CHUNKS,
-                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED)),
+                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED)),
             (_producer, (bufs, bars, fixed, q_desc, k_desc, v_desc, counter, table, shape, CONSUMERS, BLOCK_N, STAGES,
                          Q_SLOTS, CAUSAL, WINDOW, DYNAMIC, PACKED)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
@@ -559,11 +386,11 @@ def attention_forward_kernel(
         gl.static_assert(CONSUMERS == 3)
         gl.warp_specialize([
             (_consumer, (0, bufs, bars, outputs, table, shape, scales, CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, O_CHUNKS,
-                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED)),
+                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED)),
             (_consumer, (1, bufs, bars, outputs, table, shape, scales, CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, O_CHUNKS,
-                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED)),
+                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED)),
             (_consumer, (2, bufs, bars, outputs, table, shape, scales, CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, O_CHUNKS,
-                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED)),
+                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED)),
             (_producer, (bufs, bars, fixed, q_desc, k_desc, v_desc, counter, table, shape, CONSUMERS, BLOCK_N, STAGES,
                          Q_SLOTS, CAUSAL, WINDOW, DYNAMIC, PACKED)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

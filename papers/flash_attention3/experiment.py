@@ -3,6 +3,7 @@
     forward     cases.py, attention.py, fp8_forward.py
     backward    cases.py, attention.py
     decode      decode.py
+    ablation    ablation.py
     fp8-error   fp8_error.py
     memory      memory.py
 
@@ -15,7 +16,7 @@ from functools import partial
 
 from gpu_accel.workbench.experiment import Experiment, SimpleExperiment
 
-from . import attention, decode, fp8_error, memory
+from . import ablation, attention, decode, fp8_error, memory
 from .cases import attention_cases
 
 _ALL = (
@@ -30,6 +31,12 @@ _ALL = (
         title="Backward pass over the paper's grid, next to torch's attention",
         list_cases=partial(attention_cases, direction="backward"),
         build_case=attention.build_backward,
+    ),
+    SimpleExperiment(
+        name="ablation",
+        title="The Hopper forward kernel with its ideas switched off one by one",
+        list_cases=ablation.list_cases,
+        build_case=ablation.build,
     ),
     SimpleExperiment(
         name="decode",

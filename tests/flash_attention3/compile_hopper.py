@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 
 import torch
 import triton
@@ -19,6 +20,11 @@ CASES = {
         (256, {"window_right": 0}),
         (128, {"window_left": 64, "window_right": 0}),
         (128, {"softcap": 20.0}),
+    ],
+    "ablation": [
+        (128, {"config": {"pipelined": False, "ping_pong": False}}),
+        (128, {"config": {"specialized": False, "ping_pong": False}}),
+        (64, {"config": {"specialized": False, "consumers": 2, "dynamic": False}, "window_right": 0}),
     ],
     "packed": [
         (128, {"packed": True, "window_right": 0}),
@@ -62,6 +68,11 @@ def main(which: str) -> None:
             else:
                 packed = options.pop("packed", False)
                 v = torch.empty(*q.shape[:-1], options.pop("head_dim_v", head_dim), dtype=q.dtype)
+                changes = options.pop("config", None)
+                if changes:
+                    causal = options.get("window_right", -1) >= 0
+                    tuned = hopper.forward_config(head_dim, causal=causal, seqlen_k=q.shape[1])
+                    options["config"] = replace(tuned, **changes)
                 offsets = torch.zeros(3, dtype=torch.int32)
                 if packed:
                     q, v = q[0], v[0]

@@ -58,6 +58,16 @@ def test_masks_windows_and_soft_caps_compile(version):
 
 
 @pytest.mark.slow
+def test_variants_of_the_ablation_compile():
+    rows = compiled("installed", "ablation")
+    assert len(rows) == 3
+    for name, row in rows.items():
+        # two warpgroups are compiled apart, without specialisation there is one program for both
+        assert row["wgmma"] > 0 and row["spills"] <= SMALL_SPILL and row["shared"] <= SHARED_LIMIT, (name, row)
+        assert not row["warnings"], (name, row)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("version", [v for v in VERSIONS if v in ("installed", "3.6.0")])
 def test_packed_sequences_and_another_head_dim_of_v_compile(version):
     rows = compiled(version, "packed")

@@ -91,10 +91,16 @@ def test_memory_layouts(kind, d):
     check(*inputs(2, 300, 300, 4, 4, d, kind=kind), causal=True)
 
 
-@pytest.mark.parametrize("changes", [{"dynamic": True}, {"dynamic": False}, {"q_slots": 1}, {"ping_pong": False}])
+ALONE = {"specialized": False, "ping_pong": False, "dynamic": False}
+CHANGES = [{"dynamic": True}, {"dynamic": False}, {"q_slots": 1}, {"ping_pong": False}, {"pipelined": False}, ALONE]
+
+
+@pytest.mark.parametrize("changes", CHANGES, ids=["queue", "static", "one-q", "no-turns", "no-pipelining", "alone"])
 @pytest.mark.parametrize("d,causal", [(64, True), (128, True), (128, False), (256, True)])
 def test_switches_give_the_same_bits(d, causal, changes):
     # every switch changes when work happens, never what is computed
+    if changes is ALONE and d == 256:
+        pytest.skip("without specialisation o leaves as a whole, for which head_dim 256 has no room")
     q, k, v = inputs(4, 1000, 1000, 8, 8, d)
     options = dict(softmax_scale=d**-0.5, window_right=0 if causal else -1)
     config = hopper.forward_config(d, causal=causal, seqlen_k=1000)

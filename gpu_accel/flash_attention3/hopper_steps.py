@@ -1,0 +1,227 @@
+"""What a consumer of the Hopper forward does with one block of keys and with a finished tile, in Gluon.
+
+`step` is the inner loop of FlashAttention-3: S of this block and P V of the block before are issued together, and
+softmax of this block runs under both. Rows come from shapes: 64 for one warpgroup, more where several share a tile.
+
+Source: FlashAttention-3, arXiv 2407.08608, sections 3.1 and 3.2.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from gpu_accel.gluon_compat import tma_store
+
+from .hopper_device import (
+    LN_2,
+    NEG_LARGE,
+    bar_arrive,
+    bar_sync,
+    mask_columns,
+    mask_left,
+    mask_right,
+    pack_pairs,
+    rescale,
+    tanh,
+    thread_row_sum,
+    tile_of,
+    unpack_pairs,
+)
+from .hopper_packed import read_entry
+
+PING_PONG_BARRIER = gl.constexpr(8)
+
+# Run-time scalars travel in two tuples:
+#   shape  = (seqlen_q, seqlen_k, heads, heads_per_kv, num_m, num_tiles, group, left, right)
+#   scales = (scale, exp_scale, softcap): scores * scale go into tanh under softcap, logits * exp_scale into exp2
+
+
+@gluon.jit
+def own_lengths(shape, used_q, used_k):
+    """`shape` with the lengths of a tile's own sequence."""
+    _, _, heads, heads_per_kv, num_m, num_tiles, group, left, right = shape
+    return used_q, used_k, heads, heads_per_kv, num_m, num_tiles, group, left, right
+
+
+@gluon.jit
+def first_tile(tile, table, shape, CAUSAL: gl.constexpr, PACKED: gl.constexpr):
+    """(query block, batch, head, first rows of q and k, rows of q, rows of q and of k that count) of tile `tile`."""
+    if PACKED:
+        _, _, _, _, num_m, _, _, _, _ = shape
+        j, batch, head = tile_of(tile, shape, True)
+        m_block, q_row0, k_row0, rows_q, used_q, used_k = read_entry(num_m - 1 - j, table, tile >= 0)
+    else:
+        seqlen_q, seqlen_k, _, _, _, _, _, _, _ = shape
+        m_block, batch, head = tile_of(tile, shape, CAUSAL)
+        q_row0, k_row0 = 0, 0
+        rows_q, used_q, used_k = seqlen_q, seqlen_q, seqlen_k
+    return m_block, batch, head, q_row0, k_row0, rows_q, used_q, used_k
+
+
+@gluon.jit
+def _mask_block(s, block, row0, shape, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
+    seqlen_q, seqlen_k, _, _, _, _, _, left, right = shape
+    shift = seqlen_k - seqlen_q
+    col0 = block * s.shape[1]
+    if CAUSAL:
+        s = mask_right(s, row0 + shift + right - col0, seqlen_k - 1 - col0)
+    else:
+        s = mask_columns(s, seqlen_k - 1 - col0)
+    if WINDOW:
+        s = mask_left(s, row0 + shift - left - col0)
+    return s
+
+
+@gluon.jit
+def first_softmax(
+    s, block, row0, shape, scales,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, MASK: gl.constexpr,
+):  # fmt: skip
+    """P, row maximum and thread-wise row sum of the first block of a tile."""
+    scale, exp_scale, softcap = scales
+    if SOFTCAP:
+        s = softcap * tanh(s * scale)
+    if MASK:
+        s = _mask_block(s, block, row0, shape, CAUSAL, WINDOW)
+    m = gl.maximum(gl.max(s, axis=1), NEG_LARGE)
+    p = gl.exp2(s * exp_scale - (m * exp_scale)[:, None])
+    return p, m, thread_row_sum(p)
+
+
+@gluon.jit
+def step(
+    q, k_bufs, v_bufs, bars, opened, opened_phase, acc, p_packed, m_i, l_i, it, block, masked, row0, shape, scales,
+    WG: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PING_PONG: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, LAZY: gl.constexpr, PIPELINED: gl.constexpr,
+    S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, ROW_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """One key block: issue S of this block, then P V of the block before, then softmax of this block under both.
+
+    Without PIPELINED (for the ablation) each of the three waits for the one before.
+    """
+    _, _, k_full, v_full, kv_empty, _, _, _ = bars
+    scale, exp_scale, softcap = scales
+    v_stage = it % STAGES
+    v_phase = (it // STAGES) & 1
+    it += 1
+    stage = it % STAGES
+    mbarrier.wait(k_full.index(stage), (it // STAGES) & 1)
+    if PING_PONG:
+        bar_sync(PING_PONG_BARRIER + WG, 256)
+    zero = gl.full([q.shape[0], k_bufs.shape[1]], 0.0, gl.float32, S_LAYOUT)
+    if PIPELINED:
+        s_async = warpgroup_mma(q, k_bufs.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+        mbarrier.wait(v_full.index(v_stage), v_phase)
+        p_a = unpack_pairs(p_packed, q.dtype, P_LAYOUT)
+        acc_async = warpgroup_mma(p_a, v_bufs.index(v_stage), acc, is_async=True)
+        if PING_PONG:
+            bar_arrive(PING_PONG_BARRIER + (WG + 1) % CONSUMERS, 256)
+        s = warpgroup_mma_wait(1, deps=[s_async])
+    else:
+        mbarrier.wait(v_full.index(v_stage), v_phase)
+        p_a = unpack_pairs(p_packed, q.dtype, P_LAYOUT)
+        acc_async = warpgroup_mma(p_a, v_bufs.index(v_stage), acc, is_async=True)
+        acc_async = warpgroup_mma_wait(0, deps=[acc_async])
+        s_async = warpgroup_mma(q, k_bufs.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+        if PING_PONG:
+            bar_arrive(PING_PONG_BARRIER + (WG + 1) % CONSUMERS, 256)
+        s = warpgroup_mma_wait(0, deps=[s_async])
+    if SOFTCAP:
+        s = softcap * tanh(s * scale)
+    if CAUSAL or WINDOW:  # noqa: SIM102 - a run-time branch inside a compile-time one
+        if masked:
+            s = _mask_block(s, block, row0, shape, CAUSAL, WINDOW)
+    m_new = gl.maximum(m_i, gl.max(s, axis=1))
+    if LAZY:
+        # A maximum that is up to 8 too small (in base 2) only makes P up to 256 times larger, and O / l stays the same.
+        m_new = gl.where((m_new - m_i) * exp_scale > 8.0, m_new, m_i)
+    alpha = gl.exp2((m_i - m_new) * exp_scale)
+    p = gl.exp2(s * exp_scale - (m_new * exp_scale)[:, None])
+    alpha_l = gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout), assert_trivial=True)
+    l_i = l_i * alpha_l[:, None] + thread_row_sum(p)
+    if PIPELINED:
+        mbarrier.wait(opened, opened_phase)  # completed long ago: opens the block that pins softmax above the wait
+        acc, p = warpgroup_mma_wait(0, deps=[acc_async, p])
+    else:
+        acc = acc_async
+    mbarrier.arrive(kv_empty.index(stage), count=1)
+    alpha = gl.convert_layout(alpha, ROW_LAYOUT)
+    acc = rescale(acc, alpha) if LAZY else acc * alpha[:, None]
+    return acc, pack_pairs(p, q.dtype), m_new, l_i, it
+
+
+@gluon.jit
+def _store_chunk(chunk, buffer, o_desc, batch, head, row0, col, LAYOUT: gl.constexpr):
+    tma.store_wait(1)  # the copy before the last has read its buffer, which is this one
+    buffer.store(gl.convert_layout(chunk.to(buffer.dtype), LAYOUT))
+    fence_async_shared()
+    tma_store(o_desc, [batch, head, row0, col], buffer)
+
+
+@gluon.jit
+def _store_whole(acc, o_bufs, o_desc, batch, head, row0, WG: gl.constexpr, O_CHUNKS: gl.constexpr):
+    """acc to o through shared memory and TMA."""
+    if O_CHUNKS == 1:
+        tma.store_wait(0)
+        o_bufs.index(WG).store(acc.to(o_bufs.dtype))
+        fence_async_shared()
+        tma_store(o_desc, [batch, head, row0, 0], o_bufs.index(WG))
+    else:
+        # a whole tile would not fit beside Q, K and V: quarters, through two buffers in turn
+        gl.static_assert(O_CHUNKS == 4)
+        ROWS: gl.constexpr = acc.shape[0]
+        COLS: gl.constexpr = acc.shape[1] // 4
+        CHUNK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16])
+        low, high = gl.split(acc.reshape((ROWS, 2, 2 * COLS)).permute((0, 2, 1)))
+        c0, c1 = gl.split(low.reshape((ROWS, 2, COLS)).permute((0, 2, 1)))
+        c2, c3 = gl.split(high.reshape((ROWS, 2, COLS)).permute((0, 2, 1)))
+        _store_chunk(c0, o_bufs.index(2 * WG), o_desc, batch, head, row0, 0, CHUNK)
+        _store_chunk(c1, o_bufs.index(2 * WG + 1), o_desc, batch, head, row0, COLS, CHUNK)
+        _store_chunk(c2, o_bufs.index(2 * WG), o_desc, batch, head, row0, 2 * COLS, CHUNK)
+        _store_chunk(c3, o_bufs.index(2 * WG + 1), o_desc, batch, head, row0, 3 * COLS, CHUNK)
+
+
+@gluon.jit
+def store_tile(
+    acc, m_i, l_i, o_bufs, outputs, where, row0, shape, scales,
+    WG: gl.constexpr, O_CHUNKS: gl.constexpr, PACKED: gl.constexpr, ROW_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """O = acc / l through shared memory and TMA, and LSE = m + log l; rows without keys give 0 and -inf."""
+    ROWS: gl.constexpr = acc.shape[0]
+    o_desc, o_ptr, lse_ptr, cols_v = outputs
+    total_q, _, heads, _, _, _, _, _, _ = shape
+    batch, head, q_row0, rows_q, used_q = where
+    _, exp_scale, _ = scales
+    l_row = gl.convert_layout(gl.sum(l_i, axis=1), ROW_LAYOUT)
+    m_row = gl.convert_layout(m_i, ROW_LAYOUT)
+    rows = row0 + gl.arange(0, ROWS, layout=ROW_LAYOUT)
+    masked = l_row == 0.0
+    if PACKED:
+        masked = masked | (rows >= used_q)
+    acc = acc * gl.where(masked, 0.0, 1.0 / l_row)[:, None]
+    if PACKED:
+        # rows that don't count may have met NaN in q, and 0 times NaN is NaN
+        acc = gl.where(masked[:, None], 0.0, acc)
+    if row0 < rows_q:
+        lse = gl.where(masked, float("-inf"), (m_row * exp_scale + gl.log2(l_row)) * LN_2)
+        offset = (batch * heads + head).to(gl.int64) * total_q + q_row0
+        gl.store(lse_ptr + offset + rows, lse, mask=rows < rows_q)
+        if PACKED:
+            if row0 + ROWS <= rows_q:
+                _store_whole(acc, o_bufs, o_desc, batch, head, q_row0 + row0, WG, O_CHUNKS)
+            else:
+                # the rows behind the sequence's last are the next one's: no TMA
+                cols = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
+                o_rows = o_ptr + ((q_row0 + rows).to(gl.int64) * heads + head) * cols_v
+                mask = (rows < rows_q)[:, None] & (cols < cols_v)[None, :]
+                gl.store(o_rows[:, None] + cols[None, :], acc.to(o_bufs.dtype), mask=mask)
+        else:
+            _store_whole(acc, o_bufs, o_desc, batch, head, row0, WG, O_CHUNKS)
