@@ -44,7 +44,7 @@ class Features:
             "score_mod": bool(self.score_mod),
             "score_mod_grad": bool(self.score_mod_grad),
             "mask_mod": bool(self.mask_mod),
-            "block_mask": bool(self.block_lists),
+            "block_mask": len(self.block_lists) > 0,  # not bool(): torch 2.11 can not trace that of a tuple
             "return_max_logits": self.return_max_logits,
             "batch_invariant": self.batch_invariant,
         }

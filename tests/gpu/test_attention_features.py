@@ -170,22 +170,25 @@ def test_block_mask(mask, d, size):
 
 
 def test_block_mask_of_long_sequences_skips_blocks():
-    # 8k tokens, 1 in 8 blocks: the time is far below that of all blocks
+    # 8k tokens, 1 in 8 blocks: one call takes far less than the same call with all blocks. The best of some calls in
+    # turn, since other processes may use this GPU too.
     sq = 8192
     q, k, v = inputs(2, sq, sq, 8, 8, 128)
     made = create_block_mask(band_twin, None, 8, sq, sq, device=DEVICE, BLOCK_SIZE=128)
-    times = []
-    for options in ({"mask_mod": band, "block_mask": made}, {"mask_mod": band}):
-        dense(q, k, v, **options)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(5):
-            o = dense(q, k, v, **options)
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    assert times[0] < 0.5 * times[1]
-    assert (o - dense(q, k, v, mask_mod=band, block_mask=made)).abs().max() < 0.02
+    calls = {"blocks": {"mask_mod": band, "block_mask": made}, "all": {"mask_mod": band}}
+    results = {name: dense(q, k, v, **options) for name, options in calls.items()}
+    best = dict.fromkeys(calls, float("inf"))
+    for _ in range(20):
+        for name, options in calls.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(2_000_000)  # the host gets ahead: what is timed is the device
+            start.record()
+            dense(q, k, v, **options)
+            end.record()
+            end.synchronize()
+            best[name] = min(best[name], start.elapsed_time(end))
+    assert best["blocks"] < 0.5 * best["all"], best
+    assert (results["blocks"] - results["all"]).abs().max() < 0.02
 
 
 def test_is_flex_attention():

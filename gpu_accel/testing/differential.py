@@ -1,0 +1,344 @@
+"""Random attention calls against float64: draw a call, judge it, and make a failing one small.
+
+    search(seconds=10, seed=1)            # raises IncorrectResultError with the smallest failing call found
+    check(Call(batch=1, ...))             # replays one, as printed
+
+A kernel is compiled for what a call asks for (head dims, masks, features), which takes seconds, so calls are drawn in
+rounds: one set of such choices, then many lengths, heads, strides and values. Every feature of `flash_attn_func` and
+`flash_attn_varlen_func` takes part.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gpu_accel.errors import IncorrectResultError, UnsupportedError
+from gpu_accel.testing.errors import compare
+from gpu_accel.testing.inputs import generator, make_qkv, make_varlen
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (192, 128), (80, 80), (40, 104), (128, 64))
+KINDS = ("normal", "strided", "transposed", "broadcast", "misaligned", "outliers")
+PACKED_KINDS = ("normal", "poisoned")
+# Wrong results are wrong by a tenth or more; rounding is not, though of a few elements its largest error is a lottery.
+_FACTOR = 3.0
+_EPSILONS = {2: (4.0, 8.0), 4: (16.0, 64.0)}  # by bytes: of the largest element; of terms of size one that cancel
+
+
+@triton.jit
+def score(score, b, h, q_idx, kv_idx):
+    return tl.where((kv_idx + h) % 5 == 1, float("-inf"), score + 0.03 * (b + 1) * score * score)
+
+
+@triton.jit
+def score_grad(grad, score, b, h, q_idx, kv_idx):
+    return grad * (1.0 + 0.06 * (b + 1) * score)
+
+
+def score_twin(score, b, h, q_idx, kv_idx):
+    return torch.where((kv_idx + h) % 5 == 1, float("-inf"), score + 0.03 * (b + 1) * score * score)
+
+
+@triton.jit
+def band(b, h, q_idx, kv_idx):
+    return (q_idx - kv_idx < 70 + 50 * h) & (kv_idx - q_idx < 90)
+
+
+def band_twin(b, h, q_idx, kv_idx):
+    return (q_idx - kv_idx < 70 + 50 * h) & (kv_idx - q_idx < 90)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One attention call. Dense where both tuples of lengths have one entry and `packed` is off; 0 means off."""
+
+    backend: str = "auto"
+    dtype: str = "bf16"
+    head_dim: int = 64
+    head_dim_v: int = 64
+    packed: bool = False
+    batch: int = 1
+    lengths_q: tuple[int, ...] = (1,)
+    lengths_k: tuple[int, ...] = (1,)
+    used: bool = False
+    heads_kv: int = 1
+    group: int = 1
+    causal: bool = False
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    sinks: bool = False
+    alibi: bool = False
+    score_mod: bool = False
+    mask_mod: bool = False
+    block: int = 0
+    kind: str = "normal"
+    gradients: bool = True
+    lse_gradient: bool = False
+    deterministic: bool = False
+    batch_invariant: bool = False
+    max_logits: bool = False
+    seed: int = 0
+
+
+def draw_round(rng: random.Random, backends: tuple[str, ...]) -> dict[str, Any]:
+    """What kernels are compiled for: one draw holds for many calls."""
+    plain = rng.random() < 0.4
+    packed = rng.random() < 0.4
+    causal, windowed = rng.random() < 0.5, rng.random() < 0.25
+    some = {
+        name: not plain and rng.random() < 0.3
+        for name in ("sinks", "alibi", "score_mod", "mask_mod", "max_logits", "batch_invariant")
+    }
+    block = 0
+    if not plain and not packed and rng.random() < 0.3:
+        block, causal, windowed = rng.choice((16, 64, 128)), False, False
+        some["mask_mod"] = True
+    d, dv = rng.choice(HEAD_DIMS)
+    dtype = rng.choice(("bf16", "bf16", "fp16", "fp32"))
+    return {
+        "backend": rng.choice(backends), "dtype": dtype, "head_dim": d, "head_dim_v": dv, "packed": packed,
+        "used": packed and rng.random() < 0.3, "causal": causal, "window": (0, 0) if windowed else (-1, -1),
+        "softcap": 1.0 if rng.random() < 0.2 else 0.0, "block": block, **some,
+    }  # fmt: skip
+
+
+def draw_call(rng: random.Random, choices: dict[str, Any], longest: int) -> Call:
+    """The rest of a call: lengths (short ones often, 0 and 1 too), heads, memory, values."""
+
+    def length() -> int:
+        return max(1, any_length()) if choices["block"] else any_length()  # torch makes no block mask of nothing
+
+    def any_length() -> int:
+        if rng.random() < 0.12:
+            return rng.choice((0, 1, 2, 63, 64, 65, 127, 128, 129)) % (longest + 1)
+        return round(longest ** rng.random())
+
+    entries = rng.randint(1, 5) if choices["packed"] else 1
+    lengths_q = tuple(length() for _ in range(entries))
+    lengths_k = lengths_q if rng.random() < 0.3 else tuple(length() for _ in range(entries))
+    window = choices["window"]
+    if window != (-1, -1):
+        window = (rng.choice((-1, 0, rng.randint(1, longest))), rng.choice((-1, 0, rng.randint(1, longest))))
+        window = window if window != (-1, -1) else (7, 0)
+    return Call(
+        **{n: x for n, x in choices.items() if n not in ("window", "softcap")},
+        batch=1 if choices["packed"] else rng.choice((1, 1, 2, 3)),
+        lengths_q=lengths_q,
+        lengths_k=lengths_k,
+        heads_kv=rng.choice((1, 1, 2)),
+        group=rng.choice((1, 2, 3)),
+        window=window,
+        softcap=choices["softcap"] and rng.choice((0.5, 3.0, 20.0)),
+        kind=rng.choice(PACKED_KINDS if choices["packed"] else KINDS),
+        gradients=rng.random() < 0.7,
+        lse_gradient=rng.random() < 0.3,
+        deterministic=rng.random() < 0.3,
+        seed=rng.randrange(1 << 30),
+    )
+
+
+def _tensors(call: Call, device: str) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+    """q, k, v and the options of the call."""
+    heads = call.heads_kv * call.group
+    shape: dict[str, Any] = dict(
+        heads=heads, heads_kv=call.heads_kv, head_dim=call.head_dim, head_dim_v=call.head_dim_v,
+        dtype=DTYPES[call.dtype], device=device, kind=call.kind, seed=call.seed,
+    )  # fmt: skip
+    source = generator(call.seed + 2, device)
+    options: dict[str, Any] = {"causal": call.causal, "window_size": call.window, "softcap": call.softcap}
+    if call.packed:
+        q, k, v, cu_q, cu_k, *_ = make_varlen(
+            lengths_q=list(call.lengths_q), lengths_k=list(call.lengths_k), **shape
+        )
+        options |= {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+        if call.used:
+            share = torch.rand(2, len(call.lengths_q), generator=source, device=device)
+            for name, part, lengths in (("q", share[0], call.lengths_q), ("k", share[1], call.lengths_k)):
+                options[f"seqused_{name}"] = (part * torch.tensor(lengths, device=device)).round().int()
+    else:
+        q, k, v = make_qkv(batch=call.batch, seqlen_q=call.lengths_q[0], seqlen_k=call.lengths_k[0], **shape)
+    if call.sinks:
+        options["sinks"] = torch.randn(heads, generator=source, device=device) * 2
+    if call.alibi:
+        options["alibi_slopes"] = torch.rand(heads, generator=source, device=device) * 0.2
+    return (q, k, v), options
+
+
+def _block_mask(call: Call, device: str) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    heads = call.heads_kv * call.group
+    return create_block_mask(
+        band_twin, None, heads, call.lengths_q[0], call.lengths_k[0], device=device, BLOCK_SIZE=call.block
+    )
+
+
+def check(call: Call, *, device: str = "cuda", attention: Callable[..., Any] | None = None) -> None:
+    """Run one call, its gradients too where asked for, and compare everything with float64.
+
+    Args:
+        attention: what to judge, with the arguments of `flash_attn_func` or `flash_attn_varlen_func`; default: these.
+
+    Raises:
+        IncorrectResultError: names the tensor and its error. UnsupportedError: there is no kernel for the call.
+    """
+    from gpu_accel.flash_attention3 import flash_attn_func, flash_attn_varlen_func
+    from gpu_accel.flash_attention3.reference import attention_reference, attention_truth, attention_truth_backward
+
+    tensors, options = _tensors(call, device)
+    known = dict(options)
+    ours = {**options, "backend": call.backend, "deterministic": call.deterministic,
+            "batch_invariant": call.batch_invariant, "return_max_logits": call.max_logits}  # fmt: skip
+    if call.score_mod:
+        ours |= {"score_mod": score, "score_mod_grad": score_grad}
+        known["score_mod"] = score_twin
+    if call.mask_mod:
+        ours["mask_mod"], known["mask_mod"] = band, band_twin
+    if call.block:
+        ours["block_mask"] = _block_mask(call, device)
+    leaves = [x.detach().requires_grad_(call.gradients) for x in tensors]
+    if call.sinks:
+        leaves.append(options["sinks"].detach().requires_grad_(call.gradients))
+        ours["sinks"] = leaves[3]
+    run = attention or (flash_attn_varlen_func if call.packed else flash_attn_func)
+    o, lse, *maxima = run(*leaves[:3], return_lse=True, **ours)
+
+    true = attention_truth(*tensors, return_max_logits=True, **known)
+    rulers = [x.detach().requires_grad_(call.gradients) for x in leaves]
+    in_dtype = {**known, "sinks": rulers[3]} if call.sinks else known
+    with torch.enable_grad():
+        ruler = attention_reference(*rulers[:3], dtype=o.dtype, **in_dtype)
+    size = true[0].abs().amax(-1, keepdim=True).clamp_min(1e-30) if o.numel() else 1.0  # rows of o differ in size
+    _judge("o / size of its row", o.double() / size, true[0] / size, ruler[0].double() / size, o.dtype)
+    _judge("lse", lse, true[1], None, torch.float32, scale=64.0)
+    for found in maxima:
+        _judge("max_logits", found, true[2], None, torch.float32, scale=64.0)
+    if not call.gradients:
+        return
+    source = generator(call.seed + 1, device)
+    do = torch.randn(o.shape, generator=source, device=device).to(o.dtype)
+    dlse, outputs, sent = None, [o], [do]
+    if call.lse_gradient:
+        dlse = torch.randn(lse.shape, generator=source, device=device)
+        dlse = torch.where(true[1] == float("-inf"), 0.0, dlse).to(lse.dtype)
+        outputs, sent = [o, lse], [do, dlse]
+    grads = torch.autograd.grad(outputs, leaves, sent)
+    truths = attention_truth_backward(do, *tensors, dlse=dlse, **known)
+    measures: Any = [None] * len(grads)
+    if ruler[0].requires_grad:
+        to_send = [do] if dlse is None else [do, dlse.to(o.dtype)]
+        measures = torch.autograd.grad(ruler[: len(to_send)], rulers, to_send, allow_unused=True)
+    for name, got, exact, measure in zip(("dq", "dk", "dv", "dsinks"), grads, truths, measures, strict=False):
+        rough = o.dtype if name == "dsinks" else got.dtype
+        _judge(name, got, exact, None if measure is None else measure.to(got.dtype), rough, gradient=True)
+
+
+def _judge(
+    name: str, out: Tensor, truth: Tensor, ruler: Tensor | None, dtype: torch.dtype, *, scale: float = 0.0,
+    gradient: bool = False,
+) -> None:  # fmt: skip
+    finite = truth[truth.isfinite()]
+    scale = max(scale, finite.abs().max().item() if finite.numel() else 0.0)
+    eps, (of_largest, of_one) = torch.finfo(dtype).eps, _EPSILONS[dtype.itemsize]
+    floor = eps * max(of_largest * scale, of_one if gradient else 0.0)
+    found = compare(out, truth.to(torch.float64), ruler, factor=_FACTOR, floor=floor)
+    if not found.ok:
+        why = found.why or f"error {found.error:.3g}, allowed {found.bound:.3g}"
+        raise IncorrectResultError(f"{name}: {why} at {found.index}")
+
+
+_OFF: dict[str, Any] = {
+    "used": False, "score_mod": False, "block": 0, "sinks": False, "alibi": False, "max_logits": False,
+    "batch_invariant": False, "deterministic": False, "lse_gradient": False, "softcap": 0.0, "window": (-1, -1),
+    "causal": False, "kind": "normal", "gradients": False, "batch": 1, "group": 1, "heads_kv": 1,
+}  # fmt: skip
+
+
+def simpler(call: Call) -> Iterator[Call]:
+    """Calls with one thing less, in the order in which they are worth trying."""
+    if call.packed:
+        for i in range(len(call.lengths_q) if len(call.lengths_q) > 1 else 0):
+            parts = {n: getattr(call, n)[:i] + getattr(call, n)[i + 1 :] for n in ("lengths_q", "lengths_k")}
+            yield replace(call, **parts)
+        if len(call.lengths_q) == 1 and not call.used:
+            yield replace(call, packed=False, kind="normal")
+    for name, off in _OFF.items():
+        if getattr(call, name) != off:
+            yield replace(call, **{name: off})
+    if call.mask_mod and not call.block:
+        yield replace(call, mask_mod=False)
+    if (call.head_dim, call.head_dim_v) != (64, 64):
+        yield replace(call, head_dim=64, head_dim_v=64)
+    for name in ("lengths_q", "lengths_k"):
+        for i, n in enumerate(getattr(call, name)):
+            for less in dict.fromkeys((n // 2, n - n % 64, n - 1)):
+                if (1 if call.block else 0) <= less < n:
+                    parts = list(getattr(call, name))
+                    parts[i] = less
+                    yield replace(call, **{name: tuple(parts)})
+
+
+def shrink(call: Call, fails: Callable[[Call], bool], *, seconds: float = 20.0) -> Call:
+    """The smallest call found that still fails."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        for one in simpler(call):
+            if time.monotonic() > end:
+                return call
+            if fails(one):
+                call = one
+                break
+        else:
+            return call
+    return call
+
+
+def search(
+    *, seconds: float, seed: int, device: str = "cuda", longest: int = 600, calls_a_round: int = 60,
+    backends: tuple[str, ...] = ("auto", "auto", "portable"), attention: Callable[..., Any] | None = None,
+) -> dict[str, int]:  # fmt: skip
+    """Draw and judge calls until the time is over.
+
+    Returns how many were "judged", how many had no kernel ("refused") and how many "rounds" they came in.
+
+    Raises:
+        IncorrectResultError: what went wrong, in the call as drawn and in the smallest that still fails, with the seed.
+    """
+    rng = random.Random(seed)
+    counts = {"judged": 0, "refused": 0, "rounds": 0}
+    end = time.monotonic() + seconds
+
+    def failure(call: Call) -> str:
+        try:
+            check(call, device=device, attention=attention)
+        except UnsupportedError:
+            return "unsupported"
+        except Exception as error:  # whatever a kernel raises is a finding, and it is raised below
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    while time.monotonic() < end:
+        choices = draw_round(rng, backends)
+        counts["rounds"] += 1
+        for _ in range(calls_a_round):
+            if time.monotonic() > end:
+                break
+            call = draw_call(rng, choices, longest)
+            why = failure(call)
+            counts["refused" if why == "unsupported" else "judged"] += 1
+            if why and why != "unsupported":
+                small = shrink(call, lambda c: failure(c) not in ("", "unsupported"))
+                raise IncorrectResultError(
+                    f"seed {seed}, call {counts['judged'] + counts['refused']}: {why}\n  drawn  {call}\n"
+                    f"  small  {small}\n  there  {failure(small)}"
+                )
+    return counts

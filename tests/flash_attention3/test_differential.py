@@ -1,0 +1,83 @@
+"""The random differential test itself: it passes what is right, finds what is wrong, and makes it small."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from gpu_accel.errors import IncorrectResultError
+from gpu_accel.flash_attention3 import flash_attn_func, flash_attn_varlen_func
+from gpu_accel.testing import differential
+from gpu_accel.testing.differential import Call, check, draw_call, draw_round, search, shrink
+
+EVERYTHING = Call(
+    backend="portable", dtype="fp16", packed=True, lengths_q=(10, 0), lengths_k=(10, 5), used=True,
+    window=(9, 3), softcap=3.0, sinks=True, alibi=True, score_mod=True, mask_mod=True, lse_gradient=True,
+    max_logits=True, head_dim=16, head_dim_v=16,
+)  # fmt: skip
+BLOCKS = Call(backend="portable", dtype="fp32", lengths_q=(17,), lengths_k=(20,), mask_mod=True, block=16,
+              sinks=True, head_dim=16, head_dim_v=32)  # fmt: skip
+
+
+def attend(q, k, v, **options):
+    call = flash_attn_varlen_func if options.get("cu_seqlens_q") is not None else flash_attn_func
+    return call(q, k, v, **options)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("call", [EVERYTHING, BLOCKS], ids=["packed-all-features", "block-mask"])
+def test_right_results_pass(call, device):
+    check(call, device=device)
+
+
+def one_key_too_few(q, k, v, **options):
+    """Wrong only where a window to the left is longer than 3."""
+    left, right = options["window_size"]
+    return attend(q, k, v, **{**options, "window_size": (left - 1 if left > 3 else left, right)})
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_wrong_window_is_found_and_made_small():
+    def fails(call):
+        try:
+            check(call, device="cpu", attention=one_key_too_few)
+        except IncorrectResultError:
+            return True
+        return False
+
+    drawn = Call(backend="reference", packed=True, lengths_q=(30, 9), lengths_k=(30, 9), heads_kv=2, group=3,
+                 window=(5, 2), softcap=3.0, kind="poisoned", lse_gradient=True, deterministic=True)  # fmt: skip
+    assert fails(drawn)
+    small = shrink(drawn, fails, seconds=30)
+    assert fails(small)
+    assert not (small.packed or small.softcap or small.gradients or small.lse_gradient or small.deterministic)
+    assert (small.heads_kv, small.group, small.batch, small.kind) == (1, 1, 1, "normal")
+    assert max(small.lengths_q + small.lengths_k) <= 8
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_search_says_seed_and_call(monkeypatch):
+    def nan(q, k, v, **options):
+        o, *rest = attend(q, k, v, **options)
+        return torch.where(torch.arange(len(o)).view(-1, *[1] * (o.dim() - 1)) == len(o) - 1, float("nan"), o), *rest
+
+    monkeypatch.setattr(differential, "HEAD_DIMS", ((16, 16),))
+    with pytest.raises(IncorrectResultError, match=r"seed 5, call \d+: .*(?s:.)*drawn  Call\((?s:.)*small  Call\("):
+        search(seconds=20, seed=5, device="cpu", longest=20, backends=("reference",), attention=nan)
+    counts = search(seconds=2, seed=5, device="cpu", longest=20, backends=("reference",), calls_a_round=3)
+    assert counts["judged"] > 0
+
+
+def test_draws_cover_every_feature_and_repeat():
+    def draw():
+        rng = random.Random(3)
+        return [draw_call(rng, draw_round(rng, ("auto",)), 200) for _ in range(300)]
+
+    calls = draw()
+    assert calls == draw()
+    for name, off in differential._OFF.items():
+        assert any(getattr(call, name) != off for call in calls), name
+    assert any(0 in call.lengths_q for call in calls) and any(call.packed for call in calls)
+    assert {call.head_dim for call in calls} == {d for d, _ in differential.HEAD_DIMS}
