@@ -1,0 +1,56 @@
+"""The first call of a shape compiles in less than 10 seconds; the next process finds the kernels in Triton's cache.
+
+    python3 -m pytest tests/gpu/test_compile_time.py -q -s
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an H100 or H200"
+    ),
+]
+ROOT = Path(__file__).parents[2]
+LIMIT = 10.0  # seconds, forward or backward
+SCRIPT = """
+import json, sys, time
+import torch
+from gpu_accel.flash_attention3 import flash_attn_func
+d, seqlen = int(sys.argv[1]), int(sys.argv[2])
+q, k, v = (torch.randn(1, seqlen, 2, d, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+torch.cuda.synchronize()
+start = time.perf_counter()
+o = flash_attn_func(q, k, v, causal=True, backend="hopper")
+torch.cuda.synchronize()
+forward = time.perf_counter() - start
+torch.autograd.grad(o, (q, k, v), torch.ones_like(o))
+torch.cuda.synchronize()
+print(json.dumps({"forward": forward, "backward": time.perf_counter() - start - forward}))
+"""
+
+
+def first_calls(d: int, seqlen: int, cache: Path) -> dict[str, float]:
+    """Seconds of the first forward and the first backward of a process of its own."""
+    env = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", SCRIPT, str(d), str(seqlen)], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("d,seqlen", [(64, 1024), (64, 8192), (128, 2048), (256, 2048)])  # 64: two and three consumers
+def test_first_call(d, seqlen, tmp_path):
+    cold = first_calls(d, seqlen, tmp_path)
+    warm = first_calls(d, seqlen, tmp_path)
+    print(f"head_dim {d}, {seqlen} keys: first calls {cold}, with the cache {warm}")
+    assert max(cold.values()) < LIMIT
+    assert max(warm.values()) < 0.5 * max(cold.values())
