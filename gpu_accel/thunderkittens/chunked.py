@@ -1,6 +1,6 @@
 """Launchers and custom ops of chunked linear attention: what torch.compile, autograd and opcheck see.
 
-    gpu_accel::tk_chunked(q, k, v, g, w, initial, cu_seqlens, scale, chunk, segments) -> (o, final state)
+    gpu_accel::tk_chunked(q, k, v, g, w, initial, cu_seqlens, scale, chunk, segments, fused) -> (o, final state)
     gpu_accel::tk_chunked_backward(do, dfinal, ...) -> (dq, dk, dv, dg, dw, dinitial)
 
 Arguments are validated in `linear.py` and `mamba2.py`. The backward computes the states again instead of
@@ -17,12 +17,14 @@ from torch import Tensor
 
 from gpu_accel.flash_attention3.launch import launch, next_power_of_2
 from gpu_accel.thunderkittens import chunked_kernels as kernels
+from gpu_accel.thunderkittens import fused_kernel
 
 CHUNK = 64
 _PROGRAMS = 264  # two for each SM of an H100: below this many a sequence is cut into segments
 _LEAST_CHUNKS = 8  # of a segment
 _MOST_SEGMENTS = 16
 _DQK_WARPS = 8  # four accumulators
+_FUSED_KEYS = 128  # the most of K that `fused_kernel` holds in registers
 
 
 def _block(size: int, most: int = 64) -> int:
@@ -81,14 +83,18 @@ class _Places:
         return self.cu, self.offsets, self.sequence_of
 
 
-def _walk(k, v, g, w, initial, places, *, scale, chunk, segments, heads, group, reverse, exact=False):
-    """(states that enter every chunk, state at the end); with `reverse` from the end to the beginning."""
+def _walk(k, v, g, w, initial, places, *, scale, chunk, segments, heads, group, reverse, exact=False,
+          sums_only=False):  # fmt: skip
+    """(states that enter every chunk, state at the end); with `reverse` from the end to the beginning.
+
+    sums_only: no walk, but (what every segment adds, its decay), for a walk elsewhere.
+    """
     key_dim, value_dim = k.shape[-1], v.shape[-1]
     bk, bv = _block(key_dim), _block(value_dim)
     tiles = -(-key_dim // bk) * -(-value_dim // bv)
     segments = segments or segments_for(places.sequences, heads, tiles, places.chunks)
     shape = (places.sequences, heads, key_dim, value_dim)
-    states = v.new_empty((places.total, *shape[1:]), dtype=state_dtype(v.dtype, exact))
+    states = v.new_empty((0 if sums_only else places.total, *shape[1:]), dtype=state_dtype(v.dtype, exact))
     final = v.new_empty(shape, dtype=torch.float32)
     local = v.new_empty((segments if segments > 1 else 0, *shape), dtype=torch.float32)
     decays = v.new_empty((segments if segments > 1 else 0, *shape[:2]), dtype=torch.float32)
@@ -96,7 +102,7 @@ def _walk(k, v, g, w, initial, places, *, scale, chunk, segments, heads, group, 
     if not programs:
         return states, final
     tables = places.tables()[:2]
-    for first in (True, False) if segments > 1 else (False,):
+    for first in (True,) if sums_only else (True, False) if segments > 1 else (False,):
         launch(
             kernels._states_kernel, programs,
             (k, v, g, w, initial, local, decays, states, final, *tables,
@@ -106,7 +112,45 @@ def _walk(k, v, g, w, initial, places, *, scale, chunk, segments, heads, group, 
                  HAS_INITIAL=initial is not None, VARLEN=places.cu is not None, REVERSE=reverse, LOCAL=first,
                  PRECISION=precision(v.dtype), num_warps=4, num_stages=2),
         )  # fmt: skip
-    return states, final
+    return (local, decays) if sums_only else (states, final)
+
+
+def _fused_launch(bk: int) -> dict:
+    return dict(num_warps=8 if bk > 64 else 4, num_stages=2)
+
+
+def fused_refusal(key_dim: int, dtype: torch.dtype) -> str | None:
+    """Why one walk cannot do the whole forward, or None."""
+    if dtype == torch.float32:
+        return "float32 takes three products for one, and registers for them"
+    most = _FUSED_KEYS if dtype == torch.bfloat16 else _FUSED_KEYS // 2  # float16 takes the state as float32
+    return f"a state of {key_dim} rows in {dtype} does not stay in registers; {most} do" if key_dim > most else None
+
+
+def _fused(q, k, v, g, w, initial, places, *, scale, chunk, segments, heads, group):
+    """(o, state at the end) by `fused_kernel`."""
+    key_dim, value_dim = q.shape[-1], v.shape[-1]
+    bk, bv = _block(key_dim, _FUSED_KEYS), _block(value_dim)
+    tiles = -(-value_dim // bv)
+    segments = segments or segments_for(places.sequences, heads, tiles, places.chunks)
+    common = dict(scale=scale, chunk=chunk, heads=heads, group=group)
+    local = decays = None
+    if segments > 1:
+        local, decays = _walk(k, v, g, w, None, places, segments=segments, reverse=False, sums_only=True, **common)
+    o = v.new_empty(v.shape) if places.cu is None else v.new_zeros(v.shape)
+    final = v.new_empty((places.sequences, heads, key_dim, value_dim), dtype=torch.float32)
+    programs = places.sequences * heads * tiles * segments
+    far = chunk * max(1, *(x.stride(1) for x in (q, k, v, o)), *(x.stride(1) for x in (g, w) if x is not None)) >= 2**31
+    if programs:
+        launch(
+            fused_kernel._fused_kernel, programs,
+            (q, k, v, g, w, initial, local, decays, o, final, places.cu, *_strides(q), *_strides(k), *_strides(v),
+             *_strides(g), *_strides(w), places.seqlen, places.sequences, heads, group, segments, scale),
+            dict(K=key_dim, V=value_dim, BT=chunk, BK=bk, BV=bv, HAS_G=g is not None, HAS_W=w is not None,
+                 HAS_INITIAL=initial is not None, HAS_LOCAL=segments > 1, VARLEN=places.cu is not None,
+                 FAR=far, PRECISION=precision(v.dtype), **_fused_launch(bk)),
+        )  # fmt: skip
+    return o, final
 
 
 def _options(q, v, g, w, cu, chunk, **more):
@@ -123,7 +167,7 @@ def _device(x: Tensor):
 @torch.library.custom_op("gpu_accel::tk_chunked", mutates_args=())
 def chunked(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, w: Tensor | None, initial: Tensor | None,
-    cu_seqlens: Tensor | None, scale: float, chunk: int, segments: int,
+    cu_seqlens: Tensor | None, scale: float, chunk: int, segments: int, fused: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """q, k (batch, seqlen, heads of q, K); v (batch, seqlen, heads, V); g, w (batch, seqlen, heads) float32;
     initial (sequences, heads, K, V) float32; cu_seqlens (sequences + 1,) with batch 1. segments 0: chosen here.
@@ -133,9 +177,11 @@ def chunked(
     places = _Places(v, cu_seqlens, chunk)
     heads = v.shape[2]
     group = heads // q.shape[2] if q.shape[2] else 1
+    common = dict(scale=scale, chunk=chunk, segments=segments, heads=heads, group=group)
     with _device(v):
-        states, final = _walk(k, v, g, w, initial, places, scale=scale, chunk=chunk, segments=segments, heads=heads,
-                              group=group, reverse=False)  # fmt: skip
+        if fused:
+            return _fused(q, k, v, g, w, initial, places, **common)
+        states, final = _walk(k, v, g, w, initial, places, reverse=False, **common)
         # rows beyond the last of packed sequences are written by nobody
         o = v.new_empty(v.shape) if cu_seqlens is None else v.new_zeros(v.shape)
         programs = places.total * heads * -(-v.shape[-1] // _block(v.shape[-1]))
@@ -155,7 +201,7 @@ def _state_shape(k: Tensor, v: Tensor, cu_seqlens: Tensor | None):
 
 
 @chunked.register_fake
-def _(q, k, v, g, w, initial, cu_seqlens, scale, chunk, segments):
+def _(q, k, v, g, w, initial, cu_seqlens, scale, chunk, segments, fused):
     return v.new_empty(v.shape), v.new_empty(_state_shape(k, v, cu_seqlens), dtype=torch.float32)
 
 
@@ -216,7 +262,7 @@ def _(do, dfinal, q, k, v, g, w, initial, cu_seqlens, scale, chunk, segments, wa
 
 def _save(ctx, inputs, output):
     ctx.save_for_backward(*inputs[:7])
-    ctx.scalars = inputs[7:]
+    ctx.scalars = inputs[7:10]
     ctx.shape = output[0].shape
     ctx.set_materialize_grads(False)
 
@@ -229,7 +275,7 @@ def _gradients(ctx, do, dfinal):
         do, dfinal, q, k, v, g, w, initial, cu_seqlens, *ctx.scalars, bool(need[3])
     )
     return (dq, dk, dv, dg if need[3] else None, dw if need[4] else None, dinitial if need[5] else None,
-            None, None, None, None)  # fmt: skip
+            None, None, None, None, None)  # fmt: skip
 
 
 chunked.register_autograd(_gradients, setup_context=_save)

@@ -87,7 +87,7 @@ def _validate(q: Tensor, k: Tensor, v: Tensor, g, w, initial, cu_seqlens, chunk:
 def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, *, g: Tensor | None = None, w: Tensor | None = None, scale: float | None = None,
     initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None, chunk: int = chunked.CHUNK,
-    segments: int = 0, backend: str = "auto",
+    segments: int = 0, fused: bool | None = None, backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """S_t = exp(g_t) S_{t-1} + w_t k_t v_t', o_t = scale q_t' S_t, differentiable in every tensor but cu_seqlens.
 
@@ -97,6 +97,8 @@ def linear_attention(
             below -88 count as -88 (exp of it is 6e-39), so -inf forgets everything before.
         scale: K**-0.5 unless given. initial_state: (sequences, heads, K, V).
         chunk: steps that are done by matrix products at once. segments: cuts of a sequence, 0 lets the launcher choose.
+        fused: the forward as one walk that keeps the state in registers (K up to 128, bfloat16 and float16), or as two
+            kernels with all chunks at once. None: one walk where it can. Only the forward of the kernels knows it.
 
     Returns:
         o (batch, seqlen, heads, V) in the dtype of v, and the final state (sequences, heads, K, V) float32.
@@ -108,7 +110,11 @@ def linear_attention(
     scale = chunked.default_scale(q.shape[-1]) if scale is None else float(scale)
     if choose(v, backend) == "portable":
         g, w, initial_state = (None if x is None else x.float() for x in (g, w, initial_state))
-        return chunked.chunked(q, k, v, g, w, initial_state, cu_seqlens, scale, chunk, segments)
+        refusal = chunked.fused_refusal(q.shape[-1], v.dtype)
+        if fused and refusal:
+            raise UnsupportedError(f"fused=True: {refusal}; use fused=None")
+        fused = refusal is None if fused is None else fused
+        return chunked.chunked(q, k, v, g, w, initial_state, cu_seqlens, scale, chunk, segments, fused)
     parts = [(slice(None), 0, v.shape[1])]
     if cu_seqlens is not None:
         edges = cu_seqlens.tolist()

@@ -64,6 +64,25 @@ def test_linear_attention(shape, segments, dtype):
     judge(["o", "state", "dq", "dk", "dv", "dg", "dw", "dinitial"], function, tensors, grads, factor)
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("key_dim", [16, 64, 128])
+def test_one_walk_and_two_kernels(key_dim, dtype):
+    """Both forwards are right; at K = 128 float16 has two kernels only."""
+    tensors = [randn(2, 515, 4, d, seed=s, dtype=dtype) for s, d in ((1, key_dim), (2, key_dim), (3, 128))]
+    gates = {"g": -randn(2, 515, 4, seed=4).square() * 0.1, "w": randn(2, 515, 4, seed=5).abs()}
+    state = randn(2, 4, key_dim, 128, seed=6)
+
+    def call(options, backend="portable", wide=None):
+        qkv = [x if wide is None else x.to(wide) for x in tensors]
+        return linear.linear_attention(*qkv, **gates | options, initial_state=state, backend=backend)
+
+    for given in ({}, {"g": None}, {"w": None}, {"g": None, "w": None}):
+        truth, ruler = call(given, "reference", torch.float64), call(given, "reference")
+        for how in ({"fused": False}, {"fused": None, "segments": 1}, {"fused": None, "segments": 3}):
+            for name, *three in zip(["o", "state"], call(given | how), truth, ruler, strict=True):
+                assert_close_to_truth(f"{name} {how}", *three)
+
+
 def test_packed_sequences():
     lengths = [1, 0, 300, 64, 129]
     cu = torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32)

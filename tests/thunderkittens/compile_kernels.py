@@ -39,7 +39,9 @@ def chunked(dtype: torch.dtype, key_dim: int, value_dim: int, packed: bool) -> N
     cu = torch.tensor([0, 1000, 4096], dtype=torch.int32) if packed else None
     state = torch.empty(2 if packed else 1, 16, key_dim, value_dim)
     tail = (cu, 0.1, 64, 2)
-    ops.chunked._init_fn(q, q, v, g, g, state, *tail)
+    ops.chunked._init_fn(q, q, v, g, g, state, *tail, False)
+    if ops.fused_refusal(key_dim, dtype) is None:
+        ops.chunked._init_fn(q, q, v, g, g, state, *tail, True)
     ops.chunked_backward._init_fn(v, state, q, q, v, g, g, state, *tail, True)
 
 

@@ -28,9 +28,11 @@ def compiled(what: str, names: str) -> list[dict]:
 @pytest.mark.parametrize("names", ["bf16-128-128,bf16-16-64-packed", "fp16-64-128", "fp32-64-64"])
 def test_chunks(names):
     rows = compiled("chunked", names)
-    assert {row["kernel"] for row in rows} == {"_states_kernel", "_output_kernel", "_dv_kernel", "_dqk_kernel"}
+    found = {row["kernel"] for row in rows}
+    assert found - {"_fused_kernel"} == {"_states_kernel", "_output_kernel", "_dv_kernel", "_dqk_kernel"}
+    assert ("_fused_kernel" in found) == ("fp32" not in names)
     for row in rows:
-        assert row["spills"] == 0 and not row["serialised"], row
+        assert row["spills"] <= (16 if row["kernel"] == "_fused_kernel" else 0) and not row["serialised"], row
         assert row["hgmma"] or row["mma"], row
         assert row["shared"] <= 227 * 1024, row
 

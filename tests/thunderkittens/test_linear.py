@@ -41,18 +41,18 @@ def truth_of(tensors, grads, scale=0.3):
     return run(step, tensors, grads, torch.float64)
 
 
-def ours(backend, *, scale=0.3, chunk=16, segments=0, cu=None):
+def ours(backend, *, scale=0.3, chunk=16, segments=0, cu=None, fused=None):
     def call(q, k, v, g, w, h):
         return linear.linear_attention(
             q, k, v, g=g, w=w, scale=scale, initial_state=h, chunk=chunk, segments=segments, cu_seqlens=cu,
-            backend=backend,
+            fused=fused, backend=backend,
         )  # fmt: skip
 
     return call
 
 
 def compare(mine, truth, ruler):
-    for name, *three in zip(NAMES, mine, truth, ruler, strict=True):
+    for name, *three in zip(NAMES[: len(mine)], mine, truth, ruler, strict=True):
         if three[0] is not None:
             close(name, *three, narrow=mine[0].dtype == torch.bfloat16)
 
@@ -77,8 +77,32 @@ def test_float32_against_the_recurrence(case, device):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_half_precision(dtype, device):
     tensors, grads = make(device, dtype=dtype, seqlen=40)
-    compare(run(ours("portable"), tensors, grads), truth_of(tensors, grads),
-            run(ours("reference"), tensors, grads))  # fmt: skip
+    truth, ruler = truth_of(tensors, grads), run(ours("reference"), tensors, grads)
+    compare(run(ours("portable", fused=False), tensors, grads), truth, ruler)
+    for segments in (1, 2):
+        one_walk = ours("portable", segments=segments, fused=True)(*tensors)
+        compare(list(one_walk), truth[:2], ruler[:2])
+
+
+def test_one_walk_of_packed_sequences(device):
+    """The same numbers as by two kernels, where both round alike: float16 inputs, a plain recurrence."""
+    tensors, _ = make(device, seqlen=28, dtype=torch.float16, initial=False, heads_q=1)
+    cu = torch.tensor([0, 5, 5, 22, 23], dtype=torch.int32, device=device)
+    tensors[5] = randn(4, 2, 24, 40, seed=6, device=device)
+    for segments in (1, 3):
+        two = ours("portable", cu=cu, fused=False)(*tensors)
+        one = ours("portable", cu=cu, segments=segments, fused=True)(*tensors)
+        for a, b in zip(one, two, strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3)
+
+
+def test_one_walk_is_refused_where_it_cannot_be(device):
+    (q, k, v, *_), _ = make(device)
+    with pytest.raises(UnsupportedError, match="float32"):
+        linear.linear_attention(q, k, v, fused=True, backend="portable")
+    wide = torch.zeros(1, 4, 1, 160, dtype=torch.float16, device=device)
+    with pytest.raises(UnsupportedError, match="160 rows in"):
+        linear.linear_attention(wide, wide, wide, fused=True, backend="portable")
 
 
 def test_the_gradient_of_a_gate_that_a_large_state_crosses(device):
@@ -265,7 +289,7 @@ def test_opcheck(packed, device):
     cu = torch.tensor([0, 18], dtype=torch.int32, device=device) if packed else None
     leaves = [x.requires_grad_() for x in tensors]
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(chunked.chunked, (*leaves, cu, 0.25, 16, 1), test_utils=tests)
+    torch.library.opcheck(chunked.chunked, (*leaves, cu, 0.25, 16, 1, False), test_utils=tests)
     q, k, v, g, w, h = (x.detach() for x in tensors)
     args = (torch.ones_like(v), torch.ones_like(h), q, k, v, g, w, h, cu, 0.25, 16, 1, True)
     torch.library.opcheck(chunked.chunked_backward, args, test_utils=tests)
@@ -275,5 +299,5 @@ def test_aot_dispatch(device):
     tensors, _ = make(device, seqlen=5, heads=1, key_dim=16, value_dim=16)
     leaves = [x.requires_grad_() for x in tensors]
     torch.library.opcheck(
-        chunked.chunked, (*leaves, None, 0.25, 16, 1), test_utils=("test_aot_dispatch_dynamic",)
+        chunked.chunked, (*leaves, None, 0.25, 16, 1, False), test_utils=("test_aot_dispatch_dynamic",)
     )  # fmt: skip
