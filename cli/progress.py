@@ -64,6 +64,12 @@ class Progress:
         elif not self._quiet:
             self._console.print(f"[{self._done}/{self._total}] {message}", markup=False, soft_wrap=True)
 
+    def pass_over(self) -> None:
+        """One step less to go, of which nothing is to be told."""
+        self._done += 1
+        if self._bar:
+            self._bar.advance(self._task)
+
     def remark(self, message: str, *, style: str) -> None:
         """Something that needs attention at once; stays on the terminal above the bar."""
         if not self._quiet:

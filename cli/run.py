@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 EVERYTHING = "every implementation"
 MOST_INTERPRETED_SECONDS = 300  # longer than that only who asks for the CPU by name waits
+MOSTLY_IDLE = 0.9  # share of cases that cannot run on a CPU from which only who asks for it by name gets the rest
 LONGEST_TAG = 100  # characters, for a file's name has an end
 MOST_REMARKS = 12  # skipped rows of different reasons that are told before the rest is only counted
 
@@ -157,6 +158,8 @@ def run(
         intended = runner.plan(one, experiments, settings, host=host)
     if device != "cpu":
         _refuse_to_take_hours(intended)
+        if not experiments:
+            _refuse_what_hardly_runs(one, intended, host)
     earlier = unfinished(file) if resume else None
     settings = dataclasses.replace(settings, output=None if torchrun.helper() else str(earlier or file))
     result = _run(one, experiments, settings, host, resume_from=earlier, quiet=json_ or not intended.runs)
@@ -196,6 +199,23 @@ def _refuse_to_take_hours(made: Plan) -> None:
     )
 
 
+def _refuse_what_hardly_runs(paper: Paper, made: Plan, host: Host) -> None:
+    """A paper that needs a GPU, of which a few cases could be checked without one: whoever wants those says so.
+
+    Raises:
+        UnsupportedError: why the others do not run here, and what does.
+    """
+    running = {item["experiment"] for item in made.items if any(one["runs"] for one in item["implementations"])}
+    idle = [item for item in made.items if not any(one["runs"] for one in item["implementations"])]
+    if host.device != "cpu" or not running or len(idle) < MOSTLY_IDLE * len(made.items):
+        return
+    reasons = dict.fromkeys(one["why"] for item in idle for one in item["implementations"] if one["why"])
+    raise UnsupportedError(
+        f"{len(idle)} of the {len(made.items)} cases do not run without a GPU: {'; '.join(reasons)}. What does: "
+        f"`gpu-accel run {paper.alias} {' '.join(sorted(running))}`, checked and not timed"
+    )
+
+
 def _run(
     paper: Paper,
     experiments: Sequence[str] | None,
@@ -209,6 +229,7 @@ def _run(
 
     with output.stdout_to_stderr(), Progress(quiet=quiet) as progress:
         skips: list[str] = []
+        begun: list[str] = []
 
         def show(event: events.Event) -> None:
             match event:
@@ -220,8 +241,11 @@ def _run(
                     skips.append(event.impl)
                 case events.CaseStarted():
                     skips.clear()
-                    progress.begin(f"{event.experiment} {label(event.case, event.experiment)} ...")
+                    begun.clear()
                 case events.CheckStarted():
+                    if not begun:
+                        progress.begin(f"{event.experiment} {label(event.case, event.experiment)} ...")
+                    begun.append(event.impl)
                     progress.doing(f"{event.experiment} {label(event.case, event.experiment)}: checking {event.impl}")
                 case events.TimingStarted():
                     progress.doing(
@@ -236,7 +260,10 @@ def _run(
                     names = dict.fromkeys(record.impl for record in event.records)
                     done = ", ".join(names) if len(names) <= 5 else f"{len(names)} implementations"
                     if not done and skips:
-                        done = "does not run here" if "*" in skips else f"{', '.join(skips)} not run here"
+                        if not begun:  # of these the reasons are told once, at the end
+                            progress.pass_over()
+                            return
+                        done = f"{', '.join(skips)} not run here"
                     progress.step(f"{event.experiment} {label(event.case, event.experiment)}: {done or 'nothing new'}")
 
         return runner.run(paper, experiments, settings, on_event=show, resume_from=resume_from, host=host)

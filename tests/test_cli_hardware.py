@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from cli import hardware as command
@@ -35,3 +36,28 @@ def test_rows_stand_beside_the_datasheet_of_a_whole_gpu_only(sms, share):
     rows = command.ceiling_rows(found, ceilings)
     assert [row["what"] for row in rows] == ["read", "bf16 product", "fp8 product", "launch of an empty kernel"]
     assert rows[0]["share"] == share and rows[-1]["datasheet"] == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["hopper"], "needs a Hopper GPU"),
+        (["hopper", "latency"], "needs a Hopper GPU"),
+        (["hopper", "tensor-cores", "--quick"], "needs a Hopper GPU"),
+        (["blackwell"], "needs sm_100"),
+        (["gpu_cores"], "needs a Hopper GPU"),
+    ],
+    ids=["hopper", "hopper latency", "hopper tensor-cores", "blackwell", "gpu_cores"],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_a_run_that_needs_a_gpu_explains_itself_in_few_lines(words, reason):
+    done = CliRunner().invoke(app, ["run", *words])
+    assert done.exit_code == 4 and reason in done.stderr and done.stdout == ""
+    assert len(done.stderr.splitlines()) <= 4
+
+
+def test_the_part_of_hopper_that_runs_anywhere_is_checked_when_it_is_named(tmp_path):
+    done = CliRunner().invoke(app, ["run", "hopper", "ceilings", "--quick", "--results", str(tmp_path), "--json"])
+    assert done.exit_code == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["status"] == "ok" and {record["experiment"] for record in found["records"]} == {"ceilings"}
