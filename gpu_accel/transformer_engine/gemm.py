@@ -14,6 +14,7 @@ from torch import Tensor
 from gpu_accel.compat import INTERPRET
 from gpu_accel.errors import HardwareError, InvalidInputError, UnsupportedError
 from gpu_accel.flash_attention3.launch import capability, launch
+from gpu_accel.transformer_engine import hopper_gemm
 from gpu_accel.transformer_engine.codec import ELEMENTS
 from gpu_accel.transformer_engine.gemm_kernels import _emulated_kernel, _fp8_kernel
 from gpu_accel.transformer_engine.quantizer import choose_backend, quantize
@@ -41,7 +42,7 @@ def explain_mm(a: QuantizedTensor, b: QuantizedTensor) -> str:
     """Which kernel `scaled_mm` takes for these operands, in a sentence."""
     kind = _pair(a, b)
     if kind == "fp8":
-        return f"{a.scheme} x {b.scheme}: fp8 products, float32 sums every 128 of K (plain Triton)"
+        return f"{a.scheme} x {b.scheme}: fp8 products, float32 sums every 128 of K ({hopper_gemm.explain(a, b)})"
     return f"{a.scheme} x {b.scheme}: emulated, codes widened to bf16 in registers, bf16 products (plain Triton)"
 
 
@@ -94,6 +95,9 @@ def scaled_mm(
     """
     kind = _pair(a, b)
     _check(a, b, bias, out_dtype)
+    if kind == "fp8" and hopper_gemm.chosen(a, b, backend):
+        out = hopper_gemm.hopper_mm_op(*_bytes(a)[:2], *_bytes(b)[:2], bias, out_dtype, a.scheme.text, b.scheme.text)
+        return out.view(*a.shape[:-1], b.shape[0])
     if choose_backend(backend, a, "scaled_mm") == "reference":
         return scaled_mm_reference(a, b, bias=bias, out_dtype=out_dtype)
     if kind == "fp8" and not INTERPRET and (torch.version.hip or capability(a.device) < (8, 9)):
@@ -163,6 +167,7 @@ def _(a, scale_a, tensor_a, b, scale_b, tensor_b, bias, out_dtype, text_a, text_
 def _quantized(x: Tensor, what: str | Scheme, backend: str) -> QuantizedTensor:
     if x.requires_grad and torch.is_grad_enabled():
         raise UnsupportedError("products of quantised matrices have no gradient: detach the operands, or use no_grad()")
+    backend = "auto" if backend == "hopper" else backend  # that is a product's backend
     return x if isinstance(x, QuantizedTensor) else quantize(x, what, backend=backend)
 
 

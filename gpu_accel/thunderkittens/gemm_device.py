@@ -1,0 +1,126 @@
+"""Device functions shared by the Hopper (sm_90a) matrix products, written in Gluon.
+
+Order of the tiles, the ring of stages, and what happens to a finished accumulator: bias, activation, packing to 16 bits
+and the way out through shared memory and TMA.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+
+from gpu_accel.flash_attention3.hopper_device import pack_pairs, unpack_pairs
+from gpu_accel.gluon_compat import tma_store
+
+NOWHERE = gl.constexpr(1 << 30)  # a row behind every matrix: TMA writes nothing there
+
+# Activations, by number
+NONE = gl.constexpr(0)
+RELU = gl.constexpr(1)
+GELU = gl.constexpr(2)
+GELU_TANH = gl.constexpr(3)
+SILU = gl.constexpr(4)
+
+
+@gluon.jit
+def place(tile, tiles_m, tiles_n, GROUP: gl.constexpr):
+    """Tile number -> (tile row, tile column): column after column of GROUP rows, so that both operands stay in L2."""
+    per_group = GROUP * tiles_n
+    group = tile // per_group
+    first = group * GROUP
+    rows = gl.minimum(tiles_m - first, GROUP)
+    rest = tile - group * per_group
+    column = rest // rows
+    return first + rest - column * rows, column
+
+
+@gluon.jit
+def advance(stage, phase, STAGES: gl.constexpr):
+    """The stage after `stage` of a ring, and the phase of its barriers."""
+    stage += 1
+    wrapped = stage == STAGES
+    return gl.where(wrapped, 0, stage), gl.where(wrapped, phase ^ 1, phase)
+
+
+@gluon.jit
+def activate(x, ACTIVATION: gl.constexpr):
+    """The activation of a float32 tensor."""
+    if ACTIVATION == RELU:
+        x = gl.where(x < 0.0, 0.0, x)  # keeps NaN, which a maximum would drop
+    elif ACTIVATION == GELU:
+        # erfc by Abramowitz and Stegun 7.1.26, error 1.5e-7: libdevice's erf of 128 sums spills and is long to compile
+        z = gl.abs(x) * 0.7071067811865476
+        t = 1.0 / (1.0 + 0.3275911 * z)
+        p = 1.061405429 * t - 1.453152027
+        p = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * p)))
+        tail = 0.5 * p * gl.exp2(-1.4426950408889634 * z * z)
+        x = x * gl.where(x < 0.0, tail, 1.0 - tail)
+    elif ACTIVATION == GELU_TANH:
+        # 0.5 (1 + tanh y) is 1 / (1 + exp(-2y)), y = sqrt(2 / pi) (x + 0.044715 x^3)
+        x = x / (1.0 + gl.exp2(-2.302208198144325 * (x + 0.044715 * x * x * x)))
+    elif ACTIVATION == SILU:
+        x = x / (1.0 + gl.exp2(-1.4426950408889634 * x))
+    return x
+
+
+@gluon.jit
+def add_bias(acc, bias, col0, N, BIAS: gl.constexpr):
+    """acc + bias[col0 ...] along its columns."""
+    if BIAS:
+        cols = col0 + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
+        acc += gl.load(bias + cols, mask=cols < N, other=0.0).to(gl.float32)[None, :]
+    return acc
+
+
+@gluon.jit
+def store_direct(acc, out, row0, col0, M, N, pitch):
+    """Write an accumulator from registers, where TMA cannot or the pieces are too large for shared memory."""
+    layout: gl.constexpr = acc.type.layout
+    rows = row0 + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, layout))
+    cols = col0 + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, layout))
+    pointers = out + rows.to(gl.int64)[:, None] * pitch + cols[None, :]
+    gl.store(pointers, acc.to(out.dtype.element_ty), mask=(rows < M)[:, None] & (cols < N)[None, :])
+
+
+@gluon.jit
+def store_packed(packed, buffers, first, out_desc, row, col, LAYOUT: gl.constexpr, CHUNKS: gl.constexpr):
+    """Write packed rows through shared memory and TMA, in CHUNKS column pieces that take turns in one buffer."""
+    x = unpack_pairs(packed, out_desc.dtype, LAYOUT)
+    if CHUNKS == 1:
+        tma.store_wait(0)
+        buffers.index(first).store(x)
+        fence_async_shared()
+        tma_store(out_desc, [row, col], buffers.index(first))
+    else:
+        gl.static_assert(CHUNKS == 2)
+        ROWS: gl.constexpr = x.shape[0]
+        COLS: gl.constexpr = x.shape[1] // 2
+        CHUNK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16])
+        low, high = gl.split(x.reshape((ROWS, 2, COLS)).permute((0, 2, 1)))
+        tma.store_wait(0)
+        buffers.index(first).store(gl.convert_layout(low, CHUNK))
+        fence_async_shared()
+        tma_store(out_desc, [row, col], buffers.index(first))
+        tma.store_wait(0)
+        buffers.index(first).store(gl.convert_layout(high, CHUNK))
+        fence_async_shared()
+        tma_store(out_desc, [row, col + COLS], buffers.index(first))
+
+
+@gluon.jit
+def write_packed(
+    packed, buffers, first, out_desc, out, row, col, M, N,
+    LAYOUT: gl.constexpr, CHUNKS: gl.constexpr, dtype: gl.constexpr, DIRECT: gl.constexpr,
+):  # fmt: skip
+    """Write packed rows of a finished tile, by TMA or (DIRECT) from registers."""
+    if DIRECT:
+        store_direct(unpack_pairs(packed, dtype, LAYOUT), out, row, col, M, N, N)
+    else:
+        store_packed(packed, buffers, first, out_desc, row, col, LAYOUT, CHUNKS)
+
+
+@gluon.jit
+def pack(acc, dtype: gl.constexpr):
+    """float32 accumulator -> pairs in bf16 or fp16, half the registers."""
+    return pack_pairs(acc, dtype)

@@ -1,0 +1,201 @@
+"""Host side of the Hopper matrix product: what it takes, its tiles, tensor maps and launch."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpu_accel.flash_attention3.gluon_launch import QuickLaunch, multiprocessors
+from gpu_accel.flash_attention3.launch import capability
+
+ACTIVATIONS = {"none": 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
+SHARED = 227 * 1024  # bytes that one program can have
+_ALIGNMENT = 16  # bytes, for addresses and row strides that TMA can take
+_MOST_SHAPES = 4096
+_maps: dict[tuple, dict] = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmConfig:
+    """Tiles of the persistent kernel: `64 * consumers` x `bn`, slices of `bk`, columns of `group` tile rows at a time.
+
+    `chunks`: column pieces in which a consumer writes its rows; 2 takes half the shared memory.
+    """
+
+    consumers: int = 2
+    bn: int = 256
+    bk: int = 64
+    stages: int = 4
+    group: int = 16
+    chunks: int = 2
+
+    def registers(self) -> tuple[int, int, int]:
+        """(cap at launch, per consumer thread, per producer thread) that share one SM's 65536 registers."""
+        threads = 32 * (4 * self.consumers + 4)
+        producer = 24 if self.consumers <= 2 else 32
+        return 65536 // threads // 8 * 8, min(240, (512 - producer) // self.consumers // 8 * 8), producer
+
+
+def matrix_map(x: Tensor, rows: int, cols: int):
+    """TMA map over a (rows, columns) view with stride 1 along its columns, in blocks of rows x cols."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    key = (x.shape, x.stride(), x.dtype, rows, cols)
+    fields = _maps.get(key)
+    if fields is None:
+        if len(_maps) >= _MOST_SHAPES:
+            _maps.clear()
+        fields = vars(_new_map(TensorDescriptor, x, rows, cols)).copy()
+        _maps[key] = {**fields, "base": None}  # holds no memory alive
+    made = object.__new__(TensorDescriptor)
+    made.__dict__.update(fields)
+    made.base = x
+    return made
+
+
+def _new_map(kind, x: Tensor, rows: int, cols: int):
+    from triton.experimental.gluon import language as gl
+
+    element = {
+        torch.bfloat16: gl.bfloat16,
+        torch.float16: gl.float16,
+        torch.float8_e4m3fn: gl.float8e4nv,
+        torch.float8_e5m2: gl.float8e5,
+    }[x.dtype]
+    block = [rows, cols]
+    layout = gl.NVMMASharedLayout.get_default_for(block, element)
+    stride = x.stride(0) if x.shape[0] > 1 else -(-x.shape[1] * x.element_size() // 16) * 16 // x.element_size()
+    return kind(x, list(x.shape), [stride, 1], block, layout)
+
+
+def k_major(x: Tensor, k_axis: int) -> bool | None:
+    """Whether TMA can walk x along K (True), across K (False) or not at all (None)."""
+    for axis in (k_axis, 1 - k_axis):
+        other = 1 - axis
+        if x.stride(axis) != 1 and x.shape[axis] > 1:
+            continue
+        pitch = x.stride(other) * x.element_size()
+        if x.shape[other] > 1 and (pitch % _ALIGNMENT or not 0 < pitch < 1 << 40):
+            continue
+        if x.shape[other] > 1 and x.stride(other) < x.shape[axis]:
+            continue
+        return axis == k_axis
+    return None
+
+
+def machine_refusal(x: Tensor) -> str | None:
+    """What is wrong with the machine or this Triton, or None."""
+    if x.device.type != "cuda" or torch.version.hip:
+        return f"needs an NVIDIA GPU of compute capability 9.0, got a {x.device.type} tensor"
+    if capability(x.device) != (9, 0):
+        return "needs compute capability 9.0 (H100, H200), got {}.{}".format(*capability(x.device))
+    if not gluon_available():
+        return "this Triton has no usable Gluon dialect"
+    return None
+
+
+def refusal(a: Tensor, b: Tensor) -> str | None:
+    """Why the Hopper kernel cannot multiply a (M, K) and b (K, N), or None."""
+    why = machine_refusal(a)
+    if why is not None:
+        return why
+    return layout_refusal(a, b)
+
+
+def layout_refusal(a: Tensor, b: Tensor) -> str | None:
+    if a.dtype not in (torch.bfloat16, torch.float16):
+        return f"takes bfloat16 and float16, got {a.dtype}"
+    for name, x, k_axis in (("a", a, 1), ("b", b, 0)):
+        if x.data_ptr() % _ALIGNMENT:
+            return f"the address of {name} is not a multiple of 16 bytes"
+        if k_major(x, k_axis) is None:
+            return f"strides {x.stride()} of {name}: one must be 1 and the other a multiple of 16 bytes"
+        if max(x.shape) >= 1 << 30:
+            return f"{name} has a side of 2^30 or more"
+    return None
+
+
+def on_device(x: Tensor):
+    """Kernels go to the current device: make it that of x."""
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
+def kernel_for(a: Tensor, b: Tensor) -> str:
+    """ "skinny" for few rows or few tiles, else "hopper"; for operands that `refusal` lets through."""
+    m, k, n = *a.shape, b.shape[1]
+    if not k_major(a, 1):
+        return "hopper"
+    few_tiles = -(-m // 128) * -(-n // 256) * 2 <= multiprocessors(a.device)
+    return "skinny" if m <= 64 or (few_tiles and k >= 512) else "hopper"
+
+
+@functools.cache
+def gluon_available() -> bool:
+    """Whether this Triton can import the kernels at all."""
+    try:
+        from gpu_accel.thunderkittens import gemm_kernel, gemm_skinny_kernel  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+@functools.cache
+def _kernel() -> QuickLaunch:
+    from .gemm_kernel import gemm_kernel
+
+    return QuickLaunch(gemm_kernel)
+
+
+def gemm_config(m: int, n: int, k: int) -> GemmConfig:
+    """The tiles for a product."""
+    return GemmConfig()
+
+
+def gemm(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str = "none",
+    out_dtype: torch.dtype | None = None,
+    config: GemmConfig | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """activation(a (M, K) b (K, N) + bias (N,)) of bf16 or fp16 tensors that `refusal` lets through."""
+    m, k = a.shape
+    n = b.shape[1]
+    if out is None:
+        out = torch.empty(m, n, dtype=out_dtype or a.dtype, device=a.device)
+    config = config or gemm_config(m, n, k)
+    a_k, b_k = bool(k_major(a, 1)), bool(k_major(b, 0))
+    bk, bn = config.bk, config.bn
+    direct = out.dtype == torch.float32 or n * out.element_size() % _ALIGNMENT != 0 or out.data_ptr() % _ALIGNMENT != 0
+    a_desc = matrix_map(a, 64, bk) if a_k else matrix_map(a.t(), bk, 64)
+    b_desc = matrix_map(b.t(), bn, bk) if b_k else matrix_map(b, bk, bn)
+    out_desc = a_desc if direct else matrix_map(out, 64, bn // config.chunks)
+    tiles_m, tiles_n = -(-m // (64 * config.consumers)), -(-n // bn)
+    cap, consumer, producer = config.registers()
+    given = out if bias is None else bias
+    arguments = (a_desc, b_desc, out_desc, out, given, m, n, -(-k // bk), tiles_m, tiles_n)
+    constants = dict(
+        CONSUMERS=config.consumers,
+        BN=bn,
+        BK=bk,
+        STAGES=config.stages,
+        A_K=a_k,
+        B_K=b_k,
+        GROUP=config.group,
+        CHUNKS=config.chunks,
+        BIAS=bias is not None,
+        ACTIVATION=ACTIVATIONS[activation],
+        DIRECT=direct,
+        CONSUMER_REGISTERS=consumer,
+        PRODUCER_REGISTERS=producer,
+    )
+    programs = min(multiprocessors(a.device), tiles_m * tiles_n)
+    _kernel()((a.dtype, out.dtype, given.dtype), programs, arguments, constants, dict(num_warps=4, maxnreg=cap))
+    return out

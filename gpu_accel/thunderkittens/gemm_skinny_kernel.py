@@ -1,0 +1,257 @@
+"""Products with few rows, or few tiles, for Hopper (sm_90a) in Gluon: reading B once, at the speed of memory.
+
+out (M, N) = activation(X (M, K) W + bias): W is the M operand of wgmma (128 of its columns a tile), the few rows of X
+are its N operand, so a single row is not padded to 64. The work is one line of tiles * k_steps slices that is cut into
+equal pieces, one a program ("stream-K", arXiv 2301.03598), so that every SM reads as much as any other:
+
+    program 0 | tile 0 ......... tile 1 .. |      a program that has all slices of a tile writes its results; of
+    program 1 | .. tile 1 ...... tile 2 .. |      programs that share a tile each leaves its sums in `partials`, and the
+    program 2 | .... tile 2 .. tile 3 .... |      last to come adds all, in the order of programs, and writes.
+
+Nobody waits for another program, results don't depend on who comes last, and counters are left at 0.
+
+    consumer   1 warpgroup, two accumulators of 64 x BM;     producer   1 warp: TMA loads, STAGES slices ahead
+
+Eight-bit operands are summed in float32 every 128 of K, with scales as in transformer_engine/hopper_gemm_kernel.py.
+
+Barriers (mbarrier): full one a stage, arrived on by TMA; empty one a stage, arrived on by the consumer.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from gpu_accel.gluon_compat import tma_load
+
+from .gemm_device import activate, advance
+
+ROWS = gl.constexpr(64)  # columns of W, rows of an accumulator
+TILE = gl.constexpr(128)  # columns of W in a tile
+
+# Run-time scalars travel in tuples:
+#   shape  = (M, N, k_steps, tiles, tiles_m): tile number = (column of W) * tiles_m + (block of BM rows of X)
+#   scales = (scale_x, scale_w, sx_m, sx_k, sw_n, sw_k), as in hopper_gemm_kernel.py
+#   outputs = (out, bias, partials, counters)
+
+
+@gluon.jit
+def _first_slice(program, shape):
+    """Where the piece of `program` begins, in slices."""
+    _, _, k_steps, tiles, _ = shape
+    return ((tiles * k_steps).to(gl.int64) * program // gl.num_programs(0)).to(gl.int32)
+
+
+@gluon.jit
+def _program_of(unit, shape):
+    """The program whose piece has slice `unit`."""
+    _, _, k_steps, tiles, _ = shape
+    return (((unit + 1).to(gl.int64) * gl.num_programs(0) - 1) // (tiles * k_steps)).to(gl.int32)
+
+
+@gluon.jit
+def _count(counter):
+    """Count up by one after everything this warpgroup wrote is visible; the count before, in all threads."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    thread = gl.arange(0, 128, layout=layout)
+    address = gl.full([128], 0, gl.int64, layout) + counter.to(gl.int64)
+    old = gl.inline_asm_elementwise(
+        "{ .reg .pred p; fence.acq_rel.gpu; bar.sync 8, 128; setp.eq.u32 p, $2, 0; mov.u32 $0, 0; "
+        "@p atom.global.acq_rel.gpu.add.u32 $0, [$1], 1; bar.sync 8, 128; fence.acq_rel.gpu; }",
+        "=&r,l,r",
+        [address, thread],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    return gl.sum(old, axis=0)
+
+
+@gluon.jit
+def _finish(acc, row0, m0, shape, scales, outputs, BIAS: gl.constexpr, ACTIVATION: gl.constexpr, SCALED: gl.constexpr,
+            ROW_X: gl.constexpr, ROW_W: gl.constexpr):  # fmt: skip
+    """Scales, bias and activation of 64 columns of W by BM rows of X; then out, whose rows are those of X."""
+    M, N, _, _, _ = shape
+    out, bias, _, _ = outputs
+    layout: gl.constexpr = acc.type.layout
+    n = row0 + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, layout))
+    m = m0 + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, layout))
+    if SCALED:
+        scale_x, scale_w, sx_m, _, sw_n, _ = scales
+        if ROW_X:  # noqa: SIM108 - branches at compile time
+            acc = acc * gl.load(scale_x + m * sx_m, mask=m < M, other=0.0)[None, :]
+        else:
+            acc = acc * gl.load(scale_x)
+        if ROW_W:  # noqa: SIM108
+            acc = acc * gl.load(scale_w + n * sw_n, mask=n < N, other=0.0)[:, None]
+        else:
+            acc = acc * gl.load(scale_w)
+    if BIAS:
+        acc += gl.load(bias + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
+    # neighbours along N go to one thread, so that whole lines are written
+    OUT: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, 4], [0, 1])
+    x = gl.convert_layout(activate(acc, ACTIVATION).to(out.dtype.element_ty), OUT)
+    n = row0 + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, OUT))
+    m = m0 + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, OUT))
+    pointers = out + m.to(gl.int64)[None, :] * N + n[:, None]
+    gl.store(pointers, x, mask=(m < M)[None, :] & (n < N)[:, None])
+
+
+@gluon.jit
+def _partial_pointers(partials, slot, half, BM: gl.constexpr, LAYOUT: gl.constexpr):
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)) + half * ROWS
+    cols = gl.arange(0, BM, layout=gl.SliceLayout(0, LAYOUT))
+    return partials + slot.to(gl.int64) * (TILE * BM) + rows[:, None] * BM + cols[None, :]
+
+
+@gluon.jit
+def _consumer(
+    bufs, bars, outputs, shape, scales,
+    STAGES: gl.constexpr, W_K: gl.constexpr, BM: gl.constexpr, FP8: gl.constexpr, BLOCKED: gl.constexpr,
+    ROW_X: gl.constexpr, ROW_W: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr,
+):  # fmt: skip
+    w_bufs, x_bufs = bufs
+    full, empty = bars
+    M, _, k_steps, _, tiles_m = shape
+    _, _, partials, counters = outputs
+    scale_x, scale_w, sx_m, sx_k, sw_n, sw_k = scales
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 32 if FP8 else 16])
+    SCALED: gl.constexpr = FP8 and not BLOCKED
+    zero = gl.full([ROWS, BM], 0.0, gl.float32, ACC)
+    program = gl.program_id(0)
+    begin = _first_slice(program, shape)
+    end = _first_slice(program + 1, shape)
+    stage = 0
+    phase = 0
+    for tile in range(begin // k_steps, gl.cdiv(end, k_steps)):
+        tile_w = tile // tiles_m
+        m0 = (tile - tile_w * tiles_m) * BM
+        m = m0 + gl.arange(0, BM, layout=gl.SliceLayout(0, ACC))
+        k0 = gl.maximum(begin - tile * k_steps, 0)
+        k1 = gl.minimum(end - tile * k_steps, k_steps)
+        acc0 = zero
+        acc1 = zero
+        before = stage
+        for step in range(k0, k1):
+            if BLOCKED:
+                factor = gl.load(scale_x + m.to(gl.int64) * sx_m + step * sx_k, mask=m < M, other=0.0)
+                factor = factor * gl.load(scale_w + tile_w.to(gl.int64) * sw_n + step * sw_k)
+            mbarrier.wait(full.index(stage), phase)
+            w0 = w_bufs.index(stage * 2)
+            w1 = w_bufs.index(stage * 2 + 1)
+            if not W_K:
+                w0 = w0.permute((1, 0))
+                w1 = w1.permute((1, 0))
+            x = x_bufs.index(stage).permute((1, 0))
+            if FP8:
+                part0 = warpgroup_mma(w0, x, zero, use_acc=False, is_async=True)
+                part1 = warpgroup_mma(w1, x, zero, use_acc=False, is_async=True)
+                part0, part1 = warpgroup_mma_wait(0, deps=[part0, part1])
+                mbarrier.arrive(empty.index(stage), count=1)
+                if BLOCKED:
+                    acc0 += part0 * factor[None, :]
+                    acc1 += part1 * factor[None, :]
+                else:
+                    acc0 += part0
+                    acc1 += part1
+            else:
+                acc0 = warpgroup_mma(w0, x, acc0, is_async=True)
+                acc1 = warpgroup_mma(w1, x, acc1, is_async=True)
+                acc0, acc1 = warpgroup_mma_wait(2, deps=[acc0, acc1])
+                if step > k0:
+                    mbarrier.arrive(empty.index(before), count=1)
+            before = stage
+            stage, phase = advance(stage, phase, STAGES)
+        if not FP8:
+            acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
+            mbarrier.arrive(empty.index(before), count=1)
+        row0 = tile_w * TILE
+        last = True
+        if k1 - k0 < k_steps:
+            first_program = _program_of(tile * k_steps, shape)
+            last_program = _program_of(tile * k_steps + k_steps - 1, shape)
+            slot = program * 2 + gl.where(k0 == 0, 1, 0)
+            gl.store(_partial_pointers(partials, slot, 0, BM, ACC), acc0)
+            gl.store(_partial_pointers(partials, slot, 1, BM, ACC), acc1)
+            last = _count(counters + tile) == last_program - first_program
+            if last:
+                acc0 = zero
+                acc1 = zero
+                for p in range(first_program, last_program + 1):
+                    slot = p * 2 + gl.where(p == first_program, 1, 0)
+                    acc0 += gl.load(_partial_pointers(partials, slot, 0, BM, ACC), cache_modifier=".cg")
+                    acc1 += gl.load(_partial_pointers(partials, slot, 1, BM, ACC), cache_modifier=".cg")
+                gl.store(counters + tile, 0)
+        if last:
+            _finish(acc0, row0, m0, shape, scales, outputs, BIAS, ACTIVATION, SCALED, ROW_X, ROW_W)
+            _finish(acc1, row0 + ROWS, m0, shape, scales, outputs, BIAS, ACTIVATION, SCALED, ROW_X, ROW_W)
+
+
+@gluon.jit
+def _producer(
+    bufs, bars, x_desc, w_desc, shape, STAGES: gl.constexpr, W_K: gl.constexpr, BM: gl.constexpr, BK: gl.constexpr
+):
+    w_bufs, x_bufs = bufs
+    full, empty = bars
+    _, _, k_steps, _, tiles_m = shape
+    BYTES: gl.constexpr = (TILE + BM) * BK * x_desc.dtype.primitive_bitwidth // 8
+    program = gl.program_id(0)
+    tile = _first_slice(program, shape) // k_steps
+    step = _first_slice(program, shape) - tile * k_steps
+    stage = 0
+    phase = 0
+    for _ in range(_first_slice(program, shape), _first_slice(program + 1, shape)):
+        tile_w = tile // tiles_m
+        row = tile_w * TILE
+        k = step * BK
+        mbarrier.wait(empty.index(stage), phase ^ 1)
+        mbarrier.expect(full.index(stage), BYTES)
+        if W_K:
+            tma_load(w_desc, [row, k], full.index(stage), w_bufs.index(stage * 2))
+            tma_load(w_desc, [row + ROWS, k], full.index(stage), w_bufs.index(stage * 2 + 1))
+        else:
+            tma_load(w_desc, [k, row], full.index(stage), w_bufs.index(stage * 2))
+            tma_load(w_desc, [k, row + ROWS], full.index(stage), w_bufs.index(stage * 2 + 1))
+        tma_load(x_desc, [(tile - tile_w * tiles_m) * BM, k], full.index(stage), x_bufs.index(stage))
+        stage, phase = advance(stage, phase, STAGES)
+        step += 1
+        wrapped = step == k_steps
+        tile = gl.where(wrapped, tile + 1, tile)
+        step = gl.where(wrapped, 0, step)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "out", "bias", "counters", "scale_x", "scale_w", "M", "N", "k_steps", "tiles", "tiles_m",
+        "sx_m", "sx_k", "sw_n", "sw_k",
+    ]
+)  # fmt: skip
+def skinny_gemm_kernel(
+    x_desc, w_desc, out, bias, partials, counters, scale_x, scale_w, M, N, k_steps, tiles, tiles_m,
+    sx_m, sx_k, sw_n, sw_k,
+    BM: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, W_K: gl.constexpr, FP8: gl.constexpr,
+    BLOCKED: gl.constexpr, ROW_X: gl.constexpr, ROW_W: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr,
+):  # fmt: skip
+    """x_desc in blocks of BM x BK; w_desc of 64 x BK (W_K) or BK x 64; k_steps >= 1; eight bits: BK = 128.
+
+    partials: float32, 2 * programs * 128 * BM. counters: int32, one a tile, 0.
+    """
+    w_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES * 2] + w_desc.block_shape, w_desc.layout)
+    x_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES] + x_desc.block_shape, x_desc.layout)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    bufs = (w_bufs, x_bufs)
+    bars = (full, empty)
+    outputs = (out, bias, partials, counters)
+    shape = (M, N, k_steps, tiles, tiles_m)
+    scales = (scale_x, scale_w, sx_m, sx_k, sw_n, sw_k)
+    gl.warp_specialize([
+        (_consumer, (bufs, bars, outputs, shape, scales, STAGES, W_K, BM, FP8, BLOCKED, ROW_X, ROW_W, BIAS,
+                     ACTIVATION)),
+        (_producer, (bufs, bars, x_desc, w_desc, shape, STAGES, W_K, BM, BK)),
+    ], [1], [32])  # fmt: skip

@@ -1,0 +1,88 @@
+"""Compile the Hopper products for sm_90 without a GPU, one line of JSON a kernel. Run by the tests beside it.
+
+python compile_gemm.py NAME ...     names of CASES
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+import triton
+
+from gpu_accel.flash_attention3.launch import instead_of_launching
+from gpu_accel.testing.compile_only import compile_only, use_target
+from gpu_accel.thunderkittens import gemm_hopper, gemm_skinny
+from gpu_accel.transformer_engine import hopper_gemm
+
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+TENSOR, ROW, LINE, SQUARE = hopper_gemm.BLOCKS
+
+
+def tile(layout: str = "nt", n: int = 1024, **options) -> None:
+    a = torch.empty(512, 512, dtype=BF16)
+    b = torch.empty(n, 512, dtype=BF16).t() if layout == "nt" else torch.empty(512, n, dtype=BF16)
+    bias = torch.empty(n, dtype=BF16) if options.pop("bias", False) else None
+    gemm_hopper.gemm(a, b, bias, **options)
+
+
+def scales(rows: int, block: tuple[int, int]) -> torch.Tensor:
+    return torch.empty({TENSOR: (1,), ROW: (rows,), LINE: (rows, 4), SQUARE: (-(-rows // 128), 4)}[block])
+
+
+def fp8(block_a: tuple[int, int], block_b: tuple[int, int], **options) -> None:
+    a, b = torch.empty(512, 512, dtype=E4M3), torch.empty(1024, 512, dtype=E4M3)
+    blocks = dict(block_a=block_a, block_b=block_b)
+    hopper_gemm.gemm(a, b, scales(512, block_a), scales(1024, block_b), **blocks, **options)
+
+
+def skinny(rows: int, dtype: torch.dtype = BF16, block_x=TENSOR, block_w=TENSOR, **options) -> None:
+    x, w = torch.empty(rows, 512, dtype=dtype), torch.empty(1024, 512, dtype=dtype).t()
+    if dtype == E4M3:
+        options |= dict(scale_x=scales(rows, block_x), scale_w=scales(1024, block_w), block_x=block_x, block_w=block_w)
+    gemm_skinny.gemm(x, w, out_dtype=BF16, **options)
+
+
+CASES = {
+    "tile": lambda: tile(),
+    "tile-nn-bias-silu": lambda: tile("nn", bias=True, activation="silu"),
+    "tile-gelu": lambda: tile(bias=True, activation="gelu"),
+    "tile-fp32": lambda: tile(out_dtype=torch.float32),
+    "tile-odd-n": lambda: tile(n=1023),
+    "skinny-64": lambda: skinny(64),
+    "skinny-128-gelu": lambda: skinny(128, activation="gelu"),
+    "fp8": lambda: fp8(TENSOR, TENSOR),
+    "fp8-row-bias": lambda: fp8(ROW, ROW, bias=torch.empty(1024)),
+    "fp8-blocks": lambda: fp8(LINE, SQUARE),
+    "fp8-blocks-fp32": lambda: fp8(LINE, SQUARE, out_dtype=torch.float32),
+    "fp8-skinny-blocks": lambda: skinny(16, E4M3, LINE, SQUARE),
+}
+
+
+def main(names: list[str]) -> None:
+    use_target(90)
+    for name in names:
+
+        def hook(kernel, arguments, constants, name=name):
+            got = compile_only(kernel, arguments, constants, name=name, capability=90)
+            row = {
+                "name": name,
+                "kernel": kernel.__name__,
+                "triton": triton.__version__,
+                "registers": got.registers,
+                "spills": got.spills,
+                "shared": got.shared,
+                "wgmma": got.instructions["HGMMA"] + got.instructions["QGMMA"],
+                "tma_loads": got.instructions["UTMALDG"],
+                "tma_stores": got.instructions["UTMASTG"],
+                "serialised": [w for w in got.warnings if "serializ" in w],
+            }
+            print(json.dumps(row), flush=True)
+
+        with instead_of_launching(hook):
+            CASES[name]()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

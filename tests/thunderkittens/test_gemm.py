@@ -1,0 +1,140 @@
+"""tk.gemm on a CPU: the portable kernel in the interpreter, gradients, what is refused, and how work is dealt."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import gpu_accel.thunderkittens as tk
+from gpu_accel.errors import InvalidInputError, UnsupportedError
+from gpu_accel.thunderkittens import gemm_hopper, gemm_skinny
+from gpu_accel.thunderkittens.gemm_api import explain_gemm, gemm, gemm_op, gemm_reference
+from tests.thunderkittens.helpers import close, randn, run
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+CASES = {
+    "bf16-ragged-gelu": ((37, 70, 131), BF16, dict(bias=True, activation="gelu")),
+    "bf16-rows-only": ((3, 16, 64), BF16, dict(activation="silu", out_dtype=FP32)),
+    "fp16-one": ((1, 1, 1), FP16, dict(bias=True)),
+    "fp16-two-tiles": ((129, 130, 65), FP16, dict(activation="relu")),
+    "fp32-odd": ((5, 7, 33), FP32, dict(activation="gelu_tanh", bias=True)),
+    "no-rows": ((0, 8, 8), BF16, dict(bias=True)),
+    "no-columns": ((8, 0, 8), BF16, {}),
+    "nothing-to-sum": ((4, 8, 0), FP32, dict(bias=True, activation="silu")),
+}
+
+
+def operands(m, n, k, dtype, device, bias):
+    tensors = [randn(m, k, seed=1, dtype=dtype, device=device), randn(k, n, seed=2, dtype=dtype, device=device)]
+    return [*tensors, randn(n, seed=3, dtype=dtype, device=device) if bias else None]
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_against_float64_with_gradients(case, device):
+    (m, n, k), dtype, options = case
+    options = dict(options)
+    tensors = operands(m, n, k, dtype, device, options.pop("bias", False))
+    grads = [randn(m, n, seed=4, device=device)]
+
+    def function(backend, **more):
+        return lambda a, b, bias=None: gemm(a, b, bias=bias, backend=backend, **options | more)
+
+    given = [x for x in tensors if x is not None]
+    mine = run(function("portable"), given, grads)
+    truth = run(function("reference", out_dtype=None), given, grads, torch.float64)
+    ruler = run(function("reference"), given, grads)
+    assert mine[0].shape == (m, n) and mine[0].dtype == options.get("out_dtype", dtype)
+    for name, *three in zip(("out", "da", "db", "dbias"), mine, truth, ruler, strict=False):
+        close(name, *three, narrow=dtype == BF16)
+
+
+def test_strides_and_leading_dimensions(device):
+    a = randn(2, 9, 3, 40, seed=1, device=device)[:, ::2, :, ::2]
+    b = randn(24, 20, seed=2, device=device).t()
+    out = gemm(a, b, backend="portable")
+    assert out.shape == (2, 5, 3, 24)
+    close("out", out, gemm_reference(a.double(), b.double()), gemm_reference(a, b))
+    assert torch.equal(gemm(a[0, 0, 0], b, backend="portable"), out[0, 0, 0])
+
+
+def test_the_seeds_call(device):
+    a, b = (randn(32, 32, seed=s, device=device) for s in (1, 2))
+    assert torch.equal(tk.gemm(a, b, tile_size=16), tk.gemm(a, b))
+    with pytest.raises(UnsupportedError, match="16"):
+        tk.gemm(a, b, tile_size=32)
+
+
+def test_custom_op(device):
+    a, b, bias = operands(5, 6, 8, FP32, device, True)
+    for x in (a, b, bias):
+        x.requires_grad_()
+    torch.library.opcheck(gemm_op, (a, b, bias, "silu", FP32, "portable"))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (dict(b=torch.zeros(3, 4)), r"\(K, N\)"),
+        (dict(b=torch.zeros(8, 4, dtype=BF16)), "one dtype"),
+        (dict(bias=torch.zeros(5)), "bias must be"),
+        (dict(activation="tanh"), "choose one of none, relu"),
+        (dict(out_dtype=torch.int8), "out_dtype"),
+        (dict(backend="cutlass"), "choose one of auto"),
+        (dict(a=torch.zeros(2, 8, dtype=torch.int32)), "floats"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_wrong_calls(change, match):
+    call = dict(a=torch.zeros(2, 8), b=torch.zeros(8, 4)) | change
+    with pytest.raises(InvalidInputError, match=match):
+        gemm(call.pop("a"), call.pop("b"), **call)
+
+
+def test_hopper_is_refused_by_name_and_explained_on_a_cpu():
+    a, b = torch.zeros(4, 8, dtype=BF16), torch.zeros(8, 4, dtype=BF16)
+    with pytest.raises(UnsupportedError, match="compute capability 9.0"):
+        gemm(a, b, backend="hopper")
+    assert "hopper refused: needs an NVIDIA GPU" in explain_gemm(a, b)
+
+
+def matrix(rows, cols, stride=None, transposed=False, dtype=BF16):
+    x = torch.empty(rows if not transposed else cols, stride or (cols if not transposed else rows), dtype=dtype)
+    x = x[:, : cols if not transposed else rows]
+    return x.t() if transposed else x
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "why"),
+    [
+        (matrix(64, 64), matrix(64, 72), None),
+        (matrix(64, 64, transposed=True), matrix(64, 72, transposed=True), None),
+        (matrix(63, 64), matrix(64, 8, stride=16), None),
+        (matrix(1, 63), matrix(63, 8), None),  # one row has no stride
+        (matrix(64, 63), matrix(63, 72), "of a"),
+        (matrix(64, 64), matrix(64, 71), "of b"),
+        (matrix(64, 64)[:, ::2], matrix(32, 72), "of a"),
+        (matrix(64, 72)[:, 4:68], matrix(64, 72), "address of a"),
+        (matrix(64, 64, dtype=FP32), matrix(64, 64, dtype=FP32), "takes bfloat16"),
+        (torch.empty(1, 64, dtype=BF16).expand(64, 64), matrix(64, 64), "of a"),
+    ],
+    ids=["nn", "tt", "padded", "one-row", "odd-k", "odd-n", "every-second", "shifted", "fp32", "broadcast"],
+)
+def test_what_the_copy_engine_can_address(a, b, why):
+    got = gemm_hopper.layout_refusal(a, b)
+    assert (got is None) if why is None else (why in got), got
+
+
+@pytest.mark.parametrize("processors", [1, 78, 132])
+@pytest.mark.parametrize(("tiles", "k_steps"), [(1, 1), (1, 3), (64, 128), (5, 7), (157, 64), (1000, 2)])
+def test_slices_are_dealt_evenly(tiles, k_steps, processors):
+    """The formulas of gemm_skinny_kernel.py, in Python: who has what, and who is asked for a shared tile."""
+    programs = gemm_skinny.programs_for(tiles, k_steps, processors)
+    units = tiles * k_steps
+    first = [units * p // programs for p in range(programs + 1)]
+    sizes = [end - begin for begin, end in zip(first, first[1:], strict=False)]
+    assert 1 <= programs <= max(1, processors) and sum(sizes) == units
+    assert min(sizes) >= 1 and max(sizes) - min(sizes) <= 1
+    for tile in range(tiles):
+        owners = {p for p in range(programs) if first[p] < (tile + 1) * k_steps and first[p + 1] > tile * k_steps}
+        ends = [((u + 1) * programs - 1) // units for u in (tile * k_steps, (tile + 1) * k_steps - 1)]
+        assert sorted(owners) == list(range(ends[0], ends[1] + 1))

@@ -1,0 +1,52 @@
+"""The Hopper products compile to sm_90a with every supported Triton: no spills, no serialised wgmma, TMA both ways."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TARGETS = Path(os.environ.get("GPU_ACCEL_TRITON_TARGETS") or ROOT / ".triton-targets")
+VERSIONS = ["installed", *sorted(p.name for p in TARGETS.glob("*") if (p / "triton").is_dir())]
+SHARED_LIMIT = 227 * 1024  # bytes that one program can have on an H100
+
+
+def compiled(version: str, names: list[str]) -> dict[str, dict]:
+    env = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"}
+    first = [] if version == "installed" else [str(TARGETS / version)]
+    env["PYTHONPATH"] = os.pathsep.join([*first, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    script = Path(__file__).with_name("compile_gemm.py")
+    done = subprocess.run([sys.executable, str(script), *names], env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    if version != "installed":
+        assert {row["triton"] for row in rows} == {version}
+    assert [row["name"] for row in rows] == names
+    return {row["name"]: row for row in rows}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", VERSIONS)
+def test_no_spills_and_nothing_serialised(version):
+    rows = compiled(version, ["tile", "fp8-blocks", "skinny-64"])
+    for row in rows.values():
+        assert row["spills"] == 0 and not row["serialised"], row
+        assert row["wgmma"] and row["tma_loads"] and row["shared"] <= SHARED_LIMIT, row
+    assert rows["tile"]["wgmma"] == rows["skinny-64"]["wgmma"] * 2 == 16  # nothing is unrolled or doubled
+    assert rows["tile"]["tma_stores"] and rows["fp8-blocks"]["tma_stores"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", [v for v in VERSIONS if v in ("installed", "3.6.0")])  # 3.6.0 comes with torch 2.11
+def test_epilogues_and_scales(version):
+    rows = compiled(version, ["tile-gelu", "tile-odd-n", "fp8-row-bias", "fp8-skinny-blocks"])
+    for name, row in rows.items():
+        # erf of 128 sums at a time puts some aside, once a tile
+        assert row["spills"] <= (600 if name == "tile-gelu" else 0) and not row["serialised"], row
+        assert row["wgmma"] and row["shared"] <= SHARED_LIMIT, row
+    assert not rows["tile-odd-n"]["tma_stores"]  # rows that do not start at multiples of 16 bytes
