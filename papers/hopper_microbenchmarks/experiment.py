@@ -45,7 +45,7 @@ Values of the keys:
     box           such as "64x64" (elements of 4 bytes, innermost first); "1-D" where there is no tensor map
     source        l2 or dram: where the data lie
     in_flight     boxes that a block has asked for at a time: 1 as in 2402.13499, or 4
-    pattern       own, remote (latency); own-bandwidth, ring, pair, broadcast (bandwidth)
+    pattern       own, remote, and l2 to compare (latency); own-bandwidth, ring, pair, broadcast (bandwidth)
     probe         raw-latency (variant: an instruction, LDS, LDG, ATOMS), issue-rate (variant: one-sub-core or
                   four-sub-cores; size: active warps), bank-conflict (variant: no-conflict, same-bank or
                   same-bank-reuse), stall-count (size: the count), memory-burst (variant: LDS, of one warp, or

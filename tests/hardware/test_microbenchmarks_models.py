@@ -55,6 +55,8 @@ def test_dpx_models_agree_with_python_on_each_part(function):
             a, b, mine, theirs = (dpx._signed(value >> shift, width) for value in (dpx.A, dpx.B, word, got))
             first = mine + a if "add" in function.name else max(mine, a) if "max" in function.name else min(mine, a)
             wanted = max(first, b) if "max" in function.name else min(first, b)
+            if function.folded:  # of two arguments
+                wanted = first
             assert theirs == (max(wanted, 0) if "relu" in function.name else wanted), function.name
 
 

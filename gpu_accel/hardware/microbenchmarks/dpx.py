@@ -2,7 +2,8 @@
 
 "dpx" calls CUDA's intrinsic. "software" is what a GPU without the instructions has to do: one operation at a time, kept
 apart so that the assembler does not put them together again, and halves unpacked for the pairs of 16 bits. A step is
-one call, whatever it takes; the disassembly of either is checked and kept.
+one call, whatever it takes; the disassembly of either is checked and kept. Of functions of two arguments the assembler
+puts two calls into one VIMNMX3, which takes 4 cycles: so a call takes 2, less than any instruction.
 """
 
 # ruff: noqa: E501 - the long lines are CUDA
@@ -68,6 +69,8 @@ class Function:
     software: str
     model: Callable[[Any, int, int], Any]
     operations: int = 2  # minima and maxima in one call
+    call: str = ""  # CUDA's call, where it has not three arguments: "name(x, a)"
+    folded: bool = False  # the assembler makes one instruction of two calls in a row
 
     @property
     def pairs(self) -> bool:
@@ -77,6 +80,8 @@ class Function:
 def _steps(function: Function) -> tuple[Step, Step]:
     kind = "u32" if function.pairs else "int"
     intrinsic = f"x[c] = (u32){function.name}(({kind})x[c], ({kind})a, ({kind})b);"
+    if function.call:
+        intrinsic = f"bool p, q; x[c] = (u32){function.call};".replace("x,", f"({kind})x[c], ({kind})")
     parts = ("high", "low") if function.pairs else ("int",)
     one = [f"[](int x, int a, int b) {{ return {function.software}; }}({p}(x[c]), {p}(a), {p}(b))" for p in parts]
     software = f"x[c] = (u32)pack({one[0]}, {one[1]});" if function.pairs else f"x[c] = (u32){one[0]};"
@@ -90,9 +95,18 @@ def _steps(function: Function) -> tuple[Step, Step]:
     }
     halves = 2 if function.pairs else 1
     return (
-        Step(code=intrinsic, holds=function.holds, **shared),
+        (FoldedStep if function.folded else Step)(code=intrinsic, holds=function.holds, **shared),
         SoftwareStep(code=software, holds="VIMNMX", operations=halves * function.operations, purity=0.0, **shared),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoldedStep(Step):
+    """A step of which two make one instruction; figures are for a step."""
+
+    @property
+    def least(self) -> int:
+        return UNROLL // 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +176,10 @@ def _relu(model: Model) -> Model:
     return lambda x, a, b: _max(model(x, a, b), 0)
 
 
+def _of_two(choose: Callable[[Any, Any], Any]) -> Model:
+    return lambda x, a, b: choose(x, a)
+
+
 def _functions() -> tuple[Function, ...]:
     made = []
     for width, suffix, sass, total in (
@@ -193,6 +211,15 @@ def _functions() -> tuple[Function, ...]:
                 name=f"__vimin3_{suffix}", holds=f"VIMNMX3{sass}",
                 software="then_min(slow_min(x, a), b)", model=_of_three(_min),
             ),
+            Function(
+                name=f"__vimax_{suffix}_relu", holds=f"VIMNMX3{sass}.RELU", call=f"__vimax_{suffix}_relu(x, a)", folded=True,
+                software="then_max(slow_max(x, a), 0)", model=_relu(_of_two(_max)),
+            ),
+            Function(
+                name=f"__vibmax_{suffix}", holds=f"VIMNMX3{sass}", folded=True, operations=1,
+                call=f"__vibmax_{suffix}(x, a, &p{'' if width == 32 else ', &q'})",
+                software="slow_max(x, a)", model=_of_two(_max),
+            ),
         ]  # fmt: skip
     return tuple(made)
 
@@ -207,7 +234,7 @@ def probes(quick: bool = False) -> list[Probe]:
     found = []
     for pair in STEPS[:: 6 if quick else 1]:
         for name, step in zip(("dpx", "software"), pair, strict=True):
-            among = compiled_with(step, every, 6)
+            among = compiled_with(step, every, 4)
             measure = partial(step.measure, among=among)
             found.append(Probe(case={"function": step.name}, name=name, kernels=step.kernels(among), measure=measure))
     return found

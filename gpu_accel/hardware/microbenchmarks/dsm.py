@@ -8,11 +8,13 @@ the block beside them (pair) or all from the first block (broadcast).
 # ruff: noqa: E501 - the long lines are CUDA
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
 from gpu_accel.workbench.experiment import Check
 
+from . import latency as memory
 from .launch import sm_count
 from .probe import PRELUDE, Kernel, Outcome, Probe, equal, run
 
@@ -157,10 +159,15 @@ def bandwidth(cluster: int, pattern: str, seed: int) -> Outcome:
 def probes(quick: bool = False) -> list[Probe]:
     """Latency to oneself and to a neighbour, bandwidth by pattern and size of the cluster."""
     sizes = (2,) if quick else (2, 4, 8, 16)
-    found = []
+    found: list[Probe] = []
+    measure: Callable[[int], Outcome]
     for pattern, cluster in [("own", 2), *(("remote", size) for size in sizes)]:
         measure = partial(latency, cluster, int(pattern == "remote"))
         found.append(Probe(case={"pattern": pattern, "cluster": cluster}, kernels=(CHASE,), measure=measure))
+    # To compare with: a load that the second-level cache serves.
+    load, compared = "ld.global.cg.u64", {"pattern": "l2", "cluster": 2}
+    measure = partial(memory.chase, load, 2 * 2**20, False)
+    found.append(Probe(case=compared, kernels=(memory.kernel(load),), measure=measure))
     for cluster in sizes:
         for pattern in PATTERNS:
             measure = partial(bandwidth, cluster, pattern)
