@@ -44,6 +44,16 @@ def advance(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def previous(stage, STAGES: gl.constexpr):
+    """The stage before `stage` of a ring.
+
+    To be computed, not kept: Triton takes a variable that a loop sets to what it held before the loop, at the first
+    turn (`before = stage`), for one that the loop does not change.
+    """
+    return gl.where(stage == 0, STAGES - 1, stage - 1)
+
+
+@gluon.jit
 def activate(x, ACTIVATION: gl.constexpr):
     """The activation of a float32 tensor."""
     if ACTIVATION == RELU:

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 from gpu_accel.gluon_compat import tma_load
 
-from .gemm_device import NOWHERE, activate, add_bias, advance, pack, place, store_direct, write_packed
+from .gemm_device import NOWHERE, activate, add_bias, advance, pack, place, previous, store_direct, write_packed
 
 ROWS = gl.constexpr(64)  # rows of one consumer: the M of wgmma
 
@@ -73,18 +73,16 @@ def _consumer(
         if not WIDE:
             write_packed(packed, out_bufs, WG, out_desc, out, row, col, M, N, ACC, CHUNKS, dtype, DIRECT)
         acc = warpgroup_mma_wait(1, deps=[acc])  # waits for nothing
-        before = stage
         stage, phase = advance(stage, phase, STAGES)
         for _ in range(1, k_steps):
             mbarrier.wait(full.index(stage), phase)
             a, b = _operands(a_bufs, b_bufs, stage, WG, CONSUMERS, A_K, B_K)
             acc = warpgroup_mma(a, b, acc, is_async=True)
             acc = warpgroup_mma_wait(1, deps=[acc])
-            mbarrier.arrive(empty.index(before), count=1)
-            before = stage
+            mbarrier.arrive(empty.index(previous(stage, STAGES)), count=1)
             stage, phase = advance(stage, phase, STAGES)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(empty.index(before), count=1)
+        mbarrier.arrive(empty.index(previous(stage, STAGES)), count=1)
         row_now = tile_m * BM + WG * ROWS
         col_now = tile_n * BN
         x = activate(add_bias(acc, bias, col_now, N, BIAS), ACTIVATION)

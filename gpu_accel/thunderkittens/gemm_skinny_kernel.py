@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from gpu_accel.gluon_compat import tma_load
 
-from .gemm_device import activate, advance
+from .gemm_device import activate, advance, previous
 
 ROWS = gl.constexpr(64)  # columns of W, rows of an accumulator
 TILE = gl.constexpr(128)  # columns of W in a tile
@@ -132,7 +132,6 @@ def _consumer(
         k1 = gl.minimum(end - tile * k_steps, k_steps)
         acc0 = zero
         acc1 = zero
-        before = stage
         for step in range(k0, k1):
             if BLOCKED:
                 factor = gl.load(scale_x + m.to(gl.int64) * sx_m + step * sx_k, mask=m < M, other=0.0)
@@ -160,12 +159,11 @@ def _consumer(
                 acc1 = warpgroup_mma(w1, x, acc1, is_async=True)
                 acc0, acc1 = warpgroup_mma_wait(2, deps=[acc0, acc1])
                 if step > k0:
-                    mbarrier.arrive(empty.index(before), count=1)
-            before = stage
+                    mbarrier.arrive(empty.index(previous(stage, STAGES)), count=1)
             stage, phase = advance(stage, phase, STAGES)
         if not FP8:
             acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
-            mbarrier.arrive(empty.index(before), count=1)
+            mbarrier.arrive(empty.index(previous(stage, STAGES)), count=1)
         row0 = tile_w * TILE
         last = True
         if k1 - k0 < k_steps:
