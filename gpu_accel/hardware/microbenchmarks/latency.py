@@ -32,7 +32,8 @@ LINE = 128  # bytes
 UNROLL = 32
 STEPS = 4096  # timed loads of one launch
 _WARMABLE_KB = 512  # up to here one thread visits every line before each timed walk, for the first level of cache
-_WALKABLE_KB = 64 * 1024  # up to here it does before the first, so that its half of the second level keeps what it can
+_WALKABLE_KB = 64 * 1024  # up to here it does before the first, so that the second level keeps what it can; beyond
+# that nothing would be left of a line when the walk comes back to it, and the cache is emptied instead
 L2_BYTES = 50 * 2**20
 
 # Loads: PTX in which %0 is the pointer (or index), %1 the base, %2 a zero that the compiler does not know.
@@ -375,7 +376,7 @@ def probes(quick: bool = False) -> list[Probe]:
         if level.startswith(("l2-near", "l2-far")):
             measure: Callable[[int], Outcome] = partial(by_side, level, size * 1024)
         else:
-            measure = partial(chase, load, size * 1024, level == "dram")
+            measure = partial(chase, load, size * 1024, size > _WALKABLE_KB)
         case: Case = {"level": level, "load": load, "footprint_kb": size}
         found.append(Probe(case=case, kernels=(kernel(load),), measure=measure))
     return found
