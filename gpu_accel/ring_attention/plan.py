@@ -428,7 +428,7 @@ def _exchanged(setup: Setup, u: int) -> float:
     shares = share_heads(setup.heads, setup.kv_heads, u)
     rows = setup.batch * setup.block
     qkv = rows * setup.head_dim * _ELEMENT * u * (len(shares.queries[0]) + 2 * len(shares.keys[0]))
-    home = rows * u * len(shares.queries[0]) * (setup.head_dim + 1) * _PARTIAL
+    home = rows * u * len(shares.queries[0]) * (setup.head_dim * _ELEMENT + _PARTIAL)
     if not setup.backward:
         return qkv + home
     back = qkv + rows * u * len(shares.queries[0]) * (setup.head_dim * _ELEMENT + 2 * _PARTIAL)

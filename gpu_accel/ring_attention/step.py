@@ -9,24 +9,33 @@ and where neither has seen a key, lse stays -inf and o stays 0. Backward needs n
 delta = rowsum(dO * O), the gradients of each step are computed on their own and add up.
 
 The keys' side of every step is a tuple of `Piece`s (masks.py), so all masks arrive here as plain kernel calls. The
-backends are those of `gpu_accel.flash_attention3`. "auto" takes the reference for CPU tensors, because Triton's
-interpreter is slower still. Kernels round o of a step and its gradients to the dtype of the inputs; the reference does
-not. A kernel that takes and returns (o, lse) in float32, merging in its epilogue, will replace `attend` here.
+backends are those of `gpu_accel.flash_attention3`. Where a backend has a kernel that merges in its epilogue
+(hopper_merge.py, portable_merge.py), a step reads and writes o once, inside the kernel, and rows that will see no more
+keys leave it rounded; elsewhere o of the step is merged by one more pass. "auto" takes the reference for CPU tensors,
+because Triton's interpreter is slower still.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from gpu_accel.flash_attention3 import function
 from gpu_accel.flash_attention3.backends import BACKENDS, choose, module
+from gpu_accel.flash_attention3.problem import Problem
 from gpu_accel.flash_attention3.reference import attention_backward_reference, attention_reference
+from gpu_accel.ring_attention import hopper_merge, portable_merge
 from gpu_accel.ring_attention.call import Call
+from gpu_accel.ring_attention.fragments import row_delta
 from gpu_accel.ring_attention.masks import Piece
+from gpu_accel.ring_attention.spans import Spans
+
+_MERGING: dict[str, ModuleType] = {"hopper": hopper_merge, "portable": portable_merge}
 
 
 def partial_dtype(x: Tensor) -> torch.dtype:
@@ -36,22 +45,92 @@ def partial_dtype(x: Tensor) -> torch.dtype:
 
 @dataclass
 class Partial:
-    """o (batch, rows, heads, head_dim_v) and lse (batch, heads, rows) of some queries over the keys seen so far."""
+    """o (batch, rows, heads, head_dim_v) and lse (batch, heads, rows) of some queries over the keys seen so far.
+
+    `result`: where rows that see no more keys go, in the dtype of q. `seen`: rows that have met a key. `left`: those
+    that have gone to `result`.
+    """
 
     o: Tensor
     lse: Tensor
+    result: Tensor | None = None
+    seen: Spans = field(default_factory=Spans)
+    left: Spans = field(default_factory=Spans)
 
     @classmethod
     def empty(cls, q: Tensor, head_dim_v: int) -> Partial:
-        """Nothing seen yet."""
+        """Nothing seen yet: o is 0 and lse -inf."""
         dtype = partial_dtype(q)
         o = torch.zeros((*q.shape[:-1], head_dim_v), dtype=dtype, device=q.device)
-        lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), float("-inf"), dtype=dtype, device=q.device)
-        return cls(o, lse)
+        return cls(o, _nothing(q, dtype))
 
     def add(self, o: Tensor, lse: Tensor, rows: slice = slice(None)) -> None:
         """Merge another result for the given rows, in place."""
-        merge_(self.o[:, rows], self.lse[:, :, rows], o, lse)
+        if o.is_cuda and self.o.dtype == torch.float32 and self.o.is_contiguous() and self.lse.is_contiguous():
+            portable_merge.merge_into(self.o, self.lse, self.o, o, lse, row=rows.start or 0)
+        else:
+            merge_(self.o[:, rows], self.lse[:, :, rows], o, lse)
+
+
+def _nothing(q: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.full((q.shape[0], q.shape[2], q.shape[1]), float("-inf"), dtype=dtype, device=q.device)
+
+
+class Running:
+    """o and lse of some queries over keys that come in steps, each of known pieces.
+
+    Knowing them, it sends rows on to the result as soon as they are complete, and o is never filled before.
+    """
+
+    def __init__(self, q: Tensor, head_dim_v: int, steps: Sequence[tuple[Piece, ...]], call: Call) -> None:
+        self.q, self.steps, self.call = q, steps, call
+        self.done = _completed(tuple(steps))
+        shape = (*q.shape[:-1], head_dim_v)
+        self.kernels = q.dtype != torch.float64 and _in_kernels(call, q)
+        if not self.kernels:
+            self.partial = Partial.empty(q, head_dim_v)
+            return
+        at_once = all(a == 0 and b == piece.sq for ends, found in zip(self.done, steps, strict=True)
+                      for (a, b), piece in zip(ends, found, strict=True))  # fmt: skip
+        # where every row is complete after its first piece, nobody needs o
+        o = torch.empty((1,) * 4 if at_once else shape, dtype=torch.float32, device=q.device).expand(shape)
+        result = torch.empty(shape, dtype=q.dtype, device=q.device)
+        self.partial = Partial(o, _nothing(q, torch.float32), result)
+
+    def attend(self, step: int, k: Tensor, v: Tensor) -> None:
+        """Fold in the keys of one step."""
+        attend(self.partial, self.q, k, v, self.steps[step], self.call, self.done[step])
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """(o of the dtype of q, lse); rows that have seen nothing are 0 and -inf."""
+        o, lse, result = self.partial.o, self.partial.lse, self.partial.result
+        if result is None:
+            return o.to(self.q.dtype), lse
+        for a, b in self.partial.seen.without(self.partial.left):
+            result[:, a:b] = o[:, a:b]
+        for a, b in Spans([(0, self.q.shape[1])]).without(self.partial.seen):
+            result[:, a:b] = 0
+        return result, lse
+
+
+def _in_kernels(call: Call, q: Tensor) -> bool:
+    """Whether steps run in kernels rather than in the reference."""
+    return call.backend in ("hopper", "portable") or (call.backend == "auto" and q.device.type != "cpu")
+
+
+@functools.lru_cache(1024)
+def _completed(steps: tuple[tuple[Piece, ...], ...]) -> list[list[tuple[int, int]]]:
+    """For every piece the rows [a, b) of it that no later piece has, the longest stretch of them."""
+    later, found = Spans(), []
+    for pieces in reversed(steps):
+        ends = []
+        for piece in reversed(pieces):
+            stretches = Spans([(piece.q0, piece.q0 + piece.sq)]).without(later)
+            a, b = max(stretches, key=lambda s: s[1] - s[0], default=(piece.q0, piece.q0))
+            ends.append((a - piece.q0, b - piece.q0))
+            later.add(piece.q0, piece.q0 + piece.sq)
+        found.append(ends[::-1])
+    return found[::-1]
 
 
 def merge_(o: Tensor, lse: Tensor, o_new: Tensor, lse_new: Tensor) -> None:
@@ -63,11 +142,25 @@ def merge_(o: Tensor, lse: Tensor, o_new: Tensor, lse_new: Tensor) -> None:
     lse.copy_(both)
 
 
-def _backend(call: Call, q: Tensor, k: Tensor, v: Tensor, piece: Piece, direction: str) -> str:
-    if call.backend == "auto" and q.device.type == "cpu":
+@functools.lru_cache(4096)
+def _chosen(problem: Problem, backend: str, direction: str) -> str:
+    return choose(problem, backend, direction)[0]
+
+
+def _problem(call: Call, q: Tensor, k: Tensor, v: Tensor, piece: Piece) -> Problem:
+    return function.problem_of(q, k, v, window_left=piece.left, window_right=piece.right, softcap=call.softcap)
+
+
+def kernel_of(call: Call, q: Tensor, k: Tensor, v: Tensor, direction: str) -> tuple[Problem, str]:
+    """The problem of whole blocks without a mask, and the backend that runs it."""
+    problem = _problem(call, q, k, v, Piece(0, q.shape[1], 0, k.shape[1]))
+    return problem, _backend(call, problem, direction)
+
+
+def _backend(call: Call, problem: Problem, direction: str) -> str:
+    if call.backend == "auto" and problem.device_type == "cpu":
         return "reference"
-    problem = function.problem_of(q, k, v, window_left=piece.left, window_right=piece.right, softcap=call.softcap)
-    return choose(problem, call.backend, direction)[0]
+    return _chosen(problem, call.backend, direction)
 
 
 def _kernel(name: str, direction: str) -> Callable[..., tuple[Tensor, ...]]:
@@ -92,23 +185,54 @@ def _reference_options(call: Call, piece: Piece, dtype: torch.dtype) -> dict:
     }
 
 
-def attend(partial: Partial, q: Tensor, k: Tensor, v: Tensor, found: tuple[Piece, ...], call: Call) -> None:
-    """Fold attention of q (batch, rows, heads, head_dim) over the pieces of k, v into `partial`, in place."""
-    for piece in found:
+def attend(
+    partial: Partial,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    found: tuple[Piece, ...],
+    call: Call,
+    done: Sequence[tuple[int, int]] = (),
+) -> None:
+    """Fold attention of q (batch, rows, heads, head_dim) over the pieces of k, v into `partial`, in place.
+
+    `done`: for each piece the rows [a, b) of it that are complete afterwards and go to `partial.result`.
+    """
+    for i, piece in enumerate(found):
         rows = slice(piece.q0, piece.q0 + piece.sq)
         keys = slice(piece.k0, piece.k0 + piece.sk)
-        part = (q[:, rows], k[:, keys], v[:, keys])
-        name = _backend(call, *part, piece, "forward")
+        part: tuple[Tensor, Tensor, Tensor] = (q[:, rows], k[:, keys], v[:, keys])
+        problem = _problem(call, *part, piece)
+        name = _backend(call, problem, "forward")
         if name == "reference":
             o, lse = attention_reference(*part, **_reference_options(call, piece, partial.o.dtype))
+            partial.add(o, lse, rows)
+            continue
+        part = (*(function.unit_last_stride(x) for x in part),)  # type: ignore[assignment]
+        ends = done[i] if done else (0, 0)
+        first = not partial.seen.meets(rows.start, rows.stop)
+        target = q if partial.result is None else partial.result  # q: nothing is written, but a place is wanted
+        if name == "hopper" and first and ends == (0, piece.sq) and piece.sq == q.shape[1]:
+            _kernel(name, "forward")(*part, **_options(call, piece), out=target, lse=partial.lse)
+        elif _merges(name, problem):
+            options = {"row": piece.q0, "first": first, "done": ends, **_options(call, piece)}
+            ends = _MERGING[name].forward_merge(*part, partial.o, partial.lse, target, **options)
         else:
-            aligned = (function.unit_last_stride(x) for x in part)
-            o, lse = _kernel(name, "forward")(*aligned, **_options(call, piece))
-        partial.add(o, lse, rows)
+            o, lse = _kernel(name, "forward")(*part, **_options(call, piece))
+            portable_merge.merge_into(partial.o, partial.lse, target, o, lse, row=piece.q0, done=ends)
+        partial.seen.add(rows.start, rows.stop)
+        partial.left.add(rows.start + ends[0], rows.start + ends[1])
+
+
+@functools.lru_cache(4096)
+def _merges(name: str, problem: Problem) -> bool:
+    return name in _MERGING and _MERGING[name].refuse(problem) is None
 
 
 def delta_of(do: Tensor, o: Tensor) -> Tensor:
     """rowsum(dO * O), (batch, heads, rows): what the softmax's gradient subtracts."""
+    if do.is_cuda and do.dtype != torch.float64 and o.stride(-1) == do.stride(-1) == 1:
+        return row_delta(do, o)
     dtype = partial_dtype(do)
     return (do.to(dtype) * o.to(dtype)).sum(-1).transpose(1, 2).contiguous()
 
@@ -137,7 +261,7 @@ def add_gradients(
         part = (do[:, rows], q[:, rows], k[:, keys], v[:, keys])
         o = nothing.expand(part[0].shape)
         stats = (lse[:, :, rows], -delta[:, :, rows])
-        name = _backend(call, *part[1:], piece, "backward")
+        name = _backend(call, _problem(call, *part[1:], piece), "backward")
         step: tuple[Tensor, ...]
         if name == "reference":
             options = _reference_options(call, piece, dq.dtype)

@@ -4,23 +4,26 @@ Why: NCCL's send and receive are kernels, and do not run beside an attention ker
 134 MB hop beside cuDNN attention of 1.61 ms took 2.1 ms in all by NCCL and 1.64 ms by such a pull (torch 2.11, two
 GPUs over NVLink, measured before this file was written).
 
-One exchange, on the side stream of each rank, all of it stream-ordered memory operations that need no SM:
+`share`, for keys and values: a buffer that others may read. Every rank pulls the blocks it needs straight from their
+owners, on a side stream, all of it stream-ordered memory operations that need no SM:
 
-    wait for the compute stream           the message is written, and nobody here still reads `into`
-    write 1 to `ready` of rank `to`       it may pull
-    wait for my own `ready` from `source`, reset it
-    copy  peer's message -> into          the copy engine
-    write 1 to `done` of rank `source`    it may overwrite its message
-    wait for my own `done` from `to`, reset it
+    owner    write 1 to `shared` of every reader                      its buffer is written
+    reader   wait for its own `shared` from the owner, reset it
+             copy  owner's buffer -> its own                          the copy engine
+             write 1 to `read` of the owner
+    owner    wait for its own `read` from every reader, reset them    at the end of a call: it may overwrite its buffer
 
-Flags are reset before the other side can set them again, so a CUDA graph that holds an exchange can be replayed.
-Message and `into` must be buffers of this transport in the same places on all ranks, which the schedules see to. Areas
-are kept and reused in the order in which a call asks for them, so only the first call of a shape allocates (and takes
-part in a rendezvous of seconds). Collectives and other messages (`all_gather`, `all_to_all`, `transfer`) use NCCL.
+`exchange`, for sums that go round (gradients of keys and values): the same with one reader, and a handshake a hop:
 
-NOT YET RUN. The parts were tried apart (the pull, its content, its capture in a graph). Not measured: this protocol as
-a whole, its latency a hop, whether waits of a stream ever delay kernels on the compute stream, more than two GPUs. A
-rank that dies leaves the others' side streams waiting: they end only when the NCCL watchdog ends the process.
+    write 1 to `ready` of rank `to` | wait for `ready` from `source`, reset | copy | write 1 to `done` of `source` |
+    wait for `done` from `to`, reset
+
+Flags are reset before the other side can set them again, so a CUDA graph that holds them can be replayed. Buffers are
+of this transport, in the same places on all ranks, which the schedules see to. Areas are kept and reused in the order
+in which a call asks for them, so only the first call of a shape allocates (and takes part in a rendezvous of seconds).
+Collectives and other messages (`all_gather`, `all_to_all`, `transfer`) use NCCL.
+
+A rank that dies leaves the others' side streams waiting: they end only when the NCCL watchdog ends the process.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ import ctypes
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,7 +43,7 @@ from gpu_accel.ring_attention.faults import CommunicationError
 from gpu_accel.ring_attention.transport import Pending, TorchTransport
 
 _ALIGNMENT = 256
-_READY, _DONE = 0, 1
+_READY, _DONE, _SHARED, _READ = range(4)  # kinds of flags
 _EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
 
 
@@ -68,6 +71,13 @@ class _Area:
     memory: Tensor
     handle: Any
     slot: int
+    _seen: dict[int, Tensor] = field(default_factory=dict)
+
+    def of(self, rank: int) -> Tensor:
+        """The bytes of another rank's area."""
+        if rank not in self._seen:
+            self._seen[rank] = self.handle.get_buffer(rank, (self.memory.numel(),), torch.uint8, 0)
+        return self._seen[rank]
 
     def offset(self, x: Tensor) -> int | None:
         """Bytes from the start of the area to x, or None when x lies elsewhere."""
@@ -76,11 +86,13 @@ class _Area:
 
 
 class SymmetricTransport(TorchTransport):
-    """GPUs that can read one another's memory (NVLink, one machine). See the head of this file for what is not tested.
+    """GPUs that can read one another's memory (NVLink, one machine). See the head of this file for how.
 
     Raises:
         HardwareError: no CUDA device, or a process group that is not NCCL.
     """
+
+    pulls = True
 
     def __init__(self, group: Any = None, *, timeout: float = 60.0, check: str = "auto") -> None:
         if not torch.cuda.is_available():
@@ -93,10 +105,11 @@ class SymmetricTransport(TorchTransport):
         self.name = "symmetric"
         self._symmetric = symmetric
         self._device = torch.device("cuda", torch.cuda.current_device())
-        self._stream = torch.cuda.Stream(self._device, priority=-1)
+        # sums wait for what a neighbour computes, keys and values do not: they must not queue up behind one another
+        self._hops, self._reads = (torch.cuda.Stream(self._device, priority=-1) for _ in range(2))
         self._areas: dict[tuple[int, int, int], _Area] = {}
         self._asked = 0
-        flags = symmetric.empty(2 * self.size, dtype=torch.int32, device=self._device)
+        flags = symmetric.empty(4 * self.size, dtype=torch.int32, device=self._device)
         flags.zero_()
         torch.cuda.synchronize(self._device)
         self._flags, self._flag_handle = flags, self._rendezvous(flags)
@@ -129,33 +142,78 @@ class SymmetricTransport(TorchTransport):
         area = self._areas[key].memory
         return [area[i * slot : i * slot + size].view(dtype).view(tuple(shape)) for i in range(count)]
 
+    def _area(self, *tensors: Tensor) -> tuple[_Area, list[int]]:
+        """The area in which all of them lie, and where."""
+        for area in self._areas.values():
+            offsets = [area.offset(x) for x in tensors]
+            if all(n is not None for n in offsets):
+                return area, [n for n in offsets if n is not None]
+        raise InvalidInputError("what ranks read of one another must come from one call of this transport's buffers()")
+
     def exchange(self, message: Tensor, into: Tensor, *, to: int, source: int) -> Pending:
-        area = next((a for a in self._areas.values() if a.offset(message) is not None), None)
-        if area is None or area.offset(into) is None:
-            raise InvalidInputError("what is exchanged must come from one call of this transport's buffers()")
+        area, (offset, _) = self._area(message, into)
         if to == self.rank:
             into.copy_(message)
             return Pending(lambda: None)
-        offset = area.offset(message)
-        assert offset is not None
-        theirs = area.handle.get_buffer(source, tuple(message.shape), message.dtype, offset // message.itemsize)
-        stream = self._stream
+        size = message.numel() * message.element_size()
+        stream = self._hops
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            self._set(to, _READY)
-            self._await(source, _READY)
-            into.copy_(theirs)
-            self._set(source, _DONE)
-            self._await(to, _DONE)
-            finished = torch.cuda.Event()
-            finished.record(stream)
+            self._set(stream, to, _READY)
+            self._await(stream, source, _READY)
+            into.view(-1).view(torch.uint8).copy_(area.of(source)[offset : offset + size])
+            self._set(stream, source, _DONE)
+            self._await(stream, to, _DONE)
+        return self._after(stream)
+
+    def share(self, buffer: Tensor, *, readers: Sequence[int], sources: Sequence[int]) -> _Round:
+        return _Round(self, buffer, readers, sources)
+
+    def _after(self, stream: torch.cuda.Stream) -> Pending:
+        """What has been issued on a side stream; waiting makes the current stream wait, not the host."""
+        finished = torch.cuda.Event()
+        finished.record(stream)
         return Pending(lambda: torch.cuda.current_stream(self._device).wait_event(finished))
 
-    def _set(self, rank: int, kind: int) -> None:
-        address = self._flag_handle.buffer_ptrs[rank] + 4 * (2 * self.rank + kind)
-        _memory_operation("cuStreamWriteValue32_v2", self._stream, address, 1, 0)
+    def _set(self, stream: torch.cuda.Stream, rank: int, kind: int) -> None:
+        address = self._flag_handle.buffer_ptrs[rank] + 4 * (4 * self.rank + kind)
+        _memory_operation("cuStreamWriteValue32_v2", stream, address, 1, 0)
 
-    def _await(self, rank: int, kind: int) -> None:
-        address = self._flags.data_ptr() + 4 * (2 * rank + kind)
-        _memory_operation("cuStreamWaitValue32_v2", self._stream, address, 1, _EQUAL)
-        _memory_operation("cuStreamWriteValue32_v2", self._stream, address, 0, 0)
+    def _await(self, stream: torch.cuda.Stream, rank: int, kind: int) -> None:
+        address = self._flags.data_ptr() + 4 * (4 * rank + kind)
+        _memory_operation("cuStreamWaitValue32_v2", stream, address, 1, _EQUAL)
+        _memory_operation("cuStreamWriteValue32_v2", stream, address, 0, 0)
+
+
+class _Round:
+    """Buffers that ranks read of one another, from `share` to `close`."""
+
+    def __init__(
+        self, transport: SymmetricTransport, buffer: Tensor, readers: Sequence[int], sources: Sequence[int]
+    ) -> None:
+        self.transport, self.readers, self.left = transport, tuple(readers), set(sources)
+        self.area, (self.offset,) = transport._area(buffer)
+        self.size = buffer.element_size()
+        self.stream = transport._reads
+        self.stream.wait_stream(torch.cuda.current_stream(transport._device))  # the buffer is written
+        for rank in self.readers:
+            transport._set(self.stream, rank, _SHARED)
+
+    def pull(self, source: int, into: Tensor, spans: Sequence[tuple[int, int]]) -> Pending:
+        transport, stream = self.transport, self.stream
+        self.left.remove(source)
+        stream.wait_stream(torch.cuda.current_stream(transport._device))  # nobody here still reads `into`
+        theirs, mine = self.area.of(source), into.view(-1).view(torch.uint8)
+        with torch.cuda.stream(stream):
+            transport._await(stream, source, _SHARED)
+            for a, b in spans:
+                a, b = a * self.size, b * self.size
+                mine[a:b].copy_(theirs[self.offset + a : self.offset + b])
+            transport._set(stream, source, _READ)
+        return transport._after(stream)
+
+    def close(self) -> None:
+        assert not self.left, f"nothing was pulled from ranks {sorted(self.left)}, whose flags are still up"
+        for rank in self.readers:
+            self.transport._await(self.stream, rank, _READ)
+        self.transport._after(self.stream).wait()

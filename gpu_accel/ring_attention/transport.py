@@ -2,7 +2,7 @@
 
     LocalTransport        ranks are threads of one process (see simulate.py); finds deadlocks and misused buffers
     TorchTransport        torch.distributed: NCCL on GPUs, gloo on CPUs
-    SymmetricTransport    torch's symmetric memory: the copy engine pulls from the neighbour (symmetric.py)
+    SymmetricTransport    torch's symmetric memory: the copy engine pulls from any rank (symmetric.py)
 
 `exchange` is what rings are made of: send one buffer on, receive another, both of them from `buffers`, and compute in
 between. After `wait()` the received buffer may be read *and* the sent one overwritten, so two buffers suffice for any
@@ -25,7 +25,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from gpu_accel.errors import HardwareError, InvalidInputError
+from gpu_accel.errors import HardwareError, InvalidInputError, UnsupportedError
 from gpu_accel.ring_attention.faults import CommunicationError, compare_statements
 
 Sends = Sequence[tuple[Tensor, int]]  # (contiguous tensor, rank it goes to)
@@ -47,6 +47,18 @@ class Pending:
         return self._result
 
 
+class Shared(Protocol):
+    """One round of buffers that ranks read of one another."""
+
+    def pull(self, source: int, into: Tensor, spans: Sequence[tuple[int, int]]) -> Pending:
+        """Copy elements [a, b) of the buffer of `source`, for each of the spans, to the same places of `into`. Once."""
+        ...
+
+    def close(self) -> None:
+        """Wait until all readers are through with this rank's buffer. Every source must have been pulled from."""
+        ...
+
+
 @runtime_checkable
 class Transport(Protocol):
     """What a schedule asks of the network. Ranks are 0 ... size - 1 of this transport."""
@@ -54,6 +66,7 @@ class Transport(Protocol):
     rank: int
     size: int
     name: str
+    pulls: bool  # whether a rank can read another one's buffers: then `share` is there
 
     def buffers(self, count: int, shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> list[Tensor]:
         """Buffers to send from and receive into, on the device of `like`; kept between calls where that saves work."""
@@ -65,6 +78,10 @@ class Transport(Protocol):
 
     def transfer(self, sends: Sends, receives: Receives) -> Pending:
         """Any number of messages to and from any ranks; those of one pair of ranks keep their order."""
+        ...
+
+    def share(self, buffer: Tensor, *, readers: Sequence[int], sources: Sequence[int]) -> Shared:
+        """Let `readers` read this buffer, and read those that `sources` share at the same time."""
         ...
 
     def all_gather(self, x: Tensor, ranks: Sequence[int] | None = None) -> Pending:
@@ -86,6 +103,10 @@ class PointToPoint(ABC):
     rank: int
     size: int
     name: str
+    pulls = False
+
+    def share(self, buffer: Tensor, *, readers: Sequence[int], sources: Sequence[int]) -> Shared:
+        raise UnsupportedError(f"ranks cannot read one another's memory over {self.name}")
 
     @abstractmethod
     def transfer(self, sends: Sends, receives: Receives) -> Pending: ...

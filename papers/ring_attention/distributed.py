@@ -4,7 +4,8 @@
 
 Every rank goes through the same cases and implementations in the same order, so nothing here may depend on a clock: the
 number of samples is fixed, and a check is the worst over all ranks. A time is the slowest rank's between two events,
-after an all-gather that lines the ranks up; implementations of a case are not interleaved.
+after an all-gather that lines the ranks up. All implementations of a case take turns, so that clocks drift for all
+alike; the times of one that fails its check are thrown away.
 
 Results are checked twice: o of the very shape that is timed, on 64 rows of each rank against float64 attention to all
 keys, and (with backward) gradients of a short sequence, whole. Inputs are drawn whole from the seed on every rank and
@@ -22,15 +23,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_accel.errors import HardwareError, UnsupportedError
-from gpu_accel.flash_attention3.reference import attention_truth, attention_truth_backward
+from gpu_accel.errors import GpuAccelError, HardwareError, UnsupportedError
+from gpu_accel.flash_attention3.reference import attention_truth_backward
 from gpu_accel.ring_attention.attention import distributed_attention, gather_sequence
 from gpu_accel.ring_attention.layouts import Layout, make_layout
 from gpu_accel.ring_attention.transport import TorchTransport, Transport
 from gpu_accel.testing import make_qkv, random_like, relative_error, yardstick_attention, yardstick_attention_backward
 from gpu_accel.workbench.experiment import Case, Check, Implementation, Sampled, Settings, Workload
 
-SCALING = ("kv_ring", "kv_ring-nccl", "ulysses", "allgather", "usp", "torch-context-parallel", "one-gpu")
+PEERS = ("torch-context-parallel", "torch-context-parallel-alltoall", "ulysses-cudnn")
+SCALING = ("kv_ring", "kv_ring-nccl", "ulysses", "allgather", "usp", *PEERS, "one-gpu")
 OVERLAP = ("kv_ring", "kv_ring-waiting", "kv_ring-nccl", "kv_ring-nccl-waiting", "compute-only")
 MEMORY = ("kv_ring", "allgather", "ulysses", "torch-context-parallel")
 SCHEDULES = ("kv_ring", "kv_ring-nccl", "q_ring", "allgather", "ulysses", "usp", "mesh", "double_ring", "helper")
@@ -136,28 +138,37 @@ def _worst(value: float, settings: Settings) -> float:
 def build(case: Case, settings: Settings, *, names: tuple[str, ...], memory: bool = False) -> Workload:
     """The contenders named; on one process all but `one-gpu` say what to start instead."""
     run = _Run(case, settings)
-    found = [_implementation(name, run, memory) for name in names]
+    chosen = [n for n in names if (not settings.only or n in settings.only) and n not in settings.skip]
+    race = _Race(run, [n for n in chosen if not _unavailable(n, run)])
+    found = [_implementation(name, run, race, memory) for name in names]
     work = 4.0 * int(case["seqlen"]) ** 2 * int(case["heads"]) * int(case["head_dim"]) / 2
     return Workload(implementations=found, flops=work * (3.5 if case["pass"] == "both" else 1.0))
 
 
-def _implementation(name: str, run: _Run, memory: bool) -> Implementation:
-    schedule = name.removesuffix("-waiting").removesuffix("-nccl")
-    peer = name in ("torch-context-parallel", "one-gpu", "compute-only")
-    role = "ours" if not peer else "reference" if name != "torch-context-parallel" else "peer"
-    unavailable = ""
+def _schedule(name: str) -> str:
+    return name.removesuffix("-waiting").removesuffix("-nccl")
+
+
+def _unavailable(name: str, run: _Run) -> str:
     if run.ranks == 1 and name != "one-gpu":
-        unavailable = "needs several processes: gpu-accel run ring EXPERIMENT --nproc 4"
-    elif name.startswith("torch") and not run.settings.on_gpu:
-        unavailable = "needs GPUs"
-    elif name == "double_ring" and (run.ranks < 4 or run.ranks % 2):
-        unavailable = "two nested rings need 4, 6, 8, ... ranks"
+        return "needs several processes: gpu-accel run ring EXPERIMENT --nproc 4"
+    if name in PEERS and not run.settings.on_gpu:
+        return "needs GPUs"
+    if name == "ulysses-cudnn" and run.both:
+        return "forward only"
+    if name == "double_ring" and (run.ranks < 4 or run.ranks % 2):
+        return "two nested rings need 4, 6, 8, ... ranks"
+    return ""
+
+
+def _implementation(name: str, run: _Run, race: _Race, memory: bool) -> Implementation:
+    role = "peer" if name in PEERS else "reference" if name in ("one-gpu", "compute-only") else "ours"
     return Implementation(
         name=name,
         role=role,
-        unavailable=unavailable,
-        check=lambda seed: run.check(name, schedule, seed),
-        values=lambda seed: run.memory(name, schedule, seed) if memory else run.times(name, schedule, seed),
+        unavailable=_unavailable(name, run),
+        check=lambda seed: run.check(name, seed),
+        values=lambda seed: run.memory(name, seed) if memory else race.times(name, seed),
         note=run.describe(name),
     )
 
@@ -171,35 +182,51 @@ class _Run:
         self.both = case["pass"] == "both"
         self.dtype = _DTYPES[str(case["dtype"])]
 
+        self._kept: dict[tuple, Any] = {}
+
+    def keep(self, key: tuple, make: Callable[[], Any]) -> Any:
+        """What several implementations need, made once."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
+
     def describe(self, name: str) -> str:
         """What its records say of it."""
         if name == "one-gpu":
             return "the whole sequence on each GPU"
+        if name in PEERS:
+            return "cuDNN attention over NCCL"
         network = "symmetric memory" if self.over_symmetric(name) else "NCCL" if self.settings.on_gpu else "gloo"
-        return f"{'contiguous' if name == 'helper' else 'zigzag'} shards over {network}"
+        return f"{self.layout(name, self.ranks).name} shards over {network}"
 
     def over_symmetric(self, name: str) -> bool:
         ring = name.startswith(("kv_ring", "q_ring", "double_ring", "compute")) and "-nccl" not in name
         return ring and self.settings.on_gpu
 
     def layout(self, name: str, seqlen: int) -> Layout:
-        kind = "contiguous" if name == "helper" else "zigzag"
+        kind = "contiguous" if name in ("helper", "ulysses", "ulysses-cudnn") else "zigzag"
         return make_layout(kind, seqlen=seqlen, ranks=self.ranks)
 
     def whole(self, seqlen: int, seed: int) -> list[Tensor]:
         """q, k, v and the gradient of o, the same on every rank."""
+        return self.keep(("whole", seqlen, seed), lambda: self._whole(seqlen, seed))
+
+    def _whole(self, seqlen: int, seed: int) -> list[Tensor]:
         qkv = make_qkv(
             batch=1, seqlen_q=seqlen, heads=int(self.case["heads"]), heads_kv=int(self.case["heads_kv"]),
             head_dim=int(self.case["head_dim"]), dtype=self.dtype, device=self.settings.device, seed=seed,
         )  # fmt: skip
         return [*qkv, random_like(qkv.q, seed=seed + 1_000_003)]
 
-    def call(self, name: str, schedule: str, tensors: list[Tensor], seqlen: int) -> Callable[[], tuple[Tensor, ...]]:
+    def call(self, name: str, tensors: list[Tensor], seqlen: int) -> Callable[[], tuple[Tensor, ...]]:
         """What is run: o of this rank, and with backward the gradients of its shards."""
+        schedule = _schedule(name)
         if name == "one-gpu":
             attend = _one_gpu
-        elif name == "torch-context-parallel":
-            return _context_parallel(tensors, self.both)
+        elif name.startswith("torch-context-parallel"):
+            return _context_parallel(tensors, self.both, "alltoall" if name.endswith("alltoall") else "allgather")
+        elif name == "ulysses-cudnn":
+            attend = _ulysses_cudnn
         elif name == "compute-only":
             attend = functools.partial(_compute_only, layout=self.layout(name, seqlen), transport=self.transport(name))
         else:
@@ -226,88 +253,72 @@ class _Run:
         whole = self.whole(seqlen, seed)
         if name == "one-gpu":
             return whole
-        rank = _transport("nccl", self.settings.on_gpu).rank
-        return [self.layout(name, seqlen).shard(x, rank) for x in whole]
+        layout, rank = self.layout(name, seqlen), _transport("nccl", self.settings.on_gpu).rank
+        return self.keep(("shards", layout.name, seqlen, seed), lambda: [layout.shard(x, rank) for x in whole])
 
-    def check(self, name: str, schedule: str, seed: int) -> Check:
+    def check(self, name: str, seed: int) -> Check:
         """The worst share of its bound, over ranks, of o on some rows at full size, and of gradients when short."""
         if name == "compute-only":
             return Check(0.0, 1.0, "it is the kv_ring without its hops, and no result to check")
         seqlen = int(self.case["seqlen"])
-        found = self.call(name, schedule, self.shards(name, seqlen, seed), seqlen)()[0]
+        found = self.call(name, self.shards(name, seqlen, seed), seqlen)()[0]
         worst = self._rows(name, found, seqlen, seed)
-        if self.both and name != "torch-context-parallel":
+        if self.both and name not in PEERS:
             short = min(seqlen, SHORT * self.ranks)
-            worst = max(worst, self._gradients(name, schedule, short, seed))
+            worst = max(worst, self._gradients(name, short, seed))
         if self.ranks > 1:
             worst = _worst(worst, self.settings)
         return Check(worst, 1.0, "relative error of o (64 rows a rank) and of short gradients, in units of its bound")
 
     def _rows(self, name: str, o: Tensor, seqlen: int, seed: int) -> float:
         """Rows of o against float64 attention to all keys, in units of twice the error of plain torch."""
+        kind = "whole" if name == "one-gpu" else self.layout(name, seqlen).name
+        rows, exact, theirs = self.keep(("rows", kind, seqlen, seed), lambda: self._exact_rows(name, seqlen, seed))
+        ours = relative_error(o[:, rows.to(o.device)], exact)
+        return ours / (2 * theirs + torch.finfo(self.dtype).eps / 2)
+
+    def _exact_rows(self, name: str, seqlen: int, seed: int) -> tuple[Tensor, Tensor, float]:
+        """ROWS rows of the shard, o of them in float64, and the error that plain torch makes on a few of them."""
         q, k, v, _ = self.whole(seqlen, seed)
         positions = torch.arange(seqlen)
         if name != "one-gpu":
             positions = self.layout(name, seqlen).positions(_transport("nccl", self.settings.on_gpu).rank)
         rows = (positions >= 0).nonzero()[:, 0]
         rows = rows[torch.linspace(0, len(rows) - 1, min(ROWS, len(rows))).long()]
-        errors = torch.zeros(2, dtype=torch.float64)
-        scale = 0.0
-        for row in rows.tolist():
-            at = int(positions[row])
-            sees = (q[:, at : at + 1], k[:, : at + 1], v[:, : at + 1])
-            exact, _ = attention_truth(*sees)
-            ruler, _ = yardstick_attention(*sees)
-            for i, x in enumerate((o[:, row : row + 1], ruler)):
-                errors[i] += float((x.double() - exact).square().sum())
-            scale += float(exact.square().sum())
-        ours, theirs = (float(x) for x in (errors / max(scale, 1e-300)).sqrt())
-        return ours / (2 * theirs + torch.finfo(self.dtype).eps / 2)
+        at = positions[rows].to(q.device)
+        exact = torch.empty((1, len(rows), *v.shape[2:]), dtype=torch.float64, device=q.device)
+        exact = exact.repeat_interleave(q.shape[2] // v.shape[2], 2)
+        hidden = torch.arange(seqlen, device=q.device) > at[:, None]
+        for head in range(q.shape[2]):
+            other = head // (q.shape[2] // k.shape[2])
+            scores = q[0, at, head].double() @ k[0, :, other].double().T * q.shape[-1] ** -0.5
+            exact[0, :, head] = torch.softmax(scores.masked_fill(hidden, float("-inf")), 1) @ v[0, :, other].double()
+        few = list(range(0, len(rows), max(1, len(rows) // 8)))
+        rulers = [yardstick_attention(q[:, at[i] : at[i] + 1], k[:, : at[i] + 1], v[:, : at[i] + 1])[0] for i in few]
+        return rows, exact, relative_error(torch.cat(rulers, 1), exact[:, few])
 
-    def _gradients(self, name: str, schedule: str, seqlen: int, seed: int) -> float:
-        found = self.call(name, schedule, self.shards(name, seqlen, seed), seqlen)()[1:]
+    def _gradients(self, name: str, seqlen: int, seed: int) -> float:
+        found = self.call(name, self.shards(name, seqlen, seed), seqlen)()[1:]
         if name != "one-gpu":
             cut, transport = self.layout(name, seqlen), _transport("nccl", self.settings.on_gpu)
-            found = tuple(gather_sequence(x, cut, transport) for x in found)
-        q, k, v, do = self.whole(seqlen, seed)
-        exact = attention_truth_backward(do, q, k, v, causal=True)
-        ruler = yardstick_attention_backward(do, q, k, v, causal=True)
+            found = tuple(gather_sequence(x.contiguous(), cut, transport) for x in found)
+        exact, ruler = self.keep(("gradients", seqlen, seed), lambda: self._exact_gradients(seqlen, seed))
         return max(
             relative_error(x, e) / (2 * relative_error(r, e)) for x, e, r in zip(found, exact, ruler, strict=True)
         )
 
-    def times(self, name: str, schedule: str, seed: int) -> dict[str, Sampled]:
-        """SAMPLES times of the slowest rank."""
-        if not self.settings.on_gpu:
-            return {}
-        seqlen = int(self.case["seqlen"])
-        call = self.call(name, schedule, self.shards(name, seqlen, seed), seqlen)
-        alone = name == "one-gpu"
-        samples = []
-        for i in range(WARM_UP + SAMPLES):
-            if not alone or self.ranks > 1:
-                _worst(0.0, self.settings)
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(4_000_000)  # about 2 ms: the host gets ahead
-            start.record()
-            call()
-            end.record()
-            end.synchronize()
-            took = start.elapsed_time(end)
-            took = _worst(took, self.settings) if self.ranks > 1 else took
-            if i >= WARM_UP:
-                samples.append(took)
-        flops = 2.0 * seqlen**2 * int(self.case["heads"]) * int(self.case["head_dim"]) * (3.5 if self.both else 1.0)
-        timing = {"method": "events, slowest rank", "l2": "warm", "mode": "burst"}
-        share = 1 if alone else self.ranks  # rates are per GPU
-        return {"time": Sampled(samples=tuple(samples), unit="ms", work={"flops": flops / share}, timing=timing)}
+    def _exact_gradients(self, seqlen: int, seed: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        q, k, v, do = self.whole(seqlen, seed)
+        both = (attention_truth_backward, yardstick_attention_backward)
+        exact, ruler = (function(do, q, k, v, causal=True) for function in both)
+        return exact, ruler
 
-    def memory(self, name: str, schedule: str, seed: int) -> dict[str, tuple[float, str]]:
+    def memory(self, name: str, seed: int) -> dict[str, tuple[float, str]]:
         """Peak bytes of the caching allocator beyond the shards; symmetric memory lies outside it and is added."""
         if not self.settings.on_gpu:
             return {}
         seqlen = int(self.case["seqlen"])
-        call = self.call(name, schedule, self.shards(name, seqlen, seed), seqlen)
+        call = self.call(name, self.shards(name, seqlen, seed), seqlen)
         call()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -315,9 +326,68 @@ class _Run:
         torch.cuda.reset_peak_memory_stats()
         call()
         torch.cuda.synchronize()
-        areas = getattr(self.transport(name), "_areas", {}) if name == schedule else {}
+        areas = getattr(self.transport(name), "_areas", {}) if self.over_symmetric(name) else {}
         extra = sum(area.memory.numel() for area in areas.values())
         return {"peak_bytes": (_worst(torch.cuda.max_memory_allocated() - before + extra, self.settings), "bytes")}
+
+
+class _Race:
+    """The times of all implementations of a case, taken in turns when the first of them is asked for."""
+
+    def __init__(self, run: _Run, names: list[str]) -> None:
+        self.run, self.names = run, names
+        self.samples: dict[int, dict[str, list[float]]] = {}
+
+    def times(self, name: str, seed: int) -> dict[str, Sampled]:
+        """SAMPLES times of the slowest rank."""
+        run = self.run
+        if not run.settings.on_gpu:
+            return {}
+        if seed not in self.samples:
+            self.samples[seed] = self._take(seed)
+        seqlen, case = int(run.case["seqlen"]), run.case
+        flops = 2.0 * seqlen**2 * int(case["heads"]) * int(case["head_dim"]) * (3.5 if run.both else 1.0)
+        if name not in self.samples[seed]:
+            raise UnsupportedError(f"{name} does not run here")
+        timing = {"method": "events, slowest rank, implementations in turns", "l2": "warm", "mode": "burst"}
+        share = 1 if name == "one-gpu" else run.ranks  # rates are per GPU
+        samples = tuple(self.samples[seed][name])
+        return {"time": Sampled(samples=samples, unit="ms", work={"flops": flops / share}, timing=timing)}
+
+    def _take(self, seed: int) -> dict[str, list[float]]:
+        seqlen, calls = int(self.run.case["seqlen"]), {}
+        for name in self.names:
+            failed = 0.0
+            try:
+                calls[name] = self.run.call(name, self.run.shards(name, seqlen, seed), seqlen)
+                for _ in range(WARM_UP):
+                    calls[name]()
+            except (GpuAccelError, RuntimeError):  # its check says why
+                failed = 1.0
+            if self._worst(failed):
+                calls.pop(name, None)
+        samples: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(SAMPLES):
+            for name, call in calls.items():
+                samples[name].append(self._once(call))
+        return samples
+
+    def _once(self, call: Callable[[], Any]) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(6_000_000)  # about 3 ms: the host gets ahead
+        self._line_up()
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        return self._worst(start.elapsed_time(end))
+
+    def _line_up(self) -> None:
+        if self.run.ranks > 1:
+            _transport("nccl", True).all_gather(torch.zeros(1, device="cuda")).wait()
+
+    def _worst(self, value: float) -> float:
+        return _worst(value, self.run.settings) if self.run.ranks > 1 else value
 
 
 def _ours(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
@@ -328,13 +398,14 @@ def _compute_only(q: Tensor, k: Tensor, v: Tensor, *, layout: Layout, transport:
     """The kernel calls and merges of this rank's ring, on its own keys: what is left when hops take no time."""
     from gpu_accel.ring_attention.attention import make_call
     from gpu_accel.ring_attention.schedules.kv_ring import ring_of
-    from gpu_accel.ring_attention.step import Partial, attend
+    from gpu_accel.ring_attention.step import Running
 
     call = make_call(q, k, v, layout, causal=True)
-    ring, partial = ring_of(call, transport), Partial.empty(q, v.shape[-1])
+    ring = ring_of(call, transport)
+    running = Running(q, v.shape[-1], [ring.pieces(0, -step, call.mask) for step in range(ring.size)], call)
     for step in range(ring.size):
-        attend(partial, q, k, v, ring.pieces(0, -step, call.mask), call)
-    return partial.o.to(q.dtype)
+        running.attend(step, k, v)
+    return running.finish()[0]
 
 
 def _one_gpu(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -346,11 +417,33 @@ def _one_gpu(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return o
 
 
-def _context_parallel(tensors: list[Tensor], both: bool) -> Callable[[], tuple[Tensor, ...]]:
+def _ulysses_cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Ulysses by hand: one packed all-to-all, cuDNN attention to the whole sequence, one all-to-all back."""
+    import torch.distributed as dist
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    n, (_, c, heads, dim), heads_kv = dist.get_world_size(), q.shape, k.shape[2]
+    if heads_kv % n:
+        raise UnsupportedError(f"{heads_kv} key heads do not divide among {n} ranks")
+    packed = torch.cat([x.view(c, n, x.shape[2] // n, dim).transpose(0, 1) for x in (q, k, v)], 2)
+    back = torch.empty_like(packed)
+    dist.all_to_all_single(back, packed)
+    back = back.view(1, n * c, -1, dim).transpose(1, 2)
+    parts = back.split((heads // n, heads_kv // n, heads_kv // n), 1)
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        o = torch.nn.functional.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)
+    o = o.transpose(1, 2).reshape(n, c, heads // n, dim).contiguous()
+    out = torch.empty_like(o)
+    dist.all_to_all_single(out, o)
+    return out.transpose(0, 1).reshape(1, c, heads, dim)
+
+
+def _context_parallel(tensors: list[Tensor], both: bool, rotate: str = "allgather") -> Callable[[], tuple[Tensor, ...]]:
     """torch's own, on shards that are cut as it cuts them: head and tail chunks, which are those of zigzag."""
     try:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor.experimental import context_parallel
+        from torch.distributed.tensor.experimental._attention import set_rotate_method
     except ImportError as error:
         raise UnsupportedError(f"this torch has no context_parallel: {error}") from error
     import torch.distributed as dist
@@ -363,6 +456,7 @@ def _context_parallel(tensors: list[Tensor], both: bool) -> Callable[[], tuple[T
         raise HardwareError("it needs twice as many chunks as ranks of equal length")
 
     def call() -> tuple[Tensor, ...]:
+        set_rotate_method(rotate)
         # no buffers: the shards are cut already
         with context_parallel(mesh, buffers=[], buffer_seq_dims=[]), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             o = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)

@@ -15,7 +15,9 @@ import torch.multiprocessing
 from gpu_accel.flash_attention3.reference import attention_truth, attention_truth_backward
 from gpu_accel.ring_attention import RingAttention, make_layout
 from gpu_accel.ring_attention.attention import distributed_attention, gather_sequence, make_call
+from gpu_accel.ring_attention.masks import pieces
 from gpu_accel.ring_attention.simulate import simulate_attention
+from gpu_accel.ring_attention.step import Running
 from gpu_accel.testing import (
     assert_close_to_truth,
     make_qkv,
@@ -46,6 +48,52 @@ def test_simulated_ranks_with_the_kernels_of_this_gpu(schedule: str, layout: str
     )
     for name, x, truth, ruler in zip(NAMES, (found[0], *found[2:]), exact, rulers, strict=True):
         assert_close_to_truth(name, x, truth, ruler, floor=8e-3)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("heads_kv", [8, 2])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_sums_of_gradients_on_whole_blocks(ranks: int, heads_kv: int, head_dim: int):
+    """Shards that lie on whole blocks: the backward is the kernel that adds to what has arrived."""
+    shape = {"batch": 2, "seqlen_q": 256 * ranks, "heads": 8, "heads_kv": heads_kv, "head_dim": head_dim}
+    qkv = make_qkv(**shape, dtype=torch.bfloat16, device="cuda", seed=2)
+    q, k, v, do = *qkv, random_like(qkv.q, seed=3)
+    found = simulate_attention(q, k, v, do=do, ranks=ranks, causal=True)
+    exact = (attention_truth(q, k, v, causal=True)[0], *attention_truth_backward(do, q, k, v, causal=True))
+    rulers = (
+        yardstick_attention(q, k, v, causal=True)[0],
+        *yardstick_attention_backward(do, q, k, v, causal=True),
+    )
+    for name, x, truth, ruler in zip(NAMES, (found[0], *found[2:]), exact, rulers, strict=True):
+        assert_close_to_truth(name, x, truth, ruler, floor=8e-3)
+    again = simulate_attention(q, k, v, do=do, ranks=ranks, causal=True)
+    assert all(torch.equal(a, b) for a, b in zip(found[:2] + found[3:], again[:2] + again[3:], strict=True))
+
+
+@pytest.mark.parametrize("seqlen", [1024, 1000])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_merge_in_the_epilogue(head_dim: int, seqlen: int):
+    """Each rank's steps in turn, against float64; o and lse of rows that have seen nothing may hold anything."""
+    q, k, v = make_qkv(
+        **{**SHAPE, "seqlen_q": seqlen, "head_dim": head_dim}, dtype=torch.bfloat16, device="cuda", seed=5
+    )
+    layout = make_layout("zigzag", seqlen=seqlen, ranks=4)
+    call = make_call(*(layout.shard(x, 0) for x in (q, k, v)), layout, causal=True, backend="hopper")
+    exact, exact_lse = attention_truth(q, k, v, causal=True)
+    ruler, _ = yardstick_attention(q, k, v, causal=True)
+    shards, sums = [], []
+    for rank in range(4):
+        order = [(rank - i) % 4 for i in range(4)]
+        steps = [pieces(layout.runs(rank), layout.runs(source), call.mask) for source in order]
+        running = Running(layout.shard(q, rank), head_dim, steps, call)
+        running.partial.o.fill_(float("nan"))
+        for step, source in enumerate(order):
+            running.attend(step, layout.shard(k, source), layout.shard(v, source))
+        o, lse = running.finish()
+        shards.append(o)
+        sums.append(lse)
+    assert_close_to_truth("o", layout.unshard(shards), exact, ruler, floor=8e-3)
+    assert relative_error(layout.unshard(sums, dim=2), exact_lse) < 1e-6
 
 
 def test_the_module_on_one_gpu():
@@ -130,6 +178,29 @@ def _hop_content(rank: int, ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_symmetric_hops_bring_the_right_content(ranks: int):
     run_ranks(_hop_content, ranks)
+
+
+def _pull_content(rank: int, ranks: int) -> None:
+    """Many rounds of shared buffers, each with other content, and pulls of parts of them."""
+    transport = _transport("symmetric")
+    transport.agree("start")
+    mine, into = transport.buffers(2, (1 << 20,), torch.empty(0, device=f"cuda:{rank}", dtype=torch.bfloat16))
+    others = [(rank + i) % ranks for i in range(1, ranks)]
+    for turn in range(5):
+        mine.fill_(float(rank + ranks * turn))
+        shared = transport.share(mine, readers=others, sources=others)
+        for other in others:
+            into.fill_(-1.0)
+            shared.pull(other, into, [(0, 100), (1 << 19, 1 << 20)]).wait()
+            assert bool((into[:100] == float(other + ranks * turn)).all()), (turn, other)
+            assert bool((into[100 : 1 << 19] == -1.0).all()), (turn, other)
+            assert bool((into[1 << 19 :] == float(other + ranks * turn)).all()), (turn, other)
+        shared.close()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_pulls_bring_the_right_content(ranks: int):
+    run_ranks(_pull_content, ranks)
 
 
 def _graph(rank: int, ranks: int) -> None:

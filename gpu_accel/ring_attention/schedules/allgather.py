@@ -15,7 +15,7 @@ from gpu_accel.ring_attention.call import Call
 from gpu_accel.ring_attention.layouts import Run, block_runs
 from gpu_accel.ring_attention.masks import pieces
 from gpu_accel.ring_attention.schedules.ring import Message
-from gpu_accel.ring_attention.step import Partial, add_gradients, attend, delta_of, partial_dtype
+from gpu_accel.ring_attention.step import Running, add_gradients, delta_of, partial_dtype
 from gpu_accel.ring_attention.transport import Transport
 
 
@@ -24,11 +24,10 @@ def refuse(call: Call, q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, transport: Transport) -> tuple[Tensor, Tensor]:
-    partial = Partial.empty(q, v.shape[-1])
     keys, _ = _key_runs(call)
-    found = pieces(call.layout.runs(transport.rank), keys, call.mask)
-    attend(partial, q, *_gather(k, v, call, transport), found, call)
-    return partial.o.to(q.dtype), partial.lse
+    running = Running(q, v.shape[-1], [pieces(call.layout.runs(transport.rank), keys, call.mask)], call)
+    running.attend(0, *_gather(k, v, call, transport))
+    return running.finish()
 
 
 def backward(

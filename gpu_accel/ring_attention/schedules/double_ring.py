@@ -20,7 +20,7 @@ from gpu_accel.ring_attention.call import Call
 from gpu_accel.ring_attention.masks import Piece, pieces
 from gpu_accel.ring_attention.schedules.ring import Message
 from gpu_accel.ring_attention.sizes import default_inner
-from gpu_accel.ring_attention.step import Partial, add_gradients, attend, delta_of, partial_dtype
+from gpu_accel.ring_attention.step import Running, add_gradients, delta_of, partial_dtype
 from gpu_accel.ring_attention.transport import Pending, Transport
 
 
@@ -58,7 +58,9 @@ class _Circles:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, transport: Transport) -> tuple[Tensor, Tensor]:
     circles = _Circles(call, transport)
-    partial = Partial.empty(q, v.shape[-1])
+    w = circles.w
+    steps = [circles.pieces(turn, step) for turn in range(circles.groups) for step in range(w)]
+    running = Running(q, v.shape[-1], steps, call)
     packed = Message((k, v))
     first, coming, here, there = transport.buffers(4, (packed.numel,), k, call.wire)
     packed.pack((k, v), first)
@@ -70,7 +72,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, transport: Transport) -
             # `first` must stay as it is while the outer hop reads it, so the inner ring goes on in its own buffers
             into = there if message is here else here
             inner = circles.inner(message, into) if step + 1 < circles.w else None
-            attend(partial, q, keys, values, circles.pieces(turn, step), call)
+            running.attend(turn * w + step, keys, values)
             if inner is not None:
                 inner.wait()
                 message = into
@@ -78,7 +80,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, transport: Transport) -
         if outer is not None:
             outer.wait()
             first, coming = coming, first
-    return partial.o.to(q.dtype), partial.lse
+    return running.finish()
 
 
 def backward(

@@ -22,22 +22,25 @@ def to_heads(
     transport: Transport,
     wire: torch.dtype | None = None,
 ) -> list[Tensor]:
-    """Each (batch, rows, heads, dim) becomes (batch, len(ranks) * rows, share, dim), in one all-to-all.
+    """Each (batch, rows, heads, dim) becomes (batch, len(ranks) * rows, share, dim), in one all-to-all where head_dim is one.
 
     `order` arranges the rows that came together, as `block_runs` gives it.
     """
-    rows = [torch.cat([_select(x, shares[i]).reshape(-1) for x, shares in tensors]) for i in range(len(ranks))]
-    out = torch.stack(rows)
-    back = transport.all_to_all(out if wire is None else out.to(wire), ranks).wait().to(out.dtype)
-    results, done = [], 0
-    for x, shares in tensors:
-        batch, length, _, dim = x.shape
-        size = batch * length * len(shares[0]) * dim
-        part = back[:, done : done + size].view(len(ranks), batch, length, len(shares[0]), dim)
-        done += size
-        joined = part.transpose(0, 1).reshape(batch, len(ranks) * length, len(shares[0]), dim)
-        results.append(joined if order is None else joined.index_select(1, order.to(joined.device)))
-    return results
+    dtype, n = tensors[0][0].dtype, len(ranks)
+    if len({x.shape[:2] + x.shape[3:] for x, _ in tensors}) > 1:  # a head_dim of v of its own
+        return [to_heads([one], order, ranks, transport, wire)[0] for one in tensors]
+    batch, length, _, dim = tensors[0][0].shape
+    counts = [len(shares[0]) for _, shares in tensors]
+    # heads of all tensors side by side, so that what arrives is in place for the kernel as it is
+    out = tensors[0][0].new_empty((n, batch, length, sum(counts), dim), dtype=wire or dtype)
+    for i in range(n):
+        for (x, shares), slot in zip(tensors, out[i].split(counts, 2), strict=True):
+            _select(x, shares[i], slot)
+    back = transport.all_to_all(out, ranks).wait().to(dtype)
+    joined = back.transpose(0, 1).reshape(batch, n * length, sum(counts), dim)
+    if order is not None:
+        joined = joined.index_select(1, order.to(joined.device))
+    return list(joined.split(counts, 2))
 
 
 def to_sequence(
@@ -58,25 +61,42 @@ def to_sequence(
             x = torch.empty_like(x).index_copy_(1, order.to(x.device), x)
         batch, length, share, dim = x.shape
         outgoing.append(x.view(batch, n, length // n, share, dim).transpose(0, 1).reshape(n, -1))
-    back = transport.all_to_all(torch.cat(outgoing, 1), ranks).wait()
+    back = transport.all_to_all(outgoing[0] if len(outgoing) == 1 else torch.cat(outgoing, 1), ranks).wait()
     results, done = [], 0
     for (x, shares, heads), sent in zip(tensors, outgoing, strict=True):
         batch, length, share, dim = x.shape
         part = back[:, done : done + sent.shape[1]].view(n, batch, length // n, share, dim)
         done += sent.shape[1]
-        total = x.new_zeros((batch, length // n, heads, dim))
-        for i in range(n):
-            for place, head in enumerate(shares[i]):
-                if head >= 0:
-                    total[:, :, head] += part[i, :, :, place]
-        results.append(total)
+        results.append(_joined(part, shares, heads))
     return results
 
 
-def _select(x: Tensor, heads: tuple[int, ...]) -> Tensor:
-    """These heads of x (batch, rows, heads, dim); -1 gives zeros."""
-    out = x.new_zeros((*x.shape[:2], len(heads), x.shape[3]))
-    real = [h for h in heads if h >= 0]
+def _joined(part: Tensor, shares: tuple[tuple[int, ...], ...], heads: int) -> Tensor:
+    """(batch, rows, heads, dim) from (ranks, batch, rows, share, dim)."""
+    real = [[h for h in share if h >= 0] for share in shares]  # heads of zeros come last
+    alone = sorted(h for share in real for h in share) == list(range(heads))
+    shape = (part.shape[1], part.shape[2], heads, part.shape[4])
+    total = part.new_empty(shape) if alone else part.new_zeros(shape)
+    for i, some in enumerate(real):
+        if alone and some and _is_range(some):
+            total[:, :, some[0] : some[-1] + 1] = part[i, :, :, : len(some)]
+            continue
+        for place, head in enumerate(some):
+            if alone:
+                total[:, :, head] = part[i, :, :, place]
+            else:
+                total[:, :, head] += part[i, :, :, place]
+    return total
+
+
+def _select(x: Tensor, heads: tuple[int, ...], out: Tensor) -> None:
+    """These heads of x (batch, rows, heads, dim) into out; -1 gives zeros."""
+    real = [h for h in heads if h >= 0]  # heads of zeros come last
     if real:
-        out[:, :, : len(real)] = x[:, :, real]  # heads of zeros come last
-    return out
+        out[:, :, : len(real)] = x[:, :, real[0] : real[-1] + 1] if _is_range(real) else x[:, :, real]
+    if len(real) < len(heads):
+        out[:, :, len(real) :] = 0
+
+
+def _is_range(heads: list[int]) -> bool:
+    return heads == list(range(heads[0], heads[0] + len(heads)))

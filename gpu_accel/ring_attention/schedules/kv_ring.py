@@ -1,12 +1,14 @@
 """The KV ring (Ring Attention, arXiv 2310.01889): queries stay, keys and values go round.
 
-    step i:  start sending the block that is here to the next rank and receiving the previous rank's
+    step i:  start the way of the next block here
              attend to the block that is here, of rank r - i
              wait
 
-One message a hop, two buffers. Backward: keys and values go round again, and the sums of their gradients, in float32,
-follow one step behind; a last hop takes them home. Every block's sum is formed in one fixed order, so results are the
-same bits in every run.
+One message a hop, two buffers; or straight from the owners (`Blocks` in ring.py).
+
+Backward: keys and values come round again, and the sums of their gradients, in float32, follow them home: one step
+behind and with one more hop, or, where a kernel can add to what has arrived (ring_backward.py), two steps behind.
+Every block's sum is formed in one fixed order.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ import torch
 from torch import Tensor
 
 from gpu_accel.ring_attention.call import Call
-from gpu_accel.ring_attention.schedules.ring import Message, Ring
-from gpu_accel.ring_attention.step import Partial, add_gradients, attend, delta_of, partial_dtype
+from gpu_accel.ring_attention.schedules import ring_backward
+from gpu_accel.ring_attention.schedules.ring import Blocks, Ring
+from gpu_accel.ring_attention.step import Running, add_gradients, delta_of, partial_dtype
 from gpu_accel.ring_attention.transport import Transport
 
 
@@ -31,56 +34,57 @@ def ring_of(call: Call, transport: Transport) -> Ring:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, transport: Transport) -> tuple[Tensor, Tensor]:
-    partial = forward_on(ring_of(call, transport), q, k, v, call)
-    return partial.o.to(q.dtype), partial.lse
+    return forward_on(ring_of(call, transport), q, k, v, call)
 
 
 def backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, call: Call, transport: Transport
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = backward_on(ring_of(call, transport), do, q, k, v, lse, delta_of(do, o), call)
-    # copies: what a hop brought lies in a buffer that the next call will use
-    return dq.to(q.dtype), dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True)
+    return backward_on(ring_of(call, transport), do, q, k, v, lse, delta_of(do, o), call, q.dtype)
 
 
-def forward_on(ring: Ring, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Partial:
-    """The forward on any ring: q, k, v are this place's block."""
-    partial = Partial.empty(q, v.shape[-1])
+def forward_on(ring: Ring, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """The forward on any ring: q, k, v are this place's block. Returns o of the dtype of q, and lse."""
     hops = ring.hops(call.mask)
-    packed = Message((k, v))
-    here, there = _start(ring, packed, (k, v), call) if hops else (k, k)
-    keys, values = k, v
+    running = Running(q, v.shape[-1], [ring.pieces(0, -step, call.mask) for step in range(hops + 1)], call)
+    blocks = Blocks(ring, (k, v), hops, call)
     for step in range(hops + 1):
-        pending = None
-        if step < hops:
-            pending = call.start(ring.transport.exchange(here, there, to=ring.rank(1), source=ring.rank(-1)))
-        attend(partial, q, keys, values, ring.pieces(0, -step, call.mask), call)
-        if pending is not None:
-            pending.wait()
-            here, there = there, here
-            keys, values = packed.unpack(here, k.dtype)
-    return partial
+        keys, values = blocks.get(step)
+        blocks.fetch(step + 1)
+        running.attend(step, keys, values)
+    blocks.close()
+    return running.finish()
 
 
 def backward_on(
-    ring: Ring, do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, call: Call
+    ring: Ring,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    call: Call,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The backward on any ring; gradients in the dtype of partial results."""
-    dtype = partial_dtype(q)
-    dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
+    """The backward on any ring; gradients of `dtype`, by default that of partial results."""
+    wide = partial_dtype(q)
+    dtype = dtype or wide
+    if ring_backward.refuse(ring, q, k, v, call) is None:
+        return ring_backward.backward_on(ring, do, q, k, v, lse, delta, call, dtype)
+    dq = torch.zeros(q.shape, dtype=wide, device=q.device)
     hops = ring.hops(call.mask)
-    packed = Message((k, v))
-    here, there = _start(ring, packed, (k, v), call) if hops else (k, k)
-    sums, spare = ring.transport.buffers(2, (packed.numel,), k, dtype) if hops else (k, k)
-    keys, values, arriving = k, v, None
+    blocks = Blocks(ring, (k, v), hops, call)
+    packed = blocks.packed
+    sums, spare = ring.transport.buffers(2, (packed.numel,), k, wide) if hops else (k, k)
+    arriving = None
     for step in range(hops + 1):
-        pending = None
-        if step < hops:
-            pending = call.start(ring.transport.exchange(here, there, to=ring.rank(1), source=ring.rank(-1)))
-        dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (k, v))
+        keys, values = blocks.get(step)
+        blocks.fetch(step + 1)
+        dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
         add_gradients((dq, dk, dv), do, q, keys, values, lse, delta, ring.pieces(0, -step, call.mask), call)
         if hops == 0:
-            return dq, dk, dv
+            return dq.to(dtype), dk.to(dtype), dv.to(dtype)
         if arriving is None:
             packed.pack((dk, dv), sums)
         else:
@@ -88,17 +92,10 @@ def backward_on(
             sums, spare = spare, sums
             for total, part in zip(packed.unpack(sums), (dk, dv), strict=True):
                 total += part
-        if pending is not None:
-            pending.wait()
-            here, there = there, here
-            keys, values = packed.unpack(here, k.dtype)
+        if step < hops:
             arriving = ring.transport.exchange(sums, spare, to=ring.rank(1), source=ring.rank(-1))
+    blocks.close()
     ring.transport.exchange(sums, spare, to=ring.rank(-hops), source=ring.rank(hops)).wait()
     dk, dv = packed.unpack(spare)
-    return dq, dk, dv
-
-
-def _start(ring: Ring, packed: Message, tensors: tuple[Tensor, Tensor], call: Call) -> list[Tensor]:
-    here, there = ring.transport.buffers(2, (packed.numel,), tensors[0], call.wire)
-    packed.pack(tensors, here)
-    return [here, there]
+    # copies: what a hop brought lies in a buffer that the next call will use
+    return dq.to(dtype), dk.to(dtype, copy=True), dv.to(dtype, copy=True)

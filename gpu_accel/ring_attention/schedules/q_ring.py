@@ -45,7 +45,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, transport: Transport) -
         else:
             arriving.wait()
             sums, spare = spare, sums
-            Partial(*results.unpack(sums)).add(found.o, found.lse)
+            total_o, total_lse = results.unpack(sums)
+            Partial(total_o, total_lse).add(found.o, found.lse)
         if pending is not None:
             pending.wait()
             here, there = there, here

@@ -29,14 +29,11 @@ def forward(
     groups = _Groups(call, transport, q.shape[2], k.shape[2], degree)
     tensors = [(q, groups.shares.queries), (k, groups.shares.keys), (v, groups.shares.keys)]
     q_, k_, v_ = groups.to_heads(tensors)
-    partial = forward_on(groups.ring, q_, k_, v_, call)
-    o, lse = groups.to_sequence(
-        [
-            (partial.o, groups.shares.queries, q.shape[2]),
-            (partial.lse.transpose(1, 2)[..., None].contiguous(), groups.shares.queries, q.shape[2]),
-        ]
-    )
-    return o.to(q.dtype), lse[..., 0].transpose(1, 2).contiguous()
+    o, lse = forward_on(groups.ring, q_, k_, v_, call)
+    queries = groups.shares.queries
+    (o,) = groups.to_sequence([(o, queries, q.shape[2])])
+    (lse,) = groups.to_sequence([(lse.transpose(1, 2)[..., None].contiguous(), queries, q.shape[2])])
+    return o, lse[..., 0].transpose(1, 2).contiguous()
 
 
 def backward(

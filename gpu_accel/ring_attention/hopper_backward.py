@@ -1,0 +1,177 @@
+"""Host side of the Hopper backward of a ring: see `hopper_backward_kernel.py` for what it computes.
+
+sums = Gradients(do, q, v, lse, delta, ...)       statistics of the rows, and a float32 sum of dQ
+sums.add(piece, k, v, into)                       one kernel, for each piece of each step
+sums.finish(k, first, second)                     dQ, dK, dV in order, scaled and rounded
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from gpu_accel.flash_attention3.gluon_launch import (
+    QuickLaunch,
+    addressable,
+    heads_per_group,
+    multiprocessors,
+    refusal,
+    tensor_map,
+    tile_counter,
+)
+from gpu_accel.flash_attention3.hopper_backward import BackwardConfig, backward_config
+from gpu_accel.flash_attention3.problem import Problem, effective_window
+from gpu_accel.ring_attention.fragments import NUMBERS, SIDE, gather, statistics
+from gpu_accel.ring_attention.masks import Piece
+
+_LOG2_E = 1.4426950408889634
+_KEYS = 128  # of a tile
+
+
+def refuse(problem: Problem) -> str | None:
+    """Why this kernel cannot run the problem, or None."""
+    if (why := refusal(problem)) is not None:
+        return why
+    if problem.head_dim not in (64, 128):
+        return f"adds up gradients at head_dim 64 and 128 only, got {problem.head_dim}"
+    if problem.softcap > 0 and problem.head_dim == 64:
+        return "has no soft cap at head_dim 64"
+    if problem.deterministic or problem.features:
+        return "takes plain attention only"
+    return None
+
+
+def misplaced(pieces: Iterable[Piece], rows: int, head_dim: int) -> str | None:
+    """Why pieces of a shard of `rows` rows do not lie on whole blocks, or None."""
+    m = _config(head_dim).block_m
+    for piece in pieces:
+        end = piece.q0 + piece.sq
+        if piece.q0 % m or (end % m and end != rows) or piece.k0 % SIDE:
+            return f"{piece} is not on blocks of {m} queries and {SIDE} keys"
+    return None
+
+
+def _config(head_dim: int, causal: bool = False) -> BackwardConfig:
+    config = backward_config(head_dim, causal=causal)
+    assert isinstance(config, BackwardConfig)
+    return config
+
+
+@functools.cache
+def _kernel() -> QuickLaunch:
+    from .hopper_backward_kernel import ring_backward_kernel
+
+    return QuickLaunch(ring_backward_kernel)
+
+
+@functools.lru_cache(64)
+def _descriptors() -> tuple:
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    def fragments(x: Tensor):
+        shape, layout = [x.numel() // 256, 256], gl.NVMMASharedLayout(0, 32, 2)
+        return TensorDescriptor(x.view(-1), shape, [256, 1], [16, 256], layout)
+
+    def rows(x: Tensor, length: int):
+        return TensorDescriptor(x.view(-1), [x.numel()], [1], [length], gl.NVMMASharedLayout(0, 32, 1))
+
+    return fragments, rows
+
+
+def sum_size(k: Tensor) -> int:
+    """Numbers of the sums of dK and dV together, of a shard (batch, rows, heads_kv, head_dim)."""
+    batch, rows, heads_kv, dim = k.shape
+    return 2 * batch * heads_kv * -(-rows // _KEYS) * _KEYS * dim
+
+
+class Gradients:
+    """Of one shard of queries, while blocks of keys come by.
+
+    Args:
+        do, q: (batch, rows, heads, head_dim) of 16 bits. lse, delta: (batch, heads, rows) float32, final.
+        softmax_scale, softcap: as in the forward.
+    """
+
+    def __init__(
+        self, do: Tensor, q: Tensor, lse: Tensor, delta: Tensor, *, softmax_scale: float, softcap: float
+    ) -> None:
+        self.do, self.q = addressable(do), addressable(q)
+        self.softmax_scale, self.softcap = softmax_scale, softcap
+        self.block_m = _config(q.shape[-1]).block_m
+        self.stat = statistics(lse, delta, self.block_m)
+        batch, heads, self.all_m = self.stat.shape[:3]
+        self.dq_sum = torch.zeros((batch, heads, self.all_m, 2, NUMBERS), dtype=torch.float32, device=q.device)
+
+    def add(self, piece: Piece, k: Tensor, v: Tensor, into: Tensor) -> None:
+        """Add the gradients of one piece; `into` holds the sums of dK and of dV, `sum_size` numbers."""
+        rows, keys = slice(piece.q0, piece.q0 + piece.sq), slice(piece.k0, piece.k0 + piece.sk)
+        all_n = -(-k.shape[1] // _KEYS) * 2
+        do, q, k, v = (addressable(x) for x in (self.do[:, rows], self.q[:, rows], k[:, keys], v[:, keys]))
+        batch, seqlen_q, heads, d = q.shape
+        seqlen_k, heads_kv = k.shape[1], k.shape[2]
+        left, right = effective_window(piece.left, piece.right, seqlen_q, seqlen_k)
+        causal = right >= 0
+        config, m = _config(d, causal), self.block_m
+        num_m, num_n, per_kv = -(-seqlen_q // m), -(-seqlen_k // _KEYS), heads // heads_kv
+        num_tiles = num_n * batch * heads_kv
+        scale, cap_in = self.softmax_scale * _LOG2_E, 0.0
+        if self.softcap > 0:
+            scale, cap_in = self.softcap * _LOG2_E, self.softmax_scale / self.softcap
+        fragments, stat_rows = _descriptors()
+        dk, dv = into.view(2, -1)
+        arguments = (
+            tensor_map(q, m, d),
+            tensor_map(do, m, d),
+            tensor_map(k, SIDE, d),
+            tensor_map(v, SIDE, d),
+            stat_rows(self.stat, m),
+            fragments(self.dq_sum),
+            fragments(dk),
+            fragments(dv),
+            tile_counter(q.device),
+            seqlen_q,
+            seqlen_k,
+            heads_kv,
+            per_kv,
+            num_m,
+            num_n,
+            num_tiles,
+            heads_per_group(batch * heads_kv, per_kv * num_m * m * d * 8),
+            left,
+            right,
+            self.all_m,
+            piece.q0 // m,
+            all_n,
+            piece.k0 // SIDE,
+            scale,
+            cap_in,
+        )
+        constants = dict(
+            D=d,
+            M=m,
+            K_SLOTS=config.k_slots,
+            V_SLOTS=config.v_slots,
+            PING_PONG=config.ping_pong,
+            PRELOAD=config.preload,
+            CAUSAL=causal,
+            WINDOW=left >= 0,
+            SOFTCAP=self.softcap > 0,
+            EVEN_K=seqlen_k % _KEYS == 0,
+            DYNAMIC=config.dynamic,
+        )
+        programs = min(multiprocessors(q.device), num_tiles)
+        _kernel()((q.dtype,), programs, arguments, constants, dict(num_warps=4, maxnreg=168))
+
+    def finish(
+        self, k: Tensor, first: Tensor, second: Tensor | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv); the sums of dK and dV of this rank's own keys are `first` and perhaps `second`."""
+        dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device=x.device) for x in (self.q, k, k))
+        gather(self.dq_sum, None, dq, scale=self.softmax_scale)
+        for i, (x, scale) in enumerate(((dk, self.softmax_scale), (dv, 1.0))):
+            gather(first.view(2, -1)[i], None if second is None else second.view(2, -1)[i], x, scale=scale)
+        return dq, dk, dv
