@@ -1,5 +1,6 @@
 """What can be run about ThunderKittens' kernels; `gpu-accel run tk` and the notebook find the experiments here.
 
+gemm                         products.py
 linear-attention, mamba2     sequences.py
 norms                        norms.py
 
@@ -10,9 +11,15 @@ from __future__ import annotations
 
 from gpu_accel.workbench.experiment import Experiment, SimpleExperiment
 
-from . import norms, sequences
+from . import norms, products, sequences
 
 _ALL = (
+    SimpleExperiment(
+        name="gemm",
+        title="Products in bf16 and fp16 next to cuBLAS: cubes, few slices of K, few rows",
+        list_cases=products.list_cases,
+        build_case=products.build,
+    ),
     SimpleExperiment(
         name="linear-attention",
         title="Linear attention without gates, with decays and with gates, next to fla and eager torch",
