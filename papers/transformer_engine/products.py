@@ -1,6 +1,7 @@
 """The `gemm` experiment: FP8 products next to torch's, with and without the time of quantising.
 
-    portable             `scaled_mm` on operands that are quantised already
+    hopper               `scaled_mm` on operands that are quantised already, Gluon (sm_90a)
+    portable             the same in plain Triton
     portable-quantize    the same with the activations quantised in the timed call (weights beforehand)
     torch-scaled-mm      torch._scaled_mm on the same codes, sums as exact as it offers (use_fast_accum=False)
     torch-fast           torch._scaled_mm with use_fast_accum=True: sums stay in the tensor core
@@ -19,6 +20,7 @@ from torch import Tensor
 from gpu_accel.errors import UnsupportedError
 from gpu_accel.hardware import gemm_flops
 from gpu_accel.testing import compare
+from gpu_accel.thunderkittens.gemm_hopper import machine_refusal
 from gpu_accel.transformer_engine.gemm import scaled_mm
 from gpu_accel.transformer_engine.quantizer import quantize
 from gpu_accel.transformer_engine.reference_gemm import scaled_mm_reference
@@ -33,7 +35,8 @@ PAIRS = {"tensor": ("fp8", "fp8"), "row": ("fp8_row", "fp8_row"), "block": ("fp8
 def list_cases(settings: Settings) -> list[Case]:
     """Square products, and a skinny one; on a CPU one small ragged product."""
     if settings.on_gpu:
-        sizes = [(4096, 4096, 4096), (8192, 8192, 8192), (16, 8192, 8192)][: 1 if settings.quick else 3]
+        sizes = [(4096, 4096, 4096), (8192, 8192, 8192), (16384, 16384, 16384), (16, 8192, 8192)]
+        sizes = sizes[: 1 if settings.quick else None]
     else:
         sizes = [(48, 64, 160)]
     kind = "normal" if settings.input == "smollm2" else settings.input
@@ -83,6 +86,9 @@ def build(case: Case, settings: Settings) -> Workload:
     def ours(a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
         return scaled_mm(a, b, backend="portable")
 
+    def hopper(a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
+        return scaled_mm(a, b, backend="hopper")
+
     def make_whole(seed: int) -> Callable[[], object]:
         x, w = data(seed)
         b = quantize(w, second, backend="portable")
@@ -116,6 +122,11 @@ def build(case: Case, settings: Settings) -> Workload:
     ]  # fmt: skip
     return Workload(
         implementations=[
+            Implementation(
+                name="hopper", role="ours", check=lambda seed: judge(seed, hopper), make=prepared(hopper),
+                unavailable=machine_refusal(torch.empty(0, device=settings.device)) or "",
+                note="operands quantised beforehand",
+            ),
             Implementation(
                 name="portable", role="ours", check=lambda seed: judge(seed, ours), make=prepared(ours),
                 note="operands quantised beforehand",
