@@ -5,6 +5,10 @@
     y = q.dequantize()
     MXFP8BlockScaling().quantize(x)       # what Transformer Engine's recipe of that name does
 
+    convert(model)                        # its linear layers, forward and backward
+    with autocast(recipe=DelayedScaling()):
+        loss = model(batch)
+
 Read `formats.py` first, then `scales.py` (the policy for zeros, infinities and NaN), then `reference.py`.
 """
 
@@ -14,32 +18,45 @@ import importlib
 from typing import Any
 
 _WHERE = {
-    "DelayedScaling": "recipes",
-    "Float8BlockScaling": "recipes",
-    "Float8CurrentScaling": "recipes",
-    "Format": "formats",
-    "MXFP8BlockScaling": "recipes",
-    "NVFP4BlockScaling": "recipes",
-    "QuantizedTensor": "tensor",
-    "SCHEMES": "schemes",
-    "Scheme": "schemes",
+    "autocast": "context",
+    "checkpoint": "context",
+    "convert": "conversion",
     "decode": "formats",
+    "DelayedScaling": "recipes",
     "dequantize_and_accumulate": "ops",
+    "DotProductAttention": "modules",
     "dynamic_precision_select": "select",
     "encode": "formats",
     "error_report": "report",
     "explain_mm": "gemm",
+    "Float8BlockScaling": "recipes",
+    "Float8CurrentScaling": "recipes",
+    "Format": "formats",
     "fp4_gemm": "gemm",
     "fp4_quantize": "ops",
-    "fp8_quantize": "ops",
+    "fp8_autocast": "context",
     "fp8_gemm": "gemm",
+    "fp8_quantize": "ops",
+    "LayerNormLinear": "modules",
+    "LayerNormMLP": "modules",
+    "Linear": "linear",
+    "MXFP8BlockScaling": "recipes",
     "number_format": "formats",
+    "NVFP4BlockScaling": "recipes",
+    "OverflowGuard": "overflow",
     "quantize": "quantizer",
     "quantize_kv_cache": "kv_cache",
+    "QuantizedTensor": "tensor",
     "scaled_mm": "gemm",
     "scaled_mm_reference": "reference_gemm",
+    "Scheme": "schemes",
     "scheme": "schemes",
+    "SCHEMES": "schemes",
     "swizzle_scales": "scales",
+    "transformer_engine_fp4": "conversion",
+    "transformer_engine_fp8": "conversion",
+    "transformer_engine_layer": "conversion",
+    "TransformerLayer": "modules",
     "unswizzle_scales": "scales",
 }
 __all__ = list(_WHERE)

@@ -25,7 +25,7 @@ from gpu_accel.transformer_engine.schemes import Scheme
 from gpu_accel.transformer_engine.tensor import QuantizedTensor
 
 Role = Literal["input", "weight", "grad"]
-ROLES = ("input", "weight", "grad")
+ROLES: tuple[Role, ...] = ("input", "weight", "grad")
 FP8_FORMATS = ("HYBRID", "E4M3", "E5M2")
 
 
@@ -42,6 +42,10 @@ class Recipe:
     def scheme(self, role: Role = "input") -> Scheme:
         """The scheme of "input", "weight" or "grad"."""
         raise NotImplementedError
+
+    def scheme_columnwise(self, role: Role = "input") -> Scheme:
+        """The scheme of the column-wise copy, which the products of the backward pass read: the same but for NVFP4."""
+        return self.scheme(role)
 
     def _check(self, role: str) -> None:
         if role not in ROLES:

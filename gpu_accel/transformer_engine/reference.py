@@ -106,7 +106,7 @@ def quantize_reference(
                 amax.view(torch.float32), scheme.largest, power_of_two=scheme.scale == "pow2"
             )
         else:
-            block_scales = scale.detach().float().reshape(1, 1)
+            block_scales = scale.detach().float().reshape(1, 1).clone()  # a custom op may not return its input
         inverse = scales.divide(1.0, block_scales, block_scales)
     scaled = values * spread(inverse, rows, cols, scheme)
     if scheme.element in INTEGERS:

@@ -1,0 +1,85 @@
+"""The histories of a layer under delayed scaling, as buffers: they are saved, moved and broadcast with the layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpu_accel.errors import InvalidInputError
+from gpu_accel.transformer_engine.linear_op import roll
+from gpu_accel.transformer_engine.recipes import ROLES, DelayedScaling, Role
+
+
+class History(nn.Module):
+    """Of one tensor.
+
+    history (length,): maxima, newest first. scale (): what codes are multiplied with. pending (): the maximum since the
+    history was last entered. overflows (2,) int64: tensors with NaN or Inf, and tensors that were clipped.
+    """
+
+    history: Tensor
+    scale: Tensor
+    pending: Tensor
+    overflows: Tensor
+
+    def __init__(self, length: int, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.register_buffer("history", torch.zeros(length, device=device, dtype=torch.float32))
+        self.register_buffer("scale", torch.ones((), device=device, dtype=torch.float32))
+        self.register_buffer("pending", torch.zeros((), device=device, dtype=torch.float32))
+        self.register_buffer("overflows", torch.zeros(2, device=device, dtype=torch.int64))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> History:
+        """Follow a move to another device, and stay float32 when a model becomes bfloat16."""
+        device = fn(torch.empty(0, dtype=torch.float32, device=self.history.device)).device
+        if device != self.history.device:
+            for name, value in self.named_buffers():
+                moved = torch.empty_like(value, device=device) if value.is_meta else value.to(device)
+                setattr(self, name, moved)
+        return self
+
+    def roll(self, recipe: DelayedScaling, largest: float) -> None:
+        """Enter what is pending and find the next scale."""
+        roll(self.history, self.scale, self.pending, self.overflows, largest=largest, margin=recipe.margin,
+             algorithm=recipe.amax_compute_algo)  # fmt: skip
+
+
+class Histories(nn.Module):
+    """Of a layer's input, weight and gradient."""
+
+    input: History
+    weight: History
+    grad: History
+
+    def __init__(self, length: int, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.length = length
+        for role in ROLES:
+            setattr(self, role, History(length, device))
+
+    def of(self, role: Role) -> History:
+        return getattr(self, role)
+
+    def pending(self) -> list[Tensor]:
+        return [self.of(role).pending for role in ROLES]
+
+    def roll(self, recipe: DelayedScaling) -> None:
+        """Enter what is pending in all three."""
+        for role in ROLES:
+            self.of(role).roll(recipe, recipe.scheme(role).largest)
+
+    def overflowed(self) -> Tensor:
+        """(3, 2) int64: for input, weight and gradient, tensors with NaN or Inf and tensors that were clipped."""
+        return torch.stack([self.of(role).overflows for role in ROLES])
+
+
+def length_of(state_dict: dict[str, Any], prefix: str) -> int | None:
+    """The length of the histories that a state_dict holds under this prefix, None without any."""
+    found = state_dict.get(f"{prefix}input.history")
+    if found is None:
+        return None
+    if found.dim() != 1:
+        raise InvalidInputError(f"{prefix}input.history must be (length,), got {tuple(found.shape)}")
+    return int(found.shape[0])

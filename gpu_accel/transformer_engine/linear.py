@@ -1,0 +1,211 @@
+"""`Linear`: torch's linear layer whose three products, forward and backward, run on quantised operands.
+
+What decides the recipe, from the strongest: an `autocast` around the call, then the layer's own `recipe` (`convert`
+sets it), else none: then it is torch's. Parameters stay in the dtype they were made with and are quantised from it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpu_accel.errors import InvalidInputError, UnsupportedError
+from gpu_accel.transformer_engine import context as state
+from gpu_accel.transformer_engine.delayed import Histories, length_of
+from gpu_accel.transformer_engine.linear_op import Plan, linear_op, weight_op
+from gpu_accel.transformer_engine.quantizer import DTYPES, choose_backend
+from gpu_accel.transformer_engine.recipes import DelayedScaling, Float8CurrentScaling, Recipe, Role
+from gpu_accel.transformer_engine.scales import scale_fp32
+
+
+class Linear(nn.Module):
+    """y = x W^T + b, as `transformer_engine.pytorch.Linear`.
+
+    Args:
+        in_features, out_features, bias, device: as torch.nn.Linear; any sizes (NVIDIA's needs multiples of 16).
+        params_dtype: of the parameters; None is torch's default.
+        recipe: used where no `autocast` says otherwise; None quantises nothing there.
+        backend: of `quantize` and `scaled_mm`.
+
+    `delayed` holds the histories once delayed scaling was used; they are part of the state_dict. A state_dict with
+    histories makes them, one without leaves them as they are.
+    """
+
+    delayed: Histories | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        recipe: Recipe | None = None,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        state.check_recipe(recipe)
+        for name, n in (("in_features", in_features), ("out_features", out_features)):
+            if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+                raise InvalidInputError(f"{name} must be a positive integer, got {n!r}")
+        choose_backend(backend if backend != "portable" else "auto", torch.empty(0), "Linear")
+        self.in_features, self.out_features = in_features, out_features
+        self.recipe, self.backend = recipe, backend
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=params_dtype, device=device))
+        self.bias = nn.Parameter(torch.empty(out_features, dtype=params_dtype, device=device)) if bias else None
+        self.delayed = None
+        self._kept: tuple[Any, ...] | None = None  # a quantised weight and what it was made from
+        if isinstance(recipe, DelayedScaling):
+            self.make_histories(recipe.amax_history_len)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """torch.nn.Linear's."""
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        if self.bias is not None:
+            bound = 1 / math.sqrt(self.in_features)
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    @classmethod
+    def from_torch(cls, linear: nn.Linear, *, recipe: Recipe | None = None, backend: str = "auto") -> Linear:
+        """The same layer, with the very same parameters."""
+        made = cls(
+            linear.in_features, linear.out_features, linear.bias is not None, device="meta", recipe=None,
+            params_dtype=linear.weight.dtype, backend=backend,
+        )  # fmt: skip
+        assert isinstance(linear.weight, nn.Parameter)
+        made.weight, made.recipe = linear.weight, recipe
+        made.bias = linear.bias
+        made.train(linear.training)
+        if isinstance(recipe, DelayedScaling):
+            made.make_histories(recipe.amax_history_len)
+        return made
+
+    def make_histories(self, length: int) -> Histories:
+        """Empty histories of this length, where there are none."""
+        if self.delayed is None:
+            self.delayed = Histories(length, self.weight.device)
+            state.register(self.delayed)
+        elif self.delayed.length != length:
+            raise InvalidInputError(
+                f"this layer has histories of length {self.delayed.length}, the recipe has amax_history_len={length}: "
+                f"use one length, or set layer.delayed = None to start anew"
+            )
+        return self.delayed
+
+    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs) -> None:
+        length = length_of(state_dict, f"{prefix}delayed.")
+        if length is not None:
+            self.make_histories(length)
+        self._kept = None
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def active_recipe(self) -> Recipe | None:
+        """The recipe that a call now would use, None for none."""
+        now = state.current()
+        if state.is_explicit():
+            return now.recipe if now.enabled else None
+        return self.recipe
+
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        """x (..., in_features) -> (..., out_features) in the dtype of x (that of torch.autocast, where it is on).
+
+        Args:
+            is_first_microbatch: False takes the quantised weight of the call before, which True made: for steps of
+                several microbatches. None quantises it each time, or in evaluation whenever it has changed.
+        """
+        x = _autocasted(x)
+        recipe = self.active_recipe()
+        if recipe is None:
+            bias = None if self.bias is None else self.bias.to(x.dtype)
+            return nn.functional.linear(x, self.weight.to(x.dtype), bias)
+        return self._quantized(x, recipe, is_first_microbatch)
+
+    def _quantized(self, x: Tensor, recipe: Recipe, first: bool | None) -> Tensor:
+        if x.dtype not in DTYPES:
+            raise InvalidInputError(f"x must be float32, bfloat16 or float16, got {x.dtype}")
+        if x.shape[-1] != self.in_features:
+            raise InvalidInputError(f"x must be (..., {self.in_features}), got {tuple(x.shape)}")
+        plan = Plan.of(recipe)
+        if plan.random and torch.compiler.is_compiling():
+            raise UnsupportedError(
+                "stochastic rounding draws a seed each step, which torch.compile would freeze: use "
+                "NVFP4BlockScaling(disable_stochastic_rounding=True), or leave this layer out of the compiled region"
+            )
+        backend = choose_backend(self.backend, x, "Linear")
+        delayed = isinstance(recipe, DelayedScaling)
+        histories = self.make_histories(recipe.amax_history_len) if delayed else None  # type: ignore[attr-defined]
+        # evaluation and recomputation change no history, whatever they see
+        update = histories is not None and self.training and not state.recomputing()
+        flat = x.reshape(-1, self.in_features)
+        scale = self._scale("input", flat, recipe, plan, update)
+        weight = self._weight(recipe, plan, update, first, backend, needs_t=x.requires_grad)
+        grad = histories.grad if histories is not None else None
+        settings = (recipe.margin, recipe.amax_compute_algo) if isinstance(recipe, DelayedScaling) else (0, "max")
+        y, *_, amax = linear_op(
+            flat, self.weight, self.bias, *weight, scale,
+            *((grad.history, grad.scale, grad.pending, grad.overflows) if grad is not None else (None,) * 4),
+            plan.text, *settings, torch.is_grad_enabled() and self.weight.requires_grad, backend,
+        )  # fmt: skip
+        if update:
+            assert histories is not None
+            histories.input.pending.copy_(torch.maximum(histories.input.pending, amax.detach()))
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def _scale(self, role: Role, x: Tensor, recipe: Recipe, plan: Plan, update: bool) -> Tensor | None:
+        """The scale that is known before x is read, if any."""
+        scheme = getattr(plan, role)
+        if isinstance(recipe, DelayedScaling):
+            assert self.delayed is not None
+            history = self.delayed.of(role)
+            if update:
+                history.roll(recipe, scheme.largest)
+            return state.scale_of_frame(history.scale.clone())
+        group = state.current().group
+        if group is None or not isinstance(recipe, Float8CurrentScaling) or role == "weight":
+            return None
+        amax = x.detach().abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
+        amax = torch.where(amax < float("inf"), amax, 0.0)
+        torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group=group)
+        return scale_fp32(amax, scheme.largest, power_of_two=scheme.scale == "pow2")
+
+    def _weight(
+        self, recipe: Recipe, plan: Plan, update: bool, first: bool | None, backend: str, *, needs_t: bool
+    ) -> tuple[Tensor, ...]:
+        """Both quantised copies of the weight; the column-wise one only where a gradient of x will be asked for."""
+        needs_t = needs_t and torch.is_grad_enabled()
+        key = (plan.text, backend, self.weight.data_ptr() if not torch.compiler.is_compiling() else 0, needs_t)
+        quiet = first is None and not torch.is_grad_enabled() and not self.training
+        keep = (quiet or first is not None) and not torch.compiler.is_compiling()
+        if keep and first is not True and self._kept is not None and self._kept[0][:3] == key[:3]:
+            (_, _, _, had_t), version, weight = self._kept
+            if (first is False or version == self.weight._version) and had_t >= needs_t:
+                return weight
+        scale = self._scale("weight", self.weight, recipe, plan, update)
+        *weight, amax = weight_op(self.weight.detach(), scale, plan.text, needs_t, backend)
+        if update:
+            assert self.delayed is not None
+            pending = self.delayed.weight.pending
+            pending.copy_(torch.maximum(pending, amax))
+        if keep:
+            self._kept = (key, self.weight._version, tuple(weight))
+        return tuple(weight)
+
+    def extra_repr(self) -> str:
+        recipe = "" if self.recipe is None else f", recipe={self.recipe}"
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}{recipe}"
+
+
+def _autocasted(x: Tensor) -> Tensor:
+    """x in the dtype of torch.autocast, where that is on."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise InvalidInputError(f"x must be a tensor of floats, got {got}")
+    device = x.device.type
+    if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
+        return x.to(torch.get_autocast_dtype(device))
+    return x

@@ -1,0 +1,245 @@
+"""Layers around `Linear` under Transformer Engine's names: `LayerNormLinear`, `LayerNormMLP`, `TransformerLayer`.
+
+Norms, activations, softmax and sums of residuals stay in high precision; only products are quantised. The norms of the
+combined layers are not fused with quantising yet, so what these layers save here is typing and not time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gpu_accel.errors import InvalidInputError, UnsupportedError
+from gpu_accel.flash_attention3 import flash_attn_func
+from gpu_accel.transformer_engine.linear import Linear
+from gpu_accel.transformer_engine.recipes import Recipe
+
+NORMALIZATIONS = ("LayerNorm", "RMSNorm")
+
+
+def _gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def apply(x: Tensor) -> Tensor:
+        gate, value = x.chunk(2, -1)
+        return activation(gate) * value
+
+    return apply
+
+
+def _squared_relu(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+# name -> (function, how many times wider its input is than its output)
+ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
+    "gelu": (_gelu, 1), "relu": (F.relu, 1), "silu": (F.silu, 1), "srelu": (_squared_relu, 1),
+    "geglu": (_gated(_gelu), 2), "reglu": (_gated(F.relu), 2), "swiglu": (_gated(F.silu), 2),
+}  # fmt: skip
+
+
+class Norm(nn.Module):
+    """LayerNorm or RMSNorm over the last dimension, computed in float32, in the dtype of its input.
+
+    zero_centered_gamma: the weight is 1 + what is stored.
+    """
+
+    def __init__(
+        self, size: int, normalization: str = "LayerNorm", *, eps: float = 1e-5, zero_centered_gamma: bool = False,
+        params_dtype: torch.dtype | None = None, device: torch.device | str | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if normalization not in NORMALIZATIONS:
+            raise InvalidInputError(
+                f"normalization must be one of {', '.join(NORMALIZATIONS)}, got {normalization!r}"
+            )  # fmt: skip
+        self.size, self.eps, self.normalization, self.zero_centered = size, eps, normalization, zero_centered_gamma
+        start = torch.zeros if zero_centered_gamma else torch.ones
+        self.weight = nn.Parameter(start(size, dtype=params_dtype, device=device))
+        self.bias: nn.Parameter | None = None
+        if normalization == "LayerNorm":
+            self.bias = nn.Parameter(torch.zeros(size, dtype=params_dtype, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.float() + 1 if self.zero_centered else self.weight.float()
+        with torch.autocast(x.device.type, enabled=False):
+            if self.bias is None:
+                y = F.rms_norm(x.float(), (self.size,), weight, self.eps)
+            else:
+                y = F.layer_norm(x.float(), (self.size,), weight, self.bias.float(), self.eps)
+        return y.to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.size}, {self.normalization}, eps={self.eps}"
+
+
+class LayerNormLinear(nn.Module):
+    """A norm and a linear layer; `return_layernorm_output` returns the output of the norm as well."""
+
+    def __init__(
+        self, in_features: int, out_features: int, *, eps: float = 1e-5, bias: bool = True,
+        normalization: str = "LayerNorm", zero_centered_gamma: bool = False, return_layernorm_output: bool = False,
+        params_dtype: torch.dtype | None = None, device: torch.device | str | None = None,
+        recipe: Recipe | None = None, backend: str = "auto",
+    ) -> None:  # fmt: skip
+        super().__init__()
+        common: dict[str, Any] = dict(params_dtype=params_dtype, device=device)
+        self.norm = Norm(
+            in_features, normalization, eps=eps, zero_centered_gamma=zero_centered_gamma, **common
+        )  # fmt: skip
+        self.linear = Linear(in_features, out_features, bias, recipe=recipe, backend=backend, **common)
+        self.return_layernorm_output = return_layernorm_output
+
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        normed = self.norm(x)
+        y = self.linear(normed, is_first_microbatch)
+        return (y, normed) if self.return_layernorm_output else y
+
+
+class LayerNormMLP(nn.Module):
+    """A norm, a linear layer, an activation, a linear layer. activation: one of `ACTIVATIONS`."""
+
+    def __init__(
+        self, hidden_size: int, ffn_hidden_size: int, *, eps: float = 1e-5, bias: bool = True,
+        normalization: str = "LayerNorm", activation: str = "gelu", zero_centered_gamma: bool = False,
+        return_layernorm_output: bool = False, params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None, recipe: Recipe | None = None, backend: str = "auto",
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if activation not in ACTIVATIONS:
+            raise InvalidInputError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+        common: dict[str, Any] = dict(params_dtype=params_dtype, device=device)
+        quantised: dict[str, Any] = dict(recipe=recipe, backend=backend, **common)
+        self.norm = Norm(
+            hidden_size, normalization, eps=eps, zero_centered_gamma=zero_centered_gamma, **common
+        )  # fmt: skip
+        self.activation, widening = ACTIVATIONS[activation]
+        self.fc1 = Linear(hidden_size, widening * ffn_hidden_size, bias, **quantised)
+        self.fc2 = Linear(ffn_hidden_size, hidden_size, bias, **quantised)
+        self.return_layernorm_output = return_layernorm_output
+
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        normed = self.norm(x)
+        hidden = self.activation(self.fc1(normed, is_first_microbatch))
+        y = self.fc2(hidden, is_first_microbatch)
+        return (y, normed) if self.return_layernorm_output else y
+
+
+def apply_rotary(x: Tensor, angles: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + d / 2) of x (batch, seqlen, heads, d) by angles (seqlen, d / 2), as Llama does."""
+    cos, sin = (f(angles.float())[None, :, None, :] for f in (torch.cos, torch.sin))
+    a, b = x.float().chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+
+def rotary_angles(
+    seqlen: int, dim: int, *, base: float = 10000.0, device: torch.device | str | None = None
+) -> Tensor:  # fmt: skip
+    """(seqlen, dim / 2) float32: position times base ** (-2 i / dim)."""
+    if dim % 2:
+        raise InvalidInputError(f"rotary embeddings need an even head dimension, got {dim}")
+    inverse = base ** (-torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim)
+    return torch.arange(seqlen, device=device, dtype=torch.float32)[:, None] * inverse
+
+
+class DotProductAttention(nn.Module):
+    """Attention of `flash_attention3` in bfloat16 or float16; float32 inputs go through its own float32 path.
+
+    Shapes (batch, seqlen, heads, head_dim), or (seqlen, batch, heads, head_dim) with qkv_format="sbhd". Masks:
+    "causal" and "no_mask".
+    """
+
+    def __init__(
+        self, *, attn_mask_type: str = "causal", qkv_format: str = "sbhd", softmax_scale: float | None = None,
+        attention_dropout: float = 0.0, window_size: tuple[int, int] = (-1, -1),
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if attn_mask_type not in ("causal", "no_mask"):
+            raise UnsupportedError(f"attn_mask_type must be 'causal' or 'no_mask', got {attn_mask_type!r}")
+        if qkv_format not in ("sbhd", "bshd"):
+            raise InvalidInputError(f"qkv_format must be 'sbhd' or 'bshd', got {qkv_format!r}")
+        if attention_dropout:
+            raise UnsupportedError("the attention kernels have no dropout: attention_dropout must be 0")
+        self.causal, self.qkv_format = attn_mask_type == "causal", qkv_format
+        self.softmax_scale, self.window_size = softmax_scale, window_size
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """(..., heads * head_dim), the leading dimensions those of q."""
+        sbhd = self.qkv_format == "sbhd"
+        if sbhd:
+            q, k, v = (t.transpose(0, 1) for t in (q, k, v))
+        out = flash_attn_func(
+            q, k, v, causal=self.causal, softmax_scale=self.softmax_scale, window_size=self.window_size
+        )  # fmt: skip
+        return (out.transpose(0, 1) if sbhd else out).flatten(2)
+
+
+class TransformerLayer(nn.Module):
+    """x + attention(norm(x)), then + MLP(norm(.)); the four products are those of `Linear`.
+
+    Args:
+        hidden_size, ffn_hidden_size, num_attention_heads, num_gqa_groups, layernorm_epsilon, normalization, activation,
+            bias, self_attn_mask_type, attn_input_format ("sbhd": (seqlen, batch, hidden), or "bshd"): as in Transformer
+            Engine. hidden_dropout: its default is 0.1, here it is 0, and so is that of attention, which has none.
+
+    Raises:
+        InvalidInputError: heads that do not divide. UnsupportedError: dropout in attention, other masks.
+    """
+
+    def __init__(
+        self, hidden_size: int, ffn_hidden_size: int, num_attention_heads: int, *, num_gqa_groups: int | None = None,
+        layernorm_epsilon: float = 1e-5, hidden_dropout: float = 0.0, attention_dropout: float = 0.0,
+        self_attn_mask_type: str = "causal", window_size: tuple[int, int] = (-1, -1),
+        zero_centered_gamma: bool = False, normalization: str = "LayerNorm", activation: str = "gelu",
+        bias: bool = True, attn_input_format: str = "sbhd", params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None, recipe: Recipe | None = None, backend: str = "auto",
+    ) -> None:  # fmt: skip
+        super().__init__()
+        groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+        if num_attention_heads < 1 or groups < 1 or hidden_size % num_attention_heads or num_attention_heads % groups:
+            raise InvalidInputError(
+                f"hidden_size {hidden_size} must be a multiple of num_attention_heads {num_attention_heads}, and that "
+                f"one of num_gqa_groups {groups}"
+            )
+        self.head_dim = hidden_size // num_attention_heads
+        self.heads, self.groups = num_attention_heads, groups
+        quantised: dict[str, Any] = dict(params_dtype=params_dtype, device=device, recipe=recipe, backend=backend)
+        norms: dict[str, Any] = dict(
+            eps=layernorm_epsilon, normalization=normalization, zero_centered_gamma=zero_centered_gamma
+        )  # fmt: skip
+        self.qkv = LayerNormLinear(
+            hidden_size, (self.heads + 2 * groups) * self.head_dim, bias=bias, **norms, **quantised
+        )  # fmt: skip
+        self.attention = DotProductAttention(
+            attn_mask_type=self_attn_mask_type, qkv_format=attn_input_format, attention_dropout=attention_dropout,
+            window_size=window_size,
+        )  # fmt: skip
+        self.proj = Linear(hidden_size, hidden_size, bias, **quantised)
+        self.mlp = LayerNormMLP(hidden_size, ffn_hidden_size, bias=bias, activation=activation, **norms, **quantised)
+        self.dropout = nn.Dropout(hidden_dropout)
+
+    def forward(
+        self, hidden_states: Tensor, *, rotary_pos_emb: Tensor | None = None, is_first_microbatch: bool | None = None
+    ) -> Tensor:
+        """(seqlen, batch, hidden) or, for "bshd", (batch, seqlen, hidden); the same shape comes back.
+
+        rotary_pos_emb: (seqlen, head_dim / 2) angles, see `rotary_angles`.
+        """
+        x = hidden_states
+        sizes = [self.heads, self.groups, self.groups]
+        packed = self.qkv(x, is_first_microbatch)
+        q, k, v = packed.unflatten(-1, (sum(sizes), self.head_dim)).split(sizes, -2)
+        if rotary_pos_emb is not None:
+            angles = rotary_pos_emb
+            if self.attention.qkv_format == "sbhd":
+                q, k = (apply_rotary(t.transpose(0, 1), angles).transpose(0, 1) for t in (q, k))
+            else:
+                q, k = apply_rotary(q, angles), apply_rotary(k, angles)
+        x = x + self.dropout(self.proj(self.attention(q, k, v), is_first_microbatch))
+        return x + self.dropout(self.mlp(x, is_first_microbatch))
