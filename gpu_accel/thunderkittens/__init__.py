@@ -11,10 +11,13 @@ import importlib
 from typing import Any
 
 _WHERE = {
+    "chunk_delta_rule": "delta",
+    "chunk_gated_delta_rule": "delta",
     "chunk_linear_attn": "linear",
     "chunk_retention": "linear",
     "chunk_simple_gla": "linear",
     "explain_gemm": "gemm_api",
+    "delta_rule": "delta",
     "gelu_mul": "elements",
     "gemm": "gemm_api",
     "layer_norm": "rows",

@@ -32,8 +32,8 @@ def _shape(x: Tensor) -> str:
     return f"{tuple(x.shape)} {x.dtype}"
 
 
-def choose(x: Tensor, backend: str) -> str:
-    """ "portable" or "reference".
+def choose(x: Tensor, backend: str, checked: bool | None = None) -> str:
+    """ "portable" or "reference". checked: whether "auto" may take the kernels on a GPU; None: GPU_CHECKED.
 
     Raises InvalidInputError for another name; UnsupportedError where the kernels do not take the dtype or device.
     """
@@ -41,7 +41,7 @@ def choose(x: Tensor, backend: str) -> str:
 
     _need(backend in BACKENDS, f"backend is {backend!r}; choose one of {', '.join(BACKENDS)}")
     if backend == "auto":
-        backend = "portable" if x.is_cuda and GPU_CHECKED and x.dtype in _KERNEL_DTYPES else "reference"
+        backend = "portable" if x.is_cuda and (GPU_CHECKED if checked is None else checked) and x.dtype in _KERNEL_DTYPES else "reference"
     if backend == "portable":
         if x.dtype not in _KERNEL_DTYPES:
             raise UnsupportedError(f"the kernels take bfloat16, float16 and float32, got {x.dtype}; use 'reference'")

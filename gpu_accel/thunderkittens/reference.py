@@ -68,6 +68,65 @@ def linear_attention_chunked(
     return o.transpose(1, 2), state
 
 
+def delta_rule_recurrent(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, *, g: Tensor | None = None, scale: float,
+    initial: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """u_t = beta_t (v_t - exp(g_t) S_{t-1}' k_t), S_t = exp(g_t) S_{t-1} + k_t u_t', o_t = scale S_t' q_t.
+
+    Shapes as in `linear_attention_recurrent`; beta (batch, seqlen, heads).
+    """
+    heads = v.shape[2]
+    q, k = (x.repeat_interleave(heads // x.shape[2], 2) for x in (q, k))
+    state = q.new_zeros(v.shape[0], heads, q.shape[3], v.shape[3]) if initial is None else initial.to(q.dtype)
+    out = []
+    for t in range(v.shape[1]):
+        if g is not None:
+            state = state * g[:, t].to(q.dtype).exp()[..., None, None]
+        known = (k[:, t, :, :, None] * state).sum(2)
+        u = beta[:, t].to(q.dtype)[..., None] * (v[:, t] - known)
+        state = state + k[:, t, :, :, None] * u[:, :, None, :]
+        out.append((q[:, t, :, :, None] * state).sum(2) * scale)
+    return (torch.stack(out, 1) if out else torch.empty_like(v)), state
+
+
+def delta_rule_chunked(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, *, g: Tensor | None = None, scale: float,
+    initial: Tensor | None = None, chunk: int = 64,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The same chunk by chunk (arXiv 2412.06464, section 3.3): a yardstick, and what a CPU runs.
+
+    Gates, the triangular system and the state are float32 (float64 where q is); operands of products are rounded.
+    """
+    heads, dtype = v.shape[2], q.dtype
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    q, k, v = (x.repeat_interleave(heads // x.shape[2], 2).transpose(1, 2) for x in (q, k, v))  # (b, h, t, d)
+    gates = q.new_zeros(q.shape[:3], dtype=wide) if g is None else g.transpose(1, 2).to(wide).clamp_min(-88.0)
+    strength = beta.transpose(1, 2).to(wide)
+    shape = (*v.shape[:2], q.shape[3], v.shape[3])
+    state = q.new_zeros(shape, dtype=wide) if initial is None else initial.to(wide)
+    out = []
+    for t in range(0, v.shape[2], chunk):
+        qc, kc, vc = (x[:, :, t : t + chunk] for x in (q, k, v))
+        b = gates[:, :, t : t + chunk].cumsum(-1)
+        bc = strength[:, :, t : t + chunk, None]
+        causal = torch.ones(b.shape[-1], b.shape[-1], dtype=torch.bool, device=b.device).tril()
+        decay = (b[..., :, None] - b[..., None, :]).masked_fill(~causal, -torch.inf).exp()
+        system = (kc @ kc.mT).to(wide) * decay * bc
+        system = system.tril(-1) + torch.eye(b.shape[-1], dtype=wide, device=b.device)
+        right = torch.cat([vc.to(wide) * bc, kc.to(wide) * bc * b.exp()[..., None]], -1)
+        solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True).to(dtype)
+        fresh, known = solved.split([v.shape[3], k.shape[3]], -1)
+        u = fresh.to(wide) - (known @ state.to(dtype)).to(wide)
+        scores = ((qc @ kc.mT).to(wide) * decay * scale).to(dtype)
+        inter = (qc @ state.to(dtype)).to(wide) * (b.exp() * scale)[..., None]
+        out.append(((scores @ u.to(dtype)).to(wide) + inter).to(dtype))
+        left = (u * (b[..., -1:] - b).exp()[..., None]).to(dtype)
+        state = state * b[..., -1:, None].exp() + (kc.mT @ left).to(wide)
+    o = torch.cat(out, 2) if out else v
+    return o.transpose(1, 2), state
+
+
 def softmax(x: Tensor) -> Tensor:
     """exp(x - max) / sum over the last dimension."""
     if not x.shape[-1]:

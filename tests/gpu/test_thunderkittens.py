@@ -7,6 +7,7 @@ import torch
 
 from gpu_accel.testing import assert_close_to_truth, generator
 from gpu_accel.thunderkittens import elements, linear, reference, rows
+from gpu_accel.thunderkittens.delta import delta_rule
 from gpu_accel.thunderkittens.mamba2 import mamba_chunk_scan_combined
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -95,6 +96,36 @@ def test_packed_sequences():
         return lambda q, k, v, g: linear.linear_attention(q, k, v, g=g, cu_seqlens=cu, backend=backend)
 
     judge(["o", "states", "dq", "dk", "dv", "dg"], function, tensors, grads)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+def test_delta_rule(gated, dtype):
+    q, k = (torch.nn.functional.normalize(randn(2, 515, 4, 64, seed=s), dim=-1).to(dtype) for s in (1, 2))
+    tensors = [q, k, randn(2, 515, 4, 128, seed=3, dtype=dtype), randn(2, 515, 4, seed=4).sigmoid()]
+    tensors += [randn(2, 4, 64, 128, seed=5)] + ([-randn(2, 515, 4, seed=6).square() * 0.1] if gated else [])
+
+    def function(backend):
+        return lambda q, k, v, beta, h, g=None: delta_rule(q, k, v, beta, g=g, initial_state=h, backend=backend)
+
+    grads = [randn(2, 515, 4, 128, seed=7), randn(2, 4, 64, 128, seed=8)]
+    factor = 8.0 if dtype == FP32 else 2.0
+    judge(["o", "state", "dq", "dk", "dv", "dbeta", "dinitial", "dg"][: 8 if gated else 7], function, tensors, grads,
+          factor)  # fmt: skip
+
+
+def test_delta_rule_of_packed_sequences():
+    lengths = [1, 0, 300, 64, 129]
+    cu = torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32)
+    q, k = (torch.nn.functional.normalize(randn(1, 494, 2, 128, seed=s), dim=-1).to(BF16) for s in (1, 2))
+    tensors = [q, k, randn(1, 494, 4, 128, seed=3, dtype=BF16), randn(1, 494, 4, seed=4).sigmoid()]
+    tensors.append(-randn(1, 494, 4, seed=5).square())
+    grads = [randn(1, 494, 4, 128, seed=6), randn(len(lengths), 4, 128, 128, seed=7)]
+
+    def function(backend):
+        return lambda q, k, v, beta, g: delta_rule(q, k, v, beta, g=g, cu_seqlens=cu, backend=backend)
+
+    judge(["o", "states", "dq", "dk", "dv", "dbeta", "dg"], function, tensors, grads)
 
 
 def test_offsets_beyond_two_to_the_31():

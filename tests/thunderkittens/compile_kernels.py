@@ -1,6 +1,7 @@
 """Compiles kernels of the package for an H100 that is not there and prints what came out, one JSON object.
 
 python compile_kernels.py chunked bf16-128-128,fp16-64-128-packed     forward and backward, gates, weights, K-V
+python compile_kernels.py delta bf16-128-128,fp16-64-128              the delta rule, forward and backward
 python compile_kernels.py rows bf16-4096,fp32-65536                   norms, softmax, rotary, gated activations
 """
 
@@ -45,6 +46,17 @@ def chunked(dtype: torch.dtype, key_dim: int, value_dim: int, packed: bool) -> N
     ops.chunked_backward._init_fn(v, state, q, q, v, g, g, state, *tail, True)
 
 
+def delta(dtype: torch.dtype, key_dim: int, value_dim: int, packed: bool) -> None:
+    from gpu_accel.thunderkittens import delta as ops
+
+    q, v = torch.empty(1, 4096, 16, key_dim, dtype=dtype), torch.empty(1, 4096, 16, value_dim, dtype=dtype)
+    g = torch.empty(1, 4096, 16)
+    cu = torch.tensor([0, 1000, 4096], dtype=torch.int32) if packed else None
+    state = torch.empty(2 if packed else 1, 16, key_dim, value_dim)
+    ops.delta_op._init_fn(q, q, v, g, g, state, cu, 0.1, 64)
+    ops.delta_backward_op._init_fn(v, state, q, q, v, g, g, state, cu, 0.1, 64)
+
+
 def rows_of(dtype: torch.dtype, width: int) -> None:
     """Norms with all that they can do, and with nothing; softmax, rotary, gated activations."""
     from gpu_accel.thunderkittens import elements as e
@@ -73,5 +85,6 @@ if __name__ == "__main__":
             if sys.argv[1] == "rows":
                 rows_of(DTYPES[kind], int(sizes[0]))
             else:
-                chunked(DTYPES[kind], int(sizes[0]), int(sizes[1]), "packed" in sizes)
+                of = delta if sys.argv[1] == "delta" else chunked
+                of(DTYPES[kind], int(sizes[0]), int(sizes[1]), "packed" in sizes)
     print(json.dumps(rows))

@@ -38,6 +38,18 @@ def test_chunks(names):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("names", ["bf16-128-128", "fp16-64-64"])
+def test_delta_rule(names):
+    """A triangular system of 64 rows beside keys of 128: some of it is spilled, and may not grow."""
+    rows = compiled("delta", names)
+    own = {"_solve_kernel", "_walk_kernel", "_walk_back_kernel", "_inputs_kernel"}
+    assert {row["kernel"] for row in rows} == own | {"_output_kernel", "_dqk_kernel"}
+    for row in rows:
+        assert row["spills"] <= (512 if row["kernel"] in own else 0) and not row["serialised"], row
+        assert row["hgmma"] and row["shared"] <= 227 * 1024, row
+
+
+@pytest.mark.slow
 def test_rows():
     rows = compiled("rows", "bf16-4096,fp32-65536")
     assert len(rows) == 2 * 16

@@ -1,0 +1,266 @@
+"""The delta rule with names and argument orders of flash-linear-attention (fla 0.6), so that calls drop in.
+
+    chunk_delta_rule         S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}' k_t)'        (DeltaNet, arXiv 2406.06484)
+    chunk_gated_delta_rule   the same, with exp(g_t) S_{t-1} for S_{t-1}             (Gated DeltaNet, arXiv 2412.06464)
+
+q, k (batch, seqlen, heads of q, K), v (batch, seqlen, heads, V), g and beta (batch, seqlen, heads). Keys should have
+unit length (use_qk_l2norm_in_kernel divides q and k by theirs); with beta in 0 .. 2 the recurrence then cannot grow.
+
+    gpu_accel::tk_delta(q, k, v, g, beta, initial, cu_seqlens, scale, chunk) -> (o, final state)
+    gpu_accel::tk_delta_backward(do, dfinal, ...) -> (dq, dk, dv, dg, dbeta, dinitial)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gpu_accel.errors import InvalidInputError, UnsupportedError
+from gpu_accel.flash_attention3.launch import launch, next_power_of_2
+from gpu_accel.thunderkittens import chunked, chunked_kernels, delta_kernels, reference
+from gpu_accel.thunderkittens.linear import _need, _shape, _validate, choose
+
+# Until its tests in tests/gpu have passed on a card, "auto" is the reference in torch.
+GPU_CHECKED = False
+LARGEST_KEY = 128  # one program holds a state of K rows
+
+
+def _tile(v: Tensor) -> int:
+    """Columns of v a program; float32 takes more registers for a product."""
+    return chunked._block(v.shape[-1], 32 if v.dtype == torch.float32 else 64)
+
+
+class _Call:
+    """What every kernel of a call is launched with."""
+
+    def __init__(self, k: Tensor, v: Tensor, g: Tensor | None, cu_seqlens: Tensor | None, chunk: int) -> None:
+        self.places = chunked._Places(v, cu_seqlens, chunk)
+        self.heads, self.key_dim, self.value_dim = v.shape[2], k.shape[3], v.shape[3]
+        self.group = self.heads // k.shape[2] if k.shape[2] else 1
+        self.blocks_v = -(-self.value_dim // _tile(v))
+        self.options = dict(
+            K=self.key_dim, V=self.value_dim, BT=chunk, BK=max(16, next_power_of_2(self.key_dim)),
+            BV=_tile(v), HAS_G=g is not None, VARLEN=cu_seqlens is not None,
+            PRECISION=chunked.precision(v.dtype), num_warps=8, num_stages=2,
+        )  # fmt: skip
+        self.chunks = self.places.total * self.heads  # programs of the kernels that take all chunks at once
+        self.walks = self.places.sequences * self.heads * self.blocks_v
+        self.sizes = (self.places.seqlen, self.places.chunks)
+        self.any = bool(self.chunks and self.places.seqlen)
+
+
+def _solve(call: _Call, k, v, g, beta):
+    """(T, decay, fresh) of `delta_kernels`."""
+    rows, chunk = v.shape[:3], call.options["BT"]
+    inverse = v.new_empty((*rows, chunk), dtype=chunked.state_dtype(v.dtype))
+    decay, fresh = v.new_empty((*rows, call.key_dim)), v.new_empty(v.shape)
+    if call.any:
+        strides = [s for x in (k, v, g, beta) for s in chunked._strides(x)]
+        launch(delta_kernels._solve_kernel, call.chunks,
+               (k, v, g, beta, inverse, decay, fresh, *call.places.tables(), *strides, *call.sizes, call.heads,
+                call.group), call.options | {"EXACT": "tf32" if v.dtype == torch.bfloat16 else "tf32x3"})  # fmt: skip
+    return inverse, decay, fresh
+
+
+def _walk(call: _Call, k, v, g, decay, fresh, initial, *, exact: bool):
+    """(u, states that enter every chunk, state at the end)."""
+    shape = (call.heads, call.key_dim, call.value_dim)
+    states = v.new_empty((call.places.total, *shape), dtype=chunked.state_dtype(v.dtype, exact))
+    final = v.new_empty((call.places.sequences, *shape), dtype=torch.float32)
+    u = v.new_empty(v.shape)
+    if call.walks:
+        launch(delta_kernels._walk_kernel, call.walks,
+               (k, g, decay, fresh, initial, states, u, final, *call.places.tables()[:2], *chunked._strides(k),
+                *chunked._strides(g), *call.sizes, call.places.sequences, call.heads, call.group),
+               call.options | {"HAS_INITIAL": initial is not None})  # fmt: skip
+    return u, states, final
+
+
+@torch.library.custom_op("gpu_accel::tk_delta", mutates_args=())
+def delta_op(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, initial: Tensor | None,
+    cu_seqlens: Tensor | None, scale: float, chunk: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """g and beta float32, initial (sequences, heads, K, V) float32; cu_seqlens (sequences + 1,) with batch 1."""
+    q, k, v = (chunked._unit(x) for x in (q, k, v))
+    initial = None if initial is None else initial.contiguous()
+    call = _Call(k, v, g, cu_seqlens, chunk)
+    with chunked._device(v):
+        _, decay, fresh = _solve(call, k, v, g, beta)
+        u, states, final = _walk(call, k, v, g, decay, fresh, initial, exact=False)
+        o = v.new_empty(v.shape) if cu_seqlens is None else v.new_zeros(v.shape)
+        if call.any:
+            strides = [s for x in (q, k, u, g, None) for s in chunked._strides(x)]
+            launch(chunked_kernels._output_kernel, call.chunks * -(-call.value_dim // chunked._block(call.value_dim)),
+                   (q, k, u, g, None, states, o, *call.places.tables(), *strides, *call.sizes, call.heads, call.group,
+                    scale), chunked._options(q, v, g, None, cu_seqlens, chunk))  # fmt: skip
+    return o, final
+
+
+@delta_op.register_fake
+def _(q, k, v, g, beta, initial, cu_seqlens, scale, chunk):
+    return v.new_empty(v.shape), v.new_empty(chunked._state_shape(k, v, cu_seqlens), dtype=torch.float32)
+
+
+@torch.library.custom_op("gpu_accel::tk_delta_backward", mutates_args=())
+def delta_backward_op(
+    do: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor,
+    initial: Tensor | None, cu_seqlens: Tensor | None, scale: float, chunk: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k, v, g (empty without gates), beta and initial."""
+    do, q, k, v = (chunked._unit(x) for x in (do, q, k, v))
+    initial, dfinal = (None if x is None else x.contiguous() for x in (initial, dfinal))
+    call = _Call(k, v, g, cu_seqlens, chunk)
+    want_dg = g is not None
+    fresh_like = torch.empty if cu_seqlens is None else torch.zeros
+
+    def made(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return fresh_like(shape, dtype=dtype, device=v.device)
+
+    rows = v.shape[:3]
+    dq, dk, through = (made(*rows, call.key_dim) for _ in range(3))
+    dv, du = made(*v.shape, dtype=v.dtype), made(*v.shape, dtype=v.dtype)
+    dbeta, gates = made(*rows), made(*(rows if want_dg else (0,)))
+    dstates = v.new_empty((call.places.total, call.heads, call.key_dim, call.value_dim),
+                          dtype=chunked.state_dtype(v.dtype, want_dg))  # fmt: skip
+    dinitial = v.new_empty((call.places.sequences, *dstates.shape[1:]), dtype=torch.float32)
+    most = 32 if v.dtype == torch.float32 else 64
+    smaller = {"BK": chunked._block(call.key_dim, most), "BV": chunked._block(call.value_dim, most)}
+    blocks_k = -(-call.key_dim // smaller["BK"])
+    planes = made(blocks_k if want_dg else 0, *rows)
+    with chunked._device(v):
+        inverse, decay, fresh = _solve(call, k, v, g, beta)
+        u, states, _ = _walk(call, k, v, g, decay, fresh, initial, exact=want_dg)
+        tables = call.places.tables()
+        if call.walks:
+            strides = [s for x in (q, k, g, do) for s in chunked._strides(x)]
+            launch(delta_kernels._walk_back_kernel, call.walks,
+                   (q, k, g, decay, do, dfinal, dstates, du, dinitial, *tables[:2], *strides, *call.sizes,
+                    call.places.sequences, call.heads, call.group, scale),
+                   call.options | {"HAS_FINAL": dfinal is not None})  # fmt: skip
+        if call.any:
+            strides = [s for x in (q, k, u, g, None, do) for s in chunked._strides(x)]
+            launch(chunked_kernels._dqk_kernel, call.chunks * blocks_k,
+                   (q, k, u, g, None, do, states, dstates, dq, dk, planes, *tables, *strides, *call.sizes, call.heads,
+                    call.group, scale, v.shape[0] * v.shape[1]),
+                   chunked._options(q, v, g, None, cu_seqlens, chunk) | smaller
+                   | {"WANT_DG": want_dg, "num_warps": chunked._DQK_WARPS})  # fmt: skip
+            strides = [s for x in (k, v, g, beta) for s in chunked._strides(x)]
+            launch(delta_kernels._inputs_kernel, call.chunks,
+                   (k, v, g, beta, inverse, u, du, states, through, dv, gates, dbeta, *tables, *strides, *call.sizes,
+                    call.heads, call.group), call.options)  # fmt: skip
+    dk += through
+    if call.group > 1:
+        dq, dk = (x.unflatten(2, (q.shape[2], call.group)).sum(3) for x in (dq, dk))
+    dg = gates + planes.sum(0) if want_dg else gates
+    return dq.to(q.dtype), dk.to(k.dtype), dv, dg, dbeta, dinitial
+
+
+@delta_backward_op.register_fake
+def _(do, dfinal, q, k, v, g, beta, initial, cu_seqlens, scale, chunk):
+    wide = torch.float32
+    return (
+        q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape),
+        v.new_empty(v.shape[:3] if g is not None else (0,), dtype=wide), v.new_empty(v.shape[:3], dtype=wide),
+        v.new_empty(chunked._state_shape(k, v, cu_seqlens), dtype=wide),
+    )  # fmt: skip
+
+
+def _save(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:7])
+    ctx.scalars = inputs[7:]
+    ctx.shape = output[0].shape
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx, do, dfinal):
+    q, k, v, g, beta, initial, cu_seqlens = ctx.saved_tensors
+    do = v.new_zeros(ctx.shape) if do is None else do
+    need = ctx.needs_input_grad
+    dq, dk, dv, dg, dbeta, dinitial = delta_backward_op(do, dfinal, q, k, v, g, beta, initial, cu_seqlens, *ctx.scalars)
+    return dq, dk, dv, dg if need[3] else None, dbeta, dinitial if need[5] else None, None, None, None
+
+
+delta_op.register_autograd(_gradients, setup_context=_save)
+
+
+def _unit_length(x: Tensor) -> Tensor:
+    wide = x if x.dtype == torch.float64 else x.float()
+    return (wide * (wide.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
+
+
+def delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, *, g: Tensor | None = None, scale: float | None = None,
+    initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None, chunk: int = chunked.CHUNK,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """u_t = beta_t (v_t - exp(g_t) S_{t-1}' k_t), S_t = exp(g_t) S_{t-1} + k_t u_t', o_t = scale S_t' q_t.
+
+    Args:
+        q, k: (batch, seqlen, heads of q, K); v: (batch, seqlen, heads, V), heads a multiple of those of q.
+        beta: (batch, seqlen, heads); g: logarithms of gates (batch, seqlen, heads) or None. Computed with in float32;
+            gates below -88 count as -88.
+        scale: K**-0.5 unless given. initial_state: (sequences, heads, K, V); cu_seqlens: (sequences + 1,), batch 1.
+        chunk: steps that are done by matrix products at once, 16, 32 or 64.
+
+    Returns:
+        o (batch, seqlen, heads, V) in the dtype of v, and the final state (sequences, heads, K, V) float32.
+
+    Raises:
+        InvalidInputError: shapes, dtypes or devices do not fit. UnsupportedError: the backend cannot run here, or K is
+            more than the kernels hold.
+    """
+    _validate(q, k, v, g, beta, initial_state, cu_seqlens, chunk)
+    _need(beta is not None, f"beta must be (batch, seqlen, heads) {tuple(v.shape[:3])}")
+    scale = chunked.default_scale(q.shape[-1]) if scale is None else float(scale)
+    if q.shape[-1] > LARGEST_KEY:
+        if backend == "portable":
+            raise UnsupportedError(f"K is {q.shape[-1]}; the kernels of the delta rule hold {LARGEST_KEY}")
+        backend = "reference" if backend == "auto" else backend
+    if choose(v, backend, GPU_CHECKED) == "portable":
+        g, beta, initial_state = (None if x is None else x.float() for x in (g, beta, initial_state))
+        return delta_op(q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk)
+    edges = [0, v.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+    outs, finals = [], []
+    for n, (start, stop) in enumerate(zip(edges, edges[1:], strict=False)):
+        part = slice(start, stop)
+        initial = initial_state if cu_seqlens is None or initial_state is None else initial_state[n : n + 1]
+        o, final = reference.delta_rule_chunked(
+            q[:, part], k[:, part], v[:, part], beta[:, part], g=None if g is None else g[:, part], scale=scale,
+            chunk=chunk, initial=initial,
+        )  # fmt: skip
+        outs.append(o)
+        finals.append(final)
+    if cu_seqlens is not None:
+        outs.append(torch.zeros_like(v[:, edges[-1] :]))
+    state = torch.cat(finals) if finals else v.new_empty((0, v.shape[2], q.shape[3], v.shape[3]))
+    return torch.cat(outs, 1), state if v.dtype == torch.float64 else state.float()
+
+
+def chunk_gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None, *, backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The gated delta rule; returns (o, final state or None). Arguments as in `delta_rule`."""
+    if not isinstance(beta, Tensor):
+        raise InvalidInputError(f"beta must be a tensor (batch, seqlen, heads), got {type(beta).__name__}")
+    _need(beta.dim() == 3, f"beta must be (batch, seqlen, heads), got {_shape(beta)}")
+    if use_qk_l2norm_in_kernel:
+        q, k = _unit_length(q), _unit_length(k)
+    o, state = delta_rule(
+        q, k, v, beta, g=g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, backend=backend
+    )
+    return o, state if output_final_state else None
+
+
+def chunk_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Tensor | None = None, *,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The delta rule without gates; returns (o, final state or None). Arguments as in `delta_rule`."""
+    return chunk_gated_delta_rule(
+        q, k, v, None, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens,
+        backend=backend,
+    )  # fmt: skip
