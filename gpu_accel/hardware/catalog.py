@@ -179,12 +179,18 @@ def profiles() -> tuple[Profile, ...]:
 
 
 def profile(name: str) -> Profile:
-    """The profile of a name or alias such as "h100" or "b200"; InvalidInputError with suggestions otherwise."""
+    """The profile of a name or alias such as "h100" or "b200", or of what the driver calls the card, where only one
+    profile has that; InvalidInputError with suggestions otherwise."""
+    if not isinstance(name, str):
+        raise InvalidInputError(f"the name of a hardware profile is a string such as 'h100', not {name!r}")
+    called = [p for p in profiles() if name.strip().lower() in (device.lower() for device in p.device_names)]
+    if len(called) == 1:
+        return called[0]
     wanted = name.strip().lower().replace("_", "-").replace(" ", "-")
     known = {word: p for p in profiles() for word in (p.name, *p.aliases)}
     if wanted in known:
         return known[wanted]
-    close = difflib.get_close_matches(wanted, known, n=3, cutoff=0.5)
+    close = [p.name for p in called] or difflib.get_close_matches(wanted, known, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(close)}? There are" if close else "there are"
     names = ", ".join(p.name for p in profiles())
     raise InvalidInputError(f"no hardware profile is named {name!r}; {hint}: {names}")

@@ -144,3 +144,21 @@ def test_importing_hardware_imports_neither_torch_nor_triton():
     code = "import sys, gpu_accel.hardware as h; h.profile('h100'); print({'torch', 'triton'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_a_profile_is_found_by_what_the_driver_calls_the_card():
+    assert profile("NVIDIA H100 80GB HBM3").name == profile("nvidia h100 80gb hbm3 ").name == "h100-sxm"
+    for one in profiles():
+        for device in one.device_names:
+            others = [p.name for p in profiles() if device in p.device_names]
+            if len(others) == 1:
+                assert profile(device) == one
+            else:
+                with pytest.raises(InvalidInputError, match=" or ".join(others)):
+                    profile(device)
+
+
+@pytest.mark.parametrize("name", [None, 7, b"h100", ("h100",)], ids=repr)
+def test_a_name_that_is_no_string_is_refused(name):
+    with pytest.raises(InvalidInputError, match="a string such as"):
+        profile(name)
