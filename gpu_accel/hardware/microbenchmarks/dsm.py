@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gpu_accel.workbench.experiment import Check
+from gpu_accel.workbench.experiment import Case, Check
 
 from . import latency as memory
 from .launch import sm_count
@@ -165,7 +165,8 @@ def probes(quick: bool = False) -> list[Probe]:
         measure = partial(latency, cluster, int(pattern == "remote"))
         found.append(Probe(case={"pattern": pattern, "cluster": cluster}, kernels=(CHASE,), measure=measure))
     # To compare with: a load that the second-level cache serves.
-    load, compared = "ld.global.cg.u64", {"pattern": "l2", "cluster": 2}
+    load = "ld.global.cg.u64"
+    compared: Case = {"pattern": "l2", "cluster": 2}
     measure = partial(memory.chase, load, 2 * 2**20, False)
     found.append(Probe(case=compared, kernels=(memory.kernel(load),), measure=measure))
     for cluster in sizes:
