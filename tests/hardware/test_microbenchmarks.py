@@ -94,6 +94,18 @@ def test_machine_code_is_kept_on_disk_and_a_broken_copy_is_made_again(tmp_path, 
         assert again.digest == first.digest and again.cubin == first.cubin
 
 
+def test_sources_compiled_in_other_processes_are_those_compiled_here(tmp_path, monkeypatch):
+    monkeypatch.setenv(compiling.CACHE_VARIABLE, str(tmp_path / "kept"))
+    good = [f'extern "C" __global__ void times(float* x) {{ x[threadIdx.x] *= {n}.0f; }}' for n in (5, 7)]
+    with pytest.raises(RuntimeError, match="undefined"):
+        compiling.build_all([*good, 'extern "C" __global__ void wrong() { undefined_name(); }'], workers=3)
+    assert set(good) <= set(compiling._compiled)
+    monkeypatch.setenv(compiling.CACHE_VARIABLE, str(tmp_path / "other"))
+    monkeypatch.setattr(compiling, "_compiled", {})
+    for source in good:
+        assert compiling._build.__wrapped__(source).digest == compiling.build(source).digest
+
+
 def test_without_a_gpu_it_says_what_is_needed():
     assert "needs a Hopper GPU" in unavailable("cpu")
 
