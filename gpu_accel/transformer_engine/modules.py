@@ -152,12 +152,12 @@ class DotProductAttention(nn.Module):
     """Attention of `flash_attention3` in bfloat16 or float16; float32 inputs go through its own float32 path.
 
     Shapes (batch, seqlen, heads, head_dim), or (seqlen, batch, heads, head_dim) with qkv_format="sbhd". Masks:
-    "causal" and "no_mask".
+    "causal" and "no_mask". backend: that of `flash_attn_func`.
     """
 
     def __init__(
         self, *, attn_mask_type: str = "causal", qkv_format: str = "sbhd", softmax_scale: float | None = None,
-        attention_dropout: float = 0.0, window_size: tuple[int, int] = (-1, -1),
+        attention_dropout: float = 0.0, window_size: tuple[int, int] = (-1, -1), backend: str = "auto",
     ) -> None:  # fmt: skip
         super().__init__()
         if attn_mask_type not in ("causal", "no_mask"):
@@ -167,7 +167,7 @@ class DotProductAttention(nn.Module):
         if attention_dropout:
             raise UnsupportedError("the attention kernels have no dropout: attention_dropout must be 0")
         self.causal, self.qkv_format = attn_mask_type == "causal", qkv_format
-        self.softmax_scale, self.window_size = softmax_scale, window_size
+        self.softmax_scale, self.window_size, self.backend = softmax_scale, window_size, backend
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(..., heads * head_dim), the leading dimensions those of q."""
@@ -175,7 +175,8 @@ class DotProductAttention(nn.Module):
         if sbhd:
             q, k, v = (t.transpose(0, 1) for t in (q, k, v))
         out = flash_attn_func(
-            q, k, v, causal=self.causal, softmax_scale=self.softmax_scale, window_size=self.window_size
+            q, k, v, causal=self.causal, softmax_scale=self.softmax_scale, window_size=self.window_size,
+            backend=self.backend,
         )  # fmt: skip
         return (out.transpose(0, 1) if sbhd else out).flatten(2)
 
@@ -187,6 +188,7 @@ class TransformerLayer(nn.Module):
         hidden_size, ffn_hidden_size, num_attention_heads, num_gqa_groups, layernorm_epsilon, normalization, activation,
             bias, self_attn_mask_type, attn_input_format ("sbhd": (seqlen, batch, hidden), or "bshd"): as in Transformer
             Engine. hidden_dropout: its default is 0.1, here it is 0, and so is that of attention, which has none.
+        backend: of the products; "reference" is also that of attention, whose own choice it is otherwise.
 
     Raises:
         InvalidInputError: heads that do not divide. UnsupportedError: dropout in attention, other masks.
@@ -218,7 +220,7 @@ class TransformerLayer(nn.Module):
         )  # fmt: skip
         self.attention = DotProductAttention(
             attn_mask_type=self_attn_mask_type, qkv_format=attn_input_format, attention_dropout=attention_dropout,
-            window_size=window_size,
+            window_size=window_size, backend="reference" if backend == "reference" else "auto",
         )  # fmt: skip
         self.proj = Linear(hidden_size, hidden_size, bias, **quantised)
         self.mlp = LayerNormMLP(hidden_size, ffn_hidden_size, bias=bias, activation=activation, **norms, **quantised)

@@ -3,6 +3,9 @@
     quantize    quantizing.py
     gemm        products.py
     error       errors.py
+    linear      layers.py
+    layer       layers.py
+    train       training.py
 
 The inputs are in inputs.py.
 """
@@ -11,7 +14,7 @@ from __future__ import annotations
 
 from gpu_accel.workbench.experiment import Experiment, SimpleExperiment
 
-from . import errors, products, quantizing
+from . import errors, layers, products, quantizing, training
 
 _ALL = (
     SimpleExperiment(
@@ -31,6 +34,24 @@ _ALL = (
         title="Error of every scheme on normal values, outliers, and a language model's own",
         list_cases=errors.list_cases,
         build_case=errors.build,
+    ),
+    SimpleExperiment(
+        name="linear",
+        title="A linear layer under each recipe next to bf16, forward and backward, quantising included",
+        list_cases=layers.list_linear,
+        build_case=layers.build_linear,
+    ),
+    SimpleExperiment(
+        name="layer",
+        title="A Llama layer under each recipe next to bf16",
+        list_cases=layers.list_layer,
+        build_case=layers.build_layer,
+    ),
+    SimpleExperiment(
+        name="train",
+        title="A small Llama on a real text: bf16 and every recipe from the same seeds",
+        list_cases=training.list_cases,
+        build_case=training.build,
     ),
 )
 EXPERIMENTS: dict[str, Experiment] = {one.name: one for one in _ALL}
