@@ -49,6 +49,7 @@ def make_call(
     mesh: tuple[int, int] | None = None,
     wire: torch.dtype | None = None,
     overlap: bool = True,
+    deterministic: bool = False,
     replicated_q: bool = False,
 ) -> Call:
     """Check one rank's shards and options.
@@ -77,6 +78,7 @@ def make_call(
     return Call(
         layout=layout, mask=Mask(left, right), softmax_scale=scale, softcap=cap, backend=backend, ulysses=ulysses,
         inner=inner, mesh=mesh, wire=wire, overlap=check_flag("overlap", overlap),
+        deterministic=check_flag("deterministic", deterministic),
     )  # fmt: skip
 
 
@@ -170,7 +172,7 @@ def distributed_attention(
         check_finite: NaN or Inf in the tokens of any rank is an error on all of them, instead of NaN in everyone's
             results; costs a pass over q, k, v and waits for the GPU.
         options: causal, window_size, softmax_scale, softcap, backend, ulysses, inner, mesh, wire,
-            overlap (see `Call`).
+            overlap, deterministic (see `Call`).
 
     Returns:
         o (batch, local_length, heads, head_dim_v) of the dtype of q, and lse (batch, heads, local_length) in float32,

@@ -25,6 +25,8 @@ class Call:
         inner: ranks of the inner ring of the `double_ring` schedule.
         mesh: rows and columns of the `mesh` schedule.
         wire: dtype of keys and values on the network, None for their own.
+        deterministic: the same bits in every run, also of dq: the Hopper backward up to head_dim 128 adds dq in no
+            fixed order, so another kernel takes its place, at a price. Forward, dk and dv are so in any case.
         overlap: False makes the rings wait for each hop before they compute, to see what overlapping is worth.
     """
 
@@ -38,6 +40,7 @@ class Call:
     mesh: tuple[int, int] | None = None
     wire: torch.dtype | None = None
     overlap: bool = True
+    deterministic: bool = False
 
     @property
     def ranks(self) -> int:
@@ -56,6 +59,7 @@ class Call:
         shapes = ", ".join(f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}" for x in tensors)
         documents = hashlib.sha256(repr(self.layout.documents).encode()).hexdigest()[:8]
         options = {"ulysses": self.ulysses, "inner": self.inner, "mesh": self.mesh, "wire": self.wire}
+        options["deterministic"] = self.deterministic or None
         given = ", ".join(f"{name} {value}" for name, value in options.items() if value is not None)
         return (
             f"{schedule}, {self.layout}, {self.mask}, {shapes}, scale {self.softmax_scale:.9g}, "

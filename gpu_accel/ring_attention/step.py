@@ -148,7 +148,10 @@ def _chosen(problem: Problem, backend: str, direction: str) -> str:
 
 
 def _problem(call: Call, q: Tensor, k: Tensor, v: Tensor, piece: Piece) -> Problem:
-    return function.problem_of(q, k, v, window_left=piece.left, window_right=piece.right, softcap=call.softcap)
+    return function.problem_of(
+        q, k, v, window_left=piece.left, window_right=piece.right, softcap=call.softcap,
+        deterministic=call.deterministic,
+    )  # fmt: skip
 
 
 def kernel_of(call: Call, q: Tensor, k: Tensor, v: Tensor, direction: str) -> tuple[Problem, str]:

@@ -7,7 +7,7 @@ GPUs over NVLink, measured before this file was written).
 `share`, for keys and values: a buffer that others may read. Every rank pulls the blocks it needs straight from their
 owners, on a side stream, all of it stream-ordered memory operations that need no SM:
 
-    owner    write 1 to `shared` of every reader                      its buffer is written
+    owner    fill its buffer, write 1 to `shared` of every reader
     reader   wait for its own `shared` from the owner, reset it
              copy  owner's buffer -> its own                          the copy engine
              write 1 to `read` of the owner
@@ -31,7 +31,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,6 +109,7 @@ class SymmetricTransport(TorchTransport):
         self._hops, self._reads = (torch.cuda.Stream(self._device, priority=-1) for _ in range(2))
         self._areas: dict[tuple[int, int, int], _Area] = {}
         self._asked = 0
+        self._used: set[tuple[int, int, int]] = set()
         flags = symmetric.empty(4 * self.size, dtype=torch.int32, device=self._device)
         flags.zero_()
         torch.cuda.synchronize(self._device)
@@ -136,11 +137,18 @@ class SymmetricTransport(TorchTransport):
         slot = -(-max(size, 1) // _ALIGNMENT) * _ALIGNMENT
         key = (self._asked, count, slot)
         self._asked += 1
+        self._used.add(key)
         if key not in self._areas:
             memory = self._symmetric.empty(count * slot, dtype=torch.uint8, device=self._device)
             self._areas[key] = _Area(memory, self._rendezvous(memory), slot)
         area = self._areas[key].memory
         return [area[i * slot : i * slot + size].view(dtype).view(tuple(shape)) for i in range(count)]
+
+    def bytes_used(self, call: Callable[[], object]) -> int:
+        """Bytes of this rank's symmetric memory that a call takes; no allocator of torch counts them."""
+        self._used.clear()
+        call()
+        return sum(self._areas[key].memory.numel() for key in self._used)
 
     def _area(self, *tensors: Tensor) -> tuple[_Area, list[int]]:
         """The area in which all of them lie, and where."""
@@ -166,7 +174,21 @@ class SymmetricTransport(TorchTransport):
             self._await(stream, to, _DONE)
         return self._after(stream)
 
-    def share(self, buffer: Tensor, *, readers: Sequence[int], sources: Sequence[int]) -> _Round:
+    def share(
+        self,
+        buffer: Tensor,
+        *,
+        fill: Callable[[Tensor], None],
+        beside: bool,
+        readers: Sequence[int],
+        sources: Sequence[int],
+    ) -> _Round:
+        if not beside:
+            fill(buffer)
+        self._reads.wait_stream(torch.cuda.current_stream(self._device))  # what fills it, or the buffer, is there
+        if beside:
+            with torch.cuda.stream(self._reads):
+                fill(buffer)
         return _Round(self, buffer, readers, sources)
 
     def _after(self, stream: torch.cuda.Stream) -> Pending:
@@ -195,7 +217,6 @@ class _Round:
         self.area, (self.offset,) = transport._area(buffer)
         self.size = buffer.element_size()
         self.stream = transport._reads
-        self.stream.wait_stream(torch.cuda.current_stream(transport._device))  # the buffer is written
         for rank in self.readers:
             transport._set(self.stream, rank, _SHARED)
 

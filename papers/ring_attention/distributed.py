@@ -17,13 +17,15 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gpu_accel.errors import GpuAccelError, HardwareError, UnsupportedError
+from gpu_accel.errors import UnsupportedError
 from gpu_accel.flash_attention3.reference import attention_truth_backward
 from gpu_accel.ring_attention.attention import distributed_attention, gather_sequence
 from gpu_accel.ring_attention.layouts import Layout, make_layout
@@ -36,7 +38,7 @@ SCALING = ("kv_ring", "kv_ring-nccl", "ulysses", "allgather", "usp", *PEERS, "on
 OVERLAP = ("kv_ring", "kv_ring-waiting", "kv_ring-nccl", "kv_ring-nccl-waiting", "compute-only")
 MEMORY = ("kv_ring", "allgather", "ulysses", "torch-context-parallel")
 SCHEDULES = ("kv_ring", "kv_ring-nccl", "q_ring", "allgather", "ulysses", "usp", "mesh", "double_ring", "helper")
-SAMPLES, WARM_UP, ROWS, SHORT = 10, 3, 64, 512
+MILLION, ROWS, SHORT = 1 << 20, 64, 512
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -65,37 +67,57 @@ def _distinct(cases: list[Case]) -> list[Case]:
 
 
 def scaling_cases(settings: Settings) -> list[Case]:
-    """Strong: 32k to 128k tokens in all. Weak: 8k and 32k a GPU. 32 and 8 key heads, without and with backward."""
-    lengths = [("strong", n) for n in (32768, 65536, 131072)]
-    lengths += [("weak", world_size() * c) for c in (8192, 32768)]
-    found = [
-        _case(settings, seqlen=n, heads=32, heads_kv=kv, direction=d, scaling=kind)
-        for kind, n in lengths[: 1 if settings.quick else None]
-        for kv in (32, 8)
-        for d in ("forward", "both")
-    ]
-    return _distinct(found)
+    """Strong: 32k to 128k tokens in all. Weak: 8k and 32k a GPU. 32 and 8 key heads, without and with backward.
+
+    The most telling ones first, so that a run that is cut short has them.
+    """
+    sizes = [(32768, 32), (65536, 32), (32768, 8), (65536, 8), (131072, 32)]
+    wanted = [("strong", n, kv) for n, kv in sizes[: 1 if settings.quick else None]]
+    weak = [world_size() * c for c in (8192, 32768)]
+    wanted += [("weak", n, 32) for n in weak if not settings.quick and n not in [size for size, _ in sizes]]
+    return _distinct(
+        [_case(settings, seqlen=n, heads=32, heads_kv=kv, direction=d, scaling=kind)
+         for kind, n, kv in wanted for d in ("forward", "both")]
+    )  # fmt: skip
 
 
 def overlap_cases(settings: Settings) -> list[Case]:
+    """8k tokens a GPU, then 4k and 16k."""
+    sizes = [(8192, 32), (8192, 8), (4096, 32), (16384, 32)]
     return _distinct(
         [_case(settings, seqlen=world_size() * c, heads=32, heads_kv=kv, direction="forward")
-         for c in (4096, 8192, 16384) for kv in (32, 8)]
+         for c, kv in sizes[: 1 if settings.quick else None]]
     )  # fmt: skip
 
 
 def memory_cases(settings: Settings) -> list[Case]:
+    """64k to 256k tokens, and a million."""
+    lengths = (65536, 131072, 262144, MILLION)
     return _distinct(
         [_case(settings, seqlen=n, heads=8, heads_kv=2, direction=d)
-         for n in (65536, 131072, 262144) for d in ("forward", "both")]
+         for n in lengths[: 1 if settings.quick else None] for d in ("forward", "both")]
     )  # fmt: skip
 
 
 def schedule_cases(settings: Settings) -> list[Case]:
+    """32k tokens."""
     return _distinct(
-        [_case(settings, seqlen=65536, heads=32, heads_kv=kv, direction=d) for kv in (32, 8)
-         for d in ("forward", "both")]
+        [_case(settings, seqlen=32768, heads=32, heads_kv=32, direction=d) for d in ("forward", "both")]
     )  # fmt: skip
+
+
+def scaling_names(case: Case) -> tuple[str, ...]:
+    """Who takes part: from 64k tokens on the fastest only."""
+    seqlen, both = int(case["seqlen"]), case["pass"] == "both"
+    if seqlen <= 32768:
+        return SCALING
+    fastest = ("kv_ring", "ulysses", "torch-context-parallel", "ulysses-cudnn")
+    return fastest if both else (*fastest, "one-gpu")
+
+
+def memory_names(case: Case) -> tuple[str, ...]:
+    """Who takes part: of a million tokens only the ring, whose memory they are about."""
+    return MEMORY if int(case["seqlen"]) < MILLION else ("kv_ring",)
 
 
 # -- the ranks
@@ -135,9 +157,12 @@ def _worst(value: float, settings: Settings) -> float:
 # -- implementations
 
 
-def build(case: Case, settings: Settings, *, names: tuple[str, ...], memory: bool = False) -> Workload:
+def build(
+    case: Case, settings: Settings, *, names: Callable[[Case], tuple[str, ...]] | tuple[str, ...], memory: bool = False
+) -> Workload:
     """The contenders named; on one process all but `one-gpu` say what to start instead."""
     run = _Run(case, settings)
+    names = names if isinstance(names, tuple) else names(case)
     chosen = [n for n in names if (not settings.only or n in settings.only) and n not in settings.skip]
     race = _Race(run, [n for n in chosen if not _unavailable(n, run)])
     found = [_implementation(name, run, race, memory) for name in names]
@@ -171,6 +196,9 @@ def _implementation(name: str, run: _Run, race: _Race, memory: bool) -> Implemen
         values=lambda seed: run.memory(name, seed) if memory else race.times(name, seed),
         note=run.describe(name),
     )
+
+
+_GRADIENTS: dict[tuple, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}  # exact and by plain torch
 
 
 class _Run:
@@ -302,7 +330,11 @@ class _Run:
         if name != "one-gpu":
             cut, transport = self.layout(name, seqlen), _transport("nccl", self.settings.on_gpu)
             found = tuple(gather_sequence(x.contiguous(), cut, transport) for x in found)
-        exact, ruler = self.keep(("gradients", seqlen, seed), lambda: self._exact_gradients(seqlen, seed))
+        key = (seqlen, self.case["heads"], self.case["heads_kv"], self.case["head_dim"], self.dtype, seed)
+        if key not in _GRADIENTS:
+            _GRADIENTS.clear()  # those of the case before
+            _GRADIENTS[key] = self._exact_gradients(seqlen, seed)
+        exact, ruler = _GRADIENTS[key]
         return max(
             relative_error(x, e) / (2 * relative_error(r, e)) for x, e, r in zip(found, exact, ruler, strict=True)
         )
@@ -326,9 +358,20 @@ class _Run:
         torch.cuda.reset_peak_memory_stats()
         call()
         torch.cuda.synchronize()
-        areas = getattr(self.transport(name), "_areas", {}) if self.over_symmetric(name) else {}
-        extra = sum(area.memory.numel() for area in areas.values())
+        extra = self.transport(name).bytes_used(call) if self.over_symmetric(name) else 0
         return {"peak_bytes": (_worst(torch.cuda.max_memory_allocated() - before + extra, self.settings), "bytes")}
+
+
+@dataclass(frozen=True)
+class _Within:
+    """A call inside a context, which is entered before the clock starts."""
+
+    call: Callable[[], tuple[Tensor, ...]]
+    around: Callable[[], Any] = nullcontext
+
+    def __call__(self) -> tuple[Tensor, ...]:
+        with self.around():
+            return self.call()
 
 
 class _Race:
@@ -339,7 +382,7 @@ class _Race:
         self.samples: dict[int, dict[str, list[float]]] = {}
 
     def times(self, name: str, seed: int) -> dict[str, Sampled]:
-        """SAMPLES times of the slowest rank."""
+        """Times of the slowest rank."""
         run = self.run
         if not run.settings.on_gpu:
             return {}
@@ -360,25 +403,27 @@ class _Race:
             failed = 0.0
             try:
                 calls[name] = self.run.call(name, self.run.shards(name, seqlen, seed), seqlen)
-                for _ in range(WARM_UP):
+                for _ in range(2):
                     calls[name]()
-            except (GpuAccelError, RuntimeError):  # its check says why
+            except Exception:  # whatever a rival raises: its check says why
                 failed = 1.0
             if self._worst(failed):
                 calls.pop(name, None)
         samples: dict[str, list[float]] = {name: [] for name in calls}
-        for _ in range(SAMPLES):
+        for _ in range(10 if seqlen <= 32768 else 6 if seqlen <= 65536 else 4):
             for name, call in calls.items():
                 samples[name].append(self._once(call))
         return samples
 
     def _once(self, call: Callable[[], Any]) -> float:
+        inside = call if isinstance(call, _Within) else _Within(call)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(6_000_000)  # about 3 ms: the host gets ahead
-        self._line_up()
-        start.record()
-        call()
-        end.record()
+        with inside.around():
+            torch.cuda._sleep(6_000_000)  # about 3 ms: the host gets ahead
+            self._line_up()
+            start.record()
+            inside.call()
+            end.record()
         end.synchronize()
         return self._worst(start.elapsed_time(end))
 
@@ -449,18 +494,22 @@ def _context_parallel(tensors: list[Tensor], both: bool, rotate: str = "allgathe
     import torch.distributed as dist
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    on_gpu = tensors[0].is_cuda
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cuda" if on_gpu else "cpu", (ranks,))
     q, k, v, do = (x.transpose(1, 2).contiguous() for x in tensors)
     leaves = [x.detach().requires_grad_(both) for x in (q, k, v)]
-    if leaves[0].shape[2] * dist.get_world_size() % (2 * dist.get_world_size()):
-        raise HardwareError("it needs twice as many chunks as ranks of equal length")
 
     def call() -> tuple[Tensor, ...]:
-        set_rotate_method(rotate)
-        # no buffers: the shards are cut already
-        with context_parallel(mesh, buffers=[], buffer_seq_dims=[]), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION if on_gpu else SDPBackend.FLASH_ATTENTION):
             o = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
             grads = torch.autograd.grad(o, leaves, do) if both else ()
         return o.detach().transpose(1, 2), *(g.transpose(1, 2) for g in grads)
 
-    return call
+    def around() -> Any:
+        set_rotate_method(rotate)
+        # the shards are cut already: something small, so that the context has a buffer to cut
+        nothing = torch.zeros(2 * ranks, device=tensors[0].device)
+        return context_parallel(mesh, buffers=[nothing], buffer_seq_dims=[0], no_restore_buffers={nothing})
+
+    return _Within(call, around)

@@ -30,7 +30,7 @@ _ALL = (
         name="scaling",
         title="Weak and strong scaling on the GPUs of one machine, next to torch's context parallel",
         list_cases=distributed.scaling_cases,
-        build_case=partial(distributed.build, names=distributed.SCALING),
+        build_case=partial(distributed.build, names=distributed.scaling_names),
     ),
     SimpleExperiment(
         name="overlap",
@@ -42,7 +42,7 @@ _ALL = (
         name="memory",
         title="Peak memory beyond the shards, per GPU",
         list_cases=distributed.memory_cases,
-        build_case=partial(distributed.build, names=distributed.MEMORY, memory=True),
+        build_case=partial(distributed.build, names=distributed.memory_names, memory=True),
     ),
     SimpleExperiment(
         name="schedules",

@@ -88,13 +88,21 @@ class Plain:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
-@pytest.mark.parametrize("mask", [{"causal": True}, {}, {"window_size": (20, 0)}], ids=["causal", "full", "window"])
+@pytest.mark.parametrize(
+    ("layout", "mask"),
+    [
+        ("zigzag", {"causal": True}),
+        ("striped", {"causal": True}),
+        ("zigzag", {}),
+        ("contiguous", {"window_size": (20, 0)}),
+    ],
+    ids=["zigzag", "striped", "full", "window"],
+)
 def test_sums_that_travel_two_steps_come_home(ranks: int, layout: str, mask: dict, monkeypatch):
     monkeypatch.setattr(hopper_backward, "Gradients", Plain)
     monkeypatch.setattr(hopper_backward, "sum_size", lambda k: 2 * k.numel())
     generator = torch.Generator().manual_seed(ranks)
-    q, k, v, do = (torch.randn(2, 70, h, 8, generator=generator, dtype=torch.float64) for h in (4, 2, 2, 4))
+    q, k, v, do = (torch.randn(1, 50, h, 4, generator=generator, dtype=torch.float64) for h in (2, 1, 1, 2))
     options = {"ranks": ranks, "layout": layout, "do": do, **mask}
     expected = simulate_attention(q, k, v, **options)
     monkeypatch.setattr(ring_backward, "refuse", lambda *_: None)

@@ -22,7 +22,8 @@ def to_heads(
     transport: Transport,
     wire: torch.dtype | None = None,
 ) -> list[Tensor]:
-    """Each (batch, rows, heads, dim) becomes (batch, len(ranks) * rows, share, dim), in one all-to-all where head_dim is one.
+    """Each (batch, rows, heads, dim) becomes (batch, len(ranks) * rows, share, dim), in one all-to-all
+    (one each where head_dim differs).
 
     `order` arranges the rows that came together, as `block_runs` gives it.
     """
