@@ -11,6 +11,8 @@ import importlib
 from typing import Any
 
 _WHERE = {
+    "causal_conv1d_fn": "causal_conv1d",
+    "causal_conv1d_update": "causal_conv1d",
     "chunk_delta_rule": "delta",
     "chunk_gated_delta_rule": "delta",
     "chunk_linear_attn": "linear",

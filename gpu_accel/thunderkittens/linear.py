@@ -41,7 +41,8 @@ def choose(x: Tensor, backend: str, checked: bool | None = None) -> str:
 
     _need(backend in BACKENDS, f"backend is {backend!r}; choose one of {', '.join(BACKENDS)}")
     if backend == "auto":
-        backend = "portable" if x.is_cuda and (GPU_CHECKED if checked is None else checked) and x.dtype in _KERNEL_DTYPES else "reference"
+        checked = GPU_CHECKED if checked is None else checked
+        backend = "portable" if x.is_cuda and checked and x.dtype in _KERNEL_DTYPES else "reference"
     if backend == "portable":
         if x.dtype not in _KERNEL_DTYPES:
             raise UnsupportedError(f"the kernels take bfloat16, float16 and float32, got {x.dtype}; use 'reference'")

@@ -7,6 +7,7 @@ import torch
 
 from gpu_accel.testing import assert_close_to_truth, generator
 from gpu_accel.thunderkittens import elements, linear, reference, rows
+from gpu_accel.thunderkittens.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from gpu_accel.thunderkittens.delta import delta_rule
 from gpu_accel.thunderkittens.mamba2 import mamba_chunk_scan_combined
 
@@ -126,6 +127,31 @@ def test_delta_rule_of_packed_sequences():
         return lambda q, k, v, beta, g: delta_rule(q, k, v, beta, g=g, cu_seqlens=cu, backend=backend)
 
     judge(["o", "states", "dq", "dk", "dv", "dbeta", "dg"], function, tensors, grads)
+
+
+@pytest.mark.parametrize("innermost", ["steps", "channels"])
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+def test_causal_conv1d(dtype, innermost):
+    x, weight, bias = (randn(*s, seed=n, dtype=dtype) for n, s in ((1, (2, 515, 300)), (2, (300, 4)), (3, (300,))))
+    state = randn(2, 300, 3, seed=4, dtype=dtype)
+
+    def function(backend):
+        def call(x, w, b, h):
+            x = x.transpose(1, 2) if innermost == "channels" else x.transpose(1, 2).contiguous()
+            return causal_conv1d_fn(x, w, b, None, h, activation="silu", backend=backend)
+
+        return call
+
+    judge(["y", "dx", "dw", "db", "dh"], function, [x, weight, bias, state], [randn(2, 300, 515, seed=5)])
+    x = x.transpose(1, 2)
+    whole = causal_conv1d_fn(x, weight, bias, activation="silu", backend="portable")
+    ring, shifted = (torch.zeros(2, 300, 5, dtype=dtype, device="cuda") for _ in range(2))
+    for t in range(9):
+        seen = torch.full((2,), t, dtype=torch.int32, device="cuda")
+        a = causal_conv1d_update(x[..., t], ring, weight, bias, "silu", seen, backend="portable")
+        b = causal_conv1d_update(x[..., t], shifted, weight, bias, "silu", backend="portable")
+        assert torch.equal(a, b)
+        torch.testing.assert_close(a, whole[..., t])
 
 
 def test_offsets_beyond_two_to_the_31():

@@ -2,6 +2,7 @@
 
 python compile_kernels.py chunked bf16-128-128,fp16-64-128-packed     forward and backward, gates, weights, K-V
 python compile_kernels.py delta bf16-128-128,fp16-64-128              the delta rule, forward and backward
+python compile_kernels.py conv bf16-4096                              short causal convolutions
 python compile_kernels.py rows bf16-4096,fp32-65536                   norms, softmax, rotary, gated activations
 """
 
@@ -57,6 +58,19 @@ def delta(dtype: torch.dtype, key_dim: int, value_dim: int, packed: bool) -> Non
     ops.delta_backward_op._init_fn(v, state, q, q, v, g, g, state, cu, 0.1, 64)
 
 
+def conv(dtype: torch.dtype, dim: int) -> None:
+    from gpu_accel.thunderkittens import causal_conv1d as ops
+
+    w, b, seq = torch.empty(dim, 4, dtype=dtype), torch.empty(dim, dtype=dtype), torch.zeros(2, 999, dtype=torch.int32)
+    rows, h = torch.zeros(2, dtype=torch.int32), torch.empty(2, dim, 3, dtype=dtype)
+    for x in (torch.empty(2, dim, 999, dtype=dtype), torch.empty(2, 999, dim, dtype=dtype).transpose(1, 2)):
+        for options in ((w, b, h, None, True), (w, None, None, seq, False)):
+            ops.conv_op._init_fn(x, *options)
+            ops.conv_backward_op._init_fn(x, x, *options)
+    for lengths, indices in ((None, None), (rows, rows)):
+        ops.update_op._init_fn(x[..., :1], h, w, b, lengths, indices, True)
+
+
 def rows_of(dtype: torch.dtype, width: int) -> None:
     """Norms with all that they can do, and with nothing; softmax, rotary, gated activations."""
     from gpu_accel.thunderkittens import elements as e
@@ -84,6 +98,8 @@ if __name__ == "__main__":
             kind, *sizes = label.split("-")
             if sys.argv[1] == "rows":
                 rows_of(DTYPES[kind], int(sizes[0]))
+            elif sys.argv[1] == "conv":
+                conv(DTYPES[kind], int(sizes[0]))
             else:
                 of = delta if sys.argv[1] == "delta" else chunked
                 of(DTYPES[kind], int(sizes[0]), int(sizes[1]), "packed" in sizes)

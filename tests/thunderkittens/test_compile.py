@@ -50,6 +50,13 @@ def test_delta_rule(names):
 
 
 @pytest.mark.slow
+def test_short_convolutions():
+    rows = compiled("conv", "bf16-4096")
+    assert len(rows) == 2 * 4 + 2
+    assert not any(row["spills"] for row in rows), rows
+
+
+@pytest.mark.slow
 def test_rows():
     rows = compiled("rows", "bf16-4096,fp32-65536")
     assert len(rows) == 2 * 16

@@ -1,0 +1,173 @@
+"""Short causal convolutions, one filter a channel, in plain Triton: what Mamba has before its scan.
+
+    pre[t] = bias + sum over w of weight[w] x[t - (WIDTH - 1 - w)]        y = pre, or silu(pre)
+
+A program has a tile of steps and channels. It loads x once a tap: the same lines again, from L1. The backward computes
+pre anew for every tap that it needs, instead of writing its gradient to memory in between; the gradients of the
+filters are sums over steps, a part a program, which are added up afterwards in the same order every time.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _at(x, initial, t, cols, in_dim, x_t, x_c, i_t, i_c, seqlen, WIDTH: tl.constexpr, HAS_INITIAL: tl.constexpr):
+    """x[t] of a tile of channels in float32; before the sequence the initial states, or zeros."""
+    inside = ((t >= 0) & (t < seqlen))[:, None] & in_dim
+    value = tl.load(x + t.to(tl.int64)[:, None] * x_t + cols[None, :] * x_c, mask=inside, other=0.0).to(tl.float32)
+    if HAS_INITIAL:
+        early = ((t < 0) & (t > -WIDTH))[:, None] & in_dim
+        place = (t + (WIDTH - 1))[:, None] * i_t + cols[None, :] * i_c
+        value += tl.load(initial + place, mask=early, other=0.0).to(tl.float32)
+    return value
+
+
+@triton.jit
+def _pre(
+    x, initial, weight, bias, seq, t, cols, in_dim, x_t, x_c, i_t, i_c, seqlen, dim,
+    WIDTH: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SEQ: tl.constexpr,
+):  # fmt: skip
+    acc = _at(x, initial, t, cols, in_dim, x_t, x_c, i_t, i_c, seqlen, WIDTH, HAS_INITIAL) * 0.0
+    for w in tl.static_range(WIDTH):
+        tap = t - (WIDTH - 1 - w)
+        value = _at(x, initial, tap, cols, in_dim, x_t, x_c, i_t, i_c, seqlen, WIDTH, HAS_INITIAL)
+        if HAS_SEQ:
+            value = tl.where(_same(seq, t, tap, seqlen)[:, None], value, 0.0)
+        acc += value * tl.load(weight + cols * WIDTH + w, mask=cols < dim, other=0.0).to(tl.float32)[None, :]
+    if HAS_BIAS:
+        acc += tl.load(bias + cols, mask=cols < dim, other=0.0).to(tl.float32)[None, :]
+    return acc
+
+
+@triton.jit
+def _same(seq, t, tap, seqlen):
+    """Whether two steps belong to one sequence."""
+    one = tl.load(seq + t, mask=(t >= 0) & (t < seqlen), other=-1)
+    other = tl.load(seq + tap, mask=(tap >= 0) & (tap < seqlen), other=-2)
+    return one == other
+
+
+@triton.jit
+def _conv_kernel(
+    x, initial, weight, bias, seq, y, x_b, x_t, x_c, i_b, i_t, i_c, y_b, y_t, y_c, seqlen, dim,
+    WIDTH: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SEQ: tl.constexpr,
+    SILU: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    batch = tl.program_id(2).to(tl.int64)
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    cols = tl.program_id(1) * BC + tl.arange(0, BC)
+    in_dim = (cols < dim)[None, :]
+    acc = _pre(
+        x + batch * x_b, initial + batch * i_b if HAS_INITIAL else initial, weight, bias,
+        seq + batch * seqlen if HAS_SEQ else seq, t, cols, in_dim, x_t, x_c, i_t, i_c, seqlen, dim,
+        WIDTH, HAS_INITIAL, HAS_BIAS, HAS_SEQ,
+    )  # fmt: skip
+    if SILU:
+        acc = acc / (1.0 + tl.exp(-acc))
+    to = y + batch * y_b + t.to(tl.int64)[:, None] * y_t + cols[None, :] * y_c
+    tl.store(to, acc.to(y.dtype.element_ty), mask=(t < seqlen)[:, None] & in_dim)
+
+
+@triton.jit
+def _conv_backward_kernel(
+    x, initial, weight, bias, seq, dy, dx, dinitial, dweight, dbias,
+    x_b, x_t, x_c, i_b, i_t, i_c, dy_b, dy_t, dy_c, seqlen, dim,
+    WIDTH: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SEQ: tl.constexpr,
+    SILU: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """dx with the strides of x, dinitial (batch, dim, WIDTH - 1), dweight (parts, dim, WIDTH) and dbias (parts, dim).
+
+    Tiles begin WIDTH - 1 steps before the sequence, where the gradients of the initial states are.
+    """
+    batch = tl.program_id(2).to(tl.int64)
+    part = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+    t = tl.program_id(0) * BT + tl.arange(0, BT) - (WIDTH - 1)
+    cols = tl.program_id(1) * BC + tl.arange(0, BC)
+    in_dim = (cols < dim)[None, :]
+    x += batch * x_b
+    dy += batch * dy_b
+    if HAS_INITIAL:
+        initial += batch * i_b
+    if HAS_SEQ:
+        seq += batch * seqlen
+    own = _at(x, initial, t, cols, in_dim, x_t, x_c, i_t, i_c, seqlen, WIDTH, HAS_INITIAL)
+    grad = own * 0.0
+    of_bias = tl.sum(grad, 0)
+    for w in tl.static_range(WIDTH):
+        later = t + (WIDTH - 1 - w)  # pre[later] has x[t] at tap w
+        inside = ((later >= 0) & (later < seqlen))[:, None] & in_dim
+        place = later.to(tl.int64)[:, None] * dy_t + cols[None, :] * dy_c
+        g = tl.load(dy + place, mask=inside, other=0.0).to(tl.float32)
+        if SILU:
+            pre = _pre(x, initial, weight, bias, seq, later, cols, in_dim, x_t, x_c, i_t, i_c, seqlen, dim, WIDTH,
+                       HAS_INITIAL, HAS_BIAS, HAS_SEQ)  # fmt: skip
+            s = 1.0 / (1.0 + tl.exp(-pre))
+            g = g * s * (1.0 + pre * (1.0 - s))
+        if HAS_BIAS and w == WIDTH - 1:
+            of_bias = tl.sum(tl.where((t >= 0)[:, None], g, 0.0), 0)
+        if HAS_SEQ:
+            g = tl.where(_same(seq, later, t, seqlen)[:, None], g, 0.0)
+        grad += g * tl.load(weight + cols * WIDTH + w, mask=cols < dim, other=0.0).to(tl.float32)[None, :]
+        to = dweight + (part.to(tl.int64) * dim + cols) * WIDTH + w
+        tl.store(to, tl.sum(g * own, 0), mask=cols < dim)
+    to = dx + batch * x_b + t.to(tl.int64)[:, None] * x_t + cols[None, :] * x_c
+    tl.store(to, grad.to(dx.dtype.element_ty), mask=((t >= 0) & (t < seqlen))[:, None] & in_dim)
+    if HAS_BIAS:
+        tl.store(dbias + part.to(tl.int64) * dim + cols, of_bias, mask=cols < dim)
+    if HAS_INITIAL:
+        to = dinitial + (batch * dim + cols[None, :]) * (WIDTH - 1) + (t + (WIDTH - 1))[:, None]
+        tl.store(to, grad, mask=(t < 0)[:, None] & in_dim)
+
+
+@triton.jit
+def _update_kernel(
+    x, state, weight, bias, lengths, indices, y, x_b, x_c, x_t, s_b, s_c, s_t, seqlen, dim, state_len,
+    WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, CIRCULAR: tl.constexpr, INDEXED: tl.constexpr, SILU: tl.constexpr,
+    BS: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """A few steps of every sequence; y (batch, dim, seqlen), contiguous. state is changed in place.
+
+    CIRCULAR: step number n lies at n modulo state_len. Otherwise the last state_len steps, the newest at the end.
+    """
+    batch = tl.program_id(1).to(tl.int64)
+    row = batch
+    if INDEXED:
+        row = tl.load(indices + batch).to(tl.int64)
+    seen = 0
+    if CIRCULAR:
+        seen = tl.load(lengths + batch).to(tl.int32)
+    x += batch * x_b
+    state += row * s_b
+    cols = tl.program_id(0) * BC + tl.arange(0, BC)
+    in_dim = cols < dim
+    for t in range(0, seqlen):
+        acc = tl.zeros((BC,), tl.float32)
+        if HAS_BIAS:
+            acc += tl.load(bias + cols, mask=in_dim, other=0.0).to(tl.float32)
+        for w in tl.static_range(WIDTH):
+            tap = t - (WIDTH - 1 - w)
+            at = (seen + tap + state_len) % state_len if CIRCULAR else state_len + tap
+            old = tl.load(state + cols * s_c + at * s_t, mask=in_dim & (tap < 0), other=0.0).to(tl.float32)
+            new = tl.load(x + cols * x_c + tap * x_t, mask=in_dim & (tap >= 0), other=0.0).to(tl.float32)
+            acc += (old + new) * tl.load(weight + cols * WIDTH + w, mask=in_dim, other=0.0).to(tl.float32)
+        if SILU:
+            acc = acc / (1.0 + tl.exp(-acc))
+        tl.store(y + (batch * dim + cols) * seqlen + t, acc.to(y.dtype.element_ty), mask=in_dim)
+    slot = tl.arange(0, BS)
+    mask = (slot < state_len)[:, None] & in_dim[None, :]
+    if CIRCULAR:
+        # the newest step that belongs into this slot, if one of the new ones does
+        behind = (seen + seqlen - 1 - slot + BS * state_len) % state_len  # of something positive
+        time = seqlen - 1 - behind
+        mask = mask & (time >= 0)[:, None]
+        kept = tl.load(x + cols[None, :] * x_c + time[:, None] * x_t, mask=mask, other=0.0).to(tl.float32)
+    else:
+        time = seqlen - state_len + slot
+        kept = tl.load(x + cols[None, :] * x_c + time[:, None] * x_t, mask=mask & (time >= 0)[:, None], other=0.0)
+        place = cols[None, :] * s_c + (state_len + time)[:, None] * s_t
+        kept = kept.to(tl.float32) + tl.load(state + place, mask=mask & (time < 0)[:, None], other=0.0).to(tl.float32)
+    tl.debug_barrier()  # every thread has read the old state
+    tl.store(state + cols[None, :] * s_c + slot[:, None] * s_t, kept.to(state.dtype.element_ty), mask=mask)

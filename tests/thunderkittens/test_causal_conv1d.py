@@ -1,0 +1,127 @@
+"""Short causal convolutions: against the formula in float64, gradients, states, packed rows, decoding step by step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gpu_accel.errors import InvalidInputError
+from gpu_accel.thunderkittens import causal_conv1d as c
+from gpu_accel.thunderkittens.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
+from tests.thunderkittens.helpers import close, randn, run
+
+
+def make(device, *, batch=2, dim=19, seqlen=70, width=4, dtype=torch.float32):
+    x = randn(batch, dim, seqlen, seed=1, dtype=dtype, device=device)
+    weight, bias = (randn(*s, seed=n, dtype=dtype, device=device) for n, s in ((2, (dim, width)), (3, (dim,))))
+    return x, weight, bias, randn(batch, dim, width - 1, seed=4, dtype=dtype, device=device)
+
+
+def judge(function, tensors, grads, names):
+    mine, truth = run(function("portable"), tensors, grads), run(function("reference"), tensors, grads, torch.float64)
+    ruler = run(function("reference"), tensors, grads)
+    for name, *three in zip(names, mine, truth, ruler, strict=True):
+        if three[0] is not None:
+            close(name, *three, narrow=tensors[0].dtype == torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_values_and_gradients(activation, dtype, device):
+    x, weight, bias, initial = make(device, dtype=dtype)
+
+    def function(backend):
+        return lambda x, w, b, h: causal_conv1d_fn(x, w, b, None, h, activation=activation, backend=backend)
+
+    judge(function, [x, weight, bias, initial], [randn(*x.shape, seed=5, device=device)], ["y", "dx", "dw", "db", "dh"])
+
+
+@pytest.mark.parametrize(
+    ("seqlen", "width"), [(1, 4), (2, 4), (65, 2), (64, 3), (0, 4)], ids=["T1", "T2", "T65-W2", "T64-W3", "T0"]
+)
+def test_lengths_and_widths(seqlen, width, device):
+    x, weight, *_ = make(device, seqlen=seqlen, width=width)
+
+    def function(backend):
+        return lambda x, w: causal_conv1d_fn(x, w, backend=backend)
+
+    judge(function, [x, weight], [randn(*x.shape, seed=5, device=device)], ["y", "dx", "dw"])
+
+
+def test_channels_innermost_and_slices(device):
+    """As Mamba has it: a transposed slice of a projection."""
+    wide = randn(2, 33, 40, seed=1, device=device)
+    weight, bias = randn(19, 4, seed=2, device=device), randn(19, seed=3, device=device)
+
+    def function(backend):
+        return lambda t, w, b: causal_conv1d_fn(t[..., 7:26].transpose(1, 2), w, b, activation="silu", backend=backend)
+
+    judge(function, [wide, weight, bias], [randn(2, 19, 33, seed=5, device=device)], ["y", "dx", "dw", "db"])
+
+
+def test_packed_rows_equal_each_alone(device):
+    x, weight, bias, _ = make(device, batch=1, seqlen=30)
+    seq = torch.tensor([[0] * 2 + [1] * 17 + [2] * 11], dtype=torch.int32, device=device)
+
+    def function(backend):
+        return lambda x, w, b: causal_conv1d_fn(x, w, b, seq, activation="silu", backend=backend)
+
+    grad = randn(*x.shape, seed=5, device=device)
+    judge(function, [x, weight, bias], [grad], ["y", "dx", "dw", "db"])
+    y = function("portable")(x, weight, bias)
+    alone = causal_conv1d_fn(x[..., 2:19], weight, bias, activation="silu", backend="portable")
+    torch.testing.assert_close(y[..., 2:19], alone)
+
+
+@pytest.mark.parametrize("backend", ["portable", "reference"])
+@pytest.mark.parametrize("ring", [False, True], ids=["shifted", "ring"])
+def test_decoding_continues_a_sequence(ring, backend, device):
+    """A prefix at once, then one step, three steps, one step: the same as all at once."""
+    x, weight, bias, _ = make(device, seqlen=20)
+    whole = causal_conv1d_fn(x, weight, bias, activation="silu", backend="reference")
+    state = torch.full((3, 19, 5), float("nan"), device=device)
+    rows = torch.tensor([2, 0], dtype=torch.int32, device=device)
+    seen = 7
+    for step in range(seen - 5, seen):
+        at = step % 5 if ring else step - (seen - 5)
+        state[rows.long(), :, at] = x[..., step]
+    for count in (1, 3, 1, 8):
+        lengths = torch.full((2,), seen, dtype=torch.int32, device=device) if ring else None
+        part = x[..., seen] if count == 1 else x[..., seen : seen + count]
+        y = causal_conv1d_update(part, state, weight, bias, "silu", lengths, rows, backend=backend)
+        torch.testing.assert_close(y.reshape(2, 19, count), whole[..., seen : seen + count])
+        seen += count
+    assert state[1].isnan().all() and not state[[0, 2]].isnan().any()
+
+
+def test_final_states(device):
+    x, weight, *_ = make(device, seqlen=9)
+    _, last = causal_conv1d_fn(x[..., :2], weight, return_final_states=True, backend="portable")
+    assert torch.equal(last, torch.cat([torch.zeros_like(x[..., :1]), x[..., :2]], -1))
+    y = causal_conv1d_fn(x[..., 2:], weight, initial_states=last, backend="portable")
+    torch.testing.assert_close(y, causal_conv1d_fn(x, weight, backend="portable")[..., 2:])
+
+
+def test_wrong_arguments_are_refused(device):
+    x, weight, bias, initial = make(device)
+    seq = torch.zeros(2, 70, dtype=torch.int32, device=device)
+    for given, message in [
+        (dict(x=x[0]), "x must be"), (dict(weight=weight[:5]), "weight must be"), (dict(bias=bias[:3]), "bias must be"),
+        (dict(activation="relu"), "activation is 'relu'"), (dict(seq_idx=seq, initial_states=initial), "seq_idx"),
+        (dict(initial_states=initial[..., :1]), "initial_states must be"),
+    ]:  # fmt: skip
+        with pytest.raises(InvalidInputError, match=message):
+            causal_conv1d_fn(**dict(x=x, weight=weight) | given)
+    with pytest.raises(InvalidInputError, match="at least width - 1"):
+        causal_conv1d_update(x[..., 0], initial[..., :2], weight)
+
+
+def test_opcheck(device):
+    x, weight, bias, initial = (t.requires_grad_() for t in make(device, seqlen=5))
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(c.conv_op, (x, weight, bias, initial, None, True), test_utils=tests)
+    torch.library.opcheck(c.conv_op, (x.detach().transpose(1, 2).contiguous().transpose(1, 2), weight.detach(), None,
+                                      None, None, False), test_utils=tests)  # fmt: skip
+    plain = [t.detach() for t in (x, weight, bias, initial)]
+    torch.library.opcheck(c.conv_backward_op, (plain[0], *plain, None, True), test_utils=tests)
+    torch.library.opcheck(c.update_op, (*plain[:1], plain[3].clone(), *plain[1:3], None, None, True), test_utils=tests)
