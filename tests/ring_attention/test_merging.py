@@ -102,7 +102,7 @@ def test_sums_that_travel_two_steps_come_home(ranks: int, layout: str, mask: dic
     monkeypatch.setattr(hopper_backward, "Gradients", Plain)
     monkeypatch.setattr(hopper_backward, "sum_size", lambda k: 2 * k.numel())
     generator = torch.Generator().manual_seed(ranks)
-    q, k, v, do = (torch.randn(1, 50, h, 4, generator=generator, dtype=torch.float64) for h in (2, 1, 1, 2))
+    q, k, v, do = (torch.randn(1, 50, h, 8, generator=generator, dtype=torch.float64) for h in (2, 1, 1, 2))
     options = {"ranks": ranks, "layout": layout, "do": do, **mask}
     expected = simulate_attention(q, k, v, **options)
     monkeypatch.setattr(ring_backward, "refuse", lambda *_: None)
