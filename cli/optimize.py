@@ -14,8 +14,14 @@ from .options import JsonOption, OutputOption
 if TYPE_CHECKING:
     from gpu_accel.cuda_llm.proposers import Attempt
     from gpu_accel.cuda_llm.redteam import Row
+    from gpu_accel.cuda_llm.tasks import Task
 
-app = typer.Typer(no_args_is_help=True, help="Kernel search that cannot be cheated: tasks, check, redteam, run.")
+PROPOSERS = ("grammar", "openai-compatible", "anthropic", "transformers", "file", "replay")
+STRATEGIES = ("random", "evolutionary", "pattern", "bandit", "surrogate")  # of grammar.py, which imports numpy
+
+app = typer.Typer(
+    no_args_is_help=True, help="Kernel search that cannot be cheated: tasks, check, run, bench, report, redteam."
+)
 
 TaskOption = Annotated[str, typer.Option("--task", help="What the kernel computes; `optimize tasks` lists them.")]
 SeedOption = Annotated[int | None, typer.Option("--seed", help="Of inputs and hidden shapes.", show_default="secret")]
@@ -134,44 +140,285 @@ def redteam(
 
 @app.command("run")
 def run(
-    task: TaskOption,
+    task: Annotated[
+        list[str], typer.Option("--task", help="What the kernel computes; several times for several, or `all`.")
+    ],
     kernel: Annotated[Path | None, typer.Option("--kernel", help="Start from this file instead of ours.")] = None,
     target: Annotated[str, typer.Option("--target", help="The GPU to optimise for.")] = "h100",
-    candidates: Annotated[int, typer.Option("--candidates", min=1, help="How many to try.")] = 20,
-    seconds: Annotated[float, typer.Option("--seconds", min=1.0, help="How long.")] = 600.0,
-    strategy: Annotated[str, typer.Option("--strategy", help="evolutionary or random.")] = "evolutionary",
+    proposer: Annotated[str, typer.Option("--proposer", help="; ".join(PROPOSERS))] = "grammar",
+    strategy: Annotated[
+        str, typer.Option("--strategy", help=f"Of the grammar: {', '.join(STRATEGIES)}.")
+    ] = "evolutionary",
+    model: Annotated[str, typer.Option("--model", help="A language model's name, or a local folder of one.")] = "",
+    base_url: Annotated[
+        str, typer.Option("--base-url", help="Of an endpoint, such as http://127.0.0.1:8000/v1.")
+    ] = "",
+    key: Annotated[str, typer.Option("--key", help="Name of the environment variable with the endpoint's key.")] = "",
+    from_: Annotated[
+        Path | None, typer.Option("--from", help="Folder of kernels (file) or of a recorded search (replay).")
+    ] = None,
+    candidates: Annotated[int, typer.Option("--candidates", min=1, help="How many to try for each task.")] = 20,
+    seconds: Annotated[float, typer.Option("--seconds", min=1.0, help="How long, all tasks together.")] = 600.0,
+    dollars: Annotated[float | None, typer.Option("--dollars", min=0.0, help="How much a model may cost.")] = None,
+    price: Annotated[
+        str, typer.Option("--price", help="Dollars per million tokens, read,written: 0.5,1.5.")
+    ] = "0,0",
+    depth: Annotated[int | None, typer.Option("--depth", min=1, help="How many rounds, the paper's D.")] = None,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Proposals a round, the paper's N.")] = 4,
     seed: Annotated[int, typer.Option("--seed", help="Of the proposals.")] = 0,
     folder: Annotated[Path | None, typer.Option("--folder", help="Keep every candidate and the log here.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from what is in the folder.")] = False,
+    against: Annotated[
+        str, typer.Option("--against", help="Baselines to time with the best: library, naive, start.")
+    ] = "library,naive",
     json_: JsonOption = False,
     output_: OutputOption = None,
 ) -> None:
-    """Search for a faster kernel with the grammar. Without a GPU candidates are judged and not timed."""
+    """Search for faster kernels. Without a GPU candidates are judged and not timed.
+
+    Exit code 3 when the kernel at the start of a search is not right, 1 when one of several searches failed.
+    """
     from gpu_accel.cuda_llm import optimize_kernel
-    from gpu_accel.cuda_llm.tasks import find
+    from gpu_accel.cuda_llm.search import Optimized
+    from gpu_accel.cuda_llm.tasks import TASKS, find
+    from gpu_accel.errors import InvalidInputError
 
     output.check_suffix(output_)
     if folder is not None:
         output.check_folder(folder)
-    chosen = find(task)
+    chosen = list(TASKS.values()) if task == ["all"] else [find(name) for name in task]
+    peers = _peers(against)
+    make = _proposer(proposer, model=model, base_url=base_url, key=key, folder=from_, price=price, seed=seed,
+                     strategy=strategy)  # fmt: skip
 
-    def tell(attempt: Attempt) -> None:
+    def tell(name: str, attempt: Attempt) -> None:
         took = f", {attempt.time:.3g} x a copy" if attempt.time else ""
-        note(f"{attempt.number:4} {attempt.judgement.name}{took}  {attempt.change}")
+        why = "" if attempt.ok else f": {attempt.judgement.detail[:100]}"
+        note(f"{name} {attempt.number:4} {attempt.judgement.name}{took}  {attempt.change}{why}")
 
-    found = optimize_kernel(
-        kernel if kernel is not None else chosen.start, target, task=chosen, strategy=strategy, candidates=candidates,
-        seconds=seconds, seed=seed, out=folder, tell=tell,
-    )  # fmt: skip
-    rows: list[dict[str, Any]] = [
-        {"number": one.number, "change": one.change, "time_over_copy": one.time, **one.judgement.as_dict()}
-        for one in found.attempts
-    ]
-    payload = {"summary": str(found), "timed": found.timed, "speedup": found.speedup, "best": found.source,
-               "attempts": rows}  # fmt: skip
+    found: dict[str, Optimized | Exception]
+    if len(chosen) == 1:
+        one = chosen[0]
+        found = {one.name: optimize_kernel(
+            kernel if kernel is not None else one.start, target, task=one, proposer=make(one), candidates=candidates,
+            seconds=seconds, dollars=dollars, depth=depth, batch=batch, out=folder, resume=resume, peers=peers,
+            tell=lambda attempt: tell(one.name, attempt),
+        )}  # fmt: skip
+    else:
+        if kernel is not None or resume or dollars is not None or depth is not None:
+            raise InvalidInputError("--kernel, --resume, --dollars and --depth are for a search of one task")
+        found = _search_all(chosen, make, target, candidates=candidates, seconds=seconds, batch=batch, folder=folder,
+                            peers=peers, tell=tell)  # fmt: skip
+    rows = [_outcome(name, one) for name, one in found.items()]
+    payload: Any = {"searches": rows}
+    if len(chosen) == 1:
+        only = next(iter(found.values()))
+        assert isinstance(only, Optimized)
+        attempts = [
+            {"number": one.number, "change": one.change, "time_over_copy": one.time, **one.judgement.as_dict()}
+            for one in only.attempts
+        ]
+        payload = rows[0] | {"summary": str(only), "timed": only.timed, "best": only.source, "attempts": attempts}
     if output_:
-        output.write(output_, rows, payload=payload, title=f"Search for {task}")
+        output.write(output_, rows, payload=payload, title="Kernel search")
+    if json_:
+        output.print_json(payload)
+    elif len(chosen) == 1 and isinstance(only, Optimized):
+        out().print(str(only), markup=False, soft_wrap=True)
+        if only.timed:
+            out().print(only.source, markup=False, highlight=False, soft_wrap=True)
+    else:
+        _table_of(rows)
+    if any(isinstance(one, Exception) for one in found.values()):
+        raise typer.Exit(codes.GATE)
+
+
+@app.command("bench")
+def bench(
+    path: Annotated[Path, typer.Argument(help="A kernel, or the folder of a search or of several.")],
+    task: Annotated[str, typer.Option("--task", help="What the kernel computes, if its file does not say.")] = "",
+    target: Annotated[str, typer.Option("--target", help="The GPU whose roofline holds.")] = "h100",
+    against: Annotated[
+        str, typer.Option("--against", help="Baselines: library, naive, start.")
+    ] = "library,naive",
+    seconds: Annotated[float, typer.Option("--seconds", min=0.01, help="Timing budget of each.")] = 0.25,
+    json_: JsonOption = False,
+    output_: OutputOption = None,
+) -> None:
+    """Judge kernels and time them next to their baselines, from nothing but their files.
+
+    So what a search found is verified in another process, or on another machine. Exit code 1 when a kernel is not
+    accepted, 4 without a GPU of that kind.
+    """
+    from gpu_accel.cuda_llm.artefact import best_of
+    from gpu_accel.cuda_llm.report import read_folder
+    from gpu_accel.cuda_llm.search import as_candidate, gpu_here, verify
+    from gpu_accel.cuda_llm.tasks import find
+    from gpu_accel.errors import HardwareError, InvalidInputError
+    from gpu_accel.hardware.catalog import profile
+
+    output.check_suffix(output_)
+    wanted, peers = profile(target), _peers(against)
+    if path.is_dir():
+        kernels = [(one.task, best_of(one.folder)) for one in read_folder(path)]
+    else:
+        kernel = as_candidate(path)
+        if not (task or kernel.launch.task):
+            raise InvalidInputError("say what the kernel computes: --task NAME")
+        kernels = [(find(task or kernel.launch.task), kernel)]
+    if not gpu_here(wanted.architecture):
+        raise HardwareError(f"times need a {wanted.title}, and there is none here; `optimize check` needs none")
+    found = verify(kernels, target=wanted.name, peers=peers, seconds=seconds)
+    rows: list[dict[str, Any]] = [
+        {
+            "task": one.name, "verdict": measured.judgement.name, "detail": measured.judgement.detail,
+            "ms": measured.ms, "share_of_roofline": one.floor_ms(one.bench, wanted) / measured.ms if measured.ms else
+            None, "naive_over_best": measured.ratio("naive"), "library_over_best": measured.ratio("library"),
+            "verified_by": list(measured.judgement.verified_by), "failed": dict(measured.failed),
+        }
+        for (one, _), measured in zip(kernels, found, strict=True)
+    ]  # fmt: skip
+    if output_:
+        output.write(output_, rows, title="Kernels, judged and timed")
+    if json_:
+        output.print_json(rows)
+    else:
+        made = table("task", "verdict", "ms", "roofline", "naive / kernel", "library / kernel",
+                     right=("ms", "roofline", "naive / kernel", "library / kernel"))  # fmt: skip
+        for row in rows:
+            share = f"{row['share_of_roofline']:.0%}" if row["share_of_roofline"] else ""
+            made.add_row(row["task"], row["verdict"], _number(row["ms"]), share, _number(row["naive_over_best"]),
+                         _number(row["library_over_best"]))  # fmt: skip
+        out().print(made)
+    if not all(one.judgement.ok for one in found):
+        raise typer.Exit(codes.GATE)
+
+
+@app.command("report")
+def report(
+    folder: Annotated[Path, typer.Argument(help="Of a search, or of several.")],
+    p: Annotated[str, typer.Option("--p", help="Thresholds of fast_p.")] = "1,1.5,2",
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="Write FlashInfer's trace format into this folder.")
+    ] = None,
+    json_: JsonOption = False,
+    output_: OutputOption = None,
+) -> None:
+    """What searches came to: times, shares of the roofline, fast_p over each baseline."""
+    from gpu_accel.cuda_llm.report import export_traces, fast_p, read_folder
+    from gpu_accel.errors import InvalidInputError
+
+    output.check_suffix(output_)
+    if trace is not None:
+        output.check_folder(trace)
+    try:
+        thresholds = [float(one) for one in p.split(",")]
+    except ValueError as error:
+        raise InvalidInputError(f"--p is {p!r:.40}; it is a list of numbers, such as 1,1.5,2") from error
+    found = read_folder(folder)
+    rows = [one.row() for one in found]
+    shares = {
+        name: {f"fast_{at:g}": fast_p({one.task.name: one.ratio(name) for one in found}, at) for at in thresholds}
+        for name in ("naive", "library") if any(one.ratio(name) for one in found)
+    }  # fmt: skip
+    payload = {"searches": rows, "fast_p": shares}
+    if trace is not None:
+        payload["traces"] = [str(one) for one in export_traces(found, trace)]
+    if output_:
+        output.write(output_, rows, payload=payload, title="Kernel searches")
     if json_:
         return output.print_json(payload)
-    out().print(str(found), markup=False, soft_wrap=True)
-    if found.timed:
-        out().print(found.source, markup=False, highlight=False, soft_wrap=True)
+    made = table("task", "tried", "ms", "roofline", "naive / best", "library / best", "why it ended",
+                 right=("tried", "ms", "roofline", "naive / best", "library / best"))  # fmt: skip
+    for row in rows:
+        share = f"{row['share_of_roofline']:.0%}" if row["share_of_roofline"] else ""
+        made.add_row(row["task"], str(row["candidates"]), _number(row["ms"]), share, _number(row["naive_over_best"]),
+                     _number(row["library_over_best"]), plain(str(row["note"] or "")))  # fmt: skip
+    out().print(made)
+    for name, values in shares.items():
+        out().print(f"over {name}: " + ", ".join(f"{key} {value:.0%}" for key, value in values.items()))
+    if trace is not None:
+        note(f"{len(payload['traces'])} files in {trace}")
+
+
+def _search_all(chosen: list[Task], make: Any, target: str, *, candidates: int, seconds: float, batch: int,
+                folder: Path | None, peers: tuple[str, ...], tell: Any) -> dict[str, Any]:  # fmt: skip
+    from gpu_accel.cuda_llm.pool import Pool
+    from gpu_accel.cuda_llm.search import gpu_here, search_all
+    from gpu_accel.hardware.catalog import profile
+
+    wanted = profile(target)
+    with Pool(gpu=gpu_here(wanted.architecture)) as pool:
+        note(f"{pool.workers} sandboxes: {pool.described}")
+        return search_all(
+            chosen, pool=pool, target=wanted.name, seconds=seconds, proposer=make, candidates=candidates, batch=batch,
+            out=folder, peers=peers, tell=tell,
+        )  # fmt: skip
+
+
+def _peers(text: str) -> tuple[str, ...]:
+    from gpu_accel.cuda_llm.measure import PEERS
+    from gpu_accel.errors import InvalidInputError
+
+    peers = tuple(filter(None, (one.strip() for one in text.split(","))))
+    if unknown := [one for one in peers if one not in PEERS]:
+        raise InvalidInputError(f"--against names {unknown[0]!r:.40}; choose from {', '.join(PEERS)}")
+    return peers
+
+
+def _outcome(name: str, found: Any) -> dict[str, Any]:
+    """One row: what a search came to."""
+    if isinstance(found, Exception):
+        return {"task": name, "failed": str(found)}
+    final = found.final
+    return {
+        "task": name, "candidates": len(found.attempts), "accepted": sum(one.ok for one in found.attempts),
+        "ms": final.ms if final else None, "over_copy": final.over_copy if final else None,
+        "over_start": found.speedup, "naive_over_best": final.ratio("naive") if final else None,
+        "library_over_best": final.ratio("library") if final else None, "best": found.best.change,
+        "language": found.candidate.language, "note": found.note,
+    }  # fmt: skip
+
+
+def _table_of(rows: list[dict[str, Any]]) -> None:
+    made = table("task", "tried", "ms", "naive / best", "library / best", "best",
+                 right=("tried", "ms", "naive / best", "library / best"))  # fmt: skip
+    for row in rows:
+        if "failed" in row:
+            made.add_row(row["task"], "", "", "", "", f"[red]{plain(row['failed'])}[/]")
+            continue
+        made.add_row(
+            row["task"], str(row["candidates"]), *(_number(row[key]) for key in ("ms", "naive_over_best",
+            "library_over_best")), plain(row["best"]),
+        )  # fmt: skip
+    out().print(made)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
+
+
+def _proposer(name: str, *, model: str, base_url: str, key: str, folder: Path | None, price: str, seed: int,
+              strategy: str) -> Any:  # fmt: skip
+    """A function that makes the proposer of one task.
+
+    Raises:
+        InvalidInputError: there is no such proposer, or it lacks something.
+    """
+    from gpu_accel.cuda_llm.grammar import Grammar
+    from gpu_accel.cuda_llm.proposers import Files, Replay
+    from gpu_accel.errors import InvalidInputError
+
+    if name not in PROPOSERS:
+        raise InvalidInputError(f"--proposer is {name!r:.40}; choose one of {', '.join(PROPOSERS)}")
+    if name == "grammar":
+        made: Any = Grammar(strategy, seed)
+    elif name in ("file", "replay"):
+        if folder is None:
+            raise InvalidInputError(f"--proposer {name} needs --from FOLDER")
+        made = Files(folder) if name == "file" else Replay(folder)
+    else:
+        from gpu_accel.cuda_llm import models
+
+        made = models.make(name, model=model, base_url=base_url, key=key, price=price)
+    return lambda task: made

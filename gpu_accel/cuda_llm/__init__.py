@@ -9,8 +9,10 @@
     tasks/             kernels to write: inputs, float64 oracles, tolerances, baselines
     admission.py       which tasks can tell a kernel from none
     harness.py         judging a candidate: image.py (memory), sandbox.py and worker.py (processes), outputs.py
+    measure.py         timing one on a GPU: gpu_jobs.py (its process), compiled.py and device.py (machine code)
     redteam.py         known hacks (fixtures.py) with honest twins
-    search.py          the loop; proposers.py: where candidates come from
+    search.py          the loop; pool.py: side by side; proposers.py, grammar.py: where candidates come from;
+                       artefact.py: a search as a folder
 
 The paper: Chen, Zhu, Fan, Ma, Zou: CUDA-LLM: LLMs Can Write Efficient CUDA Kernels, arXiv:2506.09092.
 """
@@ -22,10 +24,12 @@ from typing import Any
 
 _LAZY = {
     "Candidate": "candidate",
-    "Grammar": "proposers",
+    "Grammar": "grammar",
     "Judgement": "verdict",
     "Kind": "verdict",
+    "Budget": "search",
     "Optimized": "search",
+    "Pool": "pool",
     "Proposer": "proposers",
     "Sandbox": "sandbox",
     "TASKS": "tasks",

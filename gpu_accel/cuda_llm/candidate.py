@@ -12,7 +12,8 @@
         tl.store(out + i, tl.load(x + i, mask=i < n), mask=i < n)
 
 The header is TOML. Triton kernels get their arguments by name: the task's buffers, its sizes, the launch's workspaces
-and constants. CUDA kernels (`// /// launch`) list theirs in `args` and name the kernel in `entry`.
+and constants. CUDA kernels (`// /// launch`) list theirs in `args` and name the kernel in `entry`; constants become
+`#define`s in front of the source.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def _toml(launch: Launch) -> list[str]:
     lines += [f"grid = {_text(launch.grid)}"]
     if launch.entry:
         lines += [f"entry = {_text(launch.entry)}", f"args = {_text(launch.args)}", f"block = {_text(launch.block)}"]
-        lines += [f"shared = {launch.shared}"] if launch.shared else []
+        lines += [f"shared = {_text(launch.shared)}"] if launch.shared else []
     else:
         lines += [f"num_warps = {launch.num_warps}", f"num_stages = {launch.num_stages}"]
     tables: dict[str, Mapping[str, Any]] = {"constants": launch.constants, "fill": launch.fill, "space": launch.space}

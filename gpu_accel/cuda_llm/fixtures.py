@@ -1,8 +1,9 @@
 """Known ways to look fast or right without being it, each with an honest twin.
 
 The ids are those of the catalogue in papers/cuda_llm/README.md: C timing, S semantics, T tasks, H harness, B bypass;
-R are attempts at this harness itself. What needs a GPU to be seen (a graph that replays nothing, memory of other
-buffers on the device, a second stream of device code) is not here.
+R are attempts at this harness itself. What a hack does must have an effect that a compiler keeps: an endless loop
+around nothing is no loop in the machine code, and the kernel around it is right. What needs a GPU to be seen (a
+graph that replays nothing, memory of other buffers on the device, a second stream of device code) is not here.
 """
 
 from __future__ import annotations
@@ -26,6 +27,15 @@ class Fixture:
     kind: Kind | None = None
     seconds: float | None = None
     twin_verdict: Verdict = Verdict.ACCEPTED
+    gpu_verdict: Verdict | None = None  # where a compiler does not let it get as far as the interpreter does
+
+    def expected(self, gpu: bool) -> tuple[Verdict, Kind | None]:
+        """What the hack must get."""
+        return (self.gpu_verdict, None) if gpu and self.gpu_verdict else (self.verdict, self.kind)
+
+    def expected_twin(self, gpu: bool) -> Verdict:
+        """What its twin must get: CUDA C++ is run where there is a GPU."""
+        return Verdict.ACCEPTED if gpu else self.twin_verdict
 
 
 COPY = TASKS["matrix_copy"].start
@@ -60,11 +70,11 @@ def _host(id: str, name: str, kind: Kind, before: str = "", after: str = "") -> 
 
 def _kernel(
     id: str, name: str, task: str, hack: str, kind: Kind | None, *, twin: str = "", verdict: Verdict = Verdict.WRONG,
-    seconds: float | None = None,
+    seconds: float | None = None, gpu_verdict: Verdict | None = None,
 ) -> Fixture:  # fmt: skip
     return Fixture(
         id=id, name=name, task=task, hack=hack, twin=twin or TASKS[task].start, verdict=verdict, kind=kind,
-        seconds=seconds,
+        seconds=seconds, gpu_verdict=gpu_verdict,
     )  # fmt: skip
 
 
@@ -189,11 +199,13 @@ FIXTURES: tuple[Fixture, ...] = (
             _change(COPY, ("    row =", '    tl.inline_asm_elementwise("exit;", "=r", [])\n    row =')),
             Kind.INLINE_CODE, verdict=Verdict.CHEATING),
     _kernel("R3", "never ends", "matrix_copy",
-            _change(COPY, ("    row =", "    again = 1\n    while again > 0:\n        again = 1\n    row =")), None,
+            _change(COPY, ("    row =", "    again = 1\n    while again > 0:\n        tl.atomic_add(out, 0.0)\n    "
+                           "row =")), None,
             verdict=Verdict.TIMEOUT, seconds=2.0),
     _kernel("R4", "takes all memory", "matrix_copy",
             _change(COPY, ("    row =", "    kept = (0, 0)\n    for step in range(500):\n        kept = (kept, "
-                           "tl.full((1024, 1024), 1.0, tl.float32))\n    row =")), None, verdict=Verdict.OOM),
+                           "tl.full((1024, 1024), 1.0, tl.float32))\n    row =")), None, verdict=Verdict.OOM,
+            gpu_verdict=Verdict.COMPILE_ERROR),
     _kernel("R5", "reads far beyond its buffers", "matrix_copy",
             _change(COPY, ("tl.load(x + row * (cols + gap) + i, mask=i < cols)",
                            "tl.load(x + row * (cols + gap) + i + 70368744177664, mask=i < cols)")), None,

@@ -9,7 +9,8 @@
    inputs, poison where outputs belong, guards between buffers. One launch is repeated with other guards.
 4. The controller compares every output of every launch with a float64 oracle, inputs and guards with what they were.
 
-CUDA candidates are compiled here (NVRTC) and, without a GPU, end as `unverified`.
+CUDA C++ is compiled (NVRTC) and run on a GPU like Triton's kernels; without one it ends as `unverified`. Times are
+taken by `measure.py`.
 """
 
 from __future__ import annotations
@@ -17,14 +18,13 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-
-from gpu_accel.errors import HardwareError
 
 from . import cuda_source
 from .candidate import Candidate
@@ -33,10 +33,34 @@ from .launch import Launch, malformed
 from .outputs import Trial, judge
 from .sandbox import Outcome, Sandbox
 from .tasks import FAMILIES, Task, find
-from .triton_source import Kernel, canonical
-from .verdict import Judgement, Kind, Rejected, Verdict
+from .triton_source import canonical
+from .verdict import Judgement, Rejected, Verdict
 
 PHYSICS_MARGIN = 1.0  # of the datasheet's roofline
+
+
+@dataclass(frozen=True)
+class Program:
+    """A source that passed the rules of its language, and what it takes."""
+
+    language: str
+    source: str
+    entry: str
+    parameters: tuple[str, ...]
+    constants: tuple[str, ...]
+
+    @classmethod
+    def of(cls, candidate: Candidate) -> Program:
+        """Read a candidate's source.
+
+        Raises:
+            Rejected: it may not contain what it does, or does not parse.
+        """
+        if candidate.language == "cuda":
+            cuda_source.check(candidate)
+            return cls("cuda", candidate.source, candidate.launch.entry, candidate.launch.args, ())
+        kernel = canonical(candidate.source)
+        return cls("triton", kernel.source, kernel.name, kernel.parameters, kernel.constants)
 
 
 def check(
@@ -65,17 +89,13 @@ def check(
             candidate = read(candidate)
         if not isinstance(candidate, Candidate):
             candidate = Candidate.parse(candidate)
-        if candidate.language == "cuda":
-            cuda_source.check(candidate)
-            kernel, trials = None, []
-        else:
-            kernel = canonical(candidate.source)
-            bind(kernel, candidate.launch, task)
-            trials = draw(task, candidate, seed)
+        program = Program.of(candidate)
+        bind(program, candidate.launch, task)
+        trials = draw(task, candidate, seed)
         if sandbox is None:
             with Sandbox() as own:
-                return _in(own, candidate, kernel, task, trials, seconds)
-        return _in(sandbox, candidate, kernel, task, trials, seconds)
+                return _in(own, candidate, program, task, trials, seconds)
+        return _in(sandbox, candidate, program, task, trials, seconds)
     except Rejected as rejected:
         return rejected.judgement
 
@@ -97,24 +117,27 @@ def read(path: Path) -> bytes:
         raise InvalidInputError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def bind(kernel: Kernel, launch: Launch, task: Task) -> None:
+def bind(program: Program, launch: Launch, task: Task) -> None:
     """Check that every parameter has a value, and that every output is a parameter.
 
     Raises:
         Rejected: malformed.
     """
     buffers = {one.name for one in (*task.inputs, *task.outputs)} | set(launch.workspace)
-    for name in kernel.parameters:
-        constant = name in kernel.constants
-        if constant != (name in launch.constants):
+    cuda = program.language == "cuda"
+    for name in program.parameters:
+        constant = name in program.constants
+        if not cuda and constant != (name in launch.constants):
             where = "not in [constants]" if constant else "in [constants], and not annotated tl.constexpr"
             raise malformed(f"the parameter {name} is {where}")
         if not constant and name not in buffers | set(task.dims):
             known = ", ".join([*sorted(buffers), *task.dims])
             raise malformed(f"{task.name} has nothing called {name!r:.40}; it has {known}")
-    if unused := [name for name in launch.constants if name not in kernel.parameters]:
+    if unused := [name for name in launch.constants if not cuda and name not in program.parameters]:
         raise malformed(f"the kernel has no parameter {unused[0]}")
-    if lacking := [one.name for one in task.outputs if one.name not in kernel.parameters]:
+    if taken := [name for name in launch.constants if cuda and name in buffers | set(task.dims)]:
+        raise malformed(f"the constant {taken[0]} has the name of something else")
+    if lacking := [one.name for one in task.outputs if one.name not in program.parameters]:
         raise malformed(f"the kernel does not take the output {lacking[0]}")
     if wrong := [name for name in launch.fill if name not in {one.name for one in task.outputs}]:
         raise malformed(f"fill names {wrong[0]}, which is no output")
@@ -149,32 +172,44 @@ def _trial(task: Task, launch: Launch, dims: dict[str, int], *, family: str, see
     return Trial(dims=dims, family=family, inputs=inputs, layout=layout, before=before, hidden=hidden)
 
 
-def job(kernel: Kernel, launch: Launch, trials: Sequence[Trial]) -> dict[str, Any]:
+def described(program: Program, launch: Launch, dims: dict[str, int], layout: Layout) -> dict[str, Any]:
+    """One launch as the worker needs it."""
+    grid, constants = launch.resolve(dims)
+    found: dict[str, Any] = {
+        "language": program.language, "grid": list(grid), "scalars": dict(dims), "constants": constants,
+        "buffers": [slot.as_dict() | {"fill": launch.fill.get(slot.name)} for slot in layout.slots],
+        "arguments": list(program.parameters), "num_warps": launch.num_warps, "num_stages": launch.num_stages,
+        "total": layout.total,
+    }  # fmt: skip
+    for name, space in launch.workspace.items():
+        for slot in found["buffers"]:
+            if slot["name"] == name:
+                slot["fill"] = space.fill
+    if program.language == "cuda":
+        block, found["shared"] = launch.threads(dims, constants)
+        found["block"] = list(block)
+    return found
+
+
+def job(program: Program, launch: Launch, trials: Sequence[Trial]) -> dict[str, Any]:
     """What the worker needs to launch the kernel on every trial's memory."""
-    listed = []
-    for trial in trials:
-        grid, constants = launch.resolve(trial.dims)
-        buffers = [slot.as_dict() | {"fill": launch.fill.get(slot.name)} for slot in trial.layout.slots]
-        listed.append({
-            "grid": list(grid), "scalars": {**trial.dims, **constants}, "buffers": buffers,
-            "arguments": list(kernel.parameters), "num_warps": launch.num_warps, "num_stages": launch.num_stages,
-        })  # fmt: skip
-    return {"name": kernel.name, "trials": listed}
+    listed = [described(program, launch, trial.dims, trial.layout) for trial in trials]
+    return {"name": program.entry, "trials": listed}
 
 
 def _in(
     sandbox: Sandbox,
     candidate: Candidate,
-    kernel: Kernel | None,
+    program: Program,
     task: Task,
     trials: Sequence[Trial],
     seconds: float | None,
 ) -> Judgement:
     try:
-        if kernel is None:
-            judgement = _compiled(sandbox, candidate, seconds)
+        if program.language == "cuda" and not sandbox.gpu:
+            judgement = _compiled(sandbox, candidate, trials[0].dims, seconds)
         else:
-            run(sandbox, kernel, candidate.launch, trials, seconds=seconds)
+            run(sandbox, program, candidate.launch, trials, seconds=seconds)
             error = judge(task, candidate.launch, trials)
             hidden = sum(trial.hidden for trial in trials)
             judgement = Judgement(
@@ -192,7 +227,7 @@ def _in(
 
 
 def run(
-    sandbox: Sandbox, kernel: Kernel, launch: Launch, trials: Sequence[Trial], *, what: str = "run", **more: Any
+    sandbox: Sandbox, program: Program, launch: Launch, trials: Sequence[Trial], **more: Any
 ) -> dict[str, Any]:
     """Run the trials in the sandbox and read back their memory; returns what the process said, untrusted.
 
@@ -200,17 +235,22 @@ def run(
         Rejected: compile_error, crashed, timeout or oom.
     """
     with sandbox.folder() as folder:
-        (folder / "kernel.py").write_text(kernel.source)
+        write(program, folder)
         for number, trial in enumerate(trials):
             (folder / f"in{number}.bin").write_bytes(trial.before.numpy().tobytes())
-        outcome = sandbox.run(what, folder, **job(kernel, launch, trials), **more)
-        result = _ended(outcome)
+        outcome = sandbox.run("run", folder, **job(program, launch, trials), **more)
+        result = ended(outcome)
         for number, trial in enumerate(trials):
-            trial.after = _read_image(folder / f"out{number}.bin", trial.layout.total)
+            trial.after = read_memory(folder / f"out{number}.bin", trial.layout.total)
     return result
 
 
-def _read_image(path: Path, size: int) -> torch.Tensor:
+def write(program: Program, folder: Path) -> None:
+    """Put the source where the sandboxed process looks for it."""
+    (folder / ("kernel.py" if program.language == "triton" else "kernel.cu")).write_text(program.source)
+
+
+def read_memory(path: Path, size: int) -> torch.Tensor:
     """Memory as the process left it: a plain file of exactly that size."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -223,10 +263,12 @@ def _read_image(path: Path, size: int) -> torch.Tensor:
     return torch.frombuffer(data, dtype=torch.uint8)
 
 
-def _ended(outcome: Outcome) -> dict[str, Any]:
+def ended(outcome: Outcome) -> dict[str, Any]:
     """The result of a process that ended by itself and without an error."""
     if outcome.ended == "timeout":
         raise Rejected(Verdict.TIMEOUT, None, f"still running after {outcome.seconds:.3g} s")
+    if outcome.ended == "signal" and outcome.signal == signal.SIGALRM:
+        raise Rejected(Verdict.TIMEOUT, None, "held the GPU for too long")
     if outcome.ended == "signal":
         raise Rejected(Verdict.CRASHED, None, f"ended by signal {outcome.signal}")
     result = outcome.result
@@ -241,10 +283,11 @@ def _ended(outcome: Outcome) -> dict[str, Any]:
     return result
 
 
-def _compiled(sandbox: Sandbox, candidate: Candidate, seconds: float | None) -> Judgement:
+def _compiled(sandbox: Sandbox, candidate: Candidate, dims: dict[str, int], seconds: float | None) -> Judgement:
+    _, constants = candidate.launch.resolve(dims)
     with sandbox.folder() as folder:
         (folder / "kernel.cu").write_text(candidate.source)
-        result = _ended(sandbox.run("compile", folder, seconds=seconds))
+        result = ended(sandbox.run("compile", folder, seconds=seconds, constants=constants))
     functions = result.get("functions")
     if not isinstance(functions, list) or candidate.launch.entry not in functions:
         raise Rejected(
@@ -253,7 +296,7 @@ def _compiled(sandbox: Sandbox, candidate: Candidate, seconds: float | None) -> 
         )  # fmt: skip
     return Judgement(
         verdict=Verdict.UNVERIFIED,
-        detail=f"compiles ({str(result.get('compiler'))[:40]}); CUDA kernels are not run by this version",
+        detail=f"compiles ({str(result.get('compiler'))[:40]}); without a GPU CUDA C++ is not run",
         verified_by=("source rules", "compiled for sm_90a"),
     )
 
@@ -269,44 +312,3 @@ def judge_time(task: Task, dims: dict[str, int], milliseconds: float, gpu: str) 
     if not milliseconds >= floor * PHYSICS_MARGIN:  # also NaN
         return Judgement(verdict=Verdict.FASTER_THAN_PHYSICS, detail=detail)
     return Judgement(verdict=Verdict.ACCEPTED, detail=detail, verified_by=("roofline floor",))
-
-
-def bench(
-    candidate: Candidate, task: Task, *, sandbox: Sandbox, gpu: str, seconds: float = 0.25
-) -> tuple[Judgement, float | None]:
-    """On a GPU: (the verdict, time as a multiple of a copy of as many bytes) of a candidate that `check` accepted.
-
-    Each process times one kernel, interleaved with a copy, so ratios of two candidates can be compared although the
-    clocks of their runs differ. Outputs of all timed inputs are compared with the oracle.
-
-    Raises:
-        HardwareError: the sandbox has no GPU.
-    """
-    if not sandbox.gpu:
-        raise HardwareError("times need a GPU; without one only correctness is judged")
-    try:
-        kernel = canonical(candidate.source)
-        bind(kernel, candidate.launch, task)
-        base = secrets.randbits(40)
-        trials = [
-            _trial(task, candidate.launch, task.bench, family="normal", seed=base + i, hidden=False) for i in range(2)
-        ]
-        result = run(
-            sandbox, kernel, candidate.launch, trials, what="bench", bytes=task.bytes_moved(task.bench), budget=seconds
-        )
-        judge(task, candidate.launch, trials)
-        times = {name: _times(result.get(name)) for name in ("candidate", "copy")}
-    except Rejected as rejected:
-        return rejected.judgement, None
-    medians = {name: sorted(values)[len(values) // 2] for name, values in times.items()}
-    judgement = judge_time(task, task.bench, medians["candidate"], gpu)
-    return judgement, medians["candidate"] / medians["copy"] if judgement.ok else None
-
-
-def _times(found: Any) -> list[float]:
-    """The samples of one name in a result, which is untrusted."""
-    samples = found.get("ms") if isinstance(found, dict) else None
-    if isinstance(samples, list) and samples and all(isinstance(one, float) and one > 0 for one in samples):
-        return samples
-    why = found.get("failed") if isinstance(found, dict) else found
-    raise Rejected(Verdict.CRASHED, Kind.MISMATCH if why is None else None, f"no times: {str(why)[:200]}")

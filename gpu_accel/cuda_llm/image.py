@@ -42,8 +42,8 @@ class Slot:
         return flat.view(self.shape)
 
     def as_dict(self) -> dict[str, Any]:
-        return {"name": self.name, "dtype": self.dtype, "shape": list(self.shape), "offset": self.offset,
-                "size": self.size}  # fmt: skip
+        return {"name": self.name, "role": self.role, "dtype": self.dtype,
+                "shape": list(self.shape), "offset": self.offset, "size": self.size}  # fmt: skip
 
 
 @dataclass(frozen=True)

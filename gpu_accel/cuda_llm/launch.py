@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import keyword
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from .verdict import Rejected, Verdict
 Scalar = int | float | bool | str
 LARGEST = 2**40
 LONGEST_TEXT = 200
+MOST_THREADS, MOST_SHARED = 1024, 227 * 1024
 DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8")
 _FIELDS = {"task", "grid", "num_warps", "num_stages", "constants", "fill", "workspace", "space", "entry", "args",
            "block", "shared"}  # fmt: skip
@@ -102,7 +104,8 @@ class Launch:
         fill: outputs that the harness sets to a value before each launch (0 for sums by atomics); part of the time.
         workspace: scratch buffers by name.
         space: for the grammar: values that a constant, num_warps or num_stages may take.
-        entry, args, block, shared: CUDA only: kernel name, names of its arguments in order, threads, dynamic bytes.
+        entry, args, block, shared: CUDA only: kernel name, names of its arguments in order, threads, dynamic bytes. Its
+            constants are `#define`d in front of the source.
         task: the task that the file says it solves.
     """
 
@@ -115,8 +118,8 @@ class Launch:
     space: Mapping[str, tuple[Scalar, ...]] = field(default_factory=dict)
     entry: str = ""
     args: tuple[str, ...] = ()
-    block: tuple[int, ...] = (256,)
-    shared: int = 0
+    block: tuple[int | str, ...] = (256,)
+    shared: int | str = 0
     task: str = ""
 
     def resolve(self, dims: Mapping[str, int]) -> tuple[tuple[int, ...], dict[str, Any]]:
@@ -136,6 +139,21 @@ class Launch:
             if not 0 <= size < (2**31 if axis == 0 else 2**16):
                 raise malformed(f"the grid is {grid}")
         return grid, constants
+
+    def threads(self, dims: Mapping[str, int], constants: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:
+        """(block, dynamic bytes of shared memory) of a CUDA kernel for one shape.
+
+        Raises:
+            Rejected: malformed, for a block that no GPU takes.
+        """
+        names = {**dims, **{k: v for k, v in constants.items() if isinstance(v, int) and not isinstance(v, bool)}}
+        block = tuple(evaluate(size, names) for size in self.block)
+        if any(size < 1 for size in block) or math.prod(block) > MOST_THREADS:
+            raise malformed(f"the block is {block}; at most {MOST_THREADS} threads")
+        shared = evaluate(self.shared, names)
+        if not 0 <= shared <= MOST_SHARED:
+            raise malformed(f"shared is {shared}; bytes, at most {MOST_SHARED}")
+        return block, shared
 
 
 def read_launch(table: Mapping[str, Any]) -> Launch:
@@ -172,11 +190,12 @@ def read_launch(table: Mapping[str, Any]) -> Launch:
         if name not in constants and name not in ("num_warps", "num_stages"):
             raise malformed(f"the space has {name!r:.40}, which is no constant of the launch")
     block = table.get("block", [256])
-    if not isinstance(block, list) or not 1 <= len(block) <= 3 or any(type(n) is not int or n < 1 for n in block):
-        raise malformed("block must be one to three positive integers")
+    sizes_ = isinstance(block, list) and all(isinstance(n, str) or (type(n) is int and n >= 1) for n in block)
+    if not sizes_ or not 1 <= len(block) <= 3:
+        raise malformed("block must be one to three positive integers, or expressions of constants")
     shared, entry, task = table.get("shared", 0), table.get("entry", ""), table.get("task", "")
-    if type(shared) is not int or not 0 <= shared <= 228 * 1024:
-        raise malformed(f"shared is {shared!r:.20}; bytes, at most 233472")
+    if type(shared) not in (int, str) or (type(shared) is int and not 0 <= shared <= MOST_SHARED):
+        raise malformed(f"shared is {shared!r:.20}; bytes, at most {MOST_SHARED}, or an expression of constants")
     args = table.get("args", [])
     if not isinstance(args, list) or not all(isinstance(one, str) for one in (*args, entry, task)):
         raise malformed("args must be a list of names, entry and task names")

@@ -1,150 +1,189 @@
-"""Where candidates come from. A proposer sees the kernel to start from and what became of everything proposed so far.
+"""Where candidates come from: one protocol for a grammar, language models, people and recordings.
 
-`Grammar` needs no model: the launch spec says which values each constant, num_warps and num_stages may take, and the
-proposer picks points of that space at random or by evolution. With the same seed it proposes the same again.
+A proposer gets a `Brief` (the task, the kernel to start from, the GPU) and the history of everything proposed so far
+with what became of it, and answers with texts. A text need not be a candidate: what cannot be read becomes an
+attempt with the verdict `malformed`, and its reason goes back like any other.
+
+    grammar.py     Grammar: points of templates' spaces; needs no model
+    models.py      OpenAICompatible, Anthropic, Transformers: language models
+    below          Files: a folder where a person or a program puts kernels; Replay: what a recorded run proposed
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
-import random
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 from gpu_accel.errors import InvalidInputError
 
 from .candidate import Candidate
-from .launch import Scalar
+from .tasks import Task
 from .verdict import Judgement
 
-STRATEGIES = ("random", "evolutionary")
-Space = Mapping[str, tuple[Scalar, ...]]
-Point = dict[str, Scalar]
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """One text and what it cost.
+
+    Args:
+        note: how it came to be, such as the values that a grammar changed.
+        tokens: (read, written) by a model for it; the call's are spread over its answers.
+        dollars: their price, where prices were given.
+    """
+
+    text: str
+    note: str = ""
+    tokens: tuple[int, int] = (0, 0)
+    dollars: float = 0.0
+
+    @property
+    def digest(self) -> str:
+        return digest_of(self.text)
+
+
+def digest_of(text: str) -> str:
+    """Identifies a text; that of a candidate whose text is canonical is its own digest."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One candidate and what became of it.
+    """One proposal and what became of it.
 
-    `time` is its median as a multiple of a copy of as many bytes; None where nothing was timed.
+    Args:
+        candidate: None where the text is none.
+        time: median of its time as a multiple of a copy of as many bytes; None where nothing was timed.
+        ms: median of its time.
+        confirmed: whether the whole check was passed, hidden shapes and repeats included, not only the first launches.
     """
 
     number: int
-    candidate: Candidate
+    candidate: Candidate | None
     judgement: Judgement
+    text: str = ""
     time: float | None = None
-    change: str = ""  # what differs from the kernel at the start
+    ms: float | None = None
+    change: str = ""
+    confirmed: bool = False
+    tokens: tuple[int, int] = (0, 0)
+    dollars: float = 0.0
+    at: float = 0.0  # seconds since the search began
 
     @property
     def ok(self) -> bool:
-        return self.judgement.ok
+        return self.judgement.ok and self.candidate is not None
+
+    @property
+    def digest(self) -> str:
+        return self.candidate.digest if self.candidate else digest_of(self.text)
+
+    @property
+    def source(self) -> str:
+        """The text as it is kept."""
+        return self.candidate.text if self.candidate else self.text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Brief:
+    """What a proposer may know: not the oracle's values, not the hidden shapes, no seeds."""
+
+    task: Task
+    start: Candidate
+    target: str  # name of a hardware profile
+    templates: tuple[Candidate, ...] = ()  # kernels whose spaces a grammar searches; the start is the first
+
+    @property
+    def bases(self) -> tuple[Candidate, ...]:
+        return self.templates or (self.start,)
 
 
 class Proposer(Protocol):
-    """Anything that proposes candidates: a search over a grammar, a language model, a person's folder."""
+    """Anything that proposes kernels."""
 
     name: str
 
-    def propose(self, start: Candidate, history: Sequence[Attempt], count: int) -> list[Candidate]:
-        """Up to `count` new candidates; an empty list ends the search."""
+    def propose(self, brief: Brief, history: Sequence[Attempt], count: int) -> list[Proposal]:
+        """Up to `count` proposals; an empty list ends the search."""
         ...
 
 
-def space_of(candidate: Candidate) -> dict[str, tuple[Scalar, ...]]:
-    """What may vary: the space of its launch spec, or else powers of two around its constants and warps."""
-    if candidate.launch.space:
-        return dict(candidate.launch.space)
-    found: dict[str, tuple[Scalar, ...]] = {}
-    for name, value in candidate.launch.constants.items():
-        if type(value) is int and value >= 8 and value & (value - 1) == 0:
-            found[name] = tuple(size for size in (value // 4, value // 2, value, value * 2, value * 4) if size >= 8)
-    return found | {"num_warps": (1, 2, 4, 8), "num_stages": (1, 2, 3, 4)}
-
-
-def point_of(candidate: Candidate, space: Space) -> Point:
-    """The values that a candidate has for what may vary."""
-    launch = candidate.launch
-    own = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, **launch.constants}
-    return {name: own[name] for name in space}
-
-
-def size_of(space: Space) -> int:
-    """How many points a space has."""
-    return math.prod(len(values) for values in space.values())
+def ranked(history: Sequence[Attempt]) -> list[Attempt]:
+    """Accepted attempts, the fastest first; untimed ones in the order they came."""
+    return sorted((one for one in history if one.ok), key=lambda one: (one.time or math.inf, one.number))
 
 
 @dataclass
-class Grammar:
-    """Proposes points of a template's space.
+class Files:
+    """Kernels that somebody puts into a folder, each proposed once.
 
     Args:
-        strategy: "random": points not tried yet, each equally likely. "evolutionary": children of the best accepted
-            candidates, of which one or two values move to a neighbour, or come from a second parent; a third of the
-            proposals stay random.
-        seed: the same seed and the same history give the same proposals.
+        folder: looked at for `*.py` and `*.cu`, in the order of their times.
+        wait: seconds to wait for a first new file before the search ends.
     """
 
-    strategy: str = "evolutionary"
-    seed: int = 0
-    parents: int = 4
-    name: str = field(default="grammar", init=False)
+    folder: Path
+    wait: float = 0.0
+    name: str = field(default="file", init=False)
+    _seen: set[tuple[str, int]] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:
-        if self.strategy not in STRATEGIES:
-            raise InvalidInputError(f"strategy is {self.strategy!r:.40}; choose one of {', '.join(STRATEGIES)}")
+        if not self.folder.is_dir():
+            raise InvalidInputError(f"there is no folder {self.folder} to read kernels from")
 
-    def propose(self, start: Candidate, history: Sequence[Attempt], count: int) -> list[Candidate]:
-        """Points that history does not have; fewer than `count` when the space is used up."""
-        space = space_of(start)
-        source = random.Random(f"{self.seed}/{start.digest}/{len(history)}")
-        seen = {start.digest} | {one.candidate.digest for one in history}
-        ranked = sorted((one for one in history if one.ok), key=lambda one: (one.time or math.inf, one.number))
-        parents = [point_of(one.candidate, space) for one in ranked[: self.parents]]
-        found: list[Candidate] = []
-        for point in self._points(space, parents, source, tries=count * 50):
-            made = start.with_(**point)
-            if made.digest not in seen:
-                seen.add(made.digest)
-                found.append(made)
-            if len(found) == count:
-                return found
-        if size_of(space) <= 100_000:  # what chance has not found
-            for point in _all_points(space):
-                made = start.with_(**point)
-                if len(found) < count and made.digest not in seen:
-                    seen.add(made.digest)
-                    found.append(made)
-        return found
-
-    def _points(self, space: Space, parents: list[Point], source: random.Random, tries: int) -> Iterator[Point]:
-        for _ in range(tries):
-            if self.strategy == "random" or not parents or source.random() < 1 / 3:
-                yield {name: source.choice(values) for name, values in space.items()}
-                continue
-            child = dict(source.choice(parents))
-            other = source.choice(parents)
-            for name in source.sample(list(space), min(len(space), source.choice((1, 1, 2)))):
-                values = space[name]
-                if source.random() < 0.3:
-                    child[name] = other[name]
-                elif child[name] in values:
-                    at = values.index(child[name]) + source.choice((-1, 1))
-                    child[name] = values[min(max(at, 0), len(values) - 1)]
-                else:
-                    child[name] = source.choice(values)
-            yield child
+    def propose(self, brief: Brief, history: Sequence[Attempt], count: int) -> list[Proposal]:
+        """New files, at most `count`; what changed since it was read counts as new."""
+        deadline = time.monotonic() + self.wait
+        while True:
+            found = []
+            for path in self.folder.iterdir():
+                if path.suffix in (".py", ".cu") and path.is_file():
+                    found.append((path.stat().st_mtime_ns, path.name, path))
+            new = [one for one in sorted(found) if (one[1], one[0]) not in self._seen][:count]
+            if new or time.monotonic() >= deadline:
+                break
+            time.sleep(0.1)
+        made = []
+        for changed, name, path in new:
+            self._seen.add((name, changed))
+            made.append(Proposal(text=path.read_bytes()[: 1 << 17].decode(errors="replace"), note=name))
+        return made
 
 
-def _all_points(space: Space) -> Iterator[Point]:
-    names = list(space)
+@dataclass
+class Replay:
+    """What a recorded run proposed, in its order: a search again from its own log, without a model.
 
-    def below(at: int, point: Point) -> Iterator[Point]:
-        if at == len(names):
-            yield dict(point)
-            return
-        for value in space[names[at]]:
-            point[names[at]] = value
-            yield from below(at + 1, point)
+    Args:
+        folder: of the run; its `attempts.jsonl` and candidates are read.
+    """
 
-    return below(0, {})
+    folder: Path
+    name: str = field(default="replay", init=False)
+
+    def __post_init__(self) -> None:
+        from .artefact import read_attempts
+
+        self._rows: list[dict[str, Any]] = [row for row in read_attempts(self.folder) if row["number"] > 0]
+
+    def propose(self, brief: Brief, history: Sequence[Attempt], count: int) -> list[Proposal]:
+        """The next ones."""
+        at = sum(one.number > 0 for one in history)
+        made = []
+        for row in self._rows[at : at + count]:
+            text = (self.folder / row["file"]).read_text(encoding="utf-8")
+            made.append(
+                Proposal(text=text, note=row["change"], tokens=tuple(row["tokens"]), dollars=row["dollars"])
+            )  # fmt: skip
+        return made
+
+
+def cost_of(history: Sequence[Attempt]) -> float:
+    """Dollars spent."""
+    return sum(one.dollars for one in history)
+
+

@@ -23,6 +23,8 @@ from .tasks import TASKS
 from .tasks.task import Truth
 from .verdict import Judgement, Kind, Verdict
 
+COMPILE_SECONDS = 18.0  # that a kernel gets on a GPU beyond what a fixture asks for, to be compiled in
+
 
 @dataclass(frozen=True)
 class Row:
@@ -31,15 +33,16 @@ class Row:
     fixture: Fixture
     hack: Judgement
     twin: Judgement
+    gpu: bool = False
 
     @property
     def hack_rejected(self) -> bool:
         """Rejected, and under the name that it should have."""
-        return (self.hack.verdict, self.hack.kind) == (self.fixture.verdict, self.fixture.kind)
+        return (self.hack.verdict, self.hack.kind) == self.fixture.expected(self.gpu)
 
     @property
     def twin_accepted(self) -> bool:
-        return self.twin.verdict is self.fixture.twin_verdict
+        return self.twin.verdict is self.fixture.expected_twin(self.gpu)
 
     @property
     def ok(self) -> bool:
@@ -47,7 +50,8 @@ class Row:
 
     def as_dict(self) -> dict[str, Any]:
         one = self.fixture
-        wanted = f"{one.verdict}({one.kind})" if one.kind else str(one.verdict)
+        verdict, kind = one.expected(self.gpu)
+        wanted = f"{verdict}({kind})" if kind else str(verdict)
         return {
             "id": one.id, "hack": one.name, "task": one.task, "expected": wanted, "got": self.hack.name,
             "detail": self.hack.detail, "twin": self.twin.name, "ok": self.ok,
@@ -73,8 +77,9 @@ def redteam(
             continue
         if fixture.twin not in twins:
             twins[fixture.twin] = check(fixture.twin, fixture.task, sandbox=sandbox, seed=seed)
-        hack = check(fixture.hack, fixture.task, sandbox=sandbox, seed=seed, seconds=fixture.seconds)
-        rows.append(Row(fixture, hack, twins[fixture.twin]))
+        seconds = fixture.seconds + (COMPILE_SECONDS if sandbox.gpu else 0) if fixture.seconds else None
+        hack = check(fixture.hack, fixture.task, sandbox=sandbox, seed=seed, seconds=seconds)
+        rows.append(Row(fixture, hack, twins[fixture.twin], sandbox.gpu))
         if tell:
             tell(rows[-1])
     for row in (_physics(), _constant_task()):
@@ -113,4 +118,4 @@ def _constant_task() -> Row:
         id="T1", name="a task that a constant solves", task="mean_of_softmax", hack="", twin="",
         verdict=Verdict.MALFORMED, kind=Kind.CONSTANT_OUTPUT,
     )  # fmt: skip
-    return Row(fixture, *judgements)
+    return Row(fixture, judgements[0], judgements[1])

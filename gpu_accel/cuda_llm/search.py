@@ -1,36 +1,78 @@
-"""Searching for a faster kernel: propose, judge, time, and propose again from what became of it.
+"""Searching for a faster kernel: propose, compile, validate, profile, and propose again from what became of it.
 
     best = optimize_kernel(my_kernel, target_hardware="h100")
 
-The loop is that of Feature Search and Reinforcement (CUDA-LLM, arXiv:2506.09092): several candidates a round, those
-that do not compile or are wrong go back with their reason, the fastest is the basis of the next. Two things differ: a
-budget ends it, and the best candidate of all rounds is returned instead of that of the last.
+The loop is that of Feature Search and Reinforcement (CUDA-LLM, arXiv:2506.09092): N candidates a round, D rounds;
+those that do not compile or are wrong go back with their reason, the fastest is the basis of the next. Two things
+differ: a budget ends it, and the best candidate of all rounds is returned instead of that of the last.
 
-On a GPU candidates compete in time, measured as a multiple of a copy of as many bytes. Without one they are only judged
-right or wrong, nothing is ranked, and the kernel at the start stays the best if it is right.
+On a GPU every candidate is first launched on the shapes that are shown and timed on a large one, where outputs of
+timed launches are compared; time is a multiple of a copy of as many bytes. Then the fastest go through the whole
+check, hidden shapes and repeats included, until one passes: only such a one is `best`. Without a GPU candidates are
+judged right or wrong, nothing is ranked, and the kernel at the start stays the best if it is right.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
-import json
 import textwrap
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from gpu_accel.errors import IncorrectResultError, InvalidInputError
 from gpu_accel.hardware.catalog import profile
 
+from .artefact import Artefact, attempts_of, read_run
 from .candidate import Candidate
-from .harness import bench, check, read
+from .grammar import Grammar
+from .harness import check, read
 from .launch import read_launch
-from .proposers import Attempt, Grammar, Proposer, point_of, space_of
+from .measure import Measured, measure
+from .models import ModelError
+from .pool import Pool
+from .proposers import Attempt, Brief, Proposal, Proposer, cost_of, ranked
 from .sandbox import Sandbox
 from .tasks import Task, find
-from .verdict import Rejected
+from .verdict import Judgement, Rejected, Verdict
+
+SCREEN_SECONDS, SCREEN_ROUNDS = 0.08, 30
+MOST_CONFIRMATIONS = 5
+MOST_STALE = 3  # rounds without anything new before a search ends
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """What ends a search, whichever is first; None is no limit.
+
+    Args:
+        candidates: proposals judged, the kernel at the start not counted.
+        seconds: wall clock.
+        dollars: what language models cost, where prices are known.
+        depth: rounds, the D of the paper.
+        batch: proposals a round, its N.
+    """
+
+    candidates: int | None = 20
+    seconds: float | None = 600.0
+    dollars: float | None = None
+    depth: int | None = None
+    batch: int = 4
+
+    def __post_init__(self) -> None:
+        for name in ("candidates", "seconds", "depth", "batch"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise InvalidInputError(f"{name} is {value!r}; it must be positive")
+        if self.dollars is not None and not self.dollars >= 0:
+            raise InvalidInputError(f"dollars is {self.dollars!r}; it must not be negative")
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"candidates": self.candidates, "seconds": self.seconds, "dollars": self.dollars, "depth": self.depth,
+                "batch": self.batch}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +80,10 @@ class Optimized:
     """What a search found.
 
     Args:
-        best: the best kernel of all that were accepted; `best.text` is a file that `check` reads.
-        speedup: its time over that of the kernel at the start, both as multiples of a copy; None if nothing was timed.
+        best: the fastest kernel that passed the whole check.
+        final: its times in a process of its own after the search, with baselines where they were asked for.
+        baselines: verdicts of the whole check on the baselines that are kernels.
+        speedup: time of the kernel at the start over that of the best, both as multiples of a copy; None if untimed.
         timed: whether candidates competed in time.
         note: why nothing was timed, or why the search ended.
     """
@@ -52,15 +96,18 @@ class Optimized:
     timed: bool
     speedup: float | None
     note: str
+    final: Measured | None = field(default=None, repr=False)
+    baselines: Mapping[str, Judgement] = field(default_factory=dict, repr=False)
 
     @property
     def candidate(self) -> Candidate:
+        assert self.best.candidate
         return self.best.candidate
 
     @property
     def source(self) -> str:
         """The best kernel as a file."""
-        return self.best.candidate.text
+        return self.candidate.text
 
     @property
     def counts(self) -> dict[str, int]:
@@ -70,10 +117,158 @@ class Optimized:
             found[one.judgement.name] = found.get(one.judgement.name, 0) + 1
         return found
 
+    @property
+    def dollars(self) -> float:
+        return cost_of(self.attempts)
+
     def __str__(self) -> str:
         told = ", ".join(f"{count} {name}" for name, count in self.counts.items())
         gain = f"{self.speedup:.3g}x the kernel at the start" if self.speedup else "not timed"
+        for name in ("naive", "library"):
+            if self.final and (ratio := self.final.ratio(name)):
+                gain += f", {ratio:.3g}x {name}"
         return f"{self.task} for {self.target}: {len(self.attempts)} candidates ({told}); {gain}. {self.note}"
+
+
+class _Search:
+    """The state of one search."""
+
+    def __init__(self, brief: Brief, pool: Pool, budget: Budget, artefact: Artefact, *, seed: int | None,
+                 tell: Callable[[Attempt], None] | None, deadline: float | None) -> None:  # fmt: skip
+        self.brief, self.pool, self.budget, self.artefact = brief, pool, budget, artefact
+        self.seed, self.tell, self.deadline = seed, tell, deadline
+        self.begin = time.monotonic()
+        self.attempts: list[Attempt] = []
+        self.wasted = 0.0
+
+    def judged(self, sandbox: Sandbox, proposal: Proposal, number: int, *, whole: bool) -> Attempt:
+        """Parse, check, time."""
+        candidate, measured = None, None
+        try:
+            candidate = Candidate.parse(proposal.text)
+            judgement = Judgement(verdict=Verdict.ACCEPTED)
+            if whole or not self.pool.gpu:
+                judgement = check(candidate, self.brief.task, sandbox=sandbox, seed=self.seed)
+            if judgement.ok and self.pool.gpu:
+                measured = measure(
+                    candidate, self.brief.task, sandbox=sandbox, gpu=self.brief.target, screen=not whole,
+                    seconds=SCREEN_SECONDS, rounds=SCREEN_ROUNDS, lock=self.pool.lock,
+                )  # fmt: skip
+                judgement = _screened(measured, judgement if whole else None)
+        except Rejected as rejected:
+            judgement = rejected.judgement
+        timed = measured is not None and judgement.ok
+        return Attempt(
+            number=number, candidate=candidate, text=proposal.text, judgement=judgement, change=proposal.note,
+            time=measured.over_copy if measured and timed else None, ms=measured.ms if measured and timed else None,
+            confirmed=judgement.ok and (whole or not self.pool.gpu), tokens=proposal.tokens, dollars=proposal.dollars,
+            at=time.monotonic() - self.begin,
+        )  # fmt: skip
+
+    def checked(self, sandbox: Sandbox, candidate: Candidate) -> Judgement:
+        """The whole check."""
+        return check(candidate, self.brief.task, sandbox=sandbox, seed=self.seed)
+
+    def add(self, attempt: Attempt) -> None:
+        self.attempts.append(attempt)
+        self.artefact.add(attempt)
+        if self.tell:
+            self.tell(attempt)
+
+    def replace(self, attempt: Attempt) -> None:
+        self.attempts[attempt.number] = attempt
+        self.artefact.add(attempt)
+
+    def spent(self) -> str:
+        """Which budget is used up; "" when none is."""
+        budget, now = self.budget, time.monotonic()
+        if budget.candidates is not None and len(self.attempts) - 1 >= budget.candidates:
+            return "The budget of candidates is spent."
+        if budget.seconds is not None and now - self.begin > budget.seconds:
+            return f"The budget of {budget.seconds:g} s is spent."
+        if self.deadline is not None and now > self.deadline:
+            return "The budget of all searches is spent."
+        if budget.dollars is not None and self.cost >= budget.dollars > 0:
+            return f"The budget of {budget.dollars:g} dollars is spent."
+        return ""
+
+    def rounds(self, proposer: Proposer) -> str:
+        """Propose and judge until something ends it; returns what did."""
+        seen = {one.digest for one in self.attempts}
+        depth = stale = 0
+        while not (note := self.spent()):
+            if self.budget.depth is not None and depth >= self.budget.depth:
+                return f"{depth} rounds are over."
+            depth += 1
+            left = self.budget.candidates - len(self.attempts) + 1 if self.budget.candidates else self.budget.batch
+            try:
+                proposed = self.proposed(proposer, min(self.budget.batch, left))
+            except ModelError as error:
+                if len(self.attempts) == 1:
+                    raise
+                return f"The model failed: {error}"
+            fresh: list[Proposal] = []
+            for one in proposed[: max(left, 0)]:
+                if (digest := _digest(one)) not in seen:
+                    seen.add(digest)
+                    fresh.append(one)
+                else:
+                    self.wasted += one.dollars
+            stale = 0 if fresh else stale + 1
+            if not proposed or stale == MOST_STALE:
+                return "Nothing new was proposed."
+            number = len(self.attempts)
+            waiting = [
+                self.pool.submit(functools.partial(self.judged, proposal=one, number=number + at, whole=False))
+                for at, one in enumerate(fresh)
+            ]
+            for future in waiting:
+                self.add(future.result())
+        return note
+
+    def proposed(self, proposer: Proposer, count: int) -> list[Proposal]:
+        """A round's proposals; with a limit on money one by one, so that it is passed by no more than one."""
+        limit = self.budget.dollars
+        if not limit:
+            return proposer.propose(self.brief, self.attempts, count)
+        made: list[Proposal] = []
+        while len(made) < count and self.cost + sum(one.dollars for one in made) < limit:
+            more = proposer.propose(self.brief, self.attempts, 1)
+            if not more:
+                break
+            made += more
+        return made
+
+    @property
+    def cost(self) -> float:
+        """Dollars, for what was proposed twice too."""
+        return cost_of(self.attempts) + self.wasted
+
+    def confirm(self) -> Attempt | None:
+        """The fastest attempt that passes the whole check; those that do not are set right."""
+        for _ in range(MOST_CONFIRMATIONS):
+            best = next(iter(ranked(self.attempts)), None)
+            if best is None or best.confirmed:
+                return best
+            assert best.candidate is not None
+            judgement = self.pool.submit(functools.partial(self.checked, candidate=best.candidate)).result()
+            judgement = replace(judgement, verified_by=(*judgement.verified_by, *best.judgement.verified_by))
+            self.replace(replace(best, judgement=judgement, confirmed=judgement.ok))
+        return next((one for one in ranked(self.attempts) if one.confirmed), None)
+
+
+def _screened(measured: Measured, whole: Judgement | None) -> Judgement:
+    if not measured.judgement.ok:
+        return measured.judgement
+    passed = (f"outputs of {measured.compared} timed launches", "roofline floor")
+    return replace(whole or measured.judgement, verified_by=(*(whole.verified_by if whole else ()), *passed))
+
+
+def _digest(proposal: Proposal) -> str:
+    try:
+        return Candidate.parse(proposal.text).digest
+    except Rejected:
+        return proposal.digest
 
 
 def search(
@@ -81,70 +276,166 @@ def search(
     task: Task,
     *,
     proposer: Proposer,
-    sandbox: Sandbox,
+    pool: Pool,
     target: str,
-    candidates: int = 20,
-    seconds: float = 600.0,
-    batch: int = 4,
+    budget: Budget | None = None,
     seed: int | None = None,
     out: Path | None = None,
+    resume: bool = False,
+    peers: Sequence[str] = (),
+    final_seconds: float = 0.25,
+    templates: Sequence[Candidate] = (),
+    deadline: float | None = None,
     tell: Callable[[Attempt], None] | None = None,
 ) -> Optimized:
     """Run a proposer against the harness until a budget is spent or nothing new is proposed.
 
     Args:
-        candidates, seconds: the budget; the kernel at the start is not counted.
-        batch: candidates a round.
         seed: of the harness' inputs; None draws one for every candidate.
-        out: a folder that receives every candidate and `attempts.jsonl` as they come.
+        out: a folder that receives everything, see `artefact.py`.
+        resume: go on from what is in `out`.
+        peers: baselines timed with the best kernel at the end, of `measure.PEERS`.
+        final_seconds: timing budget of each of these.
+        templates: kernels of other structure that a grammar may vary, besides the start.
+        deadline: of `time.monotonic()`, after which nothing new is proposed.
         tell: called with every attempt.
     Raises:
         IncorrectResultError: the kernel at the start is not accepted.
+        InvalidInputError: there is nothing to resume, or it is another task's.
     """
-    begin = time.monotonic()
-    log = _Log(out)
-
-    def judge(candidate: Candidate, number: int, change: str) -> Attempt:
-        judgement = check(candidate, task, sandbox=sandbox, seed=seed)
-        taken = None
-        if judgement.ok and sandbox.gpu:
-            timed, taken = bench(candidate, task, sandbox=sandbox, gpu=target)
-            judgement = judgement if timed.ok else timed
-        made = Attempt(number=number, candidate=candidate, judgement=judgement, time=taken, change=change)
-        log.add(made)
-        if tell:
-            tell(made)
-        return made
-
-    first = judge(start, 0, "the kernel at the start")
-    if not first.ok:
-        raise IncorrectResultError(f"the kernel at the start is not right: {first.judgement}")
-    attempts = [first]
-    seen = {start.digest}
-    note = ""
-    while not note:
-        left = candidates - len(attempts) + 1
-        if left <= 0:
-            note = "The budget of candidates is spent."
-            break
-        proposed = [one for one in proposer.propose(start, attempts, min(batch, left)) if one.digest not in seen]
-        if not proposed:
-            note = "Nothing new was proposed."
-        for candidate in proposed[:left]:
-            if time.monotonic() - begin > seconds:
-                note = f"The budget of {seconds:g} s is spent."
-                break
-            if candidate.digest not in seen:
-                seen.add(candidate.digest)
-                attempts.append(judge(candidate, len(attempts), _change(start, candidate)))
-    best = min((one for one in attempts if one.ok and one.time), key=lambda one: one.time or 0.0, default=first)
-    speedup = first.time / best.time if first.time and best.time else None
-    if not sandbox.gpu:
+    budget = budget or Budget()
+    artefact = Artefact(out)
+    brief = Brief(task=task, start=start, target=target, templates=_distinct(start, templates))
+    one = _Search(brief, pool, budget, artefact, seed=seed, tell=tell, deadline=deadline)
+    if resume:
+        if out is None or read_run(out).get("task") != task.name:
+            raise InvalidInputError(f"there is no search for {task.name} in {out} to go on from")
+        one.attempts = attempts_of(out)
+    else:
+        artefact.begin(
+            task=task.name, target=target, proposer=proposer.name, budget=budget.as_dict(), start=start.digest,
+            sandbox=pool.described, gpu=pool.gpu,
+        )  # fmt: skip
+    if not one.attempts:
+        first = Proposal(text=start.text, note="the kernel at the start")
+        one.add(pool.submit(lambda sandbox: one.judged(sandbox, first, 0, whole=True)).result())
+    if not one.attempts[0].ok:
+        raise IncorrectResultError(f"the kernel at the start is not right: {one.attempts[0].judgement}")
+    if hasattr(proposer, "record"):
+        proposer.record = artefact.say
+    note = one.rounds(proposer)
+    first_ = one.attempts[0]
+    best = (one.confirm() if pool.gpu else None) or first_
+    final, baselines = None, {}
+    if pool.gpu:
+        assert best.candidate is not None
+        checks = {name: pool.submit(functools.partial(one.checked, candidate=kernel))
+                  for name, kernel in (("naive", task.naive), ("start", task.candidate)) if name in peers}  # fmt: skip
+        final = pool.submit(
+            functools.partial(
+                _measured, candidate=best.candidate, task=task, gpu=target, peers=tuple(peers), keep=4, lock=pool.lock,
+                seconds=final_seconds,
+            )
+        ).result()  # fmt: skip
+        baselines = {name: future.result() for name, future in checks.items()}
+        if not final.judgement.ok:
+            raise IncorrectResultError(f"the best kernel did not pass when it was timed again: {final.judgement}")
+    else:
         note += " There is no GPU here: candidates were judged right or wrong, and none was timed."
-    return Optimized(
-        task=task.name, target=target, start=first, best=best, attempts=tuple(attempts), timed=sandbox.gpu,
-        speedup=speedup, note=note,
+    speedup = first_.time / best.time if first_.time and best.time else None
+    assert best.candidate is not None
+    artefact.best(best.candidate)
+    artefact.end(
+        best=best.digest, speedup_over_start=speedup, note=note, final=final.as_dict() if final else None,
+        attempts=len(one.attempts), seconds=round(time.monotonic() - one.begin, 3), dollars=one.cost,
     )  # fmt: skip
+    return Optimized(
+        task=task.name, target=target, start=first_, best=best, attempts=tuple(one.attempts), timed=pool.gpu,
+        speedup=speedup, note=note, final=final, baselines=baselines,
+    )  # fmt: skip
+
+
+def _measured(sandbox: Sandbox, candidate: Candidate, task: Task, **more: Any) -> Measured:
+    return measure(candidate, task, sandbox=sandbox, **more)
+
+
+def _distinct(start: Candidate, templates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    kept = {start.digest: start}
+    for one in templates:
+        kept.setdefault(one.digest, one)
+    return tuple(kept.values())
+
+
+def search_all(
+    tasks: Sequence[Task],
+    *,
+    pool: Pool,
+    target: str,
+    seconds: float,
+    reserve: float = 0.35,
+    strategy: str = "evolutionary",
+    proposer: Callable[[Task], Proposer] | None = None,
+    candidates: int | None = None,
+    seed: int = 0,
+    batch: int = 4,
+    out: Path | None = None,
+    peers: Sequence[str] = ("library", "naive"),
+    final_seconds: float = 0.25,
+    tell: Callable[[str, Attempt], None] | None = None,
+    done: Callable[[str, Optimized | Exception], None] | None = None,
+) -> dict[str, Optimized | Exception]:
+    """Search for all tasks at once: candidates of all compile side by side, and are timed one after the other.
+
+    Args:
+        seconds: wall clock of everything; `reserve` is the part of it kept for checking and timing the best again.
+        proposer: made for each task; by default a grammar.
+    Returns:
+        What was found, or the error that ended the search, for each task.
+    """
+    from concurrent.futures import ThreadPoolExecutor
+
+    deadline = time.monotonic() + seconds * (1 - reserve)
+
+    def one(task: Task) -> Optimized | Exception:
+        try:
+            found: Optimized | Exception = search(
+                task.candidate, task, proposer=proposer(task) if proposer else Grammar(strategy, seed), pool=pool,
+                target=target, budget=Budget(candidates=candidates, seconds=seconds, batch=batch), peers=peers,
+                final_seconds=final_seconds,
+                out=out / task.name if out else None, templates=task.templates, deadline=deadline,
+                tell=(lambda attempt: tell(task.name, attempt)) if tell else None,
+            )  # fmt: skip
+        except Exception as error:  # one search that fails leaves the others alone
+            found = error
+        if done:
+            done(task.name, found)
+        return found
+
+    with ThreadPoolExecutor(max(len(tasks), 1), "search") as threads:
+        return dict(zip((task.name for task in tasks), threads.map(one, tasks), strict=True))
+
+
+def verify(
+    kernels: Sequence[tuple[Task, Candidate]], *, target: str, peers: Sequence[str] = ("library", "naive"),
+    seconds: float = 0.25, keep: int = 4, workers: int | None = None,
+) -> list[Measured]:  # fmt: skip
+    """The whole check and the times of kernels, each in processes of its own; the verdict is that of both.
+
+    Raises:
+        HardwareError: there is no GPU.
+    """
+
+    def one(sandbox: Sandbox, task: Task, kernel: Candidate, lock: Path | None) -> Measured:
+        judgement = check(kernel, task, sandbox=sandbox)
+        if not judgement.ok:
+            return Measured(judgement=judgement)
+        found = measure(kernel, task, sandbox=sandbox, gpu=target, peers=peers, seconds=seconds, keep=keep, lock=lock)
+        return replace(found, judgement=_screened(found, judgement))
+
+    with Pool(workers, gpu=True) as pool:
+        waiting = [pool.submit(functools.partial(one, task=task, kernel=kernel, lock=pool.lock))
+                   for task, kernel in kernels]  # fmt: skip
+        return [future.result() for future in waiting]
 
 
 def optimize_kernel(
@@ -155,26 +446,33 @@ def optimize_kernel(
     launch: Mapping[str, Any] | None = None,
     strategy: str = "evolutionary",
     proposer: Proposer | None = None,
-    candidates: int = 20,
-    seconds: float = 600.0,
+    candidates: int | None = 20,
+    seconds: float | None = 600.0,
+    dollars: float | None = None,
+    depth: int | None = None,
+    batch: int = 4,
     seed: int = 0,
     out: Path | str | None = None,
+    resume: bool = False,
+    peers: Sequence[str] = (),
     sandbox: Sandbox | None = None,
+    pool: Pool | None = None,
     tell: Callable[[Attempt], None] | None = None,
 ) -> Optimized:
-    """Search for a faster version of a Triton kernel, with every candidate checked against a float64 oracle.
+    """Search for a faster version of a kernel, with every candidate checked against a float64 oracle.
 
     Args:
-        my_kernel: a candidate file (path or text, with its launch header), a `Candidate`, or a `@triton.jit` function,
-            whose launch is then given as `launch`.
+        my_kernel: a candidate file (path or text, in Triton or CUDA C++, with its launch header), a `Candidate`, or a
+            `@triton.jit` function, whose launch is then given as `launch`.
         target_hardware: a GPU with a profile, such as "h100"; times are taken if the GPU here is of its architecture.
         task: what the kernel computes, by name or as a `Task`; the header's `task` if not given.
         launch: launch spec of a function, with the fields of the header.
-        strategy: of the grammar, "evolutionary" or "random".
+        strategy: of the grammar, one of `grammar.STRATEGIES`.
         proposer: something else than the grammar.
-        candidates, seconds: the budget.
-        seed: of the proposals.
-        out: a folder for candidates and the log.
+        candidates, seconds, dollars, depth, batch: the budget, see `Budget`.
+        seed: of the grammar's proposals.
+        out, resume: a folder for candidates and the log, and whether to go on from what is there.
+        peers: baselines to time with the best kernel, of "library", "naive", "start".
     Returns:
         The best kernel of all accepted ones, and every attempt with its verdict.
     Raises:
@@ -188,17 +486,20 @@ def optimize_kernel(
     if not named:
         raise InvalidInputError('say what the kernel computes: task="softmax", or `task = ...` in the launch header')
     chosen = find(named) if isinstance(named, str) else named
-    if candidate.language != "triton":
-        raise InvalidInputError("the grammar edits Triton kernels; CUDA C++ is only compiled and checked so far")
-    folder = Path(out) if out is not None else None
+    if candidate.language == "cuda" and not gpu_here(target.architecture):
+        raise InvalidInputError("CUDA C++ runs on a GPU only, and there is none of that kind here; Triton's kernels "
+                                "can be checked without one")  # fmt: skip
     arguments: dict[str, Any] = {
-        "proposer": proposer or Grammar(strategy, seed), "target": target.name, "candidates": candidates,
-        "seconds": seconds, "out": folder, "tell": tell,
+        "proposer": proposer or Grammar(strategy, seed), "target": target.name, "resume": resume, "peers": peers,
+        "budget": Budget(candidates=candidates, seconds=seconds, dollars=dollars, depth=depth, batch=batch),
+        "out": Path(out) if out is not None else None, "tell": tell,
+        "templates": [one for one in chosen.templates[1:] if one.language == "triton" or gpu_here(target.architecture)],
     }  # fmt: skip
-    if sandbox is not None:
-        return search(candidate, chosen, sandbox=sandbox, **arguments)
-    with Sandbox(gpu=_here(target.architecture), seconds=60) as own:
-        return search(candidate, chosen, sandbox=own, **arguments)
+    if pool is not None:
+        return search(candidate, chosen, pool=pool, **arguments)
+    own = (sandbox,) if sandbox is not None else ()
+    with Pool(gpu=gpu_here(target.architecture), own=own) as made:
+        return search(candidate, chosen, pool=made, **arguments)
 
 
 def as_candidate(kernel: Any, launch: Mapping[str, Any] | None = None) -> Candidate:
@@ -224,35 +525,9 @@ def as_candidate(kernel: Any, launch: Mapping[str, Any] | None = None) -> Candid
     raise InvalidInputError(f"a {type(kernel).__name__} is no kernel; give a file, its text or a @triton.jit function")
 
 
-def _here(architecture: str) -> bool:
+def gpu_here(architecture: str) -> bool:
     """Whether this machine has a GPU of that architecture."""
     from gpu_accel.hardware.detection import detect
 
     found = detect()
     return found is not None and found.profile is not None and found.profile.architecture == architecture
-
-
-def _change(start: Candidate, candidate: Candidate) -> str:
-    if start.source != candidate.source:
-        return "other source"
-    space = space_of(start)
-    before, after = point_of(start, space), point_of(candidate, space)
-    return ", ".join(f"{name} {before[name]} -> {value}" for name, value in after.items() if value != before[name])
-
-
-class _Log:
-    """Every attempt on disk as it comes, if a folder is given."""
-
-    def __init__(self, folder: Path | None) -> None:
-        self.folder = folder
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-
-    def add(self, attempt: Attempt) -> None:
-        if self.folder is None:
-            return
-        name = f"{attempt.number:04d}-{attempt.candidate.digest}.py"
-        (self.folder / name).write_text(attempt.candidate.text, encoding="utf-8")
-        row = {"number": attempt.number, "file": name, "change": attempt.change, "time": attempt.time}
-        with (self.folder / "attempts.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row | attempt.judgement.as_dict()) + "\n")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.util
 import json
 import math
 import os
@@ -34,7 +33,9 @@ def main() -> None:
     import triton.language  # noqa: F401
 
     gpu = os.environ.get("GPU_ACCEL_SANDBOX_GPU") == "1"
-    if not gpu:
+    if gpu:
+        _import_for_gpu()
+    else:
         _warm_up()
     with contextlib.suppress(ImportError):  # CUDA sources then end as unverified, with the reason
         from cuda.bindings import nvrtc  # noqa: F401
@@ -43,6 +44,19 @@ def main() -> None:
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         print(json.dumps(_supervise(json.loads(line))), flush=True)
+
+
+def _import_for_gpu() -> None:
+    """What jobs on a GPU use; a fork may not be able to read the files. Nothing here makes a context."""
+    import triton.backends.compiler
+    import triton.compiler  # noqa: F401
+    from triton.backends import backends  # noqa: F401
+
+    import gpu_accel.cuda_llm.device
+    import gpu_accel.cuda_llm.gpu_jobs
+    import gpu_accel.cuda_llm.image
+    import gpu_accel.cuda_llm.tasks
+    import gpu_accel.workbench.timing  # noqa: F401
 
 
 def _warm_up() -> None:
@@ -102,6 +116,7 @@ def _child(job: dict[str, Any]) -> int:
     for target, source in ((0, null), (1, log), (2, log)):
         os.dup2(source, target)
     os.closerange(3, 4096)
+    job["lock_descriptor"] = os.open(job["lock"], os.O_RDONLY) if job.get("lock") else None
     os.chdir(folder)
     os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
     os.environ["GPU_ACCEL_CACHE"] = str(folder / "compiled")
@@ -111,7 +126,7 @@ def _child(job: dict[str, Any]) -> int:
         (folder / "result.json").write_text(json.dumps({"level": level}))
         return 0
     try:
-        result = {"compile": _compile_cuda, "run": _run, "bench": _bench}[job["what"]](job, folder)
+        result = _JOBS[job["what"]](job, folder)
     except BaseException as error:  # of whatever kind: it becomes one line, and the process ends
         result = {"error": _class_of(error), "message": _message(error)}
     text = json.dumps(result)
@@ -184,95 +199,55 @@ def _message(error: BaseException) -> str:
 def _compile_cuda(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     from gpu_accel.hardware.microbenchmarks.compile import build
 
-    binary = build((folder / "kernel.cu").read_text())
+    from .compiled import with_defines
+
+    binary = build(with_defines((folder / "kernel.cu").read_text(), job["constants"]))
     return {"compiler": binary.compiler, "functions": sorted(binary.functions)}
-
-
-def _kernel(job: dict[str, Any], folder: Path) -> Any:
-    spec = importlib.util.spec_from_file_location("candidate_kernel", folder / "kernel.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return getattr(module, job["name"])
-
-
-def _launcher(kernel: Any, trial: dict[str, Any], image: Any) -> Any:
-    """The zero-argument call that launches the kernel on an image."""
-    import torch
-
-    arguments: dict[str, Any] = dict(trial["scalars"])
-    for slot in trial["buffers"]:
-        flat = image[slot["offset"] : slot["offset"] + slot["size"]].view(getattr(torch, slot["dtype"]))
-        arguments[slot["name"]] = flat
-    values = {name: arguments[name] for name in trial["arguments"]}
-    grid = tuple(trial["grid"])
-    if math.prod(grid) == 0:
-        return lambda: None
-    options = {"num_warps": trial["num_warps"], "num_stages": trial["num_stages"]}
-    bound = kernel[grid]
-    return lambda: bound(**values, **options)
-
-
-def _load(folder: Path, number: int, device: str) -> Any:
-    import torch
-
-    data = bytearray((folder / f"in{number}.bin").read_bytes())
-    return torch.frombuffer(data, dtype=torch.uint8).to(device)
-
-
-def _save(folder: Path, number: int, image: Any) -> None:
-    import torch
-
-    image = image.cpu()
-    (folder / f"out{number}.bin").write_bytes(memoryview(image.numpy()) if torch.numel(image) else b"")
 
 
 def _run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Launch once on each image, in order, and write each back whole."""
-    kernel = _kernel(job, folder)
+    if job["device"] == "cuda":
+        from . import gpu_jobs
+
+        return gpu_jobs.run(job, folder)
+    from .compiled import load
+
+    kernel = load(folder / "kernel.py", job["name"])
     for number, trial in enumerate(job["trials"]):
-        image = _load(folder, number, job["device"])
-        _launcher(kernel, trial, image)()
-        _save(folder, number, image)
+        image = _load(folder, number)
+        _interpret(kernel, trial, image)
+        (folder / f"out{number}.bin").write_bytes(memoryview(image.numpy()))
     return {"ran": len(job["trials"])}
 
 
-def _bench(job: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Time the kernel next to a copy of as many bytes, over images with other inputs, and write the images back.
-
-    The copy is the yardstick that times of two processes are compared by: no baseline of the task runs here, since its
-    output would lie in memory that the candidate can read.
-    """
+def _interpret(kernel: Any, trial: dict[str, Any], image: Any) -> None:
+    """Run the kernel on an image in Triton's interpreter."""
     import torch
 
-    from gpu_accel.workbench.timing import compare
+    if math.prod(trial["grid"]) == 0:
+        return
+    arguments: dict[str, Any] = {**trial["scalars"], **trial["constants"]}
+    for slot in trial["buffers"]:
+        flat = image[slot["offset"] : slot["offset"] + slot["size"]].view(getattr(torch, slot["dtype"]))
+        arguments[slot["name"]] = flat
+    values = {name: arguments[name] for name in trial["arguments"]}
+    kernel[tuple(trial["grid"])](**values, num_warps=trial["num_warps"], num_stages=trial["num_stages"])
 
-    kernel = _kernel(job, folder)
-    trials = job["trials"]
-    images = [_load(folder, number, "cuda") for number in range(len(trials))]
-    kept = [image.clone() for image in images]
-    calls = []
-    for trial, image in zip(trials, images, strict=True):
-        launch = _launcher(kernel, trial, image)
-        fills = [
-            (image[s["offset"] : s["offset"] + s["size"]].view(getattr(torch, s["dtype"])), s["fill"])
-            for s in trial["buffers"]
-            if s.get("fill") is not None
-        ]
-        calls.append(lambda launch=launch, fills=fills: ([view.fill_(value) for view, value in fills], launch()))
-    half = max(job["bytes"] // 2, 1)
-    source, target = (torch.empty(half, dtype=torch.uint8, device="cuda") for _ in range(2))
-    timed = compare(
-        {"candidate": calls, "copy": [lambda: target.copy_(source)]}, seconds=job["budget"], method="auto"
-    )  # fmt: skip
-    for image, before in zip(images, kept, strict=True):  # once more on fresh images: the outputs that are judged
-        image.copy_(before)
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    for number, image in enumerate(images):
-        _save(folder, number, image)
-    return {name: {"ms": list(one.times), "failed": one.failed} for name, one in timed.items()}
+
+def _load(folder: Path, number: int) -> Any:
+    import torch
+
+    return torch.frombuffer(bytearray((folder / f"in{number}.bin").read_bytes()), dtype=torch.uint8)
+
+
+def _compile_all(job: dict[str, Any], folder: Path) -> dict[str, Any]:
+    from . import gpu_jobs
+
+    return gpu_jobs.compile_only(job, folder)
+
+
+_JOBS = {"compile": _compile_cuda, "run": _run, "compile_all": _compile_all}
 
 
 if __name__ == "__main__":

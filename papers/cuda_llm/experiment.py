@@ -2,29 +2,47 @@
 
 redteam      any machine (Linux): every known hack and its honest twin, in Triton's interpreter
 admission    any machine: zeros, constants, means, copies and fp16 against every task's oracle
-search       on a GPU times as multiples of a copy; without one candidates are only checked
+search       on a GPU the best kernel next to the naive one, the plain one and torch, all checked and timed again after
+             the search in processes of their own; without a GPU candidates are only checked
 """
 
 from __future__ import annotations
 
 import atexit
 import functools
-
-import torch
-from torch import Tensor
+import os
+from pathlib import Path
+from typing import Any
 
 from gpu_accel.cuda_llm.admission import SHARE, Admission, admission
 from gpu_accel.cuda_llm.fixtures import FIXTURES
+from gpu_accel.cuda_llm.gpu_jobs import draw_on
 from gpu_accel.cuda_llm.harness import check
+from gpu_accel.cuda_llm.measure import Measured
 from gpu_accel.cuda_llm.outputs import compare
+from gpu_accel.cuda_llm.pool import Pool
 from gpu_accel.cuda_llm.redteam import Row, redteam
 from gpu_accel.cuda_llm.sandbox import Sandbox
-from gpu_accel.cuda_llm.search import Optimized, optimize_kernel
+from gpu_accel.cuda_llm.search import Optimized, optimize_kernel, search_all
 from gpu_accel.cuda_llm.tasks import TASKS, Task
-from gpu_accel.errors import IncorrectResultError
-from gpu_accel.workbench.experiment import Case, Check, Experiment, Implementation, Settings, SimpleExperiment, Workload
+from gpu_accel.cuda_llm.verdict import Judgement
+from gpu_accel.errors import IncorrectResultError, UnsupportedError
+from gpu_accel.hardware.detection import detect
+from gpu_accel.workbench.experiment import (
+    Case,
+    Check,
+    Experiment,
+    Implementation,
+    Sampled,
+    Settings,
+    SimpleExperiment,
+    Workload,
+)
 
-CANDIDATES_GPU, CANDIDATES_CPU, SECONDS_GPU = 24, 2, 60.0
+CANDIDATES_GPU, CANDIDATES_CPU = 60, 2
+SEARCH_SHARE = 16.0  # seconds of search for each task, as a multiple of the timing budget
+FOLDER = "GPU_ACCEL_SEARCH_FOLDER"  # where a search keeps its artefacts, if set
+ERROR = "error in units of its bound"
 QUICK = ("matrix_copy", "softmax", "matmul")
 HACKS = {one.id: one for one in FIXTURES}
 
@@ -104,99 +122,107 @@ def _search_cases(settings: Settings) -> list[Case]:
     return cases
 
 
+@functools.cache
+def _searched(names: tuple[str, ...], seed: int, seconds: float) -> dict[str, Optimized | Exception]:
+    """All searches of a run at once: kernels of every task compile side by side. The GPU is theirs until they end."""
+    tasks = [TASKS[name] for name in names]
+    with Pool(gpu=True) as pool:
+        return search_all(
+            tasks, pool=pool, target=_target(), seconds=seconds, seed=seed, peers=("library", "naive", "start"),
+            candidates=CANDIDATES_GPU, final_seconds=seconds / SEARCH_SHARE / len(names),
+            out=Path(os.environ[FOLDER]) if os.environ.get(FOLDER) else None,
+        )  # fmt: skip
+
+
 def _build_search(case: Case, settings: Settings) -> Workload:
     task = TASKS[str(case["task"])]
-    dims = dict(task.bench if settings.on_gpu else task.shown[0])
     gpu = settings.on_gpu
+    names = tuple(one.name for one in _tasks(settings))
 
     @functools.cache
     def found(seed: int) -> Optimized:
-        return optimize_kernel(
-            task.start, _target(gpu), task=task, seed=seed, sandbox=_sandbox(gpu),
-            candidates=CANDIDATES_GPU if gpu else CANDIDATES_CPU, seconds=SECONDS_GPU,
-        )  # fmt: skip
+        if not gpu:
+            return optimize_kernel(task.start, task=task, seed=seed, sandbox=_sandbox(False), candidates=CANDIDATES_CPU)
+        one = _searched(names, seed, SEARCH_SHARE * settings.seconds * len(names))[task.name]
+        if isinstance(one, Exception):
+            raise one
+        return one
 
     def search_check(seed: int) -> Check:
         best = found(seed).best.judgement
-        return Check(best.error if best.error is not None else float("inf"), 1.0, "error in units of its bound")
+        return Check(best.error if best.error is not None else float("inf"), 1.0, ERROR)
 
     def start_check(seed: int) -> Check:
-        judged = check(task.candidate, task, sandbox=_sandbox(gpu), seed=seed)
-        if judged.error is None:
-            raise IncorrectResultError(f"the plain kernel of {task.name}: {judged}")
-        return Check(judged.error, 1.0, "error in units of its bound")
+        if gpu:
+            return _passed(task, found(seed).baselines.get("start"))
+        return _passed(task, check(task.candidate, task, sandbox=_sandbox(False), seed=seed))
+
+    def naive_check(seed: int) -> Check:
+        return _passed(task, found(seed).baselines.get("naive"))
 
     def library_check(seed: int) -> Check:
-        inputs = task.draw(dims, family="normal", seed=seed)
-        on_device = {name: x.to(settings.device) for name, x in inputs.items()}
-        outputs = {name: x.cpu() for name, x in task.library(on_device, dims).items()}
-        return Check(compare(task, outputs, task.truth(inputs, dims), inputs).error, 1.0, "error in units of its bound")
+        dims = dict(task.bench if gpu else task.shown[0])
+        inputs = draw_on({one.name: one for one in task.inputs}, dims, seed, settings.device)
+        outputs = task.baseline(inputs, dims)
+        return Check(compare(task, outputs, task.truth(inputs, dims), inputs).error, 1.0, ERROR)
 
-    def library_values(seed: int) -> dict[str, tuple[float, str]]:
-        return {"time_over_copy": (_library_over_copy(task, seed, settings.seconds), "1")}
+    def final(seed: int) -> Measured:
+        taken = found(seed).final
+        assert taken is not None
+        return taken
 
-    def values(seed: int) -> dict[str, tuple[float, str]]:
-        result = found(seed)
-        if result.best.time is None or result.speedup is None:
-            raise IncorrectResultError(f"nothing was timed: {result}")
-        return {"time_over_copy": (result.best.time, "1"), "speedup_over_start": (result.speedup, "1")}
+    def times(name: str, seed: int) -> dict[str, Any]:
+        """Milliseconds of one implementation, from the rounds that it shared with the best kernel."""
+        taken = final(seed)
+        samples = taken.slow.get(name) if name == "naive" else taken.samples.get(name)
+        if samples is None:
+            raise UnsupportedError(f"{name} was not timed: {taken.failed.get(name, 'it is the best kernel itself')}")
+        return {"time": _sampled(task, samples, taken)}
 
-    def start_values(seed: int) -> dict[str, tuple[float, str]]:
-        taken = found(seed).start.time
-        if taken is None:
-            raise IncorrectResultError("the kernel at the start was not timed")
-        return {"time_over_copy": (taken, "1")}
+    def best_values(seed: int) -> dict[str, Any]:
+        taken, result = final(seed), found(seed)
+        more: dict[str, Any] = {"candidates": (float(len(result.attempts)), "1")}
+        for name in ("library", "naive", "start"):
+            if (ratio := taken.ratio(name)) is not None:
+                more[f"{name}_over_best"] = (ratio, "x")
+        if taken.over_copy is not None:
+            more["time_over_copy"] = (taken.over_copy, "x")
+        return times("candidate", seed) | more
 
-    return Workload(
-        implementations=[
-            Implementation(
-                name="start", role="reference", check=start_check, values=start_values if gpu else None,
-                note="the plain Triton kernel that the search starts from",
-            ),
-            Implementation(
-                name="library", role="peer", check=library_check, values=library_values if gpu else None, note="torch"
-            ),
-            Implementation(
-                name="grammar", role="ours", check=search_check, values=values if gpu else None,
-                note="the best of a search without a language model",
-            ),
-        ],
-        flops=None,
-        bytes_moved=task.bytes_moved(dims),
+    def implementation(name: str, role: str, judge: Any, note: str, values: Any = None) -> Implementation:
+        return Implementation(
+            name=name, role=role, check=judge, note=note,
+            values=(values or functools.partial(times, name)) if gpu else None,
+        )  # fmt: skip
+
+    listed = [
+        implementation("start", "reference", start_check, "the plain Triton kernel that the search starts from"),
+        implementation("library", "peer", library_check, "torch"),
+        implementation("grammar", "ours", search_check, "the best of a search without a language model", best_values),
+    ]
+    if gpu:
+        listed.insert(1, implementation("naive", "reference", naive_check, "the naive kernel in CUDA C++"))
+    dims = dict(task.bench if gpu else task.shown[0])
+    return Workload(implementations=listed, flops=None, bytes_moved=task.bytes_moved(dims))
+
+
+def _passed(task: Task, judged: Judgement | None) -> Check:
+    if judged is None or judged.error is None:
+        raise IncorrectResultError(f"{task.name}: {judged or 'not checked'}")
+    return Check(judged.error, 1.0, ERROR)
+
+
+def _sampled(task: Task, samples: tuple[float, ...], taken: Measured) -> Sampled:
+    dims = dict(task.bench)
+    return Sampled(
+        samples=samples, unit="ms", work={"bytes": float(task.bytes_moved(dims))},
+        timing={"method": taken.method, "l2": "flushed"}, env=dict(taken.clocks),
     )  # fmt: skip
 
 
-def _target(gpu: bool) -> str:
-    if not gpu:
-        return "h100"
-    from gpu_accel.hardware.detection import detect
-
+def _target() -> str:
     found = detect()
-    return found.profile.name if found and found.profile else "h100"
-
-
-def _library_over_copy(task: Task, seed: int, seconds: float) -> float:
-    """Median time of torch as a multiple of a copy of as many bytes, interleaved, in this process."""
-    from gpu_accel.workbench import timing
-    from gpu_accel.workbench.statistics import median
-
-    dims = dict(task.bench)
-    sets: list[dict[str, Tensor]] = [
-        {name: x.cuda() for name, x in task.draw(dims, family="normal", seed=seed + i).items()} for i in range(2)
-    ]
-    half = max(task.bytes_moved(dims) // 2, 1)
-    source, target = (torch.empty(half, dtype=torch.uint8, device="cuda") for _ in range(2))
-    taken = timing.compare(
-        {
-            "library": [functools.partial(task.library, inputs, dims) for inputs in sets],
-            "copy": [lambda: target.copy_(source)],
-        },
-        seconds=seconds,
-    )
-    for one in taken.values():
-        if one.failed:
-            raise IncorrectResultError(f"{one.name} was not timed: {one.failed}")
-    return median(taken["library"].times) / median(taken["copy"].times)
+    return found.profile.name if found and found.profile else "h100-sxm"
 
 
 _ALL = (

@@ -7,8 +7,9 @@ import torch
 
 from gpu_accel.cuda_llm import TASKS, Kind, Sandbox, Verdict, check
 from gpu_accel.cuda_llm.fixtures import FIXTURES
-from gpu_accel.cuda_llm.harness import bench, draw
+from gpu_accel.cuda_llm.harness import draw
 from gpu_accel.cuda_llm.image import GUARD
+from gpu_accel.cuda_llm.measure import measure
 from gpu_accel.cuda_llm.redteam import redteam
 from gpu_accel.errors import HardwareError, InvalidInputError
 
@@ -106,7 +107,7 @@ def test_the_worker_is_replaced_when_it_dies() -> None:
 
 def test_no_times_without_a_gpu(sandbox: Sandbox) -> None:
     with pytest.raises(HardwareError, match="times need a GPU"):
-        bench(TASKS["dot"].candidate, TASKS["dot"], sandbox=sandbox, gpu="h100-sxm")
+        measure(TASKS["dot"].candidate, TASKS["dot"], sandbox=sandbox, gpu="h100-sxm")
 
 
 def test_a_file_that_is_not_there(tmp_path) -> None:

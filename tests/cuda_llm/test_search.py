@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -10,7 +11,11 @@ import triton.language as tl
 
 from gpu_accel.cuda_llm import TASKS, Grammar, Judgement, Kind, Sandbox, Verdict, check, optimize_kernel
 from gpu_accel.cuda_llm import search as search_module
-from gpu_accel.cuda_llm.proposers import Attempt, point_of, size_of, space_of
+from gpu_accel.cuda_llm.artefact import attempts_of, best_of, read_run
+from gpu_accel.cuda_llm.candidate import Candidate
+from gpu_accel.cuda_llm.grammar import STRATEGIES, point_of, size_of, space_of
+from gpu_accel.cuda_llm.measure import Measured
+from gpu_accel.cuda_llm.proposers import Attempt, Brief, Proposal
 from gpu_accel.errors import IncorrectResultError, InvalidInputError
 
 REVERSE = TASKS["reverse"]
@@ -22,55 +27,73 @@ def backwards(x, out, n, BLOCK: tl.constexpr):
     tl.store(out + i, tl.load(x + (n - 1 - i), mask=i < n), mask=i < n)
 
 
-def attempt(number: int, candidate, time: float | None, ok: bool = True) -> Attempt:
+def attempt(number: int, candidate: Candidate, time: float | None, ok: bool = True) -> Attempt:
     verdict = Judgement(verdict=Verdict.ACCEPTED if ok else Verdict.WRONG, kind=None if ok else Kind.MISMATCH)
     return Attempt(number=number, candidate=candidate, judgement=verdict, time=time)
 
 
-@pytest.mark.parametrize("strategy", ["random", "evolutionary"])
+def brief(name: str) -> Brief:
+    return Brief(task=TASKS[name], start=TASKS[name].candidate, target="h100-sxm")
+
+
+def proposed(strategy: str, seed: int, given: Brief, history: list[Attempt], count: int = 4) -> list[Candidate]:
+    return [Candidate.parse(one.text) for one in Grammar(strategy, seed).propose(given, history, count)]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_proposals_are_new_in_the_space_and_repeatable(strategy: str) -> None:
-    start = TASKS["matmul"].candidate
-    history = [attempt(0, start, 2.0)]
+    given = brief("matmul")
+    history = [attempt(0, given.start, 2.0)]
     for _ in range(10):
-        made = Grammar(strategy, seed=3).propose(start, history, 4)
-        assert [one.digest for one in made] == [one.digest for one in Grammar(strategy, 3).propose(start, history, 4)]
-        history += [attempt(len(history) + i, one, 1.0 + i) for i, one in enumerate(made)]
-    assert len({one.candidate.digest for one in history}) == 41
+        made = proposed(strategy, 3, given, history)
+        assert [one.digest for one in made] == [one.digest for one in proposed(strategy, 3, given, history)]
+        history += [attempt(len(history) + i, one, 1.0 + i, ok=i < 3) for i, one in enumerate(made)]
+    assert len({one.digest for one in history}) == 41
+    space = space_of(given.start)
     for one in history[1:]:
-        assert all(one.candidate.launch.constants[name] in space_of(start)[name] for name in ("BLOCK_M", "BLOCK_K"))
-    other = [one.digest for one in Grammar(strategy, 4).propose(start, history[:1], 4)]
-    assert other != [one.candidate.digest for one in history[1:5]]
+        assert one.candidate and one.candidate.launch.constants["BLOCK_K"] in space["BLOCK_K"]
+    if strategy not in ("pattern", "bandit"):
+        assert proposed(strategy, 4, given, history[:1]) != [one.candidate for one in history[1:5]]
 
 
 def test_a_small_space_is_used_up() -> None:
-    start = REVERSE.candidate
-    history = [attempt(0, start, None)]
-    while made := Grammar("random", 0).propose(start, history, 8):
+    given = brief("reverse")
+    history = [attempt(0, given.start, None)]
+    while made := proposed("random", 0, given, history, 8):
         history += [attempt(len(history) + i, one, None) for i, one in enumerate(made)]
-    assert len(history) == size_of(space_of(start))
+    assert len(history) == size_of(space_of(given.start))
+
+
+def test_every_template_is_tried_as_it_is_written_first() -> None:
+    given = brief("reverse")
+    other = given.start.with_(num_warps=1)
+    twice = Candidate.parse(other.text.replace("def reverse", "def other"))
+    given = dataclasses.replace(given, templates=(given.start, twice))
+    first = proposed("random", 0, given, [attempt(0, given.start, 1.0)], 3)[0]
+    assert first == twice
 
 
 def lowest(strategy: str, seed: int) -> float:
     """The least of a made-up cost after 48 of 576 points; 1 at the minimum, 1 more for each step away from it."""
-    start = TASKS["matmul"].candidate
-    space = space_of(start)
+    given = brief("matmul")
+    space = space_of(given.start)
     wanted = {"BLOCK_M": 128, "BLOCK_N": 16, "BLOCK_K": 64, "num_warps": 8, "num_stages": 4}
 
-    def cost(candidate) -> float:
+    def cost(candidate: Candidate) -> float:
         point = point_of(candidate, space)
         return 1.0 + sum(abs(space[name].index(point[name]) - space[name].index(best)) for name, best in wanted.items())
 
-    history = [attempt(0, start, cost(start))]
+    history = [attempt(0, given.start, cost(given.start))]
     for _ in range(12):
-        made = Grammar(strategy, seed).propose(start, history, 4)
+        made = proposed(strategy, seed, given, history)
         history += [attempt(len(history) + i, one, cost(one)) for i, one in enumerate(made)]
     return min(one.time for one in history if one.time)
 
 
-def test_evolution_beats_chance_where_neighbours_are_alike() -> None:
-    evolved, random = ([lowest(strategy, seed) for seed in range(6)] for strategy in ("evolutionary", "random"))
-    assert sum(evolved) < sum(random)
-    assert min(evolved) == 1
+@pytest.mark.parametrize("strategy", [one for one in STRATEGIES if one != "random"])
+def test_strategies_beat_chance_where_neighbours_are_alike(strategy: str) -> None:
+    found, random = ([lowest(one, seed) for seed in range(4)] for one in (strategy, "random"))
+    assert sum(found) < sum(random), (found, random)
 
 
 def test_unknown_strategies_are_refused() -> None:
@@ -81,7 +104,8 @@ def test_unknown_strategies_are_refused() -> None:
 def test_without_a_gpu_nothing_is_ranked(sandbox: Sandbox, tmp_path) -> None:
     found = optimize_kernel(REVERSE.start, target_hardware="h100", candidates=3, sandbox=sandbox, out=tmp_path)
     assert not found.timed and found.speedup is None and "no GPU" in found.note
-    assert found.best is found.start and found.counts == {"accepted": 4}
+    assert found.best == found.start and found.counts == {"accepted": 4}
+    assert read_run(tmp_path)["note"].startswith("The budget of candidates")
     rows = [json.loads(line) for line in (tmp_path / "attempts.jsonl").read_text().splitlines()]
     assert [row["verdict"] for row in rows] == ["accepted"] * 4
     assert check(tmp_path / rows[2]["file"], "reverse", sandbox=sandbox).ok
@@ -102,40 +126,94 @@ def test_what_cannot_be_optimised_is_refused(sandbox: Sandbox) -> None:
         optimize_kernel("def k(): pass", task="reverse", sandbox=sandbox)
     with pytest.raises(InvalidInputError, match="CUDA C"):
         optimize_kernel(REVERSE.naive, task="reverse", sandbox=sandbox)
+    with pytest.raises(InvalidInputError, match="candidates is 0"):
+        optimize_kernel(REVERSE.start, candidates=0, sandbox=sandbox)
     with pytest.raises(IncorrectResultError, match="not right"):
         optimize_kernel(REVERSE.start.replace("n - 1 - i", "i"), candidates=1, sandbox=sandbox)
 
 
 class Clocked:
-    """A sandbox that says it has a GPU; `check` and `bench` are replaced in these tests."""
+    """A sandbox that says it has a GPU; `check` and `measure` are replaced in these tests."""
 
     gpu, described = True, ""
 
 
-def test_the_best_ever_is_kept_and_impossible_times_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([2.0, 3.0, 1.0, None, 1.5])
-    fine = Judgement(verdict=Verdict.ACCEPTED)
-    fast = Judgement(verdict=Verdict.FASTER_THAN_PHYSICS)
+def clocked(times: dict[int, float | None]):
+    """A `measure` that takes the given times for BLOCK, as multiples of a copy; None is impossibly fast."""
 
-    def timed(*given, **more):
-        taken = next(times)
-        return (fast if taken is None else fine), taken
+    def measured(candidate: Candidate, *given, **more) -> Measured:
+        taken = times[candidate.launch.constants["BLOCK"]]
+        verdict = Verdict.FASTER_THAN_PHYSICS if taken is None else Verdict.ACCEPTED
+        return Measured(
+            judgement=Judgement(verdict=verdict), samples={"candidate": (taken or 1e-9,), "copy": (1.0,)}, compared=2
+        )
 
-    monkeypatch.setattr(search_module, "check", lambda *given, **more: fine)
-    monkeypatch.setattr(search_module, "bench", timed)
-    found = optimize_kernel(REVERSE.start, candidates=4, sandbox=Clocked())  # type: ignore[arg-type]
-    assert found.timed and found.best.number == 2 and found.speedup == 2.0
-    assert found.counts == {"accepted": 4, "faster_than_physics": 1}
+    return measured
+
+
+TIMES = {128: 2.0, 256: 2.0, 512: 1.0, 1024: None, 2048: 1.5, 4096: 3.0}
+
+
+def test_the_best_ever_is_kept_and_impossible_times_are_not(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    monkeypatch.setattr(search_module, "check", lambda *given, **more: Judgement(verdict=Verdict.ACCEPTED))
+    monkeypatch.setattr(search_module, "measure", clocked(TIMES))
+    found = optimize_kernel(REVERSE.start, candidates=40, sandbox=Clocked(), out=tmp_path)  # type: ignore[arg-type]
+    assert found.timed and found.best.confirmed and found.speedup == 2.0
+    assert found.candidate.launch.constants["BLOCK"] == 512
+    assert found.counts["faster_than_physics"] == 4 and len(found.attempts) == 24, "every point of the space"
+    assert best_of(tmp_path) == found.candidate
+    assert [one.number for one in attempts_of(tmp_path)] == list(range(24))
+
+
+def test_a_kernel_that_fails_the_whole_check_is_not_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    def judged(candidate: Candidate, *given, **more) -> Judgement:
+        bad = candidate.launch.constants["BLOCK"] == 512
+        return Judgement(verdict=Verdict.WRONG, kind=Kind.HELD_OUT) if bad else Judgement(verdict=Verdict.ACCEPTED)
+
+    monkeypatch.setattr(search_module, "check", judged)
+    monkeypatch.setattr(search_module, "measure", clocked(TIMES))
+    found = optimize_kernel(REVERSE.start, candidates=40, sandbox=Clocked())  # type: ignore[arg-type]
+    assert found.candidate.launch.constants["BLOCK"] == 2048
+    assert found.counts["wrong(held_out)"] == 4
+
+
+def test_a_search_goes_on_from_its_folder(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    monkeypatch.setattr(search_module, "check", lambda *given, **more: Judgement(verdict=Verdict.ACCEPTED))
+    monkeypatch.setattr(search_module, "measure", clocked(TIMES))
+    more = {"sandbox": Clocked(), "out": tmp_path}
+    with pytest.raises(InvalidInputError, match=r"run\.json"):
+        optimize_kernel(REVERSE.start, resume=True, **more)
+    first = optimize_kernel(REVERSE.start, candidates=5, **more)
+    again = optimize_kernel(REVERSE.start, candidates=9, resume=True, **more)
+    assert len(first.attempts) == 6 and len(again.attempts) == 10
+    assert [one.digest for one in again.attempts[:6]] == [one.digest for one in first.attempts]
+    assert len({one.digest for one in again.attempts}) == 10
+    with (tmp_path / "attempts.jsonl").open("a") as file:
+        file.write('{"number": 99, "fi')  # cut short when the machine went down
+    assert len(attempts_of(tmp_path)) == 10
+    changed = next(tmp_path.glob("0003-*.py"))
+    changed.write_text(changed.read_text().replace("n - 1", "n - 2"))
+    with pytest.raises(InvalidInputError, match="was changed"):
+        optimize_kernel(REVERSE.start, resume=True, **more)
+
+
+def test_budgets_end_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search_module, "check", lambda *given, **more: Judgement(verdict=Verdict.ACCEPTED))
+    monkeypatch.setattr(search_module, "measure", clocked(TIMES))
+    more = {"sandbox": Clocked(), "candidates": None}
+    found = optimize_kernel(REVERSE.start, depth=2, batch=3, **more)
+    assert len(found.attempts) == 7 and "2 rounds" in found.note
+    assert "1e-09 s is spent" in optimize_kernel(REVERSE.start, seconds=1e-9, **more).note
 
 
 def test_a_proposer_that_repeats_itself_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     class Stubborn:
         name = "stubborn"
 
-        def propose(self, start, history, count):
-            return [start]
+        def propose(self, brief, history, count):
+            return [Proposal(text=brief.start.text)]
 
     monkeypatch.setattr(search_module, "check", lambda *given, **more: Judgement(verdict=Verdict.ACCEPTED))
-    monkeypatch.setattr(search_module, "bench", lambda *given, **more: (Judgement(verdict=Verdict.ACCEPTED), 1.0))
+    monkeypatch.setattr(search_module, "measure", clocked(TIMES))
     found = optimize_kernel(REVERSE.start, proposer=Stubborn(), sandbox=Clocked())  # type: ignore[arg-type]
     assert len(found.attempts) == 1 and "Nothing new" in found.note

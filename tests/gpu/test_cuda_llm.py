@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from gpu_accel.cuda_llm import TASKS, Sandbox, Verdict, check, optimize_kernel
+from gpu_accel.cuda_llm import TASKS, Pool, Sandbox, Verdict, check, optimize_kernel
+from gpu_accel.cuda_llm.candidate import Candidate
 from gpu_accel.cuda_llm.fixtures import FIXTURES
-from gpu_accel.cuda_llm.harness import bench
+from gpu_accel.cuda_llm.measure import measure
+from gpu_accel.cuda_llm.search import search_all
+from gpu_accel.hardware.detection import detect
 
-KERNEL_HACKS = [
-    one for one in FIXTURES if one.id in ("S1", "S2", "S3", "S4", "S5", "S6", "S7", "S7b", "S10", "S11", "R3")
-]
+TEMPLATES = [(name, number) for name, task in TASKS.items() for number in range(len(task.templates))]
+COUNTED = '''// /// launch
+// task = "reverse"
+// grid = ["cdiv(n, 256)"]
+// block = [256]
+// entry = "reverse"
+// args = ["x", "out", "n"]
+// ///
+#define KEPT __device__
+KEPT unsigned calls = 0;
+extern "C" __global__ void reverse(const float* x, float* out, long long n) {
+    long long i = blockIdx.x * 256LL + threadIdx.x;
+    if (i < n && atomicAdd(&calls, 1u) < 3u * (unsigned)n) out[i] = x[n - 1 - i];
+}
+'''
 
 
 @pytest.fixture(scope="module")
@@ -21,18 +37,33 @@ def gpu_sandbox() -> Iterator[Sandbox]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def profile() -> str:
+    found = detect()
+    assert found and found.profile
+    return found.profile.name
+
+
+@pytest.mark.parametrize(("name", "number"), TEMPLATES, ids=lambda one: str(one))
+def test_templates_are_accepted(name: str, number: int, gpu_sandbox: Sandbox) -> None:
+    judged = check(TASKS[name].templates[number], name, sandbox=gpu_sandbox)
+    assert judged.ok and "ran on the GPU" in judged.verified_by, judged
+    assert judged.error is not None and judged.error <= 0.7, "the tolerance leaves no room"
+
+
 @pytest.mark.parametrize("name", TASKS)
-def test_the_plain_kernel_is_accepted(name: str, gpu_sandbox: Sandbox) -> None:
-    judged = check(TASKS[name].candidate, name, sandbox=gpu_sandbox)
+def test_naive_baselines_are_accepted(name: str, gpu_sandbox: Sandbox) -> None:
+    judged = check(TASKS[name].naive, name, sandbox=gpu_sandbox)
     assert judged.ok and "ran on the GPU" in judged.verified_by, judged
 
 
-@pytest.mark.parametrize("fixture", KERNEL_HACKS, ids=lambda one: one.id)
-def test_hacks_of_the_kernel_are_rejected(fixture, gpu_sandbox: Sandbox) -> None:
-    seconds = 60.0 if fixture.seconds else None  # a compiler needs longer than the interpreter
+@pytest.mark.parametrize("fixture", FIXTURES, ids=lambda one: one.id)
+def test_hacks_are_rejected_by_name_and_twins_accepted(fixture, gpu_sandbox: Sandbox) -> None:
+    seconds = 20.0 if fixture.seconds else None  # a compiler needs longer than the interpreter
     judged = check(fixture.hack, fixture.task, sandbox=gpu_sandbox, seconds=seconds)
-    assert (judged.verdict, judged.kind) == (fixture.verdict, fixture.kind), judged
-    assert check(fixture.twin, fixture.task, sandbox=gpu_sandbox).ok
+    assert (judged.verdict, judged.kind) == fixture.expected(gpu=True), judged
+    twin = check(fixture.twin, fixture.task, sandbox=gpu_sandbox)
+    assert twin.verdict is fixture.expected_twin(gpu=True), twin
 
 
 def test_a_foreign_address_ends_one_process_only(gpu_sandbox: Sandbox) -> None:
@@ -42,16 +73,41 @@ def test_a_foreign_address_ends_one_process_only(gpu_sandbox: Sandbox) -> None:
 
 
 @pytest.mark.parametrize("name", ["reverse", "matrix_copy"])
-def test_a_copy_takes_about_as_long_as_a_copy(name: str, gpu_sandbox: Sandbox) -> None:
-    from gpu_accel.hardware.detection import detect
-
-    found = detect()
-    assert found and found.profile
-    judged, ratio = bench(TASKS[name].candidate, TASKS[name], sandbox=gpu_sandbox, gpu=found.profile.name)
-    assert judged.ok, judged
-    assert ratio is not None and 0.8 < ratio < 5
+def test_a_copy_takes_about_as_long_as_a_copy(name: str, gpu_sandbox: Sandbox, profile: str) -> None:
+    found = measure(TASKS[name].candidate, TASKS[name], sandbox=gpu_sandbox, gpu=profile, peers=("library", "naive"))
+    assert found.judgement.ok and found.compared == 2, found
+    assert found.over_copy is not None and 0.8 < found.over_copy < 5
+    assert found.ratio("library") and found.ratio("naive"), found.failed
 
 
-def test_a_search_times_its_candidates(gpu_sandbox: Sandbox) -> None:
-    found = optimize_kernel(TASKS["reverse"].start, "h100", candidates=3, sandbox=gpu_sandbox)
+def test_a_kernel_that_is_right_for_its_first_launches_is_caught_where_it_is_timed(
+    gpu_sandbox: Sandbox, profile: str
+) -> None:
+    """Its state hides behind a macro; a single launch of each module does not show it."""
+    hack = Candidate.parse(COUNTED)
+    assert check(hack, "reverse", sandbox=gpu_sandbox).ok
+    found = measure(hack, TASKS["reverse"], sandbox=gpu_sandbox, gpu=profile)
+    assert found.judgement.verdict is Verdict.WRONG, found.judgement
+
+
+def test_a_wrong_parameter_list_is_an_error_of_the_candidate(gpu_sandbox: Sandbox) -> None:
+    naive = TASKS["reverse"].naive_cuda
+    hack = Candidate.parse(naive.replace("float* out, long long n", "float* out, long long n, int k"))
+    judged = check(hack, "reverse", sandbox=gpu_sandbox)
+    assert judged.verdict is Verdict.COMPILE_ERROR and "parameters" in judged.detail
+
+
+def test_a_search_times_its_candidates(gpu_sandbox: Sandbox, tmp_path: Path) -> None:
+    found = optimize_kernel(
+        TASKS["reverse"].start, "h100", candidates=3, sandbox=gpu_sandbox, out=tmp_path, peers=("library",)
+    )
     assert found.timed and found.speedup is not None and found.speedup >= 1
+    assert found.best.confirmed and found.final and found.final.ratio("library")
+
+
+def test_searches_side_by_side(profile: str) -> None:
+    with Pool(4, gpu=True) as pool:
+        found = search_all([TASKS["softmax"], TASKS["transpose"]], pool=pool, target=profile, seconds=25, candidates=4)
+    for name, one in found.items():
+        assert not isinstance(one, Exception), (name, one)
+        assert one.final and one.final.ratio("naive") and one.final.ratio("naive") > 1

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from gpu_accel.errors import InvalidInputError
 
-from . import moving, products, reducing
+from . import moving, pointwise, products, reducing, rowwise, sparse
 from .task import FAMILIES, Buffer, Task, Truth
 
-TASKS: dict[str, Task] = {one.name: one for one in (*moving.TASKS, *reducing.TASKS, *products.TASKS)}
+_MODULES = (moving, pointwise, reducing, rowwise, products, sparse)
+TASKS: dict[str, Task] = {one.name: one for module in _MODULES for one in module.TASKS}
 
 __all__ = ["FAMILIES", "TASKS", "Buffer", "Task", "Truth", "find"]
 

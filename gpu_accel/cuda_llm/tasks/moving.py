@@ -95,7 +95,7 @@ TRANSPOSE = Task(
     name="transpose", title="Transpose a matrix", family="transpose", dims=("rows", "cols"),
     inputs=(Buffer("x", ("rows", "cols")),), outputs=(Buffer("out", ("cols", "rows")),),
     shown=({"rows": 40, "cols": 33}, {"rows": 7, "cols": 64}),
-    bench={"rows": 8192, "cols": 8192}, ranges={"rows": (1, 70), "cols": (1, 70)},
+    bench={"rows": 4096, "cols": 8192}, ranges={"rows": (1, 70), "cols": (1, 70)},
     oracle=lambda x, d: {"out": exact(x["x"].t())},
     library=lambda x, d: {"out": x["x"].t().contiguous()},
     flops="0", tolerance=0,
@@ -117,6 +117,39 @@ def transpose(x, out, rows, cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     tile = tl.load(x + i[:, None] * cols + j[None, :], mask=(i[:, None] < rows) & (j[None, :] < cols))
     tl.store(out + j[:, None] * rows + i[None, :], tl.trans(tile), mask=(j[:, None] < cols) & (i[None, :] < rows))
 ''',
+    features=('''// /// launch
+// task = "transpose"
+// grid = ["cdiv(cols, 32)", "cdiv(rows, 32 * TILES)"]
+// block = [32, "LINES"]
+// entry = "transpose"
+// args = ["x", "out", "rows", "cols"]
+// [constants]
+// LINES = 8
+// TILES = 1
+// PAD = 1
+// [space]
+// LINES = [4, 8, 16, 32]
+// TILES = [1, 2, 4]
+// PAD = [0, 1]
+// ///
+extern "C" __global__ void transpose(const float* x, float* out, long long rows, long long cols) {
+    __shared__ float tile[32][32 + PAD];  // padded, so that a column lies in 32 banks
+    const long long j = blockIdx.x * 32LL;
+    for (int t = 0; t < TILES; ++t) {
+        const long long i = (blockIdx.y * (long long)TILES + t) * 32;
+        if (t) __syncthreads();
+#pragma unroll
+        for (int line = threadIdx.y; line < 32; line += LINES)
+            if (i + line < rows && j + threadIdx.x < cols)
+                tile[line][threadIdx.x] = x[(i + line) * cols + j + threadIdx.x];
+        __syncthreads();
+#pragma unroll
+        for (int line = threadIdx.y; line < 32; line += LINES)
+            if (j + line < cols && i + threadIdx.x < rows)
+                out[(j + line) * rows + i + threadIdx.x] = tile[threadIdx.x][line];
+    }
+}
+''',),
     naive_cuda='''// /// launch
 // grid = ["cdiv(rows, 32)", "cols"]
 // block = [32]
@@ -194,6 +227,70 @@ def histogram(x, out, n, BLOCK: tl.constexpr):
     value = tl.load(x + i, mask=i < n, other=0)
     tl.atomic_add(out + value, 1, mask=i < n)
 ''',
+    features=('''// /// launch
+// task = "histogram"
+// grid = ["min(BLOCKS, cdiv(n, THREADS))"]
+// block = ["THREADS"]
+// shared = "4 * COPIES * (bins + 1)"
+// entry = "histogram"
+// args = ["x", "out", "n", "bins"]
+// [constants]
+// THREADS = 256
+// BLOCKS = 1056
+// COPIES = 8
+// [fill]
+// out = 0
+// [space]
+// THREADS = [128, 256, 512]
+// BLOCKS = [264, 528, 1056, 2112]
+// COPIES = [1, 2, 4, 8, 16]
+// ///
+extern "C" __global__ void __launch_bounds__(THREADS) histogram(const int* x, int* out, long long n, long long bins) {
+    extern __shared__ int kept[];  // COPIES tables, so that threads of a warp seldom meet
+    const int width = (int)bins + 1, mine = threadIdx.x % COPIES * width;
+    for (int i = threadIdx.x; i < COPIES * width; i += THREADS) kept[i] = 0;
+    __syncthreads();
+    const long long groups = n / 4, step = (long long)gridDim.x * THREADS;
+    const int4* x4 = (const int4*)x;
+    for (long long i = (long long)blockIdx.x * THREADS + threadIdx.x; i < groups; i += step) {
+        const int4 v = x4[i];
+        atomicAdd(kept + mine + v.x, 1);
+        atomicAdd(kept + mine + v.y, 1);
+        atomicAdd(kept + mine + v.z, 1);
+        atomicAdd(kept + mine + v.w, 1);
+    }
+    if (blockIdx.x == 0 && threadIdx.x < n % 4) atomicAdd(kept + mine + x[groups * 4 + threadIdx.x], 1);
+    __syncthreads();
+    for (int b = threadIdx.x; b < bins; b += THREADS) {
+        int sum = 0;
+        for (int c = 0; c < COPIES; ++c) sum += kept[c * width + b];
+        if (sum) atomicAdd(out + b, sum);
+    }
+}
+''', '''# /// launch
+# task = "histogram"
+# grid = ["min(PROGRAMS, cdiv(n, BLOCK))"]
+# [constants]
+# BLOCK = 2048
+# PROGRAMS = 528
+# BINS = "next_power_of_2(bins)"
+# [fill]
+# out = 0
+# [space]
+# BLOCK = [1024, 2048, 4096]
+# PROGRAMS = [264, 528, 1056]
+# num_warps = [4, 8]
+# ///
+@triton.jit
+def histogram(x, out, n, bins, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, BINS: tl.constexpr):
+    counts = tl.zeros((BINS,), tl.int32)
+    b = tl.arange(0, BINS)
+    for start in range(tl.program_id(0).to(tl.int64) * BLOCK, n, PROGRAMS * BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        counts += tl.histogram(tl.load(x + i, mask=i < n, other=0), BINS)
+        counts -= tl.where(b == 0, tl.maximum(start + BLOCK - n, 0).to(tl.int32), 0)
+    tl.atomic_add(out + b, counts, mask=b < bins)
+'''),
     naive_cuda='''// /// launch
 // grid = ["cdiv(n, 32)"]
 // block = [32]

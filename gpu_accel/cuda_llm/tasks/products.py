@@ -1,4 +1,8 @@
-"""Tasks made of products: matrix times vector and matrix, convolutions, attention. Float32, so without TF32."""
+"""Tasks made of products: matrix times vector and matrix, convolutions, attention.
+
+Results must be good to float32. One TF32 product is not; three of split operands (`tf32x3`) are, and run on tensor
+cores.
+"""
 
 from __future__ import annotations
 
@@ -52,6 +56,28 @@ def matvec(a, x, out, k, BLOCK: tl.constexpr):
         acc += tl.load(a + row * k + i, mask=i < k, other=0.0) * tl.load(x + i, mask=i < k, other=0.0)
     tl.store(out + row, tl.sum(acc, 0))
 ''',
+    features=('''# /// launch
+# task = "matvec"
+# grid = ["cdiv(m, ROWS)"]
+# [constants]
+# ROWS = 4
+# BLOCK = 1024
+# [space]
+# ROWS = [1, 2, 4, 8, 16]
+# BLOCK = [256, 512, 1024, 2048]
+# num_warps = [2, 4, 8]
+# num_stages = [1, 2, 3, 4]
+# ///
+@triton.jit
+def matvec(a, x, out, m, k, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    acc = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in range(0, k, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        v = tl.load(x + i, mask=i < k, other=0.0)
+        acc += tl.load(a + row[:, None] * k + i[None, :], mask=(row[:, None] < m) & (i[None, :] < k), other=0.0) * v
+    tl.store(out + row, tl.sum(acc, 1), mask=row < m)
+''',),
     naive_cuda='''// /// launch
 // grid = ["cdiv(m, 32)"]
 // block = [32]
@@ -74,7 +100,7 @@ MATMUL = Task(
     shown=({"m": 33, "n": 20, "k": 40}, {"m": 16, "n": 48, "k": 17}),
     bench={"m": 2048, "n": 2048, "k": 2048}, ranges={"m": (1, 50), "n": (1, 50), "k": (1, 50)},
     oracle=lambda x, d: {"out": Truth(x["a"] @ x["b"], x["a"].abs() @ x["b"].abs())},
-    library=lambda x, d: {"out": x["a"] @ x["b"]}, flops="2 * m * n * k", tolerance=32,
+    library=lambda x, d: {"out": x["a"] @ x["b"]}, flops="2 * m * n * k", tolerance=32, arithmetic=("tf32", 3),
     start='''# /// launch
 # task = "matmul"
 # grid = ["cdiv(m, BLOCK_M)", "cdiv(n, BLOCK_N)"]
@@ -101,6 +127,42 @@ def matmul(a, b, out, m, n, k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLO
         acc = tl.dot(left, right, acc, input_precision="ieee")
     tl.store(out + i[:, None] * n + j[None, :], acc, mask=(i[:, None] < m) & (j[None, :] < n))
 ''',
+    features=('''# /// launch
+# task = "matmul"
+# grid = ["cdiv(m, BLOCK_M) * cdiv(n, BLOCK_N)"]
+# num_warps = 8
+# num_stages = 3
+# [constants]
+# BLOCK_M = 128
+# BLOCK_N = 128
+# BLOCK_K = 32
+# GROUP = 8
+# [space]
+# BLOCK_M = [64, 128, 256]
+# BLOCK_N = [64, 128, 256]
+# BLOCK_K = [16, 32, 64]
+# GROUP = [1, 4, 8]
+# num_warps = [4, 8]
+# num_stages = [2, 3, 4]
+# ///
+@triton.jit
+def matmul(a, b, out, m, n, k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+           GROUP: tl.constexpr):
+    pid = tl.program_id(0)
+    down = tl.cdiv(m, BLOCK_M)
+    across = tl.cdiv(n, BLOCK_N)
+    first = pid // (GROUP * across) * GROUP
+    rows = min(down - first, GROUP)
+    i = (first + pid % (GROUP * across) % rows).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    j = (pid % (GROUP * across) // rows).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, k, BLOCK_K):
+        p = start + tl.arange(0, BLOCK_K)
+        left = tl.load(a + i[:, None] * k + p[None, :], mask=(i[:, None] < m) & (p[None, :] < k), other=0.0)
+        right = tl.load(b + p[:, None] * n + j[None, :], mask=(p[:, None] < k) & (j[None, :] < n), other=0.0)
+        acc = tl.dot(left, right, acc, input_precision="tf32x3")
+    tl.store(out + i[:, None] * n + j[None, :], acc, mask=(i[:, None] < m) & (j[None, :] < n))
+''',),
     naive_cuda='''// /// launch
 // grid = ["cdiv(m, 32)", "n"]
 // block = [32]
@@ -161,7 +223,7 @@ CONV2D = Task(
     name="conv2d", title="Convolution of an image with 3 x 3 weights, without padding", family="convolution",
     dims=("h", "w"),
     inputs=(Buffer("x", ("h + 2", "w + 2")), Buffer("taps", (3, 3))), outputs=(Buffer("out", ("h", "w")),),
-    shown=({"h": 7, "w": 60}, {"h": 3, "w": 33}), bench={"h": 8192, "w": 8192}, ranges={"h": (1, 9), "w": (1, 90)},
+    shown=({"h": 7, "w": 60}, {"h": 3, "w": 33}), bench={"h": 4096, "w": 8192}, ranges={"h": (1, 9), "w": (1, 90)},
     oracle=lambda x, d: {"out": Truth(_conv2(x["x"], x["taps"]), _conv2(x["x"].abs(), x["taps"].abs()))},
     library=lambda x, d: {"out": _conv2(x["x"], x["taps"])}, flops="18 * h * w", tolerance=16,
     start='''# /// launch
@@ -183,6 +245,55 @@ def conv2d(x, taps, out, w, BLOCK: tl.constexpr):
         acc += tl.load(x + at, mask=i < w, other=0.0) * tl.load(taps + tap)
     tl.store(out + row * w + i, acc, mask=i < w)
 ''',
+    features=('''// /// launch
+// task = "conv2d"
+// grid = ["cdiv(w, 4 * THREADS)", "cdiv(h, ROWS)"]
+// block = ["THREADS"]
+// entry = "conv2d"
+// args = ["x", "taps", "out", "h", "w"]
+// [constants]
+// THREADS = 128
+// ROWS = 8
+// [space]
+// THREADS = [32, 64, 128, 256]
+// ROWS = [2, 4, 8, 16, 32]
+// ///
+extern "C" __global__ void __launch_bounds__(THREADS) conv2d(const float* x, const float* taps, float* out, long long h,
+                                                             long long w) {
+    // A thread walks down ROWS lines of four columns; each line is read once and goes into three sums.
+    const long long j = (blockIdx.x * (long long)THREADS + threadIdx.x) * 4;
+    const long long top = blockIdx.y * (long long)ROWS;
+    if (j >= w) return;
+    float t[9], acc[3][4] = {};
+#pragma unroll
+    for (int p = 0; p < 9; ++p) t[p] = taps[p];
+    const int last = (int)min((long long)ROWS, h - top) + 2;
+#pragma unroll
+    for (int line = 0; line < ROWS + 2; ++line) {
+        if (line >= last) break;
+        const float* from = x + (top + line) * (w + 2) + j;
+        float v[6];
+#pragma unroll
+        for (int p = 0; p < 6; ++p) v[p] = j + p < w + 2 ? from[p] : 0.0f;
+#pragma unroll
+        for (int p = 0; p < 4; ++p) {
+            acc[0][p] += t[6] * v[p] + t[7] * v[p + 1] + t[8] * v[p + 2];
+            acc[1][p] += t[3] * v[p] + t[4] * v[p + 1] + t[5] * v[p + 2];
+            acc[2][p] += t[0] * v[p] + t[1] * v[p + 1] + t[2] * v[p + 2];
+        }
+        if (line >= 2) {
+            float* to = out + (top + line - 2) * w + j;
+            if (j + 3 < w && w % 4 == 0) {
+                *(float4*)to = make_float4(acc[0][0], acc[0][1], acc[0][2], acc[0][3]);
+            } else {
+                for (int p = 0; p < 4 && j + p < w; ++p) to[p] = acc[0][p];
+            }
+        }
+#pragma unroll
+        for (int p = 0; p < 4; ++p) acc[0][p] = acc[1][p], acc[1][p] = acc[2][p], acc[2][p] = 0.0f;
+    }
+}
+''',),
     naive_cuda='''// /// launch
 // grid = ["cdiv(h, 32)", "w"]
 // block = [32]
@@ -205,7 +316,7 @@ ATTENTION = Task(
     outputs=(Buffer("out", ("m", "dim")),),
     shown=({"m": 20, "n": 33, "dim": 16}, {"m": 9, "n": 16, "dim": 8}),
     bench={"m": 4096, "n": 4096, "dim": 64}, ranges={"m": (1, 40), "n": (2, 40), "dim": (1, 20)},
-    oracle=_attention, library=_sdpa, flops="4 * m * n * dim", tolerance=32,
+    oracle=_attention, library=_sdpa, flops="4 * m * n * dim", tolerance=32, arithmetic=("tf32", 3),
     start='''# /// launch
 # task = "attention"
 # grid = ["cdiv(m, BLOCK_M)"]
@@ -244,6 +355,46 @@ def attention(q, k, v, out, m, n, dim, BLOCK_M: tl.constexpr, BLOCK_N: tl.conste
         m_i = top
     tl.store(out + i[:, None] * dim + c[None, :], acc / l_i[:, None], mask=inside)
 ''',
+    features=('''# /// launch
+# task = "attention"
+# grid = ["cdiv(m, BLOCK_M)"]
+# num_warps = 4
+# num_stages = 2
+# [constants]
+# BLOCK_M = 64
+# BLOCK_N = 64
+# DIM = "max(16, next_power_of_2(dim))"
+# [space]
+# BLOCK_M = [32, 64, 128]
+# BLOCK_N = [32, 64, 128]
+# num_warps = [2, 4, 8]
+# num_stages = [1, 2, 3]
+# ///
+@triton.jit
+def attention(q, k, v, out, m, n, dim, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    c = tl.arange(0, DIM)
+    scale = 1.0 / tl.sqrt(dim * 1.0)
+    inside = (i[:, None] < m) & (c[None, :] < dim)
+    query = tl.load(q + i[:, None] * dim + c[None, :], mask=inside, other=0.0)
+    m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    l_i = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, DIM), tl.float32)
+    for start in range(0, n, BLOCK_N):
+        j = start + tl.arange(0, BLOCK_N)
+        there = (j[:, None] < n) & (c[None, :] < dim)
+        key = tl.load(k + j[:, None] * dim + c[None, :], mask=there, other=0.0)
+        value = tl.load(v + j[:, None] * dim + c[None, :], mask=there, other=0.0)
+        s = tl.dot(query, tl.trans(key), input_precision="tf32x3") * scale
+        s = tl.where(j[None, :] < n, s, float("-inf"))
+        top = tl.maximum(m_i, tl.max(s, 1))
+        p = tl.exp(s - top[:, None])
+        shrink = tl.exp(m_i - top)
+        l_i = l_i * shrink + tl.sum(p, 1)
+        acc = tl.dot(p, value, acc * shrink[:, None], input_precision="tf32x3")
+        m_i = top
+    tl.store(out + i[:, None] * dim + c[None, :], acc / l_i[:, None], mask=inside)
+''',),
     naive_cuda='''// /// launch
 // grid = ["cdiv(m, 32)", "dim"]
 // block = [32]

@@ -46,13 +46,16 @@ def _layernorm_library(x: Tensors, d: Dims) -> Tensors:
     return {"out": torch.nn.functional.layer_norm(x["x"], (d["cols"],), x["weight"], x["bias"], EPS)}
 
 
-def _flat(name: str, arguments: str, load: str) -> str:
-    """A Triton kernel that sums a value of each element over the whole array with atomics."""
+def _flat(name: str, arguments: str, load: str, block: int = 256) -> str:
+    """A Triton kernel that sums a value of each element over the whole array, with an atomic for each block.
+
+    Where all values are positive the blocks must be large: float32 loses too much in a sum of 100,000 of them.
+    """
     return f'''# /// launch
 # task = "{name}"
 # grid = ["cdiv(n, BLOCK)"]
 # [constants]
-# BLOCK = 256
+# BLOCK = {block}
 # [fill]
 # out = 0.0
 # [space]
@@ -64,6 +67,100 @@ def {name}({arguments}, out, n, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
 {load}
     tl.atomic_add(out, tl.sum(value, 0))
+'''
+
+
+def _flat_loop(name: str, arguments: str, load: str) -> str:
+    """The same with a fixed number of programs, each of which sums many blocks before its one atomic."""
+    return f'''# /// launch
+# task = "{name}"
+# grid = ["min(PROGRAMS, cdiv(n, BLOCK))"]
+# num_warps = 8
+# num_stages = 3
+# [constants]
+# BLOCK = 4096
+# PROGRAMS = 528
+# [fill]
+# out = 0.0
+# [space]
+# BLOCK = [1024, 2048, 4096, 8192]
+# PROGRAMS = [132, 264, 528, 1056, 2112]
+# num_warps = [4, 8, 16]
+# num_stages = [1, 2, 3, 4]
+# ///
+@triton.jit
+def {name}({arguments}, out, n, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr):
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for start in range(tl.program_id(0).to(tl.int64) * BLOCK, n, PROGRAMS * BLOCK):
+        i = start + tl.arange(0, BLOCK)
+    {load.replace(chr(10), chr(10) + "    ")}
+        acc += value
+    tl.atomic_add(out, tl.sum(acc, 0))
+'''
+
+
+def _flat_shuffle(name: str, inputs: tuple[str, ...], value: str) -> str:
+    """CUDA C++: vector loads, UNROLL independent sums a thread, shuffles within a warp, one atomic a block."""
+    named = "".join(f"const float* {one}, " for one in inputs)
+    loads = "\n".join(f"            const float4 {one}_ = ((const float4*){one})[i + u * step];" for one in inputs)
+    lanes = "\n".join(
+        f"            {{ {' '.join(f'const float {one}v = {one}_.{lane};' for one in inputs)} sum[u] += {value}; }}"
+        for lane in "xyzw"
+    )
+    tail = " ".join(f"const float {one}v = {one}[groups * 4 + threadIdx.x];" for one in inputs)
+    return f'''// /// launch
+// task = "{name}"
+// grid = ["min(BLOCKS, cdiv(n, THREADS))"]
+// block = ["THREADS"]
+// entry = "{name}"
+// args = [{", ".join(f'"{one}"' for one in (*inputs, "out", "n"))}]
+// [constants]
+// THREADS = 512
+// BLOCKS = 528
+// UNROLL = 4
+// [fill]
+// out = 0.0
+// [space]
+// THREADS = [256, 512, 1024]
+// BLOCKS = [132, 264, 528, 1056]
+// UNROLL = [1, 2, 4, 8]
+// ///
+extern "C" __global__ void __launch_bounds__(THREADS) {name}({named}float* out, long long n) {{
+    __shared__ float warps[THREADS / 32];
+    const long long groups = n / 4, step = (long long)gridDim.x * THREADS;
+    float sum[UNROLL] = {{}};
+    long long i = (long long)blockIdx.x * THREADS + threadIdx.x;
+    for (; i + (UNROLL - 1) * step < groups; i += UNROLL * step) {{
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {{
+{loads}
+{lanes}
+        }}
+    }}
+    for (; i < groups; i += step) {{
+        const int u = 0;
+        {{
+{loads}
+{lanes}
+        }}
+    }}
+    if (blockIdx.x == 0 && threadIdx.x < n % 4) {{
+        const int u = 0;
+        {tail}
+        sum[u] += {value};
+    }}
+#pragma unroll
+    for (int u = 1; u < UNROLL; ++u) sum[0] += sum[u];
+#pragma unroll
+    for (int away = 16; away; away /= 2) sum[0] += __shfl_xor_sync(~0u, sum[0], away);
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = sum[0];
+    __syncthreads();
+    if (threadIdx.x == 0) {{
+        float all = 0;
+        for (int w = 0; w < THREADS / 32; ++w) all += warps[w];
+        atomicAdd(out, all);
+    }}
+}}
 '''
 
 
@@ -81,6 +178,26 @@ def _flat_cuda(name: str, inputs: tuple[str, ...], value: str) -> str:
 extern "C" __global__ void {name}({named}float* out, long long n) {{
     long long i = blockIdx.x * 32LL + threadIdx.x;
     if (i < n) atomicAdd(out, {value});
+}}
+'''
+
+
+def _chunk_cuda(name: str, inputs: tuple[str, ...], value: str) -> str:
+    """One thread for 8192 neighbouring elements, and one atomic for each thread: nothing coalesces."""
+    named = "".join(f"const float* {one}, " for one in inputs)
+    return f'''// /// launch
+// grid = ["cdiv(n, 32 * 8192)"]
+// block = [32]
+// entry = "{name}"
+// args = [{", ".join(f'"{one}"' for one in (*inputs, "out", "n"))}]
+// [fill]
+// out = 0.0
+// ///
+extern "C" __global__ void {name}({named}float* out, long long n) {{
+    long long first = (blockIdx.x * 32LL + threadIdx.x) * 8192;
+    float sum = 0;
+    for (long long i = first; i < n && i < first + 8192; ++i) sum += {value};
+    if (first < n) atomicAdd(out, sum);
 }}
 '''
 
@@ -133,11 +250,23 @@ _ROWS: dict[str, Any] = {
 _X, _Y, _ONE = Buffer("x", ("n",)), Buffer("y", ("n",)), (Buffer("out", (1,)),)
 _MATRIX, _SAME = Buffer("x", ("rows", "cols")), (Buffer("out", ("rows", "cols")),)
 
+_SUM = "    value = tl.load(x + i, mask=i < n, other=0.0)"
+_DOT = "    value = tl.load(x + i, mask=i < n, other=0.0) * tl.load(y + i, mask=i < n, other=0.0)"
+_MSE = (
+    "    away = tl.load(x + i, mask=i < n, other=0.0) - tl.load(y + i, mask=i < n, other=0.0)\n"
+    "    value = away * away / n"
+)
+_CIRCLE = "    u = tl.load(x + i, mask=i < n, other=1.0)\n    value = 4.0 * tl.sqrt(1.0 - u * u) / n"
+
 REDUCTION = Task(
     name="reduction", title="Sum an array", family="reduction", dims=("n",), inputs=(_X,), outputs=_ONE,
     oracle=lambda x, d: {"out": sum_of(x["x"])}, library=lambda x, d: {"out": x["x"].sum().reshape(1)},
     flops="n", tolerance=32,
-    start=_flat("reduction", "x", "    value = tl.load(x + i, mask=i < n, other=0.0)"),
+    start=_flat("reduction", "x", _SUM),
+    features=(
+        _flat_loop("reduction", "x", _SUM),
+        _flat_shuffle("reduction", ("x",), "xv"),
+    ),
     naive_cuda=_flat_cuda("reduction", ("x",), "x[i]"), **_N,
 )  # fmt: skip
 
@@ -145,8 +274,10 @@ DOT = Task(
     name="dot", title="Dot product of two arrays", family="reduction", dims=("n",), inputs=(_X, _Y), outputs=_ONE,
     oracle=lambda x, d: {"out": sum_of(x["x"] * x["y"])}, library=lambda x, d: {"out": (x["x"] @ x["y"]).reshape(1)},
     flops="2 * n", tolerance=32,
-    start=_flat(
-        "dot", "x, y", "    value = tl.load(x + i, mask=i < n, other=0.0) * tl.load(y + i, mask=i < n, other=0.0)"
+    start=_flat("dot", "x, y", _DOT),
+    features=(
+        _flat_loop("dot", "x, y", _DOT),
+        _flat_shuffle("dot", ("x", "y"), "xv * yv"),
     ),
     naive_cuda=_flat_cuda("dot", ("x", "y"), "x[i] * y[i]"), **_N,
 )  # fmt: skip
@@ -154,13 +285,13 @@ DOT = Task(
 MSE = Task(
     name="mse", title="Mean squared error of two arrays", family="loss", dims=("n",), inputs=(_X, _Y), outputs=_ONE,
     oracle=_mse, library=lambda x, d: {"out": torch.nn.functional.mse_loss(x["x"], x["y"]).reshape(1)},
-    flops="3 * n", tolerance=32,
-    start=_flat(
-        "mse", "x, y",
-        "    away = tl.load(x + i, mask=i < n, other=0.0) - tl.load(y + i, mask=i < n, other=0.0)\n"
-        "    value = away * away / n",
+    flops="3 * n", tolerance=64,
+    start=_flat("mse", "x, y", _MSE, 8192),
+    features=(
+        _flat_loop("mse", "x, y", _MSE),
+        _flat_shuffle("mse", ("x", "y"), "(xv - yv) * (xv - yv) / n"),
     ),
-    naive_cuda=_flat_cuda("mse", ("x", "y"), "(x[i] - y[i]) * (x[i] - y[i]) / n"), **_N,
+    naive_cuda=_chunk_cuda("mse", ("x", "y"), "(x[i] - y[i]) * (x[i] - y[i]) / n"), **_N,
 )  # fmt: skip
 
 MONTE_CARLO = Task(
@@ -169,11 +300,12 @@ MONTE_CARLO = Task(
     oracle=lambda x, d: {"out": sum_of(4 * torch.sqrt(1 - x["x"] ** 2) / d["n"])},
     library=lambda x, d: {"out": (4 * torch.sqrt(1 - x["x"] ** 2)).mean().reshape(1)},
     flops="4 * n", tolerance=64,
-    start=_flat(
-        "monte_carlo", "x",
-        "    u = tl.load(x + i, mask=i < n, other=1.0)\n    value = 4.0 * tl.sqrt(1.0 - u * u) / n",
+    start=_flat("monte_carlo", "x", _CIRCLE, 8192),
+    features=(
+        _flat_loop("monte_carlo", "x", _CIRCLE),
+        _flat_shuffle("monte_carlo", ("x",), "4.0f * sqrtf(1.0f - xv * xv) / n"),
     ),
-    naive_cuda=_flat_cuda("monte_carlo", ("x",), "4.0f * sqrtf(1.0f - x[i] * x[i]) / n"), **_N,
+    naive_cuda=_chunk_cuda("monte_carlo", ("x",), "4.0f * sqrtf(1.0f - x[i] * x[i]) / n"), **_N,
 )  # fmt: skip
 
 SCAN = Task(

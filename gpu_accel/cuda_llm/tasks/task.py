@@ -14,7 +14,7 @@ import functools
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,18 +63,19 @@ class Buffer:
 
     def draw(self, dims: Mapping[str, int], family: str, generator: torch.Generator) -> Tensor:
         shape = self.sizes(dims)
+        given: dict[str, Any] = {"generator": generator, "device": generator.device}
         if self.kind == "index":
             below = max(evaluate(self.below, dims), 1)
-            return torch.randint(below, shape, generator=generator, dtype=getattr(torch, self.dtype))
+            return torch.randint(below, shape, dtype=getattr(torch, self.dtype), **given)
         if self.kind == "unit":
-            return torch.rand(shape, generator=generator)
-        x = torch.randn(shape, generator=generator)
+            return torch.rand(shape, **given)
+        x = torch.randn(shape, **given)
         if family == "shifted":
             return x + 3
         if family == "heavy":
-            return x + 10 * torch.randn(shape, generator=generator) * (torch.rand(shape, generator=generator) < 0.05)
+            return x + 10 * torch.randn(shape, **given) * (torch.rand(shape, **given) < 0.05)
         if family == "integers":
-            return torch.randint(-4, 5, shape, generator=generator).float()
+            return torch.randint(-4, 5, shape, **given).float()
         return x * 1e-3 if family == "tiny" else x
 
 
@@ -89,11 +90,15 @@ class Task:
         ranges: (least, largest) of each size, for shapes that no proposer sees.
         oracle: (inputs in float64 or int64, dims) -> truth by output name.
         library: (inputs, dims) -> outputs by torch: the strong baseline.
+        prepare: (inputs, dims) -> what `library` takes, where it wants another format; no part of its time.
         flops: arithmetic of one call, an expression of the dimensions.
         tolerance: units of float32 rounding of the scale; 0 for results that must be equal.
         start: a plain Triton kernel that is right, with the values its constants may take.
         naive_cuda: the naive baseline, one thread an output element, in CUDA C++.
-        dtype: of the arithmetic, for the roofline.
+        features: further templates of the grammar, in Triton or CUDA C++, with other structures than `start`.
+        dtype: of the values.
+        arithmetic: the fastest units of a GPU that reach the tolerance, and how often they must do the work. Float32
+            products can be three TF32 products of split operands, on tensor cores: ("tf32", 3).
     """
 
     name: str
@@ -112,6 +117,9 @@ class Task:
     start: str = field(repr=False)
     naive_cuda: str = field(repr=False)
     dtype: str = "fp32"
+    arithmetic: tuple[str, int] = ("fp32", 1)
+    prepare: Callable[[Tensors, Dims], Any] | None = field(default=None, repr=False)
+    features: tuple[str, ...] = field(default=(), repr=False)
 
     def draw(self, dims: Dims, *, family: str, seed: int) -> Tensors:
         """Inputs of one trial, on the CPU."""
@@ -152,7 +160,17 @@ class Task:
             InvalidInputError: no such profile.
         """
         chosen = gpu if isinstance(gpu, Profile) else profile(gpu)
-        return Roofline(chosen).time(evaluate(self.flops, dims), self.bytes_moved(dims), self.dtype)
+        units, times = self.arithmetic
+        return Roofline(chosen).time(evaluate(self.flops, dims) * times, self.bytes_moved(dims), units)
+
+    def baseline(self, inputs: Tensors, dims: Dims) -> Tensors:
+        """The library's outputs."""
+        return self.library(self.prepare(inputs, dims) if self.prepare else inputs, dims)
+
+    @functools.cached_property
+    def templates(self) -> tuple[Candidate, ...]:
+        """What the grammar varies: the plain kernel, then kernels of other structure."""
+        return (self.candidate, *(Candidate.parse(text) for text in self.features))
 
     @functools.cached_property
     def candidate(self) -> Candidate:

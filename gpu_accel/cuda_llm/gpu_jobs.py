@@ -1,0 +1,259 @@
+"""What a sandboxed process does on a GPU: compile, launch on small memory that the controller filled, and time.
+
+Timing (`bench`) is the only part that needs the GPU for itself; it holds a file lock that all processes of a search
+share, so kernels compile side by side and are timed one after the other. While it holds the lock an alarm ends the
+process, whatever the driver waits for.
+
+Before every timed launch, and outside of the time, inputs get new contents from a seed that the controller drew,
+outputs are poisoned and the second-level cache is flushed: a kernel that remembers, or that finds its work done, has
+nothing to find. Of some launches, chosen by the controller, the outputs are kept for it to compare. Baselines are
+timed between the candidate's launches on other inputs, so that no memory here ever holds what the candidate should
+compute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import math
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from .compiled import Binary, compile_cuda, compile_triton, triton_key
+
+HIDDEN = 4  # null pointers that Triton's kernels may want beyond their own parameters; 2 since 3.4
+CAPABILITY = 90
+
+
+class Compiler:
+    """Compiles what each launch needs, once."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder, self.name = folder, name
+        self._made: dict[Any, Binary] = {}
+
+    def __call__(self, trial: Mapping[str, Any]) -> Binary:
+        if trial["language"] == "triton":
+            key: Any = triton_key(trial)
+            if key not in self._made:
+                self._made[key] = compile_triton(self.folder / "kernel.py", self.name, trial, CAPABILITY)
+        else:
+            key = json.dumps([trial["constants"], trial["block"], trial["shared"]])
+            if key not in self._made:
+                self._made[key] = compile_cuda((self.folder / "kernel.cu").read_text(), self.name, trial)
+        return self._made[key]
+
+
+def compile_only(job: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Machine code of every launch, without a GPU."""
+    compiler = Compiler(folder, job["name"])
+    made = [compiler(trial) for trial in job["trials"]]
+    return {"compiler": made[0].compiler, "binaries": len({one.cubin for one in made})}
+
+
+def run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Launch once on each image, in order, and write each back whole."""
+    compiler = Compiler(folder, job["name"])
+    binaries = [compiler(trial) for trial in job["trials"]]  # before there is a context: nothing to be broken yet
+    bench_binary = compiler(job["bench"]["trial"]) if "bench" in job else None
+    _small(job, folder, binaries)
+    result: dict[str, Any] = {"ran": len(binaries)}
+    if bench_binary is not None:
+        result |= bench(job, folder, bench_binary)
+    return result
+
+
+def _small(job: dict[str, Any], folder: Path, binaries: list[Binary]) -> None:
+    import torch
+
+    from .device import Module, launch_on
+
+    for number, (trial, binary) in enumerate(zip(job["trials"], binaries, strict=True)):
+        data = bytearray((folder / f"in{number}.bin").read_bytes())
+        image = torch.frombuffer(data, dtype=torch.uint8).cuda()
+        launch_on(Module(binary), trial, image, hidden=HIDDEN)()
+        torch.cuda.synchronize()
+        (folder / f"out{number}.bin").write_bytes(image.cpu().numpy().tobytes())
+
+
+# -- timing
+
+
+class Memory:
+    """Device memory of the shape that is timed: fresh inputs and poisoned outputs whenever they are asked for."""
+
+    def __init__(self, bench: Mapping[str, Any], trial: Mapping[str, Any], seed: int) -> None:
+        import torch
+
+        from .image import Slot
+        from .tasks.task import Buffer
+
+        self.dims = bench["dims"]
+        self.inputs = {one["name"]: Buffer(**one) for one in bench["inputs"]}
+        self.slots = [Slot(**{key: slot[key] for key in Slot.__dataclass_fields__}) for slot in trial["buffers"]]
+        self.fill = {slot["name"]: slot["fill"] for slot in trial["buffers"] if slot["fill"] is not None}
+        self.image = torch.full((trial["total"],), 0xFF, dtype=torch.uint8, device="cuda")
+        self.base, self.count, self.seed = seed, 0, seed
+        self.views = {slot.name: slot.view(self.image) for slot in self.slots}
+        self.refresh()
+
+    def refresh(self) -> None:
+        """New contents for inputs, poison for outputs and scratch."""
+        from gpu_accel.testing.poison import poison_
+
+        self.seed, self.count = self.base + self.count, self.count + 1
+        for slot in self.slots:
+            if slot.role == "output" or (slot.role == "workspace" and slot.name not in self.fill):
+                poison_(self.views[slot.name])
+        for name, drawn in draw_on(self.inputs, self.dims, self.seed, "cuda").items():
+            self.views[name].copy_(drawn)
+
+    def prepared(self, launch: Callable[[], None]) -> Callable[[], None]:
+        """The launch with the fills that belong to its time."""
+        fills = [(self.views[name], value) for name, value in self.fill.items()]
+        if not fills:
+            return launch
+
+        def call() -> None:
+            for view, value in fills:
+                view.fill_(value)
+            launch()
+
+        return call
+
+    def outputs(self) -> list[Any]:
+        return [self.views[slot.name].clone() for slot in self.slots if slot.role == "output"]
+
+
+def draw_on(inputs: Mapping[str, Any], dims: Mapping[str, int], seed: int, device: str) -> dict[str, Any]:
+    """Inputs of one timed launch; equal wherever the same kind of device draws them."""
+    import torch
+
+    generator = torch.Generator(device=device).manual_seed(seed)
+    return {name: one.draw(dims, "normal", generator) for name, one in inputs.items()}
+
+
+class Counted:
+    """The candidate's call, which counts its launches."""
+
+    def __init__(self, run: Callable[[], object]) -> None:
+        self.run, self.count, self.pending = run, 0, False
+
+    def __call__(self) -> None:
+        self.run()
+        self.count += 1
+        self.pending = True
+
+
+def _timer(memory: Memory, candidate: Counted, keep: set[int], kept: list[tuple[int, list[Any]]]) -> Any:
+    """A timer whose flush also renews the candidate's memory, and keeps outputs before it does."""
+    from gpu_accel.workbench.cuda_timer import CudaTimer
+
+    class Fresh(CudaTimer):
+        def flush(self) -> None:
+            if candidate.pending:
+                if candidate.count in keep:
+                    kept.append((memory.seed, memory.outputs()))
+                memory.refresh()
+                candidate.pending = False
+            super().flush()
+
+        def capture(self, call: Callable[[], object], repeats: int) -> Callable[[], object]:
+            if not isinstance(call, Counted):
+                return super().capture(call, repeats)
+            call.run = super().capture(call.run, repeats)
+            return call
+
+    return Fresh()
+
+
+@contextlib.contextmanager
+def alone(descriptor: int | None, seconds: float) -> Iterator[None]:
+    """Hold the lock of the GPU; SIGALRM ends the process when it is held too long."""
+    if descriptor is not None:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        if descriptor is not None:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+def bench(job: dict[str, Any], folder: Path, binary: Binary) -> dict[str, Any]:
+    """Time the kernel between launches of its baselines, and write kept outputs to keptN.bin."""
+    import torch
+
+    from gpu_accel.workbench.timing import compare
+
+    from .device import Module, launch_on
+
+    what = job["bench"]
+    memory = Memory(what, what["trial"], what["seed"])
+    launch = launch_on(Module(binary), what["trial"], memory.image, hidden=HIDDEN)
+    candidate = Counted(memory.prepared(launch))
+    half = max(what["bytes"] // 2, 1)
+    source, target = (torch.empty(half, dtype=torch.uint8, device="cuda") for _ in range(2))
+    fast: dict[str, list[Callable[[], object]]] = {"candidate": [candidate], "copy": [lambda: target.copy_(source)]}
+    slow: dict[str, list[Callable[[], object]]] = {}
+    kept: list[tuple[int, list[Any]]] = []
+    if "library" in what["peers"]:
+        fast["library"] = _library(what)
+    for name, peer in what["others"].items():
+        (folder / name).mkdir()
+        file = folder / name / ("kernel.py" if peer["trial"]["language"] == "triton" else "kernel.cu")
+        file.write_text(peer["source"])
+        own = Memory(what, peer["trial"], what["seed"] + 3 * 10**6)
+        made = Module(Compiler(folder / name, peer["entry"])(peer["trial"]))
+        (slow if name == "naive" else fast)[name] = [
+            own.prepared(launch_on(made, peer["trial"], own.image, hidden=HIDDEN))
+        ]
+    torch.cuda.synchronize()
+    timer = _timer(memory, candidate, set(what["keep"]), kept)
+    limits = {"seconds": what["seconds"], "min_rounds": 10, "max_rounds": what["rounds"], "noise": 0.005}
+    with alone(job["lock_descriptor"], what["alone_seconds"]):
+        timed = compare(fast, timer=timer, **limits)
+        if slow:
+            slow = {"candidate": [candidate], **slow}
+            candidate.pending = True
+            second = compare(slow, timer=timer, seconds=what["seconds"] / 2, min_rounds=3, max_rounds=10)
+        while len(kept) < len(what["keep"]):
+            memory.refresh()
+            candidate()
+            kept.append((memory.seed, memory.outputs()))
+        torch.cuda.synchronize()
+    for number, (_, outputs) in enumerate(kept):
+        with (folder / f"kept{number}.bin").open("wb") as file:
+            for one in outputs:
+                file.write(memoryview(one.cpu().contiguous().view(-1).view(torch.uint8).numpy()))
+    result = {"kept": [seed for seed, _ in kept], "launches": candidate.count, "times": _told(timed)}
+    if slow:
+        result["slow"] = _told(second)
+    return result
+
+
+def _library(what: Mapping[str, Any]) -> list[Callable[[], object]]:
+    import functools
+
+    from .tasks import TASKS
+    from .tasks.task import Buffer
+
+    task = TASKS[what["task"]]
+    inputs = {one["name"]: Buffer(**one) for one in what["inputs"]}
+    sets = [draw_on(inputs, what["dims"], what["seed"] + (i + 1) * 10**6, "cuda") for i in range(2)]
+    prepared = [task.prepare(x, what["dims"]) if task.prepare else x for x in sets]
+    return [functools.partial(task.library, x, what["dims"]) for x in prepared]
+
+
+def _told(timed: Mapping[str, Any]) -> dict[str, Any]:
+    found = {}
+    for name, one in timed.items():
+        times = [float(ms) for ms in one.times if math.isfinite(ms)]
+        found[name] = {"ms": times, "failed": one.failed, "method": one.method, "clocks": dict(one.clocks or {}),
+                       "note": one.note}  # fmt: skip
+    return found

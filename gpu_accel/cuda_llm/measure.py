@@ -1,0 +1,243 @@
+"""Times of candidates on a GPU, and the comparison of what the timed launches computed.
+
+    measured = measure(candidate, task, sandbox=sandbox, gpu="h100-sxm", peers=("library", "naive"))
+    measured.judgement, measured.over_copy, measured.ratio("library")
+
+A candidate is timed in its own process (`gpu_jobs.py`), interleaved with a copy of as many bytes, so that times taken
+by two processes can be compared as multiples of it, and on request with the library, the naive baseline and the plain
+kernel. Seeds and the launches whose outputs are compared are drawn here, after the source is fixed; the comparison with
+the float64 oracle happens here too, on this process' own memory of the GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import os
+import random
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpu_accel.errors import HardwareError
+from gpu_accel.workbench.statistics import median
+
+from .candidate import Candidate
+from .gpu_jobs import draw_on
+from .harness import Program, bind, described, draw, ended, job, judge_time, read_memory, write
+from .image import Layout
+from .outputs import Trial, compare, judge
+from .sandbox import Sandbox
+from .tasks import TASKS, Task
+from .verdict import Judgement, Rejected, Verdict
+
+PEERS = ("library", "naive", "start")
+WARM_UP = 5  # launches before the first that is timed
+ALONE_SECONDS = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A verdict on the timed launches, and samples in ms by implementation.
+
+    Args:
+        samples: "candidate", "copy" and peers, interleaved in common rounds.
+        slow: "candidate" and "naive", in common rounds of their own: naive kernels may take many times as long.
+        failed: why a peer has no times.
+    """
+
+    judgement: Judgement
+    samples: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    slow: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    failed: Mapping[str, str] = field(default_factory=dict)
+    method: str = ""
+    clocks: Mapping[str, Any] = field(default_factory=dict)
+    launches: int = 0
+    compared: int = 0
+
+    @property
+    def ms(self) -> float | None:
+        """Median time of the candidate."""
+        return median(self.samples["candidate"]) if self.samples.get("candidate") else None
+
+    @property
+    def over_copy(self) -> float | None:
+        """Its time as a multiple of a copy of as many bytes."""
+        taken = self.samples.get("candidate"), self.samples.get("copy")
+        return median(taken[0]) / median(taken[1]) if taken[0] and taken[1] else None
+
+    def ratio(self, peer: str) -> float | None:
+        """How many times as long the peer takes; None if it has no times."""
+        found = self.slow if peer in self.slow else self.samples
+        if not found.get(peer) or not found.get("candidate"):
+            return None
+        return median(found[peer]) / median(found["candidate"])
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "judgement": self.judgement.as_dict(), "samples": {k: list(v) for k, v in self.samples.items()},
+            "slow": {k: list(v) for k, v in self.slow.items()}, "failed": dict(self.failed), "method": self.method,
+            "clocks": dict(self.clocks), "launches": self.launches, "compared": self.compared,
+        }  # fmt: skip
+
+
+def measure(
+    candidate: Candidate,
+    task: Task,
+    *,
+    sandbox: Sandbox,
+    gpu: str,
+    peers: Sequence[str] = (),
+    screen: bool = False,
+    seconds: float = 0.25,
+    rounds: int = 200,
+    keep: int = 2,
+    lock: Path | None = None,
+    limit: float | None = None,
+) -> Measured:
+    """Time a candidate on the shape that its task is timed at, and compare outputs of timed launches.
+
+    Args:
+        gpu: profile whose roofline no time may beat.
+        peers: of PEERS, timed between the candidate's launches.
+        screen: launch it on the shapes shown first, where a wrong or endless kernel is cheap.
+        seconds, rounds: timing budget of each implementation.
+        keep: how many launches have their outputs compared.
+        lock: file that all users of this GPU lock while they time; outputs are compared under it as well.
+        limit: wall clock of the process; that of the sandbox if not given.
+    Raises:
+        HardwareError: the sandbox has no GPU.
+    """
+    if not sandbox.gpu:
+        raise HardwareError("times need a GPU; without one only correctness is judged")
+    try:
+        program = Program.of(candidate)
+        bind(program, candidate.launch, task)
+        trials = [one for one in draw(task, candidate, None) if one.repeats < 0 and not one.hidden] if screen else []
+        what = _order(program, candidate, task, peers, seconds=seconds, rounds=rounds, keep=keep)
+        with sandbox.folder() as folder:
+            write(program, folder)
+            for number, trial in enumerate(trials):
+                (folder / f"in{number}.bin").write_bytes(trial.before.numpy().tobytes())
+            request = job(program, candidate.launch, trials) | {"bench": what, "lock": str(lock) if lock else None}
+            result = ended(sandbox.run("run", folder, seconds=limit, **request))
+            measured = _read(result, gpu, task)
+            compared = _compare(task, candidate, folder, trials, result, len(what["keep"]), lock)
+        return replace(measured, compared=compared) if measured.judgement.ok else measured
+    except Rejected as rejected:
+        return Measured(judgement=replace(rejected.judgement, sandbox=sandbox.described))
+
+
+def _order(
+    program: Program, candidate: Candidate, task: Task, peers: Sequence[str], *, seconds: float, rounds: int, keep: int
+) -> dict[str, Any]:
+    """What the process is told of the timed part."""
+    drawn = random.Random(secrets.randbits(64))
+    own = TASKS.get(task.name) is task  # the worker finds a library only by the name of a task
+    others = {
+        name: _other(one, task)
+        for name, one in (("naive", task.naive), ("start", task.candidate))
+        if name in peers and one.digest != candidate.digest
+    }
+    return {
+        "task": task.name, "dims": dict(task.bench), "bytes": task.bytes_moved(task.bench),
+        "inputs": [dataclasses.asdict(one) for one in task.inputs],
+        "trial": described(program, candidate.launch, task.bench, _layout(task, candidate)),
+        "seed": drawn.randrange(10**12), "keep": sorted(drawn.sample(range(WARM_UP, WARM_UP + 10), keep)),
+        "peers": ["library"] if "library" in peers and own else [], "others": others,
+        "seconds": seconds, "rounds": rounds, "alone_seconds": ALONE_SECONDS,
+    }  # fmt: skip
+
+
+def _other(candidate: Candidate, task: Task) -> dict[str, Any]:
+    program = Program.of(candidate)
+    trial = described(program, candidate.launch, task.bench, _layout(task, candidate))
+    return {"source": program.source, "entry": program.entry, "trial": trial}
+
+
+def _layout(task: Task, candidate: Candidate) -> Layout:
+    _, constants = candidate.launch.resolve(task.bench)
+    return Layout.of(task, candidate.launch, task.bench, constants)
+
+
+def _compare(
+    task: Task, candidate: Candidate, folder: Path, trials: Sequence[Trial], result: dict[str, Any], keep: int,
+    lock: Path | None,
+) -> int:  # fmt: skip
+    """Judge the small trials, then the outputs that were kept; returns how many launches were compared.
+
+    Raises:
+        Rejected: wrong or cheating.
+    """
+    for number, trial in enumerate(trials):
+        trial.after = read_memory(folder / f"out{number}.bin", trial.layout.total)
+    if trials:
+        judge(task, candidate.launch, trials)
+    seeds = result.get("kept")
+    if not isinstance(seeds, list) or len(seeds) != keep or not all(type(seed) is int for seed in seeds):
+        raise Rejected(Verdict.CRASHED, None, "its process kept no outputs of timed launches")
+    inputs_of = {one.name: one for one in task.inputs}
+    sizes = [(one, one.elements(task.bench) * getattr(torch, one.dtype).itemsize) for one in task.outputs]
+    for number, seed in enumerate(seeds):
+        memory = read_memory(folder / f"kept{number}.bin", sum(size for _, size in sizes))
+        with alone(lock):
+            inputs = draw_on(inputs_of, task.bench, seed, "cuda")
+            outputs, at = {}, 0
+            for one, size in sizes:
+                flat = memory[at : at + size].cuda().view(getattr(torch, one.dtype))
+                outputs[one.name], at = flat.view(one.sizes(task.bench)), at + size
+            found = compare(task, outputs, task.truth(inputs, task.bench), inputs)
+            del inputs, outputs
+        if found.kind is not None:
+            sizes_ = " ".join(f"{key}={size}" for key, size in task.bench.items())
+            raise Rejected(Verdict.WRONG, found.kind, f"in a timed launch: {found.detail}", (sizes_,))
+    return len(seeds)
+
+
+@contextlib.contextmanager
+def alone(lock: Path | None) -> Iterator[None]:
+    """Hold the lock of the GPU in this process."""
+    if lock is None:
+        yield
+        return
+    descriptor = os.open(lock, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+        torch.cuda.synchronize()
+    finally:
+        os.close(descriptor)
+
+
+def _read(result: Mapping[str, Any], gpu: str, task: Task) -> Measured:
+    """Samples from a result, which is untrusted, and whether they can be true."""
+    samples: dict[str, tuple[float, ...]] = {}
+    slow: dict[str, tuple[float, ...]] = {}
+    failed: dict[str, str] = {}
+    method: str = ""
+    clocks: dict[str, Any] = {}
+    for part, into in (("times", samples), ("slow", slow)):
+        found = result.get(part, {})
+        for name, one in found.items() if isinstance(found, dict) else ():
+            times = one.get("ms") if isinstance(one, dict) else None
+            if isinstance(times, list) and times and all(isinstance(ms, float) and ms > 0 for ms in times):
+                into[name] = tuple(times)
+            else:
+                failed[name] = str(one.get("failed") if isinstance(one, dict) else one)[:200]
+            if name == "candidate" and part == "times" and isinstance(one, dict):
+                method, clocks = str(one.get("method")), one.get("clocks") or {}
+    if "candidate" not in samples or "copy" not in samples:
+        raise Rejected(Verdict.CRASHED, None, f"no times: {failed.get('candidate') or failed.get('copy')}")
+    launches = result.get("launches")
+    return Measured(
+        judgement=judge_time(task, task.bench, median(samples["candidate"]), gpu), samples=samples, slow=slow,
+        failed=failed, method=method, clocks=clocks, launches=launches if type(launches) is int else 0,
+    )  # fmt: skip
+
+
+__all__ = ["PEERS", "Measured", "alone", "measure"]

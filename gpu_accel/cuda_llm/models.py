@@ -1,0 +1,275 @@
+"""Proposers that are language models: any endpoint with OpenAI's protocol, Anthropic's, or a local model.
+
+Requests are plain HTTP by the standard library. Every exchange is given to `record` (the search puts it into its
+transcript) with tokens, price and time. A model that fails ends the search with its reason; what was found stays.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gpu_accel.errors import GpuAccelError, InvalidInputError, UnsupportedError
+
+from .prompts import Message, kernels_in, messages
+from .proposers import Attempt, Brief, Proposal
+
+RETRIES = 3
+LARGEST_REPLY = 4 << 20
+
+
+class ModelError(GpuAccelError, RuntimeError):
+    """A model that does not answer, or not in its protocol."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One reply."""
+
+    text: str
+    tokens: tuple[int, int]  # read, written
+
+
+@dataclass
+class Model:
+    """What all models share: prompt, parse, account.
+
+    Args:
+        model: its name.
+        prices: dollars per million tokens, read and written.
+        max_tokens: of a reply.
+    """
+
+    model: str
+    prices: tuple[float, float] = (0.0, 0.0)
+    max_tokens: int = 4096
+    name: str = field(default="", init=False)
+    record: Callable[[dict[str, Any]], None] | None = field(default=None, init=False, repr=False)
+
+    def propose(self, brief: Brief, history: Sequence[Attempt], count: int) -> list[Proposal]:
+        """`count` replies to the prompt that the history calls for; what they hold is proposed as it is.
+
+        Raises:
+            ModelError: the model does not answer.
+        """
+        asked = messages(brief, history)
+        made: list[Proposal] = []
+        for number in range(count):
+            begin = time.monotonic()
+            answer = self.ask(asked, len(history) + number)
+            dollars = sum(tokens * price for tokens, price in zip(answer.tokens, self.prices, strict=True)) / 1e6
+            if self.record:
+                self.record({
+                    "proposer": self.name, "model": self.model, "messages": asked, "reply": answer.text,
+                    "tokens": list(answer.tokens), "dollars": dollars, "seconds": round(time.monotonic() - begin, 3),
+                })  # fmt: skip
+            # the first block is the candidate; a reply with several is one that does not keep to the form
+            made.append(
+                Proposal(text=kernels_in(answer.text)[0], note=self.model, tokens=answer.tokens, dollars=dollars)
+            )
+        return made
+
+    def ask(self, asked: list[Message], number: int) -> Answer:
+        """One reply; `number` differs from call to call, for models that draw by a seed."""
+        raise NotImplementedError
+
+
+@dataclass
+class OpenAICompatible(Model):
+    """Any server with POST {base_url}/chat/completions: vLLM, llama.cpp, Ollama, SGLang, hosted ones.
+
+    Args:
+        base_url: such as http://127.0.0.1:8000/v1.
+        key: name of the environment variable with the key; none is sent without it.
+        temperature: left to the server if None.
+    """
+
+    base_url: str = "http://127.0.0.1:8000/v1"
+    key: str = ""
+    temperature: float | None = 0.8
+    timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        self.name = "openai-compatible"
+        if not self.base_url.startswith(("http://", "https://")):
+            raise InvalidInputError(f"base_url is {self.base_url!r:.60}; it begins with http:// or https://")
+
+    def ask(self, asked: list[Message], number: int) -> Answer:
+        body: dict[str, Any] = {"model": self.model, "messages": asked, "max_tokens": self.max_tokens, "seed": number}
+        if self.temperature is not None:
+            body["temperature"] = self.temperature
+        headers = {"Authorization": f"Bearer {key_from(self.key)}"} if self.key else {}
+        found = post(f"{self.base_url.rstrip('/')}/chat/completions", body, headers, self.timeout)
+        try:
+            text, usage = found["choices"][0]["message"]["content"], found.get("usage") or {}
+            return Answer(str(text or ""), (int(usage.get("prompt_tokens", 0)), int(usage.get("completion_tokens", 0))))
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise ModelError(f"{self.base_url} answers in another form: {json.dumps(found)[:200]}") from error
+
+
+@dataclass
+class Anthropic(Model):
+    """Anthropic's Messages API."""
+
+    base_url: str = "https://api.anthropic.com"
+    key: str = "ANTHROPIC_API_KEY"
+    timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        self.name = "anthropic"
+
+    def ask(self, asked: list[Message], number: int) -> Answer:
+        system = "\n\n".join(one["content"] for one in asked if one["role"] == "system")
+        body = {"model": self.model, "max_tokens": self.max_tokens, "system": system,
+                "messages": [one for one in asked if one["role"] != "system"]}  # fmt: skip
+        headers = {"x-api-key": key_from(self.key), "anthropic-version": "2023-06-01"}
+        found = post(f"{self.base_url.rstrip('/')}/v1/messages", body, headers, self.timeout)
+        try:
+            text = "".join(part["text"] for part in found["content"] if part.get("type") == "text")
+            usage = found.get("usage") or {}
+            return Answer(text, (int(usage.get("input_tokens", 0)), int(usage.get("output_tokens", 0))))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ModelError(f"{self.base_url} answers in another form: {json.dumps(found)[:200]}") from error
+
+
+@dataclass
+class Transformers(Model):
+    """A local model through transformers.
+
+    Args:
+        model: a folder, or a name that transformers finds.
+        loaded: (tokenizer, model) to use instead of loading.
+    """
+
+    loaded: tuple[Any, Any] | None = field(default=None, repr=False)
+    device: str = "auto"
+    temperature: float = 0.8
+
+    def __post_init__(self) -> None:
+        self.name = "transformers"
+
+    def ask(self, asked: list[Message], number: int) -> Answer:
+        tokenizer, model = self.loaded = self.loaded or self._load()
+        text, tokens = generate(tokenizer, model, asked, max_tokens=self.max_tokens, temperature=self.temperature,
+                                seed=number)  # fmt: skip
+        return Answer(text, tokens)
+
+    def _load(self) -> tuple[Any, Any]:
+        try:
+            import transformers
+        except ImportError as error:
+            raise UnsupportedError(f"a local model needs transformers: pip install transformers ({error})") from error
+        import torch
+
+        device = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(self.model)
+            model: Any = transformers.AutoModelForCausalLM.from_pretrained(self.model, dtype="auto")
+        except (OSError, ValueError) as error:
+            raise ModelError(f"transformers does not load {self.model}: {str(error)[:300]}") from error
+        return tokenizer, model.to(device).eval()
+
+
+def generate(
+    tokenizer: Any, model: Any, asked: list[Message], *, max_tokens: int, temperature: float, seed: int
+) -> tuple[str, tuple[int, int]]:
+    """(text, (tokens read, tokens written)) of a model of transformers; the prompt is cut on the left if too long."""
+    import torch
+
+    if getattr(tokenizer, "chat_template", None):
+        text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    else:
+        text = "\n\n".join(one["content"] for one in asked) + "\n\n"
+    ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    room = getattr(model.config, "max_position_embeddings", None) or 4096
+    ids = ids[:, -max(room - max_tokens, 1) :].to(model.device)
+    torch.manual_seed(seed)
+    options: dict[str, Any] = {"do_sample": temperature > 0}
+    if temperature > 0:
+        options["temperature"] = temperature
+    with torch.inference_mode():
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens,
+            pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id, **options,
+        )  # fmt: skip
+    new = out[0, ids.shape[1] :]
+    return tokenizer.decode(new, skip_special_tokens=True), (int(ids.shape[1]), int(new.shape[0]))
+
+
+def key_from(variable: str) -> str:
+    """The key in an environment variable.
+
+    Raises:
+        InvalidInputError: it is not set.
+    """
+    if not os.environ.get(variable):
+        raise InvalidInputError(f"the environment variable {variable} holds no key")
+    return os.environ[variable]
+
+
+def post(url: str, body: dict[str, Any], headers: dict[str, str], timeout: float) -> dict[str, Any]:
+    """POST JSON, get JSON; busy servers are asked again.
+
+    Raises:
+        ModelError: no answer, an error status, or no JSON.
+    """
+    data = json.dumps(body).encode()
+    for attempt in range(RETRIES):
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json", **headers})
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as reply:
+                text = reply.read(LARGEST_REPLY)
+            found = json.loads(text)
+            if not isinstance(found, dict):
+                raise ModelError(f"{url} answers with no object")
+            return found
+        except urllib.error.HTTPError as error:
+            said = error.read(500).decode(errors="replace")
+            if error.code in (429, 500, 502, 503, 529) and attempt + 1 < RETRIES:
+                time.sleep(min(_retry_after(error), 30.0) or 2.0**attempt)
+                continue
+            raise ModelError(f"{url} answers {error.code}: {said}") from error
+        except (urllib.error.URLError, OSError) as error:
+            raise ModelError(f"{url} does not answer: {getattr(error, 'reason', error)}") from error
+        except ValueError as error:
+            raise ModelError(f"{url} answers with no JSON") from error
+    raise AssertionError("unreachable")
+
+
+def _retry_after(error: urllib.error.HTTPError) -> float:
+    try:
+        return float(error.headers.get("Retry-After") or 0)
+    except ValueError:
+        return 0.0
+
+
+def make(name: str, *, model: str, base_url: str = "", key: str = "", price: str = "0,0") -> Model:
+    """A model by the words of the command line.
+
+    Raises:
+        InvalidInputError: something is missing or makes no sense.
+    """
+    if not model:
+        raise InvalidInputError(f"--proposer {name} needs --model")
+    try:
+        read, written = (float(one) for one in price.split(","))
+    except ValueError as error:
+        raise InvalidInputError(f"--price is {price!r:.40}; it is two numbers, such as 0.5,1.5") from error
+    if not (read >= 0 and written >= 0):
+        raise InvalidInputError(f"--price is {price!r:.40}; prices are not negative")
+    more: dict[str, Any] = {"prices": (read, written)}
+    if name == "transformers":
+        if base_url or key:
+            raise InvalidInputError("--base-url and --key are for endpoints; transformers runs the model here")
+        return Transformers(model, **more)
+    if base_url:
+        more["base_url"] = base_url
+    if key:
+        more["key"] = key
+    return {"openai-compatible": OpenAICompatible, "anthropic": Anthropic}[name](model, **more)

@@ -1,0 +1,188 @@
+"""Language models as proposers: exact against a scripted server, and the whole path with a real small model."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpu_accel.cuda_llm import TASKS, Sandbox, Verdict, optimize_kernel
+from gpu_accel.cuda_llm.artefact import attempts_of
+from gpu_accel.cuda_llm.models import Anthropic, ModelError, OpenAICompatible, Transformers, make
+from gpu_accel.cuda_llm.prompts import kernels_in, messages
+from gpu_accel.cuda_llm.proposers import Attempt, Brief, Files, Replay
+from gpu_accel.cuda_llm.verdict import Judgement, Kind
+from gpu_accel.errors import InvalidInputError
+from papers.flash_attention3 import capture
+
+_spec = importlib.util.spec_from_file_location("cuda_llm_servers", Path(__file__).with_name("servers.py"))
+assert _spec and _spec.loader
+servers = sys.modules[_spec.name] = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(servers)
+
+REVERSE = TASKS["reverse"]
+WIDER = REVERSE.start.replace("# BLOCK = 256", "# BLOCK = 512")
+WRONG = REVERSE.start.replace("n - 1 - i", "i")
+
+
+def fenced(source: str) -> str:
+    return f"Here is a kernel:\n```python\n{source}```\nIt is fast."
+
+
+def scripted(replies: list[str], seen: list):
+    def answer(path: str, body: dict, headers: dict):
+        seen.append((path, body, headers))
+        return 200, servers.completion(replies[len(seen) - 1])
+
+    return answer
+
+
+def test_a_scripted_search_goes_as_the_script_says(sandbox: Sandbox, tmp_path: Path) -> None:
+    """Malformed, wrong, right: each reason is in the next prompt; tokens, money and transcript add up."""
+    seen: list = []
+    with servers.served(scripted(["no kernel today", fenced(WRONG), fenced(WIDER)], seen)) as url:
+        proposer = OpenAICompatible("tiny", prices=(1.0, 2.0), base_url=url)
+        found = optimize_kernel(
+            REVERSE.start, proposer=proposer, candidates=3, batch=1, sandbox=sandbox, out=tmp_path / "run"
+        )
+    verdicts = [one.judgement.name for one in found.attempts]
+    assert verdicts == ["accepted", "malformed", "wrong(copied_input)", "accepted"]
+    assert [path for path, *_ in seen] == ["/v1/chat/completions"] * 3
+    asked = [body["messages"][1]["content"] for _, body, _ in seen]
+    assert "rejected" not in asked[0] and "launch headers" in asked[1] and "out is a copy of x" in asked[2]
+    assert all(body["model"] == "tiny" for _, body, _ in seen)
+    assert found.attempts[3].tokens == (100, 50) and found.dollars == pytest.approx(3 * 200e-6)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "transcript.jsonl").read_text().splitlines()]
+    assert [line["reply"] for line in lines] == ["no kernel today", fenced(WRONG), fenced(WIDER)]
+    again = optimize_kernel(REVERSE.start, proposer=Replay(tmp_path / "run"), candidates=9, sandbox=sandbox)
+    assert [one.judgement.name for one in again.attempts] == verdicts
+    assert [one.digest for one in again.attempts] == [one.digest for one in attempts_of(tmp_path / "run")]
+
+
+def test_money_ends_a_search(sandbox: Sandbox) -> None:
+    seen: list = []
+    with servers.served(scripted(["none"] * 9, seen)) as url:
+        proposer = OpenAICompatible("tiny", prices=(10_000.0, 0.0), base_url=url)  # a dollar a call
+        found = optimize_kernel(REVERSE.start, proposer=proposer, dollars=2.0, sandbox=sandbox)
+    assert len(seen) == 2 and "2 dollars" in found.note
+    assert found.dollars == pytest.approx(1.0), "the second is a repeat and no attempt"
+
+
+@pytest.mark.parametrize(
+    ("status", "reply", "why"),
+    [
+        (400, {"error": "no such model"}, "no such model"),
+        (200, b"<html>", "no JSON"),
+        (200, {"choices": []}, "another form"),
+        (200, b"[1]", "no object"),
+    ],
+)
+def test_a_server_that_fails_is_reported(status: int, reply, why: str, sandbox: Sandbox) -> None:
+    with servers.served(lambda *given: (status, reply)) as url, pytest.raises(ModelError, match=why):
+        optimize_kernel(REVERSE.start, proposer=OpenAICompatible("m", base_url=url), sandbox=sandbox)
+
+
+def test_nobody_listens(sandbox: Sandbox) -> None:
+    nobody = OpenAICompatible("m", base_url="http://127.0.0.1:9/v1")
+    with pytest.raises(ModelError, match="does not answer"):
+        optimize_kernel(REVERSE.start, proposer=nobody, sandbox=sandbox)
+
+
+def test_a_busy_server_is_asked_again() -> None:
+    calls: list[int] = []
+
+    def answer(*given):
+        calls.append(1)
+        return (200, servers.completion("x")) if len(calls) == 2 else (503, {"error": "busy"})
+
+    with servers.served(answer) as url:
+        assert OpenAICompatible("m", base_url=url).ask([], 0).text == "x"
+    assert len(calls) == 2
+
+
+def test_anthropic_s_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list = []
+
+    def answer(path, body, headers):
+        seen.append((path, body, headers))
+        return 200, {"content": [{"type": "thinking", "thinking": "?"}, {"type": "text", "text": "hello"}],
+                     "usage": {"input_tokens": 3, "output_tokens": 4}}  # fmt: skip
+
+    with servers.served(answer) as url:
+        proposer = Anthropic("claude", base_url=url.removesuffix("/v1"))
+        with pytest.raises(InvalidInputError, match="ANTHROPIC_API_KEY"):
+            monkeypatch.delenv("ANTHROPIC_API_KEY", raising=False)
+            proposer.ask([], 0)
+        monkeypatch.setenv("ANTHROPIC_API_KEY", "secret")
+        found = proposer.ask([{"role": "system", "content": "s"}, {"role": "user", "content": "u"}], 0)
+    assert found.text == "hello" and found.tokens == (3, 4)
+    path, body, headers = seen[0]
+    assert path == "/v1/messages" and body["system"] == "s" and [one["role"] for one in body["messages"]] == ["user"]
+    lower = {name.lower(): value for name, value in headers.items()}
+    assert lower["x-api-key"] == "secret" and lower["anthropic-version"] == "2023-06-01"
+
+
+def test_a_prompt_has_its_three_parts_and_no_secret() -> None:
+    brief = Brief(task=REVERSE, start=REVERSE.candidate, target="h100-sxm")
+    system, user = (one["content"] for one in messages(brief, []))
+    assert "/// launch" in system and "H100" in user and "GB/s" in user and REVERSE.title in user
+    assert REVERSE.candidate.source in user and "seed" not in user
+    hidden = REVERSE.held_out(3)
+    assert not any(f"n = {dims['n']}," in user for dims in hidden[:2])
+    best = Attempt(number=1, candidate=REVERSE.candidate.with_(BLOCK=512), ms=0.125, time=1.0,
+                   judgement=Judgement(verdict=Verdict.ACCEPTED))  # fmt: skip
+    bad = Attempt(number=2, candidate=None, text="x = 1", judgement=Judgement(verdict=Verdict.MALFORMED, detail="what"))
+    user = messages(brief, [best, bad])[1]["content"]
+    assert "0.125 ms" in user and "BLOCK = 512" in user and "malformed: what" in user
+
+
+def test_kernels_are_found_in_replies() -> None:
+    assert kernels_in("a\n```cpp\nx\n```\nb\n```\ny\n```") == ["x\n", "y\n"]
+    assert kernels_in("```\nnot closed") == ["not closed"]
+    assert kernels_in("bare") == ["bare"]
+
+
+def test_files_in_a_folder(sandbox: Sandbox, tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(WIDER)
+    (tmp_path / "b.py").write_text(WRONG)
+    (tmp_path / "notes.txt").write_text("no kernel")
+    found = optimize_kernel(REVERSE.start, proposer=Files(tmp_path), sandbox=sandbox)
+    assert sorted((one.change, one.judgement.name) for one in found.attempts[1:]) == [
+        ("a.py", "accepted"), ("b.py", "wrong(copied_input)"),
+    ]  # fmt: skip
+    assert found.attempts[2].judgement.kind in (Kind.COPIED_INPUT, None)
+    with pytest.raises(InvalidInputError, match="no folder"):
+        Files(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ({"model": ""}, "needs --model"),
+        ({"model": "m", "price": "1"}, "two numbers"),
+        ({"model": "m", "price": "-1,2"}, "not negative"),
+        ({"model": "m", "base_url": "localhost"}, "http://"),
+    ],
+)
+def test_models_that_make_no_sense(words: dict, why: str) -> None:
+    with pytest.raises(InvalidInputError, match=why):
+        make("openai-compatible", **words)
+
+
+@pytest.mark.skipif(bool(capture._no_model()), reason=capture._no_model() or "SmolLM2 is here")
+def test_a_real_model_completes_a_search(sandbox: Sandbox, tmp_path: Path) -> None:
+    """SmolLM2 (135M) writes no kernel; what counts is that every reply gets its verdict, by HTTP and without."""
+    tokenizer, model, _ = capture._load_model()
+    with servers.served(servers.of_model(tokenizer, model)) as url:
+        proposer = OpenAICompatible("smollm2", base_url=url, max_tokens=24)
+        found = optimize_kernel(REVERSE.start, proposer=proposer, candidates=1, batch=1, sandbox=sandbox, out=tmp_path)
+    local = Transformers("smollm2", loaded=(tokenizer, model), max_tokens=24)
+    again = optimize_kernel(REVERSE.start, proposer=local, candidates=1, batch=1, sandbox=sandbox)
+    for one in (found, again):
+        assert [attempt.judgement.verdict for attempt in one.attempts][0] is Verdict.ACCEPTED
+        assert len(one.attempts) == 2 and one.attempts[1].judgement.verdict is Verdict.MALFORMED
+        assert one.attempts[1].tokens[0] > 500 and one.attempts[1].tokens[1] <= 24
+    assert found.attempts[1].text == again.attempts[1].text, "the same prompt, seed and model"

@@ -1,0 +1,131 @@
+"""Searches as folders: the report, fast_p, FlashInfer's trace format, and kernels as functions."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpu_accel.cuda_llm import TASKS, Judgement, Verdict, optimize_kernel
+from gpu_accel.cuda_llm import search as search_module
+from gpu_accel.cuda_llm.deploy import deploy, dims_of
+from gpu_accel.cuda_llm.measure import Measured
+from gpu_accel.cuda_llm.report import definition, export_traces, fast_p, read_folder, solution, trace, workload
+from gpu_accel.errors import HardwareError, InvalidInputError
+
+
+class Clocked:
+    """A sandbox that says it has a GPU."""
+
+    gpu, described = True, ""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A search whose kernels take 2 ms, beside a library with 3 ms and a naive kernel with 40 ms."""
+    monkeypatch.setattr(search_module, "check", lambda *given, **more: Judgement(verdict=Verdict.ACCEPTED, error=0.25))
+    monkeypatch.setattr(search_module, "measure", lambda *given, **more: Measured(
+        judgement=Judgement(verdict=Verdict.ACCEPTED), compared=2, slow={"candidate": (2.0,), "naive": (40.0,)},
+        samples={"candidate": (2.0,), "copy": (1.0,), "library": (3.0,)},
+    ))  # fmt: skip
+    for name in ("softmax", "reverse"):
+        optimize_kernel(TASKS[name].start, candidates=2, sandbox=Clocked(), out=tmp_path / name)  # type: ignore[arg-type]
+    return tmp_path
+
+
+def test_a_report_has_every_ratio_with_its_baseline(folder: Path) -> None:
+    rows = {one.task.name: one.row() for one in read_folder(folder)}
+    assert list(rows) == ["reverse", "softmax"]
+    row = rows["softmax"]
+    assert row["naive_over_best"] == 20 and row["library_over_best"] == 1.5 and row["verdicts"] == {"accepted": 3}
+    assert row["share_of_roofline"] == pytest.approx(TASKS["softmax"].floor_ms(TASKS["softmax"].bench, "h100-sxm") / 2)
+    assert read_folder(folder / "reverse")[0].task.name == "reverse"
+    with pytest.raises(InvalidInputError, match="no search"):
+        read_folder(folder / "softmax" / "none")
+
+
+def test_fast_p_counts_all_tasks_and_is_strict() -> None:
+    ratios = {"a": 1.0, "b": 1.5, "c": 3.0, "d": None}
+    assert fast_p(ratios, 0) == 0.75 and fast_p(ratios, 1) == 0.5 and fast_p(ratios, 1.5) == 0.25
+    assert fast_p(ratios, 0, tasks=6) == 0.5
+    for bad in (lambda: fast_p(ratios, -1), lambda: fast_p({}, 1), lambda: fast_p(ratios, 1, tasks=2)):
+        with pytest.raises(InvalidInputError, match="makes no sense"):
+            bad()
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_definitions_keep_the_rules_of_the_format(name: str) -> None:
+    """Names do not overlap, shapes name axes, constraints and reference parse, variable axes follow from inputs."""
+    task = TASKS[name]
+    made, shape = definition(task), workload(task)
+    assert not set(made["inputs"]) & set(made["outputs"])
+    for one in (*made["inputs"].values(), *made["outputs"].values()):
+        assert all(axis in made["axes"] for axis in one["shape"])
+    told = {axis for one in made["inputs"].values() for axis in one["shape"]}
+    variable = {axis for axis, one in made["axes"].items() if one["type"] == "var"}
+    assert variable <= told and set(shape["axes"]) == variable
+    known = shape["axes"] | {axis: one["value"] for axis, one in made["axes"].items() if one["type"] == "const"}
+    for text in made["constraints"]:
+        left, right = text.split(" == ")
+        assert known[left] == eval(right, {}, known | task.bench)
+    for source in (made["reference"], solution(task, task.candidate)["sources"][0]["content"]):
+        assert any(isinstance(node, ast.FunctionDef) and node.name == "run" for node in ast.parse(source).body)
+
+
+@pytest.mark.parametrize("name", ["dot", "histogram", "matrix_copy"])
+def test_a_reference_runs(name: str) -> None:
+    task = TASKS[name]
+    dims = task.shown[0] | ({"bins": task.bench["bins"]} if name == "histogram" else {})
+    if name == "matrix_copy":
+        dims = dims | {"cols": task.bench["cols"], "gap": task.bench["gap"]}  # constants of the timed shape
+    inputs = task.draw(dims, family="normal", seed=1)
+    space: dict = {}
+    exec(definition(task)["reference"], space)
+    found = space["run"](*inputs.values())
+    found = found if isinstance(found, tuple) else (found,)
+    assert torch.equal(found[0], task.truth(inputs, dims)["out"].value.to(found[0].dtype))
+
+
+def test_traces_have_what_their_status_demands(folder: Path, tmp_path: Path) -> None:
+    found = read_folder(folder)
+    files = export_traces(found, tmp_path / "out")
+    assert sorted({one.relative_to(tmp_path / "out").parts[0] for one in files}) == [
+        "definitions", "solutions", "traces", "workloads",
+    ]  # fmt: skip
+    made = trace(found[1])
+    outcome = made["evaluation"]
+    assert outcome["status"] == "PASSED" and outcome["performance"]["speedup_factor"] == 1.5
+    assert outcome["correctness"]["max_relative_error"] == pytest.approx(0.25 * 16 * 2**-24)
+    file = next((tmp_path / "out" / "solutions").rglob("*softmax_*.json"))
+    assert made["solution"] == json.loads(file.read_text())["name"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flashinfer_bench") is None, reason="flashinfer-bench is not installed")
+def test_flashinfer_bench_reads_the_traces(folder: Path, tmp_path: Path) -> None:
+    from flashinfer_bench.data import TraceSet
+
+    export_traces(read_folder(folder), tmp_path / "out")
+    read = TraceSet.from_path(str(tmp_path / "out"))
+    assert set(read.definitions) == {"gpu_accel_softmax", "gpu_accel_reverse"} and len(read.traces) == 2
+
+
+def test_sizes_of_a_deployed_kernel_follow_from_its_inputs() -> None:
+    x = torch.zeros(3, 5)
+    assert dims_of(TASKS["softmax"], {"x": x}, {}) == {"rows": 3, "cols": 5}
+    assert dims_of(TASKS["matrix_copy"], {"x": x}, {"cols": 4, "gap": 1}) == {"rows": 3, "cols": 4, "gap": 1}
+    for inputs, given, why in (
+        ({}, {}, "needs the input x"), ({"x": x.double()}, {}, "float32"), ({"x": x.t()}, {}, "contiguous"),
+        ({"x": x}, {"cols": 4}, "has the shape"), ({"x": x}, {"depth": 4}, "no size"),
+    ):  # fmt: skip
+        with pytest.raises(InvalidInputError, match=why):
+            dims_of(TASKS["softmax"], inputs, given)
+    with pytest.raises(InvalidInputError, match="give the size"):
+        dims_of(TASKS["matrix_copy"], {"x": x}, {})
+    with pytest.raises(InvalidInputError, match="no candidate"):
+        deploy("x = 1", "softmax")
+    with pytest.raises(HardwareError, match="GPU"):
+        deploy(TASKS["softmax"].start, "softmax")(x=x)
