@@ -32,7 +32,9 @@ def plan(
     memory: Annotated[float, typer.Option("--memory", help="Memory of a GPU in GB.")] = 80.0,
     full: Annotated[bool, typer.Option("--full", help="No causal mask.")] = False,
     backward: Annotated[bool, typer.Option("--backward", help="Forward and backward.")] = False,
-    fused: Annotated[bool, typer.Option("--fused", help="As if kernels merged results in their epilogue.")] = False,
+    fused: Annotated[
+        bool, typer.Option("--fused/--separate", help="Results merged in a kernel's epilogue, or in extra passes.")
+    ] = True,
     json_: JsonOption = False,
     output_: OutputOption = None,
 ) -> None:

@@ -43,7 +43,7 @@ class Setup:
     link: str = "nvlink+ib400"
     gpus_per_node: int = 8
     memory_gb: float = 80.0
-    merge: str = "separate"  # as today; "fused" is a kernel that merges in its epilogue
+    merge: str = "fused"  # in the kernel's epilogue; "separate": in a pass of its own
 
     @property
     def block(self) -> int:
@@ -178,7 +178,8 @@ class Plan:
             lines.append("all keys at once: nothing to merge, at the price of memory for all of them")
         if setup.merge == "separate" and best.merged > 0.02:
             lines.append(
-                f"merging in the kernel's epilogue saves {best.merged:.0%} of the time (merge='fused': not there yet)"
+                f"merging takes {best.merged:.0%} of the time in passes of its own (merge='separate'), less in a "
+                "kernel's epilogue (merge='fused')"
             )
         if setup.kv_heads < setup.heads:
             lines.append(f"{setup.heads // setup.kv_heads} query heads share a key head, so keys are what to send")
@@ -206,7 +207,7 @@ def plan(
     backward: bool = False,
     gpus_per_node: int = 8,
     memory_gb: float = 80.0,
-    merge: str = "separate",
+    merge: str = "fused",
     documents: bool = False,
 ) -> Plan:
     """Compare the schedules for one attention and choose.
@@ -217,7 +218,7 @@ def plan(
         link: "nvlink", or with another for between machines: "nvlink+ib400" (see costs.LINKS).
         backward: cost of forward and backward together.
         memory_gb: of one GPU; schedules that need more are refused.
-        merge: "separate" (as it is today) or "fused" (results merged in the kernel's epilogue).
+        merge: "fused" (results merged in the kernel's epilogue) or "separate" (in a pass of their own).
         documents: packed documents: the layout balances each of them.
 
     Raises:
@@ -344,10 +345,9 @@ def _time(name: str, setup: Setup, within: Link, slowest: Link, end: str, net: s
     n, c = setup.gpus, setup.block
     step_flops = setup.flops / n / n
     out = _Time()
-    passes = costs.MERGE_PASSES.at(end) * 7.5 * setup.batch * c * setup.heads * setup.head_dim / costs.MEMORY.at(end)
-    if setup.merge == "fused":
-        passes = 0.0
-    if setup.backward:
+    count = costs.EPILOGUE if setup.merge == "fused" else costs.MERGE_PASSES
+    passes = count.at(end) * 7.5 * setup.batch * c * setup.heads * setup.head_dim / costs.MEMORY.at(end)
+    if setup.backward and setup.merge == "separate":
         passes *= 2  # merges forward, float32 sums of gradients backward
     grow = _traffic(setup)
 
