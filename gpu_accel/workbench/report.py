@@ -74,15 +74,16 @@ def claim_row(verdict: Verdict) -> tuple[str, str, str, str, str]:
 
 
 def _tables(records: Sequence[Record], metric: str) -> Iterable[tuple[str, list[Record]]]:
-    """Split records into tables that may be shown as one: of one kind, GPU, experiment, pass, dtype and input."""
+    """Split records into tables that may be shown as one: of one kind, GPU, experiment, pass, dtype, input and load."""
     groups: dict[tuple[str, ...], list[Record]] = {}
     for record in records:
         if record.has(metric):
             case = record.case
-            conditions = (str(case.get(name, "")) for name in ("pass", "dtype", "input"))
+            load = str(record.timing.get("mode", "burst")).replace("burst", "")
+            conditions = (*(str(case.get(name, "")) for name in ("pass", "dtype", "input")), load)
             groups.setdefault((record.kind, series.gpu_of(record), record.experiment, *conditions), []).append(record)
-    for (_, _, experiment, direction, dtype, data), members in sorted(groups.items()):
-        parts = (experiment, direction if direction != experiment else "", dtype, f"input {data}" if data else "")
+    for (_, _, experiment, direction, dtype, data, load), members in sorted(groups.items()):
+        parts = (experiment, direction if direction != experiment else "", dtype, f"input {data}" if data else "", load)
         yield " · ".join(part for part in parts if part), members
 
 

@@ -32,6 +32,19 @@ def test_table_shows_the_best_of_ours_against_the_fastest_rival():
     assert re.search(rf"\b{best:.0f} \(1\.\d\d\)", table), table
 
 
+def test_sustained_load_has_a_table_of_its_own():
+    paper = registry.paper("fa3")
+    burst = [r for r in merge(paper.records()) if r.experiment == "forward" and r.case["dtype"] == "bf16"
+             and r.case["input"] == "normal" and r.impl in ("hopper", "sdpa-cudnn")]  # fmt: skip
+    loaded = [replace(r, timing={**r.timing, "mode": "sustained"}, ratio_to={}) for r in burst]
+    found = {title: members for title, members, _ in figures([*burst, *loaded])}
+    assert set(found) == {"forward · bf16 · input normal", "forward · bf16 · input normal · sustained"}
+    (cudnn,) = {f"{r.value('tflops'):.0f}" for r in loaded if r.impl == "sdpa-cudnn" and r.case["seqlen_q"] == 8192
+                and r.case["head_dim"] == 128 and r.case["causal"]}  # fmt: skip
+    table = pages.best_table(found["forward · bf16 · input normal · sustained"], ours=paper.ours)
+    assert re.search(rf"\| 128 \| causal \|.* \d+ \({cudnn}\) ", table), table
+
+
 def test_a_paper_without_figures_shows_the_claims_that_are_settled(tmp_path, monkeypatch):
     from gpu_accel.workbench.records import Record
 
