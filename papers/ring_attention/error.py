@@ -60,7 +60,7 @@ class _Judge:
 
     def _run(self, schedule: str, seed: int) -> tuple[float, ...]:
         qkv, do = self.inputs(seed)
-        backend = "portable" if self.device == "cuda" else "reference"
+        backend = "auto" if self.device == "cuda" else "reference"
         o, _, *grads = simulate_attention(
             *qkv, do=do, ranks=int(self.case["ranks"]), schedule=schedule, causal=True, backend=backend
         )
