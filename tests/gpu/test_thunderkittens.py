@@ -9,6 +9,7 @@ from gpu_accel.testing import assert_close_to_truth, generator
 from gpu_accel.thunderkittens import elements, linear, reference, rows
 from gpu_accel.thunderkittens.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from gpu_accel.thunderkittens.delta import delta_rule
+from gpu_accel.thunderkittens.losses import cross_entropy, fused_linear_cross_entropy
 from gpu_accel.thunderkittens.mamba2 import mamba_chunk_scan_combined
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -152,6 +153,21 @@ def test_causal_conv1d(dtype, innermost):
         b = causal_conv1d_update(x[..., t], shifted, weight, bias, "silu", backend="portable")
         assert torch.equal(a, b)
         torch.testing.assert_close(a, whole[..., t])
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+def test_cross_entropy(dtype):
+    x, w = randn(700, 256, seed=1, dtype=dtype), randn(50_257, 256, seed=2, dtype=dtype) / 16
+    y = torch.arange(700, device="cuda") * 7919 % 50_257
+    y[5] = -100
+    one = torch.ones((), device="cuda")
+    options = dict(label_smoothing=0.1, lse_square_scale=1e-3, softcap=30.0)
+
+    def fused(backend):
+        return lambda x, w: fused_linear_cross_entropy(x, w, y, backend=backend, **options)
+
+    judge(["loss", "dx", "dw"], fused, [x, w], [one])
+    judge(["loss", "dx"], lambda b: lambda t: cross_entropy(t, y, backend=b), [x @ w.T], [one])
 
 
 def test_offsets_beyond_two_to_the_31():

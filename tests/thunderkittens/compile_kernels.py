@@ -3,7 +3,7 @@
 python compile_kernels.py chunked bf16-128-128,fp16-64-128-packed     forward and backward, gates, weights, K-V
 python compile_kernels.py delta bf16-128-128,fp16-64-128              the delta rule, forward and backward
 python compile_kernels.py conv bf16-4096                              short causal convolutions
-python compile_kernels.py rows bf16-4096,fp32-65536                   norms, softmax, rotary, gated activations
+python compile_kernels.py rows bf16-4096,fp32-65536                   norms, softmax, losses, rotary, gated activations
 """
 
 from __future__ import annotations
@@ -72,12 +72,15 @@ def conv(dtype: torch.dtype, dim: int) -> None:
 
 
 def rows_of(dtype: torch.dtype, width: int) -> None:
-    """Norms with all that they can do, and with nothing; softmax, rotary, gated activations."""
+    """Norms with all that they can do, and with nothing; softmax, losses, rotary, gated activations."""
     from gpu_accel.thunderkittens import elements as e
+    from gpu_accel.thunderkittens import losses
     from gpu_accel.thunderkittens import rows as r
 
     x, w = torch.empty(64, width, dtype=dtype), torch.empty(width, dtype=dtype)
-    stats = torch.empty(64)
+    stats, y = torch.empty(64), torch.zeros(64, dtype=torch.int64)
+    losses.cross_entropy_op._init_fn(x, y, -100, 0.1, 0.1, 30.0)
+    losses.cross_entropy_backward_op._init_fn(stats, x, y, torch.empty(64, 2), -100, 0.1, 0.1, 30.0)
     r.norm_op._init_fn(x, x, w, w, 1e-5, True, 0.1, 1, True, r.WHOLE)
     r.norm_op._init_fn(x, None, w, None, 1e-5, False, 0.0, 0, False, r.WHOLE)
     r.norm_backward_op._init_fn(x, x, x, w, stats, stats, dtype, dtype, dtype, True, 0.1, 2**40, r.WHOLE)

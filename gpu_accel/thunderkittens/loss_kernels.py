@@ -1,0 +1,80 @@
+"""Cross-entropy of rows of logits in plain Triton, one program a row; any number of classes.
+
+With z = softcap tanh(x / softcap) where there is a cap, lse = log(sum of exp z), y the target and e the smoothing,
+
+    loss = lse - (1 - e) z_y - e mean(z) + square lse^2
+    dz = softmax(z) (1 + 2 square lse) - (1 - e) [is y] - e / classes
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _capped(x, cap, CAP: tl.constexpr):
+    """cap tanh(x / cap) without overflow."""
+    if CAP:
+        e = tl.exp(-2.0 * tl.abs(x / cap))
+        t = cap * (1.0 - e) / (1.0 + e)
+        x = tl.where(x < 0, -t, t)
+    return x
+
+
+@triton.jit
+def _cross_entropy_kernel(
+    logits, target, loss, lse, row_stride, classes, ignore, smoothing, square, cap,
+    CAP: tl.constexpr, SMOOTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """loss (rows,) and lse (rows, 2) float32: the largest z, and log of the sum of exp(z - largest), whose sum would
+    lose what is small beside 1e4. The loss of a row whose target is `ignore` is 0.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    y = tl.load(target + row)
+    cols = tl.arange(0, BLOCK)
+    line = logits + row * row_stride
+    top = tl.full((BLOCK,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    plain = tl.zeros((BLOCK,), tl.float32)
+    for at in range(0, classes, BLOCK):
+        x = tl.load(line + at + cols, mask=at + cols < classes, other=float("-inf")).to(tl.float32)
+        x = _capped(x, cap, CAP)
+        x = tl.where(at + cols < classes, x, float("-inf"))
+        if SMOOTH:
+            plain += tl.where(at + cols < classes, x, 0.0)
+        higher = tl.maximum(top, x)
+        shift = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp(top - shift) + tl.exp(x - shift)
+        top = higher
+    most = tl.max(top, 0)
+    rest = tl.log(tl.sum(total * tl.exp(top - most), 0))
+    tl.store(lse + 2 * row, most)
+    tl.store(lse + 2 * row + 1, rest)
+    counted = y != ignore
+    at_y = _capped(tl.load(line + y, mask=counted, other=0.0).to(tl.float32), cap, CAP)
+    value = (1.0 - smoothing) * ((most - at_y) + rest) + square * (most + rest) * (most + rest)
+    if SMOOTH:
+        value += smoothing * ((most - tl.sum(plain, 0) / classes) + rest)
+    tl.store(loss + row, tl.where(counted, value, 0.0))
+
+
+@triton.jit
+def _cross_entropy_backward_kernel(
+    logits, target, lse, scale, grad, row_stride, grad_stride, classes, blocks, ignore, smoothing, square, cap,
+    CAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """grad = scale[row] * d loss / d logits, a block of a row a program; grad may be logits themselves."""
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    cols = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < classes
+    y = tl.load(target + row)
+    most = tl.load(lse + 2 * row)
+    rest = tl.load(lse + 2 * row + 1)
+    z = _capped(tl.load(logits + row * row_stride + cols, mask=mask, other=0.0).to(tl.float32), cap, CAP)
+    out = tl.exp((z - most) - rest) * (1.0 + 2.0 * square * (most + rest)) - smoothing / classes
+    out -= tl.where(cols == y, 1.0 - smoothing, 0.0)
+    if CAP:
+        out = out * (1.0 - (z / cap) * (z / cap))
+    out = tl.where(y != ignore, out * tl.load(scale + row), 0.0)
+    tl.store(grad + row * grad_stride + cols, out.to(grad.dtype.element_ty), mask=mask)

@@ -1,0 +1,128 @@
+"""Cross-entropy and the linear layer fused with it: against torch in float64, with every option and gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gpu_accel.errors import InvalidInputError, UnsupportedError
+from gpu_accel.thunderkittens import losses as ce
+from gpu_accel.thunderkittens.losses import cross_entropy, fused_linear_cross_entropy
+from tests.thunderkittens.helpers import close, randn, run
+
+OPTIONS = {
+    "plain": {},
+    "sum": dict(reduction="sum"),
+    "none": dict(reduction="none"),
+    "smoothed": dict(label_smoothing=0.1),
+    "squared": dict(lse_square_scale=0.05),
+    "capped": dict(softcap=3.0),
+    "all": dict(label_smoothing=0.2, lse_square_scale=0.1, softcap=2.0),
+}
+
+
+def targets(rows: int, classes: int, device: str) -> torch.Tensor:
+    y = torch.arange(rows, device=device) * 7919 % classes
+    y[rows // 2] = -100
+    return y
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_against_the_formula_in_float64(options, device):
+    x, y = 4 * randn(7, 5001, seed=1, device=device), targets(7, 5001, device)
+    grad = randn(7, seed=2, device=device) if options.get("reduction") == "none" else torch.ones((), device=device)
+
+    def function(backend):
+        return lambda t: cross_entropy(t, y, backend=backend, **options)
+
+    truth = run(function("reference"), [x], [grad], torch.float64)
+    ruler = run(function("reference"), [x], [grad])
+    for name, *three in zip(["loss", "dx"], run(function("portable"), [x], [grad]), truth, ruler, strict=True):
+        close(name, *three)
+
+
+def test_the_formula_is_that_of_torch(device):
+    x, y = randn(9, 33, seed=1, device=device).double(), targets(9, 33, device)
+    for reduction in ("mean", "sum", "none"):
+        mine = cross_entropy(x, y, label_smoothing=0.3, reduction=reduction, backend="reference")
+        torch.testing.assert_close(mine, F.cross_entropy(x, y, label_smoothing=0.3, reduction=reduction))
+
+
+@pytest.mark.parametrize("classes", [1, 2, 17, 4096])
+def test_numbers_of_classes(classes, device):
+    x, y = randn(5, classes, seed=1, device=device), targets(5, classes, device)
+    mine = cross_entropy(x, y, reduction="none", backend="portable")
+    torch.testing.assert_close(mine, F.cross_entropy(x, y, reduction="none"))
+
+
+def test_large_and_infinite_logits(device):
+    """exp would overflow; a class at -inf is impossible and has no gradient."""
+    x = torch.tensor([[1e4, -1e4, 1e4], [-torch.inf, 0.0, 1.0]], device=device, requires_grad=True)
+    loss = cross_entropy(x, torch.tensor([0, 1], device=device), reduction="none", backend="portable")
+    torch.testing.assert_close(loss, F.cross_entropy(x, torch.tensor([0, 1], device=device), reduction="none"))
+    (grad,) = torch.autograd.grad(loss.sum(), x)
+    assert grad.isfinite().all() and grad[1, 0] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["all"] | {"reduction": "sum"}], ids=["plain", "all-sum"])
+def test_fused_with_the_linear_layer(options, dtype, device):
+    x, w, b = (randn(*s, seed=n, dtype=dtype, device=device) for n, s in ((1, (21, 24)), (2, (67, 24)), (3, (67,))))
+    y = targets(21, 67, device)
+    grad = torch.full((), 1.5, device=device)
+
+    def function(backend):
+        return lambda x, w, b: fused_linear_cross_entropy(x, w, y, b, backend=backend, **options)
+
+    truth = run(function("reference"), [x, w, b], [grad], torch.float64)
+    ruler = run(function("reference"), [x, w, b], [grad])
+    mine = run(function("portable"), [x, w, b], [grad])
+    for name, *three in zip(["loss", "dx", "dw", "db"], mine, truth, ruler, strict=True):
+        close(name, *three, narrow=dtype == torch.bfloat16)
+
+
+def test_pieces_do_not_change_the_result(device, monkeypatch):
+    assert ce._pieces(8192, 4096, 131072) == 256 and ce._pieces(3, 64, 2) == 3
+    x, w = randn(21, 24, seed=1, device=device), randn(67, 24, seed=2, device=device)
+    found = []
+    for step in (21, 4):
+        monkeypatch.setattr(ce, "_pieces", lambda *_, step=step: step)
+        leaves = [t.clone().requires_grad_() for t in (x, w)]
+        loss = fused_linear_cross_entropy(*leaves, targets(21, 67, device), backend="portable")
+        found.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_only_the_gradients_that_are_asked_for(device):
+    x, w, y = randn(5, 8, seed=1, device=device), randn(9, 8, seed=2, device=device), targets(5, 9, device)
+    assert not fused_linear_cross_entropy(x, w, y, backend="portable").requires_grad
+    frozen = fused_linear_cross_entropy(x.requires_grad_(), w, y, backend="portable")
+    frozen.backward()
+    leaf = x.detach().requires_grad_()
+    F.cross_entropy(leaf @ w.T, y).backward()
+    torch.testing.assert_close(x.grad, leaf.grad)
+
+
+def test_wrong_arguments_are_refused(device):
+    x, y = randn(5, 8, seed=1, device=device), targets(5, 8, device)
+    with pytest.raises(InvalidInputError, match="target must be"):
+        cross_entropy(x, y[:3])
+    with pytest.raises(InvalidInputError, match="reduction is 'max'"):
+        cross_entropy(x, y, reduction="max")
+    with pytest.raises(InvalidInputError, match="softcap must be positive"):
+        cross_entropy(x, y, softcap=0.0)
+    with pytest.raises(UnsupportedError, match="use cross_entropy"):
+        fused_linear_cross_entropy(x, x, y, reduction="none")
+    with pytest.raises(InvalidInputError, match="one dtype"):
+        fused_linear_cross_entropy(x, x.double(), y)
+
+
+def test_opcheck(device):
+    x, y = randn(5, 8, seed=1, device=device).requires_grad_(), targets(5, 8, device)
+    w, b, scale = (randn(*s, seed=2, device=device) for s in ((9, 8), (9,), (5,)))
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(ce.cross_entropy_op, (x, y, -100, 0.1, 0.0, 0.0), test_utils=tests)
+    args = (x, w.requires_grad_(), y, b, scale, -100, 0.0, 0.0, 0.0)
+    torch.library.opcheck(ce.linear_cross_entropy_op, (*args, True, True), test_utils=tests)
