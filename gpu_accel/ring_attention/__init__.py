@@ -1,9 +1,9 @@
 """Ring attention (arXiv 2310.01889) and its relatives: exact attention over a sequence that many GPUs hold in shards.
 
-    from gpu_accel.ring_attention import make_layout, distributed_attention, TorchTransport
+    from gpu_accel.ring_attention import make_layout, distributed_attention, choose_transport
     layout = make_layout("zigzag", seqlen=S, ranks=8)
     q, k, v = (layout.shard(x, rank) for x in (q, k, v))           # (batch, seqlen, heads, head_dim)
-    o, lse = distributed_attention(q, k, v, layout=layout, transport=TorchTransport(), causal=True)
+    o, lse = distributed_attention(q, k, v, layout=layout, transport=choose_transport(), causal=True)
 
 Read `layouts.py`, `masks.py` and `step.py`, then `schedules/kv_ring.py`. Without GPUs or torchrun, `simulate.py` runs
 all ranks in one process, and `plan.py` says before it runs what a choice will cost.
@@ -34,6 +34,7 @@ _WHERE = {
     "stripe_flash_attn_func": "flash_attn_names",
     "context_parallel": "models",
     "SymmetricTransport": "symmetric",
+    "choose_transport": "symmetric",
     "LAYOUTS": "layouts",
     "Layout": "layouts",
     "make_layout": "layouts",

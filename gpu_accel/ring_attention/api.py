@@ -23,7 +23,8 @@ from gpu_accel.ring_attention.masks import pieces
 from gpu_accel.ring_attention.schedules import schedule as find_schedule
 from gpu_accel.ring_attention.simulate import simulate, simulate_attention
 from gpu_accel.ring_attention.step import Partial, attend, partial_dtype
-from gpu_accel.ring_attention.transport import Pending, TorchTransport, Transport
+from gpu_accel.ring_attention.symmetric import choose_transport
+from gpu_accel.ring_attention.transport import Pending, Transport
 
 Devices = int | Transport | None
 R = TypeVar("R")
@@ -36,7 +37,7 @@ class RingAttention(nn.Module):
         num_gpus: number of ranks; must be that of the process group. None: whatever it is.
         layout: "zigzag", "striped", "contiguous" or "documents"; shards must be cut by it (:func:`shard_sequence`).
         schedule: see `gpu_accel.ring_attention.schedules`; :func:`gpu_accel.ring_attention.plan.plan` helps to choose.
-        transport: how shards travel; default: `TorchTransport()` of the default process group.
+        transport: how shards travel; default: what `choose_transport` finds for the default process group.
         simulate: run all `num_gpus` ranks in this process, on whole tensors. Exact, and slow.
         options: ulysses, inner, mesh, wire, overlap, backend, softmax_scale, as in `distributed_attention`.
 
@@ -74,7 +75,7 @@ class RingAttention(nn.Module):
             HardwareError: no process group, or one of another size than num_gpus.
         """
         if self._transport is None:
-            self._transport = TorchTransport()
+            self._transport = choose_transport()
         if self.num_gpus not in (None, self._transport.size):
             raise HardwareError(
                 f"num_gpus is {self.num_gpus}, but there are {self._transport.size} ranks: start as many with "
@@ -257,7 +258,7 @@ def ring_communicate_kv(
     kv_block: Tensor, src_device: int, dst_device: int, *, transport: Transport | None = None
 ) -> Tensor:
     """Send a block to one rank and return the one that comes from another. All ranks of the circle call it."""
-    transport = transport or TorchTransport()
+    transport = transport or choose_transport()
     wrong = [r for r in (src_device, dst_device) if type(r) is not int or not 0 <= r < transport.size]
     error = InvalidInputError(f"ranks are from 0 to {transport.size - 1}, got {wrong[0]!r:.40}") if wrong else None
     message, into = _message(kv_block, transport, "ring_communicate_kv", error)
@@ -267,7 +268,7 @@ def ring_communicate_kv(
 
 def ring_send_recv(x: Tensor, *, transport: Transport | None = None) -> Pending:
     """Start one hop of the ring: x goes to the next rank; `wait()` returns what came from the previous one."""
-    transport = transport or TorchTransport()
+    transport = transport or choose_transport()
     message, into = _message(x, transport, "ring_send_recv")
     ahead, behind = ((transport.rank + s) % transport.size for s in (1, -1))
     pending = transport.exchange(message, into, to=ahead, source=behind)
@@ -357,7 +358,7 @@ def distributed_attention_exact(
 
 def global_accumulate(o: Tensor, lse: Tensor, *, transport: Transport | None = None) -> tuple[Tensor, Tensor]:
     """Merge the partial results of all ranks for queries that all of them hold; the same bits on every rank."""
-    transport = transport or TorchTransport()
+    transport = transport or choose_transport()
     transport.agree(f"global_accumulate {o.dtype} {tuple(o.shape)}, {lse.dtype} {tuple(lse.shape)}")
     parts = [transport.all_gather(x).wait() for x in (o, lse)]
     return accumulate_attention_outputs(list(zip(*parts, strict=True)))
@@ -373,7 +374,7 @@ def overlap_comm_compute(communicate: Callable[[], Pending], compute: Callable[[
 def _transport(devices: Any) -> Transport:
     if devices is not None and not isinstance(devices, Transport):
         raise InvalidInputError(f"devices must be a number of ranks, a transport or None, got {devices!r:.80}")
-    return TorchTransport() if devices is None else devices
+    return choose_transport() if devices is None else devices
 
 
 def _check_whole(k: Tensor, seq_len: int | None) -> None:

@@ -15,11 +15,12 @@ from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.flash_attention3.problem import check_flag, check_tensors
 from gpu_accel.ring_attention.attention import Window, distributed_attention, told
 from gpu_accel.ring_attention.layouts import make_layout
-from gpu_accel.ring_attention.transport import TorchTransport, Transport
+from gpu_accel.ring_attention.symmetric import choose_transport
+from gpu_accel.ring_attention.transport import Transport
 
 
 def _transport(group: Any) -> Transport:
-    return group if isinstance(group, Transport) else TorchTransport(group)
+    return group if isinstance(group, Transport) else choose_transport(group)
 
 
 def _run(

@@ -1,6 +1,6 @@
 """Whole models over a sequence in shards: Hugging Face transformers, with everything that follows the layout.
 
-    with context_parallel(model, layout=layout, transport=TorchTransport()) as cp:
+    with context_parallel(model, layout=layout, transport=choose_transport()) as cp:
         logits = model(**cp.inputs(input_ids), use_cache=False).logits     # this rank's rows
         loss = cp.loss(logits, labels)                                     # labels whole and unshifted
         loss.backward()                                                    # then add gradients up over the ranks

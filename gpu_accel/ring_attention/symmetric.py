@@ -31,8 +31,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import os
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -205,6 +208,32 @@ class SymmetricTransport(TorchTransport):
         address = self._flags.data_ptr() + 4 * (4 * rank + kind)
         _memory_operation("cuStreamWaitValue32_v2", stream, address, 1, _EQUAL)
         _memory_operation("cuStreamWriteValue32_v2", stream, address, 0, 0)
+
+
+def choose_transport(group: Any = None) -> TorchTransport:
+    """Symmetric memory where all ranks are GPUs of one machine that reach one another, else plain torch.distributed.
+
+    All ranks call it together; `name` of what it returns says which it is. Kept for each NCCL group.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized() or dist.get_backend(group) != "nccl":
+        return TorchTransport(group)
+    return _chosen(dist.group.WORLD if group is None else group)
+
+
+@functools.cache
+def _chosen(group: Any) -> TorchTransport:
+    plain = TorchTransport(group)
+    device = torch.cuda.current_device()
+    others = [i for i in range(torch.cuda.device_count()) if i != device]
+    reached = all(torch.cuda.can_device_access_peer(device, i) for i in others)
+    machine = Path("/proc/sys/kernel/random/boot_id")
+    here = machine.read_text().strip() if machine.exists() else f"{socket.gethostname()} {os.getpid()}"
+    said = plain._statements(f"{here} {'reaches its peers' if reached else 'does not reach its peers'}")
+    if plain.size == 1 or not reached or len(set(said)) > 1:
+        return plain
+    return SymmetricTransport(group)
 
 
 class _Round:

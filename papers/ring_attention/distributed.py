@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_accel.errors import UnsupportedError
+from gpu_accel.errors import HardwareError, UnsupportedError
 from gpu_accel.flash_attention3.reference import attention_truth_backward
 from gpu_accel.ring_attention.attention import distributed_attention, gather_sequence
 from gpu_accel.ring_attention.layouts import Layout, make_layout
@@ -139,9 +139,12 @@ def _transport(kind: str, on_gpu: bool) -> Transport:
     """ "nccl" (gloo on a CPU) or "symmetric"."""
     _join(on_gpu)
     if kind == "symmetric" and on_gpu:
-        from gpu_accel.ring_attention.symmetric import SymmetricTransport
+        from gpu_accel.ring_attention.symmetric import choose_transport
 
-        return SymmetricTransport()
+        found = choose_transport()
+        if found.name != "symmetric":
+            raise HardwareError("these GPUs cannot read one another's memory: see the implementations named -nccl")
+        return found
     return TorchTransport()
 
 
