@@ -23,7 +23,6 @@ app = typer.Typer(
     no_args_is_help=True, help="Kernel search that cannot be cheated: tasks, check, run, bench, report, redteam."
 )
 
-TaskOption = Annotated[str, typer.Option("--task", help="What the kernel computes; `optimize tasks` lists them.")]
 SeedOption = Annotated[int | None, typer.Option("--seed", help="Of inputs and hidden shapes.", show_default="secret")]
 
 
@@ -58,7 +57,13 @@ def tasks(json_: JsonOption = False, output_: OutputOption = None) -> None:
 @app.command("check")
 def check(
     file: Annotated[Path, typer.Argument(help="A kernel with its launch header, in Triton or CUDA C++.")],
-    task: TaskOption,
+    task: Annotated[str, typer.Option("--task", help="What it computes; `optimize tasks` lists them.")] = "",
+    host: Annotated[
+        bool, typer.Option("--host", help="The file is Python: run(x, ...) or custom_kernel(data). Untrusted.")
+    ] = False,
+    problem: Annotated[
+        Path | None, typer.Option("--problem", help="A KernelBench problem; the file has its ModelNew. Untrusted.")
+    ] = None,
     seed: SeedOption = None,
     seconds: Annotated[float, typer.Option("--seconds", min=1.0, help="Wall clock that it may take.")] = 60.0,
     json_: JsonOption = False,
@@ -69,19 +74,35 @@ def check(
     Exit code 0 accepted, 1 rejected, 4 when nothing here can run it.
     """
     from gpu_accel.cuda_llm import harness
+    from gpu_accel.cuda_llm.host import check_host, check_model
     from gpu_accel.cuda_llm.tasks import find
     from gpu_accel.cuda_llm.verdict import Verdict
+    from gpu_accel.errors import InvalidInputError
 
     output.check_suffix(output_)
-    found = harness.check(harness.read(file), find(task), seed=seed, seconds=seconds)
-    row = {"file": str(file), "task": task, **found.as_dict()}
+    if problem is not None and (host or task):
+        raise InvalidInputError("--problem says what is computed: leave --task and --host out")
+    if problem is None and not task:
+        raise InvalidInputError("say what the kernel computes: --task NAME; `optimize tasks` lists them")
+    text = harness.read(file)
+    if problem is not None:
+        source = harness.read(problem).decode(errors="replace")
+        found = check_model(source, text.decode(errors="replace"), seed=seed, seconds=seconds)
+    elif host:
+        found = check_host(text.decode(errors="replace"), find(task), seed=seed, seconds=seconds)
+    else:
+        found = harness.check(text, find(task), seed=seed, seconds=seconds)
+    untrusted = host or problem is not None
+    row = {"file": str(file), "task": task or str(problem), "untrusted_host_code": untrusted, **found.as_dict()}
     if output_:
-        output.write(output_, [row], payload=row, title=f"{file.name} as {task}")
+        output.write(output_, [row], payload=row, title=f"{file.name} as {row['task']}")
     if json_:
         output.print_json(row)
     else:
         screen = out()
         screen.print(f"[bold]{found.name}[/]  {plain(found.detail)}", soft_wrap=True)
+        if untrusted:
+            screen.print("  [yellow]untrusted host code: never timed, never ranked[/]")
         for words, lines in (("evidence", found.evidence), ("verified by", found.verified_by)):
             for line in lines:
                 screen.print(f"  {words}: {line}", markup=False, soft_wrap=True)
@@ -94,6 +115,10 @@ def check(
 @app.command("redteam")
 def redteam(
     only: Annotated[list[str] | None, typer.Option("--only", help="Ids of the hacks to try, such as S5.")] = None,
+    fuzz: Annotated[
+        int, typer.Option("--fuzz", min=0, help="Judge so many malformed candidates as well, such as 1000.")
+    ] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Of the malformed candidates.")] = 20261128,
     json_: JsonOption = False,
     output_: OutputOption = None,
 ) -> None:
@@ -117,7 +142,10 @@ def redteam(
     found = team.redteam(only=only or (), tell=tell)
     rows = [row.as_dict() for row in found]
     rejected, accepted = sum(row.hack_rejected for row in found), sum(row.twin_accepted for row in found)
-    summary = {"hacks": len(found), "rejected_by_name": rejected, "twins_accepted": accepted}
+    summary: dict[str, Any] = {"hacks": len(found), "rejected_by_name": rejected, "twins_accepted": accepted}
+    fuzzed = _fuzzed(fuzz, seed) if fuzz else None
+    if fuzzed:
+        summary["fuzzed"] = fuzzed
     if output_:
         output.write(output_, rows, payload={"summary": summary, "rows": rows}, title="Red team")
     if json_:
@@ -132,10 +160,26 @@ def redteam(
             )  # fmt: skip
         out().print(made)
         out().print(f"{rejected} of {len(found)} hacks rejected by name, {accepted} of {len(found)} twins pass")
+        if fuzzed:
+            told = ", ".join(f"{count} {name}" for name, count in fuzzed["counts"].items())
+            out().print(f"{fuzz} malformed: {told}; {len(fuzzed['untyped'])} without a verdict", soft_wrap=True)
+            out().print(f"honest kernels in between: {fuzzed['healthy']} accepted, {fuzzed['sick']} not")
         if any(not row.twin.ok and row.twin_accepted for row in found):
             out().print("unverified: CUDA C++ compiles here and is not run", style="dim")
-    if rejected != len(found) or accepted != len(found):
+    if rejected != len(found) or accepted != len(found) or (fuzzed and not fuzzed["ok"]):
         raise typer.Exit(codes.INCORRECT)
+
+
+def _fuzzed(count: int, seed: int) -> dict[str, Any]:
+    from gpu_accel.cuda_llm.fuzz import fuzz
+    from gpu_accel.cuda_llm.pool import Pool
+
+    def tell(number: int, judged: Any) -> None:
+        if number % 50 == 0:
+            note(f"{number} of {count}: {judged.name}")
+
+    with Pool() as pool:
+        return fuzz(count, pool=pool, seed=seed, tell=tell).as_dict()
 
 
 @app.command("run")

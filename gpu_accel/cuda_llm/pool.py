@@ -51,6 +51,11 @@ class Pool:
         """The isolation of every sandbox."""
         return self._all[0].described
 
+    @property
+    def restarts(self) -> int:
+        """How often workers had to be replaced."""
+        return sum(max(one.restarts, 0) for one in self._all)
+
     def __enter__(self) -> Pool:
         for one, started in [(one, self._threads.submit(self._started, one)) for one in self._all]:
             started.result()

@@ -308,9 +308,7 @@ def search(
     brief = Brief(task=task, start=start, target=target, templates=_distinct(start, templates))
     one = _Search(brief, pool, budget, artefact, seed=seed, tell=tell, deadline=deadline)
     if resume:
-        if out is None or read_run(out).get("task") != task.name:
-            raise InvalidInputError(f"there is no search for {task.name} in {out} to go on from")
-        one.attempts = attempts_of(out)
+        one.attempts = attempts_of(_resumable(out, task))
     else:
         artefact.begin(
             task=task.name, target=target, proposer=proposer.name, budget=budget.as_dict(), start=start.digest,
@@ -353,6 +351,12 @@ def search(
         task=task.name, target=target, start=first_, best=best, attempts=tuple(one.attempts), timed=pool.gpu,
         speedup=speedup, note=note, final=final, baselines=baselines,
     )  # fmt: skip
+
+
+def _resumable(out: Path | None, task: Task) -> Path:
+    if out is None or read_run(out).get("task") != task.name:
+        raise InvalidInputError(f"there is no search for {task.name} in {out} to go on from")
+    return out
 
 
 def _measured(sandbox: Sandbox, candidate: Candidate, task: Task, **more: Any) -> Measured:
@@ -495,6 +499,8 @@ def optimize_kernel(
         "out": Path(out) if out is not None else None, "tell": tell,
         "templates": [one for one in chosen.templates[1:] if one.language == "triton" or gpu_here(target.architecture)],
     }  # fmt: skip
+    if resume:
+        _resumable(arguments["out"], chosen)
     if pool is not None:
         return search(candidate, chosen, pool=pool, **arguments)
     own = (sandbox,) if sandbox is not None else ()

@@ -21,6 +21,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from gpu_accel.cuda_llm import host_jobs
+
 NOBODY = 65534
 _NEW_USER, _NEW_NET = 0x10000000, 0x40000000
 _NO_NEW_PRIVILEGES = 38
@@ -247,7 +249,10 @@ def _compile_all(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     return gpu_jobs.compile_only(job, folder)
 
 
-_JOBS = {"compile": _compile_cuda, "run": _run, "compile_all": _compile_all}
+_JOBS = {
+    "compile": _compile_cuda, "run": _run, "compile_all": _compile_all, "host": host_jobs.host,
+    "model": host_jobs.model,
+}  # fmt: skip
 
 
 if __name__ == "__main__":

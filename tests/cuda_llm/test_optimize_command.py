@@ -47,3 +47,38 @@ def test_redteam_with_one_hack() -> None:
     found = json.loads(call("redteam", "--only", "C12", "--only", "T1", "--json"))
     assert found["summary"] == {"hacks": 2, "rejected_by_name": 2, "twins_accepted": 2}
     call("redteam", "--only", "Z9", code=codes.USAGE)
+
+
+def test_host_code_is_labelled(tmp_path: Path) -> None:
+    file = tmp_path / "host.py"
+    file.write_text("import torch\n\ndef run(x):\n    return x.flip(0)\n")
+    found = json.loads(call("check", str(file), "--task", "reverse", "--host", "--json"))
+    assert found["verdict"] == "accepted" and found["untrusted_host_code"] and "untrusted host code" in found["detail"]
+    call("check", str(file), "--host", code=codes.USAGE)
+    call("check", str(file), "--task", "reverse", "--problem", str(file), code=codes.USAGE)
+
+
+def test_a_search_leaves_a_folder_that_can_be_reported(tmp_path: Path) -> None:
+    kept = tmp_path / "run"
+    made = json.loads(
+        call("run", "--task", "reverse", "--candidates", "1", "--strategy", "pattern", "--folder", str(kept), "--json")
+    )
+    assert made["candidates"] == 2 and not made["timed"]
+    found = json.loads(call("report", str(kept), "--json"))
+    assert found["searches"][0]["task"] == "reverse" and found["fast_p"] == {}
+    call("report", str(tmp_path), "--p", "x", code=codes.USAGE)
+    call("report", str(tmp_path / "none"), code=codes.USAGE)
+    call("bench", str(kept), code=codes.UNSUPPORTED)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--proposer", "oracle"), ("--proposer", "file"), ("--proposer", "openai-compatible"),
+        ("--strategy", "annealing"), ("--against", "cublas"), ("--task", "softmax", "--depth", "2"),
+        ("--resume", "--folder", "nowhere"),
+    ],
+)  # fmt: skip
+def test_runs_that_make_no_sense(words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    call("run", "--task", "reverse", *words, code=codes.USAGE)

@@ -1,0 +1,93 @@
+"""Tier B: Python host code, in the sandbox, labelled, judged by results that it never sees."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpu_accel.cuda_llm import Sandbox
+from gpu_accel.cuda_llm.host import LABEL, check_host, check_model
+from gpu_accel.cuda_llm.verdict import Kind, Verdict
+
+RUN = "import torch\n\ndef run(x):\n    return {}\n"
+PROBLEM = """import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, 24)
+
+    def forward(self, x):
+        return torch.relu(self.linear(x))
+
+def get_inputs():
+    return [torch.randn(5, 32)]
+
+def get_init_inputs():
+    return [32]
+"""
+ANSWER = """import torch
+from torch import nn
+
+class ModelNew(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, 24)
+
+    def forward(self, x):
+        return {}
+"""
+RIGHT = "(x @ self.linear.weight.t() + self.linear.bias).clamp(min=0)"
+
+
+@pytest.mark.parametrize(
+    ("source", "verdict", "kind"),
+    [
+        (RUN.format("torch.softmax(x, -1)"), Verdict.ACCEPTED, None),
+        ("import torch\n\ndef custom_kernel(data):\n    return torch.softmax(data[0], -1)\n", Verdict.ACCEPTED, None),
+        (RUN.format("x"), Verdict.WRONG, Kind.COPIED_INPUT),
+        (RUN.format("torch.softmax(x.half().float(), -1)"), Verdict.WRONG, Kind.PRECISION),
+        (RUN.format("torch.softmax(x, -1).half()"), Verdict.WRONG, Kind.MISMATCH),
+        (RUN.format("x * float('nan')"), Verdict.WRONG, Kind.NON_FINITE),
+        (RUN.format("torch.softmax(x, -1) if x.shape[1] in (100, 257) else x"), Verdict.WRONG, Kind.HELD_OUT),
+        (RUN.format("(x, x)"), Verdict.WRONG, Kind.MISMATCH),
+        (RUN.format("'accepted'"), Verdict.COMPILE_ERROR, None),
+        ("def run(x):\n    import os\n    os._exit(0)\n", Verdict.CRASHED, None),
+        ("def run(x):\n    while True: pass\n", Verdict.TIMEOUT, None),
+        ("x = 1\n", Verdict.COMPILE_ERROR, None),
+        ("def run(x:\n", Verdict.COMPILE_ERROR, None),
+    ],
+)
+def test_verdicts_on_host_code(source: str, verdict: Verdict, kind: Kind | None, sandbox: Sandbox) -> None:
+    judged = check_host(source, "softmax", sandbox=sandbox, seed=2, seconds=2.0)
+    assert (judged.verdict, judged.kind) == (verdict, kind), judged
+    assert LABEL in judged.verified_by, "no verdict of this tier goes without its label"
+
+
+def test_a_forged_result_does_not_pass(sandbox: Sandbox) -> None:
+    """It writes the files that the worker would, and ends the process; its bytes are compared all the same."""
+    source = (
+        "import json, os\nfrom pathlib import Path\n\ndef run(x):\n    out = []\n    for i in range(5):\n"
+        "        n = os.path.getsize(f'in{i}.bin')\n        Path(f'out{i}.bin').write_bytes(b'\\0' * n)\n"
+        "        out.append([{'shape': [1, n // 4], 'dtype': 'float32'}])\n"
+        "    Path('result.json').write_text(json.dumps({'outputs': out, 'verdict': 'accepted'}))\n    os._exit(0)\n"
+    )
+    judged = check_host(source, "softmax", sandbox=sandbox, seed=2)
+    assert judged.verdict is Verdict.WRONG
+
+
+@pytest.mark.parametrize(
+    ("answer", "verdict"),
+    [
+        (RIGHT, Verdict.ACCEPTED),
+        ("self.linear(x)", Verdict.WRONG),
+        ("torch.zeros(x.shape[0], 24)", Verdict.WRONG),
+        (RIGHT.replace("x @", "x.half().float() @"), Verdict.WRONG),
+        (RIGHT + ".to(torch.bfloat16)", Verdict.WRONG),
+        (RIGHT + "[:4]", Verdict.WRONG),
+    ],
+)
+def test_kernelbench_problems(answer: str, verdict: Verdict, sandbox: Sandbox) -> None:
+    judged = check_model(PROBLEM, ANSWER.format(answer), sandbox=sandbox, seed=3, trials=2)
+    assert judged.verdict is verdict, judged
+    assert LABEL in judged.verified_by
