@@ -18,6 +18,7 @@ import importlib
 from typing import Any
 
 _WHERE = {
+    "AdamW8bit": "optimizers",
     "autocast": "context",
     "checkpoint": "context",
     "convert": "conversion",
@@ -40,6 +41,7 @@ _WHERE = {
     "LayerNormLinear": "modules",
     "LayerNormMLP": "modules",
     "Linear": "linear",
+    "Lion8bit": "optimizers",
     "MXFP8BlockScaling": "recipes",
     "number_format": "formats",
     "NVFP4BlockScaling": "recipes",

@@ -3,6 +3,7 @@
 python compile_kernels.py quantize fp8-given,mxfp8-both    of (4096, 4096) bf16; rows alone or both copies
 python compile_kernels.py quantize fp8-both-fp32           the same of float32
 python compile_kernels.py quantize nvfp4-both-ragged       of (304, 1104), which tiles do not divide
+python compile_kernels.py optimizer adamw,lion             a step of a million bf16 values
 python compile_kernels.py gemm fp8_row-fp8_row             products of 4096 x 4096 x 4096
 """
 
@@ -16,7 +17,7 @@ import torch
 
 from gpu_accel.flash_attention3.launch import instead_of_launching
 from gpu_accel.testing.compile_only import compile_only
-from gpu_accel.transformer_engine import gemm, quantizer
+from gpu_accel.transformer_engine import gemm, optimizers, quantizer
 from gpu_accel.transformer_engine.schemes import scheme
 
 rows: list[dict] = []
@@ -39,10 +40,11 @@ def used_twice(ptx: str) -> int:
 def hook(kernel, arguments, options) -> None:
     c = compile_only(kernel, arguments, options, name=kernel.fn.__name__, capability=90)
     count = c.instructions
+    values = options.get("BM", options.get("ROWS", 1)) * options.get("BK", 256 if "ROWS" in options else 1)
     rows.append(
         dict(
             name=label, kernel=c.name, registers=c.registers, spills=c.spills, shared=c.shared, warps=c.num_warps,
-            values=options.get("BM", 1) * options.get("BK", 1) // (32 * c.num_warps), instructions=sum(count.values()),
+            values=values // (32 * c.num_warps), instructions=sum(count.values()),
             wide_loads=len(re.findall(r"LDG\.E\S*\.128", c.sass)), loads=count["LDG"], stores=count["STG"],
             narrow_stores=len(re.findall(r"STG\.E\S*\.U8", c.sass)),
             conversions=len(re.findall(r"F2FP\.\S*E4M3", c.sass)),
@@ -62,6 +64,13 @@ with instead_of_launching(hook):
             shape = (304, 1104) if "ragged" in extra else (4096, 4096)
             x = torch.empty(shape, dtype=torch.float32 if "fp32" in extra else torch.bfloat16)
             quantizer.quantize_op._init_fn(x, scheme(what).text, True, "both" in extra, 0, known)
+        elif sys.argv[1] == "optimizer":
+            label = name
+            p = torch.nn.Parameter(torch.zeros(1 << 20, dtype=torch.bfloat16))
+            p.grad = torch.zeros_like(p)
+            optimizers.choose_backend = lambda *_: "portable"
+            kind = {"adamw": optimizers.AdamW8bit, "lion": optimizers.Lion8bit}[name]
+            kind([p], bf16_stochastic_rounding=True).step()
         else:
             label = name
             pair = [quantizer.quantize(torch.zeros(256, 4096), part, backend="reference") for part in name.split("-")]

@@ -65,3 +65,11 @@ def test_products(compile_environment):
         assert row["spills"] == 0 and not row["serialised"], row
         assert row["shared"] <= 227 * 1024, row
         assert (row["hgmma"] if row["name"].startswith("nvfp4") else row["qgmma"]) >= 4, row
+
+
+@pytest.mark.slow
+def test_optimizers(compile_environment):
+    rows = compiled(compile_environment, "optimizer", "adamw,lion")
+    assert [row["kernel"] for row in rows] == ["_step_kernel"] * 2
+    for row in rows:
+        assert row["spills"] == 0 and not row["used_twice"], row

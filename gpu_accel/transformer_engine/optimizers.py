@@ -1,0 +1,207 @@
+"""`AdamW8bit` and `Lion8bit`: torch's optimizers with states of eight bits, one kernel per parameter.
+
+    optimizer = AdamW8bit(model.parameters(), lr=1e-3)         # 2 bytes of state a value, AdamW has 8
+    optimizer = AdamW8bit(model.parameters(), bf16_stochastic_rounding=True)    # for parameters that are bfloat16
+
+The states are e4m3 in blocks of 256 with a float32 scale, rounded stochastically, v as its square root (why: see
+`optimizer_kernels.py`). Every step draws a seed per parameter from torch's generator, so `torch.manual_seed` fixes it.
+bitsandbytes has a table of 256 numbers of its own for the same purpose, torchao e4m3 of v itself. Small parameters
+(norms, biases) keep float32 states: `min_8bit_size`, as in both.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from gpu_accel.errors import InvalidInputError, UnsupportedError
+from gpu_accel.flash_attention3.launch import launch
+from gpu_accel.transformer_engine import formats
+from gpu_accel.transformer_engine.formats import E4M3, decode, encode_with
+from gpu_accel.transformer_engine.linear_op import next_seed
+from gpu_accel.transformer_engine.optimizer_kernels import BLOCK, _step_kernel
+from gpu_accel.transformer_engine.quantizer import choose_backend, native_fp8
+from gpu_accel.transformer_engine.scales import amax_bits, divide, scale_fp32
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _narrow(x: Tensor, seed: int, stream: int) -> tuple[Tensor, Tensor]:
+    """(e4m3 codes (n,), scales (blocks,)) of x (n,), rounded stochastically."""
+    n = x.numel()
+    padded = torch.nn.functional.pad(x, (0, -n % BLOCK)).view(-1, BLOCK)
+    amax = amax_bits(padded, finite_only=True).amax(1).view(torch.float32)
+    scales = scale_fp32(amax, E4M3.largest)
+    inverse = divide(1.0, scales, scales)
+    words = formats.random_words(padded.numel(), seed, stream, x.device).view_as(padded)
+    return encode_with(padded * inverse[:, None], E4M3, saturate=True, words=words).view(-1)[:n], scales
+
+
+def _wide(codes: Tensor, scales: Tensor) -> Tensor:
+    return decode(codes, E4M3) * scales.repeat_interleave(BLOCK)[: codes.numel()]
+
+
+def round_stochastically(x: Tensor, seed: int) -> Tensor:
+    """bfloat16 below or above x (n,) float32, the nearer the likelier. NaN and Inf stay."""
+    words = formats.random_words(x.numel(), seed, 0, x.device)
+    bits = x.contiguous().view(torch.int32).long() + (words & 0xFFFF)
+    moved = (bits & 0xFFFF0000).to(torch.uint32).view(torch.float32)
+    return torch.where(x.abs() < float("inf"), moved, x).to(torch.bfloat16)
+
+
+class _EightBit(torch.optim.Optimizer):
+    """What both have in common."""
+
+    LION = False
+
+    def __init__(
+        self, params: Iterable[Any], lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
+        bf16_stochastic_rounding: bool, min_8bit_size: int, backend: str,
+    ) -> None:  # fmt: skip
+        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise InvalidInputError(f"{name} must be a number from 0 up, got {value!r}")
+        if len(betas) != 2 or not all(isinstance(b, int | float) and 0 <= b < 1 for b in betas):
+            raise InvalidInputError(f"betas must be two numbers from 0 to below 1, got {betas!r}")
+        if not isinstance(bf16_stochastic_rounding, bool):
+            raise InvalidInputError(f"bf16_stochastic_rounding must be True or False, got {bf16_stochastic_rounding!r}")
+        if isinstance(min_8bit_size, bool) or not isinstance(min_8bit_size, int) or min_8bit_size < 0:
+            raise InvalidInputError(f"min_8bit_size must be a whole number, not negative, got {min_8bit_size!r}")
+        self.bf16_stochastic_rounding, self.min_8bit_size, self.backend = (
+            bf16_stochastic_rounding, min_8bit_size, backend,
+        )  # fmt: skip
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+
+    def _new_state(self, p: Tensor) -> dict[str, Any]:
+        names = ("exp_avg",) if self.LION else ("exp_avg", "exp_avg_root")
+        state: dict[str, Any] = {"step": 0}
+        for name in names:
+            if p.numel() < self.min_8bit_size:
+                state[name] = torch.zeros(p.numel(), dtype=torch.float32, device=p.device)
+            else:
+                blocks = triton.cdiv(p.numel(), BLOCK)
+                state[name] = torch.zeros(p.numel(), dtype=torch.uint8, device=p.device)
+                state[f"{name}_scale"] = torch.ones(blocks, dtype=torch.float32, device=p.device)
+        return state
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step. Gradients must be dense; parameters float32, bfloat16 or float16, contiguous."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None or not p.numel():
+                    continue
+                if p.grad.is_sparse:
+                    raise UnsupportedError("sparse gradients have no eight-bit states: use torch.optim.SparseAdam")
+                if p.dtype not in DTYPES:
+                    raise InvalidInputError(f"parameters must be float32, bfloat16 or float16, got {p.dtype}")
+                if not p.is_contiguous():
+                    raise InvalidInputError(
+                        f"parameters must be contiguous, got strides {p.stride()} of shape {tuple(p.shape)}"
+                    )
+                if not self.state[p]:
+                    self.state[p].update(self._new_state(p))
+                self._one(p, p.grad.contiguous(), self.state[p], group)
+        return loss
+
+    def _one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state["step"] += 1
+        (beta1, beta2), lr, t = group["betas"], float(group["lr"]), state["step"]
+        decay = 1 - lr * group["weight_decay"]
+        step_size, inverse = (lr, 1.0) if self.LION else (lr / (1 - beta1**t), 1 / math.sqrt(1 - beta2**t))
+        stochastic = self.bf16_stochastic_rounding and p.dtype == torch.bfloat16
+        narrow = state["exp_avg"].dtype == torch.uint8
+        seed = next_seed() if stochastic or narrow else 0
+        backend = choose_backend(self.backend, p, "an eight-bit optimizer")
+        if narrow and backend == "portable":
+            rows = 8
+            m, m_scale = state["exp_avg"], state["exp_avg_scale"]
+            v, v_scale = (m, m_scale) if self.LION else (state["exp_avg_root"], state["exp_avg_root_scale"])
+            arguments = (
+                p, g, m, m_scale, v, v_scale, p.numel(), seed, lr, beta1, beta2, 1 - beta1, 1 - beta2, group["eps"],
+                decay, step_size, inverse,
+            )  # fmt: skip
+            options = dict(
+                ROWS=rows, LION=self.LION, STOCHASTIC=stochastic, NATIVE=native_fp8(p.device), num_warps=4,
+                enable_fp_fusion=False,
+            )  # fmt: skip
+            launch(_step_kernel, triton.cdiv(p.numel(), rows * BLOCK), arguments, options)
+            return
+        value, grad = p.view(-1).float() * decay, g.view(-1).float()
+        m = _wide(state["exp_avg"], state["exp_avg_scale"]) if narrow else state["exp_avg"]
+        if self.LION:
+            value = value - lr * (m * beta1 + grad * (1 - beta1)).sign()
+            m = m * beta2 + grad * (1 - beta2)
+        else:
+            root = _wide(state["exp_avg_root"], state["exp_avg_root_scale"]) if narrow else state["exp_avg_root"]
+            m = m * beta1 + grad * (1 - beta1)
+            root = (root * root * beta2 + grad * grad * (1 - beta2)).sqrt()
+            value = value - step_size * (m / (root * inverse + group["eps"]))
+            self._keep(state, "exp_avg_root", root, seed, 2)
+        self._keep(state, "exp_avg", m, seed, 1)
+        p.view(-1).copy_(round_stochastically(value, seed) if stochastic else value)
+
+    def _keep(self, state: dict[str, Any], name: str, value: Tensor, seed: int, stream: int) -> None:
+        if state[name].dtype == torch.uint8:
+            codes, scales = _narrow(value, seed, stream)
+            state[name].copy_(codes)
+            state[f"{name}_scale"].copy_(scales)
+        else:
+            state[name].copy_(value)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, which casts states to the dtype of the parameter; codes would not survive that and are kept."""
+        super().load_state_dict(state_dict)
+        saved = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        mine = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+        for key, p in zip(saved, mine, strict=True):
+            for name, value in state_dict["state"].get(key, {}).items():
+                self.state[p][name] = value.to(p.device).clone() if isinstance(value, Tensor) else value
+
+    def state_bytes(self) -> int:
+        """Bytes of all states."""
+        tensors = (v for state in self.state.values() for v in state.values() if isinstance(v, Tensor))
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+
+class AdamW8bit(_EightBit):
+    """AdamW (Loshchilov and Hutter, arXiv:1711.05101) as torch.optim.AdamW computes it.
+
+    Args:
+        bf16_stochastic_rounding: round parameters that are bfloat16 so that small updates are kept on average.
+        min_8bit_size: parameters with fewer values keep float32 states.
+        backend: "portable" (Triton), "reference" (plain torch), or "auto", as of `quantize`.
+
+    Raises:
+        InvalidInputError: numbers out of range; parameters of another dtype or not contiguous, at a step.
+    """
+
+    def __init__(
+        self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float = 1e-2, *, bf16_stochastic_rounding: bool = False, min_8bit_size: int = 4096,
+        backend: str = "auto",
+    ) -> None:  # fmt: skip
+        super().__init__(params, lr, betas, eps, weight_decay, bf16_stochastic_rounding, min_8bit_size, backend)
+
+
+class Lion8bit(_EightBit):
+    """Lion (Chen et al., arXiv:2302.06675): the sign of a blend of momentum and gradient; one state."""
+
+    LION = True
+
+    def __init__(
+        self, params: Iterable[Any], lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0, *, bf16_stochastic_rounding: bool = False, min_8bit_size: int = 4096,
+        backend: str = "auto",
+    ) -> None:  # fmt: skip
+        super().__init__(params, lr, betas, 0.0, weight_decay, bf16_stochastic_rounding, min_8bit_size, backend)
