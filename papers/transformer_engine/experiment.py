@@ -6,6 +6,7 @@
     linear      layers.py
     layer       layers.py
     train       training.py
+    perplexity  perplexity.py
 
 The inputs are in inputs.py.
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 from gpu_accel.workbench.experiment import Experiment, SimpleExperiment
 
-from . import errors, layers, products, quantizing, training
+from . import errors, layers, perplexity, products, quantizing, training
 
 _ALL = (
     SimpleExperiment(
@@ -52,6 +53,12 @@ _ALL = (
         title="A small Llama on a real text: bf16 and every recipe from the same seeds",
         list_cases=training.list_cases,
         build_case=training.build,
+    ),
+    SimpleExperiment(
+        name="perplexity",
+        title="Perplexity of SmolLM2-135M under each recipe, on any machine",
+        list_cases=perplexity.list_cases,
+        build_case=perplexity.build,
     ),
 )
 EXPERIMENTS: dict[str, Experiment] = {one.name: one for one in _ALL}
