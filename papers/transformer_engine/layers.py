@@ -177,7 +177,7 @@ def build_linear(case: Case, settings: Settings) -> Workload:
                 note="torch.nn.functional.linear",
             ),
         ],
-        baselines=("bf16",) if both else ("bf16", "fp8_delayed"),
+        baselines=("bf16",) if both else ("bf16", "product"),
         flops=(3 if both else 1) * gemm_flops(m, n, k),
     )  # fmt: skip
 
