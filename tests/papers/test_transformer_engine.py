@@ -17,8 +17,9 @@ from gpu_accel.workbench.registry import paper
 TE = paper("te")
 GPU, CPU = Settings(device="cuda"), Settings(device="cpu")
 TE.experiment("quantize")  # imports the folder as a package
-errors, inputs, products, quantizing = (
-    importlib.import_module(f"{TE._package()}.{name}") for name in ("errors", "inputs", "products", "quantizing")
+errors, inputs, layers, perplexity, products, quantizing, training = (
+    importlib.import_module(f"{TE._package()}.{name}")
+    for name in ("errors", "inputs", "layers", "perplexity", "products", "quantizing", "training")
 )
 
 
@@ -37,7 +38,7 @@ def test_bytes_of_a_case(scheme, copies, per_value):
 
 
 def test_quick_grids_are_part_of_the_whole():
-    for name in ("quantize", "gemm", "error"):
+    for name in ("quantize", "gemm", "error", "linear", "layer"):
         whole, quick = (
             TE.experiment(name).cases(Settings(device="cuda", precision="fp8", quick=q)) for q in (False, True)
         )
@@ -114,3 +115,70 @@ def test_model_inputs_come_from_the_cache(monkeypatch, tmp_path):
     with pytest.raises(UnsupportedError, match="down_proj"):
         inputs.make({**one, "k": 576}, 0, "cpu")
     inputs._taken.cache_clear()
+
+
+@pytest.mark.parametrize("which", ["forward", "both"])
+def test_layers_are_judged_and_a_wrong_gradient_is_seen(which, monkeypatch):
+    for build, one in (
+        (layers.build_linear, {"pass": which, "m": 24, "n": 32, "k": 48, "dtype": "bf16", "input": "normal"}),
+        (layers.build_layer, {"pass": which, "hidden": 32, "tokens": 6, "dtype": "bf16", "input": "normal"}),
+    ):
+        work = build(one, CPU)
+        by_name = {i.name: i for i in work.implementations}
+        for name in ("fp8_delayed", "nvfp4", "bf16"):
+            assert by_name[name].check(0).ok, (name, by_name[name].check(0))
+            by_name[name].make(0)()
+        if which == "forward":
+            continue
+        with monkeypatch.context() as patch:
+            real = layers._run
+
+            def wrong(layer, x, dy, recipe, real=real):
+                y = real(layer, x, dy, recipe)
+                x.grad = x.grad.roll(1, 0) if x.dim() == 2 else x.grad.roll(1, 1)
+                return y
+
+            patch.setattr(layers, "_run", wrong)
+            assert not by_name["fp8_delayed"].check(0).ok
+
+
+def test_training_depends_on_its_seed_only():
+    """The same seed, the same losses; another seed, others; every recipe changes something and learns."""
+    sizes = dict(hidden=16, layers=1, heads=1, batch=2, seqlen=16, steps=8, rate=0.02)
+    losses, valid = training.train(sizes, "bf16", 0, "cpu", "reference")
+    assert (losses, valid) == training.train(sizes, "bf16", 0, "cpu", "reference")
+    assert losses[-1] < losses[0] and training.train(sizes, "bf16", 1, "cpu", "reference")[1] != valid
+    for name in ("fp8_delayed", "nvfp4"):
+        other, _ = training.train(sizes, name, 0, "cpu", "reference")
+        assert other != losses and other[0] == pytest.approx(losses[0], rel=0.02) and other[-1] < other[0]
+    assert 2.5 < training.frequencies_loss() < 4.0
+
+
+def test_perplexity_leaves_the_model_as_it_was(monkeypatch):
+    """On a model of two linear layers: rounding moves the loss, more so in four bits, and is taken back."""
+
+    class Inner(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.up = torch.nn.Embedding(50, 64), torch.nn.Linear(64, 64)
+
+        def forward(self, ids):
+            hidden = self.up(self.embedding(ids))
+            return type("Out", (), {"last_hidden_state": hidden})
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model, self.lm_head = Inner(), torch.nn.Linear(64, 50, bias=False)
+
+    torch.manual_seed(0)
+    model = Model()
+    before = model.model.up
+    ids = torch.randint(0, 50, (64,), generator=generator(0))
+    monkeypatch.setattr(perplexity, "_model", lambda: (ids, model, "a small one"))
+    exact = perplexity.nll("fp32", 2, 32)
+    moved = {name: abs(perplexity.nll(name, 2, 32) - exact) for name in ("fp8_delayed", "mxfp8", "mxfp4")}
+    assert model.model.up is before and exact == perplexity.nll("fp32", 2, 32)
+    assert 0 < moved["mxfp8"] < moved["mxfp4"] and 0 < moved["fp8_delayed"] < moved["mxfp4"]
+    with pytest.raises(UnsupportedError, match="64 tokens"):
+        perplexity.nll("fp32", 3, 32)
