@@ -1,4 +1,4 @@
-"""Kernels of the ThunderKittens paper's families: linear attention, Mamba-2, fused rows.
+"""The tile layer, and kernels of the ThunderKittens paper's families: products, linear attention, Mamba-2, fused rows.
 
 import gpu_accel.thunderkittens as tk
 o, state = tk.chunk_simple_gla(q, k, v, g, output_final_state=True)     # (batch, seqlen, heads, dim)
@@ -33,6 +33,16 @@ _WHERE = {
     "silu_mul": "elements",
     "softmax": "rows",
 }
+# what kernels are written with: device functions, see tiles.py
+_TILES = (
+    "tile", "load", "store", "tma_async_load", "tma_store_async", "register_cache",
+    "mma_AB", "mma_ABt", "mma_AtB", "mma_AtBt", "row_sum", "row_max",
+    "row_min", "col_sum", "col_max", "col_min", "broadcast_row", "broadcast_col",
+    "add_row", "mul_row", "add_col", "sub_col", "mul_col", "div_col",
+    "cumsum", "warp_reduce_sum", "warp_broadcast", "warp_shuffle", "make_causal", "tril",
+    "triu", "right_fill", "block_scheduler", "block_gemm", "block_attention",
+)  # fmt: skip
+_WHERE |= dict.fromkeys(_TILES, "tiles") | dict.fromkeys(("pingpong_schedule", "warp_specialized_gemm"), "ladder")
 __all__ = list(_WHERE)
 
 

@@ -1,6 +1,7 @@
 """What can be run about ThunderKittens' kernels; `gpu-accel run tk` and the notebook find the experiments here.
 
 gemm                         products.py
+ladder                       ladder.py
 linear-attention, mamba2     sequences.py
 norms                        norms.py
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 from gpu_accel.workbench.experiment import Experiment, SimpleExperiment
 
-from . import norms, products, sequences
+from . import ladder, norms, products, sequences
 
 _ALL = (
     SimpleExperiment(
@@ -19,6 +20,12 @@ _ALL = (
         title="Products in bf16 and fp16 next to cuBLAS: cubes, few slices of K, few rows",
         list_cases=products.list_cases,
         build_case=products.build,
+    ),
+    SimpleExperiment(
+        name="ladder",
+        title="One product in six levels, from a column at a time to warps with roles, next to cuBLAS",
+        list_cases=ladder.list_cases,
+        build_case=ladder.build,
     ),
     SimpleExperiment(
         name="linear-attention",

@@ -3,6 +3,7 @@
 python compile_kernels.py chunked bf16-128-128,fp16-64-128-packed     forward and backward, gates, weights, K-V
 python compile_kernels.py delta bf16-128-128,fp16-64-128              the delta rule, forward and backward
 python compile_kernels.py conv bf16-4096                              short causal convolutions
+python compile_kernels.py ladder bf16-4096                            the levels of a product, and attention of tiles
 python compile_kernels.py rows bf16-4096,fp32-65536                   norms, softmax, losses, rotary, gated activations
 """
 
@@ -26,8 +27,8 @@ def hook(kernel, arguments, options) -> None:
     rows.append(
         dict(
             name=label, kernel=c.name, registers=c.registers, spills=c.spills, shared=c.shared, warps=c.num_warps,
-            hgmma=c.sass.count("HGMMA"), mma=c.instructions["HMMA"], wide=c.sass.count(".128"),
-            serialised=any("serializ" in w.lower() for w in c.warnings),
+            hgmma=c.sass.count("HGMMA"), mma=c.instructions["HMMA"], tma=c.sass.count("UTMALDG"),
+            wide=c.sass.count(".128"), serialised=any("serializ" in w.lower() for w in c.warnings),
         )
     )  # fmt: skip
 
@@ -71,6 +72,19 @@ def conv(dtype: torch.dtype, dim: int) -> None:
         ops.update_op._init_fn(x[..., :1], h, w, b, lengths, indices, True)
 
 
+def ladder(dtype: torch.dtype, size: int) -> None:
+    from gpu_accel.thunderkittens import ladder as levels
+    from tests.thunderkittens import test_tiles
+
+    a = torch.empty(size, size, dtype=dtype)
+    for level in levels.LEVELS:
+        if level.interpreted:  # the last one is compiled with the products
+            level.run(a, a)
+    hook(test_tiles._attention, (a, a, a, a, size, size, 0.1), dict(D=128, BM=64, BN=64, num_warps=4))
+    for which in ("AB", "ABt", "AtB", "AtBt"):
+        hook(test_tiles._products, (a, a, a), dict(WHICH=which, num_warps=4))
+
+
 def rows_of(dtype: torch.dtype, width: int) -> None:
     """Norms with all that they can do, and with nothing; softmax, losses, rotary, gated activations."""
     from gpu_accel.thunderkittens import elements as e
@@ -101,8 +115,8 @@ if __name__ == "__main__":
             kind, *sizes = label.split("-")
             if sys.argv[1] == "rows":
                 rows_of(DTYPES[kind], int(sizes[0]))
-            elif sys.argv[1] == "conv":
-                conv(DTYPES[kind], int(sizes[0]))
+            elif sys.argv[1] in ("conv", "ladder"):
+                (conv if sys.argv[1] == "conv" else ladder)(DTYPES[kind], int(sizes[0]))
             else:
                 of = delta if sys.argv[1] == "delta" else chunked
                 of(DTYPES[kind], int(sizes[0]), int(sizes[1]), "packed" in sizes)

@@ -57,6 +57,17 @@ def test_short_convolutions():
 
 
 @pytest.mark.slow
+def test_ladder():
+    """No spills; tensor cores from the second level on; TMA in the last but one."""
+    rows = compiled("ladder", "bf16-4096")
+    assert not any(row["spills"] for row in rows), rows
+    naive, *levels = [row for row in rows if row["kernel"] in ("_naive_kernel", "_tiled_kernel", "_tma_kernel")]
+    assert not naive["hgmma"] and all(row["hgmma"] for row in levels) and len(levels) == 4
+    assert [row["tma"] > 0 for row in levels] == [False, False, False, True]
+    assert len(rows) == 5 + 1 + 4
+
+
+@pytest.mark.slow
 def test_rows():
     rows = compiled("rows", "bf16-4096,fp32-65536")
     assert len(rows) == 2 * 18
