@@ -35,7 +35,9 @@ def refresh(paper: Paper) -> list[Path]:
         path = paper.path / name
         path.write_text(static_svg(members, quotes=quotes, title=f"{paper.title.split(':')[0]}: {title}"))
         written.append(path)
-        parts += [f"![{title}]({name})", best_table(members, ours=paper.ours)]
+        ablation = members[0].experiment == "ablation"  # variants of one kernel are no rivals
+        table = _every_rate(members) if ablation else best_table(members, ours=paper.ours)
+        parts += [f"![{title}]({name})", table]
         parts += _gaps(members)
     verdicts = judge_all(claims, records)
     if parts:
@@ -89,6 +91,12 @@ def best_table(records: Sequence[Record], *, ours: Sequence[str]) -> str:
         rows.append([str(dim), "causal" if causal else "full", *found, rival])
     headings = ["head dim", "mask", *(series.short(n) for n in lengths), "fastest rival"]
     return report.markdown_table(headings, rows, numeric_from=2)
+
+
+def _every_rate(records: Sequence[Record]) -> str:
+    """The rate of every implementation: one row each, one column per sequence length."""
+    headings, rows = report.pivot(records, "tflops")
+    return report.markdown_table(headings, rows, numeric_from=3)
 
 
 def _by(records, key) -> dict:
