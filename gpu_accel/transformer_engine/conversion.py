@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from gpu_accel.errors import InvalidInputError
 from gpu_accel.transformer_engine.context import check_recipe
 from gpu_accel.transformer_engine.linear import Linear
-from gpu_accel.transformer_engine.linear_op import Plan, linear_op, weight_op
+from gpu_accel.transformer_engine.linear_op import Plan, layer_backend, linear_op, weight_op
 from gpu_accel.transformer_engine.modules import TransformerLayer
-from gpu_accel.transformer_engine.quantizer import choose_backend
 from gpu_accel.transformer_engine.recipes import (
     DelayedScaling,
     Float8CurrentScaling,
@@ -62,7 +61,7 @@ def convert(
 def _once(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, backend: str) -> Tensor:
     if not all(isinstance(t, Tensor) for t in (x, weight)) or weight.dim() != 2 or x.shape[-1:] != weight.shape[1:]:
         raise InvalidInputError("x must be (..., K) and weight (N, K)")
-    chosen = choose_backend(backend, x, "linear")
+    chosen = layer_backend(backend, x)
     plan = Plan.of(recipe)
     *copies, _ = weight_op(weight.detach(), None, plan.text, x.requires_grad, chosen)
     y, *_ = linear_op(

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.transformer_engine import context as state
 from gpu_accel.transformer_engine.delayed import Histories, length_of
-from gpu_accel.transformer_engine.linear_op import Plan, linear_op, weight_op
-from gpu_accel.transformer_engine.quantizer import DTYPES, choose_backend
+from gpu_accel.transformer_engine.linear_op import BACKENDS, Plan, layer_backend, linear_op, weight_op
+from gpu_accel.transformer_engine.quantizer import DTYPES
 from gpu_accel.transformer_engine.recipes import DelayedScaling, Float8CurrentScaling, Recipe, Role
 from gpu_accel.transformer_engine.scales import scale_fp32
 
@@ -28,7 +28,8 @@ class Linear(nn.Module):
         in_features, out_features, bias, device: as torch.nn.Linear; any sizes (NVIDIA's needs multiples of 16).
         params_dtype: of the parameters; None is torch's default.
         recipe: used where no `autocast` says otherwise; None quantises nothing there.
-        backend: of `quantize` and `scaled_mm`.
+        backend: "portable" and "reference" as of `quantize` and `scaled_mm`; "hopper": Hopper's products where they
+            take the operands, portable ones elsewhere; "auto": the best of what has been checked on a GPU.
 
     `delayed` holds the histories once delayed scaling was used; they are part of the state_dict. A state_dict with
     histories makes them, one without leaves them as they are.
@@ -52,7 +53,8 @@ class Linear(nn.Module):
         for name, n in (("in_features", in_features), ("out_features", out_features)):
             if isinstance(n, bool) or not isinstance(n, int) or n < 1:
                 raise InvalidInputError(f"{name} must be a positive integer, got {n!r}")
-        choose_backend(backend if backend != "portable" else "auto", torch.empty(0), "Linear")
+        if backend not in BACKENDS:
+            raise InvalidInputError(f"backend of a layer must be one of {', '.join(BACKENDS)}, got {backend!r}")
         self.in_features, self.out_features = in_features, out_features
         self.recipe, self.backend = recipe, backend
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=params_dtype, device=device))
@@ -136,7 +138,7 @@ class Linear(nn.Module):
                 "stochastic rounding draws a seed each step, which torch.compile would freeze: use "
                 "NVFP4BlockScaling(disable_stochastic_rounding=True), or leave this layer out of the compiled region"
             )
-        backend = choose_backend(self.backend, x, "Linear")
+        backend = layer_backend(self.backend, x)
         delayed = isinstance(recipe, DelayedScaling)
         histories = self.make_histories(recipe.amax_history_len) if delayed else None  # type: ignore[attr-defined]
         # evaluation and recomputation change no history, whatever they see

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpu_accel.errors import UnsupportedError
+from gpu_accel.errors import InvalidInputError, UnsupportedError
+from gpu_accel.transformer_engine import hopper_gemm
 from gpu_accel.transformer_engine.gemm import scaled_mm
-from gpu_accel.transformer_engine.quantizer import _empty_parts, quantize
+from gpu_accel.transformer_engine.quantizer import _empty_parts, choose_backend, quantize
 from gpu_accel.transformer_engine.recipes import Recipe
 from gpu_accel.transformer_engine.reference import Parts
 from gpu_accel.transformer_engine.scales import update_history
@@ -78,6 +79,31 @@ def _none(like: Tensor) -> Three:
     )
 
 
+BACKENDS = ("auto", "hopper", "portable", "reference")
+
+
+def layer_backend(backend: str, x: Tensor) -> str:
+    """What a layer's `backend` means for x: "auto" resolved, the others as they are. Raises as `choose_backend`."""
+    if backend not in BACKENDS:
+        raise InvalidInputError(f"backend of a layer must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    if backend == "auto":
+        chosen = choose_backend("auto", x, "a layer")
+        return "hopper" if chosen == "portable" and hopper_gemm.GPU_CHECKED else chosen
+    choose_backend("portable" if backend == "hopper" else backend, x, "a layer")
+    return backend
+
+
+def _quantizer(backend: str) -> str:
+    return "portable" if backend == "hopper" else backend
+
+
+def _product(a: QuantizedTensor, b: QuantizedTensor, backend: str, out_dtype: torch.dtype, bias: Tensor | None = None):
+    """a @ b.T. With "hopper" the plain kernel takes what Hopper's does not: MX and NVFP4, odd lengths."""
+    if backend == "hopper" and (a.scheme.scale in ("e8m0", "nvfp4") or hopper_gemm.scheme_refusal(a, b) is not None):
+        backend = "portable"
+    return scaled_mm(a, b, bias=bias, out_dtype=out_dtype, backend=backend)
+
+
 def _rows(three: Three, scheme: Scheme, shape: tuple[int, int], dtype: torch.dtype) -> QuantizedTensor:
     """Codes that are contiguous along what is summed, as an operand of `scaled_mm`. A rotation that both operands share
     cancels in the product, so it is not mentioned there."""
@@ -97,6 +123,7 @@ def _both(
     """(row-wise copy, column-wise copy, largest magnitude if the scale was given) of x (M, K)."""
     amax = x.new_zeros((), dtype=torch.float32)
     rows, cols = _none(x), _none(x)
+    backend = _quantizer(backend)
     seeds = [seed if s.rounding == "stochastic" else None for s in (scheme, scheme_t)]
     if scheme == scheme_t and row and col:
         q = quantize(x, scheme, columnwise=True, scale=scale, seed=seeds[0], backend=backend)
@@ -154,7 +181,7 @@ def linear_op(
     rows, cols, amax = _both(x, p.input, p.input_t, row=True, col=keep, scale=scale, seed=0, backend=backend)
     a = _rows(rows, p.input, (x.shape[0], x.shape[1]), x.dtype)
     b = _rows((w0, w1, w2), p.weight, (weight.shape[0], weight.shape[1]), x.dtype)
-    y = scaled_mm(a, b, bias=bias, out_dtype=x.dtype, backend=backend)
+    y = _product(a, b, backend, x.dtype, bias)
     return (y, *cols, amax)
 
 
@@ -185,11 +212,11 @@ def linear_backward_op(
     dx, dw, db = (dy.new_empty(0, dtype=dtype) for dtype in (x_dtype, w_dtype, b_dtype))
     if needs[0]:
         a = _rows(rows, p.grad, (m, n), dy.dtype)
-        dx = scaled_mm(a, _rows((t0, t1, t2), p.weight_t, (k, n), dy.dtype), out_dtype=x_dtype, backend=backend)
+        dx = _product(a, _rows((t0, t1, t2), p.weight_t, (k, n), dy.dtype), backend, x_dtype)
     if needs[1]:
         wide = -(-m // 16) * 16 if p.grad_t.hadamard else m
         a = _rows(cols, p.grad_t, (n, wide), dy.dtype)
-        dw = scaled_mm(a, _rows((x0, x1, x2), p.input_t, (k, wide), dy.dtype), out_dtype=w_dtype, backend=backend)
+        dw = _product(a, _rows((x0, x1, x2), p.input_t, (k, wide), dy.dtype), backend, w_dtype)
     if needs[2]:
         db = dy.sum(0, dtype=torch.float32).to(b_dtype)
     return dx, dw, db, amax
