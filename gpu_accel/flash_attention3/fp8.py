@@ -17,11 +17,12 @@ from torch import Tensor
 
 from gpu_accel.compat import INTERPRET
 from gpu_accel.errors import InvalidInputError, UnsupportedError
-from gpu_accel.flash_attention3 import portable_fp8
+from gpu_accel.flash_attention3 import hopper_fp8, portable_fp8
 from gpu_accel.flash_attention3.blockwise import blockwise_softmax
 from gpu_accel.flash_attention3.fp8_error import fp8_error_report
 from gpu_accel.flash_attention3.fp8_inputs import as_heads, check_heads, check_layout, check_rows_per_scale
-from gpu_accel.flash_attention3.fp8_quantize import FORMATS, fp8_format, quantize_op
+from gpu_accel.flash_attention3.fp8_quantize import FORMATS, fp8_format, quantize_blocks, quantize_op
+from gpu_accel.flash_attention3.function import nobody_watches
 from gpu_accel.flash_attention3.hadamard import check_rows, choose_backend, hadamard_block, hadamard_transform
 from gpu_accel.flash_attention3.launch import capability
 from gpu_accel.flash_attention3.problem import (
@@ -104,16 +105,26 @@ def fp8_block_quantize(
         return quantize_reference(
             tensor, block_size, scale_per_block, fmt.name, hadamard=hadamard, seed=seed, transpose=transpose
         )
-    return quantize_op(tensor, block_size, scale_per_block, fmt.name, hadamard, seed, transpose)
+    run = quantize_blocks if nobody_watches(tensor) else quantize_op
+    return run(tensor, block_size, scale_per_block, fmt.name, hadamard, seed, transpose)
 
 
 @torch.library.custom_op("gpu_accel::fp8_attention_forward", mutates_args=())
 def _attention_op(
     q8: Tensor, k8: Tensor, vt8: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor, q_block: int, k_block: int,
     softmax_scale: float, window_left: int, window_right: int, softcap: float, out_dtype: torch.dtype, bshd: bool,
+    backend: str = "portable",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return _attend(q8, k8, vt8, q_scale, k_scale, v_scale, q_block, k_block, softmax_scale, window_left, window_right,
+                   softcap, out_dtype, bshd, backend)  # fmt: skip
+
+
+def _attend(q8, k8, vt8, q_scale, k_scale, v_scale, q_block, k_block, softmax_scale, window_left, window_right, softcap,
+            out_dtype, bshd, backend):  # fmt: skip
+    """The op's body: `backend` is "hopper" or "portable" by now."""
     o = _empty_output(q8, out_dtype, bshd)
-    lse = portable_fp8.forward(
+    forward = hopper_fp8.forward if backend == "hopper" else portable_fp8.forward
+    lse = forward(
         q8, k8, vt8, q_scale, k_scale, v_scale, o.transpose(1, 2) if bshd else o, q_block=q_block, k_block=k_block,
         softmax_scale=softmax_scale, window_left=window_left, window_right=window_right, softcap=softcap,
     )  # fmt: skip
@@ -128,7 +139,7 @@ def _empty_output(q8: Tensor, out_dtype: torch.dtype, bshd: bool) -> Tensor:
 
 @_attention_op.register_fake
 def _(q8, k8, vt8, q_scale, k_scale, v_scale, q_block, k_block, softmax_scale, window_left, window_right, softcap,
-      out_dtype, bshd):  # fmt: skip
+      out_dtype, bshd, backend="portable"):  # fmt: skip
     return _empty_output(q8, out_dtype, bshd), torch.empty(q8.shape[:3], dtype=torch.float32, device=q8.device)
 
 
@@ -155,13 +166,18 @@ def refuse(problem: Problem) -> str | None:
     return _why_not(problem.device_type, problem.capability, problem.head_dim)
 
 
-def _resolve(backend: str, q: Tensor) -> str:
-    """The backend that runs: portable or reference. "auto" never falls back on a GPU, it raises."""
-    if backend == "hopper":
-        raise UnsupportedError("fp8 attention has no kernel of its own for Hopper: use backend='portable' (or 'auto')")
-    chosen = choose_backend(backend, q, what="fp8 attention", allowed=("auto", "portable", "reference"))
+def _resolve(backend: str, q: Tensor, *, k_block: int = BLOCK, one_scale: bool = True) -> str:
+    """The backend that runs: hopper, portable or reference. "auto" never falls back on a GPU, it raises."""
+    here = capability(q.device) if q.is_cuda else None
+    if backend == "hopper" or (backend == "auto" and hopper_fp8.NOT_CHOSEN_BECAUSE is None):
+        why = hopper_fp8.refuse(q.device.type, here, q.shape[-1], k_block, one_scale)
+        if why is None:
+            return "hopper"
+        if backend == "hopper":
+            raise UnsupportedError(f"fp8 attention, backend='hopper': {why}: use backend='portable' (or 'auto')")
+    chosen = choose_backend(backend, q, what="fp8 attention", allowed=("auto", "hopper", "portable", "reference"))
     if chosen == "portable":
-        why = _why_not(q.device.type, capability(q.device) if q.is_cuda else None, q.shape[-1])
+        why = _why_not(q.device.type, here, q.shape[-1])
         if why:
             raise UnsupportedError(f"fp8 attention: {why}")
     return chosen
@@ -240,7 +256,8 @@ def fp8_attention_quantized(
     check_layout(layout)
     scale, softcap = check_scalars(q8.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale, softcap)
     left, right = normalise_window(window_size, causal)
-    if _resolve(backend, q8) == "reference":
+    chosen = _resolve(backend, q8, k_block=k_block, one_scale=not per_block)
+    if chosen == "reference":
         o, lse = fp8_attention_reference(
             q8, k8, v8, q_scale, k_scale, v_scale, q_block=q_block, k_block=k_block, softmax_scale=scale,
             window_size=(left, right), softcap=softcap, v_transposed=v_transposed, block_n=portable_fp8.tile_n(
@@ -250,9 +267,10 @@ def fp8_attention_quantized(
         o = o.transpose(1, 2).contiguous() if layout == "bshd" else o
     else:
         vt8 = v8 if v_transposed else transpose_values(v8)
-        o, lse = _attention_op(
+        run = _attend if nobody_watches(q8, k8, vt8, q_scale, k_scale, v_scale) else _attention_op
+        o, lse = run(
             q8, k8, vt8, q_scale, k_scale, v_scale, q_block, k_block, scale, left, right, softcap, out_dtype,
-            layout == "bshd",
+            layout == "bshd", chosen,
         )  # fmt: skip
     return (o, lse) if return_lse else o
 
@@ -288,14 +306,16 @@ def fp8_attention(
             all of the paper's accuracy comes from this.
         dtype: "e4m3" or "e5m2" for q, k, v and the probabilities.
         return_lse: also return the log-sum-exp, (batch, heads, seqlen_q) float32, natural logarithm.
-        backend: "portable" (plain Triton), "reference" (plain torch, slow), "auto": portable where it runs.
+        backend: "hopper" (Gluon, sm_90), "portable" (plain Triton), "reference" (plain torch, slow),
+            "auto": the first of these that is chosen by itself (`describe`) and runs.
 
     Returns:
         o like q in `out_dtype`, contiguous in `layout`. A row that sees no key is 0, with lse -inf.
 
     Raises:
         InvalidInputError: shapes, dtypes, strides. UnsupportedError: head_dim, an old GPU, or an input that requires a
-        gradient (forward only). HardwareError: backend="portable" for CPU tensors outside Triton's interpreter.
+        gradient (forward only), or what backend="hopper" refuses. HardwareError: backend="portable" for CPU tensors
+        outside Triton's interpreter.
     """
     q, k, v = as_heads(layout, q=q, k=k, v=v)
     check_heads(q, k, v)
@@ -305,8 +325,9 @@ def fp8_attention(
     left, right = normalise_window(window_size, causal)
     backend = _resolve(backend, q)
     quantize = functools.partial(
-        fp8_block_quantize, scale_per_block=block_scale, dtype=fmt.name, seed=seed, backend=backend
-    )
+        fp8_block_quantize, scale_per_block=block_scale, dtype=fmt.name, seed=seed,
+        backend="portable" if backend == "hopper" else backend,
+    )  # fmt: skip
     q8, q_scale = quantize(q, hadamard=hadamard)
     k8, k_scale = quantize(k, hadamard=hadamard)
     v8, v_scale = quantize(v, transpose=True)
@@ -338,16 +359,26 @@ def describe(
     if why:
         return {"kernel": "none", "refused": why}
     fmt = fp8_format(dtype)
-    config = portable_fp8.lookup(head_dim, causal=causal, seqlen_q=seqlen_q, device=where)
     block = hadamard_block(head_dim)
+    shared = {
+        "format": f"{fmt.name}, largest {fmt.largest:g}",
+        "scales": f"one per {BLOCK} rows of q, k and v" if block_scale else "one per tensor",
+        "hadamard": f"{head_dim // block} block(s) of {block} on q and k" if hadamard else "off",
+        "v": "transposed by the quantiser",
+    }
+    refused = hopper_fp8.refuse(device.type, capability_, head_dim, BLOCK, not block_scale)
+    refused = refused or hopper_fp8.NOT_CHOSEN_BECAUSE
+    if refused is None:
+        tile = hopper_fp8.describe(head_dim, causal=causal, seqlen_k=seqlen_q)
+        return {"kernel": hopper_fp8.KERNEL, "tile": tile, **shared, "not taken": "portable: hopper comes first"}
+    config = portable_fp8.lookup(head_dim, causal=causal, seqlen_q=seqlen_q, device=where)
     (d, d2), (dv, dv2) = portable_fp8.parts(head_dim, 256), portable_fp8.parts(head_dim, 128)
     return {
         "kernel": portable_fp8.KERNEL,
         "tile": str(config),
         "measured": config.measured,
         "head_dim": f"{head_dim} as {d}{f' + {d2}' if d2 else ''} for q k^T, {dv}{f' + {dv2}' if dv2 else ''} for p v",
-        "format": f"{fmt.name}, largest {fmt.largest:g}; probabilities scaled by 2**{fmt.p_shift}",
-        "scales": f"one per {BLOCK} rows of q, k and v" if block_scale else "one per tensor",
-        "hadamard": f"{head_dim // block} block(s) of {block} on q and k" if hadamard else "off",
-        "v": "transposed by the quantiser",
+        **shared,
+        "format": f"{shared['format']}; probabilities scaled by 2**{fmt.p_shift}",
+        "not taken": f"hopper: {refused}",
     }

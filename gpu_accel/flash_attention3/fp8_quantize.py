@@ -27,6 +27,7 @@ from torch import Tensor
 
 from gpu_accel.compat import INTERPRET
 from gpu_accel.errors import InvalidInputError
+from gpu_accel.flash_attention3.gluon_launch import QuickLaunch
 from gpu_accel.flash_attention3.hadamard import as_bhsd, hadamard_block, load_rows, random_signs, tile_shape
 from gpu_accel.flash_attention3.launch import launch
 
@@ -174,6 +175,9 @@ def _quantize_kernel(
                 _store_rows(out, t * inverse, row, end, stop, pitch, ROWS, D, COLS, TRANSPOSE, E5M2)
 
 
+_quick = QuickLaunch(_quantize_kernel)
+
+
 def scale_of(amax: Tensor, largest: float) -> Tensor:
     """The scale for a largest finite magnitude (float32 tensor), as the kernel computes it."""
     # divide by a tensor: dividing by a Python number becomes a multiplication on CUDA, which rounds differently
@@ -195,13 +199,20 @@ def quantized_shapes(
 def quantize_op(
     x: Tensor, block_size: int, per_block: bool, dtype: str, hadamard: bool, seed: int, transpose: bool
 ) -> tuple[Tensor, Tensor]:
+    """`quantize_blocks` as compilers and modes see it."""
+    return quantize_blocks(x, block_size, per_block, dtype, hadamard, seed, transpose)
+
+
+def quantize_blocks(
+    x: Tensor, block_size: int, per_block: bool, dtype: str, hadamard: bool, seed: int, transpose: bool
+) -> tuple[Tensor, Tensor]:
     """Launch the kernel; arguments are checked by `fp8.fp8_block_quantize`."""
     fmt = FORMATS[dtype]
     values_shape, scales_shape = quantized_shapes(x, block_size, per_block, transpose)
     out = torch.empty(values_shape, dtype=fmt.dtype, device=x.device)
-    scales = torch.ones(scales_shape, dtype=torch.float32, device=x.device)
+    scales = torch.empty(scales_shape, dtype=torch.float32, device=x.device)
     if x.numel() == 0:
-        return out, scales
+        return out, scales.fill_(1.0)
     view = as_bhsd(x)
     batch, heads, seqlen, dim = view.shape
     # a longer block has the same scale, but the kernel would loop over rows that do not exist
@@ -221,9 +232,15 @@ def quantize_op(
         options = dict(
             BLOCK=block_size, ROWS=rows, D=dim, COLS=cols, LOG2=hadamard_size.bit_length() - 1,
             FACTOR=1 / math.sqrt(hadamard_size), HADAMARD=hadamard, TRANSPOSE=transpose, E5M2=dtype == "e5m2",
-            LARGEST=fmt.largest, MODE=mode, num_warps=warps, **limit,
+            LARGEST=fmt.largest, MODE=mode,
         )  # fmt: skip
-        launch(_quantize_kernel, programs, arguments, options)
+        if x.is_cuda:
+            # what Triton would look up in every call: which addresses and numbers are multiples of 16, 1, or 64-bit
+            aligned = (t.data_ptr() % 16 == 0 for t in arguments[:4])
+            key = (x.dtype, fmt.dtype, *aligned, *((n % 16 == 0, n == 1, n >> 31 == 0) for n in arguments[4:]))
+            _quick(key, programs, arguments, options, dict(num_warps=warps, **limit))
+        else:
+            launch(_quantize_kernel, programs, arguments, dict(options, num_warps=warps, **limit))
 
     if per_block:
         run(scales, 0)

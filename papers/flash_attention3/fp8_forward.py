@@ -1,7 +1,7 @@
-"""The `forward` experiment in FP8: our kernel with and without the time of quantising, next to bf16 attention.
+"""The `forward` experiment in FP8: our kernels with and without the time of quantising, next to bf16 attention.
 
-    portable             q, k, v are in FP8 already (as from a cache, or a fused projection): the kernel alone
-    portable+quantize    bf16 in, bf16 out: Hadamard, scales and rounding of q, k and v are timed too
+    hopper, portable     q, k, v are in FP8 already (as from a cache, or a fused projection): the kernel alone
+    ...+quantize         bf16 in, bf16 out: Hadamard, scales and rounding of q, k and v are timed too
     ...-bf16             bf16 attention of the same shape: what FP8 has to be better than
 
 torch offers no FP8 attention on GPUs of compute capability 9.0, so the rivals are 16 bits wide.
@@ -9,13 +9,14 @@ torch offers no FP8 attention on GPUs of compute capability 9.0, so the rivals a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
-from gpu_accel.flash_attention3 import fp8
+from gpu_accel.flash_attention3 import fp8, hopper_fp8
 from gpu_accel.flash_attention3.reference import attention_truth
 from gpu_accel.flash_attention3.reference_fp8 import dequantize, fp8_attention_reference
 from gpu_accel.testing import QKV
@@ -26,7 +27,7 @@ from .judging import Judge, judge_output, poison_free_memory
 from .peers import contenders, problem_of
 
 RIVALS = ("hopper", "portable", "sdpa-flash", "sdpa-cudnn", "sdpa-math")
-NO_HOPPER = "the FP8 forward has no kernel of its own for Hopper yet"
+OURS = ("hopper", "portable")
 SIGNS = 0  # seed of the random signs of the Hadamard matrix
 
 
@@ -50,11 +51,11 @@ class Quantized:
         vt8, v_scale = fp8.fp8_block_quantize(v, transpose=True)
         return cls(q8=q8, k8=k8, vt8=vt8, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
 
-    def attend(self, causal: bool) -> Tensor:
+    def attend(self, causal: bool, backend: str) -> Tensor:
         """Our kernel: o (batch, seqlen, heads, head_dim) in bfloat16."""
         return fp8.fp8_attention_quantized(
             self.q8, self.k8, self.vt8, self.q_scale, self.k_scale, self.v_scale, v_transposed=True, causal=causal,
-            layout="bshd", backend="portable",
+            layout="bshd", backend=backend,
         )  # fmt: skip
 
     def exact_values(self) -> QKV:
@@ -82,12 +83,13 @@ class Fp8Judge(Judge):
         super().__init__(case, device)
         self.sixteen = sixteen
 
-    def kernel(self, seed: int) -> Check:
+    def kernel(self, seed: int, backend: str) -> Check:
         """The kernel alone: against float64 attention of the numbers that it is given, so quantising is no excuse."""
         with torch.no_grad():
-            return self.kernel_on(seed, Quantized.of(self.inputs(seed)))
+            given = Quantized.of(self.inputs(seed))
+            return self.kernel_on(seed, given, lambda: given.attend(self.causal, backend))
 
-    def kernel_on(self, seed: int, given: Quantized, call: Callable[[], Tensor] | None = None) -> Check:
+    def kernel_on(self, seed: int, given: Quantized, call: Callable[[], Tensor]) -> Check:
         """The same on numbers that are there already, those of the seed; `call` is the kernel applied to them."""
 
         def compute() -> Iterator[tuple[Tensor, Tensor]]:
@@ -96,7 +98,7 @@ class Fp8Judge(Judge):
         with torch.no_grad():
             ((truth, ruler),) = self.expected("kernel", seed, compute)
             poison_free_memory([ruler])
-            return judge_output(call() if call is not None else given.attend(self.causal), truth, ruler)
+            return judge_output(call(), truth, ruler)
 
     def whole(self, seed: int, run: Callable[[QKV], Tensor]) -> Check:
         """Quantising and the kernel: against float64 attention of the 16-bit inputs."""
@@ -116,16 +118,20 @@ def build(case: Case, settings: Settings) -> Workload:
     judge_16 = Judge(case_16, settings.device)
     judge = Fp8Judge(case, settings.device, judge_16)
     causal = bool(case["causal"])
-    refused = fp8.refuse(problem_of(case, settings.device)) or ""
+    problem = problem_of(case, settings.device)
+    refused = {
+        "hopper": hopper_fp8.refuse(problem.device_type, problem.capability, problem.head_dim, fp8.BLOCK, False) or "",
+        "portable": fp8.refuse(problem) or "",
+    }
 
-    def attend(qkv: QKV) -> Tensor:
-        return fp8.fp8_attention(*qkv, causal=causal, layout="bshd", seed=SIGNS, backend="portable")
+    def attend(qkv: QKV, backend: str) -> Tensor:
+        return fp8.fp8_attention(*qkv, causal=causal, layout="bshd", seed=SIGNS, backend=backend)
 
-    def make_kernel(seed: int) -> Callable[[], object]:
+    def make_kernel(seed: int, backend: str) -> Callable[[], object]:
         given = Quantized.of(judge.inputs(seed))
 
         def call() -> Tensor:
-            return given.attend(causal)
+            return given.attend(causal, backend)
 
         def verify() -> Check:
             fresh = Quantized.of(judge.inputs(seed))
@@ -135,11 +141,11 @@ def build(case: Case, settings: Settings) -> Workload:
 
         return Timed(call, verify)
 
-    def make_whole(seed: int) -> Callable[[], object]:
+    def make_whole(seed: int, backend: str) -> Callable[[], object]:
         qkv = judge.inputs(seed)
 
         def call() -> Tensor:
-            return attend(qkv)
+            return attend(qkv, backend)
 
         def as_timed(fresh: QKV) -> Tensor:
             attention.refuse_changes(fresh, qkv)
@@ -151,25 +157,26 @@ def build(case: Case, settings: Settings) -> Workload:
 
         return Timed(call, lambda: attention.worse(judge.whole(seed, as_timed), judge.whole(seed, negated)))
 
-    kernels = [
-        Implementation(name="hopper", role="ours", unavailable=NO_HOPPER),
-        Implementation(
-            name="portable",
-            role="ours",
-            unavailable=refused,
-            check=judge.kernel,
-            make=make_kernel,
-            note="q, k, v quantised beforehand: e4m3, a scale per 128 rows, Hadamard on q and k; bfloat16 out",
-        ),
-        Implementation(
-            name="portable+quantize",
-            role="ours",
-            unavailable=refused,
-            check=lambda seed: judge.whole(seed, attend),
-            make=make_whole,
-            note="bfloat16 in and out; quantising q, k and v is part of the time",
-        ),
-    ]
+    kernels = []
+    for name in OURS:
+        kernels += [
+            Implementation(
+                name=name,
+                role="ours",
+                unavailable=refused[name],
+                check=functools.partial(judge.kernel, backend=name),
+                make=functools.partial(make_kernel, backend=name),
+                note="q, k, v quantised beforehand: e4m3, a scale per 128 rows, Hadamard on q and k; bfloat16 out",
+            ),
+            Implementation(
+                name=f"{name}+quantize",
+                role="ours",
+                unavailable=refused[name],
+                check=lambda seed, name=name: judge.whole(seed, functools.partial(attend, backend=name)),
+                make=functools.partial(make_whole, backend=name),
+                note="bfloat16 in and out; quantising q, k and v is part of the time",
+            ),
+        ]
     rivals = [
         attention.forward_implementation(contender, judge_16, name=f"{contender.name}-bf16")
         for contender in contenders(case_16, settings)

@@ -1,0 +1,196 @@
+"""Device functions of the Hopper FP8 forward, in Gluon: packing P, masks in the order of K's rows, scales, O.
+
+Run-time scalars travel in tuples:
+
+    shape  = (seqlen_q, seqlen_k, heads, heads_per_kv, num_m, num_tiles, group, left, right)
+    scales = (q_scale, its strides by batch, head and block, the same of k and of v, exp_scale, cap): exp_scale takes
+             q8 k8^T * q_scale * k_scale to base 2, or under softcap into tanh, whose result times cap is in base 2
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+
+from gpu_accel.gluon_compat import tma_store
+
+from .hopper_device import LN_2, NEG_LARGE, tanh
+
+ROWS = gl.constexpr(64)  # query rows of one consumer: the M of wgmma
+
+
+@gluon.jit
+def pack_quads(p, E5M2: gl.constexpr):
+    """(rows, cols) float32 as an accumulator holds it -> (rows, cols / 4) int32 of four fp8 numbers of one thread."""
+    rows: gl.constexpr = p.shape[0]
+    cols: gl.constexpr = p.shape[1]
+    quads = p.reshape((rows, cols // 16, 2, 4, 2)).permute((0, 1, 3, 2, 4))  # 8 g + 2 t + e -> 4 t + 2 g + e
+    even, odd = gl.split(quads)
+    a, c = gl.split(even)
+    b, d = gl.split(odd)
+    if E5M2:
+        CONVERT: gl.constexpr = (
+            "{ .reg .b16 l, h; cvt.rn.satfinite.e5m2x2.f32 l, $2, $1; cvt.rn.satfinite.e5m2x2.f32 h, $4, $3; "
+            "mov.b32 $0, {l, h}; }"
+        )
+    else:
+        CONVERT: gl.constexpr = (
+            "{ .reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, $2, $1; cvt.rn.satfinite.e4m3x2.f32 h, $4, $3; "
+            "mov.b32 $0, {l, h}; }"
+        )
+    packed = gl.inline_asm_elementwise(CONVERT, "=r,f,f,f,f", [a, b, c, d], dtype=gl.int32, is_pure=True, pack=1)
+    return packed.reshape((rows, cols // 4))
+
+
+@gluon.jit
+def unpack_quads(x, dtype: gl.constexpr, layout: gl.constexpr):
+    """Inverse of `pack_quads`, as the A operand `layout`; costs no instruction next to a wgmma."""
+    rows: gl.constexpr = x.shape[0]
+    cols: gl.constexpr = 4 * x.shape[1]
+    a = x.to(gl.int8).to(dtype, bitcast=True)
+    b = (x >> 8).to(gl.int8).to(dtype, bitcast=True)
+    c = (x >> 16).to(gl.int8).to(dtype, bitcast=True)
+    d = (x >> 24).to(gl.int8).to(dtype, bitcast=True)
+    quads = gl.join(gl.join(a, c), gl.join(b, d))
+    return gl.convert_layout(quads.reshape((rows, cols)), layout, assert_trivial=True)
+
+
+@gluon.jit
+def pin(x):
+    """Everything that x >= 0 comes from is computed before what follows: a sleep that never happens.
+
+    ptxas moves arithmetic below `wgmma.wait_group`, and with it the exponentials out of the product that hides them.
+    """
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.lt.f32 p, $1, 0fBF800000; @p nanosleep.u32 1; mov.b32 $0, 0; }",
+        "=r,f",
+        [x],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def mask_block(s, block, row0, shape, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
+    """-inf where a row does not see a key. Column 16 a + 8 g + 2 t + e of s is key 16 a + 4 t + 2 g + e of the block.
+
+    Thread t of a quad compares constants, the keys but for 4 t, with two limits of its own.
+    """
+    seqlen_q, seqlen_k, _, _, _, _, _, left, right = shape
+    rows: gl.constexpr = s.shape[0]
+    cols: gl.constexpr = s.shape[1]
+    layout: gl.constexpr = s.type.layout
+    x = s.reshape((rows, cols // 16, 2, 4, 2))
+    AGTE: gl.constexpr = x.type.layout
+    AGT: gl.constexpr = gl.SliceLayout(4, AGTE)
+    R: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, AGT)))
+    A: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, AGT)))
+    G: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, AGT)))
+    T: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, AGT)))
+    E: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, AGTE))))
+    a = 16 * gl.arange(0, cols // 16, layout=A)[None, :, None, None, None]
+    g = 2 * gl.arange(0, 2, layout=G)[None, None, :, None, None]
+    t = 4 * gl.arange(0, 4, layout=T)[None, None, None, :, None]
+    key = a + g + gl.arange(0, 2, layout=E)[None, None, None, None, :]
+    col0 = block * cols
+    diagonal = row0 + seqlen_k - seqlen_q - col0 + gl.arange(0, rows, layout=R)
+    last = seqlen_k - 1 - col0
+    limit = gl.minimum(diagonal + right, last)[:, None, None, None, None] - t if CAUSAL else last - t
+    x = gl.where(key <= limit, x, float("-inf"))
+    if WINDOW:
+        x = gl.where(key >= (diagonal - left)[:, None, None, None, None] - t, x, float("-inf"))
+    return gl.convert_layout(x.reshape((rows, cols)), layout, assert_trivial=True)
+
+
+@gluon.jit
+def block_scales(kv_scale, block, BLOCK_N: gl.constexpr, K_BLOCK: gl.constexpr):
+    """(k_scale, v_scale) of key block `block`; `kv_scale` as of `head_scales`."""
+    k_scale, v_scale, k_step, v_step = kv_scale
+    at = block * BLOCK_N // K_BLOCK
+    return gl.load(k_scale + at * k_step), gl.load(v_scale + at * v_step)
+
+
+@gluon.jit
+def head_scales(scales, batch, kv):
+    _, _, _, _, k_scale, k_b, k_h, k_step, v_scale, v_b, v_h, v_step, _, _ = scales
+    k_at = k_scale + batch.to(gl.int64) * k_b + kv.to(gl.int64) * k_h
+    v_at = v_scale + batch.to(gl.int64) * v_b + kv.to(gl.int64) * v_h
+    return k_at, v_at, k_step, v_step
+
+
+@gluon.jit
+def row_scales(scales, batch, head, row0, seqlen_q, Q_BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
+    """q_scale * softmax_scale * log2(e) (or into tanh) of the rows from row0 on."""
+    q_scale, q_b, q_h, q_step, _, _, _, _, _, _, _, _, exp_scale, _ = scales
+    row = row0 + gl.arange(0, ROWS, layout=LAYOUT)
+    at = q_scale + batch.to(gl.int64) * q_b + head.to(gl.int64) * q_h
+    return gl.load(at + row // Q_BLOCK * q_step, mask=row < seqlen_q, other=1.0) * exp_scale
+
+
+@gluon.jit
+def first_softmax(
+    s, factor, block, row0, shape, cap,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, MASK: gl.constexpr, SHIFT: gl.constexpr,
+):  # fmt: skip
+    """P, row maximum (base 2) and thread-wise row sum of the first block of a tile."""
+    if SOFTCAP:
+        s = cap * tanh(s * factor[:, None])
+    if MASK:
+        s = mask_block(s, block, row0, shape, CAUSAL, WINDOW)
+    if SOFTCAP:
+        m = gl.maximum(gl.max(s, axis=1), NEG_LARGE)
+        p = gl.exp2(s - (m - SHIFT)[:, None])
+    else:
+        m = gl.maximum(gl.max(s, axis=1) * factor, NEG_LARGE)
+        p = gl.exp2(s * factor[:, None] - (m - SHIFT)[:, None])
+    return p, m
+
+
+@gluon.jit
+def _store_quarter(chunk, buffer, o_desc, batch, head, row0, col):
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, chunk.shape[1], 32])
+    tma.store_wait(1)  # the copy before the last has read its buffer, which is this one
+    buffer.store(gl.convert_layout(chunk.to(buffer.dtype), LAYOUT))
+    fence_async_shared()
+    tma_store(o_desc, [batch, head, row0, col], buffer)
+
+
+@gluon.jit
+def store_tile(
+    acc, m_i, l_i, o_bufs, outputs, where, row0, shape,
+    WG: gl.constexpr, SHIFT: gl.constexpr, ROW_LAYOUT: gl.constexpr, ONES: gl.constexpr,
+):  # fmt: skip
+    """O = acc / l through shared memory and TMA, and LSE = m + log l; rows without keys give 0 and -inf."""
+    o_desc, lse_ptr = outputs
+    seqlen_q, _, heads, _, _, _, _, _, _ = shape
+    batch, head = where
+    if ONES:
+        l_row = gl.convert_layout(gl.max(l_i, axis=1), ROW_LAYOUT)
+    else:
+        l_row = gl.convert_layout(gl.sum(l_i, axis=1), ROW_LAYOUT)
+    m_row = gl.convert_layout(m_i, ROW_LAYOUT)
+    rows = row0 + gl.arange(0, ROWS, layout=ROW_LAYOUT)
+    empty = l_row == 0.0
+    acc = acc * gl.where(empty, 0.0, 1.0 / l_row)[:, None]
+    if row0 < seqlen_q:
+        lse = gl.where(empty, float("-inf"), (m_row - SHIFT + gl.log2(l_row)) * LN_2)
+        offset = (batch * heads + head).to(gl.int64) * seqlen_q
+        gl.store(lse_ptr + offset + rows, lse, mask=rows < seqlen_q)
+        if o_bufs.shape[2] == acc.shape[1]:
+            o_buf = o_bufs.index(WG)
+            tma.store_wait(0)
+            o_buf.store(acc.to(o_buf.dtype))
+            fence_async_shared()
+            tma_store(o_desc, [batch, head, row0, 0], o_buf)
+        else:
+            # a whole tile would not fit beside Q, K and V: quarters, through two buffers in turn
+            COLS: gl.constexpr = acc.shape[1] // 4
+            low, high = gl.split(acc.reshape((ROWS, 2, 2 * COLS)).permute((0, 2, 1)))
+            c0, c1 = gl.split(low.reshape((ROWS, 2, COLS)).permute((0, 2, 1)))
+            c2, c3 = gl.split(high.reshape((ROWS, 2, COLS)).permute((0, 2, 1)))
+            _store_quarter(c0, o_bufs.index(2 * WG), o_desc, batch, head, row0, 0)
+            _store_quarter(c1, o_bufs.index(2 * WG + 1), o_desc, batch, head, row0, COLS)
+            _store_quarter(c2, o_bufs.index(2 * WG), o_desc, batch, head, row0, 2 * COLS)
+            _store_quarter(c3, o_bufs.index(2 * WG + 1), o_desc, batch, head, row0, 3 * COLS)

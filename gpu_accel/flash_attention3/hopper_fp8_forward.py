@@ -1,0 +1,500 @@
+"""FlashAttention-3 forward in FP8 for Hopper (sm_90a) in Gluon; the plan of `hopper_forward.py` with 8-bit operands.
+
+    consumers  2 warpgroups of 4 warps, 240 registers; each owns 64 query rows
+    producer   1 warp, 24 registers: draws tiles, issues every TMA load
+
+    S = q8 k8^T          FP8 wgmma; q_scale * k_scale * softmax_scale * log2(e) is the factor of the exponent
+    P = exp2(... + SHIFT) -> fp8 in registers, the A operand of the next product
+    part = P v8          FP8 wgmma over one block of keys
+    acc += part * v_scale in float32: the second level of the sum. FP8 wgmma adds with about 14 bits and truncates, so
+                         one sum over 16k keys would lose a percent; per-block scales of v come at no extra cost
+
+With TWO_LEVEL off the tensor cores add up to CHUNK blocks, in the scale of the next one's v, before the sum moves on:
+to registers, or at head_dim 256, where O alone takes half of them, to global memory (which stays in L2).
+
+Layouts. FP8 wgmma wants its B operand with the summed dimension innermost, so v comes transposed, (head_dim, keys):
+the quantiser writes it that way (one pass over v that is made anyway), where a transposition on chip would cost shared
+memory traffic and registers in every tile of query rows. An accumulator holds keys 8 g + 2 t + e of every 16 in thread
+t of a quad, an A operand holds keys 4 t + 2 g + e. So K's rows are put in the order that makes the first the second: S
+then *is* an A operand. That is a tensor map of rank 5 (see hopper_fp8.py), not a copy, and only masks have to know
+which key a column of S belongs to.
+
+Barriers, tile queue and the pipeline across tiles are those of `hopper_forward.py`. One more number a block, k_scale
+and v_scale, is read by the consumers one block ahead.
+
+Source: FlashAttention-3, arXiv 2407.08608, section 3.3.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from gpu_accel.gluon_compat import tma_load
+
+from .hopper_device import (
+    bar_arrive,
+    bar_sync,
+    draw,
+    key_blocks,
+    publish_tile,
+    receive_tile,
+    rescale,
+    tanh,
+    thread_row_sum,
+    tile_of,
+)
+from .hopper_fp8_device import (
+    ROWS,
+    block_scales,
+    first_softmax,
+    head_scales,
+    mask_block,
+    pack_quads,
+    pin,
+    row_scales,
+    store_tile,
+    unpack_quads,
+)
+
+PING_PONG_BARRIER = gl.constexpr(8)
+EARLY_DRAW = gl.constexpr(4)  # key blocks of a tile up to which the next tile is drawn at its start
+
+
+@gluon.jit
+def _step(
+    q, k_bufs, v_bufs, ones, bars, opened, opened_phase, acc, pend, m_i, l_i, it, block, masked, row0, shape,
+    row_scale, k_scale, v_ratio, cap,
+    WG: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PING_PONG: gl.constexpr, E5M2: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, SHIFT: gl.constexpr, GROWTH: gl.constexpr,
+    LATE: gl.constexpr, ONES: gl.constexpr, PIN: gl.constexpr,
+    TWO_LEVEL: gl.constexpr,
+    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, ROW_LAYOUT: gl.constexpr,
+    L_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """One key block: issue S of this block, then P V of the block before, then softmax of this block under both."""
+    p_packed, v_scale, part, part_scale, alpha_o = pend
+    _, _, k_full, v_full, kv_empty, _, _, _ = bars
+    v_stage = it % STAGES
+    v_phase = (it // STAGES) & 1
+    it += 1
+    stage = it % STAGES
+    mbarrier.wait(k_full.index(stage), (it // STAGES) & 1)
+    if PING_PONG:
+        bar_sync(PING_PONG_BARRIER + WG, 256)
+    zero = gl.full([ROWS, k_bufs.shape[1]], 0.0, gl.float32, S_LAYOUT)
+    s_async = warpgroup_mma(q, k_bufs.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+    if LATE:
+        # what the step before has left, under S of this one
+        acc, part = warpgroup_mma_wait(1, deps=[acc, part])
+        acc = rescale(acc + part * part_scale, alpha_o)
+    mbarrier.wait(v_full.index(v_stage), v_phase)
+    p_a = unpack_quads(p_packed, q.dtype, P_LAYOUT)
+    if TWO_LEVEL:
+        zero_o = gl.full([ROWS, v_bufs.shape[1]], 0.0, gl.float32, O_LAYOUT)
+        part_async = warpgroup_mma(p_a, v_bufs.index(v_stage).permute((1, 0)), zero_o, use_acc=False, is_async=True)
+    else:
+        part_async = warpgroup_mma(p_a, v_bufs.index(v_stage).permute((1, 0)), acc, is_async=True)
+    if ONES:
+        zero_l = gl.full([ROWS, 8], 0.0, gl.float32, L_LAYOUT)
+        sum_async = warpgroup_mma(p_a, ones.permute((1, 0)), zero_l, use_acc=False, is_async=True)
+    if PING_PONG:
+        bar_arrive(PING_PONG_BARRIER + (WG + 1) % CONSUMERS, 256)
+    factor = row_scale * k_scale
+    s = warpgroup_mma_wait(2 if ONES else 1, deps=[s_async])
+    if SOFTCAP:
+        s = cap * tanh(s * factor[:, None])
+    if CAUSAL or WINDOW:  # noqa: SIM102 - a run-time branch inside a compile-time one
+        if masked:
+            s = mask_block(s, block, row0, shape, CAUSAL, WINDOW)
+    highest = gl.max(s, axis=1)
+    if not SOFTCAP:
+        highest = highest * factor
+    # A maximum up to GROWTH too small (in base 2) makes P up to 2**GROWTH times larger, for which SHIFT leaves room.
+    m_new = gl.where(highest - m_i > GROWTH, highest, m_i)
+    alpha = gl.exp2(m_i - m_new)
+    p = gl.exp2(s - (m_new - SHIFT)[:, None]) if SOFTCAP else gl.exp2(s * factor[:, None] - (m_new - SHIFT)[:, None])
+    alpha_l = gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout), assert_trivial=True)
+    if not ONES:
+        l_i = l_i * alpha_l[:, None] + thread_row_sum(p)
+        if PIN:
+            pin(l_i)
+    mbarrier.wait(opened, opened_phase)  # completed long ago: opens the block that pins the exponentials above the wait
+    if ONES:
+        part, sums, p = warpgroup_mma_wait(0, deps=[part_async, sum_async, p])
+        l_i = (l_i + sums) * alpha_l[:, None]
+    else:
+        part, p = warpgroup_mma_wait(0, deps=[part_async, p])
+    mbarrier.arrive(kv_empty.index(stage), count=1)
+    alpha_o = gl.convert_layout(alpha, ROW_LAYOUT)
+    if not TWO_LEVEL:
+        acc = rescale(part, alpha_o * v_ratio)
+    elif not LATE:
+        acc = rescale(acc + part * v_scale, alpha_o)
+    return acc, (pack_quads(p, E5M2), v_scale, part, v_scale, alpha_o), m_new, l_i, it
+
+
+@gluon.jit
+def _put_aside(totals, acc, m_total, m_row, chunks):
+    """totals = totals * exp2(m_total - m_row) + acc, in global memory: the second level where registers are full."""
+    before = gl.load(totals, mask=chunks > 0, other=0.0)
+    gl.store(totals, before * gl.exp2(m_total - m_row)[:, None] + acc)
+
+
+@gluon.jit
+def _take_in(acc, totals, m_total, m_row, chunks):
+    if chunks > 0:
+        acc += gl.load(totals) * gl.exp2(m_total - m_row)[:, None]
+    return acc
+
+
+@gluon.jit
+def _consumer(
+    WG: gl.constexpr, bufs, bars, outputs, aside, shape, scales,
+    CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_BLOCK: gl.constexpr,
+    K_BLOCK: gl.constexpr, PING_PONG: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr, EVEN_K: gl.constexpr, DYNAMIC: gl.constexpr, SHIFT: gl.constexpr, GROWTH: gl.constexpr,
+    LATE: gl.constexpr, ONES: gl.constexpr, PIN: gl.constexpr, TWO_LEVEL: gl.constexpr, CHUNK: gl.constexpr,
+):  # fmt: skip
+    q_bufs, k_bufs, v_bufs, o_bufs, ones = bufs
+    q_full, q_empty, k_full, v_full, kv_empty, queue_full, queue_empty, queue = bars
+    seqlen_q, seqlen_k, _, heads_per_kv, _, num_tiles, _, left, right = shape
+    _, _, _, _, _, _, _, _, _, _, _, _, _, cap = scales
+    HEAD_DIM: gl.constexpr = v_bufs.shape[1]
+    BLOCK_M: gl.constexpr = ROWS * CONSUMERS
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 32])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 4)
+    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
+    S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    L_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 32])
+    MASK_FIRST: gl.constexpr = CAUSAL or WINDOW or not EVEN_K
+    dtype: gl.constexpr = q_bufs.dtype
+    E5M2: gl.constexpr = dtype == gl.float8e5
+    TOTALS: gl.constexpr = CHUNK > 0 and not TWO_LEVEL and HEAD_DIM == 256
+    HELD: gl.constexpr = CHUNK > 0 and not TWO_LEVEL and HEAD_DIM < 256
+    totals = aside
+    if TOTALS:
+        # this consumer's own (ROWS, HEAD_DIM), which only its threads touch, each its own numbers
+        r = gl.arange(0, ROWS, layout=ROW_LAYOUT)
+        c = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, O_LAYOUT))
+        totals = aside + ((gl.program_id(0) * CONSUMERS + WG) * ROWS + r)[:, None] * HEAD_DIM + c[None, :]
+    it = 0
+    k = 0
+    tile = gl.program_id(0)
+    shift = seqlen_k - seqlen_q
+    if PING_PONG and WG == CONSUMERS - 1:
+        bar_arrive(PING_PONG_BARRIER, 256)  # lets consumer 0 start
+    # The first block of the first tile has nothing to overlap with.
+    m_block, batch, head = tile_of(tile, shape, CAUSAL)
+    lo, hi = key_blocks(m_block * BLOCK_M, BLOCK_M, shape, BLOCK_N, CAUSAL, WINDOW)
+    row0 = m_block * BLOCK_M + WG * ROWS
+    row_scale = row_scales(scales, batch, head, row0, seqlen_q, Q_BLOCK, S_ROWS)
+    kv_scale = head_scales(scales, batch, head // heads_per_kv)
+    k_scale, v_scale = block_scales(kv_scale, hi - 1, BLOCK_N, K_BLOCK)
+    mbarrier.wait(q_full.index(WG), 0)
+    mbarrier.wait(k_full.index(0), 0)
+    if PING_PONG:
+        bar_sync(PING_PONG_BARRIER + WG, 256)
+    zero = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, S_LAYOUT)
+    s = warpgroup_mma(q_bufs.index(WG), k_bufs.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
+    if PING_PONG:
+        bar_arrive(PING_PONG_BARRIER + (WG + 1) % CONSUMERS, 256)
+    s = warpgroup_mma_wait(0, deps=[s])
+    mbarrier.arrive(kv_empty.index(0), count=1)
+    p, m_i = first_softmax(s, row_scale * k_scale, hi - 1, row0, shape, cap, CAUSAL, WINDOW, SOFTCAP, MASK_FIRST, SHIFT)
+    l_i = gl.full([ROWS, 8], 0.0, gl.float32, L_LAYOUT) if ONES else thread_row_sum(p)
+    p_packed = pack_quads(p, E5M2)
+    while tile < num_tiles:
+        row0 = m_block * BLOCK_M + WG * ROWS
+        slot = (k % 2) * CONSUMERS + WG
+        q = q_bufs.index(slot)
+        q_phase = (k // 2) & 1
+        # Blocks [lo, left_end) need the left mask, blocks [first, hi) the right one; block hi - 1 is done.
+        first = hi - 1
+        left_end = lo
+        if CAUSAL:
+            first = gl.minimum(first, gl.maximum(row0 + shift + right + 1, 0) // BLOCK_N)
+        if WINDOW:
+            left_end = gl.cdiv(gl.maximum(row0 + ROWS - 1 + shift - left, 0), BLOCK_N)
+        acc = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, O_LAYOUT)
+        part = acc
+        part_scale = v_scale
+        alpha_o = gl.full([ROWS], 1.0, gl.float32, ROW_LAYOUT)
+        m_total = gl.convert_layout(m_i, ROW_LAYOUT)
+        total = acc
+        chunks = gl.to_tensor(0)
+        k_next, v_next = block_scales(kv_scale, gl.maximum(hi - 2, lo), BLOCK_N, K_BLOCK)
+        for j in range(0, hi - 1 - lo):
+            block = hi - 2 - j
+            k_scale = k_next
+            v_this = v_next
+            k_next, v_next = block_scales(kv_scale, gl.maximum(block - 1, lo), BLOCK_N, K_BLOCK)
+            acc, pend, m_i, l_i, it = _step(
+                q, k_bufs, v_bufs, ones, bars, q_full.index(slot), q_phase, acc,
+                (p_packed, v_scale, part, part_scale, alpha_o), m_i, l_i, it,
+                block, (block >= first) | (block < left_end), row0, shape, row_scale, k_scale, v_scale / v_this, cap,
+                WG, CONSUMERS, STAGES, PING_PONG, E5M2, CAUSAL, WINDOW, SOFTCAP, SHIFT, GROWTH, LATE, ONES, PIN,
+                TWO_LEVEL, S_LAYOUT, O_LAYOUT, P_LAYOUT, ROW_LAYOUT, L_LAYOUT)  # fmt: skip
+            p_packed, _, part, part_scale, alpha_o = pend
+            v_scale = v_this
+            if TOTALS:  # noqa: SIM102 - a run-time branch inside a compile-time one
+                if j % CHUNK == CHUNK - 1:
+                    m_row = gl.convert_layout(m_i, ROW_LAYOUT)
+                    _put_aside(totals, acc * v_scale, m_total, m_row, chunks)
+                    acc = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, O_LAYOUT)
+                    m_total = m_row
+                    chunks += 1
+            if HELD:  # noqa: SIM102
+                if j % CHUNK == CHUNK - 1:
+                    m_row = gl.convert_layout(m_i, ROW_LAYOUT)
+                    total = total * gl.exp2(m_total - m_row)[:, None] + acc * v_scale
+                    acc = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, O_LAYOUT)
+                    m_total = m_row
+        mbarrier.arrive(q_empty.index(slot), count=1)
+        m_done, l_done, where = m_i, l_i, (batch, head)
+        if DYNAMIC:
+            tile = receive_tile(k, queue, queue_full, queue_empty)
+        else:
+            tile += gl.num_programs(0)
+        k += 1
+        v_stage = it % STAGES
+        v_phase = (it // STAGES) & 1
+        it += 1
+        stage = it % STAGES
+        k_phase = (it // STAGES) & 1
+        v_last = v_scale
+        zero_o = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, O_LAYOUT)
+        if LATE:
+            acc = rescale(acc + part * part_scale, alpha_o)
+        if tile < num_tiles:
+            # The first block of the next tile runs under the last P V product of this one.
+            m_block, batch, head = tile_of(tile, shape, CAUSAL)
+            lo, hi = key_blocks(m_block * BLOCK_M, BLOCK_M, shape, BLOCK_N, CAUSAL, WINDOW)
+            slot = (k % 2) * CONSUMERS + WG
+            q_phase = (k // 2) & 1
+            next_row0 = m_block * BLOCK_M + WG * ROWS
+            row_scale = row_scales(scales, batch, head, next_row0, seqlen_q, Q_BLOCK, S_ROWS)
+            kv_scale = head_scales(scales, batch, head // heads_per_kv)
+            k_scale, v_scale = block_scales(kv_scale, hi - 1, BLOCK_N, K_BLOCK)
+            zero = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, S_LAYOUT)
+            p_a = unpack_quads(p_packed, dtype, P_LAYOUT)
+            mbarrier.wait(q_full.index(slot), q_phase)
+            mbarrier.wait(k_full.index(stage), k_phase)
+            if PING_PONG:
+                bar_sync(PING_PONG_BARRIER + WG, 256)
+            s_async = warpgroup_mma(
+                q_bufs.index(slot), k_bufs.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
+            )
+            mbarrier.wait(v_full.index(v_stage), v_phase)
+            if TWO_LEVEL:
+                part_async = warpgroup_mma(
+                    p_a, v_bufs.index(v_stage).permute((1, 0)), zero_o, use_acc=False, is_async=True
+                )
+            else:
+                part_async = warpgroup_mma(p_a, v_bufs.index(v_stage).permute((1, 0)), acc, is_async=True)
+            if ONES:
+                zero_l = gl.full([ROWS, 8], 0.0, gl.float32, L_LAYOUT)
+                sum_async = warpgroup_mma(p_a, ones.permute((1, 0)), zero_l, use_acc=False, is_async=True)
+            if PING_PONG:
+                bar_arrive(PING_PONG_BARRIER + (WG + 1) % CONSUMERS, 256)
+            factor = row_scale * k_scale
+            s = warpgroup_mma_wait(2 if ONES else 1, deps=[s_async])
+            p, m_i = first_softmax(s, factor, hi - 1, next_row0, shape, cap, CAUSAL, WINDOW, SOFTCAP, MASK_FIRST, SHIFT)
+            mbarrier.wait(q_full.index(slot), q_phase)
+            if ONES:
+                part, sums, p = warpgroup_mma_wait(0, deps=[part_async, sum_async, p])
+                l_done += sums
+                l_i = zero_l
+            else:
+                part, p = warpgroup_mma_wait(0, deps=[part_async, p])
+                l_i = thread_row_sum(p)
+            mbarrier.arrive(kv_empty.index(stage), count=1)
+            p_packed = pack_quads(p, E5M2)
+            acc = acc + part * v_last if TWO_LEVEL else part * v_last
+            if HELD:
+                acc += total * gl.exp2(m_total - gl.convert_layout(m_done, ROW_LAYOUT))[:, None]
+            if TOTALS:
+                acc = _take_in(acc, totals, m_total, gl.convert_layout(m_done, ROW_LAYOUT), chunks)
+            store_tile(acc, m_done, l_done, o_bufs, outputs, where, row0, shape, WG, SHIFT, ROW_LAYOUT, ONES)
+        else:
+            mbarrier.wait(v_full.index(v_stage), v_phase)
+            p_a = unpack_quads(p_packed, dtype, P_LAYOUT)
+            if TWO_LEVEL:
+                part_async = warpgroup_mma(
+                    p_a, v_bufs.index(v_stage).permute((1, 0)), zero_o, use_acc=False, is_async=True
+                )
+            else:
+                part_async = warpgroup_mma(p_a, v_bufs.index(v_stage).permute((1, 0)), acc, is_async=True)
+            part = warpgroup_mma_wait(0, deps=[part_async])
+            if ONES:
+                zero_l = gl.full([ROWS, 8], 0.0, gl.float32, L_LAYOUT)
+                sum_async = warpgroup_mma(p_a, ones.permute((1, 0)), zero_l, use_acc=False, is_async=True)
+                l_done += warpgroup_mma_wait(0, deps=[sum_async])
+            acc = acc + part * v_last if TWO_LEVEL else part * v_last
+            if HELD:
+                acc += total * gl.exp2(m_total - gl.convert_layout(m_done, ROW_LAYOUT))[:, None]
+            if TOTALS:
+                acc = _take_in(acc, totals, m_total, gl.convert_layout(m_done, ROW_LAYOUT), chunks)
+            store_tile(acc, m_done, l_done, o_bufs, outputs, where, row0, shape, WG, SHIFT, ROW_LAYOUT, ONES)
+    tma.store_wait(0)
+    if PING_PONG and WG == 0:
+        bar_sync(PING_PONG_BARRIER, 256)  # takes the last arrival, so that the barrier is balanced
+
+
+@gluon.jit
+def _load_k(k_desc, batch, kv, block, seqlen_k, k_groups, k_full, k_bufs, stage, REORDER: gl.constexpr):
+    """K's rows, every 16 in the order that makes S an A operand, by a tensor map of rank 5; or as stored."""
+    BLOCK_N: gl.constexpr = k_bufs.shape[1]
+    mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
+    if REORDER:
+        group = (batch * k_groups[0] + kv) * k_groups[1] + block * (BLOCK_N // 16)
+        tma_load(k_desc, [group, 0, 0, 0, 0], k_full.index(stage), k_bufs.index(stage))
+    else:
+        tma_load(k_desc, [batch, kv, block * BLOCK_N, 0], k_full.index(stage), k_bufs.index(stage))
+
+
+@gluon.jit
+def _producer(
+    bufs, bars, q_desc, k_desc, v_desc, counter, shape, k_groups,
+    CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DYNAMIC: gl.constexpr, REORDER: gl.constexpr,
+):  # fmt: skip
+    q_bufs, k_bufs, v_bufs, _, _ = bufs
+    q_full, q_empty, k_full, v_full, kv_empty, queue_full, queue_empty, queue = bars
+    _, seqlen_k, _, heads_per_kv, _, num_tiles, _, _, _ = shape
+    BLOCK_M: gl.constexpr = ROWS * CONSUMERS
+    it = 0
+    k = 0
+    tile = gl.program_id(0)
+    while tile < num_tiles:
+        m_block, batch, head = tile_of(tile, shape, CAUSAL)
+        kv = head // heads_per_kv
+        lo, hi = key_blocks(m_block * BLOCK_M, BLOCK_M, shape, BLOCK_N, CAUSAL, WINDOW)
+        if DYNAMIC:
+            # The draw's round trip hides under the loads of a short tile; of a long one it would come too early.
+            early = draw(counter, hi - lo <= EARLY_DRAW)
+        slot0 = (k % 2) * CONSUMERS
+        q_phase = (k // 2) & 1
+        for c in gl.static_range(CONSUMERS):
+            slot = slot0 + c
+            mbarrier.wait(q_empty.index(slot), q_phase ^ 1)
+            mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes)
+            tma_load(q_desc, [batch, head, m_block * BLOCK_M + c * ROWS, 0], q_full.index(slot), q_bufs.index(slot))
+            if c == 0:
+                stage = it % STAGES
+                mbarrier.wait(kv_empty.index(stage), ((it // STAGES) & 1) ^ 1)
+                _load_k(k_desc, batch, kv, hi - 1, seqlen_k, k_groups, k_full, k_bufs, stage, REORDER)
+        for j in range(0, hi - 1 - lo):
+            v_stage = it % STAGES
+            it += 1
+            stage = it % STAGES
+            # One barrier frees both: K of a step is released after P V of the step before, so the V slot is free too.
+            mbarrier.wait(kv_empty.index(stage), ((it // STAGES) & 1) ^ 1)
+            _load_k(k_desc, batch, kv, hi - 2 - j, seqlen_k, k_groups, k_full, k_bufs, stage, REORDER)
+            mbarrier.expect(v_full.index(v_stage), v_desc.block_type.nbytes)
+            tma_load(v_desc, [batch, kv, 0, (hi - 1 - j) * BLOCK_N], v_full.index(v_stage), v_bufs.index(v_stage))
+        v_stage = it % STAGES
+        it += 1
+        if DYNAMIC:
+            # Before the wait for the last V slot, under which the round trip hides too.
+            tile = gl.max(early + draw(counter, hi - lo > EARLY_DRAW), axis=0) + gl.num_programs(0)
+            publish_tile(k, tile, queue, queue_full, queue_empty)
+        else:
+            tile += gl.num_programs(0)
+        k += 1
+        mbarrier.wait(kv_empty.index(it % STAGES), ((it // STAGES) & 1) ^ 1)
+        mbarrier.expect(v_full.index(v_stage), v_desc.block_type.nbytes)
+        tma_load(v_desc, [batch, kv, 0, lo * BLOCK_N], v_full.index(v_stage), v_bufs.index(v_stage))
+    if DYNAMIC:  # noqa: SIM102
+        # Each program draws one number past the end; the last of them resets the counter for the next launch.
+        if tile == num_tiles + gl.num_programs(0) - 1:
+            gl.store(counter, 0)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "q_b", "q_h", "q_step", "k_b", "k_h", "k_step", "v_b", "v_h", "v_step", "k_heads", "k_pitch", "seqlen_q",
+        "seqlen_k", "heads", "heads_per_kv", "num_m", "num_tiles", "group", "left", "right",
+    ],
+    do_not_specialize_on_alignment=["q_scale", "k_scale", "v_scale", "lse_ptr"],
+)  # fmt: skip
+def fp8_forward_kernel(
+    q_desc, k_desc, v_desc, o_desc, lse_ptr, counter, aside,
+    q_scale, q_b, q_h, q_step, k_scale, k_b, k_h, k_step, v_scale, v_b, v_h, v_step,
+    k_heads, k_pitch, seqlen_q, seqlen_k, heads, heads_per_kv, num_m, num_tiles, group, left, right, exp_scale, cap,
+    CONSUMERS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    Q_BLOCK: gl.constexpr, K_BLOCK: gl.constexpr, PING_PONG: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, EVEN_K: gl.constexpr, DYNAMIC: gl.constexpr, REORDER: gl.constexpr,
+    SHIFT: gl.constexpr, GROWTH: gl.constexpr, LATE: gl.constexpr, ONES: gl.constexpr, PIN: gl.constexpr,
+    TWO_LEVEL: gl.constexpr, O_CHUNKS: gl.constexpr, CHUNK: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Descriptors of q, o: (batch, head, row, column); v: (batch, head, column, key); k: groups of 16 rows in rank 5.
+
+    The scales are float32 with strides by batch, head and block; `k_pitch` is how many groups of 16 keys a head has.
+    """
+    dtype: gl.constexpr = q_desc.dtype
+    Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HEAD_DIM], dtype)
+    K_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HEAD_DIM], dtype)
+    V_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEAD_DIM, BLOCK_N], dtype)
+    O_COLS: gl.constexpr = HEAD_DIM // O_CHUNKS
+    O_BUFS: gl.constexpr = CONSUMERS if O_CHUNKS == 1 else 2 * CONSUMERS
+    O_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, O_COLS], o_desc.dtype)
+    q_bufs = gl.allocate_shared_memory(dtype, [2 * CONSUMERS, ROWS, HEAD_DIM], Q_LAYOUT)
+    k_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_DIM], K_LAYOUT)
+    v_bufs = gl.allocate_shared_memory(dtype, [STAGES, HEAD_DIM, BLOCK_N], V_LAYOUT)
+    o_bufs = gl.allocate_shared_memory(o_desc.dtype, [O_BUFS, ROWS, O_COLS], O_LAYOUT)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [2 * CONSUMERS, 1], BARRIER)
+    q_empty = gl.allocate_shared_memory(gl.int64, [2 * CONSUMERS, 1], BARRIER)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    kv_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    queue_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    queue_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    queue = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    for i in gl.static_range(2 * CONSUMERS):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(kv_empty.index(i), count=CONSUMERS)
+    for i in gl.static_range(2):
+        mbarrier.init(queue_full.index(i), count=1)
+        mbarrier.init(queue_empty.index(i), count=CONSUMERS)
+    ones = k_bufs.index(0)
+    if ONES:
+        SUM_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, BLOCK_N], dtype)
+        FILL: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+        ones = gl.allocate_shared_memory(dtype, [8, BLOCK_N], SUM_LAYOUT)
+        ones.store(gl.full([8, BLOCK_N], 1.0, gl.float32, FILL).to(dtype))
+        fence_async_shared()
+    bufs = (q_bufs, k_bufs, v_bufs, o_bufs, ones)
+    bars = (q_full, q_empty, k_full, v_full, kv_empty, queue_full, queue_empty, queue)
+    shape = (seqlen_q, seqlen_k, heads, heads_per_kv, num_m, num_tiles, group, left, right)
+    scales = (
+        q_scale, q_b, q_h, q_step, k_scale, k_b, k_h, k_step, v_scale, v_b, v_h, v_step, exp_scale, cap,
+    )  # fmt: skip
+    outputs = (o_desc, lse_ptr)
+    k_groups = (k_heads, k_pitch)
+    gl.static_assert(CONSUMERS == 2)
+    # A constexpr stored in a tuple under a name stops being one, hence the argument lists written out.
+    gl.warp_specialize([
+        (_consumer, (0, bufs, bars, outputs, aside, shape, scales, CONSUMERS, BLOCK_N, STAGES, Q_BLOCK, K_BLOCK,
+                     PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, SHIFT, GROWTH, LATE, ONES, PIN, TWO_LEVEL,
+                     CHUNK)),
+        (_consumer, (1, bufs, bars, outputs, aside, shape, scales, CONSUMERS, BLOCK_N, STAGES, Q_BLOCK, K_BLOCK,
+                     PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, SHIFT, GROWTH, LATE, ONES, PIN, TWO_LEVEL,
+                     CHUNK)),
+        (_producer, (bufs, bars, q_desc, k_desc, v_desc, counter, shape, k_groups, CONSUMERS, BLOCK_N, STAGES,
+                     CAUSAL, WINDOW, DYNAMIC, REORDER)),
+    ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
