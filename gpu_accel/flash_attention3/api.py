@@ -95,8 +95,9 @@ def flash_attn_func(
         return_lse, return_attn_probs: also return the log-sum-exp; the second is flash-attn's name for it.
         return_max_logits: also return the largest score of each head that any row of the batch sees (for QK-clip),
             (heads,) float32, as the softmax sees it: scaled, capped, biased and modified. No gradient.
-        backend: "auto", "hopper", "portable" or "reference". A named backend without a backward for this problem
-            leaves the gradients to "auto"; :func:`explain` tells which.
+        backend: "auto", "hopper", "portable", "reference", or "blackwell": experimental, not measured, so never taken
+            by "auto". A named backend without a backward for this problem leaves the gradients to "auto";
+            :func:`explain` tells which.
 
     Returns:
         o (batch, seqlen_q, heads, head_dim_v) of the dtype of q; with `return_lse` also lse (batch, heads, seqlen_q),

@@ -25,18 +25,20 @@ _OF_THE_FORWARD = frozenset({"return_max_logits", "batch_invariant"})  # nothing
 
 @dataclass(frozen=True)
 class Backend:
-    """Where a backend lives and the capability of a machine that it is made for."""
+    """Where a backend lives, the capability of a machine that it is made for, and why "auto" never takes it."""
 
     name: str
     forward: str
     backward: str
     made_for: tuple[int, int] | None = None
+    only_by_name: str = ""
 
 
 BACKENDS = {
     b.name: b
     for b in (
         Backend("hopper", "hopper", "hopper_backward", (9, 0)),
+        Backend("blackwell", "blackwell", "blackwell_backward", (10, 0), "experimental and not measured"),
         Backend("portable", "portable_forward", "portable_backward", (9, 0)),
         Backend("reference", "reference_backend", "reference_backend"),
     )
@@ -102,7 +104,10 @@ def choose(problem: Problem, backend: str, pass_: str) -> tuple[str, dict[str, s
         if pass_ == "forward":
             raise _error(backend, pass_, problem, why)
     refused: dict[str, str] = {}
-    for name in BACKENDS:
+    for name, one in BACKENDS.items():
+        if one.only_by_name:
+            refused[name] = f"{one.only_by_name}, so only when asked for by backend={name!r}"
+            continue
         if name == "reference" and problem.device_type != "cpu":
             refused[name] = "slow, so only when asked for by backend='reference'"
             continue

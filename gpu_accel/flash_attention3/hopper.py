@@ -7,10 +7,12 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
+import triton
 from torch import Tensor
 
 from gpu_accel.flash_attention3 import launch
 
+from .features import NONE, Features
 from .gluon_launch import (
     QuickLaunch,
     addressable,
@@ -25,7 +27,12 @@ from .problem import Problem, effective_window
 NAME = "hopper"
 KERNEL = "Gluon, warp-specialised, wgmma and TMA (sm_90a)"
 _LOG2_E = 1.4426950408889634
+FEATURES: frozenset[str] = frozenset()  # "sinks", "batch_invariant": written, not checked on a GPU yet
 _HEAD_DIMS = (64, 128, 256)
+# 3.9 has fewer registers left for three consumers and puts a third less aside (200 bytes for 296) where O is rescaled
+# behind a branch. Up to 3.8 nothing is put aside either way, and the branch cost 2 %.
+_TRITON = tuple(int(n) for n in triton.__version__.split(".")[:2])
+_INVARIANT_KEYS = 1 << 14  # the length whose tiles all calls take that promise bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +85,7 @@ def forward_config(head_dim: int, head_dim_v: int | None = None, *, causal: bool
             o_chunks=1,
             ping_pong=False,
             dynamic=causal or few_steps,
-            lazy=causal or few_steps,
+            lazy=causal or few_steps or _TRITON >= (3, 9),
         )
     return ForwardConfig(
         head_dim=d,
@@ -99,6 +106,8 @@ def refuse(problem: Problem) -> str | None:
     """Why the Hopper forward cannot run this problem, or None."""
     if max(problem.head_dim, problem.head_dim_v) > 256:
         return f"takes head_dim up to 256, got {problem.head_dim} and {problem.head_dim_v} (v)"
+    if "sinks" in problem.features and problem.varlen and problem.seqlen_k == 0:
+        return "has no kernel for packed sequences of which none has a key"
     return machine_refusal(problem)
 
 
@@ -147,6 +156,7 @@ def forward(
     cu_seqlens_k: Tensor | None = None,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
+    features: Features = NONE,
     config: ForwardConfig | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
@@ -161,6 +171,8 @@ def forward(
             causal is right 0.
         softcap: caps the scaled scores at +-softcap by tanh; 0 is off.
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k: contiguous int32 on the device of q, never read by the host.
+        features: sinks, and batch_invariant: tiles then depend on head_dim and causal alone, and a row's bits on
+            nothing but its own sequence, since neither the order of tiles nor the blocks that it does not see matter.
         config: tiles to use instead of the tuned ones.
         out, lse: results to write into, contiguous.
 
@@ -178,9 +190,12 @@ def forward(
     q4, k4, v4 = (addressable(x) for x in (q4, k4, v4))
     batch, seqlen_q, seqlen_k, heads_kv = q4.shape[0], q4.shape[1], k4.shape[1], k4.shape[2]
     if q.numel() == 0 or seqlen_k == 0 or (cu_seqlens_q is not None and cu_seqlens_q.shape[0] == 1):
-        return out.zero_(), lse.fill_(-math.inf)
+        lse = lse.fill_(-math.inf) if features.sinks is None else lse.copy_(features.sinks[:, None].expand(lse.shape))
+        return out.zero_(), lse
     keys = seqlen_k
-    if cu_seqlens_q is None:
+    if features.batch_invariant:
+        keys = _INVARIANT_KEYS
+    elif cu_seqlens_q is None:
         window_left, window_right = effective_window(window_left, window_right, seqlen_q, seqlen_k)
     else:
         keys = -(-seqlen_k // (cu_seqlens_q.shape[0] - 1))  # on average
@@ -207,6 +222,7 @@ def forward(
         tensor_map(out4, rows, config.head_dim_v // config.o_chunks),
         out,
         lse,
+        lse if features.sinks is None else features.sinks,
         counter,
         table,
         head_dim_v,
@@ -245,6 +261,7 @@ def forward(
         PACKED=packed,
         PIPELINED=config.pipelined,
         SPECIALIZED=config.specialized,
+        SINKS=features.sinks is not None,
         CONSUMER_REGISTERS=consumer_registers,
         PRODUCER_REGISTERS=producer_registers,
     )
@@ -257,7 +274,9 @@ def forward(
 def describe(problem: Problem) -> str:
     """The tiles `forward` takes for a problem it does not refuse."""
     keys, right = problem.seqlen_k, problem.window_right
-    if problem.varlen:
+    if "batch_invariant" in problem.features:
+        keys = _INVARIANT_KEYS
+    elif problem.varlen:
         keys = -(-keys // max(1, problem.batch))
     else:
         _, right = effective_window(problem.window_left, right, problem.seqlen_q, keys)

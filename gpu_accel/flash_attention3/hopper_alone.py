@@ -31,7 +31,7 @@ def _load(desc, batch, head, row, full, buffer, wanted):
 def attend_alone(
     bufs, bars, q_desc, k_desc, v_desc, outputs, table, shape, scales,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
-    EVEN_K: gl.constexpr, LAZY: gl.constexpr, PIPELINED: gl.constexpr,
+    EVEN_K: gl.constexpr, LAZY: gl.constexpr, PIPELINED: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
     """All tiles of a program, in static order. Block i of a tile is block hi - 1 - i of keys, in stage (it + i)."""
     q_bufs, k_bufs, v_bufs, o_bufs = bufs
@@ -101,7 +101,7 @@ def attend_alone(
         acc = warpgroup_mma_wait(0, deps=[acc_async])
         bar_sync(PING_PONG_BARRIER, 32 * WARPS)  # the next tile's loads overwrite Q and V
         where = (batch, head, 0, seqlen_q, seqlen_q)
-        store_tile(acc, m_i, l_i, o_bufs, outputs, where, row0, shape, scales, 0, 1, False, ROW_LAYOUT)
+        store_tile(acc, m_i, l_i, o_bufs, outputs, where, row0, shape, scales, 0, 1, False, SINKS, ROW_LAYOUT)
         it += 1
         q_phase ^= 1
         tile += gl.num_programs(0)

@@ -1,6 +1,6 @@
 """Host side of the Hopper backward: which problems it takes, its configurations, and the three launches of a call.
 
-head_dim up to 128                                              head_dim 129 to 256
+head_dim up to 128, dense or packed                             head_dim 129 to 256
 prepare     lse in base 2 and delta = rowsum(do * o) - dlse in  prepare  the same, without the sum
             one padded array; zeroes the float32 sum of dQ      dkdv     dK and dV
 main        dK and dV, and dQ by atomic adds into that sum      dq       dQ
@@ -9,12 +9,13 @@ dq_finish   dQ = softmax_scale * sum, in the order and dtype of q
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from .gluon_launch import addressable, heads_per_group, multiprocessors, refusal, tensor_map, tile_counter
+from .features import NONE, Features
+from .gluon_launch import addressable, heads_per_group, machine_refusal, multiprocessors, tensor_map, tile_counter
 from .launch import launch
 from .problem import Problem, effective_window
 
@@ -23,6 +24,8 @@ KERNEL = "Gluon, warp-specialised, wgmma and TMA (sm_90a)"
 _LOG2_E = 1.4426950408889634
 _KEYS = 128  # keys of a tile
 MOST_HEAD_DIM = 256
+FEATURES: frozenset[str] = frozenset()  # "sinks": written, not checked on a GPU yet
+TAKES_PACKED = False  # written, not checked on a GPU yet
 _COMPILER = dict(num_warps=4, maxnreg=168)
 
 
@@ -70,7 +73,15 @@ def refuse(problem: Problem) -> str | None:
         return "adds dq with atomics, in an order that changes from run to run, and deterministic was asked for"
     if problem.head_dim > MOST_HEAD_DIM:
         return f"takes head_dim up to {MOST_HEAD_DIM}, got {problem.head_dim}"
-    return refusal(problem)
+    if problem.varlen and not TAKES_PACKED:
+        return "packed sequences (cu_seqlens) were not checked on a GPU yet"
+    if problem.varlen and problem.head_dim > 128:
+        return f"takes packed sequences (cu_seqlens) up to head_dim 128, got {problem.head_dim}"
+    if problem.varlen and problem.seqlen_k == 0 and "sinks" in problem.features:
+        return "has no kernel for packed sequences of which none has a key"
+    if problem.head_dim != problem.head_dim_v:
+        return "head_dim of v must equal that of q and k"
+    return machine_refusal(problem)
 
 
 def _row_descriptor(x: Tensor, length: int):
@@ -102,47 +113,106 @@ def backward(
     window_left: int = -1,
     window_right: int = -1,
     softcap: float = 0.0,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    features: Features = NONE,
     config: BackwardConfig | TwoPassConfig | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of attention of (batch, seqlen, heads, head_dim) bf16/fp16 tensors on sm_90.
+) -> tuple[Tensor, ...]:
+    """Gradients of attention of (batch, seqlen, heads, head_dim), or packed (total, heads, head_dim), tensors on sm_90.
 
     Args:
         do, o: gradient and result of the forward, like q. Any strides; what the copy engine can't address, expanded
             dimensions for one, is copied once.
         q, k, v: inputs of the forward; heads is a multiple of heads_kv.
-        lse: (batch, heads, seqlen_q) float32, natural logarithm, -inf for rows that see nothing, whose gradient is 0.
+        lse: (batch, heads, seqlen_q), packed (heads, total_q), float32, natural logarithm, -inf for rows that see
+            nothing, whose gradient is 0.
         dlse: gradient of lse, like it, or None.
         softmax_scale, window_left, window_right, softcap: as in the forward.
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k: as in the forward. With `seqused_*`, rows that do not count
+            are zeroed in copies of q, k, v and do first: they may hold NaN.
+        features: sinks, which lse includes.
         config: tiles to use instead of the tuned ones.
 
     Returns:
-        dq, dk, dv: contiguous, shaped like q, k, v and of their dtype. Up to head_dim 128 dq differs in the last bit
-        from run to run; everything else does not change.
+        dq, dk, dv, and with sinks dsinks (heads,): contiguous, shaped like q, k, v and of their dtype. Up to head_dim
+        128 dq differs in the last bit from run to run; everything else does not change.
     """
+    sinks = features.sinks
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    if q.numel() == 0 or k.numel() == 0:
-        return dq.zero_(), dk.zero_(), dv.zero_()
-    window_left, window_right = effective_window(window_left, window_right, q.shape[1], k.shape[1])
+    packed = cu_seqlens_q is not None
+    if q.numel() == 0 or k.numel() == 0 or (cu_seqlens_q is not None and cu_seqlens_q.shape[0] == 1):
+        nothing = (dq.zero_(), dk.zero_(), dv.zero_())
+        return nothing if sinks is None else (*nothing, _without_keys(sinks, dlse, packed))
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        do, q = (_zeroed(x, cu_seqlens_q, seqused_q) for x in (do, q))
+        k, v = (_zeroed(x, cu_seqlens_k, seqused_k) for x in (k, v))
+        do, q, k, v, o, lse = (x.unsqueeze(0) for x in (do, q, k, v, o, lse))
+        dlse = None if dlse is None else dlse.unsqueeze(0)
+        table = _key_intervals(k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, window_left, window_right)
+        window_left, window_right = -1, -1
+    else:
+        table = None
+        window_left, window_right = effective_window(window_left, window_right, q.shape[1], k.shape[1])
     do, q, k, v = (addressable(x) for x in (do, q, k, v))
     o = o if o.stride(-1) == 1 else o.contiguous()
     lse = lse.contiguous()
     dlse = None if dlse is None else dlse.to(torch.float32).contiguous()
     causal = window_right >= 0
     config = config or backward_config(q.shape[-1], causal=causal, softcap=softcap > 0)
+    if packed:
+        config = replace(config, dynamic=True)
     softmax_scale = float(softmax_scale)
     scale, cap_in = softmax_scale * _LOG2_E, 0.0
     if softcap > 0:
         scale, cap_in = softcap * _LOG2_E, softmax_scale / softcap
     run = _two_kernels if isinstance(config, TwoPassConfig) else _one_kernel
-    run(
+    stat = run(
         (do, q, k, v, o, lse, dlse),
-        (dq, dk, dv),
+        tuple(x.unsqueeze(0) if packed else x for x in (dq, dk, dv)),
         config,
         window=(window_left, window_right),
         scales=(softmax_scale, scale, cap_in),
         masks=dict(CAUSAL=causal, WINDOW=window_left >= 0, SOFTCAP=softcap > 0),
+        **({} if table is None else {"table": table}),
     )
-    return dq, dk, dv
+    return (dq, dk, dv) if sinks is None else (dq, dk, dv, _sink_gradient(sinks, stat))
+
+
+def _sink_gradient(sinks: Tensor, stat: Tensor) -> Tensor:
+    """-(probability of the sink) * delta, summed over batch and rows: (heads,). Rows that do not exist have lse inf."""
+    lse, delta = stat.unbind(3)
+    return -(torch.exp2(sinks.view(1, -1, 1, 1) * _LOG2_E - lse) * delta).sum((0, 2, 3))
+
+
+def _without_keys(sinks: Tensor, dlse: Tensor | None, packed: bool) -> Tensor:
+    """The sinks' gradient where there are no keys: lse is the sink. Packed: there are no sequences."""
+    return torch.zeros_like(sinks) if dlse is None or packed else dlse.to(sinks.dtype).sum((0, 2))
+
+
+def _zeroed(x: Tensor, cu: Tensor, used: Tensor | None) -> Tensor:
+    """x, or a copy with zeros in the rows of (total, ...) that do not count. Never waits for the device."""
+    if used is None:
+        return x
+    row = torch.arange(x.shape[0], device=x.device, dtype=torch.int32)
+    at = (torch.searchsorted(cu, row, right=True) - 1).clamp_(0, used.shape[0] - 1)
+    return torch.where((row - cu[at] < used[at])[:, None, None], x, 0.0)
+
+
+def _key_intervals(k: Tensor, cu_q: Tensor, cu_k: Tensor, used_q, used_k, left: int, right: int) -> Tensor:
+    """The table of hopper_backward_packed.py."""
+    from .hopper_backward_packed import fill_key_intervals, table_size
+
+    num_n, batches = -(-k.shape[1] // _KEYS), cu_k.shape[0] - 1
+    table = torch.empty(table_size(num_n), dtype=torch.int32, device=k.device)
+    launch(
+        fill_key_intervals,
+        2 * num_n,
+        (table, cu_q, cu_k, used_q, used_k, batches, left, right, num_n),
+        dict(STEPS=batches.bit_length(), USED_Q=used_q is not None, USED_K=used_k is not None, num_warps=2),
+    )
+    return table
 
 
 def _prepare(inputs: tuple, blocks: int, rows: int, d: int, dq_sum: Tensor | None) -> Tensor:
@@ -162,8 +232,8 @@ def _prepare(inputs: tuple, blocks: int, rows: int, d: int, dq_sum: Tensor | Non
     return stat
 
 
-def _one_kernel(inputs, outputs, config: BackwardConfig, *, window, scales, masks) -> None:
-    """One pass over the scores."""
+def _one_kernel(inputs, outputs, config: BackwardConfig, *, window, scales, masks, table=None) -> Tensor:
+    """One pass over the scores. Returns lse and delta."""
     from .hopper_backward_finish import dq_finish
     from .hopper_backward_kernel import attention_backward_kernel
 
@@ -177,6 +247,7 @@ def _one_kernel(inputs, outputs, config: BackwardConfig, *, window, scales, mask
     stat = _prepare(inputs, num_m, m, d, dq_sum)
     num_tiles = num_n * batch * heads_kv
     per_kv = heads // heads_kv
+    counter = tile_counter(q.device)
     arguments = (
         tensor_map(q, m, d),
         tensor_map(do, m, d),
@@ -186,7 +257,8 @@ def _one_kernel(inputs, outputs, config: BackwardConfig, *, window, scales, mask
         _fragment_descriptor(dq_sum),
         tensor_map(dk, 64, d),
         tensor_map(dv, 64, d),
-        tile_counter(q.device),
+        counter,
+        counter if table is None else table,
         seqlen_q,
         seqlen_k,
         heads_kv,
@@ -208,6 +280,7 @@ def _one_kernel(inputs, outputs, config: BackwardConfig, *, window, scales, mask
         **masks,
         EVEN_K=seqlen_k % _KEYS == 0,
         DYNAMIC=config.dynamic,
+        PACKED=table is not None,
         **_COMPILER,
     )
     launch(attention_backward_kernel, min(multiprocessors(q.device), num_tiles), arguments, options)
@@ -217,10 +290,11 @@ def _one_kernel(inputs, outputs, config: BackwardConfig, *, window, scales, mask
         (dq_sum, dq, *dq.stride()[:3], heads, seqlen_q, num_m, head_dim, scales[0]),
         dict(D=d, M=m, MASK_D=head_dim != d, num_warps=4),
     )
+    return stat
 
 
-def _two_kernels(inputs, outputs, config: TwoPassConfig, *, window, scales, masks) -> None:
-    """The scores are computed twice, for dK and dV and for dQ."""
+def _two_kernels(inputs, outputs, config: TwoPassConfig, *, window, scales, masks) -> Tensor:
+    """The scores are computed twice, for dK and dV and for dQ. Returns lse and delta."""
     from .hopper_backward_dkdv import dkdv_kernel
     from .hopper_backward_dq import dq_kernel
 
@@ -253,10 +327,13 @@ def _two_kernels(inputs, outputs, config: TwoPassConfig, *, window, scales, mask
     sizes = (seqlen_q, seqlen_k, heads, per_kv, num_m, tiles, group)
     arguments = (*maps, stat, dq.view(torch.int32), counter, *sizes, *last)
     launch(dq_kernel, min(multiprocessors(q.device), tiles), arguments, options)
+    return stat
 
 
 def describe(problem: Problem) -> BackwardConfig | TwoPassConfig:
     """The configuration `backward` takes for a problem it does not refuse."""
+    if problem.varlen:
+        return replace(backward_config(problem.head_dim, causal=False, softcap=problem.softcap > 0), dynamic=True)
     _, right = effective_window(problem.window_left, problem.window_right, problem.seqlen_q, problem.seqlen_k)
     return backward_config(problem.head_dim, causal=right >= 0, softcap=problem.softcap > 0)
 

@@ -59,7 +59,9 @@ from .hopper_backward_device import (
     query_blocks,
     tile_at,
 )
+from .hopper_backward_packed import packed_probabilities, packed_range, packed_tile
 from .hopper_device import bar_arrive, bar_sync, pack_pairs, publish_tile, receive_tile, unpack_pairs
+from .hopper_packed import zero_rows
 
 EXCHANGED = gl.constexpr(10)  # to 13: dS of consumer (id - 10) // 2 and stage (id - 10) % 2 is in shared memory
 FINISHED = gl.constexpr(14)
@@ -93,10 +95,10 @@ def _send_fragment(desc, fragment, buf, x):
 
 @gluon.jit
 def _consumer(
-    WG: gl.constexpr, bufs, bars, dq_desc, dk_desc, dv_desc, shape, scales,
+    WG: gl.constexpr, bufs, bars, dq_desc, dk_desc, dv_desc, table, shape, scales,
     D: gl.constexpr, M: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, PING_PONG: gl.constexpr,
     PRELOAD: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, EVEN_K: gl.constexpr,
-    DYNAMIC: gl.constexpr,
+    DYNAMIC: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     q_bufs, do_bufs, k_bufs, v_bufs, ds_bufs, stat_bufs, dq_bufs = bufs
     k_full, k_empty, v_full, v_empty, q_full, do_full, row_empty, queue_full, queue_empty, queue = bars
@@ -116,6 +118,9 @@ def _consumer(
     # where a step is: row block i of a head (batch and head in one), `blocks` to go there, `group_left` heads to go
     n_block, head, i, blocks = first_step(
         tile, num_n, heads_kv, per_kv, group, shift, num_m, left, right, M, 2 * KEYS, CAUSAL, WINDOW)  # fmt: skip
+    if PACKED:
+        lo, blocks, seen = packed_tile(table, n_block, num_n, num_m, WG, M, gl.SliceLayout(1, S_LAYOUT))
+        i = lo
     group_left = per_kv
     it = 0
     k = 0
@@ -131,9 +136,12 @@ def _consumer(
     s_async = warpgroup_mma(k_bufs.index(WG), q_bufs.index(0).permute((1, 0)), s_zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s_async])
     lse = stat_bufs.index(0).load(COLUMNS)
-    p, factor = probabilities(
-        s, lse, n_block * 2 * KEYS + WG * KEYS, i * M, shift, seqlen_k, left, right, qk_scale, cap_in,
-        dtype, CAUSAL, WINDOW, SOFTCAP, EVEN_K)  # fmt: skip
+    if PACKED:
+        p, factor = packed_probabilities(s, lse, i * M, seen, qk_scale, cap_in, dtype, SOFTCAP)
+    else:
+        p, factor = probabilities(
+            s, lse, n_block * 2 * KEYS + WG * KEYS, i * M, shift, seqlen_k, left, right, qk_scale, cap_in,
+            dtype, CAUSAL, WINDOW, SOFTCAP, EVEN_K)  # fmt: skip
     mbarrier.wait(v_full.index(0), 0)
     dq = q_zero
     dq_buf = dq_bufs.index(WG)
@@ -172,6 +180,9 @@ def _consumer(
                 n_block, head, i, blocks = first_step(
                     tile, num_n, heads_kv, per_kv, group, shift, num_m, left, right,
                     M, 2 * KEYS, CAUSAL, WINDOW)  # fmt: skip
+                if PACKED:
+                    lo, blocks, seen = packed_tile(table, n_block, num_n, num_m, WG, M, gl.SliceLayout(1, S_LAYOUT))
+                    i = lo
                 group_left = per_kv
                 mbarrier.wait(k_full.index(k % K_SLOTS), (k // K_SLOTS) & 1)
             else:
@@ -179,9 +190,12 @@ def _consumer(
                 it_next = it
                 k = k_done
         elif blocks == 0:
-            lo, hi = query_blocks(n_block * 2 * KEYS, shift, num_m, left, right, M, 2 * KEYS, CAUSAL, WINDOW)
+            if PACKED:
+                lo, blocks = packed_range(table, n_block, num_m, M)
+            else:
+                lo, hi = query_blocks(n_block * 2 * KEYS, shift, num_m, left, right, M, 2 * KEYS, CAUSAL, WINDOW)
+                blocks = hi - lo
             i = lo
-            blocks = hi - lo
             head += 1
             group_left -= 1
         stage_next = it_next % 2
@@ -228,9 +242,12 @@ def _consumer(
             lse = stat_bufs.index(2 * stage_next).load(COLUMNS)
         if PING_PONG:
             bar_sync(TURN + WG, 256)
-        p, f = probabilities(
-            s, lse, n_block * 2 * KEYS + WG * KEYS, i * M, shift, seqlen_k, left, right, qk_scale, cap_in,
-            dtype, CAUSAL, WINDOW, SOFTCAP, EVEN_K)  # fmt: skip
+        if PACKED:
+            p, f = packed_probabilities(s, lse, i * M, seen, qk_scale, cap_in, dtype, SOFTCAP)
+        else:
+            p, f = probabilities(
+                s, lse, n_block * 2 * KEYS + WG * KEYS, i * M, shift, seqlen_k, left, right, qk_scale, cap_in,
+                dtype, CAUSAL, WINDOW, SOFTCAP, EVEN_K)  # fmt: skip
         if PING_PONG:
             bar_arrive(TURN + OTHER, 256)
         # completed long ago; opens the basic block that pins the exponentials above the wait
@@ -269,27 +286,68 @@ def _consumer(
 
 
 @gluon.jit
-def _load_rows(bars, bufs, descs, batch, head, i, it, fragment, M: gl.constexpr):
-    """One step's Q, lse and delta on one barrier, dO on another."""
+def _load_rows(
+    bars, bufs, descs, batch, head, i, it, fragment, fixed, fixes, used_q, M: gl.constexpr, PACKED: gl.constexpr
+):
+    """One step's Q, lse and delta on one barrier, dO on another. Returns how many loads had rows behind the last."""
     q_full, do_full, row_empty = bars
     q_bufs, do_bufs, stat_bufs = bufs
     q_desc, do_desc, stat_desc = descs
     stage = it % 2
     mbarrier.wait(row_empty.index(stage), ((it // 2) & 1) ^ 1)
-    mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + 2 * stat_desc.block_type.nbytes)
-    tma_load(q_desc, [batch, head, i * M, 0], q_full.index(stage), q_bufs.index(stage))
-    tma_load(stat_desc, [fragment * (2 * M)], q_full.index(stage), stat_bufs.index(2 * stage))
-    tma_load(
-        stat_desc, [fragment * (2 * M) + M], q_full.index(stage), stat_bufs.index(2 * stage + 1))  # fmt: skip
-    mbarrier.expect(do_full.index(stage), do_desc.block_type.nbytes)
-    tma_load(do_desc, [batch, head, i * M, 0], do_full.index(stage), do_bufs.index(stage))
+    short = False
+    if PACKED:
+        short = (i + 1) * M > used_q
+    if short:
+        mbarrier.expect(fixed, q_desc.block_type.nbytes + do_desc.block_type.nbytes + 2 * stat_desc.block_type.nbytes)
+        tma_load(q_desc, [batch, head, i * M, 0], fixed, q_bufs.index(stage))
+        tma_load(do_desc, [batch, head, i * M, 0], fixed, do_bufs.index(stage))
+        tma_load(stat_desc, [fragment * (2 * M)], fixed, stat_bufs.index(2 * stage))
+        tma_load(stat_desc, [fragment * (2 * M) + M], fixed, stat_bufs.index(2 * stage + 1))
+        mbarrier.wait(fixed, fixes & 1)
+        rows = gl.maximum(used_q - i * M, 0)
+        zero_rows(q_bufs, stage, rows)
+        zero_rows(do_bufs, stage, rows)
+        mbarrier.arrive(q_full.index(stage), count=1)
+        mbarrier.arrive(do_full.index(stage), count=1)
+        fixes += 1
+    else:
+        mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + 2 * stat_desc.block_type.nbytes)
+        tma_load(q_desc, [batch, head, i * M, 0], q_full.index(stage), q_bufs.index(stage))
+        tma_load(stat_desc, [fragment * (2 * M)], q_full.index(stage), stat_bufs.index(2 * stage))
+        tma_load(stat_desc, [fragment * (2 * M) + M], q_full.index(stage), stat_bufs.index(2 * stage + 1))
+        mbarrier.expect(do_full.index(stage), do_desc.block_type.nbytes)
+        tma_load(do_desc, [batch, head, i * M, 0], do_full.index(stage), do_bufs.index(stage))
+    return fixes
+
+
+@gluon.jit
+def _load_keys(desc, batch, head, key0, full, bufs, first, fixed, fixes, used_k, PACKED: gl.constexpr):
+    """A tile of K or V, a buffer for each consumer."""
+    short = False
+    if PACKED:
+        short = key0 + 2 * KEYS > used_k
+    if short:
+        mbarrier.expect(fixed, 2 * desc.block_type.nbytes)
+        for c in gl.static_range(2):
+            tma_load(desc, [batch, head, key0 + c * KEYS, 0], fixed, bufs.index(first + c))
+        mbarrier.wait(fixed, fixes & 1)
+        for c in gl.static_range(2):
+            zero_rows(bufs, first + c, gl.maximum(used_k - key0 - c * KEYS, 0))
+        mbarrier.arrive(full, count=1)
+        fixes += 1
+    else:
+        mbarrier.expect(full, 2 * desc.block_type.nbytes)
+        for c in gl.static_range(2):
+            tma_load(desc, [batch, head, key0 + c * KEYS, 0], full, bufs.index(first + c))
+    return fixes
 
 
 @gluon.jit
 def _producer(
-    bufs, bars, q_desc, do_desc, k_desc, v_desc, stat_desc, counter, shape,
+    bufs, bars, fixed, q_desc, do_desc, k_desc, v_desc, stat_desc, table, counter, shape,
     M: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    DYNAMIC: gl.constexpr,
+    DYNAMIC: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     q_bufs, do_bufs, k_bufs, v_bufs, _, stat_bufs, _ = bufs
     k_full, k_empty, v_full, v_empty, q_full, do_full, row_empty, queue_full, queue_empty, queue = bars
@@ -297,34 +355,42 @@ def _producer(
     shift = seqlen_k - seqlen_q
     it = 0
     k = 0
+    fixes = gl.to_tensor(0)
+    used_q, used_k = seqlen_q, seqlen_k
+    if PACKED:
+        used_q, used_k = gl.load(table), gl.load(table + 1)
     tile = gl.program_id(0)
     while tile < num_tiles:
         n_block, batch, head_kv = tile_at(tile, num_n, heads_kv, group, CAUSAL)
         lo, hi = query_blocks(n_block * 2 * KEYS, shift, num_m, left, right, M, 2 * KEYS, CAUSAL, WINDOW)
+        if PACKED:
+            lo, blocks = packed_range(table, n_block, num_m, M)
+            hi = lo + blocks
         key0 = n_block * 2 * KEYS
         slot = k % K_SLOTS
         mbarrier.wait(k_empty.index(slot), ((k // K_SLOTS) & 1) ^ 1)
-        mbarrier.expect(k_full.index(slot), 2 * k_desc.block_type.nbytes)
-        for c in gl.static_range(2):
-            tma_load(
-                k_desc, [batch, head_kv, key0 + c * KEYS, 0], k_full.index(slot), k_bufs.index(slot * 2 + c)
-            )  # fmt: skip
-        _load_rows((q_full, do_full, row_empty), (q_bufs, do_bufs, stat_bufs), (q_desc, do_desc, stat_desc),
-                   batch, head_kv * per_kv, lo, it, (batch * heads_kv + head_kv) * per_kv * num_m + lo, M)  # fmt: skip
+        fixes = _load_keys(
+            k_desc, batch, head_kv, key0, k_full.index(slot), k_bufs, slot * 2, fixed, fixes, used_k, PACKED
+        )
+        fixes = _load_rows(
+            (q_full, do_full, row_empty), (q_bufs, do_bufs, stat_bufs), (q_desc, do_desc, stat_desc), batch,
+            head_kv * per_kv, lo, it, (batch * heads_kv + head_kv) * per_kv * num_m + lo, fixed, fixes, used_q,
+            M, PACKED
+        )  # fmt: skip
         it += 1
         slot = k % V_SLOTS
         mbarrier.wait(v_empty.index(slot), ((k // V_SLOTS) & 1) ^ 1)
-        mbarrier.expect(v_full.index(slot), 2 * v_desc.block_type.nbytes)
-        for c in gl.static_range(2):
-            tma_load(
-                v_desc, [batch, head_kv, key0 + c * KEYS, 0], v_full.index(slot), v_bufs.index(slot * 2 + c)
-            )  # fmt: skip
+        fixes = _load_keys(
+            v_desc, batch, head_kv, key0, v_full.index(slot), v_bufs, slot * 2, fixed, fixes, used_k, PACKED
+        )
         for g in range(0, per_kv):
             head = head_kv * per_kv + g
             first = (batch * heads_kv * per_kv + head) * num_m
             for i in range(gl.where(g == 0, lo + 1, lo), hi):
-                _load_rows((q_full, do_full, row_empty), (q_bufs, do_bufs, stat_bufs), (q_desc, do_desc, stat_desc),
-                           batch, head, i, it, first + i, M)  # fmt: skip
+                fixes = _load_rows(
+                    (q_full, do_full, row_empty), (q_bufs, do_bufs, stat_bufs), (q_desc, do_desc, stat_desc), batch,
+                    head, i, it, first + i, fixed, fixes, used_q, M, PACKED
+                )  # fmt: skip
                 it += 1
         if DYNAMIC:
             tile = gl.atomic_add(counter, 1) + gl.num_programs(0)
@@ -343,14 +409,18 @@ def _producer(
                        "right"]
 )
 def attention_backward_kernel(
-    q_desc, do_desc, k_desc, v_desc, stat_desc, dq_desc, dk_desc, dv_desc, counter,
+    q_desc, do_desc, k_desc, v_desc, stat_desc, dq_desc, dk_desc, dv_desc, counter, table,
     seqlen_q, seqlen_k, heads_kv, per_kv, num_m, num_n, num_tiles, group, left, right, softmax_scale, qk_scale, cap_in,
     D: gl.constexpr, M: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, PING_PONG: gl.constexpr,
     PRELOAD: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, EVEN_K: gl.constexpr,
-    DYNAMIC: gl.constexpr,
+    DYNAMIC: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """q, do, k, v, dk, dv descriptors are rank 4, (batch, head, row, column); stat (batch, heads, num_m, 2, M) and dq
-    (batch, heads, num_m, 2, 4096) are float32 scratch: lse in base 2 and delta, and the sum of dQ in fragments."""
+    (batch, heads, num_m, 2, 4096) are float32 scratch: lse in base 2 and delta, and the sum of dQ in fragments.
+
+    PACKED: one batch of all rows; which queries see a key is in `table` (hopper_backward_packed.py), so that tiles need
+    not begin where sequences do, and masks and order are told nothing else.
+    """
     dtype: gl.constexpr = q_desc.dtype
     M_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([M, D], dtype)
     N_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, D], dtype)
@@ -372,6 +442,10 @@ def attention_backward_kernel(
     queue_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     queue_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     queue = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    fixed = queue_full.index(0)
+    if PACKED:
+        fixed = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+        mbarrier.init(fixed, count=1)
     for i in gl.static_range(K_SLOTS):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=2)
@@ -391,10 +465,10 @@ def attention_backward_kernel(
     scales = (softmax_scale, qk_scale, cap_in)
     # A constexpr stored in a tuple under a name stops being one, hence the argument lists written out.
     gl.warp_specialize([
-        (_consumer, (0, bufs, bars, dq_desc, dk_desc, dv_desc, shape, scales,
-                     D, M, K_SLOTS, V_SLOTS, PING_PONG, PRELOAD, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC)),
-        (_consumer, (1, bufs, bars, dq_desc, dk_desc, dv_desc, shape, scales,
-                     D, M, K_SLOTS, V_SLOTS, PING_PONG, PRELOAD, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC)),
-        (_producer, (bufs, bars, q_desc, do_desc, k_desc, v_desc, stat_desc, counter, shape,
-                     M, K_SLOTS, V_SLOTS, CAUSAL, WINDOW, DYNAMIC)),
+        (_consumer, (0, bufs, bars, dq_desc, dk_desc, dv_desc, table, shape, scales,
+                     D, M, K_SLOTS, V_SLOTS, PING_PONG, PRELOAD, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, PACKED)),
+        (_consumer, (1, bufs, bars, dq_desc, dk_desc, dv_desc, table, shape, scales,
+                     D, M, K_SLOTS, V_SLOTS, PING_PONG, PRELOAD, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, PACKED)),
+        (_producer, (bufs, bars, fixed, q_desc, do_desc, k_desc, v_desc, stat_desc, table, counter, shape,
+                     M, K_SLOTS, V_SLOTS, CAUSAL, WINDOW, DYNAMIC, PACKED)),
     ], [4, 1], [240, 24])  # fmt: skip

@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 LN_2 = gl.constexpr(0.6931471805599453)
+LOG2_E = gl.constexpr(1.4426950408889634)
 NEG_LARGE = gl.constexpr(-1.0e30)  # finite stand-in for -inf in running maxima: exp2(-inf - finite) = 0, never NaN
 
 

@@ -60,6 +60,7 @@ def _consumer(
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_SLOTS: gl.constexpr,
     O_CHUNKS: gl.constexpr, PING_PONG: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
     EVEN_K: gl.constexpr, DYNAMIC: gl.constexpr, LAZY: gl.constexpr, PACKED: gl.constexpr, PIPELINED: gl.constexpr,
+    SINKS: gl.constexpr,
 ):  # fmt: skip
     q_bufs, k_bufs, v_bufs, o_bufs = bufs
     q_full, q_empty, k_full, v_full, kv_empty, queue_full, queue_empty, queue = bars
@@ -162,7 +163,7 @@ def _consumer(
                 mbarrier.arrive(kv_empty.index(stage), count=1)
                 p_packed = pack_pairs(p, dtype)
                 store_tile(acc, m_done, l_done, o_bufs, outputs, where, row0, shape, scales,
-                            WG, O_CHUNKS, PACKED, ROW_LAYOUT)  # fmt: skip
+                            WG, O_CHUNKS, PACKED, SINKS, ROW_LAYOUT)  # fmt: skip
             else:
                 # One Q buffer: its reload hides under P V, and writing O under S of the next tile.
                 if PING_PONG:
@@ -176,7 +177,7 @@ def _consumer(
                     bar_arrive(PING_PONG_BARRIER + (WG + 1) % CONSUMERS, 256)
                 acc = warpgroup_mma_wait(1, deps=[acc_async])
                 store_tile(acc, m_done, l_done, o_bufs, outputs, where, row0, shape, scales,
-                            WG, O_CHUNKS, PACKED, ROW_LAYOUT)  # fmt: skip
+                            WG, O_CHUNKS, PACKED, SINKS, ROW_LAYOUT)  # fmt: skip
                 s = warpgroup_mma_wait(0, deps=[s_async])
                 mbarrier.arrive(kv_empty.index(stage), count=1)
                 p, m_i, l_i = first_softmax(s, hi - 1, next_row0, own, scales, CAUSAL, WINDOW, SOFTCAP, MASK_FIRST)
@@ -187,7 +188,7 @@ def _consumer(
             acc_async = warpgroup_mma(p_a, v_bufs.index(v_stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc_async])
             store_tile(acc, m_done, l_done, o_bufs, outputs, where, row0, shape, scales,
-                        WG, O_CHUNKS, PACKED, ROW_LAYOUT)  # fmt: skip
+                        WG, O_CHUNKS, PACKED, SINKS, ROW_LAYOUT)  # fmt: skip
     tma.store_wait(0)
     if PING_PONG and WG == 0:
         bar_sync(PING_PONG_BARRIER, 256)  # takes the last arrival, so that the barrier is balanced
@@ -293,6 +294,7 @@ def _producer(
 @gluon.jit(
     do_not_specialize=[
         "o_ptr",
+        "sinks",
         "cols_v",
         "seqlen_q",
         "seqlen_k",
@@ -306,15 +308,16 @@ def _producer(
     ]
 )
 def attention_forward_kernel(
-    q_desc, k_desc, v_desc, o_desc, o_ptr, lse_ptr, counter, table, cols_v,
+    q_desc, k_desc, v_desc, o_desc, o_ptr, lse_ptr, sinks, counter, table, cols_v,
     seqlen_q, seqlen_k, heads, heads_per_kv, num_m, num_tiles, group, left, right, scale, exp_scale, softcap,
     CONSUMERS: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, Q_SLOTS: gl.constexpr, O_CHUNKS: gl.constexpr, PING_PONG: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, EVEN_K: gl.constexpr, DYNAMIC: gl.constexpr,
     LAZY: gl.constexpr, PACKED: gl.constexpr, PIPELINED: gl.constexpr, SPECIALIZED: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    SINKS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Descriptors are rank 4, (batch, head, row, column), with blocks of one head; lse is (batch, heads, seqlen_q).
+    """Descriptors are rank 4, (batch, head, row, column), with blocks of one head; lse is (batch, heads, seqlen_q),
+    sinks (heads,) in float32.
 
     PACKED: seqlen_q and seqlen_k are totals, the batch is 1, `table` is that of hopper_packed.py, and num_m and
     num_tiles come from it. `o_ptr` and `cols_v` (o, contiguous, and its true head_dim) are for the last rows of such
@@ -367,18 +370,18 @@ def attention_forward_kernel(
     bars = (q_full, q_empty, k_full, v_full, kv_empty, queue_full, queue_empty, queue)
     shape = (seqlen_q, seqlen_k, heads, heads_per_kv, num_m, num_tiles, group, left, right)
     scales = (scale, exp_scale, softcap)
-    outputs = (o_desc, o_ptr, lse_ptr, cols_v)
+    outputs = (o_desc, o_ptr, lse_ptr, cols_v, sinks)
     # A constexpr stored in a tuple under a name stops being one, hence the argument lists written out.
     if not SPECIALIZED:
         gl.static_assert(O_CHUNKS == 1 and not PACKED and not DYNAMIC and not PING_PONG)
         attend_alone(bufs, bars, q_desc, k_desc, v_desc, outputs, table, shape, scales, BLOCK_N, STAGES,
-                     CAUSAL, WINDOW, SOFTCAP, EVEN_K, LAZY, PIPELINED)  # fmt: skip
+                     CAUSAL, WINDOW, SOFTCAP, EVEN_K, LAZY, PIPELINED, SINKS)  # fmt: skip
     elif CONSUMERS == 2:
         gl.warp_specialize([
             (_consumer, (0, bufs, bars, outputs, table, shape, scales, CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, O_CHUNKS,
-                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED)),
+                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED, SINKS)),
             (_consumer, (1, bufs, bars, outputs, table, shape, scales, CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, O_CHUNKS,
-                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED)),
+                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED, SINKS)),
             (_producer, (bufs, bars, fixed, q_desc, k_desc, v_desc, counter, table, shape, CONSUMERS, BLOCK_N, STAGES,
                          Q_SLOTS, CAUSAL, WINDOW, DYNAMIC, PACKED)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
@@ -386,11 +389,11 @@ def attention_forward_kernel(
         gl.static_assert(CONSUMERS == 3)
         gl.warp_specialize([
             (_consumer, (0, bufs, bars, outputs, table, shape, scales, CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, O_CHUNKS,
-                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED)),
+                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED, SINKS)),
             (_consumer, (1, bufs, bars, outputs, table, shape, scales, CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, O_CHUNKS,
-                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED)),
+                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED, SINKS)),
             (_consumer, (2, bufs, bars, outputs, table, shape, scales, CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, O_CHUNKS,
-                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED)),
+                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED, SINKS)),
             (_producer, (bufs, bars, fixed, q_desc, k_desc, v_desc, counter, table, shape, CONSUMERS, BLOCK_N, STAGES,
                          Q_SLOTS, CAUSAL, WINDOW, DYNAMIC, PACKED)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

@@ -22,6 +22,7 @@ from gpu_accel.gluon_compat import tma_store
 
 from .hopper_device import (
     LN_2,
+    LOG2_E,
     NEG_LARGE,
     bar_arrive,
     bar_sync,
@@ -67,7 +68,7 @@ def first_tile(tile, table, shape, CAUSAL: gl.constexpr, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def _mask_block(s, block, row0, shape, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
+def mask_block(s, block, row0, shape, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
     seqlen_q, seqlen_k, _, _, _, _, _, left, right = shape
     shift = seqlen_k - seqlen_q
     col0 = block * s.shape[1]
@@ -90,7 +91,7 @@ def first_softmax(
     if SOFTCAP:
         s = softcap * tanh(s * scale)
     if MASK:
-        s = _mask_block(s, block, row0, shape, CAUSAL, WINDOW)
+        s = mask_block(s, block, row0, shape, CAUSAL, WINDOW)
     m = gl.maximum(gl.max(s, axis=1), NEG_LARGE)
     p = gl.exp2(s * exp_scale - (m * exp_scale)[:, None])
     return p, m, thread_row_sum(p)
@@ -138,7 +139,7 @@ def step(
         s = softcap * tanh(s * scale)
     if CAUSAL or WINDOW:  # noqa: SIM102 - a run-time branch inside a compile-time one
         if masked:
-            s = _mask_block(s, block, row0, shape, CAUSAL, WINDOW)
+            s = mask_block(s, block, row0, shape, CAUSAL, WINDOW)
     m_new = gl.maximum(m_i, gl.max(s, axis=1))
     if LAZY:
         # A maximum that is up to 8 too small (in base 2) only makes P up to 256 times larger, and O / l stays the same.
@@ -192,26 +193,39 @@ def _store_whole(acc, o_bufs, o_desc, batch, head, row0, WG: gl.constexpr, O_CHU
 @gluon.jit
 def store_tile(
     acc, m_i, l_i, o_bufs, outputs, where, row0, shape, scales,
-    WG: gl.constexpr, O_CHUNKS: gl.constexpr, PACKED: gl.constexpr, ROW_LAYOUT: gl.constexpr,
+    WG: gl.constexpr, O_CHUNKS: gl.constexpr, PACKED: gl.constexpr, SINKS: gl.constexpr, ROW_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """O = acc / l through shared memory and TMA, and LSE = m + log l; rows without keys give 0 and -inf."""
+    """O = acc / l through shared memory and TMA, and LSE = m + log l; rows without keys give 0 and -inf.
+
+    A sink is one more term of l, without a value; it is all of l in rows without keys.
+    """
     ROWS: gl.constexpr = acc.shape[0]
-    o_desc, o_ptr, lse_ptr, cols_v = outputs
+    o_desc, o_ptr, lse_ptr, cols_v, sinks = outputs
     total_q, _, heads, _, _, _, _, _, _ = shape
     batch, head, q_row0, rows_q, used_q = where
     _, exp_scale, _ = scales
     l_row = gl.convert_layout(gl.sum(l_i, axis=1), ROW_LAYOUT)
     m_row = gl.convert_layout(m_i, ROW_LAYOUT)
     rows = row0 + gl.arange(0, ROWS, layout=ROW_LAYOUT)
+    m_row = m_row * exp_scale
+    if SINKS:
+        sink = gl.load(sinks + head) * LOG2_E
+        m_new = gl.maximum(m_row, sink)
+        scale = gl.exp2(m_row - m_new)
+        l_row = l_row * scale + gl.exp2(sink - m_new)
+        m_row = m_new
     masked = l_row == 0.0
     if PACKED:
         masked = masked | (rows >= used_q)
-    acc = acc * gl.where(masked, 0.0, 1.0 / l_row)[:, None]
+    factor = gl.where(masked, 0.0, 1.0 / l_row)
+    if SINKS:
+        factor = factor * scale
+    acc = acc * factor[:, None]
     if PACKED:
         # rows that don't count may have met NaN in q, and 0 times NaN is NaN
         acc = gl.where(masked[:, None], 0.0, acc)
     if row0 < rows_q:
-        lse = gl.where(masked, float("-inf"), (m_row * exp_scale + gl.log2(l_row)) * LN_2)
+        lse = gl.where(masked, float("-inf"), (m_row + gl.log2(l_row)) * LN_2)
         offset = (batch * heads + head).to(gl.int64) * total_q + q_row0
         gl.store(lse_ptr + offset + rows, lse, mask=rows < rows_q)
         if PACKED:

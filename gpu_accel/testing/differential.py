@@ -282,9 +282,9 @@ def simpler(call: Call) -> Iterator[Call]:
         for i, n in enumerate(getattr(call, name)):
             for less in dict.fromkeys((n // 2, n - n % 64, n - 1)):
                 if (1 if call.block else 0) <= less < n:
-                    parts = list(getattr(call, name))
-                    parts[i] = less
-                    yield replace(call, **{name: tuple(parts)})
+                    lengths = getattr(call, name)
+                    shorter: dict[str, Any] = {name: (*lengths[:i], less, *lengths[i + 1 :])}
+                    yield replace(call, **shorter)
 
 
 def shrink(call: Call, fails: Callable[[Call], bool], *, seconds: float = 20.0) -> Call:

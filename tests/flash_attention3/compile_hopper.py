@@ -1,4 +1,7 @@
-"""Compile the Gluon kernels for sm_90 without a GPU, one line of JSON a kernel. Run by test_hopper_compile.py."""
+"""Compile the Gluon kernels for sm_90 (one set for sm_100) without a GPU, one line of JSON a kernel.
+
+Run by test_hopper_compile.py.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from dataclasses import replace
 import torch
 import triton
 
-from gpu_accel.flash_attention3 import hopper, hopper_backward, launch
+from gpu_accel.flash_attention3 import blackwell, hopper, hopper_backward, launch
 from gpu_accel.testing.compile_only import compile_only, use_target
 
 CASES = {
@@ -24,7 +27,6 @@ CASES = {
     "ablation": [
         (128, {"config": {"pipelined": False, "ping_pong": False}}),
         (128, {"config": {"specialized": False, "ping_pong": False}}),
-        (64, {"config": {"specialized": False, "consumers": 2, "dynamic": False}, "window_right": 0}),
     ],
     "packed": [
         (128, {"packed": True, "window_right": 0}),
@@ -32,12 +34,15 @@ CASES = {
         (192, {"head_dim_v": 128, "window_right": 0}),
         (64, {"head_dim_v": 256, "packed": True}),
     ],
+    "blackwell": [(128, {"window_right": 0})],
+    "blackwell-more": [(64, {"window_left": 40}), (256, {"softcap": 9.0})],
     "backward": [(64, {}), (128, {}), (128, {"window_right": 0}), (256, {"window_right": 0})],
 }
 
 
 def main(which: str) -> None:
-    use_target(90)
+    capability = 100 if which.startswith("blackwell") else 90
+    use_target(capability)
     for head_dim, options in CASES[which]:
         label = "-".join([f"d{head_dim}", *(f"{n}{x}" for n, x in options.items())])
         options = dict(options)
@@ -45,7 +50,7 @@ def main(which: str) -> None:
         def hook(kernel, arguments, constants, label=label):
             if kernel.__name__ in ("prepare", "dq_finish", "fill_tile_table"):  # plain Triton
                 return
-            got = compile_only(kernel, arguments, constants, name=label, capability=90)
+            got = compile_only(kernel, arguments, constants, name=label, capability=capability)
             row = {
                 "name": got.name,
                 "kernel": kernel.__name__,
@@ -54,6 +59,7 @@ def main(which: str) -> None:
                 "spills": got.spills,
                 "shared": got.shared,
                 "wgmma": got.instructions["HGMMA"],
+                "tcgen05": got.instructions["UTCHMMA"],
                 "tma": got.instructions["UTMALDG"],
                 "repacking": got.instructions["PRMT"],
                 "warnings": got.warnings,
@@ -62,7 +68,9 @@ def main(which: str) -> None:
 
         q = torch.empty(1, 8192, 4, head_dim, dtype=torch.bfloat16)  # long: three consumers at head_dim 64
         with launch.instead_of_launching(hook):
-            if which == "backward":
+            if capability == 100:
+                blackwell.forward(q, q, q, softmax_scale=0.1, **options)
+            elif which == "backward":
                 lse = torch.empty(1, 4, q.shape[1])
                 hopper_backward.backward(q, q, q, q, q, lse, softmax_scale=0.1, **options)
             else:

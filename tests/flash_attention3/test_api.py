@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from gpu_accel.flash_attention3 import (
     flash_attention_3_forward,
     flash_attn_func,
     flash_attn_varlen_func,
+    function,
 )
 from gpu_accel.flash_attention3.backends import BACKENDS, choose
 from gpu_accel.flash_attention3.problem import Problem
@@ -261,3 +263,18 @@ def test_meta_tensors_and_checkpointing(device):
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     shape = flash_attn_func(*(x.to("meta") for x in (q, k, v))).shape
     assert shape == q.shape
+
+
+def test_blackwell_is_taken_by_name_only():
+    q = torch.zeros(1, 64, 2, 64, dtype=torch.bfloat16)
+    problem = function.problem_of(q, q, q, window_left=-1, window_right=0, softcap=0.0)
+    b200 = replace(problem, device_type="cuda", capability=(10, 0))
+    name, refused = choose(b200, "auto", "forward")
+    assert name == "portable" and "experimental and not measured" in refused["blackwell"]
+    assert choose(b200, "blackwell", "forward") == ("blackwell", {})
+    assert choose(b200, "blackwell", "backward")[0] == "portable"
+    with pytest.raises(UnsupportedError, match="packed sequences"):
+        choose(replace(b200, varlen=True), "blackwell", "forward")
+    for elsewhere in (problem, replace(b200, capability=(9, 0))):
+        with pytest.raises(HardwareError, match="blackwell"):
+            choose(elsewhere, "blackwell", "forward")

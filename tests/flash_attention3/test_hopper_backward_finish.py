@@ -7,7 +7,9 @@ import math
 import pytest
 import torch
 
+from gpu_accel.flash_attention3 import hopper_backward
 from gpu_accel.flash_attention3.hopper_backward_finish import dq_finish, prepare
+from gpu_accel.flash_attention3.reference import attention_reference, attention_truth_backward
 
 LOG2_E = 1.4426950408889634
 
@@ -48,3 +50,17 @@ def test_dq_finish(d, device):
     dq_finish[(batch * heads, blocks * 2)](order.contiguous(), got, *got.stride()[:3], heads, seqlen, blocks, head_dim,
                                            0.5, D=d, M=block, MASK_D=True)  # fmt: skip
     torch.testing.assert_close(got, 0.5 * dq[:, :, :seqlen, :head_dim].transpose(1, 2), rtol=0, atol=0)
+
+
+def test_gradient_of_sinks(device):
+    batch, seqlen, heads, d = 2, 70, 3, 64
+    q, k, v = (torch.randn(batch, seqlen, heads, d, device=device) for _ in range(3))
+    sinks = torch.randn(heads, device=device)
+    o, lse = attention_reference(q, k, v, sinks=sinks, causal=True)
+    do, dlse = torch.randn_like(o), torch.randn_like(lse)
+    stat = torch.full((batch, heads, 2, 2, 64), math.nan, device=device)
+    total = torch.empty(1, device=device)
+    prepare[(batch * heads, 2)](o, do, lse, dlse, stat, total, *o.stride()[:3], *do.stride()[:3], heads, seqlen, 2, d,
+                                D=d, M=64, ROWS=64, MASK_D=False, DLSE=True, ZERO=False)  # fmt: skip
+    truth = attention_truth_backward(do, q, k, v, dlse=dlse, sinks=sinks, causal=True)[3]
+    torch.testing.assert_close(hopper_backward._sink_gradient(sinks, stat).double(), truth, rtol=1e-4, atol=1e-4)

@@ -1,4 +1,7 @@
-"""The Gluon kernels compile to sm_90a with every supported Triton; the flagship neither spills nor serialises."""
+"""The Gluon kernels compile to sm_90a, the experimental one to sm_100a, with every supported Triton.
+
+The flagship neither spills nor serialises.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ def test_flagship_neither_spills_nor_serialises(version):
     assert len(rows) == 3
     for name, row in rows.items():
         # 3.9 allocates head_dim 64 a little worse, outside the loop
-        assert row["spills"] <= (320 if row["triton"] >= "3.9" else 0), (name, row)
+        assert row["spills"] <= (256 if row["triton"] >= "3.9" else 0), (name, row)
         assert not row["warnings"], (name, row)
         assert row["wgmma"] > 0 and row["tma"] > 0, (name, row)
         assert row["shared"] <= SHARED_LIMIT, (name, row)
@@ -60,7 +63,7 @@ def test_masks_windows_and_soft_caps_compile(version):
 @pytest.mark.slow
 def test_variants_of_the_ablation_compile():
     rows = compiled("installed", "ablation")
-    assert len(rows) == 3
+    assert len(rows) == 2
     for name, row in rows.items():
         # two warpgroups are compiled apart, without specialisation there is one program for both
         assert row["wgmma"] > 0 and row["spills"] <= SMALL_SPILL and row["shared"] <= SHARED_LIMIT, (name, row)
@@ -88,3 +91,16 @@ def test_backward_compiles_without_serialised_products(version):
         assert row["spills"] <= (1000 if row["kernel"] == "dq_kernel" else SMALL_SPILL), (name, row)
         assert not row["warnings"], (name, row)
         assert row["wgmma"] > 0 and row["tma"] > 0 and row["shared"] <= SHARED_LIMIT, (name, row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", VERSIONS)
+def test_blackwell_compiles(version):
+    rows = dict(compiled(version, "blackwell"))
+    if version == "installed":
+        rows |= compiled(version, "blackwell-more")
+    assert len(rows) == (3 if version == "installed" else 1)
+    for name, row in rows.items():
+        assert row["tcgen05"] > 0 and row["wgmma"] == 0 and row["tma"] > 0, (name, row)
+        assert row["spills"] <= SMALL_SPILL and not row["warnings"], (name, row)
+        assert row["shared"] <= SHARED_LIMIT, (name, row)
