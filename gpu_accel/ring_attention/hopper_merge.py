@@ -20,7 +20,6 @@ from gpu_accel.flash_attention3.problem import Problem, effective_window
 
 _LOG2_E = 1.4426950408889634
 _ROWS = 64  # of a tile of one warpgroup
-_prefetch = True
 
 
 def refuse(problem: Problem) -> str | None:
@@ -127,7 +126,6 @@ def forward_merge(
         DYNAMIC=config.dynamic,
         LAZY=config.lazy,
         FIRST=first,
-        PREFETCH=_prefetch and not first,
         CONSUMER_REGISTERS=consumer_registers,
         PRODUCER_REGISTERS=producer_registers,
     )

@@ -219,7 +219,7 @@ def attention_merge_kernel(
     CONSUMERS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     Q_SLOTS: gl.constexpr, PING_PONG: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
     EVEN_K: gl.constexpr, DYNAMIC: gl.constexpr, LAZY: gl.constexpr, FIRST: gl.constexpr,
-    PREFETCH: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """`o_ptr` (batch, total, heads, HEAD_DIM) and `lse_ptr` (batch, heads, total), float32, at the first row of q."""
     dtype: gl.constexpr = q_desc.dtype
@@ -261,7 +261,7 @@ def attention_merge_kernel(
             (_consumer, (1, bufs, bars, outputs, shape, scales, CONSUMERS, BLOCK_N, STAGES, Q_SLOTS,
                          PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, FIRST)),
             (producer, (bufs, bars, q_desc, k_desc, v_desc, counter, shape, o_ptr, total, CONSUMERS, BLOCK_N, STAGES,
-                        Q_SLOTS, CAUSAL, WINDOW, DYNAMIC, PREFETCH)),
+                        Q_SLOTS, CAUSAL, WINDOW, DYNAMIC, FIRST)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.static_assert(CONSUMERS == 3)
@@ -273,5 +273,5 @@ def attention_merge_kernel(
             (_consumer, (2, bufs, bars, outputs, shape, scales, CONSUMERS, BLOCK_N, STAGES, Q_SLOTS,
                          PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, FIRST)),
             (producer, (bufs, bars, q_desc, k_desc, v_desc, counter, shape, o_ptr, total, CONSUMERS, BLOCK_N, STAGES,
-                        Q_SLOTS, CAUSAL, WINDOW, DYNAMIC, PREFETCH)),
+                        Q_SLOTS, CAUSAL, WINDOW, DYNAMIC, FIRST)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

@@ -127,7 +127,7 @@ def prefetch_rows(o_ptr, batch, head, row0, total, heads, seqlen_q, DIM: gl.cons
 def producer(
     bufs, bars, q_desc, k_desc, v_desc, counter, shape, o_ptr, total,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_SLOTS: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DYNAMIC: gl.constexpr, PREFETCH: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DYNAMIC: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
     q_bufs, k_bufs, v_bufs, _ = bufs
     q_full, q_empty, k_full, v_full, kv_empty, queue_full, queue_empty, queue = bars
@@ -154,7 +154,7 @@ def producer(
                 mbarrier.wait(kv_empty.index(stage), ((it // STAGES) & 1) ^ 1)
                 mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
                 tma_load(k_desc, [batch, kv, (hi - 1) * BLOCK_N, 0], k_full.index(stage), k_bufs.index(stage))
-        if PREFETCH:
+        if not FIRST:
             for c in gl.static_range(CONSUMERS):
                 row0 = m_block * BLOCK_M + c * ROWS
                 prefetch_rows(o_ptr, batch, head, row0, total, heads, seqlen_q, q_bufs.shape[2])
