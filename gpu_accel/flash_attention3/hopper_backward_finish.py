@@ -14,7 +14,7 @@ def prepare(
     heads, seqlen_q, num_m, head_dim,
     D: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, MASK_D: tl.constexpr, DLSE: tl.constexpr, ZERO: tl.constexpr,
 ):  # fmt: skip
-    """stat = (lse in base 2, delta = rowsum(do * o) - dlse), (+inf, 0) where there is no row; zeroes the sum of dQ."""
+    """stat = (lse in base 2, delta = rowsum(do * o) - dlse), (+inf, 0) where a row sees nothing or is none; zeroes the sum of dQ."""
     batch_head = tl.program_id(0)
     part = tl.program_id(1)
     batch = batch_head // heads
@@ -34,6 +34,7 @@ def prepare(
     lse = tl.where(lse == float("-inf"), float("inf"), lse)
     if DLSE:
         delta -= tl.load(dlse_ptr + lse_at, mask=rows < seqlen_q, other=0.0)
+    delta = tl.where(lse == float("inf"), 0.0, delta)  # whatever do holds there, behind packed sequences for one
     stat_at = (batch_head.to(tl.int64) * num_m + rows // M) * (2 * M) + rows % M
     tl.store(stat_ptr + stat_at, lse)
     tl.store(stat_ptr + stat_at + M, delta)
