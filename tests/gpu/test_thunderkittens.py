@@ -9,6 +9,7 @@ from gpu_accel.testing import assert_close_to_truth, generator
 from gpu_accel.thunderkittens import elements, linear, reference, rows
 from gpu_accel.thunderkittens.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from gpu_accel.thunderkittens.delta import delta_rule
+from gpu_accel.thunderkittens.features import fused_chunk_based, hedgehog_attention
 from gpu_accel.thunderkittens.losses import cross_entropy, fused_linear_cross_entropy
 from gpu_accel.thunderkittens.mamba2 import mamba_chunk_scan_combined
 
@@ -168,6 +169,23 @@ def test_cross_entropy(dtype):
 
     judge(["loss", "dx", "dw"], fused, [x, w], [one])
     judge(["loss", "dx"], lambda b: lambda t: cross_entropy(t, y, backend=b), [x @ w.T], [one])
+
+
+def test_based():
+    q, k = (randn(2, 515, 4, 16, seed=s, dtype=BF16) for s in (1, 2))
+    v = randn(2, 515, 4, 64, seed=3, dtype=BF16)
+    judge(["o", "dq", "dk", "dv"], lambda b: lambda q, k, v: fused_chunk_based(q, k, v, backend=b), [q, k, v],
+          [randn(2, 515, 4, 64, seed=4)])  # fmt: skip
+
+
+def test_hedgehog():
+    q, k, v = (randn(2, 515, 4, 128, seed=s, dtype=BF16) for s in (1, 2, 3))
+    maps = [randn(4, 128, 64, seed=s, dtype=BF16) / 11 for s in (4, 5)]
+
+    def function(backend):
+        return lambda *given: hedgehog_attention(*given, backend=backend)
+
+    judge(["o", "dq", "dk", "dv", "dq_map", "dk_map"], function, [q, k, v, *maps], [randn(2, 515, 4, 128, seed=6)])
 
 
 def test_offsets_beyond_two_to_the_31():

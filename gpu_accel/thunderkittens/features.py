@@ -1,0 +1,104 @@
+"""Linear attention with feature maps: Based (arXiv 2402.18668) and Hedgehog (arXiv 2402.04347).
+
+    fused_chunk_based(q, k, v)                      1 + x + x^2 / 2 of x = scale q'k, the Taylor series of exp
+    hedgehog_attention(q, k, v, q_map, k_map)       softmax of a learned projection and of its negative
+
+Both are weights of pairs that are products of features, so the sum over earlier steps is linear attention on the
+features, and the sum of weights that it is divided by is linear attention on values of one. Features are made by torch
+and written to memory; nothing else differs from `linear.py`. Sliding windows, which both papers put beside them, are
+flash_attention3's.
+
+The second-order part of Based has K^2 products x_i x_j, but x_i x_j and x_j x_i are the same number: with weight 1 for
+i < j and 1 / sqrt(2) for i = j, half of them do. 16 dimensions become 1 + 16 + 136 = 153 features, not 273.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from gpu_accel.errors import InvalidInputError
+from gpu_accel.thunderkittens import chunked
+from gpu_accel.thunderkittens.linear import LARGEST_DIM, _need, _shape, linear_attention
+
+
+def taylor_features(x: Tensor) -> Tensor:
+    """(..., K) to (..., 1 + K + K (K + 1) / 2): products of two such rows are 1 + x'y + (x'y)^2 / 2."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    i, j = torch.triu_indices(x.shape[-1], x.shape[-1], device=x.device)
+    weight = wide.new_ones(i.shape).masked_fill(i == j, math.sqrt(0.5))
+    pairs = wide[..., i] * wide[..., j] * weight
+    return torch.cat([torch.ones_like(wide[..., :1]), wide, pairs], -1).to(x.dtype)
+
+
+def hedgehog_features(x: Tensor, mapping: Tensor) -> Tensor:
+    """(batch, seqlen, heads, K) by (heads, K, F) to (batch, seqlen, heads, 2 F): softmax(x W) and softmax(-x W)."""
+    projected = torch.einsum("bthk,hkf->bthf", x, mapping)
+    projected = projected if x.dtype == torch.float64 else projected.float()
+    return torch.cat([projected.softmax(-1), (-projected).softmax(-1)], -1).to(x.dtype)
+
+
+def _normalised(q: Tensor, k: Tensor, v: Tensor, norm: bool, cu_seqlens: Tensor | None, backend: str) -> Tensor:
+    """Linear attention with scale 1, divided by the sum of its weights."""
+    o, _ = linear_attention(q, k, v, scale=1.0, cu_seqlens=cu_seqlens, backend=backend)
+    if not norm:
+        return o
+    total, _ = linear_attention(q, k, torch.ones_like(v[..., :1]), scale=1.0, cu_seqlens=cu_seqlens, backend=backend)
+    wide = o if o.dtype == torch.float64 else o.float()
+    return (wide / (total.to(wide.dtype) + 1e-6)).to(v.dtype)
+
+
+def fused_chunk_based(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, use_norm: bool = True, *,
+    cu_seqlens: Tensor | None = None, backend: str = "auto",
+) -> Tensor:  # fmt: skip
+    """o_t = sum over s <= t of w_ts v_s, w = 1 + x + x^2 / 2 with x = scale q_t'k_s; divided by the sum of w.
+
+    Args:
+        q, k: (batch, seqlen, heads of q, K), K at most 20 (its features must be at most 256); v: (batch, seqlen,
+            heads, V). scale: K**-0.5 unless given. use_norm: whether to divide. cu_seqlens: as in `linear_attention`.
+
+    Returns:
+        o (batch, seqlen, heads, V) in the dtype of v, differentiable in q, k and v.
+
+    Raises:
+        InvalidInputError: shapes or dtypes do not fit, or K is too large.
+    """
+    _need(q.dim() == 4, f"q must be (batch, seqlen, heads, K), got {_shape(q)}")
+    count = 1 + q.shape[-1] + q.shape[-1] * (q.shape[-1] + 1) // 2
+    if count > LARGEST_DIM:
+        raise InvalidInputError(f"K is {q.shape[-1]}, which makes {count} features; at most {LARGEST_DIM} are taken")
+    scale = chunked.default_scale(q.shape[-1]) if scale is None else float(scale)
+    wide = q if q.dtype == torch.float64 else q.float()
+    features = taylor_features((wide * scale).to(q.dtype) if q.dtype != torch.float64 else wide * scale)
+    return _normalised(features, taylor_features(k), v, use_norm, cu_seqlens, backend)
+
+
+def parallel_based(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, use_norm: bool = True, *, backend: str = "auto"
+) -> Tensor:
+    """The same function under the name of fla's quadratic kernel, which the paper compared with."""
+    return fused_chunk_based(q, k, v, scale, use_norm, backend=backend)
+
+
+def hedgehog_attention(
+    q: Tensor, k: Tensor, v: Tensor, q_map: Tensor, k_map: Tensor, *, cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:  # fmt: skip
+    """Linear attention on learned features, divided by the sum of its weights.
+
+    Args:
+        q, k: (batch, seqlen, heads, K); v: (batch, seqlen, heads, V). q_map, k_map: (heads, K, F), F at most 128.
+
+    Returns:
+        o (batch, seqlen, heads, V) in the dtype of v, differentiable in all five.
+    """
+    _need(q.dim() == 4 and k.shape == q.shape, f"q and k must be (batch, seqlen, heads, K), got {_shape(q)}, "
+          f"{_shape(k)}")  # fmt: skip
+    for name, x in (("q_map", q_map), ("k_map", k_map)):
+        _need(x.dim() == 3 and x.shape[:2] == q.shape[2:] and 0 < x.shape[2] <= LARGEST_DIM // 2 and x.dtype == q.dtype,
+              f"{name} must be (heads, K, F) {tuple(q.shape[2:])} with F at most {LARGEST_DIM // 2} in {q.dtype}, got "
+              f"{_shape(x)}")  # fmt: skip
+    return _normalised(hedgehog_features(q, q_map), hedgehog_features(k, k_map), v, True, cu_seqlens, backend)

@@ -1,0 +1,91 @@
+"""Feature maps: the features are what they say, and attention on them is the quadratic sum of its weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gpu_accel.errors import InvalidInputError
+from gpu_accel.thunderkittens import features
+from gpu_accel.thunderkittens.features import fused_chunk_based, hedgehog_attention, parallel_based
+from tests.thunderkittens.helpers import close, randn, run
+
+
+def quadratic(weights, v):
+    weights = weights.tril()
+    return torch.einsum("bhts,bshv->bthv", weights / (weights.sum(-1, keepdim=True) + 1e-6), v)
+
+
+def based_truth(q, k, v):
+    x = torch.einsum("bthk,bshk->bhts", q, k) * q.shape[-1] ** -0.5
+    return quadratic(1 + x + x * x / 2, v)
+
+
+def hedgehog_truth(q, k, v, q_map, k_map):
+    a, b = features.hedgehog_features(q, q_map), features.hedgehog_features(k, k_map)
+    return quadratic(torch.einsum("bthf,bshf->bhts", a, b), v)
+
+
+def test_products_of_features_are_the_series(device):
+    x, y = randn(7, 16, seed=1, device=device).double(), randn(7, 16, seed=2, device=device).double()
+    a, b = features.taylor_features(x), features.taylor_features(y)
+    assert a.shape == (7, 153)
+    inner = (x * y).sum(-1)
+    torch.testing.assert_close((a * b).sum(-1), 1 + inner + inner**2 / 2)
+
+
+def test_features_of_hedgehog_are_two_distributions(device):
+    x, w = randn(1, 5, 2, 8, seed=1, device=device), randn(2, 8, 6, seed=2, device=device)
+    found = features.hedgehog_features(x, w)
+    assert found.shape == (1, 5, 2, 12) and (found > 0).all()
+    torch.testing.assert_close(found.unflatten(-1, (2, 6)).sum(-1), torch.ones(1, 5, 2, 2, device=device))
+    torch.testing.assert_close(found[0, 3, 1, 6:], (-(x[0, 3, 1] @ w[1])).softmax(0))
+
+
+@pytest.mark.parametrize("seqlen", [1, 21])
+def test_based(seqlen, device):
+    q, k = (randn(1, seqlen, 2, 8, seed=s, device=device) for s in (1, 2))
+    v, do = (randn(1, seqlen, 2, 24, seed=s, device=device) for s in (3, 4))
+
+    def function(backend):
+        return lambda q, k, v: fused_chunk_based(q, k, v, backend=backend)
+
+    truth, ruler = run(based_truth, [q, k, v], [do], torch.float64), run(function("reference"), [q, k, v], [do])
+    for name, *three in zip(["o", "dq", "dk", "dv"], run(function("portable"), [q, k, v], [do]), truth, ruler,
+                            strict=True):  # fmt: skip
+        close(name, *three)
+    assert torch.equal(parallel_based(q, k, v), fused_chunk_based(q, k, v))
+
+
+def test_hedgehog(device):
+    q, k = (randn(1, 21, 2, 8, seed=s, device=device) for s in (1, 2))
+    v, do = (randn(1, 21, 2, 24, seed=s, device=device) for s in (3, 4))
+    maps = [randn(2, 8, 8, seed=s, device=device) for s in (5, 6)]
+
+    def function(backend):
+        return lambda *given: hedgehog_attention(*given, backend=backend)
+
+    given = [q, k, v, *maps]
+    truth, ruler = run(hedgehog_truth, given, [do], torch.float64), run(function("reference"), given, [do])
+    names = ["o", "dq", "dk", "dv", "dq_map", "dk_map"]
+    for name, *three in zip(names, run(function("portable"), given, [do]), truth, ruler, strict=True):
+        close(name, *three)
+
+
+def test_without_the_norm_and_packed(device):
+    q, k = (randn(1, 12, 1, 4, seed=s, device=device) for s in (1, 2))
+    v = randn(1, 12, 1, 16, seed=3, device=device)
+    x = torch.einsum("bthk,bshk->bhts", q, k)
+    o = fused_chunk_based(q, k, v, 1.0, False)
+    torch.testing.assert_close(o, torch.einsum("bhts,bshv->bthv", (1 + x + x * x / 2).tril(), v), rtol=1e-4, atol=1e-4)
+    cu = torch.tensor([0, 5, 12], device=device)
+    packed = fused_chunk_based(q, k, v, cu_seqlens=cu)
+    torch.testing.assert_close(packed[:, 5:], fused_chunk_based(q[:, 5:], k[:, 5:], v[:, 5:]), rtol=1e-4, atol=1e-4)
+
+
+def test_wrong_arguments_are_refused(device):
+    q, w = randn(1, 5, 2, 32, seed=1, device=device), randn(2, 32, 8, seed=2, device=device)
+    with pytest.raises(InvalidInputError, match="561 features"):
+        fused_chunk_based(q, q, q)
+    with pytest.raises(InvalidInputError, match="k_map must be"):
+        hedgehog_attention(q, q, q, w, w[:1])
