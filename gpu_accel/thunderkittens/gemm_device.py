@@ -54,6 +54,87 @@ def previous(stage, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def first_slice(program, slices):
+    """Where the piece of `program` begins, of `slices` dealt evenly to all programs."""
+    return ((slices + 0).to(gl.int64) * program // gl.num_programs(0)).to(gl.int32)
+
+
+@gluon.jit
+def program_of(unit, slices):
+    """The program whose piece has slice `unit`."""
+    return (((unit + 1).to(gl.int64) * gl.num_programs(0) - 1) // slices).to(gl.int32)
+
+
+@gluon.jit
+def pieces_of(k_steps, tiles, dealt):
+    """(items of this program, how many of them are pieces, where these begin, where they end): see `item`."""
+    program = gl.program_id(0)
+    begin = first_slice(program, dealt * k_steps)
+    end = first_slice(program + 1, dealt * k_steps)
+    pieces = gl.cdiv(end, k_steps) - begin // k_steps
+    whole = gl.cdiv(gl.maximum(tiles - dealt - program, 0), gl.num_programs(0))
+    return pieces + whole, pieces, begin, end
+
+
+@gluon.jit
+def item(number, tiles, k_steps, dealt, items, pieces, begin, end):
+    """(tile, first slice, one past the last slice) of an item of this program.
+
+    The last `dealt` tiles are dealt to all programs in slices, so that all finish together. The others come whole, and
+    first: programs that stay in step share what they read in L2, and those that start with pieces never are.
+    """
+    whole = gl.num_programs(0) * number + gl.program_id(0)
+    number -= items - pieces
+    tile = begin // k_steps + number
+    k0 = gl.maximum(begin - tile * k_steps, 0)
+    k1 = gl.minimum(end - tile * k_steps, k_steps)
+    is_piece = number >= 0
+    return gl.where(is_piece, tiles - dealt + tile, whole), gl.where(is_piece, k0, 0), gl.where(is_piece, k1, k_steps)
+
+
+@gluon.jit
+def own_slot(program, k0):
+    """Where a program leaves its part of a shared tile: it has at most one that it begins, and one begun by another."""
+    return program * 2 + gl.where(k0 == 0, 1, 0)
+
+
+@gluon.jit
+def slot_of(program, first):
+    """Where `program` left its part of a tile that `first` began."""
+    return program * 2 + gl.where(program == first, 1, 0)
+
+
+@gluon.jit
+def partial(partials, slot, ROWS: gl.constexpr, COLS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Pointers (ROWS, COLS) to a slot of `partials`."""
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    cols = gl.arange(0, COLS, layout=gl.SliceLayout(0, LAYOUT))
+    return partials + slot.to(gl.int64) * (ROWS * COLS) + rows[:, None] * COLS + cols[None, :]
+
+
+@gluon.jit
+def count(counter, BARRIER: gl.constexpr):
+    """Count up by one after everything that this warpgroup wrote is visible; the count before, in all threads.
+
+    BARRIER: a named barrier for this warpgroup alone.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    thread = gl.arange(0, 128, layout=layout)
+    address = gl.full([128], 0, gl.int64, layout) + counter.to(gl.int64)
+    barrier = gl.full([128], BARRIER, gl.int32, layout)
+    old = gl.inline_asm_elementwise(
+        "{ .reg .pred p; fence.acq_rel.gpu; bar.sync $3, 128; setp.eq.u32 p, $2, 0; mov.u32 $0, 0; "
+        "@p atom.global.acq_rel.gpu.add.u32 $0, [$1], 1; bar.sync $3, 128; fence.acq_rel.gpu; }",
+        "=&r,l,r,r",
+        [address, thread, barrier],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    return gl.sum(old, axis=0)
+
+
+@gluon.jit
 def activate(x, ACTIVATION: gl.constexpr):
     """The activation of a float32 tensor."""
     if ACTIVATION == RELU:

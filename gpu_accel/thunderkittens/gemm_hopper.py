@@ -16,6 +16,7 @@ ACTIVATIONS = {"none": 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
 SHARED = 227 * 1024  # bytes that one program can have
 _ALIGNMENT = 16  # bytes, for addresses and row strides that TMA can take
 _MOST_SHAPES = 4096
+_COUNTERS = 1 << 20  # set aside once a device for captured launches, which must not share theirs
 _maps: dict[tuple, dict] = {}
 
 
@@ -24,6 +25,7 @@ class GemmConfig:
     """Tiles of the persistent kernel: `64 * consumers` x `bn`, slices of `bk`, columns of `group` tile rows at a time.
 
     `chunks`: column pieces in which a consumer writes its rows; 2 takes half the shared memory.
+    `deal`: tiles that would be a last, partly idle round are dealt to all SMs in slices of K.
     """
 
     consumers: int = 2
@@ -32,6 +34,7 @@ class GemmConfig:
     stages: int = 4
     group: int = 16
     chunks: int = 2
+    deal: bool = False
 
     def registers(self) -> tuple[int, int, int]:
         """(cap at launch, per consumer thread, per producer thread) that share one SM's 65536 registers."""
@@ -143,11 +146,44 @@ def gluon_available() -> bool:
     return True
 
 
+_by_stream: dict[tuple[torch.device, int], Tensor] = {}
+_for_graphs: dict[torch.device, tuple[Tensor, int]] = {}
+
+
+def zero_counters(device: torch.device, number: int) -> Tensor:
+    """`number` zeros that a launch leaves as zeros, for it alone: launches of one stream never overlap."""
+    if device.type != "cuda":
+        return torch.zeros(number, dtype=torch.int32, device=device)
+    if torch.cuda.is_current_stream_capturing():
+        pool, used = _for_graphs.get(device, (None, 0))
+        if pool is None or used + number > _COUNTERS:
+            return torch.zeros(number, dtype=torch.int32, device=device)  # cleared again by every replay
+        _for_graphs[device] = pool, used + number
+        return pool[used : used + number]
+    if device not in _for_graphs:
+        _for_graphs[device] = torch.zeros(_COUNTERS, dtype=torch.int32, device=device), 0
+    key = (device, torch.cuda.current_stream(device).cuda_stream)
+    counters = _by_stream.get(key)
+    if counters is None or counters.numel() < number:
+        counters = _by_stream[key] = torch.zeros(max(number, 1024), dtype=torch.int32, device=device)
+    return counters
+
+
 @functools.cache
 def _kernel() -> QuickLaunch:
     from .gemm_kernel import gemm_kernel
 
     return QuickLaunch(gemm_kernel)
+
+
+def dealt_tiles(tiles: int, k_steps: int, programs: int) -> int:
+    """How many tiles are dealt in slices: those of the last round, where that gains more than sharing them costs.
+
+    Idle time is (1 - rest / programs) of k_steps; leaving, counting and adding sums costs about 12 (an estimate).
+    """
+    rest = tiles % programs
+    worth = rest and (programs - rest) * k_steps >= 12 * programs and rest * k_steps >= 4 * programs
+    return rest if worth else 0
 
 
 def gemm_config(m: int, n: int, k: int) -> GemmConfig:
@@ -180,7 +216,15 @@ def gemm(
     tiles_m, tiles_n = -(-m // (64 * config.consumers)), -(-n // bn)
     cap, consumer, producer = config.registers()
     given = out if bias is None else bias
-    arguments = (a_desc, b_desc, out_desc, out, given, m, n, -(-k // bk), tiles_m, tiles_n)
+    k_steps, programs = -(-k // bk), multiprocessors(a.device)
+    dealt = dealt_tiles(tiles_m * tiles_n, k_steps, programs) if config.deal else 0
+    partials = counters = given
+    if dealt:
+        counters = zero_counters(a.device, dealt * config.consumers)
+        partials = torch.empty(2 * programs * config.consumers * 64 * bn, dtype=torch.float32, device=a.device)
+    else:
+        programs = min(programs, tiles_m * tiles_n)
+    arguments = (a_desc, b_desc, out_desc, out, given, partials, counters, m, n, k_steps, tiles_m, tiles_n, dealt)
     constants = dict(
         CONSUMERS=config.consumers,
         BN=bn,
@@ -193,9 +237,10 @@ def gemm(
         BIAS=bias is not None,
         ACTIVATION=ACTIVATIONS[activation],
         DIRECT=direct,
+        DEAL=dealt > 0,
         CONSUMER_REGISTERS=consumer,
         PRODUCER_REGISTERS=producer,
     )
-    programs = min(multiprocessors(a.device), tiles_m * tiles_n)
-    _kernel()((a.dtype, out.dtype, given.dtype), programs, arguments, constants, dict(num_warps=4, maxnreg=cap))
+    key = (a.dtype, out.dtype, given.dtype, partials.dtype, partials.data_ptr() % 16, counters.dtype)
+    _kernel()(key, programs, arguments, constants, dict(num_warps=4, maxnreg=cap))
     return out

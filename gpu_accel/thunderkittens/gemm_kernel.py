@@ -28,7 +28,24 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 from gpu_accel.gluon_compat import tma_load
 
-from .gemm_device import NOWHERE, activate, add_bias, advance, pack, place, previous, store_direct, write_packed
+from .gemm_device import (
+    NOWHERE,
+    activate,
+    add_bias,
+    advance,
+    count,
+    item,
+    own_slot,
+    pack,
+    partial,
+    pieces_of,
+    place,
+    previous,
+    program_of,
+    slot_of,
+    store_direct,
+    write_packed,
+)
 
 ROWS = gl.constexpr(64)  # rows of one consumer: the M of wgmma
 
@@ -46,16 +63,37 @@ def _operands(a_bufs, b_bufs, stage, WG: gl.constexpr, CONSUMERS: gl.constexpr, 
 
 
 @gluon.jit
+def _share(acc, tile, k0, shape, dealt, partials, counters, WG: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Leave the sums of a shared tile, and if all are there add them up: (sums, whether they are complete)."""
+    _, _, k_steps, tiles_m, tiles_n = shape
+    tile -= tiles_m * tiles_n - dealt
+    LAYOUT: gl.constexpr = acc.type.layout
+    BN: gl.constexpr = acc.shape[1]
+    slot = own_slot(gl.program_id(0), k0) * CONSUMERS + WG
+    gl.store(partial(partials, slot, ROWS, BN, LAYOUT), acc)
+    first = program_of(tile * k_steps, dealt * k_steps)
+    last = program_of(tile * k_steps + k_steps - 1, dealt * k_steps)
+    complete = count(counters + tile * CONSUMERS + WG, 8 + WG) == last - first
+    if complete:
+        acc = gl.full(acc.shape, 0.0, gl.float32, LAYOUT)
+        for p in range(first, last + 1):
+            slot = slot_of(p, first) * CONSUMERS + WG
+            acc += gl.load(partial(partials, slot, ROWS, BN, LAYOUT), cache_modifier=".cg")
+        gl.store(counters + tile * CONSUMERS + WG, 0)
+    return acc, complete
+
+
+@gluon.jit
 def _consumer(
-    WG: gl.constexpr, bufs, bars, out_desc, out, bias, shape,
+    WG: gl.constexpr, bufs, bars, out_desc, out, bias, shape, dealt, partials, counters,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, A_K: gl.constexpr, B_K: gl.constexpr, GROUP: gl.constexpr,
     BN: gl.constexpr, CHUNKS: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr, DIRECT: gl.constexpr,
-    WIDE: gl.constexpr,
+    WIDE: gl.constexpr, DEAL: gl.constexpr,
 ):  # fmt: skip
     a_bufs, b_bufs, out_bufs = bufs
     full, empty = bars
     M, N, k_steps, tiles_m, tiles_n = shape
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 256 // a_bufs.dtype.primitive_bitwidth])
     BM: gl.constexpr = ROWS * CONSUMERS
     stage = 0
     phase = 0
@@ -65,7 +103,9 @@ def _consumer(
         packed = pack(zero, dtype)
         row = 0 + NOWHERE
         col = 0
-    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+    items, pieces, begin, end = pieces_of(k_steps, tiles_m * tiles_n, dealt)
+    for number in range(items):
+        tile, k0, k1 = item(number, tiles_m * tiles_n, k_steps, dealt, items, pieces, begin, end)
         tile_m, tile_n = place(tile, tiles_m, tiles_n, GROUP)
         mbarrier.wait(full.index(stage), phase)
         a, b = _operands(a_bufs, b_bufs, stage, WG, CONSUMERS, A_K, B_K)
@@ -74,7 +114,7 @@ def _consumer(
             write_packed(packed, out_bufs, WG, out_desc, out, row, col, M, N, ACC, CHUNKS, dtype, DIRECT)
         acc = warpgroup_mma_wait(1, deps=[acc])  # waits for nothing
         stage, phase = advance(stage, phase, STAGES)
-        for _ in range(1, k_steps):
+        for _ in range(k0 + 1, k1):
             mbarrier.wait(full.index(stage), phase)
             a, b = _operands(a_bufs, b_bufs, stage, WG, CONSUMERS, A_K, B_K)
             acc = warpgroup_mma(a, b, acc, is_async=True)
@@ -84,6 +124,10 @@ def _consumer(
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(empty.index(previous(stage, STAGES)), count=1)
         row_now = tile_m * BM + WG * ROWS
+        if DEAL:  # noqa: SIM102
+            if k1 - k0 < k_steps:
+                acc, complete = _share(acc, tile, k0, shape, dealt, partials, counters, WG, CONSUMERS)
+                row_now = gl.where(complete, row_now, NOWHERE)
         col_now = tile_n * BN
         x = activate(add_bias(acc, bias, col_now, N, BIAS), ACTIVATION)
         if WIDE:
@@ -100,7 +144,7 @@ def _consumer(
 
 @gluon.jit
 def _producer(
-    bufs, bars, a_desc, b_desc, shape,
+    bufs, bars, a_desc, b_desc, shape, dealt,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, A_K: gl.constexpr, B_K: gl.constexpr, GROUP: gl.constexpr,
     BN: gl.constexpr, BK: gl.constexpr,
 ):  # fmt: skip
@@ -111,11 +155,13 @@ def _producer(
     BYTES: gl.constexpr = (BM + BN) * BK * a_desc.dtype.primitive_bitwidth // 8
     stage = 0
     phase = 0
-    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+    items, pieces, begin, end = pieces_of(k_steps, tiles_m * tiles_n, dealt)
+    for number in range(items):
+        tile, k0, k1 = item(number, tiles_m * tiles_n, k_steps, dealt, items, pieces, begin, end)
         tile_m, tile_n = place(tile, tiles_m, tiles_n, GROUP)
         row = tile_m * BM
         col = tile_n * BN
-        for step in range(k_steps):
+        for step in range(k0, k1):
             k = step * BK
             mbarrier.wait(empty.index(stage), phase ^ 1)
             mbarrier.expect(full.index(stage), BYTES)
@@ -131,12 +177,12 @@ def _producer(
             stage, phase = advance(stage, phase, STAGES)
 
 
-@gluon.jit(do_not_specialize=["out", "bias", "M", "N", "k_steps", "tiles_m", "tiles_n"])
+@gluon.jit(do_not_specialize=["out", "bias", "M", "N", "k_steps", "tiles_m", "tiles_n", "dealt", "counters"])
 def gemm_kernel(
-    a_desc, b_desc, out_desc, out, bias, M, N, k_steps, tiles_m, tiles_n,
+    a_desc, b_desc, out_desc, out, bias, partials, counters, M, N, k_steps, tiles_m, tiles_n, dealt,
     CONSUMERS: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, A_K: gl.constexpr,
     B_K: gl.constexpr, GROUP: gl.constexpr, CHUNKS: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr,
-    DIRECT: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    DIRECT: gl.constexpr, DEAL: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """out is (M, N), contiguous; k_steps >= 1. DIRECT: `out` is written from registers, `out_desc` is unused."""
     dtype: gl.constexpr = a_desc.dtype
@@ -160,20 +206,20 @@ def gemm_kernel(
     # A constexpr stored in a tuple under a name stops being one, hence the argument lists written out.
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_consumer, (0, bufs, bars, out_desc, out, bias, shape, CONSUMERS, STAGES, A_K, B_K, GROUP, BN, CHUNKS,
-                         BIAS, ACTIVATION, DIRECT, WIDE)),
-            (_consumer, (1, bufs, bars, out_desc, out, bias, shape, CONSUMERS, STAGES, A_K, B_K, GROUP, BN, CHUNKS,
-                         BIAS, ACTIVATION, DIRECT, WIDE)),
-            (_producer, (bufs, bars, a_desc, b_desc, shape, CONSUMERS, STAGES, A_K, B_K, GROUP, BN, BK)),
+            (_consumer, (0, bufs, bars, out_desc, out, bias, shape, dealt, partials, counters, CONSUMERS, STAGES, A_K,
+                         B_K, GROUP, BN, CHUNKS, BIAS, ACTIVATION, DIRECT, WIDE, DEAL)),
+            (_consumer, (1, bufs, bars, out_desc, out, bias, shape, dealt, partials, counters, CONSUMERS, STAGES, A_K,
+                         B_K, GROUP, BN, CHUNKS, BIAS, ACTIVATION, DIRECT, WIDE, DEAL)),
+            (_producer, (bufs, bars, a_desc, b_desc, shape, dealt, CONSUMERS, STAGES, A_K, B_K, GROUP, BN, BK)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.static_assert(CONSUMERS == 3)
         gl.warp_specialize([
-            (_consumer, (0, bufs, bars, out_desc, out, bias, shape, CONSUMERS, STAGES, A_K, B_K, GROUP, BN, CHUNKS,
-                         BIAS, ACTIVATION, DIRECT, WIDE)),
-            (_consumer, (1, bufs, bars, out_desc, out, bias, shape, CONSUMERS, STAGES, A_K, B_K, GROUP, BN, CHUNKS,
-                         BIAS, ACTIVATION, DIRECT, WIDE)),
-            (_consumer, (2, bufs, bars, out_desc, out, bias, shape, CONSUMERS, STAGES, A_K, B_K, GROUP, BN, CHUNKS,
-                         BIAS, ACTIVATION, DIRECT, WIDE)),
-            (_producer, (bufs, bars, a_desc, b_desc, shape, CONSUMERS, STAGES, A_K, B_K, GROUP, BN, BK)),
+            (_consumer, (0, bufs, bars, out_desc, out, bias, shape, dealt, partials, counters, CONSUMERS, STAGES, A_K,
+                         B_K, GROUP, BN, CHUNKS, BIAS, ACTIVATION, DIRECT, WIDE, DEAL)),
+            (_consumer, (1, bufs, bars, out_desc, out, bias, shape, dealt, partials, counters, CONSUMERS, STAGES, A_K,
+                         B_K, GROUP, BN, CHUNKS, BIAS, ACTIVATION, DIRECT, WIDE, DEAL)),
+            (_consumer, (2, bufs, bars, out_desc, out, bias, shape, dealt, partials, counters, CONSUMERS, STAGES, A_K,
+                         B_K, GROUP, BN, CHUNKS, BIAS, ACTIVATION, DIRECT, WIDE, DEAL)),
+            (_producer, (bufs, bars, a_desc, b_desc, shape, dealt, CONSUMERS, STAGES, A_K, B_K, GROUP, BN, BK)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from gpu_accel.flash_attention3.gluon_launch import QuickLaunch, multiprocessors
 
-from .gemm_hopper import ACTIVATIONS, k_major, matrix_map
+from .gemm_hopper import ACTIVATIONS, k_major, matrix_map, zero_counters
 
 _TILE = 128
-_COUNTERS = 1 << 20  # set aside once a device for captured launches, which must not share theirs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,32 +38,9 @@ def padded_rows(m: int) -> int:
 
 def programs_for(tiles: int, k_steps: int, processors: int) -> int:
     """How many programs share the slices: a whole number a tile where that leaves few SMs idle, else one an SM."""
-    most = max(1, min(processors, tiles * k_steps // 4))
+    most = min(processors, max(tiles, tiles * k_steps // 4))
     even = most // tiles * tiles
     return even if even >= 0.9 * most else most
-
-
-_by_stream: dict[tuple[torch.device, int], Tensor] = {}
-_for_graphs: dict[torch.device, tuple[Tensor, int]] = {}
-
-
-def _counters(device: torch.device, number: int) -> Tensor:
-    """`number` zeros that a launch leaves as zeros, for it alone: launches of one stream never overlap."""
-    if device.type != "cuda":
-        return torch.zeros(number, dtype=torch.int32, device=device)
-    if torch.cuda.is_current_stream_capturing():
-        pool, used = _for_graphs.get(device, (None, 0))
-        if pool is None or used + number > _COUNTERS:
-            return torch.zeros(number, dtype=torch.int32, device=device)  # cleared again by every replay
-        _for_graphs[device] = pool, used + number
-        return pool[used : used + number]
-    if device not in _for_graphs:
-        _for_graphs[device] = torch.zeros(_COUNTERS, dtype=torch.int32, device=device), 0
-    key = (device, torch.cuda.current_stream(device).cuda_stream)
-    counters = _by_stream.get(key)
-    if counters is None or counters.numel() < number:
-        counters = _by_stream[key] = torch.zeros(max(number, 1024), dtype=torch.int32, device=device)
-    return counters
 
 
 @functools.cache
@@ -106,7 +82,7 @@ def gemm(
     tiles = -(-n // _TILE) * tiles_m
     programs = config.programs or programs_for(tiles, k_steps, multiprocessors(x.device))
     partials = torch.empty(2 * programs * _TILE * bm, dtype=torch.float32, device=x.device)
-    counters = _counters(x.device, tiles)
+    counters = zero_counters(x.device, tiles)
     blocked = fp8 and block_x[1] == 128
     strides = (0, 0, 0, 0)
     if scale_x is not None and scale_w is not None:

@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from gpu_accel.gluon_compat import tma_load
 
-from .gemm_device import activate, advance, previous
+from .gemm_device import activate, advance, count, first_slice, own_slot, partial, previous, program_of, slot_of
 
 ROWS = gl.constexpr(64)  # columns of W, rows of an accumulator
 TILE = gl.constexpr(128)  # columns of W in a tile
@@ -34,38 +34,6 @@ TILE = gl.constexpr(128)  # columns of W in a tile
 #   shape  = (M, N, k_steps, tiles, tiles_m): tile number = (column of W) * tiles_m + (block of BM rows of X)
 #   scales = (scale_x, scale_w, sx_m, sx_k, sw_n, sw_k), as in hopper_gemm_kernel.py
 #   outputs = (out, bias, partials, counters)
-
-
-@gluon.jit
-def _first_slice(program, shape):
-    """Where the piece of `program` begins, in slices."""
-    _, _, k_steps, tiles, _ = shape
-    return ((tiles * k_steps).to(gl.int64) * program // gl.num_programs(0)).to(gl.int32)
-
-
-@gluon.jit
-def _program_of(unit, shape):
-    """The program whose piece has slice `unit`."""
-    _, _, k_steps, tiles, _ = shape
-    return (((unit + 1).to(gl.int64) * gl.num_programs(0) - 1) // (tiles * k_steps)).to(gl.int32)
-
-
-@gluon.jit
-def _count(counter):
-    """Count up by one after everything this warpgroup wrote is visible; the count before, in all threads."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    thread = gl.arange(0, 128, layout=layout)
-    address = gl.full([128], 0, gl.int64, layout) + counter.to(gl.int64)
-    old = gl.inline_asm_elementwise(
-        "{ .reg .pred p; fence.acq_rel.gpu; bar.sync 8, 128; setp.eq.u32 p, $2, 0; mov.u32 $0, 0; "
-        "@p atom.global.acq_rel.gpu.add.u32 $0, [$1], 1; bar.sync 8, 128; fence.acq_rel.gpu; }",
-        "=&r,l,r",
-        [address, thread],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-    return gl.sum(old, axis=0)
 
 
 @gluon.jit
@@ -99,13 +67,6 @@ def _finish(acc, row0, m0, shape, scales, outputs, BIAS: gl.constexpr, ACTIVATIO
 
 
 @gluon.jit
-def _partial_pointers(partials, slot, half, BM: gl.constexpr, LAYOUT: gl.constexpr):
-    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)) + half * ROWS
-    cols = gl.arange(0, BM, layout=gl.SliceLayout(0, LAYOUT))
-    return partials + slot.to(gl.int64) * (TILE * BM) + rows[:, None] * BM + cols[None, :]
-
-
-@gluon.jit
 def _consumer(
     bufs, bars, outputs, shape, scales,
     STAGES: gl.constexpr, W_K: gl.constexpr, BM: gl.constexpr, FP8: gl.constexpr, BLOCKED: gl.constexpr,
@@ -113,15 +74,15 @@ def _consumer(
 ):  # fmt: skip
     w_bufs, x_bufs = bufs
     full, empty = bars
-    M, _, k_steps, _, tiles_m = shape
+    M, _, k_steps, tiles, tiles_m = shape
     _, _, partials, counters = outputs
     scale_x, scale_w, sx_m, sx_k, sw_n, sw_k = scales
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 32 if FP8 else 16])
     SCALED: gl.constexpr = FP8 and not BLOCKED
     zero = gl.full([ROWS, BM], 0.0, gl.float32, ACC)
     program = gl.program_id(0)
-    begin = _first_slice(program, shape)
-    end = _first_slice(program + 1, shape)
+    begin = first_slice(program, tiles * k_steps)
+    end = first_slice(program + 1, tiles * k_steps)
     stage = 0
     phase = 0
     for tile in range(begin // k_steps, gl.cdiv(end, k_steps)):
@@ -167,19 +128,19 @@ def _consumer(
         row0 = tile_w * TILE
         last = True
         if k1 - k0 < k_steps:
-            first_program = _program_of(tile * k_steps, shape)
-            last_program = _program_of(tile * k_steps + k_steps - 1, shape)
-            slot = program * 2 + gl.where(k0 == 0, 1, 0)
-            gl.store(_partial_pointers(partials, slot, 0, BM, ACC), acc0)
-            gl.store(_partial_pointers(partials, slot, 1, BM, ACC), acc1)
-            last = _count(counters + tile) == last_program - first_program
+            first_program = program_of(tile * k_steps, tiles * k_steps)
+            last_program = program_of(tile * k_steps + k_steps - 1, tiles * k_steps)
+            slot = own_slot(program, k0) * 2
+            gl.store(partial(partials, slot, ROWS, BM, ACC), acc0)
+            gl.store(partial(partials, slot + 1, ROWS, BM, ACC), acc1)
+            last = count(counters + tile, 8) == last_program - first_program
             if last:
                 acc0 = zero
                 acc1 = zero
                 for p in range(first_program, last_program + 1):
-                    slot = p * 2 + gl.where(p == first_program, 1, 0)
-                    acc0 += gl.load(_partial_pointers(partials, slot, 0, BM, ACC), cache_modifier=".cg")
-                    acc1 += gl.load(_partial_pointers(partials, slot, 1, BM, ACC), cache_modifier=".cg")
+                    slot = slot_of(p, first_program) * 2
+                    acc0 += gl.load(partial(partials, slot, ROWS, BM, ACC), cache_modifier=".cg")
+                    acc1 += gl.load(partial(partials, slot + 1, ROWS, BM, ACC), cache_modifier=".cg")
                 gl.store(counters + tile, 0)
         if last:
             _finish(acc0, row0, m0, shape, scales, outputs, BIAS, ACTIVATION, SCALED, ROW_X, ROW_W)
@@ -192,14 +153,14 @@ def _producer(
 ):
     w_bufs, x_bufs = bufs
     full, empty = bars
-    _, _, k_steps, _, tiles_m = shape
+    _, _, k_steps, tiles, tiles_m = shape
     BYTES: gl.constexpr = (TILE + BM) * BK * x_desc.dtype.primitive_bitwidth // 8
     program = gl.program_id(0)
-    tile = _first_slice(program, shape) // k_steps
-    step = _first_slice(program, shape) - tile * k_steps
+    tile = first_slice(program, tiles * k_steps) // k_steps
+    step = first_slice(program, tiles * k_steps) - tile * k_steps
     stage = 0
     phase = 0
-    for _ in range(_first_slice(program, shape), _first_slice(program + 1, shape)):
+    for _ in range(first_slice(program, tiles * k_steps), first_slice(program + 1, tiles * k_steps)):
         tile_w = tile // tiles_m
         row = tile_w * TILE
         k = step * BK

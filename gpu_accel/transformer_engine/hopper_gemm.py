@@ -11,7 +11,7 @@ from torch import Tensor
 from gpu_accel.errors import UnsupportedError
 from gpu_accel.flash_attention3.gluon_launch import QuickLaunch, multiprocessors
 from gpu_accel.thunderkittens import gemm_skinny
-from gpu_accel.thunderkittens.gemm_hopper import machine_refusal, matrix_map, on_device
+from gpu_accel.thunderkittens.gemm_hopper import dealt_tiles, machine_refusal, matrix_map, on_device, zero_counters
 from gpu_accel.transformer_engine.schemes import scheme as find_scheme
 from gpu_accel.transformer_engine.tensor import QuantizedTensor
 
@@ -25,15 +25,16 @@ BLOCKS = ((0, 0), (1, 0), (1, 128), (128, 128))  # rows and columns that share a
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8GemmConfig:
-    """Tiles of the persistent kernel: `128 * halves` x 128, slices of 128, columns of `group` tile rows at a time.
+    """Tiles of the persistent kernel: 128 x 256 with `cols`, else 256 x 128; columns of `group` tile rows at a time.
 
-    `out_slots`: buffers in which a consumer writes its halves.
+    `out_slots`: buffers in which a consumer writes its halves. `deal`: as in thunderkittens/gemm_hopper.py.
     """
 
-    halves: int = 2
+    cols: bool = True
     stages: int = 4
-    group: int = 8
+    group: int = 16
     out_slots: int = 1
+    deal: bool = False
 
 
 @functools.cache
@@ -76,16 +77,25 @@ def gemm(
     direct = out.dtype == torch.float32 or n * out.element_size() % _ALIGNMENT != 0 or out.data_ptr() % _ALIGNMENT != 0
     a_desc, b_desc = matrix_map(a, 64, 128), matrix_map(b, 128, 128)
     out_desc = a_desc if direct else matrix_map(out, 64, 128)
-    tiles_m, tiles_n = -(-m // (128 * config.halves)), -(-n // 128)
+    tiles_m, tiles_n = (-(-m // 128), -(-n // 256)) if config.cols else (-(-m // 256), -(-n // 128))
     blocked = block_a[1] == 128
+    if blocked and block_a[0] == 1 and m > 1:
+        scale_a = scale_a.t().contiguous().t()  # rows side by side: 256 of them in 8 lines, not in 256
     row_a, row_b = (scale.stride(0) if block[0] else 0 for scale, block in ((scale_a, block_a), (scale_b, block_b)))
     k_a, k_b = (scale.stride(1) if blocked else 0 for scale in (scale_a, scale_b))
     given = out if bias is None else bias
-    arguments = (a_desc, b_desc, out_desc, out, given, scale_a, scale_b, m, n, -(-k // 128), tiles_m, tiles_n,
-                 row_a, k_a, row_b, k_b)  # fmt: skip
+    k_steps, programs = -(-k // 128), multiprocessors(a.device)
+    dealt = dealt_tiles(tiles_m * tiles_n, k_steps, programs) if config.deal else 0
+    partials = counters = scale_a
+    if dealt:
+        counters = zero_counters(a.device, dealt * 2)
+        partials = torch.empty(8 * programs * 64 * 128, dtype=torch.float32, device=a.device)
+    else:
+        programs = min(programs, tiles_m * tiles_n)
+    arguments = (a_desc, b_desc, out_desc, out, given, scale_a, scale_b, partials, counters, m, n, k_steps, tiles_m,
+                 tiles_n, dealt, row_a, k_a, row_b, k_b)  # fmt: skip
     constants = dict(
-        HALVES=config.halves,
-        BN=128,
+        COLS=config.cols,
         STAGES=config.stages,
         GROUP=config.group,
         OUT_SLOTS=config.out_slots,
@@ -95,11 +105,11 @@ def gemm(
         ROWS_A=max(1, block_a[0]),
         BIAS=bias is not None,
         DIRECT=direct,
+        DEAL=dealt > 0,
         CONSUMER_REGISTERS=240,
         PRODUCER_REGISTERS=24,
     )
-    programs = min(multiprocessors(a.device), tiles_m * tiles_n)
-    key = (a.dtype, b.dtype, out.dtype, given.dtype)
+    key = (a.dtype, b.dtype, out.dtype, given.dtype, partials.data_ptr() % 16, counters.dtype)
     _kernel()(key, programs, arguments, constants, dict(num_warps=4, maxnreg=168))
     return out
 
@@ -132,7 +142,7 @@ def explain(a: QuantizedTensor, b: QuantizedTensor) -> str:
     if why is not None:
         return f"plain Triton; hopper refused: {why}"
     rows = a.shape[:-1].numel()
-    return "Gluon for sm_90a, " + ("slices of K dealt evenly to the SMs" if rows <= _SKINNY else "256x128 tiles")
+    return "Gluon for sm_90a, " + ("slices of K dealt evenly to the SMs" if rows <= _SKINNY else "128x256 tiles")
 
 
 @torch.library.custom_op("gpu_accel::te_scaled_mm_hopper", mutates_args=())

@@ -5,7 +5,9 @@ and are added up in float32 registers, where the scales of 1x128 and 128x128 blo
 consumer holds two accumulators of 64 x 128 (128 registers) and one partial sum (64): the additions of one consumer run
 under the products of the other.
 
-    consumers  2 warpgroups of 4 warps, 240 registers; each owns 64 * HALVES rows of a tile
+    consumers  2 warpgroups of 4 warps, 240 registers; each owns a quarter and a quarter of a tile, its halves:
+               128 rows of 256 x 128, or (COLS) 64 rows of 128 x 256, whose A is read from shared memory once, into
+               registers, for both
     producer   1 warp, 24 registers: issues every TMA load into a ring of STAGES slices of A and B, 128 of K each
 
     consumer 0 | half 0 . add . half 1 . add | half 0 . add ...
@@ -26,7 +28,22 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from gpu_accel.gluon_compat import tma_load
-from gpu_accel.thunderkittens.gemm_device import NOWHERE, add_bias, advance, pack, place, store_direct, write_packed
+from gpu_accel.thunderkittens.gemm_device import (
+    NOWHERE,
+    add_bias,
+    advance,
+    count,
+    item,
+    own_slot,
+    pack,
+    partial,
+    pieces_of,
+    place,
+    program_of,
+    slot_of,
+    store_direct,
+    write_packed,
+)
 
 ROWS = gl.constexpr(64)  # rows of one half: the M of wgmma
 BLOCK = gl.constexpr(128)  # of K that the tensor core may sum up
@@ -40,6 +57,20 @@ BLOCK = gl.constexpr(128)  # of K that the tensor core may sum up
 def _row_scale(scale, rows, limit, stride, k, ROWS_A: gl.constexpr):
     """Scales of 64 rows at slice k of K; 0 for rows behind the last."""
     return gl.load(scale + (rows // ROWS_A).to(gl.int64) * stride + k, mask=rows < limit, other=0.0)
+
+
+@gluon.jit
+def _block_scales(rows0, rows1, col, step, shape, scales, COLS: gl.constexpr, ROWS_A: gl.constexpr):
+    """Scales at slice `step` of K: (of the rows of half 0, of half 1, of the columns of half 0, of half 1)."""
+    M, N, _, _, _ = shape
+    scale_a, scale_b, sa_m, sa_k, sb_n, sb_k = scales
+    sa0 = _row_scale(scale_a, rows0, M, sa_m, step * sa_k, ROWS_A)
+    sb = scale_b + (col // BLOCK).to(gl.int64) * sb_n + step * sb_k
+    sb0 = gl.load(sb)
+    if COLS:
+        return sa0, sa0, sb0, gl.load(sb + sb_n, mask=col + BLOCK < N, other=0.0)
+    else:
+        return sa0, _row_scale(scale_a, rows1, M, sa_m, step * sa_k, ROWS_A), sb0, sb0
 
 
 @gluon.jit
@@ -62,21 +93,71 @@ def _finished(acc, rows, col, bias, shape, scales, BLOCKED: gl.constexpr, ROW_A:
 
 
 @gluon.jit
+def _share(acc0, acc1, tile, k0, shape, dealt, partials, counters, WG: gl.constexpr):
+    """Leave the sums of a shared tile, and if all are there add them up: (sums, sums, whether they are complete)."""
+    _, _, k_steps, tiles_m, tiles_n = shape
+    tile -= tiles_m * tiles_n - dealt
+    LAYOUT: gl.constexpr = acc0.type.layout
+    slot = (own_slot(gl.program_id(0), k0) * 2 + WG) * 2
+    gl.store(partial(partials, slot, ROWS, BLOCK, LAYOUT), acc0)
+    gl.store(partial(partials, slot + 1, ROWS, BLOCK, LAYOUT), acc1)
+    first = program_of(tile * k_steps, dealt * k_steps)
+    last = program_of(tile * k_steps + k_steps - 1, dealt * k_steps)
+    complete = count(counters + tile * 2 + WG, 8 + WG) == last - first
+    if complete:
+        acc0 = gl.full(acc0.shape, 0.0, gl.float32, LAYOUT)
+        acc1 = acc0
+        for p in range(first, last + 1):
+            slot = (slot_of(p, first) * 2 + WG) * 2
+            acc0 += gl.load(partial(partials, slot, ROWS, BLOCK, LAYOUT), cache_modifier=".cg")
+            acc1 += gl.load(partial(partials, slot + 1, ROWS, BLOCK, LAYOUT), cache_modifier=".cg")
+        gl.store(counters + tile * 2 + WG, 0)
+    return acc0, acc1, complete
+
+
+@gluon.jit
+def _operands(a_bufs, b_bufs, stage, WG: gl.constexpr, COLS: gl.constexpr, ACC: gl.constexpr):
+    """(a, b) of half 0 and (a, b) of half 1 of a stage."""
+    if COLS:
+        a = a_bufs.index(stage * 2 + WG).load(gl.DotOperandLayout(0, ACC, 4))
+        return a, b_bufs.index(stage * 2).permute((1, 0)), a, b_bufs.index(stage * 2 + 1).permute((1, 0))
+    else:
+        b = b_bufs.index(stage).permute((1, 0))
+        return a_bufs.index((stage * 2 + WG) * 2), b, a_bufs.index((stage * 2 + WG) * 2 + 1), b
+
+
+@gluon.jit
+def _write(
+    packed0, packed1, out_bufs, out_desc, out, row, col, shape,
+    WG: gl.constexpr, COLS: gl.constexpr, OUT_SLOTS: gl.constexpr, ACC: gl.constexpr, dtype: gl.constexpr,
+    DIRECT: gl.constexpr,
+):  # fmt: skip
+    """Both halves of a packed tile."""
+    M, N, _, _, _ = shape
+    FIRST: gl.constexpr = WG * OUT_SLOTS
+    write_packed(packed0, out_bufs, FIRST, out_desc, out, row, col, M, N, ACC, 1, dtype, DIRECT)
+    if COLS:
+        col += BLOCK
+    else:
+        row += ROWS
+    write_packed(packed1, out_bufs, FIRST + OUT_SLOTS - 1, out_desc, out, row, col, M, N, ACC, 1, dtype, DIRECT)
+
+
+@gluon.jit
 def _consumer(
-    WG: gl.constexpr, bufs, bars, out_desc, out, bias, shape, scales,
-    HALVES: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, BN: gl.constexpr, OUT_SLOTS: gl.constexpr,
+    WG: gl.constexpr, bufs, bars, out_desc, out, bias, shape, scales, dealt, partials, counters,
+    COLS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, OUT_SLOTS: gl.constexpr,
     BLOCKED: gl.constexpr, ROW_A: gl.constexpr, ROW_B: gl.constexpr, ROWS_A: gl.constexpr, BIAS: gl.constexpr,
-    DIRECT: gl.constexpr, WIDE: gl.constexpr,
+    DIRECT: gl.constexpr, WIDE: gl.constexpr, DEAL: gl.constexpr,
 ):  # fmt: skip
     a_bufs, b_bufs, out_bufs = bufs
     full, empty = bars
     M, N, k_steps, tiles_m, tiles_n = shape
-    scale_a, scale_b, sa_m, sa_k, sb_n, sb_k = scales
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
-    BM: gl.constexpr = 2 * HALVES * ROWS
-    ROW: gl.constexpr = gl.SliceLayout(1, ACC)
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])
+    OWN_ROWS: gl.constexpr = ROWS if COLS else 2 * ROWS
+    BN: gl.constexpr = 2 * BLOCK if COLS else BLOCK
     dtype: gl.constexpr = out.dtype.element_ty
-    zero = gl.full([ROWS, BN], 0.0, gl.float32, ACC)
+    zero = gl.full([ROWS, BLOCK], 0.0, gl.float32, ACC)
     stage = 0
     phase = 0
     if not WIDE:
@@ -84,132 +165,133 @@ def _consumer(
         packed1 = packed0
         row = 0 + NOWHERE
         col = 0
-    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+    items, pieces, begin, end = pieces_of(k_steps, tiles_m * tiles_n, dealt)
+    for number in range(items):
+        tile, k0, k1 = item(number, tiles_m * tiles_n, k_steps, dealt, items, pieces, begin, end)
         tile_m, tile_n = place(tile, tiles_m, tiles_n, GROUP)
-        row_now = tile_m * BM + WG * HALVES * ROWS
+        row_now = (tile_m * 2 + WG) * OWN_ROWS
         col_now = tile_n * BN
-        rows0 = row_now + gl.arange(0, ROWS, layout=ROW)
-        rows1 = rows0 + ROWS
-        sb = scale_b + (col_now // BLOCK).to(gl.int64) * sb_n
+        rows0 = row_now + gl.arange(0, ROWS, layout=gl.SliceLayout(1, ACC))
+        rows1 = rows0 if COLS else rows0 + ROWS
+        col1 = col_now + BLOCK if COLS else col_now
+        if BLOCKED:
+            sa0, sa1, sb0, sb1 = _block_scales(rows0, rows1, col_now, k0, shape, scales, COLS, ROWS_A)
         mbarrier.wait(full.index(stage), phase)
-        b = b_bufs.index(stage).permute((1, 0))
-        acc0 = warpgroup_mma(a_bufs.index((stage * 2 + WG) * HALVES), b, zero, use_acc=False, is_async=True)
-        if HALVES == 2:
-            acc1 = warpgroup_mma(a_bufs.index((stage * 2 + WG) * HALVES + 1), b, zero, use_acc=False, is_async=True)
+        a0, b0, a1, b1 = _operands(a_bufs, b_bufs, stage, WG, COLS, ACC)
+        acc0 = warpgroup_mma(a0, b0, zero, use_acc=False, is_async=True)
+        acc1 = warpgroup_mma(a1, b1, zero, use_acc=False, is_async=True)
         if not WIDE:
-            write_packed(packed0, out_bufs, WG * OUT_SLOTS, out_desc, out, row, col, M, N, ACC, 1, dtype, DIRECT)
-            if HALVES == 2:
-                write_packed(
-                    packed1, out_bufs, WG * OUT_SLOTS + OUT_SLOTS - 1, out_desc, out, row + ROWS, col, M, N, ACC, 1,
-                    dtype, DIRECT,
-                )  # fmt: skip
-        if HALVES == 2:
-            acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
-        else:
-            acc0 = warpgroup_mma_wait(0, deps=[acc0])
+            _write(packed0, packed1, out_bufs, out_desc, out, row, col, shape, WG, COLS, OUT_SLOTS, ACC, dtype, DIRECT)
+        acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
         mbarrier.arrive(empty.index(stage), count=1)
         if BLOCKED:
-            s = gl.load(sb)
-            acc0 = acc0 * (_row_scale(scale_a, rows0, M, sa_m, 0, ROWS_A) * s)[:, None]
-            if HALVES == 2:
-                acc1 = acc1 * (_row_scale(scale_a, rows1, M, sa_m, 0, ROWS_A) * s)[:, None]
+            acc0 = acc0 * (sa0 * sb0)[:, None]
+            acc1 = acc1 * (sa1 * sb1)[:, None]
+            after = gl.minimum(k0 + 1, k1 - 1)
+            sa0, sa1, sb0, sb1 = _block_scales(rows0, rows1, col_now, after, shape, scales, COLS, ROWS_A)
         stage, phase = advance(stage, phase, STAGES)
-        for step in range(1, k_steps):
+        for step in range(k0 + 1, k1):
             if BLOCKED:
-                s = gl.load(sb + step * sb_k)
-                s0 = _row_scale(scale_a, rows0, M, sa_m, step * sa_k, ROWS_A)
-                if HALVES == 2:
-                    s1 = _row_scale(scale_a, rows1, M, sa_m, step * sa_k, ROWS_A)
+                # the next slice's are on their way while this slice's are used: nothing waits for memory
+                f0 = sa0 * sb0
+                f1 = sa1 * sb1
+                after = gl.minimum(step + 1, k1 - 1)
+                sa0, sa1, sb0, sb1 = _block_scales(rows0, rows1, col_now, after, shape, scales, COLS, ROWS_A)
             mbarrier.wait(full.index(stage), phase)
-            b = b_bufs.index(stage).permute((1, 0))
-            part = warpgroup_mma(a_bufs.index((stage * 2 + WG) * HALVES), b, zero, use_acc=False, is_async=True)
+            a0, b0, a1, b1 = _operands(a_bufs, b_bufs, stage, WG, COLS, ACC)
+            part = warpgroup_mma(a0, b0, zero, use_acc=False, is_async=True)
             part = warpgroup_mma_wait(0, deps=[part])
             if BLOCKED:
-                acc0 += part * (s0 * s)[:, None]
+                acc0 += part * f0[:, None]
             else:
                 acc0 += part
-            if HALVES == 2:
-                mbarrier.wait(full.index(stage), phase)
-                part = warpgroup_mma(a_bufs.index((stage * 2 + WG) * HALVES + 1), b, zero, use_acc=False, is_async=True)
-                part, acc0 = warpgroup_mma_wait(0, deps=[part, acc0])
+            # Completed long ago. It opens a block, and with the operand of the next wait that keeps the additions above
+            # the next product, whose partial sum then takes the registers of this one.
+            mbarrier.wait(full.index(stage), phase)
+            part = warpgroup_mma(a1, b1, zero, use_acc=False, is_async=True)
+            part, acc0 = warpgroup_mma_wait(0, deps=[part, acc0])
             mbarrier.arrive(empty.index(stage), count=1)
-            if HALVES == 2:
-                if BLOCKED:
-                    acc1 += part * (s1 * s)[:, None]
-                else:
-                    acc1 += part
+            if BLOCKED:
+                acc1 += part * f1[:, None]
+            else:
+                acc1 += part
             stage, phase = advance(stage, phase, STAGES)
+        if DEAL:  # noqa: SIM102 - a run-time branch inside a compile-time one
+            if k1 - k0 < k_steps:
+                acc0, acc1, complete = _share(acc0, acc1, tile, k0, shape, dealt, partials, counters, WG)
+                row_now = gl.where(complete, row_now, NOWHERE)
         acc0 = _finished(acc0, rows0, col_now, bias, shape, scales, BLOCKED, ROW_A, ROW_B, BIAS)
-        if HALVES == 2:
-            acc1 = _finished(acc1, rows1, col_now, bias, shape, scales, BLOCKED, ROW_A, ROW_B, BIAS)
+        acc1 = _finished(acc1, rows1, col1, bias, shape, scales, BLOCKED, ROW_A, ROW_B, BIAS)
         if WIDE:
             store_direct(acc0, out, row_now, col_now, M, N, N)
-            if HALVES == 2:
-                store_direct(acc1, out, row_now + ROWS, col_now, M, N, N)
+            store_direct(acc1, out, row_now if COLS else row_now + ROWS, col1, M, N, N)
         else:
             packed0 = pack(acc0, dtype)
-            if HALVES == 2:
-                packed1 = pack(acc1, dtype)
+            packed1 = pack(acc1, dtype)
             row = row_now
             col = col_now
     if not WIDE:
-        write_packed(packed0, out_bufs, WG * OUT_SLOTS, out_desc, out, row, col, M, N, ACC, 1, dtype, DIRECT)
-        if HALVES == 2:
-            write_packed(
-                packed1, out_bufs, WG * OUT_SLOTS + OUT_SLOTS - 1, out_desc, out, row + ROWS, col, M, N, ACC, 1,
-                dtype, DIRECT,
-            )  # fmt: skip
+        _write(packed0, packed1, out_bufs, out_desc, out, row, col, shape, WG, COLS, OUT_SLOTS, ACC, dtype, DIRECT)
         if not DIRECT:
             tma.store_wait(0)
 
 
 @gluon.jit
-def _producer(
-    bufs, bars, a_desc, b_desc, shape, HALVES: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, BN: gl.constexpr
-):
+def _producer(bufs, bars, a_desc, b_desc, shape, dealt, COLS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr):
     a_bufs, b_bufs, _ = bufs
     full, empty = bars
     _, _, k_steps, tiles_m, tiles_n = shape
-    BM: gl.constexpr = 2 * HALVES * ROWS
+    A_BOXES: gl.constexpr = 2 if COLS else 4
+    B_BOXES: gl.constexpr = 2 if COLS else 1
     stage = 0
     phase = 0
-    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+    items, pieces, begin, end = pieces_of(k_steps, tiles_m * tiles_n, dealt)
+    for number in range(items):
+        tile, k0, k1 = item(number, tiles_m * tiles_n, k_steps, dealt, items, pieces, begin, end)
         tile_m, tile_n = place(tile, tiles_m, tiles_n, GROUP)
-        for step in range(k_steps):
+        for step in range(k0, k1):
             mbarrier.wait(empty.index(stage), phase ^ 1)
-            mbarrier.expect(full.index(stage), (BM + BN) * BLOCK)
-            for i in gl.static_range(2 * HALVES):
+            mbarrier.expect(full.index(stage), (A_BOXES * ROWS + B_BOXES * BLOCK) * BLOCK)
+            for i in gl.static_range(A_BOXES):
                 tma_load(
-                    a_desc, [tile_m * BM + i * ROWS, step * BLOCK], full.index(stage),
-                    a_bufs.index(stage * 2 * HALVES + i),
+                    a_desc, [(tile_m * A_BOXES + i) * ROWS, step * BLOCK], full.index(stage),
+                    a_bufs.index(stage * A_BOXES + i),
                 )  # fmt: skip
-            tma_load(b_desc, [tile_n * BN, step * BLOCK], full.index(stage), b_bufs.index(stage))
+            for i in gl.static_range(B_BOXES):
+                tma_load(
+                    b_desc, [(tile_n * B_BOXES + i) * BLOCK, step * BLOCK], full.index(stage),
+                    b_bufs.index(stage * B_BOXES + i),
+                )  # fmt: skip
             stage, phase = advance(stage, phase, STAGES)
 
 
 @gluon.jit(
     do_not_specialize=[
-        "scale_a", "scale_b", "out", "bias", "M", "N", "k_steps", "tiles_m", "tiles_n", "sa_m", "sa_k", "sb_n", "sb_k",
+        "scale_a", "scale_b", "out", "bias", "counters", "dealt", "M", "N", "k_steps", "tiles_m", "tiles_n",
+        "sa_m", "sa_k", "sb_n", "sb_k",
     ]
 )  # fmt: skip
 def fp8_gemm_kernel(
-    a_desc, b_desc, out_desc, out, bias, scale_a, scale_b, M, N, k_steps, tiles_m, tiles_n, sa_m, sa_k, sb_n, sb_k,
-    HALVES: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, OUT_SLOTS: gl.constexpr,
+    a_desc, b_desc, out_desc, out, bias, scale_a, scale_b, partials, counters,
+    M, N, k_steps, tiles_m, tiles_n, dealt, sa_m, sa_k, sb_n, sb_k,
+    COLS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, OUT_SLOTS: gl.constexpr,
     BLOCKED: gl.constexpr, ROW_A: gl.constexpr, ROW_B: gl.constexpr, ROWS_A: gl.constexpr, BIAS: gl.constexpr,
-    DIRECT: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    DIRECT: gl.constexpr, DEAL: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """a_desc in blocks of 64 x 128, b_desc of BN x 128; out (M, N), contiguous, 16-bit or float32; k_steps >= 1.
+    """a_desc in blocks of 64 x 128, b_desc of 128 x 128; out (M, N), contiguous, 16-bit or float32; k_steps >= 1.
 
-    BLOCKED: scales change every 128 of K; `ROWS_A` rows of A and BN of B share one. Else ROW_A, ROW_B: one a row, or
+    BLOCKED: scales change every 128 of K; `ROWS_A` rows of A and 128 of B share one. Else ROW_A, ROW_B: one a row, or
     one in all. DIRECT: `out` is written from registers, `out_desc` is unused.
     """
     WIDE: gl.constexpr = out.dtype.element_ty == gl.float32
     OUT_BUFS: gl.constexpr = 1 if DIRECT else 2 * OUT_SLOTS
     OUT_ROWS: gl.constexpr = 8 if DIRECT else ROWS
-    a_bufs = gl.allocate_shared_memory(a_desc.dtype, [STAGES * 2 * HALVES] + a_desc.block_shape, a_desc.layout)
-    b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + b_desc.block_shape, b_desc.layout)
-    OUT_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([OUT_ROWS, BN], out_desc.dtype)
-    out_bufs = gl.allocate_shared_memory(out_desc.dtype, [OUT_BUFS, OUT_ROWS, BN], OUT_LAYOUT)
+    A_BOXES: gl.constexpr = 2 if COLS else 4
+    B_BOXES: gl.constexpr = 2 if COLS else 1
+    a_bufs = gl.allocate_shared_memory(a_desc.dtype, [STAGES * A_BOXES] + a_desc.block_shape, a_desc.layout)
+    b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES * B_BOXES] + b_desc.block_shape, b_desc.layout)
+    OUT_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([OUT_ROWS, BLOCK], out_desc.dtype)
+    out_bufs = gl.allocate_shared_memory(out_desc.dtype, [OUT_BUFS, OUT_ROWS, BLOCK], OUT_LAYOUT)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -222,9 +304,9 @@ def fp8_gemm_kernel(
     scales = (scale_a, scale_b, sa_m, sa_k, sb_n, sb_k)
     # A constexpr stored in a tuple under a name stops being one, hence the argument lists written out.
     gl.warp_specialize([
-        (_consumer, (0, bufs, bars, out_desc, out, bias, shape, scales, HALVES, STAGES, GROUP, BN, OUT_SLOTS, BLOCKED,
-                     ROW_A, ROW_B, ROWS_A, BIAS, DIRECT, WIDE)),
-        (_consumer, (1, bufs, bars, out_desc, out, bias, shape, scales, HALVES, STAGES, GROUP, BN, OUT_SLOTS, BLOCKED,
-                     ROW_A, ROW_B, ROWS_A, BIAS, DIRECT, WIDE)),
-        (_producer, (bufs, bars, a_desc, b_desc, shape, HALVES, STAGES, GROUP, BN)),
+        (_consumer, (0, bufs, bars, out_desc, out, bias, shape, scales, dealt, partials, counters, COLS, STAGES, GROUP,
+                     OUT_SLOTS, BLOCKED, ROW_A, ROW_B, ROWS_A, BIAS, DIRECT, WIDE, DEAL)),
+        (_consumer, (1, bufs, bars, out_desc, out, bias, shape, scales, dealt, partials, counters, COLS, STAGES, GROUP,
+                     OUT_SLOTS, BLOCKED, ROW_A, ROW_B, ROWS_A, BIAS, DIRECT, WIDE, DEAL)),
+        (_producer, (bufs, bars, a_desc, b_desc, shape, dealt, COLS, STAGES, GROUP)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

@@ -73,6 +73,16 @@ def test_configurations(config):
 
 
 @hopper
+@pytest.mark.parametrize("mnk", [(2500, 2560, 4104), (333, 1001, 8200)], ids=str)
+def test_a_last_round_dealt_in_slices(mnk):
+    m, n, k = mnk
+    a, b, bias = randn(m, k, 1), randn(k, n, 2, transposed=True), randn(1, n, 3)[0]
+    out = gemm_hopper.gemm(a, b, bias, activation="silu")
+    judge(out, a, b, bias, "silu")
+    assert torch.equal(out, gemm_hopper.gemm(a, b, bias, activation="silu"))  # whoever comes last
+
+
+@hopper
 @pytest.mark.parametrize("mnk", [(1, 8, 8), (128, 256, 64), (129, 257, 8), (5000, 1001, 1032)], ids=str)
 def test_sizes(mnk):
     m, n, k = mnk

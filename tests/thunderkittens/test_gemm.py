@@ -138,3 +138,27 @@ def test_slices_are_dealt_evenly(tiles, k_steps, processors):
         owners = {p for p in range(programs) if first[p] < (tile + 1) * k_steps and first[p + 1] > tile * k_steps}
         ends = [((u + 1) * programs - 1) // units for u in (tile * k_steps, (tile + 1) * k_steps - 1)]
         assert sorted(owners) == list(range(ends[0], ends[1] + 1))
+
+
+@pytest.mark.parametrize("programs", [1, 5, 132])
+@pytest.mark.parametrize(("tiles", "k_steps"), [(1, 700), (68, 128), (200, 64), (264, 16), (512, 64), (140, 4)])
+def test_the_last_round_is_dealt_in_slices(tiles, k_steps, programs):
+    """`pieces_of` and `item` of gemm_device.py, in Python: every slice once, and nobody has much more than others."""
+    dealt = gemm_hopper.dealt_tiles(tiles, k_steps, programs)
+    assert dealt in (0, tiles % programs)
+    first = [dealt * k_steps * p // programs for p in range(programs + 1)]
+    seen, work = [], []
+    for p in range(programs):
+        begin, end = first[p], first[p + 1]
+        pieces = -(-end // k_steps) - begin // k_steps
+        whole = -(-max(tiles - dealt - p, 0) // programs)
+        mine = [(begin // k_steps + i, s) for i in range(pieces)
+                for s in range(max(begin - (begin // k_steps + i) * k_steps, 0),
+                               min(end - (begin // k_steps + i) * k_steps, k_steps))]  # fmt: skip
+        assert pieces <= 2 and (not dealt or mine)  # no empty item, which a consumer would wait for
+        mine += [(dealt + p + i * programs, s) for i in range(whole) for s in range(k_steps)]
+        seen += mine
+        work.append(len(mine))
+    assert sorted(seen) == [(tile, s) for tile in range(tiles) for s in range(k_steps)]
+    if dealt:
+        assert max(work) - min(work) <= 1
