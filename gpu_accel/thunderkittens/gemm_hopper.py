@@ -187,8 +187,8 @@ def dealt_tiles(tiles: int, k_steps: int, programs: int) -> int:
 
 
 def gemm_config(m: int, n: int, k: int) -> GemmConfig:
-    """The tiles for a product."""
-    return GemmConfig()
+    """The tiles for a product: narrow ones where a wide one would be half empty."""
+    return GemmConfig(bn=128, stages=6, chunks=1, group=8) if n <= 128 else GemmConfig()
 
 
 def gemm(
