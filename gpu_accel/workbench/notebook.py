@@ -289,7 +289,8 @@ def run_or_load(
     )
     print(f"$ {command_line(paper, experiment, settings)}")
     if chosen == "recorded":
-        wanted = series.select(paper.records(), experiment=experiment, precision=precision, input=input)
+        burst = [r for r in paper.records() if r.timing.get("mode", "burst") == "burst"]  # as a run here would be
+        wanted = series.select(burst, experiment=experiment, precision=precision, input=input)
         records = merge(wanted)
     else:
         from gpu_accel.workbench.runner import run
