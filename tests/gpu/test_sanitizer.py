@@ -1,6 +1,7 @@
 """compute-sanitizer finds nothing in the Hopper kernels, where the tool is installed (it comes with the CUDA toolkit).
 
-python3 -m pytest tests/gpu/test_sanitizer.py -q
+    python3 -m pytest tests/gpu/test_sanitizer.py -q                          # three kernels
+    GPU_ACCEL_SANITIZE=all python3 -m pytest tests/gpu/test_sanitizer.py -q   # all of sanitize_set.py, some minutes
 """
 
 from __future__ import annotations
@@ -23,16 +24,14 @@ pytestmark = [
     pytest.mark.skipif(TOOL is None, reason="compute-sanitizer is not installed"),
 ]
 HERE = Path(__file__).parent
-KERNELS = [f"{what}-{d}" for what in ("forward", "packed", "backward") for d in (64, 128, 256)]
-CALLS = [*KERNELS, "window-softcap", "full"]
+CALLS = [] if os.environ.get("GPU_ACCEL_SANITIZE") == "all" else ["forward-128", "packed-64", "backward-64"]
 
 
-@pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("tool", ["memcheck", "synccheck", "racecheck"])
-def test_nothing_is_found(tool, name):
+def test_nothing_is_found(tool):
     # the allocator's cache would hide reads behind a tensor's end
     env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(HERE.parents[1])}
-    command = [TOOL, "--tool", tool, "--error-exitcode", "9", sys.executable, str(HERE / "sanitize_set.py"), name]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    command = [TOOL, "--tool", tool, "--error-exitcode", "9", sys.executable, str(HERE / "sanitize_set.py"), *CALLS]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
-    assert f"ran {name}" in done.stdout
+    assert done.stdout.count("ran ") >= 3
