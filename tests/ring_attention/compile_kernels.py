@@ -1,0 +1,35 @@
+"""Compile the Gluon kernels of ring attention for sm_90 without a GPU, a line of JSON a kernel. See test_compile.py."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+import triton
+
+from gpu_accel.flash_attention3 import launch
+from gpu_accel.ring_attention import hopper_backward, hopper_merge
+from gpu_accel.ring_attention.masks import Piece
+from gpu_accel.testing.compile_only import compile_only, use_target
+
+
+def hook(kernel, arguments: tuple, options: dict) -> None:
+    if kernel.__name__ == "statistics_kernel":  # plain Triton
+        return
+    got = compile_only(kernel, arguments, options, name=kernel.__name__, capability=90)
+    row = {"kernel": kernel.__name__, "triton": triton.__version__, "spills": got.spills, "shared": got.shared}
+    print(json.dumps(row | {"warnings": got.warnings, "wgmma": got.instructions["HGMMA"]}), flush=True)
+
+
+def main() -> None:
+    use_target(90)
+    q = torch.empty(1, 1024, 4, 128, dtype=torch.bfloat16)
+    o, lse = torch.empty(q.shape), torch.empty(1, 4, 1024)
+    with launch.instead_of_launching(hook):
+        hopper_merge.forward_merge(q, q, q, o, lse, q, row=0, first=False, done=(0, 512), softmax_scale=0.1)
+        work = hopper_backward.Gradients(q, q, lse, lse, softmax_scale=0.1, softcap=0.0)
+        work.add(Piece(0, 1024, 0, 1024), q, q, torch.empty(hopper_backward.sum_size(q)))
+
+
+if __name__ == "__main__":
+    main()
