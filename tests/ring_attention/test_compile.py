@@ -1,4 +1,4 @@
-"""The Gluon kernels compile to sm_90a without spills and without serialised products, with the oldest Triton at hand."""
+"""The Gluon kernels compile to sm_90a without spills or serialised products, with the oldest Triton at hand."""
 
 from __future__ import annotations
 

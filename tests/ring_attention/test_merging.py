@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -13,12 +14,13 @@ from gpu_accel.flash_attention3.hopper_backward_finish import dq_finish
 from gpu_accel.flash_attention3.launch import launch
 from gpu_accel.flash_attention3.reference import attention_backward_reference, attention_truth
 from gpu_accel.ring_attention import fragments, hopper_backward, portable_merge
+from gpu_accel.ring_attention.attention import make_call
 from gpu_accel.ring_attention.layouts import Run, make_layout
 from gpu_accel.ring_attention.masks import Mask, Piece, pieces
 from gpu_accel.ring_attention.schedules import ring_backward
 from gpu_accel.ring_attention.simulate import simulate_attention
 from gpu_accel.ring_attention.spans import Spans
-from gpu_accel.ring_attention.step import _completed, merge_
+from gpu_accel.ring_attention.step import _completed, _problem, merge_
 from gpu_accel.testing import relative_error
 
 
@@ -198,3 +200,12 @@ def test_fragments_come_out_in_order(dim: int, device: str):
     launch(dq_finish, (heads, 2 * blocks), (sums[0] + sums[1], *arguments[1:]), options)
     fragments.gather(sums[0], sums[1], out, scale=0.5)
     assert torch.equal(out, expected)
+
+
+def test_ranks_must_agree_on_fixed_bits():
+    layout = make_layout("zigzag", seqlen=64, ranks=2)
+    q = torch.zeros(1, layout.local_length, 2, 8)
+    plain, fixed = (make_call(q, q, q, layout, deterministic=x) for x in (False, True))
+    assert plain.statement("kv_ring", q) != fixed.statement("kv_ring", q)
+    hopper = dataclasses.replace(_problem(fixed, q, q, q, Piece(0, 32, 0, 32)), device_type="cuda", capability=(9, 0))
+    assert hopper.deterministic and hopper_backward.refuse(hopper) is not None
