@@ -23,24 +23,31 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 LIMIT = 10.0  # seconds, forward or backward
 SCRIPT = """
-import json, sys, time
+import json, resource, sys, time
 import torch
 from gpu_accel.flash_attention3 import flash_attn_func
+
+def cpu():
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(x.ru_utime + x.ru_stime for x in used)
+
+def timed(call):
+    torch.cuda.synchronize()
+    before = time.perf_counter(), cpu()
+    result = call()
+    torch.cuda.synchronize()
+    return result, {"wall": time.perf_counter() - before[0], "cpu": cpu() - before[1]}
+
 d, seqlen = int(sys.argv[1]), int(sys.argv[2])
 q, k, v = (torch.randn(1, seqlen, 2, d, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-torch.cuda.synchronize()
-start = time.perf_counter()
-o = flash_attn_func(q, k, v, causal=True, backend="hopper")
-torch.cuda.synchronize()
-forward = time.perf_counter() - start
-torch.autograd.grad(o, (q, k, v), torch.ones_like(o))
-torch.cuda.synchronize()
-print(json.dumps({"forward": forward, "backward": time.perf_counter() - start - forward}))
+o, forward = timed(lambda: flash_attn_func(q, k, v, causal=True, backend="hopper"))
+_, backward = timed(lambda: torch.autograd.grad(o, (q, k, v), torch.ones_like(o)))
+print(json.dumps({"forward": forward, "backward": backward}))
 """
 
 
-def first_calls(d: int, seqlen: int, cache: Path) -> dict[str, float]:
-    """Seconds of the first forward and the first backward of a process of its own."""
+def first_calls(d: int, seqlen: int, cache: Path) -> dict[str, dict[str, float]]:
+    """Seconds of the first forward and the first backward of a process of its own, by the clock and of processors."""
     env = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", SCRIPT, str(d), str(seqlen)], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -52,5 +59,6 @@ def test_first_call(d, seqlen, tmp_path):
     cold = first_calls(d, seqlen, tmp_path)
     warm = first_calls(d, seqlen, tmp_path)
     print(f"head_dim {d}, {seqlen} keys: first calls {cold}, with the cache {warm}")
-    assert max(cold.values()) < LIMIT
-    assert max(warm.values()) < 0.5 * max(cold.values())
+    # seconds of processors: those of the clock depend on what else runs here
+    assert max(x["cpu"] for x in cold.values()) < LIMIT
+    assert max(x["cpu"] for x in warm.values()) < 0.5 * max(x["cpu"] for x in cold.values())
