@@ -7,7 +7,7 @@ and shrink with head_dim. `PAPER_SHAPE` is the one, of those tried, whose errors
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -146,8 +146,8 @@ class RecipeError:
     rmse: float
     max_error: float
     relative: float
-    clipped: float  # share of q and k at the largest fp8 number
-    underflow: float  # share of the non-zero q and k that became 0
+    clipped: float  # share of q, k or v, whichever is worst, at the largest fp8 number
+    underflow: float  # share of the non-zero q, k or v that became 0, whichever is worst
     paper_rmse: float | None
 
 
@@ -216,7 +216,9 @@ def fp8_error_report(
         rmse = error.square().mean().sqrt().item() if error.numel() else 0.0
         clipped, zeroed = 0.0, 0.0
         if recipe.fp8 and q.numel() and k.numel():
-            lost = [lost_values(x, recipe, block_size, name, seed) for x in (q, k)]
+            as_v = replace(recipe, hadamard=False)  # v is never multiplied by the Hadamard matrix
+            pairs = ((q, recipe), (k, recipe), (v, as_v))
+            lost = [lost_values(x, how, block_size, name, seed) for x, how in pairs]
             clipped, zeroed = (max(pair) for pair in zip(*lost, strict=True))
         largest = error.abs().max().item() if error.numel() else 0.0
         rows.append(

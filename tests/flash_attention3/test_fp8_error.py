@@ -76,3 +76,11 @@ def test_not_finite_inputs_get_no_recommendation():
 def test_wrong_arguments():
     with pytest.raises(InvalidInputError, match="one shape"):
         fp8_error_report(torch.zeros(1, 1, 4, 16), torch.zeros(1, 1, 4, 16), torch.zeros(1, 1, 5, 16))
+
+
+def test_values_that_v_loses_are_counted():
+    q, k, v = (torch.randn(1, 1, 64, 32, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    assert fp8_error_report(q, k, v)["fp8-tensor"].underflow < 0.05
+    v = v * 1e-4
+    v[0, 0, 0, 0] = 1e3
+    assert fp8_error_report(q, k, v)["fp8-tensor"].underflow > 0.9
