@@ -502,10 +502,11 @@ def _context_parallel(tensors: list[Tensor], both: bool, rotate: str = "allgathe
     mesh = init_device_mesh("cuda" if on_gpu else "cpu", (ranks,))
     q, k, v, do = (x.transpose(1, 2).contiguous() for x in tensors)
     leaves = [x.detach().requires_grad_(both) for x in (q, k, v)]
+    grouped = q.shape[1] != k.shape[1]
 
     def call() -> tuple[Tensor, ...]:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION if on_gpu else SDPBackend.FLASH_ATTENTION):
-            o = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
+            o = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=grouped)
             grads = torch.autograd.grad(o, leaves, do) if both else ()
         return o.detach().transpose(1, 2), *(g.transpose(1, 2) for g in grads)
 

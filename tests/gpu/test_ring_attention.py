@@ -71,6 +71,13 @@ def test_sums_of_gradients_on_whole_blocks(ranks: int, heads_kv: int, head_dim: 
     assert all(torch.equal(a, b) for a, b in zip(found[:2] + found[3:], again[:2] + again[3:], strict=True))
 
 
+def test_the_same_bits_by_request():
+    q, k, v, do = inputs()
+    options = {"ranks": 4, "causal": True, "deterministic": True, "do": do}
+    first, second = (simulate_attention(q, k, v, **options) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
 @pytest.mark.parametrize("seqlen", [1024, 1000])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_the_merge_in_the_epilogue(head_dim: int, seqlen: int):
