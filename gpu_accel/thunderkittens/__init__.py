@@ -11,6 +11,7 @@ import importlib
 from typing import Any
 
 _WHERE = {
+    "FlashFFTConv": "long_conv",
     "causal_conv1d_fn": "causal_conv1d",
     "causal_conv1d_update": "causal_conv1d",
     "chunk_delta_rule": "delta",

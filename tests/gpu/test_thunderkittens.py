@@ -10,6 +10,7 @@ from gpu_accel.thunderkittens import elements, linear, reference, rows
 from gpu_accel.thunderkittens.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from gpu_accel.thunderkittens.delta import delta_rule
 from gpu_accel.thunderkittens.features import fused_chunk_based, hedgehog_attention
+from gpu_accel.thunderkittens.long_conv import FlashFFTConv
 from gpu_accel.thunderkittens.losses import cross_entropy, fused_linear_cross_entropy
 from gpu_accel.thunderkittens.mamba2 import mamba_chunk_scan_combined
 
@@ -186,6 +187,19 @@ def test_hedgehog():
         return lambda *given: hedgehog_attention(*given, backend=backend)
 
     judge(["o", "dq", "dk", "dv", "dq_map", "dk_map"], function, [q, k, v, *maps], [randn(2, 515, 4, 128, seed=6)])
+
+
+@pytest.mark.parametrize("size", [256, 2048, 4096])
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+def test_long_convolution(dtype, size):
+    u, pre, post = (randn(3, 5, size // 2, seed=s, dtype=dtype) for s in (1, 2, 3))
+    k = randn(5, size // 2, seed=4) / size**0.5
+
+    def function(backend):
+        return FlashFFTConv(size, backend=backend)
+
+    factor = 16.0 if dtype == FP32 else 2.0  # torch's transforms are float32, ours tf32 in three products
+    judge(["y", "du", "dk", "dpre", "dpost"], function, [u, k, pre, post], [randn(3, 5, size // 2, seed=5)], factor)
 
 
 def test_offsets_beyond_two_to_the_31():

@@ -4,6 +4,7 @@ python compile_kernels.py chunked bf16-128-128,fp16-64-128-packed     forward an
 python compile_kernels.py delta bf16-128-128,fp16-64-128              the delta rule, forward and backward
 python compile_kernels.py conv bf16-4096                              short causal convolutions
 python compile_kernels.py ladder bf16-4096                            the levels of a product, and attention of tiles
+python compile_kernels.py longconv bf16-2048,fp32-16384              convolutions by Fourier transforms
 python compile_kernels.py rows bf16-4096,fp32-65536                   norms, softmax, losses, rotary, gated activations
 """
 
@@ -85,6 +86,15 @@ def ladder(dtype: torch.dtype, size: int) -> None:
         hook(test_tiles._products, (a, a, a), dict(WHICH=which, num_warps=4))
 
 
+def longconv(dtype: torch.dtype, size: int) -> None:
+    from gpu_accel.thunderkittens import long_conv as ops
+
+    u = torch.empty(4, 8, size // 2, dtype=dtype)
+    spectrum = ops.filter_spectrum(torch.zeros(8, 4), size)
+    ops.fft_conv_op._init_fn(u, spectrum, None, None, False)
+    ops.fft_conv_op._init_fn(u, spectrum, u, u, True)
+
+
 def rows_of(dtype: torch.dtype, width: int) -> None:
     """Norms with all that they can do, and with nothing; softmax, losses, rotary, gated activations."""
     from gpu_accel.thunderkittens import elements as e
@@ -115,8 +125,8 @@ if __name__ == "__main__":
             kind, *sizes = label.split("-")
             if sys.argv[1] == "rows":
                 rows_of(DTYPES[kind], int(sizes[0]))
-            elif sys.argv[1] in ("conv", "ladder"):
-                (conv if sys.argv[1] == "conv" else ladder)(DTYPES[kind], int(sizes[0]))
+            elif sys.argv[1] in ("conv", "ladder", "longconv"):
+                dict(conv=conv, ladder=ladder, longconv=longconv)[sys.argv[1]](DTYPES[kind], int(sizes[0]))
             else:
                 of = delta if sys.argv[1] == "delta" else chunked
                 of(DTYPES[kind], int(sizes[0]), int(sizes[1]), "packed" in sizes)

@@ -57,6 +57,14 @@ def test_short_convolutions():
 
 
 @pytest.mark.slow
+def test_long_convolutions():
+    rows = compiled("longconv", "bf16-2048")
+    assert len(rows) == 2
+    for row in rows:
+        assert row["spills"] == 0 and row["mma"] and row["shared"] <= 227 * 1024, row
+
+
+@pytest.mark.slow
 def test_ladder():
     """No spills; tensor cores from the second level on; TMA in the last but one."""
     rows = compiled("ladder", "bf16-4096")

@@ -1,0 +1,156 @@
+"""Long convolutions by Fourier transforms: y[t] = sum over s <= t of k[t - s] u[s], a filter a channel.
+
+    conv = FlashFFTConv(2 * seqlen)                  # the name and arguments of FlashFFTConv (arXiv 2311.05908)
+    y = conv(u, k)                                   # u (batch, channels, seqlen), k (channels, up to the fft length)
+    y = conv(u, k, pregate, postgate)                # postgate * conv(u * pregate)
+
+The transform of a filter is kept while the filter stays the same, so inference transforms it once.
+
+    gpu_accel::tk_fft_conv(u, spectrum, pregate, postgate, a, conjugate) -> y
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+
+import torch
+from torch import Tensor
+
+from gpu_accel.errors import InvalidInputError, UnsupportedError
+from gpu_accel.flash_attention3.launch import launch
+from gpu_accel.thunderkittens import fft_kernels
+from gpu_accel.thunderkittens.chunked import _device, _unit, precision
+from gpu_accel.thunderkittens.linear import _need, _shape, choose
+
+# Until its test in tests/gpu has passed on a card, "auto" is the reference in torch.
+GPU_CHECKED = False
+SIZES = tuple(1 << n for n in range(8, 13))  # 256 to 4096: larger ones do not fit into the shared memory of one program
+
+
+def _sides(size: int) -> tuple[int, int]:
+    """size = A B, both powers of two from 16 to 64, as equal as can be."""
+    bits = size.bit_length() - 1
+    return 1 << (bits // 2), 1 << (bits - bits // 2)
+
+
+@functools.lru_cache(maxsize=16)
+def _tables(size: int, device: torch.device) -> Tensor:
+    """F_A, F_B and W of `fft_kernels`, float32, made in float64."""
+    a, b = _sides(size)
+
+    def roots(rows: int, cols: int, of: int) -> Tensor:
+        product = torch.arange(rows)[:, None] * torch.arange(cols)[None, :] % of
+        angle = -2 * torch.pi * product.double() / of
+        return torch.stack([angle.cos(), angle.sin()]).float().flatten()
+
+    return torch.cat([roots(a, a, a), roots(b, b, b), roots(a, b, size)]).to(device)
+
+
+def filter_spectrum(k: Tensor, size: int) -> Tensor:
+    """(2, channels, A, B) float32 of k (channels, at most size): its transform over size, in the order of the kernel."""
+    a, b = _sides(size)
+    found = torch.fft.fft(k.float(), n=size) / size  # frequency p + A r
+    order = found.view(k.shape[0], b, a).transpose(1, 2)
+    return torch.stack([order.real, order.imag]).contiguous()
+
+
+@torch.library.custom_op("gpu_accel::tk_fft_conv", mutates_args=())
+def fft_conv_op(
+    u: Tensor, spectrum: Tensor, pregate: Tensor | None, postgate: Tensor | None, conjugate: bool
+) -> Tensor:
+    """u, gates (batch, channels, seqlen); spectrum as `filter_spectrum` makes it."""
+    u = _unit(u)
+    pregate, postgate = (None if x is None else _unit(x) for x in (pregate, postgate))
+    batch, channels, seqlen = u.shape
+    a, b = spectrum.shape[2:]
+    y = u.new_empty(u.shape)
+    if y.numel():
+        strides = [s for x in (u, pregate, postgate) for s in ((0, 0) if x is None else x.stride()[:2])]
+        with _device(u):
+            launch(fft_kernels._fft_conv_kernel, channels * -(-batch // 2),
+                   (u, spectrum.contiguous(), pregate, postgate, y, _tables(a * b, u.device), *strides, seqlen, batch,
+                    channels),
+                   dict(A=a, B=b, CONJUGATE=conjugate, PRE=pregate is not None, POST=postgate is not None,
+                        PRECISION=precision(u.dtype), num_warps=8 if a * b > 1024 or u.dtype == torch.float32 else 4,
+                        num_stages=1))  # fmt: skip
+    return y
+
+
+@fft_conv_op.register_fake
+def _(u, spectrum, pregate, postgate, conjugate):
+    return u.new_empty(u.shape)
+
+
+class _LongConv(torch.autograd.Function):
+    """The convolution with gradients of u, k and the gates; k's is a transform of torch, over the whole batch."""
+
+    @staticmethod
+    def forward(ctx, u, k, pregate, postgate, spectrum, size):
+        y = fft_conv_op(u, spectrum, pregate, postgate, False)
+        ctx.save_for_backward(u, k, pregate, postgate, spectrum)
+        ctx.size = size
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        u, k, pregate, postgate, spectrum = ctx.saved_tensors
+        need = ctx.needs_input_grad
+        du = dk = dpre = dpost = None
+        # what multiplies a result goes into the kernel as its gate, so that everything is rounded once
+        if need[0]:
+            du = fft_conv_op(dy, spectrum, postgate, pregate, True)
+        if need[2]:
+            dpre = fft_conv_op(dy, spectrum, postgate, u, True)
+        if need[3]:
+            dpost = fft_conv_op(u, spectrum, pregate, dy, False)
+        if need[1]:
+            left = u.float() if pregate is None else u.float() * pregate.float()
+            right = dy.float() if postgate is None else dy.float() * postgate.float()
+            found = (torch.fft.rfft(right, n=ctx.size) * torch.fft.rfft(left, n=ctx.size).conj()).sum(0)
+            dk = torch.fft.irfft(found, n=ctx.size)[:, : k.shape[1]].to(k.dtype)
+        return du, dk, dpre, dpost, None, None
+
+
+def long_conv_reference(u: Tensor, k: Tensor, pregate: Tensor | None, postgate: Tensor | None, size: int) -> Tensor:
+    """By torch.fft, in float32 (float64 where u is)."""
+    wide = torch.float64 if u.dtype == torch.float64 else torch.float32
+    x = u.to(wide) if pregate is None else u.to(wide) * pregate.to(wide)
+    y = torch.fft.irfft(torch.fft.rfft(x, n=size) * torch.fft.rfft(k.to(wide), n=size), n=size)[..., : u.shape[2]]
+    return (y if postgate is None else y * postgate.to(wide)).to(u.dtype)
+
+
+class FlashFFTConv(torch.nn.Module):
+    """y = postgate * (u * pregate convolved with k), circular over `seqlen`, causal where u takes at most half of it.
+
+    Args:
+        seqlen: length of the transform: a power of two, 256 to 4096. u may be shorter: zeros follow it.
+        dtype: of u; None: any of float32, bfloat16, float16.
+    """
+
+    def __init__(self, seqlen: int, dtype: torch.dtype | None = None, *, backend: str = "auto") -> None:
+        super().__init__()
+        if seqlen not in SIZES:
+            raise UnsupportedError(f"transforms of {', '.join(map(str, SIZES))} are made, not of {seqlen}")
+        self.seqlen, self.dtype, self.backend = seqlen, dtype, backend
+        self._kept: tuple[weakref.ref, int, Tensor] | None = None
+
+    def _spectrum(self, k: Tensor) -> Tensor:
+        """That of k, made anew when it is another tensor or was changed in place."""
+        if self._kept is None or self._kept[0]() is not k or self._kept[1] != k._version:
+            self._kept = (weakref.ref(k), k._version, filter_spectrum(k.detach(), self.seqlen))
+        return self._kept[2]
+
+    def forward(self, u: Tensor, k: Tensor, pregate: Tensor | None = None, postgate: Tensor | None = None) -> Tensor:
+        """u (batch, channels, up to seqlen), k (channels, up to seqlen) of any float dtype; gates the shape of u."""
+        _need(u.dim() == 3 and u.shape[2] <= self.seqlen, f"u must be (batch, channels, at most {self.seqlen}), got "
+              f"{_shape(u)}")  # fmt: skip
+        if self.dtype is not None and u.dtype != self.dtype:
+            raise InvalidInputError(f"this module was made for {self.dtype}, u is {u.dtype}")
+        _need(k.dim() == 2 and k.shape[0] == u.shape[1] and k.shape[1] <= self.seqlen,
+              f"k must be (channels, at most {self.seqlen}) with {u.shape[1]} channels, got {_shape(k)}")  # fmt: skip
+        for name, x in (("pregate", pregate), ("postgate", postgate)):
+            _need(x is None or (x.shape == u.shape and x.dtype == u.dtype), f"{name} must be as u, {_shape(u)}")
+        if choose(u, self.backend, GPU_CHECKED) == "reference":
+            return long_conv_reference(u, k, pregate, postgate, self.seqlen)
+        return _LongConv.apply(u, k, pregate, postgate, self._spectrum(k), self.seqlen)

@@ -1,0 +1,104 @@
+"""Long convolutions against the sum itself in float64; gradients of everything; the kept transform of a filter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gpu_accel.errors import InvalidInputError, UnsupportedError
+from gpu_accel.thunderkittens import long_conv
+from gpu_accel.thunderkittens.long_conv import FlashFFTConv
+from tests.thunderkittens.helpers import close, randn, run
+
+
+def direct(u, k, pre, post):
+    """The causal sum, one lag at a time."""
+    x = u * pre if pre is not None else u
+    y = torch.zeros_like(x)
+    for lag in range(min(k.shape[1], x.shape[2])):
+        y[..., lag:] = y[..., lag:] + x[..., : x.shape[2] - lag] * k[:, lag, None]
+    return y * post if post is not None else y
+
+
+def make(device, *, batch=3, channels=2, seqlen=100, taps=100, dtype=torch.float32, gated=True):
+    u, pre, post, dy = (randn(batch, channels, seqlen, seed=s, dtype=dtype, device=device) for s in (1, 2, 3, 4))
+    k = randn(channels, taps, seed=5, device=device) / 10
+    return [u, k, pre if gated else None, post if gated else None], [dy]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+def test_values_and_gradients(gated, dtype, device):
+    """An odd number of sequences, so that one of a pair is missing."""
+    tensors, grads = make(device, dtype=dtype, gated=gated)
+    mine = run(FlashFFTConv(256, dtype, backend="portable"), tensors, grads)
+    truth = run(direct, tensors, grads, torch.float64)
+    ruler = run(FlashFFTConv(256, backend="reference"), tensors, grads)
+    for name, *three in zip(["y", "du", "dk", "dpre", "dpost"], mine, truth, ruler, strict=True):
+        if three[0] is None:
+            continue
+        if dtype == torch.float32:
+            torch.testing.assert_close(three[0].double(), three[1], rtol=1e-4, atol=1e-4)
+        else:
+            close(name, *three, narrow=dtype == torch.bfloat16)
+
+
+@pytest.mark.parametrize("size", [512, 1024])
+def test_sizes_of_unequal_sides(size, device):
+    (u, k, *_), _ = make(device, batch=1, channels=1, seqlen=size // 2, taps=7)
+    y = FlashFFTConv(size, backend="portable")(u, k)
+    torch.testing.assert_close(y.double(), direct(u.double(), k.double(), None, None), rtol=1e-4, atol=1e-4)
+
+
+def test_longer_than_half_is_circular(device):
+    (u, k, *_), _ = make(device, batch=2, channels=1, seqlen=256, taps=256)
+    y = FlashFFTConv(256, backend="portable")(u, k)
+    torch.testing.assert_close(y, long_conv.long_conv_reference(u, k, None, None, 256), rtol=1e-4, atol=1e-4)
+    lag = torch.zeros_like(k)
+    lag[:, 3] = 1.0
+    torch.testing.assert_close(FlashFFTConv(256, backend="portable")(u, lag), u.roll(3, -1), rtol=1e-4, atol=1e-5)
+
+
+def test_lengths_one_and_zero_and_strides(device):
+    conv = FlashFFTConv(256, backend="portable")
+    for seqlen in (0, 1):
+        (u, k, *_), _ = make(device, seqlen=seqlen, taps=4)
+        torch.testing.assert_close(conv(u, k), u * k[:, :1])
+    wide = randn(2, 50, 3, seed=1, device=device).transpose(1, 2)
+    k = randn(3, 9, seed=2, device=device)
+    torch.testing.assert_close(conv(wide, k), conv(wide.contiguous(), k))
+
+
+def test_a_filter_is_transformed_once_until_it_changes(device, monkeypatch):
+    (u, k, *_), _ = make(device, batch=1, channels=1, seqlen=9, taps=9)
+    conv, calls = FlashFFTConv(256, backend="portable"), []
+    true = long_conv.filter_spectrum
+    monkeypatch.setattr(long_conv, "filter_spectrum", lambda *given: calls.append(1) or true(*given))
+    first = conv(u, k)
+    conv(u, k)
+    assert len(calls) == 1
+    k.mul_(2.0)
+    torch.testing.assert_close(conv(u, k), 2 * first)
+    conv(u, k.clone())
+    assert len(calls) == 3
+
+
+def test_wrong_arguments_are_refused(device):
+    (u, k, pre, _), _ = make(device)
+    with pytest.raises(UnsupportedError, match="not of 300"):
+        FlashFFTConv(300)
+    conv = FlashFFTConv(256, torch.float32)
+    for given, message in [
+        ((u.half(), k), "made for torch.float32"), ((u, k[:1]), "k must be"), ((u, k, pre[:1]), "pregate must be"),
+        ((torch.zeros(1, 2, 257, device=device), k), "u must be"),
+    ]:  # fmt: skip
+        with pytest.raises(InvalidInputError, match=message):
+            conv(*given)
+
+
+def test_opcheck(device):
+    (u, k, pre, post), _ = make(device, seqlen=9)
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(
+        long_conv.fft_conv_op, (u, long_conv.filter_spectrum(k, 256), pre, post, False), test_utils=tests
+    )
