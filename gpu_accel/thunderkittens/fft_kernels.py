@@ -9,8 +9,8 @@ with F_N[a, b] = exp(-2 pi i a b / N) and W[p, j] = exp(-2 pi i p j / N). All th
 way back is the same with conjugates and in reverse. Frequencies stay in the order [p, r]: filters are stored so too.
 
 Two real sequences x, z with one real filter are one complex sequence x + i z: the real and the imaginary part of the
-result are theirs. Nothing goes to memory between the transforms. A complex product of matrices is four real ones; Triton
-has no complex tensor core.
+result are theirs. Nothing goes to memory between the transforms. A complex product of matrices is four real ones:
+Triton has no complex tensor core.
 """
 
 from __future__ import annotations

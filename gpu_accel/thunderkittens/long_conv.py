@@ -48,7 +48,7 @@ def _tables(size: int, device: torch.device) -> Tensor:
 
 
 def filter_spectrum(k: Tensor, size: int) -> Tensor:
-    """(2, channels, A, B) float32 of k (channels, at most size): its transform over size, in the order of the kernel."""
+    """(2, channels, A, B) float32 of k (channels, at most size): its transform over size, in the kernel's order."""
     a, b = _sides(size)
     found = torch.fft.fft(k.float(), n=size) / size  # frequency p + A r
     order = found.view(k.shape[0], b, a).transpose(1, 2)
