@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import platform
 from pathlib import Path
@@ -88,6 +89,15 @@ def environment() -> dict[str, str]:
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()
     return found
+
+
+@functools.cache
+def host() -> dict[str, Any]:
+    """What records say of a machine with a GPU: its environment with peaks, the commit, and whether files differ."""
+    from gpu_accel.workbench.host import Host
+
+    found = Host.here("cuda")
+    return {"env": found.env, "commit": found.commit, "dirty": found.dirty}
 
 
 def read_run(folder: Path) -> dict[str, Any]:

@@ -57,8 +57,10 @@ def compile_only(job: dict[str, Any], folder: Path) -> dict[str, Any]:
 def run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Launch once on each image, in order, and write each back whole."""
     compiler = Compiler(folder, job["name"])
-    binaries = [compiler(trial) for trial in job["trials"]]  # before there is a context: nothing to be broken yet
-    bench_binary = compiler(job["bench"]["trial"]) if "bench" in job else None
+    # Before there is a context: nothing to be broken yet. Where times are taken, a compiler bomb is not waited for.
+    with limited(job["bench"]["compile_seconds"] if "bench" in job else None):
+        binaries = [compiler(trial) for trial in job["trials"]]
+        bench_binary = compiler(job["bench"]["trial"]) if "bench" in job else None
     _small(job, folder, binaries)
     result: dict[str, Any] = {"ran": len(binaries)}
     if bench_binary is not None:
@@ -171,16 +173,25 @@ def _timer(memory: Memory, candidate: Counted, keep: set[int], kept: list[tuple[
 
 
 @contextlib.contextmanager
-def alone(descriptor: int | None, seconds: float) -> Iterator[None]:
-    """Hold the lock of the GPU; SIGALRM ends the process when it is held too long."""
-    if descriptor is not None:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+def limited(seconds: float | None) -> Iterator[None]:
+    """SIGALRM ends the process when the block takes longer."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds or 0.0)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+@contextlib.contextmanager
+def alone(descriptor: int | None, seconds: float) -> Iterator[None]:
+    """Hold the lock of the GPU; SIGALRM ends the process when it is held too long."""
+    if descriptor is not None:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        with limited(seconds):
+            yield
+    finally:
         if descriptor is not None:
             fcntl.flock(descriptor, fcntl.LOCK_UN)
 

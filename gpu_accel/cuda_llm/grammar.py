@@ -254,6 +254,8 @@ class Grammar:
 
 def _note(brief: Brief, terrain: Terrain, point: Point) -> str:
     base = terrain.bases[point.template]
+    if base.source == brief.start.source:  # a likely point of the start
+        base, point = brief.start, Point(0, point.values)
     before = point_of(base, terrain.spaces[point.template])
     words = [f"{name} {before[name]} -> {value}" for name, value in point.values if value != before[name]]
     name = "" if point.template == 0 else f"template {point.template} ({base.language})"

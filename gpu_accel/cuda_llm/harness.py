@@ -268,7 +268,7 @@ def ended(outcome: Outcome) -> dict[str, Any]:
     if outcome.ended == "timeout":
         raise Rejected(Verdict.TIMEOUT, None, f"still running after {outcome.seconds:.3g} s")
     if outcome.ended == "signal" and outcome.signal == signal.SIGALRM:
-        raise Rejected(Verdict.TIMEOUT, None, "held the GPU for too long")
+        raise Rejected(Verdict.TIMEOUT, None, "compiled for too long, or held the GPU for too long")
     if outcome.ended == "signal":
         raise Rejected(Verdict.CRASHED, None, f"ended by signal {outcome.signal}")
     result = outcome.result

@@ -104,7 +104,8 @@ def check_model(
             truth = _model(sandbox, problem, "", drawn, seconds)
             made = _model(sandbox, problem, answer, drawn, seconds)
             exact, plain = truth[: len(truth) // 2], truth[len(truth) // 2 :]
-            if [x.shape for x in made] != [x.shape for x in plain] or [x.dtype for x in made] != [x.dtype for x in plain]:
+            shapes, dtypes = [x.shape for x in plain], [x.dtype for x in plain]
+            if [x.shape for x in made] != shapes or [x.dtype for x in made] != dtypes:
                 raise Rejected(Verdict.WRONG, Kind.MISMATCH, "the outputs have other shapes or dtypes")
             for at, got in enumerate(made):
                 worst = max(worst, _against(got, exact[at], plain[at]))

@@ -38,7 +38,7 @@ from .verdict import Judgement, Rejected, Verdict
 
 PEERS = ("library", "naive", "start")
 WARM_UP = 5  # launches before the first that is timed
-ALONE_SECONDS = 20.0
+ALONE_SECONDS, COMPILE_SECONDS = 12.0, 15.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +49,7 @@ class Measured:
         samples: "candidate", "copy" and peers, interleaved in common rounds.
         slow: "candidate" and "naive", in common rounds of their own: naive kernels may take many times as long.
         failed: why a peer has no times.
+        library_error: largest error of the library on the inputs of one timed launch, in units of the task's bound.
     """
 
     judgement: Judgement
@@ -59,6 +60,7 @@ class Measured:
     clocks: Mapping[str, Any] = field(default_factory=dict)
     launches: int = 0
     compared: int = 0
+    library_error: float | None = None
 
     @property
     def ms(self) -> float | None:
@@ -83,6 +85,7 @@ class Measured:
             "judgement": self.judgement.as_dict(), "samples": {k: list(v) for k, v in self.samples.items()},
             "slow": {k: list(v) for k, v in self.slow.items()}, "failed": dict(self.failed), "method": self.method,
             "clocks": dict(self.clocks), "launches": self.launches, "compared": self.compared,
+            "library_error": self.library_error,
         }  # fmt: skip
 
 
@@ -105,7 +108,7 @@ def measure(
     Args:
         gpu: profile whose roofline no time may beat.
         peers: of PEERS, timed between the candidate's launches.
-        screen: launch it on the shapes shown first, where a wrong or endless kernel is cheap.
+        screen: launch it on a small shape first, where a wrong or endless kernel is cheap.
         seconds, rounds: timing budget of each implementation.
         keep: how many launches have their outputs compared.
         lock: file that all users of this GPU lock while they time; outputs are compared under it as well.
@@ -118,7 +121,7 @@ def measure(
     try:
         program = Program.of(candidate)
         bind(program, candidate.launch, task)
-        trials = [one for one in draw(task, candidate, None) if one.repeats < 0 and not one.hidden] if screen else []
+        trials = [one for one in draw(task, candidate, None) if one.dims == task.shown[0]][:2] if screen else []
         what = _order(program, candidate, task, peers, seconds=seconds, rounds=rounds, keep=keep)
         with sandbox.folder() as folder:
             write(program, folder)
@@ -127,8 +130,9 @@ def measure(
             request = job(program, candidate.launch, trials) | {"bench": what, "lock": str(lock) if lock else None}
             result = ended(sandbox.run("run", folder, seconds=limit, **request))
             measured = _read(result, gpu, task)
-            compared = _compare(task, candidate, folder, trials, result, len(what["keep"]), lock)
-        return replace(measured, compared=compared) if measured.judgement.ok else measured
+            library = "library" in peers and TASKS.get(task.name) is task
+            compared, error = _compare(task, candidate, folder, trials, result, len(what["keep"]), lock, library)
+        return replace(measured, compared=compared, library_error=error) if measured.judgement.ok else measured
     except Rejected as rejected:
         return Measured(judgement=replace(rejected.judgement, sandbox=sandbox.described))
 
@@ -150,7 +154,7 @@ def _order(
         "trial": described(program, candidate.launch, task.bench, _layout(task, candidate)),
         "seed": drawn.randrange(10**12), "keep": sorted(drawn.sample(range(WARM_UP, WARM_UP + 10), keep)),
         "peers": ["library"] if "library" in peers and own else [], "others": others,
-        "seconds": seconds, "rounds": rounds, "alone_seconds": ALONE_SECONDS,
+        "seconds": seconds, "rounds": rounds, "alone_seconds": ALONE_SECONDS, "compile_seconds": COMPILE_SECONDS,
     }  # fmt: skip
 
 
@@ -167,9 +171,9 @@ def _layout(task: Task, candidate: Candidate) -> Layout:
 
 def _compare(
     task: Task, candidate: Candidate, folder: Path, trials: Sequence[Trial], result: dict[str, Any], keep: int,
-    lock: Path | None,
-) -> int:  # fmt: skip
-    """Judge the small trials, then the outputs that were kept; returns how many launches were compared.
+    lock: Path | None, library: bool,
+) -> tuple[int, float | None]:  # fmt: skip
+    """Judge the small trials, then the outputs that were kept; returns how many, and the library's error on the first.
 
     Raises:
         Rejected: wrong or cheating.
@@ -183,6 +187,7 @@ def _compare(
         raise Rejected(Verdict.CRASHED, None, "its process kept no outputs of timed launches")
     inputs_of = {one.name: one for one in task.inputs}
     sizes = [(one, one.elements(task.bench) * getattr(torch, one.dtype).itemsize) for one in task.outputs]
+    error = None
     for number, seed in enumerate(seeds):
         memory = read_memory(folder / f"kept{number}.bin", sum(size for _, size in sizes))
         with alone(lock):
@@ -191,12 +196,15 @@ def _compare(
             for one, size in sizes:
                 flat = memory[at : at + size].cuda().view(getattr(torch, one.dtype))
                 outputs[one.name], at = flat.view(one.sizes(task.bench)), at + size
-            found = compare(task, outputs, task.truth(inputs, task.bench), inputs)
-            del inputs, outputs
+            truth = task.truth(inputs, task.bench)
+            found = compare(task, outputs, truth, inputs)
+            if library and number == 0:
+                error = compare(task, task.baseline(inputs, task.bench), truth, inputs).error
+            del inputs, outputs, truth
         if found.kind is not None:
             sizes_ = " ".join(f"{key}={size}" for key, size in task.bench.items())
             raise Rejected(Verdict.WRONG, found.kind, f"in a timed launch: {found.detail}", (sizes_,))
-    return len(seeds)
+    return len(seeds), error
 
 
 @contextlib.contextmanager

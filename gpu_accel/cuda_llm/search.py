@@ -26,7 +26,7 @@ from typing import Any
 from gpu_accel.errors import IncorrectResultError, InvalidInputError
 from gpu_accel.hardware.catalog import profile
 
-from .artefact import Artefact, attempts_of, read_run
+from .artefact import Artefact, attempts_of, host, read_run
 from .candidate import Candidate
 from .grammar import Grammar
 from .harness import check, read
@@ -39,7 +39,8 @@ from .sandbox import Sandbox
 from .tasks import Task, find
 from .verdict import Judgement, Rejected, Verdict
 
-SCREEN_SECONDS, SCREEN_ROUNDS = 0.08, 30
+SCREEN_SECONDS, SCREEN_ROUNDS, SCREEN_KEPT = 0.04, 16, 1
+SCREEN_LIMIT = 30.0  # wall clock of one candidate, waiting for the GPU included
 MOST_CONFIRMATIONS = 5
 MOST_STALE = 3  # rounds without anything new before a search ends
 
@@ -152,7 +153,8 @@ class _Search:
             if judgement.ok and self.pool.gpu:
                 measured = measure(
                     candidate, self.brief.task, sandbox=sandbox, gpu=self.brief.target, screen=not whole,
-                    seconds=SCREEN_SECONDS, rounds=SCREEN_ROUNDS, lock=self.pool.lock,
+                    seconds=SCREEN_SECONDS, rounds=SCREEN_ROUNDS, keep=SCREEN_KEPT, lock=self.pool.lock,
+                    limit=SCREEN_LIMIT,
                 )  # fmt: skip
                 judgement = _screened(measured, judgement if whole else None)
         except Rejected as rejected:
@@ -312,7 +314,7 @@ def search(
     else:
         artefact.begin(
             task=task.name, target=target, proposer=proposer.name, budget=budget.as_dict(), start=start.digest,
-            sandbox=pool.described, gpu=pool.gpu,
+            sandbox=pool.described, gpu=pool.gpu, host=host() if pool.gpu else None,
         )  # fmt: skip
     if not one.attempts:
         first = Proposal(text=start.text, note="the kernel at the start")
@@ -345,6 +347,7 @@ def search(
     artefact.best(best.candidate)
     artefact.end(
         best=best.digest, speedup_over_start=speedup, note=note, final=final.as_dict() if final else None,
+        baselines={name: judged.as_dict() for name, judged in baselines.items()},
         attempts=len(one.attempts), seconds=round(time.monotonic() - one.begin, 3), dollars=one.cost,
     )  # fmt: skip
     return Optimized(
@@ -406,7 +409,8 @@ def search_all(
                 task.candidate, task, proposer=proposer(task) if proposer else Grammar(strategy, seed), pool=pool,
                 target=target, budget=Budget(candidates=candidates, seconds=seconds, batch=batch), peers=peers,
                 final_seconds=final_seconds,
-                out=out / task.name if out else None, templates=task.templates, deadline=deadline,
+                out=out / task.name if out else None, deadline=deadline,
+                templates=[kernel for kernel in task.templates if kernel.language == "triton" or pool.gpu],
                 tell=(lambda attempt: tell(task.name, attempt)) if tell else None,
             )  # fmt: skip
         except Exception as error:  # one search that fails leaves the others alone

@@ -29,11 +29,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A search whose kernels take 2 ms, beside a library with 3 ms and a naive kernel with 40 ms."""
     monkeypatch.setattr(search_module, "check", lambda *given, **more: Judgement(verdict=Verdict.ACCEPTED, error=0.25))
     monkeypatch.setattr(search_module, "measure", lambda *given, **more: Measured(
-        judgement=Judgement(verdict=Verdict.ACCEPTED), compared=2, slow={"candidate": (2.0,), "naive": (40.0,)},
-        samples={"candidate": (2.0,), "copy": (1.0,), "library": (3.0,)},
+        judgement=Judgement(verdict=Verdict.ACCEPTED), compared=2,
+        slow={"candidate": (2.0, 2.0), "naive": (40.0, 40.0)},
+        samples={"candidate": (2.0, 2.0), "copy": (1.0, 1.0), "library": (3.0, 3.0)}, method="events",
+        library_error=0.5,
     ))  # fmt: skip
+    env = {"gpu": "NVIDIA H100 80GB HBM3", "sku": "H100 SXM", "torch": "2.11"}
+    monkeypatch.setattr(search_module, "host", lambda: {"env": env, "commit": "c" * 40, "dirty": False})
     for name in ("softmax", "reverse"):
-        optimize_kernel(TASKS[name].start, candidates=2, sandbox=Clocked(), out=tmp_path / name)  # type: ignore[arg-type]
+        optimize_kernel(
+            TASKS[name].start, candidates=2, out=tmp_path / name, peers=("library", "naive"),
+            sandbox=Clocked(),  # type: ignore[arg-type]
+        )  # fmt: skip
     return tmp_path
 
 
@@ -129,3 +136,26 @@ def test_sizes_of_a_deployed_kernel_follow_from_its_inputs() -> None:
         deploy("x = 1", "softmax")
     with pytest.raises(HardwareError, match="GPU"):
         deploy(TASKS["softmax"].start, "softmax")(x=x)
+
+
+def test_records_of_a_search_are_those_of_the_ledger(folder: Path) -> None:
+    from gpu_accel.cuda_llm.records_table import by_task, records_of, rows, summary
+
+    made = [record for one in read_folder(folder) for record in records_of(one)]
+    assert {(one.impl, one.metric) for one in made if one.case["task"] == "softmax"} >= {
+        ("grammar", "time"), ("library", "time"), ("naive", "time"), ("grammar", "library_over_best"),
+    }  # fmt: skip
+    assert all(one.kind == "measured" and one.commit == "c" * 40 and one.checked for one in made)
+    assert by_task(made)["softmax"]["naive_over_best"] == 20
+    assert [row[0] for row in rows(made)] == ["reverse", "softmax"] and len(rows(made)[0]) == 7
+    assert "2 are faster than the naive kernel" in summary(made) and "2 are faster than torch" in summary(made)
+    assert summary([]) == "No search is on record."
+
+
+def test_the_readme_shows_the_records() -> None:
+    from gpu_accel.cuda_llm.records_table import text
+    from gpu_accel.workbench import registry
+
+    paper = registry.paper("cuda-llm")
+    readme = (paper.path / "README.md").read_text(encoding="utf-8")
+    assert f"<!-- begin generated: search -->\n{text(paper.records())}\n<!-- end generated: search -->" in readme

@@ -138,6 +138,12 @@ class Clocked:
     gpu, described = True, ""
 
 
+@pytest.fixture(autouse=True)
+def a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a search with a GPU writes of its machine."""
+    monkeypatch.setattr(search_module, "host", lambda: {"env": {}, "commit": "", "dirty": True})
+
+
 def clocked(times: dict[int, float | None]):
     """A `measure` that takes the given times for BLOCK, as multiples of a copy; None is impossibly fast."""
 

@@ -78,6 +78,38 @@ def reverse(x, out, n, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out + i, tl.load(x + (n - 1 - i), mask=i < n), mask=i < n)
 ''',
+    features=('''// /// launch
+// task = "reverse"
+// grid = ["cdiv(cdiv(n, 4), THREADS * UNROLL)"]
+// block = ["THREADS"]
+// entry = "reverse"
+// args = ["x", "out", "n"]
+// [constants]
+// THREADS = 256
+// UNROLL = 2
+// [space]
+// THREADS = [128, 256, 512]
+// UNROLL = [1, 2, 4]
+// ///
+extern "C" __global__ void __launch_bounds__(THREADS) reverse(const float* x, float* out, long long n) {
+    const long long groups = n / 4, cut = n % 4;
+    long long i = (long long)blockIdx.x * THREADS * UNROLL + threadIdx.x;
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u, i += THREADS) {
+        if (i < groups) {  // four outputs from the mirrored four inputs, which are aligned only if n is a multiple of 4
+            const float* from = x + n - 4 * i - 4;
+            float4 v;
+            if (cut == 0) {
+                v = *(const float4*)from;
+            } else {
+                v = make_float4(from[0], from[1], from[2], from[3]);
+            }
+            ((float4*)out)[i] = make_float4(v.w, v.z, v.y, v.x);
+        }
+    }
+    if (blockIdx.x == 0 && threadIdx.x < cut) out[n - 1 - threadIdx.x] = x[threadIdx.x];
+}
+''',),
     naive_cuda='''// /// launch
 // grid = ["cdiv(n, 32)"]
 // block = [32]

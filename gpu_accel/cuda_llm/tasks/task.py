@@ -96,6 +96,7 @@ class Task:
         start: a plain Triton kernel that is right, with the values its constants may take.
         naive_cuda: the naive baseline, one thread an output element, in CUDA C++.
         features: further templates of the grammar, in Triton or CUDA C++, with other structures than `start`.
+        priors: points of `start` that a grammar tries first: what experience with large GPUs suggests.
         dtype: of the values.
         arithmetic: the fastest units of a GPU that reach the tolerance, and how often they must do the work. Float32
             products can be three TF32 products of split operands, on tensor cores: ("tf32", 3).
@@ -120,6 +121,7 @@ class Task:
     arithmetic: tuple[str, int] = ("fp32", 1)
     prepare: Callable[[Tensors, Dims], Any] | None = field(default=None, repr=False)
     features: tuple[str, ...] = field(default=(), repr=False)
+    priors: tuple[Mapping[str, int], ...] = field(default=(), repr=False)
 
     def draw(self, dims: Dims, *, family: str, seed: int) -> Tensors:
         """Inputs of one trial, on the CPU."""
@@ -169,8 +171,9 @@ class Task:
 
     @functools.cached_property
     def templates(self) -> tuple[Candidate, ...]:
-        """What the grammar varies: the plain kernel, then kernels of other structure."""
-        return (self.candidate, *(Candidate.parse(text) for text in self.features))
+        """What the grammar varies: the plain kernel, kernels of other structure, and the plain one's likely points."""
+        likely = (self.candidate.with_(**values) for values in self.priors)
+        return (self.candidate, *(Candidate.parse(text) for text in self.features), *likely)
 
     @functools.cached_property
     def candidate(self) -> Candidate:

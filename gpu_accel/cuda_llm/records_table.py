@@ -1,0 +1,118 @@
+"""What searches on record came to: a row for each task, each ratio with its baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from gpu_accel.errors import InvalidInputError
+from gpu_accel.workbench.records import Record, merge
+from gpu_accel.workbench.report import markdown_table
+from gpu_accel.workbench.statistics import bootstrap_ratio, median, percentile
+
+from .report import Found
+from .tasks import TASKS
+
+ERROR = "error in units of its bound"
+NOTES = {"naive": "the naive kernel in CUDA C++", "library": "torch"}
+HEADINGS = ("task", "best, ms", "roofline", "naive / best", "start / best", "torch / best", "tried")
+METRICS = ("naive_over_best", "start_over_best", "library_over_best", "candidates")
+SHARE = 0.95  # of the library's speed that counts as reaching it
+
+
+def records_of(found: Found) -> list[Record]:
+    """Ledger records of a search's final timing, from its folder: those that `gpu-accel run cuda-llm search` makes.
+
+    Raises:
+        InvalidInputError: nothing was timed, or the folder does not say on what.
+    """
+    run, task = found.run, found.task
+    final, host = run.get("final"), run.get("host")
+    if not final or not host:
+        raise InvalidInputError(f"{found.folder}: records need final times and the description of their machine")
+    best = next(one for one in found.attempts if run["best"] in one["file"])
+    sizes = " ".join(f"{name}={size}" for name, size in task.bench.items())
+    clocks = {key: value for key, value in final["clocks"].items() if key not in ("readings", "unavailable")}
+    common: dict[str, Any] = {
+        "kind": "measured", "paper": "cuda_llm", "experiment": "search", "commit": host["commit"],
+        "case": {"task": task.name, "dtype": task.dtype, "sizes": sizes}, "dirty": host["dirty"], "time": run["time"],
+        "env": host["env"] | clocks, "timing": {"method": final["method"], "l2": "flushed",
+        "interleaved": ["grammar", *(name for name in final["samples"] if name != "candidate")]},
+    }  # fmt: skip
+
+    def error(value: float | None) -> dict[str, Any]:
+        return {"error": value, "bound": 1.0, "metric": ERROR}
+
+    made: list[Record] = []
+    taken = final["samples"]
+    ratio_to = {}
+    if taken.get("library") and final.get("library_error") is not None:
+        ratio_to["library"] = bootstrap_ratio(taken["library"], taken["candidate"], paired=True).as_dict()
+
+    def add(impl: str, checked: float | None, metric: str, unit: str, samples: Sequence[float], note: str) -> None:
+        if checked is None or not samples:
+            return
+        many = tuple(samples) if metric == "time" else ()
+        work = {"bytes": float(task.bytes_moved(task.bench))} if metric == "time" else {}
+        made.append(Record(
+            **common, impl=impl, checked=error(checked), metric=metric, unit=unit, median=median(samples), note=note,
+            p20=percentile(many, 20) if many else None, p80=percentile(many, 80) if many else None, samples=many,
+            work=work, ratio_to=ratio_to if (impl, metric) == ("grammar", "time") else {},
+        ))  # fmt: skip
+
+    note = f"{best['change'] or 'the first template'}; {found.best.language}, {run['best']}"
+    own = best["error"]
+    naive = (run.get("baselines") or {}).get("naive") or {}
+    add("naive", naive.get("error"), "time", "ms", final["slow"].get("naive", ()), NOTES["naive"])
+    add("library", final.get("library_error"), "time", "ms", final["samples"].get("library", ()), NOTES["library"])
+    add("grammar", own, "time", "ms", final["samples"]["candidate"], note)
+    ratios = {"naive_over_best": found.ratio("naive"), "library_over_best": found.ratio("library"),
+              "start_over_best": run.get("speedup_over_start")}  # fmt: skip
+    if ratios["library_over_best"] is not None and final.get("library_error") is None:
+        ratios["library_over_best"] = None
+    for name, ratio in ratios.items():
+        add("grammar", own, name, "1", [ratio] if ratio else [], note)
+    add("grammar", own, "copies", "1", [median(final["samples"]["candidate"]) / median(
+        final["samples"]["copy"])], note)  # fmt: skip
+    add("grammar", own, "candidates", "1", [float(len(found.attempts))], note)
+    return made
+
+
+def by_task(records: Sequence[Record]) -> dict[str, dict[str, float]]:
+    """Medians of our implementation's metrics, for each task of a measured search."""
+    found: dict[str, dict[str, float]] = {}
+    for one in merge(records):
+        if one.experiment == "search" and one.impl == "grammar" and one.kind == "measured" and one.median is not None:
+            found.setdefault(str(one.case["task"]), {})[one.metric] = one.median
+    return {name: found[name] for name in TASKS if name in found and "time" in found[name]}
+
+
+def rows(records: Sequence[Record], gpu: str = "h100-sxm") -> list[list[str]]:
+    """The table's rows; the roofline is that of the datasheet, modelled."""
+    made = []
+    for name, values in by_task(records).items():
+        share = TASKS[name].floor_ms(TASKS[name].bench, gpu) / values["time"]
+        cells = [f"{values[key]:.3g}" if key in values else "–" for key in METRICS]
+        made.append([name, f"{values['time']:.4g}", f"{share:.0%}", *cells])
+    return made
+
+
+def summary(records: Sequence[Record]) -> str:
+    """How many tasks beat each baseline."""
+    found = by_task(records)
+    if not found:
+        return "No search is on record."
+    naive = sum(one.get("naive_over_best", 0) > 1 for one in found.values())
+    near = sum(one.get("library_over_best", 0) >= SHARE for one in found.values())
+    beats = sum(one.get("library_over_best", 0) > 1 for one in found.values())
+    gpus = sorted({str(one.env.get("gpu")) for one in records if one.experiment == "search" and one.kind == "measured"})
+    return (
+        f"Of {len(found)} tasks, on {', '.join(gpus)}: {naive} are faster than the naive kernel, {near} reach {SHARE} "
+        f"of torch's speed or more, {beats} are faster than torch."
+    )
+
+
+def text(records: Sequence[Record]) -> str:
+    """The README's block."""
+    listed = rows(records)
+    return "\n\n".join([*([markdown_table(HEADINGS, listed, numeric_from=1)] if listed else []), summary(records)])
