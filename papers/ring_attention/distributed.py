@@ -398,7 +398,14 @@ class _Race:
         timing = {"method": "events, slowest rank, implementations in turns", "l2": "warm", "mode": "burst"}
         share = 1 if name == "one-gpu" else run.ranks  # rates are per GPU
         samples = tuple(self.samples[seed][name])
-        return {"time": Sampled(samples=samples, unit="ms", work={"flops": flops / share}, timing=timing)}
+        found = {"time": Sampled(samples=samples, unit="ms", work={"flops": flops / share}, timing=timing)}
+        # of the same rounds: what part of the time is computing, and the efficiency against one GPU with the same work
+        for metric, base, parts in (("computing", "compute-only", 1), ("efficiency", "one-gpu", run.ranks)):
+            others = self.samples[seed].get(base)
+            if others is not None and base != name:
+                shares = tuple(other / parts / mine for other, mine in zip(others, samples, strict=True))
+                found[metric] = Sampled(samples=shares, unit="1", timing=timing)
+        return found
 
     def _take(self, seed: int) -> dict[str, list[float]]:
         seqlen, calls = int(self.run.case["seqlen"]), {}
