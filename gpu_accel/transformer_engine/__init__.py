@@ -46,6 +46,7 @@ _WHERE = {
     "number_format": "formats",
     "NVFP4BlockScaling": "recipes",
     "OverflowGuard": "overflow",
+    "precision_report": "precision",
     "quantize": "quantizer",
     "quantize_kv_cache": "kv_cache",
     "QuantizedTensor": "tensor",
