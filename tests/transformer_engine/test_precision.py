@@ -53,15 +53,17 @@ def test_a_report_of_each_layer_that_ran():
 
 
 def test_the_error_decides_and_the_card(monkeypatch):
-    """Where products pay, a B200 takes NVFP4 if its error is allowed, FP8 if not, bf16 if nothing is; where not, bf16."""
+    """Where products pay, a B200 takes NVFP4 if its error is allowed, FP8 if not, bf16 if nothing is or nothing pays."""
     model, x = Model(), values(64, 64)
-    assert precision_report(model, x, hardware="b200", max_error=0.3).recommended("up") == "bf16"  # too small to pay
     times = {"bf16": 4.0, "fp8": 2.0, "mxfp8": 2.0, "nvfp4": 1.0}
     monkeypatch.setattr(precision, "modelled_time", lambda name, *_: times[name])
     picked = [precision_report(model, x, hardware="b200", max_error=e)["up"] for e in (0.3, 0.06, 0.001)]
     assert picked[0].recommended == "nvfp4" and picked[0].modelled_speedup == 4.0
     assert picked[1].recommended in ("fp8_current", "fp8_delayed", "fp8_block", "mxfp8")
     assert picked[2].recommended == "bf16" and picked[2].modelled_speedup == 1.0
+    monkeypatch.setattr(precision, "modelled_time", lambda name, *_: 1.0)
+    assert precision_report(model, x, hardware="b200", max_error=0.3).recommended("up") == "bf16"
+    monkeypatch.setattr(precision, "modelled_time", lambda name, *_: times[name])
     on_h100 = precision_report(model, x, hardware="h100", max_error=0.3)["up"]
     assert on_h100.recommended.startswith("fp8") and "nvfp4" not in on_h100.modelled_ms
 
