@@ -345,12 +345,17 @@ def report(
     trace: Annotated[
         Path | None, typer.Option("--trace", help="Write FlashInfer's trace format into this folder.")
     ] = None,
+    records: Annotated[
+        Path | None, typer.Option("--records", help="Append the final times to this file as records of the ledger.")
+    ] = None,
     json_: JsonOption = False,
     output_: OutputOption = None,
 ) -> None:
     """What searches came to: times, shares of the roofline, fast_p over each baseline."""
+    from gpu_accel.cuda_llm.records_table import records_of
     from gpu_accel.cuda_llm.report import export_traces, fast_p, read_folder
     from gpu_accel.errors import InvalidInputError
+    from gpu_accel.workbench.records import append_records
 
     output.check_suffix(output_)
     if trace is not None:
@@ -366,6 +371,8 @@ def report(
         for name in ("naive", "library") if any(one.ratio(name) for one in found)
     }  # fmt: skip
     payload = {"searches": rows, "fast_p": shares}
+    if records is not None:
+        append_records(records, [record for one in found for record in records_of(one)])
     if trace is not None:
         payload["traces"] = [str(one) for one in export_traces(found, trace)]
     if output_:

@@ -146,6 +146,9 @@ class Counted:
 
     def __call__(self) -> None:
         self.run()
+        self.launched()
+
+    def launched(self) -> None:
         self.count += 1
         self.pending = True
 
@@ -166,8 +169,13 @@ def _timer(memory: Memory, candidate: Counted, keep: set[int], kept: list[tuple[
         def capture(self, call: Callable[[], object], repeats: int) -> Callable[[], object]:
             if not isinstance(call, Counted):
                 return super().capture(call, repeats)
-            call.run = super().capture(call.run, repeats)
-            return call
+            replay = super().capture(call.run, repeats)
+
+            def again() -> None:
+                replay()
+                call.launched()
+
+            return again
 
     return Fresh()
 
@@ -232,7 +240,9 @@ def bench(job: dict[str, Any], folder: Path, binary: Binary) -> dict[str, Any]:
         if slow:
             slow = {"candidate": [candidate], **slow}
             candidate.pending = True
-            second = compare(slow, timer=timer, seconds=what["seconds"] / 2, min_rounds=3, max_rounds=10)
+            second = compare(
+                slow, timer=timer, seconds=what["seconds"] / 2, min_rounds=3, max_rounds=10, method="events"
+            )
         while len(kept) < len(what["keep"]):
             memory.refresh()
             candidate()

@@ -67,14 +67,14 @@ def redteam(
     Raises:
         HardwareError: no sandbox can be made here.
     """
-    if sandbox is None:
+    wanted = [fixture for fixture in FIXTURES if not only or fixture.id in only]
+    if sandbox is None and wanted:
         with Sandbox(seconds=20) as own:
             return redteam(sandbox=own, only=only, seed=seed, tell=tell)
     twins: dict[str, Judgement] = {}
     rows = []
-    for fixture in FIXTURES:
-        if only and fixture.id not in only:
-            continue
+    for fixture in wanted:
+        assert sandbox is not None
         if fixture.twin not in twins:
             twins[fixture.twin] = check(fixture.twin, fixture.task, sandbox=sandbox, seed=seed)
         seconds = fixture.seconds + (COMPILE_SECONDS if sandbox.gpu else 0) if fixture.seconds else None

@@ -287,6 +287,7 @@ def search(
     peers: Sequence[str] = (),
     final_seconds: float = 0.25,
     templates: Sequence[Candidate] = (),
+    whole_start: bool = True,
     deadline: float | None = None,
     tell: Callable[[Attempt], None] | None = None,
 ) -> Optimized:
@@ -299,6 +300,7 @@ def search(
         peers: baselines timed with the best kernel at the end, of `measure.PEERS`.
         final_seconds: timing budget of each of these.
         templates: kernels of other structure that a grammar may vary, besides the start.
+        whole_start: put the kernel at the start through the whole check at once, not only if it turns out the best.
         deadline: of `time.monotonic()`, after which nothing new is proposed.
         tell: called with every attempt.
     Raises:
@@ -318,7 +320,7 @@ def search(
         )  # fmt: skip
     if not one.attempts:
         first = Proposal(text=start.text, note="the kernel at the start")
-        one.add(pool.submit(lambda sandbox: one.judged(sandbox, first, 0, whole=True)).result())
+        one.add(pool.submit(lambda sandbox: one.judged(sandbox, first, 0, whole=whole_start)).result())
     if not one.attempts[0].ok:
         raise IncorrectResultError(f"the kernel at the start is not right: {one.attempts[0].judgement}")
     if hasattr(proposer, "record"):
@@ -329,6 +331,8 @@ def search(
     final, baselines = None, {}
     if pool.gpu:
         assert best.candidate is not None
+        if not best.confirmed:
+            raise IncorrectResultError(f"no kernel passes the whole check: {one.attempts[0].judgement}")
         checks = {name: pool.submit(functools.partial(one.checked, candidate=kernel))
                   for name, kernel in (("naive", task.naive), ("start", task.candidate)) if name in peers}  # fmt: skip
         final = pool.submit(
@@ -408,7 +412,7 @@ def search_all(
             found: Optimized | Exception = search(
                 task.candidate, task, proposer=proposer(task) if proposer else Grammar(strategy, seed), pool=pool,
                 target=target, budget=Budget(candidates=candidates, seconds=seconds, batch=batch), peers=peers,
-                final_seconds=final_seconds,
+                final_seconds=final_seconds, whole_start=False,
                 out=out / task.name if out else None, deadline=deadline,
                 templates=[kernel for kernel in task.templates if kernel.language == "triton" or pool.gpu],
                 tell=(lambda attempt: tell(task.name, attempt)) if tell else None,

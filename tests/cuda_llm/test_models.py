@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from gpu_accel.cuda_llm import TASKS, Sandbox, Verdict, optimize_kernel
 from gpu_accel.cuda_llm.artefact import attempts_of
@@ -172,17 +173,40 @@ def test_models_that_make_no_sense(words: dict, why: str) -> None:
         make("openai-compatible", **words)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(capture._no_model()), reason=capture._no_model() or "SmolLM2 is here")
 def test_a_real_model_completes_a_search(sandbox: Sandbox, tmp_path: Path) -> None:
-    """SmolLM2 (135M) writes no kernel; what counts is that every reply gets its verdict, by HTTP and without."""
+    """SmolLM2 (135M) writes no kernel; what counts is that its reply comes by HTTP, is logged, and gets its verdict."""
     tokenizer, model, _ = capture._load_model()
     with servers.served(servers.of_model(tokenizer, model)) as url:
-        proposer = OpenAICompatible("smollm2", base_url=url, max_tokens=24)
+        proposer = OpenAICompatible("smollm2", base_url=url, max_tokens=12)
         found = optimize_kernel(REVERSE.start, proposer=proposer, candidates=1, batch=1, sandbox=sandbox, out=tmp_path)
-    local = Transformers("smollm2", loaded=(tokenizer, model), max_tokens=24)
-    again = optimize_kernel(REVERSE.start, proposer=local, candidates=1, batch=1, sandbox=sandbox)
-    for one in (found, again):
-        assert [attempt.judgement.verdict for attempt in one.attempts][0] is Verdict.ACCEPTED
-        assert len(one.attempts) == 2 and one.attempts[1].judgement.verdict is Verdict.MALFORMED
-        assert one.attempts[1].tokens[0] > 500 and one.attempts[1].tokens[1] <= 24
-    assert found.attempts[1].text == again.attempts[1].text, "the same prompt, seed and model"
+    assert [one.judgement.verdict for one in found.attempts] == [Verdict.ACCEPTED, Verdict.MALFORMED]
+    read, written = found.attempts[1].tokens
+    assert read > 500 and 0 < written <= 12
+    assert json.loads((tmp_path / "transcript.jsonl").read_text())["tokens"] == [read, written]
+
+
+def test_a_local_model_is_asked_by_transformers(sandbox: Sandbox) -> None:
+    """A random model of a few thousand weights: its noise is a reply like any other."""
+    transformers = pytest.importorskip("transformers")
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=256, max_position_embeddings=4096, **shape)
+    proposer = Transformers("noise", loaded=(Bytes(), transformers.LlamaForCausalLM(config).eval()), max_tokens=5)
+    found = optimize_kernel(REVERSE.start, proposer=proposer, candidates=2, batch=1, sandbox=sandbox)
+    assert [one.judgement.verdict for one in found.attempts[1:]] == [Verdict.MALFORMED] * (len(found.attempts) - 1)
+    assert found.attempts[1].tokens[1] == 5 and found.attempts[1].tokens[0] > 1000
+    again = optimize_kernel(REVERSE.start, proposer=proposer, candidates=1, batch=1, sandbox=sandbox)
+    assert again.attempts[1].text == found.attempts[1].text, "the same prompt, seed and model"
+
+
+class Bytes:
+    """A tokenizer of bytes."""
+
+    chat_template, pad_token_id, eos_token_id = None, 0, None
+
+    def __call__(self, text: str, return_tensors: str) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.tensor([list(text.encode())])}
+
+    def decode(self, ids: torch.Tensor, skip_special_tokens: bool) -> str:
+        return bytes(ids.tolist()).decode(errors="replace").replace("\0", " ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -12,8 +13,21 @@ from typer.testing import CliRunner  # noqa: E402
 
 from cli import codes  # noqa: E402
 from cli.main import app  # noqa: E402
-from gpu_accel.cuda_llm import TASKS  # noqa: E402
+from gpu_accel.cuda_llm import TASKS, Pool, Sandbox, harness, host, search  # noqa: E402
 from gpu_accel.cuda_llm.fixtures import FIXTURES  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def one_sandbox(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All commands of this file share one: starting a worker takes seconds."""
+
+    @contextlib.contextmanager
+    def shared(*given, **more):
+        yield sandbox
+
+    for module in (harness, host):
+        monkeypatch.setattr(module, "Sandbox", shared)
+    monkeypatch.setattr(search, "Pool", lambda *given, **more: Pool(own=(sandbox,)))
 
 
 def call(*words: str, code: int = 0):
@@ -66,6 +80,7 @@ def test_a_search_leaves_a_folder_that_can_be_reported(tmp_path: Path) -> None:
     assert made["candidates"] == 2 and not made["timed"]
     found = json.loads(call("report", str(kept), "--json"))
     assert found["searches"][0]["task"] == "reverse" and found["fast_p"] == {}
+    call("report", str(kept), "--records", str(tmp_path / "r.jsonl"), code=codes.USAGE)  # nothing was timed
     call("report", str(tmp_path), "--p", "x", code=codes.USAGE)
     call("report", str(tmp_path / "none"), code=codes.USAGE)
     call("bench", str(kept), code=codes.UNSUPPORTED)
