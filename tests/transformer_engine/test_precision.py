@@ -53,7 +53,7 @@ def test_a_report_of_each_layer_that_ran():
 
 
 def test_the_error_decides_and_the_card(monkeypatch):
-    """Where products pay, a B200 takes NVFP4 if its error is allowed, FP8 if not, bf16 if nothing is or nothing pays."""
+    """Where products pay, a B200 takes NVFP4 if its error is allowed, FP8 if not, bf16 if neither or nothing pays."""
     model, x = Model(), values(64, 64)
     times = {"bf16": 4.0, "fp8": 2.0, "mxfp8": 2.0, "nvfp4": 1.0}
     monkeypatch.setattr(precision, "modelled_time", lambda name, *_: times[name])
