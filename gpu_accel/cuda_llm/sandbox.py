@@ -145,7 +145,7 @@ class Sandbox:
         compiles = what == "compile" or self.gpu  # a compiler starts ptxas or nvdisasm, CUDA has threads
         request = {
             "what": what, "folder": str(folder), "seconds": limit, "file_mib": self.file_mib,
-            "memory_mib": 0 if self.gpu else self.memory_mib, "processes": 512 if compiles else 0,
+            "memory_mib": 0 if self.gpu else self.memory_mib, "processes": (4096 if self.gpu else 512) if compiles else 0,
             "device": "cuda" if self.gpu else "cpu", **job,
         }  # fmt: skip
         ended = self._ask(request, limit + GRACE)
