@@ -74,8 +74,8 @@ def text() -> Tensor:
 def list_cases(settings: Settings) -> list[Case]:
     """One small model; on a CPU one that only shows that everything runs."""
     if settings.on_gpu:
-        steps = 100 if settings.quick else 300
-        sizes = dict(hidden=256, layers=4, heads=4, batch=32, seqlen=256, steps=steps, seeds=SEEDS)
+        steps, batch = (80, 16) if settings.quick else (300, 32)
+        sizes = dict(hidden=256, layers=4, heads=4, batch=batch, seqlen=256, steps=steps, seeds=SEEDS)
     else:
         sizes = dict(hidden=32, layers=1, heads=2, batch=4, seqlen=32, steps=12, seeds=1)
     return [{**sizes, "rate": 2e-3 if settings.on_gpu else 1e-2, "dtype": "bf16", "input": "normal"}]
