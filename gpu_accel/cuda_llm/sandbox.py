@@ -142,10 +142,11 @@ class Sandbox:
             for path in (folder, *folder.iterdir()):
                 os.chown(path, NOBODY, NOBODY)
         limit = seconds or self.seconds
-        compiles = what == "compile" or self.gpu  # a compiler starts ptxas or nvdisasm, CUDA has threads
+        # A compiler starts ptxas or nvdisasm, CUDA has threads, and the limit is that of the user id in all sandboxes.
+        processes = 4096 if self.gpu else 512 if what == "compile" else 0
         request = {
             "what": what, "folder": str(folder), "seconds": limit, "file_mib": self.file_mib,
-            "memory_mib": 0 if self.gpu else self.memory_mib, "processes": (4096 if self.gpu else 512) if compiles else 0,
+            "memory_mib": 0 if self.gpu else self.memory_mib, "processes": processes,
             "device": "cuda" if self.gpu else "cpu", **job,
         }  # fmt: skip
         ended = self._ask(request, limit + GRACE)
