@@ -218,8 +218,8 @@ def delta_rule(
             raise UnsupportedError(f"K is {q.shape[-1]}; the kernels of the delta rule hold {LARGEST_KEY}")
         backend = "reference" if backend == "auto" else backend
     if choose(v, backend, GPU_CHECKED) == "portable":
-        g, beta, initial_state = (None if x is None else x.float() for x in (g, beta, initial_state))
-        return delta_op(q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk)
+        g, initial_state = (None if x is None else x.float() for x in (g, initial_state))
+        return delta_op(q, k, v, g, beta.float(), initial_state, cu_seqlens, scale, chunk)
     edges = [0, v.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
     outs, finals = [], []
     for n, (start, stop) in enumerate(zip(edges, edges[1:], strict=False)):
