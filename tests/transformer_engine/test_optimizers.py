@@ -100,21 +100,21 @@ def test_one_rounded_state_stays_close_to_exact():
 
 
 def test_states_do_not_stand_still():
-    """v loses a thousandth a step: to nearest it would never change. After 700 steps without gradients half is left."""
-    p = nn.Parameter(torch.zeros(4096))
-    optimizer = AdamW8bit([p], lr=0.0, backend="reference")
-    p.grad = 1 + values(4096).abs()
+    """v loses a thousandth a step: to nearest it would never change. After 300 steps without gradients 0.86 is left."""
+    p = nn.Parameter(torch.zeros(1024))
+    optimizer = AdamW8bit([p], lr=0.0, min_8bit_size=0, backend="reference")
+    p.grad = 1 + values(1024).abs()
     optimizer.step()
-    p.grad = torch.zeros(4096)
-    p.grad[::256] = 2.0  # the largest of each block stays, so that no scale does it
-    for _ in range(700):
+    p.grad = torch.zeros(1024)
+    p.grad[::256] = 4.0  # the largest of each block stays, so that no scale does it
+    for _ in range(300):
         optimizer.step()
     from gpu_accel.transformer_engine.optimizers import _wide
 
     state = optimizer.state[p]
     root = _wide(state["exp_avg_root"], state["exp_avg_root_scale"]).view(-1, 256)[:, 1:]
-    exact = math.sqrt(0.001 * 0.999**700) * (1 + values(4096).abs()).view(-1, 256)[:, 1:]
-    assert root.mean().item() == pytest.approx(exact.mean().item(), rel=0.1)
+    exact = math.sqrt(0.001 * 0.999**300) * (1 + values(1024).abs()).view(-1, 256)[:, 1:]
+    assert root.mean().item() == pytest.approx(exact.mean().item(), rel=0.05)
 
 
 def test_small_second_moments_do_not_vanish_beside_large_ones():
