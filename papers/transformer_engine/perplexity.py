@@ -120,7 +120,7 @@ def build(case: Case, settings: Settings) -> Workload:
     def values(name: str, seed: int) -> dict[str, tuple[float, str]]:
         mine, exact = found(name), found("fp32")
         return {
-            "nll_error": (mine - exact, "nats"),
+            "nll_error": (mine - exact, "1"),
             "perplexity_error": (100 * (math.exp(mine - exact) - 1), "%"),
         }
 
