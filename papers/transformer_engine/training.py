@@ -156,10 +156,10 @@ def build(case: Case, settings: Settings) -> Workload:
         mine, base = runs(name, seed), runs("bf16", seed)
         valid = [v for _, v in mine]
         found = {
-            "loss": (sum(last(losses) for losses, _ in mine) / len(mine), "nats"),
-            "valid_loss": (sum(valid) / len(valid), "nats"),
-            "gap": (sum(v - b for v, (_, b) in zip(valid, base, strict=True)) / len(valid), "nats"),
-            "noise": (max(v for _, v in base) - min(v for _, v in base), "nats"),
+            "loss": (sum(last(losses) for losses, _ in mine) / len(mine), "1"),
+            "valid_loss": (sum(valid) / len(valid), "1"),
+            "gap": (sum(v - b for v, (_, b) in zip(valid, base, strict=True)) / len(valid), "1"),
+            "noise": (max(v for _, v in base) - min(v for _, v in base), "1"),
         }
         gap, noise = abs(found["gap"][0]), found["noise"][0]
         if noise > 0:
