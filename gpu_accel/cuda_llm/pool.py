@@ -37,6 +37,7 @@ class Pool:
         self._all = list(own) or [Sandbox(gpu=gpu, seconds=seconds) for _ in range(count)]
         self._idle: queue.SimpleQueue[Sandbox] = queue.SimpleQueue()
         self._threads = ThreadPoolExecutor(len(self._all), "candidates")
+        self._urgent = ThreadPoolExecutor(len(self._all), "winners")
         handle, name = tempfile.mkstemp(prefix="gpu-accel-lock-")
         os.fchmod(handle, 0o644)
         os.close(handle)
@@ -68,6 +69,7 @@ class Pool:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._threads.shutdown(cancel_futures=True)
+        self._urgent.shutdown(cancel_futures=True)
         if not self._own:
             for one in self._all:
                 one.close()
@@ -83,11 +85,11 @@ class Pool:
         finally:
             self._idle.put(sandbox)
 
-    def submit(self, work: Callable[[Sandbox], T]) -> Future[T]:
-        """Run `work(sandbox)` in a thread, as soon as a sandbox is idle."""
+    def submit(self, work: Callable[[Sandbox], T], *, urgent: bool = False) -> Future[T]:
+        """Run `work(sandbox)` in a thread, as soon as a sandbox is idle; urgent work passes what is queued."""
 
         def lent() -> T:
             with self.one() as sandbox:
                 return work(sandbox)
 
-        return self._threads.submit(lent)
+        return (self._urgent if urgent else self._threads).submit(lent)

@@ -188,7 +188,7 @@ class _Search:
             return "The budget of candidates is spent."
         if budget.seconds is not None and now - self.begin > budget.seconds:
             return f"The budget of {budget.seconds:g} s is spent."
-        if self.deadline is not None and now > self.deadline:
+        if self.late():
             return "The budget of all searches is spent."
         if budget.dollars is not None and self.cost >= budget.dollars > 0:
             return f"The budget of {budget.dollars:g} dollars is spent."
@@ -225,8 +225,14 @@ class _Search:
                 for at, one in enumerate(fresh)
             ]
             for future in waiting:
-                self.add(future.result())
+                if self.late() and future.cancel():  # still queued behind other searches
+                    continue
+                self.add(replace(future.result(), number=len(self.attempts)))
         return note
+
+    def late(self) -> bool:
+        """Whether the time of all searches is over."""
+        return self.deadline is not None and time.monotonic() > self.deadline
 
     def proposed(self, proposer: Proposer, count: int) -> list[Proposal]:
         """A round's proposals; with a limit on money one by one, so that it is passed by no more than one."""
@@ -253,7 +259,8 @@ class _Search:
             if best is None or best.confirmed:
                 return best
             assert best.candidate is not None
-            judgement = self.pool.submit(functools.partial(self.checked, candidate=best.candidate)).result()
+            work = functools.partial(self.checked, candidate=best.candidate)
+            judgement = self.pool.submit(work, urgent=True).result()
             judgement = replace(judgement, verified_by=(*judgement.verified_by, *best.judgement.verified_by))
             self.replace(replace(best, judgement=judgement, confirmed=judgement.ok))
         return next((one for one in ranked(self.attempts) if one.confirmed), None)
@@ -333,13 +340,14 @@ def search(
         assert best.candidate is not None
         if not best.confirmed:
             raise IncorrectResultError(f"no kernel passes the whole check: {one.attempts[0].judgement}")
-        checks = {name: pool.submit(functools.partial(one.checked, candidate=kernel))
+        checks = {name: pool.submit(functools.partial(one.checked, candidate=kernel), urgent=True)
                   for name, kernel in (("naive", task.naive), ("start", task.candidate)) if name in peers}  # fmt: skip
         final = pool.submit(
             functools.partial(
                 _measured, candidate=best.candidate, task=task, gpu=target, peers=tuple(peers), keep=4, lock=pool.lock,
                 seconds=final_seconds,
-            )
+            ),
+            urgent=True,
         ).result()  # fmt: skip
         baselines = {name: future.result() for name, future in checks.items()}
         if not final.judgement.ok:
