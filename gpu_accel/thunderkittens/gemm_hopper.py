@@ -25,7 +25,7 @@ class GemmConfig:
     """Tiles of the persistent kernel: `64 * consumers` x `bn`, slices of `bk`, columns of `group` tile rows at a time.
 
     `chunks`: column pieces in which a consumer writes its rows; 2 takes half the shared memory.
-    `deal`: tiles that would be a last, partly idle round are dealt to all SMs in slices of K.
+    `deal`: tiles that would be a last, partly idle round are dealt to all SMs in slices of K; off, since it was slower.
     """
 
     consumers: int = 2
