@@ -24,8 +24,7 @@ KERNEL = "Gluon, warp-specialised, wgmma and TMA (sm_90a)"
 _LOG2_E = 1.4426950408889634
 _KEYS = 128  # keys of a tile
 MOST_HEAD_DIM = 256
-FEATURES: frozenset[str] = frozenset()  # "sinks": written, not checked on a GPU yet
-TAKES_PACKED = False  # written, not checked on a GPU yet
+FEATURES = frozenset({"sinks"})
 _COMPILER = dict(num_warps=4, maxnreg=168)
 
 
@@ -73,8 +72,6 @@ def refuse(problem: Problem) -> str | None:
         return "adds dq with atomics, in an order that changes from run to run, and deterministic was asked for"
     if problem.head_dim > MOST_HEAD_DIM:
         return f"takes head_dim up to {MOST_HEAD_DIM}, got {problem.head_dim}"
-    if problem.varlen and not TAKES_PACKED:
-        return "packed sequences (cu_seqlens) were not checked on a GPU yet"
     if problem.varlen and problem.head_dim > 128:
         return f"takes packed sequences (cu_seqlens) up to head_dim 128, got {problem.head_dim}"
     if problem.varlen and problem.seqlen_k == 0 and "sinks" in problem.features:

@@ -14,7 +14,10 @@ def prepare(
     heads, seqlen_q, num_m, head_dim,
     D: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, MASK_D: tl.constexpr, DLSE: tl.constexpr, ZERO: tl.constexpr,
 ):  # fmt: skip
-    """stat = (lse in base 2, delta = rowsum(do * o) - dlse), (+inf, 0) where a row sees nothing or is none; zeroes the sum of dQ."""
+    """stat = (lse in base 2, delta = rowsum(do * o) - dlse); (+inf, 0) where a row sees nothing or is none.
+
+    Zeroes the sum of dQ.
+    """
     batch_head = tl.program_id(0)
     part = tl.program_id(1)
     batch = batch_head // heads

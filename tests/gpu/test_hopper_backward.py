@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpu_accel.flash_attention3 import hopper_backward
+from gpu_accel.flash_attention3 import explain, hopper_backward
 from gpu_accel.flash_attention3.problem import Problem
-from gpu_accel.testing import assert_close_to_truth, attention_truth, attention_truth_backward, make_qkv
+from gpu_accel.testing import assert_close_to_truth, attention_truth, attention_truth_backward, differential, make_qkv
 from gpu_accel.testing.attention import gradient_floor
 from gpu_accel.testing.inputs import random_like
 from gpu_accel.testing.truth import yardstick_attention_backward
@@ -167,6 +167,37 @@ def test_refusals():
                    varlen=False)  # fmt: skip
     assert hopper_backward.refuse(Problem(**problem)) is None
     wide = dict.fromkeys(("head_dim", "head_dim_v"), hopper_backward.MOST_HEAD_DIM + 8)
-    for change in ({"deterministic": True}, {"varlen": True}, wide, {"head_dim_v": 128}, {"dtype": torch.float32},
+    packed_wide = {"varlen": True, "head_dim": 256, "head_dim_v": 256}
+    for change in ({"deterministic": True}, packed_wide, wide, {"head_dim_v": 128}, {"dtype": torch.float32},
                    {"capability": (10, 0)}):  # fmt: skip
         assert hopper_backward.refuse(Problem(**{**problem, **change}))
+
+
+PACKED = {
+    "causal": {"causal": True},
+    "full-lse-gradient": {"lse_gradient": True},
+    "window-softcap": {"window": (90, 7), "softcap": 5.0},
+    "used": {"used": True, "causal": True},
+    "sinks": {"sinks": True, "causal": True},
+    "poisoned": {"kind": "poisoned", "causal": True},
+    "other-lengths": {"lengths_k": (17, 300, 100, 0, 129, 800), "causal": True},
+    "one": {"lengths_q": (1000,), "lengths_k": (1000,)},
+}
+
+
+@pytest.mark.parametrize("options", PACKED.values(), ids=PACKED)
+@pytest.mark.parametrize("d", [64, 128])
+def test_packed(d, options):
+    # tiles of keys do not begin where sequences do; sequences of 0 and 1 rows; grouped heads
+    lengths = (300, 0, 65, 1, 129, 505)
+    shape = {"lengths_q": lengths, "lengths_k": lengths, "heads_kv": 2, "group": 2}
+    call = {"backend": "hopper", "head_dim": d, "head_dim_v": d, "packed": True, "gradients": True}
+    differential.check(differential.Call(**{**shape, **call, **options}))
+
+
+def test_which_packed_calls_it_takes():
+    q = torch.randn(64, 2, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    cu = torch.tensor([0, 64], dtype=torch.int32, device="cuda")
+    assert explain(q, q, q, cu_seqlens_q=cu, cu_seqlens_k=cu).backward.startswith("hopper")
+    wide = torch.randn(64, 2, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    assert explain(wide, wide, wide, cu_seqlens_q=cu, cu_seqlens_k=cu).backward.startswith("portable")
