@@ -260,8 +260,8 @@ def attention_merge_kernel(
                          PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, FIRST)),
             (_consumer, (1, bufs, bars, outputs, shape, scales, CONSUMERS, BLOCK_N, STAGES, Q_SLOTS,
                          PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, FIRST)),
-            (producer, (bufs, bars, q_desc, k_desc, v_desc, counter, shape, o_ptr, total, CONSUMERS, BLOCK_N, STAGES,
-                        Q_SLOTS, CAUSAL, WINDOW, DYNAMIC, FIRST)),
+            (producer, (bufs, bars, q_desc, k_desc, v_desc, counter, shape, CONSUMERS, BLOCK_N, STAGES,
+                        Q_SLOTS, CAUSAL, WINDOW, DYNAMIC)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.static_assert(CONSUMERS == 3)
@@ -272,6 +272,6 @@ def attention_merge_kernel(
                          PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, FIRST)),
             (_consumer, (2, bufs, bars, outputs, shape, scales, CONSUMERS, BLOCK_N, STAGES, Q_SLOTS,
                          PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, FIRST)),
-            (producer, (bufs, bars, q_desc, k_desc, v_desc, counter, shape, o_ptr, total, CONSUMERS, BLOCK_N, STAGES,
-                        Q_SLOTS, CAUSAL, WINDOW, DYNAMIC, FIRST)),
+            (producer, (bufs, bars, q_desc, k_desc, v_desc, counter, shape, CONSUMERS, BLOCK_N, STAGES,
+                        Q_SLOTS, CAUSAL, WINDOW, DYNAMIC)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

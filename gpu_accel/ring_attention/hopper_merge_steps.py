@@ -110,28 +110,14 @@ def step(
 
 
 @gluon.jit
-def prefetch_rows(o_ptr, batch, head, row0, total, heads, seqlen_q, DIM: gl.constexpr):
-    """Bring 64 rows of o (float32) into L2, by one warp: the epilogues of all programs come at about the same time."""
-    LINES: gl.constexpr = DIM // 32  # of 128 bytes, in a row
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    i = gl.arange(0, ROWS * LINES, layout=layout)
-    row = gl.minimum(row0 + i // LINES, seqlen_q - 1)
-    start = o_ptr.to(gl.int64) + (batch.to(gl.int64) * total * heads + head) * (DIM * 4)
-    address = start + row.to(gl.int64) * (heads * (DIM * 4)) + (i % LINES) * 128
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
 def producer(
-    bufs, bars, q_desc, k_desc, v_desc, counter, shape, o_ptr, total,
+    bufs, bars, q_desc, k_desc, v_desc, counter, shape,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_SLOTS: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DYNAMIC: gl.constexpr, FIRST: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DYNAMIC: gl.constexpr,
 ):  # fmt: skip
     q_bufs, k_bufs, v_bufs, _ = bufs
     q_full, q_empty, k_full, v_full, kv_empty, queue_full, queue_empty, queue = bars
-    seqlen_q, _, heads, heads_per_kv, _, num_tiles, _, _, _ = shape
+    _, _, _, heads_per_kv, _, num_tiles, _, _, _ = shape
     BLOCK_M: gl.constexpr = ROWS * CONSUMERS
     it = 0
     k = 0
@@ -154,10 +140,6 @@ def producer(
                 mbarrier.wait(kv_empty.index(stage), ((it // STAGES) & 1) ^ 1)
                 mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
                 tma_load(k_desc, [batch, kv, (hi - 1) * BLOCK_N, 0], k_full.index(stage), k_bufs.index(stage))
-        if not FIRST:
-            for c in gl.static_range(CONSUMERS):
-                row0 = m_block * BLOCK_M + c * ROWS
-                prefetch_rows(o_ptr, batch, head, row0, total, heads, seqlen_q, q_bufs.shape[2])
         for j in range(0, hi - 1 - lo):
             v_stage = it % STAGES
             it += 1

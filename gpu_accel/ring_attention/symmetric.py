@@ -7,7 +7,7 @@ GPUs over NVLink, measured before this file was written).
 `share`, for keys and values: a buffer that others may read. Every rank pulls the blocks it needs straight from their
 owners, on a side stream, all of it stream-ordered memory operations that need no SM:
 
-    owner    fill its buffer, write 1 to `shared` of every reader
+    owner    write 1 to `shared` of every reader                      its buffer is written
     reader   wait for its own `shared` from the owner, reset it
              copy  owner's buffer -> its own                          the copy engine
              write 1 to `read` of the owner
@@ -177,21 +177,7 @@ class SymmetricTransport(TorchTransport):
             self._await(stream, to, _DONE)
         return self._after(stream)
 
-    def share(
-        self,
-        buffer: Tensor,
-        *,
-        fill: Callable[[Tensor], None],
-        beside: bool,
-        readers: Sequence[int],
-        sources: Sequence[int],
-    ) -> _Round:
-        if not beside:
-            fill(buffer)
-        self._reads.wait_stream(torch.cuda.current_stream(self._device))  # what fills it, or the buffer, is there
-        if beside:
-            with torch.cuda.stream(self._reads):
-                fill(buffer)
+    def share(self, buffer: Tensor, *, readers: Sequence[int], sources: Sequence[int]) -> _Round:
         return _Round(self, buffer, readers, sources)
 
     def _after(self, stream: torch.cuda.Stream) -> Pending:
@@ -246,6 +232,7 @@ class _Round:
         self.area, (self.offset,) = transport._area(buffer)
         self.size = buffer.element_size()
         self.stream = transport._reads
+        self.stream.wait_stream(torch.cuda.current_stream(transport._device))  # the buffer is written
         for rank in self.readers:
             transport._set(self.stream, rank, _SHARED)
 

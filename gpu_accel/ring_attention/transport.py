@@ -80,19 +80,8 @@ class Transport(Protocol):
         """Any number of messages to and from any ranks; those of one pair of ranks keep their order."""
         ...
 
-    def share(
-        self,
-        buffer: Tensor,
-        *,
-        fill: Callable[[Tensor], None],
-        beside: bool,
-        readers: Sequence[int],
-        sources: Sequence[int],
-    ) -> Shared:
-        """Let `readers` read this buffer, and read those that `sources` share at the same time.
-
-        `fill` writes the buffer, before anyone reads it; `beside` the computation that is issued afterwards.
-        """
+    def share(self, buffer: Tensor, *, readers: Sequence[int], sources: Sequence[int]) -> Shared:
+        """Let `readers` read this buffer, and read those that `sources` share at the same time."""
         ...
 
     def all_gather(self, x: Tensor, ranks: Sequence[int] | None = None) -> Pending:
@@ -116,15 +105,7 @@ class PointToPoint(ABC):
     name: str
     pulls = False
 
-    def share(
-        self,
-        buffer: Tensor,
-        *,
-        fill: Callable[[Tensor], None],
-        beside: bool,
-        readers: Sequence[int],
-        sources: Sequence[int],
-    ) -> Shared:
+    def share(self, buffer: Tensor, *, readers: Sequence[int], sources: Sequence[int]) -> Shared:
         raise UnsupportedError(f"ranks cannot read one another's memory over {self.name}")
 
     @abstractmethod

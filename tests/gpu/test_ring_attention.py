@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import socket
-from functools import partial
 
 import pytest
 import torch
@@ -188,10 +187,6 @@ def test_symmetric_hops_bring_the_right_content(ranks: int):
     run_ranks(_hop_content, ranks)
 
 
-def _copy(content: torch.Tensor, into: torch.Tensor) -> None:
-    into.copy_(content)
-
-
 def _pull_content(rank: int, ranks: int) -> None:
     """Many rounds of shared buffers, each with other content, and pulls of parts of them."""
     transport = _transport("symmetric")
@@ -199,8 +194,8 @@ def _pull_content(rank: int, ranks: int) -> None:
     mine, into = transport.buffers(2, (1 << 20,), torch.empty(0, device=f"cuda:{rank}", dtype=torch.bfloat16))
     others = [(rank + i) % ranks for i in range(1, ranks)]
     for turn in range(5):
-        content = torch.full_like(mine, float(rank + ranks * turn))
-        shared = transport.share(mine, fill=partial(_copy, content), beside=turn > 2, readers=others, sources=others)
+        mine.fill_(float(rank + ranks * turn))
+        shared = transport.share(mine, readers=others, sources=others)
         for other in others:
             into.fill_(-1.0)
             shared.pull(other, into, [(0, 100), (1 << 19, 1 << 20)]).wait()

@@ -93,18 +93,14 @@ class Blocks:
             return
         count = 1 + min(hops, 2) if self.pulled else 2
         self.buffers = ring.transport.buffers(count, (self.packed.numel,), tensors[0], call.wire)
+        self.packed.pack(tensors, self.buffers[0])
         self.on_the_way: dict[int, Pending] = {}
         if self.pulled:
             self.shared = ring.transport.share(
                 self.buffers[0],
-                fill=lambda buffer: self.packed.pack(tensors, buffer),
-                # plain copies are the copy engine's too, and hide; others are kernels, which would wait for SMs there
-                beside=all(x.is_contiguous() and x.dtype == self.buffers[0].dtype for x in tensors),
                 readers=[ring.rank(step) for step in range(1, hops + 1)],
                 sources=[ring.rank(-step) for step in range(1, hops + 1)],
             )
-        else:
-            self.packed.pack(tensors, self.buffers[0])
 
     def fetch(self, step: int) -> None:
         """Start what step `step` needs, and what can come along with it."""
