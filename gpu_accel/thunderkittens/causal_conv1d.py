@@ -14,8 +14,8 @@ from gpu_accel.thunderkittens import conv_kernels as kernels
 from gpu_accel.thunderkittens.chunked import _device
 from gpu_accel.thunderkittens.linear import _need, _shape, choose
 
-# Until its tests in tests/gpu have passed on a card, "auto" is the reference in torch.
-GPU_CHECKED = False
+# What its tests in tests/gpu have passed on (H100, Triton 3.6.0): "auto" takes the kernels for that alone.
+GPU_CHECKED = (torch.bfloat16,)
 _BC = 64
 
 
@@ -158,7 +158,7 @@ def causal_conv1d_fn(
           "seq_idx must be (batch, seqlen), and not beside initial_states")  # fmt: skip
     _need(initial_states is None or initial_states.shape == (*x.shape[:2], width - 1),
           f"initial_states must be (batch, dim, width - 1) {(*x.shape[:2], width - 1)}")  # fmt: skip
-    run = conv_op if choose(x, backend, GPU_CHECKED) == "portable" else causal_conv1d_reference
+    run = conv_op if choose(x, backend, x.dtype in GPU_CHECKED) == "portable" else causal_conv1d_reference
     y = run(x, weight, bias, initial_states, seq_idx, _silu(activation))
     if not return_final_states:
         return y
@@ -235,7 +235,7 @@ def causal_conv1d_update(
           f"conv_state has {conv_state.shape[0]} rows for {x.shape[0]} sequences; give conv_state_indices")  # fmt: skip
     for name, t in (("cache_seqlens", cache_seqlens), ("conv_state_indices", conv_state_indices)):
         _need(t is None or (t.shape == x.shape[:1] and not t.is_floating_point()), f"{name} must be (batch,) integers")
-    run = update_op if choose(x, backend, GPU_CHECKED) == "portable" else _update_reference
+    run = update_op if choose(x, backend, x.dtype in GPU_CHECKED) == "portable" else _update_reference
     with torch.no_grad():
         y = run(x, conv_state, weight, bias, cache_seqlens, conv_state_indices, _silu(activation))
     return y[..., 0] if flat else y

@@ -18,8 +18,13 @@ from gpu_accel.thunderkittens import chunked, reference
 
 BACKENDS = ("auto", "portable", "reference")
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Until tests/gpu/test_thunderkittens.py has passed on a card, "auto" is the reference in torch.
-GPU_CHECKED = False
+# What tests/gpu/test_thunderkittens.py has passed on (H100, Triton 3.6.0): "auto" takes the kernels for that alone.
+GPU_CHECKED = True
+# Based, which has K = 153 and a second call with V = 1, came out wrong there (by 3 times) and right in the interpreter;
+# which of the two it is, is not known yet, so on a GPU the kernels refuse both.
+_CHECKED_KEYS = 128
+_CHECKED_VALUES = 16
+_WALKED_KEYS = range(33, 129)  # of one walk, in bfloat16, that those tests passed on
 LARGEST_DIM = 256
 
 
@@ -99,7 +104,7 @@ def linear_attention(
         scale: K**-0.5 unless given. initial_state: (sequences, heads, K, V).
         chunk: steps that are done by matrix products at once. segments: cuts of a sequence, 0 lets the launcher choose.
         fused: the forward as one walk that keeps the state in registers (K up to 128, bfloat16 and float16), or as two
-            kernels with all chunks at once. None: one walk where it can. Only the forward of the kernels knows it.
+            kernels with all chunks at once. None: one walk in bfloat16 with K from 33 to 128.
 
     Returns:
         o (batch, seqlen, heads, V) in the dtype of v, and the final state (sequences, heads, K, V) float32.
@@ -109,12 +114,19 @@ def linear_attention(
     """
     _validate(q, k, v, g, w, initial_state, cu_seqlens, chunk)
     scale = chunked.default_scale(q.shape[-1]) if scale is None else float(scale)
-    if choose(v, backend) == "portable":
+    sizes = q.shape[3] <= _CHECKED_KEYS and v.shape[3] >= _CHECKED_VALUES
+    if choose(v, backend, GPU_CHECKED and sizes) == "portable":
+        if v.is_cuda and not sizes:
+            raise UnsupportedError(
+                f"on a GPU the kernels take K up to {_CHECKED_KEYS} and V from {_CHECKED_VALUES}, got {q.shape[3]} and "
+                f"{v.shape[3]}: others gave wrong results on an H100; use backend='reference'"
+            )
         g, w, initial_state = (None if x is None else x.float() for x in (g, w, initial_state))
         refusal = chunked.fused_refusal(q.shape[-1], v.dtype)
         if fused and refusal:
             raise UnsupportedError(f"fused=True: {refusal}; use fused=None")
-        fused = refusal is None if fused is None else fused
+        if fused is None:
+            fused = v.dtype == torch.bfloat16 and q.shape[-1] in _WALKED_KEYS
         return chunked.chunked(q, k, v, g, w, initial_state, cu_seqlens, scale, chunk, segments, fused)
     parts = [(slice(None), 0, v.shape[1])]
     if cu_seqlens is not None:

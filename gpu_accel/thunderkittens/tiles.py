@@ -25,6 +25,8 @@ import triton.language as tl
 
 from gpu_accel.compat import dot
 
+_TF32 = tl.constexpr("tf32")  # of float32 operands; Triton 3.6 takes no bare text as a default
+
 # ---- where a tile lies
 
 
@@ -75,19 +77,19 @@ def register_cache(where):
 
 
 @triton.jit
-def mma_AB(a, b, acc, PRECISION: tl.constexpr = "tf32"):
+def mma_AB(a, b, acc, PRECISION: tl.constexpr = _TF32):
     """acc + a b."""
     return dot(a, b, acc, PRECISION)
 
 
 @triton.jit
-def mma_ABt(a, b, acc, PRECISION: tl.constexpr = "tf32"):
+def mma_ABt(a, b, acc, PRECISION: tl.constexpr = _TF32):
     """acc + a b'."""
     return dot(a, tl.trans(b), acc, PRECISION)
 
 
 @triton.jit
-def mma_AtB(a, b, acc, PRECISION: tl.constexpr = "tf32"):
+def mma_AtB(a, b, acc, PRECISION: tl.constexpr = _TF32):
     """acc + a' b, for an `a` that was loaded.
 
     Triton 3.4 to 3.7.0 miscompile this on Hopper for an `a` that came out of a product (flash-linear-attention issue
@@ -97,7 +99,7 @@ def mma_AtB(a, b, acc, PRECISION: tl.constexpr = "tf32"):
 
 
 @triton.jit
-def mma_AtBt(a, b, acc, PRECISION: tl.constexpr = "tf32"):
+def mma_AtBt(a, b, acc, PRECISION: tl.constexpr = _TF32):
     """acc + a' b', for an `a` that was loaded; see mma_AtB."""
     return dot(tl.trans(a), tl.trans(b), acc, PRECISION)
 
@@ -248,7 +250,7 @@ def block_scheduler(program, tiles_m, tiles_n, GROUP: tl.constexpr):
 @triton.jit
 def block_gemm(
     a, b, row, col, m, n, k, am, ak, bk, bn, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PRECISION: tl.constexpr = "tf32",
+    PRECISION: tl.constexpr = _TF32,
 ):  # fmt: skip
     """The BM x BN tile at (row, col) of a (m, k) times b (k, n), in float32. am, ak, bk, bn: strides in elements."""
     acc = tl.zeros((BM, BN), tl.float32)
@@ -260,7 +262,7 @@ def block_gemm(
 
 
 @triton.jit
-def block_attention(scores, values, acc, top, total, PRECISION: tl.constexpr = "tf32"):
+def block_attention(scores, values, acc, top, total, PRECISION: tl.constexpr = _TF32):
     """One step of attention over a block of keys: (acc, top, total) with the block in it.
 
     scores: q keys' in base 2, masked with -inf. acc (rows, D) is divided by total (rows,) at the end; top (rows,) is

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gpu_accel.errors import UnsupportedError
 from gpu_accel.testing import assert_close_to_truth, generator
-from gpu_accel.thunderkittens import elements, linear, reference, rows
+from gpu_accel.thunderkittens import chunked, elements, linear, reference, rows
 from gpu_accel.thunderkittens.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from gpu_accel.thunderkittens.delta import delta_rule
 from gpu_accel.thunderkittens.features import fused_chunk_based, hedgehog_attention
@@ -41,7 +42,7 @@ SHAPES = [
     pytest.param((1, 4096, 2, 1, 64, 96), 0, id="B1-T4096-H2q1-K64-V96-segments"),
     pytest.param((3, 65, 2, 2, 24, 40), 3, id="B3-T65-H2-K24-V40"),
     # one step is one number a head, and the yardstick may hit a few by luck: so there are many
-    pytest.param((1, 1, 32, 32, 256, 256), 0, id="T1-H32-K256-V256"),
+    pytest.param((1, 1, 32, 32, 128, 256), 0, id="T1-H32-K128-V256"),
 ]
 
 
@@ -172,21 +173,27 @@ def test_cross_entropy(dtype):
     judge(["loss", "dx"], lambda b: lambda t: cross_entropy(t, y, backend=b), [x @ w.T], [one])
 
 
-def test_based():
-    q, k = (randn(2, 515, 4, 16, seed=s, dtype=BF16) for s in (1, 2))
-    v = randn(2, 515, 4, 64, seed=3, dtype=BF16)
-    judge(["o", "dq", "dk", "dv"], lambda b: lambda q, k, v: fused_chunk_based(q, k, v, backend=b), [q, k, v],
-          [randn(2, 515, 4, 64, seed=4)])  # fmt: skip
+@pytest.mark.xfail(reason="Based came out wrong on an H100 with Triton 3.6.0; this says whether by K or by V")
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(153, 64), (192, 64), (64, 1)])
+def test_sizes_that_are_refused(key_dim, value_dim):
+    q, k = (randn(2, 515, 4, key_dim, seed=s, dtype=BF16) for s in (1, 2))
+    v = randn(2, 515, 4, value_dim, seed=3, dtype=BF16)
+    truth, ruler = (
+        linear.linear_attention(*(x.to(t) for x in (q, k, v)), scale=1.0, backend="reference")
+        for t in (torch.float64, BF16)
+    )
+    found = chunked.chunked(q, k, v, None, None, None, None, 1.0, 64, 0, False)
+    for name, *three in zip(["o", "state"], found, truth, ruler, strict=True):
+        assert_close_to_truth(name, *three)
 
 
-def test_hedgehog():
-    q, k, v = (randn(2, 515, 4, 128, seed=s, dtype=BF16) for s in (1, 2, 3))
-    maps = [randn(4, 128, 64, seed=s, dtype=BF16) / 11 for s in (4, 5)]
-
-    def function(backend):
-        return lambda *given: hedgehog_attention(*given, backend=backend)
-
-    judge(["o", "dq", "dk", "dv", "dq_map", "dk_map"], function, [q, k, v, *maps], [randn(2, 515, 4, 128, seed=6)])
+def test_based_and_hedgehog_take_the_reference():
+    q = randn(1, 70, 2, 16, seed=1, dtype=BF16)
+    assert fused_chunk_based(q, q, q).isfinite().all()
+    maps = randn(2, 16, 16, seed=2, dtype=BF16)
+    assert hedgehog_attention(q, q, q, maps, maps).isfinite().all()
+    with pytest.raises(UnsupportedError, match="wrong results"):
+        fused_chunk_based(q, q, q, backend="portable")
 
 
 @pytest.mark.parametrize("size", [256, 2048, 4096])

@@ -278,8 +278,9 @@ def test_float64_is_for_the_reference(device):
 
 def test_how_many_segments():
     assert chunked.segments_for(8, 16, 4, 64) == 1  # enough programs
-    assert chunked.segments_for(1, 16, 4, 256) == 5  # one long sequence of 16 heads: 64 programs are too few
+    assert chunked.segments_for(1, 16, 4, 256) == 4  # one long sequence of 16 heads: 64 programs are too few
     assert chunked.segments_for(1, 1, 1, 256) == 16
+    assert chunked.segments_for(16, 16, 1, 256) == 1  # 256 programs are nearly as many as fit
     assert chunked.segments_for(1, 1, 1, 3) == 1 and chunked.segments_for(0, 0, 0, 0) == 1
 
 
