@@ -21,6 +21,8 @@ NOT_CHOSEN_BECAUSE: str | None = "its GPU tests have not passed yet: ask for it 
 _LOG2_E = 1.4426950408889634
 _HEAD_DIMS = (64, 128, 256)
 _ONE_SUM = 4096  # keys that the tensor cores may add up alone: they lose less than half a percent
+_MOST_MAPS = 4096
+_maps: dict[tuple, dict] = {}
 _GROUP = 16  # keys whose order a tensor map changes together
 
 
@@ -29,9 +31,10 @@ class Fp8ForwardConfig:
     """Tiles and switches; a program works on 64 * `consumers` query rows.
 
     `two_level`: every block's P V is added in float32; otherwise the tensor cores add `chunk` blocks (4096 keys at
-    head_dim 256) first. `late`: a block is taken in under the scores of the next but one. `ones`: row sums of the
-    rounded P come from the tensor cores. `pin`: exponentials stay above the wait for P V. `growth`: how much (base 2) a
-    row's maximum may grow before O is rescaled. `o_chunks`: O leaves in that many pieces.
+    head_dim 256) first. `fold`: v_scale goes into the exponents of P instead of the sum. `late`: a block is taken in
+    under the scores of the next but one. `pin`: exponentials stay above the wait for P V. `growth`: how much (base 2) a
+    row's maximum may grow before O is rescaled; above 0 the largest probabilities are rounded too, which makes the
+    error 1.3 times larger. `o_chunks`: O leaves in that many pieces.
     """
 
     block_n: int
@@ -39,12 +42,12 @@ class Fp8ForwardConfig:
     ping_pong: bool
     dynamic: bool
     late: bool
-    ones: bool = False
     two_level: bool = True
     chunk: int = 8
+    fold: bool = False
     o_chunks: int = 1
     pin: bool = True
-    growth: float = 3.75
+    growth: float = 0.0
     consumers: int = 2
 
     def registers(self) -> tuple[int, int, int]:
@@ -105,20 +108,31 @@ def _elements():
     }  # fmt: skip
 
 
-def _map(x: Tensor, shape: list[int], strides: list[int], block: list[int], rows: int, cols: int):
-    """A tensor map whose blocks lie in shared memory as (rows, cols)."""
-    from triton.experimental.gluon import language as gl
+def _map(x: Tensor, shape: list[int], strides: list[int], block: list[int]):
+    """A tensor map; those of shapes already seen are copied, not validated."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    layout = gl.NVMMASharedLayout.get_default_for(block, _elements()[x.dtype])
-    unit = 16 // x.element_size()  # strides of dimensions of size 1 do not matter, but must be 16-byte multiples
-    strides = [s if n > 1 else unit for n, s in zip(shape[:-1], strides[:-1], strict=True)] + [1]
-    return TensorDescriptor(x, shape, strides, block, layout)
+    key = (*shape, *strides, *block, x.dtype)
+    fields = _maps.get(key)
+    if fields is None:
+        from triton.experimental.gluon import language as gl
+
+        if len(_maps) >= _MOST_MAPS:
+            _maps.clear()
+        layout = gl.NVMMASharedLayout.get_default_for(block, _elements()[x.dtype])
+        unit = 16 // x.element_size()  # strides of dimensions of size 1 do not matter, but must be 16-byte multiples
+        steps = [s if n > 1 else unit for n, s in zip(shape[:-1], strides[:-1], strict=True)] + [1]
+        fields = vars(TensorDescriptor(x, shape, steps, block, layout)).copy()
+        _maps[key] = {**fields, "base": None}  # holds no memory alive
+    made = object.__new__(TensorDescriptor)
+    made.__dict__.update(fields)
+    made.base = x
+    return made
 
 
 def rows_map(x: Tensor, rows: int, cols: int):
     """Blocks of one head, `rows` x `cols`, of (batch, heads, rows, cols) with any strides but the last."""
-    return _map(x, list(x.shape), list(x.stride()), [1, 1, rows, cols], rows, cols)
+    return _map(x, list(x.shape), list(x.stride()), [1, 1, rows, cols])
 
 
 def keys_map(k8: Tensor, rows: int, cols: int):
@@ -130,7 +144,7 @@ def keys_map(k8: Tensor, rows: int, cols: int):
     dim = k8.shape[-1]
     groups = k8.numel() // (_GROUP * dim)
     shape, strides = [groups, 2, 4, 2, dim], [_GROUP * dim, 2 * dim, 4 * dim, dim, 1]
-    return _map(k8, shape, strides, [rows // _GROUP, 2, 4, 2, cols], rows, cols)
+    return _map(k8, shape, strides, [rows // _GROUP, 2, 4, 2, cols])
 
 
 def grouped_keys(k8: Tensor) -> Tensor:
@@ -140,12 +154,6 @@ def grouped_keys(k8: Tensor) -> Tensor:
         k8 = torch.nn.functional.pad(k8.view(torch.uint8), (0, 0, 0, rest)).view(k8.dtype)
     k8 = k8.contiguous()
     return k8 if k8.data_ptr() % 16 == 0 else k8.clone()
-
-
-def ordered_keys(k8: Tensor) -> Tensor:
-    """k8 with the rows of every 16 in the order that `keys_map` makes on the way: for the kernel without REORDER."""
-    b, h, s, d = k8.shape
-    return k8.view(torch.uint8).reshape(b, h, s // 16, 4, 2, 2, d).transpose(3, 4).reshape(b, h, s, d).view(k8.dtype)
 
 
 def forward(
@@ -166,7 +174,6 @@ def forward(
     softcap: float = 0.0,
     config: Fp8ForwardConfig | None = None,
     lse: Tensor | None = None,
-    reorder: bool = True,
 ) -> Tensor:
     """Launch into `o`; returns lse (batch, heads, seqlen_q) float32. Arguments are validated and not refused.
 
@@ -176,7 +183,6 @@ def forward(
         o: (batch, heads, seqlen_q, head_dim) in bfloat16, float16 or float32, any strides with last stride 1.
         seqlen_k: how many rows of k8 count, where it is padded.
         window_right: 0 is causal, -1 is no bound.
-        reorder: False: k8 has been through `ordered_keys`.
     """
     batch, heads, seqlen_q, head_dim = q8.shape
     heads_kv = k8.shape[1]
@@ -215,7 +221,7 @@ def forward(
     launch_registers, consumer_registers, producer_registers = config.registers()
     arguments = (
         rows_map(q8, 64, padded),
-        keys_map(k8, n, padded) if reorder else rows_map(k8, n, padded),
+        keys_map(k8, n, padded),
         rows_map(vt8, padded, n),
         rows_map(o, 64, padded // config.o_chunks),
         lse,
@@ -239,14 +245,13 @@ def forward(
         SOFTCAP=softcap > 0,
         EVEN_K=seqlen_k % n == 0,
         DYNAMIC=config.dynamic,
-        REORDER=reorder,
         SHIFT=shift_of(fmt.largest, config.growth),
         GROWTH=config.growth,
         LATE=config.late,
-        ONES=config.ones,
         TWO_LEVEL=config.two_level,
         O_CHUNKS=config.o_chunks,
         CHUNK=chunk,
+        FOLD=config.fold,
         PIN=config.pin,
         CONSUMER_REGISTERS=consumer_registers,
         PRODUCER_REGISTERS=producer_registers,

@@ -30,7 +30,6 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -56,6 +55,7 @@ from .hopper_fp8_device import (
     block_scales,
     first_softmax,
     head_scales,
+    log2_fast,
     mask_block,
     pack_quads,
     pin,
@@ -70,14 +70,13 @@ EARLY_DRAW = gl.constexpr(4)  # key blocks of a tile up to which the next tile i
 
 @gluon.jit
 def _step(
-    q, k_bufs, v_bufs, ones, bars, opened, opened_phase, acc, pend, m_i, l_i, it, block, masked, row0, shape,
-    row_scale, k_scale, v_ratio, cap,
+    q, k_bufs, v_bufs, bars, opened, opened_phase, acc, pend, m_i, l_i, it, block, masked, row0, shape,
+    row_scale, k_scale, v_ratio, v_log, cap,
     WG: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PING_PONG: gl.constexpr, E5M2: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, SHIFT: gl.constexpr, GROWTH: gl.constexpr,
-    LATE: gl.constexpr, ONES: gl.constexpr, PIN: gl.constexpr,
-    TWO_LEVEL: gl.constexpr,
+    LATE: gl.constexpr, PIN: gl.constexpr,
+    TWO_LEVEL: gl.constexpr, FOLD: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, ROW_LAYOUT: gl.constexpr,
-    L_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """One key block: issue S of this block, then P V of the block before, then softmax of this block under both."""
     p_packed, v_scale, part, part_scale, alpha_o = pend
@@ -94,7 +93,7 @@ def _step(
     if LATE:
         # what the step before has left, under S of this one
         acc, part = warpgroup_mma_wait(1, deps=[acc, part])
-        acc = rescale(acc + part * part_scale, alpha_o)
+        acc = rescale(acc + part if FOLD else acc + part * part_scale, alpha_o)
     mbarrier.wait(v_full.index(v_stage), v_phase)
     p_a = unpack_quads(p_packed, q.dtype, P_LAYOUT)
     if TWO_LEVEL:
@@ -102,13 +101,10 @@ def _step(
         part_async = warpgroup_mma(p_a, v_bufs.index(v_stage).permute((1, 0)), zero_o, use_acc=False, is_async=True)
     else:
         part_async = warpgroup_mma(p_a, v_bufs.index(v_stage).permute((1, 0)), acc, is_async=True)
-    if ONES:
-        zero_l = gl.full([ROWS, 8], 0.0, gl.float32, L_LAYOUT)
-        sum_async = warpgroup_mma(p_a, ones.permute((1, 0)), zero_l, use_acc=False, is_async=True)
     if PING_PONG:
         bar_arrive(PING_PONG_BARRIER + (WG + 1) % CONSUMERS, 256)
     factor = row_scale * k_scale
-    s = warpgroup_mma_wait(2 if ONES else 1, deps=[s_async])
+    s = warpgroup_mma_wait(1, deps=[s_async])
     if SOFTCAP:
         s = cap * tanh(s * factor[:, None])
     if CAUSAL or WINDOW:  # noqa: SIM102 - a run-time branch inside a compile-time one
@@ -117,28 +113,41 @@ def _step(
     highest = gl.max(s, axis=1)
     if not SOFTCAP:
         highest = highest * factor
+    if FOLD:
+        highest += v_log
     # A maximum up to GROWTH too small (in base 2) makes P up to 2**GROWTH times larger, for which SHIFT leaves room.
     m_new = gl.where(highest - m_i > GROWTH, highest, m_i)
     alpha = gl.exp2(m_i - m_new)
-    p = gl.exp2(s - (m_new - SHIFT)[:, None]) if SOFTCAP else gl.exp2(s * factor[:, None] - (m_new - SHIFT)[:, None])
+    offset = m_new - SHIFT
+    if FOLD:
+        offset -= v_log
+    p = gl.exp2(s - offset[:, None]) if SOFTCAP else gl.exp2(s * factor[:, None] - offset[:, None])
     alpha_l = gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout), assert_trivial=True)
-    if not ONES:
-        l_i = l_i * alpha_l[:, None] + thread_row_sum(p)
-        if PIN:
-            pin(l_i)
+    row_sum = thread_row_sum(p)
+    if FOLD:
+        row_sum *= gl.exp2(-v_log)
+    l_i = l_i * alpha_l[:, None] + row_sum
+    if PIN:
+        pin(l_i)
     mbarrier.wait(opened, opened_phase)  # completed long ago: opens the block that pins the exponentials above the wait
-    if ONES:
-        part, sums, p = warpgroup_mma_wait(0, deps=[part_async, sum_async, p])
-        l_i = (l_i + sums) * alpha_l[:, None]
-    else:
-        part, p = warpgroup_mma_wait(0, deps=[part_async, p])
+    part, p = warpgroup_mma_wait(0, deps=[part_async, p])
     mbarrier.arrive(kv_empty.index(stage), count=1)
     alpha_o = gl.convert_layout(alpha, ROW_LAYOUT)
     if not TWO_LEVEL:
-        acc = rescale(part, alpha_o * v_ratio)
+        acc = rescale(part, alpha_o if FOLD else alpha_o * v_ratio)
     elif not LATE:
-        acc = rescale(acc + part * v_scale, alpha_o)
+        acc = rescale(acc + part if FOLD else acc + part * v_scale, alpha_o)
     return acc, (pack_quads(p, E5M2), v_scale, part, v_scale, alpha_o), m_new, l_i, it
+
+
+@gluon.jit
+def _add_part(acc, part, v_scale, TWO_LEVEL: gl.constexpr, FOLD: gl.constexpr):
+    """The last block's P V, which TWO_LEVEL adds here and the tensor cores have added otherwise, in the unit of v."""
+    if not FOLD:
+        part = part * v_scale
+    if TWO_LEVEL:
+        part = acc + part
+    return part
 
 
 @gluon.jit
@@ -161,9 +170,9 @@ def _consumer(
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_BLOCK: gl.constexpr,
     K_BLOCK: gl.constexpr, PING_PONG: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr, EVEN_K: gl.constexpr, DYNAMIC: gl.constexpr, SHIFT: gl.constexpr, GROWTH: gl.constexpr,
-    LATE: gl.constexpr, ONES: gl.constexpr, PIN: gl.constexpr, TWO_LEVEL: gl.constexpr, CHUNK: gl.constexpr,
+    LATE: gl.constexpr, PIN: gl.constexpr, TWO_LEVEL: gl.constexpr, CHUNK: gl.constexpr, FOLD: gl.constexpr,
 ):  # fmt: skip
-    q_bufs, k_bufs, v_bufs, o_bufs, ones = bufs
+    q_bufs, k_bufs, v_bufs, o_bufs = bufs
     q_full, q_empty, k_full, v_full, kv_empty, queue_full, queue_empty, queue = bars
     seqlen_q, seqlen_k, _, heads_per_kv, _, num_tiles, _, left, right = shape
     _, _, _, _, _, _, _, _, _, _, _, _, _, cap = scales
@@ -174,7 +183,6 @@ def _consumer(
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 4)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    L_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 32])
     MASK_FIRST: gl.constexpr = CAUSAL or WINDOW or not EVEN_K
     dtype: gl.constexpr = q_bufs.dtype
     E5M2: gl.constexpr = dtype == gl.float8e5
@@ -199,6 +207,7 @@ def _consumer(
     row_scale = row_scales(scales, batch, head, row0, seqlen_q, Q_BLOCK, S_ROWS)
     kv_scale = head_scales(scales, batch, head // heads_per_kv)
     k_scale, v_scale = block_scales(kv_scale, hi - 1, BLOCK_N, K_BLOCK)
+    v_log = log2_fast(v_scale) if FOLD else 0.0
     mbarrier.wait(q_full.index(WG), 0)
     mbarrier.wait(k_full.index(0), 0)
     if PING_PONG:
@@ -209,8 +218,12 @@ def _consumer(
         bar_arrive(PING_PONG_BARRIER + (WG + 1) % CONSUMERS, 256)
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(kv_empty.index(0), count=1)
-    p, m_i = first_softmax(s, row_scale * k_scale, hi - 1, row0, shape, cap, CAUSAL, WINDOW, SOFTCAP, MASK_FIRST, SHIFT)
-    l_i = gl.full([ROWS, 8], 0.0, gl.float32, L_LAYOUT) if ONES else thread_row_sum(p)
+    p, m_i = first_softmax(
+        s, row_scale * k_scale, v_log, hi - 1, row0, shape, cap, CAUSAL, WINDOW, SOFTCAP, MASK_FIRST, SHIFT
+    )
+    l_i = thread_row_sum(p)
+    if FOLD:
+        l_i *= gl.exp2(-v_log)
     p_packed = pack_quads(p, E5M2)
     while tile < num_tiles:
         row0 = m_block * BLOCK_M + WG * ROWS
@@ -237,25 +250,27 @@ def _consumer(
             k_scale = k_next
             v_this = v_next
             k_next, v_next = block_scales(kv_scale, gl.maximum(block - 1, lo), BLOCK_N, K_BLOCK)
+            v_log = log2_fast(v_this) if FOLD else 0.0
+            v_ratio = 1.0 if FOLD else v_scale / v_this
             acc, pend, m_i, l_i, it = _step(
-                q, k_bufs, v_bufs, ones, bars, q_full.index(slot), q_phase, acc,
+                q, k_bufs, v_bufs, bars, q_full.index(slot), q_phase, acc,
                 (p_packed, v_scale, part, part_scale, alpha_o), m_i, l_i, it,
-                block, (block >= first) | (block < left_end), row0, shape, row_scale, k_scale, v_scale / v_this, cap,
-                WG, CONSUMERS, STAGES, PING_PONG, E5M2, CAUSAL, WINDOW, SOFTCAP, SHIFT, GROWTH, LATE, ONES, PIN,
-                TWO_LEVEL, S_LAYOUT, O_LAYOUT, P_LAYOUT, ROW_LAYOUT, L_LAYOUT)  # fmt: skip
+                block, (block >= first) | (block < left_end), row0, shape, row_scale, k_scale, v_ratio, v_log, cap,
+                WG, CONSUMERS, STAGES, PING_PONG, E5M2, CAUSAL, WINDOW, SOFTCAP, SHIFT, GROWTH, LATE, PIN,
+                TWO_LEVEL, FOLD, S_LAYOUT, O_LAYOUT, P_LAYOUT, ROW_LAYOUT)  # fmt: skip
             p_packed, _, part, part_scale, alpha_o = pend
             v_scale = v_this
             if TOTALS:  # noqa: SIM102 - a run-time branch inside a compile-time one
                 if j % CHUNK == CHUNK - 1:
                     m_row = gl.convert_layout(m_i, ROW_LAYOUT)
-                    _put_aside(totals, acc * v_scale, m_total, m_row, chunks)
+                    _put_aside(totals, acc if FOLD else acc * v_scale, m_total, m_row, chunks)
                     acc = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, O_LAYOUT)
                     m_total = m_row
                     chunks += 1
             if HELD:  # noqa: SIM102
                 if j % CHUNK == CHUNK - 1:
                     m_row = gl.convert_layout(m_i, ROW_LAYOUT)
-                    total = total * gl.exp2(m_total - m_row)[:, None] + acc * v_scale
+                    total = total * gl.exp2(m_total - m_row)[:, None] + (acc if FOLD else acc * v_scale)
                     acc = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, O_LAYOUT)
                     m_total = m_row
         mbarrier.arrive(q_empty.index(slot), count=1)
@@ -273,7 +288,7 @@ def _consumer(
         v_last = v_scale
         zero_o = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, O_LAYOUT)
         if LATE:
-            acc = rescale(acc + part * part_scale, alpha_o)
+            acc = rescale(acc + part if FOLD else acc + part * part_scale, alpha_o)
         if tile < num_tiles:
             # The first block of the next tile runs under the last P V product of this one.
             m_block, batch, head = tile_of(tile, shape, CAUSAL)
@@ -284,6 +299,7 @@ def _consumer(
             row_scale = row_scales(scales, batch, head, next_row0, seqlen_q, Q_BLOCK, S_ROWS)
             kv_scale = head_scales(scales, batch, head // heads_per_kv)
             k_scale, v_scale = block_scales(kv_scale, hi - 1, BLOCK_N, K_BLOCK)
+            v_log = log2_fast(v_scale) if FOLD else 0.0
             zero = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, S_LAYOUT)
             p_a = unpack_quads(p_packed, dtype, P_LAYOUT)
             mbarrier.wait(q_full.index(slot), q_phase)
@@ -300,30 +316,26 @@ def _consumer(
                 )
             else:
                 part_async = warpgroup_mma(p_a, v_bufs.index(v_stage).permute((1, 0)), acc, is_async=True)
-            if ONES:
-                zero_l = gl.full([ROWS, 8], 0.0, gl.float32, L_LAYOUT)
-                sum_async = warpgroup_mma(p_a, ones.permute((1, 0)), zero_l, use_acc=False, is_async=True)
             if PING_PONG:
                 bar_arrive(PING_PONG_BARRIER + (WG + 1) % CONSUMERS, 256)
             factor = row_scale * k_scale
-            s = warpgroup_mma_wait(2 if ONES else 1, deps=[s_async])
-            p, m_i = first_softmax(s, factor, hi - 1, next_row0, shape, cap, CAUSAL, WINDOW, SOFTCAP, MASK_FIRST, SHIFT)
+            s = warpgroup_mma_wait(1, deps=[s_async])
+            p, m_i = first_softmax(
+                s, factor, v_log, hi - 1, next_row0, shape, cap, CAUSAL, WINDOW, SOFTCAP, MASK_FIRST, SHIFT
+            )
             mbarrier.wait(q_full.index(slot), q_phase)
-            if ONES:
-                part, sums, p = warpgroup_mma_wait(0, deps=[part_async, sum_async, p])
-                l_done += sums
-                l_i = zero_l
-            else:
-                part, p = warpgroup_mma_wait(0, deps=[part_async, p])
-                l_i = thread_row_sum(p)
+            part, p = warpgroup_mma_wait(0, deps=[part_async, p])
+            l_i = thread_row_sum(p)
+            if FOLD:
+                l_i *= gl.exp2(-v_log)
             mbarrier.arrive(kv_empty.index(stage), count=1)
             p_packed = pack_quads(p, E5M2)
-            acc = acc + part * v_last if TWO_LEVEL else part * v_last
+            acc = _add_part(acc, part, v_last, TWO_LEVEL, FOLD)
             if HELD:
                 acc += total * gl.exp2(m_total - gl.convert_layout(m_done, ROW_LAYOUT))[:, None]
             if TOTALS:
                 acc = _take_in(acc, totals, m_total, gl.convert_layout(m_done, ROW_LAYOUT), chunks)
-            store_tile(acc, m_done, l_done, o_bufs, outputs, where, row0, shape, WG, SHIFT, ROW_LAYOUT, ONES)
+            store_tile(acc, m_done, l_done, o_bufs, outputs, where, row0, shape, WG, SHIFT, ROW_LAYOUT)
         else:
             mbarrier.wait(v_full.index(v_stage), v_phase)
             p_a = unpack_quads(p_packed, dtype, P_LAYOUT)
@@ -334,40 +346,34 @@ def _consumer(
             else:
                 part_async = warpgroup_mma(p_a, v_bufs.index(v_stage).permute((1, 0)), acc, is_async=True)
             part = warpgroup_mma_wait(0, deps=[part_async])
-            if ONES:
-                zero_l = gl.full([ROWS, 8], 0.0, gl.float32, L_LAYOUT)
-                sum_async = warpgroup_mma(p_a, ones.permute((1, 0)), zero_l, use_acc=False, is_async=True)
-                l_done += warpgroup_mma_wait(0, deps=[sum_async])
-            acc = acc + part * v_last if TWO_LEVEL else part * v_last
+            acc = _add_part(acc, part, v_last, TWO_LEVEL, FOLD)
             if HELD:
                 acc += total * gl.exp2(m_total - gl.convert_layout(m_done, ROW_LAYOUT))[:, None]
             if TOTALS:
                 acc = _take_in(acc, totals, m_total, gl.convert_layout(m_done, ROW_LAYOUT), chunks)
-            store_tile(acc, m_done, l_done, o_bufs, outputs, where, row0, shape, WG, SHIFT, ROW_LAYOUT, ONES)
+            store_tile(acc, m_done, l_done, o_bufs, outputs, where, row0, shape, WG, SHIFT, ROW_LAYOUT)
     tma.store_wait(0)
     if PING_PONG and WG == 0:
         bar_sync(PING_PONG_BARRIER, 256)  # takes the last arrival, so that the barrier is balanced
 
 
 @gluon.jit
-def _load_k(k_desc, batch, kv, block, seqlen_k, k_groups, k_full, k_bufs, stage, REORDER: gl.constexpr):
-    """K's rows, every 16 in the order that makes S an A operand, by a tensor map of rank 5; or as stored."""
+def _load_k(k_desc, batch, kv, block, k_groups, k_full, k_bufs, stage):
+    """K's rows, every 16 in the order that makes S an A operand, by a tensor map of rank 5 over groups of 16 rows."""
     BLOCK_N: gl.constexpr = k_bufs.shape[1]
+    k_heads, k_pitch = k_groups
     mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-    if REORDER:
-        group = (batch * k_groups[0] + kv) * k_groups[1] + block * (BLOCK_N // 16)
-        tma_load(k_desc, [group, 0, 0, 0, 0], k_full.index(stage), k_bufs.index(stage))
-    else:
-        tma_load(k_desc, [batch, kv, block * BLOCK_N, 0], k_full.index(stage), k_bufs.index(stage))
+    group = (batch * k_heads + kv) * k_pitch + block * (BLOCK_N // 16)
+    tma_load(k_desc, [group, 0, 0, 0, 0], k_full.index(stage), k_bufs.index(stage))
 
 
 @gluon.jit
 def _producer(
     bufs, bars, q_desc, k_desc, v_desc, counter, shape, k_groups,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DYNAMIC: gl.constexpr, REORDER: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DYNAMIC: gl.constexpr,
 ):  # fmt: skip
-    q_bufs, k_bufs, v_bufs, _, _ = bufs
+    q_bufs, k_bufs, v_bufs, _ = bufs
     q_full, q_empty, k_full, v_full, kv_empty, queue_full, queue_empty, queue = bars
     _, seqlen_k, _, heads_per_kv, _, num_tiles, _, _, _ = shape
     BLOCK_M: gl.constexpr = ROWS * CONSUMERS
@@ -391,14 +397,14 @@ def _producer(
             if c == 0:
                 stage = it % STAGES
                 mbarrier.wait(kv_empty.index(stage), ((it // STAGES) & 1) ^ 1)
-                _load_k(k_desc, batch, kv, hi - 1, seqlen_k, k_groups, k_full, k_bufs, stage, REORDER)
+                _load_k(k_desc, batch, kv, hi - 1, k_groups, k_full, k_bufs, stage)
         for j in range(0, hi - 1 - lo):
             v_stage = it % STAGES
             it += 1
             stage = it % STAGES
             # One barrier frees both: K of a step is released after P V of the step before, so the V slot is free too.
             mbarrier.wait(kv_empty.index(stage), ((it // STAGES) & 1) ^ 1)
-            _load_k(k_desc, batch, kv, hi - 2 - j, seqlen_k, k_groups, k_full, k_bufs, stage, REORDER)
+            _load_k(k_desc, batch, kv, hi - 2 - j, k_groups, k_full, k_bufs, stage)
             mbarrier.expect(v_full.index(v_stage), v_desc.block_type.nbytes)
             tma_load(v_desc, [batch, kv, 0, (hi - 1 - j) * BLOCK_N], v_full.index(v_stage), v_bufs.index(v_stage))
         v_stage = it % STAGES
@@ -432,9 +438,9 @@ def fp8_forward_kernel(
     k_heads, k_pitch, seqlen_q, seqlen_k, heads, heads_per_kv, num_m, num_tiles, group, left, right, exp_scale, cap,
     CONSUMERS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     Q_BLOCK: gl.constexpr, K_BLOCK: gl.constexpr, PING_PONG: gl.constexpr, CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, EVEN_K: gl.constexpr, DYNAMIC: gl.constexpr, REORDER: gl.constexpr,
-    SHIFT: gl.constexpr, GROWTH: gl.constexpr, LATE: gl.constexpr, ONES: gl.constexpr, PIN: gl.constexpr,
-    TWO_LEVEL: gl.constexpr, O_CHUNKS: gl.constexpr, CHUNK: gl.constexpr,
+    WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, EVEN_K: gl.constexpr, DYNAMIC: gl.constexpr,
+    SHIFT: gl.constexpr, GROWTH: gl.constexpr, LATE: gl.constexpr, PIN: gl.constexpr,
+    TWO_LEVEL: gl.constexpr, O_CHUNKS: gl.constexpr, CHUNK: gl.constexpr, FOLD: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Descriptors of q, o: (batch, head, row, column); v: (batch, head, column, key); k: groups of 16 rows in rank 5.
@@ -471,14 +477,7 @@ def fp8_forward_kernel(
     for i in gl.static_range(2):
         mbarrier.init(queue_full.index(i), count=1)
         mbarrier.init(queue_empty.index(i), count=CONSUMERS)
-    ones = k_bufs.index(0)
-    if ONES:
-        SUM_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, BLOCK_N], dtype)
-        FILL: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-        ones = gl.allocate_shared_memory(dtype, [8, BLOCK_N], SUM_LAYOUT)
-        ones.store(gl.full([8, BLOCK_N], 1.0, gl.float32, FILL).to(dtype))
-        fence_async_shared()
-    bufs = (q_bufs, k_bufs, v_bufs, o_bufs, ones)
+    bufs = (q_bufs, k_bufs, v_bufs, o_bufs)
     bars = (q_full, q_empty, k_full, v_full, kv_empty, queue_full, queue_empty, queue)
     shape = (seqlen_q, seqlen_k, heads, heads_per_kv, num_m, num_tiles, group, left, right)
     scales = (
@@ -490,11 +489,11 @@ def fp8_forward_kernel(
     # A constexpr stored in a tuple under a name stops being one, hence the argument lists written out.
     gl.warp_specialize([
         (_consumer, (0, bufs, bars, outputs, aside, shape, scales, CONSUMERS, BLOCK_N, STAGES, Q_BLOCK, K_BLOCK,
-                     PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, SHIFT, GROWTH, LATE, ONES, PIN, TWO_LEVEL,
-                     CHUNK)),
+                     PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, SHIFT, GROWTH, LATE, PIN, TWO_LEVEL,
+                     CHUNK, FOLD)),
         (_consumer, (1, bufs, bars, outputs, aside, shape, scales, CONSUMERS, BLOCK_N, STAGES, Q_BLOCK, K_BLOCK,
-                     PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, SHIFT, GROWTH, LATE, ONES, PIN, TWO_LEVEL,
-                     CHUNK)),
+                     PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, SHIFT, GROWTH, LATE, PIN, TWO_LEVEL,
+                     CHUNK, FOLD)),
         (_producer, (bufs, bars, q_desc, k_desc, v_desc, counter, shape, k_groups, CONSUMERS, BLOCK_N, STAGES,
-                     CAUSAL, WINDOW, DYNAMIC, REORDER)),
+                     CAUSAL, WINDOW, DYNAMIC)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

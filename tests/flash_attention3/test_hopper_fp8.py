@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gpu_accel.errors import UnsupportedError
-from gpu_accel.flash_attention3 import hopper_fp8
+from gpu_accel.flash_attention3 import hopper_fp8, hopper_fp8_tune
 from gpu_accel.flash_attention3.fp8 import describe, fp8_attention_quantized, fp8_block_quantize
 
 gluon = pytest.mark.skipif(not hopper_fp8.gluon_available(), reason="this Triton has no usable Gluon dialect")
@@ -77,3 +77,10 @@ def test_unrescaled_probabilities_fit_the_format(largest):
     config = hopper_fp8.forward_config(128, causal=False, seqlen_k=1024)
     shift = hopper_fp8.shift_of(largest, config.growth)
     assert 2 ** (shift + config.growth) <= largest < 2 ** (shift + config.growth + 1)
+
+
+def test_the_tuner_tries_no_configuration_twice():
+    for dim, causal in ((64, False), (128, True), (256, False)):
+        found = list(hopper_fp8_tune.candidates(dim, causal=causal, seqlen=8192).values())
+        assert found[0] == hopper_fp8.forward_config(dim, causal=causal, seqlen_k=8192)
+        assert len(set(found)) == len(found) > 3

@@ -73,7 +73,7 @@ def check(tensors, *, config=None, q_block=128, k_block=128, causal=False, windo
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("dim", [64, 80, 128])
+@pytest.mark.parametrize("dim", [64, 80, 128, 192, 256])
 def test_every_head_dim(dim, causal):
     check(quantized(3, 8, 8, 1024, 1024, dim), causal=causal)  # several tiles a program
     check(quantized(2, 4, 2, 777, 1001, dim, seed=1), causal=causal)
@@ -86,7 +86,8 @@ def test_lengths(sq, sk):
 
 
 @pytest.mark.parametrize("change", [
-    {"late": True}, {"ping_pong": False}, {"dynamic": True}, {"stages": 2}, {"growth": 0.0},
+    {"late": True}, {"ping_pong": False}, {"dynamic": True}, {"stages": 2}, {"pin": False}, {"two_level": False},
+    {"fold": True}, {"fold": True, "two_level": False},
 ], ids=lambda x: "-".join(f"{k}{v}" for k, v in x.items()))  # fmt: skip
 def test_switches_change_speed_not_results(change):
     for causal in (False, True):
@@ -132,9 +133,10 @@ def test_long_sums_are_not_biased_towards_zero(sk):
     assert (o.mean() - 1).abs() < 4e-3, o.mean().item()
 
 
-def test_error_does_not_grow_with_the_context():
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_error_does_not_grow_with_the_context(dim):
     """100k keys: the error relative to float64 is that of the same recipe summed in float32."""
-    check(quantized(1, 1, 1, 128, 102400, 128))
+    check(quantized(1, 1, 1, 128, 102400, dim))
 
 
 @pytest.mark.parametrize("name", ["fp8-tensor", "fp8-tensor-hadamard", "fp8-block", "fp8-block-hadamard"])
