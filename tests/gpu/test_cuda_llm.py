@@ -22,8 +22,8 @@ COUNTED = '''// /// launch
 // entry = "reverse"
 // args = ["x", "out", "n"]
 // ///
-#define KEPT __device__
-KEPT unsigned calls = 0;
+#define PASTE(a, b) a##b
+PASTE(__dev, ice__) unsigned calls = 0;
 extern "C" __global__ void reverse(const float* x, float* out, long long n) {
     long long i = blockIdx.x * 256LL + threadIdx.x;
     if (i < n && atomicAdd(&calls, 1u) < 3u * (unsigned)n) out[i] = x[n - 1 - i];
