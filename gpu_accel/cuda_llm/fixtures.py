@@ -199,8 +199,8 @@ FIXTURES: tuple[Fixture, ...] = (
             _change(COPY, ("    row =", '    tl.inline_asm_elementwise("exit;", "=r", [])\n    row =')),
             Kind.INLINE_CODE, verdict=Verdict.CHEATING),
     _kernel("R3", "never ends", "matrix_copy",
-            _change(COPY, ("    row =", "    again = tl.num_programs(0)\n    while again > 0:\n        tl.atomic_add(out, "
-                           "0.0)\n        again = again % 7 + 1\n    row =")), None,
+            _change(COPY, ("    row =", "    again = tl.num_programs(0)\n    while again > 0:\n        "
+                           "tl.atomic_add(out, 0.0)\n        again = again % 7 + 1\n    row =")), None,
             verdict=Verdict.TIMEOUT, seconds=2.0),
     _kernel("R4", "takes all memory", "matrix_copy",
             _change(COPY, ("    row =", "    kept = (0, 0)\n    for step in range(500):\n        kept = (kept, "
