@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from gpu_accel.hardware import gemm_flops
 from gpu_accel.testing import generator
-from gpu_accel.transformer_engine import hopper_gemm
+from gpu_accel.transformer_engine import quantizer
 from gpu_accel.transformer_engine.context import autocast
 from gpu_accel.transformer_engine.linear import Linear
 from gpu_accel.transformer_engine.linear_op import _product
@@ -74,16 +74,16 @@ def _error(out: Tensor, truth: Tensor) -> float:
 
 
 def _backend(settings: Settings) -> str:
-    """Hopper's products once they have been checked on a GPU, plain ones until then; the same bits without a GPU."""
+    """What a user gets once the quantisers have been checked on a GPU, plain kernels until then."""
     if not settings.on_gpu:
         return "reference"
-    return "hopper" if hopper_gemm.GPU_CHECKED else "portable"
+    return "auto" if quantizer.GPU_CHECKED else "portable"
 
 
 def _note(name: str, settings: Settings) -> str:
     recipe = RECIPES[name]
     emulated = "; emulated in bf16: its time says nothing about the format" if name in EMULATED else ""
-    products = {"hopper": "Hopper's products", "portable": "plain Triton products", "reference": "plain torch on a CPU"}
+    products = {"auto": "products by auto", "portable": "plain Triton products", "reference": "plain torch on a CPU"}
     return f"{type(recipe).__name__}{emulated}; {products[_backend(settings)]}"
 
 
