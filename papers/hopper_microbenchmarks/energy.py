@@ -40,11 +40,11 @@ _INSTRUCTIONS = {"wgmma": 256, "mma.sync": 8}  # and their columns
 
 
 def list_cases(settings: Settings) -> list[Case]:
-    """Products and attention of 8192, in two dtypes, zeros beside random numbers; on a GPU also two instructions."""
+    """Products and attention of 8192, in two dtypes, zeros beside random numbers; two instructions, which need a GPU."""
     size = {"matmul": 8192 if settings.on_gpu else 64, "attention": 8192 if settings.on_gpu else 48}
     kept = _CASES[::2] if settings.quick else _CASES
     found: list[Case] = [{"op": op, "dtype": dtype, "data": data, "size": size[op]} for op, dtype, data in kept]
-    if settings.on_gpu and not settings.quick:
+    if not (settings.on_gpu and settings.quick):
         found += [{"op": op, "dtype": "fp16", "data": "random", "size": n} for op, n in _INSTRUCTIONS.items()]
     return found
 
