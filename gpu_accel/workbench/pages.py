@@ -20,7 +20,7 @@ from gpu_accel.workbench.svg import static_svg
 BLOCK = "results"
 NOTE = (
     "Tables: TFLOP/s of our fastest kernel and, in brackets, its speed against the fastest rival of the same "
-    "interleaved run; above 1 is faster. Under sustained load contenders run one after the other, so the fastest rival's "
+    "interleaved run; above 1 is faster. Under sustained load contenders run one after another, so the fastest rival's "
     "own rate is in brackets."
 )
 

@@ -137,7 +137,7 @@ class Decoding:
         return made
 
     def shared(self, seed: int) -> Arguments:
-        """One set of arguments for all implementations: 128 caches of 32k keys take 17 GB, and nobody writes to them."""
+        """One set of arguments for all implementations: 128 caches of 32k keys take 17 GB, and nobody writes to it."""
         made = self._shared.get(seed)
         if made is None:
             made = self._shared[seed] = Arguments(self.arguments(seed))

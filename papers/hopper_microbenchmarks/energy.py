@@ -40,7 +40,7 @@ _INSTRUCTIONS = {"wgmma": 256, "mma.sync": 8}  # and their columns
 
 
 def list_cases(settings: Settings) -> list[Case]:
-    """Products and attention of 8192, in two dtypes, zeros beside random numbers; two instructions, which need a GPU."""
+    """Products and attention of 8192, in two dtypes, zeros beside random numbers; two instructions, on a GPU alone."""
     size = {"matmul": 8192 if settings.on_gpu else 64, "attention": 8192 if settings.on_gpu else 48}
     kept = _CASES[::2] if settings.quick else _CASES
     found: list[Case] = [{"op": op, "dtype": dtype, "data": data, "size": size[op]} for op, dtype, data in kept]
