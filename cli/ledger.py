@@ -203,6 +203,8 @@ def verdict_table(verdicts: Sequence[Verdict], *, fold: bool = True) -> Any:
         for v in cells:
             claim = v.claim
             claimed, here = value(claim.value, claim.unit), value(v.measured, claim.unit)
+            if v.expected is not None:
+                claimed += f" (here {value(v.expected)})"
             word = f"[{STYLES[word_of(v)]}]{plain(_short(v.shown))}[/]"
             made.add_row(claim.id, plain(claim.where), plain(claim.statement), claimed, here, word)
     return made

@@ -28,7 +28,7 @@ SeedOption = Annotated[int | None, typer.Option("--seed", help="Of inputs and hi
 
 @app.command("tasks")
 def tasks(json_: JsonOption = False, output_: OutputOption = None) -> None:
-    """Every task, its sizes on a GPU, and the least time there by the datasheet of an H100."""
+    """Every task: the buffers its kernels take, its sizes on a GPU, and the least time there by an H100's datasheet."""
     from gpu_accel.cuda_llm.tasks import TASKS
 
     output.check_suffix(output_)
@@ -37,6 +37,8 @@ def tasks(json_: JsonOption = False, output_: OutputOption = None) -> None:
             "name": one.name,
             "title": one.title,
             "family": one.family,
+            "inputs": [buffer.name for buffer in one.inputs],
+            "outputs": [buffer.name for buffer in one.outputs],
             "bench": one.bench,
             "bytes": one.bytes_moved(one.bench),
             "floor_ms": one.floor_ms(one.bench, "h100-sxm"),
@@ -47,10 +49,11 @@ def tasks(json_: JsonOption = False, output_: OutputOption = None) -> None:
         output.write(output_, rows, title="Tasks")
     if json_:
         return output.print_json(rows)
-    made = table("task", "what", "family", "sizes", "least ms (modelled)", right=("least ms (modelled)",))
+    made = table("task", "what", "buffers", "sizes", "least ms (modelled)", right=("least ms (modelled)",))
     for one, row in zip(TASKS.values(), rows, strict=True):
         sizes = " ".join(f"{key}={size}" for key, size in one.bench.items())
-        made.add_row(f"[bold]{one.name}[/]", plain(one.title), one.family, sizes, f"{row['floor_ms']:.3g}")
+        buffers = f"{', '.join(row['inputs'])} → {', '.join(row['outputs'])}"
+        made.add_row(f"[bold]{one.name}[/]", plain(one.title), buffers, sizes, f"{row['floor_ms']:.3g}")
     out().print(made)
 
 

@@ -40,6 +40,7 @@ from .tasks import Task, find
 from .verdict import Judgement, Rejected, Verdict
 
 SCREEN_SECONDS, SCREEN_ROUNDS, SCREEN_KEPT = 0.04, 16, 1
+_SUFFIXES = (".py", ".cu", ".txt")  # a line that ends in one is a path, not a source
 SCREEN_LIMIT = 30.0  # wall clock of one candidate, waiting for the GPU included
 MOST_CONFIRMATIONS = 5
 MOST_STALE = 3  # rounds without anything new before a search ends
@@ -535,6 +536,8 @@ def as_candidate(kernel: Any, launch: Mapping[str, Any] | None = None) -> Candid
             return kernel
         if isinstance(kernel, Path):
             return Candidate.parse(read(kernel))
+        if isinstance(kernel, str) and "\n" not in kernel and kernel.endswith(_SUFFIXES):
+            return Candidate.parse(read(Path(kernel)))
         if isinstance(kernel, str | bytes):
             return Candidate.parse(kernel)
         function = getattr(kernel, "fn", None)

@@ -65,6 +65,7 @@ class Verdict:
     detail: str = ""
     records: tuple[Record, ...] = ()
     differs: tuple[str, ...] = ()
+    expected: float | tuple[float, float] | None = None  # the claimed number carried over to the card measured here
     side: str = ""  # where a result that misses lies: "above", "below" or "below and above"; "" for an ordering
 
     @property
@@ -163,6 +164,7 @@ def judge(claim: Claim, records: Iterable[Record]) -> Verdict:
         detail=". ".join(sentences),
         records=used,
         differs=differs,
+        expected=aimed.value if carried else None,
         side=finding.side,
     )
 

@@ -64,13 +64,25 @@ def summary(verdicts: Iterable[Verdict]) -> str:
     return "; ".join(parts)
 
 
+_BOUNDS = {"at_least": "≥ ", "at_most": "≤ "}
+
+
+def claimed(verdict: Verdict) -> str:
+    """What the claim says, and what that is on the card measured here where it is scaled: `977 TFLOP/s (here 954)`."""
+    claim = verdict.claim
+    text = number(claim.value, claim.unit)
+    if isinstance(claim.value, int | float) and not isinstance(claim.value, bool):
+        text = _BOUNDS.get(claim.direction, "") + text
+    return text if verdict.expected is None else f"{text} (here {number(verdict.expected)})"
+
+
 def claim_row(verdict: Verdict) -> tuple[str, str, str, str, str]:
     """One row of the claims table, in the order of `CLAIM_HEADINGS`."""
     claim = verdict.claim
     here = number(verdict.measured, claim.unit)
     if verdict.measured is not None and verdict.interval is not None:
         here += f" [{number(verdict.interval)}]"
-    return claim.statement, claim.where, number(claim.value, claim.unit), here, verdict.shown
+    return claim.statement, claim.where, claimed(verdict), here, verdict.shown
 
 
 def _tables(records: Sequence[Record], metric: str) -> Iterable[tuple[str, list[Record]]]:

@@ -185,9 +185,14 @@ class TestRoofline:
         assert stamp(figure).startswith(f"measured on {self.H100}")
 
     def test_roofs_without_records_name_their_profile_and_claim_no_measurement(self):
-        figure = plots.roofline([], profile="h100-sxm")
-        assert "H100" in figure.layout.title.text and stamp(figure) == "nothing measured yet"
+        figure = plots.roofline([], profile="h200")
+        assert "H200" in figure.layout.title.text and stamp(figure) == "nothing measured yet"
         assert len(figure.data) == 1
+
+    def test_measured_roofs_lie_beside_those_of_the_datasheet(self):
+        sheet, measured = plots.roofline([], profile="h100-sxm").data
+        assert sheet.line.dash != "dash" and measured.line.dash == "dash"
+        assert max(measured.y) < max(sheet.y)
 
     def test_unknown_gpu_needs_a_profile(self):
         with pytest.raises(InvalidInputError, match="profile="):
