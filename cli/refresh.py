@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+
 from gpu_accel.workbench import pages, registry
 from gpu_accel.workbench.report import update_block
 
@@ -9,6 +11,7 @@ from .papers import readme_table
 
 
 def main() -> None:
+    argparse.ArgumentParser(prog="python3 -m cli.refresh", description=__doc__).parse_args()
     for paper in registry.papers():
         for path in pages.refresh(paper):
             print(path)

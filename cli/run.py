@@ -120,7 +120,7 @@ def run(
     if quick and shape:
         note("--quick without effect: --shape says what runs", style="yellow")
     one = registry.paper(paper)
-    if nproc is not None and not dry_run:
+    if nproc is not None:
         _need_processes(one, experiments or one.default_experiments(precision or "bf16"))
         torchrun.relaunch(nproc, device)
     torchrun.join(device)
