@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from gpu_accel.errors import HardwareError, InvalidInputError
+from gpu_accel.flash_attention3.backends import check_name
+from gpu_accel.flash_attention3.problem import check_flag, check_number, check_tensors
 from gpu_accel.ring_attention import attention
-from gpu_accel.ring_attention.layouts import LAYOUTS, Layout, make_layout
+from gpu_accel.ring_attention.layouts import LAYOUTS, Layout, check_padding, make_layout, sequence_length
 from gpu_accel.ring_attention.masks import pieces
 from gpu_accel.ring_attention.schedules import schedule as find_schedule
 from gpu_accel.ring_attention.simulate import simulate, simulate_attention
@@ -39,7 +41,12 @@ class RingAttention(nn.Module):
         schedule: see `gpu_accel.ring_attention.schedules`; :func:`gpu_accel.ring_attention.plan.plan` helps to choose.
         transport: how shards travel; default: what `choose_transport` finds for the default process group.
         simulate: run all `num_gpus` ranks in this process, on whole tensors. Exact, and slow.
-        options: ulysses, inner, mesh, wire, overlap, backend, softmax_scale, as in `distributed_attention`.
+        options: ulysses, inner, mesh, wire, overlap, backend, softmax_scale, deterministic, check_finite, as in
+            `distributed_attention`.
+
+    Raises:
+        InvalidInputError, UnsupportedError: an option that is not there, that the schedule does not read, or that
+        does not fit num_gpus: here, before any rank waits for another.
 
     Example:
         attention = RingAttention(num_gpus=8)                 # under torchrun --nproc-per-node 8
@@ -57,13 +64,17 @@ class RingAttention(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        if layout not in LAYOUTS:
+        if not isinstance(layout, str) or layout not in LAYOUTS:
             raise InvalidInputError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r:.80}")
         find_schedule(schedule)
         if num_gpus is not None and (isinstance(num_gpus, bool) or not isinstance(num_gpus, int) or num_gpus < 1):
             raise InvalidInputError(f"num_gpus must be a whole number from 1 up, got {num_gpus!r:.80}")
+        if transport is not None and not isinstance(transport, Transport):
+            raise InvalidInputError(f"transport must be a Transport or None, got {transport!r:.80}")
+        simulate = check_flag("simulate", simulate)
         if simulate and (num_gpus is None or transport is not None):
             raise InvalidInputError("simulate=True needs num_gpus, and no transport")
+        _check_options(schedule, num_gpus if transport is None else transport.size, options)
         self.num_gpus, self.layout, self.schedule = num_gpus, layout, schedule
         self.simulate, self.options = simulate, options
         self._transport = transport
@@ -119,6 +130,23 @@ class RingAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"num_gpus={self.num_gpus}, layout={self.layout!r}, schedule={self.schedule!r}"
+
+
+_FIXED = (
+    "ulysses", "inner", "mesh", "wire", "overlap", "backend", "softmax_scale", "deterministic", "check_finite",
+)  # fmt: skip
+
+
+def _check_options(schedule: str, ranks: int | None, options: dict[str, Any]) -> None:
+    """What a module is told when it is made; the rest (causal, window_size, ...) is told in each call."""
+    attention.check_names(options, _FIXED)
+    attention.check_split(ranks, **{name: options.get(name) for name in ("ulysses", "inner", "mesh", "wire")})
+    attention.check_read(schedule, options)
+    for name in ("overlap", "deterministic", "check_finite"):
+        check_flag(name, options.get(name, False))
+    check_name(options.get("backend", "auto"))
+    if options.get("softmax_scale") is not None:
+        check_number("softmax_scale", options["softmax_scale"])
 
 
 class _Simulated(torch.autograd.Function):
@@ -239,10 +267,13 @@ def block_shard(
     padding: float = 0,
 ) -> Tensor:
     """One rank's shard of x, padded to the common length."""
-    cut = make_layout(layout, seqlen=x.shape[dim], ranks=num_devices)
+    length = sequence_length("x", x, dim)
+    check_padding(padding)
+    cut = make_layout(layout, seqlen=length, ranks=num_devices)
     if block_size in (None, cut.local_length):
         return cut.shard(x, rank, dim=dim, padding=padding)
-    assert block_size is not None
+    if isinstance(block_size, bool) or not isinstance(block_size, int):
+        raise InvalidInputError(f"block_size must be a whole number or None, got {block_size!r:.80}")
     if layout != "contiguous" or block_size < cut.local_length:
         raise InvalidInputError(
             f"block_size is {block_size}, but {num_devices} shards of {x.shape[dim]} tokens have {cut.local_length} "
@@ -299,6 +330,7 @@ def local_attention(
         o (batch, rows, heads, head_dim_v) and lse (batch, heads, rows), both float32, to be merged with other steps.
         Without a layout q and k are whole sequences of one length.
     """
+    check_tensors(q, k, v, varlen=False)
     cut = layout or make_layout("contiguous", seqlen=k.shape[1], ranks=1)
     call = attention.make_call(q, k, v, cut, **options)
     partial = Partial.empty(q, v.shape[-1])

@@ -7,7 +7,7 @@ rank is an error on all, and none hangs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,6 +31,49 @@ _ONLY = {  # options and the schedules that read them
     "wire": ("kv_ring", "double_ring", "allgather", "ulysses", "usp", "mesh", "helper"),
 }
 WIRES = (None, torch.float16, torch.bfloat16, torch.float32)
+_OPTIONS = (
+    "causal", "window_size", "softmax_scale", "softcap", "backend", "ulysses", "inner", "mesh", "wire", "overlap",
+    "deterministic",
+)  # fmt: skip
+
+
+def check_names(options: Iterable[str], allowed: Sequence[str] = _OPTIONS) -> None:
+    """Options that exist. None is accepted and ignored."""
+    if unknown := sorted(set(options) - set(allowed)):
+        raise InvalidInputError(f"no option {', '.join(unknown)} here: the options are {', '.join(allowed)}")
+
+
+def check_split(
+    ranks: int | None,
+    *,
+    ulysses: object = None,
+    inner: object = None,
+    mesh: object = None,
+    wire: object = None,
+) -> None:
+    """How ranks are grouped and what they send, as far as it can be said without tensors; ranks may be unknown yet."""
+    for name, degree in (("ulysses", ulysses), ("inner", inner)):
+        if degree is not None and (type(degree) is not int or degree < 1 or (ranks or degree) % degree):
+            raise InvalidInputError(f"{name} must divide the {_number(ranks)} ranks, got {degree!r:.80}")
+    if mesh is not None:
+        sizes = isinstance(mesh, tuple | list) and len(mesh) == 2 and all(type(n) is int and n > 0 for n in mesh)
+        if not sizes or (ranks and mesh[0] * mesh[1] != ranks):  # type: ignore[index]
+            raise InvalidInputError(
+                f"mesh must be two sizes whose product is the {_number(ranks)} ranks, got {mesh!r:.80}"
+            )
+    if wire not in WIRES:
+        raise UnsupportedError(f"wire must be float16, bfloat16, float32 or None, got {wire}: 8-bit needs scales")
+
+
+def _number(ranks: int | None) -> str:
+    return "number of" if ranks is None else str(ranks)
+
+
+def check_read(schedule: str, options: Mapping[str, object]) -> None:
+    """An option of one schedule is not given to another, which would ignore it."""
+    for option, names in _ONLY.items():
+        if options.get(option) is not None and schedule not in names:
+            raise InvalidInputError(f"{option} is an option of {', '.join(names)}, not of {schedule}: leave it out")
 
 
 def make_call(
@@ -51,13 +94,18 @@ def make_call(
     overlap: bool = True,
     deterministic: bool = False,
     replicated_q: bool = False,
+    **unknown: Any,
 ) -> Call:
     """Check one rank's shards and options.
 
     Raises:
-        InvalidInputError: wrong shape, dtype or value. UnsupportedError: a wire format that is not there.
+        InvalidInputError: wrong shape, dtype or value, or an option that is not there. UnsupportedError: a wire format
+        that is not there.
     """
+    check_names(unknown)
     check_tensors(q, k, v, varlen=False)
+    if not isinstance(layout, Layout):
+        raise InvalidInputError(f"layout must come from make_layout, got {layout!r:.80}")
     rows = layout.local_length
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.shape[1] != rows and not (replicated_q and name == "q"):
@@ -67,14 +115,7 @@ def make_call(
     scale, cap = check_scalars(q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale, softcap)
     check_name(backend)
     left, right = normalise_window(window_size, check_flag("causal", causal))
-    for name, degree in (("ulysses", ulysses), ("inner", inner)):
-        if degree is not None and (type(degree) is not int or degree < 1 or layout.ranks % degree):
-            raise InvalidInputError(f"{name} must divide the {layout.ranks} ranks, got {degree!r:.80}")
-    sizes = isinstance(mesh, tuple | list) and len(mesh) == 2 and all(type(n) is int for n in mesh)
-    if mesh is not None and (not sizes or mesh[0] * mesh[1] != layout.ranks or min(mesh) < 1):
-        raise InvalidInputError(f"mesh must be two sizes whose product is {layout.ranks} ranks, got {mesh!r:.80}")
-    if wire not in WIRES:
-        raise UnsupportedError(f"wire must be float16, bfloat16, float32 or None, got {wire}: 8-bit needs scales")
+    check_split(layout.ranks, ulysses=ulysses, inner=inner, mesh=mesh, wire=wire)
     return Call(
         layout=layout, mask=Mask(left, right), softmax_scale=scale, softcap=cap, backend=backend, ulysses=ulysses,
         inner=inner, mesh=mesh, wire=wire, overlap=check_flag("overlap", overlap),
@@ -100,7 +141,9 @@ def backward(
     module = find_schedule(schedule)
     with torch.no_grad():
         error = None
-        if do.shape != o.shape or do.dtype != o.dtype or lse.shape != (q.shape[0], q.shape[2], q.shape[1]):
+        if wrong := [x for x in (do, o, lse) if not isinstance(x, Tensor)]:
+            error = InvalidInputError(f"do, o and lse must be tensors, got {type(wrong[0]).__name__}")
+        elif do.shape != o.shape or do.dtype != o.dtype or lse.shape != (q.shape[0], q.shape[2], q.shape[1]):
             error = InvalidInputError(
                 f"do {do.dtype} {tuple(do.shape)}, o {o.dtype} {tuple(o.shape)} and lse {tuple(lse.shape)} do not fit"
             )
@@ -116,9 +159,10 @@ def agree(
     if error is None and transport.size != call.ranks:
         error = InvalidInputError(f"the layout is for {call.ranks} ranks, but the transport has {transport.size}")
     if error is None:
-        for option, names in _ONLY.items():
-            if getattr(call, option) is not None and name not in names:
-                error = InvalidInputError(f"{option} is an option of {', '.join(names)}, not of {name}: leave it out")
+        try:
+            check_read(name, vars(call))
+        except InvalidInputError as ignored:
+            error = ignored
     if error is None and (why := find_schedule(name).refuse(call, *tensors)):
         error = UnsupportedError(f"schedule {name!r} cannot run this: {why}")
     transport.agree(call.statement(schedule, *tensors), error)
@@ -185,7 +229,7 @@ def distributed_attention(
     with told(transport):
         find_schedule(schedule)
         call = make_call(q, k, v, layout, **options)
-        if check_finite:
+        if check_flag("check_finite", check_finite):
             require_finite(q, k, v, layout, transport.rank)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         return _Attention.apply(q, k, v, call, transport, schedule)

@@ -106,10 +106,11 @@ class Layout:
 
         Differentiable. The shard is contiguous.
         """
-        if x.shape[dim] != self.seqlen:
+        if sequence_length("x", x, dim) != self.seqlen:
             raise InvalidInputError(
                 f"dimension {dim} has {x.shape[dim]} tokens, but the layout is for {self.seqlen} ({self})"
             )
+        check_padding(padding)
         shape = list(x.shape)
         shape[dim] = self.local_length
         parts, done = [], 0
@@ -133,8 +134,8 @@ class Layout:
 
     def unshard(self, shards: Sequence[Tensor], *, dim: int = 1) -> Tensor:
         """The whole tensor from the shards of all ranks in order; padding is dropped. Differentiable."""
-        if len(shards) != self.ranks or any(x.shape[dim] != self.local_length for x in shards):
-            got = [x.shape[dim] for x in shards]
+        got = [sequence_length(f"shard {rank}", x, dim) for rank, x in enumerate(shards)]
+        if len(got) != self.ranks or any(n != self.local_length for n in got):
             raise InvalidInputError(
                 f"unshard needs {self.ranks} shards of {self.local_length} rows in dimension {dim}, got {got} ({self})"
             )
@@ -158,7 +159,7 @@ class Layout:
         The shift is made on the whole sequence, since the next token may live on another rank. The last token of each
         document, and padding, get `ignore_index`. A loss must then not shift again.
         """
-        if labels.shape[dim] != self.seqlen:
+        if sequence_length("labels", labels, dim) != self.seqlen:
             raise InvalidInputError(
                 f"labels have {labels.shape[dim]} tokens in dimension {dim}, expected {self.seqlen}"
             )
@@ -209,7 +210,7 @@ def make_layout(name: str, *, seqlen: int, ranks: int, documents: Sequence[int] 
     Raises:
         InvalidInputError: unknown name, a length that is no whole number, lengths that do not add up.
     """
-    if name not in LAYOUTS:
+    if not isinstance(name, str) or name not in LAYOUTS:
         raise InvalidInputError(f"layout must be one of {', '.join(LAYOUTS)}, got {name!r:.80}")
     seqlen, ranks = _whole("seqlen", seqlen, 0), _whole("ranks", ranks, 1)
     if documents is not None and not isinstance(documents, Sequence):
@@ -310,6 +311,23 @@ def _joined(runs: list[Run]) -> list[Run]:
 
 def _ceil(a: int, b: int) -> int:
     return -(-a // b)
+
+
+def sequence_length(name: str, x: object, dim: object) -> int:
+    """How long x is in dimension `dim`, if it is a tensor that has one."""
+    if not isinstance(x, Tensor):
+        raise InvalidInputError(f"{name} must be a tensor, got {type(x).__name__}")
+    if isinstance(dim, bool) or not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
+        raise InvalidInputError(
+            f"dim must be a dimension of {name}, from {-x.dim()} to {x.dim() - 1} for shape {tuple(x.shape)}; "
+            f"got {dim!r:.80}"
+        )
+    return x.shape[dim]
+
+
+def check_padding(padding: object) -> None:
+    if not isinstance(padding, int | float):
+        raise InvalidInputError(f"padding must be a number, got {padding!r:.80} of type {type(padding).__name__}")
 
 
 def _whole(name: str, x: object, least: int) -> int:

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from gpu_accel.errors import InvalidInputError
+from gpu_accel.flash_attention3.problem import check_flag, check_tensors
 from gpu_accel.ring_attention import attention
 from gpu_accel.ring_attention.layouts import make_layout
+from gpu_accel.ring_attention.schedules import schedule as find_schedule
 from gpu_accel.ring_attention.transport import LocalTransport, World
 
 T = TypeVar("T")
@@ -35,7 +37,9 @@ def simulate(function: Callable[[LocalTransport], T], ranks: int, *, world: Worl
     """
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise InvalidInputError(f"ranks must be a whole number from 1 up, got {ranks!r:.80}")
-    world = world or World(ranks)
+    world = World(ranks) if world is None else world
+    if not isinstance(world, World):
+        raise InvalidInputError(f"world must be a World or None, got {world!r:.80}")
     if world.size != ranks:
         raise InvalidInputError(f"the world has {world.size} ranks, not {ranks}")
     results: dict[int, T] = {}
@@ -82,6 +86,12 @@ def simulate_attention(
     Returns:
         (o, lse), whole; with `do` (o, lse, dq, dk, dv).
     """
+    attention.check_names(options)
+    check_tensors(q, k, v, varlen=False)
+    if do is not None and (not isinstance(do, Tensor) or do.shape != (*q.shape[:-1], v.shape[-1])):
+        got = tuple(do.shape) if isinstance(do, Tensor) else type(do).__name__
+        raise InvalidInputError(f"do must be a tensor {(*q.shape[:-1], v.shape[-1])} like o, or None; got {got}")
+    find_schedule(schedule)
     cut = make_layout(layout, seqlen=k.shape[1], ranks=ranks, documents=documents)
     replicated = schedule == "tree"  # every rank holds the few queries
 
@@ -89,7 +99,7 @@ def simulate_attention(
         ql = q if replicated else cut.shard(q, transport.rank)
         kl, vl = (cut.shard(x, transport.rank) for x in (k, v))
         call = attention.make_call(ql, kl, vl, cut, replicated_q=replicated, **options)
-        if check_finite:
+        if check_flag("check_finite", check_finite):
             attention.require_finite(kl if replicated else ql, kl, vl, cut, transport.rank)
         with torch.no_grad():
             o, lse = attention.forward(ql, kl, vl, call, transport, schedule=schedule)

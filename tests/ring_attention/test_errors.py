@@ -7,7 +7,12 @@ import torch
 
 from gpu_accel.errors import InvalidInputError
 from gpu_accel.ring_attention import RingAttention, ring_attention_backward, ring_attention_forward, shard_sequence
-from gpu_accel.ring_attention.api import accumulate_attention_outputs, global_accumulate, ring_communicate_kv
+from gpu_accel.ring_attention.api import (
+    accumulate_attention_outputs,
+    global_accumulate,
+    local_attention,
+    ring_communicate_kv,
+)
 from gpu_accel.ring_attention.attention import distributed_attention, gather_sequence
 from gpu_accel.ring_attention.faults import CommunicationError
 from gpu_accel.ring_attention.flash_attn_names import (
@@ -16,10 +21,11 @@ from gpu_accel.ring_attention.flash_attn_names import (
     zigzag_ring_flash_attn_qkvpacked_func,
 )
 from gpu_accel.ring_attention.layouts import make_layout
-from gpu_accel.ring_attention.simulate import simulate
+from gpu_accel.ring_attention.simulate import simulate, simulate_attention
 
 RANKS, ROWS = 3, 6
 X = torch.ones(1, 2, RANKS * ROWS, 8)  # (batch, heads, seqlen, head_dim)
+ROW = torch.ones(1, 4, 2, 8)  # (batch, seqlen, heads, head_dim)
 OUT, LSE = torch.zeros(1, 4, 2, 8), torch.zeros(1, 2, 4)
 
 
@@ -41,6 +47,23 @@ REFUSED = {
     "devices-text": lambda: ring_attention_forward(X, X, X, "2"),
     "no-shards": lambda: shard_sequence(X, 0),
     "results-that-would-broadcast": lambda: accumulate_attention_outputs([(OUT, LSE), (OUT[:, :1], LSE[..., :1])]),
+    "simulated-option-that-is-not-there": lambda: simulate_attention(ROW, ROW, ROW, ranks=2, foo=1),
+    "simulated-sinks": lambda: simulate_attention(ROW, ROW, ROW, ranks=2, sinks=torch.zeros(2)),
+    "keys-without-dimensions": lambda: simulate_attention(ROW, ROW[0, 0, 0, 0], ROW, ranks=2),
+    "keys-of-one-dimension": lambda: simulate_attention(ROW, ROW[0, 0, 0], ROW, ranks=2),
+    "queries-list": lambda: simulate_attention([1.0], ROW, ROW, ranks=2),
+    "do-list": lambda: simulate_attention(ROW, ROW, ROW, ranks=2, do=[1.0]),
+    "do-shape": lambda: simulate_attention(ROW, ROW, ROW, ranks=2, do=ROW[..., :4]),
+    "world-number": lambda: simulate_attention(ROW, ROW, ROW, ranks=2, world=2),
+    "local-keys-of-one-dimension": lambda: local_attention(ROW, ROW[0, 0, 0], ROW),
+    "dim-too-far": lambda: shard_sequence(X, 2, dim=9),
+    "dim-text": lambda: shard_sequence(X, 2, dim="x"),
+    "padding-text": lambda: shard_sequence(X, 2, padding="x"),
+    "tokens-list": lambda: shard_sequence([1, 2], 2, dim=0),
+    "block-size-text": lambda: shard_sequence(X, 2, "x"),
+    "shard-dim-text": lambda: make_layout("zigzag", seqlen=18, ranks=3).shard(X, 0, dim="x"),
+    "shards-of-numbers": lambda: make_layout("zigzag", seqlen=18, ranks=3).unshard([1, 2, 3]),
+    "labels-list": lambda: make_layout("zigzag", seqlen=18, ranks=3).shift_labels([1], 0),
     "labels-that-cannot-be-ignored": lambda: make_layout("zigzag", seqlen=10, ranks=3).shift_labels(
         torch.zeros(1, 10, dtype=torch.uint8), 0
     ),
@@ -51,6 +74,35 @@ REFUSED = {
 def test_refused(use):
     with pytest.raises(InvalidInputError):
         use()
+
+
+CONSTRUCTED = {
+    "no-such-option": {"foo": 3},
+    "ulysses-that-does-not-divide": {"schedule": "usp", "ulysses": 7},
+    "ulysses-of-a-ring": {"ulysses": 7},
+    "inner": {"schedule": "double_ring", "inner": 2},
+    "mesh": {"schedule": "mesh", "mesh": (2, 2)},
+    "simulate-text": {"simulate": "no"},
+    "overlap-text": {"overlap": "no"},
+    "finite-number": {"check_finite": 1},
+    "scale": {"softmax_scale": -1.0},
+    "backend": {"backend": "fast"},
+    "transport": {"transport": 3},
+    "layout-list": {"layout": ["zigzag"]},
+    "told-in-each-call": {"causal": True},
+}
+
+
+@pytest.mark.parametrize("options", CONSTRUCTED.values(), ids=CONSTRUCTED.keys())
+def test_a_module_is_refused_when_it_is_made(options):
+    with pytest.raises(InvalidInputError):
+        RingAttention(RANKS, **options)
+
+
+def test_a_module_may_be_made_before_the_ranks_are_counted():
+    RingAttention(schedule="usp", ulysses=7)
+    with pytest.raises(InvalidInputError):
+        RingAttention(schedule="usp", ulysses=0)
 
 
 def _shards(rank: int):
@@ -79,6 +131,9 @@ ALONE = {
     ),
     "no-queries": lambda t, _: ring_flash_attn_func(
         None if t.rank == 1 else torch.ones(1, ROWS, 2, 8), *(torch.ones(1, ROWS, 2, 8),) * 2, group=t
+    ),
+    "option": lambda t, layout: distributed_attention(
+        *(torch.ones(1, ROWS, 2, 8),) * 3, layout=layout, transport=t, **({"foo": 1} if t.rank == 1 else {})
     ),
     "gather": lambda t, layout: gather_sequence(torch.ones(1, ROWS + t.rank, 2), layout, t),
 }
