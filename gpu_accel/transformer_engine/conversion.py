@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from gpu_accel.errors import InvalidInputError
+from gpu_accel.transformer_engine.checks import check_bias, check_floats, check_one_device, check_rows
 from gpu_accel.transformer_engine.context import check_recipe
 from gpu_accel.transformer_engine.linear import Linear
 from gpu_accel.transformer_engine.linear_op import Plan, layer_backend, linear_op, weight_op
@@ -59,14 +61,18 @@ def convert(
 
 
 def _once(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, backend: str) -> Tensor:
-    if not all(isinstance(t, Tensor) for t in (x, weight)) or weight.dim() != 2 or x.shape[-1:] != weight.shape[1:]:
-        raise InvalidInputError("x must be (..., K) and weight (N, K)")
+    check_floats("weight", weight)
+    if weight.dim() != 2:
+        raise InvalidInputError(f"weight must be (N, K), got shape {tuple(weight.shape)}")
+    check_rows("x", x, weight.shape[1])
+    check_bias(bias, weight.shape[0])
+    check_one_device(x=x, weight=weight, bias=bias)
     chosen = layer_backend(backend, x)
     plan = Plan.of(recipe)
     *copies, _ = weight_op(weight.detach(), None, plan.text, x.requires_grad, chosen)
     y, *_ = linear_op(
-        x.reshape(-1, x.shape[-1]), weight, bias, *copies, None, None, None, None, None, plan.text, 0, "max",
-        torch.is_grad_enabled() and weight.requires_grad, chosen,
+        x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), weight, bias, *copies, None, None, None, None, None, plan.text,
+        0, "max", torch.is_grad_enabled() and weight.requires_grad, chosen,
     )  # fmt: skip
     return y.view(*x.shape[:-1], weight.shape[0])
 

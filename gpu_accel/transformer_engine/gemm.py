@@ -15,6 +15,7 @@ from gpu_accel.compat import INTERPRET
 from gpu_accel.errors import HardwareError, InvalidInputError, UnsupportedError
 from gpu_accel.flash_attention3.launch import capability, launch
 from gpu_accel.transformer_engine import hopper_gemm
+from gpu_accel.transformer_engine.checks import check_bias, check_one_device
 from gpu_accel.transformer_engine.codec import ELEMENTS
 from gpu_accel.transformer_engine.gemm_kernels import _emulated_kernel, _fp8_kernel
 from gpu_accel.transformer_engine.quantizer import choose_backend, quantize
@@ -68,13 +69,8 @@ def _pair(a: QuantizedTensor, b: QuantizedTensor) -> str:
 def _check(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, out_dtype: torch.dtype) -> None:
     if b.dim() != 2 or a.shape[-1:] != b.shape[-1:]:
         raise InvalidInputError(f"a must be (..., K) and b (N, K), got {tuple(a.shape)} and {tuple(b.shape)}")
-    if bias is not None and not (isinstance(bias, Tensor) and bias.is_floating_point()):
-        got = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
-        raise InvalidInputError(f"bias must be a tensor of floats, got {got}")
-    if a.device != b.device or (bias is not None and bias.device != a.device):
-        raise InvalidInputError("a, b and bias must be on one device")
-    if bias is not None and bias.shape != b.shape[:1]:
-        raise InvalidInputError(f"bias must be ({b.shape[0]},), got {tuple(bias.shape)}")
+    check_bias(bias, b.shape[0])
+    check_one_device(a=a, b=b, bias=bias)
     if out_dtype not in OUT_DTYPES:
         raise InvalidInputError(f"out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
 
@@ -130,7 +126,7 @@ def scaled_mm_op(
     bm = 64 if m <= 64 else 128
     bn, bk = 128, 128 if kind == "fp8" else 64
     tiles_m, tiles_n = triton.cdiv(m, bm), triton.cdiv(n, bn)
-    given = bias if bias is not None else out
+    given = bias.contiguous() if bias is not None else out  # the kernels read it with stride 1
     common = dict(BM=bm, BN=bn, BK=bk, GROUP=_GROUP, BIAS=bias is not None, num_warps=4 if bm == 64 else 8)
     if kind == "fp8":
         places = []

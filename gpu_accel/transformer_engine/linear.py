@@ -14,6 +14,14 @@ from torch import Tensor, nn
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.transformer_engine import context as state
+from gpu_accel.transformer_engine.checks import (
+    check_first,
+    check_flag,
+    check_one_device,
+    check_params_dtype,
+    check_rows,
+    check_size,
+)
 from gpu_accel.transformer_engine.delayed import Histories, length_of
 from gpu_accel.transformer_engine.linear_op import BACKENDS, Plan, layer_backend, linear_op, weight_op
 from gpu_accel.transformer_engine.quantizer import DTYPES
@@ -50,9 +58,10 @@ class Linear(nn.Module):
     ) -> None:
         super().__init__()
         state.check_recipe(recipe)
-        for name, n in (("in_features", in_features), ("out_features", out_features)):
-            if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-                raise InvalidInputError(f"{name} must be a positive integer, got {n!r}")
+        check_size("in_features", in_features)
+        check_size("out_features", out_features)
+        check_flag("bias", bias)
+        check_params_dtype(params_dtype)
         if backend not in BACKENDS:
             raise InvalidInputError(f"backend of a layer must be one of {', '.join(BACKENDS)}, got {backend!r}")
         self.in_features, self.out_features = in_features, out_features
@@ -120,6 +129,9 @@ class Linear(nn.Module):
             is_first_microbatch: False takes the quantised weight of the call before, which True made: for steps of
                 several microbatches. None quantises it each time, or in evaluation whenever it has changed.
         """
+        check_first(is_first_microbatch)
+        check_rows("x", x, self.in_features)
+        check_one_device(x=x, weight=self.weight, bias=self.bias)
         x = _autocasted(x)
         recipe = self.active_recipe()
         if recipe is None:
@@ -130,8 +142,6 @@ class Linear(nn.Module):
     def _quantized(self, x: Tensor, recipe: Recipe, first: bool | None) -> Tensor:
         if x.dtype not in DTYPES:
             raise InvalidInputError(f"x must be float32, bfloat16 or float16, got {x.dtype}")
-        if x.shape[-1] != self.in_features:
-            raise InvalidInputError(f"x must be (..., {self.in_features}), got {tuple(x.shape)}")
         plan = Plan.of(recipe)
         if plan.random and torch.compiler.is_compiling():
             raise UnsupportedError(
@@ -143,7 +153,7 @@ class Linear(nn.Module):
         histories = self.make_histories(recipe.amax_history_len) if delayed else None  # type: ignore[attr-defined]
         # evaluation and recomputation change no history, whatever they see
         update = histories is not None and self.training and not state.recomputing()
-        flat = x.reshape(-1, self.in_features)
+        flat = x.reshape(math.prod(x.shape[:-1]), self.in_features)
         scale = self._scale("input", flat, recipe, plan, update)
         weight = self._weight(recipe, plan, update, first, backend, needs_t=x.requires_grad)
         grad = histories.grad if histories is not None else None
@@ -204,9 +214,6 @@ class Linear(nn.Module):
 
 def _autocasted(x: Tensor) -> Tensor:
     """x in the dtype of torch.autocast, where that is on."""
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise InvalidInputError(f"x must be a tensor of floats, got {got}")
     device = x.device.type
     if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
         return x.to(torch.get_autocast_dtype(device))

@@ -1,0 +1,80 @@
+"""Checks of arguments that layers, functions and optimizers share. None looks at the values of a tensor."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpu_accel.errors import InvalidInputError
+from gpu_accel.flash_attention3.problem import check_flag, check_strided
+
+__all__ = [
+    "check_between", "check_bias", "check_first", "check_flag", "check_floats", "check_one_device",
+    "check_params_dtype", "check_rows", "check_size", "check_strided",
+]  # fmt: skip
+PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def check_floats(name: str, x: Any) -> None:
+    """A strided tensor of real floats."""
+    if not isinstance(x, Tensor):
+        raise InvalidInputError(f"{name} must be a tensor of floats, got {type(x).__name__}")
+    if not x.is_floating_point():
+        raise InvalidInputError(f"{name} must be a tensor of floats, got {x.dtype}")
+    check_strided(name, x)
+
+
+def check_one_device(**tensors: Tensor | None) -> None:
+    """All tensors on the device of the first; a kernel would read other memory than was meant."""
+    places = {name: t.device for name, t in tensors.items() if t is not None}
+    first = next(iter(places))
+    for name, device in places.items():
+        if device != places[first]:
+            raise InvalidInputError(
+                f"{', '.join(places)} must be on one device, got {first} on {places[first]} and {name} on {device}: "
+                f"move one with .to()"
+            )
+
+
+def check_rows(name: str, x: Any, size: int) -> None:
+    """A tensor of floats (..., size)."""
+    check_floats(name, x)
+    if x.dim() < 1 or x.shape[-1] != size:
+        raise InvalidInputError(f"{name} must be (..., {size}), got shape {tuple(x.shape)}")
+
+
+def check_bias(bias: Any, n: int) -> None:
+    """None, or a tensor of floats (n,)."""
+    if bias is None:
+        return
+    check_floats("bias", bias)
+    if tuple(bias.shape) != (n,):
+        raise InvalidInputError(f"bias must be ({n},), got {tuple(bias.shape)}")
+
+
+def check_size(name: str, n: Any) -> int:
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise InvalidInputError(f"{name} must be a positive integer, got {n!r:.80}")
+    return n
+
+
+def check_between(name: str, x: Any, low: float, high: float = math.inf) -> float:
+    """A finite number from low to high."""
+    if isinstance(x, bool) or not isinstance(x, int | float) or not low <= x <= high or x == math.inf:
+        upper = "up" if high == math.inf else f"to {high:g}"
+        raise InvalidInputError(f"{name} must be a number from {low:g} {upper}, got {x!r:.80}")
+    return float(x)
+
+
+def check_first(first: Any) -> None:
+    if first is not None and not isinstance(first, bool):
+        raise InvalidInputError(f"is_first_microbatch must be True, False or None, got {first!r:.80}")
+
+
+def check_params_dtype(dtype: Any) -> None:
+    if dtype is not None and dtype not in PARAMETER_DTYPES:
+        allowed = ", ".join(str(d).removeprefix("torch.") for d in PARAMETER_DTYPES)
+        raise InvalidInputError(f"params_dtype must be a torch.dtype out of {allowed}, or None, got {dtype!r:.80}")

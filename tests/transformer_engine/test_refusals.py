@@ -1,0 +1,84 @@
+"""What a hostile caller passes: strided and foreign tensors are read right or refused with an error of this library."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gpu_accel.errors import InvalidInputError, UnsupportedError
+from gpu_accel.testing import generator
+from gpu_accel.transformer_engine import quantize, scaled_mm
+from gpu_accel.transformer_engine.conversion import transformer_engine_fp4, transformer_engine_fp8
+from gpu_accel.transformer_engine.linear import Linear
+from gpu_accel.transformer_engine.recipes import Float8CurrentScaling
+
+FUNCTIONS = {"fp8": transformer_engine_fp8, "fp4": transformer_engine_fp4}
+
+
+def r(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=generator(seed))
+
+
+def strided(t: torch.Tensor) -> torch.Tensor:
+    """The same values, every other place in memory a 7."""
+    return torch.stack([t, torch.full_like(t, 7)], -1)[..., 0]
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "fp8_row", "mxfp8", "nvfp4"])
+def test_a_strided_bias_is_read_by_its_strides(scheme):
+    a, b, bias = quantize(r(3, 32), scheme), quantize(r(5, 32, seed=1), scheme), r(5, seed=2)
+    one, other = (scaled_mm(a, b, bias=t, out_dtype=torch.float32, backend="portable") for t in (bias, strided(bias)))
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_read_strided_tensors(name):
+    x, w, bias = r(3, 32), r(5, 32, seed=1), r(5, seed=2)
+    one = FUNCTIONS[name](x, w, bias, backend="portable")
+    assert torch.equal(FUNCTIONS[name](strided(x), strided(w), strided(bias), backend="portable"), one)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("which", range(3), ids=["x", "weight", "bias"])
+def test_functions_want_one_device(name, which):
+    tensors = [r(3, 4), r(5, 4), r(5)]
+    tensors[which] = tensors[which].to("meta")
+    with pytest.raises(InvalidInputError, match="one device"):
+        FUNCTIONS[name](*tensors, backend="portable")
+
+
+@pytest.mark.parametrize("recipe", [None, Float8CurrentScaling()], ids=["plain", "fp8"])
+def test_layers_want_one_device(recipe):
+    with pytest.raises(InvalidInputError, match="one device"):
+        Linear(4, 5, recipe=recipe)(r(3, 4).to("meta"))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("m, n, k", [(3, 5, 0), (0, 5, 4), (3, 0, 4)], ids=["no-k", "no-rows", "no-columns"])
+def test_functions_of_nothing(name, m, n, k):
+    bias = r(n)
+    got = FUNCTIONS[name](r(m, k), r(n, k), bias, backend="portable")
+    assert got.shape == (m, n) and (k or torch.equal(got, bias.expand(m, n)))
+
+
+REFUSED = {
+    "x-number": lambda: Linear(4, 5)(1.0),
+    "x-0d": lambda: Linear(4, 5)(torch.tensor(1.0)),
+    "x-width-without-recipe": lambda: Linear(4, 5)(r(3, 3)),
+    "x-width": lambda: Linear(4, 5, recipe=Float8CurrentScaling())(r(3, 3)),
+    "x-sparse": lambda: Linear(4, 5)(r(3, 4).to_sparse()),
+    "microbatch-text": lambda: Linear(4, 5)(r(3, 4), is_first_microbatch="no"),
+    "dtype-int": lambda: Linear(4, 5, params_dtype=torch.int8),
+    "dtype-text": lambda: Linear(4, 5, params_dtype="bf16"),
+    "layer-bias-list": lambda: Linear(4, 5, [1.0]),
+    "bias-list": lambda: transformer_engine_fp8(r(3, 4), r(5, 4), [1.0] * 5),
+    "bias-shape": lambda: transformer_engine_fp8(r(3, 4), r(5, 4), r(4)),
+    "bias-int": lambda: transformer_engine_fp4(r(3, 4), r(5, 4), torch.ones(5, dtype=torch.int32)),
+    "weight-list": lambda: transformer_engine_fp8(r(3, 4), [[1.0] * 4]),
+}
+
+
+@pytest.mark.parametrize("use", REFUSED.values(), ids=REFUSED.keys())
+def test_refused(use):
+    with pytest.raises((InvalidInputError, UnsupportedError)):
+        use()
