@@ -64,6 +64,7 @@ class _Places:
     """Which chunks there are: by arithmetic for equal lengths, by tables on the device for packed sequences."""
 
     def __init__(self, v: Tensor, cu_seqlens: Tensor | None, chunk: int) -> None:
+        cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()  # kernels read it with stride 1
         self.seqlen, self.cu = v.shape[1], cu_seqlens
         self.chunks = -(-self.seqlen // chunk)
         self.offsets: Tensor | None = None

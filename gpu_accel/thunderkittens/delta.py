@@ -18,6 +18,7 @@ from torch import Tensor
 from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.flash_attention3.launch import launch, next_power_of_2
 from gpu_accel.thunderkittens import chunked, chunked_kernels, delta_kernels, reference
+from gpu_accel.thunderkittens.arguments import check_tensors, real
 from gpu_accel.thunderkittens.linear import _need, _shape, _validate, choose
 
 # What its tests in tests/gpu have passed on (H100, Triton 3.6.0): "auto" takes the kernels for that alone.
@@ -210,9 +211,9 @@ def delta_rule(
         InvalidInputError: shapes, dtypes or devices do not fit. UnsupportedError: the backend cannot run here, or K is
             more than the kernels hold.
     """
-    _validate(q, k, v, g, beta, initial_state, cu_seqlens, chunk)
-    _need(beta is not None, f"beta must be (batch, seqlen, heads) {tuple(v.shape[:3])}")
-    scale = chunked.default_scale(q.shape[-1]) if scale is None else float(scale)
+    check_tensors({"q": q, "beta": beta})
+    _validate(q, k, v, g, beta, initial_state, cu_seqlens, chunk, "beta")
+    scale = chunked.default_scale(q.shape[-1]) if scale is None else real("scale", scale)
     if q.shape[-1] > LARGEST_KEY:
         if backend == "portable":
             raise UnsupportedError(f"K is {q.shape[-1]}; the kernels of the delta rule hold {LARGEST_KEY}")
@@ -245,6 +246,8 @@ def chunk_gated_delta_rule(
     """The gated delta rule; returns (o, final state or None). Arguments as in `delta_rule`."""
     if not isinstance(beta, Tensor):
         raise InvalidInputError(f"beta must be a tensor (batch, seqlen, heads), got {type(beta).__name__}")
+    check_tensors({"q": q, "k": k, "beta": beta})
+    _need(q.dim() > 0 and k.dim() > 0, f"q and k must be (batch, seqlen, heads, K), got {_shape(q)}, {_shape(k)}")
     _need(beta.dim() == 3, f"beta must be (batch, seqlen, heads), got {_shape(beta)}")
     if use_qk_l2norm_in_kernel:
         q, k = _unit_length(q), _unit_length(k)

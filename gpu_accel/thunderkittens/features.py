@@ -21,7 +21,8 @@ from torch import Tensor
 
 from gpu_accel.errors import InvalidInputError
 from gpu_accel.thunderkittens import chunked
-from gpu_accel.thunderkittens.linear import LARGEST_DIM, _need, _shape, linear_attention
+from gpu_accel.thunderkittens.arguments import check_tensors, real
+from gpu_accel.thunderkittens.linear import LARGEST_DIM, _need, _shape, _validate, linear_attention
 
 
 def taylor_features(x: Tensor) -> Tensor:
@@ -66,11 +67,13 @@ def fused_chunk_based(
     Raises:
         InvalidInputError: shapes or dtypes do not fit, or K is too large.
     """
+    check_tensors({"q": q})
     _need(q.dim() == 4, f"q must be (batch, seqlen, heads, K), got {_shape(q)}")
     count = 1 + q.shape[-1] + q.shape[-1] * (q.shape[-1] + 1) // 2
     if count > LARGEST_DIM:
         raise InvalidInputError(f"K is {q.shape[-1]}, which makes {count} features; at most {LARGEST_DIM} are taken")
-    scale = chunked.default_scale(q.shape[-1]) if scale is None else float(scale)
+    _validate(q, k, v, None, None, None, cu_seqlens, chunked.CHUNK)
+    scale = chunked.default_scale(q.shape[-1]) if scale is None else real("scale", scale)
     wide = q if q.dtype == torch.float64 else q.float()
     features = taylor_features((wide * scale).to(q.dtype) if q.dtype != torch.float64 else wide * scale)
     return _normalised(features, taylor_features(k), v, use_norm, cu_seqlens, backend)
@@ -95,8 +98,9 @@ def hedgehog_attention(
     Returns:
         o (batch, seqlen, heads, V) in the dtype of v, differentiable in all five.
     """
-    _need(q.dim() == 4 and k.shape == q.shape, f"q and k must be (batch, seqlen, heads, K), got {_shape(q)}, "
-          f"{_shape(k)}")  # fmt: skip
+    check_tensors({"q": q, "k": k, "v": v, "q_map": q_map, "k_map": k_map})
+    _need(q.dim() == 4 and k.shape == q.shape and k.dtype == q.dtype,
+          f"q and k must be (batch, seqlen, heads, K), got {_shape(q)}, {_shape(k)}")  # fmt: skip
     for name, x in (("q_map", q_map), ("k_map", k_map)):
         _need(x.dim() == 3 and x.shape[:2] == q.shape[2:] and 0 < x.shape[2] <= LARGEST_DIM // 2 and x.dtype == q.dtype,
               f"{name} must be (heads, K, F) {tuple(q.shape[2:])} with F at most {LARGEST_DIM // 2} in {q.dtype}, got "

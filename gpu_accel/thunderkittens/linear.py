@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.thunderkittens import chunked, reference
+from gpu_accel.thunderkittens.arguments import check_cu_seqlens, check_tensors, real
 
 BACKENDS = ("auto", "portable", "reference")
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -56,11 +57,12 @@ def choose(x: Tensor, backend: str, checked: bool | None = None) -> str:
     return backend
 
 
-def _validate(q: Tensor, k: Tensor, v: Tensor, g, w, initial, cu_seqlens, chunk: int) -> None:
+def _validate(q: Tensor, k: Tensor, v: Tensor, g, w, initial, cu_seqlens, chunk: int, w_name: str = "w") -> None:
+    optional = {"g": g, w_name: w, "initial_state": initial, "cu_seqlens": cu_seqlens}
+    check_tensors({"q": q, "k": k, "v": v}, optional, ("cu_seqlens",))
     for name, x in (("q", q), ("k", k), ("v", v)):
         _need(x.dim() == 4, f"{name} must be (batch, seqlen, heads, dim), got {_shape(x)}")
-        _need(x.dtype == q.dtype and x.device == q.device, f"q, k and v must agree: {_shape(q)}, {_shape(x)}")
-        _need(x.is_floating_point(), f"{name} must be of a floating dtype, got {x.dtype}")
+        _need(x.dtype == q.dtype, f"q, k and v must have one dtype, got {_shape(q)}, {_shape(x)}")
     _need(q.shape == k.shape, f"q and k must have one shape, got {tuple(q.shape)} and {tuple(k.shape)}")
     _need(q.shape[:2] == v.shape[:2], f"batch and seqlen differ: q {tuple(q.shape)}, v {tuple(v.shape)}")
     heads, heads_q = v.shape[2], q.shape[2]
@@ -72,20 +74,18 @@ def _validate(q: Tensor, k: Tensor, v: Tensor, g, w, initial, cu_seqlens, chunk:
         0 < q.shape[3] <= LARGEST_DIM and 0 < v.shape[3] <= LARGEST_DIM,
         f"head dimensions must be 1 to {LARGEST_DIM}, got {q.shape[3]} and {v.shape[3]}",
     )
-    for name, x in (("g", g), ("w", w)):
+    for name, x in (("g", g), (w_name, w)):
         if x is not None:
-            _need(x.shape == v.shape[:3] and x.device == v.device,
+            _need(x.shape == v.shape[:3],
                   f"{name} must be (batch, seqlen, heads) {tuple(v.shape[:3])}, got {_shape(x)}")  # fmt: skip
     sequences = v.shape[0]
     if cu_seqlens is not None:
-        _need(cu_seqlens.dim() == 1 and cu_seqlens.numel() > 0 and not cu_seqlens.is_floating_point(),
-              f"cu_seqlens must be (sequences + 1,) integers, got {_shape(cu_seqlens)}")  # fmt: skip
         _need(v.shape[0] == 1, f"with cu_seqlens the batch must be 1, got {v.shape[0]}; flatten the sequences")
-        _need(cu_seqlens.device == v.device, f"cu_seqlens is on {cu_seqlens.device}, v on {v.device}")
+        check_cu_seqlens(cu_seqlens, v.shape[1])
         sequences = cu_seqlens.shape[0] - 1
     if initial is not None:
         wanted = (sequences, heads, q.shape[3], v.shape[3])
-        _need(initial.shape == wanted and initial.device == v.device,
+        _need(initial.shape == wanted,
               f"initial_state must be (sequences, heads, K, V) {wanted}, got {_shape(initial)}")  # fmt: skip
     _need(chunk in (16, 32, 64), f"the chunk must be 16, 32 or 64, got {chunk}")
 
@@ -102,6 +102,8 @@ def linear_attention(
         g: logarithms of gates, w: weights, (batch, seqlen, heads), computed with in float32; None: 0 and 1. Gates
             below -88 count as -88 (exp of it is 6e-39), so -inf forgets everything before.
         scale: K**-0.5 unless given. initial_state: (sequences, heads, K, V).
+        cu_seqlens: (sequences + 1,) int32 or int64, from 0 on, not decreasing, at most seqlen. Values are checked on
+            the CPU alone: on a GPU that would wait for it, and wrong ones read and write what is not theirs.
         chunk: steps that are done by matrix products at once. segments: cuts of a sequence, 0 lets the launcher choose.
         fused: the forward as one walk that keeps the state in registers (K up to 128, bfloat16 and float16), or as two
             kernels with all chunks at once. None: one walk in bfloat16 with K from 33 to 128.
@@ -113,7 +115,7 @@ def linear_attention(
         InvalidInputError: shapes, dtypes or devices do not fit. UnsupportedError: the backend cannot run here.
     """
     _validate(q, k, v, g, w, initial_state, cu_seqlens, chunk)
-    scale = chunked.default_scale(q.shape[-1]) if scale is None else float(scale)
+    scale = chunked.default_scale(q.shape[-1]) if scale is None else real("scale", scale)
     sizes = q.shape[3] <= _CHECKED_KEYS and v.shape[3] >= _CHECKED_VALUES
     if choose(v, backend, GPU_CHECKED and sizes) == "portable":
         if v.is_cuda and not sizes:
@@ -177,7 +179,8 @@ def chunk_linear_attn(
     """
     if normalize and initial_state is not None:
         raise UnsupportedError("normalize=True with an initial state: the sum of earlier keys is unknown")
-    scale = chunked.default_scale(q.shape[-1]) if scale is None else float(scale)
+    _validate(q, k, v, None, None, initial_state, cu_seqlens, chunked.CHUNK)
+    scale = chunked.default_scale(q.shape[-1]) if scale is None else real("scale", scale)
     o, state = linear_attention(
         q, k, v, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, backend=backend
     )
@@ -196,6 +199,9 @@ def chunk_simple_gla(
     g: log gates (batch, seqlen, heads); g_gamma: log decays (heads,), the same at every step. Both: their sum.
     """
     if g_gamma is not None:
+        check_tensors({"v": v, "g_gamma": g_gamma}, {"g": g})
+        _need(v.dim() == 4 and (g is None or g.shape == v.shape[:3]), "v must be (batch, seqlen, heads, dim), and g "
+              f"(batch, seqlen, heads), got v {_shape(v)}")  # fmt: skip
         _need(g_gamma.shape == v.shape[2:3], f"g_gamma must be (heads,) ({v.shape[2]},), got {_shape(g_gamma)}")
         decay = g_gamma.float()[None, None]
         g = decay.expand(v.shape[:3]) if g is None else g + decay
@@ -215,6 +221,7 @@ def chunk_retention(
     output_final_state: bool = False, cu_seqlens: Tensor | None = None, *, backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Retention: every head decays by a constant of its own, `retention_decay`."""
+    _validate(q, k, v, None, None, initial_state, cu_seqlens, chunked.CHUNK)
     return chunk_simple_gla(
         q, k, v, None, retention_decay(v.shape[2], v.device), scale, initial_state, output_final_state, cu_seqlens,
         backend=backend,

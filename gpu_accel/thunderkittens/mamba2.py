@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from gpu_accel.thunderkittens.arguments import check_tensors
 from gpu_accel.thunderkittens.linear import _need, linear_attention
 
 _CHUNKS = (16, 32, 64)
@@ -43,6 +44,11 @@ def mamba_chunk_scan_combined(
     Raises:
         InvalidInputError: shapes or dtypes do not fit. UnsupportedError: the backend cannot run here.
     """
+    check_tensors(
+        {"x": x, "dt": dt, "A": A, "B": B, "C": C},
+        {"D": D, "z": z, "dt_bias": dt_bias, "initial_states": initial_states, "seq_idx": seq_idx,
+         "cu_seqlens": cu_seqlens}, ("seq_idx", "cu_seqlens"),
+    )  # fmt: skip
     _need(x.dim() == 4, f"x must be (batch, seqlen, heads, headdim), got {tuple(x.shape)}")
     heads, headdim = x.shape[2:]
     _need(dt.shape == x.shape[:3], f"dt must be (batch, seqlen, heads) {tuple(x.shape[:3])}, got {tuple(dt.shape)}")
@@ -67,6 +73,7 @@ def mamba_chunk_scan_combined(
         fresh = torch.zeros_like(seq_idx, dtype=torch.bool)
         fresh[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
         gates = gates.masked_fill(fresh[..., None], -torch.inf)
+    _need(initial_states is None or initial_states.dim() == 4, "initial_states must be (batch, heads, headdim, dstate)")
     initial = None if initial_states is None else initial_states.transpose(2, 3)
     y, final = linear_attention(
         C, B, x, g=gates, w=dt, scale=1.0, initial_state=initial, cu_seqlens=cu_seqlens,

@@ -102,7 +102,7 @@ def test_the_chunk_does_not_matter_and_dt_can_be_limited(device):
     ("changed", "message"),
     [(dict(chunk_size=50), "power of two"), (dict(D=torch.ones(3)), "D must be"),
      (dict(dt=torch.ones(1, 21)), "dt must"),
-     (dict(seq_idx=torch.zeros(1, 21), cu_seqlens=torch.tensor([0, 21])), "not beside")],
+     (dict(seq_idx=torch.zeros(1, 21).int(), cu_seqlens=torch.tensor([0, 21])), "not beside")],
     ids=["chunk-50", "D", "dt", "both-kinds-of-packing"],
 )  # fmt: skip
 def test_wrong_arguments_are_refused(changed, message):
