@@ -159,7 +159,7 @@ def draw(task: Task, candidate: Candidate, seed: int | None) -> list[Trial]:
     ]
     for again in (0, len(trials) - 3):
         first = trials[again]
-        before = first.layout.fill(first.inputs, candidate.launch, GUARDS[1])
+        before = first.layout.fill(first.inputs, candidate.launch, GUARDS[1], number - 1 - again)
         trials.append(replace(first, before=before, repeats=again))
     return trials
 
@@ -168,7 +168,7 @@ def _trial(task: Task, launch: Launch, dims: dict[str, int], *, family: str, see
     inputs = task.draw(dims, family=family, seed=seed)
     _, constants = launch.resolve(dims)
     layout = Layout.of(task, launch, dims, constants)
-    before = layout.fill(inputs, launch, GUARDS[0])
+    before = layout.fill(inputs, launch, GUARDS[0], seed)
     return Trial(dims=dims, family=family, inputs=inputs, layout=layout, before=before, hidden=hidden)
 
 

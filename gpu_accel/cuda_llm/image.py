@@ -21,7 +21,7 @@ from .tasks import Task
 from .tasks.task import Dims, Tensors
 
 GUARD = 4096  # bytes on both sides of every buffer; buffers start at multiples of it
-GUARDS = (0xFF, 0x7F)  # as float32 a NaN, and 3.4e38: what is read beyond a buffer differs between two runs
+GUARDS = ("nan", "huge")  # what is read beyond a buffer differs between two runs
 LARGEST = 2**33
 
 
@@ -81,10 +81,19 @@ class Layout:
             raise malformed(f"the buffers take {offset} bytes")
         return cls(tuple(slots), offset)
 
-    def fill(self, inputs: Tensors, launch: Launch, guard: int) -> Tensor:
-        """A fresh image: inputs, poisoned or filled outputs and scratch, and guards of the byte `guard`."""
-        image = torch.full((self.total,), guard, dtype=torch.uint8)
-        for slot in self.slots:
+    def fill(self, inputs: Tensors, launch: Launch, guard: str, seed: int) -> Tensor:
+        """A fresh image: inputs, poisoned or filled outputs and scratch, and guards.
+
+        No two places beyond buffers hold the same, so that copying one onto the other, or the larger of it and zero,
+        shows. In front of and behind inputs, and in scratch, lie numbers that spoil a result (`guard`, of GUARDS);
+        behind outputs and scratch lies noise.
+        """
+        noise = torch.Generator().manual_seed(seed)
+        image = spoiling(self.total, guard, noise)
+        for slot, end in zip(self.slots, [*(one.offset for one in self.slots[1:]), self.total], strict=True):
+            if slot.role != "input":
+                behind = image[slot.offset + slot.size : end]
+                behind.copy_(torch.randint(256, behind.shape, dtype=torch.uint8, generator=noise))
             if not slot.size:
                 continue
             view = slot.view(image)
@@ -123,6 +132,21 @@ class Layout:
             if slot.role == "output" and slot.name not in launch.fill
         }
         return {name: count for name, count in counts.items() if count}
+
+
+def spoiling(size: int, guard: str, noise: torch.Generator) -> Tensor:
+    """Bytes, a multiple of 8, that are different numbers of the same sort whatever the dtype.
+
+    "nan" has a NaN of every floating-point type and small negative integers; "huge" has float32 values near 3.4e38 of
+    either sign (float64 alike, 16-bit types huge or NaN).
+    """
+    words = torch.randint(256, (size // 4, 4), dtype=torch.uint8, generator=noise)
+    if guard == "nan":
+        words |= torch.tensor([0xF0, 0xFF, 0xF0, 0xFF], dtype=torch.uint8)
+    else:
+        words[:, 1:3] = 0x7F
+        words[:, 3] |= 0x7F
+    return words.flatten()
 
 
 def _bytes(slot: Slot, image: Tensor) -> Tensor:

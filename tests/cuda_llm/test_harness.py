@@ -8,7 +8,7 @@ import torch
 from gpu_accel.cuda_llm import TASKS, Kind, Sandbox, Verdict, check
 from gpu_accel.cuda_llm.fixtures import FIXTURES
 from gpu_accel.cuda_llm.harness import draw
-from gpu_accel.cuda_llm.image import GUARD
+from gpu_accel.cuda_llm.image import GUARD, GUARDS, spoiling
 from gpu_accel.cuda_llm.measure import measure
 from gpu_accel.cuda_llm.redteam import redteam
 from gpu_accel.errors import HardwareError, InvalidInputError
@@ -92,6 +92,70 @@ def test_guards_are_around_every_buffer() -> None:
     ends = [0, *(slot.offset + slot.size for slot in layout.slots)]
     starts = [*(slot.offset for slot in layout.slots), layout.total]
     assert all(start - end >= GUARD for end, start in zip(ends, starts, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("task", "pairs", "kind"),
+    [
+        ("relu", ((", mask=i < n)", ")"),), Kind.OUT_OF_BOUNDS),  # what it writes there is what it reads there
+        ("relu", (("mask=i < n", "mask=i < n + 4096"),), Kind.OUT_OF_BOUNDS),
+        ("relu", (("mask=i < n", "mask=i <= n"),), Kind.OUT_OF_BOUNDS),
+        ("relu", (("    tl.store(", "    at, m = out + n + i, i < 64\n"
+                   "    tl.store(at, tl.maximum(tl.load(at, mask=m), 0.0), mask=m)\n    tl.store("),),
+         Kind.OUT_OF_BOUNDS),
+        ("reverse", ((", mask=i < n)", ")"),), Kind.OUT_OF_BOUNDS),
+        ("reduction", (("mask=i < n, other=0.0", "mask=i <= n, other=0.0"),), None),  # only reads
+        ("dot", (("mask=i < n, other=0.0", "mask=i <= n, other=0.0"),), None),
+    ],
+)  # fmt: skip
+def test_beyond_buffers(
+    task: str, pairs: tuple[tuple[str, str], ...], kind: Kind | None, sandbox: Sandbox
+) -> None:
+    """A kernel that leaves its buffers is wrong, its twin that does not is accepted."""
+    source = TASKS[task].start
+    for old, new in pairs:
+        assert old in source, source
+        source = source.replace(old, new)
+    assert check(TASKS[task].start, task, sandbox=sandbox, seed=1).ok
+    judged = check(source, task, sandbox=sandbox, seed=1)
+    assert judged.verdict is Verdict.WRONG and kind in (None, judged.kind), judged
+
+
+def test_guards_differ_from_each_other_and_from_launch_to_launch() -> None:
+    task = TASKS["relu"]
+    trials = draw(task, task.candidate, 3)
+    for trial in trials:
+        x, out = trial.layout.slots
+        image = trial.before.view(torch.float32)
+        front, behind = image[: GUARD // 4], image[(x.offset + x.size) // 4 : out.offset // 4]
+        for part in (front, behind):
+            assert bool((part.isnan() | (part.abs() > 3e38)).all())
+        last = trial.before[(out.offset + out.size) :]
+        first = trial.before[x.offset + x.size :][: len(last)]
+        assert (first[: len(last)] == last[: len(first)]).float().mean() < 0.2
+        assert not torch.equal(last.view(torch.float32).clamp(min=0), last.view(torch.float32))
+    fronts = {trial.before[:GUARD].numpy().tobytes() for trial in trials}
+    assert len(fronts) == len(trials)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+def test_what_lies_beyond_inputs_spoils_a_result(dtype: str) -> None:
+    for guard in GUARDS:
+        read = spoiling(1 << 16, guard, torch.Generator().manual_seed(0)).view(getattr(torch, dtype)).double()
+        if guard == "nan":
+            assert bool(read.isnan().all())
+        elif dtype in ("float64", "float32"):
+            assert bool((read.abs() > 3e38).all()) and bool((read > 0).any()) and bool((read < 0).any())
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_hidden_shape_fills_no_block(name: str) -> None:
+    task = TASKS[name]
+    for seed in range(20):
+        dims = task.held_out(seed)[0]
+        for key, size in dims.items():
+            least, largest = task.ranges[key]
+            assert least <= size <= largest and (size % 2 or least == largest), (key, size)
 
 
 def test_the_worker_is_replaced_when_it_dies() -> None:

@@ -140,11 +140,13 @@ class Task:
         return self.tolerance * UNIT * truth.scale + FLOOR
 
     def held_out(self, seed: int, count: int = 2) -> list[Dims]:
-        """Shapes that differ from `shown`: `count` drawn ones, then the smallest."""
+        """Shapes that differ from `shown`: `count` drawn ones, the first of odd sizes, then the smallest."""
         source = random.Random(seed)
         drawn: list[Dims] = []
         while len(drawn) < count:
             dims = {name: source.randint(*self.ranges[name]) for name in self.dims}
+            if not drawn:  # so that no block of a power of two ends where a buffer does
+                dims = {name: _odd(size, *self.ranges[name]) for name, size in dims.items()}
             if dims not in self.shown:
                 drawn.append(dims)
         return [*drawn, {name: self.ranges[name][0] for name in self.dims}]
@@ -184,3 +186,8 @@ class Task:
     def naive(self) -> Candidate:
         """The naive baseline in CUDA C++."""
         return Candidate.parse(self.naive_cuda)
+
+
+def _odd(size: int, least: int, largest: int) -> int:
+    """The size or a neighbour of it that is odd, where the range has one."""
+    return next((one for one in (size, size + 1, size - 1) if one % 2 and least <= one <= largest), size)
