@@ -28,7 +28,8 @@ def _cross_entropy_kernel(
     CAP: tl.constexpr, SMOOTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """loss (rows,) and lse (rows, 2) float32: the largest z, and log of the sum of exp(z - largest), whose sum would
-    lose what is small beside 1e4. The loss of a row whose target is `ignore` is 0.
+    lose what is small beside 1e4. The loss of a row whose target is `ignore` is 0, and NaN
+    where the target is no class.
     """
     row = tl.program_id(0).to(tl.int64)
     y = tl.load(target + row)
@@ -52,10 +53,12 @@ def _cross_entropy_kernel(
     tl.store(lse + 2 * row, most)
     tl.store(lse + 2 * row + 1, rest)
     counted = y != ignore
-    at_y = _capped(tl.load(line + y, mask=counted, other=0.0).to(tl.float32), cap, CAP)
+    known = (y >= 0) & (y < classes)
+    at_y = _capped(tl.load(line + y, mask=counted & known, other=0.0).to(tl.float32), cap, CAP)
     value = (1.0 - smoothing) * ((most - at_y) + rest) + square * (most + rest) * (most + rest)
     if SMOOTH:
         value += smoothing * ((most - tl.sum(plain, 0) / classes) + rest)
+    value = tl.where(known, value, float("nan"))
     tl.store(loss + row, tl.where(counted, value, 0.0))
 
 
@@ -76,5 +79,6 @@ def _cross_entropy_backward_kernel(
     out -= tl.where(cols == y, 1.0 - smoothing, 0.0)
     if CAP:
         out = out * (1.0 - (z / cap) * (z / cap))
+    out = tl.where((y >= 0) & (y < classes), out, float("nan"))
     out = tl.where(y != ignore, out * tl.load(scale + row), 0.0)
     tl.store(grad + row * grad_stride + cols, out.to(grad.dtype.element_ty), mask=mask)

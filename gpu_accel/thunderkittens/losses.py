@@ -13,9 +13,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gpu_accel.errors import UnsupportedError
+from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.flash_attention3.launch import launch, next_power_of_2
+from gpu_accel.flash_attention3.problem import check_number
 from gpu_accel.thunderkittens import loss_kernels as kernels
+from gpu_accel.thunderkittens.arguments import check_tensors, integer, readable, real
 from gpu_accel.thunderkittens.chunked import _device
 from gpu_accel.thunderkittens.linear import _need, _shape, choose
 from gpu_accel.thunderkittens.rows import _rows
@@ -163,13 +165,24 @@ def _linear_gradients(ctx, dloss, *_):
 linear_cross_entropy_op.register_autograd(_linear_gradients, setup_context=_linear_save)
 
 
-def _check(target: Tensor, rows: int, reduction: str, smoothing: float, softcap: float | None) -> float:
-    _need(target.shape == (rows,) and not target.is_floating_point(), f"target must be ({rows},) integers, got "
-          f"{_shape(target)}")  # fmt: skip
+def _check(
+    target: Tensor, rows: int, classes: int, reduction: str, ignore: int, smoothing: float, square: float,
+    softcap: float | None,
+) -> tuple[int, float, float, float]:  # fmt: skip
+    """What the ops take: (ignore, smoothing, square, cap)."""
+    _need(target.shape == (rows,), f"target must be ({rows},) integers, got {_shape(target)}")
     _need(reduction in ("mean", "sum", "none"), f"reduction is {reduction!r}; choose 'mean', 'sum' or 'none'")
+    ignore, smoothing = integer("ignore_index", ignore), real("label_smoothing", smoothing)
     _need(0 <= smoothing <= 1, f"label_smoothing must be 0 to 1, got {smoothing}")
-    _need(softcap is None or softcap > 0, f"softcap must be positive or None, got {softcap}")
-    return 0.0 if softcap is None else float(softcap)
+    cap = 0.0 if softcap is None else check_number("softcap", softcap)
+    if readable(target):
+        y = target.long()
+        wrong = y[((y < 0) | (y >= classes)) & (y != ignore)]
+        if wrong.numel():
+            raise InvalidInputError(
+                f"target must be from 0 to {classes - 1}, or ignore_index ({ignore}), got {int(wrong[0])}"
+            )
+    return ignore, smoothing, real("lse_square_scale", square), cap
 
 
 def cross_entropy_reference(
@@ -179,9 +192,12 @@ def cross_entropy_reference(
     z = logits if logits.dtype == torch.float64 else logits.float()
     z = cap * torch.tanh(z / cap) if cap else z
     lse = z.logsumexp(-1)
-    counted = target != ignore
-    at_y = z.gather(1, torch.where(counted, target, 0)[:, None].long())[:, 0]
-    loss = lse - (1 - smoothing) * at_y - smoothing * z.mean(-1) + square * lse.square()
+    y = target.long()
+    counted, known = y != ignore, (y >= 0) & (y < z.shape[1])
+    at_y = z.gather(1, torch.where(counted & known, y, 0)[:, None])[:, 0]
+    loss = lse - (1 - smoothing) * at_y + square * lse.square()
+    loss = loss - smoothing * z.mean(-1) if smoothing else loss  # a class at -inf has no part in it otherwise
+    loss = loss * torch.where(known | ~counted, 1.0, torch.nan)
     return torch.where(counted, loss, 0.0)
 
 
@@ -192,7 +208,9 @@ def cross_entropy(
     """-log softmax(input)[target], in float32.
 
     Args:
-        input: logits (rows, classes) float32, bfloat16 or float16. target: (rows,) integers below classes.
+        input: logits (rows, classes) float32, bfloat16 or float16.
+        target: (rows,) integers from 0 to classes - 1, or ignore_index. Another one is refused on the CPU; on a GPU,
+            where looking would wait for it, the loss and the gradient of such a row are NaN.
         ignore_index: rows with this target count for nothing; "mean" divides by the number of the others.
         lse_square_scale: adds this times the squared log of the sum (the z loss). label_smoothing: as in torch.
         softcap: logits become softcap tanh(input / softcap).
@@ -201,17 +219,17 @@ def cross_entropy(
     Raises:
         InvalidInputError: shapes or options do not fit. UnsupportedError: the backend cannot run here.
     """
-    _need(input.dim() == 2 and input.shape[1] > 0 and input.is_floating_point(),
-          f"input must be (rows, classes), got {_shape(input)}")  # fmt: skip
-    cap = _check(target, input.shape[0], reduction, label_smoothing, softcap)
-    options = (ignore_index, float(label_smoothing), float(lse_square_scale), cap)
+    check_tensors({"input": input, "target": target}, None, ("target",))
+    _need(input.dim() == 2 and input.shape[1] > 0, f"input must be (rows, classes), got {_shape(input)}")
+    options = _check(target, *input.shape, reduction, ignore_index, label_smoothing, lse_square_scale, softcap)
+    ignore_index = options[0]
     if choose(input, backend, input.dtype in GPU_CHECKED) == "portable":
         loss, _ = cross_entropy_op(input, target, *options)
     else:
         loss = cross_entropy_reference(input, target, *options)
     if reduction == "none":
         return loss
-    return loss.sum() / (target != ignore_index).sum() if reduction == "mean" else loss.sum()
+    return loss.sum() / (target.long() != ignore_index).sum() if reduction == "mean" else loss.sum()
 
 
 def fused_linear_cross_entropy(
@@ -229,16 +247,19 @@ def fused_linear_cross_entropy(
         UnsupportedError: reduction "none": the gradient of the weight is made in the forward, when the gradient of
             every row is not known yet. Use cross_entropy on the logits.
     """
-    _need(input.dim() == 2 and weight.dim() == 2 and input.shape[1] == weight.shape[1],
+    check_tensors({"input": input, "weight": weight, "target": target}, {"bias": bias}, ("target",))
+    _need(input.dim() == 2 and weight.dim() == 2 and input.shape[1] == weight.shape[1] and weight.shape[0] > 0,
           f"input is (tokens, hidden), weight (classes, hidden); got {_shape(input)}, {_shape(weight)}")  # fmt: skip
     _need(input.dtype == weight.dtype, f"input and weight must have one dtype, got {input.dtype}, {weight.dtype}")
-    _need(bias is None or bias.shape == weight.shape[:1], f"bias must be (classes,) ({weight.shape[0]},)")
-    cap = _check(target, input.shape[0], reduction, label_smoothing, softcap)
+    _need(bias is None or (bias.shape == weight.shape[:1] and bias.dtype == weight.dtype),
+          f"bias must be (classes,) ({weight.shape[0]},) {weight.dtype}")  # fmt: skip
     if reduction == "none":
         raise UnsupportedError("reduction='none' needs the gradient of every row before the logits are dropped; "
                                "use cross_entropy")  # fmt: skip
-    options = (ignore_index, float(label_smoothing), float(lse_square_scale), cap)
-    counted = target != ignore_index
+    rows, classes = input.shape[0], weight.shape[0]
+    options = _check(target, rows, classes, reduction, ignore_index, label_smoothing, lse_square_scale, softcap)
+    ignore_index = options[0]
+    counted = target.long() != ignore_index
     if choose(input, backend, input.dtype in GPU_CHECKED) == "reference":
         loss = cross_entropy_reference(torch.nn.functional.linear(input, weight, bias), target, *options).sum()
         return loss / counted.sum() if reduction == "mean" else loss

@@ -119,6 +119,58 @@ def test_wrong_arguments_are_refused(device):
         fused_linear_cross_entropy(x, x.double(), y)
 
 
+def test_targets_that_are_no_class(device, monkeypatch):
+    """Refused where their values can be read; NaN, and no foreign memory, where not."""
+    x, w = randn(3, 5, seed=1, device=device), randn(5, 5, seed=2, device=device)
+    calls = [
+        lambda y, backend: cross_entropy(x, y, backend=backend),
+        lambda y, backend: fused_linear_cross_entropy(x, w, y, backend=backend),
+    ]
+    for wrong in (7, -1, 1 << 40):
+        y = torch.tensor([0, wrong, -100], device=device)
+        for call in calls:
+            for backend in ("auto", "portable"):
+                if device == "cpu":
+                    with pytest.raises(InvalidInputError, match=f"from 0 to 4, or ignore_index .* got {wrong}"):
+                        call(y, backend)
+                with monkeypatch.context() as patch:
+                    patch.setattr(ce, "readable", lambda _: False)
+                    assert call(y, backend).isnan()
+        with monkeypatch.context() as patch:
+            patch.setattr(ce, "readable", lambda _: False)
+            for backend in ("reference", "portable"):
+                leaf = x.clone().requires_grad_()
+                loss = cross_entropy(leaf, y, reduction="none", backend=backend)
+                assert loss.isnan().tolist() == [False, True, False]
+                (grad,) = torch.autograd.grad(loss.sum(), leaf)
+                assert grad.isnan().any(-1).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("backend", ["reference", "portable"])
+def test_an_impossible_class_is_not_in_the_mean(backend, device):
+    x, y = randn(3, 5, seed=1, device=device), torch.tensor([0, 1, 2], device=device)
+    x[1, 3] = -torch.inf
+    torch.testing.assert_close(cross_entropy(x, y, backend=backend), F.cross_entropy(x, y))
+
+
+WRONG = {
+    "target-elsewhere": lambda x, y: cross_entropy(x, y.to("meta")),
+    "boolean-target": lambda x, y: cross_entropy(x, y.bool()),
+    "infinite-softcap": lambda x, y: cross_entropy(x, y, softcap=float("inf")),
+    "ignore_index": lambda x, y: cross_entropy(x, y, ignore_index=1.5),
+    "lse_square_scale": lambda x, y: cross_entropy(x, y, lse_square_scale=float("nan")),
+    "list": lambda x, y: cross_entropy(x.tolist(), y),
+    "weight-elsewhere": lambda x, y: fused_linear_cross_entropy(x, x.to("meta"), y),
+    "no-classes": lambda x, y: fused_linear_cross_entropy(x, x[:0], y, backend="portable"),
+}
+
+
+@pytest.mark.parametrize("call", WRONG.values(), ids=WRONG)
+def test_wrong_kinds_and_devices_are_refused(call, device):
+    with pytest.raises(InvalidInputError):
+        call(randn(5, 8, seed=1, device=device), targets(5, 8, device))
+
+
 def test_opcheck(device):
     x, y = randn(5, 8, seed=1, device=device).requires_grad_(), targets(5, 8, device)
     w, b, scale = (randn(*s, seed=2, device=device) for s in ((9, 8), (9,), (5,)))
