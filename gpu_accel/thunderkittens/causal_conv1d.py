@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from gpu_accel.flash_attention3.launch import launch, next_power_of_2
+from gpu_accel.flash_attention3.problem import check_written
 from gpu_accel.thunderkittens import conv_kernels as kernels
+from gpu_accel.thunderkittens.arguments import check_tensors, check_values, readable
 from gpu_accel.thunderkittens.chunked import _device
 from gpu_accel.thunderkittens.linear import _need, _shape, choose
 
@@ -38,7 +40,7 @@ def conv_op(
 ) -> Tensor:
     """x (batch, dim, seqlen) with any strides; y has the layout of x."""
     y = torch.empty_like(x)
-    weight, seq_idx = weight.contiguous(), None if seq_idx is None else seq_idx.contiguous()
+    weight, bias, seq_idx = (None if a is None else a.contiguous() for a in (weight, bias, seq_idx))
     strides, options = _arguments(x, weight, bias, initial, seq_idx)
     cut = _cut(x, 2048)
     if x.numel():
@@ -60,7 +62,7 @@ def conv_backward_op(
     silu: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dx, dweight, dbias, dinitial) ; what is absent is empty. All but dx float32."""
-    weight, seq_idx = weight.contiguous(), None if seq_idx is None else seq_idx.contiguous()
+    weight, bias, seq_idx = (None if a is None else a.contiguous() for a in (weight, bias, seq_idx))
     batch, dim, seqlen = x.shape
     width = weight.shape[1]
     if x.numel() and not x.is_contiguous() and not x.transpose(1, 2).is_contiguous():
@@ -151,7 +153,9 @@ def causal_conv1d_fn(
     Raises:
         InvalidInputError: shapes do not fit. UnsupportedError: the backend cannot run here.
     """
-    _need(x.dim() == 3 and x.is_floating_point(), f"x must be (batch, dim, seqlen), got {_shape(x)}")
+    check_tensors({"x": x, "weight": weight},
+                  {"bias": bias, "seq_idx": seq_idx, "initial_states": initial_states}, ("seq_idx",))  # fmt: skip
+    _need(x.dim() == 3, f"x must be (batch, dim, seqlen), got {_shape(x)}")
     _check_filter(weight, bias, x.shape[1])
     width = weight.shape[1]
     _need(seq_idx is None or (seq_idx.shape == (x.shape[0], x.shape[2]) and initial_states is None),
@@ -180,12 +184,12 @@ def update_op(
     """x (batch, dim, seqlen); see `conv_kernels._update_kernel`."""
     batch, dim, seqlen = x.shape
     y = x.new_empty(x.shape)
-    weight = weight.contiguous()
+    weight, bias, lengths, indices = (None if a is None else a.contiguous() for a in (weight, bias, lengths, indices))
     if x.numel():
         with _device(x):
             launch(kernels._update_kernel, (-(-dim // _BC), batch),
                    (x, conv_state, weight, bias, lengths, indices, y, *x.stride(), *conv_state.stride(), seqlen, dim,
-                    conv_state.shape[2]),
+                    conv_state.shape[2], conv_state.shape[0]),
                    dict(WIDTH=weight.shape[1], HAS_BIAS=bias is not None, CIRCULAR=lengths is not None,
                         INDEXED=indices is not None, SILU=silu, BS=next_power_of_2(conv_state.shape[2]), BC=_BC,
                         num_warps=2))  # fmt: skip
@@ -224,7 +228,16 @@ def causal_conv1d_update(
         conv_state: (rows, dim, state_len), state_len at least width - 1: the last steps, the newest at the end.
         cache_seqlens: (batch,) int32: conv_state is a ring, in which step n lies at n modulo state_len.
         conv_state_indices: (batch,) int32: the row of each sequence, all different. None: row n for sequence n.
+
+    Values of both are checked on the CPU. On a GPU, where that would wait for it, y of a sequence whose row does not
+    exist is NaN and no state changes for it; two sequences with one row overwrite each other's state.
     """
+    check_tensors(
+        {"x": x, "conv_state": conv_state, "weight": weight},
+        {"bias": bias, "cache_seqlens": cache_seqlens, "conv_state_indices": conv_state_indices},
+        ("cache_seqlens", "conv_state_indices"),
+    )
+    check_written("conv_state", conv_state)
     flat = x.dim() == 2
     x = x[..., None] if flat else x
     _need(x.dim() == 3, f"x must be (batch, dim) or (batch, dim, seqlen), got {_shape(x)}")
@@ -234,7 +247,13 @@ def causal_conv1d_update(
     _need(conv_state_indices is not None or conv_state.shape[0] == x.shape[0],
           f"conv_state has {conv_state.shape[0]} rows for {x.shape[0]} sequences; give conv_state_indices")  # fmt: skip
     for name, t in (("cache_seqlens", cache_seqlens), ("conv_state_indices", conv_state_indices)):
-        _need(t is None or (t.shape == x.shape[:1] and not t.is_floating_point()), f"{name} must be (batch,) integers")
+        _need(t is None or t.shape == x.shape[:1], f"{name} must be (batch,) integers")
+    if cache_seqlens is not None:
+        check_values("cache_seqlens", cache_seqlens, 0, 2**31 - 1 - x.shape[2], "steps seen, in int32")
+    if conv_state_indices is not None:
+        check_values("conv_state_indices", conv_state_indices, 0, conv_state.shape[0] - 1, "rows of conv_state")
+        _need(not readable(conv_state_indices) or conv_state_indices.unique().numel() == conv_state_indices.numel(),
+              "conv_state_indices must all be different: each sequence writes its row of conv_state")  # fmt: skip
     run = update_op if choose(x, backend, x.dtype in GPU_CHECKED) == "portable" else _update_reference
     with torch.no_grad():
         y = run(x, conv_state, weight, bias, cache_seqlens, conv_state_indices, _silu(activation))

@@ -124,13 +124,14 @@ def _conv_backward_kernel(
 
 @triton.jit
 def _update_kernel(
-    x, state, weight, bias, lengths, indices, y, x_b, x_c, x_t, s_b, s_c, s_t, seqlen, dim, state_len,
+    x, state, weight, bias, lengths, indices, y, x_b, x_c, x_t, s_b, s_c, s_t, seqlen, dim, state_len, rows,
     WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, CIRCULAR: tl.constexpr, INDEXED: tl.constexpr, SILU: tl.constexpr,
     BS: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """A few steps of every sequence; y (batch, dim, seqlen), contiguous. state is changed in place.
 
     CIRCULAR: step number n lies at n modulo state_len. Otherwise the last state_len steps, the newest at the end.
+    A sequence whose row is not one of state has y of NaN.
     """
     batch = tl.program_id(1).to(tl.int64)
     row = batch
@@ -139,10 +140,13 @@ def _update_kernel(
     seen = 0
     if CIRCULAR:
         seen = tl.load(lengths + batch).to(tl.int32)
+        seen = (seen % state_len + state_len) % state_len  # not negative
     x += batch * x_b
+    known = (row >= 0) & (row < rows)
     state += row * s_b
     cols = tl.program_id(0) * BC + tl.arange(0, BC)
     in_dim = cols < dim
+    in_state = in_dim & known
     for t in range(0, seqlen):
         acc = tl.zeros((BC,), tl.float32)
         if HAS_BIAS:
@@ -150,14 +154,15 @@ def _update_kernel(
         for w in tl.static_range(WIDTH):
             tap = t - (WIDTH - 1 - w)
             at = (seen + tap + state_len) % state_len if CIRCULAR else state_len + tap
-            old = tl.load(state + cols * s_c + at * s_t, mask=in_dim & (tap < 0), other=0.0).to(tl.float32)
+            old = tl.load(state + cols * s_c + at * s_t, mask=in_state & (tap < 0), other=0.0).to(tl.float32)
             new = tl.load(x + cols * x_c + tap * x_t, mask=in_dim & (tap >= 0), other=0.0).to(tl.float32)
             acc += (old + new) * tl.load(weight + cols * WIDTH + w, mask=in_dim, other=0.0).to(tl.float32)
         if SILU:
             acc = acc / (1.0 + tl.exp(-acc))
+        acc = tl.where(known, acc, float("nan"))
         tl.store(y + (batch * dim + cols) * seqlen + t, acc.to(y.dtype.element_ty), mask=in_dim)
     slot = tl.arange(0, BS)
-    mask = (slot < state_len)[:, None] & in_dim[None, :]
+    mask = (slot < state_len)[:, None] & in_state[None, :]
     if CIRCULAR:
         # the newest step that belongs into this slot, if one of the new ones does
         behind = (seen + seqlen - 1 - slot + BS * state_len) % state_len  # of something positive

@@ -119,6 +119,68 @@ def test_wrong_arguments_are_refused(device):
         causal_conv1d_update(x[..., 0], initial[..., :2], weight)
 
 
+@pytest.mark.parametrize("backend", ["reference", "portable"])
+def test_vectors_of_another_stride(backend, device):
+    x, weight, bias, initial = make(device)
+    state = initial.clone()
+    lengths, rows = (torch.tensor(n, dtype=torch.int32, device=device) for n in ([1, 2], [1, 0]))
+    others = [torch.stack([t, t + 7], 1)[:, 0] for t in (bias, lengths, rows)]
+    assert not any(t.is_contiguous() for t in others)
+    one = causal_conv1d_fn(x, weight, bias, backend=backend)
+    assert torch.equal(causal_conv1d_fn(x, weight, others[0], backend=backend), one)
+    one = causal_conv1d_update(x[..., 0], state, weight, bias, None, lengths, rows, backend=backend)
+    again = initial.clone()
+    other = causal_conv1d_update(x[..., 0], again, weight, others[0], None, *others[1:], backend=backend)
+    assert torch.equal(one, other) and torch.equal(state, again)
+
+
+def test_rows_and_lengths_that_do_not_exist(device, monkeypatch):
+    x, weight, bias, initial = make(device)
+    rows = lambda *n: torch.tensor(n, dtype=torch.int32, device=device)  # noqa: E731
+    if device == "cpu":
+        for given, message in [
+            (dict(conv_state_indices=rows(0, 2)), "from 0 to 1"), (dict(conv_state_indices=rows(-1, 0)), "got -1"),
+            (dict(conv_state_indices=rows(1, 1)), "all be different"), (dict(cache_seqlens=rows(-1, 0)), "got -1"),
+        ]:  # fmt: skip
+            with pytest.raises(InvalidInputError, match=message):
+                causal_conv1d_update(x[..., 0], initial, weight, **given)
+    monkeypatch.setattr(c, "check_values", lambda *_: None)
+    monkeypatch.setattr(c, "readable", lambda _: False)
+    for wrong in (-1, 2, 1 << 20):
+        state = initial.clone()
+        y = causal_conv1d_update(x[..., 0], state, weight, bias, conv_state_indices=rows(wrong, 0), backend="portable")
+        assert y[0].isnan().all() and y[1].isfinite().all() and torch.equal(state[1], initial[1])
+    for one, other in ((-1, 2), (-4, 2)):  # of a ring of three
+        found = []
+        for seen in (one, other):
+            state = initial.clone()
+            y = causal_conv1d_update(x[..., 0], state, weight, bias, None, rows(seen, 1), backend="portable")
+            found.append((y, state))
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+WRONG = {
+    "weight-elsewhere": lambda x, w, s: causal_conv1d_fn(x, w.to("meta")),
+    "bias-elsewhere": lambda x, w, s: causal_conv1d_fn(x, w, w[:, 0].to("meta")),
+    "state-elsewhere": lambda x, w, s: causal_conv1d_update(x[..., 0], s.to("meta"), w),
+    "seq_idx-of-floats": lambda x, w, s: causal_conv1d_fn(x, w, seq_idx=torch.zeros_like(x[:, 0])),
+    "integer-weight": lambda x, w, s: causal_conv1d_fn(x, w.int()),
+    "integer-state": lambda x, w, s: causal_conv1d_update(x[..., 0], s.int(), w),
+    "boolean-indices": lambda x, w, s: causal_conv1d_update(
+        x[..., 0], s, w, conv_state_indices=torch.ones(2, device=x.device) > 0
+    ),
+    "expanded-state": lambda x, w, s: causal_conv1d_update(x[..., 0], s[:1].expand(s.shape), w),
+    "list": lambda x, w, s: causal_conv1d_fn([1.0], w),
+}
+
+
+@pytest.mark.parametrize("call", WRONG.values(), ids=WRONG)
+def test_wrong_kinds_dtypes_and_devices_are_refused(call, device):
+    x, weight, _, initial = make(device)
+    with pytest.raises(InvalidInputError):
+        call(x, weight, initial)
+
+
 def test_opcheck(device):
     x, weight, bias, initial = (t.requires_grad_() for t in make(device, batch=1, dim=3, seqlen=5))
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
