@@ -4,7 +4,8 @@
     y = conv(u, k)                                   # u (batch, channels, seqlen), k (channels, up to the fft length)
     y = conv(u, k, pregate, postgate)                # postgate * conv(u * pregate)
 
-The transform of a filter is kept while the filter stays the same, so inference transforms it once.
+The filter is transformed in every call, unless the module was made with keep_spectrum=True: for a filter that stays
+the same, whose transform is then kept.
 
     gpu_accel::tk_fft_conv(u, spectrum, pregate, postgate, a, conjugate) -> y
 """
@@ -13,15 +14,18 @@ from __future__ import annotations
 
 import functools
 import weakref
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.flash_attention3.launch import launch
+from gpu_accel.flash_attention3.problem import FLOAT_DTYPES, check_flag
 from gpu_accel.thunderkittens import fft_kernels
+from gpu_accel.thunderkittens.arguments import check_tensors
 from gpu_accel.thunderkittens.chunked import _device, _unit, precision
-from gpu_accel.thunderkittens.linear import _need, _shape, choose
+from gpu_accel.thunderkittens.linear import BACKENDS, _need, _shape, choose
 
 # Until its test in tests/gpu has passed on a card, "auto" is the reference in torch.
 GPU_CHECKED = False
@@ -126,23 +130,37 @@ class FlashFFTConv(torch.nn.Module):
     Args:
         seqlen: length of the transform: a power of two, 256 to 4096. u may be shorter: zeros follow it.
         dtype: of u; None: any of float32, bfloat16, float16.
+        keep_spectrum: keep the transform of k for the next call with the same tensor. It is made anew for another
+            tensor, and after changes in place that autograd sees; changes through k.data it does not see.
     """
 
-    def __init__(self, seqlen: int, dtype: torch.dtype | None = None, *, backend: str = "auto") -> None:
+    def __init__(
+        self, seqlen: int, dtype: torch.dtype | None = None, *, keep_spectrum: bool = False, backend: str = "auto"
+    ) -> None:
         super().__init__()
+        _need(backend in BACKENDS, f"backend is {backend!r}; choose one of {', '.join(BACKENDS)}")
+        _need(dtype is None or dtype in FLOAT_DTYPES, f"dtype must be a floating torch.dtype or None, got {dtype!r}")
+        self.keep_spectrum = check_flag("keep_spectrum", keep_spectrum)
         if seqlen not in SIZES:
             raise UnsupportedError(f"transforms of {', '.join(map(str, SIZES))} are made, not of {seqlen}")
         self.seqlen, self.dtype, self.backend = seqlen, dtype, backend
         self._kept: tuple[weakref.ref, int, Tensor] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is kept: it refers to a tensor of this process."""
+        return super().__getstate__() | {"_kept": None}  # type: ignore[misc, operator]
+
     def _spectrum(self, k: Tensor) -> Tensor:
-        """That of k, made anew when it is another tensor or was changed in place."""
+        """That of k; a kept one is made anew when k is another tensor or was changed in place."""
+        if not self.keep_spectrum:
+            return filter_spectrum(k.detach(), self.seqlen)
         if self._kept is None or self._kept[0]() is not k or self._kept[1] != k._version:
             self._kept = (weakref.ref(k), k._version, filter_spectrum(k.detach(), self.seqlen))
         return self._kept[2]
 
     def forward(self, u: Tensor, k: Tensor, pregate: Tensor | None = None, postgate: Tensor | None = None) -> Tensor:
         """u (batch, channels, up to seqlen), k (channels, up to seqlen) of any float dtype; gates the shape of u."""
+        check_tensors({"u": u, "k": k}, {"pregate": pregate, "postgate": postgate})
         _need(u.dim() == 3 and u.shape[2] <= self.seqlen, f"u must be (batch, channels, at most {self.seqlen}), got "
               f"{_shape(u)}")  # fmt: skip
         if self.dtype is not None and u.dtype != self.dtype:

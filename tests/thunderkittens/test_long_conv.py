@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -71,7 +74,7 @@ def test_lengths_one_and_zero_and_strides(device):
 
 def test_a_filter_is_transformed_once_until_it_changes(device, monkeypatch):
     (u, k, *_), _ = make(device, batch=1, channels=1, seqlen=9, taps=9)
-    conv, calls = FlashFFTConv(256, backend="portable"), []
+    conv, calls = FlashFFTConv(256, keep_spectrum=True, backend="portable"), []
     true = long_conv.filter_spectrum
     monkeypatch.setattr(long_conv, "filter_spectrum", lambda *given: calls.append(1) or true(*given))
     first = conv(u, k)
@@ -94,6 +97,42 @@ def test_wrong_arguments_are_refused(device):
     ]:  # fmt: skip
         with pytest.raises(InvalidInputError, match=message):
             conv(*given)
+
+
+def test_a_filter_may_change_unseen(device):
+    (u, k, *_), _ = make(device, batch=1, channels=1, seqlen=9, taps=9)
+    conv = FlashFFTConv(256, backend="portable")
+    first = conv(u, k)
+    k.data.mul_(2.0)
+    torch.testing.assert_close(conv(u, k), 2 * first)
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["anew", "kept"])
+def test_copies_after_a_call(keep, device):
+    (u, k, *_), _ = make(device, batch=1, channels=1, seqlen=9, taps=9)
+    conv = FlashFFTConv(256, keep_spectrum=keep, backend="portable")
+    y = conv(u, k)
+    for other in (pickle.loads(pickle.dumps(conv)), copy.deepcopy(conv)):
+        assert torch.equal(other(u, k), y)
+    assert (conv._kept is not None) == keep
+
+
+WRONG = {
+    "backend": lambda u, k: FlashFFTConv(256, backend="zzz"),
+    "dtype": lambda u, k: FlashFFTConv(256, "bf16"),
+    "integer-dtype": lambda u, k: FlashFFTConv(256, torch.int32),
+    "k-elsewhere": lambda u, k: FlashFFTConv(256)(u, k.to("meta")),
+    "gate-elsewhere": lambda u, k: FlashFFTConv(256)(u, k, u.to("meta")),
+    "integer-k": lambda u, k: FlashFFTConv(256)(u, k.int()),
+    "list": lambda u, k: FlashFFTConv(256)(u, [1.0]),
+}
+
+
+@pytest.mark.parametrize("call", WRONG.values(), ids=WRONG)
+def test_wrong_kinds_dtypes_and_devices_are_refused(call, device):
+    (u, k, *_), _ = make(device)
+    with pytest.raises(InvalidInputError):
+        call(u, k)
 
 
 def test_opcheck(device):
