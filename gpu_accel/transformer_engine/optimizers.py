@@ -7,13 +7,16 @@ The states are e4m3 in blocks of 256 with a float32 scale, rounded stochasticall
 `optimizer_kernels.py`). Every step draws a seed per parameter from torch's generator, so `torch.manual_seed` fixes it.
 bitsandbytes has a table of 256 numbers of its own for the same purpose, torchao e4m3 of v itself. Small parameters
 (norms, biases) keep float32 states: `min_8bit_size`, as in both.
+
+A NaN in a gradient makes its value of the parameter and of the states NaN, as in torch's optimizers, whatever the
+states: `OverflowGuard` skips such a step.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -23,13 +26,15 @@ from torch import Tensor
 from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.flash_attention3.launch import launch
 from gpu_accel.transformer_engine import formats
+from gpu_accel.transformer_engine.checks import check_between
 from gpu_accel.transformer_engine.formats import E4M3, decode, encode_with
 from gpu_accel.transformer_engine.linear_op import next_seed
 from gpu_accel.transformer_engine.optimizer_kernels import BLOCK, _step_kernel
-from gpu_accel.transformer_engine.quantizer import choose_backend, native_fp8
+from gpu_accel.transformer_engine.quantizer import BACKENDS, choose_backend, native_fp8
 from gpu_accel.transformer_engine.scales import amax_bits, divide, scale_fp32
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_LABELS = ("params", "param_names", "name", "initial_lr")  # of a group, torch's and its schedulers'
 
 
 def _narrow(x: Tensor, seed: int, stream: int) -> tuple[Tensor, Tensor]:
@@ -55,6 +60,18 @@ def round_stochastically(x: Tensor, seed: int) -> Tensor:
     return torch.where(x.abs() < float("inf"), moved, x).to(torch.bfloat16)
 
 
+def _check_numbers(group: Mapping[str, Any]) -> None:
+    for name in ("lr", "eps", "weight_decay"):
+        if name in group:
+            check_between(name, group[name], 0)
+    if "betas" not in group:
+        return
+    betas = group["betas"]
+    good = isinstance(betas, tuple | list) and len(betas) == 2
+    if not good or not all(isinstance(b, int | float) and not isinstance(b, bool) and 0 <= b < 1 for b in betas):
+        raise InvalidInputError(f"betas must be two numbers from 0 to below 1, got {betas!r:.80}")
+
+
 class _EightBit(torch.optim.Optimizer):
     """What both have in common."""
 
@@ -64,19 +81,40 @@ class _EightBit(torch.optim.Optimizer):
         self, params: Iterable[Any], lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
         bf16_stochastic_rounding: bool, min_8bit_size: int, backend: str,
     ) -> None:  # fmt: skip
-        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise InvalidInputError(f"{name} must be a number from 0 up, got {value!r}")
-        if len(betas) != 2 or not all(isinstance(b, int | float) and 0 <= b < 1 for b in betas):
-            raise InvalidInputError(f"betas must be two numbers from 0 to below 1, got {betas!r}")
+        defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        _check_numbers(defaults)
         if not isinstance(bf16_stochastic_rounding, bool):
             raise InvalidInputError(f"bf16_stochastic_rounding must be True or False, got {bf16_stochastic_rounding!r}")
         if isinstance(min_8bit_size, bool) or not isinstance(min_8bit_size, int) or min_8bit_size < 0:
             raise InvalidInputError(f"min_8bit_size must be a whole number, not negative, got {min_8bit_size!r}")
+        if backend not in BACKENDS:
+            raise InvalidInputError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r:.80}")
         self.bf16_stochastic_rounding, self.min_8bit_size, self.backend = (
             bf16_stochastic_rounding, min_8bit_size, backend,
         )  # fmt: skip
-        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+        if isinstance(params, Tensor) or not isinstance(params, Iterable):
+            raise InvalidInputError(
+                f"params must be parameters, such as model.parameters(), or groups of them; got {type(params).__name__}"
+            )
+        given = list(params)
+        if not given:
+            raise InvalidInputError("params holds no parameters; an iterator that was used before is empty")
+        super().__init__(given, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; numbers of a group are checked as the optimizer's own, and unknown keys are refused."""
+        if not isinstance(param_group, dict) or "params" not in param_group:
+            raise InvalidInputError(f"a group must be a dictionary with params, got {param_group!r:.80}")
+        own = ["lr", "betas", "weight_decay", *(() if self.LION else ("eps",))]
+        if unknown := [key for key in param_group if key not in (*own, *_LABELS)]:
+            raise InvalidInputError(
+                f"a group has no {', '.join(map(repr, unknown))}; it may have params, {', '.join(own)} and name"
+            )
+        _check_numbers(param_group)
+        try:
+            super().add_param_group(param_group)
+        except (TypeError, ValueError) as error:
+            raise InvalidInputError(str(error)) from error
 
     def _new_state(self, p: Tensor) -> dict[str, Any]:
         names = ("exp_avg",) if self.LION else ("exp_avg", "exp_avg_root")
@@ -140,7 +178,8 @@ class _EightBit(torch.optim.Optimizer):
         value, grad = p.view(-1).float() * decay, g.view(-1).float()
         m = _wide(state["exp_avg"], state["exp_avg_scale"]) if narrow else state["exp_avg"]
         if self.LION:
-            value = value - lr * (m * beta1 + grad * (1 - beta1)).sign()
+            blend = m * beta1 + grad * (1 - beta1)
+            value = value - lr * torch.where(blend.isnan(), blend, blend.sign())  # sign(NaN) is 0
             m = m * beta2 + grad * (1 - beta2)
         else:
             root = _wide(state["exp_avg_root"], state["exp_avg_root_scale"]) if narrow else state["exp_avg_root"]
@@ -183,7 +222,8 @@ class AdamW8bit(_EightBit):
         backend: "portable" (Triton), "reference" (plain torch), or "auto", as of `quantize`.
 
     Raises:
-        InvalidInputError: numbers out of range; parameters of another dtype or not contiguous, at a step.
+        InvalidInputError: numbers out of range, of a group too; an unknown key of a group; no parameters; parameters
+            of another dtype or not contiguous, at a step.
     """
 
     def __init__(

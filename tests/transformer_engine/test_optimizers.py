@@ -175,6 +175,30 @@ def test_nothing_to_do_and_closures():
     assert used.tolist() == [-0.5, 0.5, 0.0] and not idle.any() and idle not in optimizer.state
 
 
+@pytest.mark.parametrize("size", [0, 1 << 30], ids=["narrow", "wide"])
+@pytest.mark.parametrize("backend", ["portable", "reference"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_nan_propagates(kind, backend, size):
+    p = nn.Parameter(values(300))
+    optimizer = KINDS[kind]([p], lr=0.1, min_8bit_size=size, backend=backend)
+    for wrong in (True, False):
+        p.grad = values(300, seed=1)
+        if wrong:
+            p.grad[5] = math.nan
+        optimizer.step()
+        assert p.isnan().nonzero().flatten().tolist() == [5]
+
+
+def test_groups_schedulers_and_names():
+    p, q = nn.Parameter(values(3)), nn.Parameter(values(4))
+    groups = [{"params": [p], "lr": 0.5, "name": "first"}, {"params": q, "betas": [0.8, 0.9]}]
+    optimizer = AdamW8bit(groups, lr=0.1)
+    torch.optim.lr_scheduler.LinearLR(optimizer)
+    assert [g["lr"] for g in optimizer.param_groups] == pytest.approx([0.5 / 3, 0.1 / 3])
+    again = AdamW8bit([("p", p), ("q", q)])
+    assert again.param_groups[0]["param_names"] == ["p", "q"]
+
+
 @pytest.mark.parametrize(
     "make, error, word",
     [
@@ -183,7 +207,18 @@ def test_nothing_to_do_and_closures():
         (lambda p: AdamW8bit([p], betas=(0.9, 1.0)), InvalidInputError, "betas"),
         (lambda p: AdamW8bit([p], min_8bit_size=-1), InvalidInputError, "min_8bit_size"),
         (lambda p: Lion8bit([p], bf16_stochastic_rounding=1), InvalidInputError, "stochastic"),
-        (lambda p: Lion8bit([p], backend="cuda").step(), InvalidInputError, "backend"),
+        (lambda p: Lion8bit([p], backend="cuda"), InvalidInputError, "backend"),
+        (lambda p: AdamW8bit([p], betas=None), InvalidInputError, "betas"),
+        (lambda p: AdamW8bit([p], betas=("a", 0.9)), InvalidInputError, "betas"),
+        (lambda p: AdamW8bit([{"params": [p], "betas": (2.0, 0.9)}]), InvalidInputError, "betas"),
+        (lambda p: AdamW8bit([{"params": [p], "lr": -1}]), InvalidInputError, "lr"),
+        (lambda p: AdamW8bit([{"params": [p], "wd": 2}]), InvalidInputError, "wd"),
+        (lambda p: Lion8bit([{"params": [p], "eps": 1e-3}]), InvalidInputError, "eps"),
+        (lambda p: Lion8bit([{"lr": 1.0}]), InvalidInputError, "params"),
+        (lambda p: Lion8bit([p, p * 2]), InvalidInputError, "leaf"),
+        (lambda p: Lion8bit([3]), InvalidInputError, "group|param"),
+        (lambda p: Lion8bit([]), InvalidInputError, "params"),
+        (lambda p: Lion8bit(p), InvalidInputError, "params"),
         (lambda p: Lion8bit([nn.Parameter(p.detach().t())]), InvalidInputError, "contiguous"),
         (lambda p: Lion8bit([nn.Parameter(p.detach().double())]), InvalidInputError, "float32"),
         (lambda p: Lion8bit([p]), UnsupportedError, "sparse"),
