@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,7 +33,7 @@ def tasks(json_: JsonOption = False, output_: OutputOption = None) -> None:
     from gpu_accel.cuda_llm.tasks import TASKS
 
     output.check_suffix(output_)
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "name": one.name,
             "title": one.title,
@@ -60,7 +61,7 @@ def tasks(json_: JsonOption = False, output_: OutputOption = None) -> None:
 @app.command("check")
 def check(
     file: Annotated[Path, typer.Argument(help="A kernel with its launch header, in Triton or CUDA C++.")],
-    task: Annotated[str, typer.Option("--task", help="What it computes; `optimize tasks` lists them.")] = "",
+    task: Annotated[str, typer.Option("--task", help="What it computes, if its header does not say.")] = "",
     host: Annotated[
         bool, typer.Option("--host", help="The file is Python: run(x, ...) or custom_kernel(data). Untrusted.")
     ] = False,
@@ -85,9 +86,11 @@ def check(
     output.check_suffix(output_)
     if problem is not None and (host or task):
         raise InvalidInputError("--problem says what is computed: leave --task and --host out")
-    if problem is None and not task:
-        raise InvalidInputError("say what the kernel computes: --task NAME; `optimize tasks` lists them")
     text = harness.read(file)
+    if problem is None:
+        task = task or ("" if host else _task_in(text))
+        if not task:
+            raise InvalidInputError("say what the kernel computes: --task NAME; `optimize tasks` lists them")
     if problem is not None:
         source = harness.read(problem).decode(errors="replace")
         found = check_model(source, text.decode(errors="replace"), seed=seed, seconds=seconds)
@@ -113,6 +116,17 @@ def check(
             screen.print(f"  sandbox: {found.sandbox}", markup=False, soft_wrap=True, style="dim")
     if not found.ok:
         raise typer.Exit(codes.UNSUPPORTED if found.verdict is Verdict.UNVERIFIED else codes.GATE)
+
+
+def _task_in(text: bytes) -> str:
+    """The task that a candidate's header names; "" for none."""
+    from gpu_accel.cuda_llm.candidate import Candidate
+    from gpu_accel.cuda_llm.verdict import Rejected
+
+    try:
+        return Candidate.parse(text).launch.task
+    except Rejected:
+        return ""
 
 
 @app.command("redteam")
@@ -226,6 +240,7 @@ def run(
     Exit code 3 when the kernel at the start of a search is not right, 1 when one of several searches failed.
     """
     from gpu_accel.cuda_llm import optimize_kernel
+    from gpu_accel.cuda_llm.models import prices_of
     from gpu_accel.cuda_llm.search import Optimized
     from gpu_accel.cuda_llm.tasks import TASKS, find
     from gpu_accel.errors import InvalidInputError
@@ -233,6 +248,9 @@ def run(
     output.check_suffix(output_)
     if folder is not None:
         output.check_folder(folder)
+    prices_of(price)  # also for what costs nothing: a mistake in it is not passed over
+    if resume and folder is None:
+        raise InvalidInputError("--resume goes on with a search that was kept: name its --folder")
     chosen = list(TASKS.values()) if task == ["all"] else [find(name) for name in task]
     peers = _peers(against)
     make = _proposer(proposer, model=model, base_url=base_url, key=key, folder=from_, price=price, seed=seed,
@@ -355,6 +373,7 @@ def report(
     output_: OutputOption = None,
 ) -> None:
     """What searches came to: times, shares of the roofline, fast_p over each baseline."""
+    from gpu_accel.cuda_llm.artefact import make_folder
     from gpu_accel.cuda_llm.records_table import records_of
     from gpu_accel.cuda_llm.report import export_traces, fast_p, read_folder
     from gpu_accel.errors import InvalidInputError
@@ -367,7 +386,11 @@ def report(
         thresholds = [float(one) for one in p.split(",")]
     except ValueError as error:
         raise InvalidInputError(f"--p is {p!r:.40}; it is a list of numbers, such as 1,1.5,2") from error
+    if wrong := [one for one in thresholds if not 0 <= one < math.inf]:
+        raise InvalidInputError(f"--p has {wrong[0]:g}; thresholds are finite and not negative, such as 1,1.5,2")
     found = read_folder(folder)
+    if trace is not None:
+        make_folder(trace)
     rows = [one.row() for one in found]
     shares = {
         name: {f"fast_{at:g}": fast_p({one.task.name: one.ratio(name) for one in found}, at) for at in thresholds}

@@ -12,14 +12,17 @@ from __future__ import annotations
 import datetime
 import functools
 import json
+import math
 import platform
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from gpu_accel.errors import InvalidInputError
 
 from .candidate import Candidate
-from .proposers import Attempt
+from .proposers import Attempt, digest_of
 from .verdict import Judgement, Kind, Rejected, Verdict
 
 SCHEMA = 1
@@ -31,7 +34,7 @@ class Artefact:
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
 
     def begin(self, **what: Any) -> None:
         """Write run.json."""
@@ -74,6 +77,23 @@ class Artefact:
             (self.folder / name).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder, with those above it.
+
+    Raises:
+        InvalidInputError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidInputError(f"cannot make the folder {folder}: {error.strerror or error}") from error
+
+
+def holds_search(folder: Path) -> bool:
+    """Whether a search was kept here, whole or not."""
+    return any((folder / name).exists() for name in ("run.json", "attempts.jsonl"))
+
+
 def suffix_of(candidate: Candidate | None) -> str:
     return {"triton": ".py", "cuda": ".cu"}[candidate.language] if candidate else ".txt"
 
@@ -108,10 +128,15 @@ def read_run(folder: Path) -> dict[str, Any]:
     """
     try:
         found = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidInputError(f"{folder} holds no search: run.json cannot be read ({error})") from error
     if not isinstance(found, dict) or found.get("schema") != SCHEMA:
         raise InvalidInputError(f"{folder}/run.json has another format; this version reads schema {SCHEMA}")
+    for key in ("task", "target"):
+        if not isinstance(found.get(key), str):
+            raise InvalidInputError(f"{folder}/run.json: {key} is {found.get(key)!r:.60}, not text; {_REMEDY}")
+    if not isinstance(found.get("environment"), dict):
+        raise InvalidInputError(f"{folder}/run.json: environment is no object; {_REMEDY}")
     return found
 
 
@@ -119,23 +144,97 @@ def read_attempts(folder: Path) -> list[dict[str, Any]]:
     """The rows of attempts.jsonl, the last one of each number; a torn last line is left out.
 
     Raises:
-        InvalidInputError: there is no such file, or a line is no attempt.
+        InvalidInputError: there is no such file, it holds no attempt, or a line is none; names the line.
     """
+    path = folder / "attempts.jsonl"
     try:
-        lines = (folder / "attempts.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = path.read_bytes().splitlines()
     except OSError as error:
         raise InvalidInputError(f"{folder} holds no search: attempts.jsonl cannot be read ({error})") from error
     rows: dict[int, dict[str, Any]] = {}
     for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line)
-            rows[row["number"]] = row
-            row["file"], row["verdict"], row["change"], row["tokens"], row["dollars"]  # noqa: B018
-        except (ValueError, KeyError, TypeError) as error:
-            if number == len(lines):
+            row = json.loads(line.decode("utf-8"))
+        except (ValueError, RecursionError) as error:
+            if number == len(lines) > 1:
                 continue
-            raise InvalidInputError(f"line {number} of {folder}/attempts.jsonl is no attempt") from error
+            why = "not UTF-8" if isinstance(error, UnicodeDecodeError) else "no JSON"
+            raise InvalidInputError(f"{path}, line {number}: {why}; {_REMEDY}") from error
+        if fault := _fault(row):
+            raise InvalidInputError(f"{path}, line {number}: {fault}; {_REMEDY}")
+        if not (folder / row["file"]).is_file():
+            raise InvalidInputError(f"{path}, line {number}: there is no file {row['file']}; {_REMEDY}")
+        rows[row["number"]] = row
+    if not rows:
+        raise InvalidInputError(f"{path} holds no attempt; {_REMEDY}")
+    if lacking := [number for number in range(len(rows)) if number not in rows]:
+        raise InvalidInputError(f"{path} has no attempt {lacking[0]}; {_REMEDY}")
     return [rows[number] for number in sorted(rows)]
+
+
+_REMEDY = "restore the folder, or search again into a new one"
+_FILE = re.compile(r"(?P<number>\d{4,})-[0-9a-f]{16}\.(py|cu|txt)")
+
+
+def _fault(row: Any) -> str:
+    """What is wrong with a row of attempts.jsonl; "" for nothing."""
+    if not isinstance(row, dict):
+        return "no object"
+    if lacking := [key for key in _ROW if key not in row]:
+        return f"lacks {lacking[0]}"
+    for key, (known, what) in _ROW.items():
+        if not known(row[key]):
+            return f"{key} is {row[key]!r:.60}, not {what}"
+    named = _FILE.fullmatch(row["file"])
+    if named is None or int(named["number"]) != row["number"]:
+        return f"file is {row['file']!r:.60}, not {row['number']:04d}-, 16 digits of a digest and .py, .cu or .txt"
+    return ""
+
+
+def _count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _amount(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < math.inf
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _time(value: Any) -> bool:
+    return value is None or (_amount(value) and value > 0)
+
+
+_ROW: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "number": (_count, "a count"), "file": (_text, "text"), "change": (_text, "text"),
+    "time": (_time, "a positive number or null"), "ms": (_time, "a positive number or null"),
+    "confirmed": (lambda value: isinstance(value, bool), "true or false"),
+    "tokens": (lambda value: isinstance(value, list) and len(value) == 2 and all(map(_count, value)), "two counts"),
+    "dollars": (_amount, "an amount"), "at": (_amount, "seconds"),
+    "verdict": (lambda value: value in list(Verdict), "one of " + ", ".join(Verdict)),
+    "kind": (lambda value: value is None or value in list(Kind), "null or a kind of fault"),
+    "detail": (_text, "text"), "evidence": (_texts, "a list of texts"), "verified_by": (_texts, "a list of texts"),
+    "sandbox": (_text, "text"),
+    "error": (lambda value: value is None or type(value) in (int, float), "a number or null"),
+}  # fmt: skip
+
+
+def text_of(folder: Path, row: Mapping[str, Any]) -> str:
+    """The proposal of a row of attempts.jsonl, as it was given.
+
+    Raises:
+        InvalidInputError: its file cannot be read.
+    """
+    try:
+        return (folder / row["file"]).read_bytes().decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInputError(f"{folder}/{row['file']} cannot be read: {error}") from error
 
 
 def attempts_of(folder: Path) -> list[Attempt]:
@@ -146,11 +245,10 @@ def attempts_of(folder: Path) -> list[Attempt]:
     """
     made = []
     for row in read_attempts(folder):
-        try:
-            text = (folder / row["file"]).read_text(encoding="utf-8")
-        except OSError as error:
-            raise InvalidInputError(f"{folder}/{row['file']} cannot be read: {error.strerror}") from error
+        text = text_of(folder, row)
         candidate: Candidate | None = None
+        if row["file"].endswith(".txt") and digest_of(text) not in row["file"]:
+            raise InvalidInputError(f"{folder}/{row['file']} was changed since it was judged")
         if not row["file"].endswith(".txt"):
             try:
                 candidate = Candidate.parse(text)

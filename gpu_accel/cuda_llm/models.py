@@ -7,6 +7,7 @@ transcript) with tokens, price and time. A model that fails ends the search with
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 import urllib.error
@@ -249,6 +250,21 @@ def _retry_after(error: urllib.error.HTTPError) -> float:
         return 0.0
 
 
+def prices_of(text: str) -> tuple[float, float]:
+    """Dollars per million tokens, read and written, from the words of the command line.
+
+    Raises:
+        InvalidInputError: they are not two amounts.
+    """
+    try:
+        read, written = (float(one) for one in text.split(","))
+    except ValueError as error:
+        raise InvalidInputError(f"--price is {text!r:.40}; it is two numbers, such as 0.5,1.5") from error
+    if not (0 <= read < math.inf and 0 <= written < math.inf):
+        raise InvalidInputError(f"--price is {text!r:.40}; prices are finite and not negative")
+    return read, written
+
+
 def make(name: str, *, model: str, base_url: str = "", key: str = "", price: str = "0,0") -> Model:
     """A model by the words of the command line.
 
@@ -257,12 +273,7 @@ def make(name: str, *, model: str, base_url: str = "", key: str = "", price: str
     """
     if not model:
         raise InvalidInputError(f"--proposer {name} needs --model")
-    try:
-        read, written = (float(one) for one in price.split(","))
-    except ValueError as error:
-        raise InvalidInputError(f"--price is {price!r:.40}; it is two numbers, such as 0.5,1.5") from error
-    if not (read >= 0 and written >= 0):
-        raise InvalidInputError(f"--price is {price!r:.40}; prices are not negative")
+    read, written = prices_of(price)
     more: dict[str, Any] = {"prices": (read, written)}
     if name == "transformers":
         if base_url or key:

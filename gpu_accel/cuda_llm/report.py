@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 from gpu_accel.errors import InvalidInputError
 from gpu_accel.workbench.statistics import median
 
-from .artefact import best_of, read_attempts, read_run
+from .artefact import best_of, make_folder, read_attempts, read_run
 from .candidate import Candidate
 from .tasks import Task, find
 from .tasks.task import UNIT
@@ -102,7 +103,7 @@ def fast_p(ratios: Mapping[str, float | None], p: float, *, tasks: int | None = 
         InvalidInputError: p is negative, or there are no tasks.
     """
     count = tasks if tasks is not None else len(ratios)
-    if not p >= 0 or count < max(len(ratios), 1):
+    if not 0 <= p < math.inf or count < max(len(ratios), 1):
         raise InvalidInputError(f"fast_p of p = {p!r} over {count} tasks makes no sense")
     return sum(ratio is not None and ratio > p for ratio in ratios.values()) / count
 
@@ -225,7 +226,7 @@ def export_traces(found: Sequence[Found], folder: Path) -> list[Path]:
     written: list[Path] = []
 
     def put(path: str, text: str) -> None:
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        make_folder((folder / path).parent)
         (folder / path).write_text(text, encoding="utf-8")
         written.append(folder / path)
 

@@ -26,7 +26,7 @@ from typing import Any
 from gpu_accel.errors import IncorrectResultError, InvalidInputError
 from gpu_accel.hardware.catalog import profile
 
-from .artefact import Artefact, attempts_of, host, read_run
+from .artefact import Artefact, attempts_of, holds_search, host, make_folder, read_run
 from .candidate import Candidate
 from .grammar import Grammar
 from .harness import check, read
@@ -313,15 +313,17 @@ def search(
         tell: called with every attempt.
     Raises:
         IncorrectResultError: the kernel at the start is not accepted.
-        InvalidInputError: there is nothing to resume, or it is another task's.
+        InvalidInputError: there is nothing to resume, it is another task's, or `out` holds a search and `resume` is
+            not set.
     """
     budget = budget or Budget()
+    check_out(out, task, resume=resume)
+    earlier = attempts_of(_resumable(out, task)) if resume else []
     artefact = Artefact(out)
     brief = Brief(task=task, start=start, target=target, templates=_distinct(start, templates))
     one = _Search(brief, pool, budget, artefact, seed=seed, tell=tell, deadline=deadline)
-    if resume:
-        one.attempts = attempts_of(_resumable(out, task))
-    else:
+    one.attempts = earlier
+    if not resume:
         artefact.begin(
             task=task.name, target=target, proposer=proposer.name, budget=budget.as_dict(), start=start.digest,
             sandbox=pool.described, gpu=pool.gpu, host=host() if pool.gpu else None,
@@ -369,8 +371,27 @@ def search(
     )  # fmt: skip
 
 
+def check_out(out: Path | None, task: Task, *, resume: bool) -> None:
+    """Make the folder of a search, unless it may not go there: one that holds a search is gone on with, or left alone.
+
+    Raises:
+        InvalidInputError: there is nothing to resume, or something that a new search would be mixed with, or the folder
+            cannot be made.
+    """
+    if resume:
+        _resumable(out, task)
+    elif out is not None:
+        make_folder(out)
+        if not holds_search(out):
+            return
+        raise InvalidInputError(f"{out} holds a search already: go on with it (--resume, or resume=True), or name "
+                                "another folder")  # fmt: skip
+
+
 def _resumable(out: Path | None, task: Task) -> Path:
-    if out is None or read_run(out).get("task") != task.name:
+    if out is None:
+        raise InvalidInputError("resuming needs the folder of the search: --folder FOLDER, or out=FOLDER")
+    if read_run(out).get("task") != task.name:
         raise InvalidInputError(f"there is no search for {task.name} in {out} to go on from")
     return out
 
@@ -411,9 +432,13 @@ def search_all(
         proposer: made for each task; by default a grammar.
     Returns:
         What was found, or the error that ended the search, for each task.
+    Raises:
+        InvalidInputError: `out` holds a search for one of the tasks already.
     """
     from concurrent.futures import ThreadPoolExecutor
 
+    for each in tasks if out else ():
+        check_out(out / each.name if out else None, each, resume=False)
     deadline = time.monotonic() + seconds * (1 - reserve)
 
     def one(task: Task) -> Optimized | Exception:
@@ -516,8 +541,7 @@ def optimize_kernel(
         "out": Path(out) if out is not None else None, "tell": tell,
         "templates": [one for one in chosen.templates[1:] if one.language == "triton" or gpu_here(target.architecture)],
     }  # fmt: skip
-    if resume:
-        _resumable(arguments["out"], chosen)
+    check_out(arguments["out"], chosen, resume=resume)
     if pool is not None:
         return search(candidate, chosen, pool=pool, **arguments)
     own = (sandbox,) if sandbox is not None else ()

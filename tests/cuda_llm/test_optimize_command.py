@@ -15,6 +15,7 @@ from cli import codes  # noqa: E402
 from cli.main import app  # noqa: E402
 from gpu_accel.cuda_llm import TASKS, Pool, Sandbox, harness, host, search  # noqa: E402
 from gpu_accel.cuda_llm.fixtures import FIXTURES  # noqa: E402
+from gpu_accel.errors import InvalidInputError  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +37,13 @@ def call(*words: str, code: int = 0):
     return done.stdout
 
 
+def errors(*words: str) -> str:
+    """What a command says that refuses, in one line."""
+    done = CliRunner().invoke(app, ["optimize", *words])
+    assert isinstance(done.exception, InvalidInputError) or done.exit_code == codes.USAGE, (words, done.output)
+    return " ".join(f"{done.output} {done.exception}".split())
+
+
 def test_tasks() -> None:
     rows = json.loads(call("tasks", "--json"))
     assert [row["name"] for row in rows] == list(TASKS)
@@ -55,6 +63,7 @@ def test_an_accepted_kernel(tmp_path: Path) -> None:
     file = tmp_path / "kernel.py"
     file.write_text(TASKS["reverse"].start)
     assert "accepted" in call("check", str(file), "--task", "reverse", "--seed", "3")
+    assert "accepted" in call("check", str(file), "--seed", "3"), "the header names the task"
 
 
 def test_redteam_with_one_hack() -> None:
@@ -83,7 +92,51 @@ def test_a_search_leaves_a_folder_that_can_be_reported(tmp_path: Path) -> None:
     call("report", str(kept), "--records", str(tmp_path / "r.jsonl"), code=codes.USAGE)  # nothing was timed
     call("report", str(tmp_path), "--p", "x", code=codes.USAGE)
     call("report", str(tmp_path / "none"), code=codes.USAGE)
+    for wrong in ("nan", "-1", "1,inf"):
+        call("report", str(kept), "--p", wrong, code=codes.USAGE)
+    call("report", str(kept), "--trace", "/proc/x", code=codes.USAGE)
     call("bench", str(kept), code=codes.UNSUPPORTED)
+    before = (kept / "attempts.jsonl").read_bytes()
+    again = ("run", "--task", "reverse", "--candidates", "1", "--folder")
+    assert "--resume" in errors(*again, str(kept))
+    call(*again, str(kept), "--resume")
+    (tmp_path / "all").mkdir()
+    kept.rename(tmp_path / "all" / "reverse")
+    assert "--resume" in errors(*again, str(tmp_path / "all"), "--task", "softmax")
+    assert (tmp_path / "all" / "reverse" / "attempts.jsonl").read_bytes() == before, "nothing was mixed in"
+
+
+def test_a_log_that_was_damaged_is_refused_with_its_line(tmp_path: Path) -> None:
+    kept = tmp_path / "run"
+    call("run", "--task", "reverse", "--candidates", "1", "--strategy", "pattern", "--folder", str(kept), "--json")
+    log = kept / "attempts.jsonl"
+    whole = log.read_text()
+    first, second = whole.splitlines()
+    file = json.loads(second)["file"]
+
+    def edited(**what) -> bytes:
+        return (json.dumps(json.loads(first) | what) + "\n" + second + "\n").encode()
+
+    for damaged, line in (
+        (b"\xff\xfe\x00", "line 1"), (b"\xff\xfe\x00\n" + whole.encode(), "line 1"), (b"", "no attempt"),
+        (first[:40].encode(), "line 1"), (b"[" * 100000, "line 1"), (b"3\n" + whole.encode(), "line 1"),
+        (second.encode(), "no attempt 0"), (edited(verdict="zzz"), "line 1"), (edited(verdict=[]), "line 1"),
+        (edited(kind="zzz"), "line 1"), (edited(file="../../etc/passwd"), "line 1"), (edited(file=file), "line 1"),
+        (edited(file="0000-0123456789abcdef.py"), "line 1"), (edited(tokens=3), "line 1"),
+        (edited(number=True), "line 1"), (edited(time="1"), "line 1"), (edited(dollars=float("nan")), "line 1"),
+    ):  # fmt: skip
+        log.write_bytes(damaged)
+        for words in (("report", str(kept)), ("bench", str(kept)),
+                      ("run", "--task", "reverse", "--folder", str(kept), "--resume"),
+                      ("run", "--task", "reverse", "--proposer", "replay", "--from", str(kept))):  # fmt: skip
+            said = errors(*words)
+            assert "attempts.jsonl" in said and line in said, (damaged[:60], words, said)
+    log.write_text(whole)
+    (kept / file).write_bytes(b"\xff\xfe")
+    for words in (("--folder", str(kept), "--resume"), ("--proposer", "replay", "--from", str(kept))):
+        assert "cannot be read" in errors("run", "--task", "reverse", *words)
+    log.write_text(whole + second[:30])
+    assert json.loads(call("report", str(kept), "--json"))["searches"][0]["candidates"] == 2, "a torn last line"
 
 
 @pytest.mark.parametrize(
@@ -91,7 +144,8 @@ def test_a_search_leaves_a_folder_that_can_be_reported(tmp_path: Path) -> None:
     [
         ("--proposer", "oracle"), ("--proposer", "file"), ("--proposer", "openai-compatible"),
         ("--strategy", "annealing"), ("--against", "cublas"), ("--task", "softmax", "--depth", "2"),
-        ("--resume", "--folder", "nowhere"),
+        ("--resume", "--folder", "nowhere"), ("--resume",), ("--price", "abc"), ("--price", "-1,-1"),
+        ("--price", "nan,0"), ("--folder", "/proc/zz"), ("--folder", "/proc/zz", "--task", "softmax"),
     ],
 )  # fmt: skip
 def test_runs_that_make_no_sense(words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
