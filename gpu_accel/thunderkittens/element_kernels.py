@@ -26,6 +26,7 @@ def _rotary_kernel(
     position = token + start
     if OFFSETS:
         position += tl.load(offsets + batch)
+        position = tl.where(position < 0, longest, position)  # as beyond the tables: not turned
     cols = tl.arange(0, BLOCK)
     rows = x + batch * x_b + token * x_t + head * x_h
     if BACKWARD:

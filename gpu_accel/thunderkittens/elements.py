@@ -14,6 +14,7 @@ from gpu_accel.flash_attention3.launch import launch, next_power_of_2
 from gpu_accel.flash_attention3.rotary import apply_rotary
 from gpu_accel.thunderkittens import element_kernels as kernels
 from gpu_accel.thunderkittens import reference
+from gpu_accel.thunderkittens.arguments import check_tensors
 from gpu_accel.thunderkittens.chunked import _device, _unit
 from gpu_accel.thunderkittens.linear import choose
 from gpu_accel.thunderkittens.rows import _need, _rows
@@ -26,6 +27,7 @@ def rotary_op(
     """x (batch, seqlen, heads, dim) turned, or with `backward` turned back. Not differentiable in cos and sin."""
     y = x.new_empty(x.shape)
     x, cos, sin = _unit(x), cos.contiguous(), sin.contiguous()
+    offsets = None if offsets is None else offsets.contiguous()
     batch, seqlen, heads, dim = x.shape
     block = max(2, next_power_of_2(dim))
     rows = max(1, 2048 // block)
@@ -73,24 +75,25 @@ def rotary(
 
     Raises:
         InvalidInputError: shapes do not fit, or a position lies beyond the tables (as far as is known without
-            waiting for the device: with offsets, positions beyond `longest` are not turned).
+            waiting for the device: with offsets, positions below 0 or beyond `longest` are not turned).
     """
-    _need(x.dim() == 4 and x.is_floating_point(), f"x must be (batch, seqlen, heads, dim), got {tuple(x.shape)}")
+    check_tensors({"x": x, "cos": cos, "sin": sin}, {"offsets": offsets}, ("offsets",))
+    _need(x.dim() == 4, f"x must be (batch, seqlen, heads, dim), got {tuple(x.shape)}")
     _need(cos.dim() == 2 and cos.shape == sin.shape, f"cos and sin must be (longest, rotary_dim / 2) both, got "
           f"{tuple(cos.shape)} and {tuple(sin.shape)}")  # fmt: skip
     _need(2 * cos.shape[1] <= x.shape[3], f"rotary_dim {2 * cos.shape[1]} is more than the {x.shape[3]} dimensions")
+    _need(isinstance(start, int) and not isinstance(start, bool), f"start must be an integer, got {start!r:.80}")
     _need(start >= 0 and start + x.shape[1] <= cos.shape[0],
           f"positions {start} to {start + x.shape[1] - 1} need tables of that length, got {cos.shape[0]}")  # fmt: skip
-    _need(offsets is None or (offsets.shape == x.shape[:1] and not offsets.is_floating_point()),
-          "offsets must be (batch,) integers")  # fmt: skip
+    _need(offsets is None or offsets.shape == x.shape[:1], "offsets must be (batch,) integers")
     if choose(x, backend) == "portable":
         return rotary_op(x, cos, sin, offsets, start, interleaved, False)
     positions = torch.arange(x.shape[1], device=x.device) + start
     if offsets is None:
         return _turn(x.flatten(0, 1), cos, sin, positions.repeat(x.shape[0]), interleaved).view(x.shape)
     every = (positions[None] + offsets[:, None]).flatten()
-    beyond = every >= cos.shape[0]
-    turned = _turn(x.flatten(0, 1), cos, sin, every.clamp_max(cos.shape[0] - 1), interleaved)
+    beyond = (every < 0) | (every >= cos.shape[0])
+    turned = _turn(x.flatten(0, 1), cos, sin, every.clamp(0, cos.shape[0] - 1), interleaved)
     return torch.where(beyond[:, None, None], x.flatten(0, 1), turned).view(x.shape)
 
 
@@ -152,7 +155,8 @@ gated_op.register_autograd(_gated_gradients, setup_context=_gated_save)
 
 
 def _gated(gate: Tensor, up: Tensor, kind: str, backend: str) -> Tensor:
-    _need(gate.shape == up.shape and gate.dtype == up.dtype and gate.dim() >= 1 and gate.is_floating_point(),
+    check_tensors({"gate": gate, "up": up})
+    _need(gate.shape == up.shape and gate.dtype == up.dtype and gate.dim() >= 1,
           f"gate and up must have one shape and floating dtype, got {tuple(gate.shape)} {gate.dtype} and "
           f"{tuple(up.shape)} {up.dtype}")  # fmt: skip
     if choose(gate, backend) == "reference":

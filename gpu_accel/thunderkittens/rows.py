@@ -17,6 +17,7 @@ from gpu_accel.errors import InvalidInputError
 from gpu_accel.flash_attention3.launch import launch, next_power_of_2
 from gpu_accel.thunderkittens import reference
 from gpu_accel.thunderkittens import row_kernels as kernels
+from gpu_accel.thunderkittens.arguments import check_tensors, integer, real
 from gpu_accel.thunderkittens.chunked import _device
 from gpu_accel.thunderkittens.linear import choose
 
@@ -214,7 +215,8 @@ def _need(condition: bool, message: str) -> None:
 
 def softmax(x: Tensor, *, backend: str = "auto") -> Tensor:
     """softmax over the last dimension of x (..., width) float32, bfloat16 or float16."""
-    _need(x.dim() >= 1 and x.is_floating_point(), f"x must be (..., width) of a floating dtype, got {x.dtype}")
+    check_tensors({"x": x})
+    _need(x.dim() >= 1, "x must be (..., width), got a tensor of no dimensions")
     if choose(x, backend) == "reference":
         wide = x if x.dtype == torch.float64 else x.float()
         return reference.softmax(wide).to(x.dtype)
@@ -222,13 +224,16 @@ def softmax(x: Tensor, *, backend: str = "auto") -> Tensor:
 
 
 def _norm(x, weight, bias, residual, eps, dropout_p, seed, prenorm, backend, center):
-    _need(x.dim() >= 1 and x.is_floating_point(), f"x must be (..., width) of a floating dtype, got {x.dtype}")
+    check_tensors({"x": x}, {"weight": weight, "bias": bias, "residual": residual})
+    _need(x.dim() >= 1, "x must be (..., width), got a tensor of no dimensions")
     width = x.shape[-1]
     for name, w in (("weight", weight), ("bias", bias)):
         _need(w is None or w.shape == (width,), f"{name} must be (width,) ({width},)")
     _need(residual is None or residual.shape == x.shape, "residual must have the shape of x")
+    eps, dropout_p = real("eps", eps, 0.0), real("dropout_p", dropout_p)
     _need(0 <= dropout_p < 1, f"dropout_p must be at least 0 and below 1, got {dropout_p}")
     _need(dropout_p == 0 or seed is not None, "dropout needs a seed, so that the backward can draw it again")
+    seed = None if seed is None else integer("seed", seed)
     _need(seed is None or 0 <= seed < 2**63, f"seed must be from 0 to 2**63 - 1, got {seed}")
     seed = 0 if seed is None else seed
     name = choose(x, backend)

@@ -177,6 +177,18 @@ WRONG = {
     "tables-too-short": (
         lambda x: elements.rotary(x[None, None], torch.ones(1, 2), torch.ones(1, 2), start=1), "positions 1 to 1"
     ),
+    "tables-elsewhere": (
+        lambda x: elements.rotary(x[None, None], torch.ones(9, 2), torch.ones(9, 2).to("meta")), "sin is on meta"
+    ),
+    "weight-elsewhere": (lambda x: rows.rms_norm(x, torch.ones(8).to("meta")), "weight is on meta"),
+    "residual-elsewhere": (lambda x: rows.layer_norm(x, residual=x.to("meta")), "residual is on meta"),
+    "up-elsewhere": (lambda x: elements.silu_mul(x, x.to("meta")), "up is on meta"),
+    "eps-below-zero": (lambda x: rows.rms_norm(x, eps=-1e-6), "eps must be"),
+    "eps-nan": (lambda x: rows.layer_norm(x, eps=float("nan")), "eps must be"),
+    "integer-weight": (lambda x: rows.rms_norm(x, torch.ones(8).int()), "floating dtype"),
+    "seed": (lambda x: rows.rms_norm(x, dropout_p=0.1, seed=1.5), "seed must be an integer"),
+    "list": (lambda x: rows.softmax([1.0]), "must be a torch.Tensor"),
+    "nothing": (lambda x: elements.silu_mul(x, None), "must be a torch.Tensor"),
 }  # fmt: skip
 
 
@@ -184,3 +196,16 @@ WRONG = {
 def test_wrong_arguments_are_refused(call, message):
     with pytest.raises(InvalidInputError, match=message):
         call(torch.ones(2, 8))
+
+
+@pytest.mark.parametrize("backend", ["reference", "portable"])
+def test_offsets_of_another_stride_and_before_the_tables(backend, device):
+    x, tables = randn(3, 4, 2, 8, seed=1, device=device), randn(2, 9, 4, seed=2, device=device)
+    offsets = torch.tensor([[2, 50], [-2, 50], [8, 50]], device=device)[:, 0]
+    found = elements.rotary(x, *tables, offsets=offsets, backend=backend)
+    assert torch.equal(found, elements.rotary(x, *tables, offsets=offsets.contiguous(), backend=backend))
+    for n, first in enumerate((2, 0, 8)):
+        rows_in = slice(2, 4) if n == 1 else slice(0, 4 if n == 0 else 1)
+        part = x[n : n + 1, rows_in]
+        torch.testing.assert_close(found[n : n + 1, rows_in], elements.rotary(part, *tables, start=first))
+    assert torch.equal(found[1, :2], x[1, :2]) and torch.equal(found[2, 1:], x[2, 1:])
