@@ -27,6 +27,11 @@ def _cut(x: Tensor, elements: int) -> dict:
     return dict(BT=rows, BC=cols, num_warps=4)
 
 
+def _packed(x: Tensor | None) -> Tensor | None:
+    """Kernels read vectors with stride 1."""
+    return None if x is None else x.contiguous()
+
+
 def _arguments(x, weight, bias, initial, seq_idx):
     strides = (0, 0, 0) if initial is None else (initial.stride(0), initial.stride(2), initial.stride(1))
     return (x.stride(0), x.stride(2), x.stride(1), *strides), dict(
@@ -40,7 +45,7 @@ def conv_op(
 ) -> Tensor:
     """x (batch, dim, seqlen) with any strides; y has the layout of x."""
     y = torch.empty_like(x)
-    weight, bias, seq_idx = (None if a is None else a.contiguous() for a in (weight, bias, seq_idx))
+    weight, bias, seq_idx = weight.contiguous(), _packed(bias), _packed(seq_idx)
     strides, options = _arguments(x, weight, bias, initial, seq_idx)
     cut = _cut(x, 2048)
     if x.numel():
@@ -62,7 +67,7 @@ def conv_backward_op(
     silu: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dx, dweight, dbias, dinitial) ; what is absent is empty. All but dx float32."""
-    weight, bias, seq_idx = (None if a is None else a.contiguous() for a in (weight, bias, seq_idx))
+    weight, bias, seq_idx = weight.contiguous(), _packed(bias), _packed(seq_idx)
     batch, dim, seqlen = x.shape
     width = weight.shape[1]
     if x.numel() and not x.is_contiguous() and not x.transpose(1, 2).is_contiguous():
@@ -184,7 +189,7 @@ def update_op(
     """x (batch, dim, seqlen); see `conv_kernels._update_kernel`."""
     batch, dim, seqlen = x.shape
     y = x.new_empty(x.shape)
-    weight, bias, lengths, indices = (None if a is None else a.contiguous() for a in (weight, bias, lengths, indices))
+    weight, bias, lengths, indices = weight.contiguous(), _packed(bias), _packed(lengths), _packed(indices)
     if x.numel():
         with _device(x):
             launch(kernels._update_kernel, (-(-dim // _BC), batch),

@@ -221,7 +221,8 @@ def cross_entropy(
     """
     check_tensors({"input": input, "target": target}, None, ("target",))
     _need(input.dim() == 2 and input.shape[1] > 0, f"input must be (rows, classes), got {_shape(input)}")
-    options = _check(target, *input.shape, reduction, ignore_index, label_smoothing, lse_square_scale, softcap)
+    rows, classes = input.shape
+    options = _check(target, rows, classes, reduction, ignore_index, label_smoothing, lse_square_scale, softcap)
     ignore_index = options[0]
     if choose(input, backend, input.dtype in GPU_CHECKED) == "portable":
         loss, _ = cross_entropy_op(input, target, *options)
