@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from gpu_accel.errors import InvalidInputError
-from gpu_accel.transformer_engine.checks import check_bias, check_floats, check_one_device, check_rows
+from gpu_accel.transformer_engine.checks import check_bias, check_floats, check_one_device, check_size
 from gpu_accel.transformer_engine.context import check_recipe
 from gpu_accel.transformer_engine.linear import Linear
-from gpu_accel.transformer_engine.linear_op import Plan, layer_backend, linear_op, weight_op
+from gpu_accel.transformer_engine.linear_op import BACKENDS, Plan, layer_backend, linear_op, weight_op
 from gpu_accel.transformer_engine.modules import TransformerLayer
 from gpu_accel.transformer_engine.recipes import (
     DelayedScaling,
@@ -38,15 +38,30 @@ def convert(
             "lm_head" or "head", which recipes keep in high precision (arXiv:2509.25149, section 4).
 
     Layers that share a parameter (tied embeddings) still share it. Subclasses of torch.nn.Linear are left alone: what
-    they do besides would be lost. A model that is itself a torch.nn.Linear comes back as a new object.
+    they do besides would be lost, so `out_proj` of torch.nn.MultiheadAttention stays as it is. A model that is itself a
+    torch.nn.Linear comes back as a new object. Hooks and attributes of a layer come along.
+
+    torch.nn.TransformerEncoderLayer has a fast path for evaluation that reads the weights and calls no layer: where
+    `linear1` or `linear2` is quantised it is turned off, for good.
+
+    Raises:
+        InvalidInputError: a model, recipe, filter or backend that is none. UnsupportedError: a torch.nn.Linear with
+            parameters, modules or a `forward` of its own; the model stays as it was.
     """
     check_recipe(recipe)
+    if filter is not None and not callable(filter):
+        raise InvalidInputError(f"filter must be a function of a name and a layer, or None, got {filter!r:.80}")
+    if backend not in BACKENDS:
+        raise InvalidInputError(f"backend of a layer must be one of {', '.join(BACKENDS)}, got {backend!r:.80}")
     if not isinstance(model, nn.Module):
         raise InvalidInputError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     wanted = filter if filter is not None else lambda name, _: name.rsplit(".", 1)[-1] not in ("lm_head", "head")
     if type(model) is nn.Linear:
         return Linear.from_torch(model, recipe=recipe, backend=backend) if wanted("", model) else model
+    if isinstance(model, Linear) and recipe is not None and wanted("", model):
+        model.recipe = recipe
     made: dict[int, Linear] = {}  # one layer under several names stays one
+    places: list[tuple[nn.Module, str, Linear]] = []
     for name, module in list(model.named_modules(remove_duplicate=True)):
         for child_name, child in list(module._modules.items()):  # named_children leaves out what has two names
             full = f"{name}.{child_name}" if name else child_name
@@ -56,15 +71,31 @@ def convert(
             elif type(child) is nn.Linear and wanted(full, child):
                 if id(child) not in made:
                     made[id(child)] = Linear.from_torch(child, recipe=recipe, backend=backend)
-                setattr(module, child_name, made[id(child)])
+                places.append((module, child_name, made[id(child)]))
+    for module, child_name, layer in places:
+        setattr(module, child_name, layer)
+    _leave_fast_paths(model)
     return model
 
 
+def _leave_fast_paths(model: nn.Module) -> None:
+    """Make torch's encoder layers call their linear layers, and encoders pad instead of nesting."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder | nn.TransformerEncoderLayer):
+            layers = [m for m in module.modules() if isinstance(m, nn.TransformerEncoderLayer)]
+            if any(isinstance(one, Linear) for layer in layers for one in layer.children()):
+                # 0 is what torch sets for an activation that its fast path lacks
+                whole = isinstance(module, nn.TransformerEncoder)
+                setattr(module, "use_nested_tensor" if whole else "activation_relu_or_gelu", 0)
+
+
 def _once(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, backend: str) -> Tensor:
+    check_floats("x", x)
     check_floats("weight", weight)
-    if weight.dim() != 2:
-        raise InvalidInputError(f"weight must be (N, K), got shape {tuple(weight.shape)}")
-    check_rows("x", x, weight.shape[1])
+    if weight.dim() != 2 or x.shape[-1:] != weight.shape[1:]:
+        raise InvalidInputError(
+            f"x must be (..., K) and weight (N, K), got shapes {tuple(x.shape)} and {tuple(weight.shape)}"
+        )
     check_bias(bias, weight.shape[0])
     check_one_device(x=x, weight=weight, bias=bias)
     chosen = layer_backend(backend, x)
@@ -115,7 +146,8 @@ def transformer_engine_layer(
     """A `TransformerLayer` with products in "fp8", "mxfp8", "fp4" or "bf16"; (batch, seqlen, hidden) in and out."""
     if precision not in PRECISIONS:
         raise InvalidInputError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
+    check_size("hidden_size", hidden_size)
     return TransformerLayer(
-        hidden_size, ffn_hidden_size or 4 * hidden_size, num_heads, attn_input_format="bshd", params_dtype=dtype,
-        device=device, recipe=PRECISIONS[precision],
+        hidden_size, 4 * hidden_size if ffn_hidden_size is None else ffn_hidden_size, num_heads,
+        attn_input_format="bshd", params_dtype=dtype, device=device, recipe=PRECISIONS[precision],
     )  # fmt: skip

@@ -69,7 +69,7 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=params_dtype, device=device))
         self.bias = nn.Parameter(torch.empty(out_features, dtype=params_dtype, device=device)) if bias else None
         self.delayed = None
-        self._kept: tuple[Any, ...] | None = None  # a quantised weight and what it was made from
+        self._kept: tuple[Any, ...] | None = None  # what a quantised weight was made for, and itself
         if isinstance(recipe, DelayedScaling):
             self.make_histories(recipe.amax_history_len)
         self.reset_parameters()
@@ -83,7 +83,19 @@ class Linear(nn.Module):
 
     @classmethod
     def from_torch(cls, linear: nn.Linear, *, recipe: Recipe | None = None, backend: str = "auto") -> Linear:
-        """The same layer, with the very same parameters."""
+        """The same layer, with the very same parameters, hooks and attributes.
+
+        Raises UnsupportedError for a layer that has more than a torch.nn.Linear: other parameters, buffers or modules
+        (torch.nn.utils.weight_norm), or a `forward` of its own.
+        """
+        more = [*(linear._parameters.keys() - {"weight", "bias"}), *linear._buffers, *linear._modules]
+        more += [name for name in ("weight", "bias") if name not in linear._parameters]
+        more += [name for name in ("forward",) if name in linear.__dict__]
+        if more:
+            raise UnsupportedError(
+                f"this torch.nn.Linear has {', '.join(sorted(more))} of its own, which a quantised layer would not "
+                f"have: leave it out with filter, or undo what put it there"
+            )
         made = cls(
             linear.in_features, linear.out_features, linear.bias is not None, device="meta", recipe=None,
             params_dtype=linear.weight.dtype, backend=backend,
@@ -92,6 +104,9 @@ class Linear(nn.Module):
         made.weight, made.recipe = linear.weight, recipe
         made.bias = linear.bias
         made.train(linear.training)
+        for name, value in linear.__dict__.items():
+            if "_hook" in name or name not in made.__dict__:
+                made.__dict__[name] = value  # hooks are shared, so that their handles still remove them
         if isinstance(recipe, DelayedScaling):
             made.make_histories(recipe.amax_history_len)
         return made
@@ -112,6 +127,8 @@ class Linear(nn.Module):
         length = length_of(state_dict, f"{prefix}delayed.")
         if length is not None:
             self.make_histories(length)
+        elif self.delayed is not None and not any(key.startswith(f"{prefix}delayed.") for key in state_dict):
+            state_dict.update(self.delayed.state_dict(prefix=f"{prefix}delayed."))  # torch passes a copy of its own
         self._kept = None
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
@@ -126,8 +143,9 @@ class Linear(nn.Module):
         """x (..., in_features) -> (..., out_features) in the dtype of x (that of torch.autocast, where it is on).
 
         Args:
-            is_first_microbatch: False takes the quantised weight of the call before, which True made: for steps of
-                several microbatches. None quantises it each time, or in evaluation whenever it has changed.
+            is_first_microbatch: False takes the quantised weight of the call before, which True made, whatever became
+                of the weight since: for steps of several microbatches, and for evaluation with weights that stay. None
+                quantises it each time: no cheap test sees every change (edits through `.data` leave no trace).
         """
         check_first(is_first_microbatch)
         check_rows("x", x, self.in_features)
@@ -191,11 +209,10 @@ class Linear(nn.Module):
         """Both quantised copies of the weight; the column-wise one only where a gradient of x will be asked for."""
         needs_t = needs_t and torch.is_grad_enabled()
         key = (plan.text, backend, self.weight.data_ptr() if not torch.compiler.is_compiling() else 0, needs_t)
-        quiet = first is None and not torch.is_grad_enabled() and not self.training
-        keep = (quiet or first is not None) and not torch.compiler.is_compiling()
-        if keep and first is not True and self._kept is not None and self._kept[0][:3] == key[:3]:
-            (_, _, _, had_t), version, weight = self._kept
-            if (first is False or version == self.weight._version) and had_t >= needs_t:
+        keep = first is not None and not torch.compiler.is_compiling()
+        if keep and not first and self._kept is not None and self._kept[0][:3] == key[:3]:
+            (_, _, _, had_t), weight = self._kept
+            if had_t >= needs_t:
                 return weight
         scale = self._scale("weight", self.weight, recipe, plan, update)
         *weight, amax = weight_op(self.weight.detach(), scale, plan.text, needs_t, backend)
@@ -204,7 +221,7 @@ class Linear(nn.Module):
             pending = self.delayed.weight.pending
             pending.copy_(torch.maximum(pending, amax))
         if keep:
-            self._kept = (key, self.weight._version, tuple(weight))
+            self._kept = (key, tuple(weight))
         return tuple(weight)
 
     def extra_repr(self) -> str:

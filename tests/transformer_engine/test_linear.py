@@ -339,7 +339,7 @@ def test_state_is_saved_and_loaded():
     assert torch.equal(half.delayed.input.history, fresh.delayed.input.history)
 
 
-def test_weights_are_kept_between_microbatches_and_in_evaluation():
+def test_weights_are_kept_between_microbatches():
     layer = Linear(32, 16, recipe=Float8CurrentScaling())
     x = values(8, 32)
     first = layer(x, is_first_microbatch=True)
@@ -347,13 +347,31 @@ def test_weights_are_kept_between_microbatches_and_in_evaluation():
         layer.weight.mul_(2)
     assert torch.equal(layer(x, is_first_microbatch=False), first)
     assert not torch.equal(layer(x, is_first_microbatch=True), first)
-    layer.eval()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_evaluation_sees_every_change_of_the_weight(name):
+    """Edits through .data do not change the version of a tensor, so nothing is kept unless asked for."""
+    layer = Linear(32, 16, bias=False, recipe=RECIPES[name]).eval()
     with torch.no_grad():
-        second = layer(x)
-        kept = layer._kept
-        assert torch.equal(layer(x), second) and layer._kept is kept
-        layer.weight.mul_(2)  # seen by its version
-        assert not torch.equal(layer(x), second)
+        before = layer(values(8, 32))
+        layer.weight.data.mul_(-1)
+        assert torch.equal(layer(values(8, 32)), -before)
+
+
+def test_a_state_without_histories_leaves_them():
+    layer, plain = Linear(8, 8, recipe=DELAYED), nn.Linear(8, 8)
+    layer(values(4, 8)).sum().backward()
+    layer(values(4, 8)).sum().backward()
+    before = {k: v.clone() for k, v in layer.delayed.state_dict().items()}
+    assert before["input.history"].any()
+    nn.Sequential(layer).load_state_dict({f"0.{k}": v for k, v in plain.state_dict().items()})
+    assert torch.equal(layer.weight, plain.weight)
+    assert all(torch.equal(v, before[k]) for k, v in layer.delayed.state_dict().items())
+    some = layer.state_dict()
+    del some["delayed.grad.scale"]
+    with pytest.raises(RuntimeError, match="delayed.grad.scale"):
+        layer.load_state_dict(some)
 
 
 # -- overflow

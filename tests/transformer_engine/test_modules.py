@@ -34,6 +34,7 @@ from gpu_accel.transformer_engine.recipes import (
     RECIPES,
     DelayedScaling,
     Float8CurrentScaling,
+    MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
 
@@ -210,6 +211,47 @@ def test_convert_replaces_linear_layers_and_shares_parameters():
     x = values(4, 16)
     error = model["a"](x) - F.linear(F.relu(F.linear(x, *model["a"][0].parameters())), *model["a"][2].parameters())
     assert 0 < error.abs().max() < 0.5
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_convert_leaves_the_fast_path_of_encoder_layers():
+    torch.manual_seed(0)
+    one = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    encoder = nn.TransformerEncoder(one, 2).eval()
+    x, padding = values(2, 5, 16), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    with torch.no_grad():
+        before, padded = encoder(x), encoder(x, src_key_padding_mask=padding)
+        convert(encoder, MXFP8BlockScaling(), backend="reference")
+        after, padded_after = encoder(x), encoder(x, src_key_padding_mask=padding)
+    for was, now in ((before, after), (padded[1, :3], padded_after[1, :3])):
+        assert 0 < (was - now).abs().max() < 0.5
+    with torch.enable_grad():
+        torch.testing.assert_close(encoder(x), after, rtol=0, atol=0.1)  # the path that training takes
+
+
+def test_convert_keeps_hooks_and_attributes():
+    seen = []
+    linear = nn.Linear(4, 4)
+    handle = linear.register_forward_hook(lambda *_: seen.append("forward"))
+    linear.register_forward_pre_hook(lambda *_, **k: seen.append("before"), with_kwargs=True)
+    linear.register_full_backward_hook(lambda *_: seen.append("backward"))
+    linear.tag = "mine"
+    model = convert(nn.Sequential(linear))
+    model(values(2, 4).requires_grad_()).sum().backward()
+    assert seen == ["before", "forward", "backward"] and model[0].tag == "mine"
+    handle.remove()
+    assert not model[0]._forward_hooks and isinstance(model[0], Linear)
+
+
+def test_convert_refuses_what_would_be_lost():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].register_buffer("mask", torch.ones(4))
+    with pytest.raises(UnsupportedError, match="mask"):
+        convert(model)
+    assert type(model[0]) is nn.Linear
+    for wrong in ({"backend": "zz"}, {"filter": "x"}):
+        with pytest.raises(InvalidInputError, match=next(iter(wrong))):
+            convert(nn.ReLU(), **wrong)
 
 
 def test_functions_have_the_gradients_of_layers():
