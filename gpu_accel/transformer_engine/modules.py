@@ -15,6 +15,16 @@ from torch.nn import functional as F
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.flash_attention3 import flash_attn_func
+from gpu_accel.flash_attention3.problem import normalise_window
+from gpu_accel.transformer_engine.checks import (
+    check_between,
+    check_flag,
+    check_floats,
+    check_one_device,
+    check_params_dtype,
+    check_rows,
+    check_size,
+)
 from gpu_accel.transformer_engine.linear import Linear
 from gpu_accel.transformer_engine.recipes import Recipe
 
@@ -59,6 +69,10 @@ class Norm(nn.Module):
             raise InvalidInputError(
                 f"normalization must be one of {', '.join(NORMALIZATIONS)}, got {normalization!r}"
             )  # fmt: skip
+        check_size("size of a norm", size)
+        check_between("eps", eps, 0)
+        check_flag("zero_centered_gamma", zero_centered_gamma)
+        check_params_dtype(params_dtype)
         self.size, self.eps, self.normalization, self.zero_centered = size, eps, normalization, zero_centered_gamma
         start = torch.zeros if zero_centered_gamma else torch.ones
         self.weight = nn.Parameter(start(size, dtype=params_dtype, device=device))
@@ -67,6 +81,8 @@ class Norm(nn.Module):
             self.bias = nn.Parameter(torch.zeros(size, dtype=params_dtype, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
+        check_rows("x", x, self.size)
+        check_one_device(x=x, weight=self.weight, bias=self.bias)
         weight = self.weight.float() + 1 if self.zero_centered else self.weight.float()
         with torch.autocast(x.device.type, enabled=False):
             if self.bias is None:
@@ -89,6 +105,7 @@ class LayerNormLinear(nn.Module):
         recipe: Recipe | None = None, backend: str = "auto",
     ) -> None:  # fmt: skip
         super().__init__()
+        check_flag("return_layernorm_output", return_layernorm_output)
         common: dict[str, Any] = dict(params_dtype=params_dtype, device=device)
         self.norm = Norm(
             in_features, normalization, eps=eps, zero_centered_gamma=zero_centered_gamma, **common
@@ -113,7 +130,10 @@ class LayerNormMLP(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         if activation not in ACTIVATIONS:
-            raise InvalidInputError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+            raise InvalidInputError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r:.80}")
+        check_flag("return_layernorm_output", return_layernorm_output)
+        check_size("hidden_size", hidden_size)
+        check_size("ffn_hidden_size", ffn_hidden_size)
         common: dict[str, Any] = dict(params_dtype=params_dtype, device=device)
         quantised: dict[str, Any] = dict(recipe=recipe, backend=backend, **common)
         self.norm = Norm(
@@ -164,14 +184,21 @@ class DotProductAttention(nn.Module):
             raise UnsupportedError(f"attn_mask_type must be 'causal' or 'no_mask', got {attn_mask_type!r}")
         if qkv_format not in ("sbhd", "bshd"):
             raise InvalidInputError(f"qkv_format must be 'sbhd' or 'bshd', got {qkv_format!r}")
-        if attention_dropout:
+        if check_between("attention_dropout", attention_dropout, 0, 1):
             raise UnsupportedError("the attention kernels have no dropout: attention_dropout must be 0")
+        normalise_window(window_size, attn_mask_type == "causal")
         self.causal, self.qkv_format = attn_mask_type == "causal", qkv_format
         self.softmax_scale, self.window_size, self.backend = softmax_scale, window_size, backend
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(..., heads * head_dim), the leading dimensions those of q."""
         sbhd = self.qkv_format == "sbhd"
+        for name, t in (("q", q), ("k", k), ("v", v)):
+            check_floats(name, t)
+            if t.dim() != 4:
+                order = "seqlen, batch" if sbhd else "batch, seqlen"
+                raise InvalidInputError(f"{name} must be ({order}, heads, head_dim), got shape {tuple(t.shape)}")
+        check_one_device(q=q, k=k, v=v)
         if sbhd:
             q, k, v = (t.transpose(0, 1) for t in (q, k, v))
         out = flash_attn_func(
@@ -204,7 +231,12 @@ class TransformerLayer(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
-        if num_attention_heads < 1 or groups < 1 or hidden_size % num_attention_heads or num_attention_heads % groups:
+        check_size("hidden_size", hidden_size)
+        check_size("num_attention_heads", num_attention_heads)
+        check_size("num_gqa_groups", groups)
+        check_between("layernorm_epsilon", layernorm_epsilon, 0)
+        check_between("hidden_dropout", hidden_dropout, 0, 1)
+        if hidden_size % num_attention_heads or num_attention_heads % groups:
             raise InvalidInputError(
                 f"hidden_size {hidden_size} must be a multiple of num_attention_heads {num_attention_heads}, and that "
                 f"one of num_gqa_groups {groups}"
@@ -234,6 +266,10 @@ class TransformerLayer(nn.Module):
         rotary_pos_emb: (seqlen, head_dim / 2) angles, see `rotary_angles`.
         """
         x = hidden_states
+        check_rows("hidden_states", x, self.heads * self.head_dim)
+        if x.dim() != 3:
+            order = "seqlen, batch" if self.attention.qkv_format == "sbhd" else "batch, seqlen"
+            raise InvalidInputError(f"hidden_states must be ({order}, hidden), got shape {tuple(x.shape)}")
         sizes = [self.heads, self.groups, self.groups]
         packed = self.qkv(x, is_first_microbatch)
         q, k, v = packed.unflatten(-1, (sum(sizes), self.head_dim)).split(sizes, -2)

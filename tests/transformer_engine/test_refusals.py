@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.testing import generator
 from gpu_accel.transformer_engine import quantize, scaled_mm
-from gpu_accel.transformer_engine.conversion import transformer_engine_fp4, transformer_engine_fp8
+from gpu_accel.transformer_engine.conversion import (
+    transformer_engine_fp4,
+    transformer_engine_fp8,
+    transformer_engine_layer,
+)
 from gpu_accel.transformer_engine.linear import Linear
+from gpu_accel.transformer_engine.modules import (
+    DotProductAttention,
+    LayerNormLinear,
+    LayerNormMLP,
+    Norm,
+    TransformerLayer,
+)
 from gpu_accel.transformer_engine.recipes import Float8CurrentScaling
 
 FUNCTIONS = {"fp8": transformer_engine_fp8, "fp4": transformer_engine_fp4}
@@ -75,6 +88,27 @@ REFUSED = {
     "bias-shape": lambda: transformer_engine_fp8(r(3, 4), r(5, 4), r(4)),
     "bias-int": lambda: transformer_engine_fp4(r(3, 4), r(5, 4), torch.ones(5, dtype=torch.int32)),
     "weight-list": lambda: transformer_engine_fp8(r(3, 4), [[1.0] * 4]),
+    "norm-width": lambda: Norm(8)(r(3, 4)),
+    "norm-of-a-list": lambda: Norm(8)([1.0] * 8),
+    "norm-eps": lambda: Norm(8, eps=-1.0),
+    "norm-linear-width": lambda: LayerNormLinear(8, 5)(r(3, 4)),
+    "mlp-width": lambda: LayerNormMLP(8, 16)(r(3, 4)),
+    "mlp-size": lambda: LayerNormMLP(8, 0, activation="swiglu"),
+    "block-width": lambda: TransformerLayer(16, 32, 2)(r(3, 2, 8)),
+    "block-rank": lambda: TransformerLayer(16, 32, 2)(r(3, 16)),
+    "block-heads-text": lambda: TransformerLayer(16, 32, "2"),
+    "block-epsilon": lambda: TransformerLayer(16, 32, 2, layernorm_epsilon=-1),
+    "block-dropout-nan": lambda: TransformerLayer(16, 32, 2, hidden_dropout=math.nan),
+    "block-dropout": lambda: TransformerLayer(16, 32, 2, hidden_dropout=2.0),
+    "block-window": lambda: TransformerLayer(16, 32, 2, window_size=3),
+    "block-microbatch": lambda: TransformerLayer(16, 32, 2)(r(3, 2, 16), is_first_microbatch="no"),
+    "block-dtype": lambda: TransformerLayer(16, 32, 2, params_dtype=torch.int8),
+    "named-layer-ffn": lambda: transformer_engine_layer(16, 2, ffn_hidden_size=0),
+    "named-layer-size": lambda: transformer_engine_layer("16", 2),
+    "named-layer-dtype": lambda: transformer_engine_layer(16, 2, dtype="bf16"),
+    "attention-of-lists": lambda: DotProductAttention()([1.0], [1.0], [1.0]),
+    "attention-rank": lambda: DotProductAttention()(r(3, 8), r(3, 8), r(3, 8)),
+    "attention-device": lambda: DotProductAttention()(r(3, 1, 2, 8), r(3, 1, 2, 8), r(3, 1, 2, 8).to("meta")),
 }
 
 
