@@ -10,6 +10,7 @@ batch. Times are modelled (`dynamic_precision_select`) and say so.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from gpu_accel.errors import InvalidInputError
 from gpu_accel.hardware import profile
+from gpu_accel.transformer_engine.checks import check_size
 from gpu_accel.transformer_engine.context import autocast
 from gpu_accel.transformer_engine.linear import Linear
 from gpu_accel.transformer_engine.quantizer import quantize
@@ -60,7 +62,11 @@ class PrecisionReport:
     max_error: float
 
     def __getitem__(self, name: str) -> LayerReport:
-        return next(layer for layer in self.layers if layer.name == name)
+        found = next((layer for layer in self.layers if layer.name == name), None)
+        if found is None:
+            ran = ", ".join(repr(layer.name) for layer in self.layers)
+            raise InvalidInputError(f"no layer {name!r:.80} ran; there are {ran}")
+        return found
 
     def recommended(self, name: str) -> str:
         """The recipe for a layer; "bf16" for layers that did not run."""
@@ -144,15 +150,24 @@ def precision_report(
         raise InvalidInputError(f"no recipe {', '.join(map(repr, unknown))}; there are {', '.join(RECIPES)}")
     if not isinstance(model, nn.Module):
         raise InvalidInputError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1 or not max_error > 0:
-        raise InvalidInputError(f"rows must be a positive integer and max_error positive, got {rows!r}, {max_error!r}")
+    check_size("rows", rows)
+    if isinstance(max_error, bool) or not isinstance(max_error, int | float) or not max_error > 0:
+        raise InvalidInputError(f"max_error must be a positive number, got {max_error!r:.80}")
+    if not isinstance(batch, Tensor | tuple | Mapping):
+        raise InvalidInputError(
+            f"batch must be a tensor, a tuple of arguments or a dictionary of keywords, got {type(batch).__name__}: "
+            f"(batch,) is a tuple of one argument"
+        )
     profile(hardware)
     seen: dict[str, tuple[Tensor, int]] = {}
     handles = []
 
     def keep(name: str):
-        def hook(module: nn.Module, arguments: tuple[Any, ...]) -> None:
-            x = arguments[0].detach().reshape(-1, arguments[0].shape[-1])
+        def hook(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+            given = arguments[0] if arguments else keywords.get("input" if isinstance(module, nn.Linear) else "x")
+            if not isinstance(given, Tensor) or given.dim() < 1:
+                return  # the layer itself says what is wrong
+            x = given.detach().reshape(math.prod(given.shape[:-1]), given.shape[-1])
             pick = torch.linspace(0, max(0, x.shape[0] - 1), min(rows, x.shape[0]), device=x.device).long()
             if name not in seen:  # a layer that runs several times is judged by its first
                 seen[name] = (x[pick].float(), x.shape[0])
@@ -161,7 +176,7 @@ def precision_report(
 
     layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | Linear)}
     for name, module in layers.items():
-        handles.append(module.register_forward_pre_hook(keep(name)))
+        handles.append(module.register_forward_pre_hook(keep(name), with_kwargs=True))
     try:
         with torch.no_grad(), autocast(enabled=False):
             if isinstance(batch, Mapping):

@@ -76,6 +76,16 @@ def test_it_drives_convert_and_takes_keywords():
     assert precision_report(model, (values(8, 64),), recipes=["mxfp8"])["up"].error["mxfp8"] > 0
 
 
+def test_layers_may_be_called_by_keyword():
+    class Named(Model):
+        def forward(self, x):
+            return self.down(x=torch.relu(self.up(input=x)))
+
+    x = values(8, 64)
+    by_name, by_place = (precision_report(m, x, recipes=["mxfp8"]) for m in (Named(), Model()))
+    assert [one.error for one in by_name.layers] == [one.error for one in by_place.layers]
+
+
 @pytest.mark.parametrize(
     "make, word",
     [
@@ -83,6 +93,10 @@ def test_it_drives_convert_and_takes_keywords():
         (lambda m: precision_report(3, values(2, 64)), "model"),
         (lambda m: precision_report(m, values(2, 64), rows=0), "rows"),
         (lambda m: precision_report(m, values(2, 64), max_error=0), "max_error"),
+        (lambda m: precision_report(m, values(2, 64), max_error="a"), "max_error"),
+        (lambda m: precision_report(m, [values(2, 64)]), "batch"),
+        (lambda m: precision_report(m, None), "batch"),
+        (lambda m: precision_report(m, values(2, 64), recipes=["mxfp8"])["zz"], "zz.*'up'"),
         (lambda m: precision_report(m, values(2, 64), hardware="h1000"), "h1000"),
         (lambda m: precision_report(nn.ReLU(), values(2, 64)), "Linear"),
     ],
