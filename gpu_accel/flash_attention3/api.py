@@ -26,6 +26,7 @@ from gpu_accel.flash_attention3.problem import (
     check_scalars,
     check_tensors,
     normalise_window,
+    values_readable,
 )
 
 Window = tuple[int | None, int | None]
@@ -75,13 +76,15 @@ def flash_attn_func(
             Any strides; where the last one is not 1 the tensor is copied once.
         softmax_scale: default head_dim ** -0.5.
         causal: query i sees keys up to i + seqlen_k - seqlen_q.
-        window_size: (left, right) keys seen beside that diagonal, both ends included; -1 or None is no bound.
+        window_size: (left, right) keys seen beside that diagonal, both ends included; -1 or None is no bound;
+            other negative numbers are refused.
             A model's sliding window of w keys that includes the query itself is (w - 1, 0).
         softcap: scores become softcap * tanh(score / softcap); 0 is off.
         sinks: (heads,) logits, learnable, of any floating-point dtype: one more term exp(sinks[h]) in the denominator
-            of each softmax (gpt-oss; FlashAttention-4's learnable_sink). Part of lse.
+            of each softmax (gpt-oss; FlashAttention-4's learnable_sink). Part of lse. -inf is no sink. NaN and +inf
+            are errors on the CPU; on a GPU values are not read, and the rows of that head become NaN.
         alibi_slopes: float32 (heads,) or (batch, heads): adds -slope * |i + seqlen_k - seqlen_q - j| to the score of
-            query i and key j, after the soft cap.
+            query i and key j, after the soft cap. Finite: likewise checked on the CPU only, else NaN rows.
         score_mod: FlexAttention's (score, b, h, q_idx, kv_idx, *aux_tensors) -> score as a `@triton.jit` function on
             tiles, see `modifiers.py`; after soft cap and ALiBi. Its gradient is
             score_mod_grad: (grad, score, b, h, q_idx, kv_idx, *aux_tensors) -> gradient of the score that was given.
@@ -112,6 +115,7 @@ def flash_attn_func(
     check_tensors(q, k, v, varlen=False)
     scale, softcap = check_scalars(q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale, softcap)
     deterministic = check_flag("deterministic", deterministic)
+    with_lse = check_flag("return_lse", return_lse) | check_flag("return_attn_probs", return_attn_probs)
     check_name(backend)
     left, right = normalise_window(window_size, causal)
     features = check_features(
@@ -134,7 +138,7 @@ def flash_attn_func(
         o, lse = function.flash_attention_forward(
             q, k, v, scale, left, right, softcap, deterministic, backend
         )
-    return _results(o, lse, maxima, return_lse or return_attn_probs, return_max_logits)
+    return _results(o, lse, maxima, with_lse, return_max_logits)
 
 
 def _results(o: Tensor, lse: Tensor, maxima: Sequence[Tensor], with_lse: bool, with_maxima: bool):
@@ -192,12 +196,13 @@ def flash_attn_varlen_func(
     q, k, v = autocasted(q, k, v)
     check_tensors(q, k, v, varlen=True)
     compiling = torch.compiler.is_compiling()
-    values = not compiling and (q.device.type == "cpu" if validate is None else validate)
+    values = not compiling and (values_readable(q) if validate is None else check_flag("validate", validate))
     check_packed(
         q, k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k, values=values
     )
     scale, softcap = check_scalars(q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale, softcap)
     deterministic = check_flag("deterministic", deterministic)
+    with_lse = check_flag("return_lse", return_lse) | check_flag("return_attn_probs", return_attn_probs)
     check_name(backend)
     left, right = normalise_window(window_size, causal)
     features = check_features(
@@ -218,4 +223,4 @@ def flash_attn_varlen_func(
             q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
             scale, left, right, softcap, deterministic, backend,
         )  # fmt: skip
-    return _results(o, lse, maxima, return_lse or return_attn_probs, return_max_logits)
+    return _results(o, lse, maxima, with_lse, return_max_logits)

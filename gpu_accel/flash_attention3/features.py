@@ -16,7 +16,7 @@ from torch import Tensor
 from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.flash_attention3.block_mask import block_mask_lists
 from gpu_accel.flash_attention3.modifiers import key_of
-from gpu_accel.flash_attention3.problem import check_flag, check_strided
+from gpu_accel.flash_attention3.problem import check_flag, check_sink_values, check_strided, values_readable
 
 _MOST_AUX_TENSORS = 8
 
@@ -75,6 +75,7 @@ def _check_sinks(sinks: object, q: Tensor) -> Tensor | None:
     sinks = _check_tensor("sinks", sinks, kind, q)
     if not sinks.is_floating_point() or tuple(sinks.shape) != (heads,):
         raise InvalidInputError(f"sinks must be {kind}, got {sinks.dtype} {_sizes(sinks)}")
+    check_sink_values(sinks)
     return sinks.to(torch.float64 if q.dtype == torch.float64 else torch.float32).contiguous()
 
 
@@ -90,6 +91,8 @@ def _check_slopes(slopes: object, q: Tensor, batch: int) -> Tensor | None:
         raise InvalidInputError(
             "alibi_slopes gets no gradient: pass alibi_slopes.detach()"
         )
+    if values_readable(slopes) and not slopes.isfinite().all():
+        raise InvalidInputError("alibi_slopes must be finite: got NaN or Inf, and the rows of that head would be NaN")
     return slopes.contiguous()
 
 
@@ -147,7 +150,8 @@ def check_features(
     return_max_logits: bool,
     batch_invariant: bool,
 ) -> Features | None:
-    """What of these was asked for, or None if nothing was. q, k, v are checked already; no value is read.
+    """What of these was asked for, or None if nothing was. q, k, v are checked already. Values
+    are read of sinks and slopes only, and only on the CPU.
 
     Raises:
         InvalidInputError: wrong shape, dtype, device or kind. UnsupportedError: a combination that no kernel has.

@@ -21,7 +21,7 @@ from gpu_accel.flash_attention3 import hopper_fp8, portable_fp8
 from gpu_accel.flash_attention3.blockwise import blockwise_softmax
 from gpu_accel.flash_attention3.fp8_error import fp8_error_report
 from gpu_accel.flash_attention3.fp8_inputs import as_heads, check_heads, check_layout, check_rows_per_scale
-from gpu_accel.flash_attention3.fp8_quantize import FORMATS, fp8_format, quantize_blocks, quantize_op
+from gpu_accel.flash_attention3.fp8_quantize import FORMATS, Fp8Format, fp8_format, quantize_blocks, quantize_op
 from gpu_accel.flash_attention3.function import nobody_watches
 from gpu_accel.flash_attention3.hadamard import check_rows, choose_backend, hadamard_block, hadamard_transform
 from gpu_accel.flash_attention3.launch import capability
@@ -32,6 +32,7 @@ from gpu_accel.flash_attention3.problem import (
     check_seed,
     check_strided,
     normalise_window,
+    values_readable,
 )
 from gpu_accel.flash_attention3.reference_fp8 import fp8_attention_reference, quantize_reference, transpose_values
 
@@ -195,6 +196,22 @@ def _check_scale(name: str, scale: Tensor, x: Tensor, block: int) -> None:
         raise InvalidInputError(f"{name} must be on {x.device}, got {scale.device}")
 
 
+def _check_sums(v_scale: Tensor, fmt: Fp8Format, seqlen_k: int, *, kernel: bool) -> None:
+    """Sums of p v are divided at the end only, and kernels hold p times 2**p_shift: they must stay within float32.
+
+    Looks at v_scale on the CPU only.
+    """
+    if not values_readable(v_scale) or v_scale.numel() == 0:
+        return
+    limit = torch.finfo(torch.float32).max / max(1, seqlen_k) / (2.0**fmt.p_shift if kernel else 1.0)
+    largest = float(v_scale.nan_to_num(0.0).max()) * fmt.largest
+    if largest > limit:
+        raise InvalidInputError(
+            f"v holds values up to {largest:.3g}, and sums over {seqlen_k} keys may overflow float32 from {limit:.3g} "
+            f"on: divide v by a power of two and multiply the output by it"
+        )
+
+
 def fp8_attention_quantized(
     q8: Tensor,
     k8: Tensor,
@@ -256,7 +273,9 @@ def fp8_attention_quantized(
     check_layout(layout)
     scale, softcap = check_scalars(q8.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale, softcap)
     left, right = normalise_window(window_size, causal)
+    return_lse = check_flag("return_lse", return_lse)
     chosen = _resolve(backend, q8, k_block=k_block, one_scale=not per_block)
+    _check_sums(v_scale, fp8_format(v8.dtype), sk, kernel=chosen != "reference")
     if chosen == "reference":
         o, lse = fp8_attention_reference(
             q8, k8, v8, q_scale, k_scale, v_scale, q_block=q_block, k_block=k_block, softmax_scale=scale,
@@ -313,7 +332,9 @@ def fp8_attention(
         o like q in `out_dtype`, contiguous in `layout`. A row that sees no key is 0, with lse -inf.
 
     Raises:
-        InvalidInputError: shapes, dtypes, strides. UnsupportedError: head_dim, an old GPU, or an input that requires a
+        InvalidInputError: shapes, dtypes, strides; on the CPU also values of v so large that a sum over the keys could
+        overflow float32: above 1.3e36 / seqlen_k (e5m2: 1e34 / seqlen_k). A GPU is not waited for to look at them, so
+        there o is then Inf or NaN. UnsupportedError: head_dim, an old GPU, or an input that requires a
         gradient (forward only), or what backend="hopper" refuses. HardwareError: backend="portable" for CPU tensors
         outside Triton's interpreter.
     """

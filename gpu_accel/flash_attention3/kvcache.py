@@ -34,9 +34,11 @@ from gpu_accel.flash_attention3.problem import (
     FLOAT_DTYPES,
     check_flag,
     check_scalars,
+    check_sink_values,
     check_strided,
     check_written,
     normalise_window,
+    values_readable,
 )
 
 Window = tuple[int | None, int | None]
@@ -95,7 +97,7 @@ def flash_attn_with_kvcache(
         causal, window_size: as in `flash_attn_func`, aligned to the bottom right: the last query is at the last key.
         softcap: scores become softcap * tanh(score / softcap); 0 is off.
         sinks: (heads,) float: the score of one more key with value zero, for every query of a head. lse includes it, so
-            a row that sees nothing has o 0 and the sink as lse.
+            a row that sees nothing has o 0 and the sink as lse. NaN and +inf: an error on the CPU, NaN rows on a GPU.
         num_splits: how many programs share the keys of one sequence; 0: by shape. Does not change what is computed.
         k_descale, v_descale: scales of 8- and 4-bit caches, float32; number = code * scale. () for one; (heads_kv,);
             (batch, heads_kv); (pages, 1, heads_kv) for each page; (pages, page_size, heads_kv) for each token; with
@@ -121,6 +123,7 @@ def flash_attn_with_kvcache(
     """
     check_name(backend)
     refuse_transforms("flash_attn_with_kvcache")
+    with_lse = check_flag("return_lse", return_lse) | check_flag("return_softmax_lse", return_softmax_lse)
     if block_table is not None:
         if page_table is not None:
             raise InvalidInputError("page_table and block_table are two names of one argument: give one of them")
@@ -131,7 +134,8 @@ def flash_attn_with_kvcache(
         page_table=page_table, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
         sinks=sinks, num_splits=num_splits, k_descale=k_descale, v_descale=v_descale, batch_invariant=batch_invariant,
     )  # fmt: skip
-    if not torch.compiler.is_compiling() and (call.q.device.type == "cpu" if validate is None else validate):
+    validate = values_readable(call.q) if validate is None else check_flag("validate", validate)
+    if validate and not torch.compiler.is_compiling():
         _check_values(call)
     given = (q, k_cache, v_cache, k, v, sinks, k_descale, v_descale, rotary_cos, rotary_sin, out)
     tensors = [x for x in given if isinstance(x, Tensor)]
@@ -159,7 +163,7 @@ def flash_attn_with_kvcache(
             call.cache_batch_idx, call.cache_leftpad, call.page_table, call.softmax_scale, call.window_left,
             call.window_right, call.softcap, call.sinks, call.num_splits, call.batch_invariant, name,
         )  # fmt: skip
-    return (o, lse) if return_lse or return_softmax_lse else o
+    return (o, lse) if with_lse else o
 
 
 @dataclass(frozen=True)
@@ -399,6 +403,7 @@ def make_call(
         _tensor("sinks", sinks, 1, "(heads,)", device)
         if sinks.shape[0] != heads or sinks.dtype not in FLOAT_DTYPES:
             raise InvalidInputError(f"sinks must be ({heads},) in a float dtype, got {_described(sinks)}")
+        check_sink_values(sinks)
         sinks = sinks.contiguous()
     if not isinstance(num_splits, int) or isinstance(num_splits, bool) or not 0 <= num_splits <= 1024:
         raise InvalidInputError(f"num_splits must be an integer from 0 (by shape) to 1024, got {num_splits!r:.40}")

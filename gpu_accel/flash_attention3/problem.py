@@ -94,6 +94,24 @@ def check_flag(name: str, x: object) -> bool:
     raise InvalidInputError(f"{name} must be True or False, got {x!r:.80} of type {type(x).__name__}")
 
 
+def values_readable(x: Tensor) -> bool:
+    """Whether looking at values neither waits for a device nor is impossible (compilers, fake tensors, transforms)."""
+    return (
+        not torch.compiler.is_compiling()
+        and isinstance(x, Tensor)
+        and type(x) in (Tensor, torch.nn.Parameter)
+        and x.device.type == "cpu"
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
+
+
+def check_sink_values(sinks: Tensor) -> None:
+    """Finite or -inf (no sink), where that can be seen; on a GPU the rows of a NaN or +inf sink become NaN."""
+    if values_readable(sinks) and not (sinks.detach() < float("inf")).all():
+        raise InvalidInputError("sinks must be finite, or -inf for none: got NaN or +inf, and its rows would be NaN")
+
+
 def check_seed(seed: object) -> int:
     """A seed is an int of 64 bits."""
     if isinstance(seed, bool) or not isinstance(seed, int) or not -(1 << 63) <= seed < 1 << 63:
@@ -130,7 +148,9 @@ def _bound(name: str, x: object) -> int:
         value = None
     if value is None or isinstance(x, bool):
         raise InvalidInputError(f"{name} must be an integer, -1 or None for no bound, got {x!r:.80}")
-    return -1 if value < 0 else min(value, _NO_BOUND)
+    if value < -1:  # flash-attn takes it for no bound; here it is more likely a mistake
+        raise InvalidInputError(f"{name} must be 0 or more, or -1 or None for no bound, got {value}: pass -1")
+    return min(value, _NO_BOUND)
 
 
 def normalise_window(window_size, causal: bool) -> tuple[int, int]:

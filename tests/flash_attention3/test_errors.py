@@ -54,7 +54,8 @@ NAN, INF = float("nan"), float("inf")
 WRONG_SCALARS = {
     "softcap": [None, "1", True, NAN, INF, 1e-40, 1e39, [1.0], torch.ones(2), torch.ones((), requires_grad=True)],
     "softmax_scale": ["x", 1j, True, 10**400, 1e-320, 1e39, -1, INF, torch.ones(2), torch.ones((), requires_grad=True)],
-    "window_size": ["ab", (NAN, 0), (INF, 0), (1.5, 2), 3, None, (1, 2, 3), (True, 0), torch.tensor([1.0, 2.0])],
+    "window_size": ["ab", (NAN, 0), (INF, 0), (1.5, 2), 3, None, (1, 2, 3), (True, 0), torch.tensor([1.0, 2.0]),
+                    (-5, 2), (2, -2)],
     "causal": ["no", None, 1, torch.tensor([True, False])],
     "deterministic": ["no", None],
     "backend": [None, ["portable"], "", "cuda"],
@@ -82,6 +83,36 @@ def test_wrong_scalars(name, value, wants_gradient):
     if name not in ("deterministic", "backend"):
         with pytest.raises(InvalidInputError, match=pattern):
             fp8_attention(q.detach(), q.detach(), q.detach(), layout="bshd", **{name: value})
+
+
+@pytest.mark.parametrize("name", ["return_lse", "return_attn_probs", "validate"])
+def test_flags_are_true_or_false(name):
+    q, cu = x(*GOOD), torch.tensor([0, 5], dtype=torch.int32)
+    with pytest.raises(InvalidInputError, match=f"{name} must be True or False"):
+        flash_attn_varlen_func(q[0], q[0], q[0], cu_seqlens_q=cu, cu_seqlens_k=cu, **{name: "x"})
+    if name != "validate":
+        with pytest.raises(InvalidInputError, match=f"{name} must be True or False"):
+            flash_attn_func(q, q, q, **{name: "x"})
+    if name == "return_lse":
+        with pytest.raises(InvalidInputError, match=f"{name} must be True or False"):
+            fp8_attention(q, q, q, backend="reference", **{name: "x"})
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize(("name", "value"), [("sinks", NAN), ("sinks", INF), ("alibi_slopes", NAN),
+                                             ("alibi_slopes", INF)])  # fmt: skip
+def test_biases_that_would_make_rows_nan(name, value, requires_grad):
+    q, cu = x(*GOOD).requires_grad_(requires_grad), torch.tensor([0, 5], dtype=torch.int32)
+    bias = torch.tensor([0.5, value, 0.0, 1.0], requires_grad=requires_grad and name == "sinks")
+    with pytest.raises(InvalidInputError, match=f"{name} must be finite"):
+        flash_attn_func(q, q, q, **{name: bias})
+    with pytest.raises(InvalidInputError, match=f"{name} must be finite"):
+        flash_attn_varlen_func(q[0], q[0], q[0], cu_seqlens_q=cu, cu_seqlens_k=cu, **{name: bias})
+
+
+def test_a_sink_of_minus_infinity_is_none():
+    q = torch.randn(GOOD)
+    torch.testing.assert_close(flash_attn_func(q, q, q, sinks=torch.full((4,), -INF)), flash_attn_func(q, q, q))
 
 
 def test_numbers_of_other_kinds_are_taken():

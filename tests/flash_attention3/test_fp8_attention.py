@@ -350,3 +350,18 @@ def test_blocks_longer_than_the_sequence(backend, device):
     expected = fp8_attention_quantized(q8, q8, v8, scale, scale, v_scale, backend=backend)
     long = {"q_block": 2**40, "k_block": 2**40}
     assert torch.equal(fp8_attention_quantized(q8, q8, v8, scale, scale, v_scale, backend=backend, **long), expected)
+
+
+@pytest.mark.parametrize("dtype", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("backend", ["portable", "reference"])
+def test_values_whose_sum_may_overflow_are_refused_and_smaller_ones_are_finite(backend, dtype):
+    """Kernels hold p times a power of two until the end: one value of 1e38 made o infinite, without an error."""
+    q = torch.randn(1, 1, 32, 16)
+    exponent = {"e4m3": 8, "e5m2": 15}[dtype] if backend == "portable" else 0
+    limit = torch.finfo(torch.float32).max / 32 / 2.0**exponent
+    v = torch.full_like(q, 0.9 * limit)
+    o = fp8_attention(q, q, v, dtype=dtype, backend=backend, out_dtype=torch.float32)
+    assert o.isfinite().all() and (o / v - 1).abs().max() < 0.1
+    v[0, 0, 3, 5] = 1.1 * limit
+    with pytest.raises(InvalidInputError, match="divide v by a power of two"):
+        fp8_attention(q, q, v, dtype=dtype, backend=backend)
