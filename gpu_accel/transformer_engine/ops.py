@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gpu_accel.errors import InvalidInputError
 from gpu_accel.transformer_engine import scales
+from gpu_accel.transformer_engine.checks import check_floats, check_one_device
 from gpu_accel.transformer_engine.quantizer import quantize
 from gpu_accel.transformer_engine.schemes import Scheme
 from gpu_accel.transformer_engine.tensor import QuantizedTensor
@@ -75,8 +76,11 @@ def dequantize_and_accumulate(
         if scale.dim() > wide.dim() or any(one not in (1, whole) for one, whole in sizes):
             raise InvalidInputError(f"scale {tuple(scale.shape)} does not broadcast to {tuple(wide.shape)}")
         scale = scale.float()
+        check_one_device(result=wide, scale=scale if scale.dim() else None)  # torch takes one number from anywhere
     if accumulator is None:
         return wide * scale
+    check_floats("accumulator", accumulator)
+    check_one_device(result=wide, accumulator=accumulator)
     if accumulator.dtype != torch.float32 or accumulator.shape != wide.shape:
         raise InvalidInputError(
             f"accumulator must be float32 {tuple(wide.shape)}, got {accumulator.dtype} {tuple(accumulator.shape)}"

@@ -23,6 +23,7 @@ from gpu_accel.transformer_engine.modules import (
     Norm,
     TransformerLayer,
 )
+from gpu_accel.transformer_engine.ops import dequantize_and_accumulate
 from gpu_accel.transformer_engine.recipes import Float8CurrentScaling
 
 FUNCTIONS = {"fp8": transformer_engine_fp8, "fp4": transformer_engine_fp4}
@@ -88,6 +89,9 @@ REFUSED = {
     "bias-shape": lambda: transformer_engine_fp8(r(3, 4), r(5, 4), r(4)),
     "bias-int": lambda: transformer_engine_fp4(r(3, 4), r(5, 4), torch.ones(5, dtype=torch.int32)),
     "weight-list": lambda: transformer_engine_fp8(r(3, 4), [[1.0] * 4]),
+    "accumulator-elsewhere": lambda: dequantize_and_accumulate(r(3, 4), accumulator=r(3, 4).to("meta")),
+    "accumulator-list": lambda: dequantize_and_accumulate(r(3, 4), accumulator=[1.0]),
+    "scales-elsewhere": lambda: dequantize_and_accumulate(r(3, 4), r(4).to("meta")),
     "norm-width": lambda: Norm(8)(r(3, 4)),
     "norm-of-a-list": lambda: Norm(8)([1.0] * 8),
     "norm-eps": lambda: Norm(8, eps=-1.0),
