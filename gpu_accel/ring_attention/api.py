@@ -9,6 +9,7 @@ Where a function takes `devices`, that is how the ranks exist:
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -127,6 +128,21 @@ class RingAttention(nn.Module):
             q, k, v, layout=layout, transport=transport, schedule=self.schedule, **options
         )
         return _swap(o)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle: a transport belongs to its process, so there the module finds that of the default group."""
+        return dict(self.__dict__, _transport=None)
+
+    def __copy__(self) -> RingAttention:
+        again = type(self).__new__(type(self))
+        again.__dict__.update(self.__dict__)
+        return again
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RingAttention:
+        """Within the process the copy keeps the transport."""
+        again = copy.copy(self)
+        again.__dict__.update(copy.deepcopy(self.__getstate__(), memo), _transport=self._transport)
+        return again
 
     def extra_repr(self) -> str:
         return f"num_gpus={self.num_gpus}, layout={self.layout!r}, schedule={self.schedule!r}"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -22,6 +25,7 @@ from gpu_accel.ring_attention.flash_attn_names import (
 )
 from gpu_accel.ring_attention.layouts import make_layout
 from gpu_accel.ring_attention.simulate import simulate, simulate_attention
+from gpu_accel.ring_attention.transport import LocalTransport, World
 
 RANKS, ROWS = 3, 6
 X = torch.ones(1, 2, RANKS * ROWS, 8)  # (batch, heads, seqlen, head_dim)
@@ -103,6 +107,15 @@ def test_a_module_may_be_made_before_the_ranks_are_counted():
     RingAttention(schedule="usp", ulysses=7)
     with pytest.raises(InvalidInputError):
         RingAttention(schedule="usp", ulysses=0)
+
+
+def test_a_copy_keeps_the_transport_and_a_pickle_does_not():
+    transport = LocalTransport(World(RANKS), 0)
+    module = RingAttention(RANKS, "striped", transport=transport, overlap=False)
+    for again in (copy.copy(module), copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert (again.layout, again.options) == ("striped", {"overlap": False})
+    assert copy.copy(module).transport() is copy.deepcopy(module).transport() is transport
+    assert pickle.loads(pickle.dumps(module))._transport is None
 
 
 def _shards(rank: int):
