@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from gpu_accel.errors import InvalidInputError
-from gpu_accel.flash_attention3.problem import FLOAT_DTYPES, check_strided
+from gpu_accel.flash_attention3.problem import FLOAT_DTYPES, check_strided, values_readable
 
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def readable(x: Tensor) -> bool:
-    """Whether the values of x can be read without waiting for a device or breaking a graph of torch.compile."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+    """Whether the values of x can be read without waiting for a device, breaking a graph or failing in a mode."""
+    return values_readable(x)
 
 
 def check_tensors(
