@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).with_name("compile_kernels.py")
+# the one that is installed, and 3.6.0, which comes with torch 2.11: each of the four takes half a minute for these
+TWO_TRITONS = pytest.mark.parametrize("compile_environment", ["installed", "3.6.0"], indirect=True)
 
 
 def compiled(environment: dict[str, str], what: str, names: str) -> list[dict]:
@@ -47,6 +49,7 @@ def test_quantisers(compile_environment):
 
 
 @pytest.mark.slow
+@TWO_TRITONS
 def test_conversions_that_ptxas_gets_wrong(compile_environment):
     """A result of cvt.e4m3x2 that is packed and also read alone is read from a register that nothing wrote: seen on an
     H100 in just the last two of these, with the ptxas 12.8 of Triton 3.6; that of 3.8 and 3.9 (12.9) does the same."""
@@ -68,6 +71,7 @@ def test_products(compile_environment):
 
 
 @pytest.mark.slow
+@TWO_TRITONS
 def test_optimizers(compile_environment):
     rows = compiled(compile_environment, "optimizer", "adamw,lion")
     assert [row["kernel"] for row in rows] == ["_step_kernel"] * 2
