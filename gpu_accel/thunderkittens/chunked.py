@@ -1,8 +1,9 @@
 """Launchers and custom ops of chunked linear attention: what torch.compile, autograd and opcheck see.
 
-    gpu_accel::tk_chunked(q, k, v, g, w, initial, cu_seqlens, scale, chunk, segments, fused) -> (o, final state)
+    gpu_accel::tk_chunked(q, k, v, g, w, initial, cu_seqlens, scale, chunk, segments, way) -> (o, final state)
     gpu_accel::tk_chunked_backward(do, dfinal, ...) -> (dq, dk, dv, dg, dw, dinitial)
 
+way: "chunks" (two kernels, all chunks at once), "walk" (`fused_kernel`) or "hopper" (`walk_kernel`), for the forward.
 Arguments are validated in `linear.py` and `mamba2.py`. The backward computes the states again instead of
 keeping them: they take K * V / chunk values a token and head, more than q, k and v together.
 """
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from gpu_accel.flash_attention3.launch import launch, next_power_of_2
 from gpu_accel.thunderkittens import chunked_kernels as kernels
-from gpu_accel.thunderkittens import fused_kernel
+from gpu_accel.thunderkittens import fused_kernel, walk_hopper
 
 CHUNK = 64
 _PROGRAMS = 264  # two for each SM of an H100: below this many a sequence is cut into segments
@@ -156,6 +157,21 @@ def _fused(q, k, v, g, w, initial, places, *, scale, chunk, segments, heads, gro
     return o, final
 
 
+def _hopper(q, k, v, g, w, initial, places, *, scale, chunk, segments, heads, group):
+    """(o, state at the end) by `walk_kernel`."""
+    key_dim, value_dim = q.shape[-1], v.shape[-1]
+    tiles = -(-value_dim // walk_hopper.walk_config(key_dim, value_dim).block_v)
+    if not v.numel():
+        final = v.new_zeros((places.sequences, heads, key_dim, value_dim), dtype=torch.float32)
+        return v.new_empty(v.shape), final if initial is None else final.copy_(initial)
+    segments = segments or segments_for(places.sequences, heads, tiles, places.chunks)
+    local = decays = None
+    if segments > 1:
+        local, decays = _walk(k, v, g, w, None, places, scale=scale, chunk=chunk, segments=segments, heads=heads,
+                              group=group, reverse=False, sums_only=True)  # fmt: skip
+    return walk_hopper.walk(q, k, v, g, w, initial, local, decays, scale=scale, segments=segments)
+
+
 def _options(q, v, g, w, cu, chunk, **more):
     bk, bv = (_block(x.shape[-1]) for x in (q, v))
     return dict(K=q.shape[-1], V=v.shape[-1], BT=chunk, BK=bk, BV=bv,
@@ -170,7 +186,7 @@ def _device(x: Tensor):
 @torch.library.custom_op("gpu_accel::tk_chunked", mutates_args=())
 def chunked(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, w: Tensor | None, initial: Tensor | None,
-    cu_seqlens: Tensor | None, scale: float, chunk: int, segments: int, fused: bool,
+    cu_seqlens: Tensor | None, scale: float, chunk: int, segments: int, way: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """q, k (batch, seqlen, heads of q, K); v (batch, seqlen, heads, V); g, w (batch, seqlen, heads) float32;
     initial (sequences, heads, K, V) float32; cu_seqlens (sequences + 1,) with batch 1. segments 0: chosen here.
@@ -182,7 +198,9 @@ def chunked(
     group = heads // q.shape[2] if q.shape[2] else 1
     common = dict(scale=scale, chunk=chunk, segments=segments, heads=heads, group=group)
     with _device(v):
-        if fused:
+        if way == "hopper":
+            return _hopper(q, k, v, g, w, initial, places, **common)
+        if way == "walk":
             return _fused(q, k, v, g, w, initial, places, **common)
         states, final = _walk(k, v, g, w, initial, places, reverse=False, **common)
         # rows beyond the last of packed sequences are written by nobody
@@ -204,7 +222,7 @@ def _state_shape(k: Tensor, v: Tensor, cu_seqlens: Tensor | None):
 
 
 @chunked.register_fake
-def _(q, k, v, g, w, initial, cu_seqlens, scale, chunk, segments, fused):
+def _(q, k, v, g, w, initial, cu_seqlens, scale, chunk, segments, way):
     return v.new_empty(v.shape), v.new_empty(_state_shape(k, v, cu_seqlens), dtype=torch.float32)
 
 

@@ -20,9 +20,14 @@ import torch
 from torch import Tensor
 
 from gpu_accel.errors import InvalidInputError
-from gpu_accel.thunderkittens import chunked
+from gpu_accel.flash_attention3.launch import launch
+from gpu_accel.thunderkittens import based_kernel, chunked
 from gpu_accel.thunderkittens.arguments import check_tensors, real
-from gpu_accel.thunderkittens.linear import LARGEST_DIM, _need, _shape, _validate, linear_attention
+from gpu_accel.thunderkittens.linear import LARGEST_DIM, _need, _shape, _validate, choose, linear_attention
+
+# Until tests/gpu has seen `based_kernel` right on a card, "auto" takes plain torch.
+BASED_CHECKED = False
+_BASED_KEYS = 16  # the most of K whose squared state stays in registers
 
 
 def taylor_features(x: Tensor) -> Tensor:
@@ -51,6 +56,56 @@ def _normalised(q: Tensor, k: Tensor, v: Tensor, norm: bool, cu_seqlens: Tensor 
     return (wide / (total.to(wide.dtype) + 1e-6)).to(v.dtype)
 
 
+@torch.library.custom_op("gpu_accel::tk_based", mutates_args=())
+def based_op(q: Tensor, k: Tensor, v: Tensor, scale: float, norm: bool) -> Tensor:
+    """Based's attention of q, k (batch, seqlen, heads of q, K up to 16) and v, features in registers."""
+    q, k, v = chunked._unit(q), chunked._unit(k), chunked._unit(v)
+    batch, seqlen, heads, value_dim = v.shape
+    o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    if o.numel():
+        block_v = chunked._block(value_dim)
+        strides = [s for x in (q, k, v) for s in x.stride()[:3]]
+        with chunked._device(v):
+            launch(
+                based_kernel._based_kernel, batch * heads * -(-value_dim // block_v),
+                (q, k, v, o, *strides, seqlen, batch, heads, heads // q.shape[2], scale),
+                dict(K=q.shape[3], V=value_dim, BT=chunked.CHUNK, BK=_BASED_KEYS, BV=block_v, NORM=norm,
+                     PRECISION=chunked.precision(v.dtype), **_based_launch()),
+            )  # fmt: skip
+    return o
+
+
+def _based_launch() -> dict:
+    return dict(num_warps=8, num_stages=2)
+
+
+@based_op.register_fake
+def _(q, k, v, scale, norm):
+    return v.new_empty(v.shape)
+
+
+def _based_save(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:3])
+    ctx.scale, ctx.norm = inputs[3:]
+
+
+def _based_gradients(ctx, do):
+    """By the features in memory: gradients take them anyway."""
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        o = _based_by_features(*leaves, ctx.scale, ctx.norm, None, "auto")
+    return *torch.autograd.grad(o, leaves, do), None, None
+
+
+based_op.register_autograd(_based_gradients, setup_context=_based_save)
+
+
+def _based_by_features(q, k, v, scale, norm, cu_seqlens, backend) -> Tensor:
+    wide = q if q.dtype == torch.float64 else q.float()
+    features = taylor_features((wide * scale).to(q.dtype) if q.dtype != torch.float64 else wide * scale)
+    return _normalised(features, taylor_features(k), v, norm, cu_seqlens, backend)
+
+
 def fused_chunk_based(
     q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, use_norm: bool = True, *,
     cu_seqlens: Tensor | None = None, backend: str = "auto",
@@ -74,9 +129,10 @@ def fused_chunk_based(
         raise InvalidInputError(f"K is {q.shape[-1]}, which makes {count} features; at most {LARGEST_DIM} are taken")
     _validate(q, k, v, None, None, None, cu_seqlens, chunked.CHUNK)
     scale = chunked.default_scale(q.shape[-1]) if scale is None else real("scale", scale)
-    wide = q if q.dtype == torch.float64 else q.float()
-    features = taylor_features((wide * scale).to(q.dtype) if q.dtype != torch.float64 else wide * scale)
-    return _normalised(features, taylor_features(k), v, use_norm, cu_seqlens, backend)
+    small = q.shape[-1] <= _BASED_KEYS and cu_seqlens is None and q.dtype in (torch.bfloat16, torch.float16)
+    if small and choose(v, backend, BASED_CHECKED) == "portable":
+        return based_op(q, k, v, scale, use_norm)
+    return _based_by_features(q, k, v, scale, use_norm, cu_seqlens, backend)
 
 
 def parallel_based(

@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError
-from gpu_accel.thunderkittens import chunked, reference
+from gpu_accel.thunderkittens import chunked, reference, walk_hopper
 from gpu_accel.thunderkittens.arguments import check_cu_seqlens, check_tensors, real
 
 BACKENDS = ("auto", "portable", "reference")
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # What tests/gpu/test_thunderkittens.py has passed on (H100, Triton 3.6.0): "auto" takes the kernels for that alone.
 GPU_CHECKED = True
+# The same for `walk_kernel` in Gluon: "auto" takes its forward where it can run.
+HOPPER_CHECKED = False
 # Based, which has K = 153 and a second call with V = 1, came out wrong there (by 3 times) and right in the interpreter;
 # which of the two it is, is not known yet, so on a GPU the kernels refuse both.
 _CHECKED_KEYS = 128
@@ -105,8 +107,10 @@ def linear_attention(
         cu_seqlens: (sequences + 1,) int32 or int64, from 0 on, not decreasing, at most seqlen. Values are checked on
             the CPU alone: on a GPU that would wait for it, and wrong ones read and write what is not theirs.
         chunk: steps that are done by matrix products at once. segments: cuts of a sequence, 0 lets the launcher choose.
-        fused: the forward as one walk that keeps the state in registers (K up to 128, bfloat16 and float16), or as two
-            kernels with all chunks at once. None: one walk in bfloat16 with K from 33 to 128.
+        fused: the portable forward as one walk that keeps the state in registers (K up to 128, bfloat16 and float16),
+            or as two kernels with all chunks at once. None: one walk in bfloat16 with K from 33 to 128.
+        backend: "hopper" is the walk in Gluon, bfloat16 on compute capability 9.0, with gradients by the portable
+            kernels; "portable", "reference"; "auto": the first of them that can run, and was seen right on a card.
 
     Returns:
         o (batch, seqlen, heads, V) in the dtype of v, and the final state (sequences, heads, K, V) float32.
@@ -116,6 +120,14 @@ def linear_attention(
     """
     _validate(q, k, v, g, w, initial_state, cu_seqlens, chunk)
     scale = chunked.default_scale(q.shape[-1]) if scale is None else real("scale", scale)
+    if backend == "hopper" or (backend == "auto" and HOPPER_CHECKED and fused is None):
+        refusal = walk_hopper.refusal(q, k, v, cu_seqlens, chunk)
+        _need(fused is None or backend != "hopper", "fused is for the portable kernels")
+        if refusal is None:
+            g, w, initial_state = (None if x is None else x.float() for x in (g, w, initial_state))
+            return chunked.chunked(q, k, v, g, w, initial_state, None, scale, chunk, segments, "hopper")
+        if backend == "hopper":
+            raise UnsupportedError(f"backend 'hopper': {refusal}")
     sizes = q.shape[3] <= _CHECKED_KEYS and v.shape[3] >= _CHECKED_VALUES
     if choose(v, backend, GPU_CHECKED and sizes) == "portable":
         if v.is_cuda and not sizes:
@@ -129,7 +141,8 @@ def linear_attention(
             raise UnsupportedError(f"fused=True: {refusal}; use fused=None")
         if fused is None:
             fused = v.dtype == torch.bfloat16 and q.shape[-1] in _WALKED_KEYS
-        return chunked.chunked(q, k, v, g, w, initial_state, cu_seqlens, scale, chunk, segments, fused)
+        way = "walk" if fused else "chunks"
+        return chunked.chunked(q, k, v, g, w, initial_state, cu_seqlens, scale, chunk, segments, way)
     parts = [(slice(None), 0, v.shape[1])]
     if cu_seqlens is not None:
         edges = cu_seqlens.tolist()

@@ -183,7 +183,7 @@ def test_sizes_that_are_refused(key_dim, value_dim):
         linear.linear_attention(*(x.to(t) for x in (q, k, v)), scale=1.0, backend="reference")
         for t in (torch.float64, BF16)
     )
-    found = chunked.chunked(q, k, v, None, None, None, None, 1.0, 64, 0, False)
+    found = chunked.chunked(q, k, v, None, None, None, None, 1.0, 64, 0, "chunks")
     for name, *three in zip(["o", "state"], found, truth, ruler, strict=True):
         assert_close_to_truth(name, *three)
 

@@ -43,9 +43,11 @@ def chunked(dtype: torch.dtype, key_dim: int, value_dim: int, packed: bool) -> N
     cu = torch.tensor([0, 1000, 4096], dtype=torch.int32) if packed else None
     state = torch.empty(2 if packed else 1, 16, key_dim, value_dim)
     tail = (cu, 0.1, 64, 2)
-    ops.chunked._init_fn(q, q, v, g, g, state, *tail, False)
+    ops.chunked._init_fn(q, q, v, g, g, state, *tail, "chunks")
     if ops.fused_refusal(key_dim, dtype) is None:
-        ops.chunked._init_fn(q, q, v, g, g, state, *tail, True)
+        ops.chunked._init_fn(q, q, v, g, g, state, *tail, "walk")
+    if dtype == torch.bfloat16 and not packed:
+        ops.chunked._init_fn(q, q, v, g, g, state, *tail, "hopper")
     ops.chunked_backward._init_fn(v, state, q, q, v, g, g, state, *tail, True)
 
 

@@ -29,13 +29,15 @@ def compiled(what: str, names: str) -> list[dict]:
 def test_chunks(names):
     rows = compiled("chunked", names)
     found = {row["kernel"] for row in rows}
-    assert found - {"_fused_kernel"} == {"_states_kernel", "_output_kernel", "_dv_kernel", "_dqk_kernel"}
-    assert ("_fused_kernel" in found) == ("fp32" not in names)
+    walks = {"_fused_kernel", "walk_kernel", "_gates_kernel"}
+    assert found - walks == {"_states_kernel", "_output_kernel", "_dv_kernel", "_dqk_kernel"}
+    assert ("_fused_kernel" in found) == ("fp32" not in names) and ("walk_kernel" in found) == ("bf16" in names)
     for row in rows:
         # a state of 128 x 64 beside gates, weights and a first state does not fit entirely
         assert row["spills"] <= (96 if row["kernel"] == "_fused_kernel" else 0) and not row["serialised"], row
-        assert row["hgmma"] or row["mma"], row
-        assert row["shared"] <= 227 * 1024, row
+        assert row["hgmma"] or row["mma"] or row["kernel"] == "_gates_kernel", row
+        # two programs of the walk share an SM
+        assert row["shared"] <= (112 if row["kernel"] == "walk_kernel" else 227) * 1024, row
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError
-from gpu_accel.thunderkittens import chunked, linear, reference
+from gpu_accel.thunderkittens import chunked, linear, reference, walk_hopper
 from gpu_accel.thunderkittens.linear import (
     chunk_linear_attn,
     chunk_retention,
@@ -290,7 +290,7 @@ def test_opcheck(packed, device):
     cu = torch.tensor([0, 18], dtype=torch.int32, device=device) if packed else None
     leaves = [x.requires_grad_() for x in tensors]
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(chunked.chunked, (*leaves, cu, 0.25, 16, 1, False), test_utils=tests)
+    torch.library.opcheck(chunked.chunked, (*leaves, cu, 0.25, 16, 1, "chunks"), test_utils=tests)
     q, k, v, g, w, h = (x.detach() for x in tensors)
     args = (torch.ones_like(v), torch.ones_like(h), q, k, v, g, w, h, cu, 0.25, 16, 1, True)
     torch.library.opcheck(chunked.chunked_backward, args, test_utils=tests)
@@ -300,5 +300,34 @@ def test_aot_dispatch(device):
     tensors, _ = make(device, seqlen=5, heads=1, key_dim=16, value_dim=16)
     leaves = [x.requires_grad_() for x in tensors]
     torch.library.opcheck(
-        chunked.chunked, (*leaves, None, 0.25, 16, 1, False), test_utils=("test_aot_dispatch_dynamic",)
+        chunked.chunked, (*leaves, None, 0.25, 16, 1, "chunks"), test_utils=("test_aot_dispatch_dynamic",)
     )  # fmt: skip
+
+
+def test_gates_of_the_walk(device):
+    """Sums in base 2 inside every chunk, head by head; what lies beyond the sequence adds nothing and weighs nothing."""
+    g, w = -randn(2, 70, 5, seed=1, device=device).abs(), randn(2, 70, 5, seed=2, device=device)
+    g[0, 3, 1] = -torch.inf
+    v = torch.empty(2, 70, 5, 16, device=device)
+    sums, weights = walk_hopper._gates(g.transpose(1, 2).contiguous().transpose(1, 2), w, v, 2)
+    inside = torch.nn.functional.pad(g.clamp_min(-88), (0, 0, 0, 58)).double() / math.log(2)
+    right = inside.view(2, 2, 64, 5).cumsum(2).view(2, 128, 5).transpose(1, 2)
+    torch.testing.assert_close(sums.double(), right, rtol=1e-5, atol=1e-5)
+    assert torch.equal(weights, torch.nn.functional.pad(w, (0, 0, 0, 58)).transpose(1, 2))
+
+
+def test_hopper_is_refused_where_it_cannot_run(device):
+    q = randn(1, 70, 2, 64, seed=1, device=device, dtype=torch.bfloat16)
+    with pytest.raises(InvalidInputError, match="fused is for the portable kernels"):
+        linear.linear_attention(q, q, q, fused=True, backend="hopper")
+    wide = randn(1, 70, 2, 136, seed=1, device=device, dtype=torch.bfloat16)
+    cu = torch.tensor([0, 70], device=device)
+    assert "packed" in walk_hopper.problem_refusal(q, q, q, cu, 64)
+    assert "64 steps" in walk_hopper.problem_refusal(q, q, q, None, 32)
+    assert "from 16 to 128" in walk_hopper.problem_refusal(wide, wide, q, None, 64)
+    assert "one of 8" in walk_hopper.problem_refusal(q, q, q[..., :12], None, 64)
+    assert walk_hopper.problem_refusal(q, q, q, None, 64) is None
+    if device == "cpu":
+        assert "needs an NVIDIA GPU" in walk_hopper.machine_refusal(q)
+        with pytest.raises(UnsupportedError, match="backend 'hopper'"):
+            linear.linear_attention(q, q, q, backend="hopper")

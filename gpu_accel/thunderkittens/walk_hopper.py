@@ -1,0 +1,124 @@
+"""Host side of `walk_kernel`: which calls it takes, its tiles, tensor maps and launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from gpu_accel.flash_attention3.gluon_launch import QuickLaunch, gluon_available, tensor_map
+from gpu_accel.flash_attention3.launch import capability, launch, next_power_of_2, tma_refusal
+from gpu_accel.thunderkittens import gates_kernel
+
+CHUNK = 64
+_KEYS = (64, 128)  # what K is padded to
+_MOST_LINES = 2**31  # of gates: their coordinate is one 32-bit number
+_quick: list[QuickLaunch] = []
+
+
+@dataclass(frozen=True, kw_only=True)
+class WalkConfig:
+    """Columns of v that a program takes, and how many chunks ahead it loads."""
+
+    block_v: int = 64
+    stages: int = 2
+    early: bool = True  # keys are scaled under the first products, which takes registers
+
+
+def walk_config(key_dim: int, value_dim: int) -> WalkConfig:
+    """Two programs an SM: 227 KiB of shared memory hold two rings of 3 stages at K = 64 and of 2 at K = 128."""
+    return WalkConfig(stages=3, early=True) if key_dim <= 64 else WalkConfig(stages=2, early=False)
+
+
+def machine_refusal(x: Tensor) -> str | None:
+    """What is wrong with the machine, the dtype or this Triton, or None."""
+    if x.device.type != "cuda" or torch.version.hip:
+        return f"needs an NVIDIA GPU of compute capability 9.0, got a {x.device.type} tensor"
+    if capability(x.device) != (9, 0):
+        return "needs compute capability 9.0 (H100, H200), got {}.{}".format(*capability(x.device))
+    if x.dtype != torch.bfloat16:
+        return f"takes bfloat16, got {x.dtype}"
+    return None if gluon_available() else "this Triton has no usable Gluon dialect"
+
+
+def problem_refusal(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, chunk: int) -> str | None:
+    """Why the kernel cannot take these sizes and strides, or None."""
+    if cu_seqlens is not None:
+        return "packed sequences (cu_seqlens) are not in this kernel"
+    if chunk != CHUNK:
+        return f"its chunks have {CHUNK} steps, not {chunk}"
+    if not 16 <= q.shape[-1] <= _KEYS[-1] or q.shape[-1] % 8 or v.shape[-1] % 8:
+        return f"K must be a multiple of 8 from 16 to {_KEYS[-1]} and V one of 8, got {q.shape[-1]} and {v.shape[-1]}"
+    if v.shape[0] * v.shape[2] * (v.shape[1] + CHUNK) >= _MOST_LINES:
+        return "it has 2^31 gates or more"
+    if any(x.stride(-1) != 1 for x in (q, k, v)):
+        return "a last dimension is not contiguous"
+    why = tma_refusal(q, k, v)
+    return None if why == "no GPU" else why
+
+
+def refusal(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, chunk: int) -> str | None:
+    """Why the Hopper kernel cannot run this forward, or None."""
+    return machine_refusal(v) or problem_refusal(q, k, v, cu_seqlens, chunk)
+
+
+def _gates(g: Tensor | None, w: Tensor | None, v: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
+    """(sums of g, w) as `_gates_kernel` makes them; absent ones are 64 numbers that nobody reads."""
+    batch, seqlen, heads = v.shape[:3]
+    shape = (batch, heads, chunks * CHUNK)
+    made = [v.new_empty(CHUNK if x is None else shape, dtype=torch.float32) for x in (g, w)]
+    if g is not None or w is not None:
+        block = min(16, next_power_of_2(heads))
+        strides = [s for x in (g, w) for s in ((0, 0, 0) if x is None else x.stride())]
+        launch(
+            gates_kernel._gates_kernel, batch * chunks * triton.cdiv(heads, block),
+            (g, w, *made, *strides, seqlen, chunks, heads),
+            dict(BT=CHUNK, BH=block, HAS_G=g is not None, HAS_W=w is not None, num_warps=4),
+        )  # fmt: skip
+    return made[0], made[1]
+
+
+def _line_map(x: Tensor):
+    """TMA map over float32 numbers one after the other, in blocks of a chunk."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    return TensorDescriptor(x, [x.numel()], [1], [CHUNK], gl.NVMMASharedLayout(0, 32, 1))
+
+
+def walk(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, w: Tensor | None, initial: Tensor | None,
+    local: Tensor | None, decays: Tensor | None, *, scale: float, segments: int, config: WalkConfig | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(o (batch, seqlen, heads, V), final state (batch, heads, K, V) float32); arguments as in `chunked.chunked`.
+
+    local, decays: of `chunked_kernels._states_kernel`, where there is more than one segment.
+    """
+    from gpu_accel.thunderkittens import walk_kernel
+
+    if not _quick:
+        _quick.append(QuickLaunch(walk_kernel.walk_kernel))
+    batch, seqlen, heads, value_dim = v.shape
+    key_dim = q.shape[3]
+    config = config or walk_config(key_dim, value_dim)
+    chunks = triton.cdiv(seqlen, CHUNK)
+    sums, weights = _gates(g, w, v, chunks)
+    o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    final = torch.empty((batch, heads, key_dim, value_dim), dtype=torch.float32, device=v.device)
+    block_k = next(n for n in _KEYS if key_dim <= n)
+    tiles = triton.cdiv(value_dim, config.block_v)
+    keys = [tensor_map(x, CHUNK, block_k) for x in (q, k)]
+    values = [tensor_map(x, CHUNK, config.block_v) for x in (v, o)]
+    nothing = final if initial is None else initial
+    constants = dict(BK=block_k, BV=config.block_v, STAGES=config.stages, GATED=g is not None, WEIGHTED=w is not None,
+                     HAS_INITIAL=initial is not None, HAS_LOCAL=local is not None, EARLY=config.early)  # fmt: skip
+    _quick[0](
+        (), batch * heads * tiles * segments,
+        (*keys, *values, _line_map(sums), _line_map(weights), nothing, final if local is None else local,
+         final if decays is None else decays, final, chunks, heads, heads // q.shape[2], batch, segments, tiles,
+         key_dim, value_dim, scale),
+        constants, dict(num_warps=4),
+    )  # fmt: skip
+    return o, final

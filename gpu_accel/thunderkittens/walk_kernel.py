@@ -1,0 +1,209 @@
+"""The forward of chunked linear attention for Hopper (sm_90a) in Gluon: one program walks the chunks of a sequence.
+
+`chunked_kernels` has the formulas and `fused_kernel` the same walk in plain Triton. A program owns a sequence, a head,
+a block of v and a segment, and keeps its state in registers; two programs share an SM, and while one waits for its
+chain of products the other one works. For a chunk of 64 steps (4 warps, one warpgroup):
+
+    tensor cores | q k'  q S |            | p v   k' v |                |
+    the rest     |  decays, k' scaled     | (waits)    | o and S out    |  next chunk's TMA loads
+
+q, k, v and the gates come by TMA, STAGES chunks ahead on one mbarrier a stage (1 arrival and its bytes). k is read a
+second time as a register operand, transposed, so that the gates can scale it on the way; S goes through shared memory
+in bfloat16, o through shared memory to TMA. Two barriers of the program a chunk: before S and o are written over, and
+after they are written, when the stage is free too.
+
+Gates come from `gates_kernel.py` as sums in base 2 inside every chunk, so nothing here is a scan. What lies beyond a
+sequence is zero by TMA, with weights of zero and sums that stay.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from gpu_accel.gluon_compat import barrier, tma_load, tma_store
+
+STEPS = gl.constexpr(64)  # of a chunk: the M of wgmma
+
+
+@gluon.jit
+def _load(descs, bufs, bar, stage, n, head, head_q, chunk, line, col, GATED: gl.constexpr, WEIGHTED: gl.constexpr):
+    """Ask for a chunk's q, k, v and gates."""
+    q_desc, k_desc, v_desc, sums_desc, weights_desc = descs
+    q_bufs, k_bufs, v_bufs, sums_bufs, weights_bufs = bufs
+    full = bar.index(stage)
+    row = chunk * STEPS
+    VECTORS: gl.constexpr = (GATED + WEIGHTED) * STEPS * 4
+    mbarrier.expect(full, q_desc.block_type.nbytes + k_desc.block_type.nbytes + v_desc.block_type.nbytes + VECTORS)
+    tma_load(q_desc, [n, head_q, row, 0], full, q_bufs.index(stage))
+    tma_load(k_desc, [n, head_q, row, 0], full, k_bufs.index(stage))
+    tma_load(v_desc, [n, head, row, col], full, v_bufs.index(stage))
+    if GATED:
+        tma_load(sums_desc, [line + row], full, sums_bufs.index(stage))
+    if WEIGHTED:
+        tma_load(weights_desc, [line + row], full, weights_bufs.index(stage))
+
+
+@gluon.jit
+def _opaque(x):
+    """x, of which the compiler does not know what it is: so that it does not keep what was made from x before."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [gl.to_tensor(x)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _state_places(number, col, K, V, BK: gl.constexpr, BV: gl.constexpr, LAYOUT: gl.constexpr):
+    """Where a tile of state `number` of K x V lies, and which of it exists."""
+    rows = gl.arange(0, BK, layout=gl.SliceLayout(1, LAYOUT))
+    cols = col + gl.arange(0, BV, layout=gl.SliceLayout(0, LAYOUT))
+    return number.to(gl.int64) * (K * V) + rows[:, None] * V + cols[None, :], (rows < K)[:, None] & (cols < V)[None, :]
+
+
+@gluon.jit
+def _scaled_keys(k_buf, sums, weights, last, LAYOUT: gl.constexpr, GATED: gl.constexpr, WEIGHTED: gl.constexpr):
+    """k' (K, steps) as a left operand in registers, every step times what the end of the chunk keeps of it."""
+    keys = k_buf.permute((1, 0)).load(LAYOUT)
+    if GATED or WEIGHTED:
+        wide = keys.to(gl.float32)
+        if GATED:
+            factor = gl.exp2(last - sums.load(gl.SliceLayout(0, LAYOUT)))
+            if WEIGHTED:
+                factor = factor * weights.load(gl.SliceLayout(0, LAYOUT))
+        else:
+            factor = weights.load(gl.SliceLayout(0, LAYOUT))
+        keys = (wide * factor[None, :]).to(keys.dtype)
+    return keys
+
+
+@gluon.jit(do_not_specialize=["chunks", "heads", "group", "sequences", "segments", "tiles", "K", "V", "scale"])
+def walk_kernel(
+    q_desc, k_desc, v_desc, o_desc, sums_desc, weights_desc, initial, local, decays, final,
+    chunks, heads, group, sequences, segments, tiles, K, V, scale,
+    BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, WEIGHTED: gl.constexpr,
+    HAS_INITIAL: gl.constexpr, HAS_LOCAL: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    """o through o_desc, and final (sequences, heads, K, V) float32. Descriptors of rank 4: (batch, head, row, column).
+
+    initial: as final. local (segments, sequences, heads, K, V) and decays (segments, sequences, heads) float32: what
+    every segment adds to the state, and what it leaves of the one before it.
+    """
+    dtype: gl.constexpr = q_desc.dtype
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEPS, BK], dtype)
+    VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEPS, BV], dtype)
+    VECTOR: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
+
+    q_bufs = gl.allocate_shared_memory(dtype, [STAGES, STEPS, BK], KEYS)
+    k_bufs = gl.allocate_shared_memory(dtype, [STAGES, STEPS, BK], KEYS)
+    v_bufs = gl.allocate_shared_memory(dtype, [STAGES, STEPS, BV], VALUES)
+    s_buf = gl.allocate_shared_memory(dtype, [BK, BV], gl.NVMMASharedLayout.get_default_for([BK, BV], dtype))
+    o_buf = gl.allocate_shared_memory(dtype, [STEPS, BV], VALUES)
+    sums_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, STEPS], VECTOR)
+    weights_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, STEPS], VECTOR)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+    fence_async_shared()
+
+    program = gl.program_id(0)
+    col = program % tiles * BV
+    rest = program // tiles
+    head = rest % heads
+    n = rest // heads % sequences
+    position = rest // heads // sequences
+    head_q = head // group
+    each = gl.cdiv(chunks, segments)
+    begin = position * each
+    end = gl.minimum(chunks, begin + each)
+    number = n * heads + head
+    line = number * chunks * STEPS
+    descs = (q_desc, k_desc, v_desc, sums_desc, weights_desc)
+    bufs = (q_bufs, k_bufs, v_bufs, sums_bufs, weights_bufs)
+    for i in gl.static_range(STAGES):
+        if begin + i < end:
+            _load(descs, bufs, full, i, n, head, head_q, begin + i, line, col, GATED, WEIGHTED)
+
+    acc = gl.full([BK, BV], 0.0, gl.float32, OUT)
+    if HAS_INITIAL:
+        places, inside = _state_places(number, col, K, V, BK, BV, OUT)
+        acc = gl.load(initial + places, mask=inside, other=0.0)
+    if HAS_LOCAL:
+        for before in range(0, position):
+            one = before * sequences * heads + number
+            places, inside = _state_places(one, col, K, V, BK, BV, OUT)
+            acc = acc * gl.load(decays + one)
+            acc += gl.load(local + places, mask=inside, other=0.0)
+    s_buf.store(acc.to(dtype))
+    fence_async_shared()
+
+    steps_t = gl.arange(0, STEPS, layout=gl.SliceLayout(1, SCORES))
+    steps_s = gl.arange(0, STEPS, layout=gl.SliceLayout(0, SCORES))
+    causal = steps_t[:, None] >= steps_s[None, :]
+    no_scores = gl.full([STEPS, STEPS], 0.0, gl.float32, SCORES)
+    no_out = gl.full([STEPS, BV], 0.0, gl.float32, OUT)
+    stage = 0
+    phase = 0
+    last = 0.0
+    for chunk in range(begin, end):
+        mbarrier.wait(full.index(stage), phase)
+        k_buf = k_bufs.index(stage)
+        v_buf = v_bufs.index(stage)
+        scores = warpgroup_mma(q_bufs.index(stage), k_buf.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        out = warpgroup_mma(q_bufs.index(stage), s_buf, no_out, use_acc=False, is_async=True)
+
+        # what needs no product
+        if GATED:
+            sums = sums_bufs.index(stage)
+            b_t = sums.load(gl.SliceLayout(1, SCORES))
+            b_s = sums.load(gl.SliceLayout(0, SCORES))
+            last = gl.sum(gl.where(steps_s == STEPS - 1, b_s, 0.0), axis=0)
+            share = gl.where(causal, gl.exp2(b_t[:, None] - b_s[None, :]), 0.0)
+            if WEIGHTED:
+                share = share * weights_bufs.index(stage).load(gl.SliceLayout(0, SCORES))[None, :]
+            acc = acc * gl.exp2(last)
+        elif WEIGHTED:
+            share = gl.where(causal, weights_bufs.index(stage).load(gl.SliceLayout(0, SCORES))[None, :], 0.0)
+        if EARLY:
+            keys = _scaled_keys(k_buf, sums_bufs.index(stage), weights_bufs.index(stage), last, LEFT, GATED, WEIGHTED)
+        scores = warpgroup_mma_wait(1, deps=[scores])
+        if GATED or WEIGHTED:  # noqa: SIM108
+            p = (scores * share).to(dtype)
+        else:
+            p = gl.where(causal, scores, 0.0).to(dtype)
+        if not EARLY:
+            keys = _scaled_keys(k_buf, sums_bufs.index(stage), weights_bufs.index(stage), last, LEFT, GATED, WEIGHTED)
+        out = warpgroup_mma_wait(0, deps=[out])
+        if GATED:
+            out = out * gl.exp2(sums_bufs.index(stage).load(gl.SliceLayout(1, OUT)))[:, None]
+        out = warpgroup_mma(gl.convert_layout(p, LEFT), v_buf, out, is_async=True)
+        acc = warpgroup_mma(keys, v_buf, acc, is_async=True)
+        tma.store_wait(0)
+        barrier()  # S was read by all, and the last o has left
+        out = warpgroup_mma_wait(1, deps=[out])
+        o_buf.store((out * scale).to(dtype))
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        s_buf.store(acc.to(dtype))
+        fence_async_shared()
+        barrier()
+        tma_store(o_desc, [n, head, chunk * STEPS, col], o_buf)
+        if chunk + STAGES < end:
+            _load(descs, bufs, full, stage, n, head, head_q, chunk + STAGES, line, col, GATED, WEIGHTED)
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+    if position == segments - 1:
+        places, inside = _state_places(number, col, K, _opaque(V), BK, BV, OUT)
+        gl.store(final + places, acc, mask=inside)
+    tma.store_wait(0)
