@@ -12,17 +12,16 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC: pip install 'gpu
 
 from gpu_accel.errors import HardwareError, InvalidInputError
 from gpu_accel.hardware.microbenchmarks import compile as compiling
-from gpu_accel.hardware.microbenchmarks import launch
+from gpu_accel.hardware.microbenchmarks import cores, launch
 from gpu_accel.hardware.microbenchmarks.launch import unavailable
 from gpu_accel.hardware.microbenchmarks.probe import Kernel
-from gpu_accel.hardware.microbenchmarks.tensor import Shape
+from gpu_accel.hardware.microbenchmarks.tensor import Shape, shapes
 from gpu_accel.hardware.microbenchmarks.workload import experiment
 from gpu_accel.workbench.experiment import Settings
 
 FAMILIES = ("latency", "bandwidth", "alu", "fp8_sums", "tma", "dsm", "dpx", "cores")
-LARGEST_CODE = (
-    64 * 16
-)  # instructions; loops that fill an instruction cache take long to compile and are checked when run
+LARGEST_CODE = 64 * 16  # instructions; loops that fill an instruction cache take long to assemble
+WIDEST = 64  # columns of a wgmma; so do wider ones
 TENSOR = (
     Shape(n=256, dtype="bf16"),
     Shape(n=64, dtype="e4m3", a="registers"),
@@ -67,14 +66,38 @@ def test_matrix_instructions_follow_each_other(shape):
 
 
 def test_every_combination_of_a_matrix_instruction_compiles():
-    """Of dtypes, accumulators, operands and sparsity; columns above 64 only take longer to compile."""
-    from gpu_accel.hardware.microbenchmarks.tensor import shapes
-
-    found = dict.fromkeys(replace(shape, n=min(shape.n, 64)) for shape, _ in shapes())
+    """Of dtypes, accumulators, operands and sparsity; columns above 64 only take longer to assemble."""
+    found = dict.fromkeys(replace(shape, n=min(shape.n, WIDEST)) for shape, _ in shapes())
     kernels = [kernel for shape in found if shape not in TENSOR for kernel in shape.kernels()]
     compiling.build_all(kernel.source for kernel in kernels)
     for kernel in kernels:
         assert kernel.loop().count(kernel.holds) >= kernel.at_least, kernel.holds
+
+
+LONG = {
+    **{f"wgmma-n{s.n}-{s.dtype}-{s.accumulator}-{s.a}{'-sp' * s.sparse}": (s.source(), s.ptx(), dict.fromkeys(
+        (one.name for one in s.kernels()), s.unroll)) for s, _ in shapes() if s.n > WIDEST and s not in TENSOR},
+    **{f"code-{kb}": (cores.code_source(kb), "fma.rn.f32", {"code": cores.code_kernel(kb).at_least})
+       for kb in cores.CODE_KB if cores.code_kernel(kb).at_least > LARGEST_CODE},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_what_takes_long_to_assemble_holds_its_instructions_in_ptx(name):
+    """Every kernel that the tests above leave out; its machine code is checked where it is run, before it is timed."""
+    source, instruction, counts = LONG[name]
+    _, *entries = compiling.ptx(source).split(".entry ")
+    found = {text.partition("(")[0]: text.count(f"{instruction} ") for text in entries}
+    assert found == counts
+
+
+def test_no_kernel_is_left_out():
+    """What is assembled and what is looked at in PTX are together all that any experiment runs."""
+    looked_at = {source for source, *_ in LONG.values()} | {shape.source() for shape in TENSOR}
+    looked_at |= {replace(shape, n=min(shape.n, WIDEST)).source() for shape, _ in shapes()}
+    looked_at |= {kernel.source for name in FAMILIES for kernel in kernels_of(name)}
+    every = {source for name in (*FAMILIES, "tensor") for probe in family(name).probes() for source in probe.sources()}
+    assert every <= looked_at
 
 
 def test_a_source_that_does_not_compile_shows_the_compilers_words():
