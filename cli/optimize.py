@@ -230,8 +230,8 @@ def run(
     folder: Annotated[Path | None, typer.Option("--folder", help="Keep every candidate and the log here.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from what is in the folder.")] = False,
     against: Annotated[
-        str, typer.Option("--against", help="Baselines to time with the best: library, naive, start.")
-    ] = "library,naive",
+        str, typer.Option("--against", help="Baselines to time with the best: library, compiled, naive, start.")
+    ] = "library,compiled,naive",
     json_: JsonOption = False,
     output_: OutputOption = None,
 ) -> None:
@@ -304,8 +304,8 @@ def bench(
     task: Annotated[str, typer.Option("--task", help="What the kernel computes, if its file does not say.")] = "",
     target: Annotated[str, typer.Option("--target", help="The GPU whose roofline holds.")] = "h100",
     against: Annotated[
-        str, typer.Option("--against", help="Baselines: library, naive, start.")
-    ] = "library,naive",
+        str, typer.Option("--against", help="Baselines: library, compiled, naive, start.")
+    ] = "library,compiled,naive",
     seconds: Annotated[float, typer.Option("--seconds", min=0.01, help="Timing budget of each.")] = 0.25,
     json_: JsonOption = False,
     output_: OutputOption = None,
@@ -338,7 +338,8 @@ def bench(
         {
             "task": one.name, "verdict": measured.judgement.name, "detail": measured.judgement.detail,
             "ms": measured.ms, "share_of_roofline": one.floor_ms(one.bench, wanted) / measured.ms if measured.ms else
-            None, "naive_over_best": measured.ratio("naive"), "library_over_best": measured.ratio("library"),
+            None, "naive_over_best": measured.ratio("naive"), "library_over_best": measured.over_best_library,
+            "torch_over_best": measured.ratio("library"), "compiled_over_best": measured.ratio("compiled"),
             "verified_by": list(measured.judgement.verified_by), "failed": dict(measured.failed),
         }
         for (one, _), measured in zip(kernels, found, strict=True)
@@ -392,9 +393,13 @@ def report(
     if trace is not None:
         make_folder(trace)
     rows = [one.row() for one in found]
+    ratios = {
+        "naive": {one.task.name: one.ratio("naive") for one in found},
+        "library": {one.task.name: one.over_library for one in found},
+    }
     shares = {
-        name: {f"fast_{at:g}": fast_p({one.task.name: one.ratio(name) for one in found}, at) for at in thresholds}
-        for name in ("naive", "library") if any(one.ratio(name) for one in found)
+        name: {f"fast_{at:g}": fast_p(values, at) for at in thresholds}
+        for name, values in ratios.items() if any(values.values())
     }  # fmt: skip
     payload = {"searches": rows, "fast_p": shares}
     if records is not None:
@@ -452,7 +457,7 @@ def _outcome(name: str, found: Any) -> dict[str, Any]:
         "task": name, "candidates": len(found.attempts), "accepted": sum(one.ok for one in found.attempts),
         "ms": final.ms if final else None, "over_copy": final.over_copy if final else None,
         "over_start": found.speedup, "naive_over_best": final.ratio("naive") if final else None,
-        "library_over_best": final.ratio("library") if final else None, "best": found.best.change,
+        "library_over_best": final.over_best_library if final else None, "best": found.best.change,
         "language": found.candidate.language, "note": found.note,
     }  # fmt: skip
 

@@ -21,6 +21,7 @@ from gpu_accel.errors import HardwareError, InvalidInputError
 
 from .candidate import Candidate
 from .compiled import compile_cuda, compile_triton, triton_key
+from .gpu_jobs import HIDDEN
 from .harness import Program, bind
 from .image import Slot
 from .launch import evaluate
@@ -104,7 +105,7 @@ def deploy(kernel: Candidate | str | bytes, task: Task | str) -> Callable[..., d
             if program.language == "cuda" or name not in constants
         ]
         if 0 not in grid:
-            modules[key].launcher(grid, values, hidden=4)()
+            modules[key].launcher(grid, values, hidden=HIDDEN if program.language == "triton" else 0)()
         return {one.name: buffers[one.name] for one in chosen.outputs}
 
     return call

@@ -123,4 +123,4 @@ def launch_on(
     ]
     if 0 in trial["grid"]:
         return lambda: None
-    return module.launcher(trial["grid"], values, hidden=hidden)
+    return module.launcher(trial["grid"], values, hidden=hidden if trial["language"] == "triton" else 0)

@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
 import math
+import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -192,6 +194,18 @@ def limited(seconds: float | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def shared(descriptor: int | None) -> Iterator[None]:
+    """Hold the lock of the GPU together with others that do; nothing is timed meanwhile."""
+    if descriptor is not None:
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+@contextlib.contextmanager
 def alone(descriptor: int | None, seconds: float) -> Iterator[None]:
     """Hold the lock of the GPU; SIGALRM ends the process when it is held too long."""
     if descriptor is not None:
@@ -213,6 +227,7 @@ def bench(job: dict[str, Any], folder: Path, binary: Binary) -> dict[str, Any]:
     from .device import Module, launch_on
 
     what = job["bench"]
+    compiled, failed = _compiled(what, folder, job["lock_descriptor"])
     memory = Memory(what, what["trial"], what["seed"])
     launch = launch_on(Module(binary), what["trial"], memory.image, hidden=HIDDEN)
     candidate = Counted(memory.prepared(launch))
@@ -223,6 +238,8 @@ def bench(job: dict[str, Any], folder: Path, binary: Binary) -> dict[str, Any]:
     kept: list[tuple[int, list[Any]]] = []
     if "library" in what["peers"]:
         fast["library"] = _library(what)
+    if compiled:
+        fast["compiled"] = compiled
     for name, peer in what["others"].items():
         (folder / name).mkdir()
         file = folder / name / ("kernel.py" if peer["trial"]["language"] == "triton" else "kernel.cu")
@@ -247,28 +264,72 @@ def bench(job: dict[str, Any], folder: Path, binary: Binary) -> dict[str, Any]:
             memory.refresh()
             candidate()
             kept.append((memory.seed, memory.outputs()))
+        if compiled:
+            _write(folder / "compiled.bin", list(compiled[0]().values()))  # type: ignore[attr-defined]
         torch.cuda.synchronize()
     for number, (_, outputs) in enumerate(kept):
-        with (folder / f"kept{number}.bin").open("wb") as file:
-            for one in outputs:
-                file.write(memoryview(one.cpu().contiguous().view(-1).view(torch.uint8).numpy()))
-    result = {"kept": [seed for seed, _ in kept], "launches": candidate.count, "times": _told(timed)}
+        _write(folder / f"kept{number}.bin", outputs)
+    times = _told(timed) | ({"compiled": {"failed": failed}} if failed else {})
+    result = {"kept": [seed for seed, _ in kept], "launches": candidate.count, "times": times}
     if slow:
         result["slow"] = _told(second)
     return result
 
 
-def _library(what: Mapping[str, Any]) -> list[Callable[[], object]]:
-    import functools
+def library_seed(seed: int, number: int = 0) -> int:
+    """Of the inputs of libraries: others than any that the candidate sees."""
+    return seed + (number + 1) * 10**6
 
+
+def _library_inputs(what: Mapping[str, Any]) -> tuple[Any, list[Any]]:
     from .tasks import TASKS
     from .tasks.task import Buffer
 
     task = TASKS[what["task"]]
     inputs = {one["name"]: Buffer(**one) for one in what["inputs"]}
-    sets = [draw_on(inputs, what["dims"], what["seed"] + (i + 1) * 10**6, "cuda") for i in range(2)]
-    prepared = [task.prepare(x, what["dims"]) if task.prepare else x for x in sets]
+    sets = [draw_on(inputs, what["dims"], library_seed(what["seed"], number), "cuda") for number in range(2)]
+    return task, [task.prepare(x, what["dims"]) if task.prepare else x for x in sets]
+
+
+def _library(what: Mapping[str, Any]) -> list[Callable[[], object]]:
+    task, prepared = _library_inputs(what)
     return [functools.partial(task.library, x, what["dims"]) for x in prepared]
+
+
+def _compiled(
+    what: Mapping[str, Any], folder: Path, descriptor: int | None
+) -> tuple[list[Callable[[], object]], str]:  # fmt: skip
+    """The library's function through torch.compile, compiled and tuned before anything is timed; or why it is not.
+
+    Compiling launches kernels (Inductor tries a few configurations), so it excludes timing, but not other compiling.
+    """
+    if "compiled" not in what["peers"]:
+        return [], ""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
+    import torch
+
+    try:
+        import torch._inductor.config as inductor
+
+        inductor.compile_threads = 1
+        task, prepared = _library_inputs(what)
+        function = torch.compile(functools.partial(task.library, d=what["dims"]), fullgraph=True, dynamic=False)
+        calls: list[Callable[[], object]] = [functools.partial(function, x) for x in prepared]
+        with shared(descriptor):
+            for call in calls:
+                call()
+            torch.cuda.synchronize()
+        return calls, ""
+    except Exception as error:  # whatever the compiler says: the other baselines are timed
+        return [], f"torch.compile: {type(error).__name__}: {' '.join(str(error).split())}"[:300]
+
+
+def _write(path: Path, outputs: list[Any]) -> None:
+    import torch
+
+    with path.open("wb") as file:
+        for one in outputs:
+            file.write(memoryview(one.cpu().contiguous().view(-1).view(torch.uint8).numpy()))
 
 
 def _told(timed: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,9 +4,9 @@
     measured.judgement, measured.over_copy, measured.ratio("library")
 
 A candidate is timed in its own process (`gpu_jobs.py`), interleaved with a copy of as many bytes, so that times taken
-by two processes can be compared as multiples of it, and on request with the library, the naive baseline and the plain
-kernel. Seeds and the launches whose outputs are compared are drawn here, after the source is fixed; the comparison with
-the float64 oracle happens here too, on this process' own memory of the GPU.
+by two processes can be compared as multiples of it, and on request with torch, the same through torch.compile, the
+naive baseline and the plain kernel. Seeds and the launches whose outputs are compared are drawn here, after the
+source is fixed; the comparison with the float64 oracle happens here too, on this process' own memory of the GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gpu_accel.errors import HardwareError
 from gpu_accel.workbench.statistics import median
 
 from .candidate import Candidate
-from .gpu_jobs import draw_on
+from .gpu_jobs import draw_on, library_seed
 from .harness import Program, bind, described, draw, ended, job, judge_time, read_memory, write
 from .image import Layout
 from .outputs import Trial, compare, judge
@@ -36,9 +36,11 @@ from .sandbox import Sandbox
 from .tasks import TASKS, Task
 from .verdict import Judgement, Rejected, Verdict
 
-PEERS = ("library", "naive", "start")
+PEERS = ("library", "compiled", "naive", "start")
+LIBRARIES = ("library", "compiled")  # torch as it is, and the same function through torch.compile
 WARM_UP = 5  # launches before the first that is timed
 ALONE_SECONDS, COMPILE_SECONDS = 12.0, 15.0
+FINAL_LIMIT = 300.0  # wall clock of a process with peers: torch.compile, and waiting for others that are timed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +51,8 @@ class Measured:
         samples: "candidate", "copy" and peers, interleaved in common rounds.
         slow: "candidate" and "naive", in common rounds of their own: naive kernels may take many times as long.
         failed: why a peer has no times.
-        library_error: largest error of the library on the inputs of one timed launch, in units of the task's bound.
+        library_error, compiled_error: largest error of torch, and of its compiled function, in units of the task's
+            bound, on inputs of one timed launch.
     """
 
     judgement: Judgement
@@ -61,6 +64,7 @@ class Measured:
     launches: int = 0
     compared: int = 0
     library_error: float | None = None
+    compiled_error: float | None = None
 
     @property
     def ms(self) -> float | None:
@@ -80,13 +84,27 @@ class Measured:
             return None
         return median(found[peer]) / median(found["candidate"])
 
+    @property
+    def over_best_library(self) -> float | None:
+        """The same over the faster of torch and torch.compile, of those that are right."""
+        return over_best_library(self.samples, {"library": self.library_error, "compiled": self.compiled_error})
+
     def as_dict(self) -> dict[str, Any]:
         return {
             "judgement": self.judgement.as_dict(), "samples": {k: list(v) for k, v in self.samples.items()},
             "slow": {k: list(v) for k, v in self.slow.items()}, "failed": dict(self.failed), "method": self.method,
             "clocks": dict(self.clocks), "launches": self.launches, "compared": self.compared,
-            "library_error": self.library_error,
+            "library_error": self.library_error, "compiled_error": self.compiled_error,
         }  # fmt: skip
+
+
+def over_best_library(
+    samples: Mapping[str, Sequence[float]], errors: Mapping[str, float | None]
+) -> float | None:  # fmt: skip
+    """Time of the faster library over the candidate's, both medians; a library that is not right is none."""
+    right = [median(samples[name]) for name in LIBRARIES if samples.get(name) and (errors.get(name) or 0.0) <= 1.0
+             and errors.get(name) is not None]  # fmt: skip
+    return min(right) / median(samples["candidate"]) if right and samples.get("candidate") else None
 
 
 def measure(
@@ -112,7 +130,7 @@ def measure(
         seconds, rounds: timing budget of each implementation.
         keep: how many launches have their outputs compared.
         lock: file that all users of this GPU lock while they time; outputs are compared under it as well.
-        limit: wall clock of the process; that of the sandbox if not given.
+        limit: wall clock of the process; that of the sandbox if not given, or FINAL_LIMIT with peers.
     Raises:
         HardwareError: the sandbox has no GPU.
     """
@@ -128,11 +146,17 @@ def measure(
             for number, trial in enumerate(trials):
                 (folder / f"in{number}.bin").write_bytes(trial.before.numpy().tobytes())
             request = job(program, candidate.launch, trials) | {"bench": what, "lock": str(lock) if lock else None}
+            limit = limit or (max(FINAL_LIMIT, sandbox.seconds) if peers else None)
             result = ended(sandbox.run("run", folder, seconds=limit, **request))
             measured = _read(result, gpu, task)
-            library = "library" in peers and TASKS.get(task.name) is task
+            library = "library" in what["peers"]
             compared, error = _compare(task, candidate, folder, trials, result, len(what["keep"]), lock, library)
-        return replace(measured, compared=compared, library_error=error) if measured.judgement.ok else measured
+            compiled = None
+            if "compiled" in measured.samples:
+                compiled = _compare_compiled(task, folder, library_seed(what["seed"]), lock)
+        if not measured.judgement.ok:
+            return measured
+        return replace(measured, compared=compared, library_error=error, compiled_error=compiled)
     except Rejected as rejected:
         return Measured(judgement=replace(rejected.judgement, sandbox=sandbox.described))
 
@@ -153,7 +177,7 @@ def _order(
         "inputs": [dataclasses.asdict(one) for one in task.inputs],
         "trial": described(program, candidate.launch, task.bench, _layout(task, candidate)),
         "seed": drawn.randrange(10**12), "keep": sorted(drawn.sample(range(WARM_UP, WARM_UP + 10), keep)),
-        "peers": ["library"] if "library" in peers and own else [], "others": others,
+        "peers": [name for name in LIBRARIES if name in peers and own], "others": others,
         "seconds": seconds, "rounds": rounds, "alone_seconds": ALONE_SECONDS, "compile_seconds": COMPILE_SECONDS,
     }  # fmt: skip
 
@@ -186,25 +210,42 @@ def _compare(
     if not isinstance(seeds, list) or len(seeds) != keep or not all(type(seed) is int for seed in seeds):
         raise Rejected(Verdict.CRASHED, None, "its process kept no outputs of timed launches")
     inputs_of = {one.name: one for one in task.inputs}
-    sizes = [(one, one.elements(task.bench) * getattr(torch, one.dtype).itemsize) for one in task.outputs]
     error = None
     for number, seed in enumerate(seeds):
-        memory = read_memory(folder / f"kept{number}.bin", sum(size for _, size in sizes))
+        memory = read_memory(folder / f"kept{number}.bin", _output_bytes(task))
         with alone(lock):
             inputs = draw_on(inputs_of, task.bench, seed, "cuda")
-            outputs, at = {}, 0
-            for one, size in sizes:
-                flat = memory[at : at + size].cuda().view(getattr(torch, one.dtype))
-                outputs[one.name], at = flat.view(one.sizes(task.bench)), at + size
             truth = task.truth(inputs, task.bench)
-            found = compare(task, outputs, truth, inputs)
+            found = compare(task, _outputs(task, memory), truth, inputs)
             if library and number == 0:
                 error = compare(task, task.baseline(inputs, task.bench), truth, inputs).error
-            del inputs, outputs, truth
+            del inputs, truth
         if found.kind is not None:
             sizes_ = " ".join(f"{key}={size}" for key, size in task.bench.items())
             raise Rejected(Verdict.WRONG, found.kind, f"in a timed launch: {found.detail}", (sizes_,))
     return len(seeds), error
+
+
+def _compare_compiled(task: Task, folder: Path, seed: int, lock: Path | None) -> float:
+    """The error of the compiled library, in units of the bound."""
+    memory = read_memory(folder / "compiled.bin", _output_bytes(task))
+    with alone(lock):
+        inputs = draw_on({one.name: one for one in task.inputs}, task.bench, seed, "cuda")
+        return compare(task, _outputs(task, memory), task.truth(inputs, task.bench), inputs).error
+
+
+def _output_bytes(task: Task) -> int:
+    return sum(one.elements(task.bench) * getattr(torch, one.dtype).itemsize for one in task.outputs)
+
+
+def _outputs(task: Task, memory: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Outputs of the timed shape, on the GPU, from their bytes one after the other."""
+    found, at = {}, 0
+    for one in task.outputs:
+        size = one.elements(task.bench) * getattr(torch, one.dtype).itemsize
+        found[one.name] = memory[at : at + size].cuda().view(getattr(torch, one.dtype)).view(one.sizes(task.bench))
+        at += size
+    return found
 
 
 @contextlib.contextmanager
@@ -248,4 +289,4 @@ def _read(result: Mapping[str, Any], gpu: str, task: Task) -> Measured:
     )  # fmt: skip
 
 
-__all__ = ["PEERS", "Measured", "alone", "measure"]
+__all__ = ["LIBRARIES", "PEERS", "Measured", "alone", "measure", "over_best_library"]

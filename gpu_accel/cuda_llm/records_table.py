@@ -10,13 +10,14 @@ from gpu_accel.workbench.records import Record, merge
 from gpu_accel.workbench.report import markdown_table
 from gpu_accel.workbench.statistics import bootstrap_ratio, median, percentile
 
+from .measure import LIBRARIES
 from .report import Found
 from .tasks import TASKS
 
 ERROR = "error in units of its bound"
-NOTES = {"naive": "the naive kernel in CUDA C++", "library": "torch"}
-HEADINGS = ("task", "best, ms", "roofline", "copies", "start / best", "naive / best", "torch / best")
-METRICS = ("copies", "start_over_best", "naive_over_best", "library_over_best")
+NOTES = {"naive": "the naive kernel in CUDA C++", "library": "torch", "compiled": "the same through torch.compile"}
+HEADINGS = ("task", "best, ms", "roofline", "copies", "start / best", "naive / best", "torch / best", "compiled / best")
+METRICS = ("copies", "start_over_best", "naive_over_best", "torch_over_best", "compiled_over_best")
 SHARE = 0.95  # of the library's speed that counts as reaching it
 GAIN = 1.05  # over the plain kernel that counts as faster: its time is of another process
 
@@ -46,9 +47,10 @@ def records_of(found: Found) -> list[Record]:
 
     made: list[Record] = []
     taken = final["samples"]
-    ratio_to = {}
-    if taken.get("library") and final.get("library_error") is not None:
-        ratio_to["library"] = bootstrap_ratio(taken["library"], taken["candidate"], paired=True).as_dict()
+    ratio_to = {
+        name: bootstrap_ratio(taken[name], taken["candidate"], paired=True).as_dict()
+        for name in LIBRARIES if taken.get(name) and final.get(f"{name}_error") is not None
+    }  # fmt: skip
 
     def add(impl: str, checked: float | None, metric: str, unit: str, samples: Sequence[float], note: str) -> None:
         if checked is None or not samples:
@@ -65,12 +67,13 @@ def records_of(found: Found) -> list[Record]:
     own = best["error"]
     naive = (run.get("baselines") or {}).get("naive") or {}
     add("naive", naive.get("error"), "time", "ms", final["slow"].get("naive", ()), NOTES["naive"])
-    add("library", final.get("library_error"), "time", "ms", final["samples"].get("library", ()), NOTES["library"])
+    for name in LIBRARIES:
+        add(name, final.get(f"{name}_error"), "time", "ms", taken.get(name, ()), NOTES[name])
     add("grammar", own, "time", "ms", final["samples"]["candidate"], note)
-    ratios = {"naive_over_best": found.ratio("naive"), "library_over_best": found.ratio("library"),
+    known = {name: found.ratio(name) if final.get(f"{name}_error") is not None else None for name in LIBRARIES}
+    ratios = {"naive_over_best": found.ratio("naive"), "library_over_best": found.over_library,
+              "torch_over_best": known["library"], "compiled_over_best": known["compiled"],
               "start_over_best": run.get("speedup_over_start")}  # fmt: skip
-    if ratios["library_over_best"] is not None and final.get("library_error") is None:
-        ratios["library_over_best"] = None
     for name, ratio in ratios.items():
         add("grammar", own, name, "1", [ratio] if ratio else [], note)
     add("grammar", own, "copies", "1", [median(final["samples"]["candidate"]) / median(
@@ -116,8 +119,8 @@ def summary(records: Sequence[Record]) -> str:
     if not any("naive_over_best" in one or "library_over_best" in one for one in found.values()):
         return told + "Neither the naive kernels nor torch are timed on record."
     return told + (
-        f"{naive} are faster than the naive kernel, {near} reach {SHARE} "
-        f"of torch's speed or more, {beats} are faster than torch."
+        f"{naive} are faster than the naive kernel, {near} reach {SHARE} of the speed of the faster of torch and "
+        f"torch.compile or more, {beats} are faster than both."
     )
 
 

@@ -19,6 +19,7 @@ from gpu_accel.workbench.statistics import median
 
 from .artefact import best_of, make_folder, read_attempts, read_run
 from .candidate import Candidate
+from .measure import LIBRARIES, over_best_library
 from .tasks import Task, find
 from .tasks.task import UNIT
 from .verdict import Verdict
@@ -59,6 +60,13 @@ class Found:
                 return median(taken[name]) / median(taken["candidate"])
         return None
 
+    @property
+    def over_library(self) -> float | None:
+        """How many times as long the faster of torch and torch.compile takes, of those that are right."""
+        final = self.run.get("final") or {}
+        errors = {name: final.get(f"{name}_error") for name in LIBRARIES}
+        return over_best_library(final.get("samples", {}), errors)
+
     def row(self) -> dict[str, Any]:
         """One line of the table."""
         verdicts: dict[str, int] = {}
@@ -71,7 +79,8 @@ class Found:
         return {
             "task": self.task.name, "gpu": gpu, "proposer": self.run.get("proposer"), "candidates": len(self.attempts),
             "verdicts": verdicts, "ms": ms, "share_of_roofline": floor / ms if ms else None,
-            "naive_over_best": self.ratio("naive"), "library_over_best": self.ratio("library"),
+            "naive_over_best": self.ratio("naive"), "library_over_best": self.over_library,
+            "torch_over_best": self.ratio("library"), "compiled_over_best": self.ratio("compiled"),
             "over_start": self.run.get("speedup_over_start"), "dollars": self.run.get("dollars"),
             "note": self.run.get("note"),
         }  # fmt: skip
@@ -192,15 +201,16 @@ def solution(task: Task, candidate: Candidate) -> dict[str, Any]:
 
 
 def trace(found: Found) -> dict[str, Any]:
-    """The outcome as a Trace, with the library as its reference latency.
+    """The outcome as a Trace, with the faster of torch and torch.compile as its reference latency.
 
     Raises:
         InvalidInputError: the search timed nothing.
     """
     final = found.run.get("final")
-    ms, reference = found.ms("candidate"), found.ms("library")
-    if not final or ms is None or reference is None:
+    ms, over = found.ms("candidate"), found.over_library
+    if not final or ms is None or over is None:
         raise InvalidInputError(f"{found.folder}: a trace needs times of the best kernel and of the library")
+    reference = over * ms
     status = _STATUS.get(Verdict(final["judgement"]["verdict"]), "RUNTIME_ERROR")
     best = next(one for one in found.attempts if found.run["best"] in one["file"])
     made: dict[str, Any] = {
@@ -214,7 +224,7 @@ def trace(found: Found) -> dict[str, Any]:
         made["correctness"] = {"max_relative_error": relative, "max_absolute_error": "NaN",
                                "extra": {"error_over_bound": error}}  # fmt: skip
     if status == "PASSED":
-        made["performance"] = {"latency_ms": ms, "reference_latency_ms": reference, "speedup_factor": reference / ms}
+        made["performance"] = {"latency_ms": ms, "reference_latency_ms": reference, "speedup_factor": over}
     return {
         "definition": f"gpu_accel_{found.task.name}", "workload": workload(found.task),
         "solution": f"gpu_accel_{found.task.name}_{found.best.digest}", "evaluation": made,

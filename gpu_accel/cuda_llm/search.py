@@ -126,7 +126,7 @@ class Optimized:
     def __str__(self) -> str:
         told = ", ".join(f"{count} {name}" for name, count in self.counts.items())
         gain = f"{self.speedup:.3g}x the kernel at the start" if self.speedup else "not timed"
-        for name in ("naive", "library"):
+        for name in ("naive", "library", "compiled"):
             if self.final and (ratio := self.final.ratio(name)):
                 gain += f", {ratio:.3g}x {name}"
         return f"{self.task} for {self.target}: {len(self.attempts)} candidates ({told}); {gain}. {self.note}"
@@ -420,7 +420,7 @@ def search_all(
     seed: int = 0,
     batch: int = 4,
     out: Path | None = None,
-    peers: Sequence[str] = ("library", "naive"),
+    peers: Sequence[str] = ("library", "compiled", "naive"),
     final_seconds: float = 0.25,
     tell: Callable[[str, Attempt], None] | None = None,
     done: Callable[[str, Optimized | Exception], None] | None = None,
@@ -462,7 +462,7 @@ def search_all(
 
 
 def verify(
-    kernels: Sequence[tuple[Task, Candidate]], *, target: str, peers: Sequence[str] = ("library", "naive"),
+    kernels: Sequence[tuple[Task, Candidate]], *, target: str, peers: Sequence[str] = ("library", "compiled", "naive"),
     seconds: float = 0.25, keep: int = 4, workers: int | None = None,
 ) -> list[Measured]:  # fmt: skip
     """The whole check and the times of kernels, each in processes of its own; the verdict is that of both.
@@ -518,7 +518,7 @@ def optimize_kernel(
         candidates, seconds, dollars, depth, batch: the budget, see `Budget`.
         seed: of the grammar's proposals.
         out, resume: a folder for candidates and the log, and whether to go on from what is there.
-        peers: baselines to time with the best kernel, of "library", "naive", "start".
+        peers: baselines to time with the best kernel, of "library", "compiled", "naive", "start".
     Returns:
         The best kernel of all accepted ones, and every attempt with its verdict.
     Raises:

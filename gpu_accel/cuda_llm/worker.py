@@ -65,6 +65,7 @@ def _warm_up() -> None:
     """Run a kernel of ours once: the interpreter imports lazily, and a fork may not be able to read the files."""
     from gpu_accel.cuda_llm import warm
 
+    warm.mend_dot()
     warm.run()
 
 

@@ -43,6 +43,7 @@ from gpu_accel.workbench.experiment import (
 CANDIDATES_GPU, CANDIDATES_CPU = 60, 2
 SEARCH_SHARE = 30.0  # seconds of search for each task, as a multiple of the timing budget
 FOLDER = "GPU_ACCEL_SEARCH_FOLDER"  # where a search keeps its artefacts, if set
+PEERS = ("library", "compiled", "naive")
 QUICK = ("matrix_copy", "softmax", "matmul")
 HACKS = {one.id: one for one in FIXTURES}
 
@@ -128,7 +129,7 @@ def _searched(names: tuple[str, ...], seed: int, seconds: float) -> dict[str, Op
     tasks = [TASKS[name] for name in names]
     with Pool(gpu=True) as pool:
         return search_all(
-            tasks, pool=pool, target=_target(), seconds=seconds, seed=seed, peers=("library", "naive"),
+            tasks, pool=pool, target=_target(), seconds=seconds, seed=seed, peers=PEERS,
             candidates=CANDIDATES_GPU, final_seconds=seconds / SEARCH_SHARE / len(names),
             out=Path(os.environ[FOLDER]) if os.environ.get(FOLDER) else None,
         )  # fmt: skip
@@ -167,6 +168,12 @@ def _build_search(case: Case, settings: Settings) -> Workload:
         outputs = task.baseline(inputs, dims)
         return Check(compare(task, outputs, task.truth(inputs, dims), inputs).error, 1.0, ERROR)
 
+    def compiled_check(seed: int) -> Check:
+        error = final(seed).compiled_error
+        if error is None:
+            raise UnsupportedError(f"torch.compile: {final(seed).failed.get('compiled', 'not timed')}")
+        return Check(error, 1.0, ERROR)
+
     def final(seed: int) -> Measured:
         taken = found(seed).final
         assert taken is not None
@@ -184,7 +191,8 @@ def _build_search(case: Case, settings: Settings) -> Workload:
         taken, result = final(seed), found(seed)
         more: dict[str, Any] = {"candidates": (float(len(result.attempts)), "1")}
         for name, ratio in (
-            ("naive", taken.ratio("naive")), ("library", taken.ratio("library")), ("start", result.speedup),
+            ("naive", taken.ratio("naive")), ("library", taken.over_best_library), ("torch", taken.ratio("library")),
+            ("compiled", taken.ratio("compiled")), ("start", result.speedup),
         ):  # fmt: skip
             if ratio is not None:
                 more[f"{name}_over_best"] = (ratio, "1")
@@ -203,6 +211,7 @@ def _build_search(case: Case, settings: Settings) -> Workload:
     listed = [
         naive if gpu else start,
         implementation("library", "peer", library_check, NOTES["library"]),
+        *([implementation("compiled", "peer", compiled_check, NOTES["compiled"])] if gpu else []),
         implementation("grammar", "ours", search_check, "the best of a search without a language model", best_values),
     ]
     dims = dict(task.bench if gpu else task.shown[0])

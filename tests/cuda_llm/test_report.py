@@ -13,7 +13,7 @@ import torch
 from gpu_accel.cuda_llm import TASKS, Judgement, Verdict, optimize_kernel
 from gpu_accel.cuda_llm import search as search_module
 from gpu_accel.cuda_llm.deploy import deploy, dims_of
-from gpu_accel.cuda_llm.measure import Measured
+from gpu_accel.cuda_llm.measure import Measured, over_best_library
 from gpu_accel.cuda_llm.report import definition, export_traces, fast_p, read_folder, solution, trace, workload
 from gpu_accel.errors import HardwareError, InvalidInputError
 
@@ -26,19 +26,19 @@ class Clocked:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A search whose kernels take 2 ms, beside a library with 3 ms and a naive kernel with 40 ms."""
+    """A search whose kernels take 2 ms, beside torch with 3, torch.compile with 2.5 and a naive kernel with 40."""
     monkeypatch.setattr(search_module, "check", lambda *given, **more: Judgement(verdict=Verdict.ACCEPTED, error=0.25))
     monkeypatch.setattr(search_module, "measure", lambda *given, **more: Measured(
         judgement=Judgement(verdict=Verdict.ACCEPTED), compared=2,
         slow={"candidate": (2.0, 2.0), "naive": (40.0, 40.0)},
-        samples={"candidate": (2.0, 2.0), "copy": (1.0, 1.0), "library": (3.0, 3.0)}, method="events",
-        library_error=0.5,
+        samples={"candidate": (2.0, 2.0), "copy": (1.0, 1.0), "library": (3.0, 3.0), "compiled": (2.5, 2.5)},
+        method="events", library_error=0.5, compiled_error=0.5,
     ))  # fmt: skip
     env = {"gpu": "NVIDIA H100 80GB HBM3", "sku": "H100 SXM", "torch": "2.11"}
     monkeypatch.setattr(search_module, "host", lambda: {"env": env, "commit": "c" * 40, "dirty": False})
     for name in ("softmax", "reverse"):
         optimize_kernel(
-            TASKS[name].start, candidates=2, out=tmp_path / name, peers=("library", "naive"),
+            TASKS[name].start, candidates=2, out=tmp_path / name, peers=("library", "compiled", "naive"),
             sandbox=Clocked(),  # type: ignore[arg-type]
         )  # fmt: skip
     return tmp_path
@@ -48,11 +48,27 @@ def test_a_report_has_every_ratio_with_its_baseline(folder: Path) -> None:
     rows = {one.task.name: one.row() for one in read_folder(folder)}
     assert list(rows) == ["reverse", "softmax"]
     row = rows["softmax"]
-    assert row["naive_over_best"] == 20 and row["library_over_best"] == 1.5 and row["verdicts"] == {"accepted": 3}
+    assert row["naive_over_best"] == 20 and row["verdicts"] == {"accepted": 3}
+    assert row["torch_over_best"] == 1.5 and row["compiled_over_best"] == row["library_over_best"] == 1.25
     assert row["share_of_roofline"] == pytest.approx(TASKS["softmax"].floor_ms(TASKS["softmax"].bench, "h100-sxm") / 2)
     assert read_folder(folder / "reverse")[0].task.name == "reverse"
     with pytest.raises(InvalidInputError, match="no search"):
         read_folder(folder / "softmax" / "none")
+
+
+@pytest.mark.parametrize(
+    ("errors", "ratio"),
+    [
+        ({"library": 0.1, "compiled": 0.2}, 1.25),
+        ({"library": 0.1, "compiled": 1.5}, 1.5),
+        ({"library": 0.1}, 1.5),
+        ({"library": 2.0, "compiled": None}, None),
+    ],
+    ids=["both-right", "compiled-wrong", "not-compiled", "none-right"],
+)
+def test_the_library_is_the_faster_of_those_that_are_right(errors: dict, ratio: float | None) -> None:
+    samples = {"candidate": (2.0, 2.0), "library": (3.0, 3.0), "compiled": (2.5, 2.5)}
+    assert over_best_library(samples, errors) == ratio
 
 
 def test_fast_p_counts_all_tasks_and_is_strict() -> None:
@@ -105,7 +121,7 @@ def test_traces_have_what_their_status_demands(folder: Path, tmp_path: Path) -> 
     ]  # fmt: skip
     made = trace(found[1])
     outcome = made["evaluation"]
-    assert outcome["status"] == "PASSED" and outcome["performance"]["speedup_factor"] == 1.5
+    assert outcome["status"] == "PASSED" and outcome["performance"]["speedup_factor"] == 1.25
     assert outcome["correctness"]["max_relative_error"] == pytest.approx(0.25 * 16 * 2**-24)
     file = next((tmp_path / "out" / "solutions").rglob("*softmax_*.json"))
     assert made["solution"] == json.loads(file.read_text())["name"]
@@ -143,12 +159,13 @@ def test_records_of_a_search_are_those_of_the_ledger(folder: Path) -> None:
 
     made = [record for one in read_folder(folder) for record in records_of(one)]
     assert {(one.impl, one.metric) for one in made if one.case["task"] == "softmax"} >= {
-        ("grammar", "time"), ("library", "time"), ("naive", "time"), ("grammar", "library_over_best"),
+        ("grammar", "time"), ("library", "time"), ("naive", "time"), ("compiled", "time"),
+        ("grammar", "library_over_best"), ("grammar", "compiled_over_best"),
     }  # fmt: skip
     assert all(one.kind == "measured" and one.commit == "c" * 40 and one.checked for one in made)
     assert by_task(made)["softmax"]["naive_over_best"] == 20
-    assert [row[0] for row in rows(made)] == ["reverse", "softmax"] and len(rows(made)[0]) == 7
-    assert "2 are faster than the naive kernel" in summary(made) and "2 are faster than torch" in summary(made)
+    assert [row[0] for row in rows(made)] == ["reverse", "softmax"] and len(rows(made)[0]) == 8
+    assert "2 are faster than the naive kernel" in summary(made) and "2 are faster than both" in summary(made)
     assert summary([]) == "No search is on record."
 
 

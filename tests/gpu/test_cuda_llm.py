@@ -80,6 +80,22 @@ def test_a_copy_takes_about_as_long_as_a_copy(name: str, gpu_sandbox: Sandbox, p
     assert found.ratio("library") and found.ratio("naive"), found.failed
 
 
+def test_torch_compile_is_a_baseline_that_is_checked(gpu_sandbox: Sandbox, profile: str) -> None:
+    task = TASKS["bias_gelu"]
+    kernel = task.candidate.with_(BLOCK=1024)
+    found = measure(kernel, task, sandbox=gpu_sandbox, gpu=profile, peers=("library", "compiled"))
+    assert found.judgement.ok and found.ratio("compiled"), (found.judgement, found.failed)
+    assert found.compiled_error is not None and found.compiled_error <= 1
+    assert found.over_best_library == pytest.approx(min(found.ratio("library"), found.ratio("compiled")))
+
+
+def test_a_library_that_torch_does_not_compile_says_why(gpu_sandbox: Sandbox, profile: str) -> None:
+    task = TASKS["spmm"]
+    found = measure(task.templates[1], task, sandbox=gpu_sandbox, gpu=profile, peers=("library", "compiled"))
+    assert found.judgement.ok and "compiled" not in found.samples and "parse" in found.failed["compiled"], found.failed
+    assert found.over_best_library == found.ratio("library")
+
+
 def test_a_kernel_that_is_right_for_its_first_launches_is_caught_where_it_is_timed(
     gpu_sandbox: Sandbox, profile: str
 ) -> None:

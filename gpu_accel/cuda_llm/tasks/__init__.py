@@ -6,7 +6,7 @@ import dataclasses
 
 from gpu_accel.errors import InvalidInputError
 
-from . import moving, pointwise, products, reducing, rowwise, sparse
+from . import convolving, moving, pointwise, products, reducing, rowwise, sparse
 from .task import FAMILIES, Buffer, Task, Truth
 
 _WIDE, _ROW = ({"BLOCK": 1024}, {"BLOCK": 2048, "num_warps": 8}), ({"num_warps": 8}, {"num_warps": 16})
@@ -17,7 +17,7 @@ _PRIORS: dict[str, tuple[dict[str, int], ...]] = {
     "scan": _ROW, "softmax": _ROW, "layernorm": _ROW, "cross_entropy": _ROW, "residual_rmsnorm": _ROW, "argmax": _ROW,
     "ols": _ROW, "matvec": ({"BLOCK": 4096, "num_warps": 8}, {"BLOCK": 1024}), "conv1d": _WIDE,
 }  # fmt: skip
-_MODULES = (moving, pointwise, reducing, rowwise, products, sparse)
+_MODULES = (moving, pointwise, reducing, rowwise, products, convolving, sparse)
 TASKS: dict[str, Task] = {
     one.name: dataclasses.replace(one, priors=_PRIORS.get(one.name, ())) for module in _MODULES for one in module.TASKS
 }

@@ -1,7 +1,7 @@
-"""Tasks made of products: matrix times vector and matrix, convolutions, attention.
+"""Tasks made of products: matrix times vector and matrix, attention.
 
-Results must be good to float32. One TF32 product is not; three of split operands (`tf32x3`) are, and run on tensor
-cores.
+Results must be good to float32. One TF32 product is not; three of operands split in two (`tf32x3`) are, and so are six
+bfloat16 products of operands split in three. Both run on tensor cores.
 """
 
 from __future__ import annotations
@@ -9,14 +9,6 @@ from __future__ import annotations
 import torch
 
 from .task import Buffer, Dims, Task, Tensors, Truth
-
-
-def _conv(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.conv1d(x[None, None], w[None, None])[0, 0]
-
-
-def _conv2(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.conv2d(x[None, None], w[None, None])[0, 0]
 
 
 def _attention(x: Tensors, d: Dims) -> dict[str, Truth]:
@@ -29,6 +21,93 @@ def _attention(x: Tensors, d: Dims) -> dict[str, Truth]:
 def _sdpa(x: Tensors, d: Dims) -> Tensors:
     q, k, v = (x[name][None, None] for name in "qkv")
     return {"out": torch.nn.functional.scaled_dot_product_attention(q, k, v)[0, 0]}
+
+
+_TF32X3 = """        acc = tl.dot(left, right, acc, input_precision="tf32x3")"""
+# bfloat16 keeps 8 bits: three of them hold a float32, and six of their nine products reach beyond its rounding.
+_BF16X6 = """        l1 = left.to(tl.bfloat16)
+        left -= l1.to(tl.float32)
+        l2 = left.to(tl.bfloat16)
+        l3 = (left - l2.to(tl.float32)).to(tl.bfloat16)
+        r1 = right.to(tl.bfloat16)
+        right -= r1.to(tl.float32)
+        r2 = right.to(tl.bfloat16)
+        r3 = (right - r2.to(tl.float32)).to(tl.bfloat16)
+        acc = tl.dot(l3, r1, acc)
+        acc = tl.dot(l2, r2, acc)
+        acc = tl.dot(l1, r3, acc)
+        acc = tl.dot(l2, r1, acc)
+        acc = tl.dot(l1, r2, acc)
+        acc = tl.dot(l1, r1, acc)"""
+
+
+def _grouped_matmul(product: str, sides: tuple[int, ...], tile: tuple[int, int, int], *, stages: int) -> str:
+    """A Triton kernel whose programs go through GROUP rows of tiles together, so that operands stay in the cache."""
+    return f'''# /// launch
+# task = "matmul"
+# grid = ["cdiv(m, BLOCK_M) * cdiv(n, BLOCK_N)"]
+# num_warps = 8
+# num_stages = {stages}
+# [constants]
+# BLOCK_M = {tile[0]}
+# BLOCK_N = {tile[1]}
+# BLOCK_K = {tile[2]}
+# GROUP = 8
+# [space]
+# BLOCK_M = {list(sides)}
+# BLOCK_N = {list(sides)}
+# BLOCK_K = [16, 32, 64]
+# GROUP = [1, 4, 8]
+# num_warps = [4, 8]
+# num_stages = [2, 3, 4]
+# ///
+@triton.jit
+def matmul(a, b, out, m, n, k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+           GROUP: tl.constexpr):
+    pid = tl.program_id(0)
+    down = tl.cdiv(m, BLOCK_M)
+    across = tl.cdiv(n, BLOCK_N)
+    first = pid // (GROUP * across) * GROUP
+    rows = min(down - first, GROUP)
+    i = (first + pid % (GROUP * across) % rows).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    j = (pid % (GROUP * across) // rows).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, k, BLOCK_K):
+        p = start + tl.arange(0, BLOCK_K)
+        left = tl.load(a + i[:, None] * k + p[None, :], mask=(i[:, None] < m) & (p[None, :] < k), other=0.0)
+        right = tl.load(b + p[:, None] * n + j[None, :], mask=(p[:, None] < k) & (j[None, :] < n), other=0.0)
+{product}
+    tl.store(out + i[:, None] * n + j[None, :], acc, mask=(i[:, None] < m) & (j[None, :] < n))
+'''
+
+
+# Attention in Triton, of `precision`: "ieee" on float32 units, "tf32x3" on tensor cores.
+def _attention_kernel(precision: str, head: str) -> str:
+    return f'''{head}@triton.jit
+def attention(q, k, v, out, m, n, dim, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    c = tl.arange(0, DIM)
+    scale = 1.0 / tl.sqrt(dim * 1.0)
+    inside = (i[:, None] < m) & (c[None, :] < dim)
+    query = tl.load(q + i[:, None] * dim + c[None, :], mask=inside, other=0.0)
+    m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    l_i = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, DIM), tl.float32)
+    for start in range(0, n, BLOCK_N):
+        j = start + tl.arange(0, BLOCK_N)
+        there = (j[:, None] < n) & (c[None, :] < dim)
+        key = tl.load(k + j[:, None] * dim + c[None, :], mask=there, other=0.0)
+        value = tl.load(v + j[:, None] * dim + c[None, :], mask=there, other=0.0)
+        s = tl.dot(query, tl.trans(key), input_precision="{precision}") * scale
+        s = tl.where(j[None, :] < n, s, float("-inf"))
+        top = tl.maximum(m_i, tl.max(s, 1))
+        p = tl.exp(s - top[:, None])
+        shrink = tl.exp(m_i - top)
+        l_i = l_i * shrink + tl.sum(p, 1)
+        acc = tl.dot(p, value, acc * shrink[:, None], input_precision="{precision}")
+        m_i = top
+    tl.store(out + i[:, None] * dim + c[None, :], acc / l_i[:, None], mask=inside)
+'''
 
 
 MATVEC = Task(
@@ -127,42 +206,10 @@ def matmul(a, b, out, m, n, k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLO
         acc = tl.dot(left, right, acc, input_precision="ieee")
     tl.store(out + i[:, None] * n + j[None, :], acc, mask=(i[:, None] < m) & (j[None, :] < n))
 ''',
-    features=('''# /// launch
-# task = "matmul"
-# grid = ["cdiv(m, BLOCK_M) * cdiv(n, BLOCK_N)"]
-# num_warps = 8
-# num_stages = 3
-# [constants]
-# BLOCK_M = 128
-# BLOCK_N = 128
-# BLOCK_K = 32
-# GROUP = 8
-# [space]
-# BLOCK_M = [64, 128, 256]
-# BLOCK_N = [64, 128, 256]
-# BLOCK_K = [16, 32, 64]
-# GROUP = [1, 4, 8]
-# num_warps = [4, 8]
-# num_stages = [2, 3, 4]
-# ///
-@triton.jit
-def matmul(a, b, out, m, n, k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-           GROUP: tl.constexpr):
-    pid = tl.program_id(0)
-    down = tl.cdiv(m, BLOCK_M)
-    across = tl.cdiv(n, BLOCK_N)
-    first = pid // (GROUP * across) * GROUP
-    rows = min(down - first, GROUP)
-    i = (first + pid % (GROUP * across) % rows).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    j = (pid % (GROUP * across) // rows).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(0, k, BLOCK_K):
-        p = start + tl.arange(0, BLOCK_K)
-        left = tl.load(a + i[:, None] * k + p[None, :], mask=(i[:, None] < m) & (p[None, :] < k), other=0.0)
-        right = tl.load(b + p[:, None] * n + j[None, :], mask=(p[:, None] < k) & (j[None, :] < n), other=0.0)
-        acc = tl.dot(left, right, acc, input_precision="tf32x3")
-    tl.store(out + i[:, None] * n + j[None, :], acc, mask=(i[:, None] < m) & (j[None, :] < n))
-''',),
+    features=(
+        _grouped_matmul(_TF32X3, (64, 128, 256), (128, 128, 32), stages=3),
+        _grouped_matmul(_BF16X6, (64, 128), (128, 128, 32), stages=2),
+    ),
     naive_cuda='''// /// launch
 // grid = ["cdiv(m, 32)", "n"]
 // block = [32]
@@ -179,137 +226,6 @@ extern "C" __global__ void matmul(const float* a, const float* b, float* out, lo
 ''',
 )  # fmt: skip
 
-CONV1D = Task(
-    name="conv1d", title="One-dimensional convolution without padding", family="convolution", dims=("n", "taps"),
-    inputs=(Buffer("x", ("n + taps - 1",)), Buffer("w", ("taps",))), outputs=(Buffer("out", ("n",)),),
-    shown=({"n": 300, "taps": 5}, {"n": 129, "taps": 3}), bench={"n": 1 << 24, "taps": 9},
-    ranges={"n": (1, 500), "taps": (2, 9)},
-    oracle=lambda x, d: {"out": Truth(_conv(x["x"], x["w"]), _conv(x["x"].abs(), x["w"].abs()))},
-    library=lambda x, d: {"out": _conv(x["x"], x["w"])}, flops="2 * n * taps", tolerance=16,
-    start='''# /// launch
-# task = "conv1d"
-# grid = ["cdiv(n, BLOCK)"]
-# [constants]
-# BLOCK = 128
-# [space]
-# BLOCK = [64, 128, 256, 512, 1024, 2048]
-# num_warps = [1, 2, 4, 8]
-# ///
-@triton.jit
-def conv1d(x, w, out, n, taps, BLOCK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    acc = tl.zeros((BLOCK,), tl.float32)
-    for tap in range(0, taps):
-        acc += tl.load(x + i + tap, mask=i < n, other=0.0) * tl.load(w + tap)
-    tl.store(out + i, acc, mask=i < n)
-''',
-    naive_cuda='''// /// launch
-// grid = ["cdiv(n, 32)"]
-// block = [32]
-// entry = "conv1d"
-// args = ["x", "w", "out", "n", "taps"]
-// ///
-extern "C" __global__ void conv1d(const float* x, const float* w, float* out, long long n, long long taps) {
-    long long i = blockIdx.x * 32LL + threadIdx.x;
-    if (i >= n) return;
-    float sum = 0;
-    for (long long t = 0; t < taps; ++t) sum += x[i + t] * w[t];
-    out[i] = sum;
-}
-''',
-)  # fmt: skip
-
-CONV2D = Task(
-    name="conv2d", title="Convolution of an image with 3 x 3 weights, without padding", family="convolution",
-    dims=("h", "w"),
-    inputs=(Buffer("x", ("h + 2", "w + 2")), Buffer("taps", (3, 3))), outputs=(Buffer("out", ("h", "w")),),
-    shown=({"h": 7, "w": 60}, {"h": 3, "w": 33}), bench={"h": 4096, "w": 8192}, ranges={"h": (1, 9), "w": (1, 90)},
-    oracle=lambda x, d: {"out": Truth(_conv2(x["x"], x["taps"]), _conv2(x["x"].abs(), x["taps"].abs()))},
-    library=lambda x, d: {"out": _conv2(x["x"], x["taps"])}, flops="18 * h * w", tolerance=16,
-    start='''# /// launch
-# task = "conv2d"
-# grid = ["cdiv(w, BLOCK)", "h"]
-# [constants]
-# BLOCK = 64
-# [space]
-# BLOCK = [32, 64, 128, 256, 512, 1024]
-# num_warps = [1, 2, 4, 8]
-# ///
-@triton.jit
-def conv2d(x, taps, out, w, BLOCK: tl.constexpr):
-    row = tl.program_id(1).to(tl.int64)
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    acc = tl.zeros((BLOCK,), tl.float32)
-    for tap in tl.static_range(9):
-        at = (row + tap // 3) * (w + 2) + i + tap % 3
-        acc += tl.load(x + at, mask=i < w, other=0.0) * tl.load(taps + tap)
-    tl.store(out + row * w + i, acc, mask=i < w)
-''',
-    features=('''// /// launch
-// task = "conv2d"
-// grid = ["cdiv(w, 4 * THREADS)", "cdiv(h, ROWS)"]
-// block = ["THREADS"]
-// entry = "conv2d"
-// args = ["x", "taps", "out", "h", "w"]
-// [constants]
-// THREADS = 128
-// ROWS = 8
-// [space]
-// THREADS = [32, 64, 128, 256]
-// ROWS = [2, 4, 8, 16, 32]
-// ///
-extern "C" __global__ void __launch_bounds__(THREADS) conv2d(const float* x, const float* taps, float* out, long long h,
-                                                             long long w) {
-    // A thread walks down ROWS lines of four columns; each line is read once and goes into three sums.
-    const long long j = (blockIdx.x * (long long)THREADS + threadIdx.x) * 4;
-    const long long top = blockIdx.y * (long long)ROWS;
-    if (j >= w) return;
-    float t[9], acc[3][4] = {};
-#pragma unroll
-    for (int p = 0; p < 9; ++p) t[p] = taps[p];
-    const int last = (int)min((long long)ROWS, h - top) + 2;
-#pragma unroll
-    for (int line = 0; line < ROWS + 2; ++line) {
-        if (line >= last) break;
-        const float* from = x + (top + line) * (w + 2) + j;
-        float v[6];
-#pragma unroll
-        for (int p = 0; p < 6; ++p) v[p] = j + p < w + 2 ? from[p] : 0.0f;
-#pragma unroll
-        for (int p = 0; p < 4; ++p) {
-            acc[0][p] += t[6] * v[p] + t[7] * v[p + 1] + t[8] * v[p + 2];
-            acc[1][p] += t[3] * v[p] + t[4] * v[p + 1] + t[5] * v[p + 2];
-            acc[2][p] += t[0] * v[p] + t[1] * v[p + 1] + t[2] * v[p + 2];
-        }
-        if (line >= 2) {
-            float* to = out + (top + line - 2) * w + j;
-            if (j + 3 < w && w % 4 == 0) {
-                *(float4*)to = make_float4(acc[0][0], acc[0][1], acc[0][2], acc[0][3]);
-            } else {
-                for (int p = 0; p < 4 && j + p < w; ++p) to[p] = acc[0][p];
-            }
-        }
-#pragma unroll
-        for (int p = 0; p < 4; ++p) acc[0][p] = acc[1][p], acc[1][p] = acc[2][p], acc[2][p] = 0.0f;
-    }
-}
-''',),
-    naive_cuda='''// /// launch
-// grid = ["cdiv(h, 32)", "w"]
-// block = [32]
-// entry = "conv2d"
-// args = ["x", "taps", "out", "h", "w"]
-// ///
-extern "C" __global__ void conv2d(const float* x, const float* taps, float* out, long long h, long long w) {
-    long long i = blockIdx.x * 32LL + threadIdx.x, j = blockIdx.y;
-    if (i >= h) return;
-    float sum = 0;
-    for (int t = 0; t < 9; ++t) sum += x[(i + t / 3) * (w + 2) + j + t % 3] * taps[t];
-    out[i * w + j] = sum;
-}
-''',
-)  # fmt: skip
-
 ATTENTION = Task(
     name="attention", title="Attention of one head, without a mask", family="attention", dims=("m", "n", "dim"),
     inputs=(Buffer("q", ("m", "dim")), Buffer("k", ("n", "dim")), Buffer("v", ("n", "dim"))),
@@ -317,7 +233,7 @@ ATTENTION = Task(
     shown=({"m": 20, "n": 33, "dim": 16}, {"m": 9, "n": 16, "dim": 8}),
     bench={"m": 4096, "n": 4096, "dim": 64}, ranges={"m": (1, 40), "n": (2, 40), "dim": (1, 20)},
     oracle=_attention, library=_sdpa, flops="4 * m * n * dim", tolerance=32, arithmetic=("tf32", 3),
-    start='''# /// launch
+    start=_attention_kernel("ieee", '''# /// launch
 # task = "attention"
 # grid = ["cdiv(m, BLOCK_M)"]
 # [constants]
@@ -330,32 +246,8 @@ ATTENTION = Task(
 # num_warps = [2, 4, 8]
 # num_stages = [1, 2, 3]
 # ///
-@triton.jit
-def attention(q, k, v, out, m, n, dim, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    c = tl.arange(0, DIM)
-    scale = 1.0 / tl.sqrt(dim * 1.0)
-    inside = (i[:, None] < m) & (c[None, :] < dim)
-    query = tl.load(q + i[:, None] * dim + c[None, :], mask=inside, other=0.0)
-    m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    l_i = tl.zeros((BLOCK_M,), tl.float32)
-    acc = tl.zeros((BLOCK_M, DIM), tl.float32)
-    for start in range(0, n, BLOCK_N):
-        j = start + tl.arange(0, BLOCK_N)
-        there = (j[:, None] < n) & (c[None, :] < dim)
-        key = tl.load(k + j[:, None] * dim + c[None, :], mask=there, other=0.0)
-        value = tl.load(v + j[:, None] * dim + c[None, :], mask=there, other=0.0)
-        s = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-        s = tl.where(j[None, :] < n, s, float("-inf"))
-        top = tl.maximum(m_i, tl.max(s, 1))
-        p = tl.exp(s - top[:, None])
-        shrink = tl.exp(m_i - top)
-        l_i = l_i * shrink + tl.sum(p, 1)
-        acc = tl.dot(p, value, acc * shrink[:, None], input_precision="ieee")
-        m_i = top
-    tl.store(out + i[:, None] * dim + c[None, :], acc / l_i[:, None], mask=inside)
-''',
-    features=('''# /// launch
+'''),
+    features=(_attention_kernel("tf32x3", '''# /// launch
 # task = "attention"
 # grid = ["cdiv(m, BLOCK_M)"]
 # num_warps = 4
@@ -370,31 +262,7 @@ def attention(q, k, v, out, m, n, dim, BLOCK_M: tl.constexpr, BLOCK_N: tl.conste
 # num_warps = [2, 4, 8]
 # num_stages = [1, 2, 3]
 # ///
-@triton.jit
-def attention(q, k, v, out, m, n, dim, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    c = tl.arange(0, DIM)
-    scale = 1.0 / tl.sqrt(dim * 1.0)
-    inside = (i[:, None] < m) & (c[None, :] < dim)
-    query = tl.load(q + i[:, None] * dim + c[None, :], mask=inside, other=0.0)
-    m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    l_i = tl.zeros((BLOCK_M,), tl.float32)
-    acc = tl.zeros((BLOCK_M, DIM), tl.float32)
-    for start in range(0, n, BLOCK_N):
-        j = start + tl.arange(0, BLOCK_N)
-        there = (j[:, None] < n) & (c[None, :] < dim)
-        key = tl.load(k + j[:, None] * dim + c[None, :], mask=there, other=0.0)
-        value = tl.load(v + j[:, None] * dim + c[None, :], mask=there, other=0.0)
-        s = tl.dot(query, tl.trans(key), input_precision="tf32x3") * scale
-        s = tl.where(j[None, :] < n, s, float("-inf"))
-        top = tl.maximum(m_i, tl.max(s, 1))
-        p = tl.exp(s - top[:, None])
-        shrink = tl.exp(m_i - top)
-        l_i = l_i * shrink + tl.sum(p, 1)
-        acc = tl.dot(p, value, acc * shrink[:, None], input_precision="tf32x3")
-        m_i = top
-    tl.store(out + i[:, None] * dim + c[None, :], acc / l_i[:, None], mask=inside)
-''',),
+'''),),
     naive_cuda='''// /// launch
 // grid = ["cdiv(m, 32)", "dim"]
 // block = [32]
@@ -423,4 +291,4 @@ extern "C" __global__ void attention(const float* q, const float* k, const float
 ''',
 )  # fmt: skip
 
-TASKS = (MATVEC, MATMUL, CONV1D, CONV2D, ATTENTION)
+TASKS = (MATVEC, MATMUL, ATTENTION)

@@ -215,6 +215,79 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort(const float* x, float
         }
     for (int i = threadIdx.x; i < cols; i += THREADS) out[row + i] = v[i];
 }
+''', '''// /// launch
+// task = "sort"
+// grid = ["cdiv(rows, WARPS)"]
+// block = [32, "WARPS"]
+// shared = "4 * WARPS * (WIDTH + WIDTH // 32)"
+// entry = "sort"
+// args = ["x", "out", "rows", "cols"]
+// [constants]
+// WARPS = 4
+// WIDTH = "max(64, next_power_of_2(cols))"
+// [space]
+// WARPS = [1, 2, 4, 8]
+// ///
+#define EACH (WIDTH / 32)
+#define PUT(a, b) { const float l = fminf(a, b), h = fmaxf(a, b); a = l, b = h; }
+#define HALF(a, b, low) a = low ? fminf(a, b) : fmaxf(a, b)
+extern "C" __global__ void __launch_bounds__(32 * WARPS) sort(const float* x, float* out, long long rows,
+                                                              long long cols) {
+    // A warp sorts a row in registers: lane l holds places l * EACH and on. Each exchange puts the smaller value first:
+    // a merge compares each place with its mirror image, then with places at half the distance and so on.
+    extern __shared__ float lines[];
+    float* mine = lines + threadIdx.y * (WIDTH + EACH);
+    const unsigned lane = threadIdx.x, width = (unsigned)cols;
+    const long long row = (long long)blockIdx.x * WARPS + threadIdx.y;
+    if (row >= rows) return;
+    const float* from = x + row * cols + lane;
+    float* to = out + row * cols + lane;
+    float v[EACH];
+#pragma unroll
+    for (int r = 0; r < EACH; ++r)  // in any order
+        v[r] = r * 32 + lane < width ? from[r * 32] : __int_as_float(0x7f800000);
+#pragma unroll
+    for (int size = 2; size <= EACH; size *= 2) {
+#pragma unroll
+        for (int r = 0; r < EACH; ++r)
+            if ((r & (size / 2)) == 0) PUT(v[r], v[r ^ (size - 1)])
+#pragma unroll
+        for (int away = size / 4; away; away /= 2)
+#pragma unroll
+            for (int r = 0; r < EACH; ++r)
+                if ((r & away) == 0) PUT(v[r], v[r + away])
+    }
+#pragma unroll 1
+    for (int mask = 1; mask < 32; mask = 2 * mask + 1) {
+        bool low = (lane & (mask + 1) / 2) == 0;
+#pragma unroll
+        for (int r = 0; r < EACH / 2; ++r) {
+            const float a = __shfl_xor_sync(~0u, v[EACH - 1 - r], mask), b = __shfl_xor_sync(~0u, v[r], mask);
+            HALF(v[r], a, low);
+            HALF(v[EACH - 1 - r], b, low);
+        }
+#pragma unroll 1
+        for (int away = (mask + 1) / 4; away; away /= 2) {
+            low = (lane & away) == 0;
+#pragma unroll
+            for (int r = 0; r < EACH; ++r) {
+                const float a = __shfl_xor_sync(~0u, v[r], away);
+                HALF(v[r], a, low);
+            }
+        }
+#pragma unroll
+        for (int away = EACH / 2; away; away /= 2)
+#pragma unroll
+            for (int r = 0; r < EACH; ++r)
+                if ((r & away) == 0) PUT(v[r], v[r + away])
+    }
+#pragma unroll
+    for (int r = 0; r < EACH; ++r) mine[lane * EACH + r + (lane * EACH + r) / 32] = v[r];
+    __syncwarp();
+#pragma unroll
+    for (int r = 0; r < EACH; ++r)
+        if (r * 32 + lane < width) to[r * 32] = mine[r * 33 + lane];
+}
 '''),
     naive_cuda='''// /// launch
 // grid = ["cdiv(rows, 32)"]
