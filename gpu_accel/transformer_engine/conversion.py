@@ -12,7 +12,7 @@ from gpu_accel.errors import InvalidInputError
 from gpu_accel.transformer_engine.checks import check_bias, check_floats, check_one_device, check_size
 from gpu_accel.transformer_engine.context import check_recipe
 from gpu_accel.transformer_engine.linear import Linear
-from gpu_accel.transformer_engine.linear_op import BACKENDS, Plan, layer_backend, linear_op, weight_op
+from gpu_accel.transformer_engine.linear_op import BACKENDS, Plan, layer_backend, linear_op
 from gpu_accel.transformer_engine.modules import TransformerLayer
 from gpu_accel.transformer_engine.recipes import (
     DelayedScaling,
@@ -21,6 +21,7 @@ from gpu_accel.transformer_engine.recipes import (
     NVFP4BlockScaling,
     Recipe,
 )
+from gpu_accel.transformer_engine.sources import operand_op
 
 
 def convert(
@@ -100,11 +101,16 @@ def _once(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, backen
     check_one_device(x=x, weight=weight, bias=bias)
     chosen = layer_backend(backend, x)
     plan = Plan.of(recipe)
-    *copies, _ = weight_op(weight.detach(), None, plan.text, x.requires_grad, chosen)
-    y, *_ = linear_op(
-        x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), weight, bias, *copies, None, None, None, None, None, plan.text,
-        0, "max", torch.is_grad_enabled() and weight.requires_grad, chosen,
-    )  # fmt: skip
+    flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    grads = torch.is_grad_enabled()
+    wanted = ((flat, plan.input, plan.input_t, grads and weight.requires_grad),
+              (weight, plan.weight, plan.weight_t, grads and x.requires_grad))  # fmt: skip
+    operand, (*kept, _, _) = (
+        operand_op(t.detach(), None, None, s.text, s_t.text, True, col, 0, chosen, "", None, None, 0.0)
+        for t, s, s_t, col in wanted
+    )
+    y = linear_op(flat, weight, bias, None, None, *operand, *kept, None, None, None, None, plan.text, "", 0.0, 0, "max",
+                  chosen)  # fmt: skip
     return y.view(*x.shape[:-1], weight.shape[0])
 
 

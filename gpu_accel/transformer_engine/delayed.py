@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gpu_accel.errors import InvalidInputError
-from gpu_accel.transformer_engine.linear_op import roll
+from gpu_accel.transformer_engine.history_kernels import roll
 from gpu_accel.transformer_engine.recipes import ROLES, DelayedScaling, Role
 
 

@@ -23,10 +23,13 @@ from gpu_accel.transformer_engine.checks import (
     check_size,
 )
 from gpu_accel.transformer_engine.delayed import Histories, length_of
-from gpu_accel.transformer_engine.linear_op import BACKENDS, Plan, layer_backend, linear_op, weight_op
+from gpu_accel.transformer_engine.history_kernels import roll_op
+from gpu_accel.transformer_engine.linear_op import BACKENDS, Plan, layer_backend, linear_op, rolls_in_kernel
+from gpu_accel.transformer_engine.quantize_launch import PLAIN, Source
 from gpu_accel.transformer_engine.quantizer import DTYPES
 from gpu_accel.transformer_engine.recipes import DelayedScaling, Float8CurrentScaling, Recipe, Role
 from gpu_accel.transformer_engine.scales import scale_fp32
+from gpu_accel.transformer_engine.sources import operand_op
 
 
 class Linear(nn.Module):
@@ -157,7 +160,8 @@ class Linear(nn.Module):
             return nn.functional.linear(x, self.weight.to(x.dtype), bias)
         return self._quantized(x, recipe, is_first_microbatch)
 
-    def _quantized(self, x: Tensor, recipe: Recipe, first: bool | None) -> Tensor:
+    def _quantized(self, x: Tensor, recipe: Recipe, first: bool | None, source: Source = PLAIN) -> Tensor:
+        """The layer on x, or on what `source` makes of x: quantised in one go with it."""
         if x.dtype not in DTYPES:
             raise InvalidInputError(f"x must be float32, bfloat16 or float16, got {x.dtype}")
         plan = Plan.of(recipe)
@@ -167,62 +171,80 @@ class Linear(nn.Module):
                 "NVFP4BlockScaling(disable_stochastic_rounding=True), or leave this layer out of the compiled region"
             )
         backend = layer_backend(self.backend, x)
-        delayed = isinstance(recipe, DelayedScaling)
-        histories = self.make_histories(recipe.amax_history_len) if delayed else None  # type: ignore[attr-defined]
+        histories = self.make_histories(recipe.amax_history_len) if isinstance(recipe, DelayedScaling) else None
         # evaluation and recomputation change no history, whatever they see
         update = histories is not None and self.training and not state.recomputing()
-        flat = x.reshape(math.prod(x.shape[:-1]), self.in_features)
-        scale = self._scale("input", flat, recipe, plan, update)
-        weight = self._weight(recipe, plan, update, first, backend, needs_t=x.requires_grad)
+        flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        grads = torch.is_grad_enabled()
+        needs_t = grads and any(t is not None and t.requires_grad for t in (x, source.gamma, source.beta))
+        keep = grads and self.weight.requires_grad
+        kept = self._kept_weight(plan, first, backend, needs_t)
+        scales = self._scales(flat, recipe, plan, update, backend, with_weight=kept is None)
+        pending = [None if histories is None or not update else histories.of(r).pending for r in ("input", "weight")]
+        gamma, beta = (None if t is None else t.detach() for t in (source.gamma, source.beta))
+        *operand, means, rstds = operand_op(
+            flat.detach(), scales[0], pending[0], plan.input.text, plan.input_t.text, True, keep, 0, backend,
+            source.kind, gamma, beta, source.eps,
+        )  # fmt: skip
+        if kept is None:
+            *made, _, _ = operand_op(
+                self.weight.detach(), scales[1], pending[1], plan.weight.text, plan.weight_t.text, True, needs_t, 0,
+                backend, "", None, None, 0.0,
+            )  # fmt: skip
+            kept = tuple(made)
+            if first is not None and not torch.compiler.is_compiling():
+                self._kept = (self._key(plan, backend), needs_t, kept)
         grad = histories.grad if histories is not None else None
         settings = (recipe.margin, recipe.amax_compute_algo) if isinstance(recipe, DelayedScaling) else (0, "max")
-        y, *_, amax = linear_op(
-            flat, self.weight, self.bias, *weight, scale,
+        y = linear_op(
+            flat, self.weight, self.bias, source.gamma, source.beta, *operand, means, rstds, *kept,
             *((grad.history, grad.scale, grad.pending, grad.overflows) if grad is not None else (None,) * 4),
-            plan.text, *settings, torch.is_grad_enabled() and self.weight.requires_grad, backend,
+            plan.text, source.kind, source.eps, *settings, backend,
         )  # fmt: skip
-        if update:
-            assert histories is not None
-            histories.input.pending.copy_(torch.maximum(histories.input.pending, amax.detach()))
         return y.view(*x.shape[:-1], self.out_features)
 
-    def _scale(self, role: Role, x: Tensor, recipe: Recipe, plan: Plan, update: bool) -> Tensor | None:
-        """The scale that is known before x is read, if any."""
-        scheme = getattr(plan, role)
+    def _scales(
+        self, x: Tensor, recipe: Recipe, plan: Plan, update: bool, backend: str, *, with_weight: bool
+    ) -> list[Tensor | None]:
+        """The scales of input and weight that are known before either is read: of delayed scaling, or None."""
         if isinstance(recipe, DelayedScaling):
             assert self.delayed is not None
-            history = self.delayed.of(role)
+            roles: tuple[Role, ...] = ("input", "weight") if with_weight else ("input",)
+            histories = [self.delayed.of(role) for role in roles]
             if update:
-                history.roll(recipe, scheme.largest)
-            return state.scale_of_frame(history.scale.clone())
+                states = [t for h in histories for t in (h.history, h.scale, h.pending, h.overflows)]
+                largest = [getattr(plan, role).largest for role in roles]
+                kernels = rolls_in_kernel(backend, self.delayed.input.history)
+                rolled = roll_op(states, largest, recipe.margin, recipe.amax_compute_algo, kernels)
+                found = [rolled[i, 0] for i in range(len(roles))]
+            else:
+                found = [h.scale.clone() for h in histories]
+            return [*map(state.scale_of_frame, found), None]
         group = state.current().group
-        if group is None or not isinstance(recipe, Float8CurrentScaling) or role == "weight":
-            return None
+        if group is None or not isinstance(recipe, Float8CurrentScaling):
+            return [None, None]
         amax = x.detach().abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
         amax = torch.where(amax < float("inf"), amax, 0.0)
         torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group=group)
-        return scale_fp32(amax, scheme.largest, power_of_two=scheme.scale == "pow2")
+        return [scale_fp32(amax, plan.input.largest, power_of_two=plan.input.scale == "pow2"), None]
 
-    def _weight(
-        self, recipe: Recipe, plan: Plan, update: bool, first: bool | None, backend: str, *, needs_t: bool
-    ) -> tuple[Tensor, ...]:
-        """Both quantised copies of the weight; the column-wise one only where a gradient of x will be asked for."""
-        needs_t = needs_t and torch.is_grad_enabled()
-        key = (plan.text, backend, self.weight.data_ptr() if not torch.compiler.is_compiling() else 0, needs_t)
-        keep = first is not None and not torch.compiler.is_compiling()
-        if keep and not first and self._kept is not None and self._kept[0][:3] == key[:3]:
-            (_, _, _, had_t), weight = self._kept
-            if had_t >= needs_t:
-                return weight
-        scale = self._scale("weight", self.weight, recipe, plan, update)
-        *weight, amax = weight_op(self.weight.detach(), scale, plan.text, needs_t, backend)
-        if update:
-            assert self.delayed is not None
-            pending = self.delayed.weight.pending
-            pending.copy_(torch.maximum(pending, amax))
-        if keep:
-            self._kept = (key, tuple(weight))
-        return tuple(weight)
+    def _key(self, plan: Plan, backend: str) -> tuple[Any, ...]:
+        """What kept copies of the weight are good for."""
+        return plan.text, backend, self.weight.data_ptr()
+
+    def _kept_weight(self, plan: Plan, first: bool | None, backend: str, needs_t: bool) -> tuple[Tensor, ...] | None:
+        """Both quantised copies of the weight from the call before, where they are asked for and fit."""
+        if first is not False or self._kept is None or torch.compiler.is_compiling():
+            return None
+        key, had_t, weight = self._kept
+        return weight if key == self._key(plan, backend) and had_t >= needs_t else None
+
+    def fuses(self, x: Tensor, recipe: Recipe) -> bool:
+        """Whether a norm or an activation before this layer can be computed while its result is quantised: not where
+        hooks want to see the result, another dtype is in force, or its maximum is needed beforehand on all ranks."""
+        hooked = any((self._forward_hooks, self._forward_pre_hooks, self._backward_hooks, self._backward_pre_hooks))
+        reduces = isinstance(recipe, Float8CurrentScaling) and state.current().group is not None
+        return not (hooked or reduces) and x.dtype in DTYPES and _autocasted(x).dtype == x.dtype
 
     def extra_repr(self) -> str:
         recipe = "" if self.recipe is None else f", recipe={self.recipe}"

@@ -13,29 +13,31 @@ Where both operands of dW are rotated (NVFP4), zeros pad M to a multiple of 16: 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError
-from gpu_accel.transformer_engine import hopper_gemm
+from gpu_accel.transformer_engine import hopper_gemm, quantizer
 from gpu_accel.transformer_engine.gemm import scaled_mm
-from gpu_accel.transformer_engine.quantizer import _empty_parts, choose_backend, quantize
-from gpu_accel.transformer_engine.recipes import Recipe
+from gpu_accel.transformer_engine.history_kernels import roll_op
+from gpu_accel.transformer_engine.quantize_launch import Source, Three
+from gpu_accel.transformer_engine.quantizer import choose_backend
+from gpu_accel.transformer_engine.recipes import ROLES, Recipe
 from gpu_accel.transformer_engine.reference import Parts
-from gpu_accel.transformer_engine.scales import update_history
 from gpu_accel.transformer_engine.schemes import Scheme
 from gpu_accel.transformer_engine.schemes import scheme as find_scheme
+from gpu_accel.transformer_engine.sources import operand_op, source_backward
 from gpu_accel.transformer_engine.tensor import QuantizedTensor
-
-Three = tuple[Tensor, Tensor, Tensor]  # codes, scales, tensor scale; what does not exist is empty
 
 
 @dataclass(frozen=True)
 class Plan:
     """The schemes of the six operands; `text` is what the custom ops get."""
 
+    text: str
     input: Scheme
     input_t: Scheme
     weight: Scheme
@@ -45,38 +47,29 @@ class Plan:
 
     @classmethod
     def of(cls, recipe: Recipe) -> Plan:
-        pairs = [
-            (recipe.scheme(role), recipe.scheme_columnwise(role)) for role in ("input", "weight", "grad")
-        ]  # fmt: skip
-        return cls(*(one for pair in pairs for one in pair))
+        return _made(recipe) if torch.compiler.is_compiling() else _plan_of(recipe)
 
     @classmethod
     def read(cls, text: str) -> Plan:
-        return cls(*(find_scheme(part) for part in text.split("|")))
-
-    @property
-    def text(self) -> str:
-        parts = (self.input, self.input_t, self.weight, self.weight_t, self.grad, self.grad_t)
-        return "|".join(part.text for part in parts)
+        return _read(text)
 
     @property
     def random(self) -> bool:
         return any(s.rounding == "stochastic" for s in (self.grad, self.grad_t))
 
 
-def _three(q: QuantizedTensor, prefix: str) -> Three:
-    parts = q._parts(prefix)
-    assert parts is not None
-    none = parts.scales.new_empty(0, dtype=torch.float32)
-    return parts.codes, parts.scales, none if parts.tensor_scale is None else parts.tensor_scale
+def _made(recipe: Recipe) -> Plan:
+    pairs = [(recipe.scheme(role), recipe.scheme_columnwise(role)) for role in ROLES]
+    schemes = [one for pair in pairs for one in pair]
+    return Plan("|".join(one.text for one in schemes), *schemes)
 
 
-def _none(like: Tensor) -> Three:
-    return (
-        like.new_empty(0, dtype=torch.uint8),
-        like.new_empty(0, dtype=torch.float32),
-        like.new_empty(0, dtype=torch.float32),
-    )
+_plan_of = functools.lru_cache(maxsize=64)(_made)
+
+
+@functools.lru_cache(maxsize=64)
+def _read(text: str) -> Plan:
+    return Plan(text, *(find_scheme(part) for part in text.split("|")))
 
 
 BACKENDS = ("auto", "hopper", "portable", "reference")
@@ -92,8 +85,11 @@ def layer_backend(backend: str, x: Tensor) -> str:
     return backend
 
 
-def _quantizer(backend: str) -> str:
-    return "portable" if backend == "hopper" else backend
+def rolls_in_kernel(backend: str, history: Tensor) -> bool:
+    """Whether one launch rolls the histories, or plain torch does."""
+    if backend == "auto":
+        return history.is_cuda and quantizer.FUSED_CHECKED
+    return backend != "reference"
 
 
 def _product(a: QuantizedTensor, b: QuantizedTensor, backend: str, out_dtype: torch.dtype, bias: Tensor | None = None):
@@ -111,141 +107,77 @@ def _rows(three: Three, scheme: Scheme, shape: tuple[int, int], dtype: torch.dty
     return QuantizedTensor.from_parts(row=parts, col=None, scheme=plain, shape=torch.Size(shape), dtype=dtype)
 
 
-def _padded(x: Tensor, scheme: Scheme) -> Tensor:
-    missing = -x.shape[0] % 16 if scheme.hadamard else 0
-    return torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
-
-
-def _both(
-    x: Tensor, scheme: Scheme, scheme_t: Scheme, *, row: bool, col: bool, scale: Tensor | None, seed: int, backend: str
-) -> tuple[Three, Three, Tensor]:
-    """(row-wise copy, column-wise copy, largest magnitude if the scale was given) of x (M, K)."""
-    amax = x.new_zeros((), dtype=torch.float32)
-    rows, cols = _none(x), _none(x)
-    backend = _quantizer(backend)
-    seeds = [seed if s.rounding == "stochastic" else None for s in (scheme, scheme_t)]
-    if scheme == scheme_t and row and col:
-        q = quantize(x, scheme, columnwise=True, scale=scale, seed=seeds[0], backend=backend)
-        rows, cols = _three(q, ""), _three(q, "col_")
-    else:
-        q = None
-        if row:
-            q = quantize(x, scheme, scale=scale, seed=seeds[0], backend=backend)
-            rows = _three(q, "")
-        if col:
-            q = quantize(
-                _padded(x, scheme_t), scheme_t, rowwise=False, columnwise=True, scale=scale, seed=seeds[1],
-                backend=backend,
-            )  # fmt: skip
-            cols = _three(q, "col_")
-    if q is not None and q.seen_amax is not None:
-        amax = q.seen_amax.clone()
-    return rows, cols, amax
-
-
-@torch.library.custom_op("gpu_accel::te_weight", mutates_args=())
-def weight_op(
-    weight: Tensor, scale: Tensor | None, plan: str, col: bool, backend: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """A weight (N, K) row-wise, column-wise if `col`, and its largest magnitude if the scale was given."""
-    p = Plan.read(plan)
-    rows, cols, amax = _both(weight, p.weight, p.weight_t, row=True, col=col, scale=scale, seed=0, backend=backend)
-    return (*rows, *cols, amax)
-
-
-@weight_op.register_fake
-def _(weight, scale, plan, col, backend):
-    p = Plan.read(plan)
-    n, k = weight.shape
-    return (
-        *_empty_parts(weight, n, k, p.weight, True),
-        *_empty_parts(weight, k, n, p.weight_t, col),
-        weight.new_empty((), dtype=torch.float32),
-    )
-
-
 @torch.library.custom_op("gpu_accel::te_linear", mutates_args=())
 def linear_op(
-    x: Tensor, weight: Tensor, bias: Tensor | None, w0: Tensor, w1: Tensor, w2: Tensor, t0: Tensor, t1: Tensor,
-    t2: Tensor, scale: Tensor | None, grad_history: Tensor | None, grad_scale: Tensor | None,
-    grad_pending: Tensor | None, grad_overflows: Tensor | None, plan: str, margin: int, algorithm: str, keep: bool,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """y (M, N) in the dtype of x, the column-wise copy of x (if `keep`), the largest magnitude of x (if `scale`).
+    x: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, x0: Tensor, x1: Tensor,
+    x2: Tensor, xt0: Tensor, xt1: Tensor, xt2: Tensor, means: Tensor, rstds: Tensor, w0: Tensor, w1: Tensor, w2: Tensor,
+    wt0: Tensor, wt1: Tensor, wt2: Tensor, grad_history: Tensor | None, grad_scale: Tensor | None,
+    grad_pending: Tensor | None, grad_overflows: Tensor | None, plan: str, kind: str, eps: float, margin: int,
+    algorithm: str, backend: str,
+) -> Tensor:  # fmt: skip
+    """y (M, N) in the dtype of x, from operands that `operand_op` has made of x (or of its norm or activation, `kind`)
+    and of weight: x0.. and w0.. row-wise, xt0.. and wt0.. column-wise, which the backward pass reads.
 
-    weight is there for its gradient; the product reads its quantised copies w0.. (row-wise) and, backward, t0..
-    (column-wise). grad_*: the history of the gradient's scale under delayed scaling, which the backward pass changes.
+    x, weight, gamma and beta are there for their gradients. grad_*: the history of the gradient's scale under delayed
+    scaling, which the backward pass changes.
     """
     p = Plan.read(plan)
-    rows, cols, amax = _both(x, p.input, p.input_t, row=True, col=keep, scale=scale, seed=0, backend=backend)
-    a = _rows(rows, p.input, (x.shape[0], x.shape[1]), x.dtype)
-    b = _rows((w0, w1, w2), p.weight, (weight.shape[0], weight.shape[1]), x.dtype)
-    y = _product(a, b, backend, x.dtype, bias)
-    return (y, *cols, amax)
+    n, k = weight.shape
+    a = _rows((x0, x1, x2), p.input, (x.shape[0], k), x.dtype)
+    return _product(a, _rows((w0, w1, w2), p.weight, (n, k), x.dtype), backend, x.dtype, bias)
 
 
 @linear_op.register_fake
-def _(x, weight, bias, w0, w1, w2, t0, t1, t2, scale, gh, gs, gp, go, plan, margin, algorithm, keep, backend):
-    p = Plan.read(plan)
-    m = x.shape[0]
-    wide = -(-m // 16) * 16 if p.input_t.hadamard else m
-    return (
-        x.new_empty((m, weight.shape[0])),
-        *_empty_parts(x, x.shape[1], wide, p.input_t, keep),
-        x.new_empty((), dtype=torch.float32),
-    )
+def _(x, weight, bias, gamma, beta, x0, x1, x2, xt0, xt1, xt2, means, rstds, w0, w1, w2, wt0, wt1, wt2, gh, gs, gp, go,
+      plan, kind, eps, margin, algorithm, backend):  # fmt: skip
+    return x.new_empty((x.shape[0], weight.shape[0]))
 
 
 @torch.library.custom_op("gpu_accel::te_linear_backward", mutates_args=())
 def linear_backward_op(
-    dy: Tensor, x0: Tensor, x1: Tensor, x2: Tensor, t0: Tensor, t1: Tensor, t2: Tensor, scale: Tensor | None, k: int,
-    plan: str, seed: int, needs: list[bool], x_dtype: torch.dtype, w_dtype: torch.dtype, b_dtype: torch.dtype,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dx, dW, dbias, largest magnitude of dy); what is not in `needs` is empty."""
+    dy: Tensor, g0: Tensor, g1: Tensor, g2: Tensor, gt0: Tensor, gt1: Tensor, gt2: Tensor, x: Tensor | None,
+    xt0: Tensor, xt1: Tensor, xt2: Tensor, gamma: Tensor | None, beta: Tensor | None, means: Tensor, rstds: Tensor,
+    wt0: Tensor, wt1: Tensor, wt2: Tensor, k: int, plan: str, kind: str, eps: float, needs: list[bool],
+    x_dtype: torch.dtype, w_dtype: torch.dtype, b_dtype: torch.dtype, backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dx, dW, dbias, dgamma, dbeta); what is not in `needs` is empty. g0.. and gt0..: dy row-wise and column-wise."""
     p = Plan.read(plan)
     m, n = dy.shape
-    rows, cols, amax = _both(
-        dy, p.grad, p.grad_t, row=needs[0], col=needs[1], scale=scale, seed=seed, backend=backend
-    )  # fmt: skip
     dx, dw, db = (dy.new_empty(0, dtype=dtype) for dtype in (x_dtype, w_dtype, b_dtype))
+    dgamma, dbeta = (dy.new_empty(0, dtype=dy.dtype if g is None else g.dtype) for g in (gamma, beta))
     if needs[0]:
-        a = _rows(rows, p.grad, (m, n), dy.dtype)
-        dx = _product(a, _rows((t0, t1, t2), p.weight_t, (k, n), dy.dtype), backend, x_dtype)
+        a = _rows((g0, g1, g2), p.grad, (m, n), dy.dtype)
+        dx = _product(a, _rows((wt0, wt1, wt2), p.weight_t, (k, n), dy.dtype), backend, x_dtype)
     if needs[1]:
         wide = -(-m // 16) * 16 if p.grad_t.hadamard else m
-        a = _rows(cols, p.grad_t, (n, wide), dy.dtype)
-        dw = _product(a, _rows((x0, x1, x2), p.input_t, (k, wide), dy.dtype), backend, w_dtype)
+        a = _rows((gt0, gt1, gt2), p.grad_t, (n, wide), dy.dtype)
+        dw = _product(a, _rows((xt0, xt1, xt2), p.input_t, (k, wide), dy.dtype), backend, w_dtype)
     if needs[2]:
         db = dy.sum(0, dtype=torch.float32).to(b_dtype)
-    return dx, dw, db, amax
+    if needs[0] and kind:
+        assert x is not None
+        source = Source(kind, gamma, beta, eps)
+        dx, more, last = source_backward(dx, x, source, means, rstds, kernels=backend != "reference")
+        dgamma = dgamma if more is None else more
+        dbeta = dbeta if last is None else last
+    return dx, dw, db, dgamma, dbeta
 
 
 @linear_backward_op.register_fake
-def _(dy, x0, x1, x2, t0, t1, t2, scale, k, plan, seed, needs, x_dtype, w_dtype, b_dtype, backend):
+def _(dy, g0, g1, g2, gt0, gt1, gt2, x, xt0, xt1, xt2, gamma, beta, means, rstds, wt0, wt1, wt2, k, plan, kind, eps,
+      needs, x_dtype, w_dtype, b_dtype, backend):  # fmt: skip
     m, n = dy.shape
     dtypes = (x_dtype, w_dtype, b_dtype)
-    shapes = ((m, k), (n, k), (n,))
+    shapes = ((m, k) if x is None else x.shape, (n, k), (n,))
     out = [
         dy.new_empty(s if need else (0,), dtype=d) for s, need, d in zip(shapes, needs, dtypes, strict=True)
     ]  # fmt: skip
-    return (*out, dy.new_empty((), dtype=torch.float32))
-
-
-def roll(history: Tensor, scale: Tensor, pending: Tensor, overflows: Tensor, *, largest: float, margin: int,
-         algorithm: str) -> None:  # fmt: skip
-    """Enter the maximum that is pending, in place, and with it find the next scale. Without one nothing changes.
-
-    overflows (2,): how often a tensor held NaN or Inf, and how often finite values were clipped.
-    """
-    clipped = (pending > scale * largest) & (pending < float("inf"))
-    fresh, next_scale, over = update_history(
-        history, pending, scale, largest=largest, margin=margin, algorithm=algorithm
-    )  # fmt: skip
-    history.copy_(fresh)
-    scale.copy_(next_scale)
-    overflows.add_(torch.stack((over, clipped.long())))
-    pending.zero_()
+    wide = needs[0] and kind in ("rms", "layer")
+    more = [
+        dy.new_empty(0 if g is None or not wide else g.shape, dtype=dy.dtype if g is None else g.dtype)
+        for g in (gamma, beta)
+    ]
+    return (*out, *more)
 
 
 def next_seed() -> int:
@@ -254,42 +186,46 @@ def next_seed() -> int:
 
 
 def _setup(ctx, inputs, output) -> None:
-    x, weight, bias, *_, t0, t1, t2, scale, gh, gs, gp, go, plan, margin, algorithm, keep, backend = inputs
-    _, x0, x1, x2, amax = output
-    ctx.save_for_backward(x0, x1, x2, t0, t1, t2)
-    ctx.mark_non_differentiable(x0, x1, x2, amax)
+    (x, weight, bias, gamma, beta, _, _, _, xt0, xt1, xt2, means, rstds, _, _, _, wt0, wt1, wt2, gh, gs, gp, go, plan,
+     kind, eps, margin, algorithm, backend) = inputs  # fmt: skip
+    kept = x if kind else None
+    ctx.save_for_backward(kept, xt0, xt1, xt2, gamma, beta, means, rstds, wt0, wt1, wt2)
     ctx.set_materialize_grads(False)
     # not saved for backward: they are meant to change in between, and what backward wants is what they are then
     ctx.delayed = (gh, gs, gp, go)
-    ctx.plan, ctx.margin, ctx.algorithm, ctx.backend = plan, margin, algorithm, backend
+    ctx.plan, ctx.kind, ctx.eps, ctx.margin, ctx.algorithm, ctx.backend = plan, kind, eps, margin, algorithm, backend
     ctx.k = weight.shape[1]
     ctx.dtypes = [x.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype]
     ctx.with_bias = bias is not None
 
 
-def _backward(ctx, dy, *_):
-    nothing: list[Tensor | None] = [None] * 19
+def _backward(ctx, dy):
+    nothing: list[Tensor | None] = [None] * 29
     if dy is None:
         return tuple(nothing)
-    x0, x1, x2, t0, t1, t2 = ctx.saved_tensors
-    needs = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.with_bias and ctx.needs_input_grad[2]]
+    x, xt0, xt1, xt2, gamma, beta, means, rstds, wt0, wt1, wt2 = ctx.saved_tensors
+    wanted = ctx.needs_input_grad
+    needs = [any((wanted[0], wanted[3], wanted[4])), wanted[1], ctx.with_bias and wanted[2]]
     if torch.is_grad_enabled() and dy.requires_grad:
         raise UnsupportedError("quantised linear layers have first gradients only: create_graph=True is not supported")
     plan = Plan.read(ctx.plan)
     history, scale, pending, overflows = ctx.delayed
     used = None
     if history is not None:
-        roll(history, scale, pending, overflows, largest=plan.grad.largest, margin=ctx.margin,
-             algorithm=ctx.algorithm)  # fmt: skip
-        used = scale.clone()
+        kernels = rolls_in_kernel(ctx.backend, history)
+        used = roll_op(
+            [history, scale, pending, overflows], [plan.grad.largest], ctx.margin, ctx.algorithm, kernels
+        )[0, 0]  # fmt: skip
     seed = next_seed() if plan.random else 0
-    dx, dw, db, amax = linear_backward_op(
-        dy, x0, x1, x2, t0, t1, t2, used, ctx.k, ctx.plan, seed, needs, *ctx.dtypes, ctx.backend
+    *copies, _, _ = operand_op(
+        dy, used, pending, plan.grad.text, plan.grad_t.text, needs[0], needs[1], seed, ctx.backend, "", None, None, 0.0
     )
-    if pending is not None:
-        pending.copy_(torch.maximum(pending, amax))
-    for i, (made, need) in enumerate(zip((dx, dw, db), needs, strict=True)):
-        nothing[i] = made if need else None
+    made = linear_backward_op(
+        dy, *copies, x, xt0, xt1, xt2, gamma, beta, means, rstds, wt0, wt1, wt2, ctx.k, ctx.plan, ctx.kind, ctx.eps,
+        needs, *ctx.dtypes, ctx.backend,
+    )  # fmt: skip
+    for i, gradient in enumerate(made):
+        nothing[i] = gradient if wanted[i] else None
     return tuple(nothing)
 
 

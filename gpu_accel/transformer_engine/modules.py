@@ -1,12 +1,12 @@
 """Layers around `Linear` under Transformer Engine's names: `LayerNormLinear`, `LayerNormMLP`, `TransformerLayer`.
 
-Norms, activations, softmax and sums of residuals stay in high precision; only products are quantised. The norms of the
-combined layers are not fused with quantising yet, so what these layers save here is typing and not time.
+Norms, activations, softmax and sums of residuals stay in high precision; only products are quantised. Under a recipe
+the norm and the activation of the combined layers are computed while their results are quantised (`sources.py`), so
+those are never written in 16 bits; without one, or where hooks or another dtype want the results, they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,8 +16,11 @@ from torch.nn import functional as F
 from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.flash_attention3 import flash_attn_func
 from gpu_accel.flash_attention3.problem import normalise_window
+from gpu_accel.thunderkittens.rows import layer_norm, rms_norm
+from gpu_accel.transformer_engine.activations import ACTIVATIONS, activate
 from gpu_accel.transformer_engine.checks import (
     check_between,
+    check_first,
     check_flag,
     check_floats,
     check_one_device,
@@ -26,32 +29,11 @@ from gpu_accel.transformer_engine.checks import (
     check_size,
 )
 from gpu_accel.transformer_engine.linear import Linear
+from gpu_accel.transformer_engine.quantize_launch import Source
+from gpu_accel.transformer_engine.quantizer import DTYPES
 from gpu_accel.transformer_engine.recipes import Recipe
 
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
-
-
-def _gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    def apply(x: Tensor) -> Tensor:
-        gate, value = x.chunk(2, -1)
-        return activation(gate) * value
-
-    return apply
-
-
-def _squared_relu(x: Tensor) -> Tensor:
-    return F.relu(x).square()
-
-
-def _gelu(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-# name -> (function, how many times wider its input is than its output)
-ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
-    "gelu": (_gelu, 1), "relu": (F.relu, 1), "silu": (F.silu, 1), "srelu": (_squared_relu, 1),
-    "geglu": (_gated(_gelu), 2), "reglu": (_gated(F.relu), 2), "swiglu": (_gated(F.silu), 2),
-}  # fmt: skip
 
 
 class Norm(nn.Module):
@@ -81,18 +63,55 @@ class Norm(nn.Module):
             self.bias = nn.Parameter(torch.zeros(size, dtype=params_dtype, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
-        check_rows("x", x, self.size)
-        check_one_device(x=x, weight=self.weight, bias=self.bias)
-        weight = self.weight.float() + 1 if self.zero_centered else self.weight.float()
+        self.check(x)
         with torch.autocast(x.device.type, enabled=False):
+            if x.is_cuda and x.dtype in DTYPES:  # one kernel each way
+                if self.bias is None:
+                    return rms_norm(x, self.gamma(), eps=self.eps)
+                return layer_norm(x, self.gamma(), self.bias, eps=self.eps)
+            weight = self.gamma().float()
             if self.bias is None:
                 y = F.rms_norm(x.float(), (self.size,), weight, self.eps)
             else:
                 y = F.layer_norm(x.float(), (self.size,), weight, self.bias.float(), self.eps)
         return y.to(x.dtype)
 
+    def check(self, x: Tensor) -> None:
+        check_rows("x", x, self.size)
+        check_one_device(x=x, weight=self.weight, bias=self.bias)
+
+    def gamma(self) -> Tensor:
+        """What normalised values are multiplied with."""
+        return self.weight.float() + 1 if self.zero_centered else self.weight
+
+    def source(self) -> Source:
+        """This norm as something to quantise."""
+        return Source("rms" if self.bias is None else "layer", self.gamma(), self.bias, self.eps)
+
+    def hooked(self) -> bool:
+        return any((self._forward_hooks, self._forward_pre_hooks, self._backward_hooks, self._backward_pre_hooks))
+
     def extra_repr(self) -> str:
         return f"{self.size}, {self.normalization}, eps={self.eps}"
+
+
+def _norm_linear(norm: Norm, linear: Linear, x: Tensor, first: bool | None) -> Tensor:
+    """linear(norm(x)), in one go where that can be."""
+    recipe = linear.active_recipe()
+    if recipe is None or norm.hooked() or not linear.fuses(x, recipe):
+        return linear(norm(x), first)
+    check_first(first)
+    norm.check(x)
+    return linear._quantized(x, recipe, first, norm.source())
+
+
+def _activated_linear(activation: str, linear: Linear, x: Tensor, first: bool | None) -> Tensor:
+    """linear(activation(x)), in one go where that can be."""
+    recipe = linear.active_recipe()
+    if recipe is None or not linear.fuses(x, recipe):
+        return linear(activate(x, activation, kernels=False if linear.backend == "reference" else None), first)
+    check_first(first)
+    return linear._quantized(x, recipe, first, Source(activation))
 
 
 class LayerNormLinear(nn.Module):
@@ -114,9 +133,10 @@ class LayerNormLinear(nn.Module):
         self.return_layernorm_output = return_layernorm_output
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        if not self.return_layernorm_output:
+            return _norm_linear(self.norm, self.linear, x, is_first_microbatch)
         normed = self.norm(x)
-        y = self.linear(normed, is_first_microbatch)
-        return (y, normed) if self.return_layernorm_output else y
+        return self.linear(normed, is_first_microbatch), normed
 
 
 class LayerNormMLP(nn.Module):
@@ -139,16 +159,18 @@ class LayerNormMLP(nn.Module):
         self.norm = Norm(
             hidden_size, normalization, eps=eps, zero_centered_gamma=zero_centered_gamma, **common
         )  # fmt: skip
-        self.activation, widening = ACTIVATIONS[activation]
+        self.activation, (_, widening) = activation, ACTIVATIONS[activation]
         self.fc1 = Linear(hidden_size, widening * ffn_hidden_size, bias, **quantised)
         self.fc2 = Linear(ffn_hidden_size, hidden_size, bias, **quantised)
         self.return_layernorm_output = return_layernorm_output
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        normed = self.norm(x)
-        hidden = self.activation(self.fc1(normed, is_first_microbatch))
-        y = self.fc2(hidden, is_first_microbatch)
-        return (y, normed) if self.return_layernorm_output else y
+        if self.return_layernorm_output:
+            normed = self.norm(x)
+            hidden = self.fc1(normed, is_first_microbatch)
+            return _activated_linear(self.activation, self.fc2, hidden, is_first_microbatch), normed
+        hidden = _norm_linear(self.norm, self.fc1, x, is_first_microbatch)
+        return _activated_linear(self.activation, self.fc2, hidden, is_first_microbatch)
 
 
 def apply_rotary(x: Tensor, angles: Tensor) -> Tensor:

@@ -3,6 +3,9 @@
     _block_kernel    scales of blocks that lie within one tile: 1x128, 128x128, MX, NVFP4, INT4 groups, whole short rows
     _amax_kernel     largest magnitudes of a tensor, of rows or of columns (int32 bits, atomic maximum)
     _cast_kernel     codes with scales that are known: per tensor (current, after _amax_kernel; delayed), per row
+    _norm_kernel     statistics of rows, where it is a norm of the tensor that is quantised
+
+What is quantised may be a norm or an activation of what is read (SOURCE): it is computed on the way and never written.
 
 A program holds a tile of the matrix in registers, 32 or 64 values a thread. Rows of a tile are read in vectors of 16
 bytes where strides allow it. The column-wise copy is the row-wise copy of the transposed tile, whose codes (bytes, not
@@ -21,6 +24,7 @@ import triton
 import triton.language as tl
 
 from gpu_accel.flash_attention3.hadamard import butterflies
+from gpu_accel.transformer_engine.activations import curve_of
 from gpu_accel.transformer_engine.codec import (
     bits_of,
     encode,
@@ -36,12 +40,15 @@ _INF = tl.constexpr(0x7F800000)
 
 @triton.jit
 def _tile(
-    x, row, col, rows, cols, inner, s_outer, s_row, s_col,
-    BM: tl.constexpr, BK: tl.constexpr, NESTED: tl.constexpr, EVEN: tl.constexpr,
+    x, gamma, beta, means, rstds, row, col, rows, cols, inner, s_outer, s_row, s_col,
+    BM: tl.constexpr, BK: tl.constexpr, NESTED: tl.constexpr, EVEN: tl.constexpr, SOURCE: tl.constexpr,
+    GATED: tl.constexpr,
 ):  # fmt: skip
     """The tile (BM, BK) at (row, col) in the type of x, zeros outside.
 
-    Row r lies r * s_row behind the first, or (NESTED) r // inner * s_outer + r % inner * s_row.
+    Row r lies r * s_row behind the first, or (NESTED) r // inner * s_outer + r % inner * s_row. SOURCE: what is done
+    to x first, rounded to its type as if it had been written: nothing (""), a norm ("rms", "layer") with known means
+    and deviations, or the curve of an activation, GATED by the columns that follow the first `cols`.
     """
     r = row + tl.arange(0, BM).to(tl.int64)
     c = col + tl.arange(0, BK)
@@ -49,10 +56,29 @@ def _tile(
     if NESTED:
         offset = (r // inner) * s_outer + (r % inner) * s_row
     pointers = x + offset[:, None] + c.to(tl.int64)[None, :] * s_col
-    if EVEN:
-        return tl.load(pointers)
-    else:
-        return tl.load(pointers, mask=(r < rows)[:, None] & (c < cols)[None, :], other=0.0)
+    inside = (r < rows)[:, None] & (c < cols)[None, :]
+    tile = tl.load(pointers) if EVEN else tl.load(pointers, mask=inside, other=0.0)
+    if SOURCE != "":
+        y = tile.to(tl.float32)
+        if SOURCE == "rms" or SOURCE == "layer":
+            if SOURCE == "layer":
+                y -= tl.load(means + r, mask=r < rows, other=0.0)[:, None]
+            y *= tl.load(rstds + r, mask=r < rows, other=0.0)[:, None]
+            y *= tl.load(gamma + c, mask=c < cols, other=0.0).to(tl.float32)[None, :]
+            if SOURCE == "layer":
+                y += tl.load(beta + c, mask=c < cols, other=0.0).to(tl.float32)[None, :]
+        else:
+            y, _ = curve_of(y, SOURCE)
+            if GATED:
+                other = x + offset[:, None] + (c.to(tl.int64) + cols)[None, :] * s_col
+                if EVEN:
+                    y *= tl.load(other).to(tl.float32)
+                else:
+                    y *= tl.load(other, mask=inside, other=0.0).to(tl.float32)
+        tile = y.to(x.dtype.element_ty)
+        if not EVEN:
+            tile = tl.where(inside, tile, 0.0)
+    return tile
 
 
 @triton.jit
@@ -133,17 +159,18 @@ def _quantize_tile(
 
 @triton.jit(do_not_specialize=["seed"])
 def _block_kernel(
-    x, out_r, scales_r, tensor_r, out_c, scales_c, tensor_c, amax_r, amax_c, signs,
+    x, gamma, beta, means, rstds, out_r, scales_r, tensor_r, out_c, scales_c, tensor_c, amax_r, amax_c, signs,
     rows, cols, inner, s_outer, s_row, s_col, col_tiles, width_r, width_c, seed,
     BM: tl.constexpr, BK: tl.constexpr, GR: tl.constexpr, GC: tl.constexpr, ELEMENT: tl.constexpr,
     SCALE: tl.constexpr, LARGEST: tl.constexpr, ADD: tl.constexpr, EMAX: tl.constexpr, FINITE: tl.constexpr,
     STOCHASTIC: tl.constexpr, HADAMARD: tl.constexpr, PACKED: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr,
-    NESTED: tl.constexpr, EVEN: tl.constexpr, NATIVE: tl.constexpr,
+    NESTED: tl.constexpr, EVEN: tl.constexpr, SOURCE: tl.constexpr, GATED: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     row = (pid // col_tiles).to(tl.int64) * BM
     col = (pid % col_tiles) * BK
-    tile = _tile(x, row, col, rows, cols, inner, s_outer, s_row, s_col, BM, BK, NESTED, EVEN)
+    tile = _tile(x, gamma, beta, means, rstds, row, col, rows, cols, inner, s_outer, s_row, s_col, BM, BK, NESTED, EVEN,
+                 SOURCE, GATED)  # fmt: skip
     if ROW:
         whole = 1.0
         if SCALE == 3:
@@ -176,9 +203,10 @@ def _raise(pointer, value):
 
 @triton.jit
 def _amax_kernel(
-    x, amax_r, amax_c, signs, rows, cols, inner, s_outer, s_row, s_col, col_tiles,
+    x, gamma, beta, means, rstds, amax_r, amax_c, signs, rows, cols, inner, s_outer, s_row, s_col, col_tiles,
     BM: tl.constexpr, BK: tl.constexpr, AXIS: tl.constexpr, FINITE: tl.constexpr, HADAMARD: tl.constexpr,
-    ROW: tl.constexpr, COL: tl.constexpr, NESTED: tl.constexpr, EVEN: tl.constexpr,
+    ROW: tl.constexpr, COL: tl.constexpr, NESTED: tl.constexpr, EVEN: tl.constexpr, SOURCE: tl.constexpr,
+    GATED: tl.constexpr,
 ):  # fmt: skip
     """AXIS 0: one maximum for the tensor. AXIS 1: one per row in amax_r (ROW), one per column in amax_c (COL).
 
@@ -187,7 +215,8 @@ def _amax_kernel(
     pid = tl.program_id(0)
     row = (pid // col_tiles).to(tl.int64) * BM
     col = (pid % col_tiles) * BK
-    tile = _tile(x, row, col, rows, cols, inner, s_outer, s_row, s_col, BM, BK, NESTED, EVEN)
+    tile = _tile(x, gamma, beta, means, rstds, row, col, rows, cols, inner, s_outer, s_row, s_col, BM, BK, NESTED, EVEN,
+                 SOURCE, GATED)  # fmt: skip
     if AXIS == 0:
         if HADAMARD:
             if ROW:
@@ -206,6 +235,33 @@ def _amax_kernel(
         if COL:
             c = col + tl.arange(0, BK)
             tl.atomic_max(amax_c + c, tl.max(size, 0), mask=c < cols, sem="relaxed")
+
+
+@triton.jit
+def _norm_kernel(
+    x, gamma, beta, means, rstds, amax, rows, cols, inner, s_outer, s_row, s_col, eps,
+    BK: tl.constexpr, NESTED: tl.constexpr, SOURCE: tl.constexpr, AMAX: tl.constexpr, FINITE: tl.constexpr,
+):  # fmt: skip
+    """Mean ("layer") and 1 / deviation of each row; with AMAX the largest magnitude of what the norm will give, too."""
+    r = tl.program_id(0).to(tl.int64)
+    offset = r * s_row
+    if NESTED:
+        offset = (r // inner) * s_outer + (r % inner) * s_row
+    c = tl.arange(0, BK)
+    inside = c < cols
+    h = tl.load(x + offset + c.to(tl.int64) * s_col, mask=inside, other=0.0).to(tl.float32)
+    if SOURCE == "layer":
+        mean = tl.sum(h, 0) / cols
+        tl.store(means + r, mean)
+        h = tl.where(inside, h - mean, 0.0)
+    rstd = tl.rsqrt(tl.sum(h * h, 0) / cols + eps)
+    tl.store(rstds + r, rstd)
+    if AMAX:
+        y = h * rstd * tl.load(gamma + c, mask=inside, other=0.0).to(tl.float32)
+        if SOURCE == "layer":
+            y += tl.load(beta + c, mask=inside, other=0.0).to(tl.float32)
+        y = y.to(x.dtype.element_ty).to(tl.float32)
+        _raise(amax, tl.max(_magnitudes(y, FINITE), 0))
 
 
 @triton.jit
@@ -237,11 +293,14 @@ def _row_scales(
 
 @triton.jit
 def _tensor_scale(
-    amax, scales, write,
+    given, amax, scales, write,
     MODE: tl.constexpr, SCALE: tl.constexpr, LARGEST: tl.constexpr, ADD: tl.constexpr, EMAX: tl.constexpr,
 ):  # fmt: skip
     if MODE == 2:
-        return tl.div_rn(1.0, tl.load(scales))
+        scale = tl.load(given)
+        if write:
+            tl.store(scales, scale)
+        return tl.div_rn(1.0, scale)
     else:
         stored, inverse = scale_and_inverse(tl.load(amax), 1.0, SCALE, LARGEST, ADD, EMAX)
         if write:
@@ -251,23 +310,24 @@ def _tensor_scale(
 
 @triton.jit(do_not_specialize=["seed"])
 def _cast_kernel(
-    x, out_r, out_c, scales_r, scales_c, amax_r, amax_c,
+    x, gamma, beta, means, rstds, out_r, out_c, scales_r, scales_c, amax_r, amax_c, given_r, given_c,
     rows, cols, inner, s_outer, s_row, s_col, col_tiles, width_r, width_c, seed,
     BM: tl.constexpr, BK: tl.constexpr, MODE: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr,
     LARGEST: tl.constexpr, ADD: tl.constexpr, EMAX: tl.constexpr, FINITE: tl.constexpr, STOCHASTIC: tl.constexpr,
     PACKED: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, NESTED: tl.constexpr, EVEN: tl.constexpr,
-    NATIVE: tl.constexpr,
+    SOURCE: tl.constexpr, GATED: tl.constexpr, AMAX: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """MODE 0: the scale of the tensor follows from its largest magnitude, in amax_r and amax_c alike. 1: scales per row
-    and column follow from amax_r and amax_c. 2: the scale is given in scales_r and scales_c, and the largest magnitude
-    (all values, NaN and Inf too) is left in amax_r.
+    and column follow from amax_r and amax_c. 2: the scale is given in given_r and given_c, and with AMAX the largest
+    magnitude (all values, NaN and Inf too) raises amax_r.
 
     Each copy has its own pointer to what both share, so that their conversions are never merged (see codec.py)."""
     pid = tl.program_id(0)
     row = (pid // col_tiles).to(tl.int64) * BM
     col = (pid % col_tiles) * BK
-    tile = _tile(x, row, col, rows, cols, inner, s_outer, s_row, s_col, BM, BK, NESTED, EVEN)
-    if MODE == 2:
+    tile = _tile(x, gamma, beta, means, rstds, row, col, rows, cols, inner, s_outer, s_row, s_col, BM, BK, NESTED, EVEN,
+                 SOURCE, GATED)  # fmt: skip
+    if AMAX:
         _raise(amax_r, tl.max(tl.max(_magnitudes(tile.to(tl.float32), False), 1), 0))
     if ROW:
         if MODE == 1:
@@ -276,7 +336,7 @@ def _cast_kernel(
             _cast_tile(tile, factors[:, None], out_r, row, col, rows, cols, width_r, seed, BM, BK, ELEMENT, FINITE,
                        STOCHASTIC, 0, PACKED, EVEN, NATIVE)  # fmt: skip
         else:
-            inverse = _tensor_scale(amax_r, scales_r, pid == 0, MODE, SCALE, LARGEST, ADD, EMAX)
+            inverse = _tensor_scale(given_r, amax_r, scales_r, pid == 0, MODE, SCALE, LARGEST, ADD, EMAX)
             _cast_tile(tile, inverse, out_r, row, col, rows, cols, width_r, seed, BM, BK, ELEMENT, FINITE,
                        STOCHASTIC, 0, PACKED, EVEN, NATIVE)  # fmt: skip
     if COL:
@@ -288,6 +348,6 @@ def _cast_kernel(
             _cast_tile(turned, factors[:, None], out_c, top, left, cols, rows, width_c, seed, BK, BM, ELEMENT, FINITE,
                        STOCHASTIC, 1, PACKED, EVEN, NATIVE)  # fmt: skip
         else:
-            inverse = _tensor_scale(amax_c, scales_c, pid == 0, MODE, SCALE, LARGEST, ADD, EMAX)
+            inverse = _tensor_scale(given_c, amax_c, scales_c, pid == 0, MODE, SCALE, LARGEST, ADD, EMAX)
             _cast_tile(turned, inverse, out_c, top, left, cols, rows, width_c, seed, BK, BM, ELEMENT, FINITE,
                        STOCHASTIC, 1, PACKED, EVEN, NATIVE)  # fmt: skip

@@ -3,6 +3,8 @@
 python compile_kernels.py quantize fp8-given,mxfp8-both    of (4096, 4096) bf16; rows alone or both copies
 python compile_kernels.py quantize fp8-both-fp32           the same of float32
 python compile_kernels.py quantize nvfp4-both-ragged       of (304, 1104), which tiles do not divide
+python compile_kernels.py operand rms-fp8-given-both       of a norm or an activation of (4096, 4096) bf16
+python compile_kernels.py step roll,swiglu                 two histories; an activation and its gradient
 python compile_kernels.py optimizer adamw,lion             a step of a million bf16 values
 python compile_kernels.py gemm fp8_row-fp8_row             products of 4096 x 4096 x 4096
 """
@@ -17,7 +19,8 @@ import torch
 
 from gpu_accel.flash_attention3.launch import instead_of_launching
 from gpu_accel.testing.compile_only import compile_only
-from gpu_accel.transformer_engine import gemm, optimizers, quantizer
+from gpu_accel.transformer_engine import activations, gemm, history_kernels, optimizers, quantizer, sources
+from gpu_accel.transformer_engine.quantize_launch import Source
 from gpu_accel.transformer_engine.schemes import scheme
 
 rows: list[dict] = []
@@ -64,6 +67,24 @@ with instead_of_launching(hook):
             shape = (304, 1104) if "ragged" in extra else (4096, 4096)
             x = torch.empty(shape, dtype=torch.float32 if "fp32" in extra else torch.bfloat16)
             quantizer.quantize_op._init_fn(x, scheme(what).text, True, "both" in extra, 0, known)
+        elif sys.argv[1] == "operand":
+            label = name
+            kind, what, *extra = name.split("-")
+            x = torch.empty(4096, 8192 if Source(kind).gated else 4096, dtype=torch.bfloat16)
+            known, seen = (torch.ones(()), torch.ones(())) if "given" in extra else (None, None)
+            gamma, beta = torch.ones(4096), torch.ones(4096) if kind == "layer" else None
+            text = scheme(what).text
+            sources.operand_op._init_fn(
+                x, known, seen, text, text, True, "both" in extra, 0, "portable", kind, gamma, beta, 1e-5
+            )
+        elif sys.argv[1] == "step":
+            label = name
+            state = [torch.ones(1024), torch.ones(()), torch.ones(()), torch.zeros(2, dtype=torch.int64)]
+            if name == "roll":
+                history_kernels.roll_op._init_fn([*state, *(t.clone() for t in state)], [448.0, 448.0], 0, "max", True)
+            else:
+                x = torch.empty(4096, 8192 if Source(name).gated else 4096, dtype=torch.bfloat16)
+                activations.run_gradient(activations.run_activation(x, name), x, name)
         elif sys.argv[1] == "optimizer":
             label = name
             p = torch.nn.Parameter(torch.zeros(1 << 20, dtype=torch.bfloat16))

@@ -24,6 +24,7 @@ from gpu_accel.transformer_engine.recipes import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
+from gpu_accel.transformer_engine.sources import operand_op
 
 SHAPES = {"ragged": (37, 96, 72), "small": (3, 16, 8), "one": (1, 1, 1), "long-k": (17, 300, 33)}
 DELAYED = DelayedScaling(amax_history_len=4)
@@ -436,9 +437,17 @@ def test_compile_refuses_a_frozen_seed():
 
 def test_custom_ops_keep_their_word():
     layer = Linear(32, 16)
-    for recipe in (Float8CurrentScaling(), Float8BlockScaling()):
-        plan = Plan.of(recipe).text
-        *copies, _ = linear_op.weight_op(layer.weight.detach(), None, plan, True, "reference")
-        arguments = (values(8, 32).requires_grad_(), layer.weight, layer.bias, *copies, None, None, None, None, None)
-        tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-        torch.library.opcheck(linear_op.linear_op, (*arguments, plan, 0, "max", True, "reference"), test_utils=tests)
+    gamma = torch.nn.Parameter(torch.ones(32))
+    for recipe, kind in ((Float8CurrentScaling(), ""), (Float8BlockScaling(), "rms")):
+        p = Plan.of(recipe)
+        given = gamma if kind else None
+        x = values(4, 32).requires_grad_()
+        inputs = (x.detach(), None, None, p.input.text, p.input_t.text, True, True, 0, "reference", kind)
+        inputs = (*inputs, None if given is None else given.detach(), None, 1e-5)
+        weights = (layer.weight.detach(), None, None, p.weight.text, p.weight_t.text, True, True, 0, "reference", "")
+        *kept, _, _ = operand_op(*weights, None, None, 0.0)
+        arguments = (x, layer.weight, layer.bias, given, None, *operand_op(*inputs), *kept, *(None,) * 4)
+        settings = (p.text, kind, 1e-5, 0, "max", "reference")
+        tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+        torch.library.opcheck(operand_op, inputs, test_utils=tests)
+        torch.library.opcheck(linear_op.linear_op, (*arguments, *settings), test_utils=tests)

@@ -1,0 +1,297 @@
+"""Host side of the quantising kernels: a tensor as a matrix, tiles, and launches without detours.
+
+`kernel[grid](...)` looks at every argument of every call to choose a compiled variant, 50 us of Python for thirty
+arguments. What it looks at is few: dtypes, alignment of addresses, whether integers are 1 or multiples of 16. So
+`quick` keeps the variants by a key of these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from gpu_accel.compat import INTERPRET
+from gpu_accel.errors import InvalidInputError
+from gpu_accel.flash_attention3 import launch as launching
+from gpu_accel.flash_attention3.hadamard import random_signs
+from gpu_accel.flash_attention3.launch import capability
+from gpu_accel.transformer_engine import codec, reference, scales
+from gpu_accel.transformer_engine.activations import ACTIVATIONS
+from gpu_accel.transformer_engine.formats import FORMATS
+from gpu_accel.transformer_engine.quantize_kernels import _amax_kernel, _block_kernel, _cast_kernel, _norm_kernel
+from gpu_accel.transformer_engine.reference import block_grid, quantize_reference
+from gpu_accel.transformer_engine.schemes import Scheme
+
+LONGEST_ROW = 16384  # values of a row that one program holds; longer rows are read twice
+_LIMIT = 2**31 - 1
+Three = tuple[Tensor, Tensor, Tensor]  # codes, scales, tensor scale; what does not exist is empty
+_compiled: dict[tuple, Any] = {}
+
+
+def _looked_at(argument: Any) -> tuple:
+    """What Triton looks at to choose a variant."""
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    if isinstance(argument, int):
+        return argument == 1, argument % 16 == 0, argument.bit_length() > 31
+    return ()
+
+
+def quick(kernel: Any, programs: int, arguments: tuple, options: dict) -> None:
+    """Run a kernel whose run-time arguments come before its constants, on the device that is current."""
+    if INTERPRET or launching._hook is not None:
+        launching.launch(kernel, programs, arguments, options)
+        return
+    device = torch.cuda.current_device()
+    key = (kernel.fn.__name__, device, tuple(map(_looked_at, arguments)), tuple(options.items()))
+    compiled = _compiled.get(key)
+    if compiled is None:
+        _compiled[key] = kernel[(programs,)](*arguments, **options)
+    else:
+        constants = [options[name] for name in kernel.arg_names[len(arguments) :]]
+        compiled[(programs, 1, 1)](*arguments, *constants)
+
+
+def on_device(x: Tensor) -> Any:
+    """A context in which the device of x is current."""
+    if not x.is_cuda or x.device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(x.device)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is quantised, as a function of the tensor that is read: itself, a norm, or an activation.
+
+    kind: "", "rms" or "layer" (with gamma, and beta for "layer"), or a name of `ACTIVATIONS`.
+    """
+
+    kind: str = ""
+    gamma: Tensor | None = None
+    beta: Tensor | None = None
+    eps: float = 0.0
+
+    @property
+    def is_norm(self) -> bool:
+        return self.kind in ("rms", "layer")
+
+    @property
+    def gated(self) -> bool:
+        return self.kind in ACTIVATIONS and ACTIVATIONS[self.kind][1] == 2
+
+    def width(self, cols: int) -> int:
+        """Columns of what is quantised."""
+        return cols // 2 if self.gated else cols
+
+
+PLAIN = Source()
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A tensor (..., K) as M rows of K columns, without copying."""
+
+    rows: int
+    cols: int
+    inner: int
+    s_outer: int
+    s_row: int
+    s_col: int
+
+    @property
+    def nested(self) -> bool:
+        return self.inner < self.rows
+
+
+def as_matrix(x: Tensor) -> Matrix:
+    """The rows of x. Leading dimensions may need two strides, not more.
+
+    Raises InvalidInputError for strides that need three, and for 2**31 rows or columns.
+    """
+    cols, rows = x.shape[-1], x.numel() // x.shape[-1] if x.shape[-1] else x[..., :0].shape[:-1].numel()
+    if rows > _LIMIT or cols > _LIMIT:
+        raise InvalidInputError(f"at most {_LIMIT} rows and columns are supported, got {rows} x {cols}")
+    levels: list[tuple[int, int]] = []
+    for size, stride in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
+        if size == 1:
+            continue
+        if levels and stride == levels[-1][0] * levels[-1][1]:
+            levels[-1] = (levels[-1][0] * size, levels[-1][1])
+        else:
+            levels.append((size, stride))
+    if len(levels) > 2:
+        raise InvalidInputError(
+            f"the leading dimensions of shape {tuple(x.shape)}, strides {x.stride()}, need more than two strides: "
+            f"call .contiguous()"
+        )
+    inner, s_row = levels[0] if levels else (rows, cols)
+    return Matrix(rows, cols, inner, levels[1][1] if len(levels) == 2 else 0, s_row, x.stride(-1) if cols > 1 else 1)
+
+
+def native_fp8(device: torch.device) -> bool:
+    """Whether kernels for this device convert to fp8 by instruction (what is compiled without a GPU does)."""
+    if INTERPRET:
+        return False
+    return device.type != "cuda" or (torch.version.hip is None and capability(device) >= (8, 9))
+
+
+def _power(n: int) -> int:
+    return triton.next_power_of_2(max(1, n))
+
+
+def _numbers(scheme: Scheme) -> dict:
+    """Constants of the kernels that follow from a scheme."""
+    add, emax = 0, 0
+    if scheme.scale == "e8m0":
+        add, emax = scales.mx_rounding(scheme), FORMATS[scheme.element].max_exponent
+    elif scheme.scale == "pow2":
+        add, emax = scales.carry(scheme.largest), scales.exponent_of(scheme.largest)
+    return dict(
+        ELEMENT=codec.ELEMENTS[scheme.element], SCALE=codec.SCALES[scheme.scale], LARGEST=scheme.largest, ADD=add,
+        EMAX=emax, FINITE=scheme.keeps_nan_in_place, STOCHASTIC=scheme.rounding == "stochastic", PACKED=scheme.packed,
+    )  # fmt: skip
+
+
+def block_tile(scheme: Scheme, m: Matrix, columnwise: bool) -> tuple[int, int, int]:
+    """(rows, columns, warps) of the tile of `_block_kernel`, 32 values a thread.
+
+    With both copies: 32 rows are the fewest that a column-wise store can write in whole sectors of 32 bytes, and few
+    rows keep the maxima along columns within few warps. Counted in the compiled kernel for MXFP8: 27 instructions a
+    value at 32 x 128, 37 at 64 x 128.
+    """
+    down, across = scheme.block
+    if not across:  # a whole row
+        bk = _power(max(16, m.cols))
+        bm = max(1, min(_power(m.rows), 4096 // bk))
+    elif columnwise:
+        bm, bk = max(32, across), 128
+    else:
+        bk = max(across, min(1024, _power(max(16, m.cols))))
+        if down > 1:
+            bk = max(across, min(bk, 4096 // down))
+        bm = max(down, min(_power(m.rows), 4096 // bk))
+    values = 2048 if down == 128 and not columnwise else 1024
+    return bm, bk, max(1, min(16, bm * bk // values))
+
+
+def plain_tile(m: Matrix, columnwise: bool, values: int = 4096) -> tuple[int, int, int]:
+    """(rows, columns, warps) of a tile of which nothing but speed depends on the shape."""
+    if columnwise:
+        return 64, 128, 8
+    bk = min(1024, _power(max(16, m.cols)))
+    bm = max(1, min(_power(m.rows), values // bk))
+    return bm, bk, max(1, min(4, bm * bk // 1024))
+
+
+def _grid(m: Matrix, bm: int, bk: int) -> tuple[int, int, bool]:
+    tiles = triton.cdiv(m.cols, bk)
+    return triton.cdiv(m.rows, bm) * tiles, tiles, m.rows % bm == 0 and m.cols % bk == 0
+
+
+def _empty_parts(x: Tensor, rows: int, cols: int, scheme: Scheme, made: bool) -> Three:
+    """(data, scales, tensor scale) of a copy (rows, cols), unwritten; empty when it is not made."""
+    if not made:
+        return (
+            x.new_empty(0, dtype=torch.uint8),
+            x.new_empty(0, dtype=torch.float32),
+            x.new_empty(0, dtype=torch.float32),
+        )
+    width = (cols + 1) // 2 if scheme.packed else cols
+    wide = scheme.scale in ("fp32", "pow2")
+    grid = x.new_empty(block_grid(rows, cols, scheme), dtype=torch.float32 if wide else torch.uint8)
+    tensor_scale = x.new_empty(() if scheme.scale == "nvfp4" else 0, dtype=torch.float32)
+    return x.new_empty((rows, width), dtype=torch.uint8), grid, tensor_scale
+
+
+def run_quantize(
+    x: Tensor, scheme: Scheme, rowwise: bool, columnwise: bool, *, seed: int = 0, scale: Tensor | None = None,
+    seen: Tensor | None = None, source: Source = PLAIN, statistics: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Three, Three]:  # fmt: skip
+    """Launch the kernels: (row-wise, column-wise) copies, empty where not wanted. Arguments are checked by callers.
+
+    scale: () float32 that is known. seen: () float32, raised to the largest magnitude of what is quantised, where the
+    scale is known. statistics: means and 1 / deviations of the rows, float32, which a norm as source writes.
+    """
+    m = as_matrix(x)
+    m = Matrix(m.rows, source.width(m.cols), m.inner, m.s_outer, m.s_row, m.s_col)
+    row = _empty_parts(x, m.rows, m.cols, scheme, rowwise)
+    col = _empty_parts(x, m.cols, m.rows, scheme, columnwise)
+    per_row, per_tensor = scheme.block == (1, 0), scheme.block == (0, 0)
+    known = scale is not None
+    if not m.rows or not m.cols:
+        for parts in (row, col):
+            _fill_empty(parts, scheme)
+            if scale is not None and parts[1].numel():
+                parts[1].copy_(scale)
+        return row, col
+    in_one_tile = not per_tensor and (scheme.block[1] or (m.cols <= LONGEST_ROW and not columnwise))
+    in_two_passes = not known and (not in_one_tile or scheme.scale == "nvfp4")
+    if in_two_passes:
+        maxima = x.new_zeros(m.rows + m.cols if per_row else 2, dtype=torch.int32)
+        amax_r, amax_c = (maxima[: m.rows], maxima[m.rows :]) if per_row else (maxima[:1], maxima[1:])
+    else:
+        amax_r = amax_c = row[0] if seen is None else seen.view(torch.int32)
+    numbers = _numbers(scheme)
+    widths = [(n + 1) // 2 if scheme.packed else n for n in (m.cols, m.rows)]
+    place = (m.rows, m.cols, m.inner, m.s_outer, m.s_row, m.s_col)
+    signs = random_signs(16, reference.SIGNS_SEED, x.device) if scheme.hadamard else row[0]
+    means, rstds = statistics or (x, x)
+    given = (x if source.gamma is None else source.gamma, x if source.beta is None else source.beta, means, rstds)
+    curve = ACTIVATIONS[source.kind][0] if source.kind in ACTIVATIONS else source.kind
+    shared = dict(NESTED=m.nested, SOURCE=curve, GATED=source.gated, enable_fp_fusion=False)
+    native = dict(NATIVE=native_fp8(x.device))
+    counted = source.is_norm and in_two_passes and not per_row and not scheme.hadamard
+    with on_device(x):
+        if source.is_norm:
+            options = dict(
+                BK=_power(m.cols), NESTED=m.nested, SOURCE=curve, AMAX=counted,
+                FINITE=scheme.keeps_nan_in_place or scheme.scale == "nvfp4", enable_fp_fusion=False,
+                num_warps=max(1, min(16, _power(m.cols) // 512)),
+            )  # fmt: skip
+            quick(_norm_kernel, m.rows, (x, *given, amax_r, *place, source.eps), options)
+        if in_two_passes:
+            bm, bk, warps = plain_tile(m, bool(scheme.hadamard and columnwise) or (per_row and columnwise), 8192)
+            programs, tiles, even = _grid(m, bm, bk)
+            options = dict(
+                BM=bm, BK=bk, AXIS=int(per_row), FINITE=scheme.keeps_nan_in_place or scheme.scale == "nvfp4",
+                HADAMARD=bool(scheme.hadamard), ROW=rowwise, COL=columnwise, EVEN=even, num_warps=warps, **shared,
+            )  # fmt: skip
+            if not counted:
+                quick(_amax_kernel, programs, (x, *given, amax_r, amax_c, signs, *place, tiles), options)
+            if not scheme.hadamard and not per_row:
+                amax_c = amax_r
+        if in_one_tile:
+            bm, bk, warps = block_tile(scheme, m, columnwise)
+            programs, tiles, even = _grid(m, bm, bk)
+            down, across = scheme.block
+            options = dict(
+                BM=bm, BK=bk, GR=down, GC=across or bk, HADAMARD=bool(scheme.hadamard), ROW=rowwise, COL=columnwise,
+                EVEN=even, num_warps=warps, **numbers, **shared, **native,
+            )  # fmt: skip
+            arguments = (x, *given, *row, *col, amax_r, amax_c, signs, *place, tiles, *widths, seed)
+            quick(_block_kernel, programs, arguments, options)
+            return row, col
+        # the scale is known before the tile is read
+        bm, bk, warps = plain_tile(m, columnwise)
+        programs, tiles, even = _grid(m, bm, bk)
+        options = dict(
+            BM=bm, BK=bk, MODE=2 if known else int(per_row), ROW=rowwise, COL=columnwise, EVEN=even,
+            AMAX=seen is not None and known, num_warps=warps, **numbers, **shared, **native,
+        )  # fmt: skip
+        known_scale = x if scale is None else scale
+        arguments = (x, *given, row[0], col[0], row[1], col[1], amax_r, amax_c, known_scale, known_scale, *place, tiles,
+                     *widths, seed)  # fmt: skip
+        quick(_cast_kernel, programs, arguments, options)
+    return row, col
+
+
+def _fill_empty(parts: Three, scheme: Scheme) -> None:
+    """The scales of no numbers at all: those of zeros."""
+    zero = quantize_reference(torch.zeros(1, 16, device=parts[1].device), scheme.with_(rounding="nearest"))
+    parts[1].fill_(zero.scales.flatten()[0].item())
+    parts[2].fill_(1.0)
