@@ -25,6 +25,7 @@ from gpu_accel.transformer_engine.checks import (
 from gpu_accel.transformer_engine.delayed import Histories, length_of
 from gpu_accel.transformer_engine.history_kernels import roll_op
 from gpu_accel.transformer_engine.linear_op import BACKENDS, Plan, layer_backend, linear_op, rolls_in_kernel
+from gpu_accel.transformer_engine.parallel import enter, leave, parallel, shared
 from gpu_accel.transformer_engine.quantize_launch import PLAIN, Source
 from gpu_accel.transformer_engine.quantizer import DTYPES
 from gpu_accel.transformer_engine.recipes import DelayedScaling, Float8CurrentScaling, Recipe, Role
@@ -41,6 +42,8 @@ class Linear(nn.Module):
         recipe: used where no `autocast` says otherwise; None quantises nothing there.
         backend: "portable" and "reference" as of `quantize` and `scaled_mm`; "hopper": Hopper's products where they
             take the operands, portable ones elsewhere; "auto": the best of what has been checked on a GPU.
+        parallel_mode, tp_group, sequence_parallel: split over the ranks of a group, see `parallel.py`; in_features and
+            out_features are those of the whole layer, the attributes and parameters those of the rank's part.
 
     `delayed` holds the histories once delayed scaling was used; they are part of the state_dict. A state_dict with
     histories makes them, one without leaves them as they are.
@@ -58,6 +61,9 @@ class Linear(nn.Module):
         device: torch.device | str | None = None,
         recipe: Recipe | None = None,
         backend: str = "auto",
+        parallel_mode: str | None = None,
+        tp_group: Any = None,
+        sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
         state.check_recipe(recipe)
@@ -65,6 +71,13 @@ class Linear(nn.Module):
         check_size("out_features", out_features)
         check_flag("bias", bias)
         check_params_dtype(params_dtype)
+        self.parallel = parallel(parallel_mode, tp_group, sequence_parallel)
+        self.entered = False  # whether a layer around this one has gathered its input already
+        bound = 1 / math.sqrt(in_features)  # of the whole layer, however it is split
+        if parallel_mode == "column":
+            out_features = self.parallel.part("out_features", out_features)
+        elif parallel_mode == "row":
+            in_features = self.parallel.part("in_features", in_features)
         if backend not in BACKENDS:
             raise InvalidInputError(f"backend of a layer must be one of {', '.join(BACKENDS)}, got {backend!r}")
         self.in_features, self.out_features = in_features, out_features
@@ -75,14 +88,14 @@ class Linear(nn.Module):
         self._kept: tuple[Any, ...] | None = None  # what a quantised weight was made for, and itself
         if isinstance(recipe, DelayedScaling):
             self.make_histories(recipe.amax_history_len)
+        self._bound = bound
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """torch.nn.Linear's."""
-        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        """torch.nn.Linear's, each rank its part: give ranks seeds of their own."""
+        nn.init.uniform_(self.weight, -self._bound, self._bound)
         if self.bias is not None:
-            bound = 1 / math.sqrt(self.in_features)
-            nn.init.uniform_(self.bias, -bound, bound)
+            nn.init.uniform_(self.bias, -self._bound, self._bound)
 
     @classmethod
     def from_torch(cls, linear: nn.Linear, *, recipe: Recipe | None = None, backend: str = "auto") -> Linear:
@@ -154,11 +167,28 @@ class Linear(nn.Module):
         check_rows("x", x, self.in_features)
         check_one_device(x=x, weight=self.weight, bias=self.bias)
         x = _autocasted(x)
+        if self.parallel.mode == "column" and not self.entered:
+            x = enter(x, self.parallel)
         recipe = self.active_recipe()
         if recipe is None:
-            bias = None if self.bias is None else self.bias.to(x.dtype)
-            return nn.functional.linear(x, self.weight.to(x.dtype), bias)
-        return self._quantized(x, recipe, is_first_microbatch)
+            bias = None if self._bias() is None else self._bias().to(x.dtype)
+            return self._left(nn.functional.linear(x, self.weight.to(x.dtype), bias))
+        return self._left(self._quantized(x, recipe, is_first_microbatch))
+
+    def _bias(self) -> Tensor | None:
+        """The bias that the product adds; with parts of a sum it comes after the sum."""
+        return None if self.parallel.mode == "row" else self.bias
+
+    def _left(self, y: Tensor) -> Tensor:
+        """y of the whole layer, of a row-parallel one."""
+        if self.parallel.mode != "row":
+            return y
+        y = leave(y, self.parallel)
+        if self.bias is None:
+            return y
+        bias = shared(self.bias, self.parallel) if self.parallel.sequence else self.bias
+        assert bias is not None
+        return y + bias.to(y.dtype)
 
     def _quantized(self, x: Tensor, recipe: Recipe, first: bool | None, source: Source = PLAIN) -> Tensor:
         """The layer on x, or on what `source` makes of x: quantised in one go with it."""
@@ -197,7 +227,7 @@ class Linear(nn.Module):
         grad = histories.grad if histories is not None else None
         settings = (recipe.margin, recipe.amax_compute_algo) if isinstance(recipe, DelayedScaling) else (0, "max")
         y = linear_op(
-            flat, self.weight, self.bias, source.gamma, source.beta, *operand, means, rstds, *kept,
+            flat, self.weight, self._bias(), source.gamma, source.beta, *operand, means, rstds, *kept,
             *((grad.history, grad.scale, grad.pending, grad.overflows) if grad is not None else (None,) * 4),
             plan.text, source.kind, source.eps, *settings, backend,
         )  # fmt: skip

@@ -29,6 +29,7 @@ from gpu_accel.transformer_engine.checks import (
     check_size,
 )
 from gpu_accel.transformer_engine.linear import Linear
+from gpu_accel.transformer_engine.parallel import Parallel, enter, parallel, refuse, shared
 from gpu_accel.transformer_engine.quantize_launch import Source
 from gpu_accel.transformer_engine.quantizer import DTYPES
 from gpu_accel.transformer_engine.recipes import Recipe
@@ -56,6 +57,7 @@ class Norm(nn.Module):
         check_flag("zero_centered_gamma", zero_centered_gamma)
         check_params_dtype(params_dtype)
         self.size, self.eps, self.normalization, self.zero_centered = size, eps, normalization, zero_centered_gamma
+        self.parallel = Parallel()  # of the column-parallel layer behind it, whose ranks make parts of its gradients
         start = torch.zeros if zero_centered_gamma else torch.ones
         self.weight = nn.Parameter(start(size, dtype=params_dtype, device=device))
         self.bias: nn.Parameter | None = None
@@ -64,16 +66,14 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.check(x)
+        gamma, bias = self.gamma(), shared(self.bias, self.parallel)
         with torch.autocast(x.device.type, enabled=False):
             if x.is_cuda and x.dtype in DTYPES:  # one kernel each way
-                if self.bias is None:
-                    return rms_norm(x, self.gamma(), eps=self.eps)
-                return layer_norm(x, self.gamma(), self.bias, eps=self.eps)
-            weight = self.gamma().float()
-            if self.bias is None:
-                y = F.rms_norm(x.float(), (self.size,), weight, self.eps)
+                return rms_norm(x, gamma, eps=self.eps) if bias is None else layer_norm(x, gamma, bias, eps=self.eps)
+            if bias is None:
+                y = F.rms_norm(x.float(), (self.size,), gamma.float(), self.eps)
             else:
-                y = F.layer_norm(x.float(), (self.size,), weight, self.bias.float(), self.eps)
+                y = F.layer_norm(x.float(), (self.size,), gamma.float(), bias.float(), self.eps)
         return y.to(x.dtype)
 
     def check(self, x: Tensor) -> None:
@@ -82,11 +82,14 @@ class Norm(nn.Module):
 
     def gamma(self) -> Tensor:
         """What normalised values are multiplied with."""
-        return self.weight.float() + 1 if self.zero_centered else self.weight
+        weight = shared(self.weight, self.parallel)
+        assert weight is not None
+        return weight.float() + 1 if self.zero_centered else weight
 
     def source(self) -> Source:
         """This norm as something to quantise."""
-        return Source("rms" if self.bias is None else "layer", self.gamma(), self.bias, self.eps)
+        kind, beta = ("rms", None) if self.bias is None else ("layer", shared(self.bias, self.parallel))
+        return Source(kind, self.gamma(), beta, self.eps)
 
     def hooked(self) -> bool:
         return any((self._forward_hooks, self._forward_pre_hooks, self._backward_hooks, self._backward_pre_hooks))
@@ -95,9 +98,17 @@ class Norm(nn.Module):
         return f"{self.size}, {self.normalization}, eps={self.eps}"
 
 
+def _join(norm: Norm, linear: Linear, returned: bool) -> None:
+    """Tell a norm and the layer behind it that they belong together: what they get is gathered before the norm."""
+    if returned:
+        refuse(linear.parallel, "return_layernorm_output", "with sequence_parallel a rank has a part of it only")
+    norm.parallel, linear.entered = linear.parallel, True
+
+
 def _norm_linear(norm: Norm, linear: Linear, x: Tensor, first: bool | None) -> Tensor:
     """linear(norm(x)), in one go where that can be."""
     recipe = linear.active_recipe()
+    x = enter(x, linear.parallel)
     if recipe is None or norm.hooked() or not linear.fuses(x, recipe):
         return linear(norm(x), first)
     check_first(first)
@@ -111,7 +122,7 @@ def _activated_linear(activation: str, linear: Linear, x: Tensor, first: bool | 
     if recipe is None or not linear.fuses(x, recipe):
         return linear(activate(x, activation, kernels=False if linear.backend == "reference" else None), first)
     check_first(first)
-    return linear._quantized(x, recipe, first, Source(activation))
+    return linear._left(linear._quantized(x, recipe, first, Source(activation)))
 
 
 class LayerNormLinear(nn.Module):
@@ -121,15 +132,22 @@ class LayerNormLinear(nn.Module):
         self, in_features: int, out_features: int, *, eps: float = 1e-5, bias: bool = True,
         normalization: str = "LayerNorm", zero_centered_gamma: bool = False, return_layernorm_output: bool = False,
         params_dtype: torch.dtype | None = None, device: torch.device | str | None = None,
-        recipe: Recipe | None = None, backend: str = "auto",
+        recipe: Recipe | None = None, backend: str = "auto", parallel_mode: str | None = None, tp_group: Any = None,
+        sequence_parallel: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         check_flag("return_layernorm_output", return_layernorm_output)
+        if parallel_mode == "row":
+            raise UnsupportedError("parallel_mode 'row' needs whole rows for the norm: use 'column'")
+        split: dict[str, Any] = dict(
+            parallel_mode=parallel_mode, tp_group=tp_group, sequence_parallel=sequence_parallel
+        )  # fmt: skip
         common: dict[str, Any] = dict(params_dtype=params_dtype, device=device)
         self.norm = Norm(
             in_features, normalization, eps=eps, zero_centered_gamma=zero_centered_gamma, **common
         )  # fmt: skip
-        self.linear = Linear(in_features, out_features, bias, recipe=recipe, backend=backend, **common)
+        self.linear = Linear(in_features, out_features, bias, recipe=recipe, backend=backend, **split, **common)
+        _join(self.norm, self.linear, return_layernorm_output)
         self.return_layernorm_output = return_layernorm_output
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor | tuple[Tensor, Tensor]:
@@ -139,14 +157,29 @@ class LayerNormLinear(nn.Module):
         return self.linear(normed, is_first_microbatch), normed
 
 
+def _modes(split: bool, group: Any, sequence: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments of a column-parallel layer and of the row-parallel one behind it; of plain ones unless `split`."""
+    if not split:
+        if group is not None or sequence:
+            raise InvalidInputError("tp_group and sequence_parallel go with set_parallel_mode=True")
+        return {}, {}
+    more = dict(tp_group=group, sequence_parallel=sequence)
+    return dict(parallel_mode="column", **more), dict(parallel_mode="row", **more)
+
+
 class LayerNormMLP(nn.Module):
-    """A norm, a linear layer, an activation, a linear layer. activation: one of `ACTIVATIONS`."""
+    """A norm, a linear layer, an activation, a linear layer. activation: one of `ACTIVATIONS`.
+
+    set_parallel_mode, tp_group, sequence_parallel: the two split over ranks, see `parallel.py`. The part of a gated
+    first layer is a rank's share of the gate and, behind it, that of the value.
+    """
 
     def __init__(
         self, hidden_size: int, ffn_hidden_size: int, *, eps: float = 1e-5, bias: bool = True,
         normalization: str = "LayerNorm", activation: str = "gelu", zero_centered_gamma: bool = False,
         return_layernorm_output: bool = False, params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None, recipe: Recipe | None = None, backend: str = "auto",
+        set_parallel_mode: bool = False, tp_group: Any = None, sequence_parallel: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         if activation not in ACTIVATIONS:
@@ -160,8 +193,11 @@ class LayerNormMLP(nn.Module):
             hidden_size, normalization, eps=eps, zero_centered_gamma=zero_centered_gamma, **common
         )  # fmt: skip
         self.activation, (_, widening) = activation, ACTIVATIONS[activation]
-        self.fc1 = Linear(hidden_size, widening * ffn_hidden_size, bias, **quantised)
-        self.fc2 = Linear(ffn_hidden_size, hidden_size, bias, **quantised)
+        check_flag("set_parallel_mode", set_parallel_mode)
+        first, second = _modes(set_parallel_mode, tp_group, sequence_parallel)
+        self.fc1 = Linear(hidden_size, widening * ffn_hidden_size, bias, **first, **quantised)
+        self.fc2 = Linear(ffn_hidden_size, hidden_size, bias, **second, **quantised)
+        _join(self.norm, self.fc1, return_layernorm_output)
         self.return_layernorm_output = return_layernorm_output
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor | tuple[Tensor, Tensor]:
@@ -238,6 +274,8 @@ class TransformerLayer(nn.Module):
             bias, self_attn_mask_type, attn_input_format ("sbhd": (seqlen, batch, hidden), or "bshd"): as in Transformer
             Engine. hidden_dropout: its default is 0.1, here it is 0, and so is that of attention, which has none.
         backend: of the products; "reference" is also that of attention, whose own choice it is otherwise.
+        set_parallel_mode, tp_group, sequence_parallel: split over ranks as in Transformer Engine: heads and the width
+            of the perceptron, and with sequence_parallel the first dimension in between ("sbhd" only).
 
     Raises:
         InvalidInputError: heads that do not divide. UnsupportedError: dropout in attention, other masks.
@@ -250,6 +288,7 @@ class TransformerLayer(nn.Module):
         zero_centered_gamma: bool = False, normalization: str = "LayerNorm", activation: str = "gelu",
         bias: bool = True, attn_input_format: str = "sbhd", params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None, recipe: Recipe | None = None, backend: str = "auto",
+        set_parallel_mode: bool = False, tp_group: Any = None, sequence_parallel: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
@@ -263,21 +302,29 @@ class TransformerLayer(nn.Module):
                 f"hidden_size {hidden_size} must be a multiple of num_attention_heads {num_attention_heads}, and that "
                 f"one of num_gqa_groups {groups}"
             )
-        self.head_dim = hidden_size // num_attention_heads
-        self.heads, self.groups = num_attention_heads, groups
+        if sequence_parallel and attn_input_format != "sbhd":
+            raise UnsupportedError('sequence_parallel cuts the first dimension: use attn_input_format="sbhd"')
+        self.head_dim, self.hidden_size = hidden_size // num_attention_heads, hidden_size
+        first, second = _modes(set_parallel_mode, tp_group, sequence_parallel)
+        split = parallel(first.get("parallel_mode"), tp_group, sequence_parallel)
+        self.heads = split.part("num_attention_heads", num_attention_heads)
+        self.groups = split.part("num_gqa_groups", groups)
         quantised: dict[str, Any] = dict(params_dtype=params_dtype, device=device, recipe=recipe, backend=backend)
         norms: dict[str, Any] = dict(
             eps=layernorm_epsilon, normalization=normalization, zero_centered_gamma=zero_centered_gamma
         )  # fmt: skip
         self.qkv = LayerNormLinear(
-            hidden_size, (self.heads + 2 * groups) * self.head_dim, bias=bias, **norms, **quantised
+            hidden_size, (num_attention_heads + 2 * groups) * self.head_dim, bias=bias, **first, **norms, **quantised
         )  # fmt: skip
         self.attention = DotProductAttention(
             attn_mask_type=self_attn_mask_type, qkv_format=attn_input_format, attention_dropout=attention_dropout,
             window_size=window_size, backend="reference" if backend == "reference" else "auto",
         )  # fmt: skip
-        self.proj = Linear(hidden_size, hidden_size, bias, **quantised)
-        self.mlp = LayerNormMLP(hidden_size, ffn_hidden_size, bias=bias, activation=activation, **norms, **quantised)
+        self.proj = Linear(hidden_size, hidden_size, bias, **second, **quantised)
+        self.mlp = LayerNormMLP(
+            hidden_size, ffn_hidden_size, bias=bias, activation=activation, set_parallel_mode=set_parallel_mode,
+            tp_group=tp_group, sequence_parallel=sequence_parallel, **norms, **quantised,
+        )  # fmt: skip
         self.dropout = nn.Dropout(hidden_dropout)
 
     def forward(
@@ -288,7 +335,7 @@ class TransformerLayer(nn.Module):
         rotary_pos_emb: (seqlen, head_dim / 2) angles, see `rotary_angles`.
         """
         x = hidden_states
-        check_rows("hidden_states", x, self.heads * self.head_dim)
+        check_rows("hidden_states", x, self.hidden_size)
         if x.dim() != 3:
             order = "seqlen, batch" if self.attention.qkv_format == "sbhd" else "batch, seqlen"
             raise InvalidInputError(f"hidden_states must be ({order}, hidden), got shape {tuple(x.shape)}")
