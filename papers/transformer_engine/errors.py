@@ -4,6 +4,7 @@
     weight_rel_error    of the weights
     product_rel_error   of the product of both, in exact arithmetic on the numbers that the codes mean
     sqnr                of the activations in decibels, -20 log10(rel_error)
+    bits                a value of the activations takes, scales included, six-bit codes packed
 
 Nothing here depends on a GPU: codes are the same bits everywhere. The bound of the check: twice what rounding each
 value to the element's significand costs at most, or for integers half a step of its block for every value.
@@ -24,6 +25,7 @@ from gpu_accel.transformer_engine.reference import block_amax, spread
 from gpu_accel.transformer_engine.reference_gemm import exact_values
 from gpu_accel.transformer_engine.scales import amax_bits
 from gpu_accel.transformer_engine.schemes import INTEGERS, SCHEMES, Scheme
+from gpu_accel.transformer_engine.tensor import QuantizedTensor
 from gpu_accel.workbench.experiment import Case, Check, Implementation, Settings, Workload
 
 from . import inputs
@@ -67,6 +69,14 @@ def bound_of(what: Scheme, x: Tensor) -> float:
     return 2 * 2.0 ** -(formats.FORMATS[what.element].mantissa_bits + 1)
 
 
+def bits_of(q: QuantizedTensor) -> float:
+    """Bits a value takes, of what is kept row-wise."""
+    assert q.codes is not None and q.scales is not None
+    codes = formats.pack_sixes(q.codes) if q.scheme.bits == 6 else q.codes
+    parts = (codes, q.scales, q.tensor_scale)
+    return 8 * sum(t.numel() * t.element_size() for t in parts if t is not None) / q.numel()
+
+
 def build(case: Case, settings: Settings) -> Workload:
     """Every scheme on one input."""
     if why := inputs.why_not(case):
@@ -79,12 +89,12 @@ def build(case: Case, settings: Settings) -> Workload:
         return x, w, x.double() @ w.double().t()
 
     @functools.lru_cache(maxsize=64)
-    def errors(name: str, seed: int) -> tuple[float, float, float]:
+    def errors(name: str, seed: int) -> tuple[float, float, float, float]:
         x, w, truth = truths(seed)
         a, b = (quantize(t, s, backend=backend) for t, s in zip((x, w), PAIRS[name], strict=True))
         product = exact_values(a) @ exact_values(b).t()
         values = [_relative(q.dequantize(torch.float32).double(), t.double()) for q, t in ((a, x), (b, w))]
-        return values[0], values[1], _relative(product, truth)
+        return values[0], values[1], _relative(product, truth), bits_of(a)
 
     def check(name: str, seed: int) -> Check:
         from gpu_accel.transformer_engine.schemes import scheme
@@ -92,12 +102,13 @@ def build(case: Case, settings: Settings) -> Workload:
         return Check(errors(name, seed)[0], bound_of(scheme(PAIRS[name][0]), truths(seed)[0]), "relative error")
 
     def values(name: str, seed: int) -> dict[str, tuple[float, str]]:
-        own, weights, product = errors(name, seed)
+        own, weights, product, bits = errors(name, seed)
         return {
             "rel_error": (own, "1"),
             "weight_rel_error": (weights, "1"),
             "product_rel_error": (product, "1"),
             "sqnr": (-20 * math.log10(own), "dB"),
+            "bits": (bits, "bits"),
         }
 
     return Workload(

@@ -33,8 +33,9 @@ from gpu_accel.workbench.experiment import Case, Check, Implementation, Settings
 
 WINDOW = 512
 WORST = 5.0  # nats a token, as of a capture: more, and the weights were read wrongly
-# name -> (scheme of activations, scheme of weights)
-PAIRS: dict[str, tuple[Scheme, Scheme] | None] = {"fp32": None}
+# name -> (scheme of activations, scheme of weights), or the dtype that both are rounded to
+PAIRS: dict[str, tuple[Scheme, Scheme] | torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16,
+                                                         "fp16": torch.float16}  # fmt: skip
 PAIRS |= {name: (recipe.scheme("input"), recipe.scheme("weight")) for name, recipe in RECIPES.items()}
 PAIRS |= {name: (find_scheme(name), find_scheme(name)) for name in ("fp8_row", "mxfp6_e2m3", "mxfp4", "int8_row")}
 
@@ -50,8 +51,20 @@ def list_cases(settings: Settings) -> list[Case]:
     ]
 
 
+class Shorter(nn.Module):
+    """A linear layer whose operands are rounded to 16 bits."""
+
+    def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.bias, self.dtype = linear.bias, dtype
+        self.weight = linear.weight.detach().to(dtype).float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x.to(self.dtype).float(), self.weight, self.bias)
+
+
 class Rounded(nn.Module):
-    """A linear layer whose operands are the numbers that codes mean; "bf16" rounds them to that."""
+    """A linear layer whose operands are the numbers that codes mean."""
 
     def __init__(self, linear: nn.Linear, activations: Scheme, weights: Scheme, delayed: bool) -> None:
         super().__init__()
@@ -90,9 +103,12 @@ def nll(name: str, windows: int, window: int) -> float:
         if isinstance(child, nn.Linear) and child is not model.lm_head
     ]
     try:
-        if pair is not None:
-            for parent, key, child in places:
-                setattr(parent, key, Rounded(child, *pair, delayed=isinstance(RECIPES.get(name), DelayedScaling)))
+        delayed = isinstance(RECIPES.get(name), DelayedScaling)
+        for parent, key, child in places:
+            if isinstance(pair, tuple):
+                setattr(parent, key, Rounded(child, *pair, delayed=delayed))
+            elif pair != torch.float32:
+                setattr(parent, key, Shorter(child, pair))
         total = 0.0
         with torch.inference_mode():
             for i in range(windows):
@@ -126,13 +142,15 @@ def build(case: Case, settings: Settings) -> Workload:
 
     def note(name: str) -> str:
         pair = PAIRS[name]
-        return "nothing quantised" if pair is None else f"activations {pair[0].text}, weights {pair[1].text}"
+        if isinstance(pair, tuple):
+            return f"activations {pair[0].text}, weights {pair[1].text}"
+        return "nothing rounded" if name == "fp32" else f"activations and weights rounded to {name}"
 
     return Workload(
         implementations=[
             Implementation(
                 name=name,
-                role="reference" if PAIRS[name] is None else "ours",
+                role="ours" if isinstance(PAIRS[name], tuple) else "reference",
                 check=functools.partial(check, name),
                 values=functools.partial(values, name),
                 on_device=False,

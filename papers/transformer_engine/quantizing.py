@@ -29,6 +29,7 @@ from . import inputs
 SCHEMES = {
     "fp8": ("fp8", False),
     "fp8-delayed": ("fp8", True),
+    "fp8_e5m2": ("fp8_e5m2", False),
     "fp8_row": ("fp8_row", False),
     "fp8_1x128": ("fp8_1x128", False),
     "fp8_128x128": ("fp8_128x128", False),
