@@ -19,14 +19,26 @@ import math
 import torch
 from torch import Tensor
 
-from gpu_accel.errors import InvalidInputError
-from gpu_accel.flash_attention3.launch import launch
-from gpu_accel.thunderkittens import based_kernel, chunked
+from gpu_accel.compat import INTERPRET
+from gpu_accel.errors import InvalidInputError, UnsupportedError
+from gpu_accel.flash_attention3.launch import launch, next_power_of_2
+from gpu_accel.thunderkittens import based_kernel, chunked, feature_kernels, walk_hopper
 from gpu_accel.thunderkittens.arguments import check_tensors, real
-from gpu_accel.thunderkittens.linear import LARGEST_DIM, _need, _shape, _validate, choose, linear_attention
+from gpu_accel.thunderkittens.linear import (
+    LARGEST_DIM,
+    _need,
+    _shape,
+    _validate,
+    choose,
+    linear_attention,
+    normalised_walk,
+    takes_normalised_walk,
+)
 
 # Until tests/gpu has seen `based_kernel` right on a card, "auto" takes plain torch.
 BASED_CHECKED = False
+HEDGEHOG_CHECKED = False  # the same of `feature_kernels`
+_ONES = 16  # columns of ones that sum weights up: as many as the kernels' tiles have at least
 _BASED_KEYS = 16  # the most of K whose squared state stays in registers
 
 
@@ -46,14 +58,53 @@ def hedgehog_features(x: Tensor, mapping: Tensor) -> Tensor:
     return torch.cat([projected.softmax(-1), (-projected).softmax(-1)], -1).to(x.dtype)
 
 
+@torch.library.custom_op("gpu_accel::tk_hedgehog_features", mutates_args=())
+def hedgehog_op(x: Tensor, mapping: Tensor) -> Tensor:
+    """`hedgehog_features` in one kernel; the projection is not rounded to the dtype of x."""
+    x = chunked._unit(x)
+    batch, seqlen, heads, key_dim = x.shape
+    count = mapping.shape[2]
+    out = torch.empty(batch, seqlen, heads, 2 * count, dtype=x.dtype, device=x.device)
+    if out.numel():
+        rows = 16 if INTERPRET else 64
+        with chunked._device(x):
+            launch(
+                feature_kernels._hedgehog_kernel, batch * heads * -(-seqlen // rows),
+                (x, mapping, out, *x.stride()[:3], *mapping.stride(), seqlen, heads),
+                dict(K=key_dim, F=count, BT=rows, BK=max(16, next_power_of_2(key_dim)),
+                     BF=max(16, next_power_of_2(count)), PRECISION=chunked.precision(x.dtype), num_warps=4),
+            )  # fmt: skip
+    return out
+
+
+@hedgehog_op.register_fake
+def _(x, mapping):
+    return torch.empty(*x.shape[:3], 2 * mapping.shape[2], dtype=x.dtype, device=x.device)
+
+
+def _hedgehog_gradients(ctx, dout):
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        features = hedgehog_features(*leaves)
+    return torch.autograd.grad(features, leaves, dout)
+
+
+hedgehog_op.register_autograd(
+    _hedgehog_gradients, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)
+
+
 def _normalised(q: Tensor, k: Tensor, v: Tensor, norm: bool, cu_seqlens: Tensor | None, backend: str) -> Tensor:
     """Linear attention with scale 1, divided by the sum of its weights."""
+    if norm and takes_normalised_walk(q, k, v, cu_seqlens, backend):
+        return normalised_walk(q, k, v, 1.0, 1e-6)
     o, _ = linear_attention(q, k, v, scale=1.0, cu_seqlens=cu_seqlens, backend=backend)
     if not norm:
         return o
-    total, _ = linear_attention(q, k, torch.ones_like(v[..., :1]), scale=1.0, cu_seqlens=cu_seqlens, backend=backend)
+    ones = v.new_ones(*v.shape[:3], _ONES)
+    total, _ = linear_attention(q, k, ones, scale=1.0, cu_seqlens=cu_seqlens, backend=backend)
     wide = o if o.dtype == torch.float64 else o.float()
-    return (wide / (total.to(wide.dtype) + 1e-6)).to(v.dtype)
+    return (wide / (total[..., :1].to(wide.dtype) + 1e-6)).to(v.dtype)
 
 
 @torch.library.custom_op("gpu_accel::tk_based", mutates_args=())
@@ -161,4 +212,10 @@ def hedgehog_attention(
         _need(x.dim() == 3 and x.shape[:2] == q.shape[2:] and 0 < x.shape[2] <= LARGEST_DIM // 2 and x.dtype == q.dtype,
               f"{name} must be (heads, K, F) {tuple(q.shape[2:])} with F at most {LARGEST_DIM // 2} in {q.dtype}, got "
               f"{_shape(x)}")  # fmt: skip
-    return _normalised(hedgehog_features(q, q_map), hedgehog_features(k, k_map), v, True, cu_seqlens, backend)
+    _validate(q, k, v, None, None, None, cu_seqlens, chunked.CHUNK)
+    if backend == "hopper" and (refusal := walk_hopper.machine_refusal(v)):
+        raise UnsupportedError(f"backend 'hopper': {refusal}")
+    wide = q.shape[3] <= LARGEST_DIM and q.dtype in (torch.bfloat16, torch.float16)
+    kernel = wide and (backend == "hopper" or choose(v, backend, HEDGEHOG_CHECKED) == "portable")
+    features = hedgehog_op if kernel else hedgehog_features
+    return _normalised(features(q, q_map), features(k, k_map), v, True, cu_seqlens, backend)

@@ -164,7 +164,9 @@ def linear_attention(
     return o, state if v.dtype == torch.float64 else state.float()
 
 
-def _normalized(o: Tensor, q: Tensor, k: Tensor, scale: float, cu_seqlens: Tensor | None) -> Tensor:
+def _normalized(
+    o: Tensor, q: Tensor, k: Tensor, scale: float, cu_seqlens: Tensor | None, floor: float = 1e-10
+) -> Tensor:
     """o divided by scale q_t' (k_1 + ... + k_t), the sum of the weights of linear attention."""
     if cu_seqlens is not None:  # what lies beyond the last sequence must not reach any gradient
         inside = (torch.arange(k.shape[1], device=k.device) < cu_seqlens[-1])[None, :, None, None]
@@ -178,7 +180,55 @@ def _normalized(o: Tensor, q: Tensor, k: Tensor, scale: float, cu_seqlens: Tenso
     z = (q.to(sums.dtype) * sums).sum(-1, keepdim=True) * scale
     if z.shape[2] != o.shape[2]:
         z = z.repeat_interleave(o.shape[2] // z.shape[2], 2)
-    return (o.to(z.dtype) / (z + 1e-10)).to(o.dtype)
+    return (o.to(z.dtype) / (z + floor)).to(o.dtype)
+
+
+@torch.library.custom_op("gpu_accel::tk_normalised_walk", mutates_args=())
+def normalised_walk(q: Tensor, k: Tensor, v: Tensor, scale: float, floor: float) -> Tensor:
+    """Linear attention divided by the sum of its weights (plus floor), by `walk_kernel`."""
+    with chunked._device(v):
+        if not v.numel():
+            return torch.empty(v.shape, dtype=v.dtype, device=v.device)
+        return walk_hopper.walk(q, k, v, None, None, None, None, None, scale=scale, segments=1, norm=floor)[0]
+
+
+@normalised_walk.register_fake
+def _(q, k, v, scale, floor):
+    return torch.empty(v.shape, dtype=v.dtype, device=v.device)
+
+
+def _normalised_save(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:3])
+    ctx.scale, ctx.floor = inputs[3:]
+
+
+def _normalised_gradients(ctx, do):
+    with torch.enable_grad():
+        q, k, v = (x.detach().requires_grad_() for x in ctx.saved_tensors)
+        o, _ = linear_attention(q, k, v, scale=ctx.scale, backend="portable")
+        o = _normalized(o, q, k, ctx.scale, None, ctx.floor)
+    return *torch.autograd.grad(o, (q, k, v), do), None, None
+
+
+normalised_walk.register_autograd(_normalised_gradients, setup_context=_normalised_save)
+
+
+def takes_normalised_walk(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, backend: str) -> bool:
+    """Whether `normalised_walk` is to run: asked for, or "auto" where it was seen right and fills the GPU.
+
+    Raises UnsupportedError where it was asked for and cannot run.
+    """
+    if backend == "hopper":
+        refusal = walk_hopper.refusal(q, k, v, cu_seqlens, chunked.CHUNK)
+        if refusal:
+            raise UnsupportedError(f"backend 'hopper': {refusal}")
+        return True
+    tiles = v.shape[0] * v.shape[2] * -(-v.shape[3] // 64)
+    few = chunked.segments_for(1, tiles, 1, -(-v.shape[1] // chunked.CHUNK)) > 1  # sequences are not cut here
+    return (
+        backend == "auto" and HOPPER_CHECKED and not few
+        and walk_hopper.refusal(q, k, v, cu_seqlens, chunked.CHUNK) is None
+    )  # fmt: skip
 
 
 def chunk_linear_attn(
@@ -194,6 +244,8 @@ def chunk_linear_attn(
         raise UnsupportedError("normalize=True with an initial state: the sum of earlier keys is unknown")
     _validate(q, k, v, None, None, initial_state, cu_seqlens, chunked.CHUNK)
     scale = chunked.default_scale(q.shape[-1]) if scale is None else real("scale", scale)
+    if normalize and not output_final_state and takes_normalised_walk(q, k, v, cu_seqlens, backend):
+        return normalised_walk(q, k, v, scale, 1e-10), None
     o, state = linear_attention(
         q, k, v, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, backend=backend
     )

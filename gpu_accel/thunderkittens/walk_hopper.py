@@ -91,10 +91,12 @@ def _line_map(x: Tensor):
 def walk(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, w: Tensor | None, initial: Tensor | None,
     local: Tensor | None, decays: Tensor | None, *, scale: float, segments: int, config: WalkConfig | None = None,
+    norm: float | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(o (batch, seqlen, heads, V), final state (batch, heads, K, V) float32); arguments as in `chunked.chunked`.
 
-    local, decays: of `chunked_kernels._states_kernel`, where there is more than one segment.
+    local, decays: of `chunked_kernels._states_kernel`, where there is more than one segment. norm: divide by the sum of
+    weights plus this; without gates, weights, a first state and segments.
     """
     from gpu_accel.thunderkittens import walk_kernel
 
@@ -113,12 +115,13 @@ def walk(
     values = [tensor_map(x, CHUNK, config.block_v) for x in (v, o)]
     nothing = final if initial is None else initial
     constants = dict(BK=block_k, BV=config.block_v, STAGES=config.stages, GATED=g is not None, WEIGHTED=w is not None,
-                     HAS_INITIAL=initial is not None, HAS_LOCAL=local is not None, EARLY=config.early)  # fmt: skip
+                     HAS_INITIAL=initial is not None, HAS_LOCAL=local is not None, EARLY=config.early,
+                     NORM=norm is not None)  # fmt: skip
     _quick[0](
         (), batch * heads * tiles * segments,
         (*keys, *values, _line_map(sums), _line_map(weights), nothing, final if local is None else local,
          final if decays is None else decays, final, chunks, heads, heads // q.shape[2], batch, segments, tiles,
-         key_dim, value_dim, scale),
+         key_dim, value_dim, scale, norm or 0.0),
         constants, dict(num_warps=4),
     )  # fmt: skip
     return o, final

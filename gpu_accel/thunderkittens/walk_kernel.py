@@ -83,18 +83,21 @@ def _scaled_keys(k_buf, sums, weights, last, LAYOUT: gl.constexpr, GATED: gl.con
     return keys
 
 
-@gluon.jit(do_not_specialize=["chunks", "heads", "group", "sequences", "segments", "tiles", "K", "V", "scale"])
+@gluon.jit(do_not_specialize=["chunks", "heads", "group", "sequences", "segments", "tiles", "K", "V", "scale", "floor"])
 def walk_kernel(
     q_desc, k_desc, v_desc, o_desc, sums_desc, weights_desc, initial, local, decays, final,
-    chunks, heads, group, sequences, segments, tiles, K, V, scale,
+    chunks, heads, group, sequences, segments, tiles, K, V, scale, floor,
     BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, WEIGHTED: gl.constexpr,
     HAS_INITIAL: gl.constexpr, HAS_LOCAL: gl.constexpr, EARLY: gl.constexpr,
+    NORM: gl.constexpr,
 ):  # fmt: skip
     """o through o_desc, and final (sequences, heads, K, V) float32. Descriptors of rank 4: (batch, head, row, column).
 
     initial: as final. local (segments, sequences, heads, K, V) and decays (segments, sequences, heads) float32: what
     every segment adds to the state, and what it leaves of the one before it.
+    NORM: o is divided by the sum of its weights, scale q_t' (k_1 + ... + k_t), plus `floor`.
     """
+    gl.static_assert(not (NORM and (GATED or WEIGHTED or HAS_INITIAL or HAS_LOCAL)))
     dtype: gl.constexpr = q_desc.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
@@ -145,6 +148,10 @@ def walk_kernel(
             acc = acc * gl.load(decays + one)
             acc += gl.load(local + places, mask=inside, other=0.0)
     s_buf.store(acc.to(dtype))
+    if NORM:
+        z_buf = gl.allocate_shared_memory(gl.float32, [BK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        z = gl.full([BK], 0.0, gl.float32, gl.SliceLayout(1, LEFT))  # the sum of the keys so far
+        z_buf.store(z)
     fence_async_shared()
 
     steps_t = gl.arange(0, STEPS, layout=gl.SliceLayout(1, SCORES))
@@ -183,6 +190,11 @@ def walk_kernel(
             p = gl.where(causal, scores, 0.0).to(dtype)
         if not EARLY:
             keys = _scaled_keys(k_buf, sums_bufs.index(stage), weights_bufs.index(stage), last, LEFT, GATED, WEIGHTED)
+        if NORM:
+            before = q_bufs.index(stage).load(LEFT).to(gl.float32) * z_buf.load(gl.SliceLayout(0, LEFT))[None, :]
+            total = gl.convert_layout(gl.sum(before, axis=1), gl.SliceLayout(1, OUT))
+            total += gl.convert_layout(gl.sum(gl.where(causal, scores, 0.0), axis=1), gl.SliceLayout(1, OUT))
+            z += gl.sum(keys.to(gl.float32), axis=1)
         out = warpgroup_mma_wait(0, deps=[out])
         if GATED:
             out = out * gl.exp2(sums_bufs.index(stage).load(gl.SliceLayout(1, OUT)))[:, None]
@@ -191,6 +203,9 @@ def walk_kernel(
         tma.store_wait(0)
         barrier()  # S was read by all, and the last o has left
         out = warpgroup_mma_wait(1, deps=[out])
+        if NORM:
+            out = out / (total * scale + floor)[:, None]
+            z_buf.store(z)
         o_buf.store((out * scale).to(dtype))
         acc = warpgroup_mma_wait(0, deps=[acc])
         s_buf.store(acc.to(dtype))

@@ -72,6 +72,37 @@ def test_hedgehog(device):
         close(name, *three)
 
 
+@pytest.mark.parametrize(("seqlen", "key_dim", "count"), [(21, 24, 8), (1, 16, 40)])
+def test_hedgehog_map_in_a_kernel(seqlen, key_dim, count, device):
+    """bfloat16, as the kernel takes it: rows that are not a block, dimensions that are no power of two."""
+    x = randn(2, seqlen, 2, key_dim, seed=1, device=device, dtype=torch.bfloat16)
+    w = randn(2, key_dim, count, seed=2, device=device, dtype=torch.bfloat16)
+    truth = features.hedgehog_features(x.double(), w.double())
+    close("features", features.hedgehog_op(x, w), truth, features.hedgehog_features(x, w))
+    grads = [randn(*truth.shape, seed=3, device=device)]
+    ours, eager = (run(f, [x, w], grads) for f in (features.hedgehog_op, features.hedgehog_features))
+    assert all(torch.equal(a, b) for a, b in zip(ours[1:], eager[1:], strict=True))
+
+
+@pytest.mark.parametrize(("seqlen", "key_dim", "value_dim", "norm"), [(70, 12, 24, True), (66, 16, 64, False)])
+def test_based_with_features_in_registers(seqlen, key_dim, value_dim, norm, device):
+    q, k = (randn(1, seqlen, 2, key_dim, seed=s, device=device, dtype=torch.bfloat16) for s in (1, 2))
+    v, do = (randn(1, seqlen, 2, value_dim, seed=s, device=device, dtype=torch.bfloat16) for s in (3, 4))
+
+    def function(backend):
+        return lambda q, k, v: fused_chunk_based(q, k, v, use_norm=norm, backend=backend)
+
+    def truth(q, k, v):
+        x = torch.einsum("bthk,bshk->bhts", q, k) * q.shape[-1] ** -0.5
+        w = (1 + x + x * x / 2).tril()
+        return torch.einsum("bhts,bshv->bthv", w / (w.sum(-1, keepdim=True) + 1e-6) if norm else w, v)
+
+    right, ruler = run(truth, [q, k, v], [do], torch.float64), run(function("reference"), [q, k, v], [do])
+    found = run(function("portable"), [q, k, v], [do])
+    close("o", found[0], right[0], ruler[0])
+    assert all(torch.equal(a, b) for a, b in zip(found[1:], ruler[1:], strict=True))
+
+
 def test_without_the_norm_and_packed(device):
     q, k = (randn(1, 12, 1, 4, seed=s, device=device) for s in (1, 2))
     v = randn(1, 12, 1, 16, seed=3, device=device)
