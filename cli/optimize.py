@@ -300,7 +300,9 @@ def run(
 
 @app.command("bench")
 def bench(
-    path: Annotated[Path, typer.Argument(help="A kernel, or the folder of a search or of several.")],
+    path: Annotated[
+        Path, typer.Argument(help="A kernel, the folder of a search or of several, or a .json file of winners.")
+    ],
     task: Annotated[str, typer.Option("--task", help="What the kernel computes, if its file does not say.")] = "",
     target: Annotated[str, typer.Option("--target", help="The GPU whose roofline holds.")] = "h100",
     against: Annotated[
@@ -316,6 +318,7 @@ def bench(
     accepted, 4 without a GPU of that kind.
     """
     from gpu_accel.cuda_llm.artefact import best_of
+    from gpu_accel.cuda_llm.progress import read as read_winners
     from gpu_accel.cuda_llm.report import read_folder
     from gpu_accel.cuda_llm.search import as_candidate, gpu_here, verify
     from gpu_accel.cuda_llm.tasks import find
@@ -326,6 +329,8 @@ def bench(
     wanted, peers = profile(target), _peers(against)
     if path.is_dir():
         kernels = [(one.task, best_of(one.folder)) for one in read_folder(path)]
+    elif path.suffix == ".json":
+        kernels = [(one.task, one.best) for one in read_winners(path) if one.best]
     else:
         kernel = as_candidate(path)
         if not (task or kernel.launch.task):
