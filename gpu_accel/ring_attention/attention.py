@@ -127,6 +127,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, call: Call, transport: Transport, *, schedule: str = "kv_ring"
 ) -> tuple[Tensor, Tensor]:
     """(o, lse) of this rank's queries, outside autograd. All ranks call it together."""
+    check_transport(transport)
     module = find_schedule(schedule)
     with torch.no_grad():
         agree(call, transport, schedule, q, k, v)
@@ -138,6 +139,7 @@ def backward(
     *, schedule: str = "kv_ring",
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv) of this rank's shards from the gradient and result of the forward."""
+    check_transport(transport)
     module = find_schedule(schedule)
     with torch.no_grad():
         error = None
@@ -168,9 +170,18 @@ def agree(
     transport.agree(call.statement(schedule, *tensors), error)
 
 
+def check_transport(transport: object) -> None:
+    """Something through which the other ranks can be reached; without it they cannot be told either."""
+    if not isinstance(transport, Transport):
+        raise InvalidInputError(
+            f"transport must be a Transport, such as choose_transport() returns, got {transport!r:.80}"
+        )
+
+
 @contextmanager
 def told(transport: Transport) -> Iterator[None]:
     """What this rank finds wrong before it has asked the others is told to them: they must not wait for it."""
+    check_transport(transport)
     try:
         yield
     except Exception as error:
@@ -223,7 +234,8 @@ def distributed_attention(
         without gradient. Padding rows: 0 and -inf.
 
     Raises:
-        InvalidInputError, UnsupportedError: on every rank, before any tensor has been sent.
+        InvalidInputError, UnsupportedError: on every rank, before any tensor has been sent; on this rank alone where
+            `transport` is none.
         CommunicationError: another rank is gone or too late.
     """
     with told(transport):
@@ -248,6 +260,7 @@ def require_finite(q: Tensor, k: Tensor, v: Tensor, layout: Layout, rank: int) -
 
 def gather_sequence(x: Tensor, layout: Layout, transport: Transport, *, dim: int = 1) -> Tensor:
     """The whole tensor on every rank from the shards; not differentiable."""
+    check_transport(transport)
     transport.agree(f"gather {x.dtype} {tuple(x.shape)} of {layout}")
     rows: Sequence[Tensor] = transport.all_gather(x.detach()).wait().unbind(0)
     return layout.unshard(rows, dim=dim)

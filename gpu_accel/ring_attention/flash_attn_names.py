@@ -31,14 +31,10 @@ def _run(
     with told(transport):
         check_tensors(q, k, v, varlen=False)
         check_flag("return_attn_probs", return_attn_probs)
+        check_flag("deterministic", deterministic)
     if dropout_p or alibi_slopes is not None:
         what = "dropout_p" if dropout_p else "alibi_slopes"
         transport.agree("", UnsupportedError(f"{what} is not supported: pass {'0.0' if dropout_p else 'None'}"))
-    if not isinstance(deterministic, bool):
-        transport.agree("", InvalidInputError(f"deterministic must be True or False, got {deterministic!r:.80}"))
-    if deterministic and q.is_cuda:
-        why = "local gradients of the fastest kernels differ in the last bit: use RingAttention(backend='portable')"
-        transport.agree("", UnsupportedError(f"deterministic=True is not supported on GPUs here: {why}"))
     cut = make_layout(layout, seqlen=q.shape[1] * transport.size, ranks=transport.size)
     if cut.local_length != q.shape[1]:
         transport.agree(
@@ -48,8 +44,9 @@ def _run(
             ),
         )
     o, lse = distributed_attention(
-        q, k, v, layout=cut, transport=transport, causal=causal, window_size=window_size, softmax_scale=softmax_scale
-    )
+        q, k, v, layout=cut, transport=transport, causal=causal, window_size=window_size, softmax_scale=softmax_scale,
+        deterministic=deterministic,
+    )  # fmt: skip
     return (o, lse, None) if return_attn_probs else o
 
 

@@ -196,7 +196,7 @@ def _implementation(name: str, run: _Run, race: _Race, memory: bool) -> Implemen
         role=role,
         unavailable=_unavailable(name, run),
         check=lambda seed: run.check(name, seed),
-        values=lambda seed: run.memory(name, seed) if memory else race.times(name, seed),
+        values=lambda seed: run.memory(name) if memory else race.times(name, seed),
         note=run.describe(name),
     )
 
@@ -214,6 +214,7 @@ class _Run:
         self.dtype = _DTYPES[str(case["dtype"])]
 
         self._kept: dict[tuple, Any] = {}
+        self._peaks: dict[str, int] = {}
 
     def keep(self, key: tuple, make: Callable[[], Any]) -> Any:
         """What several implementations need, made once."""
@@ -292,7 +293,8 @@ class _Run:
         if name == "compute-only":
             return Check(0.0, 1.0, "it is the kv_ring without its hops, and no result to check")
         seqlen = int(self.case["seqlen"])
-        found = self.call(name, self.shards(name, seqlen, seed), seqlen)()[0]
+        call = self.call(name, self.shards(name, seqlen, seed), seqlen)
+        self._peaks[name], found = self._watched(name, call)
         worst = self._rows(name, found, seqlen, seed)
         if self.both and name not in PEERS:
             short = min(seqlen, SHORT * self.ranks)
@@ -348,24 +350,30 @@ class _Run:
         exact, ruler = (function(do, q, k, v, causal=True) for function in both)
         return exact, ruler
 
-    def memory(self, name: str, seed: int) -> dict[str, tuple[float, str]]:
-        """Peak bytes of the caching allocator beyond the shards; symmetric memory lies outside it and is added."""
+    def _watched(self, name: str, call: Callable[[], tuple[Tensor, ...]]) -> tuple[int, Tensor]:
+        """Peak bytes of a call beyond the shards, its results included, and o.
+
+        Those of the caching allocator; symmetric memory lies outside it and is added.
+        """
         if not self.settings.on_gpu:
-            return {}
-        seqlen = int(self.case["seqlen"])
-        call = self.call(name, self.shards(name, seqlen, seed), seqlen)
-        call()
+            return 0, call()[0]
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
+        found: list[Tensor] = []
         extra = 0
         if self.over_symmetric(name):
-            extra = self.transport(name).bytes_used(call)
+            extra = self.transport(name).bytes_used(lambda: found.append(call()[0]))
         else:
-            call()
+            found.append(call()[0])
         torch.cuda.synchronize()
-        return {"peak_bytes": (_worst(torch.cuda.max_memory_allocated() - before + extra, self.settings), "bytes")}
+        return torch.cuda.max_memory_allocated() - before + extra, found[0]
+
+    def memory(self, name: str) -> dict[str, tuple[float, str]]:
+        """Peak bytes of the call that was checked, the largest of all ranks."""
+        if not self.settings.on_gpu:
+            return {}
+        return {"peak_bytes": (_worst(self._peaks[name], self.settings), "bytes")}
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from gpu_accel.ring_attention.api import (
     local_attention,
     ring_communicate_kv,
 )
-from gpu_accel.ring_attention.attention import distributed_attention, gather_sequence
+from gpu_accel.ring_attention.attention import distributed_attention, forward, gather_sequence
 from gpu_accel.ring_attention.faults import CommunicationError
 from gpu_accel.ring_attention.flash_attn_names import (
     ring_flash_attn_func,
@@ -38,6 +38,14 @@ def module(**options):
 
 
 REFUSED = {
+    "transport-number": lambda: distributed_attention(
+        ROW, ROW, ROW, layout=make_layout("zigzag", seqlen=8, ranks=2), transport=3
+    ),
+    "transport-none": lambda: distributed_attention(
+        ROW, ROW, ROW, layout=make_layout("zigzag", seqlen=8, ranks=2), transport=None
+    ),
+    "transport-of-gather": lambda: gather_sequence(ROW, make_layout("zigzag", seqlen=8, ranks=2), "nccl"),
+    "transport-of-forward": lambda: forward(ROW, ROW, ROW, None, object()),
     "ulysses-of-a-ring": lambda: module(schedule="kv_ring", ulysses=3),
     "mesh-of-a-ring": lambda: module(schedule="kv_ring", mesh=(3, 1)),
     "inner-of-ulysses": lambda: module(schedule="ulysses", inner=3),

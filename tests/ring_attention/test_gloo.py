@@ -13,6 +13,7 @@ import torch
 
 from gpu_accel.errors import GpuAccelError, HardwareError
 from gpu_accel.flash_attention3.reference import attention_truth, attention_truth_backward
+from gpu_accel.ring_attention import RingAttention
 from gpu_accel.ring_attention.attention import distributed_attention, gather_sequence
 from gpu_accel.ring_attention.layouts import make_layout
 from gpu_accel.ring_attention.transport import TorchTransport
@@ -23,6 +24,15 @@ from processes import results, run_ranks  # noqa: E402
 
 RANKS, SEQLEN = 3, 23
 SCHEDULES = ("kv_ring", "q_ring", "allgather", "ulysses", "usp")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported():
+    """What the first use of autograd imports, before processes are forked that would each do it again."""
+    q, k, v, do = inputs()
+    q.requires_grad_()
+    o = RingAttention(2, simulate=True)(*(x.transpose(1, 2) for x in (q, k, v)))
+    torch.autograd.grad(o, q, do.transpose(1, 2))
 
 
 def inputs(dtype=torch.float32) -> list[torch.Tensor]:
@@ -102,30 +112,50 @@ def test_ranks_that_differ_all_raise_and_can_go_on(tmp_path: Path):
     )
 
 
-def die_on_the_way(rank: int) -> None:
+def die(*_, **__) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+# what rank 1 does no more, after how many times, and the schedule
+DEATHS = {
+    "hop": ("exchange", 1, "kv_ring", False),  # the first succeeds, the second never comes
+    "hop-of-the-backward": ("exchange", 3, "kv_ring", True),
+    "all-gather": ("all_gather", 0, "allgather", False),
+    "all-to-all-of-the-backward": ("all_to_all", 2, "ulysses", True),
+    "agreement": ("agree", 1, "kv_ring", True),
+}
+
+
+def die_on_the_way(rank: int, what: str, times: int, schedule: str, backward: bool) -> None:
     transport = TorchTransport(timeout=20)
     layout = make_layout("zigzag", seqlen=SEQLEN, ranks=RANKS)
-    q, k, v, _ = shards_of(rank, layout)
+    *qkv, do = shards_of(rank, layout)
+    for x in qkv:
+        x.requires_grad_(backward)
     if rank == 1:
-        exchange = transport.exchange
+        action, left = getattr(transport, what), [times]
 
         def last(*arguments, **places):
-            exchange(*arguments, **places).wait()
-            os.kill(os.getpid(), signal.SIGKILL)
+            if left[0] == 0:
+                die()
+            left[0] -= 1
+            return action(*arguments, **places)
 
-        transport.exchange = last  # the first hop succeeds, the second never comes
+        setattr(transport, what, last)
     try:
-        distributed_attention(q, k, v, layout=layout, transport=transport)
+        o, _ = distributed_attention(*qkv, layout=layout, transport=transport, schedule=schedule)
+        torch.autograd.grad(o, qkv, do)
     except GpuAccelError as error:
         try:  # the transport is known to be broken: no second wait
-            distributed_attention(q, k, v, layout=layout, transport=transport)
+            distributed_attention(*qkv, layout=layout, transport=transport)
         except GpuAccelError as again:
             assert "this transport failed before" in str(again)
         raise error
 
 
-def test_a_killed_rank_ends_the_others_with_an_error(tmp_path: Path):
-    outcomes = run_ranks(die_on_the_way, RANKS, tmp_path, lost=(1,))
+@pytest.mark.parametrize("death", DEATHS.values(), ids=DEATHS.keys())
+def test_a_killed_rank_ends_the_others_with_an_error(death: tuple, tmp_path: Path):
+    outcomes = run_ranks(die_on_the_way, RANKS, tmp_path, *death, lost=(1,))
     assert sorted(outcomes) == [0, 2]
     for outcome in outcomes.values():
         assert outcome.error == "CommunicationError", outcome.trace
@@ -138,7 +168,7 @@ def come_late(rank: int) -> None:
     layout = make_layout("zigzag", seqlen=SEQLEN, ranks=2)
     q, k, v, _ = shards_of(rank, layout)
     if rank == 1:
-        time.sleep(4)
+        time.sleep(2.5)
         return
     distributed_attention(q, k, v, layout=layout, transport=transport)
 
