@@ -39,6 +39,56 @@ def conv1d(x, w, out, n, taps, BLOCK: tl.constexpr):
         acc += tl.load(x + i + tap, mask=i < n, other=0.0) * tl.load(w + tap)
     tl.store(out + i, acc, mask=i < n)
 ''',
+    features=('''// /// launch
+// task = "conv1d"
+// grid = ["cdiv(n, 4 * THREADS * UNROLL)"]
+// block = ["THREADS"]
+// entry = "conv1d"
+// args = ["x", "w", "out", "n", "taps"]
+// [constants]
+// THREADS = 256
+// UNROLL = 1
+// [space]
+// THREADS = [128, 256, 512]
+// UNROLL = [1, 2, 4]
+// ///
+extern "C" __global__ void __launch_bounds__(THREADS) conv1d(const float* x, const float* w, float* out, long long n,
+                                                             long long taps) {
+    // Four neighbouring outputs a thread: a window of eight inputs serves four taps, then moves on by four.
+    const long long length = n + taps - 1;
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u) {
+        const long long i = ((blockIdx.x * (long long)UNROLL + u) * THREADS + threadIdx.x) * 4;
+        if (i >= n) return;
+        float v[8], acc[4] = {0, 0, 0, 0};
+#pragma unroll
+        for (int p = 0; p < 4; ++p) v[p + 4] = i + p < length ? x[i + p] : 0.0f;
+        for (int t = 0; t < taps; t += 4) {
+#pragma unroll
+            for (int p = 0; p < 4; ++p) v[p] = v[p + 4];
+            const long long next = i + t + 4;
+            if (next + 3 < length) {
+                const float4 more = *(const float4*)(x + next);
+                v[4] = more.x, v[5] = more.y, v[6] = more.z, v[7] = more.w;
+            } else {
+#pragma unroll
+                for (int p = 0; p < 4; ++p) v[p + 4] = next + p < length ? x[next + p] : 0.0f;
+            }
+#pragma unroll
+            for (int p = 0; p < 4; ++p) {
+                const float tap = t + p < taps ? w[t + p] : 0.0f;
+#pragma unroll
+                for (int q = 0; q < 4; ++q) acc[q] += tap * v[p + q];
+            }
+        }
+        if (i + 3 < n) {
+            *(float4*)(out + i) = make_float4(acc[0], acc[1], acc[2], acc[3]);
+        } else {
+            for (int q = 0; q < 4 && i + q < n; ++q) out[i + q] = acc[q];
+        }
+    }
+}
+''',),
     naive_cuda='''// /// launch
 // grid = ["cdiv(n, 32)"]
 // block = [32]
