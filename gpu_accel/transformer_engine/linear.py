@@ -24,13 +24,13 @@ from gpu_accel.transformer_engine.checks import (
 )
 from gpu_accel.transformer_engine.delayed import Histories, length_of
 from gpu_accel.transformer_engine.history_kernels import roll_op
-from gpu_accel.transformer_engine.linear_op import BACKENDS, Plan, layer_backend, linear_op, rolls_in_kernel
+from gpu_accel.transformer_engine.linear_op import BACKENDS, Plan, layer_backend, linear, rolls_in_kernel
 from gpu_accel.transformer_engine.parallel import enter, leave, parallel, shared
 from gpu_accel.transformer_engine.quantize_launch import PLAIN, Source
 from gpu_accel.transformer_engine.quantizer import DTYPES
 from gpu_accel.transformer_engine.recipes import DelayedScaling, Float8CurrentScaling, Recipe, Role
 from gpu_accel.transformer_engine.scales import scale_fp32
-from gpu_accel.transformer_engine.sources import operand_op
+from gpu_accel.transformer_engine.sources import operand_op, quickly
 
 
 class Linear(nn.Module):
@@ -212,12 +212,12 @@ class Linear(nn.Module):
         scales = self._scales(flat, recipe, plan, update, backend, with_weight=kept is None)
         pending = [None if histories is None or not update else histories.of(r).pending for r in ("input", "weight")]
         gamma, beta = (None if t is None else t.detach() for t in (source.gamma, source.beta))
-        *operand, means, rstds = operand_op(
+        *operand, means, rstds = quickly(operand_op, x)(
             flat.detach(), scales[0], pending[0], plan.input.text, plan.input_t.text, True, keep, 0, backend,
             source.kind, gamma, beta, source.eps,
         )  # fmt: skip
         if kept is None:
-            *made, _, _ = operand_op(
+            *made, _, _ = quickly(operand_op, self.weight)(
                 self.weight.detach(), scales[1], pending[1], plan.weight.text, plan.weight_t.text, True, needs_t, 0,
                 backend, "", None, None, 0.0,
             )  # fmt: skip
@@ -226,7 +226,7 @@ class Linear(nn.Module):
                 self._kept = (self._key(plan, backend), needs_t, kept)
         grad = histories.grad if histories is not None else None
         settings = (recipe.margin, recipe.amax_compute_algo) if isinstance(recipe, DelayedScaling) else (0, "max")
-        y = linear_op(
+        y = linear(
             flat, self.weight, self._bias(), source.gamma, source.beta, *operand, means, rstds, *kept,
             *((grad.history, grad.scale, grad.pending, grad.overflows) if grad is not None else (None,) * 4),
             plan.text, source.kind, source.eps, *settings, backend,
@@ -245,7 +245,7 @@ class Linear(nn.Module):
                 states = [t for h in histories for t in (h.history, h.scale, h.pending, h.overflows)]
                 largest = [getattr(plan, role).largest for role in roles]
                 kernels = rolls_in_kernel(backend, self.delayed.input.history)
-                rolled = roll_op(states, largest, recipe.margin, recipe.amax_compute_algo, kernels)
+                rolled = quickly(roll_op, x)(states, largest, recipe.margin, recipe.amax_compute_algo, kernels)
                 found = [rolled[i, 0] for i in range(len(roles))]
             else:
                 found = [h.scale.clone() for h in histories]

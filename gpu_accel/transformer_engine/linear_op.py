@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from gpu_accel.transformer_engine.recipes import ROLES, Recipe
 from gpu_accel.transformer_engine.reference import Parts
 from gpu_accel.transformer_engine.schemes import Scheme
 from gpu_accel.transformer_engine.schemes import scheme as find_scheme
-from gpu_accel.transformer_engine.sources import operand_op, source_backward
+from gpu_accel.transformer_engine.sources import operand_op, quickly, source_backward
 from gpu_accel.transformer_engine.tensor import QuantizedTensor
 
 
@@ -99,12 +100,16 @@ def _product(a: QuantizedTensor, b: QuantizedTensor, backend: str, out_dtype: to
     return scaled_mm(a, b, bias=bias, out_dtype=out_dtype, backend=backend)
 
 
+@functools.lru_cache(maxsize=256)
+def _plain(scheme: Scheme) -> Scheme:
+    return scheme.with_(hadamard=0, rounding="nearest")
+
+
 def _rows(three: Three, scheme: Scheme, shape: tuple[int, int], dtype: torch.dtype) -> QuantizedTensor:
     """Codes that are contiguous along what is summed, as an operand of `scaled_mm`. A rotation that both operands share
     cancels in the product, so it is not mentioned there."""
     parts = Parts(three[0], three[1], three[2] if three[2].numel() else None)
-    plain = scheme.with_(hadamard=0, rounding="nearest")
-    return QuantizedTensor.from_parts(row=parts, col=None, scheme=plain, shape=torch.Size(shape), dtype=dtype)
+    return QuantizedTensor.from_parts(row=parts, col=None, scheme=_plain(scheme), shape=torch.Size(shape), dtype=dtype)
 
 
 @torch.library.custom_op("gpu_accel::te_linear", mutates_args=())
@@ -213,14 +218,14 @@ def _backward(ctx, dy):
     used = None
     if history is not None:
         kernels = rolls_in_kernel(ctx.backend, history)
-        used = roll_op(
+        used = quickly(roll_op, dy)(
             [history, scale, pending, overflows], [plan.grad.largest], ctx.margin, ctx.algorithm, kernels
         )[0, 0]  # fmt: skip
     seed = next_seed() if plan.random else 0
-    *copies, _, _ = operand_op(
+    *copies, _, _ = quickly(operand_op, dy)(
         dy, used, pending, plan.grad.text, plan.grad_t.text, needs[0], needs[1], seed, ctx.backend, "", None, None, 0.0
     )
-    made = linear_backward_op(
+    made = quickly(linear_backward_op, dy)(
         dy, *copies, x, xt0, xt1, xt2, gamma, beta, means, rstds, wt0, wt1, wt2, ctx.k, ctx.plan, ctx.kind, ctx.eps,
         needs, *ctx.dtypes, ctx.backend,
     )  # fmt: skip
@@ -230,3 +235,20 @@ def _backward(ctx, dy):
 
 
 linear_op.register_autograd(_backward, setup_context=_setup)
+
+
+class _Linear(torch.autograd.Function):
+    """`linear_op` without its way through torch.library."""
+
+    @staticmethod
+    def forward(ctx, *arguments):  # with a `setup_context` of its own torch would bind names at every call
+        y = linear_op._init_fn(*arguments)
+        _setup(ctx, arguments, y)
+        return y
+
+    backward = staticmethod(_backward)
+
+
+def linear(*arguments: Any) -> Tensor:
+    """`linear_op`, by the shorter way where nobody looks."""
+    return linear_op(*arguments) if quickly(linear_op, arguments[0]) is linear_op else _Linear.apply(*arguments)

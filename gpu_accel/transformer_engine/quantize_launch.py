@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from gpu_accel.compat import INTERPRET
@@ -141,7 +140,7 @@ def native_fp8(device: torch.device) -> bool:
 
 
 def _power(n: int) -> int:
-    return triton.next_power_of_2(max(1, n))
+    return 1 << (max(1, n) - 1).bit_length()
 
 
 def _numbers(scheme: Scheme) -> dict:
@@ -189,8 +188,8 @@ def plain_tile(m: Matrix, columnwise: bool, values: int = 4096) -> tuple[int, in
 
 
 def _grid(m: Matrix, bm: int, bk: int) -> tuple[int, int, bool]:
-    tiles = triton.cdiv(m.cols, bk)
-    return triton.cdiv(m.rows, bm) * tiles, tiles, m.rows % bm == 0 and m.cols % bk == 0
+    tiles = -(-m.cols // bk)
+    return -(-m.rows // bm) * tiles, tiles, m.rows % bm == 0 and m.cols % bk == 0
 
 
 def _empty_parts(x: Tensor, rows: int, cols: int, scheme: Scheme, made: bool) -> Three:

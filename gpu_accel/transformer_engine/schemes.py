@@ -71,6 +71,7 @@ class Scheme:
             raise InvalidInputError("integers are rounded to nearest only")
         if self.hadamard and (self.hadamard != 16 or self.block != (1, 16)):
             raise InvalidInputError("the Hadamard matrix is of size 16 and goes with blocks of 1 x 16")
+        object.__setattr__(self, "_text", self._written())
 
     @property
     def bits(self) -> int:
@@ -102,6 +103,9 @@ class Scheme:
     @property
     def text(self) -> str:
         """The scheme as a word that `scheme` reads back."""
+        return self._text  # type: ignore[attr-defined]  # set by __post_init__: it is asked for at every call
+
+    def _written(self) -> str:
         parts = [self.element, f"{self.block[0]}x{self.block[1]}", self.scale]
         if self.scale == "e8m0":
             parts.append(self.rule)

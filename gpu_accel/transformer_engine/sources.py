@@ -7,6 +7,8 @@ activation nothing but its arithmetic.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -33,6 +35,15 @@ from gpu_accel.transformer_engine.schemes import scheme as find_scheme
 from gpu_accel.transformer_engine.tensor import QuantizedTensor
 
 KINDS = ("", "rms", "layer", *ACTIVATIONS)
+
+
+def quickly(op: Any, x: Tensor) -> Any:
+    """The Python function of a custom op, which takes no gradient itself, where calling it directly is the same: not
+    while torch.compile or a mode traces, under transforms, or on a subclass of Tensor. The op costs 50 us more."""
+    plain = type(x) is Tensor or type(x) is torch.nn.Parameter
+    if not plain or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return op
+    return op if torch._C._are_functorch_transforms_active() else op._init_fn
 
 
 def source_reference(x: Tensor, source: Source) -> tuple[Tensor, Tensor, Tensor]:
