@@ -7,20 +7,28 @@ time or the efficiency. The check is the relative error of the prediction. Sourc
     magi      SandAI-org/MagiAttention, cp_benchmark.md, plots (read off, +- 5 TFLOP/s): H100, 64:8 heads, 8k tokens
     peers     four H100, torch 2.11, a hand-written zigzag ring over NCCL with cuDNN blocks: readings of this project
               before it had records, so they test the model and settle no claim
+    records   the `scaling` records in results/: what `gpu-accel ring plan` says of that very case, with the constants
+              of costs.py and nothing of the case itself
+
+The first three test the formula of a ring (steps, merge passes, hops) with the rate of the kernel alone given; the
+last tests the planner as it is used. Its interval is tested too: `inside` is 1 where the measured time lies in it.
 
 `modelled_table` gives the model's answer to the seed's table of 8, 64 and 512 GPUs as records of kind "modelled".
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from pathlib import Path
 
 from gpu_accel.ring_attention import costs
-from gpu_accel.ring_attention.plan import seed_table
+from gpu_accel.ring_attention.plan import plan, seed_table
 from gpu_accel.workbench.experiment import Case, Check, Implementation, Settings, Workload
-from gpu_accel.workbench.records import Record
+from gpu_accel.workbench.records import Record, read_records
 
 BOUND = 0.2  # a prediction that misses by more is wrong; the intervals of plan.py are about as wide
+WIDE = 0.3  # of the planner, which is not told the rate of the kernel that day
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +88,54 @@ READINGS = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A time on record, and what the planner says of its case."""
+
+    case: tuple[tuple[str, object], ...]
+    measured_ms: float
+    predicted_ms: tuple[float, float, float]  # value, longest, shortest
+
+    @property
+    def inside(self) -> bool:
+        """Whether the time lies in the interval."""
+        return self.predicted_ms[2] <= self.measured_ms <= self.predicted_ms[1]
+
+
+PLANNED = ("kv_ring", "kv_ring-nccl", "ulysses", "allgather", "usp")
+_RESULTS = Path(__file__).parent / "results"
+
+
+@functools.cache
+def recorded(folder: Path = _RESULTS) -> tuple[Planned, ...]:
+    """Every case of `scaling` on record that the planner has a schedule for; the newest record of each."""
+    found: dict[tuple, Planned] = {}
+    records = read_records(folder) if folder.is_dir() else []
+    for r in sorted(records, key=lambda r: r.time):
+        if (r.kind, r.experiment, r.metric) != ("measured", "scaling", "time") or r.impl not in PLANNED:
+            continue
+        c = r.case
+        schedule, link = r.impl.removesuffix("-nccl"), "nvlink-nccl" if r.impl.endswith("-nccl") else "nvlink"
+        made = plan(
+            seq=int(c["seqlen"]), heads=int(c["heads"]), kv_heads=int(c["heads_kv"]), gpus=int(c["gpus"]), link=link,
+            head_dim=int(c["head_dim"]), backward=c["pass"] == "both",
+        )  # fmt: skip
+        option = next(o for o in made.options if o.schedule == schedule)
+        value, worst, best = (1e3 * s for s in option.seconds)
+        names = ("gpus", "seqlen", "heads", "heads_kv", "head_dim", "causal", "pass")
+        case = tuple({"dataset": "records", "schedule": r.impl, **{n: c[n] for n in names}}.items())
+        found[case] = Planned(case=case, measured_ms=float(r.median), predicted_ms=(value, worst, best))
+    return tuple(found.values())
+
+
 def list_cases(settings: Settings) -> list[Case]:
     """One case a reading."""
     chosen = READINGS[:2] if settings.quick else READINGS
+    planned = recorded()[:2] if settings.quick else recorded()
+    return _published(chosen, settings) + [dict(p.case) | {"input": settings.input} for p in planned]
+
+
+def _published(chosen: tuple[Reading, ...], settings: Settings) -> list[Case]:
     return [
         {
             "dataset": r.dataset, "layout": r.layout, "gpus": r.gpus, "seqlen": r.gpus * r.block, "heads": r.heads,
@@ -104,6 +157,8 @@ def _reading(case: Case) -> Reading:
 
 def build(case: Case, settings: Settings) -> Workload:
     """The model alone: it computes nothing on any device."""
+    if case["dataset"] == "records":
+        return _of_record(case)
     reading = _reading(case)
     miss = abs(reading.predicted_ms() / reading.measured_ms - 1)
     model = Implementation(
@@ -115,6 +170,21 @@ def build(case: Case, settings: Settings) -> Workload:
         note="arithmetic on published readings; nothing is run",
     )
     return Workload(implementations=[model])
+
+
+def _of_record(case: Case) -> Workload:
+    wanted = tuple((name, x) for name, x in case.items() if name != "input")
+    found = next(p for p in recorded() if p.case == wanted)
+    miss = abs(found.predicted_ms[0] / found.measured_ms - 1)
+    planner = Implementation(
+        name="planner",
+        role="ours",
+        check=lambda seed: Check(miss, WIDE, "relative error of the planned time"),
+        values=lambda seed: {"prediction_error": (miss, "1"), "inside": (float(found.inside), "1")},
+        on_device=False,
+        note="arithmetic on records of scaling; nothing is run",
+    )
+    return Workload(implementations=[planner])
 
 
 def modelled_table(**options) -> list[Record]:

@@ -51,7 +51,22 @@ def test_the_model_is_near_every_reading(reading):
 
 def test_every_reading_is_a_case_of_its_own():
     cases = predict.list_cases(CPU)
-    assert [predict._reading(case) for case in cases] == list(predict.READINGS)
+    published = [case for case in cases if case["dataset"] != "records"]
+    assert [predict._reading(case) for case in published] == list(predict.READINGS)
+    assert len(cases) == len(predict.READINGS) + len(predict.recorded())
+
+
+def test_the_planner_is_near_every_time_on_record():
+    """With constants that know nothing of the case; its interval holds nineteen of twenty."""
+    found = predict.recorded()
+    assert len(found) >= 30
+    for one in found:
+        assert abs(one.predicted_ms[0] / one.measured_ms - 1) < predict.WIDE, one
+    assert sum(one.inside for one in found) >= 0.95 * len(found)
+
+
+def test_without_records_there_is_nothing_to_plan_again(tmp_path: Path):
+    assert predict.recorded(tmp_path) == predict.recorded(tmp_path / "none") == ()
 
 
 def test_the_seeds_table_has_no_source_and_the_model_carries_its_interval():
