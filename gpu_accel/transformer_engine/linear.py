@@ -248,7 +248,8 @@ class Linear(nn.Module):
                 rolled = quickly(roll_op, x)(states, largest, recipe.margin, recipe.amax_compute_algo, kernels)
                 found = [rolled[i, 0] for i in range(len(roles))]
             else:
-                found = [h.scale.clone() for h in histories]
+                kept = state.current().frame is not None  # a checkpoint keeps what may have changed by then
+                found = [h.scale.clone() if kept else h.scale for h in histories]
             return [*map(state.scale_of_frame, found), None]
         group = state.current().group
         if group is None or not isinstance(recipe, Float8CurrentScaling):

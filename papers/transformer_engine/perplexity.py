@@ -6,7 +6,8 @@
 The nats themselves are what each record was checked with.
 
 Activations and weights are replaced by the numbers that their codes mean, and multiplied in float32: the products of
-`scaled_mm` up to the order of sums. Codes are the same bits on every machine, so this needs no GPU and uses none.
+`scaled_mm` up to the order of sums. Codes are the same bits on every machine, so this needs no GPU: minutes without
+one, seconds on one.
 Delayed scaling takes the scales of a window from the maxima of the windows before (the first one from its own).
 
 The weights come from a GGUF file of four bits (see `papers/flash_attention3/capture.py`): the increases here are those
@@ -75,7 +76,7 @@ class Rounded(nn.Module):
         scale = None
         if self.delayed:
             if self.amax:
-                scale = scale_fp32(torch.tensor(self.amax), self.scheme.largest)
+                scale = scale_fp32(torch.tensor(self.amax, device=x.device), self.scheme.largest)
             self.amax = max(self.amax, float(x.abs().max()))
         flat = x.reshape(-1, x.shape[-1])
         y = quantize(flat, self.scheme, scale=scale, backend="reference").dequantize(torch.float32)
@@ -89,10 +90,11 @@ def _model() -> tuple[Tensor, nn.Module, str]:
     return tokenizer(capture.TEXT.read_text(encoding="utf-8"), return_tensors="pt").input_ids[0], model, name
 
 
-def nll(name: str, windows: int, window: int) -> float:
+def nll(name: str, windows: int, window: int, device: str = "cpu") -> float:
     """Nats a token under the schemes of `name`."""
     capture = _capture()
     ids, model, _ = _model()
+    ids, model = ids.to(device), model.to(device)
     if len(ids) < windows * window:
         raise UnsupportedError(f"the text has {len(ids)} tokens, {windows * window} were asked for")
     pair = PAIRS[name]
@@ -128,7 +130,7 @@ def build(case: Case, settings: Settings) -> Workload:
 
     @functools.cache
     def found(name: str) -> float:
-        return nll(name, windows, window)
+        return nll(name, windows, window, settings.device)
 
     def check(name: str, seed: int) -> Check:
         return Check(found(name), WORST, "nats a token")
@@ -153,7 +155,6 @@ def build(case: Case, settings: Settings) -> Workload:
                 role="ours" if isinstance(PAIRS[name], tuple) else "reference",
                 check=functools.partial(check, name),
                 values=functools.partial(values, name),
-                on_device=False,
                 note=note(name),
             )
             for name in PAIRS
