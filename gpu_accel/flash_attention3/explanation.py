@@ -103,7 +103,7 @@ def explain(
     problem = function.problem_of(
         q, k, v, window_left=left, window_right=right, softcap=softcap, cu_seqlens_q=cu_seqlens_q,
         deterministic=deterministic, requires_grad=any(x.requires_grad for x in (q, k, v)),
-        features=frozenset() if features is None else features.names(),
+        features=features,
     )  # fmt: skip
     if q.is_meta:  # the call gives empty outputs whatever the backend: it knows shapes only
         nothing = "shapes only: meta tensors hold no values"

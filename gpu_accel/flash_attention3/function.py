@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gpu_accel.errors import UnsupportedError
 from gpu_accel.flash_attention3.backends import BACKENDS, choose, features_of, module
+from gpu_accel.flash_attention3.features import Features
 from gpu_accel.flash_attention3.launch import capability
 from gpu_accel.flash_attention3.problem import Problem
 
@@ -33,7 +34,7 @@ def problem_of(
     cu_seqlens_q: Tensor | None = None,
     deterministic: bool = False,
     requires_grad: bool = False,
-    features: frozenset[str] = frozenset(),
+    features: Features | None = None,
 ) -> Problem:
     """Describe a validated call."""
     varlen = cu_seqlens_q is not None
@@ -55,7 +56,8 @@ def problem_of(
         varlen=varlen,
         requires_grad=requires_grad,
         deterministic=deterministic,
-        features=features,
+        features=frozenset() if features is None else features.names(),
+        block_size=(0, 0) if features is None else features.block_size,
     )
 
 
@@ -107,11 +109,10 @@ def refuse_transforms(name: str) -> None:
 
 
 def _described(q, k, v, options: dict, deterministic: bool = False) -> Problem:
-    features = options.get("features")
     return problem_of(
         q, k, v, **{n: options[n] for n in ("window_left", "window_right", "softcap")},
         cu_seqlens_q=options.get("cu_seqlens_q"), deterministic=deterministic,
-        features=features.names() if features is not None else frozenset(),
+        features=options.get("features"),
     )  # fmt: skip
 
 

@@ -22,12 +22,16 @@ from .gluon_launch import (
     tensor_map,
     tile_counter,
 )
+from .hopper_blocks import block_table, refuse_blocks
+from .modifiers import device_function
 from .problem import Problem, effective_window
 
 NAME = "hopper"
 KERNEL = "Gluon, warp-specialised, wgmma and TMA (sm_90a)"
 _LOG2_E = 1.4426950408889634
 FEATURES = frozenset({"sinks", "batch_invariant"})
+# what the kernel has beside, not proven on a GPU yet: tests/gpu/test_hopper_modifiers.py
+UNPROVEN = frozenset({"alibi_slopes", "score_mod", "score_mod_grad", "mask_mod", "block_mask", "return_max_logits"})
 _HEAD_DIMS = (64, 128, 256)
 # 3.9 has fewer registers left for three consumers and puts a third less aside (200 bytes for 296) where O is rescaled
 # behind a branch. Up to 3.8 nothing is put aside either way, and the branch cost 2 %.
@@ -108,7 +112,19 @@ def refuse(problem: Problem) -> str | None:
         return f"takes head_dim up to 256, got {problem.head_dim} and {problem.head_dim_v} (v)"
     if "sinks" in problem.features and problem.varlen and problem.seqlen_k == 0:
         return "has no kernel for packed sequences of which none has a key"
-    return machine_refusal(problem)
+    return refuse_modifiers(problem) or machine_refusal(problem)
+
+
+def refuse_modifiers(problem: Problem) -> str | None:
+    """Why the Hopper kernels cannot do what this problem asks of scores, or None."""
+    if problem.varlen and problem.features & {"alibi_slopes", "score_mod", "mask_mod"}:
+        return "does alibi_slopes, score_mod and mask_mod of dense tensors only"
+    return refuse_blocks(problem.block_size)
+
+
+def modifier_arguments(features: Features, table_shape: tuple[int, int, int] | None) -> tuple:
+    """(alibi_slopes, its batch stride, aux_tensors) and the shape of the block table for a kernel; None for nothing."""
+    return (*launch.bias_arguments(features), *(table_shape or (None, None, None)))
 
 
 @functools.cache
@@ -160,7 +176,7 @@ def forward(
     config: ForwardConfig | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Attention forward of bf16/fp16 tensors on sm_90.
 
     Args:
@@ -171,13 +187,15 @@ def forward(
             causal is right 0.
         softcap: caps the scaled scores at +-softcap by tanh; 0 is off.
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k: contiguous int32 on the device of q, never read by the host.
-        features: sinks, and batch_invariant: tiles then depend on head_dim and causal alone, and a row's bits on
+        features: what no mask says. batch_invariant: tiles depend on head_dim and causal alone, and a row's bits on
             nothing but its own sequence, since neither the order of tiles nor the blocks that it does not see matter.
+            Biases, modifiers and block masks: of dense tensors.
         config: tiles to use instead of the tuned ones.
         out, lse: results to write into, contiguous.
 
     Returns:
-        out like q with the head_dim of v; lse float32, natural logarithm, (batch, heads, seqlen_q) or (heads, total_q).
+        out like q with the head_dim of v; lse float32, natural logarithm, (batch, heads, seqlen_q) or (heads, total_q);
+        with `features.return_max_logits` also the largest score of each head, (heads,) float32.
     """
     packed = cu_seqlens_q is not None
     heads, head_dim, head_dim_v = q.shape[-2], q.shape[-1], v.shape[-1]
@@ -191,7 +209,8 @@ def forward(
     batch, seqlen_q, seqlen_k, heads_kv = q4.shape[0], q4.shape[1], k4.shape[1], k4.shape[2]
     if q.numel() == 0 or seqlen_k == 0 or (cu_seqlens_q is not None and cu_seqlens_q.shape[0] == 1):
         lse = lse.fill_(-math.inf) if features.sinks is None else lse.copy_(features.sinks[:, None].expand(lse.shape))
-        return out.zero_(), lse
+        maxima = (lse.new_full((heads,), -math.inf),) if features.return_max_logits else ()
+        return out.zero_(), lse, *maxima
     keys = seqlen_k
     if features.batch_invariant:
         keys = _INVARIANT_KEYS
@@ -203,7 +222,13 @@ def forward(
     config = config or forward_config(head_dim, head_dim_v, causal=causal, seqlen_k=keys)
     if packed:
         config = replace(config, dynamic=True)  # tiles come with what the queue hands on
+    config = _modified_config(config, features)
+    row_max = torch.empty_like(lse) if features.return_max_logits else None
     table = counter = tile_counter(q.device) if config.dynamic else lse
+    table_shape = None
+    if features.block_lists:
+        table, table_shape = block_table(features, transposed=False, tile=64 * config.consumers, step=config.block_n,
+                                         seqlen_rows=seqlen_q, seqlen_columns=seqlen_k)  # fmt: skip
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         table, num_m = _tile_table(config, seqlen_q, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     else:
@@ -213,8 +238,11 @@ def forward(
     launch_registers, consumer_registers, producer_registers = config.registers()
     rows = 64 if config.specialized else 64 * config.consumers
     scale, exp_scale = softmax_scale, softmax_scale * _LOG2_E
+    if features.alibi_slopes is not None or features.score_mod:
+        exp_scale = _LOG2_E
     if softcap > 0:
         scale, exp_scale = softmax_scale / softcap, _LOG2_E
+    slopes, slopes_sb, aux, *table_strides = modifier_arguments(features, table_shape)
     arguments = (
         tensor_map(q4, rows, config.head_dim),
         tensor_map(k4, config.block_n, config.head_dim),
@@ -242,6 +270,11 @@ def forward(
         scale,
         exp_scale,
         softcap,
+        slopes,
+        slopes_sb,
+        aux,
+        row_max,
+        *table_strides,
     )
     constants = dict(
         CONSUMERS=config.consumers,
@@ -262,13 +295,33 @@ def forward(
         PIPELINED=config.pipelined,
         SPECIALIZED=config.specialized,
         SINKS=features.sinks is not None,
+        SCORE_MOD=device_function(features.score_mod),
+        MASK_MOD=device_function(features.mask_mod),
         CONSUMER_REGISTERS=consumer_registers,
         PRODUCER_REGISTERS=producer_registers,
     )
-    variant = (q.dtype, lse.data_ptr() % 16)  # all that Triton would specialise on
+    # all that Triton would specialise on
+    kinds = None if aux is None else tuple(x.dtype for x in aux)
+    variant = (q.dtype, lse.data_ptr() % 16, slopes is None, row_max is None, table_shape is None, kinds)
     options = dict(num_warps=4 if config.specialized else 4 * config.consumers, maxnreg=launch_registers)
     _forward_kernel()(variant, grid, arguments, constants, options)
-    return out, lse
+    if row_max is None:
+        return out, lse
+    return out, lse, row_max.amax(-1) if packed else row_max.amax((0, 2))
+
+
+def _modified_config(config: ForwardConfig, features: Features) -> ForwardConfig:
+    """The configuration with what modifiers and block masks need."""
+    if features.return_max_logits:
+        config = replace(config, lazy=False)  # whose maxima may be too small
+    modified = features.alibi_slopes is not None or features.score_mod or features.mask_mod or features.block_lists
+    if modified and config.consumers > 2:  # 160 registers are too few
+        config = replace(config, consumers=2, stages=4, lazy=not features.return_max_logits)
+    if features.block_lists:
+        config = replace(config, dynamic=True)
+        if features.block_size[1] % config.block_n:
+            config = replace(config, block_n=64, stages=2 * config.stages)
+    return config
 
 
 def describe(problem: Problem) -> str:
@@ -281,5 +334,9 @@ def describe(problem: Problem) -> str:
     else:
         _, right = effective_window(problem.window_left, right, problem.seqlen_q, keys)
     c = forward_config(problem.head_dim, problem.head_dim_v, causal=right >= 0, seqlen_k=keys)
+    if problem.features & {"alibi_slopes", "score_mod", "mask_mod", "block_mask"} and c.consumers > 2:
+        c = replace(c, consumers=2, stages=4)
+    if "block_mask" in problem.features:
+        c = replace(c, dynamic=True, block_n=64 if problem.block_size[1] % c.block_n else c.block_n)
     order = "tiles drawn from a queue" if c.dynamic or problem.varlen else "tiles in order"
     return f"{64 * c.consumers}x{c.block_n}, {c.consumers} consumer warpgroups, {c.stages} stages, {order}"

@@ -77,7 +77,8 @@ def attend_alone(
         mbarrier.wait(kv_empty.index(stage), (it // STAGES) & 1)
         row = (hi - 1 - STAGES) * BLOCK_N
         _load(k_desc, batch, kv, row, k_full.index(stage), k_bufs.index(stage), hi - 1 - STAGES >= lo)
-        p, m_i, l_i = first_softmax(s, hi - 1, row0, shape, scales, CAUSAL, WINDOW, SOFTCAP, MASK_FIRST)
+        p, m_i, l_i = first_softmax(s, hi - 1, 2, row0, shape, scales, (batch, head), (), CAUSAL, WINDOW, SOFTCAP,
+                                    MASK_FIRST, False, None, None, False)  # fmt: skip
         p_packed = pack_pairs(p, dtype)
         acc = gl.full([ROWS, v_bufs.shape[2]], 0.0, gl.float32, O_LAYOUT)
         for j in range(0, hi - 1 - lo):
@@ -85,9 +86,9 @@ def attend_alone(
             v_stage = it % STAGES
             acc, p_packed, m_i, l_i, it = step(
                 q, k_bufs, v_bufs, bars, q_full.index(0), q_phase, acc, p_packed, m_i, l_i, it,
-                block, (block >= first) | (block < left_end), row0, shape, scales,
-                0, 1, STAGES, False, CAUSAL, WINDOW, SOFTCAP, LAZY, PIPELINED,
-                S_LAYOUT, P_LAYOUT, ROW_LAYOUT)  # fmt: skip
+                block, 2, (block >= first) | (block < left_end), row0, shape, scales, (batch, head), (),
+                0, 1, STAGES, False, CAUSAL, WINDOW, SOFTCAP, CAUSAL or WINDOW, LAZY, PIPELINED,
+                False, None, None, False, S_LAYOUT, P_LAYOUT, ROW_LAYOUT)  # fmt: skip
             stage = it % STAGES
             mbarrier.wait(kv_empty.index(stage), (it // STAGES) & 1)  # everybody is through with both buffers
             next_k = block - STAGES
@@ -101,7 +102,8 @@ def attend_alone(
         acc = warpgroup_mma_wait(0, deps=[acc_async])
         bar_sync(PING_PONG_BARRIER, 32 * WARPS)  # the next tile's loads overwrite Q and V
         where = (batch, head, 0, seqlen_q, seqlen_q)
-        store_tile(acc, m_i, l_i, o_bufs, outputs, where, row0, shape, scales, 0, 1, False, SINKS, ROW_LAYOUT)
+        store_tile(acc, m_i, l_i, o_bufs, outputs, where, row0, shape, scales, (), 0, 1, False, SINKS, False,
+                   ROW_LAYOUT)  # fmt: skip
         it += 1
         q_phase ^= 1
         tile += gl.num_programs(0)

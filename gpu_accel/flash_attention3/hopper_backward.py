@@ -1,6 +1,6 @@
 """Host side of the Hopper backward: which problems it takes, its configurations, and the three launches of a call.
 
-head_dim up to 128, dense or packed                             head_dim 129 to 256
+head_dim up to 128                                              head_dim 129 to 256
 prepare     lse in base 2 and delta = rowsum(do * o) - dlse in  prepare  the same, without the sum
             one padded array; zeroes the float32 sum of dQ      dkdv     dK and dV
 main        dK and dV, and dQ by atomic adds into that sum      dq       dQ
@@ -16,7 +16,10 @@ from torch import Tensor
 
 from .features import NONE, Features
 from .gluon_launch import addressable, heads_per_group, machine_refusal, multiprocessors, tensor_map, tile_counter
+from .hopper import modifier_arguments, refuse_modifiers
+from .hopper_blocks import block_table
 from .launch import launch
+from .modifiers import device_function
 from .problem import Problem, effective_window
 
 NAME = "hopper"
@@ -24,6 +27,7 @@ KERNEL = "Gluon, warp-specialised, wgmma and TMA (sm_90a)"
 _LOG2_E = 1.4426950408889634
 _KEYS = 128  # keys of a tile
 MOST_HEAD_DIM = 256
+MOST_HEAD_DIM_PACKED = 128  # 256 compiles and is not proven on a GPU yet: tests/gpu/test_hopper_modifiers.py
 FEATURES = frozenset({"sinks"})
 _COMPILER = dict(num_warps=4, maxnreg=168)
 
@@ -49,12 +53,15 @@ class TwoPassConfig:
     head_dim: int = 256
 
 
-def backward_config(head_dim: int, *, causal: bool, softcap: bool = False) -> BackwardConfig | TwoPassConfig:
-    """The configuration for a head_dim up to 256 (rounded up to 64, 128 or 256 by zero fill)."""
+def backward_config(head_dim: int, *, causal: bool, modified: bool = False) -> BackwardConfig | TwoPassConfig:
+    """The configuration for a head_dim up to 256 (rounded up to 64, 128 or 256 by zero fill).
+
+    `modified`: there is a soft cap, a bias, a modifier or a block mask. These need registers (for 1 - tanh^2 say) that
+    128 rows at head_dim 64 do not leave.
+    """
     if head_dim > 128:
         return TwoPassConfig(dynamic=causal)
-    # softcap needs registers for 1 - tanh^2 that 128 rows at head_dim 64 do not leave
-    padded = 64 if head_dim <= 64 and not softcap else 128
+    padded = 64 if head_dim <= 64 and not modified else 128
     return BackwardConfig(
         head_dim=padded,
         block_m=128 if padded == 64 else 64,
@@ -72,13 +79,13 @@ def refuse(problem: Problem) -> str | None:
         return "adds dq with atomics, in an order that changes from run to run, and deterministic was asked for"
     if problem.head_dim > MOST_HEAD_DIM:
         return f"takes head_dim up to {MOST_HEAD_DIM}, got {problem.head_dim}"
-    if problem.varlen and problem.head_dim > 128:
-        return f"takes packed sequences (cu_seqlens) up to head_dim 128, got {problem.head_dim}"
+    if problem.varlen and problem.head_dim > MOST_HEAD_DIM_PACKED:
+        return f"takes packed sequences (cu_seqlens) up to head_dim {MOST_HEAD_DIM_PACKED}, got {problem.head_dim}"
     if problem.varlen and problem.seqlen_k == 0 and "sinks" in problem.features:
         return "has no kernel for packed sequences of which none has a key"
     if problem.head_dim != problem.head_dim_v:
         return "head_dim of v must equal that of q and k"
-    return machine_refusal(problem)
+    return refuse_modifiers(problem) or machine_refusal(problem)
 
 
 def _row_descriptor(x: Tensor, length: int):
@@ -129,7 +136,8 @@ def backward(
         softmax_scale, window_left, window_right, softcap: as in the forward.
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k: as in the forward. With `seqused_*`, rows that do not count
             are zeroed in copies of q, k, v and do first: they may hold NaN.
-        features: sinks, which lse includes.
+        features: sinks, which lse includes; of dense tensors also biases, modifiers and block masks. score_mod_grad is
+            applied to P and multiplied by dP - delta afterwards: it must be linear in its gradient.
         config: tiles to use instead of the tuned ones.
 
     Returns:
@@ -147,23 +155,28 @@ def backward(
         k, v = (_zeroed(x, cu_seqlens_k, seqused_k) for x in (k, v))
         do, q, k, v, o, lse = (x.unsqueeze(0) for x in (do, q, k, v, o, lse))
         dlse = None if dlse is None else dlse.unsqueeze(0)
-        table = _key_intervals(k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, window_left, window_right)
+        ends = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+        tables = _packed_tables(q, k, *ends, window_left, window_right)
         window_left, window_right = -1, -1
     else:
-        table = None
+        tables = None
         window_left, window_right = effective_window(window_left, window_right, q.shape[1], k.shape[1])
     do, q, k, v = (addressable(x) for x in (do, q, k, v))
     o = o if o.stride(-1) == 1 else o.contiguous()
     lse = lse.contiguous()
     dlse = None if dlse is None else dlse.to(torch.float32).contiguous()
     causal = window_right >= 0
-    config = config or backward_config(q.shape[-1], causal=causal, softcap=softcap > 0)
-    if packed:
+    config = config or backward_config(q.shape[-1], causal=causal, modified=softcap > 0 or is_modified(features))
+    if packed or features.block_lists:
         config = replace(config, dynamic=True)
     softmax_scale = float(softmax_scale)
-    scale, cap_in = softmax_scale * _LOG2_E, 0.0
+    scale, cap_in, cap_out = softmax_scale * _LOG2_E, 0.0, None
+    natural = features.alibi_slopes is not None or bool(features.score_mod)
+    if natural:
+        scale, cap_in = _LOG2_E, softmax_scale
     if softcap > 0:
-        scale, cap_in = softcap * _LOG2_E, softmax_scale / softcap
+        scale, cap_in = _LOG2_E if natural else softcap * _LOG2_E, softmax_scale / softcap
+        cap_out = softcap if natural else None
     run = _two_kernels if isinstance(config, TwoPassConfig) else _one_kernel
     stat = run(
         (do, q, k, v, o, lse, dlse),
@@ -172,9 +185,27 @@ def backward(
         window=(window_left, window_right),
         scales=(softmax_scale, scale, cap_in),
         masks=dict(CAUSAL=causal, WINDOW=window_left >= 0, SOFTCAP=softcap > 0),
-        **({} if table is None else {"table": table}),
+        features=features,
+        cap_out=cap_out,
+        tables=tables,
     )
     return (dq, dk, dv) if sinks is None else (dq, dk, dv, _sink_gradient(sinks, stat))
+
+
+def is_modified(features: Features) -> bool:
+    """Whether scores are more than scaled, capped and masked by position."""
+    return bool(features.alibi_slopes is not None or features.score_mod or features.mask_mod or features.block_lists)
+
+
+def _functions(features: Features) -> dict:
+    names = {"SCORE_MOD": "score_mod", "SCORE_MOD_GRAD": "score_mod_grad", "MASK_MOD": "mask_mod"}
+    return {constant: device_function(getattr(features, name)) for constant, name in names.items()}
+
+
+def _modifiers(features: Features, cap_out: float | None, shape: tuple[int, int, int] | None) -> tuple:
+    """What the kernels call slopes, slopes_sb, aux, cap_out, table_width, table_sb, table_sh."""
+    slopes, slopes_sb, aux, *table = modifier_arguments(features, shape)
+    return slopes, slopes_sb, aux, cap_out, *table
 
 
 def _sink_gradient(sinks: Tensor, stat: Tensor) -> Tensor:
@@ -197,8 +228,16 @@ def _zeroed(x: Tensor, cu: Tensor, used: Tensor | None) -> Tensor:
     return torch.where((row - cu[at] < used[at])[:, None, None], x, 0.0)
 
 
-def _key_intervals(k: Tensor, cu_q: Tensor, cu_k: Tensor, used_q, used_k, left: int, right: int) -> Tensor:
-    """The table of hopper_backward_packed.py."""
+def _packed_tables(q, k, cu_q, cu_k, used_q, used_k, left: int, right: int) -> tuple[Tensor, Tensor | None]:
+    """The tables of hopper_backward_packed.py: queries seen by keys, and (above head_dim 128) the other way round."""
+    seen_by_keys = _intervals(k, cu_q, cu_k, used_q, used_k, left, right)
+    if q.shape[-1] <= 128:
+        return seen_by_keys, None
+    return seen_by_keys, _intervals(q, cu_k, cu_q, used_k, used_q, right, left)
+
+
+def _intervals(k: Tensor, cu_q: Tensor, cu_k: Tensor, used_q, used_k, left: int, right: int) -> Tensor:
+    """Which queries see each key."""
     from .hopper_backward_packed import fill_key_intervals, table_size
 
     num_n, batches = -(-k.shape[1] // _KEYS), cu_k.shape[0] - 1
@@ -229,7 +268,9 @@ def _prepare(inputs: tuple, blocks: int, rows: int, d: int, dq_sum: Tensor | Non
     return stat
 
 
-def _one_kernel(inputs, outputs, config: BackwardConfig, *, window, scales, masks, table=None) -> Tensor:
+def _one_kernel(
+    inputs, outputs, config: BackwardConfig, *, window, scales, masks, features, cap_out, tables
+) -> Tensor:
     """One pass over the scores. Returns lse and delta."""
     from .hopper_backward_finish import dq_finish
     from .hopper_backward_kernel import attention_backward_kernel
@@ -245,6 +286,10 @@ def _one_kernel(inputs, outputs, config: BackwardConfig, *, window, scales, mask
     num_tiles = num_n * batch * heads_kv
     per_kv = heads // heads_kv
     counter = tile_counter(q.device)
+    table, shape = (counter if tables is None else tables[0]), None
+    if features.block_lists:
+        table, shape = block_table(features, transposed=True, tile=_KEYS, step=m, seqlen_rows=seqlen_k,
+                                   seqlen_columns=seqlen_q)  # fmt: skip
     arguments = (
         tensor_map(q, m, d),
         tensor_map(do, m, d),
@@ -255,7 +300,7 @@ def _one_kernel(inputs, outputs, config: BackwardConfig, *, window, scales, mask
         tensor_map(dk, 64, d),
         tensor_map(dv, 64, d),
         counter,
-        counter if table is None else table,
+        table,
         seqlen_q,
         seqlen_k,
         heads_kv,
@@ -266,6 +311,7 @@ def _one_kernel(inputs, outputs, config: BackwardConfig, *, window, scales, mask
         heads_per_group(batch * heads_kv, per_kv * num_m * m * d * 8),
         *window,
         *scales,
+        *_modifiers(features, cap_out, shape),
     )
     options = dict(
         D=d,
@@ -277,7 +323,8 @@ def _one_kernel(inputs, outputs, config: BackwardConfig, *, window, scales, mask
         **masks,
         EVEN_K=seqlen_k % _KEYS == 0,
         DYNAMIC=config.dynamic,
-        PACKED=table is not None,
+        PACKED=tables is not None,
+        **_functions(features),
         **_COMPILER,
     )
     launch(attention_backward_kernel, min(multiprocessors(q.device), num_tiles), arguments, options)
@@ -290,7 +337,9 @@ def _one_kernel(inputs, outputs, config: BackwardConfig, *, window, scales, mask
     return stat
 
 
-def _two_kernels(inputs, outputs, config: TwoPassConfig, *, window, scales, masks) -> Tensor:
+def _two_kernels(
+    inputs, outputs, config: TwoPassConfig, *, window, scales, masks, features, cap_out, tables
+) -> Tensor:
     """The scores are computed twice, for dK and dV and for dQ. Returns lse and delta."""
     from .hopper_backward_dkdv import dkdv_kernel
     from .hopper_backward_dq import dq_kernel
@@ -308,31 +357,42 @@ def _two_kernels(inputs, outputs, config: TwoPassConfig, *, window, scales, mask
     counter = tile_counter(q.device)
     last = (*window, head_dim // 8, 2 * num_m, *scales)
     options = dict(
-        D=d, **masks, EVEN_K=seqlen_k % 64 == 0, MASK_D=head_dim != d, DYNAMIC=config.dynamic, **_COMPILER
+        D=d, **masks, EVEN_K=seqlen_k % 64 == 0, MASK_D=head_dim != d, DYNAMIC=config.dynamic,
+        PACKED=tables is not None, **_functions(features), **_COMPILER,
     )  # fmt: skip
+    by_key, by_query = (None, None) if tables is None else tables
+    key_shape, query_shape = None, None
+    if features.block_lists:
+        by_key, key_shape = block_table(features, transposed=True, tile=64, step=64, seqlen_rows=seqlen_k,
+                                        seqlen_columns=seqlen_q)  # fmt: skip
+        by_query, query_shape = block_table(features, transposed=False, tile=128, step=64, seqlen_rows=seqlen_q,
+                                            seqlen_columns=seqlen_k)  # fmt: skip
     row_bytes = 2 * d * q.element_size()
 
     tiles = num_n * batch * heads_kv
     group = heads_per_group(batch * heads_kv, per_kv * seqlen_q * row_bytes)
     sizes = (seqlen_q, seqlen_k, heads_kv, per_kv, -(-seqlen_q // 64), num_n, tiles, group)
     outputs = (dk.view(torch.int32), dv.view(torch.int32))
-    arguments = (*maps, _row_descriptor(stat, 64), *outputs, counter, *sizes, *last)
+    arguments = (*maps, _row_descriptor(stat, 64), *outputs, counter, by_key, *sizes, *last,
+                 *_modifiers(features, cap_out, key_shape))  # fmt: skip
     launch(dkdv_kernel, min(multiprocessors(q.device), tiles), arguments, options)
 
     tiles = num_m * batch * heads
     group = heads_per_group(batch * heads, seqlen_k * row_bytes)
     sizes = (seqlen_q, seqlen_k, heads, per_kv, num_m, tiles, group)
-    arguments = (*maps, stat, dq.view(torch.int32), counter, *sizes, *last)
+    arguments = (*maps, stat, dq.view(torch.int32), counter, by_query, *sizes, *last,
+                 *_modifiers(features, cap_out, query_shape))  # fmt: skip
     launch(dq_kernel, min(multiprocessors(q.device), tiles), arguments, options)
     return stat
 
 
 def describe(problem: Problem) -> BackwardConfig | TwoPassConfig:
     """The configuration `backward` takes for a problem it does not refuse."""
-    if problem.varlen:
-        return replace(backward_config(problem.head_dim, causal=False, softcap=problem.softcap > 0), dynamic=True)
+    modified = problem.softcap > 0 or bool(problem.features & {"alibi_slopes", "score_mod", "mask_mod", "block_mask"})
+    if problem.varlen or "block_mask" in problem.features:
+        return replace(backward_config(problem.head_dim, causal=False, modified=modified), dynamic=True)
     _, right = effective_window(problem.window_left, problem.window_right, problem.seqlen_q, problem.seqlen_k)
-    return backward_config(problem.head_dim, causal=right >= 0, softcap=problem.softcap > 0)
+    return backward_config(problem.head_dim, causal=right >= 0, modified=modified)
 
 
 __all__ = ["BackwardConfig", "TwoPassConfig", "backward", "backward_config", "describe", "refuse"]

@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .hopper_device import pack_pairs, tanh, unpack_pairs
+from .hopper_modifiers import add_alibi, call_mask_mod, call_score_mod, call_score_mod_grad, cap_out, list_of
 
 KEYS = gl.constexpr(64)  # keys of S^T that one warpgroup works on: the M of wgmma
 
@@ -70,11 +71,20 @@ def query_blocks(
 def first_step(
     tile, num_n, heads_kv, per_kv, group, shift, num_m, left, right,
     M: gl.constexpr, TILE: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    HEAVY_FIRST: gl.constexpr = None,
 ):  # fmt: skip
     """Key block of a tile, its first query head (of all batches), first query block and number of blocks."""
-    n_block, batch, head_kv = tile_at(tile, num_n, heads_kv, group, CAUSAL)
+    ORDER: gl.constexpr = CAUSAL if HEAVY_FIRST is None else HEAVY_FIRST
+    n_block, batch, head_kv = tile_at(tile, num_n, heads_kv, group, ORDER)
     lo, hi = query_blocks(n_block * TILE, shift, num_m, left, right, M, TILE, CAUSAL, WINDOW)
     return n_block, (batch * heads_kv + head_kv) * per_kv, lo, hi - lo
+
+
+@gluon.jit
+def listed_tile(table, mods, head, heads, n_block):
+    """Of a tile of keys and a query head (of all batches): its list of query blocks, and how many there are."""
+    row = list_of(table, mods, head // heads, head % heads, n_block)
+    return row, gl.load(row)
 
 
 @gluon.jit
@@ -83,10 +93,40 @@ def probabilities(
     DTYPE: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, EVEN_K: gl.constexpr,
 ):  # fmt: skip
     """P^T of a block of scores S^T, packed, and the factor of dS^T, which is P^T but for softcap."""
+    return modified_probabilities(
+        s, lse, key0, row0, shift, seqlen_k, left, right, qk_scale, cap_in, 2, (0, 0), (),
+        DTYPE, CAUSAL, WINDOW, SOFTCAP, EVEN_K, False, None, None, None, False)  # fmt: skip
+
+
+@gluon.jit
+def modified_probabilities(
+    s, lse, key0, row0, shift, seqlen_k, left, right, qk_scale, cap_in, kind, at, mods,
+    DTYPE: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, EVEN_K: gl.constexpr,
+    ALIBI: gl.constexpr, SCORE_MOD: gl.constexpr, SCORE_MOD_GRAD: gl.constexpr, MASK_MOD: gl.constexpr,
+    BLOCKS: gl.constexpr,
+):  # fmt: skip
+    """`probabilities` with biases, modifiers and block lists; `kind` and `mods`: see hopper_modifiers.py.
+
+    `at` is (batch, query head).
+    """
+    batch, head = at
+    NATURAL: gl.constexpr = ALIBI or SCORE_MOD is not None
     if SOFTCAP:
         t = tanh(s * cap_in)
         s = t
+        if NATURAL:
+            s = cap_out(s, mods)
+    elif NATURAL:
+        s = s * cap_in
+    if ALIBI:
+        s = add_alibi(s, row0, key0, shift, batch, head, mods, 1)
+    if SCORE_MOD is not None:
+        before = s
+        s = call_score_mod(s, row0, key0, seqlen_k - shift - 1, seqlen_k - 1, batch, head, mods, SCORE_MOD, 1)
     p = gl.exp2(s * qk_scale - lse[None, :])
+    if BLOCKS or MASK_MOD is not None:
+        p = call_mask_mod(p, row0, key0, seqlen_k - shift - 1, seqlen_k - 1, batch, head, mods, kind, 0.0, MASK_MOD,
+                          BLOCKS, 1)  # fmt: skip
     M: gl.constexpr = s.shape[1]
     LAYOUT: gl.constexpr = s.type.layout
     if CAUSAL or WINDOW or not EVEN_K:
@@ -110,8 +150,14 @@ def probabilities(
                 p = gl.where(row[None, :] <= last[:, None], p, 0.0)
     packed = pack_pairs(p, DTYPE)
     factor = packed
+    if SCORE_MOD is not None:
+        # a derivative is linear in the gradient that it is given, so it can be taken of P before dP is there
+        p = call_score_mod_grad(p, before, row0, key0, seqlen_k - shift - 1, seqlen_k - 1, batch, head, mods,
+                                SCORE_MOD_GRAD, 1)  # fmt: skip
     if SOFTCAP:
-        factor = pack_pairs(p * (1.0 - t * t), DTYPE)
+        p = p * (1.0 - t * t)
+    if SOFTCAP or SCORE_MOD is not None:
+        factor = pack_pairs(p, DTYPE)
     return packed, factor
 
 

@@ -54,13 +54,17 @@ from .hopper_backward_device import (
     bar_sync_at,
     first_step,
     hand_over,
-    probabilities,
+    listed_tile,
+    modified_probabilities,
     query_blocks,
     store_rows,
     take_over,
     tile_at,
 )
+from .hopper_backward_packed import packed_probabilities, packed_range_of_64, packed_tile_of_64
 from .hopper_device import bar_arrive, pack_pairs, publish_tile, receive_tile, unpack_pairs
+from .hopper_modifiers import listed_block, listed_number
+from .hopper_packed import zero_rows
 
 M = gl.constexpr(64)  # query rows of a step
 P_READY = gl.constexpr(10)  # and 11: P of stage (id - 10) is in shared memory
@@ -68,9 +72,11 @@ P_READY = gl.constexpr(10)  # and 11: P of stage (id - 10) is in shared memory
 
 @gluon.jit
 def _dv_consumer(
-    bufs, bars, dv_ptr, shape, scales,
+    bufs, bars, dv_ptr, table, shape, scales, mods,
     D: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, EVEN_K: gl.constexpr,
     MASK_D: gl.constexpr, DYNAMIC: gl.constexpr,
+    PACKED: gl.constexpr, ALIBI: gl.constexpr, SCORE_MOD: gl.constexpr, SCORE_MOD_GRAD: gl.constexpr,
+    MASK_MOD: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
     q_bufs, do_bufs, k_buf, _, p_bufs, lse_bufs, _ = bufs
     k_full, k_empty, _, _, q_full, q_empty, do_full, do_empty, queue_full, queue_empty, queue = bars
@@ -81,10 +87,22 @@ def _dv_consumer(
     D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, 2)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
+    LONG_FIRST: gl.constexpr = CAUSAL or BLOCKS
+    heads = heads_kv * per_kv
     shift = seqlen_k - seqlen_q
     tile = gl.program_id(0)
     n_block, head, i, blocks = first_step(
-        tile, num_n, heads_kv, per_kv, group, shift, num_m, left, right, M, KEYS, CAUSAL, WINDOW)  # fmt: skip
+        tile, num_n, heads_kv, per_kv, group, shift, num_m, left, right, M, KEYS, CAUSAL, WINDOW,
+        LONG_FIRST)  # fmt: skip
+    kind0 = 2
+    if PACKED:
+        lo, blocks, seen = packed_tile_of_64(
+            table, n_block, (num_n + 1) // 2, num_m, M, gl.SliceLayout(1, S_LAYOUT))  # fmt: skip
+        i = lo
+    if BLOCKS:
+        row, blocks = listed_tile(table, mods, head, heads, n_block)
+        at = gl.to_tensor(0)
+        i, kind0 = listed_block(row, 0, 0)
     group_left = per_kv
     it = 0
     k = 0
@@ -98,9 +116,13 @@ def _dv_consumer(
     mbarrier.arrive(q_empty.index(0), count=1)
     if (blocks == 1) & (group_left == 1):
         mbarrier.arrive(k_empty.index(0), count=1)
-    p, factor = probabilities(
-        s, lse, n_block * KEYS, i * M, shift, seqlen_k, left, right, qk_scale, cap_in,
-        dtype, CAUSAL, WINDOW, SOFTCAP, EVEN_K)  # fmt: skip
+    if PACKED:
+        p, factor = packed_probabilities(s, lse, i * M, seen, qk_scale, cap_in, dtype, SOFTCAP)
+    else:
+        p, factor = modified_probabilities(
+            s, lse, n_block * KEYS, i * M, shift, seqlen_k, left, right, qk_scale, cap_in, kind0,
+            (head // heads, head % heads), mods,
+            dtype, CAUSAL, WINDOW, SOFTCAP, EVEN_K, ALIBI, SCORE_MOD, SCORE_MOD_GRAD, MASK_MOD, BLOCKS)  # fmt: skip
     hand_over(p_bufs.index(0), factor)
     bar_arrive(P_READY, 256)
     while tile < num_tiles:
@@ -112,6 +134,8 @@ def _dv_consumer(
         it_next = it + 1
         i += 1
         blocks -= 1
+        if BLOCKS:
+            at += 1
         if last:
             if DYNAMIC:
                 tile = receive_tile(k, queue, queue_full, queue_empty)
@@ -121,18 +145,35 @@ def _dv_consumer(
             if tile < num_tiles:
                 n_block, head, i, blocks = first_step(
                     tile, num_n, heads_kv, per_kv, group, shift, num_m, left, right,
-                    M, KEYS, CAUSAL, WINDOW)  # fmt: skip
+                    M, KEYS, CAUSAL, WINDOW, LONG_FIRST)  # fmt: skip
+                if PACKED:
+                    lo, blocks, seen = packed_tile_of_64(
+                        table, n_block, (num_n + 1) // 2, num_m, M, gl.SliceLayout(1, S_LAYOUT))  # fmt: skip
+                    i = lo
+                if BLOCKS:
+                    row, blocks = listed_tile(table, mods, head, heads, n_block)
                 group_left = per_kv
                 mbarrier.wait(k_full.index(0), k & 1)
             else:
                 # nothing follows: the step is repeated and thrown away, which keeps branches away from the products
                 it_next = it
+            if BLOCKS:
+                at = gl.to_tensor(0)
         elif blocks == 0:
-            lo, hi = query_blocks(n_block * KEYS, shift, num_m, left, right, M, KEYS, CAUSAL, WINDOW)
+            if PACKED:
+                lo, blocks = packed_range_of_64(table, n_block, num_m, M)
+            else:
+                lo, hi = query_blocks(n_block * KEYS, shift, num_m, left, right, M, KEYS, CAUSAL, WINDOW)
+                blocks = hi - lo
             i = lo
-            blocks = hi - lo
             head += 1
             group_left -= 1
+            if BLOCKS:
+                row, blocks = listed_tile(table, mods, head, heads, n_block)
+                at = gl.to_tensor(0)
+        kind = 2
+        if BLOCKS:
+            i, kind = listed_block(row, at, 0)
         stage_next = it_next % 2
         mbarrier.wait(q_full.index(stage_next), (it_next // 2) & 1)
         q_next = q_bufs.index(stage_next).permute((1, 0))
@@ -141,16 +182,21 @@ def _dv_consumer(
         dv = warpgroup_mma_wait(1, deps=[dv_async])
         mbarrier.arrive(do_empty.index(stage), count=1)
         if last:
-            n_done, batch_done, head_done = tile_at(tile_done, num_n, heads_kv, group, CAUSAL)
+            n_done, batch_done, head_done = tile_at(tile_done, num_n, heads_kv, group, LONG_FIRST)
             store_rows(dv_ptr, dv, batch_done, n_done * KEYS, head_done, seqlen_k, heads_kv, units, dtype, MASK_D)
             dv = gl.full([KEYS, D], 0.0, gl.float32, D_LAYOUT)
         s, lse = warpgroup_mma_wait(0, deps=[s_async, lse])
         mbarrier.arrive(q_empty.index(stage_next), count=1)
         if (blocks == 1) & (group_left == 1):
             mbarrier.arrive(k_empty.index(0), count=1)
-        p, factor = probabilities(
-            s, lse, n_block * KEYS, i * M, shift, seqlen_k, left, right, qk_scale, cap_in,
-            dtype, CAUSAL, WINDOW, SOFTCAP, EVEN_K)  # fmt: skip
+        if PACKED:
+            p, factor = packed_probabilities(s, lse, i * M, seen, qk_scale, cap_in, dtype, SOFTCAP)
+        else:
+            p, factor = modified_probabilities(
+                s, lse, n_block * KEYS, i * M, shift, seqlen_k, left, right, qk_scale, cap_in, kind,
+                (head // heads, head % heads), mods,
+                dtype, CAUSAL, WINDOW, SOFTCAP, EVEN_K, ALIBI, SCORE_MOD, SCORE_MOD_GRAD, MASK_MOD,
+                BLOCKS)  # fmt: skip
         if tile < num_tiles:
             hand_over(p_bufs.index(stage_next), factor)
             bar_arrive_at(P_READY + stage_next, 256)
@@ -159,9 +205,9 @@ def _dv_consumer(
 
 @gluon.jit
 def _dk_consumer(
-    bufs, bars, dk_ptr, shape, scales,
+    bufs, bars, dk_ptr, table, shape, scales, mods,
     D: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, MASK_D: gl.constexpr, DYNAMIC: gl.constexpr,
-   
+    PACKED: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
     q_bufs, do_bufs, _, v_buf, p_bufs, _, delta_bufs = bufs
     _, _, v_full, v_empty, q_full, q_empty, do_full, do_empty, queue_full, queue_empty, queue = bars
@@ -172,10 +218,17 @@ def _dk_consumer(
     D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, 2)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
+    LONG_FIRST: gl.constexpr = CAUSAL or BLOCKS
+    heads = heads_kv * per_kv
     shift = seqlen_k - seqlen_q
     tile = gl.program_id(0)
     n_block, head, i, blocks = first_step(
-        tile, num_n, heads_kv, per_kv, group, shift, num_m, left, right, M, KEYS, CAUSAL, WINDOW)  # fmt: skip
+        tile, num_n, heads_kv, per_kv, group, shift, num_m, left, right, M, KEYS, CAUSAL, WINDOW,
+        LONG_FIRST)  # fmt: skip
+    if PACKED:
+        lo, blocks = packed_range_of_64(table, n_block, num_m, M)
+    if BLOCKS:
+        row, blocks = listed_tile(table, mods, head, heads, n_block)
     group_left = per_kv
     it = 0
     k = 0
@@ -210,17 +263,26 @@ def _dk_consumer(
             if tile < num_tiles:
                 n_block, head, i, blocks = first_step(
                     tile, num_n, heads_kv, per_kv, group, shift, num_m, left, right,
-                    M, KEYS, CAUSAL, WINDOW)  # fmt: skip
+                    M, KEYS, CAUSAL, WINDOW, LONG_FIRST)  # fmt: skip
+                if PACKED:
+                    lo, blocks = packed_range_of_64(table, n_block, num_m, M)
+                if BLOCKS:
+                    row, blocks = listed_tile(table, mods, head, heads, n_block)
                 group_left = per_kv
                 mbarrier.wait(v_full.index(0), k & 1)
             else:
                 it_next = it
         elif blocks == 0:
-            lo, hi = query_blocks(n_block * KEYS, shift, num_m, left, right, M, KEYS, CAUSAL, WINDOW)
+            if PACKED:
+                lo, blocks = packed_range_of_64(table, n_block, num_m, M)
+            else:
+                lo, hi = query_blocks(n_block * KEYS, shift, num_m, left, right, M, KEYS, CAUSAL, WINDOW)
+                blocks = hi - lo
             i = lo
-            blocks = hi - lo
             head += 1
             group_left -= 1
+            if BLOCKS:
+                row, blocks = listed_tile(table, mods, head, heads, n_block)
         stage_next = it_next % 2
         mbarrier.wait(do_full.index(stage_next), (it_next // 2) & 1)
         do_next = do_bufs.index(stage_next).permute((1, 0))
@@ -229,7 +291,7 @@ def _dk_consumer(
         dk = warpgroup_mma_wait(1, deps=[dk_async])
         mbarrier.arrive(q_empty.index(stage), count=1)
         if last:
-            n_done, batch_done, head_done = tile_at(tile_done, num_n, heads_kv, group, CAUSAL)
+            n_done, batch_done, head_done = tile_at(tile_done, num_n, heads_kv, group, LONG_FIRST)
             store_rows(dk_ptr, dk * softmax_scale, batch_done, n_done * KEYS, head_done, seqlen_k, heads_kv, units,
                        dtype, MASK_D)  # fmt: skip
             dk = gl.full([KEYS, D], 0.0, gl.float32, D_LAYOUT)
@@ -241,50 +303,100 @@ def _dk_consumer(
 
 
 @gluon.jit
-def _load(desc, coordinates, stat_desc, at, full, empty, bufs, stat_bufs, it):
-    """One step's rows of Q and their lse, or of dO and their delta."""
+def _load(
+    desc, batch, head, row, stat_desc, at, full, empty, bufs, stat_bufs, it, fixed, fixes, used, PACKED: gl.constexpr
+):
+    """One step's rows of Q and their lse, or of dO and their delta. Returns how many loads had rows behind the last."""
     stage = it % 2
     mbarrier.wait(empty.index(stage), ((it // 2) & 1) ^ 1)
-    mbarrier.expect(full.index(stage), desc.block_type.nbytes + stat_desc.block_type.nbytes)
-    tma_load(desc, coordinates, full.index(stage), bufs.index(stage))
-    tma_load(stat_desc, [at], full.index(stage), stat_bufs.index(stage))
+    if PACKED:
+        short = row + M > used
+        if short:
+            mbarrier.expect(fixed, desc.block_type.nbytes + stat_desc.block_type.nbytes)
+            tma_load(desc, [batch, head, row, 0], fixed, bufs.index(stage))
+            tma_load(stat_desc, [at], fixed, stat_bufs.index(stage))
+            mbarrier.wait(fixed, fixes & 1)
+            zero_rows(bufs, stage, gl.maximum(used - row, 0))
+            mbarrier.arrive(full.index(stage), count=1)
+            fixes += 1
+        else:
+            mbarrier.expect(full.index(stage), desc.block_type.nbytes + stat_desc.block_type.nbytes)
+            tma_load(desc, [batch, head, row, 0], full.index(stage), bufs.index(stage))
+            tma_load(stat_desc, [at], full.index(stage), stat_bufs.index(stage))
+    else:
+        mbarrier.expect(full.index(stage), desc.block_type.nbytes + stat_desc.block_type.nbytes)
+        tma_load(desc, [batch, head, row, 0], full.index(stage), bufs.index(stage))
+        tma_load(stat_desc, [at], full.index(stage), stat_bufs.index(stage))
+    return fixes
 
 
 @gluon.jit
-def _load_tile(desc, coordinates, full, empty, buf, k):
+def _load_tile(desc, batch, head, row, full, empty, buf, k, fixed, fixes, used, PACKED: gl.constexpr):
     mbarrier.wait(empty.index(0), (k & 1) ^ 1)
-    mbarrier.expect(full.index(0), desc.block_type.nbytes)
-    tma_load(desc, coordinates, full.index(0), buf.index(0))
+    if PACKED:
+        short = row + KEYS > used
+        if short:
+            mbarrier.expect(fixed, desc.block_type.nbytes)
+            tma_load(desc, [batch, head, row, 0], fixed, buf.index(0))
+            mbarrier.wait(fixed, fixes & 1)
+            zero_rows(buf, 0, gl.maximum(used - row, 0))
+            mbarrier.arrive(full.index(0), count=1)
+            fixes += 1
+        else:
+            mbarrier.expect(full.index(0), desc.block_type.nbytes)
+            tma_load(desc, [batch, head, row, 0], full.index(0), buf.index(0))
+    else:
+        mbarrier.expect(full.index(0), desc.block_type.nbytes)
+        tma_load(desc, [batch, head, row, 0], full.index(0), buf.index(0))
+    return fixes
 
 
 @gluon.jit
 def _producer(
-    bufs, bars, q_desc, do_desc, k_desc, v_desc, stat_desc, counter, shape,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DYNAMIC: gl.constexpr,
+    bufs, bars, fixed, q_desc, do_desc, k_desc, v_desc, stat_desc, table, counter, shape, mods,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DYNAMIC: gl.constexpr, PACKED: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
     q_bufs, do_bufs, k_buf, v_buf, _, lse_bufs, delta_bufs = bufs
     k_full, k_empty, v_full, v_empty, q_full, q_empty, do_full, do_empty, queue_full, queue_empty, queue = bars
     seqlen_q, seqlen_k, heads_kv, per_kv, num_m, num_n, num_tiles, group, left, right, _, stat_blocks = shape
     shift = seqlen_k - seqlen_q
+    LONG_FIRST: gl.constexpr = CAUSAL or BLOCKS
+    heads = heads_kv * per_kv
     it = 0
     k = 0
+    fixes = gl.to_tensor(0)
+    used_q, used_k = seqlen_q, seqlen_k
+    if PACKED:
+        used_q, used_k = gl.load(table), gl.load(table + 1)
     tile = gl.program_id(0)
     while tile < num_tiles:
-        n_block, batch, head_kv = tile_at(tile, num_n, heads_kv, group, CAUSAL)
+        n_block, batch, head_kv = tile_at(tile, num_n, heads_kv, group, LONG_FIRST)
         lo, hi = query_blocks(n_block * KEYS, shift, num_m, left, right, M, KEYS, CAUSAL, WINDOW)
+        if PACKED:
+            lo, blocks = packed_range_of_64(table, n_block, num_m, M)
+            hi = lo + blocks
+        if BLOCKS:
+            lo = gl.to_tensor(0)
         head = head_kv * per_kv
         for g in range(0, per_kv):
             first = ((batch * heads_kv * per_kv + head) * stat_blocks) * (2 * M)
-            for i in range(lo, hi):
-                start = (g == 0) & (i == lo)
+            if BLOCKS:
+                row, hi = listed_tile(table, mods, batch * heads + head, heads, n_block)
+            for j in range(lo, hi):
+                start = (g == 0) & (j == lo)
+                i = j
+                if BLOCKS:
+                    i = listed_number(row, j)
                 if start:
-                    _load_tile(k_desc, [batch, head_kv, n_block * KEYS, 0], k_full, k_empty, k_buf, k)
-                _load(q_desc, [batch, head, i * M, 0], stat_desc, first + i * (2 * M), q_full, q_empty, q_bufs,
-                      lse_bufs, it)  # fmt: skip
+                    fixes = _load_tile(k_desc, batch, head_kv, n_block * KEYS, k_full, k_empty, k_buf, k,
+                                       fixed, fixes, used_k, PACKED)  # fmt: skip
+                fixes = _load(q_desc, batch, head, i * M, stat_desc, first + i * (2 * M), q_full, q_empty, q_bufs,
+                              lse_bufs, it, fixed, fixes, used_q, PACKED)  # fmt: skip
                 if start:
-                    _load_tile(v_desc, [batch, head_kv, n_block * KEYS, 0], v_full, v_empty, v_buf, k)
-                _load(do_desc, [batch, head, i * M, 0], stat_desc, first + i * (2 * M) + M, do_full, do_empty, do_bufs,
-                      delta_bufs, it)  # fmt: skip
+                    fixes = _load_tile(v_desc, batch, head_kv, n_block * KEYS, v_full, v_empty, v_buf, k,
+                                       fixed, fixes, used_k, PACKED)  # fmt: skip
+                fixes = _load(do_desc, batch, head, i * M, stat_desc, first + i * (2 * M) + M, do_full, do_empty,
+                              do_bufs, delta_bufs, it, fixed, fixes, used_q, PACKED)  # fmt: skip
                 it += 1
             head += 1
         if DYNAMIC:
@@ -301,16 +413,22 @@ def _producer(
 
 @gluon.jit(
     do_not_specialize=["seqlen_q", "seqlen_k", "heads_kv", "per_kv", "num_m", "num_n", "num_tiles", "group", "left",
-                       "right", "units", "stat_blocks"]
+                       "right", "units", "stat_blocks", "table", "slopes", "slopes_sb", "aux", "cap_out", "table_width",
+                       "table_sb", "table_sh"]
 )
 def dkdv_kernel(
-    q_desc, do_desc, k_desc, v_desc, stat_desc, dk_ptr, dv_ptr, counter,
+    q_desc, do_desc, k_desc, v_desc, stat_desc, dk_ptr, dv_ptr, counter, table,
     seqlen_q, seqlen_k, heads_kv, per_kv, num_m, num_n, num_tiles, group, left, right, units, stat_blocks,
-    softmax_scale, qk_scale, cap_in,
+    softmax_scale, qk_scale, cap_in, slopes, slopes_sb, aux, cap_out, table_width, table_sb, table_sh,
     D: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, EVEN_K: gl.constexpr,
-    MASK_D: gl.constexpr, DYNAMIC: gl.constexpr,
+    MASK_D: gl.constexpr, DYNAMIC: gl.constexpr, PACKED: gl.constexpr, SCORE_MOD: gl.constexpr,
+    SCORE_MOD_GRAD: gl.constexpr, MASK_MOD: gl.constexpr,
 ):  # fmt: skip
-    """q, do, k, v descriptors are rank 4, (batch, head, row, column); dk and dv contiguous, as int32."""
+    """q, do, k, v descriptors are rank 4, (batch, head, row, column); dk and dv contiguous, as int32.
+
+    `table`, `slopes` to `table_sh`, PACKED and the modifiers: as in hopper_backward_kernel.py, for tiles and blocks of
+    64; `table` is None without need.
+    """
     dtype: gl.constexpr = q_desc.dtype
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([M, D], dtype)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -332,6 +450,10 @@ def dkdv_kernel(
     queue_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     queue_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     queue = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    fixed = queue_full.index(0)
+    if PACKED:
+        fixed = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+        mbarrier.init(fixed, count=1)
     mbarrier.init(k_full.index(0), count=1)
     mbarrier.init(k_empty.index(0), count=1)
     mbarrier.init(v_full.index(0), count=1)
@@ -347,11 +469,18 @@ def dkdv_kernel(
     bars = (k_full, k_empty, v_full, v_empty, q_full, q_empty, do_full, do_empty, queue_full, queue_empty, queue)
     shape = (seqlen_q, seqlen_k, heads_kv, per_kv, num_m, num_n, num_tiles, group, left, right, units, stat_blocks)
     scales = (softmax_scale, qk_scale, cap_in)
+    ALIBI: gl.constexpr = slopes is not None
+    BLOCKS: gl.constexpr = table_width is not None
     # A constexpr stored in a tuple under a name stops being one, hence the argument lists written out.
     gl.warp_specialize([
-        (_dv_consumer, (bufs, bars, dv_ptr, shape, scales,
-                        D, CAUSAL, WINDOW, SOFTCAP, EVEN_K, MASK_D, DYNAMIC)),
-        (_dk_consumer, (bufs, bars, dk_ptr, shape, scales, D, CAUSAL, WINDOW, MASK_D, DYNAMIC)),
-        (_producer, (bufs, bars, q_desc, do_desc, k_desc, v_desc, stat_desc, counter, shape,
-                     CAUSAL, WINDOW, DYNAMIC)),
+        (_dv_consumer, (bufs, bars, dv_ptr, table, shape, scales,
+                        (slopes, slopes_sb, aux, cap_out, table_width, table_sb, table_sh),
+                        D, CAUSAL, WINDOW, SOFTCAP, EVEN_K, MASK_D, DYNAMIC, PACKED,
+                        ALIBI, SCORE_MOD, SCORE_MOD_GRAD, MASK_MOD, BLOCKS)),
+        (_dk_consumer, (bufs, bars, dk_ptr, table, shape, scales,
+                        (slopes, slopes_sb, aux, cap_out, table_width, table_sb, table_sh),
+                        D, CAUSAL, WINDOW, MASK_D, DYNAMIC, PACKED, BLOCKS)),
+        (_producer, (bufs, bars, fixed, q_desc, do_desc, k_desc, v_desc, stat_desc, table, counter, shape,
+                     (slopes, slopes_sb, aux, cap_out, table_width, table_sb, table_sh),
+                     CAUSAL, WINDOW, DYNAMIC, PACKED, BLOCKS)),
     ], [4, 1], [240, 24])  # fmt: skip

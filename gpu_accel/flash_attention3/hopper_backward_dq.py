@@ -36,7 +36,19 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from gpu_accel.gluon_compat import tma_load
 
 from .hopper_backward_device import KEYS, here_and_now, store_rows, tile_at
+from .hopper_backward_packed import packed_range, packed_tile
 from .hopper_device import pack_pairs, publish_tile, receive_tile, tanh, unpack_pairs
+from .hopper_modifiers import (
+    add_alibi,
+    call_mask_mod,
+    call_score_mod,
+    call_score_mod_grad,
+    cap_out,
+    list_of,
+    listed_block,
+    listed_number,
+)
+from .hopper_packed import zero_rows
 
 ROWS = gl.constexpr(64)  # query rows of one consumer; a tile has two of these
 SLOTS = gl.constexpr(3)  # of the ring through which V and K pass in turn
@@ -65,16 +77,38 @@ def _key_blocks(row0, seqlen_k, shift, left, right, CAUSAL: gl.constexpr, WINDOW
 
 @gluon.jit
 def _ds(
-    s, dp, lse, delta, row0, key0, shift, seqlen_k, left, right, qk_scale, cap_in,
+    s, dp, lse, delta, row0, key0, shift, seqlen_k, left, right, qk_scale, cap_in, kind, at, seen, mods,
     DTYPE: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, EVEN_K: gl.constexpr,
+    PACKED: gl.constexpr, ALIBI: gl.constexpr, SCORE_MOD: gl.constexpr, SCORE_MOD_GRAD: gl.constexpr,
+    MASK_MOD: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
-    """dS = P (dP - delta) of a (64, 64) block, packed."""
+    """dS = P (dP - delta) of a (64, 64) block, packed; `at` is (batch, head), `seen` as from `packed_tile`."""
     LAYOUT: gl.constexpr = s.type.layout
+    NATURAL: gl.constexpr = ALIBI or SCORE_MOD is not None
+    batch, head = at
     if SOFTCAP:
         t = tanh(s * cap_in)
         s = t
+        if NATURAL:
+            s = cap_out(s, mods)
+    elif NATURAL:
+        s = s * cap_in
+    if ALIBI:
+        s = add_alibi(s, row0, key0, shift, batch, head, mods, 0)
+    if SCORE_MOD is not None:
+        before = s
+        s = call_score_mod(s, row0, key0, seqlen_k - shift - 1, seqlen_k - 1, batch, head, mods, SCORE_MOD, 0)
     p = gl.exp2(s * qk_scale - lse[:, None])
-    if CAUSAL or WINDOW or not EVEN_K:
+    if BLOCKS or MASK_MOD is not None:
+        p = call_mask_mod(p, row0, key0, seqlen_k - shift - 1, seqlen_k - 1, batch, head, mods, kind, 0.0, MASK_MOD,
+                          BLOCKS, 0)  # fmt: skip
+    if PACKED:
+        first, last, latest, earliest = seen
+        if (key0 < latest) | (key0 + KEYS - 1 > earliest):
+            key = key0 + gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
+            p = gl.where(key[None, :] >= first[:, None], p, 0.0)
+            p = gl.where(key[None, :] <= last[:, None], p, 0.0)
+    elif CAUSAL or WINDOW or not EVEN_K:
         masked = key0 + KEYS > seqlen_k
         if CAUSAL:
             masked = masked | (key0 + KEYS - 1 > row0 + shift + right)
@@ -89,9 +123,19 @@ def _ds(
             p = gl.where(col[None, :] <= end[:, None], p, 0.0)
             if WINDOW:
                 p = gl.where(col[None, :] >= (row - left)[:, None], p, 0.0)
+    if SCORE_MOD is not None:
+        p = call_score_mod_grad(p, before, row0, key0, seqlen_k - shift - 1, seqlen_k - 1, batch, head, mods,
+                                SCORE_MOD_GRAD, 0)  # fmt: skip
     if SOFTCAP:
         p = p * (1.0 - t * t)
     return pack_pairs(p * (dp - delta[:, None]), DTYPE)
+
+
+@gluon.jit
+def _listed(table, mods, batch, head, m):
+    """A tile's list of key blocks, and how many there are."""
+    row = list_of(table, mods, batch, head, m)
+    return row, gl.load(row)
 
 
 @gluon.jit
@@ -104,12 +148,14 @@ def _statistics(stat_ptr, batch_head, block, stat_blocks, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _consumer(
-    WG: gl.constexpr, bufs, bars, stat_ptr, dq_ptr, shape, scales,
+    WG: gl.constexpr, bufs, bars, stat_ptr, dq_ptr, table, shape, scales, mods,
     D: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, EVEN_K: gl.constexpr,
-    MASK_D: gl.constexpr, DYNAMIC: gl.constexpr,
+    MASK_D: gl.constexpr, DYNAMIC: gl.constexpr, PACKED: gl.constexpr, ALIBI: gl.constexpr, SCORE_MOD: gl.constexpr,
+    SCORE_MOD_GRAD: gl.constexpr, MASK_MOD: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
     q_bufs, do_bufs, ring = bufs
     q_full, q_empty, do_full, do_empty, full, empty, queue_full, queue_empty, queue = bars
+    LONG_FIRST: gl.constexpr = CAUSAL or BLOCKS
     seqlen_q, seqlen_k, heads, _, num_m, num_tiles, group, left, right, units, stat_blocks = shape
     softmax_scale, qk_scale, cap_in = scales
     dtype: gl.constexpr = q_bufs.dtype
@@ -118,8 +164,21 @@ def _consumer(
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, 2)
     shift = seqlen_k - seqlen_q
     tile = gl.program_id(0)
-    m, batch, head = _tile(tile, num_m, heads, group, CAUSAL)
+    m, batch, head = _tile(tile, num_m, heads, group, LONG_FIRST)
     j, hi = _key_blocks(m * 2 * ROWS, seqlen_k, shift, left, right, CAUSAL, WINDOW)
+    block0 = j
+    kind0 = 2
+    if PACKED:
+        j, blocks, seen = packed_tile(
+            table, m, num_m, gl.cdiv(seqlen_k, KEYS), WG, KEYS, gl.SliceLayout(1, S_LAYOUT))  # fmt: skip
+        hi = j + blocks
+        block0 = j
+    else:
+        seen = (shift,)
+    if BLOCKS:
+        row, hi = _listed(table, mods, batch, head, m)
+        j = gl.to_tensor(0)
+        block0, kind0 = listed_block(row, 0, WG)
     it = 0
     k = 0
     dq = gl.full([ROWS, D], 0.0, gl.float32, D_LAYOUT)
@@ -136,8 +195,9 @@ def _consumer(
     if j + 1 == hi:
         mbarrier.arrive(do_empty.index(WG), count=1)
         mbarrier.arrive(q_empty.index(WG), count=1)
-    ds = _ds(s, dp, lse, delta, (m * 2 + WG) * ROWS, j * KEYS, shift, seqlen_k, left, right, qk_scale, cap_in,
-             dtype, CAUSAL, WINDOW, SOFTCAP, EVEN_K)  # fmt: skip
+    ds = _ds(s, dp, lse, delta, (m * 2 + WG) * ROWS, block0 * KEYS, shift, seqlen_k, left, right, qk_scale, cap_in,
+             kind0, (batch, head), seen, mods, dtype, CAUSAL, WINDOW, SOFTCAP, EVEN_K, PACKED,
+             ALIBI, SCORE_MOD, SCORE_MOD_GRAD, MASK_MOD, BLOCKS)  # fmt: skip
     while tile < num_tiles:
         k_slot = (2 * it + 1) % SLOTS
         own = here_and_now(WG)
@@ -153,13 +213,24 @@ def _consumer(
                 tile += gl.num_programs(0)
             k += 1
             if tile < num_tiles:
-                m, batch, head = _tile(tile, num_m, heads, group, CAUSAL)
+                m, batch, head = _tile(tile, num_m, heads, group, LONG_FIRST)
                 j, hi = _key_blocks(m * 2 * ROWS, seqlen_k, shift, left, right, CAUSAL, WINDOW)
+                if PACKED:
+                    j, blocks, seen = packed_tile(
+                        table, m, num_m, gl.cdiv(seqlen_k, KEYS), WG, KEYS, gl.SliceLayout(1, S_LAYOUT))  # fmt: skip
+                    hi = j + blocks
+                if BLOCKS:
+                    row, hi = _listed(table, mods, batch, head, m)
+                    j = gl.to_tensor(0)
                 mbarrier.wait(do_full.index(WG), k & 1)
                 mbarrier.wait(q_full.index(WG), k & 1)
             else:
                 # nothing follows: the step is repeated and thrown away, which keeps branches away from the products
                 it_next = it
+        block = j
+        kind = 2
+        if BLOCKS:
+            block, kind = listed_block(row, gl.minimum(j, hi - 1), WG)
         v_at = 2 * it_next
         v_slot = v_at % SLOTS
         mbarrier.wait(full.index(v_slot), (v_at // SLOTS) & 1)
@@ -172,7 +243,7 @@ def _consumer(
         dq = warpgroup_mma_wait(2, deps=[dq_async])
         mbarrier.arrive(empty.index(k_slot), count=1)
         if last:
-            m_done, batch_done, head_done = _tile(tile_done, num_m, heads, group, CAUSAL)
+            m_done, batch_done, head_done = _tile(tile_done, num_m, heads, group, LONG_FIRST)
             store_rows(dq_ptr, dq * softmax_scale, batch_done, (m_done * 2 + WG) * ROWS, head_done, seqlen_q, heads,
                        units, dtype, MASK_D)  # fmt: skip
             dq = gl.full([ROWS, D], 0.0, gl.float32, D_LAYOUT)
@@ -185,46 +256,80 @@ def _consumer(
         s = warpgroup_mma_wait(0, deps=[s_async])
         if j + 1 == hi:
             mbarrier.arrive(q_empty.index(WG), count=1)
-        ds = _ds(s, dp, lse, delta, (m * 2 + WG) * ROWS, j * KEYS, shift, seqlen_k, left, right, qk_scale, cap_in,
-                 dtype, CAUSAL, WINDOW, SOFTCAP, EVEN_K)  # fmt: skip
+        ds = _ds(s, dp, lse, delta, (m * 2 + WG) * ROWS, block * KEYS, shift, seqlen_k, left, right, qk_scale, cap_in,
+                 kind, (batch, head), seen, mods, dtype, CAUSAL, WINDOW, SOFTCAP, EVEN_K, PACKED,
+                 ALIBI, SCORE_MOD, SCORE_MOD_GRAD, MASK_MOD, BLOCKS)  # fmt: skip
         it = it_next
 
 
 @gluon.jit
-def _load(desc, coordinates, full, empty, bufs, slot, turn):
+def _load(desc, batch, head, row, full, empty, bufs, slot, turn, fixed, fixes, used, PACKED: gl.constexpr):
+    """64 rows; those behind the last of packed sequences become zeros. Returns how many loads had such rows."""
     mbarrier.wait(empty.index(slot), (turn & 1) ^ 1)
-    mbarrier.expect(full.index(slot), desc.block_type.nbytes)
-    tma_load(desc, coordinates, full.index(slot), bufs.index(slot))
+    if PACKED:
+        short = row + ROWS > used
+        if short:
+            mbarrier.expect(fixed, desc.block_type.nbytes)
+            tma_load(desc, [batch, head, row, 0], fixed, bufs.index(slot))
+            mbarrier.wait(fixed, fixes & 1)
+            zero_rows(bufs, slot, gl.maximum(used - row, 0))
+            mbarrier.arrive(full.index(slot), count=1)
+            fixes += 1
+        else:
+            mbarrier.expect(full.index(slot), desc.block_type.nbytes)
+            tma_load(desc, [batch, head, row, 0], full.index(slot), bufs.index(slot))
+    else:
+        mbarrier.expect(full.index(slot), desc.block_type.nbytes)
+        tma_load(desc, [batch, head, row, 0], full.index(slot), bufs.index(slot))
+    return fixes
 
 
 @gluon.jit
 def _producer(
-    bufs, bars, q_desc, do_desc, k_desc, v_desc, counter, shape,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DYNAMIC: gl.constexpr,
+    bufs, bars, fixed, q_desc, do_desc, k_desc, v_desc, table, counter, shape, mods,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DYNAMIC: gl.constexpr, PACKED: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
     q_bufs, do_bufs, ring = bufs
     q_full, q_empty, do_full, do_empty, full, empty, queue_full, queue_empty, queue = bars
     seqlen_q, seqlen_k, heads, per_kv, num_m, num_tiles, group, left, right, _, _ = shape
     shift = seqlen_k - seqlen_q
+    LONG_FIRST: gl.constexpr = CAUSAL or BLOCKS
     at = 0
     k = 0
+    fixes = gl.to_tensor(0)
+    used_q, used_k = seqlen_q, seqlen_k
+    if PACKED:  # the table is one of keys seen by queries
+        used_k, used_q = gl.load(table), gl.load(table + 1)
     tile = gl.program_id(0)
     while tile < num_tiles:
-        m, batch, head = _tile(tile, num_m, heads, group, CAUSAL)
+        m, batch, head = _tile(tile, num_m, heads, group, LONG_FIRST)
         lo, hi = _key_blocks(m * 2 * ROWS, seqlen_k, shift, left, right, CAUSAL, WINDOW)
+        if PACKED:
+            lo, blocks = packed_range(table, m, gl.cdiv(seqlen_k, KEYS), KEYS)
+            hi = lo + blocks
+        if BLOCKS:
+            row, hi = _listed(table, mods, batch, head, m)
+            lo = gl.to_tensor(0)
         head_kv = head // per_kv
         row0 = m * 2 * ROWS
         for j in range(lo, hi):
-            _load(v_desc, [batch, head_kv, j * KEYS, 0], full, empty, ring, at % SLOTS, at // SLOTS)
+            block = j
+            if BLOCKS:
+                block = listed_number(row, j)
+            fixes = _load(v_desc, batch, head_kv, block * KEYS, full, empty, ring, at % SLOTS, at // SLOTS,
+                          fixed, fixes, used_k, PACKED)  # fmt: skip
             at += 1
             if j == lo:
                 for c in gl.static_range(2):
-                    _load(do_desc, [batch, head, row0 + c * ROWS, 0], do_full, do_empty, do_bufs, c, k)
-            _load(k_desc, [batch, head_kv, j * KEYS, 0], full, empty, ring, at % SLOTS, at // SLOTS)
+                    fixes = _load(do_desc, batch, head, row0 + c * ROWS, do_full, do_empty, do_bufs, c, k,
+                                  fixed, fixes, used_q, PACKED)  # fmt: skip
+            fixes = _load(k_desc, batch, head_kv, block * KEYS, full, empty, ring, at % SLOTS, at // SLOTS,
+                          fixed, fixes, used_k, PACKED)  # fmt: skip
             at += 1
             if j == lo:
                 for c in gl.static_range(2):
-                    _load(q_desc, [batch, head, row0 + c * ROWS, 0], q_full, q_empty, q_bufs, c, k)
+                    fixes = _load(q_desc, batch, head, row0 + c * ROWS, q_full, q_empty, q_bufs, c, k,
+                                  fixed, fixes, used_q, PACKED)  # fmt: skip
         if DYNAMIC:
             tile = gl.atomic_add(counter, 1) + gl.num_programs(0)
             publish_tile(k, tile, queue, queue_full, queue_empty)
@@ -239,16 +344,22 @@ def _producer(
 
 @gluon.jit(
     do_not_specialize=["seqlen_q", "seqlen_k", "heads", "per_kv", "num_m", "num_tiles", "group", "left", "right",
-                       "units", "stat_blocks"]
+                       "units", "stat_blocks", "table", "slopes", "slopes_sb", "aux", "cap_out", "table_width",
+                       "table_sb", "table_sh"]
 )
 def dq_kernel(
-    q_desc, do_desc, k_desc, v_desc, stat_ptr, dq_ptr, counter,
+    q_desc, do_desc, k_desc, v_desc, stat_ptr, dq_ptr, counter, table,
     seqlen_q, seqlen_k, heads, per_kv, num_m, num_tiles, group, left, right, units, stat_blocks,
-    softmax_scale, qk_scale, cap_in,
+    softmax_scale, qk_scale, cap_in, slopes, slopes_sb, aux, cap_out, table_width, table_sb, table_sh,
     D: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, EVEN_K: gl.constexpr,
-    MASK_D: gl.constexpr, DYNAMIC: gl.constexpr,
+    MASK_D: gl.constexpr, DYNAMIC: gl.constexpr, PACKED: gl.constexpr, SCORE_MOD: gl.constexpr,
+    SCORE_MOD_GRAD: gl.constexpr, MASK_MOD: gl.constexpr,
 ):  # fmt: skip
-    """q, do, k, v descriptors are rank 4, (batch, head, row, column); dq contiguous, as int32."""
+    """q, do, k, v descriptors are rank 4, (batch, head, row, column); dq contiguous, as int32.
+
+    `table` is None, or (PACKED) that of hopper_backward_packed.py with queries and keys exchanged, or (with a table
+    width) that of hopper_blocks.py for tiles of 128 queries and blocks of 64 keys. The rest: hopper_backward_kernel.py.
+    """
     dtype: gl.constexpr = q_desc.dtype
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -264,6 +375,10 @@ def dq_kernel(
     queue_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     queue_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     queue = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    fixed = queue_full.index(0)
+    if PACKED:
+        fixed = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+        mbarrier.init(fixed, count=1)
     for i in gl.static_range(2):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
@@ -278,11 +393,19 @@ def dq_kernel(
     bars = (q_full, q_empty, do_full, do_empty, full, empty, queue_full, queue_empty, queue)
     shape = (seqlen_q, seqlen_k, heads, per_kv, num_m, num_tiles, group, left, right, units, stat_blocks)
     scales = (softmax_scale, qk_scale, cap_in)
+    ALIBI: gl.constexpr = slopes is not None
+    BLOCKS: gl.constexpr = table_width is not None
     # A constexpr stored in a tuple under a name stops being one, hence the argument lists written out.
     gl.warp_specialize([
-        (_consumer, (0, bufs, bars, stat_ptr, dq_ptr, shape, scales,
-                     D, CAUSAL, WINDOW, SOFTCAP, EVEN_K, MASK_D, DYNAMIC)),
-        (_consumer, (1, bufs, bars, stat_ptr, dq_ptr, shape, scales,
-                     D, CAUSAL, WINDOW, SOFTCAP, EVEN_K, MASK_D, DYNAMIC)),
-        (_producer, (bufs, bars, q_desc, do_desc, k_desc, v_desc, counter, shape, CAUSAL, WINDOW, DYNAMIC)),
+        (_consumer, (0, bufs, bars, stat_ptr, dq_ptr, table, shape, scales,
+                     (slopes, slopes_sb, aux, cap_out, table_width, table_sb, table_sh),
+                     D, CAUSAL, WINDOW, SOFTCAP, EVEN_K, MASK_D, DYNAMIC, PACKED,
+                     ALIBI, SCORE_MOD, SCORE_MOD_GRAD, MASK_MOD, BLOCKS)),
+        (_consumer, (1, bufs, bars, stat_ptr, dq_ptr, table, shape, scales,
+                     (slopes, slopes_sb, aux, cap_out, table_width, table_sb, table_sh),
+                     D, CAUSAL, WINDOW, SOFTCAP, EVEN_K, MASK_D, DYNAMIC, PACKED,
+                     ALIBI, SCORE_MOD, SCORE_MOD_GRAD, MASK_MOD, BLOCKS)),
+        (_producer, (bufs, bars, fixed, q_desc, do_desc, k_desc, v_desc, table, counter, shape,
+                     (slopes, slopes_sb, aux, cap_out, table_width, table_sb, table_sh),
+                     CAUSAL, WINDOW, DYNAMIC, PACKED, BLOCKS)),
     ], [4, 1], [240, 24])  # fmt: skip

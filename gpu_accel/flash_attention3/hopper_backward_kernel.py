@@ -55,12 +55,14 @@ from .hopper_backward_device import (
     bar_arrive_at,
     bar_sync_at,
     first_step,
-    probabilities,
+    listed_tile,
+    modified_probabilities,
     query_blocks,
     tile_at,
 )
 from .hopper_backward_packed import packed_probabilities, packed_range, packed_tile
 from .hopper_device import bar_arrive, bar_sync, pack_pairs, publish_tile, receive_tile, unpack_pairs
+from .hopper_modifiers import listed_block, listed_number
 from .hopper_packed import zero_rows
 
 EXCHANGED = gl.constexpr(10)  # to 13: dS of consumer (id - 10) // 2 and stage (id - 10) % 2 is in shared memory
@@ -95,10 +97,11 @@ def _send_fragment(desc, fragment, buf, x):
 
 @gluon.jit
 def _consumer(
-    WG: gl.constexpr, bufs, bars, dq_desc, dk_desc, dv_desc, table, shape, scales,
+    WG: gl.constexpr, bufs, bars, dq_desc, dk_desc, dv_desc, table, shape, scales, mods,
     D: gl.constexpr, M: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, PING_PONG: gl.constexpr,
     PRELOAD: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, EVEN_K: gl.constexpr,
-    DYNAMIC: gl.constexpr, PACKED: gl.constexpr,
+    DYNAMIC: gl.constexpr, PACKED: gl.constexpr, ALIBI: gl.constexpr, SCORE_MOD: gl.constexpr,
+    SCORE_MOD_GRAD: gl.constexpr, MASK_MOD: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
     q_bufs, do_bufs, k_bufs, v_bufs, ds_bufs, stat_bufs, dq_bufs = bufs
     k_full, k_empty, v_full, v_empty, q_full, do_full, row_empty, queue_full, queue_empty, queue = bars
@@ -113,11 +116,20 @@ def _consumer(
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, 2)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     OTHER: gl.constexpr = 1 - WG
+    LONG_FIRST: gl.constexpr = CAUSAL or BLOCKS
+    TWO_FACTORS: gl.constexpr = SOFTCAP or SCORE_MOD is not None
+    heads = heads_kv * per_kv
     shift = seqlen_k - seqlen_q
     tile = gl.program_id(0)
     # where a step is: row block i of a head (batch and head in one), `blocks` to go there, `group_left` heads to go
     n_block, head, i, blocks = first_step(
-        tile, num_n, heads_kv, per_kv, group, shift, num_m, left, right, M, 2 * KEYS, CAUSAL, WINDOW)  # fmt: skip
+        tile, num_n, heads_kv, per_kv, group, shift, num_m, left, right, M, 2 * KEYS, CAUSAL, WINDOW,
+        LONG_FIRST)  # fmt: skip
+    kind0 = 2
+    if BLOCKS:
+        row, blocks = listed_tile(table, mods, head, heads, n_block)
+        at = gl.to_tensor(0)
+        i, kind0 = listed_block(row, 0, WG)
     if PACKED:
         lo, blocks, seen = packed_tile(table, n_block, num_n, num_m, WG, M, gl.SliceLayout(1, S_LAYOUT))
         i = lo
@@ -139,9 +151,10 @@ def _consumer(
     if PACKED:
         p, factor = packed_probabilities(s, lse, i * M, seen, qk_scale, cap_in, dtype, SOFTCAP)
     else:
-        p, factor = probabilities(
-            s, lse, n_block * 2 * KEYS + WG * KEYS, i * M, shift, seqlen_k, left, right, qk_scale, cap_in,
-            dtype, CAUSAL, WINDOW, SOFTCAP, EVEN_K)  # fmt: skip
+        p, factor = modified_probabilities(
+            s, lse, n_block * 2 * KEYS + WG * KEYS, i * M, shift, seqlen_k, left, right, qk_scale, cap_in, kind0,
+            (head // heads, head % heads), mods,
+            dtype, CAUSAL, WINDOW, SOFTCAP, EVEN_K, ALIBI, SCORE_MOD, SCORE_MOD_GRAD, MASK_MOD, BLOCKS)  # fmt: skip
     mbarrier.wait(v_full.index(0), 0)
     dq = q_zero
     dq_buf = dq_bufs.index(WG)
@@ -170,6 +183,8 @@ def _consumer(
         it_next = it + 1
         i += 1
         blocks -= 1
+        if BLOCKS:
+            at += 1
         if last:
             k += 1
             if DYNAMIC:
@@ -179,16 +194,20 @@ def _consumer(
             if tile < num_tiles:
                 n_block, head, i, blocks = first_step(
                     tile, num_n, heads_kv, per_kv, group, shift, num_m, left, right,
-                    M, 2 * KEYS, CAUSAL, WINDOW)  # fmt: skip
+                    M, 2 * KEYS, CAUSAL, WINDOW, LONG_FIRST)  # fmt: skip
                 if PACKED:
                     lo, blocks, seen = packed_tile(table, n_block, num_n, num_m, WG, M, gl.SliceLayout(1, S_LAYOUT))
                     i = lo
+                if BLOCKS:
+                    row, blocks = listed_tile(table, mods, head, heads, n_block)
                 group_left = per_kv
                 mbarrier.wait(k_full.index(k % K_SLOTS), (k // K_SLOTS) & 1)
             else:
                 # nothing follows: the step is repeated and thrown away, which keeps branches away from the products
                 it_next = it
                 k = k_done
+            if BLOCKS:
+                at = gl.to_tensor(0)
         elif blocks == 0:
             if PACKED:
                 lo, blocks = packed_range(table, n_block, num_m, M)
@@ -198,6 +217,12 @@ def _consumer(
             i = lo
             head += 1
             group_left -= 1
+            if BLOCKS:
+                row, blocks = listed_tile(table, mods, head, heads, n_block)
+                at = gl.to_tensor(0)
+        kind = 2
+        if BLOCKS:
+            i, kind = listed_block(row, at, WG)
         stage_next = it_next % 2
         phase_next = (it_next // 2) & 1
 
@@ -209,7 +234,7 @@ def _consumer(
         if V_SLOTS == 1:  # noqa: SIM102
             if last:
                 mbarrier.arrive(v_empty.index(0), count=1)
-        ds = unpack_pairs(factor if SOFTCAP else p, dtype, S_LAYOUT).to(gl.float32) * (dp - delta[None, :])
+        ds = unpack_pairs(factor if TWO_FACTORS else p, dtype, S_LAYOUT).to(gl.float32) * (dp - delta[None, :])
         ds_packed = pack_pairs(ds, dtype)
         ds_own = ds_bufs.index(stage * 2 + WG)
         ds_own.store(unpack_pairs(ds_packed, dtype, S_LAYOUT))
@@ -245,14 +270,16 @@ def _consumer(
         if PACKED:
             p, f = packed_probabilities(s, lse, i * M, seen, qk_scale, cap_in, dtype, SOFTCAP)
         else:
-            p, f = probabilities(
-                s, lse, n_block * 2 * KEYS + WG * KEYS, i * M, shift, seqlen_k, left, right, qk_scale, cap_in,
-                dtype, CAUSAL, WINDOW, SOFTCAP, EVEN_K)  # fmt: skip
+            p, f = modified_probabilities(
+                s, lse, n_block * 2 * KEYS + WG * KEYS, i * M, shift, seqlen_k, left, right, qk_scale, cap_in, kind,
+                (head // heads, head % heads), mods,
+                dtype, CAUSAL, WINDOW, SOFTCAP, EVEN_K, ALIBI, SCORE_MOD, SCORE_MOD_GRAD, MASK_MOD,
+                BLOCKS)  # fmt: skip
         if PING_PONG:
             bar_arrive(TURN + OTHER, 256)
         # completed long ago; opens the basic block that pins the exponentials above the wait
         mbarrier.wait(q_full.index(stage_next), phase_next)
-        if SOFTCAP:
+        if TWO_FACTORS:
             dq, p, factor = warpgroup_mma_wait(0, deps=[dq_async, p, f])
         else:
             dq, p = warpgroup_mma_wait(0, deps=[dq_async, p])
@@ -270,7 +297,7 @@ def _consumer(
             v_own.store(dv.to(dtype))
             k_own.store((dk * softmax_scale).to(dtype))
             fence_async_shared()
-            n_done, batch_done, head_done = tile_at(tile_done, num_n, heads_kv, group, CAUSAL)
+            n_done, batch_done, head_done = tile_at(tile_done, num_n, heads_kv, group, LONG_FIRST)
             key0 = n_done * 2 * KEYS + WG * KEYS
             tma_store(dv_desc, [batch_done, head_done, key0, 0], v_own)
             tma_store(dk_desc, [batch_done, head_done, key0, 0], k_own)
@@ -345,14 +372,16 @@ def _load_keys(desc, batch, head, key0, full, bufs, first, fixed, fixes, used_k,
 
 @gluon.jit
 def _producer(
-    bufs, bars, fixed, q_desc, do_desc, k_desc, v_desc, stat_desc, table, counter, shape,
+    bufs, bars, fixed, q_desc, do_desc, k_desc, v_desc, stat_desc, table, counter, shape, mods,
     M: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    DYNAMIC: gl.constexpr, PACKED: gl.constexpr,
+    DYNAMIC: gl.constexpr, PACKED: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
     q_bufs, do_bufs, k_bufs, v_bufs, _, stat_bufs, _ = bufs
     k_full, k_empty, v_full, v_empty, q_full, do_full, row_empty, queue_full, queue_empty, queue = bars
     seqlen_q, seqlen_k, heads_kv, per_kv, num_m, num_n, num_tiles, group, left, right = shape
     shift = seqlen_k - seqlen_q
+    LONG_FIRST: gl.constexpr = CAUSAL or BLOCKS
+    heads = heads_kv * per_kv
     it = 0
     k = 0
     fixes = gl.to_tensor(0)
@@ -361,11 +390,15 @@ def _producer(
         used_q, used_k = gl.load(table), gl.load(table + 1)
     tile = gl.program_id(0)
     while tile < num_tiles:
-        n_block, batch, head_kv = tile_at(tile, num_n, heads_kv, group, CAUSAL)
+        n_block, batch, head_kv = tile_at(tile, num_n, heads_kv, group, LONG_FIRST)
         lo, hi = query_blocks(n_block * 2 * KEYS, shift, num_m, left, right, M, 2 * KEYS, CAUSAL, WINDOW)
         if PACKED:
             lo, blocks = packed_range(table, n_block, num_m, M)
             hi = lo + blocks
+        first_row = lo
+        if BLOCKS:
+            row, hi = listed_tile(table, mods, (batch * heads_kv + head_kv) * per_kv, heads, n_block)
+            first_row = listed_number(row, 0)
         key0 = n_block * 2 * KEYS
         slot = k % K_SLOTS
         mbarrier.wait(k_empty.index(slot), ((k // K_SLOTS) & 1) ^ 1)
@@ -374,8 +407,8 @@ def _producer(
         )
         fixes = _load_rows(
             (q_full, do_full, row_empty), (q_bufs, do_bufs, stat_bufs), (q_desc, do_desc, stat_desc), batch,
-            head_kv * per_kv, lo, it, (batch * heads_kv + head_kv) * per_kv * num_m + lo, fixed, fixes, used_q,
-            M, PACKED
+            head_kv * per_kv, first_row, it, (batch * heads_kv + head_kv) * per_kv * num_m + first_row, fixed, fixes,
+            used_q, M, PACKED
         )  # fmt: skip
         it += 1
         slot = k % V_SLOTS
@@ -386,10 +419,15 @@ def _producer(
         for g in range(0, per_kv):
             head = head_kv * per_kv + g
             first = (batch * heads_kv * per_kv + head) * num_m
+            if BLOCKS:
+                row, hi = listed_tile(table, mods, batch * heads + head, heads, n_block)
             for i in range(gl.where(g == 0, lo + 1, lo), hi):
+                block = i
+                if BLOCKS:
+                    block = listed_number(row, i)
                 fixes = _load_rows(
                     (q_full, do_full, row_empty), (q_bufs, do_bufs, stat_bufs), (q_desc, do_desc, stat_desc), batch,
-                    head, i, it, first + i, fixed, fixes, used_q, M, PACKED
+                    head, block, it, first + block, fixed, fixes, used_q, M, PACKED
                 )  # fmt: skip
                 it += 1
         if DYNAMIC:
@@ -406,20 +444,26 @@ def _producer(
 
 @gluon.jit(
     do_not_specialize=["seqlen_q", "seqlen_k", "heads_kv", "per_kv", "num_m", "num_n", "num_tiles", "group", "left",
-                       "right"]
+                       "right", "slopes", "slopes_sb", "aux", "cap_out", "table_width", "table_sb", "table_sh"]
 )
 def attention_backward_kernel(
     q_desc, do_desc, k_desc, v_desc, stat_desc, dq_desc, dk_desc, dv_desc, counter, table,
     seqlen_q, seqlen_k, heads_kv, per_kv, num_m, num_n, num_tiles, group, left, right, softmax_scale, qk_scale, cap_in,
+    slopes, slopes_sb, aux, cap_out, table_width, table_sb, table_sh,
     D: gl.constexpr, M: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, PING_PONG: gl.constexpr,
     PRELOAD: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, EVEN_K: gl.constexpr,
-    DYNAMIC: gl.constexpr, PACKED: gl.constexpr,
+    DYNAMIC: gl.constexpr, PACKED: gl.constexpr, SCORE_MOD: gl.constexpr, SCORE_MOD_GRAD: gl.constexpr,
+    MASK_MOD: gl.constexpr,
 ):  # fmt: skip
     """q, do, k, v, dk, dv descriptors are rank 4, (batch, head, row, column); stat (batch, heads, num_m, 2, M) and dq
     (batch, heads, num_m, 2, 4096) are float32 scratch: lse in base 2 and delta, and the sum of dQ in fragments.
 
     PACKED: one batch of all rows; which queries see a key is in `table` (hopper_backward_packed.py), so that tiles need
     not begin where sequences do, and masks and order are told nothing else.
+
+    `slopes` to `table_sh` are None where a call has no such thing. With a table width, `table` is that of
+    hopper_blocks.py for tiles of 128 keys and blocks of M query rows, DYNAMIC is on and PACKED off. SCORE_MOD, its
+    gradient and MASK_MOD are users' functions or None.
     """
     dtype: gl.constexpr = q_desc.dtype
     M_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([M, D], dtype)
@@ -463,12 +507,19 @@ def attention_backward_kernel(
     bars = (k_full, k_empty, v_full, v_empty, q_full, do_full, row_empty, queue_full, queue_empty, queue)
     shape = (seqlen_q, seqlen_k, heads_kv, per_kv, num_m, num_n, num_tiles, group, left, right)
     scales = (softmax_scale, qk_scale, cap_in)
+    ALIBI: gl.constexpr = slopes is not None
+    BLOCKS: gl.constexpr = table_width is not None
     # A constexpr stored in a tuple under a name stops being one, hence the argument lists written out.
     gl.warp_specialize([
         (_consumer, (0, bufs, bars, dq_desc, dk_desc, dv_desc, table, shape, scales,
-                     D, M, K_SLOTS, V_SLOTS, PING_PONG, PRELOAD, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, PACKED)),
+                     (slopes, slopes_sb, aux, cap_out, table_width, table_sb, table_sh),
+                     D, M, K_SLOTS, V_SLOTS, PING_PONG, PRELOAD, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, PACKED,
+                     ALIBI, SCORE_MOD, SCORE_MOD_GRAD, MASK_MOD, BLOCKS)),
         (_consumer, (1, bufs, bars, dq_desc, dk_desc, dv_desc, table, shape, scales,
-                     D, M, K_SLOTS, V_SLOTS, PING_PONG, PRELOAD, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, PACKED)),
+                     (slopes, slopes_sb, aux, cap_out, table_width, table_sb, table_sh),
+                     D, M, K_SLOTS, V_SLOTS, PING_PONG, PRELOAD, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, PACKED,
+                     ALIBI, SCORE_MOD, SCORE_MOD_GRAD, MASK_MOD, BLOCKS)),
         (_producer, (bufs, bars, fixed, q_desc, do_desc, k_desc, v_desc, stat_desc, table, counter, shape,
-                     M, K_SLOTS, V_SLOTS, CAUSAL, WINDOW, DYNAMIC, PACKED)),
+                     (slopes, slopes_sb, aux, cap_out, table_width, table_sb, table_sh),
+                     M, K_SLOTS, V_SLOTS, CAUSAL, WINDOW, DYNAMIC, PACKED, BLOCKS)),
     ], [4, 1], [240, 24])  # fmt: skip

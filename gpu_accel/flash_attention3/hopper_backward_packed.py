@@ -2,7 +2,8 @@
 
 Seen from a key, causal masks, windows, sequences and `seqused` all say one thing: it is seen by the queries of one
 interval of the packed rows. `fill_key_intervals` (plain Triton, a few microseconds) writes these intervals, so that the
-main kernel runs as over one long sequence, its tiles of 128 keys cut regardless of where sequences begin:
+main kernel runs as over one long sequence, its tiles of 128 keys cut regardless of where sequences begin. Seen from a
+query it is the same with queries and keys, left and right exchanged, which is the table of dQ above head_dim 128:
 
     table = used_q, used_k, 0 ...      rows up to the end of the last sequence
             a line for 64 keys:        smallest first, largest last, largest first, smallest last query of its keys
@@ -80,6 +81,26 @@ def packed_range(table, n_block, num_m, M: gl.constexpr):
     last = gl.maximum(gl.load(line + 1), gl.load(line + LINE + 1))
     lo = gl.minimum(first // M, num_m - 1)
     return lo, gl.maximum(last // M + 1 - lo, 1)
+
+
+@gluon.jit
+def packed_range_of_64(table, block, num_m, M: gl.constexpr):
+    """`packed_range` of a tile of 64 keys."""
+    line = table + HEAD + LINE * block
+    lo = gl.minimum(gl.load(line) // M, num_m - 1)
+    return lo, gl.maximum(gl.load(line + 1) // M + 1 - lo, 1)
+
+
+@gluon.jit
+def packed_tile_of_64(table, block, num_n, num_m, M: gl.constexpr, LAYOUT: gl.constexpr):
+    """`packed_tile` of a tile of 64 keys; num_n is still the number of 128 keys."""
+    lo, blocks = packed_range_of_64(table, block, num_m, M)
+    line = table + HEAD + LINE * block
+    key = block * 64 + gl.arange(0, 64, layout=LAYOUT)
+    firsts = table + HEAD + LINE * 2 * num_n
+    first = gl.load(firsts + key)
+    last = gl.load(firsts + 128 * num_n + key)
+    return lo, blocks, (first, last, gl.load(line + 2), gl.load(line + 3))
 
 
 @gluon.jit

@@ -47,6 +47,7 @@ from .hopper_device import (
     tile_of,
     unpack_pairs,
 )
+from .hopper_modifiers import list_of, listed_block, listed_number
 from .hopper_packed import ENTRY, publish_entry, read_entry, receive_entry, zero_rows
 from .hopper_steps import PING_PONG_BARRIER, first_softmax, first_tile, own_lengths, step, store_tile
 
@@ -56,11 +57,12 @@ ROWS = gl.constexpr(64)  # query rows of one consumer: the M of wgmma
 
 @gluon.jit
 def _consumer(
-    WG: gl.constexpr, bufs, bars, outputs, table, shape, scales,
+    WG: gl.constexpr, bufs, bars, outputs, table, shape, scales, mods,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_SLOTS: gl.constexpr,
     O_CHUNKS: gl.constexpr, PING_PONG: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
     EVEN_K: gl.constexpr, DYNAMIC: gl.constexpr, LAZY: gl.constexpr, PACKED: gl.constexpr, PIPELINED: gl.constexpr,
-    SINKS: gl.constexpr,
+    SINKS: gl.constexpr, ALIBI: gl.constexpr, ROW_MAX: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr,
+    BLOCKS: gl.constexpr,
 ):  # fmt: skip
     q_bufs, k_bufs, v_bufs, o_bufs = bufs
     q_full, q_empty, k_full, v_full, kv_empty, queue_full, queue_empty, queue = bars
@@ -71,6 +73,8 @@ def _consumer(
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     MASK_FIRST: gl.constexpr = CAUSAL or WINDOW or not EVEN_K
+    MASK: gl.constexpr = CAUSAL or WINDOW or (BLOCKS and not EVEN_K)
+    LONG_FIRST: gl.constexpr = CAUSAL or BLOCKS  # block masks are causal more often than not
     dtype: gl.constexpr = q_bufs.dtype
     it = 0
     k = 0
@@ -78,9 +82,15 @@ def _consumer(
     if PING_PONG and WG == CONSUMERS - 1:
         bar_arrive(PING_PONG_BARRIER, 256)  # lets consumer 0 start
     # The first block of the first tile has nothing to overlap with.
-    m_block, batch, head, q_row0, _, rows_q, used_q, used_k = first_tile(tile, table, shape, CAUSAL, PACKED)
+    m_block, batch, head, q_row0, _, rows_q, used_q, used_k = first_tile(tile, table, shape, LONG_FIRST, PACKED)
     own = own_lengths(shape, used_q, used_k)
     lo, hi = key_blocks(m_block * BLOCK_M, BLOCK_M, own, BLOCK_N, CAUSAL, WINDOW)
+    block0 = hi - 1
+    kind0 = 2
+    if BLOCKS:
+        row = list_of(table, mods, batch, head, m_block)
+        hi = gl.load(row)
+        block0, kind0 = listed_block(row, hi - 1, WG)
     mbarrier.wait(q_full.index(WG), 0)
     mbarrier.wait(k_full.index(0), 0)
     if PING_PONG:
@@ -92,8 +102,8 @@ def _consumer(
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(kv_empty.index(0), count=1)
     p, m_i, l_i = first_softmax(
-        s, hi - 1, m_block * BLOCK_M + WG * ROWS, own, scales, CAUSAL, WINDOW, SOFTCAP, MASK_FIRST
-    )
+        s, block0, kind0, m_block * BLOCK_M + WG * ROWS, own, scales, (batch, head), mods, CAUSAL, WINDOW, SOFTCAP,
+        MASK_FIRST, ALIBI, SCORE_MOD, MASK_MOD, BLOCKS)  # fmt: skip
     p_packed = pack_pairs(p, dtype)
     while tile < num_tiles:
         own = own_lengths(shape, used_q, used_k)
@@ -113,11 +123,16 @@ def _consumer(
         acc = gl.full([ROWS, v_bufs.shape[2]], 0.0, gl.float32, O_LAYOUT)
         for j in range(0, hi - 1 - lo):
             block = hi - 2 - j
+            kind = 2
+            masked = (block >= first) | (block < left_end)
+            if BLOCKS:
+                block, kind = listed_block(row, block, WG)
+                masked = (block + 1) * BLOCK_N > used_k
             acc, p_packed, m_i, l_i, it = step(
                 q, k_bufs, v_bufs, bars, q_full.index(slot), q_phase, acc, p_packed, m_i, l_i, it,
-                block, (block >= first) | (block < left_end), row0, own, scales,
-                WG, CONSUMERS, STAGES, PING_PONG, CAUSAL, WINDOW, SOFTCAP, LAZY, PIPELINED,
-                S_LAYOUT, P_LAYOUT, ROW_LAYOUT)  # fmt: skip
+                block, kind, masked, row0, own, scales, (batch, head), mods,
+                WG, CONSUMERS, STAGES, PING_PONG, CAUSAL, WINDOW, SOFTCAP, MASK, LAZY, PIPELINED,
+                ALIBI, SCORE_MOD, MASK_MOD, BLOCKS, S_LAYOUT, P_LAYOUT, ROW_LAYOUT)  # fmt: skip
         mbarrier.arrive(q_empty.index(slot), count=1)
         m_done, l_done, where = m_i, l_i, (batch, head, q_row0, rows_q, used_q)
         if PACKED:
@@ -137,9 +152,15 @@ def _consumer(
             if PACKED:
                 _, batch, head = tile_of(tile, shape, True)
             else:
-                m_block, batch, head = tile_of(tile, shape, CAUSAL)
+                m_block, batch, head = tile_of(tile, shape, LONG_FIRST)
             own = own_lengths(shape, used_q, used_k)
             lo, hi = key_blocks(m_block * BLOCK_M, BLOCK_M, own, BLOCK_N, CAUSAL, WINDOW)
+            next_block = hi - 1
+            next_kind = 2
+            if BLOCKS:
+                row = list_of(table, mods, batch, head, m_block)
+                hi = gl.load(row)
+                next_block, next_kind = listed_block(row, hi - 1, WG)
             slot = (k % Q_SLOTS) * CONSUMERS + WG
             q_phase = (k // Q_SLOTS) & 1
             k_next = k_bufs.index(stage).permute((1, 0))
@@ -157,13 +178,15 @@ def _consumer(
                 if PING_PONG:
                     bar_arrive(PING_PONG_BARRIER + (WG + 1) % CONSUMERS, 256)
                 s = warpgroup_mma_wait(1, deps=[s_async])
-                p, m_i, l_i = first_softmax(s, hi - 1, next_row0, own, scales, CAUSAL, WINDOW, SOFTCAP, MASK_FIRST)
+                p, m_i, l_i = first_softmax(
+                    s, next_block, next_kind, next_row0, own, scales, (batch, head), mods,
+                    CAUSAL, WINDOW, SOFTCAP, MASK_FIRST, ALIBI, SCORE_MOD, MASK_MOD, BLOCKS)  # fmt: skip
                 mbarrier.wait(q_full.index(slot), q_phase)
                 acc, p = warpgroup_mma_wait(0, deps=[acc_async, p])
                 mbarrier.arrive(kv_empty.index(stage), count=1)
                 p_packed = pack_pairs(p, dtype)
-                store_tile(acc, m_done, l_done, o_bufs, outputs, where, row0, shape, scales,
-                            WG, O_CHUNKS, PACKED, SINKS, ROW_LAYOUT)  # fmt: skip
+                store_tile(acc, m_done, l_done, o_bufs, outputs, where, row0, shape, scales, mods,
+                           WG, O_CHUNKS, PACKED, SINKS, ROW_MAX, ROW_LAYOUT)  # fmt: skip
             else:
                 # One Q buffer: its reload hides under P V, and writing O under S of the next tile.
                 if PING_PONG:
@@ -176,19 +199,21 @@ def _consumer(
                 if PING_PONG:
                     bar_arrive(PING_PONG_BARRIER + (WG + 1) % CONSUMERS, 256)
                 acc = warpgroup_mma_wait(1, deps=[acc_async])
-                store_tile(acc, m_done, l_done, o_bufs, outputs, where, row0, shape, scales,
-                            WG, O_CHUNKS, PACKED, SINKS, ROW_LAYOUT)  # fmt: skip
+                store_tile(acc, m_done, l_done, o_bufs, outputs, where, row0, shape, scales, mods,
+                           WG, O_CHUNKS, PACKED, SINKS, ROW_MAX, ROW_LAYOUT)  # fmt: skip
                 s = warpgroup_mma_wait(0, deps=[s_async])
                 mbarrier.arrive(kv_empty.index(stage), count=1)
-                p, m_i, l_i = first_softmax(s, hi - 1, next_row0, own, scales, CAUSAL, WINDOW, SOFTCAP, MASK_FIRST)
+                p, m_i, l_i = first_softmax(
+                    s, next_block, next_kind, next_row0, own, scales, (batch, head), mods,
+                    CAUSAL, WINDOW, SOFTCAP, MASK_FIRST, ALIBI, SCORE_MOD, MASK_MOD, BLOCKS)  # fmt: skip
                 p_packed = pack_pairs(p, dtype)
         else:
             mbarrier.wait(v_full.index(v_stage), v_phase)
             p_a = unpack_pairs(p_packed, dtype, P_LAYOUT)
             acc_async = warpgroup_mma(p_a, v_bufs.index(v_stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc_async])
-            store_tile(acc, m_done, l_done, o_bufs, outputs, where, row0, shape, scales,
-                        WG, O_CHUNKS, PACKED, SINKS, ROW_LAYOUT)  # fmt: skip
+            store_tile(acc, m_done, l_done, o_bufs, outputs, where, row0, shape, scales, mods,
+                        WG, O_CHUNKS, PACKED, SINKS, ROW_MAX, ROW_LAYOUT)  # fmt: skip
     tma.store_wait(0)
     if PING_PONG and WG == 0:
         bar_sync(PING_PONG_BARRIER, 256)  # takes the last arrival, so that the barrier is balanced
@@ -219,9 +244,9 @@ def _load_v(v_bufs, v_full, fixed, fixes, v_desc, batch, kv, k_row0, block, used
 
 @gluon.jit
 def _producer(
-    bufs, bars, fixed, q_desc, k_desc, v_desc, counter, table, shape,
+    bufs, bars, fixed, q_desc, k_desc, v_desc, counter, table, shape, mods,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_SLOTS: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DYNAMIC: gl.constexpr, PACKED: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DYNAMIC: gl.constexpr, PACKED: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
     q_bufs, k_bufs, v_bufs, _ = bufs
     q_full, q_empty, k_full, v_full, kv_empty, queue_full, queue_empty, queue = bars
@@ -231,13 +256,18 @@ def _producer(
     k = 0
     fixes = gl.to_tensor(0)
     tile = gl.program_id(0)
-    m_block, batch, head, q_row0, k_row0, _, used_q, used_k = first_tile(tile, table, shape, CAUSAL, PACKED)
+    LONG_FIRST: gl.constexpr = CAUSAL or BLOCKS
+    m_block, batch, head, q_row0, k_row0, _, used_q, used_k = first_tile(tile, table, shape, LONG_FIRST, PACKED)
     while tile < num_tiles:
         if not PACKED:
-            m_block, batch, head = tile_of(tile, shape, CAUSAL)
+            m_block, batch, head = tile_of(tile, shape, LONG_FIRST)
         kv = head // heads_per_kv
         own = own_lengths(shape, used_q, used_k)
         lo, hi = key_blocks(m_block * BLOCK_M, BLOCK_M, own, BLOCK_N, CAUSAL, WINDOW)
+        if BLOCKS:
+            row = list_of(table, mods, batch, head, m_block)
+            hi = gl.load(row)
+            listed = listed_number(row, hi - 1)
         if DYNAMIC:
             # The draw's round trip hides under the loads of a short tile; of a long one it would come too early.
             early = draw(counter, hi - lo <= EARLY_DRAW)
@@ -252,6 +282,8 @@ def _producer(
             if c == 0:
                 stage = it % STAGES
                 col0 = k_row0 + (hi - 1) * BLOCK_N
+                if BLOCKS:
+                    col0 = listed * BLOCK_N
                 mbarrier.wait(kv_empty.index(stage), ((it // STAGES) & 1) ^ 1)
                 mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
                 tma_load(k_desc, [batch, kv, col0, 0], k_full.index(stage), k_bufs.index(stage))
@@ -260,15 +292,23 @@ def _producer(
             it += 1
             stage = it % STAGES
             col0 = k_row0 + (hi - 2 - j) * BLOCK_N
+            if BLOCKS:
+                v_listed = listed
+                listed = listed_number(row, hi - 2 - j)
+                col0 = listed * BLOCK_N
             # One barrier frees both: K of a step is released after P V of the step before, so the V slot is free too.
             mbarrier.wait(kv_empty.index(stage), ((it // STAGES) & 1) ^ 1)
             mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
             tma_load(k_desc, [batch, kv, col0, 0], k_full.index(stage), k_bufs.index(stage))
             block = hi - 1 - j
+            if BLOCKS:
+                block = v_listed
             fixes = _load_v(v_bufs, v_full, fixed, fixes, v_desc, batch, kv, k_row0, block, used_k, v_stage, PACKED)
         v_stage = it % STAGES
         it += 1
         v_args = (batch, kv, k_row0, lo, used_k)
+        if BLOCKS:
+            v_args = (batch, kv, k_row0, listed, used_k)
         if DYNAMIC:
             # Before the wait for the last V slot, under which the round trip hides too.
             tile = gl.max(early + draw(counter, hi - lo > EARLY_DRAW), axis=0) + gl.num_programs(0)
@@ -305,16 +345,25 @@ def _producer(
         "group",
         "left",
         "right",
+        "slopes",
+        "slopes_sb",
+        "aux",
+        "row_max",
+        "table_width",
+        "table_sb",
+        "table_sh",
     ]
 )
 def attention_forward_kernel(
     q_desc, k_desc, v_desc, o_desc, o_ptr, lse_ptr, sinks, counter, table, cols_v,
     seqlen_q, seqlen_k, heads, heads_per_kv, num_m, num_tiles, group, left, right, scale, exp_scale, softcap,
+    slopes, slopes_sb, aux, row_max, table_width, table_sb, table_sh,
     CONSUMERS: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, Q_SLOTS: gl.constexpr, O_CHUNKS: gl.constexpr, PING_PONG: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, EVEN_K: gl.constexpr, DYNAMIC: gl.constexpr,
     LAZY: gl.constexpr, PACKED: gl.constexpr, PIPELINED: gl.constexpr, SPECIALIZED: gl.constexpr,
-    SINKS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    SINKS: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Descriptors are rank 4, (batch, head, row, column), with blocks of one head; lse is (batch, heads, seqlen_q),
     sinks (heads,) in float32.
@@ -322,6 +371,10 @@ def attention_forward_kernel(
     PACKED: seqlen_q and seqlen_k are totals, the batch is 1, `table` is that of hopper_packed.py, and num_m and
     num_tiles come from it. `o_ptr` and `cols_v` (o, contiguous, and its true head_dim) are for the last rows of such
     sequences.
+
+    `slopes` to `table_sh` are None where a call has no such thing. With a table width, `table` is that of
+    hopper_blocks.py for tiles of 128 query rows and blocks of BLOCK_N keys, DYNAMIC is on and PACKED off. SCORE_MOD and
+    MASK_MOD are users' functions or None.
 
     PIPELINED, SPECIALIZED and PING_PONG are on but for the ablation of the paper; without SPECIALIZED one partition of
     4 * CONSUMERS warps does everything (hopper_alone.py).
@@ -371,6 +424,9 @@ def attention_forward_kernel(
     shape = (seqlen_q, seqlen_k, heads, heads_per_kv, num_m, num_tiles, group, left, right)
     scales = (scale, exp_scale, softcap)
     outputs = (o_desc, o_ptr, lse_ptr, cols_v, sinks)
+    ALIBI: gl.constexpr = slopes is not None
+    ROW_MAX: gl.constexpr = row_max is not None
+    BLOCKS: gl.constexpr = table_width is not None
     # A constexpr stored in a tuple under a name stops being one, hence the argument lists written out.
     if not SPECIALIZED:
         gl.static_assert(O_CHUNKS == 1 and not PACKED and not DYNAMIC and not PING_PONG)
@@ -378,22 +434,39 @@ def attention_forward_kernel(
                      CAUSAL, WINDOW, SOFTCAP, EVEN_K, LAZY, PIPELINED, SINKS)  # fmt: skip
     elif CONSUMERS == 2:
         gl.warp_specialize([
-            (_consumer, (0, bufs, bars, outputs, table, shape, scales, CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, O_CHUNKS,
-                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED, SINKS)),
-            (_consumer, (1, bufs, bars, outputs, table, shape, scales, CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, O_CHUNKS,
-                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED, SINKS)),
-            (_producer, (bufs, bars, fixed, q_desc, k_desc, v_desc, counter, table, shape, CONSUMERS, BLOCK_N, STAGES,
-                         Q_SLOTS, CAUSAL, WINDOW, DYNAMIC, PACKED)),
+            (_consumer, (0, bufs, bars, outputs, table, shape, scales,
+                         (slopes, slopes_sb, aux, row_max, table_width, table_sb, table_sh),
+                         CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, O_CHUNKS,
+                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED, SINKS,
+                         ALIBI, ROW_MAX, SCORE_MOD, MASK_MOD, BLOCKS)),
+            (_consumer, (1, bufs, bars, outputs, table, shape, scales,
+                         (slopes, slopes_sb, aux, row_max, table_width, table_sb, table_sh),
+                         CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, O_CHUNKS,
+                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED, SINKS,
+                         ALIBI, ROW_MAX, SCORE_MOD, MASK_MOD, BLOCKS)),
+            (_producer, (bufs, bars, fixed, q_desc, k_desc, v_desc, counter, table, shape,
+                         (slopes, slopes_sb, aux, row_max, table_width, table_sb, table_sh),
+                         CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, CAUSAL, WINDOW, DYNAMIC, PACKED, BLOCKS)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.static_assert(CONSUMERS == 3)
         gl.warp_specialize([
-            (_consumer, (0, bufs, bars, outputs, table, shape, scales, CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, O_CHUNKS,
-                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED, SINKS)),
-            (_consumer, (1, bufs, bars, outputs, table, shape, scales, CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, O_CHUNKS,
-                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED, SINKS)),
-            (_consumer, (2, bufs, bars, outputs, table, shape, scales, CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, O_CHUNKS,
-                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED, SINKS)),
-            (_producer, (bufs, bars, fixed, q_desc, k_desc, v_desc, counter, table, shape, CONSUMERS, BLOCK_N, STAGES,
-                         Q_SLOTS, CAUSAL, WINDOW, DYNAMIC, PACKED)),
+            (_consumer, (0, bufs, bars, outputs, table, shape, scales,
+                         (slopes, slopes_sb, aux, row_max, table_width, table_sb, table_sh),
+                         CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, O_CHUNKS,
+                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED, SINKS,
+                         ALIBI, ROW_MAX, SCORE_MOD, MASK_MOD, BLOCKS)),
+            (_consumer, (1, bufs, bars, outputs, table, shape, scales,
+                         (slopes, slopes_sb, aux, row_max, table_width, table_sb, table_sh),
+                         CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, O_CHUNKS,
+                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED, SINKS,
+                         ALIBI, ROW_MAX, SCORE_MOD, MASK_MOD, BLOCKS)),
+            (_consumer, (2, bufs, bars, outputs, table, shape, scales,
+                         (slopes, slopes_sb, aux, row_max, table_width, table_sb, table_sh),
+                         CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, O_CHUNKS,
+                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED, SINKS,
+                         ALIBI, ROW_MAX, SCORE_MOD, MASK_MOD, BLOCKS)),
+            (_producer, (bufs, bars, fixed, q_desc, k_desc, v_desc, counter, table, shape,
+                         (slopes, slopes_sb, aux, row_max, table_width, table_sb, table_sh),
+                         CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, CAUSAL, WINDOW, DYNAMIC, PACKED, BLOCKS)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

@@ -36,13 +36,16 @@ from .hopper_device import (
     tile_of,
     unpack_pairs,
 )
+from .hopper_modifiers import add_alibi, call_mask_mod, call_score_mod
 from .hopper_packed import read_entry
 
 PING_PONG_BARRIER = gl.constexpr(8)
 
 # Run-time scalars travel in two tuples:
 #   shape  = (seqlen_q, seqlen_k, heads, heads_per_kv, num_m, num_tiles, group, left, right)
-#   scales = (scale, exp_scale, softcap): scores * scale go into tanh under softcap, logits * exp_scale into exp2
+#   scales = (scale, exp_scale, softcap): scores * scale go into tanh under softcap or are what a bias or a score_mod
+#            sees, logits * exp_scale into exp2
+#   at     = (batch, query head), for modifiers; mods: see hopper_modifiers.py
 
 
 @gluon.jit
@@ -82,14 +85,38 @@ def mask_block(s, block, row0, shape, CAUSAL: gl.constexpr, WINDOW: gl.constexpr
 
 
 @gluon.jit
-def first_softmax(
-    s, block, row0, shape, scales,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, MASK: gl.constexpr,
+def modified(
+    s, block, kind, row0, shape, scales, at, mods,
+    SOFTCAP: gl.constexpr, ALIBI: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
-    """P, row maximum and thread-wise row sum of the first block of a tile."""
-    scale, exp_scale, softcap = scales
+    """Scores with soft cap, ALiBi, score_mod and mask_mod, in this order."""
+    scale, _, softcap = scales
+    seqlen_q, seqlen_k, _, _, _, _, _, _, _ = shape
+    batch, head = at
+    key0 = block * s.shape[1]
     if SOFTCAP:
         s = softcap * tanh(s * scale)
+    elif ALIBI or SCORE_MOD is not None:
+        s = s * scale
+    if ALIBI:
+        s = add_alibi(s, row0, key0, seqlen_k - seqlen_q, batch, head, mods, 0)
+    if SCORE_MOD is not None:
+        s = call_score_mod(s, row0, key0, seqlen_q - 1, seqlen_k - 1, batch, head, mods, SCORE_MOD, 0)
+    if BLOCKS or MASK_MOD is not None:
+        s = call_mask_mod(s, row0, key0, seqlen_q - 1, seqlen_k - 1, batch, head, mods, kind, float("-inf"), MASK_MOD,
+                          BLOCKS, 0)  # fmt: skip
+    return s
+
+
+@gluon.jit
+def first_softmax(
+    s, block, kind, row0, shape, scales, at, mods,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, MASK: gl.constexpr,
+    ALIBI: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, BLOCKS: gl.constexpr,
+):  # fmt: skip
+    """P, row maximum and thread-wise row sum of the first block of a tile."""
+    _, exp_scale, _ = scales
+    s = modified(s, block, kind, row0, shape, scales, at, mods, SOFTCAP, ALIBI, SCORE_MOD, MASK_MOD, BLOCKS)
     if MASK:
         s = mask_block(s, block, row0, shape, CAUSAL, WINDOW)
     m = gl.maximum(gl.max(s, axis=1), NEG_LARGE)
@@ -99,17 +126,19 @@ def first_softmax(
 
 @gluon.jit
 def step(
-    q, k_bufs, v_bufs, bars, opened, opened_phase, acc, p_packed, m_i, l_i, it, block, masked, row0, shape, scales,
+    q, k_bufs, v_bufs, bars, opened, opened_phase, acc, p_packed, m_i, l_i, it, block, kind, masked, row0, shape,
+    scales, at, mods,
     WG: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PING_PONG: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, LAZY: gl.constexpr, PIPELINED: gl.constexpr,
-    S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, ROW_LAYOUT: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, MASK: gl.constexpr, LAZY: gl.constexpr,
+    PIPELINED: gl.constexpr, ALIBI: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr,
+    BLOCKS: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, ROW_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """One key block: issue S of this block, then P V of the block before, then softmax of this block under both.
 
     Without PIPELINED (for the ablation) each of the three waits for the one before.
     """
     _, _, k_full, v_full, kv_empty, _, _, _ = bars
-    scale, exp_scale, softcap = scales
+    _, exp_scale, _ = scales
     v_stage = it % STAGES
     v_phase = (it // STAGES) & 1
     it += 1
@@ -135,9 +164,8 @@ def step(
         if PING_PONG:
             bar_arrive(PING_PONG_BARRIER + (WG + 1) % CONSUMERS, 256)
         s = warpgroup_mma_wait(0, deps=[s_async])
-    if SOFTCAP:
-        s = softcap * tanh(s * scale)
-    if CAUSAL or WINDOW:  # noqa: SIM102 - a run-time branch inside a compile-time one
+    s = modified(s, block, kind, row0, shape, scales, at, mods, SOFTCAP, ALIBI, SCORE_MOD, MASK_MOD, BLOCKS)
+    if MASK:  # noqa: SIM102 - a run-time branch inside a compile-time one
         if masked:
             s = mask_block(s, block, row0, shape, CAUSAL, WINDOW)
     m_new = gl.maximum(m_i, gl.max(s, axis=1))
@@ -192,10 +220,13 @@ def _store_whole(acc, o_bufs, o_desc, batch, head, row0, WG: gl.constexpr, O_CHU
 
 @gluon.jit
 def store_tile(
-    acc, m_i, l_i, o_bufs, outputs, where, row0, shape, scales,
-    WG: gl.constexpr, O_CHUNKS: gl.constexpr, PACKED: gl.constexpr, SINKS: gl.constexpr, ROW_LAYOUT: gl.constexpr,
+    acc, m_i, l_i, o_bufs, outputs, where, row0, shape, scales, mods,
+    WG: gl.constexpr, O_CHUNKS: gl.constexpr, PACKED: gl.constexpr, SINKS: gl.constexpr, ROW_MAX: gl.constexpr,
+    ROW_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """O = acc / l through shared memory and TMA, and LSE = m + log l; rows without keys give 0 and -inf.
+
+    ROW_MAX: the rows' largest scores too, which LAZY would make too small.
 
     A sink is one more term of l, without a value; it is all of l in rows without keys.
     """
@@ -208,6 +239,14 @@ def store_tile(
     m_row = gl.convert_layout(m_i, ROW_LAYOUT)
     rows = row0 + gl.arange(0, ROWS, layout=ROW_LAYOUT)
     m_row = m_row * exp_scale
+    if ROW_MAX:
+        _, _, _, row_max, _, _, _ = mods
+        unseen = l_row == 0.0
+        if PACKED:
+            unseen = unseen | (rows >= used_q)
+        largest = gl.where(unseen, float("-inf"), m_row * LN_2)
+        max_offset = (batch * heads + head).to(gl.int64) * total_q + q_row0
+        gl.store(row_max + max_offset + rows, largest, mask=rows < rows_q)
     if SINKS:
         sink = gl.load(sinks + head) * LOG2_E
         m_new = gl.maximum(m_row, sink)

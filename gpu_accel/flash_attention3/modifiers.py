@@ -20,6 +20,8 @@ and biased where asked; -inf hides the key.
     def by_distance_grad(grad, score, b, h, q_idx, kv_idx, slopes):    # gradient of what score_mod was given
         return grad
 
+The gradient is linear in `grad`, as derivatives are: kernels may hand it probabilities and multiply later.
+
 A custom op takes no functions, so it is handed a key, made of the name and source of the function. torch.compile
 can not look inside a device function on every machine: `modifier` makes the key outside, once.
 """

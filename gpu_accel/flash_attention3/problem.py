@@ -42,6 +42,7 @@ class Problem:
     requires_grad: bool = False
     deterministic: bool = False  # of the backward: the same inputs give the same bits
     features: frozenset[str] = frozenset()  # names of arguments beyond these that are in use: see features.py
+    block_size: tuple[int, int] = (0, 0)  # queries and keys of a block of block_mask
 
     @property
     def group(self) -> int:

@@ -6,13 +6,16 @@ Run by test_hopper_compile.py.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import replace
 
 import torch
 import triton
+import triton.language as tl
 
-from gpu_accel.flash_attention3 import blackwell, hopper, hopper_backward, launch
+from gpu_accel.flash_attention3 import blackwell, hopper, hopper_backward, launch, modifier
+from gpu_accel.flash_attention3.features import Features
 from gpu_accel.testing.compile_only import compile_only, use_target
 
 CASES = {
@@ -22,7 +25,7 @@ CASES = {
         (64, {"window_right": 0}),
         (256, {"window_right": 0}),
         (128, {"window_left": 64, "window_right": 0}),
-        (128, {"softcap": 20.0}),
+        (128, {"softcap": 20.0, "modified": True}),
     ],
     "ablation": [
         (128, {"config": {"pipelined": False, "ping_pong": False}}),
@@ -36,8 +39,55 @@ CASES = {
     ],
     "blackwell": [(128, {"window_right": 0})],
     "blackwell-more": [(64, {"window_left": 40}), (256, {"softcap": 9.0})],
-    "backward": [(64, {}), (128, {}), (128, {"window_right": 0}), (256, {"window_right": 0})],
+    "backward": [(64, {}), (64, {"modified": True}), (128, {"window_right": 0}), (256, {"window_right": 0})],
+    "packed-backward": [(256, {"packed": True})],
 }
+
+
+@triton.jit
+def relative(score, b, h, q_idx, kv_idx, bias, document):
+    return score + tl.load(bias + h) * (q_idx - kv_idx)
+
+
+@triton.jit
+def relative_grad(grad, score, b, h, q_idx, kv_idx, bias, document):
+    return grad
+
+
+@triton.jit
+def same_document(b, h, q_idx, kv_idx, bias, document):
+    return tl.load(document + q_idx) == tl.load(document + kv_idx)
+
+
+def everything() -> Features:
+    """A block mask, both modifiers with captured tensors, ALiBi and the largest scores at once."""
+    counts, indices = torch.ones(1, 1, 64, dtype=torch.int32), torch.zeros(1, 1, 64, 64, dtype=torch.int32)
+    functions = {"score_mod": relative, "score_mod_grad": relative_grad, "mask_mod": same_document}
+    return Features(
+        **{name: modifier(function).key for name, function in functions.items()},
+        aux_tensors=(torch.zeros(4), torch.zeros(8192, dtype=torch.int32)), alibi_slopes=torch.zeros(4),
+        block_lists=(counts, indices) * 4, block_size=(128, 128), return_max_logits=True,
+    )  # fmt: skip
+
+
+def loop_spills(sass: str, products: int) -> list[int]:
+    """Loads and stores of spilled registers in each loop with just so many matrix instructions."""
+    at: dict[str, int] = {}  # label -> number of the instruction behind it
+    found: list[tuple[str, str]] = []
+    for line in sass.splitlines():
+        label = re.match(r"\s*(\.L_\w+):", line)
+        instruction = re.search(r"/\*[0-9a-f]{4,6}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_]+)(.*)", line)
+        if label:
+            at[label[1]] = len(found)
+        elif instruction:
+            found.append((instruction[1], instruction[2]))
+    spills = []
+    for end, (name, operands) in enumerate(found):
+        target = re.search(r"`\((\.L_\w+)\)", operands) if name == "BRA" else None
+        body = [n for n, _ in found[at.get(target[1], end) : end]] if target else []
+        if body.count("HGMMA") == products:
+            spills.append(body.count("LDL") + body.count("STL"))
+    return spills
 
 
 def main(which: str) -> None:
@@ -46,9 +96,11 @@ def main(which: str) -> None:
     for head_dim, options in CASES[which]:
         label = "-".join([f"d{head_dim}", *(f"{n}{x}" for n, x in options.items())])
         options = dict(options)
+        if options.pop("modified", False):
+            options["features"] = everything()
 
-        def hook(kernel, arguments, constants, label=label):
-            if kernel.__name__ in ("prepare", "dq_finish", "fill_tile_table"):  # plain Triton
+        def hook(kernel, arguments, constants, label=label, head_dim=head_dim):
+            if kernel.__name__ in ("prepare", "dq_finish") or kernel.__name__.startswith("fill_"):  # plain Triton
                 return
             got = compile_only(kernel, arguments, constants, name=label, capability=capability)
             row = {
@@ -61,6 +113,8 @@ def main(which: str) -> None:
                 "wgmma": got.instructions["HGMMA"],
                 "tcgen05": got.instructions["UTCHMMA"],
                 "tma": got.instructions["UTMALDG"],
+                # a step: S of one block and P V of another
+                "loop_spills": loop_spills(got.sass, (head_dim + constants.get("BLOCK_N", 0)) // 16),
                 "repacking": got.instructions["PRMT"],
                 "warnings": got.warnings,
             }
@@ -70,8 +124,11 @@ def main(which: str) -> None:
         with launch.instead_of_launching(hook):
             if capability == 100:
                 blackwell.forward(q, q, q, softmax_scale=0.1, **options)
-            elif which == "backward":
+            elif which.endswith("backward"):
                 lse = torch.empty(1, 4, q.shape[1])
+                if options.pop("packed", False):
+                    q, lse = q[0], lse[0]
+                    options |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.zeros(3, dtype=torch.int32))
                 hopper_backward.backward(q, q, q, q, q, lse, softmax_scale=0.1, **options)
             else:
                 packed = options.pop("packed", False)

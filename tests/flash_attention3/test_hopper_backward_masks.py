@@ -14,6 +14,7 @@ import pytest
 from gpu_accel.flash_attention3 import hopper_backward_device, hopper_backward_dq
 
 KEYS = ROWS = 64
+UNMODIFIED = (False, None, None, None, False)  # no ALiBi, score_mod, its gradient, mask_mod, block lists
 
 
 class Block(np.ndarray):
@@ -95,7 +96,7 @@ def test_blocks_of_keys_and_their_masks(sq, sk, left, right, on_numpy):
             lse = np.where(np.arange(half, half + ROWS) < sq, 0.0, np.inf)
             for j in range(lo, hi):
                 got = ds(zeros(), zeros() + 1.0, lse, np.zeros(64), half, j * KEYS, shift, sk, left, right, 1.0, 0.0,
-                         None, *flags, False, sk % KEYS == 0)  # fmt: skip
+                         2, (0, 0), (), (), None, *flags, False, sk % KEYS == 0, False, *UNMODIFIED)  # fmt: skip
                 assert np.array_equal(got, seen[half : half + ROWS, j * KEYS : (j + 1) * KEYS])
 
 
@@ -103,7 +104,7 @@ def test_blocks_of_keys_and_their_masks(sq, sk, left, right, on_numpy):
 @pytest.mark.parametrize("sq, sk, left, right", list(cases(25)))
 def test_blocks_of_queries_and_their_masks(sq, sk, left, right, tile, rows, on_numpy):
     blocks = on_numpy(hopper_backward_device, "query_blocks")
-    probabilities = on_numpy(hopper_backward_device, "probabilities")
+    probabilities = on_numpy(hopper_backward_device, "modified_probabilities")
     seen = padded(visible(sq, sk, left, right))
     flags = (right >= 0, left >= 0)
     shift, num_m = sk - sq, -(-sq // rows)
@@ -116,5 +117,5 @@ def test_blocks_of_queries_and_their_masks(sq, sk, left, right, tile, rows, on_n
                 lse = np.where(np.arange(i * rows, (i + 1) * rows) < sq, 0.0, np.inf)
                 s = np.zeros((KEYS, rows)).view(Block)
                 got, _ = probabilities(s, lse, first, i * rows, shift, sk, left, right, 1.0, 0.0,
-                                       None, *flags, False, sk % tile == 0)  # fmt: skip
+                                       2, (0, 0), (), None, *flags, False, sk % tile == 0, *UNMODIFIED)  # fmt: skip
                 assert np.array_equal(got.T, seen[i * rows : (i + 1) * rows, first : first + KEYS])

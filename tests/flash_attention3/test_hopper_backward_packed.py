@@ -29,7 +29,7 @@ def test_intervals(name, used, window, device):
     seqused = [torch.tensor(x, dtype=torch.int32, device=device) if used else None for x in counts]
     total = int(cu_k[-1]) + 3  # rows behind the last sequence
     k = torch.empty(1, total, 1, 8, device=device)
-    table = hopper_backward._key_intervals(k, cu_q, cu_k, *seqused, *window)
+    table = hopper_backward._intervals(k, cu_q, cu_k, *seqused, *window)
     tiles = -(-total // 128)
     assert table[:2].tolist() == [int(cu_q[-1]), int(cu_k[-1])]
     lines = table[HEAD.value :][: 2 * tiles * LINE.value].view(-1, LINE.value).tolist()
@@ -52,6 +52,25 @@ def test_intervals(name, used, window, device):
     for i, line in enumerate(lines):
         of = slice(64 * i, 64 * i + 64)
         assert line == [int(first[of].min()), int(last[of].max()), int(first[of].max()), int(last[of].min())]
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (4, 2)], ids=str)
+def test_intervals_of_keys_seen_by_queries(window, device):
+    # the same table with queries and keys exchanged, for dQ above head_dim 128
+    lengths_q, lengths_k = [70, 0, 9, 1], [50, 3, 9, 130]
+    cu_q, cu_k = (offsets(x).to(device) for x in (lengths_q, lengths_k))
+    q, k = (torch.empty(1, int(cu[-1]), 1, 256, device=device) for cu in (cu_q, cu_k))
+    by_key, by_query = hopper_backward._packed_tables(q, k, cu_q, cu_k, None, None, *window)
+    assert by_query is not None
+
+    def seen(table, rows, columns):
+        tiles = -(-rows // 128)
+        first, last = table[HEAD.value + 2 * tiles * LINE.value :].view(2, -1).cpu()
+        column = torch.arange(columns)
+        return ((column >= first[:, None]) & (column <= last[:, None]))[:rows]
+
+    assert torch.equal(seen(by_query, q.shape[1], k.shape[1]), seen(by_key, k.shape[1], q.shape[1]).T)
+    assert by_query[:2].tolist() == by_key[:2].tolist()[::-1]
 
 
 def test_rows_that_do_not_count_are_zeroed():

@@ -41,8 +41,9 @@ def test_flagship_neither_spills_nor_serialises(version):
     rows = compiled(version, "flagship")
     assert len(rows) == 3
     for name, row in rows.items():
-        # 3.9 allocates head_dim 64 a little worse, outside the loop
+        # 3.9 puts addresses of O aside at head_dim 64, 12 loads for each tile written out; never in the steps
         assert row["spills"] <= (256 if row["triton"] >= "3.9" else 0), (name, row)
+        assert len(row["loop_spills"]) >= 2 and not any(row["loop_spills"]), (name, row)
         assert not row["warnings"], (name, row)
         assert row["wgmma"] > 0 and row["tma"] > 0, (name, row)
         assert row["shared"] <= SHARED_LIMIT, (name, row)
@@ -51,7 +52,7 @@ def test_flagship_neither_spills_nor_serialises(version):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", [v for v in VERSIONS if v in ("installed", "3.6.0")])  # 3.6.0 comes with torch 2.11
-def test_masks_windows_and_soft_caps_compile(version):
+def test_masks_windows_soft_caps_and_modifiers_compile(version):
     rows = compiled(version, "features")
     assert len(rows) == 5
     for name, row in rows.items():
@@ -88,9 +89,19 @@ def test_backward_compiles_without_serialised_products(version):
     assert len(rows) == 5  # two kernels at head_dim 256
     for name, row in rows.items():
         # where dQ leaves at head_dim 256, and what only the masked step needs, is put aside once a tile
-        assert row["spills"] <= (1000 if row["kernel"] == "dq_kernel" else SMALL_SPILL), (name, row)
+        # (and once a step where a bias and two users' functions ask for more)
+        large = row["kernel"] == "dq_kernel" or "modified" in row["name"]
+        assert row["spills"] <= (1000 if large else SMALL_SPILL), (name, row)
         assert not row["warnings"], (name, row)
         assert row["wgmma"] > 0 and row["tma"] > 0 and row["shared"] <= SHARED_LIMIT, (name, row)
+
+
+@pytest.mark.slow
+def test_packed_backward_above_128_compiles():
+    rows = compiled("installed", "packed-backward")
+    assert len(rows) == 2
+    for name, row in rows.items():
+        assert row["spills"] <= 1500 and not row["warnings"] and row["shared"] <= SHARED_LIMIT, (name, row)
 
 
 @pytest.mark.slow
