@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -155,7 +156,7 @@ def test_sizes_of_a_deployed_kernel_follow_from_its_inputs() -> None:
 
 
 def test_records_of_a_search_are_those_of_the_ledger(folder: Path) -> None:
-    from gpu_accel.cuda_llm.records_table import by_task, records_of, rows, summary
+    from gpu_accel.cuda_llm.records_table import by_task, records_of, rows, summary, text
 
     made = [record for one in read_folder(folder) for record in records_of(one)]
     assert {(one.impl, one.metric) for one in made if one.case["task"] == "softmax"} >= {
@@ -167,6 +168,10 @@ def test_records_of_a_search_are_those_of_the_ledger(folder: Path) -> None:
     assert [row[0] for row in rows(made)] == ["reverse", "softmax"] and len(rows(made)[0]) == 8
     assert "2 are faster than the naive kernel" in summary(made) and "2 are faster than both" in summary(made)
     assert summary([]) == "No search is on record."
+    other = [replace(one, env=one.env | {"gpu": "NVIDIA H200", "sku": "H200 SXM"}) for one in made]
+    both = text([*made, *other])
+    assert both.count("| softmax |") == 2 and "on NVIDIA H200:" in both
+    assert rows(other)[1][2] != rows(made)[1][2], "the roofline is that of the card"
 
 
 def test_the_readme_shows_the_records() -> None:
