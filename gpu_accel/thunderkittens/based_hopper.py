@@ -37,8 +37,10 @@ def problem_refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     return None if why == "no GPU" else why
 
 
-def refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+def refusal(q: Tensor, k: Tensor, v: Tensor, norm: bool) -> str | None:
     """Why the Hopper kernel cannot run this call, or None."""
+    if norm:
+        return "sums of weights (use_norm) are not in this kernel"
     return machine_refusal(v) or problem_refusal(q, k, v)
 
 

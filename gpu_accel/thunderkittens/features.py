@@ -22,7 +22,7 @@ from torch import Tensor
 from gpu_accel.compat import INTERPRET
 from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.flash_attention3.launch import launch, next_power_of_2
-from gpu_accel.thunderkittens import based_kernel, chunked, feature_kernels, walk_hopper
+from gpu_accel.thunderkittens import based_hopper, based_kernel, chunked, feature_kernels, walk_hopper
 from gpu_accel.thunderkittens.arguments import check_tensors, real
 from gpu_accel.thunderkittens.linear import (
     LARGEST_DIM,
@@ -37,6 +37,7 @@ from gpu_accel.thunderkittens.linear import (
 
 # Until tests/gpu has seen `based_kernel` right on a card, "auto" takes plain torch.
 BASED_CHECKED = False
+BASED_HOPPER_CHECKED = False  # the same of `based_walk_kernel`
 HEDGEHOG_CHECKED = False  # the same of `feature_kernels`
 _ONES = 16  # columns of ones that sum weights up: as many as the kernels' tiles have at least
 _BASED_KEYS = 16  # the most of K whose squared state stays in registers
@@ -108,9 +109,15 @@ def _normalised(q: Tensor, k: Tensor, v: Tensor, norm: bool, cu_seqlens: Tensor 
 
 
 @torch.library.custom_op("gpu_accel::tk_based", mutates_args=())
-def based_op(q: Tensor, k: Tensor, v: Tensor, scale: float, norm: bool) -> Tensor:
-    """Based's attention of q, k (batch, seqlen, heads of q, K up to 16) and v, features in registers."""
+def based_op(q: Tensor, k: Tensor, v: Tensor, scale: float, norm: bool, hopper: bool = False) -> Tensor:
+    """Based's attention of q, k (batch, seqlen, heads of q, K up to 16) and v, features in registers.
+
+    hopper: by `based_walk_kernel`, else by `based_kernel`.
+    """
     q, k, v = chunked._unit(q), chunked._unit(k), chunked._unit(v)
+    if hopper:
+        with chunked._device(v):
+            return based_hopper.walk(q, k, v, scale, norm)
     batch, seqlen, heads, value_dim = v.shape
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     if o.numel():
@@ -131,13 +138,13 @@ def _based_launch() -> dict:
 
 
 @based_op.register_fake
-def _(q, k, v, scale, norm):
+def _(q, k, v, scale, norm, hopper=False):
     return v.new_empty(v.shape)
 
 
 def _based_save(ctx, inputs, output):
     ctx.save_for_backward(*inputs[:3])
-    ctx.scale, ctx.norm = inputs[3:]
+    ctx.scale, ctx.norm = inputs[3:5]
 
 
 def _based_gradients(ctx, do):
@@ -145,7 +152,7 @@ def _based_gradients(ctx, do):
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in ctx.saved_tensors]
         o = _based_by_features(*leaves, ctx.scale, ctx.norm, None, "auto")
-    return *torch.autograd.grad(o, leaves, do), None, None
+    return *torch.autograd.grad(o, leaves, do), None, None, None
 
 
 based_op.register_autograd(_based_gradients, setup_context=_based_save)
@@ -180,6 +187,12 @@ def fused_chunk_based(
         raise InvalidInputError(f"K is {q.shape[-1]}, which makes {count} features; at most {LARGEST_DIM} are taken")
     _validate(q, k, v, None, None, None, cu_seqlens, chunked.CHUNK)
     scale = chunked.default_scale(q.shape[-1]) if scale is None else real("scale", scale)
+    if backend == "hopper" or (backend == "auto" and BASED_HOPPER_CHECKED and cu_seqlens is None):
+        refusal = "packed sequences" if cu_seqlens is not None else based_hopper.refusal(q, k, v, use_norm)
+        if refusal is None:
+            return based_op(q, k, v, scale, use_norm, True)
+        if backend == "hopper":
+            raise UnsupportedError(f"backend 'hopper': {refusal}")
     small = q.shape[-1] <= _BASED_KEYS and cu_seqlens is None and q.dtype in (torch.bfloat16, torch.float16)
     if small and choose(v, backend, BASED_CHECKED) == "portable":
         return based_op(q, k, v, scale, use_norm)

@@ -1,8 +1,11 @@
 """What can be run about ThunderKittens' kernels; `gpu-accel run tk` and the notebook find the experiments here.
 
+attention                    attention.py
+features                     maps.py
 gemm                         products.py
 ladder                       ladder.py
 linear-attention, mamba2     sequences.py
+longconv                     longconv.py
 norms                        norms.py
 
 Judging and the timing of backwards are in judging.py.
@@ -12,7 +15,7 @@ from __future__ import annotations
 
 from gpu_accel.workbench.experiment import Experiment, SimpleExperiment
 
-from . import ladder, norms, products, sequences
+from . import attention, ladder, longconv, maps, norms, products, sequences
 
 _ALL = (
     SimpleExperiment(
@@ -28,10 +31,28 @@ _ALL = (
         build_case=ladder.build,
     ),
     SimpleExperiment(
+        name="attention",
+        title="Attention at the lengths of ThunderKittens' chart, by this project's Hopper kernels, next to cuDNN",
+        list_cases=attention.list_cases,
+        build_case=attention.build,
+    ),
+    SimpleExperiment(
         name="linear-attention",
         title="Linear attention without gates, with decays and with gates, next to fla and eager torch",
         list_cases=sequences.attention_cases,
         build_case=sequences.build_attention,
+    ),
+    SimpleExperiment(
+        name="features",
+        title="Based and Hedgehog next to fla, as the paper called it and as it is meant",
+        list_cases=maps.list_cases,
+        build_case=maps.build,
+    ),
+    SimpleExperiment(
+        name="longconv",
+        title="Convolutions as long as the sequence next to torch.fft, with the filter's transform kept and not",
+        list_cases=longconv.list_cases,
+        build_case=longconv.build,
     ),
     SimpleExperiment(
         name="mamba2",

@@ -14,6 +14,9 @@ from gpu_accel.workbench.experiment import Check, Settings
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
+FACTOR, RIVALS_FACTOR = 2.0, 4.0  # how much larger than the ruler's an error may be: ours, and that of others
+Part = Callable[[Tensor], Tensor]
+MOST = 2**26  # elements of a tensor that is judged: float64 of the whole, with what autograd keeps, would not fit
 
 
 def missing(package: str, settings: Settings) -> str:
@@ -27,14 +30,25 @@ def randn(*shape: int, seed: int, device: str, dtype: torch.dtype = torch.float3
     return torch.randn(*shape, generator=generator(seed, device), device=device).to(dtype)
 
 
-def run(function: Function, tensors: Sequence[Tensor], seed: int, backward: bool, dtype: torch.dtype | None = None):
-    """Results, or with `backward` the gradients of every tensor; in `dtype` where given."""
+def run(
+    function: Function, tensors: Sequence[Tensor], seed: int, backward: bool, dtype: torch.dtype | None = None, *,
+    part: Part | None = None, shapes: list[torch.Size] | None = None,
+):  # fmt: skip
+    """Results, or with `backward` the gradients of every tensor; in `dtype` where given.
+
+    part: `tensors` are parts of whole ones, whose results have `shapes`; so gradients are the same parts of theirs.
+    """
     leaves = [x.detach().to(dtype or x.dtype).requires_grad_(backward) for x in tensors]
     out = function(*leaves)
     outs = list(out) if isinstance(out, tuple) else [out]
+    if shapes is not None and part is None:
+        shapes.extend(o.shape for o in outs)
     if not backward:
         return [o.detach() for o in outs]
     grads = [_grad_of(o, seed, n) for n, o in enumerate(outs)]
+    if part is not None:
+        wholes = [o.new_empty(shape) for o, shape in zip(outs, shapes or (), strict=True)]
+        grads = [part(_grad_of(o, seed, n)) for n, o in enumerate(wholes)]
     return list(torch.autograd.grad(outs, leaves, grads))
 
 
@@ -42,21 +56,34 @@ def _grad_of(out: Tensor, seed: int, number: int) -> Tensor:
     return randn(*out.shape, seed=1_000_000 + 16 * seed + number, device=out.device.type).bfloat16().to(out.dtype)
 
 
-def judge(mine: Function, truth: Function, ruler: Function, tensors, seed: int, backward: bool, on_gpu: bool) -> Check:
-    """The largest error of any result over its bound: twice the ruler's in the same dtype, against float64.
+def judge(
+    mine: Function, truth: Function, ruler: Function, tensors, seed: int, backward: bool, on_gpu: bool, *,
+    part: Part | None = None, shared: Sequence[int] = (), factor: float = FACTOR,
+) -> Check:  # fmt: skip
+    """The largest error of any result over its bound: `factor` times the ruler's in the same dtype, against float64.
 
     Triton's interpreter cuts float32 to bfloat16 instead of rounding it, so on a CPU bfloat16 may err twice that.
+
+    part: what of every tensor and result is judged, where parts do not depend on each other and float64 of the whole
+    does not fit. Tensors numbered `shared` are whole in all parts; their gradients, sums over parts, are not judged.
     """
     cut = not on_gpu and any(x.dtype == torch.bfloat16 for x in tensors)
     worst, why = 0.0, ""
-    results = run(mine, tensors, seed, backward)
-    truths, rulers = run(truth, tensors, seed, backward, torch.float64), run(ruler, tensors, seed, backward)
-    for out, right, measure in zip(results, truths, rulers, strict=True):
+    shapes: list[torch.Size] = []
+    results = run(mine, tensors, seed, backward, shapes=shapes)
+    keep = [n for n in range(len(results)) if not (part and backward and n in shared)]
+    if part is not None:
+        results = [part(x) if n in keep else x for n, x in enumerate(results)]
+        tensors = [x if n in shared else part(x) for n, x in enumerate(tensors)]
+    truths = run(truth, tensors, seed, backward, torch.float64, part=part, shapes=shapes)
+    rulers = run(ruler, tensors, seed, backward, part=part, shapes=shapes)
+    for n in keep:
+        out, right, measure = results[n], truths[n], rulers[n]
         floor = torch.finfo(torch.bfloat16).eps * float(right.abs().max()) if cut and right.numel() else None
-        found = compare(out, right, measure, factor=4.0 if cut else 2.0, floor=floor)
-        part = found.error / found.bound if found.bound else (0.0 if found.error == 0 else float("inf"))
-        if not part <= worst:
-            worst, why = part, found.why
+        found = compare(out, right, measure, factor=2 * factor if cut else factor, floor=floor)
+        share = found.error / found.bound if found.bound else (0.0 if found.error == 0 else float("inf"))
+        if not share <= worst:
+            worst, why = share, found.why
     return Check(worst, 1.0, f"largest error over its bound{': ' + why if why else ''}")
 
 

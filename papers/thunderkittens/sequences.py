@@ -1,11 +1,13 @@
 """The `linear-attention` and `mamba2` experiments.
 
+    hopper      ours: the forward in Gluon, the backward plain Triton
     portable    ours, plain Triton
     torch       the same chunks as eager torch products (the reference, and the ruler of the check)
     fla         chunk_linear_attn or chunk_simple_gla of flash-linear-attention, where it is installed
     mamba_ssm            mamba_chunk_scan_combined on the same tensors, chunk 256, where it is installed
     mamba_ssm-fp32-64    the same on float32 tensors with chunk 64: how the paper's script called it
 
+At most 2^26 numbers of a tensor are judged: whole sequences of the batch, which do not depend on each other.
 The FLOPs of a case are those of the recurrence (4 K V a step and head); times are the result.
 """
 
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor
 
 from gpu_accel.thunderkittens import linear as la
+from gpu_accel.thunderkittens import walk_hopper
 from gpu_accel.thunderkittens.mamba2 import mamba_chunk_scan_combined
 from gpu_accel.workbench.experiment import Case, Implementation, Settings, Workload
 
@@ -77,14 +80,30 @@ def _fla(case: Case) -> Function:
     return call
 
 
+def part_of(case: Case) -> judging.Part | None:
+    """The first sequences of the batch, or None where all are judged."""
+    wide = max(int(case[n]) for n in ("key_dim", "value_dim", "headdim", "dstate") if n in case)
+    few = max(1, judging.MOST // (int(case["seqlen"]) * int(case["heads"]) * wide))
+    return None if few >= int(case["batch"]) else lambda x: x[:few]
+
+
+def hopper_refusal(settings: Settings, precision: str) -> str:
+    """Why the kernels in Gluon cannot run here; empty when they can."""
+    return walk_hopper.machine_refusal(torch.empty(0, dtype=DTYPES[precision], device=settings.device)) or ""
+
+
 def _implementation(
     name: str, role: str, function: Function, truth: Function, ruler: Function, make_inputs: Callable, case: Case,
-    settings: Settings, why: str = "", note: str = "",
+    settings: Settings, why: str = "", note: str = "", shared: tuple[int, ...] = (),
 ) -> Implementation:  # fmt: skip
     backward = case["pass"] == "backward"
+    part = part_of(case)
 
     def check(seed: int):
-        return judging.judge(function, truth, ruler, make_inputs(seed), seed, backward, settings.on_gpu)
+        return judging.judge(
+            function, truth, ruler, make_inputs(seed), seed, backward, settings.on_gpu, part=part, shared=shared,
+            factor=judging.RIVALS_FACTOR if role == "peer" else judging.FACTOR,
+        )  # fmt: skip
 
     def make(seed: int):
         return judging.timed(function, make_inputs(seed), seed, backward)
@@ -107,6 +126,7 @@ def build_attention(case: Case, settings: Settings) -> Workload:
     gates = 4 * steps if case["gate"] == "step" else 0
     return Workload(
         implementations=[
+            made("hopper", "ours", _linear(case, "hopper"), why=hopper_refusal(settings, str(case["dtype"]))),
             made("portable", "ours", _linear(case, "portable")),
             made("torch", "reference", eager, note="chunks of 64 as eager products"),
             made("fla", "peer", _fla(case), why=judging.missing("fla", settings)),
@@ -146,11 +166,10 @@ def _mamba(backend: str) -> Function:
     return lambda x, dt, A, B, C: mamba_chunk_scan_combined(x, dt, A, B, C, 64, backend=backend)
 
 
-def _mamba_ssm(chunk: int, dtype: torch.dtype | None) -> Function:
+def _mamba_ssm(chunk: int) -> Function:
     def call(x, dt, A, B, C):
         from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined as theirs
 
-        x, B, C = (t if dtype is None else t.to(dtype) for t in (x, B, C))
         return theirs(x, dt, A, B, C, chunk)
 
     return call
@@ -160,12 +179,18 @@ def build_mamba(case: Case, settings: Settings) -> Workload:
     make_inputs = functools.partial(_mamba_inputs, case, device=settings.device)
     eager = _mamba("reference")
     made = functools.partial(
-        _implementation, truth=eager, ruler=eager, make_inputs=make_inputs, case=case, settings=settings
+        _implementation, truth=eager, ruler=eager, make_inputs=make_inputs, case=case, settings=settings, shared=(2,)
     )
     why = judging.missing("mamba_ssm", settings)
 
     def wide_inputs(seed: int) -> list[Tensor]:
         return [t.float() for t in make_inputs(seed)]
+
+    def as_tensor_cores(x, dt, A, B, C):
+        """Tensor cores take float32 as tf32; what rounding to 16 bits does is the bound of that."""
+        narrow = DTYPES[str(case["dtype"])]
+        x, B, C = (t.to(narrow).to(t.dtype) for t in (x, B, C))
+        return eager(x, dt, A, B, C)
 
     batch, seqlen, heads, headdim, dstate, groups = (
         int(case[n]) for n in ("batch", "seqlen", "heads", "headdim", "dstate", "groups")
@@ -175,11 +200,12 @@ def build_mamba(case: Case, settings: Settings) -> Workload:
     forward = case["pass"] == "forward"
     return Workload(
         implementations=[
+            made("hopper", "ours", _mamba("hopper"), why=hopper_refusal(settings, str(case["dtype"]))),
             made("portable", "ours", _mamba("portable")),
             made("torch", "reference", eager, note="chunks of 64 as eager products"),
-            made("mamba_ssm", "peer", _mamba_ssm(256, None), why=why, note="chunk 256, the module's default"),
+            made("mamba_ssm", "peer", _mamba_ssm(256), why=why, note="chunk 256, the module's default"),
             made(
-                "mamba_ssm-fp32-64", "peer", _mamba_ssm(64, None), why=why, make_inputs=wide_inputs,
+                "mamba_ssm-fp32-64", "peer", _mamba_ssm(64), why=why, make_inputs=wide_inputs, ruler=as_tensor_cores,
                 note="float32 x, B and C, chunk 64: as the paper's script called it",
             ),
         ],
