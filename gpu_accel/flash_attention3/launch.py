@@ -63,6 +63,21 @@ def tma_refusal(*tensors: Tensor) -> str | None:
     return None
 
 
+def off_16_bytes(x: Tensor) -> bool:
+    """Whether the address of x, or a stride of a dimension that is walked, is no multiple of 16 bytes."""
+    size = x.element_size()
+    walked = (stride for n, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1)
+    return x.data_ptr() % _TMA_ALIGNMENT != 0 or any(stride * size % _TMA_ALIGNMENT for stride in walked)
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x, or on a GPU one contiguous copy of it where it is off 16 bytes.
+
+    Loads of two bytes are slow, and what ptxas 12.8 makes of them in front of a wgmma of 16 columns is wrong.
+    """
+    return x.clone(memory_format=torch.contiguous_format) if x.device.type == "cuda" and off_16_bytes(x) else x
+
+
 @functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
     """The compute capability; (8, 0) on ROCm, where nothing was tried.

@@ -35,6 +35,7 @@ from gpu_accel.flash_attention3 import config as configs
 from gpu_accel.flash_attention3.device import LOG2E, load_tile
 from gpu_accel.flash_attention3.features import NONE, Features
 from gpu_accel.flash_attention3.launch import (
+    aligned,
     bias_arguments,
     block_arguments,
     compact_strides,
@@ -118,6 +119,7 @@ def backward(
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     views = (x.unsqueeze(0) if varlen else x for x in (do, q, k, v, o, dq, dk, dv))
     do4, q4, k4, v4, o4, dq4, dk4, dv4 = views
+    do4, q4, k4, v4 = aligned(do4), aligned(q4), aligned(k4), aligned(v4)
     batches = cu_seqlens_q.shape[0] - 1 if varlen else q.shape[0]
     (_, sq, heads, head_dim), (_, sk, heads_kv, head_dim_v) = q4.shape, v4.shape
     if batches == 0 or q.numel() == 0 or (k.numel() == 0 and sinks is None):

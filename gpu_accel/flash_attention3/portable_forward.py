@@ -45,6 +45,7 @@ from gpu_accel.flash_attention3.device import (
 )
 from gpu_accel.flash_attention3.features import NONE, Features
 from gpu_accel.flash_attention3.launch import (
+    aligned,
     bias_arguments,
     block_arguments,
     compact_strides,
@@ -329,6 +330,7 @@ def forward(
     else:
         batches = q.shape[0]
         q4, k4, v4 = q, k, v
+    q4, k4, v4 = aligned(q4), aligned(k4), aligned(v4)
     (_, sq, heads, head_dim), (_, sk, heads_kv, head_dim_v) = q4.shape, v4.shape
     o = torch.empty((*q.shape[:-1], head_dim_v), dtype=q.dtype, device=q.device)
     lse_shape = (heads, sq) if varlen else (batches, heads, sq)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpu_accel.flash_attention3 import portable_forward
+from gpu_accel.flash_attention3 import launch, portable_forward
 from gpu_accel.flash_attention3.problem import normalise_window
 from gpu_accel.testing import attention_truth, make_qkv
 from gpu_accel.testing.attention import check_attention
@@ -139,3 +139,13 @@ def test_more_queries_than_keys_is_zero_by_contract(device):
     assert not o[:, :32].any() and (lse[..., :32] == float("-inf")).all()
     assert o[:, 32:].abs().sum(-1).gt(0).all()
     torch.testing.assert_close(o.double(), attention_truth(q, k, v, causal=True)[0], rtol=0, atol=1e-5)
+
+
+def test_what_lies_off_16_bytes():
+    x = torch.zeros(2 * 3 * 4 * 16 + 1, dtype=torch.bfloat16)
+    dense = x[:-1].view(2, 3, 4, 16)
+    assert not launch.off_16_bytes(dense)
+    assert launch.off_16_bytes(x[1:].view(2, 3, 4, 16))
+    assert launch.off_16_bytes(torch.zeros(2, 3, 4, 17, dtype=torch.bfloat16)[..., :16])
+    assert not launch.off_16_bytes(dense[:, :, :1].expand(2, 3, 4, 16))
+    assert not launch.off_16_bytes(torch.zeros(17, dtype=torch.bfloat16)[:16].view(1, 1, 1, 16))

@@ -129,6 +129,13 @@ def test_layouts(kind, d, poisoned_outputs):
     check_attention(dense, *inputs(2, 321, 321, 4, 4, d, kind=kind), causal=True)
 
 
+@pytest.mark.parametrize("d", [64, 72, 80, 96])
+def test_addresses_off_16_bytes(d, poisoned_outputs):
+    # two-byte loads in front of a wgmma of 16 columns came out wrong at 72 and 80, and then ended in illegal accesses
+    for seed in range(3):
+        check_attention(dense, *inputs(2, 136, 136, 4, 2, d, kind="misaligned", seed=seed))
+
+
 @pytest.mark.parametrize("path", ["pointer", "tma"])
 @pytest.mark.parametrize("name", ["dense", "packed"])
 def test_both_memory_paths(path, name, poisoned_outputs):
