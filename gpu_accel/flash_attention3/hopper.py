@@ -29,9 +29,9 @@ from .problem import Problem, effective_window
 NAME = "hopper"
 KERNEL = "Gluon, warp-specialised, wgmma and TMA (sm_90a)"
 _LOG2_E = 1.4426950408889634
-FEATURES = frozenset({"sinks", "batch_invariant"})
-# what the kernel has beside, not proven on a GPU yet: tests/gpu/test_hopper_modifiers.py
-UNPROVEN = frozenset({"alibi_slopes", "score_mod", "score_mod_grad", "mask_mod", "block_mask", "return_max_logits"})
+MODIFIERS = frozenset({"alibi_slopes", "score_mod", "score_mod_grad", "mask_mod", "block_mask", "return_max_logits"})
+FEATURES = frozenset({"sinks", "batch_invariant"}) | MODIFIERS
+MOST_HEAD_DIM_MODIFIED = 128  # 256 is not proven on a GPU yet: tests/gpu/test_hopper_modifiers.py
 _HEAD_DIMS = (64, 128, 256)
 # 3.9 has fewer registers left for three consumers and puts a third less aside (200 bytes for 296) where O is rescaled
 # behind a branch. Up to 3.8 nothing is put aside either way, and the branch cost 2 %.
@@ -119,6 +119,9 @@ def refuse_modifiers(problem: Problem) -> str | None:
     """Why the Hopper kernels cannot do what this problem asks of scores, or None."""
     if problem.varlen and problem.features & {"alibi_slopes", "score_mod", "mask_mod"}:
         return "does alibi_slopes, score_mod and mask_mod of dense tensors only"
+    dim = max(problem.head_dim, problem.head_dim_v)
+    if problem.features & MODIFIERS and dim > MOST_HEAD_DIM_MODIFIED:
+        return f"does biases, modifiers and block masks up to head_dim {MOST_HEAD_DIM_MODIFIED}, got {dim}"
     return refuse_blocks(problem.block_size)
 
 
@@ -260,11 +263,9 @@ def forward(
         heads // heads_kv,
         num_m,
         num_tiles,
-        # 8 to 32 MB of K and V at a time were tried: less leaves L2 unused; more lets long tiles, which wait for
+        # 4 to 32 MB of K and V at a time were tried: less leaves L2 unused; more lets long tiles, which wait for
         # memory, and short ones come in separate waves
-        heads_per_group(
-            batch * heads, keys * (head_dim + head_dim_v) * q.element_size(), (8 if keys <= 512 else 16) << 20
-        ),
+        heads_per_group(batch * heads, keys * (head_dim + head_dim_v) * q.element_size(), 16 << 20),
         window_left,
         window_right,
         scale,

@@ -28,7 +28,7 @@ _LOG2_E = 1.4426950408889634
 _KEYS = 128  # keys of a tile
 MOST_HEAD_DIM = 256
 MOST_HEAD_DIM_PACKED = 128  # 256 compiles and is not proven on a GPU yet: tests/gpu/test_hopper_modifiers.py
-FEATURES = frozenset({"sinks"})
+FEATURES = frozenset({"sinks", "alibi_slopes", "score_mod", "score_mod_grad", "mask_mod", "block_mask"})
 _COMPILER = dict(num_warps=4, maxnreg=168)
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
+from gpu_accel.flash_attention3 import hopper, hopper_backward
 from gpu_accel.flash_attention3.block_mask import block_mask_lists
 from gpu_accel.flash_attention3.features import Features
-from gpu_accel.flash_attention3.hopper_blocks import block_table, refuse_blocks
+from gpu_accel.flash_attention3.hopper_blocks import block_table
+from gpu_accel.flash_attention3.problem import Problem
 
 WHOLE = 2
 
@@ -84,6 +88,14 @@ def test_tiles_without_blocks_get_one_that_nobody_sees():
     assert table.view(2, width)[:, :2].tolist() == [[1, 0], [1, 0]]
 
 
-def test_sizes():
-    assert refuse_blocks((128, 64)) is None and refuse_blocks((0, 0)) is None
-    assert "multiples of 64" in str(refuse_blocks((128, 48)))
+@pytest.mark.parametrize("pass_", [hopper, hopper_backward])
+def test_what_the_kernels_refuse(pass_):
+    problem = Problem(
+        device_type="cuda", capability=(9, 0), dtype=torch.bfloat16, batch=1, seqlen_q=8, seqlen_k=8, heads=1,
+        heads_kv=1, head_dim=64, head_dim_v=64, causal=False, window_left=-1, window_right=-1, softcap=0.0,
+        varlen=False, features=frozenset({"mask_mod", "block_mask"}), block_size=(128, 64),
+    )  # fmt: skip
+    assert problem.features <= pass_.FEATURES and pass_.refuse(problem) is None
+    assert "multiples of 64" in str(pass_.refuse(replace(problem, block_size=(128, 48))))
+    packed = replace(problem, varlen=True, features=frozenset({"mask_mod"}), block_size=(0, 0))
+    assert "dense" in str(pass_.refuse(packed))
