@@ -27,20 +27,26 @@ class BasedConfig:
 CONFIG = BasedConfig()
 
 
-def problem_refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Why the kernel cannot take these sizes and strides, or None."""
+def size_refusal(q: Tensor, v: Tensor) -> str | None:
+    """Why the kernel cannot take these sizes, or None."""
     if q.shape[-1] not in (8, KEYS) or v.shape[-1] % 8:
         return f"K must be 8 or {KEYS} and V a multiple of 8, got {q.shape[-1]} and {v.shape[-1]}"
+    return None
+
+
+def problem_refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Why the kernel cannot take these sizes and strides, or None."""
+    why = size_refusal(q, v)
+    if why is not None:
+        return why
     if any(x.stride(-1) != 1 for x in (q, k, v)):
         return "a last dimension is not contiguous"
     why = tma_refusal(q, k, v)
     return None if why == "no GPU" else why
 
 
-def refusal(q: Tensor, k: Tensor, v: Tensor, norm: bool) -> str | None:
+def refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Why the Hopper kernel cannot run this call, or None."""
-    if norm:
-        return "sums of weights (use_norm) are not in this kernel"
     return machine_refusal(v) or problem_refusal(q, k, v)
 
 

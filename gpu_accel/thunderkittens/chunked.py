@@ -3,9 +3,10 @@
     gpu_accel::tk_chunked(q, k, v, g, w, initial, cu_seqlens, scale, chunk, segments, way) -> (o, final state)
     gpu_accel::tk_chunked_backward(do, dfinal, ...) -> (dq, dk, dv, dg, dw, dinitial)
 
-way: "chunks" (two kernels, all chunks at once), "walk" (`fused_kernel`) or "hopper" (`walk_kernel`), for the forward.
-Arguments are validated in `linear.py` and `mamba2.py`. The backward computes the states again instead of
-keeping them: they take K * V / chunk values a token and head, more than q, k and v together.
+way, of the forward: "chunks" (two kernels, all chunks at once), "walk" (`fused_kernel`) or "hopper" (`walk_kernel`);
+"hopper or walk" decides when it runs, since torch.compile knows no addresses.
+Arguments are validated in `linear.py` and `mamba2.py`. The backward computes the states again instead of keeping them:
+they take K * V / chunk values a token and head, more than q, k and v together.
 """
 
 from __future__ import annotations
@@ -198,6 +199,9 @@ def chunked(
     group = heads // q.shape[2] if q.shape[2] else 1
     common = dict(scale=scale, chunk=chunk, segments=segments, heads=heads, group=group)
     with _device(v):
+        if way.startswith("hopper or "):
+            fits = walk_hopper.refusal(q, k, v, cu_seqlens, chunk) is None
+            way = "hopper" if fits else way.removeprefix("hopper or ")
         if way == "hopper":
             return _hopper(q, k, v, g, w, initial, places, **common)
         if way == "walk":

@@ -19,7 +19,15 @@ from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.flash_attention3.launch import launch, next_power_of_2
 from gpu_accel.thunderkittens import chunked, chunked_kernels, delta_kernels, reference
 from gpu_accel.thunderkittens.arguments import check_tensors, real
-from gpu_accel.thunderkittens.linear import _need, _shape, _validate, choose
+from gpu_accel.thunderkittens.linear import (
+    _need,
+    _shape,
+    _sixteen,
+    _sixteen_by_sixteen,
+    _validate,
+    choose,
+    whole_tiles,
+)
 
 # What its tests in tests/gpu have passed on (H100, Triton 3.6.0): "auto" takes the kernels for that alone.
 GPU_CHECKED = (torch.bfloat16,)
@@ -219,6 +227,12 @@ def delta_rule(
             raise UnsupportedError(f"K is {q.shape[-1]}; the kernels of the delta rule hold {LARGEST_KEY}")
         backend = "reference" if backend == "auto" else backend
     if choose(v, backend, v.dtype in GPU_CHECKED) == "portable":
+        if not whole_tiles(q, k, v):
+            o, state = delta_rule(
+                *(_sixteen(x) for x in (q, k, v)), beta, g=g, scale=scale, chunk=chunk, cu_seqlens=cu_seqlens,
+                initial_state=None if initial_state is None else _sixteen_by_sixteen(initial_state), backend=backend,
+            )  # fmt: skip
+            return o[..., : v.shape[3]], state[..., : q.shape[3], : v.shape[3]]
         g, initial_state = (None if x is None else x.float() for x in (g, initial_state))
         return delta_op(q, k, v, g, beta.float(), initial_state, cu_seqlens, scale, chunk)
     edges = [0, v.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()

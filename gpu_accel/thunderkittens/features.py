@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 
 from gpu_accel.compat import INTERPRET
-from gpu_accel.errors import InvalidInputError, UnsupportedError
+from gpu_accel.errors import InvalidInputError
 from gpu_accel.flash_attention3.launch import launch, next_power_of_2
 from gpu_accel.thunderkittens import based_hopper, based_kernel, chunked, feature_kernels, walk_hopper
 from gpu_accel.thunderkittens.arguments import check_tensors, real
 from gpu_accel.thunderkittens.linear import (
     LARGEST_DIM,
     _need,
+    _refuse,
     _shape,
     _validate,
     choose,
@@ -35,10 +36,9 @@ from gpu_accel.thunderkittens.linear import (
     takes_normalised_walk,
 )
 
-# Until tests/gpu has seen `based_kernel` right on a card, "auto" takes plain torch.
-BASED_CHECKED = False
-BASED_HOPPER_CHECKED = False  # the same of `based_walk_kernel`
-HEDGEHOG_CHECKED = False  # the same of `feature_kernels`
+# What tests/gpu/test_thunderkittens.py has passed on: "auto" takes the kernels for that alone.
+BASED_HOPPER_CHECKED = True
+HEDGEHOG_CHECKED = True
 _ONES = 16  # columns of ones that sum weights up: as many as the kernels' tiles have at least
 _BASED_KEYS = 16  # the most of K whose squared state stays in registers
 
@@ -109,13 +109,13 @@ def _normalised(q: Tensor, k: Tensor, v: Tensor, norm: bool, cu_seqlens: Tensor 
 
 
 @torch.library.custom_op("gpu_accel::tk_based", mutates_args=())
-def based_op(q: Tensor, k: Tensor, v: Tensor, scale: float, norm: bool, hopper: bool = False) -> Tensor:
+def based_op(q: Tensor, k: Tensor, v: Tensor, scale: float, norm: bool, way: str) -> Tensor:
     """Based's attention of q, k (batch, seqlen, heads of q, K up to 16) and v, features in registers.
 
-    hopper: by `based_walk_kernel`, else by `based_kernel`.
+    way: "portable" (`based_kernel`), "hopper" (`based_walk_kernel`) or "hopper or portable".
     """
     q, k, v = chunked._unit(q), chunked._unit(k), chunked._unit(v)
-    if hopper:
+    if way == "hopper" or (way == "hopper or portable" and based_hopper.refusal(q, k, v) is None):
         with chunked._device(v):
             return based_hopper.walk(q, k, v, scale, norm)
     batch, seqlen, heads, value_dim = v.shape
@@ -138,7 +138,7 @@ def _based_launch() -> dict:
 
 
 @based_op.register_fake
-def _(q, k, v, scale, norm, hopper=False):
+def _(q, k, v, scale, norm, way):
     return v.new_empty(v.shape)
 
 
@@ -187,15 +187,15 @@ def fused_chunk_based(
         raise InvalidInputError(f"K is {q.shape[-1]}, which makes {count} features; at most {LARGEST_DIM} are taken")
     _validate(q, k, v, None, None, None, cu_seqlens, chunked.CHUNK)
     scale = chunked.default_scale(q.shape[-1]) if scale is None else real("scale", scale)
-    if backend == "hopper" or (backend == "auto" and BASED_HOPPER_CHECKED and cu_seqlens is None):
-        refusal = "packed sequences" if cu_seqlens is not None else based_hopper.refusal(q, k, v, use_norm)
-        if refusal is None:
-            return based_op(q, k, v, scale, use_norm, True)
-        if backend == "hopper":
-            raise UnsupportedError(f"backend 'hopper': {refusal}")
+    if backend == "hopper":
+        _refuse("packed sequences are not in this kernel" if cu_seqlens is not None else based_hopper.refusal(q, k, v))
+        return based_op(q, k, v, scale, use_norm, "hopper")
     small = q.shape[-1] <= _BASED_KEYS and cu_seqlens is None and q.dtype in (torch.bfloat16, torch.float16)
-    if small and choose(v, backend, BASED_CHECKED) == "portable":
-        return based_op(q, k, v, scale, use_norm)
+    fits = v.is_cuda and q.dtype == torch.bfloat16 and based_hopper.size_refusal(q, v) is None
+    if small and backend == "auto" and BASED_HOPPER_CHECKED and fits:
+        return based_op(q, k, v, scale, use_norm, "hopper or portable")
+    if small and backend == "portable" and choose(v, backend) == "portable":
+        return based_op(q, k, v, scale, use_norm, "portable")
     return _based_by_features(q, k, v, scale, use_norm, cu_seqlens, backend)
 
 
@@ -227,7 +227,7 @@ def hedgehog_attention(
               f"{_shape(x)}")  # fmt: skip
     _validate(q, k, v, None, None, None, cu_seqlens, chunked.CHUNK)
     if backend == "hopper" and (refusal := walk_hopper.machine_refusal(v)):
-        raise UnsupportedError(f"backend 'hopper': {refusal}")
+        _refuse(refusal)
     wide = q.shape[3] <= LARGEST_DIM and q.dtype in (torch.bfloat16, torch.float16)
     kernel = wide and (backend == "hopper" or choose(v, backend, HEDGEHOG_CHECKED) == "portable")
     features = hedgehog_op if kernel else hedgehog_features

@@ -22,11 +22,7 @@ _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # What tests/gpu/test_thunderkittens.py has passed on (H100, Triton 3.6.0): "auto" takes the kernels for that alone.
 GPU_CHECKED = True
 # The same for `walk_kernel` in Gluon: "auto" takes its forward where it can run.
-HOPPER_CHECKED = False
-# Based, which has K = 153 and a second call with V = 1, came out wrong there (by 3 times) and right in the interpreter;
-# which of the two it is, is not known yet, so on a GPU the kernels refuse both.
-_CHECKED_KEYS = 128
-_CHECKED_VALUES = 16
+HOPPER_CHECKED = True
 _WALKED_KEYS = range(33, 129)  # of one walk, in bfloat16, that those tests passed on
 LARGEST_DIM = 256
 
@@ -38,6 +34,11 @@ def _need(condition: bool, message: str) -> None:
 
 def _shape(x: Tensor) -> str:
     return f"{tuple(x.shape)} {x.dtype}"
+
+
+def _refuse(why: str | None) -> None:
+    if why is not None:
+        raise UnsupportedError(f"backend 'hopper': {why}")
 
 
 def choose(x: Tensor, backend: str, checked: bool | None = None) -> str:
@@ -57,6 +58,33 @@ def choose(x: Tensor, backend: str, checked: bool | None = None) -> str:
         if not x.is_cuda and not INTERPRET:
             raise UnsupportedError("the kernels need a GPU, or TRITON_INTERPRET=1; use backend='reference' on a CPU")
     return backend
+
+
+def whole_tiles(*tensors: Tensor) -> bool:
+    """Whether Triton reads every tile of 16 columns of these 16 bytes at a time.
+
+    One that it reads two bytes at a time (V = 1, rows off 16 bytes) reaches wgmma wrongly on Hopper under Triton 3.6:
+    its columns come out wrong, or the descriptor points outside of shared memory and the call is an illegal access.
+    """
+    return not any(x.is_cuda and x.shape[-1] <= 16 and (x.shape[-1] % 8 or _odd(x)) for x in tensors)
+
+
+def _odd(x: Tensor) -> bool:
+    """Rows that do not start at multiples of 16 bytes. (By numbers that torch.compile knows: not by the address.)"""
+    starts = [x.storage_offset(), *(s for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1)]
+    return x.stride(-1) != 1 or any(s * x.element_size() % 16 for s in starts)
+
+
+def _sixteen(x: Tensor) -> Tensor:
+    """x with zeros up to 16 columns, in rows of its own; wider ones as they are."""
+    if x.shape[-1] > 16:
+        return x
+    return torch.nn.functional.pad(x, (0, 16 - x.shape[-1])).clone(memory_format=torch.contiguous_format)
+
+
+def _sixteen_by_sixteen(state: Tensor) -> Tensor:
+    rows, cols = (max(0, 16 - n) for n in state.shape[-2:])
+    return torch.nn.functional.pad(state, (0, cols, 0, rows))
 
 
 def _validate(q: Tensor, k: Tensor, v: Tensor, g, w, initial, cu_seqlens, chunk: int, w_name: str = "w") -> None:
@@ -120,28 +148,27 @@ def linear_attention(
     """
     _validate(q, k, v, g, w, initial_state, cu_seqlens, chunk)
     scale = chunked.default_scale(q.shape[-1]) if scale is None else real("scale", scale)
-    if backend == "hopper" or (backend == "auto" and HOPPER_CHECKED and fused is None):
-        refusal = walk_hopper.refusal(q, k, v, cu_seqlens, chunk)
-        _need(fused is None or backend != "hopper", "fused is for the portable kernels")
-        if refusal is None:
-            g, w, initial_state = (None if x is None else x.float() for x in (g, w, initial_state))
-            return chunked.chunked(q, k, v, g, w, initial_state, None, scale, chunk, segments, "hopper")
-        if backend == "hopper":
-            raise UnsupportedError(f"backend 'hopper': {refusal}")
-    sizes = q.shape[3] <= _CHECKED_KEYS and v.shape[3] >= _CHECKED_VALUES
-    if choose(v, backend, GPU_CHECKED and sizes) == "portable":
-        if v.is_cuda and not sizes:
-            raise UnsupportedError(
-                f"on a GPU the kernels take K up to {_CHECKED_KEYS} and V from {_CHECKED_VALUES}, got {q.shape[3]} and "
-                f"{v.shape[3]}: others gave wrong results on an H100; use backend='reference'"
-            )
+    if backend == "hopper":
+        _need(fused is None, "fused is for the portable kernels")
+        _refuse(walk_hopper.refusal(q, k, v, cu_seqlens, chunk))
         g, w, initial_state = (None if x is None else x.float() for x in (g, w, initial_state))
-        refusal = chunked.fused_refusal(q.shape[-1], v.dtype)
+        return chunked.chunked(q, k, v, g, w, initial_state, None, scale, chunk, segments, "hopper")
+    if choose(v, backend) == "portable":
+        if not whole_tiles(q, k, v):
+            o, state = linear_attention(
+                *(_sixteen(x) for x in (q, k, v)), g=g, w=w, scale=scale, chunk=chunk, segments=segments, fused=fused,
+                initial_state=None if initial_state is None else _sixteen_by_sixteen(initial_state),
+                cu_seqlens=cu_seqlens, backend=backend,
+            )  # fmt: skip
+            return o[..., : v.shape[3]], state[..., : q.shape[3], : v.shape[3]]
+        g, w, initial_state = (None if x is None else x.float() for x in (g, w, initial_state))
+        given, refusal = fused, chunked.fused_refusal(q.shape[-1], v.dtype)
         if fused and refusal:
             raise UnsupportedError(f"fused=True: {refusal}; use fused=None")
         if fused is None:
             fused = v.dtype == torch.bfloat16 and q.shape[-1] in _WALKED_KEYS
-        way = "walk" if fused else "chunks"
+        hopper = "hopper or " if backend == "auto" and HOPPER_CHECKED and given is None else ""
+        way = hopper + ("walk" if fused else "chunks")
         return chunked.chunked(q, k, v, g, w, initial_state, cu_seqlens, scale, chunk, segments, way)
     parts = [(slice(None), 0, v.shape[1])]
     if cu_seqlens is not None:
@@ -185,11 +212,18 @@ def _normalized(
 
 @torch.library.custom_op("gpu_accel::tk_normalised_walk", mutates_args=())
 def normalised_walk(q: Tensor, k: Tensor, v: Tensor, scale: float, floor: float) -> Tensor:
-    """Linear attention divided by the sum of its weights (plus floor), by `walk_kernel`."""
+    """Linear attention divided by the sum of its weights (plus floor), by `walk_kernel` where that can run."""
     with chunked._device(v):
         if not v.numel():
             return torch.empty(v.shape, dtype=v.dtype, device=v.device)
-        return walk_hopper.walk(q, k, v, None, None, None, None, None, scale=scale, segments=1, norm=floor)[0]
+        if walk_hopper.refusal(q, k, v, None, chunked.CHUNK) is None:
+            return walk_hopper.walk(q, k, v, None, None, None, None, None, scale=scale, segments=1, norm=floor)[0]
+        return _normalised_in_steps(q, k, v, scale, floor)
+
+
+def _normalised_in_steps(q: Tensor, k: Tensor, v: Tensor, scale: float, floor: float) -> Tensor:
+    o, _ = linear_attention(q, k, v, scale=scale, backend="portable")
+    return _normalized(o, q, k, scale, None, floor)
 
 
 @normalised_walk.register_fake
@@ -205,8 +239,7 @@ def _normalised_save(ctx, inputs, output):
 def _normalised_gradients(ctx, do):
     with torch.enable_grad():
         q, k, v = (x.detach().requires_grad_() for x in ctx.saved_tensors)
-        o, _ = linear_attention(q, k, v, scale=ctx.scale, backend="portable")
-        o = _normalized(o, q, k, ctx.scale, None, ctx.floor)
+        o = _normalised_in_steps(q, k, v, ctx.scale, ctx.floor)
     return *torch.autograd.grad(o, (q, k, v), do), None, None
 
 
@@ -219,16 +252,12 @@ def takes_normalised_walk(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | 
     Raises UnsupportedError where it was asked for and cannot run.
     """
     if backend == "hopper":
-        refusal = walk_hopper.refusal(q, k, v, cu_seqlens, chunked.CHUNK)
-        if refusal:
-            raise UnsupportedError(f"backend 'hopper': {refusal}")
+        _refuse(walk_hopper.refusal(q, k, v, cu_seqlens, chunked.CHUNK))
         return True
-    tiles = v.shape[0] * v.shape[2] * -(-v.shape[3] // 64)
-    few = chunked.segments_for(1, tiles, 1, -(-v.shape[1] // chunked.CHUNK)) > 1  # sequences are not cut here
-    return (
-        backend == "auto" and HOPPER_CHECKED and not few
-        and walk_hopper.refusal(q, k, v, cu_seqlens, chunked.CHUNK) is None
-    )  # fmt: skip
+    heads = v.shape[0] * v.shape[2] * -(-v.shape[3] // 64)
+    few = chunked.segments_for(1, heads, 1, -(-v.shape[1] // chunked.CHUNK)) > 1  # sequences are not cut here
+    sizes = walk_hopper.size_refusal(q, v, cu_seqlens, chunked.CHUNK) is None
+    return backend == "auto" and HOPPER_CHECKED and v.is_cuda and v.dtype == torch.bfloat16 and sizes and not few
 
 
 def chunk_linear_attn(

@@ -24,12 +24,11 @@ class WalkConfig:
 
     block_v: int = 64
     stages: int = 2
-    early: bool = True  # keys are scaled under the first products, which takes registers
 
 
 def walk_config(key_dim: int, value_dim: int) -> WalkConfig:
     """Two programs an SM: 227 KiB of shared memory hold two rings of 3 stages at K = 64 and of 2 at K = 128."""
-    return WalkConfig(stages=3, early=True) if key_dim <= 64 else WalkConfig(stages=2, early=False)
+    return WalkConfig(stages=3 if key_dim <= 64 else 2)
 
 
 def machine_refusal(x: Tensor) -> str | None:
@@ -43,8 +42,8 @@ def machine_refusal(x: Tensor) -> str | None:
     return None if gluon_available() else "this Triton has no usable Gluon dialect"
 
 
-def problem_refusal(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, chunk: int) -> str | None:
-    """Why the kernel cannot take these sizes and strides, or None."""
+def size_refusal(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, chunk: int) -> str | None:
+    """Why the kernel cannot take these sizes, or None."""
     if cu_seqlens is not None:
         return "packed sequences (cu_seqlens) are not in this kernel"
     if chunk != CHUNK:
@@ -53,6 +52,14 @@ def problem_refusal(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, 
         return f"K must be a multiple of 8 from 16 to {_KEYS[-1]} and V one of 8, got {q.shape[-1]} and {v.shape[-1]}"
     if v.shape[0] * v.shape[2] * (v.shape[1] + CHUNK) >= _MOST_LINES:
         return "it has 2^31 gates or more"
+    return None
+
+
+def problem_refusal(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, chunk: int) -> str | None:
+    """Why the kernel cannot take these sizes and strides, or None."""
+    why = size_refusal(q, v, cu_seqlens, chunk)
+    if why is not None:
+        return why
     if any(x.stride(-1) != 1 for x in (q, k, v)):
         return "a last dimension is not contiguous"
     why = tma_refusal(q, k, v)
@@ -115,8 +122,7 @@ def walk(
     values = [tensor_map(x, CHUNK, config.block_v) for x in (v, o)]
     nothing = final if initial is None else initial
     constants = dict(BK=block_k, BV=config.block_v, STAGES=config.stages, GATED=g is not None, WEIGHTED=w is not None,
-                     HAS_INITIAL=initial is not None, HAS_LOCAL=local is not None, EARLY=config.early,
-                     NORM=norm is not None)  # fmt: skip
+                     HAS_INITIAL=initial is not None, HAS_LOCAL=local is not None, NORM=norm is not None)  # fmt: skip
     _quick[0](
         (), batch * heads * tiles * segments,
         (*keys, *values, _line_map(sums), _line_map(weights), nothing, final if local is None else local,

@@ -4,8 +4,8 @@
 a block of v and a segment, and keeps its state in registers; two programs share an SM, and while one waits for its
 chain of products the other one works. For a chunk of 64 steps (4 warps, one warpgroup):
 
-    tensor cores | q k'  q S |            | p v   k' v |                |
-    the rest     |  decays, k' scaled     | (waits)    | o and S out    |  next chunk's TMA loads
+    tensor cores | q k'  q S |                | p v   k' v |                |
+    the rest     |  decays   | p, k' scaled   | (waits)    | o and S out    |  next chunk's TMA loads
 
 q, k, v and the gates come by TMA, STAGES chunks ahead on one mbarrier a stage (1 arrival and its bytes). k is read a
 second time as a register operand, transposed, so that the gates can scale it on the way; S goes through shared memory
@@ -88,8 +88,7 @@ def walk_kernel(
     q_desc, k_desc, v_desc, o_desc, sums_desc, weights_desc, initial, local, decays, final,
     chunks, heads, group, sequences, segments, tiles, K, V, scale, floor,
     BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, WEIGHTED: gl.constexpr,
-    HAS_INITIAL: gl.constexpr, HAS_LOCAL: gl.constexpr, EARLY: gl.constexpr,
-    NORM: gl.constexpr,
+    HAS_INITIAL: gl.constexpr, HAS_LOCAL: gl.constexpr, NORM: gl.constexpr,
 ):  # fmt: skip
     """o through o_desc, and final (sequences, heads, K, V) float32. Descriptors of rank 4: (batch, head, row, column).
 
@@ -181,15 +180,13 @@ def walk_kernel(
             acc = acc * gl.exp2(last)
         elif WEIGHTED:
             share = gl.where(causal, weights_bufs.index(stage).load(gl.SliceLayout(0, SCORES))[None, :], 0.0)
-        if EARLY:
-            keys = _scaled_keys(k_buf, sums_bufs.index(stage), weights_bufs.index(stage), last, LEFT, GATED, WEIGHTED)
         scores = warpgroup_mma_wait(1, deps=[scores])
         if GATED or WEIGHTED:  # noqa: SIM108
             p = (scores * share).to(dtype)
         else:
             p = gl.where(causal, scores, 0.0).to(dtype)
-        if not EARLY:
-            keys = _scaled_keys(k_buf, sums_bufs.index(stage), weights_bufs.index(stage), last, LEFT, GATED, WEIGHTED)
+        # scaled under the first products keys took 4 us longer of 44, and spilled at K = 128
+        keys = _scaled_keys(k_buf, sums_bufs.index(stage), weights_bufs.index(stage), last, LEFT, GATED, WEIGHTED)
         if NORM:
             before = q_bufs.index(stage).load(LEFT).to(gl.float32) * z_buf.load(gl.SliceLayout(0, LEFT))[None, :]
             total = gl.convert_layout(gl.sum(before, axis=1), gl.SliceLayout(1, OUT))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpu_accel.errors import UnsupportedError
 from gpu_accel.testing import assert_close_to_truth, generator
-from gpu_accel.thunderkittens import chunked, elements, linear, reference, rows
+from gpu_accel.thunderkittens import elements, linear, reference, rows
 from gpu_accel.thunderkittens.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from gpu_accel.thunderkittens.delta import delta_rule
 from gpu_accel.thunderkittens.features import fused_chunk_based, hedgehog_attention
@@ -134,7 +133,7 @@ def test_delta_rule_of_packed_sequences():
 
 
 @pytest.mark.parametrize("innermost", ["steps", "channels"])
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
 def test_causal_conv1d(dtype, innermost):
     x, weight, bias = (randn(*s, seed=n, dtype=dtype) for n, s in ((1, (2, 515, 300)), (2, (300, 4)), (3, (300,))))
     state = randn(2, 300, 3, seed=4, dtype=dtype)
@@ -158,7 +157,7 @@ def test_causal_conv1d(dtype, innermost):
         torch.testing.assert_close(a, whole[..., t])
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
 def test_cross_entropy(dtype):
     x, w = randn(700, 256, seed=1, dtype=dtype), randn(50_257, 256, seed=2, dtype=dtype) / 16
     y = torch.arange(700, device="cuda") * 7919 % 50_257
@@ -173,32 +172,110 @@ def test_cross_entropy(dtype):
     judge(["loss", "dx"], lambda b: lambda t: cross_entropy(t, y, backend=b), [x @ w.T], [one])
 
 
-# strict: a size that comes out right fails here, and is then to be allowed again
-@pytest.mark.xfail(strict=True, reason="Based came out wrong on an H100 with Triton 3.6.0, by its K or by its V")
-@pytest.mark.parametrize(("key_dim", "value_dim"), [(153, 64), (192, 64), (64, 1)])
-def test_sizes_that_are_refused(key_dim, value_dim):
-    q, k = (randn(2, 515, 4, key_dim, seed=s, dtype=BF16) for s in (1, 2))
-    v = randn(2, 515, 4, value_dim, seed=3, dtype=BF16)
-    truth, ruler = (
-        linear.linear_attention(*(x.to(t) for x in (q, k, v)), scale=1.0, backend="reference")
-        for t in (torch.float64, BF16)
-    )
-    found = chunked.chunked(q, k, v, None, None, None, None, 1.0, 64, 0, "chunks")
-    for name, *three in zip(["o", "state"], found, truth, ruler, strict=True):
-        assert_close_to_truth(name, *three)
+@pytest.mark.parametrize(("key_dim", "value_dim", "dtype"), [(153, 64, BF16), (192, 33, FP16), (64, 1, BF16),
+                                                             (9, 16, FP16)])  # fmt: skip
+def test_odd_sizes(key_dim, value_dim, dtype):
+    """Rows that are read two bytes at a time; tiles of 16 columns of them are padded (linear.whole_tiles)."""
+    tensors = [randn(2, 515, 4, d, seed=s, dtype=dtype) for s, d in ((1, key_dim), (2, key_dim), (3, value_dim))]
+    grads = [randn(2, 515, 4, value_dim, seed=4), randn(2, 4, key_dim, value_dim, seed=5)]
+
+    def function(backend):
+        return lambda q, k, v: linear.linear_attention(q, k, v, scale=0.1, backend=backend)
+
+    judge(["o", "state", "dq", "dk", "dv"], function, tensors, grads)
 
 
-def test_based_and_hedgehog_take_the_reference():
-    q = randn(1, 70, 2, 16, seed=1, dtype=BF16)
-    assert fused_chunk_based(q, q, q).isfinite().all()
-    maps = randn(2, 16, 16, seed=2, dtype=BF16)
-    assert hedgehog_attention(q, q, q, maps, maps).isfinite().all()
-    with pytest.raises(UnsupportedError, match="wrong results"):
-        fused_chunk_based(q, q, q, backend="portable")
+def test_a_view_off_16_bytes():
+    """A tile of 16 columns in rows that start anywhere."""
+    q, k = (randn(2, 300, 4, 64, seed=s, dtype=BF16) for s in (1, 2))
+    v = randn(2, 300, 4, 17, seed=3, dtype=BF16)
+    grads = [randn(2, 300, 4, 16, seed=4), randn(2, 4, 64, 16, seed=5)]
+
+    def function(backend):
+        return lambda q, k, v: linear.linear_attention(q, k, v[..., 1:], scale=0.1, backend=backend)
+
+    judge(["o", "state", "dq", "dk", "dv"], function, [q, k, v], grads)
+
+
+# batch, seqlen, heads, heads of q, K, V; gates and weights, a first state, segments
+WALKS = [
+    pytest.param((2, 1000, 4, 1, 64, 64), "gw", False, 0, id="K64-gw"),
+    pytest.param((2, 1, 32, 2, 64, 64), "gw", True, 0, id="T1-K64-gw-initial"),
+    pytest.param((2, 515, 4, 4, 128, 128), "g", True, 0, id="K128-V128-g-initial"),
+    pytest.param((2, 130, 4, 4, 96, 72), "g", True, 0, id="K96-V72-g-initial"),
+    pytest.param((1, 2000, 4, 2, 128, 64), "gw", True, 3, id="K128-gw-initial-segments3"),
+    pytest.param((1, 4096, 4, 4, 128, 64), "g", False, 0, id="K128-g-segments"),
+    pytest.param((2, 515, 4, 4, 128, 128), "", False, 0, id="K128-V128"),
+    pytest.param((2, 515, 4, 4, 48, 64), "w", False, 0, id="K48-w"),
+    pytest.param((2, 515, 4, 4, 16, 64), "", True, 0, id="K16-initial"),
+]
+
+
+@pytest.mark.parametrize(("shape", "given", "initial", "segments"), WALKS)
+def test_walk_on_hopper(shape, given, initial, segments):
+    batch, seqlen, heads, heads_q, key_dim, value_dim = shape
+    q, k = (randn(batch, seqlen, heads_q, key_dim, seed=s, dtype=BF16) for s in (1, 2))
+    v = randn(batch, seqlen, heads, value_dim, seed=3, dtype=BF16)
+    g = -randn(batch, seqlen, heads, seed=4).square() * 0.1 if "g" in given else None
+    w = randn(batch, seqlen, heads, seed=5).abs() if "w" in given else None
+    h = randn(batch, heads, key_dim, value_dim, seed=6) if initial else None
+
+    def call(backend, dtype=BF16):
+        return linear.linear_attention(
+            *(x.to(dtype) for x in (q, k, v)), g=g, w=w, scale=0.3, initial_state=h, backend=backend,
+            segments=segments if backend == "hopper" else 0,
+        )  # fmt: skip
+
+    found, again = call("hopper"), call("hopper")
+    for name, out, same, *two in zip(["o", "state"], found, again, call("reference", torch.float64), call("reference"),
+                                     strict=True):  # fmt: skip
+        assert_close_to_truth(name, out, *two)
+        assert torch.equal(out, same)
+
+
+@pytest.mark.parametrize(("seqlen", "key_dim", "value_dim"), [(515, 128, 128), (1, 128, 64), (300, 64, 72)])
+def test_normalised_walk(seqlen, key_dim, value_dim):
+    q, k = (randn(2, seqlen, 16, key_dim, seed=s, dtype=BF16).abs() for s in (1, 2))
+    v = randn(2, seqlen, 16, value_dim, seed=3, dtype=BF16)
+
+    def function(backend):
+        backend = "hopper" if backend == "portable" else backend
+        return lambda q, k, v: linear.chunk_linear_attn(q, k, v, backend=backend)[0]
+
+    judge(["o", "dq", "dk", "dv"], function, [q, k, v], [randn(2, seqlen, 16, value_dim, seed=4)])
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["sum", "norm"])
+@pytest.mark.parametrize(("seqlen", "key_dim", "value_dim"), [(515, 16, 64), (1, 16, 64), (130, 8, 72)])
+@pytest.mark.parametrize("backend", ["hopper", "portable"])
+def test_based(backend, seqlen, key_dim, value_dim, norm):
+    q, k = (randn(2, seqlen, 16, key_dim, seed=s, dtype=BF16) for s in (1, 2))
+    v = randn(2, seqlen, 16, value_dim, seed=3, dtype=BF16)
+
+    def function(given):
+        given = backend if given == "portable" else given
+        return lambda q, k, v: fused_chunk_based(q, k, v, use_norm=norm, backend=given)
+
+    judge(["o", "dq", "dk", "dv"], function, [q, k, v], [randn(2, seqlen, 16, value_dim, seed=4)])
+
+
+@pytest.mark.parametrize(("backend", "dtype"), [("hopper", BF16), ("portable", BF16), ("portable", FP16)])
+@pytest.mark.parametrize(("key_dim", "count", "value_dim"), [(128, 64, 128), (24, 40, 72)])
+def test_hedgehog(key_dim, count, value_dim, backend, dtype):
+    q, k = (randn(2, 300, 4, key_dim, seed=s, dtype=dtype) for s in (1, 2))
+    v = randn(2, 300, 4, value_dim, seed=3, dtype=dtype)
+    maps = [(randn(4, key_dim, count, seed=s) / key_dim**0.5).to(dtype) for s in (4, 5)]
+
+    def function(given):
+        given = backend if given == "portable" else given
+        return lambda *tensors: hedgehog_attention(*tensors, backend=given)
+
+    names = ["o", "dq", "dk", "dv", "dq_map", "dk_map"]
+    judge(names, function, [q, k, v, *maps], [randn(2, 300, 4, value_dim, seed=6)])
 
 
 @pytest.mark.parametrize("size", [256, 2048, 4096])
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
 def test_long_convolution(dtype, size):
     u, pre, post = (randn(3, 5, size // 2, seed=s, dtype=dtype) for s in (1, 2, 3))
     k = randn(5, size // 2, seed=4) / size**0.5
