@@ -19,6 +19,7 @@ from gpu_accel.errors import InvalidInputError
 from gpu_accel.flash_attention3 import launch as launching
 from gpu_accel.flash_attention3.hadamard import random_signs
 from gpu_accel.flash_attention3.launch import capability
+from gpu_accel.thunderkittens.gemm_hopper import machine_refusal
 from gpu_accel.transformer_engine import codec, reference, scales
 from gpu_accel.transformer_engine.activations import ACTIVATIONS
 from gpu_accel.transformer_engine.formats import FORMATS
@@ -26,6 +27,7 @@ from gpu_accel.transformer_engine.quantize_kernels import _amax_kernel, _block_k
 from gpu_accel.transformer_engine.reference import block_grid, quantize_reference
 from gpu_accel.transformer_engine.schemes import Scheme
 
+BOTH_CHECKED = False  # whether hopper_quantize_kernel.py has given the bits of the reference on a GPU
 LONGEST_ROW = 16384  # values of a row that one program holds; longer rows are read twice
 _LIMIT = 2**31 - 1
 Three = tuple[Tensor, Tensor, Tensor]  # codes, scales, tensor scale; what does not exist is empty
@@ -207,6 +209,16 @@ def _empty_parts(x: Tensor, rows: int, cols: int, scheme: Scheme, made: bool) ->
     return x.new_empty((rows, width), dtype=torch.uint8), grid, tensor_scale
 
 
+def takes_both(x: Tensor, scheme: Scheme, m: Matrix, source: Source) -> bool:
+    """Whether the kernel of `hopper_quantize_kernel.py` makes both copies: of whole tiles in blocks of one row."""
+    if not (BOTH_CHECKED and x.is_cuda) or source.kind in ACTIVATIONS or machine_refusal(x) is not None:
+        return False
+    blocks = scheme.block in ((1, 32), (1, 128)) and scheme.scale in ("fp32", "pow2", "e8m0")
+    plain = scheme.element in ("e4m3", "e5m2") and scheme.rounding == "nearest"
+    whole = m.rows % 128 == 0 and m.cols % 128 == 0 and m.s_col == 1 and not m.nested
+    return blocks and plain and whole and m.s_row % 8 == 0 and x.data_ptr() % 16 == 0
+
+
 def run_quantize(
     x: Tensor, scheme: Scheme, rowwise: bool, columnwise: bool, *, seed: int = 0, scale: Tensor | None = None,
     seen: Tensor | None = None, source: Source = PLAIN, statistics: tuple[Tensor, Tensor] | None = None,
@@ -264,6 +276,17 @@ def run_quantize(
                 quick(_amax_kernel, programs, (x, *given, amax_r, amax_c, signs, *place, tiles), options)
             if not scheme.hadamard and not per_row:
                 amax_c = amax_r
+        if in_one_tile and rowwise and columnwise and takes_both(x, scheme, m, source):
+            from gpu_accel.transformer_engine.hopper_quantize_kernel import both_kernel
+
+            kept = ("SCALE", "LARGEST", "ADD", "EMAX", "FINITE")
+            options = dict(
+                GC=scheme.block[1], **{name: numbers[name] for name in kept}, E5M2=scheme.element == "e5m2",
+                SOURCE=curve, num_warps=8, enable_fp_fusion=False,
+            )  # fmt: skip
+            arguments = (x, *given, *row[:2], *col[:2], m.rows, m.cols, m.s_row, m.cols // 128)
+            quick(both_kernel, m.rows * m.cols // 128**2, arguments, options)
+            return row, col
         if in_one_tile:
             bm, bk, warps = block_tile(scheme, m, columnwise)
             programs, tiles, even = _grid(m, bm, bk)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from gpu_accel.testing import compare, generator
-from gpu_accel.transformer_engine import linear_op, quantizer
+from gpu_accel.thunderkittens.gemm_hopper import machine_refusal
+from gpu_accel.transformer_engine import linear_op, quantize_launch, quantizer
 from gpu_accel.transformer_engine.activations import (
     ACTIVATIONS,
     activate_reference,
@@ -44,6 +45,7 @@ def kernels_by_default(monkeypatch):
     """These tests are what decides whether "auto" takes the kernels."""
     monkeypatch.setattr(quantizer, "GPU_CHECKED", True)
     monkeypatch.setattr(quantizer, "FUSED_CHECKED", True)
+    monkeypatch.setattr(quantize_launch, "BOTH_CHECKED", True)
 
 
 def make(rows: int, cols: int, *, dtype=torch.bfloat16, special: bool = True, seed: int = 0) -> torch.Tensor:
@@ -83,6 +85,22 @@ def test_bits(name, columnwise):
                 for backend in ("portable", "reference")
             )
             assert_same_bits(one, other)
+
+
+@pytest.mark.parametrize("name", ["fp8_1x128", "e4m3:1x128:pow2", "mxfp8", "mxfp8_e5m2", "e5m2:1x128:fp32"])
+def test_bits_of_hoppers_own(name):
+    """The kernel that makes both copies of whole tiles: rows apart, zeros of both signs, infinities in every block."""
+    if machine_refusal(torch.empty(0, device="cuda")):
+        pytest.skip("needs compute capability 9.0")
+    for dtype in (torch.bfloat16, torch.float32, torch.float16):
+        x = make(384, 512, dtype=torch.float32)
+        x[7], x[200:260, 130:170], x[300, ::32] = -0.0, math.nan, math.inf
+        store = torch.full((384, 528), math.nan, dtype=dtype, device="cuda")
+        store[:, 8:520] = x.to(dtype)
+        for view in (x.to(dtype), store[:, 8:520]):
+            matrix = quantize_launch.as_matrix(view)
+            assert quantize_launch.takes_both(view, scheme(name), matrix, quantize_launch.PLAIN)
+            assert_same_bits(*(quantize(view, name, columnwise=True, backend=b) for b in ("portable", "reference")))
 
 
 def test_the_reference_gives_the_same_bits_on_a_cpu():

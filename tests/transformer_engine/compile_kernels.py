@@ -4,6 +4,7 @@ python compile_kernels.py quantize fp8-given,mxfp8-both    of (4096, 4096) bf16;
 python compile_kernels.py quantize fp8-both-fp32           the same of float32
 python compile_kernels.py quantize nvfp4-both-ragged       of (304, 1104), which tiles do not divide
 python compile_kernels.py operand rms-fp8-given-both       of a norm or an activation of (4096, 4096) bf16
+python compile_kernels.py hopper fp8_1x128,mxfp8-rms        both copies by the kernel for Hopper
 python compile_kernels.py step roll,swiglu                 two histories; an activation and its gradient
 python compile_kernels.py optimizer adamw,lion             a step of a million bf16 values
 python compile_kernels.py gemm fp8_row-fp8_row             products of 4096 x 4096 x 4096
@@ -17,9 +18,10 @@ import sys
 
 import torch
 
-from gpu_accel.flash_attention3.launch import instead_of_launching
+from gpu_accel.flash_attention3.launch import instead_of_launching, launch
 from gpu_accel.testing.compile_only import compile_only
-from gpu_accel.transformer_engine import activations, gemm, history_kernels, optimizers, quantizer, sources
+from gpu_accel.transformer_engine import activations, gemm, history_kernels, optimizers, quantize_launch, quantizer, sources
+from gpu_accel.transformer_engine.hopper_quantize_kernel import both_kernel
 from gpu_accel.transformer_engine.quantize_launch import Source
 from gpu_accel.transformer_engine.schemes import scheme
 
@@ -77,6 +79,18 @@ with instead_of_launching(hook):
             sources.operand_op._init_fn(
                 x, known, seen, text, text, True, "both" in extra, 0, "portable", kind, gamma, beta, 1e-5
             )
+        elif sys.argv[1] == "hopper":
+            label = name
+            what = scheme(name.removesuffix("-rms"))
+            x, codes = torch.empty(4096, 4096, dtype=torch.bfloat16), torch.empty(4096, 4096, dtype=torch.uint8)
+            wide = what.scale != "e8m0"
+            scales = torch.empty(4096, 4096 // what.block[1], dtype=torch.float32 if wide else torch.uint8)
+            numbers = quantize_launch._numbers(what)
+            kept = ("SCALE", "LARGEST", "ADD", "EMAX", "FINITE")
+            options = dict(GC=what.block[1], **{key: numbers[key] for key in kept}, E5M2=what.element == "e5m2",
+                           SOURCE="rms" if name.endswith("rms") else "", num_warps=8, enable_fp_fusion=False)  # fmt: skip
+            arguments = (x, *(torch.ones(4096),) * 4, codes, scales, codes, scales, 4096, 4096, 4096, 32)
+            launch(both_kernel, 1, arguments, options)
         elif sys.argv[1] == "step":
             label = name
             state = [torch.ones(1024), torch.ones(()), torch.ones(()), torch.zeros(2, dtype=torch.int64)]

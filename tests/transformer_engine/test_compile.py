@@ -61,6 +61,25 @@ def test_conversions_that_ptxas_gets_wrong(compile_environment):
 
 
 @pytest.mark.slow
+@TWO_TRITONS
+def test_both_copies_for_hopper(compile_environment):
+    """Nothing but maxima in shared memory, codes in vectors, and half the instructions of the portable kernel."""
+    rows = compiled(compile_environment, "hopper", "fp8_1x128,e5m2:1x128:pow2,mxfp8,mxfp8-rms")
+    for row in rows:
+        assert row["spills"] == 0 and not row["used_twice"] and row["registers"] <= 128, row
+        assert row["shared"] <= 2048 and row["wide_loads"] >= 8, row
+        assert row["instructions"] / 64 < (20 if row["name"] == "mxfp8" else 33), row
+
+
+@pytest.mark.slow
+def test_operands_and_histories(compile_environment):
+    rows = compiled(compile_environment, "operand", "rms-fp8-given-both,layer-fp8-both,swiglu-fp8-given-both")
+    assert {row["kernel"] for row in rows} == {"_norm_kernel", "_cast_kernel"}
+    for row in rows:
+        assert row["spills"] == 0 and not row["used_twice"] and row["wide_loads"] >= 2, row
+
+
+@pytest.mark.slow
 def test_products(compile_environment):
     rows = compiled(compile_environment, "gemm", "fp8_row-fp8_row,fp8_1x128-fp8_128x128,nvfp4-nvfp4")
     assert len(rows) == 3
