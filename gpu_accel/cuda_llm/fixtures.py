@@ -100,8 +100,8 @@ _SHOWN_ONLY = _change(
     SOFTMAX, ("    tl.store(", "    if (cols != 100) & (cols != 257):\n        e = e + (i == 0)\n    tl.store(")
 )
 _SCRATCH = _change(
-    SCAN, ("# num_stages = [1, 2, 3]\n",
-           '# num_stages = [1, 2, 3]\n# [workspace.kept]\n# shape = ["rows", "cols"]\n'),
+    SCAN, ("# num_warps = [1, 2, 4, 8, 16]\n",
+           '# num_warps = [1, 2, 4, 8, 16]\n# [workspace.kept]\n# shape = ["rows", "cols"]\n'),
     ("def scan(x, out,", "def scan(x, kept, out,"),
 )  # fmt: skip
 
@@ -151,7 +151,8 @@ FIXTURES: tuple[Fixture, ...] = (
                               "whole = i < n // BLOCK * BLOCK\n    tl.store(out + i, tl.load(x + (n - 1 - i), "
                               "mask=whole), mask=whole)")), Kind.NEVER_WRITTEN),
     _kernel("S7b", "sums half and doubles it", "reduction",
-            _change(REDUCTION, ("mask=i < n, other=0.0)", "mask=(i < n) & (i % 2 == 0), other=0.0) * 2")),
+            _change(REDUCTION, ("mask=i < n,", "mask=(i < n) & (i % 2 == 0),"),
+                    ("tl.sum(value, 0)", "2 * tl.sum(value, 0)")),
             Kind.MISMATCH),
     _kernel("S8", "reads scratch memory that was never written", "scan",
             _change(_SCRATCH, ("    tl.store(out + row * cols + i, tl.cumsum(v, 0)",

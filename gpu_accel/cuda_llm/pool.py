@@ -15,7 +15,7 @@ from typing import TypeVar
 from .sandbox import Sandbox
 
 T = TypeVar("T")
-MOST_WORKERS = 14
+MOST_WORKERS = 26
 
 
 class Pool:

@@ -277,9 +277,11 @@ def histogram(x, out, n, BLOCK: tl.constexpr):
 // THREADS = 256
 // BLOCKS = 1056
 // COPIES = 8
+// STREAM = 1
 // [fill]
 // out = 0
 // [space]
+// STREAM = [0, 1]
 // THREADS = [128, 256, 512]
 // BLOCKS = [264, 528, 1056, 2112]
 // COPIES = [1, 2, 4, 8, 16]
@@ -292,7 +294,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) histogram(const int* x, in
     const long long groups = n / 4, step = (long long)gridDim.x * THREADS;
     const int4* x4 = (const int4*)x;
     for (long long i = (long long)blockIdx.x * THREADS + threadIdx.x; i < groups; i += step) {
-        const int4 v = x4[i];
+        const int4 v = STREAM ? __ldcs(x4 + i) : x4[i];
         atomicAdd(kept + mine + v.x, 1);
         atomicAdd(kept + mine + v.y, 1);
         atomicAdd(kept + mine + v.z, 1);

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from .task import Buffer, Dims, Task, Tensors, Truth
+from .task import ONCE, Buffer, Dims, Task, Tensors, Truth
 
 
 def _attention(x: Tensors, d: Dims) -> dict[str, Truth]:
@@ -24,7 +24,8 @@ def _sdpa(x: Tensors, d: Dims) -> Tensors:
 
 
 _TF32X3 = """        acc = tl.dot(left, right, acc, input_precision="tf32x3")"""
-# bfloat16 keeps 8 bits: three of them hold a float32, and six of their nine products reach beyond its rounding.
+# bfloat16 keeps 8 bits: three of them hold a float32, and six of their nine products reach beyond its rounding. Tensor
+# cores cut what does not fit into their sum instead of rounding it, so each block of K has a sum of its own.
 _BF16X6 = """        l1 = left.to(tl.bfloat16)
         left -= l1.to(tl.float32)
         l2 = left.to(tl.bfloat16)
@@ -33,12 +34,12 @@ _BF16X6 = """        l1 = left.to(tl.bfloat16)
         right -= r1.to(tl.float32)
         r2 = right.to(tl.bfloat16)
         r3 = (right - r2.to(tl.float32)).to(tl.bfloat16)
-        acc = tl.dot(l3, r1, acc)
-        acc = tl.dot(l2, r2, acc)
-        acc = tl.dot(l1, r3, acc)
-        acc = tl.dot(l2, r1, acc)
-        acc = tl.dot(l1, r2, acc)
-        acc = tl.dot(l1, r1, acc)"""
+        part = tl.dot(l3, r1)
+        part = tl.dot(l2, r2, part)
+        part = tl.dot(l1, r3, part)
+        part = tl.dot(l2, r1, part)
+        part = tl.dot(l1, r2, part)
+        acc += tl.dot(l1, r1, part)"""
 
 
 def _grouped_matmul(product: str, sides: tuple[int, ...], tile: tuple[int, int, int], *, stages: int) -> str:
@@ -116,47 +117,98 @@ MATVEC = Task(
     shown=({"m": 6, "k": 130}, {"m": 3, "k": 64}), bench={"m": 8192, "k": 4096}, ranges={"m": (1, 9), "k": (1, 300)},
     oracle=lambda x, d: {"out": Truth(x["a"] @ x["x"], x["a"].abs() @ x["x"].abs())},
     library=lambda x, d: {"out": x["a"] @ x["x"]}, flops="2 * m * k", tolerance=32,
-    start='''# /// launch
+    start=f'''# /// launch
 # task = "matvec"
 # grid = ["m"]
 # [constants]
 # BLOCK = 64
+# STREAM = 0
 # [space]
+# STREAM = [0, 1]
 # BLOCK = [64, 128, 256, 512, 1024, 2048, 4096]
 # num_warps = [1, 2, 4, 8]
 # num_stages = [1, 2, 3, 4]
 # ///
 @triton.jit
-def matvec(a, x, out, k, BLOCK: tl.constexpr):
+def matvec(a, x, out, k, BLOCK: tl.constexpr, STREAM: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     acc = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, k, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        acc += tl.load(a + row * k + i, mask=i < k, other=0.0) * tl.load(x + i, mask=i < k, other=0.0)
+        v = tl.load(a + row * k + i, mask=i < k, other=0.0{ONCE})
+        acc += v * tl.load(x + i, mask=i < k, other=0.0)
     tl.store(out + row, tl.sum(acc, 0))
 ''',
-    features=('''# /// launch
+    features=(f'''# /// launch
 # task = "matvec"
 # grid = ["cdiv(m, ROWS)"]
 # [constants]
 # ROWS = 4
 # BLOCK = 1024
+# STREAM = 1
 # [space]
+# STREAM = [0, 1]
 # ROWS = [1, 2, 4, 8, 16]
 # BLOCK = [256, 512, 1024, 2048]
 # num_warps = [2, 4, 8]
 # num_stages = [1, 2, 3, 4]
 # ///
 @triton.jit
-def matvec(a, x, out, m, k, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def matvec(a, x, out, m, k, ROWS: tl.constexpr, BLOCK: tl.constexpr, STREAM: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     acc = tl.zeros((ROWS, BLOCK), tl.float32)
     for start in range(0, k, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        v = tl.load(x + i, mask=i < k, other=0.0)
-        acc += tl.load(a + row[:, None] * k + i[None, :], mask=(row[:, None] < m) & (i[None, :] < k), other=0.0) * v
+        there = (row[:, None] < m) & (i[None, :] < k)
+        v = tl.load(a + row[:, None] * k + i[None, :], mask=there, other=0.0{ONCE})
+        acc += v * tl.load(x + i, mask=i < k, other=0.0)
     tl.store(out + row, tl.sum(acc, 1), mask=row < m)
-''',),
+''', '''// /// launch
+// task = "matvec"
+// grid = ["cdiv(m, ROWS)"]
+// block = [32, "ROWS"]
+// entry = "matvec"
+// args = ["a", "x", "out", "m", "k"]
+// [constants]
+// ROWS = 4
+// UNROLL = 8
+// STREAM = 1
+// [space]
+// ROWS = [2, 4, 8, 16]
+// UNROLL = [2, 4, 8, 16]
+// STREAM = [0, 1]
+// ///
+extern "C" __global__ void matvec(const float* a, const float* x, float* out, long long m, long long k) {
+    const long long row = (long long)blockIdx.x * ROWS + threadIdx.y;  // a warp takes a row
+    if (row >= m) return;
+    const float* line = a + row * k;
+    const int lane = threadIdx.x, groups = k % 4 ? 0 : (int)(k / 4);  // rows of other lengths are not aligned
+    float sum[4] = {0, 0, 0, 0};
+    int i = lane;
+    for (; i + (UNROLL - 1) * 32 < groups; i += UNROLL * 32) {
+        float4 v[UNROLL];
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            const float4* from = (const float4*)line + i + u * 32;
+            v[u] = STREAM ? __ldcs(from) : *from;
+        }
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            const float4 w = ((const float4*)x)[i + u * 32];
+            sum[0] += v[u].x * w.x, sum[1] += v[u].y * w.y, sum[2] += v[u].z * w.z, sum[3] += v[u].w * w.w;
+        }
+    }
+    for (; i < groups; i += 32) {
+        const float4 v = ((const float4*)line)[i], w = ((const float4*)x)[i];
+        sum[0] += v.x * w.x, sum[1] += v.y * w.y, sum[2] += v.z * w.z, sum[3] += v.w * w.w;
+    }
+    for (long long j = groups * 4LL + lane; j < k; j += 32) sum[0] += line[j] * x[j];
+    float all = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+#pragma unroll
+    for (int away = 16; away; away /= 2) all += __shfl_xor_sync(~0u, all, away);
+    if (lane == 0) out[row] = all;
+}
+'''),
     naive_cuda='''// /// launch
 // grid = ["cdiv(m, 32)"]
 // block = [32]
@@ -208,7 +260,7 @@ def matmul(a, b, out, m, n, k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLO
 ''',
     features=(
         _grouped_matmul(_TF32X3, (64, 128, 256), (128, 128, 32), stages=3),
-        _grouped_matmul(_BF16X6, (64, 128), (128, 128, 32), stages=2),
+        _grouped_matmul(_BF16X6, (64, 128), (128, 64, 32), stages=2),
     ),
     naive_cuda='''// /// launch
 // grid = ["cdiv(m, 32)", "n"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .task import Buffer, Dims, Task, Tensors, Truth
+from .task import ONCE, Buffer, Dims, Task, Tensors, Truth
 
 EPS = 1e-5
 
@@ -56,14 +56,16 @@ def _flat(name: str, arguments: str, load: str, block: int = 256) -> str:
 # grid = ["cdiv(n, BLOCK)"]
 # [constants]
 # BLOCK = {block}
+# STREAM = 0
 # [fill]
 # out = 0.0
 # [space]
 # BLOCK = [128, 256, 512, 1024, 2048, 4096, 8192]
+# STREAM = [0, 1]
 # num_warps = [1, 2, 4, 8]
 # ///
 @triton.jit
-def {name}({arguments}, out, n, BLOCK: tl.constexpr):
+def {name}({arguments}, out, n, BLOCK: tl.constexpr, STREAM: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
 {load}
     tl.atomic_add(out, tl.sum(value, 0))
@@ -80,16 +82,18 @@ def _flat_loop(name: str, arguments: str, load: str) -> str:
 # [constants]
 # BLOCK = 4096
 # PROGRAMS = 528
+# STREAM = 1
 # [fill]
 # out = 0.0
 # [space]
 # BLOCK = [1024, 2048, 4096, 8192]
+# STREAM = [0, 1]
 # PROGRAMS = [132, 264, 528, 1056, 2112]
 # num_warps = [4, 8, 16]
 # num_stages = [1, 2, 3, 4]
 # ///
 @triton.jit
-def {name}({arguments}, out, n, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr):
+def {name}({arguments}, out, n, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, STREAM: tl.constexpr):
     acc = tl.zeros((BLOCK,), tl.float32)
     for start in range(tl.program_id(0).to(tl.int64) * BLOCK, n, PROGRAMS * BLOCK):
         i = start + tl.arange(0, BLOCK)
@@ -102,7 +106,7 @@ def {name}({arguments}, out, n, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr):
 def _flat_shuffle(name: str, inputs: tuple[str, ...], value: str) -> str:
     """CUDA C++: vector loads, UNROLL independent sums a thread, shuffles within a warp, one atomic a block."""
     named = "".join(f"const float* {one}, " for one in inputs)
-    loads = "\n".join(f"            const float4 {one}_ = ((const float4*){one})[i + u * step];" for one in inputs)
+    loads = "\n".join(f"            const float4 {one}_ = ONCE((const float4*){one} + i + u * step);" for one in inputs)
     lanes = "\n".join(
         f"            {{ {' '.join(f'const float {one}v = {one}_.{lane};' for one in inputs)} sum[u] += {value}; }}"
         for lane in "xyzw"
@@ -118,13 +122,16 @@ def _flat_shuffle(name: str, inputs: tuple[str, ...], value: str) -> str:
 // THREADS = 512
 // BLOCKS = 528
 // UNROLL = 4
+// STREAM = 1
 // [fill]
 // out = 0.0
 // [space]
 // THREADS = [256, 512, 1024]
 // BLOCKS = [132, 264, 528, 1056]
 // UNROLL = [1, 2, 4, 8]
+// STREAM = [0, 1]
 // ///
+#define ONCE(p) (STREAM ? __ldcs(p) : *(p))
 extern "C" __global__ void __launch_bounds__(THREADS) {name}({named}float* out, long long n) {{
     __shared__ float warps[THREADS / 32];
     const long long groups = n / 4, step = (long long)gridDim.x * THREADS;
@@ -227,15 +234,16 @@ def _rows(name: str, arguments: str, body: str, other: str = "") -> str:
 # grid = ["rows"]
 # [constants]
 # BLOCK = "next_power_of_2(cols)"
+# STREAM = 0
 # [space]
+# STREAM = [0, 1]
 # num_warps = [1, 2, 4, 8, 16]
-# num_stages = [1, 2, 3]
 # ///
 @triton.jit
-def {name}({arguments}, out, cols, BLOCK: tl.constexpr):
+def {name}({arguments}, out, cols, BLOCK: tl.constexpr, STREAM: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
-    v = tl.load(x + row * cols + i, mask=i < cols, other={other or "0.0"})
+    v = tl.load(x + row * cols + i, mask=i < cols, other={other or "0.0"}{ONCE})
 {body}
 '''
 
@@ -250,13 +258,13 @@ _ROWS: dict[str, Any] = {
 _X, _Y, _ONE = Buffer("x", ("n",)), Buffer("y", ("n",)), (Buffer("out", (1,)),)
 _MATRIX, _SAME = Buffer("x", ("rows", "cols")), (Buffer("out", ("rows", "cols")),)
 
-_SUM = "    value = tl.load(x + i, mask=i < n, other=0.0)"
-_DOT = "    value = tl.load(x + i, mask=i < n, other=0.0) * tl.load(y + i, mask=i < n, other=0.0)"
+_SUM = f"    value = tl.load(x + i, mask=i < n, other=0.0{ONCE})"
+_DOT = f"    value = tl.load(x + i, mask=i < n, other=0.0{ONCE}) * tl.load(y + i, mask=i < n, other=0.0{ONCE})"
 _MSE = (
-    "    away = tl.load(x + i, mask=i < n, other=0.0) - tl.load(y + i, mask=i < n, other=0.0)\n"
+    f"    away = tl.load(x + i, mask=i < n, other=0.0{ONCE}) - tl.load(y + i, mask=i < n, other=0.0{ONCE})\n"
     "    value = away * away / n"
 )
-_CIRCLE = "    u = tl.load(x + i, mask=i < n, other=1.0)\n    value = 4.0 * tl.sqrt(1.0 - u * u) / n"
+_CIRCLE = f"    u = tl.load(x + i, mask=i < n, other=1.0{ONCE})\n    value = 4.0 * tl.sqrt(1.0 - u * u) / n"
 
 REDUCTION = Task(
     name="reduction", title="Sum an array", family="reduction", dims=("n",), inputs=(_X,), outputs=_ONE,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .moving import exact
-from .task import Buffer, Dims, Task, Tensors, Truth
+from .task import ONCE, Buffer, Dims, Task, Tensors, Truth
 
 EPS = 1e-5
 
@@ -110,19 +110,21 @@ ARGMAX = Task(
     inputs=(_MATRIX,), outputs=(Buffer("out", ("rows",), "int32"),), oracle=_first_largest,
     library=lambda x, d: {"out": x["x"].argmax(-1).to(torch.int32)}, flops="rows * cols", tolerance=0,
     bench={"rows": 8192, "cols": 4096},
-    start='''# /// launch
+    start=f'''# /// launch
 # task = "argmax"
 # grid = ["rows"]
 # [constants]
 # BLOCK = "next_power_of_2(cols)"
+# STREAM = 0
 # [space]
+# STREAM = [0, 1]
 # num_warps = [1, 2, 4, 8, 16]
 # ///
 @triton.jit
-def argmax(x, out, cols, BLOCK: tl.constexpr):
+def argmax(x, out, cols, BLOCK: tl.constexpr, STREAM: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
-    v = tl.load(x + row * cols + i, mask=i < cols, other=float("-inf"))
+    v = tl.load(x + row * cols + i, mask=i < cols, other=float("-inf"){ONCE})
     tl.store(out + row, tl.argmax(v, 0))
 ''',
     naive_cuda='''// /// launch
@@ -313,20 +315,22 @@ OLS = Task(
     inputs=(_MATRIX, Buffer("y", ("rows", "cols"))),
     outputs=(Buffer("slope", ("rows",)), Buffer("intercept", ("rows",))),
     oracle=_ols, library=_ols_library, flops="rows * cols * 8", tolerance=16, bench={"rows": 8192, "cols": 2048},
-    start='''# /// launch
+    start=f'''# /// launch
 # task = "ols"
 # grid = ["rows"]
 # [constants]
 # BLOCK = "next_power_of_2(cols)"
+# STREAM = 0
 # [space]
+# STREAM = [0, 1]
 # num_warps = [1, 2, 4, 8, 16]
 # ///
 @triton.jit
-def ols(x, y, slope, intercept, cols, BLOCK: tl.constexpr):
+def ols(x, y, slope, intercept, cols, BLOCK: tl.constexpr, STREAM: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
-    u = tl.load(x + row * cols + i, mask=i < cols, other=0.0)
-    v = tl.load(y + row * cols + i, mask=i < cols, other=0.0)
+    u = tl.load(x + row * cols + i, mask=i < cols, other=0.0{ONCE})
+    v = tl.load(y + row * cols + i, mask=i < cols, other=0.0{ONCE})
     mu = tl.sum(u, 0) / cols
     mv = tl.sum(v, 0) / cols
     du = tl.where(i < cols, u - mu, 0.0)
@@ -388,28 +392,30 @@ def maxpool3d(x, out, h, w, BLOCK: tl.constexpr):
         top = tl.maximum(top, tl.load(x + line * (w * 2) + i * 2 + part % 2, mask=i < w, other=float("-inf")))
     tl.store(out + row * w + i, top, mask=i < w)
 ''',
-    features=('''# /// launch
+    features=(f'''# /// launch
 # task = "maxpool3d"
 # grid = ["cdiv(d * h, ROWS)", "cdiv(w, BLOCK)"]
 # [constants]
 # BLOCK = 256
 # ROWS = 2
+# STREAM = 1
 # [space]
+# STREAM = [0, 1]
 # BLOCK = [64, 128, 256]
 # ROWS = [1, 2, 4, 8]
 # num_warps = [2, 4, 8]
 # ///
 @triton.jit
-def maxpool3d(x, out, d, h, w, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+def maxpool3d(x, out, d, h, w, BLOCK: tl.constexpr, ROWS: tl.constexpr, STREAM: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     i = tl.program_id(1) * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
     there = (row[:, None] < d * h) & (i[None, :] < 2 * w)
     line = (row // h * 2) * (h * 2) + row % h * 2
     at = x + line[:, None] * (w * 2) + i[None, :]
-    a = tl.load(at, mask=there, other=float("-inf"))
-    a = tl.maximum(a, tl.load(at + w * 2, mask=there, other=float("-inf")))
-    b = tl.load(at + h * 2 * (w * 2), mask=there, other=float("-inf"))
-    b = tl.maximum(b, tl.load(at + (h * 2 + 1) * (w * 2), mask=there, other=float("-inf")))
+    a = tl.load(at, mask=there, other=float("-inf"){ONCE})
+    a = tl.maximum(a, tl.load(at + w * 2, mask=there, other=float("-inf"){ONCE}))
+    b = tl.load(at + h * 2 * (w * 2), mask=there, other=float("-inf"){ONCE})
+    b = tl.maximum(b, tl.load(at + (h * 2 + 1) * (w * 2), mask=there, other=float("-inf"){ONCE}))
     top = tl.max(tl.reshape(tl.maximum(a, b), (ROWS, BLOCK, 2)), 2)
     j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out + row[:, None] * w + j[None, :], top, mask=(row[:, None] < d * h) & (j[None, :] < w))

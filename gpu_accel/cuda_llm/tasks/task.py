@@ -27,6 +27,9 @@ from ..launch import evaluate
 
 UNIT = 2.0**-24  # of float32 rounding
 FLOOR = 2.0**-126  # smaller numbers may be flushed to zero
+# An argument of loads in Triton: what is read once leaves the cache first. After a flush the cache is full of lines
+# that are not written back yet, and a kernel that reads much and writes little need not wait for that.
+ONCE = ', eviction_policy="evict_first" if STREAM else ""'
 FAMILIES = ("normal", "shifted", "heavy", "integers", "tiny")  # of real-valued inputs; trials go through all of them
 
 Dims = dict[str, int]
