@@ -20,7 +20,15 @@ import torch
 
 from gpu_accel.flash_attention3.launch import instead_of_launching, launch
 from gpu_accel.testing.compile_only import compile_only
-from gpu_accel.transformer_engine import activations, gemm, history_kernels, optimizers, quantize_launch, quantizer, sources
+from gpu_accel.transformer_engine import (
+    activations,
+    gemm,
+    history_kernels,
+    optimizers,
+    quantize_launch,
+    quantizer,
+    sources,
+)
 from gpu_accel.transformer_engine.hopper_quantize_kernel import both_kernel
 from gpu_accel.transformer_engine.quantize_launch import Source
 from gpu_accel.transformer_engine.schemes import scheme
@@ -87,8 +95,10 @@ with instead_of_launching(hook):
             scales = torch.empty(4096, 4096 // what.block[1], dtype=torch.float32 if wide else torch.uint8)
             numbers = quantize_launch._numbers(what)
             kept = ("SCALE", "LARGEST", "ADD", "EMAX", "FINITE")
-            options = dict(GC=what.block[1], **{key: numbers[key] for key in kept}, E5M2=what.element == "e5m2",
-                           SOURCE="rms" if name.endswith("rms") else "", num_warps=8, enable_fp_fusion=False)  # fmt: skip
+            options = dict(
+                GC=what.block[1], **{key: numbers[key] for key in kept}, E5M2=what.element == "e5m2",
+                SOURCE="rms" if name.endswith("rms") else "", num_warps=8, enable_fp_fusion=False,
+            )  # fmt: skip
             arguments = (x, *(torch.ones(4096),) * 4, codes, scales, codes, scales, 4096, 4096, 4096, 32)
             launch(both_kernel, 1, arguments, options)
         elif sys.argv[1] == "step":
