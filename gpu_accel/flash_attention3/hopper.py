@@ -43,7 +43,8 @@ _INVARIANT_KEYS = 1 << 14  # the length whose tiles all calls take that promise 
 class ForwardConfig:
     """Tiles and switches of one forward kernel; a program works on `64 * consumers` query rows.
 
-    `dynamic`: tiles come from a queue. `lazy`: O is rescaled only where a row's maximum grew by more than 8 (base 2).
+    `dynamic`: tiles come from a queue, `whole_heads`: all tiles of a head at once. `lazy`: O is rescaled only where a
+    row's maximum grew by more than 8 (base 2).
     Only the ablation clears `pipelined` (softmax under the products) or `specialized` (warps that only load; without
     them no ping_pong, no dynamic tiles, and o_chunks 1).
     """
@@ -58,6 +59,7 @@ class ForwardConfig:
     ping_pong: bool
     dynamic: bool
     lazy: bool
+    whole_heads: bool = False
     pipelined: bool = True
     specialized: bool = True
 
@@ -224,7 +226,7 @@ def forward(
     causal = window_right >= 0
     config = config or forward_config(head_dim, head_dim_v, causal=causal, seqlen_k=keys)
     if packed:
-        config = replace(config, dynamic=True)  # tiles come with what the queue hands on
+        config = replace(config, dynamic=True, whole_heads=False)  # tiles come with what the queue hands on
     config = _modified_config(config, features)
     row_max = torch.empty_like(lse) if features.return_max_logits else None
     table = counter = tile_counter(q.device) if config.dynamic else lse
@@ -237,7 +239,7 @@ def forward(
     else:
         num_m = -(-seqlen_q // (64 * config.consumers))
     num_tiles = num_m * batch * heads
-    grid = min(multiprocessors(q.device), num_tiles)
+    grid = min(multiprocessors(q.device), batch * heads if config.whole_heads else num_tiles)
     launch_registers, consumer_registers, producer_registers = config.registers()
     rows = 64 if config.specialized else 64 * config.consumers
     scale, exp_scale = softmax_scale, softmax_scale * _LOG2_E
@@ -265,7 +267,9 @@ def forward(
         num_tiles,
         # 4 to 32 MB of K and V at a time were tried: less leaves L2 unused; more lets long tiles, which wait for
         # memory, and short ones come in separate waves
-        heads_per_group(batch * heads, keys * (head_dim + head_dim_v) * q.element_size(), 16 << 20),
+        heads_per_group(
+            batch * heads, keys * (head_dim + head_dim_v) * q.element_size(), 0 if config.whole_heads else 16 << 20
+        ),
         window_left,
         window_right,
         scale,
@@ -296,6 +300,7 @@ def forward(
         PIPELINED=config.pipelined,
         SPECIALIZED=config.specialized,
         SINKS=features.sinks is not None,
+        WHOLE_HEADS=config.whole_heads,
         SCORE_MOD=device_function(features.score_mod),
         MASK_MOD=device_function(features.mask_mod),
         CONSUMER_REGISTERS=consumer_registers,

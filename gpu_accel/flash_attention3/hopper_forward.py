@@ -61,12 +61,12 @@ def _consumer(
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_SLOTS: gl.constexpr,
     O_CHUNKS: gl.constexpr, PING_PONG: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
     EVEN_K: gl.constexpr, DYNAMIC: gl.constexpr, LAZY: gl.constexpr, PACKED: gl.constexpr, PIPELINED: gl.constexpr,
-    SINKS: gl.constexpr, ALIBI: gl.constexpr, ROW_MAX: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr,
-    BLOCKS: gl.constexpr,
+    SINKS: gl.constexpr, WHOLE_HEADS: gl.constexpr, ALIBI: gl.constexpr, ROW_MAX: gl.constexpr,
+    SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
     q_bufs, k_bufs, v_bufs, o_bufs = bufs
     q_full, q_empty, k_full, v_full, kv_empty, queue_full, queue_empty, queue = bars
-    _, _, _, _, _, num_tiles, _, left, right = shape
+    _, _, _, _, num_m, num_tiles, _, left, right = shape
     BLOCK_M: gl.constexpr = ROWS * CONSUMERS
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, v_bufs.shape[2], 16])
@@ -79,6 +79,8 @@ def _consumer(
     it = 0
     k = 0
     tile = gl.program_id(0)
+    if WHOLE_HEADS:
+        tile = tile * num_m
     if PING_PONG and WG == CONSUMERS - 1:
         bar_arrive(PING_PONG_BARRIER, 256)  # lets consumer 0 start
     # The first block of the first tile has nothing to overlap with.
@@ -246,7 +248,8 @@ def _load_v(v_bufs, v_full, fixed, fixes, v_desc, batch, kv, k_row0, block, used
 def _producer(
     bufs, bars, fixed, q_desc, k_desc, v_desc, counter, table, shape, mods,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_SLOTS: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DYNAMIC: gl.constexpr, PACKED: gl.constexpr, BLOCKS: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DYNAMIC: gl.constexpr, PACKED: gl.constexpr,
+    WHOLE_HEADS: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
     q_bufs, k_bufs, v_bufs, _ = bufs
     q_full, q_empty, k_full, v_full, kv_empty, queue_full, queue_empty, queue = bars
@@ -256,6 +259,8 @@ def _producer(
     k = 0
     fixes = gl.to_tensor(0)
     tile = gl.program_id(0)
+    if WHOLE_HEADS:
+        tile = tile * num_m
     LONG_FIRST: gl.constexpr = CAUSAL or BLOCKS
     m_block, batch, head, q_row0, k_row0, _, used_q, used_k = first_tile(tile, table, shape, LONG_FIRST, PACKED)
     while tile < num_tiles:
@@ -270,7 +275,11 @@ def _producer(
             listed = listed_number(row, hi - 1)
         if DYNAMIC:
             # The draw's round trip hides under the loads of a short tile; of a long one it would come too early.
-            early = draw(counter, hi - lo <= EARLY_DRAW)
+            if WHOLE_HEADS:
+                wanted = (tile + 1) % num_m == 0
+                early = draw(counter, wanted & (hi - lo <= EARLY_DRAW))
+            else:
+                early = draw(counter, hi - lo <= EARLY_DRAW)
         slot0 = (k % Q_SLOTS) * CONSUMERS
         q_phase = (k // Q_SLOTS) & 1
         for c in gl.static_range(CONSUMERS):
@@ -311,7 +320,11 @@ def _producer(
             v_args = (batch, kv, k_row0, listed, used_k)
         if DYNAMIC:
             # Before the wait for the last V slot, under which the round trip hides too.
-            tile = gl.max(early + draw(counter, hi - lo > EARLY_DRAW), axis=0) + gl.num_programs(0)
+            if WHOLE_HEADS:
+                drawn = gl.max(early + draw(counter, wanted & (hi - lo > EARLY_DRAW)), axis=0) + gl.num_programs(0)
+                tile = gl.where(wanted, drawn * num_m, tile + 1)
+            else:
+                tile = gl.max(early + draw(counter, hi - lo > EARLY_DRAW), axis=0) + gl.num_programs(0)
             if PACKED:
                 j, batch, head = tile_of(tile, shape, True)
                 entry = read_entry(num_m - 1 - j, table, tile < num_tiles)
@@ -327,7 +340,10 @@ def _producer(
         fixes = _load_v(v_bufs, v_full, fixed, fixes, v_desc, v_batch, v_kv, v_row0, v_block, v_used, v_stage, PACKED)
     if DYNAMIC:  # noqa: SIM102
         # Each program draws one number past the end; the last of them resets the counter for the next launch.
-        if tile == num_tiles + gl.num_programs(0) - 1:
+        past = gl.num_programs(0) - 1
+        if WHOLE_HEADS:
+            past = past * num_m
+        if tile == num_tiles + past:
             gl.store(counter, 0)
 
 
@@ -362,7 +378,7 @@ def attention_forward_kernel(
     STAGES: gl.constexpr, Q_SLOTS: gl.constexpr, O_CHUNKS: gl.constexpr, PING_PONG: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, EVEN_K: gl.constexpr, DYNAMIC: gl.constexpr,
     LAZY: gl.constexpr, PACKED: gl.constexpr, PIPELINED: gl.constexpr, SPECIALIZED: gl.constexpr,
-    SINKS: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr,
+    SINKS: gl.constexpr, WHOLE_HEADS: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Descriptors are rank 4, (batch, head, row, column), with blocks of one head; lse is (batch, heads, seqlen_q),
@@ -375,6 +391,9 @@ def attention_forward_kernel(
     `slopes` to `table_sh` are None where a call has no such thing. With a table width, `table` is that of
     hopper_blocks.py for tiles of 128 query rows and blocks of BLOCK_N keys, DYNAMIC is on and PACKED off. SCORE_MOD and
     MASK_MOD are users' functions or None.
+
+    WHOLE_HEADS (with DYNAMIC, not PACKED): what is drawn is a head; a program walks all its tiles, so that only the
+    first of them waits for memory, and programs load different heads.
 
     PIPELINED, SPECIALIZED and PING_PONG are on but for the ablation of the paper; without SPECIALIZED one partition of
     4 * CONSUMERS warps does everything (hopper_alone.py).
@@ -438,15 +457,16 @@ def attention_forward_kernel(
                          (slopes, slopes_sb, aux, row_max, table_width, table_sb, table_sh),
                          CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, O_CHUNKS,
                          PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED, SINKS,
-                         ALIBI, ROW_MAX, SCORE_MOD, MASK_MOD, BLOCKS)),
+                         WHOLE_HEADS, ALIBI, ROW_MAX, SCORE_MOD, MASK_MOD, BLOCKS)),
             (_consumer, (1, bufs, bars, outputs, table, shape, scales,
                          (slopes, slopes_sb, aux, row_max, table_width, table_sb, table_sh),
                          CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, O_CHUNKS,
                          PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED, SINKS,
-                         ALIBI, ROW_MAX, SCORE_MOD, MASK_MOD, BLOCKS)),
+                         WHOLE_HEADS, ALIBI, ROW_MAX, SCORE_MOD, MASK_MOD, BLOCKS)),
             (_producer, (bufs, bars, fixed, q_desc, k_desc, v_desc, counter, table, shape,
                          (slopes, slopes_sb, aux, row_max, table_width, table_sb, table_sh),
-                         CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, CAUSAL, WINDOW, DYNAMIC, PACKED, BLOCKS)),
+                         CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, CAUSAL, WINDOW, DYNAMIC, PACKED, WHOLE_HEADS,
+                         BLOCKS)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.static_assert(CONSUMERS == 3)
@@ -455,18 +475,19 @@ def attention_forward_kernel(
                          (slopes, slopes_sb, aux, row_max, table_width, table_sb, table_sh),
                          CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, O_CHUNKS,
                          PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED, SINKS,
-                         ALIBI, ROW_MAX, SCORE_MOD, MASK_MOD, BLOCKS)),
+                         WHOLE_HEADS, ALIBI, ROW_MAX, SCORE_MOD, MASK_MOD, BLOCKS)),
             (_consumer, (1, bufs, bars, outputs, table, shape, scales,
                          (slopes, slopes_sb, aux, row_max, table_width, table_sb, table_sh),
                          CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, O_CHUNKS,
                          PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED, SINKS,
-                         ALIBI, ROW_MAX, SCORE_MOD, MASK_MOD, BLOCKS)),
+                         WHOLE_HEADS, ALIBI, ROW_MAX, SCORE_MOD, MASK_MOD, BLOCKS)),
             (_consumer, (2, bufs, bars, outputs, table, shape, scales,
                          (slopes, slopes_sb, aux, row_max, table_width, table_sb, table_sh),
                          CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, O_CHUNKS,
                          PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED, SINKS,
-                         ALIBI, ROW_MAX, SCORE_MOD, MASK_MOD, BLOCKS)),
+                         WHOLE_HEADS, ALIBI, ROW_MAX, SCORE_MOD, MASK_MOD, BLOCKS)),
             (_producer, (bufs, bars, fixed, q_desc, k_desc, v_desc, counter, table, shape,
                          (slopes, slopes_sb, aux, row_max, table_width, table_sb, table_sh),
-                         CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, CAUSAL, WINDOW, DYNAMIC, PACKED, BLOCKS)),
+                         CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, CAUSAL, WINDOW, DYNAMIC, PACKED, WHOLE_HEADS,
+                         BLOCKS)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
