@@ -3,6 +3,7 @@
 error        error.py         any machine, one process: N ranks are simulated
 predict      predict.py       arithmetic: the cost model against readings
 scaling, overlap, memory, schedules     distributed.py, one process a GPU: gpu-accel run ring scaling --nproc 4
+links        links.py         one process a GPU: what a hop takes by itself
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from functools import partial
 
 from gpu_accel.workbench.experiment import Experiment, SimpleExperiment
 
-from . import distributed, error, predict
+from . import distributed, error, links, predict
 
 _ALL = (
     SimpleExperiment(
@@ -49,6 +50,12 @@ _ALL = (
         title="All schedules on one shape",
         list_cases=distributed.schedule_cases,
         build_case=partial(distributed.build, names=distributed.SCHEDULES),
+    ),
+    SimpleExperiment(
+        name="links",
+        title="A hop of the ring by itself: copy engine and NCCL",
+        list_cases=links.list_cases,
+        build_case=links.build,
     ),
 )
 EXPERIMENTS: dict[str, Experiment] = {one.name: one for one in _ALL}
