@@ -22,6 +22,17 @@ def test_the_plain_kernel_is_accepted(name: str, sandbox: Sandbox) -> None:
     assert "uid" in judged.sandbox and any("interpreter" in one for one in judged.verified_by)
 
 
+def test_products_of_bfloat16_are_right_in_the_interpreter(sandbox: Sandbox) -> None:
+    """The interpreter takes their bits for integers; the worker mends that. Six products are as good as float32."""
+    kernel = next(one for one in TASKS["matmul"].templates if "bfloat16" in one.source)
+    judged = check(kernel, "matmul", sandbox=sandbox, seed=4)
+    assert judged.ok and judged.error is not None and judged.error <= 0.5, judged
+    short = kernel.text.replace("        part = tl.dot(l2, r2, part)\n        part = tl.dot(l1, r3, part)\n", "")
+    short = short.replace("part = tl.dot(l3, r1)", "part = tl.zeros_like(acc)")
+    judged = check(short, "matmul", sandbox=sandbox, seed=4)
+    assert judged.kind is Kind.PRECISION, "three products are not"
+
+
 def test_a_kernel_of_another_task_is_malformed_or_wrong(sandbox: Sandbox) -> None:
     assert check(TASKS["softmax"].start, "matmul", sandbox=sandbox).verdict is Verdict.MALFORMED
     assert check(TASKS["softmax"].start, "scan", sandbox=sandbox).verdict is Verdict.WRONG
