@@ -29,8 +29,10 @@ def _rotary_kernel(
         position = tl.where(position < 0, longest, position)  # as beyond the tables: not turned
     cols = tl.arange(0, BLOCK)
     rows = x + batch * x_b + token * x_t + head * x_h
-    if BACKWARD:
-        out = _turned_back(rows, cols, there, position, cos, sin, longest, DIM, ROTARY, INTERLEAVED)
+    if INTERLEAVED:
+        out = _turned_pairs(rows, there, position, cos, sin, longest, DIM, ROTARY, BLOCK, BACKWARD)
+    elif BACKWARD:
+        out = _turned_back(rows, cols, there, position, cos, sin, longest, DIM, ROTARY)
     else:
         out = load_rotated(rows, cols, there, position, cos, sin, longest, DIM, ROTARY, INTERLEAVED, True)
     to = y + (batch * seqlen * heads + pairs)[:, None] * DIM + cols[None, :]
@@ -38,19 +40,33 @@ def _rotary_kernel(
 
 
 @triton.jit
-def _turned_back(
-    rows, cols, there, positions, cos, sin, longest, DIM: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr
-):
+def _turned_pairs(
+    rows, there, positions, cos, sin, longest, DIM: tl.constexpr, ROTARY: tl.constexpr, BLOCK: tl.constexpr,
+    BACKWARD: tl.constexpr,
+):  # fmt: skip
+    """Neighbours turned: both of a pair are in one thread, so that every element is loaded once, and in one piece."""
+    cols = tl.arange(0, BLOCK)
+    pairs = tl.arange(0, BLOCK // 2)
+    x = tl.load(rows[:, None] + cols[None, :], mask=there[:, None] & (cols < DIM)[None, :], other=0.0)
+    first, second = tl.split(tl.reshape(x.to(tl.float32), (x.shape[0], BLOCK // 2, 2)))
+    turns = (there & (positions < longest))[:, None] & (pairs < ROTARY // 2)[None, :]
+    places = positions.to(tl.int64)[:, None] * (ROTARY // 2) + pairs[None, :]
+    c = tl.load(cos + places, mask=turns, other=1.0).to(tl.float32)
+    s = tl.load(sin + places, mask=turns, other=0.0).to(tl.float32)
+    if BACKWARD:
+        s = -s
+    turned = tl.join(first * c - second * s, second * c + first * s)
+    return tl.reshape(turned, (x.shape[0], BLOCK)).to(x.dtype)
+
+
+@triton.jit
+def _turned_back(rows, cols, there, positions, cos, sin, longest, DIM: tl.constexpr, ROTARY: tl.constexpr):
+    """Halves turned by the opposite angles."""
     mask = there[:, None] & (cols < DIM)[None, :]
     x = tl.load(rows[:, None] + cols[None, :], mask=mask, other=0.0)
-    if INTERLEAVED:
-        partner = cols ^ 1
-        angle = cols // 2
-        first = (cols & 1) == 0
-    else:
-        first = cols < ROTARY // 2
-        angle = tl.where(first, cols, cols - ROTARY // 2)
-        partner = tl.where(first, cols + ROTARY // 2, cols - ROTARY // 2)
+    first = cols < ROTARY // 2
+    angle = tl.where(first, cols, cols - ROTARY // 2)
+    partner = tl.where(first, cols + ROTARY // 2, cols - ROTARY // 2)
     turns = there[:, None] & (cols < ROTARY)[None, :]
     other = tl.load(rows[:, None] + partner[None, :], mask=turns, other=0.0).to(tl.float32)
     turns = turns & (positions < longest)[:, None]

@@ -2,10 +2,12 @@
 
 A row of at most WHOLE elements stays in registers: it is read once and written once. A longer one is walked in blocks:
 norms and softmax take their sums in a first walk (softmax rescales its sum when a larger value comes) and write in a
-second one, so memory is read twice and no row is too long. Everything is computed in float32.
+second one. Programs of long rows are so large that few run at once, and then the second walk reads from the L2 cache.
+Everything is computed in float32.
 
-Gradients of weight and bias are sums over rows: programs of `_norm_columns_kernel` take a block of columns and a part
-of the rows each, and the parts are added up afterwards, always in the same order.
+Gradients of weight and bias are sums over rows. Programs of `_norm_backward_rows_kernel` take whole rows in turn and
+keep their part of both in registers; those of `_norm_columns_kernel`, for longer rows, take a block of columns and a
+part of the rows. The parts are added up afterwards, always in the same order.
 """
 
 from __future__ import annotations
@@ -164,6 +166,46 @@ def _norm_backward_kernel(
             unit, grad = _norm_parts(h, dy, weight, row, at + cols, mask, h_row, dy_row, mean, rstd, WEIGHT)
             _norm_write(unit, grad, along, level, rstd, dsum, dx, dresidual, row, at + cols, mask, ds_row, width,
                         seed, limit, keep_scale, DSUM, RESIDUAL, DROPOUT)  # fmt: skip
+
+
+@triton.jit
+def _norm_backward_rows_kernel(
+    h, dy, dsum, weight, means, rstds, dx, dresidual, dweight, dbias, h_row, dy_row, ds_row, rows, width, programs,
+    seed, limit, keep_scale,
+    BLOCK: tl.constexpr, CENTER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, DSUM: tl.constexpr,
+    RESIDUAL: tl.constexpr, DROPOUT: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """dx, dresidual, and partial sums (programs, width) float32 of dweight and dbias, over every programs-th row."""
+    program = tl.program_id(0)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < width
+    of_weight = tl.zeros((BLOCK,), tl.float32)
+    of_bias = tl.zeros((BLOCK,), tl.float32)
+    zero = program.to(tl.int64) * 0
+    for line in tl.range(program, rows, programs, num_stages=STAGES):
+        row = zero + line
+        grad = tl.load(dy + row * dy_row + cols, mask=mask, other=0.0).to(tl.float32)
+        unit = tl.load(h + row * h_row + cols, mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.load(rstds + row)
+        if CENTER:
+            unit -= tl.load(means + row)
+        unit = tl.where(mask, unit * rstd, 0.0)
+        if BIAS:
+            of_bias += grad
+        if WEIGHT:
+            of_weight += unit * grad
+            grad *= tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
+        along = tl.sum(unit * grad, 0) / width
+        level = 0.0
+        if CENTER:
+            level = tl.sum(grad, 0) / width
+        _norm_write(unit, grad, along, level, rstd, dsum, dx, dresidual, row, cols, mask, ds_row, width, seed, limit,
+                    keep_scale, DSUM, RESIDUAL, DROPOUT)  # fmt: skip
+    to = program.to(tl.int64) * width + cols
+    if WEIGHT:
+        tl.store(dweight + to, of_weight, mask=mask)
+    if BIAS:
+        tl.store(dbias + to, of_bias, mask=mask)
 
 
 @triton.jit

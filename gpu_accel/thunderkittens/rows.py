@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gpu_accel.errors import InvalidInputError
+from gpu_accel.flash_attention3.gluon_launch import multiprocessors
 from gpu_accel.flash_attention3.launch import launch, next_power_of_2
 from gpu_accel.thunderkittens import reference
 from gpu_accel.thunderkittens import row_kernels as kernels
@@ -22,7 +23,9 @@ from gpu_accel.thunderkittens.chunked import _device
 from gpu_accel.thunderkittens.linear import choose
 
 WHOLE = 16384  # elements of a row that stay in registers
-_BLOCK = 4096  # of a longer one
+_BLOCK = 16384  # of a longer one
+_ROW_STAGES = 2  # rows on their way at once in the backward of norms
+_ROW_THREADS = 640  # an SM, of its programs
 _PARTS = 256  # of the sums over rows: about two programs an SM
 
 
@@ -35,7 +38,16 @@ def _rows(x: Tensor) -> Tensor:
 
 def _cut(width: int, whole: int) -> dict:
     block = next_power_of_2(width) if width <= whole else min(_BLOCK, next_power_of_2(whole))
-    return dict(BLOCK=block, WHOLE=width <= whole, num_warps=max(1, min(16, block // 512)))
+    most = 16 if width <= whole else 32
+    return dict(BLOCK=block, WHOLE=width <= whole, num_warps=max(1, min(most, block // 512)))
+
+
+def _row_programs(width: int, device: torch.device) -> tuple[int, dict]:
+    """(programs, options) of `_norm_backward_rows_kernel`: 16 elements a thread."""
+    block = next_power_of_2(width)
+    warps = max(1, min(32, block // 512))
+    sms = multiprocessors(device) if device.type == "cuda" else 2
+    return sms * max(1, _ROW_THREADS // (32 * warps)), dict(BLOCK=block, STAGES=_ROW_STAGES, num_warps=warps)
 
 
 def _dropout_arguments(p: float, seed: int) -> tuple[int, int, float]:
@@ -98,6 +110,25 @@ def norm_backward_op(
     h, dy = _rows(h), _rows(dy)
     dsum = None if dsum is None else _rows(dsum)
     weight = None if weight is None else weight.contiguous()
+    given = dict(CENTER=center, WEIGHT=weight is not None, DSUM=dsum is not None, RESIDUAL=has_residual,
+                 DROPOUT=dropout_p > 0)  # fmt: skip
+    if width <= whole and (weight is not None or has_bias):
+        programs, options = _row_programs(width, h.device)
+        programs = max(1, min(programs, rows))
+        partial_w, partial_b = (
+            h.new_empty((programs, width) if there and h.numel() else (0, width), dtype=torch.float32)
+            for there in (weight is not None, has_bias)
+        )
+        with _device(h):
+            if h.numel():
+                launch(
+                    kernels._norm_backward_rows_kernel, programs,
+                    (h, dy, dsum, weight, means, rstds, dx, dresidual, partial_w, partial_b, h.stride(0), dy.stride(0),
+                     dsum.stride(0) if dsum is not None else 0, rows, width, programs,
+                     *_dropout_arguments(dropout_p, seed)),
+                    given | options | {"BIAS": has_bias},
+                )  # fmt: skip
+        return dx, dresidual, *_summed(partial_w, partial_b, weight, bias_dtype)
     cols = min(128, max(16, next_power_of_2(width)))
     blocks = -(-width // cols)
     parts = max(1, min(-(-_PARTS // max(1, blocks)), -(-rows // 16)))
@@ -109,8 +140,7 @@ def norm_backward_op(
                 kernels._norm_backward_kernel, rows,
                 (h, dy, dsum, weight, means, rstds, dx, dresidual, h.stride(0), dy.stride(0),
                  dsum.stride(0) if dsum is not None else 0, width, *_dropout_arguments(dropout_p, seed)),
-                dict(CENTER=center, WEIGHT=weight is not None, DSUM=dsum is not None, RESIDUAL=has_residual,
-                     DROPOUT=dropout_p > 0, **_cut(width, whole)),
+                given | _cut(width, whole),
             )  # fmt: skip
             if weight is not None or has_bias:
                 launch(
@@ -119,9 +149,13 @@ def norm_backward_op(
                      -(-rows // parts)),
                     dict(ROWS=16, COLS=cols, CENTER=center, WEIGHT=weight is not None, BIAS=has_bias, num_warps=4),
                 )  # fmt: skip
-    dweight = partial_w.sum(0).to(weight.dtype) if weight is not None else partial_w
-    dbias = partial_b.sum(0).to(bias_dtype) if bias_dtype is not None else partial_b
-    return dx, dresidual, dweight, dbias
+    return dx, dresidual, *_summed(partial_w, partial_b, weight, bias_dtype)
+
+
+def _summed(parts_w: Tensor, parts_b: Tensor, weight: Tensor | None, bias_dtype: torch.dtype | None):
+    """(dweight, dbias) of their parts (parts, width); empty where there is none."""
+    dweight = parts_w.sum(0).to(weight.dtype) if weight is not None else parts_w.new_empty(0)
+    return dweight, parts_b.sum(0).to(bias_dtype) if bias_dtype is not None else parts_b.new_empty(0)
 
 
 @norm_backward_op.register_fake
