@@ -66,7 +66,7 @@ def walk(q: Tensor, k: Tensor, v: Tensor, scale: float, norm: bool, config: Base
     values = [tensor_map(x, CHUNK, config.block_v) for x in (v, o)]
     _quick[0](
         (), batch * heads * tiles,
-        (*keys, *values, triton.cdiv(seqlen, CHUNK), heads, heads // q.shape[2], tiles, scale),
+        (*keys, *values, triton.cdiv(seqlen, CHUNK), heads, heads // q.shape[2], tiles, scale, 1e-6),
         dict(BV=config.block_v, STAGES=config.stages, NORM=norm), dict(num_warps=4),
     )  # fmt: skip
     return o

@@ -151,7 +151,7 @@ def delta_backward_op(
             strides = [s for x in (q, k, u, g, None, do) for s in chunked._strides(x)]
             launch(chunked_kernels._dqk_kernel, call.chunks * blocks_k,
                    (q, k, u, g, None, do, states, dstates, dq, dk, planes, *tables, *strides, *call.sizes, call.heads,
-                    call.group, scale, v.shape[0] * v.shape[1]),
+                    call.group, scale, v.shape[0] * v.shape[1], 1),
                    chunked._options(q, v, g, None, cu_seqlens, chunk) | smaller
                    | {"WANT_DG": want_dg, "num_warps": chunked._DQK_WARPS})  # fmt: skip
             strides = [s for x in (k, v, g, beta) for s in chunked._strides(x)]

@@ -38,6 +38,7 @@ from gpu_accel.thunderkittens.linear import (
 
 # What tests/gpu/test_thunderkittens.py has passed on: "auto" takes the kernels for that alone.
 BASED_HOPPER_CHECKED = True
+BASED_NORM_CHECKED = False  # the same with sums of weights
 HEDGEHOG_CHECKED = True
 _ONES = 16  # columns of ones that sum weights up: as many as the kernels' tiles have at least
 _BASED_KEYS = 16  # the most of K whose squared state stays in registers
@@ -192,7 +193,8 @@ def fused_chunk_based(
         return based_op(q, k, v, scale, use_norm, "hopper")
     small = q.shape[-1] <= _BASED_KEYS and cu_seqlens is None and q.dtype in (torch.bfloat16, torch.float16)
     fits = v.is_cuda and q.dtype == torch.bfloat16 and based_hopper.size_refusal(q, v) is None
-    if small and backend == "auto" and BASED_HOPPER_CHECKED and fits:
+    checked = BASED_NORM_CHECKED if use_norm else BASED_HOPPER_CHECKED
+    if small and backend == "auto" and checked and fits:
         return based_op(q, k, v, scale, use_norm, "hopper or portable")
     if small and backend == "portable" and choose(v, backend) == "portable":
         return based_op(q, k, v, scale, use_norm, "portable")
