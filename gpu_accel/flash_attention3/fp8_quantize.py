@@ -113,6 +113,17 @@ def _finite_amax(x):
 
 
 @triton.jit
+def _load_raw(x, stride, row0, end, ROWS: tl.constexpr, D: tl.constexpr, COLS: tl.constexpr):
+    """(rows as they are, largest finite |x|): 16 bits a value leave registers for two programs an SM."""
+    r = row0 + tl.arange(0, ROWS)
+    c = tl.arange(0, COLS)
+    pointers = x + r.to(tl.int64)[:, None] * stride + c[None, :]
+    tile = tl.load(pointers, mask=(r < end)[:, None] & (c < D)[None, :], other=0.0)
+    a = tl.abs(tile.to(tl.float32))
+    return tile, tl.max(tl.max(tl.where(a < float("inf"), a, 0.0), 1), 0)
+
+
+@triton.jit
 def _store_rows(
     out, y, row, end, stop, pitch,
     ROWS: tl.constexpr, D: tl.constexpr, COLS: tl.constexpr, TRANSPOSE: tl.constexpr, E5M2: tl.constexpr,
@@ -146,7 +157,10 @@ def _quantize_kernel(
     x += (bh // heads) * sb + (bh % heads) * sh
     out += bh * D * (pitch if TRANSPOSE else seqlen)
     CHUNKS: tl.constexpr = (BLOCK + ROWS - 1) // ROWS
-    if CHUNKS == 1 and MODE != 2:
+    RAW: tl.constexpr = TRANSPOSE and CHUNKS == 1 and MODE == 0 and not HADAMARD
+    if RAW:
+        tile, amax = _load_raw(x, ss, row0, end, ROWS, D, COLS)
+    elif CHUNKS == 1 and MODE != 2:
         tile = load_rows(x, ss, row0, end - row0, signs, ROWS, D, COLS, LOG2, FACTOR, HADAMARD)
         tile, amax = _finite_amax(tile)
     elif MODE != 2:
@@ -165,7 +179,11 @@ def _quantize_kernel(
         else:
             scale = tl.load(scales)
         inverse = tl.div_rn(1.0, scale)
-        if CHUNKS == 1 and MODE == 0:
+        if RAW:
+            y = tile.to(tl.float32)
+            y = tl.where(tl.abs(y) < float("inf"), y * inverse, float("nan"))
+            _store_rows(out, y, row0, end, stop, pitch, ROWS, D, COLS, TRANSPOSE, E5M2)
+        elif CHUNKS == 1 and MODE == 0:
             _store_rows(out, tile * inverse, row0, end, stop, pitch, ROWS, D, COLS, TRANSPOSE, E5M2)
         else:
             for i in range(CHUNKS):
@@ -221,7 +239,9 @@ def quantize_blocks(
     # the transposing store holds the tile in two layouts, so it gets half the tile
     rows, cols, warps = tile_shape(block_size, dim, 16384 if transpose else 32768)
     # 64 registers suffice for 32 values a thread, and let two programs share an SM: one loads while one stores
-    limit = {"maxnreg": 64} if not transpose and rows * cols <= 1024 * warps else {}
+    raw = per_block and not hadamard and x.element_size() == 2 and block_size <= rows
+    narrow = rows * cols <= 1024 * warps and (raw or not transpose)
+    limit = {"maxnreg": 64} if narrow else {}
     blocks = triton.cdiv(seqlen, block_size)
     programs = batch * heads * blocks
     signs = random_signs(dim, seed, x.device) if hadamard else scales
