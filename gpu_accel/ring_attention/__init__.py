@@ -47,6 +47,7 @@ _WHERE = {
     "Transport": "transport",
     "distributed_attention": "attention",
     "gather_sequence": "attention",
+    "replay_rank": "replay",
     "simulate_attention": "simulate",
 }
 __all__ = list(_WHERE)

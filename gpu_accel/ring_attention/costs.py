@@ -32,8 +32,8 @@ ATTENTION = Constant(
     550e12,
     740e12,
     "flop/s",
-    "forward, causal, d 128, 32k to 128k tokens: cuDNN 567 to 684 TFLOP/s, the kernel of this library 631 (128k tokens, "
-    "hot) to 741 (32k) in the records of scaling",
+    "forward, causal, d 128, 32k to 128k tokens: cuDNN 567 to 684 TFLOP/s, the kernel of this library 631 (128k, hot) "
+    "to 741 (32k) in the records of scaling",
 )
 BACKWARD = Constant(560e12, 500e12, 600e12, "flop/s", "cuDNN forward and backward together: 548 to 569 TFLOP/s")
 SMALL_BLOCK = Constant(

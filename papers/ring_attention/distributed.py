@@ -29,6 +29,7 @@ from gpu_accel.errors import HardwareError, UnsupportedError
 from gpu_accel.flash_attention3.reference import attention_truth_backward
 from gpu_accel.ring_attention.attention import distributed_attention, gather_sequence
 from gpu_accel.ring_attention.layouts import Layout, make_layout
+from gpu_accel.ring_attention.replay import replay_rank
 from gpu_accel.ring_attention.transport import TorchTransport, Transport
 from gpu_accel.testing import make_qkv, random_like, relative_error, yardstick_attention, yardstick_attention_backward
 from gpu_accel.workbench.experiment import Case, Check, Implementation, Sampled, Settings, Workload
@@ -464,16 +465,7 @@ def _ours(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
 
 def _compute_only(q: Tensor, k: Tensor, v: Tensor, *, layout: Layout, transport: Transport) -> Tensor:
     """The kernel calls and merges of this rank's ring, on its own keys: what is left when hops take no time."""
-    from gpu_accel.ring_attention.attention import make_call
-    from gpu_accel.ring_attention.schedules.kv_ring import ring_of
-    from gpu_accel.ring_attention.step import Running
-
-    call = make_call(q, k, v, layout, causal=True)
-    ring = ring_of(call, transport)
-    running = Running(q, v.shape[-1], [ring.pieces(0, -step, call.mask) for step in range(ring.size)], call)
-    for step in range(ring.size):
-        running.attend(step, k, v)
-    return running.finish()[0]
+    return replay_rank(q, k, v, layout=layout, rank=transport.rank, causal=True)[0]
 
 
 def _one_gpu(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

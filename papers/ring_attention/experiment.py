@@ -4,6 +4,7 @@ error        error.py         any machine, one process: N ranks are simulated
 predict      predict.py       arithmetic: the cost model against readings
 scaling, overlap, memory, schedules     distributed.py, one process a GPU: gpu-accel run ring scaling --nproc 4
 links        links.py         one process a GPU: what a hop takes by itself
+replay       replay.py        one rank of any number of them, on one device
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from functools import partial
 
 from gpu_accel.workbench.experiment import Experiment, SimpleExperiment
 
-from . import distributed, error, links, predict
+from . import distributed, error, links, predict, replay
 
 _ALL = (
     SimpleExperiment(
@@ -50,6 +51,12 @@ _ALL = (
         title="All schedules on one shape",
         list_cases=distributed.schedule_cases,
         build_case=partial(distributed.build, names=distributed.SCHEDULES),
+    ),
+    SimpleExperiment(
+        name="replay",
+        title="One rank of 1 to 512 on one GPU, without a network",
+        list_cases=replay.list_cases,
+        build_case=replay.build,
     ),
     SimpleExperiment(
         name="links",

@@ -1,0 +1,43 @@
+"""One rank of a ring, computed alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gpu_accel.errors import InvalidInputError
+from gpu_accel.flash_attention3.reference import attention_truth
+from gpu_accel.ring_attention import make_layout
+from gpu_accel.ring_attention.replay import replay_rank
+from gpu_accel.testing import relative_error
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {}, {"causal": True, "window_size": (9, 0)}], ids=str)
+@pytest.mark.parametrize("layout", ["zigzag", "striped", "contiguous"])
+def test_with_the_keys_of_all_ranks_it_is_the_ring(layout: str, options: dict):
+    ranks, length = 5, 47
+    source = torch.Generator().manual_seed(0)
+    whole = [torch.randn(1, length, heads, 8, generator=source, dtype=torch.float64) for heads in (4, 2, 2)]
+    cut = make_layout(layout, seqlen=length, ranks=ranks)
+    shards = [[cut.shard(x, r) for x in whole] for r in range(ranks)]
+    found = [
+        replay_rank(*shards[r], layout=cut, rank=r, keys=lambda s: (shards[s][1], shards[s][2]), **options)
+        for r in range(ranks)
+    ]
+    exact, lse = attention_truth(*whole, **options)
+    assert relative_error(cut.unshard([o for o, _ in found]), exact) < 1e-12
+    assert relative_error(cut.unshard([x for _, x in found], dim=2), lse) < 1e-12
+
+
+def test_hundreds_of_ranks_need_no_keys_but_their_own():
+    cut = make_layout("zigzag", seqlen=512 * 4, ranks=512)
+    q, k, v = (torch.randn(1, 4, 2, 8) for _ in range(3))
+    o, lse = replay_rank(q, k, v, layout=cut, rank=200, causal=True)
+    assert o.shape == q.shape and o.isfinite().all() and lse.isfinite().all()
+
+
+@pytest.mark.parametrize("rank", [-1, 2, True, 0.0, None], ids=str)
+def test_ranks_that_are_not_there(rank):
+    q = torch.zeros(1, 4, 2, 8)
+    with pytest.raises(InvalidInputError, match="rank must be a whole number from 0 to 1"):
+        replay_rank(q, q, q, layout=make_layout("zigzag", seqlen=8, ranks=2), rank=rank)
