@@ -18,6 +18,7 @@ Times are SM clock cycles, so that cards of different clocks compare. The implem
                                                                         "torch-precise"
     tma                engine, box, bytes, source, ctas, in_flight      latency [clk] (ctas = 1), or bandwidth
                                                                         [B/clk/SM] and time [ms]
+    async-copies       engine, block, size                              time [ms] (tflops follows)
     dsm                pattern, cluster                                 latency [clk], or bandwidth [B/clk/SM]
     dpx                function                                         latency [clk], throughput [instr/clk/SM];
                                                                         "dpx" and "software"
@@ -44,6 +45,7 @@ Values of the keys:
                   (ld.global until its value may be read)
     box           such as "64x64" (elements of 4 bytes, innermost first); "1-D" where there is no tensor map
     source        l2 or dram: where the data lie
+    engine, block (async-copies) load or cp.async; threads along a side of a block, which is that of its tiles
     in_flight     boxes that a block has asked for at a time: 1 as in 2402.13499, or 4
     pattern       own, remote, and l2 to compare (latency); own-bandwidth, ring, pair, broadcast (bandwidth)
     probe         raw-latency (variant: an instruction, LDS, LDG, ATOMS), issue-rate (variant: one-sub-core or
@@ -58,7 +60,18 @@ are in `throughput`; rates that a card keeps up are in `time`, and no better kno
 
 from __future__ import annotations
 
-from gpu_accel.hardware.microbenchmarks import alu, bandwidth, cores, dpx, dsm, fp8_sums, latency, tensor, tma
+from gpu_accel.hardware.microbenchmarks import (
+    alu,
+    async_product,
+    bandwidth,
+    cores,
+    dpx,
+    dsm,
+    fp8_sums,
+    latency,
+    tensor,
+    tma,
+)
 from gpu_accel.hardware.microbenchmarks.workload import experiment
 from gpu_accel.workbench.experiment import Experiment
 
@@ -75,6 +88,7 @@ _ALL = (
     ),
     experiment("fp8-accumulation", "How many bits sums of FP8 products keep, and what that costs", fp8_sums.probes),
     experiment("tma", "Latency and throughput of TMA, bulk and asynchronous copies", tma.probes),
+    experiment("async-copies", "A product whose tiles arrive by cp.async or by load and store", async_product.probes),
     experiment("dsm", "Latency and throughput of distributed shared memory by cluster size", dsm.probes),
     experiment("dpx", "DPX instructions against the same in plain operations", dpx.probes),
     experiment(

@@ -18,7 +18,7 @@ pytestmark = [
         not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an H100 or H200"
     ),
 ]
-FAMILIES = ("latency", "bandwidth", "alu", "tensor", "fp8_sums", "tma", "dsm", "dpx", "cores")
+FAMILIES = ("latency", "bandwidth", "alu", "tensor", "fp8_sums", "tma", "async_product", "dsm", "dpx", "cores")
 
 
 def family(name: str):

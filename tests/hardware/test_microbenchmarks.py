@@ -19,7 +19,7 @@ from gpu_accel.hardware.microbenchmarks.tensor import Shape, shapes
 from gpu_accel.hardware.microbenchmarks.workload import experiment
 from gpu_accel.workbench.experiment import Settings
 
-FAMILIES = ("latency", "bandwidth", "alu", "fp8_sums", "tma", "dsm", "dpx", "cores")
+FAMILIES = ("latency", "bandwidth", "alu", "fp8_sums", "tma", "async_product", "dsm", "dpx", "cores")
 LARGEST_CODE = 64 * 16  # instructions; loops that fill an instruction cache take long to assemble
 WIDEST = 64  # columns of a wgmma; so do wider ones
 TENSOR = (

@@ -27,6 +27,7 @@ METRICS = {
     "tensor-cores": {"latency", "throughput", "time"},
     "fp8-accumulation": {"max_rel_error", "accumulator_bits"},
     "tma": {"latency", "bandwidth", "time"},
+    "async-copies": {"time"},
     "dsm": {"latency", "bandwidth"},
     "dpx": {"latency", "throughput"},
     "cores": {"latency", "throughput", "wrong_fraction"},
