@@ -320,7 +320,8 @@ def bench(
     from gpu_accel.cuda_llm.artefact import best_of
     from gpu_accel.cuda_llm.progress import read as read_winners
     from gpu_accel.cuda_llm.report import read_folder
-    from gpu_accel.cuda_llm.search import as_candidate, gpu_here, verify
+    from gpu_accel.cuda_llm.search import as_candidate, gpu_here
+    from gpu_accel.cuda_llm.searches import verify
     from gpu_accel.cuda_llm.tasks import find
     from gpu_accel.errors import HardwareError, InvalidInputError
     from gpu_accel.hardware.catalog import profile
@@ -431,7 +432,8 @@ def report(
 def _search_all(chosen: list[Task], make: Any, target: str, *, candidates: int, seconds: float, batch: int,
                 folder: Path | None, peers: tuple[str, ...], tell: Any) -> dict[str, Any]:  # fmt: skip
     from gpu_accel.cuda_llm.pool import Pool
-    from gpu_accel.cuda_llm.search import gpu_here, search_all
+    from gpu_accel.cuda_llm.search import gpu_here
+    from gpu_accel.cuda_llm.searches import search_all
     from gpu_accel.hardware.catalog import profile
 
     wanted = profile(target)

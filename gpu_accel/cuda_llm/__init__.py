@@ -11,8 +11,9 @@
     harness.py         judging a candidate: image.py (memory), sandbox.py and worker.py (processes), outputs.py
     measure.py         timing one on a GPU: gpu_jobs.py (its process), compiled.py and device.py (machine code)
     redteam.py         known hacks (fixtures.py) with honest twins
-    search.py          the loop; pool.py: side by side; proposers.py, grammar.py: where candidates come from;
-                       artefact.py: a search as a folder; progress.py: as a figure, and winners as a file
+    search.py          the loop; searches.py and pool.py: many side by side
+    proposers.py, grammar.py             where candidates come from
+    artefact.py        a search as a folder; progress.py: as a figure, and winners as a file
 
 The paper: Chen, Zhu, Fan, Ma, Zou: CUDA-LLM: LLMs Can Write Efficient CUDA Kernels, arXiv:2506.09092.
 """

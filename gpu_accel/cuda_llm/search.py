@@ -157,7 +157,7 @@ class _Search:
                     seconds=SCREEN_SECONDS, rounds=SCREEN_ROUNDS, keep=SCREEN_KEPT, lock=self.pool.lock,
                     limit=SCREEN_LIMIT,
                 )  # fmt: skip
-                judgement = _screened(measured, judgement if whole else None)
+                judgement = screened(measured, judgement if whole else None)
         except Rejected as rejected:
             judgement = rejected.judgement
         timed = measured is not None and judgement.ok
@@ -267,7 +267,8 @@ class _Search:
         return next((one for one in ranked(self.attempts) if one.confirmed), None)
 
 
-def _screened(measured: Measured, whole: Judgement | None) -> Judgement:
+def screened(measured: Measured, whole: Judgement | None) -> Judgement:
+    """The verdict of timed launches and, where there was one, of the whole check."""
     if not measured.judgement.ok:
         return measured.judgement
     passed = (f"outputs of {measured.compared} timed launches", "roofline floor")
@@ -297,6 +298,7 @@ def search(
     templates: Sequence[Candidate] = (),
     whole_start: bool = True,
     deadline: float | None = None,
+    searched: Callable[[], None] | None = None,
     tell: Callable[[Attempt], None] | None = None,
 ) -> Optimized:
     """Run a proposer against the harness until a budget is spent or nothing new is proposed.
@@ -310,6 +312,7 @@ def search(
         templates: kernels of other structure that a grammar may vary, besides the start.
         whole_start: put the kernel at the start through the whole check at once, not only if it turns out the best.
         deadline: of `time.monotonic()`, after which nothing new is proposed.
+        searched: called before the best kernel is timed again; what it waits for, the final timing waits for.
         tell: called with every attempt.
     Raises:
         IncorrectResultError: the kernel at the start is not accepted.
@@ -345,6 +348,8 @@ def search(
             raise IncorrectResultError(f"no kernel passes the whole check: {one.attempts[0].judgement}")
         checks = {name: pool.submit(functools.partial(one.checked, candidate=kernel), urgent=True)
                   for name, kernel in (("naive", task.naive), ("start", task.candidate)) if name in peers}  # fmt: skip
+        if searched:
+            searched()
         final = pool.submit(
             functools.partial(
                 _measured, candidate=best.candidate, task=task, gpu=target, peers=tuple(peers), keep=4, lock=pool.lock,
@@ -405,83 +410,6 @@ def _distinct(start: Candidate, templates: Sequence[Candidate]) -> tuple[Candida
     for one in templates:
         kept.setdefault(one.digest, one)
     return tuple(kept.values())
-
-
-def search_all(
-    tasks: Sequence[Task],
-    *,
-    pool: Pool,
-    target: str,
-    seconds: float,
-    reserve: float = 0.35,
-    strategy: str = "evolutionary",
-    proposer: Callable[[Task], Proposer] | None = None,
-    candidates: int | None = None,
-    seed: int = 0,
-    batch: int = 4,
-    out: Path | None = None,
-    peers: Sequence[str] = ("library", "compiled", "naive"),
-    final_seconds: float = 0.25,
-    tell: Callable[[str, Attempt], None] | None = None,
-    done: Callable[[str, Optimized | Exception], None] | None = None,
-) -> dict[str, Optimized | Exception]:
-    """Search for all tasks at once: candidates of all compile side by side, and are timed one after the other.
-
-    Args:
-        seconds: wall clock of everything; `reserve` is the part of it kept for checking and timing the best again.
-        proposer: made for each task; by default a grammar.
-    Returns:
-        What was found, or the error that ended the search, for each task.
-    Raises:
-        InvalidInputError: `out` holds a search for one of the tasks already.
-    """
-    from concurrent.futures import ThreadPoolExecutor
-
-    for each in tasks if out else ():
-        check_out(out / each.name if out else None, each, resume=False)
-    deadline = time.monotonic() + seconds * (1 - reserve)
-
-    def one(task: Task) -> Optimized | Exception:
-        try:
-            found: Optimized | Exception = search(
-                task.candidate, task, proposer=proposer(task) if proposer else Grammar(strategy, seed), pool=pool,
-                target=target, budget=Budget(candidates=candidates, seconds=seconds, batch=batch), peers=peers,
-                final_seconds=final_seconds, whole_start=False,
-                out=out / task.name if out else None, deadline=deadline,
-                templates=[kernel for kernel in task.templates if kernel.language == "triton" or pool.gpu],
-                tell=(lambda attempt: tell(task.name, attempt)) if tell else None,
-            )  # fmt: skip
-        except Exception as error:  # one search that fails leaves the others alone
-            found = error
-        if done:
-            done(task.name, found)
-        return found
-
-    with ThreadPoolExecutor(max(len(tasks), 1), "search") as threads:
-        return dict(zip((task.name for task in tasks), threads.map(one, tasks), strict=True))
-
-
-def verify(
-    kernels: Sequence[tuple[Task, Candidate]], *, target: str, peers: Sequence[str] = ("library", "compiled", "naive"),
-    seconds: float = 0.25, keep: int = 4, workers: int | None = None,
-) -> list[Measured]:  # fmt: skip
-    """The whole check and the times of kernels, each in processes of its own; the verdict is that of both.
-
-    Raises:
-        HardwareError: there is no GPU.
-    """
-
-    def one(sandbox: Sandbox, task: Task, kernel: Candidate, lock: Path | None) -> Measured:
-        judgement = check(kernel, task, sandbox=sandbox)
-        if not judgement.ok:
-            return Measured(judgement=judgement)
-        found = measure(kernel, task, sandbox=sandbox, gpu=target, peers=peers, seconds=seconds, keep=keep, lock=lock)
-        return replace(found, judgement=_screened(found, judgement))
-
-    with Pool(workers, gpu=True) as pool:
-        waiting = [pool.submit(functools.partial(one, task=task, kernel=kernel, lock=pool.lock))
-                   for task, kernel in kernels]  # fmt: skip
-        return [future.result() for future in waiting]
 
 
 def optimize_kernel(

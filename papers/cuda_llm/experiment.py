@@ -24,7 +24,8 @@ from gpu_accel.cuda_llm.pool import Pool
 from gpu_accel.cuda_llm.records_table import ERROR, NOTES
 from gpu_accel.cuda_llm.redteam import Row, redteam
 from gpu_accel.cuda_llm.sandbox import Sandbox
-from gpu_accel.cuda_llm.search import Optimized, optimize_kernel, search_all
+from gpu_accel.cuda_llm.search import Optimized, optimize_kernel
+from gpu_accel.cuda_llm.searches import search_all
 from gpu_accel.cuda_llm.tasks import TASKS, Task
 from gpu_accel.cuda_llm.verdict import Judgement
 from gpu_accel.errors import IncorrectResultError, UnsupportedError

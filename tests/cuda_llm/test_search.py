@@ -9,7 +9,7 @@ import pytest
 import triton
 import triton.language as tl
 
-from gpu_accel.cuda_llm import TASKS, Grammar, Judgement, Kind, Sandbox, Verdict, check, optimize_kernel
+from gpu_accel.cuda_llm import TASKS, Grammar, Judgement, Kind, Pool, Sandbox, Verdict, check, optimize_kernel, searches
 from gpu_accel.cuda_llm import search as search_module
 from gpu_accel.cuda_llm.artefact import attempts_of, best_of, read_run
 from gpu_accel.cuda_llm.candidate import Candidate
@@ -223,3 +223,28 @@ def test_a_proposer_that_repeats_itself_ends_the_search(monkeypatch: pytest.Monk
     monkeypatch.setattr(search_module, "measure", clocked(TIMES))
     found = optimize_kernel(REVERSE.start, proposer=Stubborn(), sandbox=Clocked())  # type: ignore[arg-type]
     assert len(found.attempts) == 1 and "Nothing new" in found.note
+
+
+def test_searches_side_by_side_are_timed_again_when_all_have_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One fails, one has nothing to try: neither keeps the others waiting, and no last timing begins before the end."""
+    events: list[tuple[str, str]] = []
+
+    def judged(candidate: Candidate, task, **more) -> Judgement:
+        bad = task.name == "softmax"
+        return Judgement(verdict=Verdict.WRONG, kind=Kind.MISMATCH) if bad else Judgement(verdict=Verdict.ACCEPTED)
+
+    def measured(candidate: Candidate, task, **more) -> Measured:
+        events.append(("last" if more.get("peers") else "screen", task.name))
+        return Measured(judgement=Judgement(verdict=Verdict.ACCEPTED),
+                        samples={"candidate": (2.0,), "copy": (1.0,)}, compared=2)  # fmt: skip
+
+    for module in (search_module, searches):
+        monkeypatch.setattr(module, "check", judged)
+        monkeypatch.setattr(module, "measure", measured)
+    tasks = [TASKS[name] for name in ("reverse", "softmax", "scan")]
+    with Pool(own=(Clocked(), Clocked())) as pool:  # type: ignore[arg-type]
+        found = searches.search_all(tasks, pool=pool, target="h100-sxm", seconds=60, candidates=6)
+    assert isinstance(found["softmax"], IncorrectResultError)
+    assert found["reverse"].final and found["scan"].final  # type: ignore[union-attr]
+    kinds = [kind for kind, _ in events]
+    assert kinds == sorted(kinds, reverse=True) and kinds.count("last") == 2

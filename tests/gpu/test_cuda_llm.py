@@ -11,7 +11,7 @@ from gpu_accel.cuda_llm import TASKS, Pool, Sandbox, Verdict, check, optimize_ke
 from gpu_accel.cuda_llm.candidate import Candidate
 from gpu_accel.cuda_llm.fixtures import FIXTURES
 from gpu_accel.cuda_llm.measure import measure
-from gpu_accel.cuda_llm.search import search_all
+from gpu_accel.cuda_llm.searches import search_all
 from gpu_accel.hardware.detection import detect
 
 TEMPLATES = [(name, number) for name, task in TASKS.items() for number in range(len(task.templates))]
