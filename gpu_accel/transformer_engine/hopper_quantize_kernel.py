@@ -55,7 +55,10 @@ def _largest(x, AXIS: gl.constexpr, FINITE: gl.constexpr):
 def _codes(x, inverse, E5M2: gl.constexpr, FINITE: gl.constexpr):
     """Codes of x * inverse; FINITE: NaN where x is infinite. |x| * -0 is NaN there and -0 elsewhere, which added to
     anything changes nothing, not the sign of a zero either."""
-    y = gl.fma(x, inverse, gl.abs(x) * -0.0) if FINITE else x * inverse
+    y = x * inverse
+    if FINITE:  # the literal -0.0 would become 0.0 in Triton
+        minus_zero = gl.full_like(x.to(gl.int32, bitcast=True), -2147483648).to(gl.float32, bitcast=True)
+        y = gl.fma(x, inverse, gl.abs(x) * minus_zero)
     code = y.to(gl.float8e5) if E5M2 else y.to(gl.float8e4nv)
     return code.to(gl.uint8, bitcast=True)
 
