@@ -12,7 +12,8 @@ import torch
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.ring_attention import costs
-from gpu_accel.ring_attention.plan import Setup, _sent, least_block, plan, seed_table
+from gpu_accel.ring_attention.longest import longest
+from gpu_accel.ring_attention.plan import Setup, _memory, _sent, least_block, plan, seed_table
 from gpu_accel.ring_attention.simulate import simulate_attention
 from gpu_accel.ring_attention.transport import World
 
@@ -173,3 +174,22 @@ def test_planning_needs_no_torch():
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("schedule", ["kv_ring", "ulysses"])
+def test_the_longest_sequence_fits_and_the_next_does_not(schedule: str):
+    question = {"heads": 8, "kv_heads": 2, "backward": True, "link": "nvlink"}
+    found = [longest(gpus=n, schedule=schedule, **question) for n in (1, 2, 4)]
+    for n, tokens in zip((1, 2, 4), found, strict=True):
+        need = [
+            _memory(schedule, small(seq=s, gpus=n, **{**question, "head_dim": 128})) for s in (tokens, tokens + 1024)
+        ]
+        assert need[0] <= 80e9 < need[1]
+    assert found[1] == pytest.approx(2 * found[0], rel=0.01) and found[2] == pytest.approx(4 * found[0], rel=0.01)
+
+
+def test_questions_about_the_longest_that_make_no_sense():
+    for wrong in ({"schedule": "none"}, {"multiple": 0}, {"gpus": 0}, {"memory_gb": -1.0}):
+        with pytest.raises(InvalidInputError):
+            longest(**{"gpus": 2, "heads": 8, "link": "nvlink", **wrong})
+    assert longest(gpus=1, heads=2**16, memory_gb=0.001, link="nvlink") == 0
