@@ -171,7 +171,8 @@ class Linear(nn.Module):
             x = enter(x, self.parallel)
         recipe = self.active_recipe()
         if recipe is None:
-            bias = None if self._bias() is None else self._bias().to(x.dtype)
+            bias = self._bias()
+            bias = None if bias is None else bias.to(x.dtype)
             return self._left(nn.functional.linear(x, self.weight.to(x.dtype), bias))
         return self._left(self._quantized(x, recipe, is_first_microbatch))
 

@@ -284,8 +284,8 @@ def run_quantize(
                 GC=scheme.block[1], **{name: numbers[name] for name in kept}, E5M2=scheme.element == "e5m2",
                 SOURCE=curve, num_warps=8, enable_fp_fusion=False,
             )  # fmt: skip
-            arguments = (x, *given, *row[:2], *col[:2], m.rows, m.cols, m.s_row, m.cols // 128)
-            quick(both_kernel, m.rows * m.cols // 128**2, arguments, options)
+            tile = (x, *given, *row[:2], *col[:2], m.rows, m.cols, m.s_row, m.cols // 128)
+            quick(both_kernel, m.rows * m.cols // 128**2, tile, options)
             return row, col
         if in_one_tile:
             bm, bk, warps = block_tile(scheme, m, columnwise)
@@ -295,8 +295,8 @@ def run_quantize(
                 BM=bm, BK=bk, GR=down, GC=across or bk, HADAMARD=bool(scheme.hadamard), ROW=rowwise, COL=columnwise,
                 EVEN=even, num_warps=warps, **numbers, **shared, **native,
             )  # fmt: skip
-            arguments = (x, *given, *row, *col, amax_r, amax_c, signs, *place, tiles, *widths, seed)
-            quick(_block_kernel, programs, arguments, options)
+            blocks = (x, *given, *row, *col, amax_r, amax_c, signs, *place, tiles, *widths, seed)
+            quick(_block_kernel, programs, blocks, options)
             return row, col
         # the scale is known before the tile is read
         bm, bk, warps = plain_tile(m, columnwise)
