@@ -289,6 +289,28 @@ def _dv_kernel(
 
 
 @triton.jit
+def _dqk_block(
+    here, rows, do_t, v_t, cols_k, cols_v, mask, da, dat, grad_q, grad_k, across,
+    K: tl.constexpr, V: tl.constexpr, WANT_DG: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What a block of v adds to the products of `_dqk_kernel`."""
+    do, v, states, dstates = here
+    outputs = _load_tile(do, rows, do_t, cols_v, mask, V)
+    values = _load_tile(v, rows, v_t, cols_v, mask, V)
+    entering = _load_tile(states, cols_k, V, cols_v, cols_k < K, V)
+    leaving = _load_tile(dstates, cols_k, V, cols_v, cols_k < K, V)
+    da = dot(outputs, tl.trans(values), da, PRECISION)
+    dat = dot(values, tl.trans(outputs), dat, PRECISION)
+    if WANT_DG:
+        across += tl.sum(tl.sum(entering.to(tl.float32) * leaving.to(tl.float32), 1), 0)
+    entering = _for_products(entering, outputs.dtype)
+    leaving = _for_products(leaving, outputs.dtype)
+    grad_q = dot(outputs.to(entering.dtype), tl.trans(entering), grad_q, PRECISION)
+    grad_k = dot(values.to(leaving.dtype), tl.trans(leaving), grad_k, PRECISION)
+    return da, dat, grad_q, grad_k, across
+
+
+@triton.jit
 def _dqk_kernel(
     q, k, v, g, w, do, states, dstates, dq, dk, dg, cu_seqlens, chunk_offsets, seq_of_chunk,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, w_b, w_t, w_h, do_b, do_t, do_h,
@@ -323,8 +345,6 @@ def _dqk_kernel(
         steps = tl.arange(0, BT)
         causal = steps[:, None] >= steps[None, :]
         anticausal = steps[None, :] >= steps[:, None]
-        queries = _load_tile(q, rows, q_t, cols_k, mask, K)
-        keys = _load_tile(k, rows, k_t, cols_k, mask, K)
         sum_q = tl.zeros((BT, BK), tl.float32)
         sum_k = tl.zeros((BT, BK), tl.float32)
         for number in range(0, span):
@@ -335,20 +355,18 @@ def _dqk_kernel(
             grad_q = tl.zeros((BT, BK), tl.float32)
             grad_k = tl.zeros((BT, BK), tl.float32)
             across = 0.0
-            for block_v in range(0, (V + BV - 1) // BV):
-                cols_v = block_v * BV + tl.arange(0, BV)
-                outputs = _load_tile(do + head * do_h, rows, do_t, cols_v, mask, V)
-                values = _load_tile(v + head * v_h, rows, v_t, cols_v, mask, V)
-                da = dot(outputs, tl.trans(values), da, PRECISION)
-                dat = dot(values, tl.trans(outputs), dat, PRECISION)
-                entering = _load_tile(states + own, cols_k, V, cols_v, cols_k < K, V)
-                leaving = _load_tile(dstates + own, cols_k, V, cols_v, cols_k < K, V)
-                if WANT_DG:
-                    across += tl.sum(tl.sum(entering.to(tl.float32) * leaving.to(tl.float32), 1), 0)
-                entering = _for_products(entering, outputs.dtype)
-                leaving = _for_products(leaving, outputs.dtype)
-                grad_q = dot(outputs.to(entering.dtype), tl.trans(entering), grad_q, PRECISION)
-                grad_k = dot(values.to(leaving.dtype), tl.trans(leaving), grad_k, PRECISION)
+            here = (do + head * do_h, v + head * v_h, states + own, dstates + own)
+            if V <= BV:  # no loop inside: then Triton loads the next head's tiles ahead
+                da, dat, grad_q, grad_k, across = _dqk_block(
+                    here, rows, do_t, v_t, cols_k, tl.arange(0, BV), mask, da, dat, grad_q, grad_k, across,
+                    K, V, WANT_DG, PRECISION,
+                )  # fmt: skip
+            else:
+                for block_v in range(0, (V + BV - 1) // BV):
+                    da, dat, grad_q, grad_k, across = _dqk_block(
+                        here, rows, do_t, v_t, cols_k, block_v * BV + tl.arange(0, BV), mask, da, dat, grad_q, grad_k,
+                        across, K, V, WANT_DG, PRECISION,
+                    )  # fmt: skip
             grad_q = grad_q * scale
             if HAS_G:
                 gates = tl.maximum(_load_scalars(g + head * g_h, g_t, mask, rows, 0.0), LOWEST_GATE)
@@ -366,6 +384,8 @@ def _dqk_kernel(
                 dat = dat * weights[:, None]
             da = tl.where(causal, da, 0.0) * scale
             dat = tl.where(anticausal, dat, 0.0) * scale
+            queries = _load_tile(q, rows, q_t, cols_k, mask, K)
+            keys = _load_tile(k, rows, k_t, cols_k, mask, K)
             if WANT_DG:
                 out_of = tl.sum(grad_k * keys.to(tl.float32), 1)
             grad_q = dot(da.to(keys.dtype), keys, grad_q, PRECISION)
