@@ -25,8 +25,9 @@ class Call:
         inner: ranks of the inner ring of the `double_ring` schedule.
         mesh: rows and columns of the `mesh` schedule.
         wire: dtype of keys and values on the network, None for their own.
-        deterministic: the same bits in every run, also of dq: the Hopper backward up to head_dim 128 adds dq in no
-            fixed order, so another kernel takes its place, at a price. Forward, dk and dv are so in any case.
+        deterministic: the same bits in every run, also of dq: the Hopper backward up to head_dim 128 adds to dq in no
+            fixed order. In a ring of whole blocks its tiles then take turns, elsewhere a slower kernel takes its
+            place. Forward, dk and dv are so in any case.
         overlap: False makes the rings wait for each hop before they compute, to see what overlapping is worth.
     """
 

@@ -7,7 +7,21 @@ So a step needs no passes before it or after it: statistics of the rows are made
 put in order, scaled and rounded once, when all steps are done (`ring_finish.py`).
 
 Rows and keys of a call may be any whole blocks of the shard: `places` says where they lie in the sums. dK and dV of a
-tile are added by one program, in the order of the calls, so they have the same bits every time; dQ has not.
+tile are added by one program, in the order of the calls, so they have the same bits every time; dQ has them where
+ORDERED asks for it:
+
+    turns (one number a fragment of dQ, 0 at first)       who has added to it: the tiles of keys take turns
+    a step before an addition                             look whose turn it is
+    before it                                             wait for the own turn, if it had not come
+    a step after it, when the copy engine is done         pass the turn on
+
+Nothing of this needs a fence: additions to dQ and to turns meet in L2, where the former have been made when the copy
+engine says that it is done, and nobody reads dQ before the kernel has ended.
+
+A tile waits for tiles only that were handed out before it, so somebody can always go on. Under a causal mask tiles of
+the last keys come first, both in the order of work and in their turns: they start two blocks of rows ahead of the tile
+that follows, and nobody waits. Without a mask all start at the first rows, and a tile begins two steps or so after the
+one before; many heads at once keep this line short (`group`), and rows that come by all tiles in a line stay in L2.
 """
 
 from __future__ import annotations
@@ -26,7 +40,6 @@ from gpu_accel.flash_attention3.hopper_backward_device import (
     KEYS,
     bar_arrive_at,
     bar_sync_at,
-    first_step,
     probabilities,
     query_blocks,
     tile_at,
@@ -45,6 +58,92 @@ from gpu_accel.gluon_compat import tma_load
 EXCHANGED = gl.constexpr(10)  # to 13: dS of consumer (id - 10) // 2 and stage (id - 10) % 2 is in shared memory
 FINISHED = gl.constexpr(14)
 TURN = gl.constexpr(8)  # and 9: whose turn it is to compute exponentials
+
+
+thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # Triton 3.6, and later ones
+
+
+@gluon.jit
+def _tile(index, num_n, heads_kv, group, CAUSAL: gl.constexpr, ORDERED: gl.constexpr):
+    """Tile number -> (block of keys, batch, head). ORDERED and causal: last keys first, whose rows are few."""
+    n, batch, head = tile_at(index, num_n, heads_kv, group, CAUSAL or ORDERED)
+    if CAUSAL and ORDERED:
+        n = num_n - 1 - n
+    return n, batch, head
+
+
+@gluon.jit
+def _first_step(
+    tile, num_n, heads_kv, per_kv, group, shift, num_m, left, right,
+    M: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, ORDERED: gl.constexpr,
+):  # fmt: skip
+    """Key block of a tile, its first query head (of all batches), first query block and number of blocks."""
+    n_block, batch, head_kv = _tile(tile, num_n, heads_kv, group, CAUSAL, ORDERED)
+    lo, hi = query_blocks(n_block * 2 * KEYS, shift, num_m, left, right, M, 2 * KEYS, CAUSAL, WINDOW)
+    return n_block, (batch * heads_kv + head_kv) * per_kv, lo, hi - lo
+
+
+@gluon.jit
+def _turn(n_block, i, num_n, shift, right, M: gl.constexpr, CAUSAL: gl.constexpr):
+    """Four (warps that pass on a turn) times the number of tiles of keys that add to row block i before this one."""
+    if CAUSAL:
+        last = gl.minimum((i * M + (M - 1) + shift + right) // (2 * KEYS), num_n - 1)  # whose keys row block i sees
+        return 4 * (last - n_block)
+    else:
+        return 4 * n_block
+
+
+@gluon.jit
+def _look(turns, slot):
+    """How far the turns of a fragment have come."""
+    return gl.inline_asm_elementwise(
+        "ld.relaxed.gpu.global.b32 $0, [$1];", "=r,l", [(turns + slot).to(gl.int64)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _await_turn(turns, slot, turn, seen):
+    """Until the turn of a fragment has come to `turn`; it had come to `seen` a while ago.
+
+    Branches are uniform (vote, bra.uni): with others the compiler spills what is in registers.
+    """
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred early;
+        .reg .b32 done;
+        mov.b32 done, $3;
+        again:
+        setp.lt.s32 early, done, $2;
+        vote.sync.any.pred early, early, 0xffffffff;
+        @!early bra.uni come;
+        ld.relaxed.gpu.global.b32 done, [$1];
+        bra.uni again;
+        come:
+        mov.b32 $0, 0;
+        }""",
+        "=r,l,r,r", [(turns + slot).to(gl.int64), gl.to_tensor(turn), gl.to_tensor(seen)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _pass_turn(turns, slot):
+    """All additions of this warpgroup are complete: the next tile may add to fragment `slot`."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r,r", [gl.to_tensor(slot)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    thread_barrier()  # one thread has issued the copies, and is the only one to have waited
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred one;
+        elect.sync _|one, 0xffffffff;
+        @one red.relaxed.gpu.global.add.s32 [$1], 1;
+        mov.b32 $0, 0;
+        }""",
+        "=r,l", [(turns + slot).to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -79,10 +178,10 @@ def send_halves(desc, fragment, even_buf, odd_buf, x, FREE: gl.constexpr):
 
 @gluon.jit
 def _consumer(
-    WG: gl.constexpr, bufs, bars, dq_desc, dk_desc, dv_desc, shape, scales, places,
+    WG: gl.constexpr, bufs, bars, dq_desc, dk_desc, dv_desc, turns, shape, scales, places,
     D: gl.constexpr, M: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, PING_PONG: gl.constexpr,
     PRELOAD: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, EVEN_K: gl.constexpr,
-    DYNAMIC: gl.constexpr,
+    DYNAMIC: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     q_bufs, do_bufs, k_bufs, v_bufs, ds_bufs, stat_bufs, dq_bufs = bufs
     k_full, k_empty, v_full, v_empty, q_full, do_full, row_empty, queue_full, queue_empty, queue = bars
@@ -100,8 +199,8 @@ def _consumer(
     shift = seqlen_k - seqlen_q
     tile = gl.program_id(0)
     # where a step is: row block i of a head (batch and head in one), `blocks` to go there, `group_left` heads to go
-    n_block, head, i, blocks = first_step(
-        tile, num_n, heads_kv, per_kv, group, shift, num_m, left, right, M, 2 * KEYS, CAUSAL, WINDOW)  # fmt: skip
+    n_block, head, i, blocks = _first_step(
+        tile, num_n, heads_kv, per_kv, group, shift, num_m, left, right, M, CAUSAL, WINDOW, ORDERED)  # fmt: skip
     group_left = per_kv
     it = 0
     k = 0
@@ -125,6 +224,10 @@ def _consumer(
     dq_buf = dq_bufs.index(WG)
     new_tile = False
     fragment = head * all_m + m0 + i
+    if ORDERED:
+        turn = gl.to_tensor(-1)  # dq is 0 now: it may be added at any time, and no turn passes
+        seen = gl.to_tensor(0)
+        sent = gl.to_tensor(-1)  # the fragment added to last; -1 is a place that nobody waits for
     while tile < num_tiles:
         stage = it % 2
         slot = k % K_SLOTS
@@ -134,6 +237,10 @@ def _consumer(
         v_own = v_bufs.index((k % V_SLOTS) * 2 + WG)
         dp_async = warpgroup_mma(v_own, do.permute((1, 0)), s_zero, use_acc=False, is_async=True)
         dv_async = warpgroup_mma(unpack_pairs(p, dtype, A_LAYOUT), do, dv, is_async=True)
+        if ORDERED:
+            _pass_turn(turns, sent)
+            _await_turn(turns, fragment * 2 + WG, turn, seen)
+            sent = gl.where(turn < 0, -1, fragment * 2 + WG)
         send_fragment(dq_desc, fragment * 2 + WG, dq_buf, dq)
         if new_tile:
             # dK and dV of the tile before have left shared memory
@@ -143,6 +250,8 @@ def _consumer(
 
         # where the next step is: the next block of rows, the next head of the group, or the next tile
         fragment = head * all_m + m0 + i
+        if ORDERED:
+            turn = _turn(n_block, i, num_n, shift, right, M, CAUSAL)
         tile_done = tile
         k_done = k
         it_next = it + 1
@@ -155,9 +264,9 @@ def _consumer(
             else:
                 tile += gl.num_programs(0)
             if tile < num_tiles:
-                n_block, head, i, blocks = first_step(
+                n_block, head, i, blocks = _first_step(
                     tile, num_n, heads_kv, per_kv, group, shift, num_m, left, right,
-                    M, 2 * KEYS, CAUSAL, WINDOW)  # fmt: skip
+                    M, CAUSAL, WINDOW, ORDERED)  # fmt: skip
                 group_left = per_kv
                 mbarrier.wait(k_full.index(k % K_SLOTS), (k // K_SLOTS) & 1)
             else:
@@ -191,6 +300,8 @@ def _consumer(
         mbarrier.wait(q_full.index(stage_next), phase_next)
         k_next = k_bufs.index((k % K_SLOTS) * 2 + WG)
         s_async = warpgroup_mma(k_next, q_bufs.index(stage_next).permute((1, 0)), s_zero, use_acc=False, is_async=True)
+        if ORDERED:
+            seen = _look(turns, fragment * 2 + WG)
         dv, dk = warpgroup_mma_wait(1, deps=[dv_async, dk_async])
         bar_sync_at(EXCHANGED + 2 * OTHER + stage, 256)
         ds_other = ds_bufs.index(stage * 2 + OTHER)
@@ -229,7 +340,7 @@ def _consumer(
         it = it_next
         new_tile = last
         if last:
-            n_done, batch_done, head_done = tile_at(tile_done, num_n, heads_kv, group, CAUSAL)
+            n_done, batch_done, head_done = _tile(tile_done, num_n, heads_kv, group, CAUSAL, ORDERED)
             block = (batch_done * heads_kv + head_done) * all_n + n0 + 2 * n_done + WG
             if D == 128:
                 bar_sync(FINISHED, 256)  # the other consumer has read K for its last dQ
@@ -243,7 +354,12 @@ def _consumer(
                 mbarrier.wait(v_full.index(k % V_SLOTS), (k // V_SLOTS) & 1)
             dk = gl.full([KEYS, D], 0.0, gl.float32, D_LAYOUT)
             dv = gl.full([KEYS, D], 0.0, gl.float32, D_LAYOUT)
+    if ORDERED:
+        _pass_turn(turns, sent)
+        _await_turn(turns, fragment * 2 + WG, turn, seen)
     send_fragment(dq_desc, fragment * 2 + WG, dq_buf, dq)
+    if ORDERED:
+        _pass_turn(turns, fragment * 2 + WG)
     if PING_PONG:  # noqa: SIM102
         if WG == 0:
             bar_sync(TURN, 256)  # takes the last arrival, so that the barrier is balanced
@@ -271,7 +387,7 @@ def _load_rows(bars, bufs, descs, batch, head, i, it, fragment, M: gl.constexpr)
 def _producer(
     bufs, bars, q_desc, do_desc, k_desc, v_desc, stat_desc, counter, shape, places,
     M: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    DYNAMIC: gl.constexpr,
+    DYNAMIC: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     q_bufs, do_bufs, k_bufs, v_bufs, _, stat_bufs, _ = bufs
     all_m, m0, _, _ = places
@@ -282,7 +398,7 @@ def _producer(
     k = 0
     tile = gl.program_id(0)
     while tile < num_tiles:
-        n_block, batch, head_kv = tile_at(tile, num_n, heads_kv, group, CAUSAL)
+        n_block, batch, head_kv = _tile(tile, num_n, heads_kv, group, CAUSAL, ORDERED)
         lo, hi = query_blocks(n_block * 2 * KEYS, shift, num_m, left, right, M, 2 * KEYS, CAUSAL, WINDOW)
         key0 = n_block * 2 * KEYS
         slot = k % K_SLOTS
@@ -343,10 +459,10 @@ def _producer(
 def ring_backward_kernel(
     q_desc, do_desc, k_desc, v_desc, stat_desc, dq_desc, dk_desc, dv_desc, counter,
     seqlen_q, seqlen_k, heads_kv, per_kv, num_m, num_n, num_tiles, group, left, right, all_m, m0, all_n, n0,
-    qk_scale, cap_in,
+    qk_scale, cap_in, turns,
     D: gl.constexpr, M: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, PING_PONG: gl.constexpr,
     PRELOAD: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, EVEN_K: gl.constexpr,
-    DYNAMIC: gl.constexpr,
+    DYNAMIC: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Row blocks of the call are m0 ... of all_m in stat (batch, heads, all_m, 2, M) and dq (batch, heads, all_m, 2,
     4096); its blocks of 64 keys are n0 ... of all_n in dk and dv (batch, heads_kv, all_n, D / 64, 4096)."""
@@ -391,10 +507,12 @@ def ring_backward_kernel(
     places = (all_m, m0, all_n, n0)
     # A constexpr stored in a tuple under a name stops being one, hence the argument lists written out.
     gl.warp_specialize([
-        (_consumer, (0, bufs, bars, dq_desc, dk_desc, dv_desc, shape, scales, places,
-                     D, M, K_SLOTS, V_SLOTS, PING_PONG, PRELOAD, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC)),
-        (_consumer, (1, bufs, bars, dq_desc, dk_desc, dv_desc, shape, scales, places,
-                     D, M, K_SLOTS, V_SLOTS, PING_PONG, PRELOAD, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC)),
+        (_consumer, (0, bufs, bars, dq_desc, dk_desc, dv_desc, turns, shape, scales, places,
+                     D, M, K_SLOTS, V_SLOTS, PING_PONG, PRELOAD, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC,
+                     ORDERED)),
+        (_consumer, (1, bufs, bars, dq_desc, dk_desc, dv_desc, turns, shape, scales, places,
+                     D, M, K_SLOTS, V_SLOTS, PING_PONG, PRELOAD, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC,
+                     ORDERED)),
         (_producer, (bufs, bars, q_desc, do_desc, k_desc, v_desc, stat_desc, counter, shape, places,
-                     M, K_SLOTS, V_SLOTS, CAUSAL, WINDOW, DYNAMIC)),
+                     M, K_SLOTS, V_SLOTS, CAUSAL, WINDOW, DYNAMIC, ORDERED)),
     ], [4, 1], [240, 24])  # fmt: skip

@@ -23,7 +23,10 @@ of this transport, in the same places on all ranks, which the schedules see to. 
 in which a call asks for them, so only the first call of a shape allocates (and takes part in a rendezvous of seconds).
 Collectives and other messages (`all_gather`, `all_to_all`, `transfer`) use NCCL.
 
-A rank that dies leaves the others' side streams waiting: they end only when the NCCL watchdog ends the process.
+A rank that dies would leave the streams of the others waiting for ever, and the host with them. So every wait is
+announced in host memory by the stream that waits, and a thread (`_Watch`) looks on: a wait that takes longer than
+`timeout` breaks the transport. All that lies in its buffers becomes NaN, the waits are let go, and the next use raises
+CommunicationError. Waits inside a CUDA graph are not watched.
 """
 
 from __future__ import annotations
@@ -33,6 +36,9 @@ import functools
 import math
 import os
 import socket
+import threading
+import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,8 +94,53 @@ class _Area:
         return offset if 0 <= offset < self.memory.numel() else None
 
 
+class _Watch:
+    """Which waits of some streams have begun and which are over, as the streams themselves write it to host memory."""
+
+    def __init__(self, streams: int, words: Tensor, timeout: float, late: Callable[[int], None]) -> None:
+        """`words`: 2 * streams int32 of pinned memory, zeros. late(rank): called once, for one not heard of."""
+        self.words, self.timeout, self.late = words, timeout, late
+        self.count = [0] * streams
+        self.ranks: list[dict[int, int]] = [{} for _ in range(streams)]  # who the waits that have been issued are for
+        self._thread: threading.Thread | None = None
+
+    def issue(self, stream: int, rank: int) -> tuple[int, int, int]:
+        """A wait for a rank: its number, and the addresses to write it to before and after."""
+        self.count[stream] += 1
+        number, ranks = self.count[stream], self.ranks[stream]
+        ranks[number] = rank
+        for old in [n for n in list(ranks)[:8] if n < int(self.words[2 * stream + 1])]:
+            del ranks[old]
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._look, name="symmetric-memory-watch", daemon=True)
+            self._thread.start()
+        start = self.words.data_ptr() + 8 * stream
+        return number, start, start + 4
+
+    def waiting(self) -> list[tuple[int, int]]:
+        """(stream, number) of the waits that are under way."""
+        words = self.words.tolist()
+        return [(i, words[2 * i]) for i in range(len(self.count)) if words[2 * i] != words[2 * i + 1]]
+
+    def _look(self) -> None:
+        since: dict[tuple[int, int], float] = {}
+        while True:
+            time.sleep(min(0.5, self.timeout / 10))
+            now = time.monotonic()
+            since = {wait: since.get(wait, now) for wait in self.waiting()}
+            for (stream, number), start in since.items():
+                if now - start > self.timeout:
+                    self.late(self.ranks[stream].get(number, -1))
+                    return
+
+
 class SymmetricTransport(TorchTransport):
     """GPUs that can read one another's memory (NVLink, one machine). See the head of this file for how.
+
+    Args:
+        timeout: seconds for which a stream may wait for another rank; as long as NCCL's, for the others may be
+            compiling, or writing a checkpoint.
+        group, check: as for `TorchTransport`.
 
     Raises:
         HardwareError: no CUDA device, or a process group that is not NCCL.
@@ -97,7 +148,7 @@ class SymmetricTransport(TorchTransport):
 
     pulls = True
 
-    def __init__(self, group: Any = None, *, timeout: float = 60.0, check: str = "auto") -> None:
+    def __init__(self, group: Any = None, *, timeout: float = 600.0, check: str = "auto") -> None:
         if not torch.cuda.is_available():
             raise HardwareError("symmetric memory needs CUDA GPUs: use TorchTransport, or simulate on one process")
         super().__init__(group, timeout=timeout, check=check)
@@ -117,7 +168,27 @@ class SymmetricTransport(TorchTransport):
         flags.zero_()
         torch.cuda.synchronize(self._device)
         self._flags, self._flag_handle = flags, self._rendezvous(flags)
+        self._watch = _Watch(2, torch.zeros(4, dtype=torch.int32).pin_memory(), timeout, self._give_up)
         self._dist.barrier(self.group)  # all flags are zero before anyone sets one
+
+    def _give_up(self, rank: int) -> None:
+        """On the watching thread: rank `rank` is gone. Nothing that comes of it may look like a result."""
+        self._broken = f"rank {rank} did not answer within {self.timeout.total_seconds():g} s"
+        warnings.warn(f"rank {self.rank}: {self._broken}: what was under way is NaN", RuntimeWarning, stacklevel=2)
+        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):
+            stream = torch.cuda.current_stream(self._device)
+            while self._watch.waiting() or not all(s.query() for s in (self._hops, self._reads)):
+                for area in self._areas.values():  # also of the lost rank: what is pulled next comes from there
+                    for memory in (area.memory, *([area.of(rank)] if rank >= 0 else [])):
+                        memory.fill_(0xFF)  # NaN in every format
+                for number in range(4 * self.size):
+                    _memory_operation("cuStreamWriteValue32_v2", stream, self._flags.data_ptr() + 4 * number, 1, 0)
+                stream.synchronize()
+                time.sleep(0.02)
+
+    def _usable(self) -> None:
+        if self._broken:
+            raise CommunicationError(f"this transport failed before ({self._broken}): start the ranks anew")
 
     def _rendezvous(self, memory: Tensor) -> Any:
         """The handle by which all ranks reach this memory, each at the same offset: the start of its own allocation."""
@@ -131,6 +202,7 @@ class SymmetricTransport(TorchTransport):
 
     def agree(self, statement: str, error: Exception | None = None) -> None:
         """Also the start of a call: its first request for buffers gets the first area."""
+        self._usable()
         self._asked = 0
         super().agree(statement, error)
 
@@ -162,6 +234,7 @@ class SymmetricTransport(TorchTransport):
         raise InvalidInputError("what ranks read of one another must come from one call of this transport's buffers()")
 
     def exchange(self, message: Tensor, into: Tensor, *, to: int, source: int) -> Pending:
+        self._usable()
         area, (offset, _) = self._area(message, into)
         if to == self.rank:
             into.copy_(message)
@@ -192,8 +265,14 @@ class SymmetricTransport(TorchTransport):
 
     def _await(self, stream: torch.cuda.Stream, rank: int, kind: int) -> None:
         address = self._flags.data_ptr() + 4 * (4 * rank + kind)
+        watched = not torch.cuda.is_current_stream_capturing()
+        if watched:
+            number, begun, over = self._watch.issue(int(stream == self._reads), rank)
+            _memory_operation("cuStreamWriteValue32_v2", stream, begun, number, 0)
         _memory_operation("cuStreamWaitValue32_v2", stream, address, 1, _EQUAL)
         _memory_operation("cuStreamWriteValue32_v2", stream, address, 0, 0)
+        if watched:
+            _memory_operation("cuStreamWriteValue32_v2", stream, over, number, 0)
 
 
 def choose_transport(group: Any = None) -> TorchTransport:
@@ -228,6 +307,7 @@ class _Round:
     def __init__(
         self, transport: SymmetricTransport, buffer: Tensor, readers: Sequence[int], sources: Sequence[int]
     ) -> None:
+        transport._usable()
         self.transport, self.readers, self.left = transport, tuple(readers), set(sources)
         self.area, (self.offset,) = transport._area(buffer)
         self.size = buffer.element_size()

@@ -70,6 +70,26 @@ def test_sums_of_gradients_on_whole_blocks(ranks: int, heads_kv: int, head_dim: 
     assert all(torch.equal(a, b) for a, b in zip(found[:2] + found[3:], again[:2] + again[3:], strict=True))
 
 
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize(
+    ("ranks", "heads", "heads_kv", "head_dim", "softcap"),
+    [(1, 16, 16, 128, 0.0), (2, 16, 4, 128, 15.0), (4, 12, 12, 128, 0.0), (2, 16, 16, 64, 0.0), (3, 6, 2, 64, 0.0)],
+)
+def test_turns_give_the_same_bits(ranks: int, heads: int, heads_kv: int, head_dim: int, softcap: float, causal: bool):
+    """More tiles than multiprocessors, ranks that do not divide evenly, groups of heads: dq has the same bits too."""
+    shape = {"batch": 1, "seqlen_q": 1024 * ranks, "heads": heads, "heads_kv": heads_kv, "head_dim": head_dim}
+    qkv = make_qkv(**shape, dtype=torch.bfloat16, device="cuda", seed=2)
+    q, k, v, do = *qkv, random_like(qkv.q, seed=3)
+    options = {"ranks": ranks, "causal": causal, "do": do, "softcap": softcap}
+    plain = simulate_attention(q, k, v, **options)
+    first, *others = (simulate_attention(q, k, v, deterministic=True, **options) for _ in range(3))
+    for again in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    for name, a, b in zip(("dk", "dv"), first[3:], plain[3:], strict=True):
+        assert torch.equal(a, b), name  # the same kernel, so the same sums
+    assert relative_error(first[2], plain[2]) < 1e-2  # dq: rounded sums in another order
+
+
 def test_the_same_bits_by_request():
     q, k, v, do = inputs()
     options = {"ranks": 4, "causal": True, "deterministic": True, "do": do}
@@ -208,6 +228,70 @@ def _pull_content(rank: int, ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_pulls_bring_the_right_content(ranks: int):
     run_ranks(_pull_content, ranks)
+
+
+def _survive(rank: int, port: int, queue) -> None:
+    """Rank 1 is killed between two calls; rank 0 makes the second, and tells how that ends."""
+    import signal
+    import time
+    import warnings
+
+    import torch.distributed as dist
+
+    from gpu_accel.ring_attention import CommunicationError, SymmetricTransport
+
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    transport = SymmetricTransport(timeout=2.0)
+    layout = make_layout("zigzag", seqlen=1000, ranks=2)
+    q, k, v = (layout.shard(x, rank) for x in inputs(f"cuda:{rank}")[:3])
+
+    def call() -> torch.Tensor:
+        return distributed_attention(q, k, v, layout=layout, transport=transport, causal=True)[0]
+
+    good = call()
+    torch.cuda.synchronize()
+    dist.barrier()
+    torch.cuda.synchronize()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1.0)
+    warnings.simplefilter("ignore")
+    start = time.monotonic()
+    found = call()
+    torch.cuda.synchronize()
+    seconds = time.monotonic() - start
+    try:
+        call()
+        error = ""
+    except CommunicationError as again:
+        error = str(again)
+    queue.put((bool(good.isfinite().all()), bool(found.isnan().any()), seconds, error))
+    queue.close()
+    queue.join_thread()
+    os._exit(0)
+
+
+def test_a_killed_rank_leaves_no_one_waiting_for_its_memory():
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 GPUs, there are {torch.cuda.device_count()}")
+    context = torch.multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = [context.Process(target=_survive, args=(rank, port, queue), daemon=True) for rank in range(2)]
+    for process in processes:
+        process.start()
+    try:
+        good, poisoned, seconds, error = queue.get(timeout=90)
+    finally:
+        for process in processes:
+            process.join(timeout=5)
+            process.kill()
+    assert good and poisoned, "what came of a lost rank must not look like a result"
+    assert 1.5 < seconds < 20
+    assert "rank 1 did not answer within 2 s" in error
 
 
 def _graph(rank: int, ranks: int) -> None:

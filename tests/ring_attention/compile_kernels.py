@@ -27,8 +27,9 @@ def main() -> None:
     o, lse = torch.empty(q.shape), torch.empty(1, 4, 1024)
     with launch.instead_of_launching(hook):
         hopper_merge.forward_merge(q, q, q, o, lse, q, row=0, first=False, done=(0, 512), softmax_scale=0.1)
-        work = hopper_backward.Gradients(q, q, lse, lse, softmax_scale=0.1, softcap=0.0)
-        work.add(Piece(0, 1024, 0, 1024), q, q, torch.empty(hopper_backward.sum_size(q)))
+        for turns in (False, True):
+            work = hopper_backward.Gradients(q, q, lse, lse, softmax_scale=0.1, softcap=0.0, deterministic=turns)
+            work.add(Piece(0, 1024, 0, 1024), q, q, torch.empty(hopper_backward.sum_size(q)))
 
 
 if __name__ == "__main__":

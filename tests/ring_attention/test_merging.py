@@ -68,7 +68,7 @@ def test_the_rows_of_a_split_piece_see_the_same_keys(piece: Piece, at: int):
 class Plain:
     """`hopper_backward.Gradients` in plain torch: sums of dK and dV one behind the other, in natural order."""
 
-    def __init__(self, do, q, lse, delta, *, softmax_scale, softcap):
+    def __init__(self, do, q, lse, delta, *, softmax_scale, softcap, deterministic):
         self.do, self.q, self.lse, self.delta = do, q, lse, delta
         self.options = {"softmax_scale": softmax_scale, "softcap": softcap, "dtype": torch.float64}
         self.dq = torch.zeros_like(q)

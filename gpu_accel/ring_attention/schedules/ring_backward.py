@@ -29,9 +29,11 @@ from gpu_accel.ring_attention.transport import Pending
 
 def refuse(ring: Ring, q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
     """Why this cannot run, or None. All ranks decide alike: it depends on what all of them have to do."""
-    problem, name = kernel_of(call, q, k, v, "backward")
+    problem, name = kernel_of(replace(call, deterministic=False), q, k, v, "backward")
     if name != "hopper":
         return "only the Hopper kernels add to what has arrived"
+    if call.deterministic and call.mask.left >= 0:
+        return "taking turns to add to dq is written for masks without a left bound"
     return hopper_backward.refuse(problem) or _misplaced(ring.blocks, call.mask, q.shape[1], q.shape[-1])
 
 
@@ -93,7 +95,9 @@ def backward_on(
         sums = [torch.empty(size, dtype=torch.float32, device=k.device)]
     for buffer in sums[: min(hops, 1) + 1]:
         buffer.zero_()
-    work = hopper_backward.Gradients(do, q, lse, delta, softmax_scale=call.softmax_scale, softcap=call.softcap)
+    work = hopper_backward.Gradients(
+        do, q, lse, delta, softmax_scale=call.softmax_scale, softcap=call.softcap, deterministic=call.deterministic
+    )
     first, last = halves(ring.pieces(0, 0, call.mask), 128 if hops else 0)
     on_the_way: dict[int, tuple[Pending, Tensor]] = {}
     for step in range(hops + 1):
