@@ -31,7 +31,9 @@ KERNEL = "Gluon, warp-specialised, wgmma and TMA (sm_90a)"
 _LOG2_E = 1.4426950408889634
 MODIFIERS = frozenset({"alibi_slopes", "score_mod", "score_mod_grad", "mask_mod", "block_mask", "return_max_logits"})
 FEATURES = frozenset({"sinks", "batch_invariant"}) | MODIFIERS
-MOST_HEAD_DIM_MODIFIED = 128  # 256 is not proven on a GPU yet: tests/gpu/test_hopper_modifiers.py
+# 256, and packed sequences, are not proven on a GPU yet: tests/gpu/test_hopper_modifiers.py
+MOST_HEAD_DIM_MODIFIED = 128
+PACKED_MODIFIED = False
 _HEAD_DIMS = (64, 128, 256)
 # 3.9 has fewer registers left for three consumers and puts a third less aside (200 bytes for 296) where O is rescaled
 # behind a branch. Up to 3.8 nothing is put aside either way, and the branch cost 2 %.
@@ -43,8 +45,7 @@ _INVARIANT_KEYS = 1 << 14  # the length whose tiles all calls take that promise 
 class ForwardConfig:
     """Tiles and switches of one forward kernel; a program works on `64 * consumers` query rows.
 
-    `dynamic`: tiles come from a queue, `whole_heads`: all tiles of a head at once. `lazy`: O is rescaled only where a
-    row's maximum grew by more than 8 (base 2).
+    `dynamic`: tiles come from a queue. `lazy`: O is rescaled only where a row's maximum grew by more than 8 (base 2).
     Only the ablation clears `pipelined` (softmax under the products) or `specialized` (warps that only load; without
     them no ping_pong, no dynamic tiles, and o_chunks 1).
     """
@@ -59,7 +60,6 @@ class ForwardConfig:
     ping_pong: bool
     dynamic: bool
     lazy: bool
-    whole_heads: bool = False
     pipelined: bool = True
     specialized: bool = True
 
@@ -78,15 +78,14 @@ def forward_config(head_dim: int, head_dim_v: int | None = None, *, causal: bool
     d, dv = (next(n for n in _HEAD_DIMS if x <= n) for x in (head_dim, head_dim_v or head_dim))
     if d == dv == 64:
         # Bound by exponentials and issue slots, so a third consumer pays, but not where a tile has few steps; there,
-        # more stages and (causal) smaller blocks do (development readings, see the paper's README).
+        # more stages do (development readings, see the paper's README).
         few_steps = seqlen_k <= (4096 if causal else 1024)
-        small = causal and seqlen_k <= 512
         return ForwardConfig(
             head_dim=64,
             head_dim_v=64,
             consumers=2 if few_steps else 3,
-            block_n=64 if small else 128,
-            stages=6 if small else 4 if few_steps else 3,
+            block_n=128,
+            stages=4 if few_steps else 3,
             q_slots=2,
             o_chunks=1,
             ping_pong=False,
@@ -119,8 +118,8 @@ def refuse(problem: Problem) -> str | None:
 
 def refuse_modifiers(problem: Problem) -> str | None:
     """Why the Hopper kernels cannot do what this problem asks of scores, or None."""
-    if problem.varlen and problem.features & {"alibi_slopes", "score_mod", "mask_mod"}:
-        return "does alibi_slopes, score_mod and mask_mod of dense tensors only"
+    if problem.varlen and problem.features & MODIFIERS and not PACKED_MODIFIED:
+        return "does biases and modifiers of dense tensors only"
     dim = max(problem.head_dim, problem.head_dim_v)
     if problem.features & MODIFIERS and dim > MOST_HEAD_DIM_MODIFIED:
         return f"does biases, modifiers and block masks up to head_dim {MOST_HEAD_DIM_MODIFIED}, got {dim}"
@@ -226,7 +225,7 @@ def forward(
     causal = window_right >= 0
     config = config or forward_config(head_dim, head_dim_v, causal=causal, seqlen_k=keys)
     if packed:
-        config = replace(config, dynamic=True, whole_heads=False)  # tiles come with what the queue hands on
+        config = replace(config, dynamic=True)  # tiles come with what the queue hands on
     config = _modified_config(config, features)
     row_max = torch.empty_like(lse) if features.return_max_logits else None
     table = counter = tile_counter(q.device) if config.dynamic else lse
@@ -239,7 +238,7 @@ def forward(
     else:
         num_m = -(-seqlen_q // (64 * config.consumers))
     num_tiles = num_m * batch * heads
-    grid = min(multiprocessors(q.device), batch * heads if config.whole_heads else num_tiles)
+    grid = min(multiprocessors(q.device), num_tiles)
     launch_registers, consumer_registers, producer_registers = config.registers()
     rows = 64 if config.specialized else 64 * config.consumers
     scale, exp_scale = softmax_scale, softmax_scale * _LOG2_E
@@ -267,9 +266,7 @@ def forward(
         num_tiles,
         # 4 to 32 MB of K and V at a time were tried: less leaves L2 unused; more lets long tiles, which wait for
         # memory, and short ones come in separate waves
-        heads_per_group(
-            batch * heads, keys * (head_dim + head_dim_v) * q.element_size(), 0 if config.whole_heads else 16 << 20
-        ),
+        heads_per_group(batch * heads, keys * (head_dim + head_dim_v) * q.element_size(), 16 << 20),
         window_left,
         window_right,
         scale,
@@ -300,7 +297,6 @@ def forward(
         PIPELINED=config.pipelined,
         SPECIALIZED=config.specialized,
         SINKS=features.sinks is not None,
-        WHOLE_HEADS=config.whole_heads,
         SCORE_MOD=device_function(features.score_mod),
         MASK_MOD=device_function(features.mask_mod),
         CONSUMER_REGISTERS=consumer_registers,

@@ -27,7 +27,6 @@ KERNEL = "Gluon, warp-specialised, wgmma and TMA (sm_90a)"
 _LOG2_E = 1.4426950408889634
 _KEYS = 128  # keys of a tile
 MOST_HEAD_DIM = 256
-MOST_HEAD_DIM_PACKED = 128  # 256 compiles and is not proven on a GPU yet: tests/gpu/test_hopper_modifiers.py
 FEATURES = frozenset({"sinks", "alibi_slopes", "score_mod", "score_mod_grad", "mask_mod", "block_mask"})
 _COMPILER = dict(num_warps=4, maxnreg=168)
 
@@ -53,15 +52,15 @@ class TwoPassConfig:
     head_dim: int = 256
 
 
-def backward_config(head_dim: int, *, causal: bool, modified: bool = False) -> BackwardConfig | TwoPassConfig:
+def backward_config(head_dim: int, *, causal: bool, steps_of_64: bool = False) -> BackwardConfig | TwoPassConfig:
     """The configuration for a head_dim up to 256 (rounded up to 64, 128 or 256 by zero fill).
 
-    `modified`: there is a soft cap, a bias, a modifier or a block mask. These need registers (for 1 - tanh^2 say) that
-    128 rows at head_dim 64 do not leave.
+    `steps_of_64` query rows are needed: a soft cap wants registers for 1 - tanh^2 that 128 rows at head_dim 64 do not
+    leave, and a block mask's query blocks may be no multiples of 128.
     """
     if head_dim > 128:
         return TwoPassConfig(dynamic=causal)
-    padded = 64 if head_dim <= 64 and not modified else 128
+    padded = 64 if head_dim <= 64 and not steps_of_64 else 128
     return BackwardConfig(
         head_dim=padded,
         block_m=128 if padded == 64 else 64,
@@ -79,12 +78,12 @@ def refuse(problem: Problem) -> str | None:
         return "adds dq with atomics, in an order that changes from run to run, and deterministic was asked for"
     if problem.head_dim > MOST_HEAD_DIM:
         return f"takes head_dim up to {MOST_HEAD_DIM}, got {problem.head_dim}"
-    if problem.varlen and problem.head_dim > MOST_HEAD_DIM_PACKED:
-        return f"takes packed sequences (cu_seqlens) up to head_dim {MOST_HEAD_DIM_PACKED}, got {problem.head_dim}"
     if problem.varlen and problem.seqlen_k == 0 and "sinks" in problem.features:
         return "has no kernel for packed sequences of which none has a key"
     if problem.head_dim != problem.head_dim_v:
         return "head_dim of v must equal that of q and k"
+    if problem.varlen and problem.features & {"alibi_slopes", "score_mod", "mask_mod"}:
+        return "does alibi_slopes, score_mod and mask_mod of dense tensors only"
     return refuse_modifiers(problem) or machine_refusal(problem)
 
 
@@ -166,7 +165,7 @@ def backward(
     lse = lse.contiguous()
     dlse = None if dlse is None else dlse.to(torch.float32).contiguous()
     causal = window_right >= 0
-    config = config or backward_config(q.shape[-1], causal=causal, modified=softcap > 0 or is_modified(features))
+    config = config or backward_config(q.shape[-1], causal=causal, steps_of_64=_short(softcap, features.block_size))
     if packed or features.block_lists:
         config = replace(config, dynamic=True)
     softmax_scale = float(softmax_scale)
@@ -192,9 +191,8 @@ def backward(
     return (dq, dk, dv) if sinks is None else (dq, dk, dv, _sink_gradient(sinks, stat))
 
 
-def is_modified(features: Features) -> bool:
-    """Whether scores are more than scaled, capped and masked by position."""
-    return bool(features.alibi_slopes is not None or features.score_mod or features.mask_mod or features.block_lists)
+def _short(softcap: float, block_size: tuple[int, int]) -> bool:
+    return softcap > 0 or block_size[0] % _KEYS > 0
 
 
 def _functions(features: Features) -> dict:
@@ -388,11 +386,11 @@ def _two_kernels(
 
 def describe(problem: Problem) -> BackwardConfig | TwoPassConfig:
     """The configuration `backward` takes for a problem it does not refuse."""
-    modified = problem.softcap > 0 or bool(problem.features & {"alibi_slopes", "score_mod", "mask_mod", "block_mask"})
+    short = _short(problem.softcap, problem.block_size)
     if problem.varlen or "block_mask" in problem.features:
-        return replace(backward_config(problem.head_dim, causal=False, modified=modified), dynamic=True)
+        return replace(backward_config(problem.head_dim, causal=False, steps_of_64=short), dynamic=True)
     _, right = effective_window(problem.window_left, problem.window_right, problem.seqlen_q, problem.seqlen_k)
-    return backward_config(problem.head_dim, causal=right >= 0, modified=modified)
+    return backward_config(problem.head_dim, causal=right >= 0, steps_of_64=short)
 
 
 __all__ = ["BackwardConfig", "TwoPassConfig", "backward", "backward_config", "describe", "refuse"]

@@ -48,7 +48,7 @@ from .hopper_device import (
     unpack_pairs,
 )
 from .hopper_modifiers import list_of, listed_block, listed_number
-from .hopper_packed import ENTRY, publish_entry, read_entry, receive_entry, zero_rows
+from .hopper_packed import ENTRY, publish_entry, read_entry, read_sequence, receive_entry, zero_rows
 from .hopper_steps import PING_PONG_BARRIER, first_softmax, first_tile, own_lengths, step, store_tile
 
 EARLY_DRAW = gl.constexpr(4)  # key blocks of a tile up to which the next tile is drawn at its start
@@ -61,7 +61,7 @@ def _consumer(
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_SLOTS: gl.constexpr,
     O_CHUNKS: gl.constexpr, PING_PONG: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
     EVEN_K: gl.constexpr, DYNAMIC: gl.constexpr, LAZY: gl.constexpr, PACKED: gl.constexpr, PIPELINED: gl.constexpr,
-    SINKS: gl.constexpr, WHOLE_HEADS: gl.constexpr, ALIBI: gl.constexpr, ROW_MAX: gl.constexpr,
+    SINKS: gl.constexpr, ALIBI: gl.constexpr, ROW_MAX: gl.constexpr,
     SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
     q_bufs, k_bufs, v_bufs, o_bufs = bufs
@@ -75,18 +75,22 @@ def _consumer(
     MASK_FIRST: gl.constexpr = CAUSAL or WINDOW or not EVEN_K
     MASK: gl.constexpr = CAUSAL or WINDOW or (BLOCKS and not EVEN_K)
     LONG_FIRST: gl.constexpr = CAUSAL or BLOCKS  # block masks are causal more often than not
+    SEQUENCE: gl.constexpr = PACKED and (ALIBI or SCORE_MOD is not None or MASK_MOD is not None)
     dtype: gl.constexpr = q_bufs.dtype
     it = 0
     k = 0
     tile = gl.program_id(0)
-    if WHOLE_HEADS:
-        tile = tile * num_m
     if PING_PONG and WG == CONSUMERS - 1:
         bar_arrive(PING_PONG_BARRIER, 256)  # lets consumer 0 start
     # The first block of the first tile has nothing to overlap with.
     m_block, batch, head, q_row0, _, rows_q, used_q, used_k = first_tile(tile, table, shape, LONG_FIRST, PACKED)
     own = own_lengths(shape, used_q, used_k)
     lo, hi = key_blocks(m_block * BLOCK_M, BLOCK_M, own, BLOCK_N, CAUSAL, WINDOW)
+    entry0 = batch  # what modifiers call b: packed, the sequence
+    if SEQUENCE:
+        j, batch, head = tile_of(tile, shape, True)
+        sequence = read_sequence(num_m - 1 - j, table, tile >= 0)
+        entry0 = sequence
     block0 = hi - 1
     kind0 = 2
     if BLOCKS:
@@ -104,7 +108,7 @@ def _consumer(
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(kv_empty.index(0), count=1)
     p, m_i, l_i = first_softmax(
-        s, block0, kind0, m_block * BLOCK_M + WG * ROWS, own, scales, (batch, head), mods, CAUSAL, WINDOW, SOFTCAP,
+        s, block0, kind0, m_block * BLOCK_M + WG * ROWS, own, scales, (entry0, head), mods, CAUSAL, WINDOW, SOFTCAP,
         MASK_FIRST, ALIBI, SCORE_MOD, MASK_MOD, BLOCKS)  # fmt: skip
     p_packed = pack_pairs(p, dtype)
     while tile < num_tiles:
@@ -123,6 +127,9 @@ def _consumer(
         if WINDOW:
             left_end = gl.cdiv(gl.maximum(row0 + ROWS - 1 + shift - left, 0), BLOCK_N)
         acc = gl.full([ROWS, v_bufs.shape[2]], 0.0, gl.float32, O_LAYOUT)
+        entry = batch
+        if SEQUENCE:
+            entry = sequence
         for j in range(0, hi - 1 - lo):
             block = hi - 2 - j
             kind = 2
@@ -132,12 +139,16 @@ def _consumer(
                 masked = (block + 1) * BLOCK_N > used_k
             acc, p_packed, m_i, l_i, it = step(
                 q, k_bufs, v_bufs, bars, q_full.index(slot), q_phase, acc, p_packed, m_i, l_i, it,
-                block, kind, masked, row0, own, scales, (batch, head), mods,
+                block, kind, masked, row0, own, scales, (entry, head), mods,
                 WG, CONSUMERS, STAGES, PING_PONG, CAUSAL, WINDOW, SOFTCAP, MASK, LAZY, PIPELINED,
                 ALIBI, SCORE_MOD, MASK_MOD, BLOCKS, S_LAYOUT, P_LAYOUT, ROW_LAYOUT)  # fmt: skip
         mbarrier.arrive(q_empty.index(slot), count=1)
         m_done, l_done, where = m_i, l_i, (batch, head, q_row0, rows_q, used_q)
-        if PACKED:
+        if SEQUENCE:
+            tile, m_block, q_row0, _, rows_q, used_q, used_k, sequence = receive_entry(
+                k, queue, queue_full, queue_empty, True
+            )
+        elif PACKED:
             tile, m_block, q_row0, _, rows_q, used_q, used_k = receive_entry(k, queue, queue_full, queue_empty)
         elif DYNAMIC:
             tile = receive_tile(k, queue, queue_full, queue_empty)
@@ -159,6 +170,9 @@ def _consumer(
             lo, hi = key_blocks(m_block * BLOCK_M, BLOCK_M, own, BLOCK_N, CAUSAL, WINDOW)
             next_block = hi - 1
             next_kind = 2
+            next_entry = batch
+            if SEQUENCE:
+                next_entry = sequence
             if BLOCKS:
                 row = list_of(table, mods, batch, head, m_block)
                 hi = gl.load(row)
@@ -181,7 +195,7 @@ def _consumer(
                     bar_arrive(PING_PONG_BARRIER + (WG + 1) % CONSUMERS, 256)
                 s = warpgroup_mma_wait(1, deps=[s_async])
                 p, m_i, l_i = first_softmax(
-                    s, next_block, next_kind, next_row0, own, scales, (batch, head), mods,
+                    s, next_block, next_kind, next_row0, own, scales, (next_entry, head), mods,
                     CAUSAL, WINDOW, SOFTCAP, MASK_FIRST, ALIBI, SCORE_MOD, MASK_MOD, BLOCKS)  # fmt: skip
                 mbarrier.wait(q_full.index(slot), q_phase)
                 acc, p = warpgroup_mma_wait(0, deps=[acc_async, p])
@@ -206,7 +220,7 @@ def _consumer(
                 s = warpgroup_mma_wait(0, deps=[s_async])
                 mbarrier.arrive(kv_empty.index(stage), count=1)
                 p, m_i, l_i = first_softmax(
-                    s, next_block, next_kind, next_row0, own, scales, (batch, head), mods,
+                    s, next_block, next_kind, next_row0, own, scales, (next_entry, head), mods,
                     CAUSAL, WINDOW, SOFTCAP, MASK_FIRST, ALIBI, SCORE_MOD, MASK_MOD, BLOCKS)  # fmt: skip
                 p_packed = pack_pairs(p, dtype)
         else:
@@ -249,7 +263,7 @@ def _producer(
     bufs, bars, fixed, q_desc, k_desc, v_desc, counter, table, shape, mods,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_SLOTS: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DYNAMIC: gl.constexpr, PACKED: gl.constexpr,
-    WHOLE_HEADS: gl.constexpr, BLOCKS: gl.constexpr,
+    SEQUENCE: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
     q_bufs, k_bufs, v_bufs, _ = bufs
     q_full, q_empty, k_full, v_full, kv_empty, queue_full, queue_empty, queue = bars
@@ -259,8 +273,6 @@ def _producer(
     k = 0
     fixes = gl.to_tensor(0)
     tile = gl.program_id(0)
-    if WHOLE_HEADS:
-        tile = tile * num_m
     LONG_FIRST: gl.constexpr = CAUSAL or BLOCKS
     m_block, batch, head, q_row0, k_row0, _, used_q, used_k = first_tile(tile, table, shape, LONG_FIRST, PACKED)
     while tile < num_tiles:
@@ -275,11 +287,7 @@ def _producer(
             listed = listed_number(row, hi - 1)
         if DYNAMIC:
             # The draw's round trip hides under the loads of a short tile; of a long one it would come too early.
-            if WHOLE_HEADS:
-                wanted = (tile + 1) % num_m == 0
-                early = draw(counter, wanted & (hi - lo <= EARLY_DRAW))
-            else:
-                early = draw(counter, hi - lo <= EARLY_DRAW)
+            early = draw(counter, hi - lo <= EARLY_DRAW)
         slot0 = (k % Q_SLOTS) * CONSUMERS
         q_phase = (k // Q_SLOTS) & 1
         for c in gl.static_range(CONSUMERS):
@@ -320,16 +328,16 @@ def _producer(
             v_args = (batch, kv, k_row0, listed, used_k)
         if DYNAMIC:
             # Before the wait for the last V slot, under which the round trip hides too.
-            if WHOLE_HEADS:
-                drawn = gl.max(early + draw(counter, wanted & (hi - lo > EARLY_DRAW)), axis=0) + gl.num_programs(0)
-                tile = gl.where(wanted, drawn * num_m, tile + 1)
-            else:
-                tile = gl.max(early + draw(counter, hi - lo > EARLY_DRAW), axis=0) + gl.num_programs(0)
+            tile = gl.max(early + draw(counter, hi - lo > EARLY_DRAW), axis=0) + gl.num_programs(0)
             if PACKED:
                 j, batch, head = tile_of(tile, shape, True)
                 entry = read_entry(num_m - 1 - j, table, tile < num_tiles)
                 m_block, q_row0, k_row0, _, used_q, used_k = entry
-                publish_entry(k, tile, entry, queue, queue_full, queue_empty)
+                if SEQUENCE:
+                    sequence = read_sequence(num_m - 1 - j, table, tile < num_tiles)
+                    publish_entry(k, tile, entry, queue, queue_full, queue_empty, sequence, True)
+                else:
+                    publish_entry(k, tile, entry, queue, queue_full, queue_empty)
             else:
                 publish_tile(k, tile, queue, queue_full, queue_empty)
         else:
@@ -340,10 +348,7 @@ def _producer(
         fixes = _load_v(v_bufs, v_full, fixed, fixes, v_desc, v_batch, v_kv, v_row0, v_block, v_used, v_stage, PACKED)
     if DYNAMIC:  # noqa: SIM102
         # Each program draws one number past the end; the last of them resets the counter for the next launch.
-        past = gl.num_programs(0) - 1
-        if WHOLE_HEADS:
-            past = past * num_m
-        if tile == num_tiles + past:
+        if tile == num_tiles + gl.num_programs(0) - 1:
             gl.store(counter, 0)
 
 
@@ -378,7 +383,7 @@ def attention_forward_kernel(
     STAGES: gl.constexpr, Q_SLOTS: gl.constexpr, O_CHUNKS: gl.constexpr, PING_PONG: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, EVEN_K: gl.constexpr, DYNAMIC: gl.constexpr,
     LAZY: gl.constexpr, PACKED: gl.constexpr, PIPELINED: gl.constexpr, SPECIALIZED: gl.constexpr,
-    SINKS: gl.constexpr, WHOLE_HEADS: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr,
+    SINKS: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Descriptors are rank 4, (batch, head, row, column), with blocks of one head; lse is (batch, heads, seqlen_q),
@@ -391,9 +396,6 @@ def attention_forward_kernel(
     `slopes` to `table_sh` are None where a call has no such thing. With a table width, `table` is that of
     hopper_blocks.py for tiles of 128 query rows and blocks of BLOCK_N keys, DYNAMIC is on and PACKED off. SCORE_MOD and
     MASK_MOD are users' functions or None.
-
-    WHOLE_HEADS (with DYNAMIC, not PACKED): what is drawn is a head; a program walks all its tiles, so that only the
-    first of them waits for memory, and programs load different heads.
 
     PIPELINED, SPECIALIZED and PING_PONG are on but for the ablation of the paper; without SPECIALIZED one partition of
     4 * CONSUMERS warps does everything (hopper_alone.py).
@@ -457,16 +459,16 @@ def attention_forward_kernel(
                          (slopes, slopes_sb, aux, row_max, table_width, table_sb, table_sh),
                          CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, O_CHUNKS,
                          PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED, SINKS,
-                         WHOLE_HEADS, ALIBI, ROW_MAX, SCORE_MOD, MASK_MOD, BLOCKS)),
+                         ALIBI, ROW_MAX, SCORE_MOD, MASK_MOD, BLOCKS)),
             (_consumer, (1, bufs, bars, outputs, table, shape, scales,
                          (slopes, slopes_sb, aux, row_max, table_width, table_sb, table_sh),
                          CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, O_CHUNKS,
                          PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED, SINKS,
-                         WHOLE_HEADS, ALIBI, ROW_MAX, SCORE_MOD, MASK_MOD, BLOCKS)),
+                         ALIBI, ROW_MAX, SCORE_MOD, MASK_MOD, BLOCKS)),
             (_producer, (bufs, bars, fixed, q_desc, k_desc, v_desc, counter, table, shape,
                          (slopes, slopes_sb, aux, row_max, table_width, table_sb, table_sh),
-                         CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, CAUSAL, WINDOW, DYNAMIC, PACKED, WHOLE_HEADS,
-                         BLOCKS)),
+                         CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, CAUSAL, WINDOW, DYNAMIC, PACKED,
+                         PACKED and (ALIBI or SCORE_MOD is not None or MASK_MOD is not None), BLOCKS)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.static_assert(CONSUMERS == 3)
@@ -475,19 +477,19 @@ def attention_forward_kernel(
                          (slopes, slopes_sb, aux, row_max, table_width, table_sb, table_sh),
                          CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, O_CHUNKS,
                          PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED, SINKS,
-                         WHOLE_HEADS, ALIBI, ROW_MAX, SCORE_MOD, MASK_MOD, BLOCKS)),
+                         ALIBI, ROW_MAX, SCORE_MOD, MASK_MOD, BLOCKS)),
             (_consumer, (1, bufs, bars, outputs, table, shape, scales,
                          (slopes, slopes_sb, aux, row_max, table_width, table_sb, table_sh),
                          CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, O_CHUNKS,
                          PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED, SINKS,
-                         WHOLE_HEADS, ALIBI, ROW_MAX, SCORE_MOD, MASK_MOD, BLOCKS)),
+                         ALIBI, ROW_MAX, SCORE_MOD, MASK_MOD, BLOCKS)),
             (_consumer, (2, bufs, bars, outputs, table, shape, scales,
                          (slopes, slopes_sb, aux, row_max, table_width, table_sb, table_sh),
                          CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, O_CHUNKS,
                          PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED, SINKS,
-                         WHOLE_HEADS, ALIBI, ROW_MAX, SCORE_MOD, MASK_MOD, BLOCKS)),
+                         ALIBI, ROW_MAX, SCORE_MOD, MASK_MOD, BLOCKS)),
             (_producer, (bufs, bars, fixed, q_desc, k_desc, v_desc, counter, table, shape,
                          (slopes, slopes_sb, aux, row_max, table_width, table_sb, table_sh),
-                         CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, CAUSAL, WINDOW, DYNAMIC, PACKED, WHOLE_HEADS,
-                         BLOCKS)),
+                         CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, CAUSAL, WINDOW, DYNAMIC, PACKED,
+                         PACKED and (ALIBI or SCORE_MOD is not None or MASK_MOD is not None), BLOCKS)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

@@ -40,23 +40,23 @@ def listed_number(row, at):
 
 @gluon.jit
 def _indices(start, last, s, AXIS: gl.constexpr):
-    """Rows (AXIS 0) or columns of a block s, clamped to `last`, as (rows, 1) or (1, columns)."""
+    """Rows (AXIS 0) or columns of a block s, clamped to 0 to `last`, as (rows, 1) or (1, columns)."""
     SIZE: gl.constexpr = s.shape[AXIS]
     LAYOUT: gl.constexpr = s.type.layout
     if AXIS == 0:
         index = gl.minimum(start + gl.arange(0, SIZE, layout=gl.SliceLayout(1, LAYOUT)), last)[:, None]
     else:
         index = gl.minimum(start + gl.arange(0, SIZE, layout=gl.SliceLayout(0, LAYOUT)), last)[None, :]
-    return index
+    return gl.maximum(index, 0)  # sequences without keys have a last one of -1
 
 
 @gluon.jit
 def _distance(q0, k0, shift, Q_AXIS: gl.constexpr, s):
     """|query on the bottom-right diagonal - key|, in float32."""
     big: gl.constexpr = 1 << 30
-    q = _indices(q0 + shift, big, s, Q_AXIS)
+    q = _indices(q0, big, s, Q_AXIS)
     k = _indices(k0, big, s, 1 - Q_AXIS)
-    return gl.abs(q - k).to(gl.float32)
+    return gl.abs(q + shift - k).to(gl.float32)
 
 
 @gluon.jit

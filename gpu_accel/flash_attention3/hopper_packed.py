@@ -4,7 +4,7 @@
 that the host never reads cu_seqlens and the attention kernel never searches:
 
     table[0] = number of tiles a head; then 8 integers a tile: block, first row of q, first row of k, rows of q,
-    rows of q and of k that count
+    rows of q and of k that count, and for modifiers which sequence it is
 
 The producer reads the entry of a tile and passes it through shared memory together with the tile's number.
 """
@@ -40,6 +40,7 @@ def fill_tile_table(
     tl.store(entry + 3, tl.where(real, rows, 0))
     tl.store(entry + 4, tl.where(real, used_q, 0))
     tl.store(entry + 5, tl.where(real, used_k, 0))
+    tl.store(entry + 6, tl.where(real, tl.minimum(sequence, batches - 1), 0))
     if tile == 0:
         i = tl.arange(0, BATCH)
         start = tl.load(cu_seqlens_q + i, mask=i <= batches, other=0)
@@ -63,8 +64,14 @@ def read_entry(index, table, wanted):
 
 
 @gluon.jit
-def publish_entry(k, tile, entry, queue, full, empty):
-    """Producer: hand a tile's number and entry to the consumers through the two-slot queue."""
+def read_sequence(index, table, wanted):
+    """Which sequence a tile belongs to."""
+    return gl.load(table + ENTRY * (1 + index) + 6, mask=wanted, other=0)
+
+
+@gluon.jit
+def publish_entry(k, tile, entry, queue, full, empty, sequence=0, SEQUENCE: gl.constexpr = False):
+    """Producer: hand a tile's number and entry (SEQUENCE: and sequence) to the consumers through the two-slot queue."""
     slot = k & 1
     mbarrier.wait(empty.index(slot), ((k >> 1) & 1) ^ 1)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
@@ -72,6 +79,8 @@ def publish_entry(k, tile, entry, queue, full, empty):
     queue.index(slot * ENTRY).store(zero + tile)
     for i in gl.static_range(FIELDS - 1):
         queue.index(slot * ENTRY + 1 + i).store(zero + entry[i])
+    if SEQUENCE:
+        queue.index(slot * ENTRY + FIELDS).store(zero + sequence)
     mbarrier.arrive(full.index(slot), count=1)
 
 
@@ -82,16 +91,20 @@ def _field(queue, index):
 
 
 @gluon.jit
-def receive_entry(k, queue, full, empty):
-    """Consumer: the k-th tile's number and entry."""
+def receive_entry(k, queue, full, empty, SEQUENCE: gl.constexpr = False):
+    """Consumer: the k-th tile's number and entry, and with SEQUENCE its sequence."""
     slot = k & 1
     mbarrier.wait(full.index(slot), (k >> 1) & 1)
     at = slot * ENTRY
     tile = _field(queue, at)
     block, q_row0, k_row0 = _field(queue, at + 1), _field(queue, at + 2), _field(queue, at + 3)
     rows, used_q, used_k = _field(queue, at + 4), _field(queue, at + 5), _field(queue, at + 6)
+    if SEQUENCE:
+        received = (tile, block, q_row0, k_row0, rows, used_q, used_k, _field(queue, at + FIELDS))
+    else:
+        received = (tile, block, q_row0, k_row0, rows, used_q, used_k)
     mbarrier.arrive(empty.index(slot), count=1)
-    return tile, block, q_row0, k_row0, rows, used_q, used_k
+    return received
 
 
 @gluon.jit

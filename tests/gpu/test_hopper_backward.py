@@ -167,8 +167,7 @@ def test_refusals():
                    varlen=False)  # fmt: skip
     assert hopper_backward.refuse(Problem(**problem)) is None
     wide = dict.fromkeys(("head_dim", "head_dim_v"), hopper_backward.MOST_HEAD_DIM + 8)
-    packed_wide = {"varlen": True, "head_dim": 256, "head_dim_v": 256}
-    for change in ({"deterministic": True}, packed_wide, wide, {"head_dim_v": 128}, {"dtype": torch.float32},
+    for change in ({"deterministic": True}, wide, {"head_dim_v": 128}, {"dtype": torch.float32},
                    {"capability": (10, 0)}):  # fmt: skip
         assert hopper_backward.refuse(Problem(**{**problem, **change}))
 
@@ -200,4 +199,4 @@ def test_which_packed_calls_it_takes():
     cu = torch.tensor([0, 64], dtype=torch.int32, device="cuda")
     assert explain(q, q, q, cu_seqlens_q=cu, cu_seqlens_k=cu).backward.startswith("hopper")
     wide = torch.randn(64, 2, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    assert explain(wide, wide, wide, cu_seqlens_q=cu, cu_seqlens_k=cu).backward.startswith("portable")
+    assert explain(wide, wide, wide, cu_seqlens_q=cu, cu_seqlens_k=cu).backward.startswith("hopper")

@@ -348,16 +348,3 @@ def test_packed_random_problems(d, part):
             what = f"lengths {lengths}, heads {heads_kv * group}/{heads_kv}, head dims {dims}, window {window}"
             raise AssertionError(f"{what}, softcap {softcap}, extra {extra}: {error}") from error
 
-
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("d", [64, 128, 256])
-def test_whole_heads_change_the_order_and_no_bit(d, causal):
-    # more heads than programs and fewer; the queue is found empty by the next launch
-    for batch, sq, sk, heads, heads_kv in ((40, 333, 333, 8, 4), (1, 700, 500, 4, 1), (3, 64, 200, 50, 50)):
-        q, k, v = inputs(batch, sq, sk, heads, heads_kv, d)
-        usual = replace(hopper.forward_config(d, causal=causal, seqlen_k=sk), dynamic=True)
-        call = {"softmax_scale": d**-0.5, "window_right": 0 if causal else -1}
-        expected = hopper.forward(q, k, v, config=usual, **call)
-        for _ in range(3):
-            got = hopper.forward(q, k, v, config=replace(usual, whole_heads=True), **call)
-            assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
