@@ -7,7 +7,8 @@ from the first-level cache:
     rows      a thread has 8 neighbours of a row, 16 threads a row: maxima by 4 shuffles for 8 values
     columns   a thread has 32 neighbours of a column: maxima and codes stay in the thread, which writes whole sectors
 
-8 warps; no shared memory but for maxima over 4 warps (columns of 1x128). Whole tiles only; the rest goes to
+8 warps; no shared memory but for maxima over 4 warps (columns of 1x128), and for an activation, which is computed once
+and turned in 16 bits. Whole tiles only; the rest goes to
 `quantize_kernels._block_kernel`, whose bits these are.
 """
 
@@ -79,10 +80,26 @@ def _normed(tile, x, gamma, beta, means, rstds, r, c, SOURCE: gl.constexpr):
 
 
 @gluon.jit
+def _curve(a, CURVE: gl.constexpr):
+    """As `activations.curve_of`, without the slope."""
+    if CURVE == "silu":
+        return a * (1.0 / (1.0 + gl.exp(-a)))
+    elif CURVE == "gelu_tanh":
+        u = 0.7978845608028654 * (a + 0.044715 * a * a * a)
+        e = gl.exp(-2.0 * gl.abs(u))
+        t = (1.0 - e) / (1.0 + e)
+        return 0.5 * a * (1.0 + gl.where(u < 0, -t, t))
+    else:
+        kept = gl.where(a > 0, a, 0.0)
+        kept = gl.where(a != a, a, kept)
+        return kept * kept if CURVE == "srelu" else kept
+
+
+@gluon.jit
 def both_kernel(
     x, gamma, beta, means, rstds, out_r, scales_r, out_c, scales_c, rows, cols, s_row, tiles,
     GC: gl.constexpr, SCALE: gl.constexpr, LARGEST: gl.constexpr, ADD: gl.constexpr, EMAX: gl.constexpr,
-    FINITE: gl.constexpr, E5M2: gl.constexpr, SOURCE: gl.constexpr,
+    FINITE: gl.constexpr, E5M2: gl.constexpr, SOURCE: gl.constexpr, CURVE: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     """Blocks of 1 x GC (32 or 128) of x (rows, cols): codes (rows, cols) and (cols, rows), a scale a block each."""
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0])
@@ -95,8 +112,15 @@ def both_kernel(
     r = row + gl.arange(0, 128, gl.SliceLayout(1, ROWS))
     c = col + gl.arange(0, 128, gl.SliceLayout(0, ROWS))
     place = r.to(gl.int64)[:, None]
-    tile = gl.load(x + place * s_row + c[None, :])
-    tile = _normed(tile, x, gamma, beta, means, rstds, r, c, SOURCE)
+    places = x + place * s_row + c[None, :]
+    if CURVE == "":
+        tile = _normed(gl.load(places), x, gamma, beta, means, rstds, r, c, SOURCE)
+    else:
+        tile = _curve(gl.load(places).to(gl.float32), CURVE)
+        if GATED:
+            tile *= gl.load(places + cols).to(gl.float32)
+        turned = gl.convert_layout(tile.to(x.dtype.element_ty), COLS)  # rather than to compute it once more
+        tile = tile.to(x.dtype.element_ty).to(gl.float32)
     groups = gl.reshape(tile, (128, G, GC))
     stored, inverse = _scale_and_inverse(_largest(groups, 2, FINITE), SCALE, LARGEST, ADD, EMAX)
     codes = gl.reshape(_codes(groups, inverse[:, :, None], E5M2, FINITE), (128, 128))
@@ -109,8 +133,11 @@ def both_kernel(
 
     r = row + gl.arange(0, 128, gl.SliceLayout(1, COLS))
     c = col + gl.arange(0, 128, gl.SliceLayout(0, COLS))
-    tile = gl.load(x + r.to(gl.int64)[:, None] * s_row + c[None, :])
-    tile = _normed(tile, x, gamma, beta, means, rstds, r, c, SOURCE)
+    if CURVE == "":
+        places = x + r.to(gl.int64)[:, None] * s_row + c[None, :]
+        tile = _normed(gl.load(places), x, gamma, beta, means, rstds, r, c, SOURCE)
+    else:
+        tile = turned.to(gl.float32)
     groups = gl.reshape(tile, (G, GC, 128))
     stored, inverse = _scale_and_inverse(_largest(groups, 1, FINITE), SCALE, LARGEST, ADD, EMAX)
     codes = gl.reshape(_codes(groups, inverse[:, None, :], E5M2, FINITE), (128, 128))

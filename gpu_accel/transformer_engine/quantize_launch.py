@@ -211,7 +211,7 @@ def _empty_parts(x: Tensor, rows: int, cols: int, scheme: Scheme, made: bool) ->
 
 def takes_both(x: Tensor, scheme: Scheme, m: Matrix, source: Source) -> bool:
     """Whether the kernel of `hopper_quantize_kernel.py` makes both copies: of whole tiles in blocks of one row."""
-    if not (BOTH_CHECKED and x.is_cuda) or source.kind in ACTIVATIONS or machine_refusal(x) is not None:
+    if not (BOTH_CHECKED and x.is_cuda) or machine_refusal(x) is not None:
         return False
     blocks = scheme.block in ((1, 32), (1, 128)) and scheme.scale in ("fp32", "pow2", "e8m0")
     plain = scheme.element in ("e4m3", "e5m2") and scheme.rounding == "nearest"
@@ -282,7 +282,8 @@ def run_quantize(
             kept = ("SCALE", "LARGEST", "ADD", "EMAX", "FINITE")
             options = dict(
                 GC=scheme.block[1], **{name: numbers[name] for name in kept}, E5M2=scheme.element == "e5m2",
-                SOURCE=curve, num_warps=8, enable_fp_fusion=False,
+                SOURCE=curve if source.is_norm else "", CURVE="" if source.is_norm else curve, GATED=source.gated,
+                num_warps=8, maxnreg=128, enable_fp_fusion=False,
             )  # fmt: skip
             tile = (x, *given, *row[:2], *col[:2], m.rows, m.cols, m.s_row, m.cols // 128)
             quick(both_kernel, m.rows * m.cols // 128**2, tile, options)

@@ -89,7 +89,7 @@ with instead_of_launching(hook):
             )
         elif sys.argv[1] == "hopper":
             label = name
-            what = scheme(name.removesuffix("-rms"))
+            what = scheme(name.partition("-")[0])
             x, codes = torch.empty(4096, 4096, dtype=torch.bfloat16), torch.empty(4096, 4096, dtype=torch.uint8)
             wide = what.scale != "e8m0"
             scales = torch.empty(4096, 4096 // what.block[1], dtype=torch.float32 if wide else torch.uint8)
@@ -97,7 +97,8 @@ with instead_of_launching(hook):
             kept = ("SCALE", "LARGEST", "ADD", "EMAX", "FINITE")
             options = dict(
                 GC=what.block[1], **{key: numbers[key] for key in kept}, E5M2=what.element == "e5m2",
-                SOURCE="rms" if name.endswith("rms") else "", num_warps=8, enable_fp_fusion=False,
+                SOURCE="rms" if name.endswith("rms") else "", CURVE="silu" if name.endswith("silu") else "",
+                GATED=name.endswith("silu"), num_warps=8, maxnreg=128, enable_fp_fusion=False,
             )  # fmt: skip
             arguments = (x, *(torch.ones(4096),) * 4, codes, scales, codes, scales, 4096, 4096, 4096, 32)
             launch(both_kernel, 1, arguments, options)

