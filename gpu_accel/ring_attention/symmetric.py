@@ -49,6 +49,7 @@ from torch import Tensor
 
 from gpu_accel.errors import HardwareError, InvalidInputError
 from gpu_accel.ring_attention.faults import CommunicationError
+from gpu_accel.ring_attention.homes import Homes
 from gpu_accel.ring_attention.transport import Pending, TorchTransport
 
 _ALIGNMENT = 256
@@ -162,6 +163,7 @@ class SymmetricTransport(TorchTransport):
         # sums wait for what a neighbour computes, keys and values do not: they must not queue up behind one another
         self._hops, self._reads = (torch.cuda.Stream(self._device, priority=-1) for _ in range(2))
         self._areas: dict[tuple[int, int, int], _Area] = {}
+        self.homes = Homes()
         self._asked = 0
         self._used: set[tuple[int, int, int]] = set()
         flags = symmetric.empty(4 * self.size, dtype=torch.int32, device=self._device)
@@ -218,6 +220,15 @@ class SymmetricTransport(TorchTransport):
             self._areas[key] = _Area(memory, self._rendezvous(memory), slot)
         area = self._areas[key].memory
         return [area[i * slot : i * slot + size].view(dtype).view(tuple(shape)) for i in range(count)]
+
+    def home(
+        self, k_shape: Sequence[int], v_shape: Sequence[int], *, dtype: torch.dtype, device: Any = None
+    ) -> tuple[Tensor, Tensor]:
+        numbers = self.homes.size(k_shape, v_shape)
+        slot = -(-max(numbers * dtype.itemsize, 1) // _ALIGNMENT) * _ALIGNMENT
+        memory = self._symmetric.empty(slot, dtype=torch.uint8, device=self._device)
+        self._areas[-1 - len(self._areas), 1, slot] = _Area(memory, self._rendezvous(memory), slot)
+        return self.homes.add(memory[: numbers * dtype.itemsize].view(dtype), k_shape, v_shape)
 
     def bytes_used(self, call: Callable[[], object]) -> int:
         """Bytes of this rank's symmetric memory that a call takes; no allocator of torch counts them."""

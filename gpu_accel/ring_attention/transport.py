@@ -27,6 +27,7 @@ from torch import Tensor
 
 from gpu_accel.errors import HardwareError, InvalidInputError, UnsupportedError
 from gpu_accel.ring_attention.faults import CommunicationError, compare_statements
+from gpu_accel.ring_attention.homes import unused
 
 Sends = Sequence[tuple[Tensor, int]]  # (contiguous tensor, rank it goes to)
 Receives = Sequence[tuple[Tensor, int]]  # (contiguous tensor to fill, rank it comes from)
@@ -116,6 +117,12 @@ class PointToPoint(ABC):
 
     def buffers(self, count: int, shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> list[Tensor]:
         return [torch.empty(tuple(shape), dtype=dtype or like.dtype, device=like.device) for _ in range(count)]
+
+    def home(
+        self, k_shape: Sequence[int], v_shape: Sequence[int], *, dtype: torch.dtype, device: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Uninitialised k and v where other ranks can read them (see homes.py); all ranks call it together."""
+        return unused(k_shape, v_shape, dtype, device)
 
     def exchange(self, message: Tensor, into: Tensor, *, to: int, source: int) -> Pending:
         return self.transfer([(message, to)], [(into, source)])

@@ -35,8 +35,8 @@ from gpu_accel.testing import make_qkv, random_like, relative_error, yardstick_a
 from gpu_accel.workbench.experiment import Case, Check, Implementation, Sampled, Settings, Workload
 
 PEERS = ("torch-context-parallel", "torch-context-parallel-alltoall", "ulysses-cudnn")
-SCALING = ("kv_ring", "kv_ring-nccl", "ulysses", "allgather", "usp", *PEERS, "one-gpu")
-OVERLAP = ("kv_ring", "kv_ring-waiting", "kv_ring-nccl", "kv_ring-nccl-waiting", "compute-only")
+SCALING = ("kv_ring", "kv_ring-home", "kv_ring-nccl", "ulysses", "allgather", "usp", *PEERS, "one-gpu")
+OVERLAP = ("kv_ring", "kv_ring-home", "kv_ring-waiting", "kv_ring-nccl", "kv_ring-nccl-waiting", "compute-only")
 MEMORY = ("kv_ring", "allgather", "ulysses", "torch-context-parallel")
 SCHEDULES = ("kv_ring", "kv_ring-nccl", "q_ring", "allgather", "ulysses", "usp", "mesh", "double_ring", "helper")
 MILLION, ROWS, SHORT = 1 << 20, 64, 512
@@ -112,7 +112,7 @@ def scaling_names(case: Case) -> tuple[str, ...]:
     seqlen, both = int(case["seqlen"]), case["pass"] == "both"
     if seqlen <= 32768:
         return SCALING
-    fastest = ("kv_ring", "ulysses", "torch-context-parallel", "ulysses-cudnn")
+    fastest = ("kv_ring", "kv_ring-home", "ulysses", "torch-context-parallel", "ulysses-cudnn")
     return fastest if both else (*fastest, "one-gpu")
 
 
@@ -175,7 +175,7 @@ def build(
 
 
 def _schedule(name: str) -> str:
-    return name.removesuffix("-waiting").removesuffix("-nccl")
+    return name.removesuffix("-waiting").removesuffix("-nccl").removesuffix("-home")
 
 
 def _unavailable(name: str, run: _Run) -> str:
@@ -202,6 +202,7 @@ def _implementation(name: str, run: _Run, race: _Race, memory: bool) -> Implemen
     )
 
 
+_HOMES: dict[tuple, tuple[Tensor, Tensor]] = {}
 _GRADIENTS: dict[tuple, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}  # exact and by plain torch
 
 
@@ -230,7 +231,8 @@ class _Run:
         if name in PEERS:
             return "cuDNN attention over NCCL"
         network = "symmetric memory" if self.over_symmetric(name) else "NCCL" if self.settings.on_gpu else "gloo"
-        return f"{self.layout(name, self.ranks).name} shards over {network}"
+        where = ", keys where others read them" if name.endswith("-home") else ""
+        return f"{self.layout(name, self.ranks).name} shards over {network}{where}"
 
     def over_symmetric(self, name: str) -> bool:
         ring = name.startswith(("kv_ring", "q_ring", "double_ring", "compute")) and "-nccl" not in name
@@ -269,6 +271,8 @@ class _Run:
                 overlap=not name.endswith("-waiting"), **options,
             )  # fmt: skip
         q, k, v, do = tensors
+        if name.endswith("-home"):
+            k, v = self.home(name, k, v)
         if not self.both:
             return lambda: (attend(q, k, v),)
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
@@ -278,6 +282,14 @@ class _Run:
             return o.detach(), *torch.autograd.grad(o, leaves, do)
 
         return both
+
+    def home(self, name: str, k: Tensor, v: Tensor) -> list[Tensor]:
+        """Copies of k and v where other ranks can read them, before any clock starts; one home a shape."""
+        key = (k.shape, v.shape, k.dtype)
+        if key not in _HOMES:
+            transport: Any = self.transport(name)
+            _HOMES[key] = transport.home(k.shape, v.shape, dtype=k.dtype, device=k.device)
+        return [place.copy_(x) for place, x in zip(_HOMES[key], (k, v), strict=True)]
 
     def transport(self, name: str) -> Transport:
         return _transport("symmetric" if self.over_symmetric(name) else "nccl", self.settings.on_gpu)

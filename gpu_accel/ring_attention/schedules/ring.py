@@ -81,7 +81,8 @@ class Blocks:
 
     passed   every rank sends on what it has received: N - 1 hops between neighbours, two buffers
     pulled   where the transport can read any rank's memory, blocks come straight from their owners, two at a time, and
-             only the rows that this rank needs: under a causal mask with zigzag shards a quarter less on average
+             only the rows that this rank needs: under a causal mask with zigzag shards a quarter less on average. Each
+             rank first copies its block to where others may read it, unless it lies there already (homes.py)
     """
 
     def __init__(self, ring: Ring, tensors: tuple[Tensor, Tensor], hops: int, call: Call) -> None:
@@ -91,9 +92,14 @@ class Blocks:
         self.pulled = hops > 0 and ring.transport.pulls
         if hops == 0:
             return
-        count = 1 + min(hops, 2) if self.pulled else 2
+        homes = getattr(ring.transport, "homes", None)
+        home = homes.find(*tensors) if self.pulled and homes and call.wire in (None, self.dtype) else None
+        count = min(hops, 2) + (home is None) if self.pulled else 2
         self.buffers = ring.transport.buffers(count, (self.packed.numel,), tensors[0], call.wire)
-        self.packed.pack(tensors, self.buffers[0])
+        if home is not None:
+            self.buffers.insert(0, home[1])
+        else:
+            self.packed.pack(tensors, self.buffers[0])
         self.on_the_way: dict[int, Pending] = {}
         if self.pulled:
             self.shared = ring.transport.share(

@@ -1,0 +1,161 @@
+"""Blocks that are pulled straight from their owners, and keys that lie where others can read them; simulated ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gpu_accel.flash_attention3.reference import attention_truth, attention_truth_backward
+from gpu_accel.ring_attention import RingAttention, make_layout
+from gpu_accel.ring_attention.attention import distributed_attention, make_call
+from gpu_accel.ring_attention.homes import Homes, home_number
+from gpu_accel.ring_attention.schedules import kv_ring
+from gpu_accel.ring_attention.simulate import simulate
+from gpu_accel.ring_attention.transport import LocalTransport, Pending, World
+from gpu_accel.testing import relative_error
+
+HEADS = (4, 2, 2, 4)
+
+
+class Pulling(LocalTransport):
+    """Ranks of one process that read one another's buffers, as SymmetricTransport does. Counts what it hands out."""
+
+    pulls = True
+
+    def __init__(self, world: World, rank: int) -> None:
+        super().__init__(world, rank)
+        self.homes, self.asked = Homes(), 0
+
+    def buffers(self, count, shape, like, dtype=None):
+        self.asked += count
+        return super().buffers(count, shape, like, dtype)
+
+    def home(self, k_shape, v_shape, *, dtype, device="cpu"):
+        flat = torch.full((self.homes.size(k_shape, v_shape),), float("nan"), dtype=dtype, device=device)
+        return self.homes.add(flat, k_shape, v_shape)
+
+    def share(self, buffer, *, readers, sources):
+        for rank in readers:
+            self.world.post(self.rank, rank, "shared", buffer)
+        return _Round(self, tuple(readers), set(sources))
+
+    def taken(self, source: int, kind: str):
+        return self.world.take(self.rank, source, kind, self.world.number(source, self.rank, kind, "asked"))
+
+
+class _Round:
+    def __init__(self, transport: Pulling, readers: tuple[int, ...], left: set[int]) -> None:
+        self.transport, self.readers, self.left = transport, readers, left
+
+    def pull(self, source, into, spans):
+        self.left.remove(source)
+
+        def copy() -> None:
+            theirs = self.transport.taken(source, "shared")
+            into.fill_(float("nan"))
+            for a, b in spans:
+                into[a:b] = theirs[a:b]
+            self.transport.world.post(self.transport.rank, source, "read", None)
+
+        return Pending(copy)
+
+    def close(self):
+        assert not self.left
+        for rank in self.readers:
+            self.transport.taken(rank, "read")
+
+
+def inputs(length: int) -> list[torch.Tensor]:
+    source = torch.Generator().manual_seed(0)
+    return [torch.randn(2, length, h, 8, generator=source, dtype=torch.float64) for h in HEADS]
+
+
+def run(ranks: int, length: int, layout: str, at_home: bool, options: dict):
+    """Both passes on every rank; the buffers that each asked for; twice, so that a home is used again."""
+    cut = make_layout(layout, seqlen=length, ranks=ranks)
+    whole = inputs(length)
+
+    def rank(local: LocalTransport):
+        transport = Pulling(local.world, local.rank)
+        q, k, v, do = (cut.shard(x, local.rank) for x in whole)
+        if at_home:
+            shards = k, v
+            k, v = transport.home(k.shape, v.shape, dtype=k.dtype)
+        for _ in range(2):
+            if at_home:
+                for place, x in zip((k, v), shards, strict=True):
+                    place.copy_(x)
+            transport.asked = 0
+            call = make_call(q, k, v, cut, **options)
+            transport.agree(call.statement("kv_ring", q, k, v))
+            o, lse = kv_ring.forward(q, k, v, call, transport)
+            asked = transport.asked
+            grads = kv_ring.backward(do, q, k, v, o, lse, call, transport)
+        return (o, *grads), asked
+
+    return cut, simulate(rank, ranks)
+
+
+@pytest.mark.parametrize("at_home", [False, True], ids=["copied", "at home"])
+@pytest.mark.parametrize("options", [{"causal": True}, {}, {"causal": True, "window_size": (9, 0)}], ids=str)
+@pytest.mark.parametrize(("ranks", "layout"), [(2, "zigzag"), (4, "zigzag"), (3, "striped")])
+def test_pulled_blocks_give_what_one_device_gives(ranks: int, layout: str, options: dict, at_home: bool):
+    cut, found = run(ranks, 37, layout, at_home, options)
+    q, k, v, do = inputs(37)
+    exact = (attention_truth(q, k, v, **options)[0], *attention_truth_backward(do, q, k, v, **options))
+    for i, truth in enumerate(exact):
+        assert relative_error(cut.unshard([tensors[i] for tensors, _ in found]), truth) < 1e-12
+
+
+def test_keys_at_home_need_no_copy():
+    """One buffer less, and the other ranks read the tensors themselves."""
+    asked = [[n for _, n in run(3, 24, "zigzag", at_home, {"causal": True})[1]] for at_home in (False, True)]
+    assert asked == [[3] * 3, [2] * 3]
+
+
+def test_a_home_is_found_by_exactly_what_fills_it():
+    homes = Homes()
+    k, v = homes.add(torch.zeros(48), (1, 3, 2, 4), (1, 3, 2, 4))
+    other, values = homes.add(torch.zeros(48), (1, 3, 2, 4), (1, 3, 2, 4))
+    assert homes.find(k, v)[0] == 0 and homes.find(other, values)[0] == 1
+    swapped = k.transpose(1, 2).transpose(1, 2)  # as RingAttention gets it
+    assert homes.find(swapped, v)[0] == 0
+    assert homes.find(v, k) is homes.find(k, values) is homes.find(k.clone(), v) is homes.find(k[:, :2], v) is None
+    assert homes.find(k.transpose(1, 2), v) is None
+
+
+def test_ranks_that_differ_in_it_say_so():
+    """Else one of them would read what another has not written."""
+    cut = make_layout("zigzag", seqlen=16, ranks=2)
+
+    def rank(local: LocalTransport) -> str:
+        transport = Pulling(local.world, local.rank)
+        q, k, v = (torch.ones(1, 8, 2, 8) for _ in range(3))
+        home = transport.home(k.shape, v.shape, dtype=k.dtype)
+        if local.rank == 0:
+            k, v = (place.copy_(x) for place, x in zip(home, (k, v), strict=True))
+        assert home_number(transport, (q, k, v)) == (0 if local.rank == 0 else None)
+        try:
+            distributed_attention(q, k, v, layout=cut, transport=transport)
+        except Exception as error:
+            return str(error)
+        return ""
+
+    assert all("the ranks do not agree" in text and "keys at home 0" in text for text in simulate(rank, 2))
+
+
+def test_what_is_overwritten_before_its_backward_is_found_out():
+    transport = Pulling(World(1), 0)
+    q = torch.ones(1, 2, 4, 8, requires_grad=True)
+    k, v = transport.home((1, 4, 2, 8), (1, 4, 2, 8), dtype=torch.float32)
+    k.fill_(1.0), v.fill_(1.0)
+    with transport.world.changed:
+        o = RingAttention(1, transport=transport)(q, k.transpose(1, 2), v.transpose(1, 2))
+        k.fill_(2.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            o.sum().backward()
+
+
+def test_other_transports_give_tensors_like_any_others():
+    k, v = LocalTransport(World(2), 0).home((1, 4, 2, 8), (1, 4, 2, 16), dtype=torch.bfloat16, device="cpu")
+    assert (k.shape, v.shape, k.dtype) == ((1, 4, 2, 8), (1, 4, 2, 16), torch.bfloat16)
