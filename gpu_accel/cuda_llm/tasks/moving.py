@@ -274,7 +274,7 @@ def histogram(x, out, n, BLOCK: tl.constexpr):
 // entry = "histogram"
 // args = ["x", "out", "n", "bins"]
 // [constants]
-// THREADS = 256
+// THREADS = 512
 // BLOCKS = 1056
 // COPIES = 8
 // STREAM = 1

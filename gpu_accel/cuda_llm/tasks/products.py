@@ -260,7 +260,7 @@ def matmul(a, b, out, m, n, k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLO
 ''',
     features=(
         _grouped_matmul(_TF32X3, (64, 128, 256), (128, 128, 32), stages=3),
-        _grouped_matmul(_BF16X6, (64, 128), (128, 64, 32), stages=2),
+        _grouped_matmul(_BF16X6, (64, 128), (128, 64, 32), stages=3),
     ),
     naive_cuda='''// /// launch
 // grid = ["cdiv(m, 32)", "n"]

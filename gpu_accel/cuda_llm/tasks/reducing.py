@@ -72,8 +72,8 @@ def {name}({arguments}, out, n, BLOCK: tl.constexpr, STREAM: tl.constexpr):
 '''
 
 
-def _flat_loop(name: str, arguments: str, load: str) -> str:
-    """The same with a fixed number of programs, each of which sums many blocks before its one atomic."""
+def _flat_loop(name: str, arguments: str, load: str, scale: str = "") -> str:
+    """The same with a fixed number of programs, each of which sums many blocks before its atomic and scales once."""
     return f'''# /// launch
 # task = "{name}"
 # grid = ["min(PROGRAMS, cdiv(n, BLOCK))"]
@@ -99,12 +99,12 @@ def {name}({arguments}, out, n, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, STR
         i = start + tl.arange(0, BLOCK)
     {load.replace(chr(10), chr(10) + "    ")}
         acc += value
-    tl.atomic_add(out, tl.sum(acc, 0))
+    tl.atomic_add(out, tl.sum(acc, 0){scale})
 '''
 
 
-def _flat_shuffle(name: str, inputs: tuple[str, ...], value: str) -> str:
-    """CUDA C++: vector loads, UNROLL independent sums a thread, shuffles within a warp, one atomic a block."""
+def _flat_shuffle(name: str, inputs: tuple[str, ...], value: str, scale: str = "") -> str:
+    """CUDA C++: vector loads, UNROLL independent sums a thread, shuffles within a warp, a scaled atomic a block."""
     named = "".join(f"const float* {one}, " for one in inputs)
     loads = "\n".join(f"            const float4 {one}_ = ONCE((const float4*){one} + i + u * step);" for one in inputs)
     lanes = "\n".join(
@@ -120,7 +120,7 @@ def _flat_shuffle(name: str, inputs: tuple[str, ...], value: str) -> str:
 // args = [{", ".join(f'"{one}"' for one in (*inputs, "out", "n"))}]
 // [constants]
 // THREADS = 512
-// BLOCKS = 528
+// BLOCKS = 264
 // UNROLL = 4
 // STREAM = 1
 // [fill]
@@ -165,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) {name}({named}float* out, 
     if (threadIdx.x == 0) {{
         float all = 0;
         for (int w = 0; w < THREADS / 32; ++w) all += warps[w];
-        atomicAdd(out, all);
+        atomicAdd(out, all{scale});
     }}
 }}
 '''
@@ -266,6 +266,8 @@ _MSE = (
 )
 _CIRCLE = f"    u = tl.load(x + i, mask=i < n, other=1.0{ONCE})\n    value = 4.0 * tl.sqrt(1.0 - u * u) / n"
 
+_REST = "fmaxf(1.0f - xv * xv, 1e-30f)"  # whose root is it times its reciprocal root: sqrtf has a branch
+
 REDUCTION = Task(
     name="reduction", title="Sum an array", family="reduction", dims=("n",), inputs=(_X,), outputs=_ONE,
     oracle=lambda x, d: {"out": sum_of(x["x"])}, library=lambda x, d: {"out": x["x"].sum().reshape(1)},
@@ -296,8 +298,8 @@ MSE = Task(
     flops="3 * n", tolerance=64,
     start=_flat("mse", "x, y", _MSE, 8192),
     features=(
-        _flat_loop("mse", "x, y", _MSE),
-        _flat_shuffle("mse", ("x", "y"), "(xv - yv) * (xv - yv) / n"),
+        _flat_loop("mse", "x, y", _MSE.removesuffix(" / n"), " / n"),
+        _flat_shuffle("mse", ("x", "y"), "(xv - yv) * (xv - yv)", " / n"),
     ),
     naive_cuda=_chunk_cuda("mse", ("x", "y"), "(x[i] - y[i]) * (x[i] - y[i]) / n"), **_N,
 )  # fmt: skip
@@ -310,8 +312,8 @@ MONTE_CARLO = Task(
     flops="4 * n", tolerance=64,
     start=_flat("monte_carlo", "x", _CIRCLE, 8192),
     features=(
-        _flat_loop("monte_carlo", "x", _CIRCLE),
-        _flat_shuffle("monte_carlo", ("x",), "4.0f * sqrtf(1.0f - xv * xv) / n"),
+        _flat_loop("monte_carlo", "x", _CIRCLE.removesuffix(" / n"), " / n"),
+        _flat_shuffle("monte_carlo", ("x",), f"4.0f * {_REST} * rsqrtf({_REST})", " / n"),
     ),
     naive_cuda=_chunk_cuda("monte_carlo", ("x",), "4.0f * sqrtf(1.0f - x[i] * x[i]) / n"), **_N,
 )  # fmt: skip
