@@ -39,8 +39,8 @@ CASES = {
     ],
     "blackwell": [(128, {"window_right": 0})],
     "blackwell-more": [(64, {"window_left": 40}), (256, {"softcap": 9.0})],
-    "backward": [(64, {}), (64, {"modified": True}), (128, {"window_right": 0}), (256, {"window_right": 0})],
-    "packed-backward": [(256, {"packed": True})],
+    "backward": [(64, {}), (128, {"window_right": 0}), (256, {"window_right": 0})],
+    "more-backward": [(64, {"modified": True}), (256, {"packed": True})],
 }
 
 

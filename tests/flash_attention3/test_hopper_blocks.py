@@ -63,21 +63,21 @@ def test_table(name):
     features = features_of(create_block_mask(band, batch, heads, sq, sk, device="cpu", BLOCK_SIZE=size), sq, sk)
     rows, columns = (sk, sq) if transposed else (sq, sk)
     column_block = features.block_size[0 if transposed else 1]
-    for step in (64, 128) if column_block % 128 == 0 else (64,):
-        table, (width, by_batch, by_head) = block_table(
-            features, transposed=transposed, tile=tile, step=step, seqlen_rows=rows, seqlen_columns=columns
-        )
-        expected = kinds_of(features, transposed, rows, columns, step)
-        for b in range(2):
-            for h in range(2):
-                for t in range(-(-rows // tile)):
-                    line = table[(b * by_batch + h * by_head + t) * width :][:width].tolist()
-                    of = expected[b % expected.shape[0], h % expected.shape[1], t * tile // 64 :][: tile // 64]
-                    wanted = [j for j in range(of.shape[1]) if of[:, j].any()]
-                    assert [x & 0xFFFFFF for x in line[1 : line[0] + 1]] == (wanted or [0])
-                    for part in range(of.shape[0]):
-                        found = [x >> (24 + 2 * part) & 3 for x in line[1 : line[0] + 1]]
-                        assert found == ([int(of[part, j]) for j in wanted] or [0])
+    step = 128 if column_block % 128 == 0 and tile == 128 else 64
+    table, (width, by_batch, by_head) = block_table(
+        features, transposed=transposed, tile=tile, step=step, seqlen_rows=rows, seqlen_columns=columns
+    )
+    expected = kinds_of(features, transposed, rows, columns, step)
+    for b in range(2):
+        for h in range(2):
+            for t in range(-(-rows // tile)):
+                line = table[(b * by_batch + h * by_head + t) * width :][:width].tolist()
+                of = expected[b % expected.shape[0], h % expected.shape[1], t * tile // 64 :][: tile // 64]
+                wanted = [j for j in range(of.shape[1]) if of[:, j].any()]
+                assert [x & 0xFFFFFF for x in line[1 : line[0] + 1]] == (wanted or [0])
+                for part in range(of.shape[0]):
+                    found = [x >> (24 + 2 * part) & 3 for x in line[1 : line[0] + 1]]
+                    assert found == ([int(of[part, j]) for j in wanted] or [0])
 
 
 def test_tiles_without_blocks_get_one_that_nobody_sees():
