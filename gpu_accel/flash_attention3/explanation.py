@@ -15,7 +15,7 @@ from gpu_accel.flash_attention3 import function
 from gpu_accel.flash_attention3.api import Window, autocasted
 from gpu_accel.flash_attention3.backends import BACKENDS, check_name, choose, module, refusal
 from gpu_accel.flash_attention3.features import NONE, Features, check_features
-from gpu_accel.flash_attention3.launch import tma_refusal
+from gpu_accel.flash_attention3.launch import off_16_bytes, tma_refusal
 from gpu_accel.flash_attention3.problem import (
     Problem,
     check_flag,
@@ -118,6 +118,11 @@ def explain(
         for n, x in (("q", q), ("k", k), ("v", v))
         if function.unit_last_stride(x) is not x
     ]
+    notes += [
+        f"{n} starts or steps off 16 bytes: it is copied once"
+        for n, x in (("q", q), ("k", k), ("v", v))
+        if x.is_cuda and function.unit_last_stride(x) is x and off_16_bytes(x) and name in ("portable", "hopper")
+    ]
     if problem.features >= {"mask_mod"} and "block_mask" not in problem.features:
         notes.append("mask_mod alone hides keys after their scores were computed: a block_mask skips whole blocks")
     found = module(BACKENDS[name], "forward")
@@ -171,7 +176,9 @@ def _lookup(problem: Problem, features: Features, pass_: str, device: torch.devi
 def _portable_choice(problem: Problem, features: Features, q: Tensor, k: Tensor, v: Tensor) -> tuple[str, str]:
     config = _lookup(problem, features, "forward", q.device)
     q, k, v = (function.unit_last_stride(x) for x in (q, k, v))
-    why = tma_refusal(*((x.unsqueeze(0) if problem.varlen else x) for x in (q, k, v)))
+    views = [x.unsqueeze(0) if problem.varlen else x for x in (q, k, v)]
+    # what lies off 16 bytes is copied before the launch, and a copy is aligned
+    why = tma_refusal(*(x.new_empty(1, 1, 1, 16) if off_16_bytes(x) else x for x in views))
     path = "tma" if why is None else f"pointer ({why})"
     return f"{config} ({config.source}; {config.measured})", path
 
