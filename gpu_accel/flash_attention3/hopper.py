@@ -113,15 +113,16 @@ def refuse(problem: Problem) -> str | None:
         return f"takes head_dim up to 256, got {problem.head_dim} and {problem.head_dim_v} (v)"
     if "sinks" in problem.features and problem.varlen and problem.seqlen_k == 0:
         return "has no kernel for packed sequences of which none has a key"
-    return refuse_modifiers(problem) or machine_refusal(problem)
+    return refuse_modifiers(problem, MODIFIERS) or machine_refusal(problem)
 
 
-def refuse_modifiers(problem: Problem) -> str | None:
-    """Why the Hopper kernels cannot do what this problem asks of scores, or None."""
-    if problem.varlen and problem.features & MODIFIERS and not PACKED_MODIFIED:
+def refuse_modifiers(problem: Problem, concerned: frozenset[str]) -> str | None:
+    """Why the Hopper kernels cannot do what this problem asks of scores, or None; `concerned`: what a pass knows of."""
+    asked = problem.features & concerned
+    if problem.varlen and asked and not PACKED_MODIFIED:
         return "does biases and modifiers of dense tensors only"
     dim = max(problem.head_dim, problem.head_dim_v)
-    if problem.features & MODIFIERS and dim > MOST_HEAD_DIM_MODIFIED:
+    if asked and dim > MOST_HEAD_DIM_MODIFIED:
         return f"does biases, modifiers and block masks up to head_dim {MOST_HEAD_DIM_MODIFIED}, got {dim}"
     return refuse_blocks(problem.block_size)
 

@@ -84,7 +84,7 @@ def refuse(problem: Problem) -> str | None:
         return "head_dim of v must equal that of q and k"
     if problem.varlen and problem.features & {"alibi_slopes", "score_mod", "mask_mod"}:
         return "does alibi_slopes, score_mod and mask_mod of dense tensors only"
-    return refuse_modifiers(problem) or machine_refusal(problem)
+    return refuse_modifiers(problem, FEATURES - {"sinks"}) or machine_refusal(problem)
 
 
 def _row_descriptor(x: Tensor, length: int):

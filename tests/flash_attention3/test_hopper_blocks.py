@@ -99,3 +99,6 @@ def test_what_the_kernels_refuse(pass_):
     assert "multiples of 64" in str(pass_.refuse(replace(problem, block_size=(128, 48))))
     packed = replace(problem, varlen=True, features=frozenset({"mask_mod"}), block_size=(0, 0))
     assert "dense" in str(pass_.refuse(packed))
+    # the largest scores are the forward's affair
+    maxima = replace(packed, features=frozenset({"return_max_logits"}))
+    assert hopper_backward.refuse(maxima) is None
