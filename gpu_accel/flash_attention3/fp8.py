@@ -170,7 +170,7 @@ def refuse(problem: Problem) -> str | None:
 def _resolve(backend: str, q: Tensor, *, k_block: int = BLOCK, one_scale: bool = True) -> str:
     """The backend that runs: hopper, portable or reference. "auto" never falls back on a GPU, it raises."""
     here = capability(q.device) if q.is_cuda else None
-    if backend == "hopper" or (backend == "auto" and hopper_fp8.NOT_CHOSEN_BECAUSE is None):
+    if backend == "hopper" or (backend == "auto" and hopper_fp8.not_chosen(q.shape[-1]) is None):
         why = hopper_fp8.refuse(q.device.type, here, q.shape[-1], k_block, one_scale)
         if why is None:
             return "hopper"
@@ -388,7 +388,7 @@ def describe(
         "v": "transposed by the quantiser",
     }
     refused = hopper_fp8.refuse(device.type, capability_, head_dim, BLOCK, not block_scale)
-    refused = refused or hopper_fp8.NOT_CHOSEN_BECAUSE
+    refused = refused or hopper_fp8.not_chosen(head_dim)
     if refused is None:
         tile = hopper_fp8.describe(head_dim, causal=causal, seqlen_k=seqlen_q)
         return {"kernel": hopper_fp8.KERNEL, "tile": tile, **shared, "not taken": "portable: hopper comes first"}

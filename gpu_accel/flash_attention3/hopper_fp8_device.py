@@ -155,6 +155,20 @@ def first_softmax(
 
 
 @gluon.jit
+def put_aside(totals, acc, m_total, m_row, chunks):
+    """totals = totals * exp2(m_total - m_row) + acc, in global memory: the second level where registers are full."""
+    before = gl.load(totals, mask=chunks > 0, other=0.0)
+    gl.store(totals, before * gl.exp2(m_total - m_row)[:, None] + acc)
+
+
+@gluon.jit
+def take_in(acc, totals, m_total, m_row, chunks):
+    if chunks > 0:
+        acc += gl.load(totals) * gl.exp2(m_total - m_row)[:, None]
+    return acc
+
+
+@gluon.jit
 def _store_quarter(chunk, buffer, o_desc, batch, head, row0, col):
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, chunk.shape[1], 32])
     tma.store_wait(1)  # the copy before the last has read its buffer, which is this one

@@ -10,7 +10,8 @@
                          one sum over 16k keys would lose a percent; per-block scales of v come at no extra cost
 
 With TWO_LEVEL off the tensor cores add up to CHUNK blocks, in the scale of the next one's v, before the sum moves on:
-to registers, or at head_dim 256, where O alone takes half of them, to global memory (which stays in L2).
+to registers, or at head_dim 256, where O alone takes half of them, to global memory (which stays in L2). 32 products
+and the sum so far are cut off at 14 bits of the largest, so what is added late to a long sum loses most.
 
 Layouts. FP8 wgmma wants its B operand with the summed dimension innermost, so v comes transposed, (head_dim, keys):
 the quantiser writes it that way (one pass over v that is made anyway), where a transposition on chip would cost shared
@@ -59,8 +60,10 @@ from .hopper_fp8_device import (
     mask_block,
     pack_quads,
     pin,
+    put_aside,
     row_scales,
     store_tile,
+    take_in,
     unpack_quads,
 )
 
@@ -151,20 +154,6 @@ def _add_part(acc, part, v_scale, TWO_LEVEL: gl.constexpr, FOLD: gl.constexpr):
 
 
 @gluon.jit
-def _put_aside(totals, acc, m_total, m_row, chunks):
-    """totals = totals * exp2(m_total - m_row) + acc, in global memory: the second level where registers are full."""
-    before = gl.load(totals, mask=chunks > 0, other=0.0)
-    gl.store(totals, before * gl.exp2(m_total - m_row)[:, None] + acc)
-
-
-@gluon.jit
-def _take_in(acc, totals, m_total, m_row, chunks):
-    if chunks > 0:
-        acc += gl.load(totals) * gl.exp2(m_total - m_row)[:, None]
-    return acc
-
-
-@gluon.jit
 def _consumer(
     WG: gl.constexpr, bufs, bars, outputs, aside, shape, scales,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_BLOCK: gl.constexpr,
@@ -187,6 +176,7 @@ def _consumer(
     dtype: gl.constexpr = q_bufs.dtype
     E5M2: gl.constexpr = dtype == gl.float8e5
     TOTALS: gl.constexpr = CHUNK > 0 and not TWO_LEVEL and HEAD_DIM == 256
+    RUN: gl.constexpr = CHUNK if CHUNK > 0 else 1 << 30
     HELD: gl.constexpr = CHUNK > 0 and not TWO_LEVEL and HEAD_DIM < 256
     totals = aside
     if TOTALS:
@@ -245,34 +235,35 @@ def _consumer(
         total = acc
         chunks = gl.to_tensor(0)
         k_next, v_next = block_scales(kv_scale, gl.maximum(hi - 2, lo), BLOCK_N, K_BLOCK)
-        for j in range(0, hi - 1 - lo):
-            block = hi - 2 - j
-            k_scale = k_next
-            v_this = v_next
-            k_next, v_next = block_scales(kv_scale, gl.maximum(block - 1, lo), BLOCK_N, K_BLOCK)
-            v_log = log2_fast(v_this) if FOLD else 0.0
-            v_ratio = 1.0 if FOLD else v_scale / v_this
-            acc, pend, m_i, l_i, it = _step(
-                q, k_bufs, v_bufs, bars, q_full.index(slot), q_phase, acc,
-                (p_packed, v_scale, part, part_scale, alpha_o), m_i, l_i, it,
-                block, (block >= first) | (block < left_end), row0, shape, row_scale, k_scale, v_ratio, v_log, cap,
-                WG, CONSUMERS, STAGES, PING_PONG, E5M2, CAUSAL, WINDOW, SOFTCAP, SHIFT, GROWTH, LATE, PIN,
-                TWO_LEVEL, FOLD, S_LAYOUT, O_LAYOUT, P_LAYOUT, ROW_LAYOUT)  # fmt: skip
-            p_packed, _, part, part_scale, alpha_o = pend
-            v_scale = v_this
-            if TOTALS:  # noqa: SIM102 - a run-time branch inside a compile-time one
-                if j % CHUNK == CHUNK - 1:
+        steps = hi - 1 - lo
+        for start in range(0, steps, RUN):
+            stop = gl.minimum(start + RUN, steps)
+            for j in range(start, stop):
+                block = hi - 2 - j
+                k_scale = k_next
+                v_this = v_next
+                k_next, v_next = block_scales(kv_scale, gl.maximum(block - 1, lo), BLOCK_N, K_BLOCK)
+                v_log = log2_fast(v_this) if FOLD else 0.0
+                v_ratio = 1.0 if FOLD else v_scale / v_this
+                acc, pend, m_i, l_i, it = _step(
+                    q, k_bufs, v_bufs, bars, q_full.index(slot), q_phase, acc,
+                    (p_packed, v_scale, part, part_scale, alpha_o), m_i, l_i, it,
+                    block, (block >= first) | (block < left_end), row0, shape, row_scale, k_scale, v_ratio, v_log, cap,
+                    WG, CONSUMERS, STAGES, PING_PONG, E5M2, CAUSAL, WINDOW, SOFTCAP, SHIFT, GROWTH, LATE, PIN,
+                    TWO_LEVEL, FOLD, S_LAYOUT, O_LAYOUT, P_LAYOUT, ROW_LAYOUT)  # fmt: skip
+                p_packed, _, part, part_scale, alpha_o = pend
+                v_scale = v_this
+            if CHUNK > 0:  # noqa: SIM102 - a run-time branch inside a compile-time one
+                if stop < steps:
                     m_row = gl.convert_layout(m_i, ROW_LAYOUT)
-                    _put_aside(totals, acc if FOLD else acc * v_scale, m_total, m_row, chunks)
+                    chunk = acc if FOLD else acc * v_scale
+                    if TOTALS:
+                        put_aside(totals, chunk, m_total, m_row, chunks)
+                    else:
+                        total = total * gl.exp2(m_total - m_row)[:, None] + chunk
                     acc = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, O_LAYOUT)
                     m_total = m_row
                     chunks += 1
-            if HELD:  # noqa: SIM102
-                if j % CHUNK == CHUNK - 1:
-                    m_row = gl.convert_layout(m_i, ROW_LAYOUT)
-                    total = total * gl.exp2(m_total - m_row)[:, None] + (acc if FOLD else acc * v_scale)
-                    acc = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, O_LAYOUT)
-                    m_total = m_row
         mbarrier.arrive(q_empty.index(slot), count=1)
         m_done, l_done, where = m_i, l_i, (batch, head)
         if DYNAMIC:
@@ -334,7 +325,7 @@ def _consumer(
             if HELD:
                 acc += total * gl.exp2(m_total - gl.convert_layout(m_done, ROW_LAYOUT))[:, None]
             if TOTALS:
-                acc = _take_in(acc, totals, m_total, gl.convert_layout(m_done, ROW_LAYOUT), chunks)
+                acc = take_in(acc, totals, m_total, gl.convert_layout(m_done, ROW_LAYOUT), chunks)
             store_tile(acc, m_done, l_done, o_bufs, outputs, where, row0, shape, WG, SHIFT, ROW_LAYOUT)
         else:
             mbarrier.wait(v_full.index(v_stage), v_phase)
@@ -350,7 +341,7 @@ def _consumer(
             if HELD:
                 acc += total * gl.exp2(m_total - gl.convert_layout(m_done, ROW_LAYOUT))[:, None]
             if TOTALS:
-                acc = _take_in(acc, totals, m_total, gl.convert_layout(m_done, ROW_LAYOUT), chunks)
+                acc = take_in(acc, totals, m_total, gl.convert_layout(m_done, ROW_LAYOUT), chunks)
             store_tile(acc, m_done, l_done, o_bufs, outputs, where, row0, shape, WG, SHIFT, ROW_LAYOUT)
     tma.store_wait(0)
     if PING_PONG and WG == 0:

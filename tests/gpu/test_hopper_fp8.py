@@ -69,7 +69,9 @@ def check(tensors, *, config=None, q_block=128, k_block=128, causal=False, windo
     ruler = (twin.to(out).double() - truth).square().mean().sqrt().item()
     worst = ((o.double() - truth).abs().max() / truth.abs().max()).item()
     lse_error = (lse.double() - lse_truth)[~empty].abs().max().item() if (~empty).any() else 0.0
-    assert error <= 1.15 * ruler and worst < 0.04 and lse_error < 6e-3, (error, ruler, worst, lse_error)
+    # the tensor cores add up q k^T with about 14 bits too: the longer the sum, the more lse sees of it
+    lse_bound = 6e-3 * max(1, o.shape[-1] / 128)
+    assert error <= 1.15 * ruler and worst < 0.04 and lse_error < lse_bound, (error, ruler, worst, lse_error)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -94,20 +96,48 @@ def test_switches_change_speed_not_results(change):
         check(quantized(2, 8, 4, 900, 1000, 128), causal=causal, config=replace(CONFIG, **change))
 
 
+@pytest.mark.parametrize("dim", [128, 256])
+def test_every_number_of_key_blocks(dim):
+    """One block a tile, two, odd, even; the first of a tile runs under the tile before."""
+    for sk in range(64, 900, 128):
+        check(quantized(3, 16, 8, 512, sk, dim, seed=sk))
+        check(quantized(3, 16, 8, 512, sk, dim, seed=sk), causal=True)
+
+
+def test_sums_that_leave_the_tensor_cores_in_pieces():
+    for sk in (1000, 1024, 1300, 2048, 2176, 5000):
+        check(quantized(2, 4, 2, 300, sk, 256, seed=sk))
+        check(quantized(2, 4, 2, 300, sk, 256, seed=sk), causal=True, window=(1500, 0))
+
+
+def test_a_block_of_zeros_among_tiny_values():
+    """Its scale is 1, which must not push the probabilities of the others below what fp8 holds."""
+    for dim in (128, 256):
+        q8, k8, v8, qs, ks, vs = quantized(1, 2, 2, 256, 512, dim)
+        zeros = v8.view(torch.uint8).clone()
+        zeros[..., 128:256] = 0
+        vs = vs * 2.0**-20
+        vs[..., 1] = 1.0
+        check((q8, k8, zeros.view(v8.dtype), qs, ks, vs), out=torch.float32)
+
+
 @pytest.mark.parametrize("window", [(100, 0), (200, 50), (64, -1), (-1, 30), (0, 0), (5, 1000)])
 def test_windows(window):
     check(quantized(1, 2, 2, 900, 700, 128), window=window)
     check(quantized(1, 2, 1, 500, 1100, 64), window=window)
+    check(quantized(1, 2, 1, 500, 1500, 256), window=window)
 
 
 def test_softcap():
     check(quantized(1, 2, 2, 500, 600, 128), causal=True, softcap=5.0)
+    check(quantized(1, 2, 2, 500, 600, 256), causal=True, softcap=5.0)
 
 
 @pytest.mark.parametrize("out", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_output_types(out):
     check(quantized(1, 2, 2, 300, 400, 128), out=out)
     check(quantized(1, 2, 2, 300, 400, 128, dtype="e5m2"), out=out, causal=True)
+    check(quantized(1, 2, 2, 300, 400, 256), out=out, causal=True)
 
 
 def test_scales_of_a_tensor_of_heads_and_of_other_blocks():
@@ -121,16 +151,20 @@ def test_scales_of_a_tensor_of_heads_and_of_other_blocks():
     check((q8, k8, v8, q_scale, k_scale, v_scale), q_block=64, k_block=256)
 
 
+@pytest.mark.parametrize(("dim", "bound"), [(128, 4e-3), (256, 2e-2)])
 @pytest.mark.parametrize("sk", [1024, 16384, 102400])
-def test_long_sums_are_not_biased_towards_zero(sk):
-    """A constant v must come back: one sum in the tensor core would lose a percent at 16k keys."""
-    q8, k8, v8, qs, ks, vs = quantized(1, 1, 1, 256, sk, 128)
+def test_long_sums_are_not_biased_towards_zero(sk, dim, bound):
+    """A constant v must come back: a sum of 4096 keys in the tensor cores lost 5 % of it, and one over all keys more.
+
+    Up to head_dim 128 sums leave them every 128 keys; at 256 every 1024, which by a model of them costs 0.9 to 1.7 %.
+    """
+    q8, k8, v8, qs, ks, vs = quantized(1, 1, 1, 256, sk, dim)
     ones = torch.ones(v8.shape, device="cuda").to(v8.dtype)
     o = torch.empty(q8.shape, dtype=torch.float32, device="cuda")
     hopper_fp8.forward(
-        q8, k8, ones, qs, ks, torch.ones_like(vs), o, q_block=128, k_block=128, softmax_scale=128**-0.5
+        q8, k8, ones, qs, ks, torch.ones_like(vs), o, q_block=128, k_block=128, softmax_scale=dim**-0.5
     )  # fmt: skip
-    assert (o.mean() - 1).abs() < 4e-3, o.mean().item()
+    assert (o.mean() - 1).abs() < bound, o.mean().item()
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
@@ -202,3 +236,10 @@ def test_zero_lengths():
         q, k = draw(2, 2, max(sq, 1), 128, 0)[:, :, :sq], draw(2, 2, max(sk, 1), 128, 1)[:, :, :sk]
         o, lse = fp8_attention(q, k, k, return_lse=True, backend="hopper")
         assert o.shape == q.shape and (o == 0).all() and (lse == float("-inf")).all()
+
+
+def test_auto_takes_it_above_128():
+    for dim in (128, 192, 256):
+        q, k, v = (draw(1, 2, 300, dim, i) for i in range(3))
+        chosen = "hopper" if dim > 128 else "portable"
+        assert torch.equal(fp8_attention(q, k, v), fp8_attention(q, k, v, backend=chosen))
