@@ -3,7 +3,9 @@
     portable             our kernel, contiguous (page 0) or paged, splits chosen by shape
     portable-invariant   the same with splits at fixed keys: a sequence's bits do not depend on its neighbours
     sdpa-..., flex       torch's attention, contiguous caches in 16 bits; none of them takes pages or an FP8 cache here
-    copy                 a device-to-device copy that moves as many bytes: the ceiling, measured in the same run
+    portable-bf16        with an FP8 cache: our kernel on the same keys and values in 16 bits
+    read                 a kernel that reads the keys and values and does nothing with them: the ceiling
+    copy                 a device-to-device copy that moves as many bytes, which is no ceiling: see `reading.py`
 
 32 query heads, 8 key heads, head_dim 128 unless shapes are given; every sequence fills its cache. Rates count keys,
 values, queries, outputs and page numbers once. `--precision fp8` has an e4m3 cache with one scale for a head.
@@ -30,6 +32,7 @@ from .cases import DTYPES
 from .inputs import TORCH_DTYPES
 from .judging import judge_output, poison_free_memory
 from .peers import Contender, contenders, refusals
+from .reading import programs, read_both, words_of
 
 HEADS, HEADS_KV, HEAD_DIM = 32, 8, 128
 SIZES = ((1, 4096), (1, 32768), (16, 4096), (16, 32768), (128, 4096), (128, 32768))  # (sequences, keys of each)
@@ -198,10 +201,13 @@ def build(case: Case, settings: Settings) -> Workload:
         raise UnsupportedError("decode draws its caches: what bounds it is their size, not what is in them")
     decoding = Decoding(case, settings.device)
     moved = bytes_moved(case)
+    wide = Decoding({**case, "dtype": "bf16"}, settings.device) if case["dtype"] == "e4m3" else None
     found = [
         _ours("portable", decoding, settings, {}),
         _ours("portable-invariant", decoding, settings, {"batch_invariant": True}),
+        *([_ours("portable-bf16", wide, settings, {})] if wide else []),
         *(_peer(one, decoding, settings) for one in _rivals(case, settings)),
+        _read(decoding, settings),
         _copy(decoding, moved, settings),
     ]
     return Workload(implementations=found, baselines=tuple(one.name for one in found), bytes_moved=moved)
@@ -306,6 +312,39 @@ def _peer(one: Contender, decoding: Decoding, settings: Settings) -> Implementat
         name=one.name, role=one.role, unavailable=one.unavailable, check=check, make=make,
         note=f"contiguous cache, {one.note}",
     )  # fmt: skip
+
+
+def _read(decoding: Decoding, settings: Settings) -> Implementation:
+    def prepare(seed: int) -> tuple[dict, Tensor]:
+        made = decoding.shared(seed)
+        device = made["k_cache"].device
+        return made, torch.zeros(programs(device), dtype=torch.int64, device=device)
+
+    def judge(made: dict, out: Tensor) -> Check:
+        expected = sum(int(words_of(made[name]).sum(dtype=torch.int64)) for name in ("k_cache", "v_cache"))
+        if int(out.sum()) != expected:
+            raise IncorrectResultError("not every word of the cache was read once")
+        return Check(0.0, 0.0, "words not read")
+
+    def check(seed: int) -> Check:
+        made, out = prepare(seed)
+        read_both(made["k_cache"], made["v_cache"], out)
+        return judge(made, out)
+
+    def make(seed: int) -> Callable[[], object]:
+        made, out = prepare(seed)
+
+        def verify() -> Check:
+            out.zero_()
+            read_both(made["k_cache"], made["v_cache"], out)
+            return judge(made, out)
+
+        return Timed(lambda: read_both(made["k_cache"], made["v_cache"], out), verify)
+
+    note = "keys and values read once and added up; 8 bytes written by each of 4 programs an SM"
+    return Implementation(
+        name="read", role="reference", unavailable=_refusal(settings), check=check, make=make, note=note
+    )
 
 
 def _copy(decoding: Decoding, moved: float, settings: Settings) -> Implementation:

@@ -17,6 +17,7 @@ FA3 = paper("fa3")
 GPU, CPU = Settings(device="cuda"), Settings(device="cpu")
 FA3.experiment("decode")  # imports the folder as a package
 decode = importlib.import_module(f"{FA3._package()}.decode")
+reading = importlib.import_module(f"{FA3._package()}.reading")
 
 
 def test_the_grid_has_every_size_contiguous_and_paged():
@@ -41,7 +42,8 @@ def test_who_cannot_do_the_same_says_so():
     for changes in ({"page": 16}, {"dtype": "e4m3"}):
         case = decode.list_cases(CPU)[0] | changes
         why = {one.name: one.unavailable for one in decode.build(case, CPU).implementations}
-        assert set(why) == {"portable", "portable-invariant", *decode.PEERS, "copy"}
+        ours = {"portable", "portable-invariant", *(["portable-bf16"] if "dtype" in changes else [])}
+        assert set(why) == {*ours, *decode.PEERS, "read", "copy"}
         assert all(why[name] for name in decode.PEERS) and not why["portable"] and not why["copy"]
     with pytest.raises(UnsupportedError, match="draws its caches"):
         decode.build(
@@ -83,6 +85,12 @@ def test_what_is_timed_is_verified_and_changed_inputs_are_found(monkeypatch):
     timed()
     with pytest.raises(IncorrectResultError, match="changed its input"):
         timed.verify()
+    timed = found["read"].make(0)
+    timed()
+    assert timed.verify().ok
+    monkeypatch.setattr(decode, "read_both", lambda k, v, out: reading.read_both(k[:-1], v[:-1], out))
+    with pytest.raises(IncorrectResultError, match="not every word"):
+        timed.verify()
     timed = found["copy"].make(0)
     with pytest.raises(IncorrectResultError, match="differs"):
         timed.verify()  # nothing has been copied yet
@@ -96,6 +104,7 @@ def test_a_run_on_a_cpu_checks_and_times_nothing(precision):
     assert result.status == "ok" and not result.incorrect
     assert {r.metric for r in result.records} == {"correct"} and {r.kind for r in result.records} == {"checked"}
     found = {r.impl for r in result.records}
-    assert found >= {"portable", "portable-invariant", "copy"}
+    assert found >= {"portable", "portable-invariant", "read", "copy"}
+    assert ("portable-bf16" in found) == (precision == "fp8")
     assert ("sdpa-flash" in found) == (precision == "bf16")
     assert all(outcome.why for outcome in result.skipped)
