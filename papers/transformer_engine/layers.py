@@ -8,6 +8,9 @@ as in inference or in all but the first microbatch). `product` is the product of
 beforehand: its share of the time is what the claims of arXiv:2402.13499 are about. What is emulated (MXFP8 and NVFP4 on
 a GPU without units for them) says so in its note: its time tells nothing about the format.
 
+What ends in `-graph` is a CUDA graph of the same step, replayed: small layers are bound by the host otherwise, whose
+Python is not what is compared. bf16 has one too.
+
 Every result is compared with float64 (`linear`: y, dx and dW) or with the layer in plain float32 torch (`layer`: what
 it adds to x, and to the gradient). The bounds in 2-norms: 8 % for a product in FP8, 25 % in NVFP4 (e4m3 errs 2.6 % of
 normal values, e5m2 5.3 %, e2m1 in blocks of 16 about 9 %), 1 % in bf16; for a layer, which has several in a row, twice
@@ -39,6 +42,21 @@ PASSES = ("forward", "both")
 EMULATED = ("mxfp8", "nvfp4")
 TOKENS = 4096
 BOUNDS = {"bf16": 0.01, "nvfp4": 0.25}
+
+
+def _graphs(settings: Settings, names: list[str], step: Callable, judge: Callable, scale: float, base: float) -> list:
+    """The recipes, and bf16, as replays of a captured step: what is left when the host is out of the way."""
+    if not names:
+        return []
+    found = [(name, "ours", RECIPES[name], scale * BOUNDS.get(name, 0.08)) for name in names if name in GRAPHS]
+    return [
+        Implementation(
+            name=f"{name}-graph", role=role, note="replay of a CUDA graph", make=step(recipe, True),  # type: ignore[arg-type]
+            unavailable="" if settings.on_gpu else "graphs need a GPU",
+            check=lambda seed, recipe=recipe, bound=bound: judge(seed, recipe, bound, graph=True),
+        )
+        for name, role, recipe, bound in (*found, ("bf16", "reference", None, base * BOUNDS["bf16"]))
+    ]  # fmt: skip
 
 
 def list_linear(settings: Settings) -> list[Case]:
@@ -101,6 +119,23 @@ def _run(layer: nn.Module, x: Tensor, dy: Tensor | None, recipe: Recipe | None, 
     return y
 
 
+def captured(call: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+    """(a replay of the call from a CUDA graph, what it writes its result to)."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    return graph.replay, result
+
+
+GRAPHS = ("fp8_current", "fp8_delayed", "fp8_block")  # recipes that are also timed without the host's share
+
+
 def build_linear(case: Case, settings: Settings) -> Workload:
     """Recipes next to bf16, the weights kept, and the product alone."""
     m, n, k = (int(case[key]) for key in ("m", "n", "k"))
@@ -120,20 +155,28 @@ def build_linear(case: Case, settings: Settings) -> Workload:
             _run(layer, x, dy, recipe)
         return layer, x, dy
 
-    def judge(seed: int, recipe: Recipe | None, bound: float, *, kept: bool = False) -> Check:
+    def judge(seed: int, recipe: Recipe | None, bound: float, *, kept: bool = False, graph: bool = False) -> Check:
         layer, x, dy = warmed(seed, recipe)
-        for _ in range(2 if kept else 1):  # the first of two quantises what the second keeps
-            y = _run(layer, x, dy, recipe, kept=kept)
+        if graph:
+            replay, y = captured(lambda: _run(layer, x, dy, recipe))
+            replay()
+        else:
+            for _ in range(2 if kept else 1):  # the first of two quantises what the second keeps
+                y = _run(layer, x, dy, recipe, kept=kept)
         pairs = [(y, lambda: x.detach().double() @ layer.weight.detach().double().t())]
         if dy is not None:
             pairs.append((x.grad, lambda: dy.double() @ layer.weight.detach().double()))
             pairs.append((layer.weight.grad, lambda: dy.double().t() @ x.detach().double()))
         return Check(max(_error(out.detach(), truth()) for out, truth in pairs), bound, "relative error")
 
-    def step(recipe: Recipe | None) -> Callable[[int], Callable[[], object]]:
+    def step(recipe: Recipe | None, graph: bool = False) -> Callable[[int], Callable[[], object]]:
         def make(seed: int) -> Callable[[], object]:
             layer, x, dy = warmed(seed, recipe)
-            return lambda: _run(layer, x, dy, recipe)
+
+            def run() -> Tensor:
+                return _run(layer, x, dy, recipe)
+
+            return captured(run)[0] if graph else run
 
         return make
 
@@ -180,12 +223,13 @@ def build_linear(case: Case, settings: Settings) -> Workload:
     return Workload(
         implementations=[
             *ours,
+            *_graphs(settings, names if both else [], step, judge, 1, 1),
             Implementation(
                 name="bf16", role="reference", make=step(None), check=lambda seed: judge(seed, None, BOUNDS["bf16"]),
                 note="torch.nn.functional.linear",
             ),
         ],
-        baselines=("bf16",) if both else ("bf16", "product"),
+        baselines=("bf16", "bf16-graph") if both else ("bf16", "product"),
         flops=(3 if both else 1) * gemm_flops(m, n, k),
     )  # fmt: skip
 
@@ -230,9 +274,14 @@ def build_layer(case: Case, settings: Settings) -> Workload:
             _run(layer, x, dy, recipe)
         return layer, x, dy
 
-    def judge(seed: int, recipe: Recipe | None, bound: float) -> Check:
+    def judge(seed: int, recipe: Recipe | None, bound: float, *, graph: bool = False) -> Check:
         layer, x, dy = warmed(seed, recipe)
-        y = _run(layer, x, dy, recipe).detach()
+        if graph:
+            replay, y = captured(lambda: _run(layer, x, dy, recipe))
+            replay()
+        else:
+            y = _run(layer, x, dy, recipe)
+        y = y.detach()
         z = x.detach().float().requires_grad_(both)
         truth = plain_layer(layer, z)
         errors = [_error(y.double() - x.detach().double(), (truth - z).detach().double())]
@@ -241,10 +290,14 @@ def build_layer(case: Case, settings: Settings) -> Workload:
             errors.append(_error(x.grad.double() - dy.double(), z.grad.double() - dy.double()))
         return Check(max(errors), bound, "relative error")
 
-    def step(recipe: Recipe | None) -> Callable[[int], Callable[[], object]]:
+    def step(recipe: Recipe | None, graph: bool = False) -> Callable[[int], Callable[[], object]]:
         def make(seed: int) -> Callable[[], object]:
             layer, x, dy = warmed(seed, recipe)
-            return lambda: _run(layer, x, dy, recipe)
+
+            def run() -> Tensor:
+                return _run(layer, x, dy, recipe)
+
+            return captured(run)[0] if graph else run
 
         return make
 
@@ -258,11 +311,12 @@ def build_layer(case: Case, settings: Settings) -> Workload:
                 )
                 for name in names
             ),
+            *_graphs(settings, names, step, judge, 2, 3),
             Implementation(
                 name="bf16", role="reference", make=step(None), note="the same modules without a recipe",
                 check=lambda seed: judge(seed, None, 3 * BOUNDS["bf16"]),
             ),
         ],
-        baselines=("bf16",),
+        baselines=("bf16", "bf16-graph"),
         flops=(3 if both else 1) * layer_flops(hidden, ffn, tokens),
     )  # fmt: skip
