@@ -122,8 +122,9 @@ def recorded(folder: Path = _RESULTS) -> tuple[Planned, ...]:
         )  # fmt: skip
         option = next(o for o in made.options if o.schedule == schedule)
         value, worst, best = (1e3 * s for s in option.seconds)
-        names = ("gpus", "seqlen", "heads", "heads_kv", "head_dim", "causal", "pass")
-        case = tuple({"dataset": "records", "schedule": r.impl, **{n: c[n] for n in names}}.items())
+        layout = "contiguous" if schedule == "ulysses" else "zigzag"
+        names = ("pass", "gpus", "seqlen", "heads", "heads_kv", "head_dim", "causal")
+        case = tuple({"dataset": "records", "schedule": r.impl, "layout": layout, **{n: c[n] for n in names}}.items())
         found[case] = Planned(case=case, measured_ms=float(r.median), predicted_ms=(value, worst, best))
     return tuple(found.values())
 
@@ -138,7 +139,8 @@ def list_cases(settings: Settings) -> list[Case]:
 def _published(chosen: tuple[Reading, ...], settings: Settings) -> list[Case]:
     return [
         {
-            "dataset": r.dataset, "layout": r.layout, "gpus": r.gpus, "seqlen": r.gpus * r.block, "heads": r.heads,
+            "dataset": r.dataset, "schedule": "kv_ring", "layout": r.layout, "pass": "forward", "gpus": r.gpus,
+            "seqlen": r.gpus * r.block, "heads": r.heads,
             "heads_kv": r.kv_heads, "head_dim": r.head_dim, "causal": True, "input": settings.input,
         }
         for r in chosen
