@@ -20,7 +20,7 @@ from gpu_accel.thunderkittens.gemm_hopper import ACTIVATIONS
 
 BACKENDS = ("auto", "hopper", "portable", "reference")
 # What has been right on an H100 so far. Of the rest "auto" takes torch's product, until tests/gpu/test_gemm.py passes.
-_CHECKED = {"hopper": (torch.bfloat16, torch.float16), "portable": (torch.bfloat16,)}
+_CHECKED = {"hopper": (torch.bfloat16, torch.float16), "portable": (torch.bfloat16, torch.float16)}
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _TILE = 16
 
@@ -40,7 +40,7 @@ def gemm(
     Args:
         a, b: bfloat16, float16 or float32, of one dtype (the reference also float64); any sizes, 0 included, and
             strides. The Hopper kernels take bf16 and fp16 whose rows or columns are contiguous and start at multiples
-            of 16 bytes; other operands go to the portable kernel (see `explain_gemm`).
+            of 16 bytes; other operands are copied first, or go to the portable kernel (see `explain_gemm`).
         activation: "none", "relu", "gelu" (erf), "gelu_tanh" or "silu", of the float32 sums.
         out_dtype: that of a, or bfloat16, float16, float32.
         tile_size: side of the base tile, which is the tensor core's own: 16.
@@ -81,7 +81,7 @@ def gemm_reference(
     out = a.to(wide) @ b.to(wide)
     if bias is not None:
         out = out + bias.to(wide)
-    return _activated(out, activation).to(out_dtype or a.dtype)
+    return activated(out, activation).to(out_dtype or a.dtype)
 
 
 _DESCRIPTIONS = {
@@ -92,7 +92,8 @@ _DESCRIPTIONS = {
 }
 
 
-def _activated(x: Tensor, activation: str) -> Tensor:
+def activated(x: Tensor, activation: str) -> Tensor:
+    """The activation by name, in plain torch."""
     if activation == "relu":
         return torch.relu(x)
     if activation == "silu":
@@ -138,7 +139,7 @@ def _choose(a: Tensor, b: Tensor, backend: str) -> tuple[str, list[str]]:
         flat = a.reshape(a.shape[:-1].numel(), a.shape[-1])
         why = gemm_hopper.refusal(flat, b)
         if why is None:
-            return gemm_hopper.kernel_for(flat, b), []
+            return gemm_hopper.kernel_for(flat, b), gemm_hopper.copied(flat, b)
         if backend == "hopper":
             raise UnsupportedError(f"hopper: {why}; use backend='portable'")
         reasons.append(f"hopper refused: {why}")
@@ -167,6 +168,8 @@ def gemm_op(a: Tensor, b: Tensor, bias: Tensor | None, activation: str, out_dtyp
     if bias is not None:
         bias = bias.contiguous()
     with gemm_hopper.on_device(a):
+        if what != "portable":
+            a, b = gemm_hopper.addressable(a, 1), gemm_hopper.addressable(b, 0)
         if what == "skinny":
             return gemm_skinny.gemm(a, b, bias, activation=activation, out_dtype=out_dtype)
         if what == "hopper":

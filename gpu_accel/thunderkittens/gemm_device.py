@@ -175,9 +175,19 @@ def store_direct(acc, out, row0, col0, M, N, pitch):
 
 
 @gluon.jit
+def add_direct(acc, out, row0, col0, M, N, pitch):
+    """out += acc, float32, by the memory system: to load what is there would take 64 registers more."""
+    layout: gl.constexpr = acc.type.layout
+    rows = row0 + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, layout))
+    cols = col0 + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, layout))
+    pointers = out + rows.to(gl.int64)[:, None] * pitch + cols[None, :]
+    gl.atomic_add(pointers, acc, mask=(rows < M)[:, None] & (cols < N)[None, :], sem="relaxed")
+
+
+@gluon.jit
 def store_packed(packed, buffers, first, out_desc, row, col, LAYOUT: gl.constexpr, CHUNKS: gl.constexpr):
     """Write packed rows through shared memory and TMA, in CHUNKS column pieces that take turns in one buffer."""
-    x = unpack_pairs(packed, out_desc.dtype, LAYOUT)
+    x = unpack(packed, out_desc.dtype, LAYOUT)
     if CHUNKS == 1:
         tma.store_wait(0)
         buffers.index(first).store(x)
@@ -206,12 +216,67 @@ def write_packed(
 ):  # fmt: skip
     """Write packed rows of a finished tile, by TMA or (DIRECT) from registers."""
     if DIRECT:
-        store_direct(unpack_pairs(packed, dtype, LAYOUT), out, row, col, M, N, N)
+        store_direct(unpack(packed, dtype, LAYOUT), out, row, col, M, N, N)
     else:
         store_packed(packed, buffers, first, out_desc, row, col, LAYOUT, CHUNKS)
 
 
 @gluon.jit
 def pack(acc, dtype: gl.constexpr):
-    """float32 accumulator -> pairs in bf16 or fp16, half the registers."""
-    return pack_pairs(acc, dtype)
+    """float32 accumulator -> pairs in bf16 or fp16, half the registers, or fours in fp8 (saturating), a quarter."""
+    if dtype.primitive_bitwidth == 8:
+        return pack_fours(acc, dtype)
+    else:
+        return pack_pairs(acc, dtype)
+
+
+@gluon.jit
+def unpack(packed, dtype: gl.constexpr, LAYOUT: gl.constexpr):
+    """Inverse of `pack`, in `LAYOUT`."""
+    if dtype.primitive_bitwidth == 8:
+        return unpack_fours(packed, dtype, LAYOUT)
+    else:
+        return unpack_pairs(packed, dtype, LAYOUT)
+
+
+@gluon.jit
+def pack_fours(p, dtype: gl.constexpr):
+    """(rows, cols) float32 -> (rows, cols / 16, 4) int32: columns 0, 1, 8 and 9 behind each of four places in 16, which
+    one thread of a wgmma accumulator holds."""
+    rows: gl.constexpr = p.shape[0]
+    cols: gl.constexpr = p.shape[1]
+    even, odd = gl.split(p.reshape((rows, cols // 16, 2, 4, 2)))
+    even0, even1 = gl.split(even.permute((0, 1, 3, 2)))
+    odd0, odd1 = gl.split(odd.permute((0, 1, 3, 2)))
+    E4M3: gl.constexpr = (
+        "{ .reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, $2, $1; cvt.rn.satfinite.e4m3x2.f32 h, $4, $3; "
+        "mov.b32 $0, {l, h}; }"
+    )
+    E5M2: gl.constexpr = (
+        "{ .reg .b16 l, h; cvt.rn.satfinite.e5m2x2.f32 l, $2, $1; cvt.rn.satfinite.e5m2x2.f32 h, $4, $3; "
+        "mov.b32 $0, {l, h}; }"
+    )
+    CONVERT: gl.constexpr = E4M3 if dtype == gl.float8e4nv else E5M2
+    parts = [even0, odd0, even1, odd1]
+    return gl.inline_asm_elementwise(CONVERT, "=r,f,f,f,f", parts, dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def unpack_fours(x, dtype: gl.constexpr, layout: gl.constexpr):
+    """Inverse of `pack_fours`, in `layout`."""
+    rows: gl.constexpr = x.shape[0]
+    cols: gl.constexpr = 16 * x.shape[1]
+    even0 = x.to(gl.int8).to(dtype, bitcast=True)
+    odd0 = (x >> 8).to(gl.int8).to(dtype, bitcast=True)
+    even1 = (x >> 16).to(gl.int8).to(dtype, bitcast=True)
+    odd1 = (x >> 24).to(gl.int8).to(dtype, bitcast=True)
+    both = gl.join(gl.join(even0, even1), gl.join(odd0, odd1))  # (rows, cols / 16, 4, half of 16, neighbour)
+    return gl.convert_layout(both.permute((0, 1, 3, 2, 4)).reshape((rows, cols)), layout, assert_trivial=True)
+
+
+@gluon.jit
+def note_largest(acc, rows, M, largest):
+    """Raise `largest` (int32, the bits of a float32) to the largest magnitude in `acc`; rows behind M don't count."""
+    bits = acc.to(gl.int32, bitcast=True) & 0x7FFFFFFF  # in the order of magnitudes, and NaN above all
+    bits = gl.where((rows < M)[:, None], bits, 0)
+    gl.atomic_max(largest, gl.max(gl.max(bits, axis=1), axis=0), sem="relaxed")

@@ -12,23 +12,33 @@ from gpu_accel.flash_attention3.gluon_launch import QuickLaunch, multiprocessors
 
 from .gemm_hopper import ACTIVATIONS, k_major, matrix_map, zero_counters
 
-_TILE = 128
+_ROWS = 64  # columns of W that an accumulator has
+_RING = 200 * 1024  # bytes of shared memory on their way
 
 
 @dataclass(frozen=True, kw_only=True)
 class SkinnyConfig:
-    """`bk`: a slice of K; `stages`: slices on their way; `programs`: 0 for as many as balance best."""
+    """A tile is 64 * `halves` columns of W; a slice is `sub` boxes of 128 bytes of K, of `box` columns each.
 
-    bk: int
-    stages: int
+    `stages`: slices on their way, 0 for as many as fit. `programs`: 0 for as many as balance best.
+    """
+
+    halves: int = 1
+    sub: int = 2
+    box: int = 64
+    stages: int = 0
     programs: int = 0
 
+    def depth(self, bm: int) -> int:
+        """Slices on their way: a slice has `sub` boxes of W's and X's rows."""
+        return self.stages or max(2, min(16, _RING // ((_ROWS * self.halves + bm) * 128 * self.sub)))
 
-def skinny_config(m: int, element_size: int) -> SkinnyConfig:
-    """The configuration for a product with m rows."""
-    bk = 128 // element_size
-    per_stage = (_TILE + padded_rows(m)) * 128
-    return SkinnyConfig(bk=bk, stages=min(8, 200 * 1024 // per_stage))
+
+def skinny_config(m: int, w_k: bool, element_size: int = 2) -> SkinnyConfig:
+    """The configuration for a product with m rows; `w_k`: W is contiguous along K."""
+    if not w_k:
+        return SkinnyConfig(halves=2, sub=1)  # 128 bytes of a row of W are 64 columns: two boxes lie side by side
+    return SkinnyConfig(halves=1 if m <= 64 else 2, sub=4 if m <= 16 and element_size == 2 else 2)
 
 
 def padded_rows(m: int) -> int:
@@ -36,9 +46,12 @@ def padded_rows(m: int) -> int:
     return min(128, max(16, 1 << (m - 1).bit_length()))
 
 
-def programs_for(tiles: int, k_steps: int, processors: int) -> int:
-    """How many programs share the slices: a whole number a tile where that leaves few SMs idle, else one an SM."""
-    most = min(processors, max(tiles, tiles * k_steps // 4))
+def programs_for(tiles: int, k_steps: int, processors: int, fewest: int = 4) -> int:
+    """How many programs share the slices: a whole number a tile where that leaves few SMs idle, else one an SM.
+
+    fewest: slices that a program is worth starting for.
+    """
+    most = min(processors, max(tiles, tiles * k_steps // fewest))
     even = most // tiles * tiles
     return even if even >= 0.9 * most else most
 
@@ -73,15 +86,15 @@ def gemm(
     fp8 = x.element_size() == 1
     if out is None:
         out = torch.empty(m, n, dtype=out_dtype or x.dtype, device=x.device)
-    config = config or skinny_config(m, x.element_size())
-    bm, bk = padded_rows(m), config.bk
     w_k = bool(k_major(w, 0))
+    config = config or skinny_config(m, w_k, x.element_size())
+    bm, bk, sub, box = padded_rows(m), 128 // x.element_size(), config.sub, config.box if w_k else _ROWS
     x_desc = matrix_map(x, bm, bk)
-    w_desc = matrix_map(w.t(), 64, bk) if w_k else matrix_map(w, bk, 64)
-    tiles_m, k_steps = -(-m // bm), -(-k // bk)
-    tiles = -(-n // _TILE) * tiles_m
-    programs = config.programs or programs_for(tiles, k_steps, multiprocessors(x.device))
-    partials = torch.empty(2 * programs * _TILE * bm, dtype=torch.float32, device=x.device)
+    w_desc = matrix_map(w.t(), box, bk) if w_k else matrix_map(w, bk, _ROWS)
+    tiles_m, k_steps = -(-m // bm), -(-k // (bk * sub))
+    tiles = -(-n // (_ROWS * config.halves)) * tiles_m
+    programs = config.programs or programs_for(tiles, k_steps, multiprocessors(x.device), max(1, 4 // sub))
+    partials = torch.empty(2 * programs * _ROWS * config.halves * bm, dtype=torch.float32, device=x.device)
     counters = zero_counters(x.device, tiles)
     blocked = fp8 and block_x[1] == 128
     strides = (0, 0, 0, 0)
@@ -91,12 +104,16 @@ def gemm(
     given = out if bias is None else bias
     arguments = (
         x_desc, w_desc, out, given, partials, counters, partials if scale_x is None else scale_x,
-        partials if scale_w is None else scale_w, m, n, k_steps, tiles, tiles_m, *strides,
+        partials if scale_w is None else scale_w, m, n, k_steps, tiles, tiles_m, -(-k // 128),
+        *strides,
     )  # fmt: skip
     constants = dict(
         BM=bm,
         BK=bk,
-        STAGES=config.stages,
+        HALVES=config.halves,
+        SUB=sub,
+        BOX=box,
+        STAGES=config.depth(bm),
         W_K=w_k,
         FP8=fp8,
         BLOCKED=blocked,

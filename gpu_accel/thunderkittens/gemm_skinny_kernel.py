@@ -1,8 +1,10 @@
 """Products with few rows, or few tiles, for Hopper (sm_90a) in Gluon: reading B once, at the speed of memory.
 
-out (M, N) = activation(X (M, K) W + bias): W is the M operand of wgmma (128 of its columns a tile), the few rows of X
-are its N operand, so a single row is not padded to 64. The work is one line of tiles * k_steps slices that is cut into
-equal pieces, one a program ("stream-K", arXiv 2301.03598), so that every SM reads as much as any other:
+out (M, N) = activation(X (M, K) W + bias): W is the M operand of wgmma (64 of its columns, twice with HALVES = 2, a
+tile), the few rows of X are its N operand, so a single row is not padded to 64. The work is one line of
+tiles * k_steps slices that is cut into equal pieces, one a program ("stream-K", arXiv 2301.03598), so that every SM
+reads as much as any other; where tiles of 64 columns are as many as SMs, or nearly, a piece is a tile and nothing is
+shared:
 
     program 0 | tile 0 ......... tile 1 .. |      a program that has all slices of a tile writes its results; of
     program 1 | .. tile 1 ...... tile 2 .. |      programs that share a tile each leaves its sums in `partials`, and the
@@ -10,7 +12,10 @@ equal pieces, one a program ("stream-K", arXiv 2301.03598), so that every SM rea
 
 Nobody waits for another program, results don't depend on who comes last, and counters are left at 0.
 
-    consumer   1 warpgroup, two accumulators of 64 x BM;     producer   1 warp: TMA loads, STAGES slices ahead
+    consumer   1 warpgroup, HALVES accumulators of 64 x BM;     producer   1 warp: TMA loads, STAGES slices ahead
+
+A slice is SUB boxes of 128 bytes of K. A box of W has BOX rows: with few rows and many boxes along K, what is asked of
+memory at any time lies in long pieces of few rows, not in 128 bytes of many.
 
 Eight-bit operands are summed in float32 every 128 of K, with scales as in transformer_engine/hopper_gemm_kernel.py.
 
@@ -28,10 +33,9 @@ from gpu_accel.gluon_compat import tma_load
 from .gemm_device import activate, advance, count, first_slice, own_slot, partial, previous, program_of, slot_of
 
 ROWS = gl.constexpr(64)  # columns of W, rows of an accumulator
-TILE = gl.constexpr(128)  # columns of W in a tile
 
 # Run-time scalars travel in tuples:
-#   shape  = (M, N, k_steps, tiles, tiles_m): tile number = (column of W) * tiles_m + (block of BM rows of X)
+#   shape  = (M, N, k_steps, tiles, tiles_m, k_blocks): tile number = (column of W) * tiles_m + (block of BM rows of X)
 #   scales = (scale_x, scale_w, sx_m, sx_k, sw_n, sw_k), as in hopper_gemm_kernel.py
 #   outputs = (out, bias, partials, counters)
 
@@ -40,7 +44,7 @@ TILE = gl.constexpr(128)  # columns of W in a tile
 def _finish(acc, row0, m0, shape, scales, outputs, BIAS: gl.constexpr, ACTIVATION: gl.constexpr, SCALED: gl.constexpr,
             ROW_X: gl.constexpr, ROW_W: gl.constexpr):  # fmt: skip
     """Scales, bias and activation of 64 columns of W by BM rows of X; then out, whose rows are those of X."""
-    M, N, _, _, _ = shape
+    M, N, _, _, _, _ = shape
     out, bias, _, _ = outputs
     layout: gl.constexpr = acc.type.layout
     n = row0 + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, layout))
@@ -67,16 +71,33 @@ def _finish(acc, row0, m0, shape, scales, outputs, BIAS: gl.constexpr, ACTIVATIO
 
 
 @gluon.jit
+def _operand(w_bufs, at, W_K: gl.constexpr):
+    """64 columns of W by a box along K, with the columns first."""
+    w = w_bufs.index(at)
+    if not W_K:
+        w = w.permute((1, 0))
+    return w
+
+
+@gluon.jit
+def _factors(scales, tile_w, m, M, block, HALVES: gl.constexpr):
+    """Scales of rows of X times that of a tile of W, at 128 of K number `block`; 128x128 has two tiles of 64."""
+    scale_x, scale_w, sx_m, sx_k, sw_n, sw_k = scales
+    factor = gl.load(scale_x + m.to(gl.int64) * sx_m + block * sx_k, mask=m < M, other=0.0)
+    return factor * gl.load(scale_w + (tile_w * HALVES // 2).to(gl.int64) * sw_n + block * sw_k)
+
+
+@gluon.jit
 def _consumer(
     bufs, bars, outputs, shape, scales,
-    STAGES: gl.constexpr, W_K: gl.constexpr, BM: gl.constexpr, FP8: gl.constexpr, BLOCKED: gl.constexpr,
-    ROW_X: gl.constexpr, ROW_W: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr,
+    STAGES: gl.constexpr, W_K: gl.constexpr, BM: gl.constexpr, HALVES: gl.constexpr, SUB: gl.constexpr,
+    FP8: gl.constexpr, BLOCKED: gl.constexpr, ROW_X: gl.constexpr, ROW_W: gl.constexpr, BIAS: gl.constexpr,
+    ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     w_bufs, x_bufs = bufs
     full, empty = bars
-    M, _, k_steps, tiles, tiles_m = shape
+    M, _, k_steps, tiles, tiles_m, k_blocks = shape
     _, _, partials, counters = outputs
-    scale_x, scale_w, sx_m, sx_k, sw_n, sw_k = scales
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 32 if FP8 else 16])
     SCALED: gl.constexpr = FP8 and not BLOCKED
     zero = gl.full([ROWS, BM], 0.0, gl.float32, ACC)
@@ -93,68 +114,110 @@ def _consumer(
         k1 = gl.minimum(end - tile * k_steps, k_steps)
         acc0 = zero
         acc1 = zero
+        if BLOCKED:
+            ahead = _factors(scales, tile_w, m, M, k0 * SUB, HALVES)
+            ahead1 = _factors(scales, tile_w, m, M, gl.minimum(k0 * SUB + 1, k_blocks - 1), HALVES)
         for step in range(k0, k1):
-            if BLOCKED:
-                factor = gl.load(scale_x + m.to(gl.int64) * sx_m + step * sx_k, mask=m < M, other=0.0)
-                factor = factor * gl.load(scale_w + tile_w.to(gl.int64) * sw_n + step * sw_k)
             mbarrier.wait(full.index(stage), phase)
-            w0 = w_bufs.index(stage * 2)
-            w1 = w_bufs.index(stage * 2 + 1)
-            if not W_K:
-                w0 = w0.permute((1, 0))
-                w1 = w1.permute((1, 0))
-            x = x_bufs.index(stage).permute((1, 0))
-            if FP8:
-                part0 = warpgroup_mma(w0, x, zero, use_acc=False, is_async=True)
-                part1 = warpgroup_mma(w1, x, zero, use_acc=False, is_async=True)
-                part0, part1 = warpgroup_mma_wait(0, deps=[part0, part1])
-                mbarrier.arrive(empty.index(stage), count=1)
-                if BLOCKED:
-                    acc0 += part0 * factor[None, :]
-                    acc1 += part1 * factor[None, :]
+            if FP8 and HALVES == 1 and SUB % 2 == 0:
+                for s in gl.static_range(0, SUB, 2):
+                    at = stage * SUB + s
+                    x0 = x_bufs.index(at).permute((1, 0))
+                    x1 = x_bufs.index(at + 1).permute((1, 0))
+                    part0 = warpgroup_mma(_operand(w_bufs, at, W_K), x0, zero, use_acc=False, is_async=True)
+                    part1 = warpgroup_mma(_operand(w_bufs, at + 1, W_K), x1, zero, use_acc=False, is_async=True)
+                    if BLOCKED:
+                        # the next ones are on their way while these are used; past the last, the last
+                        factor0 = ahead
+                        factor1 = ahead1
+                        block = step * SUB + s
+                        ahead = _factors(scales, tile_w, m, M, gl.minimum(block + 2, k_blocks - 1), HALVES)
+                        ahead1 = _factors(scales, tile_w, m, M, gl.minimum(block + 3, k_blocks - 1), HALVES)
+                    part0 = warpgroup_mma_wait(1, deps=[part0])
+                    acc0 += part0 * factor0[None, :] if BLOCKED else part0
+                    part1 = warpgroup_mma_wait(0, deps=[part1])
+                    acc0 += part1 * factor1[None, :] if BLOCKED else part1
+            for s in gl.static_range(0 if FP8 and HALVES == 1 and SUB % 2 == 0 else SUB):
+                w0 = _operand(w_bufs, (stage * SUB + s) * HALVES, W_K)
+                x = x_bufs.index(stage * SUB + s).permute((1, 0))
+                if FP8:
+                    part0 = warpgroup_mma(w0, x, zero, use_acc=False, is_async=True)
+                    if HALVES == 2:
+                        w1 = _operand(w_bufs, (stage * SUB + s) * HALVES + 1, W_K)
+                        part1 = warpgroup_mma(w1, x, zero, use_acc=False, is_async=True)
+                    if BLOCKED:
+                        factor = ahead  # the next one is on its way while this one is used; past the last, the last
+                        ahead = _factors(
+                            scales, tile_w, m, M, gl.minimum(step * SUB + s + 1, k_blocks - 1), HALVES
+                        )
+                    if HALVES == 2:
+                        part0, part1 = warpgroup_mma_wait(0, deps=[part0, part1])
+                    else:
+                        part0 = warpgroup_mma_wait(0, deps=[part0])
+                    if BLOCKED:
+                        acc0 += part0 * factor[None, :]
+                        if HALVES == 2:
+                            acc1 += part1 * factor[None, :]
+                    else:
+                        acc0 += part0
+                        if HALVES == 2:
+                            acc1 += part1
                 else:
-                    acc0 += part0
-                    acc1 += part1
+                    acc0 = warpgroup_mma(w0, x, acc0, is_async=True)
+                    if HALVES == 2:
+                        w1 = _operand(w_bufs, (stage * SUB + s) * HALVES + 1, W_K)
+                        acc1 = warpgroup_mma(w1, x, acc1, is_async=True)
+            if FP8:
+                mbarrier.arrive(empty.index(stage), count=1)
             else:
-                acc0 = warpgroup_mma(w0, x, acc0, is_async=True)
-                acc1 = warpgroup_mma(w1, x, acc1, is_async=True)
-                acc0, acc1 = warpgroup_mma_wait(2, deps=[acc0, acc1])
+                if HALVES == 2:
+                    acc0, acc1 = warpgroup_mma_wait(SUB * HALVES, deps=[acc0, acc1])
+                else:
+                    acc0 = warpgroup_mma_wait(SUB * HALVES, deps=[acc0])
                 if step > k0:
                     mbarrier.arrive(empty.index(previous(stage, STAGES)), count=1)
             stage, phase = advance(stage, phase, STAGES)
         if not FP8:
-            acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
+            if HALVES == 2:
+                acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
+            else:
+                acc0 = warpgroup_mma_wait(0, deps=[acc0])
             mbarrier.arrive(empty.index(previous(stage, STAGES)), count=1)
-        row0 = tile_w * TILE
+        row0 = tile_w * (ROWS * HALVES)
         last = True
         if k1 - k0 < k_steps:
             first_program = program_of(tile * k_steps, tiles * k_steps)
             last_program = program_of(tile * k_steps + k_steps - 1, tiles * k_steps)
-            slot = own_slot(program, k0) * 2
+            slot = own_slot(program, k0) * HALVES
             gl.store(partial(partials, slot, ROWS, BM, ACC), acc0)
-            gl.store(partial(partials, slot + 1, ROWS, BM, ACC), acc1)
+            if HALVES == 2:
+                gl.store(partial(partials, slot + 1, ROWS, BM, ACC), acc1)
             last = count(counters + tile, 8) == last_program - first_program
             if last:
                 acc0 = zero
                 acc1 = zero
                 for p in range(first_program, last_program + 1):
-                    slot = slot_of(p, first_program) * 2
+                    slot = slot_of(p, first_program) * HALVES
                     acc0 += gl.load(partial(partials, slot, ROWS, BM, ACC), cache_modifier=".cg")
-                    acc1 += gl.load(partial(partials, slot + 1, ROWS, BM, ACC), cache_modifier=".cg")
+                    if HALVES == 2:
+                        acc1 += gl.load(partial(partials, slot + 1, ROWS, BM, ACC), cache_modifier=".cg")
                 gl.store(counters + tile, 0)
         if last:
             _finish(acc0, row0, m0, shape, scales, outputs, BIAS, ACTIVATION, SCALED, ROW_X, ROW_W)
-            _finish(acc1, row0 + ROWS, m0, shape, scales, outputs, BIAS, ACTIVATION, SCALED, ROW_X, ROW_W)
+            if HALVES == 2:
+                _finish(acc1, row0 + ROWS, m0, shape, scales, outputs, BIAS, ACTIVATION, SCALED, ROW_X, ROW_W)
 
 
 @gluon.jit
 def _producer(
-    bufs, bars, x_desc, w_desc, shape, STAGES: gl.constexpr, W_K: gl.constexpr, BM: gl.constexpr, BK: gl.constexpr
-):
-    w_bufs, x_bufs = bufs
+    bufs, bars, x_desc, w_desc, shape, STAGES: gl.constexpr, W_K: gl.constexpr, BM: gl.constexpr,
+    HALVES: gl.constexpr, SUB: gl.constexpr, BOX: gl.constexpr, BK: gl.constexpr,
+):  # fmt: skip
+    w_boxes, x_bufs = bufs
     full, empty = bars
-    _, _, k_steps, tiles, tiles_m = shape
-    BYTES: gl.constexpr = (TILE + BM) * BK * x_desc.dtype.primitive_bitwidth // 8
+    _, _, k_steps, tiles, tiles_m, _ = shape
+    BYTES: gl.constexpr = (ROWS * HALVES + BM) * SUB * BK * x_desc.dtype.primitive_bitwidth // 8
+    PIECES: gl.constexpr = ROWS * HALVES // BOX if W_K else HALVES
     program = gl.program_id(0)
     tile = first_slice(program, tiles * k_steps) // k_steps
     step = first_slice(program, tiles * k_steps) - tile * k_steps
@@ -162,17 +225,20 @@ def _producer(
     phase = 0
     for _ in range(first_slice(program, tiles * k_steps), first_slice(program + 1, tiles * k_steps)):
         tile_w = tile // tiles_m
-        row = tile_w * TILE
-        k = step * BK
+        row = tile_w * (ROWS * HALVES)
+        k = step * (SUB * BK)
         mbarrier.wait(empty.index(stage), phase ^ 1)
         mbarrier.expect(full.index(stage), BYTES)
-        if W_K:
-            tma_load(w_desc, [row, k], full.index(stage), w_bufs.index(stage * 2))
-            tma_load(w_desc, [row + ROWS, k], full.index(stage), w_bufs.index(stage * 2 + 1))
-        else:
-            tma_load(w_desc, [k, row], full.index(stage), w_bufs.index(stage * 2))
-            tma_load(w_desc, [k, row + ROWS], full.index(stage), w_bufs.index(stage * 2 + 1))
-        tma_load(x_desc, [(tile - tile_w * tiles_m) * BM, k], full.index(stage), x_bufs.index(stage))
+        for i in gl.static_range(PIECES):
+            for s in gl.static_range(SUB):
+                at = (stage * SUB + s) * PIECES + i
+                if W_K:
+                    tma_load(w_desc, [row + i * BOX, k + s * BK], full.index(stage), w_boxes.index(at))
+                else:
+                    tma_load(w_desc, [k + s * BK, row + i * ROWS], full.index(stage), w_boxes.index(at))
+        for s in gl.static_range(SUB):
+            x_row = (tile - tile_w * tiles_m) * BM
+            tma_load(x_desc, [x_row, k + s * BK], full.index(stage), x_bufs.index(stage * SUB + s))
         stage, phase = advance(stage, phase, STAGES)
         step += 1
         wrapped = step == k_steps
@@ -182,22 +248,29 @@ def _producer(
 
 @gluon.jit(
     do_not_specialize=[
-        "out", "bias", "counters", "scale_x", "scale_w", "M", "N", "k_steps", "tiles", "tiles_m",
+        "out", "bias", "counters", "scale_x", "scale_w", "M", "N", "k_steps", "tiles", "tiles_m", "k_blocks",
         "sx_m", "sx_k", "sw_n", "sw_k",
     ]
 )  # fmt: skip
 def skinny_gemm_kernel(
-    x_desc, w_desc, out, bias, partials, counters, scale_x, scale_w, M, N, k_steps, tiles, tiles_m,
+    x_desc, w_desc, out, bias, partials, counters, scale_x, scale_w, M, N, k_steps, tiles, tiles_m, k_blocks,
     sx_m, sx_k, sw_n, sw_k,
-    BM: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, W_K: gl.constexpr, FP8: gl.constexpr,
-    BLOCKED: gl.constexpr, ROW_X: gl.constexpr, ROW_W: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr,
+    BM: gl.constexpr, BK: gl.constexpr, HALVES: gl.constexpr, SUB: gl.constexpr, BOX: gl.constexpr,
+    STAGES: gl.constexpr, W_K: gl.constexpr, FP8: gl.constexpr, BLOCKED: gl.constexpr, ROW_X: gl.constexpr,
+    ROW_W: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
-    """x_desc in blocks of BM x BK; w_desc of 64 x BK (W_K) or BK x 64; k_steps >= 1; eight bits: BK = 128.
+    """x_desc in boxes of BM x BK, BK 128 bytes; w_desc of BOX x BK (W_K) or BK x 64; k_steps >= 1 slices of SUB boxes.
 
-    partials: float32, 2 * programs * 128 * BM. counters: int32, one a tile, 0.
+    partials: float32, 2 * programs * 64 * HALVES * BM. counters: int32, one a tile, 0. k_blocks: scales along K.
     """
-    w_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES * 2] + w_desc.block_shape, w_desc.layout)
-    x_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES] + x_desc.block_shape, x_desc.layout)
+    BOXES: gl.constexpr = STAGES * SUB * HALVES * (ROWS // BOX if W_K else 1)
+    w_boxes = gl.allocate_shared_memory(w_desc.dtype, [BOXES] + w_desc.block_shape, w_desc.layout)
+    w_bufs = w_boxes
+    if W_K and BOX != ROWS:
+        # boxes of 8 rows or more follow each other as a box of 64 has its rows
+        WHOLE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BK], w_desc.dtype)
+        w_bufs = w_boxes._reinterpret(w_desc.dtype, [STAGES * SUB * HALVES, ROWS, BK], WHOLE)
+    x_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES * SUB] + x_desc.block_shape, x_desc.layout)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -205,12 +278,13 @@ def skinny_gemm_kernel(
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
     bufs = (w_bufs, x_bufs)
+    boxes = (w_boxes, x_bufs)
     bars = (full, empty)
     outputs = (out, bias, partials, counters)
-    shape = (M, N, k_steps, tiles, tiles_m)
+    shape = (M, N, k_steps, tiles, tiles_m, k_blocks)
     scales = (scale_x, scale_w, sx_m, sx_k, sw_n, sw_k)
     gl.warp_specialize([
-        (_consumer, (bufs, bars, outputs, shape, scales, STAGES, W_K, BM, FP8, BLOCKED, ROW_X, ROW_W, BIAS,
-                     ACTIVATION)),
-        (_producer, (bufs, bars, x_desc, w_desc, shape, STAGES, W_K, BM, BK)),
+        (_consumer, (bufs, bars, outputs, shape, scales, STAGES, W_K, BM, HALVES, SUB, FP8, BLOCKED, ROW_X, ROW_W,
+                     BIAS, ACTIVATION)),
+        (_producer, (boxes, bars, x_desc, w_desc, shape, STAGES, W_K, BM, HALVES, SUB, BOX, BK)),
     ], [1], [32])  # fmt: skip

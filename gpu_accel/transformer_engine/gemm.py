@@ -1,7 +1,8 @@
 """Products of quantised matrices: `scaled_mm` for any pair that belongs together, `fp8_gemm` and `fp4_gemm` by name.
 
 All compute a @ b.T + bias with a (..., K) and b (N, K), the layout of a linear layer. Operands that are not quantised
-yet are quantised first. Which kernel: see `explain_mm`. MX and NVFP4 are emulated, exactly, on GPUs without units for
+yet are quantised first. `scaled_mm_fp8` gives codes again, for the next product. Which kernel: see `explain_mm`.
+MX and NVFP4 are emulated, exactly, on GPUs without units for
 them (all before Blackwell): their speed there says nothing about the formats.
 """
 
@@ -14,11 +15,14 @@ from torch import Tensor
 from gpu_accel.compat import INTERPRET
 from gpu_accel.errors import HardwareError, InvalidInputError, UnsupportedError
 from gpu_accel.flash_attention3.launch import capability, launch
+from gpu_accel.thunderkittens.gemm_api import activated
+from gpu_accel.thunderkittens.gemm_hopper import ACTIVATIONS
 from gpu_accel.transformer_engine import hopper_gemm
 from gpu_accel.transformer_engine.checks import check_bias, check_one_device
 from gpu_accel.transformer_engine.codec import ELEMENTS
 from gpu_accel.transformer_engine.gemm_kernels import _emulated_kernel, _fp8_kernel
 from gpu_accel.transformer_engine.quantizer import choose_backend, quantize
+from gpu_accel.transformer_engine.reference import Parts
 from gpu_accel.transformer_engine.reference_gemm import scaled_mm_reference
 from gpu_accel.transformer_engine.schemes import Scheme
 from gpu_accel.transformer_engine.schemes import scheme as find_scheme
@@ -41,14 +45,14 @@ def _kind(what: Scheme) -> str:
 
 def explain_mm(a: QuantizedTensor, b: QuantizedTensor) -> str:
     """Which kernel `scaled_mm` takes for these operands, in a sentence."""
-    kind = _pair(a, b)
+    kind = pair_kind(a, b)
     if kind == "fp8":
         return f"{a.scheme} x {b.scheme}: fp8 products, float32 sums every 128 of K ({hopper_gemm.explain(a, b)})"
     return f"{a.scheme} x {b.scheme}: emulated, codes widened to bf16 in registers, bf16 products (plain Triton)"
 
 
-def _pair(a: QuantizedTensor, b: QuantizedTensor) -> str:
-    """The kind of product; refuses operands that do not belong together."""
+def pair_kind(a: QuantizedTensor, b: QuantizedTensor) -> str:
+    """The kind of product, "fp8" or "emulated"; refuses operands that do not belong together."""
     for name, q in (("a", a), ("b", b)):
         if not isinstance(q, QuantizedTensor):
             raise InvalidInputError(f"{name} must be a QuantizedTensor, got {type(q).__name__}: quantize() it first")
@@ -80,26 +84,104 @@ def scaled_mm(
     b: QuantizedTensor,
     *,
     bias: Tensor | None = None,
+    activation: str = "none",
     out_dtype: torch.dtype = torch.bfloat16,
+    accumulate_into: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """a (..., K) @ b (N, K).T + bias (N,), in `out_dtype`; any sizes.
+    """activation(a (..., K) @ b (N, K).T + bias (N,)), in `out_dtype`; any sizes.
+
+    activation: "none", "relu", "gelu" (erf), "gelu_tanh" or "silu", of the float32 sums. accumulate_into: a contiguous
+    float32 (..., N) that the product is added to, as gradients of weights are; it is also what is returned, and
+    `out_dtype` says nothing.
 
     Pairs: fp8 with scales per tensor or row (each as it likes); fp8 in 1x128 or 128x128 (each as it likes); MX with MX;
     NVFP4 with NVFP4. Raises InvalidInputError for shapes, devices and dtypes, UnsupportedError for other pairs,
     HardwareError where a GPU has no fp8 products (before compute capability 8.9).
     """
-    kind = _pair(a, b)
+    kind = pair_kind(a, b)
     _check(a, b, bias, out_dtype)
+    _check_epilogue(a, b, activation, accumulate_into)
+    shape = (*a.shape[:-1], b.shape[0])
     if kind == "fp8" and hopper_gemm.chosen(a, b, backend):
-        out = hopper_gemm.hopper_mm_op(*_bytes(a)[:2], *_bytes(b)[:2], bias, out_dtype, a.scheme.text, b.scheme.text)
-        return out.view(*a.shape[:-1], b.shape[0])
+        given = (*_bytes(a)[:2], *_bytes(b)[:2], bias, activation)
+        if accumulate_into is not None:
+            flat = accumulate_into.view(a.shape[:-1].numel(), b.shape[0])
+            hopper_gemm.hopper_mm_add_op(flat, *given, a.scheme.text, b.scheme.text)
+            return accumulate_into
+        return hopper_gemm.hopper_mm_op(*given, out_dtype, a.scheme.text, b.scheme.text).view(shape)
+    staged = activation != "none" or accumulate_into is not None  # then sums stay float32, and are rounded once
     if choose_backend(backend, a, "scaled_mm") == "reference":
-        return scaled_mm_reference(a, b, bias=bias, out_dtype=out_dtype)
-    if kind == "fp8" and not INTERPRET and (torch.version.hip or capability(a.device) < (8, 9)):
-        raise HardwareError("fp8 products need compute capability 8.9 (Ada, Hopper or newer): use bf16, or int8")
-    out = scaled_mm_op(*_bytes(a), *_bytes(b), bias, out_dtype, a.scheme.text, b.scheme.text, a.shape[-1])
-    return out.view(*a.shape[:-1], b.shape[0])
+        out = scaled_mm_reference(a, b, bias=bias, out_dtype=torch.float32 if staged else out_dtype)
+    else:
+        if kind == "fp8" and not INTERPRET and (torch.version.hip or capability(a.device) < (8, 9)):
+            raise HardwareError("fp8 products need compute capability 8.9 (Ada, Hopper or newer): use bf16, or int8")
+        wanted = torch.float32 if staged else out_dtype
+        out = scaled_mm_op(*_bytes(a), *_bytes(b), bias, wanted, a.scheme.text, b.scheme.text, a.shape[-1]).view(shape)
+    if not staged:
+        return out
+    out = activated(out, activation)
+    return out.to(out_dtype) if accumulate_into is None else accumulate_into.add_(out)
+
+
+def scaled_mm_fp8(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    scale: Tensor,
+    *,
+    element: str = "e4m3",
+    bias: Tensor | None = None,
+    activation: str = "none",
+    amax: Tensor | None = None,
+    backend: str = "auto",
+) -> QuantizedTensor:
+    """`scaled_mm` of two fp8 operands, rounded to fp8 on its way out: codes = result / scale, saturating.
+
+    Args:
+        scale: () float32, what the codes will be multiplied with, as delayed scaling knows it beforehand.
+        element: "e4m3" or "e5m2". amax: () float32 that is raised to the largest magnitude of the result, or None.
+    Returns:
+        a tensor (..., N) of scheme "fp8" or "fp8_e5m2", dtype bfloat16, with only the row-wise copy.
+    """
+    kind = pair_kind(a, b)
+    _check(a, b, bias, torch.bfloat16)
+    _check_epilogue(a, b, activation, None)
+    if kind != "fp8":
+        raise UnsupportedError(f"{a.scheme} x {b.scheme} has no fp8 result: use scaled_mm, then quantize")
+    if element not in ("e4m3", "e5m2"):
+        raise InvalidInputError(f"element must be 'e4m3' or 'e5m2', got {element!r}")
+    for name, x in (("scale", scale), ("amax", amax)):
+        if x is not None and (not isinstance(x, Tensor) or x.dtype != torch.float32 or x.numel() != 1):
+            raise InvalidInputError(f"{name} must be one float32, got {getattr(x, 'dtype', type(x).__name__)}")
+    check_one_device(a=a, scale=scale, amax=amax)
+    what = find_scheme("fp8" if element == "e4m3" else "fp8_e5m2")
+    if hopper_gemm.chosen(a, b, backend):
+        codes = hopper_gemm.hopper_mm_fp8_op(
+            *_bytes(a)[:2], *_bytes(b)[:2], bias, activation, scale, amax, element, a.scheme.text, b.scheme.text
+        )
+    else:
+        out = scaled_mm(a, b, bias=bias, activation=activation, out_dtype=torch.float32, backend=backend)
+        out = out.reshape(-1, b.shape[0])
+        if amax is not None and out.numel():
+            amax.copy_(torch.maximum(amax, out.abs().amax()))
+        limit = torch.finfo(hopper_gemm.ELEMENTS[element]).max
+        codes = (out * (1.0 / scale)).clamp(-limit, limit).to(hopper_gemm.ELEMENTS[element])
+    shape = torch.Size((*a.shape[:-1], b.shape[0]))
+    row = Parts(codes.view(torch.uint8), scale.reshape(1, 1))
+    return QuantizedTensor.from_parts(row=row, col=None, scheme=what, shape=shape, dtype=torch.bfloat16, amax=amax)
+
+
+def _check_epilogue(a: Tensor, b: Tensor, activation: str, accumulate_into: Tensor | None) -> None:
+    if activation not in ACTIVATIONS:
+        raise InvalidInputError(f"activation is {activation!r}; choose one of {', '.join(ACTIVATIONS)}")
+    if accumulate_into is None:
+        return
+    shape = (*a.shape[:-1], b.shape[0])
+    if not isinstance(accumulate_into, Tensor) or accumulate_into.dtype != torch.float32:
+        raise InvalidInputError("accumulate_into must be a float32 tensor")
+    if tuple(accumulate_into.shape) != shape or not accumulate_into.is_contiguous():
+        raise InvalidInputError(f"accumulate_into must be {shape} and contiguous, got {tuple(accumulate_into.shape)}")
+    check_one_device(a=a, accumulate_into=accumulate_into)
 
 
 def _bytes(q: QuantizedTensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -138,9 +220,10 @@ def scaled_mm_op(
         options = dict(
             A_E5M2=schemes[0].element == "e5m2", B_E5M2=schemes[1].element == "e5m2",
             BLOCKED=schemes[0].block[1] == 128, ROWS_A=places[0][2], ROWS_B=places[1][2], EVEN=k % bk == 0,
-            num_stages=3,
+            GROUPED=False, num_stages=3,
         )  # fmt: skip
-        arguments = (a, b, scale_a, scale_b, given, out, m, n, k, tiles_m, tiles_n, *places[0][:2], *places[1][:2])
+        arguments = (a, b, scale_a, scale_b, given, out, out, m, n, k, tiles_m, tiles_n, 0, *places[0][:2],
+                     *places[1][:2])  # fmt: skip
         launch(_fp8_kernel, tiles_m * tiles_n, arguments, {**common, **options})
         return out
     tensors = [t if t is not None else out for t in (tensor_a, tensor_b)]

@@ -64,13 +64,21 @@ def _finish(acc, bias, out, m, n, M, N, BIAS: tl.constexpr):
 
 @triton.jit
 def _fp8_kernel(
-    a, b, scale_a, scale_b, bias, out, M, N, K, tiles_m, tiles_n, sa_m, sa_k, sb_n, sb_k,
+    a, b, scale_a, scale_b, bias, out, groups, M, N, K, tiles_m, tiles_n, sb_g, sa_m, sa_k, sb_n, sb_k,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, A_E5M2: tl.constexpr,
     B_E5M2: tl.constexpr, BLOCKED: tl.constexpr, ROWS_A: tl.constexpr, ROWS_B: tl.constexpr, BIAS: tl.constexpr,
-    EVEN: tl.constexpr,
+    EVEN: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
-    """Scales are at scale_a[m // ROWS_A * sa_m + k // 128 * sa_k], so strides of 0 make them per row or per tensor."""
+    """Scales are at scale_a[m // ROWS_A * sa_m + k // 128 * sa_k], so strides of 0 make them per row or per tensor.
+
+    GROUPED: b is a stack of matrices (N, K), their scales `sb_g` apart; 128 rows of a have the one that `groups`
+    (int32) names at the first of them, and become 0 where it is negative.
+    """
     tm, tn = _place(tiles_m, tiles_n, GROUP)
+    if GROUPED:
+        group = tl.load(groups + tm.to(tl.int64) * BM // 128 * 128)
+        b += tl.maximum(group, 0).to(tl.int64) * N * K
+        scale_b += tl.maximum(group, 0).to(tl.int64) * sb_g
     m = tm * BM + tl.arange(0, BM)
     n = tn * BN + tl.arange(0, BN)
     pa = scale_a + (m // ROWS_A).to(tl.int64) * sa_m
@@ -90,6 +98,8 @@ def _fp8_kernel(
         sa = tl.load(pa, mask=m < M, other=0.0)
         sb = tl.load(pb, mask=n < N, other=0.0)
         acc = acc * sa[:, None] * sb[None, :]
+    if GROUPED:
+        acc = tl.where(group < 0, 0.0, acc)
     _finish(acc, bias, out, m, n, M, N, BIAS)
 
 

@@ -11,30 +11,39 @@ from torch import Tensor
 from gpu_accel.errors import UnsupportedError
 from gpu_accel.flash_attention3.gluon_launch import QuickLaunch, multiprocessors
 from gpu_accel.thunderkittens import gemm_skinny
-from gpu_accel.thunderkittens.gemm_hopper import dealt_tiles, machine_refusal, matrix_map, on_device, zero_counters
+from gpu_accel.thunderkittens.gemm_api import activated
+from gpu_accel.thunderkittens.gemm_hopper import (
+    ACTIVATIONS,
+    dealt_tiles,
+    machine_refusal,
+    matrix_map,
+    on_device,
+    zero_counters,
+)
 from gpu_accel.transformer_engine.schemes import scheme as find_scheme
 from gpu_accel.transformer_engine.tensor import QuantizedTensor
 
-# Scales (of a, of b) that have been right on an H100 so far, for e4m3. Of the rest "auto" takes the portable kernel,
-# until tests/gpu/test_gemm_fp8.py passes.
-_CHECKED = {((0, 0), (0, 0)), ((1, 128), (128, 128))}
+# What has been right on an H100 or H200 in tests/gpu/test_gemm_fp8.py: "auto" takes the portable kernel for the rest.
+GPU_CHECKED: tuple[str, ...] = ("dense", "grouped")
 _ALIGNMENT = 16  # bytes
 _SKINNY = 64  # rows up to which the kernel that deals slices of K is taken
-_ELEMENTS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+ELEMENTS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 BLOCKS = ((0, 0), (1, 0), (1, 128), (128, 128))  # rows and columns that share a scale; 0 is all
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8GemmConfig:
-    """Tiles of the persistent kernel: 128 x 256 with `cols`, else 256 x 128; columns of `group` tile rows at a time.
+    """Tiles of the persistent kernel: 128 x 128 * `parts`; columns of `group` tile rows at a time.
 
-    `out_slots`: buffers in which a consumer writes its halves. `deal`: as in thunderkittens/gemm_hopper.py.
+    `every`: slices of 128 of K that one sum in the tensor core has. 1 is as exact as cuBLAS without fast accumulation;
+    2 (not with scales of blocks) is up to 4 % faster and loses three times as much. `deal`: as in
+    thunderkittens/gemm_hopper.py.
     """
 
-    cols: bool = True
+    parts: int = 2
+    every: int = 1
     stages: int = 4
     group: int = 16
-    out_slots: int = 1
     deal: bool = False
 
 
@@ -45,9 +54,12 @@ def _kernel() -> QuickLaunch:
     return QuickLaunch(fp8_gemm_kernel)
 
 
-def fp8_gemm_config(m: int, n: int, k: int) -> Fp8GemmConfig:
-    """The tiles for a product: narrow ones where a wide one would be half empty."""
-    return Fp8GemmConfig(cols=False, group=8) if n <= 128 else Fp8GemmConfig()
+def fp8_gemm_config(m: int, n: int, lines_b: bool = False) -> Fp8GemmConfig:
+    """The tiles for a product: narrow ones where a wide one would be half empty, or half the SMs without one."""
+    narrow = Fp8GemmConfig(parts=1, stages=6, group=8, deal=m <= _SKINNY)
+    if lines_b or n <= 128:
+        return narrow  # scales of the columns take the registers of half a tile
+    return narrow if -(-m // 128) * -(-n // 128) <= 132 else Fp8GemmConfig()
 
 
 def gemm(
@@ -59,32 +71,51 @@ def gemm(
     block_a: tuple[int, int] = (0, 0),
     block_b: tuple[int, int] = (0, 0),
     bias: Tensor | None = None,
+    activation: str = "none",
     out_dtype: torch.dtype = torch.bfloat16,
+    out_scale: Tensor | None = None,
+    amax: Tensor | None = None,
+    accumulate: bool = False,
+    groups: Tensor | None = None,
     config: Fp8GemmConfig | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """(a * scale_a) (M, K) times the transpose of (b * scale_b) (N, K), plus bias (N,).
+    """activation((a * scale_a) (M, K) times the transpose of (b * scale_b) (N, K), plus bias (N,)), times out_scale.
 
     Args:
         a, b: float8_e4m3fn or float8_e5m2 each; rows contiguous, at multiples of 16 bytes.
         scale_a, scale_b: float32, what a code is multiplied with: one element, (rows,) or (rows, K / 128).
         block_a, block_b: rows and columns that share a scale, of `BLOCKS`.
+        out_dtype: bfloat16, float16, float32, float8_e4m3fn or float8_e5m2 (saturating).
+        out_scale: () float32. amax: () float32, raised to the largest magnitude before `out_scale`.
+        accumulate: add to `out`, which is float32.
+        out: (M, N), contiguous, or None.
+        groups: int32 (M,), for b of G matrices, (G * N, K): which one 128 rows are multiplied with, read at every
+            128th; rows of a negative group become 0.
     """
     m, k = a.shape
-    n = b.shape[0]
+    stacked = groups is not None
+    n = (out.shape[1] if out is not None else b.shape[0]) if stacked else b.shape[0]
     if out is None:
         out = torch.empty(m, n, dtype=out_dtype, device=a.device)
-    config = config or fp8_gemm_config(m, n, k)
-    direct = out.dtype == torch.float32 or n * out.element_size() % _ALIGNMENT != 0 or out.data_ptr() % _ALIGNMENT != 0
+    direct = out.dtype == torch.float32
+    if not direct and (out.stride(0) * out.element_size() % _ALIGNMENT or out.data_ptr() % _ALIGNMENT):
+        # TMA cannot write such rows, and to write them from registers under the next products spills 1 KB a thread
+        room = torch.empty(m, -(-n // _ALIGNMENT) * _ALIGNMENT, dtype=out.dtype, device=a.device)[:, :n]
+        gemm(
+            a, b, scale_a, scale_b, block_a=block_a, block_b=block_b, bias=bias, activation=activation,
+            out_scale=out_scale, amax=amax, groups=groups, config=config, out=room,
+        )  # fmt: skip
+        return out.copy_(room)
+    config = config or fp8_gemm_config(m, n, block_b == (1, 128))
     a_desc, b_desc = matrix_map(a, 64, 128), matrix_map(b, 128, 128)
     out_desc = a_desc if direct else matrix_map(out, 64, 128)
-    tiles_m, tiles_n = (-(-m // 128), -(-n // 256)) if config.cols else (-(-m // 256), -(-n // 128))
+    tiles_m, tiles_n = -(-m // 128), -(-n // (128 * config.parts))
     blocked = block_a[1] == 128
-    if blocked and block_a[0] == 1 and m > 1:
-        scale_a = scale_a.t().contiguous().t()  # rows side by side: 256 of them in 8 lines, not in 256
+    scale_a, scale_b = _side_by_side(scale_a, block_a), _side_by_side(scale_b, block_b)
     row_a, row_b = (scale.stride(0) if block[0] else 0 for scale, block in ((scale_a, block_a), (scale_b, block_b)))
     k_a, k_b = (scale.stride(1) if blocked else 0 for scale in (scale_a, scale_b))
-    given = out if bias is None else bias
+    stack_b = row_b * (-(-n // block_b[0])) if stacked and block_b[0] else 0
     k_steps, programs = -(-k // 128), multiprocessors(a.device)
     dealt = dealt_tiles(tiles_m * tiles_n, k_steps, programs) if config.deal else 0
     partials = counters = scale_a
@@ -93,18 +124,27 @@ def gemm(
         partials = torch.empty(8 * programs * 64 * 128, dtype=torch.float32, device=a.device)
     else:
         programs = min(programs, tiles_m * tiles_n)
-    arguments = (a_desc, b_desc, out_desc, out, given, scale_a, scale_b, partials, counters, m, n, k_steps, tiles_m,
-                 tiles_n, dealt, row_a, k_a, row_b, k_b)  # fmt: skip
+    given, factor = out if bias is None else bias, scale_a if out_scale is None else out_scale
+    largest = scale_a.view(torch.int32) if amax is None else amax.view(torch.int32)
+    members = largest if groups is None else groups
+    arguments = (a_desc, b_desc, out_desc, out, given, factor, largest, members, scale_a, scale_b, partials, counters,
+                 m, n, k_steps, tiles_m, tiles_n, dealt, stack_b, row_a, k_a, row_b, k_b)  # fmt: skip
     constants = dict(
-        COLS=config.cols,
+        PARTS=config.parts,
+        EVERY=1 if blocked else config.every,
         STAGES=config.stages,
         GROUP=config.group,
-        OUT_SLOTS=config.out_slots,
         BLOCKED=blocked,
         ROW_A=block_a[0] == 1,
         ROW_B=block_b[0] == 1,
         ROWS_A=max(1, block_a[0]),
+        ROWS_B=max(1, block_b[0]),
         BIAS=bias is not None,
+        ACTIVATION=ACTIVATIONS[activation],
+        SCALE_OUT=out_scale is not None,
+        LARGEST=amax is not None,
+        GROUPED=stacked,
+        ACCUMULATE=accumulate,
         DIRECT=direct,
         DEAL=dealt > 0,
         CONSUMER_REGISTERS=240,
@@ -115,19 +155,25 @@ def gemm(
     return out
 
 
+def _side_by_side(scale: Tensor, block: tuple[int, int]) -> Tensor:
+    """Scales as the kernel reads them: those of 1x128 blocks side by side by rows (128 of them in 4 lines, not in 128),
+    with room up to a multiple of 128."""
+    if block != (1, 128):
+        return scale.contiguous()
+    rows, cols = scale.shape
+    wide = scale.new_zeros(cols, -(-rows // 128) * 128)
+    wide[:, :rows] = scale.t()
+    return wide.t()
+
+
 def scheme_refusal(a: QuantizedTensor, b: QuantizedTensor) -> str | None:
-    """Why the Hopper kernels cannot multiply two operands with float32 scales, as far as shapes tell, or None."""
-    why = machine_refusal(a)
-    if why is None and b.scheme.block == (1, 128):
-        why = "scales of b in 1x128: it takes 128x128, or one scale a row or tensor"
-    if why is None and a.shape[-1] % _ALIGNMENT:
-        why = f"rows of K = {a.shape[-1]} codes do not start at multiples of 16 bytes"
-    return why
+    """Why the Hopper kernels cannot multiply two fp8 operands with float32 scales, or None: they take every pair."""
+    return machine_refusal(a) or machine_refusal(b)
 
 
-def chosen(a: QuantizedTensor, b: QuantizedTensor, backend: str) -> bool:
-    """Whether `scaled_mm` goes to these kernels. Raises UnsupportedError where "hopper" is asked for and cannot be."""
-    if backend not in ("auto", "hopper") or (backend == "auto" and not _checked(a, b)):
+def chosen(a: QuantizedTensor, b: QuantizedTensor, backend: str, *, grouped: bool = False) -> bool:
+    """Whether a product goes to these kernels. Raises UnsupportedError where "hopper" is asked for and cannot be."""
+    if backend not in ("auto", "hopper") or (backend == "auto" and _why_not_auto(b, grouped)):
         return False
     why = scheme_refusal(a, b)
     if why is not None and backend == "hopper":
@@ -135,50 +181,114 @@ def chosen(a: QuantizedTensor, b: QuantizedTensor, backend: str) -> bool:
     return why is None
 
 
-def _checked(a: QuantizedTensor, b: QuantizedTensor) -> bool:
-    return a.scheme.element == b.scheme.element == "e4m3" and (a.scheme.block, b.scheme.block) in _CHECKED
+def _why_not_auto(b: QuantizedTensor, grouped: bool = False) -> str:
+    """Why "auto" leaves these kernels alone, or nothing."""
+    if ("grouped" if grouped else "dense") not in GPU_CHECKED:
+        return "not yet checked on a GPU: ask for it by name"
+    if b.scheme.block == (1, 128):
+        return "with scales of b in 1x128 it is not known to be faster: ask for it by name"
+    return ""
 
 
 def explain(a: QuantizedTensor, b: QuantizedTensor) -> str:
     """What `scaled_mm` does with two operands that have fp8 products, in a clause."""
     why = scheme_refusal(a, b)
-    if why is None and not _checked(a, b):
-        why = "not yet checked on a GPU: ask for it by name"
-    if why is not None:
+    why = why or _why_not_auto(b)
+    if why:
         return f"plain Triton; hopper refused: {why}"
-    rows = a.shape[:-1].numel()
-    return "Gluon for sm_90a, " + ("slices of K dealt evenly to the SMs" if rows <= _SKINNY else "128x256 tiles")
+    rows, cols = a.shape[:-1].numel(), a.shape[-1]
+    how = "slices of K dealt evenly to the SMs" if rows <= _SKINNY else "tiles of 128x256 or 128x128"
+    gaps = f"; operands are copied first, since rows of K = {cols} codes do not start at multiples of 16 bytes"
+    return f"Gluon for sm_90a, {how}{gaps if cols % _ALIGNMENT else ''}"
+
+
+def run(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None, activation: str, text_a: str,
+    text_b: str, **options,
+) -> Tensor:  # fmt: skip
+    """The kernel for codes (M, K) and (N, K) given as bytes; M, N and K are at least 1."""
+    schemes = find_scheme(text_a), find_scheme(text_b)
+    a, b = (_addressable(x).view(ELEMENTS[what.element]) for x, what in zip((a, b), schemes, strict=True))
+    bias = None if bias is None else bias.contiguous()
+    block_a, block_b = (what.block for what in schemes)
+    plain = not {"accumulate", "amax", "out_scale", "groups"} & set(options)
+    few = plain and a.shape[0] <= _SKINNY and block_a[0] != 128 and block_b != (1, 128)
+    with on_device(a):
+        if few:
+            return gemm_skinny.gemm(
+                a, b.t(), bias, activation=activation, scale_x=scale_a, scale_w=scale_b, block_x=block_a,
+                block_w=block_b, **options,
+            )  # fmt: skip
+        return gemm(
+            a, b, scale_a, scale_b, block_a=block_a, block_b=block_b, bias=bias, activation=activation, **options
+        )
+
+
+def _without_product(a: Tensor, b: Tensor, bias: Tensor | None, activation: str) -> Tensor | None:
+    """float32 (M, N) where there is nothing to multiply, else None."""
+    m, n = a.shape[0], b.shape[0]
+    if m and n and a.shape[1]:
+        return None
+    out = torch.zeros((m, n), dtype=torch.float32, device=a.device)
+    return activated(out if bias is None else out.copy_(bias), activation)
 
 
 @torch.library.custom_op("gpu_accel::te_scaled_mm_hopper", mutates_args=())
 def hopper_mm_op(
-    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, text_a: str,
-    text_b: str,
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None, activation: str,
+    out_dtype: torch.dtype, text_a: str, text_b: str,
 ) -> Tensor:  # fmt: skip
     """(M, N) from codes (M, K) and (N, K) as bytes; `chosen` has said yes."""
-    m, n = a.shape[0], b.shape[0]
-    schemes = find_scheme(text_a), find_scheme(text_b)
-    if not m or not n or not a.shape[1]:
-        out = torch.zeros((m, n), dtype=out_dtype, device=a.device)
-        return out if bias is None else out.copy_(bias)
-    a, b = (_addressable(x).view(_ELEMENTS[what.element]) for x, what in zip((a, b), schemes, strict=True))
-    bias = None if bias is None else bias.contiguous()
-    block_a, block_b = (what.block for what in schemes)
-    with on_device(a):
-        if m <= _SKINNY and block_a[0] != 128:
-            return gemm_skinny.gemm(
-                a, b.t(), bias, scale_x=scale_a, scale_w=scale_b, block_x=block_a, block_w=block_b, out_dtype=out_dtype
-            )
-        return gemm(a, b, scale_a, scale_b, block_a=block_a, block_b=block_b, bias=bias, out_dtype=out_dtype)
+    nothing = _without_product(a, b, bias, activation)
+    if nothing is not None:
+        return nothing.to(out_dtype)
+    return run(a, scale_a, b, scale_b, bias, activation, text_a, text_b, out_dtype=out_dtype)
 
 
 @hopper_mm_op.register_fake
-def _(a, scale_a, b, scale_b, bias, out_dtype, text_a, text_b):
+def _(a, scale_a, b, scale_b, bias, activation, out_dtype, text_a, text_b):
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
+@torch.library.custom_op("gpu_accel::te_scaled_mm_hopper_add", mutates_args=("out",))
+def hopper_mm_add_op(
+    out: Tensor, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None, activation: str,
+    text_a: str, text_b: str,
+) -> None:  # fmt: skip
+    """The same, added to `out` (M, N), float32 and contiguous."""
+    nothing = _without_product(a, b, bias, activation)
+    if nothing is not None:
+        out.add_(nothing)
+    else:
+        run(a, scale_a, b, scale_b, bias, activation, text_a, text_b, out=out, accumulate=True)
+
+
+@torch.library.custom_op("gpu_accel::te_scaled_mm_hopper_fp8", mutates_args=("amax",))
+def hopper_mm_fp8_op(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None, activation: str, scale: Tensor,
+    amax: Tensor | None, element: str, text_a: str, text_b: str,
+) -> Tensor:  # fmt: skip
+    """The same in codes of `element`, of the result / `scale`; `amax` is raised to the result's largest magnitude."""
+    nothing = _without_product(a, b, bias, activation)
+    if nothing is not None:
+        if amax is not None and nothing.numel():
+            amax.copy_(torch.maximum(amax, nothing.abs().amax()))
+        limit = torch.finfo(ELEMENTS[element]).max
+        return (nothing / scale).clamp(-limit, limit).to(ELEMENTS[element])
+    factor = (1.0 / scale).reshape(())
+    options = dict(out_dtype=ELEMENTS[element], out_scale=factor, amax=amax)
+    return run(a, scale_a, b, scale_b, bias, activation, text_a, text_b, **options)
+
+
+@hopper_mm_fp8_op.register_fake
+def _(a, scale_a, b, scale_b, bias, activation, scale, amax, element, text_a, text_b):
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=ELEMENTS[element])
+
+
 def _addressable(x: Tensor) -> Tensor:
-    """x, or one copy where it does not start at a multiple of 16 bytes."""
-    if x.is_contiguous() and x.data_ptr() % _ALIGNMENT == 0:
+    """x, or one copy where its rows do not start at multiples of 16 bytes; the copy has gaps behind its rows."""
+    rows, cols = x.shape
+    if x.is_contiguous() and x.data_ptr() % _ALIGNMENT == 0 and cols % _ALIGNMENT == 0:
         return x
-    return x.clone(memory_format=torch.contiguous_format)
+    copy = torch.empty(rows, -(-cols // _ALIGNMENT) * _ALIGNMENT, dtype=x.dtype, device=x.device)[:, :cols]
+    return copy.copy_(x)

@@ -2,6 +2,7 @@
 
     quantize    quantizing.py
     gemm        products.py
+    grouped     grouped.py
     error       errors.py
     linear      layers.py
     layer       layers.py
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from gpu_accel.workbench.experiment import Experiment, SimpleExperiment
 
-from . import errors, layers, perplexity, products, quantizing, training
+from . import errors, grouped, layers, perplexity, products, quantizing, training
 
 _ALL = (
     SimpleExperiment(
@@ -29,6 +30,12 @@ _ALL = (
         title="FP8 products with scales per tensor, row and block, with and without quantising",
         list_cases=products.list_cases,
         build_case=products.build,
+    ),
+    SimpleExperiment(
+        name="grouped",
+        title="FP8 products of experts in one launch, with scales per row and block",
+        list_cases=grouped.list_cases,
+        build_case=grouped.build,
     ),
     SimpleExperiment(
         name="error",

@@ -1,11 +1,16 @@
 """The `gemm` experiment: FP8 products next to torch's, with and without the time of quantising.
 
     hopper               `scaled_mm` on operands that are quantised already, Gluon (sm_90a)
+    hopper-fused         the same with bias, GELU and rounding to e4m3 on its way out (what is noted: the amax)
     portable             the same in plain Triton
     portable-quantize    the same with the activations quantised in the timed call (weights beforehand)
     torch-scaled-mm      torch._scaled_mm on the same codes, sums as exact as it offers (use_fast_accum=False)
     torch-fast           torch._scaled_mm with use_fast_accum=True: sums stay in the tensor core
+    torch-fused          torch-scaled-mm, then torch's bias, GELU and rounding, eager
     bf16                 torch's bf16 product of the tensors before quantising
+
+`scales`: how both operands are scaled. "mixed" is what a gradient of activations is: e5m2 times e4m3; "lines" what a
+gradient of weights is with scales of 1x128: both along what is summed. Grouped products are in grouped.py.
 
 Every result is compared with float64 on the numbers that it was given.
 """
@@ -19,9 +24,10 @@ from torch import Tensor
 
 from gpu_accel.errors import UnsupportedError
 from gpu_accel.hardware import gemm_flops
-from gpu_accel.testing import compare
+from gpu_accel.testing import compare, generator
+from gpu_accel.thunderkittens.gemm_api import activated
 from gpu_accel.thunderkittens.gemm_hopper import machine_refusal
-from gpu_accel.transformer_engine.gemm import scaled_mm
+from gpu_accel.transformer_engine.gemm import scaled_mm, scaled_mm_fp8
 from gpu_accel.transformer_engine.quantizer import quantize
 from gpu_accel.transformer_engine.reference_gemm import scaled_mm_reference
 from gpu_accel.transformer_engine.tensor import QuantizedTensor
@@ -29,19 +35,32 @@ from gpu_accel.workbench.experiment import Case, Check, Implementation, Settings
 
 from . import inputs
 
-PAIRS = {"tensor": ("fp8", "fp8"), "row": ("fp8_row", "fp8_row"), "block": ("fp8_1x128", "fp8_128x128")}
+PAIRS = {
+    "tensor": ("fp8", "fp8"),
+    "row": ("fp8_row", "fp8_row"),
+    "block": ("fp8_1x128", "fp8_128x128"),
+    "mixed": ("fp8_e5m2", "fp8"),
+    "lines": ("fp8_1x128", "fp8_1x128"),
+}
+_CUBES = ((4096, 4096, 4096), (8192, 8192, 8192), (16384, 16384, 16384))
+_FEW = ((1, 8192, 8192), (16, 8192, 8192), (64, 8192, 8192))
+_LAYERS = ((2048, 2048, 2048), (4096, 6144, 2048), (8192, 4096, 4096), (4096, 14336, 4096), (4096, 4096, 14336))
 
 
 def list_cases(settings: Settings) -> list[Case]:
-    """Square products, and a skinny one; on a CPU one small ragged product."""
+    """Cubes, few rows and layers' products; on a CPU one small ragged product for each scaling."""
     if settings.on_gpu:
-        sizes = [(4096, 4096, 4096), (8192, 8192, 8192), (16384, 16384, 16384), (16, 8192, 8192)]
-        sizes = sizes[: 1 if settings.quick else None]
+        sizes = {name: [*_CUBES, *_FEW] for name in ("tensor", "row", "block")}
+        sizes["tensor"] += _LAYERS
+        sizes["mixed"] = sizes["lines"] = list(_CUBES[:2])
+        sizes = {name: found[: 1 if settings.quick else None] for name, found in sizes.items()}
     else:
-        sizes = [(48, 64, 160)]
+        sizes = {name: [(48, 64, 160)] for name in PAIRS}
     kind = "normal" if settings.input == "smollm2" else settings.input
     return [
-        {"scales": name, "m": m, "n": n, "k": k, "dtype": "e4m3", "input": kind} for name in PAIRS for m, n, k in sizes
+        {"scales": name, "m": m, "n": n, "k": k, "dtype": "e4m3", "input": kind}
+        for name, found in sizes.items()
+        for m, n, k in found
     ]
 
 
@@ -65,16 +84,31 @@ def build(case: Case, settings: Settings) -> Workload:
         found = compare(run(a, b), truth, ruler, factor=factor)
         return Check(found.error, found.bound, f"max error{': ' + found.why if found.why else ''}")
 
-    def torch_mm(a: QuantizedTensor, b: QuantizedTensor, fast: bool) -> Tensor:
+    def for_torch(a: QuantizedTensor, b: QuantizedTensor) -> tuple[Tensor, ...]:
+        """(codes, codes, scales, scales) as torch._scaled_mm wants them."""
         assert a.codes is not None and b.codes is not None and a.scales is not None and b.scales is not None
+        if case["scales"] in ("block", "lines"):  # scales of rows lie side by side; 128x128 ones in fours
+            scales = [a.scales.t().contiguous().t(), b.scales.t().contiguous()]
+            if case["scales"] == "block":
+                rows, cols = b.scales.shape
+                wide = b.scales.new_zeros(rows, -(-cols // 4) * 4)[:, :cols]
+                scales[1] = wide.copy_(b.scales).t()
+            return a.codes, b.codes.t(), scales[0], scales[1]
+        first = a.scales if a.scales.numel() > 1 else a.scales.reshape(())
+        return a.codes, b.codes.t(), first, b.scales.t() if b.scales.numel() > 1 else b.scales.reshape(())
+
+    def torch_mm(given: tuple[Tensor, ...], fast: bool) -> Tensor:
         try:
-            return torch._scaled_mm(
-                a.codes, b.codes.t(), a.scales if a.scales.numel() > 1 else a.scales.reshape(()),
-                b.scales.t() if b.scales.numel() > 1 else b.scales.reshape(()),
-                out_dtype=torch.bfloat16, use_fast_accum=fast,
-            )  # fmt: skip
+            return torch._scaled_mm(*given, out_dtype=torch.bfloat16, use_fast_accum=fast)
         except (RuntimeError, ValueError) as error:
             raise UnsupportedError(f"torch._scaled_mm refuses: {str(error).splitlines()[0]}") from error
+
+    def make_torch(fast: bool) -> Callable[[int], Callable[[], object]]:
+        def make(seed: int) -> Callable[[], object]:
+            given = for_torch(*codes(seed))
+            return lambda: torch_mm(given, fast)
+
+        return make
 
     def prepared(run: Callable[[QuantizedTensor, QuantizedTensor], Tensor]) -> Callable[[int], Callable[[], object]]:
         def make(seed: int) -> Callable[[], object]:
@@ -103,17 +137,55 @@ def build(case: Case, settings: Settings) -> Workload:
         x, w = data(seed)
         return lambda: x @ w.t()
 
-    blocked = case["scales"] == "block"
-    refused = ""
-    if blocked:
-        refused = "torch._scaled_mm with scales of blocks wants other layouts of scales; not tried"
-    elif not settings.on_gpu:
-        refused = "torch._scaled_mm on a CPU has rules of its own; the GPU's is the rival"
+    def fused_parts(seed: int) -> tuple[QuantizedTensor, QuantizedTensor, Tensor, Tensor, Tensor]:
+        """Both operands, a bias, a scale that fits the results, and a place for their largest magnitude."""
+        a, b = codes(seed)
+        bias = torch.randn(n, generator=generator(seed, settings.device), device=settings.device).bfloat16()
+        scale = torch.full((), 8 * k**0.5 / 448, device=settings.device)
+        return a, b, bias, scale, torch.zeros((), device=settings.device)
+
+    def fused(parts) -> QuantizedTensor:
+        a, b, bias, scale, amax = parts
+        return scaled_mm_fp8(a, b, scale, bias=bias, activation="gelu_tanh", amax=amax, backend="hopper")
+
+    def torch_fused(parts) -> tuple[Tensor, Tensor]:
+        a, b, bias, scale, _ = parts
+        out = torch_mm(for_torch(a, b), False) + bias
+        out = torch.nn.functional.gelu(out, approximate="tanh")
+        return (out.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn), out.abs().amax()
+
+    def judge_fused(seed: int, values: Callable[[tuple], Tensor]) -> Check:
+        parts = fused_parts(seed)
+        a, b, bias, scale, _ = parts
+        truth = activated(scaled_mm_reference(a, b, bias=bias), "gelu_tanh")
+        error = (values(parts).double() - truth).abs()
+        # a code may be half a step off, bf16 a little more, sums 2**-11 of the largest
+        bound = 2.0**-4 * 1.1 * truth.abs() + 2.0**-10 * scale.double() + 2.0**-10 * truth.abs().max()
+        return Check((error / bound).max().item(), 1.0, "largest share of the bound")
+
+    def check_fused(seed: int) -> Check:
+        return judge_fused(seed, lambda parts: fused(parts).dequantize(torch.float32))
+
+    def check_torch_fused(seed: int) -> Check:
+        return judge_fused(seed, lambda parts: torch_fused(parts)[0].float() * parts[3])
+
+    def make_fused(run: Callable[[tuple], object]) -> Callable[[int], Callable[[], object]]:
+        def make(seed: int) -> Callable[[], object]:
+            parts = fused_parts(seed)
+            return lambda: run(parts)
+
+        return make
+
+    machine = machine_refusal(torch.empty(0, device=settings.device)) or ""
+    elsewhere = "" if case["scales"] == "tensor" and m > 64 else "only with scales of tensors and many rows"
+    refused = "" if settings.on_gpu else "torch._scaled_mm on a CPU has rules of its own; the GPU's is the rival"
     peers = [
         Implementation(
             name=name, role="peer", unavailable=refused,
-            check=lambda seed, fast=fast: judge(seed, lambda a, b: torch_mm(a, b, fast), 64.0 if fast else 4.0),
-            make=prepared(lambda a, b, fast=fast: torch_mm(a, b, fast)), note=note,
+            check=lambda seed, fast=fast: judge(
+                seed, lambda a, b: torch_mm(for_torch(a, b), fast), 64.0 if fast else 4.0
+            ),
+            make=make_torch(fast), note=note,
         )
         for name, fast, note in (
             ("torch-scaled-mm", False, "use_fast_accum=False"),
@@ -124,8 +196,11 @@ def build(case: Case, settings: Settings) -> Workload:
         implementations=[
             Implementation(
                 name="hopper", role="ours", check=lambda seed: judge(seed, hopper), make=prepared(hopper),
-                unavailable=machine_refusal(torch.empty(0, device=settings.device)) or "",
-                note="operands quantised beforehand",
+                unavailable=machine, note="operands quantised beforehand",
+            ),
+            Implementation(
+                name="hopper-fused", role="ours", check=check_fused, make=make_fused(fused),
+                unavailable=machine or elsewhere, note="with bias, GELU and rounding to e4m3 on its way out",
             ),
             Implementation(
                 name="portable", role="ours", check=lambda seed: judge(seed, ours), make=prepared(ours),
@@ -136,6 +211,10 @@ def build(case: Case, settings: Settings) -> Workload:
                 note="activations quantised in the timed call",
             ),
             *peers,
+            Implementation(
+                name="torch-fused", role="peer", check=check_torch_fused, make=make_fused(torch_fused),
+                unavailable=refused or elsewhere, note="torch._scaled_mm, then bias, GELU and rounding, eager",
+            ),
             Implementation(name="bf16", role="reference", check=check_bf16, make=make_bf16, note="torch, bf16"),
         ],
         baselines=("torch-scaled-mm", "bf16"),

@@ -64,12 +64,18 @@ def test_epilogues(epilogue, rows):
 @hopper
 @pytest.mark.parametrize(
     "config",
-    [GemmConfig(group=1), GemmConfig(stages=3, chunks=1), GemmConfig(bn=128, stages=6, chunks=1)],
+    [
+        GemmConfig(group=1),
+        GemmConfig(stages=3, chunks=1),
+        GemmConfig(bn=128, stages=6, chunks=1),
+    ],
     ids=["group1", "stages3", "bn128"],
 )
-def test_configurations(config):
-    a, b = randn(2500, 4104, 1), randn(4104, 2056, 2, transposed=True)
-    judge(gemm_hopper.gemm(a, b, config=config), a, b)
+@pytest.mark.parametrize("k", [64, 128, 4104])
+def test_configurations(config, k):
+    a, b = randn(2500, k, 1), randn(k, 2056, 2, transposed=True)
+    out = torch.full((2500, 2056), float("nan"), device="cuda", dtype=BF16)
+    judge(gemm_hopper.gemm(a, b, config=config, out=out), a, b)
 
 
 @hopper
@@ -98,6 +104,16 @@ def test_few_rows(m, n, k):
     a, b = randn(m, k, 1), randn(k, n, 2, transposed=True)
     judge(gemm_skinny.gemm(a, b), a, b)
     assert torch.equal(gemm_skinny.gemm(a, b), gemm_skinny.gemm(a, b))  # whoever comes last
+
+
+@hopper
+@pytest.mark.parametrize("m", [1, 64])
+@pytest.mark.parametrize("halves", [1, 2])
+@pytest.mark.parametrize(("sub", "box"), [(1, 64), (2, 64), (4, 64), (4, 32), (4, 16), (2, 16)])
+def test_few_rows_in_every_box(sub, box, halves, m):
+    a, b = randn(m, 8200, 1), randn(8200, 1000, 2, transposed=True)
+    config = gemm_skinny.SkinnyConfig(halves=halves, sub=sub, box=box)
+    judge(gemm_skinny.gemm(a, b, config=config), a, b)
 
 
 @hopper
@@ -140,13 +156,24 @@ def test_portable(mnk, dtype):
 
 
 @hopper
-def test_odd_rows_are_refused_by_name_and_explained():
+def test_odd_rows_are_copied_or_refused_by_name():
     a, b = randn(64, 63, 1), randn(63, 64, 2)
     with pytest.raises(UnsupportedError, match="multiple of 16 bytes"):
         gemm(a, b, backend="hopper")
     assert "multiple of 16 bytes" in explain_gemm(a, b)
     assert explain_gemm(randn(512, 512, 1), randn(512, 8192, 2), backend="hopper").startswith("hopper")
     assert explain_gemm(randn(8, 512, 1), randn(512, 8192, 2), backend="hopper").startswith("skinny")
+    assert "b is copied first" in explain_gemm(randn(512, 512, 1), randn(512, 8191, 2), backend="hopper")
+
+
+@hopper
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mnk", [(301, 1003, 517), (2051, 2049, 1025)], ids=str)
+def test_odd_sizes(mnk, layout):
+    m, n, k = mnk
+    a, b = (randn(*s, seed, BF16, t) for s, seed, t in zip(((m, k), (k, n)), (1, 2), LAYOUTS[layout], strict=True))
+    judge(gemm(a, b, backend="hopper"), a, b)
+    judge(gemm(a[1:, 1:], b[1:], backend="hopper"), a[1:, 1:], b[1:])
 
 
 @hopper

@@ -1,4 +1,4 @@
-"""FP8 products on a GPU against float64 on the same codes: every scaling, and sums as exact as cuBLAS'."""
+"""FP8 products on a GPU against float64 on the same codes: every scaling and epilogue, and sums as exact as cuBLAS'."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import pytest
 import torch
 
 from gpu_accel.testing import assert_close_to_truth, generator
+from gpu_accel.thunderkittens import gemm_skinny
+from gpu_accel.thunderkittens.gemm_api import activated
 from gpu_accel.transformer_engine import hopper_gemm
-from gpu_accel.transformer_engine.gemm import explain_mm, scaled_mm
+from gpu_accel.transformer_engine.gemm import explain_mm, scaled_mm, scaled_mm_fp8
+from gpu_accel.transformer_engine.gemm_grouped import group_room, group_rows, grouped_mm, grouped_mm_reference
+from gpu_accel.transformer_engine.hopper_gemm import Fp8GemmConfig
 from gpu_accel.transformer_engine.quantizer import quantize
 from gpu_accel.transformer_engine.reference_gemm import scaled_mm_reference
 
@@ -19,9 +23,14 @@ PAIRS = [
     ("fp8_row", "fp8_row"),
     ("fp8_row", "fp8"),
     ("fp8_e5m2", "fp8"),
+    ("fp8", "fp8_e5m2"),
+    ("fp8_e5m2", "fp8_e5m2"),
     ("fp8_1x128", "fp8_128x128"),
     ("fp8_128x128", "fp8_128x128"),
+    ("fp8_1x128", "fp8_1x128"),
+    ("fp8_128x128", "fp8_1x128"),
 ]
+SHAPES = [(3, 200, 272), (64, 8200, 1040), (300, 1000, 528), (2500, 2500, 531)]  # few rows, few tiles, wide tiles, odd
 
 
 def operands(m, n, k, pair):
@@ -30,17 +39,20 @@ def operands(m, n, k, pair):
     return [quantize(x.bfloat16(), name) for x, name in zip((a, b), pair, strict=True)]
 
 
-@pytest.mark.parametrize("mnk", [(3, 200, 272), (64, 8200, 1040), (300, 1000, 528), (2000, 520, 4096)], ids=str)
+def floor_of(truth):
+    """The tensor core keeps about 14 bits of a sum over 128 of K."""
+    return 2.0**-11 * truth.abs().max().item()
+
+
+@pytest.mark.parametrize("mnk", SHAPES, ids=str)
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_against_float64(pair, mnk):
     m, n, k = mnk
     a, b = operands(m, n, k, pair)
     truth = scaled_mm_reference(a, b)
     yardstick = scaled_mm_reference(a, b, dtype=torch.float32, out_dtype=torch.float32)
-    # the tensor core keeps about 14 bits of a sum over 128 of K
-    floor = 2.0**-11 * truth.abs().max().item()
     out = scaled_mm(a, b, out_dtype=torch.float32, backend="hopper")
-    assert_close_to_truth("out", out, truth, yardstick, floor=floor)
+    assert_close_to_truth("out", out, truth, yardstick, floor=floor_of(truth))
 
 
 @pytest.mark.parametrize("m", [5, 300])
@@ -67,8 +79,127 @@ def test_sums_are_at_least_as_exact_as_cublas():
     assert mine < 1e-3
 
 
-def test_what_is_refused_goes_to_plain_triton():
+CONFIGS = {
+    "narrow": Fp8GemmConfig(parts=1, stages=6, group=8),
+    "narrow-deal": Fp8GemmConfig(parts=1, stages=6, deal=True),
+    "wide": Fp8GemmConfig(),
+    "wide-group8": Fp8GemmConfig(group=8),
+    "wide-deal": Fp8GemmConfig(deal=True),
+    "wide-256": Fp8GemmConfig(every=2),
+    "narrow-256": Fp8GemmConfig(parts=1, stages=6, every=2),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("pair", [("fp8", "fp8"), ("fp8_row", "fp8_row"), ("fp8_1x128", "fp8_128x128")], ids="-".join)
+def test_configurations(name, pair):
+    a, b = operands(2500, 1920, 4096, pair)  # whose last round is dealt, with both widths
+    truth = scaled_mm_reference(a, b)
+    yardstick = scaled_mm_reference(a, b, dtype=torch.float32, out_dtype=torch.bfloat16)
+    blocks = dict(block_a=a.scheme.block, block_b=b.scheme.block)
+    out = torch.full((2500, 1920), float("nan"), device="cuda", dtype=torch.bfloat16)
+    hopper_gemm.gemm(a.codes, b.codes, a.scales, b.scales, **blocks, config=CONFIGS[name], out=out)
+    assert_close_to_truth("out", out, truth, yardstick, floor=floor_of(truth))
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("m", [5, 300])
+def test_activations(activation, m):
+    a, b = operands(m, 1000, 528, ("fp8", "fp8_row"))
+    bias = torch.randn(1000, device="cuda", dtype=torch.bfloat16)
+    truth = activated(scaled_mm_reference(a, b, bias=bias), activation)
+    wide = activated(scaled_mm_reference(a, b, bias=bias, dtype=torch.float32, out_dtype=torch.float32), activation)
+    out = scaled_mm(a, b, bias=bias, activation=activation, backend="hopper")
+    assert_close_to_truth("out", out, truth, wide.bfloat16(), floor=floor_of(truth))
+
+
+@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("mnk", [(5, 1001, 528), (300, 1008, 531), (2500, 2560, 528)], ids=str)
+def test_results_in_fp8(mnk, element):
+    """Codes are those of the float32 result; where sums differ in their last bits, a code may be the neighbour."""
+    m, n, k = mnk
+    a, b = operands(m, n, k, ("fp8", "fp8"))
+    bias = torch.randn(n, device="cuda", dtype=torch.bfloat16)
+    truth = torch.nn.functional.silu(scaled_mm_reference(a, b, bias=bias))
+    scale = (truth.abs().amax() / 200).float()  # some results of e4m3 near its largest number
+    amax = torch.zeros((), device="cuda")
+    got = scaled_mm_fp8(a, b, scale, element=element, bias=bias, activation="silu", amax=amax, backend="hopper")
+    assert got.scheme.element == element and tuple(got.shape) == (m, n)
+    step = 2.0**-4 if element == "e4m3" else 2.0**-3  # half a unit in the last place, relatively
+    smallest = (2.0**-10 if element == "e4m3" else 2.0**-17) * scale.item()
+    error = (got.dequantize(torch.float64) - truth).abs()
+    assert (error <= 1.01 * step * truth.abs() + smallest + floor_of(truth)).all()
+    assert abs(amax.item() / truth.abs().amax().item() - 1) < 1e-3
+    small = scaled_mm_fp8(a, b, scale / 100, element="e4m3", bias=bias, activation="silu", backend="hopper")
+    assert small.dequantize(torch.float32).abs().amax() <= 448 * scale / 100 * 1.001  # saturates, no NaN
+
+
+def test_a_dealt_tile_notes_whole_sums_only():
+    """Operands of which any part of K sums up to more than the whole."""
+    half = torch.rand(300, 4096, generator=generator(1, "cuda"), device="cuda")
+    a = torch.cat([half, -half], 1).to(torch.float8_e4m3fn)
+    b = torch.ones(520, 8192, device="cuda").to(torch.float8_e4m3fn)
+    one, amax = torch.ones(1, device="cuda"), torch.zeros((), device="cuda")
+    config = Fp8GemmConfig(parts=1, stages=6, deal=True)
+    out = hopper_gemm.gemm(a, b, one, one, amax=amax, out_dtype=torch.float32, config=config)
+    assert amax.item() == out.abs().amax().item() < 100
+
+
+@pytest.mark.parametrize("pair", [("fp8_e5m2", "fp8"), ("fp8_1x128", "fp8_1x128")], ids="-".join)
+@pytest.mark.parametrize("mnk", [(40, 200, 272), (2500, 2560, 528), (300, 1001, 531)], ids=str)
+def test_added_to_a_gradient(mnk, pair):
+    m, n, k = mnk
+    a, b = operands(m, n, k, pair)
+    before = torch.randn(m, n, device="cuda")
+    truth = scaled_mm_reference(a, b) + before.double()
+    ruler = scaled_mm_reference(a, b, dtype=torch.float32, out_dtype=torch.float32) + before
+    out = before.clone()
+    assert scaled_mm(a, b, accumulate_into=out, backend="hopper") is out
+    assert_close_to_truth("out", out, truth, ruler, floor=floor_of(truth))
+
+
+@pytest.mark.parametrize("pair", [("fp8", "fp8"), ("fp8_row", "fp8_row"), ("fp8_1x128", "fp8_128x128")], ids="-".join)
+@pytest.mark.parametrize("nk", [(256, 528), (2560, 1024)], ids=str)
+@pytest.mark.parametrize("backend", ["hopper", "portable"])
+def test_grouped(pair, nk, backend):
+    n, k = nk
+    groups, _ = group_rows(torch.tensor([100, 0, 300, 129], device="cuda"))
+    groups = torch.cat([groups, torch.full((128,), -1, device="cuda", dtype=torch.int32)])
+    x = torch.randn(len(groups), k, generator=generator(1, "cuda"), device="cuda").bfloat16()
+    w = torch.randn(4, n, k, generator=generator(2, "cuda"), device="cuda").bfloat16() / 8
+    a, b = quantize(x, pair[0]), quantize(w, pair[1])
+    truth = grouped_mm_reference(a, b, groups)
+    yardstick = grouped_mm_reference(a, b, groups, dtype=torch.float32, out_dtype=torch.bfloat16)
+    out = grouped_mm(a, b, groups, backend=backend)
+    assert_close_to_truth("out", out, truth, yardstick, floor=floor_of(truth))
+    assert not out[-128:].any()
+
+
+def test_grouped_with_room_to_spare():
+    """Many blocks without rows, more than SMs: each costs one slice, and what follows is right."""
+    groups = group_room(torch.tensor([129, 0, 5, 1024], device="cuda"), 8192)
+    x = torch.randn(len(groups), 1024, generator=generator(1, "cuda"), device="cuda").bfloat16()
+    w = torch.randn(4, 512, 1024, generator=generator(2, "cuda"), device="cuda").bfloat16()
+    a, b = quantize(x, "fp8_row"), quantize(w, "fp8_row")
+    truth = grouped_mm_reference(a, b, groups)
+    yardstick = grouped_mm_reference(a, b, groups, dtype=torch.float32, out_dtype=torch.bfloat16)
+    out = grouped_mm(a, b, groups, backend="hopper")
+    assert_close_to_truth("out", out, truth, yardstick, floor=floor_of(truth))
+    assert not out[groups < 0].any()
+
+
+def test_few_rows_in_every_box():
+    """Boxes of fewer rows, more of K a slice: the same bits, since what is summed in which order is the same."""
+    a, b = operands(7, 1000, 8208, ("fp8_row", "fp8_row"))
+    codes = a.codes, b.codes.t()
+    scales = dict(scale_x=a.scales, scale_w=b.scales, block_x=(1, 0), block_w=(1, 0), out_dtype=torch.float32)
+    programs = dict(programs=16)
+    wanted = gemm_skinny.gemm(*codes, **scales, config=gemm_skinny.SkinnyConfig(sub=4, **programs))
+    for box in (16, 32):
+        got = gemm_skinny.gemm(*codes, **scales, config=gemm_skinny.SkinnyConfig(sub=4, box=box, **programs))
+        assert torch.equal(got, wanted)
+
+
+def test_what_is_copied_first_is_said():
     a, b = operands(64, 128, 280, ("fp8", "fp8"))  # K is no multiple of 16
-    assert "hopper refused: rows of K = 280" in explain_mm(a, b)
-    a, b = operands(64, 128, 256, ("fp8_1x128", "fp8_1x128"))
-    assert "hopper refused: scales of b" in explain_mm(a, b)
+    assert "copied first" in explain_mm(a, b)

@@ -16,7 +16,7 @@ from gpu_accel.testing.compile_only import compile_only, use_target
 from gpu_accel.thunderkittens import gemm_hopper, gemm_skinny
 from gpu_accel.transformer_engine import hopper_gemm
 
-BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 TENSOR, ROW, LINE, SQUARE = hopper_gemm.BLOCKS
 
 
@@ -24,17 +24,20 @@ def tile(layout: str = "nt", n: int = 1024, **options) -> None:
     a = torch.empty(512, 512, dtype=BF16)
     b = torch.empty(n, 512, dtype=BF16).t() if layout == "nt" else torch.empty(512, n, dtype=BF16)
     bias = torch.empty(n, dtype=BF16) if options.pop("bias", False) else None
-    gemm_hopper.gemm(a, b, bias, **options)
+    gemm_hopper.gemm(a, b, bias, **{"config": gemm_hopper.GemmConfig(), **options})
 
 
 def scales(rows: int, block: tuple[int, int]) -> torch.Tensor:
     return torch.empty({TENSOR: (1,), ROW: (rows,), LINE: (rows, 4), SQUARE: (-(-rows // 128), 4)}[block])
 
 
-def fp8(block_a: tuple[int, int], block_b: tuple[int, int], **options) -> None:
-    a, b = torch.empty(512, 512, dtype=E4M3), torch.empty(1024, 512, dtype=E4M3)
+def fp8(block_a: tuple[int, int], block_b: tuple[int, int], a_dtype: torch.dtype = E4M3, **options) -> None:
+    n = options["out"].shape[1] if "out" in options else 5120
+    a, b = torch.empty(512, 512, dtype=a_dtype), torch.empty(n, 512, dtype=E4M3)
     blocks = dict(block_a=block_a, block_b=block_b)
-    hopper_gemm.gemm(a, b, scales(512, block_a), scales(1024, block_b), **blocks, **options)
+    if options.pop("stacked", False):
+        options |= dict(groups=torch.zeros(512, dtype=torch.int32), out=torch.empty(512, 2560, dtype=torch.bfloat16))
+    hopper_gemm.gemm(a, b, scales(512, block_a), scales(n, block_b), **blocks, **options)
 
 
 def skinny(rows: int, dtype: torch.dtype = BF16, block_x=TENSOR, block_w=TENSOR, **options) -> None:
@@ -51,11 +54,33 @@ CASES = {
     "tile-fp32": lambda: tile(out_dtype=torch.float32),
     "tile-odd-n": lambda: tile(n=1023),
     "skinny-64": lambda: skinny(64),
+    "skinny-16": lambda: skinny(16),
+    "skinny-16-pieces": lambda: skinny(16, config=gemm_skinny.SkinnyConfig(sub=4, box=16)),
     "skinny-128-gelu": lambda: skinny(128, activation="gelu"),
     "fp8": lambda: fp8(TENSOR, TENSOR),
-    "fp8-row-bias": lambda: fp8(ROW, ROW, bias=torch.empty(1024)),
+    "fp8-256": lambda: fp8(TENSOR, TENSOR, config=hopper_gemm.Fp8GemmConfig(every=2)),
+    "fp8-row-bias": lambda: fp8(ROW, ROW, bias=torch.empty(5120)),
     "fp8-blocks": lambda: fp8(LINE, SQUARE),
     "fp8-blocks-fp32": lambda: fp8(LINE, SQUARE, out_dtype=torch.float32),
+    "fp8-lines": lambda: fp8(LINE, LINE, out_dtype=torch.float32),
+    "fp8-add": lambda: fp8(TENSOR, TENSOR, E5M2, out=torch.empty(512, 5120), accumulate=True),
+    "fp8-to-fp8": lambda: fp8(
+        TENSOR,
+        TENSOR,
+        bias=torch.empty(5120),
+        activation="gelu",
+        out_dtype=E4M3,
+        out_scale=torch.ones(()),
+        amax=torch.zeros(()),
+    ),
+    "fp8-narrow": lambda: fp8(ROW, ROW, config=hopper_gemm.Fp8GemmConfig(parts=1, stages=6, deal=True)),
+    "fp8-mixed": lambda: fp8(TENSOR, TENSOR, E5M2),
+    "fp8-wide-stacked": lambda: fp8(LINE, SQUARE, stacked=True, config=hopper_gemm.Fp8GemmConfig()),
+    "fp8-odd-n": lambda: fp8(LINE, SQUARE, out=torch.empty(512, 5119, dtype=BF16)),
+    "fp8-lines-add": lambda: fp8(LINE, LINE, out=torch.empty(512, 5120), accumulate=True),
+    "fp8-gelu": lambda: fp8(TENSOR, TENSOR, activation="gelu", config=hopper_gemm.Fp8GemmConfig(deal=True)),
+    "fp8-stacked": lambda: fp8(LINE, SQUARE, stacked=True),
+    "fp8-stacked-row": lambda: fp8(ROW, ROW, stacked=True),
     "fp8-skinny-blocks": lambda: skinny(16, E4M3, LINE, SQUARE),
 }
 

@@ -110,18 +110,28 @@ def matrix(rows, cols, stride=None, transposed=False, dtype=BF16):
         (matrix(64, 64, transposed=True), matrix(64, 72, transposed=True), None),
         (matrix(63, 64), matrix(64, 8, stride=16), None),
         (matrix(1, 63), matrix(63, 8), None),  # one row has no stride
-        (matrix(64, 63), matrix(63, 72), "of a"),
-        (matrix(64, 64), matrix(64, 71), "of b"),
-        (matrix(64, 64)[:, ::2], matrix(32, 72), "of a"),
-        (matrix(64, 72)[:, 4:68], matrix(64, 72), "address of a"),
+        (matrix(64, 63), matrix(63, 72), "a has strides"),
+        (matrix(64, 64), matrix(64, 71), "b has strides"),
+        (matrix(64, 64)[:, ::2], matrix(32, 72), "a has strides"),
+        (matrix(64, 72)[:, 4:68], matrix(64, 72), "a has an address"),
         (matrix(64, 64, dtype=FP32), matrix(64, 64, dtype=FP32), "takes bfloat16"),
-        (torch.empty(1, 64, dtype=BF16).expand(64, 64), matrix(64, 64), "of a"),
+        (torch.empty(1, 64, dtype=BF16).expand(64, 64), matrix(64, 64), "a has strides"),
+        (matrix(256, 63), matrix(63, 256), None),
     ],
-    ids=["nn", "tt", "padded", "one-row", "odd-k", "odd-n", "every-second", "shifted", "fp32", "broadcast"],
+    ids=["nn", "tt", "padded", "one-row", "odd-k", "odd-n", "every-second", "shifted", "fp32", "broadcast", "large"],
 )
 def test_what_the_copy_engine_can_address(a, b, why):
     got = gemm_hopper.layout_refusal(a, b)
     assert (got is None) if why is None else (why in got), got
+
+
+@pytest.mark.parametrize("k_axis", [0, 1])
+def test_what_it_cannot_address_is_copied(k_axis):
+    x = torch.randn(65, 63)[1:, 1:].to(BF16)
+    copy = gemm_hopper.addressable(x, k_axis)
+    assert torch.equal(copy, x) and copy.stride(k_axis) == 1 and copy.stride(1 - k_axis) % 8 == 0
+    assert gemm_hopper.addressable(copy, k_axis) is copy
+    assert gemm_hopper.copied(x, x.t()) and not gemm_hopper.copied(copy, copy)
 
 
 @pytest.mark.parametrize("processors", [1, 78, 132])

@@ -35,18 +35,19 @@ def compiled(version: str, names: list[str]) -> dict[str, dict]:
 @pytest.mark.slow
 @pytest.mark.parametrize("version", VERSIONS)
 def test_no_spills_and_nothing_serialised(version):
-    few = [] if version in ("3.8.0", "3.9.0") else ["skinny-64"]  # the installed one, and 3.6.0 of torch 2.11
+    few = [] if version in ("3.8.0", "3.9.0") else ["skinny-16"]  # the installed one, and 3.6.0 of torch 2.11
     rows = compiled(version, ["tile", "fp8-blocks", *few])
     for row in rows.values():
         assert row["spills"] <= SMALL_SPILL and not row["serialised"], row
         assert row["wgmma"] and row["tma_loads"] and row["shared"] <= SHARED_LIMIT, row
     assert rows["tile"]["wgmma"] == 16  # nothing is unrolled or doubled
-    assert all(rows[name]["wgmma"] == 8 for name in few)
+    assert all(rows[name]["wgmma"] == 16 for name in few)
     assert rows["tile"]["tma_stores"] and rows["fp8-blocks"]["tma_stores"]
 
 
 @pytest.mark.slow
 def test_epilogues_and_scales():
-    for row in compiled("installed", ["tile-gelu", "fp8-row-bias"]).values():
-        assert row["spills"] <= SMALL_SPILL and not row["serialised"], row
-        assert row["wgmma"] and row["tma_stores"] and row["shared"] <= SHARED_LIMIT, row
+    for name, row in compiled("installed", ["tile-gelu", "fp8-to-fp8", "fp8-lines-add"]).items():
+        assert row["spills"] <= 2 * SMALL_SPILL and not row["serialised"], row
+        assert row["wgmma"] and row["shared"] <= SHARED_LIMIT, row
+        assert bool(row["tma_stores"]) == (name != "fp8-lines-add"), row

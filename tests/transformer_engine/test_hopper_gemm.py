@@ -27,20 +27,19 @@ def test_refused_by_name_and_explained():
     assert "plain Triton; hopper refused: needs an NVIDIA GPU" in explain_mm(a, b)
 
 
-@pytest.mark.parametrize(
-    ("k", "names", "why"),
-    [
-        (256, ("fp8_row", "fp8"), None),
-        (256, ("fp8_1x128", "fp8_128x128"), None),
-        (256, ("fp8_1x128", "fp8_1x128"), "1x128"),
-        (264, ("fp8", "fp8"), "multiples of 16 bytes"),
-    ],
-    ids=["row", "blocks", "lines-right", "odd-k"],
-)
-def test_what_shapes_and_schemes_decide(k, names, why, monkeypatch):
+def test_every_pair_and_every_k_is_taken(monkeypatch):
     monkeypatch.setattr(hopper_gemm, "machine_refusal", lambda x: None)
-    got = hopper_gemm.scheme_refusal(*pair(k, names))
-    assert (got is None) if why is None else why in got
+    for k, names in ((256, ("fp8_row", "fp8")), (256, ("fp8_1x128", "fp8_1x128")), (264, ("fp8_e5m2", "fp8"))):
+        assert hopper_gemm.scheme_refusal(*pair(k, names)) is None
+    assert "copied first" in hopper_gemm.explain(*pair(264, ("fp8", "fp8")))
+    monkeypatch.setattr(hopper_gemm, "GPU_CHECKED", ())
+    assert "not yet checked" in hopper_gemm.explain(*pair(256, ("fp8_e5m2", "fp8_e5m2")))
+    assert not hopper_gemm.chosen(*pair(), "auto") and hopper_gemm.chosen(*pair(), "hopper")
+    monkeypatch.setattr(hopper_gemm, "GPU_CHECKED", ("dense",))
+    assert hopper_gemm.chosen(*pair(), "auto") and not hopper_gemm.chosen(*pair(), "auto", grouped=True)
+    lines = pair(256, ("fp8_1x128", "fp8_1x128"))
+    assert not hopper_gemm.chosen(*lines, "auto") and hopper_gemm.chosen(*lines, "hopper")
+    assert "not known to be faster" in hopper_gemm.explain(*lines)
 
 
 @pytest.mark.parametrize("rows", [3, 300])
@@ -52,7 +51,7 @@ def test_arguments_of_the_launch(rows, block_a, block_b):
     a, b = torch.zeros(rows, k, dtype=torch.uint8), torch.zeros(n, k, dtype=torch.uint8)
     shapes = {ROW: lambda m: (m, 1), LINE: lambda m: (m, k // 128), SQUARE: lambda m: (-(-m // 128), k // 128)}
     scales = torch.ones(shapes[block_a](rows)), torch.ones(shapes[block_b](n))
-    arguments = (a, scales[0], b, scales[1], None, torch.bfloat16, texts[block_a], texts[block_b])
+    arguments = (a, scales[0], b, scales[1], None, "none", torch.bfloat16, texts[block_a], texts[block_b])
     with recording() as launches:
         out = hopper_gemm.hopper_mm_op(*arguments)
     assert out.shape == (rows, n) and out.dtype == torch.bfloat16
@@ -62,5 +61,46 @@ def test_arguments_of_the_launch(rows, block_a, block_b):
     blocked = block_a == LINE
     row_a, k_a, row_b, k_b = given[-4:]
     assert (row_b, k_b) == ((k // 128, 1) if blocked else (1, 0))
-    # the kernel for many rows gets the scales of rows side by side
-    assert (row_a, k_a) == ((1, 0) if not blocked else (k // 128, 1) if rows == 3 else (1, rows))
+    # the kernel for many rows gets the scales of rows side by side, with room for whole tiles
+    assert (row_a, k_a) == ((1, 0) if not blocked else (k // 128, 1) if rows == 3 else (1, 384))
+
+
+def launched(function, *arguments):
+    with recording() as launches:
+        out = function(*arguments)
+    ((kernel, programs, given, options),) = launches
+    return out, kernel.__name__, programs, given, options
+
+
+@pytest.mark.parametrize("n", [512, 513])
+def test_results_in_fp8_and_sums_that_are_added_to(n):
+    """Few rows go to the kernel of many where its epilogue is needed; rows that TMA cannot write go to wider ones."""
+    a, b, one = torch.zeros(20, 256, dtype=torch.uint8), torch.zeros(n, 256, dtype=torch.uint8), torch.ones(1)
+    amax = torch.zeros(())
+    given = (a, one, b, one, None, "gelu")
+    codes, kernel, _, arguments, options = launched(
+        hopper_gemm.hopper_mm_fp8_op, *given, torch.tensor(2.0), amax, "e5m2", "fp8", "fp8_e5m2"
+    )
+    assert codes.shape == (20, n) and codes.dtype == torch.float8_e5m2 and codes.is_contiguous()
+    assert kernel == "fp8_gemm_kernel" and options["SCALE_OUT"] and options["LARGEST"] and not options["DIRECT"]
+    assert arguments[5].item() == 0.5 and arguments[6].data_ptr() == amax.data_ptr()
+    assert arguments[3].stride(0) % 16 == 0
+    out = torch.zeros(20, n)
+    _, kernel, _, arguments, options = launched(hopper_gemm.hopper_mm_add_op, out, *given, "fp8", "fp8")
+    assert kernel == "fp8_gemm_kernel" and options["ACCUMULATE"] and arguments[3] is out
+
+
+def test_odd_k_is_copied_to_rows_that_start_at_multiples_of_16_bytes():
+    x = torch.arange(5 * 19).to(torch.uint8).view(5, 19)
+    copy = hopper_gemm._addressable(x)
+    assert torch.equal(copy, x) and copy.stride() == (32, 1)
+    whole = torch.zeros(4, 32, dtype=torch.uint8)
+    assert hopper_gemm._addressable(whole) is whole
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "lines", "parts"),
+    [(8192, 8192, False, 2), (512, 4096, False, 1), (8192, 8192, True, 1), (512, 64, False, 1)],
+)
+def test_tiles(m, n, lines, parts):
+    assert hopper_gemm.fp8_gemm_config(m, n, lines).parts == parts

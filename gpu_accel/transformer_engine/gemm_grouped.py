@@ -1,0 +1,175 @@
+"""Grouped products of fp8 matrices: each 128 rows of `a` times the weights of their own expert, in one launch.
+
+    out = grouped_mm(a, b, groups)        a (M, K)   b (G, N, K)   groups (M,) int32
+
+The rows of `a` are sorted by expert, and those of one expert fill whole blocks of 128 (pad the last with anything):
+the "contiguous" layout of DeepGEMM, and `groups` is its m_indices. `group_rows` makes it. Where every expert has room
+for as many rows and only the device knows how many it has, `group_room` does: DeepGEMM's "masked" layout. Rows of a
+negative group come out as 0, and cost next to nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from gpu_accel.compat import INTERPRET
+from gpu_accel.errors import HardwareError, InvalidInputError, UnsupportedError
+from gpu_accel.flash_attention3.launch import capability, launch
+from gpu_accel.transformer_engine import hopper_gemm
+from gpu_accel.transformer_engine.checks import check_one_device
+from gpu_accel.transformer_engine.gemm import OUT_DTYPES, pair_kind
+from gpu_accel.transformer_engine.gemm_kernels import _fp8_kernel
+from gpu_accel.transformer_engine.quantizer import choose_backend
+from gpu_accel.transformer_engine.reference_gemm import exact_values
+from gpu_accel.transformer_engine.schemes import scheme as find_scheme
+from gpu_accel.transformer_engine.tensor import QuantizedTensor
+
+BLOCK = 128  # rows that have one expert
+_BLOCKS = ((0, 0), (1, 0), (1, 128), (128, 128))
+
+
+def group_rows(sizes: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the rows of each expert go: (groups (M,), first row of each expert (G,)), M a sum of padded sizes.
+
+    sizes: (G,) integers, how many rows each expert has; read on the host. Rows of padding have group -1.
+    """
+    counts = [int(n) for n in sizes.tolist()]
+    if any(n < 0 for n in counts):
+        raise InvalidInputError(f"sizes must not be negative, got {counts}")
+    padded = [-(-n // BLOCK) * BLOCK for n in counts]
+    groups = torch.full((sum(padded),), -1, dtype=torch.int32)
+    starts, at = [], 0
+    for expert, (n, room) in enumerate(zip(counts, padded, strict=True)):
+        groups[at : at + n] = expert
+        starts.append(at)
+        at += room
+    return groups.to(sizes.device), torch.tensor(starts, dtype=torch.int64, device=sizes.device)
+
+
+def group_room(counts: Tensor, room: int) -> Tensor:
+    """`groups` (G * room,) for experts that have `room` rows each, of which the first `counts` (G,) are used.
+
+    Nothing is read on the host, so it can be captured in a CUDA graph. room: a multiple of 128.
+    """
+    if room < BLOCK or room % BLOCK:
+        raise InvalidInputError(f"room must be a multiple of {BLOCK}, got {room}")
+    block = torch.arange(0, room, BLOCK, device=counts.device)
+    expert = torch.arange(counts.shape[0], device=counts.device, dtype=torch.int32)
+    used = torch.where(block[None, :] < counts[:, None], expert[:, None], -1)
+    return used.to(torch.int32).repeat_interleave(BLOCK, 1).view(-1)
+
+
+def grouped_mm(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    groups: Tensor,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    backend: str = "auto",
+) -> Tensor:
+    """out[i] = a[i] (K,) @ b[groups[i]] (N, K).T, (M, N), of two fp8 operands.
+
+    Args:
+        a: (M, K). b: (G, N, K); with scales of 128x128 blocks N must be a multiple of 128, so that no block has rows
+            of two experts.
+        groups: (M,) int32, contiguous, on the device; read at every 128th row only, so that it stays there. Values
+            below 0 mean rows of zeros; values of G and more are not looked for.
+    Raises:
+        InvalidInputError, UnsupportedError, HardwareError as `scaled_mm`.
+    """
+    kind = pair_kind(a, b)
+    if kind != "fp8" or b.scheme.block not in _BLOCKS:
+        raise UnsupportedError(f"{a.scheme} x {b.scheme}: grouped products are those of fp8 with float32 scales")
+    if a.dim() != 2 or b.dim() != 3 or a.shape[1] != b.shape[2]:
+        raise InvalidInputError(f"a must be (M, K) and b (G, N, K), got {tuple(a.shape)} and {tuple(b.shape)}")
+    if not isinstance(groups, Tensor) or groups.dtype != torch.int32 or tuple(groups.shape) != (a.shape[0],):
+        raise InvalidInputError(f"groups must be ({a.shape[0]},) int32, got {getattr(groups, 'shape', type(groups))}")
+    if not groups.is_contiguous():
+        raise InvalidInputError("groups must be contiguous")
+    check_one_device(a=a, b=b, groups=groups)
+    if out_dtype not in OUT_DTYPES:
+        raise InvalidInputError(f"out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
+    if b.scheme.block == (128, 128) and b.shape[1] % 128:
+        raise UnsupportedError(f"N is {b.shape[1]}: with scales of 128x128 blocks it must be a multiple of 128")
+    if hopper_gemm.chosen(a, b, backend, grouped=True):
+        return _operate(hopper_grouped_op, a, b, groups, out_dtype)
+    if choose_backend(backend, a, "grouped_mm") == "reference":
+        return grouped_mm_reference(a, b, groups, out_dtype=out_dtype)
+    if not INTERPRET and (torch.version.hip or capability(a.device) < (8, 9)):
+        raise HardwareError("fp8 products need compute capability 8.9 (Ada, Hopper or newer): use bf16")
+    return _operate(grouped_op, a, b, groups, out_dtype)
+
+
+def grouped_mm_reference(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    groups: Tensor,
+    *,
+    out_dtype: torch.dtype = torch.float64,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """The same in plain torch, summed in `dtype`; one group for each 128 rows, that of the first."""
+    x, w = exact_values(a, dtype), exact_values(b, dtype).reshape(b.shape)
+    out = torch.zeros(a.shape[0], b.shape[1], dtype=dtype, device=x.device)
+    for row, group in enumerate(groups[::BLOCK].tolist()):
+        at = slice(row * BLOCK, (row + 1) * BLOCK)
+        if group >= 0:
+            out[at] = x[at] @ w[group].t()
+    return out.to(out_dtype)
+
+
+def _operate(op, a: QuantizedTensor, b: QuantizedTensor, groups: Tensor, out_dtype: torch.dtype) -> Tensor:
+    parts = a._parts(""), b._parts("")
+    given = [x for part in parts if part is not None for x in (part.codes, part.scales)]
+    return op(*given, groups, b.shape[1], out_dtype, a.scheme.text, b.scheme.text)
+
+
+@torch.library.custom_op("gpu_accel::te_grouped_mm_hopper", mutates_args=())
+def hopper_grouped_op(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, groups: Tensor, n: int, out_dtype: torch.dtype,
+    text_a: str, text_b: str,
+) -> Tensor:  # fmt: skip
+    """(M, n) from codes (M, K) and (G * n, K) as bytes."""
+    if not a.shape[0] or not n or not a.shape[1]:
+        return torch.zeros(a.shape[0], n, dtype=out_dtype, device=a.device)
+    out = torch.empty(a.shape[0], n, dtype=out_dtype, device=a.device)
+    return hopper_gemm.run(a, scale_a, b, scale_b, None, "none", text_a, text_b, groups=groups, out=out)
+
+
+@torch.library.custom_op("gpu_accel::te_grouped_mm", mutates_args=())
+def grouped_op(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, groups: Tensor, n: int, out_dtype: torch.dtype,
+    text_a: str, text_b: str,
+) -> Tensor:  # fmt: skip
+    """The same in plain Triton."""
+    m, k = a.shape
+    if not m or not n or not k:
+        return torch.zeros(m, n, dtype=out_dtype, device=a.device)
+    out = torch.empty(m, n, dtype=out_dtype, device=a.device)
+    schemes = find_scheme(text_a), find_scheme(text_b)
+    bm = bn = 128
+    places = []
+    for scales, what in ((scale_a, schemes[0]), (scale_b, schemes[1])):
+        across = scales.shape[1]
+        strides = {(0, 0): (0, 0, 1), (1, 0): (1, 0, 1), (1, 128): (across, 1, 1), (128, 128): (across, 1, 128)}
+        places.append(strides[what.block])
+    rows_b = schemes[1].block[0]
+    between = places[1][0] * (n // rows_b) if rows_b else 0
+    tiles_m, tiles_n = triton.cdiv(m, bm), triton.cdiv(n, bn)
+    arguments = (a, b, scale_a, scale_b, out, out, groups, m, n, k, tiles_m, tiles_n, between, *places[0][:2],
+                 *places[1][:2])  # fmt: skip
+    options = dict(
+        BM=bm, BN=bn, BK=128, GROUP=8, A_E5M2=schemes[0].element == "e5m2", B_E5M2=schemes[1].element == "e5m2",
+        BLOCKED=schemes[0].block[1] == 128, ROWS_A=places[0][2], ROWS_B=places[1][2], BIAS=False, EVEN=k % 128 == 0,
+        GROUPED=True, num_warps=8, num_stages=3,
+    )  # fmt: skip
+    launch(_fp8_kernel, tiles_m * tiles_n, arguments, options)
+    return out
+
+
+@hopper_grouped_op.register_fake
+@grouped_op.register_fake
+def _(a, scale_a, b, scale_b, groups, n, out_dtype, text_a, text_b):
+    return a.new_empty((a.shape[0], n), dtype=out_dtype)

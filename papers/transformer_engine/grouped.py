@@ -1,0 +1,147 @@
+"""The `grouped` experiment: products of experts in one launch, DeepGEMM's contiguous layout, next to torch's.
+
+    hopper       `grouped_mm`, Gluon (sm_90a)
+    portable     the same in plain Triton
+    torch        torch._scaled_grouped_mm (scales of rows only)
+    bf16         torch._grouped_mm on the tensors before quantising
+
+Shapes: those that DeepGEMM publishes for DeepSeek-V3 (groups, rows of each, N, K), and one with uneven groups, whose
+padding rows count as work for nobody. Every result is compared with float64 on the numbers that it was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from gpu_accel.hardware import gemm_flops
+from gpu_accel.testing import compare
+from gpu_accel.thunderkittens.gemm_hopper import machine_refusal
+from gpu_accel.transformer_engine.gemm_grouped import BLOCK, group_rows, grouped_mm, grouped_mm_reference
+from gpu_accel.transformer_engine.quantizer import quantize
+from gpu_accel.transformer_engine.tensor import QuantizedTensor
+from gpu_accel.workbench.experiment import Case, Check, Implementation, Settings, Workload
+
+from . import inputs
+
+PAIRS = {"row": ("fp8_row", "fp8_row"), "block": ("fp8_1x128", "fp8_128x128")}
+_SHAPES = ((4, 8192, 4096, 7168), (4, 8192, 7168, 2048), (8, 4096, 4096, 7168), (8, 4096, 7168, 2048))
+
+
+def list_cases(settings: Settings) -> list[Case]:
+    """Even groups as published, and uneven ones; on a CPU three small ones."""
+    if settings.on_gpu:
+        shapes = [(*shape, True) for shape in _SHAPES] + [(8, 4096, 4096, 7168, False)]
+        shapes = shapes[: 1 if settings.quick else None]
+    else:
+        shapes = [(3, 64, 128, 160, False)]
+    kind = "normal" if settings.input == "smollm2" else settings.input
+    return [
+        {"scales": name, "groups": g, "rows": rows, "n": n, "k": k, "even": even, "dtype": "e4m3", "input": kind}
+        for name in PAIRS
+        for g, rows, n, k, even in shapes
+    ]
+
+
+def sizes_of(case: Case) -> list[int]:
+    """Rows of each group; uneven ones have the mean of the even ones, from near 0 to near twice as many."""
+    groups, rows = int(case["groups"]), int(case["rows"])
+    if case["even"]:
+        return [rows] * groups
+    return [(2 * i + 1) * rows // groups for i in range(groups)]
+
+
+def build(case: Case, settings: Settings) -> Workload:
+    """Ours and torch's."""
+    count, n, k = (int(case[key]) for key in ("groups", "n", "k"))
+    sizes = sizes_of(case)
+    padded = [-(-size // BLOCK) * BLOCK for size in sizes]
+    first, second = PAIRS[str(case["scales"])]
+    backend = "portable" if settings.on_gpu else "reference"
+
+    def tensors(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+        groups, _ = group_rows(torch.tensor(sizes, device=settings.device))
+        x, w = inputs.make({**case, "m": len(groups), "n": count * n}, seed, settings.device)
+        return x, w.view(count, n, k), groups
+
+    def codes(seed: int) -> tuple[QuantizedTensor, QuantizedTensor, Tensor]:
+        x, w, groups = tensors(seed)
+        return quantize(x, first, backend=backend), quantize(w, second, backend=backend), groups
+
+    def judge(seed: int, run: Callable[..., Tensor]) -> Check:
+        a, b, groups = codes(seed)
+        truth = grouped_mm_reference(a, b, groups)
+        ruler = grouped_mm_reference(a, b, groups, dtype=torch.float32, out_dtype=torch.bfloat16)
+        real = (groups >= 0)[:, None]
+        found = compare(torch.where(real, run(a, b, groups), 0), torch.where(real, truth, 0), ruler * real)
+        return Check(found.error, found.bound, f"max error{': ' + found.why if found.why else ''}")
+
+    def prepared(run: Callable[..., Tensor], operands=codes) -> Callable[[int], Callable[[], object]]:
+        def make(seed: int) -> Callable[[], object]:
+            given = operands(seed)
+            return lambda: run(*given)
+
+        return make
+
+    def ours(name: str) -> Callable[..., Tensor]:
+        return lambda a, b, groups: grouped_mm(a, b, groups, backend=name)
+
+    ends = torch.tensor(padded).cumsum(0).to(torch.int32)
+
+    def for_torch(a: QuantizedTensor, b: QuantizedTensor, groups: Tensor) -> tuple[Tensor, ...]:
+        assert a.codes is not None and b.codes is not None and a.scales is not None and b.scales is not None
+        return a.codes, b.codes.transpose(1, 2), a.scales.view(-1), b.scales.view(count, n), ends.to(a.codes.device)
+
+    def torch_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor) -> Tensor:
+        return torch._scaled_grouped_mm(a, b, scale_a, scale_b, offs=offs, out_dtype=torch.bfloat16)
+
+    def bf16_operands(seed: int) -> tuple[Tensor, ...]:
+        x, w, _ = tensors(seed)
+        return x, w.transpose(1, 2), ends.to(x.device)
+
+    def bf16(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+        return torch._grouped_mm(x, w, offs=offs)
+
+    def check_bf16(seed: int) -> Check:
+        x, w, groups = tensors(seed)
+        at, members = 0, []
+        for size in padded:
+            members.append(slice(at, at + size))
+            at += size
+        truth, ruler = (
+            torch.cat([(x[rows].to(d) @ one.to(d).t()).to(o) for rows, one in zip(members, w, strict=True)])
+            for d, o in ((torch.float64, torch.float64), (torch.float32, torch.bfloat16))
+        )
+        found = compare(bf16(*bf16_operands(seed)), truth, ruler)
+        return Check(found.error, found.bound, "max error")
+
+    machine = machine_refusal(torch.empty(0, device=settings.device)) or ""
+    cpu = "" if settings.on_gpu else "torch's grouped products need a GPU"
+    only_rows = "" if case["scales"] == "row" else "torch._scaled_grouped_mm takes scales of rows on Hopper"
+    return Workload(
+        implementations=[
+            Implementation(
+                name="hopper", role="ours", check=lambda seed: judge(seed, ours("hopper")),
+                make=prepared(ours("hopper")),
+                unavailable=machine,
+            ),
+            Implementation(
+                name="portable", role="ours", check=lambda seed: judge(seed, ours("portable")),
+                make=prepared(ours("portable")),
+            ),
+            Implementation(
+                name="torch", role="peer", check=lambda seed: judge(seed, lambda *x: torch_mm(*for_torch(*x))),
+                make=prepared(torch_mm, lambda seed: for_torch(*codes(seed))), unavailable=cpu or only_rows,
+                note="torch._scaled_grouped_mm, use_fast_accum=False",
+            ),
+            Implementation(
+                name="bf16", role="reference", check=check_bf16, make=prepared(bf16, bf16_operands), unavailable=cpu,
+                note="torch._grouped_mm",
+            ),
+        ],
+        baselines=("torch", "bf16"),
+        flops=sum(gemm_flops(size, n, k) for size in sizes),
+        bytes_moved=sum(sizes) * (k + 2 * n) + count * n * k,
+    )  # fmt: skip

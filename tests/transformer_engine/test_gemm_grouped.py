@@ -1,0 +1,117 @@
+"""Grouped products and epilogues of fp8 products against float64, in the interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gpu_accel.errors import InvalidInputError, UnsupportedError
+from gpu_accel.flash_attention3.launch import recording
+from gpu_accel.testing import assert_close_to_truth, generator
+from gpu_accel.thunderkittens.gemm_api import activated
+from gpu_accel.transformer_engine import gemm_grouped
+from gpu_accel.transformer_engine.gemm import scaled_mm, scaled_mm_fp8
+from gpu_accel.transformer_engine.gemm_grouped import group_room, group_rows, grouped_mm, grouped_mm_reference
+from gpu_accel.transformer_engine.quantizer import quantize
+from gpu_accel.transformer_engine.reference_gemm import scaled_mm_reference
+
+
+def operands(shape_a, shape_b, pair, device):
+    a, b = (torch.randn(*shape, generator=generator(i)) for i, shape in enumerate((shape_a, shape_b)))
+    a, b = (x.to(device, torch.bfloat16) for x in (a, b))
+    return quantize(a, pair[0], backend="reference"), quantize(b, pair[1], backend="reference")
+
+
+def test_group_rows():
+    groups, starts = group_rows(torch.tensor([130, 0, 1]))
+    assert starts.tolist() == [0, 256, 256] and groups.dtype == torch.int32
+    assert groups.tolist() == [0] * 130 + [-1] * 126 + [2] + [-1] * 127
+    assert group_rows(torch.tensor([0]))[0].shape == (0,)
+    with pytest.raises(InvalidInputError, match="negative"):
+        group_rows(torch.tensor([-1]))
+
+
+def test_group_room():
+    groups = group_room(torch.tensor([0, 129, 256]), 256)
+    assert groups.dtype == torch.int32
+    assert groups.tolist() == [-1] * 256 + [1] * 256 + [2] * 256
+    with pytest.raises(InvalidInputError, match="multiple of 128"):
+        group_room(torch.tensor([1]), 64)
+
+
+@pytest.mark.parametrize("pair", [("fp8", "fp8_row"), ("fp8_1x128", "fp8_128x128")], ids="-".join)
+@pytest.mark.parametrize("backend", ["portable", "reference"])
+def test_grouped_against_float64(pair, backend, device):
+    a, b = operands((300, 144), (3, 128, 144), pair, device)
+    groups = torch.tensor([2] * 128 + [-1] * 128 + [0] * 44, dtype=torch.int32, device=device)
+    truth = grouped_mm_reference(a, b, groups)
+    ruler = grouped_mm_reference(a, b, groups, dtype=torch.float32, out_dtype=torch.float32)
+    out = grouped_mm(a, b, groups, out_dtype=torch.float32, backend=backend)
+    assert_close_to_truth("out", out, truth, ruler, factor=4.0, floor=1e-5 * truth.abs().max().item())
+    assert not out[128:256].any() and out[:128].any()
+    nothing = quantize(torch.zeros(0, 144, device=device), pair[0], backend="reference")
+    assert grouped_mm(nothing, b, groups[:0], backend=backend).shape == (0, 128)
+
+
+def test_what_the_hopper_kernel_is_told(monkeypatch, device):
+    a, b = operands((256, 256), (3, 256, 256), ("fp8_1x128", "fp8_128x128"), "cpu")
+    monkeypatch.setattr(gemm_grouped.hopper_gemm, "chosen", lambda *_, **__: True)
+    groups = torch.zeros(256, dtype=torch.int32)
+    with recording() as launches:
+        out = grouped_mm(a, b, groups)
+    ((kernel, _, given, options),) = launches
+    assert kernel.__name__ == "fp8_gemm_kernel" and out.shape == (256, 256) and options["GROUPED"]
+    m, n, k_steps, tiles_m, _, _, stack, *_ = given[12:]
+    assert (m, n, k_steps, tiles_m, stack) == (256, 256, 2, 2, 2 * 2)  # two blocks of rows of two scales a matrix
+
+
+def test_grouped_refusals(device):
+    a, b = operands((128, 64), (2, 72, 64), ("fp8", "fp8"), device)
+    groups = torch.zeros(128, dtype=torch.int32, device=device)
+    with pytest.raises(InvalidInputError, match="int32"):
+        grouped_mm(a, b, groups.long())
+    with pytest.raises(InvalidInputError, match=r"b \(G, N, K\)"):
+        grouped_mm(a, quantize(torch.zeros(72, 64, device=device), "fp8"), groups)
+    with pytest.raises(UnsupportedError, match="multiple of 128"):
+        grouped_mm(*operands((128, 64), (2, 72, 64), ("fp8_1x128", "fp8_128x128"), device), groups)
+    with pytest.raises(UnsupportedError, match="grouped products"):
+        grouped_mm(*operands((128, 64), (2, 72, 64), ("mxfp8", "mxfp8"), device), groups)
+
+
+@pytest.mark.parametrize("backend", ["portable", "reference"])
+def test_activation_and_accumulation(backend, device):
+    a, b = operands((7, 40), (20, 40), ("fp8_row", "fp8_row"), device)
+    bias = torch.randn(20, generator=generator(9)).to(device)
+    truth = activated(scaled_mm_reference(a, b, bias=bias), "gelu")
+    out = scaled_mm(a, b, bias=bias, activation="gelu", backend=backend)
+    assert_close_to_truth("out", out, truth, truth.to(torch.bfloat16), factor=4.0)
+    before = torch.ones(7, 20, device=device)
+    into = before.clone()
+    assert scaled_mm(a, b, accumulate_into=into, backend=backend) is into
+    wanted = scaled_mm_reference(a, b) + before.double()
+    assert_close_to_truth("into", into, wanted, wanted.float(), factor=4.0, floor=1e-5)
+    with pytest.raises(InvalidInputError, match="activation"):
+        scaled_mm(a, b, activation="tanh")
+    with pytest.raises(InvalidInputError, match="float32"):
+        scaled_mm(a, b, accumulate_into=before.bfloat16())
+    with pytest.raises(InvalidInputError, match="contiguous"):
+        scaled_mm(a, b, accumulate_into=torch.zeros(20, 7, device=device).t())
+
+
+@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+def test_results_in_fp8(element, device):
+    a, b = operands((7, 40), (20, 40), ("fp8", "fp8"), device)
+    truth = torch.relu(scaled_mm_reference(a, b))
+    scale, amax = (truth.abs().amax() / 100).float(), torch.full((), 1e-3, device=device)
+    got = scaled_mm_fp8(a, b, scale, element=element, activation="relu", amax=amax, backend="reference")
+    assert got.scheme.text == quantize(torch.zeros(1, 1), "fp8" if element == "e4m3" else "fp8_e5m2").scheme.text
+    step = 2.0**-4 if element == "e4m3" else 2.0**-3
+    error = (got.dequantize(torch.float64) - truth).abs()
+    assert (error <= 1.01 * step * truth.abs() + 2.0**-10 * scale.item()).all()
+    assert amax.item() == pytest.approx(truth.abs().amax().item(), rel=1e-5)
+    tight = scaled_mm_fp8(a, b, scale / 1000, activation="relu", backend="reference")
+    assert tight.dequantize().abs().amax().item() == pytest.approx(448 * scale.item() / 1000, rel=1e-2)
+    with pytest.raises(InvalidInputError, match="element"):
+        scaled_mm_fp8(a, b, scale, element="e2m1")
+    with pytest.raises(InvalidInputError, match="scale must be one float32"):
+        scaled_mm_fp8(a, b, scale.double())
