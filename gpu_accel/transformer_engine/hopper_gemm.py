@@ -112,7 +112,7 @@ def gemm(
     out_desc = a_desc if direct else matrix_map(out, 64, 128)
     tiles_m, tiles_n = -(-m // 128), -(-n // (128 * config.parts))
     blocked = block_a[1] == 128
-    scale_a, scale_b = _side_by_side(scale_a, block_a), _side_by_side(scale_b, block_b)
+    scale_a, scale_b = _side_by_side(scale_a, block_a), _side_by_side(scale_b, block_b, padded=True)
     row_a, row_b = (scale.stride(0) if block[0] else 0 for scale, block in ((scale_a, block_a), (scale_b, block_b)))
     k_a, k_b = (scale.stride(1) if blocked else 0 for scale in (scale_a, scale_b))
     stack_b = row_b * (-(-n // block_b[0])) if stacked and block_b[0] else 0
@@ -155,13 +155,17 @@ def gemm(
     return out
 
 
-def _side_by_side(scale: Tensor, block: tuple[int, int]) -> Tensor:
-    """Scales as the kernel reads them: those of 1x128 blocks side by side by rows (128 of them in 4 lines, not in 128),
-    with room up to a multiple of 128."""
+def _side_by_side(scale: Tensor, block: tuple[int, int], *, padded: bool = False) -> Tensor:
+    """Scales as the kernel reads them: those of 1x128 blocks side by side by rows, 128 of them in 4 lines, not in 128.
+
+    padded: with zeros behind the last row, for reads of 128 that no mask stops.
+    """
     if block != (1, 128):
         return scale.contiguous()
+    if not padded:
+        return scale.t().contiguous().t()
     rows, cols = scale.shape
-    wide = scale.new_zeros(cols, -(-rows // 128) * 128)
+    wide = scale.new_zeros(cols, -(-rows // 128) * 128 + 128)
     wide[:, :rows] = scale.t()
     return wide.t()
 

@@ -61,8 +61,17 @@ def test_arguments_of_the_launch(rows, block_a, block_b):
     blocked = block_a == LINE
     row_a, k_a, row_b, k_b = given[-4:]
     assert (row_b, k_b) == ((k // 128, 1) if blocked else (1, 0))
-    # the kernel for many rows gets the scales of rows side by side, with room for whole tiles
-    assert (row_a, k_a) == ((1, 0) if not blocked else (k // 128, 1) if rows == 3 else (1, 384))
+    # the kernel for many rows gets the scales of rows side by side
+    assert (row_a, k_a) == ((1, 0) if not blocked else (k // 128, 1) if rows == 3 else (1, rows))
+
+
+def test_scales_side_by_side():
+    scale = torch.rand(130, 3)
+    assert hopper_gemm._side_by_side(scale, SQUARE) is scale
+    for padded in (False, True):
+        got = hopper_gemm._side_by_side(scale, LINE, padded=padded)
+        assert torch.equal(got[:130], scale) and got.stride(0) == 1 and not got[130:].any()
+    assert got.shape[0] == 384  # a tile that begins in row 129 of the last matrix of a stack stays inside
 
 
 def launched(function, *arguments):
