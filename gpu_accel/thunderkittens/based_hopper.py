@@ -51,7 +51,15 @@ def refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 
 def walk(q: Tensor, k: Tensor, v: Tensor, scale: float, norm: bool, config: BasedConfig | None = None) -> Tensor:
-    """o (batch, seqlen, heads, V) of q, k (batch, seqlen, heads of q, K) and v."""
+    """o (batch, seqlen, heads, V) of q, k (batch, seqlen, heads of q, K) and v.
+
+    norm: divided by the sum of weights, which a second walk over ones makes: columns for it in the first one spilled,
+    and took as long.
+    """
+    if norm:
+        ones = v.new_ones(*v.shape[:3], 8)
+        total = walk(q, k, ones, scale, False, config)[..., :1].float()
+        return (walk(q, k, v, scale, False, config).float() / (total + 1e-6)).to(v.dtype)
     from gpu_accel.thunderkittens import based_walk_kernel
 
     if not _quick:
@@ -66,7 +74,7 @@ def walk(q: Tensor, k: Tensor, v: Tensor, scale: float, norm: bool, config: Base
     values = [tensor_map(x, CHUNK, config.block_v) for x in (v, o)]
     _quick[0](
         (), batch * heads * tiles,
-        (*keys, *values, triton.cdiv(seqlen, CHUNK), heads, heads // q.shape[2], tiles, scale, 1e-6),
-        dict(BV=config.block_v, STAGES=config.stages, NORM=norm), dict(num_warps=4),
+        (*keys, *values, triton.cdiv(seqlen, CHUNK), heads, heads // q.shape[2], tiles, scale),
+        dict(BV=config.block_v, STAGES=config.stages), dict(num_warps=4),
     )  # fmt: skip
     return o

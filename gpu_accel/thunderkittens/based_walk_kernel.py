@@ -1,4 +1,14 @@
-"""Based's attention on Hopper (sm_90a) in Gluon: one program walks a sequence, its features live in registers."""
+"""Based's attention on Hopper (sm_90a) in Gluon: one program walks a sequence, its features live in registers.
+
+`based_kernel` has the formulas, `walk_kernel` the walk: one warpgroup a sequence, head and 64 columns of v, with q, k
+and v by TMA some chunks ahead, and two barriers a chunk.
+
+The 256 products x_i x_j are left operands of wgmma in registers, four i and every j at a time (64 columns of q's, 64
+rows of k's). x_j is read from shared memory in the layout that the operand has in (i, j); the four x_i of q are split
+off registers, those of k are rows of a transposed copy, so that neighbours in time share a register. Two products of
+16 bits are one instruction. S2 has 256 rows in four accumulators; S1, with 16 rows, takes the smaller mma, and S0, the
+sum of v, the same with ones for k; all three are scaled on their way to shared memory.
+"""
 
 from __future__ import annotations
 
@@ -53,12 +63,6 @@ def _column_products(kt_buf, FIRST: gl.constexpr, every, LAYOUT: gl.constexpr, B
 
 
 @gluon.jit
-def _total(x, weights, total, SIDE: gl.constexpr):
-    """total + x weights, eight columns, not waited for."""
-    return warpgroup_mma(gl.convert_layout(x, SIDE, assert_trivial=True), weights, total, is_async=True)
-
-
-@gluon.jit
 def _load(descs, bufs, bar, stage, n, head, head_q, chunk, col):
     """Ask for a chunk's q, k and v."""
     q_desc, k_desc, v_desc = descs
@@ -71,10 +75,10 @@ def _load(descs, bufs, bar, stage, n, head, head_q, chunk, col):
     tma_load(v_desc, [n, head, row, col], full, v_bufs.index(stage))
 
 
-@gluon.jit(do_not_specialize=["chunks", "heads", "group", "tiles", "scale", "floor"])
+@gluon.jit(do_not_specialize=["chunks", "heads", "group", "tiles", "scale"])
 def based_walk_kernel(
-    q_desc, k_desc, v_desc, o_desc, chunks, heads, group, tiles, scale, floor,
-    BV: gl.constexpr, STAGES: gl.constexpr, NORM: gl.constexpr,
+    q_desc, k_desc, v_desc, o_desc, chunks, heads, group, tiles, scale,
+    BV: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """o through o_desc. Descriptors of rank 4: (batch, head, row, column)."""
     dtype: gl.constexpr = q_desc.dtype
@@ -82,8 +86,6 @@ def based_walk_kernel(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
-    TOTAL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
-    SIDE: gl.constexpr = gl.DotOperandLayout(0, TOTAL, 2)
     SMALL: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     NARROW: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEPS, KEYS], dtype)
@@ -96,11 +98,6 @@ def based_walk_kernel(
     o_buf = gl.allocate_shared_memory(dtype, [STEPS, BV], VALUES)
     s0_buf = gl.allocate_shared_memory(gl.float32, [BV], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     kt_buf = gl.allocate_shared_memory(dtype, [KEYS, STEPS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    if NORM:
-        WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, 64], dtype)
-        ones_buf = gl.allocate_shared_memory(dtype, [8, 64], WEIGHTS)
-        z2_bufs = gl.allocate_shared_memory(dtype, [4, 8, 64], WEIGHTS)
-        z1_buf = gl.allocate_shared_memory(dtype, [8, KEYS], gl.NVMMASharedLayout.get_default_for([8, KEYS], dtype))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
@@ -133,20 +130,6 @@ def based_walk_kernel(
         s2_buf.slice(i * 64, 64).store(no_out.to(dtype))
     s1_buf.store(s1.to(dtype))
     s0_buf.store(gl.max(s0, axis=0))
-    if NORM:
-        # sums of weights in eight equal columns, the least that wgmma takes
-        no_total = gl.full([STEPS, 8], 0.0, gl.float32, TOTAL)
-        z0 = no_total
-        z1 = no_total
-        z2 = no_total
-        z3 = no_total
-        y1 = gl.full([KEYS], 0.0, gl.float32, gl.SliceLayout(1, gl.SliceLayout(0, BY_K4)))
-        ones_buf.permute((1, 0)).store((no_total + 1.0).to(dtype))
-        for i in gl.static_range(4):
-            z2_bufs.index(i).permute((1, 0)).store(no_total.to(dtype))
-        no_y = gl.full([KEYS, 8], 0.0, gl.float32, gl.SliceLayout(0, BY_K4))
-        z1_buf.permute((1, 0)).store(no_y.to(dtype))
-        ones_t = ones_buf.permute((1, 0))
     fence_async_shared()
     steps_t = gl.arange(0, STEPS, layout=gl.SliceLayout(1, SCORES))
     steps_s = gl.arange(0, STEPS, layout=gl.SliceLayout(0, SCORES))
@@ -163,80 +146,38 @@ def based_walk_kernel(
         scores = warpgroup_mma(q_buf, k_buf.permute((1, 0)), no_scores, use_acc=False, is_async=True)
         out = no_out + s0_buf.load(gl.SliceLayout(0, OUT))[None, :]
         out = warpgroup_mma(q_buf, s1_buf, out, is_async=True)
-        if NORM:
-            total = warpgroup_mma(q_buf, z1_buf.permute((1, 0)), no_total, use_acc=False, is_async=True)
         kt = k_buf.permute((1, 0))
         every_k = kt.load(gl.SliceLayout(0, BY_K4))
         kt_buf.store(every_k)
         every = q_buf.load(gl.SliceLayout(1, BY_Q4))
         r0, r1, r2, r3 = _quarters(q_buf.load(gl.SliceLayout(2, BY_Q)).reshape((STEPS, 4, 4)).permute((0, 2, 1)))
-        scores = warpgroup_mma_wait(2 if NORM else 1, deps=[scores])
+        scores = warpgroup_mma_wait(1, deps=[scores])
         x = scores * scale
         p = gl.where(causal, 1.0 + x + 0.5 * x * x, 0.0).to(dtype)
-        p = gl.convert_layout(p, LEFT)
-        out = warpgroup_mma(p, v_buf, out, is_async=True)
-        if NORM:
-            total = warpgroup_mma(gl.convert_layout(p, SIDE, assert_trivial=True), ones_t, total, is_async=True)
-        rows = _row_products(r0, every, LEFT, BY_Q4)
-        out = warpgroup_mma(rows, s2_buf.slice(0, 64), out, is_async=True)
-        if NORM:
-            total = _total(rows, z2_bufs.index(0).permute((1, 0)), total, SIDE)
-        out = warpgroup_mma_wait(2 if NORM else 1, deps=[out])
-        rows = _row_products(r1, every, LEFT, BY_Q4)
-        out = warpgroup_mma(rows, s2_buf.slice(64, 64), out, is_async=True)
-        if NORM:
-            total = _total(rows, z2_bufs.index(1).permute((1, 0)), total, SIDE)
-        out = warpgroup_mma_wait(2 if NORM else 1, deps=[out])
-        rows = _row_products(r2, every, LEFT, BY_Q4)
-        out = warpgroup_mma(rows, s2_buf.slice(128, 64), out, is_async=True)
-        if NORM:
-            total = _total(rows, z2_bufs.index(2).permute((1, 0)), total, SIDE)
-        out = warpgroup_mma_wait(2 if NORM else 1, deps=[out])
-        rows = _row_products(r3, every, LEFT, BY_Q4)
-        out = warpgroup_mma(rows, s2_buf.slice(192, 64), out, is_async=True)
-        if NORM:
-            total = _total(rows, z2_bufs.index(3).permute((1, 0)), total, SIDE)
-        cols = _column_products(kt_buf, 0, every_k, LEFT, BY_K4)
-        a0 = warpgroup_mma(cols, v_buf, a0, is_async=True)
-        if NORM:
-            z0 = _total(cols, ones_t, z0, SIDE)
-        out = warpgroup_mma_wait(2 if NORM else 1, deps=[out])
-        cols = _column_products(kt_buf, 4, every_k, LEFT, BY_K4)
-        a1 = warpgroup_mma(cols, v_buf, a1, is_async=True)
-        if NORM:
-            z1 = _total(cols, ones_t, z1, SIDE)
-        a0 = warpgroup_mma_wait(2 if NORM else 1, deps=[a0])
-        cols = _column_products(kt_buf, 8, every_k, LEFT, BY_K4)
-        a2 = warpgroup_mma(cols, v_buf, a2, is_async=True)
-        if NORM:
-            z2 = _total(cols, ones_t, z2, SIDE)
-        a1 = warpgroup_mma_wait(2 if NORM else 1, deps=[a1])
-        cols = _column_products(kt_buf, 12, every_k, LEFT, BY_K4)
-        a3 = warpgroup_mma(cols, v_buf, a3, is_async=True)
-        if NORM:
-            z3 = _total(cols, ones_t, z3, SIDE)
+        out = warpgroup_mma(gl.convert_layout(p, LEFT), v_buf, out, is_async=True)
+        out = warpgroup_mma(_row_products(r0, every, LEFT, BY_Q4), s2_buf.slice(0, 64), out, is_async=True)
+        out = warpgroup_mma_wait(1, deps=[out])
+        out = warpgroup_mma(_row_products(r1, every, LEFT, BY_Q4), s2_buf.slice(64, 64), out, is_async=True)
+        out = warpgroup_mma_wait(1, deps=[out])
+        out = warpgroup_mma(_row_products(r2, every, LEFT, BY_Q4), s2_buf.slice(128, 64), out, is_async=True)
+        out = warpgroup_mma_wait(1, deps=[out])
+        out = warpgroup_mma(_row_products(r3, every, LEFT, BY_Q4), s2_buf.slice(192, 64), out, is_async=True)
+        a0 = warpgroup_mma(_column_products(kt_buf, 0, every_k, LEFT, BY_K4), v_buf, a0, is_async=True)
+        out = warpgroup_mma_wait(1, deps=[out])
+        a1 = warpgroup_mma(_column_products(kt_buf, 4, every_k, LEFT, BY_K4), v_buf, a1, is_async=True)
+        a0 = warpgroup_mma_wait(1, deps=[a0])
+        a2 = warpgroup_mma(_column_products(kt_buf, 8, every_k, LEFT, BY_K4), v_buf, a2, is_async=True)
+        a1 = warpgroup_mma_wait(1, deps=[a1])
+        a3 = warpgroup_mma(_column_products(kt_buf, 12, every_k, LEFT, BY_K4), v_buf, a3, is_async=True)
         right = v_buf.load(gl.DotOperandLayout(1, SMALL, 2))
         s1 = mma_v2(kt.load(gl.DotOperandLayout(0, SMALL, 2)), right, s1)
         s0 = mma_v2(ones, right, s0)
-        if NORM:
-            y1 += gl.sum(every_k.to(gl.float32), axis=1)
-            total, z0, z1, z2 = warpgroup_mma_wait(2, deps=[total, z0, z1, z2])
-            weight = gl.max(total, axis=1) + chunk * STEPS
-            out = out / (gl.convert_layout(weight, gl.SliceLayout(1, OUT)) + floor)[:, None]
         tma.store_wait(0)
         barrier()  # the states were read by all, and the last o has left
         o_buf.store(out.to(dtype))
         s1_buf.store((s1 * scale).to(dtype))
         s0_buf.store(gl.max(s0, axis=0))
-        if NORM:
-            z1_buf.permute((1, 0)).store((y1[:, None] * scale + no_y).to(dtype))
-            a2, a3, z3 = warpgroup_mma_wait(0, deps=[a2, a3, z3])
-            z2_bufs.index(0).permute((1, 0)).store((z0 * half).to(dtype))
-            z2_bufs.index(1).permute((1, 0)).store((z1 * half).to(dtype))
-            z2_bufs.index(2).permute((1, 0)).store((z2 * half).to(dtype))
-            z2_bufs.index(3).permute((1, 0)).store((z3 * half).to(dtype))
-        else:
-            a2, a3 = warpgroup_mma_wait(0, deps=[a2, a3])
+        a2, a3 = warpgroup_mma_wait(0, deps=[a2, a3])
         s2_buf.slice(0, 64).store((a0 * half).to(dtype))
         s2_buf.slice(64, 64).store((a1 * half).to(dtype))
         s2_buf.slice(128, 64).store((a2 * half).to(dtype))

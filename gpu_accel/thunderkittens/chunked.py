@@ -17,6 +17,7 @@ import math
 import torch
 from torch import Tensor
 
+from gpu_accel.compat import INTERPRET
 from gpu_accel.flash_attention3.launch import launch, next_power_of_2
 from gpu_accel.thunderkittens import chunked_kernels as kernels
 from gpu_accel.thunderkittens import fused_kernel, walk_hopper
@@ -31,8 +32,13 @@ _FUSED_KEYS = 128  # the most of K that `fused_kernel` holds in registers
 
 
 def _block(size: int, most: int = 64) -> int:
-    """How much of a head dimension a program takes."""
-    return max(16, min(most, next_power_of_2(size)))
+    """How much of a head dimension a program takes.
+
+    Not 16 on a GPU: Triton 3.6 hands such tiles to wgmma wrongly on Hopper. Columns come out wrong, or the descriptor
+    points outside of shared memory and the call is an illegal access. (V = 1 in `_output_kernel` showed it.)
+    """
+    block = max(16, min(most, next_power_of_2(size)))
+    return block if block > 16 or INTERPRET else min(64, most)
 
 
 def state_dtype(dtype: torch.dtype, exact: bool = False) -> torch.dtype:
@@ -52,12 +58,6 @@ def segments_for(sequences: int, heads: int, tiles: int, chunks: int) -> int:
     """Into how many segments to cut every sequence so that the programs fill a GPU."""
     wanted = _PROGRAMS // max(1, sequences * heads * tiles)  # whole cuts only: 256 programs of 264 are enough
     return max(1, min(wanted, chunks // _LEAST_CHUNKS, _MOST_SEGMENTS))
-
-
-def _span(group: int, programs: int) -> int:
-    """How many of `group` heads that share q and k one program of `_dqk_kernel` adds up, so that a GPU stays full."""
-    most = max(1, programs // (4 * _PROGRAMS))
-    return max(n for n in range(1, group + 1) if group % n == 0 and n <= most) if group else 1
 
 
 def _strides(x: Tensor | None) -> tuple[int, int, int]:
@@ -249,14 +249,14 @@ def chunked_backward(
     group = heads // heads_q if heads_q else 1
     common = dict(scale=scale, chunk=chunk, segments=segments, heads=heads, group=group)
     common["exact"] = want_dg = want_dg and g is not None
+    per_head = (*v.shape[:3], q.shape[3])
+    wide = q.dtype if group == 1 else torch.float32
     fresh = torch.empty if cu_seqlens is None else torch.zeros
+    dq, dk = (fresh(per_head, dtype=wide, device=v.device) for _ in range(2))
     dv = fresh(v.shape, dtype=v.dtype, device=v.device)
     most = 32 if v.dtype == torch.float32 else 64  # of _dqk_kernel, which holds four accumulators
     smaller = {"BK": _block(q.shape[3], most), "BV": _block(v.shape[3], most)}
     blocks_k, blocks_v = -(-q.shape[3] // smaller["BK"]), -(-v.shape[3] // _block(v.shape[3]))
-    span = _span(group, places.total * heads * blocks_k)
-    per_part = (*v.shape[:2], heads // span, q.shape[3])
-    dq, dk = (fresh(per_part, dtype=q.dtype if span == group else torch.float32, device=v.device) for _ in range(2))
     rows = v.shape[0] * v.shape[1]
     dg = fresh((blocks_k if want_dg else 0, *v.shape[:3]), dtype=torch.float32, device=v.device)
     dw = fresh((blocks_v if w is not None else 0, *v.shape[:3]), dtype=torch.float32, device=v.device)
@@ -269,11 +269,11 @@ def chunked_backward(
             options = _options(q, v, g, w, cu_seqlens, chunk)
             launch(kernels._dv_kernel, places.total * heads * blocks_v,
                    (q, k, v, g, w, do, dstates, dv, dw, *places.tables(), *strides, *sizes), options)  # fmt: skip
-            launch(kernels._dqk_kernel, places.total * (heads // span) * blocks_k,
-                   (q, k, v, g, w, do, states, dstates, dq, dk, dg, *places.tables(), *strides, *sizes, span),
+            launch(kernels._dqk_kernel, places.total * heads * blocks_k,
+                   (q, k, v, g, w, do, states, dstates, dq, dk, dg, *places.tables(), *strides, *sizes),
                    options | smaller | {"WANT_DG": want_dg, "num_warps": _DQK_WARPS})  # fmt: skip
-    if span < group:
-        dq, dk = (x.unflatten(2, (heads_q, group // span)).sum(3).to(q.dtype) for x in (dq, dk))
+    if group > 1:
+        dq, dk = (x.unflatten(2, (heads_q, group)).sum(3).to(q.dtype) for x in (dq, dk))
     dg = dg.sum(0) if want_dg else dg.new_empty(0)
     dw = dw.sum(0) if w is not None else dw.new_empty(0)
     return dq, dk, dv, dg, dw, dinitial

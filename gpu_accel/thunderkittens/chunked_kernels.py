@@ -289,115 +289,87 @@ def _dv_kernel(
 
 
 @triton.jit
-def _dqk_block(
-    here, rows, do_t, v_t, cols_k, cols_v, mask, da, dat, grad_q, grad_k, across,
-    K: tl.constexpr, V: tl.constexpr, WANT_DG: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """What a block of v adds to the products of `_dqk_kernel`."""
-    do, v, states, dstates = here
-    outputs = _load_tile(do, rows, do_t, cols_v, mask, V)
-    values = _load_tile(v, rows, v_t, cols_v, mask, V)
-    entering = _load_tile(states, cols_k, V, cols_v, cols_k < K, V)
-    leaving = _load_tile(dstates, cols_k, V, cols_v, cols_k < K, V)
-    da = dot(outputs, tl.trans(values), da, PRECISION)
-    dat = dot(values, tl.trans(outputs), dat, PRECISION)
-    if WANT_DG:
-        across += tl.sum(tl.sum(entering.to(tl.float32) * leaving.to(tl.float32), 1), 0)
-    entering = _for_products(entering, outputs.dtype)
-    leaving = _for_products(leaving, outputs.dtype)
-    grad_q = dot(outputs.to(entering.dtype), tl.trans(entering), grad_q, PRECISION)
-    grad_k = dot(values.to(leaving.dtype), tl.trans(leaving), grad_k, PRECISION)
-    return da, dat, grad_q, grad_k, across
-
-
-@triton.jit
 def _dqk_kernel(
     q, k, v, g, w, do, states, dstates, dq, dk, dg, cu_seqlens, chunk_offsets, seq_of_chunk,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, w_b, w_t, w_h, do_b, do_t, do_h,
-    seqlen, chunks, heads, group, scale, rows_in_all, span,
+    seqlen, chunks, heads, group, scale, rows_in_all,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     HAS_G: tl.constexpr, HAS_W: tl.constexpr, VARLEN: tl.constexpr, WANT_DG: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk (batch, seqlen, heads / span, K) of `span` heads that share q and k, added up; a plane a block of k, dg
-    (blocks, batch, seqlen, heads)."""
+    """dq, dk (batch, seqlen, heads, K) of every head; a plane a block of k, dg (blocks, batch, seqlen, heads)."""
     blocks_k: tl.constexpr = (K + BK - 1) // BK
     program = tl.program_id(0)
     block_k = program % blocks_k
-    spans = heads // span
-    part = program // blocks_k % spans
-    chunk = program // blocks_k // spans
+    head = program // blocks_k % heads
+    chunk = program // blocks_k // heads
     batch, start, first, length, there = _place(
         chunk, seq_of_chunk, chunk_offsets, cu_seqlens, seqlen, chunks, VARLEN, BT
     )
     if there:
-        head_k = (part * span // group).to(tl.int64)
+        head_k = (head // group).to(tl.int64)
+        wide_head = head.to(tl.int64)
         q += batch * q_b + start * q_t + head_k * q_h
         k += batch * k_b + start * k_t + head_k * k_h
-        v += batch * v_b + start * v_t
-        do += batch * do_b + start * do_t
-        if HAS_G:
-            g += batch * g_b + start * g_t
-        if HAS_W:
-            w += batch * w_b + start * w_t
+        v += batch * v_b + start * v_t + wide_head * v_h
+        do += batch * do_b + start * do_t + wide_head * do_h
+        place = (batch * seqlen + start) * heads + head
+        own = (chunk.to(tl.int64) * heads + head) * (K * V)
         rows = (first + tl.arange(0, BT)).to(tl.int64)
         mask = rows < length
         cols_k = block_k * BK + tl.arange(0, BK)
+        da = tl.zeros((BT, BT), tl.float32)  # row t, column s
+        dat = tl.zeros((BT, BT), tl.float32)  # row s, column t
+        grad_q = tl.zeros((BT, BK), tl.float32)
+        grad_k = tl.zeros((BT, BK), tl.float32)
+        across = 0.0
+        for block_v in range(0, (V + BV - 1) // BV):
+            cols_v = block_v * BV + tl.arange(0, BV)
+            outputs = _load_tile(do, rows, do_t, cols_v, mask, V)
+            values = _load_tile(v, rows, v_t, cols_v, mask, V)
+            da = dot(outputs, tl.trans(values), da, PRECISION)
+            dat = dot(values, tl.trans(outputs), dat, PRECISION)
+            entering = _load_tile(states + own, cols_k, V, cols_v, cols_k < K, V)
+            leaving = _load_tile(dstates + own, cols_k, V, cols_v, cols_k < K, V)
+            if WANT_DG:
+                across += tl.sum(tl.sum(entering.to(tl.float32) * leaving.to(tl.float32), 1), 0)
+            entering = _for_products(entering, outputs.dtype)
+            leaving = _for_products(leaving, outputs.dtype)
+            grad_q = dot(outputs.to(entering.dtype), tl.trans(entering), grad_q, PRECISION)
+            grad_k = dot(values.to(leaving.dtype), tl.trans(leaving), grad_k, PRECISION)
         steps = tl.arange(0, BT)
         causal = steps[:, None] >= steps[None, :]
         anticausal = steps[None, :] >= steps[:, None]
-        sum_q = tl.zeros((BT, BK), tl.float32)
-        sum_k = tl.zeros((BT, BK), tl.float32)
-        for number in range(0, span):
-            head = (part * span + number).to(tl.int64)
-            own = (chunk.to(tl.int64) * heads + head) * (K * V)
-            da = tl.zeros((BT, BT), tl.float32)  # row t, column s
-            dat = tl.zeros((BT, BT), tl.float32)  # row s, column t
-            grad_q = tl.zeros((BT, BK), tl.float32)
-            grad_k = tl.zeros((BT, BK), tl.float32)
-            across = 0.0
-            here = (do + head * do_h, v + head * v_h, states + own, dstates + own)
-            if V <= BV:  # no loop inside: then Triton loads the next head's tiles ahead
-                da, dat, grad_q, grad_k, across = _dqk_block(
-                    here, rows, do_t, v_t, cols_k, tl.arange(0, BV), mask, da, dat, grad_q, grad_k, across,
-                    K, V, WANT_DG, PRECISION,
-                )  # fmt: skip
-            else:
-                for block_v in range(0, (V + BV - 1) // BV):
-                    da, dat, grad_q, grad_k, across = _dqk_block(
-                        here, rows, do_t, v_t, cols_k, block_v * BV + tl.arange(0, BV), mask, da, dat, grad_q, grad_k,
-                        across, K, V, WANT_DG, PRECISION,
-                    )  # fmt: skip
-            grad_q = grad_q * scale
-            if HAS_G:
-                gates = tl.maximum(_load_scalars(g + head * g_h, g_t, mask, rows, 0.0), LOWEST_GATE)
-                b = tl.cumsum(gates, 0)
-                last = tl.sum(gates, 0)
-                grad_q = grad_q * tl.exp(b)[:, None]
-                grad_k = grad_k * tl.exp(last - b)[:, None]
-                across = across * tl.exp(last)
-                da = da * tl.exp(tl.where(causal, b[:, None] - b[None, :], float("-inf")))
-                dat = dat * tl.exp(tl.where(anticausal, b[None, :] - b[:, None], float("-inf")))
-            if HAS_W:
-                weights = _load_scalars(w + head * w_h, w_t, mask, rows, 0.0)
-                grad_k = grad_k * weights[:, None]
-                da = da * weights[None, :]
-                dat = dat * weights[:, None]
-            da = tl.where(causal, da, 0.0) * scale
-            dat = tl.where(anticausal, dat, 0.0) * scale
-            queries = _load_tile(q, rows, q_t, cols_k, mask, K)
-            keys = _load_tile(k, rows, k_t, cols_k, mask, K)
-            if WANT_DG:
-                out_of = tl.sum(grad_k * keys.to(tl.float32), 1)
-            grad_q = dot(da.to(keys.dtype), keys, grad_q, PRECISION)
-            grad_k = dot(dat.to(queries.dtype), queries, grad_k, PRECISION)
-            if WANT_DG:
-                inside = tl.sum(grad_q * queries.to(tl.float32), 1) - (tl.sum(grad_k * keys.to(tl.float32), 1) - out_of)
-                grad_g = tl.cumsum(inside, 0, reverse=True) + (tl.cumsum(out_of, 0) - out_of) + across
-                plane = block_k.to(tl.int64) * rows_in_all * heads
-                tl.store(dg + plane + (batch * seqlen + start + rows) * heads + head, grad_g, mask=mask)
-            sum_q += grad_q
-            sum_k += grad_k
-        to = ((batch * seqlen + start + rows)[:, None] * spans + part) * K + cols_k[None, :]
+        queries = _load_tile(q, rows, q_t, cols_k, mask, K)
+        keys = _load_tile(k, rows, k_t, cols_k, mask, K)
+        grad_q = grad_q * scale
+        if HAS_G:
+            g += batch * g_b + start * g_t + wide_head * g_h
+            gates = tl.maximum(_load_scalars(g, g_t, mask, rows, 0.0), LOWEST_GATE)
+            b = tl.cumsum(gates, 0)
+            last = tl.sum(gates, 0)
+            grad_q = grad_q * tl.exp(b)[:, None]
+            grad_k = grad_k * tl.exp(last - b)[:, None]
+            across = across * tl.exp(last)
+            da = da * tl.exp(tl.where(causal, b[:, None] - b[None, :], float("-inf")))
+            dat = dat * tl.exp(tl.where(anticausal, b[None, :] - b[:, None], float("-inf")))
+        if HAS_W:
+            w += batch * w_b + start * w_t + wide_head * w_h
+            weights = _load_scalars(w, w_t, mask, rows, 0.0)
+            grad_k = grad_k * weights[:, None]
+            da = da * weights[None, :]
+            dat = dat * weights[:, None]
+        da = tl.where(causal, da, 0.0) * scale
+        dat = tl.where(anticausal, dat, 0.0) * scale
+        if WANT_DG:
+            out_of = tl.sum(grad_k * keys.to(tl.float32), 1)
+        grad_q = dot(da.to(keys.dtype), keys, grad_q, PRECISION)
+        grad_k = dot(dat.to(queries.dtype), queries, grad_k, PRECISION)
+        if WANT_DG:
+            inside = tl.sum(grad_q * queries.to(tl.float32), 1) - (tl.sum(grad_k * keys.to(tl.float32), 1) - out_of)
+            grad_g = tl.cumsum(inside, 0, reverse=True) + (tl.cumsum(out_of, 0) - out_of) + across
+            plane = block_k.to(tl.int64) * rows_in_all * heads
+            tl.store(dg + plane + place + rows * heads, grad_g, mask=mask)
+        to = place * K + rows[:, None] * heads * K + cols_k[None, :]
         whole = mask[:, None] & (cols_k < K)[None, :]
-        tl.store(dq + to, sum_q.to(dq.dtype.element_ty), mask=whole)
-        tl.store(dk + to, sum_k.to(dk.dtype.element_ty), mask=whole)
+        tl.store(dq + to, grad_q.to(dq.dtype.element_ty), mask=whole)
+        tl.store(dk + to, grad_k.to(dk.dtype.element_ty), mask=whole)

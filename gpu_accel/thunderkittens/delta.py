@@ -20,13 +20,11 @@ from gpu_accel.flash_attention3.launch import launch, next_power_of_2
 from gpu_accel.thunderkittens import chunked, chunked_kernels, delta_kernels, reference
 from gpu_accel.thunderkittens.arguments import check_tensors, real
 from gpu_accel.thunderkittens.linear import (
+    _UNPROVEN,
     _need,
     _shape,
-    _sixteen,
-    _sixteen_by_sixteen,
     _validate,
     choose,
-    whole_tiles,
 )
 
 # What its tests in tests/gpu have passed on (H100, Triton 3.6.0): "auto" takes the kernels for that alone.
@@ -151,7 +149,7 @@ def delta_backward_op(
             strides = [s for x in (q, k, u, g, None, do) for s in chunked._strides(x)]
             launch(chunked_kernels._dqk_kernel, call.chunks * blocks_k,
                    (q, k, u, g, None, do, states, dstates, dq, dk, planes, *tables, *strides, *call.sizes, call.heads,
-                    call.group, scale, v.shape[0] * v.shape[1], 1),
+                    call.group, scale, v.shape[0] * v.shape[1]),
                    chunked._options(q, v, g, None, cu_seqlens, chunk) | smaller
                    | {"WANT_DG": want_dg, "num_warps": chunked._DQK_WARPS})  # fmt: skip
             strides = [s for x in (k, v, g, beta) for s in chunked._strides(x)]
@@ -226,13 +224,7 @@ def delta_rule(
         if backend == "portable":
             raise UnsupportedError(f"K is {q.shape[-1]}; the kernels of the delta rule hold {LARGEST_KEY}")
         backend = "reference" if backend == "auto" else backend
-    if choose(v, backend, v.dtype in GPU_CHECKED) == "portable":
-        if not whole_tiles(q, k, v):
-            o, state = delta_rule(
-                *(_sixteen(x) for x in (q, k, v)), beta, g=g, scale=scale, chunk=chunk, cu_seqlens=cu_seqlens,
-                initial_state=None if initial_state is None else _sixteen_by_sixteen(initial_state), backend=backend,
-            )  # fmt: skip
-            return o[..., : v.shape[3]], state[..., : q.shape[3], : v.shape[3]]
+    if choose(v, backend, v.dtype in GPU_CHECKED and min(q.shape[3], v.shape[3]) > _UNPROVEN) == "portable":
         g, initial_state = (None if x is None else x.float() for x in (g, initial_state))
         return delta_op(q, k, v, g, beta.float(), initial_state, cu_seqlens, scale, chunk)
     edges = [0, v.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()

@@ -38,9 +38,8 @@ from gpu_accel.thunderkittens.linear import (
 
 # What tests/gpu/test_thunderkittens.py has passed on: "auto" takes the kernels for that alone.
 BASED_HOPPER_CHECKED = True
-BASED_NORM_CHECKED = False  # the same with sums of weights
-HEDGEHOG_CHECKED = True
-_ONES = 16  # columns of ones that sum weights up: as many as the kernels' tiles have at least
+HEDGEHOG_CHECKED = (torch.bfloat16,)
+_ONES = 64  # columns of ones that sum weights up: a tile of the kernels
 _BASED_KEYS = 16  # the most of K whose squared state stays in registers
 
 
@@ -151,9 +150,9 @@ def _based_save(ctx, inputs, output):
 def _based_gradients(ctx, do):
     """By the features in memory: gradients take them anyway."""
     with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in ctx.saved_tensors]
-        o = _based_by_features(*leaves, ctx.scale, ctx.norm, None, "auto")
-    return *torch.autograd.grad(o, leaves, do), None, None, None
+        q, k, v = (x.detach().requires_grad_() for x in ctx.saved_tensors)
+        o = _based_by_features(q, k, v, ctx.scale, ctx.norm, None, "auto")
+    return *torch.autograd.grad(o, (q, k, v), do), None, None, None
 
 
 based_op.register_autograd(_based_gradients, setup_context=_based_save)
@@ -193,8 +192,7 @@ def fused_chunk_based(
         return based_op(q, k, v, scale, use_norm, "hopper")
     small = q.shape[-1] <= _BASED_KEYS and cu_seqlens is None and q.dtype in (torch.bfloat16, torch.float16)
     fits = v.is_cuda and q.dtype == torch.bfloat16 and based_hopper.size_refusal(q, v) is None
-    checked = BASED_NORM_CHECKED if use_norm else BASED_HOPPER_CHECKED
-    if small and backend == "auto" and checked and fits:
+    if small and backend == "auto" and BASED_HOPPER_CHECKED and fits:
         return based_op(q, k, v, scale, use_norm, "hopper or portable")
     if small and backend == "portable" and choose(v, backend) == "portable":
         return based_op(q, k, v, scale, use_norm, "portable")
@@ -231,6 +229,6 @@ def hedgehog_attention(
     if backend == "hopper" and (refusal := walk_hopper.machine_refusal(v)):
         _refuse(refusal)
     wide = q.shape[3] <= LARGEST_DIM and q.dtype in (torch.bfloat16, torch.float16)
-    kernel = wide and (backend == "hopper" or choose(v, backend, HEDGEHOG_CHECKED) == "portable")
+    kernel = wide and (backend == "hopper" or choose(v, backend, v.dtype in HEDGEHOG_CHECKED) == "portable")
     features = hedgehog_op if kernel else hedgehog_features
     return _normalised(features(q, q_map), features(k, k_map), v, True, cu_seqlens, backend)

@@ -23,6 +23,8 @@ _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 GPU_CHECKED = True
 # The same for `walk_kernel` in Gluon: "auto" takes its forward where it can run.
 HOPPER_CHECKED = True
+# K and V up to this: tiles of 16 columns are wrong on Hopper, and what is taken instead was not seen on a card yet.
+_UNPROVEN = 16
 _WALKED_KEYS = range(33, 129)  # of one walk, in bfloat16, that those tests passed on
 LARGEST_DIM = 256
 
@@ -58,33 +60,6 @@ def choose(x: Tensor, backend: str, checked: bool | None = None) -> str:
         if not x.is_cuda and not INTERPRET:
             raise UnsupportedError("the kernels need a GPU, or TRITON_INTERPRET=1; use backend='reference' on a CPU")
     return backend
-
-
-def whole_tiles(*tensors: Tensor) -> bool:
-    """Whether Triton reads every tile of 16 columns of these 16 bytes at a time.
-
-    One that it reads two bytes at a time (V = 1, rows off 16 bytes) reaches wgmma wrongly on Hopper under Triton 3.6:
-    its columns come out wrong, or the descriptor points outside of shared memory and the call is an illegal access.
-    """
-    return not any(x.is_cuda and x.shape[-1] <= 16 and (x.shape[-1] % 8 or _odd(x)) for x in tensors)
-
-
-def _odd(x: Tensor) -> bool:
-    """Rows that do not start at multiples of 16 bytes. (By numbers that torch.compile knows: not by the address.)"""
-    starts = [x.storage_offset(), *(s for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1)]
-    return x.stride(-1) != 1 or any(s * x.element_size() % 16 for s in starts)
-
-
-def _sixteen(x: Tensor) -> Tensor:
-    """x with zeros up to 16 columns, in rows of its own; wider ones as they are."""
-    if x.shape[-1] > 16:
-        return x
-    return torch.nn.functional.pad(x, (0, 16 - x.shape[-1])).clone(memory_format=torch.contiguous_format)
-
-
-def _sixteen_by_sixteen(state: Tensor) -> Tensor:
-    rows, cols = (max(0, 16 - n) for n in state.shape[-2:])
-    return torch.nn.functional.pad(state, (0, cols, 0, rows))
 
 
 def _validate(q: Tensor, k: Tensor, v: Tensor, g, w, initial, cu_seqlens, chunk: int, w_name: str = "w") -> None:
@@ -153,14 +128,10 @@ def linear_attention(
         _refuse(walk_hopper.refusal(q, k, v, cu_seqlens, chunk))
         g, w, initial_state = (None if x is None else x.float() for x in (g, w, initial_state))
         return chunked.chunked(q, k, v, g, w, initial_state, None, scale, chunk, segments, "hopper")
-    if choose(v, backend) == "portable":
-        if not whole_tiles(q, k, v):
-            o, state = linear_attention(
-                *(_sixteen(x) for x in (q, k, v)), g=g, w=w, scale=scale, chunk=chunk, segments=segments, fused=fused,
-                initial_state=None if initial_state is None else _sixteen_by_sixteen(initial_state),
-                cu_seqlens=cu_seqlens, backend=backend,
-            )  # fmt: skip
-            return o[..., : v.shape[3]], state[..., : q.shape[3], : v.shape[3]]
+    wide = min(q.shape[3], v.shape[3]) > _UNPROVEN or (
+        HOPPER_CHECKED and v.dtype == torch.bfloat16 and walk_hopper.size_refusal(q, v, cu_seqlens, chunk) is None
+    )
+    if choose(v, backend, GPU_CHECKED and wide) == "portable":
         g, w, initial_state = (None if x is None else x.float() for x in (g, w, initial_state))
         given, refusal = fused, chunked.fused_refusal(q.shape[-1], v.dtype)
         if fused and refusal:

@@ -24,11 +24,11 @@ from gpu_accel.flash_attention3.launch import launch
 from gpu_accel.flash_attention3.problem import FLOAT_DTYPES, check_flag
 from gpu_accel.thunderkittens import fft_kernels
 from gpu_accel.thunderkittens.arguments import check_tensors
-from gpu_accel.thunderkittens.chunked import _device, _unit, precision
+from gpu_accel.thunderkittens.chunked import _device, _unit
 from gpu_accel.thunderkittens.linear import BACKENDS, _need, _shape, choose
 
-# Until its test in tests/gpu has passed on a card, "auto" is the reference in torch.
-GPU_CHECKED = False
+# What its test in tests/gpu has passed on: "auto" takes the kernel for that alone.
+GPU_CHECKED = (torch.float32,)
 SIZES = tuple(1 << n for n in range(8, 13))  # 256 to 4096: larger ones do not fit into the shared memory of one program
 
 
@@ -36,6 +36,11 @@ def _sides(size: int) -> tuple[int, int]:
     """size = A B, both powers of two from 16 to 64, as equal as can be."""
     bits = size.bit_length() - 1
     return 1 << (bits // 2), 1 << (bits - bits // 2)
+
+
+def _precision(dtype: torch.dtype) -> str:
+    """tf32 has the 11 bits of float16, so products of products in it err too much beside float16."""
+    return "tf32" if dtype == torch.bfloat16 else "tf32x3"
 
 
 @functools.lru_cache(maxsize=16)
@@ -76,7 +81,7 @@ def fft_conv_op(
                    (u, spectrum.contiguous(), pregate, postgate, y, _tables(a * b, u.device), *strides, seqlen, batch,
                     channels),
                    dict(A=a, B=b, CONJUGATE=conjugate, PRE=pregate is not None, POST=postgate is not None,
-                        PRECISION=precision(u.dtype), num_warps=8 if a * b > 1024 or u.dtype == torch.float32 else 4,
+                        PRECISION=_precision(u.dtype), num_warps=8 if a * b > 1024 or u.dtype != torch.bfloat16 else 4,
                         num_stages=1))  # fmt: skip
     return y
 
@@ -169,6 +174,6 @@ class FlashFFTConv(torch.nn.Module):
               f"k must be (channels, at most {self.seqlen}) with {u.shape[1]} channels, got {_shape(k)}")  # fmt: skip
         for name, x in (("pregate", pregate), ("postgate", postgate)):
             _need(x is None or (x.shape == u.shape and x.dtype == u.dtype), f"{name} must be as u, {_shape(u)}")
-        if choose(u, self.backend, GPU_CHECKED) == "reference":
+        if choose(u, self.backend, u.dtype in GPU_CHECKED) == "reference":
             return long_conv_reference(u, k, pregate, postgate, self.seqlen)
         return _LongConv.apply(u, k, pregate, postgate, self._spectrum(k), self.seqlen)

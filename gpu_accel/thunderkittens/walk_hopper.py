@@ -24,7 +24,6 @@ class WalkConfig:
 
     block_v: int = 64
     stages: int = 2
-    ahead: bool = False  # products of q and k a chunk ahead
 
 
 def walk_config(key_dim: int, value_dim: int) -> WalkConfig:
@@ -123,7 +122,7 @@ def walk(
     values = [tensor_map(x, CHUNK, config.block_v) for x in (v, o)]
     nothing = final if initial is None else initial
     constants = dict(BK=block_k, BV=config.block_v, STAGES=config.stages, GATED=g is not None, WEIGHTED=w is not None,
-                     HAS_INITIAL=initial is not None, HAS_LOCAL=local is not None, NORM=norm is not None, AHEAD=config.ahead)  # fmt: skip
+                     HAS_INITIAL=initial is not None, HAS_LOCAL=local is not None, NORM=norm is not None)  # fmt: skip
     _quick[0](
         (), batch * heads * tiles * segments,
         (*keys, *values, _line_map(sums), _line_map(weights), nothing, final if local is None else local,

@@ -88,7 +88,7 @@ def walk_kernel(
     q_desc, k_desc, v_desc, o_desc, sums_desc, weights_desc, initial, local, decays, final,
     chunks, heads, group, sequences, segments, tiles, K, V, scale, floor,
     BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, WEIGHTED: gl.constexpr,
-    HAS_INITIAL: gl.constexpr, HAS_LOCAL: gl.constexpr, NORM: gl.constexpr, AHEAD: gl.constexpr,
+    HAS_INITIAL: gl.constexpr, HAS_LOCAL: gl.constexpr, NORM: gl.constexpr,
 ):  # fmt: skip
     """o through o_desc, and final (sequences, heads, K, V) float32. Descriptors of rank 4: (batch, head, row, column).
 
@@ -161,17 +161,11 @@ def walk_kernel(
     stage = 0
     phase = 0
     last = 0.0
-    if AHEAD:
-        scores = no_scores
-        if begin < end:
-            mbarrier.wait(full.index(0), 0)
-            scores = warpgroup_mma(q_bufs.index(0), k_bufs.index(0).permute((1, 0)), no_scores, use_acc=False)
     for chunk in range(begin, end):
+        mbarrier.wait(full.index(stage), phase)
         k_buf = k_bufs.index(stage)
         v_buf = v_bufs.index(stage)
-        if not AHEAD:
-            mbarrier.wait(full.index(stage), phase)
-            scores = warpgroup_mma(q_bufs.index(stage), k_buf.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        scores = warpgroup_mma(q_bufs.index(stage), k_buf.permute((1, 0)), no_scores, use_acc=False, is_async=True)
         out = warpgroup_mma(q_bufs.index(stage), s_buf, no_out, use_acc=False, is_async=True)
 
         # what needs no product
@@ -186,8 +180,7 @@ def walk_kernel(
             acc = acc * gl.exp2(last)
         elif WEIGHTED:
             share = gl.where(causal, weights_bufs.index(stage).load(gl.SliceLayout(0, SCORES))[None, :], 0.0)
-        if not AHEAD:
-            scores = warpgroup_mma_wait(1, deps=[scores])
+        scores = warpgroup_mma_wait(1, deps=[scores])
         if GATED or WEIGHTED:  # noqa: SIM108
             p = (scores * share).to(dtype)
         else:
@@ -204,28 +197,15 @@ def walk_kernel(
             out = out * gl.exp2(sums_bufs.index(stage).load(gl.SliceLayout(1, OUT)))[:, None]
         out = warpgroup_mma(gl.convert_layout(p, LEFT), v_buf, out, is_async=True)
         acc = warpgroup_mma(keys, v_buf, acc, is_async=True)
-        if AHEAD:
-            # the next chunk's products of q and k under this one's way out; after the last chunk, its own once more
-            more = (chunk + 1 < end).to(gl.int32)
-            following = stage + more
-            wrapped = (following == STAGES).to(gl.int32)
-            following -= wrapped * STAGES
-            mbarrier.wait(full.index(following), phase ^ wrapped)
-            scores = warpgroup_mma(
-                q_bufs.index(following), k_bufs.index(following).permute((1, 0)), no_scores, use_acc=False,
-                is_async=True,
-            )  # fmt: skip
         tma.store_wait(0)
         barrier()  # S was read by all, and the last o has left
-        out = warpgroup_mma_wait(2 if AHEAD else 1, deps=[out])
+        out = warpgroup_mma_wait(1, deps=[out])
         if NORM:
             out = out / (total * scale + floor)[:, None]
             z_buf.store(z)
         o_buf.store((out * scale).to(dtype))
-        acc = warpgroup_mma_wait(1 if AHEAD else 0, deps=[acc])
+        acc = warpgroup_mma_wait(0, deps=[acc])
         s_buf.store(acc.to(dtype))
-        if AHEAD:
-            scores = warpgroup_mma_wait(0, deps=[scores])
         fence_async_shared()
         barrier()
         tma_store(o_desc, [n, head, chunk * STEPS, col], o_buf)

@@ -2,6 +2,7 @@
 
 python compile_kernels.py chunked bf16-128-128,fp16-64-128-packed     forward and backward, gates, weights, K-V
 python compile_kernels.py delta bf16-128-128,fp16-64-128              the delta rule, forward and backward
+python compile_kernels.py maps bf16-64                               Based, and Hedgehog's map
 python compile_kernels.py conv bf16-4096                              short causal convolutions
 python compile_kernels.py ladder bf16-4096                            the levels of a product, and attention of tiles
 python compile_kernels.py longconv bf16-2048,fp32-16384              convolutions by Fourier transforms
@@ -60,6 +61,14 @@ def delta(dtype: torch.dtype, key_dim: int, value_dim: int, packed: bool) -> Non
     state = torch.empty(2 if packed else 1, 16, key_dim, value_dim)
     ops.delta_op._init_fn(q, q, v, g, g, state, cu, 0.1, 64)
     ops.delta_backward_op._init_fn(v, state, q, q, v, g, g, state, cu, 0.1, 64)
+
+
+def maps(dtype: torch.dtype, value_dim: int) -> None:
+    from gpu_accel.thunderkittens import based_hopper, features
+
+    q, v = torch.empty(1, 4096, 16, 16, dtype=dtype), torch.empty(1, 4096, 16, value_dim, dtype=dtype)
+    based_hopper.walk(q, q, v, 0.25, False)
+    features.hedgehog_op._init_fn(torch.empty(1, 4096, 16, 128, dtype=dtype), torch.empty(16, 128, 64, dtype=dtype))
 
 
 def conv(dtype: torch.dtype, dim: int) -> None:
@@ -127,8 +136,8 @@ if __name__ == "__main__":
             kind, *sizes = label.split("-")
             if sys.argv[1] == "rows":
                 rows_of(DTYPES[kind], int(sizes[0]))
-            elif sys.argv[1] in ("conv", "ladder", "longconv"):
-                dict(conv=conv, ladder=ladder, longconv=longconv)[sys.argv[1]](DTYPES[kind], int(sizes[0]))
+            elif sys.argv[1] in ("conv", "ladder", "longconv", "maps"):
+                dict(conv=conv, ladder=ladder, longconv=longconv, maps=maps)[sys.argv[1]](DTYPES[kind], int(sizes[0]))
             else:
                 of = delta if sys.argv[1] == "delta" else chunked
                 of(DTYPES[kind], int(sizes[0]), int(sizes[1]), "packed" in sizes)

@@ -305,7 +305,7 @@ def test_aot_dispatch(device):
 
 
 def test_gates_of_the_walk(device):
-    """Sums in base 2 inside every chunk, head by head; what lies beyond the sequence adds nothing and weighs nothing."""
+    """Sums in base 2 inside every chunk, head by head; what lies beyond the sequence adds and weighs nothing."""
     g, w = -randn(2, 70, 5, seed=1, device=device).abs(), randn(2, 70, 5, seed=2, device=device)
     g[0, 3, 1] = -torch.inf
     v = torch.empty(2, 70, 5, 16, device=device)
