@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gpu_accel.errors import InvalidInputError
 from gpu_accel.flash_attention3.reference import attention_truth, attention_truth_backward
 from gpu_accel.ring_attention import RingAttention, make_layout
 from gpu_accel.ring_attention.attention import distributed_attention, make_call
@@ -154,6 +155,17 @@ def test_what_is_overwritten_before_its_backward_is_found_out():
         k.fill_(2.0)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             o.sum().backward()
+
+
+def test_the_module_has_homes_in_its_own_order():
+    transport = Pulling(World(1), 0)
+    module = RingAttention(1, transport=transport)
+    k, v = module.home((1, 2, 4, 8), dtype=torch.float32, device="cpu")
+    assert k.shape == v.shape == (1, 2, 4, 8)
+    assert home_number(transport, (k.transpose(1, 2), v.transpose(1, 2))) == 0
+    for wrong in ((1, 2, 4), (1, 2, 4, 0), (1, 2, 4, 8.0)):
+        with pytest.raises(InvalidInputError, match="shape must be four sizes"):
+            module.home(wrong, dtype=torch.float32)
 
 
 def test_other_transports_give_tensors_like_any_others():
