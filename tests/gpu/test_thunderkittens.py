@@ -106,9 +106,27 @@ def test_packed_sequences():
     judge(["o", "states", "dq", "dk", "dv", "dg"], function, tensors, grads)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
+def alone(code):
+    """Run a check in a process of its own: one that ends in an illegal access would fail all tests after it."""
+    code = f"from tests.gpu.test_thunderkittens import *; {code}"
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-def test_delta_rule(gated, dtype):
+def test_delta_rule(gated):
+    delta_rule_of(gated, BF16)
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("dtype", ["FP16", "FP32"])
+def test_delta_rule_in_other_dtypes(dtype, gated):
+    """Gated in fp16 it failed on an H200, and how is not known; "auto" takes torch for these."""
+    alone(f"delta_rule_of({gated}, {dtype})")
+
+
+def delta_rule_of(gated, dtype):
     q, k = (torch.nn.functional.normalize(randn(2, 515, 4, 64, seed=s), dim=-1).to(dtype) for s in (1, 2))
     tensors = [q, k, randn(2, 515, 4, 128, seed=3, dtype=dtype), randn(2, 515, 4, seed=4).sigmoid()]
     tensors += [randn(2, 4, 64, 128, seed=5)] + ([-randn(2, 515, 4, seed=6).square() * 0.1] if gated else [])
@@ -195,10 +213,7 @@ def test_odd_sizes(key_dim, value_dim, dtype):
 @pytest.mark.parametrize("arguments", ["64, 1, BF16", "9, 16, FP16", "16, 64, BF16", "64, 16, BF16, 1"])
 def test_tiles_of_16_columns(arguments):
     """What they are replaced by (chunked._block), in a process of its own: such tiles ended in illegal accesses."""
-    code = f"from tests.gpu.test_thunderkittens import *; odd_sizes({arguments})"
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
+    alone(f"odd_sizes({arguments})")
 
 
 # batch, seqlen, heads, heads of q, K, V; gates and weights, a first state, segments
