@@ -67,15 +67,56 @@ def widen(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def page_of(table, j, cols, seen, hi, N: tl.constexpr, PAGE: tl.constexpr):
-    """Page numbers of the keys `cols`: one for all where a block never leaves its page. Entries not seen: page 0."""
+def block_pages(table, j, lo, hi, N: tl.constexpr, PAGE: tl.constexpr):
+    """Page numbers (int64) of the block of keys j to j + N - 1, j a multiple of N; see `page_of`.
+
+    Four numbers where a block consists of at most four whole pages or lies in one: which of them a key takes is then
+    known when the kernel is compiled, and nothing has to be exchanged between threads. Otherwise one tensor of N, four
+    times. Entries of pages without a key from lo to hi - 1 are not read: page 0.
+    """
     if PAGE == 0:
-        page = cols.to(tl.int64)  # not used
+        first = tl.full((), 0, tl.int64)
+        return first, first, first, first
     elif PAGE % N == 0:
-        page = tl.load(table + j // PAGE, mask=j < hi, other=0).to(tl.int64)
+        first = tl.load(table + j // PAGE, mask=j < hi, other=0).to(tl.int64)
+        return first, first, first, first
+    elif _few(N, PAGE):
+        first = _page(table, j, lo, hi, PAGE)
+        second = first
+        third = first
+        fourth = first
+        if N // PAGE > 1:
+            second = _page(table, j + PAGE, lo, hi, PAGE)
+        if N // PAGE > 2:
+            third = _page(table, j + 2 * PAGE, lo, hi, PAGE)
+            fourth = _page(table, j + 3 * PAGE, lo, hi, PAGE)
+        return first, second, third, fourth
     else:
-        page = tl.load(table + cols // PAGE, mask=seen, other=0).to(tl.int64)
-    return page
+        cols = j + tl.arange(0, N)
+        pages = tl.load(table + cols // PAGE, mask=(cols >= lo) & (cols < hi), other=0).to(tl.int64)
+        return pages, pages, pages, pages
+
+
+@triton.constexpr_function
+def _few(n: int, page: int) -> bool:
+    return n % page == 0 and n // page in (1, 2, 4)
+
+
+@triton.jit
+def _page(table, key, lo, hi, PAGE: tl.constexpr):
+    return tl.load(table + key // PAGE, mask=(key + PAGE > lo) & (key < hi), other=0).to(tl.int64)
+
+
+@triton.jit
+def page_of(first, second, third, fourth, N: tl.constexpr, PAGE: tl.constexpr):
+    """Page numbers of the N keys of a block (or one for all of them) from those of `block_pages`."""
+    if PAGE == 0 or PAGE % N == 0:
+        return first
+    elif _few(N, PAGE):
+        which = tl.arange(0, N) // PAGE
+        return tl.where(which < 2, tl.where(which == 0, first, second), tl.where(which == 2, third, fourth))
+    else:
+        return first
 
 
 @triton.jit

@@ -21,7 +21,9 @@ all processors have enough 16-byte loads in flight all the time.
   range), float32 ones where q is float32. One scale for a head goes into the softmax scale and the result. One for each
   key multiplies its column of S, and its column of P after division by the largest of the block. int4 with several
   groups in a head is dequantised element by element. int4 holds two neighbours of head_dim in a byte, low nibble
-  first: even and odd dimensions are two tiles, with two products.
+  first: even and odd dimensions are two tiles, with two products. 8-bit codes are read the same way, two in 16 bits,
+  because matrix operands come out of shared memory in units of 16 bits: byte by byte, a step of 128 keys took 169 loads
+  from there where it now takes 9, and V came in asynchronous copies of 8 bytes.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from gpu_accel.flash_attention3.kvcache_append import append_kv
 from gpu_accel.flash_attention3.kvcache_device import (
     LN2,
     TOKEN_SCALES,
+    block_pages,
     cache_lengths,
     cache_rows,
     merge_splits,
@@ -57,15 +60,37 @@ KERNEL = "decode_attention (plain Triton)"
 
 
 @triton.jit
-def _nibbles(packed, scales, N: tl.constexpr, HALF: tl.constexpr, GROUPS: tl.constexpr, C: tl.constexpr):
-    """int8 (N, HALF) of two nibbles each -> the low and the high ones in C, times their group's scale (N, G)."""
-    low = ((packed << 4) >> 4).to(C)
-    high = (packed >> 4).to(C)
+def _pairs(
+    packed, scales, N: tl.constexpr, HALF: tl.constexpr, GROUPS: tl.constexpr, C: tl.constexpr, CODES: tl.constexpr
+):  # fmt: skip
+    """(N, HALF) of two codes each -> the low and the high ones in C, times their group's scale (N, G).
+
+    CODES: int4 in int8, or int8, e4m3, e5m2 in int16.
+    """
+    if CODES == "int4":
+        low = ((packed << 4) >> 4).to(C)
+        high = (packed >> 4).to(C)
+    elif CODES == "int8":
+        low = packed.to(tl.int8).to(C)
+        high = (packed >> 8).to(C)
+    else:
+        KIND: tl.constexpr = tl.float8e4nv if CODES == "e4m3" else tl.float8e5
+        low = widen((packed & 255).to(tl.uint8).to(KIND, bitcast=True), C)
+        high = widen(((packed >> 8) & 255).to(tl.uint8).to(KIND, bitcast=True), C)
     if GROUPS > 1:
         wide = scales.to(C)[:, :, None]
         low = tl.reshape(tl.reshape(low, [N, GROUPS, HALF // GROUPS]) * wide, [N, HALF])
         high = tl.reshape(tl.reshape(high, [N, GROUPS, HALF // GROUPS]) * wide, [N, HALF])
     return low, high
+
+
+@triton.jit
+def _load_keys(rows, cols, seen, WIDTH: tl.constexpr, MASKED: tl.constexpr):
+    """A tile of keys or values from pointers to their rows; zeros for those not seen."""
+    mask = seen[:, None]
+    if MASKED:
+        mask = mask & (cols < WIDTH)[None, :]
+    return tl.load(rows[:, None] + cols[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -82,24 +107,27 @@ def decode_attention(
     k_scale, v_scale, sinks, cos, sin,
     q_sb, q_ss, q_sh, k_sp, k_st, k_sh, v_sp, v_st, v_sh, o_sb, o_ss, o_sh, lse_sb, lse_sh, table_sb,
     ks_sp, ks_st, ks_sh, ks_sg, vs_sp, vs_st, vs_sh, vs_sg,
-    splits, tiles_m, heads_kv, seqlen_q, capacity, length, new, window_left, window_right, longest,
-    softmax_scale, softcap,
-    M: tl.constexpr, N: tl.constexpr, R: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,
-    DIM_V: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, SPLIT_KEYS: tl.constexpr, MIN_BLOCKS: tl.constexpr,
-    FORMAT: tl.constexpr, SCALES: tl.constexpr, GROUPS: tl.constexpr, GROUPS_V: tl.constexpr,
+    splits, tiles_m, seqlen_q, capacity, length, new, window_left, window_right, longest, softmax_scale, softcap,
+    HEADS: tl.constexpr, SEVERAL_TILES: tl.constexpr, ALIKE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    R: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, DIM_V: tl.constexpr, DV: tl.constexpr,
+    PAGE: tl.constexpr, SPLIT_KEYS: tl.constexpr, MIN_BLOCKS: tl.constexpr,
+    FORMAT: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr, GROUPS: tl.constexpr, GROUPS_V: tl.constexpr,
     LENS: tl.constexpr, LEFTPAD: tl.constexpr, BATCH_IDX: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, ADVANCE: tl.constexpr,
     SPLIT: tl.constexpr, FUSED: tl.constexpr, CHUNK: tl.constexpr, PREFETCH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One split of one tile. FORMAT: 16 is the dtype of q, 8 is fp8 or int8, 4 is packed int4.
 
-    Neighbouring programs have neighbouring key heads, whose rows lie side by side in memory.
+    CODES: what pairs of neighbours of head_dim are packed into one number of k and v, even ones low; "" where each is
+    a number of its own. Neighbouring programs have neighbouring key heads, whose rows lie side by side in memory.
     """
     pid = tl.program_id(0)
-    head = pid % heads_kv
-    pid = pid // heads_kv
-    tile_m = pid % tiles_m
-    pid = pid // tiles_m
+    head = pid % HEADS
+    pid = pid // HEADS
+    tile_m = 0
+    if SEVERAL_TILES:
+        tile_m = pid % tiles_m
+        pid = pid // tiles_m
     split = pid % splits
     b = pid // splits
 
@@ -109,7 +137,7 @@ def decode_attention(
     query = row // GROUP
     q_head = head * GROUP + row % GROUP
     live = row < rows
-    HALF: tl.constexpr = 2 if FORMAT == 4 else 1
+    HALF: tl.constexpr = 1 if CODES == "" else 2
     KD: tl.constexpr = D // HALF
     VD: tl.constexpr = DV // HALF
     C: tl.constexpr = tl.float32 if q.dtype.element_ty == tl.float32 else tl.float16  # of 8- and 4-bit products
@@ -123,7 +151,7 @@ def decode_attention(
     if ROTARY == 0:
         q_tile = load_rotated(q_rows, q_cols, live, query, cos, sin, longest, DIM, 0, INTERLEAVED, MASK_K)
         q_tile2 = q_tile
-        if FORMAT == 4:
+        if CODES != "":
             q_tile2 = load_rotated(q_rows, q_cols + 1, live, query, cos, sin, longest, DIM, 0, INTERLEAVED, MASK_K)
     head_scale = tl.full((), 1.0, tl.float32)
     out_scale = tl.full((), 1.0, tl.float32)
@@ -154,7 +182,7 @@ def decode_attention(
             position += query
         q_tile = load_rotated(q_rows, q_cols, live, position, cos, sin, longest, DIM, ROTARY, INTERLEAVED, MASK_K)
         q_tile2 = q_tile
-        if FORMAT == 4:
+        if CODES != "":
             q_tile2 = load_rotated(q_rows, q_cols + 1, live, position, cos, sin, longest, DIM, ROTARY, INTERLEAVED,
                                    MASK_K)  # fmt: skip
     score_scale = tl.full([M], 1.0, tl.float32) * softmax_scale
@@ -163,7 +191,7 @@ def decode_attention(
         q_tile = q_tile.to(tl.float32)
         q_tile2 = q_tile2.to(tl.float32)
         largest = tl.max(tl.abs(q_tile), 1)
-        if FORMAT == 4:
+        if CODES != "":
             largest = tl.maximum(largest, tl.max(tl.abs(q_tile2), 1))
         power, inverse_power = _power(largest)
         score_scale *= power
@@ -190,32 +218,29 @@ def decode_attention(
         l_i += tl.where(split == 0, 1.0, 0.0)
     acc = tl.zeros([M, VD], tl.float32)
     acc2 = l_i
-    if FORMAT == 4:
+    if CODES != "":
         acc2 = tl.zeros([M, VD], tl.float32)
 
     offsets = tl.arange(0, N)
-    page = page_of(table, start, start + offsets, (start + offsets >= lo) & (start + offsets < stop), stop, N, PAGE)
+    p0, p1, p2, p3 = block_pages(table, start, lo, stop, N, PAGE)
     for j in tl.range(start, stop, N):
         cols = j + offsets
         seen = (cols >= lo) & (cols < stop)
         if PREFETCH:
-            ahead = cols + N
-            next_page = page_of(table, j + N, ahead, ahead < stop, stop, N, PAGE)
+            n0, n1, n2, n3 = block_pages(table, j + N, lo, stop, N, PAGE)
         else:
-            page = page_of(table, j, cols, seen, stop, N, PAGE)
-        k_rows = k_base + cache_rows(cols, seen, page, batch_row, k_sp, k_st, PAGE)
-        mask = seen[:, None]
-        if MASK_K:
-            mask = mask & (k_cols < DIM // HALF)[None, :]
-        k_tile = tl.load(k_rows[:, None] + k_cols[None, :], mask=mask, other=0.0)
+            p0, p1, p2, p3 = block_pages(table, j, lo, stop, N, PAGE)
+        page = page_of(p0, p1, p2, p3, N, PAGE)
+        places = cache_rows(cols, seen, page, batch_row, k_sp, k_st, PAGE)
+        k_tile = _load_keys(k_base + places, k_cols, seen, DIM // HALF, MASK_K)
         if SCALES == TOKEN_SCALES:
             ks_rows = k_scale + head * ks_sh + cache_rows(cols, seen, page, batch_row, ks_sp, ks_st, PAGE)
             vs_rows = v_scale + head * vs_sh + cache_rows(cols, seen, page, batch_row, vs_sp, vs_st, PAGE)
-        if FORMAT == 4:
+        if CODES != "":
             ks = offsets
             if GROUPS > 1:
                 ks = tl.load(ks_rows[:, None] + tl.arange(0, GROUPS)[None, :] * ks_sg, mask=seen[:, None], other=0.0)
-            k_low, k_high = _nibbles(k_tile, ks, N, KD, GROUPS, C)
+            k_low, k_high = _pairs(k_tile, ks, N, KD, GROUPS, C, CODES)
             s = dot(q_tile, tl.trans(k_low), None, PRECISION)
             s = dot(q_tile2, tl.trans(k_high), s, PRECISION)
         else:
@@ -238,41 +263,42 @@ def decode_attention(
         l_i = l_i * alpha + tl.sum(p, 1)
         m_i = m_new
 
-        v_rows = v_base + cache_rows(cols, seen, page, batch_row, v_sp, v_st, PAGE)
-        mask_v = seen[:, None]
-        if MASK_V:
-            mask_v = mask_v & (v_cols < DIM_V // HALF)[None, :]
-        v_tile = tl.load(v_rows[:, None] + v_cols[None, :], mask=mask_v, other=0.0)
+        if not ALIKE:
+            places = cache_rows(cols, seen, page, batch_row, v_sp, v_st, PAGE)
+        v_tile = _load_keys(v_base + places, v_cols, seen, DIM_V // HALF, MASK_V)
         acc = acc * alpha[:, None]
         if (SCALES == TOKEN_SCALES) and (GROUPS_V == 1):
             vs = tl.load(vs_rows, mask=seen, other=0.0)
             largest_v = tl.max(tl.abs(vs), 0)
             ratio = vs / tl.where(largest_v > 0, largest_v, 1.0)
             p16 = (p * ratio[None, :]).to(C)
-            if FORMAT == 4:
-                v_low, v_high = _nibbles(v_tile, offsets, N, VD, 1, C)
+            if CODES != "":
+                v_low, v_high = _pairs(v_tile, offsets, N, VD, 1, C, CODES)
                 acc += dot(p16, v_low, None, PRECISION) * largest_v
                 acc2 = acc2 * alpha[:, None] + dot(p16, v_high, None, PRECISION) * largest_v
             else:
                 acc += dot(p16, widen(v_tile, C), None, PRECISION) * largest_v
-        elif FORMAT == 4:
+        elif CODES != "":
             vs = offsets
             if GROUPS_V > 1:
                 vs = tl.load(vs_rows[:, None] + tl.arange(0, GROUPS_V)[None, :] * vs_sg, mask=seen[:, None], other=0.0)
-            v_low, v_high = _nibbles(v_tile, vs, N, VD, GROUPS_V, C)
+            v_low, v_high = _pairs(v_tile, vs, N, VD, GROUPS_V, C, CODES)
             acc = dot(p.to(C), v_low, acc, PRECISION)
             acc2 = dot(p.to(C), v_high, acc2 * alpha[:, None], PRECISION)
         else:
             acc = dot(p.to(q_tile.dtype), widen(v_tile, q_tile.dtype), acc, PRECISION)
         if PREFETCH:
-            page = next_page
+            p0 = n0
+            p1 = n1
+            p2 = n2
+            p3 = n3
 
     # -- the result of this split, and of the tile if this is all of it
     safe = tl.where(l_i == 0.0, 1.0, l_i)  # not "l > 0": NaN has to stay NaN
     inverse = out_scale / safe
     lse2 = m_i + tl.log2(safe)
     acc = acc * inverse[:, None]
-    if FORMAT == 4:
+    if CODES != "":
         acc2 = acc2 * inverse[:, None]
     o_cols = v_cols * HALF
     if used <= 1:
@@ -281,18 +307,18 @@ def decode_attention(
         if MASK_V:
             mask_o = mask_o & (o_cols < DIM_V)[None, :]
         tl.store(o_rows[:, None] + o_cols[None, :], acc.to(o.dtype.element_ty), mask=mask_o)
-        if FORMAT == 4:
+        if CODES != "":
             tl.store(o_rows[:, None] + o_cols[None, :] + 1, acc2.to(o.dtype.element_ty), mask=mask_o)
         tl.store(lse + b.to(tl.int64) * lse_sb + q_head.to(tl.int64) * lse_sh + query, lse2 * LN2, mask=live)
     elif SPLIT:
-        tile = (b * heads_kv + head) * tiles_m + tile_m
+        tile = (b * HEADS + head) * tiles_m + tile_m
         part = tile.to(tl.int64) * splits + split
         local = tl.arange(0, M)
         mask_p = local < R  # rows above R are never alive
         tl.store(lse_parts + part * R + local, lse2, mask=mask_p)
         p_rows = o_parts + (part * R + local)[:, None] * DV + o_cols[None, :]
         tl.store(p_rows, acc, mask=mask_p[:, None])
-        if FORMAT == 4:
+        if CODES != "":
             tl.store(p_rows + 1, acc2, mask=mask_p[:, None])
         if FUSED:
             tl.debug_barrier()  # all threads have stored, then one of them releases
@@ -451,6 +477,17 @@ def _codes(x: Tensor) -> Tensor:
     return x.view(torch.int8) if x.dtype == torch.uint8 else x
 
 
+def _paired(call: KVCall) -> tuple[Tensor, Tensor, str]:
+    """The caches as `decode_attention` reads them, and its CODES: pairs of bytes wherever addresses allow it."""
+    caches = call.k_cache, call.v_cache
+    if call.kind == "int4":
+        return _codes(caches[0]), _codes(caches[1]), call.kind
+    even = (n % 2 == 0 for x in caches for n in (x.storage_offset(), x.data_ptr(), *x.stride()[:3]))
+    if call.kind and all(even):
+        return caches[0].view(torch.int16), caches[1].view(torch.int16), call.kind
+    return *caches, ""
+
+
 def refuse(call: KVCall) -> str | None:
     """Why the plain-Triton kernels cannot run this call, or None."""
     device = call.q.device
@@ -500,7 +537,7 @@ def forward(call: KVCall, o: Tensor, lse: Tensor, config: DecodeConfig | None = 
     """Append, then attend: writes o (batch, seqlen_q, heads, head_dim_v) and lse (batch, heads, seqlen_q)."""
     batch, sq, _, head_dim = call.q.shape
     padded = tuple(max(16, next_power_of_2(d)) for d in (head_dim, call.head_dim_v))
-    if _format(call) == 4:  # a product of even and one of odd dimensions, each at least 16 long
+    if call.kind:  # a product of even and one of odd dimensions, each at least 16 long
         padded = tuple(max(32, d) for d in padded)
     if call.new and batch:
         _append(call, padded)
@@ -509,6 +546,7 @@ def forward(call: KVCall, o: Tensor, lse: Tensor, config: DecodeConfig | None = 
     if call.capacity == 0:
         call = without_keys(call)
     p = plan(call, config)
+    k, v, codes = _paired(call)
     device, several = call.q.device, p.splits > 1
     live_rows = min(p.tile, next_power_of_2(sq * call.group))
     dv = padded[1]
@@ -531,20 +569,22 @@ def forward(call: KVCall, o: Tensor, lse: Tensor, config: DecodeConfig | None = 
         LEFTPAD=call.cache_leftpad is not None, LEFT=left >= 0, RIGHT=right >= 0, CHUNK=chunk,
     )  # fmt: skip
     arguments = (
-        call.q, _codes(call.k_cache), _codes(call.v_cache), o, lse, o_parts, lse_parts, counters,
+        call.q, k, v, o, lse, o_parts, lse_parts, counters,
         call.cache_seqlens, call.cache_leftpad, call.cache_batch_idx, call.page_table,
         call.k_scales.tensor, call.v_scales.tensor, call.sinks, cos, call.rotary_sin if call.rotary_dim else cos,
-        *call.q.stride()[:3], *call.k_cache.stride()[:3], *call.v_cache.stride()[:3], *o.stride()[:3],
+        *call.q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3],
         lse.stride(0), lse.stride(1), call.page_table.stride(0) if call.page_size else 0,
         *call.k_scales.strides, *call.v_scales.strides,
-        p.splits, p.tiles_m, call.heads_kv, sq, *scalars, cos.shape[0], call.softmax_scale, call.softcap,
+        p.splits, p.tiles_m, sq, *scalars, cos.shape[0], call.softmax_scale, call.softcap,
     )  # fmt: skip
     options = dict(
-        shared, DIM=head_dim, D=padded[0], PAGE=call.page_size, FORMAT=_format(call), SCALES=call.k_scales.mode,
-        GROUPS=call.k_scales.groups, GROUPS_V=call.v_scales.groups, BATCH_IDX=call.cache_batch_idx is not None,
-        SOFTCAP=call.softcap > 0, SINKS=call.sinks is not None, ROTARY=call.rotary_dim,
-        INTERLEAVED=call.rotary_interleaved, ADVANCE=call.advance, SPLIT=several, FUSED=p.config.fused,
-        PREFETCH=p.config.prefetch, PRECISION="tf32x3" if call.q.dtype == torch.float32 else "tf32",
+        shared, HEADS=call.heads_kv, SEVERAL_TILES=p.tiles_m > 1, ALIKE=k.stride()[:2] == v.stride()[:2],
+        DIM=head_dim, D=padded[0], PAGE=call.page_size, FORMAT=_format(call), CODES=codes,
+        SCALES=call.k_scales.mode, GROUPS=call.k_scales.groups, GROUPS_V=call.v_scales.groups,
+        BATCH_IDX=call.cache_batch_idx is not None, SOFTCAP=call.softcap > 0, SINKS=call.sinks is not None,
+        ROTARY=call.rotary_dim, INTERLEAVED=call.rotary_interleaved, ADVANCE=call.advance, SPLIT=several,
+        FUSED=p.config.fused, PREFETCH=p.config.prefetch,
+        PRECISION="tf32x3" if call.q.dtype == torch.float32 else "tf32",
         num_warps=p.config.num_warps, num_stages=p.config.num_stages,
     )  # fmt: skip
     launch(decode_attention, p.tiles * p.splits, arguments, options)
