@@ -159,7 +159,8 @@ def kernel_for(a: Tensor, b: Tensor) -> str:
     m, k, n = *a.shape, b.shape[1]
     if k_major(a, 1) is False:
         return "hopper"
-    few_tiles = -(-m // 128) * -(-n // 128) * 2 <= multiprocessors(a.device) - 8
+    width = 128 if k_major(b, 0) else 256  # of the tiles that `gemm_config` takes where there are few
+    few_tiles = -(-m // 128) * -(-n // width) * 2 <= multiprocessors(a.device) - (8 if width == 128 else 0)
     return "skinny" if m <= 64 or (few_tiles and k >= 512) else "hopper"
 
 
@@ -213,12 +214,14 @@ def dealt_tiles(tiles: int, k_steps: int, programs: int) -> int:
     return rest if worth else 0
 
 
-def gemm_config(m: int, n: int, k: int, processors: int = 132) -> GemmConfig:
-    """The tiles for a product: narrow ones where wide ones would be half empty or half the SMs without one, and where
-    the way out is what takes time. On an H200 512 x 4096 x 4096 took 31 us with narrow and 48 with wide ones,
-    4096 x 4096 x 64 took 16.9 and 17.7; 1024 x 4096 x 4096 50.6 and 50.0."""
+def gemm_config(m: int, n: int, k: int, *, processors: int = 132, along_k: bool = True) -> GemmConfig:
+    """The tiles for a product: narrow ones where a wide one would be half empty; and, with both operands contiguous
+    along K, where half the SMs would be without a wide one, and where the way out is what takes time. On an H200
+    512 x 4096 x 4096 took 31 us with narrow and 48 with wide ones, 4096 x 4096 x 64 took 16.9 and 17.7, and
+    1024 x 4096 x 4096 50.6 and 50.0."""
     few = -(-m // 128) * -(-n // 256) * 2 <= processors
-    return GemmConfig(bn=128, stages=6, chunks=1, group=8) if n <= 128 or k <= 64 or few else GemmConfig()
+    narrow = n <= 128 or (along_k and (k <= 64 or few))
+    return GemmConfig(bn=128, stages=6, chunks=1, group=8) if narrow else GemmConfig()
 
 
 def gemm(
@@ -236,8 +239,8 @@ def gemm(
     n = b.shape[1]
     if out is None:
         out = torch.empty(m, n, dtype=out_dtype or a.dtype, device=a.device)
-    config = config or gemm_config(m, n, k, multiprocessors(a.device))
     a_k, b_k = bool(k_major(a, 1)), bool(k_major(b, 0))
+    config = config or gemm_config(m, n, k, processors=multiprocessors(a.device), along_k=a_k and b_k)
     bk, bn = config.bk, config.bn
     direct = out.dtype == torch.float32 or n * out.element_size() % _ALIGNMENT != 0 or out.data_ptr() % _ALIGNMENT != 0
     a_desc = matrix_map(a, 64, bk) if a_k else matrix_map(a.t(), bk, 64)

@@ -125,6 +125,29 @@ def test_what_the_copy_engine_can_address(a, b, why):
     assert (got is None) if why is None else (why in got), got
 
 
+@pytest.mark.parametrize(
+    ("mnk", "along_k", "bn"),
+    [
+        ((4096, 4096, 4096), True, 256),
+        ((4096, 4096, 64), True, 128),  # the way out takes the time
+        ((512, 4096, 4096), True, 128),  # 64 wide tiles for 132 SMs
+        ((512, 4096, 4096), False, 256),
+        ((4096, 100, 4096), False, 128),
+    ],
+    ids=str,
+)
+def test_tiles(mnk, along_k, bn):
+    assert gemm_hopper.gemm_config(*mnk, along_k=along_k).bn == bn
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "kernel"),
+    [(64, 8192, 8192, "skinny"), (128, 8192, 8192, "hopper"), (128, 4096, 4096, "skinny"), (128, 4096, 256, "hopper")],
+)
+def test_which_kernel(m, n, k, kernel):
+    assert gemm_hopper.kernel_for(torch.empty(m, k, dtype=BF16), torch.empty(n, k, dtype=BF16).t()) == kernel
+
+
 @pytest.mark.parametrize("k_axis", [0, 1])
 def test_what_it_cannot_address_is_copied(k_axis):
     x = torch.randn(65, 63)[1:, 1:].to(BF16)
