@@ -112,6 +112,31 @@ def _rows(three: Three, scheme: Scheme, shape: tuple[int, int], dtype: torch.dty
     return QuantizedTensor.from_parts(row=parts, col=None, scheme=_plain(scheme), shape=torch.Size(shape), dtype=dtype)
 
 
+_to_hopper: dict[tuple, bool] = {}  # for operands seen before: whether Hopper's kernel takes their product
+
+
+def _multiply(
+    a: Three, of_a: Scheme, b: Three, of_b: Scheme, shape: tuple[int, int, int], dtype: torch.dtype, backend: str,
+    out_dtype: torch.dtype, bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The product (M, N) over K, shape (M, N, K), of operands that are contiguous along K. What goes to Hopper's kernel
+    goes there without tensors around it and checks from the second time on."""
+    m, n, k = shape
+    key = (of_a, of_b, shape, backend, out_dtype, a[0].device, hopper_gemm.GPU_CHECKED)
+    if _to_hopper.get(key):
+        texts = (_plain(of_a).text, _plain(of_b).text)
+        return hopper_gemm.hopper_mm_op._init_fn(a[0], a[1], b[0], b[1], bias, "none", out_dtype, *texts)
+    first, second = _rows(a, of_a, (m, k), dtype), _rows(b, of_b, (n, k), dtype)
+    out = _product(first, second, backend, out_dtype, bias)
+    if key not in _to_hopper:
+        if len(_to_hopper) > 4096:
+            _to_hopper.clear()
+        possible = m * n * k > 0 and of_a.scale not in ("e8m0", "nvfp4")
+        possible = possible and hopper_gemm.scheme_refusal(first, second) is None
+        _to_hopper[key] = possible and hopper_gemm.chosen(first, second, backend)
+    return out
+
+
 @torch.library.custom_op("gpu_accel::te_linear", mutates_args=())
 def linear_op(
     x: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, x0: Tensor, x1: Tensor,
@@ -128,8 +153,9 @@ def linear_op(
     """
     p = Plan.read(plan)
     n, k = weight.shape
-    a = _rows((x0, x1, x2), p.input, (x.shape[0], k), x.dtype)
-    return _product(a, _rows((w0, w1, w2), p.weight, (n, k), x.dtype), backend, x.dtype, bias)
+    return _multiply(
+        (x0, x1, x2), p.input, (w0, w1, w2), p.weight, (x.shape[0], n, k), x.dtype, backend, x.dtype, bias
+    )  # fmt: skip
 
 
 @linear_op.register_fake
@@ -151,12 +177,12 @@ def linear_backward_op(
     dx, dw, db = (dy.new_empty(0, dtype=dtype) for dtype in (x_dtype, w_dtype, b_dtype))
     dgamma, dbeta = (dy.new_empty(0, dtype=dy.dtype if g is None else g.dtype) for g in (gamma, beta))
     if needs[0]:
-        a = _rows((g0, g1, g2), p.grad, (m, n), dy.dtype)
-        dx = _product(a, _rows((wt0, wt1, wt2), p.weight_t, (k, n), dy.dtype), backend, x_dtype)
+        dx = _multiply((g0, g1, g2), p.grad, (wt0, wt1, wt2), p.weight_t, (m, k, n), dy.dtype, backend, x_dtype)
     if needs[1]:
         wide = -(-m // 16) * 16 if p.grad_t.hadamard else m
-        a = _rows((gt0, gt1, gt2), p.grad_t, (n, wide), dy.dtype)
-        dw = _product(a, _rows((xt0, xt1, xt2), p.input_t, (k, wide), dy.dtype), backend, w_dtype)
+        dw = _multiply(
+            (gt0, gt1, gt2), p.grad_t, (xt0, xt1, xt2), p.input_t, (n, k, wide), dy.dtype, backend, w_dtype
+        )  # fmt: skip
     if needs[2]:
         db = dy.sum(0, dtype=torch.float32).to(b_dtype)
     if needs[0] and kind:

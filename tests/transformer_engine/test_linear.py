@@ -24,6 +24,8 @@ from gpu_accel.transformer_engine.recipes import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
+from gpu_accel.transformer_engine.reference_gemm import scaled_mm_reference
+from gpu_accel.transformer_engine.schemes import scheme
 from gpu_accel.transformer_engine.sources import operand_op
 
 SHAPES = {"ragged": (37, 96, 72), "small": (3, 16, 8), "one": (1, 1, 1), "long-k": (17, 300, 33)}
@@ -404,6 +406,41 @@ def test_overflow_is_skipped_counted_and_recovered_from():
     assert not step(math.nan) and not step(math.nan)
     with pytest.raises(RuntimeError, match="in a row"):
         step(math.nan)
+
+
+def test_the_short_way_to_hoppers_product(monkeypatch):
+    """From the second step on, with the operands that the product has had in the first."""
+    calls = []
+
+    class Stub:
+        @staticmethod
+        def _init_fn(a, scale_a, b, scale_b, bias, activation, out_dtype, text_a, text_b):
+            calls.append((text_a, text_b))
+            pair = [linear_op._rows((t, s, t[:0, 0]), scheme(w), tuple(t.shape), torch.float32)
+                    for t, s, w in ((a, scale_a, text_a), (b, scale_b, text_b))]  # fmt: skip
+            return scaled_mm_reference(*pair, bias=bias, out_dtype=out_dtype)
+
+    def product(a, b, backend, out_dtype, bias):
+        return scaled_mm_reference(a, b, bias=bias, out_dtype=out_dtype)
+
+    monkeypatch.setattr(linear_op, "_to_hopper", {})
+    monkeypatch.setattr(linear_op.hopper_gemm, "scheme_refusal", lambda a, b: None)
+    monkeypatch.setattr(linear_op.hopper_gemm, "chosen", lambda a, b, backend: True)
+    monkeypatch.setattr(linear_op.hopper_gemm, "hopper_mm_op", Stub)
+    monkeypatch.setattr(linear_op, "_product", product)
+    layer, made = Linear(48, 32, recipe=Float8BlockScaling()), []
+    for _ in range(2):
+        layer.zero_grad()
+        x = values(5, 48).requires_grad_()
+        y = layer(x)
+        y.backward(values(5, 32, seed=1))
+        made.append((y.detach(), x.grad, layer.weight.grad, layer.bias.grad))
+    assert len(calls) == 3 and len(set(calls)) == 2
+    for one, other in zip(*made, strict=True):
+        assert torch.equal(one, other)
+    made[0] = layer(values(0, 48))
+    layer(values(0, 48))
+    assert len(calls) == 3
 
 
 # -- torch.compile
