@@ -324,8 +324,8 @@ def test_refusals_say_why(change, words):
 
 
 def test_describe_names_kernel_and_tile():
-    words = describe(192, causal=True)
-    assert "fp8_attention_forward" in words["kernel"] and "128 + 64" in words["head_dim"]
+    words = describe(96, causal=True)
+    assert "fp8_attention_forward" in words["kernel"] and "64 + 32" in words["head_dim"]
     assert describe(100)["kernel"] == "none" and "multiple of 16" in describe(100)["refused"]
 
 
