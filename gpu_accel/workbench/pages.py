@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gpu_accel.workbench import report, series
-from gpu_accel.workbench.claims import judge_all
+from gpu_accel.workbench.claims import Verdict, judge_all
 from gpu_accel.workbench.records import Record, merge
 from gpu_accel.workbench.registry import Paper
 from gpu_accel.workbench.svg import static_svg
@@ -30,7 +30,11 @@ def refresh(paper: Paper) -> list[Path]:
     records = merge(paper.records())
     claims = paper.claims()
     written, parts = [], []
-    for title, members, quotes in report.figures(records, claims):
+    figures = report.figures(records, claims)
+    titles = [title for title, *_ in figures]
+    for title, members, quotes in figures:
+        if titles.count(title) > 1:  # the same sweep on several GPUs
+            title = f"{title} · {series.gpu_of(members[0]).removeprefix('NVIDIA ')}"
         name = re.sub(r"[^a-z0-9]+", "-", title.replace("input normal", "").lower()).strip("-") + ".svg"
         path = paper.path / name
         path.write_text(static_svg(members, quotes=quotes, title=f"{paper.title.split(':')[0]}: {title}"))
@@ -44,11 +48,25 @@ def refresh(paper: Paper) -> list[Path]:
         parts.append(NOTE)
     elif settled := [verdict for verdict in verdicts if verdict.settled and not verdict.internal]:
         parts.append(report.markdown_table(report.CLAIM_HEADINGS, [report.claim_row(v) for v in settled]))
+        parts += _where_measured(settled)
     parts.append(report.summary(verdicts) + ".")
     readme = paper.path / "README.md"
     if report.update_block(readme, BLOCK, "\n\n".join(parts)):
         written.append(readme)
     return written
+
+
+def _where_measured(verdicts: Sequence[Verdict]) -> list[str]:
+    """On which GPU, and which claims elsewhere where there are several; nothing where none took part."""
+    by_gpu: dict[str, list[str]] = {}
+    for verdict in verdicts:
+        for gpu in series.gpus(verdict.records):
+            by_gpu.setdefault(gpu, []).append(verdict.claim.statement)
+    if not by_gpu:
+        return []
+    most = max(by_gpu, key=lambda gpu: len(by_gpu[gpu]))
+    others = [f"on {gpu}: {'; '.join(statements)}" for gpu, statements in by_gpu.items() if gpu != most]
+    return [f"Measured on {most}" + (f", but {'. '.join(others)}" if others else "") + "."]
 
 
 def _gaps(records: Sequence[Record]) -> list[str]:
