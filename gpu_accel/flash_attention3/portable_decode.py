@@ -577,8 +577,10 @@ def forward(call: KVCall, o: Tensor, lse: Tensor, config: DecodeConfig | None = 
         *call.k_scales.strides, *call.v_scales.strides,
         p.splits, p.tiles_m, sq, *scalars, cos.shape[0], call.softmax_scale, call.softcap,
     )  # fmt: skip
+    # offsets that K and V share have not been checked on a GPU together with pages
+    alike = not call.page_size and k.stride()[:2] == v.stride()[:2]
     options = dict(
-        shared, HEADS=call.heads_kv, SEVERAL_TILES=p.tiles_m > 1, ALIKE=k.stride()[:2] == v.stride()[:2],
+        shared, HEADS=call.heads_kv, SEVERAL_TILES=p.tiles_m > 1, ALIKE=alike,
         DIM=head_dim, D=padded[0], PAGE=call.page_size, FORMAT=_format(call), CODES=codes,
         SCALES=call.k_scales.mode, GROUPS=call.k_scales.groups, GROUPS_V=call.v_scales.groups,
         BATCH_IDX=call.cache_batch_idx is not None, SOFTCAP=call.softcap > 0, SINKS=call.sinks is not None,

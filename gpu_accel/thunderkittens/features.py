@@ -192,6 +192,7 @@ def fused_chunk_based(
         return based_op(q, k, v, scale, use_norm, "hopper")
     small = q.shape[-1] <= _BASED_KEYS and cu_seqlens is None and q.dtype in (torch.bfloat16, torch.float16)
     fits = v.is_cuda and q.dtype == torch.bfloat16 and based_hopper.size_refusal(q, v) is None
+    fits = fits and not use_norm  # two walks, which have not been checked on a GPU
     if small and backend == "auto" and BASED_HOPPER_CHECKED and fits:
         return based_op(q, k, v, scale, use_norm, "hopper or portable")
     if small and backend == "portable" and choose(v, backend) == "portable":

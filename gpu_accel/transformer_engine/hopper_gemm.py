@@ -54,12 +54,15 @@ def _kernel() -> QuickLaunch:
     return QuickLaunch(fp8_gemm_kernel)
 
 
-def fp8_gemm_config(m: int, n: int, lines_b: bool = False) -> Fp8GemmConfig:
-    """The tiles for a product: narrow ones where a wide one would be half empty, or half the SMs without one."""
+def fp8_gemm_config(m: int, n: int, lines_b: bool = False, plain: bool = True) -> Fp8GemmConfig:
+    """The tiles for a product: narrow ones where a wide one would be half empty, or half the SMs without one.
+
+    plain: nothing but the product leaves the kernel; narrow tiles with more than that have not run on a GPU.
+    """
     narrow = Fp8GemmConfig(parts=1, stages=6, group=8, deal=m <= _SKINNY)
     if lines_b or n <= 128:
         return narrow  # scales of the columns take the registers of half a tile
-    return narrow if -(-m // 128) * -(-n // 128) <= 132 else Fp8GemmConfig()
+    return narrow if plain and -(-m // 128) * -(-n // 128) <= 132 else Fp8GemmConfig()
 
 
 def gemm(
@@ -107,7 +110,8 @@ def gemm(
             out_scale=out_scale, amax=amax, groups=groups, config=config, out=room,
         )  # fmt: skip
         return out.copy_(room)
-    config = config or fp8_gemm_config(m, n, block_b == (1, 128))
+    plain = bias is None and activation == "none" and out_scale is None and amax is None and out.element_size() == 2
+    config = config or fp8_gemm_config(m, n, block_b == (1, 128), plain)
     a_desc, b_desc = matrix_map(a, 64, 128), matrix_map(b, 128, 128)
     out_desc = a_desc if direct else matrix_map(out, 64, 128)
     tiles_m, tiles_n = -(-m // 128), -(-n // (128 * config.parts))

@@ -113,3 +113,4 @@ def test_odd_k_is_copied_to_rows_that_start_at_multiples_of_16_bytes():
 )
 def test_tiles(m, n, lines, parts):
     assert hopper_gemm.fp8_gemm_config(m, n, lines).parts == parts
+    assert hopper_gemm.fp8_gemm_config(m, n, lines, plain=False).parts == (1 if lines or n <= 128 else 2)
