@@ -66,7 +66,7 @@ def _where_measured(verdicts: Sequence[Verdict]) -> list[str]:
         return []
     most = max(by_gpu, key=lambda gpu: len(by_gpu[gpu]))
     others = [f"on {gpu}: {'; '.join(statements)}" for gpu, statements in by_gpu.items() if gpu != most]
-    return [f"Measured on {most}" + (f", but {'. '.join(others)}" if others else "") + "."]
+    return [f"GPU: {most}" + (f", but {'. '.join(others)}" if others else "") + "."]
 
 
 def _gaps(records: Sequence[Record]) -> list[str]:
