@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpu_accel.flash_attention3.launch import launch, next_power_of_2
-from gpu_accel.flash_attention3.problem import check_written
+from gpu_accel.flash_attention3.problem import check_flag, check_written
 from gpu_accel.thunderkittens import conv_kernels as kernels
 from gpu_accel.thunderkittens.arguments import check_tensors, check_values, readable
 from gpu_accel.thunderkittens.chunked import _device
@@ -160,6 +160,7 @@ def causal_conv1d_fn(
     """
     check_tensors({"x": x, "weight": weight},
                   {"bias": bias, "seq_idx": seq_idx, "initial_states": initial_states}, ("seq_idx",))  # fmt: skip
+    return_final_states = check_flag("return_final_states", return_final_states)
     _need(x.dim() == 3, f"x must be (batch, dim, seqlen), got {_shape(x)}")
     _check_filter(weight, bias, x.shape[1])
     width = weight.shape[1]

@@ -21,6 +21,7 @@ from gpu_accel.thunderkittens import chunked, chunked_kernels, delta_kernels, re
 from gpu_accel.thunderkittens.arguments import check_tensors, real
 from gpu_accel.thunderkittens.linear import (
     _UNPROVEN,
+    _flags,
     _need,
     _shape,
     _validate,
@@ -255,7 +256,10 @@ def chunk_gated_delta_rule(
     check_tensors({"q": q, "k": k, "beta": beta})
     _need(q.dim() > 0 and k.dim() > 0, f"q and k must be (batch, seqlen, heads, K), got {_shape(q)}, {_shape(k)}")
     _need(beta.dim() == 3, f"beta must be (batch, seqlen, heads), got {_shape(beta)}")
-    if use_qk_l2norm_in_kernel:
+    output_final_state, normalise = _flags(
+        output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel
+    )
+    if normalise:
         q, k = _unit_length(q), _unit_length(k)
     o, state = delta_rule(
         q, k, v, beta, g=g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, backend=backend

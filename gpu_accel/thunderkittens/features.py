@@ -26,6 +26,7 @@ from gpu_accel.thunderkittens import based_hopper, based_kernel, chunked, featur
 from gpu_accel.thunderkittens.arguments import check_tensors, real
 from gpu_accel.thunderkittens.linear import (
     LARGEST_DIM,
+    _flags,
     _need,
     _refuse,
     _shape,
@@ -180,6 +181,7 @@ def fused_chunk_based(
     Raises:
         InvalidInputError: shapes or dtypes do not fit, or K is too large.
     """
+    (use_norm,) = _flags(use_norm=use_norm)
     check_tensors({"q": q})
     _need(q.dim() == 4, f"q must be (batch, seqlen, heads, K), got {_shape(q)}")
     count = 1 + q.shape[-1] + q.shape[-1] * (q.shape[-1] + 1) // 2

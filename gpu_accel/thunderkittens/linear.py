@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError
+from gpu_accel.flash_attention3.problem import check_flag
 from gpu_accel.thunderkittens import chunked, reference, walk_hopper
 from gpu_accel.thunderkittens.arguments import check_cu_seqlens, check_tensors, real
 
@@ -27,11 +28,17 @@ HOPPER_CHECKED = True
 _UNPROVEN = 16
 _WALKED_KEYS = range(33, 129)  # of one walk, in bfloat16, that those tests passed on
 LARGEST_DIM = 256
+MOST_SEGMENTS = 1024  # of one sequence: each has sums of its own in memory
 
 
 def _need(condition: bool, message: str) -> None:
     if not condition:
         raise InvalidInputError(message)
+
+
+def _flags(**given: object) -> list[bool]:
+    """True or False, each of them: a text would be taken for True."""
+    return [check_flag(name, x) for name, x in given.items()]
 
 
 def _shape(x: Tensor) -> str:
@@ -92,7 +99,7 @@ def _validate(q: Tensor, k: Tensor, v: Tensor, g, w, initial, cu_seqlens, chunk:
         wanted = (sequences, heads, q.shape[3], v.shape[3])
         _need(initial.shape == wanted,
               f"initial_state must be (sequences, heads, K, V) {wanted}, got {_shape(initial)}")  # fmt: skip
-    _need(chunk in (16, 32, 64), f"the chunk must be 16, 32 or 64, got {chunk}")
+    _need(isinstance(chunk, int) and chunk in (16, 32, 64), f"the chunk must be 16, 32 or 64, got {chunk!r:.80}")
 
 
 def linear_attention(
@@ -109,7 +116,8 @@ def linear_attention(
         scale: K**-0.5 unless given. initial_state: (sequences, heads, K, V).
         cu_seqlens: (sequences + 1,) int32 or int64, from 0 on, not decreasing, at most seqlen. Values are checked on
             the CPU alone: on a GPU that would wait for it, and wrong ones read and write what is not theirs.
-        chunk: steps that are done by matrix products at once. segments: cuts of a sequence, 0 lets the launcher choose.
+        chunk: steps that are done by matrix products at once. segments: parts that a sequence is
+            cut into, up to 1024; 0 lets the launcher choose.
         fused: the portable forward as one walk that keeps the state in registers (K up to 128, bfloat16 and float16),
             or as two kernels with all chunks at once. None: one walk in bfloat16 with K from 33 to 128.
         backend: "hopper" is the walk in Gluon, bfloat16 on compute capability 9.0, with gradients by the portable
@@ -122,6 +130,9 @@ def linear_attention(
         InvalidInputError: shapes, dtypes or devices do not fit. UnsupportedError: the backend cannot run here.
     """
     _validate(q, k, v, g, w, initial_state, cu_seqlens, chunk)
+    _need(isinstance(segments, int) and not isinstance(segments, bool) and 0 <= segments <= MOST_SEGMENTS,
+          f"segments must be an integer from 0 to {MOST_SEGMENTS}, got {segments!r:.80}")  # fmt: skip
+    fused = None if fused is None else check_flag("fused", fused)
     scale = chunked.default_scale(q.shape[-1]) if scale is None else real("scale", scale)
     if backend == "hopper":
         _need(fused is None, "fused is for the portable kernels")
@@ -240,6 +251,7 @@ def chunk_linear_attn(
 
     Raises UnsupportedError for normalize with an initial state: what its keys sum to is not in it.
     """
+    normalize, output_final_state = _flags(normalize=normalize, output_final_state=output_final_state)
     if normalize and initial_state is not None:
         raise UnsupportedError("normalize=True with an initial state: the sum of earlier keys is unknown")
     _validate(q, k, v, None, None, initial_state, cu_seqlens, chunked.CHUNK)
@@ -263,6 +275,7 @@ def chunk_simple_gla(
 
     g: log gates (batch, seqlen, heads); g_gamma: log decays (heads,), the same at every step. Both: their sum.
     """
+    (output_final_state,) = _flags(output_final_state=output_final_state)
     if g_gamma is not None:
         check_tensors({"v": v, "g_gamma": g_gamma}, {"g": g})
         _need(v.dim() == 4 and (g is None or g.shape == v.shape[:3]), "v must be (batch, seqlen, heads, dim), and g "
@@ -278,6 +291,8 @@ def chunk_simple_gla(
 
 def retention_decay(heads: int, device: torch.device | str = "cpu") -> Tensor:
     """log(1 - 2^(-5 - h)) for h = 0 .. heads - 1, float32."""
+    _need(isinstance(heads, int | torch.SymInt) and not isinstance(heads, bool) and heads >= 0,
+          f"heads must be a whole number from 0 up, got {heads!r:.80}")  # fmt: skip
     return torch.log1p(-torch.exp2(-5.0 - torch.arange(heads, device=device, dtype=torch.float64))).float()
 
 

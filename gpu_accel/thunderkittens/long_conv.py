@@ -146,8 +146,8 @@ class FlashFFTConv(torch.nn.Module):
         _need(backend in BACKENDS, f"backend is {backend!r}; choose one of {', '.join(BACKENDS)}")
         _need(dtype is None or dtype in FLOAT_DTYPES, f"dtype must be a floating torch.dtype or None, got {dtype!r}")
         self.keep_spectrum = check_flag("keep_spectrum", keep_spectrum)
-        if seqlen not in SIZES:
-            raise UnsupportedError(f"transforms of {', '.join(map(str, SIZES))} are made, not of {seqlen}")
+        if not isinstance(seqlen, int) or seqlen not in SIZES:
+            raise UnsupportedError(f"transforms of {', '.join(map(str, SIZES))} are made, not of {seqlen!r:.80}")
         self.seqlen, self.dtype, self.backend = seqlen, dtype, backend
         self._kept: tuple[weakref.ref, int, Tensor] | None = None
 

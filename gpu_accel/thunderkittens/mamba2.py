@@ -7,12 +7,15 @@ v = x, the gate dt A and the weight dt. Softplus, D and the gate z are elementwi
 from __future__ import annotations
 
 import math
+import numbers
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from gpu_accel.errors import InvalidInputError
 from gpu_accel.thunderkittens.arguments import check_tensors
-from gpu_accel.thunderkittens.linear import _need, linear_attention
+from gpu_accel.thunderkittens.linear import _flags, _need, linear_attention
 
 _CHUNKS = (16, 32, 64)
 
@@ -20,6 +23,16 @@ _CHUNKS = (16, 32, 64)
 def _kernel_chunk(chunk_size: int) -> int:
     """Results do not depend on the chunk; the kernels' tiles take at most 64 steps."""
     return max(c for c in _CHUNKS if c <= max(16, chunk_size))
+
+
+def _limits(limit: Any) -> tuple[float, float]:
+    """(low, high) of dt; either may be infinite, so that it limits nothing."""
+    two = isinstance(limit, tuple | list) and len(limit) == 2
+    if two and all(isinstance(x, numbers.Real) and not isinstance(x, bool) for x in limit):
+        low, high = (float(x) for x in limit)
+        if low <= high and low < math.inf and high > -math.inf:  # NaN fails
+            return low, high
+    raise InvalidInputError(f"dt_limit must be two numbers, the lower one first, got {limit!r:.80}")
 
 
 def mamba_chunk_scan_combined(
@@ -56,8 +69,10 @@ def mamba_chunk_scan_combined(
         _need(t is None or t.shape == (heads,), f"{name} must be (heads,) ({heads},)")
     _need(B.dim() == 4 and B.shape == C.shape, f"B and C must be (batch, seqlen, groups, dstate), got "
           f"{tuple(B.shape)} and {tuple(C.shape)}")  # fmt: skip
-    _need(chunk_size >= 16 and chunk_size & (chunk_size - 1) == 0,
-          f"chunk_size must be a power of two from 16, got {chunk_size}")  # fmt: skip
+    _need(isinstance(chunk_size, int) and chunk_size >= 16 and chunk_size & (chunk_size - 1) == 0,
+          f"chunk_size must be a power of two from 16, got {chunk_size!r:.80}")  # fmt: skip
+    low, high = _limits(dt_limit)
+    dt_softplus, return_final_states = _flags(dt_softplus=dt_softplus, return_final_states=return_final_states)
     _need(D is None or D.shape in ((heads,), (heads, headdim)), "D must be (heads,) or (heads, headdim)")
     _need(z is None or z.shape == x.shape, "z must have the shape of x")
     _need(seq_idx is None or (seq_idx.shape == x.shape[:2] and cu_seqlens is None),
@@ -66,8 +81,8 @@ def mamba_chunk_scan_combined(
     dt = dt.to(wide)
     dt = dt if dt_bias is None else dt + dt_bias.to(wide)
     dt = torch.nn.functional.softplus(dt) if dt_softplus else dt
-    if tuple(dt_limit) != (0.0, math.inf):
-        dt = dt.clamp(*dt_limit)
+    if (low, high) != (0.0, math.inf):
+        dt = dt.clamp(low, high)
     gates = dt * A.to(wide)
     if seq_idx is not None:
         fresh = torch.zeros_like(seq_idx, dtype=torch.bool)
@@ -92,7 +107,7 @@ def mamba_scan_recurrent(
     dt_softplus: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The same as one loop over time, in the dtype it is given: the definition, for tests. (y, final states)."""
-    groups = x.shape[2] // B.shape[2]
+    groups = x.shape[2] // max(1, B.shape[2])
     B, C = (t.repeat_interleave(groups, 2) for t in (B, C))
     dt = dt if dt_bias is None else dt + dt_bias
     dt = torch.nn.functional.softplus(dt) if dt_softplus else dt

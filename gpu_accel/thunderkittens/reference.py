@@ -9,6 +9,11 @@ import torch
 from torch import Tensor
 
 
+def _for_heads(x: Tensor, heads: int) -> Tensor:
+    """(batch, seqlen, heads of q, dim) to (batch, seqlen, heads, dim): each repeated for its group; none stay none."""
+    return x.repeat_interleave(heads // max(1, x.shape[2]), 2)
+
+
 def linear_attention_recurrent(
     q: Tensor, k: Tensor, v: Tensor, *, g: Tensor | None = None, w: Tensor | None = None, scale: float,
     initial: Tensor | None = None,
@@ -23,7 +28,7 @@ def linear_attention_recurrent(
         o (batch, seqlen, heads, V) and the state at the end (batch, heads, K, V).
     """
     heads = v.shape[2]
-    q, k = (x.repeat_interleave(heads // x.shape[2], 2) for x in (q, k))
+    q, k = (_for_heads(x, heads) for x in (q, k))
     state = q.new_zeros(v.shape[0], heads, q.shape[3], v.shape[3]) if initial is None else initial.to(q.dtype)
     out = []
     for t in range(v.shape[1]):
@@ -47,7 +52,7 @@ def linear_attention_chunked(
     """
     heads, dtype = v.shape[2], q.dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    q, k, v = (x.repeat_interleave(heads // x.shape[2], 2).transpose(1, 2) for x in (q, k, v))  # (b, h, t, d)
+    q, k, v = (_for_heads(x, heads).transpose(1, 2) for x in (q, k, v))  # (b, h, t, d)
     gates = q.new_zeros(q.shape[:3], dtype=wide) if g is None else g.transpose(1, 2).to(wide).clamp_min(-88.0)
     weights = torch.ones_like(gates) if w is None else w.transpose(1, 2).to(wide)
     shape = (*v.shape[:2], q.shape[3], v.shape[3])
@@ -77,7 +82,7 @@ def delta_rule_recurrent(
     Shapes as in `linear_attention_recurrent`; beta (batch, seqlen, heads).
     """
     heads = v.shape[2]
-    q, k = (x.repeat_interleave(heads // x.shape[2], 2) for x in (q, k))
+    q, k = (_for_heads(x, heads) for x in (q, k))
     state = q.new_zeros(v.shape[0], heads, q.shape[3], v.shape[3]) if initial is None else initial.to(q.dtype)
     out = []
     for t in range(v.shape[1]):
@@ -100,7 +105,7 @@ def delta_rule_chunked(
     """
     heads, dtype = v.shape[2], q.dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    q, k, v = (x.repeat_interleave(heads // x.shape[2], 2).transpose(1, 2) for x in (q, k, v))  # (b, h, t, d)
+    q, k, v = (_for_heads(x, heads).transpose(1, 2) for x in (q, k, v))  # (b, h, t, d)
     gates = q.new_zeros(q.shape[:3], dtype=wide) if g is None else g.transpose(1, 2).to(wide).clamp_min(-88.0)
     strength = beta.transpose(1, 2).to(wide)
     shape = (*v.shape[:2], q.shape[3], v.shape[3])

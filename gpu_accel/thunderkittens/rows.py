@@ -16,6 +16,7 @@ from torch import Tensor
 from gpu_accel.errors import InvalidInputError
 from gpu_accel.flash_attention3.gluon_launch import multiprocessors
 from gpu_accel.flash_attention3.launch import launch, next_power_of_2
+from gpu_accel.flash_attention3.problem import check_flag
 from gpu_accel.thunderkittens import reference
 from gpu_accel.thunderkittens import row_kernels as kernels
 from gpu_accel.thunderkittens.arguments import check_tensors, integer, real
@@ -264,6 +265,7 @@ def _norm(x, weight, bias, residual, eps, dropout_p, seed, prenorm, backend, cen
     for name, w in (("weight", weight), ("bias", bias)):
         _need(w is None or w.shape == (width,), f"{name} must be (width,) ({width},)")
     _need(residual is None or residual.shape == x.shape, "residual must have the shape of x")
+    prenorm = check_flag("prenorm", prenorm)
     eps, dropout_p = real("eps", eps, 0.0), real("dropout_p", dropout_p)
     _need(0 <= dropout_p < 1, f"dropout_p must be at least 0 and below 1, got {dropout_p}")
     _need(dropout_p == 0 or seed is not None, "dropout needs a seed, so that the backward can draw it again")

@@ -12,6 +12,7 @@ from tests.thunderkittens.helpers import randn
 
 Q = torch.ones(1, 12, 2, 16)
 ONES = torch.ones(1, 12, 2)
+INF, NAN = float("inf"), float("nan")
 
 
 def packed(*ends: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -70,6 +71,85 @@ WRONG = {
     "mamba-list": lambda: tk.mamba_chunk_scan_combined([1.0], ONES, torch.ones(2), Q, Q, 64),
     "mamba-elsewhere": lambda: tk.mamba_chunk_scan_combined(Q, ONES, torch.ones(2).to("meta"), Q, Q, 64),
 }  # fmt: skip
+
+
+NUMBERS = {
+    "chunk": (lambda x: tk.linear_attention(Q, Q, Q, chunk=x), (16.0, "16", None, torch.ones(2))),
+    "segments": (lambda x: tk.linear_attention(Q, Q, Q, segments=x, backend="portable"),
+                 (-1, "x", None, 1.5, True, 1 << 40)),
+    "heads-of-decay": (tk.retention_decay, (-1, "x", None, 1.5, True)),
+    "chunk_size": (lambda x: mamba(chunk_size=x), ("64", None, 16.0, 48, torch.ones(2))),
+    "dt_limit": (lambda x: mamba(dt_limit=x),
+                 (None, 0.5, "ab", (0, 1, 2), (0,), (1, 0), (NAN, 1), (0, NAN), (0, "x"), (INF, INF))),
+}  # fmt: skip
+
+
+def mamba(chunk_size=64, **options):
+    return tk.mamba_chunk_scan_combined(Q, ONES, -torch.ones(2), Q, Q, chunk_size, **options)
+
+
+@pytest.mark.parametrize(("call", "values"), NUMBERS.values(), ids=NUMBERS)
+def test_numbers_that_make_no_sense(call, values):
+    for x in values:
+        with pytest.raises(InvalidInputError):
+            call(x)
+
+
+def test_limits_of_dt_may_be_infinite():
+    assert torch.equal(mamba(dt_limit=[-INF, INF]), mamba())
+    assert not torch.equal(mamba(dt_limit=(-INF, 0.5)), mamba())
+
+
+FLAGS = {
+    "fused": lambda x: tk.linear_attention(Q, Q, Q, fused=x, backend="portable"),
+    "normalize": lambda x: tk.chunk_linear_attn(Q, Q, Q, normalize=x),
+    "state-of-linear": lambda x: tk.chunk_linear_attn(Q, Q, Q, output_final_state=x),
+    "state-of-gla": lambda x: tk.chunk_simple_gla(Q, Q, Q, output_final_state=x),
+    "state-of-delta": lambda x: tk.chunk_delta_rule(Q, Q, Q, ONES, output_final_state=x),
+    "unit-length": lambda x: tk.chunk_delta_rule(Q, Q, Q, ONES, use_qk_l2norm_in_kernel=x),
+    "use_norm": lambda x: tk.fused_chunk_based(*(Q.bfloat16(),) * 3, use_norm=x, backend="portable"),
+    "softplus": lambda x: mamba(dt_softplus=x),
+    "state-of-mamba": lambda x: mamba(return_final_states=x),
+    "state-of-conv": lambda x: tk.causal_conv1d_fn(Q[0], torch.ones(12, 4), return_final_states=x),
+    "prenorm": lambda x: tk.rms_norm(Q, prenorm=x),
+    "interleaved": lambda x: tk.rotary(Q, torch.ones(12, 8), torch.ones(12, 8), interleaved=x, backend="portable"),
+}
+
+
+@pytest.mark.parametrize("call", FLAGS.values(), ids=FLAGS)
+def test_flags_are_true_or_false(call):
+    for x in ("x", 2, torch.ones(2)):
+        with pytest.raises(InvalidInputError, match="must be True or False"):
+            call(x)
+
+
+NO_HEADS = {
+    "gla": lambda q, g, backend: tk.chunk_simple_gla(q, q, q, g, output_final_state=True, backend=backend),
+    "packed": lambda q, g, backend: tk.chunk_simple_gla(
+        q, q, q, g, output_final_state=True, cu_seqlens=torch.tensor([0, 12]), backend=backend
+    ),
+    "linear": lambda q, g, backend: tk.chunk_linear_attn(q, q, q, output_final_state=True, backend=backend),
+    "retention": lambda q, g, backend: tk.chunk_retention(q, q, q, output_final_state=True, backend=backend),
+    "delta": lambda q, g, backend: tk.chunk_delta_rule(q, q, q, g, output_final_state=True, backend=backend),
+    "based": lambda q, g, backend: tk.fused_chunk_based(q, q, q, backend=backend),
+    "hedgehog": lambda q, g, backend: tk.hedgehog_attention(q, q, q, *(torch.ones(0, 16, 8),) * 2, backend=backend),
+    "mamba": lambda q, g, backend: tk.mamba_chunk_scan_combined(
+        q, g, torch.ones(0), q, q, 64, return_final_states=True, backend=backend
+    ),
+}
+
+
+@pytest.mark.parametrize("backend", ["reference", "portable"])
+@pytest.mark.parametrize("call", NO_HEADS.values(), ids=NO_HEADS)
+def test_no_heads_give_empty_results(call, backend):
+    """As a rank of tensor parallelism that has none of the heads; gradients are empty too."""
+    q, g = (x[:, :, :0].clone().requires_grad_() for x in (Q, ONES))
+    found = call(q, g, backend)
+    o, state = found if isinstance(found, tuple) else (found, None)
+    assert o.shape == (1, 12, 0, 16)
+    assert state is None or state.shape == (1, 0, 16, 16)
+    o.sum().backward()
+    assert q.grad.shape == q.shape
 
 
 @pytest.mark.parametrize("call", WRONG.values(), ids=WRONG)
