@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gpu_accel.errors import InvalidInputError
+from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.flash_attention3.problem import check_flag, check_strided
 
 __all__ = [
-    "check_between", "check_bias", "check_first", "check_flag", "check_floats", "check_one_device",
-    "check_params_dtype", "check_rows", "check_size", "check_strided",
+    "check_between", "check_bias", "check_choice", "check_first", "check_flag", "check_floats", "check_no_gradient",
+    "check_one_device", "check_params_dtype", "check_rows", "check_size", "check_strided",
 ]  # fmt: skip
 PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -53,6 +54,24 @@ def check_bias(bias: Any, n: int) -> None:
     check_floats("bias", bias)
     if tuple(bias.shape) != (n,):
         raise InvalidInputError(f"bias must be ({n},), got {tuple(bias.shape)}")
+
+
+def check_choice(name: str, x: Any, choices: Iterable[str]) -> str:
+    """A text out of some. What cannot be hashed or compared is refused like any other."""
+    allowed = tuple(choices)
+    if not isinstance(x, str) or x not in allowed:
+        raise InvalidInputError(f"{name} must be one of {', '.join(allowed)}, got {x!r:.80}")
+    return x
+
+
+def check_no_gradient(**tensors: Tensor | None) -> None:
+    """No tensor that wants a gradient, where one would be recorded and none is written."""
+    wanted = [name for name, t in tensors.items() if t is not None and t.requires_grad]
+    if wanted and torch.is_grad_enabled():
+        raise UnsupportedError(
+            f"products of quantised matrices have no gradient, and {', '.join(wanted)} wants one: detach() it, or use "
+            f"torch.no_grad()"
+        )
 
 
 def check_size(name: str, n: Any) -> int:

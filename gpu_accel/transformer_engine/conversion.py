@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gpu_accel.errors import InvalidInputError
-from gpu_accel.transformer_engine.checks import check_bias, check_floats, check_one_device, check_size
+from gpu_accel.transformer_engine.checks import check_bias, check_choice, check_floats, check_one_device, check_size
 from gpu_accel.transformer_engine.context import check_recipe
 from gpu_accel.transformer_engine.linear import Linear
 from gpu_accel.transformer_engine.linear_op import BACKENDS, Plan, layer_backend, linear_op
@@ -150,8 +150,7 @@ def transformer_engine_layer(
     dtype: torch.dtype = torch.bfloat16, device: torch.device | str | None = None,
 ) -> TransformerLayer:  # fmt: skip
     """A `TransformerLayer` with products in "fp8", "mxfp8", "fp4" or "bf16"; (batch, seqlen, hidden) in and out."""
-    if precision not in PRECISIONS:
-        raise InvalidInputError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
+    check_choice("precision", precision, PRECISIONS)
     check_size("hidden_size", hidden_size)
     return TransformerLayer(
         hidden_size, 4 * hidden_size if ffn_hidden_size is None else ffn_hidden_size, num_heads,

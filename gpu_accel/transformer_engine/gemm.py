@@ -18,7 +18,7 @@ from gpu_accel.flash_attention3.launch import capability, launch
 from gpu_accel.thunderkittens.gemm_api import activated
 from gpu_accel.thunderkittens.gemm_hopper import ACTIVATIONS
 from gpu_accel.transformer_engine import hopper_gemm
-from gpu_accel.transformer_engine.checks import check_bias, check_one_device
+from gpu_accel.transformer_engine.checks import check_bias, check_choice, check_no_gradient, check_one_device
 from gpu_accel.transformer_engine.codec import ELEMENTS
 from gpu_accel.transformer_engine.gemm_kernels import _emulated_kernel, _fp8_kernel
 from gpu_accel.transformer_engine.quantizer import choose_backend, quantize
@@ -75,6 +75,7 @@ def _check(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, out_dtyp
         raise InvalidInputError(f"a must be (..., K) and b (N, K), got {tuple(a.shape)} and {tuple(b.shape)}")
     check_bias(bias, b.shape[0])
     check_one_device(a=a, b=b, bias=bias)
+    check_no_gradient(a=a, b=b, bias=bias)
     if out_dtype not in OUT_DTYPES:
         raise InvalidInputError(f"out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
 
@@ -96,8 +97,9 @@ def scaled_mm(
     `out_dtype` says nothing.
 
     Pairs: fp8 with scales per tensor or row (each as it likes); fp8 in 1x128 or 128x128 (each as it likes); MX with MX;
-    NVFP4 with NVFP4. Raises InvalidInputError for shapes, devices and dtypes, UnsupportedError for other pairs,
-    HardwareError where a GPU has no fp8 products (before compute capability 8.9).
+    NVFP4 with NVFP4. Raises InvalidInputError for shapes, devices and dtypes, UnsupportedError for other pairs and for
+    tensors that want a gradient (a bias, or what is added to), HardwareError where a GPU has no fp8 products (before
+    compute capability 8.9).
     """
     kind = pair_kind(a, b)
     _check(a, b, bias, out_dtype)
@@ -141,19 +143,20 @@ def scaled_mm_fp8(
         scale: () float32, what the codes will be multiplied with, as delayed scaling knows it beforehand.
         element: "e4m3" or "e5m2". amax: () float32 that is raised to the largest magnitude of the result, or None.
     Returns:
-        a tensor (..., N) of scheme "fp8" or "fp8_e5m2", dtype bfloat16, with only the row-wise copy.
+        a tensor (..., N) of scheme "fp8" or "fp8_e5m2", dtype bfloat16, with only the row-wise copy. Its scale and
+        `seen_amax` are copies, so that it keeps its meaning when those given change with the next step.
     """
     kind = pair_kind(a, b)
     _check(a, b, bias, torch.bfloat16)
     _check_epilogue(a, b, activation, None)
     if kind != "fp8":
         raise UnsupportedError(f"{a.scheme} x {b.scheme} has no fp8 result: use scaled_mm, then quantize")
-    if element not in ("e4m3", "e5m2"):
-        raise InvalidInputError(f"element must be 'e4m3' or 'e5m2', got {element!r}")
+    check_choice("element", element, hopper_gemm.ELEMENTS)
     for name, x in (("scale", scale), ("amax", amax)):
         if x is not None and (not isinstance(x, Tensor) or x.dtype != torch.float32 or x.numel() != 1):
             raise InvalidInputError(f"{name} must be one float32, got {getattr(x, 'dtype', type(x).__name__)}")
     check_one_device(a=a, scale=scale, amax=amax)
+    check_no_gradient(scale=scale, amax=amax)
     what = find_scheme("fp8" if element == "e4m3" else "fp8_e5m2")
     if hopper_gemm.chosen(a, b, backend):
         codes = hopper_gemm.hopper_mm_fp8_op(
@@ -161,19 +164,20 @@ def scaled_mm_fp8(
         )
     else:
         out = scaled_mm(a, b, bias=bias, activation=activation, out_dtype=torch.float32, backend=backend)
-        out = out.reshape(-1, b.shape[0])
+        out = out.reshape(a.shape[:-1].numel(), b.shape[0])
         if amax is not None and out.numel():
             amax.copy_(torch.maximum(amax, out.abs().amax()))
         limit = torch.finfo(hopper_gemm.ELEMENTS[element]).max
-        codes = (out * (1.0 / scale)).clamp(-limit, limit).to(hopper_gemm.ELEMENTS[element])
+        codes = (out * (1.0 / scale).reshape(())).clamp(-limit, limit).to(hopper_gemm.ELEMENTS[element])
     shape = torch.Size((*a.shape[:-1], b.shape[0]))
-    row = Parts(codes.view(torch.uint8), scale.reshape(1, 1))
+    # delayed scaling rolls scale and amax in place, and these codes keep theirs
+    row = Parts(codes.view(torch.uint8), scale.detach().reshape(1, 1).clone())
+    amax = None if amax is None else amax.detach().reshape(()).clone()
     return QuantizedTensor.from_parts(row=row, col=None, scheme=what, shape=shape, dtype=torch.bfloat16, amax=amax)
 
 
 def _check_epilogue(a: Tensor, b: Tensor, activation: str, accumulate_into: Tensor | None) -> None:
-    if activation not in ACTIVATIONS:
-        raise InvalidInputError(f"activation is {activation!r}; choose one of {', '.join(ACTIVATIONS)}")
+    check_choice("activation", activation, ACTIVATIONS)
     if accumulate_into is None:
         return
     shape = (*a.shape[:-1], b.shape[0])
@@ -182,6 +186,7 @@ def _check_epilogue(a: Tensor, b: Tensor, activation: str, accumulate_into: Tens
     if tuple(accumulate_into.shape) != shape or not accumulate_into.is_contiguous():
         raise InvalidInputError(f"accumulate_into must be {shape} and contiguous, got {tuple(accumulate_into.shape)}")
     check_one_device(a=a, accumulate_into=accumulate_into)
+    check_no_gradient(accumulate_into=accumulate_into)
 
 
 def _bytes(q: QuantizedTensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -243,9 +248,9 @@ def _(a, scale_a, tensor_a, b, scale_b, tensor_b, bias, out_dtype, text_a, text_
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
-def _quantized(x: Tensor, what: str | Scheme, backend: str) -> QuantizedTensor:
-    if x.requires_grad and torch.is_grad_enabled():
-        raise UnsupportedError("products of quantised matrices have no gradient: detach the operands, or use no_grad()")
+def _quantized(name: str, x: Tensor, what: str | Scheme, backend: str) -> QuantizedTensor:
+    if isinstance(x, Tensor):
+        check_no_gradient(**{name: x})
     backend = "auto" if backend == "hopper" else backend  # that is a product's backend
     return x if isinstance(x, QuantizedTensor) else quantize(x, what, backend=backend)
 
@@ -264,7 +269,7 @@ def fp8_gemm(
 
     Raises as `scaled_mm`, and UnsupportedError for operands that are not e4m3 or e5m2, or that want a gradient.
     """
-    qa, qb = _quantized(a, scheme_a, backend), _quantized(b, scheme_b, backend)
+    qa, qb = _quantized("a", a, scheme_a, backend), _quantized("b", b, scheme_b, backend)
     for name, q in (("a", qa), ("b", qb)):
         if q.scheme.element not in ("e4m3", "e5m2"):
             raise UnsupportedError(f"{name} is {q.scheme}, not e4m3 or e5m2: use scaled_mm or fp4_gemm")
@@ -286,7 +291,7 @@ def fp4_gemm(
     Emulated on every GPU so far: codes are widened to bf16 in registers, exactly. The results are those of the format,
     the speed is that of bf16 with a quarter of the bytes. `QuantizedTensor.emulated` says so too.
     """
-    qa, qb = _quantized(a, scheme_a, backend), _quantized(b, scheme_b, backend)
+    qa, qb = _quantized("a", a, scheme_a, backend), _quantized("b", b, scheme_b, backend)
     for name, q in (("a", qa), ("b", qb)):
         if q.scheme.element != "e2m1":
             raise UnsupportedError(f"{name} is {q.scheme}, not e2m1: use scaled_mm or fp8_gemm")

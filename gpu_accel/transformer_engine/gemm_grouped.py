@@ -10,6 +10,8 @@ negative group come out as 0, and cost next to nothing.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
@@ -18,7 +20,7 @@ from gpu_accel.compat import INTERPRET
 from gpu_accel.errors import HardwareError, InvalidInputError, UnsupportedError
 from gpu_accel.flash_attention3.launch import capability, launch
 from gpu_accel.transformer_engine import hopper_gemm
-from gpu_accel.transformer_engine.checks import check_one_device
+from gpu_accel.transformer_engine.checks import check_no_gradient, check_one_device, check_strided
 from gpu_accel.transformer_engine.gemm import OUT_DTYPES, pair_kind
 from gpu_accel.transformer_engine.gemm_kernels import _fp8_kernel
 from gpu_accel.transformer_engine.quantizer import choose_backend
@@ -30,11 +32,30 @@ BLOCK = 128  # rows that have one expert
 _BLOCKS = ((0, 0), (1, 0), (1, 128), (128, 128))
 
 
+_COUNTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def _check_counts(name: str, x: Any) -> None:
+    """A tensor of integers (G,): how many rows each expert has."""
+    if not isinstance(x, Tensor) or x.dtype not in _COUNTS or x.dim() != 1:
+        got = f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+        raise InvalidInputError(f"{name} must be a tensor (G,) of integers, got {got}")
+    check_strided(name, x)
+
+
+def _readable(x: Tensor) -> bool:
+    """Whether values can be looked at: never wait for a GPU."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
 def group_rows(sizes: Tensor) -> tuple[Tensor, Tensor]:
     """Where the rows of each expert go: (groups (M,), first row of each expert (G,)), M a sum of padded sizes.
 
     sizes: (G,) integers, how many rows each expert has; read on the host. Rows of padding have group -1.
     """
+    _check_counts("sizes", sizes)
+    if sizes.is_meta:
+        raise InvalidInputError("sizes is on the meta device and has no values, which are read here")
     counts = [int(n) for n in sizes.tolist()]
     if any(n < 0 for n in counts):
         raise InvalidInputError(f"sizes must not be negative, got {counts}")
@@ -51,10 +72,14 @@ def group_rows(sizes: Tensor) -> tuple[Tensor, Tensor]:
 def group_room(counts: Tensor, room: int) -> Tensor:
     """`groups` (G * room,) for experts that have `room` rows each, of which the first `counts` (G,) are used.
 
-    Nothing is read on the host, so it can be captured in a CUDA graph. room: a multiple of 128.
+    Nothing is read on the host, so it can be captured in a CUDA graph; counts on a CPU are checked to lie from 0 to
+    `room`, and elsewhere less is 0 and more is `room`. room: a multiple of 128.
     """
-    if room < BLOCK or room % BLOCK:
-        raise InvalidInputError(f"room must be a multiple of {BLOCK}, got {room}")
+    _check_counts("counts", counts)
+    if isinstance(room, bool) or not isinstance(room, int) or room < BLOCK or room % BLOCK:
+        raise InvalidInputError(f"room must be a multiple of {BLOCK}, got {room!r:.80}")
+    if _readable(counts) and bool(((counts < 0) | (counts.long() > room)).any()):
+        raise InvalidInputError(f"counts must be from 0 to room, {room}, got {counts.tolist()}")
     block = torch.arange(0, room, BLOCK, device=counts.device)
     expert = torch.arange(counts.shape[0], device=counts.device, dtype=torch.int32)
     used = torch.where(block[None, :] < counts[:, None], expert[:, None], -1)
@@ -75,10 +100,21 @@ def grouped_mm(
         a: (M, K). b: (G, N, K); with scales of 128x128 blocks N must be a multiple of 128, so that no block has rows
             of two experts.
         groups: (M,) int32, contiguous, on the device; read at every 128th row only, so that it stays there. Values
-            below 0 mean rows of zeros; values of G and more are not looked for.
+            below 0 mean rows of zeros; values of G and more are refused on a CPU, and not looked for on a GPU.
     Raises:
         InvalidInputError, UnsupportedError, HardwareError as `scaled_mm`.
     """
+    _check(a, b, groups, out_dtype)
+    if hopper_gemm.chosen(a, b, backend, grouped=True):
+        return _operate(hopper_grouped_op, a, b, groups, out_dtype)
+    if choose_backend(backend, a, "grouped_mm") == "reference":
+        return grouped_mm_reference(a, b, groups, out_dtype=out_dtype)
+    if not INTERPRET and (torch.version.hip or capability(a.device) < (8, 9)):
+        raise HardwareError("fp8 products need compute capability 8.9 (Ada, Hopper or newer): use bf16")
+    return _operate(grouped_op, a, b, groups, out_dtype)
+
+
+def _check(a: QuantizedTensor, b: QuantizedTensor, groups: Tensor, out_dtype: torch.dtype) -> None:
     kind = pair_kind(a, b)
     if kind != "fp8" or b.scheme.block not in _BLOCKS:
         raise UnsupportedError(f"{a.scheme} x {b.scheme}: grouped products are those of fp8 with float32 scales")
@@ -89,17 +125,19 @@ def grouped_mm(
     if not groups.is_contiguous():
         raise InvalidInputError("groups must be contiguous")
     check_one_device(a=a, b=b, groups=groups)
+    check_no_gradient(a=a, b=b)
     if out_dtype not in OUT_DTYPES:
         raise InvalidInputError(f"out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
     if b.scheme.block == (128, 128) and b.shape[1] % 128:
         raise UnsupportedError(f"N is {b.shape[1]}: with scales of 128x128 blocks it must be a multiple of 128")
-    if hopper_gemm.chosen(a, b, backend, grouped=True):
-        return _operate(hopper_grouped_op, a, b, groups, out_dtype)
-    if choose_backend(backend, a, "grouped_mm") == "reference":
-        return grouped_mm_reference(a, b, groups, out_dtype=out_dtype)
-    if not INTERPRET and (torch.version.hip or capability(a.device) < (8, 9)):
-        raise HardwareError("fp8 products need compute capability 8.9 (Ada, Hopper or newer): use bf16")
-    return _operate(grouped_op, a, b, groups, out_dtype)
+    if _readable(groups):
+        _check_members(groups[::BLOCK].tolist(), b.shape[0])
+
+
+def _check_members(members: list[int], matrices: int) -> None:
+    for block, member in enumerate(members):
+        if member >= matrices:
+            raise InvalidInputError(f"groups[{block * BLOCK}] is {member}, and b has {matrices} matrices, 0 to G - 1")
 
 
 def grouped_mm_reference(
@@ -113,7 +151,9 @@ def grouped_mm_reference(
     """The same in plain torch, summed in `dtype`; one group for each 128 rows, that of the first."""
     x, w = exact_values(a, dtype), exact_values(b, dtype).reshape(b.shape)
     out = torch.zeros(a.shape[0], b.shape[1], dtype=dtype, device=x.device)
-    for row, group in enumerate(groups[::BLOCK].tolist()):
+    members = groups[::BLOCK].tolist()
+    _check_members(members, b.shape[0])
+    for row, group in enumerate(members):
         at = slice(row * BLOCK, (row + 1) * BLOCK)
         if group >= 0:
             out[at] = x[at] @ w[group].t()

@@ -17,6 +17,7 @@ from torch import Tensor
 from gpu_accel.errors import InvalidInputError
 from gpu_accel.flash_attention3.launch import launch
 from gpu_accel.transformer_engine import codec, formats, reference, scales
+from gpu_accel.transformer_engine.checks import check_choice
 from gpu_accel.transformer_engine.codec import bits_of, encode, pack_pairs, scale_and_inverse
 from gpu_accel.transformer_engine.quantizer import DTYPES, choose_backend, native_fp8
 from gpu_accel.transformer_engine.schemes import Scheme
@@ -195,10 +196,8 @@ def quantize_kv_cache(
         InvalidInputError: shapes, dtypes or devices that do not fit, a last dimension that is not contiguous, an
             unknown dtype or granularity. HardwareError: backend="portable" without a GPU.
     """
-    if dtype not in ELEMENTS:
-        raise InvalidInputError(f"dtype must be one of {', '.join(ELEMENTS)}, got {dtype!r}")
-    if granularity not in GRANULARITIES:
-        raise InvalidInputError(f"granularity must be one of {', '.join(GRANULARITIES)}, got {granularity!r}")
+    check_choice("dtype", dtype, ELEMENTS)
+    check_choice("granularity", granularity, GRANULARITIES)
     if isinstance(page_size, bool) or not isinstance(page_size, int) or page_size < 1:
         raise InvalidInputError(f"page_size must be a positive integer, got {page_size!r}")
     for name, x in (("k", k), ("v", v)):

@@ -20,6 +20,7 @@ from gpu_accel.thunderkittens.rows import layer_norm, rms_norm
 from gpu_accel.transformer_engine.activations import ACTIVATIONS, activate
 from gpu_accel.transformer_engine.checks import (
     check_between,
+    check_choice,
     check_first,
     check_flag,
     check_floats,
@@ -107,12 +108,12 @@ def _join(norm: Norm, linear: Linear, returned: bool) -> None:
 
 def _norm_linear(norm: Norm, linear: Linear, x: Tensor, first: bool | None) -> Tensor:
     """linear(norm(x)), in one go where that can be."""
+    norm.check(x)  # before anything looks at what it is
     recipe = linear.active_recipe()
     x = enter(x, linear.parallel)
     if recipe is None or norm.hooked() or not linear.fuses(x, recipe):
         return linear(norm(x), first)
     check_first(first)
-    norm.check(x)
     return linear._quantized(x, recipe, first, norm.source())
 
 
@@ -182,8 +183,7 @@ class LayerNormMLP(nn.Module):
         set_parallel_mode: bool = False, tp_group: Any = None, sequence_parallel: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        if activation not in ACTIVATIONS:
-            raise InvalidInputError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r:.80}")
+        check_choice("activation", activation, ACTIVATIONS)
         check_flag("return_layernorm_output", return_layernorm_output)
         check_size("hidden_size", hidden_size)
         check_size("ffn_hidden_size", ffn_hidden_size)
@@ -220,8 +220,10 @@ def rotary_angles(
     seqlen: int, dim: int, *, base: float = 10000.0, device: torch.device | str | None = None
 ) -> Tensor:  # fmt: skip
     """(seqlen, dim / 2) float32: position times base ** (-2 i / dim)."""
-    if dim % 2:
+    check_size("seqlen", seqlen)
+    if check_size("dim", dim) % 2:
         raise InvalidInputError(f"rotary embeddings need an even head dimension, got {dim}")
+    check_between("base", base, 1)
     inverse = base ** (-torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim)
     return torch.arange(seqlen, device=device, dtype=torch.float32)[:, None] * inverse
 
@@ -344,6 +346,13 @@ class TransformerLayer(nn.Module):
         q, k, v = packed.unflatten(-1, (sum(sizes), self.head_dim)).split(sizes, -2)
         if rotary_pos_emb is not None:
             angles = rotary_pos_emb
+            check_rows("rotary_pos_emb", angles, self.head_dim // 2)
+            check_one_device(hidden_states=x, rotary_pos_emb=angles)
+            length = q.shape[0] if self.attention.qkv_format == "sbhd" else q.shape[1]
+            if angles.dim() != 2 or angles.shape[0] not in (1, length) or self.head_dim % 2:
+                raise InvalidInputError(
+                    f"rotary_pos_emb must be ({length}, {self.head_dim / 2:g}), got shape {tuple(angles.shape)}"
+                )
             if self.attention.qkv_format == "sbhd":
                 q, k = (apply_rotary(t.transpose(0, 1), angles).transpose(0, 1) for t in (q, k))
             else:

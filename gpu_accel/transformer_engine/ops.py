@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numbers
+
 import torch
 from torch import Tensor
 
@@ -38,6 +40,8 @@ def fp8_quantize(
         return quantize(tensor, what, backend=backend)
     if not isinstance(amax_history, Tensor) or amax_history.requires_grad:
         raise InvalidInputError("amax_history must be a tensor without gradient: it is changed in place")
+    if amax_history.is_meta:
+        raise InvalidInputError("amax_history is on the meta device and has no values")
     if amax_history.dim() != 1 or not amax_history.numel() or amax_history.dtype != torch.float32:
         raise InvalidInputError(
             f"amax_history must be (length,) float32, got {tuple(amax_history.shape)} {amax_history.dtype}"
@@ -70,6 +74,9 @@ def dequantize_and_accumulate(
         scale: a number, or a tensor that broadcasts: (), (M, 1) per row, (N,) per column.
         accumulator: float32, the shape of result. None: zeros.
     """
+    check_floats("result", result)
+    if not isinstance(scale, Tensor | numbers.Real):
+        raise InvalidInputError(f"scale must be a number or a tensor, got {type(scale).__name__}")
     wide = result.dequantize(torch.float32) if isinstance(result, QuantizedTensor) else result.float()
     if isinstance(scale, Tensor):
         sizes = zip(reversed(scale.shape), reversed(wide.shape), strict=False)
@@ -81,6 +88,8 @@ def dequantize_and_accumulate(
         return wide * scale
     check_floats("accumulator", accumulator)
     check_one_device(result=wide, accumulator=accumulator)
+    if accumulator.requires_grad and torch.is_grad_enabled():
+        raise InvalidInputError("accumulator must not want a gradient: it is changed in place")
     if accumulator.dtype != torch.float32 or accumulator.shape != wide.shape:
         raise InvalidInputError(
             f"accumulator must be float32 {tuple(wide.shape)}, got {accumulator.dtype} {tuple(accumulator.shape)}"

@@ -145,8 +145,10 @@ def precision_report(
     Raises:
         InvalidInputError: unknown recipes or hardware, numbers out of range, a model without linear layers that run.
     """
+    if not isinstance(recipes, Iterable):
+        raise InvalidInputError(f"recipes must be names, got {type(recipes).__name__}")
     wanted = list(recipes)
-    if unknown := [name for name in wanted if name not in RECIPES]:
+    if unknown := [name for name in wanted if name not in tuple(RECIPES)]:  # compared, not hashed
         raise InvalidInputError(f"no recipe {', '.join(map(repr, unknown))}; there are {', '.join(RECIPES)}")
     if not isinstance(model, nn.Module):
         raise InvalidInputError(f"model must be a torch.nn.Module, got {type(model).__name__}")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gpu_accel.errors import InvalidInputError
 from gpu_accel.transformer_engine import formats
 from gpu_accel.transformer_engine.quantizer import check_input, quantize
 from gpu_accel.transformer_engine.schemes import INTEGERS, Scheme
@@ -82,6 +83,8 @@ def error_report(
     Raises InvalidInputError as `quantize` does.
     """
     check_input(x)
+    if not isinstance(schemes, Iterable):
+        raise InvalidInputError(f"schemes must be names, texts or Schemes, got {type(schemes).__name__}")
     wide = x.detach().float()
     finite = wide.isfinite()
     clean = torch.where(finite, wide, 0.0).double()

@@ -186,6 +186,8 @@ def swizzle_scales(scales: Tensor, *, layout: str = "128x4") -> Tensor:
     tiles of 8 rows and 4 columns, each row-major. Returns a flat tensor of whole tiles.
     """
     tile = _layout(layout)
+    if not isinstance(scales, Tensor):
+        raise InvalidInputError(f"scales must be a tensor, got {type(scales).__name__}")
     if scales.dim() != 2 or scales.element_size() != 1:
         raise InvalidInputError(f"scales must be (rows, cols) of one byte, got {tuple(scales.shape)} {scales.dtype}")
     dtype, (rows, cols) = scales.dtype, scales.shape
@@ -201,6 +203,11 @@ def swizzle_scales(scales: Tensor, *, layout: str = "128x4") -> Tensor:
 def unswizzle_scales(flat: Tensor, rows: int, cols: int, *, layout: str = "128x4") -> Tensor:
     """What `swizzle_scales` was given, (rows, cols)."""
     tile = _layout(layout)
+    if not isinstance(flat, Tensor) or flat.element_size() != 1:
+        raise InvalidInputError(f"flat must be a tensor of bytes, got {getattr(flat, 'dtype', type(flat).__name__)}")
+    for name, size in (("rows", rows), ("cols", cols)):
+        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+            raise InvalidInputError(f"{name} must be an integer from 0 up, got {size!r:.80}")
     down, across = _swizzle_shape(rows, cols, tile)
     if flat.numel() != down * across * tile * 4:
         raise InvalidInputError(

@@ -112,6 +112,8 @@ def dynamic_precision_select(
     Raises:
         InvalidInputError: an unknown operation, GPU or size.
     """
+    if not isinstance(operation, str | Mapping):
+        raise InvalidInputError(f"operation must be a name or a mapping, got {type(operation).__name__}")
     given = {"name": operation} if isinstance(operation, str) else dict(operation)
     name = given.pop("name", "matmul")
     sizes: list[Any] = [given.pop(key, 4096) for key in ("m", "n", "k")]
@@ -119,10 +121,10 @@ def dynamic_precision_select(
         raise InvalidInputError(f"an operation has name, m, n and k, not {', '.join(map(str, given))}")
     if any(isinstance(s, bool) or not isinstance(s, int) or s < 1 for s in sizes):
         raise InvalidInputError(f"m, n and k must be positive integers, got {sizes}")
-    if not max_error > 0:
-        raise InvalidInputError(f"max_error must be positive, got {max_error}")
+    if isinstance(max_error, bool) or not isinstance(max_error, int | float) or not max_error > 0:
+        raise InvalidInputError(f"max_error must be a positive number, got {max_error!r:.80}")
     gpu = profile(hardware)
-    if name in SENSITIVE:
+    if name in tuple(SENSITIVE):  # compared, not hashed: it may be anything
         return PrecisionChoice("fp32", "", f"{name} stays in float32: {SENSITIVE[name]}", {}, {})
     if name not in MATMULS:
         raise InvalidInputError(f"operation {name!r} is unknown; one of {', '.join((*MATMULS, *SENSITIVE))}")

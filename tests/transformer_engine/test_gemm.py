@@ -168,6 +168,19 @@ def test_gradients_are_refused_not_dropped(product, device):
         assert product(a, b).shape == (16, 16)
 
 
+def test_a_bias_that_wants_a_gradient_is_refused(device):
+    a, b = operands(4, 8, 32, ("fp8_row", "fp8_row"), device)
+    bias = torch.ones(8, device=device, requires_grad=True)
+    for backend in ("portable", "reference"):
+        with pytest.raises(UnsupportedError, match="bias wants one"):
+            scaled_mm(a, b, bias=bias, backend=backend)
+        with torch.no_grad():
+            out = scaled_mm(a, b, bias=bias, backend=backend)
+        assert torch.equal(out, scaled_mm(a, b, bias=bias.detach(), backend=backend))
+    with pytest.raises(UnsupportedError, match="bias wants one"):
+        fp8_gemm(a, b, bias=bias)
+
+
 def test_model_of_the_sums_of_a_tensor_core():
     """Exact with many bits; with 13 the loss grows with what stays inside."""
     a, b = (quantize(torch.rand(4, 4096, generator=generator(s)), "fp8", backend="reference") for s in (0, 1))

@@ -31,6 +31,53 @@ def test_group_rows():
         group_rows(torch.tensor([-1]))
 
 
+META = torch.zeros(2, dtype=torch.int64, device="meta")
+NO_COUNTS = {
+    "list": [1, 2],
+    "0d": torch.tensor(3),
+    "2d": torch.tensor([[1, 2]]),
+    "floats": torch.tensor([1.5]),
+    "nan": torch.tensor([float("nan")]),
+    "bools": torch.tensor([True]),
+    "sparse": torch.tensor([1, 2]).to_sparse(),
+}
+
+
+@pytest.mark.parametrize("counts", NO_COUNTS.values(), ids=NO_COUNTS.keys())
+def test_what_is_no_count_of_rows(counts):
+    for use in (lambda: group_rows(counts), lambda: group_room(counts, 128)):
+        with pytest.raises((InvalidInputError, UnsupportedError), match="sizes|counts"):
+            use()
+
+
+@pytest.mark.parametrize("room", ["128", None, 128.0, True, [128], 0, 100], ids=repr)
+def test_what_is_no_room(room):
+    with pytest.raises(InvalidInputError, match="multiple of 128"):
+        group_room(torch.tensor([1]), room)
+
+
+def test_counts_that_can_be_read_are_within_the_room():
+    for counts in (torch.tensor([129]), torch.tensor([-1]), torch.tensor([200], dtype=torch.uint8)):
+        with pytest.raises(InvalidInputError, match="from 0 to room, 128"):
+            group_room(counts, 128)
+    assert group_room(META, 128).shape == (256,)  # as on a GPU nothing is read
+    with pytest.raises(InvalidInputError, match="meta"):
+        group_rows(META)
+
+
+@pytest.mark.parametrize("backend", ["portable", "reference"])
+def test_groups_that_b_does_not_have(backend):
+    a, b = operands((256, 32), (2, 8, 32), ("fp8", "fp8"), "cpu")
+    groups = torch.tensor([1] * 128 + [2] * 128, dtype=torch.int32)
+    with pytest.raises(InvalidInputError, match=r"groups\[128\] is 2, and b has 2"):
+        grouped_mm(a, b, groups, backend=backend)
+    with pytest.raises(InvalidInputError, match="b has 2"):
+        grouped_mm_reference(a, b, groups)
+    groups[129:] = 7  # never read
+    groups[128] = -5
+    assert not grouped_mm(a, b, groups, backend=backend)[128:].any()
+
+
 def test_group_room():
     groups = group_room(torch.tensor([0, 129, 256]), 256)
     assert groups.dtype == torch.int32
@@ -115,3 +162,41 @@ def test_results_in_fp8(element, device):
         scaled_mm_fp8(a, b, scale, element="e2m1")
     with pytest.raises(InvalidInputError, match="scale must be one float32"):
         scaled_mm_fp8(a, b, scale.double())
+
+
+@pytest.mark.parametrize("backend", ["portable", "reference"])
+def test_results_in_fp8_keep_their_meaning(backend):
+    """Delayed scaling rolls its scale and maximum in place, step after step."""
+    a, b = operands((3, 32), (5, 32), ("fp8", "fp8"), "cpu")
+    for shape in ((), (1,), (1, 1, 1)):
+        scale, amax = torch.full(shape, 0.25), torch.zeros(shape)
+        got = scaled_mm_fp8(a, b, scale, amax=amax, backend=backend)
+        meant, largest = got.dequantize(), amax.clone()
+        scale.fill_(7.0), amax.fill_(-1.0)
+        assert torch.equal(got.dequantize(), meant) and got.seen_amax.shape == ()
+        assert got.seen_amax.item() == largest.item() > 0
+
+
+@pytest.mark.parametrize(
+    "shape_a, n", [((3, 32), 0), ((0, 32), 5), ((2, 3, 32), 0), ((2, 0, 32), 5), ((3, 0), 5)], ids=str
+)
+@pytest.mark.parametrize("backend", ["portable", "reference"])
+def test_results_in_fp8_of_nothing(backend, shape_a, n):
+    a, b = operands(shape_a, (n, shape_a[-1]), ("fp8", "fp8"), "cpu")
+    amax = torch.zeros(())
+    got = scaled_mm_fp8(a, b, torch.tensor(0.5), amax=amax, backend=backend)
+    assert got.dequantize().shape == (*shape_a[:-1], n) and not got.dequantize().any() and amax == 0
+
+
+@pytest.mark.parametrize("backend", ["portable", "reference"])
+def test_what_is_written_may_not_want_a_gradient(backend):
+    a, b = operands((3, 32), (5, 32), ("fp8", "fp8"), "cpu")
+    into, amax = torch.zeros(3, 5, requires_grad=True), torch.zeros((), requires_grad=True)
+    scale = torch.ones((), requires_grad=True)
+    with pytest.raises(UnsupportedError, match="accumulate_into wants one"):
+        scaled_mm(a, b, accumulate_into=into, backend=backend)
+    with pytest.raises(UnsupportedError, match="scale, amax wants one"):
+        scaled_mm_fp8(a, b, scale, amax=amax, backend=backend)
+    with torch.no_grad():
+        assert scaled_mm(a, b, accumulate_into=into, backend=backend) is into and into.any()
+        assert not scaled_mm_fp8(a, b, scale, amax=amax, backend=backend).scales.requires_grad and amax > 0

@@ -9,7 +9,18 @@ import torch
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.testing import generator
-from gpu_accel.transformer_engine import quantize, scaled_mm
+from gpu_accel.transformer_engine import (
+    dynamic_precision_select,
+    error_report,
+    fp8_quantize,
+    precision_report,
+    quantize,
+    quantize_kv_cache,
+    scaled_mm,
+    scaled_mm_fp8,
+    swizzle_scales,
+    unswizzle_scales,
+)
 from gpu_accel.transformer_engine.conversion import (
     transformer_engine_fp4,
     transformer_engine_fp8,
@@ -22,6 +33,7 @@ from gpu_accel.transformer_engine.modules import (
     LayerNormMLP,
     Norm,
     TransformerLayer,
+    rotary_angles,
 )
 from gpu_accel.transformer_engine.ops import dequantize_and_accumulate
 from gpu_accel.transformer_engine.recipes import Float8CurrentScaling
@@ -110,10 +122,49 @@ REFUSED = {
     "named-layer-ffn": lambda: transformer_engine_layer(16, 2, ffn_hidden_size=0),
     "named-layer-size": lambda: transformer_engine_layer("16", 2),
     "named-layer-dtype": lambda: transformer_engine_layer(16, 2, dtype="bf16"),
+    "activation-list": lambda: scaled_mm(quantize(r(3, 32), "fp8"), quantize(r(5, 32), "fp8"), activation=["relu"]),
+    "activation-fp8-list": lambda: scaled_mm_fp8(
+        quantize(r(3, 32), "fp8"), quantize(r(5, 32), "fp8"), torch.ones(()), activation=["relu"]
+    ),
+    "element-list": lambda: scaled_mm_fp8(
+        quantize(r(3, 32), "fp8"), quantize(r(5, 32), "fp8"), torch.ones(()), element=["e4m3"]
+    ),
+    "mlp-activation-list": lambda: LayerNormMLP(4, 5, activation=["gelu"]),
+    "block-activation-list": lambda: TransformerLayer(16, 32, 2, activation=["gelu"]),
+    "named-layer-precision-list": lambda: transformer_engine_layer(16, 2, precision=["fp8"]),
+    "cache-dtype-list": lambda: quantize_kv_cache(r(1, 2, 1, 32), r(1, 2, 1, 32), dtype=["fp8"]),
+    "recipes-lists": lambda: precision_report(Linear(4, 5), r(3, 4), recipes=[["fp8"]]),
+    "recipes-number": lambda: precision_report(Linear(4, 5), r(3, 4), recipes=5),
+    "schemes-number": lambda: error_report(r(3, 4), 5),
+    "operation-list": lambda: dynamic_precision_select({"name": ["matmul"]}, "h100"),
+    "operation-number": lambda: dynamic_precision_select(5, "h100"),
+    "operation-error-text": lambda: dynamic_precision_select("matmul", "h100", max_error="0.1"),
+    "swizzled-none": lambda: swizzle_scales(None),
+    "unswizzled-none": lambda: unswizzle_scales(None, 4, 4),
+    "unswizzled-text": lambda: unswizzle_scales(torch.zeros(512, dtype=torch.uint8), "4", 4),
+    "history-without-values": lambda: fp8_quantize(r(3, 4), torch.zeros(4, device="meta")),
+    "result-none": lambda: dequantize_and_accumulate(None),
+    "scale-text": lambda: dequantize_and_accumulate(r(3, 4), "2"),
+    "accumulator-gradient": lambda: dequantize_and_accumulate(
+        r(3, 4), accumulator=torch.zeros(3, 4, requires_grad=True)
+    ),
+    "angles-list": lambda: TransformerLayer(16, 32, 2)(r(3, 2, 16), rotary_pos_emb=[1.0]),
+    "angles-length": lambda: TransformerLayer(16, 32, 2)(r(3, 2, 16), rotary_pos_emb=r(2, 4)),
+    "angles-elsewhere": lambda: TransformerLayer(16, 32, 2)(r(3, 2, 16), rotary_pos_emb=r(3, 4).to("meta")),
+    "angles-seqlen-text": lambda: rotary_angles("3", 4),
+    "angles-base-zero": lambda: rotary_angles(3, 4, base=0),
     "attention-of-lists": lambda: DotProductAttention()([1.0], [1.0], [1.0]),
     "attention-rank": lambda: DotProductAttention()(r(3, 8), r(3, 8), r(3, 8)),
     "attention-device": lambda: DotProductAttention()(r(3, 1, 2, 8), r(3, 1, 2, 8), r(3, 1, 2, 8).to("meta")),
 }
+
+
+@pytest.mark.parametrize("recipe", [None, Float8CurrentScaling()], ids=["plain", "fp8"])
+@pytest.mark.parametrize("x", [None, 5, [1.0] * 4, torch.ones(4, dtype=torch.int32)], ids=["none", "5", "list", "ints"])
+@pytest.mark.parametrize("layer", [Linear, LayerNormLinear, LayerNormMLP])
+def test_layers_look_at_their_input_first(layer, x, recipe):
+    with pytest.raises(InvalidInputError, match="x must be a tensor of floats"):
+        layer(4, 5, recipe=recipe)(x)
 
 
 @pytest.mark.parametrize("use", REFUSED.values(), ids=REFUSED.keys())
