@@ -90,8 +90,9 @@ def flash_attn_func(
             score_mod_grad: (grad, score, b, h, q_idx, kv_idx, *aux_tensors) -> gradient of the score that was given.
         mask_mod: FlexAttention's (b, h, q_idx, kv_idx, *aux_tensors) -> seen or not, likewise; joins causal and window.
         aux_tensors: contiguous tensors that both may read; they get no gradient.
-        block_mask: torch's BlockMask: blocks that it does not list are never touched, `mask_mod` (which has to say the
-            same as the Python one that the mask was built from) is applied to partial blocks only.
+        block_mask: torch's BlockMask for the lengths of q and k: blocks that it does not list are never touched,
+            `mask_mod` (which has to say the same as the Python one that the mask was built from) is applied to partial
+            blocks only.
         deterministic: only take a backward that gives the same bits every time (the portable one always does).
         batch_invariant: the bits of a row depend on its own sequence only: not on the batch size, on the sequences
             beside it, or on how far they are padded. Only takes kernels that promise it.

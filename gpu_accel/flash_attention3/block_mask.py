@@ -88,10 +88,11 @@ def block_mask_lists(
             )
     rows, columns = -(-seqlen_q // q_block), -(-seqlen_k // kv_block)
     lengths = getattr(block_mask, "seq_lengths", None)
-    if lengths is not None and (-(-lengths[0] // q_block), -(-lengths[1] // kv_block)) != (rows, columns):
+    if lengths is not None and tuple(lengths) != (seqlen_q, seqlen_k):  # FlexAttention refuses these too
         raise InvalidInputError(
             f"block_mask is for {lengths[0]} queries and {lengths[1]} keys, but q has {seqlen_q} and k {seqlen_k}: "
-            f"build it with Q_LEN={seqlen_q}, KV_LEN={seqlen_k}"
+            f"build it with Q_LEN={seqlen_q}, KV_LEN={seqlen_k} (BlockMask.from_kv_blocks: "
+            f"seq_lengths=({seqlen_q}, {seqlen_k}), which are whole blocks otherwise)"
         )
     lists = []
     for at, (name, n) in enumerate((("kv", rows), ("full_kv", rows), ("q", columns), ("full_q", columns))):

@@ -130,7 +130,9 @@ def backward(
 
     lse = lse.contiguous()
     lse3 = lse.unsqueeze(0) if varlen else lse
-    padded = triton.cdiv(sq, _STAT_ROWS) * _STAT_ROWS
+    q_block = features.block_size[0] or 1
+    walked = triton.cdiv(sq, q_block) * q_block  # dkdv walks over whole blocks of a block mask
+    padded = triton.cdiv(walked, _STAT_ROWS) * _STAT_ROWS
     delta, lse2 = (torch.empty(*lse3.shape[:2], padded, dtype=torch.float32, device=q.device) for _ in range(2))
     if dlse is not None:
         dlse = dlse.contiguous()
@@ -196,6 +198,6 @@ def backward(
          *compact_strides(dq4), padded, batches, heads, heads // heads_kv, sq, sk, together, *scalars,
          *block_arguments(features.block_lists[:4])),
         dict(M=m, N=n, num_warps=config_dq.num_warps, num_stages=config_dq.num_stages,
-             TAIL=varlen or window_right >= 0 or sk % n != 0, **options),
+             TAIL=varlen or window_right >= 0 or sk % max(n, features.block_size[1]) != 0, **options),
     )  # fmt: skip
     return dq, dk, dv, *dsinks

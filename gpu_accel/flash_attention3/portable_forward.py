@@ -16,8 +16,9 @@
   masked and their values zeroed, because 0 * NaN would poison the row.
 * head_dim 192 is 128 + 64, 96 is 64 + 32, 72 is 64 + 16 ...: two accumulators instead of padding to a power of two.
 * Sinks join the sum after the last block. ALiBi and score_mod work on natural scores, so the scale is no longer folded
-  into the exponent. A block mask replaces the three ranges above by its two lists, partial blocks and whole ones. All
-  of these are compile-time switches (a None, mostly): without them the machine code is what it was.
+  into the exponent. A block mask replaces the three ranges above by its two lists, partial blocks and whole ones; its
+  last block may reach beyond the keys by more than a tile, hence TAIL. All of these are compile-time switches (a None,
+  mostly): without them the machine code is what it was.
 """
 
 from __future__ import annotations
@@ -372,7 +373,7 @@ def forward(
     )  # fmt: skip
     options = dict(
         M=m, N=n, D=d, D2=d2, DV=dv, DV2=dv2, BATCH=next_power_of_2(batches + 1) if varlen else 1,
-        TMA=tma, TAIL=varlen or pinned or window_right >= 0 or sk % n != 0,
+        TMA=tma, TAIL=varlen or pinned or window_right >= 0 or sk % max(n, features.block_size[1]) != 0,
         MASK_D=d + d2 != head_dim, MASK_DV=dv + dv2 != head_dim_v,
         VARLEN=varlen, USED_Q=seqused_q is not None, USED_K=seqused_k is not None,
         LEFT=window_left >= 0, RIGHT=window_right >= 0, SOFTCAP=softcap > 0,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import triton
@@ -140,6 +142,44 @@ def test_lengths_that_blocks_do_not_divide_equal_dense(device):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
 
 
+@triton.jit
+def late(b, h, q_idx, kv_idx):  # the last keys are seen by all
+    return q_idx + kv_idx >= 12
+
+
+def late_twin(b, h, q_idx, kv_idx):
+    return q_idx + kv_idx >= 12
+
+
+BEYOND = {  # mask blocks that reach beyond the end by whole tiles
+    "keys-96-blocks-64": (16, 96, (16, 64)),
+    "keys-32-blocks-64": (16, 32, (16, 64)),
+    "keys-64-blocks-48": (33, 64, (32, 48)),
+    "queries-128-blocks-48": (128, 32, (48, 32)),  # beyond the rows that statistics are padded to
+    "queries-9-blocks-256": (9, 20, (256, 32)),
+}
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_blocks_that_reach_beyond_the_end(name, kernel_path, device):
+    sq, sk, size = BEYOND[name]
+    # NaN behind the ends, and scores so low that exp2(0 - lse) overflows: a row or key too many would be Inf * 0
+    q, k, v = inputs(sq, sk, device=device)
+    q, k, v = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 256), value=float("nan"))[:, : x.shape[1]]
+               for x in (q + 3, k - 3, v))  # fmt: skip
+    mask = create_block_mask(late_twin, None, None, sq, sk, device=device, BLOCK_SIZE=size)
+    lists, size = block_mask_lists(mask, batch=1, heads=2, seqlen_q=sq, seqlen_k=sk, device=q.device, has_mask_mod=True)
+    modified = Features(mask_mod=modifier(late).key)
+    results = []
+    for features in (modified, replace(modified, block_lists=lists, block_size=size)):
+        call = {"softmax_scale": 2.0, "features": features, "path": kernel_path}
+        o, lse = portable_forward.forward(q, k, v, **call)
+        results.append((o, lse, *portable_backward.backward(torch.ones_like(o), q, k, v, o, lse, **call)))
+    assert (results[0][1] < -89).any()
+    for without, with_blocks in zip(*results, strict=True):
+        torch.testing.assert_close(with_blocks, without, rtol=1e-4, atol=1e-4)
+
+
 def test_descriptors_and_pointers_give_the_same(device):
     if device == "cuda" and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("TMA needs compute capability 9.0")
@@ -186,6 +226,9 @@ WRONG = {
     "not-a-mask": (lambda: torch.ones(32, 32), {}, InvalidInputError, "must be a torch.nn.attention.*got Tensor"),
     "mask-mod-missing": (causal_mask, {"mask_mod": None}, InvalidInputError, "pass the same function as a Triton"),
     "longer-mask": (lambda: causal_mask(64, 64), {}, InvalidInputError, "for 64 queries and 64 keys, but q has 32"),
+    "larger-mask-of-as-many-blocks": (lambda: create_block_mask(causal_twin, None, None, 128, 128, device="cpu"), {},
+                                      InvalidInputError, "for 128 queries and 128 keys, but q has 32"),
+    "shorter-keys-in-as-many-blocks": (lambda: causal_mask(32, 30), {}, InvalidInputError, "32 queries and 30 keys"),
     "more-heads": (lambda: create_block_mask(causal_twin, 1, 3, 32, 32, device="cpu", BLOCK_SIZE=16), {},
                    InvalidInputError, "heads 2 or 1"),
     "int64": (lambda: edited(kv_indices=causal_mask().kv_indices.long()), {}, InvalidInputError, "int32"),
