@@ -55,7 +55,8 @@ def _append_one(
         y = y.to(tl.float32)
     if FORMAT != 16:
         g = tl.arange(0, GROUPS)
-        scales = scale + scale_offsets[:, None] + g[None, :] * s_group
+        if SCALES > 0:
+            scales = scale + scale_offsets[:, None] + g[None, :] * s_group
         if DYNAMIC:
             size = tl.maximum(tl.abs(x), tl.abs(y))
             s = _row_scale(tl.max(tl.reshape(size, [T, GROUPS, W // GROUPS]), 2), QMAX)

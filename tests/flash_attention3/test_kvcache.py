@@ -296,6 +296,13 @@ def test_append_rounds_to_the_cache(options, page):
         assert not torch.equal(run(a)[2].k_scales.tensor.nan_to_num(0.0), before)
 
 
+@pytest.mark.parametrize("page", [0, 5])
+@pytest.mark.parametrize("kind", ["e4m3", "int8", "int4"])
+def test_append_without_scales(kind, page):
+    a = make(kind=kind, page=page, batch=1, new=2, lengths=[30], dtype=torch.float32, poison=False)
+    check(a | {"k_descale": None, "v_descale": None})
+
+
 def test_more_new_keys_than_queries():
     check(make(new=7, seqlen_q=2, causal=True, lengths=[20, 0], num_splits=2))
 
