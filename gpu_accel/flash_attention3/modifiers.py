@@ -33,6 +33,7 @@ import inspect
 from typing import Any
 
 import torch
+import triton.language as tl
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError
 
@@ -72,13 +73,30 @@ def _key(function: Any) -> str:
     return key
 
 
+def _check_interpretable(function: Any, seen: tuple[Any, ...] = ()) -> None:
+    """Triton's interpreter calls device functions, and those that they call, only beside a triton.language."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    if not isinstance(function, InterpretedFunction) or function in seen:
+        return
+    inner = function.fn
+    known = inner.__globals__
+    if not any(x is tl or x is tl.core for x in known.values()):
+        raise InvalidInputError(
+            f"Triton's interpreter cannot call {inner.__qualname__}: it wants triton.language beside every device "
+            f"function, used or not. Add `import triton.language as tl` to the module {inner.__module__}"
+        )
+    for name in inner.__code__.co_names:
+        _check_interpretable(known.get(name), (*seen, function))
+
+
 def modifier(function: Any) -> Modifier:
     """Wrap a `@triton.jit` function for use as `score_mod`, `score_mod_grad` or `mask_mod` inside torch.compile.
 
     It is kept as long as the process lives. Outside torch.compile the bare function will do.
 
     Raises:
-        InvalidInputError: not a `@triton.jit` function.
+        InvalidInputError: not a `@triton.jit` function, or in the interpreter one whose module lacks triton.language.
     """
     if isinstance(function, Modifier):
         return function
@@ -90,6 +108,7 @@ def modifier(function: Any) -> Modifier:
             f"score_mod, score_mod_grad and mask_mod are Triton device functions: decorate the function with "
             f"@triton.jit; got {type(function).__name__} {function!r:.80}"
         )
+    _check_interpretable(function)
     key = _key(function)
     _functions[key] = function
     _keys[id(function)] = key

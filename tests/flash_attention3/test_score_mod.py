@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+
 import pytest
 import torch
 import triton
 import triton.language as tl
 
+from gpu_accel.compat import INTERPRET
 from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.flash_attention3 import explain, flash_attn_func, flash_attn_varlen_func, modifier
 from gpu_accel.flash_attention3.modifiers import device_function
@@ -226,6 +230,38 @@ def test_keys_tell_functions_apart():
     assert "curved" in repr(a)
     with pytest.raises(UnsupportedError, match="not known in this process"):
         device_function("nobody#0")
+
+
+WITHOUT_LANGUAGE = """
+import triton
+
+@triton.jit
+def bare(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+"""
+CALLS_IT = """
+import triton
+import triton.language as tl
+from modifiers_without_language import bare
+
+@triton.jit
+def calls_bare(b, h, q_idx, kv_idx):
+    return bare(b, h, q_idx, kv_idx)
+"""
+
+
+@pytest.mark.skipif(not INTERPRET, reason="only Triton's interpreter wants triton.language beside a function")
+def test_modules_without_triton_language(tmp_path, monkeypatch):
+    (tmp_path / "modifiers_without_language.py").write_text(WITHOUT_LANGUAGE)
+    (tmp_path / "modifiers_that_call_it.py").write_text(CALLS_IT)
+    monkeypatch.syspath_prepend(tmp_path)
+    q = torch.zeros(1, 5, 2, 16)
+    for module, name in (("modifiers_without_language", "bare"), ("modifiers_that_call_it", "calls_bare")):
+        function = getattr(importlib.import_module(module), name)
+        for call in (flash_attn_func, explain):
+            with pytest.raises(InvalidInputError, match="cannot call bare.*to the module modifiers_without_language"):
+                call(q, q, q, mask_mod=function)
+        monkeypatch.delitem(sys.modules, module)
 
 
 def test_gradient_needs_its_derivative(device):
