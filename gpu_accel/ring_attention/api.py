@@ -17,11 +17,18 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from gpu_accel.errors import HardwareError, InvalidInputError
+from gpu_accel.errors import GpuAccelError, HardwareError, InvalidInputError
 from gpu_accel.flash_attention3.backends import check_name
-from gpu_accel.flash_attention3.problem import check_flag, check_number, check_tensors
+from gpu_accel.flash_attention3.problem import (
+    FLOAT_DTYPES,
+    check_flag,
+    check_number,
+    check_strided,
+    check_tensors,
+    check_written,
+)
 from gpu_accel.ring_attention import attention
-from gpu_accel.ring_attention.homes import unused
+from gpu_accel.ring_attention.homes import four_sizes, unused
 from gpu_accel.ring_attention.layouts import LAYOUTS, Layout, check_padding, make_layout, sequence_length
 from gpu_accel.ring_attention.masks import pieces
 from gpu_accel.ring_attention.schedules import schedule as find_schedule
@@ -139,11 +146,10 @@ class RingAttention(nn.Module):
             shape: (batch, heads_kv, local_length, head_dim), of both.
 
         Raises:
-            InvalidInputError: not four sizes. HardwareError: as `transport`.
+            InvalidInputError: not four sizes, or no floating dtype or device. HardwareError: as `transport`, or no such
+                device.
         """
-        if len(shape) != 4 or not all(type(n) is int and n > 0 for n in shape):
-            raise InvalidInputError(f"shape must be four sizes from 1 up, got {shape!r:.80}")
-        batch, heads, rows, dim = shape
+        batch, heads, rows, dim = four_sizes("shape", shape)
         rows_first = (batch, rows, heads, dim)
         make = getattr(self.transport(), "home", unused)
         k, v = make(rows_first, rows_first, dtype=dtype, device=device)
@@ -325,7 +331,7 @@ def ring_communicate_kv(
     kv_block: Tensor, src_device: int, dst_device: int, *, transport: Transport | None = None
 ) -> Tensor:
     """Send a block to one rank and return the one that comes from another. All ranks of the circle call it."""
-    transport = transport or choose_transport()
+    transport = _transport(transport, "transport")
     wrong = [r for r in (src_device, dst_device) if type(r) is not int or not 0 <= r < transport.size]
     error = InvalidInputError(f"ranks are from 0 to {transport.size - 1}, got {wrong[0]!r:.40}") if wrong else None
     message, into = _message(kv_block, transport, "ring_communicate_kv", error)
@@ -335,16 +341,30 @@ def ring_communicate_kv(
 
 def ring_send_recv(x: Tensor, *, transport: Transport | None = None) -> Pending:
     """Start one hop of the ring: x goes to the next rank; `wait()` returns what came from the previous one."""
-    transport = transport or choose_transport()
+    transport = _transport(transport, "transport")
     message, into = _message(x, transport, "ring_send_recv")
     ahead, behind = ((transport.rank + s) % transport.size for s in (1, -1))
     pending = transport.exchange(message, into, to=ahead, source=behind)
     return Pending(lambda: (pending.wait(), into.clone())[1])
 
 
+def _wrong_tensor(name: str, x: object, *, floating: bool = False) -> GpuAccelError | None:
+    """What the other ranks have to be told of x, or None."""
+    if not isinstance(x, Tensor):
+        return InvalidInputError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if floating and x.dtype not in FLOAT_DTYPES:
+        return InvalidInputError(f"{name} must be of a floating dtype, float16 to float64, got {x.dtype}")
+    try:
+        check_strided(name, x)
+    except GpuAccelError as error:
+        return error
+    return None
+
+
 def _message(x: Tensor, transport: Transport, what: str, error: Exception | None = None) -> list[Tensor]:
     """x in a buffer of the transport, and one to receive into, after all ranks have said that they send alike."""
-    transport.agree(f"{what} {x.dtype} {tuple(x.shape)}", error)
+    error = error or _wrong_tensor("what is sent", x)
+    transport.agree(what if error else f"{what} {x.dtype} {tuple(x.shape)}", error)
     message, into = transport.buffers(2, x.shape, x)
     message.copy_(x)
     return [message, into]
@@ -380,18 +400,32 @@ def accumulate_attention_outputs(
     local_outputs: Sequence[tuple[Tensor, Tensor]], final_output: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
     """Merge results (o, lse) of the same queries over different keys; into `final_output`, in place, when given."""
+    if not isinstance(local_outputs, tuple | list):
+        raise InvalidInputError(f"local_outputs must be a list of pairs (o, lse), got {type(local_outputs).__name__}")
+    for found in local_outputs:
+        _check_result("each of local_outputs", found)
     if final_output is None:
         if not local_outputs:
             raise InvalidInputError("nothing to accumulate: give local_outputs or final_output")
         o, lse = local_outputs[0]
         dtype = partial_dtype(o)
         final_output = (torch.zeros_like(o, dtype=dtype), torch.full_like(lse, -math.inf, dtype=dtype))
+    else:
+        _check_result("final_output", final_output)
+        for name, x in zip(("o of final_output", "lse of final_output"), final_output, strict=True):
+            check_written(name, x)
+            if x.is_leaf and x.requires_grad and torch.is_grad_enabled():
+                raise InvalidInputError(f"{name} is written in place, but gradients are wanted of it: pass a clone")
     total = Partial(*final_output)
     for o, lse in local_outputs:
         if o.shape != total.o.shape or lse.shape != total.lse.shape or lse.shape != o.transpose(1, 2).shape[:-1]:
             raise InvalidInputError(
                 f"o (batch, rows, heads, head_dim) and lse (batch, heads, rows) of all results must agree, got "
                 f"{tuple(o.shape)}, {tuple(lse.shape)} and {tuple(total.o.shape)}, {tuple(total.lse.shape)}"
+            )
+        if {o.device, lse.device, total.lse.device} != {total.o.device}:
+            raise InvalidInputError(
+                f"all results must be on one device, got {o.device}, {lse.device} and {total.o.device}"
             )
         total.add(o, lse)
     return total.o, total.lse
@@ -411,11 +445,16 @@ def distributed_attention_exact(
 
     Tensors are (batch, heads, local_length, head_dim); `KV_blocks[r]` are the shards of rank r.
     """
+    if not isinstance(KV_blocks, tuple | list) or not all(
+        isinstance(x, tuple | list) and len(x) == 2 for x in KV_blocks
+    ):
+        raise InvalidInputError(f"KV_blocks must be a list of pairs (k, v), got {type(KV_blocks).__name__}")
     if len(KV_blocks) != num_devices:
         raise InvalidInputError(f"{num_devices} devices have as many blocks of keys, got {len(KV_blocks)}")
     q = _swap(Q_local)
     length = num_devices * q.shape[1] if seq_len is None else seq_len
     cut = make_layout(layout, seqlen=length, ranks=num_devices)
+    cut.runs(rank)  # refuses a rank that is not there
     found = []
     for step in range(num_devices):
         source = (rank - step) % num_devices
@@ -426,8 +465,10 @@ def distributed_attention_exact(
 
 def global_accumulate(o: Tensor, lse: Tensor, *, transport: Transport | None = None) -> tuple[Tensor, Tensor]:
     """Merge the partial results of all ranks for queries that all of them hold; the same bits on every rank."""
-    transport = transport or choose_transport()
-    transport.agree(f"global_accumulate {o.dtype} {tuple(o.shape)}, {lse.dtype} {tuple(lse.shape)}")
+    transport = _transport(transport, "transport")
+    error = _wrong_tensor("o", o, floating=True) or _wrong_tensor("lse", lse, floating=True)
+    what = "" if error else f" {o.dtype} {tuple(o.shape)}, {lse.dtype} {tuple(lse.shape)}"
+    transport.agree(f"global_accumulate{what}", error)
     parts = [transport.all_gather(x).wait() for x in (o, lse)]
     return accumulate_attention_outputs(list(zip(*parts, strict=True)))
 
@@ -439,10 +480,19 @@ def overlap_comm_compute(communicate: Callable[[], Pending], compute: Callable[[
     return result, pending.wait()
 
 
-def _transport(devices: Any) -> Transport:
-    if devices is not None and not isinstance(devices, Transport):
-        raise InvalidInputError(f"devices must be a number of ranks, a transport or None, got {devices!r:.80}")
-    return choose_transport() if devices is None else devices
+def _transport(given: Any, name: str = "devices") -> Transport:
+    if given is not None and not isinstance(given, Transport):
+        what = "a number of ranks, a transport" if name == "devices" else "a Transport"
+        raise InvalidInputError(f"{name} must be {what} or None, got {given!r:.80}")
+    return choose_transport() if given is None else given
+
+
+def _check_result(name: str, found: object) -> None:
+    if not isinstance(found, tuple | list) or len(found) != 2:
+        raise InvalidInputError(f"{name} must be a pair (o, lse), got {found!r:.80}")
+    for part, x in zip(("o", "lse"), found, strict=True):
+        if error := _wrong_tensor(f"{part} of {name}", x, floating=True):
+            raise error
 
 
 def _check_whole(k: Tensor, seq_len: int | None) -> None:

@@ -13,9 +13,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from gpu_accel.errors import HardwareError, InvalidInputError
+from gpu_accel.flash_attention3.problem import FLOAT_DTYPES
 
 
 class Homes:
@@ -48,6 +52,36 @@ class Homes:
         return None
 
 
+def four_sizes(name: str, shape: object) -> tuple[int, int, int, int]:
+    """The shape of keys or values: four sizes, none of them 0."""
+    if isinstance(shape, tuple | list) and len(shape) == 4 and all(type(n) is int and n > 0 for n in shape):
+        return tuple(shape)  # type: ignore[return-value]
+    raise InvalidInputError(f"{name} must be four sizes from 1 up, got {shape!r:.80}")
+
+
+def check_home(k_shape: object, v_shape: object, dtype: object, device: Any, own: torch.device | None = None) -> None:
+    """What a home is asked for with. own: the one device whose memory ranks share, if it is one.
+
+    Raises:
+        InvalidInputError: no shapes, dtype or device, or not the device of this rank. HardwareError: no such GPU.
+    """
+    four_sizes("k_shape", k_shape)
+    four_sizes("v_shape", v_shape)
+    if dtype not in FLOAT_DTYPES:
+        raise InvalidInputError(f"dtype must be a floating torch.dtype, float16 to float64, got {dtype!r:.80}")
+    if device is None:
+        return
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise InvalidInputError(f"device must be one of torch's, as 'cuda' or 'cpu', got {device!r:.80}") from error
+    if own is not None and (found.type, own.index if found.index is None else found.index) != (own.type, own.index):
+        raise InvalidInputError(f"the memory that ranks share here is that of {own}, not of {found}: leave device out")
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise HardwareError(f"there is no {found} here ({count} CUDA devices): pass device='cpu' or another one")
+
+
 def home_number(transport: object, tensors: Sequence[Tensor]) -> int | None:
     """The home of the last two tensors (k, v), which all ranks have to agree on."""
     homes = getattr(transport, "homes", None)
@@ -57,4 +91,5 @@ def home_number(transport: object, tensors: Sequence[Tensor]) -> int | None:
 
 def unused(k_shape: Sequence[int], v_shape: Sequence[int], dtype: torch.dtype, device: object) -> tuple[Tensor, Tensor]:
     """Where no rank reads another's memory: tensors like any others."""
+    check_home(k_shape, v_shape, dtype, device)
     return tuple(torch.empty(tuple(s), dtype=dtype, device=device) for s in (k_shape, v_shape))  # type: ignore

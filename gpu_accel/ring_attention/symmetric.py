@@ -49,8 +49,8 @@ from torch import Tensor
 
 from gpu_accel.errors import HardwareError, InvalidInputError
 from gpu_accel.ring_attention.faults import CommunicationError
-from gpu_accel.ring_attention.homes import Homes
-from gpu_accel.ring_attention.transport import Pending, TorchTransport
+from gpu_accel.ring_attention.homes import Homes, check_home
+from gpu_accel.ring_attention.transport import Pending, TorchTransport, check_group
 
 _ALIGNMENT = 256
 _READY, _DONE, _SHARED, _READ = range(4)  # kinds of flags
@@ -170,7 +170,9 @@ class SymmetricTransport(TorchTransport):
         flags.zero_()
         torch.cuda.synchronize(self._device)
         self._flags, self._flag_handle = flags, self._rendezvous(flags)
-        self._watch = _Watch(2, torch.zeros(4, dtype=torch.int32).pin_memory(), timeout, self._give_up)
+        self._watch = _Watch(
+            2, torch.zeros(4, dtype=torch.int32).pin_memory(), self.timeout.total_seconds(), self._give_up
+        )
         self._dist.barrier(self.group)  # all flags are zero before anyone sets one
 
     def _give_up(self, rank: int) -> None:
@@ -224,6 +226,7 @@ class SymmetricTransport(TorchTransport):
     def home(
         self, k_shape: Sequence[int], v_shape: Sequence[int], *, dtype: torch.dtype, device: Any = None
     ) -> tuple[Tensor, Tensor]:
+        check_home(k_shape, v_shape, dtype, device, self._device)
         numbers = self.homes.size(k_shape, v_shape)
         slot = -(-max(numbers * dtype.itemsize, 1) // _ALIGNMENT) * _ALIGNMENT
         memory = self._symmetric.empty(slot, dtype=torch.uint8, device=self._device)
@@ -293,7 +296,10 @@ def choose_transport(group: Any = None) -> TorchTransport:
     """
     import torch.distributed as dist
 
-    if not dist.is_available() or not dist.is_initialized() or dist.get_backend(group) != "nccl":
+    if not dist.is_available() or not dist.is_initialized():
+        return TorchTransport(group)  # which says so
+    check_group(group)
+    if dist.get_backend(group) != "nccl":
         return TorchTransport(group)
     return _chosen(dist.group.WORLD if group is None else group)
 

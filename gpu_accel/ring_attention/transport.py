@@ -26,12 +26,14 @@ import torch
 from torch import Tensor
 
 from gpu_accel.errors import HardwareError, InvalidInputError, UnsupportedError
+from gpu_accel.flash_attention3.problem import check_number
 from gpu_accel.ring_attention.faults import CommunicationError, compare_statements
 from gpu_accel.ring_attention.homes import unused
 
 Sends = Sequence[tuple[Tensor, int]]  # (contiguous tensor, rank it goes to)
 Receives = Sequence[tuple[Tensor, int]]  # (contiguous tensor to fill, rank it comes from)
 _STATEMENT = 512  # bytes of a statement that the ranks compare
+_TIMEOUTS = (1e-3, 1e9)  # seconds; gloo counts milliseconds, and takes 0 of them for no limit
 
 
 class Pending:
@@ -250,8 +252,8 @@ class TorchTransport(PointToPoint):
 
     Args:
         group: a process group; None is the default one, which must be initialised.
-        timeout: seconds after which gloo gives up on a rank that does not answer. NCCL keeps to the timeout of its
-            process group, whose watchdog ends the process: `init_process_group(timeout=...)` sets it.
+        timeout: seconds, 0.001 to 1e9, after which gloo gives up on a rank that does not answer. NCCL keeps to the
+            timeout of its process group, whose watchdog ends the process: `init_process_group(timeout=...)` sets it.
         check: "always": all ranks agree before every call. "first": once for each new statement, which saves the
             round trip (and its synchronisation of the GPU); a later mismatch then ends at the timeout. "auto" is
             "always" on gloo and "first" on NCCL.
@@ -262,6 +264,9 @@ class TorchTransport(PointToPoint):
     def __init__(self, group: Any = None, *, timeout: float = 60.0, check: str = "auto") -> None:
         import torch.distributed as dist
 
+        seconds = check_number("timeout", timeout)
+        if not _TIMEOUTS[0] <= seconds <= _TIMEOUTS[1]:
+            raise InvalidInputError(f"timeout must be {_TIMEOUTS[0]:g} to {_TIMEOUTS[1]:g} seconds, got {seconds:g}")
         if not dist.is_available() or not dist.is_initialized():
             raise HardwareError(
                 "torch.distributed is not initialised: start with torchrun and call init_process_group, "
@@ -269,6 +274,7 @@ class TorchTransport(PointToPoint):
             )
         if check not in ("auto", "always", "first"):
             raise InvalidInputError(f"check must be 'auto', 'always' or 'first', got {check!r}")
+        check_group(group)
         self._dist = dist
         # the older name is deprecated from torch 2.13 on
         self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -279,7 +285,7 @@ class TorchTransport(PointToPoint):
         backend = str(dist.get_backend(self.group))
         self.gloo = backend == "gloo"
         self.name = backend
-        self.timeout = timedelta(seconds=timeout)
+        self.timeout = timedelta(seconds=seconds)
         self._every_time = check == "always" or (check == "auto" and self.gloo)
         self._agreed: set[str] = set()
         self._broken = ""
@@ -373,6 +379,15 @@ class TorchTransport(PointToPoint):
         line[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
         lines = TorchTransport.all_gather(self, line.to(device)).wait().cpu()
         return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in lines]
+
+
+def check_group(group: object) -> None:
+    """A process group of torch.distributed, or None for the default one."""
+    import torch.distributed as dist
+
+    outside = group is dist.GroupMember.NON_GROUP_MEMBER  # what new_group returns to those that are not in it
+    if not (group is None or outside or isinstance(group, dist.ProcessGroup)):
+        raise InvalidInputError(f"group must be a process group of torch.distributed or None, got {group!r:.80}")
 
 
 def _check_contiguous(x: Tensor) -> None:

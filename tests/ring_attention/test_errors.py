@@ -12,9 +12,11 @@ from gpu_accel.errors import InvalidInputError
 from gpu_accel.ring_attention import RingAttention, ring_attention_backward, ring_attention_forward, shard_sequence
 from gpu_accel.ring_attention.api import (
     accumulate_attention_outputs,
+    distributed_attention_exact,
     global_accumulate,
     local_attention,
     ring_communicate_kv,
+    ring_send_recv,
 )
 from gpu_accel.ring_attention.attention import distributed_attention, forward, gather_sequence
 from gpu_accel.ring_attention.faults import CommunicationError
@@ -25,7 +27,7 @@ from gpu_accel.ring_attention.flash_attn_names import (
 )
 from gpu_accel.ring_attention.layouts import make_layout
 from gpu_accel.ring_attention.simulate import simulate, simulate_attention
-from gpu_accel.ring_attention.transport import LocalTransport, World
+from gpu_accel.ring_attention.transport import LocalTransport, TorchTransport, World, check_group
 
 RANKS, ROWS = 3, 6
 X = torch.ones(1, 2, RANKS * ROWS, 8)  # (batch, heads, seqlen, head_dim)
@@ -59,6 +61,29 @@ REFUSED = {
     "devices-text": lambda: ring_attention_forward(X, X, X, "2"),
     "no-shards": lambda: shard_sequence(X, 0),
     "results-that-would-broadcast": lambda: accumulate_attention_outputs([(OUT, LSE), (OUT[:, :1], LSE[..., :1])]),
+    "results-number": lambda: accumulate_attention_outputs(5),
+    "results-tensor": lambda: accumulate_attention_outputs(OUT),
+    "results-iterator": lambda: accumulate_attention_outputs(iter([(OUT, LSE)])),
+    "result-without-lse": lambda: accumulate_attention_outputs([(OUT,)]),
+    "result-none": lambda: accumulate_attention_outputs([None]),
+    "result-of-nones": lambda: accumulate_attention_outputs([(None, None)]),
+    "result-of-integers": lambda: accumulate_attention_outputs([(OUT.int(), LSE.int())]),
+    "result-elsewhere": lambda: accumulate_attention_outputs([(OUT, LSE), (OUT.to("meta"), LSE.to("meta"))]),
+    "final-number": lambda: accumulate_attention_outputs([(OUT, LSE)], 5),
+    "final-without-lse": lambda: accumulate_attention_outputs([(OUT, LSE)], (OUT,)),
+    "final-of-integers": lambda: accumulate_attention_outputs([(OUT, LSE)], (OUT.int(), LSE.int())),
+    "final-that-wants-gradients": lambda: accumulate_attention_outputs(
+        [(OUT, LSE)], (OUT.clone().requires_grad_(), LSE.clone())
+    ),
+    "final-expanded": lambda: accumulate_attention_outputs([(OUT, LSE)], (OUT[:, :1].expand(1, 4, 2, 8), LSE.clone())),
+    "blocks-none": lambda: distributed_attention_exact(X, None, 1),
+    "block-without-values": lambda: distributed_attention_exact(X, [(X,)], 1),
+    "rank-text": lambda: distributed_attention_exact(X, [(X, X)], 1, rank="x"),
+    "transport-of-send": lambda: ring_send_recv(OUT, transport=3),
+    "transport-of-communicate": lambda: ring_communicate_kv(OUT, 0, 0, transport="nccl"),
+    "transport-of-accumulate": lambda: global_accumulate(OUT, LSE, transport=3),
+    "group-text": lambda: check_group("world"),
+    "group-number": lambda: check_group(3),
     "simulated-option-that-is-not-there": lambda: simulate_attention(ROW, ROW, ROW, ranks=2, foo=1),
     "simulated-sinks": lambda: simulate_attention(ROW, ROW, ROW, ranks=2, sinks=torch.zeros(2)),
     "keys-without-dimensions": lambda: simulate_attention(ROW, ROW[0, 0, 0, 0], ROW, ranks=2),
@@ -86,6 +111,13 @@ REFUSED = {
 def test_refused(use):
     with pytest.raises(InvalidInputError):
         use()
+
+
+@pytest.mark.parametrize("timeout", [float("nan"), float("inf"), "x", None, -1, 0, True, 1e-9, 1e30], ids=str)
+def test_a_timeout_is_a_time(timeout):
+    """Refused before the process group is looked at, of which there is none here."""
+    with pytest.raises(InvalidInputError, match="timeout must be"):
+        TorchTransport(timeout=timeout)
 
 
 CONSTRUCTED = {
@@ -143,6 +175,11 @@ ALONE = {
     "forward": lambda t, _: ring_attention_forward(_shards(t.rank)[0], *(_shards(t.rank)[1],) * 2, t),
     "backward": lambda t, _: ring_attention_backward(_shards(t.rank)[0], *(_shards(t.rank)[1],) * 3, t),
     "communicate": lambda t, _: ring_communicate_kv(OUT, 7 if t.rank == 1 else 0, 0, transport=t),
+    "communicate-none": lambda t, _: ring_communicate_kv(None if t.rank == 1 else OUT, 0, 0, transport=t),
+    "send-none": lambda t, _: ring_send_recv(None if t.rank == 1 else OUT, transport=t),
+    "send-list": lambda t, _: ring_send_recv([1.0] if t.rank == 1 else OUT, transport=t),
+    "accumulate-none": lambda t, _: global_accumulate(OUT, None if t.rank == 1 else LSE, transport=t),
+    "accumulate-integers": lambda t, _: global_accumulate(OUT.int() if t.rank == 1 else OUT, LSE, transport=t),
     "accumulate": lambda t, _: global_accumulate(OUT.double() if t.rank == 1 else OUT, LSE, transport=t),
     "packed-keys": lambda t, _: zigzag_ring_flash_attn_kvpacked_func(
         torch.ones(1, ROWS, 2, 8), torch.ones(1, ROWS, 3 if t.rank == 1 else 2, 2, 8), group=t

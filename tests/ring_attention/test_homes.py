@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpu_accel.errors import InvalidInputError
+from gpu_accel.errors import HardwareError, InvalidInputError
 from gpu_accel.flash_attention3.reference import attention_truth, attention_truth_backward
 from gpu_accel.ring_attention import RingAttention, make_layout
 from gpu_accel.ring_attention.attention import distributed_attention, make_call
 from gpu_accel.ring_attention.homes import Homes, home_number
 from gpu_accel.ring_attention.schedules import kv_ring
 from gpu_accel.ring_attention.simulate import simulate
+from gpu_accel.ring_attention.symmetric import SymmetricTransport
 from gpu_accel.ring_attention.transport import LocalTransport, Pending, World
 from gpu_accel.testing import relative_error
 
@@ -163,7 +164,7 @@ def test_the_module_has_homes_in_its_own_order():
     k, v = module.home((1, 2, 4, 8), dtype=torch.float32, device="cpu")
     assert k.shape == v.shape == (1, 2, 4, 8)
     assert home_number(transport, (k.transpose(1, 2), v.transpose(1, 2))) == 0
-    for wrong in ((1, 2, 4), (1, 2, 4, 0), (1, 2, 4, 8.0)):
+    for wrong in ((1, 2, 4), (1, 2, 4, 0), (1, 2, 4, 8.0), None, 5, "abcd", {1, 2, 4, 8}):
         with pytest.raises(InvalidInputError, match="shape must be four sizes"):
             module.home(wrong, dtype=torch.float32)
 
@@ -171,3 +172,39 @@ def test_the_module_has_homes_in_its_own_order():
 def test_other_transports_give_tensors_like_any_others():
     k, v = LocalTransport(World(2), 0).home((1, 4, 2, 8), (1, 4, 2, 16), dtype=torch.bfloat16, device="cpu")
     assert (k.shape, v.shape, k.dtype) == ((1, 4, 2, 8), (1, 4, 2, 16), torch.bfloat16)
+
+
+SHAPE = (1, 4, 2, 8)
+WRONG = {
+    "no-shape": dict(k_shape=None),
+    "shape-number": dict(v_shape=5),
+    "negative-size": dict(k_shape=(1, 4, -2, 8)),
+    "three-sizes": dict(v_shape=(1, 4, 2)),
+    "text-for-dtype": dict(dtype="bf16"),
+    "no-dtype": dict(dtype=None),
+    "integers": dict(dtype=torch.int32),
+    "no-such-device": dict(device="foo"),
+    "device-of-another-kind": dict(device=1.5),
+}
+
+
+@pytest.mark.parametrize("changed", WRONG.values(), ids=WRONG)
+def test_a_home_that_makes_no_sense_is_refused(changed):
+    given = dict(k_shape=SHAPE, v_shape=SHAPE, dtype=torch.float32, device="cpu") | changed
+    with pytest.raises(InvalidInputError):
+        LocalTransport(World(1), 0).home(given.pop("k_shape"), given.pop("v_shape"), **given)
+
+
+def test_a_gpu_that_is_not_there_is_said_so():
+    module = RingAttention(1, transport=LocalTransport(World(1), 0))
+    with pytest.raises(HardwareError, match="pass device='cpu'"):
+        module.home((1, 2, 4, 8), dtype=torch.float32, device="cuda:99")
+
+
+def test_memory_that_ranks_share_is_on_one_device():
+    """Before anything is allocated: no GPU is needed to say so."""
+    transport = object.__new__(SymmetricTransport)
+    transport._device = torch.device("cuda", 1)
+    for elsewhere in ("cpu", "cuda:0", torch.device("cuda", 2)):
+        with pytest.raises(InvalidInputError, match="is that of cuda:1"):
+            transport.home(SHAPE, SHAPE, dtype=torch.bfloat16, device=elsewhere)
