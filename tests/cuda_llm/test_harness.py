@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -45,6 +47,14 @@ def test_the_red_team(sandbox: Sandbox) -> None:
     assert [(row.fixture.id, row.hack.name) for row in rows if not row.hack_rejected] == []
     assert [(row.fixture.id, row.twin.name) for row in rows if not row.twin_accepted] == []
     assert sandbox.restarts == 0, "a candidate brought the worker down"
+
+
+def test_the_readme_names_the_twins_that_only_a_gpu_runs() -> None:
+    named = [one.id for one in FIXTURES if one.expected_twin(False) is Verdict.UNVERIFIED]
+    text = " ".join((Path(__file__).parents[2] / "papers" / "cuda_llm" / "README.md").read_text().split())
+    total = len(FIXTURES) + 2
+    assert f"{total - len(named)} of {total} twins accepted; the other {len(named)} ({', '.join(named)})" in text
+    assert all(one.expected_twin(True) is Verdict.ACCEPTED for one in FIXTURES)
 
 
 def test_fixtures_are_distinct() -> None:
