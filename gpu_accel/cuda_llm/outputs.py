@@ -108,7 +108,8 @@ def judge(task: Task, launch: Launch, trials: Sequence[Trial]) -> float:
     bad = [number for number, one in enumerate(found) if one.kind]
     if not bad:
         return max(one.error for one in found)
-    first = bad[0]
+    # what is wrong by more than too few bits in one trial is not a question of bits in the others
+    first = next((number for number in bad if found[number].kind is not Kind.PRECISION), bad[0])
     kind, detail = found[first].kind, found[first].detail
     if _always_the_same(task, trials):
         kind, detail = Kind.CONSTANT_OUTPUT, f"gives the same result whatever the input; {detail}"
