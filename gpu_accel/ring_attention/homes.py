@@ -92,4 +92,5 @@ def home_number(transport: object, tensors: Sequence[Tensor]) -> int | None:
 def unused(k_shape: Sequence[int], v_shape: Sequence[int], dtype: torch.dtype, device: object) -> tuple[Tensor, Tensor]:
     """Where no rank reads another's memory: tensors like any others."""
     check_home(k_shape, v_shape, dtype, device)
-    return tuple(torch.empty(tuple(s), dtype=dtype, device=device) for s in (k_shape, v_shape))  # type: ignore
+    like: dict[str, Any] = {"dtype": dtype, "device": device}  # both checked
+    return torch.empty(tuple(k_shape), **like), torch.empty(tuple(v_shape), **like)

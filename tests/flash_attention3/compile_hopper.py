@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 import triton
-import triton.language as tl
+from compile_features import relative, relative_grad, same_document  # beside this script
 
 from gpu_accel.flash_attention3 import blackwell, hopper, hopper_backward, launch, modifier
 from gpu_accel.flash_attention3.features import Features
@@ -42,21 +42,6 @@ CASES = {
     "backward": [(64, {}), (128, {"window_right": 0}), (256, {"window_right": 0})],
     "more-backward": [(64, {"modified": True}), (256, {"packed": True})],
 }
-
-
-@triton.jit
-def relative(score, b, h, q_idx, kv_idx, bias, document):
-    return score + tl.load(bias + h) * (q_idx - kv_idx)
-
-
-@triton.jit
-def relative_grad(grad, score, b, h, q_idx, kv_idx, bias, document):
-    return grad
-
-
-@triton.jit
-def same_document(b, h, q_idx, kv_idx, bias, document):
-    return tl.load(document + q_idx) == tl.load(document + kv_idx)
 
 
 def everything() -> Features:
