@@ -90,7 +90,7 @@ def test_racecheck_finds_nothing_else():
     assert races(done.stdout) <= HANDED_ON | KERNELS, done.stdout[-3000:]
 
 
-@pytest.mark.xfail(strict=True, reason="exits with errors on these kernels, unlike on the controls; the report is still to be read")
+@pytest.mark.xfail(strict=True, reason="exits with errors here, not on the controls; its report is still to be read")
 def test_synccheck_finds_nothing():
     done = sanitized("synccheck", "sanitize_set.py", *CALLS)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
