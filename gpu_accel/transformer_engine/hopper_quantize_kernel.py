@@ -44,10 +44,10 @@ def _scale_and_inverse(bits, SCALE: gl.constexpr, LARGEST: gl.constexpr, ADD: gl
 @gluon.jit
 def _largest(x, AXIS: gl.constexpr, FINITE: gl.constexpr):
     """Bits of the largest |x| along an axis, where NaN > Inf > every number, or without either of them if FINITE: with
-    one added to their exponent they are negative."""
+    one added to their exponent they are negative. 0 where nothing else is there."""
     size = x.to(gl.int32, bitcast=True) & 0x7FFFFFFF
     if FINITE:
-        return gl.maximum(gl.max(size + 0x00800000, AXIS) - 0x00800000, 0)
+        return gl.maximum(gl.max(size + 0x00800000, AXIS), 0x00800000) - 0x00800000
     else:
         return gl.max(size, AXIS)
 

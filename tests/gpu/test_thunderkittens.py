@@ -122,7 +122,7 @@ def test_delta_rule(gated):
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("dtype", ["FP16", "FP32"])
 def test_delta_rule_in_other_dtypes(dtype, gated):
-    """Gated in fp16 it failed on an H200, and how is not known; "auto" takes torch for these."""
+    """In processes of their own; "auto" takes torch for these."""
     alone(f"delta_rule_of({gated}, {dtype})")
 
 
@@ -135,7 +135,8 @@ def delta_rule_of(gated, dtype):
         return lambda q, k, v, beta, h, g=None: delta_rule(q, k, v, beta, g=g, initial_state=h, backend=backend)
 
     grads = [randn(2, 515, 4, 128, seed=7), randn(2, 4, 64, 128, seed=8)]
-    factor = 8.0 if dtype == FP32 else 2.0
+    # in fp16 three roundings show, of T, of what it multiplies and of the product: the yardstick rounds the product
+    factor = {FP32: 8.0, FP16: 3.0}.get(dtype, 2.0)
     judge(["o", "state", "dq", "dk", "dv", "dbeta", "dinitial", "dg"][: 8 if gated else 7], function, tensors, grads,
           factor)  # fmt: skip
 

@@ -89,12 +89,14 @@ def test_bits(name, columnwise):
 
 @pytest.mark.parametrize("name", ["fp8_1x128", "e4m3:1x128:pow2", "e5m2:1x128:fp32"])
 def test_bits_of_hoppers_own(name):
-    """The kernel that makes both copies of whole tiles: rows apart, zeros of both signs, infinities in every block."""
+    """The kernel that makes both copies of whole tiles: rows apart, zeros of both signs, infinities in every block, and
+    blocks of both copies in which no number is finite."""
     if machine_refusal(torch.empty(0, device="cuda")):
         pytest.skip("needs compute capability 9.0")
     for dtype in (torch.bfloat16, torch.float32, torch.float16):
         x = make(384, 512, dtype=torch.float32)
         x[7], x[200:260, 130:170], x[300, ::32] = -0.0, math.nan, math.inf
+        x[8, :128], x[9, 128:256], x[128:256, 5], x[256:384, 6] = math.nan, -math.inf, math.nan, math.inf
         store = torch.full((384, 528), math.nan, dtype=dtype, device="cuda")
         store[:, 8:520] = x.to(dtype)
         for view in (x.to(dtype), store[:, 8:520]):
