@@ -1,4 +1,4 @@
-"""Pairs of programs that load for each other (thread block clusters of two), which Gluon up to Triton 3.8 cannot say.
+"""Pairs of programs that load for each other (thread block clusters of two), which Gluon of Triton 3.6 cannot say.
 
 A kernel is compiled as for single programs, its PTX is changed in two places, and it is launched in clusters of two:
 
@@ -12,6 +12,7 @@ touch each other's memory (`barrier.cluster`), and end only when nobody writes t
 
 from __future__ import annotations
 
+import hashlib
 import re
 import subprocess
 import tempfile
@@ -65,17 +66,25 @@ def paired(ptx: str) -> str:
 
 
 def assemble(ptx: str, capability: int) -> bytes:
-    """The cubin, by the ptxas that Triton brings."""
+    """The cubin, by the ptxas that Triton brings; kept in Triton's cache."""
     from triton.backends.nvidia import compiler
+    from triton.runtime.cache import get_cache_manager
 
+    tool = compiler.get_ptxas(capability)
+    cache = get_cache_manager(hashlib.sha256(f"{tool.version} {capability} {ptx}".encode()).hexdigest())
+    known = cache.get_file("pairs.cubin")
+    if known is not None:
+        return Path(known).read_bytes()
     with tempfile.TemporaryDirectory() as folder:
         source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         source.write_text(ptx)
-        command = [compiler.get_ptxas(capability).path, f"-arch=sm_{capability}a", str(source), "-o", str(cubin)]
+        command = [tool.path, f"-arch=sm_{capability}a", str(source), "-o", str(cubin)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise NotUnderstood(f"ptxas: {done.stderr[-2000:]}")
-        return cubin.read_bytes()
+        made = cubin.read_bytes()
+    cache.put(made, "pairs.cubin", binary=True)
+    return made
 
 
 class PairLaunch:

@@ -134,7 +134,7 @@ def gemm(
     staged = blocked and block_a[0] == 1 and (STAGED_CHECKED if config.staged is None else config.staged)
     stages = config.stages if not staged or config.parts == 2 else min(config.stages, 5)
     scale_a = _side_by_side(scale_a, block_a, unit=4 if staged else 0)
-    scale_b = _side_by_side(scale_b, block_b, unit=128)
+    scale_b = _side_by_side(scale_b, block_b, unit=4 if staged else 128)
     sa_desc = sb_desc = a_desc
     if staged:
         sa_desc = _line_map(scale_a, 128)
