@@ -238,25 +238,53 @@ def takes_turn(x: Tensor, scheme: Scheme, m: Matrix, source: Source) -> bool:
     return x.dtype == torch.bfloat16 and scheme.scale in blocks and plain and whole and x.data_ptr() % 16 == 0
 
 
-def _turn(
-    x: Tensor, scheme: Scheme, m: Matrix, row: Three, col: Three, numbers: dict, given: Tensor, seen: Tensor | None
-) -> None:
-    """Both copies by the kernel of `hopper_turn_kernel.py`; given: the scale, or bits of the largest magnitude."""
+Turned = tuple[Tensor, Matrix, Three, Three, Tensor, "Tensor | None"]  # as `_turn` takes them
+
+
+def _turn(scheme: Scheme, one: Turned, other: Turned | None = None) -> None:
+    """Both copies of a matrix, or of two, by the kernel of `hopper_turn_kernel.py`.
+
+    one: x, how it lies, both copies (unwritten), the scale that is known, or bits of the largest magnitude, and what is
+    raised to the largest magnitude.
+    """
     from gpu_accel.transformer_engine.hopper_turn_kernel import turn_kernel
 
-    across = scheme.block[1]
+    numbers, across = _numbers(scheme), scheme.block[1]
     tall = 128 if across == 128 else TURN_TALL
     kept = ("SCALE", "LARGEST", "ADD", "EMAX", "FINITE")
     options = dict(
         GC=across, **{name: numbers[name] for name in kept}, E5M2=scheme.element == "e5m2",
-        CURRENT=given.dtype == torch.int32, AMAX=seen is not None, TALL=tall, num_warps=tall // 16,
-        maxnreg=128 if tall == 128 else 96, enable_fp_fusion=False,
+        CURRENT=one[4].dtype == torch.int32, AMAX=one[5] is not None, TALL=tall, TWO=other is not None,
+        num_warps=tall // 16, maxnreg=128 if tall == 128 else 96, enable_fp_fusion=False,
     )  # fmt: skip
-    pairs = x.view(torch.int32).reshape(m.rows, m.cols // 2) if x.is_contiguous() else x.view(torch.int32)
-    codes = row[0].view(torch.int16), col[0].view(torch.int16)
-    arguments = (pairs, codes[0], row[1], codes[1], col[1], given, pairs if seen is None else seen.view(torch.int32),
-                 m.rows, m.cols, m.s_row // 2, m.cols // 128)  # fmt: skip
-    quick(turn_kernel, m.rows // tall * (m.cols // 128), arguments, options)
+    programs = [0, 0]
+    arguments: list[Any] = []
+    for i, (x, m, row, col, given, seen) in enumerate((one, other or one)):
+        programs[i] = m.rows // tall * (m.cols // 128)
+        pairs = x.view(torch.int32)
+        arguments += [pairs, row[0].view(torch.int16), row[1], col[0].view(torch.int16), col[1], given,
+                      pairs if seen is None else seen.view(torch.int32),
+                      m.rows, m.cols, m.s_row // 2, m.cols // 128]  # fmt: skip
+    quick(turn_kernel, programs[0] + (programs[1] if other else 0), (*arguments, programs[0]), options)
+
+
+def quantize_two(
+    x: Tensor, y: Tensor, scheme: Scheme, scales: tuple[Tensor, Tensor], seen: tuple[Tensor | None, Tensor | None]
+) -> tuple[tuple[Three, Three], tuple[Three, Three]] | None:
+    """`run_quantize` of two tensors with scales that are known, both copies of both in one launch, or None where the
+    kernel for that does not take them."""
+    matrices = as_matrix(x), as_matrix(y)
+    fits = scheme.block == (0, 0) and x.device == y.device and (seen[0] is None) == (seen[1] is None)
+    if not fits or not all(takes_turn(t, scheme, m, PLAIN) for t, m in zip((x, y), matrices, strict=True)):
+        return None
+    made = [
+        (_empty_parts(t, m.rows, m.cols, scheme, True), _empty_parts(t, m.cols, m.rows, scheme, True))
+        for t, m in zip((x, y), matrices, strict=True)
+    ]
+    with on_device(x):
+        one, other = ((t, matrices[i], *made[i], scales[i], seen[i]) for i, t in enumerate((x, y)))
+        _turn(scheme, one, other)
+    return made[0], made[1]
 
 
 def run_quantize(
@@ -318,7 +346,7 @@ def run_quantize(
                 amax_c = amax_r
         turn = rowwise and columnwise and takes_turn(x, scheme, m, source)
         if in_one_tile and turn:
-            _turn(x, scheme, m, row, col, numbers, row[1], None)
+            _turn(scheme, (x, m, row, col, row[1], None))
             return row, col
         if in_one_tile and rowwise and columnwise and takes_both(x, scheme, m, source):
             from gpu_accel.transformer_engine.hopper_quantize_kernel import both_kernel
@@ -345,7 +373,7 @@ def run_quantize(
             return row, col
         # the scale is known before the tile is read
         if turn and per_tensor:
-            _turn(x, scheme, m, row, col, numbers, amax_r if scale is None else scale, seen if known else None)
+            _turn(scheme, (x, m, row, col, amax_r if scale is None else scale, seen if known else None))
             return row, col
         bm, bk, warps = plain_tile(m, columnwise)
         programs, tiles, even = _grid(m, bm, bk)

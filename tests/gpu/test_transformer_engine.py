@@ -123,6 +123,23 @@ def test_bits_of_copies_turned_in_registers(name, tall, monkeypatch):
             assert_same_bits(*both)
 
 
+def test_two_matrices_in_one_launch(monkeypatch):
+    if machine_refusal(torch.empty(0, device="cuda")):
+        pytest.skip("needs compute capability 9.0")
+    monkeypatch.setattr(quantize_launch, "TURN_CHECKED", True)
+    what = scheme("fp8")
+    x, y = make(384, 512), make(128, 256, seed=1)
+    given = torch.tensor(0.37, device="cuda"), torch.tensor(2e-3, device="cuda")
+    seen, alone = [tuple(torch.zeros((), device="cuda") for _ in given) for _ in range(2)]
+    made = quantize_launch.quantize_two(x, y, what, given, seen)
+    monkeypatch.setattr(quantize_launch, "TURN_CHECKED", False)
+    for i, t in enumerate((x, y)):
+        wanted = quantize_launch.run_quantize(t, what, True, True, scale=given[i], seen=alone[i])
+        for copies in zip(made[i], wanted, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(*copies, strict=True))
+        assert torch.equal(seen[i].view(torch.int32), alone[i].view(torch.int32))
+
+
 def test_the_reference_gives_the_same_bits_on_a_cpu():
     for name in ("fp8_1x128", "mxfp8", "nvfp4", "int8_row", "fp8_128x128"):
         x = make(130, 300)

@@ -106,13 +106,14 @@ with instead_of_launching(hook):
             arguments = (x, *(torch.ones(4096),) * 4, codes, scales, codes, scales, 4096, 4096, 4096, 32)
             launch(both_kernel, 1, arguments, options)
         elif sys.argv[1] == "turn":
-            label, what = name, scheme(name)
+            label, what = name, scheme(name.removesuffix("-two"))
             x = torch.empty(4096, 4096, dtype=torch.bfloat16)
-            m, numbers = quantize_launch.as_matrix(x), quantize_launch._numbers(what)
+            m = quantize_launch.as_matrix(x)
             row, col = (quantize_launch._empty_parts(x, 4096, 4096, what, True) for _ in range(2))
             given = row[1] if what.block[1] else torch.ones(())
             seen = None if what.block[1] else torch.zeros(())
-            quantize_launch._turn(x, what, m, row, col, numbers, given, seen)
+            one = (x, m, row, col, given, seen)
+            quantize_launch._turn(what, one, one if "two" in name else None)
         elif sys.argv[1] == "step":
             label = name
             state = [torch.ones(1024), torch.ones(()), torch.ones(()), torch.zeros(2, dtype=torch.int64)]
