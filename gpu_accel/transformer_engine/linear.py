@@ -30,7 +30,7 @@ from gpu_accel.transformer_engine.quantize_launch import PLAIN, Source
 from gpu_accel.transformer_engine.quantizer import DTYPES
 from gpu_accel.transformer_engine.recipes import DelayedScaling, Float8CurrentScaling, Recipe, Role
 from gpu_accel.transformer_engine.scales import scale_fp32
-from gpu_accel.transformer_engine.sources import operand_op, quickly
+from gpu_accel.transformer_engine.sources import operand_op, quickly, two_operands
 
 
 class Linear(nn.Module):
@@ -210,21 +210,28 @@ class Linear(nn.Module):
         needs_t = grads and any(t is not None and t.requires_grad for t in (x, source.gamma, source.beta))
         keep = grads and self.weight.requires_grad
         kept = self._kept_weight(plan, first, backend, needs_t)
-        scales = self._scales(flat, recipe, plan, update, backend, with_weight=kept is None)
+        fresh = kept is None
+        scales = self._scales(flat, recipe, plan, update, backend, with_weight=fresh)
         pending = [None if histories is None or not update else histories.of(r).pending for r in ("input", "weight")]
         gamma, beta = (None if t is None else t.detach() for t in (source.gamma, source.beta))
-        *operand, means, rstds = quickly(operand_op, x)(
+        two = None
+        if kept is None and keep and needs_t and not source.kind and scales[0] is not None:
+            schemes = (plan.input, plan.input_t, plan.weight, plan.weight_t)
+            two = two_operands(flat.detach(), self.weight.detach(), schemes, scales, pending, backend)
+        *operand, means, rstds = two[0] if two is not None else quickly(operand_op, x)(
             flat.detach(), scales[0], pending[0], plan.input.text, plan.input_t.text, True, keep, 0, backend,
             source.kind, gamma, beta, source.eps,
         )  # fmt: skip
-        if kept is None:
+        if two is not None:
+            kept = two[1]
+        elif kept is None:
             *made, _, _ = quickly(operand_op, self.weight)(
                 self.weight.detach(), scales[1], pending[1], plan.weight.text, plan.weight_t.text, True, needs_t, 0,
                 backend, "", None, None, 0.0,
             )  # fmt: skip
             kept = tuple(made)
-            if first is not None and not torch.compiler.is_compiling():
-                self._kept = (self._key(plan, backend), needs_t, kept)
+        if fresh and first is not None and not torch.compiler.is_compiling():
+            self._kept = (self._key(plan, backend), needs_t, kept)
         grad = histories.grad if histories is not None else None
         settings = (recipe.margin, recipe.amax_compute_algo) if isinstance(recipe, DelayedScaling) else (0, "max")
         y = linear(

@@ -5,6 +5,7 @@ python compile_kernels.py quantize fp8-both-fp32           the same of float32
 python compile_kernels.py quantize nvfp4-both-ragged       of (304, 1104), which tiles do not divide
 python compile_kernels.py operand rms-fp8-given-both       of a norm or an activation of (4096, 4096) bf16
 python compile_kernels.py hopper fp8_1x128,mxfp8-rms        both copies by the kernel for Hopper
+python compile_kernels.py turn fp8_1x128,fp8,mxfp8          both copies turned in registers; the scale of fp8 is given
 python compile_kernels.py step roll,swiglu                 two histories; an activation and its gradient
 python compile_kernels.py optimizer adamw,lion             a step of a million bf16 values
 python compile_kernels.py gemm fp8_row-fp8_row             products of 4096 x 4096 x 4096
@@ -54,11 +55,13 @@ def hook(kernel, arguments, options) -> None:
     c = compile_only(kernel, arguments, options, name=kernel.fn.__name__, capability=90)
     count = c.instructions
     values = options.get("BM", options.get("ROWS", 1)) * options.get("BK", 256 if "ROWS" in options else 1)
+    values = options["TALL"] * 128 if "TALL" in options else values
     rows.append(
         dict(
             name=label, kernel=c.name, registers=c.registers, spills=c.spills, shared=c.shared, warps=c.num_warps,
             values=values // (32 * c.num_warps), instructions=sum(count.values()),
             wide_loads=len(re.findall(r"LDG\.E\S*\.128", c.sass)), loads=count["LDG"], stores=count["STG"],
+            wide_stores=len(re.findall(r"STG\.E\S*\.64", c.sass)),
             narrow_stores=len(re.findall(r"STG\.E\S*\.U8", c.sass)),
             conversions=len(re.findall(r"F2FP\.\S*E4M3", c.sass)),
             casts=sorted(set(re.findall(r"cvt\.\S*e[45]m[23]x2\S*", c.ptx))),
@@ -102,6 +105,15 @@ with instead_of_launching(hook):
             )  # fmt: skip
             arguments = (x, *(torch.ones(4096),) * 4, codes, scales, codes, scales, 4096, 4096, 4096, 32)
             launch(both_kernel, 1, arguments, options)
+        elif sys.argv[1] == "turn":
+            label, what = name, scheme(name.removesuffix("-two"))
+            x = torch.empty(4096, 4096, dtype=torch.bfloat16)
+            m = quantize_launch.as_matrix(x)
+            row, col = (quantize_launch._empty_parts(x, 4096, 4096, what, True) for _ in range(2))
+            given = row[1] if what.block[1] else torch.ones(())
+            seen = None if what.block[1] else torch.zeros(())
+            one = (x, m, row, col, given, seen)
+            quantize_launch._turn(what, one, one if "two" in name else None)
         elif sys.argv[1] == "step":
             label = name
             state = [torch.ones(1024), torch.ones(()), torch.ones(()), torch.zeros(2, dtype=torch.int64)]

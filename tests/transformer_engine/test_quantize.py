@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from gpu_accel.errors import HardwareError, InvalidInputError
+from gpu_accel.flash_attention3.launch import recording
 from gpu_accel.testing import generator
+from gpu_accel.transformer_engine import quantize_launch
 from gpu_accel.transformer_engine import quantizer as module
 from gpu_accel.transformer_engine.quantizer import quantize
 from gpu_accel.transformer_engine.schemes import SCHEMES, Scheme, scheme
@@ -327,3 +329,21 @@ def test_nvfp4_rounds_without_bias_what_its_scales_do_not_clip():
     kept = error[beyond <= 1]
     assert abs(kept.mean()) <= 5 * kept.std() / len(kept) ** 0.5
     assert 1.01 < beyond.max() <= 1 + 1 / 16 and (error[beyond > 1.01] < 0).all()
+
+
+def test_two_tensors_in_one_launch(monkeypatch):
+    """Programs of the second matrix begin where those of the first end; what the kernel does not take is left alone."""
+    x, y = (torch.zeros(rows, cols, dtype=torch.bfloat16) for rows, cols in ((256, 384), (128, 256)))
+    scales, seen = (torch.ones(()), torch.ones(())), (torch.zeros(()), torch.zeros(()))
+    assert quantize_launch.quantize_two(x, y, scheme("fp8"), scales, seen) is None  # no GPU
+    monkeypatch.setattr(quantize_launch, "takes_turn", lambda *_: True)
+    assert quantize_launch.quantize_two(x, y, scheme("mxfp8"), scales, seen) is None
+    with recording() as launches:
+        made = quantize_launch.quantize_two(x, y, scheme("fp8"), scales, seen)
+    ((kernel, programs, given, options),) = launches
+    assert kernel.__name__ == "turn_kernel" and options["TWO"] and options["AMAX"] and not options["CURRENT"]
+    assert programs == 4 * 3 + 2 * 2 and given[-1] == 4 * 3
+    assert given[7:11] == (256, 384, 192, 3) and given[18:22] == (128, 256, 128, 2)
+    assert made is not None
+    for t, (row, col) in zip((x, y), made, strict=True):
+        assert row[0].shape == t.shape and col[0].shape == t.t().shape
