@@ -74,14 +74,26 @@ def check_recipe(recipe: Recipe | None) -> None:
         raise InvalidInputError(f"recipe must be one such as DelayedScaling(), got {type(recipe).__name__}")
 
 
+def process_group(group: Any) -> Any:
+    """The process group of a group or of a mesh of one dimension; None is None."""
+    if group is None or isinstance(group, torch.distributed.ProcessGroup):
+        return group
+    if isinstance(group, torch.distributed.DeviceMesh):
+        if group.ndim == 1:
+            return group.get_group()
+        raise InvalidInputError(f"a mesh must have one dimension here, got {group}: choose one, mesh['dp']")
+    raise InvalidInputError(f"a process group or a mesh of one dimension is needed, got {type(group).__name__}")
+
+
 @contextlib.contextmanager
 def autocast(enabled: bool = True, recipe: Recipe | None = None, amax_reduction_group: Any = None) -> Iterator[None]:
     """Quantise the products of the layers inside, forward and backward.
 
     Args:
         recipe: None is `DelayedScaling()`, as in Transformer Engine.
-        amax_reduction_group: a torch.distributed group whose ranks hold parts of one tensor (tensor and sequence
-            parallelism) or see parts of one batch: scales per tensor are then the same on all of them. Delayed scaling
+        amax_reduction_group: a torch.distributed group, or a mesh of one dimension, whose ranks hold parts of one
+            tensor (tensor and sequence parallelism) or see parts of one batch (FSDP2, the mesh given to fully_shard):
+            scales per tensor are then the same on all of them. Delayed scaling
             reduces what is pending when the context is entered, all layers in one call; current scaling reduces each
             tensor of the forward pass. Scales of blocks need none. Every rank must have the same layers and contexts.
 
@@ -92,6 +104,7 @@ def autocast(enabled: bool = True, recipe: Recipe | None = None, amax_reduction_
         raise InvalidInputError(f"enabled must be True or False, got {enabled!r}")
     check_recipe(recipe)
     recipe = DelayedScaling() if recipe is None else recipe
+    amax_reduction_group = process_group(amax_reduction_group)
     before, explicit = _now.state, _now.explicit
     state = State(enabled, recipe, amax_reduction_group, before.frame)
     nested = before.enabled and before.group is amax_reduction_group
@@ -168,6 +181,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, preserve_rng_state: boo
     The second run has the recipe and the scales of the first, and enters no maxima. torch.utils.checkpoint around an
     `autocast` inside is as good, unless the layer is used again before the backward pass.
     """
+    if not callable(function):
+        raise InvalidInputError(f"function must be something to call, such as a layer, got {type(function).__name__}")
     outer, explicit = _now.state, _now.explicit
     frame = Frame()
 

@@ -47,7 +47,10 @@ class History(nn.Module):
 
 
 class Histories(nn.Module):
-    """Of a layer's input, weight and gradient."""
+    """Of a layer's input, weight and gradient.
+
+    gathered: whether that of the weight is entered where FSDP2 gathers it (`sharded.py`), and not here.
+    """
 
     input: History
     weight: History
@@ -56,18 +59,22 @@ class Histories(nn.Module):
     def __init__(self, length: int, device: torch.device | str | None = None) -> None:
         super().__init__()
         self.length = length
+        self.gathered = False
         for role in ROLES:
             setattr(self, role, History(length, device))
 
     def of(self, role: Role) -> History:
         return getattr(self, role)
 
+    def entered_here(self) -> tuple[Role, ...]:
+        return ("input", "grad") if self.gathered else ROLES
+
     def pending(self) -> list[Tensor]:
-        return [self.of(role).pending for role in ROLES]
+        return [self.of(role).pending for role in self.entered_here()]
 
     def roll(self, recipe: DelayedScaling) -> None:
-        """Enter what is pending in all three."""
-        for role in ROLES:
+        """Enter what is pending."""
+        for role in self.entered_here():
             self.of(role).roll(recipe, recipe.scheme(role).largest)
 
     def overflowed(self) -> Tensor:

@@ -30,7 +30,9 @@ from gpu_accel.transformer_engine.quantize_launch import PLAIN, Source
 from gpu_accel.transformer_engine.quantizer import DTYPES
 from gpu_accel.transformer_engine.recipes import DelayedScaling, Float8CurrentScaling, Recipe, Role
 from gpu_accel.transformer_engine.scales import scale_fp32
-from gpu_accel.transformer_engine.sources import operand_op, quickly, two_operands
+from gpu_accel.transformer_engine.sharded import plain, whole_rows
+from gpu_accel.transformer_engine.sources import none_of, operand_op, quickly, two_operands
+from gpu_accel.transformer_engine.tensor import QuantizedTensor
 
 
 class Linear(nn.Module):
@@ -171,6 +173,7 @@ class Linear(nn.Module):
             x = enter(x, self.parallel)
         recipe = self.active_recipe()
         if recipe is None:
+            self._check_gathered(None)
             bias = self._bias()
             bias = None if bias is None else bias.to(x.dtype)
             return self._left(nn.functional.linear(x, self.weight.to(x.dtype), bias))
@@ -209,7 +212,12 @@ class Linear(nn.Module):
         grads = torch.is_grad_enabled()
         needs_t = grads and any(t is not None and t.requires_grad for t in (x, source.gamma, source.beta))
         keep = grads and self.weight.requires_grad
-        kept = self._kept_weight(plan, first, backend, needs_t)
+        whole = self._check_gathered(plan)
+        kept: tuple[Tensor, ...] | None
+        if whole is not None:
+            kept = (*whole_rows(whole), *none_of(flat))  # the other copy is made once the backward pass has gathered it
+        else:
+            kept = self._kept_weight(plan, first, backend, needs_t)
         fresh = kept is None
         scales = self._scales(flat, recipe, plan, update, backend, with_weight=fresh)
         pending = [None if histories is None or not update else histories.of(r).pending for r in ("input", "weight")]
@@ -217,7 +225,7 @@ class Linear(nn.Module):
         two = None
         if kept is None and keep and needs_t and not source.kind and scales[0] is not None:
             schemes = (plan.input, plan.input_t, plan.weight, plan.weight_t)
-            two = two_operands(flat.detach(), self.weight.detach(), schemes, scales, pending, backend)
+            two = two_operands(flat.detach(), plain(self.weight.detach()), schemes, scales, pending, backend)
         *operand, means, rstds = two[0] if two is not None else quickly(operand_op, x)(
             flat.detach(), scales[0], pending[0], plan.input.text, plan.input_t.text, True, keep, 0, backend,
             source.kind, gamma, beta, source.eps,
@@ -225,8 +233,9 @@ class Linear(nn.Module):
         if two is not None:
             kept = two[1]
         elif kept is None:
-            *made, _, _ = quickly(operand_op, self.weight)(
-                self.weight.detach(), scales[1], pending[1], plan.weight.text, plan.weight_t.text, True, needs_t, 0,
+            values = plain(self.weight.detach())
+            *made, _, _ = quickly(operand_op, values)(
+                values, scales[1], pending[1], plan.weight.text, plan.weight_t.text, True, needs_t, 0,
                 backend, "", None, None, 0.0,
             )  # fmt: skip
             kept = tuple(made)
@@ -239,7 +248,8 @@ class Linear(nn.Module):
             *((grad.history, grad.scale, grad.pending, grad.overflows) if grad is not None else (None,) * 4),
             plan.text, source.kind, source.eps, *settings, backend,
         )  # fmt: skip
-        return y.view(*x.shape[:-1], self.out_features)
+        # no view: FSDP2 warns of modules that return one, for its hooks are lost where that is changed in place
+        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], self.out_features))
 
     def _scales(
         self, x: Tensor, recipe: Recipe, plan: Plan, update: bool, backend: str, *, with_weight: bool
@@ -267,9 +277,22 @@ class Linear(nn.Module):
         torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group=group)
         return [scale_fp32(amax, plan.input.largest, power_of_two=plan.input.scale == "pow2"), None]
 
+    def _check_gathered(self, plan: Plan | None) -> QuantizedTensor | None:
+        """The weight, where FSDP2 has gathered it in FP8 and the plan has that format for weights."""
+        weight = self.weight
+        if not isinstance(weight, QuantizedTensor):
+            return None
+        if plan is None or plan.weight != weight.scheme or plan.weight_t != weight.scheme:
+            wanted = "none" if plan is None else f"weights in {plan.weight}"
+            raise UnsupportedError(
+                f"this layer's weight was gathered as {weight.scheme} (gather_in_fp8), and the recipe in force here "
+                f"wants {wanted}: use a recipe with that format, or leave the layer out with `filter`"
+            )
+        return weight
+
     def _key(self, plan: Plan, backend: str) -> tuple[Any, ...]:
         """What kept copies of the weight are good for."""
-        return plan.text, backend, self.weight.data_ptr()
+        return plan.text, backend, plain(self.weight).data_ptr()
 
     def _kept_weight(self, plan: Plan, first: bool | None, backend: str, needs_t: bool) -> tuple[Tensor, ...] | None:
         """Both quantised copies of the weight from the call before, where they are asked for and fit."""

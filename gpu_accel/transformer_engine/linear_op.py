@@ -30,6 +30,7 @@ from gpu_accel.transformer_engine.recipes import ROLES, Recipe
 from gpu_accel.transformer_engine.reference import Parts
 from gpu_accel.transformer_engine.schemes import Scheme
 from gpu_accel.transformer_engine.schemes import scheme as find_scheme
+from gpu_accel.transformer_engine.sharded import whole_columns
 from gpu_accel.transformer_engine.sources import operand_op, quickly, source_backward
 from gpu_accel.transformer_engine.tensor import QuantizedTensor
 
@@ -148,8 +149,9 @@ def linear_op(
     """y (M, N) in the dtype of x, from operands that `operand_op` has made of x (or of its norm or activation, `kind`)
     and of weight: x0.. and w0.. row-wise, xt0.. and wt0.. column-wise, which the backward pass reads.
 
-    x, weight, gamma and beta are there for their gradients. grad_*: the history of the gradient's scale under delayed
-    scaling, which the backward pass changes.
+    x, weight, gamma and beta are there for their gradients. A weight that FSDP2 has gathered as codes is a
+    QuantizedTensor: then wt0.. are empty, and the backward pass makes them. grad_*: the history of the gradient's scale
+    under delayed scaling, which the backward pass changes.
     """
     p = Plan.read(plan)
     n, k = weight.shape
@@ -220,7 +222,8 @@ def _setup(ctx, inputs, output) -> None:
     (x, weight, bias, gamma, beta, _, _, _, xt0, xt1, xt2, means, rstds, _, _, _, wt0, wt1, wt2, gh, gs, gp, go, plan,
      kind, eps, margin, algorithm, backend) = inputs  # fmt: skip
     kept = x if kind else None
-    ctx.save_for_backward(kept, xt0, xt1, xt2, gamma, beta, means, rstds, wt0, wt1, wt2)
+    gathered = weight if isinstance(weight, QuantizedTensor) else None
+    ctx.save_for_backward(kept, xt0, xt1, xt2, gamma, beta, means, rstds, wt0, wt1, wt2, gathered)
     ctx.set_materialize_grads(False)
     # not saved for backward: they are meant to change in between, and what backward wants is what they are then
     ctx.delayed = (gh, gs, gp, go)
@@ -234,9 +237,11 @@ def _backward(ctx, dy):
     nothing: list[Tensor | None] = [None] * 29
     if dy is None:
         return tuple(nothing)
-    x, xt0, xt1, xt2, gamma, beta, means, rstds, wt0, wt1, wt2 = ctx.saved_tensors
+    x, xt0, xt1, xt2, gamma, beta, means, rstds, wt0, wt1, wt2, gathered = ctx.saved_tensors
     wanted = ctx.needs_input_grad
     needs = [any((wanted[0], wanted[3], wanted[4])), wanted[1], ctx.with_bias and wanted[2]]
+    if gathered is not None and needs[0]:
+        wt0, wt1, wt2 = whole_columns(gathered)
     if torch.is_grad_enabled() and dy.requires_grad:
         raise UnsupportedError("quantised linear layers have first gradients only: create_graph=True is not supported")
     plan = Plan.read(ctx.plan)

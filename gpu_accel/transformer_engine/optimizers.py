@@ -4,7 +4,12 @@
     optimizer = AdamW8bit(model.parameters(), bf16_stochastic_rounding=True)    # for parameters that are bfloat16
 
 The states are e4m3 in blocks of 256 with a float32 scale, rounded stochastically, v as its square root (why: see
-`optimizer_kernels.py`). Every step draws a seed per parameter from torch's generator, so `torch.manual_seed` fixes it.
+`optimizer_kernels.py`). Every step draws a seed per parameter from torch's generator, so `torch.manual_seed` fixes it;
+with `seed` they follow from it and the number of the step, so that copies of a parameter on several ranks (DDP, HSDP)
+round alike whatever those ranks draw besides.
+
+Parameters that FSDP2 shards (DTensor): each rank updates its part, and the states are DTensors too, so that
+torch.distributed.checkpoint saves all of them. Scales belong to blocks of a rank's part.
 bitsandbytes has a table of 256 numbers of its own for the same purpose, torchao e4m3 of v itself. Small parameters
 (norms, biases) keep float32 states: `min_8bit_size`, as in both.
 
@@ -32,9 +37,38 @@ from gpu_accel.transformer_engine.linear_op import next_seed
 from gpu_accel.transformer_engine.optimizer_kernels import BLOCK, _step_kernel
 from gpu_accel.transformer_engine.quantizer import BACKENDS, choose_backend, native_fp8
 from gpu_accel.transformer_engine.scales import amax_bits, divide, scale_fp32
+from gpu_accel.transformer_engine.sharded import changed, is_dtensor, plain
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LABELS = ("params", "param_names", "name", "initial_lr")  # of a group, torch's and its schedulers'
+
+
+def _largest_part(p: Any) -> int:
+    """Values of the largest part that a rank has."""
+    sizes = list(p.shape)
+    for i, one in enumerate(p.placements if is_dtensor(p) else ()):
+        if one.is_shard():
+            sizes[one.dim] = -(-sizes[one.dim] // p.device_mesh.size(i))
+    return math.prod(sizes)
+
+
+def _sharded_like(p: Any, t: Tensor) -> Tensor:
+    """t of the shape of this rank's part, split as p is."""
+    if not is_dtensor(p):
+        return t
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(t, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+
+
+def _of_each_part(p: Any, t: Tensor) -> Tensor:
+    """t (n,), of which each rank with a part of its own has as many."""
+    if not is_dtensor(p):
+        return t
+    from torch.distributed.tensor import DTensor, Shard
+
+    placements = [Shard(0) if one.is_shard() else one for one in p.placements]
+    return DTensor.from_local(t, p.device_mesh, placements, run_check=False)
 
 
 def _narrow(x: Tensor, seed: int, stream: int) -> tuple[Tensor, Tensor]:
@@ -79,7 +113,7 @@ class _EightBit(torch.optim.Optimizer):
 
     def __init__(
         self, params: Iterable[Any], lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
-        bf16_stochastic_rounding: bool, min_8bit_size: int, backend: str,
+        bf16_stochastic_rounding: bool, min_8bit_size: int, backend: str, seed: int | None,
     ) -> None:  # fmt: skip
         defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         _check_numbers(defaults)
@@ -92,6 +126,7 @@ class _EightBit(torch.optim.Optimizer):
         self.bf16_stochastic_rounding, self.min_8bit_size, self.backend = (
             bf16_stochastic_rounding, min_8bit_size, backend,
         )  # fmt: skip
+        self.seed = None if seed is None else formats.check_seed(seed)
         if isinstance(params, Tensor) or not isinstance(params, Iterable):
             raise InvalidInputError(
                 f"params must be parameters, such as model.parameters(), or groups of them; got {type(params).__name__}"
@@ -119,13 +154,15 @@ class _EightBit(torch.optim.Optimizer):
     def _new_state(self, p: Tensor) -> dict[str, Any]:
         names = ("exp_avg",) if self.LION else ("exp_avg", "exp_avg_root")
         state: dict[str, Any] = {"step": 0}
+        part = plain(p)
+        shape = part.shape if is_dtensor(p) else (p.numel(),)
         for name in names:
             if p.numel() < self.min_8bit_size:
-                state[name] = torch.zeros(p.numel(), dtype=torch.float32, device=p.device)
+                state[name] = _sharded_like(p, torch.zeros(shape, dtype=torch.float32, device=p.device))
             else:
-                blocks = triton.cdiv(p.numel(), BLOCK)
-                state[name] = torch.zeros(p.numel(), dtype=torch.uint8, device=p.device)
-                state[f"{name}_scale"] = torch.ones(blocks, dtype=torch.float32, device=p.device)
+                blocks = triton.cdiv(_largest_part(p), BLOCK)
+                state[name] = _sharded_like(p, torch.zeros(shape, dtype=torch.uint8, device=p.device))
+                state[f"{name}_scale"] = _of_each_part(p, torch.ones(blocks, dtype=torch.float32, device=p.device))
         return state
 
     @torch.no_grad()
@@ -135,31 +172,45 @@ class _EightBit(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        index = -1
         for group in self.param_groups:
             for p in group["params"]:
+                index += 1
                 if p.grad is None or not p.numel():
                     continue
                 if p.grad.is_sparse:
                     raise UnsupportedError("sparse gradients have no eight-bit states: use torch.optim.SparseAdam")
                 if p.dtype not in DTYPES:
                     raise InvalidInputError(f"parameters must be float32, bfloat16 or float16, got {p.dtype}")
-                if not p.is_contiguous():
+                part = plain(p)
+                if not part.is_contiguous():
                     raise InvalidInputError(
-                        f"parameters must be contiguous, got strides {p.stride()} of shape {tuple(p.shape)}"
+                        f"parameters must be contiguous, got strides {part.stride()} of shape {tuple(part.shape)}"
                     )
+                if is_dtensor(p) != is_dtensor(p.grad):
+                    raise InvalidInputError("a parameter that is a DTensor needs a gradient that is one, and no other")
                 if not self.state[p]:
                     self.state[p].update(self._new_state(p))
-                self._one(p, p.grad.contiguous(), self.state[p], group)
+                self.state[p]["step"] += 1
+                if part.numel():
+                    state = {key: plain(v).view(-1) if isinstance(v, Tensor) else v for key, v in self.state[p].items()}
+                    self._one(part, plain(p.grad).contiguous(), state, group, index)
+                    changed(p)
         return loss
 
-    def _one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        state["step"] += 1
+    def _next_seed(self, index: int, step: int) -> int:
+        """Of the parameter with this index, at this step."""
+        if self.seed is None:
+            return next_seed()
+        return (self.seed + 0x9E3779B97F4A7C15 * (1 + index + (step << 32))) % 2**62
+
+    def _one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any], index: int) -> None:
         (beta1, beta2), lr, t = group["betas"], float(group["lr"]), state["step"]
         decay = 1 - lr * group["weight_decay"]
         step_size, inverse = (lr, 1.0) if self.LION else (lr / (1 - beta1**t), 1 / math.sqrt(1 - beta2**t))
         stochastic = self.bf16_stochastic_rounding and p.dtype == torch.bfloat16
         narrow = state["exp_avg"].dtype == torch.uint8
-        seed = next_seed() if stochastic or narrow else 0
+        seed = self._next_seed(index, t) if stochastic or narrow else 0
         backend = choose_backend(self.backend, p, "an eight-bit optimizer")
         if narrow and backend == "portable":
             rows = 8
@@ -194,7 +245,7 @@ class _EightBit(torch.optim.Optimizer):
         if state[name].dtype == torch.uint8:
             codes, scales = _narrow(value, seed, stream)
             state[name].copy_(codes)
-            state[f"{name}_scale"].copy_(scales)
+            state[f"{name}_scale"][: scales.numel()].copy_(scales)
         else:
             state[name].copy_(value)
 
@@ -208,8 +259,8 @@ class _EightBit(torch.optim.Optimizer):
                 self.state[p][name] = value.to(p.device).clone() if isinstance(value, Tensor) else value
 
     def state_bytes(self) -> int:
-        """Bytes of all states."""
-        tensors = (v for state in self.state.values() for v in state.values() if isinstance(v, Tensor))
+        """Bytes of all states that this rank has."""
+        tensors = (plain(v) for state in self.state.values() for v in state.values() if isinstance(v, Tensor))
         return sum(t.numel() * t.element_size() for t in tensors)
 
 
@@ -219,6 +270,7 @@ class AdamW8bit(_EightBit):
     Args:
         bf16_stochastic_rounding: round parameters that are bfloat16 so that small updates are kept on average.
         min_8bit_size: parameters with fewer values keep float32 states.
+        seed: of rounding; None draws from torch's generator.
         backend: "portable" (Triton), "reference" (plain torch), or "auto", as of `quantize`.
 
     Raises:
@@ -229,9 +281,9 @@ class AdamW8bit(_EightBit):
     def __init__(
         self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
         weight_decay: float = 1e-2, *, bf16_stochastic_rounding: bool = False, min_8bit_size: int = 4096,
-        backend: str = "auto",
+        backend: str = "auto", seed: int | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(params, lr, betas, eps, weight_decay, bf16_stochastic_rounding, min_8bit_size, backend)
+        super().__init__(params, lr, betas, eps, weight_decay, bf16_stochastic_rounding, min_8bit_size, backend, seed)
 
 
 class Lion8bit(_EightBit):
@@ -242,6 +294,6 @@ class Lion8bit(_EightBit):
     def __init__(
         self, params: Iterable[Any], lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0, *, bf16_stochastic_rounding: bool = False, min_8bit_size: int = 4096,
-        backend: str = "auto",
+        backend: str = "auto", seed: int | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(params, lr, betas, 0.0, weight_decay, bf16_stochastic_rounding, min_8bit_size, backend)
+        super().__init__(params, lr, betas, 0.0, weight_decay, bf16_stochastic_rounding, min_8bit_size, backend, seed)

@@ -11,13 +11,19 @@ counted per layer and role in `Histories.overflowed`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpu_accel.errors import InvalidInputError
+from gpu_accel.transformer_engine.context import process_group
 from gpu_accel.transformer_engine.delayed import Histories
+from gpu_accel.transformer_engine.linear import Linear
 from gpu_accel.transformer_engine.recipes import ROLES
 from gpu_accel.transformer_engine.scales import MIN_SCALE
+from gpu_accel.transformer_engine.sharded import is_dtensor, plain
 
 
 class OverflowGuard:
@@ -25,30 +31,52 @@ class OverflowGuard:
     backoff: after a skipped step the layers that saw NaN or Inf get room for a factor of 2**backoff: the larger maximum
         is entered in their histories and leaves them in time. 0 leaves scales alone.
     limit: so many skipped steps one after the other raise, since then it is not the scales.
+    group: ranks that must skip together, a process group or a mesh of one dimension. Those among which parameters are
+        sharded (FSDP2) or layers are split (tp_group) do so anyway; pipeline stages need it.
 
     Reads one number from the device per step. Raises InvalidInputError for a negative backoff or limit.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, backoff: int = 1, limit: int = 16
-    ) -> None:
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, backoff: int = 1, limit: int = 16,
+        group: Any = None,
+    ) -> None:  # fmt: skip
         for name, value in (("backoff", backoff), ("limit", limit)):
             if isinstance(value, bool) or not isinstance(value, int) or value < (name == "limit"):
                 raise InvalidInputError(f"{name} must be a whole number, not negative, got {value!r}")
         self.model, self.optimizer, self.backoff, self.limit = model, optimizer, backoff, limit
+        self.group = process_group(group)
         self.skipped = 0
         self._in_a_row = 0
 
     def _histories(self) -> list[Histories]:
         return [m for m in self.model.modules() if isinstance(m, Histories)]
 
+    def _groups(self) -> list[Any]:
+        """Groups of ranks that have parts of one gradient, in an order that is the same on all of them."""
+        parameters = (p for group in self.optimizer.param_groups for p in group["params"])
+        meshes = dict.fromkeys(p.device_mesh for p in parameters if is_dtensor(p))
+        split = (m.parallel for m in self.model.modules() if isinstance(m, Linear))
+        groups = [g for mesh in meshes for g in mesh.get_all_groups()]
+        return list(dict.fromkeys([*groups, *(one.group for one in split if one.active), self.group]))
+
+    def _reduce(self, x: Tensor) -> Tensor:
+        """The largest on any rank, NaN as Inf."""
+        x = torch.where(x.isnan(), float("inf"), x)
+        for group in self._groups():
+            if group is not None:
+                dist.all_reduce(x, dist.ReduceOp.MAX, group=group)
+        return x
+
     def found(self) -> Tensor:
-        """() bool on the device of the first gradient: whether any gradient is not finite."""
-        grads = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if not grads:
+        """() bool on the device of the first gradient: whether any gradient is not finite, on any rank."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        bad = [~torch.isfinite(plain(p.grad)).all() for p in parameters if p.grad is not None]
+        if not parameters:
             return torch.zeros((), dtype=torch.bool)
-        bad = [~torch.isfinite(g).all() for g in grads]
-        return torch.stack([b.to(bad[0].device) for b in bad]).any()
+        device = bad[0].device if bad else plain(parameters[0]).device
+        here = torch.stack([torch.zeros((), dtype=torch.bool, device=device), *(b.to(device) for b in bad)]).any()
+        return self._reduce(here.float()) > 0
 
     def step(self) -> bool:
         """`optimizer.step()`, unless a gradient is not finite. Whether the step was made.
@@ -67,10 +95,10 @@ class OverflowGuard:
                 f"for NaN in the inputs, or lower the learning rate"
             )
         if self.backoff:
-            for histories in self._histories():
-                for role in ROLES:
-                    one = histories.of(role)
-                    wrong = ~(one.pending < float("inf"))
+            every = [histories.of(role) for histories in self._histories() for role in ROLES]
+            if every:
+                for one, pending in zip(every, self._reduce(torch.stack([h.pending for h in every])), strict=True):
+                    wrong = ~(pending < float("inf"))
                     top = one.history.max() * 2.0**self.backoff
                     moved = torch.cat((top[None], one.history[:-1]))
                     use = wrong & (top < float("inf")) & (top > 0)

@@ -94,7 +94,7 @@ def _error(out: Tensor, truth: Tensor) -> float:
     return float((out.double() - truth).norm() / truth.norm())
 
 
-def _backend(settings: Settings) -> str:
+def layer_backend(settings: Settings) -> str:
     """What a user gets once the quantisers have been checked on a GPU, plain kernels until then."""
     if not settings.on_gpu:
         return "reference"
@@ -105,7 +105,7 @@ def _note(name: str, settings: Settings) -> str:
     recipe = RECIPES[name]
     emulated = "; emulated in bf16: its time says nothing about the format" if name in EMULATED else ""
     products = {"auto": "products by auto", "portable": "plain Triton products", "reference": "plain torch on a CPU"}
-    return f"{type(recipe).__name__}{emulated}; {products[_backend(settings)]}"
+    return f"{type(recipe).__name__}{emulated}; {products[layer_backend(settings)]}"
 
 
 def _run(layer: nn.Module, x: Tensor, dy: Tensor | None, recipe: Recipe | None, *, kept: bool = False) -> Tensor:
@@ -148,7 +148,7 @@ GRAPHS = ("fp8_current", "fp8_delayed", "fp8_block")  # recipes that are also ti
 def build_linear(case: Case, settings: Settings) -> Workload:
     """Recipes next to bf16, the weights kept, and the product alone."""
     m, n, k = (int(case[key]) for key in ("m", "n", "k"))
-    both, device, backend = case["pass"] == "both", settings.device, _backend(settings)
+    both, device, backend = case["pass"] == "both", settings.device, layer_backend(settings)
 
     def parts(seed: int) -> tuple[Linear, Tensor, Tensor | None]:
         x, w = inputs.make(case, seed, device)
@@ -264,7 +264,7 @@ def build_layer(case: Case, settings: Settings) -> Workload:
     hidden, tokens = int(case["hidden"]), int(case["tokens"])
     heads = max(1, hidden // 128)
     ffn = -(-hidden * 8 // 3 // 128) * 128
-    both, device, backend = case["pass"] == "both", settings.device, _backend(settings)
+    both, device, backend = case["pass"] == "both", settings.device, layer_backend(settings)
     dtype = torch.bfloat16
 
     def parts(seed: int) -> tuple[TransformerLayer, Tensor, Tensor | None]:

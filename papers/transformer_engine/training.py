@@ -6,8 +6,11 @@ attention stay in bf16, master weights and AdamW in float32, as the recipes say.
 
     loss          mean of the last tenth of the training losses, nats a byte
     valid_loss    on the kept text
-    gap           valid_loss less that of bf16, same seed
+    gap           valid_loss less that of bf16, same seed; the mean over seeds. worst_gap: the largest of one seed
     noise         of bf16: largest less smallest valid_loss over the seeds, what a gap must be held against
+    gap_in_noise  |gap| / noise. worst_gap_in_noise: of worst_gap
+    loss_20 ...   the training loss at 20, 40, ... 100 % of the steps (means of a fifth of them): the curve
+    curve_in_noise    the largest of these five of |mean gap| / (spread of bf16's seeds there)
 
 A run is correct when its loss fell below that of a model of bytes without context (4.0 nats at first, 3.1 for this text
 by frequency) and is finite; the gap is what is found out and not what is demanded.
@@ -30,7 +33,10 @@ from gpu_accel.transformer_engine.recipes import RECIPES
 from gpu_accel.workbench import registry
 from gpu_accel.workbench.experiment import Case, Check, Implementation, Settings, Workload
 
+from .layers import layer_backend
+
 SEEDS = 3
+FIFTHS = 5  # points of a curve
 RUNS = {"bf16": None, **RECIPES}
 
 
@@ -134,7 +140,7 @@ def quantised_layers(model: nn.Module) -> int:
 
 def build(case: Case, settings: Settings) -> Workload:
     """bf16 and every recipe, from the same seeds."""
-    backend = "portable" if settings.on_gpu else "reference"  # nothing here is timed
+    backend = layer_backend(settings)
     names = [n for n in RUNS if not (settings.quick and n == "mxfp8")]
 
     @functools.lru_cache(maxsize=len(RUNS))
@@ -147,6 +153,11 @@ def build(case: Case, settings: Settings) -> Workload:
         tail = losses[-max(1, len(losses) // 10) :]
         return sum(tail) / len(tail)
 
+    def fifths(losses: list[float]) -> list[float]:
+        """The curve of training losses in five points."""
+        edges = [len(losses) * i // FIFTHS for i in range(FIFTHS + 1)]
+        return [sum(losses[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+
     def check(name: str, seed: int) -> Check:
         worst = max(max(last(losses), valid) for losses, valid in runs(name, seed))
         known = frequencies_loss() if settings.on_gpu else math.log(256)
@@ -155,15 +166,25 @@ def build(case: Case, settings: Settings) -> Workload:
     def values(name: str, seed: int) -> dict[str, tuple[float, str]]:
         mine, base = runs(name, seed), runs("bf16", seed)
         valid = [v for _, v in mine]
+        gaps = [v - b for v, (_, b) in zip(valid, base, strict=True)]
+        curves, base_curves = ([fifths(losses) for losses, _ in some] for some in (mine, base))
         found = {
             "loss": (sum(last(losses) for losses, _ in mine) / len(mine), "1"),
             "valid_loss": (sum(valid) / len(valid), "1"),
-            "gap": (sum(v - b for v, (_, b) in zip(valid, base, strict=True)) / len(valid), "1"),
+            "gap": (sum(gaps) / len(gaps), "1"),
+            "worst_gap": (max(map(abs, gaps)), "1"),
             "noise": (max(v for _, v in base) - min(v for _, v in base), "1"),
         }
-        gap, noise = abs(found["gap"][0]), found["noise"][0]
-        if noise > 0:
-            found["gap_in_noise"] = (gap / noise, "1")
+        points = list(zip(zip(*curves, strict=True), zip(*base_curves, strict=True), strict=True))
+        for i, (here, _) in enumerate(points):
+            found[f"loss_{100 * (i + 1) // FIFTHS}"] = (sum(here) / len(here), "1")
+        noise = found["noise"][0]
+        spreads = [max(b) - min(b) for _, b in points]
+        if noise > 0 and min(spreads) > 0:
+            found["gap_in_noise"] = (abs(found["gap"][0]) / noise, "1")
+            found["worst_gap_in_noise"] = (found["worst_gap"][0] / noise, "1")
+            away = [abs(sum(a) - sum(b)) / len(a) / s for (a, b), s in zip(points, spreads, strict=True)]
+            found["curve_in_noise"] = (max(away), "1")
         return found
 
     note = {"mxfp8": "emulated in bf16, exactly", "nvfp4": "emulated in bf16, exactly"}
