@@ -16,6 +16,7 @@ import os
 import resource
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -127,7 +128,7 @@ def _child(job: dict[str, Any]) -> int:
     os.chdir(folder)
     os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
     os.environ["GPU_ACCEL_CACHE"] = str(folder / "compiled")
-    os.environ["TMPDIR"] = str(folder)
+    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)  # the worker may have asked for it before
     level = confine(job)
     if job["what"] == "probe":
         (folder / "result.json").write_text(json.dumps({"level": level}))
