@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -40,8 +41,9 @@ def compare(
 ) -> None:
     """What got faster or slower from A to B.
 
-    Results are matched by implementation, case, metric, load (burst or sustained), L2 cache and GPU. A pair is
-    ambiguous when its interval allows two verdicts. Of errors and bytes, faster means smaller; of likeness, closer.
+    Results are matched by implementation, case, metric, load (burst or sustained), L2 cache and GPU, times by the work
+    of a call too. A pair is ambiguous when its interval allows two verdicts. Of errors and bytes, faster means smaller;
+    of likeness, closer.
     """
     output.check_suffix(output_)
     if unknown := [word for word in fail_on or [] if word not in GATES]:
@@ -164,6 +166,7 @@ def _found(records: list[Record]) -> str:
 Thing = tuple[str, ...]  # paper, experiment, implementation, case, metric
 How = tuple[str, str, str, str]  # load (burst, sustained), second-level cache (flushed, warm), quantity, GPU
 HOW = ("load", "L2 cache", "unit", "GPU")
+WORK = ("one amount of work a call", "another")  # A and B
 
 
 def _index(records: list[Record], only: list[str], skip: list[str]) -> dict[tuple[Thing, How], Record]:
@@ -191,6 +194,7 @@ def _pair(
     """(pairs of like with like, what both measured in different ways and how often, how many only one side has).
 
     The same GPU is paired with itself. Where each side has a single GPU, and not the same, these two are compared.
+    Times of different work are not: a kernel whose loop was made longer has not become slower.
     """
     gpus = [{how[3] for _, how in side} for side in (a, b)]
     across = len(gpus[0]) == len(gpus[1]) == 1
@@ -199,9 +203,10 @@ def _pair(
         return known[0], known[1][:3] if across else known[1]
 
     others = {key(known): known for known in b}
-    matches = {known: others[key(known)] for known in a if key(known) in others}
-    rest_a = [known for known in a if known not in matches]
-    taken = set(matches.values())
+    found = {known: others[key(known)] for known in a if key(known) in others}
+    matches = {one: other for one, other in found.items() if _same_work(a[one], b[other])}
+    rest_a = [known for known in a if known not in found]
+    taken = set(found.values())
     rest_b = [known for known in b if known not in taken]
     reasons: Counter[tuple[str, str]] = Counter()
     by_thing: dict[Thing, list[How]] = {}
@@ -214,9 +219,18 @@ def _pair(
             words = [", ".join(f"{HOW[i]} {side[i] or 'unknown'}" for i in differs) for side in (how, other)]
             reasons[words[0], words[1]] += 1
             explained |= {("a", thing, how), ("b", thing, other)}
+    if unlike := len(found) - len(matches):
+        reasons[WORK] += unlike
     left_out = [{"a": one, "b": other, "count": count} for (one, other), count in reasons.items()]
     alone = [sum((side, *known) not in explained for known in rest) for side, rest in (("a", rest_a), ("b", rest_b))]
     return [(a[one], b[other]) for one, other in matches.items()], left_out, (alone[0], alone[1])
+
+
+def _same_work(a: Record, b: Record) -> bool:
+    """Whether one call does as many operations and moves as many bytes, as far as both say; rates need not ask."""
+    if a.metric != "time":
+        return True
+    return all(math.isclose(a.work[name], b.work[name], rel_tol=1e-6) for name in a.work.keys() & b.work.keys())
 
 
 def _left_out(entry: dict[str, Any]) -> str:

@@ -105,6 +105,22 @@ def test_what_was_taken_differently_is_left_out_and_said(tmp_path: Path, other: 
     assert "not compared" in result.stderr and "warm" in result.stderr and "flushed" in result.stderr
 
 
+def test_a_longer_call_is_not_a_slower_one(tmp_path: Path) -> None:
+    """A benchmark whose loop runs ten times as long since; its rate is compared all the same."""
+    short = steady()
+    longer = dataclasses.replace(
+        in_unit(short, "ms", 10.0), work={name: 10 * amount for name, amount in short.work.items()}
+    )
+    assert short.work, "a time without its work"
+    rate = number("throughput", 64.0, "kernel", unit="instr/clk/SM")
+    made = compared(tmp_path, [short, rate], [longer, rate])
+    assert [row["impl"] for row in made["rows"]] == ["kernel"] and made["counts"]["slower"] == 0
+    assert made["left_out"] == [{"a": "one amount of work a call", "b": "another", "count": 1}]
+    assert made["only_in_a"] == made["only_in_b"] == 0
+    unknown = dataclasses.replace(longer, work={})  # what says nothing of its work is compared as ever
+    assert compared(tmp_path, [short], [unknown])["counts"]["slower"] == 1
+
+
 @pytest.mark.parametrize(("unit", "scale"), [("us", 1e3), ("s", 1e-3)])
 def test_units_of_time_are_converted(tmp_path: Path, unit: str, scale: float) -> None:
     one = steady()

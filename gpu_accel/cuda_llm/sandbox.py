@@ -4,8 +4,9 @@
         outcome = sandbox.run("run", folder, name="softmax", trials=[...])
 
 Every job: one process, forked from a worker that never runs candidate code; its own process group, killed at the
-deadline; its own folder; limits on CPU time, memory, file size, open files and processes; no network where the system
-allows namespaces; another user id when started as root. A worker that dies or hangs is replaced.
+deadline; its own folder, and no writing elsewhere where the kernel has Landlock; limits on CPU time, memory, file size,
+open files and processes; no network where the system allows namespaces; another user id when started as root. A worker
+that dies or hangs is replaced.
 """
 
 from __future__ import annotations

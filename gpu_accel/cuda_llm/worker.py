@@ -16,17 +16,22 @@ import os
 import resource
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
 from typing import Any
 
-from gpu_accel.cuda_llm import host_jobs
+from gpu_accel.cuda_llm import host_jobs, landlock
 
 NOBODY = 65534
 _NEW_USER, _NEW_NET = 0x10000000, 0x40000000
 _NO_NEW_PRIVILEGES = 38
 MIB = 1 << 20
+
+# Not on a GPU until its tests have passed with it there: the driver writes to /dev, and who knows where else.
+LANDLOCK_ON_GPU = False
+DEVICES = ("/dev/null", "/dev/zero")
 
 
 def main() -> None:
@@ -123,7 +128,7 @@ def _child(job: dict[str, Any]) -> int:
     os.chdir(folder)
     os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
     os.environ["GPU_ACCEL_CACHE"] = str(folder / "compiled")
-    os.environ["TMPDIR"] = str(folder)
+    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)  # the worker may have asked for it before
     level = confine(job)
     if job["what"] == "probe":
         (folder / "result.json").write_text(json.dumps({"level": level}))
@@ -173,6 +178,11 @@ def confine(job: dict[str, Any]) -> dict[str, str]:
     level["limits"] = ", ".join(words for _, words in limits.values() if words)
     if libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0) == 0:
         level["privileges"] = "none to gain"
+    gpu = os.environ.get("GPU_ACCEL_SANDBOX_GPU") == "1"
+    if gpu and not LANDLOCK_ON_GPU:
+        level["files"] = "not held to its folder: not tried with CUDA"
+    else:
+        level["files"] = landlock.restrict(Path(job["folder"]), also=("/dev",) if gpu else DEVICES)
     return level
 
 

@@ -230,7 +230,7 @@ def _find(claim: Claim, evidence: Evidence) -> _Finding:
         value, interval, used = cell.value, cell.interval, (cell,)
     word = _word(claim, value)
     among = f", the {measure.aggregate} of {len(cells)} cells" if measure.aggregate != "single" else ""
-    text = f"{_number(value)} {claim.unit}{_bracket(claim, interval)}{among}, against {_aim(claim)}"
+    text = f"{_number(value)}{_unit(claim)}{_bracket(claim, interval)}{among}, against {_aim(claim)}"
     if interval and len({_word(claim, end) == REPRODUCED for end in interval}) == 2:
         text += "; the interval reaches across the limit"
     return _Finding(word, value, interval, text, used, _side(claim, [value]))
@@ -245,7 +245,8 @@ def _range(claim: Claim, cells: Sequence[Cell]) -> _Finding:
     if first.interval and last.interval:
         ends = (first.interval[0], last.interval[1])
     text = (
-        f"{_number(first.value)} to {_number(last.value)} {claim.unit} over {len(cells)} cells, against {_aim(claim)}; "
+        f"{_number(first.value)} to {_number(last.value)}{_unit(claim)} over {len(cells)} cells, "
+        f"against {_aim(claim)}; "
         f"{sum(c.value < low for c in cells)} cells below and {sum(c.value > high for c in cells)} above"
     )
     word = REPRODUCED if inside else NOT_REPRODUCED
@@ -347,6 +348,11 @@ def _aim(claim: Claim) -> str:
     if claim.direction == "between":
         return f"{_number(low)} to {_number(high)}"
     return f"{claim.direction.replace('_', ' ')} {_number(low)}"
+
+
+def _unit(claim: Claim) -> str:
+    """With a space before it; a plain number, whose unit is 1, has none."""
+    return f" {claim.unit}" if claim.unit not in ("", "1") else ""
 
 
 def _bracket(claim: Claim, interval: tuple[float, float] | None) -> str:

@@ -24,6 +24,7 @@ from gpu_accel.errors import HardwareError, InvalidInputError, UnsupportedError
 from gpu_accel.workbench import plots, registry, report, series
 from gpu_accel.workbench.experiment import Settings
 from gpu_accel.workbench.records import Record, merge
+from gpu_accel.workbench.series import largest as largest
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -329,17 +330,6 @@ def one_gpu(records: Iterable[Record]) -> list[Record]:
     names = {series.gpu_of(r) for r in measured}
     chosen = here if here in names else series.gpu_of(measured[-1])
     return [r for r in measured if series.gpu_of(r) == chosen]
-
-
-def largest(records: Iterable[Record], metric: str) -> list[Record]:
-    """Of each input, the records of `metric` at its largest shape: what a bar chart can show side by side."""
-    found: dict[tuple[Any, ...], list[Record]] = {}
-    for record in records:
-        if record.has(metric):
-            shape = tuple(record.case.get(key, 0) for key in ("seqlen_q", "head_dim", "causal"))
-            found.setdefault((record.case.get("input"), shape), []).append(record)
-    best = {data: max(shape for other, shape in found if other == data) for data, _ in found}
-    return [r for (data, shape), members in found.items() if best[data] == shape for r in members]
 
 
 class Explorer:

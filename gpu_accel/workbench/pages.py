@@ -45,7 +45,7 @@ def refresh(paper: Paper) -> list[Path]:
         parts += _gaps(members)
     verdicts = judge_all(claims, records)
     if parts:
-        parts.append(NOTE)
+        parts += [*error_table(records), NOTE]
     elif settled := [verdict for verdict in verdicts if verdict.settled and not verdict.internal]:
         parts.append(report.markdown_table(report.CLAIM_HEADINGS, [report.claim_row(v) for v in settled]))
         parts += _where_measured(settled)
@@ -115,6 +115,33 @@ def _every_rate(records: Sequence[Record]) -> str:
     """The rate of every implementation: one row each, one column per sequence length."""
     headings, rows = report.pivot(records, "tflops")
     return report.markdown_table(headings, rows, numeric_from=3)
+
+
+def error_table(records: Sequence[Record]) -> list[str]:
+    """RMSE of every recipe, one column an input at its largest shape, on the GPU measured last; the shapes in a line.
+
+    Nothing where fewer than two inputs were measured: a single one has nothing to stand beside.
+    """
+    found = [r for r in records if r.kind == "measured" and r.has("rmse") and "input" in r.case]
+    if not found:
+        return []
+    gpu = series.gpu_of(max(found, key=lambda r: r.when))
+    found = series.largest([r for r in found if series.gpu_of(r) == gpu], "rmse")
+    cells: dict[str, dict[str, Record]] = {}
+    for record in sorted(found, key=lambda r: r.when):
+        cells.setdefault(record.impl, {})[str(record.case["input"])] = record
+    inputs = sorted({name for row in cells.values() for name in row})
+    if len(inputs) < 2:
+        return []
+    rows = [[impl, *(f"{row[name].value('rmse'):.2e}" if name in row else "–" for name in inputs)]
+            for impl, row in cells.items()]  # fmt: skip
+    shapes = []
+    for name in inputs:
+        case = next(row[name].case for row in cells.values() if name in row)
+        mask = "causal" if case.get("causal") else "full"
+        shapes.append(f"{name} {series.short(case['seqlen_q'])} keys, head dim {case['head_dim']}, {mask}")
+    table = report.markdown_table(["RMSE against float64", *inputs], rows, numeric_from=1)
+    return [table, f"Errors: {'; '.join(shapes)}; {gpu}."]
 
 
 def _by(records, key) -> dict:

@@ -126,6 +126,17 @@ def select(records: Iterable[Record], **where: Any) -> list[Record]:
     return [r for r in records if keep(r)]
 
 
+def largest(records: Iterable[Record], metric: str) -> list[Record]:
+    """Of each input, the records of `metric` at its largest shape: what can stand side by side."""
+    found: dict[tuple[Any, ...], list[Record]] = {}
+    for record in records:
+        if record.has(metric):
+            shape = tuple(record.case.get(key, 0) for key in ("seqlen_q", "head_dim", "causal"))
+            found.setdefault((record.case.get("input"), shape), []).append(record)
+    best = {data: max(shape for other, shape in found if other == data) for data, _ in found}
+    return [r for (data, shape), members in found.items() if best[data] == shape for r in members]
+
+
 def require_one(records: Iterable[Record], *keys: str) -> None:
     """Raise InvalidInputError when the records differ in one of these case keys, so no line joins them silently."""
     records = list(records)

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import tempfile
+import uuid
+from pathlib import Path
+
 import pytest
 
-from gpu_accel.cuda_llm import Sandbox
+from gpu_accel.cuda_llm import Sandbox, landlock
 from gpu_accel.cuda_llm.host import LABEL, check_host, check_model
 from gpu_accel.cuda_llm.verdict import Kind, Verdict
 
@@ -74,6 +81,80 @@ def test_a_forged_result_does_not_pass(sandbox: Sandbox) -> None:
     )
     judged = check_host(source, "softmax", sandbox=sandbox, seed=2)
     assert judged.verdict is Verdict.WRONG
+
+
+with_landlock = pytest.mark.skipif(landlock.abi() < 6, reason="this kernel has no Landlock, or one before Linux 6.12")
+
+
+@with_landlock
+def test_host_code_writes_in_its_folder_alone(sandbox: Sandbox) -> None:
+    """Where everybody may write, as in /tmp, a candidate may not; its own folder lies in there too."""
+    place = Path(tempfile.gettempdir()) / f"gpu-accel-{uuid.uuid4().hex}"
+    source = (
+        f"import torch\n\ndef run(x):\n    open('scratch', 'w').write('mine')\n    try:\n        open('{place}', 'w')\n"
+        "    except PermissionError:\n        return torch.softmax(x, -1)\n    return x\n"
+    )
+    judged = check_host(source, "softmax", sandbox=sandbox, seed=2)
+    assert not place.exists()
+    assert judged.verdict is Verdict.ACCEPTED, judged
+    assert "Landlock" in sandbox.level["files"] and "files: " in sandbox.described
+
+
+HELD = """
+import ctypes, os, socket, sys
+from pathlib import Path
+from gpu_accel.cuda_llm.landlock import restrict
+
+inside, outside, port = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+assert ctypes.CDLL(None).prctl(38, 1, 0, 0, 0) == 0
+print(restrict(inside, also=("/dev/null",)))
+(inside / "made").mkdir()
+(inside / "made" / "file").write_text("mine")
+(inside / "made" / "file").rename(inside / "moved")
+open("/dev/null", "w").write("nothing")
+assert (outside / "theirs").read_text() == "kept"
+attempts = {
+    "write": lambda: (outside / "theirs").write_text("mine"),
+    "truncate": lambda: os.truncate(outside / "theirs", 0),
+    "make": lambda: (outside / "new").mkdir(),
+    "remove": lambda: (outside / "theirs").unlink(),
+    "move": lambda: (inside / "moved").rename(outside / "moved"),
+    "signal": lambda: os.kill(os.getppid(), 0),
+    "connect": lambda: socket.create_connection(("127.0.0.1", port)),
+}
+for name, attempt in attempts.items():
+    try:
+        attempt()
+    except OSError as error:
+        print(name, type(error).__name__)
+    else:
+        print(name, "done")
+"""
+
+
+@with_landlock
+def test_what_landlock_forbids(tmp_path: Path) -> None:
+    """Also to root, and to a user whose own files these are."""
+    import socket
+
+    inside, outside = tmp_path / "inside", tmp_path / "outside"
+    inside.mkdir()
+    outside.mkdir()
+    (outside / "theirs").write_text("kept")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        arguments = [str(inside), str(outside), str(server.getsockname()[1])]
+        root = str(Path(__file__).resolve().parents[2])
+        done = subprocess.run(
+            [sys.executable, "-c", HELD, *arguments],
+            env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    first, *rest = done.stdout.splitlines()
+    assert "folder alone" in first and "TCP" in first and "signals nobody" in first
+    refused = dict(line.split() for line in rest)
+    assert set(refused) == {"write", "truncate", "make", "remove", "move", "signal", "connect"}
+    assert all(word in ("PermissionError", "OSError") for word in refused.values()), refused
+    assert (outside / "theirs").read_text() == "kept" and len(list(outside.iterdir())) == 1
 
 
 @pytest.mark.parametrize(

@@ -602,6 +602,7 @@ def two(metric="latency", unit="clk", first=150.0, second=100.0, env=H100):
 def test_a_case_over_another(claim):
     found = judge(claim(between("over = {causal = true}", 1.5)), two())
     assert found.word == "reproduced" and found.measured == 1.5 and len(found.records) == 2
+    assert found.detail.startswith("1.5, against"), "a plain number has no unit to show"
     assert judge(claim(between("over = {causal = true}", 3)), two()).word == "not reproduced"
     rate = between("over = {causal = true}", 1.25, metric="tflops")
     assert judge(claim(rate), [timed(tflops=500), timed(tflops=400, causal=True)]).word == "reproduced"

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from gpu_accel.testing.records import GPU, number
 from gpu_accel.workbench import pages, registry
 from gpu_accel.workbench.records import merge
 from gpu_accel.workbench.report import figures
@@ -43,6 +44,25 @@ def test_sustained_load_has_a_table_of_its_own():
                 and r.case["head_dim"] == 128 and r.case["causal"]}  # fmt: skip
     table = pages.best_table(found["forward · bf16 · input normal · sustained"], ours=paper.ours)
     assert re.search(rf"\| 128 \| causal \|.* \d+ \({cudnn}\) ", table), table
+
+
+def test_errors_of_all_inputs_stand_in_one_table():
+    """Of the largest shape of each input, of the newest run on the GPU that ran last."""
+    def error(value, impl="portable", gpu=GPU, time="2026-11-26T12:00:00+00:00", **case):
+        return replace(number("rmse", value, impl, **case), env={"gpu": gpu}, time=time)
+
+    later = "2026-11-27T12:00:00+00:00"
+    records = [
+        error(5e-3, input="normal", seqlen_q=512), error(1e-3, input="normal", seqlen_q=2048),
+        error(2e-3, input="normal", seqlen_q=2048, time=later), error(4e-3, input="outliers", seqlen_q=1024),
+        error(9e-1, input="outliers", seqlen_q=1024, gpu="Another"),
+        error(3e-3, "fp8-block", input="outliers", seqlen_q=1024),
+    ]  # fmt: skip
+    table, shapes = pages.error_table(records)
+    assert table.splitlines()[2:] == ["| portable | 2.00e-03 | 4.00e-03 |", "| fp8-block | – | 3.00e-03 |"], table
+    assert "normal 2k keys" in shapes and "outliers 1k keys" in shapes and GPU in shapes
+    assert pages.error_table([r for r in records if r.case["input"] == "normal"]) == []
+    assert pages.error_table([replace(r, kind="checked") for r in records]) == []
 
 
 def test_a_paper_without_figures_shows_the_claims_that_are_settled(tmp_path, monkeypatch):
