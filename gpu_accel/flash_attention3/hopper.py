@@ -45,6 +45,11 @@ _INVARIANT_KEYS = 1 << 14  # the length whose tiles all calls take that promise 
 class ForwardConfig:
     """Tiles and switches of one forward kernel; a program works on `64 * consumers` query rows.
 
+    Off until a GPU has timed them: `named` (buffers are freed on named barriers, a warp at a time), `placed` (the
+    queue hands on where a tile is, not its number alone), `skew` (causal: heads between the longest rows of one and
+    the next rows of another at the same time; 0 for none), `open` (a barrier of its own opens the block behind
+    softmax), `early` (the last P V of a tile is issued before the next tile is known).
+
     `dynamic`: tiles come from a queue. `lazy`: O is rescaled only where a row's maximum grew by more than 8 (base 2).
     Only the ablation clears `pipelined` (softmax under the products) or `specialized` (warps that only load; without
     them no ping_pong, no dynamic tiles, and o_chunks 1).
@@ -60,6 +65,11 @@ class ForwardConfig:
     ping_pong: bool
     dynamic: bool
     lazy: bool
+    named: bool = False
+    placed: bool = False
+    skew: int = 0
+    open: bool = False
+    early: bool = False
     pipelined: bool = True
     specialized: bool = True
 
@@ -239,6 +249,9 @@ def forward(
     else:
         num_m = -(-seqlen_q // (64 * config.consumers))
     num_tiles = num_m * batch * heads
+    skew = config.skew
+    if packed or not causal or not config.dynamic or table_shape or (num_m - 1) * skew > batch * heads:
+        skew = 0
     grid = min(multiprocessors(q.device), num_tiles)
     launch_registers, consumer_registers, producer_registers = config.registers()
     rows = 64 if config.specialized else 64 * config.consumers
@@ -267,7 +280,7 @@ def forward(
         num_tiles,
         # 4 to 32 MB of K and V at a time were tried: less leaves L2 unused; more lets long tiles, which wait for
         # memory, and short ones come in separate waves
-        heads_per_group(batch * heads, keys * (head_dim + head_dim_v) * q.element_size(), 16 << 20),
+        skew or heads_per_group(batch * heads, keys * (head_dim + head_dim_v) * q.element_size(), 16 << 20),
         window_left,
         window_right,
         scale,
@@ -297,6 +310,11 @@ def forward(
         PACKED=packed,
         PIPELINED=config.pipelined,
         SPECIALIZED=config.specialized,
+        NAMED=config.named and config.specialized and config.stages <= 4,
+        PLACED=config.placed and config.dynamic and not packed,
+        SKEWED=skew > 0,
+        OPEN=config.open,
+        EARLY=config.early and not packed and not table_shape,
         SINKS=features.sinks is not None,
         SCORE_MOD=device_function(features.score_mod),
         MASK_MOD=device_function(features.mask_mod),

@@ -35,7 +35,7 @@ def attend_alone(
 ):  # fmt: skip
     """All tiles of a program, in static order. Block i of a tile is block hi - 1 - i of keys, in stage (it + i)."""
     q_bufs, k_bufs, v_bufs, o_bufs = bufs
-    q_full, _, k_full, v_full, kv_empty, _, _, _ = bars
+    q_full, _, k_full, v_full, kv_empty, _, _, _, _ = bars
     seqlen_q, seqlen_k, _, heads_per_kv, _, num_tiles, _, left, right = shape
     ROWS: gl.constexpr = q_bufs.shape[1]
     WARPS: gl.constexpr = gl.num_warps()
@@ -87,7 +87,7 @@ def attend_alone(
             acc, p_packed, m_i, l_i, it = step(
                 q, k_bufs, v_bufs, bars, q_full.index(0), q_phase, acc, p_packed, m_i, l_i, it,
                 block, 2, (block >= first) | (block < left_end), row0, shape, scales, (batch, head), (),
-                0, 1, STAGES, False, CAUSAL, WINDOW, SOFTCAP, CAUSAL or WINDOW, LAZY, PIPELINED,
+                0, 1, STAGES, False, CAUSAL, WINDOW, SOFTCAP, CAUSAL or WINDOW, LAZY, PIPELINED, False,
                 False, None, None, False, S_LAYOUT, P_LAYOUT, ROW_LAYOUT)  # fmt: skip
             stage = it % STAGES
             mbarrier.wait(kv_empty.index(stage), (it // STAGES) & 1)  # everybody is through with both buffers

@@ -33,7 +33,11 @@ _COMPILER = dict(num_warps=4, maxnreg=168)
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardConfig:
-    """Tiles and switches of one backward kernel; `*_slots` are buffers of a whole tile of K and of V."""
+    """Tiles and switches of one backward kernel; `*_slots` are buffers of a whole tile of K and of V.
+
+    `named` (rows are freed on named barriers, a warp at a time) is off until a GPU has timed it. `share`: bytes of rows
+    and of their dQ that the heads walked together may hold.
+    """
 
     head_dim: int
     block_m: int
@@ -42,6 +46,8 @@ class BackwardConfig:
     ping_pong: bool
     preload: bool
     dynamic: bool
+    named: bool = False
+    share: int = 32 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,7 +312,7 @@ def _one_kernel(
         num_m,
         num_n,
         num_tiles,
-        heads_per_group(batch * heads_kv, per_kv * num_m * m * d * 8),
+        heads_per_group(batch * heads_kv, per_kv * num_m * m * d * 8, config.share),
         *window,
         *scales,
         *_modifiers(features, cap_out, shape),
@@ -322,6 +328,7 @@ def _one_kernel(
         EVEN_K=seqlen_k % _KEYS == 0,
         DYNAMIC=config.dynamic,
         PACKED=tables is not None,
+        NAMED=config.named,
         **_functions(features),
         **_COMPILER,
     )

@@ -1,4 +1,4 @@
-"""Device functions shared by the Hopper backward kernels: order of tiles, masks, fragments, named barriers."""
+"""Device functions shared by the Hopper backward kernels: order of tiles, masks, fragments."""
 
 from __future__ import annotations
 
@@ -9,22 +9,6 @@ from .hopper_device import pack_pairs, tanh, unpack_pairs
 from .hopper_modifiers import add_alibi, call_mask_mod, call_score_mod, call_score_mod_grad, cap_out, list_of
 
 KEYS = gl.constexpr(64)  # keys of S^T that one warpgroup works on: the M of wgmma
-
-
-@gluon.jit
-def bar_sync_at(barrier, threads: gl.constexpr):
-    """`bar_sync` on a barrier whose number is not known at compile time."""
-    gl.inline_asm_elementwise("bar.sync $1, $2; mov.b32 $0, 0;", "=r,r,n",
-                              [gl.to_tensor(barrier), gl.to_tensor(threads)],
-                              dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
-
-
-@gluon.jit
-def bar_arrive_at(barrier, threads: gl.constexpr):
-    """`bar_arrive` on a barrier whose number is not known at compile time."""
-    gl.inline_asm_elementwise("bar.arrive $1, $2; mov.b32 $0, 0;", "=r,r,n",
-                              [gl.to_tensor(barrier), gl.to_tensor(threads)],
-                              dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
 
 
 @gluon.jit

@@ -50,8 +50,6 @@ from gpu_accel.gluon_compat import tma_load
 
 from .hopper_backward_device import (
     KEYS,
-    bar_arrive_at,
-    bar_sync_at,
     first_step,
     hand_over,
     listed_tile,
@@ -62,7 +60,7 @@ from .hopper_backward_device import (
     tile_at,
 )
 from .hopper_backward_packed import packed_probabilities, packed_range_of_64, packed_tile_of_64
-from .hopper_device import bar_arrive, pack_pairs, publish_tile, receive_tile, unpack_pairs
+from .hopper_device import bar_arrive, bar_arrive_at, bar_sync_at, pack_pairs, publish_tile, receive_tile, unpack_pairs
 from .hopper_modifiers import listed_block, listed_number
 from .hopper_packed import zero_rows
 

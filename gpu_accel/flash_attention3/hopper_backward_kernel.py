@@ -52,8 +52,6 @@ from gpu_accel.gluon_compat import tma_load, tma_store
 
 from .hopper_backward_device import (
     KEYS,
-    bar_arrive_at,
-    bar_sync_at,
     first_step,
     listed_tile,
     modified_probabilities,
@@ -61,12 +59,23 @@ from .hopper_backward_device import (
     tile_at,
 )
 from .hopper_backward_packed import packed_probabilities, packed_range, packed_tile
-from .hopper_device import bar_arrive, bar_sync, pack_pairs, publish_tile, receive_tile, unpack_pairs
+from .hopper_device import (
+    bar_arrive,
+    bar_arrive_at,
+    bar_sync,
+    bar_sync_at,
+    pack_pairs,
+    publish_tile,
+    receive_tile,
+    release,
+    unpack_pairs,
+)
 from .hopper_modifiers import listed_block, listed_number
 from .hopper_packed import zero_rows
 
 EXCHANGED = gl.constexpr(10)  # to 13: dS of consumer (id - 10) // 2 and stage (id - 10) % 2 is in shared memory
 FINISHED = gl.constexpr(14)
+ROW_FREE = gl.constexpr(6)  # and 7: a stage of rows has been read (NAMED)
 TURN = gl.constexpr(8)  # and 9: whose turn it is to compute exponentials
 
 
@@ -100,7 +109,7 @@ def _consumer(
     WG: gl.constexpr, bufs, bars, dq_desc, dk_desc, dv_desc, table, shape, scales, mods,
     D: gl.constexpr, M: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, PING_PONG: gl.constexpr,
     PRELOAD: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, EVEN_K: gl.constexpr,
-    DYNAMIC: gl.constexpr, PACKED: gl.constexpr, ALIBI: gl.constexpr, SCORE_MOD: gl.constexpr,
+    DYNAMIC: gl.constexpr, PACKED: gl.constexpr, NAMED: gl.constexpr, ALIBI: gl.constexpr, SCORE_MOD: gl.constexpr,
     SCORE_MOD_GRAD: gl.constexpr, MASK_MOD: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
     q_bufs, do_bufs, k_bufs, v_bufs, ds_bufs, stat_bufs, dq_bufs = bufs
@@ -283,7 +292,7 @@ def _consumer(
             dq, p, factor = warpgroup_mma_wait(0, deps=[dq_async, p, f])
         else:
             dq, p = warpgroup_mma_wait(0, deps=[dq_async, p])
-        mbarrier.arrive(row_empty.index(stage), count=1)
+        release(row_empty, stage, ROW_FREE if NAMED else None, 288)
         it = it_next
         new_tile = last
         if last:
@@ -314,14 +323,19 @@ def _consumer(
 
 @gluon.jit
 def _load_rows(
-    bars, bufs, descs, batch, head, i, it, fragment, fixed, fixes, used_q, M: gl.constexpr, PACKED: gl.constexpr
-):
+    bars, bufs, descs, batch, head, i, it, fragment, fixed, fixes, used_q,
+    M: gl.constexpr, PACKED: gl.constexpr, NAMED: gl.constexpr,
+):  # fmt: skip
     """One step's Q, lse and delta on one barrier, dO on another. Returns how many loads had rows behind the last."""
     q_full, do_full, row_empty = bars
     q_bufs, do_bufs, stat_bufs = bufs
     q_desc, do_desc, stat_desc = descs
     stage = it % 2
-    mbarrier.wait(row_empty.index(stage), ((it // 2) & 1) ^ 1)
+    if NAMED:
+        if it >= 2:
+            bar_sync_at(ROW_FREE + stage, 288)
+    else:
+        mbarrier.wait(row_empty.index(stage), ((it // 2) & 1) ^ 1)
     short = False
     if PACKED:
         short = (i + 1) * M > used_q
@@ -374,7 +388,7 @@ def _load_keys(desc, batch, head, key0, full, bufs, first, fixed, fixes, used_k,
 def _producer(
     bufs, bars, fixed, q_desc, do_desc, k_desc, v_desc, stat_desc, table, counter, shape, mods,
     M: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    DYNAMIC: gl.constexpr, PACKED: gl.constexpr, BLOCKS: gl.constexpr,
+    DYNAMIC: gl.constexpr, PACKED: gl.constexpr, NAMED: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
     q_bufs, do_bufs, k_bufs, v_bufs, _, stat_bufs, _ = bufs
     k_full, k_empty, v_full, v_empty, q_full, do_full, row_empty, queue_full, queue_empty, queue = bars
@@ -408,7 +422,7 @@ def _producer(
         fixes = _load_rows(
             (q_full, do_full, row_empty), (q_bufs, do_bufs, stat_bufs), (q_desc, do_desc, stat_desc), batch,
             head_kv * per_kv, first_row, it, (batch * heads_kv + head_kv) * per_kv * num_m + first_row, fixed, fixes,
-            used_q, M, PACKED
+            used_q, M, PACKED, NAMED
         )  # fmt: skip
         it += 1
         slot = k % V_SLOTS
@@ -427,7 +441,7 @@ def _producer(
                     block = listed_number(row, i)
                 fixes = _load_rows(
                     (q_full, do_full, row_empty), (q_bufs, do_bufs, stat_bufs), (q_desc, do_desc, stat_desc), batch,
-                    head, block, it, first + block, fixed, fixes, used_q, M, PACKED
+                    head, block, it, first + block, fixed, fixes, used_q, M, PACKED, NAMED
                 )  # fmt: skip
                 it += 1
         if DYNAMIC:
@@ -436,6 +450,10 @@ def _producer(
         else:
             tile += gl.num_programs(0)
         k += 1
+    if NAMED:
+        # The last two arrivals, which nobody waited for: named barriers end as they began.
+        for i in range(gl.maximum(it, 2), it + 2):
+            bar_sync_at(ROW_FREE + i % 2, 288)
     if DYNAMIC:  # noqa: SIM102
         # Every program draws exactly one number past the end; the last of them resets the counter for the next launch.
         if tile == num_tiles + gl.num_programs(0) - 1:
@@ -452,7 +470,8 @@ def attention_backward_kernel(
     slopes, slopes_sb, aux, cap_out, table_width, table_sb, table_sh,
     D: gl.constexpr, M: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, PING_PONG: gl.constexpr,
     PRELOAD: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, EVEN_K: gl.constexpr,
-    DYNAMIC: gl.constexpr, PACKED: gl.constexpr, SCORE_MOD: gl.constexpr, SCORE_MOD_GRAD: gl.constexpr,
+    DYNAMIC: gl.constexpr, PACKED: gl.constexpr, NAMED: gl.constexpr, SCORE_MOD: gl.constexpr,
+    SCORE_MOD_GRAD: gl.constexpr,
     MASK_MOD: gl.constexpr,
 ):  # fmt: skip
     """q, do, k, v, dk, dv descriptors are rank 4, (batch, head, row, column); stat (batch, heads, num_m, 2, M) and dq
@@ -514,12 +533,12 @@ def attention_backward_kernel(
         (_consumer, (0, bufs, bars, dq_desc, dk_desc, dv_desc, table, shape, scales,
                      (slopes, slopes_sb, aux, cap_out, table_width, table_sb, table_sh),
                      D, M, K_SLOTS, V_SLOTS, PING_PONG, PRELOAD, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, PACKED,
-                     ALIBI, SCORE_MOD, SCORE_MOD_GRAD, MASK_MOD, BLOCKS)),
+                     NAMED, ALIBI, SCORE_MOD, SCORE_MOD_GRAD, MASK_MOD, BLOCKS)),
         (_consumer, (1, bufs, bars, dq_desc, dk_desc, dv_desc, table, shape, scales,
                      (slopes, slopes_sb, aux, cap_out, table_width, table_sb, table_sh),
                      D, M, K_SLOTS, V_SLOTS, PING_PONG, PRELOAD, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, PACKED,
-                     ALIBI, SCORE_MOD, SCORE_MOD_GRAD, MASK_MOD, BLOCKS)),
+                     NAMED, ALIBI, SCORE_MOD, SCORE_MOD_GRAD, MASK_MOD, BLOCKS)),
         (_producer, (bufs, bars, fixed, q_desc, do_desc, k_desc, v_desc, stat_desc, table, counter, shape,
                      (slopes, slopes_sb, aux, cap_out, table_width, table_sb, table_sh),
-                     M, K_SLOTS, V_SLOTS, CAUSAL, WINDOW, DYNAMIC, PACKED, BLOCKS)),
+                     M, K_SLOTS, V_SLOTS, CAUSAL, WINDOW, DYNAMIC, PACKED, NAMED, BLOCKS)),
     ], [4, 1], [240, 24])  # fmt: skip

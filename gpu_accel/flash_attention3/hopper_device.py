@@ -1,7 +1,7 @@
 """Device functions shared by the Hopper (sm_90a) attention kernels, written in Gluon.
 
 Named barriers, tile order, masks and softmax steps. Gluon has no call for PTX named barriers, so they are inline PTX;
-ids 0 to 2 are used by Triton itself, ours start at 8.
+ids 0 to 4 are for Triton itself, ours start at 8.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 LN_2 = gl.constexpr(0.6931471805599453)
 LOG2_E = gl.constexpr(1.4426950408889634)
+PLACE = gl.constexpr(4)  # integers of a queue slot with a tile's number and place
 NEG_LARGE = gl.constexpr(-1.0e30)  # finite stand-in for -inf in running maxima: exp2(-inf - finite) = 0, never NaN
 
 
@@ -42,6 +43,35 @@ def bar_arrive(barrier: gl.constexpr, threads: gl.constexpr):
 
 
 @gluon.jit
+def bar_sync_at(barrier, threads: gl.constexpr):
+    """`bar_sync` on a barrier whose number is not known at compile time."""
+    gl.inline_asm_elementwise("bar.sync $1, $2; mov.b32 $0, 0;", "=r,r,n",
+                              [gl.to_tensor(barrier), gl.to_tensor(threads)],
+                              dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
+
+
+@gluon.jit
+def bar_arrive_at(barrier, threads: gl.constexpr):
+    """`bar_arrive` on a barrier whose number is not known at compile time."""
+    gl.inline_asm_elementwise("bar.arrive $1, $2; mov.b32 $0, 0;", "=r,r,n",
+                              [gl.to_tensor(barrier), gl.to_tensor(threads)],
+                              dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
+
+
+@gluon.jit
+def release(empty, index, BARRIER: gl.constexpr, THREADS: gl.constexpr):
+    """Consumer: buffer `index` has been read.
+
+    On named barrier BARRIER + index, where there is one, each warp for itself; the producer waits there, THREADS with
+    its own 32. Else on mbarrier `empty`, for which the warps meet first.
+    """
+    if BARRIER is None:
+        mbarrier.arrive(empty.index(index), count=1)
+    else:
+        bar_arrive_at(BARRIER + index, THREADS)
+
+
+@gluon.jit
 def tile_of(index, shape, HEAVY_FIRST: gl.constexpr):
     """Tile number -> (query block, batch, head); `shape` as in hopper_forward.py.
 
@@ -57,6 +87,36 @@ def tile_of(index, shape, HEAVY_FIRST: gl.constexpr):
     else:
         batch_head = index // num_m
         m = index - batch_head * num_m
+    batch = batch_head // heads
+    return m, batch, batch_head - batch * heads
+
+
+@gluon.jit
+def skewed_tile_of(index, shape):
+    """Tile number -> (query block, batch, head): at time t come the longest rows of head t, the next ones of head
+    t - group, and so on, so that at any time the same share of the tiles reads keys which are not in L2 yet.
+
+    Times before all kinds of rows take part have fewer tiles, and so do the last: the last of all are the shortest.
+    """
+    _, _, heads, _, num_m, num_tiles, group, _, _ = shape
+    rising = group * (num_m * (num_m - 1) // 2)
+    falls = index >= num_tiles - rising
+    x = gl.where(falls, num_tiles - 1 - index, index)  # the end is the beginning, backwards
+    kinds = num_m
+    before = rising
+    if x < rising:
+        kinds = gl.to_tensor(1)
+        before = gl.to_tensor(0)
+        for s in range(1, num_m):
+            start = group * (s * (s + 1) // 2)
+            kinds = gl.where(x >= start, s + 1, kinds)
+            before = gl.where(x >= start, start, before)
+    x -= before
+    t = x // kinds
+    i = x - t * kinds
+    batch_head = (kinds - 1) * group + t - i * group
+    batch_head = gl.where(falls, num_tiles // num_m - 1 - batch_head, batch_head)
+    m = gl.where(falls, i, num_m - 1 - i)
     batch = batch_head // heads
     return m, batch, batch_head - batch * heads
 
@@ -191,21 +251,54 @@ def draw(counter, wanted):
 
 
 @gluon.jit
-def publish_tile(k, tile, schedule, full, empty):
+def publish_tile(k, tile, schedule, full, empty, WAIT: gl.constexpr = True):
     """Producer: hand tile number `tile` to the consumers through the two-slot queue."""
     slot = k & 1
-    mbarrier.wait(empty.index(slot), ((k >> 1) & 1) ^ 1)
+    if WAIT:
+        mbarrier.wait(empty.index(slot), ((k >> 1) & 1) ^ 1)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     schedule.index(slot).store(gl.full([1], 0, gl.int32, layout) + tile)
     mbarrier.arrive(full.index(slot), count=1)
 
 
 @gluon.jit
-def receive_tile(k, schedule, full, empty):
-    """Consumer: the k-th tile number that the producer published."""
+def publish_place(k, tile, place, queue, full, empty, WAIT: gl.constexpr):
+    """Producer: hand on a tile's number and (query block, batch, head), which takes divisions to find."""
+    slot = k & 1
+    if WAIT:
+        mbarrier.wait(empty.index(slot), ((k >> 1) & 1) ^ 1)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    zero = gl.full([1], 0, gl.int32, layout)
+    queue.index(slot * PLACE).store(zero + tile)
+    for i in gl.static_range(PLACE - 1):
+        queue.index(slot * PLACE + 1 + i).store(zero + place[i])
+    mbarrier.arrive(full.index(slot), count=1)
+
+
+@gluon.jit
+def receive_place(k, queue, full, empty, RELEASE: gl.constexpr):
+    """Consumer: the k-th tile's number, query block, batch and head."""
+    slot = k & 1
+    mbarrier.wait(full.index(slot), (k >> 1) & 1)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    tile = gl.max(queue.index(slot * PLACE).load(layout), axis=0)
+    m_block = gl.max(queue.index(slot * PLACE + 1).load(layout), axis=0)
+    batch = gl.max(queue.index(slot * PLACE + 2).load(layout), axis=0)
+    head = gl.max(queue.index(slot * PLACE + 3).load(layout), axis=0)
+    if RELEASE:
+        mbarrier.arrive(empty.index(slot), count=1)
+    return tile, m_block, batch, head
+
+
+@gluon.jit
+def receive_tile(k, schedule, full, empty, RELEASE: gl.constexpr = True):
+    """Consumer: the k-th tile number that the producer published. Without RELEASE another barrier says that it was
+    read.
+    """
     slot = k & 1
     mbarrier.wait(full.index(slot), (k >> 1) & 1)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     tile = gl.max(schedule.index(slot).load(layout), axis=0)
-    mbarrier.arrive(empty.index(slot), count=1)
+    if RELEASE:
+        mbarrier.arrive(empty.index(slot), count=1)
     return tile

@@ -37,19 +37,35 @@ from gpu_accel.gluon_compat import tma_load
 
 from .hopper_alone import attend_alone
 from .hopper_device import (
+    PLACE,
     bar_arrive,
+    bar_arrive_at,
     bar_sync,
+    bar_sync_at,
     draw,
     key_blocks,
     pack_pairs,
+    publish_place,
     publish_tile,
+    receive_place,
     receive_tile,
+    release,
     tile_of,
     unpack_pairs,
 )
 from .hopper_modifiers import list_of, listed_block, listed_number
 from .hopper_packed import ENTRY, publish_entry, read_entry, read_sequence, receive_entry, zero_rows
-from .hopper_steps import PING_PONG_BARRIER, first_softmax, first_tile, own_lengths, step, store_tile
+from .hopper_steps import (
+    KV_FREE,
+    PING_PONG_BARRIER,
+    Q_FREE,
+    first_softmax,
+    first_tile,
+    own_lengths,
+    place_of,
+    step,
+    store_tile,
+)
 
 EARLY_DRAW = gl.constexpr(4)  # key blocks of a tile up to which the next tile is drawn at its start
 ROWS = gl.constexpr(64)  # query rows of one consumer: the M of wgmma
@@ -61,13 +77,15 @@ def _consumer(
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_SLOTS: gl.constexpr,
     O_CHUNKS: gl.constexpr, PING_PONG: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
     EVEN_K: gl.constexpr, DYNAMIC: gl.constexpr, LAZY: gl.constexpr, PACKED: gl.constexpr, PIPELINED: gl.constexpr,
-    SINKS: gl.constexpr, ALIBI: gl.constexpr, ROW_MAX: gl.constexpr,
+    NAMED: gl.constexpr, PLACED: gl.constexpr, SKEWED: gl.constexpr, OPEN: gl.constexpr, EARLY: gl.constexpr,
+    SINKS: gl.constexpr,    ALIBI: gl.constexpr, ROW_MAX: gl.constexpr,
     SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
     q_bufs, k_bufs, v_bufs, o_bufs = bufs
-    q_full, q_empty, k_full, v_full, kv_empty, queue_full, queue_empty, queue = bars
+    q_full, q_empty, k_full, v_full, kv_empty, queue_full, queue_empty, queue, opening = bars
     _, _, _, _, num_m, num_tiles, _, left, right = shape
     BLOCK_M: gl.constexpr = ROWS * CONSUMERS
+    FREE: gl.constexpr = 128 * CONSUMERS + 32  # all consumers and the producer
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, v_bufs.shape[2], 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
@@ -83,7 +101,7 @@ def _consumer(
     if PING_PONG and WG == CONSUMERS - 1:
         bar_arrive(PING_PONG_BARRIER, 256)  # lets consumer 0 start
     # The first block of the first tile has nothing to overlap with.
-    m_block, batch, head, q_row0, _, rows_q, used_q, used_k = first_tile(tile, table, shape, LONG_FIRST, PACKED)
+    m_block, batch, head, q_row0, _, rows_q, used_q, used_k = first_tile(tile, table, shape, LONG_FIRST, PACKED, SKEWED)
     own = own_lengths(shape, used_q, used_k)
     lo, hi = key_blocks(m_block * BLOCK_M, BLOCK_M, own, BLOCK_N, CAUSAL, WINDOW)
     entry0 = batch  # what modifiers call b: packed, the sequence
@@ -106,7 +124,7 @@ def _consumer(
     if PING_PONG:
         bar_arrive(PING_PONG_BARRIER + (WG + 1) % CONSUMERS, 256)
     s = warpgroup_mma_wait(0, deps=[s])
-    mbarrier.arrive(kv_empty.index(0), count=1)
+    release(kv_empty, 0, KV_FREE if NAMED else None, FREE)
     p, m_i, l_i = first_softmax(
         s, block0, kind0, m_block * BLOCK_M + WG * ROWS, own, scales, (entry0, head), mods, CAUSAL, WINDOW, SOFTCAP,
         MASK_FIRST, ALIBI, SCORE_MOD, MASK_MOD, BLOCKS)  # fmt: skip
@@ -138,34 +156,72 @@ def _consumer(
                 block, kind = listed_block(row, block, WG)
                 masked = (block + 1) * BLOCK_N > used_k
             acc, p_packed, m_i, l_i, it = step(
-                q, k_bufs, v_bufs, bars, q_full.index(slot), q_phase, acc, p_packed, m_i, l_i, it,
-                block, kind, masked, row0, own, scales, (entry, head), mods,
+                q, k_bufs, v_bufs, bars, opening if OPEN else q_full.index(slot), 1 if OPEN else q_phase,
+                acc, p_packed, m_i, l_i, it, block, kind, masked, row0, own, scales, (entry, head), mods,
                 WG, CONSUMERS, STAGES, PING_PONG, CAUSAL, WINDOW, SOFTCAP, MASK, LAZY, PIPELINED,
-                ALIBI, SCORE_MOD, MASK_MOD, BLOCKS, S_LAYOUT, P_LAYOUT, ROW_LAYOUT)  # fmt: skip
-        mbarrier.arrive(q_empty.index(slot), count=1)
+                NAMED, ALIBI, SCORE_MOD, MASK_MOD, BLOCKS, S_LAYOUT, P_LAYOUT, ROW_LAYOUT)  # fmt: skip
+        if EARLY:
+            mbarrier.wait(v_full.index(it % STAGES), (it // STAGES) & 1)
+            if PING_PONG:
+                bar_sync(PING_PONG_BARRIER + WG, 256)
+            p_a = unpack_pairs(p_packed, dtype, P_LAYOUT)
+            acc_early = warpgroup_mma(p_a, v_bufs.index(it % STAGES), acc, is_async=True)
+        if not NAMED:
+            mbarrier.arrive(q_empty.index(slot), count=1)
         m_done, l_done, where = m_i, l_i, (batch, head, q_row0, rows_q, used_q)
         if SEQUENCE:
             tile, m_block, q_row0, _, rows_q, used_q, used_k, sequence = receive_entry(
-                k, queue, queue_full, queue_empty, True
+                k, queue, queue_full, queue_empty, True, not NAMED
             )
         elif PACKED:
-            tile, m_block, q_row0, _, rows_q, used_q, used_k = receive_entry(k, queue, queue_full, queue_empty)
+            tile, m_block, q_row0, _, rows_q, used_q, used_k = receive_entry(
+                k, queue, queue_full, queue_empty, False, not NAMED
+            )
+        elif PLACED:
+            tile, m_block, batch, head = receive_place(k, queue, queue_full, queue_empty, not NAMED)
         elif DYNAMIC:
-            tile = receive_tile(k, queue, queue_full, queue_empty)
+            tile = receive_tile(k, queue, queue_full, queue_empty, not NAMED)
         else:
             tile += gl.num_programs(0)
+        if NAMED:  # says of the queue's entry too that it has been read
+            bar_arrive_at(Q_FREE + k % Q_SLOTS, FREE)
         k += 1
         v_stage = it % STAGES
         v_phase = (it // STAGES) & 1
         it += 1
         stage = it % STAGES
         k_phase = (it // STAGES) & 1
-        if tile < num_tiles:
+        if EARLY:
+            # P V is in flight: no branch before it is done, so after the last tile S of stale buffers is computed.
+            more = tile < num_tiles
+            if not PLACED:
+                m_block, batch, head = place_of(tile, shape, LONG_FIRST, SKEWED)
+            own = own_lengths(shape, used_q, used_k)
+            lo, hi = key_blocks(m_block * BLOCK_M, BLOCK_M, own, BLOCK_N, CAUSAL, WINDOW)
+            slot = (k % Q_SLOTS) * CONSUMERS + WG
+            next_row0 = m_block * BLOCK_M + WG * ROWS
+            zero = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, S_LAYOUT)
+            mbarrier.wait(q_full.index(slot), (k // Q_SLOTS) & 1, pred=more)
+            mbarrier.wait(k_full.index(stage), k_phase, pred=more)
+            s_async = warpgroup_mma(q_bufs.index(slot), k_bufs.index(stage).permute((1, 0)), zero, use_acc=False,
+                                    is_async=True)  # fmt: skip
+            if PING_PONG:
+                bar_arrive(PING_PONG_BARRIER + (WG + 1) % CONSUMERS, 256)
+            acc = warpgroup_mma_wait(1, deps=[acc_early])
+            store_tile(acc, m_done, l_done, o_bufs, outputs, where, row0, shape, scales, mods,
+                       WG, O_CHUNKS, PACKED, SINKS, ROW_MAX, ROW_LAYOUT)  # fmt: skip
+            s = warpgroup_mma_wait(0, deps=[s_async])
+            release(kv_empty, stage, KV_FREE if NAMED else None, FREE)
+            p, m_i, l_i = first_softmax(
+                s, hi - 1, 2, next_row0, own, scales, (batch, head), mods,
+                CAUSAL, WINDOW, SOFTCAP, MASK_FIRST, ALIBI, SCORE_MOD, MASK_MOD, BLOCKS)  # fmt: skip
+            p_packed = pack_pairs(p, dtype)
+        elif tile < num_tiles:
             # The first block of the next tile runs under the last P V product of this one.
             if PACKED:
                 _, batch, head = tile_of(tile, shape, True)
-            else:
-                m_block, batch, head = tile_of(tile, shape, LONG_FIRST)
+            elif not PLACED:
+                m_block, batch, head = place_of(tile, shape, LONG_FIRST, SKEWED)
             own = own_lengths(shape, used_q, used_k)
             lo, hi = key_blocks(m_block * BLOCK_M, BLOCK_M, own, BLOCK_N, CAUSAL, WINDOW)
             next_block = hi - 1
@@ -182,8 +238,8 @@ def _consumer(
             k_next = k_bufs.index(stage).permute((1, 0))
             next_row0 = m_block * BLOCK_M + WG * ROWS
             zero = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, S_LAYOUT)
-            p_a = unpack_pairs(p_packed, dtype, P_LAYOUT)
             if Q_SLOTS > 1 and PIPELINED:
+                p_a = unpack_pairs(p_packed, dtype, P_LAYOUT)
                 mbarrier.wait(q_full.index(slot), q_phase)
                 mbarrier.wait(k_full.index(stage), k_phase)
                 if PING_PONG:
@@ -197,14 +253,18 @@ def _consumer(
                 p, m_i, l_i = first_softmax(
                     s, next_block, next_kind, next_row0, own, scales, (next_entry, head), mods,
                     CAUSAL, WINDOW, SOFTCAP, MASK_FIRST, ALIBI, SCORE_MOD, MASK_MOD, BLOCKS)  # fmt: skip
-                mbarrier.wait(q_full.index(slot), q_phase)
+                if OPEN:
+                    mbarrier.wait(opening, 1)
+                else:
+                    mbarrier.wait(q_full.index(slot), q_phase)
                 acc, p = warpgroup_mma_wait(0, deps=[acc_async, p])
-                mbarrier.arrive(kv_empty.index(stage), count=1)
+                release(kv_empty, stage, KV_FREE if NAMED else None, FREE)
                 p_packed = pack_pairs(p, dtype)
                 store_tile(acc, m_done, l_done, o_bufs, outputs, where, row0, shape, scales, mods,
                            WG, O_CHUNKS, PACKED, SINKS, ROW_MAX, ROW_LAYOUT)  # fmt: skip
             else:
                 # One Q buffer: its reload hides under P V, and writing O under S of the next tile.
+                p_a = unpack_pairs(p_packed, dtype, P_LAYOUT)
                 if PING_PONG:
                     bar_sync(PING_PONG_BARRIER + WG, 256)
                 mbarrier.wait(v_full.index(v_stage), v_phase)
@@ -218,7 +278,7 @@ def _consumer(
                 store_tile(acc, m_done, l_done, o_bufs, outputs, where, row0, shape, scales, mods,
                            WG, O_CHUNKS, PACKED, SINKS, ROW_MAX, ROW_LAYOUT)  # fmt: skip
                 s = warpgroup_mma_wait(0, deps=[s_async])
-                mbarrier.arrive(kv_empty.index(stage), count=1)
+                release(kv_empty, stage, KV_FREE if NAMED else None, FREE)
                 p, m_i, l_i = first_softmax(
                     s, next_block, next_kind, next_row0, own, scales, (next_entry, head), mods,
                     CAUSAL, WINDOW, SOFTCAP, MASK_FIRST, ALIBI, SCORE_MOD, MASK_MOD, BLOCKS)  # fmt: skip
@@ -259,25 +319,37 @@ def _load_v(v_bufs, v_full, fixed, fixes, v_desc, batch, kv, k_row0, block, used
 
 
 @gluon.jit
+def _wait_free(kv_empty, it, STAGES: gl.constexpr, FREE: gl.constexpr, NAMED: gl.constexpr):
+    """Wait until block `it - STAGES`, whose K's stage block `it` takes, has been read. NAMED: once for every `it`."""
+    if NAMED:
+        if it >= STAGES:
+            bar_sync_at(KV_FREE + it % STAGES, FREE)
+    else:
+        mbarrier.wait(kv_empty.index(it % STAGES), ((it // STAGES) & 1) ^ 1)
+
+
+@gluon.jit
 def _producer(
     bufs, bars, fixed, q_desc, k_desc, v_desc, counter, table, shape, mods,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_SLOTS: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DYNAMIC: gl.constexpr, PACKED: gl.constexpr,
-    SEQUENCE: gl.constexpr, BLOCKS: gl.constexpr,
+    SEQUENCE: gl.constexpr, BLOCKS: gl.constexpr, NAMED: gl.constexpr, PLACED: gl.constexpr, SKEWED: gl.constexpr,
+    EARLY: gl.constexpr,
 ):  # fmt: skip
     q_bufs, k_bufs, v_bufs, _ = bufs
-    q_full, q_empty, k_full, v_full, kv_empty, queue_full, queue_empty, queue = bars
+    q_full, q_empty, k_full, v_full, kv_empty, queue_full, queue_empty, queue, _ = bars
     _, _, _, heads_per_kv, num_m, num_tiles, _, _, _ = shape
     BLOCK_M: gl.constexpr = ROWS * CONSUMERS
+    FREE: gl.constexpr = 128 * CONSUMERS + 32
     it = 0
     k = 0
     fixes = gl.to_tensor(0)
     tile = gl.program_id(0)
     LONG_FIRST: gl.constexpr = CAUSAL or BLOCKS
-    m_block, batch, head, q_row0, k_row0, _, used_q, used_k = first_tile(tile, table, shape, LONG_FIRST, PACKED)
+    m_block, batch, head, q_row0, k_row0, _, used_q, used_k = first_tile(tile, table, shape, LONG_FIRST, PACKED, SKEWED)
     while tile < num_tiles:
-        if not PACKED:
-            m_block, batch, head = tile_of(tile, shape, LONG_FIRST)
+        if not PACKED and not PLACED:
+            m_block, batch, head = place_of(tile, shape, LONG_FIRST, SKEWED)
         kv = head // heads_per_kv
         own = own_lengths(shape, used_q, used_k)
         lo, hi = key_blocks(m_block * BLOCK_M, BLOCK_M, own, BLOCK_N, CAUSAL, WINDOW)
@@ -293,7 +365,11 @@ def _producer(
         for c in gl.static_range(CONSUMERS):
             slot = slot0 + c
             row0 = q_row0 + m_block * BLOCK_M + c * ROWS
-            mbarrier.wait(q_empty.index(slot), q_phase ^ 1)
+            if not NAMED:
+                mbarrier.wait(q_empty.index(slot), q_phase ^ 1)
+            elif c == 0:  # noqa: SIM102
+                if k >= Q_SLOTS:
+                    bar_sync_at(Q_FREE + k % Q_SLOTS, FREE)
             mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes)
             tma_load(q_desc, [batch, head, row0, 0], q_full.index(slot), q_bufs.index(slot))
             if c == 0:
@@ -301,7 +377,8 @@ def _producer(
                 col0 = k_row0 + (hi - 1) * BLOCK_N
                 if BLOCKS:
                     col0 = listed * BLOCK_N
-                mbarrier.wait(kv_empty.index(stage), ((it // STAGES) & 1) ^ 1)
+                if not NAMED:  # waited for behind the tile before
+                    mbarrier.wait(kv_empty.index(stage), ((it // STAGES) & 1) ^ 1)
                 mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
                 tma_load(k_desc, [batch, kv, col0, 0], k_full.index(stage), k_bufs.index(stage))
         for j in range(0, hi - 1 - lo):
@@ -314,7 +391,7 @@ def _producer(
                 listed = listed_number(row, hi - 2 - j)
                 col0 = listed * BLOCK_N
             # One barrier frees both: K of a step is released after P V of the step before, so the V slot is free too.
-            mbarrier.wait(kv_empty.index(stage), ((it // STAGES) & 1) ^ 1)
+            _wait_free(kv_empty, it, STAGES, FREE, NAMED)
             mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
             tma_load(k_desc, [batch, kv, col0, 0], k_full.index(stage), k_bufs.index(stage))
             block = hi - 1 - j
@@ -335,17 +412,26 @@ def _producer(
                 m_block, q_row0, k_row0, _, used_q, used_k = entry
                 if SEQUENCE:
                     sequence = read_sequence(num_m - 1 - j, table, tile < num_tiles)
-                    publish_entry(k, tile, entry, queue, queue_full, queue_empty, sequence, True)
+                    publish_entry(k, tile, entry, queue, queue_full, queue_empty, sequence, True, not NAMED)
                 else:
-                    publish_entry(k, tile, entry, queue, queue_full, queue_empty)
+                    publish_entry(k, tile, entry, queue, queue_full, queue_empty, 0, False, not NAMED)
+            elif PLACED:
+                m_block, batch, head = place_of(tile, shape, LONG_FIRST, SKEWED)
+                publish_place(k, tile, (m_block, batch, head), queue, queue_full, queue_empty, not NAMED)
             else:
-                publish_tile(k, tile, queue, queue_full, queue_empty)
+                publish_tile(k, tile, queue, queue_full, queue_empty, not NAMED)
         else:
             tile += gl.num_programs(0)
         k += 1
-        mbarrier.wait(kv_empty.index(it % STAGES), ((it // STAGES) & 1) ^ 1)
+        _wait_free(kv_empty, it, STAGES, FREE, NAMED)
         v_batch, v_kv, v_row0, v_block, v_used = v_args
         fixes = _load_v(v_bufs, v_full, fixed, fixes, v_desc, v_batch, v_kv, v_row0, v_block, v_used, v_stage, PACKED)
+    if NAMED:
+        # The last arrivals, which nobody waited for: named barriers end as they began.
+        for i in range(gl.maximum(it + 1, STAGES), it + STAGES + (1 if EARLY else 0)):
+            bar_sync_at(KV_FREE + i % STAGES, FREE)
+        for i in range(gl.maximum(k, Q_SLOTS), k + Q_SLOTS):
+            bar_sync_at(Q_FREE + i % Q_SLOTS, FREE)
     if DYNAMIC:  # noqa: SIM102
         # Each program draws one number past the end; the last of them resets the counter for the next launch.
         if tile == num_tiles + gl.num_programs(0) - 1:
@@ -383,7 +469,8 @@ def attention_forward_kernel(
     STAGES: gl.constexpr, Q_SLOTS: gl.constexpr, O_CHUNKS: gl.constexpr, PING_PONG: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, EVEN_K: gl.constexpr, DYNAMIC: gl.constexpr,
     LAZY: gl.constexpr, PACKED: gl.constexpr, PIPELINED: gl.constexpr, SPECIALIZED: gl.constexpr,
-    SINKS: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr,
+    NAMED: gl.constexpr, PLACED: gl.constexpr, SKEWED: gl.constexpr, OPEN: gl.constexpr, EARLY: gl.constexpr,
+    SINKS: gl.constexpr,    SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Descriptors are rank 4, (batch, head, row, column), with blocks of one head; lse is (batch, heads, seqlen_q),
@@ -421,7 +508,7 @@ def attention_forward_kernel(
     kv_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     queue_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     queue_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    QUEUE: gl.constexpr = 2 * ENTRY if PACKED else 2
+    QUEUE: gl.constexpr = 2 * ENTRY if PACKED else 2 * PLACE
     queue = gl.allocate_shared_memory(gl.int32, [QUEUE, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     fixed = queue_full.index(0)
     if PACKED:
@@ -437,11 +524,15 @@ def attention_forward_kernel(
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(kv_empty.index(i), count=PARTS)
+    opening = queue_empty.index(0)
+    if OPEN:
+        opening = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+        mbarrier.init(opening, count=1)
     for i in gl.static_range(2):
         mbarrier.init(queue_full.index(i), count=1)
         mbarrier.init(queue_empty.index(i), count=PARTS)
     bufs = (q_bufs, k_bufs, v_bufs, o_bufs)
-    bars = (q_full, q_empty, k_full, v_full, kv_empty, queue_full, queue_empty, queue)
+    bars = (q_full, q_empty, k_full, v_full, kv_empty, queue_full, queue_empty, queue, opening)
     shape = (seqlen_q, seqlen_k, heads, heads_per_kv, num_m, num_tiles, group, left, right)
     scales = (scale, exp_scale, softcap)
     outputs = (o_desc, o_ptr, lse_ptr, cols_v, sinks)
@@ -458,17 +549,18 @@ def attention_forward_kernel(
             (_consumer, (0, bufs, bars, outputs, table, shape, scales,
                          (slopes, slopes_sb, aux, row_max, table_width, table_sb, table_sh),
                          CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, O_CHUNKS,
-                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED, SINKS,
-                         ALIBI, ROW_MAX, SCORE_MOD, MASK_MOD, BLOCKS)),
+                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED,
+                         NAMED, PLACED, SKEWED, OPEN, EARLY, SINKS, ALIBI, ROW_MAX, SCORE_MOD, MASK_MOD, BLOCKS)),
             (_consumer, (1, bufs, bars, outputs, table, shape, scales,
                          (slopes, slopes_sb, aux, row_max, table_width, table_sb, table_sh),
                          CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, O_CHUNKS,
-                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED, SINKS,
-                         ALIBI, ROW_MAX, SCORE_MOD, MASK_MOD, BLOCKS)),
+                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED,
+                         NAMED, PLACED, SKEWED, OPEN, EARLY, SINKS, ALIBI, ROW_MAX, SCORE_MOD, MASK_MOD, BLOCKS)),
             (_producer, (bufs, bars, fixed, q_desc, k_desc, v_desc, counter, table, shape,
                          (slopes, slopes_sb, aux, row_max, table_width, table_sb, table_sh),
                          CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, CAUSAL, WINDOW, DYNAMIC, PACKED,
-                         PACKED and (ALIBI or SCORE_MOD is not None or MASK_MOD is not None), BLOCKS)),
+                         PACKED and (ALIBI or SCORE_MOD is not None or MASK_MOD is not None), BLOCKS,
+                         NAMED, PLACED, SKEWED, EARLY)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.static_assert(CONSUMERS == 3)
@@ -476,20 +568,21 @@ def attention_forward_kernel(
             (_consumer, (0, bufs, bars, outputs, table, shape, scales,
                          (slopes, slopes_sb, aux, row_max, table_width, table_sb, table_sh),
                          CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, O_CHUNKS,
-                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED, SINKS,
-                         ALIBI, ROW_MAX, SCORE_MOD, MASK_MOD, BLOCKS)),
+                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED,
+                         NAMED, PLACED, SKEWED, OPEN, EARLY, SINKS, ALIBI, ROW_MAX, SCORE_MOD, MASK_MOD, BLOCKS)),
             (_consumer, (1, bufs, bars, outputs, table, shape, scales,
                          (slopes, slopes_sb, aux, row_max, table_width, table_sb, table_sh),
                          CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, O_CHUNKS,
-                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED, SINKS,
-                         ALIBI, ROW_MAX, SCORE_MOD, MASK_MOD, BLOCKS)),
+                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED,
+                         NAMED, PLACED, SKEWED, OPEN, EARLY, SINKS, ALIBI, ROW_MAX, SCORE_MOD, MASK_MOD, BLOCKS)),
             (_consumer, (2, bufs, bars, outputs, table, shape, scales,
                          (slopes, slopes_sb, aux, row_max, table_width, table_sb, table_sh),
                          CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, O_CHUNKS,
-                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED, SINKS,
-                         ALIBI, ROW_MAX, SCORE_MOD, MASK_MOD, BLOCKS)),
+                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED,
+                         NAMED, PLACED, SKEWED, OPEN, EARLY, SINKS, ALIBI, ROW_MAX, SCORE_MOD, MASK_MOD, BLOCKS)),
             (_producer, (bufs, bars, fixed, q_desc, k_desc, v_desc, counter, table, shape,
                          (slopes, slopes_sb, aux, row_max, table_width, table_sb, table_sh),
                          CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, CAUSAL, WINDOW, DYNAMIC, PACKED,
-                         PACKED and (ALIBI or SCORE_MOD is not None or MASK_MOD is not None), BLOCKS)),
+                         PACKED and (ALIBI or SCORE_MOD is not None or MASK_MOD is not None), BLOCKS,
+                         NAMED, PLACED, SKEWED, EARLY)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

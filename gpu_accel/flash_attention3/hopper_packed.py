@@ -70,10 +70,13 @@ def read_sequence(index, table, wanted):
 
 
 @gluon.jit
-def publish_entry(k, tile, entry, queue, full, empty, sequence=0, SEQUENCE: gl.constexpr = False):
+def publish_entry(
+    k, tile, entry, queue, full, empty, sequence=0, SEQUENCE: gl.constexpr = False, WAIT: gl.constexpr = True
+):
     """Producer: hand a tile's number and entry (SEQUENCE: and sequence) to the consumers through the two-slot queue."""
     slot = k & 1
-    mbarrier.wait(empty.index(slot), ((k >> 1) & 1) ^ 1)
+    if WAIT:
+        mbarrier.wait(empty.index(slot), ((k >> 1) & 1) ^ 1)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     zero = gl.full([1], 0, gl.int32, layout)
     queue.index(slot * ENTRY).store(zero + tile)
@@ -91,7 +94,7 @@ def _field(queue, index):
 
 
 @gluon.jit
-def receive_entry(k, queue, full, empty, SEQUENCE: gl.constexpr = False):
+def receive_entry(k, queue, full, empty, SEQUENCE: gl.constexpr = False, RELEASE: gl.constexpr = True):
     """Consumer: the k-th tile's number and entry, and with SEQUENCE its sequence."""
     slot = k & 1
     mbarrier.wait(full.index(slot), (k >> 1) & 1)
@@ -103,7 +106,8 @@ def receive_entry(k, queue, full, empty, SEQUENCE: gl.constexpr = False):
         received = (tile, block, q_row0, k_row0, rows, used_q, used_k, _field(queue, at + FIELDS))
     else:
         received = (tile, block, q_row0, k_row0, rows, used_q, used_k)
-    mbarrier.arrive(empty.index(slot), count=1)
+    if RELEASE:
+        mbarrier.arrive(empty.index(slot), count=1)
     return received
 
 

@@ -162,7 +162,7 @@ def attention_backward_dq(
     slope = alibi_slopes
     if alibi_slopes is not None:
         slope = tl.load(alibi_slopes + entry * alibi_sb + head)
-    q_idx = tl.minimum(row, sq - 1)
+    q_idx = tl.maximum(tl.minimum(row, sq - 1), 0)  # sq is 0 where seqused_q is
     if KV_BLOCK > 0:
         end, blocks = block_list(counts, indices, batch, head, m0 // Q_BLOCK, blocks_sb, blocks_sh, width, KV_BLOCK)
         acc, acc2 = _dq_step(

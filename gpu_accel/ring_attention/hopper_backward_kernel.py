@@ -38,8 +38,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from gpu_accel.flash_attention3.hopper_backward_device import (
     KEYS,
-    bar_arrive_at,
-    bar_sync_at,
     probabilities,
     query_blocks,
     tile_at,
@@ -47,7 +45,9 @@ from gpu_accel.flash_attention3.hopper_backward_device import (
 from gpu_accel.flash_attention3.hopper_backward_kernel import reinterpret, tma_reduce_add
 from gpu_accel.flash_attention3.hopper_device import (
     bar_arrive,
+    bar_arrive_at,
     bar_sync,
+    bar_sync_at,
     pack_pairs,
     publish_tile,
     receive_tile,

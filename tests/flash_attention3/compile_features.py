@@ -10,28 +10,13 @@ import sys
 
 import torch
 import triton
-import triton.language as tl
 
 from gpu_accel.flash_attention3 import config, launch, modifier, portable_backward, portable_forward
 from gpu_accel.flash_attention3.features import Features
 from gpu_accel.testing.compile_only import compile_only, use_target
+from gpu_accel.testing.modifiers import relative, relative_grad, same_document
 
 BF16, SQ, SK, HEADS, D = torch.bfloat16, 1000, 1000, 4, 64
-
-
-@triton.jit
-def relative(score, b, h, q_idx, kv_idx, bias, document):
-    return score + tl.load(bias + h) * (q_idx - kv_idx)
-
-
-@triton.jit
-def relative_grad(grad, score, b, h, q_idx, kv_idx, bias, document):
-    return grad
-
-
-@triton.jit
-def same_document(b, h, q_idx, kv_idx, bias, document):
-    return tl.load(document + q_idx) == tl.load(document + kv_idx)
 
 
 def block_lists() -> tuple[torch.Tensor, ...]:

@@ -12,11 +12,11 @@ from dataclasses import replace
 
 import torch
 import triton
-from compile_features import relative, relative_grad, same_document  # beside this script
 
 from gpu_accel.flash_attention3 import blackwell, hopper, hopper_backward, launch, modifier
 from gpu_accel.flash_attention3.features import Features
 from gpu_accel.testing.compile_only import compile_only, use_target
+from gpu_accel.testing.modifiers import relative, relative_grad, same_document
 
 CASES = {
     "flagship": [(64, {}), (128, {}), (256, {})],

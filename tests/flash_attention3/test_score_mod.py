@@ -176,6 +176,31 @@ def test_packed_counts_inside_sequences(device):
                    mask_mod=checkers, truth={"score_mod": curved_twin, "mask_mod": checkers_twin})  # fmt: skip
 
 
+@triton.jit
+def note(score, b, h, q_idx, kv_idx, seen):
+    tl.store(seen + 1 + q_idx + 0 * kv_idx, 1)
+    return score
+
+
+@triton.jit
+def note_grad(grad, score, b, h, q_idx, kv_idx, seen):
+    tl.store(seen + 1 + q_idx + 0 * kv_idx, 1)
+    return grad
+
+
+def test_a_sequence_of_which_no_row_counts(device):
+    # its rows are computed and thrown away, but a table must not be read in front of its first row
+    q, k, v, cu_q, cu_k, _, _ = make_varlen(lengths_q=[5, 9], lengths_k=[140, 20], heads=1, heads_kv=1, head_dim=16,
+                                            dtype=FP32, device=device)  # fmt: skip
+    used = {name: torch.tensor(n, dtype=torch.int32, device=device)
+            for name, n in (("seqused_q", [0, 9]), ("seqused_k", [140, 20]))}  # fmt: skip
+    seen = torch.zeros(12, dtype=torch.int32, device=device)
+    check_features(packed, q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **used, score_mod=note,
+                   score_mod_grad=note_grad, aux_tensors=(seen,),
+                   truth={"score_mod": lambda score, *at: score})  # fmt: skip
+    assert seen.tolist() == [0] + 9 * [1] + [0, 0]
+
+
 def test_half_precision(device):
     check_features(dense, *inputs((1, 20, 35, 2, 1, 64, 64), device, torch.float16), score_mod=relative,
                    score_mod_grad=relative_grad, aux_tensors=aux("bias", device),

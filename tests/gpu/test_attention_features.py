@@ -14,18 +14,11 @@ from torch.nn.attention.flex_attention import create_block_mask
 from gpu_accel.flash_attention3 import explain, flash_attn_func, flash_attn_varlen_func, modifier
 from gpu_accel.testing import make_qkv, make_varlen
 from gpu_accel.testing.features import check_features
+from gpu_accel.testing.modifiers import relative, relative_grad, relative_twin, same_document, same_document_twin
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_outputs")]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DEVICE = "cuda"
-
-
-@pytest.fixture(autouse=True)
-def poisoned_outputs():
-    """torch.empty gives NaN, so that an element nobody writes is seen."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def dense(q, k, v, **options):
@@ -54,20 +47,6 @@ def slopes(heads, batch=None):
 
 
 @triton.jit
-def relative(score, b, h, q_idx, kv_idx, bias, document):
-    return score + tl.load(bias + h) * (q_idx - kv_idx)
-
-
-@triton.jit
-def relative_grad(grad, score, b, h, q_idx, kv_idx, bias, document):
-    return grad
-
-
-def relative_twin(score, b, h, q_idx, kv_idx, bias, document):
-    return score + bias[h].to(score.dtype) * (q_idx - kv_idx)
-
-
-@triton.jit
 def curved(score, b, h, q_idx, kv_idx):
     return tl.where((kv_idx + h) % 3 == 1, float("-inf"), score + 0.05 * (b + 1) * score * score)
 
@@ -79,15 +58,6 @@ def curved_grad(grad, score, b, h, q_idx, kv_idx):
 
 def curved_twin(score, b, h, q_idx, kv_idx):
     return torch.where((kv_idx + h) % 3 == 1, float("-inf"), score + 0.05 * (b + 1) * score * score)
-
-
-@triton.jit
-def same_document(b, h, q_idx, kv_idx, bias, document):
-    return tl.load(document + q_idx) == tl.load(document + kv_idx)
-
-
-def same_document_twin(b, h, q_idx, kv_idx, bias, document):
-    return document[q_idx] == document[kv_idx]
 
 
 @triton.jit

@@ -12,22 +12,13 @@ import os
 import time
 
 import pytest
-import torch
 
 from gpu_accel.testing.differential import search
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_outputs")]
 SHARES = 12  # of the work: one a process under pytest-xdist
 SECONDS = float(os.environ.get("GPU_ACCEL_DIFFERENTIAL_SECONDS", "10"))
 SEED = int(os.environ.get("GPU_ACCEL_DIFFERENTIAL_SEED", time.time_ns() // 10**9 % 10**6 * SHARES))
-
-
-@pytest.fixture(autouse=True)
-def poisoned_outputs():
-    """torch.empty gives NaN, so that an element nobody writes is seen."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -24,14 +24,6 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DEVICE = "cuda"
 
 
-@pytest.fixture
-def poisoned_outputs():
-    """torch.empty gives NaN, so that an element nobody writes is seen."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def hopper_up() -> bool:
     return torch.cuda.get_device_capability() >= (9, 0)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from gpu_accel.flash_attention3 import explain, hopper_backward
+from gpu_accel.flash_attention3 import explain, hopper, hopper_backward
 from gpu_accel.flash_attention3.problem import Problem
 from gpu_accel.testing import assert_close_to_truth, attention_truth, attention_truth_backward, differential, make_qkv
 from gpu_accel.testing.attention import gradient_floor
@@ -109,6 +111,21 @@ def test_fp16(name):
 def test_gradient_of_lse(name):
     shape, options = CASES[name]
     check(*inputs(shape), lse_gradient=True, **options)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1, 1), (1, 70, 1000, 2, 1), (40, 333, 257, 6, 3), (3, 2100, 2100, 4, 4)])
+@pytest.mark.parametrize("head_dim,causal", [(64, True), (64, False), (128, True), (128, False)])
+def test_named_barriers_give_the_same_bits(head_dim, causal, shape):
+    q, k, v = inputs((*shape, head_dim))
+    options = dict(softmax_scale=head_dim**-0.5, window_right=0 if causal else -1)
+    o, lse = hopper.forward(q, k, v, **options)
+    do = random_like(o, seed=5)
+    config = hopper_backward.backward_config(head_dim, causal=causal)
+    _, dk, dv = hopper_backward.backward(do, q, k, v, o, lse, config=config, **options)
+    for _ in range(3):
+        config = replace(config, named=True)
+        dq2, dk2, dv2 = hopper_backward.backward(do, q, k, v, o, lse, config=config, **options)
+        assert torch.equal(dk, dk2) and torch.equal(dv, dv2) and dq2.isfinite().all()
 
 
 @pytest.mark.parametrize("kind", ["strided", "packed", "broadcast", "transposed", "misaligned"])

@@ -19,19 +19,12 @@ from gpu_accel.testing.attention import check_attention
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("poisoned_outputs"),
     pytest.mark.skipif(
         not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an H100 or H200"
     ),
 ]
 BF16, FP16 = torch.bfloat16, torch.float16
-
-
-@pytest.fixture(autouse=True)
-def poisoned_outputs():
-    """torch.empty gives NaN, so that an element nobody writes is seen."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def dense(q, k, v, **options):
@@ -92,10 +85,24 @@ def test_memory_layouts(kind, d):
 
 
 ALONE = {"specialized": False, "ping_pong": False, "dynamic": False}
-CHANGES = [{"dynamic": True}, {"dynamic": False}, {"q_slots": 1}, {"ping_pong": False}, {"pipelined": False}, ALONE]
+NAMED = {"named": True, "placed": True}
+CHANGES = {
+    "queue": {"dynamic": True},
+    "static": {"dynamic": False},
+    "one-q": {"q_slots": 1},
+    "no-turns": {"ping_pong": False},
+    "no-pipelining": {"pipelined": False},
+    "alone": ALONE,
+    "named": NAMED,
+    "named-one-q": NAMED | {"q_slots": 1},
+    "skewed": {"placed": True, "skew": 4},
+    "named-open": NAMED | {"open": True},
+    "named-early-skewed": NAMED | {"early": True, "skew": 2},
+    "named-early-static": {"named": True, "early": True, "dynamic": False},
+}
 
 
-@pytest.mark.parametrize("changes", CHANGES, ids=["queue", "static", "one-q", "no-turns", "no-pipelining", "alone"])
+@pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("d,causal", [(64, True), (128, True), (128, False), (256, True)])
 def test_switches_give_the_same_bits(d, causal, changes):
     # every switch changes when work happens, never what is computed
@@ -107,6 +114,22 @@ def test_switches_give_the_same_bits(d, causal, changes):
     o, lse = hopper.forward(q, k, v, **options)
     o2, lse2 = hopper.forward(q, k, v, config=replace(config, **changes), **options)
     assert torch.equal(o, o2) and torch.equal(lse, lse2)
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["", "early"])
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1, 1), (1, 70, 1000, 2, 1), (40, 333, 257, 6, 3), (3, 2100, 2100, 4, 4)])
+@pytest.mark.parametrize("d,causal", [(64, True), (64, False), (128, True), (256, True)])
+def test_named_barriers_at_all_lengths(d, causal, shape, early):
+    # one block, fewer blocks than stages, many tiles, many blocks: what they owe at the end differs
+    q, k, v = inputs(*shape, d)
+    options = dict(softmax_scale=d**-0.5, window_right=0 if causal else -1)
+    for seqlen_k in (1000, 9000):  # two and three consumers at head_dim 64
+        config = hopper.forward_config(d, causal=causal, seqlen_k=seqlen_k)
+        o, lse = hopper.forward(q, k, v, config=config, **options)
+        config = replace(config, **NAMED, early=early)
+        for _ in range(3):
+            o2, lse2 = hopper.forward(q, k, v, config=config, **options)
+            assert torch.equal(o, o2) and torch.equal(lse, lse2)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

@@ -8,30 +8,23 @@ from __future__ import annotations
 import pytest
 import torch
 import triton
-import triton.language as tl
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from gpu_accel.flash_attention3 import explain, flash_attn_func, function, hopper
 from gpu_accel.testing import make_qkv
 from gpu_accel.testing.differential import Call, check
 from gpu_accel.testing.features import check_features
+from gpu_accel.testing.modifiers import relative, relative_grad, relative_twin, same_document, same_document_twin
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("poisoned_outputs"),
     pytest.mark.skipif(
         not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an H100 or H200"
     ),
 ]
-
-
-@pytest.fixture(autouse=True)
-def poisoned_outputs():
-    """torch.empty gives NaN, so that an element nobody writes is seen."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(autouse=True)
@@ -88,29 +81,6 @@ def test_packed_calls(d, options):
     # sequences without queries, without keys, of one row; b is the sequence, indices count inside it
     shape = {"lengths_q": (300, 0, 65, 1, 129), "lengths_k": (17, 300, 100, 0, 400), "heads_kv": 2, "group": 2}
     check(Call(**{"backend": "hopper", "head_dim": d, "head_dim_v": d, "packed": True, **shape, **options}))
-
-
-@triton.jit
-def relative(score, b, h, q_idx, kv_idx, bias, document):
-    return score + tl.load(bias + h) * (q_idx - kv_idx)
-
-
-@triton.jit
-def relative_grad(grad, score, b, h, q_idx, kv_idx, bias, document):
-    return grad
-
-
-def relative_twin(score, b, h, q_idx, kv_idx, bias, document):
-    return score + bias[h].to(score.dtype) * (q_idx - kv_idx)
-
-
-@triton.jit
-def same_document(b, h, q_idx, kv_idx, bias, document):
-    return (tl.load(document + q_idx) == tl.load(document + kv_idx)) & (q_idx >= kv_idx)
-
-
-def same_document_twin(b, h, q_idx, kv_idx, bias, document):
-    return (document[q_idx] == document[kv_idx]) & (q_idx >= kv_idx)
 
 
 @triton.jit
