@@ -210,7 +210,8 @@ def build(case: Case, settings: Settings) -> Workload:
         _read(decoding, settings),
         _copy(decoding, moved, settings),
     ]
-    return Workload(implementations=found, baselines=tuple(one.name for one in found), bytes_moved=moved)
+    names = tuple(one.name for one in found)
+    return Workload(implementations=found, baselines=names, bytes_moved=moved, l2="clean")
 
 
 def bytes_moved(case: Case) -> float:
