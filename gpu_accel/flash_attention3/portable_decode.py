@@ -420,6 +420,11 @@ class _Counters:
 _counters = _Counters()
 
 
+def counters_of(device: torch.device, count: int) -> Tensor:
+    """Zeroed counters for one launch, which has to leave them at zero."""
+    return _counters.take(device, count)
+
+
 def visible_span(call: KVCall, tile: int) -> int:
     """The most keys that a tile of `tile` rows can see, from shapes and window alone."""
     if call.window_left < 0 or call.window_right < 0:
@@ -511,7 +516,18 @@ def refuse(call: KVCall) -> str | None:
     return None
 
 
-def _append(call: KVCall, padded: tuple[int, int]) -> None:
+def _padded(call: KVCall) -> tuple[int, int]:
+    dims = tuple(max(16, next_power_of_2(d)) for d in (call.q.shape[3], call.head_dim_v))
+    if call.kind:  # a product of even and one of odd dimensions, each at least 16 long
+        dims = tuple(max(32, d) for d in dims)
+    return dims[0], dims[1]
+
+
+def append(call: KVCall) -> None:
+    """Write new keys and values to the cache, turned and quantised; nothing where there are none."""
+    if not call.new or not call.q.shape[0]:
+        return
+    padded = _padded(call)
     rows = call.new * call.heads_kv
     tile = min(16, next_power_of_2(rows))
     programs = call.q.shape[0] * _cdiv(rows, tile)
@@ -536,11 +552,8 @@ def _append(call: KVCall, padded: tuple[int, int]) -> None:
 def forward(call: KVCall, o: Tensor, lse: Tensor, config: DecodeConfig | None = None) -> None:
     """Append, then attend: writes o (batch, seqlen_q, heads, head_dim_v) and lse (batch, heads, seqlen_q)."""
     batch, sq, _, head_dim = call.q.shape
-    padded = tuple(max(16, next_power_of_2(d)) for d in (head_dim, call.head_dim_v))
-    if call.kind:  # a product of even and one of odd dimensions, each at least 16 long
-        padded = tuple(max(32, d) for d in padded)
-    if call.new and batch:
-        _append(call, padded)
+    padded = _padded(call)
+    append(call)
     if not lse.numel():
         return
     if call.capacity == 0:
@@ -555,7 +568,7 @@ def forward(call: KVCall, o: Tensor, lse: Tensor, config: DecodeConfig | None = 
         o_parts = torch.empty(p.tiles * p.splits * live_rows * dv, dtype=torch.float32, device=device)
         lse_parts = torch.empty(p.tiles * p.splits * live_rows, dtype=torch.float32, device=device)
         if p.config.fused:
-            counters = _counters.take(device, p.tiles)
+            counters = counters_of(device, p.tiles)
     cos = call.rotary_cos if call.rotary_dim else call.q
     right = call.window_right
     if right >= sq - 1:  # the last query ends at the last key, so this bound hides nothing
