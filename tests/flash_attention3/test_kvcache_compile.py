@@ -49,7 +49,7 @@ for name, options in {"registers": {"page": 16}, "registers-e4m3": {"kind": "e4m
     def hook(kernel, arguments, options):
         c = compile_only(kernel, arguments, options, name=name, capability=90)
         loads = re.findall(r"LDG\\.E\\.EF([.0-9]*)", c.sass)
-        stops = re.findall(r"\\b(?:LDS|STS|LDSM|LDGSTS)\\b", c.sass[: c.sass.index("BAR.SYNC")])
+        stops = re.findall(r"\\b(?:LDS|STS|LDSM|LDGSTS)\\b", c.sass[: c.sass.rindex("HMMA")])
         print(json.dumps(dict(name=name, spills=c.spills, registers=c.registers, shared=c.shared, warps=c.num_warps,
                               products=c.instructions["HMMA"], loads=len(loads), wide=loads.count(".128"),
                               stops=len(stops), per_sm=config.per_sm)))
