@@ -575,37 +575,7 @@ def plan(call: KVCall, config: Config | None = None) -> Plan:
 _MOST_POLLED = 64  # splits: their numbers of a slice are in registers at once
 
 
-class _Places:
-    """Memory full of EMPTY, which kernels leave full of EMPTY: as `portable_decode._Counters`, of floats."""
-
-    def __init__(self) -> None:
-        self._of_stream: dict[tuple[torch.device, int], Tensor] = {}
-        self._pool: dict[torch.device, Tensor] = {}
-
-    def take(self, device: torch.device, count: int) -> Tensor:
-        if device.type != "cuda":
-            return _emptied(count, device)
-        if torch.cuda.is_current_stream_capturing():
-            left = self._pool.get(device)
-            if left is None or len(left) < count:
-                return _emptied(count, device)  # emptied in every replay: right, but slower
-            self._pool[device] = left[count:]
-            return left[:count]
-        key = device, torch.cuda.current_stream(device).cuda_stream
-        found = self._of_stream.get(key)
-        if found is None or len(found) < count:
-            found = self._of_stream[key] = _emptied(max(1 << 18, count), device)
-        left = self._pool.get(device)
-        if left is None or len(left) < count:  # for captures to come: memory cannot be emptied once during one
-            self._pool[device] = _emptied(max(1 << 22, count), device)
-        return found
-
-
-def _emptied(count: int, device: torch.device) -> Tensor:
-    return torch.full((count,), -1, dtype=torch.int32, device=device)
-
-
-_scratch = _Places()
+_scratch = portable_decode.Scratch(EMPTY.value, of_stream=1 << 18, of_graphs=1 << 22)
 
 
 def forward(call: KVCall, o: Tensor, lse: Tensor, config: Config | None = None) -> None:
