@@ -164,7 +164,7 @@ def _found(records: list[Record]) -> str:
 
 
 Thing = tuple[str, ...]  # paper, experiment, implementation, case, metric
-How = tuple[str, str, str, str]  # load (burst, sustained), second-level cache (flushed, warm), quantity, GPU
+How = tuple[str, str, str, str]  # load (burst, sustained), second-level cache (flushed, clean, warm), quantity, GPU
 HOW = ("load", "L2 cache", "unit", "GPU")
 WORK = ("one amount of work a call", "another")  # A and B
 

@@ -160,13 +160,13 @@ def _timer(memory: Memory, candidate: Counted, keep: set[int], kept: list[tuple[
     from gpu_accel.workbench.cuda_timer import CudaTimer
 
     class Fresh(CudaTimer):
-        def flush(self) -> None:
+        def flush(self, *, clean: bool = False) -> None:
             if candidate.pending:
                 if candidate.count in keep:
                     kept.append((memory.seed, memory.outputs()))
                 memory.refresh()
                 candidate.pending = False
-            super().flush()
+            super().flush(clean=clean)
 
         def capture(self, call: Callable[[], object], repeats: int) -> Callable[[], object]:
             if not isinstance(call, Counted):

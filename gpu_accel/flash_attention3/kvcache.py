@@ -21,6 +21,7 @@ from gpu_accel.errors import HardwareError, InvalidInputError, UnsupportedError
 from gpu_accel.flash_attention3 import portable_decode, reference_kvcache
 from gpu_accel.flash_attention3.backends import check_name
 from gpu_accel.flash_attention3.function import _on_device_of, nobody_watches, refuse_transforms, unit_last_stride
+from gpu_accel.flash_attention3.gluon_launch import gluon_available
 from gpu_accel.flash_attention3.kvcache_problem import (
     EIGHT_BITS,
     HEAD_SCALES,
@@ -42,6 +43,8 @@ from gpu_accel.flash_attention3.problem import (
 )
 
 Window = tuple[int | None, int | None]
+
+AUTO_TAKES_HOPPER = False  # compiled, and not run on a GPU yet
 
 
 def flash_attn_with_kvcache(
@@ -108,7 +111,7 @@ def flash_attn_with_kvcache(
             but that sequence and seqlen_q. Otherwise the number of splits depends on the shape of the whole call. A
             `num_splits` that is given is batch-invariant by itself.
         return_lse, return_softmax_lse: also return lse; the second is flash-attn's name.
-        backend: "auto", "portable" (Triton) or "reference" (plain torch).
+        backend: "auto", "portable" (Triton), "hopper" (Gluon, see `hopper_decode.refuse`) or "reference" (plain torch).
         out: where to write o: its shape and dtype, last stride 1.
         validate: read and check values of cache_seqlens, cache_leftpad, cache_batch_idx and page_table, which waits for
             the device. Default: on a CPU only. Unchecked wrong page numbers are wrong addresses.
@@ -205,20 +208,19 @@ def explain_kvcache(
     check_name(backend)
     call = make_call(q, k_cache, v_cache, k, v, **options)
     name = choose(call, backend)
-    refused = {"hopper": "has no kernel for a KV cache: decoding is bound by memory"}
-    why = portable_decode.refuse(call)
-    if name != "portable":
-        refused["portable"] = why or "not asked for"
-    else:
-        refused["reference"] = "slow, so only when asked for by backend='reference'"
+    unseen = "has not been timed on a GPU, so only when asked for by backend='hopper'"
+    not_asked = {"hopper": "not asked for" if AUTO_TAKES_HOPPER else unseen, "portable": "not asked for"}
+    not_asked["reference"] = "slow, so only when asked for by backend='reference'"
+    why = {"hopper": _hopper_refusal(call), "portable": portable_decode.refuse(call)}
+    refused = {other: why.get(other) or not_asked[other] for other in not_asked if other != name}
     place = f"pages of {call.page_size}" if call.page_size else "contiguous"
     stored = call.kind or str(call.k_cache.dtype).removeprefix("torch.")
     scales = ("no scales", "a scale for each head or cache", "a scale for each token or page")[call.k_scales.mode]
     turned = f", RoPE on {call.rotary_dim} dimensions" if call.rotary_dim else ""
     return KVExplanation(
         backend=name,
-        kernel=portable_decode.KERNEL if name == "portable" else "plain torch, one sequence at a time",
-        plan=str(portable_decode.plan(call)) if name == "portable" else "",
+        kernel=_kernel(name),
+        plan=_plan(name, call),
         cache=f"{stored}, {place}, room for {call.capacity} keys, {scales}",
         append=f"{call.new} tokens{turned}, one more kernel" if call.new else "none",
         refused=refused,
@@ -232,10 +234,13 @@ def choose(call: KVCall, backend: str = "auto") -> str:
     """
     if backend == "reference":
         return backend
-    if backend == "hopper":
-        raise UnsupportedError(
-            "backend 'hopper' has no kernel for a KV cache: decoding is bound by memory, take 'portable' or 'auto'"
-        )
+    if backend == "hopper" or (backend == "auto" and AUTO_TAKES_HOPPER):
+        why = _hopper_refusal(call)
+        if why is None:
+            return "hopper"
+        if backend == "hopper":
+            kind = HardwareError if "compute capability" in why else UnsupportedError
+            raise kind(f"backend 'hopper' cannot run this: it {why}; take 'portable' or 'auto'")
     why = portable_decode.refuse(call)
     if why is None:
         return "portable"
@@ -245,7 +250,39 @@ def choose(call: KVCall, backend: str = "auto") -> str:
     raise kind(f"backend {backend!r} cannot run this: {why}")
 
 
+def _hopper_refusal(call: KVCall) -> str | None:
+    if call.q.device.type != "cuda":
+        return f"needs an NVIDIA GPU of compute capability 9.0, got a {call.q.device.type} tensor"
+    if not gluon_available():
+        return "needs the Gluon dialect, which this Triton lacks"
+    from gpu_accel.flash_attention3 import hopper_decode
+
+    return hopper_decode.refuse(call)
+
+
+def _kernel(name: str) -> str:
+    if name == "hopper":
+        from gpu_accel.flash_attention3 import hopper_decode
+
+        return hopper_decode.KERNEL
+    return portable_decode.KERNEL if name == "portable" else "plain torch, one sequence at a time"
+
+
+def _plan(name: str, call: KVCall) -> str:
+    if name == "hopper":
+        from gpu_accel.flash_attention3 import hopper_decode
+
+        return str(hopper_decode.plan(call))
+    return str(portable_decode.plan(call)) if name == "portable" else ""
+
+
 def _run(call: KVCall, o: Tensor, lse: Tensor, name: str) -> None:
+    if name == "hopper":
+        from gpu_accel.flash_attention3 import hopper_decode
+
+        with _on_device_of(call.q):
+            hopper_decode.forward(call, o, lse)
+        return
     if name == "portable":
         with _on_device_of(call.q):
             portable_decode.forward(call, o, lse)

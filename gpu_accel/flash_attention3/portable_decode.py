@@ -384,40 +384,52 @@ def _cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-class _Counters:
-    """Zeroed counters, one per tile, that kernels leave at zero.
+class Scratch:
+    """Memory that kernels find full of one number and leave full of it: counters at zero, one per tile.
 
-    Two launches that may run at the same time must not share any: eager calls share them per stream, on which they run
+    Two launches that may run at the same time must not share any: eager calls share it per stream, on which they run
     one after the other, and every call that is captured into a graph keeps a piece of its own for ever.
     """
 
-    def __init__(self) -> None:
-        self._of_stream: dict[tuple[torch.device, int], Tensor] = {}
+    def __init__(self, value: int, of_stream: int, of_graphs: int) -> None:
+        self._value, self._of_stream, self._of_graphs = value, of_stream, of_graphs
+        self._streams: dict[tuple[torch.device, int], Tensor] = {}
         self._pool: dict[torch.device, Tensor] = {}
+        self._spent: list[Tensor] = []  # graphs do not keep what they use alive
 
     def take(self, device: torch.device, count: int) -> Tensor:
         if device.type != "cuda":
-            return torch.zeros(count, dtype=torch.int32, device=device)
+            return self._filled(count, device)
         if torch.cuda.is_current_stream_capturing():
             return self._piece(device, count)
         key = device, torch.cuda.current_stream(device).cuda_stream
-        found = self._of_stream.get(key)
+        found = self._streams.get(key)
         if found is None or len(found) < count:
-            found = self._of_stream[key] = torch.zeros(max(4096, count), dtype=torch.int32, device=device)
+            found = self._streams[key] = self._filled(max(self._of_stream, count), device)
         left = self._pool.get(device)
-        if left is None or len(left) < count:  # for captures to come: memory cannot be zeroed once during one
-            self._pool[device] = torch.zeros(max(1 << 20, count), dtype=torch.int32, device=device)
+        if left is None or len(left) < count:  # for captures to come: memory cannot be filled once during one
+            if left is not None:
+                self._spent.append(left)
+            self._pool[device] = self._filled(max(self._of_graphs, count), device)
         return found
 
     def _piece(self, device: torch.device, count: int) -> Tensor:
         left = self._pool.get(device)
         if left is None or len(left) < count:
-            return torch.zeros(count, dtype=torch.int32, device=device)  # zeroed in every replay: right, but slower
+            return self._filled(count, device)  # filled in every replay: right, but slower
         self._pool[device] = left[count:]
         return left[:count]
 
+    def _filled(self, count: int, device: torch.device) -> Tensor:
+        return torch.full((count,), self._value, dtype=torch.int32, device=device)
 
-_counters = _Counters()
+
+_counters = Scratch(0, of_stream=4096, of_graphs=1 << 20)
+
+
+def counters_of(device: torch.device, count: int) -> Tensor:
+    """Zeroed counters for one launch, which has to leave them at zero."""
+    return _counters.take(device, count)
 
 
 def visible_span(call: KVCall, tile: int) -> int:
@@ -511,7 +523,18 @@ def refuse(call: KVCall) -> str | None:
     return None
 
 
-def _append(call: KVCall, padded: tuple[int, int]) -> None:
+def _padded(call: KVCall) -> tuple[int, int]:
+    dims = tuple(max(16, next_power_of_2(d)) for d in (call.q.shape[3], call.head_dim_v))
+    if call.kind:  # a product of even and one of odd dimensions, each at least 16 long
+        dims = tuple(max(32, d) for d in dims)
+    return dims[0], dims[1]
+
+
+def append(call: KVCall) -> None:
+    """Write new keys and values to the cache, turned and quantised; nothing where there are none."""
+    if not call.new or not call.q.shape[0]:
+        return
+    padded = _padded(call)
     rows = call.new * call.heads_kv
     tile = min(16, next_power_of_2(rows))
     programs = call.q.shape[0] * _cdiv(rows, tile)
@@ -536,11 +559,8 @@ def _append(call: KVCall, padded: tuple[int, int]) -> None:
 def forward(call: KVCall, o: Tensor, lse: Tensor, config: DecodeConfig | None = None) -> None:
     """Append, then attend: writes o (batch, seqlen_q, heads, head_dim_v) and lse (batch, heads, seqlen_q)."""
     batch, sq, _, head_dim = call.q.shape
-    padded = tuple(max(16, next_power_of_2(d)) for d in (head_dim, call.head_dim_v))
-    if call.kind:  # a product of even and one of odd dimensions, each at least 16 long
-        padded = tuple(max(32, d) for d in padded)
-    if call.new and batch:
-        _append(call, padded)
+    padded = _padded(call)
+    append(call)
     if not lse.numel():
         return
     if call.capacity == 0:
@@ -555,7 +575,7 @@ def forward(call: KVCall, o: Tensor, lse: Tensor, config: DecodeConfig | None = 
         o_parts = torch.empty(p.tiles * p.splits * live_rows * dv, dtype=torch.float32, device=device)
         lse_parts = torch.empty(p.tiles * p.splits * live_rows, dtype=torch.float32, device=device)
         if p.config.fused:
-            counters = _counters.take(device, p.tiles)
+            counters = counters_of(device, p.tiles)
     cos = call.rotary_cos if call.rotary_dim else call.q
     right = call.window_right
     if right >= sq - 1:  # the last query ends at the last key, so this bound hides nothing

@@ -45,9 +45,9 @@ class FakeTimer:
         self.log.append("sync")
         self.host = max(self.host, self.device_ms / 1e3)
 
-    def flush(self) -> None:
-        self.device_ms += 0.03
-        self.log.append("flush")
+    def flush(self, *, clean: bool = False) -> None:
+        self.device_ms += 0.09 if clean else 0.03
+        self.log.append("flush, clean" if clean else "flush")
 
     def lead(self, microseconds: float) -> None:
         assert microseconds > 0

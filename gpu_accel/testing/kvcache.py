@@ -77,12 +77,12 @@ def clone(arguments: dict) -> dict:
     return {n: x.clone() if isinstance(x, torch.Tensor) else x for n, x in arguments.items()}
 
 
-def run(arguments: dict, config=None) -> tuple[torch.Tensor, torch.Tensor, KVCall]:
-    """The Triton kernels, outputs poisoned before; on a copy of the caches where they append to them."""
+def run(arguments: dict, config=None, forward=portable_decode.forward) -> tuple[torch.Tensor, torch.Tensor, KVCall]:
+    """`forward` with outputs poisoned before; on a copy of the caches where it appends to them."""
     call = make_call(**(arguments if arguments.get("k") is None else clone(arguments)))
     o = poison_(torch.empty(*call.q.shape[:3], call.head_dim_v, dtype=call.q.dtype, device=call.q.device))
     lse = poison_like(torch.empty(o.shape[0], o.shape[2], o.shape[1], device=o.device))
-    portable_decode.forward(call, o, lse, config)
+    forward(call, o, lse, config)
     return o, lse, call
 
 
@@ -106,12 +106,12 @@ def yardstick(call: KVCall) -> tuple[torch.Tensor, torch.Tensor]:
     return (o, lse) if call.sinks is None else reference_kvcache.with_sink(o, lse, call.sinks)
 
 
-def check(arguments: dict, config=None) -> tuple[torch.Tensor, torch.Tensor]:
+def check(arguments: dict, config=None, forward=portable_decode.forward) -> tuple[torch.Tensor, torch.Tensor]:
     """Run, compare o, lse and the caches with the truth; returns o and lse.
 
     After an append the truth is that of the cache which the kernel has written, itself compared with the reference's.
     """
-    o, lse, call = run(arguments, config)
+    o, lse, call = run(arguments, config, forward)
     o_true, lse_true = reference_kvcache.forward(call.q, call, torch.float64)
     o_ruler, lse_ruler = yardstick(call)
     assert_close_to_truth("o", o, o_true, o_ruler)

@@ -37,8 +37,8 @@ class Timer(Protocol):
     def synchronize(self) -> None:
         """Until the device has nothing left to do."""
 
-    def flush(self) -> None:
-        """Queue work that leaves nothing of interest in the second-level cache."""
+    def flush(self, *, clean: bool = False) -> None:
+        """Queue work that leaves nothing of interest in the second-level cache; `clean`: nor anything to write back."""
 
     def lead(self, microseconds: float) -> None:
         """Keep the device busy, without memory traffic, while the host queues what follows."""
@@ -61,11 +61,12 @@ class CudaTimer:
 
     Args:
         flush_bytes: size of the buffer written to flush the second-level cache; default twice its size.
+        clean_bytes: size of another buffer, which `flush(clean=True)` reads afterwards; default four times its size.
     Raises:
         HardwareError: there is no such device.
     """
 
-    def __init__(self, *, flush_bytes: int | None = None) -> None:
+    def __init__(self, *, flush_bytes: int | None = None, clean_bytes: int | None = None) -> None:
         import torch
 
         if not torch.cuda.is_available():
@@ -74,7 +75,10 @@ class CudaTimer:
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         self.l2_bytes = int(getattr(properties, "L2_cache_size", 0)) or 64 * 2**20
         self._flush_bytes = flush_bytes or 2 * self.l2_bytes
+        # What is replaced first is not known to be what is oldest, so one size of the cache might leave some behind.
+        self._clean_bytes = clean_bytes or 4 * self.l2_bytes
         self._buffer: Any = None
+        self._read: tuple[Any, Any] | None = None  # what is read, and where its largest number goes
         # clock_rate is the highest clock in kHz; where torch does not tell, assume a fast one: the lead gets longer.
         self._cycles_per_us = getattr(properties, "clock_rate", 2_000_000) / 1000
         self._gpu: Gpu | None
@@ -94,10 +98,16 @@ class CudaTimer:
     def synchronize(self) -> None:
         self._torch.cuda.synchronize()
 
-    def flush(self) -> None:
+    def flush(self, *, clean: bool = False) -> None:
+        torch = self._torch
         if self._buffer is None:
-            self._buffer = self._torch.empty(self._flush_bytes // 4, dtype=self._torch.int32, device="cuda")
+            self._buffer = torch.empty(self._flush_bytes // 4, dtype=torch.int32, device="cuda")
         self._buffer.zero_()
+        if clean:
+            if self._read is None:
+                source = torch.zeros(self._clean_bytes // 4, dtype=torch.int32, device="cuda")
+                self._read = source, torch.empty((), dtype=torch.int32, device="cuda")
+            torch.amax(self._read[0], (0,), out=self._read[1])
 
     def lead(self, microseconds: float) -> None:
         self._torch.cuda._sleep(int(microseconds * self._cycles_per_us))

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from gpu_accel.errors import InvalidInputError
+from gpu_accel.workbench.invariants import COLD_L2
 
 Scalar = str | int | float | bool
 Case = dict[str, Scalar]
@@ -176,6 +177,8 @@ class Workload:
         flops: floating-point operations of the case, None when rates make no sense.
         bytes_moved: compulsory device-memory traffic in bytes, each input read once and each output written once.
         input_source: where the inputs come from, when not random ("smollm2 layer 12", ...).
+        l2: "flushed", or "clean" where the competitors mostly read and the cache must not make them wait for lines
+            that are not theirs; see `timing.compare`.
     """
 
     implementations: list[Implementation]
@@ -183,9 +186,12 @@ class Workload:
     flops: float | None = None
     bytes_moved: float | None = None
     input_source: str = ""
+    l2: str = "flushed"
 
     def __post_init__(self) -> None:
         names = self.names
+        if self.l2 not in COLD_L2:
+            raise InvalidInputError(f"l2 is {self.l2!r}; choose one of {', '.join(COLD_L2)}")
         if len(set(names)) != len(names):
             raise InvalidInputError(f"implementation names must differ, got {', '.join(names)}")
         if unknown := [name for name in self.baselines if name not in names]:

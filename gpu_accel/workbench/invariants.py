@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 KINDS = ("measured", "checked", "modelled", "quoted")
-L2_STATES = ("flushed", "warm")
+# The second-level cache before a timed call: another buffer written through it; then a third one read through it, so
+# that the call does not wait for lines that are not its own to be written back; or what the call itself left there.
+COLD_L2 = ("flushed", "clean")
+L2_STATES = (*COLD_L2, "warm")
 MILLISECONDS = {"ms": 1.0, "us": 1e-3, "s": 1e3}
 RATE_UNITS = frozenset({"tflops", "gbps", "tokens/s", "1/s"})
 # The units of what is neither a time nor a rate. Everything else counts as a speed, so that a rate in a unit that

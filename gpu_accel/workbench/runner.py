@@ -22,6 +22,7 @@ from gpu_accel.workbench import events, statistics, timing
 from gpu_accel.workbench.events import Event, Listener
 from gpu_accel.workbench.experiment import Case, Check, Implementation, Sampled, Settings, Timed, Workload
 from gpu_accel.workbench.host import Host, resolve_device
+from gpu_accel.workbench.invariants import COLD_L2
 from gpu_accel.workbench.planning import SUSTAINED_SECONDS, Item, Plan, find_paper, list_items, plan, settle
 from gpu_accel.workbench.records import Record, append_records, read_records
 from gpu_accel.workbench.samples import Samples, reason
@@ -177,15 +178,15 @@ class _Runner:
     def _finished(self, earlier: list[Record]) -> dict[tuple[str, str, str], list[Record]]:
         """Records of the same commit, device and way of timing, by (experiment, case, implementation)."""
         settings = self.settings
-        l2 = "flushed" if settings.flush_l2 and settings.mode == "burst" else "warm"
+        states = COLD_L2 if settings.flush_l2 and settings.mode == "burst" else ("warm",)
         found: dict[tuple[str, str, str], list[Record]] = {}
         for record in earlier:
             same_code = (record.paper, record.commit, record.dirty) == (self.paper, self.host.commit, self.host.dirty)
             same_device = str(record.env.get("gpu") or "") == self.host.gpu
             same_device &= all(record.env.get(name) == self.host.env.get(name) for name in SAME_ENVIRONMENT)
             same_run = all(record.timing.get(name) == value for name, value in self._asked().items())
-            how = record.timing.get("mode", settings.mode), record.timing.get("l2", l2)  # only times have them
-            if same_code and same_device and same_run and how == (settings.mode, l2):
+            mode, l2 = record.timing.get("mode", settings.mode), record.timing.get("l2", states[0])  # of times only
+            if same_code and same_device and same_run and mode == settings.mode and l2 in states:
                 found.setdefault((record.experiment, _case_key(record.case), record.impl), []).append(record)
         return found
 
@@ -290,9 +291,9 @@ class _Runner:
         calls = {name: [one.call if isinstance(one, Timed) else one for one in sets] for name, sets in made.items()}
         try:
             try:
-                timed = self._compare(calls)
+                timed = self._compare(calls, item)
             except SystemExit:  # once more with every call guarded, which costs time but names the one that exits
-                timed = self._compare({name: [_guarded(call) for call in sets] for name, sets in calls.items()})
+                timed = self._compare({name: [_guarded(call) for call in sets] for name, sets in calls.items()}, item)
         except HardwareError as error:  # the device itself failed: nobody's time can be believed
             timed = {name: Samples(name=name, failed=str(error)) for name in calls}
         for name, samples in timed.items():
@@ -309,14 +310,15 @@ class _Runner:
                 del timed[impl.name]
         return timed
 
-    def _compare(self, calls: Calls) -> dict[str, Samples]:
+    def _compare(self, calls: Calls, item: Item) -> dict[str, Samples]:
         settings = self.settings
         if settings.mode == "sustained":
             seconds = max(settings.seconds, SUSTAINED_SECONDS)
             return timing.sustained(calls, seconds=seconds, timer=self.host.timer)
         return timing.compare(
-            calls, seconds=settings.seconds, flush_l2=settings.flush_l2, noise=settings.noise, timer=self.host.timer
-        )
+            calls, seconds=settings.seconds, flush_l2=settings.flush_l2, noise=settings.noise, timer=self.host.timer,
+            clean_l2=item.workload is not None and item.workload.l2 == "clean",
+        )  # fmt: skip
 
     def _verified(self, item: Item, impl: Implementation, timed: Timed) -> bool:
         """Whether the very call that was timed gives a correct result; says so when it does not."""
@@ -556,7 +558,9 @@ def _env(env: dict[str, Any], samples: Samples, work: dict[str, float]) -> dict[
 
 def _known_env(env: dict[str, Any], l2: str, work: dict[str, float]) -> dict[str, Any]:
     """Without the peak of memory where it bounds nothing: what may stay in the second-level cache is faster."""
-    if l2 == "warm" or work.get("bytes", 0.0) < MEMORY_BOUND_BYTES:
+    # in a clean one a copy leaves a cache full of its results behind, which adds to its rate
+    least = MEMORY_BOUND_BYTES * (4 if l2 == "clean" else 1)
+    if l2 == "warm" or work.get("bytes", 0.0) < least:
         return {key: value for key, value in env.items() if key != "peak_gbps"}
     return env
 

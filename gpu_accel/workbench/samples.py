@@ -23,7 +23,7 @@ class Samples:
     times: tuple[float, ...] = ()
     method: str = "events"  # "events" | "graph"
     calls: int = 1  # calls per sample; `times` are already divided by it
-    l2: str = "flushed"  # "flushed" | "warm"
+    l2: str = "flushed"  # "flushed" | "clean" | "warm", see `invariants.L2_STATES`
     mode: str = "burst"  # "burst" | "sustained"
     interleaved: tuple[str, ...] = ()
     inputs: int = 1  # input sets that the samples rotate over

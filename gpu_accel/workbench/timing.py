@@ -38,6 +38,7 @@ def compare(
     *,
     seconds: float = 0.25,
     flush_l2: bool = True,
+    clean_l2: bool = False,
     method: str = "auto",
     min_rounds: int = 10,
     max_rounds: int = 400,
@@ -51,6 +52,10 @@ def compare(
         seconds: budget for each implementation; the rounds as a whole get seconds x implementations.
         flush_l2: True: a cold second-level cache before each sample, one call a sample. False: a warm one, by an
             untimed call with the same inputs just before, and a short call is repeated within a sample.
+        clean_l2: after the flush read another buffer through the cache. A flush alone leaves it full of lines that
+            memory does not hold yet, and a call that reads waits until they are written back, tens of megabytes that
+            are not its own. A call that writes, on the other hand, then leaves as much behind for nobody to pay, so
+            this is for calls that mostly read.
         method: "events" times between two events, "graph" times the replay of a captured graph, "auto" takes graphs
             when one implementation is shorter than 50 us and all can be captured (one method for all, or ratios lie).
         min_rounds: rounds before noise or budget may stop the run; only four times the budget cuts it to three.
@@ -67,16 +72,16 @@ def compare(
     """
     _validate(calls, method, seconds=seconds, min_rounds=min_rounds, max_rounds=max_rounds, noise=noise)
     timer = timer or CudaTimer()
-    if flush_l2:
-        timer.flush()  # allocates the buffer now, so that no implementation is blamed for it
-    runs, failed = _prepare(calls, timer, method=method, flush_l2=flush_l2)
+    l2 = "warm" if not flush_l2 else "clean" if clean_l2 else "flushed"
+    _ready(timer, l2)  # allocates the buffers now, so that no implementation is blamed for them
+    runs, failed = _prepare(calls, timer, method=method, l2=l2)
     names = list(runs)
     times: dict[str, list[float]] = {name: [] for name in names}
     stopped, budget, rounds = "", seconds * len(names), 0
     with timer.clocks() as clocks:
         start = timer.now()
         while names and not stopped:
-            taken = _round(_order(names, rounds), runs, rounds, timer=timer, flush_l2=flush_l2, failed=failed)
+            taken = _round(_order(names, rounds), runs, rounds, timer=timer, l2=l2, failed=failed)
             rounds += 1
             names = [name for name in names if name not in failed]
             for name in names:
@@ -95,7 +100,7 @@ def compare(
             times=tuple(times[name]),
             method=runs[name].method,
             calls=runs[name].repeats,
-            l2="flushed" if flush_l2 else "warm",
+            l2=l2,
             interleaved=tuple(names),
             inputs=len(runs[name].calls),
             noise=reached[name],
@@ -125,7 +130,7 @@ def sustained(
     """
     _validate(calls, method, seconds=seconds, tail=tail)
     timer = timer or CudaTimer()
-    runs, failed = _prepare(calls, timer, method=method, flush_l2=False)
+    runs, failed = _prepare(calls, timer, method=method, l2="warm")
     results = {}
     for name in calls:
         try:
@@ -169,18 +174,24 @@ def _validate(calls: Mapping[str, Sequence[Call]], method: str, **numbers: float
         raise InvalidInputError(f"min_rounds {numbers['min_rounds']} is above max_rounds {numbers['max_rounds']}")
 
 
+def _ready(timer: Timer, l2: str) -> None:
+    """Queue what leaves the second-level cache in this state; for a warm one that is the caller's call itself."""
+    if l2 != "warm":
+        timer.flush(clean=l2 == "clean")
+
+
 def _prepare(
-    calls: Mapping[str, Sequence[Call]], timer: Timer, *, method: str, flush_l2: bool
+    calls: Mapping[str, Sequence[Call]], timer: Timer, *, method: str, l2: str
 ) -> tuple[dict[str, _Run], dict[str, str]]:
     """Warm every implementation up and settle how it is sampled: (ready ones, reasons of those that failed)."""
     runs: dict[str, _Run] = {}
     failed: dict[str, str] = {}
     for name, its_calls in calls.items():
         try:
-            runs[name] = _warm_up(list(its_calls), timer, flush_l2=flush_l2)
+            runs[name] = _warm_up(list(its_calls), timer, l2=l2)
         except Exception as error:
             failed[name] = _fail(error, timer)
-    if not flush_l2:
+    if l2 == "warm":
         for run in runs.values():
             run.repeats = max(1, min(MAX_REPEATS, round(SAMPLE_MS / run.ms)))
     if method == "graph" or (method == "auto" and any(run.ms < SHORT_MS for run in runs.values())):
@@ -192,15 +203,14 @@ def _prepare(
     return runs, failed
 
 
-def _warm_up(calls: list[Call], timer: Timer, *, flush_l2: bool) -> _Run:
+def _warm_up(calls: list[Call], timer: Timer, *, l2: str) -> _Run:
     for call in calls:  # compiles, tunes, allocates, and fails here if it fails
         call()
     timer.synchronize()
     run = _Run(calls=calls, ms=math.inf, launch_us=math.inf)
     for attempt in range(4):
         call = calls[attempt % len(calls)]
-        if flush_l2:
-            timer.flush()
+        _ready(timer, l2)
         timer.synchronize()
         if attempt:  # by now the launch time is known
             timer.lead(run.lead_us)
@@ -257,7 +267,7 @@ def _order(names: Sequence[str], round_index: int) -> list[str]:
 
 
 def _round(
-    order: Sequence[str], runs: dict[str, _Run], index: int, *, timer: Timer, flush_l2: bool, failed: dict[str, str]
+    order: Sequence[str], runs: dict[str, _Run], index: int, *, timer: Timer, l2: str, failed: dict[str, str]
 ) -> dict[str, float]:
     """One sample of each, in ms a call; the host waits only once, at the end."""
     marks = {}
@@ -265,10 +275,9 @@ def _round(
         run = runs[name]
         call = run.calls[index % len(run.calls)]
         try:
-            if flush_l2:
-                timer.flush()
-            else:
+            if l2 == "warm":
                 call()
+            _ready(timer, l2)
             timer.lead(run.lead_us)
             start = timer.mark()
             call()

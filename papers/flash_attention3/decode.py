@@ -1,9 +1,10 @@
 """The `decode` experiment: one query a head over a KV cache, which is as fast as the cache is read.
 
-    portable             our kernel, contiguous (page 0) or paged, splits chosen by shape
+    hopper               our Gluon kernel, contiguous (page 0) or paged, splits chosen by shape
+    portable             the same of our plain-Triton kernel
     portable-invariant   the same with splits at fixed keys: a sequence's bits do not depend on its neighbours
     sdpa-..., flex       torch's attention, contiguous caches in 16 bits; none of them takes pages or an FP8 cache here
-    portable-bf16        with an FP8 cache: our kernel on the same keys and values in 16 bits
+    ...-bf16             with an FP8 cache: our kernels on the same keys and values in 16 bits
     read                 a kernel that reads the keys and values and does nothing with them: the ceiling
     copy                 a device-to-device copy that moves as many bytes, which is no ceiling: see `reading.py`
 
@@ -203,14 +204,16 @@ def build(case: Case, settings: Settings) -> Workload:
     moved = bytes_moved(case)
     wide = Decoding({**case, "dtype": "bf16"}, settings.device) if case["dtype"] == "e4m3" else None
     found = [
+        _ours("hopper", decoding, settings, {}, backend="hopper"),
         _ours("portable", decoding, settings, {}),
         _ours("portable-invariant", decoding, settings, {"batch_invariant": True}),
-        *([_ours("portable-bf16", wide, settings, {})] if wide else []),
+        *([_ours(f"{one}-bf16", wide, settings, {}, backend=one) for one in ("hopper", "portable")] if wide else []),
         *(_peer(one, decoding, settings) for one in _rivals(case, settings)),
         _read(decoding, settings),
         _copy(decoding, moved, settings),
     ]
-    return Workload(implementations=found, baselines=tuple(one.name for one in found), bytes_moved=moved)
+    names = tuple(one.name for one in found)
+    return Workload(implementations=found, baselines=names, bytes_moved=moved, l2="clean")
 
 
 def bytes_moved(case: Case) -> float:
@@ -222,10 +225,12 @@ def bytes_moved(case: Case) -> float:
     return float(2 * b * n * hk * d * cached + 2 * 2 * b * sq * h * d + (4 * b * -(-n // page) if page else 0))
 
 
-def _ours(name: str, decoding: Decoding, settings: Settings, options: dict) -> Implementation:
+def _ours(
+    name: str, decoding: Decoding, settings: Settings, options: dict, backend: str = "portable"
+) -> Implementation:
     def prepare(seed: int) -> tuple[dict, Callable[[], Tensor]]:
         made = decoding.shared(seed)
-        return made, lambda: flash_attn_with_kvcache(**made, **options, backend="portable")
+        return made, lambda: flash_attn_with_kvcache(**made, **options, backend=backend)
 
     def check(seed: int) -> Check:
         made, call = prepare(seed)
@@ -249,14 +254,20 @@ def _ours(name: str, decoding: Decoding, settings: Settings, options: dict) -> I
 
     how = f"pages of {decoding.case['page']}" if decoding.case["page"] else "contiguous"
     note = f"{how}, lengths on the device" + (", splits at fixed keys" if options else "")
-    return Implementation(name=name, role="ours", unavailable=_refusal(settings), check=check, make=make, note=note)
+    why = _refusal(settings, decoding, backend)
+    return Implementation(name=name, role="ours", unavailable=why, check=check, make=make, note=note)
 
 
-def _refusal(settings: Settings) -> str:
-    """Why our kernels do not run on this machine; empty when they do."""
-    small = torch.zeros(1, 1, 1, 16, dtype=torch.bfloat16, device=settings.device if settings.on_gpu else "cpu")
+def _refusal(settings: Settings, decoding: Decoding, backend: str = "portable") -> str:
+    """Why a kernel of ours does not run here; empty when it does."""
+    queries, heads, heads_kv, dim = decoding.size("seqlen_q", "heads", "heads_kv", "head_dim")
+    device, kind = settings.device if settings.on_gpu else "cpu", str(decoding.case["dtype"])
+    q = torch.zeros(1, queries, heads, dim, dtype=TORCH_DTYPES[kind], device=device)
+    cache = torch.zeros(1, queries, heads_kv, dim, dtype=q.dtype, device=device)
+    if kind == "e4m3":
+        cache = cache.to(torch.float8_e4m3fn)
     try:
-        choose(make_call(small, small, small), "portable")
+        choose(make_call(q, cache, cache, causal=bool(decoding.case["causal"])), backend)
     except GpuAccelError as error:
         return str(error)
     return ""
@@ -343,7 +354,7 @@ def _read(decoding: Decoding, settings: Settings) -> Implementation:
 
     note = "keys and values read once and added up; 8 bytes written by each of 4 programs an SM"
     return Implementation(
-        name="read", role="reference", unavailable=_refusal(settings), check=check, make=make, note=note
+        name="read", role="reference", unavailable=_refusal(settings, decoding), check=check, make=make, note=note
     )
 
 

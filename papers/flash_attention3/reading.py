@@ -1,8 +1,8 @@
 """A kernel that only reads: what attention over a cache cannot be faster than, under the same timing.
 
-A copy of as many bytes is no ceiling for it: before each timed call the second-level cache is overwritten, so it is
-full of lines that memory does not hold yet. Whoever reads has them written back first, tens of megabytes; a copy leaves
-as many of its own behind, whose way to memory nobody times.
+A copy of as many bytes is no ceiling for it: it leaves tens of megabytes of its results in the second-level cache,
+whose way to memory nobody times. For the same reason the cache is clean before each timed call (`timing.compare`): a
+flush by writing alone leaves as much for whoever reads to wait for.
 """
 
 from __future__ import annotations

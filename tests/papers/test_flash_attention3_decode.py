@@ -42,9 +42,11 @@ def test_who_cannot_do_the_same_says_so():
     for changes in ({"page": 16}, {"dtype": "e4m3"}):
         case = decode.list_cases(CPU)[0] | changes
         why = {one.name: one.unavailable for one in decode.build(case, CPU).implementations}
-        ours = {"portable", "portable-invariant", *(["portable-bf16"] if "dtype" in changes else [])}
+        ours = {"hopper", "portable", "portable-invariant"}
+        ours |= {"hopper-bf16", "portable-bf16"} if "dtype" in changes else set()
         assert set(why) == {*ours, *decode.PEERS, "read", "copy"}
         assert all(why[name] for name in decode.PEERS) and not why["portable"] and not why["copy"]
+        assert "compute capability 9.0" in why["hopper"]
     with pytest.raises(UnsupportedError, match="draws its caches"):
         decode.build(
             decode.list_cases(Settings(device="cpu", input="smollm2"))[0], Settings(device="cpu", input="smollm2")

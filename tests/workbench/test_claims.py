@@ -22,7 +22,7 @@ def shape(**changes):
     return {**known, "head_dim": 128, "causal": False, "dtype": "fp16", "input": "normal", **changes}
 
 
-def timed(impl="hopper", *, tflops=600.0, ratio=None, env=H100, when=NOON, mode="burst", **case):
+def timed(impl="hopper", *, tflops=600.0, ratio=None, env=H100, when=NOON, mode="burst", l2="flushed", **case):
     """A measured time that gives ``tflops``; ``ratio`` = {other: (median, low, high)}."""
     ms = 1e12 / tflops / 1e9
     ratios = {name: {"median": m, "ci95": [low, high]} for name, (m, low, high) in (ratio or {}).items()}
@@ -42,7 +42,7 @@ def timed(impl="hopper", *, tflops=600.0, ratio=None, env=H100, when=NOON, mode=
         checked={"error": 1e-3, "bound": 2e-3, "metric": "max_abs"},
         ratio_to=ratios,
         env=env,
-        timing={"method": "events", "l2": "flushed", "mode": mode, "interleaved": list(ratios)},
+        timing={"method": "events", "l2": l2, "mode": mode, "interleaved": list(ratios)},
         commit="0123456789",
         time=when,
     )
@@ -226,6 +226,18 @@ def test_burst_and_sustained_are_not_mixed(claim):
     assert judge(claim(SPEED + SINGLE), records).measured == pytest.approx(610)
     only = judge(claim(SPEED + SINGLE), records[1:])
     assert only.measured == pytest.approx(500) and "load: sustained here" in only.differs
+
+
+def test_two_ways_of_flushing_are_not_mixed(claim):
+    fits = claim(RANGE + ", case = {seqlen_q = [512, 1024, 2048]}}\n")
+    ratio = {"fa2": sure(1.7)}
+    old = [timed(ratio=ratio, seqlen_q=n) for n in (512, 1024)]
+    new = [timed(ratio=ratio, seqlen_q=n, l2="clean", when="2026-11-28T12:00:00+00:00") for n in (1024, 2048)]
+    assert "1 of 3 cells have no record" in judge(fits, old + new).word, "each way has two cells, together three"
+    old.append(timed(ratio=ratio, seqlen_q=2048))
+    verdict = judge(fits, old + new)
+    assert verdict.word == "reproduced" and {r.timing["l2"] for r in verdict.records} == {"flushed"}
+    assert judge(fits, [*new, timed(ratio=ratio, seqlen_q=512, l2="clean")]).word == "reproduced"
 
 
 # -- ratios

@@ -155,6 +155,22 @@ def test_bandwidth_bounds_only_cold_large_traffic():
     assert result_of(1e9, flush_l2=False).status == "ok"
 
 
+def test_a_workload_that_reads_gets_a_clean_cache_and_its_records_say_so():
+    def result_of(l2: str, size: float, **settings):
+        host = gpu(peak_gbps=500.0)
+        build = lambda case: Workload(implementations=[implementation(host)], bytes_moved=size, l2=l2)  # noqa: E731
+        return run(a_paper(build), settings=Settings(**settings), host=host), host.timer.log
+
+    result, log = result_of("clean", 1.0)
+    assert of(result)["portable"].timing["l2"] == "clean" and "flush, clean" in log and "flush" not in log
+    assert of(result_of("clean", 1.0, flush_l2=False)[0])["portable"].timing["l2"] == "warm"
+    assert result_of("flushed", 1e9)[0].status == "incorrect", "1 GB in 1 ms is above the peak"
+    assert result_of("clean", 1e9)[0].status == "ok", "a twentieth of it may wait in the cache to be written"
+    assert result_of("clean", 3e9)[0].status == "incorrect"
+    with pytest.raises(InvalidInputError, match="l2 is 'warm'"):
+        Workload(implementations=[], l2="warm")
+
+
 def test_sustained_mode_has_no_ratio():
     host = gpu()
     settings = Settings(mode="sustained")

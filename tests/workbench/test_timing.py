@@ -6,12 +6,15 @@ import itertools
 import math
 import random
 import statistics
+import sys
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
 from gpu_accel.errors import HardwareError, InvalidInputError
 from gpu_accel.testing.fake_timer import FakeTimer
+from gpu_accel.workbench.cuda_timer import CudaTimer
 from gpu_accel.workbench.samples import Samples, median_interval, noise_of, reason, relative_half_width
 from gpu_accel.workbench.timing import compare, sustained
 
@@ -395,3 +398,51 @@ def test_timing_dict_says_how():
 def test_reasons_are_one_line():
     assert reason(OutOfMemoryError("cannot allocate\nx")) == "out of memory: cannot allocate"
     assert reason(ValueError("")) == "ValueError: no message"
+
+
+def test_clean_cache_is_asked_for_before_every_sample_and_named():
+    timer = FakeTimer()
+    samples = compare(kernels(timer, a=1.0), timer=timer, clean_l2=True, **fixed(3))
+    assert rounds_of(timer) == [["flush, clean", "lead", "mark", ("a", 0), "mark"]] * 3
+    assert "flush" not in timer.log, "warming up under another state would choose graphs by other times"
+    assert samples["a"].l2 == "clean" and samples["a"].as_timing()["l2"] == "clean"
+    assert samples["a"].times == pytest.approx([1.0] * 3)
+
+
+def test_a_warm_cache_is_not_cleaned():
+    timer = FakeTimer()
+    assert compare(kernels(timer, a=1.0), timer=timer, flush_l2=False, clean_l2=True, **fixed(2))["a"].l2 == "warm"
+    assert not [entry for entry in timer.log if str(entry).startswith("flush")]
+
+
+def test_cleaning_ends_with_a_read_of_another_buffer_that_is_larger_than_the_cache(monkeypatch):
+    l2, log = 1 << 20, []
+
+    class Memory:
+        def __init__(self, *shape, dtype, device) -> None:
+            self.bytes = 4 * math.prod(n for n in shape if n != ())
+
+        def zero_(self) -> None:
+            log.append(("write", self))
+
+    def amax(source, dims, *, out) -> None:
+        log.append(("read", source))
+        assert out.bytes == 4, "what is written must be next to nothing"
+
+    properties = SimpleNamespace(L2_cache_size=l2)
+    fake = SimpleNamespace(
+        cuda=SimpleNamespace(
+            is_available=lambda: True, current_device=lambda: 0, get_device_properties=lambda _: properties
+        ),
+        empty=Memory, zeros=Memory, amax=amax, int32=None,
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "torch", fake)
+    monkeypatch.setattr("gpu_accel.workbench.cuda_timer.open_gpu", lambda: (None, "no GPU here"))
+    timer = CudaTimer()
+    timer.flush()
+    timer.flush(clean=True)
+    timer.flush(clean=True)
+    assert [what for what, _ in log] == ["write", "write", "read", "write", "read"]
+    written, read = log[1][1], log[2][1]
+    assert written is log[0][1] is log[3][1] and read is log[4][1] is not written, "buffers are kept"
+    assert written.bytes >= 2 * l2 and read.bytes >= 2 * l2

@@ -1,0 +1,619 @@
+"""Attention of few queries over a KV cache in Gluon: keys and values go from memory to tensor cores through registers.
+
+Nothing is staged in shared memory and no warp waits for another before the end of its keys:
+
+    program (sequence, key head, split), W warps       keys: [start, stop), W x N a step, N of them for each warp
+        each warp:  K (D, N), V (N, DV) by 16-byte loads, straight into the registers that `mma` wants them in
+                    S = q K^T -> softmax, running, of this warp alone -> acc += P V
+                    K of the next step is loaded as soon as S is made of this one's, V as soon as acc is
+        then        the warps' acc, m, l -> shared memory -> o, lse of the split
+    o, lse of the split -> merged with the others of the tile: see `_merge_last` and `_merge_polled`
+
+* An mma sums over pairs of dimensions, and in which order is free as long as both operands agree. With `k_width` of 16
+  bytes a thread's share of a key is 16 bytes that lie side by side, so a load of K is an operand.
+* Operand V has its keys in pairs, memory has them in rows: a thread loads 8 (or 16 of 8 bits) neighbouring dimensions
+  of each of its keys, and the columns of acc are numbered so that these are the columns it owns. Bytes of two keys are
+  put together by byte permutations, nothing is exchanged between threads. `_dimension` undoes the numbering at the end.
+* Loads are marked as first to be evicted: a cache that is read once should leave L2 to what is read again, and does
+  not have to wait for dirty lines of others to be written back to make room.
+* Scores of N = 16 keys of a warp lie where `mma` wants the probabilities: no exchange either.
+* 16 rows of a tile: query heads of one key head, times queries. Caches in 16 bits, or e4m3 with a scale a head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from gpu_accel.flash_attention3 import decode_config, portable_decode
+from gpu_accel.flash_attention3.kvcache_problem import HEAD_SCALES, NO_SCALES, KVCall
+from gpu_accel.flash_attention3.launch import capability, launch, next_power_of_2
+from gpu_accel.gluon_compat import barrier
+
+KERNEL = "decode_registers (Gluon)"
+ROWS = 16  # of an mma
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+LAST = gl.constexpr(1)  # ways of merging splits
+POLLED = gl.constexpr(2)
+EMPTY = gl.constexpr(-1)  # bits of a place that nobody has written: a NaN that no arithmetic makes
+
+
+@gluon.constexpr_function
+def _log2(n):
+    return n.bit_length() - 1
+
+
+@gluon.constexpr_function
+def _key_words(W, N, WORDS):
+    """K (W, WORDS, N) in registers, words of 4 bytes: what 16-bit operands of `k_width` 16 bytes need."""
+    registers = [[0, 1, 0], [0, 2, 0]] + [[0, 16 << i, 0] for i in range(_log2(WORDS // 16))]
+    registers += [[0, 0, 8 << i] for i in range(_log2(N // 8))]
+    lanes = [[0, 4, 0], [0, 8, 0], [0, 0, 1], [0, 0, 2], [0, 0, 4]]
+    return gl.DistributedLinearLayout(registers, lanes, [[1 << i, 0, 0] for i in range(_log2(W))], [], [W, WORDS, N])
+
+
+@gluon.constexpr_function
+def _value_words(W, N, WORDS, J):
+    """V (W, N, WORDS) in registers: J neighbouring words of keys 2i, 2i + 1, 2i + 8, 2i + 9, i = lane % 4, ...
+
+    A warp reads 4 keys x 8 J words with one load.
+    """
+    registers = [[0, 0, 1 << i] for i in range(_log2(J))] + [[0, 1, 0], [0, 8, 0]]
+    registers += [[0, 0, (8 * J) << i] for i in range(_log2(WORDS // (8 * J)))]
+    registers += [[0, 16 << i, 0] for i in range(_log2(N // 16))]
+    lanes = [[0, 2, 0], [0, 4, 0], [0, 0, J], [0, 0, 2 * J], [0, 0, 4 * J]]
+    return gl.DistributedLinearLayout(registers, lanes, [[1 << i, 0, 0] for i in range(_log2(W))], [], [W, N, WORDS])
+
+
+@gluon.jit
+def _dimension(n, J: gl.constexpr):
+    """Column n of acc -> dimension of v: bits (h, j, g) become (h, g, j). J dimensions of a key lie in one thread."""
+    return n // (8 * J) * (8 * J) + n % 8 * J + n // 8 % J
+
+
+@gluon.jit
+def _halves(words, C: gl.constexpr):
+    """The two numbers of 16 bits in each word."""
+    low = (words & 0xFFFF).to(gl.int16).to(C, bitcast=True)
+    return low, (words >> 16).to(gl.int16).to(C, bitcast=True)
+
+
+@gluon.jit
+def _widened(words):
+    """Four codes of e4m3 in a word -> two words of two fp16."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b16 low, high;
+        mov.b32 {low, high}, $2;
+        cvt.rn.f16x2.e4m3x2 $0, low;
+        cvt.rn.f16x2.e4m3x2 $1, high;
+        }""",
+        "=r,=r,r",
+        [words],
+        dtype=(gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _keys_as_operand(
+    words, W: gl.constexpr, N: gl.constexpr, D: gl.constexpr, C: gl.constexpr, NARROW: gl.constexpr, L: gl.constexpr
+):  # fmt: skip
+    """Words of K -> (W, D, N) in C; nothing moves."""
+    if NARROW:
+        low, high = _widened(words)
+        words = gl.reshape(gl.permute(gl.join(low, high), (0, 1, 3, 2)), [W, D // 2, N])
+    low, high = _halves(words, C)
+    k = gl.reshape(gl.permute(gl.join(low, high), (0, 1, 3, 2)), [W, D, N])
+    return gl.convert_layout(k, L, assert_trivial=True)
+
+
+@gluon.jit
+def _values_as_operand(
+    words, W: gl.constexpr, N: gl.constexpr, DV: gl.constexpr, J: gl.constexpr, C: gl.constexpr, NARROW: gl.constexpr,
+    L: gl.constexpr,
+):  # fmt: skip
+    """Words of V -> (W, N, DV) in C, columns in the order of `_dimension`; a thread only pairs its own numbers."""
+    if NARROW:
+        low, high = _widened(words)
+        words = gl.reshape(gl.join(low, high), [W, N, DV // 2])
+    low, high = _halves(words, C)
+    v = gl.reshape(gl.join(low, high), [W, N, DV // (8 * J), 8, J])
+    return gl.convert_layout(gl.reshape(gl.permute(v, (0, 1, 2, 4, 3)), [W, N, DV]), L, assert_trivial=True)
+
+
+@gluon.jit
+def _pages(table, cols, stop, PAGE: gl.constexpr):
+    """Page numbers (int64) of the keys `cols`; page 0 beyond the end, where nothing is read."""
+    return gl.load(table + cols // PAGE, mask=cols < stop, other=0).to(gl.int64)
+
+
+@gluon.jit
+def _of_warp(table, j, stop, PAGE: gl.constexpr, W: gl.constexpr, N: gl.constexpr, L: gl.constexpr):
+    """One page number for each warp, (W,), where its keys of a step lie in one page; 0 otherwise."""
+    first = j + N * gl.arange(0, W, layout=L)
+    if PAGE > 0 and PAGE % N == 0:
+        return _pages(table, first, stop, PAGE)
+    else:
+        return first.to(gl.int64) * 0
+
+
+@gluon.jit
+def _places(
+    table, j, stop, page, batch, s_page, s_token, PAGE: gl.constexpr, W: gl.constexpr, N: gl.constexpr, L: gl.constexpr
+):  # fmt: skip
+    """Keys (W, N) of a step and their element offsets, in layout L; `page` is of `_of_warp`."""
+    cols = (j + N * gl.arange(0, W, layout=gl.SliceLayout(1, L)))[:, None]
+    cols = cols + gl.arange(0, N, layout=gl.SliceLayout(0, L))[None, :]
+    if PAGE == 0:
+        at = batch * s_page + cols.to(gl.int64) * s_token
+    elif PAGE % N == 0:
+        page = gl.convert_layout(page, gl.SliceLayout(1, L), assert_trivial=True)
+        at = page[:, None] * s_page + (cols % PAGE).to(gl.int64) * s_token
+    else:
+        at = _pages(table, cols, stop, PAGE) * s_page + (cols % PAGE).to(gl.int64) * s_token
+    return cols, at
+
+
+@gluon.jit
+def _load_keys(
+    k, j, stop, table, page, batch, s_page, s_token,
+    PAGE: gl.constexpr, W: gl.constexpr, N: gl.constexpr, WORDS: gl.constexpr, L: gl.constexpr, POLICY: gl.constexpr,
+):  # fmt: skip
+    """Words of K (W, WORDS, N); zeros for keys beyond the end. Carried as words: LLVM would take 16-bit numbers apart
+    as soon as they arrive, and thereby wait for them."""
+    cols, at = _places(table, j, stop, page, batch, s_page, s_token, PAGE, W, N, gl.SliceLayout(1, L))
+    at = (k + at).to(gl.pointer_type(gl.int32), bitcast=True)
+    words = gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))
+    seen = gl.expand_dims(cols < stop, 1)
+    return gl.load(gl.expand_dims(at, 1) + words[None, :, None], mask=seen, other=0, eviction_policy=POLICY)
+
+
+@gluon.jit
+def _load_values(
+    v, j, stop, table, page, batch, s_page, s_token,
+    PAGE: gl.constexpr, W: gl.constexpr, N: gl.constexpr, WORDS: gl.constexpr, L: gl.constexpr, POLICY: gl.constexpr,
+):  # fmt: skip
+    """Words of V (W, N, WORDS); zeros for keys beyond the end."""
+    cols, at = _places(table, j, stop, page, batch, s_page, s_token, PAGE, W, N, gl.SliceLayout(2, L))
+    at = (v + at).to(gl.pointer_type(gl.int32), bitcast=True)
+    words = gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))
+    seen = gl.expand_dims(cols < stop, 2)
+    return gl.load(gl.expand_dims(at, 2) + words[None, None, :], mask=seen, other=0, eviction_policy=POLICY)
+
+
+@gluon.jit
+def _upper(x, W: gl.constexpr, WIDTH: gl.constexpr):
+    """Rows 0 to 7 of (W, 16, WIDTH), or of (W, 16) where WIDTH is 0."""
+    if WIDTH == 0:
+        first, _ = gl.split(gl.permute(gl.reshape(x, [W, 2, 8]), (0, 2, 1)))
+    else:
+        first, _ = gl.split(gl.permute(gl.reshape(x, [W, 2, 8, WIDTH]), (0, 2, 3, 1)))
+    return first
+
+
+@gluon.jit(do_not_specialize=["splits", "seqlen_q", "capacity", "length", "new"])
+def decode_registers(
+    q, k, v, o, lse, o_parts, lse_parts, counters, cache_seqlens, page_table, k_scale, v_scale,
+    q_sb, q_ss, q_sh, k_sp, k_st, k_sh, v_sp, v_st, v_sh, o_sb, o_ss, o_sh, lse_sb, lse_sh, table_sb,
+    ks_sb, ks_sh, vs_sb, vs_sh, splits, seqlen_q, capacity, length, new, softmax_scale,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, PAGE: gl.constexpr,
+    W: gl.constexpr, N: gl.constexpr, R: gl.constexpr, LENS: gl.constexpr, RIGHT: gl.constexpr, SCALES: gl.constexpr,
+    SPLIT_KEYS: gl.constexpr, MIN_BLOCKS: gl.constexpr, MERGE: gl.constexpr, CHUNK: gl.constexpr,
+    POLICY: gl.constexpr,
+):  # fmt: skip
+    """One split of one tile. R: rows of the tile, a power of two. CHUNK: partial results that are merged at once."""
+    TYPE: gl.constexpr = k.dtype.element_ty
+    NARROW: gl.constexpr = TYPE.primitive_bitwidth == 8
+    C: gl.constexpr = gl.float16 if NARROW else TYPE  # of products; every e4m3 is exact in fp16
+    KW: gl.constexpr = 128 // TYPE.primitive_bitwidth
+    J: gl.constexpr = KW if DV >= 8 * KW else DV // 8
+    S: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[W, 1, 1], instr_shape=[1, 16, 8])
+    Q: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S, k_width=KW)
+    K: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=S, k_width=KW)
+    P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S, k_width=2)
+    V: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=S, k_width=2)
+    PACK: gl.constexpr = 32 // TYPE.primitive_bitwidth  # numbers in a word
+    KN: gl.constexpr = D // PACK
+    VN: gl.constexpr = DV // PACK
+    KWORDS: gl.constexpr = _key_words(W, N, KN)
+    VWORDS: gl.constexpr = _value_words(W, N, VN, J // PACK)
+    OF_WARP: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(1, KWORDS))
+
+    pid = gl.program_id(0)
+    head = pid % HEADS
+    split = pid // HEADS % splits
+    b = pid // (HEADS * splits)
+    rows = seqlen_q * GROUP
+
+    # -- loads that need nothing but the program's number
+    row = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, Q)))
+    dims = gl.arange(0, D, layout=gl.SliceLayout(0, gl.SliceLayout(1, Q)))
+    none = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, Q))) * 0
+    at = b.to(gl.int64) * q_sb + (row // GROUP).to(gl.int64) * q_ss + (head * GROUP + row % GROUP).to(gl.int64) * q_sh
+    q_at = q + at[None, :, None] + (none[:, None, None] + dims[None, None, :])
+    q_tile = gl.load(q_at, mask=(row < rows)[None, :, None], other=0.0)
+    score_scale = softmax_scale * LOG2E
+    out_scale = 1.0
+    if SCALES:
+        score_scale = score_scale * gl.load(k_scale + b.to(gl.int64) * ks_sb + head * ks_sh)
+        out_scale = gl.load(v_scale + b.to(gl.int64) * vs_sb + head * vs_sh)
+    before = length
+    if LENS:
+        before = gl.load(cache_seqlens + b)
+    total = gl.minimum(gl.minimum(gl.maximum(before, 0), capacity) + new, capacity)
+
+    # -- the keys of this split: as `kvcache_device.split_range`, from key 0
+    if SPLIT_KEYS > 0:
+        used = gl.cdiv(total, SPLIT_KEYS)
+        start = split * SPLIT_KEYS
+        stop = gl.minimum(start + SPLIT_KEYS, total)
+    else:
+        each = gl.maximum(gl.cdiv(gl.cdiv(total, W * N), splits), MIN_BLOCKS)
+        used = gl.cdiv(gl.cdiv(total, W * N), each)
+        start = split * each * (W * N)
+        stop = gl.minimum(start + each * (W * N), total)
+    if (split > 0) & (split >= used):
+        return
+
+    table = page_table
+    if PAGE > 0:
+        table = page_table + b.to(gl.int64) * table_sb
+    k_base = k + head.to(gl.int64) * k_sh
+    v_base = v + head.to(gl.int64) * v_sh
+    batch = b.to(gl.int64)
+
+    page = _of_warp(table, start, stop, PAGE, W, N, OF_WARP)
+    k_tile = _load_keys(k_base, start, stop, table, page, batch, k_sp, k_st, PAGE, W, N, KN, KWORDS, POLICY)
+    v_tile = _load_values(v_base, start, stop, table, page, batch, v_sp, v_st, PAGE, W, N, VN, VWORDS, POLICY)
+    page = _of_warp(table, start + W * N, stop, PAGE, W, N, OF_WARP)
+
+    scale = gl.full([W, 16], score_scale, gl.float32, layout=gl.SliceLayout(2, S))
+    if NARROW:  # into the range of fp16, by a power of two
+        wide = q_tile.to(gl.float32)
+        largest = gl.max(gl.abs(wide), 2)
+        exponent = gl.floor(gl.log2(gl.where(largest > 0, largest, 1.0)))
+        q_tile = wide * gl.exp2(-exponent)[:, :, None]
+        scale = scale * gl.exp2(gl.convert_layout(exponent, gl.SliceLayout(2, S)))
+    q_tile = q_tile.to(C)
+
+    m_i = gl.full([W, 16], float("-inf"), gl.float32, layout=gl.SliceLayout(2, S))
+    l_i = gl.zeros([W, 16], gl.float32, layout=gl.SliceLayout(2, S))
+    acc = gl.zeros([W, 16, DV], gl.float32, layout=S)
+    offsets = (N * gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(1, S))))[:, None]
+    offsets = offsets + gl.arange(0, N, layout=gl.SliceLayout(0, gl.SliceLayout(1, S)))[None, :]
+    diagonal = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, S))) // GROUP + (total - seqlen_q)
+
+    for j in range(start, stop, W * N):
+        after = j + W * N
+        s = mma_v2(q_tile, _keys_as_operand(k_tile, W, N, D, C, NARROW, K), gl.zeros([W, 16, N], gl.float32, layout=S))
+        k_tile = _load_keys(k_base, after, stop, table, page, batch, k_sp, k_st, PAGE, W, N, KN, KWORDS, POLICY)
+        cols = j + offsets
+        visible = gl.expand_dims(cols < stop, 1)
+        if RIGHT:
+            visible = visible & (gl.expand_dims(cols, 1) <= diagonal[None, :, None])
+        s = gl.where(visible, s * scale[:, :, None], float("-inf"))
+        m_new = gl.maximum(m_i, gl.max(s, 2))
+        m_use = gl.where(m_new == float("-inf"), 0.0, m_new)
+        p = gl.exp2(s - m_use[:, :, None])
+        alpha = gl.exp2(m_i - m_use)
+        l_i = l_i * alpha + gl.sum(p, 2)
+        m_i = m_new
+        operand = _values_as_operand(v_tile, W, N, DV, J, C, NARROW, V)
+        acc = mma_v2(gl.convert_layout(p.to(C), P, assert_trivial=True), operand, acc * alpha[:, :, None])
+        v_tile = _load_values(v_base, after, stop, table, page, batch, v_sp, v_st, PAGE, W, N, VN, VWORDS, POLICY)
+        page = _of_warp(table, after + W * N, stop, PAGE, W, N, OF_WARP)
+
+    # -- the warps' results become one
+    T: gl.constexpr = 8 if R <= 8 else 16
+    if T == 8:
+        acc = _upper(acc, W, DV)
+        m_i = _upper(m_i, W, 0)
+        l_i = _upper(l_i, W, 0)
+    SHARED: gl.constexpr = gl.SwizzledSharedLayout(vec=4, per_phase=1, max_phase=8, order=[2, 1, 0])
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[1, 0])
+    F: gl.constexpr = gl.BlockedLayout([W, 1, 4], [1, 1, 32], [1, W, 1], [2, 1, 0])
+    acc_shared = gl.allocate_shared_memory(gl.float32, [W, T, DV], SHARED, acc)
+    m_shared = gl.allocate_shared_memory(gl.float32, [W, T], FLAT, m_i)
+    l_shared = gl.allocate_shared_memory(gl.float32, [W, T], FLAT, l_i)
+    barrier()
+    m_all = m_shared.load(gl.SliceLayout(2, F))
+    m = gl.max(m_all, 0)
+    weight = gl.exp2(m_all - gl.expand_dims(gl.where(m == float("-inf"), 0.0, m), 0))
+    l = gl.sum(l_shared.load(gl.SliceLayout(2, F)) * weight, 0)  # noqa: E741
+    result = gl.sum(acc_shared.load(F) * weight[:, :, None], 0)
+    safe = gl.where(l == 0.0, 1.0, l)  # not "l > 0": NaN has to stay NaN
+    OUT: gl.constexpr = gl.SliceLayout(0, F)
+    result = result * gl.convert_layout(out_scale / safe, gl.SliceLayout(1, OUT))[:, None]
+    lse2 = gl.convert_layout(m + gl.log2(safe), gl.SliceLayout(1, OUT))
+
+    # -- the result of this split, and of the tile if this is all of it
+    local = gl.arange(0, T, layout=gl.SliceLayout(1, OUT))
+    n = gl.arange(0, DV, layout=gl.SliceLayout(0, OUT))
+    if used <= 1:
+        _store(o, lse, result, lse2, local, n, b, head, rows, o_sb, o_ss, o_sh, lse_sb, lse_sh, GROUP, J)
+    elif MERGE == LAST:
+        tile = b * HEADS + head
+        part = tile.to(gl.int64) * splits + split
+        gl.store(lse_parts + part * R + local, lse2, mask=local < R)
+        gl.store(o_parts + (part * R + local)[:, None] * DV + n[None, :], result, mask=(local < R)[:, None])
+        barrier()  # all threads have stored, then one of them releases
+        arrived = gl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu")
+        if arrived == used - 1:
+            gl.store(counters + tile, 0)
+            _merge_last(
+                o, lse, o_parts, lse_parts, tile.to(gl.int64) * splits, used, b, head, rows,
+                o_sb, o_ss, o_sh, lse_sb, lse_sh, GROUP, R, DV, J, W, CHUNK,
+            )  # fmt: skip
+    elif MERGE == POLLED:
+        E: gl.constexpr = 16 * W  # numbers of a slice, all of one row
+        SLICES: gl.constexpr = R * DV // E
+        tile = (b * HEADS + head).to(gl.int64)
+        bits = result.to(gl.int32, bitcast=True)
+        bits = gl.where(bits == EMPTY, 0x7FFFFFFF, bits)
+        lse_bits = lse2.to(gl.int32, bitcast=True)
+        lse_bits = gl.where(lse_bits == EMPTY, 0x7FFFFFFF, lse_bits)
+        ours = gl.arange(0, DV // E, layout=gl.SliceLayout(0, OUT))  # slices of a row: each has its own lse to take
+        copies = (tile * SLICES + local[:, None] * (DV // E) + ours[None, :]) * splits + split
+        gl.store(lse_parts + copies, lse_bits[:, None] + 0 * ours[None, :], mask=(local < R)[:, None])
+        gl.store(
+            o_parts + ((tile * splits + split) * R + local)[:, None] * DV + n[None, :], bits,
+            mask=(local < R)[:, None],
+        )  # fmt: skip
+        mergers = gl.minimum(used, SLICES)
+        for piece in range(used - 1 - split, SLICES, mergers):  # of most splits none
+            _merge_polled(
+                o, lse, o_parts, lse_parts, tile, piece, splits, used, b, head, rows,
+                o_sb, o_ss, o_sh, lse_sb, lse_sh, GROUP, R, DV, J, W, CHUNK,
+            )  # fmt: skip
+
+
+@gluon.jit
+def _store(
+    o, lse, result, lse2, row, n, b, head, rows, o_sb, o_ss, o_sh, lse_sb, lse_sh, GROUP: gl.constexpr, J: gl.constexpr
+):  # fmt: skip
+    """Rows `row` and columns `n` of a tile."""
+    query = row // GROUP
+    q_head = head * GROUP + row % GROUP
+    at = b.to(gl.int64) * o_sb + query.to(gl.int64) * o_ss + q_head.to(gl.int64) * o_sh
+    out = result.to(o.dtype.element_ty)
+    gl.store(o + at[:, None] + _dimension(n, J)[None, :], out, mask=(row < rows)[:, None])
+    gl.store(lse + b.to(gl.int64) * lse_sb + q_head.to(gl.int64) * lse_sh + query, lse2 * LN2, mask=row < rows)
+
+
+@gluon.jit
+def _merge_last(
+    o, lse, o_parts, lse_parts, first_part, used, b, head, rows, o_sb, o_ss, o_sh, lse_sb, lse_sh,
+    GROUP: gl.constexpr, R: gl.constexpr, DV: gl.constexpr, J: gl.constexpr, W: gl.constexpr, CHUNK: gl.constexpr,
+):  # fmt: skip
+    """Whoever arrived last merges all splits, in their order; every thread has its numbers of all of them."""
+    L: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 1, 32], [1, W, 1], [2, 1, 0])
+    row = gl.arange(0, R, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))
+    n = gl.arange(0, DV, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))
+    m = gl.full([R], float("-inf"), gl.float32, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))
+    total = gl.zeros([R], gl.float32, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))
+    OUT: gl.constexpr = gl.SliceLayout(0, L)
+    BY_ROW: gl.constexpr = gl.SliceLayout(1, OUT)
+    acc = gl.zeros([R, DV], gl.float32, layout=OUT)
+    for c in range(0, used, CHUNK):
+        s = c + gl.arange(0, CHUNK, layout=gl.SliceLayout(1, gl.SliceLayout(2, L)))
+        at = (first_part + s)[:, None] * R + row[None, :]
+        here = (s < used)[:, None]
+        found = gl.load(lse_parts + at, mask=here, other=float("-inf"), cache_modifier=".cg")
+        parts = gl.load(
+            o_parts + gl.expand_dims(at, 2) * DV + n[None, None, :], mask=gl.expand_dims(here, 2), other=0.0,
+            cache_modifier=".cg",
+        )  # fmt: skip
+        m_new = gl.maximum(m, gl.max(found, 0))
+        m_use = gl.where(m_new == float("-inf"), 0.0, m_new)
+        weight = gl.exp2(found - m_use[None, :])
+        alpha = gl.exp2(m - m_use)
+        total = total * alpha + gl.sum(weight, 0)
+        acc = acc * gl.convert_layout(alpha, BY_ROW)[:, None] + gl.sum(parts * gl.expand_dims(weight, 2), 0)
+        m = m_new
+    safe = gl.where(total == 0.0, 1.0, total)
+    result = acc / gl.convert_layout(safe, BY_ROW)[:, None]
+    row = gl.convert_layout(row, BY_ROW)
+    n = gl.convert_layout(n, gl.SliceLayout(0, OUT))
+    lse2 = gl.convert_layout(m + gl.log2(safe), BY_ROW)
+    _store(o, lse, result, lse2, row, n, b, head, rows, o_sb, o_ss, o_sh, lse_sb, lse_sh, GROUP, J)
+
+
+@gluon.jit
+def _merge_polled(
+    o, lse, o_parts, lse_parts, tile, piece, splits, used, b, head, rows, o_sb, o_ss, o_sh, lse_sb, lse_sh,
+    GROUP: gl.constexpr, R: gl.constexpr, DV: gl.constexpr, J: gl.constexpr, W: gl.constexpr, CHUNK: gl.constexpr,
+):  # fmt: skip
+    """Merge one slice of a tile as soon as every split has written its share of it, and mark the places empty again.
+
+    What is written says by itself that it is there, so nobody waits for a fence and an atomic to come back. The splits
+    that merge are the last of their tile: those that they wait for were launched before them, or are of the few that
+    merge, which take at most a quarter of the card's places (see `plan`).
+    """
+    E: gl.constexpr = 16 * W
+    SLICES: gl.constexpr = R * DV // E
+    L: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [1, W], [1, 0])
+    s = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, L))
+    e = piece * E + gl.arange(0, E, layout=gl.SliceLayout(0, L))
+    here = s < used
+    lse_at = lse_parts + (tile * SLICES + piece) * splits + s
+    o_at = o_parts + ((tile * splits + s) * (R * DV))[:, None] + e[None, :]
+    found = gl.load(lse_at, mask=here, other=0, volatile=True)
+    parts = gl.load(o_at, mask=here[:, None], other=0, volatile=True)
+    waiting = _empty(found, parts)
+    while waiting > 0:
+        found = gl.load(lse_at, mask=here, other=0, volatile=True)
+        parts = gl.load(o_at, mask=here[:, None], other=0, volatile=True)
+        waiting = _empty(found, parts)
+    gl.store(lse_at, gl.full([CHUNK], EMPTY, gl.int32, layout=gl.SliceLayout(1, L)), mask=here)
+    gl.store(o_at, gl.full([CHUNK, E], EMPTY, gl.int32, layout=L), mask=here[:, None])
+    lse2 = gl.where(here, found.to(gl.float32, bitcast=True), float("-inf"))
+    m = gl.max(lse2, 0)
+    m_use = gl.where(m == float("-inf"), 0.0, m)
+    weight = gl.exp2(lse2 - m_use)
+    total = gl.sum(weight, 0)
+    total = gl.where(total == 0.0, 1.0, total)
+    result = gl.sum(parts.to(gl.float32, bitcast=True) * weight[:, None], 0) / total
+    row = piece * E // DV
+    query = row // GROUP
+    q_head = head * GROUP + row % GROUP
+    if row < rows:
+        at = b.to(gl.int64) * o_sb + query.to(gl.int64) * o_ss + q_head.to(gl.int64) * o_sh
+        gl.store(o + at + _dimension(e % DV, J), result.to(o.dtype.element_ty))
+        if piece % (DV // E) == 0:
+            gl.store(lse + b.to(gl.int64) * lse_sb + q_head.to(gl.int64) * lse_sh + query, (m + gl.log2(total)) * LN2)
+
+
+@gluon.jit
+def _empty(found, parts):
+    """Above 0 while a place has not been written. All loads of all warps have arrived when it is known."""
+    some = (parts == EMPTY) | (found == EMPTY)[:, None]
+    return gl.max(gl.max(some.to(gl.int32), 0), 0)
+
+
+@dataclass(frozen=True)
+class Config:
+    """`keys` a warp and step; `per_sm` programs fit on a processor at once, which splits are counted for."""
+
+    num_warps: int = 4
+    keys: int = 16
+    per_sm: int = 2
+    merge: str = "last"  # "last": whoever arrives last merges all splits; "polled": see `_merge_polled`
+    policy: str = "evict_first"
+    min_blocks: int = 1
+    maxnreg: int | None = None
+
+    @property
+    def block(self) -> int:
+        return self.num_warps * self.keys
+
+
+DEFAULT = Config()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a call launches."""
+
+    config: Config
+    rows: int  # of a tile, a power of two
+    tiles: int
+    splits: int
+    split_keys: int
+
+    def __str__(self) -> str:
+        how = f"{self.splits} splits" + (f" of {self.split_keys} keys" if self.split_keys else "")
+        c = self.config
+        return f"{c.num_warps} warps of {c.keys} keys, {c.per_sm} per SM; {self.tiles} tiles, {how}, merged: {c.merge}"
+
+
+def refuse(call: KVCall) -> str | None:
+    """Why this kernel cannot run the call, or None."""
+    device = call.q.device
+    if device.type == "cuda" and capability(device) != (9, 0):
+        return "needs compute capability 9.0 (H100, H200), got {}.{}".format(*capability(device))
+    if call.q.dtype not in (torch.bfloat16, torch.float16):
+        return f"takes q in bfloat16 and float16, got {call.q.dtype}"
+    if call.kind not in ("", "e4m3"):
+        return f"takes caches in the dtype of q and e4m3, got {call.kind}"
+    for scales in (call.k_scales, call.v_scales):
+        if scales.mode not in (NO_SCALES, HEAD_SCALES):
+            return "takes one scale for a head, a sequence's head or a cache"
+    if call.k_scales.mode != call.v_scales.mode:
+        return "takes scales of both k and v or of none"
+    for name, dim in (("head_dim", call.q.shape[3]), ("head_dim_v", call.head_dim_v)):
+        if dim not in (64, 128):  # at 256 keys, values and the sums of a warp do not fit in its registers
+            return f"takes a {name} of 64 or 128, got {dim}"
+    if call.q.shape[1] * call.group > ROWS:
+        return f"takes at most {ROWS} queries x query heads of a key head, got {call.q.shape[1] * call.group}"
+    if 0 <= call.window_left < call.capacity or 0 < call.window_right < call.q.shape[1] - 1:
+        return "takes no window"
+    if call.softcap > 0 or call.sinks is not None or call.rotary_dim:
+        return "takes no soft cap, sinks or rotary embedding"
+    if call.cache_leftpad is not None or call.cache_batch_idx is not None:
+        return "takes no cache_leftpad or cache_batch_idx"
+    unit = 16 // call.k_cache.element_size()
+    for name, x in (("k_cache", call.k_cache), ("v_cache", call.v_cache)):
+        if x.data_ptr() % 16 or any(n > 1 and s % unit for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True)):
+            return f"an address or a stride of {name} is not a multiple of 16 bytes"
+    return None
+
+
+def plan(call: KVCall, config: Config | None = None) -> Plan:
+    """Tiles and splits of a call: shapes decide, never values on the device."""
+    config = config or DEFAULT
+    rows = next_power_of_2(call.q.shape[1] * call.group)
+    tiles = call.q.shape[0] * call.heads_kv
+    slots = (decode_config.processors(call.q.device) if call.q.device.type == "cuda" else 132) * config.per_sm
+    split_keys = 0
+    if call.num_splits:
+        splits = call.num_splits
+    elif call.batch_invariant:
+        split_keys = max(config.block, decode_config.FIXED_SPLIT_KEYS)
+        splits = -(-call.capacity // split_keys)
+    else:
+        blocks = -(-call.capacity // config.block)
+        splits = decode_config.automatic_splits(tiles, blocks, slots, config.min_blocks)
+    splits = max(1, splits)
+    slice_ = 16 * config.num_warps
+    slices = rows * call.head_dim_v // slice_
+    # all programs at once, and those that wait for others few enough for four such launches to get along
+    waits = splits <= _MOST_POLLED and slice_ <= call.head_dim_v and tiles * splits <= slots
+    if config.merge == "polled" and not (waits and tiles * min(slices, splits) <= slots // 4):
+        config = replace(config, merge="last")
+    return Plan(config, rows, tiles, splits, split_keys)
+
+
+_MOST_POLLED = 64  # splits: their numbers of a slice are in registers at once
+
+
+_scratch = portable_decode.Scratch(EMPTY.value, of_stream=1 << 18, of_graphs=1 << 22)
+
+
+def forward(call: KVCall, o: Tensor, lse: Tensor, config: Config | None = None) -> None:
+    """Append, then attend: writes o (batch, seqlen_q, heads, head_dim_v) and lse (batch, heads, seqlen_q)."""
+    portable_decode.append(call)
+    if not lse.numel():
+        return
+    p = plan(call, config)
+    _, sq, _, head_dim = call.q.shape
+    device, dv, several = call.q.device, call.head_dim_v, p.splits > 1
+    o_parts, lse_parts, counters, merge = o, lse, lse, 0
+    if several and p.config.merge == "polled":
+        copies = p.rows * dv // (16 * p.config.num_warps)
+        amount = p.tiles * p.splits * p.rows * dv
+        places = _scratch.take(device, amount + p.tiles * p.splits * copies)
+        o_parts, lse_parts, merge = places[:amount], places[amount:], POLLED.value
+        chunk = max(8, next_power_of_2(p.splits))
+    elif several:
+        o_parts = torch.empty(p.tiles * p.splits * p.rows * dv, dtype=torch.float32, device=device)
+        lse_parts = torch.empty(p.tiles * p.splits * p.rows, dtype=torch.float32, device=device)
+        counters, merge = portable_decode.counters_of(device, p.tiles), LAST.value
+        chunk = max(1, min(next_power_of_2(p.splits), 64 * 32 * p.config.num_warps // (p.rows * dv)))
+    else:
+        chunk = 1
+    arguments = (
+        call.q, call.k_cache, call.v_cache, o, lse, o_parts, lse_parts, counters, call.cache_seqlens, call.page_table,
+        call.k_scales.tensor, call.v_scales.tensor,
+        *call.q.stride()[:3], *call.k_cache.stride()[:3], *call.v_cache.stride()[:3], *o.stride()[:3],
+        lse.stride(0), lse.stride(1), call.page_table.stride(0) if call.page_size else 0,
+        call.k_scales.strides[0], call.k_scales.strides[2], call.v_scales.strides[0], call.v_scales.strides[2],
+        p.splits, sq, call.capacity, call.length, call.new, call.softmax_scale,
+    )  # fmt: skip
+    options = dict(
+        HEADS=call.heads_kv, GROUP=call.group, D=head_dim, DV=dv, PAGE=call.page_size, W=p.config.num_warps,
+        N=p.config.keys, R=p.rows, LENS=call.cache_seqlens is not None, RIGHT=call.window_right == 0 and sq > 1,
+        SCALES=call.k_scales.mode != NO_SCALES, SPLIT_KEYS=p.split_keys, MIN_BLOCKS=p.config.min_blocks, MERGE=merge,
+        CHUNK=chunk, POLICY=p.config.policy, num_warps=p.config.num_warps,
+    )  # fmt: skip
+    if p.config.maxnreg:
+        options["maxnreg"] = p.config.maxnreg
+    launch(decode_registers, p.tiles * p.splits, arguments, options)
