@@ -31,9 +31,10 @@ Local = tuple[Tensor, Tensor] | None
 
 @dataclass(frozen=True, kw_only=True)
 class BackConfig:
-    """Columns of k that a program of walks 1 and 2 takes where there is no dg or dw, and heads of `pairs_kernel`."""
+    """Columns of k that a program of walks 1 and 2 takes, without and with dg or dw, and heads of `pairs_kernel`."""
 
     block_k: int = 128
+    inner_k: int = 64
     heads: int = 8
 
 
@@ -82,7 +83,7 @@ def gradients(
     want_inner = want_dg or w is not None
     vectors = walk_hopper.gate_vectors(g, w, v, chunks)
     ending = None if dfinal is None else dfinal / scale
-    keys = _walk_of_keys(key_dim, value_dim, 64 if want_inner else config.block_k)
+    keys = _walk_of_keys(key_dim, value_dim, config.inner_k if want_inner else config.block_k)
     rows, tiles = 64 * triton.cdiv(value_dim, 64), triton.cdiv(key_dim, keys.block_v)
 
     def wide(has: bool, *shape: int) -> Tensor | None:

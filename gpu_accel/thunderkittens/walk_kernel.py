@@ -95,6 +95,16 @@ def _scaled_keys(
     return keys
 
 
+@gluon.jit
+def _rows_of(x, x_b, x_t, x_h, n, head, chunk, col, seqlen, V, BV: gl.constexpr, LAYOUT: gl.constexpr):
+    """A chunk of x (sequences, seqlen, heads, V), zeros beyond; strides in units of 8, and V a multiple of 8."""
+    rows = chunk * STEPS + gl.arange(0, STEPS, layout=gl.SliceLayout(1, LAYOUT))
+    cols = col + gl.arange(0, BV, layout=gl.SliceLayout(0, LAYOUT))
+    x += n.to(gl.int64) * x_b * 8 + head.to(gl.int64) * x_h * 8
+    there = (rows < seqlen)[:, None] & (cols < V // 8 * 8)[None, :]
+    return gl.load(x + (rows.to(gl.int64) * x_t * 8)[:, None] + cols[None, :], mask=there, other=0.0)
+
+
 @gluon.jit(do_not_specialize=["x_b", "x_t", "x_h", "chunks", "heads", "group", "group_v", "sequences", "segments",
                               "tiles", "seqlen", "K", "V", "scale", "floor"])  # fmt: skip
 def walk_kernel(
@@ -124,6 +134,7 @@ def walk_kernel(
     KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEPS, BK], dtype)
     VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEPS, BV], dtype)
     VECTOR: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
+    LATE: gl.constexpr = BV > 64 or (STATES and not REVERSE)  # no registers for x beside them from the beginning
 
     q_bufs = gl.allocate_shared_memory(dtype, [STAGES, STEPS, BK], KEYS)
     k_bufs = gl.allocate_shared_memory(dtype, [STAGES, STEPS, BK], KEYS)
@@ -194,13 +205,8 @@ def walk_kernel(
             cols = col + gl.arange(0, BV, layout=gl.SliceLayout(0, OUT))
             behind = gl.load(states + ((above + head) * their)[:, None] + cols[None, :],
                              mask=(cols < their)[None, :], other=0.0)  # fmt: skip
-        if INNER:
-            x_rows = chunk * STEPS + gl.arange(0, STEPS, layout=gl.SliceLayout(1, OUT))
-            x_cols = col + gl.arange(0, BV, layout=gl.SliceLayout(0, OUT))
-            x_base = x + n.to(gl.int64) * x_b * 8 + head_v.to(gl.int64) * x_h * 8
-            x_there = (x_rows < seqlen)[:, None] & (x_cols < _opaque(V) // 8 * 8)[None, :]
-            x_at = (x_rows.to(gl.int64) * x_t * 8)[:, None] + x_cols[None, :]
-            x_tile = gl.load(x_base + x_at, mask=x_there, other=0.0)
+        if INNER and not LATE:
+            x_tile = _rows_of(x, x_b, x_t, x_h, n, head_v, chunk, col, seqlen, _opaque(V), BV, OUT)
         mbarrier.wait(full.index(stage), phase)
         k_buf = k_bufs.index(stage)
         v_buf = v_bufs.index(stage)
@@ -224,6 +230,8 @@ def walk_kernel(
             to = ((program % tiles * sequences * heads + number) * chunks + chunk).to(gl.int64) * BK
             rows = gl.arange(0, BK, layout=gl.SliceLayout(1, OUT))
             gl.store(across + to + rows, gl.sum(acc * behind.to(gl.float32), axis=1) * scale)
+        if INNER and LATE:
+            x_tile = _rows_of(x, x_b, x_t, x_h, n, head_v, chunk, col, seqlen, _opaque(V), BV, OUT)
         scores = warpgroup_mma_wait(1, deps=[scores])
         if GATED or (WEIGHTED and not REVERSE):  # noqa: SIM108
             p = (scores * share).to(dtype)
