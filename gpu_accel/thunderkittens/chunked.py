@@ -1,11 +1,12 @@
 """Launchers and custom ops of chunked linear attention: what torch.compile, autograd and opcheck see.
 
     gpu_accel::tk_chunked(q, k, v, g, w, initial, cu_seqlens, scale, chunk, segments, way) -> (o, final state)
-    gpu_accel::tk_chunked_backward(do, dfinal, ...) -> (dq, dk, dv, dg, dw, dinitial)
+    gpu_accel::tk_chunked_backward(do, dfinal, ..., way) -> (dq, dk, dv, dg, dw, dinitial)
 
 way, of the forward: "chunks" (two kernels, all chunks at once), "walk" (`fused_kernel`) or "hopper" (`walk_kernel`);
-"hopper or walk" decides when it runs, since torch.compile knows no addresses.
-Arguments are validated in `linear.py` and `mamba2.py`. The backward computes the states again instead of keeping them:
+"hopper or walk" decides when it runs, since torch.compile knows no addresses. Of the backward: "chunks" or "hopper or
+chunks" (`walk_back`).
+Arguments are validated in `linear.py` and `mamba2.py`. Backwards compute the states again instead of keeping them:
 they take K * V / chunk values a token and head, more than q, k and v together.
 """
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from gpu_accel.compat import INTERPRET
 from gpu_accel.flash_attention3.launch import launch, next_power_of_2
 from gpu_accel.thunderkittens import chunked_kernels as kernels
-from gpu_accel.thunderkittens import fused_kernel, walk_hopper
+from gpu_accel.thunderkittens import fused_kernel, walk_back, walk_hopper
 
 CHUNK = 64
 _PROGRAMS = 264  # two for each SM of an H100: below this many a sequence is cut into segments
@@ -179,6 +180,19 @@ def _hopper(q, k, v, g, w, initial, places, *, scale, chunk, segments, heads, gr
     return walk_hopper.walk(q, k, v, g, w, initial, local, decays, scale=scale, segments=segments)
 
 
+def _hopper_back(do, dfinal, q, k, v, g, w, initial, places, *, scale, chunk, segments, heads, group, want_dg):
+    """All gradients by `walk_back`."""
+    tiles = -(-min(q.shape[-1], v.shape[-1]) // 64)
+    segments = segments or segments_for(places.sequences, heads, tiles, places.chunks)
+    local = dlocal = None
+    if segments > 1:
+        common = dict(chunk=chunk, segments=segments, heads=heads, group=group, sums_only=True)
+        local = _walk(k, v, g, w, None, places, scale=scale, reverse=False, **common)
+        dlocal = _walk(q, do, g, None, None, places, scale=1.0, reverse=True, **common)
+    return walk_back.gradients(do, dfinal, q, k, v, g, w, initial, local, dlocal, scale=scale, segments=segments,
+                               want_dg=want_dg)  # fmt: skip
+
+
 def _options(q, v, g, w, cu, chunk, **more):
     bk, bv = (_block(x.shape[-1]) for x in (q, v))
     return dict(K=q.shape[-1], V=v.shape[-1], BT=chunk, BK=bk, BV=bv,
@@ -239,7 +253,7 @@ def _(q, k, v, g, w, initial, cu_seqlens, scale, chunk, segments, way):
 @torch.library.custom_op("gpu_accel::tk_chunked_backward", mutates_args=())
 def chunked_backward(
     do: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, w: Tensor | None,
-    initial: Tensor | None, cu_seqlens: Tensor | None, scale: float, chunk: int, segments: int, want_dg: bool,
+    initial: Tensor | None, cu_seqlens: Tensor | None, scale: float, chunk: int, segments: int, want_dg: bool, way: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v, g, w, initial; those of an absent g or w, or an unwanted g, are empty tensors."""
     do, q, k, v = _unit(do), _unit(q), _unit(k), _unit(v)
@@ -248,6 +262,10 @@ def chunked_backward(
     heads, heads_q = v.shape[2], q.shape[2]
     group = heads // heads_q if heads_q else 1
     common = dict(scale=scale, chunk=chunk, segments=segments, heads=heads, group=group)
+    both = initial is not None and dfinal is not None
+    if way != "chunks" and v.numel() and walk_back.refusal(q, k, v, cu_seqlens, chunk, scale, both) is None:
+        with _device(v):
+            return _hopper_back(do, dfinal, q, k, v, g, w, initial, places, want_dg=want_dg, **common)
     common["exact"] = want_dg = want_dg and g is not None
     per_head = (*v.shape[:3], q.shape[3])
     wide = q.dtype if group == 1 else torch.float32
@@ -280,7 +298,7 @@ def chunked_backward(
 
 
 @chunked_backward.register_fake
-def _(do, dfinal, q, k, v, g, w, initial, cu_seqlens, scale, chunk, segments, want_dg):
+def _(do, dfinal, q, k, v, g, w, initial, cu_seqlens, scale, chunk, segments, want_dg, way):
     gates = v.shape[:3]
     wide = torch.float32
     return (
@@ -294,6 +312,7 @@ def _(do, dfinal, q, k, v, g, w, initial, cu_seqlens, scale, chunk, segments, wa
 def _save(ctx, inputs, output):
     ctx.save_for_backward(*inputs[:7])
     ctx.scalars = inputs[7:10]
+    ctx.way = "hopper or chunks" if walk_back.CHECKED and inputs[10].startswith("hopper") else "chunks"
     ctx.shape = output[0].shape
     ctx.set_materialize_grads(False)
 
@@ -303,7 +322,7 @@ def _gradients(ctx, do, dfinal):
     do = v.new_zeros(ctx.shape) if do is None else do
     need = ctx.needs_input_grad
     dq, dk, dv, dg, dw, dinitial = chunked_backward(
-        do, dfinal, q, k, v, g, w, initial, cu_seqlens, *ctx.scalars, bool(need[3])
+        do, dfinal, q, k, v, g, w, initial, cu_seqlens, *ctx.scalars, bool(need[3]), ctx.way
     )
     return (dq, dk, dv, dg if need[3] else None, dw if need[4] else None, dinitial if need[5] else None,
             None, None, None, None, None)  # fmt: skip

@@ -115,8 +115,8 @@ def _validate(a, b, bias, activation: str, out_dtype, tile_size: int) -> None:
         raise InvalidInputError("a, b and bias must be on one device")
     if bias is not None and (bias.shape != b.shape[1:] or not bias.is_floating_point()):
         raise InvalidInputError(f"bias must be ({b.shape[1]},) floats, got {tuple(bias.shape)} {bias.dtype}")
-    if activation not in ACTIVATIONS:
-        raise InvalidInputError(f"activation is {activation!r}; choose one of {', '.join(ACTIVATIONS)}")
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
+        raise InvalidInputError(f"activation is {activation!r:.80}; choose one of {', '.join(ACTIVATIONS)}")
     if out_dtype not in (None, a.dtype, *_DTYPES):
         raise InvalidInputError(f"out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
     if tile_size != _TILE:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gpu_accel.errors import InvalidInputError, UnsupportedError
+from gpu_accel.errors import HardwareError, InvalidInputError, UnsupportedError
 from gpu_accel.flash_attention3.problem import check_flag
 from gpu_accel.thunderkittens import chunked, reference, walk_hopper
 from gpu_accel.thunderkittens.arguments import check_cu_seqlens, check_tensors, real
@@ -24,7 +24,8 @@ _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 GPU_CHECKED = True
 # The same for `walk_kernel` in Gluon: "auto" takes its forward where it can run.
 HOPPER_CHECKED = True
-# K and V up to this: tiles of 16 columns are wrong on Hopper, and what is taken instead was not seen on a card yet.
+# K and V up to this: tiles of 16 columns are wrong on Hopper, and what is taken instead was not seen on a card yet
+# (test_tiles_of_16_columns).
 _UNPROVEN = 16
 _WALKED_KEYS = range(33, 129)  # of one walk, in bfloat16, that those tests passed on
 LARGEST_DIM = 256
@@ -290,9 +291,22 @@ def chunk_simple_gla(
 
 
 def retention_decay(heads: int, device: torch.device | str = "cpu") -> Tensor:
-    """log(1 - 2^(-5 - h)) for h = 0 .. heads - 1, float32."""
+    """log(1 - 2^(-5 - h)) for h = 0 .. heads - 1, float32.
+
+    Raises:
+        InvalidInputError: heads is no whole number, device none of torch's. HardwareError: there is no such GPU here.
+    """
     _need(isinstance(heads, int | torch.SymInt) and not isinstance(heads, bool) and heads >= 0,
           f"heads must be a whole number from 0 up, got {heads!r:.80}")  # fmt: skip
+    if not isinstance(device, torch.device):
+        try:
+            device = torch.device(device)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise InvalidInputError(
+                f"device must be one of torch's, as 'cuda' or 'cpu', got {device!r:.80}"
+            ) from error
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise HardwareError(f"there is no {device} here ({torch.cuda.device_count()} CUDA devices)")
     return torch.log1p(-torch.exp2(-5.0 - torch.arange(heads, device=device, dtype=torch.float64))).float()
 
 

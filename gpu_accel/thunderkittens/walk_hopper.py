@@ -71,7 +71,7 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, chunk: i
     return machine_refusal(v) or problem_refusal(q, k, v, cu_seqlens, chunk)
 
 
-def _gates(g: Tensor | None, w: Tensor | None, v: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
+def gate_vectors(g: Tensor | None, w: Tensor | None, v: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
     """(sums of g, w) as `_gates_kernel` makes them; absent ones are 64 numbers that nobody reads."""
     batch, seqlen, heads = v.shape[:3]
     shape = (batch, heads, chunks * CHUNK)
@@ -98,36 +98,46 @@ def _line_map(x: Tensor):
 def walk(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, w: Tensor | None, initial: Tensor | None,
     local: Tensor | None, decays: Tensor | None, *, scale: float, segments: int, config: WalkConfig | None = None,
-    norm: float | None = None,
+    norm: float | None = None, reverse: bool = False, vectors: tuple[Tensor, Tensor] | None = None,
+    states: Tensor | None = None, across: Tensor | None = None, x: Tensor | None = None, inner: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(o (batch, seqlen, heads, V), final state (batch, heads, K, V) float32); arguments as in `chunked.chunked`.
 
+    q and k may have fewer heads than g and w, or v may.
     local, decays: of `chunked_kernels._states_kernel`, where there is more than one segment. norm: divide by the sum of
-    weights plus this; without gates, weights, a first state and segments.
+    weights plus this; without gates, weights, a first state and segments. vectors: what `gate_vectors` made of g and w.
+    reverse, states (with across), x and inner: see `walk_kernel`; the final state is not written where there is across.
     """
     from gpu_accel.thunderkittens import walk_kernel
 
     if not _quick:
         _quick.append(QuickLaunch(walk_kernel.walk_kernel))
-    batch, seqlen, heads, value_dim = v.shape
-    key_dim = q.shape[3]
+    batch, seqlen = v.shape[:2]
+    heads = max(q.shape[2], v.shape[2])
+    key_dim, value_dim = q.shape[3], v.shape[3]
     config = config or walk_config(key_dim, value_dim)
     chunks = triton.cdiv(seqlen, CHUNK)
-    sums, weights = _gates(g, w, v, chunks)
-    o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    sums, weights = vectors or gate_vectors(g, w, v, chunks)
+    o = torch.empty((batch, seqlen, heads, value_dim), dtype=v.dtype, device=v.device)
     final = torch.empty((batch, heads, key_dim, value_dim), dtype=torch.float32, device=v.device)
     block_k = next(n for n in _KEYS if key_dim <= n)
     tiles = triton.cdiv(value_dim, config.block_v)
     keys = [tensor_map(x, CHUNK, block_k) for x in (q, k)]
     values = [tensor_map(x, CHUNK, config.block_v) for x in (v, o)]
-    nothing = final if initial is None else initial
+    optional = [final if x is None else x for x in (initial, local, decays)]
+    kept = v if states is None else states  # no map of nothing
+    map_of_states = tensor_map(kept, block_k, config.block_v)
+    far = 0 if x is None else max(x.stride()[:3]) // 8
+    strides = (0, 0, 0) if x is None else [s // 8 for s in x.stride()[:3]]  # multiples of 8: TMA reads q, k and v too
+    memory = [final if t is None else t for t in (states, across, x, inner)]
     constants = dict(BK=block_k, BV=config.block_v, STAGES=config.stages, GATED=g is not None, WEIGHTED=w is not None,
-                     HAS_INITIAL=initial is not None, HAS_LOCAL=local is not None, NORM=norm is not None)  # fmt: skip
+                     HAS_INITIAL=initial is not None, HAS_LOCAL=local is not None, NORM=norm is not None,
+                     REVERSE=reverse, STATES=states is not None, INNER=inner is not None)  # fmt: skip
     _quick[0](
-        (), batch * heads * tiles * segments,
-        (*keys, *values, _line_map(sums), _line_map(weights), nothing, final if local is None else local,
-         final if decays is None else decays, final, chunks, heads, heads // q.shape[2], batch, segments, tiles,
-         key_dim, value_dim, scale, norm or 0.0),
+        (far >= 2**31,), batch * heads * tiles * segments,
+        (*keys, *values, _line_map(sums), _line_map(weights), map_of_states, *optional, final, *memory, *strides,
+         chunks, heads, heads // q.shape[2], heads // v.shape[2], batch, segments, tiles, seqlen, key_dim, value_dim,
+         scale, norm or 0.0),
         constants, dict(num_warps=4),
     )  # fmt: skip
     return o, final

@@ -14,6 +14,12 @@ after they are written, when the stage is free too.
 
 Gates come from `gates_kernel.py` as sums in base 2 inside every chunk, so nothing here is a scan. What lies beyond a
 sequence is zero by TMA, with weights of zero and sums that stay.
+
+The gradients of q, k and v are the same recurrence of other tensors (`walk_back.py` puts them together):
+
+    dq_t = scale sum_{s<=t} exp(b_t - b_s) w_s (do_t' v_s) k_s     forwards in time, q k v = do v k
+    dk_s = scale sum_{t>=s} exp(b_t - b_s) (v_s' do_t) q_t         REVERSE: from the last chunk to the first, v do q
+    dv_s = scale w_s sum_{t>=s} exp(b_t - b_s) (k_s' q_t) do_t     REVERSE, k q do, with weights of what comes out
 """
 
 from __future__ import annotations
@@ -34,7 +40,7 @@ STEPS = gl.constexpr(64)  # of a chunk: the M of wgmma
 
 
 @gluon.jit
-def _load(descs, bufs, bar, stage, n, head, head_q, chunk, line, col, GATED: gl.constexpr, WEIGHTED: gl.constexpr):
+def _load(descs, bufs, bar, stage, n, head_v, head_q, chunk, line, col, GATED: gl.constexpr, WEIGHTED: gl.constexpr):
     """Ask for a chunk's q, k, v and gates."""
     q_desc, k_desc, v_desc, sums_desc, weights_desc = descs
     q_bufs, k_bufs, v_bufs, sums_bufs, weights_bufs = bufs
@@ -44,7 +50,7 @@ def _load(descs, bufs, bar, stage, n, head, head_q, chunk, line, col, GATED: gl.
     mbarrier.expect(full, q_desc.block_type.nbytes + k_desc.block_type.nbytes + v_desc.block_type.nbytes + VECTORS)
     tma_load(q_desc, [n, head_q, row, 0], full, q_bufs.index(stage))
     tma_load(k_desc, [n, head_q, row, 0], full, k_bufs.index(stage))
-    tma_load(v_desc, [n, head, row, col], full, v_bufs.index(stage))
+    tma_load(v_desc, [n, head_v, row, col], full, v_bufs.index(stage))
     if GATED:
         tma_load(sums_desc, [line + row], full, sums_bufs.index(stage))
     if WEIGHTED:
@@ -68,13 +74,19 @@ def _state_places(number, col, K, V, BK: gl.constexpr, BV: gl.constexpr, LAYOUT:
 
 
 @gluon.jit
-def _scaled_keys(k_buf, sums, weights, last, LAYOUT: gl.constexpr, GATED: gl.constexpr, WEIGHTED: gl.constexpr):
-    """k' (K, steps) as a left operand in registers, every step times what the end of the chunk keeps of it."""
+def _scaled_keys(
+    k_buf, sums, weights, last, LAYOUT: gl.constexpr, GATED: gl.constexpr, WEIGHTED: gl.constexpr, REVERSE: gl.constexpr
+):
+    """k' (K, steps) as a left operand in registers, every step times what the end of the chunk keeps of it.
+
+    REVERSE: times what the beginning keeps, without weights.
+    """
     keys = k_buf.permute((1, 0)).load(LAYOUT)
     if GATED or WEIGHTED:
         wide = keys.to(gl.float32)
         if GATED:
-            factor = gl.exp2(last - sums.load(gl.SliceLayout(0, LAYOUT)))
+            factor = sums.load(gl.SliceLayout(0, LAYOUT))
+            factor = gl.exp2(factor) if REVERSE else gl.exp2(last - factor)
             if WEIGHTED:
                 factor = factor * weights.load(gl.SliceLayout(0, LAYOUT))
         else:
@@ -83,20 +95,37 @@ def _scaled_keys(k_buf, sums, weights, last, LAYOUT: gl.constexpr, GATED: gl.con
     return keys
 
 
-@gluon.jit(do_not_specialize=["chunks", "heads", "group", "sequences", "segments", "tiles", "K", "V", "scale", "floor"])
+@gluon.jit
+def _rows_of(x, x_b, x_t, x_h, n, head, chunk, col, seqlen, V, BV: gl.constexpr, LAYOUT: gl.constexpr):
+    """A chunk of x (sequences, seqlen, heads, V), zeros beyond; strides in units of 8, and V a multiple of 8."""
+    rows = chunk * STEPS + gl.arange(0, STEPS, layout=gl.SliceLayout(1, LAYOUT))
+    cols = col + gl.arange(0, BV, layout=gl.SliceLayout(0, LAYOUT))
+    x += n.to(gl.int64) * x_b * 8 + head.to(gl.int64) * x_h * 8
+    there = (rows < seqlen)[:, None] & (cols < V // 8 * 8)[None, :]
+    return gl.load(x + (rows.to(gl.int64) * x_t * 8)[:, None] + cols[None, :], mask=there, other=0.0)
+
+
+@gluon.jit(do_not_specialize=["x_b", "x_t", "x_h", "chunks", "heads", "group", "group_v", "sequences", "segments",
+                              "tiles", "seqlen", "K", "V", "scale", "floor"])  # fmt: skip
 def walk_kernel(
-    q_desc, k_desc, v_desc, o_desc, sums_desc, weights_desc, initial, local, decays, final,
-    chunks, heads, group, sequences, segments, tiles, K, V, scale, floor,
+    q_desc, k_desc, v_desc, o_desc, sums_desc, weights_desc, states_desc, initial, local, decays, final, states, across,
+    x, inner, x_b, x_t, x_h, chunks, heads, group, group_v, sequences, segments, tiles, seqlen, K, V, scale, floor,
     BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, WEIGHTED: gl.constexpr,
-    HAS_INITIAL: gl.constexpr, HAS_LOCAL: gl.constexpr, NORM: gl.constexpr,
+    HAS_INITIAL: gl.constexpr, HAS_LOCAL: gl.constexpr, NORM: gl.constexpr, REVERSE: gl.constexpr,
+    STATES: gl.constexpr, INNER: gl.constexpr,
 ):  # fmt: skip
     """o through o_desc, and final (sequences, heads, K, V) float32. Descriptors of rank 4: (batch, head, row, column).
 
     initial: as final. local (segments, sequences, heads, K, V) and decays (segments, sequences, heads) float32: what
     every segment adds to the state, and what it leaves of the one before it.
     NORM: o is divided by the sum of its weights, scale q_t' (k_1 + ... + k_t), plus `floor`.
+    STATES: a REVERSE walk keeps the state that enters every chunk, in states (sequences, chunks * BK, heads, V) in the
+    dtype of q. A forward one multiplies it with what is left of its own at the end of the chunk, and leaves `final`
+    alone: across (tiles, sequences, heads, chunks, BK) float32 are the sums of rows, times scale.
+    INNER: inner (tiles, sequences, heads, chunks, STEPS) float32 are the products of rows of x (sequences, seqlen,
+    heads as v, V; strides in units of 8) with what the state adds to o, without weights.
     """
-    gl.static_assert(not (NORM and (GATED or WEIGHTED or HAS_INITIAL or HAS_LOCAL)))
+    gl.static_assert(not (NORM and (GATED or WEIGHTED or HAS_INITIAL or HAS_LOCAL or REVERSE)))
     dtype: gl.constexpr = q_desc.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
@@ -105,6 +134,7 @@ def walk_kernel(
     KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEPS, BK], dtype)
     VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEPS, BV], dtype)
     VECTOR: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
+    LATE: gl.constexpr = BV > 64 or (STATES and not REVERSE)  # no registers for x beside them from the beginning
 
     q_bufs = gl.allocate_shared_memory(dtype, [STAGES, STEPS, BK], KEYS)
     k_bufs = gl.allocate_shared_memory(dtype, [STAGES, STEPS, BK], KEYS)
@@ -125,6 +155,7 @@ def walk_kernel(
     n = rest // heads % sequences
     position = rest // heads // sequences
     head_q = head // group
+    head_v = head // group_v
     each = gl.cdiv(chunks, segments)
     begin = position * each
     end = gl.minimum(chunks, begin + each)
@@ -134,7 +165,8 @@ def walk_kernel(
     bufs = (q_bufs, k_bufs, v_bufs, sums_bufs, weights_bufs)
     for i in gl.static_range(STAGES):
         if begin + i < end:
-            _load(descs, bufs, full, i, n, head, head_q, begin + i, line, col, GATED, WEIGHTED)
+            first = chunks - 1 - begin - i if REVERSE else begin + i
+            _load(descs, bufs, full, i, n, head_v, head_q, first, line, col, GATED, WEIGHTED)
 
     acc = gl.full([BK, BV], 0.0, gl.float32, OUT)
     if HAS_INITIAL:
@@ -152,16 +184,29 @@ def walk_kernel(
         z = gl.full([BK], 0.0, gl.float32, gl.SliceLayout(1, LEFT))  # the sum of the keys so far
         z_buf.store(z)
     fence_async_shared()
+    if STATES and REVERSE:
+        barrier()
+        if begin < end:
+            tma_store(states_desc, [n, head, (chunks - 1 - begin) * BK, col], s_buf)
 
     steps_t = gl.arange(0, STEPS, layout=gl.SliceLayout(1, SCORES))
     steps_s = gl.arange(0, STEPS, layout=gl.SliceLayout(0, SCORES))
-    causal = steps_t[:, None] >= steps_s[None, :]
+    causal = steps_t[:, None] <= steps_s[None, :] if REVERSE else steps_t[:, None] >= steps_s[None, :]
     no_scores = gl.full([STEPS, STEPS], 0.0, gl.float32, SCORES)
     no_out = gl.full([STEPS, BV], 0.0, gl.float32, OUT)
     stage = 0
     phase = 0
     last = 0.0
-    for chunk in range(begin, end):
+    for i in range(begin, end):
+        chunk = chunks - 1 - i if REVERSE else i
+        if STATES and not REVERSE:  # asked for early, used after the first products
+            above = ((n.to(gl.int64) * chunks + chunk) * BK + gl.arange(0, BK, layout=gl.SliceLayout(1, OUT))) * heads
+            their = _opaque(V) // 8 * 8
+            cols = col + gl.arange(0, BV, layout=gl.SliceLayout(0, OUT))
+            behind = gl.load(states + ((above + head) * their)[:, None] + cols[None, :],
+                             mask=(cols < their)[None, :], other=0.0)  # fmt: skip
+        if INNER and not LATE:
+            x_tile = _rows_of(x, x_b, x_t, x_h, n, head_v, chunk, col, seqlen, _opaque(V), BV, OUT)
         mbarrier.wait(full.index(stage), phase)
         k_buf = k_bufs.index(stage)
         v_buf = v_bufs.index(stage)
@@ -174,19 +219,27 @@ def walk_kernel(
             b_t = sums.load(gl.SliceLayout(1, SCORES))
             b_s = sums.load(gl.SliceLayout(0, SCORES))
             last = gl.sum(gl.where(steps_s == STEPS - 1, b_s, 0.0), axis=0)
-            share = gl.where(causal, gl.exp2(b_t[:, None] - b_s[None, :]), 0.0)
-            if WEIGHTED:
+            between = b_s[None, :] - b_t[:, None] if REVERSE else b_t[:, None] - b_s[None, :]
+            share = gl.where(causal, gl.exp2(between), 0.0)
+            if WEIGHTED and not REVERSE:
                 share = share * weights_bufs.index(stage).load(gl.SliceLayout(0, SCORES))[None, :]
             acc = acc * gl.exp2(last)
-        elif WEIGHTED:
+        elif WEIGHTED and not REVERSE:
             share = gl.where(causal, weights_bufs.index(stage).load(gl.SliceLayout(0, SCORES))[None, :], 0.0)
+        if STATES and not REVERSE:
+            to = ((program % tiles * sequences * heads + number) * chunks + chunk).to(gl.int64) * BK
+            rows = gl.arange(0, BK, layout=gl.SliceLayout(1, OUT))
+            gl.store(across + to + rows, gl.sum(acc * behind.to(gl.float32), axis=1) * scale)
+        if INNER and LATE:
+            x_tile = _rows_of(x, x_b, x_t, x_h, n, head_v, chunk, col, seqlen, _opaque(V), BV, OUT)
         scores = warpgroup_mma_wait(1, deps=[scores])
-        if GATED or WEIGHTED:  # noqa: SIM108
+        if GATED or (WEIGHTED and not REVERSE):  # noqa: SIM108
             p = (scores * share).to(dtype)
         else:
             p = gl.where(causal, scores, 0.0).to(dtype)
         # scaled under the first products keys took 4 us longer of 44, and spilled at K = 128
-        keys = _scaled_keys(k_buf, sums_bufs.index(stage), weights_bufs.index(stage), last, LEFT, GATED, WEIGHTED)
+        keys = _scaled_keys(k_buf, sums_bufs.index(stage), weights_bufs.index(stage), last, LEFT, GATED,
+                            WEIGHTED and not REVERSE, REVERSE)  # fmt: skip
         if NORM:
             before = q_bufs.index(stage).load(LEFT).to(gl.float32) * z_buf.load(gl.SliceLayout(0, LEFT))[None, :]
             total = gl.convert_layout(gl.sum(before, axis=1), gl.SliceLayout(1, OUT))
@@ -194,7 +247,13 @@ def walk_kernel(
             z += gl.sum(keys.to(gl.float32), axis=1)
         out = warpgroup_mma_wait(0, deps=[out])
         if GATED:
-            out = out * gl.exp2(sums_bufs.index(stage).load(gl.SliceLayout(1, OUT)))[:, None]
+            b_out = sums_bufs.index(stage).load(gl.SliceLayout(1, OUT))
+            b_out = last - b_out if REVERSE else b_out
+            out = out * gl.exp2(b_out)[:, None]
+        if INNER:
+            to = ((program % tiles * sequences * heads + number) * chunks + chunk).to(gl.int64) * STEPS
+            rows = gl.arange(0, STEPS, layout=gl.SliceLayout(1, OUT))
+            gl.store(inner + to + rows, gl.sum(out * x_tile.to(gl.float32), axis=1) * scale)
         out = warpgroup_mma(gl.convert_layout(p, LEFT), v_buf, out, is_async=True)
         acc = warpgroup_mma(keys, v_buf, acc, is_async=True)
         tma.store_wait(0)
@@ -203,19 +262,25 @@ def walk_kernel(
         if NORM:
             out = out / (total * scale + floor)[:, None]
             z_buf.store(z)
+        if WEIGHTED and REVERSE:
+            out = out * weights_bufs.index(stage).load(gl.SliceLayout(1, OUT))[:, None]
         o_buf.store((out * scale).to(dtype))
         acc = warpgroup_mma_wait(0, deps=[acc])
         s_buf.store(acc.to(dtype))
         fence_async_shared()
         barrier()
         tma_store(o_desc, [n, head, chunk * STEPS, col], o_buf)
-        if chunk + STAGES < end:
-            _load(descs, bufs, full, stage, n, head, head_q, chunk + STAGES, line, col, GATED, WEIGHTED)
+        if STATES and REVERSE:  # noqa: SIM102
+            if i + 1 < end:
+                tma_store(states_desc, [n, head, (chunk - 1) * BK, col], s_buf)
+        if i + STAGES < end:
+            ahead = chunk - STAGES if REVERSE else chunk + STAGES
+            _load(descs, bufs, full, stage, n, head_v, head_q, ahead, line, col, GATED, WEIGHTED)
         stage += 1
         if stage == STAGES:
             stage = 0
             phase ^= 1
-    if position == segments - 1:
+    if position == segments - 1 and (REVERSE or not STATES):
         places, inside = _state_places(number, col, K, _opaque(V), BK, BV, OUT)
         gl.store(final + places, acc, mask=inside)
     tma.store_wait(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gpu_accel.testing import compare, generator
+from gpu_accel.workbench.autotuning import compiled_together
 from gpu_accel.workbench.experiment import Check, Settings
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -70,7 +72,8 @@ def judge(
     cut = not on_gpu and any(x.dtype == torch.bfloat16 for x in tensors)
     worst, why = 0.0, ""
     shapes: list[torch.Size] = []
-    results = run(mine, tensors, seed, backward, shapes=shapes)
+    with compiled_together() if on_gpu else contextlib.nullcontext():  # peers that tune themselves do it here
+        results = run(mine, tensors, seed, backward, shapes=shapes)
     keep = [n for n in range(len(results)) if not (part and backward and n in shared)]
     if part is not None:
         results = [part(x) if n in keep else x for n, x in enumerate(results)]

@@ -1,11 +1,13 @@
 """The `linear-attention` and `mamba2` experiments.
 
-    hopper      ours: the forward in Gluon, the backward plain Triton
+    hopper      ours: the forward in Gluon, the backward plain Triton until walk_back.CHECKED
     portable    ours, plain Triton
     torch       the same chunks as eager torch products (the reference, and the ruler of the check)
     fla         chunk_linear_attn or chunk_simple_gla of flash-linear-attention, where it is installed
     mamba_ssm            mamba_chunk_scan_combined on the same tensors, chunk 256, where it is installed
-    mamba_ssm-fp32-64    the same on float32 tensors with chunk 64: how the paper's script called it
+    mamba_ssm-fp32-64    the same on float32 tensors with chunk 64: how the paper's script called it, forwards
+
+Peers tune themselves when they are checked, before anything is timed; their configurations are compiled side by side.
 
 At most 2^26 numbers of a tensor are judged: whole sequences of the batch, which do not depend on each other.
 The FLOPs of a case are those of the recurrence (4 K V a step and head); times are the result.
@@ -32,6 +34,7 @@ _SHAPES = [(8, 2048, 16, 128, 128), (8, 8192, 16, 128, 128), (1, 16384, 16, 128,
 # batch, seqlen, heads, headdim, dstate, groups: the paper's, and mamba_ssm's own
 _MAMBA = [(16, n, 16, 64, 64, 1) for n in (1024, 2048, 4096, 8192, 16384)] + [(8, 2048, 80, 64, 128, 1)]
 PASSES = ("forward", "backward")
+_TUNED = "tuned by its own autotuner over all of its configurations before it is timed"
 
 
 def attention_cases(settings: Settings) -> list[Case]:
@@ -198,18 +201,19 @@ def build_mamba(case: Case, settings: Settings) -> Workload:
     steps, itemsize = batch * seqlen, DTYPES[str(case["dtype"])].itemsize
     inputs = (heads * headdim + 2 * groups * dstate) * itemsize + 4 * heads
     forward = case["pass"] == "forward"
+    handicapped = made(
+        "mamba_ssm-fp32-64", "peer", _mamba_ssm(64), why=why, make_inputs=wide_inputs, ruler=as_tensor_cores,
+        note=f"float32 x, B and C, chunk 64: as the paper's script called it, which has no backward; {_TUNED}",
+    )
     return Workload(
         implementations=[
             made("hopper", "ours", _mamba("hopper"), why=hopper_refusal(settings, str(case["dtype"]))),
             made("portable", "ours", _mamba("portable")),
             made("torch", "reference", eager, note="chunks of 64 as eager products"),
-            made("mamba_ssm", "peer", _mamba_ssm(256), why=why, note="chunk 256, the module's default"),
-            made(
-                "mamba_ssm-fp32-64", "peer", _mamba_ssm(64), why=why, make_inputs=wide_inputs, ruler=as_tensor_cores,
-                note="float32 x, B and C, chunk 64: as the paper's script called it",
-            ),
+            made("mamba_ssm", "peer", _mamba_ssm(256), why=why, note=f"chunk 256, the module's default; {_TUNED}"),
+            *([handicapped] if forward else []),
         ],
-        baselines=("mamba_ssm", "mamba_ssm-fp32-64", "torch"),
+        baselines=("mamba_ssm", *(["mamba_ssm-fp32-64"] if forward else []), "torch"),
         flops=steps * heads * 4.0 * headdim * dstate * (1 if forward else 2.5),
         bytes_moved=steps * (inputs * (1 if forward else 2) + heads * headdim * itemsize),
     )  # fmt: skip

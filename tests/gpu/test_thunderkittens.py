@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gpu_accel.testing import assert_close_to_truth, generator
-from gpu_accel.thunderkittens import elements, linear, reference, rows
+from gpu_accel.thunderkittens import elements, linear, reference, rows, walk_back
 from gpu_accel.thunderkittens.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from gpu_accel.thunderkittens.delta import delta_rule
 from gpu_accel.thunderkittens.features import fused_chunk_based, hedgehog_attention
@@ -253,6 +253,79 @@ def test_walk_on_hopper(shape, given, initial, segments):
         assert torch.equal(out, same)
 
 
+@pytest.fixture
+def walks_back(monkeypatch):
+    """Gradients by `walk_back` for "hopper", whether they are taken already or not; those that were made."""
+    made, gradients = [], walk_back.gradients
+
+    def counted(*arguments, **options):
+        made.append(options["segments"])
+        return gradients(*arguments, **options)
+
+    monkeypatch.setattr(walk_back, "CHECKED", True)
+    monkeypatch.setattr(walk_back, "gradients", counted)
+    return made
+
+
+# as WALKS; T65 has one step in its last chunk, H80q1 ten blocks of heads in the kernel of pairs
+WALKS_BACK = [
+    pytest.param((2, 1000, 4, 1, 64, 64), "gw", False, 0, id="K64-gw"),
+    pytest.param((1, 65, 80, 1, 128, 64), "gw", False, 0, id="H80q1-T65-K128-gw"),
+    pytest.param((2, 515, 4, 4, 128, 128), "g", True, 0, id="K128-V128-g-initial"),
+    pytest.param((2, 130, 4, 4, 96, 72), "g", True, 0, id="K96-V72-g-initial"),
+    pytest.param((1, 2000, 4, 2, 128, 64), "gw", True, 3, id="K128-gw-initial-segments3"),
+    pytest.param((1, 4096, 4, 4, 128, 128), "g", False, 0, id="K128-V128-g-segments"),
+    pytest.param((2, 515, 4, 4, 128, 128), "", False, 0, id="K128-V128"),
+    pytest.param((2, 515, 8, 2, 128, 64), "", True, 0, id="K128-V64-q2-initial"),
+    pytest.param((2, 515, 4, 4, 48, 64), "w", False, 0, id="K48-w"),
+    pytest.param((2, 1, 32, 32, 16, 16), "gw", False, 0, id="T1-K16-V16-gw"),
+]
+
+
+@pytest.mark.parametrize(("shape", "given", "initial", "segments"), WALKS_BACK)
+def test_walks_back_on_hopper(shape, given, initial, segments, walks_back):
+    batch, seqlen, heads, heads_q, key_dim, value_dim = shape
+    tensors = [randn(batch, seqlen, heads_q, key_dim, seed=s, dtype=BF16) for s in (1, 2)]
+    tensors.append(randn(batch, seqlen, heads, value_dim, seed=3, dtype=BF16))
+    grads = [randn(batch, seqlen, heads, value_dim, seed=7), randn(batch, heads, key_dim, value_dim, seed=8)]
+    names = ["o", "state", "dq", "dk", "dv"]
+    optional = {
+        "g": -randn(batch, seqlen, heads, seed=4).square() * 0.1 if "g" in given else None,
+        "w": randn(batch, seqlen, heads, seed=5).abs() if "w" in given else None,
+        "initial_state": randn(batch, heads, key_dim, value_dim, seed=6) if initial else None,
+    }
+    present = [name for name, x in optional.items() if x is not None]
+    tensors += [optional[name] for name in present]
+
+    def function(backend):
+        backend = "hopper" if backend == "portable" else backend
+
+        def call(q, k, v, *more):
+            return linear.linear_attention(
+                q, k, v, **dict(zip(present, more, strict=True)), scale=0.3, backend=backend,
+                segments=segments if backend == "hopper" else 0,
+            )  # fmt: skip
+
+        return call
+
+    judge(names + ["d" + name for name in present], function, tensors, grads)
+    assert len(walks_back) == 1
+    once, again = (run(function("hopper"), tensors, grads) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+
+
+def test_walks_back_of_decays_alone(walks_back):
+    """Decays that need no gradient, as of retention: no kernel of pairs, k in columns of 128."""
+    tensors = [randn(2, 515, 16, d, seed=s, dtype=BF16) for s, d in ((1, 128), (2, 128), (3, 64))]
+
+    def function(backend):
+        backend = "hopper" if backend == "portable" else backend
+        return lambda q, k, v: linear.chunk_retention(q, k, v, backend=backend)[0]
+
+    judge(["o", "dq", "dk", "dv"], function, tensors, [randn(2, 515, 16, 64, seed=4)])
+    assert len(walks_back) == 1
+
+
 @pytest.mark.parametrize(("seqlen", "key_dim", "value_dim"), [(515, 128, 128), (1, 128, 64), (300, 64, 72)])
 def test_normalised_walk(seqlen, key_dim, value_dim):
     q, k = (randn(2, seqlen, 16, key_dim, seed=s, dtype=BF16).abs() for s in (1, 2))
@@ -322,6 +395,15 @@ def test_offsets_beyond_two_to_the_31():
 
 
 def test_mamba():
+    mamba("portable")
+
+
+def test_mamba_of_walks_back(walks_back):
+    mamba("hopper")
+    assert len(walks_back) == 1
+
+
+def mamba(kernels):
     heads = 32  # dA and dbias are one number a head: enough of them that the yardstick does not hit all by luck
     x, z = (randn(2, 500, heads, 64, seed=s, dtype=BF16) for s in (1, 2))
     B, C = (randn(2, 500, 2, 128, seed=s, dtype=BF16) for s in (3, 4))
@@ -329,6 +411,7 @@ def test_mamba():
     tensors = [x, dt, -a.exp(), B, C, d, z, bias]
 
     def function(backend):
+        backend = kernels if backend == "portable" else backend
         return lambda x, dt, A, B, C, D, z, bias: mamba_chunk_scan_combined(
             x, dt, A, B, C, 256, D, z, bias, dt_softplus=True, backend=backend
         )
@@ -348,6 +431,20 @@ def test_norms(center, dtype, width):
 
     grads = [randn(67, width, seed=s) for s in (4, 5)]
     judge(["y", "h", "dx", "dw", "dr"], function, tensors, grads)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(("height", "width"), [(1, 16384), (4000, 1000), (999, 4096)])
+@pytest.mark.parametrize("center", [False, True], ids=["rms", "layer"])
+def test_norms_with_three_rows_ahead(center, height, width, dtype, monkeypatch):
+    """Programs that take none, one and more rows than are on their way at once."""
+    monkeypatch.setattr(rows, "_ROW_STAGES", 3)
+    tensors = [1 + randn(height, width, seed=1, dtype=dtype), randn(width, seed=2, dtype=dtype)]
+
+    def function(backend):
+        return lambda x, w: rows._norm(x, w, None, None, 1e-5, 0.0, 0, False, backend, center)
+
+    judge(["y", "dx", "dw"], function, tensors, [randn(height, width, seed=3)])
 
 
 @pytest.mark.parametrize("width", [1, 4097, 100_000])

@@ -1,6 +1,7 @@
 """Compiles kernels of the package for an H100 that is not there and prints what came out, one JSON object.
 
 python compile_kernels.py chunked bf16-128-128,fp16-64-128-packed     forward and backward, gates, weights, K-V
+python compile_kernels.py back bf16-128-64-1                         gradients by walks, K-V-heads of q
 python compile_kernels.py delta bf16-128-128,fp16-64-128              the delta rule, forward and backward
 python compile_kernels.py maps bf16-64                               Based, and Hedgehog's map
 python compile_kernels.py conv bf16-4096                              short causal convolutions
@@ -49,7 +50,16 @@ def chunked(dtype: torch.dtype, key_dim: int, value_dim: int, packed: bool) -> N
         ops.chunked._init_fn(q, q, v, g, g, state, *tail, "walk")
     if dtype == torch.bfloat16 and not packed:
         ops.chunked._init_fn(q, q, v, g, g, state, *tail, "hopper")
-    ops.chunked_backward._init_fn(v, state, q, q, v, g, g, state, *tail, True)
+    ops.chunked_backward._init_fn(v, state, q, q, v, g, g, state, *tail, True, "chunks")
+
+
+def back(key_dim: int, value_dim: int, heads_q: int) -> None:
+    from gpu_accel.thunderkittens import walk_back
+
+    q = torch.empty(2, 4096, heads_q, key_dim, dtype=torch.bfloat16)
+    v = torch.empty(2, 4096, 16, value_dim, dtype=torch.bfloat16)
+    g = torch.empty(2, 4096, 16)
+    walk_back.gradients(v, None, q, q, v, g, g, None, None, None, scale=0.1, segments=1, want_dg=True)
 
 
 def delta(dtype: torch.dtype, key_dim: int, value_dim: int, packed: bool) -> None:
@@ -136,6 +146,8 @@ if __name__ == "__main__":
             kind, *sizes = label.split("-")
             if sys.argv[1] == "rows":
                 rows_of(DTYPES[kind], int(sizes[0]))
+            elif sys.argv[1] == "back":
+                back(*map(int, sizes))
             elif sys.argv[1] in ("conv", "ladder", "longconv", "maps"):
                 dict(conv=conv, ladder=ladder, longconv=longconv, maps=maps)[sys.argv[1]](DTYPES[kind], int(sizes[0]))
             else:

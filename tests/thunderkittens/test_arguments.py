@@ -78,6 +78,8 @@ NUMBERS = {
     "segments": (lambda x: tk.linear_attention(Q, Q, Q, segments=x, backend="portable"),
                  (-1, "x", None, 1.5, True, 1 << 40)),
     "heads-of-decay": (tk.retention_decay, (-1, "x", None, 1.5, True)),
+    "device-of-decay": (lambda x: tk.retention_decay(2, x), ("foo", "", None, 1.5, ["cpu"])),
+    "activation": (lambda x: tk.gemm(Q[0, :, 0], Q[0, :, 0].T, activation=x), (["relu"], {}, None, 1, "tanh")),
     "chunk_size": (lambda x: mamba(chunk_size=x), ("64", None, 16.0, 48, torch.ones(2))),
     "dt_limit": (lambda x: mamba(dt_limit=x),
                  (None, 0.5, "ab", (0, 1, 2), (0,), (1, 0), (NAN, 1), (0, NAN), (0, "x"), (INF, INF))),

@@ -42,6 +42,17 @@ def test_chunks(names):
 
 
 @pytest.mark.slow
+def test_walks_back():
+    """Gradients as Mamba-2 needs them: two programs of every walk share an SM, and nothing much is put aside."""
+    rows = compiled("back", "bf16-128-64-1")
+    assert [row["kernel"] for row in rows] == ["_gates_kernel", *["walk_kernel"] * 3, "_pairs_kernel"]
+    for row in rows[1:4]:
+        assert row["hgmma"] and row["tma"] and not row["serialised"] and row["shared"] <= 112 * 1024, row
+        assert row["spills"] <= 16, row
+    assert rows[4]["hgmma"] and not rows[4]["spills"], rows[4]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("names", ["bf16-128-128", "fp16-64-64"])
 def test_delta_rule(names):
     """A triangular system of 64 rows beside keys of 128: some of it is spilled, and may not grow."""

@@ -292,7 +292,7 @@ def test_opcheck(packed, device):
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(chunked.chunked, (*leaves, cu, 0.25, 16, 1, "chunks"), test_utils=tests)
     q, k, v, g, w, h = (x.detach() for x in tensors)
-    args = (torch.ones_like(v), torch.ones_like(h), q, k, v, g, w, h, cu, 0.25, 16, 1, True)
+    args = (torch.ones_like(v), torch.ones_like(h), q, k, v, g, w, h, cu, 0.25, 16, 1, True, "chunks")
     torch.library.opcheck(chunked.chunked_backward, args, test_utils=tests)
 
 

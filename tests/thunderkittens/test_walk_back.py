@@ -1,0 +1,126 @@
+"""Gradients put together from walks (`walk_back`), with the walks themselves done by torch: they need a Hopper GPU.
+
+What is tested is which tensors go through which walk, segments, and the kernel of pairs.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gpu_accel.thunderkittens import chunked, linear, reference, walk_back, walk_hopper
+from tests.thunderkittens.helpers import close, randn, run
+
+CHUNK = 64
+NAMES = ["dq", "dk", "dv", "dg", "dw", "dinitial"]
+
+
+def walk_in_torch(q, k, v, g, w, initial, local, decays, *, scale, segments, config=None, norm=None, reverse=False,
+                  vectors=None, states=None, across=None, x=None, inner=None):  # fmt: skip
+    """What `walk_kernel` says it does, a chunk at a time, with its roundings to the dtype of q."""
+    assert norm is None and (segments == 1) == (local is None)
+    batch, seqlen, heads = v.shape[0], v.shape[1], max(q.shape[2], v.shape[2])
+    dtype, chunks = q.dtype, -(-seqlen // CHUNK)
+    rounded = (lambda x: x.to(dtype).double())  # noqa: E731
+    rows, pad = 64 * -(-k.shape[3] // 64), chunks * CHUNK - seqlen
+
+    def laid_out(t):
+        t = t.repeat_interleave(heads // t.shape[2], 2).transpose(1, 2).double()
+        return torch.nn.functional.pad(t, (0, 0, 0, pad))
+
+    q, k, v = laid_out(q), laid_out(k), laid_out(v)
+    x = None if x is None else laid_out(x)
+    sums, weights = vectors
+    b = torch.zeros(batch, heads, chunks * CHUNK).double() if g is None else sums.double() * 0.6931471805599453
+    weight = torch.ones_like(b) if w is None else weights.double()
+    out = torch.zeros(batch, heads, chunks * CHUNK, v.shape[3])
+    final = torch.full((batch, heads, k.shape[3], v.shape[3]), torch.nan)
+    each = -(-chunks // segments)
+    for position in range(segments):
+        state = torch.zeros_like(final).double() if initial is None else initial.double()
+        for before in range(position):
+            state = state * decays[before].double()[..., None, None] + local[before].double()
+        for i in range(position * each, min(chunks, position * each + each)):
+            chunk = chunks - 1 - i if reverse else i
+            at = slice(chunk * CHUNK, chunk * CHUNK + CHUNK)
+            qc, kc, vc, bc, wc = q[:, :, at], k[:, :, at], v[:, :, at], b[:, :, at], weight[:, :, at]
+            last = bc[..., -1:]
+            between = bc[..., :, None] - bc[..., None, :]
+            between = (-between).triu() if reverse else between.tril()
+            share = between.exp() if reverse else between.exp() * wc[..., None, :]
+            share = share.triu() if reverse else share.tril()
+            into = (last - bc).exp() if reverse else bc.exp()
+            p = rounded((qc @ kc.mT) * share)
+            o = (qc @ rounded(state)) * into[..., None]
+            if inner is not None:
+                inner[:, :, :, chunk] = 0.0
+                inner[0, :, :, chunk] = (o * x[:, :, at]).sum(-1) * scale
+            out[:, :, at] = (o + p @ vc) * scale * (wc[..., None] if reverse else 1.0)
+            kept = bc.exp() if reverse else (last - bc).exp() * wc
+            if states is not None and reverse:
+                states[:, chunk * rows : chunk * rows + state.shape[2]] = state.transpose(1, 2).to(dtype)
+            state = state * last[..., None].exp()
+            if states is not None and not reverse:
+                behind = states[:, chunk * rows : chunk * rows + state.shape[2]].transpose(1, 2).double()
+                across[:, :, :, chunk] = 0.0
+                across[0, :, :, chunk, : state.shape[2]] = (state * behind).sum(-1) * scale
+            state = state + rounded(kc * kept[..., None]).mT @ vc
+        if position == segments - 1 and across is None:
+            final = state.float()
+    return out[:, :, :seqlen].transpose(1, 2).to(dtype).contiguous(), final
+
+
+CASES = {
+    "g-w-q1-K128": dict(seqlen=70, heads=3, heads_q=1, key_dim=128, value_dim=64),
+    "g-w-initial-K24-V72": dict(seqlen=129, heads=2, heads_q=2, key_dim=24, value_dim=72, initial=True),
+    "g-segments2-q1": dict(seqlen=130, heads=2, heads_q=1, key_dim=16, value_dim=16, w=False, segments=2, initial=True),
+    "w-only": dict(seqlen=64, heads=3, heads_q=3, key_dim=64, value_dim=32, g=False),
+    "plain-T1": dict(seqlen=1, heads=8, heads_q=8, key_dim=32, value_dim=64, g=False, w=False),
+}
+
+
+def problem(device, seqlen, heads, heads_q, key_dim, value_dim, g=True, w=True, initial=False, segments=1):
+    q, k = (randn(2, seqlen, heads_q, key_dim, seed=s, dtype=torch.bfloat16, device=device) for s in (1, 2))
+    v, do = (randn(2, seqlen, heads, value_dim, seed=s, dtype=torch.bfloat16, device=device) for s in (3, 7))
+    gates = -randn(2, seqlen, heads, seed=4, device=device).square() * 0.1 if g else None
+    weights = randn(2, seqlen, heads, seed=5, device=device).abs() if w else None
+    h, dfinal = (randn(2, heads, key_dim, value_dim, seed=s, device=device) if initial else None for s in (6, 8))
+    return [q, k, v, gates, weights, h], do, dfinal, segments
+
+
+def by_walks(tensors, do, dfinal, segments, scale, monkeypatch):
+    q, k, v, g, w, h = tensors
+    monkeypatch.setattr(walk_hopper, "walk", walk_in_torch)
+    monkeypatch.setattr(walk_back, "refusal", lambda *_: None)
+    monkeypatch.setattr(walk_back, "CONFIG", walk_back.BackConfig(heads=2))
+    return chunked.chunked_backward._init_fn(
+        do, dfinal, q, k, v, g, w, h, None, scale, CHUNK, segments, True, "hopper or chunks"
+    )
+
+
+def by_torch(tensors, do, dfinal, scale, dtype=None):
+    """Gradients of the reference, in float64 or as eager torch makes them."""
+
+    def call(q, k, v, g, w, h):
+        how = reference.linear_attention_chunked
+        return how(q, k, v, g=g, w=w, scale=scale, initial=h)
+
+    grads = [do, torch.zeros_like(randn(do.shape[0], do.shape[2], tensors[0].shape[3], do.shape[3], seed=0))
+             if dfinal is None else dfinal]  # fmt: skip
+    return run(call, tensors, grads, dtype)[2:]
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_gradients(case, device, monkeypatch):
+    tensors, do, dfinal, segments = problem(device, **case)
+    mine = by_walks(tensors, do, dfinal, segments, 0.3, monkeypatch)
+    truth, ruler = by_torch(tensors, do, dfinal, 0.3, torch.float64), by_torch(tensors, do, dfinal, 0.3)
+    for name, one, *two in zip(NAMES, mine, truth, ruler, strict=True):
+        if two[0] is not None:
+            close(name, one, *two, narrow=True)
+
+
+def test_off_until_checked():
+    """No GPU has seen these walks: neither "auto" nor "hopper" takes their gradients."""
+    assert not walk_back.CHECKED
+    assert linear.HOPPER_CHECKED

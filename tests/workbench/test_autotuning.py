@@ -1,0 +1,57 @@
+"""Configurations of an autotuner that are compiled side by side: all of them before the first is timed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+CODE = """
+import threading, torch, triton, triton.compiler, triton.language as tl
+from gpu_accel.testing.compile_only import use_target
+from gpu_accel.workbench.autotuning import compiled_together
+
+use_target(90)
+events, plain = [], triton.compiler.compile
+
+def compile(*arguments, **options):
+    made = plain(*arguments, **options)
+    events.append("here" if threading.current_thread() is threading.main_thread() else "thread")
+    return made
+
+triton.compiler.compile = compile
+
+def time(call, quantiles):
+    events.append("timed")
+    call()
+    return [len(events)] * 3
+
+wants = [triton.Config(dict(BLOCK=n), num_warps=w) for n, w in ((64, 1), (128, 2), (512, 4), (3, 4))]
+
+@triton.autotune(wants, key=["n"], do_bench=time)
+@triton.jit
+def kernel(x, n, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)  # not of 3
+    tl.store(x + at, tl.load(x + at, mask=at < n) + 1, mask=at < n)
+
+with compiled_together(3):
+    try:
+        kernel.run(torch.empty(64), 64, grid=(1,), warmup=True)
+    except triton.CompilationError:  # up to Triton 3.6 of the last one, which the autotuner met itself
+        pass
+print(" ".join(events))
+"""
+
+
+def test_all_are_compiled_in_threads_before_the_first_is_timed(tmp_path):
+    script = tmp_path / "tuned.py"  # a kernel's source must be in a file
+    script.write_text(CODE)
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    environment["PYTHONPATH"] = os.pathsep.join(
+        p for p in (environment.get("PYTHONPATH", ""), str(Path(__file__).resolve().parents[2])) if p
+    )
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == ["thread"] * 3 + ["timed"] * 4
