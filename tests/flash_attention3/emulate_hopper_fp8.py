@@ -16,7 +16,7 @@ import types
 
 import numpy as np
 
-from gpu_accel.flash_attention3 import hopper_device, hopper_fp8_device, hopper_fp8_forward
+from gpu_accel.flash_attention3 import hopper_device, hopper_fp8_device, hopper_fp8_forward, hopper_fp8_sliced
 
 LOG2_E = 1.4426950408889634
 here = threading.local()  # program_id
@@ -66,6 +66,10 @@ class View:
     def permute(self, _):
         return View(self.data, not self.flipped)
 
+    def slice(self, start, length, dim):
+        assert dim == 1 and not self.flipped
+        return View(self.data[:, start : start + length])
+
     def read(self) -> np.ndarray:
         return (self.data.T if self.flipped else self.data).copy()
 
@@ -98,7 +102,8 @@ def product(a, b, c, use_acc=True, is_async=False) -> Product:
     def compute():
         with np.errstate(all="ignore"):
             left = a.read() if isinstance(a, View) else np.asarray(a)
-            return tensor(left @ b.read() + (np.asarray(c) if use_acc else 0.0))
+            before = c.compute() if isinstance(c, Product) else np.asarray(c)
+            return tensor(left @ b.read() + (before if use_acc else 0.0))
 
     return Product(compute)
 
@@ -161,6 +166,9 @@ class Totals:
     def __add__(self, other):
         return self
 
+    def index(self, i):
+        return self
+
 
 class Emulation:
     """One call: tiles of 2 * `rows` queries and `block` keys, scales of k and v for every block."""
@@ -168,14 +176,21 @@ class Emulation:
     def __init__(self, *, sq: int, sk: int, heads: int = 2, heads_kv: int = 1, batch: int = 2, dim: int = 16,
                  left: int = -1, right: int = -1, softcap: float = 0.0, dynamic: bool = False, chunk: int = 0,
                  stages: int = 3, programs: int = 2, rows: int = 16, block: int = 32, growth: float = 0.0,
-                 two_level: bool = True, fold: bool = False, late: bool = False, seed: int = 0):  # fmt: skip
+                 two_level: bool = True, fold: bool = False, late: bool = False, seed: int = 0,
+                 sliced: bool = False, consumers: int = 2, ahead: bool = True, totals: str = "shared",
+                 pairs: int = 2, q_slots: int = 2, branch: bool = False, v_range: float = 2.0):  # fmt: skip
         draw = np.random.default_rng(seed)
         self.q = draw.standard_normal((batch, heads, sq, dim))
         self.k, self.v = (draw.standard_normal((batch, heads_kv, sk, dim)) for _ in range(2))
-        self.k_scale, self.v_scale = (draw.uniform(0.5, 2, (batch, heads_kv, -(-sk // block))) for _ in range(2))
+        blocks = (batch, heads_kv, -(-sk // block))
+        self.k_scale = draw.uniform(0.5, 2, blocks)
+        self.v_scale = 2.0 ** draw.uniform(-v_range / 2, v_range / 2, blocks)
         self.o, self.lse = np.full(self.q.shape, np.nan), np.full(self.q.shape[:3], np.nan)
-        tiles = -(-sq // (2 * rows)) * batch * heads
-        self.shape = (sq, sk, heads, heads // heads_kv, -(-sq // (2 * rows)), tiles, 1, left, right)
+        num_m = -(-sq // (consumers * rows))
+        tiles = num_m * batch * heads
+        self.shape = (sq, sk, heads, heads // heads_kv, num_m, tiles, 1, left, right)
+        self.sliced, self.consumers, self.q_slots = sliced, consumers, q_slots
+        self.own_switches = (4, ahead, chunk, totals if chunk else "none", pairs, branch)
         self.softcap, self.dynamic, self.chunk, self.stages = softcap, dynamic, chunk, stages
         self.rows, self.block, self.programs, self.heads_kv = rows, block, min(programs, tiles), heads_kv
         self.growth, self.two_level, self.fold, self.late = growth, two_level, fold, late
@@ -222,10 +237,21 @@ class Emulation:
             empty.index(k & 1).change(1, 0)
             return tile
 
+        def put_aside_shared(totals, acc, factor, chunks):
+            totals.value = (totals.value * factor[:, None] if chunks > 0 else 0.0) + acc
+
+        def take_in_shared(acc, totals, factor, chunks):
+            return acc + totals.value * factor[:, None] if chunks > 0 else acc
+
         names = dict(
             gl=GL, mbarrier=Mbarrier, warpgroup_mma=product, warpgroup_mma_wait=wait_for_products, tma_load=tma_load,
             tma=types.SimpleNamespace(store_wait=nothing), ROWS=self.rows, NEG_LARGE=-1e30, EARLY_DRAW=2,
-            PING_PONG_BARRIER=8, bar_sync=nothing, bar_arrive=nothing, pin=nothing,
+            PING_PONG_BARRIER=8, bar_sync=nothing, bar_arrive=nothing, pin=nothing, pin_rows=nothing,
+            SLACK=2.0, DEPTH=96.0,
+            scale_by_change=lambda acc, change: tensor(acc * np.exp2(change)[:, None]),
+            scale_sums_by_change=lambda sums, change: tensor(sums * np.exp2(change)[:, None]),
+            columns=lambda x, i, of: x[:, i * x.shape[1] // of : (i + 1) * x.shape[1] // of],
+            put_aside_shared=put_aside_shared, take_in_shared=take_in_shared,
             pack_quads=lambda p, e5m2: tensor(p), unpack_quads=lambda p, dtype, layout: p,
             thread_row_sum=lambda p: tensor(p.sum(axis=1, keepdims=True)), tanh=np.tanh,
             rescale=lambda acc, alpha: tensor(acc * np.asarray(alpha)[:, None]), log2_fast=lambda x: float(np.log2(x)),
@@ -236,11 +262,8 @@ class Emulation:
             mask_block=mask_block, store_tile=store_tile, put_aside=put_aside, take_in=take_in,
             publish_tile=publish_tile, receive_tile=receive_tile,
         )  # fmt: skip
-        own = [
-            (hopper_fp8_forward, n)
-            for n, f in vars(hopper_fp8_forward).items()
-            if n.startswith("_") and hasattr(f, "fn")
-        ]
+        modules = [hopper_fp8_forward, hopper_fp8_sliced] if self.sliced else [hopper_fp8_forward]
+        own = [(m, n) for m in modules for n, f in vars(m).items() if n.startswith("_") and hasattr(f, "fn")]
         shared = [(hopper_device, "tile_of"), (hopper_device, "key_blocks"), (hopper_fp8_device, "first_softmax")]
         for where, name in own + shared:
             f = getattr(where, name).fn
@@ -278,20 +301,25 @@ class Emulation:
                 self.errors.append(traceback.format_exc())
 
         for program in range(self.programs):
-            names, lock, s = self.names(), threading.Condition(), self.stages
-            bufs = (Buffers(4, self.rows, dim), Buffers(s, self.block, dim), Buffers(s, dim, self.block),
-                    Buffers(2, self.rows, dim))  # fmt: skip
+            names, lock, s, n = self.names(), threading.Condition(), self.stages, self.consumers
+            slots = self.q_slots * n
+            bufs = (Buffers(slots, self.rows, dim), Buffers(s, self.block, dim), Buffers(s, dim, self.block),
+                    Buffers(n, self.rows, dim))  # fmt: skip
             full = [Barriers(s, 1, lock) for _ in range(2)]
-            bars = (Barriers(4, 1, lock), Barriers(4, 1, lock), *full, Barriers(s, 2, lock), Barriers(2, 1, lock),
-                    Barriers(2, 2, lock), Queue())  # fmt: skip
+            bars = (Barriers(slots, 1, lock), Barriers(slots, 1, lock), *full, Barriers(s, n, lock),
+                    Barriers(2, 1, lock), Barriers(2, n, lock), Queue())  # fmt: skip
             scales = (0,) * 13 + (self.softcap * LOG2_E,)
-            switches = [2, self.block, s, 128, 128, False, causal, window, self.softcap > 0, even, self.dynamic, 8.0,
-                        self.growth, self.late, True, self.two_level, self.chunk, self.fold]  # fmt: skip
+            if self.sliced:
+                switches = [n, self.block, s, self.q_slots, 128, 128, False, causal, window, even, self.dynamic, 8.0,
+                            *self.own_switches]  # fmt: skip
+            else:
+                switches = [n, self.block, s, 128, 128, False, causal, window, self.softcap > 0, even, self.dynamic,
+                            8.0, self.growth, self.late, True, self.two_level, self.chunk, self.fold]  # fmt: skip
             calls = [
-                (names["_consumer"], wg, bufs, bars, None, Totals(), self.shape, scales, *switches) for wg in (0, 1)
+                (names["_consumer"], wg, bufs, bars, None, Totals(), self.shape, scales, *switches) for wg in range(n)
             ]
-            calls.append((names["_producer"], bufs, bars, *sources, None, self.shape, (self.heads_kv, groups), 2,
-                          self.block, s, causal, window, self.dynamic))  # fmt: skip
+            calls.append((names["_producer"], bufs, bars, *sources, None, self.shape, (self.heads_kv, groups), n,
+                          self.block, s, causal, window, self.dynamic, self.q_slots))  # fmt: skip
             threads += [threading.Thread(target=guarded, args=(program, *call), daemon=True) for call in calls]
         for thread in threads:
             thread.start()

@@ -17,7 +17,11 @@ KERNELS = {
     "in-pieces": {"two_level": False, "chunk": 3, "dim": 256, "stages": 2},
     "folded": {"two_level": False, "chunk": 3, "fold": True},
     "late": {"late": True},
-}
+    "sliced": {"sliced": True, "chunk": 2, "v_range": 20.0},
+    "sliced-registers": {"sliced": True, "chunk": 4, "totals": "registers", "stages": 4, "branch": True},
+    "sliced-behind": {"sliced": True, "ahead": False, "consumers": 3, "q_slots": 1, "pairs": 1, "chunk": 3,
+                      "totals": "global"},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("options", KERNELS.values(), ids=KERNELS)
@@ -36,7 +40,8 @@ def test_random_calls(options):
         call = Emulation(
             **options, sq=int(draw.integers(1, 160)), sk=int(draw.integers(1, 400)),
             right=int(draw.choice([-1, 0, 5, 70])), left=int(draw.choice([-1, -1, 3, 40])),
-            dynamic=bool(draw.integers(2)), softcap=float(draw.choice([0, 3.0])), programs=int(draw.integers(1, 4)),
+            dynamic=bool(draw.integers(2)), softcap=0.0 if options.get("sliced") else float(draw.choice([0, 3.0])),
+            programs=int(draw.integers(1, 4)),
             heads=4, heads_kv=2, seed=seed,
         )  # fmt: skip
         call.run()

@@ -89,6 +89,50 @@ def test_switches_change_speed_not_results(change):
         check(quantized(2, 8, 4, 900, 1000, 128), causal=causal, config=replace(CONFIG, **change))
 
 
+SLICED = {
+    "128": (128, {}), "128-branch": (128, {"branch": True}), "128-turns": (128, {"turns": True}),
+    "128-behind": (128, {"ahead": False}), "128-halves": (128, {"slices": 2, "chunk": 2}), "64": (64, {}),
+    "64-three-consumers": (64, {"consumers": 3, "ahead": False, "pairs": 1}), "80": (80, {"pairs": 1}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("dim", "change"), SLICED.values(), ids=SLICED)
+def test_sliced(dim, change):
+    """`hopper_fp8_sliced.py`: lengths with every number of blocks, grouped heads, windows, tiles of many programs."""
+    for causal in (False, True):
+        config = replace(hopper_fp8.sliced_config(dim, causal=causal), **change)
+        check(quantized(3, 16, 8, 1024, 1024, dim), causal=causal, config=config)
+        for sq, sk in ((1, 1), (65, 191), (300, 520), (700, 129), (129, 700), (777, 1337), (64, 3000)):
+            check(quantized(2, 4, 1, sq, sk, dim, seed=sq), causal=causal, config=config)
+    for window in ((100, 0), (200, 50), (64, -1), (5, 1000)):
+        check(quantized(1, 2, 1, 900, 1100, dim), window=window, config=replace(config, dynamic=False))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_sliced_formats_scales_and_long_sums(dim):
+    config = hopper_fp8.sliced_config(dim, causal=False)
+    check(quantized(1, 2, 2, 300, 400, dim, dtype="e5m2"), out=torch.float16, config=config)
+    check(quantized(2, 4, 2, 500, 700, dim, per_block=False), config=config)
+    # v_scale over 24 powers of two: the unit of O follows it; a block of zeros, whose scale is 1, makes it jump
+    q8, k8, v8, qs, ks, vs = quantized(1, 2, 2, 256, 1024, dim)
+    zeros = v8.view(torch.uint8).clone()
+    zeros[..., 128:256] = 0
+    for size in (2.0**-20 * torch.ones(8), torch.exp2(torch.tensor([0.0, -9, 12, 3, -12, -1, 5, 0]))):
+        scale = vs * size.cuda()
+        scale[..., 1] = 1.0
+        check((q8, k8, zeros.view(v8.dtype), qs, ks, scale), config=config)
+    # a constant v must come back: the tensor cores add up 512 keys at a time
+    q8, k8, v8, qs, ks, vs = quantized(1, 1, 1, 256, 102400, dim)
+    ones = torch.ones(v8.shape, device="cuda").to(v8.dtype)
+    o = torch.empty(q8.shape, device="cuda", dtype=torch.float16)
+    options = dict(q_block=128, k_block=128, softmax_scale=dim**-0.5, config=config)
+    hopper_fp8.forward(q8, k8, ones, qs, ks, torch.ones_like(vs), o, **options)
+    assert (o.float().mean() - 1).abs() < 6e-3, o.float().mean().item()
+    wide = hopper_fp8.sliced_config(dim, causal=False, out_bytes=4)
+    check(quantized(1, 2, 2, 300, 1400, dim), out=torch.float32, config=wide)
+    check((q8[:, :, :128].contiguous(), k8, v8, qs[..., :1], ks, vs), config=config)
+
+
 @pytest.mark.parametrize("dim", [128, 256])
 def test_every_number_of_key_blocks(dim):
     """One block a tile, two, odd, even; the first of a tile runs under the tile before."""

@@ -406,3 +406,11 @@ def test_the_ablations_times_and_rates_agree():
         assert flops / ms / 1e9 == pytest.approx(tflops, abs=0.5)
     claims = {claim.id: claim for claim in FA3.claims()}
     assert claims["ablation.full"].value == 661 and claims["ablation.full.ms"].value == 3.538
+
+
+def test_an_fp8_backward_errs_by_percents_where_bf16_does_not():
+    errors = module("fp8_backward").errors("outliers", 300, 64, causal=True, heads=1)
+    assert max(errors["bf16"]) < 6e-3
+    assert min(errors["e4m3 everywhere"]) > 2e-2 and max(errors["e4m3 everywhere"]) < 0.2
+    assert errors["e4m3 everywhere"][0] < errors["e4m3, dO and dS in e5m2"][0]
+    assert errors["bf16, dS in e4m3"][2] == errors["bf16"][2]  # dv does not see dS
