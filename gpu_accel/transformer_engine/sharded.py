@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_map_only
 from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.transformer_engine.context import check_recipe, recomputing
 from gpu_accel.transformer_engine.delayed import Histories
-from gpu_accel.transformer_engine.quantize_launch import Three, as_matrix, plain_tile, quick
+from gpu_accel.transformer_engine.quantize_launch import Three, as_matrix, on_device, plain_tile, quick
 from gpu_accel.transformer_engine.quantizer import choose_backend, quantize
 from gpu_accel.transformer_engine.recipes import DelayedScaling, Recipe
 from gpu_accel.transformer_engine.scales import amax_bits, scale_fp32
@@ -70,7 +70,7 @@ class Casting:
     def delayed(self) -> bool:
         return isinstance(self.recipe, DelayedScaling)
 
-    def amax(self, value: Tensor, group: Any) -> Tensor:
+    def amax(self, value: Tensor, group: Any, backend: str) -> Tensor:
         """() float32, the largest magnitude on any rank. Inf only where a history is to count it."""
         if self.ahead is not None:
             (amax, changes), self.ahead = self.ahead, None
@@ -79,9 +79,9 @@ class Casting:
                     "a weight was changed after precompute_scales: call it behind the last change of a step"
                 )
             return amax
-        return reduced([largest(value, finite_only=not self.delayed)], group)[0]
+        return reduced([largest(value, finite_only=not self.delayed, backend=backend)], group)[0]
 
-    def next_scale(self, value: Tensor, group: Any, module: nn.Module) -> Tensor:
+    def next_scale(self, value: Tensor, group: Any, module: nn.Module, backend: str) -> Tensor:
         """() float32, the same on all ranks. A backward pass gets that of its forward pass."""
         if self.scale is not None and recomputing():
             return self.scale
@@ -90,11 +90,11 @@ class Casting:
             history = module.delayed.weight
             self.scale = history.scale.clone()
             if module.training:  # entered at once, for the maximum is that of all ranks already
-                history.pending.copy_(self.amax(value, group))
+                history.pending.copy_(self.amax(value, group, backend))
                 history.roll(self.recipe, self.scheme.largest)
             return self.scale
         power = self.scheme.scale == "pow2"
-        self.scale = scale_fp32(self.amax(value, group), self.scheme.largest, power_of_two=power)
+        self.scale = scale_fp32(self.amax(value, group, backend), self.scheme.largest, power_of_two=power)
         return self.scale
 
 
@@ -164,10 +164,10 @@ class ShardedWeight(torch.Tensor):
                 f"a weight of {outer_size[0]} rows on {ranks} ranks would cut blocks of {scheme.block[0]} rows: leave "
                 f"this layer out of gather_in_fp8 with `filter`"
             )
-        scale = None
+        scale, backend = None, _backend(module, value)
         if not scheme.block[0]:
-            scale = casting.next_scale(value, mesh.get_group(), module)
-        q = quantize(value, scheme, scale=scale, backend=_backend(module, value))
+            scale = casting.next_scale(value, mesh.get_group(), module, backend)
+        q = quantize(value, scheme, scale=scale, backend=backend)
         assert q.codes is not None and q.scales is not None
         codes = q.codes.view(torch.uint8)
         if codes.shape[0] < rows:
@@ -231,11 +231,11 @@ def changed(t: Tensor) -> None:
         t.casting.changes += 1
 
 
-def largest(x: Tensor, *, finite_only: bool) -> Tensor:
+def largest(x: Tensor, *, finite_only: bool, backend: str = "auto") -> Tensor:
     """() float32, the largest magnitude; NaN counts as Inf, and with `finite_only` neither counts."""
     if not x.numel():
         return torch.zeros((), device=x.device)
-    if x.is_cuda and choose_backend("auto", x, "a maximum") == "portable":
+    if choose_backend(backend, x, "a maximum") == "portable":
         from gpu_accel.transformer_engine.quantize_kernels import _amax_kernel
 
         bits, m = x.new_zeros(1, dtype=torch.int32), as_matrix(x)
@@ -246,7 +246,7 @@ def largest(x: Tensor, *, finite_only: bool) -> Tensor:
             BM=bm, BK=bk, AXIS=0, FINITE=finite_only, HADAMARD=False, ROW=True, COL=False, NESTED=m.nested,
             EVEN=m.rows % bm == 0 and m.cols % bk == 0, SOURCE="", GATED=False, num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
-        with torch.cuda.device(x.device):
+        with on_device(x):
             quick(_amax_kernel, -(-m.rows // bm) * tiles, (x, x, x, x, x, bits, bits, x, *place), options)
     else:
         bits = amax_bits(x, finite_only=finite_only).amax().reshape(1)

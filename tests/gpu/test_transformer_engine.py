@@ -24,9 +24,10 @@ from gpu_accel.transformer_engine.modules import LayerNormMLP, TransformerLayer
 from gpu_accel.transformer_engine.optimizers import AdamW8bit, Lion8bit
 from gpu_accel.transformer_engine.quantize_launch import Source
 from gpu_accel.transformer_engine.quantizer import LONGEST_ROW, quantize
-from gpu_accel.transformer_engine.recipes import RECIPES, DelayedScaling
+from gpu_accel.transformer_engine.recipes import RECIPES, DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from gpu_accel.transformer_engine.reference_gemm import hopper_fp8_sum, scaled_mm_reference
 from gpu_accel.transformer_engine.schemes import SCHEMES, scheme
+from gpu_accel.transformer_engine.sharded import largest
 from gpu_accel.transformer_engine.sources import operand_op, source_reference
 from gpu_accel.transformer_engine.tensor import QuantizedTensor
 
@@ -413,3 +414,30 @@ def test_what_is_emulated_says_so():
     capability = torch.cuda.get_device_capability()
     assert quantize(make(64, 64), "nvfp4").emulated == (capability < (10, 0))
     assert quantize(make(64, 64), "fp8").emulated == (capability < (9, 0))
+
+
+def test_largest_magnitude():
+    """What ranks agree on before they cast a weight: one read, whatever tiles divide."""
+    for shape in ((512, 1024), (301, 1097), (1, 5)):
+        x = torch.randn(shape, generator=generator(0, "cuda"), device="cuda")
+        for finite_only in (True, False):
+            assert largest(x, finite_only=finite_only) == x.abs().max()
+            x[0, 0] = math.nan
+            assert largest(x, finite_only=finite_only) == (x[~x.isnan()].abs().max() if finite_only else math.inf)
+            x[0, 0] = 0
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_128x128"])
+def test_a_weight_that_was_gathered(name):
+    """FSDP2 hands a layer the codes of its weight: results and gradients are those of quantising it in the layer."""
+    recipe = Float8BlockScaling(use_f32_scales=True) if name == "fp8_128x128" else Float8CurrentScaling()
+    layer = Linear(512, 384, bias=False, params_dtype=torch.bfloat16, device="cuda", recipe=recipe)
+    whole, found = layer.weight.detach(), []
+    for weight in (whole, quantize(whole, recipe.scheme("weight"))):
+        layer.weight = torch.nn.Parameter(weight, requires_grad=True)
+        x = make(256, 512, special=False).requires_grad_()
+        y = layer(x)
+        y.backward(make(256, 384, special=False, seed=1))
+        found.append((y, x.grad, layer.weight.grad))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)

@@ -371,11 +371,15 @@ def test_without_fsdp_it_computes_as_before():
     assert gather_in_fp8(wrapped)[0].weight is wrapped[0].weight  # twice is once
 
 
+@pytest.mark.parametrize("backend", ["portable", "reference"])
 @pytest.mark.parametrize("finite_only", [True, False])
-def test_largest(finite_only):
-    x = torch.tensor([[1.0, -3.0], [float("nan"), 2.0]])
-    assert largest(x, finite_only=finite_only) == (3 if finite_only else float("inf"))
-    assert largest(x[:0], finite_only=finite_only) == 0
+def test_largest(finite_only, backend, device):
+    x = values(3, 70).to(device)  # no tile divides it
+    x[2, 69], x[1, 1] = -30, float("nan")
+    options = dict(finite_only=finite_only, backend=backend)
+    assert largest(x, **options) == (30 if finite_only else float("inf"))
+    assert largest(x[2:], **options) == 30 and largest(x[:0], **options) == 0
+    assert largest(x.t(), **options) == largest(x, **options)
 
 
 def test_what_a_gathered_weight_is():
