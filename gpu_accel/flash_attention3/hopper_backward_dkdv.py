@@ -461,8 +461,9 @@ def dkdv_kernel(
         mbarrier.init(q_empty.index(i), count=2)
         mbarrier.init(do_full.index(i), count=1)
         mbarrier.init(do_empty.index(i), count=2)
-        mbarrier.init(queue_full.index(i), count=1)
-        mbarrier.init(queue_empty.index(i), count=2)
+        if DYNAMIC:  # where nobody uses a barrier, its memory goes to others, which must not find one there
+            mbarrier.init(queue_full.index(i), count=1)
+            mbarrier.init(queue_empty.index(i), count=2)
     bufs = (q_bufs, do_bufs, k_buf, v_buf, p_bufs, lse_bufs, delta_bufs)
     bars = (k_full, k_empty, v_full, v_empty, q_full, q_empty, do_full, do_empty, queue_full, queue_empty, queue)
     shape = (seqlen_q, seqlen_k, heads_kv, per_kv, num_m, num_n, num_tiles, group, left, right, units, stat_blocks)

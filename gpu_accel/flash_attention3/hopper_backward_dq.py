@@ -384,8 +384,9 @@ def dq_kernel(
         mbarrier.init(q_empty.index(i), count=1)
         mbarrier.init(do_full.index(i), count=1)
         mbarrier.init(do_empty.index(i), count=1)
-        mbarrier.init(queue_full.index(i), count=1)
-        mbarrier.init(queue_empty.index(i), count=2)
+        if DYNAMIC:  # where nobody uses a barrier, its memory goes to others, which must not find one there
+            mbarrier.init(queue_full.index(i), count=1)
+            mbarrier.init(queue_empty.index(i), count=2)
     for i in gl.static_range(SLOTS):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)

@@ -519,8 +519,9 @@ def attention_backward_kernel(
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(do_full.index(i), count=1)
         mbarrier.init(row_empty.index(i), count=2)
-        mbarrier.init(queue_full.index(i), count=1)
-        mbarrier.init(queue_empty.index(i), count=2)
+        if DYNAMIC:  # where nobody uses a barrier, its memory goes to others, which must not find one there
+            mbarrier.init(queue_full.index(i), count=1)
+            mbarrier.init(queue_empty.index(i), count=2)
     dq_bufs = gl.allocate_shared_memory(gl.float32, [2, 16, 256], dq_desc.layout)
     bufs = (q_bufs, do_bufs, k_bufs, v_bufs, ds_bufs, stat_bufs, dq_bufs)
     bars = (k_full, k_empty, v_full, v_empty, q_full, do_full, row_empty, queue_full, queue_empty, queue)

@@ -519,7 +519,8 @@ def attention_forward_kernel(
         num_tiles = num_m * heads
     for i in gl.static_range(Q_SLOTS * PARTS):
         mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=1)
+        if SPECIALIZED:
+            mbarrier.init(q_empty.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
@@ -528,9 +529,10 @@ def attention_forward_kernel(
     if OPEN:
         opening = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
         mbarrier.init(opening, count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(queue_full.index(i), count=1)
-        mbarrier.init(queue_empty.index(i), count=PARTS)
+    if DYNAMIC:  # where nobody uses a barrier, its memory goes to others, which must not find one there
+        for i in gl.static_range(2):
+            mbarrier.init(queue_full.index(i), count=1)
+            mbarrier.init(queue_empty.index(i), count=PARTS)
     bufs = (q_bufs, k_bufs, v_bufs, o_bufs)
     bars = (q_full, q_empty, k_full, v_full, kv_empty, queue_full, queue_empty, queue, opening)
     shape = (seqlen_q, seqlen_k, heads, heads_per_kv, num_m, num_tiles, group, left, right)

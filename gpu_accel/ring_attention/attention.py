@@ -23,6 +23,7 @@ from gpu_accel.ring_attention.layouts import Layout
 from gpu_accel.ring_attention.masks import Mask
 from gpu_accel.ring_attention.schedules import schedule as find_schedule
 from gpu_accel.ring_attention.transport import Transport
+from gpu_accel.ring_attention.wire import WIRES
 
 Window = tuple[int | None, int | None]
 _ONLY = {  # options and the schedules that read them
@@ -31,7 +32,6 @@ _ONLY = {  # options and the schedules that read them
     "mesh": ("mesh",),
     "wire": ("kv_ring", "double_ring", "allgather", "ulysses", "usp", "mesh", "helper"),
 }
-WIRES = (None, torch.float16, torch.bfloat16, torch.float32)
 _OPTIONS = (
     "causal", "window_size", "softmax_scale", "softcap", "backend", "ulysses", "inner", "mesh", "wire", "overlap",
     "deterministic",
@@ -63,7 +63,8 @@ def check_split(
                 f"mesh must be two sizes whose product is the {_number(ranks)} ranks, got {mesh!r:.80}"
             )
     if wire not in WIRES:
-        raise UnsupportedError(f"wire must be float16, bfloat16, float32 or None, got {wire}: 8-bit needs scales")
+        known = ", ".join(str(x).removeprefix("torch.") for x in WIRES)
+        raise UnsupportedError(f"wire must be one of {known}, got {wire!r:.80}")
 
 
 def _number(ranks: int | None) -> str:

@@ -32,6 +32,7 @@ from gpu_accel.ring_attention.layouts import IGNORE_INDEX, Layout
 from gpu_accel.ring_attention.transport import Transport
 
 NAME = "gpu_accel_ring"
+_LAYERS = {"attention", "full_attention", "sliding_attention"}
 _ACTIVE: ContextVar[ContextParallel | None] = ContextVar("context_parallel", default=None)
 
 
@@ -94,7 +95,7 @@ def context_parallel(
         options: of `distributed_attention`: backend, overlap, wire, ...
 
     Raises:
-        UnsupportedError: a model that cannot be given another attention.
+        UnsupportedError: a model that cannot be given another attention, or with layers that cannot run on a shard.
     """
     if gradients not in ("sum", "mean"):
         raise InvalidInputError(f"gradients must be 'sum' or 'mean', got {gradients!r:.40}")
@@ -102,6 +103,7 @@ def context_parallel(
         raise InvalidInputError(f"the layout is for {layout.ranks} ranks, but the transport has {transport.size}")
     if not hasattr(model, "set_attn_implementation"):
         raise UnsupportedError(f"{type(model).__name__} has no set_attn_implementation: a transformers model is needed")
+    check_layers(model.config)
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, _attention)
@@ -115,6 +117,25 @@ def context_parallel(
     finally:
         _ACTIVE.reset(token)
         model.set_attn_implementation(before)
+
+
+def check_layers(config: Any) -> None:
+    """Every layer of a transformers configuration must be one that sees other tokens through its attention alone.
+
+    What a layer's mask would say is not asked for here, so layers that live by it (chunks) must not become full causal
+    ones, nor layers that hand a state from token to token (convolutions, recurrences) run on a shard as if it were all.
+
+    Raises:
+        UnsupportedError: names the layers.
+    """
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    if kinds is None and getattr(config, "attention_chunk_size", None):
+        kinds = ["chunked_attention"]
+    if strange := sorted({str(kind) for kind in kinds or ()} - _LAYERS):
+        raise UnsupportedError(
+            f"layers of kind {', '.join(strange)} cannot run on a shard: only {', '.join(sorted(_LAYERS))} can"
+        )
 
 
 def _attention(

@@ -51,6 +51,29 @@ class Compiled:
         )
 
 
+def idle_barriers(ttgir: str) -> list[str]:
+    """Names of mbarriers that are initialised and nothing else.
+
+    To the compiler they are dead from there on, and it gives their memory to others. But what has been an mbarrier must
+    not be used for anything else before it is invalidated: on GPUs that processes share by time slices, 16 bytes of
+    float32 sums came out as the words of a barrier.
+    """
+    of: dict[str, str] = {}  # a view of a barrier -> the barrier
+    used: dict[str, set[bool]] = {}
+    for line in ttgir.splitlines():
+        names = re.findall(r"%[\w.$-]+(?:#\d+)?", line)
+        if made := re.match(r"\s*(%[\w.$-]+) = ttg\.local_alloc\b.*memdesc<[\dx]*xi64\b", line):
+            of[made[1]] = made[1]
+            used[made[1]] = set()
+        elif len(names) > 1 and " = ttg.memdesc_" in line and names[1] in of:
+            of[names[0]] = of[names[1]]
+        else:
+            for name in names:
+                if name in of:
+                    used[of[name]].add("init_barrier" not in line)
+    return [name for name, uses in used.items() if uses == {False}]
+
+
 def _ptxas(capability: int) -> str:
     """The ptxas that this Triton itself uses for `capability`: it brings two, and which is whose has changed."""
     from triton.backends.nvidia import compiler
@@ -133,6 +156,11 @@ def inspect(kernel: Any, name: str, capability: int) -> Compiled:
         ).stdout
     log = assembled.stderr
 
+    ttgir = kernel.asm.get("ttgir", "")
+    # C7512 and its like: "wgmma serialized", silent in Triton and up to three times slower
+    warnings = [line for line in log.splitlines() if "warning" in line.lower() or "serializ" in line.lower()]
+    warnings += [f"barrier {barrier} is initialised and never used" for barrier in idle_barriers(ttgir)]
+
     def number(pattern: str) -> int:
         return sum(int(n) for n in re.findall(pattern, log))
 
@@ -147,9 +175,8 @@ def inspect(kernel: Any, name: str, capability: int) -> Compiled:
         instructions=Counter(_INSTRUCTION.findall(sass)),
         ptx=ptx,
         sass=sass,
-        ttgir=kernel.asm.get("ttgir", ""),
-        # C7512 and its like: "wgmma serialized", silent in Triton and up to three times slower
-        warnings=tuple(line for line in log.splitlines() if "warning" in line.lower() or "serializ" in line.lower()),
+        ttgir=ttgir,
+        warnings=tuple(warnings),
     )
 
 

@@ -18,6 +18,7 @@ from gpu_accel.ring_attention.attention import distributed_attention, gather_seq
 from gpu_accel.ring_attention.masks import pieces
 from gpu_accel.ring_attention.simulate import simulate_attention
 from gpu_accel.ring_attention.step import Running
+from gpu_accel.ring_attention.wire import decode, encode
 from gpu_accel.testing import (
     assert_close_to_truth,
     make_qkv,
@@ -121,6 +122,21 @@ def test_the_merge_in_the_epilogue(head_dim: int, seqlen: int):
         sums.append(lse)
     assert_close_to_truth("o", layout.unshard(shards), exact, ruler, floor=8e-3)
     assert relative_error(layout.unshard(sums, dim=2), exact_lse) < 1e-6
+
+
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_keys_in_eight_bits_on_the_wire(kind: torch.dtype):
+    """All keys arrive through the wire, so results are those of the keys that it makes of them."""
+    q, k, v, do = inputs()
+    found = simulate_attention(q, k, v, do=do, ranks=4, schedule="allgather", causal=True, wire=kind)
+    k, v = (decode(encode(x, kind), kind, x.dtype) for x in (k, v))
+    exact = (attention_truth(q, k, v, causal=True)[0], *attention_truth_backward(do, q, k, v, causal=True))
+    rulers = (
+        yardstick_attention(q, k, v, causal=True)[0],
+        *yardstick_attention_backward(do, q, k, v, causal=True),
+    )
+    for name, x, truth, ruler in zip(NAMES, (found[0], *found[2:]), exact, rulers, strict=True):
+        assert_close_to_truth(name, x, truth, ruler, floor=8e-3)
 
 
 def test_the_module_on_one_gpu():

@@ -73,6 +73,52 @@ def test_two_ranks_equal_one(kind: str, layout: str, schedule: str, tmp_path: Pa
             assert torch.allclose(torch.from_numpy(gradients[name]), grad, atol=1e-6), name
 
 
+def with_fsdp(rank: int) -> tuple[float, dict]:
+    """Parameters in shards over the same ranks, gradients averaged by FSDP2."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from gpu_accel.ring_attention.models import context_parallel
+
+    one, transport = model(), TorchTransport(timeout=30)
+    mesh = init_device_mesh("cpu", (2,))
+    for part in (*one.model.layers, one):
+        fully_shard(part, mesh=mesh)
+    cut = make_layout("zigzag", seqlen=SEQLEN, ranks=2)
+    with context_parallel(one, layout=cut, transport=transport, gradients="mean") as cp:
+        loss = cp.loss(one(**cp.inputs(tokens()), use_cache=False).logits, tokens())
+        loss.backward()
+    torch.distributed.all_reduce(total := loss.detach())
+    return float(total) / 2, {n: p.grad.full_tensor().numpy() for n, p in one.named_parameters()}
+
+
+def test_fsdp_averages_what_the_loss_is_scaled_for(tmp_path: Path):
+    import torch.distributed.fsdp  # noqa: F401  before processes are forked that would each do it
+
+    _, loss, grads = alone("llama")
+    for total, gradients in results(run_ranks(with_fsdp, 2, tmp_path)):
+        assert total == pytest.approx(loss, rel=1e-6)
+        for name, grad in grads.items():
+            assert torch.allclose(torch.from_numpy(gradients[name]), grad, atol=1e-6), name
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"layer_types": ["full_attention", "chunked_attention"]}, {"layer_types": ["linear_attention"] * 2},
+     {"layers_block_type": ["mamba", "attention"]}, {"attention_chunk_size": 8}],
+    ids=["chunks", "linear", "mamba", "chunks of old"],
+)  # fmt: skip
+def test_layers_that_would_silently_see_something_else_are_refused(changes: dict):
+    from gpu_accel.ring_attention.models import check_layers
+
+    config = model().config
+    check_layers(config)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    with pytest.raises(UnsupportedError, match="cannot run on a shard: only attention, full_attention, sliding_"):
+        check_layers(config)
+
+
 def refused(rank: int) -> list[str]:
     from gpu_accel.ring_attention.models import context_parallel
 

@@ -68,8 +68,8 @@ def _key_runs(call: Call) -> tuple[tuple[Run, ...], Tensor | None]:
 
 def _gather(k: Tensor, v: Tensor, call: Call, transport: Transport) -> tuple[Tensor, Tensor]:
     """All keys and values, (batch, ranks * local_length, heads_kv, dim), in the order of `_key_runs`."""
-    packed = Message((k, v))
-    mine = torch.empty(packed.numel, dtype=call.wire or k.dtype, device=k.device)
+    packed = Message((k, v), call.wire)
+    mine = torch.empty(packed.numel, dtype=packed.dtype, device=k.device)
     packed.pack((k, v), mine)
     shards = [packed.unpack(row, k.dtype) for row in transport.all_gather(mine).wait()]
     order = _key_runs(call)[1]

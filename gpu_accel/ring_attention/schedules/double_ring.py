@@ -61,8 +61,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, transport: Transport) -
     w = circles.w
     steps = [circles.pieces(turn, step) for turn in range(circles.groups) for step in range(w)]
     running = Running(q, v.shape[-1], steps, call)
-    packed = Message((k, v))
-    first, coming, here, there = transport.buffers(4, (packed.numel,), k, call.wire)
+    packed = Message((k, v), call.wire)
+    first, coming, here, there = transport.buffers(4, (packed.numel,), k, packed.dtype)
     packed.pack((k, v), first)
     for turn in range(circles.groups):
         outer = circles.outer(first, coming) if turn + 1 < circles.groups else None
@@ -87,10 +87,10 @@ def backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, call: Call, transport: Transport
 ) -> tuple[Tensor, Tensor, Tensor]:
     circles = _Circles(call, transport)
-    dtype, packed, delta = partial_dtype(q), Message((k, v)), delta_of(do, o)
+    dtype, packed, totals, delta = partial_dtype(q), Message((k, v), call.wire), Message((k, v)), delta_of(do, o)
     dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
-    first, coming, here, there = transport.buffers(4, (packed.numel,), k, call.wire)
-    sums, spare = transport.buffers(2, (packed.numel,), k, dtype)
+    first, coming, here, there = transport.buffers(4, (packed.numel,), k, packed.dtype)
+    sums, spare = transport.buffers(2, (totals.numel,), k, dtype)
     packed.pack((k, v), first)
     sums.zero_()
     arriving: Pending | None = None  # the sum that belongs to the block here
@@ -107,7 +107,7 @@ def backward(
             if arriving is not None:
                 arriving.wait()
                 sums, spare = spare, sums
-            for total, part in zip(packed.unpack(sums), (dk, dv), strict=True):
+            for total, part in zip(totals.unpack(sums), (dk, dv), strict=True):
                 total += part
             if inner is not None:
                 inner.wait()
@@ -123,5 +123,5 @@ def backward(
         arriving = circles.outer(sums, spare)  # the last one of all takes it home
     if arriving is not None:
         arriving.wait()
-    dk, dv = packed.unpack(spare)
+    dk, dv = totals.unpack(spare)
     return dq.to(q.dtype), dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True)

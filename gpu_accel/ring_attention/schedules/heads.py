@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gpu_accel.ring_attention.transport import Transport
+from gpu_accel.ring_attention.wire import decode, encode, in_eight_bits
 
 
 def to_heads(
@@ -25,8 +26,11 @@ def to_heads(
     """Each (batch, rows, heads, dim) becomes (batch, len(ranks) * rows, share, dim), in one all-to-all
     (one each where head_dim differs).
 
-    `order` arranges the rows that came together, as `block_runs` gives it.
+    `order` arranges the rows that came together, as `block_runs` gives it. `wire`: what all of them travel as.
     """
+    if wire is not None and in_eight_bits(wire):
+        coded = to_heads([(encode(x, wire), shares) for x, shares in tensors], order, ranks, transport)
+        return [decode(x, wire, own.dtype) for x, (own, _) in zip(coded, tensors, strict=True)]
     dtype, n = tensors[0][0].dtype, len(ranks)
     if len({x.shape[:2] + x.shape[3:] for x, _ in tensors}) > 1:  # a head_dim of v of its own
         return [to_heads([one], order, ranks, transport, wire)[0] for one in tensors]

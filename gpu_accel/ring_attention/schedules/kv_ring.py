@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gpu_accel.ring_attention.call import Call
 from gpu_accel.ring_attention.schedules import ring_backward
-from gpu_accel.ring_attention.schedules.ring import Blocks, Ring
+from gpu_accel.ring_attention.schedules.ring import Blocks, Message, Ring
 from gpu_accel.ring_attention.step import Running, add_gradients, delta_of, partial_dtype
 from gpu_accel.ring_attention.transport import Transport
 
@@ -75,7 +75,7 @@ def backward_on(
     dq = torch.zeros(q.shape, dtype=wide, device=q.device)
     hops = ring.hops(call.mask)
     blocks = Blocks(ring, (k, v), hops, call)
-    packed = blocks.packed
+    packed = Message((k, v))
     sums, spare = ring.transport.buffers(2, (packed.numel,), k, wide) if hops else (k, k)
     arriving = None
     for step in range(hops + 1):

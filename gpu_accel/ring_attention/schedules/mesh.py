@@ -49,8 +49,8 @@ class _Tile:
 
     def gather(self, tensors: tuple[Tensor, ...], ranks: tuple[int, ...], wire: torch.dtype | None = None):
         """Shards (batch, rows, ...) of the ranks, one behind the other along the rows."""
-        packed = Message(tensors)
-        mine = torch.empty(packed.numel, dtype=wire or tensors[0].dtype, device=tensors[0].device)
+        packed = Message(tensors, wire)
+        mine = torch.empty(packed.numel, dtype=packed.dtype, device=tensors[0].device)
         packed.pack(tensors, mine)
         shards = [packed.unpack(row, tensors[0].dtype) for row in self.transport.all_gather(mine, ranks).wait()]
         return [torch.cat(parts, 1) for parts in zip(*shards, strict=True)]

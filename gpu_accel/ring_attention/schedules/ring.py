@@ -14,6 +14,7 @@ from gpu_accel.ring_attention.layouts import Run
 from gpu_accel.ring_attention.masks import Mask, Piece, pieces
 from gpu_accel.ring_attention.spans import Spans
 from gpu_accel.ring_attention.transport import Pending, Transport
+from gpu_accel.ring_attention.wire import carrier, coded_shape, decode, encode_into, in_eight_bits
 
 
 @dataclass(frozen=True)
@@ -53,23 +54,33 @@ def _hops(blocks: tuple[tuple[Run, ...], ...], mask: Mask, way: int) -> int:
 
 
 class Message:
-    """Tensors laid one behind the other in a flat buffer, so that a hop is one message."""
+    """Tensors laid one behind the other in a flat buffer, so that a hop is one message.
 
-    def __init__(self, like: Sequence[Tensor]) -> None:
-        self.shapes = [x.shape for x in like]
-        self.sizes = [x.numel() for x in like]
+    `wire`: what they travel as (wire.py); buffers are of `dtype`, and `shapes` and `sizes` those of what is in them.
+    """
+
+    def __init__(self, like: Sequence[Tensor], wire: torch.dtype | None = None) -> None:
+        self.eight_bits = wire if in_eight_bits(wire) else None
+        self.dtype = carrier(wire, like[0].dtype)
+        self.shapes = [coded_shape(x.shape, wire) for x in like]
+        self.sizes = [shape.numel() for shape in self.shapes]
 
     @property
     def numel(self) -> int:
         return sum(self.sizes)
 
     def pack(self, tensors: Sequence[Tensor], buffer: Tensor) -> None:
-        for part, x in zip(buffer.split(self.sizes), tensors, strict=True):
-            part.view(x.shape).copy_(x)
+        for part, shape, x in zip(buffer.split(self.sizes), self.shapes, tensors, strict=True):
+            if self.eight_bits is None:
+                part.view(x.shape).copy_(x)
+            else:
+                encode_into(x, self.eight_bits, part.view(shape))
 
     def unpack(self, buffer: Tensor, dtype: torch.dtype | None = None) -> list[Tensor]:
-        """Views into the buffer (copies where it has another dtype)."""
+        """Views into the buffer (copies where it has another dtype, which 8 bits always have)."""
         parts = [part.view(shape) for part, shape in zip(buffer.split(self.sizes), self.shapes, strict=True)]
+        if self.eight_bits is not None:
+            return [decode(x, self.eight_bits, dtype or torch.float32) for x in parts]
         return parts if dtype is None else [x.to(dtype) for x in parts]
 
 
@@ -88,14 +99,14 @@ class Blocks:
     def __init__(self, ring: Ring, tensors: tuple[Tensor, Tensor], hops: int, call: Call) -> None:
         self.ring, self.hops, self.call = ring, hops, call
         self.own, self.dtype = list(tensors), tensors[0].dtype
-        self.packed = Message(tensors)
+        self.packed = Message(tensors, call.wire)
         self.pulled = hops > 0 and ring.transport.pulls
         if hops == 0:
             return
         homes = getattr(ring.transport, "homes", None)
         home = homes.find(*tensors) if self.pulled and homes and call.wire in (None, self.dtype) else None
         count = min(hops, 2) + (home is None) if self.pulled else 2
-        self.buffers = ring.transport.buffers(count, (self.packed.numel,), tensors[0], call.wire)
+        self.buffers = ring.transport.buffers(count, (self.packed.numel,), tensors[0], self.packed.dtype)
         if home is not None:
             self.buffers.insert(0, home[1])
         else:

@@ -28,7 +28,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     groups = _Groups(call, transport, q.shape[2], k.shape[2], degree)
     tensors = [(q, groups.shares.queries), (k, groups.shares.keys), (v, groups.shares.keys)]
-    q_, k_, v_ = groups.to_heads(tensors)
+    q_, k_, v_ = groups.to_heads(tensors, keys=2)
     o, lse = forward_on(groups.ring, q_, k_, v_, call)
     queries = groups.shares.queries
     (o,) = groups.to_sequence([(o, queries, q.shape[2])])
@@ -42,7 +42,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     groups = _Groups(call, transport, q.shape[2], k.shape[2], degree)
     queries, keys = groups.shares.queries, groups.shares.keys
-    do_, q_, k_, v_ = groups.to_heads([(do, queries), (q, queries), (k, keys), (v, keys)])
+    do_, q_, k_, v_ = groups.to_heads([(do, queries), (q, queries), (k, keys), (v, keys)], keys=2)
     stats = [x.transpose(1, 2)[..., None].contiguous() for x in (lse, delta_of(do, o))]
     lse_, delta = (x[..., 0].transpose(1, 2) for x in groups.to_heads([(x, queries) for x in stats]))
     dq, dk, dv = backward_on(groups.ring, do_, q_, k_, v_, lse_, delta, call)
@@ -56,7 +56,7 @@ class _Groups:
     def __init__(self, call: Call, transport: Transport, heads: int, heads_kv: int, degree: int | None) -> None:
         u = degree or call.ulysses or default_degree(call.ranks, heads_kv)
         group, member = divmod(transport.rank, u)
-        self.transport = transport
+        self.transport, self.wire = transport, call.wire
         self.ranks = tuple(range(group * u, group * u + u))
         self.shares = share_heads(heads, heads_kv, u)
         blocks = [block_runs(call.layout, range(g * u, g * u + u)) for g in range(call.ranks // u)]
@@ -64,8 +64,15 @@ class _Groups:
         members = tuple(g * u + member for g in range(call.ranks // u))
         self.ring = Ring(transport, members, tuple(runs for runs, _ in blocks), group)
 
-    def to_heads(self, tensors) -> list[Tensor]:
-        return to_heads(tensors, self.order, self.ranks, self.transport)
+    def to_heads(self, tensors, keys: int = 0) -> list[Tensor]:
+        """`keys`: how many of the tensors, the last ones, are keys or values, which may travel as something else."""
+        rest, wire = len(tensors) - keys, self.wire
+        if not keys or wire in (None, tensors[-1][0].dtype):
+            return to_heads(tensors, self.order, self.ranks, self.transport)
+        return [
+            *to_heads(tensors[:rest], self.order, self.ranks, self.transport),
+            *to_heads(tensors[rest:], self.order, self.ranks, self.transport, wire),
+        ]
 
     def to_sequence(self, tensors) -> list[Tensor]:
         return to_sequence(tensors, self.order, self.ranks, self.transport)
