@@ -518,7 +518,8 @@ def attention_backward_kernel(
     for i in gl.static_range(2):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(do_full.index(i), count=1)
-        mbarrier.init(row_empty.index(i), count=2)
+        if not NAMED:
+            mbarrier.init(row_empty.index(i), count=2)
         if DYNAMIC:  # where nobody uses a barrier, its memory goes to others, which must not find one there
             mbarrier.init(queue_full.index(i), count=1)
             mbarrier.init(queue_empty.index(i), count=2)

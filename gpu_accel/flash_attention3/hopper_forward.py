@@ -519,12 +519,13 @@ def attention_forward_kernel(
         num_tiles = num_m * heads
     for i in gl.static_range(Q_SLOTS * PARTS):
         mbarrier.init(q_full.index(i), count=1)
-        if SPECIALIZED:
+        if SPECIALIZED and not NAMED:
             mbarrier.init(q_empty.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(kv_empty.index(i), count=PARTS)
+        if not NAMED:
+            mbarrier.init(kv_empty.index(i), count=PARTS)
     opening = queue_empty.index(0)
     if OPEN:
         opening = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
@@ -532,7 +533,8 @@ def attention_forward_kernel(
     if DYNAMIC:  # where nobody uses a barrier, its memory goes to others, which must not find one there
         for i in gl.static_range(2):
             mbarrier.init(queue_full.index(i), count=1)
-            mbarrier.init(queue_empty.index(i), count=PARTS)
+            if not NAMED:
+                mbarrier.init(queue_empty.index(i), count=PARTS)
     bufs = (q_bufs, k_bufs, v_bufs, o_bufs)
     bars = (q_full, q_empty, k_full, v_full, kv_empty, queue_full, queue_empty, queue, opening)
     shape = (seqlen_q, seqlen_k, heads, heads_per_kv, num_m, num_tiles, group, left, right)
