@@ -48,6 +48,15 @@ def test_cold_cache_is_slower_than_warm():
     assert cold.median > 1.15 * warm.median
 
 
+def test_reading_does_not_wait_for_lines_of_the_flush_in_a_clean_cache():
+    source = torch.randn(32 * 2**20, device="cuda")  # 128 MB, more than the cache
+    out = torch.empty((), device="cuda")
+    read = {"read": [lambda: torch.amax(source, (0,), out=out)]}
+    taken = [compare(read, clean_l2=clean)["read"] for clean in (False, True)]
+    assert [one.l2 for one in taken] == ["flushed", "clean"]
+    assert taken[1].median < taken[0].median
+
+
 def test_graph_and_events_agree_on_a_long_call():
     call = matmul()
     samples = [compare({"mm": [call]}, method=method)["mm"] for method in ("events", "graph", "events", "graph")]
