@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+import triton
 from torch import Tensor
 
 from gpu_accel.errors import UnsupportedError
@@ -27,6 +28,8 @@ _HEAD_DIMS = (64, 128, 256)
 _ONE_SUM = 1024  # keys that the tensor cores may add up alone: of equal values they lose about a percent
 _MOST_MAPS = 4096
 _maps: dict[tuple, dict] = {}
+# From 3.8 on two steps a round leave ptxas too few registers: it puts 4 KB aside and serialises the products.
+_PAIRS = 2 if tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 8) else 1
 _GROUP = 16  # keys whose order a tensor map changes together
 
 
@@ -91,8 +94,8 @@ class Fp8SlicedConfig:
 def sliced_config(head_dim: int, *, causal: bool, out_bytes: int = 2) -> Fp8SlicedConfig:
     """The configuration of `hopper_fp8_sliced.py` for a head_dim up to 128."""
     if head_dim <= 64:
-        return Fp8SlicedConfig(stages=4, totals="registers", dynamic=causal)
-    return Fp8SlicedConfig(stages=3 if out_bytes == 2 else 2, dynamic=causal)
+        return Fp8SlicedConfig(stages=4, totals="registers", dynamic=causal, pairs=_PAIRS)
+    return Fp8SlicedConfig(stages=3 if out_bytes == 2 else 2, dynamic=causal, pairs=_PAIRS)
 
 
 def forward_config(head_dim: int, *, causal: bool, seqlen_k: int, out_bytes: int = 2) -> Fp8ForwardConfig:
