@@ -15,9 +15,10 @@ from gpu_accel.flash_attention3.launch import capability
 from gpu_accel.flash_attention3.reference import attention_reference
 from gpu_accel.transformer_engine.checks import check_between, check_choice, check_floats
 
-# Fewer products a value than this, and reading and quantising cost more than narrower products save: the time of
-# attention grows with the keys a query sees, that of quantising does not. Modelled for an H100, not measured.
-FEWEST_KEYS = 1024
+# Fewer keys, and quantising costs more than it saves. Per row of q, k and v it moves 3 bytes a value, 9 d in all: 3 ps
+# times d at 3 TB/s. A key costs a query 4 d operations, in FP8 at about 900 and not 600 TFLOP/s: 2.2 fs times d less. So
+# it breaks even near 1400 keys, twice that with a causal mask. An estimate with an H100's rates, not a measurement.
+FEWEST_KEYS = 2048
 
 
 @functools.cache
@@ -50,7 +51,7 @@ def attention_precision(q: Tensor, k: Tensor, v: Tensor, *, max_error: float = 0
     if q.shape[-1] % 16 or q.shape[-1] > 256:
         return "bf16", f"FP8 attention takes head dimensions that are multiples of 16 up to 256, not {q.shape[-1]}"
     if k.shape[1] < FEWEST_KEYS:
-        return "bf16", f"{k.shape[1]} keys: below {FEWEST_KEYS} quantising costs more than it saves (modelled)"
+        return "bf16", f"{k.shape[1]} keys: below {FEWEST_KEYS} quantising costs more than it saves (estimated)"
     if (error := attention_error()) > allowed:
         return "bf16", f"its error on normal values is {error:.1%}, more than the {allowed:.1%} allowed"
     return "fp8", "FP8 units, no gradient wanted, enough keys, and the error is allowed"
