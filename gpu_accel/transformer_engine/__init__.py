@@ -46,6 +46,7 @@ _WHERE = {
     "LayerNormMLP": "modules",
     "Linear": "linear",
     "Lion8bit": "optimizers",
+    "mixed_precision_attention": "attention",
     "MXFP8BlockScaling": "recipes",
     "number_format": "formats",
     "NVFP4BlockScaling": "recipes",

@@ -128,6 +128,8 @@ def quantize(
     if scale is not None and not (isinstance(scale, Tensor) and scale.numel() == 1 and scale.is_floating_point()):
         got = f"{tuple(scale.shape)} {scale.dtype}" if isinstance(scale, Tensor) else type(scale).__name__
         raise InvalidInputError(f"scale must be a tensor of one float32, got {got}")
+    if scale is not None and scale.is_meta and not x.is_meta:
+        raise InvalidInputError(f"scale has no value (it is on meta), and x is on {x.device}")
     matrix = as_matrix(x)
     if scheme.hadamard and ((rowwise and matrix.cols % 16) or (columnwise and matrix.rows % 16)):
         raise InvalidInputError(f"the Hadamard matrix needs multiples of 16, got {matrix.rows} x {matrix.cols}")

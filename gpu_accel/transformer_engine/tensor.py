@@ -156,6 +156,14 @@ class QuantizedTensor(torch.Tensor):
 
     # -- what torch may do with it
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """For pickle and torch.save: a wrapper has no storage that they could write. Types of one byte go as bytes,
+        for pickle (unlike torch.save) cannot read a float8 tensor back that it wrote (torch 2.13)."""
+        parts = {name: t for name, t in self._inner.items() if t is not None}
+        dtypes = {name: t.dtype for name, t in parts.items()}
+        plain = {name: t.view(torch.uint8) if t.element_size() == 1 else t for name, t in parts.items()}
+        return _from_inner, (plain, dtypes, self._text, self.shape, self.dtype, self.requires_grad)
+
     def share_memory_(self) -> QuantizedTensor:  # torch's own looks for a storage, which a wrapper has not
         for t in self._inner.values():
             if t is not None:
@@ -243,4 +251,14 @@ class QuantizedTensor(torch.Tensor):
         return self
 
 
-torch.serialization.add_safe_globals([QuantizedTensor])
+def _from_inner(
+    plain: dict[str, Tensor], dtypes: dict[str, torch.dtype], text: str, shape: Any, dtype: torch.dtype,
+    requires_grad: bool,
+) -> QuantizedTensor:  # fmt: skip
+    inner: dict[str, Tensor | None] = {name: t.view(dtypes[name]) for name, t in plain.items()}
+    made = QuantizedTensor(inner, find_scheme(text), torch.Size(shape), dtype)
+    return made.requires_grad_(requires_grad)  # type: ignore[return-value]
+
+
+# QuantizedTensor alone is what files of earlier versions name
+torch.serialization.add_safe_globals([QuantizedTensor, _from_inner, torch.Size])

@@ -21,6 +21,8 @@ from gpu_accel.transformer_engine import (
     swizzle_scales,
     unswizzle_scales,
 )
+from gpu_accel.transformer_engine.attention import mixed_precision_attention
+from gpu_accel.transformer_engine.context import autocast, checkpoint
 from gpu_accel.transformer_engine.conversion import (
     transformer_engine_fp4,
     transformer_engine_fp8,
@@ -142,6 +144,11 @@ REFUSED = {
     "swizzled-none": lambda: swizzle_scales(None),
     "unswizzled-none": lambda: unswizzle_scales(None, 4, 4),
     "unswizzled-text": lambda: unswizzle_scales(torch.zeros(512, dtype=torch.uint8), "4", 4),
+    "scale-without-value": lambda: quantize(r(3, 4), "fp8", scale=torch.ones((), device="meta")),
+    "checkpoint-of-nothing": lambda: checkpoint(None, r(3, 4)),
+    "reduction-over-a-number": lambda: autocast(amax_reduction_group=3).__enter__(),
+    "attention-precision": lambda: mixed_precision_attention(*[r(1, 3, 2, 16)] * 3, precision="fp4"),
+    "attention-of-rows": lambda: mixed_precision_attention(r(3, 16), r(3, 16), r(3, 16)),
     "history-without-values": lambda: fp8_quantize(r(3, 4), torch.zeros(4, device="meta")),
     "result-none": lambda: dequantize_and_accumulate(None),
     "scale-text": lambda: dequantize_and_accumulate(r(3, 4), "2"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -48,6 +49,12 @@ def test_saving_and_loading(name, weights_only):
     back = torch.load(file, weights_only=weights_only)["w"]
     assert isinstance(back, QuantizedTensor) and same(back, q)
     assert torch.equal(back.dequantize(), q.dequantize())
+
+
+def test_pickle():
+    q = made("nvfp4", columnwise=True)
+    back = pickle.loads(pickle.dumps(q))
+    assert isinstance(back, QuantizedTensor) and same(back, q) and back.dtype == q.dtype
 
 
 def test_as_a_parameter_in_a_state_dict():
