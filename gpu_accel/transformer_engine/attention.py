@@ -16,8 +16,8 @@ from gpu_accel.flash_attention3.reference import attention_reference
 from gpu_accel.transformer_engine.checks import check_between, check_choice, check_floats
 
 # Fewer keys, and quantising costs more than it saves. Per row of q, k and v it moves 3 bytes a value, 9 d in all: 3 ps
-# times d at 3 TB/s. A key costs a query 4 d operations, in FP8 at about 900 and not 600 TFLOP/s: 2.2 fs times d less. So
-# it breaks even near 1400 keys, twice that with a causal mask. An estimate with an H100's rates, not a measurement.
+# times d at 3 TB/s. A key costs a query 4 d operations, in FP8 at about 900 and not 600 TFLOP/s: 2.2 fs times d less.
+# It breaks even near 1400 keys, twice that with a causal mask. An estimate with an H100's rates, not a measurement.
 FEWEST_KEYS = 2048
 
 
