@@ -10,6 +10,7 @@ rounds: one set of such choices, then many lengths, heads, strides and values. E
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -237,19 +238,43 @@ def check(call: Call, *, device: str = "cuda", attention: Callable[..., Any] | N
     if ruler[0].requires_grad:
         to_send = [do] if dlse is None else [do, dlse.to(o.dtype)]
         measures = torch.autograd.grad(ruler[: len(to_send)], rulers, to_send, allow_unused=True)
+    floors = dict(zip(("dq", "dk"), _rounding_of_differences(do, true[0], tensors, known), strict=True))
     for name, got, exact, measure in zip(("dq", "dk", "dv", "dsinks"), grads, truths, measures, strict=False):
         rough = o.dtype if name == "dsinks" else got.dtype
-        _judge(name, got, exact, None if measure is None else measure.to(got.dtype), rough, gradient=True)
+        measure = None if measure is None else measure.to(got.dtype)
+        _judge(name, got, exact, measure, rough, gradient=True, floor=floors.get(name, 0.0))
+
+
+def _rounding_of_differences(do: Tensor, o: Tensor, tensors: tuple[Tensor, ...], known: dict[str, Any]) -> list[float]:
+    """What dq and dk of float32 may err because dP - delta is a difference of two rounded sums.
+
+    With one key both are the same product and nothing of them should be left. The yardstick finds exactly that, because
+    torch's softmax takes delta from the very dP; kernels take it from o, in another order, so it cannot say what they
+    may err. A sum of products a b, rounded term by term, errs by about 0.16 eps |a| |b| (a random walk), and dq and dk
+    add such errors, P (|dO| (|V| + |O|)) times k or q, over keys or queries. Allowed is 2 eps times the
+    root of the sum of squares, with P^2 <= P, which makes both sums attention again. 16 bits have `_EPSILONS`.
+    """
+    from gpu_accel.flash_attention3.reference import attention_truth, attention_truth_backward
+
+    q, k, v = tensors
+    if q.dtype != torch.float32 or not q.numel() or not k.numel():
+        return [0.0, 0.0]
+    largest_v = v.double().norm(dim=-1).nan_to_num(0.0).max()
+    reach = do.double().norm(dim=-1, keepdim=True) * (largest_v + o.double().norm(dim=-1, keepdim=True).nan_to_num(0.0))
+    of_q = attention_truth(q, k, k.double().square(), **known)[0] * reach.square()
+    of_k = attention_truth_backward(q.double().square() * reach.square(), q, k, torch.zeros_like(k), **known)[2]
+    factor = 2.0 * torch.finfo(q.dtype).eps * q.shape[-1] ** -0.5
+    return [factor * math.sqrt(x.nan_to_num(0.0).max().item()) for x in (of_q, of_k)]
 
 
 def _judge(
     name: str, out: Tensor, truth: Tensor, ruler: Tensor | None, dtype: torch.dtype, *, scale: float = 0.0,
-    gradient: bool = False,
+    gradient: bool = False, floor: float = 0.0,
 ) -> None:  # fmt: skip
     finite = truth[truth.isfinite()]
     scale = max(scale, finite.abs().max().item() if finite.numel() else 0.0)
     eps, (of_largest, of_one) = torch.finfo(dtype).eps, _EPSILONS[dtype.itemsize]
-    floor = eps * max(of_largest * scale, of_one if gradient else 0.0)
+    floor = max(floor, eps * max(of_largest * scale, of_one if gradient else 0.0))
     found = compare(out, truth.to(torch.float64), ruler, factor=_FACTOR, floor=floor)
     if not found.ok:
         why = found.why or f"error {found.error:.3g}, allowed {found.bound:.3g}"

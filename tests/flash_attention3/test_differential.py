@@ -57,6 +57,40 @@ def test_a_wrong_window_is_found_and_made_small():
     assert max(small.lengths_q + small.lengths_k) <= 8
 
 
+class OneKey(torch.autograd.Function):
+    """Attention to one key whose gradients round as a kernel's do: dP and delta are sums of their own, term by term."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, wrong):
+        ctx.save_for_backward(q, k, v)
+        ctx.wrong = wrong
+        group = q.shape[2] // k.shape[2]
+        scores = (q * k.repeat_interleave(group, 2)).sum(-1) * q.shape[-1] ** -0.5
+        return v.repeat_interleave(group, 2).expand(*q.shape[:3], -1).contiguous(), scores.transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx, do, _):
+        q, k, v = ctx.saved_tensors
+        group, scale = q.shape[2] // k.shape[2], q.shape[-1] ** -0.5
+        dp = delta = torch.zeros_like(do[..., 0])
+        terms = do * v.repeat_interleave(group, 2)
+        for i in range(terms.shape[-1]):
+            dp, delta = dp + terms[..., i], delta + terms[..., -1 - i]
+        ds = (dp - delta * (1.0 + ctx.wrong))[..., None] * scale
+        dk, dv = ((x.unflatten(2, (-1, group)).sum((1, 3))[:, None]) for x in (ds * q, do))
+        return ds * k.repeat_interleave(group, 2), dk, dv, None
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_rounding_of_what_cancels_is_no_error():
+    # the yardstick's dk is exactly 0 here: torch takes delta from dP itself
+    call = Call(backend="reference", dtype="fp32", head_dim=256, head_dim_v=256, lengths_q=(100,), lengths_k=(1,),
+                heads_kv=2, group=2)  # fmt: skip
+    check(call, device="cpu", attention=lambda q, k, v, **_: OneKey.apply(q, k, v, 0.0))
+    with pytest.raises(IncorrectResultError, match="^d[qk]: error"):
+        check(call, device="cpu", attention=lambda q, k, v, **_: OneKey.apply(q, k, v, 1e-4))
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_search_says_seed_and_call(monkeypatch):
     def nan(q, k, v, **options):
