@@ -10,6 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
+from gpu_accel.errors import InvalidInputError
 from gpu_accel.flash_attention3 import launch
 
 from .features import NONE, Features
@@ -36,7 +37,8 @@ MOST_HEAD_DIM_MODIFIED = 256
 PACKED_MODIFIED = True
 _HEAD_DIMS = (64, 128, 256)
 # 3.9 has fewer registers left for three consumers and puts a third less aside (200 bytes for 296) where O is rescaled
-# behind a branch. Up to 3.8 nothing is put aside either way, and the branch cost 2 %.
+# behind a branch. Up to 3.8 nothing is put aside either way, and the branch cost 2 %. With `seamless` 3.9 spills inside
+# the steps of three consumers (69 loads and stores causal, 20 without a mask), so there it is off.
 _TRITON = tuple(int(n) for n in triton.__version__.split(".")[:2])
 _INVARIANT_KEYS = 1 << 14  # the length whose tiles all calls take that promise bits
 
@@ -45,11 +47,7 @@ _INVARIANT_KEYS = 1 << 14  # the length whose tiles all calls take that promise 
 class ForwardConfig:
     """Tiles and switches of one forward kernel; a program works on `64 * consumers` query rows.
 
-    Off until a GPU has timed them: `named` (buffers are freed on named barriers, a warp at a time), `placed` (the
-    queue hands on where a tile is, not its number alone), `skew` (causal: heads between the longest rows of one and
-    the next rows of another at the same time; 0 for none), `open` (a barrier of its own opens the block behind
-    softmax), `early` (the last P V of a tile is issued before the next tile is known).
-
+    `seamless`: little between steps and tiles (see hopper_forward.py), in dense calls without more (`_plain`).
     `dynamic`: tiles come from a queue. `lazy`: O is rescaled only where a row's maximum grew by more than 8 (base 2).
     Only the ablation clears `pipelined` (softmax under the products) or `specialized` (warps that only load; without
     them no ping_pong, no dynamic tiles, and o_chunks 1).
@@ -65,13 +63,18 @@ class ForwardConfig:
     ping_pong: bool
     dynamic: bool
     lazy: bool
-    named: bool = False
-    placed: bool = False
-    skew: int = 0
-    open: bool = False
-    early: bool = False
+    seamless: bool = False
     pipelined: bool = True
     specialized: bool = True
+
+    def __post_init__(self) -> None:
+        if self.seamless and (self.q_slots < 2 or self.stages > 4):
+            raise InvalidInputError(
+                f"seamless=True needs q_slots=2 and at most 4 stages, got q_slots={self.q_slots} and "
+                f"stages={self.stages}: with one copy of Q a consumer would wait, its turn in hand, for the next "
+                "tile's rows, the producer for the other consumer to be done with this tile's, and that one for the "
+                "turn; and there are four named barriers for stages. Use seamless=False"
+            )
 
     def registers(self) -> tuple[int, int, int]:
         """(cap at launch, per consumer thread, per producer thread) that share one SM's 65536 registers."""
@@ -101,6 +104,7 @@ def forward_config(head_dim: int, head_dim_v: int | None = None, *, causal: bool
             ping_pong=False,
             dynamic=causal or few_steps,
             lazy=causal or few_steps or _TRITON >= (3, 9),
+            seamless=few_steps or _TRITON < (3, 9),
         )
     return ForwardConfig(
         head_dim=d,
@@ -114,6 +118,7 @@ def forward_config(head_dim: int, head_dim_v: int | None = None, *, causal: bool
         ping_pong=True,
         dynamic=causal,
         lazy=True,
+        seamless=d == dv == 128,  # at head_dim 256 it is level or slower, and there is but one copy of Q
     )
 
 
@@ -237,6 +242,8 @@ def forward(
     config = config or forward_config(head_dim, head_dim_v, causal=causal, seqlen_k=keys)
     if packed:
         config = replace(config, dynamic=True)  # tiles come with what the queue hands on
+    if config.seamless and not _plain(config, features, packed=packed, bounded=window_left >= 0 or softcap > 0):
+        config = replace(config, seamless=False)
     config = _modified_config(config, features)
     row_max = torch.empty_like(lse) if features.return_max_logits else None
     table = counter = tile_counter(q.device) if config.dynamic else lse
@@ -249,9 +256,6 @@ def forward(
     else:
         num_m = -(-seqlen_q // (64 * config.consumers))
     num_tiles = num_m * batch * heads
-    skew = config.skew
-    if packed or not causal or not config.dynamic or table_shape or (num_m - 1) * skew > batch * heads:
-        skew = 0
     grid = min(multiprocessors(q.device), num_tiles)
     launch_registers, consumer_registers, producer_registers = config.registers()
     rows = 64 if config.specialized else 64 * config.consumers
@@ -280,7 +284,7 @@ def forward(
         num_tiles,
         # 4 to 32 MB of K and V at a time were tried: less leaves L2 unused; more lets long tiles, which wait for
         # memory, and short ones come in separate waves
-        skew or heads_per_group(batch * heads, keys * (head_dim + head_dim_v) * q.element_size(), 16 << 20),
+        heads_per_group(batch * heads, keys * (head_dim + head_dim_v) * q.element_size(), 16 << 20),
         window_left,
         window_right,
         scale,
@@ -310,11 +314,7 @@ def forward(
         PACKED=packed,
         PIPELINED=config.pipelined,
         SPECIALIZED=config.specialized,
-        NAMED=config.named and config.specialized and config.stages <= 4,
-        PLACED=config.placed and config.dynamic and not packed,
-        SKEWED=skew > 0,
-        OPEN=config.open,
-        EARLY=config.early and not packed and not table_shape,
+        SEAMLESS=config.seamless,
         SINKS=features.sinks is not None,
         SCORE_MOD=device_function(features.score_mod),
         MASK_MOD=device_function(features.mask_mod),
@@ -329,6 +329,16 @@ def forward(
     if row_max is None:
         return out, lse
     return out, lse, row_max.amax(-1) if packed else row_max.amax((0, 2))
+
+
+def _plain(config: ForwardConfig, features: Features, *, packed: bool, bounded: bool) -> bool:
+    """Whether a call is of the kind that `seamless` was checked and timed with: dense, full or causal, no more.
+
+    Packed sequences and block masks know their tiles from a table; of modifiers and biases it would read what belongs
+    to the tile behind the last. Windows and soft caps (`bounded`), sinks and largest scores have not run so.
+    """
+    plain = not packed and not bounded and features.names() <= {"batch_invariant"}
+    return plain and config.specialized and config.pipelined
 
 
 def _modified_config(config: ForwardConfig, features: Features) -> ForwardConfig:

@@ -35,7 +35,7 @@ def attend_alone(
 ):  # fmt: skip
     """All tiles of a program, in static order. Block i of a tile is block hi - 1 - i of keys, in stage (it + i)."""
     q_bufs, k_bufs, v_bufs, o_bufs = bufs
-    q_full, _, k_full, v_full, kv_empty, _, _, _, _ = bars
+    q_full, _, k_full, v_full, kv_empty, _, _, _ = bars
     seqlen_q, seqlen_k, _, heads_per_kv, _, num_tiles, _, left, right = shape
     ROWS: gl.constexpr = q_bufs.shape[1]
     WARPS: gl.constexpr = gl.num_warps()

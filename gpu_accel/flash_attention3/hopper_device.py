@@ -92,36 +92,6 @@ def tile_of(index, shape, HEAVY_FIRST: gl.constexpr):
 
 
 @gluon.jit
-def skewed_tile_of(index, shape):
-    """Tile number -> (query block, batch, head): at time t come the longest rows of head t, the next ones of head
-    t - group, and so on, so that at any time the same share of the tiles reads keys which are not in L2 yet.
-
-    Times before all kinds of rows take part have fewer tiles, and so do the last: the last of all are the shortest.
-    """
-    _, _, heads, _, num_m, num_tiles, group, _, _ = shape
-    rising = group * (num_m * (num_m - 1) // 2)
-    falls = index >= num_tiles - rising
-    x = gl.where(falls, num_tiles - 1 - index, index)  # the end is the beginning, backwards
-    kinds = num_m
-    before = rising
-    if x < rising:
-        kinds = gl.to_tensor(1)
-        before = gl.to_tensor(0)
-        for s in range(1, num_m):
-            start = group * (s * (s + 1) // 2)
-            kinds = gl.where(x >= start, s + 1, kinds)
-            before = gl.where(x >= start, start, before)
-    x -= before
-    t = x // kinds
-    i = x - t * kinds
-    batch_head = (kinds - 1) * group + t - i * group
-    batch_head = gl.where(falls, num_tiles // num_m - 1 - batch_head, batch_head)
-    m = gl.where(falls, i, num_m - 1 - i)
-    batch = batch_head // heads
-    return m, batch, batch_head - batch * heads
-
-
-@gluon.jit
 def key_blocks(row0, rows, shape, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
     """First and one-past-last key block that rows [row0, row0 + rows) see; one at least, so masked rows get written."""
     seqlen_q, seqlen_k, _, _, _, _, _, left, right = shape
@@ -251,22 +221,33 @@ def draw(counter, wanted):
 
 
 @gluon.jit
-def publish_tile(k, tile, schedule, full, empty, WAIT: gl.constexpr = True):
+def publish_tile(k, tile, schedule, full, empty):
     """Producer: hand tile number `tile` to the consumers through the two-slot queue."""
     slot = k & 1
-    if WAIT:
-        mbarrier.wait(empty.index(slot), ((k >> 1) & 1) ^ 1)
+    mbarrier.wait(empty.index(slot), ((k >> 1) & 1) ^ 1)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     schedule.index(slot).store(gl.full([1], 0, gl.int32, layout) + tile)
     mbarrier.arrive(full.index(slot), count=1)
 
 
 @gluon.jit
-def publish_place(k, tile, place, queue, full, empty, WAIT: gl.constexpr):
-    """Producer: hand on a tile's number and (query block, batch, head), which takes divisions to find."""
+def receive_tile(k, schedule, full, empty):
+    """Consumer: the k-th tile number that the producer published."""
     slot = k & 1
-    if WAIT:
-        mbarrier.wait(empty.index(slot), ((k >> 1) & 1) ^ 1)
+    mbarrier.wait(full.index(slot), (k >> 1) & 1)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    tile = gl.max(schedule.index(slot).load(layout), axis=0)
+    mbarrier.arrive(empty.index(slot), count=1)
+    return tile
+
+
+@gluon.jit
+def publish_place(k, tile, place, queue, full):
+    """Producer: hand on a tile's number and (query block, batch, head), which takes divisions to find.
+
+    Nothing is waited for: that tile k - 2's entry has been read follows from a barrier passed on the way here.
+    """
+    slot = k & 1
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     zero = gl.full([1], 0, gl.int32, layout)
     queue.index(slot * PLACE).store(zero + tile)
@@ -276,7 +257,7 @@ def publish_place(k, tile, place, queue, full, empty, WAIT: gl.constexpr):
 
 
 @gluon.jit
-def receive_place(k, queue, full, empty, RELEASE: gl.constexpr):
+def receive_place(k, queue, full):
     """Consumer: the k-th tile's number, query block, batch and head."""
     slot = k & 1
     mbarrier.wait(full.index(slot), (k >> 1) & 1)
@@ -285,20 +266,4 @@ def receive_place(k, queue, full, empty, RELEASE: gl.constexpr):
     m_block = gl.max(queue.index(slot * PLACE + 1).load(layout), axis=0)
     batch = gl.max(queue.index(slot * PLACE + 2).load(layout), axis=0)
     head = gl.max(queue.index(slot * PLACE + 3).load(layout), axis=0)
-    if RELEASE:
-        mbarrier.arrive(empty.index(slot), count=1)
     return tile, m_block, batch, head
-
-
-@gluon.jit
-def receive_tile(k, schedule, full, empty, RELEASE: gl.constexpr = True):
-    """Consumer: the k-th tile number that the producer published. Without RELEASE another barrier says that it was
-    read.
-    """
-    slot = k & 1
-    mbarrier.wait(full.index(slot), (k >> 1) & 1)
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    tile = gl.max(schedule.index(slot).load(layout), axis=0)
-    if RELEASE:
-        mbarrier.arrive(empty.index(slot), count=1)
-    return tile

@@ -17,6 +17,11 @@ by TMA; kv_empty one a stage, arrived on by every consumer after its P V product
 V of the step before; queue_full/queue_empty hand tile numbers from the producer to the consumers. Key blocks are walked
 right to left, so masks come first.
 
+SEAMLESS (dense tensors, no modifiers) leaves less between steps and between tiles. Buffers are freed on named barriers,
+10 and 11 for the slots of Q and the queue's entries, 12 to 15 for the stages of K and V: there every warp arrives for
+itself, where Triton has the four warps meet before an mbarrier. The queue hands on a tile's query block, batch and
+head, so that consumers divide nothing. And the last P V of a tile is issued before the next tile is known.
+
 Packed sequences (PACKED): tiles come from a table (hopper_packed.py), K and V blocks may reach into the next sequence,
 whose scores are masked and whose V rows the producer zeros, and only whole tiles of O leave through TMA.
 
@@ -62,7 +67,6 @@ from .hopper_steps import (
     first_softmax,
     first_tile,
     own_lengths,
-    place_of,
     step,
     store_tile,
 )
@@ -77,15 +81,15 @@ def _consumer(
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_SLOTS: gl.constexpr,
     O_CHUNKS: gl.constexpr, PING_PONG: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
     EVEN_K: gl.constexpr, DYNAMIC: gl.constexpr, LAZY: gl.constexpr, PACKED: gl.constexpr, PIPELINED: gl.constexpr,
-    NAMED: gl.constexpr, PLACED: gl.constexpr, SKEWED: gl.constexpr, OPEN: gl.constexpr, EARLY: gl.constexpr,
-    SINKS: gl.constexpr,    ALIBI: gl.constexpr, ROW_MAX: gl.constexpr,
+    SEAMLESS: gl.constexpr, SINKS: gl.constexpr, ALIBI: gl.constexpr, ROW_MAX: gl.constexpr,
     SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
     q_bufs, k_bufs, v_bufs, o_bufs = bufs
-    q_full, q_empty, k_full, v_full, kv_empty, queue_full, queue_empty, queue, opening = bars
+    q_full, q_empty, k_full, v_full, kv_empty, queue_full, queue_empty, queue = bars
     _, _, _, _, num_m, num_tiles, _, left, right = shape
     BLOCK_M: gl.constexpr = ROWS * CONSUMERS
     FREE: gl.constexpr = 128 * CONSUMERS + 32  # all consumers and the producer
+    PLACED: gl.constexpr = SEAMLESS and DYNAMIC
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, v_bufs.shape[2], 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
@@ -101,7 +105,7 @@ def _consumer(
     if PING_PONG and WG == CONSUMERS - 1:
         bar_arrive(PING_PONG_BARRIER, 256)  # lets consumer 0 start
     # The first block of the first tile has nothing to overlap with.
-    m_block, batch, head, q_row0, _, rows_q, used_q, used_k = first_tile(tile, table, shape, LONG_FIRST, PACKED, SKEWED)
+    m_block, batch, head, q_row0, _, rows_q, used_q, used_k = first_tile(tile, table, shape, LONG_FIRST, PACKED)
     own = own_lengths(shape, used_q, used_k)
     lo, hi = key_blocks(m_block * BLOCK_M, BLOCK_M, own, BLOCK_N, CAUSAL, WINDOW)
     entry0 = batch  # what modifiers call b: packed, the sequence
@@ -124,7 +128,7 @@ def _consumer(
     if PING_PONG:
         bar_arrive(PING_PONG_BARRIER + (WG + 1) % CONSUMERS, 256)
     s = warpgroup_mma_wait(0, deps=[s])
-    release(kv_empty, 0, KV_FREE if NAMED else None, FREE)
+    release(kv_empty, 0, KV_FREE if SEAMLESS else None, FREE)
     p, m_i, l_i = first_softmax(
         s, block0, kind0, m_block * BLOCK_M + WG * ROWS, own, scales, (entry0, head), mods, CAUSAL, WINDOW, SOFTCAP,
         MASK_FIRST, ALIBI, SCORE_MOD, MASK_MOD, BLOCKS)  # fmt: skip
@@ -156,34 +160,32 @@ def _consumer(
                 block, kind = listed_block(row, block, WG)
                 masked = (block + 1) * BLOCK_N > used_k
             acc, p_packed, m_i, l_i, it = step(
-                q, k_bufs, v_bufs, bars, opening if OPEN else q_full.index(slot), 1 if OPEN else q_phase,
+                q, k_bufs, v_bufs, bars, q_full.index(slot), q_phase,
                 acc, p_packed, m_i, l_i, it, block, kind, masked, row0, own, scales, (entry, head), mods,
                 WG, CONSUMERS, STAGES, PING_PONG, CAUSAL, WINDOW, SOFTCAP, MASK, LAZY, PIPELINED,
-                NAMED, ALIBI, SCORE_MOD, MASK_MOD, BLOCKS, S_LAYOUT, P_LAYOUT, ROW_LAYOUT)  # fmt: skip
-        if EARLY:
+                SEAMLESS, ALIBI, SCORE_MOD, MASK_MOD, BLOCKS, S_LAYOUT, P_LAYOUT, ROW_LAYOUT)  # fmt: skip
+        if SEAMLESS:
             mbarrier.wait(v_full.index(it % STAGES), (it // STAGES) & 1)
             if PING_PONG:
                 bar_sync(PING_PONG_BARRIER + WG, 256)
             p_a = unpack_pairs(p_packed, dtype, P_LAYOUT)
-            acc_early = warpgroup_mma(p_a, v_bufs.index(it % STAGES), acc, is_async=True)
-        if not NAMED:
+            acc_async = warpgroup_mma(p_a, v_bufs.index(it % STAGES), acc, is_async=True)
+        if not SEAMLESS:
             mbarrier.arrive(q_empty.index(slot), count=1)
         m_done, l_done, where = m_i, l_i, (batch, head, q_row0, rows_q, used_q)
         if SEQUENCE:
             tile, m_block, q_row0, _, rows_q, used_q, used_k, sequence = receive_entry(
-                k, queue, queue_full, queue_empty, True, not NAMED
+                k, queue, queue_full, queue_empty, True
             )
         elif PACKED:
-            tile, m_block, q_row0, _, rows_q, used_q, used_k = receive_entry(
-                k, queue, queue_full, queue_empty, False, not NAMED
-            )
+            tile, m_block, q_row0, _, rows_q, used_q, used_k = receive_entry(k, queue, queue_full, queue_empty)
         elif PLACED:
-            tile, m_block, batch, head = receive_place(k, queue, queue_full, queue_empty, not NAMED)
+            tile, m_block, batch, head = receive_place(k, queue, queue_full)
         elif DYNAMIC:
-            tile = receive_tile(k, queue, queue_full, queue_empty, not NAMED)
+            tile = receive_tile(k, queue, queue_full, queue_empty)
         else:
             tile += gl.num_programs(0)
-        if NAMED:  # says of the queue's entry too that it has been read
+        if SEAMLESS:  # says of the queue's entry too that it has been read
             bar_arrive_at(Q_FREE + k % Q_SLOTS, FREE)
         k += 1
         v_stage = it % STAGES
@@ -191,11 +193,11 @@ def _consumer(
         it += 1
         stage = it % STAGES
         k_phase = (it // STAGES) & 1
-        if EARLY:
+        if SEAMLESS:
             # P V is in flight: no branch before it is done, so after the last tile S of stale buffers is computed.
             more = tile < num_tiles
             if not PLACED:
-                m_block, batch, head = place_of(tile, shape, LONG_FIRST, SKEWED)
+                m_block, batch, head = tile_of(tile, shape, LONG_FIRST)
             own = own_lengths(shape, used_q, used_k)
             lo, hi = key_blocks(m_block * BLOCK_M, BLOCK_M, own, BLOCK_N, CAUSAL, WINDOW)
             slot = (k % Q_SLOTS) * CONSUMERS + WG
@@ -207,21 +209,21 @@ def _consumer(
                                     is_async=True)  # fmt: skip
             if PING_PONG:
                 bar_arrive(PING_PONG_BARRIER + (WG + 1) % CONSUMERS, 256)
-            acc = warpgroup_mma_wait(1, deps=[acc_early])
+            acc = warpgroup_mma_wait(1, deps=[acc_async])
             store_tile(acc, m_done, l_done, o_bufs, outputs, where, row0, shape, scales, mods,
                        WG, O_CHUNKS, PACKED, SINKS, ROW_MAX, ROW_LAYOUT)  # fmt: skip
             s = warpgroup_mma_wait(0, deps=[s_async])
-            release(kv_empty, stage, KV_FREE if NAMED else None, FREE)
+            release(kv_empty, stage, KV_FREE if SEAMLESS else None, FREE)
             p, m_i, l_i = first_softmax(
                 s, hi - 1, 2, next_row0, own, scales, (batch, head), mods,
-                CAUSAL, WINDOW, SOFTCAP, MASK_FIRST, ALIBI, SCORE_MOD, MASK_MOD, BLOCKS)  # fmt: skip
+                CAUSAL, WINDOW, SOFTCAP, MASK_FIRST, False, None, None, False)  # fmt: skip
             p_packed = pack_pairs(p, dtype)
         elif tile < num_tiles:
             # The first block of the next tile runs under the last P V product of this one.
             if PACKED:
                 _, batch, head = tile_of(tile, shape, True)
-            elif not PLACED:
-                m_block, batch, head = place_of(tile, shape, LONG_FIRST, SKEWED)
+            else:
+                m_block, batch, head = tile_of(tile, shape, LONG_FIRST)
             own = own_lengths(shape, used_q, used_k)
             lo, hi = key_blocks(m_block * BLOCK_M, BLOCK_M, own, BLOCK_N, CAUSAL, WINDOW)
             next_block = hi - 1
@@ -253,12 +255,9 @@ def _consumer(
                 p, m_i, l_i = first_softmax(
                     s, next_block, next_kind, next_row0, own, scales, (next_entry, head), mods,
                     CAUSAL, WINDOW, SOFTCAP, MASK_FIRST, ALIBI, SCORE_MOD, MASK_MOD, BLOCKS)  # fmt: skip
-                if OPEN:
-                    mbarrier.wait(opening, 1)
-                else:
-                    mbarrier.wait(q_full.index(slot), q_phase)
+                mbarrier.wait(q_full.index(slot), q_phase)
                 acc, p = warpgroup_mma_wait(0, deps=[acc_async, p])
-                release(kv_empty, stage, KV_FREE if NAMED else None, FREE)
+                release(kv_empty, stage, KV_FREE if SEAMLESS else None, FREE)
                 p_packed = pack_pairs(p, dtype)
                 store_tile(acc, m_done, l_done, o_bufs, outputs, where, row0, shape, scales, mods,
                            WG, O_CHUNKS, PACKED, SINKS, ROW_MAX, ROW_LAYOUT)  # fmt: skip
@@ -278,7 +277,7 @@ def _consumer(
                 store_tile(acc, m_done, l_done, o_bufs, outputs, where, row0, shape, scales, mods,
                            WG, O_CHUNKS, PACKED, SINKS, ROW_MAX, ROW_LAYOUT)  # fmt: skip
                 s = warpgroup_mma_wait(0, deps=[s_async])
-                release(kv_empty, stage, KV_FREE if NAMED else None, FREE)
+                release(kv_empty, stage, KV_FREE if SEAMLESS else None, FREE)
                 p, m_i, l_i = first_softmax(
                     s, next_block, next_kind, next_row0, own, scales, (next_entry, head), mods,
                     CAUSAL, WINDOW, SOFTCAP, MASK_FIRST, ALIBI, SCORE_MOD, MASK_MOD, BLOCKS)  # fmt: skip
@@ -319,9 +318,9 @@ def _load_v(v_bufs, v_full, fixed, fixes, v_desc, batch, kv, k_row0, block, used
 
 
 @gluon.jit
-def _wait_free(kv_empty, it, STAGES: gl.constexpr, FREE: gl.constexpr, NAMED: gl.constexpr):
-    """Wait until block `it - STAGES`, whose K's stage block `it` takes, has been read. NAMED: once for every `it`."""
-    if NAMED:
+def _wait_free(kv_empty, it, STAGES: gl.constexpr, FREE: gl.constexpr, SEAMLESS: gl.constexpr):
+    """Wait until block `it - STAGES`, whose K's stage block `it` takes, has been read. SEAMLESS: once an `it`."""
+    if SEAMLESS:
         if it >= STAGES:
             bar_sync_at(KV_FREE + it % STAGES, FREE)
     else:
@@ -333,23 +332,23 @@ def _producer(
     bufs, bars, fixed, q_desc, k_desc, v_desc, counter, table, shape, mods,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_SLOTS: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DYNAMIC: gl.constexpr, PACKED: gl.constexpr,
-    SEQUENCE: gl.constexpr, BLOCKS: gl.constexpr, NAMED: gl.constexpr, PLACED: gl.constexpr, SKEWED: gl.constexpr,
-    EARLY: gl.constexpr,
+    SEQUENCE: gl.constexpr, BLOCKS: gl.constexpr, SEAMLESS: gl.constexpr,
 ):  # fmt: skip
     q_bufs, k_bufs, v_bufs, _ = bufs
-    q_full, q_empty, k_full, v_full, kv_empty, queue_full, queue_empty, queue, _ = bars
+    q_full, q_empty, k_full, v_full, kv_empty, queue_full, queue_empty, queue = bars
     _, _, _, heads_per_kv, num_m, num_tiles, _, _, _ = shape
     BLOCK_M: gl.constexpr = ROWS * CONSUMERS
     FREE: gl.constexpr = 128 * CONSUMERS + 32
+    PLACED: gl.constexpr = SEAMLESS and DYNAMIC
     it = 0
     k = 0
     fixes = gl.to_tensor(0)
     tile = gl.program_id(0)
     LONG_FIRST: gl.constexpr = CAUSAL or BLOCKS
-    m_block, batch, head, q_row0, k_row0, _, used_q, used_k = first_tile(tile, table, shape, LONG_FIRST, PACKED, SKEWED)
+    m_block, batch, head, q_row0, k_row0, _, used_q, used_k = first_tile(tile, table, shape, LONG_FIRST, PACKED)
     while tile < num_tiles:
         if not PACKED and not PLACED:
-            m_block, batch, head = place_of(tile, shape, LONG_FIRST, SKEWED)
+            m_block, batch, head = tile_of(tile, shape, LONG_FIRST)
         kv = head // heads_per_kv
         own = own_lengths(shape, used_q, used_k)
         lo, hi = key_blocks(m_block * BLOCK_M, BLOCK_M, own, BLOCK_N, CAUSAL, WINDOW)
@@ -365,7 +364,7 @@ def _producer(
         for c in gl.static_range(CONSUMERS):
             slot = slot0 + c
             row0 = q_row0 + m_block * BLOCK_M + c * ROWS
-            if not NAMED:
+            if not SEAMLESS:
                 mbarrier.wait(q_empty.index(slot), q_phase ^ 1)
             elif c == 0:  # noqa: SIM102
                 if k >= Q_SLOTS:
@@ -377,7 +376,7 @@ def _producer(
                 col0 = k_row0 + (hi - 1) * BLOCK_N
                 if BLOCKS:
                     col0 = listed * BLOCK_N
-                if not NAMED:  # waited for behind the tile before
+                if not SEAMLESS:  # waited for behind the tile before
                     mbarrier.wait(kv_empty.index(stage), ((it // STAGES) & 1) ^ 1)
                 mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
                 tma_load(k_desc, [batch, kv, col0, 0], k_full.index(stage), k_bufs.index(stage))
@@ -391,7 +390,7 @@ def _producer(
                 listed = listed_number(row, hi - 2 - j)
                 col0 = listed * BLOCK_N
             # One barrier frees both: K of a step is released after P V of the step before, so the V slot is free too.
-            _wait_free(kv_empty, it, STAGES, FREE, NAMED)
+            _wait_free(kv_empty, it, STAGES, FREE, SEAMLESS)
             mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
             tma_load(k_desc, [batch, kv, col0, 0], k_full.index(stage), k_bufs.index(stage))
             block = hi - 1 - j
@@ -412,23 +411,23 @@ def _producer(
                 m_block, q_row0, k_row0, _, used_q, used_k = entry
                 if SEQUENCE:
                     sequence = read_sequence(num_m - 1 - j, table, tile < num_tiles)
-                    publish_entry(k, tile, entry, queue, queue_full, queue_empty, sequence, True, not NAMED)
+                    publish_entry(k, tile, entry, queue, queue_full, queue_empty, sequence, True)
                 else:
-                    publish_entry(k, tile, entry, queue, queue_full, queue_empty, 0, False, not NAMED)
+                    publish_entry(k, tile, entry, queue, queue_full, queue_empty)
             elif PLACED:
-                m_block, batch, head = place_of(tile, shape, LONG_FIRST, SKEWED)
-                publish_place(k, tile, (m_block, batch, head), queue, queue_full, queue_empty, not NAMED)
+                m_block, batch, head = tile_of(tile, shape, LONG_FIRST)
+                publish_place(k, tile, (m_block, batch, head), queue, queue_full)
             else:
-                publish_tile(k, tile, queue, queue_full, queue_empty, not NAMED)
+                publish_tile(k, tile, queue, queue_full, queue_empty)
         else:
             tile += gl.num_programs(0)
         k += 1
-        _wait_free(kv_empty, it, STAGES, FREE, NAMED)
+        _wait_free(kv_empty, it, STAGES, FREE, SEAMLESS)
         v_batch, v_kv, v_row0, v_block, v_used = v_args
         fixes = _load_v(v_bufs, v_full, fixed, fixes, v_desc, v_batch, v_kv, v_row0, v_block, v_used, v_stage, PACKED)
-    if NAMED:
+    if SEAMLESS:
         # The last arrivals, which nobody waited for: named barriers end as they began.
-        for i in range(gl.maximum(it + 1, STAGES), it + STAGES + (1 if EARLY else 0)):
+        for i in range(gl.maximum(it + 1, STAGES), it + STAGES + 1):
             bar_sync_at(KV_FREE + i % STAGES, FREE)
         for i in range(gl.maximum(k, Q_SLOTS), k + Q_SLOTS):
             bar_sync_at(Q_FREE + i % Q_SLOTS, FREE)
@@ -469,8 +468,7 @@ def attention_forward_kernel(
     STAGES: gl.constexpr, Q_SLOTS: gl.constexpr, O_CHUNKS: gl.constexpr, PING_PONG: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, EVEN_K: gl.constexpr, DYNAMIC: gl.constexpr,
     LAZY: gl.constexpr, PACKED: gl.constexpr, PIPELINED: gl.constexpr, SPECIALIZED: gl.constexpr,
-    NAMED: gl.constexpr, PLACED: gl.constexpr, SKEWED: gl.constexpr, OPEN: gl.constexpr, EARLY: gl.constexpr,
-    SINKS: gl.constexpr,    SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr,
+    SEAMLESS: gl.constexpr, SINKS: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Descriptors are rank 4, (batch, head, row, column), with blocks of one head; lse is (batch, heads, seqlen_q),
@@ -519,30 +517,30 @@ def attention_forward_kernel(
         num_tiles = num_m * heads
     for i in gl.static_range(Q_SLOTS * PARTS):
         mbarrier.init(q_full.index(i), count=1)
-        if SPECIALIZED and not NAMED:
+        if SPECIALIZED and not SEAMLESS:
             mbarrier.init(q_empty.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
-        if not NAMED:
+        if not SEAMLESS:
             mbarrier.init(kv_empty.index(i), count=PARTS)
-    opening = queue_empty.index(0)
-    if OPEN:
-        opening = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-        mbarrier.init(opening, count=1)
     if DYNAMIC:  # where nobody uses a barrier, its memory goes to others, which must not find one there
         for i in gl.static_range(2):
             mbarrier.init(queue_full.index(i), count=1)
-            if not NAMED:
+            if not SEAMLESS:
                 mbarrier.init(queue_empty.index(i), count=PARTS)
     bufs = (q_bufs, k_bufs, v_bufs, o_bufs)
-    bars = (q_full, q_empty, k_full, v_full, kv_empty, queue_full, queue_empty, queue, opening)
+    bars = (q_full, q_empty, k_full, v_full, kv_empty, queue_full, queue_empty, queue)
     shape = (seqlen_q, seqlen_k, heads, heads_per_kv, num_m, num_tiles, group, left, right)
     scales = (scale, exp_scale, softcap)
     outputs = (o_desc, o_ptr, lse_ptr, cols_v, sinks)
     ALIBI: gl.constexpr = slopes is not None
     ROW_MAX: gl.constexpr = row_max is not None
     BLOCKS: gl.constexpr = table_width is not None
+    # Q's two slots, so that no consumer waits for the next tile's rows while it holds a turn that another needs to free
+    # them; modifiers would read what they captured for the tile behind the last.
+    gl.static_assert(not SEAMLESS or (SPECIALIZED and PIPELINED and Q_SLOTS == 2 and STAGES <= 4))
+    gl.static_assert(not SEAMLESS or not (PACKED or BLOCKS or ALIBI or SCORE_MOD is not None or MASK_MOD is not None))
     # A constexpr stored in a tuple under a name stops being one, hence the argument lists written out.
     if not SPECIALIZED:
         gl.static_assert(O_CHUNKS == 1 and not PACKED and not DYNAMIC and not PING_PONG)
@@ -554,17 +552,17 @@ def attention_forward_kernel(
                          (slopes, slopes_sb, aux, row_max, table_width, table_sb, table_sh),
                          CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, O_CHUNKS,
                          PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED,
-                         NAMED, PLACED, SKEWED, OPEN, EARLY, SINKS, ALIBI, ROW_MAX, SCORE_MOD, MASK_MOD, BLOCKS)),
+                         SEAMLESS, SINKS, ALIBI, ROW_MAX, SCORE_MOD, MASK_MOD, BLOCKS)),
             (_consumer, (1, bufs, bars, outputs, table, shape, scales,
                          (slopes, slopes_sb, aux, row_max, table_width, table_sb, table_sh),
                          CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, O_CHUNKS,
                          PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED,
-                         NAMED, PLACED, SKEWED, OPEN, EARLY, SINKS, ALIBI, ROW_MAX, SCORE_MOD, MASK_MOD, BLOCKS)),
+                         SEAMLESS, SINKS, ALIBI, ROW_MAX, SCORE_MOD, MASK_MOD, BLOCKS)),
             (_producer, (bufs, bars, fixed, q_desc, k_desc, v_desc, counter, table, shape,
                          (slopes, slopes_sb, aux, row_max, table_width, table_sb, table_sh),
                          CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, CAUSAL, WINDOW, DYNAMIC, PACKED,
                          PACKED and (ALIBI or SCORE_MOD is not None or MASK_MOD is not None), BLOCKS,
-                         NAMED, PLACED, SKEWED, EARLY)),
+                         SEAMLESS)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.static_assert(CONSUMERS == 3)
@@ -573,20 +571,20 @@ def attention_forward_kernel(
                          (slopes, slopes_sb, aux, row_max, table_width, table_sb, table_sh),
                          CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, O_CHUNKS,
                          PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED,
-                         NAMED, PLACED, SKEWED, OPEN, EARLY, SINKS, ALIBI, ROW_MAX, SCORE_MOD, MASK_MOD, BLOCKS)),
+                         SEAMLESS, SINKS, ALIBI, ROW_MAX, SCORE_MOD, MASK_MOD, BLOCKS)),
             (_consumer, (1, bufs, bars, outputs, table, shape, scales,
                          (slopes, slopes_sb, aux, row_max, table_width, table_sb, table_sh),
                          CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, O_CHUNKS,
                          PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED,
-                         NAMED, PLACED, SKEWED, OPEN, EARLY, SINKS, ALIBI, ROW_MAX, SCORE_MOD, MASK_MOD, BLOCKS)),
+                         SEAMLESS, SINKS, ALIBI, ROW_MAX, SCORE_MOD, MASK_MOD, BLOCKS)),
             (_consumer, (2, bufs, bars, outputs, table, shape, scales,
                          (slopes, slopes_sb, aux, row_max, table_width, table_sb, table_sh),
                          CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, O_CHUNKS,
                          PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED,
-                         NAMED, PLACED, SKEWED, OPEN, EARLY, SINKS, ALIBI, ROW_MAX, SCORE_MOD, MASK_MOD, BLOCKS)),
+                         SEAMLESS, SINKS, ALIBI, ROW_MAX, SCORE_MOD, MASK_MOD, BLOCKS)),
             (_producer, (bufs, bars, fixed, q_desc, k_desc, v_desc, counter, table, shape,
                          (slopes, slopes_sb, aux, row_max, table_width, table_sb, table_sh),
                          CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, CAUSAL, WINDOW, DYNAMIC, PACKED,
                          PACKED and (ALIBI or SCORE_MOD is not None or MASK_MOD is not None), BLOCKS,
-                         NAMED, PLACED, SKEWED, EARLY)),
+                         SEAMLESS)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

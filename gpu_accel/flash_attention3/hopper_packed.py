@@ -70,13 +70,10 @@ def read_sequence(index, table, wanted):
 
 
 @gluon.jit
-def publish_entry(
-    k, tile, entry, queue, full, empty, sequence=0, SEQUENCE: gl.constexpr = False, WAIT: gl.constexpr = True
-):
+def publish_entry(k, tile, entry, queue, full, empty, sequence=0, SEQUENCE: gl.constexpr = False):
     """Producer: hand a tile's number and entry (SEQUENCE: and sequence) to the consumers through the two-slot queue."""
     slot = k & 1
-    if WAIT:
-        mbarrier.wait(empty.index(slot), ((k >> 1) & 1) ^ 1)
+    mbarrier.wait(empty.index(slot), ((k >> 1) & 1) ^ 1)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     zero = gl.full([1], 0, gl.int32, layout)
     queue.index(slot * ENTRY).store(zero + tile)
@@ -94,7 +91,7 @@ def _field(queue, index):
 
 
 @gluon.jit
-def receive_entry(k, queue, full, empty, SEQUENCE: gl.constexpr = False, RELEASE: gl.constexpr = True):
+def receive_entry(k, queue, full, empty, SEQUENCE: gl.constexpr = False):
     """Consumer: the k-th tile's number and entry, and with SEQUENCE its sequence."""
     slot = k & 1
     mbarrier.wait(full.index(slot), (k >> 1) & 1)
@@ -106,8 +103,7 @@ def receive_entry(k, queue, full, empty, SEQUENCE: gl.constexpr = False, RELEASE
         received = (tile, block, q_row0, k_row0, rows, used_q, used_k, _field(queue, at + FIELDS))
     else:
         received = (tile, block, q_row0, k_row0, rows, used_q, used_k)
-    if RELEASE:
-        mbarrier.arrive(empty.index(slot), count=1)
+    mbarrier.arrive(empty.index(slot), count=1)
     return received
 
 

@@ -32,7 +32,6 @@ from .hopper_device import (
     pack_pairs,
     release,
     rescale,
-    skewed_tile_of,
     tanh,
     thread_row_sum,
     tile_of,
@@ -42,8 +41,8 @@ from .hopper_modifiers import add_alibi, call_mask_mod, call_score_mod
 from .hopper_packed import read_entry
 
 PING_PONG_BARRIER = gl.constexpr(8)  # and 9
-Q_FREE = gl.constexpr(10)  # and 11: a slot of Q, with all consumers' rows, has been read (NAMED)
-KV_FREE = gl.constexpr(12)  # to 15: a stage of K, and the one before of V, have been read (NAMED)
+Q_FREE = gl.constexpr(10)  # and 11: a slot of Q, with all consumers' rows, has been read (SEAMLESS)
+KV_FREE = gl.constexpr(12)  # to 15: a stage of K, and the one before of V, have been read (SEAMLESS)
 
 # Run-time scalars travel in two tuples:
 #   shape  = (seqlen_q, seqlen_k, heads, heads_per_kv, num_m, num_tiles, group, left, right)
@@ -60,17 +59,7 @@ def own_lengths(shape, used_q, used_k):
 
 
 @gluon.jit
-def place_of(tile, shape, LONG_FIRST: gl.constexpr, SKEWED: gl.constexpr):
-    """(query block, batch, head) of a tile of dense tensors."""
-    if SKEWED:
-        m_block, batch, head = skewed_tile_of(tile, shape)
-    else:
-        m_block, batch, head = tile_of(tile, shape, LONG_FIRST)
-    return m_block, batch, head
-
-
-@gluon.jit
-def first_tile(tile, table, shape, CAUSAL: gl.constexpr, PACKED: gl.constexpr, SKEWED: gl.constexpr):
+def first_tile(tile, table, shape, CAUSAL: gl.constexpr, PACKED: gl.constexpr):
     """(query block, batch, head, first rows of q and k, rows of q, rows of q and of k that count) of tile `tile`."""
     if PACKED:
         _, _, _, _, num_m, _, _, _, _ = shape
@@ -78,7 +67,7 @@ def first_tile(tile, table, shape, CAUSAL: gl.constexpr, PACKED: gl.constexpr, S
         m_block, q_row0, k_row0, rows_q, used_q, used_k = read_entry(num_m - 1 - j, table, tile >= 0)
     else:
         seqlen_q, seqlen_k, _, _, _, _, _, _, _ = shape
-        m_block, batch, head = place_of(tile, shape, CAUSAL, SKEWED)
+        m_block, batch, head = tile_of(tile, shape, CAUSAL)
         q_row0, k_row0 = 0, 0
         rows_q, used_q, used_k = seqlen_q, seqlen_q, seqlen_k
     return m_block, batch, head, q_row0, k_row0, rows_q, used_q, used_k
@@ -144,7 +133,7 @@ def step(
     scales, at, mods,
     WG: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PING_PONG: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, MASK: gl.constexpr, LAZY: gl.constexpr,
-    PIPELINED: gl.constexpr, NAMED: gl.constexpr, ALIBI: gl.constexpr, SCORE_MOD: gl.constexpr,
+    PIPELINED: gl.constexpr, SEAMLESS: gl.constexpr, ALIBI: gl.constexpr, SCORE_MOD: gl.constexpr,
     MASK_MOD: gl.constexpr, BLOCKS: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
     ROW_LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -152,7 +141,7 @@ def step(
 
     Without PIPELINED (for the ablation) each of the three waits for the one before.
     """
-    _, _, k_full, v_full, kv_empty, _, _, _, _ = bars
+    _, _, k_full, v_full, kv_empty, _, _, _ = bars
     _, exp_scale, _ = scales
     v_stage = it % STAGES
     v_phase = (it // STAGES) & 1
@@ -196,7 +185,7 @@ def step(
         acc, p = warpgroup_mma_wait(0, deps=[acc_async, p])
     else:
         acc = acc_async
-    release(kv_empty, stage, KV_FREE if NAMED else None, 128 * CONSUMERS + 32)
+    release(kv_empty, stage, KV_FREE if SEAMLESS else None, 128 * CONSUMERS + 32)
     alpha = gl.convert_layout(alpha, ROW_LAYOUT)
     acc = rescale(acc, alpha) if LAZY else acc * alpha[:, None]
     return acc, pack_pairs(p, q.dtype), m_new, l_i, it

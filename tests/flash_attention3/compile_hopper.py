@@ -55,8 +55,8 @@ def everything() -> Features:
     )  # fmt: skip
 
 
-def loop_spills(sass: str, products: int) -> list[int]:
-    """Loads and stores of spilled registers in each loop with just so many matrix instructions."""
+def loops(sass: str, products: int) -> tuple[list[int], list[int]]:
+    """Of each loop with just so many matrix instructions: loads and stores of spilled registers; waits on barriers."""
     at: dict[str, int] = {}  # label -> number of the instruction behind it
     found: list[tuple[str, str]] = []
     for line in sass.splitlines():
@@ -66,13 +66,15 @@ def loop_spills(sass: str, products: int) -> list[int]:
             at[label[1]] = len(found)
         elif instruction:
             found.append((instruction[1], instruction[2]))
-    spills = []
+    spills, meetings = [], []
     for end, (name, operands) in enumerate(found):
         target = re.search(r"`\((\.L_\w+)\)", operands) if name == "BRA" else None
-        body = [n for n, _ in found[at.get(target[1], end) : end]] if target else []
-        if body.count("HGMMA") == products:
-            spills.append(body.count("LDL") + body.count("STL"))
-    return spills
+        body = found[at.get(target[1], end) : end] if target else []
+        names = [n for n, _ in body]
+        if names.count("HGMMA") == products:
+            spills.append(names.count("LDL") + names.count("STL"))
+            meetings.append(sum(n == "BAR" and x.startswith(".SYNC") for n, x in body))
+    return spills, meetings
 
 
 def main(which: str) -> None:
@@ -88,6 +90,8 @@ def main(which: str) -> None:
             if kernel.__name__ in ("prepare", "dq_finish") or kernel.__name__.startswith("fill_"):  # plain Triton
                 return
             got = compile_only(kernel, arguments, constants, name=label, capability=capability)
+            # a step: S of one block and P V of another
+            spilled, meetings = loops(got.sass, (head_dim + constants.get("BLOCK_N", 0)) // 16)
             row = {
                 "name": got.name,
                 "kernel": kernel.__name__,
@@ -98,8 +102,8 @@ def main(which: str) -> None:
                 "wgmma": got.instructions["HGMMA"],
                 "tcgen05": got.instructions["UTCHMMA"],
                 "tma": got.instructions["UTMALDG"],
-                # a step: S of one block and P V of another
-                "loop_spills": loop_spills(got.sass, (head_dim + constants.get("BLOCK_N", 0)) // 16),
+                "loop_spills": spilled,
+                "loop_meetings": meetings,
                 "repacking": got.instructions["PRMT"],
                 "warnings": got.warnings,
             }
