@@ -37,8 +37,8 @@ MOST_HEAD_DIM_MODIFIED = 256
 PACKED_MODIFIED = True
 _HEAD_DIMS = (64, 128, 256)
 # 3.9 has fewer registers left for three consumers and puts a third less aside (200 bytes for 296) where O is rescaled
-# behind a branch. Up to 3.8 nothing is put aside either way, and the branch cost 2 %. With `seamless` 3.9 spills inside
-# the steps of three consumers (69 loads and stores causal, 20 without a mask), so there it is off.
+# behind a branch. Up to 3.8 nothing is put aside either way, and the branch cost 2 %. `seamless`, too, makes 3.9 put
+# registers aside inside the steps of three consumers without a mask, and is off there; causal ones spill less with it.
 _TRITON = tuple(int(n) for n in triton.__version__.split(".")[:2])
 _INVARIANT_KEYS = 1 << 14  # the length whose tiles all calls take that promise bits
 
@@ -104,7 +104,7 @@ def forward_config(head_dim: int, head_dim_v: int | None = None, *, causal: bool
             ping_pong=False,
             dynamic=causal or few_steps,
             lazy=causal or few_steps or _TRITON >= (3, 9),
-            seamless=few_steps or _TRITON < (3, 9),
+            seamless=few_steps or causal or _TRITON < (3, 9),
         )
     return ForwardConfig(
         head_dim=d,
