@@ -10,7 +10,6 @@ from torch import Tensor
 
 from gpu_accel.errors import UnsupportedError
 from gpu_accel.flash_attention3.gluon_launch import QuickLaunch, multiprocessors
-from gpu_accel.gluon_cluster import PairLaunch
 from gpu_accel.thunderkittens import gemm_skinny
 from gpu_accel.thunderkittens.gemm_api import activated
 from gpu_accel.thunderkittens.gemm_hopper import (
@@ -26,9 +25,7 @@ from gpu_accel.transformer_engine.tensor import QuantizedTensor
 
 # What has been right on an H100 or H200 in tests/gpu/test_gemm_fp8.py: "auto" takes the portable kernel for the rest.
 GPU_CHECKED: tuple[str, ...] = ("dense", "grouped")
-STAGED_CHECKED = False  # whether scales through TMA have been right on a GPU
 _ALIGNMENT = 16  # bytes
-_MOST_SHAPES = 4096
 _SKINNY = 64  # rows up to which the kernel that deals slices of K is taken
 ELEMENTS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 BLOCKS = ((0, 0), (1, 0), (1, 128), (128, 128))  # rows and columns that share a scale; 0 is all
@@ -40,9 +37,7 @@ class Fp8GemmConfig:
 
     `every`: slices of 128 of K that one sum in the tensor core has. 1 is as exact as cuBLAS without fast accumulation;
     2 (not with scales of blocks) is up to 4 % faster and loses three times as much. `deal`: as in
-    thunderkittens/gemm_hopper.py. `staged`: scales of 1x128 blocks come through TMA with their slice; None as
-    `STAGED_CHECKED` says. `turns`: the consumers issue products one after the other. `cluster` = 2: pairs of programs
-    load columns for each other (wide tiles, no groups).
+    thunderkittens/gemm_hopper.py.
     """
 
     parts: int = 2
@@ -50,9 +45,6 @@ class Fp8GemmConfig:
     stages: int = 4
     group: int = 16
     deal: bool = False
-    staged: bool | None = None
-    turns: bool = False
-    cluster: int = 1
 
 
 @functools.cache
@@ -60,13 +52,6 @@ def _kernel() -> QuickLaunch:
     from .hopper_gemm_kernel import fp8_gemm_kernel
 
     return QuickLaunch(fp8_gemm_kernel)
-
-
-@functools.cache
-def _pair_kernel() -> PairLaunch:
-    from .hopper_gemm_kernel import fp8_gemm_kernel
-
-    return PairLaunch(fp8_gemm_kernel)
 
 
 def fp8_gemm_config(m: int, n: int, lines_b: bool = False, plain: bool = True) -> Fp8GemmConfig:
@@ -131,14 +116,7 @@ def gemm(
     out_desc = a_desc if direct else matrix_map(out, 64, 128)
     tiles_m, tiles_n = -(-m // 128), -(-n // (128 * config.parts))
     blocked = block_a[1] == 128
-    staged = blocked and block_a[0] == 1 and (STAGED_CHECKED if config.staged is None else config.staged)
-    stages = config.stages if not staged or config.parts == 2 else min(config.stages, 5)
-    scale_a = _side_by_side(scale_a, block_a, unit=4 if staged else 0)
-    scale_b = _side_by_side(scale_b, block_b, unit=4 if staged else 128)
-    sa_desc = sb_desc = a_desc
-    if staged:
-        sa_desc = _line_map(scale_a, 128)
-        sb_desc = _line_map(scale_b, 128) if block_b[0] == 1 else _block_map(scale_b, config.parts)
+    scale_a, scale_b = _side_by_side(scale_a, block_a), _side_by_side(scale_b, block_b, padded=True)
     row_a, row_b = (scale.stride(0) if block[0] else 0 for scale, block in ((scale_a, block_a), (scale_b, block_b)))
     k_a, k_b = (scale.stride(1) if blocked else 0 for scale in (scale_a, scale_b))
     stack_b = row_b * (-(-n // block_b[0])) if stacked and block_b[0] else 0
@@ -150,18 +128,15 @@ def gemm(
         partials = torch.empty(8 * programs * 64 * 128, dtype=torch.float32, device=a.device)
     else:
         programs = min(programs, tiles_m * tiles_n)
-    if config.cluster == 2:
-        programs = min(multiprocessors(a.device), -(-tiles_m // 2) * 2 * tiles_n) // 2 * 2
     given, factor = out if bias is None else bias, scale_a if out_scale is None else out_scale
     largest = scale_a.view(torch.int32) if amax is None else amax.view(torch.int32)
     members = largest if groups is None else groups
-    arguments = (a_desc, b_desc, out_desc, sa_desc, sb_desc, out, given, factor, largest, members, scale_a, scale_b,
-                 partials, counters, m, n, k_steps, tiles_m, tiles_n, dealt, stack_b, row_a, k_a, row_b,
-                 k_b)  # fmt: skip
+    arguments = (a_desc, b_desc, out_desc, out, given, factor, largest, members, scale_a, scale_b, partials, counters,
+                 m, n, k_steps, tiles_m, tiles_n, dealt, stack_b, row_a, k_a, row_b, k_b)  # fmt: skip
     constants = dict(
         PARTS=config.parts,
         EVERY=1 if blocked else config.every,
-        STAGES=stages,
+        STAGES=config.stages,
         GROUP=config.group,
         BLOCKED=blocked,
         ROW_A=block_a[0] == 1,
@@ -176,67 +151,27 @@ def gemm(
         ACCUMULATE=accumulate,
         DIRECT=direct,
         DEAL=dealt > 0,
-        STAGED=staged,
-        TURNS=config.turns,
-        CLUSTER=config.cluster,
         CONSUMER_REGISTERS=240,
         PRODUCER_REGISTERS=24,
     )
     key = (a.dtype, b.dtype, out.dtype, given.dtype, partials.data_ptr() % 16, counters.dtype)
-    kernel = _kernel() if config.cluster == 1 else _pair_kernel()
-    kernel(key, programs, arguments, constants, dict(num_warps=4, maxnreg=168))
+    _kernel()(key, programs, arguments, constants, dict(num_warps=4, maxnreg=168))
     return out
 
 
-def _side_by_side(scale: Tensor, block: tuple[int, int], *, unit: int = 0) -> Tensor:
+def _side_by_side(scale: Tensor, block: tuple[int, int], *, padded: bool = False) -> Tensor:
     """Scales as the kernel reads them: those of 1x128 blocks side by side by rows, 128 of them in 4 lines, not in 128.
 
-    unit: with zeros behind the last row, up to a multiple of this; of 128, for reads that no mask stops, one 128 more.
+    padded: with zeros behind the last row, for reads of 128 that no mask stops.
     """
     if block != (1, 128):
         return scale.contiguous()
-    rows, cols = scale.shape
-    if not unit or (unit < 128 and rows % unit == 0):
+    if not padded:
         return scale.t().contiguous().t()
-    wide = scale.new_zeros(cols, -(-rows // unit) * unit + (128 if unit == 128 else 0))
+    rows, cols = scale.shape
+    wide = scale.new_zeros(cols, -(-rows // 128) * 128 + 128)
     wide[:, :rows] = scale.t()
     return wide.t()
-
-
-def _line_map(scale: Tensor, length: int):
-    """TMA map over all scales of 1x128 blocks, line after line, in pieces of `length` from anywhere."""
-    return _scale_map(scale.t().reshape(-1), (length,))
-
-
-def _block_map(scale: Tensor, parts: int):
-    """TMA map over scales of 128x128 blocks (rows, slices of K): 64 or 128 bytes from a place on, of 1 or 2 rows."""
-    rows, cols = scale.shape
-    if cols % 4:
-        wide = scale.new_zeros(rows, -(-cols // 4) * 4)
-        wide[:, :cols] = scale
-        scale = wide
-    return _scale_map(scale, (parts, 16))
-
-
-_scale_maps: dict[tuple, dict] = {}
-
-
-def _scale_map(scale: Tensor, box: tuple[int, ...]):
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    key = (scale.shape, scale.stride(), box)
-    fields = _scale_maps.get(key)
-    if fields is None:
-        if len(_scale_maps) >= _MOST_SHAPES:
-            _scale_maps.clear()
-        layout = gl.NVMMASharedLayout(0, 32, len(box))
-        made = TensorDescriptor(scale, list(scale.shape), list(scale.stride()), list(box), layout)
-        fields = _scale_maps[key] = {**vars(made), "base": None}  # holds no memory alive
-    made = object.__new__(TensorDescriptor)
-    made.__dict__.update(fields)
-    made.base = scale
-    return made
 
 
 def scheme_refusal(a: QuantizedTensor, b: QuantizedTensor) -> str | None:

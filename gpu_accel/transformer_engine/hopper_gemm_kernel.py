@@ -31,7 +31,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from gpu_accel.flash_attention3.hopper_device import bar_arrive, bar_sync
 from gpu_accel.gluon_compat import tma_load
 from gpu_accel.thunderkittens.gemm_device import (
     NOWHERE,
@@ -55,8 +54,6 @@ from gpu_accel.thunderkittens.gemm_device import (
 
 ROWS = gl.constexpr(64)  # rows of one half: the M of wgmma
 BLOCK = gl.constexpr(128)  # of K that the tensor core may sum up
-SCALES_B = gl.constexpr(16)  # scales of 128x128 blocks that one box brings of a row: what makes 128 bytes of two rows
-TURN = gl.constexpr(12)  # named barriers of the two consumers, where they take turns
 
 # Run-time scalars travel in tuples:
 #   shape  = (M, N, k_steps, tiles_m, tiles_n)
@@ -85,26 +82,6 @@ def _block_scales(rows, col, step, shape, scales, PARTS: gl.constexpr, ROWS_A: g
         sb = scale_b + (col // BLOCK).to(gl.int64) * sb_n + step * sb_k
         sb0 = gl.load(sb)
         return sa, sb0, gl.load(sb + sb_n, mask=col + BLOCK < N, other=0.0) if PARTS == 2 else sb0
-
-
-@gluon.jit
-def _staged_scales(scale_bufs, stage, WG: gl.constexpr, PARTS: gl.constexpr, ROWS_B: gl.constexpr, ACC: gl.constexpr):
-    """The same from shared memory, where they came with the slice."""
-    sa_bufs, sb_bufs = scale_bufs
-    sa = sa_bufs.index(stage).slice(WG * ROWS, ROWS).load(gl.SliceLayout(1, ACC))
-    if ROWS_B == 1:
-        sb0 = sb_bufs.index(stage).load(gl.SliceLayout(0, ACC))
-        return sa, sb0, sb0
-    else:
-        sb0 = _first_of_row(sb_bufs.index(stage), 0)
-        return sa, sb0, _first_of_row(sb_bufs.index(stage), PARTS - 1)
-
-
-@gluon.jit
-def _first_of_row(buf, row: gl.constexpr):
-    """The first number of a row, in every thread."""
-    ONE: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
-    return gl.sum(gl.sum(buf.slice(row, 1, 0).slice(0, 1, 1).load(ONE), 1), 0)
 
 
 @gluon.jit
@@ -202,52 +179,13 @@ def _multiply(a, next_a, b_bufs, stage, next_stage, acc, PART: gl.constexpr, PAR
 
 
 @gluon.jit
-def _release(empty, stage, CLUSTER: gl.constexpr):
-    """Give a stage back to those who fill it: a count of 2 becomes one for each of two programs (gluon_cluster.py)."""
-    mbarrier.arrive(empty.index(stage), count=CLUSTER)
-
-
-@gluon.jit
-def _paired(tiles_m, tiles_n):
-    """(items of this pair of programs, number of the pair): pairs walk over pairs of tile rows."""
-    pair = gl.program_id(0) // 2
-    pairs = gl.num_programs(0) // 2
-    return gl.cdiv(gl.maximum((tiles_m + 1) // 2 * tiles_n - pair, 0), pairs), pair
-
-
-@gluon.jit
-def _pair_place(number, pair, tiles_m, tiles_n, GROUP: gl.constexpr):
-    """(tile row, tile column) of this program of a pair, which has one column; the row may be one behind the last."""
-    tile = gl.num_programs(0) // 2 * number + pair
-    row, col = place(tile, (tiles_m + 1) // 2, tiles_n, GROUP // 2)
-    return row * 2 + gl.program_id(0) % 2, col
-
-
-@gluon.jit
-def _meet():
-    """Wait until every thread of both programs is here, and their barriers are ready."""
-    gl.inline_asm_elementwise(
-        "fence.mbarrier_init.release.cluster; barrier.cluster.arrive.release.aligned; "
-        "barrier.cluster.wait.acquire.aligned; mov.b32 $0, $1;",
-        "=r,r",
-        [gl.to_tensor(0)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
 def _consumer(
-    WG: gl.constexpr, bufs, scale_bufs, bars, out_desc, out, ends, shape, scales, stack, dealt, partials, counters,
+    WG: gl.constexpr, bufs, bars, out_desc, out, ends, shape, scales, stack, dealt, partials, counters,
     PARTS: gl.constexpr, EVERY: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, BLOCKED: gl.constexpr,
     ROW_A: gl.constexpr, ROW_B: gl.constexpr, ROWS_A: gl.constexpr, ROWS_B: gl.constexpr, BIAS: gl.constexpr,
     ACTIVATION: gl.constexpr, SCALE_OUT: gl.constexpr, LARGEST: gl.constexpr, GROUPED: gl.constexpr,
-    ACCUMULATE: gl.constexpr, DIRECT: gl.constexpr, WIDE: gl.constexpr, DEAL: gl.constexpr, STAGED: gl.constexpr,
-    TURNS: gl.constexpr, CLUSTER: gl.constexpr,
+    ACCUMULATE: gl.constexpr, DIRECT: gl.constexpr, WIDE: gl.constexpr, DEAL: gl.constexpr,
 ):  # fmt: skip
-    if CLUSTER == 2:
-        _meet()
     a_bufs, b_bufs, out_bufs = bufs
     full, empty, opened = bars
     M, N, k_steps, tiles_m, tiles_n = shape
@@ -262,20 +200,10 @@ def _consumer(
         packed1 = packed0
         row = 0 + NOWHERE
         col = 0
-    if TURNS and WG == 1:
-        bar_arrive(TURN, 256)
-    if CLUSTER == 2:
-        items, pair = _paired(tiles_m, tiles_n)
-    else:
-        items, pieces, begin, end = pieces_of(k_steps, tiles_m * tiles_n, dealt)
+    items, pieces, begin, end = pieces_of(k_steps, tiles_m * tiles_n, dealt)
     for number in range(items):
-        if CLUSTER == 2:
-            tile_m, tile_n = _pair_place(number, pair, tiles_m, tiles_n, GROUP)
-            k0 = 0
-            k1 = k_steps
-        else:
-            tile, k0, k1 = item(number, tiles_m * tiles_n, k_steps, dealt, items, pieces, begin, end)
-            tile_m, tile_n = place(tile, tiles_m, tiles_n, GROUP)
+        tile, k0, k1 = item(number, tiles_m * tiles_n, k_steps, dealt, items, pieces, begin, end)
+        tile_m, tile_n = place(tile, tiles_m, tiles_n, GROUP)
         row_now = (tile_m * 2 + WG) * ROWS
         col_now = tile_n * (BLOCK * PARTS)
         rows = row_now + gl.arange(0, ROWS, layout=gl.SliceLayout(1, ACC))
@@ -286,27 +214,24 @@ def _consumer(
             group = gl.load(groups + tile_m.to(gl.int64) * (2 * ROWS))
             k1 = gl.where(group < 0, k0 + 1, k1)  # one slice, and its sums are not used
             own = (scale_a, scale_b + gl.maximum(group, 0).to(gl.int64) * sb_g, sa_m, sa_k, sb_n, sb_k)
-        if BLOCKED and not STAGED:
+        if BLOCKED:
             sa, sb0, sb1 = _block_scales(rows, col_now, k0, shape, own, PARTS, ROWS_A, ROWS_B, ACC)
         mbarrier.wait(full.index(stage), phase)
         a = a_bufs.index(stage * 2 + WG)
         acc0 = _multiply(a, a, b_bufs, stage, stage, zero, 0, PARTS, 1, False)
         if PARTS == 2:
             acc1 = _multiply(a, a, b_bufs, stage, stage, zero, 1, PARTS, 1, False)
-        if STAGED:
-            sa, sb0, sb1 = _staged_scales(scale_bufs, stage, WG, PARTS, ROWS_B, ACC)
         if not WIDE:
             _write(packed0, packed1, out_bufs, out_desc, out, row, col, shape, WG, PARTS, ACC, dtype, DIRECT)
         if PARTS == 2:
             acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
         else:
             acc0 = warpgroup_mma_wait(0, deps=[acc0])
-        _release(empty, stage, CLUSTER)
+        mbarrier.arrive(empty.index(stage), count=1)
         if BLOCKED:
             acc0 = _scaled(acc0, sa, sb0, ROWS_B)
             if PARTS == 2:
                 acc1 = _scaled(acc1, sa, sb1, ROWS_B)
-        if BLOCKED and not STAGED:
             after = gl.minimum(k0 + 1, k1 - 1)
             sa, sb0, sb1 = _block_scales(rows, col_now, after, shape, own, PARTS, ROWS_A, ROWS_B, ACC)
         stage, phase = advance(stage, phase, STAGES)
@@ -321,11 +246,11 @@ def _consumer(
                     acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
                 else:
                     acc0 = warpgroup_mma_wait(0, deps=[acc0])
-                _release(empty, stage, CLUSTER)
+                mbarrier.arrive(empty.index(stage), count=1)
                 stage, phase = advance(stage, phase, STAGES)
                 first += 1
         for step in range(first, k1, EVERY):
-            if BLOCKED and not STAGED:
+            if BLOCKED:
                 # the next slice's are on their way while this slice's are used: nothing waits for memory
                 ta = sa
                 tb0 = sb0
@@ -339,20 +264,14 @@ def _consumer(
                 mbarrier.wait(full.index(later), later_phase)
             a = a_bufs.index(stage * 2 + WG)
             next_a = a_bufs.index(later * 2 + WG)
-            if TURNS:
-                bar_sync(TURN + WG, 256)
             part = _multiply(a, next_a, b_bufs, stage, later, zero, 0, PARTS, EVERY, False)
-            if TURNS:
-                bar_arrive(TURN + 1 - WG, 256)
-            if STAGED:
-                ta, tb0, tb1 = _staged_scales(scale_bufs, stage, WG, PARTS, ROWS_B, ACC)
             if PARTS == 2:
                 part = warpgroup_mma_wait(0, deps=[part])
             else:
                 part, acc0 = warpgroup_mma_wait(0, deps=[part, acc0])
-                _release(empty, stage, CLUSTER)
+                mbarrier.arrive(empty.index(stage), count=1)
                 if EVERY == 2:
-                    _release(empty, later, CLUSTER)
+                    mbarrier.arrive(empty.index(later), count=1)
             if BLOCKED:
                 acc0 += _scaled(part, ta, tb0, ROWS_B)
             else:
@@ -361,15 +280,11 @@ def _consumer(
                 # Completed long ago. It opens a block, and with the operand of the next wait that keeps the additions
                 # above the next product, whose partial sum then takes the registers of this one.
                 mbarrier.wait(opened, 0)
-                if TURNS:
-                    bar_sync(TURN + WG, 256)
                 part = _multiply(a, next_a, b_bufs, stage, later, zero, 1, PARTS, EVERY, False)
-                if TURNS:
-                    bar_arrive(TURN + 1 - WG, 256)
                 part, acc0 = warpgroup_mma_wait(0, deps=[part, acc0])
-                _release(empty, stage, CLUSTER)
+                mbarrier.arrive(empty.index(stage), count=1)
                 if EVERY == 2:
-                    _release(empty, later, CLUSTER)
+                    mbarrier.arrive(empty.index(later), count=1)
                 if BLOCKED:
                     acc1 += _scaled(part, ta, tb1, ROWS_B)
                 else:
@@ -399,8 +314,6 @@ def _consumer(
                 _write_wide(acc1, out, row_now, col1, shape, ACCUMULATE)
             else:
                 packed1 = pack(acc1, dtype)
-    if TURNS and WG == 0:
-        bar_sync(TURN, 256)
     if not WIDE:
         _write(packed0, packed1, out_bufs, out_desc, out, row, col, shape, WG, PARTS, ACC, dtype, DIRECT)
         if not DIRECT:
@@ -408,68 +321,32 @@ def _consumer(
 
 
 @gluon.jit
-def _producer(
-    bufs, scale_bufs, bars, a_desc, b_desc, sa_desc, sb_desc, shape, stack, lines, dealt, PARTS: gl.constexpr,
-    STAGES: gl.constexpr, GROUP: gl.constexpr, GROUPED: gl.constexpr, STAGED: gl.constexpr, ROWS_B: gl.constexpr,
-    CLUSTER: gl.constexpr,
-):  # fmt: skip
-    if CLUSTER == 2:
-        _meet()
+def _producer(bufs, bars, a_desc, b_desc, shape, stack, dealt, PARTS: gl.constexpr, STAGES: gl.constexpr,
+              GROUP: gl.constexpr, GROUPED: gl.constexpr):  # fmt: skip
     a_bufs, b_bufs, _ = bufs
-    sa_bufs, sb_bufs = scale_bufs
     full, empty, _ = bars
     _, N, k_steps, tiles_m, tiles_n = shape
-    line_a, line_b = lines
     stage = 0
     phase = 0
-    if CLUSTER == 2:
-        items, pair = _paired(tiles_m, tiles_n)
-        half = gl.program_id(0) % 2
-    else:
-        items, pieces, begin, end = pieces_of(k_steps, tiles_m * tiles_n, dealt)
+    items, pieces, begin, end = pieces_of(k_steps, tiles_m * tiles_n, dealt)
     for number in range(items):
-        if CLUSTER == 2:
-            tile_m, tile_n = _pair_place(number, pair, tiles_m, tiles_n, GROUP)
-            k0 = 0
-            k1 = k_steps
-        else:
-            tile, k0, k1 = item(number, tiles_m * tiles_n, k_steps, dealt, items, pieces, begin, end)
-            tile_m, tile_n = place(tile, tiles_m, tiles_n, GROUP)
+        tile, k0, k1 = item(number, tiles_m * tiles_n, k_steps, dealt, items, pieces, begin, end)
+        tile_m, tile_n = place(tile, tiles_m, tiles_n, GROUP)
         row = tile_m * (2 * ROWS)
         col = tile_n * (BLOCK * PARTS)
-        block = tile_n * PARTS
         if GROUPED:
             groups, _ = stack
             group = gl.load(groups + row.to(gl.int64))
             col += gl.maximum(group, 0) * N
-            block += gl.maximum(group, 0) * gl.cdiv(N, BLOCK)
             k1 = gl.where(group < 0, k0 + 1, k1)
         for step in range(k0, k1):
             k = step * BLOCK
             mbarrier.wait(empty.index(stage), phase ^ 1)
-            if not STAGED:
-                mbarrier.expect(full.index(stage), (2 * ROWS + PARTS * BLOCK) * BLOCK)
-            elif ROWS_B == 1:
-                mbarrier.expect(full.index(stage), (2 * ROWS + PARTS * BLOCK) * BLOCK + 8 * BLOCK)
-            else:
-                mbarrier.expect(full.index(stage), (2 * ROWS + PARTS * BLOCK) * BLOCK + 4 * (BLOCK + PARTS * SCALES_B))
+            mbarrier.expect(full.index(stage), (2 * ROWS + PARTS * BLOCK) * BLOCK)
             for i in gl.static_range(2):
                 tma_load(a_desc, [row + i * ROWS, k], full.index(stage), a_bufs.index(stage * 2 + i))
-            if CLUSTER == 2:  # for both programs
-                tma_load(b_desc, [col + half * BLOCK, k], full.index(stage), b_bufs.index(stage * PARTS + half))
-            else:
-                for i in gl.static_range(PARTS):
-                    tma_load(b_desc, [col + i * BLOCK, k], full.index(stage), b_bufs.index(stage * PARTS + i))
-            if STAGED:
-                tma_load(sa_desc, [step * line_a + row], full.index(stage), sa_bufs.index(stage))
-                if ROWS_B == 1:
-                    tma_load(sb_desc, [step * line_b + col], full.index(stage), sb_bufs.index(stage))
-                else:
-                    tma_load(sb_desc, [block, step], full.index(stage), sb_bufs.index(stage))
-            stage, phase = advance(stage, phase, STAGES)
-    if CLUSTER == 2:  # the other program still writes to this one's shared memory, and counts up its barriers
-        for _ in range(STAGES):
-            mbarrier.wait(empty.index(stage), phase ^ 1)
+            for i in gl.static_range(PARTS):
+                tma_load(b_desc, [col + i * BLOCK, k], full.index(stage), b_bufs.index(stage * PARTS + i))
             stage, phase = advance(stage, phase, STAGES)
 
 
@@ -480,13 +357,13 @@ def _producer(
     ]
 )  # fmt: skip
 def fp8_gemm_kernel(
-    a_desc, b_desc, out_desc, sa_desc, sb_desc, out, bias, scale_out, largest, groups, scale_a, scale_b, partials,
-    counters, M, N, k_steps, tiles_m, tiles_n, dealt, sb_g, sa_m, sa_k, sb_n, sb_k,
+    a_desc, b_desc, out_desc, out, bias, scale_out, largest, groups, scale_a, scale_b, partials, counters,
+    M, N, k_steps, tiles_m, tiles_n, dealt, sb_g, sa_m, sa_k, sb_n, sb_k,
     PARTS: gl.constexpr, EVERY: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, BLOCKED: gl.constexpr,
     ROW_A: gl.constexpr, ROW_B: gl.constexpr, ROWS_A: gl.constexpr, ROWS_B: gl.constexpr, BIAS: gl.constexpr,
     ACTIVATION: gl.constexpr, SCALE_OUT: gl.constexpr, LARGEST: gl.constexpr, GROUPED: gl.constexpr,
-    ACCUMULATE: gl.constexpr, DIRECT: gl.constexpr, DEAL: gl.constexpr, STAGED: gl.constexpr, TURNS: gl.constexpr,
-    CLUSTER: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    ACCUMULATE: gl.constexpr, DIRECT: gl.constexpr, DEAL: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """a_desc in boxes of 64 x 128, b_desc of 128 x 128; out (M, N), contiguous, fp8, 16-bit or float32; k_steps >= 1.
 
@@ -494,54 +371,39 @@ def fp8_gemm_kernel(
     be 1, and scales of neighbours lie side by side, N of them rounded up to 128). Else ROW_A, ROW_B: one a row, or
     one in all. LARGEST: `largest` (int32) is raised to the bits of the largest magnitude before `scale_out`.
     ACCUMULATE: added to `out`, float32. DIRECT: `out` is written from registers, `out_desc` is unused (float32). PARTS:
-    halves of 128 columns. EVERY: slices of K that one partial sum has. STAGED: scales of 1x128 blocks of A, and those
-    of B, come through TMA with the slice they belong to: sa_desc of lines of `sa_k` rows, sb_desc of lines of `sb_k`
-    columns or of the matrix of 128x128 blocks. TURNS: consumers issue products in turns. CLUSTER = 2: two programs that
-    are neighbours share the columns of B, and each loads half of them for both (see gluon_cluster.py).
+    halves of 128 columns. EVERY: slices of K that one partial sum has.
     """
     WIDE: gl.constexpr = out.dtype.element_ty == gl.float32
     OUT_BUFS: gl.constexpr = 1 if DIRECT else 2
     OUT_ROWS: gl.constexpr = 8 if DIRECT else ROWS
     gl.static_assert(ROWS_B != 1 or not BLOCKED or PARTS == 1)
     gl.static_assert(EVERY == 1 or not BLOCKED)
-    gl.static_assert(not STAGED or (BLOCKED and ROWS_A == 1))
-    gl.static_assert(CLUSTER == 1 or (PARTS == 2 and not GROUPED and not DEAL))
     a_bufs = gl.allocate_shared_memory(a_desc.dtype, [STAGES * 2] + a_desc.block_shape, a_desc.layout)
     b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES * PARTS] + b_desc.block_shape, b_desc.layout)
     OUT_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([OUT_ROWS, BLOCK], out_desc.dtype)
     out_bufs = gl.allocate_shared_memory(out_desc.dtype, [OUT_BUFS, OUT_ROWS, BLOCK], OUT_LAYOUT)
-    if STAGED:
-        sa_bufs = gl.allocate_shared_memory(gl.float32, [STAGES] + sa_desc.block_shape, sa_desc.layout)
-        sb_bufs = gl.allocate_shared_memory(gl.float32, [STAGES] + sb_desc.block_shape, sb_desc.layout)
-    else:
-        sa_bufs = a_bufs
-        sb_bufs = b_bufs
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     opened = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2 * CLUSTER)
+        mbarrier.init(empty.index(i), count=2)
     mbarrier.init(opened, count=1)
     mbarrier.arrive(opened, count=1)  # nobody touches it again
     bufs = (a_bufs, b_bufs, out_bufs)
-    scale_bufs = (sa_bufs, sb_bufs)
-    lines = (sa_k, sb_k)
     bars = (full, empty, opened)
     shape = (M, N, k_steps, tiles_m, tiles_n)
     scales = (scale_a, scale_b, sa_m, sa_k, sb_n, sb_k)
     ends = (bias, scale_out, largest)
     stack = (groups, sb_g)
     # A constexpr stored in a tuple under a name stops being one, hence the argument lists written out.
-    PRODUCERS: gl.constexpr = 1 if CLUSTER == 1 else 4  # warps: all threads have to meet, and come in warpgroups
     gl.warp_specialize([
-        (_consumer, (0, bufs, scale_bufs, bars, out_desc, out, ends, shape, scales, stack, dealt, partials, counters,
-                     PARTS, EVERY, STAGES, GROUP, BLOCKED, ROW_A, ROW_B, ROWS_A, ROWS_B, BIAS, ACTIVATION, SCALE_OUT,
-                     LARGEST, GROUPED, ACCUMULATE, DIRECT, WIDE, DEAL, STAGED, TURNS, CLUSTER)),
-        (_consumer, (1, bufs, scale_bufs, bars, out_desc, out, ends, shape, scales, stack, dealt, partials, counters,
-                     PARTS, EVERY, STAGES, GROUP, BLOCKED, ROW_A, ROW_B, ROWS_A, ROWS_B, BIAS, ACTIVATION, SCALE_OUT,
-                     LARGEST, GROUPED, ACCUMULATE, DIRECT, WIDE, DEAL, STAGED, TURNS, CLUSTER)),
-        (_producer, (bufs, scale_bufs, bars, a_desc, b_desc, sa_desc, sb_desc, shape, stack, lines, dealt, PARTS,
-                     STAGES, GROUP, GROUPED, STAGED, ROWS_B, CLUSTER)),
-    ], [4, PRODUCERS], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+        (_consumer, (0, bufs, bars, out_desc, out, ends, shape, scales, stack, dealt, partials, counters, PARTS, EVERY,
+                     STAGES, GROUP, BLOCKED, ROW_A, ROW_B, ROWS_A, ROWS_B, BIAS, ACTIVATION, SCALE_OUT, LARGEST,
+                     GROUPED, ACCUMULATE, DIRECT, WIDE, DEAL)),
+        (_consumer, (1, bufs, bars, out_desc, out, ends, shape, scales, stack, dealt, partials, counters, PARTS, EVERY,
+                     STAGES, GROUP, BLOCKED, ROW_A, ROW_B, ROWS_A, ROWS_B, BIAS, ACTIVATION, SCALE_OUT, LARGEST,
+                     GROUPED, ACCUMULATE, DIRECT, WIDE, DEAL)),
+        (_producer, (bufs, bars, a_desc, b_desc, shape, stack, dealt, PARTS, STAGES, GROUP, GROUPED)),
+    ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

@@ -75,16 +75,13 @@ def _bits(size, FINITE: gl.constexpr):
 @gluon.jit
 def turn_kernel(
     x, out_r, scales_r, out_c, scales_c, given, seen, rows, cols, s_row, tiles,
-    x2, out_r2, scales_r2, out_c2, scales_c2, given2, seen2, rows2, cols2, s_row2, tiles2, first,
     GC: gl.constexpr, SCALE: gl.constexpr, LARGEST: gl.constexpr, ADD: gl.constexpr, EMAX: gl.constexpr,
-    FINITE: gl.constexpr, E5M2: gl.constexpr, CURRENT: gl.constexpr, AMAX: gl.constexpr,
-    TALL: gl.constexpr, TWO: gl.constexpr,
+    FINITE: gl.constexpr, E5M2: gl.constexpr, AMAX: gl.constexpr, TALL: gl.constexpr,
 ):  # fmt: skip
     """x: words (rows, cols / 2), s_row words apart. Codes (rows, cols) and (cols, rows) as pairs (int16), with a scale
-    for each block of 1 x GC (32 or 128), or (GC = 0) of all by the scale in `given`, or by the one that
-    follows from the bits of a largest magnitude there (CURRENT); it goes to scales_r and scales_c. AMAX: `seen` (int32)
-    is raised to the bits of the largest magnitude. TALL: rows of a tile, 64 or 128, 16 for each warp. TWO: programs
-    from `first` on have another matrix."""
+    for each block of 1 x GC (32 or 128), or (GC = 0) of all by the scale in `given`, which goes to scales_r and
+    scales_c. AMAX: `seen` (int32) is raised to the bits of the largest magnitude. TALL: rows of a tile, 64 or 128, 16
+    for each warp."""
     WARPS: gl.constexpr = TALL // 16
     W: gl.constexpr = gl.BlockedLayout([8, 4], [4, 8], [WARPS // 2, 2], [1, 0])
     gl.static_assert(TALL == 128 or TALL == 64)
@@ -100,20 +97,6 @@ def turn_kernel(
     G: gl.constexpr = 1 if GC == 0 else 128 // GC  # blocks across a tile, and down
     D: gl.constexpr = 1 if GC == 0 else TALL // GC
     pid = gl.program_id(0)
-    if TWO:  # noqa: SIM102 - a run-time branch inside a compile-time one
-        if pid >= first:
-            pid -= first
-            x = x2
-            out_r = out_r2
-            scales_r = scales_r2
-            out_c = out_c2
-            scales_c = scales_c2
-            given = given2
-            seen = seen2
-            rows = rows2
-            cols = cols2
-            s_row = s_row2
-            tiles = tiles2
     row = pid // tiles * TALL
     col = pid % tiles * 128
     r = row + gl.arange(0, TALL, gl.SliceLayout(1, W))
@@ -121,15 +104,8 @@ def turn_kernel(
     words = gl.load(x + r.to(gl.int64)[:, None] * s_row + c[None, :])
     size = words & 0x7FFF7FFF
     if GC == 0:
-        if CURRENT:
-            ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-            most = gl.load(given + gl.arange(0, 1, ONE))
-            stored, inverse = _scale_and_inverse(most, SCALE, LARGEST, ADD, EMAX)
-            scale = gl.sum(stored, 0)
-            factor = gl.sum(inverse, 0)
-        else:
-            scale = gl.load(given)
-            factor = gl.div_rn(1.0, scale)
+        scale = gl.load(given)
+        factor = gl.div_rn(1.0, scale)
         if pid == 0:
             gl.store(scales_r, scale)
             gl.store(scales_c, scale)

@@ -31,7 +31,7 @@ from gpu_accel.transformer_engine.quantizer import DTYPES
 from gpu_accel.transformer_engine.recipes import DelayedScaling, Float8CurrentScaling, Recipe, Role
 from gpu_accel.transformer_engine.scales import scale_fp32
 from gpu_accel.transformer_engine.sharded import plain, whole_rows
-from gpu_accel.transformer_engine.sources import none_of, operand_op, quickly, two_operands
+from gpu_accel.transformer_engine.sources import none_of, operand_op, quickly
 from gpu_accel.transformer_engine.tensor import QuantizedTensor
 
 
@@ -218,29 +218,22 @@ class Linear(nn.Module):
             kept = (*whole_rows(whole), *none_of(flat))  # the other copy is made once the backward pass has gathered it
         else:
             kept = self._kept_weight(plan, first, backend, needs_t)
-        fresh = kept is None
-        scales = self._scales(flat, recipe, plan, update, backend, with_weight=fresh)
+        scales = self._scales(flat, recipe, plan, update, backend, with_weight=kept is None)
         pending = [None if histories is None or not update else histories.of(r).pending for r in ("input", "weight")]
         gamma, beta = (None if t is None else t.detach() for t in (source.gamma, source.beta))
-        two = None
-        if kept is None and keep and needs_t and not source.kind and scales[0] is not None:
-            schemes = (plan.input, plan.input_t, plan.weight, plan.weight_t)
-            two = two_operands(flat.detach(), plain(self.weight.detach()), schemes, scales, pending, backend)
-        *operand, means, rstds = two[0] if two is not None else quickly(operand_op, x)(
+        *operand, means, rstds = quickly(operand_op, x)(
             flat.detach(), scales[0], pending[0], plan.input.text, plan.input_t.text, True, keep, 0, backend,
             source.kind, gamma, beta, source.eps,
         )  # fmt: skip
-        if two is not None:
-            kept = two[1]
-        elif kept is None:
+        if kept is None:
             values = plain(self.weight.detach())
             *made, _, _ = quickly(operand_op, values)(
                 values, scales[1], pending[1], plan.weight.text, plan.weight_t.text, True, needs_t, 0,
                 backend, "", None, None, 0.0,
             )  # fmt: skip
             kept = tuple(made)
-        if fresh and first is not None and not torch.compiler.is_compiling():
-            self._kept = (self._key(plan, backend), needs_t, kept)
+            if first is not None and not torch.compiler.is_compiling():
+                self._kept = (self._key(plan, backend), needs_t, kept)
         grad = histories.grad if histories is not None else None
         settings = (recipe.margin, recipe.amax_compute_algo) if isinstance(recipe, DelayedScaling) else (0, "max")
         y = linear(

@@ -27,12 +27,10 @@ from gpu_accel.transformer_engine.quantize_kernels import _amax_kernel, _block_k
 from gpu_accel.transformer_engine.reference import block_grid, quantize_reference
 from gpu_accel.transformer_engine.schemes import Scheme
 
-# Whether hopper_quantize_kernel.py has given the bits of the reference on a GPU. It was 1.8 times as fast in 1x128 but
-# lost the sign of zeros; mended since, and not run again.
-BOTH_CHECKED = False
-# Whether hopper_turn_kernel.py has.
-TURN_CHECKED = False
-TURN_TALL = 64  # rows of its tiles, where blocks of 128 rows do not ask for 128
+# Whether these have given the bits of the reference on a GPU (an H200). 8192 x 8192 in 1x128: plain Triton 191 us, the
+# former 131, the latter 89, a copy 68; with a scale that is known 79 and 75.
+BOTH_CHECKED = True  # hopper_quantize_kernel.py
+TURN_CHECKED = True  # hopper_turn_kernel.py
 LONGEST_ROW = 16384  # values of a row that one program holds; longer rows are read twice
 _LIMIT = 2**31 - 1
 Three = tuple[Tensor, Tensor, Tensor]  # codes, scales, tensor scale; what does not exist is empty
@@ -228,63 +226,38 @@ def takes_both(x: Tensor, scheme: Scheme, m: Matrix, source: Source) -> bool:
     return blocks and plain and whole and m.s_row % 8 == 0 and x.data_ptr() % 16 == 0
 
 
-def takes_turn(x: Tensor, scheme: Scheme, m: Matrix, source: Source) -> bool:
-    """Whether the kernel of `hopper_turn_kernel.py` makes both copies: of whole tiles of bf16, not of a norm of it."""
+def takes_turn(x: Tensor, scheme: Scheme, m: Matrix, source: Source, known: bool) -> bool:
+    """Whether the kernel of `hopper_turn_kernel.py` makes both copies: of whole tiles of bf16, not of a norm of it, in
+    blocks of 1x128 or with one scale that is known. It can do MX (1x32) too, with the right bits, but was no faster
+    than plain Triton there: 122 us against 119 for 8192 x 8192."""
     if not (TURN_CHECKED and x.is_cuda) or machine_refusal(x) is not None:
         return False
-    blocks = {(1, 128): ("fp32", "pow2"), (1, 32): ("e8m0",), (0, 0): ("fp32", "pow2")}.get(scheme.block, ())
+    blocks = scheme.block == (1, 128) or (scheme.block == (0, 0) and known)
     plain = scheme.element in ("e4m3", "e5m2") and scheme.rounding == "nearest" and not source.kind
     whole = m.rows % 128 == 0 and m.cols % 128 == 0 and m.s_col == 1 and not m.nested and m.s_row % 8 == 0
-    return x.dtype == torch.bfloat16 and scheme.scale in blocks and plain and whole and x.data_ptr() % 16 == 0
+    wide = scheme.scale in ("fp32", "pow2")
+    return x.dtype == torch.bfloat16 and blocks and wide and plain and whole and x.data_ptr() % 16 == 0
 
 
-Turned = tuple[Tensor, Matrix, Three, Three, Tensor, "Tensor | None"]  # as `_turn` takes them
+def _turn(x: Tensor, scheme: Scheme, m: Matrix, row: Three, col: Three, scale: Tensor, seen: Tensor | None) -> None:
+    """Both copies (unwritten) by the kernel of `hopper_turn_kernel.py`.
 
-
-def _turn(scheme: Scheme, one: Turned, other: Turned | None = None) -> None:
-    """Both copies of a matrix, or of two, by the kernel of `hopper_turn_kernel.py`.
-
-    one: x, how it lies, both copies (unwritten), the scale that is known, or bits of the largest magnitude, and what is
-    raised to the largest magnitude.
+    scale: the one that is known, of a scheme per tensor. seen: raised to the largest magnitude.
     """
     from gpu_accel.transformer_engine.hopper_turn_kernel import turn_kernel
 
     numbers, across = _numbers(scheme), scheme.block[1]
-    tall = 128 if across == 128 else TURN_TALL
+    tall = 128 if across else 64  # with a scale that is known 64 was faster: 75 us against 78 for 8192 x 8192, H200
     kept = ("SCALE", "LARGEST", "ADD", "EMAX", "FINITE")
     options = dict(
-        GC=across, **{name: numbers[name] for name in kept}, E5M2=scheme.element == "e5m2",
-        CURRENT=one[4].dtype == torch.int32, AMAX=one[5] is not None, TALL=tall, TWO=other is not None,
-        num_warps=tall // 16, maxnreg=128 if tall == 128 else 96, enable_fp_fusion=False,
+        GC=across, **{name: numbers[name] for name in kept}, E5M2=scheme.element == "e5m2", AMAX=seen is not None,
+        TALL=tall, num_warps=tall // 16, maxnreg=128 if tall == 128 else 96, enable_fp_fusion=False,
     )  # fmt: skip
-    programs = [0, 0]
-    arguments: list[Any] = []
-    for i, (x, m, row, col, given, seen) in enumerate((one, other or one)):
-        programs[i] = m.rows // tall * (m.cols // 128)
-        pairs = x.view(torch.int32)
-        arguments += [pairs, row[0].view(torch.int16), row[1], col[0].view(torch.int16), col[1], given,
-                      pairs if seen is None else seen.view(torch.int32),
-                      m.rows, m.cols, m.s_row // 2, m.cols // 128]  # fmt: skip
-    quick(turn_kernel, programs[0] + (programs[1] if other else 0), (*arguments, programs[0]), options)
-
-
-def quantize_two(
-    x: Tensor, y: Tensor, scheme: Scheme, scales: tuple[Tensor, Tensor], seen: tuple[Tensor | None, Tensor | None]
-) -> tuple[tuple[Three, Three], tuple[Three, Three]] | None:
-    """`run_quantize` of two tensors with scales that are known, both copies of both in one launch, or None where the
-    kernel for that does not take them."""
-    matrices = as_matrix(x), as_matrix(y)
-    fits = scheme.block == (0, 0) and x.device == y.device and (seen[0] is None) == (seen[1] is None)
-    if not fits or not all(takes_turn(t, scheme, m, PLAIN) for t, m in zip((x, y), matrices, strict=True)):
-        return None
-    made = [
-        (_empty_parts(t, m.rows, m.cols, scheme, True), _empty_parts(t, m.cols, m.rows, scheme, True))
-        for t, m in zip((x, y), matrices, strict=True)
-    ]
-    with on_device(x):
-        one, other = ((t, matrices[i], *made[i], scales[i], seen[i]) for i, t in enumerate((x, y)))
-        _turn(scheme, one, other)
-    return made[0], made[1]
+    pairs = x.as_strided((m.rows, m.cols), (m.s_row, 1)).view(torch.int32)
+    codes = row[0].view(torch.int16), col[0].view(torch.int16)
+    arguments = (pairs, codes[0], row[1], codes[1], col[1], scale, pairs if seen is None else seen.view(torch.int32),
+                 m.rows, m.cols, m.s_row // 2, m.cols // 128)  # fmt: skip
+    quick(turn_kernel, m.rows // tall * (m.cols // 128), arguments, options)
 
 
 def run_quantize(
@@ -344,9 +317,8 @@ def run_quantize(
                 quick(_amax_kernel, programs, (x, *given, amax_r, amax_c, signs, *place, tiles), options)
             if not scheme.hadamard and not per_row:
                 amax_c = amax_r
-        turn = rowwise and columnwise and takes_turn(x, scheme, m, source)
-        if in_one_tile and turn:
-            _turn(scheme, (x, m, row, col, row[1], None))
+        if rowwise and columnwise and takes_turn(x, scheme, m, source, known):
+            _turn(x, scheme, m, row, col, row[1] if scale is None else scale, seen if known else None)
             return row, col
         if in_one_tile and rowwise and columnwise and takes_both(x, scheme, m, source):
             from gpu_accel.transformer_engine.hopper_quantize_kernel import both_kernel
@@ -372,9 +344,6 @@ def run_quantize(
             quick(_block_kernel, programs, blocks, options)
             return row, col
         # the scale is known before the tile is read
-        if turn and per_tensor:
-            _turn(scheme, (x, m, row, col, amax_r if scale is None else scale, seen if known else None))
-            return row, col
         bm, bk, warps = plain_tile(m, columnwise)
         programs, tiles, even = _grid(m, bm, bk)
         options = dict(

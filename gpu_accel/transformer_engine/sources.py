@@ -27,7 +27,6 @@ from gpu_accel.transformer_engine.quantize_launch import (
     Source,
     Three,
     _empty_parts,
-    quantize_two,
     run_quantize,
 )
 from gpu_accel.transformer_engine.quantizer import quantize
@@ -173,24 +172,6 @@ def operand_op(
         statistics=(means, rstds) if source.is_norm else None,
     )  # fmt: skip
     return (*rows, *cols, means, rstds)
-
-
-def two_operands(
-    x: Tensor, weight: Tensor, schemes: tuple[Scheme, ...], scales: list[Tensor | None],
-    pending: list[Tensor | None], backend: str,
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None:  # fmt: skip
-    """What `operand_op` makes of x and of weight, both copies of each, in one launch: under delayed scaling, where
-    neither is traced; else None. The launch of a small layer's weight costs as much as its work."""
-    known = [scale.float().reshape(()) for scale in scales[:2] if scale is not None]
-    if len(known) < 2 or backend == "reference" or any(scheme != schemes[0] for scheme in schemes):
-        return None
-    if quickly(operand_op, x) is operand_op or quickly(operand_op, weight) is operand_op:
-        return None
-    made = quantize_two(x, weight, schemes[0], (known[0], known[1]), (pending[0], pending[1]))
-    if made is None:
-        return None
-    first, second = ((*row, *col) for row, col in made)
-    return (*first, *_statistics(x, "")), second
 
 
 def _statistics(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:

@@ -46,7 +46,6 @@ def kernels_by_default(monkeypatch):
     """These tests are what decides whether "auto" takes the kernels."""
     monkeypatch.setattr(quantizer, "GPU_CHECKED", True)
     monkeypatch.setattr(quantizer, "FUSED_CHECKED", True)
-    monkeypatch.setattr(quantize_launch, "BOTH_CHECKED", True)
 
 
 def make(rows: int, cols: int, *, dtype=torch.bfloat16, special: bool = True, seed: int = 0) -> torch.Tensor:
@@ -89,11 +88,12 @@ def test_bits(name, columnwise):
 
 
 @pytest.mark.parametrize("name", ["fp8_1x128", "e4m3:1x128:pow2", "e5m2:1x128:fp32"])
-def test_bits_of_hoppers_own(name):
+def test_bits_of_hoppers_own(name, monkeypatch):
     """The kernel that makes both copies of whole tiles: rows apart, zeros of both signs, infinities in every block, and
     blocks of both copies in which no number is finite."""
     if machine_refusal(torch.empty(0, device="cuda")):
         pytest.skip("needs compute capability 9.0")
+    monkeypatch.setattr(quantize_launch, "TURN_CHECKED", False)  # which would take bf16
     for dtype in (torch.bfloat16, torch.float32, torch.float16):
         x = make(384, 512, dtype=torch.float32)
         x[7], x[200:260, 130:170], x[300, ::32] = -0.0, math.nan, math.inf
@@ -106,41 +106,25 @@ def test_bits_of_hoppers_own(name):
             assert_same_bits(*(quantize(view, name, columnwise=True, backend=b) for b in ("portable", "reference")))
 
 
-@pytest.mark.parametrize("name", ["fp8_1x128", "e5m2:1x128:pow2", "mxfp8", "mxfp8_e5m2", "fp8", "fp8_e5m2"])
-@pytest.mark.parametrize("tall", [64, 128])
-def test_bits_of_copies_turned_in_registers(name, tall, monkeypatch):
+@pytest.mark.parametrize("name", ["fp8_1x128", "e5m2:1x128:pow2", "fp8", "fp8_e5m2"])
+def test_bits_of_copies_turned_in_registers(name):
     if machine_refusal(torch.empty(0, device="cuda")):
         pytest.skip("needs compute capability 9.0")
-    monkeypatch.setattr(quantize_launch, "TURN_CHECKED", True)
-    monkeypatch.setattr(quantize_launch, "TURN_TALL", tall)
+    what = scheme(name)
     x = make(384, 512, dtype=torch.float32)
     x[7], x[200:260, 130:170], x[300, ::32], x[310, 5::64] = -0.0, math.nan, math.inf, -math.inf
     x[64:192, 256:384] = 0
     store = torch.full((384, 528), math.nan, dtype=torch.bfloat16, device="cuda")
     store[:, 8:520] = x.bfloat16()
-    given = [None] if scheme(name).block != (0, 0) else [None, torch.tensor(0.37, device="cuda")]
-    for view in (x.bfloat16(), store[:, 8:520]):
-        assert quantize_launch.takes_turn(view, scheme(name), quantize_launch.as_matrix(view), quantize_launch.PLAIN)
+    given = [None] if what.block != (0, 0) else [torch.tensor(v, device="cuda") for v in (0.37, 3e-3)]
+    for view in (x.bfloat16(), store[:, 8:520], store[:128, 8:136]):
+        matrix = quantize_launch.as_matrix(view)
         for scale in given:
-            both = (quantize(view, name, columnwise=True, backend=b, scale=scale) for b in ("portable", "reference"))
+            assert quantize_launch.takes_turn(view, what, matrix, quantize_launch.PLAIN, scale is not None)
+            both = [quantize(view, name, columnwise=True, backend=b, scale=scale) for b in ("portable", "reference")]
             assert_same_bits(*both)
-
-
-def test_two_matrices_in_one_launch(monkeypatch):
-    if machine_refusal(torch.empty(0, device="cuda")):
-        pytest.skip("needs compute capability 9.0")
-    monkeypatch.setattr(quantize_launch, "TURN_CHECKED", True)
-    what = scheme("fp8")
-    x, y = make(384, 512), make(128, 256, seed=1)
-    given = torch.tensor(0.37, device="cuda"), torch.tensor(2e-3, device="cuda")
-    seen, alone = [tuple(torch.zeros((), device="cuda") for _ in given) for _ in range(2)]
-    made = quantize_launch.quantize_two(x, y, what, given, seen)
-    monkeypatch.setattr(quantize_launch, "TURN_CHECKED", False)
-    for i, t in enumerate((x, y)):
-        wanted = quantize_launch.run_quantize(t, what, True, True, scale=given[i], seen=alone[i])
-        for copies in zip(made[i], wanted, strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(*copies, strict=True))
-        assert torch.equal(seen[i].view(torch.int32), alone[i].view(torch.int32))
+            seen = [q.seen_amax for q in both]
+            assert scale is None or torch.equal(*(amax.reshape(()).view(torch.int32) for amax in seen)), seen
 
 
 def test_the_reference_gives_the_same_bits_on_a_cpu():

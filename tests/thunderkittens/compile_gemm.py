@@ -6,14 +6,11 @@ python compile_gemm.py NAME ...     names of CASES
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-import tempfile
 
 import torch
 import triton
 
-from gpu_accel import gluon_cluster
 from gpu_accel.flash_attention3.launch import instead_of_launching
 from gpu_accel.testing.compile_only import compile_only, use_target
 from gpu_accel.thunderkittens import gemm_hopper, gemm_skinny
@@ -21,8 +18,6 @@ from gpu_accel.transformer_engine import hopper_gemm
 
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 TENSOR, ROW, LINE, SQUARE = hopper_gemm.BLOCKS
-STAGED = hopper_gemm.Fp8GemmConfig(staged=True)
-NARROW_STAGED = hopper_gemm.Fp8GemmConfig(parts=1, stages=6, staged=True)
 
 
 def tile(layout: str = "nt", n: int = 1024, **options) -> None:
@@ -86,26 +81,8 @@ CASES = {
     "fp8-gelu": lambda: fp8(TENSOR, TENSOR, activation="gelu", config=hopper_gemm.Fp8GemmConfig(deal=True)),
     "fp8-stacked": lambda: fp8(LINE, SQUARE, stacked=True),
     "fp8-stacked-row": lambda: fp8(ROW, ROW, stacked=True),
-    "fp8-blocks-staged": lambda: fp8(LINE, SQUARE, config=STAGED),
-    "fp8-blocks-staged-fp32": lambda: fp8(LINE, SQUARE, out_dtype=torch.float32, config=STAGED),
-    "fp8-blocks-staged-gelu": lambda: fp8(LINE, SQUARE, activation="gelu", bias=torch.empty(5120), config=STAGED),
-    "fp8-narrow-staged": lambda: fp8(LINE, SQUARE, config=NARROW_STAGED),
-    "fp8-lines-staged": lambda: fp8(LINE, LINE, config=NARROW_STAGED),
-    "fp8-lines-staged-add": lambda: fp8(LINE, LINE, out=torch.empty(512, 5120), accumulate=True, config=NARROW_STAGED),
-    "fp8-stacked-staged": lambda: fp8(LINE, SQUARE, stacked=True, config=STAGED),
-    "fp8-turns": lambda: fp8(TENSOR, TENSOR, config=hopper_gemm.Fp8GemmConfig(turns=True)),
-    "fp8-pair": lambda: fp8(TENSOR, TENSOR, config=hopper_gemm.Fp8GemmConfig(cluster=2)),
-    "fp8-blocks-pair": lambda: fp8(LINE, SQUARE, config=hopper_gemm.Fp8GemmConfig(staged=True, cluster=2)),
     "fp8-skinny-blocks": lambda: skinny(16, E4M3, LINE, SQUARE),
 }
-
-
-def disassembled(cubin: bytes) -> str:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        tool = triton.knobs.nvidia.nvdisasm.path
-        return subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
 
 
 def main(names: list[str]) -> None:
@@ -114,9 +91,6 @@ def main(names: list[str]) -> None:
 
         def hook(kernel, arguments, constants, name=name):
             got = compile_only(kernel, arguments, constants, name=name, capability=90)
-            both = ""
-            if constants.get("CLUSTER") == 2:
-                both = disassembled(gluon_cluster.assemble(gluon_cluster.paired(got.ptx), 90))
             row = {
                 "name": name,
                 "kernel": kernel.__name__,
@@ -127,7 +101,6 @@ def main(names: list[str]) -> None:
                 "wgmma": got.instructions["HGMMA"] + got.instructions["QGMMA"],
                 "tma_loads": got.instructions["UTMALDG"],
                 "tma_stores": got.instructions["UTMASTG"],
-                "multicast": both.count(".MULTICAST"),
                 "serialised": [w for w in got.warnings if "serializ" in w],
             }
             print(json.dumps(row), flush=True)

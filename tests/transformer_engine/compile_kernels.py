@@ -5,7 +5,7 @@ python compile_kernels.py quantize fp8-both-fp32           the same of float32
 python compile_kernels.py quantize nvfp4-both-ragged       of (304, 1104), which tiles do not divide
 python compile_kernels.py operand rms-fp8-given-both       of a norm or an activation of (4096, 4096) bf16
 python compile_kernels.py hopper fp8_1x128,mxfp8-rms        both copies by the kernel for Hopper
-python compile_kernels.py turn fp8_1x128,fp8,mxfp8          both copies turned in registers; the scale of fp8 is given
+python compile_kernels.py turn fp8_1x128,fp8                both copies turned in registers; the scale of fp8 is given
 python compile_kernels.py step roll,swiglu                 two histories; an activation and its gradient
 python compile_kernels.py optimizer adamw,lion             a step of a million bf16 values
 python compile_kernels.py gemm fp8_row-fp8_row             products of 4096 x 4096 x 4096
@@ -106,14 +106,13 @@ with instead_of_launching(hook):
             arguments = (x, *(torch.ones(4096),) * 4, codes, scales, codes, scales, 4096, 4096, 4096, 32)
             launch(both_kernel, 1, arguments, options)
         elif sys.argv[1] == "turn":
-            label, what = name, scheme(name.removesuffix("-two"))
+            label, what = name, scheme(name)
             x = torch.empty(4096, 4096, dtype=torch.bfloat16)
             m = quantize_launch.as_matrix(x)
             row, col = (quantize_launch._empty_parts(x, 4096, 4096, what, True) for _ in range(2))
             given = row[1] if what.block[1] else torch.ones(())
             seen = None if what.block[1] else torch.zeros(())
-            one = (x, m, row, col, given, seen)
-            quantize_launch._turn(what, one, one if "two" in name else None)
+            quantize_launch._turn(x, what, m, row, col, given, seen)
         elif sys.argv[1] == "step":
             label = name
             state = [torch.ones(1024), torch.ones(()), torch.ones(()), torch.zeros(2, dtype=torch.int64)]

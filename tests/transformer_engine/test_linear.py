@@ -10,12 +10,11 @@ from torch import nn
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.testing import assert_close_to_truth, generator
-from gpu_accel.transformer_engine import linear_op, sources
+from gpu_accel.transformer_engine import linear_op
 from gpu_accel.transformer_engine.context import autocast, checkpoint, fp8_autocast
 from gpu_accel.transformer_engine.linear import Linear as AnyLinear
 from gpu_accel.transformer_engine.linear_op import Plan
 from gpu_accel.transformer_engine.overflow import OverflowGuard
-from gpu_accel.transformer_engine.quantize_launch import run_quantize
 from gpu_accel.transformer_engine.quantizer import quantize
 from gpu_accel.transformer_engine.recipes import (
     RECIPES,
@@ -489,29 +488,3 @@ def test_custom_ops_keep_their_word():
         tests = ("test_schema", "test_autograd_registration", "test_faketensor")
         torch.library.opcheck(operand_op, inputs, test_utils=tests)
         torch.library.opcheck(linear_op.linear_op, (*arguments, *settings), test_utils=tests)
-
-
-def test_input_and_weight_may_share_a_launch(monkeypatch):
-    """Where the kernel for two takes them, every copy, maximum and gradient is what two launches make."""
-    launches = []
-
-    def both(x, y, what, scales, seen):
-        launches.append((x.shape, y.shape))
-        made = zip((x, y), scales, seen, strict=True)
-        return tuple(run_quantize(t, what, True, True, scale=scale, seen=pending) for t, scale, pending in made)
-
-    found = []
-    for shared in (False, True):
-        monkeypatch.setattr(sources, "quantize_two", both if shared else lambda *_: None)
-        torch.manual_seed(0)
-        layer = Linear(16, 24, recipe=DelayedScaling(amax_history_len=4), backend="portable")
-        x = values(8, 16).requires_grad_()
-        y = layer(x)
-        y.backward(values(8, 24, seed=1))
-        assert layer.delayed is not None
-        found.append([y, x.grad, layer.weight.grad, *layer.delayed.pending(), layer.delayed.input.history])
-    assert launches == [((8, 16), (24, 16))]
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    with torch.no_grad():
-        layer(x)
-    assert len(launches) == 1  # one copy of each is enough there

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from gpu_accel.flash_attention3.launch import recording
 from gpu_accel.testing import generator
 from gpu_accel.transformer_engine import quantize_launch
 from gpu_accel.transformer_engine import quantizer as module
+from gpu_accel.transformer_engine.quantize_launch import PLAIN, Source
 from gpu_accel.transformer_engine.quantizer import quantize
 from gpu_accel.transformer_engine.schemes import SCHEMES, Scheme, scheme
 from gpu_accel.transformer_engine.tensor import QuantizedTensor
@@ -331,19 +334,38 @@ def test_nvfp4_rounds_without_bias_what_its_scales_do_not_clip():
     assert 1.01 < beyond.max() <= 1 + 1 / 16 and (error[beyond > 1.01] < 0).all()
 
 
-def test_two_tensors_in_one_launch(monkeypatch):
-    """Programs of the second matrix begin where those of the first end; what the kernel does not take is left alone."""
-    x, y = (torch.zeros(rows, cols, dtype=torch.bfloat16) for rows, cols in ((256, 384), (128, 256)))
-    scales, seen = (torch.ones(()), torch.ones(())), (torch.zeros(()), torch.zeros(()))
-    assert quantize_launch.quantize_two(x, y, scheme("fp8"), scales, seen) is None  # no GPU
+def test_what_is_turned_in_registers(monkeypatch):
+    """Whole tiles of bf16 in the forms that were faster so on a GPU; nothing else, for no mask stops a read there."""
+    monkeypatch.setattr(quantize_launch, "machine_refusal", lambda _: None)
+
+    def takes(name="fp8", shape=(256, 384), known=True, dtype=torch.bfloat16, source=PLAIN, at=0, view=lambda x: x):
+        x = view(torch.empty(*shape, dtype=dtype))
+        on_gpu = SimpleNamespace(is_cuda=True, dtype=dtype, data_ptr=lambda: at)
+        return quantize_launch.takes_turn(on_gpu, scheme(name), quantize_launch.as_matrix(x), source, known)
+
+    assert takes() and takes("fp8_e5m2") and takes("fp8_1x128", known=False) and takes("e4m3:1x128:pow2", known=False)
+    assert takes(shape=(2, 128, 384)) and takes(shape=(256, 512), view=lambda x: x[:, 8:392])
+    assert not any(takes(name) for name in ("mxfp8", "fp8_row", "fp8_128x128", "e4m3:1x128:fp32:stochastic", "int8"))
+    assert not takes(known=False) and not takes(source=Source("silu")) and not takes(dtype=torch.float16)
+    assert not takes(shape=(192, 384)) and not takes(shape=(256, 192)) and not takes(at=8)
+    assert not takes(shape=(384, 256), view=torch.Tensor.t)
+    assert not takes(shape=(256, 388), view=lambda x: x[:, :384])  # rows start at multiples of 8 bytes
+    assert not takes(shape=(2, 256, 384), view=lambda x: x[:, :128])  # two strides for rows
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_1x128"])
+def test_launch_of_the_kernel_that_turns_in_registers(name, monkeypatch):
+    """Words of two values, rows apart as in memory, whatever the strides of dimensions of size 1."""
     monkeypatch.setattr(quantize_launch, "takes_turn", lambda *_: True)
-    assert quantize_launch.quantize_two(x, y, scheme("mxfp8"), scales, seen) is None
+    x = torch.arange(256 * 520, dtype=torch.int16).view(torch.bfloat16).as_strided((1, 256, 384), (7, 520, 1), 8)
+    scale, seen = (torch.ones(()), torch.zeros(())) if name == "fp8" else (None, None)
     with recording() as launches:
-        made = quantize_launch.quantize_two(x, y, scheme("fp8"), scales, seen)
+        row, col = quantize_launch.run_quantize(x, scheme(name), True, True, scale=scale, seen=seen)
     ((kernel, programs, given, options),) = launches
-    assert kernel.__name__ == "turn_kernel" and options["TWO"] and options["AMAX"] and not options["CURRENT"]
-    assert programs == 4 * 3 + 2 * 2 and given[-1] == 4 * 3
-    assert given[7:11] == (256, 384, 192, 3) and given[18:22] == (128, 256, 128, 2)
-    assert made is not None
-    for t, (row, col) in zip((x, y), made, strict=True):
-        assert row[0].shape == t.shape and col[0].shape == t.t().shape
+    tall = 64 if name == "fp8" else 128
+    assert kernel.__name__ == "turn_kernel" and programs == 256 // tall * 3 and given[-4:] == (256, 384, 260, 3)
+    assert options["TALL"] == tall == 16 * options["num_warps"] and options["AMAX"] == (name == "fp8")
+    assert torch.equal(given[0].view(torch.int16), x[0].view(torch.int16)) and given[0].stride() == (260, 1)
+    assert row[0].shape == (256, 384) and col[0].shape == (384, 256)
+    if name == "fp8":
+        assert given[5] is scale and given[6].data_ptr() == seen.data_ptr()
