@@ -17,7 +17,7 @@ from gpu_accel.thunderkittens.chunked import _device
 from gpu_accel.thunderkittens.linear import _need, _shape, choose
 
 # What its tests in tests/gpu have passed on (H100, Triton 3.6.0): "auto" takes the kernels for that alone.
-GPU_CHECKED = (torch.bfloat16, torch.float32)
+GPU_CHECKED = (torch.bfloat16, torch.float16, torch.float32)
 _BC = 64
 
 

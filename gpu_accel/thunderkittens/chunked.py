@@ -5,7 +5,7 @@
 
 way, of the forward: "chunks" (two kernels, all chunks at once), "walk" (`fused_kernel`) or "hopper" (`walk_kernel`);
 "hopper or walk" decides when it runs, since torch.compile knows no addresses. Of the backward: "chunks" or "hopper or
-chunks" (`walk_back`).
+chunks" (`walk_back`, for gradients of gates).
 Arguments are validated in `linear.py` and `mamba2.py`. Backwards compute the states again instead of keeping them:
 they take K * V / chunk values a token and head, more than q, k and v together.
 """
@@ -180,17 +180,20 @@ def _hopper(q, k, v, g, w, initial, places, *, scale, chunk, segments, heads, gr
     return walk_hopper.walk(q, k, v, g, w, initial, local, decays, scale=scale, segments=segments)
 
 
-def _hopper_back(do, dfinal, q, k, v, g, w, initial, places, *, scale, chunk, segments, heads, group, want_dg):
-    """All gradients by `walk_back`."""
+def _walks_back(do, dfinal, q, k, v, g, w, initial, places, *, scale, chunk, segments, heads, group):
+    """All gradients by `walk_back`, or None where those walks cannot make them or were not seen right on a card."""
     tiles = -(-min(q.shape[-1], v.shape[-1]) // 64)
     segments = segments or segments_for(places.sequences, heads, tiles, places.chunks)
+    first, last = initial is not None, dfinal is not None
+    why = walk_back.unseen(q.shape[-1], v.shape[-1], w is not None, first or last, segments)
+    if why or walk_back.refusal(q, k, v, places.cu, chunk, scale, first and last):
+        return None
     local = dlocal = None
     if segments > 1:
         common = dict(chunk=chunk, segments=segments, heads=heads, group=group, sums_only=True)
         local = _walk(k, v, g, w, None, places, scale=scale, reverse=False, **common)
         dlocal = _walk(q, do, g, None, None, places, scale=1.0, reverse=True, **common)
-    return walk_back.gradients(do, dfinal, q, k, v, g, w, initial, local, dlocal, scale=scale, segments=segments,
-                               want_dg=want_dg)  # fmt: skip
+    return walk_back.gradients(do, dfinal, q, k, v, g, w, initial, local, dlocal, scale=scale, segments=segments)
 
 
 def _options(q, v, g, w, cu, chunk, **more):
@@ -262,11 +265,13 @@ def chunked_backward(
     heads, heads_q = v.shape[2], q.shape[2]
     group = heads // heads_q if heads_q else 1
     common = dict(scale=scale, chunk=chunk, segments=segments, heads=heads, group=group)
-    both = initial is not None and dfinal is not None
-    if way != "chunks" and v.numel() and walk_back.refusal(q, k, v, cu_seqlens, chunk, scale, both) is None:
+    want_dg = want_dg and g is not None
+    if want_dg and way != "chunks" and v.numel():
         with _device(v):
-            return _hopper_back(do, dfinal, q, k, v, g, w, initial, places, want_dg=want_dg, **common)
-    common["exact"] = want_dg = want_dg and g is not None
+            made = _walks_back(do, dfinal, q, k, v, g, w, initial, places, **common)
+        if made is not None:
+            return made
+    common["exact"] = want_dg
     per_head = (*v.shape[:3], q.shape[3])
     wide = q.dtype if group == 1 else torch.float32
     fresh = torch.empty if cu_seqlens is None else torch.zeros
@@ -312,7 +317,7 @@ def _(do, dfinal, q, k, v, g, w, initial, cu_seqlens, scale, chunk, segments, wa
 def _save(ctx, inputs, output):
     ctx.save_for_backward(*inputs[:7])
     ctx.scalars = inputs[7:10]
-    ctx.way = "hopper or chunks" if walk_back.CHECKED and inputs[10].startswith("hopper") else "chunks"
+    ctx.way = "hopper or chunks" if inputs[10].startswith("hopper") else "chunks"
     ctx.shape = output[0].shape
     ctx.set_materialize_grads(False)
 

@@ -37,10 +37,9 @@ from gpu_accel.thunderkittens.linear import (
     takes_normalised_walk,
 )
 
-# What tests/gpu/test_thunderkittens.py has passed on: "auto" takes the kernels for that alone.
+# What tests/gpu/test_thunderkittens.py has passed on (H100, Triton 3.6.0): "auto" takes the kernels for that alone.
 BASED_HOPPER_CHECKED = True
-BASED_NORM_CHECKED = False  # the same with use_norm, whose two walks no GPU has run: test_based with norm
-HEDGEHOG_CHECKED = (torch.bfloat16,)
+HEDGEHOG_CHECKED = (torch.bfloat16, torch.float16)
 _ONES = 64  # columns of ones that sum weights up: a tile of the kernels
 _BASED_KEYS = 16  # the most of K whose squared state stays in registers
 
@@ -195,7 +194,6 @@ def fused_chunk_based(
         return based_op(q, k, v, scale, use_norm, "hopper")
     small = q.shape[-1] <= _BASED_KEYS and cu_seqlens is None and q.dtype in (torch.bfloat16, torch.float16)
     fits = v.is_cuda and q.dtype == torch.bfloat16 and based_hopper.size_refusal(q, v) is None
-    fits = fits and (BASED_NORM_CHECKED or not use_norm)
     if small and backend == "auto" and BASED_HOPPER_CHECKED and fits:
         return based_op(q, k, v, scale, use_norm, "hopper or portable")
     if small and backend == "portable" and choose(v, backend) == "portable":

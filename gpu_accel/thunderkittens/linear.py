@@ -24,9 +24,7 @@ _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 GPU_CHECKED = True
 # The same for `walk_kernel` in Gluon: "auto" takes its forward where it can run.
 HOPPER_CHECKED = True
-# K and V up to this: tiles of 16 columns are wrong on Hopper, and what is taken instead was not seen on a card yet
-# (test_tiles_of_16_columns).
-_UNPROVEN = 16
+_NARROW = 16  # K and V up to this have run on a card in 16 bits only (test_tiles_of_16_columns)
 _WALKED_KEYS = range(33, 129)  # of one walk, in bfloat16, that those tests passed on
 LARGEST_DIM = 256
 MOST_SEGMENTS = 1024  # of one sequence: each has sums of its own in memory
@@ -121,8 +119,9 @@ def linear_attention(
             cut into, up to 1024; 0 lets the launcher choose.
         fused: the portable forward as one walk that keeps the state in registers (K up to 128, bfloat16 and float16),
             or as two kernels with all chunks at once. None: one walk in bfloat16 with K from 33 to 128.
-        backend: "hopper" is the walk in Gluon, bfloat16 on compute capability 9.0, with gradients by the portable
-            kernels; "portable", "reference"; "auto": the first of them that can run, and was seen right on a card.
+        backend: "hopper" is the walk in Gluon, bfloat16 on compute capability 9.0, with gradients by walks too where
+            those were seen right on a card, as Mamba-2's, and else by the portable kernels; "portable", "reference";
+            "auto": the first of them that can run, and was seen right on a card.
 
     Returns:
         o (batch, seqlen, heads, V) in the dtype of v, and the final state (sequences, heads, K, V) float32.
@@ -140,10 +139,8 @@ def linear_attention(
         _refuse(walk_hopper.refusal(q, k, v, cu_seqlens, chunk))
         g, w, initial_state = (None if x is None else x.float() for x in (g, w, initial_state))
         return chunked.chunked(q, k, v, g, w, initial_state, None, scale, chunk, segments, "hopper")
-    wide = min(q.shape[3], v.shape[3]) > _UNPROVEN or (
-        HOPPER_CHECKED and v.dtype == torch.bfloat16 and walk_hopper.size_refusal(q, v, cu_seqlens, chunk) is None
-    )
-    if choose(v, backend, GPU_CHECKED and wide) == "portable":
+    seen = v.dtype != torch.float32 or min(q.shape[3], v.shape[3]) > _NARROW
+    if choose(v, backend, GPU_CHECKED and seen) == "portable":
         g, w, initial_state = (None if x is None else x.float() for x in (g, w, initial_state))
         given, refusal = fused, chunked.fused_refusal(q.shape[-1], v.dtype)
         if fused and refusal:

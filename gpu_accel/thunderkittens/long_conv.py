@@ -27,8 +27,8 @@ from gpu_accel.thunderkittens.arguments import check_tensors
 from gpu_accel.thunderkittens.chunked import _device, _unit
 from gpu_accel.thunderkittens.linear import BACKENDS, _need, _shape, choose
 
-# What its test in tests/gpu has passed on: "auto" takes the kernel for that alone.
-GPU_CHECKED = (torch.float32,)
+# What its test in tests/gpu has passed on (H100, Triton 3.6.0): "auto" takes the kernel for that alone.
+GPU_CHECKED = (torch.bfloat16, torch.float16, torch.float32)
 SIZES = tuple(1 << n for n in range(8, 13))  # 256 to 4096: larger ones do not fit into the shared memory of one program
 
 

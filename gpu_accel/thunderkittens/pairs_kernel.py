@@ -34,7 +34,7 @@ def _pairs_kernel(
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h,
     seqlen, chunks, heads, group, tiles, scale,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr,
-    BA: tl.constexpr, HAS_G: tl.constexpr, HAS_W: tl.constexpr, WANT_DG: tl.constexpr, PRECISION: tl.constexpr,
+    BA: tl.constexpr, HAS_W: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dg, dw (batch, seqlen, heads) float32.
 
@@ -67,9 +67,8 @@ def _pairs_kernel(
         values = _load_tile(v + batch * v_b + wide_head * v_h, rows, v_t, cols_v, mask, V)
         pairs = dot(outputs, tl.trans(values), tl.zeros((BT, BT), tl.float32), PRECISION) * alike
         line = (number * chunks + chunk) * BT
-        if HAS_G:
-            b = tl.load(sums + line + steps)
-            pairs = pairs * tl.exp2(tl.where(causal, b[:, None] - b[None, :], float("-inf")))
+        b = tl.load(sums + line + steps)
+        pairs = pairs * tl.exp2(tl.where(causal, b[:, None] - b[None, :], float("-inf")))
         passed = tl.sum(pairs, 0)
         out = _parts(out_of, line, numbers * chunks * BT, tiles, BT)
         to = (batch * seqlen + rows) * heads + head
@@ -79,8 +78,7 @@ def _pairs_kernel(
             passed = passed * own
             out = out * own
             pairs = pairs * own[None, :]
-        if WANT_DG:
-            inside = _parts(into, line, numbers * chunks * BT, tiles, BT) + tl.sum(pairs, 1) - passed
-            by = tl.sum(_parts(across, (number * chunks + chunk) * BA, numbers * chunks * BA, tiles, BA), 0)
-            grad = tl.cumsum(inside, 0, reverse=True) + (tl.cumsum(out, 0) - out) + by
-            tl.store(dg + to, grad, mask=mask)
+        inside = _parts(into, line, numbers * chunks * BT, tiles, BT) + tl.sum(pairs, 1) - passed
+        by = tl.sum(_parts(across, (number * chunks + chunk) * BA, numbers * chunks * BA, tiles, BA), 0)
+        grad = tl.cumsum(inside, 0, reverse=True) + (tl.cumsum(out, 0) - out) + by
+        tl.store(dg + to, grad, mask=mask)

@@ -106,7 +106,7 @@ def walk(
     q and k may have fewer heads than g and w, or v may.
     local, decays: of `chunked_kernels._states_kernel`, where there is more than one segment. norm: divide by the sum of
     weights plus this; without gates, weights, a first state and segments. vectors: what `gate_vectors` made of g and w.
-    reverse, states (with across), x and inner: see `walk_kernel`; the final state is not written where there is across.
+    reverse; states, x and inner, and across for a walk forwards, which leaves the final state alone: see `walk_kernel`.
     """
     from gpu_accel.thunderkittens import walk_kernel
 
@@ -132,12 +132,12 @@ def walk(
     memory = [final if t is None else t for t in (states, across, x, inner)]
     constants = dict(BK=block_k, BV=config.block_v, STAGES=config.stages, GATED=g is not None, WEIGHTED=w is not None,
                      HAS_INITIAL=initial is not None, HAS_LOCAL=local is not None, NORM=norm is not None,
-                     REVERSE=reverse, STATES=states is not None, INNER=inner is not None)  # fmt: skip
+                     REVERSE=reverse, GATES=states is not None)  # fmt: skip
     _quick[0](
         (far >= 2**31,), batch * heads * tiles * segments,
-        (*keys, *values, _line_map(sums), _line_map(weights), map_of_states, *optional, final, *memory, *strides,
-         chunks, heads, heads // q.shape[2], heads // v.shape[2], batch, segments, tiles, seqlen, key_dim, value_dim,
-         scale, norm or 0.0),
+        (*keys, *values, _line_map(sums), _line_map(weights), *optional, final,
+         chunks, heads, heads // q.shape[2], batch, segments, tiles, key_dim, value_dim, scale, norm or 0.0,
+         map_of_states, *memory, *strides, seqlen, heads // v.shape[2]),
         constants, dict(num_warps=4),
     )  # fmt: skip
     return o, final

@@ -105,25 +105,27 @@ def _rows_of(x, x_b, x_t, x_h, n, head, chunk, col, seqlen, V, BV: gl.constexpr,
     return gl.load(x + (rows.to(gl.int64) * x_t * 8)[:, None] + cols[None, :], mask=there, other=0.0)
 
 
-@gluon.jit(do_not_specialize=["x_b", "x_t", "x_h", "chunks", "heads", "group", "group_v", "sequences", "segments",
-                              "tiles", "seqlen", "K", "V", "scale", "floor"])  # fmt: skip
+# what gradients alone need comes last: forwards stay the machine code that they were, byte by byte
+@gluon.jit(do_not_specialize=["chunks", "heads", "group", "sequences", "segments", "tiles", "K", "V", "scale", "floor",
+                              "x_b", "x_t", "x_h", "seqlen", "group_v"])  # fmt: skip
 def walk_kernel(
-    q_desc, k_desc, v_desc, o_desc, sums_desc, weights_desc, states_desc, initial, local, decays, final, states, across,
-    x, inner, x_b, x_t, x_h, chunks, heads, group, group_v, sequences, segments, tiles, seqlen, K, V, scale, floor,
+    q_desc, k_desc, v_desc, o_desc, sums_desc, weights_desc, initial, local, decays, final,
+    chunks, heads, group, sequences, segments, tiles, K, V, scale, floor,
+    states_desc, states, across, x, inner, x_b, x_t, x_h, seqlen, group_v,
     BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, WEIGHTED: gl.constexpr,
     HAS_INITIAL: gl.constexpr, HAS_LOCAL: gl.constexpr, NORM: gl.constexpr, REVERSE: gl.constexpr,
-    STATES: gl.constexpr, INNER: gl.constexpr,
+    GATES: gl.constexpr,
 ):  # fmt: skip
     """o through o_desc, and final (sequences, heads, K, V) float32. Descriptors of rank 4: (batch, head, row, column).
 
     initial: as final. local (segments, sequences, heads, K, V) and decays (segments, sequences, heads) float32: what
     every segment adds to the state, and what it leaves of the one before it.
     NORM: o is divided by the sum of its weights, scale q_t' (k_1 + ... + k_t), plus `floor`.
-    STATES: a REVERSE walk keeps the state that enters every chunk, in states (sequences, chunks * BK, heads, V) in the
-    dtype of q. A forward one multiplies it with what is left of its own at the end of the chunk, and leaves `final`
-    alone: across (tiles, sequences, heads, chunks, BK) float32 are the sums of rows, times scale.
-    INNER: inner (tiles, sequences, heads, chunks, STEPS) float32 are the products of rows of x (sequences, seqlen,
-    heads as v, V; strides in units of 8) with what the state adds to o, without weights.
+    GATES, for their gradients: a REVERSE walk keeps the state that enters every chunk, in states (sequences, chunks *
+    BK, heads, V) in the dtype of q. A forward one multiplies it with what is left of its own at the end of the chunk,
+    and leaves `final` alone: across (tiles, sequences, heads, chunks, BK) float32 are the sums of rows, times scale.
+    Both: inner (tiles, sequences, heads, chunks, STEPS) float32 are the products of rows of x (sequences, seqlen, heads
+    as v, V; strides in units of 8) with what the state adds to o, without weights.
     """
     gl.static_assert(not (NORM and (GATED or WEIGHTED or HAS_INITIAL or HAS_LOCAL or REVERSE)))
     dtype: gl.constexpr = q_desc.dtype
@@ -134,7 +136,6 @@ def walk_kernel(
     KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEPS, BK], dtype)
     VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEPS, BV], dtype)
     VECTOR: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
-    LATE: gl.constexpr = BV > 64 or (STATES and not REVERSE)  # no registers for x beside them from the beginning
 
     q_bufs = gl.allocate_shared_memory(dtype, [STAGES, STEPS, BK], KEYS)
     k_bufs = gl.allocate_shared_memory(dtype, [STAGES, STEPS, BK], KEYS)
@@ -155,7 +156,7 @@ def walk_kernel(
     n = rest // heads % sequences
     position = rest // heads // sequences
     head_q = head // group
-    head_v = head // group_v
+    head_v = head // group_v if GATES or REVERSE else head
     each = gl.cdiv(chunks, segments)
     begin = position * each
     end = gl.minimum(chunks, begin + each)
@@ -184,7 +185,7 @@ def walk_kernel(
         z = gl.full([BK], 0.0, gl.float32, gl.SliceLayout(1, LEFT))  # the sum of the keys so far
         z_buf.store(z)
     fence_async_shared()
-    if STATES and REVERSE:
+    if GATES and REVERSE:
         barrier()
         if begin < end:
             tma_store(states_desc, [n, head, (chunks - 1 - begin) * BK, col], s_buf)
@@ -199,13 +200,13 @@ def walk_kernel(
     last = 0.0
     for i in range(begin, end):
         chunk = chunks - 1 - i if REVERSE else i
-        if STATES and not REVERSE:  # asked for early, used after the first products
+        if GATES and not REVERSE:  # asked for early, used after the first products: no registers for x beside it yet
             above = ((n.to(gl.int64) * chunks + chunk) * BK + gl.arange(0, BK, layout=gl.SliceLayout(1, OUT))) * heads
             their = _opaque(V) // 8 * 8
             cols = col + gl.arange(0, BV, layout=gl.SliceLayout(0, OUT))
             behind = gl.load(states + ((above + head) * their)[:, None] + cols[None, :],
                              mask=(cols < their)[None, :], other=0.0)  # fmt: skip
-        if INNER and not LATE:
+        if GATES and REVERSE:
             x_tile = _rows_of(x, x_b, x_t, x_h, n, head_v, chunk, col, seqlen, _opaque(V), BV, OUT)
         mbarrier.wait(full.index(stage), phase)
         k_buf = k_bufs.index(stage)
@@ -226,11 +227,10 @@ def walk_kernel(
             acc = acc * gl.exp2(last)
         elif WEIGHTED and not REVERSE:
             share = gl.where(causal, weights_bufs.index(stage).load(gl.SliceLayout(0, SCORES))[None, :], 0.0)
-        if STATES and not REVERSE:
+        if GATES and not REVERSE:
             to = ((program % tiles * sequences * heads + number) * chunks + chunk).to(gl.int64) * BK
             rows = gl.arange(0, BK, layout=gl.SliceLayout(1, OUT))
             gl.store(across + to + rows, gl.sum(acc * behind.to(gl.float32), axis=1) * scale)
-        if INNER and LATE:
             x_tile = _rows_of(x, x_b, x_t, x_h, n, head_v, chunk, col, seqlen, _opaque(V), BV, OUT)
         scores = warpgroup_mma_wait(1, deps=[scores])
         if GATED or (WEIGHTED and not REVERSE):  # noqa: SIM108
@@ -250,7 +250,7 @@ def walk_kernel(
             b_out = sums_bufs.index(stage).load(gl.SliceLayout(1, OUT))
             b_out = last - b_out if REVERSE else b_out
             out = out * gl.exp2(b_out)[:, None]
-        if INNER:
+        if GATES:
             to = ((program % tiles * sequences * heads + number) * chunks + chunk).to(gl.int64) * STEPS
             rows = gl.arange(0, STEPS, layout=gl.SliceLayout(1, OUT))
             gl.store(inner + to + rows, gl.sum(out * x_tile.to(gl.float32), axis=1) * scale)
@@ -270,7 +270,7 @@ def walk_kernel(
         fence_async_shared()
         barrier()
         tma_store(o_desc, [n, head, chunk * STEPS, col], o_buf)
-        if STATES and REVERSE:  # noqa: SIM102
+        if GATES and REVERSE:  # noqa: SIM102
             if i + 1 < end:
                 tma_store(states_desc, [n, head, (chunk - 1) * BK, col], s_buf)
         if i + STAGES < end:
@@ -280,7 +280,7 @@ def walk_kernel(
         if stage == STAGES:
             stage = 0
             phase ^= 1
-    if position == segments - 1 and (REVERSE or not STATES):
+    if position == segments - 1 and (REVERSE or not GATES):
         places, inside = _state_places(number, col, K, _opaque(V), BK, BV, OUT)
         gl.store(final + places, acc, mask=inside)
     tma.store_wait(0)

@@ -1,6 +1,6 @@
 """The `linear-attention` and `mamba2` experiments.
 
-    hopper      ours: the forward in Gluon, the backward plain Triton until walk_back.CHECKED
+    hopper      ours: the forward in Gluon, the backward too where gates need gradients and walk_back.CHECKED has it
     portable    ours, plain Triton
     torch       the same chunks as eager torch products (the reference, and the ruler of the check)
     fla         chunk_linear_attn or chunk_simple_gla of flash-linear-attention, where it is installed

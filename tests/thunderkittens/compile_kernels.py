@@ -1,7 +1,7 @@
 """Compiles kernels of the package for an H100 that is not there and prints what came out, one JSON object.
 
 python compile_kernels.py chunked bf16-128-128,fp16-64-128-packed     forward and backward, gates, weights, K-V
-python compile_kernels.py back bf16-128-64-1                         gradients by walks, K-V-heads of q
+python compile_kernels.py chunked bf16-128-64-walks                   the same, and gradients by walks
 python compile_kernels.py delta bf16-128-128,fp16-64-128              the delta rule, forward and backward
 python compile_kernels.py maps bf16-64                               Based, and Hedgehog's map
 python compile_kernels.py conv bf16-4096                              short causal convolutions
@@ -26,6 +26,8 @@ label = ""
 
 
 def hook(kernel, arguments, options) -> None:
+    if kernel.fn.__name__ == "_gates_kernel" and any(row["kernel"] == "_gates_kernel" for row in rows):
+        return  # the same for all
     c = compile_only(kernel, arguments, options, name=kernel.fn.__name__, capability=90)
     rows.append(
         dict(
@@ -36,7 +38,7 @@ def hook(kernel, arguments, options) -> None:
     )  # fmt: skip
 
 
-def chunked(dtype: torch.dtype, key_dim: int, value_dim: int, packed: bool) -> None:
+def chunked(dtype: torch.dtype, key_dim: int, value_dim: int, packed: bool, walks: bool) -> None:
     from gpu_accel.thunderkittens import chunked as ops
 
     q = torch.empty(1, 4096, 16, key_dim, dtype=dtype)
@@ -51,15 +53,11 @@ def chunked(dtype: torch.dtype, key_dim: int, value_dim: int, packed: bool) -> N
     if dtype == torch.bfloat16 and not packed:
         ops.chunked._init_fn(q, q, v, g, g, state, *tail, "hopper")
     ops.chunked_backward._init_fn(v, state, q, q, v, g, g, state, *tail, True, "chunks")
+    if walks:
+        from gpu_accel.thunderkittens import walk_back
 
-
-def back(key_dim: int, value_dim: int, heads_q: int) -> None:
-    from gpu_accel.thunderkittens import walk_back
-
-    q = torch.empty(2, 4096, heads_q, key_dim, dtype=torch.bfloat16)
-    v = torch.empty(2, 4096, 16, value_dim, dtype=torch.bfloat16)
-    g = torch.empty(2, 4096, 16)
-    walk_back.gradients(v, None, q, q, v, g, g, None, None, None, scale=0.1, segments=1, want_dg=True)
+        one = q[:, :, :1].contiguous()
+        walk_back.gradients(v, None, one, one, v, g, g, None, None, None, scale=0.1, segments=1)
 
 
 def delta(dtype: torch.dtype, key_dim: int, value_dim: int, packed: bool) -> None:
@@ -146,11 +144,9 @@ if __name__ == "__main__":
             kind, *sizes = label.split("-")
             if sys.argv[1] == "rows":
                 rows_of(DTYPES[kind], int(sizes[0]))
-            elif sys.argv[1] == "back":
-                back(*map(int, sizes))
             elif sys.argv[1] in ("conv", "ladder", "longconv", "maps"):
                 dict(conv=conv, ladder=ladder, longconv=longconv, maps=maps)[sys.argv[1]](DTYPES[kind], int(sizes[0]))
             else:
-                of = delta if sys.argv[1] == "delta" else chunked
-                of(DTYPES[kind], int(sizes[0]), int(sizes[1]), "packed" in sizes)
+                given = (DTYPES[kind], int(sizes[0]), int(sizes[1]), "packed" in sizes)
+                delta(*given) if sys.argv[1] == "delta" else chunked(*given, "walks" in sizes)
     print(json.dumps(rows))

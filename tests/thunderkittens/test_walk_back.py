@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpu_accel.thunderkittens import chunked, linear, reference, walk_back, walk_hopper
+from gpu_accel.thunderkittens import chunked, reference, walk_back, walk_hopper
 from tests.thunderkittens.helpers import close, randn, run
 
 CHUNK = 64
@@ -72,17 +72,15 @@ def walk_in_torch(q, k, v, g, w, initial, local, decays, *, scale, segments, con
 
 CASES = {
     "g-w-q1-K128": dict(seqlen=70, heads=3, heads_q=1, key_dim=128, value_dim=64),
-    "g-w-initial-K24-V72": dict(seqlen=129, heads=2, heads_q=2, key_dim=24, value_dim=72, initial=True),
-    "g-segments2-q1": dict(seqlen=130, heads=2, heads_q=1, key_dim=16, value_dim=16, w=False, segments=2, initial=True),
-    "w-only": dict(seqlen=64, heads=3, heads_q=3, key_dim=64, value_dim=32, g=False),
-    "plain-T1": dict(seqlen=1, heads=8, heads_q=8, key_dim=32, value_dim=64, g=False, w=False),
+    "g-segments2-initial-K24-V72": dict(seqlen=130, heads=1, heads_q=1, key_dim=24, value_dim=72, w=False, segments=2,
+                                        initial=True),
 }
 
 
-def problem(device, seqlen, heads, heads_q, key_dim, value_dim, g=True, w=True, initial=False, segments=1):
+def problem(device, seqlen, heads, heads_q, key_dim, value_dim, w=True, initial=False, segments=1):
     q, k = (randn(2, seqlen, heads_q, key_dim, seed=s, dtype=torch.bfloat16, device=device) for s in (1, 2))
     v, do = (randn(2, seqlen, heads, value_dim, seed=s, dtype=torch.bfloat16, device=device) for s in (3, 7))
-    gates = -randn(2, seqlen, heads, seed=4, device=device).square() * 0.1 if g else None
+    gates = -randn(2, seqlen, heads, seed=4, device=device).square() * 0.1
     weights = randn(2, seqlen, heads, seed=5, device=device).abs() if w else None
     h, dfinal = (randn(2, heads, key_dim, value_dim, seed=s, device=device) if initial else None for s in (6, 8))
     return [q, k, v, gates, weights, h], do, dfinal, segments
@@ -92,7 +90,8 @@ def by_walks(tensors, do, dfinal, segments, scale, monkeypatch):
     q, k, v, g, w, h = tensors
     monkeypatch.setattr(walk_hopper, "walk", walk_in_torch)
     monkeypatch.setattr(walk_back, "refusal", lambda *_: None)
-    monkeypatch.setattr(walk_back, "CONFIG", walk_back.BackConfig(heads=2))
+    monkeypatch.setattr(walk_back, "unseen", lambda *_: None)
+    monkeypatch.setattr(walk_back, "_HEADS", 2)
     return chunked.chunked_backward._init_fn(
         do, dfinal, q, k, v, g, w, h, None, scale, CHUNK, segments, True, "hopper or chunks"
     )
@@ -120,7 +119,23 @@ def test_gradients(case, device, monkeypatch):
             close(name, one, *two, narrow=True)
 
 
-def test_off_until_checked():
-    """No GPU has seen these walks: neither "auto" nor "hopper" takes their gradients."""
-    assert not walk_back.CHECKED
-    assert linear.HOPPER_CHECKED
+def test_taken_where_seen_right(device, monkeypatch):
+    """As Mamba-2 needs them, with gradients of gates; other forms have not run on a GPU."""
+    assert walk_back.unseen(128, 64, True, False, 1) is None
+    others = (64, 64, True, False, 1), (128, 64, False, False, 1), (128, 64, True, True, 1), (128, 64, True, False, 2)
+    assert all(walk_back.unseen(*form) for form in others)
+
+    def done_by(name):
+        def stop(*_, **__):
+            raise RuntimeError(name)
+
+        return stop
+
+    monkeypatch.setattr(walk_back, "refusal", lambda *_: None)
+    monkeypatch.setattr(walk_back, "gradients", done_by("walks"))
+    monkeypatch.setattr(chunked, "_walk", done_by("chunks"))
+    tensors, do, dfinal, _ = problem(device, 1, 1, 1, 128, 64)
+    for want_dg, way, by in ((True, "hopper or chunks", "walks"), (False, "hopper or chunks", "chunks"),
+                             (True, "chunks", "chunks")):  # fmt: skip
+        with pytest.raises(RuntimeError, match=by):
+            chunked.chunked_backward._init_fn(do, dfinal, *tensors, None, 1.0, CHUNK, 1, want_dg, way)
