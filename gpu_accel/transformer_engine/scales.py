@@ -170,7 +170,7 @@ def update_history(history: Tensor, amax: Tensor, scale: Tensor, *, largest: flo
 
 def next_history(history: Tensor, amax: Tensor, scale: Tensor, *, largest: float, margin: int, algorithm: str,
                  power_of_two: bool = False) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`update_history` of any number of histories at once: (..., length), (...) and (...); arguments are not checked."""
+    """`update_history` of any number of histories at once: (..., length), (...) and (...). Nothing is checked."""
     usable = (amax < float("inf")) & (amax > 0)  # False for NaN
     history = torch.where(usable[..., None], torch.cat((amax[..., None], history[..., :-1]), -1), history)
     chosen = history.amax(-1) if algorithm == "max" else history[..., 0]
