@@ -128,7 +128,7 @@ def main(names: list[str]) -> None:
                 "tma_loads": got.instructions["UTMALDG"],
                 "tma_stores": got.instructions["UTMASTG"],
                 "multicast": both.count(".MULTICAST"),
-                "serialised": [w for w in got.warnings if "serializ" in w],
+                "serialised": [w for w in got.warnings if "serializ" in w or "never used" in w],
             }
             print(json.dumps(row), flush=True)
 
