@@ -351,9 +351,10 @@ def fp8_sliced_forward_kernel(
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(kv_empty.index(i), count=CONSUMERS)
-    for i in gl.static_range(2):
-        mbarrier.init(queue_full.index(i), count=1)
-        mbarrier.init(queue_empty.index(i), count=CONSUMERS)
+    if DYNAMIC:  # where nobody uses a barrier, its memory goes to others, which must not find one there
+        for i in gl.static_range(2):
+            mbarrier.init(queue_full.index(i), count=1)
+            mbarrier.init(queue_empty.index(i), count=CONSUMERS)
     bufs = (q_bufs, k_bufs, v_bufs, o_bufs)
     bars = (q_full, q_empty, k_full, v_full, kv_empty, queue_full, queue_empty, queue)
     shape = (seqlen_q, seqlen_k, heads, heads_per_kv, num_m, num_tiles, group, left, right)

@@ -173,14 +173,21 @@ class SymmetricTransport(TorchTransport):
         self._watch = _Watch(
             2, torch.zeros(4, dtype=torch.int32).pin_memory(), self.timeout.total_seconds(), self._give_up
         )
+        # What `_give_up` does, done once now. CUDA loads a kernel at its first launch, and may wait for all streams to
+        # do so: for ever, if one of them waits for a rank that is gone.
+        self._rescue = torch.cuda.Stream(self._device)
+        with torch.cuda.stream(self._rescue):
+            torch.empty(1 << 20, dtype=torch.uint8, device=self._device).fill_(0xFF)
+        _memory_operation("cuStreamWriteValue32_v2", self._rescue, flags.data_ptr(), 0, 0)
+        self._rescue.synchronize()
         self._dist.barrier(self.group)  # all flags are zero before anyone sets one
 
     def _give_up(self, rank: int) -> None:
         """On the watching thread: rank `rank` is gone. Nothing that comes of it may look like a result."""
         self._broken = f"rank {rank} did not answer within {self.timeout.total_seconds():g} s"
         warnings.warn(f"rank {self.rank}: {self._broken}: what was under way is NaN", RuntimeWarning, stacklevel=2)
-        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):
-            stream = torch.cuda.current_stream(self._device)
+        stream = self._rescue
+        with torch.cuda.device(self._device), torch.cuda.stream(stream):
             while self._watch.waiting() or not all(s.query() for s in (self._hops, self._reads)):
                 for area in self._areas.values():  # also of the lost rank: what is pulled next comes from there
                     for memory in (area.memory, *([area.of(rank)] if rank >= 0 else [])):

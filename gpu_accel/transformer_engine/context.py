@@ -24,6 +24,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from gpu_accel.errors import InvalidInputError
+from gpu_accel.transformer_engine.history_kernels import roll_together
 from gpu_accel.transformer_engine.recipes import DelayedScaling, Recipe
 
 
@@ -144,23 +145,26 @@ def _alive() -> list[Any]:
 
 
 def reduce_pending(group: Any, recipe: DelayedScaling) -> None:
-    """Enter the largest of what is pending on any rank in every history, with one call for all layers.
+    """Enter the largest of what is pending on any rank in every history, with one call for all layers: one to the
+    network, and some tens of operations however many layers there are.
 
     At once, and not when a layer is used next: a rank that has no tokens for a layer (its maxima are zeros) may not use
     it, and its histories must still be those of the others.
     """
-    histories = _alive()
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for one in (p for h in histories for p in h.pending()):
-        by_device.setdefault(one.device, []).append(one)
+    roles = [(h, role) for h in _alive() for role in h.entered_here()]
+    histories = [h.of(role) for h, role in roles]
+    by_device: dict[torch.device, list[int]] = {}
+    for i, one in enumerate(histories):
+        by_device.setdefault(one.pending.device, []).append(i)
+    largest = {role: recipe.scheme(role).largest for _, role in roles}
     for some in by_device.values():
-        together = torch.stack(some)
+        together = torch.stack([histories[i].pending for i in some])
         together = torch.where(together.isnan(), float("inf"), together)  # a maximum that no backend loses
         torch.distributed.all_reduce(together, torch.distributed.ReduceOp.MAX, group=group)
-        for one, value in zip(some, together, strict=True):
-            one.copy_(value)
-    for h in histories:
-        h.roll(recipe)
+        roll_together(
+            [histories[i].state() for i in some], list(together.unbind()), [largest[roles[i][1]] for i in some],
+            recipe.margin, recipe.amax_compute_algo,
+        )  # fmt: skip
 
 
 def scale_of_frame(scale: Tensor) -> Tensor:

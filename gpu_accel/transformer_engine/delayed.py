@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from gpu_accel.errors import InvalidInputError
-from gpu_accel.transformer_engine.history_kernels import roll
+from gpu_accel.transformer_engine.history_kernels import roll_op
 from gpu_accel.transformer_engine.recipes import ROLES, DelayedScaling, Role
+from gpu_accel.transformer_engine.sources import quickly
 
 
 class History(nn.Module):
@@ -40,10 +41,13 @@ class History(nn.Module):
                 setattr(self, name, moved)
         return self
 
-    def roll(self, recipe: DelayedScaling, largest: float) -> None:
-        """Enter what is pending and find the next scale."""
-        roll(self.history, self.scale, self.pending, self.overflows, largest=largest, margin=recipe.margin,
-             algorithm=recipe.amax_compute_algo)  # fmt: skip
+    def state(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.history, self.scale, self.pending, self.overflows
+
+    def roll(self, recipe: DelayedScaling, largest: float, kernels: bool) -> None:
+        """Enter what is pending and find the next scale; in one launch with `kernels`."""
+        state = list(self.state())
+        quickly(roll_op, state[0])(state, [largest], recipe.margin, recipe.amax_compute_algo, kernels)
 
 
 class Histories(nn.Module):
@@ -71,11 +75,6 @@ class Histories(nn.Module):
 
     def pending(self) -> list[Tensor]:
         return [self.of(role).pending for role in self.entered_here()]
-
-    def roll(self, recipe: DelayedScaling) -> None:
-        """Enter what is pending."""
-        for role in self.entered_here():
-            self.of(role).roll(recipe, recipe.scheme(role).largest)
 
     def overflowed(self) -> Tensor:
         """(3, 2) int64: for input, weight and gradient, tensors with NaN or Inf and tensors that were clipped."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gpu_accel.flash_attention3.launch import next_power_of_2
 from gpu_accel.transformer_engine.quantize_launch import on_device, quick
-from gpu_accel.transformer_engine.scales import update_history
+from gpu_accel.transformer_engine.scales import next_history, update_history
 
 LONGEST = 8192  # entries of a history that a program holds
 _MIN_SCALE = tl.constexpr(2.0**-126)
@@ -75,6 +75,28 @@ def roll(history: Tensor, scale: Tensor, pending: Tensor, overflows: Tensor, *, 
     scale.copy_(next_scale)
     overflows.add_(torch.stack((over, clipped.long())))
     pending.zero_()
+
+
+def roll_together(states: list[tuple[Tensor, ...]], amax: list[Tensor], largest: list[float], margin: int,
+                  algorithm: str) -> None:  # fmt: skip
+    """`roll` of all histories of a model, (history, scale, pending, overflows) each, with the maxima given.
+
+    Some twenty operations for all of one length and format, where `roll` has as many for each.
+    """
+    groups: dict[tuple, list[int]] = {}
+    for i, (history, *_) in enumerate(states):
+        groups.setdefault((history.device, history.shape[0], largest[i]), []).append(i)
+    for (_, _, top), some in groups.items():
+        seen = torch.stack([amax[i] for i in some])
+        histories, scales, pending, overflows = zip(*(states[i] for i in some), strict=True)
+        history, scale, count = (torch.stack(x) for x in (histories, scales, overflows))
+        finite = seen < float("inf")
+        clipped = finite & (seen > scale * top)
+        history, scale = next_history(history, seen, scale, largest=top, margin=margin, algorithm=algorithm)
+        torch._foreach_copy_(list(histories), list(history.unbind()))
+        torch._foreach_copy_(list(scales), list(scale.unbind()))
+        torch._foreach_copy_(list(overflows), list((count + torch.stack((~finite, clipped), 1)).unbind()))
+        torch._foreach_zero_(list(pending))
 
 
 @torch.library.custom_op("gpu_accel::te_roll", mutates_args=("states",))

@@ -162,13 +162,20 @@ def update_history(history: Tensor, amax: Tensor, scale: Tensor, *, largest: flo
     if history.dim() != 1 or not history.numel():
         raise InvalidInputError(f"the history of maxima must be (length,) with length >= 1, got {tuple(history.shape)}")
     amax = amax.float().reshape(())
-    overflowed = ~(amax < float("inf"))
-    usable = ~overflowed & (amax > 0)
-    rolled = torch.cat((amax[None], history[:-1]))
-    history = torch.where(usable, rolled, history)
-    chosen = history.amax() if algorithm == "max" else history[0]
+    history, scale = next_history(
+        history, amax, scale, largest=largest, margin=margin, algorithm=algorithm, power_of_two=power_of_two
+    )  # fmt: skip
+    return history, scale, (~(amax < float("inf"))).long()
+
+
+def next_history(history: Tensor, amax: Tensor, scale: Tensor, *, largest: float, margin: int, algorithm: str,
+                 power_of_two: bool = False) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`update_history` of any number of histories at once: (..., length), (...) and (...). Nothing is checked."""
+    usable = (amax < float("inf")) & (amax > 0)  # False for NaN
+    history = torch.where(usable[..., None], torch.cat((amax[..., None], history[..., :-1]), -1), history)
+    chosen = history.amax(-1) if algorithm == "max" else history[..., 0]
     fresh = scale_fp32(chosen * 2.0**margin, largest, power_of_two=power_of_two)
-    return history, torch.where(usable & (fresh < float("inf")), fresh, scale), overflowed.long()
+    return history, torch.where(usable & (fresh < float("inf")), fresh, scale)
 
 
 # -- the order in which tensor cores read scales

@@ -61,6 +61,9 @@ class Casting:
     changes: int = 0  # counted, so that maxima from before a change are not used
     ahead: tuple[Tensor, int] | None = None  # a maximum over all ranks that the next cast takes, and `changes` then
     scale: Tensor | None = None  # of the last forward pass, which its backward pass uses again
+    # the codes and scales of this rank's rows, and what they are good for: (scale, changes). A byte a value of a shard,
+    # until the weight changes, so that a backward pass and further batches of a step need not cast again
+    made: tuple[Tensor, Tensor, Tensor | None, int] | None = None
 
     @property
     def scheme(self) -> Scheme:
@@ -69,6 +72,32 @@ class Casting:
     @property
     def delayed(self) -> bool:
         return isinstance(self.recipe, DelayedScaling)
+
+    def change(self) -> None:
+        """The weight is written to."""
+        self.changes += 1
+        self.made = None
+
+    def unchanged(self, value: Tensor) -> bool:
+        """Whether codes have been made of the weight as it is."""
+        made = self.made
+        return made is not None and made[3] == self.changes and made[0].shape == value.shape and (
+            made[0].device == value.device
+        )  # fmt: skip
+
+    def cast(self, value: Tensor, scale: Tensor | None, backend: str) -> tuple[Tensor, Tensor]:
+        """(codes, scales) of this rank's rows."""
+        if self.unchanged(value):
+            assert self.made is not None
+            if self.made[2] is scale:
+                if value.is_cuda:
+                    for t in self.made[:2]:
+                        t.record_stream(torch.cuda.current_stream(t.device))
+                return self.made[:2]
+        q = quantize(value, self.scheme, scale=scale, backend=backend)
+        assert q.codes is not None and q.scales is not None
+        self.made = q.codes, q.scales, scale, self.changes
+        return q.codes, q.scales
 
     def amax(self, value: Tensor, group: Any, backend: str) -> Tensor:
         """() float32, the largest magnitude on any rank. Inf only where a history is to count it."""
@@ -91,8 +120,10 @@ class Casting:
             self.scale = history.scale.clone()
             if module.training:  # entered at once, for the maximum is that of all ranks already
                 history.pending.copy_(self.amax(value, group, backend))
-                history.roll(self.recipe, self.scheme.largest)
+                history.roll(self.recipe, self.scheme.largest, kernels=backend == "portable")
             return self.scale
+        if self.scale is not None and self.ahead is None and self.unchanged(value):
+            return self.scale  # the largest magnitude is what it was
         power = self.scheme.scale == "pow2"
         self.scale = scale_fp32(self.amax(value, group, backend), self.scheme.largest, power_of_two=power)
         return self.scale
@@ -135,7 +166,7 @@ class ShardedWeight(torch.Tensor):
         def plain(t: ShardedWeight) -> Tensor:
             first.append(t)
             if func._schema.is_mutable:
-                t.casting.changes += 1
+                t.casting.change()
             return t.value
 
         plain_args, plain_kwargs = tree_map_only(ShardedWeight, plain, (args, kwargs or {}))
@@ -146,7 +177,7 @@ class ShardedWeight(torch.Tensor):
         if func is aten.copy_.default:
             return args[0]
         if func is aten.clone.default:  # another weight from here on, such as that of a copied model
-            casting = replace(casting, ahead=None, scale=None)
+            casting = replace(casting, ahead=None, scale=None, made=None)
         return tree_map_only(Tensor, lambda t: ShardedWeight(t, casting), out)
 
     # -- what FSDP2 calls
@@ -167,14 +198,13 @@ class ShardedWeight(torch.Tensor):
         scale, backend = None, _backend(module, value)
         if not scheme.block[0]:
             scale = casting.next_scale(value, mesh.get_group(), module, backend)
-        q = quantize(value, scheme, scale=scale, backend=backend)
-        assert q.codes is not None and q.scales is not None
-        codes = q.codes.view(torch.uint8)
+        codes, scales = casting.cast(value, scale, backend)
+        codes = codes.view(torch.uint8)
         if codes.shape[0] < rows:
             codes = nn.functional.pad(codes, (0, 0, 0, rows - codes.shape[0]))
         if not scheme.block[0] or ranks == 1:  # FSDP2 hands on the first tensor only where there is nothing to gather
-            return (codes,), (outer_size, q.scales)
-        return (codes, q.scales), (outer_size, None)
+            return (codes,), (outer_size, scales)
+        return (codes, scales), (outer_size, None)
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
@@ -228,7 +258,7 @@ def changed(t: Tensor) -> None:
     """Note that a kernel has written to `plain(t)`."""
     t = local(t)
     if isinstance(t, ShardedWeight):
-        t.casting.changes += 1
+        t.casting.change()
 
 
 def largest(x: Tensor, *, finite_only: bool, backend: str = "auto") -> Tensor:
@@ -255,7 +285,7 @@ def largest(x: Tensor, *, finite_only: bool, backend: str = "auto") -> Tensor:
 
 def reduced(maxima: list[Tensor], group: Any) -> list[Tensor]:
     """The largest of each on any rank, in one call."""
-    together = torch.stack(maxima)
+    together = torch.stack(maxima) if len(maxima) > 1 else maxima[0].reshape(1)
     if dist.get_world_size(group) > 1:
         dist.all_reduce(together, dist.ReduceOp.MAX, group=group)
     return list(together.unbind())

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 
 import pytest
 import torch
 import torch.multiprocessing
 
+from gpu_accel.flash_attention3 import flash_attn_func
 from gpu_accel.flash_attention3.reference import attention_truth, attention_truth_backward
 from gpu_accel.ring_attention import RingAttention, make_layout
 from gpu_accel.ring_attention.attention import distributed_attention, gather_sequence, make_call
@@ -144,6 +146,57 @@ def test_the_module_on_one_gpu():
     o = RingAttention(num_gpus=8, simulate=True)(q, k, v, causal=True)
     exact, _ = attention_truth(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)
     assert relative_error(o.transpose(1, 2), exact) < 5e-3
+
+
+# -- one GPU that processes share by time slices
+
+
+def _sums_of_gradients():
+    """A call that adds up dq, dk and dv of 8192 unmasked rows and 32 heads, a few milliseconds of one kernel."""
+    from gpu_accel.ring_attention import hopper_backward
+    from gpu_accel.ring_attention.masks import Piece
+    from gpu_accel.ring_attention.step import delta_of
+
+    rows, heads, dim = 8192, 32, 128
+    make = torch.Generator("cuda").manual_seed(0)
+    q, k, v, do = (torch.randn(1, rows, heads, dim, device="cuda", generator=make).bfloat16() for _ in range(4))
+    o, lse = flash_attn_func(q, k, v, return_lse=True)
+    delta = delta_of(do, o)
+    into = torch.empty(hopper_backward.sum_size(k), device="cuda")
+
+    def run() -> tuple[torch.Tensor, ...]:
+        work = hopper_backward.Gradients(do, q, lse, delta, softmax_scale=dim**-0.5, softcap=0.0)
+        work.add(Piece(0, rows, 0, rows), k, v, into.zero_())
+        return work.dq_sum, *into.view(2, -1)
+
+    return run
+
+
+def _share_a_gpu(number: int, barrier, seconds: float) -> None:
+    run = _sums_of_gradients()
+    first = [x.clone() for x in run()]
+    allowed = [1e-2 * float(x.abs().mean()) for x in first]  # sums in another order differ by much less
+    torch.cuda.synchronize()
+    barrier.wait(120)
+    end = time.monotonic() + seconds
+    rounds = 0
+    while time.monotonic() < end or rounds < 5:
+        for name, x, before, most in zip(("dq", "dk", "dv"), run(), first, allowed, strict=True):
+            wrong = int((~((x - before).abs() <= most)).sum())  # also where it is NaN
+            assert not wrong, f"process {number}, round {rounds}: {wrong} numbers of {name}"
+        rounds += 1
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an H100 or H200"
+)
+def test_sums_are_right_where_processes_share_the_gpu():
+    """A time slice puts shared memory away and back. What had been an mbarrier and held dq next came back with words of
+    a barrier in it: five processes saw that in about every launch."""
+    _sums_of_gradients()()  # compiles, once
+    torch.cuda.empty_cache()
+    barrier = torch.multiprocessing.get_context("spawn").Barrier(4)
+    torch.multiprocessing.spawn(_share_a_gpu, (barrier, 5.0), nprocs=4)
 
 
 # -- several GPUs

@@ -33,7 +33,7 @@ def hook(kernel, arguments, options) -> None:
         dict(
             name=label, kernel=c.name, registers=c.registers, spills=c.spills, shared=c.shared, warps=c.num_warps,
             hgmma=c.sass.count("HGMMA"), mma=c.instructions["HMMA"], tma=c.sass.count("UTMALDG"),
-            wide=c.sass.count(".128"), serialised=any("serializ" in w.lower() for w in c.warnings),
+            wide=c.sass.count(".128"), serialised=any("serializ" in w.lower() or "never used" in w for w in c.warnings),
         )
     )  # fmt: skip
 

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.testing import generator
+from gpu_accel.transformer_engine import sharded
 from gpu_accel.transformer_engine.context import autocast, checkpoint
 from gpu_accel.transformer_engine.linear import Linear
 from gpu_accel.transformer_engine.modules import LayerNormMLP
@@ -108,12 +109,21 @@ def noting(gather, sent: list[Tensor]):
     return spy
 
 
+def counting(function, calls: list[str]):
+    def counted(*args, **kwargs):
+        calls.append(function.__name__)
+        return function(*args, **kwargs)
+
+    return counted
+
+
 def _equal(rank: int) -> dict[str, list]:
     """By recipe: whether two steps have the same results, gradients and parameters; what was sent and kept."""
     found = {}
     for name, (recipe, width) in RECIPES.items():
         sent: list[Tensor] = []
-        gather = ShardedWeight.fsdp_pre_all_gather
+        casts: list[str] = []
+        gather, sharded.quantize = ShardedWeight.fsdp_pre_all_gather, counting(quantize, casts)
         ShardedWeight.fsdp_pre_all_gather = noting(gather, sent)  # in this process only, which ends with this function
         model, whole = shard(gather_in_fp8(build(recipe, width))), build(recipe, width)
         optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, whole)]
@@ -125,12 +135,14 @@ def _equal(rank: int) -> dict[str, list]:
         for m in (model, whole):
             m.eval()
         with torch.no_grad():  # delayed scaling has entered the last maximum of the weight here, and not yet there
-            equal.append(name == "delayed" or torch.equal(model(x), whole(x)))
+            for _ in range(2):
+                equal.append(name == "delayed" or torch.equal(model(x), whole(x)))
         ShardedWeight.fsdp_pre_all_gather = gather
         weights = sum(t.numel() for t in sent if t.dtype == torch.uint8)
-        # of two layers, for two steps, forward and backward, and an evaluation
-        times = 5 - (name == "delayed")
-        found[name] = [equal, weights == 2 * times * -(-width // 2) * width, {t.dtype for t in sent}]
+        # of two layers, for two steps, forward and backward, and two evaluations; cast once for each value of a weight
+        times = 4 if name == "delayed" else 6
+        few = weights == 2 * times * -(-width // 2) * width and len(casts) == 2 * (2 if name == "delayed" else 3)
+        found[name] = [equal, few, {t.dtype for t in sent}]
     return found
 
 
@@ -138,7 +150,7 @@ def test_equal_to_whole_layers(tmp_path):
     for found in results(run_ranks(_equal, 2, tmp_path)):
         assert list(found) == list(RECIPES)
         for name, (equal, few, dtypes) in found.items():
-            assert equal == [True] * 4, name
+            assert equal == [True] * 5, name
             assert few and dtypes == ({torch.uint8, torch.float32} if name == "block" else {torch.uint8}), name
 
 

@@ -17,7 +17,7 @@ from gpu_accel.transformer_engine.activations import (
     activation_op,
 )
 from gpu_accel.transformer_engine.context import autocast
-from gpu_accel.transformer_engine.history_kernels import LONGEST, roll, roll_op
+from gpu_accel.transformer_engine.history_kernels import LONGEST, roll, roll_op, roll_together
 from gpu_accel.transformer_engine.modules import LayerNormLinear, LayerNormMLP
 from gpu_accel.transformer_engine.quantize_launch import Source
 from gpu_accel.transformer_engine.recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
@@ -119,6 +119,18 @@ def test_one_launch_for_histories(length, algorithm):
             for mine, theirs in zip(ours[i], one, strict=True):
                 assert torch.equal(mine, theirs), (pair[i], mine, theirs)
             assert out[i, 0] == one[1]
+
+
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+def test_all_histories_of_a_model_together(algorithm):
+    """Bit for bit `roll` of each, whatever lengths and formats are mixed; the maxima given count, not those pending."""
+    cases = [(length, p, top) for length in (1, 4, 16) for p in (0.5, 0.0, 100.0, math.inf, math.nan, 1e-42, 1e38)
+             for top in (448.0, 57344.0)]  # fmt: skip
+    ours, truth = [state(length, 7.0) for length, *_ in cases], [state(length, p) for length, p, _ in cases]
+    roll_together(ours, [torch.tensor(p) for _, p, _ in cases], [top for *_, top in cases], 1, algorithm)
+    for one, other, (_, _, top) in zip(ours, truth, cases, strict=True):
+        roll(*other, largest=top, margin=1, algorithm=algorithm)
+        assert all(map(torch.equal, one, other)), (one, other)
 
 
 @pytest.mark.parametrize("recipe", [DelayedScaling(amax_history_len=4), Float8CurrentScaling(), Float8BlockScaling()],
