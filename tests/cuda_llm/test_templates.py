@@ -23,21 +23,23 @@ def numbered(task: Task, word: str) -> int:
 TMA = {name: numbered(TASKS[name], "tensor_descriptor") for name in ("matrix_copy", "transpose", "matmul")}
 
 
-def test_machine_code_has_what_the_templates_are_for(compile_environment: dict[str, str]) -> None:
-    """With every supported Triton: TMA with its scratch memory and its parameter, and cp.async where stages ask."""
-    grouped = numbered(TASKS["matmul"], "GROUP")
-    wanted = [*(f"{name}:{number}" for name, number in TMA.items()), f"matmul:{grouped}"]
+def test_machine_code_has_what_the_templates_are_for(request, compile_environment: dict[str, str]) -> None:
+    """TMA with its scratch memory and its parameter, with every Triton; with the one installed also cp.async."""
+    wanted = [f"matmul:{TMA['matmul']}"]
+    if whole := request.node.callspec.params["compile_environment"] == "installed":
+        wanted = [*(f"{name}:{number}" for name, number in TMA.items()), f"matmul:{numbered(TASKS['matmul'], 'GROUP')}"]
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *wanted], env=compile_environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    *copies, pipelined = rows
-    assert [row["name"] for row in copies] == list(TMA)
-    for row in copies:
+    assert len(rows) == len(wanted)
+    if whole:
+        row = rows.pop()
+        assert row["cp_async"] and not row["tma"] and not row["barriers"] and row["scratch"] == 0
+    for row in rows:
         assert row["tma"] and row["barriers"], row
         assert row["scratch"] == 256 and row["parameters"] == 2, "two descriptors; their address and a null pointer"
-    assert pipelined["cp_async"] and not pipelined["tma"] and not pipelined["barriers"] and pipelined["scratch"] == 0
 
 
 @pytest.mark.parametrize("name", [*TMA, "matvec"])
