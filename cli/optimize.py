@@ -346,6 +346,7 @@ def bench(
             "ms": measured.ms, "share_of_roofline": one.floor_ms(one.bench, wanted) / measured.ms if measured.ms else
             None, "naive_over_best": measured.ratio("naive"), "library_over_best": measured.over_best_library,
             "torch_over_best": measured.ratio("library"), "compiled_over_best": measured.ratio("compiled"),
+            "warm_ms": measured.warm_ms, "warm_library_over_best": measured.warm_over_best_library,
             "verified_by": list(measured.judgement.verified_by), "failed": dict(measured.failed),
         }
         for (one, _), measured in zip(kernels, found, strict=True)
@@ -355,12 +356,13 @@ def bench(
     if json_:
         output.print_json(rows)
     else:
-        made = table("task", "verdict", "ms", "roofline", "naive / kernel", "library / kernel",
-                     right=("ms", "roofline", "naive / kernel", "library / kernel"))  # fmt: skip
+        columns = ("ms", "roofline", "naive / kernel", "library / kernel", "warm ms", "library / kernel, warm")
+        made = table("task", "verdict", *columns, right=columns)
         for row in rows:
             share = f"{row['share_of_roofline']:.0%}" if row["share_of_roofline"] else ""
             made.add_row(row["task"], row["verdict"], _number(row["ms"]), share, _number(row["naive_over_best"]),
-                         _number(row["library_over_best"]))  # fmt: skip
+                         _number(row["library_over_best"]), _number(row["warm_ms"]),
+                         _number(row["warm_library_over_best"]))  # fmt: skip
         out().print(made)
     if not all(one.judgement.ok for one in found):
         raise typer.Exit(codes.GATE)

@@ -22,13 +22,21 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class Binary:
-    """Machine code of one kernel and what its launch needs. `shared` is in bytes."""
+    """Machine code of one kernel and what its launch needs.
+
+    Args:
+        shared: bytes that the launch must ask for; of CUDA C++ the dynamic ones only.
+        scratch: bytes of global memory a block that Triton's compiler wants for itself, such as for TMA descriptors.
+        barriers: whether it waits at mbarriers, as copies by TMA do.
+    """
 
     cubin: bytes
     entry: str
     threads: tuple[int, int, int]
     shared: int
     compiler: str
+    scratch: int = 0
+    barriers: bool = False
 
 
 def triton_key(trial: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -77,11 +85,10 @@ def compile_triton(path: Path, name: str, trial: Mapping[str, Any], capability: 
     source = ASTSource(function, signature, constants, attributes)
     options = {"num_warps": trial["num_warps"], "num_stages": trial["num_stages"]}
     kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    if getattr(kernel.metadata, "global_scratch_size", 0):
-        raise ValueError("the kernel needs scratch memory of Triton's own, which candidates do not get")
     return Binary(
         cubin=kernel.asm["cubin"], entry=kernel.metadata.name, threads=(trial["num_warps"] * 32, 1, 1),
         shared=kernel.metadata.shared, compiler=f"triton {triton.__version__}",
+        scratch=getattr(kernel.metadata, "global_scratch_size", 0), barriers="mbarrier" in kernel.asm["ptx"],
     )  # fmt: skip
 
 
@@ -121,4 +128,5 @@ def compile_cuda(source: str, entry: str, trial: Mapping[str, Any]) -> Binary:
     block = tuple(trial["block"]) + (1,) * (3 - len(trial["block"]))
     return Binary(
         cubin=built.cubin, entry=entry, threads=block, shared=trial["shared"], compiler=built.compiler,
+        barriers="mbarrier" in source,
     )  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -86,7 +87,8 @@ class Module:
 
         Args:
             values: addresses and sizes, in the order of the parameters.
-            hidden: how many null pointers the compiler wants beyond them.
+            hidden: how many pointers the compiler wants beyond them at most; the first is its scratch memory, if it has
+                any, the others are null.
         Raises:
             LaunchError: the kernel takes another number of parameters.
         """
@@ -94,8 +96,14 @@ class Module:
 
         if self.parameters not in range(len(values), len(values) + hidden + 1):
             raise LaunchError(f"the kernel takes {self.parameters} parameters, the launch has {len(values)}")
-        kept = [ctypes.c_longlong(value) for value in values]
-        kept += [ctypes.c_longlong(0)] * (self.parameters - len(values))
+        scratch = None
+        beyond = [0] * (self.parameters - len(values))
+        if self.binary.scratch:
+            if not beyond:
+                raise LaunchError("the kernel has scratch memory and no parameter for its address")
+            scratch = torch.empty(self.binary.scratch * math.prod(grid), dtype=torch.uint8, device="cuda")
+            beyond[0] = scratch.data_ptr()
+        kept = [ctypes.c_longlong(value) for value in (*values, *beyond)]
         pointers = (ctypes.c_void_p * max(len(kept), 1))(*(ctypes.addressof(one) for one in kept))
         sizes = [ctypes.c_uint(size) for size in (*grid, 1, 1)[:3]]
         threads = [ctypes.c_uint(size) for size in self.binary.threads]
@@ -106,7 +114,7 @@ class Module:
             stream = ctypes.c_void_p(stream_of().cuda_stream)
             _require(launch(self._function, *sizes, *threads, shared, stream, pointers, None), "the launch")
 
-        call.kept = kept  # type: ignore[attr-defined]
+        call.kept = kept, scratch  # type: ignore[attr-defined]
         return call
 
 

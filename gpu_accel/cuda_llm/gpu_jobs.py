@@ -9,6 +9,10 @@ outputs are poisoned and the second-level cache is flushed: a kernel that rememb
 nothing to find. Of some launches, chosen by the controller, the outputs are kept for it to compare. Baselines are
 timed between the candidate's launches on other inputs, so that no memory here ever holds what the candidate should
 compute.
+
+Times with a warm cache are taken beside, on request: each call right after itself, on the same inputs. A kernel that
+remembers could do well there, so they decide nothing; but a part of the outputs is poisoned between the two launches,
+and the last ones are compared too.
 """
 
 from __future__ import annotations
@@ -28,6 +32,8 @@ from .compiled import Binary, compile_cuda, compile_triton, triton_key
 
 HIDDEN = 4  # null pointers that Triton's kernels may want beyond their own parameters; 2 since 3.4
 CAPABILITY = 90
+SPARSE = 4099  # one in so many elements is poisoned between two launches on a warm cache
+WARM_SHARE, WARM_ROUNDS = 0.5, 40  # of the budget of cold times, and rounds at most
 
 
 class Compiler:
@@ -128,6 +134,15 @@ class Memory:
 
         return call
 
+    def spoil(self) -> None:
+        """Poison in a few elements of the outputs, which leaves the cache as it is."""
+        from gpu_accel.testing.poison import poison_
+
+        for slot in self.slots:
+            if slot.role == "output" and slot.name not in self.fill:
+                poison_(self.views[slot.name].view(-1)[self.count % SPARSE :: SPARSE])
+        self.count += 1
+
     def outputs(self) -> list[Any]:
         return [self.views[slot.name].clone() for slot in self.slots if slot.role == "output"]
 
@@ -155,8 +170,13 @@ class Counted:
         self.pending = True
 
 
-def _timer(memory: Memory, candidate: Counted, keep: set[int], kept: list[tuple[int, list[Any]]]) -> Any:
-    """A timer whose flush also renews the candidate's memory, and keeps outputs before it does."""
+def _timer(
+    memory: Memory, candidate: Counted, keep: set[int], kept: list[tuple[int, list[Any]]], *, warm: bool = False
+) -> Any:
+    """A timer whose flush also renews the candidate's memory, and keeps outputs before it does.
+
+    With `warm` nothing is flushed; what lies between an untimed launch and the timed one spoils outputs.
+    """
     from gpu_accel.workbench.cuda_timer import CudaTimer
 
     class Fresh(CudaTimer):
@@ -167,6 +187,17 @@ def _timer(memory: Memory, candidate: Counted, keep: set[int], kept: list[tuple[
                 memory.refresh()
                 candidate.pending = False
             super().flush(clean=clean)
+
+        def lead(self, microseconds: float) -> None:
+            if warm and candidate.pending:
+                memory.spoil()
+                candidate.pending = False
+            super().lead(microseconds)
+
+        def mark(self) -> Any:
+            if warm:  # after a timed launch: what follows is another implementation's
+                candidate.pending = False
+            return super().mark()
 
         def capture(self, call: Callable[[], object], repeats: int) -> Callable[[], object]:
             if not isinstance(call, Counted):
@@ -264,6 +295,14 @@ def bench(job: dict[str, Any], folder: Path, binary: Binary) -> dict[str, Any]:
             memory.refresh()
             candidate()
             kept.append((memory.seed, memory.outputs()))
+        if what["warm"]:
+            memory.refresh()
+            candidate.pending = False
+            warm = compare(
+                fast, timer=_timer(memory, candidate, set(), [], warm=True), flush_l2=False, noise=0.01, min_rounds=10,
+                seconds=what["seconds"] * WARM_SHARE, max_rounds=WARM_ROUNDS,
+            )  # fmt: skip
+            kept.append((memory.seed, memory.outputs()))
         if compiled:
             _write(folder / "compiled.bin", list(compiled[0]().values()))  # type: ignore[attr-defined]
         torch.cuda.synchronize()
@@ -273,6 +312,8 @@ def bench(job: dict[str, Any], folder: Path, binary: Binary) -> dict[str, Any]:
     result = {"kept": [seed for seed, _ in kept], "launches": candidate.count, "times": times}
     if slow:
         result["slow"] = _told(second)
+    if what["warm"]:
+        result["warm"] = _told(warm)
     return result
 
 

@@ -50,6 +50,8 @@ class Measured:
     Args:
         samples: "candidate", "copy" and peers, interleaved in common rounds.
         slow: "candidate" and "naive", in common rounds of their own: naive kernels may take many times as long.
+        warm: as `samples`, each call right after itself, so that the cache holds what it can of its inputs; beside the
+            others, which decide.
         failed: why a peer has no times.
         library_error, compiled_error: largest error of torch, and of its compiled function, in units of the task's
             bound, on inputs of one timed launch.
@@ -58,8 +60,10 @@ class Measured:
     judgement: Judgement
     samples: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     slow: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    warm: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     failed: Mapping[str, str] = field(default_factory=dict)
     method: str = ""
+    warm_method: str = ""
     clocks: Mapping[str, Any] = field(default_factory=dict)
     launches: int = 0
     compared: int = 0
@@ -87,12 +91,27 @@ class Measured:
     @property
     def over_best_library(self) -> float | None:
         """The same over the faster of torch and torch.compile, of those that are right."""
-        return over_best_library(self.samples, {"library": self.library_error, "compiled": self.compiled_error})
+        return over_best_library(self.samples, self._errors)
+
+    @property
+    def warm_ms(self) -> float | None:
+        """Median time of the candidate with a warm cache."""
+        return median(self.warm["candidate"]) if self.warm.get("candidate") else None
+
+    @property
+    def warm_over_best_library(self) -> float | None:
+        """`over_best_library` with a warm cache."""
+        return over_best_library(self.warm, self._errors)
+
+    @property
+    def _errors(self) -> dict[str, float | None]:
+        return {"library": self.library_error, "compiled": self.compiled_error}
 
     def as_dict(self) -> dict[str, Any]:
         return {
             "judgement": self.judgement.as_dict(), "samples": {k: list(v) for k, v in self.samples.items()},
-            "slow": {k: list(v) for k, v in self.slow.items()}, "failed": dict(self.failed), "method": self.method,
+            "slow": {k: list(v) for k, v in self.slow.items()}, "warm": {k: list(v) for k, v in self.warm.items()},
+            "failed": dict(self.failed), "method": self.method, "warm_method": self.warm_method,
             "clocks": dict(self.clocks), "launches": self.launches, "compared": self.compared,
             "library_error": self.library_error, "compiled_error": self.compiled_error,
         }  # fmt: skip
@@ -118,6 +137,7 @@ def measure(
     seconds: float = 0.25,
     rounds: int = 200,
     keep: int = 2,
+    warm: bool = False,
     lock: Path | None = None,
     limit: float | None = None,
 ) -> Measured:
@@ -129,6 +149,7 @@ def measure(
         screen: launch it on a small shape first, where a wrong or endless kernel is cheap.
         seconds, rounds: timing budget of each implementation.
         keep: how many launches have their outputs compared.
+        warm: time everything but the naive baseline with a warm cache too, beside.
         lock: file that all users of this GPU lock while they time; outputs are compared under it as well.
         limit: wall clock of the process; that of the sandbox if not given, or FINAL_LIMIT with peers.
     Raises:
@@ -140,7 +161,7 @@ def measure(
         program = Program.of(candidate)
         bind(program, candidate.launch, task)
         trials = [one for one in draw(task, candidate, None) if one.dims == task.shown[0]][:2] if screen else []
-        what = _order(program, candidate, task, peers, seconds=seconds, rounds=rounds, keep=keep)
+        what = _order(program, candidate, task, peers, seconds=seconds, rounds=rounds, keep=keep) | {"warm": warm}
         with sandbox.folder() as folder:
             write(program, folder)
             for number, trial in enumerate(trials):
@@ -150,7 +171,8 @@ def measure(
             result = ended(sandbox.run("run", folder, seconds=limit, **request))
             measured = _read(result, gpu, task)
             library = "library" in what["peers"]
-            compared, error = _compare(task, candidate, folder, trials, result, len(what["keep"]), lock, library)
+            count = len(what["keep"]) + warm  # with a warm cache the outputs of the last launch
+            compared, error = _compare(task, candidate, folder, trials, result, count, lock, library)
             compiled = None
             if "compiled" in measured.samples:
                 compiled = _compare_compiled(task, folder, library_seed(what["seed"]), lock)
@@ -267,25 +289,28 @@ def _read(result: Mapping[str, Any], gpu: str, task: Task) -> Measured:
     """Samples from a result, which is untrusted, and whether they can be true."""
     samples: dict[str, tuple[float, ...]] = {}
     slow: dict[str, tuple[float, ...]] = {}
+    warm: dict[str, tuple[float, ...]] = {}
     failed: dict[str, str] = {}
-    method: str = ""
+    method = warm_method = ""
     clocks: dict[str, Any] = {}
-    for part, into in (("times", samples), ("slow", slow)):
+    for part, into in (("times", samples), ("slow", slow), ("warm", warm)):
         found = result.get(part, {})
         for name, one in found.items() if isinstance(found, dict) else ():
             times = one.get("ms") if isinstance(one, dict) else None
             if isinstance(times, list) and times and all(isinstance(ms, float) and ms > 0 for ms in times):
                 into[name] = tuple(times)
             else:
-                failed[name] = str(one.get("failed") if isinstance(one, dict) else one)[:200]
+                failed[name if part != "warm" else f"{name}, warm"] = str(one.get("failed") if isinstance(one, dict) else one)[:200]
             if name == "candidate" and part == "times" and isinstance(one, dict):
                 method, clocks = str(one.get("method")), one.get("clocks") or {}
+            if name == "candidate" and part == "warm" and isinstance(one, dict):
+                warm_method = str(one.get("method"))
     if "candidate" not in samples or "copy" not in samples:
         raise Rejected(Verdict.CRASHED, None, f"no times: {failed.get('candidate') or failed.get('copy')}")
     launches = result.get("launches")
     return Measured(
         judgement=judge_time(task, task.bench, median(samples["candidate"]), gpu), samples=samples, slow=slow,
-        failed=failed, method=method, clocks=clocks, launches=launches if type(launches) is int else 0,
+        warm=warm, failed=failed, method=method, warm_method=warm_method, clocks=clocks, launches=launches if type(launches) is int else 0,
     )  # fmt: skip
 
 

@@ -67,6 +67,15 @@ class Found:
         errors = {name: final.get(f"{name}_error") for name in LIBRARIES}
         return over_best_library(final.get("samples", {}), errors)
 
+    @property
+    def warm(self) -> dict[str, float | None]:
+        """Median milliseconds with a warm cache, and the faster library's time over them; None where not taken."""
+        final = self.run.get("final") or {}
+        taken = final.get("warm", {})
+        errors = {name: final.get(f"{name}_error") for name in LIBRARIES}
+        return {"warm_ms": median(taken["candidate"]) if taken.get("candidate") else None,
+                "warm_library_over_best": over_best_library(taken, errors)}  # fmt: skip
+
     def row(self) -> dict[str, Any]:
         """One line of the table."""
         verdicts: dict[str, int] = {}
@@ -80,7 +89,7 @@ class Found:
             "task": self.task.name, "gpu": gpu, "proposer": self.run.get("proposer"), "candidates": len(self.attempts),
             "verdicts": verdicts, "ms": ms, "share_of_roofline": floor / ms if ms else None,
             "naive_over_best": self.ratio("naive"), "library_over_best": self.over_library,
-            "torch_over_best": self.ratio("library"), "compiled_over_best": self.ratio("compiled"),
+            "torch_over_best": self.ratio("library"), "compiled_over_best": self.ratio("compiled"), **self.warm,
             "over_start": self.run.get("speedup_over_start"), "dollars": self.run.get("dollars"),
             "note": self.run.get("note"),
         }  # fmt: skip

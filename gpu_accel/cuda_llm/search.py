@@ -353,7 +353,7 @@ def search(
         final = pool.submit(
             functools.partial(
                 _measured, candidate=best.candidate, task=task, gpu=target, peers=tuple(peers), keep=4, lock=pool.lock,
-                seconds=final_seconds,
+                seconds=final_seconds, warm=True,
             ),
             urgent=True,
         ).result()  # fmt: skip

@@ -116,7 +116,8 @@ def verify(
         judgement = check(kernel, task, sandbox=sandbox)
         if not judgement.ok:
             return Measured(judgement=judgement)
-        found = measure(kernel, task, sandbox=sandbox, gpu=target, peers=peers, seconds=seconds, keep=keep, lock=lock)
+        found = measure(kernel, task, sandbox=sandbox, gpu=target, peers=peers, seconds=seconds, keep=keep, warm=True,
+                        lock=lock)  # fmt: skip
         return replace(found, judgement=screened(found, judgement))
 
     with Pool(workers, gpu=True) as pool:

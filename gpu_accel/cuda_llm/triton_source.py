@@ -31,7 +31,8 @@ TL_FUNCTIONS = frozenset({
     "minimum", "clamp", "cdiv", "div_rn", "umulhi", "dot", "trans", "permute", "reshape", "broadcast_to", "expand_dims",
     "ravel", "join", "split", "interleave", "cat", "histogram", "gather", "range", "static_range", "multiple_of",
     "max_contiguous", "max_constancy", "atomic_add", "atomic_max", "atomic_min", "atomic_and", "atomic_or",
-    "atomic_xor", "rand", "randint", "make_block_ptr", "advance", "debug_barrier",
+    "atomic_xor", "rand", "randint", "make_block_ptr", "advance", "debug_barrier", "make_tensor_descriptor",
+    "load_tensor_descriptor", "store_tensor_descriptor",
 })  # fmt: skip
 
 _STATEMENTS = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr, ast.For, ast.While, ast.If, ast.Pass, ast.Return)

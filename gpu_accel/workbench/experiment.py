@@ -124,10 +124,12 @@ class Sampled:
         work: {"flops", "bytes"} of one call, for the metric "time", from which rates follow.
         timing: how the samples were taken: "method", for a time also "l2".
         env: clocks, power and throttling beside them, as `ClockSampler.summary` gives them.
+        metric: what was read, if not the name it is given under: "time" is read with a cold and with a warm cache.
     """
 
     samples: tuple[float, ...]
     unit: str
+    metric: str = ""
     work: dict[str, float] = field(default_factory=dict)
     timing: dict[str, Any] = field(default_factory=dict)
     env: dict[str, Any] = field(default_factory=dict)

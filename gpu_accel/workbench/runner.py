@@ -396,6 +396,7 @@ class _Runner:
     def _value_records(
         self, item: Item, impl: Implementation, check: Check, metric: str, sampled: Sampled
     ) -> list[Record]:
+        metric = sampled.metric or metric
         on_gpu = self.host.device == "cuda" and impl.on_device
         if not on_gpu and metric not in ERROR_METRICS and not metric.endswith("error"):
             return []

@@ -33,7 +33,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         judgement=Judgement(verdict=Verdict.ACCEPTED), compared=2,
         slow={"candidate": (2.0, 2.0), "naive": (40.0, 40.0)},
         samples={"candidate": (2.0, 2.0), "copy": (1.0, 1.0), "library": (3.0, 3.0), "compiled": (2.5, 2.5)},
-        method="events", library_error=0.5, compiled_error=0.5,
+        warm={"candidate": (1.0, 1.0), "copy": (0.5, 0.5), "library": (1.5, 1.5), "compiled": (3.0, 3.0)},
+        method="events", warm_method="graph", library_error=0.5, compiled_error=0.5,
     ))  # fmt: skip
     env = {"gpu": "NVIDIA H100 80GB HBM3", "sku": "H100 SXM", "torch": "2.11"}
     monkeypatch.setattr(search_module, "host", lambda: {"env": env, "commit": "c" * 40, "dirty": False})
@@ -52,6 +53,7 @@ def test_a_report_has_every_ratio_with_its_baseline(folder: Path) -> None:
     assert row["naive_over_best"] == 20 and row["verdicts"] == {"accepted": 3}
     assert row["torch_over_best"] == 1.5 and row["compiled_over_best"] == row["library_over_best"] == 1.25
     assert row["share_of_roofline"] == pytest.approx(TASKS["softmax"].floor_ms(TASKS["softmax"].bench, "h100-sxm") / 2)
+    assert row["warm_ms"] == 1 and row["warm_library_over_best"] == 1.5
     assert read_folder(folder / "reverse")[0].task.name == "reverse"
     with pytest.raises(InvalidInputError, match="no search"):
         read_folder(folder / "softmax" / "none")
@@ -164,8 +166,14 @@ def test_records_of_a_search_are_those_of_the_ledger(folder: Path) -> None:
         ("grammar", "library_over_best"), ("grammar", "compiled_over_best"),
     }  # fmt: skip
     assert all(one.kind == "measured" and one.commit == "c" * 40 and one.checked for one in made)
-    assert by_task(made)["softmax"]["naive_over_best"] == 20
-    assert [row[0] for row in rows(made)] == ["reverse", "softmax"] and len(rows(made)[0]) == 8
+    warm = [one for one in made if one.timing["l2"] == "warm"]
+    assert {one.impl for one in warm} == {"grammar", "library", "compiled"} and not any(one.work for one in warm)
+    assert {one.key for one in warm}.isdisjoint(one.key for one in made if one.timing["l2"] == "flushed")
+    assert by_task(made)["softmax"]["naive_over_best"] == 20 and by_task(made)["softmax"]["time"] == 2
+    assert [row[0] for row in rows(made)] == ["reverse", "softmax"] and rows(made)[0][8:] == ["1", "1.5"]
+    assert "| library / best, warm |" in text(made)
+    cold = [one for one in made if one not in warm]
+    assert len(rows(cold)[0]) == 8 and "warm" not in text(cold)
     assert "2 are faster than the naive kernel" in summary(made) and "2 are faster than both" in summary(made)
     assert summary([]) == "No search is on record."
     other = [replace(one, env=one.env | {"gpu": "NVIDIA H200", "sku": "H200 SXM"}) for one in made]

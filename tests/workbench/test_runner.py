@@ -384,9 +384,11 @@ def test_readings_of_its_own_keep_their_samples_method_and_clocks():
         samples=(30.0, 29.0, 31.0), unit="clk", timing={"method": "clock64", "sass": "abc"}, env={"clock_mhz": 1980}
     )
     took = Sampled(samples=(1.0, 2.0, 3.0), unit="ms", work={"flops": 2e9}, timing={"method": "events", "l2": "warm"})
-    values = lambda seed: {"latency": cycles, "time": took}  # noqa: E731
+    cold = Sampled(samples=(4.0, 5.0), unit="ms", metric="time", timing={"method": "events", "l2": "flushed"})
+    values = lambda seed: {"latency": cycles, "time": took, "time, cold": cold}  # noqa: E731
     result = run(a_paper(lambda case: [implementation(host, make=None, values=values)]), host=host)
-    latency, time = result.records
+    latency, time, other = result.records
+    assert (other.metric, other.median, other.timing["l2"]) == ("time", 4.5, "flushed") and other.key != time.key
     assert (latency.kind, latency.metric, latency.unit, latency.median) == ("measured", "latency", "clk", 30.0)
     assert latency.samples == (30.0, 29.0, 31.0) and latency.p20 < 30 < latency.p80
     assert latency.timing["method"] == "clock64" and latency.timing["sass"] == "abc" and latency.timing["seed"] == 0

@@ -42,20 +42,69 @@ _BF16X6 = """        l1 = left.to(tl.bfloat16)
         acc += tl.dot(l1, r1, part)"""
 
 
-def _grouped_matmul(product: str, sides: tuple[int, ...], tile: tuple[int, int, int], *, stages: int) -> str:
-    """A Triton kernel whose programs go through GROUP rows of tiles together, so that operands stay in the cache."""
+_POINTERS = """        p = start + tl.arange(0, BLOCK_K)
+        left = tl.load(a + i[:, None] * k + p[None, :], mask=(i[:, None] < m) & (p[None, :] < k), other=0.0)
+        right = tl.load(b + p[:, None] * n + j[None, :], mask=(p[:, None] < k) & (j[None, :] < n), other=0.0)
+"""
+# Copies by TMA, which takes rows whose length is a multiple of 16 bytes only; what lies beyond the matrix is zero.
+_DESCRIPTORS = """        left = tl.load_tensor_descriptor(left_of, [i0, start])
+        right = tl.load_tensor_descriptor(right_of, [start, j0])
+"""
+
+
+def _tma_or_pointers(product: str) -> str:
+    def deeper(text: str) -> str:
+        return "".join(f"    {line}\n" for line in text.splitlines())
+
+    return f"""    i0 = (first + pid % (GROUP * across) % rows) * BLOCK_M
+    j0 = pid % (GROUP * across) // rows * BLOCK_N
+    if (k % 4 == 0) & (n % 4 == 0):
+        left_of = tl.make_tensor_descriptor(a, [m, k], [k, 1], [BLOCK_M, BLOCK_K])
+        right_of = tl.make_tensor_descriptor(b, [k, n], [n, 1], [BLOCK_K, BLOCK_N])
+        for start in range(0, k, BLOCK_K):
+{deeper(_DESCRIPTORS + product)}    else:
+        for start in range(0, k, BLOCK_K):
+{deeper(_POINTERS + product)}"""
+
+
+def _grouped_matmul(
+    product: str, sides: tuple[int, ...], tile: tuple[int, int, int], *, stages: int, split: bool = False,
+    tma: bool = False,
+) -> str:  # fmt: skip
+    """A Triton kernel whose programs go through GROUP rows of tiles together, so that operands stay in the cache.
+
+    Args:
+        split: SPLIT_K programs share the products of a tile and add theirs to the output by atomics, for shapes whose
+            tiles are too few for all multiprocessors.
+        tma: operands come through tensor descriptors, where their rows allow it.
+    """
+    loop = f"    for start in range(0, k, BLOCK_K):\n{_POINTERS}{product}"
+    store = "tl.store("
+    if split:
+        loop = (
+            "    share = tl.cdiv(tl.cdiv(k, SPLIT_K), BLOCK_K) * BLOCK_K\n    from_k = tl.program_id(1) * share\n"
+            + loop.replace("range(0, k,", "range(from_k, min(from_k + share, k),")
+        )
+        store = "tl.atomic_add("
+    if tma:
+        loop = _tma_or_pointers(product).rstrip("\n")
+    more = {
+        "grid": ', "SPLIT_K"' if split else "", "constants": "# SPLIT_K = 2\n" if split else "",
+        "fill": "# [fill]\n# out = 0.0\n" if split else "", "space": "# SPLIT_K = [1, 2, 4, 8]\n" if split else "",
+        "parameter": ", SPLIT_K: tl.constexpr" if split else "",
+    }  # fmt: skip
     return f'''# /// launch
 # task = "matmul"
-# grid = ["cdiv(m, BLOCK_M) * cdiv(n, BLOCK_N)"]
+# grid = ["cdiv(m, BLOCK_M) * cdiv(n, BLOCK_N)"{more["grid"]}]
 # num_warps = 8
 # num_stages = {stages}
 # [constants]
-# BLOCK_M = {tile[0]}
+{more["constants"]}# BLOCK_M = {tile[0]}
 # BLOCK_N = {tile[1]}
 # BLOCK_K = {tile[2]}
 # GROUP = 8
-# [space]
-# BLOCK_M = {list(sides)}
+{more["fill"]}# [space]
+{more["space"]}# BLOCK_M = {list(sides)}
 # BLOCK_N = {list(sides)}
 # BLOCK_K = [16, 32, 64]
 # GROUP = [1, 4, 8]
@@ -64,7 +113,7 @@ def _grouped_matmul(product: str, sides: tuple[int, ...], tile: tuple[int, int, 
 # ///
 @triton.jit
 def matmul(a, b, out, m, n, k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-           GROUP: tl.constexpr):
+           GROUP: tl.constexpr{more["parameter"]}):
     pid = tl.program_id(0)
     down = tl.cdiv(m, BLOCK_M)
     across = tl.cdiv(n, BLOCK_N)
@@ -73,12 +122,8 @@ def matmul(a, b, out, m, n, k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLO
     i = (first + pid % (GROUP * across) % rows).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     j = (pid % (GROUP * across) // rows).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(0, k, BLOCK_K):
-        p = start + tl.arange(0, BLOCK_K)
-        left = tl.load(a + i[:, None] * k + p[None, :], mask=(i[:, None] < m) & (p[None, :] < k), other=0.0)
-        right = tl.load(b + p[:, None] * n + j[None, :], mask=(p[:, None] < k) & (j[None, :] < n), other=0.0)
-{product}
-    tl.store(out + i[:, None] * n + j[None, :], acc, mask=(i[:, None] < m) & (j[None, :] < n))
+{loop}
+    {store}out + i[:, None] * n + j[None, :], acc, mask=(i[:, None] < m) & (j[None, :] < n))
 '''
 
 
@@ -163,6 +208,36 @@ def matvec(a, x, out, m, k, ROWS: tl.constexpr, BLOCK: tl.constexpr, STREAM: tl.
         v = tl.load(a + row[:, None] * k + i[None, :], mask=there, other=0.0{ONCE})
         acc += v * tl.load(x + i, mask=i < k, other=0.0)
     tl.store(out + row, tl.sum(acc, 1), mask=row < m)
+''', f'''# /// launch
+# task = "matvec"
+# grid = ["cdiv(m, ROWS)", "SPLIT_K"]
+# [constants]
+# ROWS = 4
+# BLOCK = 512
+# SPLIT_K = 2
+# STREAM = 1
+# [fill]
+# out = 0.0
+# [space]
+# STREAM = [0, 1]
+# ROWS = [1, 2, 4, 8, 16]
+# BLOCK = [256, 512, 1024, 2048]
+# SPLIT_K = [1, 2, 4, 8]
+# num_warps = [2, 4, 8]
+# num_stages = [1, 2, 3, 4]
+# ///
+@triton.jit
+def matvec(a, x, out, m, k, ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLIT_K: tl.constexpr, STREAM: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    share = tl.cdiv(tl.cdiv(k, SPLIT_K), BLOCK) * BLOCK
+    first = tl.program_id(1) * share
+    acc = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in range(first, min(first + share, k), BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        there = (row[:, None] < m) & (i[None, :] < k)
+        v = tl.load(a + row[:, None] * k + i[None, :], mask=there, other=0.0{ONCE})
+        acc += v * tl.load(x + i, mask=i < k, other=0.0)
+    tl.atomic_add(out + row, tl.sum(acc, 1), mask=row < m)
 ''', '''// /// launch
 // task = "matvec"
 // grid = ["cdiv(m, ROWS)"]
@@ -261,6 +336,8 @@ def matmul(a, b, out, m, n, k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLO
     features=(
         _grouped_matmul(_TF32X3, (64, 128, 256), (128, 128, 32), stages=3),
         _grouped_matmul(_BF16X6, (64, 128), (128, 64, 32), stages=3),
+        _grouped_matmul(_BF16X6, (64, 128), (128, 64, 32), stages=3, split=True),
+        _grouped_matmul(_BF16X6, (64, 128), (128, 64, 32), stages=3, tma=True),
     ),
     naive_cuda='''// /// launch
 // grid = ["cdiv(m, 32)", "n"]
