@@ -38,10 +38,11 @@ from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.transformer_engine.context import check_recipe, recomputing
 from gpu_accel.transformer_engine.delayed import Histories
 from gpu_accel.transformer_engine.quantize_launch import Three, as_matrix, on_device, plain_tile, quick
-from gpu_accel.transformer_engine.quantizer import choose_backend, quantize
+from gpu_accel.transformer_engine.quantizer import choose_backend, quantize, quantize_op
 from gpu_accel.transformer_engine.recipes import DelayedScaling, Recipe
 from gpu_accel.transformer_engine.scales import amax_bits, scale_fp32
 from gpu_accel.transformer_engine.schemes import Scheme
+from gpu_accel.transformer_engine.sources import quickly
 from gpu_accel.transformer_engine.tensor import QuantizedTensor
 
 aten = torch.ops.aten
@@ -85,22 +86,26 @@ class Casting:
             made[0].device == value.device
         )  # fmt: skip
 
-    def cast(self, value: Tensor, scale: Tensor | None, backend: str) -> tuple[Tensor, Tensor]:
-        """(codes, scales) of this rank's rows."""
-        if self.unchanged(value):
-            assert self.made is not None
-            if self.made[2] is scale:
-                if value.is_cuda:
-                    for t in self.made[:2]:
-                        t.record_stream(torch.cuda.current_stream(t.device))
-                return self.made[:2]
-        q = quantize(value, self.scheme, scale=scale, backend=backend)
-        assert q.codes is not None and q.scales is not None
-        self.made = q.codes, q.scales, scale, self.changes
-        return q.codes, q.scales
+    def cast(self, value: Tensor, scale: Tensor | None, backend: str) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(codes, scales) of this rank's rows, and their largest magnitude where they were cast with a given scale."""
+        made = self.made if self.unchanged(value) else None
+        if made is not None and made[2] is scale:
+            if value.is_cuda:
+                for t in made[:2]:
+                    t.record_stream(torch.cuda.current_stream(t.device))
+            return *made[:2], None
+        if backend == "portable":  # without what `quantize` checks and wraps
+            arguments = (self.scheme.text, True, False, 0, None if scale is None else scale.reshape(1, 1))
+            codes, scales, *_, amax = quickly(quantize_op, value)(value.detach(), *arguments)
+        else:
+            q = quantize(value, self.scheme, scale=scale, backend=backend)
+            assert q.codes is not None and q.scales is not None
+            codes, scales, amax = q.codes.view(torch.uint8), q.scales, q.seen_amax
+        self.made = codes, scales, scale, self.changes
+        return codes, scales, None if scale is None else amax
 
-    def amax(self, value: Tensor, group: Any, backend: str) -> Tensor:
-        """() float32, the largest magnitude on any rank. Inf only where a history is to count it."""
+    def amax(self, group: Any, here: Callable[[], Tensor]) -> Tensor:
+        """() float32, the largest magnitude on any rank; `here` finds this rank's."""
         if self.ahead is not None:
             (amax, changes), self.ahead = self.ahead, None
             if changes != self.changes:
@@ -108,25 +113,29 @@ class Casting:
                     "a weight was changed after precompute_scales: call it behind the last change of a step"
                 )
             return amax
-        return reduced([largest(value, finite_only=not self.delayed, backend=backend)], group)[0]
+        return reduced([here()], group)[0]
 
     def next_scale(self, value: Tensor, group: Any, module: nn.Module, backend: str) -> Tensor:
         """() float32, the same on all ranks. A backward pass gets that of its forward pass."""
         if self.scale is not None and recomputing():
             return self.scale
-        if isinstance(self.recipe, DelayedScaling):
+        if self.delayed:
             assert isinstance(module.delayed, Histories)
-            history = module.delayed.weight
-            self.scale = history.scale.clone()
-            if module.training:  # entered at once, for the maximum is that of all ranks already
-                history.pending.copy_(self.amax(value, group, backend))
-                history.roll(self.recipe, self.scheme.largest, kernels=backend == "portable")
+            self.scale = module.delayed.weight.scale.clone()
             return self.scale
         if self.scale is not None and self.ahead is None and self.unchanged(value):
             return self.scale  # the largest magnitude is what it was
         power = self.scheme.scale == "pow2"
-        self.scale = scale_fp32(self.amax(value, group, backend), self.scheme.largest, power_of_two=power)
+        amax = self.amax(group, lambda: largest(value, finite_only=True, backend=backend))
+        self.scale = scale_fp32(amax, self.scheme.largest, power_of_two=power)
         return self.scale
+
+    def enter(self, seen: Tensor, group: Any, module: nn.Module, backend: str) -> None:
+        """Enter a maximum, found by the cast, in the history of delayed scaling: at once: it is that of all ranks."""
+        assert isinstance(self.recipe, DelayedScaling) and isinstance(module.delayed, Histories)
+        history = module.delayed.weight
+        history.pending.copy_(self.amax(group, lambda: _infinite(seen)))
+        history.roll(self.recipe, self.scheme.largest, kernels=backend == "portable")
 
 
 class ShardedWeight(torch.Tensor):
@@ -196,10 +205,13 @@ class ShardedWeight(torch.Tensor):
                 f"this layer out of gather_in_fp8 with `filter`"
             )
         scale, backend = None, _backend(module, value)
+        again = casting.scale is not None and recomputing()
         if not scheme.block[0]:
             scale = casting.next_scale(value, mesh.get_group(), module, backend)
-        codes, scales = casting.cast(value, scale, backend)
-        codes = codes.view(torch.uint8)
+        codes, scales, seen = casting.cast(value, scale, backend)
+        if casting.delayed and module.training and not again:
+            assert seen is not None
+            casting.enter(seen, mesh.get_group(), module, backend)
         if codes.shape[0] < rows:
             codes = nn.functional.pad(codes, (0, 0, 0, rows - codes.shape[0]))
         if not scheme.block[0] or ranks == 1:  # FSDP2 hands on the first tensor only where there is nothing to gather
@@ -280,7 +292,12 @@ def largest(x: Tensor, *, finite_only: bool, backend: str = "auto") -> Tensor:
             quick(_amax_kernel, -(-m.rows // bm) * tiles, (x, x, x, x, x, bits, bits, x, *place), options)
     else:
         bits = amax_bits(x, finite_only=finite_only).amax().reshape(1)
-    return bits.view(torch.float32)[0].nan_to_num(nan=float("inf"), posinf=float("inf"))
+    return _infinite(bits.view(torch.float32)[0])
+
+
+def _infinite(amax: Tensor) -> Tensor:
+    """A maximum in which NaN counts as Inf, which no backend loses in a reduction."""
+    return amax.float().nan_to_num(nan=float("inf"), posinf=float("inf"))
 
 
 def reduced(maxima: list[Tensor], group: Any) -> list[Tensor]:

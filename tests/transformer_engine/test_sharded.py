@@ -394,6 +394,30 @@ def test_largest(finite_only, backend, device):
     assert largest(x.t(), **options) == largest(x, **options)
 
 
+@pytest.mark.parametrize("name", list(RECIPES))
+def test_kernels_cast_rows_as_the_reference_does(name, monkeypatch, device):
+    """What is gathered, and the history, over steps in which the weight changes; NaN enters none."""
+
+    class Mesh:
+        size, get_group = staticmethod(lambda: 2), staticmethod(lambda: None)
+
+    monkeypatch.setattr(sharded, "reduced", lambda maxima, group: maxima)
+    recipe, width = RECIPES[name]
+    found = []
+    for backend in ("portable", "reference"):
+        layer = Linear(width, width, recipe=recipe, backend=backend, device=device)
+        gather_in_fp8(layer)
+        rows = values(-(-width // 2), width).to(device)
+        weight, made = ShardedWeight(rows, layer.weight.casting), []
+        for factor in (1.0, 3.0, float("nan") if name == "delayed" else 0.5):
+            with torch.no_grad():
+                weight[:1] *= factor
+                inputs, (_, scales) = weight.fsdp_pre_all_gather(Mesh(), (width, width), (width, 1), layer, None)
+            made += [t.clone() for t in (*inputs, *([] if scales is None else [scales]))]
+        found.append(made + (list(layer.delayed.weight.state()) if name == "delayed" else []))
+    assert len(found[0]) == len(found[1]) >= 6 and all(map(torch.equal, *found))
+
+
 def test_what_a_gathered_weight_is():
     """What FSDP2 asks of it, and what a layer without the right recipe says."""
     q = quantize(values(4, 8), "fp8", backend="reference")
