@@ -300,7 +300,8 @@ def _read(result: Mapping[str, Any], gpu: str, task: Task) -> Measured:
             if isinstance(times, list) and times and all(isinstance(ms, float) and ms > 0 for ms in times):
                 into[name] = tuple(times)
             else:
-                failed[name if part != "warm" else f"{name}, warm"] = str(one.get("failed") if isinstance(one, dict) else one)[:200]
+                why = one.get("failed") if isinstance(one, dict) else one
+                failed[name if part != "warm" else f"{name}, warm"] = str(why)[:200]
             if name == "candidate" and part == "times" and isinstance(one, dict):
                 method, clocks = str(one.get("method")), one.get("clocks") or {}
             if name == "candidate" and part == "warm" and isinstance(one, dict):
@@ -310,7 +311,8 @@ def _read(result: Mapping[str, Any], gpu: str, task: Task) -> Measured:
     launches = result.get("launches")
     return Measured(
         judgement=judge_time(task, task.bench, median(samples["candidate"]), gpu), samples=samples, slow=slow,
-        warm=warm, failed=failed, method=method, warm_method=warm_method, clocks=clocks, launches=launches if type(launches) is int else 0,
+        warm=warm, failed=failed, method=method, warm_method=warm_method, clocks=clocks,
+        launches=launches if type(launches) is int else 0,
     )  # fmt: skip
 
 
