@@ -290,9 +290,10 @@ def bench(job: dict[str, Any], folder: Path, binary: Binary) -> dict[str, Any]:
 
     from gpu_accel.workbench.timing import compare
 
-    from .device import Module, launch_on
+    from .device import Module, launch_on, without_persisting_cache
 
     what = job["bench"]
+    plain_float32()
     compiled, failed = _compiled(what, folder, job["lock_descriptor"])
     memory = Memory(what, what["trial"], what["seed"])
     launch = launch_on(Module(binary), what["trial"], memory.image, hidden=HIDDEN)
@@ -316,6 +317,7 @@ def bench(job: dict[str, Any], folder: Path, binary: Binary) -> dict[str, Any]:
             own.prepared(launch_on(made, peer["trial"], own.image, hidden=HIDDEN))
         ]
     torch.cuda.synchronize()
+    without_persisting_cache()
     timer = _timer(memory, candidate, set(what["keep"]), kept)
     limits = {"seconds": what["seconds"], "min_rounds": 10, "max_rounds": what["rounds"], "noise": 0.005}
     with alone(job["lock_descriptor"], what["alone_seconds"]):
@@ -350,6 +352,14 @@ def bench(job: dict[str, Any], folder: Path, binary: Binary) -> dict[str, Any]:
     if what["warm"]:
         result["warm"] = _told(warm)
     return result
+
+
+def plain_float32() -> None:
+    """Let torch compute float32 as float32: its bound is the candidate's, and TF32 would not keep it."""
+    import torch
+
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
 
 
 def library_seed(seed: int, number: int = 0) -> int:

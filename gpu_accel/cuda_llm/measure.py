@@ -28,7 +28,7 @@ from gpu_accel.errors import HardwareError
 from gpu_accel.workbench.statistics import median
 
 from .candidate import Candidate
-from .gpu_jobs import draw_on, library_seed
+from .gpu_jobs import draw_on, library_seed, plain_float32
 from .harness import Program, bind, described, draw, ended, job, judge_time, read_memory, write
 from .image import Layout
 from .outputs import Trial, compare, judge
@@ -38,6 +38,7 @@ from .verdict import Judgement, Rejected, Verdict
 
 PEERS = ("library", "compiled", "naive", "start")
 LIBRARIES = ("library", "compiled")  # torch as it is, and the same function through torch.compile
+PRECISION = "torch without TF32; all bounds in units of float32 rounding"
 WARM_UP = 5  # launches before the first that is timed
 ALONE_SECONDS, COMPILE_SECONDS = 12.0, 15.0
 FINAL_LIMIT = 300.0  # wall clock of a process with peers: torch.compile, and waiting for others that are timed
@@ -113,7 +114,7 @@ class Measured:
             "slow": {k: list(v) for k, v in self.slow.items()}, "warm": {k: list(v) for k, v in self.warm.items()},
             "failed": dict(self.failed), "method": self.method, "warm_method": self.warm_method,
             "clocks": dict(self.clocks), "launches": self.launches, "compared": self.compared,
-            "library_error": self.library_error, "compiled_error": self.compiled_error,
+            "library_error": self.library_error, "compiled_error": self.compiled_error, "precision": PRECISION,
         }  # fmt: skip
 
 
@@ -240,6 +241,7 @@ def _compare(
             truth = task.truth(inputs, task.bench)
             found = compare(task, _outputs(task, memory), truth, inputs)
             if library and number == 0:
+                plain_float32()
                 error = compare(task, task.baseline(inputs, task.bench), truth, inputs).error
             del inputs, truth
         if found.kind is not None:

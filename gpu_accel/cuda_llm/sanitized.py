@@ -2,8 +2,8 @@
 
     compute-sanitizer --tool memcheck python -I sanitized.py launches.json
 
-No module of this library or of torch is imported: it starts within a fraction of a second, the tool has little to watch,
-and an access behind a buffer cannot land in another one, as it could in memory that a framework cuts to pieces.
+No module of this library or of torch is imported: it starts within a fraction of a second, the tool has little to
+watch, and an access behind a buffer lands in no other one, as it could in memory that a framework cuts to pieces.
 The file of launches has, for each: cubin, entry, parameters as [name of a buffer] or numbers, grid, threads, shared,
 scratch, and buffers as name -> [file, offset, bytes].
 """

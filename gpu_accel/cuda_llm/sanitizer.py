@@ -2,9 +2,10 @@
 
     judgement = sanitize(candidate, task, sandbox=sandbox, judged=check(candidate, task, sandbox=sandbox))
 
-The kernel is launched on small shapes, shown and hidden, with every buffer an allocation of its own: memcheck sees reads
-behind a buffer too, which the guards of the check see only if they spoil a result. Kernels with shared memory run under
-racecheck as well. What a machine could not do is said in the judgement's detail: nothing is passed over in silence.
+The kernel is launched on small shapes, shown and hidden, with every buffer an allocation of its own: memcheck sees
+reads behind a buffer too, which the guards of the check see only if they spoil a result. Kernels with shared memory run
+under racecheck as well. What a machine could not do is said in the judgement's detail: nothing is passed over in
+silence.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ _ABSENT = "compute-sanitizer is not installed"
 def sanitize(candidate: Candidate, task: Task, *, sandbox: Sandbox, judged: Judgement) -> Judgement:
     """The judgement of a candidate that passed `check`, after the tools that there are; another if one objects.
 
-    wrong(out_of_bounds) for what memcheck reports, wrong(race) for races in shared memory. Those of Triton's kernels are
-    reported and decide nothing: their barriers are the compiler's. Kernels that wait at mbarriers are not run under
+    wrong(out_of_bounds) for what memcheck reports, wrong(race) for races in shared memory. Those of Triton's kernels
+    are reported and decide nothing: their barriers are the compiler's. Kernels that wait at mbarriers are not run under
     racecheck, which does not follow them.
     """
     if not judged.ok or not sandbox.gpu:

@@ -1,8 +1,8 @@
 """System calls that no candidate needs, refused by the kernel: those that look into other processes or enlarge rights.
 
-`restrict()` is for a process that gives them up for itself and all that it starts; `no_new_privs` must be set before. It
-is a short list of what is refused, no list of what is allowed: Python and torch make too many calls to name, and other
-walls stand behind it. A refused call fails with EPERM.
+`restrict()` is for a process that gives them up for itself and all that it starts; `no_new_privs` must be set before.
+It is a short list of what is refused, no list of what is allowed: Python and torch make too many calls to name, and
+other walls stand behind it. A refused call fails with EPERM.
 """
 
 from __future__ import annotations

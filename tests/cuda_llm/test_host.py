@@ -205,7 +205,9 @@ def test_a_filter_ends_where_it_should() -> None:
             assert what == 0x20 or targets == {last}, (machine, at)
 
 
-def test_bubblewrap_is_told_of_or_does_what_it_says(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+def test_bubblewrap_is_told_of_or_does_what_it_says(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     around = sandbox.level["around"]
     assert "not installed" in around or "does not work" in around or "(bubblewrap)" in around
     if "(bubblewrap)" in around:  # a host candidate sees none of the processes outside

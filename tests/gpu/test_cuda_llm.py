@@ -113,7 +113,8 @@ def test_a_wrong_parameter_list_is_an_error_of_the_candidate(gpu_sandbox: Sandbo
     assert judged.verdict is Verdict.COMPILE_ERROR and "parameters" in judged.detail
 
 
-RACE = TASKS["reverse"].naive_cuda.replace("block = [32]", "block = [64]").replace("cdiv(n, 32)", "cdiv(n, 64)").replace(
+WIDER = TASKS["reverse"].naive_cuda.replace("block = [32]", "block = [64]").replace("cdiv(n, 32)", "cdiv(n, 64)")
+RACE = WIDER.replace(
     "    long long i = blockIdx.x * 32LL + threadIdx.x;\n    if (i < n) out[i] = x[n - 1 - i];\n",
     "    __shared__ float kept[64];\n    long long i = blockIdx.x * 64LL + threadIdx.x;\n"
     "    kept[threadIdx.x] = i < n ? x[n - 1 - i] : 0;\n    // no barrier\n"
