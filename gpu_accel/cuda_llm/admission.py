@@ -1,9 +1,9 @@
 """Whether a task can be trusted to tell a kernel from none: outputs that take no work must fail it.
 
 Adversaries: zeros, ones, the mean of the inputs, the mean of the truth, a copy of an input, an output that ignores one
-of the inputs, and for results with a tolerance the same computation on inputs rounded to fp16. Each meets every shown
-shape with every family of inputs; a task is admitted if all are told apart in at least `SHARE` of these (a sum of small
-integers may happen to be 0).
+of the inputs, two inputs in each other's place, the truth moved by one row, and for results with a tolerance the same
+computation on inputs rounded to fp16. Each meets every shown shape with every family of inputs; a task is admitted if
+all are told apart in at least `SHARE` of these (a sum of small integers may happen to be 0).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from .tasks import FAMILIES, Task
 from .tasks.task import Dims, Tensors, Truth
 
 SHARE = 0.8
+SYMMETRIC = ("dot", "mse", "residual_rmsnorm")  # two inputs may change places
 SHARE_FP16 = 0.5  # rounding errors of a sum may cancel, and those of tiny exponents do not matter
 
 
@@ -67,10 +68,24 @@ def _adversaries(
     for name in inputs:
         made = task.truth(inputs | {name: other[name]}, dims)
         found[f"ignores {name}"] = {key: one.value.to(getattr(torch, _dtype(task, key))) for key, one in made.items()}
+    if any(one.elements(dims) > 1 for one in task.outputs):
+        found["moved by a row"] = {name: _moved(one.value).to(getattr(torch, _dtype(task, name)))
+                                   for name, one in truth.items()}  # fmt: skip
+    alike = [(a, b) for a, x in inputs.items() for b, y in inputs.items()
+             if a < b and (x.shape, x.dtype) == (y.shape, y.dtype)]  # fmt: skip
+    for a, b in alike if task.name not in SYMMETRIC else ():
+        made = task.truth(inputs | {a: inputs[b], b: inputs[a]}, dims)
+        found[f"swaps {a} and {b}"] = {name: one.value.to(getattr(torch, _dtype(task, name)))
+                                       for name, one in made.items()}  # fmt: skip
     if task.tolerance and family != "integers":  # small integers are exact in fp16
         short = {name: x.half().float() if x.is_floating_point() else x for name, x in inputs.items()}
         found["fp16"] = {key: one.value.float() for key, one in task.truth(short, dims).items()}
     return found
+
+
+def _moved(value: Tensor) -> Tensor:
+    """The same rows, or elements where there is but one row, each one place further."""
+    return value.roll(1, next((at for at, size in enumerate(value.shape) if size > 1), 0))
 
 
 def _dtype(task: Task, name: str) -> str:

@@ -44,6 +44,12 @@ def _require(status: int, what: str) -> None:
     raise RuntimeError(f"CUDA error in {what}: {said} ({status})")
 
 
+def without_persisting_cache() -> None:
+    """No part of the second-level cache is set aside for lines that are to stay; where the GPU knows such a thing."""
+    limit = 0x06  # CU_LIMIT_PERSISTING_L2_CACHE_SIZE
+    _library().cuCtxSetLimit(ctypes.c_int(limit), ctypes.c_size_t(0))
+
+
 class Module:
     """One loaded cubin. Loading it again gives fresh `__device__` variables.
 

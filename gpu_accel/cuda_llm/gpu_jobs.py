@@ -24,6 +24,8 @@ import json
 import math
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -87,6 +89,39 @@ def _small(job: dict[str, Any], folder: Path, binaries: list[Binary]) -> None:
         launch_on(Module(binary), trial, image, hidden=HIDDEN)()
         torch.cuda.synchronize()
         (folder / f"out{number}.bin").write_bytes(image.cpu().numpy().tobytes())
+
+
+def sanitize(job: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Launch the kernel under compute-sanitizer; returns what its tools said, or why one was not asked."""
+    compiler = Compiler(folder, job["name"])
+    launches = []
+    for number, trial in enumerate(job["trials"]):
+        binary = compiler(trial)
+        cubin = f"kernel{number}.cubin"
+        (folder / cubin).write_bytes(binary.cubin)
+        buffers = {slot["name"]: [f"in{number}.bin", slot["offset"], slot["size"]] for slot in trial["buffers"]}
+        named = [name for name in trial["arguments"]
+                 if name not in trial["constants"] or trial["language"] == "cuda"]  # fmt: skip
+        launches.append({
+            "cubin": cubin, "entry": binary.entry, "grid": trial["grid"], "threads": list(binary.threads),
+            "shared": binary.shared, "scratch": binary.scratch, "buffers": buffers,
+            "parameters": [name if name in buffers else int(trial["scalars"][name]) for name in named],
+        })  # fmt: skip
+    (folder / "launches.json").write_text(json.dumps(launches))
+    found: dict[str, Any] = {"launches": len(launches), "memcheck": _tool(job["tool"], "memcheck", folder)}
+    if binary.barriers:
+        found["racecheck_not"] = "not asked, it does not follow the mbarriers of this kernel"
+    elif binary.shared or job["shared"]:
+        found["racecheck"] = _tool(job["tool"], "racecheck", folder)
+    else:
+        found["racecheck_not"] = "not asked, the kernel has no shared memory"
+    return found
+
+
+def _tool(path: str, name: str, folder: Path) -> str:
+    command = [path, "--tool", name, "--print-limit", "5", sys.executable, "-I", "sanitized.py", "launches.json"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace", timeout=40)
+    return (done.stdout + done.stderr)[-20_000:]
 
 
 # -- timing
@@ -255,9 +290,10 @@ def bench(job: dict[str, Any], folder: Path, binary: Binary) -> dict[str, Any]:
 
     from gpu_accel.workbench.timing import compare
 
-    from .device import Module, launch_on
+    from .device import Module, launch_on, without_persisting_cache
 
     what = job["bench"]
+    plain_float32()
     compiled, failed = _compiled(what, folder, job["lock_descriptor"])
     memory = Memory(what, what["trial"], what["seed"])
     launch = launch_on(Module(binary), what["trial"], memory.image, hidden=HIDDEN)
@@ -281,6 +317,7 @@ def bench(job: dict[str, Any], folder: Path, binary: Binary) -> dict[str, Any]:
             own.prepared(launch_on(made, peer["trial"], own.image, hidden=HIDDEN))
         ]
     torch.cuda.synchronize()
+    without_persisting_cache()
     timer = _timer(memory, candidate, set(what["keep"]), kept)
     limits = {"seconds": what["seconds"], "min_rounds": 10, "max_rounds": what["rounds"], "noise": 0.005}
     with alone(job["lock_descriptor"], what["alone_seconds"]):
@@ -315,6 +352,14 @@ def bench(job: dict[str, Any], folder: Path, binary: Binary) -> dict[str, Any]:
     if what["warm"]:
         result["warm"] = _told(warm)
     return result
+
+
+def plain_float32() -> None:
+    """Let torch compute float32 as float32: its bound is the candidate's, and TF32 would not keep it."""
+    import torch
+
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
 
 
 def library_seed(seed: int, number: int = 0) -> int:

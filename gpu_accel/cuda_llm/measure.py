@@ -28,7 +28,7 @@ from gpu_accel.errors import HardwareError
 from gpu_accel.workbench.statistics import median
 
 from .candidate import Candidate
-from .gpu_jobs import draw_on, library_seed
+from .gpu_jobs import draw_on, library_seed, plain_float32
 from .harness import Program, bind, described, draw, ended, job, judge_time, read_memory, write
 from .image import Layout
 from .outputs import Trial, compare, judge
@@ -38,6 +38,7 @@ from .verdict import Judgement, Rejected, Verdict
 
 PEERS = ("library", "compiled", "naive", "start")
 LIBRARIES = ("library", "compiled")  # torch as it is, and the same function through torch.compile
+PRECISION = "torch without TF32; all bounds in units of float32 rounding"
 WARM_UP = 5  # launches before the first that is timed
 ALONE_SECONDS, COMPILE_SECONDS = 12.0, 15.0
 FINAL_LIMIT = 300.0  # wall clock of a process with peers: torch.compile, and waiting for others that are timed
@@ -113,7 +114,7 @@ class Measured:
             "slow": {k: list(v) for k, v in self.slow.items()}, "warm": {k: list(v) for k, v in self.warm.items()},
             "failed": dict(self.failed), "method": self.method, "warm_method": self.warm_method,
             "clocks": dict(self.clocks), "launches": self.launches, "compared": self.compared,
-            "library_error": self.library_error, "compiled_error": self.compiled_error,
+            "library_error": self.library_error, "compiled_error": self.compiled_error, "precision": PRECISION,
         }  # fmt: skip
 
 
@@ -240,6 +241,7 @@ def _compare(
             truth = task.truth(inputs, task.bench)
             found = compare(task, _outputs(task, memory), truth, inputs)
             if library and number == 0:
+                plain_float32()
                 error = compare(task, task.baseline(inputs, task.bench), truth, inputs).error
             del inputs, truth
         if found.kind is not None:
@@ -300,7 +302,8 @@ def _read(result: Mapping[str, Any], gpu: str, task: Task) -> Measured:
             if isinstance(times, list) and times and all(isinstance(ms, float) and ms > 0 for ms in times):
                 into[name] = tuple(times)
             else:
-                failed[name if part != "warm" else f"{name}, warm"] = str(one.get("failed") if isinstance(one, dict) else one)[:200]
+                why = one.get("failed") if isinstance(one, dict) else one
+                failed[name if part != "warm" else f"{name}, warm"] = str(why)[:200]
             if name == "candidate" and part == "times" and isinstance(one, dict):
                 method, clocks = str(one.get("method")), one.get("clocks") or {}
             if name == "candidate" and part == "warm" and isinstance(one, dict):
@@ -310,7 +313,8 @@ def _read(result: Mapping[str, Any], gpu: str, task: Task) -> Measured:
     launches = result.get("launches")
     return Measured(
         judgement=judge_time(task, task.bench, median(samples["candidate"]), gpu), samples=samples, slow=slow,
-        warm=warm, failed=failed, method=method, warm_method=warm_method, clocks=clocks, launches=launches if type(launches) is int else 0,
+        warm=warm, failed=failed, method=method, warm_method=warm_method, clocks=clocks,
+        launches=launches if type(launches) is int else 0,
     )  # fmt: skip
 
 

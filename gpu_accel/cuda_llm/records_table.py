@@ -98,7 +98,7 @@ def records_of(found: Found) -> list[Record]:
 def by_task(records: Sequence[Record]) -> dict[str, dict[str, float]]:
     """Medians of our implementation's metrics, for each task of a measured search on one GPU.
 
-    `warm` and `warm_library` are times with a warm cache, ours and the faster library's; all others are with a cold one.
+    `warm` and `warm_library` are times with a warm cache, ours and the faster library's; all others had a cold one.
     `surely_over_library` is the lower end of the 95 % interval of the time of the faster library over ours.
     """
     found: dict[str, dict[str, float]] = {}

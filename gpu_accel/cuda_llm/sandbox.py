@@ -16,11 +16,13 @@ import json
 import os
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +30,7 @@ from typing import Any
 
 from gpu_accel.errors import HardwareError
 
+from . import bubblewrap
 from .worker import NOBODY
 
 START_SECONDS = 180.0
@@ -72,6 +75,8 @@ class Sandbox:
         self._worker: subprocess.Popen[bytes] | None = None
         self._rest = b""
         self.level: dict[str, str] = {}
+        self._base: Path | None = None
+        self._removed: Callable[[], object] = lambda: None
         self.restarts = -1
 
     def __enter__(self) -> Sandbox:
@@ -80,6 +85,9 @@ class Sandbox:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+        if self._base is not None:
+            self._removed()
+            self._base = None
 
     def close(self) -> None:
         """End the worker."""
@@ -92,7 +100,8 @@ class Sandbox:
         try:
             worker.wait(1.0)
         except subprocess.TimeoutExpired:
-            worker.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker.pid, signal.SIGKILL)  # its session: what is wrapped around it, too
             worker.wait()
         if worker.stdout:
             worker.stdout.close()
@@ -109,8 +118,9 @@ class Sandbox:
         environment |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         environment |= {"HOME": "/nonexistent", "PYTHONDONTWRITEBYTECODE": "1"}
         environment |= {"GPU_ACCEL_SANDBOX_GPU": "1"} if self.gpu else {"TRITON_INTERPRET": "1"}
+        wrapped, around = bubblewrap.wrapper(self._place()) if not self.gpu else ([], "none: not tried with CUDA")
         self._worker = subprocess.Popen(
-            [sys.executable, "-m", "gpu_accel.cuda_llm.worker"],
+            [*wrapped, sys.executable, "-m", "gpu_accel.cuda_llm.worker"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment, cwd="/",
             start_new_session=True,
         )  # fmt: skip
@@ -124,12 +134,24 @@ class Sandbox:
                 found = self.run("probe", folder).result
             if not found or not isinstance(found.get("level"), dict):
                 raise HardwareError("the sandbox cannot confine a process on this machine")
-            self.level = found["level"]
+            self.level = found["level"] | {"around": around}
+            if self.gpu:
+                from .sanitizer import level  # which imports this module
+
+                self.level["sanitizer"] = level()
+
+    def _place(self) -> Path:
+        """The folder of all build folders, the only one that is writable where bubblewrap is around the worker."""
+        if self._base is None or not self._base.is_dir():
+            self._base = Path(tempfile.mkdtemp(prefix="gpu-accel-sandbox-"))
+            self._base.chmod(0o711)
+            self._removed = weakref.finalize(self, shutil.rmtree, self._base, ignore_errors=True)
+        return self._base
 
     @contextlib.contextmanager
     def folder(self) -> Iterator[Path]:
         """A fresh build folder, removed afterwards."""
-        place = Path(tempfile.mkdtemp(prefix="gpu-accel-candidate-"))
+        place = Path(tempfile.mkdtemp(prefix="candidate-", dir=self._place()))
         try:
             yield place
         finally:

@@ -36,6 +36,7 @@ from .models import ModelError
 from .pool import Pool
 from .proposers import Attempt, Brief, Proposal, Proposer, cost_of, ranked
 from .sandbox import Sandbox
+from .sanitizer import sanitize
 from .tasks import Task, find
 from .verdict import Judgement, Rejected, Verdict
 
@@ -150,7 +151,7 @@ class _Search:
             candidate = Candidate.parse(proposal.text)
             judgement = Judgement(verdict=Verdict.ACCEPTED)
             if whole or not self.pool.gpu:
-                judgement = check(candidate, self.brief.task, sandbox=sandbox, seed=self.seed)
+                judgement = self.confirmed(sandbox, candidate)
             if judgement.ok and self.pool.gpu:
                 measured = measure(
                     candidate, self.brief.task, sandbox=sandbox, gpu=self.brief.target, screen=not whole,
@@ -171,6 +172,11 @@ class _Search:
     def checked(self, sandbox: Sandbox, candidate: Candidate) -> Judgement:
         """The whole check."""
         return check(candidate, self.brief.task, sandbox=sandbox, seed=self.seed)
+
+    def confirmed(self, sandbox: Sandbox, candidate: Candidate) -> Judgement:
+        """The whole check and, on a GPU, compute-sanitizer: what the best must pass."""
+        judged = self.checked(sandbox, candidate)
+        return sanitize(candidate, self.brief.task, sandbox=sandbox, judged=judged)
 
     def add(self, attempt: Attempt) -> None:
         self.attempts.append(attempt)
@@ -260,7 +266,7 @@ class _Search:
             if best is None or best.confirmed:
                 return best
             assert best.candidate is not None
-            work = functools.partial(self.checked, candidate=best.candidate)
+            work = functools.partial(self.confirmed, candidate=best.candidate)
             judgement = self.pool.submit(work, urgent=True).result()
             judgement = replace(judgement, verified_by=(*judgement.verified_by, *best.judgement.verified_by))
             self.replace(replace(best, judgement=judgement, confirmed=judgement.ok))

@@ -17,6 +17,7 @@ from .measure import Measured, measure
 from .pool import Pool
 from .proposers import Attempt, Proposer
 from .sandbox import Sandbox
+from .sanitizer import sanitize
 from .search import Budget, Optimized, check_out, screened, search
 from .tasks import Task
 
@@ -113,7 +114,7 @@ def verify(
     """
 
     def one(sandbox: Sandbox, task: Task, kernel: Candidate, lock: Path | None) -> Measured:
-        judgement = check(kernel, task, sandbox=sandbox)
+        judgement = sanitize(kernel, task, sandbox=sandbox, judged=check(kernel, task, sandbox=sandbox))
         if not judgement.ok:
             return Measured(judgement=judgement)
         found = measure(kernel, task, sandbox=sandbox, gpu=target, peers=peers, seconds=seconds, keep=keep, warm=True,

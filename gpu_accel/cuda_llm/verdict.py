@@ -54,6 +54,7 @@ class Kind(StrEnum):
     OUT_OF_BOUNDS = "out_of_bounds"  # wrote beyond a buffer
     PRECISION = "precision"  # close, but not as close as the dtype demands
     HELD_OUT = "held_out"  # right on the shapes that are shown, wrong on others
+    RACE = "race"  # threads of a block meet in shared memory without a barrier
     NOT_DETERMINISTIC = "not_deterministic"  # reads memory that was never written, or races
     MISMATCH = "mismatch"
 

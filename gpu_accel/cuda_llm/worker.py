@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import math
 import os
 import resource
 import signal
+import socket
+import struct
 import sys
 import tempfile
 import time
@@ -22,7 +25,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from gpu_accel.cuda_llm import host_jobs, landlock
+from gpu_accel.cuda_llm import host_jobs, landlock, seccomp
 
 NOBODY = 65534
 _NEW_USER, _NEW_NET = 0x10000000, 0x40000000
@@ -30,7 +33,7 @@ _NO_NEW_PRIVILEGES = 38
 MIB = 1 << 20
 
 # Not on a GPU until its tests have passed with it there: the driver writes to /dev, and who knows where else.
-LANDLOCK_ON_GPU = False
+LANDLOCK_ON_GPU = SECCOMP_ON_GPU = False
 DEVICES = ("/dev/null", "/dev/zero")
 
 
@@ -149,6 +152,8 @@ def confine(job: dict[str, Any]) -> dict[str, str]:
     root, caller = os.geteuid() == 0, os.getuid()
     cut = libc.unshare(_NEW_NET) == 0 if root else libc.unshare(_NEW_USER | _NEW_NET) == 0
     level["network"] = "none (namespace)" if cut else "not cut: the system refuses namespaces"
+    if cut and job["what"] == "sanitize":
+        _raise_loopback()  # compute-sanitizer and what it watches speak through it
     seconds = math.ceil(job["seconds"]) + 1
     limits = {
         "CPU": (seconds, f"{seconds} s"),
@@ -179,11 +184,22 @@ def confine(job: dict[str, Any]) -> dict[str, str]:
     if libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0) == 0:
         level["privileges"] = "none to gain"
     gpu = os.environ.get("GPU_ACCEL_SANDBOX_GPU") == "1"
+    if gpu and not SECCOMP_ON_GPU:
+        level["calls"] = "none refused: not tried with CUDA"
+    else:
+        level["calls"] = seccomp.restrict()
     if gpu and not LANDLOCK_ON_GPU:
         level["files"] = "not held to its folder: not tried with CUDA"
     else:
         level["files"] = landlock.restrict(Path(job["folder"]), also=("/dev",) if gpu else DEVICES)
     return level
+
+
+def _raise_loopback() -> None:
+    """Switch on the loopback device of this process' own network, which leads nowhere else."""
+    up_and_running, set_flags = 0x1 | 0x40, 0x8914
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
+        fcntl.ioctl(one, set_flags, struct.pack("16sH14x", b"lo", up_and_running))
 
 
 def _class_of(error: BaseException) -> str:
@@ -260,8 +276,15 @@ def _compile_all(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     return gpu_jobs.compile_only(job, folder)
 
 
+def _sanitize(job: dict[str, Any], folder: Path) -> dict[str, Any]:
+    from . import gpu_jobs
+
+    return gpu_jobs.sanitize(job, folder)
+
+
 _JOBS = {
-    "compile": _compile_cuda, "run": _run, "compile_all": _compile_all, "host": host_jobs.host,
+    "compile": _compile_cuda, "run": _run, "compile_all": _compile_all, "sanitize": _sanitize,
+    "host": host_jobs.host,
     "model": host_jobs.model,
 }  # fmt: skip
 

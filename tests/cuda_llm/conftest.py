@@ -17,3 +17,11 @@ def sandbox() -> Iterator:
 
     with Sandbox(seconds=60) as made:
         yield made
+
+
+@pytest.fixture(autouse=True)
+def no_sanitizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These tests do without a GPU, also where one with its tools is installed."""
+    from gpu_accel.cuda_llm import sanitizer
+
+    monkeypatch.setattr(sanitizer, "tool", lambda: "")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gpu_accel.cuda_llm import Sandbox, landlock
+from gpu_accel.cuda_llm import Sandbox, bubblewrap, landlock, seccomp
 from gpu_accel.cuda_llm.host import LABEL, check_host, check_model
 from gpu_accel.cuda_llm.verdict import Kind, Verdict
 
@@ -92,7 +92,7 @@ def test_host_code_writes_in_its_folder_alone(sandbox: Sandbox) -> None:
     place = Path(tempfile.gettempdir()) / f"gpu-accel-{uuid.uuid4().hex}"
     source = (
         f"import torch\n\ndef run(x):\n    open('scratch', 'w').write('mine')\n    try:\n        open('{place}', 'w')\n"
-        "    except PermissionError:\n        return torch.softmax(x, -1)\n    return x\n"
+        "    except OSError:\n        return torch.softmax(x, -1)\n    return x\n"
     )
     judged = check_host(source, "softmax", sandbox=sandbox, seed=2)
     assert not place.exists()
@@ -155,6 +155,78 @@ def test_what_landlock_forbids(tmp_path: Path) -> None:
     assert set(refused) == {"write", "truncate", "make", "remove", "move", "signal", "connect"}
     assert all(word in ("PermissionError", "OSError") for word in refused.values()), refused
     assert (outside / "theirs").read_text() == "kept" and len(list(outside.iterdir())) == 1
+
+
+REFUSING = """
+import ctypes, os
+from gpu_accel.cuda_llm import seccomp
+
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.prctl(38, 1, 0, 0, 0) == 0
+print(seccomp.restrict())
+calls = {
+    "unshare": lambda: libc.unshare(0),  # asks for nothing, which is otherwise granted
+    "ptrace": lambda: libc.ptrace(0, 0, None, None),
+    "keyctl": lambda: libc.syscall(seccomp.REFUSED["keyctl"][os.uname().machine == "aarch64"], 0, -3, 0),
+    "getppid": lambda: libc.getppid(),
+}
+for name, call in calls.items():
+    print(name, "refused" if call() == -1 and ctypes.get_errno() == 1 else "done")
+assert os.fork() or os._exit(0) is None
+os.wait()
+"""
+
+
+def test_system_calls_that_are_refused(sandbox: Sandbox) -> None:
+    root = str(Path(__file__).resolve().parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSING], env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    first, *rest = done.stdout.splitlines()
+    assert sandbox.level["calls"] == first
+    if first.startswith("none refused"):
+        pytest.skip(first)
+    assert rest == ["unshare refused", "ptrace refused", "keyctl refused", "getppid done"]
+
+
+def test_a_filter_ends_where_it_should() -> None:
+    """Every jump of the filter leads to one of its two last steps, forwards and within a byte."""
+    import struct
+
+    for machine in ("x86_64", "aarch64"):
+        code = seccomp.program(machine)
+        steps = list(struct.iter_unpack("=HBBI", code))
+        last = len(steps) - 1
+        assert [one[3] for one in steps[-2:]] == [0x7FFF0000, 0x00050001] and len(steps) == len(seccomp.REFUSED) + 6
+        for at, (what, yes, no, _) in enumerate(steps[:-2]):
+            targets = {at + 1 + step for step in (yes, no) if step}
+            assert what == 0x20 or targets == {last}, (machine, at)
+
+
+def test_bubblewrap_is_told_of_or_does_what_it_says(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    around = sandbox.level["around"]
+    assert "not installed" in around or "does not work" in around or "(bubblewrap)" in around
+    if "(bubblewrap)" in around:  # a host candidate sees none of the processes outside
+        judged = check_host("import os\ndef run(x):\n    raise ValueError(os.getppid())\n", "softmax", sandbox=sandbox)
+        assert int(judged.detail.rsplit(":", 1)[1]) < 10, judged
+    broken = tmp_path / "bwrap"
+    broken.write_text("#!/bin/sh\necho bwrap: no permissions to create new namespace 1>&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    command, words = bubblewrap.wrapper(tmp_path)
+    assert command == [] and "no permissions" in words
+    broken.write_text('#!/bin/sh\nwhile [ "$1" != -- ]; do shift; done\nshift\nexec "$@"\n')
+    bubblewrap._refused.cache_clear()
+    command, words = bubblewrap.wrapper(tmp_path)
+    assert command[-1] == "--" and ["--bind", str(tmp_path), str(tmp_path)] == command[-6:-3]
+    assert "(bubblewrap)" in words and not any(sys.prefix.startswith(f"{one}/") for one in bubblewrap._hidden())
+    bubblewrap._refused.cache_clear()
+    monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
+    assert bubblewrap.wrapper(tmp_path) == ([], "none: bubblewrap is not installed")
 
 
 @pytest.mark.parametrize(

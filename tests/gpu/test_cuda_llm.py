@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gpu_accel.cuda_llm import TASKS, Pool, Sandbox, Verdict, check, optimize_kernel
+from gpu_accel.cuda_llm import TASKS, Judgement, Pool, Sandbox, Verdict, check, optimize_kernel, sanitizer
 from gpu_accel.cuda_llm.candidate import Candidate
 from gpu_accel.cuda_llm.fixtures import FIXTURES
 from gpu_accel.cuda_llm.measure import measure
@@ -113,12 +113,47 @@ def test_a_wrong_parameter_list_is_an_error_of_the_candidate(gpu_sandbox: Sandbo
     assert judged.verdict is Verdict.COMPILE_ERROR and "parameters" in judged.detail
 
 
+WIDER = TASKS["reverse"].naive_cuda.replace("block = [32]", "block = [64]").replace("cdiv(n, 32)", "cdiv(n, 64)")
+RACE = WIDER.replace(
+    "    long long i = blockIdx.x * 32LL + threadIdx.x;\n    if (i < n) out[i] = x[n - 1 - i];\n",
+    "    __shared__ float kept[64];\n    long long i = blockIdx.x * 64LL + threadIdx.x;\n"
+    "    kept[threadIdx.x] = i < n ? x[n - 1 - i] : 0;\n    // no barrier\n"
+    "    float other = kept[threadIdx.x ^ 32];\n    if (i < n) out[i] = kept[threadIdx.x] + 0 * other;\n",
+)
+SUM = TASKS["reduction"].start
+TMA = next(one.text for one in TASKS["transpose"].templates if "descriptor" in one.source)
+
+
+@pytest.mark.skipif(not sanitizer.tool(), reason="compute-sanitizer is not installed")
+@pytest.mark.parametrize(
+    ("name", "kernel", "wanted"),
+    [
+        ("reduction", SUM, "accepted"),
+        ("reduction", SUM.replace("mask=i < n, other=0.0", "mask=i <= n, other=0.0"), "wrong(out_of_bounds)"),
+        ("transpose", TMA, "accepted"),  # with scratch memory
+        ("reverse", TASKS["reverse"].naive_cuda, "accepted"),
+        ("reverse", RACE, "wrong(race)"),
+    ],
+    ids=["right", "reads-beyond", "tma", "cuda", "race"],
+)
+def test_finalists_under_compute_sanitizer(name: str, kernel: str, wanted: str, gpu_sandbox: Sandbox) -> None:
+    judged = Judgement(verdict=Verdict.ACCEPTED)
+    found = sanitizer.sanitize(Candidate.parse(kernel), TASKS[name], sandbox=gpu_sandbox, judged=judged)
+    if "did not run" in found.detail:  # what a machine's tool needs of a sandbox is not known of every machine
+        pytest.xfail(found.detail)
+    assert found.name == wanted, found
+    assert wanted != "accepted" or any("memcheck of" in one for one in found.verified_by), found
+
+
 def test_a_search_times_its_candidates(gpu_sandbox: Sandbox, tmp_path: Path) -> None:
     found = optimize_kernel(
         TASKS["reverse"].start, "h100", candidates=3, sandbox=gpu_sandbox, out=tmp_path, peers=("library",)
     )
     assert found.timed and found.speedup is not None and found.speedup >= 1
     assert found.best.confirmed and found.final and found.final.ratio("library")
+    assert found.final.warm_ms and set(found.final.warm) == {"candidate", "copy", "library"}
+    assert found.final.compared == 5, "four launches with a cold cache, and the last one with a warm one"
+    assert "compute-sanitizer" in f"{found.best.judgement.detail} {found.best.judgement.verified_by}"
 
 
 def test_searches_side_by_side(profile: str) -> None:
