@@ -451,6 +451,9 @@ class Config:
     def block(self) -> int:
         return WARPS * self.keys
 
+    def __str__(self) -> str:
+        return f"Gluon, {self.keys} keys" + (", bytes first" if self.bytes_first else "")
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -518,6 +521,12 @@ def default_config(call: KVCall) -> Config:
     """8 KB in flight a warp: 16 keys of 128 dimensions in 16 bits, 32 in 8 bits, unless they lie in several pages."""
     wide = call.kind == "e4m3" and call.page_size % 32 == 0
     return Config(32 if wide else 16)
+
+
+def candidates(kind: str) -> list[Config]:
+    """What `tune_decode.py` times on a GPU."""
+    narrow = [Config(16, bytes_first=True), Config(32, bytes_first=True)] if kind == "e4m3" else []
+    return [Config(16), Config(32), *narrow]
 
 
 def plan(call: KVCall, config: Config | None = None) -> Plan:
