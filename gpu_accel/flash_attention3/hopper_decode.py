@@ -7,7 +7,7 @@ Nothing is staged in shared memory and no warp waits for another before the end 
                     S = q K^T -> softmax, running, of this warp alone -> acc += P V
                     K of the next step is loaded as soon as S is made of this one's, V as soon as acc is
         then        the warps' acc, m, l -> shared memory -> o, lse of the split
-    o, lse of the split -> merged with the others of the tile: see `_merge_last` and `_merge_polled`
+    o, lse of the split -> merged with the others of the tile by whoever arrives last
 
 * An mma sums over pairs of dimensions, and in which order is free as long as both operands agree. With `k_width` of 16
   bytes a thread's share of a key is 16 bytes that lie side by side, so a load of K is an operand.
@@ -22,7 +22,7 @@ Nothing is staged in shared memory and no warp waits for another before the end 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -37,12 +37,12 @@ from gpu_accel.gluon_compat import barrier
 
 KERNEL = "decode_registers (Gluon)"
 ROWS = 16  # of an mma
+WARPS = 4  # of a program, and
+PER_SM = 2  # programs that fit on a processor at once, which splits are counted for
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
-LAST = gl.constexpr(1)  # ways of merging splits
-POLLED = gl.constexpr(2)
-EMPTY = gl.constexpr(-1)  # bits of a place that nobody has written: a NaN that no arithmetic makes
+POLICY = gl.constexpr("evict_first")
 
 
 @gluon.constexpr_function
@@ -104,6 +104,30 @@ def _widened(words):
 
 
 @gluon.jit
+def _widened_pairs(even, odd):
+    """Four codes of e4m3 of each of two keys -> four words of fp16, a number of both keys in each."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 first, second;
+        .reg .b16 c0, c1, c2, c3;
+        prmt.b32 first, $4, $5, 0x5140;
+        prmt.b32 second, $4, $5, 0x7362;
+        mov.b32 {c0, c1}, first;
+        mov.b32 {c2, c3}, second;
+        cvt.rn.f16x2.e4m3x2 $0, c0;
+        cvt.rn.f16x2.e4m3x2 $1, c1;
+        cvt.rn.f16x2.e4m3x2 $2, c2;
+        cvt.rn.f16x2.e4m3x2 $3, c3;
+        }""",
+        "=r,=r,=r,=r,r,r",
+        [even, odd],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
 def _keys_as_operand(
     words, W: gl.constexpr, N: gl.constexpr, D: gl.constexpr, C: gl.constexpr, NARROW: gl.constexpr, L: gl.constexpr
 ):  # fmt: skip
@@ -119,14 +143,24 @@ def _keys_as_operand(
 @gluon.jit
 def _values_as_operand(
     words, W: gl.constexpr, N: gl.constexpr, DV: gl.constexpr, J: gl.constexpr, C: gl.constexpr, NARROW: gl.constexpr,
-    L: gl.constexpr,
+    BYTES: gl.constexpr, L: gl.constexpr,
 ):  # fmt: skip
-    """Words of V -> (W, N, DV) in C, columns in the order of `_dimension`; a thread only pairs its own numbers."""
-    if NARROW:
-        low, high = _widened(words)
-        words = gl.reshape(gl.join(low, high), [W, N, DV // 2])
-    low, high = _halves(words, C)
-    v = gl.reshape(gl.join(low, high), [W, N, DV // (8 * J), 8, J])
+    """Words of V -> (W, N, DV) in C, columns in the order of `_dimension`; a thread only pairs its own numbers.
+
+    BYTES: codes of two keys are paired before they become fp16, with half of the permutations.
+    """
+    if NARROW and BYTES:
+        even, odd = gl.split(gl.permute(gl.reshape(words, [W, N // 2, 2, DV // 4]), (0, 1, 3, 2)))
+        n0, n1, n2, n3 = _widened_pairs(even, odd)
+        pairs = gl.reshape(gl.join(gl.join(n0, n2), gl.join(n1, n3)), [W, N // 2, DV])
+        low, high = _halves(pairs, C)
+        v = gl.reshape(gl.permute(gl.join(low, high), (0, 1, 3, 2)), [W, N, DV // (8 * J), 8, J])
+    else:
+        if NARROW:
+            low, high = _widened(words)
+            words = gl.reshape(gl.join(low, high), [W, N, DV // 2])
+        low, high = _halves(words, C)
+        v = gl.reshape(gl.join(low, high), [W, N, DV // (8 * J), 8, J])
     return gl.convert_layout(gl.reshape(gl.permute(v, (0, 1, 2, 4, 3)), [W, N, DV]), L, assert_trivial=True)
 
 
@@ -166,7 +200,7 @@ def _places(
 @gluon.jit
 def _load_keys(
     k, j, stop, table, page, batch, s_page, s_token,
-    PAGE: gl.constexpr, W: gl.constexpr, N: gl.constexpr, WORDS: gl.constexpr, L: gl.constexpr, POLICY: gl.constexpr,
+    PAGE: gl.constexpr, W: gl.constexpr, N: gl.constexpr, WORDS: gl.constexpr, L: gl.constexpr,
 ):  # fmt: skip
     """Words of K (W, WORDS, N); zeros for keys beyond the end. Carried as words: LLVM would take 16-bit numbers apart
     as soon as they arrive, and thereby wait for them."""
@@ -180,7 +214,7 @@ def _load_keys(
 @gluon.jit
 def _load_values(
     v, j, stop, table, page, batch, s_page, s_token,
-    PAGE: gl.constexpr, W: gl.constexpr, N: gl.constexpr, WORDS: gl.constexpr, L: gl.constexpr, POLICY: gl.constexpr,
+    PAGE: gl.constexpr, W: gl.constexpr, N: gl.constexpr, WORDS: gl.constexpr, L: gl.constexpr,
 ):  # fmt: skip
     """Words of V (W, N, WORDS); zeros for keys beyond the end."""
     cols, at = _places(table, j, stop, page, batch, s_page, s_token, PAGE, W, N, gl.SliceLayout(2, L))
@@ -207,8 +241,8 @@ def decode_registers(
     ks_sb, ks_sh, vs_sb, vs_sh, splits, seqlen_q, capacity, length, new, softmax_scale,
     HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, PAGE: gl.constexpr,
     W: gl.constexpr, N: gl.constexpr, R: gl.constexpr, LENS: gl.constexpr, RIGHT: gl.constexpr, SCALES: gl.constexpr,
-    SPLIT_KEYS: gl.constexpr, MIN_BLOCKS: gl.constexpr, MERGE: gl.constexpr, CHUNK: gl.constexpr,
-    POLICY: gl.constexpr,
+    SPLIT_KEYS: gl.constexpr, MERGE: gl.constexpr, CHUNK: gl.constexpr,
+    BYTES: gl.constexpr,
 ):  # fmt: skip
     """One split of one tile. R: rows of the tile, a power of two. CHUNK: partial results that are merged at once."""
     TYPE: gl.constexpr = k.dtype.element_ty
@@ -257,7 +291,7 @@ def decode_registers(
         start = split * SPLIT_KEYS
         stop = gl.minimum(start + SPLIT_KEYS, total)
     else:
-        each = gl.maximum(gl.cdiv(gl.cdiv(total, W * N), splits), MIN_BLOCKS)
+        each = gl.maximum(gl.cdiv(gl.cdiv(total, W * N), splits), 1)
         used = gl.cdiv(gl.cdiv(total, W * N), each)
         start = split * each * (W * N)
         stop = gl.minimum(start + each * (W * N), total)
@@ -272,8 +306,8 @@ def decode_registers(
     batch = b.to(gl.int64)
 
     page = _of_warp(table, start, stop, PAGE, W, N, OF_WARP)
-    k_tile = _load_keys(k_base, start, stop, table, page, batch, k_sp, k_st, PAGE, W, N, KN, KWORDS, POLICY)
-    v_tile = _load_values(v_base, start, stop, table, page, batch, v_sp, v_st, PAGE, W, N, VN, VWORDS, POLICY)
+    k_tile = _load_keys(k_base, start, stop, table, page, batch, k_sp, k_st, PAGE, W, N, KN, KWORDS)
+    v_tile = _load_values(v_base, start, stop, table, page, batch, v_sp, v_st, PAGE, W, N, VN, VWORDS)
     page = _of_warp(table, start + W * N, stop, PAGE, W, N, OF_WARP)
 
     scale = gl.full([W, 16], score_scale, gl.float32, layout=gl.SliceLayout(2, S))
@@ -295,7 +329,7 @@ def decode_registers(
     for j in range(start, stop, W * N):
         after = j + W * N
         s = mma_v2(q_tile, _keys_as_operand(k_tile, W, N, D, C, NARROW, K), gl.zeros([W, 16, N], gl.float32, layout=S))
-        k_tile = _load_keys(k_base, after, stop, table, page, batch, k_sp, k_st, PAGE, W, N, KN, KWORDS, POLICY)
+        k_tile = _load_keys(k_base, after, stop, table, page, batch, k_sp, k_st, PAGE, W, N, KN, KWORDS)
         cols = j + offsets
         visible = gl.expand_dims(cols < stop, 1)
         if RIGHT:
@@ -307,9 +341,9 @@ def decode_registers(
         alpha = gl.exp2(m_i - m_use)
         l_i = l_i * alpha + gl.sum(p, 2)
         m_i = m_new
-        operand = _values_as_operand(v_tile, W, N, DV, J, C, NARROW, V)
+        operand = _values_as_operand(v_tile, W, N, DV, J, C, NARROW, BYTES, V)
         acc = mma_v2(gl.convert_layout(p.to(C), P, assert_trivial=True), operand, acc * alpha[:, :, None])
-        v_tile = _load_values(v_base, after, stop, table, page, batch, v_sp, v_st, PAGE, W, N, VN, VWORDS, POLICY)
+        v_tile = _load_values(v_base, after, stop, table, page, batch, v_sp, v_st, PAGE, W, N, VN, VWORDS)
         page = _of_warp(table, after + W * N, stop, PAGE, W, N, OF_WARP)
 
     # -- the warps' results become one
@@ -340,7 +374,7 @@ def decode_registers(
     n = gl.arange(0, DV, layout=gl.SliceLayout(0, OUT))
     if used <= 1:
         _store(o, lse, result, lse2, local, n, b, head, rows, o_sb, o_ss, o_sh, lse_sb, lse_sh, GROUP, J)
-    elif MERGE == LAST:
+    elif MERGE:
         tile = b * HEADS + head
         part = tile.to(gl.int64) * splits + split
         gl.store(lse_parts + part * R + local, lse2, mask=local < R)
@@ -351,27 +385,6 @@ def decode_registers(
             gl.store(counters + tile, 0)
             _merge_last(
                 o, lse, o_parts, lse_parts, tile.to(gl.int64) * splits, used, b, head, rows,
-                o_sb, o_ss, o_sh, lse_sb, lse_sh, GROUP, R, DV, J, W, CHUNK,
-            )  # fmt: skip
-    elif MERGE == POLLED:
-        E: gl.constexpr = 16 * W  # numbers of a slice, all of one row
-        SLICES: gl.constexpr = R * DV // E
-        tile = (b * HEADS + head).to(gl.int64)
-        bits = result.to(gl.int32, bitcast=True)
-        bits = gl.where(bits == EMPTY, 0x7FFFFFFF, bits)
-        lse_bits = lse2.to(gl.int32, bitcast=True)
-        lse_bits = gl.where(lse_bits == EMPTY, 0x7FFFFFFF, lse_bits)
-        ours = gl.arange(0, DV // E, layout=gl.SliceLayout(0, OUT))  # slices of a row: each has its own lse to take
-        copies = (tile * SLICES + local[:, None] * (DV // E) + ours[None, :]) * splits + split
-        gl.store(lse_parts + copies, lse_bits[:, None] + 0 * ours[None, :], mask=(local < R)[:, None])
-        gl.store(
-            o_parts + ((tile * splits + split) * R + local)[:, None] * DV + n[None, :], bits,
-            mask=(local < R)[:, None],
-        )  # fmt: skip
-        mergers = gl.minimum(used, SLICES)
-        for piece in range(used - 1 - split, SLICES, mergers):  # of most splits none
-            _merge_polled(
-                o, lse, o_parts, lse_parts, tile, piece, splits, used, b, head, rows,
                 o_sb, o_ss, o_sh, lse_sb, lse_sh, GROUP, R, DV, J, W, CHUNK,
             )  # fmt: skip
 
@@ -427,76 +440,19 @@ def _merge_last(
     _store(o, lse, result, lse2, row, n, b, head, rows, o_sb, o_ss, o_sh, lse_sb, lse_sh, GROUP, J)
 
 
-@gluon.jit
-def _merge_polled(
-    o, lse, o_parts, lse_parts, tile, piece, splits, used, b, head, rows, o_sb, o_ss, o_sh, lse_sb, lse_sh,
-    GROUP: gl.constexpr, R: gl.constexpr, DV: gl.constexpr, J: gl.constexpr, W: gl.constexpr, CHUNK: gl.constexpr,
-):  # fmt: skip
-    """Merge one slice of a tile as soon as every split has written its share of it, and mark the places empty again.
-
-    What is written says by itself that it is there, so nobody waits for a fence and an atomic to come back. The splits
-    that merge are the last of their tile: those that they wait for were launched before them, or are of the few that
-    merge, which take at most a quarter of the card's places (see `plan`).
-    """
-    E: gl.constexpr = 16 * W
-    SLICES: gl.constexpr = R * DV // E
-    L: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [1, W], [1, 0])
-    s = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, L))
-    e = piece * E + gl.arange(0, E, layout=gl.SliceLayout(0, L))
-    here = s < used
-    lse_at = lse_parts + (tile * SLICES + piece) * splits + s
-    o_at = o_parts + ((tile * splits + s) * (R * DV))[:, None] + e[None, :]
-    found = gl.load(lse_at, mask=here, other=0, volatile=True)
-    parts = gl.load(o_at, mask=here[:, None], other=0, volatile=True)
-    waiting = _empty(found, parts)
-    while waiting > 0:
-        found = gl.load(lse_at, mask=here, other=0, volatile=True)
-        parts = gl.load(o_at, mask=here[:, None], other=0, volatile=True)
-        waiting = _empty(found, parts)
-    gl.store(lse_at, gl.full([CHUNK], EMPTY, gl.int32, layout=gl.SliceLayout(1, L)), mask=here)
-    gl.store(o_at, gl.full([CHUNK, E], EMPTY, gl.int32, layout=L), mask=here[:, None])
-    lse2 = gl.where(here, found.to(gl.float32, bitcast=True), float("-inf"))
-    m = gl.max(lse2, 0)
-    m_use = gl.where(m == float("-inf"), 0.0, m)
-    weight = gl.exp2(lse2 - m_use)
-    total = gl.sum(weight, 0)
-    total = gl.where(total == 0.0, 1.0, total)
-    result = gl.sum(parts.to(gl.float32, bitcast=True) * weight[:, None], 0) / total
-    row = piece * E // DV
-    query = row // GROUP
-    q_head = head * GROUP + row % GROUP
-    if row < rows:
-        at = b.to(gl.int64) * o_sb + query.to(gl.int64) * o_ss + q_head.to(gl.int64) * o_sh
-        gl.store(o + at + _dimension(e % DV, J), result.to(o.dtype.element_ty))
-        if piece % (DV // E) == 0:
-            gl.store(lse + b.to(gl.int64) * lse_sb + q_head.to(gl.int64) * lse_sh + query, (m + gl.log2(total)) * LN2)
-
-
-@gluon.jit
-def _empty(found, parts):
-    """Above 0 while a place has not been written. All loads of all warps have arrived when it is known."""
-    some = (parts == EMPTY) | (found == EMPTY)[:, None]
-    return gl.max(gl.max(some.to(gl.int32), 0), 0)
-
-
 @dataclass(frozen=True)
 class Config:
-    """`keys` a warp and step; `per_sm` programs fit on a processor at once, which splits are counted for."""
+    """`keys` a warp and step: 16 or 32. `bytes_first`: see `_values_as_operand`; compiled, and not timed on a GPU."""
 
-    num_warps: int = 4
-    keys: int = 16
-    per_sm: int = 2
-    merge: str = "last"  # "last": whoever arrives last merges all splits; "polled": see `_merge_polled`
-    policy: str = "evict_first"
-    min_blocks: int = 1
-    maxnreg: int | None = None
+    keys: int
+    bytes_first: bool = False
 
     @property
     def block(self) -> int:
-        return self.num_warps * self.keys
+        return WARPS * self.keys
 
-
-DEFAULT = Config()
+    def __str__(self) -> str:
+        return f"Gluon, {self.keys} keys" + (", bytes first" if self.bytes_first else "")
 
 
 @dataclass(frozen=True)
@@ -511,8 +467,7 @@ class Plan:
 
     def __str__(self) -> str:
         how = f"{self.splits} splits" + (f" of {self.split_keys} keys" if self.split_keys else "")
-        c = self.config
-        return f"{c.num_warps} warps of {c.keys} keys, {c.per_sm} per SM; {self.tiles} tiles, {how}, merged: {c.merge}"
+        return f"{WARPS} warps of {self.config.keys} keys, {PER_SM} per SM; {self.tiles} tiles, {how}"
 
 
 def refuse(call: KVCall) -> str | None:
@@ -547,12 +502,39 @@ def refuse(call: KVCall) -> str | None:
     return None
 
 
+def untimed(call: KVCall) -> str | None:
+    """Why nobody knows that this kernel is the faster one for a call that it can run; None where a GPU has said so."""
+    if call.q.dtype != torch.bfloat16:
+        return f"q in {call.q.dtype} was not timed on a GPU"
+    if (call.q.shape[3], call.head_dim_v) != (128, 128):
+        return "a head_dim other than 128 was not timed on a GPU"
+    if call.q.shape[1] > 1:
+        return "several queries of a sequence were not timed on a GPU"
+    if call.page_size % 16:
+        return "pages of a size that is no multiple of 16 were not timed on a GPU"
+    if call.num_splits or call.batch_invariant:
+        return "splits other than its own were not timed on a GPU"
+    return None
+
+
+def default_config(call: KVCall) -> Config:
+    """8 KB in flight a warp: 16 keys of 128 dimensions in 16 bits, 32 in 8 bits, unless they lie in several pages."""
+    wide = call.kind == "e4m3" and call.page_size % 32 == 0
+    return Config(32 if wide else 16)
+
+
+def candidates(kind: str) -> list[Config]:
+    """What `tune_decode.py` times on a GPU."""
+    narrow = [Config(16, bytes_first=True), Config(32, bytes_first=True)] if kind == "e4m3" else []
+    return [Config(16), Config(32), *narrow]
+
+
 def plan(call: KVCall, config: Config | None = None) -> Plan:
     """Tiles and splits of a call: shapes decide, never values on the device."""
-    config = config or DEFAULT
+    config = config or default_config(call)
     rows = next_power_of_2(call.q.shape[1] * call.group)
     tiles = call.q.shape[0] * call.heads_kv
-    slots = (decode_config.processors(call.q.device) if call.q.device.type == "cuda" else 132) * config.per_sm
+    slots = (decode_config.processors(call.q.device) if call.q.device.type == "cuda" else 132) * PER_SM
     split_keys = 0
     if call.num_splits:
         splits = call.num_splits
@@ -561,21 +543,8 @@ def plan(call: KVCall, config: Config | None = None) -> Plan:
         splits = -(-call.capacity // split_keys)
     else:
         blocks = -(-call.capacity // config.block)
-        splits = decode_config.automatic_splits(tiles, blocks, slots, config.min_blocks)
-    splits = max(1, splits)
-    slice_ = 16 * config.num_warps
-    slices = rows * call.head_dim_v // slice_
-    # all programs at once, and those that wait for others few enough for four such launches to get along
-    waits = splits <= _MOST_POLLED and slice_ <= call.head_dim_v and tiles * splits <= slots
-    if config.merge == "polled" and not (waits and tiles * min(slices, splits) <= slots // 4):
-        config = replace(config, merge="last")
-    return Plan(config, rows, tiles, splits, split_keys)
-
-
-_MOST_POLLED = 64  # splits: their numbers of a slice are in registers at once
-
-
-_scratch = portable_decode.Scratch(EMPTY.value, of_stream=1 << 18, of_graphs=1 << 22)
+        splits = decode_config.automatic_splits(tiles, blocks, slots)
+    return Plan(config, rows, tiles, max(1, splits), split_keys)
 
 
 def forward(call: KVCall, o: Tensor, lse: Tensor, config: Config | None = None) -> None:
@@ -585,21 +554,13 @@ def forward(call: KVCall, o: Tensor, lse: Tensor, config: Config | None = None) 
         return
     p = plan(call, config)
     _, sq, _, head_dim = call.q.shape
-    device, dv, several = call.q.device, call.head_dim_v, p.splits > 1
-    o_parts, lse_parts, counters, merge = o, lse, lse, 0
-    if several and p.config.merge == "polled":
-        copies = p.rows * dv // (16 * p.config.num_warps)
-        amount = p.tiles * p.splits * p.rows * dv
-        places = _scratch.take(device, amount + p.tiles * p.splits * copies)
-        o_parts, lse_parts, merge = places[:amount], places[amount:], POLLED.value
-        chunk = max(8, next_power_of_2(p.splits))
-    elif several:
+    device, dv = call.q.device, call.head_dim_v
+    o_parts, lse_parts, counters, chunk = o, lse, lse, 1
+    if p.splits > 1:
         o_parts = torch.empty(p.tiles * p.splits * p.rows * dv, dtype=torch.float32, device=device)
         lse_parts = torch.empty(p.tiles * p.splits * p.rows, dtype=torch.float32, device=device)
-        counters, merge = portable_decode.counters_of(device, p.tiles), LAST.value
-        chunk = max(1, min(next_power_of_2(p.splits), 64 * 32 * p.config.num_warps // (p.rows * dv)))
-    else:
-        chunk = 1
+        counters = portable_decode.counters_of(device, p.tiles)
+        chunk = max(1, min(next_power_of_2(p.splits), 64 * 32 * WARPS // (p.rows * dv)))
     arguments = (
         call.q, call.k_cache, call.v_cache, o, lse, o_parts, lse_parts, counters, call.cache_seqlens, call.page_table,
         call.k_scales.tensor, call.v_scales.tensor,
@@ -609,11 +570,9 @@ def forward(call: KVCall, o: Tensor, lse: Tensor, config: Config | None = None) 
         p.splits, sq, call.capacity, call.length, call.new, call.softmax_scale,
     )  # fmt: skip
     options = dict(
-        HEADS=call.heads_kv, GROUP=call.group, D=head_dim, DV=dv, PAGE=call.page_size, W=p.config.num_warps,
+        HEADS=call.heads_kv, GROUP=call.group, D=head_dim, DV=dv, PAGE=call.page_size, W=WARPS,
         N=p.config.keys, R=p.rows, LENS=call.cache_seqlens is not None, RIGHT=call.window_right == 0 and sq > 1,
-        SCALES=call.k_scales.mode != NO_SCALES, SPLIT_KEYS=p.split_keys, MIN_BLOCKS=p.config.min_blocks, MERGE=merge,
-        CHUNK=chunk, POLICY=p.config.policy, num_warps=p.config.num_warps,
+        SCALES=call.k_scales.mode != NO_SCALES, SPLIT_KEYS=p.split_keys, MERGE=p.splits > 1, CHUNK=chunk,
+        BYTES=p.config.bytes_first, num_warps=WARPS,
     )  # fmt: skip
-    if p.config.maxnreg:
-        options["maxnreg"] = p.config.maxnreg
     launch(decode_registers, p.tiles * p.splits, arguments, options)

@@ -44,7 +44,7 @@ from gpu_accel.flash_attention3.problem import (
 
 Window = tuple[int | None, int | None]
 
-AUTO_TAKES_HOPPER = False  # compiled, and not run on a GPU yet
+AUTO_TAKES_HOPPER = True  # where a GPU has timed it: see `hopper_decode.untimed`
 
 
 def flash_attn_with_kvcache(
@@ -112,6 +112,7 @@ def flash_attn_with_kvcache(
             `num_splits` that is given is batch-invariant by itself.
         return_lse, return_softmax_lse: also return lse; the second is flash-attn's name.
         backend: "auto", "portable" (Triton), "hopper" (Gluon, see `hopper_decode.refuse`) or "reference" (plain torch).
+            `explain_kvcache` says which one "auto" takes and why.
         out: where to write o: its shape and dtype, last stride 1.
         validate: read and check values of cache_seqlens, cache_leftpad, cache_batch_idx and page_table, which waits for
             the device. Default: on a CPU only. Unchecked wrong page numbers are wrong addresses.
@@ -144,7 +145,11 @@ def flash_attn_with_kvcache(
     tensors = [x for x in given if isinstance(x, Tensor)]
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         raise UnsupportedError("attention over a KV cache has no backward: call it under torch.no_grad(), or detach")
-    name = choose(call, backend)
+    direct = nobody_watches(*tensors)
+    if direct or backend not in ("auto", "hopper") or call.q.device.type != "cuda":
+        name = choose(call, backend)
+    else:  # a compiler knows no addresses, which decide too: the op chooses
+        name = backend
     shape = (*call.q.shape[:3], call.head_dim_v)
     if out is None:
         o = torch.empty(shape, dtype=call.q.dtype, device=call.q.device)
@@ -157,7 +162,7 @@ def flash_attn_with_kvcache(
         check_written("out", o)
     wide = torch.float64 if call.q.dtype == torch.float64 else torch.float32
     lse = torch.empty(shape[0], shape[2], shape[1], dtype=wide, device=call.q.device)
-    if nobody_watches(*tensors):
+    if direct:
         _run(call, o, lse, name)
     else:
         kvcache_op(
@@ -208,11 +213,12 @@ def explain_kvcache(
     check_name(backend)
     call = make_call(q, k_cache, v_cache, k, v, **options)
     name = choose(call, backend)
-    unseen = "has not been timed on a GPU, so only when asked for by backend='hopper'"
-    not_asked = {"hopper": "not asked for" if AUTO_TAKES_HOPPER else unseen, "portable": "not asked for"}
-    not_asked["reference"] = "slow, so only when asked for by backend='reference'"
-    why = {"hopper": _hopper_refusal(call), "portable": portable_decode.refuse(call)}
-    refused = {other: why.get(other) or not_asked[other] for other in not_asked if other != name}
+    why = {
+        "hopper": _hopper_refusal(call) or (_untimed(call) if backend == "auto" else None),
+        "portable": portable_decode.refuse(call),
+        "reference": "slow, so only when asked for by backend='reference'",
+    }
+    refused = {other: why[other] or "not asked for" for other in why if other != name}
     place = f"pages of {call.page_size}" if call.page_size else "contiguous"
     stored = call.kind or str(call.k_cache.dtype).removeprefix("torch.")
     scales = ("no scales", "a scale for each head or cache", "a scale for each token or page")[call.k_scales.mode]
@@ -234,12 +240,12 @@ def choose(call: KVCall, backend: str = "auto") -> str:
     """
     if backend == "reference":
         return backend
-    if backend == "hopper" or (backend == "auto" and AUTO_TAKES_HOPPER):
+    if backend in ("auto", "hopper"):
         why = _hopper_refusal(call)
-        if why is None:
+        if why is None and (backend == "hopper" or _untimed(call) is None):
             return "hopper"
         if backend == "hopper":
-            kind = HardwareError if "compute capability" in why else UnsupportedError
+            kind = HardwareError if "compute capability" in str(why) else UnsupportedError
             raise kind(f"backend 'hopper' cannot run this: it {why}; take 'portable' or 'auto'")
     why = portable_decode.refuse(call)
     if why is None:
@@ -258,6 +264,14 @@ def _hopper_refusal(call: KVCall) -> str | None:
     from gpu_accel.flash_attention3 import hopper_decode
 
     return hopper_decode.refuse(call)
+
+
+def _untimed(call: KVCall) -> str | None:
+    """Why "auto" leaves a call that the Gluon kernel can run to the portable one, or None."""
+    from gpu_accel.flash_attention3 import hopper_decode
+
+    why = hopper_decode.untimed(call) if AUTO_TAKES_HOPPER else "it is switched off"
+    return why and f"only when asked for by backend='hopper': {why}"
 
 
 def _kernel(name: str) -> str:
@@ -315,7 +329,7 @@ def kvcache_op(
         k_scales=_scales("k_descale", k_scale, k_cache, q, page),
         v_scales=_scales("v_descale", v_scale, v_cache, q, page),
     )  # fmt: skip
-    _run(call, o, lse, name)
+    _run(call, o, lse, choose(call, name))
 
 
 @kvcache_op.register_fake

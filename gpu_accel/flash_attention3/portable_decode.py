@@ -384,47 +384,47 @@ def _cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-class Scratch:
-    """Memory that kernels find full of one number and leave full of it: counters at zero, one per tile.
+class _Counters:
+    """Counters, one per tile, that kernels find at zero and leave at zero.
 
     Two launches that may run at the same time must not share any: eager calls share it per stream, on which they run
     one after the other, and every call that is captured into a graph keeps a piece of its own for ever.
     """
 
-    def __init__(self, value: int, of_stream: int, of_graphs: int) -> None:
-        self._value, self._of_stream, self._of_graphs = value, of_stream, of_graphs
+    def __init__(self, of_stream: int, of_graphs: int) -> None:
+        self._of_stream, self._of_graphs = of_stream, of_graphs
         self._streams: dict[tuple[torch.device, int], Tensor] = {}
         self._pool: dict[torch.device, Tensor] = {}
         self._spent: list[Tensor] = []  # graphs do not keep what they use alive
 
     def take(self, device: torch.device, count: int) -> Tensor:
         if device.type != "cuda":
-            return self._filled(count, device)
+            return self._zeros(count, device)
         if torch.cuda.is_current_stream_capturing():
             return self._piece(device, count)
         key = device, torch.cuda.current_stream(device).cuda_stream
         found = self._streams.get(key)
         if found is None or len(found) < count:
-            found = self._streams[key] = self._filled(max(self._of_stream, count), device)
+            found = self._streams[key] = self._zeros(max(self._of_stream, count), device)
         left = self._pool.get(device)
         if left is None or len(left) < count:  # for captures to come: memory cannot be filled once during one
             if left is not None:
                 self._spent.append(left)
-            self._pool[device] = self._filled(max(self._of_graphs, count), device)
+            self._pool[device] = self._zeros(max(self._of_graphs, count), device)
         return found
 
     def _piece(self, device: torch.device, count: int) -> Tensor:
         left = self._pool.get(device)
         if left is None or len(left) < count:
-            return self._filled(count, device)  # filled in every replay: right, but slower
+            return self._zeros(count, device)  # filled in every replay: right, but slower
         self._pool[device] = left[count:]
         return left[:count]
 
-    def _filled(self, count: int, device: torch.device) -> Tensor:
-        return torch.full((count,), self._value, dtype=torch.int32, device=device)
+    def _zeros(self, count: int, device: torch.device) -> Tensor:
+        return torch.zeros(count, dtype=torch.int32, device=device)
 
 
-_counters = Scratch(0, of_stream=4096, of_graphs=1 << 20)
+_counters = _Counters(of_stream=4096, of_graphs=1 << 20)
 
 
 def counters_of(device: torch.device, count: int) -> Tensor:

@@ -2,8 +2,9 @@
 
     python3 -m gpu_accel.flash_attention3.tune_decode --json decode.json
 
-32 query heads, 8 key heads, head_dim 128, one query. Prints microseconds and GB/s of the keys and values read, next to
-a copy measured in the same run, which is the ceiling. Nothing is changed: `decode_config.py` holds the choice.
+32 query heads, 8 key heads, head_dim 128, one query. Prints microseconds (clean L2) and GB/s of the keys and values
+read, next to a copy measured in the same run. On a Hopper GPU the Gluon kernel's configurations are among them. Nothing
+is changed: `decode_config.py` and `hopper_decode.default_config` hold the choice.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,14 +25,31 @@ from torch import Tensor
 from gpu_accel.errors import GpuAccelError, HardwareError
 from gpu_accel.flash_attention3 import decode_config, launch, portable_decode, reference_kvcache
 from gpu_accel.flash_attention3.decode_config import DecodeConfig
+from gpu_accel.flash_attention3.gluon_launch import gluon_available
 from gpu_accel.flash_attention3.kvcache import make_call
 from gpu_accel.flash_attention3.kvcache_problem import KVCall
+
+if gluon_available():
+    from gpu_accel.flash_attention3 import hopper_decode
 
 HEADS, HEADS_KV, HEAD_DIM = 32, 8, 128
 CASES = ((1, 4096), (1, 32768), (16, 4096), (16, 32768), (128, 4096))
 CHECKED = (2, 1000)
 KINDS = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
 _COPY_BYTES = 1 << 30
+
+
+def kernel_of(config: Any) -> Any:
+    """The module whose `plan` and `forward` take a configuration."""
+    return portable_decode if isinstance(config, DecodeConfig) else hopper_decode
+
+
+def configurations(kind: str) -> list[Any]:
+    """The chosen one of the plain-Triton kernel first."""
+    found: list[Any] = list(dict.fromkeys([_chosen(kind), *decode_config.candidates(_bits(kind))]))
+    if gluon_available() and launch.capability(torch.device("cuda")) == (9, 0):
+        found += hopper_decode.candidates(kind)
+    return found
 
 
 def make(batch: int, keys: int, page: int, kind: str, seed: int) -> KVCall:
@@ -60,13 +79,13 @@ def outputs(call: KVCall) -> tuple[Tensor, Tensor]:
     return o, torch.full((o.shape[0], o.shape[2], o.shape[1]), float("nan"), device="cuda")
 
 
-def compile_one(job: tuple[DecodeConfig, int, str]) -> str:
+def compile_one(job: tuple[Any, int, str]) -> str:
     """In a process of its own: compile a configuration into Triton's cache. Returns why it failed, or ''."""
     config, page, kind = job
     try:
         call = make(*CHECKED, page, kind, 0)
         with launch.recording() as entries:
-            portable_decode.forward(call, *outputs(call), config)
+            kernel_of(config).forward(call, *outputs(call), config)
         for kernel, _, arguments, options in entries:
             kernel.warmup(*arguments, grid=(1,), **options)
     except Exception as error:  # out of shared memory, or the compiler refuses: not a candidate on this GPU
@@ -74,7 +93,7 @@ def compile_one(job: tuple[DecodeConfig, int, str]) -> str:
     return ""
 
 
-def check(config: DecodeConfig, page: int, kind: str) -> str:
+def check(config: Any, page: int, kind: str) -> str:
     """Why a configuration is wrong, or ''. Float64 on uneven lengths; twice, so that counters have to come back."""
     from gpu_accel.testing.errors import compare
     from gpu_accel.testing.kvcache import yardstick
@@ -85,7 +104,7 @@ def check(config: DecodeConfig, page: int, kind: str) -> str:
     o_ruler, lse_ruler = yardstick(call)
     for _ in range(2):
         o, lse = outputs(call)
-        portable_decode.forward(call, o, lse, config)
+        kernel_of(config).forward(call, o, lse, config)
         for name, found in (
             ("o", compare(o, o_true, o_ruler)),
             ("lse", compare(lse, lse_true, lse_ruler, floor=1e-4)),
@@ -104,7 +123,7 @@ def copy_rate(seconds: float) -> float:
     return 2 * _COPY_BYTES / samples.median / 1e6
 
 
-def time_case(batch: int, keys: int, page: int, kind: str, configs: list[DecodeConfig], seconds: float) -> list[dict]:
+def time_case(batch: int, keys: int, page: int, kind: str, configs: list[Any], seconds: float) -> list[dict]:
     """Rows of one case, fastest first."""
     from gpu_accel.workbench.timing import compare
 
@@ -115,14 +134,14 @@ def time_case(batch: int, keys: int, page: int, kind: str, configs: list[DecodeC
         name = str(config)
         by_name[name] = config
         ways[name] = [
-            lambda call=call, result=result, config=config: portable_decode.forward(call, *result, config)
+            lambda call=call, result=result, config=config: kernel_of(config).forward(call, *result, config)
             for call, result in zip(calls, results, strict=True)
         ]
     moved = sum(x.numel() * x.element_size() for x in (calls[0].k_cache, calls[0].v_cache))
     rows = []
-    for name, samples in compare(ways, seconds=seconds, min_rounds=20).items():
+    for name, samples in compare(ways, seconds=seconds, min_rounds=20, clean_l2=True).items():
         row = {"batch": batch, "keys": keys, "page": page, "kind": kind, "config": name, **asdict(by_name[name])}
-        row["splits"] = portable_decode.plan(calls[0], by_name[name]).splits
+        row["splits"] = kernel_of(by_name[name]).plan(calls[0], by_name[name]).splits
         if samples.ok:
             row |= {"us": samples.median * 1e3, "gbps": moved / samples.median / 1e6, "method": samples.method}
         else:
@@ -144,7 +163,7 @@ def main(arguments: list[str] | None = None) -> int:
         raise HardwareError("timing needs a CUDA device")
     cases = [tuple(int(n) for n in c.split("x")) for c in options.case] if options.case else CASES
     pages, kinds = options.page or [0, 16], options.kind or list(KINDS)
-    table = {kind: list(dict.fromkeys([_chosen(kind), *decode_config.candidates(_bits(kind))])) for kind in kinds}
+    table = {kind: configurations(kind) for kind in kinds}
     work = [(config, page, kind) for kind in kinds for page in pages for config in table[kind]]
     with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         wrong = {job: why for job, why in zip(work, pool.map(compile_one, work), strict=True) if why}

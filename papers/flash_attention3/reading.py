@@ -24,8 +24,9 @@ def read_words(a, b, out, words, BLOCK: tl.constexpr):
     for block in range(program, tl.cdiv(words, BLOCK), tl.num_programs(0)):
         at = tl.full((), BLOCK, tl.int64) * block + tl.arange(0, BLOCK)
         live = at < words
-        found += tl.load(a + at, mask=live, other=0)
-        found += tl.load(b + at, mask=live, other=0)
+        # read once, so first to be evicted: up to 1 % faster on a clean L2, and what a ceiling is for is the fastest
+        found += tl.load(a + at, mask=live, other=0, eviction_policy="evict_first")
+        found += tl.load(b + at, mask=live, other=0, eviction_policy="evict_first")
     tl.store(out + program, tl.sum(found, 0))
 
 

@@ -171,6 +171,10 @@ class Warp:
             x, count = self.whole(a[1], 32, False) >> self.value(a[2]).astype(U32), int(a[3], 0)
             x &= U32((1 << count) - 1)
             return (x ^ U32(1 << count - 1)) - U32(1 << count - 1) if signed else x
+        if "hi" in words:
+            assert kind == "mul" and bits == 32, words
+            x, y = (self.whole(name, 32, signed).astype(I64) for name in a[1:3])
+            return (x * y >> 32).astype(U32)
         if "wide" in words:
             x = self.whole(a[1], bits, signed).astype(I64) * self.whole(a[2], bits, signed).astype(I64)
             return x + self.whole(a[3], 64, True) if kind == "mad" else x

@@ -7,9 +7,10 @@ import sys
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpu_accel.errors import HardwareError, InvalidInputError, UnsupportedError
-from gpu_accel.flash_attention3 import explain_kvcache, flash_attn_with_kvcache
+from gpu_accel.flash_attention3 import explain_kvcache, flash_attn_with_kvcache, kvcache
 from gpu_accel.flash_attention3.kvcache import kvcache_op
 from gpu_accel.testing.kvcache import clone, make
 
@@ -169,6 +170,85 @@ def test_what_would_run():
     assert "compute capability 9.0" in said.refused["hopper"]
     with pytest.raises(HardwareError, match="take 'portable' or 'auto'"):
         explain_kvcache(**make(poison=False), backend="hopper")
+
+
+LLAMA = dict(batch=1, heads=32, heads_kv=8, dim=128, poison=False)
+# what the Gluon kernel cannot do, and what it can and nobody has timed
+HOPPER_REFUSES = {
+    "float32": (dict(dtype=torch.float32), "takes q in bfloat16 and float16"),
+    "int8": (dict(kind="int8"), "takes caches in the dtype of q and e4m3, got int8"),
+    "token-scales": (dict(kind="e4m3", granularity="token"), "takes one scale for a head"),
+    "head-dim": (dict(dim=96), "takes a head_dim of 64 or 128, got 96"),
+    "rows": (dict(seqlen_q=5), "takes at most 16 queries x query heads of a key head, got 20"),
+    "window": (dict(window_size=(5, 0)), "takes no window"),
+    "softcap": (dict(softcap=3.0), "takes no soft cap"),
+    "leftpad": (dict(cache_leftpad=torch.zeros(1, dtype=INT)), "takes no cache_leftpad"),
+}  # fmt: skip
+UNTIMED = {
+    "fp16": (dict(dtype=torch.float16), "float16"),
+    "head-dim-64": (dict(dim=64), "head_dim other than 128"),
+    "queries": (dict(seqlen_q=4, causal=True), "several queries"),
+    "pages-of-8": (dict(page=8), "no multiple of 16"),
+    "splits": (dict(num_splits=3), "splits other than its own"),
+    "batch-invariant": (dict(batch_invariant=True), "splits other than its own"),
+}
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """As on a machine with an H100, as far as choosing goes."""
+    hopper_decode = pytest.importorskip("gpu_accel.flash_attention3.hopper_decode")
+    monkeypatch.setattr(kvcache, "_hopper_refusal", hopper_decode.refuse)
+
+
+@pytest.mark.parametrize(("options", "why"), HOPPER_REFUSES.values(), ids=HOPPER_REFUSES.keys())
+def test_what_the_gluon_kernel_refuses(hopper, options, why):
+    said = explain_kvcache(**make(**LLAMA | options))
+    assert said.backend != "hopper" and why in said.refused["hopper"]
+    with pytest.raises(UnsupportedError, match=why):
+        explain_kvcache(**make(**LLAMA | options), backend="hopper")
+
+
+def test_an_address_the_gluon_kernel_cannot_read_from(hopper):
+    a = make(**LLAMA)
+    a["k_cache"] = torch.empty(1, 64, 8, 136, dtype=torch.bfloat16)[..., 4:132]
+    said = explain_kvcache(**a)
+    assert said.backend != "hopper" and "k_cache is not a multiple of 16 bytes" in said.refused["hopper"]
+
+
+@pytest.mark.parametrize(("options", "why"), UNTIMED.values(), ids=UNTIMED.keys())
+def test_auto_takes_the_gluon_kernel_only_where_it_was_timed(hopper, options, why):
+    said = explain_kvcache(**make(**LLAMA | options))
+    assert said.backend != "hopper" and why in said.refused["hopper"] and "backend='hopper'" in said.refused["hopper"]
+    assert explain_kvcache(**make(**LLAMA | options), backend="hopper").backend == "hopper"
+
+
+@pytest.mark.parametrize(
+    ("options", "plan"),
+    [
+        ({}, "4 warps of 16 keys, 2 per SM; 8 tiles, 32 splits"),
+        ({"page": 16}, "of 16 keys"), ({"kind": "e4m3"}, "of 32 keys"), ({"kind": "e4m3", "page": 32}, "of 32 keys"),
+        ({"kind": "e4m3", "page": 16}, "of 16 keys"), ({"new": 1, "causal": True}, "of 16 keys"),
+    ],
+)  # fmt: skip
+def test_auto_takes_the_gluon_kernel(hopper, monkeypatch, options, plan):
+    a = make(**LLAMA | {"capacity": 4096} | options)
+    said = explain_kvcache(**a)
+    assert said.backend == "hopper" and plan in said.plan and "Gluon" in str(said)
+    assert explain_kvcache(**a, backend="portable").refused["hopper"] == "not asked for"
+    monkeypatch.setattr(kvcache, "AUTO_TAKES_HOPPER", False)
+    said = explain_kvcache(**a)
+    assert said.backend != "hopper" and "switched off" in said.refused["hopper"]
+
+
+def test_a_compiler_that_knows_no_addresses_leaves_the_choice_to_the_op(monkeypatch):
+    hopper_decode = pytest.importorskip("gpu_accel.flash_attention3.hopper_decode")
+    monkeypatch.setattr(hopper_decode, "capability", lambda device: (9, 0))
+    with FakeTensorMode():
+        one = {"device": "cuda", "dtype": torch.bfloat16}
+        asked, cache = torch.empty(1, 1, 32, 128, **one), torch.empty(1, 64, 8, 128, **one)
+        for backend in ("auto", "hopper"):
+            assert flash_attn_with_kvcache(asked, cache, cache, backend=backend).shape == (1, 1, 32, 128)
 
 
 @pytest.mark.parametrize("options", [{}, {"kind": "int8", "granularity": "token"}], ids=["bf16", "int8"])

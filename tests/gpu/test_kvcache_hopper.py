@@ -1,4 +1,4 @@
-"""The Gluon decode kernel on a Hopper card: layouts, formats, pages, both merges, streams, graphs."""
+"""The Gluon decode kernel on a Hopper card: layouts, formats, pages, the merge, streams, graphs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import torch
 hopper_decode = pytest.importorskip("gpu_accel.flash_attention3.hopper_decode")
 
 from gpu_accel.errors import UnsupportedError  # noqa: E402
-from gpu_accel.flash_attention3 import flash_attn_with_kvcache  # noqa: E402
+from gpu_accel.flash_attention3 import explain_kvcache, flash_attn_with_kvcache  # noqa: E402
 from gpu_accel.flash_attention3.hopper_decode import Config  # noqa: E402
-from gpu_accel.flash_attention3.kvcache import make_call  # noqa: E402
 from gpu_accel.testing.kvcache import BF16, NAN, draw, make  # noqa: E402
 from gpu_accel.testing.kvcache import check as check_any  # noqa: E402
 from gpu_accel.testing.kvcache import run as run_any  # noqa: E402
@@ -26,14 +25,10 @@ run = functools.partial(run_any, forward=hopper_decode.forward)
 ON = {"device": "cuda"}
 LARGE = dict(heads=32, heads_kv=8, dim=128, capacity=2048, **ON)
 CONFIGS = {
-    "default": Config(),
-    "polled": Config(merge="polled"),
-    "8-warps-polled": Config(num_warps=8, per_sm=1, merge="polled"),
-    "2-warps-polled": Config(num_warps=2, per_sm=4, merge="polled"),
-    "32-keys": Config(keys=32),
-    "32-keys-polled": Config(keys=32, merge="polled"),
-    "168-registers": Config(per_sm=3, maxnreg=168, merge="polled"),
-    "no-hint": Config(policy=""),
+    "16-keys": Config(16),
+    "32-keys": Config(32),
+    "16-keys-bytes-first": Config(16, bytes_first=True),
+    "32-keys-bytes-first": Config(32, bytes_first=True),
 }
 
 
@@ -47,8 +42,7 @@ def test_formats_and_pages(kind, page):
 def test_every_configuration_is_correct(config):
     for kind, page in (("", 0), ("e4m3", 16)):
         a = make(batch=1, lengths=[2048], page=page, kind=kind, **LARGE)
-        assert hopper_decode.plan(make_call(**a), config).config == config, "another merge would be tested"
-        for length in (2048, 1985, 333, 64, 1, 0, 2048):  # and the places of splits come back empty
+        for length in (2048, 1985, 333, 64, 1, 0, 2048):  # and counters come back
             a["cache_seqlens"].fill_(length)
             check(a, config)
 
@@ -75,40 +69,22 @@ OPTIONS = {
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 def test_options(options):
     check(make(**{"batch": 2, "lengths": [2047, 301], **LARGE, **options}))
-    merged = Config(merge="polled")
-    if hopper_decode.plan(make_call(**make(**{"batch": 1, "lengths": [2047], **LARGE, **options, "new": 0})),
-                          merged).config == merged:  # fmt: skip
-        check(make(**{"batch": 1, **LARGE, **options, "lengths": [2040]}), merged)
 
 
-@pytest.mark.parametrize("merge", ["last", "polled"])
-def test_the_merge_under_load(merge):
-    """Many launches back to back: the same bits every time, whoever arrives last, and no place left behind."""
+def test_the_merge_under_load():
+    """Many launches back to back: the same bits every time, whoever arrives last."""
     a = make(batch=1, lengths=[2048], num_splits=24, **LARGE)
-    config = Config(merge=merge)
-    first, lse, call = run(a, config)
+    first, lse, call = run(a)
     for i in range(300):
         call.cache_seqlens.fill_(2048 if i % 3 else 100 + i)
         o, again = torch.full_like(first, NAN), torch.full_like(lse, NAN)
-        hopper_decode.forward(call, o, again, config)
+        hopper_decode.forward(call, o, again)
         if i % 3:
             assert torch.equal(o, first) and torch.equal(again, lse)
 
 
-def test_not_a_number_is_no_empty_place():
-    a = make(batch=1, lengths=[2048], poison=False, **LARGE)
-    config = Config(merge="polled")
-    right, _, _ = run(a, config)
-    kept = a["v_cache"][0, 5].clone()
-    a["v_cache"][0, 5].view(torch.int16).fill_(-1)  # NaN of all ones, as empty places have it
-    broken, _, _ = run(a, config)
-    a["v_cache"][0, 5] = kept
-    assert broken.isnan().all() and torch.equal(run(a, config)[0], right)
-
-
-def test_streams_share_no_places():
-    config = Config(merge="polled")
-    calls = [run(make(batch=1, seed=10 * i, lengths=[2048], **LARGE), config) for i in range(4)]
+def test_streams_share_no_counters():
+    calls = [run(make(batch=1, seed=10 * i, lengths=[2048], **LARGE)) for i in range(4)]
     streams = [torch.cuda.Stream() for _ in calls]
     torch.cuda.synchronize()
     for _ in range(50):
@@ -116,16 +92,14 @@ def test_streams_share_no_places():
         for stream, (o, lse, call) in zip(streams, calls, strict=True):
             with torch.cuda.stream(stream):
                 result = torch.full_like(o, NAN), torch.full_like(lse, NAN)
-                hopper_decode.forward(call, *result, config)
+                hopper_decode.forward(call, *result)
                 found.append(result)
         torch.cuda.synchronize()
         for (o, lse, _), result in zip(calls, found, strict=True):
             assert torch.equal(result[0], o) and torch.equal(result[1], lse)
 
 
-@pytest.mark.parametrize("merge", ["last", "polled"])
-def test_graphs_keep_their_places(merge, monkeypatch):
-    monkeypatch.setattr(hopper_decode, "DEFAULT", Config(merge=merge))
+def test_graphs_keep_their_counters():
     a = make(batch=1, lengths=[40], page=16, new=1, causal=True, poison=False, **LARGE) | {"backend": "hopper"}
     length = a["cache_seqlens"]
     flash_attn_with_kvcache(**a)
@@ -174,3 +148,25 @@ def test_what_it_refuses():
     for options, message in (({"softcap": 3.0}, "soft cap"), ({"window_size": (5, 0)}, "window")):
         with pytest.raises(UnsupportedError, match=message):
             flash_attn_with_kvcache(**make(batch=1, lengths=[9], **LARGE, **options), backend="hopper")
+
+
+@pytest.mark.parametrize("options", [{}, {"page": 16}, {"kind": "e4m3"}], ids=["contiguous", "pages", "e4m3"])
+def test_auto_takes_it(options):
+    a = make(batch=2, lengths=[2048, 333], poison=False, **LARGE, **options)
+    assert explain_kvcache(**a).backend == "hopper"
+    assert torch.equal(flash_attn_with_kvcache(**a), flash_attn_with_kvcache(**a, backend="hopper"))
+
+
+def test_auto_under_a_compiler():
+    """Which knows no addresses: the op chooses."""
+    a = make(batch=2, lengths=[2048, 333], poison=False, **LARGE)
+    step = torch.compile(lambda **x: flash_attn_with_kvcache(**x), fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert torch.equal(step(**a), flash_attn_with_kvcache(**a, backend="hopper"))
+
+
+def test_auto_leaves_odd_addresses_to_the_portable_kernel():
+    a = make(batch=2, lengths=[2048, 333], poison=False, **LARGE)
+    a["k_cache"] = torch.empty(2, 2048, 8, 136, dtype=BF16, **ON)[..., 4:132].copy_(a["k_cache"])
+    assert explain_kvcache(**a).backend == "portable"
+    assert torch.equal(flash_attn_with_kvcache(**a), flash_attn_with_kvcache(**a, backend="portable"))
