@@ -21,7 +21,7 @@ NAME = "hopper"
 KERNEL = "Gluon, warp-specialised, FP8 wgmma and TMA (sm_90a)"
 _NOT_FASTER = "not faster than plain Triton up to head_dim 128: ask for it with backend='hopper'"
 # Largest head_dim that `hopper_fp8_sliced.py` serves when no configuration is asked for, and for which "auto" comes
-# here; 64 or 128 once a GPU has checked and timed it.
+# here; 64 or 128 once a GPU has checked and timed it: its first run, with a part of v_scale in P, was not exact enough.
 SLICED_UP_TO = 0
 _LOG2_E = 1.4426950408889634
 _HEAD_DIMS = (64, 128, 256)
@@ -69,8 +69,9 @@ class Fp8SlicedConfig:
     `slices`: runs of columns in which P is made and multiplied. `ahead`: S of the next block is issued before the first
     exponential, not after the last. `chunk`: key blocks that the tensor cores add up alone, whose sums then go to
     `totals` ("registers", "shared" or "global"); 0: all. `turns`: two consumers take turns at the exponentials.
-    `pairs`: steps a round of the loop, so that two blocks of S change places without moves. `branch`: the factors of O
-    and of the row sums are computed only where a maximum grew.
+    `pairs`: steps a round of the loop, so that two blocks of S change places without moves. `branch`: O and the
+    row sums are multiplied only where a maximum grew or v_scale changed, in a branch; otherwise in every step, under
+    the exponentials of the next block's first slice.
     """
 
     consumers: int = 2

@@ -9,14 +9,14 @@ the exponentials works in a third of it, and two warpgroups do not fill the rest
     O                       stays in the tensor cores for CHUNK blocks, then is added up in float32: second level of
                             the sum, in registers (head_dim 64), shared memory, or global memory (TOTALS)
 
-so that between the last exponential of a block and the first of the next there are a wait, two shuffles a row and,
-where a maximum grew, a multiplication of O. AHEAD off issues S of the next block after the last exponential instead of
-before the first: one block of S in registers, which leaves room for a third consumer.
+so that between the last exponential of a block and the first of the next there are a wait and two shuffles a row; O is
+multiplied by what a maximum grew under the exponentials of a first slice. AHEAD off issues S of the next block after
+the last exponential instead of before the first: one block of S in registers, which leaves room for a third consumer.
 
-v_scale. O is kept in a unit of its own, 2**unit: the exponents of P carry v_scale / 2**unit, between 2**-SLACK and 1,
-and the unit moves, as a maximum does, when v_scale leaves that range. So blocks of similar size need no multiplication
-of O, and blocks of very different size (or of zeros, whose scale is 1) do not push each other's P out of FP8, unless
-they are more than 2**DEPTH apart.
+v_scale. O is kept in a unit of its own, that of the last block's v: where v_scale changes, O is multiplied, as where a
+maximum grows. P itself carries no part of v_scale: its largest numbers are powers of two, which FP8 holds exactly, and
+times a v_scale they would be rounded. Only where v_scale falls 2**DEPTH below the largest so far does P take the rest,
+so that O cannot overflow.
 
 Operand layouts, barriers, producer, tile queue and the pipeline across tiles: see `hopper_fp8_forward.py`.
 """
@@ -38,7 +38,6 @@ from .hopper_device import (
     bar_sync,
     key_blocks,
     receive_tile,
-    rescale,
     thread_row_sum,
     tile_of,
 )
@@ -64,8 +63,7 @@ from .hopper_fp8_device import (
 from .hopper_fp8_forward import _producer
 
 PING_PONG_BARRIER = gl.constexpr(8)
-SLACK = gl.constexpr(2.0)  # log2 of how much smaller than the unit of O a block's v_scale may be
-DEPTH = gl.constexpr(96.0)  # log2 of how far the unit may fall below its highest: beyond, what O holds would overflow
+DEPTH = gl.constexpr(96.0)  # log2 of how far the unit of O may fall below its highest: beyond, O might overflow
 
 
 @gluon.jit
@@ -126,13 +124,6 @@ def _products(
     if NEXT:
         mbarrier.arrive(kv_empty.index(stage), count=1)
     return acc, s_next, highest, row_sum, it
-
-
-@gluon.jit
-def _unit(unit, highest, v_log):
-    """The unit of O once a block with this v_scale comes; `highest`: of all units so far."""
-    lower = gl.where(v_log < unit - SLACK, gl.maximum(v_log, highest - DEPTH), unit)
-    return gl.where(v_log > unit, v_log, lower)
 
 
 @gluon.jit
@@ -231,7 +222,7 @@ def _consumer(
                     change = m_i - m_new
                     m_i = m_new
                     v_log = log2_fast(v_this)
-                    unit_new = _unit(unit, unit_max, v_log)
+                    unit_new = gl.maximum(v_log, unit_max - DEPTH)
                     unit_max = gl.maximum(unit_max, unit_new)
                     offset = m_i - (SHIFT + v_log - unit_new)
                     if BRANCH:
@@ -240,7 +231,7 @@ def _consumer(
                     else:
                         alpha = gl.exp2(change)
                         l_i *= gl.convert_layout(alpha, L_ROWS, assert_trivial=True)[:, None]
-                        acc = rescale(acc, gl.convert_layout(alpha, ROW_LAYOUT) * gl.exp2(unit - unit_new))
+                        acc = acc * (gl.convert_layout(alpha, ROW_LAYOUT) * gl.exp2(unit - unit_new))[:, None]
                     unit = unit_new
                     if CHUNK > 0:  # noqa: SIM102
                         if (j % CHUNK == CHUNK - 1) & (j + 1 < steps):

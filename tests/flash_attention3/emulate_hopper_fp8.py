@@ -3,7 +3,8 @@
 A Gluon function is a Python function of names (gl, mbarrier, warpgroup_mma, ...). Here these names have meanings in
 numpy: barriers count arrivals and bytes and block, tensor maps copy rows, a product is computed when it is issued and
 again when it is waited for, and must not have changed. So what is tested is the order of things: phases, stages, which
-tile and block a buffer holds, masks of blocks, what is carried from tile to tile. Layouts and FP8 are not.
+tile and block a buffer holds, masks of blocks, what is carried from tile to tile, and if asked for what rounding P to
+e4m3 costs. Layouts and the sums of the tensor cores are not.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import traceback
 import types
 
 import numpy as np
+import torch
 
 from gpu_accel.flash_attention3 import hopper_device, hopper_fp8_device, hopper_fp8_forward, hopper_fp8_sliced
 
@@ -157,6 +159,11 @@ GL = types.SimpleNamespace(
 )  # fmt: skip
 
 
+def e4m3(x) -> Tensor:
+    """`x` (at most 448) to the nearest number of e4m3."""
+    return tensor(torch.from_numpy(np.asarray(x)).to(torch.float8_e4m3fn).double().numpy())
+
+
 class Totals:
     """One consumer's sums in global memory, whatever is added to their address."""
 
@@ -178,9 +185,11 @@ class Emulation:
                  stages: int = 3, programs: int = 2, rows: int = 16, block: int = 32, growth: float = 0.0,
                  two_level: bool = True, fold: bool = False, late: bool = False, seed: int = 0,
                  sliced: bool = False, consumers: int = 2, ahead: bool = True, totals: str = "shared",
-                 pairs: int = 2, q_slots: int = 2, branch: bool = False, v_range: float = 2.0):  # fmt: skip
+                 pairs: int = 2, q_slots: int = 2, branch: bool = False, v_range: float = 2.0,
+                 q_size: float = 1.0, round_p: bool = False):  # fmt: skip
         draw = np.random.default_rng(seed)
-        self.q = draw.standard_normal((batch, heads, sq, dim))
+        self.q = draw.standard_normal((batch, heads, sq, dim)) * q_size
+        self.round_p = round_p
         self.k, self.v = (draw.standard_normal((batch, heads_kv, sk, dim)) for _ in range(2))
         blocks = (batch, heads_kv, -(-sk // block))
         self.k_scale = draw.uniform(0.5, 2, blocks)
@@ -247,12 +256,12 @@ class Emulation:
             gl=GL, mbarrier=Mbarrier, warpgroup_mma=product, warpgroup_mma_wait=wait_for_products, tma_load=tma_load,
             tma=types.SimpleNamespace(store_wait=nothing), ROWS=self.rows, NEG_LARGE=-1e30, EARLY_DRAW=2,
             PING_PONG_BARRIER=8, bar_sync=nothing, bar_arrive=nothing, pin=nothing, pin_rows=nothing,
-            SLACK=2.0, DEPTH=96.0,
+            DEPTH=96.0,
             scale_by_change=lambda acc, change: tensor(acc * np.exp2(change)[:, None]),
             scale_sums_by_change=lambda sums, change: tensor(sums * np.exp2(change)[:, None]),
             columns=lambda x, i, of: x[:, i * x.shape[1] // of : (i + 1) * x.shape[1] // of],
             put_aside_shared=put_aside_shared, take_in_shared=take_in_shared,
-            pack_quads=lambda p, e5m2: tensor(p), unpack_quads=lambda p, dtype, layout: p,
+            pack_quads=lambda p, e5m2: e4m3(p) if self.round_p else tensor(p), unpack_quads=lambda p, dtype, layout: p,
             thread_row_sum=lambda p: tensor(p.sum(axis=1, keepdims=True)), tanh=np.tanh,
             rescale=lambda acc, alpha: tensor(acc * np.asarray(alpha)[:, None]), log2_fast=lambda x: float(np.log2(x)),
             row_scales=lambda *args: tensor(np.full(self.rows, unit / self.softcap if self.softcap else unit * LOG2_E)),
@@ -327,8 +336,8 @@ class Emulation:
             thread.join(60)
         assert not self.errors, self.errors[0]
 
-    def check(self) -> None:
-        """o and lse are those of plain attention, and every row was stored."""
+    def truth(self) -> tuple[np.ndarray, np.ndarray]:
+        """o and lse of plain attention."""
         sq, sk, _, per_kv, _, _, _, left, right = self.shape
 
         def whole(x, scale):
@@ -344,5 +353,14 @@ class Emulation:
         with np.errstate(all="ignore"):
             o = np.where(total[..., None] > 0, p @ whole(self.v, self.v_scale) / total[..., None], 0.0)
             lse = np.where(total > 0, top[..., 0] + np.log(total), -math.inf)
+        return o, lse
+
+    def error(self) -> float:
+        """Root mean square error of o."""
+        return float(np.sqrt(np.square(self.o - self.truth()[0]).mean()))
+
+    def check(self) -> None:
+        """o and lse are those of plain attention, and every row was stored."""
+        o, lse = self.truth()
         np.testing.assert_allclose(self.lse, lse, rtol=1e-8, atol=1e-8)
         np.testing.assert_allclose(self.o, o, rtol=1e-6, atol=1e-8)

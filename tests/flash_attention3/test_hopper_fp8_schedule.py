@@ -46,3 +46,17 @@ def test_random_calls(options):
         )  # fmt: skip
         call.run()
         call.check()
+
+
+SLICED = {name: x for name, x in KERNELS.items() if "sliced" in x}
+
+
+@pytest.mark.parametrize("options", SLICED.values(), ids=SLICED)
+def test_v_scale_does_not_round_the_largest_probabilities(options):
+    """They are powers of two, which FP8 holds exactly; with a part of v_scale in P the error was up to 2.9 times it."""
+    for seed in range(2):
+        shape = dict(sq=48, sk=256, q_size=3.0, v_range=3.0, round_p=True, seed=seed)
+        call, plain = Emulation(**options | shape), Emulation(**shape)
+        call.run()
+        plain.run()
+        assert call.error() < 1.001 * plain.error(), (call.error(), plain.error())

@@ -44,7 +44,7 @@ def quantized(batch, heads, heads_kv, sq, sk, dim, *, seed=0, per_block=True, dt
 
 
 def check(tensors, *, config=None, q_block=128, k_block=128, causal=False, window=(-1, -1), softcap=0.0,
-          out=torch.bfloat16):  # fmt: skip
+          out=torch.bfloat16, **ruler_options):  # fmt: skip
     """At most 1.15 times as far from float64 as the recipe in plain torch; the quantised numbers are given."""
     left, right = window
     right = 0 if causal else right
@@ -55,7 +55,7 @@ def check(tensors, *, config=None, q_block=128, k_block=128, causal=False, windo
     )  # fmt: skip
     options = dict(q_block=q_block, k_block=k_block, window_size=(left, right), softcap=softcap, v_transposed=True)
     truth, lse_truth = fp8_attention_reference(*tensors, quantize_p=False, dtype=torch.float64, **options)
-    twin, _ = fp8_attention_reference(*tensors, **options)
+    twin, _ = fp8_attention_reference(*tensors, **options, **ruler_options)
     empty = lse_truth == float("-inf")
     assert torch.equal(lse == float("-inf"), empty) and (o[empty] == 0).all()
     error = (o.double() - truth).square().mean().sqrt().item()
@@ -96,23 +96,31 @@ SLICED = {
 }  # fmt: skip
 
 
+def check_sliced(tensors, config, **options):
+    """The recipe walks over blocks in the kernel's order, which counts where few keys decide a row."""
+    check(tensors, config=config, last_first=True, **options)
+
+
 @pytest.mark.parametrize(("dim", "change"), SLICED.values(), ids=SLICED)
 def test_sliced(dim, change):
     """`hopper_fp8_sliced.py`: lengths with every number of blocks, grouped heads, windows, tiles of many programs."""
+    lengths = ((65, 191), (129, 700), (64, 3000))
+    if not change:
+        lengths += ((1, 1), (300, 520), (700, 129), (777, 1337))
     for causal in (False, True):
         config = replace(hopper_fp8.sliced_config(dim, causal=causal), **change)
-        check(quantized(3, 16, 8, 1024, 1024, dim), causal=causal, config=config)
-        for sq, sk in ((1, 1), (65, 191), (300, 520), (700, 129), (129, 700), (777, 1337), (64, 3000)):
-            check(quantized(2, 4, 1, sq, sk, dim, seed=sq), causal=causal, config=config)
-    for window in ((100, 0), (200, 50), (64, -1), (5, 1000)):
-        check(quantized(1, 2, 1, 900, 1100, dim), window=window, config=replace(config, dynamic=False))
+        check_sliced(quantized(3, 16, 8, 1024, 1024, dim), config, causal=causal)
+        for sq, sk in lengths:
+            check_sliced(quantized(2, 4, 1, sq, sk, dim, seed=sq), config, causal=causal)
+    for window in ((100, 0), (200, 50), (64, -1), (5, 1000)) if not change else ():
+        check_sliced(quantized(1, 2, 1, 900, 1100, dim), replace(config, dynamic=False), window=window)
 
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_sliced_formats_scales_and_long_sums(dim):
     config = hopper_fp8.sliced_config(dim, causal=False)
-    check(quantized(1, 2, 2, 300, 400, dim, dtype="e5m2"), out=torch.float16, config=config)
-    check(quantized(2, 4, 2, 500, 700, dim, per_block=False), config=config)
+    check_sliced(quantized(1, 2, 2, 300, 400, dim, dtype="e5m2"), config, out=torch.float16)
+    check_sliced(quantized(2, 4, 2, 500, 700, dim, per_block=False), config)
     # v_scale over 24 powers of two: the unit of O follows it; a block of zeros, whose scale is 1, makes it jump
     q8, k8, v8, qs, ks, vs = quantized(1, 2, 2, 256, 1024, dim)
     zeros = v8.view(torch.uint8).clone()
@@ -120,7 +128,7 @@ def test_sliced_formats_scales_and_long_sums(dim):
     for size in (2.0**-20 * torch.ones(8), torch.exp2(torch.tensor([0.0, -9, 12, 3, -12, -1, 5, 0]))):
         scale = vs * size.cuda()
         scale[..., 1] = 1.0
-        check((q8, k8, zeros.view(v8.dtype), qs, ks, scale), config=config)
+        check_sliced((q8, k8, zeros.view(v8.dtype), qs, ks, scale), config)
     # a constant v must come back: the tensor cores add up 512 keys at a time
     q8, k8, v8, qs, ks, vs = quantized(1, 1, 1, 256, 102400, dim)
     ones = torch.ones(v8.shape, device="cuda").to(v8.dtype)
@@ -129,8 +137,8 @@ def test_sliced_formats_scales_and_long_sums(dim):
     hopper_fp8.forward(q8, k8, ones, qs, ks, torch.ones_like(vs), o, **options)
     assert (o.float().mean() - 1).abs() < 6e-3, o.float().mean().item()
     wide = hopper_fp8.sliced_config(dim, causal=False, out_bytes=4)
-    check(quantized(1, 2, 2, 300, 1400, dim), out=torch.float32, config=wide)
-    check((q8[:, :, :128].contiguous(), k8, v8, qs[..., :1], ks, vs), config=config)
+    check_sliced(quantized(1, 2, 2, 300, 1400, dim), wide, out=torch.float32)
+    check_sliced((q8[:, :, :128].contiguous(), k8, v8, qs[..., :1], ks, vs), config)
 
 
 @pytest.mark.parametrize("dim", [128, 256])
