@@ -199,6 +199,7 @@ def hopper(monkeypatch):
     """As on a machine with an H100, as far as choosing goes."""
     hopper_decode = pytest.importorskip("gpu_accel.flash_attention3.hopper_decode")
     monkeypatch.setattr(kvcache, "_hopper_refusal", hopper_decode.refuse)
+    monkeypatch.setattr(kvcache, "AUTO_TAKES_HOPPER", True)
 
 
 @pytest.mark.parametrize(("options", "why"), HOPPER_REFUSES.values(), ids=HOPPER_REFUSES.keys())
