@@ -239,7 +239,10 @@ def forward(
     else:
         keys = -(-seqlen_k // (cu_seqlens_q.shape[0] - 1))  # on average
     causal = window_right >= 0
-    config = config or forward_config(head_dim, head_dim_v, causal=causal, seqlen_k=keys)
+    if config is None:
+        config = forward_config(head_dim, head_dim_v, causal=causal, seqlen_k=keys)
+        if causal and seqlen_q > seqlen_k:  # tiles that see no key at all have not run so on a GPU
+            config = replace(config, seamless=False)
     if packed:
         config = replace(config, dynamic=True)  # tiles come with what the queue hands on
     if config.seamless and not _plain(config, features, packed=packed, bounded=window_left >= 0 or softcap > 0):
