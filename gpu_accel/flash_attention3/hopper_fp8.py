@@ -70,8 +70,7 @@ class Fp8SlicedConfig:
     exponential, not after the last. `chunk`: key blocks that the tensor cores add up alone, whose sums then go to
     `totals` ("registers", "shared" or "global"); 0: all. `turns`: two consumers take turns at the exponentials.
     `pairs`: steps a round of the loop, so that two blocks of S change places without moves. `branch`: O and the
-    row sums are multiplied only where a maximum grew or v_scale changed, in a branch; otherwise in every step, under
-    the exponentials of the next block's first slice.
+    row sums are multiplied only where a maximum grew or v_scale changed, in a branch; otherwise in every step.
     """
 
     consumers: int = 2

@@ -9,9 +9,9 @@ the exponentials works in a third of it, and two warpgroups do not fill the rest
     O                       stays in the tensor cores for CHUNK blocks, then is added up in float32: second level of
                             the sum, in registers (head_dim 64), shared memory, or global memory (TOTALS)
 
-so that between the last exponential of a block and the first of the next there are a wait and two shuffles a row; O is
-multiplied by what a maximum grew under the exponentials of a first slice. AHEAD off issues S of the next block after
-the last exponential instead of before the first: one block of S in registers, which leaves room for a third consumer.
+so that between the last exponential of a block and the first of the next there are a wait, two shuffles a row and the
+multiplication of O. AHEAD off issues S of the next block after the last exponential instead of before the first: one
+block of S in registers, which leaves room for a third consumer.
 
 v_scale. O is kept in a unit of its own, that of the last block's v: where v_scale changes, O is multiplied, as where a
 maximum grows. P itself carries no part of v_scale: its largest numbers are powers of two, which FP8 holds exactly, and
