@@ -44,8 +44,8 @@ from gpu_accel.flash_attention3.problem import (
 
 Window = tuple[int | None, int | None]
 
-# Where a GPU has timed it, see `hopper_decode.untimed`, it was right and faster, with whole lengths and four query heads a
-# key head. Parts of a length and other groups are emulated and not read on a GPU: tests/gpu/test_kvcache_hopper.py decides.
+# Where a GPU has timed it (`hopper_decode.untimed`) it was right and faster, with whole lengths and four query heads a
+# key head. Parts of a length and other groups are only emulated: tests/gpu/test_kvcache_hopper.py decides.
 AUTO_TAKES_HOPPER = False
 
 
