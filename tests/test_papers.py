@@ -119,5 +119,6 @@ def test_results_are_readable_and_belong_to_the_paper(paper):
         assert record.paper == paper.id, record.name
         assert record.experiment in paper.experiments, record.name
         of_a_gpu = record.kind == "measured" or record.env.get("gpu")
-        arithmetic = record.kind == "checked" and record.metric.endswith("error")  # which needs no GPU, and says so
+        of_errors = record.metric.endswith("error") or record.metric in ("sqnr", "correct")
+        arithmetic = record.kind == "checked" and of_errors  # which needs no GPU, and says so
         assert of_a_gpu or arithmetic, f"{record.name}: results of a CPU are not committed, but for errors"

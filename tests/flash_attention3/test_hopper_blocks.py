@@ -98,7 +98,10 @@ def test_what_the_kernels_refuse(pass_):
     assert problem.features <= pass_.FEATURES and pass_.refuse(problem) is None
     assert "multiples of 64" in str(pass_.refuse(replace(problem, block_size=(128, 48))))
     packed = replace(problem, varlen=True, features=frozenset({"mask_mod"}), block_size=(0, 0))
-    assert "dense" in str(pass_.refuse(packed))
+    if pass_ is hopper:  # a tile of the packed backward belongs to several sequences
+        assert pass_.refuse(packed) is None
+    else:
+        assert "dense" in str(pass_.refuse(packed))
     # the largest scores are the forward's affair
     maxima = replace(packed, features=frozenset({"return_max_logits"}))
     assert hopper_backward.refuse(maxima) is None
