@@ -309,7 +309,7 @@ def test_gates_of_the_walk(device):
     g, w = -randn(2, 70, 5, seed=1, device=device).abs(), randn(2, 70, 5, seed=2, device=device)
     g[0, 3, 1] = -torch.inf
     v = torch.empty(2, 70, 5, 16, device=device)
-    sums, weights = walk_hopper._gates(g.transpose(1, 2).contiguous().transpose(1, 2), w, v, 2)
+    sums, weights = walk_hopper.gate_vectors(g.transpose(1, 2).contiguous().transpose(1, 2), w, v, 2)
     inside = torch.nn.functional.pad(g.clamp_min(-88), (0, 0, 0, 58)).double() / math.log(2)
     right = inside.view(2, 2, 64, 5).cumsum(2).view(2, 128, 5).transpose(1, 2)
     torch.testing.assert_close(sums.double(), right, rtol=1e-5, atol=1e-5)
