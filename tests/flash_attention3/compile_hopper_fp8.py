@@ -19,6 +19,7 @@ CASES = {
     "d256": (256, {}),
     "d128-e5m2": (128, {"dtype": torch.float8_e5m2}),
     "sliced-d128": (128, {"config": hopper_fp8.sliced_config(128, causal=False)}),
+    "sliced-d64": (64, {"config": hopper_fp8.sliced_config(64, causal=False)}),
 }
 
 
