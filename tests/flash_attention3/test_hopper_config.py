@@ -45,3 +45,12 @@ def test_what_would_wait_for_itself_is_refused(change):
     with pytest.raises(InvalidInputError, match=r"seamless=True needs q_slots=2.*Use seamless=False"):
         replace(config, **change)
     replace(config, seamless=False, **change)
+
+
+def test_seamless_by_itself_only_for_what_a_gpu_has_run():
+    def timed(q=(2, 512, 4, 64), k=(2, 512, 4, 64), dtype=torch.bfloat16, **more):
+        return hopper._timed(torch.empty(q, dtype=dtype), torch.empty(k, dtype=dtype), Features(**more))
+
+    assert timed() and not timed(dtype=torch.float16) and not timed(batch_invariant=True)
+    assert not timed(k=(2, 512, 2, 64)) and not timed(k=(2, 384, 4, 64)) and not timed(k=(2, 640, 4, 64))
+    assert not timed((2, 500, 4, 64), (2, 500, 4, 64))
