@@ -123,32 +123,38 @@ def _documents(cu_seqlens: Tensor | Sequence[int], rows: int, ranks: int) -> lis
 
 def ring_flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *arguments: Any, **options: Any):
     """kv (batch, local_length, 2, heads_kv, head_dim)."""
-    return ring_flash_attn_func(q, *_parts(kv, 2, arguments, options), *arguments, **options)
+    k, v = _parts(kv, 2, arguments, options)
+    return ring_flash_attn_func(q, k, v, *arguments, **options)
 
 
 def ring_flash_attn_qkvpacked_func(qkv: Tensor, *arguments: Any, **options: Any):
     """qkv (batch, local_length, 3, heads, head_dim)."""
-    return ring_flash_attn_func(*_parts(qkv, 3, arguments, options), *arguments, **options)
+    q, k, v = _parts(qkv, 3, arguments, options)
+    return ring_flash_attn_func(q, k, v, *arguments, **options)
 
 
 def zigzag_ring_flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *arguments: Any, **options: Any):
     """kv (batch, local_length, 2, heads_kv, head_dim)."""
-    return zigzag_ring_flash_attn_func(q, *_parts(kv, 2, arguments, options), *arguments, **options)
+    k, v = _parts(kv, 2, arguments, options)
+    return zigzag_ring_flash_attn_func(q, k, v, *arguments, **options)
 
 
 def zigzag_ring_flash_attn_qkvpacked_func(qkv: Tensor, *arguments: Any, **options: Any):
     """qkv (batch, local_length, 3, heads, head_dim)."""
-    return zigzag_ring_flash_attn_func(*_parts(qkv, 3, arguments, options), *arguments, **options)
+    q, k, v = _parts(qkv, 3, arguments, options)
+    return zigzag_ring_flash_attn_func(q, k, v, *arguments, **options)
 
 
 def stripe_flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *arguments: Any, **options: Any):
     """kv (batch, local_length, 2, heads_kv, head_dim)."""
-    return stripe_flash_attn_func(q, *_parts(kv, 2, arguments, options), *arguments, **options)
+    k, v = _parts(kv, 2, arguments, options)
+    return stripe_flash_attn_func(q, k, v, *arguments, **options)
 
 
 def stripe_flash_attn_qkvpacked_func(qkv: Tensor, *arguments: Any, **options: Any):
     """qkv (batch, local_length, 3, heads, head_dim)."""
-    return stripe_flash_attn_func(*_parts(qkv, 3, arguments, options), *arguments, **options)
+    q, k, v = _parts(qkv, 3, arguments, options)
+    return stripe_flash_attn_func(q, k, v, *arguments, **options)
 
 
 def _parts(x: Tensor, count: int, arguments: tuple, options: dict[str, Any]) -> tuple[Tensor, ...]:
