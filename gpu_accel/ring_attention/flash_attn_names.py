@@ -2,11 +2,14 @@
 
 Tensors are this rank's shards, (batch, local_length, heads, head_dim), of a sequence of ranks * local_length tokens,
 cut by `contiguous` for ring_*, `zigzag` for zigzag_ring_*, `striped` for stripe_*. What the kernels do not do (dropout,
-ALiBi) is refused, on every rank. Unlike there, window_size works in all of them.
+ALiBi) is refused, on every rank. Unlike there, window_size works in all of them. With `varlen` in its name a function
+takes packed documents, (local_length, heads, head_dim), each of them in zigzag shards of its own.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -26,6 +29,7 @@ def _transport(group: Any) -> Transport:
 def _run(
     layout: str, q: Tensor, k: Tensor, v: Tensor, dropout_p: float, softmax_scale: float | None, causal: bool,
     window_size: Window, alibi_slopes: Any, deterministic: bool, return_attn_probs: bool, group: Any,
+    documents: Sequence[int] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, None]:  # fmt: skip
     transport = _transport(group)
     with told(transport):
@@ -35,7 +39,7 @@ def _run(
     if dropout_p or alibi_slopes is not None:
         what = "dropout_p" if dropout_p else "alibi_slopes"
         transport.agree("", UnsupportedError(f"{what} is not supported: pass {'0.0' if dropout_p else 'None'}"))
-    cut = make_layout(layout, seqlen=q.shape[1] * transport.size, ranks=transport.size)
+    cut = make_layout(layout, seqlen=q.shape[1] * transport.size, ranks=transport.size, documents=documents)
     if cut.local_length != q.shape[1]:
         transport.agree(
             "",
@@ -80,6 +84,55 @@ def stripe_flash_attn_func(
                 return_attn_probs, group)  # fmt: skip
 
 
+def zigzag_ring_flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | Sequence[int], max_seqlen: int | None = None,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False, window_size: Window = (-1, -1),
+    alibi_slopes: Any = None, deterministic: bool = False, return_attn_probs: bool = False, group: Any = None,
+):  # fmt: skip
+    """Ring attention of packed documents. `cu_seqlens`: where they begin and end among the rows of this rank, that is
+    those of the whole sequence divided by the ranks; every rank has as many rows, an even number, of each document.
+    `max_seqlen` is not needed. lse is (heads, local_length)."""
+    transport = _transport(group)
+    with told(transport):
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if not isinstance(x, Tensor) or x.dim() != 3:
+                got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+                raise InvalidInputError(f"{name} must be a tensor (local_length, heads, head_dim), got {got}")
+        documents = _documents(cu_seqlens, len(q), transport.size)
+    found = _run("documents", q[None], k[None], v[None], dropout_p, softmax_scale, causal, window_size, alibi_slopes,
+                 deterministic, return_attn_probs, transport, documents)  # fmt: skip
+    if isinstance(found, Tensor):
+        return found[0]
+    return found[0][0], found[1][0], None
+
+
+def _documents(cu_seqlens: Tensor | Sequence[int], rows: int, ranks: int) -> list[int]:
+    """The lengths of the whole documents."""
+    try:
+        ends = [int(x) for x in (cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens)]
+    except (TypeError, ValueError) as error:
+        raise InvalidInputError(f"cu_seqlens must be whole numbers, got {cu_seqlens!r:.80}") from error
+    lengths = [b - a for a, b in itertools.pairwise(ends)]
+    if len(ends) < 2 or ends[0] != 0 or ends[-1] != rows or any(n < 0 or n % 2 for n in lengths):
+        raise InvalidInputError(
+            f"cu_seqlens must go from 0 to the {rows} rows of this rank in even steps, got {ends!s:.80}: pad documents "
+            "to a multiple of twice the ranks, or use RingAttention with documents="
+        )
+    return [ranks * n for n in lengths]
+
+
+def ring_flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *arguments: Any, **options: Any):
+    """kv (batch, local_length, 2, heads_kv, head_dim)."""
+    k, v = _parts(kv, 2, arguments, options)
+    return ring_flash_attn_func(q, k, v, *arguments, **options)
+
+
+def ring_flash_attn_qkvpacked_func(qkv: Tensor, *arguments: Any, **options: Any):
+    """qkv (batch, local_length, 3, heads, head_dim)."""
+    q, k, v = _parts(qkv, 3, arguments, options)
+    return ring_flash_attn_func(q, k, v, *arguments, **options)
+
+
 def zigzag_ring_flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *arguments: Any, **options: Any):
     """kv (batch, local_length, 2, heads_kv, head_dim)."""
     k, v = _parts(kv, 2, arguments, options)
@@ -90,6 +143,18 @@ def zigzag_ring_flash_attn_qkvpacked_func(qkv: Tensor, *arguments: Any, **option
     """qkv (batch, local_length, 3, heads, head_dim)."""
     q, k, v = _parts(qkv, 3, arguments, options)
     return zigzag_ring_flash_attn_func(q, k, v, *arguments, **options)
+
+
+def stripe_flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *arguments: Any, **options: Any):
+    """kv (batch, local_length, 2, heads_kv, head_dim)."""
+    k, v = _parts(kv, 2, arguments, options)
+    return stripe_flash_attn_func(q, k, v, *arguments, **options)
+
+
+def stripe_flash_attn_qkvpacked_func(qkv: Tensor, *arguments: Any, **options: Any):
+    """qkv (batch, local_length, 3, heads, head_dim)."""
+    q, k, v = _parts(qkv, 3, arguments, options)
+    return stripe_flash_attn_func(q, k, v, *arguments, **options)
 
 
 def _parts(x: Tensor, count: int, arguments: tuple, options: dict[str, Any]) -> tuple[Tensor, ...]:

@@ -1,11 +1,19 @@
-"""Hops by the copy engine: every rank pulls its neighbour's buffer out of symmetric memory, on a stream of its own.
+"""Hops by the copy engine: ranks write to one another's symmetric memory, or read it, on streams of their own.
 
 Why: NCCL's send and receive are kernels, and do not run beside an attention kernel that fills the GPU. On H100s one
 134 MB hop beside cuDNN attention of 1.61 ms took 2.1 ms in all by NCCL and 1.64 ms by such a pull (torch 2.11, two
 GPUs over NVLink, measured before this file was written).
 
-`share`, for keys and values: a buffer that others may read. Every rank pulls the blocks it needs straight from their
-owners, on a side stream, all of it stream-ordered memory operations that need no SM:
+`mail`, for keys and values: owners write them straight from where they are to the buffers of those who need them. All
+of it is stream-ordered memory operations that need no SM, and no copy is made first:
+
+    reader   write 1 to `free` of the owner                           the buffer's last step has been computed
+    owner    wait for its own `free` from the reader, reset it        on a side stream
+             copy  keys and values -> reader's buffer                 the copy engine
+             write 1 to `sent` of the reader
+    reader   wait for its own `sent` from the owner, reset it         on another side stream
+
+`share`, for keys and values that lie where others may read them (homes.py): ranks pull what they need from there.
 
     owner    write 1 to `shared` of every reader                      its buffer is written
     reader   wait for its own `shared` from the owner, reset it
@@ -48,12 +56,13 @@ import torch
 from torch import Tensor
 
 from gpu_accel.errors import HardwareError, InvalidInputError
+from gpu_accel.flash_attention3.problem import check_flag
 from gpu_accel.ring_attention.faults import CommunicationError
 from gpu_accel.ring_attention.homes import Homes, check_home
 from gpu_accel.ring_attention.transport import Pending, TorchTransport, check_group
 
 _ALIGNMENT = 256
-_READY, _DONE, _SHARED, _READ = range(4)  # kinds of flags
+_READY, _DONE, _SHARED, _READ, _FREE, _SENT = _KINDS = range(6)  # of flags
 _EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
 
 
@@ -102,14 +111,15 @@ class _Watch:
         """`words`: 2 * streams int32 of pinned memory, zeros. late(rank): called once, for one not heard of."""
         self.words, self.timeout, self.late = words, timeout, late
         self.count = [0] * streams
-        self.ranks: list[dict[int, int]] = [{} for _ in range(streams)]  # who the waits that have been issued are for
+        # of the waits that have been issued: who they are for, and where the flag is
+        self.ranks: list[dict[int, tuple[int, int]]] = [{} for _ in range(streams)]
         self._thread: threading.Thread | None = None
 
-    def issue(self, stream: int, rank: int) -> tuple[int, int, int]:
-        """A wait for a rank: its number, and the addresses to write it to before and after."""
+    def issue(self, stream: int, rank: int, flag: int = 0) -> tuple[int, int, int]:
+        """A wait for a rank's flag: its number, and the addresses to write it to before and after."""
         self.count[stream] += 1
         number, ranks = self.count[stream], self.ranks[stream]
-        ranks[number] = rank
+        ranks[number] = rank, flag
         for old in [n for n in list(ranks)[:8] if n < int(self.words[2 * stream + 1])]:
             del ranks[old]
         if self._thread is None:
@@ -123,6 +133,10 @@ class _Watch:
         words = self.words.tolist()
         return [(i, words[2 * i]) for i in range(len(self.count)) if words[2 * i] != words[2 * i + 1]]
 
+    def waited_for(self) -> list[tuple[int, int]]:
+        """(rank, flag) of the waits that are under way."""
+        return [self.ranks[stream][number] for stream, number in self.waiting() if number in self.ranks[stream]]
+
     def _look(self) -> None:
         since: dict[tuple[int, int], float] = {}
         while True:
@@ -131,7 +145,7 @@ class _Watch:
             since = {wait: since.get(wait, now) for wait in self.waiting()}
             for (stream, number), start in since.items():
                 if now - start > self.timeout:
-                    self.late(self.ranks[stream].get(number, -1))
+                    self.late(self.ranks[stream].get(number, (-1, 0))[0])
                     return
 
 
@@ -141,6 +155,8 @@ class SymmetricTransport(TorchTransport):
     Args:
         timeout: seconds for which a stream may wait for another rank; as long as NCCL's, for the others may be
             compiling, or writing a checkpoint.
+        push: whether owners write keys and values to those who need them; False: each rank copies its own to where the
+            others read them. The same on all ranks.
         group, check: as for `TorchTransport`.
 
     Raises:
@@ -149,10 +165,13 @@ class SymmetricTransport(TorchTransport):
 
     pulls = True
 
-    def __init__(self, group: Any = None, *, timeout: float = 600.0, check: str = "auto") -> None:
+    def __init__(
+        self, group: Any = None, *, timeout: float = 600.0, check: str = "auto", push: bool = True
+    ) -> None:
         if not torch.cuda.is_available():
             raise HardwareError("symmetric memory needs CUDA GPUs: use TorchTransport, or simulate on one process")
         super().__init__(group, timeout=timeout, check=check)
+        self.pushes = check_flag("push", push)
         if self.name != "nccl":
             raise HardwareError(f"symmetric memory needs an NCCL process group, this one is {self.name}")
         import torch.distributed._symmetric_memory as symmetric
@@ -160,18 +179,21 @@ class SymmetricTransport(TorchTransport):
         self.name = "symmetric"
         self._symmetric = symmetric
         self._device = torch.device("cuda", torch.cuda.current_device())
-        # sums wait for what a neighbour computes, keys and values do not: they must not queue up behind one another
-        self._hops, self._reads = (torch.cuda.Stream(self._device, priority=-1) for _ in range(2))
+        # sums wait for what a neighbour computes, keys and values do not: they must not queue up behind one another,
+        # nor what leaves here behind what arrives
+        self._streams = [torch.cuda.Stream(self._device, priority=-1) for _ in range(3)]
+        self._hops, self._reads, self._arrivals = self._streams
         self._areas: dict[tuple[int, int, int], _Area] = {}
         self.homes = Homes()
         self._asked = 0
         self._used: set[tuple[int, int, int]] = set()
-        flags = symmetric.empty(4 * self.size, dtype=torch.int32, device=self._device)
+        flags = symmetric.empty(len(_KINDS) * self.size, dtype=torch.int32, device=self._device)
         flags.zero_()
         torch.cuda.synchronize(self._device)
         self._flags, self._flag_handle = flags, self._rendezvous(flags)
         self._watch = _Watch(
-            2, torch.zeros(4, dtype=torch.int32).pin_memory(), self.timeout.total_seconds(), self._give_up
+            len(self._streams), torch.zeros(2 * len(self._streams), dtype=torch.int32).pin_memory(),
+            self.timeout.total_seconds(), self._give_up,
         )
         # What `_give_up` does, done once now. CUDA loads a kernel at its first launch, and may wait for all streams to
         # do so: for ever, if one of them waits for a rank that is gone.
@@ -188,12 +210,15 @@ class SymmetricTransport(TorchTransport):
         warnings.warn(f"rank {self.rank}: {self._broken}: what was under way is NaN", RuntimeWarning, stacklevel=2)
         stream = self._rescue
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
-            while self._watch.waiting() or not all(s.query() for s in (self._hops, self._reads)):
-                for area in self._areas.values():  # also of the lost rank: what is pulled next comes from there
-                    for memory in (area.memory, *([area.of(rank)] if rank >= 0 else [])):
+            while self._watch.waiting() or not all(s.query() for s in self._streams):
+                late = self._watch.waited_for()
+                lost = {rank, *(other for other, _ in late)} - {-1}
+                for area in self._areas.values():  # also of lost ranks: what is pulled next comes from there
+                    for memory in (area.memory, *(area.of(other) for other in lost)):
                         memory.fill_(0xFF)  # NaN in every format
-                for number in range(4 * self.size):
-                    _memory_operation("cuStreamWriteValue32_v2", stream, self._flags.data_ptr() + 4 * number, 1, 0)
+                # only waits that have begun: before the others begin, something may still be written here
+                for _, flag in late:
+                    _memory_operation("cuStreamWriteValue32_v2", stream, flag, 1, 0)
                 stream.synchronize()
                 time.sleep(0.02)
 
@@ -274,6 +299,9 @@ class SymmetricTransport(TorchTransport):
     def share(self, buffer: Tensor, *, readers: Sequence[int], sources: Sequence[int]) -> _Round:
         return _Round(self, buffer, readers, sources)
 
+    def mail(self) -> _Mail:
+        return _Mail(self)
+
     def _after(self, stream: torch.cuda.Stream) -> Pending:
         """What has been issued on a side stream; waiting makes the current stream wait, not the host."""
         finished = torch.cuda.Event()
@@ -281,14 +309,14 @@ class SymmetricTransport(TorchTransport):
         return Pending(lambda: torch.cuda.current_stream(self._device).wait_event(finished))
 
     def _set(self, stream: torch.cuda.Stream, rank: int, kind: int) -> None:
-        address = self._flag_handle.buffer_ptrs[rank] + 4 * (4 * self.rank + kind)
+        address = self._flag_handle.buffer_ptrs[rank] + 4 * (len(_KINDS) * self.rank + kind)
         _memory_operation("cuStreamWriteValue32_v2", stream, address, 1, 0)
 
     def _await(self, stream: torch.cuda.Stream, rank: int, kind: int) -> None:
-        address = self._flags.data_ptr() + 4 * (4 * rank + kind)
+        address = self._flags.data_ptr() + 4 * (len(_KINDS) * rank + kind)
         watched = not torch.cuda.is_current_stream_capturing()
         if watched:
-            number, begun, over = self._watch.issue(int(stream == self._reads), rank)
+            number, begun, over = self._watch.issue(self._streams.index(stream), rank, address)
             _memory_operation("cuStreamWriteValue32_v2", stream, begun, number, 0)
         _memory_operation("cuStreamWaitValue32_v2", stream, address, 1, _EQUAL)
         _memory_operation("cuStreamWriteValue32_v2", stream, address, 0, 0)
@@ -357,4 +385,38 @@ class _Round:
         assert not self.left, f"nothing was pulled from ranks {sorted(self.left)}, whose flags are still up"
         for rank in self.readers:
             self.transport._await(self.stream, rank, _READ)
+        self.transport._after(self.stream).wait()
+
+
+class _Mail:
+    """Blocks that owners write to other ranks, from `mail` to `close`."""
+
+    def __init__(self, transport: SymmetricTransport) -> None:
+        transport._usable()
+        self.transport, self.stream = transport, transport._reads
+        self.stream.wait_stream(torch.cuda.current_stream(transport._device))  # what will be sent is written
+
+    def expect(self, source: int, into: Tensor) -> Pending:
+        transport, stream = self.transport, self.transport._arrivals
+        stream.wait_stream(torch.cuda.current_stream(transport._device))  # nobody here still reads `into`
+        transport._set(stream, source, _FREE)
+
+        def arrive() -> None:
+            transport._await(stream, source, _SENT)
+            transport._after(stream).wait()
+
+        return Pending(arrive)
+
+    def send(self, to: int, parts: Sequence[tuple[Tensor, int]], into: Tensor) -> None:
+        transport = self.transport
+        area, (offset,) = transport._area(into)
+        theirs = area.of(to)
+        with torch.cuda.stream(self.stream):
+            transport._await(self.stream, to, _FREE)
+            for x, at in parts:
+                a = offset + at * into.element_size()
+                theirs[a : a + x.numel() * x.element_size()].copy_(x.detach().view(-1).view(torch.uint8))
+            transport._set(self.stream, to, _SENT)
+
+    def close(self) -> None:
         self.transport._after(self.stream).wait()

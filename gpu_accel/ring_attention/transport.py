@@ -2,7 +2,7 @@
 
     LocalTransport        ranks are threads of one process (see simulate.py); finds deadlocks and misused buffers
     TorchTransport        torch.distributed: NCCL on GPUs, gloo on CPUs
-    SymmetricTransport    torch's symmetric memory: the copy engine pulls from any rank (symmetric.py)
+    SymmetricTransport    torch's symmetric memory: the copy engine writes to any rank, or reads (symmetric.py)
 
 `exchange` is what rings are made of: send one buffer on, receive another, both of them from `buffers`, and compute in
 between. After `wait()` the received buffer may be read *and* the sent one overwritten, so two buffers suffice for any
@@ -62,6 +62,23 @@ class Shared(Protocol):
         ...
 
 
+class Mail(Protocol):
+    """One round of blocks that their owners write into buffers of other ranks."""
+
+    def expect(self, source: int, into: Tensor) -> Pending:
+        """Let `source` write to `into`, one of `buffers`, from now on; `wait()`: it has."""
+        ...
+
+    def send(self, to: int, parts: Sequence[tuple[Tensor, int]], into: Tensor) -> None:
+        """Contiguous tensors to elements [a, ...) of that buffer of rank `to` which lies where `into` lies here, as
+        soon as it expects them."""
+        ...
+
+    def close(self) -> None:
+        """Wait until what was sent may be overwritten."""
+        ...
+
+
 @runtime_checkable
 class Transport(Protocol):
     """What a schedule asks of the network. Ranks are 0 ... size - 1 of this transport."""
@@ -70,6 +87,7 @@ class Transport(Protocol):
     size: int
     name: str
     pulls: bool  # whether a rank can read another one's buffers: then `share` is there
+    pushes: bool  # whether it can write to them, and had better: then `mail` is there
 
     def buffers(self, count: int, shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> list[Tensor]:
         """Buffers to send from and receive into, on the device of `like`; kept between calls where that saves work."""
@@ -85,6 +103,10 @@ class Transport(Protocol):
 
     def share(self, buffer: Tensor, *, readers: Sequence[int], sources: Sequence[int]) -> Shared:
         """Let `readers` read this buffer, and read those that `sources` share at the same time."""
+        ...
+
+    def mail(self) -> Mail:
+        """Begin a round of writing to other ranks' buffers. What is to be sent has been written by then."""
         ...
 
     def all_gather(self, x: Tensor, ranks: Sequence[int] | None = None) -> Pending:
@@ -107,9 +129,13 @@ class PointToPoint(ABC):
     size: int
     name: str
     pulls = False
+    pushes = False
 
     def share(self, buffer: Tensor, *, readers: Sequence[int], sources: Sequence[int]) -> Shared:
         raise UnsupportedError(f"ranks cannot read one another's memory over {self.name}")
+
+    def mail(self) -> Mail:
+        raise UnsupportedError(f"ranks cannot write to one another's memory over {self.name}")
 
     @abstractmethod
     def transfer(self, sends: Sends, receives: Receives) -> Pending: ...

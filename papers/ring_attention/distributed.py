@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import os
+import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -36,7 +37,10 @@ from gpu_accel.workbench.experiment import Case, Check, Implementation, Sampled,
 
 PEERS = ("torch-context-parallel", "torch-context-parallel-alltoall", "ulysses-cudnn")
 SCALING = ("kv_ring", "kv_ring-home", "kv_ring-nccl", "ulysses", "allgather", "usp", *PEERS, "one-gpu")
-OVERLAP = ("kv_ring", "kv_ring-home", "kv_ring-waiting", "kv_ring-nccl", "kv_ring-nccl-waiting", "compute-only")
+OVERLAP = (
+    "kv_ring", "kv_ring-home", "kv_ring-pulled", "kv_ring-waiting", "kv_ring-nccl", "kv_ring-nccl-waiting",
+    "compute-only",
+)  # fmt: skip
 MEMORY = ("kv_ring", "allgather", "ulysses", "torch-context-parallel")
 SCHEDULES = ("kv_ring", "kv_ring-nccl", "q_ring", "allgather", "ulysses", "usp", "mesh", "double_ring", "helper")
 MILLION, ROWS, SHORT = 1 << 20, 64, 512
@@ -73,9 +77,10 @@ def scaling_cases(settings: Settings) -> list[Case]:
     The most telling ones first, so that a run that is cut short has them.
     """
     sizes = [(32768, 32), (65536, 32), (32768, 8), (65536, 8), (131072, 32)]
-    wanted = [("strong", n, kv) for n, kv in sizes[: 1 if settings.quick else None]]
+    wanted = [("strong", n, kv) for n, kv in sizes]
     weak = [world_size() * c for c in (8192, 32768)]
-    wanted += [("weak", n, 32) for n in weak if not settings.quick and n not in [size for size, _ in sizes]]
+    wanted[1:1] = [("weak", n, 32) for n in weak if n not in [size for size, _ in sizes]]
+    wanted = wanted[: 1 if settings.quick else None]
     return _distinct(
         [_case(settings, seqlen=n, heads=32, heads_kv=kv, direction=d, scaling=kind)
          for kind, n, kv in wanted for d in ("forward", "both")]
@@ -113,7 +118,7 @@ def scaling_names(case: Case) -> tuple[str, ...]:
     if seqlen <= 32768:
         return SCALING
     fastest = ("kv_ring", "kv_ring-home", "ulysses", "torch-context-parallel", "ulysses-cudnn")
-    return fastest if both else (*fastest, "one-gpu")
+    return fastest if both and seqlen > 65536 else (*fastest, "one-gpu")
 
 
 def memory_names(case: Case) -> tuple[str, ...]:
@@ -137,15 +142,15 @@ def _join(on_gpu: bool) -> None:
 
 @functools.cache
 def _transport(kind: str, on_gpu: bool) -> Transport:
-    """ "nccl" (gloo on a CPU) or "symmetric"."""
+    """ "nccl" (gloo on a CPU), "symmetric", or "pulled": symmetric memory, into which each rank copies its keys."""
     _join(on_gpu)
-    if kind == "symmetric" and on_gpu:
-        from gpu_accel.ring_attention.symmetric import choose_transport
+    if kind in ("symmetric", "pulled") and on_gpu:
+        from gpu_accel.ring_attention.symmetric import SymmetricTransport, choose_transport
 
         found = choose_transport()
         if found.name != "symmetric":
             raise HardwareError("these GPUs cannot read one another's memory: see the implementations named -nccl")
-        return found
+        return found if kind == "symmetric" else SymmetricTransport(push=False)
     return TorchTransport()
 
 
@@ -175,7 +180,7 @@ def build(
 
 
 def _schedule(name: str) -> str:
-    return name.removesuffix("-waiting").removesuffix("-nccl").removesuffix("-home")
+    return name.removesuffix("-waiting").removesuffix("-nccl").removesuffix("-home").removesuffix("-pulled")
 
 
 def _unavailable(name: str, run: _Run) -> str:
@@ -231,7 +236,8 @@ class _Run:
         if name in PEERS:
             return "cuDNN attention over NCCL"
         network = "symmetric memory" if self.over_symmetric(name) else "NCCL" if self.settings.on_gpu else "gloo"
-        where = ", keys where others read them" if name.endswith("-home") else ""
+        ways = {"-home": ", keys where others read them", "-pulled": ", keys copied to where others read them"}
+        where = next((text for way, text in ways.items() if name.endswith(way)), "")
         return f"{self.layout(name, self.ranks).name} shards over {network}{where}"
 
     def over_symmetric(self, name: str) -> bool:
@@ -292,7 +298,8 @@ class _Run:
         return [place.copy_(x) for place, x in zip(_HOMES[key], (k, v), strict=True)]
 
     def transport(self, name: str) -> Transport:
-        return _transport("symmetric" if self.over_symmetric(name) else "nccl", self.settings.on_gpu)
+        kind = "pulled" if name.endswith("-pulled") else "symmetric" if self.over_symmetric(name) else "nccl"
+        return _transport(kind, self.settings.on_gpu)
 
     def shards(self, name: str, seqlen: int, seed: int) -> list[Tensor]:
         whole = self.whole(seqlen, seed)
@@ -444,11 +451,11 @@ class _Race:
             if self._worst(failed):
                 calls.pop(name, None)
         samples: dict[str, list[float]] = {name: [] for name in calls}
-        order = list(calls)
+        order, same = list(calls), random.Random(seqlen)  # on all ranks
         for _ in range(10 if seqlen <= 32768 else 6 if seqlen <= 65536 else 4):
+            same.shuffle(order)  # nobody always comes after the one that heats the GPU most
             for name in order:
                 samples[name].append(self._once(calls[name]))
-            order.append(order.pop(0))  # nobody always comes after the one that heats the GPU most
         return samples
 
     def _once(self, call: Callable[[], Any]) -> float:

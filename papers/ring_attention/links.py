@@ -2,8 +2,9 @@
 
     gpu-accel run ring links --nproc 2
 
-    copy-engine    a pull out of symmetric memory, its flags included
-    nccl           send and receive of NCCL (gloo on a CPU)
+    copy-engine          a pull out of symmetric memory, its flags included
+    copy-engine-write    a push into symmetric memory, likewise
+    nccl                 send and receive of NCCL (gloo on a CPU)
 
 The time is the slowest rank's, from when all are in line; the rate is that of the bytes a GPU sends. The content that
 arrives is compared with what was sent, every byte.
@@ -20,6 +21,11 @@ from gpu_accel.workbench.experiment import Case, Check, Implementation, Sampled,
 
 from .distributed import _transport, _worst, world_size
 
+WAYS = {
+    "copy-engine": "a pull out of symmetric memory",
+    "copy-engine-write": "a push into symmetric memory",
+    "nccl": "send and receive",
+}
 MEGABYTES = (1, 4, 16, 64, 256)  # of 10^6 bytes
 SAMPLES = 12
 
@@ -31,35 +37,45 @@ def list_cases(settings: Settings) -> list[Case]:
 
 
 def build(case: Case, settings: Settings) -> Workload:
-    """Both ways of a hop."""
-    return Workload(implementations=[_implementation(name, case, settings) for name in ("copy-engine", "nccl")])
+    """All ways of a hop."""
+    return Workload(implementations=[_implementation(name, case, settings) for name in WAYS])
 
 
 def _implementation(name: str, case: Case, settings: Settings) -> Implementation:
     why = ""
     if world_size() == 1:
         why = "needs several processes: gpu-accel run ring links --nproc 2"
-    elif name == "copy-engine" and not settings.on_gpu:
+    elif name != "nccl" and not settings.on_gpu:
         why = "needs GPUs"
-    hop = _Hop("symmetric" if name == "copy-engine" else "nccl", case, settings)
+    hop = _Hop(name, case, settings)
     return Implementation(
-        name=name, role="ours" if name == "copy-engine" else "peer", unavailable=why, check=hop.check,
-        values=hop.times, note="a pull out of symmetric memory" if name == "copy-engine" else "send and receive",
+        name=name, role="peer" if name == "nccl" else "ours", unavailable=why, check=hop.check, values=hop.times,
+        note=WAYS[name],
     )  # fmt: skip
 
 
 class _Hop:
-    def __init__(self, kind: str, case: Case, settings: Settings) -> None:
-        self.kind, self.settings, self.size = kind, settings, int(case["megabytes"]) * 1_000_000
+    def __init__(self, name: str, case: Case, settings: Settings) -> None:
+        self.name, self.settings, self.size = name, settings, int(case["megabytes"]) * 1_000_000
 
     def made(self) -> tuple[Transport, torch.Tensor, torch.Tensor, Callable[[], None]]:
         """The transport, what is sent, what arrives, and the hop."""
-        transport = _transport(self.kind, self.settings.on_gpu)
-        transport.agree(f"links {self.kind} {self.size}")
+        transport = _transport("nccl" if self.name == "nccl" else "symmetric", self.settings.on_gpu)
+        transport.agree(f"links {self.name} {self.size}")
         like = torch.empty(0, dtype=torch.uint8, device=self.settings.device)
         mine, theirs = transport.buffers(2, (self.size,), like)
         to, source = ((transport.rank + way) % transport.size for way in (1, -1))
-        return transport, mine, theirs, lambda: transport.exchange(mine, theirs, to=to, source=source).wait()
+        if self.name != "copy-engine-write":
+            return transport, mine, theirs, lambda: transport.exchange(mine, theirs, to=to, source=source).wait()
+
+        def write() -> None:
+            mail = transport.mail()
+            arriving = mail.expect(source, theirs)
+            mail.send(to, [(mine, 0)], theirs)
+            arriving.wait()
+            mail.close()
+
+        return transport, mine, theirs, write
 
     def check(self, seed: int) -> Check:
         """Bytes that are not what the neighbour sent."""

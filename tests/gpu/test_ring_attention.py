@@ -299,6 +299,36 @@ def test_pulls_bring_the_right_content(ranks: int):
     run_ranks(_pull_content, ranks)
 
 
+def _push_content(rank: int, ranks: int) -> None:
+    """Many rounds of blocks that others write here, each with other content, beside a stream that is busy."""
+    transport = _transport("symmetric")
+    transport.agree("start")
+    two = transport.buffers(2, (1 << 20,), torch.empty(0, device=f"cuda:{rank}", dtype=torch.bfloat16))
+    mine = torch.empty(1 << 20, device=f"cuda:{rank}", dtype=torch.bfloat16)
+    busy = torch.randn(2048, 2048, device=f"cuda:{rank}")
+    for turn in range(5):
+        mine.fill_(float(rank + ranks * turn))
+        mail = transport.mail()
+        for step in range(1, ranks):
+            into, source = two[step % 2], (rank - step) % ranks
+            into.fill_(-1.0)
+            pending = mail.expect(source, into)
+            mail.send((rank + step) % ranks, [(mine[:100], 0), (mine[1 << 19 :], 1 << 19)], into)
+            for _ in range(4):
+                busy = busy @ busy * 1e-3
+            pending.wait()
+            wanted = float(source + ranks * turn)
+            assert bool((into[:100] == wanted).all()), (turn, source)
+            assert bool((into[100 : 1 << 19] == -1.0).all()), (turn, source)
+            assert bool((into[1 << 19 :] == wanted).all()), (turn, source)
+        mail.close()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_pushes_bring_the_right_content(ranks: int):
+    run_ranks(_push_content, ranks)
+
+
 def _at_home(rank: int, ranks: int) -> None:
     """Keys that are written to where others read them, new ones in every call."""
     transport = _transport("symmetric")

@@ -185,16 +185,20 @@ def test_names_of_ring_flash_attention(function: str, layout: str):
         assert relative_error(cut.unshard([r[i] for r in results]), x) < 1e-13
 
 
-def test_packed_names_and_what_they_refuse():
+@pytest.mark.parametrize(
+    ("name", "layout"), [("ring", "contiguous"), ("zigzag_ring", "zigzag"), ("stripe", "striped")]
+)
+def test_packed_names_and_what_they_refuse(name: str, layout: str):
     q, k, v, _ = make(8, heads_kv=4)
     v = v[..., :8]
     exact = attention_truth(q, k, v, causal=True)[0]
-    cut = make_layout("zigzag", seqlen=8, ranks=2)
+    cut = make_layout(layout, seqlen=8, ranks=2)
+    kv_packed, qkv_packed = (getattr(ring, f"{name}_flash_attn_{kind}packed_func") for kind in ("kv", "qkv"))
 
     def one_rank(transport):
         a, b, c = (cut.shard(x, transport.rank) for x in (q, k, v))
-        one = ring.zigzag_ring_flash_attn_kvpacked_func(a, torch.stack([b, c], 2), causal=True, group=transport)
-        two = ring.zigzag_ring_flash_attn_qkvpacked_func(torch.stack([a, b, c], 2), causal=True, group=transport)
+        one = kv_packed(a, torch.stack([b, c], 2), causal=True, group=transport)
+        two = qkv_packed(torch.stack([a, b, c], 2), causal=True, group=transport)
         assert torch.equal(one, two)
         with pytest.raises(UnsupportedError, match="dropout_p is not supported"):
             ring.zigzag_ring_flash_attn_func(a, b, c, dropout_p=0.1, group=transport)
@@ -203,6 +207,35 @@ def test_packed_names_and_what_they_refuse():
         return one
 
     assert relative_error(cut.unshard(simulate(one_rank, 2)), exact) < 1e-13
+
+
+def test_packed_documents_by_the_name_of_ring_flash_attention():
+    """Report #46 there: short documents, and lse of two dimensions."""
+    documents = (16, 4, 0, 8)
+    q, k, v, do = make(28)
+    cut = make_layout("documents", seqlen=28, ranks=2, documents=documents)
+
+    def one_rank(transport):
+        leaves = [cut.shard(x, transport.rank)[0].requires_grad_() for x in (q, k, v)]
+        ends = torch.tensor([0, 8, 10, 10, 14], dtype=torch.int32)
+        o, lse, _ = ring.zigzag_ring_flash_attn_varlen_func(
+            *leaves, ends, 8, causal=True, return_attn_probs=True, group=transport
+        )
+        assert lse.shape == (4, 14)
+        for wrong in ([0, 7, 14], [0, 8], [0, 16, 14], [2, 14], [14], None, ["a", "b"]):
+            with pytest.raises(InvalidInputError, match="cu_seqlens must"):
+                ring.zigzag_ring_flash_attn_varlen_func(*leaves, wrong, group=transport)
+        with pytest.raises(InvalidInputError, match="q must be a tensor .local_length, heads, head_dim."):
+            ring.zigzag_ring_flash_attn_varlen_func(leaves[0][None], *leaves[1:], ends, group=transport)
+        return o[None], *(x[None] for x in torch.autograd.grad(o, leaves, cut.shard(do, transport.rank)[0]))
+
+    found, start = simulate(one_rank, 2), 0
+    whole = [cut.unshard([r[i] for r in found]) for i in range(4)]
+    for length in documents:
+        part = slice(start, start + length)
+        qkv, start = [x[:, part] for x in (q, k, v)], start + length
+        exact = (attention_truth(*qkv, causal=True)[0], *attention_truth_backward(do[:, part], *qkv, causal=True))
+        assert all(relative_error(x[:, part], e) < 1e-13 for x, e in zip(whole, exact, strict=True) if length)
 
 
 def test_symmetric_memory_needs_gpus():

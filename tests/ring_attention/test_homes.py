@@ -1,4 +1,4 @@
-"""Blocks that are pulled straight from their owners, and keys that lie where others can read them; simulated ranks."""
+"""Blocks that come straight from their owners, and keys that lie where others can read them; simulated ranks."""
 
 from __future__ import annotations
 
@@ -45,6 +45,42 @@ class Pulling(LocalTransport):
         return self.world.take(self.rank, source, kind, self.world.number(source, self.rank, kind, "asked"))
 
 
+class Pushing(Pulling):
+    """Ranks of one process that write to one another's buffers."""
+
+    pushes = True
+
+    def mail(self):
+        return _Mail(self)
+
+
+class _Mail:
+    """Sends wait until they are expected, buffers hold NaN until the block is there, what is sent must not change."""
+
+    def __init__(self, transport: Pushing) -> None:
+        self.transport, self.sent = transport, []
+
+    def expect(self, source, into):
+        self.transport.world.post(self.transport.rank, source, "free", into.numel())
+        into.view(torch.uint8).fill_(0xFF)  # NaN in every format
+
+        def copy() -> None:
+            for x, at in self.transport.taken(source, "sent"):
+                into[at : at + x.numel()] = x.view(-1)
+
+        return Pending(copy)
+
+    def send(self, to, parts, into):
+        assert self.transport.taken(to, "free") == into.numel()
+        assert all(x.is_contiguous() and x.dtype == into.dtype for x, _ in parts)
+        copies = [(x.clone(), at) for x, at in parts]
+        self.sent += zip(parts, copies, strict=True)
+        self.transport.world.post(self.transport.rank, to, "sent", copies)
+
+    def close(self):
+        assert all(torch.equal(x, copy) for (x, _), (copy, _) in self.sent)
+
+
 class _Round:
     def __init__(self, transport: Pulling, readers: tuple[int, ...], left: set[int]) -> None:
         self.transport, self.readers, self.left = transport, readers, left
@@ -72,14 +108,17 @@ def inputs(length: int) -> list[torch.Tensor]:
     return [torch.randn(2, length, h, 8, generator=source, dtype=torch.float64) for h in HEADS]
 
 
-def run(ranks: int, length: int, layout: str, at_home: bool, options: dict):
+def run(ranks: int, length: int, layout: str, way: str, options: dict):
     """Both passes on every rank; the buffers that each asked for; twice, so that a home is used again."""
     cut = make_layout(layout, seqlen=length, ranks=ranks)
     whole = inputs(length)
+    at_home = way == "at home"
 
     def rank(local: LocalTransport):
-        transport = Pulling(local.world, local.rank)
+        transport = (Pulling if way == "copied" else Pushing)(local.world, local.rank)
         q, k, v, do = (cut.shard(x, local.rank) for x in whole)
+        if way == "pushed, strided" and local.rank == 0:  # each rank for itself
+            k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
         if at_home:
             shards = k, v
             k, v = transport.home(k.shape, v.shape, dtype=k.dtype)
@@ -98,21 +137,36 @@ def run(ranks: int, length: int, layout: str, at_home: bool, options: dict):
     return cut, simulate(rank, ranks)
 
 
-@pytest.mark.parametrize("at_home", [False, True], ids=["copied", "at home"])
+@pytest.mark.parametrize("way", ["pushed", "pushed, strided", "copied", "at home"])
 @pytest.mark.parametrize("options", [{"causal": True}, {}, {"causal": True, "window_size": (9, 0)}], ids=str)
-@pytest.mark.parametrize(("ranks", "layout"), [(2, "zigzag"), (4, "zigzag"), (3, "striped")])
-def test_pulled_blocks_give_what_one_device_gives(ranks: int, layout: str, options: dict, at_home: bool):
-    cut, found = run(ranks, 37, layout, at_home, options)
+@pytest.mark.parametrize(("ranks", "layout"), [(2, "zigzag"), (5, "zigzag"), (3, "striped")])
+def test_blocks_from_their_owners_give_what_one_device_gives(ranks: int, layout: str, options: dict, way: str):
+    cut, found = run(ranks, 37, layout, way, options)
     q, k, v, do = inputs(37)
     exact = (attention_truth(q, k, v, **options)[0], *attention_truth_backward(do, q, k, v, **options))
     for i, truth in enumerate(exact):
         assert relative_error(cut.unshard([tensors[i] for tensors, _ in found]), truth) < 1e-12
 
 
-def test_keys_at_home_need_no_copy():
-    """One buffer less, and the other ranks read the tensors themselves."""
-    asked = [[n for _, n in run(3, 24, "zigzag", at_home, {"causal": True})[1]] for at_home in (False, True)]
-    assert asked == [[3] * 3, [2] * 3]
+def test_hops_are_waited_for_one_by_one_where_nothing_is_to_overlap():
+    cut, found = run(4, 24, "zigzag", "pushed", {"causal": True, "overlap": False})
+    exact, _ = attention_truth(*inputs(24)[:3], causal=True)
+    assert relative_error(cut.unshard([tensors[0] for tensors, _ in found]), exact) < 1e-12
+
+
+def test_keys_in_eight_bits_are_pushed_as_the_bytes_that_they_travel_as():
+    options = {"causal": True, "wire": torch.float8_e4m3fn}
+    ways = [run(3, 24, "zigzag", way, options)[1] for way in ("pushed", "copied")]
+    for pushed, pulled in zip(*ways, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(pushed[0], pulled[0], strict=True))
+
+
+def test_only_blocks_that_others_read_are_copied_first():
+    """One buffer less where they are pushed, or where the other ranks read the tensors themselves."""
+    asked = [
+        [n for _, n in run(3, 24, "zigzag", way, {"causal": True})[1]] for way in ("copied", "pushed", "at home")
+    ]
+    assert asked == [[3] * 3, [2] * 3, [2] * 3]
 
 
 def test_a_home_is_found_by_exactly_what_fills_it():

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from gpu_accel.errors import InvalidInputError
-from gpu_accel.flash_attention3.reference import attention_truth
+from gpu_accel.flash_attention3.reference import attention_truth, attention_truth_backward
 from gpu_accel.ring_attention import make_layout
-from gpu_accel.ring_attention.replay import replay_rank
+from gpu_accel.ring_attention.replay import Replay, replay_rank
 from gpu_accel.testing import relative_error
 
 
@@ -17,16 +17,21 @@ from gpu_accel.testing import relative_error
 def test_with_the_keys_of_all_ranks_it_is_the_ring(layout: str, options: dict):
     ranks, length = 5, 47
     source = torch.Generator().manual_seed(0)
-    whole = [torch.randn(1, length, heads, 8, generator=source, dtype=torch.float64) for heads in (4, 2, 2)]
+    *whole, do = (torch.randn(1, length, heads, 8, generator=source, dtype=torch.float64) for heads in (4, 2, 2, 4))
     cut = make_layout(layout, seqlen=length, ranks=ranks)
     shards = [[cut.shard(x, r) for x in whole] for r in range(ranks)]
-    found = [
-        replay_rank(*shards[r], layout=cut, rank=r, keys=lambda s: (shards[s][1], shards[s][2]), **options)
+    replays = [
+        Replay(*shards[r], layout=cut, rank=r, keys=lambda s: (shards[s][1], shards[s][2]), **options)
         for r in range(ranks)
     ]
+    found = [replay.forward() for replay in replays]
     exact, lse = attention_truth(*whole, **options)
     assert relative_error(cut.unshard([o for o, _ in found]), exact) < 1e-12
     assert relative_error(cut.unshard([x for _, x in found], dim=2), lse) < 1e-12
+    dq = attention_truth_backward(do, *whole, **options)[0]
+    for _ in range(2):  # buffers are used again
+        grads = [replays[r].backward(cut.shard(do, r), *found[r]) for r in range(ranks)]
+        assert relative_error(cut.unshard(grads), dq) < 1e-12
 
 
 def test_hundreds_of_ranks_need_no_keys_but_their_own():
@@ -34,6 +39,8 @@ def test_hundreds_of_ranks_need_no_keys_but_their_own():
     q, k, v = (torch.randn(1, 4, 2, 8) for _ in range(3))
     o, lse = replay_rank(q, k, v, layout=cut, rank=200, causal=True)
     assert o.shape == q.shape and o.isfinite().all() and lse.isfinite().all()
+    dq = Replay(q, k, v, layout=cut, rank=200, causal=True).backward(q, o, lse)
+    assert dq.shape == q.shape and dq.isfinite().all()
 
 
 @pytest.mark.parametrize("rank", [-1, 2, True, 0.0, None], ids=str)

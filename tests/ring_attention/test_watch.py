@@ -24,12 +24,12 @@ def test_a_wait_that_does_not_end_is_told_with_the_rank_it_is_for():
     words, lost = torch.zeros(4, dtype=torch.int32), Lost()
     watch = symmetric._Watch(2, words, 0.2, lost)
     for rank in (3, 5):
-        number, begun, over = watch.issue(1, rank)
+        number, begun, over = watch.issue(1, rank, 100 + rank)
         assert (begun, over) == (words.data_ptr() + 8, words.data_ptr() + 12)
         words[2] = number
         if rank == 3:
             words[3] = number
-    assert watch.waiting() == [(1, 2)]
+    assert watch.waiting() == [(1, 2)] and watch.waited_for() == [(5, 105)]
     assert lost.wait(5) and lost.rank == 5
 
 
@@ -53,6 +53,7 @@ def test_a_broken_transport_says_so_at_its_next_use():
         "agree": lambda: transport.agree("anything"),
         "exchange": lambda: transport.exchange(torch.zeros(1), torch.zeros(1), to=0, source=0),
         "share": lambda: transport.share(torch.zeros(1), readers=(), sources=()),
+        "mail": lambda: transport.mail(),
     }
     for use in uses.values():
         with pytest.raises(CommunicationError, match="failed before .rank 1 did not answer.*start the ranks anew"):

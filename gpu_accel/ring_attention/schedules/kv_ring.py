@@ -4,7 +4,7 @@
              attend to the block that is here, of rank r - i
              wait
 
-One message a hop, two buffers; or straight from the owners (`Blocks` in ring.py).
+One message a hop, two buffers; or straight from the owners (blocks.py).
 
 Backward: keys and values come round again, and the sums of their gradients, in float32, follow them home: one step
 behind and with one more hop, or, where a kernel can add to what has arrived (ring_backward.py), two steps behind.
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from gpu_accel.ring_attention.call import Call
 from gpu_accel.ring_attention.schedules import ring_backward
-from gpu_accel.ring_attention.schedules.ring import Blocks, Message, Ring
+from gpu_accel.ring_attention.schedules.blocks import Blocks
+from gpu_accel.ring_attention.schedules.ring import Message, Ring
 from gpu_accel.ring_attention.step import Running, add_gradients, delta_of, partial_dtype
 from gpu_accel.ring_attention.transport import Transport
 

@@ -22,7 +22,8 @@ from torch import Tensor
 from gpu_accel.ring_attention import hopper_backward
 from gpu_accel.ring_attention.call import Call
 from gpu_accel.ring_attention.masks import Mask, Piece
-from gpu_accel.ring_attention.schedules.ring import Blocks, Ring
+from gpu_accel.ring_attention.schedules.blocks import Blocks
+from gpu_accel.ring_attention.schedules.ring import Ring
 from gpu_accel.ring_attention.step import kernel_of
 from gpu_accel.ring_attention.transport import Pending
 
