@@ -228,7 +228,7 @@ def _compare(
     for number, trial in enumerate(trials):
         trial.after = read_memory(folder / f"out{number}.bin", trial.layout.total)
     if trials:
-        judge(task, candidate.launch, trials)
+        judge(task, candidate.launch, trials, bits=False)
     seeds = result.get("kept")
     if not isinstance(seeds, list) or len(seeds) != keep or not all(type(seed) is int for seed in seeds):
         raise Rejected(Verdict.CRASHED, None, "its process kept no outputs of timed launches")

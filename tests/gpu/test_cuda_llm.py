@@ -121,6 +121,7 @@ RACE = WIDER.replace(
     "    float other = kept[threadIdx.x ^ 32];\n    if (i < n) out[i] = kept[threadIdx.x] + 0 * other;\n",
 )
 SUM = TASKS["reduction"].start
+UNWRITTEN = next(one for one in FIXTURES if one.id == "S14")
 TMA = next(one.text for one in TASKS["transpose"].templates if "descriptor" in one.source)
 
 
@@ -133,8 +134,10 @@ TMA = next(one.text for one in TASKS["transpose"].templates if "descriptor" in o
         ("transpose", TMA, "accepted"),  # with scratch memory
         ("reverse", TASKS["reverse"].naive_cuda, "accepted"),
         ("reverse", RACE, "wrong(race)"),
+        ("scan", UNWRITTEN.twin, "accepted"),
+        ("scan", UNWRITTEN.hack, "wrong(not_deterministic)"),
     ],
-    ids=["right", "reads-beyond", "tma", "cuda", "race"],
+    ids=["right", "reads-beyond", "tma", "cuda", "race", "writes-scratch", "reads-scratch"],
 )
 def test_finalists_under_compute_sanitizer(name: str, kernel: str, wanted: str, gpu_sandbox: Sandbox) -> None:
     judged = Judgement(verdict=Verdict.ACCEPTED)
