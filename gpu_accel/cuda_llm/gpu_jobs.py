@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .compiled import Binary, compile_cuda, compile_triton, triton_key
+from .compiled import Binary, compile_cuda, compile_triton, tensor_types, triton_key
 
 HIDDEN = 4  # null pointers that Triton's kernels may want beyond their own parameters; 2 since 3.4
 CAPABILITY = 90
@@ -384,6 +384,9 @@ def bench(job: dict[str, Any], folder: Path, binary: Binary) -> dict[str, Any]:
         _write(folder / f"kept{number}.bin", outputs)
     times = _told(timed) | ({"compiled": {"failed": failed}} if failed else {})
     result = {"kept": [seed for seed, _ in kept], "launches": launches.count, "times": times}
+    if what["peers"]:
+        with contextlib.suppress(Exception):  # no disassembler, or one that does not know the code: it stays unsaid
+            result["tensor_cores"] = tensor_types(binary.cubin)
     if slow:
         result["slow"] = _told(second)
     if what["warm"]:
