@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.gpu.card import (  # noqa: F401  (hooks)
+from .card import (  # noqa: F401  (hooks)
     pytest_collection_modifyitems,
     pytest_runtest_setup,
     pytest_runtest_teardown,

@@ -110,8 +110,9 @@ def test_alone_and_fails():
 def test_a_run_of_tests(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(TESTS)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = alone\n")
+    (tmp_path / "conftest.py").write_text("from tests.gpu.card import *\n")  # pytest finds hooks by their names
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}
-    command = [sys.executable, "-m", "pytest", "-p", "xdist", "-p", "tests.gpu.card", "-n", "3",
+    command = [sys.executable, "-m", "pytest", "-p", "xdist", "-n", "3",
                "--dist", "worksteal", "-q", str(tmp_path)]  # fmt: skip
     environment |= {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
