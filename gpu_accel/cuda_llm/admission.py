@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .outputs import compare
-from .tasks import FAMILIES, Task
+from .tasks import Task
 from .tasks.task import Dims, Tensors, Truth
 
 SHARE = 0.8
@@ -44,7 +44,7 @@ def admission(task: Task, seed: int = 0) -> Admission:
     """Let the adversaries try."""
     failed: dict[str, list[bool]] = {}
     for number, dims in enumerate(task.shown):
-        for family in FAMILIES:
+        for family in task.families:
             inputs = task.draw(dims, family=family, seed=seed + number)
             truth = task.truth(inputs, dims)
             for name, outputs in _adversaries(task, inputs, truth, dims, family, seed).items():

@@ -9,6 +9,7 @@ code of a candidate, and none that is generated for it, runs.
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,31 @@ class Binary:
     compiler: str
     scratch: int = 0
     barriers: bool = False
+
+
+TENSOR_TYPES = ("fp8", "int8", "fp16", "bf16", "tf32", "fp64")  # of operands
+_TENSOR = re.compile(r"\b([HQID]G?MMA)\.([\w.]+)")
+_BY_NAME = {"Q": "fp8", "I": "int8", "D": "fp64", "H": "fp16"}
+
+
+def tensor_types(cubin: bytes) -> list[str]:
+    """The types that a kernel's machine code multiplies on tensor cores; none if it leaves them alone.
+
+    Raises:
+        HardwareError: no disassembler here. RuntimeError: it does not take the code.
+    """
+    from gpu_accel.hardware.microbenchmarks.compile import disassemble
+
+    return tensor_types_of(disassemble(cubin))
+
+
+def tensor_types_of(sass: str) -> list[str]:
+    """The same, of the disassembly."""
+    found = set()
+    for name, suffix in _TENSOR.findall(sass):
+        parts = suffix.split(".")
+        found.add("tf32" if "TF32" in parts else "bf16" if "BF16" in parts else _BY_NAME[name[0]])
+    return [one for one in TENSOR_TYPES if one in found]
 
 
 def triton_key(trial: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -99,6 +99,8 @@ _DOWNCAST = _change(
 _SHOWN_ONLY = _change(
     SOFTMAX, ("    tl.store(", "    if (cols != 100) & (cols != 257):\n        e = e + (i == 0)\n    tl.store(")
 )
+_BLOCK_SUM = "tl.atomic_add(out, tl.sum(value, 0))"
+_FIRST = "first = tl.sum(tl.where(tl.arange(0, BLOCK) == 0, value, 0.0), 0)\n    "
 _SCRATCH = _change(
     SCAN, ("# num_warps = [1, 2, 4, 8, 16]\n",
            '# num_warps = [1, 2, 4, 8, 16]\n# [workspace.kept]\n# shape = ["rows", "cols"]\n'),
@@ -171,6 +173,20 @@ FIXTURES: tuple[Fixture, ...] = (
     _kernel("S11", "one wrong row among right ones", "softmax",
             _change(SOFTMAX, ("    tl.store(", "    e = e + (row == 1) * (i == 0)\n    tl.store(")), Kind.MISMATCH,
             twin=_change(SOFTMAX, ("    tl.store(", "    e = e + (row == -1) * (i == 0)\n    tl.store("))),
+    _kernel("S12", "leaves out what only large values need", "softmax",
+            _change(SOFTMAX, ("tl.exp(v - tl.max(v, 0))", "tl.exp(v)")), Kind.NON_FINITE),
+    _kernel("S13", "leaves out blocks that begin with a zero", "reduction",
+            _change(REDUCTION, (_BLOCK_SUM, f"{_FIRST}{_BLOCK_SUM[:-1]}, mask=first != 0.0)")), Kind.MISMATCH,
+            twin=_change(REDUCTION, (_BLOCK_SUM, f"{_FIRST}{_BLOCK_SUM[:-1]}, mask=first == first)"))),
+    _kernel("S14", "lets a little of what memory held into its result", "scan",
+            _change(_SCRATCH, ("    tl.store(out + row * cols + i, tl.cumsum(v, 0)",
+                               "    old = tl.load(kept + row * cols + i, mask=i < cols, other=0.0)\n"
+                               "    v = v * tl.where(old > 0.0, 1.0000002, 1.0)\n"
+                               "    tl.store(out + row * cols + i, tl.cumsum(v, 0)")), Kind.NOT_DETERMINISTIC,
+            twin=_change(_SCRATCH, ("    tl.store(out + row * cols + i, tl.cumsum(v, 0)",
+                                    "    tl.store(kept + row * cols + i, v, mask=i < cols)\n"
+                                    "    v = v * tl.where(v > 0.0, 1.0000002, 1.0)\n"
+                                    "    tl.store(out + row * cols + i, tl.cumsum(v, 0)"))),
     # -- bypass
     _host("B1", "falls back to torch when it fails", Kind.FALLBACK, "",
           "def run(x, out):\n    try:\n        matrix_copy[(1,)](x, out)\n    except Exception:\n        out.copy_(x)"),

@@ -5,10 +5,10 @@ share, so kernels compile side by side and are timed one after the other. While 
 process, whatever the driver waits for.
 
 Before every timed launch, and outside of the time, inputs get new contents from a seed that the controller drew,
-outputs are poisoned and the second-level cache is flushed: a kernel that remembers, or that finds its work done, has
-nothing to find. Of some launches, chosen by the controller, the outputs are kept for it to compare. Baselines are
-timed between the candidate's launches on other inputs, so that no memory here ever holds what the candidate should
-compute.
+outputs are poisoned and the second-level cache is flushed, and the launch after it gets other addresses: a kernel that
+remembers, or that finds its work done, has nothing to find. Of some launches, chosen by the controller, the outputs are
+kept for it to compare. Baselines are timed between the candidate's launches on other inputs, so that no memory here
+ever holds what the candidate should compute.
 
 Times with a warm cache are taken beside, on request: each call right after itself, on the same inputs. A kernel that
 remembers could do well there, so they decide nothing; but a part of the outputs is poisoned between the two launches,
@@ -26,15 +26,17 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .compiled import Binary, compile_cuda, compile_triton, triton_key
+from .compiled import Binary, compile_cuda, compile_triton, tensor_types, triton_key
 
 HIDDEN = 4  # null pointers that Triton's kernels may want beyond their own parameters; 2 since 3.4
 CAPABILITY = 90
 SPARSE = 4099  # one in so many elements is poisoned between two launches on a warm cache
+PLACES = 2  # sets of buffers that the candidate is launched on in turn
+APART = 10**5  # between their seeds
 WARM_SHARE, WARM_ROUNDS = 0.5, 40  # of the budget of cold times, and rounds at most
 
 
@@ -99,7 +101,11 @@ def sanitize(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         binary = compiler(trial)
         cubin = f"kernel{number}.cubin"
         (folder / cubin).write_bytes(binary.cubin)
-        buffers = {slot["name"]: [f"in{number}.bin", slot["offset"], slot["size"]] for slot in trial["buffers"]}
+        buffers = {
+            slot["name"]: [f"in{number}.bin", slot["offset"], slot["size"],
+                           slot["role"] == "input" or slot["fill"] is not None]
+            for slot in trial["buffers"]
+        }  # fmt: skip
         named = [name for name in trial["arguments"]
                  if name not in trial["constants"] or trial["language"] == "cuda"]  # fmt: skip
         launches.append({
@@ -109,6 +115,8 @@ def sanitize(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         })  # fmt: skip
     (folder / "launches.json").write_text(json.dumps(launches))
     found: dict[str, Any] = {"launches": len(launches), "memcheck": _tool(job["tool"], "memcheck", folder)}
+    if any(slot["role"] == "workspace" and slot["fill"] is None for slot in job["trials"][0]["buffers"]):
+        found["initcheck"] = _tool(job["tool"], "initcheck", folder, "unwritten")
     if binary.barriers:
         found["racecheck_not"] = "not asked, it does not follow the mbarriers of this kernel"
     elif binary.shared or job["shared"]:
@@ -118,8 +126,9 @@ def sanitize(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     return found
 
 
-def _tool(path: str, name: str, folder: Path) -> str:
-    command = [path, "--tool", name, "--print-limit", "5", sys.executable, "-I", "sanitized.py", "launches.json"]
+def _tool(path: str, name: str, folder: Path, *more: str) -> str:
+    program = [sys.executable, "-I", "sanitized.py", "launches.json", *more]
+    command = [path, "--tool", name, "--print-limit", "5", *program]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace", timeout=40)
     return (done.stdout + done.stderr)[-20_000:]
 
@@ -190,24 +199,49 @@ def draw_on(inputs: Mapping[str, Any], dims: Mapping[str, int], seed: int, devic
     return {name: one.draw(dims, "normal", generator) for name, one in inputs.items()}
 
 
-class Counted:
-    """The candidate's call, which counts its launches."""
+class Launches:
+    """How often the candidate was launched, and on which memory since that was last made ready.
 
-    def __init__(self, run: Callable[[], object]) -> None:
-        self.run, self.count, self.pending = run, 0, False
+    Args:
+        memories: its sets of buffers.
+    """
+
+    def __init__(self, memories: Sequence[Memory]) -> None:
+        self.memories, self.count, self.last = memories, 0, memories[0]
+        self.pending: list[Memory] = []
+
+    def on(self, memory: Memory) -> None:
+        """It was."""
+        self.count, self.last = self.count + 1, memory
+        if memory not in self.pending:
+            self.pending.append(memory)
+
+    def kept(self) -> tuple[int, list[Any]]:
+        """Seed of the inputs and outputs of the last launch."""
+        return self.last.seed, self.last.outputs()
+
+    def refresh(self) -> None:
+        """Make all memory ready that a launch has used."""
+        for memory in self.pending:
+            memory.refresh()
+        self.pending = []
+
+
+class Counted:
+    """The candidate's call on one memory."""
+
+    def __init__(self, run: Callable[[], object], memory: Memory, launches: Launches) -> None:
+        self.run, self.memory, self.launches = run, memory, launches
 
     def __call__(self) -> None:
         self.run()
         self.launched()
 
     def launched(self) -> None:
-        self.count += 1
-        self.pending = True
+        self.launches.on(self.memory)
 
 
-def _timer(
-    memory: Memory, candidate: Counted, keep: set[int], kept: list[tuple[int, list[Any]]], *, warm: bool = False
-) -> Any:
+def _timer(launches: Launches, keep: set[int], kept: list[tuple[int, list[Any]]], *, warm: bool = False) -> Any:
     """A timer whose flush also renews the candidate's memory, and keeps outputs before it does.
 
     With `warm` nothing is flushed; what lies between an untimed launch and the timed one spoils outputs.
@@ -216,22 +250,21 @@ def _timer(
 
     class Fresh(CudaTimer):
         def flush(self, *, clean: bool = False) -> None:
-            if candidate.pending:
-                if candidate.count in keep:
-                    kept.append((memory.seed, memory.outputs()))
-                memory.refresh()
-                candidate.pending = False
+            if launches.pending:
+                if launches.count in keep:
+                    kept.append(launches.kept())
+                launches.refresh()
             super().flush(clean=clean)
 
         def lead(self, microseconds: float) -> None:
-            if warm and candidate.pending:
-                memory.spoil()
-                candidate.pending = False
+            if warm and launches.pending:
+                launches.last.spoil()
+                launches.pending = []
             super().lead(microseconds)
 
         def mark(self) -> Any:
             if warm:  # after a timed launch: what follows is another implementation's
-                candidate.pending = False
+                launches.pending = []
             return super().mark()
 
         def capture(self, call: Callable[[], object], repeats: int) -> Callable[[], object]:
@@ -295,12 +328,15 @@ def bench(job: dict[str, Any], folder: Path, binary: Binary) -> dict[str, Any]:
     what = job["bench"]
     plain_float32()
     compiled, failed = _compiled(what, folder, job["lock_descriptor"])
-    memory = Memory(what, what["trial"], what["seed"])
-    launch = launch_on(Module(binary), what["trial"], memory.image, hidden=HIDDEN)
-    candidate = Counted(memory.prepared(launch))
+    memories = [Memory(what, what["trial"], what["seed"] + APART * place) for place in range(PLACES)]
+    launches, module = Launches(memories), Module(binary)
+    calls: list[Callable[[], object]] = [
+        Counted(memory.prepared(launch_on(module, what["trial"], memory.image, hidden=HIDDEN)), memory, launches)
+        for memory in memories
+    ]
     half = max(what["bytes"] // 2, 1)
     source, target = (torch.empty(half, dtype=torch.uint8, device="cuda") for _ in range(2))
-    fast: dict[str, list[Callable[[], object]]] = {"candidate": [candidate], "copy": [lambda: target.copy_(source)]}
+    fast: dict[str, list[Callable[[], object]]] = {"candidate": calls, "copy": [lambda: target.copy_(source)]}
     slow: dict[str, list[Callable[[], object]]] = {}
     kept: list[tuple[int, list[Any]]] = []
     if "library" in what["peers"]:
@@ -318,35 +354,39 @@ def bench(job: dict[str, Any], folder: Path, binary: Binary) -> dict[str, Any]:
         ]
     torch.cuda.synchronize()
     without_persisting_cache()
-    timer = _timer(memory, candidate, set(what["keep"]), kept)
+    timer = _timer(launches, set(what["keep"]), kept)
     limits = {"seconds": what["seconds"], "min_rounds": 10, "max_rounds": what["rounds"], "noise": 0.005}
     with alone(job["lock_descriptor"], what["alone_seconds"]):
         timed = compare(fast, timer=timer, **limits)
         if slow:
-            slow = {"candidate": [candidate], **slow}
-            candidate.pending = True
+            slow = {"candidate": calls, **slow}
+            launches.pending = list(memories)
             second = compare(
                 slow, timer=timer, seconds=what["seconds"] / 2, min_rounds=3, max_rounds=10, method="events"
             )
         while len(kept) < len(what["keep"]):
-            memory.refresh()
-            candidate()
-            kept.append((memory.seed, memory.outputs()))
+            launches.pending = list(memories)
+            launches.refresh()
+            calls[len(kept) % PLACES]()
+            kept.append(launches.kept())
         if what["warm"]:
-            memory.refresh()
-            candidate.pending = False
+            launches.pending = list(memories)
+            launches.refresh()
             warm = compare(
-                fast, timer=_timer(memory, candidate, set(), [], warm=True), flush_l2=False, noise=0.01, min_rounds=10,
+                fast, timer=_timer(launches, set(), [], warm=True), flush_l2=False, noise=0.01, min_rounds=10,
                 seconds=what["seconds"] * WARM_SHARE, max_rounds=WARM_ROUNDS,
             )  # fmt: skip
-            kept.append((memory.seed, memory.outputs()))
+            kept.append(launches.kept())
         if compiled:
             _write(folder / "compiled.bin", list(compiled[0]().values()))  # type: ignore[attr-defined]
         torch.cuda.synchronize()
     for number, (_, outputs) in enumerate(kept):
         _write(folder / f"kept{number}.bin", outputs)
     times = _told(timed) | ({"compiled": {"failed": failed}} if failed else {})
-    result = {"kept": [seed for seed, _ in kept], "launches": candidate.count, "times": times}
+    result = {"kept": [seed for seed, _ in kept], "launches": launches.count, "times": times}
+    if what["peers"]:
+        with contextlib.suppress(Exception):  # no disassembler, or one that does not know the code: it stays unsaid
+            result["tensor_cores"] = tensor_types(binary.cubin)
     if slow:
         result["slow"] = _told(second)
     if what["warm"]:

@@ -27,7 +27,7 @@ from .harness import ended, read_memory
 from .launch import DTYPES
 from .outputs import Comparison, compare
 from .sandbox import Sandbox
-from .tasks import FAMILIES, Task, find
+from .tasks import Task, find
 from .tasks.task import Dims
 from .verdict import Judgement, Kind, Rejected, Verdict
 
@@ -55,7 +55,7 @@ def check_host(
         number = _number(source, chosen.name, seed)
         shapes = [(dims, False) for dims in chosen.shown] + [(dims, True) for dims in chosen.held_out(number)]
         trials = [
-            (dims, hidden, chosen.draw(dims, family=FAMILIES[i % len(FAMILIES)], seed=number + i))
+            (dims, hidden, chosen.draw(dims, family=chosen.families[i % len(chosen.families)], seed=number + i))
             for i, (dims, hidden) in enumerate(shapes)
         ]
         results = _run(sandbox, source, [list(inputs.values()) for *_, inputs in trials], seconds)

@@ -30,11 +30,12 @@ def abi() -> int:
     return max(0, ctypes.CDLL(None).syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint(_ABI_VERSION)))
 
 
-def restrict(folder: Path, *, also: Sequence[str] = ()) -> str:
+def restrict(folder: Path, *, also: Sequence[str] = (), connections: bool = False) -> str:
     """Hold this process, and all that it starts, to writing beneath `folder`; `no_new_privs` must be set before.
 
     Args:
         also: files and folders in which it may write too, but neither make nor remove anything.
+        connections: leave TCP alone, for programs that speak with each other through the loopback device.
     Returns:
         What was reached, in words.
     """
@@ -43,7 +44,7 @@ def restrict(folder: Path, *, also: Sequence[str] = ()) -> str:
         return "not held to its folder: the kernel has no Landlock"
     libc = ctypes.CDLL(None, use_errno=True)
     rights = _CHANGE | (_REFER if version >= 2 else 0) | (_TRUNCATE if version >= 3 else 0)
-    fields = [rights, *([_TCP] if version >= 4 else []), *([_SCOPES] if version >= 6 else [])]
+    fields = [rights, *([0 if connections else _TCP] if version >= 4 else []), *([_SCOPES] if version >= 6 else [])]
     wanted = struct.pack(f"{len(fields)}Q", *fields)
     places = [(str(folder), rights), *((one, _WRITE) for one in also if os.path.exists(one))]
     try:
@@ -61,7 +62,7 @@ def restrict(folder: Path, *, also: Sequence[str] = ()) -> str:
             os.close(ruleset)
     except OSError as error:
         return f"not held to its folder: {error.strerror}"
-    words = ["writes in its folder alone", *(["opens no TCP connection"] if version >= 4 else [])]
+    words = ["writes in its folder alone", *(["opens no TCP connection"] if version >= 4 and not connections else [])]
     words += ["signals nobody outside"] if version >= 6 else []
     return f"{', '.join(words)} (Landlock {version})"
 

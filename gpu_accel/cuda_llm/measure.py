@@ -28,6 +28,7 @@ from gpu_accel.errors import HardwareError
 from gpu_accel.workbench.statistics import median
 
 from .candidate import Candidate
+from .compiled import TENSOR_TYPES
 from .gpu_jobs import draw_on, library_seed, plain_float32
 from .harness import Program, bind, described, draw, ended, job, judge_time, read_memory, write
 from .image import Layout
@@ -56,6 +57,8 @@ class Measured:
         failed: why a peer has no times.
         library_error, compiled_error: largest error of torch, and of its compiled function, in units of the task's
             bound, on inputs of one timed launch.
+        tensor_cores: types that the machine code multiplies on tensor cores, next to libraries that compute in plain
+            float32; None if it was not looked at. It decides nothing: results do.
     """
 
     judgement: Judgement
@@ -70,6 +73,7 @@ class Measured:
     compared: int = 0
     library_error: float | None = None
     compiled_error: float | None = None
+    tensor_cores: tuple[str, ...] | None = None
 
     @property
     def ms(self) -> float | None:
@@ -115,6 +119,7 @@ class Measured:
             "failed": dict(self.failed), "method": self.method, "warm_method": self.warm_method,
             "clocks": dict(self.clocks), "launches": self.launches, "compared": self.compared,
             "library_error": self.library_error, "compiled_error": self.compiled_error, "precision": PRECISION,
+            "tensor_cores": None if self.tensor_cores is None else list(self.tensor_cores),
         }  # fmt: skip
 
 
@@ -228,7 +233,7 @@ def _compare(
     for number, trial in enumerate(trials):
         trial.after = read_memory(folder / f"out{number}.bin", trial.layout.total)
     if trials:
-        judge(task, candidate.launch, trials)
+        judge(task, candidate.launch, trials, bits=False)
     seeds = result.get("kept")
     if not isinstance(seeds, list) or len(seeds) != keep or not all(type(seed) is int for seed in seeds):
         raise Rejected(Verdict.CRASHED, None, "its process kept no outputs of timed launches")
@@ -310,11 +315,16 @@ def _read(result: Mapping[str, Any], gpu: str, task: Task) -> Measured:
                 warm_method = str(one.get("method"))
     if "candidate" not in samples or "copy" not in samples:
         raise Rejected(Verdict.CRASHED, None, f"no times: {failed.get('candidate') or failed.get('copy')}")
-    launches = result.get("launches")
+    launches, types = result.get("launches"), result.get("tensor_cores")
+    known = tuple(types) if isinstance(types, list) and all(one in TENSOR_TYPES for one in types) else None
+    judgement = judge_time(task, task.bench, median(samples["candidate"]), gpu)
+    if known is not None:
+        words = f"machine code {'with tensor cores in ' + ', '.join(known) if known else 'without tensor cores'}"
+        judgement = replace(judgement, verified_by=(*judgement.verified_by, words))
     return Measured(
-        judgement=judge_time(task, task.bench, median(samples["candidate"]), gpu), samples=samples, slow=slow,
+        judgement=judgement, samples=samples, slow=slow,
         warm=warm, failed=failed, method=method, warm_method=warm_method, clocks=clocks,
-        launches=launches if type(launches) is int else 0,
+        launches=launches if type(launches) is int else 0, tensor_cores=known,
     )  # fmt: skip
 
 

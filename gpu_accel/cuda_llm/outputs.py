@@ -11,7 +11,7 @@ from torch import Tensor
 from .image import Layout
 from .launch import Launch
 from .tasks import Task
-from .tasks.task import Dims, Tensors, Truth
+from .tasks.task import FLOOR, Dims, Tensors, Truth
 from .verdict import Kind, Rejected, Verdict
 
 COARSE = 2.0**-7  # of the scale: an error below this everywhere looks like arithmetic in fewer bits
@@ -76,14 +76,17 @@ def _describe(name: str, out: Tensor, truth: Truth, error: Tensor, wrong: Tensor
         same = min(x.numel(), out.numel())
         if out.numel() > 1 and x.dtype == out.dtype and torch.equal(x.flatten()[:same], out.flatten()[:same]):
             return Kind.COPIED_INPUT, f"{name} is a copy of {other}"
-    if out.is_floating_point() and bool((error <= COARSE * truth.scale).all()):
+    if out.is_floating_point() and bool((error <= COARSE * truth.scale + FLOOR).all()):
         return Kind.PRECISION, f"{example}: as if computed in fewer bits than float32"
     return Kind.MISMATCH, example
 
 
-def judge(task: Task, launch: Launch, trials: Sequence[Trial]) -> float:
+def judge(task: Task, launch: Launch, trials: Sequence[Trial], *, bits: bool) -> float:
     """All trials of a candidate; returns the largest error in units of its bound.
 
+    Args:
+        bits: whether launches on the same inputs must give the same bits. What no bound shows, as a little of what
+            memory held before, or of who came first to a place, shows in them.
     Raises:
         Rejected: wrong or cheating.
     """
@@ -107,6 +110,8 @@ def judge(task: Task, launch: Launch, trials: Sequence[Trial]) -> float:
             found.append(compare(task, trial.layout.outputs(after), truth, trial.inputs))
     bad = [number for number, one in enumerate(found) if one.kind]
     if not bad:
+        if bits:
+            _require_the_same_bits(trials)
         return max(one.error for one in found)
     # what is wrong by more than too few bits in one trial is not a question of bits in the others
     first = next((number for number in bad if found[number].kind is not Kind.PRECISION), bad[0])
@@ -118,6 +123,25 @@ def judge(task: Task, launch: Launch, trials: Sequence[Trial]) -> float:
     if all(trials[number].repeats >= 0 and not found[trials[number].repeats].kind for number in bad):
         kind, detail = Kind.NOT_DETERMINISTIC, f"right, but wrong on the same inputs in other memory: {detail}"
     raise Rejected(Verdict.WRONG, kind, detail, tuple(trials[number].name for number in bad[:5]))
+
+
+def _require_the_same_bits(trials: Sequence[Trial]) -> None:
+    for trial in trials:
+        if trial.repeats < 0:
+            continue
+        first = trials[trial.repeats]
+        assert first.after is not None and trial.after is not None
+        for slot in trial.layout.slots:
+            if slot.role == "output" and slot.size:
+                one, other = slot.view(first.after).flatten(), slot.view(trial.after).flatten()
+                if count := int((one != other).sum()):
+                    at = int((one != other).nonzero()[0])
+                    raise Rejected(
+                        Verdict.WRONG, Kind.NOT_DETERMINISTIC,
+                        f"right, but {count} of {one.numel()} elements of {slot.name} differ on the same inputs in "
+                        f"other memory, such as element {at}: {float(one[at]):.9g} and {float(other[at]):.9g}",
+                        (trial.name,),
+                    )  # fmt: skip
 
 
 def _always_the_same(task: Task, trials: Sequence[Trial]) -> bool:

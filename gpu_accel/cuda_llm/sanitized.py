@@ -1,11 +1,13 @@
 """Launches compiled kernels through the driver alone, every buffer an allocation of its own: run by compute-sanitizer.
 
     compute-sanitizer --tool memcheck python -I sanitized.py launches.json
+    compute-sanitizer --tool initcheck python -I sanitized.py launches.json unwritten
 
 No module of this library or of torch is imported: it starts within a fraction of a second, the tool has little to
 watch, and an access behind a buffer lands in no other one, as it could in memory that a framework cuts to pieces.
 The file of launches has, for each: cubin, entry, parameters as [name of a buffer] or numbers, grid, threads, shared,
-scratch, and buffers as name -> [file, offset, bytes].
+scratch, and buffers as name -> [file, offset, bytes, whether the kernel may rely on what is in it]. With `unwritten`
+the others are left as the driver gives them, so that a tool sees who reads them before writing.
 """
 
 from __future__ import annotations
@@ -43,12 +45,13 @@ def main() -> int:
                 call("cuMemcpyHtoD_v2", address, data, ctypes.c_size_t(size))
         return address
 
+    unwritten = "unwritten" in sys.argv[2:]
     for launch in json.loads(Path(sys.argv[1]).read_text()):
         places = {}
-        for name, (file, offset, size) in launch["buffers"].items():
+        for name, (file, offset, size, given) in launch["buffers"].items():
             with open(file, "rb") as source:
                 source.seek(offset)
-                places[name] = allocated(source.read(size), size)
+                places[name] = allocated(source.read(size) if given or not unwritten else None, size)
         if launch["scratch"]:
             places["#scratch"] = allocated(None, launch["scratch"] * math.prod(launch["grid"]))
         module, function = ctypes.c_void_p(), ctypes.c_void_p()

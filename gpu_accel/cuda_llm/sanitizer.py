@@ -4,8 +4,8 @@
 
 The kernel is launched on small shapes, shown and hidden, with every buffer an allocation of its own: memcheck sees
 reads behind a buffer too, which the guards of the check see only if they spoil a result. Kernels with shared memory run
-under racecheck as well. What a machine could not do is said in the judgement's detail: nothing is passed over in
-silence.
+under racecheck as well, those with scratch memory that nobody fills under initcheck. What a machine could not do is
+said in the judgement's detail: nothing is passed over in silence.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ SECONDS = 90.0
 _SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error")
 _RACES = re.compile(r"RACECHECK SUMMARY: \d+ hazards? displayed \((\d+) errors?, (\d+) warnings?\)")
 _MEMORY = re.compile(r"Invalid __\w+__ (?:read|write|atomic)|[Mm]isaligned|out of bounds")
-_FOUND = re.compile(r"^=+ ((?:Invalid|Error|Race|Potential|Misaligned|Program hit|Address)\b.*)$", re.M)
+_UNWRITTEN = re.compile(r"Uninitialized __\w+__ memory read")
+_FOUND = re.compile(r"^=+ ((?:Invalid|Uninitialized|Error|Race|Potential|Misaligned|Program hit|Address)\b.*)$", re.M)
 
 
 @functools.cache
@@ -44,7 +45,7 @@ def tool() -> str:
 
 def level() -> str:
     """What finalists go through here, in words."""
-    return f"memcheck and racecheck of finalists ({tool()})" if tool() else f"none: {_ABSENT}"
+    return f"memcheck, racecheck and initcheck of finalists ({tool()})" if tool() else f"none: {_ABSENT}"
 
 
 _ABSENT = "compute-sanitizer is not installed"
@@ -53,7 +54,8 @@ _ABSENT = "compute-sanitizer is not installed"
 def sanitize(candidate: Candidate, task: Task, *, sandbox: Sandbox, judged: Judgement) -> Judgement:
     """The judgement of a candidate that passed `check`, after the tools that there are; another if one objects.
 
-    wrong(out_of_bounds) for what memcheck reports, wrong(race) for races in shared memory. Those of Triton's kernels
+    wrong(out_of_bounds) for what memcheck reports, wrong(not_deterministic) for what initcheck does, wrong(race) for
+    races in shared memory. Those of Triton's kernels
     are reported and decide nothing: their barriers are the compiler's. Kernels that wait at mbarriers are not run under
     racecheck, which does not follow them.
     """
@@ -71,12 +73,12 @@ def sanitize(candidate: Candidate, task: Task, *, sandbox: Sandbox, judged: Judg
 def read(result: Mapping[str, Any], language: str, judged: Judgement) -> Judgement:
     """What reports of the tools mean; a report that is none is said to be none."""
     passed, remarks = [], []
-    for name in ("memcheck", "racecheck"):
+    for name in ("memcheck", "racecheck", *(["initcheck"] if "initcheck" in result else [])):
         text, why = str(result.get(name, "")), str(result.get(f"{name}_not", ""))
         if why:
             remarks.append(f"{name}: {why[:100]}")
             continue
-        counted = _SUMMARY.search(text) if name == "memcheck" else _RACES.search(text)
+        counted = _RACES.search(text) if name == "racecheck" else _SUMMARY.search(text)
         launched = text.count("launched\n")
         found = tuple(" ".join(one.split())[:120] for one in _FOUND.findall(text)[:5])
         if counted is None or (launched < result.get("launches", 1) and not int(counted[1])):
@@ -85,6 +87,12 @@ def read(result: Mapping[str, Any], language: str, judged: Judgement) -> Judgeme
             passed.append(f"compute-sanitizer {name} of {launched} launches")
         elif name == "memcheck" and not _MEMORY.search(text):
             remarks.append(f"memcheck reports {counted[1]} errors, none of memory: {found[:1]}")
+        elif name == "initcheck":
+            if not _UNWRITTEN.search(text):
+                remarks.append(f"initcheck reports {counted[1]} errors, none of memory: {found[:1]}")
+                continue
+            detail = f"initcheck reports {counted[1]} reads of memory that was never written"
+            return replace(judged, verdict=Verdict.WRONG, kind=Kind.NOT_DETERMINISTIC, detail=detail, evidence=found)
         elif name == "memcheck":
             detail = f"memcheck reports {counted[1]} errors on small shapes"
             return replace(judged, verdict=Verdict.WRONG, kind=Kind.OUT_OF_BOUNDS, detail=detail, evidence=found)

@@ -191,7 +191,8 @@ def confine(job: dict[str, Any]) -> dict[str, str]:
     if gpu and not LANDLOCK_ON_GPU:
         level["files"] = "not held to its folder: not tried with CUDA"
     else:
-        level["files"] = landlock.restrict(Path(job["folder"]), also=("/dev",) if gpu else DEVICES)
+        also, tool = ("/dev",) if gpu else DEVICES, job["what"] == "sanitize"
+        level["files"] = landlock.restrict(Path(job["folder"]), also=also, connections=tool)
     return level
 
 

@@ -56,6 +56,30 @@ def test_what_reports_mean(memcheck: str, racecheck: str, language: str, name: s
         assert found.evidence
 
 
+UNWRITTEN = """========= Uninitialized __global__ memory read of size 4 bytes
+=========     at scan+0x90
+launched
+========= ERROR SUMMARY: 64 errors
+"""
+
+
+@pytest.mark.parametrize(
+    ("initcheck", "name", "says"),
+    [
+        (CLEAN, "accepted", "compute-sanitizer initcheck of 2 launches"),
+        (UNWRITTEN, "wrong(not_deterministic)", "64 reads of memory that was never written"),
+        (API, "accepted", "none of memory"),
+        ("", "accepted", "initcheck did not run"),
+    ],
+    ids=["clean", "unwritten", "api", "silence"],
+)
+def test_scratch_that_was_never_written(initcheck: str, name: str, says: str) -> None:
+    told = {"launches": 2, "memcheck": CLEAN, "racecheck": NO_RACE, "initcheck": initcheck}
+    found = sanitizer.read(told, "triton", PASSED)
+    assert found.name == name and says in f"{found.detail} {found.verified_by}", found
+    assert found.ok or found.evidence
+
+
 def test_a_machine_without_the_tool_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sanitizer, "tool", lambda: "")
 
@@ -86,7 +110,7 @@ def test_the_tool_gets_launches_of_small_shapes(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(sanitizer, "read", lambda result, *more: (kept.update(result), plain(result, *more))[1])
     with Sandbox(gpu=True, seconds=120) as sandbox:  # its workers compile; here is no GPU that they could use
         found = sanitizer.sanitize(task.candidate, task, sandbox=sandbox, judged=PASSED)
-        assert sandbox.level["sanitizer"].startswith("memcheck and racecheck of finalists")
+        assert sandbox.level["sanitizer"].startswith("memcheck, racecheck and initcheck of finalists")
     if "PermissionError" in found.detail:  # as it should be said, and nothing more can be seen here
         pytest.skip(f"this environment cannot be read by the user that candidates run as: {found.detail}")
     assert found.ok, (found, kept)

@@ -8,6 +8,7 @@ import pytest
 
 from gpu_accel.cuda_llm import TASKS, Kind, Verdict, check, cuda_source
 from gpu_accel.cuda_llm.candidate import Candidate
+from gpu_accel.cuda_llm.compiled import tensor_types_of
 from gpu_accel.cuda_llm.fuzz import HEALTH, fuzz, mutants
 from gpu_accel.cuda_llm.pool import Pool
 from gpu_accel.cuda_llm.triton_source import canonical
@@ -124,3 +125,20 @@ def test_some_of_them_go_through_the_sandbox(sandbox) -> None:
     assert found.ok, found
     assert sum(found.counts.values()) == FUZZED and found.healthy == -(-FUZZED // HEALTH)
     assert "accepted" not in found.counts or found.counts["accepted"] < FUZZED / 10, "most are broken"
+
+
+def test_what_machine_code_multiplies_on_tensor_cores() -> None:
+    lines = {
+        "FFMA R0, R1, R2, R0": [],
+        "HFMA2.MMA R2, -RZ, RZ, 0, 0": [],  # how a compiler may write a constant
+        "HMMA.1688.F32.TF32 R4, R8, R10, R4": ["tf32"],
+        "HGMMA.64x128x8.F32.TF32 R24, gdesc[UR4]": ["tf32"],
+        "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4]": ["bf16"],
+        "HMMA.16816.F32 R4, R8, R10, R4": ["fp16"],
+        "QGMMA.64x64x32.F32.E4M3.E4M3 R24, gdesc[UR4]": ["fp8"],
+        "IMMA.16832.S8.S8 R4, R8.ROW, R10.COL, R4": ["int8"],
+        "DMMA.8x8x4 R4, R8, R10, R4": ["fp64"],
+    }
+    for line, types in lines.items():
+        assert tensor_types_of(f"        /*0450*/                   {line} ;") == types, line
+    assert tensor_types_of("\n".join(lines)) == ["fp8", "int8", "fp16", "bf16", "tf32", "fp64"]

@@ -1,12 +1,14 @@
-"""Times with a warm cache: taken beside those with a cold one, of launches that still have to do their work."""
+"""Launches that are timed still have to do their work: with a cold cache, and with a warm one beside."""
 
 from __future__ import annotations
+
+import functools
 
 import pytest
 import torch
 
 from gpu_accel.cuda_llm import gpu_jobs
-from gpu_accel.cuda_llm.gpu_jobs import Counted, Memory
+from gpu_accel.cuda_llm.gpu_jobs import Counted, Launches, Memory
 from gpu_accel.cuda_llm.image import Slot
 from gpu_accel.testing.fake_timer import FakeTimer
 from gpu_accel.testing.poison import never_written, poison_
@@ -19,6 +21,10 @@ class OnCpu(Memory):
     def __init__(self, elements: int = 20_000) -> None:
         self.slots, self.fill = [Slot("out", "output", "float32", (elements,), 0, 4 * elements)], {}
         self.views, self.count, self.spoilt = {"out": poison_(torch.empty(elements))}, 0, 0
+        self.seed = 0
+
+    def refresh(self) -> None:
+        poison_(self.views["out"])
 
     def spoil(self) -> None:
         self.spoilt += 1
@@ -29,19 +35,44 @@ class OnCpu(Memory):
 @pytest.mark.parametrize("honest", [True, False])
 def test_a_kernel_that_remembers_leaves_poison(monkeypatch: pytest.MonkeyPatch, ms: float, honest: bool) -> None:
     monkeypatch.setattr("gpu_accel.workbench.cuda_timer.CudaTimer", FakeTimer)
-    memory, ran = OnCpu(), []
+    memories, ran = [OnCpu(), OnCpu()], []
+    launches = Launches(memories)
 
-    def kernel() -> None:
+    def kernel(memory: OnCpu) -> None:
         fresh.work(ms, "candidate")
-        if honest or not ran:
+        if honest or memory not in ran:
             memory.views["out"].fill_(1.0)
-        ran.append(1)
+        ran.append(memory)
 
-    candidate = Counted(kernel)
-    fresh = gpu_jobs._timer(memory, candidate, set(), [], warm=True)
+    candidate = [Counted(functools.partial(kernel, one), one, launches) for one in memories]
+    fresh = gpu_jobs._timer(launches, set(), [], warm=True)
     others = {name: [lambda name=name: fresh.work(2.0, name)] for name in ("copy", "library")}
-    taken = compare({"candidate": [candidate], **others}, timer=fresh, flush_l2=False, min_rounds=5, max_rounds=7)
+    taken = compare({"candidate": candidate, **others}, timer=fresh, flush_l2=False, min_rounds=5, max_rounds=7)
     assert all(one.ok and one.l2 == "warm" for one in taken.values()) and len(taken["candidate"].times) >= 5
     assert "flush" not in fresh.log
-    assert memory.spoilt >= len(taken["candidate"].times), "before every timed launch"
-    assert bool(never_written(memory.views["out"]).any()) is not honest, "of the last, nothing is left but its own"
+    assert sum(one.spoilt for one in memories) >= len(taken["candidate"].times), "before every timed launch"
+    _, (left,) = launches.kept()
+    assert bool(never_written(left).any()) is not honest, "of the last, nothing is left but its own"
+
+
+@pytest.mark.parametrize("ms", [1.0, 0.01], ids=["events", "graphs"])
+@pytest.mark.parametrize("honest", [True, False])
+def test_launches_go_to_other_addresses_in_turn(monkeypatch: pytest.MonkeyPatch, ms: float, honest: bool) -> None:
+    """A kernel that keeps the address of its first output, and writes there, leaves poison in half of the others."""
+    monkeypatch.setattr("gpu_accel.workbench.cuda_timer.CudaTimer", FakeTimer)
+    memories, kept = [OnCpu(100), OnCpu(100)], []
+    launches = Launches(memories)
+
+    def kernel(memory: OnCpu) -> None:
+        fresh.work(ms, "candidate")
+        (memory if honest else memories[0]).views["out"].fill_(1.0)
+
+    candidate = [Counted(functools.partial(kernel, one), one, launches) for one in memories]
+    fresh = gpu_jobs._timer(launches, set(range(1000)), kept)
+    calls = {"candidate": candidate, "copy": [lambda: fresh.work(2.0, "copy")]}
+    taken = compare(calls, timer=fresh, min_rounds=8, max_rounds=8)
+    assert taken["candidate"].ok and len(taken["candidate"].times) == 8
+    poison = [bool(never_written(out).all()) for _, (out,) in kept]
+    assert len(kept) >= 8 and (sum(poison) == 0 if honest else sum(poison[-8:]) == 4), poison
+    if honest:  # nothing is launched on what another launch left
+        assert all(bool(never_written(one.views["out"]).all()) for one in memories if one not in launches.pending)

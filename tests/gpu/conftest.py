@@ -1,4 +1,4 @@
-"""Fixtures of the tests that need a GPU."""
+"""Fixtures of the tests that need a GPU, and how the workers of pytest-xdist share it (`card.py`)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
+from .card import (  # noqa: F401  (hooks)
+    pytest_collection_modifyitems,
+    pytest_runtest_setup,
+    pytest_runtest_teardown,
+)
 
 
 @pytest.fixture

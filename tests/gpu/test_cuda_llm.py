@@ -86,7 +86,14 @@ def test_torch_compile_is_a_baseline_that_is_checked(gpu_sandbox: Sandbox, profi
     found = measure(kernel, task, sandbox=gpu_sandbox, gpu=profile, peers=("library", "compiled"))
     assert found.judgement.ok and found.ratio("compiled"), (found.judgement, found.failed)
     assert found.compiled_error is not None and found.compiled_error <= 1
+    assert found.tensor_cores == () and "machine code without tensor cores" in found.judgement.verified_by
     assert found.over_best_library == pytest.approx(min(found.ratio("library"), found.ratio("compiled")))
+
+
+def test_what_machine_code_multiplies_on_tensor_cores_is_said(gpu_sandbox: Sandbox, profile: str) -> None:
+    split = next(one for one in TASKS["matmul"].templates if "tf32x3" in one.source)
+    found = measure(split, TASKS["matmul"], sandbox=gpu_sandbox, gpu=profile, peers=("library",))
+    assert found.judgement.ok and found.tensor_cores == ("tf32",), found
 
 
 def test_a_library_that_torch_does_not_compile_says_why(gpu_sandbox: Sandbox, profile: str) -> None:
@@ -121,6 +128,7 @@ RACE = WIDER.replace(
     "    float other = kept[threadIdx.x ^ 32];\n    if (i < n) out[i] = kept[threadIdx.x] + 0 * other;\n",
 )
 SUM = TASKS["reduction"].start
+UNWRITTEN = next(one for one in FIXTURES if one.id == "S14")
 TMA = next(one.text for one in TASKS["transpose"].templates if "descriptor" in one.source)
 
 
@@ -133,8 +141,10 @@ TMA = next(one.text for one in TASKS["transpose"].templates if "descriptor" in o
         ("transpose", TMA, "accepted"),  # with scratch memory
         ("reverse", TASKS["reverse"].naive_cuda, "accepted"),
         ("reverse", RACE, "wrong(race)"),
+        ("scan", UNWRITTEN.twin, "accepted"),
+        ("scan", UNWRITTEN.hack, "wrong(not_deterministic)"),
     ],
-    ids=["right", "reads-beyond", "tma", "cuda", "race"],
+    ids=["right", "reads-beyond", "tma", "cuda", "race", "writes-scratch", "reads-scratch"],
 )
 def test_finalists_under_compute_sanitizer(name: str, kernel: str, wanted: str, gpu_sandbox: Sandbox) -> None:
     judged = Judgement(verdict=Verdict.ACCEPTED)

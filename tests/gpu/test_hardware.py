@@ -19,6 +19,7 @@ def product(size=8192):
     return lambda: a @ b
 
 
+@pytest.mark.alone
 def test_energy_of_a_product_is_plausible_and_repeats():
     try:
         first, again = (measure_energy(product(), seconds=2.5) for _ in range(2))
@@ -32,6 +33,7 @@ def test_energy_of_a_product_is_plausible_and_repeats():
     assert 1e-13 < first.joules_per_call / (2 * 8192**3) < 1e-11
 
 
+@pytest.mark.alone
 def test_twice_the_work_takes_twice_the_energy():
     try:
         once, twice = (measure_energy(call, seconds=2.5) for call in _once_and_twice())
@@ -57,6 +59,7 @@ def test_the_doctor_finds_a_gpu_and_no_failure():
     assert detect().name in one_line(findings)
 
 
+@pytest.mark.alone
 def test_ceilings_are_measured_and_lie_below_the_datasheet():
     result = runner.run("hopper", ["ceilings"], Settings(device="cuda", quick=True, seconds=0.05))
     assert result.exit_code == 0, result.incorrect

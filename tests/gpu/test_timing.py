@@ -15,6 +15,7 @@ from gpu_accel.workbench.timing import compare, sustained  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.alone,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .moving import exact
-from .task import Buffer, Dims, Task, Tensors, Truth
+from .task import FLOOR, UNIT, Buffer, Dims, Task, Tensors, Truth
 
 
 def _flat_map(name: str, arguments: str, value: str) -> str:
@@ -98,7 +98,9 @@ _X = Buffer("x", ("n",))
 
 def _swiglu(x: Tensors, d: Dims) -> dict[str, Truth]:
     gate = x["gate"] * torch.sigmoid(x["gate"])
-    return {"out": Truth(gate * x["up"], (gate.abs() * (1 + x["gate"].abs())) * x["up"].abs())}
+    size = (gate.abs() * (1 + x["gate"].abs())) * x["up"].abs()
+    lost = (x["gate"] * x["up"]).abs() * (FLOOR / UNIT)  # the sigmoid may be flushed to zero before it is multiplied
+    return {"out": Truth(gate * x["up"], size + lost)}
 
 
 SIGMOID = Task(

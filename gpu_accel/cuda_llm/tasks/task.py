@@ -30,7 +30,8 @@ FLOOR = 2.0**-126  # smaller numbers may be flushed to zero
 # An argument of loads in Triton: what is read once leaves the cache first. After a flush the cache is full of lines
 # that are not written back yet, and a kernel that reads much and writes little need not wait for that.
 ONCE = ', eviction_policy="evict_first" if STREAM else ""'
-FAMILIES = ("normal", "shifted", "heavy", "integers", "tiny")  # of real-valued inputs; trials go through all of them
+# Of real-valued inputs; trials go through all of them, the first four on shapes that are shown.
+FAMILIES = ("normal", "large", "sparse", "integers", "heavy", "shifted", "tiny")
 
 Dims = dict[str, int]
 Tensors = dict[str, Tensor]
@@ -79,6 +80,10 @@ class Buffer:
             return x + 10 * torch.randn(shape, **given) * (torch.rand(shape, **given) < 0.05)
         if family == "integers":
             return torch.randint(-4, 5, shape, **given).float()
+        if family == "large":  # beyond what exp takes in float32: 88
+            return 100 * x
+        if family == "sparse":  # short rows of zeros alone, or with one other number
+            return x * (torch.rand(shape, **given) < 0.1)
         return x * 1e-3 if family == "tiny" else x
 
 
@@ -101,6 +106,7 @@ class Task:
         features: further templates of the grammar, in Triton or CUDA C++, with other structures than `start`.
         priors: points of `start` that a grammar tries first: what experience with large GPUs suggests.
         dtype: of the values.
+        families: of FAMILIES, those for which the result is defined.
         arithmetic: the fastest units of a GPU that reach the tolerance, and how often they must do the work. Float32
             products can be three TF32 products of split operands, on tensor cores: ("tf32", 3).
     """
@@ -121,6 +127,7 @@ class Task:
     start: str = field(repr=False)
     naive_cuda: str = field(repr=False)
     dtype: str = "fp32"
+    families: tuple[str, ...] = FAMILIES
     arithmetic: tuple[str, int] = ("fp32", 1)
     prepare: Callable[[Tensors, Dims], Any] | None = field(default=None, repr=False)
     features: tuple[str, ...] = field(default=(), repr=False)

@@ -109,7 +109,7 @@ def _build(source: str) -> Binary:
     if (kept := _read(place)) is None:
         if (kept := _compiled.get(source)) is None:
             cubin = _compile(_nvrtc(), source)
-            kept = cubin, _disassemble(cubin)
+            kept = cubin, disassemble(cubin)
         _write(place, *kept)
     return Binary(cubin=kept[0], sass=kept[1], functions=parse(kept[1]), compiler=compiler)
 
@@ -152,7 +152,12 @@ def _compile(nvrtc: Any, source: str, what: str = "CUBIN") -> bytes:
     return made
 
 
-def _disassemble(cubin: bytes) -> str:
+def disassemble(cubin: bytes) -> str:
+    """The text of `nvdisasm -c -hex` of machine code.
+
+    Raises:
+        HardwareError: there is no disassembler. RuntimeError: it does not take the code.
+    """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -242,5 +247,5 @@ def _work() -> None:
     for source in pickle.load(sys.stdin.buffer):
         with contextlib.suppress(RuntimeError):
             cubin = _compile(nvrtc, source)
-            made[source] = cubin, _disassemble(cubin)
+            made[source] = cubin, disassemble(cubin)
     pickle.dump(made, sys.stdout.buffer)
