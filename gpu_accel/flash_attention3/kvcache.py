@@ -44,10 +44,6 @@ from gpu_accel.flash_attention3.problem import (
 
 Window = tuple[int | None, int | None]
 
-# Where a GPU has timed it (`hopper_decode.untimed`) it was right and faster, with whole lengths and four query heads a
-# key head. Parts of a length and other groups are only emulated: tests/gpu/test_kvcache_hopper.py decides.
-AUTO_TAKES_HOPPER = False
-
 
 def flash_attn_with_kvcache(
     q: Tensor,
@@ -272,7 +268,7 @@ def _untimed(call: KVCall) -> str | None:
     """Why "auto" leaves a call that the Gluon kernel can run to the portable one, or None."""
     from gpu_accel.flash_attention3 import hopper_decode
 
-    why = hopper_decode.untimed(call) if AUTO_TAKES_HOPPER else "it is switched off"
+    why = hopper_decode.untimed(call)
     return why and f"only when asked for by backend='hopper': {why}"
 
 

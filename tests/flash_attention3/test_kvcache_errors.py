@@ -199,7 +199,6 @@ def hopper(monkeypatch):
     """As on a machine with an H100, as far as choosing goes."""
     hopper_decode = pytest.importorskip("gpu_accel.flash_attention3.hopper_decode")
     monkeypatch.setattr(kvcache, "_hopper_refusal", hopper_decode.refuse)
-    monkeypatch.setattr(kvcache, "AUTO_TAKES_HOPPER", True)
 
 
 @pytest.mark.parametrize(("options", "why"), HOPPER_REFUSES.values(), ids=HOPPER_REFUSES.keys())
@@ -232,14 +231,11 @@ def test_auto_takes_the_gluon_kernel_only_where_it_was_timed(hopper, options, wh
         ({"kind": "e4m3", "page": 16}, "of 16 keys"), ({"new": 1, "causal": True}, "of 16 keys"),
     ],
 )  # fmt: skip
-def test_auto_takes_the_gluon_kernel(hopper, monkeypatch, options, plan):
+def test_auto_takes_the_gluon_kernel(hopper, options, plan):
     a = make(**LLAMA | {"capacity": 4096} | options)
     said = explain_kvcache(**a)
     assert said.backend == "hopper" and plan in said.plan and "Gluon" in str(said)
     assert explain_kvcache(**a, backend="portable").refused["hopper"] == "not asked for"
-    monkeypatch.setattr(kvcache, "AUTO_TAKES_HOPPER", False)
-    said = explain_kvcache(**a)
-    assert said.backend != "hopper" and "switched off" in said.refused["hopper"]
 
 
 def test_a_compiler_that_knows_no_addresses_leaves_the_choice_to_the_op(monkeypatch):
