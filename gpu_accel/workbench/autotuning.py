@@ -40,6 +40,7 @@ def compile_ahead(call: Callable[[], Any], threads: int | None = None) -> int:
     def tune(self: Any, *arguments: Any, **options: Any) -> None:
         self.nargs = dict(zip(self.arg_names, arguments, strict=False))
         configs = self.prune_configs(options) if len(self.configs) > 1 else self.configs
+        self.best_config = configs[0]  # some size a buffer by it
         met.extend((self.fn, arguments, options | config.all_kwargs()) for config in configs)
 
     def launch(self: Any, *arguments: Any, **options: Any) -> None:
