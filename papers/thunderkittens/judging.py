@@ -61,7 +61,7 @@ def _grad_of(out: Tensor, seed: int, number: int) -> Tensor:
 def judge(
     mine: Function, truth: Function, ruler: Function, tensors, seed: int, backward: bool, on_gpu: bool, *,
     part: Part | None = None, shared: Sequence[int] = (), factor: float = FACTOR,
-    ahead: bool = False,
+    ahead: bool = False, known: dict | None = None,
 ) -> Check:  # fmt: skip
     """The largest error of any result over its bound: `factor` times the ruler's in the same dtype, against float64.
 
@@ -71,6 +71,7 @@ def judge(
     does not fit. Tensors numbered `shared` are whole in all parts; their gradients, sums over parts, are not judged.
 
     ahead: compile all kernels of `mine` first, all configurations of those that tune themselves.
+    known: where to keep the truth and what the ruler gives, of the last seed, for others that are judged by the same.
     """
     cut = not on_gpu and any(x.dtype == torch.bfloat16 for x in tensors)
     worst, why = 0.0, ""
@@ -83,8 +84,12 @@ def judge(
     if part is not None:
         results = [part(x) if n in keep else x for n, x in enumerate(results)]
         tensors = [x if n in shared else part(x) for n, x in enumerate(tensors)]
-    truths = run(truth, tensors, seed, backward, torch.float64, part=part, shapes=shapes)
-    rulers = run(ruler, tensors, seed, backward, part=part, shapes=shapes)
+    known = {} if known is None else known
+    if seed not in known:
+        known.clear()
+        known[seed] = (run(truth, tensors, seed, backward, torch.float64, part=part, shapes=shapes),
+                       run(ruler, tensors, seed, backward, part=part, shapes=shapes))  # fmt: skip
+    truths, rulers = known[seed]
     for n in keep:
         out, right, measure = results[n], truths[n], rulers[n]
         floor = torch.finfo(torch.bfloat16).eps * float(right.abs().max()) if cut and right.numel() else None

@@ -133,6 +133,7 @@ def build(case: Case, settings: Settings) -> Workload:
     backward, device = case["pass"] == "backward", settings.device
     eager = _torch(case)
     exact = _ours(case, device, "reference")
+    known: dict = {}
 
     def compiled() -> Function:
         return torch.compile(_torch(case), dynamic=False)
@@ -140,7 +141,7 @@ def build(case: Case, settings: Settings) -> Workload:
     def made(name: str, role: str, function: Callable[[], Function], why: str = ""):
         def check(seed: int) -> Check:
             return judging.judge(function(), exact, exact, _inputs(case, seed, device), seed, backward,
-                                 settings.on_gpu)  # fmt: skip
+                                 settings.on_gpu, known=known)  # fmt: skip
 
         def make(seed: int):
             return judging.timed(function(), _inputs(case, seed, device), seed, backward)
