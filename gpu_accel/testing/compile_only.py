@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_accel.errors import HardwareError, UnsupportedError
+from gpu_accel.testing.overwritten import overwritten_operands
 
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,6}\*/\s+(?:@!?U?P\d+\s+)?([A-Z0-9_]+)")
 
@@ -160,6 +161,7 @@ def inspect(kernel: Any, name: str, capability: int) -> Compiled:
     # C7512 and its like: "wgmma serialized", silent in Triton and up to three times slower
     warnings = [line for line in log.splitlines() if "warning" in line.lower() or "serializ" in line.lower()]
     warnings += [f"barrier {barrier} is initialised and never used" for barrier in idle_barriers(ttgir)]
+    warnings += overwritten_operands(ptx, sass)
 
     def number(pattern: str) -> int:
         return sum(int(n) for n in re.findall(pattern, log))

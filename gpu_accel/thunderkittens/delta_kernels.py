@@ -285,7 +285,12 @@ def _inputs_kernel(
             da = dot(rounded, tl.trans(given), da, PRECISION)
             dat = dot(given, tl.trans(rounded), dat, PRECISION)
             entering = _for_products(_load_tile(states, cols_k, V, cols_v, cols_k < K, V), keys.dtype)
-            known = dot(keys.to(entering.dtype), entering, None, PRECISION) * tl.exp(b)[:, None]
+            left = keys
+            if keys.dtype != entering.dtype:
+                # Widened keys are an operand in registers. Kept for all turns of the loop, ptxas (12.8 to 13.0, sm_90)
+                # has others written over them after the first: gpu_accel.testing.overwritten.
+                left = _load_tile(k, rows, k_t, cols_k, mask, K)
+            known = dot(left.to(entering.dtype), entering, None, PRECISION) * tl.exp(b)[:, None]
             values = _load_tile(v, rows, v_t, cols_v, mask, V).to(tl.float32)
             grad_beta += tl.sum(right * (values - known), 1)
             grad_b -= tl.sum(right * known, 1) * strength

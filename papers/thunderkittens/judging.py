@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gpu_accel.testing import compare, generator
-from gpu_accel.workbench.autotuning import compiled_together
+from gpu_accel.workbench.autotuning import compile_ahead, compiled_together
 from gpu_accel.workbench.experiment import Check, Settings
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -61,6 +61,7 @@ def _grad_of(out: Tensor, seed: int, number: int) -> Tensor:
 def judge(
     mine: Function, truth: Function, ruler: Function, tensors, seed: int, backward: bool, on_gpu: bool, *,
     part: Part | None = None, shared: Sequence[int] = (), factor: float = FACTOR,
+    ahead: bool = False, known: dict | None = None,
 ) -> Check:  # fmt: skip
     """The largest error of any result over its bound: `factor` times the ruler's in the same dtype, against float64.
 
@@ -68,18 +69,27 @@ def judge(
 
     part: what of every tensor and result is judged, where parts do not depend on each other and float64 of the whole
     does not fit. Tensors numbered `shared` are whole in all parts; their gradients, sums over parts, are not judged.
+
+    ahead: compile all kernels of `mine` first, all configurations of those that tune themselves.
+    known: where to keep the truth and what the ruler gives, of the last seed, for others that are judged by the same.
     """
     cut = not on_gpu and any(x.dtype == torch.bfloat16 for x in tensors)
     worst, why = 0.0, ""
     shapes: list[torch.Size] = []
+    if ahead and on_gpu:
+        compile_ahead(lambda: run(mine, tensors, seed, backward))
     with compiled_together() if on_gpu else contextlib.nullcontext():  # peers that tune themselves do it here
         results = run(mine, tensors, seed, backward, shapes=shapes)
     keep = [n for n in range(len(results)) if not (part and backward and n in shared)]
     if part is not None:
         results = [part(x) if n in keep else x for n, x in enumerate(results)]
         tensors = [x if n in shared else part(x) for n, x in enumerate(tensors)]
-    truths = run(truth, tensors, seed, backward, torch.float64, part=part, shapes=shapes)
-    rulers = run(ruler, tensors, seed, backward, part=part, shapes=shapes)
+    known = {} if known is None else known
+    if seed not in known:
+        known.clear()
+        known[seed] = (run(truth, tensors, seed, backward, torch.float64, part=part, shapes=shapes),
+                       run(ruler, tensors, seed, backward, part=part, shapes=shapes))  # fmt: skip
+    truths, rulers = known[seed]
     for n in keep:
         out, right, measure = results[n], truths[n], rulers[n]
         floor = torch.finfo(torch.bfloat16).eps * float(right.abs().max()) if cut and right.numel() else None

@@ -85,8 +85,9 @@ def build(case: Case, settings: Settings) -> Workload:
     make_inputs = functools.partial(_inputs, case, device=settings.device)
     eager = _ours(case, "reference")
     made = functools.partial(
-        _implementation, truth=eager, ruler=eager, make_inputs=make_inputs, case=case, settings=settings, shared=(3, 4)
-    )
+        _implementation, truth=eager, ruler=eager, make_inputs=make_inputs, case=case, settings=settings, shared=(3, 4),
+        known={},
+    )  # fmt: skip
     why = judging.missing("fla", settings)
     other, note = ("parallel", "quadratic in the length") if case["map"] == "based" else ("fused", "")
     steps = int(case["batch"]) * int(case["seqlen"]) * int(case["heads"])

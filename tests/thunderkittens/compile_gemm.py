@@ -101,7 +101,7 @@ def main(names: list[str]) -> None:
                 "wgmma": got.instructions["HGMMA"] + got.instructions["QGMMA"],
                 "tma_loads": got.instructions["UTMALDG"],
                 "tma_stores": got.instructions["UTMASTG"],
-                "serialised": [w for w in got.warnings if "serializ" in w or "never used" in w],
+                "serialised": [w for w in got.warnings if "serializ" in w or "never used" in w or "overwritten" in w],
             }
             print(json.dumps(row), flush=True)
 

@@ -33,7 +33,8 @@ def hook(kernel, arguments, options) -> None:
         dict(
             name=label, kernel=c.name, registers=c.registers, spills=c.spills, shared=c.shared, warps=c.num_warps,
             hgmma=c.sass.count("HGMMA"), mma=c.instructions["HMMA"], tma=c.sass.count("UTMALDG"),
-            wide=c.sass.count(".128"), serialised=any("serializ" in w.lower() or "never used" in w for w in c.warnings),
+            wide=c.sass.count(".128"),
+            serialised=[w for w in c.warnings if "serializ" in w.lower() or "never used" in w or "overwritten" in w],
         )
     )  # fmt: skip
 

@@ -44,7 +44,7 @@ def test_chunks(names):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", ["bf16-128-128", "fp16-64-64"])
+@pytest.mark.parametrize("names", ["bf16-128-128", "fp16-64-128"])
 def test_delta_rule(names):
     """A triangular system of 64 rows beside keys of 128: some of it is spilled, and may not grow."""
     rows = compiled("delta", names)

@@ -209,3 +209,14 @@ def test_offsets_of_another_stride_and_before_the_tables(backend, device):
         part = x[n : n + 1, rows_in]
         torch.testing.assert_close(found[n : n + 1, rows_in], elements.rotary(part, *tables, start=first))
     assert torch.equal(found[1, :2], x[1, :2]) and torch.equal(found[2, 1:], x[2, 1:])
+
+
+@pytest.mark.parametrize(("width", "dtype", "loaded", "stages"), [
+    (16384, BF16, 3, 3), (16384, BF16, 4, 2), (16384, FP32, 3, 2), (16384, FP32, 4, 1), (1, FP32, 4, 3)
+])  # fmt: skip
+def test_no_more_rows_ahead_than_fit(width, dtype, loaded, stages, monkeypatch):
+    """Compiled for an H100 they took (stages - 1) buffers a tensor: 262 KB for four of 16384 float32, where 227 fit."""
+    monkeypatch.setattr(rows, "_ROW_STAGES", 3)
+    x = torch.empty(1, dtype=dtype)
+    _, options = rows._row_programs(width, x.device, *[x] * loaded, None)
+    assert options["STAGES"] == stages

@@ -120,9 +120,10 @@ def test_gradients(case, device, monkeypatch):
 
 
 def test_taken_where_seen_right(device, monkeypatch):
-    """As Mamba-2 needs them, with gradients of gates; other forms have not run on a GPU."""
-    assert walk_back.unseen(128, 64, True, False, 1) is None
-    others = (64, 64, True, False, 1), (128, 64, False, False, 1), (128, 64, True, True, 1), (128, 64, True, False, 2)
+    """With gradients of gates, as Mamba-2 and gated linear attention need them; other forms have not run on a GPU."""
+    taken = (128, 64, True, True, 1), (128, 64, True, False, 2), (128, 128, False, True, 3), (64, 64, True, False, 1)
+    assert not any(walk_back.unseen(*form) for form in taken)
+    others = (64, 64, True, True, 1), (64, 64, True, False, 2), (128, 64, False, False, 1), (96, 72, False, True, 1)
     assert all(walk_back.unseen(*form) for form in others)
 
     def done_by(name):

@@ -10,7 +10,7 @@ from pathlib import Path
 CODE = """
 import threading, torch, triton, triton.compiler, triton.language as tl
 from gpu_accel.testing.compile_only import use_target
-from gpu_accel.workbench.autotuning import compiled_together
+from gpu_accel.workbench.autotuning import compile_ahead, compiled_together
 
 use_target(90)
 events, plain = [], triton.compiler.compile
@@ -41,6 +41,22 @@ with compiled_together(3):
     except triton.CompilationError:  # up to Triton 3.6 of the last one, which the autotuner met itself
         pass
 print(" ".join(events))
+
+@triton.jit
+def plain_kernel(x):
+    tl.store(x, 0)
+
+def call():
+    plain_kernel[(1,)](torch.empty(32))
+    kernel[(1,)](torch.empty(32), 32.0)  # another type of n, and so other kernels
+    raise RuntimeError("looks at values")
+
+events.clear()
+print(compile_ahead(call, 3), " ".join(events))
+events.clear()
+plain_kernel.warmup(torch.empty(32), grid=(1,))
+kernel.fn.warmup(torch.empty(32), 32.0, grid=(1,), **wants[0].all_kwargs())
+print(len(events))
 """
 
 
@@ -54,4 +70,8 @@ def test_all_are_compiled_in_threads_before_the_first_is_timed(tmp_path):
     )
     done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == ["thread"] * 3 + ["timed"] * 4
+    together, ahead, again = done.stdout.splitlines()
+    assert together.split() == ["thread"] * 3 + ["timed"] * 4
+    # one plain kernel and four configurations, one of which does not compile; then they are there
+    assert ahead.split() == ["5"] + ["thread"] * 4 and again == "0"
+    assert "looks at values" in done.stderr

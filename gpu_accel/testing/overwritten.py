@@ -1,0 +1,125 @@
+"""Finds wgmma operands in registers that ptxas has overwritten before the loop that reads them turns again.
+
+ptxas 12.8, 12.9 and 13.0, for sm_90a: a left operand in registers that was made before a loop and is read in every turn
+of it (widened keys beside a float32 state, in the delta rule) shared its registers with values of the loop. The first
+turn was right and every later one wrong, with the PTX as it should be. It happened with all 255 registers taken.
+
+Products are in the same order in PTX and SASS, which tells which register is which. Where their numbers differ (a loop
+was unrolled) nothing is said.
+"""
+
+from __future__ import annotations
+
+import re
+
+_WGMMA = re.compile(r"wgmma\.mma_async\S*\s+\{[^}]*\},\s*(?:\{([^}]*)\}|%rd\d+)")
+_PTX_LABEL = re.compile(r"\s*(\$L\w+):")
+_PTX_BRANCH = re.compile(r"\bbra(?:\.uni)?\s+(\$L\w+)")
+_PTX_DEFINITION = re.compile(r"\s*(?:@!?%p\d+\s+)?([a-z]\w*)[\w.:]*\s+(\{[^}]*\}|%\w+)\s*,")
+_PTX_WITHOUT_RESULT = {"st", "red", "bar", "cp", "fence", "bra", "mbarrier", "setp", "wgmma"}
+_SASS_LABEL = re.compile(r"\s*(\.L\w+):")
+_SASS_INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]{4,6}\*/\s+(.*?)\s*;")
+_SASS_BRANCH = re.compile(r"BRA\b.*`\((\.L\w+)\)")
+_PRODUCT = re.compile(r"(?:@!?U?P\d+ )?[HIQ]GMMA")
+_SASS_WITHOUT_RESULT = (
+    "ST", "RED", "BAR", "BRA", "EXIT", "LDGSTS", "LDGDEPBAR", "DEPBAR", "WARP", "MEMBAR", "FENCE", "BS", "NOP", "UT",
+    "SYNCS", "R2UR", "ISETP", "FSETP", "HSETP", "DSETP", "PLOP3", "CCTL", "ERRBAR", "BREAK",
+)  # fmt: skip
+Loop = tuple[int, int]
+
+
+def _written(text: str) -> range:
+    """The registers that a SASS instruction writes."""
+    opcode, _, rest = re.sub(r"^@!?U?P\d+\s+", "", text).partition(" ")
+    if opcode.startswith(_SASS_WITHOUT_RESULT):
+        return range(0)
+    first = None
+    for operand in rest.split(",")[:2]:  # a shuffle names a predicate first
+        if found := re.match(r"R(\d+)\b", operand.strip()):
+            first = int(found[1])
+            break
+        if not re.fullmatch(r"U?P\w+", operand.strip()):
+            break
+    if first is None:
+        return range(0)
+    count = 1
+    if found := re.match(r"[HIQ]GMMA\.64x(\d+)x", opcode):
+        count = int(found[1]) // 2
+        if ".F16" in opcode and ".F32" not in opcode:
+            count //= 2
+    elif opcode.startswith("LDSM"):
+        count = int(opcode[-1]) if opcode[-1] in "24" else 1
+    elif opcode.startswith(("LD", "ATOM")):
+        count = 4 if ".128" in opcode else 2 if ".64" in opcode else 1
+    elif opcode.startswith("HMMA"):
+        count = 4 if ".F32" in opcode else 2
+    elif opcode.startswith(("CS2R", "IMAD.WIDE", "DADD", "DMUL", "DFMA")):
+        count = 1 if ".32" in opcode else 2
+    return range(first, first + count)
+
+
+def _innermost(loops: list[Loop], at: int) -> Loop | None:
+    return min((loop for loop in loops if loop[0] <= at <= loop[1]), key=lambda loop: loop[1] - loop[0], default=None)
+
+
+def _invariant_operands(ptx: str) -> list[int]:
+    """For each wgmma: how many registers its left operand has if they were all made before its loop, else 0."""
+    lines, labels = ptx.splitlines(), {}
+    loops: list[Loop] = []
+    made: dict[str, list[int]] = {}
+    products: list[tuple[int, list[str]]] = []
+    for i, line in enumerate(lines):
+        if found := _PTX_LABEL.match(line):
+            labels[found[1]] = i
+        elif found := _PTX_BRANCH.search(line):
+            if found[1] in labels:
+                loops.append((labels[found[1]], i))
+        elif found := _WGMMA.search(line):
+            products.append((i, re.findall(r"%\w+", found[1] or "")))
+        elif (found := _PTX_DEFINITION.match(line)) and found[1] not in _PTX_WITHOUT_RESULT:
+            for name in re.findall(r"%\w+", found[2]):
+                made.setdefault(name, []).append(i)
+    counts = []
+    for at, names in products:
+        loop = _innermost(loops, at)
+        inside = loop and any(loop[0] <= i <= loop[1] for name in names for i in made.get(name, ()))
+        counts.append(len(names) if loop and not inside else 0)
+    return counts
+
+
+def overwritten_operands(ptx: str, sass: str) -> list[str]:
+    """One line for each product of a loop that from the second turn on reads registers with other values in them."""
+    counts = _invariant_operands(ptx)
+    if not any(counts):
+        return []
+    instructions: list[str] = []
+    labels: dict[str, int] = {}
+    loops: list[Loop] = []
+    for line in sass.splitlines():
+        if found := _SASS_LABEL.match(line):
+            labels[found[1]] = len(instructions)
+        elif found := _SASS_INSTRUCTION.match(line):
+            instructions.append(re.sub(r"\s+", " ", found[1]))
+            if (branch := _SASS_BRANCH.search(instructions[-1])) and branch[1] in labels:
+                loops.append((labels[branch[1]], len(instructions) - 1))
+    places = [i for i, text in enumerate(instructions) if _PRODUCT.match(text)]
+    if len(places) != len(counts):
+        return []
+    faults = []
+    for at, count in zip(places, counts, strict=True):
+        operand = re.search(r"GMMA\S* R\d+, R(\d+)\b", instructions[at])
+        loop = _innermost(loops, at)
+        if not count or operand is None or loop is None:
+            continue
+        kept = range(int(operand[1]), int(operand[1]) + count)
+        writers: dict[int, list[int]] = {register: [] for register in kept}
+        for i in range(loop[0], loop[1] + 1):
+            for register in _written(instructions[i]):
+                if register in writers:
+                    writers[register].append(i)
+        # a register that is written between the start of the loop and the product has been made again
+        lost = [r for r, by in writers.items() if by and min(by) > at]
+        if lost:
+            by = instructions[writers[lost[0]][0]]
+            faults.append(f"{instructions[at]}: R{lost[0]} is overwritten in the loop by {by}")
+    return faults

@@ -1,0 +1,71 @@
+"""Operands of products that ptxas overwrites, told apart from those that it makes again, in a few lines of code."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpu_accel.testing.overwritten import overwritten_operands
+
+PTX = """
+$L__BB0_1:
+    cvt.f32.f16 %r1, %rs1;
+    ld.shared.v2.b32 {{%r2, %r3}}, [%r9];
+    {before}
+$L__BB0_2:
+    {inside}
+    wgmma.mma_async.sync.aligned.m64n16k8.f32.tf32.tf32 {{%r20,%r21}}, {{%r1,%r2,%r3,%r4}}, %rd1, 0, 1, 1;
+    wgmma.mma_async.sync.aligned.m64n16k8.f32.tf32.tf32 {{%r20,%r21}}, %rd3, %rd1, 0, 1, 1;
+    setp.lt.s32 %p1, %r9, 4;
+    @%p1 bra $L__BB0_2;
+    ret;
+"""
+SASS = """
+        /*0000*/                   HADD2.F32 R24, -RZ, R24.H0_H0 ;
+.L_x_2:
+        /*0010*/                   {early} ;
+        /*0020*/                   HGMMA.64x16x8.F32.TF32 R40, R24, gdesc[UR4], RZ, !UPT ;
+        /*0030*/                   HGMMA.64x16x8.F32.TF32 R40, gdesc[UR4], R40, gsb0 ;
+        /*0040*/                   {late} ;
+        /*0050*/              @P0 BRA `(.L_x_2) ;
+        /*0060*/                   EXIT ;
+"""
+
+
+def found(before="mov.b32 %r4, %r9;", inside="mov.b32 %r5, 0;", early="MOV R9, RZ", late="MOV R9, RZ"):
+    return overwritten_operands(PTX.format(before=before, inside=inside), SASS.format(early=early, late=late))
+
+
+@pytest.mark.parametrize(("late", "register"), [
+    ("FSEL R27, R1, R2, !P1", 27), ("LDS.128 R24, [R9]", 24), ("SHFL.BFLY PT, R25, R9, 0x1, 0x1f", 25),
+    ("@P3 CS2R R26, SRZ", 26), ("LDSM.16.M88.4 R21, [R9]", 24), ("HGMMA.64x32x8.F32 R12, gdesc[UR8], R12", 24),
+])  # fmt: skip
+def test_overwritten_after_the_product(late, register):
+    sass = SASS.format(early="MOV R9, RZ", late="MOV R9, RZ")
+    if "GMMA" in late:  # a third product, which PTX must then have too
+        third = "    wgmma.mma_async.sync.aligned.m64n32k8.f32.tf32.tf32 {%r30}, %rd5, %rd1, 0, 1, 1;\n    setp.lt"
+        ptx = PTX.format(before="mov.b32 %r4, 0;", inside="").replace("    setp.lt", third)
+        end = ";\n        /*0050*/"
+        faults = overwritten_operands(ptx, sass.replace(f"MOV R9, RZ {end}", f"{late} {end}"))
+    else:
+        faults = found(late=late)
+    (fault,) = faults
+    assert f"R{register} is overwritten" in fault and late.removeprefix("@P3 ") in fault
+
+
+@pytest.mark.parametrize("late", ["STS.128 [R24], R24", "LDGSTS.E.128 [R24], [R26.64]", "ISETP.NE.AND P1, PT, R25, RZ",
+                                  "FADD R28, R24, R25", "R2UR UR4, R24", "LDS.64 R22, [R9]"])  # fmt: skip
+def test_registers_that_are_only_read(late):
+    assert not found(late=late)
+
+
+def test_made_again_in_every_turn():
+    assert not found(early="LDS.128 R24, [R9]", late="FSEL R27, R1, R2, !P1")
+
+
+def test_an_operand_of_the_loop_itself():
+    assert not found(before="mov.b32 %r6, 0;", inside="mov.b32 %r4, %r9;", late="FSEL R27, R1, R2, !P1")
+
+
+def test_other_numbers_of_products_say_nothing():
+    sass = SASS.format(early="HGMMA.64x16x8.F32.TF32 R40, R24, gdesc[UR4], R40", late="FSEL R27, R1, R2, !P1")
+    assert not overwritten_operands(PTX.format(before="mov.b32 %r4, 0;", inside=""), sass)
