@@ -35,8 +35,9 @@ _COMPILER = dict(num_warps=4, maxnreg=168)
 class BackwardConfig:
     """Tiles and switches of one backward kernel; `*_slots` are buffers of a whole tile of K and of V.
 
-    `named` (rows are freed on named barriers, a warp at a time) is off until a GPU has timed it. `share`: bytes of rows
-    and of their dQ that the heads walked together may hold.
+    `share`: bytes of rows and of their dQ that the heads walked together may hold. Off until a GPU has timed them:
+    `named` (rows are freed on named barriers, a warp at a time), `lean` (the warps of a warpgroup meet less often) and
+    `late` (dK after dQ, from shared memory, so that exponentials run under both).
     """
 
     head_dim: int
@@ -47,6 +48,8 @@ class BackwardConfig:
     preload: bool
     dynamic: bool
     named: bool = False
+    lean: bool = False
+    late: bool = False
     share: int = 32 << 20
 
 
@@ -329,6 +332,8 @@ def _one_kernel(
         DYNAMIC=config.dynamic,
         PACKED=tables is not None,
         NAMED=config.named,
+        LEAN=config.lean,
+        LATE=config.late,
         **_functions(features),
         **_COMPILER,
     )

@@ -15,6 +15,9 @@ operands straight from registers:
     tensor cores | dP      | dV           | dK | S' | dQ                   | dP' ...
     CUDA cores   | send dQ | dS, store it |         | P' = exp2(S' - lse') | send dQ' ...
 
+LATE issues S' before dQ and dK, so that exponentials run under two products and not one. dK then reads dS from shared
+memory: in registers it would be in the way.
+
 The next step may be the first one of the next tile: the pipeline does not drain between tiles. The loop is cut where
 nothing is in flight, with P (two 16-bit values a register) and dQ in registers.
 
@@ -68,6 +71,7 @@ from .hopper_device import (
     publish_tile,
     receive_tile,
     release,
+    unpack_floats,
     unpack_pairs,
 )
 from .hopper_modifiers import listed_block, listed_number
@@ -94,14 +98,27 @@ def reinterpret(buf, dtype, shape, layout, _semantic=None):
 
 
 @gluon.jit
-def _send_fragment(desc, fragment, buf, x):
-    """Add a (64, 64) accumulator to fragment number `fragment`, in the order that threads hold it: see `dq_finish`."""
+def _stage_fragment(buf, x):
+    """Put a (64, 64) accumulator into shared memory, in the order that threads hold it: see `dq_finish`."""
     # (row / 16, row / 8 % 2, row % 8, column / 8, column / 2 % 4, column % 2) -> four numbers of a thread side by side
-    y = x.reshape((4, 2, 8, 8, 4, 2)).permute((0, 3, 2, 4, 1, 5)).reshape((16, 256))
-    tma.store_wait(0)
-    buf.store(y)
+    buf.store(x.reshape((4, 2, 8, 8, 4, 2)).permute((0, 3, 2, 4, 1, 5)).reshape((16, 256)))
     fence_async_shared()
+
+
+@gluon.jit
+def _send_fragment(desc, fragment, buf, x):
+    """Add a (64, 64) accumulator to fragment number `fragment`."""
+    tma.store_wait(0)
+    _stage_fragment(buf, x)
     tma_reduce_add(desc, [fragment * 16, 0], buf)
+
+
+@gluon.jit
+def _free_keys(k_empty, v_empty, k, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr):
+    """dK and dV of the tile before have left shared memory."""
+    mbarrier.arrive(k_empty.index((k + K_SLOTS - 1) % K_SLOTS), count=1)
+    if V_SLOTS > 1:
+        mbarrier.arrive(v_empty.index((k + V_SLOTS - 1) % V_SLOTS), count=1)
 
 
 @gluon.jit
@@ -109,8 +126,9 @@ def _consumer(
     WG: gl.constexpr, bufs, bars, dq_desc, dk_desc, dv_desc, table, shape, scales, mods,
     D: gl.constexpr, M: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, PING_PONG: gl.constexpr,
     PRELOAD: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, EVEN_K: gl.constexpr,
-    DYNAMIC: gl.constexpr, PACKED: gl.constexpr, NAMED: gl.constexpr, ALIBI: gl.constexpr, SCORE_MOD: gl.constexpr,
-    SCORE_MOD_GRAD: gl.constexpr, MASK_MOD: gl.constexpr, BLOCKS: gl.constexpr,
+    DYNAMIC: gl.constexpr, PACKED: gl.constexpr, NAMED: gl.constexpr, LEAN: gl.constexpr, LATE: gl.constexpr,
+    ALIBI: gl.constexpr, SCORE_MOD: gl.constexpr, SCORE_MOD_GRAD: gl.constexpr, MASK_MOD: gl.constexpr,
+    BLOCKS: gl.constexpr,
 ):  # fmt: skip
     q_bufs, do_bufs, k_bufs, v_bufs, ds_bufs, stat_bufs, dq_bufs = bufs
     k_full, k_empty, v_full, v_empty, q_full, do_full, row_empty, queue_full, queue_empty, queue = bars
@@ -178,12 +196,19 @@ def _consumer(
         v_own = v_bufs.index((k % V_SLOTS) * 2 + WG)
         dp_async = warpgroup_mma(v_own, do.permute((1, 0)), s_zero, use_acc=False, is_async=True)
         dv_async = warpgroup_mma(unpack_pairs(p, dtype, A_LAYOUT), do, dv, is_async=True)
-        _send_fragment(dq_desc, fragment * 2 + WG, dq_buf, dq)
-        if new_tile:
-            # dK and dV of the tile before have left shared memory
-            mbarrier.arrive(k_empty.index((k + K_SLOTS - 1) % K_SLOTS), count=1)
-            if V_SLOTS > 1:
-                mbarrier.arrive(v_empty.index((k + V_SLOTS - 1) % V_SLOTS), count=1)
+        if LEAN:
+            # The warps meet where they would anyway: the wait for dQ's buffer stands before this step's dQ below, and
+            # an arrival on an mbarrier, behind which Triton has them meet again, right before a meeting.
+            if new_tile:
+                tma.store_wait(0)
+            _stage_fragment(dq_buf, dq)
+            if new_tile:
+                _free_keys(k_empty, v_empty, k, K_SLOTS, V_SLOTS)
+            tma_reduce_add(dq_desc, [(fragment * 2 + WG) * 16, 0], dq_buf)
+        else:
+            _send_fragment(dq_desc, fragment * 2 + WG, dq_buf, dq)
+            if new_tile:
+                _free_keys(k_empty, v_empty, k, K_SLOTS, V_SLOTS)
 
         # where the next step is: the next block of rows, the next head of the group, or the next tile
         fragment = head * num_m + i
@@ -240,20 +265,30 @@ def _consumer(
             dp, delta = warpgroup_mma_wait(1, deps=[dp_async, delta])
         else:
             dp = warpgroup_mma_wait(1, deps=[dp_async])
-        if V_SLOTS == 1:  # noqa: SIM102
+        if V_SLOTS == 1 and not LEAN:  # noqa: SIM102
             if last:
                 mbarrier.arrive(v_empty.index(0), count=1)
-        ds = unpack_pairs(factor if TWO_FACTORS else p, dtype, S_LAYOUT).to(gl.float32) * (dp - delta[None, :])
+        if LEAN:
+            ds = unpack_floats(factor if TWO_FACTORS else p, dtype, S_LAYOUT) * (dp - delta[None, :])
+        else:
+            ds = unpack_pairs(factor if TWO_FACTORS else p, dtype, S_LAYOUT).to(gl.float32) * (dp - delta[None, :])
         ds_packed = pack_pairs(ds, dtype)
         ds_own = ds_bufs.index(stage * 2 + WG)
         ds_own.store(unpack_pairs(ds_packed, dtype, S_LAYOUT))
         fence_async_shared()
         bar_arrive_at(EXCHANGED + 2 * WG + stage, 256)
-        dk_async = warpgroup_mma(unpack_pairs(ds_packed, dtype, A_LAYOUT), q_bufs.index(stage), dk, is_async=True)
+        if not LATE:
+            dk_async = warpgroup_mma(unpack_pairs(ds_packed, dtype, A_LAYOUT), q_bufs.index(stage), dk, is_async=True)
         mbarrier.wait(q_full.index(stage_next), phase_next)
         k_next = k_bufs.index((k % K_SLOTS) * 2 + WG)
         s_async = warpgroup_mma(k_next, q_bufs.index(stage_next).permute((1, 0)), s_zero, use_acc=False, is_async=True)
-        dv, dk = warpgroup_mma_wait(1, deps=[dv_async, dk_async])
+        if not LATE:
+            dv, dk = warpgroup_mma_wait(1, deps=[dv_async, dk_async])
+        if LEAN:
+            if V_SLOTS == 1:  # noqa: SIM102
+                if last:
+                    mbarrier.arrive(v_empty.index(0), count=1)
+            tma.store_wait(0)
         bar_sync_at(EXCHANGED + 2 * OTHER + stage, 256)
         ds_other = ds_bufs.index(stage * 2 + OTHER)
         k_own = k_bufs.index(slot * 2 + WG)
@@ -268,11 +303,19 @@ def _consumer(
             b_other = k_other.slice(WG * 64, 64, dim=1)
             dq_async = warpgroup_mma(ds_own.permute((1, 0)), b_own, q_zero, use_acc=False, is_async=True)
             dq_async = warpgroup_mma(ds_other.permute((1, 0)), b_other, dq_async, is_async=True)
+        if LATE:  # dK from shared memory: in registers dS would be in the exponentials' way
+            dk_async = warpgroup_mma(ds_own, q_bufs.index(stage), dk, is_async=True)
         if PRELOAD:
             lse = stat_bufs.index(2 * stage_next).load(COLUMNS)
-            s, lse = warpgroup_mma_wait(2, deps=[s_async, lse])
+            if LATE:
+                s, dv, lse = warpgroup_mma_wait(3, deps=[s_async, dv_async, lse])
+            else:
+                s, lse = warpgroup_mma_wait(2, deps=[s_async, lse])
         else:
-            s = warpgroup_mma_wait(2, deps=[s_async])
+            if LATE:
+                s, dv = warpgroup_mma_wait(3, deps=[s_async, dv_async])
+            else:
+                s = warpgroup_mma_wait(2, deps=[s_async])
             lse = stat_bufs.index(2 * stage_next).load(COLUMNS)
         if PING_PONG:
             bar_sync(TURN + WG, 256)
@@ -288,7 +331,12 @@ def _consumer(
             bar_arrive(TURN + OTHER, 256)
         # completed long ago; opens the basic block that pins the exponentials above the wait
         mbarrier.wait(q_full.index(stage_next), phase_next)
-        if TWO_FACTORS:
+        if LATE:
+            if TWO_FACTORS:
+                dq, dk, p, factor = warpgroup_mma_wait(0, deps=[dq_async, dk_async, p, f])
+            else:
+                dq, dk, p = warpgroup_mma_wait(0, deps=[dq_async, dk_async, p])
+        elif TWO_FACTORS:
             dq, p, factor = warpgroup_mma_wait(0, deps=[dq_async, p, f])
         else:
             dq, p = warpgroup_mma_wait(0, deps=[dq_async, p])
@@ -470,9 +518,8 @@ def attention_backward_kernel(
     slopes, slopes_sb, aux, cap_out, table_width, table_sb, table_sh,
     D: gl.constexpr, M: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, PING_PONG: gl.constexpr,
     PRELOAD: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, EVEN_K: gl.constexpr,
-    DYNAMIC: gl.constexpr, PACKED: gl.constexpr, NAMED: gl.constexpr, SCORE_MOD: gl.constexpr,
-    SCORE_MOD_GRAD: gl.constexpr,
-    MASK_MOD: gl.constexpr,
+    DYNAMIC: gl.constexpr, PACKED: gl.constexpr, NAMED: gl.constexpr, LEAN: gl.constexpr, LATE: gl.constexpr,
+    SCORE_MOD: gl.constexpr, SCORE_MOD_GRAD: gl.constexpr, MASK_MOD: gl.constexpr,
 ):  # fmt: skip
     """q, do, k, v, dk, dv descriptors are rank 4, (batch, head, row, column); stat (batch, heads, num_m, 2, M) and dq
     (batch, heads, num_m, 2, 4096) are float32 scratch: lse in base 2 and delta, and the sum of dQ in fragments.
@@ -535,11 +582,11 @@ def attention_backward_kernel(
         (_consumer, (0, bufs, bars, dq_desc, dk_desc, dv_desc, table, shape, scales,
                      (slopes, slopes_sb, aux, cap_out, table_width, table_sb, table_sh),
                      D, M, K_SLOTS, V_SLOTS, PING_PONG, PRELOAD, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, PACKED,
-                     NAMED, ALIBI, SCORE_MOD, SCORE_MOD_GRAD, MASK_MOD, BLOCKS)),
+                     NAMED, LEAN, LATE, ALIBI, SCORE_MOD, SCORE_MOD_GRAD, MASK_MOD, BLOCKS)),
         (_consumer, (1, bufs, bars, dq_desc, dk_desc, dv_desc, table, shape, scales,
                      (slopes, slopes_sb, aux, cap_out, table_width, table_sb, table_sh),
                      D, M, K_SLOTS, V_SLOTS, PING_PONG, PRELOAD, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, PACKED,
-                     NAMED, ALIBI, SCORE_MOD, SCORE_MOD_GRAD, MASK_MOD, BLOCKS)),
+                     NAMED, LEAN, LATE, ALIBI, SCORE_MOD, SCORE_MOD_GRAD, MASK_MOD, BLOCKS)),
         (_producer, (bufs, bars, fixed, q_desc, do_desc, k_desc, v_desc, stat_desc, table, counter, shape,
                      (slopes, slopes_sb, aux, cap_out, table_width, table_sb, table_sh),
                      M, K_SLOTS, V_SLOTS, CAUSAL, WINDOW, DYNAMIC, PACKED, NAMED, BLOCKS)),

@@ -174,6 +174,18 @@ def unpack_pairs(x, dtype: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
+def unpack_floats(x, dtype: gl.constexpr, layout: gl.constexpr):
+    """`unpack_pairs` as float32. bfloat16 is its upper half, so one shift or one mask a number is enough."""
+    if dtype == gl.bfloat16:
+        low = (x << 16).to(gl.float32, bitcast=True)
+        high = (x & -65536).to(gl.float32, bitcast=True)
+        y = gl.join(low, high).reshape((x.shape[0], 2 * x.shape[1]))
+        return gl.convert_layout(y, layout, assert_trivial=True)
+    else:
+        return unpack_pairs(x, dtype, layout).to(gl.float32)
+
+
+@gluon.jit
 def tanh(x):
     """tanh in float32 from exp2 and a division: unlike tanh.approx its error stays far below bfloat16's."""
     e = gl.exp2(x * 2.8853900817779268)  # exp(2x); inf for large x gives 1, 0 for very negative x gives -1

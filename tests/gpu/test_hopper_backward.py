@@ -115,17 +115,20 @@ def test_gradient_of_lse(name):
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1, 1), (1, 70, 1000, 2, 1), (40, 333, 257, 6, 3), (3, 2100, 2100, 4, 4)])
 @pytest.mark.parametrize("head_dim,causal", [(64, True), (64, False), (128, True), (128, False)])
-def test_named_barriers_give_the_same_bits(head_dim, causal, shape):
+@pytest.mark.parametrize("switches", [("named",), ("named", "lean"), ("named", "lean", "late")], ids="-".join)
+def test_switches_give_the_same_bits(switches, head_dim, causal, shape):
     q, k, v = inputs((*shape, head_dim))
     options = dict(softmax_scale=head_dim**-0.5, window_right=0 if causal else -1)
     o, lse = hopper.forward(q, k, v, **options)
     do = random_like(o, seed=5)
     config = hopper_backward.backward_config(head_dim, causal=causal)
-    _, dk, dv = hopper_backward.backward(do, q, k, v, o, lse, config=config, **options)
+    dq, dk, dv = hopper_backward.backward(do, q, k, v, o, lse, config=config, **options)
     for _ in range(3):
-        config = replace(config, named=True)
+        config = replace(config, **dict.fromkeys(switches, True))
         dq2, dk2, dv2 = hopper_backward.backward(do, q, k, v, o, lse, config=config, **options)
-        assert torch.equal(dk, dk2) and torch.equal(dv, dv2) and dq2.isfinite().all()
+        assert torch.equal(dk, dk2) and torch.equal(dv, dv2)
+        # dq: sums of float32 in another order, then rounded: a unit in the last place of bfloat16 apart
+        assert (dq2.float() - dq.float()).abs().max() <= 2**-7 * dq.float().abs().max()
 
 
 @pytest.mark.parametrize("kind", ["strided", "packed", "broadcast", "transposed", "misaligned"])
