@@ -65,7 +65,7 @@ def list_linear(settings: Settings) -> list[Case]:
     sizes: list[tuple[int, int, int]] = [(48, 64, 80)]
     if settings.on_gpu:
         sizes = [(n, n, n) for n in ((8192,) if settings.quick else (2048, 4096, 8192, 16384))]
-    kind = "normal" if settings.input == "smollm2" else settings.input
+    kind = inputs.drawn(settings)
     return [
         {"pass": which, "m": m, "n": n, "k": k, "dtype": FASTEST, "input": kind}
         for m, n, k in sizes

@@ -56,7 +56,7 @@ def list_cases(settings: Settings) -> list[Case]:
         sizes = {name: found[: 1 if settings.quick else None] for name, found in sizes.items()}
     else:
         sizes = {name: [(48, 64, 160)] for name in PAIRS}
-    kind = "normal" if settings.input == "smollm2" else settings.input
+    kind = inputs.drawn(settings)
     return [
         {"scales": name, "m": m, "n": n, "k": k, "dtype": "e4m3", "input": kind}
         for name, found in sizes.items()
