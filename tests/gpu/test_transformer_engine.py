@@ -106,14 +106,18 @@ def test_bits_of_hoppers_own(name, monkeypatch):
             assert_same_bits(*(quantize(view, name, columnwise=True, backend=b) for b in ("portable", "reference")))
 
 
-@pytest.mark.parametrize("name", ["fp8_1x128", "e5m2:1x128:pow2", "fp8", "fp8_e5m2"])
-def test_bits_of_copies_turned_in_registers(name):
+@pytest.mark.parametrize(
+    "name", ["fp8_1x128", "e5m2:1x128:pow2", "fp8", "fp8_e5m2", "fp8_128x128", "e5m2:128x128:pow2"]
+)
+def test_bits_of_copies_turned_in_registers(name, monkeypatch):
+    """Rows apart, zeros of both signs, and blocks of zeros, of NaN and of infinities alone."""
     if machine_refusal(torch.empty(0, device="cuda")):
         pytest.skip("needs compute capability 9.0")
+    monkeypatch.setattr(quantize_launch, "SQUARE_CHECKED", True)
     what = scheme(name)
     x = make(384, 512, dtype=torch.float32)
     x[7], x[200:260, 130:170], x[300, ::32], x[310, 5::64] = -0.0, math.nan, math.inf, -math.inf
-    x[64:192, 256:384] = 0
+    x[64:192, 256:384], x[128:256, 384:], x[256:, :128], x[256:, 384:] = 0, 0, math.nan, math.inf
     store = torch.full((384, 528), math.nan, dtype=torch.bfloat16, device="cuda")
     store[:, 8:520] = x.bfloat16()
     given = [None] if what.block != (0, 0) else [torch.tensor(v, device="cuda") for v in (0.37, 3e-3)]

@@ -191,3 +191,4 @@ def test_model_of_the_sums_of_a_tensor_core():
     lost = [((truth - hopper_fp8_sum(x, y, every=n)) / truth).max().item() for n in (32, 128, 4096)]
     assert 0 < lost[0] < 5e-5 < lost[1] < 1e-3 < 0.02 < lost[2] < 0.2, lost
     assert hopper_fp8_sum(x[:, :0], y[:, :0]).abs().max() == 0
+    assert torch.equal(hopper_fp8_sum(-x, y), -hopper_fp8_sum(x, y))  # what is cut off is cut off towards zero
