@@ -231,13 +231,13 @@ def build_linear(case: Case, settings: Settings) -> Workload:
     return Workload(
         implementations=[
             *ours,
-            *_graphs(settings, names if both else [], step, judge, 1, 1),
+            *_graphs(settings, names, step, judge, 1, 1),
             Implementation(
                 name="bf16", role="reference", make=step(None), check=lambda seed: judge(seed, None, BOUNDS["bf16"]),
                 note="torch.nn.functional.linear",
             ),
         ],
-        baselines=("bf16", "bf16-graph") if both else ("bf16", "product"),
+        baselines=("bf16", "bf16-graph") if both else ("bf16", "bf16-graph", "product"),
         flops=(3 if both else 1) * gemm_flops(m, n, k),
     )  # fmt: skip
 
