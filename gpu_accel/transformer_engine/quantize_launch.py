@@ -229,8 +229,8 @@ def takes_both(x: Tensor, scheme: Scheme, m: Matrix, source: Source) -> bool:
 
 def takes_turn(x: Tensor, scheme: Scheme, m: Matrix, source: Source, known: bool) -> bool:
     """Whether the kernel of `hopper_turn_kernel.py` makes both copies: of whole tiles of bf16, not of a norm of it, in
-    blocks of 1x128 or 128x128 or with one scale that is known. It can do MX (1x32) too, with the right bits, but was no faster
-    than plain Triton there: 122 us against 119 for 8192 x 8192."""
+    blocks of 1x128 or 128x128 or with one scale that is known. It can do MX (1x32) too, with the right bits, but was no
+    faster than plain Triton there: 122 us against 119 for 8192 x 8192."""
     if not (TURN_CHECKED and x.is_cuda) or machine_refusal(x) is not None:
         return False
     blocks = scheme.block == (1, 128) or (scheme.block == (0, 0) and known)
@@ -250,7 +250,7 @@ def _turn(x: Tensor, scheme: Scheme, m: Matrix, row: Three, col: Three, scale: T
 
     numbers, square = _numbers(scheme), scheme.block == (128, 128)
     across = 0 if square else scheme.block[1]
-    tall = 128 if across or square else 64  # with a scale that is known 64 was faster: 75 us against 78 for 8192 x 8192, H200
+    tall = 128 if across or square else 64  # with a known scale 64 was faster: 75 us against 78 for 8192 x 8192, H200
     kept = ("SCALE", "LARGEST", "ADD", "EMAX", "FINITE")
     options = dict(
         GC=across, **{name: numbers[name] for name in kept}, E5M2=scheme.element == "e5m2", AMAX=seen is not None,
