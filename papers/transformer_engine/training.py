@@ -1,8 +1,8 @@
 """The experiment `train`: a small Llama learns a real text, in bf16 and under each recipe, from the same seeds.
 
 The text, byte by byte, is the Constitution of the United States (`papers/flash_attention3/text.txt`, 26 KB), which a
-run reads some 100 times; with `--input python` it is the sources of Python's standard library (the modules at its top, a
-few MB, there wherever this runs), of which a run reads half: then nothing is learnt by heart. The last tenth is kept
+run reads some 100 times; with `--input python` it is the sources of Python's standard library (the modules at its top,
+a few MB, there wherever this runs), of which a run reads half: then nothing is learnt by heart. The last tenth is kept
 for judging. All runs of one seed have the same first weights and the same batches. Norms, embeddings, the head and
 attention stay in bf16, master weights and AdamW in float32, as the recipes say.
 
