@@ -23,7 +23,13 @@ from gpu_accel.thunderkittens.gemm_hopper import machine_refusal
 from gpu_accel.transformer_engine import codec, reference, scales
 from gpu_accel.transformer_engine.activations import ACTIVATIONS
 from gpu_accel.transformer_engine.formats import FORMATS
-from gpu_accel.transformer_engine.quantize_kernels import _amax_kernel, _block_kernel, _cast_kernel, _norm_kernel
+from gpu_accel.transformer_engine.quantize_kernels import (
+    _amax_kernel,
+    _block_kernel,
+    _cast_kernel,
+    _norm_kernel,
+    _turn_kernel,
+)
 from gpu_accel.transformer_engine.reference import block_grid, quantize_reference
 from gpu_accel.transformer_engine.schemes import Scheme
 
@@ -32,6 +38,7 @@ from gpu_accel.transformer_engine.schemes import Scheme
 BOTH_CHECKED = True  # hopper_quantize_kernel.py
 TURN_CHECKED = True  # hopper_turn_kernel.py
 SQUARE_CHECKED = False  # the same, in blocks of 128 x 128: not yet run on a GPU
+CODES_CHECKED = False  # `turned_codes`: not yet run on a GPU
 LONGEST_ROW = 16384  # values of a row that one program holds; longer rows are read twice
 _LIMIT = 2**31 - 1
 Three = tuple[Tensor, Tensor, Tensor]  # codes, scales, tensor scale; what does not exist is empty
@@ -358,6 +365,18 @@ def run_quantize(
                      *widths, seed)  # fmt: skip
         quick(_cast_kernel, programs, arguments, options)
     return row, col
+
+
+def turned_codes(codes: Tensor) -> Tensor:
+    """uint8 (rows, cols), contiguous, as (cols, rows), contiguous: plain torch takes a byte at a time."""
+    if not (INTERPRET or (codes.is_cuda and CODES_CHECKED)) or not codes.numel():
+        return codes.t().contiguous()
+    rows, cols = codes.shape
+    out, tiles = codes.new_empty((cols, rows)), -(-cols // 128)
+    options = dict(BM=64, BK=128, EVEN=rows % 64 == 0 and cols % 128 == 0, num_warps=8)
+    with on_device(codes):
+        quick(_turn_kernel, -(-rows // 64) * tiles, (codes, out, rows, cols, tiles), options)
+    return out
 
 
 def _fill_empty(parts: Three, scheme: Scheme) -> None:

@@ -131,6 +131,13 @@ def test_bits_of_copies_turned_in_registers(name, monkeypatch):
             assert scale is None or torch.equal(*(amax.reshape(()).view(torch.int32) for amax in seen)), seen
 
 
+@pytest.mark.parametrize("shape", [(4096, 1024), (301, 1097)], ids=str)
+def test_codes_turned_round(shape, monkeypatch):
+    monkeypatch.setattr(quantize_launch, "CODES_CHECKED", True)
+    codes = torch.randint(0, 256, shape, device="cuda", dtype=torch.uint8)
+    assert torch.equal(quantize_launch.turned_codes(codes), codes.t())
+
+
 def test_the_reference_gives_the_same_bits_on_a_cpu():
     for name in ("fp8_1x128", "mxfp8", "nvfp4", "int8_row", "fp8_128x128"):
         x = make(130, 300)

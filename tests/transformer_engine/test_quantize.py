@@ -334,6 +334,13 @@ def test_nvfp4_rounds_without_bias_what_its_scales_do_not_clip():
     assert 1.01 < beyond.max() <= 1 + 1 / 16 and (error[beyond > 1.01] < 0).all()
 
 
+@pytest.mark.parametrize("shape", [(64, 128), (65, 130), (1, 300), (0, 4)], ids=str)
+def test_codes_turned_round(shape, device):
+    codes = torch.randint(0, 256, shape, generator=generator(0)).to(device, torch.uint8)
+    turned = quantize_launch.turned_codes(codes)
+    assert torch.equal(turned, codes.t()) and turned.is_contiguous()
+
+
 def test_what_is_turned_in_registers(monkeypatch):
     """Whole tiles of bf16 in the forms that were faster so on a GPU; nothing else, for no mask stops a read there."""
     monkeypatch.setattr(quantize_launch, "machine_refusal", lambda _: None)
