@@ -9,7 +9,7 @@ import torch
 
 from gpu_accel.testing import compare, generator
 from gpu_accel.thunderkittens.gemm_hopper import machine_refusal
-from gpu_accel.transformer_engine import linear_op, quantize_launch, quantizer
+from gpu_accel.transformer_engine import gemm, linear_op, quantize_launch, quantizer
 from gpu_accel.transformer_engine.activations import (
     ACTIVATIONS,
     activate_reference,
@@ -181,6 +181,21 @@ def test_products(pair, shape):
     truth = scaled_mm_reference(a, b)
     ruler = scaled_mm_reference(a, b, dtype=torch.float32, out_dtype=torch.bfloat16)
     found = compare(scaled_mm(a, b), truth, ruler)
+    assert found.ok, found
+
+
+@pytest.mark.parametrize("shape", [(256, 384, 1024), (77, 200, 1056)], ids=str)
+@pytest.mark.parametrize("pair", [("mxfp8", "mxfp8"), ("mxfp4", "mxfp4"), ("mxfp8", "mxfp4")], ids="-".join)
+def test_products_for_blackwell_elsewhere(pair, shape):
+    """The kernel for GPUs with units for MX, which Triton widens to bf16 elsewhere: its addresses, not its units."""
+    m, n, k = shape
+    a = quantize(make(m, k, special=False), pair[0])
+    b = quantize(make(n, k, special=False, seed=1), pair[1])
+    out = gemm.scaled_mm_op(
+        *gemm._bytes(a), *gemm._bytes(b), None, torch.bfloat16, a.scheme.text, b.scheme.text, k, True
+    )
+    ruler = scaled_mm_reference(a, b, dtype=torch.float32, out_dtype=torch.bfloat16)
+    found = compare(out, scaled_mm_reference(a, b), ruler)
     assert found.ok, found
 
 

@@ -92,12 +92,19 @@ def test_operands_and_histories(compile_environment):
 
 @pytest.mark.slow
 def test_products(compile_environment):
-    rows = compiled(compile_environment, "gemm", "fp8_row-fp8_row,fp8_1x128-fp8_128x128,nvfp4-nvfp4")
-    assert len(rows) == 3
+    """Those of MX and NVFP4 for Blackwell go to the unit for their format, and nothing is widened."""
+    native = {"mxfp8-mxfp4": "mxf8f6f4", "mxfp4-mxfp4": "mxf4", "nvfp4-nvfp4_16x16": "mxf4nvf4"}
+    names = "fp8_row-fp8_row,fp8_1x128-fp8_128x128,nvfp4-nvfp4," + ",".join(f"{name}-native" for name in native)
+    rows = compiled(compile_environment, "gemm", names)
+    assert len(rows) == 6
     for row in rows:
         assert row["spills"] == 0 and not row["serialised"], row
         assert row["shared"] <= 227 * 1024, row
-        assert (row["hgmma"] if row["name"].startswith("nvfp4") else row["qgmma"]) >= 4, row
+        if row["name"].endswith("-native"):
+            assert row["tcgen05"] == [native[row["name"].removesuffix("-native")]], row
+        else:
+            assert (row["hgmma"] if row["name"].startswith("nvfp4") else row["qgmma"]) >= 4, row
+
 
 
 @pytest.mark.slow
