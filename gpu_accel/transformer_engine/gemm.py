@@ -2,8 +2,9 @@
 
 All compute a @ b.T + bias with a (..., K) and b (N, K), the layout of a linear layer. Operands that are not quantised
 yet are quantised first. `scaled_mm_fp8` gives codes again, for the next product. Which kernel: see `explain_mm`.
-MX and NVFP4 are emulated, exactly, on GPUs without units for
-them (all before Blackwell): their speed there says nothing about the formats.
+MX and NVFP4 are emulated, exactly, on GPUs without units for them (all before Blackwell): their speed there says
+nothing about the formats. backend="blackwell" is a kernel for those units; it compiles and has never run, so "auto"
+emulates there too.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from gpu_accel.thunderkittens.gemm_hopper import ACTIVATIONS
 from gpu_accel.transformer_engine import hopper_gemm
 from gpu_accel.transformer_engine.checks import check_bias, check_choice, check_no_gradient, check_one_device
 from gpu_accel.transformer_engine.codec import ELEMENTS
-from gpu_accel.transformer_engine.gemm_kernels import _emulated_kernel, _fp8_kernel
+from gpu_accel.transformer_engine.gemm_kernels import _emulated_kernel, _fp8_kernel, _native_kernel
 from gpu_accel.transformer_engine.quantizer import choose_backend, quantize
 from gpu_accel.transformer_engine.reference import Parts
 from gpu_accel.transformer_engine.reference_gemm import scaled_mm_reference
@@ -29,6 +30,7 @@ from gpu_accel.transformer_engine.schemes import scheme as find_scheme
 from gpu_accel.transformer_engine.tensor import QuantizedTensor
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+NATIVE = ("e4m3", "e5m2", "e2m1")  # elements of MX and NVFP4 that backend="blackwell" multiplies
 _GROUP = 8
 
 
@@ -105,6 +107,9 @@ def scaled_mm(
     _check(a, b, bias, out_dtype)
     _check_epilogue(a, b, activation, accumulate_into)
     shape = (*a.shape[:-1], b.shape[0])
+    native = backend == "blackwell"
+    if native:
+        _check_native(a, b, kind)
     if kind == "fp8" and hopper_gemm.chosen(a, b, backend):
         given = (*_bytes(a)[:2], *_bytes(b)[:2], bias, activation)
         if accumulate_into is not None:
@@ -113,13 +118,14 @@ def scaled_mm(
             return accumulate_into
         return hopper_gemm.hopper_mm_op(*given, out_dtype, a.scheme.text, b.scheme.text).view(shape)
     staged = activation != "none" or accumulate_into is not None  # then sums stay float32, and are rounded once
-    if choose_backend(backend, a, "scaled_mm") == "reference":
+    if not native and choose_backend(backend, a, "scaled_mm") == "reference":
         out = scaled_mm_reference(a, b, bias=bias, out_dtype=torch.float32 if staged else out_dtype)
     else:
         if kind == "fp8" and not INTERPRET and (torch.version.hip or capability(a.device) < (8, 9)):
             raise HardwareError("fp8 products need compute capability 8.9 (Ada, Hopper or newer): use bf16, or int8")
         wanted = torch.float32 if staged else out_dtype
-        out = scaled_mm_op(*_bytes(a), *_bytes(b), bias, wanted, a.scheme.text, b.scheme.text, a.shape[-1]).view(shape)
+        texts = (a.scheme.text, b.scheme.text)
+        out = scaled_mm_op(*_bytes(a), *_bytes(b), bias, wanted, *texts, a.shape[-1], native).view(shape)
     if not staged:
         return out
     out = activated(out, activation)
@@ -176,6 +182,22 @@ def scaled_mm_fp8(
     return QuantizedTensor.from_parts(row=row, col=None, scheme=what, shape=shape, dtype=torch.bfloat16, amax=amax)
 
 
+def _check_native(a: QuantizedTensor, b: QuantizedTensor, kind: str) -> None:
+    """Refuse what the units of Blackwell do not multiply, and GPUs without them."""
+    elements = {a.scheme.element, b.scheme.element}
+    if kind != "emulated" or not elements <= set(NATIVE):
+        raise UnsupportedError(
+            f"blackwell: {a.scheme} x {b.scheme} has no kernel there; products of MX and NVFP4 in {', '.join(NATIVE)} "
+            f"do: use backend='auto'"
+        )
+    if not a.is_cuda or torch.version.hip or capability(a.device) != (10, 0):
+        raise UnsupportedError(f"blackwell: needs compute capability 10.0 (B200, GB200), got {_device(a)}")
+
+
+def _device(x: Tensor) -> str:
+    return "{}.{}".format(*capability(x.device)) if x.is_cuda else f"a tensor on {x.device.type}"
+
+
 def _check_epilogue(a: Tensor, b: Tensor, activation: str, accumulate_into: Tensor | None) -> None:
     check_choice("activation", activation, ACTIVATIONS)
     if accumulate_into is None:
@@ -199,9 +221,10 @@ def _bytes(q: QuantizedTensor) -> tuple[Tensor, Tensor, Tensor | None]:
 @torch.library.custom_op("gpu_accel::te_scaled_mm", mutates_args=())
 def scaled_mm_op(
     a: Tensor, scale_a: Tensor, tensor_a: Tensor | None, b: Tensor, scale_b: Tensor, tensor_b: Tensor | None,
-    bias: Tensor | None, out_dtype: torch.dtype, text_a: str, text_b: str, k: int,
+    bias: Tensor | None, out_dtype: torch.dtype, text_a: str, text_b: str, k: int, native: bool,
 ) -> Tensor:  # fmt: skip
-    """Launch a kernel: (M, N) from codes (M, ...) and (N, ...); arguments are checked by `scaled_mm`."""
+    """Launch a kernel: (M, N) from codes (M, ...) and (N, ...); arguments are checked by `scaled_mm`. native: on units
+    for MX and NVFP4."""
     m, n = a.shape[0], b.shape[0]
     schemes = (find_scheme(text_a), find_scheme(text_b))
     out = torch.empty((m, n), dtype=out_dtype, device=a.device)
@@ -232,26 +255,32 @@ def scaled_mm_op(
         launch(_fp8_kernel, tiles_m * tiles_n, arguments, {**common, **options})
         return out
     tensors = [t if t is not None else out for t in (tensor_a, tensor_b)]
+    elements = [what.element for what in schemes]
+    if native:
+        bk = 256 if set(elements) == {"e2m1"} else 128
+        formats: dict[str, object] = dict(A_FORMAT=elements[0], B_FORMAT=elements[1])
+    else:
+        formats = dict(A_ELEMENT=ELEMENTS[elements[0]], B_ELEMENT=ELEMENTS[elements[1]])
     options = dict(
-        G=schemes[0].block[1], A_ELEMENT=ELEMENTS[schemes[0].element], B_ELEMENT=ELEMENTS[schemes[1].element],
-        ROWS_A=schemes[0].block[0], ROWS_B=schemes[1].block[0], E8M0=schemes[0].scale == "e8m0", EVEN=k % bk == 0,
-        num_stages=2,
+        G=schemes[0].block[1], ROWS_A=schemes[0].block[0], ROWS_B=schemes[1].block[0], E8M0=schemes[0].scale == "e8m0",
+        EVEN=k % bk == 0, num_stages=2,
     )  # fmt: skip
     arguments = (a, b, scale_a, scale_b, *tensors, given, out, m, n, k, a.shape[1], b.shape[1], scale_a.shape[1],
                  tiles_m, tiles_n)  # fmt: skip
-    launch(_emulated_kernel, tiles_m * tiles_n, arguments, {**common, **options})
+    kernel = _native_kernel if native else _emulated_kernel
+    launch(kernel, tiles_m * tiles_n, arguments, {**common, **options, **formats, "BK": bk})
     return out
 
 
 @scaled_mm_op.register_fake
-def _(a, scale_a, tensor_a, b, scale_b, tensor_b, bias, out_dtype, text_a, text_b, k):
+def _(a, scale_a, tensor_a, b, scale_b, tensor_b, bias, out_dtype, text_a, text_b, k, native):
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
 def _quantized(name: str, x: Tensor, what: str | Scheme, backend: str) -> QuantizedTensor:
     if isinstance(x, Tensor):
         check_no_gradient(**{name: x})
-    backend = "auto" if backend == "hopper" else backend  # that is a product's backend
+    backend = "auto" if backend in ("hopper", "blackwell") else backend  # that is a product's backend
     return x if isinstance(x, QuantizedTensor) else quantize(x, what, backend=backend)
 
 

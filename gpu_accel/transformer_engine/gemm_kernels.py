@@ -8,6 +8,7 @@
                         tensor cores. Both steps are exact (a code has at most 4 significant bits, an e4m3 scale 4, an
                         e8m0 scale none, bf16 has 8), so the result is that of a GPU with such units up to the order of
                         float32 sums, at the speed of bf16.
+    _native_kernel      the same for GPUs with such units (sm_100): codes and scales go to them as they are. Never run.
 
 A program computes one tile of BM x BN; tiles are walked in groups of rows, so that B stays in L2.
 """
@@ -162,6 +163,45 @@ def _emulated_kernel(
         x = _widened(a, scale_a, m, M, pitch_a, k, K, groups, BM, BK, G, ROWS_A, A_ELEMENT, E8M0, EVEN)
         y = _widened(b, scale_b, n, N, pitch_b, k, K, groups, BN, BK, G, ROWS_B, B_ELEMENT, E8M0, EVEN)
         acc = dot(x, tl.trans(y), acc, "ieee")
+    if not E8M0:
+        acc = acc * (tl.load(tensor_a) * tl.load(tensor_b))
+    _finish(acc, bias, out, m, n, M, N, BIAS)
+
+
+@triton.jit
+def _native_operand(
+    x, scales, index, limit, pitch, k, K, groups, BLOCK: tl.constexpr, BK: tl.constexpr, G: tl.constexpr,
+    ROWS: tl.constexpr, PACK: tl.constexpr, E8M0: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """(bytes (BLOCK, BK / PACK), scales (BLOCK, BK / G)); zeros outside, whatever their scale."""
+    width = pitch if PACK == 2 else K
+    codes = _operand(x, index, limit, pitch, k // PACK, width, BLOCK, BK // PACK, EVEN)
+    g = k // G + tl.arange(0, BK // G)
+    inside = (index < limit)[:, None] & (g < groups)[None, :]
+    s = tl.load(scales + (index // ROWS).to(tl.int64)[:, None] * groups + g[None, :], mask=inside, other=0)
+    if E8M0:
+        return codes, s
+    else:
+        return codes, s.to(tl.float8e4nv, bitcast=True)
+
+
+@triton.jit
+def _native_kernel(
+    a, b, scale_a, scale_b, tensor_a, tensor_b, bias, out, M, N, K, pitch_a, pitch_b, groups, tiles_m, tiles_n,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr,
+    A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, ROWS_A: tl.constexpr, ROWS_B: tl.constexpr, E8M0: tl.constexpr,
+    BIAS: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    A_PACK: tl.constexpr = 2 if A_FORMAT == "e2m1" else 1
+    B_PACK: tl.constexpr = 2 if B_FORMAT == "e2m1" else 1
+    tm, tn = _place(tiles_m, tiles_n, GROUP)
+    m = tm * BM + tl.arange(0, BM)
+    n = tn * BN + tl.arange(0, BN)
+    acc = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, K, BK):
+        x, sx = _native_operand(a, scale_a, m, M, pitch_a, k, K, groups, BM, BK, G, ROWS_A, A_PACK, E8M0, EVEN)
+        y, sy = _native_operand(b, scale_b, n, N, pitch_b, k, K, groups, BN, BK, G, ROWS_B, B_PACK, E8M0, EVEN)
+        acc = tl.dot_scaled(x, sx, A_FORMAT, tl.trans(y), sy, B_FORMAT, acc)
     if not E8M0:
         acc = acc * (tl.load(tensor_a) * tl.load(tensor_b))
     _finish(acc, bias, out, m, n, M, N, BIAS)

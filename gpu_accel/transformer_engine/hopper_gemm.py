@@ -37,7 +37,7 @@ class Fp8GemmConfig:
 
     `every`: slices of 128 of K that one sum in the tensor core has. 1 is as exact as cuBLAS without fast accumulation;
     2 (not with scales of blocks) is up to 4 % faster and loses three times as much. `deal`: as in
-    thunderkittens/gemm_hopper.py.
+    thunderkittens/gemm_hopper.py. `ahead`: slices that scales of blocks are fetched ahead, `parts` 2.
     """
 
     parts: int = 2
@@ -45,6 +45,7 @@ class Fp8GemmConfig:
     stages: int = 4
     group: int = 16
     deal: bool = False
+    ahead: int = 0  # others have not yet run on a GPU
 
 
 @functools.cache
@@ -151,6 +152,7 @@ def gemm(
         ACCUMULATE=accumulate,
         DIRECT=direct,
         DEAL=dealt > 0,
+        AHEAD=config.ahead if blocked and config.parts == 2 else 0,
         CONSUMER_REGISTERS=240,
         PRODUCER_REGISTERS=24,
     )

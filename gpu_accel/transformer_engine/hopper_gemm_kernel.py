@@ -85,6 +85,17 @@ def _block_scales(rows, col, step, shape, scales, PARTS: gl.constexpr, ROWS_A: g
 
 
 @gluon.jit
+def _fetch_scales(rows, step, k1, shape, scales, ROWS_A: gl.constexpr):
+    """Ask for the rows' scales at a later slice: into the first-level cache, and into no register."""
+    M, _, _, _, _ = shape
+    scale_a, _, sa_m, sa_k, _, _ = scales
+    places = scale_a + (gl.minimum(rows, M - 1) // ROWS_A).to(gl.int64) * sa_m + gl.minimum(step, k1 - 1) * sa_k
+    gl.inline_asm_elementwise(
+        "prefetch.global.L1 [$1]; mov.u32 $0, 0;", "=r,l", [places.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
+@gluon.jit
 def _scaled(part, sa, sb, ROWS_B: gl.constexpr):
     """A product of 128 of K times the scales of its blocks."""
     if ROWS_B == 1:
@@ -184,7 +195,7 @@ def _consumer(
     PARTS: gl.constexpr, EVERY: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, BLOCKED: gl.constexpr,
     ROW_A: gl.constexpr, ROW_B: gl.constexpr, ROWS_A: gl.constexpr, ROWS_B: gl.constexpr, BIAS: gl.constexpr,
     ACTIVATION: gl.constexpr, SCALE_OUT: gl.constexpr, LARGEST: gl.constexpr, GROUPED: gl.constexpr,
-    ACCUMULATE: gl.constexpr, DIRECT: gl.constexpr, WIDE: gl.constexpr, DEAL: gl.constexpr,
+    ACCUMULATE: gl.constexpr, DIRECT: gl.constexpr, WIDE: gl.constexpr, DEAL: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     a_bufs, b_bufs, out_bufs = bufs
     full, empty, opened = bars
@@ -234,6 +245,8 @@ def _consumer(
                 acc1 = _scaled(acc1, sa, sb1, ROWS_B)
             after = gl.minimum(k0 + 1, k1 - 1)
             sa, sb0, sb1 = _block_scales(rows, col_now, after, shape, own, PARTS, ROWS_A, ROWS_B, ACC)
+            for i in gl.static_range(AHEAD):
+                _fetch_scales(rows, k0 + 2 + i, k1, shape, own, ROWS_A)
         stage, phase = advance(stage, phase, STAGES)
         first = k0 + 1
         if EVERY == 2:  # noqa: SIM102 - a run-time branch inside a compile-time one
@@ -257,6 +270,8 @@ def _consumer(
                 tb1 = sb1
                 after = gl.minimum(step + 1, k1 - 1)
                 sa, sb0, sb1 = _block_scales(rows, col_now, after, shape, own, PARTS, ROWS_A, ROWS_B, ACC)
+                if AHEAD:  # they are moved on the way, above the second product, and a move waits for its load
+                    _fetch_scales(rows, step + 1 + AHEAD, k1, shape, own, ROWS_A)
             mbarrier.wait(full.index(stage), phase)
             later, later_phase = stage, phase
             if EVERY == 2:
@@ -362,8 +377,8 @@ def fp8_gemm_kernel(
     PARTS: gl.constexpr, EVERY: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, BLOCKED: gl.constexpr,
     ROW_A: gl.constexpr, ROW_B: gl.constexpr, ROWS_A: gl.constexpr, ROWS_B: gl.constexpr, BIAS: gl.constexpr,
     ACTIVATION: gl.constexpr, SCALE_OUT: gl.constexpr, LARGEST: gl.constexpr, GROUPED: gl.constexpr,
-    ACCUMULATE: gl.constexpr, DIRECT: gl.constexpr, DEAL: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
+    ACCUMULATE: gl.constexpr, DIRECT: gl.constexpr, DEAL: gl.constexpr, AHEAD: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """a_desc in boxes of 64 x 128, b_desc of 128 x 128; out (M, N), contiguous, fp8, 16-bit or float32; k_steps >= 1.
 
@@ -371,13 +386,15 @@ def fp8_gemm_kernel(
     be 1, and scales of neighbours lie side by side, N of them rounded up to 128). Else ROW_A, ROW_B: one a row, or
     one in all. LARGEST: `largest` (int32) is raised to the bits of the largest magnitude before `scale_out`.
     ACCUMULATE: added to `out`, float32. DIRECT: `out` is written from registers, `out_desc` is unused (float32). PARTS:
-    halves of 128 columns. EVERY: slices of K that one partial sum has.
+    halves of 128 columns. EVERY: slices of K that one partial sum has. AHEAD: slices that scales of blocks are fetched
+    ahead into the first-level cache (0: one ahead, into registers).
     """
     WIDE: gl.constexpr = out.dtype.element_ty == gl.float32
     OUT_BUFS: gl.constexpr = 1 if DIRECT else 2
     OUT_ROWS: gl.constexpr = 8 if DIRECT else ROWS
     gl.static_assert(ROWS_B != 1 or not BLOCKED or PARTS == 1)
     gl.static_assert(EVERY == 1 or not BLOCKED)
+    gl.static_assert(AHEAD == 0 or PARTS == 2)
     a_bufs = gl.allocate_shared_memory(a_desc.dtype, [STAGES * 2] + a_desc.block_shape, a_desc.layout)
     b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES * PARTS] + b_desc.block_shape, b_desc.layout)
     OUT_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([OUT_ROWS, BLOCK], out_desc.dtype)
@@ -401,9 +418,9 @@ def fp8_gemm_kernel(
     gl.warp_specialize([
         (_consumer, (0, bufs, bars, out_desc, out, ends, shape, scales, stack, dealt, partials, counters, PARTS, EVERY,
                      STAGES, GROUP, BLOCKED, ROW_A, ROW_B, ROWS_A, ROWS_B, BIAS, ACTIVATION, SCALE_OUT, LARGEST,
-                     GROUPED, ACCUMULATE, DIRECT, WIDE, DEAL)),
+                     GROUPED, ACCUMULATE, DIRECT, WIDE, DEAL, AHEAD)),
         (_consumer, (1, bufs, bars, out_desc, out, ends, shape, scales, stack, dealt, partials, counters, PARTS, EVERY,
                      STAGES, GROUP, BLOCKED, ROW_A, ROW_B, ROWS_A, ROWS_B, BIAS, ACTIVATION, SCALE_OUT, LARGEST,
-                     GROUPED, ACCUMULATE, DIRECT, WIDE, DEAL)),
+                     GROUPED, ACCUMULATE, DIRECT, WIDE, DEAL, AHEAD)),
         (_producer, (bufs, bars, a_desc, b_desc, shape, stack, dealt, PARTS, STAGES, GROUP, GROUPED)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

@@ -5,7 +5,8 @@ column those of the other, so that nothing has to be turned after it was rounded
 
     load      8 times 16 bytes a thread; a warp has 32 rows of 64 columns, 8 warps a tile of 128 x 128
     maxima    of words, two values at a time (max.s16x2 of magnitudes), then over lanes and warps; none with a scale
-    scales    one a thread: the divisions would otherwise be repeated by every thread of a row
+    scales    one a thread: the divisions would otherwise be repeated by every thread of a row; of a block of 128 x 128,
+              which is a tile, one
     codes     two at a time from float32, 8 bytes a row, and 8 bytes a column; four lanes fill a sector of 32 bytes
 
 A bf16 magnitude plus 0x0080 is negative in 16 bits if it was Inf or NaN, so that a signed maximum leaves these out.
@@ -18,7 +19,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .hopper_quantize_kernel import _scale_and_inverse
+from .hopper_quantize_kernel import _MIN_SCALE, _scale_and_inverse
 
 
 @gluon.jit
@@ -73,15 +74,26 @@ def _bits(size, FINITE: gl.constexpr):
 
 
 @gluon.jit
+def _one_scale(bits, SCALE: gl.constexpr, LARGEST: gl.constexpr, ADD: gl.constexpr, EMAX: gl.constexpr):
+    """`_scale_and_inverse` of one number, in float32 or a power of two."""
+    if SCALE == 1:
+        stored = (gl.maximum(((bits + ADD) >> 23) - EMAX, 1) << 23).to(gl.float32, bitcast=True)
+    else:
+        stored = gl.maximum(gl.div_rn(bits.to(gl.float32, bitcast=True), LARGEST), _MIN_SCALE)
+    stored = gl.where(bits > 0, stored, 1.0)
+    return stored, gl.div_rn(1.0, stored)
+
+
+@gluon.jit
 def turn_kernel(
     x, out_r, scales_r, out_c, scales_c, given, seen, rows, cols, s_row, tiles,
     GC: gl.constexpr, SCALE: gl.constexpr, LARGEST: gl.constexpr, ADD: gl.constexpr, EMAX: gl.constexpr,
-    FINITE: gl.constexpr, E5M2: gl.constexpr, AMAX: gl.constexpr, TALL: gl.constexpr,
+    FINITE: gl.constexpr, E5M2: gl.constexpr, AMAX: gl.constexpr, TALL: gl.constexpr, SQUARE: gl.constexpr,
 ):  # fmt: skip
     """x: words (rows, cols / 2), s_row words apart. Codes (rows, cols) and (cols, rows) as pairs (int16), with a scale
     for each block of 1 x GC (32 or 128), or (GC = 0) of all by the scale in `given`, which goes to scales_r and
-    scales_c. AMAX: `seen` (int32) is raised to the bits of the largest magnitude. TALL: rows of a tile, 64 or 128, 16
-    for each warp."""
+    scales_c, or (GC = 0, SQUARE) for each tile of 128 x 128. AMAX: `seen` (int32) is raised to the bits of the largest
+    magnitude. TALL: rows of a tile, 64 or 128, 16 for each warp."""
     WARPS: gl.constexpr = TALL // 16
     W: gl.constexpr = gl.BlockedLayout([8, 4], [4, 8], [WARPS // 2, 2], [1, 0])
     gl.static_assert(TALL == 128 or TALL == 64)
@@ -103,7 +115,19 @@ def turn_kernel(
     c = col // 2 + gl.arange(0, 64, gl.SliceLayout(0, W))
     words = gl.load(x + r.to(gl.int64)[:, None] * s_row + c[None, :])
     size = words & 0x7FFF7FFF
-    if GC == 0:
+    if SQUARE:
+        gl.static_assert(GC == 0 and TALL == 128 and not AMAX and SCALE != 2)
+        kept = size + 0x00800080 if FINITE else size
+        even, odd = _halve(kept, 1)
+        even, odd = _halve(_max2(even, odd), 1)
+        most = _max2(even, odd)
+        most = gl.max(gl.max(gl.maximum((most << 16) >> 16, most >> 16), 1), 0)
+        scale, factor = _one_scale(_bits(most, FINITE), SCALE, LARGEST, ADD, EMAX)
+        down = row // 128
+        across = pid % tiles
+        gl.store(scales_r + down.to(gl.int64) * tiles + across, scale)
+        gl.store(scales_c + across.to(gl.int64) * (rows // 128) + down, scale)
+    elif GC == 0:
         scale = gl.load(given)
         factor = gl.div_rn(1.0, scale)
         if pid == 0:

@@ -4,6 +4,7 @@
     _amax_kernel     largest magnitudes of a tensor, of rows or of columns (int32 bits, atomic maximum)
     _cast_kernel     codes with scales that are known: per tensor (current, after _amax_kernel; delayed), per row
     _norm_kernel     statistics of rows, where it is a norm of the tensor that is quantised
+    _turn_kernel     the column-wise copy of codes that are there already
 
 What is quantised may be a norm or an activation of what is read (SOURCE): it is computed on the way and never written.
 
@@ -351,3 +352,17 @@ def _cast_kernel(
             inverse = _tensor_scale(given_c, amax_c, scales_c, pid == 0, MODE, SCALE, LARGEST, ADD, EMAX)
             _cast_tile(turned, inverse, out_c, top, left, cols, rows, width_c, seed, BK, BM, ELEMENT, FINITE,
                        STOCHASTIC, 1, PACKED, EVEN, NATIVE)  # fmt: skip
+
+
+@triton.jit
+def _turn_kernel(x, out, rows, cols, tiles, BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr):
+    """Bytes (rows, cols) as (cols, rows)."""
+    pid = tl.program_id(0)
+    r = (pid // tiles).to(tl.int64) * BM + tl.arange(0, BM)
+    c = (pid % tiles).to(tl.int64) * BK + tl.arange(0, BK)
+    source, target = x + r[:, None] * cols + c[None, :], out + c[:, None] * rows + r[None, :]
+    if EVEN:
+        tl.store(target, tl.trans(tl.load(source)))
+    else:
+        tile = tl.load(source, mask=(r < rows)[:, None] & (c < cols)[None, :], other=0)
+        tl.store(target, tl.trans(tile), mask=(c < cols)[:, None] & (r < rows)[None, :])

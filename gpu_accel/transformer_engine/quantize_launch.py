@@ -23,7 +23,13 @@ from gpu_accel.thunderkittens.gemm_hopper import machine_refusal
 from gpu_accel.transformer_engine import codec, reference, scales
 from gpu_accel.transformer_engine.activations import ACTIVATIONS
 from gpu_accel.transformer_engine.formats import FORMATS
-from gpu_accel.transformer_engine.quantize_kernels import _amax_kernel, _block_kernel, _cast_kernel, _norm_kernel
+from gpu_accel.transformer_engine.quantize_kernels import (
+    _amax_kernel,
+    _block_kernel,
+    _cast_kernel,
+    _norm_kernel,
+    _turn_kernel,
+)
 from gpu_accel.transformer_engine.reference import block_grid, quantize_reference
 from gpu_accel.transformer_engine.schemes import Scheme
 
@@ -31,6 +37,8 @@ from gpu_accel.transformer_engine.schemes import Scheme
 # former 131, the latter 89, a copy 68; with a scale that is known 79 and 75.
 BOTH_CHECKED = True  # hopper_quantize_kernel.py
 TURN_CHECKED = True  # hopper_turn_kernel.py
+SQUARE_CHECKED = False  # the same, in blocks of 128 x 128: not yet run on a GPU
+CODES_CHECKED = False  # `turned_codes`: not yet run on a GPU
 LONGEST_ROW = 16384  # values of a row that one program holds; longer rows are read twice
 _LIMIT = 2**31 - 1
 Three = tuple[Tensor, Tensor, Tensor]  # codes, scales, tensor scale; what does not exist is empty
@@ -228,11 +236,12 @@ def takes_both(x: Tensor, scheme: Scheme, m: Matrix, source: Source) -> bool:
 
 def takes_turn(x: Tensor, scheme: Scheme, m: Matrix, source: Source, known: bool) -> bool:
     """Whether the kernel of `hopper_turn_kernel.py` makes both copies: of whole tiles of bf16, not of a norm of it, in
-    blocks of 1x128 or with one scale that is known. It can do MX (1x32) too, with the right bits, but was no faster
-    than plain Triton there: 122 us against 119 for 8192 x 8192."""
+    blocks of 1x128 or 128x128 or with one scale that is known. It can do MX (1x32) too, with the right bits, but was no
+    faster than plain Triton there: 122 us against 119 for 8192 x 8192."""
     if not (TURN_CHECKED and x.is_cuda) or machine_refusal(x) is not None:
         return False
     blocks = scheme.block == (1, 128) or (scheme.block == (0, 0) and known)
+    blocks = blocks or (SQUARE_CHECKED and scheme.block == (128, 128) and not known)
     plain = scheme.element in ("e4m3", "e5m2") and scheme.rounding == "nearest" and not source.kind
     whole = m.rows % 128 == 0 and m.cols % 128 == 0 and m.s_col == 1 and not m.nested and m.s_row % 8 == 0
     wide = scheme.scale in ("fp32", "pow2")
@@ -246,12 +255,13 @@ def _turn(x: Tensor, scheme: Scheme, m: Matrix, row: Three, col: Three, scale: T
     """
     from gpu_accel.transformer_engine.hopper_turn_kernel import turn_kernel
 
-    numbers, across = _numbers(scheme), scheme.block[1]
-    tall = 128 if across else 64  # with a scale that is known 64 was faster: 75 us against 78 for 8192 x 8192, H200
+    numbers, square = _numbers(scheme), scheme.block == (128, 128)
+    across = 0 if square else scheme.block[1]
+    tall = 128 if across or square else 64  # with a known scale 64 was faster: 75 us against 78 for 8192 x 8192, H200
     kept = ("SCALE", "LARGEST", "ADD", "EMAX", "FINITE")
     options = dict(
         GC=across, **{name: numbers[name] for name in kept}, E5M2=scheme.element == "e5m2", AMAX=seen is not None,
-        TALL=tall, num_warps=tall // 16, maxnreg=128 if tall == 128 else 96, enable_fp_fusion=False,
+        TALL=tall, SQUARE=square, num_warps=tall // 16, maxnreg=128 if tall == 128 else 96, enable_fp_fusion=False,
     )  # fmt: skip
     pairs = x.as_strided((m.rows, m.cols), (m.s_row, 1)).view(torch.int32)
     codes = row[0].view(torch.int16), col[0].view(torch.int16)
@@ -355,6 +365,18 @@ def run_quantize(
                      *widths, seed)  # fmt: skip
         quick(_cast_kernel, programs, arguments, options)
     return row, col
+
+
+def turned_codes(codes: Tensor) -> Tensor:
+    """uint8 (rows, cols), contiguous, as (cols, rows), contiguous: plain torch takes a byte at a time."""
+    if not (INTERPRET or (codes.is_cuda and CODES_CHECKED)) or not codes.numel():
+        return codes.t().contiguous()
+    rows, cols = codes.shape
+    out, tiles = codes.new_empty((cols, rows)), -(-cols // 128)
+    options = dict(BM=64, BK=128, EVEN=rows % 64 == 0 and cols % 128 == 0, num_warps=8)
+    with on_device(codes):
+        quick(_turn_kernel, -(-rows // 64) * tiles, (codes, out, rows, cols, tiles), options)
+    return out
 
 
 def _fill_empty(parts: Three, scheme: Scheme) -> None:

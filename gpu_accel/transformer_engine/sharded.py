@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_map_only
 from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.transformer_engine.context import check_recipe, recomputing
 from gpu_accel.transformer_engine.delayed import Histories
-from gpu_accel.transformer_engine.quantize_launch import Three, as_matrix, on_device, plain_tile, quick
+from gpu_accel.transformer_engine.quantize_launch import Three, as_matrix, on_device, plain_tile, quick, turned_codes
 from gpu_accel.transformer_engine.quantizer import choose_backend, quantize, quantize_op
 from gpu_accel.transformer_engine.recipes import DelayedScaling, Recipe
 from gpu_accel.transformer_engine.scales import amax_bits, scale_fp32
@@ -320,7 +320,7 @@ def whole_rows(weight: QuantizedTensor) -> Three:
 def whole_columns(weight: QuantizedTensor) -> Three:
     """The column-wise copy, for the backward pass: the same codes, since blocks are square or the whole."""
     codes, scales, none = whole_rows(weight)
-    return codes.t().contiguous(), scales.t().contiguous(), none
+    return turned_codes(codes), scales.t().contiguous(), none
 
 
 # -- what users call

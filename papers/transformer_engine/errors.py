@@ -45,7 +45,7 @@ def list_cases(settings: Settings) -> list[Case]:
     m, n, k = (1024, 1024, 4096) if settings.on_gpu else (64, 64, 512)
     tokens = inputs.TOKENS if settings.on_gpu else 128
     found: list[Case] = []
-    for kind in ("normal", "outliers", "smollm2") if settings.input == "normal" else (settings.input,):
+    for kind in ("normal", "outliers", "smollm2") if settings.input in ("normal", "python") else (settings.input,):
         if kind != "smollm2":
             found.append({"operand": "drawn", "m": m, "n": n, "k": k, "dtype": "bf16", "input": kind})
             continue

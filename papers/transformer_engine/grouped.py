@@ -37,7 +37,7 @@ def list_cases(settings: Settings) -> list[Case]:
         shapes = shapes[: 1 if settings.quick else None]
     else:
         shapes = [(3, 64, 128, 160, False)]
-    kind = "normal" if settings.input == "smollm2" else settings.input
+    kind = inputs.drawn(settings)
     return [
         {"scales": name, "groups": g, "rows": rows, "n": n, "k": k, "even": even, "dtype": "e4m3", "input": kind}
         for name in PAIRS

@@ -5,6 +5,7 @@
     smollm2    layer 10 of SmolLM2-135M on the Constitution of the United States: what goes into its query projection
                ("q_proj", after the norm) and into its down projection ("down_proj", a product of two activations, which
                has the largest outliers), with their weights
+    python     a text for `train` alone, see there; elsewhere the same as normal
 
 The model, the text and where both come from: `papers/flash_attention3/capture.py`. What was taken is cached.
 """
@@ -22,11 +23,19 @@ from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.testing import generator
 from gpu_accel.testing.inputs import random_values
 from gpu_accel.workbench import registry
-from gpu_accel.workbench.experiment import Case
+from gpu_accel.workbench.experiment import Case, Settings
 
 LAYER = 10
 TOKENS = 512
 MODULES = {"q_proj": (576, 576), "down_proj": (576, 1536)}  # name -> (N, K)
+
+
+DRAWN = {"smollm2": "normal", "python": "normal"}  # what stands in where an experiment has no use for an input
+
+
+def drawn(settings: Settings) -> str:
+    """The kind of input of an experiment that knows only drawn ones."""
+    return DRAWN.get(settings.input, settings.input)
 
 
 def _capture():

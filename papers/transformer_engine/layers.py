@@ -65,7 +65,7 @@ def list_linear(settings: Settings) -> list[Case]:
     sizes: list[tuple[int, int, int]] = [(48, 64, 80)]
     if settings.on_gpu:
         sizes = [(n, n, n) for n in ((8192,) if settings.quick else (2048, 4096, 8192, 16384))]
-    kind = "normal" if settings.input == "smollm2" else settings.input
+    kind = inputs.drawn(settings)
     return [
         {"pass": which, "m": m, "n": n, "k": k, "dtype": FASTEST, "input": kind}
         for m, n, k in sizes
@@ -231,13 +231,13 @@ def build_linear(case: Case, settings: Settings) -> Workload:
     return Workload(
         implementations=[
             *ours,
-            *_graphs(settings, names if both else [], step, judge, 1, 1),
+            *_graphs(settings, names, step, judge, 1, 1),
             Implementation(
                 name="bf16", role="reference", make=step(None), check=lambda seed: judge(seed, None, BOUNDS["bf16"]),
                 note="torch.nn.functional.linear",
             ),
         ],
-        baselines=("bf16", "bf16-graph") if both else ("bf16", "product"),
+        baselines=("bf16", "bf16-graph") if both else ("bf16", "bf16-graph", "product"),
         flops=(3 if both else 1) * gemm_flops(m, n, k),
     )  # fmt: skip
 

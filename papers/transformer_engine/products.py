@@ -8,6 +8,9 @@
     torch-fast           torch._scaled_mm with use_fast_accum=True: sums stay in the tensor core
     torch-fused          torch-scaled-mm, then torch's bias, GELU and rounding, eager
     bf16                 torch's bf16 product of the tensors before quantising
+    copy                 with few rows, which are bound by memory: torch's copy of as many bytes as the case must move
+
+With few rows the cache is left without lines to be written back (`Workload.l2`), which a reader would have to wait for.
 
 `scales`: how both operands are scaled. "mixed" is what a gradient of activations is: e5m2 times e4m3; "lines" what a
 gradient of weights is with scales of 1x128: both along what is summed. Grouped products are in grouped.py.
@@ -43,6 +46,7 @@ PAIRS = {
     "lines": ("fp8_1x128", "fp8_1x128"),
 }
 _CUBES = ((4096, 4096, 4096), (8192, 8192, 8192), (16384, 16384, 16384))
+FEW_ROWS = 64
 _FEW = ((1, 8192, 8192), (16, 8192, 8192), (64, 8192, 8192))
 _LAYERS = ((2048, 2048, 2048), (4096, 6144, 2048), (8192, 4096, 4096), (4096, 14336, 4096), (4096, 4096, 14336))
 
@@ -56,7 +60,7 @@ def list_cases(settings: Settings) -> list[Case]:
         sizes = {name: found[: 1 if settings.quick else None] for name, found in sizes.items()}
     else:
         sizes = {name: [(48, 64, 160)] for name in PAIRS}
-    kind = "normal" if settings.input == "smollm2" else settings.input
+    kind = inputs.drawn(settings)
     return [
         {"scales": name, "m": m, "n": n, "k": k, "dtype": "e4m3", "input": kind}
         for name, found in sizes.items()
@@ -176,8 +180,24 @@ def build(case: Case, settings: Settings) -> Workload:
 
         return make
 
+    few = m <= FEW_ROWS
+    moved = m * k + n * k + 2 * m * n
+
+    def halves(seed: int) -> tuple[Tensor, Tensor]:
+        source = torch.randint(0, 256, (moved // 2,), dtype=torch.uint8, device=settings.device)
+        return source, torch.full_like(source, 0xFF)
+
+    def check_copy(seed: int) -> Check:
+        source, target = halves(seed)
+        target.copy_(source)
+        return Check(float((source != target).sum()), 0.0, "bytes that differ")
+
+    def make_copy(seed: int) -> Callable[[], object]:
+        source, target = halves(seed)
+        return lambda: target.copy_(source)
+
     machine = machine_refusal(torch.empty(0, device=settings.device)) or ""
-    elsewhere = "" if case["scales"] == "tensor" and m > 64 else "only with scales of tensors and many rows"
+    elsewhere = "" if case["scales"] == "tensor" and not few else "only with scales of tensors and many rows"
     refused = "" if settings.on_gpu else "torch._scaled_mm on a CPU has rules of its own; the GPU's is the rival"
     peers = [
         Implementation(
@@ -216,8 +236,13 @@ def build(case: Case, settings: Settings) -> Workload:
                 unavailable=refused or elsewhere, note="torch._scaled_mm, then bias, GELU and rounding, eager",
             ),
             Implementation(name="bf16", role="reference", check=check_bf16, make=make_bf16, note="torch, bf16"),
+            Implementation(
+                name="copy", role="reference", check=check_copy, make=make_copy, note="torch copy_ of as many bytes",
+                unavailable="" if few else "only with few rows, which are bound by memory",
+            ),
         ],
-        baselines=("torch-scaled-mm", "bf16"),
+        baselines=("torch-scaled-mm", "bf16", "copy") if few else ("torch-scaled-mm", "bf16"),
         flops=gemm_flops(m, n, k),
-        bytes_moved=m * k + n * k + 2 * m * n,
+        bytes_moved=moved,
+        l2="clean" if few and settings.on_gpu else "flushed",
     )  # fmt: skip

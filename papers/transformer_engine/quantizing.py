@@ -47,7 +47,7 @@ def list_cases(settings: Settings) -> list[Case]:
     """Every scheme, rows alone and both copies; on a CPU one small ragged tensor."""
     sizes = ((8192, 8192),) if settings.on_gpu else ((37, 160),)
     names = QUICK if settings.quick else tuple(SCHEMES)
-    kind = "normal" if settings.input == "smollm2" else settings.input  # nothing here depends on the values
+    kind = inputs.drawn(settings)  # nothing here depends on the values
     copies = ("rows", "both") if not settings.quick else ("rows",)
     found: list[Case] = [
         {"scheme": name, "copies": c, "m": m, "k": k, "n": 1, "dtype": "bf16", "input": kind}

@@ -9,7 +9,7 @@ import torch
 
 from gpu_accel.testing import compare, generator
 from gpu_accel.thunderkittens.gemm_hopper import machine_refusal
-from gpu_accel.transformer_engine import linear_op, quantize_launch, quantizer
+from gpu_accel.transformer_engine import gemm, linear_op, quantize_launch, quantizer
 from gpu_accel.transformer_engine.activations import (
     ACTIVATIONS,
     activate_reference,
@@ -106,14 +106,18 @@ def test_bits_of_hoppers_own(name, monkeypatch):
             assert_same_bits(*(quantize(view, name, columnwise=True, backend=b) for b in ("portable", "reference")))
 
 
-@pytest.mark.parametrize("name", ["fp8_1x128", "e5m2:1x128:pow2", "fp8", "fp8_e5m2"])
-def test_bits_of_copies_turned_in_registers(name):
+@pytest.mark.parametrize(
+    "name", ["fp8_1x128", "e5m2:1x128:pow2", "fp8", "fp8_e5m2", "fp8_128x128", "e5m2:128x128:pow2"]
+)
+def test_bits_of_copies_turned_in_registers(name, monkeypatch):
+    """Rows apart, zeros of both signs, and blocks of zeros, of NaN and of infinities alone."""
     if machine_refusal(torch.empty(0, device="cuda")):
         pytest.skip("needs compute capability 9.0")
+    monkeypatch.setattr(quantize_launch, "SQUARE_CHECKED", True)
     what = scheme(name)
     x = make(384, 512, dtype=torch.float32)
     x[7], x[200:260, 130:170], x[300, ::32], x[310, 5::64] = -0.0, math.nan, math.inf, -math.inf
-    x[64:192, 256:384] = 0
+    x[64:192, 256:384], x[128:256, 384:], x[256:, :128], x[256:, 384:] = 0, 0, math.nan, math.inf
     store = torch.full((384, 528), math.nan, dtype=torch.bfloat16, device="cuda")
     store[:, 8:520] = x.bfloat16()
     given = [None] if what.block != (0, 0) else [torch.tensor(v, device="cuda") for v in (0.37, 3e-3)]
@@ -125,6 +129,13 @@ def test_bits_of_copies_turned_in_registers(name):
             assert_same_bits(*both)
             seen = [q.seen_amax for q in both]
             assert scale is None or torch.equal(*(amax.reshape(()).view(torch.int32) for amax in seen)), seen
+
+
+@pytest.mark.parametrize("shape", [(4096, 1024), (301, 1097)], ids=str)
+def test_codes_turned_round(shape, monkeypatch):
+    monkeypatch.setattr(quantize_launch, "CODES_CHECKED", True)
+    codes = torch.randint(0, 256, shape, device="cuda", dtype=torch.uint8)
+    assert torch.equal(quantize_launch.turned_codes(codes), codes.t())
 
 
 def test_the_reference_gives_the_same_bits_on_a_cpu():
@@ -170,6 +181,21 @@ def test_products(pair, shape):
     truth = scaled_mm_reference(a, b)
     ruler = scaled_mm_reference(a, b, dtype=torch.float32, out_dtype=torch.bfloat16)
     found = compare(scaled_mm(a, b), truth, ruler)
+    assert found.ok, found
+
+
+@pytest.mark.parametrize("shape", [(256, 384, 1024), (77, 200, 1056)], ids=str)
+@pytest.mark.parametrize("pair", [("mxfp8", "mxfp8"), ("mxfp4", "mxfp4"), ("mxfp8", "mxfp4")], ids="-".join)
+def test_products_for_blackwell_elsewhere(pair, shape):
+    """The kernel for GPUs with units for MX, which Triton widens to bf16 elsewhere: its addresses, not its units."""
+    m, n, k = shape
+    a = quantize(make(m, k, special=False), pair[0])
+    b = quantize(make(n, k, special=False, seed=1), pair[1])
+    out = gemm.scaled_mm_op(
+        *gemm._bytes(a), *gemm._bytes(b), None, torch.bfloat16, a.scheme.text, b.scheme.text, k, True
+    )
+    ruler = scaled_mm_reference(a, b, dtype=torch.float32, out_dtype=torch.bfloat16)
+    found = compare(out, scaled_mm_reference(a, b), ruler)
     assert found.ok, found
 
 

@@ -177,14 +177,33 @@ def test_a_graph_keeps_what_it_reads(monkeypatch):
 
 def test_training_depends_on_its_seed_only():
     """The same seed, the same losses; another seed, others; every recipe changes something and learns."""
-    sizes = dict(hidden=16, layers=1, heads=1, batch=2, seqlen=16, steps=8, rate=0.02)
-    losses, valid = training.train(sizes, "bf16", 0, "cpu", "reference")
-    assert (losses, valid) == training.train(sizes, "bf16", 0, "cpu", "reference")
-    assert losses[-1] < losses[0] and training.train(sizes, "bf16", 1, "cpu", "reference")[1] != valid
+    sizes = dict(hidden=16, layers=1, heads=1, batch=2, seqlen=16, steps=8, rate=0.02, input="normal")
+    one = training.train(sizes, "bf16", 0, "cpu", "reference")
+    assert one == training.train(sizes, "bf16", 0, "cpu", "reference")
+    assert one.losses[-1] < one.losses[0] and training.train(sizes, "bf16", 1, "cpu", "reference").kept != one.kept
+    assert len(one.losses) == 8 and len(one.kept) == 5
     for name in ("fp8_delayed", "nvfp4"):
-        other, _ = training.train(sizes, name, 0, "cpu", "reference")
-        assert other != losses and other[0] == pytest.approx(losses[0], rel=0.02) and other[-1] < other[0]
-    assert 2.5 < training.frequencies_loss() < 4.0
+        other = training.train(sizes, name, 0, "cpu", "reference").losses
+        assert other != one.losses and other[0] == pytest.approx(one.losses[0], rel=0.02) and other[-1] < other[0]
+    for kind in ("normal", "python"):
+        assert 2.5 < training.frequencies_loss(kind) < 4.0
+    assert len(training.text("python")) > 2**21
+
+
+def test_training_is_judged_by_the_noise_of_its_seeds():
+    """Two seeds a run, worked out by hand."""
+    base = [training.Curve([4.0, 3.0, 2.0, 1.0, 1.0], [5.0, 4.0, 3.0, 2.0, 2.0]),
+            training.Curve([4.2, 3.2, 2.2, 1.2, 1.4], [5.2, 4.2, 3.2, 2.2, 2.2])]  # fmt: skip
+    mine = [training.Curve([4.1, 3.1, 2.1, 1.4, 1.2], [5.1, 4.1, 3.1, 2.5, 2.0]),
+            training.Curve([4.1, 3.1, 2.1, 1.4, 1.2], [5.1, 4.1, 3.1, 2.5, 2.4])]  # fmt: skip
+    found = {key: value for key, (value, _) in training.compared(mine, base).items()}
+    wanted = dict(loss=1.2, valid_loss=2.2, gap=0.1, worst_gap=0.2, noise=0.2, gap_in_noise=0.5, worst_gap_in_noise=1.0)
+    wanted |= dict(loss_80=1.4, kept_80=2.5, curve_in_noise=0.3 / 0.2, kept_curve_in_noise=0.4 / 0.2)
+    wanted |= dict(gap_in_deviation=0.1 / 0.02**0.5, curve_in_deviation=0.3 / 0.02**0.5)
+    for key, value in wanted.items():
+        assert found[key] == pytest.approx(value), key
+    alone = training.compared(mine[:1], base[:1])
+    assert "curve_in_noise" not in alone and "gap_in_noise" not in alone
 
 
 def test_perplexity_leaves_the_model_as_it_was(monkeypatch):

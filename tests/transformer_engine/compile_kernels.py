@@ -8,7 +8,8 @@ python compile_kernels.py hopper fp8_1x128,mxfp8-rms        both copies by the k
 python compile_kernels.py turn fp8_1x128,fp8                both copies turned in registers; the scale of fp8 is given
 python compile_kernels.py step roll,swiglu                 two histories; an activation and its gradient
 python compile_kernels.py optimizer adamw,lion             a step of a million bf16 values
-python compile_kernels.py gemm fp8_row-fp8_row             products of 4096 x 4096 x 4096
+python compile_kernels.py gemm fp8_row-fp8_row             products of 4096 x 4096 x 4096; sm_100 where the name ends
+                                                           in "-native"
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def used_twice(ptx: str) -> int:
 
 
 def hook(kernel, arguments, options) -> None:
-    c = compile_only(kernel, arguments, options, name=kernel.fn.__name__, capability=90)
+    c = compile_only(
+        kernel, arguments, options, name=kernel.fn.__name__, capability=100 if label.endswith("-native") else 90
+    )
     count = c.instructions
     values = options.get("BM", options.get("ROWS", 1)) * options.get("BK", 256 if "ROWS" in options else 1)
     values = options["TALL"] * 128 if "TALL" in options else values
@@ -67,6 +70,7 @@ def hook(kernel, arguments, options) -> None:
             casts=sorted(set(re.findall(r"cvt\.\S*e[45]m[23]x2\S*", c.ptx))),
             used_twice=used_twice(c.ptx), qgmma=c.sass.count("QGMMA"), hgmma=c.sass.count("HGMMA"),
             serialised=any("serializ" in w.lower() for w in c.warnings),
+            tcgen05=sorted(set(re.findall(r"tcgen05\.mma\S*kind::(\w+)\.block_scale", c.ptx))),
         )
     )  # fmt: skip
 
@@ -130,7 +134,8 @@ with instead_of_launching(hook):
             kind([p], bf16_stochastic_rounding=True).step()
         else:
             label = name
-            pair = [quantizer.quantize(torch.zeros(256, 4096), part, backend="reference") for part in name.split("-")]
+            parts, native = name.split("-")[:2], name.endswith("-native")
+            pair = [quantizer.quantize(torch.zeros(256, 4096), part, backend="reference") for part in parts]
             a, b = (gemm._bytes(q) for q in pair)
-            gemm.scaled_mm_op._init_fn(*a, *b, None, torch.bfloat16, *(q.scheme.text for q in pair), 4096)
+            gemm.scaled_mm_op._init_fn(*a, *b, None, torch.bfloat16, *(q.scheme.text for q in pair), 4096, native)
 print(json.dumps(rows))

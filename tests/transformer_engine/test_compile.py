@@ -76,7 +76,7 @@ def test_both_copies_for_hopper(compile_environment):
 @TWO_TRITONS
 def test_both_copies_turned_in_registers(compile_environment):
     """16 bytes a load, 8 a store, and no more instructions a value than a copy leaves room for."""
-    for row in compiled(compile_environment, "turn", "fp8_1x128,fp8"):
+    for row in compiled(compile_environment, "turn", "fp8_1x128,fp8,fp8_128x128"):
         assert not row["spills"] and not row["used_twice"] and row["values"] == 64, row
         assert row["wide_loads"] == 8 and row["wide_stores"] == 16 and row["shared"] <= 2048, row
         assert row["instructions"] / 64 < (19 if row["name"] == "fp8_1x128" else 13.5), row
@@ -92,12 +92,19 @@ def test_operands_and_histories(compile_environment):
 
 @pytest.mark.slow
 def test_products(compile_environment):
-    rows = compiled(compile_environment, "gemm", "fp8_row-fp8_row,fp8_1x128-fp8_128x128,nvfp4-nvfp4")
-    assert len(rows) == 3
+    """Those of MX and NVFP4 for Blackwell go to the unit for their format, and nothing is widened."""
+    native = {"mxfp8-mxfp4": "mxf8f6f4", "mxfp4-mxfp4": "mxf4", "nvfp4-nvfp4_16x16": "mxf4nvf4"}
+    names = "fp8_row-fp8_row,fp8_1x128-fp8_128x128,nvfp4-nvfp4," + ",".join(f"{name}-native" for name in native)
+    rows = compiled(compile_environment, "gemm", names)
+    assert len(rows) == 6
     for row in rows:
         assert row["spills"] == 0 and not row["serialised"], row
         assert row["shared"] <= 227 * 1024, row
-        assert (row["hgmma"] if row["name"].startswith("nvfp4") else row["qgmma"]) >= 4, row
+        if row["name"].endswith("-native"):
+            assert row["tcgen05"] == [native[row["name"].removesuffix("-native")]], row
+        else:
+            assert (row["hgmma"] if row["name"].startswith("nvfp4") else row["qgmma"]) >= 4, row
+
 
 
 @pytest.mark.slow

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError
+from gpu_accel.flash_attention3.launch import recording
 from gpu_accel.testing import assert_close_to_truth, generator, poison_like
-from gpu_accel.transformer_engine.gemm import _bytes, explain_mm, fp4_gemm, fp8_gemm, scaled_mm
+from gpu_accel.transformer_engine.gemm import _bytes, explain_mm, fp4_gemm, fp8_gemm, scaled_mm, scaled_mm_op
 from gpu_accel.transformer_engine.quantizer import quantize
 from gpu_accel.transformer_engine.reference_gemm import hopper_fp8_sum, scaled_mm_reference
 
@@ -154,7 +155,7 @@ def test_refusals():
 @pytest.mark.parametrize("pair", [("fp8_row", "fp8_row"), ("nvfp4", "nvfp4")], ids="-".join)
 def test_the_op_is_one_that_torch_knows(pair, device):
     a, b = operands(20, 24, 96, pair, device)
-    arguments = (*_bytes(a), *_bytes(b), None, torch.bfloat16, a.scheme.text, b.scheme.text, 96)
+    arguments = (*_bytes(a), *_bytes(b), None, torch.bfloat16, a.scheme.text, b.scheme.text, 96, False)
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.gpu_accel.te_scaled_mm, arguments, test_utils=tests)
 
@@ -181,6 +182,34 @@ def test_a_bias_that_wants_a_gradient_is_refused(device):
         fp8_gemm(a, b, bias=bias)
 
 
+def test_blackwell_by_name_only(device):
+    """What its units do not multiply is refused, and so is any other GPU."""
+    for pair, why in (
+        (("fp8", "fp8"), "has no kernel there"),
+        (("mxfp6_e2m3", "mxfp8"), "has no kernel there"),
+        (("mxfp8", "mxfp4"), "needs compute capability 10.0"),
+        (("nvfp4", "nvfp4_16x16"), "needs compute capability 10.0"),
+    ):
+        with pytest.raises(UnsupportedError, match=why):
+            scaled_mm(*operands(4, 8, 32, pair, device), backend="blackwell")
+    with pytest.raises(UnsupportedError, match="needs compute capability 10.0"):
+        fp4_gemm(*(torch.randn(4, 32, device=device) for _ in range(2)), backend="blackwell")
+
+
+@pytest.mark.parametrize(("pair", "bk"), [(("mxfp8", "mxfp4"), 128), (("nvfp4", "nvfp4_16x16"), 256)])
+def test_what_blackwell_is_given(pair, bk):
+    """Codes and scales as they are, formats by their elements, rows that share a scale."""
+    a, b = operands(20, 24, 512, pair, "cpu")
+    with recording() as launches:
+        out = scaled_mm_op(*_bytes(a), *_bytes(b), None, torch.float32, a.scheme.text, b.scheme.text, 512, True)
+    ((kernel, programs, given, options),) = launches
+    assert kernel.__name__ == "_native_kernel" and programs == 1 and out.shape == (20, 24)
+    assert (options["A_FORMAT"], options["B_FORMAT"]) == (a.scheme.element, b.scheme.element)
+    assert options["BK"] == bk and options["EVEN"] and options["ROWS_B"] == b.scheme.block[0]
+    assert given[0] is _bytes(a)[0] or torch.equal(given[0], _bytes(a)[0])
+    assert given[-5:] == (_bytes(a)[0].shape[1], _bytes(b)[0].shape[1], _bytes(a)[1].shape[1], 1, 1)
+
+
 def test_model_of_the_sums_of_a_tensor_core():
     """Exact with many bits; with 13 the loss grows with what stays inside."""
     a, b = (quantize(torch.rand(4, 4096, generator=generator(s)), "fp8", backend="reference") for s in (0, 1))
@@ -191,3 +220,4 @@ def test_model_of_the_sums_of_a_tensor_core():
     lost = [((truth - hopper_fp8_sum(x, y, every=n)) / truth).max().item() for n in (32, 128, 4096)]
     assert 0 < lost[0] < 5e-5 < lost[1] < 1e-3 < 0.02 < lost[2] < 0.2, lost
     assert hopper_fp8_sum(x[:, :0], y[:, :0]).abs().max() == 0
+    assert torch.equal(hopper_fp8_sum(-x, y), -hopper_fp8_sum(x, y))  # what is cut off is cut off towards zero

@@ -334,6 +334,13 @@ def test_nvfp4_rounds_without_bias_what_its_scales_do_not_clip():
     assert 1.01 < beyond.max() <= 1 + 1 / 16 and (error[beyond > 1.01] < 0).all()
 
 
+@pytest.mark.parametrize("shape", [(64, 128), (65, 130), (1, 300), (0, 4)], ids=str)
+def test_codes_turned_round(shape, device):
+    codes = torch.randint(0, 256, shape, generator=generator(0)).to(device, torch.uint8)
+    turned = quantize_launch.turned_codes(codes)
+    assert torch.equal(turned, codes.t()) and turned.is_contiguous()
+
+
 def test_what_is_turned_in_registers(monkeypatch):
     """Whole tiles of bf16 in the forms that were faster so on a GPU; nothing else, for no mask stops a read there."""
     monkeypatch.setattr(quantize_launch, "machine_refusal", lambda _: None)
@@ -346,6 +353,9 @@ def test_what_is_turned_in_registers(monkeypatch):
     assert takes() and takes("fp8_e5m2") and takes("fp8_1x128", known=False) and takes("e4m3:1x128:pow2", known=False)
     assert takes(shape=(2, 128, 384)) and takes(shape=(256, 512), view=lambda x: x[:, 8:392])
     assert not any(takes(name) for name in ("mxfp8", "fp8_row", "fp8_128x128", "e4m3:1x128:fp32:stochastic", "int8"))
+    for seen_on_a_gpu in (False, True):
+        monkeypatch.setattr(quantize_launch, "SQUARE_CHECKED", seen_on_a_gpu)
+        assert takes("fp8_128x128", known=False) is seen_on_a_gpu
     assert not takes(known=False) and not takes(source=Source("silu")) and not takes(dtype=torch.float16)
     assert not takes(shape=(192, 384)) and not takes(shape=(256, 192)) and not takes(at=8)
     assert not takes(shape=(384, 256), view=torch.Tensor.t)
@@ -353,7 +363,7 @@ def test_what_is_turned_in_registers(monkeypatch):
     assert not takes(shape=(2, 256, 384), view=lambda x: x[:, :128])  # two strides for rows
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8_1x128"])
+@pytest.mark.parametrize("name", ["fp8", "fp8_1x128", "fp8_128x128"])
 def test_launch_of_the_kernel_that_turns_in_registers(name, monkeypatch):
     """Words of two values, rows apart as in memory, whatever the strides of dimensions of size 1."""
     monkeypatch.setattr(quantize_launch, "takes_turn", lambda *_: True)
@@ -365,6 +375,7 @@ def test_launch_of_the_kernel_that_turns_in_registers(name, monkeypatch):
     tall = 64 if name == "fp8" else 128
     assert kernel.__name__ == "turn_kernel" and programs == 256 // tall * 3 and given[-4:] == (256, 384, 260, 3)
     assert options["TALL"] == tall == 16 * options["num_warps"] and options["AMAX"] == (name == "fp8")
+    assert (options["GC"], options["SQUARE"]) == (128 if name == "fp8_1x128" else 0, name == "fp8_128x128")
     assert torch.equal(given[0].view(torch.int16), x[0].view(torch.int16)) and given[0].stride() == (260, 1)
     assert row[0].shape == (256, 384) and col[0].shape == (384, 256)
     if name == "fp8":
