@@ -23,6 +23,9 @@ from gpu_accel.thunderkittens.linear import _flags, _need, _shape, _validate, ch
 
 # dtypes that tests/gpu/test_gla.py has passed on: "auto" takes the kernels for these alone.
 GPU_CHECKED: tuple[torch.dtype, ...] = ()
+# How the kernels of all chunks are launched: the most columns of K and V a tile, warps, stages.
+ROWS = dict(block_k=64, block_v=64, num_warps=8, num_stages=2)
+GRADIENTS = dict(block_k=64, block_v=64, num_warps=8, num_stages=2)
 
 
 class _Call:
@@ -31,25 +34,31 @@ class _Call:
     def __init__(self, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, chunk: int) -> None:
         self.places = chunked._Places(v, cu_seqlens, chunk)
         self.heads, self.key_dim, self.value_dim = v.shape[2], k.shape[3], v.shape[3]
-        most = 32 if v.dtype == torch.float32 else 64  # float32 takes three products for one, and registers for them
-        bk, bv = chunked._block(self.key_dim, most), chunked._block(self.value_dim, most)
-        self.blocks_k, self.blocks_v = -(-self.key_dim // bk), -(-self.value_dim // bv)
-        self.sums_options = dict(K=self.key_dim, BT=chunk, BK=bk, VARLEN=cu_seqlens is not None, num_warps=4)
-        self.states_options = dict(
-            K=self.key_dim, V=self.value_dim, BT=chunk, BK=bk, BV=bv, VARLEN=cu_seqlens is not None,
-            PRECISION=chunked.precision(v.dtype), num_warps=4, num_stages=2,
-        )  # fmt: skip
-        self.options = self.states_options | {"LEVELS": chunk.bit_length() - 1, "num_warps": 8}
+        self.most = 32 if v.dtype == torch.float32 else 64  # float32 takes three products for one, and registers
+        self.common = dict(K=self.key_dim, V=self.value_dim, BT=chunk, VARLEN=cu_seqlens is not None,
+                           PRECISION=chunked.precision(v.dtype))  # fmt: skip
         self.chunks = self.places.total * self.heads  # programs of the kernels that take all chunks at once
         self.any = bool(self.chunks and self.places.seqlen)
         self.sizes = (self.places.seqlen, self.places.chunks)
 
+    def tiles(self, block_k: int = 64, block_v: int = 64, **options: int) -> tuple[dict, int, int]:
+        """Options of a launch, and into how many blocks it cuts K and V."""
+        bk = chunked._block(self.key_dim, min(block_k, self.most))
+        bv = chunked._block(self.value_dim, min(block_v, self.most))
+        return self.common | dict(BK=bk, BV=bv, **options), -(-self.key_dim // bk), -(-self.value_dim // bv)
+
+    @property
+    def levels(self) -> dict:
+        return {"LEVELS": int(self.common["BT"]).bit_length() - 1}
+
 
 def _sums(call: _Call, g: Tensor) -> Tensor:
     sums = torch.empty(g.shape, dtype=torch.float32, device=g.device)
+    options, blocks_k, _ = call.tiles(num_warps=4)
     if call.any:
-        launch(gla_kernels._sums_kernel, call.chunks * call.blocks_k,
-               (g, sums, *call.places.tables(), *g.stride(), *call.sizes, call.heads), call.sums_options)  # fmt: skip
+        wanted = {name: options[name] for name in ("K", "BT", "BK", "VARLEN", "num_warps")}
+        launch(gla_kernels._sums_kernel, call.chunks * blocks_k,
+               (g, sums, *call.places.tables(), *g.stride(), *call.sizes, call.heads), wanted)  # fmt: skip
     return sums
 
 
@@ -58,12 +67,13 @@ def _states(call: _Call, x, values, sums, initial, scale: float, *, exact: bool,
     shape = (call.heads, call.key_dim, call.value_dim)
     states = values.new_empty((call.places.total, *shape), dtype=chunked.state_dtype(values.dtype, exact))
     final = values.new_empty((call.places.sequences, *shape), dtype=torch.float32)
-    walks = call.places.sequences * call.heads * call.blocks_k * call.blocks_v
+    options, blocks_k, blocks_v = call.tiles(num_warps=4, num_stages=2)
+    walks = call.places.sequences * call.heads * blocks_k * blocks_v
     if walks:
         launch(gla_kernels._states_kernel, walks,
                (x, values, sums, initial, states, final, *call.places.tables()[:2], *chunked._strides(x),
                 *chunked._strides(values), *call.sizes, call.places.sequences, call.heads, scale),
-               call.states_options | {"HAS_INITIAL": initial is not None, "REVERSE": reverse})  # fmt: skip
+               options | {"HAS_INITIAL": initial is not None, "REVERSE": reverse})  # fmt: skip
     return states, final
 
 
@@ -75,7 +85,7 @@ def _rows(call: _Call, q, k, values, sums, states, scale: float, *, reverse: boo
         strides = [s for x in (q, k, values) for s in chunked._strides(x)]
         launch(gla_kernels._rows_kernel, call.chunks,
                (q, k, values, sums, states, out, *call.places.tables(), *strides, *call.sizes, call.heads, scale),
-               call.options | {"REVERSE": reverse})  # fmt: skip
+               call.tiles(**ROWS)[0] | call.levels | {"REVERSE": reverse})  # fmt: skip
     return out
 
 
@@ -119,11 +129,12 @@ def gla_backward_op(
         states, _ = _states(call, k, v, sums, initial, scale, exact=True)
         dstates, dinitial = _states(call, q, do, sums, dfinal, scale, exact=True, reverse=True)
         dv = _rows(call, q, k, do, sums, dstates, scale, reverse=True)
+        options, blocks_k, _ = call.tiles(**GRADIENTS)
         if call.any:
             strides = [s for x in (q, k, v, do) for s in chunked._strides(x)]
-            launch(gla_kernels._gradients_kernel, call.chunks * call.blocks_k,
+            launch(gla_kernels._gradients_kernel, call.chunks * blocks_k,
                    (q, k, v, sums, do, states, dstates, dq, dk, dg, *call.places.tables(), *strides, *call.sizes,
-                    call.heads, scale), call.options)  # fmt: skip
+                    call.heads, scale), options | call.levels)  # fmt: skip
     return dq, dk, dv, dg, dinitial
 
 
