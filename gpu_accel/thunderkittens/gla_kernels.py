@@ -22,9 +22,10 @@ ones) as exp(-|b - b_m|) (D X). The gradient of g_u is the sum over s < u <= t o
 over the rows of its block that is formed from one side only. Nothing is subtracted, so nothing cancels. What reaches
 into the chunk, out of it and across it (the sum over S * dS) is added alike, anew for every chunk.
 
-    _sums_kernel       one program a chunk and head: b
+    _sums_kernel       one program a chunk, head and block of k: b
     _states_kernel     one program a sequence, head and tile of S: what enters every chunk; reversed, dS
     _rows_kernel       one program a chunk and head: o; reversed, dv
+    _ones_kernel       one program a level: the masks of those sums
     _gradients_kernel  one program a chunk, head and block of k: dq, dk, dg
 """
 
@@ -141,10 +142,26 @@ def _to_the_middle(sums, b, first, end, steps, stride, cols, LEVEL, K: tl.conste
 
 
 @triton.jit
-def _sums_over(which, terms, acc, like: tl.constexpr, PRECISION: tl.constexpr):
-    """acc + the sums of the rows of terms that each row of `which` has, on tensor cores."""
-    terms = _for_products(terms, like)
-    return dot(tl.where(which, 1.0, 0.0).to(terms.dtype), terms, acc, PRECISION)
+def _ones_kernel(ones, BT: tl.constexpr, LEVELS: tl.constexpr):
+    """ones (LEVELS + 2, BT, BT) float32: which steps x of a level count for the gate of step u, row u and column x.
+
+    In a second block those from u on, in a first one those before u. Then, for a chunk as a whole, both in turn.
+    Made once a call and read from memory: a mask that is computed is an operand in registers, of which none are left.
+    """
+    level = tl.program_id(0)
+    row, col = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
+    from_here = col >= row
+    near = ((row >> level) == (col >> level)) & (from_here == (((row >> level) & 1) == 1))
+    which = tl.where(level == LEVELS, from_here, tl.where(level > LEVELS, col < row, near))
+    tl.store(ones + level * BT * BT + row * BT + col, tl.where(which, 1.0, 0.0))
+
+
+@triton.jit
+def _sums_over(ones, plane, terms, acc, BT: tl.constexpr, PRECISION: tl.constexpr):
+    """acc + sums of rows of terms, those that a plane of ones has, by tensor cores."""
+    steps = tl.arange(0, BT)
+    which = tl.load(ones + plane * BT * BT + steps[:, None] * BT + steps[None, :])
+    return dot(which, terms, acc, PRECISION)
 
 
 @triton.jit
@@ -211,7 +228,7 @@ def _rows_kernel(
 
 @triton.jit
 def _gradients_kernel(
-    q, k, v, sums, do, states, dstates, dq, dk, dg, cu_seqlens, chunk_offsets, seq_of_chunk,
+    q, k, v, sums, ones, do, states, dstates, dq, dk, dg, cu_seqlens, chunk_offsets, seq_of_chunk,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h, seqlen, chunks, heads, scale,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LEVELS: tl.constexpr,
     VARLEN: tl.constexpr, PRECISION: tl.constexpr,
@@ -267,8 +284,8 @@ def _gradients_kernel(
         grad_q = grad_q * tl.exp(b) * scale
         grad_k = grad_k * tl.exp(last[None, :] - b)
         # what reaches steps from u on, what leaves steps before u, what passes through: sums by products with ones
-        grad_g = _sums_over(col >= row, queries.to(tl.float32) * grad_q, None, queries.dtype, PRECISION)
-        grad_g = _sums_over(col < row, keys.to(tl.float32) * grad_k, grad_g, queries.dtype, PRECISION)
+        grad_g = _sums_over(ones, LEVELS, queries.to(tl.float32) * grad_q, None, BT, PRECISION)
+        grad_g = _sums_over(ones, LEVELS + 1, keys.to(tl.float32) * grad_k, grad_g, BT, PRECISION)
         grad_g += (across * tl.exp(last))[None, :]
         for level in tl.range(0, LEVELS, num_stages=1):
             near = _to_the_middle(sums, b, first, end, steps, heads * K, cols_k, level, K)
@@ -279,8 +296,7 @@ def _gradients_kernel(
             grad = dot(pairs, x, None, PRECISION) * near
             grad_q += tl.where(second, grad, 0.0)
             grad_k += tl.where(second, 0.0, grad)
-            inside = ((row >> level) == (col >> level)) & ((col >= row) == second)
-            grad_g = _sums_over(inside, mine * grad, grad_g, queries.dtype, PRECISION)
+            grad_g = _sums_over(ones, level, mine * grad, grad_g, BT, PRECISION)
         grad_q += same[:, None] * keys.to(tl.float32)
         grad_k += same[:, None] * queries.to(tl.float32)
         to = place * K + rows[:, None] * heads * K + cols_k[None, :]
