@@ -33,6 +33,7 @@ _OPS: dict[str, list[str | tuple[str, str]]] = {
     "gpu_accel.thunderkittens": [
         "gemm",
         "linear_attention",
+        "chunk_gla",
         "chunk_simple_gla",
         "chunk_retention",
         "chunk_delta_rule",

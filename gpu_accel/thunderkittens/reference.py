@@ -132,6 +132,58 @@ def delta_rule_chunked(
     return o.transpose(1, 2), state
 
 
+def gla_recurrent(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, scale: float, initial: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """S_t = diag(exp(g_t)) S_{t-1} + k_t v_t', o_t = scale S_t' q_t (arXiv 2312.06635, section 4), step by step.
+
+    q, k and the logarithms of gates g (batch, seqlen, heads, K); v (batch, seqlen, heads, V).
+    """
+    heads = v.shape[2]
+    state = q.new_zeros(v.shape[0], heads, q.shape[3], v.shape[3]) if initial is None else initial.to(q.dtype)
+    out = []
+    for t in range(v.shape[1]):
+        state = state * g[:, t].to(q.dtype).exp()[..., None] + k[:, t, :, :, None] * v[:, t, :, None, :]
+        out.append((q[:, t, :, :, None] * state).sum(2) * scale)
+    return (torch.stack(out, 1) if out else torch.empty_like(v)), state
+
+
+def gla_chunked(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, scale: float, initial: Tensor | None = None, chunk: int = 64
+) -> tuple[Tensor, Tensor]:
+    """The same chunk by chunk: a yardstick, and what a CPU runs.
+
+    Pairs of steps by levels, as `gla_kernels` has them: no exponent is above 0. Gates and the state are float32
+    (float64 where q is), operands of products are rounded.
+    """
+    dtype = q.dtype
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    q, k, v, g = (x.transpose(1, 2) for x in (q, k, v, g))  # (b, h, t, d)
+    gates = g.to(wide).clamp_min(-88.0)
+    shape = (*v.shape[:2], q.shape[3], v.shape[3])
+    state = q.new_zeros(shape, dtype=wide) if initial is None else initial.to(wide)
+    out = []
+    for t in range(0, v.shape[2], chunk):
+        qc, kc, vc = (x[:, :, t : t + chunk] for x in (q, k, v))
+        b = gates[:, :, t : t + chunk].cumsum(-2)
+        steps = torch.arange(b.shape[2], device=b.device)
+        apart = steps[:, None] ^ steps
+        pairs = torch.diag_embed((qc.to(wide) * kc.to(wide)).sum(-1))
+        for level in range((b.shape[2] - 1).bit_length()):
+            middle = ((steps >> level + 1 << level + 1) + (1 << level) - 1).clamp_max(b.shape[2] - 1)
+            second = (steps >> level & 1 == 1)[:, None]
+            anchor = b[:, :, middle]
+            near = torch.where(second, b - anchor, anchor - b).exp()
+            x = (torch.where(second, qc, kc).to(wide) * near).to(dtype)
+            pairs = pairs + (x @ x.mT).to(wide).masked_fill(apart >> level != 1, 0.0).tril(-1)
+        inter = (qc.to(wide) * b.exp() * scale).to(dtype) @ state.to(dtype)
+        out.append((((pairs * scale).to(dtype) @ vc).to(wide) + inter.to(wide)).to(dtype))
+        left = (kc.to(wide) * (b[:, :, -1:] - b).exp()).to(dtype)
+        state = state * b[:, :, -1].exp()[..., None] + (left.mT @ vc).to(wide)
+    o = torch.cat(out, 2) if out else v
+    return o.transpose(1, 2), state
+
+
 def softmax(x: Tensor) -> Tensor:
     """exp(x - max) / sum over the last dimension."""
     if not x.shape[-1]:

@@ -3,7 +3,7 @@
     hopper      ours: the forward in Gluon, the backward too where gates need gradients and walk_back.CHECKED has it
     portable    ours, plain Triton
     torch       the same chunks as eager torch products (the reference, and the ruler of the check)
-    fla         chunk_linear_attn or chunk_simple_gla of flash-linear-attention, where it is installed
+    fla         chunk_linear_attn, chunk_simple_gla or chunk_gla of flash-linear-attention, where it is installed
     mamba_ssm            mamba_chunk_scan_combined on the same tensors, chunk 256, where it is installed
     mamba_ssm-fp32-64    the same on float32 tensors with chunk 64: how the paper's script called it, forwards
 
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from gpu_accel.thunderkittens import linear as la
 from gpu_accel.thunderkittens import walk_hopper
+from gpu_accel.thunderkittens.gla import chunk_gla
 from gpu_accel.thunderkittens.mamba2 import mamba_chunk_scan_combined
 from gpu_accel.workbench.experiment import Case, Implementation, Settings, Workload
 
@@ -44,19 +45,28 @@ def attention_cases(settings: Settings) -> list[Case]:
         dict(zip(names, shape, strict=True))
         | {"gate": gate, "pass": pass_, "dtype": settings.precision, "input": "normal"}
         for shape in shapes
-        for gate in (("none", "decay", "step") if settings.on_gpu and not settings.quick else ("none", "step"))
+        for gate in _gates(settings, shape)
         for pass_ in PASSES
     ]  # fmt: skip
 
 
+def _gates(settings: Settings, shape: tuple[int, ...]) -> tuple[str, ...]:
+    """Gates for every key dimension at the first shape only: fla has some 250 configurations for them to try."""
+    if not settings.on_gpu:
+        return "none", "step", "key"
+    few = ("none", "step") if settings.quick else ("none", "decay", "step")
+    return (*few, "key") if shape == _SHAPES[0] and not settings.quick else few
+
+
 def _inputs(case: Case, seed: int, device: str) -> list[Tensor]:
-    """q, k, v and for gate "step" log gates of about -0.06."""
+    """q, k, v and for gates "step" and "key" log gates of about -0.06."""
     batch, seqlen, heads = (int(case[n]) for n in ("batch", "seqlen", "heads"))
     dims = (int(case["key_dim"]),) * 2 + (int(case["value_dim"]),)
     dtype = DTYPES[str(case["dtype"])]
     made = [randn(batch, seqlen, heads, d, seed=8 * seed + n, device=device, dtype=dtype) for n, d in enumerate(dims)]
-    if case["gate"] == "step":
-        made.append(torch.nn.functional.logsigmoid(3 + randn(batch, seqlen, heads, seed=8 * seed + 3, device=device)))
+    if case["gate"] in ("step", "key"):
+        shape = (batch, seqlen, heads, dims[0])[: 3 if case["gate"] == "step" else 4]
+        made.append(torch.nn.functional.logsigmoid(3 + randn(*shape, seed=8 * seed + 3, device=device)))
     return made
 
 
@@ -64,6 +74,8 @@ def _linear(case: Case, backend: str) -> Function:
     def call(q, k, v, g=None):
         if case["gate"] == "decay":
             return la.chunk_retention(q, k, v, backend=backend)[0]
+        if case["gate"] == "key":
+            return chunk_gla(q, k, v, g, backend=backend)[0]
         return la.chunk_simple_gla(q, k, v, g, backend=backend)[0]
 
     return call
@@ -75,6 +87,10 @@ def _fla(case: Case) -> Function:
             from fla.ops.linear_attn import chunk_linear_attn
 
             return chunk_linear_attn(q, k, v, normalize=False)[0]
+        if case["gate"] == "key":
+            from fla.ops.gla import chunk_gla as theirs
+
+            return theirs(q, k, v, g)[0]
         from fla.ops.simple_gla import chunk_simple_gla
 
         gamma = la.retention_decay(q.shape[2], q.device) if case["gate"] == "decay" else None
@@ -127,10 +143,13 @@ def build_attention(case: Case, settings: Settings) -> Workload:
     steps, itemsize = batch * seqlen * heads, DTYPES[str(case["dtype"])].itemsize
     reads = 2 * key_dim + value_dim
     moved = reads + value_dim if case["pass"] == "forward" else 2 * reads + value_dim
-    gates = 4 * steps if case["gate"] == "step" else 0
+    gates = 4 * steps * {"step": 1, "key": key_dim}.get(str(case["gate"]), 0)
+    why = hopper_refusal(settings, str(case["dtype"]))
+    if case["gate"] == "key":
+        why = "there is no kernel in Gluon for gates of every key dimension"
     return Workload(
         implementations=[
-            made("hopper", "ours", _linear(case, "hopper"), why=hopper_refusal(settings, str(case["dtype"]))),
+            made("hopper", "ours", _linear(case, "hopper"), why=why),
             made("portable", "ours", _linear(case, "portable")),
             made("torch", "reference", eager, note="chunks of 64 as eager products"),
             made("fla", "peer", _fla(case), why=judging.missing("fla", settings)),

@@ -3,6 +3,7 @@
 python compile_kernels.py chunked bf16-128-128,fp16-64-128-packed     forward and backward, gates, weights, K-V
 python compile_kernels.py chunked bf16-128-64-walks                   the same, and gradients by walks
 python compile_kernels.py delta bf16-128-128,fp16-64-128              the delta rule, forward and backward
+python compile_kernels.py gla bf16-128-128                            gates per key dimension, forward and backward
 python compile_kernels.py maps bf16-64                               Based, and Hedgehog's map
 python compile_kernels.py conv bf16-4096                              short causal convolutions
 python compile_kernels.py ladder bf16-4096                            the levels of a product, and attention of tiles
@@ -70,6 +71,16 @@ def delta(dtype: torch.dtype, key_dim: int, value_dim: int, packed: bool) -> Non
     state = torch.empty(2 if packed else 1, 16, key_dim, value_dim)
     ops.delta_op._init_fn(q, q, v, g, g, state, cu, 0.1, 64)
     ops.delta_backward_op._init_fn(v, state, q, q, v, g, g, state, cu, 0.1, 64)
+
+
+def gla(dtype: torch.dtype, key_dim: int, value_dim: int, packed: bool) -> None:
+    from gpu_accel.thunderkittens import gla as ops
+
+    q, v = torch.empty(1, 4096, 16, key_dim, dtype=dtype), torch.empty(1, 4096, 16, value_dim, dtype=dtype)
+    g, state = torch.empty(1, 4096, 16, key_dim), torch.empty(2 if packed else 1, 16, key_dim, value_dim)
+    cu = torch.tensor([0, 1000, 4096], dtype=torch.int32) if packed else None
+    ops.gla_op._init_fn(q, q, v, g, state, cu, 0.1, 64)
+    ops.gla_backward_op._init_fn(v, state, q, q, v, g, state, cu, 0.1, 64)
 
 
 def maps(dtype: torch.dtype, value_dim: int) -> None:
@@ -149,5 +160,6 @@ if __name__ == "__main__":
                 dict(conv=conv, ladder=ladder, longconv=longconv, maps=maps)[sys.argv[1]](DTYPES[kind], int(sizes[0]))
             else:
                 given = (DTYPES[kind], int(sizes[0]), int(sizes[1]), "packed" in sizes)
-                delta(*given) if sys.argv[1] == "delta" else chunked(*given, "walks" in sizes)
+                one = dict(delta=delta, gla=gla).get(sys.argv[1])
+                one(*given) if one else chunked(*given, "walks" in sizes)
     print(json.dumps(rows))

@@ -22,6 +22,7 @@ def packed(*ends: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 PACKED = {
     "linear": lambda cu: tk.chunk_linear_attn(Q, Q, Q, cu_seqlens=cu),
     "gla": lambda cu: tk.chunk_simple_gla(Q, Q, Q, cu_seqlens=cu, backend="portable"),
+    "gla-of-keys": lambda cu: tk.chunk_gla(Q, Q, Q, -Q, cu_seqlens=cu, backend="portable"),
     "retention": lambda cu: tk.chunk_retention(Q, Q, Q, cu_seqlens=cu),
     "delta": lambda cu: tk.chunk_delta_rule(Q, Q, Q, ONES, cu_seqlens=cu, backend="portable"),
     "based": lambda cu: tk.fused_chunk_based(Q, Q, Q, cu_seqlens=cu),
@@ -47,6 +48,7 @@ def test_offsets_of_another_stride(device):
     cu = torch.tensor([[0, 99], [5, 99], [12, 99]], dtype=torch.int32, device=device)[:, 0]
     for call in (
         lambda cu: tk.chunk_simple_gla(q, k, v, -beta, cu_seqlens=cu, output_final_state=True, backend="portable"),
+        lambda cu: tk.chunk_gla(q, k, v, -k.square(), cu_seqlens=cu, output_final_state=True, backend="portable"),
         lambda cu: tk.chunk_gated_delta_rule(
             q, k, v, -beta, beta, cu_seqlens=cu, output_final_state=True, backend="portable"
         ),
@@ -61,6 +63,8 @@ WRONG = {
     "scalar-q": lambda: tk.chunk_linear_attn(torch.ones(()), Q, Q),
     "vector-v": lambda: tk.chunk_retention(Q, Q, torch.ones(3)),
     "integer-g": lambda: tk.chunk_simple_gla(Q, Q, Q, ONES.int()),
+    "integer-g-of-keys": lambda: tk.chunk_gla(Q, Q, Q, -Q.int()),
+    "g-of-keys-elsewhere": lambda: tk.chunk_gla(Q, Q, Q, Q.to("meta")),
     "g-elsewhere": lambda: tk.chunk_simple_gla(Q, Q, Q, ONES.to("meta")),
     "boolean-beta": lambda: tk.chunk_delta_rule(Q, Q, Q, ONES.bool()),
     "no-beta": lambda: tk.delta_rule(Q, Q, Q, None),
@@ -107,6 +111,7 @@ FLAGS = {
     "normalize": lambda x: tk.chunk_linear_attn(Q, Q, Q, normalize=x),
     "state-of-linear": lambda x: tk.chunk_linear_attn(Q, Q, Q, output_final_state=x),
     "state-of-gla": lambda x: tk.chunk_simple_gla(Q, Q, Q, output_final_state=x),
+    "state-of-gla-of-keys": lambda x: tk.chunk_gla(Q, Q, Q, -Q, output_final_state=x),
     "state-of-delta": lambda x: tk.chunk_delta_rule(Q, Q, Q, ONES, output_final_state=x),
     "unit-length": lambda x: tk.chunk_delta_rule(Q, Q, Q, ONES, use_qk_l2norm_in_kernel=x),
     "use_norm": lambda x: tk.fused_chunk_based(*(Q.bfloat16(),) * 3, use_norm=x, backend="portable"),
@@ -127,6 +132,7 @@ def test_flags_are_true_or_false(call):
 
 NO_HEADS = {
     "gla": lambda q, g, backend: tk.chunk_simple_gla(q, q, q, g, output_final_state=True, backend=backend),
+    "gla-of-keys": lambda q, g, backend: tk.chunk_gla(q, q, q, q, output_final_state=True, backend=backend),
     "packed": lambda q, g, backend: tk.chunk_simple_gla(
         q, q, q, g, output_final_state=True, cu_seqlens=torch.tensor([0, 12]), backend=backend
     ),

@@ -56,6 +56,16 @@ def test_delta_rule(names):
 
 
 @pytest.mark.slow
+def test_gates_of_every_key():
+    rows = compiled("gla", "bf16-128-128")
+    others = {"_sums_kernel", "_ones_kernel"}
+    assert {row["kernel"] for row in rows} == {"_states_kernel", "_rows_kernel", "_gradients_kernel", *others}
+    for row in rows:
+        assert row["spills"] == 0 and not row["serialised"] and row["shared"] <= 227 * 1024, row
+        assert row["hgmma"] or row["kernel"] in others, row
+
+
+@pytest.mark.slow
 def test_feature_maps():
     """Based keeps 256 x 64 sums in registers beside its operands; what is put aside of them may not grow."""
     rows = {row["kernel"]: row for row in compiled("maps", "bf16-64")}
