@@ -38,8 +38,8 @@ class Fp8GemmConfig:
     `every`: slices of 128 of K that one sum in the tensor core has. 1 is as exact as cuBLAS without fast accumulation;
     2 (not with scales of blocks) is up to 4 % faster and loses three times as much. `deal`: as in
     thunderkittens/gemm_hopper.py. `ahead`: slices that scales of blocks are fetched ahead, `parts` 2. `late`: scales of
-    columns (B in 1x128) are read under the product that they belong to, in the order of threads; else a slice ahead,
-    and `parts` must be 1.
+    blocks are read under the product that they belong to, those of columns (B in 1x128) in the order of threads; else a
+    slice ahead, and with scales of columns `parts` must be 1.
     """
 
     parts: int = 2
@@ -156,7 +156,7 @@ def gemm(
         DIRECT=direct,
         DEAL=dealt > 0,
         AHEAD=config.ahead if blocked and config.parts == 2 else 0,
-        LATE=config.late and block_b == (1, 128),
+        LATE=config.late and blocked,
         CONSUMER_REGISTERS=240,
         PRODUCER_REGISTERS=24,
     )

@@ -96,22 +96,26 @@ def _fetch_scales(rows, step, k1, shape, scales, ROWS_A: gl.constexpr):
 
 
 @gluon.jit
-def _line_scales(rows, col, step, shape, scales, ROWS_A: gl.constexpr, ACC: gl.constexpr):
-    """Scales at slice `step` of K where every column has its own: (of the rows, of 128 columns).
+def _half_scales(rows, col, step, shape, scales, ROWS_A: gl.constexpr, ROWS_B: gl.constexpr, ACC: gl.constexpr):
+    """Scales at slice `step` of K for one product: (of the rows, of its 128 columns).
 
-    A thread has 32 columns of an accumulator, in pairs 8 apart. `scale_b` has them in the order of threads (see
-    `_side_by_side`), so four come with one load of 16 bytes, and there up to a multiple of 128: no mask.
+    Where every column has its own (ROWS_B = 1): a thread has 32 columns of an accumulator, in pairs 8 apart. `scale_b`
+    has them in the order of threads (see `_side_by_side`), so four come with one load of 16 bytes, and there up to a
+    multiple of 128: no mask.
     """
-    M, _, _, _, _ = shape
-    scale_a, scale_b, sa_m, sa_k, _, sb_k = scales
-    FOURS: gl.constexpr = gl.DistributedLinearLayout(
-        [[1], [2], [16], [32], [64]], [[4], [8], [0], [0], [0]], [[0], [0]], [], [BLOCK]
-    )
+    M, N, _, _, _ = shape
+    scale_a, scale_b, sa_m, sa_k, sb_n, sb_k = scales
     sa = _row_scale(scale_a, rows, M, sa_m, step * sa_k, ROWS_A)
-    first = scale_b + gl.multiple_of(step * sb_k + col, 16)  # whole blocks of 128
-    places = gl.multiple_of(first, 16) + gl.arange(0, BLOCK, layout=FOURS)
-    sb = gl.reshape(gl.permute(gl.reshape(gl.load(places), [8, 4, 2, 2]), (0, 2, 1, 3)), [BLOCK])
-    return sa, gl.convert_layout(sb, gl.SliceLayout(0, ACC), assert_trivial=True)
+    if ROWS_B == 1:
+        FOURS: gl.constexpr = gl.DistributedLinearLayout(
+            [[1], [2], [16], [32], [64]], [[4], [8], [0], [0], [0]], [[0], [0]], [], [BLOCK]
+        )
+        first = gl.multiple_of(scale_b + gl.multiple_of(step * sb_k + col, 16), 16)
+        fours = gl.load(first + gl.arange(0, BLOCK, layout=FOURS))
+        sb = gl.reshape(gl.permute(gl.reshape(fours, [8, 4, 2, 2]), (0, 2, 1, 3)), [BLOCK])
+        return sa, gl.convert_layout(sb, gl.SliceLayout(0, ACC), assert_trivial=True)
+    else:
+        return sa, gl.load(scale_b + (col // BLOCK).to(gl.int64) * sb_n + step * sb_k, mask=col < N, other=0.0)
 
 
 @gluon.jit
@@ -272,15 +276,16 @@ def _consumer(
             acc0 = warpgroup_mma_wait(0, deps=[acc0])
         mbarrier.arrive(empty.index(stage), count=1)
         if LATE:
-            sa, sb = _line_scales(rows, col_now, k0, shape, own, ROWS_A, ACC)
+            sa, sb = _half_scales(rows, col_now, k0, shape, own, ROWS_A, ROWS_B, ACC)
             acc0 = _scaled(acc0, sa, sb, ROWS_B)
             if PARTS == 2:
                 mbarrier.wait(opened, 0)  # the scales of both halves at once are too many registers
-                sa, sb = _line_scales(rows, col_now + BLOCK, k0, shape, own, ROWS_A, ACC)
+                sa, sb = _half_scales(rows, col_now + BLOCK, k0, shape, own, ROWS_A, ROWS_B, ACC)
                 acc1 = _scaled(acc1, sa, sb, ROWS_B)
             for i in gl.static_range(AHEAD):
-                _fetch_lines(col_now, k0 + 1 + i, shape, own, PARTS)
                 _fetch_scales(rows, k0 + 1 + i, k1, shape, own, ROWS_A)
+                if ROWS_B == 1:
+                    _fetch_lines(col_now, k0 + 1 + i, shape, own, PARTS)
         elif BLOCKED:
             acc0 = _scaled(acc0, sa, sb0, ROWS_B)
             if PARTS == 2:
@@ -307,7 +312,8 @@ def _consumer(
         for step in range(first, k1, EVERY):
             if LATE:
                 if AHEAD:
-                    _fetch_lines(col_now, step + AHEAD, shape, own, PARTS)
+                    if ROWS_B == 1:
+                        _fetch_lines(col_now, step + AHEAD, shape, own, PARTS)
                     _fetch_scales(rows, step + AHEAD, k1, shape, own, ROWS_A)
             elif BLOCKED:
                 # the next slice's are on their way while this slice's are used: nothing waits for memory
@@ -327,7 +333,7 @@ def _consumer(
             next_a = a_bufs.index(later * 2 + WG)
             part = _multiply(a, next_a, b_bufs, stage, later, zero, 0, PARTS, EVERY, False)
             if LATE:
-                ta, tb0 = _line_scales(rows, col_now, step, shape, own, ROWS_A, ACC)
+                ta, tb0 = _half_scales(rows, col_now, step, shape, own, ROWS_A, ROWS_B, ACC)
             if PARTS == 2:
                 part = warpgroup_mma_wait(0, deps=[part])
             else:
@@ -345,7 +351,7 @@ def _consumer(
                 mbarrier.wait(opened, 0)
                 part = _multiply(a, next_a, b_bufs, stage, later, zero, 1, PARTS, EVERY, False)
                 if LATE:
-                    ta, tb1 = _line_scales(rows, col_now + BLOCK, step, shape, own, ROWS_A, ACC)
+                    ta, tb1 = _half_scales(rows, col_now + BLOCK, step, shape, own, ROWS_A, ROWS_B, ACC)
                 part, acc0 = warpgroup_mma_wait(0, deps=[part, acc0])
                 mbarrier.arrive(empty.index(stage), count=1)
                 if EVERY == 2:
