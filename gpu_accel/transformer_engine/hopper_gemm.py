@@ -37,7 +37,9 @@ class Fp8GemmConfig:
 
     `every`: slices of 128 of K that one sum in the tensor core has. 1 is as exact as cuBLAS without fast accumulation;
     2 (not with scales of blocks) is up to 4 % faster and loses three times as much. `deal`: as in
-    thunderkittens/gemm_hopper.py. `ahead`: slices that scales of blocks are fetched ahead, `parts` 2.
+    thunderkittens/gemm_hopper.py. `ahead`: slices that scales of blocks are fetched ahead, `parts` 2. `late`: scales of
+    blocks are read under the product that they belong to, those of columns (B in 1x128) in the order of threads; else a
+    slice ahead, and with scales of columns `parts` must be 1.
     """
 
     parts: int = 2
@@ -46,6 +48,7 @@ class Fp8GemmConfig:
     group: int = 16
     deal: bool = False
     ahead: int = 0  # others have not yet run on a GPU
+    late: bool = False  # True has not yet run on a GPU
 
 
 @functools.cache
@@ -117,7 +120,7 @@ def gemm(
     out_desc = a_desc if direct else matrix_map(out, 64, 128)
     tiles_m, tiles_n = -(-m // 128), -(-n // (128 * config.parts))
     blocked = block_a[1] == 128
-    scale_a, scale_b = _side_by_side(scale_a, block_a), _side_by_side(scale_b, block_b, padded=True)
+    scale_a, scale_b = _side_by_side(scale_a, block_a), _side_by_side(scale_b, block_b, padded=True, turned=config.late)
     row_a, row_b = (scale.stride(0) if block[0] else 0 for scale, block in ((scale_a, block_a), (scale_b, block_b)))
     k_a, k_b = (scale.stride(1) if blocked else 0 for scale in (scale_a, scale_b))
     stack_b = row_b * (-(-n // block_b[0])) if stacked and block_b[0] else 0
@@ -153,6 +156,7 @@ def gemm(
         DIRECT=direct,
         DEAL=dealt > 0,
         AHEAD=config.ahead if blocked and config.parts == 2 else 0,
+        LATE=config.late and blocked,
         CONSUMER_REGISTERS=240,
         PRODUCER_REGISTERS=24,
     )
@@ -161,10 +165,11 @@ def gemm(
     return out
 
 
-def _side_by_side(scale: Tensor, block: tuple[int, int], *, padded: bool = False) -> Tensor:
+def _side_by_side(scale: Tensor, block: tuple[int, int], *, padded: bool = False, turned: bool = False) -> Tensor:
     """Scales as the kernel reads them: those of 1x128 blocks side by side by rows, 128 of them in 4 lines, not in 128.
 
-    padded: with zeros behind the last row, for reads of 128 that no mask stops.
+    padded: with zeros behind the last row, for reads of 128 that no mask stops. turned: in the order of the threads
+    that have them, as columns of an accumulator: of each 16 thread i of 4 has 2i, 2i + 1, 2i + 8 and 2i + 9.
     """
     if block != (1, 128):
         return scale.contiguous()
@@ -172,7 +177,13 @@ def _side_by_side(scale: Tensor, block: tuple[int, int], *, padded: bool = False
         return scale.t().contiguous().t()
     rows, cols = scale.shape
     wide = scale.new_zeros(cols, -(-rows // 128) * 128 + 128)
-    wide[:, :rows] = scale.t()
+    if turned:
+        if rows % 16:
+            scale = torch.nn.functional.pad(scale, (0, 0, 0, -rows % 16))
+        sixteens = wide.view(cols, -1, 4, 2, 2).permute(0, 1, 3, 2, 4)
+        sixteens[:, : -(-rows // 16)] = scale.t().unflatten(1, (-1, 2, 4, 2))
+    else:
+        wide[:, :rows] = scale.t()
     return wide.t()
 
 
@@ -195,8 +206,8 @@ def _why_not_auto(b: QuantizedTensor, grouped: bool = False) -> str:
     """Why "auto" leaves these kernels alone, or nothing."""
     if ("grouped" if grouped else "dense") not in GPU_CHECKED:
         return "not yet checked on a GPU: ask for it by name"
-    if b.scheme.block == (1, 128):
-        return "with scales of b in 1x128 it is not known to be faster: ask for it by name"
+    if grouped and b.scheme.block == (1, 128):
+        return "with scales of b in 1x128 it is not checked in groups: ask for it by name"
     return ""
 
 

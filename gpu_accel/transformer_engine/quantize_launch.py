@@ -37,8 +37,8 @@ from gpu_accel.transformer_engine.schemes import Scheme
 # former 131, the latter 89, a copy 68; with a scale that is known 79 and 75.
 BOTH_CHECKED = True  # hopper_quantize_kernel.py
 TURN_CHECKED = True  # hopper_turn_kernel.py
-SQUARE_CHECKED = False  # the same, in blocks of 128 x 128: not yet run on a GPU
-CODES_CHECKED = False  # `turned_codes`: not yet run on a GPU
+SQUARE_CHECKED = True  # the same, in blocks of 128 x 128
+CODES_CHECKED = True  # `turned_codes`
 LONGEST_ROW = 16384  # values of a row that one program holds; longer rows are read twice
 _LIMIT = 2**31 - 1
 Three = tuple[Tensor, Tensor, Tensor]  # codes, scales, tensor scale; what does not exist is empty

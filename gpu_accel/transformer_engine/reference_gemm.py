@@ -32,22 +32,36 @@ def scaled_mm_reference(
 
 
 def hopper_fp8_sum(a: Tensor, b: Tensor, *, every: int = 128, fraction_bits: int = 13) -> Tensor:
-    """A model of how Hopper's fp8 tensor cores add up a (M, K) @ b (N, K).T; float64, not fast.
+    """What Hopper's fp8 tensor cores make of codes a (M, K) @ b (N, K).T; float64 (M, N), not fast.
 
-    32 products and the sum so far are aligned to the largest of them and cut off (towards zero) below
-    `fraction_bits` bits behind its leading one. After `every` of K the sum leaves the tensor core and is added in
-    float32. Of sums of 2**15 positive numbers it loses 0.06 % if they leave every 128 of K, 0.002 % every 32, and 38 %
-    if they never do; an H100 lost 0.06 % in the first case. DeepSeek-V3 (arXiv:2412.19437, section 3.5.2) speaks of
-    about 14 bits.
+    32 products and the sum so far are cut off (towards zero) below `fraction_bits` bits behind the largest exponent
+    among them, where a product's exponent is the sum of its factors' (so it may be one less than that of its value);
+    so is what they add up to, behind its own leading bit. After `every` of K (a multiple of 32) the sum leaves the
+    tensor core and is added in float32. Bit for bit what an H200 gave in 44 sets of sums, e4m3 and e5m2, of normal,
+    positive, negative, sparse and widely scaled values, K of 32 to 8192 (`torch._scaled_mm` without `use_fast_accum`
+    gives the same bits, and with it those of `every` = K). Of sums of 2**15 positive numbers it loses 0.05 % if they
+    leave every 128 of K, 0.004 % every 32, and 41 % if they never do. DeepSeek-V3 (arXiv:2412.19437, section 3.5.2)
+    speaks of about 14 bits.
     """
+    least = -1000.0  # below any exponent: zeros decide nothing
+
+    def exponent(x: Tensor) -> Tensor:
+        return torch.where(x == 0, least, torch.floor(torch.log2(x.abs())))
+
+    def cut(x: Tensor, top: Tensor) -> Tensor:
+        unit = torch.exp2(top.clamp_min(-900) - fraction_bits)
+        return torch.trunc(x / unit) * unit
+
     a, b = a.double(), b.double()
     total = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device=a.device)
     part = total.double()
+    of_a, of_b = exponent(a), exponent(b)
     for k in range(0, a.shape[1], 32):
         if k % every == 0:
             total, part = total + part.float(), torch.zeros_like(part)
-        products = a[:, None, k : k + 32] * b[None, :, k : k + 32]
-        top = torch.maximum(products.abs().amax(-1), part.abs())
-        step = torch.exp2(torch.floor(torch.log2(top.clamp_min(2.0**-100))) - fraction_bits)
-        part = (torch.trunc(products / step[..., None]).sum(-1) + torch.trunc(part / step)) * step
-    return total.double() + part
+        s = slice(k, k + 32)
+        products, tops = a[:, None, s] * b[None, :, s], of_a[:, None, s] + of_b[None, :, s]
+        top = torch.maximum(tops.amax(-1), exponent(part))
+        part = cut(products, top[..., None]).sum(-1) + cut(part, top)
+        part = cut(part, exponent(part))
+    return (total + part.float()).double()

@@ -13,7 +13,7 @@ from gpu_accel.transformer_engine.gemm import explain_mm, scaled_mm, scaled_mm_f
 from gpu_accel.transformer_engine.gemm_grouped import group_room, group_rows, grouped_mm, grouped_mm_reference
 from gpu_accel.transformer_engine.hopper_gemm import Fp8GemmConfig
 from gpu_accel.transformer_engine.quantizer import quantize
-from gpu_accel.transformer_engine.reference_gemm import scaled_mm_reference
+from gpu_accel.transformer_engine.reference_gemm import hopper_fp8_sum, scaled_mm_reference
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an H100 or H200"
@@ -79,6 +79,17 @@ def test_sums_are_at_least_as_exact_as_cublas():
     assert mine < 1e-3
 
 
+@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+def test_sums_have_the_bits_of_the_model(element):
+    codes = [
+        (torch.randn(n, 1024, generator=generator(n, "cuda"), device="cuda") * 8).to(hopper_gemm.ELEMENTS[element])
+        for n in (128, 256)
+    ]
+    one = torch.ones(1, device="cuda")
+    out = hopper_gemm.gemm(*codes, one, one, out_dtype=torch.float32)
+    assert torch.equal(out.double(), hopper_fp8_sum(*(x.float() for x in codes)))
+
+
 CONFIGS = {
     "narrow": Fp8GemmConfig(parts=1, stages=6, group=8),
     "narrow-deal": Fp8GemmConfig(parts=1, stages=6, deal=True),
@@ -100,6 +111,23 @@ def test_configurations(name, pair):
     out = torch.full((2500, 1920), float("nan"), device="cuda", dtype=torch.bfloat16)
     hopper_gemm.gemm(a.codes, b.codes, a.scales, b.scales, **blocks, config=CONFIGS[name], out=out)
     assert_close_to_truth("out", out, truth, yardstick, floor=floor_of(truth))
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("mnk", [(2500, 1920, 4096), (300, 1001, 531)], ids=str)
+def test_scales_of_blocks_read_late(mnk, parts, out_dtype):
+    """Under the product they belong to, those of columns in the order of threads: the same bits as a slice ahead."""
+    m, n, k = mnk
+    for pair in (("e5m2:1x128:fp32", "fp8_1x128"), ("fp8_128x128", "fp8_1x128"), ("fp8_1x128", "fp8_128x128")):
+        a, b = operands(m, n, k, pair)
+        given = [hopper_gemm._addressable(x.codes.view(torch.uint8)).view(x.codes.dtype) for x in (a, b)]
+        blocks = dict(block_a=a.scheme.block, block_b=b.scheme.block)
+        out, held = (
+            hopper_gemm.gemm(*given, a.scales, b.scales, **blocks, out_dtype=out_dtype, config=config)
+            for config in (Fp8GemmConfig(parts=parts, late=True), Fp8GemmConfig(parts=1, stages=6, group=8))
+        )
+        assert torch.equal(out, held), pair
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])

@@ -228,6 +228,8 @@ def test_sums_over_a_long_k_keep_their_bits(pair):
     found = error(scaled_mm(a, b, out_dtype=torch.float32))
     assert 1e-4 < modelled < 1e-3 and found < 1.5 * modelled, (found, modelled)
     if pair == ("fp8", "fp8") and torch.cuda.get_device_capability() == (9, 0):
+        # what is left beside the model: 256 partial sums, added in another order, and a scale
+        assert found <= modelled + 258 * 2.0**-24, (found, modelled)
         scale = (a.scales.reshape(()), b.scales.reshape(()))
         theirs, fast = (
             torch._scaled_mm(a.codes, b.codes.t(), *scale, out_dtype=torch.float32, use_fast_accum=fast)

@@ -38,8 +38,11 @@ def test_every_pair_and_every_k_is_taken(monkeypatch):
     monkeypatch.setattr(hopper_gemm, "GPU_CHECKED", ("dense",))
     assert hopper_gemm.chosen(*pair(), "auto") and not hopper_gemm.chosen(*pair(), "auto", grouped=True)
     lines = pair(256, ("fp8_1x128", "fp8_1x128"))
-    assert not hopper_gemm.chosen(*lines, "auto") and hopper_gemm.chosen(*lines, "hopper")
-    assert "not known to be faster" in hopper_gemm.explain(*lines)
+    assert hopper_gemm.chosen(*lines, "auto") and "Gluon" in hopper_gemm.explain(*lines)
+    monkeypatch.setattr(hopper_gemm, "GPU_CHECKED", ("dense", "grouped"))
+    assert hopper_gemm.chosen(*pair(), "auto", grouped=True)
+    assert not hopper_gemm.chosen(*lines, "auto", grouped=True)
+    assert hopper_gemm.chosen(*lines, "hopper", grouped=True)
 
 
 @pytest.mark.parametrize("rows", [3, 300])
@@ -72,6 +75,10 @@ def test_scales_side_by_side():
         got = hopper_gemm._side_by_side(scale, LINE, padded=padded)
         assert torch.equal(got[:130], scale) and got.stride(0) == 1 and not got[130:].any()
     assert got.shape[0] == 384  # a tile that begins in row 129 of the last matrix of a stack stays inside
+    turned = hopper_gemm._side_by_side(scale, LINE, padded=True, turned=True)
+    first = [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]  # as four threads have them
+    order = torch.arange(0, 384, 16)[:, None] + torch.tensor(first)
+    assert torch.equal(turned, got[order.flatten()]) and turned.stride(0) == 1
 
 
 def launched(function, *arguments):
