@@ -30,7 +30,7 @@ from gpu_accel.errors import HardwareError, UnsupportedError
 from gpu_accel.flash_attention3.reference import attention_truth_backward
 from gpu_accel.ring_attention.attention import distributed_attention, gather_sequence
 from gpu_accel.ring_attention.layouts import Layout, make_layout
-from gpu_accel.ring_attention.replay import replay_rank
+from gpu_accel.ring_attention.replay import Replay
 from gpu_accel.ring_attention.transport import TorchTransport, Transport
 from gpu_accel.testing import make_qkv, random_like, relative_error, yardstick_attention, yardstick_attention_backward
 from gpu_accel.workbench.experiment import Case, Check, Implementation, Sampled, Settings, Workload
@@ -85,11 +85,12 @@ def scaling_cases(settings: Settings) -> list[Case]:
 
 
 def overlap_cases(settings: Settings) -> list[Case]:
-    """8k tokens a GPU, then 4k and 16k."""
-    sizes = [(8192, 32), (8192, 8), (4096, 32), (16384, 32)]
+    """8k tokens a GPU, also with backward, then 4k, 16k and 32k."""
+    wanted = [(8192, 32, "forward"), (8192, 32, "both"), (8192, 8, "forward")]
+    wanted += [(c, 32, "forward") for c in (4096, 16384, 32768)]
     return _distinct(
-        [_case(settings, seqlen=world_size() * c, heads=32, heads_kv=kv, direction="forward")
-         for c, kv in sizes[: 1 if settings.quick else None]]
+        [_case(settings, seqlen=world_size() * c, heads=32, heads_kv=kv, direction=d)
+         for c, kv, d in wanted[: 1 if settings.quick else None]]
     )  # fmt: skip
 
 
@@ -263,7 +264,7 @@ class _Run:
         elif name == "ulysses-cudnn":
             attend = _ulysses_cudnn
         elif name == "compute-only":
-            attend = functools.partial(_compute_only, layout=self.layout(name, seqlen), transport=self.transport(name))
+            return _compute_only(tensors, self.layout(name, seqlen), self.transport(name).rank, self.both)
         else:
             options: dict[str, Any] = {"inner": self.ranks // 2} if name == "double_ring" else {}
             attend = functools.partial(
@@ -465,9 +466,16 @@ def _ours(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
     return distributed_attention(q, k, v, causal=True, **settings)[0]
 
 
-def _compute_only(q: Tensor, k: Tensor, v: Tensor, *, layout: Layout, transport: Transport) -> Tensor:
+def _compute_only(tensors: list[Tensor], layout: Layout, rank: int, both: bool) -> Callable[[], tuple[Tensor, ...]]:
     """The kernel calls and merges of this rank's ring, on its own keys: what is left when hops take no time."""
-    return replay_rank(q, k, v, layout=layout, rank=transport.rank, causal=True)[0]
+    *qkv, do = tensors
+    replay = Replay(*qkv, layout=layout, rank=rank, causal=True)
+
+    def call() -> tuple[Tensor, ...]:
+        o, lse = replay.forward()
+        return (o, replay.backward(do, o, lse)) if both else (o,)
+
+    return call
 
 
 def _one_gpu(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
