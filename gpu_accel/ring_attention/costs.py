@@ -43,8 +43,8 @@ SMALL_BLOCK = Constant(
     350,
     90,
     "tokens",
-    "block at which attention runs at half its rate: 200 from the records of compute-only at 4k, 8k and 16k tokens each "
-    "on two GPUs, 91 from those on four",
+    "block at which attention runs at half its rate: 200 from the records of compute-only at 4k, 8k and 16k tokens "
+    "each on two GPUs, 91 from those on four",
 )
 MERGE_PASSES = Constant(
     3.5,

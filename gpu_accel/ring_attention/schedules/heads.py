@@ -26,7 +26,8 @@ def to_heads(
     """Each (batch, rows, heads, dim) becomes (batch, len(ranks) * rows, share, dim), in one all-to-all
     (one each where head_dim differs).
 
-    `order` arranges the rows that came together, as `block_runs` gives it on this device. `wire`: what all of them travel as.
+    `order` arranges the rows that came together, as `block_runs` gives it on this device. `wire`: what all of them
+    travel as.
     """
     if wire is not None and in_eight_bits(wire):
         coded = to_heads([(encode(x, wire), shares) for x, shares in tensors], order, ranks, transport)
