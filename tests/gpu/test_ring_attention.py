@@ -219,7 +219,13 @@ def run_ranks(function, ranks: int, *arguments) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(_rank, (ranks, port, function, arguments), nprocs=ranks)
+    running = torch.multiprocessing.spawn(_rank, (ranks, port, function, arguments), nprocs=ranks, join=False)
+    end = time.monotonic() + 150
+    while not running.join(timeout=1):
+        if time.monotonic() > end:
+            for process in running.processes:
+                process.kill()
+            pytest.fail(f"{function.__name__}: ranks that wait for one another, or take more than 150 s")
 
 
 def _transport(kind: str):
