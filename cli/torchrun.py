@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import typer
@@ -18,6 +19,7 @@ from gpu_accel.errors import HardwareError, InvalidInputError
 from . import codes
 
 EXITS = "GPU_ACCEL_EXITS"  # the folder for exit codes
+_PATIENCE = 30.0  # seconds; torchrun itself kills what is left after as many
 
 
 def helper() -> bool:
@@ -43,12 +45,17 @@ def relaunch(nproc: int, device: str) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
     with tempfile.TemporaryDirectory() as folder:
         command = [*launcher, "-m", f"{__package__ or 'cli'}.torchrun", *_without_nproc(sys.argv[1:])]
-        try:
-            done = subprocess.run(command, env={**os.environ, EXITS: folder})
-        except KeyboardInterrupt:
-            raise typer.Exit(codes.INTERRUPTED) from None
+        with subprocess.Popen(command, env={**os.environ, EXITS: folder}) as process:
+            try:
+                code = process.wait()
+            except KeyboardInterrupt:
+                # the processes have the signal too, and write down what they have measured
+                with suppress(KeyboardInterrupt, subprocess.TimeoutExpired):
+                    process.wait(_PATIENCE)
+                process.terminate()
+                raise typer.Exit(codes.INTERRUPTED) from None
         left = sorted(Path(folder).iterdir(), key=lambda file: file.stat().st_mtime_ns)
-        raise typer.Exit(int(left[0].read_text()) if left and done.returncode else done.returncode)
+        raise typer.Exit(int(left[0].read_text()) if left and code else code)
 
 
 def one_process() -> None:
@@ -59,7 +66,8 @@ def one_process() -> None:
         main()
     except SystemExit as stop:
         if isinstance(stop.code, int) and stop.code and EXITS in os.environ:
-            Path(os.environ[EXITS], os.environ.get("RANK", "0")).write_text(str(stop.code))
+            with suppress(FileNotFoundError):  # who started this is gone, and its folder too
+                Path(os.environ[EXITS], os.environ.get("RANK", "0")).write_text(str(stop.code))
         raise
 
 

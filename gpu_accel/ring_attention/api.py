@@ -28,7 +28,6 @@ from gpu_accel.flash_attention3.problem import (
     check_written,
 )
 from gpu_accel.ring_attention import attention
-from gpu_accel.ring_attention.homes import four_sizes, unused
 from gpu_accel.ring_attention.layouts import LAYOUTS, Layout, check_padding, make_layout, sequence_length
 from gpu_accel.ring_attention.masks import pieces
 from gpu_accel.ring_attention.schedules import schedule as find_schedule
@@ -136,24 +135,6 @@ class RingAttention(nn.Module):
             q, k, v, layout=layout, transport=transport, schedule=self.schedule, **options
         )
         return _swap(o)
-
-    def home(self, shape: Sequence[int], *, dtype: torch.dtype, device: Any = "cuda") -> tuple[Tensor, Tensor]:
-        """Uninitialised (k, v) to write keys and values to: other ranks read them there, so they are not copied first.
-
-        All ranks call it together, once for each layer whose keys have to last (see homes.py).
-
-        Args:
-            shape: (batch, heads_kv, local_length, head_dim), of both.
-
-        Raises:
-            InvalidInputError: not four sizes, or no floating dtype or device. HardwareError: as `transport`, or no such
-                device.
-        """
-        batch, heads, rows, dim = four_sizes("shape", shape)
-        rows_first = (batch, rows, heads, dim)
-        make = getattr(self.transport(), "home", unused)
-        k, v = make(rows_first, rows_first, dtype=dtype, device=device)
-        return _swap(k), _swap(v)
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle: a transport belongs to its process, so there the module finds that of the default group."""

@@ -18,7 +18,6 @@ from gpu_accel.errors import GpuAccelError, InvalidInputError, UnsupportedError
 from gpu_accel.flash_attention3.backends import check_name
 from gpu_accel.flash_attention3.problem import check_flag, check_scalars, check_tensors, normalise_window
 from gpu_accel.ring_attention.call import Call
-from gpu_accel.ring_attention.homes import home_number
 from gpu_accel.ring_attention.layouts import Layout
 from gpu_accel.ring_attention.masks import Mask
 from gpu_accel.ring_attention.schedules import schedule as find_schedule
@@ -169,8 +168,7 @@ def agree(
             error = ignored
     if error is None and (why := find_schedule(name).refuse(call, *tensors)):
         error = UnsupportedError(f"schedule {name!r} cannot run this: {why}")
-    home = home_number(transport, tensors)
-    transport.agree(call.statement(schedule, *tensors) + ("" if home is None else f", keys at home {home}"), error)
+    transport.agree(call.statement(schedule, *tensors), error)
 
 
 def check_transport(transport: object) -> None:

@@ -1,8 +1,8 @@
 """The constants of the cost model, each with a range and where it comes from.
 
-All times that follow from them are *modelled*. Unless said otherwise the sources are readings on four H100 SXM (700 W,
-clocks not locked, torch 2.11, NCCL 2.28.9, cuDNN 9.19) taken before there were records; they will be replaced by
-records of the `scaling` and `overlap` experiments. `low` and `high` are the pessimistic and the optimistic end.
+All times that follow from them are *modelled*. Where a source names no records, it is readings on four H100 SXM (700 W,
+clocks not locked, torch 2.11, NCCL 2.28.9, cuDNN 9.19) taken before there were any. Records are those of `scaling`,
+`overlap` and `links` on two H200s and four H100s. `worst` and `best` are the pessimistic and the optimistic end.
 """
 
 from __future__ import annotations
@@ -28,20 +28,23 @@ class Constant:
 
 
 ATTENTION = Constant(
-    620e12,
+    690e12,
     550e12,
     740e12,
     "flop/s",
-    "forward, causal, d 128, 32k to 128k tokens: cuDNN 567 to 684 TFLOP/s, the kernel of this library 631 (128k, hot) "
-    "to 741 (32k) in the records of scaling",
+    "forward, causal, d 128, records: 727 (16k tokens), 738 to 741 (32k), 668 to 713 (64k), 632 to 641 TFLOP/s (128k, "
+    "hot); cuDNN 567 to 684",
 )
-BACKWARD = Constant(560e12, 500e12, 600e12, "flop/s", "cuDNN forward and backward together: 548 to 569 TFLOP/s")
+BACKWARD = Constant(
+    570e12, 500e12, 615e12, "flop/s", "both passes together, records: 615 (16k tokens), 547 to 592 TFLOP/s (32k, 64k)"
+)
 SMALL_BLOCK = Constant(
-    350,
-    700,
     150,
+    350,
+    90,
     "tokens",
-    "block at which attention runs at half its rate; a guess from 16k-token batches, not measured",
+    "block at which attention runs at half its rate: 200 from the records of compute-only at 4k, 8k and 16k tokens "
+    "each on two GPUs, 91 from those on four",
 )
 MERGE_PASSES = Constant(
     3.5,
@@ -61,7 +64,11 @@ MEMORY = Constant(2.8e12, 2.6e12, 3.0e12, "B/s", "copies on an H100 SXM")
 COPY_SLOWDOWN = Constant(
     0.055, 0.06, 0.05, "1", "attention beside the copy engine is slower by 5 to 6 % while it copies"
 )
-STEP = Constant(20e-6, 40e-6, 10e-6, "s", "launches of a step; a guess")
+STEP = Constant(20e-6, 40e-6, 10e-6, "s", "launches of a step: 20 and 25 us from the same records")
+ORDER = Constant(
+    0.7e12, 0.4e12, 1.0e12, "B/s",
+    "rows of an all-to-all put in order of the sequence, read and written: usp against ulysses in the records",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,7 @@ class Link:
     latency: Constant  # s
     hides: bool
     why: str
+    pair: Constant | None = None  # hop, where there are only two ranks
 
 
 LINKS = {
@@ -83,17 +91,18 @@ LINKS = {
         Constant(270e9, 185e9, 324e9, "B/s", "NCCL all-gather and all-to-all of 16 to 256 MB on four GPUs"),
         Constant(11e-6, 60e-6, 8e-6, "s", "copy engine with two waits; signals read up to 60 us"),
         True,
-        "pulled by the copy engine out of symmetric memory, which takes no SM",
+        "written to symmetric memory by the copy engine, which takes no SM",
     ),
     "nvlink-nccl": Link(
         "nvlink-nccl",
-        Constant(
-            150e9, 138e9, 283e9, "B/s", "NCCL send/recv in a ring, 34 to 134 MB: 138 to 164 on four GPUs, 283 on two"
-        ),
+        Constant(150e9, 138e9, 180e9, "B/s", "NCCL send/recv in a ring of four, 34 to 134 MB: 138 to 175"),
         Constant(270e9, 185e9, 324e9, "B/s", "NCCL all-gather and all-to-all of 16 to 256 MB on four GPUs"),
         Constant(8e-6, 12e-6, 7e-6, "s", "NCCL send/recv of 1 KB"),
         False,
         "NCCL's send and receive wait for SMs that attention holds: nothing was hidden in the readings",
+        Constant(
+            250e9, 240e9, 302e9, "B/s", "kv_ring-nccl against kv_ring in the records: 243 to 250; 302 alone (links)"
+        ),
     ),
     "ib400": Link(
         "ib400",

@@ -221,14 +221,25 @@ def make_layout(name: str, *, seqlen: int, ranks: int, documents: Sequence[int] 
     return Layout(name, seqlen, ranks, lengths)
 
 
-def block_runs(layout: Layout, members: Sequence[int]) -> tuple[tuple[Run, ...], Tensor | None]:
+def block_runs(
+    layout: Layout, members: Sequence[int], device: torch.device | str = "cpu"
+) -> tuple[tuple[Run, ...], Tensor | None]:
     """The shards of several ranks as one block of rows: its runs, and how to order the rows.
 
-    The shards lie one behind the other; `order` (int64, rows of all members) puts them in global order with padding
-    last, so that neighbouring chunks become one run. None where the order is right as it is. Striped shards stay
-    where they are: their tokens interleave.
+    The shards lie one behind the other; `order` (int64, rows of all members, on `device`) puts them in global order
+    with padding last, so that neighbouring chunks become one run. None where the order is right as it is. Striped
+    shards stay where they are: their tokens interleave.
     """
-    return _block(layout, tuple(members))
+    runs, order = _block(layout, tuple(members))
+    return runs, order if order is None else _order_on(layout, tuple(members), torch.device(device))
+
+
+@functools.lru_cache(64)
+def _order_on(layout: Layout, members: tuple[int, ...], device: torch.device) -> Tensor:
+    """Kept there: a copy from the host would make every call wait for the GPU, and cannot be part of a CUDA graph."""
+    order = _block(layout, members)[1]
+    assert order is not None
+    return order.to(device)
 
 
 @functools.lru_cache(1024)

@@ -356,7 +356,8 @@ def _time(name: str, setup: Setup, within: Link, slowest: Link, end: str, net: s
         return flops / (_rate(setup, end) * block / (block + half)) + costs.STEP.at(end)
 
     def hop(link: Link, size: float) -> float:
-        return link.latency.at(net) + size / link.hop.at(net)
+        rate = link.pair if n == 2 and link.pair else link.hop
+        return link.latency.at(net) + size / rate.at(net)
 
     def steps(count: int, compute: float, transfer: float, hides: bool) -> None:
         out.compute += count * compute
@@ -406,10 +407,13 @@ def _time(name: str, setup: Setup, within: Link, slowest: Link, end: str, net: s
         if ring > 1:
             steps(ring - 1, compute, hop(slowest, setup.kv_bytes * shares.copies * grow), slowest.hides)
             out.merge = (ring - 1) * passes
+        if setup.causal and u > 1 and name == "usp":
+            out.merge += 2 * _reordered(setup, u) / costs.ORDER.at(end)
         out.compute += compute
     elif name == "allgather":
         out.compute = kernel(setup.flops / n, setup.seq / 2 if setup.causal else setup.seq)
         collective(setup.kv_bytes * grow * (n - 1), 2 if setup.backward else 1)
+        out.merge = _copies(setup) / costs.MEMORY.at(end)
     else:
         a, _ = default_mesh(n, setup.heads, setup.kv_heads)
         out.compute = kernel(setup.flops / n, a * rows)
@@ -434,6 +438,30 @@ def _exchanged(setup: Setup, u: int) -> float:
     back = qkv + rows * u * len(shares.queries[0]) * (setup.head_dim * _ELEMENT + 2 * _PARTIAL)
     grads = rows * setup.head_dim * _PARTIAL * u * (len(shares.queries[0]) + 2 * len(shares.keys[0]))
     return qkv + home + back + grads
+
+
+def _reordered(setup: Setup, u: int) -> float:
+    """Bytes that usp puts in order: q, k, v and o, and for gradients do, q, k, v and dq, dk, dv in float32."""
+    shares = share_heads(setup.heads, setup.kv_heads, u)
+    row = setup.batch * setup.block * setup.head_dim * u
+    queries, keys = row * len(shares.queries[0]), row * len(shares.keys[0])
+    forward = _ELEMENT * (2 * queries + 2 * keys)
+    return forward + (forward + _PARTIAL * (queries + 2 * keys) if setup.backward else 0)
+
+
+def _copies(setup: Setup) -> float:
+    """Bytes that an all-gather reads and writes beside its kernels, counted from schedules/allgather.py: blocks are
+    packed, joined and put in order; gradients of all keys, in float32, start as zeros, are added to by two calls under
+    a causal mask (which see half a block more than all), split, packed, added up in rank order, and rounded."""
+    n, kv, order = setup.gpus, float(setup.kv_bytes), 2 * setup.gpus if setup.causal else 0
+    gathered = (2 + 2 * n + order) * kv
+    if not setup.backward:
+        return gathered
+    wide = kv / _ELEMENT * _PARTIAL
+    seen = n + 0.5 if setup.causal else n
+    sums = (n + 4 * seen + order + 2 * n + 2 + 3 * (n - 1) + 1) * wide + kv
+    dq = 6 * setup.q_bytes / _ELEMENT * _PARTIAL
+    return 2 * gathered + sums + dq
 
 
 def _sent(name: str, setup: Setup) -> int:

@@ -1,7 +1,7 @@
-"""Hops by the copy engine: ranks write to one another's symmetric memory, or read it, on streams of their own.
+"""Hops by the copy engine: ranks write to one another's symmetric memory, and read it, on streams of their own.
 
 Why: NCCL's send and receive are kernels, and do not run beside an attention kernel that fills the GPU. On H100s one
-134 MB hop beside cuDNN attention of 1.61 ms took 2.1 ms in all by NCCL and 1.64 ms by such a pull (torch 2.11, two
+134 MB hop beside cuDNN attention of 1.61 ms took 2.1 ms in all by NCCL and 1.64 ms by the copy engine (torch 2.11, two
 GPUs over NVLink, measured before this file was written).
 
 `mail`, for keys and values: owners write them straight from where they are to the buffers of those who need them. All
@@ -13,15 +13,8 @@ of it is stream-ordered memory operations that need no SM, and no copy is made f
              write 1 to `sent` of the reader
     reader   wait for its own `sent` from the owner, reset it         on another side stream
 
-`share`, for keys and values that lie where others may read them (homes.py): ranks pull what they need from there.
-
-    owner    write 1 to `shared` of every reader                      its buffer is written
-    reader   wait for its own `shared` from the owner, reset it
-             copy  owner's buffer -> its own                          the copy engine
-             write 1 to `read` of the owner
-    owner    wait for its own `read` from every reader, reset them    at the end of a call: it may overwrite its buffer
-
-`exchange`, for sums that go round (gradients of keys and values): the same with one reader, and a handshake a hop:
+`exchange`, for sums that go round (gradients of keys and values): both sides use the same buffers, and the receiver
+reads, with a handshake a hop:
 
     write 1 to `ready` of rank `to` | wait for `ready` from `source`, reset | copy | write 1 to `done` of `source` |
     wait for `done` from `to`, reset
@@ -56,13 +49,11 @@ import torch
 from torch import Tensor
 
 from gpu_accel.errors import HardwareError, InvalidInputError
-from gpu_accel.flash_attention3.problem import check_flag
 from gpu_accel.ring_attention.faults import CommunicationError
-from gpu_accel.ring_attention.homes import Homes, check_home
 from gpu_accel.ring_attention.transport import Pending, TorchTransport, check_group
 
 _ALIGNMENT = 256
-_READY, _DONE, _SHARED, _READ, _FREE, _SENT = _KINDS = range(6)  # of flags
+_READY, _DONE, _FREE, _SENT = _KINDS = range(4)  # of flags
 _EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
 
 
@@ -155,23 +146,18 @@ class SymmetricTransport(TorchTransport):
     Args:
         timeout: seconds for which a stream may wait for another rank; as long as NCCL's, for the others may be
             compiling, or writing a checkpoint.
-        push: whether owners write keys and values to those who need them; False: each rank copies its own to where the
-            others read them. The same on all ranks.
         group, check: as for `TorchTransport`.
 
     Raises:
         HardwareError: no CUDA device, or a process group that is not NCCL.
     """
 
-    pulls = True
+    pushes = True
 
-    def __init__(
-        self, group: Any = None, *, timeout: float = 600.0, check: str = "auto", push: bool = True
-    ) -> None:
+    def __init__(self, group: Any = None, *, timeout: float = 600.0, check: str = "auto") -> None:
         if not torch.cuda.is_available():
             raise HardwareError("symmetric memory needs CUDA GPUs: use TorchTransport, or simulate on one process")
         super().__init__(group, timeout=timeout, check=check)
-        self.pushes = check_flag("push", push)
         if self.name != "nccl":
             raise HardwareError(f"symmetric memory needs an NCCL process group, this one is {self.name}")
         import torch.distributed._symmetric_memory as symmetric
@@ -182,9 +168,8 @@ class SymmetricTransport(TorchTransport):
         # sums wait for what a neighbour computes, keys and values do not: they must not queue up behind one another,
         # nor what leaves here behind what arrives
         self._streams = [torch.cuda.Stream(self._device, priority=-1) for _ in range(3)]
-        self._hops, self._reads, self._arrivals = self._streams
+        self._hops, self._departures, self._arrivals = self._streams
         self._areas: dict[tuple[int, int, int], _Area] = {}
-        self.homes = Homes()
         self._asked = 0
         self._used: set[tuple[int, int, int]] = set()
         flags = symmetric.empty(len(_KINDS) * self.size, dtype=torch.int32, device=self._device)
@@ -255,16 +240,6 @@ class SymmetricTransport(TorchTransport):
         area = self._areas[key].memory
         return [area[i * slot : i * slot + size].view(dtype).view(tuple(shape)) for i in range(count)]
 
-    def home(
-        self, k_shape: Sequence[int], v_shape: Sequence[int], *, dtype: torch.dtype, device: Any = None
-    ) -> tuple[Tensor, Tensor]:
-        check_home(k_shape, v_shape, dtype, device, self._device)
-        numbers = self.homes.size(k_shape, v_shape)
-        slot = -(-max(numbers * dtype.itemsize, 1) // _ALIGNMENT) * _ALIGNMENT
-        memory = self._symmetric.empty(slot, dtype=torch.uint8, device=self._device)
-        self._areas[-1 - len(self._areas), 1, slot] = _Area(memory, self._rendezvous(memory), slot)
-        return self.homes.add(memory[: numbers * dtype.itemsize].view(dtype), k_shape, v_shape)
-
     def bytes_used(self, call: Callable[[], object]) -> int:
         """Bytes of this rank's symmetric memory that a call takes; no allocator of torch counts them."""
         self._used.clear()
@@ -295,9 +270,6 @@ class SymmetricTransport(TorchTransport):
             self._set(stream, source, _DONE)
             self._await(stream, to, _DONE)
         return self._after(stream)
-
-    def share(self, buffer: Tensor, *, readers: Sequence[int], sources: Sequence[int]) -> _Round:
-        return _Round(self, buffer, readers, sources)
 
     def mail(self) -> _Mail:
         return _Mail(self)
@@ -353,47 +325,12 @@ def _chosen(group: Any) -> TorchTransport:
     return SymmetricTransport(group)
 
 
-class _Round:
-    """Buffers that ranks read of one another, from `share` to `close`."""
-
-    def __init__(
-        self, transport: SymmetricTransport, buffer: Tensor, readers: Sequence[int], sources: Sequence[int]
-    ) -> None:
-        transport._usable()
-        self.transport, self.readers, self.left = transport, tuple(readers), set(sources)
-        self.area, (self.offset,) = transport._area(buffer)
-        self.size = buffer.element_size()
-        self.stream = transport._reads
-        self.stream.wait_stream(torch.cuda.current_stream(transport._device))  # the buffer is written
-        for rank in self.readers:
-            transport._set(self.stream, rank, _SHARED)
-
-    def pull(self, source: int, into: Tensor, spans: Sequence[tuple[int, int]]) -> Pending:
-        transport, stream = self.transport, self.stream
-        self.left.remove(source)
-        stream.wait_stream(torch.cuda.current_stream(transport._device))  # nobody here still reads `into`
-        theirs, mine = self.area.of(source), into.view(-1).view(torch.uint8)
-        with torch.cuda.stream(stream):
-            transport._await(stream, source, _SHARED)
-            for a, b in spans:
-                a, b = a * self.size, b * self.size
-                mine[a:b].copy_(theirs[self.offset + a : self.offset + b])
-            transport._set(stream, source, _READ)
-        return transport._after(stream)
-
-    def close(self) -> None:
-        assert not self.left, f"nothing was pulled from ranks {sorted(self.left)}, whose flags are still up"
-        for rank in self.readers:
-            self.transport._await(self.stream, rank, _READ)
-        self.transport._after(self.stream).wait()
-
-
 class _Mail:
     """Blocks that owners write to other ranks, from `mail` to `close`."""
 
     def __init__(self, transport: SymmetricTransport) -> None:
         transport._usable()
-        self.transport, self.stream = transport, transport._reads
+        self.transport, self.stream = transport, transport._departures
         self.stream.wait_stream(torch.cuda.current_stream(transport._device))  # what will be sent is written
 
     def expect(self, source: int, into: Tensor) -> Pending:

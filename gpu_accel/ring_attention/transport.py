@@ -2,7 +2,7 @@
 
     LocalTransport        ranks are threads of one process (see simulate.py); finds deadlocks and misused buffers
     TorchTransport        torch.distributed: NCCL on GPUs, gloo on CPUs
-    SymmetricTransport    torch's symmetric memory: the copy engine writes to any rank, or reads (symmetric.py)
+    SymmetricTransport    torch's symmetric memory: the copy engine writes to any rank (symmetric.py)
 
 `exchange` is what rings are made of: send one buffer on, receive another, both of them from `buffers`, and compute in
 between. After `wait()` the received buffer may be read *and* the sent one overwritten, so two buffers suffice for any
@@ -28,7 +28,6 @@ from torch import Tensor
 from gpu_accel.errors import HardwareError, InvalidInputError, UnsupportedError
 from gpu_accel.flash_attention3.problem import check_number
 from gpu_accel.ring_attention.faults import CommunicationError, compare_statements
-from gpu_accel.ring_attention.homes import unused
 
 Sends = Sequence[tuple[Tensor, int]]  # (contiguous tensor, rank it goes to)
 Receives = Sequence[tuple[Tensor, int]]  # (contiguous tensor to fill, rank it comes from)
@@ -48,18 +47,6 @@ class Pending:
             finish, self._finish = self._finish, None
             self._result = finish()
         return self._result
-
-
-class Shared(Protocol):
-    """One round of buffers that ranks read of one another."""
-
-    def pull(self, source: int, into: Tensor, spans: Sequence[tuple[int, int]]) -> Pending:
-        """Copy elements [a, b) of the buffer of `source`, for each of the spans, to the same places of `into`. Once."""
-        ...
-
-    def close(self) -> None:
-        """Wait until all readers are through with this rank's buffer. Every source must have been pulled from."""
-        ...
 
 
 class Mail(Protocol):
@@ -86,8 +73,7 @@ class Transport(Protocol):
     rank: int
     size: int
     name: str
-    pulls: bool  # whether a rank can read another one's buffers: then `share` is there
-    pushes: bool  # whether it can write to them, and had better: then `mail` is there
+    pushes: bool  # whether a rank can write to another one's buffers: then `mail` is there
 
     def buffers(self, count: int, shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> list[Tensor]:
         """Buffers to send from and receive into, on the device of `like`; kept between calls where that saves work."""
@@ -99,10 +85,6 @@ class Transport(Protocol):
 
     def transfer(self, sends: Sends, receives: Receives) -> Pending:
         """Any number of messages to and from any ranks; those of one pair of ranks keep their order."""
-        ...
-
-    def share(self, buffer: Tensor, *, readers: Sequence[int], sources: Sequence[int]) -> Shared:
-        """Let `readers` read this buffer, and read those that `sources` share at the same time."""
         ...
 
     def mail(self) -> Mail:
@@ -128,11 +110,7 @@ class PointToPoint(ABC):
     rank: int
     size: int
     name: str
-    pulls = False
     pushes = False
-
-    def share(self, buffer: Tensor, *, readers: Sequence[int], sources: Sequence[int]) -> Shared:
-        raise UnsupportedError(f"ranks cannot read one another's memory over {self.name}")
 
     def mail(self) -> Mail:
         raise UnsupportedError(f"ranks cannot write to one another's memory over {self.name}")
@@ -145,12 +123,6 @@ class PointToPoint(ABC):
 
     def buffers(self, count: int, shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> list[Tensor]:
         return [torch.empty(tuple(shape), dtype=dtype or like.dtype, device=like.device) for _ in range(count)]
-
-    def home(
-        self, k_shape: Sequence[int], v_shape: Sequence[int], *, dtype: torch.dtype, device: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Uninitialised k and v where other ranks can read them (see homes.py); all ranks call it together."""
-        return unused(k_shape, v_shape, dtype, device)
 
     def exchange(self, message: Tensor, into: Tensor, *, to: int, source: int) -> Pending:
         return self.transfer([(message, to)], [(into, source)])

@@ -30,17 +30,14 @@ from gpu_accel.errors import HardwareError, UnsupportedError
 from gpu_accel.flash_attention3.reference import attention_truth_backward
 from gpu_accel.ring_attention.attention import distributed_attention, gather_sequence
 from gpu_accel.ring_attention.layouts import Layout, make_layout
-from gpu_accel.ring_attention.replay import replay_rank
+from gpu_accel.ring_attention.replay import Replay
 from gpu_accel.ring_attention.transport import TorchTransport, Transport
 from gpu_accel.testing import make_qkv, random_like, relative_error, yardstick_attention, yardstick_attention_backward
 from gpu_accel.workbench.experiment import Case, Check, Implementation, Sampled, Settings, Workload
 
 PEERS = ("torch-context-parallel", "torch-context-parallel-alltoall", "ulysses-cudnn")
-SCALING = ("kv_ring", "kv_ring-home", "kv_ring-nccl", "ulysses", "allgather", "usp", *PEERS, "one-gpu")
-OVERLAP = (
-    "kv_ring", "kv_ring-home", "kv_ring-pulled", "kv_ring-waiting", "kv_ring-nccl", "kv_ring-nccl-waiting",
-    "compute-only",
-)  # fmt: skip
+SCALING = ("kv_ring", "kv_ring-nccl", "ulysses", "allgather", "usp", *PEERS, "one-gpu")
+OVERLAP = ("kv_ring", "kv_ring-waiting", "kv_ring-nccl", "kv_ring-nccl-waiting", "compute-only")
 MEMORY = ("kv_ring", "allgather", "ulysses", "torch-context-parallel")
 SCHEDULES = ("kv_ring", "kv_ring-nccl", "q_ring", "allgather", "ulysses", "usp", "mesh", "double_ring", "helper")
 MILLION, ROWS, SHORT = 1 << 20, 64, 512
@@ -88,11 +85,12 @@ def scaling_cases(settings: Settings) -> list[Case]:
 
 
 def overlap_cases(settings: Settings) -> list[Case]:
-    """8k tokens a GPU, then 4k and 16k."""
-    sizes = [(8192, 32), (8192, 8), (4096, 32), (16384, 32)]
+    """8k tokens a GPU, also with backward, then 4k, 16k and 32k."""
+    wanted = [(8192, 32, "forward"), (8192, 32, "both"), (8192, 8, "forward")]
+    wanted += [(c, 32, "forward") for c in (4096, 16384, 32768)]
     return _distinct(
-        [_case(settings, seqlen=world_size() * c, heads=32, heads_kv=kv, direction="forward")
-         for c, kv in sizes[: 1 if settings.quick else None]]
+        [_case(settings, seqlen=world_size() * c, heads=32, heads_kv=kv, direction=d)
+         for c, kv, d in wanted[: 1 if settings.quick else None]]
     )  # fmt: skip
 
 
@@ -117,7 +115,7 @@ def scaling_names(case: Case) -> tuple[str, ...]:
     seqlen, both = int(case["seqlen"]), case["pass"] == "both"
     if seqlen <= 32768:
         return SCALING
-    fastest = ("kv_ring", "kv_ring-home", "ulysses", "torch-context-parallel", "ulysses-cudnn")
+    fastest = ("kv_ring", "ulysses", "torch-context-parallel", "ulysses-cudnn")
     return fastest if both and seqlen > 65536 else (*fastest, "one-gpu")
 
 
@@ -142,15 +140,15 @@ def _join(on_gpu: bool) -> None:
 
 @functools.cache
 def _transport(kind: str, on_gpu: bool) -> Transport:
-    """ "nccl" (gloo on a CPU), "symmetric", or "pulled": symmetric memory, into which each rank copies its keys."""
+    """ "nccl" (gloo on a CPU) or "symmetric"."""
     _join(on_gpu)
-    if kind in ("symmetric", "pulled") and on_gpu:
-        from gpu_accel.ring_attention.symmetric import SymmetricTransport, choose_transport
+    if kind == "symmetric" and on_gpu:
+        from gpu_accel.ring_attention.symmetric import choose_transport
 
         found = choose_transport()
         if found.name != "symmetric":
             raise HardwareError("these GPUs cannot read one another's memory: see the implementations named -nccl")
-        return found if kind == "symmetric" else SymmetricTransport(push=False)
+        return found
     return TorchTransport()
 
 
@@ -180,7 +178,7 @@ def build(
 
 
 def _schedule(name: str) -> str:
-    return name.removesuffix("-waiting").removesuffix("-nccl").removesuffix("-home").removesuffix("-pulled")
+    return name.removesuffix("-waiting").removesuffix("-nccl")
 
 
 def _unavailable(name: str, run: _Run) -> str:
@@ -207,7 +205,6 @@ def _implementation(name: str, run: _Run, race: _Race, memory: bool) -> Implemen
     )
 
 
-_HOMES: dict[tuple, tuple[Tensor, Tensor]] = {}
 _GRADIENTS: dict[tuple, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}  # exact and by plain torch
 
 
@@ -236,9 +233,7 @@ class _Run:
         if name in PEERS:
             return "cuDNN attention over NCCL"
         network = "symmetric memory" if self.over_symmetric(name) else "NCCL" if self.settings.on_gpu else "gloo"
-        ways = {"-home": ", keys where others read them", "-pulled": ", keys copied to where others read them"}
-        where = next((text for way, text in ways.items() if name.endswith(way)), "")
-        return f"{self.layout(name, self.ranks).name} shards over {network}{where}"
+        return f"{self.layout(name, self.ranks).name} shards over {network}"
 
     def over_symmetric(self, name: str) -> bool:
         ring = name.startswith(("kv_ring", "q_ring", "double_ring", "compute")) and "-nccl" not in name
@@ -269,7 +264,7 @@ class _Run:
         elif name == "ulysses-cudnn":
             attend = _ulysses_cudnn
         elif name == "compute-only":
-            attend = functools.partial(_compute_only, layout=self.layout(name, seqlen), transport=self.transport(name))
+            return _compute_only(tensors, self.layout(name, seqlen), self.transport(name).rank, self.both)
         else:
             options: dict[str, Any] = {"inner": self.ranks // 2} if name == "double_ring" else {}
             attend = functools.partial(
@@ -277,8 +272,6 @@ class _Run:
                 overlap=not name.endswith("-waiting"), **options,
             )  # fmt: skip
         q, k, v, do = tensors
-        if name.endswith("-home"):
-            k, v = self.home(name, k, v)
         if not self.both:
             return lambda: (attend(q, k, v),)
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
@@ -289,17 +282,8 @@ class _Run:
 
         return both
 
-    def home(self, name: str, k: Tensor, v: Tensor) -> list[Tensor]:
-        """Copies of k and v where other ranks can read them, before any clock starts; one home a shape."""
-        key = (k.shape, v.shape, k.dtype)
-        if key not in _HOMES:
-            transport: Any = self.transport(name)
-            _HOMES[key] = transport.home(k.shape, v.shape, dtype=k.dtype, device=k.device)
-        return [place.copy_(x) for place, x in zip(_HOMES[key], (k, v), strict=True)]
-
     def transport(self, name: str) -> Transport:
-        kind = "pulled" if name.endswith("-pulled") else "symmetric" if self.over_symmetric(name) else "nccl"
-        return _transport(kind, self.settings.on_gpu)
+        return _transport("symmetric" if self.over_symmetric(name) else "nccl", self.settings.on_gpu)
 
     def shards(self, name: str, seqlen: int, seed: int) -> list[Tensor]:
         whole = self.whole(seqlen, seed)
@@ -482,9 +466,16 @@ def _ours(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
     return distributed_attention(q, k, v, causal=True, **settings)[0]
 
 
-def _compute_only(q: Tensor, k: Tensor, v: Tensor, *, layout: Layout, transport: Transport) -> Tensor:
+def _compute_only(tensors: list[Tensor], layout: Layout, rank: int, both: bool) -> Callable[[], tuple[Tensor, ...]]:
     """The kernel calls and merges of this rank's ring, on its own keys: what is left when hops take no time."""
-    return replay_rank(q, k, v, layout=layout, rank=transport.rank, causal=True)[0]
+    *qkv, do = tensors
+    replay = Replay(*qkv, layout=layout, rank=rank, causal=True)
+
+    def call() -> tuple[Tensor, ...]:
+        o, lse = replay.forward()
+        return (o, replay.backward(do, o, lse)) if both else (o,)
+
+    return call
 
 
 def _one_gpu(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

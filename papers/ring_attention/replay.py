@@ -28,14 +28,14 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def list_cases(settings: Settings) -> list[Case]:
-    """8k tokens a GPU, 32 heads, 32 or 8 key heads, forward; then both passes, also of 16k and 32k, on one and four."""
+    """8k tokens a GPU, 32 heads, 32 or 8 key heads, forward; then both passes, also of 16k and 32k, on one to four."""
     rows, heads, kinds, dim = (8192, 32, (32, 8), 128) if settings.on_gpu else (64, 4, (2,), 16)
     ranks = RANKS[2:3] if settings.quick else RANKS if settings.on_gpu else RANKS[:4]
     dtype = settings.precision if settings.precision in _DTYPES else "bf16"
     wanted = [(n, kv, rows, "forward") for kv in kinds for n in ranks]
     if not settings.quick:
         longer = (rows, 2 * rows, 4 * rows) if settings.on_gpu else (rows,)
-        wanted += [(n, kinds[0], c, d) for c in longer for n in (1, 4) for d in ("forward", "both")]
+        wanted += [(n, kinds[0], c, d) for c in longer for n in (1, 2, 4) for d in ("forward", "both")]
     return [
         {
             "gpus": n, "batch": 1, "seqlen": n * c, "heads": heads, "heads_kv": kv, "head_dim": dim, "causal": True,

@@ -105,6 +105,39 @@ def test_the_exit_code_of_a_process_is_that_of_the_command(tmp_path: Path):
     assert done.returncode == 2 and "only names nobody" in done.stderr
 
 
+def test_an_interrupted_command_waits_for_its_processes(tmp_path: Path, monkeypatch):
+    """They still print and write what they have, and leave their exit codes, after the signal."""
+    import _thread
+    import threading
+
+    import typer
+
+    from cli import codes, torchrun
+
+    slow = tmp_path / "torchrun"
+    slow.write_text(f"#!/bin/sh\ntrap '' INT\nsleep 1.5\necho 130 > $GPU_ACCEL_EXITS/0 && touch {tmp_path}/ended\n")
+    slow.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(slow))
+    threading.Timer(0.5, _thread.interrupt_main).start()
+    with pytest.raises(typer.Exit) as left:
+        torchrun.relaunch(1, "cpu")
+    assert left.value.exit_code == codes.INTERRUPTED and (tmp_path / "ended").exists()
+
+
+def test_a_process_that_outlives_its_launcher_ends_with_its_own_code(tmp_path: Path, monkeypatch):
+    import cli.main
+    from cli import torchrun
+
+    def interrupted() -> None:
+        raise SystemExit(130)
+
+    monkeypatch.setattr(cli.main, "main", interrupted)
+    monkeypatch.setenv(torchrun.EXITS, str(tmp_path / "gone"))
+    with pytest.raises(SystemExit) as stop:
+        torchrun.one_process()
+    assert stop.value.code == 130
+
+
 def test_one_process_says_what_to_start_instead():
     found = RING.experiment("scaling")
     workload = found.build(found.cases(CPU)[0], CPU)

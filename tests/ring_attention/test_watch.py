@@ -52,7 +52,6 @@ def test_a_broken_transport_says_so_at_its_next_use():
     uses = {
         "agree": lambda: transport.agree("anything"),
         "exchange": lambda: transport.exchange(torch.zeros(1), torch.zeros(1), to=0, source=0),
-        "share": lambda: transport.share(torch.zeros(1), readers=(), sources=()),
         "mail": lambda: transport.mail(),
     }
     for use in uses.values():

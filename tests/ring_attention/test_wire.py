@@ -16,7 +16,7 @@ from gpu_accel.ring_attention.transport import World
 from gpu_accel.testing import relative_error
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_homes import Pulling  # noqa: E402
+from test_pushed import Pushing  # noqa: E402
 from test_schedules import assert_exact, make, truth  # noqa: E402
 
 EIGHT = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -65,14 +65,14 @@ def test_schedules_compute_with_what_arrives(schedule: str, layout: str, ranks: 
     assert_exact(found, expected, schedule)
 
 
-@pytest.mark.parametrize("pulls", [False, True], ids=["passed on", "pulled"])
-def test_a_ring_keeps_its_own_block_as_it_is(pulls: bool):
+@pytest.mark.parametrize("pushes", [False, True], ids=["passed on", "pushed"])
+def test_a_ring_keeps_its_own_block_as_it_is(pushes: bool):
     kind, ranks = EIGHT[0], 3
     q, k, v, _ = make(24)
     layout = make_layout("zigzag", seqlen=24, ranks=ranks)
 
     def one_rank(transport):
-        transport = Pulling(transport.world, transport.rank) if pulls else transport
+        transport = Pushing(transport.world, transport.rank) if pushes else transport
         shards = [layout.shard(x, transport.rank) for x in (q, k, v)]
         return forward(*shards, make_call(*shards, layout, causal=True, wire=kind), transport)[0]
 

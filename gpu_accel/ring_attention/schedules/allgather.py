@@ -24,7 +24,7 @@ def refuse(call: Call, q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, transport: Transport) -> tuple[Tensor, Tensor]:
-    keys, _ = _key_runs(call)
+    keys, _ = _key_runs(call, q.device)
     running = Running(q, v.shape[-1], [pieces(call.layout.runs(transport.rank), keys, call.mask)], call)
     running.attend(0, *_gather(k, v, call, transport))
     return running.finish()
@@ -33,7 +33,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, transport: Transport) -
 def backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, call: Call, transport: Transport
 ) -> tuple[Tensor, Tensor, Tensor]:
-    keys, order = _key_runs(call)
+    keys, order = _key_runs(call, q.device)
     found = pieces(call.layout.runs(transport.rank), keys, call.mask)
     whole = _gather(k, v, call, transport)
     dtype = partial_dtype(q)
@@ -57,13 +57,13 @@ def add_in_order(parts: Tensor) -> Tensor:
     return total
 
 
-def _key_runs(call: Call) -> tuple[tuple[Run, ...], Tensor | None]:
+def _key_runs(call: Call, device: torch.device) -> tuple[tuple[Run, ...], Tensor | None]:
     """Runs of all keys, and the order of rows that gives them. Striped queries meet striped keys, so these stay."""
     layout = call.layout
     if layout.name == "striped":
         length = layout.local_length
         return tuple(run.moved(r * length) for r in range(call.ranks) for run in layout.runs(r)), None
-    return block_runs(layout, range(call.ranks))
+    return block_runs(layout, range(call.ranks), device)
 
 
 def _gather(k: Tensor, v: Tensor, call: Call, transport: Transport) -> tuple[Tensor, Tensor]:
@@ -72,16 +72,15 @@ def _gather(k: Tensor, v: Tensor, call: Call, transport: Transport) -> tuple[Ten
     mine = torch.empty(packed.numel, dtype=packed.dtype, device=k.device)
     packed.pack((k, v), mine)
     shards = [packed.unpack(row, k.dtype) for row in transport.all_gather(mine).wait()]
-    order = _key_runs(call)[1]
+    order = _key_runs(call, k.device)[1]
     keys, values = (torch.cat(parts, 1) for parts in zip(*shards, strict=True))
     if order is None:
         return keys, values
-    order = order.to(k.device)
     return keys.index_select(1, order), values.index_select(1, order)
 
 
 def _split(x: Tensor, order: Tensor | None, call: Call) -> tuple[Tensor, ...]:
     """Back to the shards of each rank."""
     if order is not None:
-        x = torch.empty_like(x).index_copy_(1, order.to(x.device), x)
+        x = torch.empty_like(x).index_copy_(1, order, x)
     return x.split(call.layout.local_length, 1)

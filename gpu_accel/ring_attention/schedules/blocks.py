@@ -4,8 +4,6 @@
     pushed   where the transport can write to any rank's memory, owners write their block to each rank in turn, straight
              from where it lies: two buffers, and only the rows that the reader needs: under a causal mask with zigzag
              shards a quarter less on average
-    pulled   where it can read any rank's memory, readers fetch the same rows. Each rank first copies its block to where
-             others may read it, unless it lies there already (homes.py)
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ from torch import Tensor
 from gpu_accel.ring_attention.call import Call
 from gpu_accel.ring_attention.masks import Mask
 from gpu_accel.ring_attention.schedules.ring import Message, Ring
-from gpu_accel.ring_attention.spans import Spans
 from gpu_accel.ring_attention.transport import Pending
 
 
@@ -39,7 +36,7 @@ class _Way(Protocol):
         ...
 
     def close(self) -> None:
-        """No step is left: wait for what others may still read of this rank."""
+        """No step is left: wait until what was sent may be overwritten."""
         ...
 
 
@@ -57,12 +54,8 @@ class Blocks:
         self.way: _Way | None = None
         if hops == 0:
             return
-        homes = getattr(ring.transport, "homes", None)
-        home = homes.find(*tensors) if homes and call.wire in (None, self.dtype) else None
-        if ring.transport.pushes and home is None:
+        if ring.transport.pushes:
             self.way = _Pushed(ring, self.packed, tensors, hops, call)
-        elif ring.transport.pulls:
-            self.way = _Pulled(ring, self.packed, tensors, hops, call, None if home is None else home[1])
         else:
             self.way = _Passed(ring, self.packed, tensors)
 
@@ -86,7 +79,7 @@ class Blocks:
         return self.packed.unpack(self.way.arrived(step), self.dtype)
 
     def close(self) -> None:
-        """No step is left: what others may still read of this rank is waited for."""
+        """No step is left: wait until what was sent may be overwritten."""
         if self.way is not None:
             self.way.close()
 
@@ -138,36 +131,6 @@ class _Pushed:
 
     def close(self) -> None:
         self.mail.close()
-
-
-class _Pulled:
-    def __init__(
-        self, ring: Ring, packed: Message, tensors: tuple[Tensor, Tensor], hops: int, call: Call, home: Tensor | None
-    ) -> None:
-        self.ring, self.packed, self.mask = ring, packed, call.mask
-        count = min(hops, 2) + (home is None)
-        self.buffers = ring.transport.buffers(count, (packed.numel,), tensors[0], packed.dtype)
-        if home is None:
-            home = self.buffers.pop(0)
-            packed.pack(tensors, home)
-        self.shared = ring.transport.share(
-            home,
-            readers=[ring.rank(step) for step in range(1, hops + 1)],
-            sources=[ring.rank(-step) for step in range(1, hops + 1)],
-        )
-
-    def expect(self, step: int) -> Pending:
-        lo, hi = needed(self.ring, 0, -step, self.mask)
-        spans = list(Spans(rows_in(self.packed, lo, hi)))
-        return self.shared.pull(self.ring.rank(-step), self.arrived(step), spans)
-
-    def send(self, step: int) -> None: ...
-
-    def arrived(self, step: int) -> Tensor:
-        return self.buffers[(step - 1) % 2]
-
-    def close(self) -> None:
-        self.shared.close()
 
 
 def needed(ring: Ring, reader: int, owner: int, mask: Mask) -> tuple[int, int]:

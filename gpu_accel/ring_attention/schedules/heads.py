@@ -26,7 +26,8 @@ def to_heads(
     """Each (batch, rows, heads, dim) becomes (batch, len(ranks) * rows, share, dim), in one all-to-all
     (one each where head_dim differs).
 
-    `order` arranges the rows that came together, as `block_runs` gives it. `wire`: what all of them travel as.
+    `order` arranges the rows that came together, as `block_runs` gives it on this device. `wire`: what all of them
+    travel as.
     """
     if wire is not None and in_eight_bits(wire):
         coded = to_heads([(encode(x, wire), shares) for x, shares in tensors], order, ranks, transport)
@@ -44,7 +45,7 @@ def to_heads(
     back = transport.all_to_all(out, ranks).wait().to(dtype)
     joined = back.transpose(0, 1).reshape(batch, n * length, sum(counts), dim)
     if order is not None:
-        joined = joined.index_select(1, order.to(joined.device))
+        joined = joined.index_select(1, order)
     return list(joined.split(counts, 2))
 
 
@@ -63,7 +64,7 @@ def to_sequence(
     outgoing = []
     for x, _, _ in tensors:
         if order is not None:
-            x = torch.empty_like(x).index_copy_(1, order.to(x.device), x)
+            x = torch.empty_like(x).index_copy_(1, order, x)
         batch, length, share, dim = x.shape
         outgoing.append(x.view(batch, n, length // n, share, dim).transpose(0, 1).reshape(n, -1))
     back = transport.all_to_all(outgoing[0] if len(outgoing) == 1 else torch.cat(outgoing, 1), ranks).wait()

@@ -8,7 +8,7 @@ both come home, the last but one under the last step:
     adds to         a                 b        c = a"   b"           home sum that came first
     on its way      -                 a ->     b ->     c -> home    b" -> home
 
-A part of the own block is left for the end, where the last sum is still on its way. dQ stays here all the time.
+Most of the own block is left for the end, where the last sum is still on its way. dQ stays here all the time.
 """
 
 from __future__ import annotations
@@ -60,9 +60,10 @@ def split(piece: Piece, at: int) -> tuple[Piece, Piece]:
 
 
 def halves(found: tuple[Piece, ...], block: int) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
-    """The pieces of the own block as the part to begin with and, about a quarter of the work, the one to end with.
+    """The pieces of the own block as the part to begin with, about a quarter of the work, and the one to end with.
 
-    Cut at a multiple of `block` rows; 0: everything at the beginning.
+    Keys and values for the next step arrive under the first part, and sums of twice their bytes come home under the
+    last. Cut at a multiple of `block` rows; 0: everything at the beginning.
     """
     if not block or len(found) != 1 or found[0].left >= 0:
         return found, ()
@@ -71,7 +72,7 @@ def halves(found: tuple[Piece, ...], block: int) -> tuple[tuple[Piece, ...], tup
     at = piece.sq // share // block * block
     if not 0 < at < piece.sq or (piece.right >= 0 and piece.sk < piece.sq):
         return found, ()
-    last, first = split(piece, at)
+    first, last = split(piece, at)
     return (first,), (last,)
 
 

@@ -26,7 +26,7 @@ def refuse(call: Call, q: Tensor, k: Tensor, v: Tensor) -> str | None:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, call: Call, transport: Transport, *, degree: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    groups = _Groups(call, transport, q.shape[2], k.shape[2], degree)
+    groups = _Groups(call, transport, q, k, degree)
     tensors = [(q, groups.shares.queries), (k, groups.shares.keys), (v, groups.shares.keys)]
     q_, k_, v_ = groups.to_heads(tensors, keys=2)
     o, lse = forward_on(groups.ring, q_, k_, v_, call)
@@ -40,7 +40,7 @@ def backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, call: Call, transport: Transport,
     *, degree: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    groups = _Groups(call, transport, q.shape[2], k.shape[2], degree)
+    groups = _Groups(call, transport, q, k, degree)
     queries, keys = groups.shares.queries, groups.shares.keys
     do_, q_, k_, v_ = groups.to_heads([(do, queries), (q, queries), (k, keys), (v, keys)], keys=2)
     stats = [x.transpose(1, 2)[..., None].contiguous() for x in (lse, delta_of(do, o))]
@@ -53,13 +53,13 @@ def backward(
 class _Groups:
     """This rank's group, its share of the heads, and the ring it is on."""
 
-    def __init__(self, call: Call, transport: Transport, heads: int, heads_kv: int, degree: int | None) -> None:
-        u = degree or call.ulysses or default_degree(call.ranks, heads_kv)
+    def __init__(self, call: Call, transport: Transport, q: Tensor, k: Tensor, degree: int | None) -> None:
+        u = degree or call.ulysses or default_degree(call.ranks, k.shape[2])
         group, member = divmod(transport.rank, u)
         self.transport, self.wire = transport, call.wire
         self.ranks = tuple(range(group * u, group * u + u))
-        self.shares = share_heads(heads, heads_kv, u)
-        blocks = [block_runs(call.layout, range(g * u, g * u + u)) for g in range(call.ranks // u)]
+        self.shares = share_heads(q.shape[2], k.shape[2], u)
+        blocks = [block_runs(call.layout, range(g * u, g * u + u), q.device) for g in range(call.ranks // u)]
         self.order = blocks[group][1]
         members = tuple(g * u + member for g in range(call.ranks // u))
         self.ring = Ring(transport, members, tuple(runs for runs, _ in blocks), group)
