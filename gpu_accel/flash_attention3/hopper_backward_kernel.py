@@ -51,7 +51,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gpu_accel.gluon_compat import tma_load, tma_store
+from gpu_accel.gluon_compat import reinterpret, tma_load, tma_store
 
 from .hopper_backward_device import (
     KEYS,
@@ -88,13 +88,6 @@ def tma_reduce_add(desc, coord, src, _semantic=None):
     """desc[coord] += src by the copy engine. Triton 3.6 and 3.7 have the operation but no function for it."""
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
-
-
-@builtin
-def reinterpret(buf, dtype, shape, layout, _semantic=None):
-    """The same shared memory as another type and shape; Triton 3.9 dropped the underscore of the method."""
-    method = getattr(buf, "reinterpret", None) or buf._reinterpret
-    return method(dtype, shape, layout, _semantic=_semantic)
 
 
 @gluon.jit
