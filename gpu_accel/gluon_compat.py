@@ -3,14 +3,23 @@
 `tma_load(descriptor, coordinates, barrier, buffer)` and `tma_store(descriptor, coordinates, buffer)` are the bulk
 copies from and to global memory: `async_copy_global_to_shared` and `async_copy_shared_to_global` up to Triton 3.8,
 `async_load` and `async_store` from 3.9 on. `barrier()` is that of all threads of a program or partition, called
-`thread_barrier` up to 3.6.
+`thread_barrier` up to 3.6. `reinterpret(buffer, dtype, shape, layout)` is the same shared memory as another type and
+shape, a method with an underscore up to 3.8.
 """
 
 from __future__ import annotations
 
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+
+@builtin
+def reinterpret(buffer, dtype, shape, layout, _semantic=None):
+    """Shared memory `buffer` seen as `shape` numbers of `dtype` in `layout`."""
+    method = getattr(buffer, "reinterpret", None) or buffer._reinterpret
+    return method(dtype, shape, layout, _semantic=_semantic)

@@ -35,9 +35,9 @@ _COMPILER = dict(num_warps=4, maxnreg=168)
 class BackwardConfig:
     """Tiles and switches of one backward kernel; `*_slots` are buffers of a whole tile of K and of V.
 
-    `share`: bytes of rows and of their dQ that the heads walked together may hold. Off until a GPU has timed them:
-    `named` (rows are freed on named barriers, a warp at a time), `lean` (the warps of a warpgroup meet less often) and
-    `late` (dK after dQ, from shared memory, so that exponentials run under both).
+    `share`: bytes of rows and of their dQ that the heads walked together may hold. `named`: rows are freed on named
+    barriers, a warp at a time. `lean`: the warps of a warpgroup meet less often. `late`: dK after dQ, from shared
+    memory, so that exponentials run under both; right, and no faster.
     """
 
     head_dim: int
@@ -61,11 +61,14 @@ class TwoPassConfig:
     head_dim: int = 256
 
 
-def backward_config(head_dim: int, *, causal: bool, steps_of_64: bool = False) -> BackwardConfig | TwoPassConfig:
+def backward_config(
+    head_dim: int, *, causal: bool, steps_of_64: bool = False, plain: bool = False
+) -> BackwardConfig | TwoPassConfig:
     """The configuration for a head_dim up to 256 (rounded up to 64, 128 or 256 by zero fill).
 
     `steps_of_64` query rows are needed: a soft cap wants registers for 1 - tanh^2 that 128 rows at head_dim 64 do not
-    leave, and a block mask's query blocks may be no multiples of 128.
+    leave, and a block mask's query blocks may be no multiples of 128. `plain`: the call is of the kind (`_plain`) that
+    `named` and `lean` were right and faster with on a GPU.
     """
     if head_dim > 128:
         return TwoPassConfig(dynamic=causal)
@@ -78,7 +81,18 @@ def backward_config(head_dim: int, *, causal: bool, steps_of_64: bool = False) -
         ping_pong=padded == 128,
         preload=padded == 128,
         dynamic=causal,
+        named=plain,
+        lean=plain,
     )
+
+
+def _plain(dtype: torch.dtype, seqlen_k: int, features: frozenset[str], *, bounded: bool, packed: bool) -> bool:
+    """Dense bfloat16, full or causal (not `bounded` by a window or a soft cap), whole tiles of keys, no modifiers.
+
+    What else there is has its tests in tests/gpu/test_hopper_backward.py and was not timed yet.
+    """
+    whole = dtype == torch.bfloat16 and seqlen_k % _KEYS == 0
+    return whole and not bounded and not packed and features <= {"sinks", "batch_invariant"}
 
 
 def refuse(problem: Problem) -> str | None:
@@ -174,7 +188,11 @@ def backward(
     lse = lse.contiguous()
     dlse = None if dlse is None else dlse.to(torch.float32).contiguous()
     causal = window_right >= 0
-    config = config or backward_config(q.shape[-1], causal=causal, steps_of_64=_short(softcap, features.block_size))
+    if config is None:
+        bounded = window_left >= 0 or window_right > 0 or softcap > 0
+        plain = _plain(q.dtype, k.shape[1], features.names(), bounded=bounded, packed=packed)
+        short = _short(softcap, features.block_size)
+        config = backward_config(q.shape[-1], causal=causal, steps_of_64=short, plain=plain)
     if packed or features.block_lists:
         config = replace(config, dynamic=True)
     softmax_scale = float(softmax_scale)
@@ -401,8 +419,10 @@ def describe(problem: Problem) -> BackwardConfig | TwoPassConfig:
     short = _short(problem.softcap, problem.block_size)
     if problem.varlen or "block_mask" in problem.features:
         return replace(backward_config(problem.head_dim, causal=False, steps_of_64=short), dynamic=True)
-    _, right = effective_window(problem.window_left, problem.window_right, problem.seqlen_q, problem.seqlen_k)
-    return backward_config(problem.head_dim, causal=right >= 0, steps_of_64=short)
+    left, right = effective_window(problem.window_left, problem.window_right, problem.seqlen_q, problem.seqlen_k)
+    bounded = left >= 0 or right > 0 or problem.softcap > 0
+    plain = _plain(problem.dtype, problem.seqlen_k, problem.features, bounded=bounded, packed=False)
+    return backward_config(problem.head_dim, causal=right >= 0, steps_of_64=short, plain=plain)
 
 
 __all__ = ["BackwardConfig", "TwoPassConfig", "backward", "backward_config", "describe", "refuse"]

@@ -184,7 +184,8 @@ def _dv_consumer(
             store_rows(dv_ptr, dv, batch_done, n_done * KEYS, head_done, seqlen_k, heads_kv, units, dtype, MASK_D)
             dv = gl.full([KEYS, D], 0.0, gl.float32, D_LAYOUT)
         s, lse = warpgroup_mma_wait(0, deps=[s_async, lse])
-        mbarrier.arrive(q_empty.index(stage_next), count=1)
+        # not of the repeated step at the end: it would free the rows a second time
+        mbarrier.arrive(q_empty.index(stage_next), count=1, pred=tile < num_tiles)
         if (blocks == 1) & (group_left == 1):
             mbarrier.arrive(k_empty.index(0), count=1)
         if PACKED:
@@ -294,7 +295,7 @@ def _dk_consumer(
                        dtype, MASK_D)  # fmt: skip
             dk = gl.full([KEYS, D], 0.0, gl.float32, D_LAYOUT)
         dp, delta = warpgroup_mma_wait(0, deps=[dp_async, delta])
-        mbarrier.arrive(do_empty.index(stage_next), count=1)
+        mbarrier.arrive(do_empty.index(stage_next), count=1, pred=tile < num_tiles)
         if (blocks == 1) & (group_left == 1):
             mbarrier.arrive(v_empty.index(0), count=1)
         it = it_next

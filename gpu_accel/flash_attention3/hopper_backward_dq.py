@@ -250,7 +250,7 @@ def _consumer(
             if tile < num_tiles:
                 lse, delta = _statistics(stat_ptr, batch * heads + head, m * 2 + WG, stat_blocks, S_LAYOUT)
         dp = warpgroup_mma_wait(1, deps=[dp_async])
-        mbarrier.arrive(empty.index(v_slot), count=1)
+        mbarrier.arrive(empty.index(v_slot), count=1, pred=tile < num_tiles)  # not of the repeated step
         if j + 1 == hi:
             mbarrier.arrive(do_empty.index(WG), count=1)
         s = warpgroup_mma_wait(0, deps=[s_async])

@@ -29,8 +29,8 @@ Atomic adds straight from the registers were 2-15 % slower (8k tokens, H100). Th
 Barriers (mbarrier, phase (i // n) & 1): k_full, k_empty, v_full, v_empty one a slot; q_full (Q, lse, delta), do_full
 and row_empty one a stage; queue_full/queue_empty hand tile numbers from the producer to the consumers. TMA arrives on
 the full ones, both consumers on the empty ones. V has one slot at head_dim 128, freed after the last dP of a tile.
-Named barriers: 8 and 9 take turns at the exponentials; 10 to 13 when a dS is in shared memory; 14 before K of a done
-tile is overwritten by dK on its way out.
+Named barriers: 8 and 9 take turns at the exponentials; 10 to 13 when a dS is in shared memory; 14 and 15 before K of a
+done tile is overwritten by dK on its way out; NAMED, 6 and 7 free a stage of rows instead of row_empty.
 
 Rows that do not exist or see nothing have lse = +inf here, so that P = exp2(S - inf) = 0 without a mask.
 
@@ -51,7 +51,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gpu_accel.gluon_compat import tma_load, tma_store
+from gpu_accel.gluon_compat import reinterpret, tma_load, tma_store
 
 from .hopper_backward_device import (
     KEYS,
@@ -78,7 +78,7 @@ from .hopper_modifiers import listed_block, listed_number
 from .hopper_packed import zero_rows
 
 EXCHANGED = gl.constexpr(10)  # to 13: dS of consumer (id - 10) // 2 and stage (id - 10) % 2 is in shared memory
-FINISHED = gl.constexpr(14)
+FINISHED = gl.constexpr(14)  # and 15: consumer (id - 14) has read K for the last dQ of a tile
 ROW_FREE = gl.constexpr(6)  # and 7: a stage of rows has been read (NAMED)
 TURN = gl.constexpr(8)  # and 9: whose turn it is to compute exponentials
 
@@ -88,13 +88,6 @@ def tma_reduce_add(desc, coord, src, _semantic=None):
     """desc[coord] += src by the copy engine. Triton 3.6 and 3.7 have the operation but no function for it."""
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
-
-
-@builtin
-def reinterpret(buf, dtype, shape, layout, _semantic=None):
-    """The same shared memory as another type and shape; Triton 3.9 dropped the underscore of the method."""
-    method = getattr(buf, "reinterpret", None) or buf._reinterpret
-    return method(dtype, shape, layout, _semantic=_semantic)
 
 
 @gluon.jit
@@ -344,7 +337,9 @@ def _consumer(
         it = it_next
         new_tile = last
         if last:
-            bar_sync(FINISHED, 256)  # the other consumer has read K for its last dQ
+            # one barrier each way: synccheck takes two partitions that wait on the same one for threads gone astray
+            bar_arrive(FINISHED + WG, 256)
+            bar_sync(FINISHED + OTHER, 256)
             k_own = k_bufs.index(slot * 2 + WG)
             if V_SLOTS > 1:
                 v_own = v_bufs.index((k_done % V_SLOTS) * 2 + WG)

@@ -17,6 +17,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from gpu_accel.gluon_compat import reinterpret
+
 from .device import find_sequence, packed_lengths
 
 ENTRY = gl.constexpr(8)  # integers a table entry, and a queue slot
@@ -119,7 +121,7 @@ def zero_rows(buffers, stage, first):
     PANELS: gl.constexpr = buffers.shape[2] // 64
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, 64], buffers.dtype)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [1, 1], [1, 0])
-    windows = buffers._reinterpret(buffers.dtype, [STAGES * PANELS * (ROWS // 8), 8, 64], SHARED)
+    windows = reinterpret(buffers, buffers.dtype, [STAGES * PANELS * (ROWS // 8), 8, 64], SHARED)
     row = gl.arange(0, 8, layout=gl.SliceLayout(1, LAYOUT))
     for i in range(first // 8, ROWS // 8):
         for panel in gl.static_range(PANELS):

@@ -42,7 +42,7 @@ from gpu_accel.flash_attention3.hopper_backward_device import (
     query_blocks,
     tile_at,
 )
-from gpu_accel.flash_attention3.hopper_backward_kernel import reinterpret, tma_reduce_add
+from gpu_accel.flash_attention3.hopper_backward_kernel import tma_reduce_add
 from gpu_accel.flash_attention3.hopper_device import (
     bar_arrive,
     bar_arrive_at,
@@ -53,7 +53,7 @@ from gpu_accel.flash_attention3.hopper_device import (
     receive_tile,
     unpack_pairs,
 )
-from gpu_accel.gluon_compat import tma_load
+from gpu_accel.gluon_compat import reinterpret, tma_load
 
 EXCHANGED = gl.constexpr(10)  # to 13: dS of consumer (id - 10) // 2 and stage (id - 10) % 2 is in shared memory
 FINISHED = gl.constexpr(14)

@@ -28,7 +28,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from gpu_accel.gluon_compat import tma_load
+from gpu_accel.gluon_compat import reinterpret, tma_load
 
 from .gemm_device import activate, advance, count, first_slice, own_slot, partial, previous, program_of, slot_of
 
@@ -269,7 +269,7 @@ def skinny_gemm_kernel(
     if W_K and BOX != ROWS:
         # boxes of 8 rows or more follow each other as a box of 64 has its rows
         WHOLE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BK], w_desc.dtype)
-        w_bufs = w_boxes._reinterpret(w_desc.dtype, [STAGES * SUB * HALVES, ROWS, BK], WHOLE)
+        w_bufs = reinterpret(w_boxes, w_desc.dtype, [STAGES * SUB * HALVES, ROWS, BK], WHOLE)
     x_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES * SUB] + x_desc.block_shape, x_desc.layout)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)

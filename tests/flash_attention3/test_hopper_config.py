@@ -1,17 +1,16 @@
-"""Which calls of the Hopper forward leave out the seams between tiles, and which configurations it refuses."""
+"""Which calls take the faster forms of the Hopper kernels, and which configurations are refused."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from gpu_accel.errors import InvalidInputError
-from gpu_accel.flash_attention3 import hopper
+from gpu_accel.flash_attention3 import hopper, hopper_backward
 from gpu_accel.flash_attention3.features import NONE, Features
-
-PLAIN = dict(packed=False, bounded=False)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -29,14 +28,14 @@ def test_seamless_where_it_was_timed(causal, monkeypatch):
 
 def test_only_plain_calls():
     config = hopper.forward_config(128, causal=True, seqlen_k=1000)
-    assert hopper._plain(config, NONE, **PLAIN) and hopper._plain(config, Features(batch_invariant=True), **PLAIN)
+    assert hopper._plain(config, NONE, packed=False)
+    assert hopper._plain(config, Features(batch_invariant=True), packed=False)
     for more in (dict(sinks=torch.zeros(2)), dict(alibi_slopes=torch.zeros(2)), dict(mask_mod="band"),
                  dict(score_mod="cap"), dict(return_max_logits=True), dict(block_lists=(torch.zeros(1),))):  # fmt: skip
-        assert not hopper._plain(config, Features(**more), **PLAIN), more
-    for name in PLAIN:
-        assert not hopper._plain(config, NONE, **(PLAIN | {name: True}))
+        assert not hopper._plain(config, Features(**more), packed=False), more
+    assert not hopper._plain(config, NONE, packed=True)
     for name in ("pipelined", "specialized"):
-        assert not hopper._plain(replace(config, **{name: False}), NONE, **PLAIN)
+        assert not hopper._plain(replace(config, **{name: False}), NONE, packed=False)
 
 
 @pytest.mark.parametrize("change", [{"q_slots": 1}, {"stages": 6}], ids=str)
@@ -47,10 +46,37 @@ def test_what_would_wait_for_itself_is_refused(change):
     replace(config, seamless=False, **change)
 
 
-def test_seamless_by_itself_only_for_what_a_gpu_has_run():
-    def timed(q=(2, 512, 4, 64), k=(2, 512, 4, 64), dtype=torch.bfloat16, **more):
-        return hopper._timed(torch.empty(q, dtype=dtype), torch.empty(k, dtype=dtype), Features(**more))
+@pytest.mark.parametrize("d", [64, 128])
+def test_seamless_by_itself_only_for_what_was_timed(d):
+    def timed(left=-1, right=-1, softcap=0.0, seqlen_k=512, dtype=torch.bfloat16):
+        config = hopper.forward_config(d, causal=right >= 0, seqlen_k=seqlen_k)
+        return hopper._timed(config, dtype, seqlen_k, window=(left, right), softcap=softcap)
 
-    assert timed() and not timed(dtype=torch.float16) and not timed(batch_invariant=True)
-    assert not timed(k=(2, 512, 2, 64)) and not timed(k=(2, 384, 4, 64)) and not timed(k=(2, 640, 4, 64))
-    assert not timed((2, 500, 4, 64), (2, 500, 4, 64))
+    assert timed() and timed(right=0) and timed(right=0, seqlen_k=500) and timed(dtype=torch.float16)
+    assert timed(seqlen_k=500) == timed(right=0, softcap=30.0) == (d == 64)
+    assert timed(left=99, right=0) and not timed(left=99, right=0, softcap=30.0)
+    assert not timed(left=99) and not timed(left=99, right=9) and not timed(right=9) and not timed(softcap=30.0)
+    assert not timed(left=99, right=0, dtype=torch.float16)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("d", [64, 128])
+def test_which_backward_frees_rows_warp_by_warp(d, causal):
+    def plain(dtype=torch.bfloat16, seqlen_k=512, features=(), bounded=False, packed=False):
+        return hopper_backward._plain(dtype, seqlen_k, frozenset(features), bounded=bounded, packed=packed)
+
+    config = hopper_backward.backward_config(d, causal=causal, plain=True)
+    assert config.named and config.lean and not config.late
+    assert not hopper_backward.backward_config(d, causal=causal).named
+    assert plain() and plain(features=("sinks", "batch_invariant"))
+    assert not any((plain(torch.float16), plain(seqlen_k=500), plain(bounded=True), plain(packed=True)))
+    assert not any(plain(features=(name,)) for name in ("alibi_slopes", "score_mod", "mask_mod", "block_mask"))
+
+
+def test_names_that_differ_between_tritons_are_in_one_place():
+    # the packed kernels did not compile with Triton 3.9 for a method spelled out in one of them
+    renamed = ("._reinterpret(", ".async_copy_global_to_shared(", ".async_copy_shared_to_global(", "gl.barrier(")
+    package = Path(hopper.__file__).parents[1]
+    for path in package.rglob("*.py"):
+        text = path.read_text()
+        assert path.name == "gluon_compat.py" or not any(name in text for name in renamed), path

@@ -1,9 +1,10 @@
-"""Controls for compute-sanitizer: number after number handed from one partition to another, and partitions in turns.
+"""Controls for compute-sanitizer: numbers handed from one partition to another, partitions in turns, and meeting.
 
     compute-sanitizer --tool racecheck python3 tests/gpu/sanitize_control.py hand-over
 
-Both programs are right by construction and take a page: what a tool reports of them it also reports of kernels that
-do the same. `no-wait` leaves a wait out, which a tool ought to tell from `hand-over`.
+The programs are right by construction and take a page: what a tool reports of them it also reports of kernels that
+do the same. `no-wait` leaves a wait out, which a tool ought to tell from `hand-over`; `meet` has two partitions wait on
+one named barrier, each at its own place in the code, and `tell` has each wait for the other on one of its own.
 """
 
 from __future__ import annotations
@@ -65,11 +66,31 @@ def turns(out, n):
     gl.warp_specialize([(_side, (out, n, 0)), (_side, (out, n, 1))], [4], [24])
 
 
+@gluon.jit
+def _meet(out, n, WG: gl.constexpr, TELL: gl.constexpr):
+    for _ in range(n):
+        if TELL:  # two pairs in turn, so that nobody arrives twice before the other has waited
+            for i in gl.static_range(2):
+                bar_arrive(8 + 2 * i + WG, 256)
+                bar_sync(9 + 2 * i - WG, 256)
+        else:
+            bar_sync(8, 256)
+    gl.store(out + WG, n)
+
+
+@gluon.jit
+def meet(out, n, TELL: gl.constexpr):
+    gl.warp_specialize([(_meet, (out, n, 0, TELL)), (_meet, (out, n, 1, TELL))], [4], [24])
+
+
 if __name__ == "__main__":
     out = torch.zeros(2, dtype=torch.int32, device="cuda")
     name = sys.argv[1]
     if name == "turns":
         turns[(2,)](out, 10, num_warps=4, maxnreg=128)
+        expected = [10, 10]
+    elif name in ("meet", "tell"):
+        meet[(2,)](out, 10, name == "tell", num_warps=4, maxnreg=128)
         expected = [10, 10]
     else:
         hand_over[(2,)](out, 20, name == "hand-over", num_warps=4)

@@ -16,8 +16,8 @@ from gpu_accel.flash_attention3 import flash_attn_func, flash_attn_varlen_func
 DIMS = (64, 128, 256)
 
 
-def dense(d: int, *, gradients: bool, **options: object) -> None:
-    shapes = ((1, 333, 2, d), (1, 400, 1, d), (1, 400, 1, d))
+def dense(d: int, *, gradients: bool, seqlen_k: int = 400, **options: object) -> None:
+    shapes = ((1, 333, 2, d), (1, seqlen_k, 1, d), (1, seqlen_k, 1, d))
     q, k, v = (torch.randn(*s, device="cuda", dtype=torch.bfloat16, requires_grad=gradients) for s in shapes)
     o = flash_attn_func(q, k, v, backend="hopper", **options)
     if gradients:
@@ -34,6 +34,8 @@ CALLS = {
     **{f"forward-{d}": lambda d=d: dense(d, gradients=False, causal=True) for d in DIMS},
     **{f"packed-{d}": lambda d=d: packed(d) for d in DIMS},
     **{f"backward-{d}": lambda d=d: dense(d, gradients=True, causal=True) for d in DIMS},
+    # whole tiles of keys, whose backward frees rows warp by warp
+    **{f"whole-{d}": lambda d=d: dense(d, gradients=True, causal=True, seqlen_k=384) for d in (64, 128)},
     "window-softcap": lambda: dense(128, gradients=True, window_size=(100, 20), softcap=5.0),
     "full": lambda: dense(128, gradients=True),
 }
