@@ -20,7 +20,13 @@ from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.flash_attention3 import hopper_fp8, portable_fp8
 from gpu_accel.flash_attention3.blockwise import blockwise_softmax
 from gpu_accel.flash_attention3.fp8_error import fp8_error_report
-from gpu_accel.flash_attention3.fp8_inputs import as_heads, check_heads, check_layout, check_rows_per_scale
+from gpu_accel.flash_attention3.fp8_inputs import (
+    as_heads,
+    check_heads,
+    check_layout,
+    check_rotary,
+    check_rows_per_scale,
+)
 from gpu_accel.flash_attention3.fp8_quantize import FORMATS, Fp8Format, fp8_format, quantize_blocks, quantize_op
 from gpu_accel.flash_attention3.function import nobody_watches
 from gpu_accel.flash_attention3.hadamard import check_rows, choose_backend, hadamard_block, hadamard_transform
@@ -70,6 +76,9 @@ def fp8_block_quantize(
     hadamard: bool = False,
     seed: int = 0,
     transpose: bool = False,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = True,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Round a tensor to fp8 with one float32 scale per block of rows: ``tensor ~ q8.float() * scale``.
@@ -83,6 +92,9 @@ def fp8_block_quantize(
         hadamard: first multiply every row by the random orthogonal matrix of `hadamard_transform(seed=seed)`. Do it to
             q and k with one seed, never to v: q k^T stays the same, outliers spread.
         transpose: write (..., head_dim, seqlen padded with zeros to a multiple of 16), as fp8 tensor cores want v.
+        rotary_cos, rotary_sin: (at least seqlen, rotary_dim / 2) bfloat16, float16 or float32: row i is first turned by
+            row i of them, in float32, and rounded to its dtype, as the rotary embedding by itself would.
+        rotary_interleaved: pairs of dimensions (0, 1), (2, 3)... (GPT-J); False: (0, rotary_dim / 2)... (Llama).
 
     Returns:
         q8, contiguous, of the shape of `tensor` (or transposed), and the scales: (..., ceil(seqlen / block_size)), or
@@ -99,15 +111,19 @@ def fp8_block_quantize(
     seed = check_seed(seed)
     scale_per_block, hadamard = check_flag("scale_per_block", scale_per_block), check_flag("hadamard", hadamard)
     transpose = check_flag("transpose", transpose)
+    cos, sin = check_rotary(rotary_cos, rotary_sin, tensor)
+    interleaved = check_flag("rotary_interleaved", rotary_interleaved)
     if transpose and block_size % 16:
         raise InvalidInputError(f"transpose=True needs a block_size that is a multiple of 16, got {block_size}")
     block_size = min(block_size, _LONGEST)
     if choose_backend(backend, tensor, what="fp8_block_quantize") == "reference":
         return quantize_reference(
-            tensor, block_size, scale_per_block, fmt.name, hadamard=hadamard, seed=seed, transpose=transpose
-        )
-    run = quantize_blocks if nobody_watches(tensor) else quantize_op
-    return run(tensor, block_size, scale_per_block, fmt.name, hadamard, seed, transpose)
+            tensor, block_size, scale_per_block, fmt.name, hadamard=hadamard, seed=seed, transpose=transpose,
+            rotary_cos=cos, rotary_sin=sin, rotary_interleaved=interleaved,
+        )  # fmt: skip
+    given = [tensor] if cos is None or sin is None else [tensor, cos, sin]
+    run = quantize_blocks if nobody_watches(*given) else quantize_op
+    return run(tensor, block_size, scale_per_block, fmt.name, hadamard, seed, transpose, cos, sin, interleaved)
 
 
 @torch.library.custom_op("gpu_accel::fp8_attention_forward", mutates_args=())

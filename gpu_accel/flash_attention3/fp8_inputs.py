@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from gpu_accel.errors import InvalidInputError
@@ -21,6 +22,29 @@ def check_rows_per_scale(name: str, block: int) -> int:
     if not isinstance(block, int) or isinstance(block, bool) or block < 1:
         raise InvalidInputError(f"{name} must be a positive number of rows, got {block!r}")
     return block
+
+
+def check_rotary(cos: Tensor | None, sin: Tensor | None, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Contiguous (cos, sin) for the rows of x (..., seqlen, head_dim), or (None, None)."""
+    if (cos is None) != (sin is None):
+        raise InvalidInputError("rotary_cos and rotary_sin go together, one of them is missing")
+    if cos is None or sin is None:
+        return None, None
+    for name, y in (("rotary_cos", cos), ("rotary_sin", sin)):
+        if not isinstance(y, Tensor) or y.dim() != 2 or y.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            said = f"{y.dtype} {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
+            raise InvalidInputError(f"{name} must be (positions, rotary_dim / 2), float32 or 16 bits, got {said}")
+        if y.device != x.device:
+            raise InvalidInputError(f"{name} is on {y.device}, the tensor on {x.device}")
+    if cos.shape != sin.shape or cos.dtype != sin.dtype:
+        said = " and ".join(f"{y.dtype} {tuple(y.shape)}" for y in (cos, sin))
+        raise InvalidInputError(f"rotary_cos and rotary_sin must have one shape and dtype, got {said}")
+    seqlen, head_dim = x.shape[-2:]
+    if cos.shape[0] < seqlen or not 0 < 2 * cos.shape[1] <= head_dim:
+        raise InvalidInputError(
+            f"rotary_cos must have at least {seqlen} rows and 1 to {head_dim // 2} columns, got {tuple(cos.shape)}"
+        )
+    return cos.contiguous(), sin.contiguous()
 
 
 def as_heads(layout: str, **tensors: Tensor) -> list[Tensor]:

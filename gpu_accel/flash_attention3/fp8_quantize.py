@@ -2,8 +2,9 @@
 
     scale = max |x| / largest fp8 number,   x8 = round_to_nearest_even(x * (1 / scale)),   x ~ x8 * scale
 
-One program holds one block of rows in registers (32 or 64 values a thread): read once, optionally multiplied by the
-random Hadamard matrix, largest magnitude, written once. So the goal is the speed of a copy: 2 bytes read, 1 written.
+One program holds one block of rows in registers (32 or 64 values a thread): read once, optionally turned by the rotary
+embedding and multiplied by the random Hadamard matrix, largest magnitude, written once. So the goal is the speed of a
+copy: 2 bytes read, 1 written.
 Blocks of more than 32768 values, and a single scale for a whole tensor, need a first pass that only looks.
 
 What decides the scale, written down:
@@ -33,10 +34,12 @@ from gpu_accel.flash_attention3.hadamard import (
     butterflies,
     hadamard_block,
     load_rows,
+    mix_rows,
     random_signs,
     tile_shape,
 )
 from gpu_accel.flash_attention3.launch import launch
+from gpu_accel.flash_attention3.rotary import load_rotated
 
 _INTERPRET = tl.constexpr(INTERPRET)
 MIN_SCALE = 2.0**-126
@@ -148,11 +151,30 @@ def _store_rows(
 
 
 @triton.jit
+def _load(
+    x, stride, row, end, signs, cos, sin,
+    ROWS: tl.constexpr, D: tl.constexpr, COLS: tl.constexpr, LOG2: tl.constexpr, FACTOR: tl.constexpr,
+    HADAMARD: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Rows [row, row + ROWS) as float32: turned, rounded to their dtype as RoPE alone would, and times M."""
+    if ROTARY == 0:
+        tile = load_rows(x, stride, row, end - row, signs, ROWS, D, COLS, LOG2, FACTOR, HADAMARD)
+    else:
+        r = row + tl.arange(0, ROWS)
+        c = tl.arange(0, COLS)
+        pointers = x + r.to(tl.int64) * stride
+        tile = load_rotated(pointers, c, r < end, r, cos, sin, end, D, ROTARY, INTERLEAVED, True).to(tl.float32)
+        if HADAMARD:
+            tile = mix_rows(tile, signs, ROWS, D, COLS, LOG2, FACTOR)
+    return tile
+
+
+@triton.jit
 def _quantize_kernel(
-    x, signs, out, scales, sb, sh, ss, heads, seqlen, pitch, blocks,
+    x, signs, out, scales, cos, sin, sb, sh, ss, heads, seqlen, pitch, blocks,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, COLS: tl.constexpr, LOG2: tl.constexpr,
     FACTOR: tl.constexpr, HADAMARD: tl.constexpr, TRANSPOSE: tl.constexpr, E5M2: tl.constexpr,
-    LARGEST: tl.constexpr, MODE: tl.constexpr,
+    LARGEST: tl.constexpr, MODE: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """One block of rows. MODE 0: scale and values; 1: only the largest magnitude (to `scales`); 2: scale is given."""
     pid = tl.program_id(0).to(tl.int64)
@@ -164,17 +186,21 @@ def _quantize_kernel(
     x += (bh // heads) * sb + (bh % heads) * sh
     out += bh * D * (pitch if TRANSPOSE else seqlen)
     CHUNKS: tl.constexpr = (BLOCK + ROWS - 1) // ROWS
-    RAW: tl.constexpr = TRANSPOSE and CHUNKS == 1 and MODE == 0 and not HADAMARD
+    RAW: tl.constexpr = TRANSPOSE and CHUNKS == 1 and MODE == 0 and not HADAMARD and ROTARY == 0
     if RAW:
         tile, amax = _load_raw(x, ss, row0, end, ROWS, D, COLS)
     elif CHUNKS == 1 and MODE != 2:
-        tile = load_rows(x, ss, row0, end - row0, signs, ROWS, D, COLS, LOG2, FACTOR, HADAMARD)
+        tile = _load(
+            x, ss, row0, end, signs, cos, sin, ROWS, D, COLS, LOG2, FACTOR, HADAMARD, ROTARY, INTERLEAVED
+        )  # fmt: skip
         tile, amax = _finite_amax(tile)
     elif MODE != 2:
         amax = 0.0
         for i in range(CHUNKS):
             row = row0 + i * ROWS
-            t = load_rows(x, ss, row, end - row, signs, ROWS, D, COLS, LOG2, FACTOR, HADAMARD)
+            t = _load(
+                x, ss, row, end, signs, cos, sin, ROWS, D, COLS, LOG2, FACTOR, HADAMARD, ROTARY, INTERLEAVED
+            )  # fmt: skip
             t, largest = _finite_amax(t)
             amax = tl.maximum(amax, largest)
     if MODE == 1:
@@ -195,7 +221,9 @@ def _quantize_kernel(
         else:
             for i in range(CHUNKS):
                 row = row0 + i * ROWS
-                t = load_rows(x, ss, row, end - row, signs, ROWS, D, COLS, LOG2, FACTOR, HADAMARD)
+                t = _load(
+                    x, ss, row, end, signs, cos, sin, ROWS, D, COLS, LOG2, FACTOR, HADAMARD, ROTARY, INTERLEAVED
+                )  # fmt: skip
                 t, largest = _finite_amax(t)
                 _store_rows(out, t * inverse, row, end, stop, pitch, ROWS, D, COLS, TRANSPOSE, E5M2)
 
@@ -288,15 +316,17 @@ def quantized_shapes(
 
 @torch.library.custom_op("gpu_accel::fp8_block_quantize", mutates_args=())
 def quantize_op(
-    x: Tensor, block_size: int, per_block: bool, dtype: str, hadamard: bool, seed: int, transpose: bool
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, block_size: int, per_block: bool, dtype: str, hadamard: bool, seed: int, transpose: bool,
+    cos: Tensor | None = None, sin: Tensor | None = None, interleaved: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`quantize_blocks` as compilers and modes see it."""
-    return quantize_blocks(x, block_size, per_block, dtype, hadamard, seed, transpose)
+    return quantize_blocks(x, block_size, per_block, dtype, hadamard, seed, transpose, cos, sin, interleaved)
 
 
 def quantize_blocks(
-    x: Tensor, block_size: int, per_block: bool, dtype: str, hadamard: bool, seed: int, transpose: bool
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, block_size: int, per_block: bool, dtype: str, hadamard: bool, seed: int, transpose: bool,
+    cos: Tensor | None = None, sin: Tensor | None = None, interleaved: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launch the kernel; arguments are checked by `fp8.fp8_block_quantize`."""
     fmt = FORMATS[dtype]
     values_shape, scales_shape = quantized_shapes(x, block_size, per_block, transpose)
@@ -309,16 +339,19 @@ def quantize_blocks(
     # a longer block has the same scale, but the kernel would loop over rows that do not exist
     block_size = min(block_size, max(16, triton.next_power_of_2(seqlen)))
     hadamard_size = hadamard_block(dim) if hadamard else 1
-    # the transposing store holds the tile in two layouts, so it gets half the tile
-    rows, cols, warps = tile_shape(block_size, dim, 16384 if transpose else 32768)
+    # the transposing store holds the tile in two layouts, and RoPE its partners and angles: so they get half the tile
+    rows, cols, warps = tile_shape(block_size, dim, 16384 if transpose or cos is not None else 32768)
     # 64 registers suffice for 32 values a thread, and let two programs share an SM: one loads while one stores
-    raw = per_block and not hadamard and x.element_size() == 2 and block_size <= rows
+    raw = per_block and not hadamard and cos is None and x.element_size() == 2 and block_size <= rows
     narrow = rows * cols <= 1024 * warps and (raw or not transpose)
-    limit = {"maxnreg": 64} if narrow else {}
+    limit: dict[str, object] = {"maxnreg": 64} if narrow and cos is None else {}
+    if cos is not None:  # products and sums of RoPE round one by one, as in torch
+        limit["enable_fp_fusion"] = False
     blocks = triton.cdiv(seqlen, block_size)
     programs = batch * heads * blocks
     signs = random_signs(dim, seed, x.device) if hadamard else scales
-    if HADAMARD_IN_STRIPS and hadamard and per_block and not transpose and dim in (64, 128) and block_size == 128:
+    striped = HADAMARD_IN_STRIPS and hadamard and per_block and not transpose and cos is None
+    if striped and dim in (64, 128) and block_size == 128:
         arguments = (view, signs, out, scales, *view.stride()[:3], heads, seqlen, blocks)
         options = dict(
             ROWS=128, D=dim, STRIPS=dim // 32, LOG2=hadamard_size.bit_length() - 1,
@@ -335,16 +368,18 @@ def quantize_blocks(
     partial = scales if per_block else torch.empty(programs, dtype=torch.float32, device=x.device)
 
     def run(target: Tensor, mode: int) -> None:
-        arguments = (view, signs, out, target, *view.stride()[:3], heads, seqlen, values_shape[-1], blocks)
+        turns = (signs, signs) if cos is None or sin is None else (cos, sin)
+        arguments = (view, signs, out, target, *turns, *view.stride()[:3], heads, seqlen, values_shape[-1], blocks)
         options = dict(
             BLOCK=block_size, ROWS=rows, D=dim, COLS=cols, LOG2=hadamard_size.bit_length() - 1,
             FACTOR=1 / math.sqrt(hadamard_size), HADAMARD=hadamard, TRANSPOSE=transpose, E5M2=dtype == "e5m2",
-            LARGEST=fmt.largest, MODE=mode,
+            LARGEST=fmt.largest, MODE=mode, ROTARY=0 if cos is None else 2 * cos.shape[1], INTERLEAVED=interleaved,
         )  # fmt: skip
         if x.is_cuda:
             # what Triton would look up in every call: which addresses and numbers are multiples of 16, 1, or 64-bit
-            aligned = (t.data_ptr() % 16 == 0 for t in arguments[:4])
-            key = (x.dtype, fmt.dtype, *aligned, *((n % 16 == 0, n == 1, n >> 31 == 0) for n in arguments[4:]))
+            aligned = (t.data_ptr() % 16 == 0 for t in arguments[:6])
+            shapes = ((n % 16 == 0, n == 1, n >> 31 == 0) for n in arguments[6:])
+            key = (x.dtype, fmt.dtype, turns[0].dtype, *aligned, *shapes)
             _quick(key, programs, arguments, options, dict(num_warps=warps, **limit))
         else:
             launch(_quantize_kernel, programs, arguments, dict(options, num_warps=warps, **limit))
@@ -360,7 +395,7 @@ def quantize_blocks(
 
 
 @quantize_op.register_fake
-def _(x, block_size, per_block, dtype, hadamard, seed, transpose):
+def _(x, block_size, per_block, dtype, hadamard, seed, transpose, cos=None, sin=None, interleaved=True):
     values_shape, scales_shape = quantized_shapes(x, block_size, per_block, transpose)
     return (
         torch.empty(values_shape, dtype=FORMATS[dtype].dtype, device=x.device),

@@ -107,6 +107,16 @@ def butterflies(x, ROWS: tl.constexpr, COLS: tl.constexpr, LOG2: tl.constexpr):
 
 
 @triton.jit
+def mix_rows(
+    tile, signs, ROWS: tl.constexpr, D: tl.constexpr, COLS: tl.constexpr, LOG2: tl.constexpr, FACTOR: tl.constexpr
+):
+    """A tile (ROWS, COLS) float32 times M."""
+    c = tl.arange(0, COLS)
+    tile = tile * tl.load(signs + c, mask=c < D, other=0.0)[None, :]
+    return butterflies(tile, ROWS, COLS, LOG2) * FACTOR
+
+
+@triton.jit
 def load_rows(
     x, stride, row, rows_left, signs,
     ROWS: tl.constexpr, D: tl.constexpr, COLS: tl.constexpr, LOG2: tl.constexpr, FACTOR: tl.constexpr,
@@ -118,8 +128,7 @@ def load_rows(
     pointers = x + (row + r).to(tl.int64)[:, None] * stride + c[None, :]
     tile = tl.load(pointers, mask=(r < rows_left)[:, None] & (c < D)[None, :], other=0.0).to(tl.float32)
     if HADAMARD:
-        tile = tile * tl.load(signs + c, mask=c < D, other=0.0)[None, :]
-        tile = butterflies(tile, ROWS, COLS, LOG2) * FACTOR
+        tile = mix_rows(tile, signs, ROWS, D, COLS, LOG2, FACTOR)
     return tile
 
 

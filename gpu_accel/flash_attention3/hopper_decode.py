@@ -510,8 +510,6 @@ def untimed(call: KVCall) -> str | None:
         return "a head_dim other than 128 was not timed on a GPU"
     if call.q.shape[1] > 1:
         return "several queries of a sequence were not timed on a GPU"
-    if call.page_size % 16:
-        return "pages of a size that is no multiple of 16 were not timed on a GPU"
     if call.num_splits or call.batch_invariant:
         return "splits other than its own were not timed on a GPU"
     return None

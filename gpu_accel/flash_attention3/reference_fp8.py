@@ -12,6 +12,7 @@ from torch import Tensor
 from gpu_accel.flash_attention3.fp8_quantize import Fp8Format, fp8_format, scale_of
 from gpu_accel.flash_attention3.hadamard import hadamard_reference
 from gpu_accel.flash_attention3.reference import visible, without_autocast
+from gpu_accel.flash_attention3.rotary import apply_rotary
 
 LOG2E = 1.4426950408889634
 
@@ -34,9 +35,17 @@ def quantize_reference(
     hadamard: bool = False,
     seed: int = 0,
     transpose: bool = False,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """`fp8_block_quantize` in plain torch, bit for bit (NaN is always 0x7f)."""
     fmt = fp8_format(dtype)
+    if rotary_cos is not None and rotary_sin is not None:
+        rows = tensor.reshape(-1, *tensor.shape[-2:]).transpose(0, 1)
+        positions = torch.arange(len(rows), device=tensor.device)
+        turned = apply_rotary(rows, rotary_cos, rotary_sin, positions, interleaved=rotary_interleaved)
+        tensor = turned.transpose(0, 1).reshape(tensor.shape)
     x = hadamard_reference(tensor, seed=seed) if hadamard else tensor.float()
     *lead, seqlen, dim = x.shape
     block_size = min(block_size, max(1, seqlen))  # a longer block would only be padded

@@ -76,9 +76,12 @@ def _invariant_operands(ptx: str) -> list[int]:
                 loops.append((labels[found[1]], i))
         elif found := _WGMMA.search(line):
             products.append((i, re.findall(r"%\w+", found[1] or "")))
-        elif (found := _PTX_DEFINITION.match(line)) and found[1] not in _PTX_WITHOUT_RESULT:
-            for name in re.findall(r"%\w+", found[2]):
-                made.setdefault(name, []).append(i)
+        else:
+            for statement in line.split(";"):  # inline assembly has several in a line, in braces of their own
+                found = _PTX_DEFINITION.match(statement.lstrip(" \t{"))
+                if found and found[1] not in _PTX_WITHOUT_RESULT:
+                    for name in re.findall(r"%\w+", found[2]):
+                        made.setdefault(name, []).append(i)
     counts = []
     for at, names in products:
         loop = _innermost(loops, at)

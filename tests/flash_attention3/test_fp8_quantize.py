@@ -11,6 +11,7 @@ from gpu_accel.flash_attention3.fp8 import fp8_block_quantize, hadamard_transfor
 from gpu_accel.flash_attention3.fp8_quantize import FORMATS
 from gpu_accel.flash_attention3.hadamard import hadamard_block, hadamard_reference, random_signs
 from gpu_accel.flash_attention3.reference_fp8 import dequantize, quantize_reference, transpose_values
+from gpu_accel.flash_attention3.rotary import apply_rotary
 
 INF, NAN = float("inf"), float("nan")
 
@@ -62,6 +63,41 @@ def test_bits_equal_the_twin(shape, hadamard, dtype, device):
 )
 def test_bits_equal_the_twin_for_other_blocks(options, device):
     assert_bits(wide((1, 2, 150, 80), dtype=torch.float16), device, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"hadamard": True, "seed": 3},
+        {"rotary_interleaved": False, "hadamard": True},
+        {"rotary_interleaved": False, "scale_per_block": False, "dtype": "e5m2"},
+        {"block_size": 1024, "transpose": True},  # read in pieces, twice
+    ],
+    ids=lambda o: "-".join(f"{k}={v}" for k, v in o.items()),
+)
+def test_rotary_embedding_on_the_way(options, device):
+    """The bits of turning first and quantising then; 48 of 80 dimensions turn."""
+    x = wide((1, 2, 150, 80), dtype=torch.float16) / 16  # the interpreter's cast to bfloat16 does not round
+    angle = torch.randn(160, 24, generator=torch.Generator().manual_seed(1)).to(device) * 3
+    cos, sin = angle.cos(), angle.sin()
+    values, scales = assert_bits(x, device, rotary_cos=cos, rotary_sin=sin, **options)
+    how = options.get("rotary_interleaved", True)
+    rest = {k: v for k, v in options.items() if k != "rotary_interleaved"}
+    rows = x.to(device)[0].transpose(0, 1)
+    turned = apply_rotary(rows, cos, sin, torch.arange(150, device=device), interleaved=how).transpose(0, 1)[None]
+    twin, twin_scales = quantize_reference(turned, **rest)
+    assert torch.equal(scales, twin_scales.cpu())
+    assert torch.equal(values.view(torch.uint8), twin.view(torch.uint8).cpu())
+
+
+def test_wrong_rotary_tables():
+    x, cos = torch.zeros(2, 9, 16), torch.ones(9, 8)
+    for given in (
+        (cos, None), (cos, cos.half()), (cos[:8], cos[:8]), (torch.ones(9, 9), torch.ones(9, 9)), (cos[:, :0],) * 2,
+        (cos.double(),) * 2, (cos[0], cos[0]), (1, 2),
+    ):  # fmt: skip
+        with pytest.raises(InvalidInputError, match="rotary_"):
+            fp8_block_quantize(x, rotary_cos=given[0], rotary_sin=given[1])
 
 
 @pytest.mark.parametrize("dim", [64, 128])

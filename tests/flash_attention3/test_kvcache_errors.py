@@ -188,7 +188,6 @@ UNTIMED = {
     "fp16": (dict(dtype=torch.float16), "float16"),
     "head-dim-64": (dict(dim=64), "head_dim other than 128"),
     "queries": (dict(seqlen_q=4, causal=True), "several queries"),
-    "pages-of-8": (dict(page=8), "no multiple of 16"),
     "splits": (dict(num_splits=3), "splits other than its own"),
     "batch-invariant": (dict(batch_invariant=True), "splits other than its own"),
 }
@@ -227,8 +226,9 @@ def test_auto_takes_the_gluon_kernel_only_where_it_was_timed(hopper, options, wh
     ("options", "plan"),
     [
         ({}, "4 warps of 16 keys, 2 per SM; 8 tiles, 32 splits"),
-        ({"page": 16}, "of 16 keys"), ({"kind": "e4m3"}, "of 32 keys"), ({"kind": "e4m3", "page": 32}, "of 32 keys"),
-        ({"kind": "e4m3", "page": 16}, "of 16 keys"), ({"new": 1, "causal": True}, "of 16 keys"),
+        ({"page": 16}, "of 16 keys"), ({"page": 1}, "of 16 keys"), ({"kind": "e4m3"}, "of 32 keys"),
+        ({"kind": "e4m3", "page": 32}, "of 32 keys"), ({"kind": "e4m3", "page": 16}, "of 16 keys"),
+        ({"new": 1, "causal": True}, "of 16 keys"),
     ],
 )  # fmt: skip
 def test_auto_takes_the_gluon_kernel(hopper, options, plan):

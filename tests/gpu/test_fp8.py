@@ -57,6 +57,21 @@ def test_quantiser_bits(dim, options):
     assert not (different & ~nan).any(), f"{(different & ~nan).sum().item()} of {values.numel()} bytes differ"
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("options", [{}, {"hadamard": True}, {"block_size": 4096}, {"transpose": True}], ids=str)
+def test_quantiser_turns_by_the_rotary_embedding(options, interleaved, dtype):
+    """The bits of turning first, by plain torch, and quantising then."""
+    for dim, turned in ((64, 64), (128, 96), (80, 16)):
+        x = draw(2, 3, 1157, dim, outliers=True, dtype=dtype)
+        angle = torch.outer(torch.arange(1200), 10000.0 ** (-torch.arange(turned // 2) / (turned // 2))).cuda()
+        how = dict(options, rotary_cos=angle.cos(), rotary_sin=angle.sin(), rotary_interleaved=interleaved)
+        values, scales = fp8_block_quantize(x, **how)
+        twin, twin_scales = quantize_reference(x, **how)
+        assert torch.equal(scales, twin_scales)
+        assert torch.equal(values.view(torch.uint8), twin.view(torch.uint8))
+
+
 @pytest.mark.parametrize("dim", [64, 96, 128, 256, 4096])
 def test_hadamard_bits_and_inverse(dim):
     x = draw(3, 333, dim, dtype=torch.float32)
