@@ -211,7 +211,7 @@ def build_mamba(case: Case, settings: Settings) -> Workload:
         return [t.float() for t in make_inputs(seed)]
 
     def as_tensor_cores(x, dt, A, B, C):
-        """Tensor cores cut what they multiply to tf32, also what a chunk made, and 16 bits are coarser: the same in them.
+        """Tensor cores cut what they multiply to tf32, also what a chunk made; 16 bits are coarser: the same in them.
 
         Rounding the inputs alone, as this did, bounds nothing: they are 16-bit numbers already.
         """
