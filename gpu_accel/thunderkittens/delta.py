@@ -28,9 +28,9 @@ from gpu_accel.thunderkittens.linear import (
     choose,
 )
 
-# What its tests in tests/gpu have passed on (H100, Triton 3.6.0): "auto" takes the kernels for that alone.
-# In float16 a gated one had gradients of beta that ptxas had made wrong (see `delta_kernels._inputs_kernel`).
-GPU_CHECKED = (torch.bfloat16, torch.float32)
+# What its tests in tests/gpu have passed on (H100, float16 on an H200; Triton 3.6.0): "auto" takes the kernels for that
+# alone. In float16 a gated one had gradients of beta that ptxas had made wrong (see `delta_kernels._inputs_kernel`).
+GPU_CHECKED = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_KEY = 128  # one program holds a state of K rows
 
 

@@ -82,3 +82,47 @@ def _pairs_kernel(
         by = tl.sum(_parts(across, (number * chunks + chunk) * BA, numbers * chunks * BA, tiles, BA), 0)
         grad = tl.cumsum(inside, 0, reverse=True) + (tl.cumsum(out, 0) - out) + by
         tl.store(dg + to, grad, mask=mask)
+
+
+@triton.jit
+def _gate_sums_kernel(
+    sums_of_pairs, got, out_of, weights, into, across, dg, dw, seqlen, chunks, heads, tiles,
+    BT: tl.constexpr, BH: tl.constexpr, BA: tl.constexpr, HAS_W: tl.constexpr,
+):  # fmt: skip
+    """The same dg and dw where `both_kernel` has summed up the pairs: BH heads of a chunk a program.
+
+    sums_of_pairs (what a step passes on), out_of (batch, heads, chunks, BT) and got (.., 4, BT); the rest as above.
+    """
+    blocks = (heads + BH - 1) // BH
+    program = tl.program_id(0)
+    head = program % blocks * BH + tl.arange(0, BH)
+    chunk = program // blocks % chunks
+    batch = (program // blocks // chunks).to(tl.int64)
+    steps = tl.arange(0, BT)
+    there = (head < heads)[:, None] & (steps < BT)[None, :]
+    number = batch * heads + head
+    line = (number[:, None] * chunks + chunk) * BT + steps[None, :]
+    planes = (tl.num_programs(0) // blocks // chunks).to(tl.int64) * heads * chunks
+    passed = tl.load(sums_of_pairs + line, mask=there, other=0.0)
+    inside = tl.zeros((BH, BT), tl.float32)
+    for part in tl.static_range(4):
+        inside += tl.load(got + (line - steps[None, :]) * 4 + part * BT + steps[None, :], mask=there, other=0.0)
+    out = tl.load(out_of + line, mask=there, other=0.0)
+    by = tl.zeros((BH,), tl.float32)
+    at = (number[:, None] * chunks + chunk) * BA + tl.arange(0, BA)[None, :]
+    here = (head < heads)[:, None] & (tl.arange(0, BA) < BA)[None, :]
+    for _ in range(0, tiles):
+        inside += tl.load(into + line, mask=there, other=0.0)
+        by += tl.sum(tl.load(across + at, mask=here, other=0.0), 1)
+        into += planes * BT
+        across += planes * BA
+    rows = chunk * BT + steps
+    to = (batch * seqlen + rows)[None, :] * heads + head[:, None]
+    mask = there & (rows < seqlen)[None, :]
+    if HAS_W:
+        tl.store(dw + to, passed + out, mask=mask)
+        own = tl.load(weights + (number[:, None] * chunks + chunk) * BT + steps[None, :], mask=there, other=0.0)
+        passed = passed * own
+        out = out * own
+    grad = tl.cumsum(inside - passed, 1, reverse=True) + (tl.cumsum(out, 1) - out) + by[:, None]
+    tl.store(dg + to, grad, mask=mask)

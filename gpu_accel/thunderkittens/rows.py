@@ -25,7 +25,7 @@ from gpu_accel.thunderkittens.linear import choose
 
 WHOLE = 16384  # elements of a row that stay in registers
 _BLOCK = 16384  # of a longer one
-_ROW_STAGES = 2  # rows on their way at once in the backward of norms; 3 were faster: test_norms_with_three_rows_ahead
+_ROW_STAGES = 3  # rows on their way at once in the backward of norms; see test_norms_with_three_rows_ahead
 _ROW_THREADS = 640  # an SM, of its programs
 _ROW_BYTES = 224 << 10  # of shared memory for rows on their way; sums of warps and numbers of rows take up to 1 KB more
 _PARTS = 256  # of the sums over rows: about two programs an SM

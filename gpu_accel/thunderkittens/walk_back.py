@@ -5,6 +5,8 @@
     3  dv, from the last chunk to the first
     4  `pairs_kernel`: dg and dw, from pairs inside chunks and from what the walks say of pairs between chunks
 
+Or, of forms in BOTH, `both_kernel` for 1, 3 and the pairs of 4: it has both factors of every pair.
+
 dq and dk of a head are rounded to bfloat16 and then added up in float32 over the heads that share them, as torch does.
 Without gradients of gates the kernels of `chunked` are as fast: 1526 us by walks, 1566 by those (retention, H200).
 """
@@ -17,7 +19,7 @@ import torch
 import triton
 from torch import Tensor
 
-from gpu_accel.flash_attention3.gluon_launch import addressable
+from gpu_accel.flash_attention3.gluon_launch import QuickLaunch, addressable, tensor_map
 from gpu_accel.flash_attention3.launch import launch, next_power_of_2
 from gpu_accel.thunderkittens import pairs_kernel, walk_hopper
 from gpu_accel.thunderkittens.walk_hopper import CHUNK, WalkConfig
@@ -29,11 +31,14 @@ CHECKED: dict[tuple[int, int, bool], tuple[str, ...]] = {
     (128, 128, False): ("states", "segments"),
     (64, 64, True): (),
 }
+# K, padded to 64 or 128, of what takes `both_kernel` (with V up to 64): its warps and stages. None until a GPU ran it.
+BOTH: dict[int, tuple[int, int]] = {}
 _LEAST_SCALE = 2.0**-60  # the gradient of a final state is divided by the scale
 _SHORT = CHUNK  # steps: with fewer, two states given weigh so much in dg that bfloat16 is not enough for them
 _COLUMNS = 64  # of k that a program of walks 1 and 2 takes; 128 took 3 % longer
 _HEADS = 8  # of a group that a program of `pairs_kernel` takes; 4 and 16 are as good
 Local = tuple[Tensor, Tensor] | None
+_quick: list[QuickLaunch] = []
 
 
 def refusal(
@@ -64,6 +69,40 @@ def _flipped(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.mT.contiguous()
 
 
+def both(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, vectors: tuple[Tensor, Tensor], initial: Tensor | None,
+    local: Tensor | None, decays: Tensor | None, states: Tensor, *, weighted: bool, scale: float, segments: int,
+    config: tuple[int, int],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """dk and dv of every head, the last D (batch, heads, V, K) float32, and out_of, passed and got of `both_kernel`.
+
+    initial, local, decays: of D, as `walk_hopper.walk` takes them. states: memory for the D that enters every chunk.
+    """
+    from gpu_accel.thunderkittens import both_kernel
+
+    if not _quick:
+        _quick.append(QuickLaunch(both_kernel.both_kernel))
+    batch, seqlen, heads, value_dim = v.shape
+    heads_q, key_dim = q.shape[2:]
+    warps, stages = config
+    chunks, block_k = triton.cdiv(seqlen, CHUNK), 64 if key_dim <= 64 else 128
+    dk, dv = (v.new_empty((batch, seqlen, heads, n)) for n in (key_dim, value_dim))
+    final = v.new_empty((batch, heads, value_dim, key_dim), dtype=torch.float32)
+    sums = [v.new_empty((batch, heads, chunks, n * CHUNK), dtype=torch.float32) for n in (1, 1, 4)]
+    blocks = (block_k, block_k, 64, 64, block_k, 64)
+    maps = [tensor_map(x, CHUNK, n) for x, n in zip((q, k, v, do, dk, dv), blocks, strict=True)]
+    optional = [final if x is None else x for x in (initial, local, decays)]
+    _quick[0](
+        (warps,), batch * heads * segments,
+        (*maps, tensor_map(states, 64, block_k), *map(walk_hopper._line_map, vectors), *optional, final, *sums,
+         chunks, heads, heads // heads_q, batch, segments, key_dim, value_dim, scale),
+        dict(BK=block_k, BV=64, STAGES=stages, WEIGHTED=weighted, HAS_INITIAL=initial is not None,
+             HAS_LOCAL=local is not None, WARPS=warps),
+        dict(num_warps=warps),
+    )  # fmt: skip
+    return dk, dv, final, *sums
+
+
 def gradients(
     do: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, w: Tensor | None,
     initial: Tensor | None, local: Local, dlocal: Local, *, scale: float, segments: int,
@@ -82,20 +121,36 @@ def gradients(
     keys = WalkConfig(block_v=_COLUMNS, stages=3 if value_dim <= 64 else 2)
     rows, tiles = 64 * triton.cdiv(value_dim, 64), triton.cdiv(key_dim, _COLUMNS)
     parts = (tiles, batch, heads, chunks)
-    out_of, into, across = (v.new_empty((*parts, n), dtype=torch.float32) for n in (CHUNK, CHUNK, rows))
+    into, across = (v.new_empty((*parts, n), dtype=torch.float32) for n in (CHUNK, rows))
     states = v.new_empty((batch, chunks * rows, heads, key_dim))
     common: dict[str, Any] = dict(vectors=vectors, segments=segments, scale=scale)
     dsum, ddecay = dlocal or (None, None)
-    dk, _ = walk_hopper.walk(v, do, q, g, w, _flipped(ending), _flipped(dsum), ddecay, reverse=True, config=keys,
-                             states=states, x=k, inner=out_of, **common)  # fmt: skip
+    dg, dw = (torch.empty(v.shape[:3] if has else (0,), dtype=torch.float32, device=v.device)
+              for has in (True, w is not None))  # fmt: skip
+    config = BOTH.get(64 if key_dim <= 64 else 128) if value_dim <= 64 else None
+    if config:
+        dk, dv, dstate, out_of, *pairs = both(do, q, k, v, vectors, _flipped(ending), _flipped(dsum), ddecay, states,
+                                              weighted=w is not None, scale=scale, segments=segments,
+                                              config=config)  # fmt: skip
+        dstate = dstate.mT
+    else:
+        out_of = v.new_empty((*parts, CHUNK), dtype=torch.float32)
+        dk, _ = walk_hopper.walk(v, do, q, g, w, _flipped(ending), _flipped(dsum), ddecay, reverse=True, config=keys,
+                                 states=states, x=k, inner=out_of, **common)  # fmt: skip
+        dv, dstate = walk_hopper.walk(k, q, do, g, w, ending, dsum, ddecay, reverse=True, **common)
     added, decay = local or (None, None)
     dq, _ = walk_hopper.walk(do, v, k, g, w, _flipped(initial), _flipped(added), decay, config=keys, states=states,
                              across=across, x=q, inner=into, **common)  # fmt: skip
-    dv, dstate = walk_hopper.walk(k, q, do, g, w, ending, dsum, ddecay, reverse=True, **common)
     if group > 1:
         dq, dk = (x.unflatten(2, (heads_q, group)).sum(3) for x in (dq, dk))
-    dg, dw = (torch.empty(v.shape[:3] if has else (0,), dtype=torch.float32, device=v.device)
-              for has in (True, w is not None))  # fmt: skip
+    if config:
+        block = min(16, next_power_of_2(heads))
+        launch(
+            pairs_kernel._gate_sums_kernel, batch * chunks * triton.cdiv(heads, block),
+            (*pairs, out_of, vectors[1], into, across, dg, dw, seqlen, chunks, heads, tiles),
+            dict(BT=CHUNK, BH=block, BA=rows, HAS_W=w is not None, num_warps=4),
+        )  # fmt: skip
+        return dq, dk, dv, dg, dw, dstate * scale
     block = min(group, _HEADS)
     launch(
         pairs_kernel._pairs_kernel, batch * chunks * heads_q * triton.cdiv(group, block),

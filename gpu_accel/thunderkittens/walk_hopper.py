@@ -20,10 +20,11 @@ _quick: list[QuickLaunch] = []
 
 @dataclass(frozen=True, kw_only=True)
 class WalkConfig:
-    """Columns of v that a program takes, and how many chunks ahead it loads."""
+    """Columns of v that a program takes, how many chunks ahead it loads, and whether q S waits for the scores."""
 
     block_v: int = 64
     stages: int = 2
+    late: bool = False
 
 
 def walk_config(key_dim: int, value_dim: int) -> WalkConfig:
@@ -132,7 +133,7 @@ def walk(
     memory = [final if t is None else t for t in (states, across, x, inner)]
     constants = dict(BK=block_k, BV=config.block_v, STAGES=config.stages, GATED=g is not None, WEIGHTED=w is not None,
                      HAS_INITIAL=initial is not None, HAS_LOCAL=local is not None, NORM=norm is not None,
-                     REVERSE=reverse, GATES=states is not None)  # fmt: skip
+                     REVERSE=reverse, GATES=states is not None, LATE=config.late)  # fmt: skip
     _quick[0](
         (far >= 2**31,), batch * heads * tiles * segments,
         (*keys, *values, _line_map(sums), _line_map(weights), *optional, final,

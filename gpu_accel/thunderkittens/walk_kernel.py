@@ -114,7 +114,7 @@ def walk_kernel(
     states_desc, states, across, x, inner, x_b, x_t, x_h, seqlen, group_v,
     BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, WEIGHTED: gl.constexpr,
     HAS_INITIAL: gl.constexpr, HAS_LOCAL: gl.constexpr, NORM: gl.constexpr, REVERSE: gl.constexpr,
-    GATES: gl.constexpr,
+    GATES: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
     """o through o_desc, and final (sequences, heads, K, V) float32. Descriptors of rank 4: (batch, head, row, column).
 
@@ -124,6 +124,8 @@ def walk_kernel(
     GATES, for their gradients: a REVERSE walk keeps the state that enters every chunk, in states (sequences, chunks *
     BK, heads, V) in the dtype of q. A forward one multiplies it with what is left of its own at the end of the chunk,
     and leaves `final` alone: across (tiles, sequences, heads, chunks, BK) float32 are the sums of rows, times scale.
+    LATE: q S is asked for after the scores are there. ptxas moves scores * share above the wait that leaves q S on its
+    way, and waits for both there; so it runs beside that product instead. Not taken: nobody timed it.
     Both: inner (tiles, sequences, heads, chunks, STEPS) float32 are the products of rows of x (sequences, seqlen, heads
     as v, V; strides in units of 8) with what the state adds to o, without weights.
     """
@@ -212,7 +214,8 @@ def walk_kernel(
         k_buf = k_bufs.index(stage)
         v_buf = v_bufs.index(stage)
         scores = warpgroup_mma(q_bufs.index(stage), k_buf.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-        out = warpgroup_mma(q_bufs.index(stage), s_buf, no_out, use_acc=False, is_async=True)
+        if not LATE:
+            out = warpgroup_mma(q_bufs.index(stage), s_buf, no_out, use_acc=False, is_async=True)
 
         # what needs no product
         if GATED:
@@ -232,7 +235,11 @@ def walk_kernel(
             rows = gl.arange(0, BK, layout=gl.SliceLayout(1, OUT))
             gl.store(across + to + rows, gl.sum(acc * behind.to(gl.float32), axis=1) * scale)
             x_tile = _rows_of(x, x_b, x_t, x_h, n, head_v, chunk, col, seqlen, _opaque(V), BV, OUT)
-        scores = warpgroup_mma_wait(1, deps=[scores])
+        if LATE:
+            scores = warpgroup_mma_wait(0, deps=[scores])
+            out = warpgroup_mma(q_bufs.index(stage), s_buf, no_out, use_acc=False, is_async=True)
+        else:
+            scores = warpgroup_mma_wait(1, deps=[scores])
         if GATED or (WEIGHTED and not REVERSE):  # noqa: SIM108
             p = (scores * share).to(dtype)
         else:

@@ -123,7 +123,7 @@ def test_delta_rule(gated):
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("dtype", ["FP16", "FP32"])
 def test_delta_rule_in_other_dtypes(dtype, gated):
-    """In processes of their own; "auto" takes torch in fp16."""
+    """In processes of their own."""
     alone(f"delta_rule_of({gated}, {dtype})")
 
 
@@ -307,16 +307,26 @@ def test_walks_back_on_hopper(shape, given, initial, segments, walks_back):
 
         return call
 
-    # What a step passes to itself is in both sums of dg and cancels there; of a single step nothing else is left, and
-    # the truth is 0. Both are one product in float32, times the weight before its sum or after it, rounded once
-    # each: up to half an epsilon of the product from what they stand for, so an epsilon together.
-    q, k, v, do = (x.double().repeat_interleave(heads // x.shape[2], 2) for x in (*tensors[:3], grads[0]))
-    own = 0.3 * (q * k).sum(-1) * (do * v).sum(-1) * (1.0 if optional["w"] is None else optional["w"])
-    floors = {"dg": torch.finfo(FP32).eps * own.abs().max().item()}
+    # Of a single step nothing is left in dg: what it passes to itself and what it passes to the last state are each in
+    # two sums that cancel, and the truth is 0. Each of both is one number in float32 times the weight, which one sum
+    # rounds and the other one may not (a fused multiply-add): half an epsilon from what they stand for, each.
+    floors = {}
+    if seqlen == 1:
+        q, k, v, do = (x.double().repeat_interleave(heads // x.shape[2], 2)[:, 0] for x in (*tensors[:3], grads[0]))
+        itself = 0.3 * (q * k).sum(-1) * (do * v).sum(-1)
+        onwards = (k * (grads[1].double() @ v[..., None])[..., 0]).sum(-1)
+        both = (itself.abs() + onwards.abs()) * (1.0 if optional["w"] is None else optional["w"][:, 0])
+        floors["dg"] = torch.finfo(FP32).eps * both.max().item()
     judge(names + ["d" + name for name in present], function, tensors, grads, floors=floors)
     assert len(walks_back) == 1
     once, again = (run(function("hopper"), tensors, grads) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+
+
+@pytest.mark.parametrize(("shape", "given", "initial", "segments"), [p for p in WALKS_BACK if p.values[0][5] <= 64])
+def test_keys_and_values_in_one_walk(shape, given, initial, segments, walks_back, monkeypatch):
+    monkeypatch.setattr(walk_back, "BOTH", {64: (4, 2), 128: (8, 3)})
+    test_walks_back_on_hopper(shape, given, initial, segments, walks_back)
 
 
 @pytest.mark.parametrize(("seqlen", "key_dim", "value_dim"), [(515, 128, 128), (1, 128, 64), (300, 64, 72)])

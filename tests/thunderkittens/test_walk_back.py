@@ -70,10 +70,37 @@ def walk_in_torch(q, k, v, g, w, initial, local, decays, *, scale, segments, con
     return out[:, :, :seqlen].transpose(1, 2).to(dtype).contiguous(), final
 
 
+def both_in_torch(do, q, k, v, vectors, initial, local, decays, states, *, weighted, scale, segments, config):
+    """What `both_kernel` says it does: the two walks backwards, and the sums of pairs inside chunks."""
+    (batch, seqlen, heads), chunks = v.shape[:3], -(-v.shape[1] // CHUNK)
+    out_of, passed = torch.zeros(2, 1, batch, heads, chunks, CHUNK)
+    got = torch.zeros(batch, heads, chunks, 4, CHUNK)
+    common = dict(scale=scale, segments=segments, reverse=True, vectors=vectors)
+    w = vectors[1] if weighted else None
+    seen = dict(states=states, x=k, inner=out_of)
+    dk, final = walk_in_torch(v, do, q, vectors[0], w, initial, local, decays, **seen, **common)
+    turned = (None if x is None else x.mT for x in (initial, local))
+    dv, _ = walk_in_torch(k, q, do, vectors[0], w, *turned, decays, **common)
+
+    def cut(t):
+        t = t.repeat_interleave(heads // t.shape[2], 2).transpose(1, 2).float()
+        return torch.nn.functional.pad(t, (0, 0, 0, chunks * CHUNK - seqlen)).unflatten(2, (chunks, CHUNK))
+
+    b = vectors[0].unflatten(2, (chunks, CHUNK))
+    decay = torch.exp2(b[..., None, :] - b[..., :, None]).triu()  # step that passes on, step that gets it
+    pairs = (cut(k) @ cut(q).mT) * (cut(v) @ cut(do).mT) * decay * scale
+    passed[0] = pairs.sum(-1)
+    got += (pairs * (w.unflatten(2, (chunks, CHUNK))[..., None] if weighted else 1)).unflatten(3, (4, 16)).sum(4)
+    return dk, dv, final, out_of[0], passed[0], got
+
+
 CASES = {
     "g-w-q1-K128": dict(seqlen=70, heads=3, heads_q=1, key_dim=128, value_dim=64),
     "g-segments2-initial-K24-V72": dict(seqlen=130, heads=1, heads_q=1, key_dim=24, value_dim=72, w=False, segments=2,
                                         initial=True),
+    "g-w-q1-K128-both": dict(seqlen=70, heads=3, heads_q=1, key_dim=128, value_dim=64, both=True),
+    "g-segments2-initial-K24-both": dict(seqlen=130, heads=1, heads_q=1, key_dim=24, value_dim=64, w=False, segments=2,
+                                         initial=True, both=True),
 }
 
 
@@ -111,6 +138,9 @@ def by_torch(tensors, do, dfinal, scale, dtype=None):
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_gradients(case, device, monkeypatch):
+    case = dict(case)
+    monkeypatch.setattr(walk_back, "BOTH", {64: (4, 2), 128: (8, 3)} if case.pop("both", False) else {})
+    monkeypatch.setattr(walk_back, "both", both_in_torch)
     tensors, do, dfinal, segments = problem(device, **case)
     mine = by_walks(tensors, do, dfinal, segments, 0.3, monkeypatch)
     truth, ruler = by_torch(tensors, do, dfinal, 0.3, torch.float64), by_torch(tensors, do, dfinal, 0.3)

@@ -1,0 +1,199 @@
+"""Gradients of k and v in one walk for Hopper (sm_90a) in Gluon, and what gates need of the pairs inside chunks.
+
+The two walks from the last chunk to the first that `walk_back` needs for dk and dv have the same state, one the other's
+transpose, the same decays and the same tensors. One program has both, a sequence, a head and a segment:
+
+    D (V, K) = sum over later t of exp(b_t) do_t q_t', in registers, and in shared memory in bfloat16
+    dk = scale w ((v do' * decays) q + v D)         dv = scale w ((k q' * decays) do + k D')
+
+Seven products a chunk for eight, q, k, v and do once for twice; and of (k q') (v do') * decays, whose factors both are
+here, the sums over rows and columns that `pairs_kernel` would otherwise read v and do once more for.
+
+    tensor cores | k q'  v do'  v D  k D' |                 | dk dv | D |
+    the rest     |  decays                | pairs, do'      | D: next chunk's TMA loads
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from gpu_accel.gluon_compat import barrier, tma_load, tma_store
+from gpu_accel.thunderkittens.walk_kernel import STEPS, _opaque, _scaled_keys, _state_places
+
+
+@gluon.jit
+def _load(descs, bufs, bar, stage, n, head, head_q, chunk, line, WEIGHTED: gl.constexpr):
+    """Ask for a chunk's q, k, v, do and gates."""
+    q_desc, k_desc, v_desc, do_desc, sums_desc, weights_desc = descs
+    q_bufs, k_bufs, v_bufs, do_bufs, sums_bufs, weights_bufs = bufs
+    full = bar.index(stage)
+    row = chunk * STEPS
+    VECTORS: gl.constexpr = (1 + WEIGHTED) * STEPS * 4
+    mbarrier.expect(full, 2 * q_desc.block_type.nbytes + 2 * v_desc.block_type.nbytes + VECTORS)
+    tma_load(k_desc, [n, head_q, row, 0], full, k_bufs.index(stage))
+    tma_load(q_desc, [n, head_q, row, 0], full, q_bufs.index(stage))
+    tma_load(v_desc, [n, head, row, 0], full, v_bufs.index(stage))
+    tma_load(do_desc, [n, head, row, 0], full, do_bufs.index(stage))
+    tma_load(sums_desc, [line + row], full, sums_bufs.index(stage))
+    if WEIGHTED:
+        tma_load(weights_desc, [line + row], full, weights_bufs.index(stage))
+
+
+@gluon.jit(do_not_specialize=["chunks", "heads", "group", "sequences", "segments", "K", "V", "scale"])
+def both_kernel(
+    q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, states_desc, sums_desc, weights_desc,
+    initial, local, decays, final, out_of, passed, got, chunks, heads, group, sequences, segments, K, V, scale,
+    BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, WEIGHTED: gl.constexpr, HAS_INITIAL: gl.constexpr,
+    HAS_LOCAL: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """dk (batch, seqlen, heads, K), dv (.., V) through descriptors of rank 4 as in `walk_kernel`, of 64 steps each.
+
+    initial, final (sequences, heads, V, K), local (segments, sequences, heads, V, K) float32: D, as there.
+    states_desc: (sequences, chunks * BV, heads, K), the D that enters every chunk, in the dtype of q.
+    out_of, passed (sequences, heads, chunks, STEPS) float32, without weights: what a step passes to later chunks, and
+    what it passes on inside its own. got (.., 4, STEPS): what it gets there of each 16 steps, with their weights.
+    """
+    dtype: gl.constexpr = q_desc.dtype
+    COLS: gl.constexpr = WARPS // 4
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, COLS], [16, 64 // COLS, 16])
+    OUT_K: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, COLS], [16, BK // COLS, 16])
+    OUT_V: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, COLS], [16, BV // COLS, 16])
+    LEFT_K: gl.constexpr = gl.DotOperandLayout(0, OUT_K, 2)
+    LEFT_V: gl.constexpr = gl.DotOperandLayout(0, OUT_V, 2)
+    KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEPS, BK], dtype)
+    VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEPS, BV], dtype)
+    VECTOR: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
+    gl.static_assert(BV == 64)  # rows of D: the M of wgmma
+
+    q_bufs = gl.allocate_shared_memory(dtype, [STAGES, STEPS, BK], KEYS)
+    k_bufs = gl.allocate_shared_memory(dtype, [STAGES, STEPS, BK], KEYS)
+    v_bufs = gl.allocate_shared_memory(dtype, [STAGES, STEPS, BV], VALUES)
+    do_bufs = gl.allocate_shared_memory(dtype, [STAGES, STEPS, BV], VALUES)
+    s_buf = gl.allocate_shared_memory(dtype, [BV, BK], gl.NVMMASharedLayout.get_default_for([BV, BK], dtype))
+    dk_buf = gl.allocate_shared_memory(dtype, [STEPS, BK], KEYS)
+    dv_buf = gl.allocate_shared_memory(dtype, [STEPS, BV], VALUES)
+    sums_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, STEPS], VECTOR)
+    weights_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, STEPS], VECTOR)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+    fence_async_shared()
+
+    program = gl.program_id(0)
+    head = program % heads
+    n = program // heads % sequences
+    position = program // heads // sequences
+    head_q = head // group
+    each = gl.cdiv(chunks, segments)
+    begin = position * each
+    end = gl.minimum(chunks, begin + each)
+    number = n * heads + head
+    line = number * chunks * STEPS
+    descs = (q_desc, k_desc, v_desc, do_desc, sums_desc, weights_desc)
+    bufs = (q_bufs, k_bufs, v_bufs, do_bufs, sums_bufs, weights_bufs)
+    for i in gl.static_range(STAGES):
+        if begin + i < end:
+            _load(descs, bufs, full, i, n, head, head_q, chunks - 1 - begin - i, line, WEIGHTED)
+
+    acc = gl.full([BV, BK], 0.0, gl.float32, OUT_K)
+    if HAS_INITIAL:
+        places, inside = _state_places(number, 0, V, K, BV, BK, OUT_K)
+        acc = gl.load(initial + places, mask=inside, other=0.0)
+    if HAS_LOCAL:
+        for before in range(0, position):
+            one = before * sequences * heads + number
+            places, inside = _state_places(one, 0, V, K, BV, BK, OUT_K)
+            acc = acc * gl.load(decays + one)
+            acc += gl.load(local + places, mask=inside, other=0.0)
+    s_buf.store(acc.to(dtype))
+    fence_async_shared()
+    barrier()
+    if begin < end:
+        tma_store(states_desc, [n, head, (chunks - 1 - begin) * BV, 0], s_buf)
+
+    steps_s = gl.arange(0, STEPS, layout=gl.SliceLayout(1, SCORES))
+    steps_t = gl.arange(0, STEPS, layout=gl.SliceLayout(0, SCORES))
+    causal = steps_s[:, None] <= steps_t[None, :]
+    no_scores = gl.full([STEPS, STEPS], 0.0, gl.float32, SCORES)
+    no_keys = gl.full([STEPS, BK], 0.0, gl.float32, OUT_K)
+    no_values = gl.full([STEPS, BV], 0.0, gl.float32, OUT_V)
+    stage = 0
+    phase = 0
+    for i in range(begin, end):
+        chunk = chunks - 1 - i
+        mbarrier.wait(full.index(stage), phase)
+        q_buf = q_bufs.index(stage)
+        k_buf = k_bufs.index(stage)
+        v_buf = v_bufs.index(stage)
+        do_buf = do_bufs.index(stage)
+        sums = sums_bufs.index(stage)
+        alike = warpgroup_mma(k_buf, q_buf.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        asked = warpgroup_mma(v_buf, do_buf.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+
+        # what needs no product
+        b_s = sums.load(gl.SliceLayout(1, SCORES))
+        b_t = sums.load(gl.SliceLayout(0, SCORES))
+        last = gl.sum(gl.where(steps_t == STEPS - 1, b_t, 0.0), axis=0)
+        share = gl.where(causal, gl.exp2(b_t[None, :] - b_s[:, None]), 0.0)
+        acc = acc * gl.exp2(last)
+        # ptxas moves products of scores above a wait that leaves others on their way, and waits for all of them there
+        alike, asked = warpgroup_mma_wait(0, deps=[alike, asked])
+        dk = warpgroup_mma(v_buf, s_buf, no_keys, use_acc=False, is_async=True)
+        dv = warpgroup_mma(k_buf, s_buf.permute((1, 0)), no_values, use_acc=False, is_async=True)
+        alike = alike * share
+        pairs = alike * asked
+        p_k = (asked * share).to(dtype)
+        p_v = alike.to(dtype)
+        to = (number * chunks + chunk).to(gl.int64) * STEPS
+        gl.store(passed + to + steps_s, gl.sum(pairs, axis=1) * scale)
+        if WEIGHTED:
+            pairs = pairs * weights_bufs.index(stage).load(gl.SliceLayout(1, SCORES))[:, None]
+        quarters = gl.sum(pairs.reshape((4, STEPS // 4, STEPS)), axis=1)  # the rows of a warp: no barriers
+        ROWS: gl.constexpr = gl.SliceLayout(1, quarters.type.layout)
+        COLUMNS: gl.constexpr = gl.SliceLayout(0, quarters.type.layout)
+        at = gl.arange(0, 4, layout=ROWS)[:, None] * STEPS + gl.arange(0, STEPS, layout=COLUMNS)[None, :]
+        gl.store(got + 4 * to + at, quarters * scale)
+        asks = _scaled_keys(do_buf, sums, sums, last, LEFT_K, True, False, True)
+        dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
+        dk = dk * gl.exp2(last - sums.load(gl.SliceLayout(1, OUT_K)))[:, None]
+        dv = dv * gl.exp2(last - sums.load(gl.SliceLayout(1, OUT_V)))[:, None]
+        rows = gl.arange(0, STEPS, layout=gl.SliceLayout(1, OUT_K))
+        gl.store(out_of + to + rows, gl.sum(dk * k_buf.load(OUT_K).to(gl.float32), axis=1) * scale)
+        dk = warpgroup_mma(gl.convert_layout(p_k, LEFT_K), q_buf, dk, is_async=True)
+        dv = warpgroup_mma(gl.convert_layout(p_v, LEFT_V), do_buf, dv, is_async=True)
+        acc = warpgroup_mma(asks, q_buf, acc, is_async=True)
+        tma.store_wait(0)
+        barrier()  # D was read by all, and the last dk, dv and D have left
+        dk, dv = warpgroup_mma_wait(1, deps=[dk, dv])
+        if WEIGHTED:
+            weights = weights_bufs.index(stage)
+            dk = dk * weights.load(gl.SliceLayout(1, OUT_K))[:, None]
+            dv = dv * weights.load(gl.SliceLayout(1, OUT_V))[:, None]
+        dk_buf.store((dk * scale).to(dtype))
+        dv_buf.store((dv * scale).to(dtype))
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        s_buf.store(acc.to(dtype))
+        fence_async_shared()
+        barrier()
+        tma_store(dk_desc, [n, head, chunk * STEPS, 0], dk_buf)
+        tma_store(dv_desc, [n, head, chunk * STEPS, 0], dv_buf)
+        if i + 1 < end:
+            tma_store(states_desc, [n, head, (chunk - 1) * BV, 0], s_buf)
+        if i + STAGES < end:
+            _load(descs, bufs, full, stage, n, head, head_q, chunk - STAGES, line, WEIGHTED)
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+    if position == segments - 1:
+        places, inside = _state_places(number, 0, V, _opaque(K), BV, BK, OUT_K)
+        gl.store(final + places, acc, mask=inside)
+    tma.store_wait(0)
