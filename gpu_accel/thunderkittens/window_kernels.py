@@ -21,7 +21,7 @@ def _window_maximum_kernel(
     """A program has BT queries of one head and walks over blocks of BT keys, from the first that any of them sees.
 
     low (seqlen,) int32, not decreasing: query t sees the keys low[t] to t. largest, where (batch, seqlen, heads); a
-    query that sees none has 0 and -1. BK >= K.
+    query that sees none has 0 and -1. BK of the dimensions are multiplied at once.
     """
     program = tl.program_id(0)
     head = (program % heads).to(tl.int64)
@@ -32,15 +32,20 @@ def _window_maximum_kernel(
     dims = tl.arange(0, BK)
     mask = rows < seqlen
     first = tl.load(low + rows, mask=mask, other=seqlen)
-    given = tl.load(q + batch * q_b + head * q_h + rows.to(tl.int64)[:, None] * q_t + dims[None, :],
-                    mask=mask[:, None] & (dims < K)[None, :], other=0.0)  # fmt: skip
+    q += batch * q_b + head * q_h + rows.to(tl.int64)[:, None] * q_t
+    k += batch * k_b + head * k_h
     best = tl.full([BT], float("-inf"), tl.float32)
     at = tl.full([BT], -1, tl.int32)
     for start in range(tl.load(low + block * BT) // BT * BT, tl.minimum((block + 1) * BT, seqlen), BT):
         cols = start + tl.arange(0, BT)
-        keys = tl.load(k + batch * k_b + head * k_h + cols.to(tl.int64)[None, :] * k_t + dims[:, None],
-                       mask=(cols < seqlen)[None, :] & (dims < K)[:, None], other=0.0)  # fmt: skip
-        scores = dot(given, keys, None, PRECISION) * scale
+        scores = tl.zeros([BT, BT], tl.float32)
+        for part in tl.static_range(0, K, BK):
+            d = part + dims
+            given = tl.load(q + d[None, :], mask=mask[:, None] & (d < K)[None, :], other=0.0)
+            keys = tl.load(k + cols.to(tl.int64)[None, :] * k_t + d[:, None],
+                           mask=(cols < seqlen)[None, :] & (d < K)[:, None], other=0.0)  # fmt: skip
+            scores = dot(given, keys, scores, PRECISION)
+        scores *= scale
         scores = tl.where((cols[None, :] >= first[:, None]) & (cols[None, :] <= rows[:, None]), scores, float("-inf"))
         most = tl.max(scores, 1)
         # the first key that has it; a row that sees nothing here has no better one

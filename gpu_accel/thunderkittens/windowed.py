@@ -96,12 +96,12 @@ def maximum_op(q: Tensor, k: Tensor, low: Tensor, scale: float) -> tuple[Tensor,
     where = torch.empty(batch, seqlen, heads, dtype=torch.int32, device=q.device)
     if largest.numel():
         rows = 16 if INTERPRET else 64
+        block = chunked._block(key_dim, 256 // q.element_size())
         with chunked._device(q):
             launch(
                 window_kernels._window_maximum_kernel, batch * heads * -(-seqlen // rows),
                 (q, k, low, largest, where, *q.stride()[:3], *k.stride()[:3], seqlen, heads, scale),
-                dict(K=key_dim, BT=rows, BK=chunked._block(key_dim, 256), PRECISION=chunked.precision(q.dtype),
-                     num_warps=4),
+                dict(K=key_dim, BT=rows, BK=block, PRECISION=chunked.precision(q.dtype), num_warps=4, num_stages=2),
             )  # fmt: skip
     return largest, where
 
