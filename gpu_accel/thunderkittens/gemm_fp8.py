@@ -69,16 +69,30 @@ def operands(a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | Non
     return _operand(a.reshape(a.shape[:-1].numel(), a.shape[-1]), scale_a), _operand(b.t(), scale_b)
 
 
+@torch.library.custom_op("gpu_accel::tk_gemm_fp8", mutates_args=())
+def gemm_op(
+    a: Tensor, b: Tensor, bias: Tensor | None, scale_a: Tensor | None, scale_b: Tensor | None, activation: str,
+    out_dtype: torch.dtype, backend: str,
+) -> Tensor:  # fmt: skip
+    """activation((a scale_a) (M, K) times (b scale_b) (K, N), plus bias); arguments are checked."""
+    from gpu_accel.transformer_engine.gemm import scaled_mm
+
+    left, right = operands(a, b, scale_a, scale_b)
+    return scaled_mm(left, right, bias=bias, activation=activation, out_dtype=out_dtype, backend=backend)
+
+
+@gemm_op.register_fake
+def _(a, b, bias, scale_a, scale_b, activation, out_dtype, backend):
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+
+
 def gemm(
     a: Tensor, b: Tensor, bias: Tensor | None, scale_a: Tensor | None, scale_b: Tensor | None, *, activation: str,
     out_dtype: torch.dtype | None, backend: str,
 ) -> Tensor:  # fmt: skip
-    """activation((a scale_a) (..., K) times (b scale_b) (K, N), plus bias); arguments are checked."""
-    from gpu_accel.transformer_engine.gemm import scaled_mm
-
-    left, right = operands(a, b, scale_a, scale_b)
-    out = scaled_mm(left, right, bias=bias, activation=activation, out_dtype=out_dtype or torch.bfloat16,
-                    backend=backend)  # fmt: skip
+    """The same for a (..., K)."""
+    flat = a.reshape(a.shape[:-1].numel(), a.shape[-1])
+    out = gemm_op(flat, b, bias, scale_a, scale_b, activation, out_dtype or torch.bfloat16, backend)
     return out.view(*a.shape[:-1], b.shape[1])
 
 

@@ -9,6 +9,7 @@ import gpu_accel.thunderkittens as tk
 from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.testing import assert_close_to_truth
 from gpu_accel.thunderkittens.gemm_api import activated
+from gpu_accel.thunderkittens.gemm_fp8 import gemm_op
 from tests.thunderkittens.helpers import randn
 
 E4M3, E5M2, FP32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float32
@@ -58,6 +59,16 @@ def test_sizes_of_zero(shape):
     m, n, k = shape
     a, b = torch.zeros(m, k).to(E4M3), torch.zeros(k, n).to(E4M3)
     assert torch.equal(tk.gemm(a, b, bias=torch.ones(n)), torch.ones(m, n).bfloat16())
+
+
+def test_custom_op_and_compile(device):
+    a, b = codes(5, 32, E4M3, False, 1, device), codes(32, 6, E4M3, True, 2, device)
+    scale = torch.tensor(0.5, device=device)
+    # test_schema adds numbers up, which torch has not for eight bits
+    given = (a, b, None, scale, None, "silu", FP32, "reference")
+    torch.library.opcheck(gemm_op, given, test_utils=("test_faketensor", "test_autograd_registration"))
+    compiled = torch.compile(lambda a, b, s: tk.gemm(a, b, scale_a=s), backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(a, b, scale), tk.gemm(a, b, scale_a=scale))
 
 
 def test_what_is_copied_is_said():
