@@ -5,8 +5,9 @@
 
 Both are weights of pairs that are products of features, so the sum over earlier steps is linear attention on the
 features, and the sum of weights that it is divided by is linear attention on values of one. Features are made by torch
-and written to memory; nothing else differs from `linear.py`. Sliding windows, which both papers put beside them, are
-flash_attention3's.
+and written to memory; nothing else differs from `linear.py`.
+
+With `window=` the last tokens have softmax's weights instead, and both parts are divided by one sum (`windowed.py`).
 
 The second-order part of Based has K^2 products x_i x_j, but x_i x_j and x_j x_i are the same number: with weight 1 for
 i < j and 1 / sqrt(2) for i = j, half of them do. 16 dimensions become 1 + 16 + 136 = 153 features, not 273.
@@ -22,7 +23,7 @@ from torch import Tensor
 from gpu_accel.compat import INTERPRET
 from gpu_accel.errors import InvalidInputError
 from gpu_accel.flash_attention3.launch import launch, next_power_of_2
-from gpu_accel.thunderkittens import based_hopper, based_kernel, chunked, feature_kernels, walk_hopper
+from gpu_accel.thunderkittens import based_hopper, based_kernel, chunked, feature_kernels, walk_hopper, windowed
 from gpu_accel.thunderkittens.arguments import check_tensors, real
 from gpu_accel.thunderkittens.linear import (
     LARGEST_DIM,
@@ -166,7 +167,7 @@ def _based_by_features(q, k, v, scale, norm, cu_seqlens, backend) -> Tensor:
 
 
 def fused_chunk_based(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, use_norm: bool = True, *,
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, use_norm: bool = True, *, window: int | None = None,
     cu_seqlens: Tensor | None = None, backend: str = "auto",
 ) -> Tensor:  # fmt: skip
     """o_t = sum over s <= t of w_ts v_s, w = 1 + x + x^2 / 2 with x = scale q_t'k_s; divided by the sum of w.
@@ -174,12 +175,17 @@ def fused_chunk_based(
     Args:
         q, k: (batch, seqlen, heads of q, K), K at most 20 (its features must be at most 256); v: (batch, seqlen,
             heads, V). scale: K**-0.5 unless given. use_norm: whether to divide. cu_seqlens: as in `linear_attention`.
+        window: for the last `window` tokens, t itself among them, w is exp(x), of which the series is what comes
+            before; divided by the sum of both. The layers of Based (arXiv 2402.18668) are not like that: sliding
+            windows are layers of their own there, between those of the series, which is
+            `flash_attn_func(q, k, v, causal=True, window_size=(window - 1, 0))`.
 
     Returns:
         o (batch, seqlen, heads, V) in the dtype of v, differentiable in q, k and v.
 
     Raises:
-        InvalidInputError: shapes or dtypes do not fit, or K is too large.
+        InvalidInputError: shapes or dtypes do not fit, K is too large, or a window without the norm. UnsupportedError:
+            the backend cannot run here; "hopper" with a window also where flash_attention3's cannot.
     """
     (use_norm,) = _flags(use_norm=use_norm)
     check_tensors({"q": q})
@@ -189,6 +195,17 @@ def fused_chunk_based(
         raise InvalidInputError(f"K is {q.shape[-1]}, which makes {count} features; at most {LARGEST_DIM} are taken")
     _validate(q, k, v, None, None, None, cu_seqlens, chunked.CHUNK)
     scale = chunked.default_scale(q.shape[-1]) if scale is None else real("scale", scale)
+    if window is not None:
+        window = windowed.check_window(window)
+        _need(use_norm, "with a window softmax's weights and the series are divided by one sum: use_norm=True")
+        kernels = backend == "hopper" or choose(v, backend, v.dtype in windowed.WINDOW_CHECKED) == "portable"
+        given = backend if kernels else "reference"
+
+        def series(q, k, v):
+            return fused_chunk_based(q, k, v, scale, False, cu_seqlens=cu_seqlens, backend=given)
+
+        return windowed.attention(q, k, v, q, k, series, window, scale=scale, kind="plain", cu_seqlens=cu_seqlens,
+                                  backend=given, kernels=kernels)  # fmt: skip
     if backend == "hopper":
         _refuse("packed sequences are not in this kernel" if cu_seqlens is not None else based_hopper.refusal(q, k, v))
         return based_op(q, k, v, scale, use_norm, "hopper")
@@ -209,16 +226,28 @@ def parallel_based(
 
 
 def hedgehog_attention(
-    q: Tensor, k: Tensor, v: Tensor, q_map: Tensor, k_map: Tensor, *, cu_seqlens: Tensor | None = None,
-    backend: str = "auto",
+    q: Tensor, k: Tensor, v: Tensor, q_map: Tensor, k_map: Tensor, *, window: int | None = None,
+    scale: float | None = None, window_factor: Tensor | None = None, linear_factor: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, backend: str = "auto",
 ) -> Tensor:  # fmt: skip
     """Linear attention on learned features, divided by the sum of its weights.
 
     Args:
         q, k: (batch, seqlen, heads, K); v: (batch, seqlen, heads, V). q_map, k_map: (heads, K, F), F at most 128.
+        window: the last `window` tokens, t itself among them, have the weights of softmax,
+            window_factor exp(scale q_t'k_s - c_t) with c_t the largest score of the row in its window, and those
+            before linear_factor phi(q_t)'phi(k_s); all are divided by one sum. So does LoLCATs (arXiv 2410.10254)
+            with its "sliding window"; the window of its kernel in ThunderKittens moves in steps of 64 tokens instead,
+            and has 65 to 128 of them. Gradients flow through c_t; of equal largest scores the first key has it.
+        scale: of the window's scores, K**-0.5 unless given. window_factor, linear_factor: (heads of v,), 1 unless
+            given; differentiable, and of any floating dtype.
 
     Returns:
         o (batch, seqlen, heads, V) in the dtype of v, differentiable in all five.
+
+    Raises:
+        InvalidInputError: shapes or dtypes do not fit, or what belongs to a window is given without one.
+        UnsupportedError: the backend cannot run here; "hopper" with a window also where flash_attention3's cannot.
     """
     check_tensors({"q": q, "k": k, "v": v, "q_map": q_map, "k_map": k_map})
     _need(q.dim() == 4 and k.shape == q.shape and k.dtype == q.dtype,
@@ -228,9 +257,36 @@ def hedgehog_attention(
               f"{name} must be (heads, K, F) {tuple(q.shape[2:])} with F at most {LARGEST_DIM // 2} in {q.dtype}, got "
               f"{_shape(x)}")  # fmt: skip
     _validate(q, k, v, None, None, None, cu_seqlens, chunked.CHUNK)
+    _check_factors(v, window, scale, window_factor, linear_factor)
     if backend == "hopper" and (refusal := walk_hopper.machine_refusal(v)):
         _refuse(refusal)
+    checked = HEDGEHOG_CHECKED if window is None else windowed.WINDOW_CHECKED
+    kernels = backend == "hopper" or choose(v, backend, v.dtype in checked) == "portable"
     wide = q.shape[3] <= LARGEST_DIM and q.dtype in (torch.bfloat16, torch.float16)
-    kernel = wide and (backend == "hopper" or choose(v, backend, v.dtype in HEDGEHOG_CHECKED) == "portable")
-    features = hedgehog_op if kernel else hedgehog_features
-    return _normalised(features(q, q_map), features(k, k_map), v, True, cu_seqlens, backend)
+    features = hedgehog_op if wide and kernels else hedgehog_features
+    if window is None:
+        return _normalised(features(q, q_map), features(k, k_map), v, True, cu_seqlens, backend)
+    window = windowed.check_window(window)
+    given = backend if kernels else "reference"
+    scale = chunked.default_scale(q.shape[-1]) if scale is None else real("scale", scale)
+
+    def linear(q, k, v):
+        return linear_attention(q, k, v, scale=1.0, cu_seqlens=cu_seqlens, backend=given)[0]
+
+    if cu_seqlens is not None:  # features of what lies behind the last sequence would reach gradients of the maps
+        q, k, v = windowed.Places(v, window, cu_seqlens).cleaned(q, k, v)
+    return windowed.attention(
+        q, k, v, features(q, q_map), features(k, k_map), linear, window, scale=scale, kind="shifted",
+        window_factor=window_factor, linear_factor=linear_factor, cu_seqlens=cu_seqlens, backend=given,
+        kernels=kernels,
+    )  # fmt: skip
+
+
+def _check_factors(v: Tensor, window: object, scale: object, *factors: Tensor | None) -> None:
+    names = dict(zip(("window_factor", "linear_factor"), factors, strict=True))
+    given = [name for name, x in ({"scale": scale} | names).items() if x is not None]
+    _need(window is not None or not given, f"{' and '.join(given)} belong to a window: give window=")
+    check_tensors({"v": v}, names)
+    for name, x in names.items():
+        _need(x is None or x.shape == v.shape[2:3], f"{name} must be (heads,) ({v.shape[2]},), got {_shape(x)}"
+              if x is not None else "")  # fmt: skip

@@ -3,6 +3,8 @@
 c = gemm(a, b)                                              # a (..., K) b (K, N)
 h = gemm(x, weight.t(), bias=bias, activation="gelu")       # a linear layer; views are fine, nothing is copied
 
+c = gemm(x8, w8.t(), scale_a=x_scale, scale_b=w_scale)      # eight-bit floats with scales, see gemm_fp8.py
+
 `hopper` is two Gluon kernels: gemm_kernel.py for products large enough to fill the GPU with tiles, and
 gemm_skinny_kernel.py for few rows or few tiles. `portable` is plain Triton. `explain_gemm` says which one a call takes,
 and why not another.
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from gpu_accel.compat import INTERPRET
 from gpu_accel.errors import InvalidInputError, UnsupportedError
-from gpu_accel.thunderkittens import gemm_hopper, gemm_portable, gemm_skinny
+from gpu_accel.thunderkittens import gemm_fp8, gemm_hopper, gemm_portable, gemm_skinny
 from gpu_accel.thunderkittens.gemm_hopper import ACTIVATIONS
 
 BACKENDS = ("auto", "hopper", "portable", "reference")
@@ -32,6 +34,8 @@ def gemm(
     bias: Tensor | None = None,
     activation: str = "none",
     out_dtype: torch.dtype | None = None,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
     tile_size: int = _TILE,
     backend: str = "auto",
 ) -> Tensor:
@@ -40,17 +44,25 @@ def gemm(
     Args:
         a, b: bfloat16, float16 or float32, of one dtype (the reference also float64); any sizes, 0 included, and
             strides. The Hopper kernels take bf16 and fp16 whose rows or columns are contiguous and start at multiples
-            of 16 bytes; other operands are copied first, or go to the portable kernel (see `explain_gemm`).
+            of 16 bytes; other operands are copied first, or go to the portable kernel (see `explain_gemm`). Or both
+            float8_e4m3fn or float8_e5m2, one of each if need be, without gradients; b.t() contiguous is not copied.
         activation: "none", "relu", "gelu" (erf), "gelu_tanh" or "silu", of the float32 sums.
-        out_dtype: that of a, or bfloat16, float16, float32.
+        out_dtype: that of a (bfloat16 for eight bits), or bfloat16, float16, float32.
+        scale_a, scale_b: float32, for eight bits only: what codes are multiplied with. One number, or one for each row
+            of a (a.shape[:-1]) and each column of b (N,); 1 unless given.
         tile_size: side of the base tile, which is the tensor core's own: 16.
         backend: "auto", "hopper", "portable" or "reference" (torch).
 
     Raises:
-        InvalidInputError: shapes, dtypes, devices or names. UnsupportedError: `backend` cannot run this call, or
-            tile_size is not 16.
+        InvalidInputError: shapes, dtypes, devices or names. UnsupportedError: `backend` cannot run this call,
+            tile_size is not 16, or eight bits want a gradient. HardwareError: a GPU without products of eight bits.
     """
-    _validate(a, b, bias, activation, out_dtype, tile_size)
+    _validate(a, b, bias, activation, out_dtype, tile_size, scale_a, scale_b)
+    if gemm_fp8.takes(a, b):
+        _check_backend(backend)
+        return gemm_fp8.gemm(
+            a, b, bias, scale_a, scale_b, activation=activation, out_dtype=out_dtype, backend=backend
+        )
     flat = a.reshape(a.shape[:-1].numel(), a.shape[-1])
     out_dtype = out_dtype or a.dtype
     if _stays_in_torch(a, backend):
@@ -63,6 +75,9 @@ def gemm(
 def explain_gemm(a: Tensor, b: Tensor, *, backend: str = "auto") -> str:
     """Which kernel `gemm` takes for these operands, and why each faster one was refused."""
     _validate(a, b, None, "none", None, _TILE)
+    if gemm_fp8.takes(a, b):
+        _check_backend(backend)
+        return gemm_fp8.explain(a, b, backend)
     _stays_in_torch(a, backend)
     what, reasons = _choose(a, b, backend)
     return "; ".join([f"{what}: {_DESCRIPTIONS[what]}", *reasons])
@@ -103,13 +118,13 @@ def activated(x: Tensor, activation: str) -> Tensor:
     return x
 
 
-def _validate(a, b, bias, activation: str, out_dtype, tile_size: int) -> None:
+def _validate(a, b, bias, activation: str, out_dtype, tile_size: int, scale_a=None, scale_b=None) -> None:
     for name, x in (("a", a), ("b", b)):
         if not isinstance(x, Tensor) or not x.is_floating_point():
             raise InvalidInputError(f"{name} must be a tensor of floats, got {getattr(x, 'dtype', type(x).__name__)}")
     if a.dim() < 1 or b.dim() != 2 or a.shape[-1] != b.shape[0]:
         raise InvalidInputError(f"a must be (..., K) and b (K, N), got {tuple(a.shape)} and {tuple(b.shape)}")
-    if a.dtype != b.dtype:
+    if a.dtype != b.dtype and not gemm_fp8.takes(a, b):
         raise InvalidInputError(f"a and b must have one dtype, got {a.dtype} and {b.dtype}")
     if a.device != b.device or (bias is not None and bias.device != a.device):
         raise InvalidInputError("a, b and bias must be on one device")
@@ -117,16 +132,24 @@ def _validate(a, b, bias, activation: str, out_dtype, tile_size: int) -> None:
         raise InvalidInputError(f"bias must be ({b.shape[1]},) floats, got {tuple(bias.shape)} {bias.dtype}")
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise InvalidInputError(f"activation is {activation!r:.80}; choose one of {', '.join(ACTIVATIONS)}")
-    if out_dtype not in (None, a.dtype, *_DTYPES):
+    if gemm_fp8.takes(a, b):
+        gemm_fp8.validate(a, b, bias, scale_a, scale_b, out_dtype)
+    elif scale_a is not None or scale_b is not None:
+        raise InvalidInputError(f"scale_a and scale_b are for float8_e4m3fn and float8_e5m2, got {a.dtype}")
+    elif out_dtype not in (None, a.dtype, *_DTYPES):
         raise InvalidInputError(f"out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
     if tile_size != _TILE:
         raise UnsupportedError(f"tile_size is {tile_size}: the base tile is the tensor core's own, {_TILE}")
 
 
-def _stays_in_torch(a: Tensor, backend: str) -> bool:
-    """Whether `_choose` would say "reference", from what torch.compile may know: addresses are for the op to see."""
+def _check_backend(backend: str) -> None:
     if backend not in BACKENDS:
         raise InvalidInputError(f"backend is {backend!r}; choose one of {', '.join(BACKENDS)}")
+
+
+def _stays_in_torch(a: Tensor, backend: str) -> bool:
+    """Whether `_choose` would say "reference", from what torch.compile may know: addresses are for the op to see."""
+    _check_backend(backend)
     return backend == "reference" or (backend == "auto" and not (a.is_cuda and a.dtype in _CHECKED["hopper"]))
 
 

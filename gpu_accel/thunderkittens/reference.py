@@ -73,6 +73,41 @@ def linear_attention_chunked(
     return o.transpose(1, 2), state
 
 
+def window_softmax(
+    q: Tensor, k: Tensor, v: Tensor, *, window: int, scale: float, low: Tensor | None = None, block: int = 128
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Softmax attention of query t over the last `window` keys up to t, a block of queries after the other.
+
+    Args:
+        q, k: (batch, seqlen, heads of q, K); v: (batch, seqlen, heads, V). low: (seqlen,) integers, first keys that
+            rows see, for windows that begin later; t + 1 is no key at all.
+
+    Returns:
+        o (batch, seqlen, heads, V) in the dtype of v; log-sum-exp and largest score (batch, seqlen, heads), float32 or
+        float64. No key: 0, -inf and 0.
+    """
+    heads, wide = v.shape[2], torch.float64 if v.dtype == torch.float64 else torch.float32
+    q, k = (_for_heads(x, heads) for x in (q, k))
+    low = torch.arange(v.shape[1], device=v.device) - (window - 1) if low is None else low
+    outs = [(torch.empty_like(v[:, :0]), *(v.new_empty(v.shape[0], 0, heads, dtype=wide) for _ in range(2)))]
+    for start in range(0, v.shape[1], block):
+        rows = torch.arange(start, min(start + block, v.shape[1]), device=v.device)
+        cols = torch.arange(max(0, start - window + 1), start + len(rows), device=v.device)
+        scores = torch.einsum("bthk,bshk->bhts", q[:, rows].to(wide), k[:, cols].to(wide)) * scale
+        seen = (cols[None, :] >= low[rows][:, None]) & (cols[None, :] <= rows[:, None])
+        scores = scores.masked_fill(~seen, -torch.inf)
+        largest = torch.where(seen.any(1), scores.amax(-1), 0.0)
+        weights = (scores - largest.detach()[..., None]).exp()
+        total = weights.sum(-1, keepdim=True)
+        weights = weights / torch.where(total == 0, 1.0, total)
+        lse = torch.where(seen.any(1), total[..., 0], 1.0).log() + largest.detach()
+        lse = torch.where(seen.any(1), lse, -torch.inf)
+        o = torch.einsum("bhts,bshv->bthv", weights.to(v.dtype), v[:, cols])
+        outs.append((o, lse.transpose(1, 2), largest.transpose(1, 2)))
+    o, lse, largest = (torch.cat(parts, 1) for parts in zip(*outs, strict=True))
+    return o, lse, largest
+
+
 def delta_rule_recurrent(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, *, g: Tensor | None = None, scale: float,
     initial: Tensor | None = None,

@@ -7,8 +7,9 @@
     fla                  fused_chunk_based; for Hedgehog chunk_linear_attn on an eager map, as fla's users have it
     fla-fused            Hedgehog: fused_chunk_linear_attn on an eager map, as the paper's script called it
 
-Based is without its norm, as ThunderKittens' kernel is. Hedgehog is without its sliding window for all, as in the
-paper's baseline; ThunderKittens' own kernel has it.
+Based is without its norm, as ThunderKittens' kernel is. Hedgehog is without its sliding window where fla is beside it,
+as in the paper's baseline. ThunderKittens' own kernel has one, of 65 to 128 tokens: "hedgehog-window" has 128, and no
+peer.
 """
 
 from __future__ import annotations
@@ -26,14 +27,16 @@ from .judging import DTYPES, randn
 from .sequences import _implementation, hopper_refusal
 
 # map, batch, heads, key_dim, value_dim: those of the paper's kernels
-_SHAPES = [("based", 16, 16, 16, 64), ("hedgehog", 16, 16, 128, 128)]
+_SHAPES = [("based", 16, 16, 16, 64), ("hedgehog", 16, 16, 128, 128), ("hedgehog-window", 16, 16, 128, 128)]
 _LENGTHS = (1024, 2048, 8192, 16384)
 _COUNT = 64  # features of Hedgehog, and their negatives
+_WINDOW = 128  # tokens, on a CPU 8
 
 
 def list_cases(settings: Settings) -> list[Case]:
     names = ("map", "batch", "heads", "key_dim", "value_dim")
-    shapes = _SHAPES if settings.on_gpu else [("based", 1, 2, 8, 24), ("hedgehog", 1, 2, 24, 24)]
+    small = [("based", 1, 2, 8, 24), ("hedgehog", 1, 2, 24, 24), ("hedgehog-window", 1, 2, 24, 24)]
+    shapes = _SHAPES if settings.on_gpu else small
     lengths = _LENGTHS[: 1 if settings.quick else None] if settings.on_gpu else (37,)
     return [
         dict(zip(names, shape, strict=True))
@@ -52,7 +55,7 @@ def _inputs(case: Case, seed: int, device: str) -> list[Tensor]:
         randn(batch, seqlen, heads, d, seed=8 * seed + n, device=device, dtype=dtype)
         for n, d in enumerate((key_dim, key_dim, value_dim))
     ]
-    if case["map"] == "hedgehog":
+    if case["map"] != "based":
         made += [
             (randn(heads, key_dim, _COUNT, seed=8 * seed + n, device=device) / key_dim**0.5).to(dtype) for n in (3, 4)
         ]
@@ -62,7 +65,8 @@ def _inputs(case: Case, seed: int, device: str) -> list[Tensor]:
 def _ours(case: Case, backend: str):
     if case["map"] == "based":
         return lambda q, k, v: features.fused_chunk_based(q, k, v, use_norm=False, backend=backend)
-    return lambda q, k, v, a, b: features.hedgehog_attention(q, k, v, a, b, backend=backend)
+    window = None if case["map"] == "hedgehog" else _WINDOW if int(case["seqlen"]) > _WINDOW else 8
+    return lambda q, k, v, a, b: features.hedgehog_attention(q, k, v, a, b, window=window, backend=backend)
 
 
 def _fla(case: Case, kind: str):
@@ -94,15 +98,22 @@ def build(case: Case, settings: Settings) -> Workload:
     key_dim, value_dim = int(case["key_dim"]), int(case["value_dim"])
     wide = 1 + key_dim + key_dim**2 if case["map"] == "based" else 2 * _COUNT
     no_hopper = hopper_refusal(settings, str(case["dtype"]))
+    flops = 4.0 * wide * value_dim
+    peers = [
+        made("fla", "peer", _fla(case, "chunk"), why=why),
+        made(f"fla-{other}", "peer", _fla(case, other), why=why, note=note or "as the paper's script called it"),
+    ]
+    if case["map"] == "hedgehog-window":
+        flops += 2.0 * _WINDOW * (key_dim + value_dim)
+        peers = []
     return Workload(
         implementations=[
             made("hopper", "ours", _ours(case, "hopper"), why=no_hopper),
             made("portable", "ours", _ours(case, "portable")),
             made("torch", "reference", eager, note="chunks of 64 as eager products"),
-            made("fla", "peer", _fla(case, "chunk"), why=why),
-            made(f"fla-{other}", "peer", _fla(case, other), why=why, note=note or "as the paper's script called it"),
+            *peers,
         ],
-        baselines=("fla", f"fla-{other}", "torch"),
-        flops=steps * 4.0 * wide * value_dim,
+        baselines=(*(peer.name for peer in peers), "torch"),
+        flops=steps * flops,
         bytes_moved=steps * 2 * (key_dim + value_dim) * torch.empty(0, dtype=DTYPES[str(case["dtype"])]).itemsize,
     )

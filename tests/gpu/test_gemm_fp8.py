@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import gpu_accel.thunderkittens as tk
 from gpu_accel.testing import assert_close_to_truth, generator
 from gpu_accel.thunderkittens import gemm_skinny
 from gpu_accel.thunderkittens.gemm_api import activated
@@ -231,3 +232,26 @@ def test_few_rows_in_every_box():
 def test_what_is_copied_first_is_said():
     a, b = operands(64, 128, 280, ("fp8", "fp8"))  # K is no multiple of 16
     assert "copied first" in explain_mm(a, b)
+
+
+@pytest.mark.parametrize("layout", ["nt", "nn", "tn", "tt"])
+@pytest.mark.parametrize("mnk", [(40, 1000, 528), (300, 264, 531)], ids=str)
+def test_tk_gemm_in_every_layout(mnk, layout):
+    """a and b as rows or as columns of memory, one scale of each or one a line, and an epilogue."""
+    m, n, k = mnk
+    shapes, turned = ((m, k), (k, n)), (layout[0] == "t", layout[1] == "t")
+    made = [torch.randn(*(s[::-1] if t else s), generator=generator(seed, "cuda"), device="cuda")
+            for seed, (s, t) in enumerate(zip(shapes, turned, strict=True))]  # fmt: skip
+    codes = [x.to(torch.float8_e4m3fn) for x in made]
+    a, b = (x.t() if t else x for x, t in zip(codes, turned, strict=True))
+    lines = [torch.rand(size, generator=generator(5, "cuda"), device="cuda") + 0.5 for size in (m, n)]
+    bias = torch.randn(n, generator=generator(6, "cuda"), device="cuda")
+    for scale_a, scale_b in (lines, [x[0] for x in lines]):
+        wide = (a.double() * scale_a.double().reshape(-1, 1), b.double() * scale_b.double())
+        truth = activated(wide[0] @ wide[1] + bias.double(), "silu")
+        yardstick = activated(wide[0].float() @ wide[1].float() + bias, "silu")
+        options = dict(bias=bias, activation="silu", scale_a=scale_a, scale_b=scale_b, out_dtype=torch.float32)
+        for backend in ("auto", "hopper", "portable"):
+            out = tk.gemm(a, b, backend=backend, **options)
+            assert_close_to_truth(backend, out, truth, yardstick, floor=floor_of(truth))
+    assert "Gluon" in tk.explain_gemm(a, b)

@@ -4,7 +4,7 @@ python compile_kernels.py chunked bf16-128-128,fp16-64-128-packed     forward an
 python compile_kernels.py chunked bf16-128-64-walks                   the same, and gradients by walks
 python compile_kernels.py delta bf16-128-128,fp16-64-128              the delta rule, forward and backward
 python compile_kernels.py gla bf16-128-128                            gates per key dimension, forward and backward
-python compile_kernels.py maps bf16-64                               Based, and Hedgehog's map
+python compile_kernels.py maps bf16-64                               Based, Hedgehog's map, what joins a window
 python compile_kernels.py conv bf16-4096                              short causal convolutions
 python compile_kernels.py ladder bf16-4096                            the levels of a product, and attention of tiles
 python compile_kernels.py longconv bf16-2048,fp32-16384              convolutions by Fourier transforms
@@ -84,11 +84,16 @@ def gla(dtype: torch.dtype, key_dim: int, value_dim: int, packed: bool) -> None:
 
 
 def maps(dtype: torch.dtype, value_dim: int) -> None:
-    from gpu_accel.thunderkittens import based_hopper, features
+    from gpu_accel.thunderkittens import based_hopper, features, windowed
 
     q, v = torch.empty(1, 4096, 16, 16, dtype=dtype), torch.empty(1, 4096, 16, value_dim, dtype=dtype)
     based_hopper.walk(q, q, v, 0.25, False)
-    features.hedgehog_op._init_fn(torch.empty(1, 4096, 16, 128, dtype=dtype), torch.empty(16, 128, 64, dtype=dtype))
+    wide = torch.empty(1, 4096, 16, 128, dtype=dtype)
+    features.hedgehog_op._init_fn(wide, torch.empty(16, 128, 64, dtype=dtype))
+    windowed.maximum_op._init_fn(wide, wide, torch.empty(4096, dtype=torch.int32), 0.1)
+    a = torch.empty(1, 4096, 16)
+    windowed.mix_op._init_fn(wide, wide[:, 100:], a, a)
+    windowed.mix_backward_op._init_fn(wide, wide, wide[:, 100:], a, a)
 
 
 def conv(dtype: torch.dtype, dim: int) -> None:

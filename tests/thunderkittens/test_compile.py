@@ -69,10 +69,11 @@ def test_gates_of_every_key():
 def test_feature_maps():
     """Based keeps 256 x 64 sums in registers beside its operands; what is put aside of them may not grow."""
     rows = {row["kernel"]: row for row in compiled("maps", "bf16-64")}
-    assert set(rows) == {"based_walk_kernel", "_hedgehog_kernel"}
+    sums = {"_mix_kernel", "_mix_backward_kernel"}
+    assert set(rows) == {"based_walk_kernel", "_hedgehog_kernel", "_window_maximum_kernel"} | sums
     assert rows["based_walk_kernel"]["spills"] <= 192 and rows["based_walk_kernel"]["shared"] <= 112 * 1024, rows
-    assert rows["_hedgehog_kernel"]["spills"] == 0
-    assert all(row["hgmma"] and not row["serialised"] for row in rows.values()), rows
+    assert not any(row["spills"] for name, row in rows.items() if name != "based_walk_kernel"), rows
+    assert all((row["hgmma"] or name in sums) and not row["serialised"] for name, row in rows.items()), rows
 
 
 @pytest.mark.slow

@@ -1,0 +1,125 @@
+"""Windows of softmax beside linear attention on a GPU: what decides whether "auto" may take the kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gpu_accel.errors import UnsupportedError
+from gpu_accel.testing import assert_close_to_truth, default_floor, generator
+from gpu_accel.thunderkittens import windowed
+from gpu_accel.thunderkittens.features import fused_chunk_based, hedgehog_attention
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an H100 or H200"
+)
+
+
+def randn(*shape: int, seed: int, dtype: torch.dtype = FP32) -> torch.Tensor:
+    return torch.randn(*shape, generator=generator(seed, "cuda"), device="cuda").to(dtype)
+
+
+def run(function, tensors, grads, dtype=None):
+    leaves = [(x.detach().clone() if dtype is None else x.detach().to(dtype)).requires_grad_() for x in tensors]
+    o = function(*leaves)
+    return [o.detach(), *torch.autograd.grad((o.double() * grads.double()).sum(), leaves)]
+
+
+def judge(names, function, backend, tensors, grads):
+    """Against float64, by what the reference errs in the dtype of the tensors."""
+    mine, ruler = (run(function(b), tensors, grads) for b in (backend, "reference"))
+    truth = run(function("reference"), tensors, grads, torch.float64)
+    # A factor's gradient sums products of grads with o in its dtype, a half unit off each: four deviations of that.
+    walk = 4 * torch.finfo(mine[0].dtype).eps / 2 * (grads * truth[0]).square().sum((0, 1, 3)).sqrt().max().item()
+    for name, out, right, measure in zip(names, mine, truth, ruler, strict=True):
+        floor = walk if name.endswith("factor") else default_floor(out.dtype, right.abs().max().item())
+        assert_close_to_truth(name, out, right, measure, floor=floor)
+
+
+def hedgehog_inputs(batch, seqlen, heads, key_dim, value_dim, count, dtype):
+    q, k = (randn(batch, seqlen, heads, key_dim, seed=s, dtype=dtype) for s in (1, 2))
+    v = randn(batch, seqlen, heads, value_dim, seed=3, dtype=dtype)
+    maps = [(randn(heads, key_dim, count, seed=s) / key_dim**0.5).to(dtype) for s in (4, 5)]
+    factors = [1.5 + torch.tanh(randn(heads, seed=s)) for s in (6, 7)]
+    return [q, k, v, *maps, *factors], randn(*v.shape, seed=8)
+
+
+NAMES = ["o", "dq", "dk", "dv", "dq_map", "dk_map", "dwindow_factor", "dlinear_factor"]
+
+
+def hedgehog(window, cu=None):
+    def function(backend):
+        return lambda q, k, v, a, b, x, y: hedgehog_attention(
+            q, k, v, a, b, window=window, window_factor=x, linear_factor=y, cu_seqlens=cu, backend=backend
+        )
+
+    return function
+
+
+# 300 and 65 end within a block; 20 is padded for the window's kernels, and the last window has all. In a window of one
+# token what comes by lse and what comes by the largest score cancel, but for their roundings: it is tested in float32.
+@pytest.mark.parametrize(("seqlen", "window", "key_dim", "count", "value_dim", "dtype"), [
+    pytest.param(300, 128, 128, 64, 128, BF16, id="T300-W128-K128-bf16"),
+    pytest.param(300, 65, 20, 40, 72, FP16, id="T300-W65-K20-fp16"),
+    pytest.param(130, 7, 64, 32, 64, FP16, id="T130-W7-K64-fp16"),
+    pytest.param(130, 7, 64, 32, 64, BF16, id="T130-W7-K64-bf16"),
+    pytest.param(100, 200, 64, 32, 64, BF16, id="T100-W200-K64-bf16"),
+])  # fmt: skip
+def test_hedgehog(seqlen, window, key_dim, count, value_dim, dtype):
+    judge(NAMES, hedgehog(window), "portable", *hedgehog_inputs(2, seqlen, 16, key_dim, value_dim, count, dtype))
+
+
+@hopper
+@pytest.mark.parametrize(("seqlen", "window", "value_dim"), [(1000, 128, 128), (300, 65, 64)])
+def test_hedgehog_by_the_kernels_for_hopper(seqlen, window, value_dim):
+    judge(NAMES, hedgehog(window), "hopper", *hedgehog_inputs(1, seqlen, 16, value_dim, value_dim, 64, BF16))
+
+
+@pytest.mark.parametrize(("seqlen", "window", "key_dim", "value_dim", "dtype"), [
+    (515, 64, 16, 64, BF16), (515, 64, 16, 64, FP16), (130, 33, 8, 72, BF16)
+], ids=["K16-bf16", "K16-fp16", "K8-bf16"])  # fmt: skip
+def test_based(seqlen, window, key_dim, value_dim, dtype):
+    q, k = (randn(2, seqlen, 16, key_dim, seed=s, dtype=dtype) for s in (1, 2))
+    v = randn(2, seqlen, 16, value_dim, seed=3, dtype=dtype)
+
+    def function(backend):
+        return lambda q, k, v: fused_chunk_based(q, k, v, window=window, backend=backend)
+
+    judge(NAMES[:4], function, "portable", [q, k, v], randn(*v.shape, seed=4))
+
+
+def test_packed_sequences():
+    """Lengths 150, 0, 65 and 70; NaN behind the last of them reaches nothing."""
+    tensors, grads = hedgehog_inputs(1, 300, 16, 64, 64, 32, BF16)
+    cu = torch.tensor([0, 150, 150, 215, 285], dtype=torch.int32, device="cuda")
+    for x in tensors[:3]:
+        x[:, 285:] = torch.nan
+    grads[:, 285:] = 0.0
+    judge(NAMES, hedgehog(64, cu), "portable", tensors, grads)
+
+
+@pytest.mark.parametrize("key_dim", [16, 200])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
+def test_the_largest_score_is_found_with_its_key(dtype, key_dim):
+    q, k = (randn(2, 200, 3, key_dim, seed=s, dtype=dtype) for s in (1, 2))
+    places = windowed.Places(q, 70, None)
+    largest, where = windowed.maximum_op(q, k, places.low, 0.3)
+    late = torch.arange(200, device="cuda")[:, None] - torch.arange(200, device="cuda")
+    s = torch.einsum("bthk,bshk->bths", q.double(), k.double()) * 0.3
+    s = s.masked_fill(~((late >= 0) & (late < 70))[None, :, None], -torch.inf)
+    # Products of 16 bits are exact, and those of float32, three of tf32, off by 2^-20; each addition of 16 or 8 terms
+    # of K keeps 22 bits.
+    additions = key_dim / 16 + 1 if dtype != FP32 else 3 * key_dim / 8 + 4
+    size = float(torch.einsum("bthk,bshk->bths", q.double().abs(), k.double().abs()).max()) * 0.3
+    bound = size * additions * 2.0**-22
+    assert (largest.double() - s.amax(3)).abs().max() <= bound
+    assert (s.gather(3, where.long()[..., None])[..., 0] - s.amax(3)).abs().max() <= 2 * bound
+
+
+def test_auto_is_right_and_there_is_nothing_for_hopper_in_fp16():
+    tensors, _ = hedgehog_inputs(1, 200, 2, 64, 64, 32, FP16)
+    one, other = (hedgehog(64)(b)(*tensors) for b in ("auto", "reference"))
+    assert_close_to_truth("o", one, hedgehog(64)("reference")(*(x.double() for x in tensors)), other)
+    with pytest.raises(UnsupportedError):
+        hedgehog(64)("hopper")(*tensors)
