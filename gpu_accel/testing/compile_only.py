@@ -2,12 +2,14 @@
 
 A driver that only names the target is enough for the whole pipeline down to the cubin: kernels are called through
 `warmup` with CPU tensors, and ptxas and nvdisasm, which Triton brings along, tell registers, spills, shared memory and
-instructions. Run it in a process of its own: the driver stays replaced, and TRITON_INTERPRET must
-not be set.
+instructions. What ptxas said is taken from Triton's own run of it, with the options that the kernel really gets. Run it
+in a process of its own: the driver stays replaced, and TRITON_INTERPRET must not be set.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import subprocess
@@ -131,31 +133,29 @@ def _architecture(ptx: str, capability: int) -> str:
     return found.group(1) if found else f"sm_{capability}"
 
 
-def inspect(kernel: Any, name: str, capability: int) -> Compiled:
-    """Registers, spills and instructions of what `kernel.warmup(...)` returned."""
-    ptx, cubin = kernel.asm["ptx"], kernel.asm["cubin"]
+def _assembled(ptx: str, name: str, capability: int) -> str:
+    """What ptxas says of `ptx`."""
     with tempfile.TemporaryDirectory() as folder:
-        ptx_file, cubin_file = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
-        ptx_file.write_text(ptx)
-        cubin_file.write_bytes(cubin)
-        assembled = subprocess.run(
-            [
-                _ptxas(capability),
-                "-v",
-                f"-arch={_architecture(ptx, capability)}",
-                str(ptx_file),
-                "-o",
-                os.devnull,
-            ],
-            capture_output=True,
-            text=True,
-        )
-        if assembled.returncode:
-            raise UnsupportedError(f"{name}: ptxas failed: {assembled.stderr[-2000:]}")
-        sass = subprocess.run(
-            [_nvdisasm(), "-c", str(cubin_file)], capture_output=True, text=True
-        ).stdout
-    log = assembled.stderr
+        file = Path(folder, "kernel.ptx")
+        file.write_text(ptx)
+        architecture = f"-arch={_architecture(ptx, capability)}"
+        command = [_ptxas(capability), "-v", architecture, str(file), "-o", os.devnull]
+        done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise UnsupportedError(f"{name}: ptxas failed: {done.stderr[-2000:]}")
+    return done.stderr
+
+
+def inspect(kernel: Any, name: str, capability: int, log: str | None = None) -> Compiled:
+    """Registers, spills and instructions of what `kernel.warmup(...)` returned; `log` is what ptxas said, if known."""
+    ptx, cubin = kernel.asm["ptx"], kernel.asm["cubin"]
+    if log is None:
+        log = _assembled(ptx, name, capability)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "kernel.cubin")
+        file.write_bytes(cubin)
+        # without the analysis of data flow, which only names the targets of indirect branches and takes a quarter more
+        sass = subprocess.run([_nvdisasm(), "-c", "-ndf", str(file)], capture_output=True, text=True).stdout
 
     ttgir = kernel.asm.get("ttgir", "")
     # C7512 and its like: "wgmma serialized", silent in Triton and up to three times slower
@@ -191,5 +191,13 @@ def compile_only(kernel: Any, arguments: tuple, options: dict[str, Any], *, name
     Raises:
         HardwareError: the interpreter is on. UnsupportedError: ptxas refuses the kernel.
     """
+    import triton
+
     use_target(capability)
-    return inspect(kernel.warmup(*arguments, grid=(1,), **options), name, capability)
+    printed = io.StringIO()
+    with triton.knobs.nvidia.scope(), contextlib.redirect_stdout(printed):
+        triton.knobs.nvidia.dump_ptxas_log = True
+        kernel = kernel.warmup(*arguments, grid=(1,), **options)
+    log = printed.getvalue()
+    # a kernel out of Triton's cache has met ptxas before, in another process
+    return inspect(kernel, name, capability, log if "ptxas info" in log else None)
