@@ -13,7 +13,7 @@ import torch
 import triton
 
 from gpu_accel.flash_attention3 import config, launch, portable_backward, portable_forward
-from gpu_accel.testing.compile_only import compile_only, use_target
+from gpu_accel.testing.compile_only import Compiled, compile_only, use_target
 
 BF16 = torch.bfloat16
 
@@ -23,26 +23,15 @@ def tuned(pass_: str, head_dim: int, causal: bool, capability: int) -> config.Co
     return config.table(name)[pass_, config.bucket(head_dim, head_dim), causal, 2]
 
 
+compiled: list[Compiled] = []  # read last, so that all of it is disassembled at once
+
+
 def compile_calls(label: str, capability: int, call) -> None:
     def hook(kernel, arguments, options):
         if kernel.__name__ == "attention_delta":
             return
-        got = compile_only(kernel, arguments, options, name=f"{label}-{kernel.__name__}", capability=capability)
-        print(
-            json.dumps(
-                {
-                    "name": got.name,
-                    "triton": triton.__version__,
-                    "registers": got.registers,
-                    "spills": got.spills,
-                    "shared": got.shared,
-                    "wgmma": got.instructions["HGMMA"],
-                    "tma": got.instructions["UTMALDG"],
-                    "warnings": got.warnings,
-                }
-            ),
-            flush=True,
-        )
+        name = f"{label}-{kernel.__name__}"
+        compiled.append(compile_only(kernel, arguments, options, name=name, capability=capability))
 
     use_target(capability)
     with launch.instead_of_launching(hook):
@@ -100,3 +89,8 @@ if __name__ == "__main__":
         forward(128, True, capability=100)
     else:
         raise SystemExit(f"unknown set {which!r}")
+    for got in compiled:
+        row = {"name": got.name, "triton": triton.__version__, "registers": got.registers, "spills": got.spills,
+               "shared": got.shared, "wgmma": got.instructions["HGMMA"], "tma": got.instructions["UTMALDG"],
+               "warnings": got.warnings}  # fmt: skip
+        print(json.dumps(row), flush=True)

@@ -21,7 +21,7 @@ import sys
 import torch
 
 from gpu_accel.flash_attention3.launch import instead_of_launching, launch
-from gpu_accel.testing.compile_only import compile_only
+from gpu_accel.testing.compile_only import Compiled, compile_only
 from gpu_accel.transformer_engine import (
     activations,
     gemm,
@@ -35,7 +35,7 @@ from gpu_accel.transformer_engine.hopper_quantize_kernel import both_kernel
 from gpu_accel.transformer_engine.quantize_launch import Source
 from gpu_accel.transformer_engine.schemes import scheme
 
-rows: list[dict] = []
+compiled: list[tuple[str, Compiled, int]] = []  # label, kernel, values a thread; read last: disassembled at once
 label = ""
 
 
@@ -56,22 +56,24 @@ def hook(kernel, arguments, options) -> None:
     c = compile_only(
         kernel, arguments, options, name=kernel.fn.__name__, capability=100 if label.endswith("-native") else 90
     )
-    count = c.instructions
     values = options.get("BM", options.get("ROWS", 1)) * options.get("BK", 256 if "ROWS" in options else 1)
     values = options["TALL"] * 128 if "TALL" in options else values
-    rows.append(
-        dict(
-            name=label, kernel=c.name, registers=c.registers, spills=c.spills, shared=c.shared, warps=c.num_warps,
-            values=values // (32 * c.num_warps), instructions=sum(count.values()),
-            wide_loads=len(re.findall(r"LDG\.E\S*\.128", c.sass)), loads=count["LDG"], stores=count["STG"],
-            wide_stores=len(re.findall(r"STG\.E\S*\.64", c.sass)),
-            narrow_stores=len(re.findall(r"STG\.E\S*\.U8", c.sass)),
-            conversions=len(re.findall(r"F2FP\.\S*E4M3", c.sass)),
-            casts=sorted(set(re.findall(r"cvt\.\S*e[45]m[23]x2\S*", c.ptx))),
-            used_twice=used_twice(c.ptx), qgmma=c.sass.count("QGMMA"), hgmma=c.sass.count("HGMMA"),
-            serialised=any("serializ" in w.lower() for w in c.warnings),
-            tcgen05=sorted(set(re.findall(r"tcgen05\.mma\S*kind::(\w+)\.block_scale", c.ptx))),
-        )
+    compiled.append((label, c, values // (32 * c.num_warps)))
+
+
+def row(label: str, c: Compiled, values: int) -> dict:
+    count = c.instructions
+    return dict(
+        name=label, kernel=c.name, registers=c.registers, spills=c.spills, shared=c.shared, warps=c.num_warps,
+        values=values, instructions=sum(count.values()),
+        wide_loads=len(re.findall(r"LDG\.E\S*\.128", c.sass)), loads=count["LDG"], stores=count["STG"],
+        wide_stores=len(re.findall(r"STG\.E\S*\.64", c.sass)),
+        narrow_stores=len(re.findall(r"STG\.E\S*\.U8", c.sass)),
+        conversions=len(re.findall(r"F2FP\.\S*E4M3", c.sass)),
+        casts=sorted(set(re.findall(r"cvt\.\S*e[45]m[23]x2\S*", c.ptx))),
+        used_twice=used_twice(c.ptx), qgmma=c.sass.count("QGMMA"), hgmma=c.sass.count("HGMMA"),
+        serialised=any("serializ" in w.lower() for w in c.warnings),
+        tcgen05=sorted(set(re.findall(r"tcgen05\.mma\S*kind::(\w+)\.block_scale", c.ptx))),
     )  # fmt: skip
 
 
@@ -138,4 +140,4 @@ with instead_of_launching(hook):
             pair = [quantizer.quantize(torch.zeros(256, 4096), part, backend="reference") for part in parts]
             a, b = (gemm._bytes(q) for q in pair)
             gemm.scaled_mm_op._init_fn(*a, *b, None, torch.bfloat16, *(q.scheme.text for q in pair), 4096, native)
-print(json.dumps(rows))
+print(json.dumps([row(*one) for one in compiled]))
