@@ -265,4 +265,4 @@ def compile_only(kernel: Any, arguments: tuple, options: dict[str, Any], *, name
         kernel = kernel.warmup(*arguments, grid=(1,), **options)
     log = printed.getvalue()
     # a kernel out of Triton's cache has met ptxas before, in another process
-    return inspect(kernel, name, capability, log if "ptxas info" in log else None)
+    return inspect(kernel, name, capability, log if "Used " in log else None)

@@ -41,8 +41,9 @@ def test_flagship_neither_spills_nor_serialises(version):
     rows = compiled(version, "flagship")
     assert len(rows) == 3
     for name, row in rows.items():
-        # 3.9 puts addresses of O aside at head_dim 64, 12 loads for each tile written out; never in the steps
-        assert row["spills"] <= (256 if row["triton"] >= "3.9" else 0), (name, row)
+        # 3.9 puts addresses of O aside at head_dim 64, 34 stores and 56 loads of 4 bytes (24 and 26 without the
+        # --regAllocOptLevel=2 that it gives to ptxas), never in the steps
+        assert row["spills"] <= (4 * (34 + 56) if row["triton"] >= "3.9" else 0), (name, row)
         assert len(row["loop_spills"]) >= 2 and not any(row["loop_spills"]), (name, row)
         # one for the wait on an array of mbarriers that another wait was on before, one for a turn; without `seamless`
         # (head_dim 256; 64 with 3.9) one more, to free a buffer
