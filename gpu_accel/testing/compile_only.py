@@ -116,7 +116,7 @@ def _disassemble() -> None:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "kernels.bin")
             file.write_bytes(b"".join(codes))
-            command = [_nvdisasm(), "-c", "-b", f"SM{capability}", str(file)]
+            command = [_nvdisasm(capability), "-c", "-b", f"SM{capability}", str(file)]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
         lines = [line for line in done.stdout.splitlines() if re.match(r"\s*/\*[0-9a-f]{4,}\*/", line)]
         sizes = [len(one) // _INSTRUCTION_SIZE for one in codes]
@@ -157,7 +157,11 @@ def _ptxas(capability: int) -> str:
     return compiler.get_ptxas(capability).path
 
 
-def _nvdisasm() -> str:
+def _nvdisasm(capability: int) -> str:
+    """The nvdisasm beside ptxas. Triton knows one too, but asks it for its version first: a quarter of a second."""
+    beside = Path(_ptxas(capability)).with_name("nvdisasm")
+    if beside.is_file():
+        return str(beside)
     import triton
 
     return triton.knobs.nvidia.nvdisasm.path
@@ -263,6 +267,11 @@ def compile_only(kernel: Any, arguments: tuple, options: dict[str, Any], *, name
     with triton.knobs.nvidia.scope(), contextlib.redirect_stdout(printed):
         triton.knobs.nvidia.dump_ptxas_log = True
         kernel = kernel.warmup(*arguments, grid=(1,), **options)
-    log = printed.getvalue()
-    # a kernel out of Triton's cache has met ptxas before, in another process
-    return inspect(kernel, name, capability, log if "Used " in log else None)
+    log: str | None = printed.getvalue()
+    kept = triton.runtime.cache.get_cache_manager(kernel.hash)
+    if "Used " in log:
+        kept.put(log, "ptxas.log", binary=False)
+    else:  # out of Triton's cache; only what was compiled by somebody else has no log there
+        file = kept.get_file("ptxas.log")
+        log = Path(file).read_text() if file else None
+    return inspect(kernel, name, capability, log)

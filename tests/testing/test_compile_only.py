@@ -50,7 +50,7 @@ with instead_of_launching(hook):
 for kernel in kernels:
     with open("alone.cubin", "wb") as file:
         file.write(kernel.cubin)
-    alone = subprocess.run([c._nvdisasm(), "-c", "alone.cubin"], capture_output=True, text=True, check=True).stdout
+    alone = subprocess.run([c._nvdisasm(90), "-c", "alone.cubin"], capture_output=True, text=True, check=True).stdout
     opcodes = [re.findall(r"/[*][0-9a-f]{4,}[*]/ *(?:@!?U?P\\\\w+ *)?([A-Z0-9_.]+)", x) for x in (alone, kernel.sass)]
     assert len(opcodes[0]) > 20 and opcodes[0] == opcodes[1], kernel
     said = c.inspect(type("Made", (), dict(asm=dict(ptx=kernel.ptx, cubin=kernel.cubin), metadata=kernel)), "", 90)
