@@ -61,7 +61,7 @@ def hook(kernel, arguments, options) -> None:
     compiled.append((label, c, values // (32 * c.num_warps)))
 
 
-def row(label: str, c: Compiled, values: int) -> dict:
+def described(label: str, c: Compiled, values: int) -> dict:
     count = c.instructions
     return dict(
         name=label, kernel=c.name, registers=c.registers, spills=c.spills, shared=c.shared, warps=c.num_warps,
@@ -140,4 +140,4 @@ with instead_of_launching(hook):
             pair = [quantizer.quantize(torch.zeros(256, 4096), part, backend="reference") for part in parts]
             a, b = (gemm._bytes(q) for q in pair)
             gemm.scaled_mm_op._init_fn(*a, *b, None, torch.bfloat16, *(q.scheme.text for q in pair), 4096, native)
-print(json.dumps([row(*one) for one in compiled]))
+print(json.dumps([described(*one) for one in compiled]))
