@@ -77,9 +77,10 @@ def loops(sass: str, products: int) -> tuple[list[int], list[int]]:
     return spills, meetings
 
 
-def row(kernel: str, got: Compiled, products: int) -> dict:
+def row(which: str, kernel: str, got: Compiled, products: int) -> dict:
     spilled, meetings = loops(got.sass, products)
     return {
+        "set": which,
         "name": got.name,
         "kernel": kernel,
         "triton": triton.__version__,
@@ -96,10 +97,10 @@ def row(kernel: str, got: Compiled, products: int) -> dict:
     }
 
 
-def main(which: str) -> None:
+def compile_set(which: str) -> list[tuple[str, str, Compiled, int]]:
     capability = 100 if which.startswith("blackwell") else 90
     use_target(capability)
-    rows = []  # read when everything is compiled, so that it is disassembled at once
+    found = []
     for head_dim, options in CASES[which]:
         label = "-".join([f"d{head_dim}", *(f"{n}{x}" for n, x in options.items())])
         options = dict(options)
@@ -111,7 +112,7 @@ def main(which: str) -> None:
                 return
             got = compile_only(kernel, arguments, constants, name=label, capability=capability)
             # a step: S of one block and P V of another
-            rows.append((kernel.__name__, got, (head_dim + constants.get("BLOCK_N", 0)) // 16))
+            found.append((which, kernel.__name__, got, (head_dim + constants.get("BLOCK_N", 0)) // 16))
 
         q = torch.empty(1, 8192, 4, head_dim, dtype=torch.bfloat16)  # long: three consumers at head_dim 64
         with launch.instead_of_launching(hook):
@@ -136,9 +137,10 @@ def main(which: str) -> None:
                     q, v = q[0], v[0]
                     options |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), offsets)
                 hopper.forward(q, q, v, softmax_scale=0.1, **options)
-    for one in rows:
-        print(json.dumps(row(*one)), flush=True)
+    return found
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    # read when everything is compiled, so that it is disassembled at once
+    for one in [one for which in sys.argv[1:] for one in compile_set(which)]:
+        print(json.dumps(row(*one)), flush=True)

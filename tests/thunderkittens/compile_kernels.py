@@ -1,4 +1,4 @@
-"""Compiles kernels of the package for an H100 that is not there and prints what came out, one JSON object.
+"""Compiles kernels of the package for an H100 that is not there and prints what came out, a list in JSON for each set.
 
 python compile_kernels.py chunked bf16-128-128,fp16-64-128-packed     forward and backward, gates, weights, K-V
 python compile_kernels.py chunked bf16-128-64-walks                   the same, and gradients by walks
@@ -152,15 +152,20 @@ def rows_of(dtype: torch.dtype, width: int) -> None:
 
 
 if __name__ == "__main__":
+    sets = []
     with instead_of_launching(hook):
-        for label in sys.argv[2].split(","):
-            kind, *sizes = label.split("-")
-            if sys.argv[1] == "rows":
-                rows_of(DTYPES[kind], int(sizes[0]))
-            elif sys.argv[1] in ("conv", "ladder", "longconv", "maps"):
-                dict(conv=conv, ladder=ladder, longconv=longconv, maps=maps)[sys.argv[1]](DTYPES[kind], int(sizes[0]))
-            else:
-                given = (DTYPES[kind], int(sizes[0]), int(sizes[1]), "packed" in sizes)
-                one = dict(delta=delta, gla=gla).get(sys.argv[1])
-                one(*given) if one else chunked(*given, "walks" in sizes)
-    print(json.dumps([row(*one) for one in compiled]))
+        for which, names in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+            for label in names.split(","):
+                kind, *sizes = label.split("-")
+                if which == "rows":
+                    rows_of(DTYPES[kind], int(sizes[0]))
+                elif which in ("conv", "ladder", "longconv", "maps"):
+                    dict(conv=conv, ladder=ladder, longconv=longconv, maps=maps)[which](DTYPES[kind], int(sizes[0]))
+                else:
+                    given = (DTYPES[kind], int(sizes[0]), int(sizes[1]), "packed" in sizes)
+                    one = dict(delta=delta, gla=gla).get(which)
+                    one(*given) if one else chunked(*given, "walks" in sizes)
+            sets.append(compiled.copy())
+            compiled.clear()
+    for one in sets:
+        print(json.dumps([row(*kernel) for kernel in one]))
