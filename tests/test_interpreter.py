@@ -71,3 +71,14 @@ def test_triton_still_needs_it() -> None:
     text = inspect.getsource(interpreter)
     call = text.split("class InterpretedFunction")[1].split("def __call__")[1]
     assert "_patch_lang(self.fn)" in call and "getmembers" in text
+
+
+def test_numpy_types_are_those_that_the_interpreter_stores() -> None:
+    from triton.runtime import interpreter
+
+    stored = {tl.float32: "float32", tl.bfloat16: "uint16", tl.float8e4nv: "uint8", tl.int1: "bool", tl.int64: "int64"}
+    for dtype, name in stored.items():
+        for one in (dtype, tl.block_type(dtype, [4]), dtype):
+            assert interpreter._get_np_dtype(one).name == name
+    address = tl.pointer_type(tl.float32)
+    assert {interpreter._get_np_dtype(one).name for one in (address, tl.block_type(address, [4]))} == {"uint64"}
