@@ -24,19 +24,20 @@ def quicken() -> bool:
     if not hasattr(interpreter._LangPatchScope(), "_changes"):
         return False
     prepare, function = interpreter._patch_lang, interpreter.InterpretedFunction
-    if hasattr(prepare, "launches"):  # done before
+    if prepare.__module__ == __name__:  # done before
         return True
+    under_way: list[Any] = []  # launches
     members: dict[tuple[Any, str], Any] = {}  # (module or class, name) -> what takes its place
 
     class Launch(interpreter._LangPatchScope):
         def restore(self) -> None:
             super().restore()
-            prepare_once.launches -= 1
+            under_way.remove(self)
 
     def prepare_once(fn: Any) -> Launch:
         scope = Launch()
-        prepare_once.launches += 1
-        if prepare_once.launches == 1:
+        under_way.append(scope)
+        if len(under_way) == 1:
             if not members:
                 found = prepare(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
                 members.update({(where, name): getattr(where, name) for where, name, _ in found._changes})
@@ -46,7 +47,7 @@ def quicken() -> bool:
         return scope
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not prepare_once.launches:
+        if not under_way:
             prepare(self.fn)
         rewritten = self.rewrite()
         try:
@@ -64,6 +65,5 @@ def quicken() -> bool:
             known[scalar.name] = find(scalar)
         return known[scalar.name]
 
-    prepare_once.launches = 0  # type: ignore[attr-defined]
     interpreter._patch_lang, function.__call__, interpreter._get_np_dtype = prepare_once, call, numpy_dtype
     return True

@@ -267,11 +267,10 @@ def compile_only(kernel: Any, arguments: tuple, options: dict[str, Any], *, name
     with triton.knobs.nvidia.scope(), contextlib.redirect_stdout(printed):
         triton.knobs.nvidia.dump_ptxas_log = True
         kernel = kernel.warmup(*arguments, grid=(1,), **options)
-    log: str | None = printed.getvalue()
+    log = printed.getvalue()
     kept = triton.runtime.cache.get_cache_manager(kernel.hash)
     if "Used " in log:
         kept.put(log, "ptxas.log", binary=False)
-    else:  # out of Triton's cache; only what was compiled by somebody else has no log there
-        file = kept.get_file("ptxas.log")
-        log = Path(file).read_text() if file else None
-    return inspect(kernel, name, capability, log)
+    elif file := kept.get_file("ptxas.log"):  # the kernel is out of Triton's cache
+        log = Path(file).read_text()
+    return inspect(kernel, name, capability, log or None)
