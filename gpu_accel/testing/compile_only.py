@@ -2,30 +2,39 @@
 
 A driver that only names the target is enough for the whole pipeline down to the cubin: kernels are called through
 `warmup` with CPU tensors, and ptxas and nvdisasm, which Triton brings along, tell registers, spills, shared memory and
-instructions. Run it in a process of its own: the driver stays replaced, and TRITON_INTERPRET must
-not be set.
+instructions. What ptxas said is taken from Triton's own run of it, with the options that the kernel really gets. What
+has been compiled is disassembled when somebody first asks for a kernel's instructions, all of it at once: nvdisasm
+needs a quarter of a second to begin and next to none for a kernel. So compile first, and read afterwards. Run it in a
+process of its own: the driver stays replaced, and TRITON_INTERPRET must not be set.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
+import itertools
 import os
 import re
+import struct
 import subprocess
 import tempfile
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from gpu_accel.errors import HardwareError, UnsupportedError
 from gpu_accel.testing.overwritten import overwritten_operands
 
-_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,6}\*/\s+(?:@!?U?P\d+\s+)?([A-Z0-9_]+)")
+_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z0-9_]+)")
+_BRANCH = re.compile(r"\*/\s+(?:@!?U?P\w+\s+)?((?:BRA|BSSY|CALL)\b[^;]*?)\b(0x[0-9a-f]+) *;")
+_INSTRUCTION_SIZE = 16  # bytes, since compute capability 7.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Compiled:
-    """One compiled kernel. Sizes in bytes; `instructions` counts SASS opcodes (without their suffixes)."""
+    """One compiled kernel. Sizes in bytes."""
 
     name: str
     capability: int
@@ -34,11 +43,27 @@ class Compiled:
     spill_loads: int
     shared: int
     num_warps: int
-    instructions: Counter
     ptx: str
-    sass: str
+    cubin: bytes = field(repr=False)
     ttgir: str
-    warnings: tuple[str, ...]
+    remarks: tuple[str, ...]  # of ptxas, and on its barriers
+
+    def __post_init__(self) -> None:
+        _undisassembled.append(self)
+
+    @functools.cached_property
+    def sass(self) -> str:
+        _disassemble()
+        return self.__dict__["sass"]
+
+    @functools.cached_property
+    def instructions(self) -> Counter:
+        """How often each SASS opcode occurs (without its suffixes)."""
+        return Counter(_INSTRUCTION.findall(self.sass))
+
+    @functools.cached_property
+    def warnings(self) -> tuple[str, ...]:
+        return (*self.remarks, *overwritten_operands(self.ptx, self.sass))
 
     @property
     def spills(self) -> int:
@@ -50,6 +75,56 @@ class Compiled:
             f"{self.name} sm_{self.capability}: {self.registers} registers, {self.spills} bytes spilled, "
             f"{self.shared} bytes shared, {self.num_warps} warps"
         )
+
+
+_undisassembled: list[Compiled] = []
+
+
+def code(cubin: bytes) -> bytes:
+    """The machine code in an ELF file: its sections .text.*, of which a kernel of Triton has one."""
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
+    heads = [struct.unpack_from("<II16xQQ", cubin, table + i * size) for i in range(count)]
+    text = heads[names][2]
+    found = [
+        cubin[offset : offset + length] for name, _, offset, length in heads if cubin.startswith(b".text.", text + name)
+    ]
+    return b"".join(found)
+
+
+def _labelled(lines: list[str], base: int) -> str:
+    """One kernel's instructions with addresses from 0, and labels where they branch to, as nvdisasm gives to an ELF."""
+    branches = [_BRANCH.search(line) for line in lines]
+    targets = sorted({int(found[2], 16) for found in branches if found})
+    labels = {target: f".L_x_{i}" for i, target in enumerate(targets)}
+    out = []
+    for i, (line, branch) in enumerate(zip(lines, branches, strict=True)):
+        address = i * _INSTRUCTION_SIZE
+        if address + base in labels:
+            out.append(f"{labels[address + base]}:")
+        if branch:
+            line = f"{line[: branch.start(2)]}`({labels[int(branch[2], 16)]}){line[branch.end(2) :]}"
+        out.append(re.sub(r"(?<=/\*)[0-9a-f]+(?=\*/)", f"{address:04x}", line, count=1))
+    return "\n".join(out)
+
+
+def _disassemble() -> None:
+    """Give each kernel that waits for it its `sass`, with one run of nvdisasm for each compute capability."""
+    for capability in {kernel.capability for kernel in _undisassembled}:
+        kernels = [kernel for kernel in _undisassembled if kernel.capability == capability]
+        codes = [code(kernel.cubin) for kernel in kernels]
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "kernels.bin")
+            file.write_bytes(b"".join(codes))
+            command = [_nvdisasm(capability), "-c", "-b", f"SM{capability}", str(file)]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+        lines = [line for line in done.stdout.splitlines() if re.match(r"\s*/\*[0-9a-f]{4,}\*/", line)]
+        sizes = [len(one) // _INSTRUCTION_SIZE for one in codes]
+        if len(lines) != sum(sizes):
+            raise RuntimeError(f"nvdisasm shows {len(lines)} instructions of {sum(sizes)}")
+        for kernel, size, end in zip(kernels, sizes, itertools.accumulate(sizes), strict=True):
+            kernel.__dict__["sass"] = _labelled(lines[end - size : end], (end - size) * _INSTRUCTION_SIZE)
+    _undisassembled.clear()
 
 
 def idle_barriers(ttgir: str) -> list[str]:
@@ -82,7 +157,11 @@ def _ptxas(capability: int) -> str:
     return compiler.get_ptxas(capability).path
 
 
-def _nvdisasm() -> str:
+def _nvdisasm(capability: int) -> str:
+    """The nvdisasm beside ptxas. Triton knows one too, but asks it for its version first: a quarter of a second."""
+    beside = Path(_ptxas(capability)).with_name("nvdisasm")
+    if beside.is_file():
+        return str(beside)
     import triton
 
     return triton.knobs.nvidia.nvdisasm.path
@@ -131,37 +210,28 @@ def _architecture(ptx: str, capability: int) -> str:
     return found.group(1) if found else f"sm_{capability}"
 
 
-def inspect(kernel: Any, name: str, capability: int) -> Compiled:
-    """Registers, spills and instructions of what `kernel.warmup(...)` returned."""
-    ptx, cubin = kernel.asm["ptx"], kernel.asm["cubin"]
+def _assembled(ptx: str, name: str, capability: int) -> str:
+    """What ptxas says of `ptx`."""
     with tempfile.TemporaryDirectory() as folder:
-        ptx_file, cubin_file = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
-        ptx_file.write_text(ptx)
-        cubin_file.write_bytes(cubin)
-        assembled = subprocess.run(
-            [
-                _ptxas(capability),
-                "-v",
-                f"-arch={_architecture(ptx, capability)}",
-                str(ptx_file),
-                "-o",
-                os.devnull,
-            ],
-            capture_output=True,
-            text=True,
-        )
-        if assembled.returncode:
-            raise UnsupportedError(f"{name}: ptxas failed: {assembled.stderr[-2000:]}")
-        sass = subprocess.run(
-            [_nvdisasm(), "-c", str(cubin_file)], capture_output=True, text=True
-        ).stdout
-    log = assembled.stderr
+        file = Path(folder, "kernel.ptx")
+        file.write_text(ptx)
+        architecture = f"-arch={_architecture(ptx, capability)}"
+        command = [_ptxas(capability), "-v", architecture, str(file), "-o", os.devnull]
+        done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise UnsupportedError(f"{name}: ptxas failed: {done.stderr[-2000:]}")
+    return done.stderr
 
+
+def inspect(kernel: Any, name: str, capability: int, log: str | None = None) -> Compiled:
+    """Registers, spills and instructions of what `kernel.warmup(...)` returned; `log` is what ptxas said, if known."""
+    ptx = kernel.asm["ptx"]
+    if log is None:
+        log = _assembled(ptx, name, capability)
     ttgir = kernel.asm.get("ttgir", "")
     # C7512 and its like: "wgmma serialized", silent in Triton and up to three times slower
-    warnings = [line for line in log.splitlines() if "warning" in line.lower() or "serializ" in line.lower()]
-    warnings += [f"barrier {barrier} is initialised and never used" for barrier in idle_barriers(ttgir)]
-    warnings += overwritten_operands(ptx, sass)
+    remarks = [line for line in log.splitlines() if "warning" in line.lower() or "serializ" in line.lower()]
+    remarks += [f"barrier {barrier} is initialised and never used" for barrier in idle_barriers(ttgir)]
 
     def number(pattern: str) -> int:
         return sum(int(n) for n in re.findall(pattern, log))
@@ -174,11 +244,10 @@ def inspect(kernel: Any, name: str, capability: int) -> Compiled:
         spill_loads=number(r"(\d+) bytes spill loads"),
         shared=kernel.metadata.shared,
         num_warps=kernel.metadata.num_warps,
-        instructions=Counter(_INSTRUCTION.findall(sass)),
         ptx=ptx,
-        sass=sass,
+        cubin=kernel.asm["cubin"],
         ttgir=ttgir,
-        warnings=tuple(warnings),
+        remarks=tuple(remarks),
     )
 
 
@@ -191,5 +260,17 @@ def compile_only(kernel: Any, arguments: tuple, options: dict[str, Any], *, name
     Raises:
         HardwareError: the interpreter is on. UnsupportedError: ptxas refuses the kernel.
     """
+    import triton
+
     use_target(capability)
-    return inspect(kernel.warmup(*arguments, grid=(1,), **options), name, capability)
+    printed = io.StringIO()
+    with triton.knobs.nvidia.scope(), contextlib.redirect_stdout(printed):
+        triton.knobs.nvidia.dump_ptxas_log = True
+        kernel = kernel.warmup(*arguments, grid=(1,), **options)
+    log = printed.getvalue()
+    kept = triton.runtime.cache.get_cache_manager(kernel.hash)
+    if "Used " in log:
+        kept.put(log, "ptxas.log", binary=False)
+    elif file := kept.get_file("ptxas.log"):  # the kernel is out of Triton's cache
+        log = Path(file).read_text()
+    return inspect(kernel, name, capability, log or None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from gpu_accel.errors import InvalidInputError
 
@@ -52,7 +52,11 @@ def is_speed(metric: str, unit: str) -> bool:
 
 
 class Invariants:
-    """The checks of one record; each names the field it is about."""
+    """The checks of one record; each names the field it is about.
+
+    Tens of thousands of records are read at once: what shows a value in its message calls `refuse`, so that only values
+    that are wrong are printed.
+    """
 
     def __init__(self, record: Record) -> None:
         self.r = record
@@ -68,40 +72,48 @@ class Invariants:
 
     def require(self, condition: object, message: str) -> None:
         if not condition:
-            r = self.r
-            raise InvalidInputError(f"record {r.paper}/{r.experiment}/{r.impl} ({r.kind} {r.metric}): {message}")
+            self.refuse(message)
+
+    def refuse(self, message: str) -> NoReturn:
+        r = self.r
+        raise InvalidInputError(f"record {r.paper}/{r.experiment}/{r.impl} ({r.kind} {r.metric}): {message}")
 
     def types(self) -> None:
         r = self.r
         self.require(r.kind in KINDS, f"kind must be one of {KINDS}")
-        self.require(type(r.schema) is int and r.schema == SCHEMA, f"schema must be {SCHEMA}, not {short(r.schema)}")
+        if not (type(r.schema) is int and r.schema == SCHEMA):
+            self.refuse(f"schema must be {SCHEMA}, not {short(r.schema)}")
         for name in ("paper", "experiment", "impl", "metric", "unit"):
             text = getattr(r, name)
-            self.require(isinstance(text, str) and text, f"{name} must be a non-empty string, not {short(text)}")
+            if not (isinstance(text, str) and text):
+                self.refuse(f"{name} must be a non-empty string, not {short(text)}")
         for name in TEXTS:
-            self.require(isinstance(getattr(r, name), str), f"{name} must be a string, not {short(getattr(r, name))}")
+            if not isinstance(getattr(r, name), str):
+                self.refuse(f"{name} must be a string, not {short(getattr(r, name))}")
         for name in ("case", "work", "ratio_to", "env", "timing", *(["checked"] if r.checked is not None else [])):
             table = getattr(r, name)
-            self.require(isinstance(table, dict), f"{name} must be a dict, not {short(table)}")
-            self.require(
-                all(isinstance(key, str) for key in table), f"{name} must have strings as keys, not {short(table)}"
-            )
+            if not isinstance(table, dict):
+                self.refuse(f"{name} must be a dict, not {short(table)}")
+            if not all(isinstance(key, str) for key in table):
+                self.refuse(f"{name} must have strings as keys, not {short(table)}")
         for key, value in r.case.items():
-            self.require(
-                isinstance(value, Scalar), f"case[{key!r}] must be a string, number or boolean, not {short(value)}"
-            )
-        self.require(isinstance(r.dirty, bool), f"dirty must be true or false, not {short(r.dirty)}")
+            if not isinstance(value, Scalar):
+                self.refuse(f"case[{key!r}] must be a string, number or boolean, not {short(value)}")
+        if not isinstance(r.dirty, bool):
+            self.refuse(f"dirty must be true or false, not {short(r.dirty)}")
         try:
             offset = r.when.utcoffset()
         except (TypeError, ValueError):
             offset = None
-        self.require(offset is not None and not offset, f"time must be ISO 8601 in UTC, not {short(r.time)}")
+        if offset is None or offset:
+            self.refuse(f"time must be ISO 8601 in UTC, not {short(r.time)}")
 
     def numbers(self) -> None:
         r = self.r
         for name in ("median", "p20", "p80"):
             value = getattr(r, name)
-            self.require(value is None or is_finite(value), f"{name} must be a finite number, not {short(value)}")
+            if not (value is None or is_finite(value)):
+                self.refuse(f"{name} must be a finite number, not {short(value)}")
         self.require(all(is_finite(s) for s in r.samples), "every sample must be a finite number")
         self.require(all(is_finite(w) and w >= 0 for w in r.work.values()), "work must be numbers >= 0")
         self.require((r.p20 is None) == (r.p80 is None), "p20 and p80 go together")
@@ -113,38 +125,38 @@ class Invariants:
         self.require(r.metric != "time" or r.unit in MILLISECONDS, f"a time is in ms, us or s, not {r.unit!r}")
         if r.metric in NEVER_NEGATIVE or r.unit == "bytes":
             values = [value for value in (r.median, r.p20, *r.samples) if value is not None]
-            self.require(min(values, default=0) >= 0, f"{r.metric} in {r.unit} cannot be negative: {short(r.median)}")
+            if not min(values, default=0) >= 0:
+                self.refuse(f"{r.metric} in {r.unit} cannot be negative: {short(r.median)}")
         if r.checked is not None:
             fields = {"error", "bound", "metric"}
-            self.require(r.checked.keys() == fields, f"checked must have {sorted(fields)}, not {short(r.checked)}")
+            if r.checked.keys() != fields:
+                self.refuse(f"checked must have {sorted(fields)}, not {short(r.checked)}")
             name = r.checked["metric"]
-            self.require(
-                isinstance(name, str) and name, f"checked.metric must be a non-empty string, not {short(name)}"
-            )
+            if not (isinstance(name, str) and name):
+                self.refuse(f"checked.metric must be a non-empty string, not {short(name)}")
             numbers = is_finite(r.checked["error"]) and is_finite(r.checked["bound"])
             # Written so that NaN, which compares false with everything, never counts as correct.
-            self.require(
-                numbers and 0 <= r.checked["error"] <= r.checked["bound"], f"error above its bound: {short(r.checked)}"
-            )
+            if not (numbers and 0 <= r.checked["error"] <= r.checked["bound"]):
+                self.refuse(f"error above its bound: {short(r.checked)}")
 
     def ratios(self) -> None:
         r = self.r
         self.require(not r.ratio_to or r.kind == "measured", "only a measured record may carry ratio_to")
         interleaved = r.timing.get("interleaved") or []
         names = isinstance(interleaved, list | tuple) and all(isinstance(name, str) for name in interleaved)
-        self.require(names, f"timing.interleaved must be a list of names, not {short(interleaved)}")
+        if not names:
+            self.refuse(f"timing.interleaved must be a list of names, not {short(interleaved)}")
         for other, ratio in r.ratio_to.items():
-            self.require(
-                other in interleaved, f"ratio_to {other!r} was not interleaved in the run, {list(interleaved)}"
-            )
+            if other not in interleaved:
+                self.refuse(f"ratio_to {other!r} was not interleaved in the run, {list(interleaved)}")
             well_formed = isinstance(ratio, dict) and ratio.keys() == {"median", "ci95"}
             well_formed = well_formed and isinstance(ratio["ci95"], list | tuple) and len(ratio["ci95"]) == 2
-            self.require(well_formed, f"ratio_to[{other!r}] must be {{median, ci95: [low, high]}}, not {short(ratio)}")
+            if not well_formed:
+                self.refuse(f"ratio_to[{other!r}] must be {{median, ci95: [low, high]}}, not {short(ratio)}")
             low, high = ratio["ci95"]
             numbers = all(is_finite(x) and x > 0 for x in (low, ratio["median"], high))
-            self.require(
-                numbers and low <= ratio["median"] <= high, f"ratio_to[{other!r}] is no interval: {short(ratio)}"
-            )
+            if not (numbers and low <= ratio["median"] <= high):
+                self.refuse(f"ratio_to[{other!r}] is no interval: {short(ratio)}")
 
     def measured(self) -> None:
         r = self.r
@@ -201,7 +213,8 @@ class Invariants:
             rate = r.median if r.unit == metric else r.value(metric) if r.has(metric) else None
             if peak is not None and rate is not None:
                 fits = rate <= peak * (1 + _LARGEST_PEAK_EXCESS)
-                self.require(fits, f"{rate:.4g} {metric} is above the device peak, {peak:.4g}{why}")
+                if not fits:
+                    self.refuse(f"{rate:.4g} {metric} is above the device peak, {peak:.4g}{why}")
 
     def peak(self, name: str) -> tuple[float | None, str]:
         """The peak that applies, and in words why it is that one where it is not the peak of the case's dtype."""
@@ -209,7 +222,8 @@ class Invariants:
         known = peak if isinstance(peak, Mapping) else {"": peak}
         for value in known.values():
             fits = value is None or (is_finite(value) and value >= 0)
-            self.require(fits, f"env.{name} must be a number >= 0, or one per dtype; not {short(peak)}")
+            if not fits:
+                self.refuse(f"env.{name} must be a number >= 0, or one per dtype; not {short(peak)}")
         if isinstance(peak, Mapping):
             dtype = self.r.case.get("dtype")
             peak = known.get(str(dtype))

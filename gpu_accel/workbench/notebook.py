@@ -220,12 +220,13 @@ def ledger() -> Shown:
 
     rows = []
     for paper in registry.papers():
-        judged = verdicts(paper)
+        records = paper.records()
+        judged = verdicts(paper, records)
         counts = summary(judged)
         hold, fail = against_itself(judged)
         itself = f"{hold} hold, {fail} do not" if hold + fail else "–"
         total, words = str(sum(counts.values())), [str(count) for count in counts.values()]
-        basis = series.stamp(paper.records()).text
+        basis = series.stamp(records).text
         rows.append([paper.title, f"arXiv:{paper.arxiv}", total, *words, itself, basis])
     return table(["paper", "source", "claims", *WORDS, "paper against itself", "results"], rows)
 

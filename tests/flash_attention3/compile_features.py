@@ -13,7 +13,7 @@ import triton
 
 from gpu_accel.flash_attention3 import config, launch, modifier, portable_backward, portable_forward
 from gpu_accel.flash_attention3.features import Features
-from gpu_accel.testing.compile_only import compile_only, use_target
+from gpu_accel.testing.compile_only import Compiled, compile_only, use_target
 from gpu_accel.testing.modifiers import relative, relative_grad, same_document
 
 BF16, SQ, SK, HEADS, D = torch.bfloat16, 1000, 1000, 4, 64
@@ -42,15 +42,14 @@ def tuned(pass_: str, features: Features) -> config.Config:
     return config.within_blocks(config.table("sm90")[pass_, config.bucket(D, D), False, 2], *features.block_size)
 
 
+compiled: list[Compiled] = []  # read last, so that all of it is disassembled at once
+
+
 def compile_case(name: str, features: Features, *, varlen: bool = False) -> None:
     def hook(kernel, arguments, options):
         if kernel.__name__ == "attention_delta":
             return
-        got = compile_only(kernel, arguments, options, name=f"{name}-{kernel.__name__}", capability=90)
-        row = {"name": got.name, "triton": triton.__version__, "registers": got.registers, "spills": got.spills,
-               "shared": got.shared, "wgmma": got.instructions["HGMMA"], "tma": got.instructions["UTMALDG"],
-               "warnings": got.warnings}  # fmt: skip
-        print(json.dumps(row), flush=True)
+        compiled.append(compile_only(kernel, arguments, options, name=f"{name}-{kernel.__name__}", capability=90))
 
     q, k = torch.empty(2, SQ, HEADS, D, dtype=BF16), torch.empty(2, SK, 2, D, dtype=BF16)
     lse = torch.zeros(2, HEADS, SQ)
@@ -76,3 +75,8 @@ if __name__ == "__main__":
         compile_case("packed", cases()["everything"], varlen=True)
     else:
         raise SystemExit(f"unknown set {which!r}")
+    for got in compiled:
+        row = {"name": got.name, "triton": triton.__version__, "registers": got.registers, "spills": got.spills,
+               "shared": got.shared, "wgmma": got.instructions["HGMMA"], "tma": got.instructions["UTMALDG"],
+               "warnings": got.warnings}  # fmt: skip
+        print(json.dumps(row), flush=True)

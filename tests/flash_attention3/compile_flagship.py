@@ -1,7 +1,7 @@
 """Compile the tuned kernels for a GPU that is not there and print one JSON object a kernel. Run by test_compile.py.
 
-The first argument names the set: "flagship" (what is asserted to be free of spills), "large" (head_dim 256, packed,
-backward) or "blackwell" (a few for sm_100).
+The arguments name sets of one GPU: "flagship" (what is asserted to be free of spills) and "large" (head_dim 256,
+packed, backward) for sm_90, "ampere" for sm_80, "blackwell" (a few) for sm_100.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import triton
 
 from gpu_accel.flash_attention3 import config, launch, portable_backward, portable_forward
-from gpu_accel.testing.compile_only import compile_only, use_target
+from gpu_accel.testing.compile_only import Compiled, compile_only, use_target
 
 BF16 = torch.bfloat16
 
@@ -23,26 +23,15 @@ def tuned(pass_: str, head_dim: int, causal: bool, capability: int) -> config.Co
     return config.table(name)[pass_, config.bucket(head_dim, head_dim), causal, 2]
 
 
+compiled: list[Compiled] = []
+
+
 def compile_calls(label: str, capability: int, call) -> None:
     def hook(kernel, arguments, options):
         if kernel.__name__ == "attention_delta":
             return
-        got = compile_only(kernel, arguments, options, name=f"{label}-{kernel.__name__}", capability=capability)
-        print(
-            json.dumps(
-                {
-                    "name": got.name,
-                    "triton": triton.__version__,
-                    "registers": got.registers,
-                    "spills": got.spills,
-                    "shared": got.shared,
-                    "wgmma": got.instructions["HGMMA"],
-                    "tma": got.instructions["UTMALDG"],
-                    "warnings": got.warnings,
-                }
-            ),
-            flush=True,
-        )
+        name = f"{label}-{kernel.__name__}"
+        compiled.append(compile_only(kernel, arguments, options, name=name, capability=capability))
 
     use_target(capability)
     with launch.instead_of_launching(hook):
@@ -81,8 +70,8 @@ def backward(head_dim: int, causal: bool, *, capability=90, path="tma"):
     )  # fmt: skip
 
 
-if __name__ == "__main__":
-    which = sys.argv[1]
+def compile_set(which: str) -> list[Compiled]:
+    compiled.clear()
     if which == "flagship":
         for d in (64, 128):
             for c in (False, True):
@@ -100,3 +89,13 @@ if __name__ == "__main__":
         forward(128, True, capability=100)
     else:
         raise SystemExit(f"unknown set {which!r}")
+    return compiled.copy()
+
+
+if __name__ == "__main__":
+    for which, found in [(which, compile_set(which)) for which in sys.argv[1:]]:
+        for got in found:
+            row = {"set": which, "name": got.name, "triton": triton.__version__, "registers": got.registers,
+                   "spills": got.spills, "shared": got.shared, "wgmma": got.instructions["HGMMA"],
+                   "tma": got.instructions["UTMALDG"], "warnings": got.warnings}  # fmt: skip
+            print(json.dumps(row), flush=True)

@@ -15,7 +15,7 @@ import triton
 
 from gpu_accel.flash_attention3 import blackwell, hopper, hopper_backward, launch, modifier
 from gpu_accel.flash_attention3.features import Features
-from gpu_accel.testing.compile_only import compile_only, use_target
+from gpu_accel.testing.compile_only import Compiled, compile_only, use_target
 from gpu_accel.testing.modifiers import relative, relative_grad, same_document
 
 CASES = {
@@ -77,9 +77,30 @@ def loops(sass: str, products: int) -> tuple[list[int], list[int]]:
     return spills, meetings
 
 
-def main(which: str) -> None:
+def row(which: str, kernel: str, got: Compiled, products: int) -> dict:
+    spilled, meetings = loops(got.sass, products)
+    return {
+        "set": which,
+        "name": got.name,
+        "kernel": kernel,
+        "triton": triton.__version__,
+        "registers": got.registers,
+        "spills": got.spills,
+        "shared": got.shared,
+        "wgmma": got.instructions["HGMMA"],
+        "tcgen05": got.instructions["UTCHMMA"],
+        "tma": got.instructions["UTMALDG"],
+        "loop_spills": spilled,
+        "loop_meetings": meetings,
+        "repacking": got.instructions["PRMT"],
+        "warnings": got.warnings,
+    }
+
+
+def compile_set(which: str) -> list[tuple[str, str, Compiled, int]]:
     capability = 100 if which.startswith("blackwell") else 90
     use_target(capability)
+    found = []
     for head_dim, options in CASES[which]:
         label = "-".join([f"d{head_dim}", *(f"{n}{x}" for n, x in options.items())])
         options = dict(options)
@@ -91,23 +112,7 @@ def main(which: str) -> None:
                 return
             got = compile_only(kernel, arguments, constants, name=label, capability=capability)
             # a step: S of one block and P V of another
-            spilled, meetings = loops(got.sass, (head_dim + constants.get("BLOCK_N", 0)) // 16)
-            row = {
-                "name": got.name,
-                "kernel": kernel.__name__,
-                "triton": triton.__version__,
-                "registers": got.registers,
-                "spills": got.spills,
-                "shared": got.shared,
-                "wgmma": got.instructions["HGMMA"],
-                "tcgen05": got.instructions["UTCHMMA"],
-                "tma": got.instructions["UTMALDG"],
-                "loop_spills": spilled,
-                "loop_meetings": meetings,
-                "repacking": got.instructions["PRMT"],
-                "warnings": got.warnings,
-            }
-            print(json.dumps(row), flush=True)
+            found.append((which, kernel.__name__, got, (head_dim + constants.get("BLOCK_N", 0)) // 16))
 
         q = torch.empty(1, 8192, 4, head_dim, dtype=torch.bfloat16)  # long: three consumers at head_dim 64
         with launch.instead_of_launching(hook):
@@ -132,7 +137,10 @@ def main(which: str) -> None:
                     q, v = q[0], v[0]
                     options |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), offsets)
                 hopper.forward(q, q, v, softmax_scale=0.1, **options)
+    return found
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    # read when everything is compiled, so that it is disassembled at once
+    for one in [one for which in sys.argv[1:] for one in compile_set(which)]:
+        print(json.dumps(row(*one)), flush=True)

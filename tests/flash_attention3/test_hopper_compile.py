@@ -5,44 +5,34 @@ The flagship neither spills nor serialises.
 
 from __future__ import annotations
 
-import functools
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-TARGETS = Path(os.environ.get("GPU_ACCEL_TRITON_TARGETS") or ROOT / ".triton-targets")
-VERSIONS = ["installed", *sorted(p.name for p in TARGETS.glob("*") if (p / "triton").is_dir())]
+SCRIPT = Path(__file__).with_name("compile_hopper.py")
 SHARED_LIMIT = 227 * 1024  # bytes that one program can have on an H100
 SMALL_SPILL = 600  # bytes a thread, outside the loop that matters: three consumers with masks have 160 registers
 
+EVERY, TWO, ONE = ["flagship", "blackwell"], ["features", "packed", "backward"], ["ablation", "more-backward"]
+# 3.6.0 comes with torch 2.11
+TWO_TRITONS = pytest.mark.parametrize("compile_environment", ["installed", "3.6.0"], indirect=True)
+INSTALLED = pytest.mark.parametrize("compile_environment", ["installed"], indirect=True)
 
-@functools.cache
-def compiled(version: str, which: str) -> dict[str, dict]:
-    env = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"}
-    first = [] if version == "installed" else [str(TARGETS / version)]
-    env["PYTHONPATH"] = os.pathsep.join([*first, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    script = Path(__file__).with_name("compile_hopper.py")
-    done = subprocess.run([sys.executable, str(script), which], env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-4000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    if version != "installed":
-        assert {row["triton"] for row in rows} == {version}
-    return {f"{row['name']} {row['kernel']}": row for row in rows}
+
+def compiled(compile_once, *wanted: str) -> dict[str, dict]:
+    sets = {"installed": [*EVERY, *TWO, *ONE, "blackwell-more"], "3.6.0": EVERY + TWO}.get(compile_once.version, EVERY)
+    rows = compile_once(SCRIPT, *sets)
+    return {f"{row['name']} {row['kernel']}": row for row in rows if row["set"] in wanted}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("version", VERSIONS)
-def test_flagship_neither_spills_nor_serialises(version):
-    rows = compiled(version, "flagship")
+def test_flagship_neither_spills_nor_serialises(compile_once):
+    rows = compiled(compile_once, "flagship")
     assert len(rows) == 3
     for name, row in rows.items():
-        # 3.9 puts addresses of O aside at head_dim 64, 12 loads for each tile written out; never in the steps
-        assert row["spills"] <= (256 if row["triton"] >= "3.9" else 0), (name, row)
+        # 3.9 puts addresses of O aside at head_dim 64, 34 stores and 56 loads of 4 bytes (24 and 26 without the
+        # --regAllocOptLevel=2 that it gives to ptxas), never in the steps
+        assert row["spills"] <= (4 * (34 + 56) if row["triton"] >= "3.9" else 0), (name, row)
         assert len(row["loop_spills"]) >= 2 and not any(row["loop_spills"]), (name, row)
         # one for the wait on an array of mbarriers that another wait was on before, one for a turn; without `seamless`
         # (head_dim 256; 64 with 3.9) one more, to free a buffer
@@ -55,9 +45,9 @@ def test_flagship_neither_spills_nor_serialises(version):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("version", [v for v in VERSIONS if v in ("installed", "3.6.0")])  # 3.6.0 comes with torch 2.11
-def test_masks_windows_soft_caps_and_modifiers_compile(version):
-    rows = compiled(version, "features")
+@TWO_TRITONS
+def test_masks_windows_soft_caps_and_modifiers_compile(compile_once):
+    rows = compiled(compile_once, "features")
     assert len(rows) == 5
     for name, row in rows.items():
         assert row["spills"] <= SMALL_SPILL, (name, row)
@@ -66,8 +56,9 @@ def test_masks_windows_soft_caps_and_modifiers_compile(version):
 
 
 @pytest.mark.slow
-def test_variants_of_the_ablation_compile():
-    rows = compiled("installed", "ablation")
+@INSTALLED
+def test_variants_of_the_ablation_compile(compile_once):
+    rows = compiled(compile_once, "ablation")
     assert len(rows) == 2
     for name, row in rows.items():
         # two warpgroups are compiled apart, without specialisation there is one program for both
@@ -76,9 +67,9 @@ def test_variants_of_the_ablation_compile():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("version", [v for v in VERSIONS if v in ("installed", "3.6.0")])
-def test_packed_sequences_and_another_head_dim_of_v_compile(version):
-    rows = compiled(version, "packed")
+@TWO_TRITONS
+def test_packed_sequences_and_another_head_dim_of_v_compile(compile_once):
+    rows = compiled(compile_once, "packed")
     assert len(rows) == 4
     for name, row in rows.items():
         assert row["spills"] <= SMALL_SPILL, (name, row)
@@ -87,9 +78,9 @@ def test_packed_sequences_and_another_head_dim_of_v_compile(version):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("version", [v for v in VERSIONS if v in ("installed", "3.6.0")])
-def test_backward_compiles_without_serialised_products(version):
-    rows = compiled(version, "backward")
+@TWO_TRITONS
+def test_backward_compiles_without_serialised_products(compile_once):
+    rows = compiled(compile_once, "backward")
     assert len(rows) == 4  # two kernels at head_dim 256
     for name, row in rows.items():
         # where dQ leaves at head_dim 256, and what only the masked step needs, is put aside once a tile
@@ -99,8 +90,9 @@ def test_backward_compiles_without_serialised_products(version):
 
 
 @pytest.mark.slow
-def test_backward_with_modifiers_and_packed_above_128_compiles():
-    rows = compiled("installed", "more-backward")
+@INSTALLED
+def test_backward_with_modifiers_and_packed_above_128_compiles(compile_once):
+    rows = compiled(compile_once, "more-backward")
     assert len(rows) == 3
     for name, row in rows.items():
         # 800 bytes and more once a step or a tile: what a bias and two users' functions or a table ask for
@@ -108,12 +100,9 @@ def test_backward_with_modifiers_and_packed_above_128_compiles():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("version", VERSIONS)
-def test_blackwell_compiles(version):
-    rows = dict(compiled(version, "blackwell"))
-    if version == "installed":
-        rows |= compiled(version, "blackwell-more")
-    assert len(rows) == (3 if version == "installed" else 1)
+def test_blackwell_compiles(compile_once):
+    rows = compiled(compile_once, "blackwell", "blackwell-more")
+    assert len(rows) == (3 if compile_once.version == "installed" else 1)
     for name, row in rows.items():
         assert row["tcgen05"] > 0 and row["wgmma"] == 0 and row["tma"] > 0, (name, row)
         assert row["spills"] <= SMALL_SPILL and not row["warnings"], (name, row)

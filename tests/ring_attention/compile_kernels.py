@@ -10,15 +10,15 @@ import triton
 from gpu_accel.flash_attention3 import launch
 from gpu_accel.ring_attention import hopper_backward, hopper_merge
 from gpu_accel.ring_attention.masks import Piece
-from gpu_accel.testing.compile_only import compile_only, use_target
+from gpu_accel.testing.compile_only import Compiled, compile_only, use_target
+
+compiled: list[Compiled] = []  # read last, so that all of it is disassembled at once
 
 
 def hook(kernel, arguments: tuple, options: dict) -> None:
     if kernel.__name__ == "statistics_kernel":  # plain Triton
         return
-    got = compile_only(kernel, arguments, options, name=kernel.__name__, capability=90)
-    row = {"kernel": kernel.__name__, "triton": triton.__version__, "spills": got.spills, "shared": got.shared}
-    print(json.dumps(row | {"warnings": got.warnings, "wgmma": got.instructions["HGMMA"]}), flush=True)
+    compiled.append(compile_only(kernel, arguments, options, name=kernel.__name__, capability=90))
 
 
 def main() -> None:
@@ -30,6 +30,11 @@ def main() -> None:
         for turns in (False, True):
             work = hopper_backward.Gradients(q, q, lse, lse, softmax_scale=0.1, softcap=0.0, deterministic=turns)
             work.add(Piece(0, 1024, 0, 1024), q, q, torch.empty(hopper_backward.sum_size(q)))
+
+
+    for got in compiled:
+        row = {"kernel": got.name, "triton": triton.__version__, "spills": got.spills, "shared": got.shared}
+        print(json.dumps(row | {"warnings": got.warnings, "wgmma": got.instructions["HGMMA"]}), flush=True)
 
 
 if __name__ == "__main__":

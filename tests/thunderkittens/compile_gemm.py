@@ -87,26 +87,29 @@ CASES = {
 
 def main(names: list[str]) -> None:
     use_target(90)
+    compiled = []
     for name in names:
 
         def hook(kernel, arguments, constants, name=name):
             got = compile_only(kernel, arguments, constants, name=name, capability=90)
-            row = {
-                "name": name,
-                "kernel": kernel.__name__,
-                "triton": triton.__version__,
-                "registers": got.registers,
-                "spills": got.spills,
-                "shared": got.shared,
-                "wgmma": got.instructions["HGMMA"] + got.instructions["QGMMA"],
-                "tma_loads": got.instructions["UTMALDG"],
-                "tma_stores": got.instructions["UTMASTG"],
-                "serialised": [w for w in got.warnings if "serializ" in w or "never used" in w or "overwritten" in w],
-            }
-            print(json.dumps(row), flush=True)
+            compiled.append((kernel.__name__, got))
 
         with instead_of_launching(hook):
             CASES[name]()
+    for kernel, got in compiled:  # read last, so that all of it is disassembled at once
+        row = {
+            "name": got.name,
+            "kernel": kernel,
+            "triton": triton.__version__,
+            "registers": got.registers,
+            "spills": got.spills,
+            "shared": got.shared,
+            "wgmma": got.instructions["HGMMA"] + got.instructions["QGMMA"],
+            "tma_loads": got.instructions["UTMALDG"],
+            "tma_stores": got.instructions["UTMASTG"],
+            "serialised": [w for w in got.warnings if "serializ" in w or "never used" in w or "overwritten" in w],
+        }
+        print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

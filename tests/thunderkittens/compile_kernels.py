@@ -1,4 +1,4 @@
-"""Compiles kernels of the package for an H100 that is not there and prints what came out, one JSON object.
+"""Compiles kernels of the package for an H100 that is not there and prints what came out, a list in JSON for each set.
 
 python compile_kernels.py chunked bf16-128-128,fp16-64-128-packed     forward and backward, gates, weights, K-V
 python compile_kernels.py chunked bf16-128-64-walks                   the same, and gradients by walks
@@ -19,24 +19,25 @@ import sys
 import torch
 
 from gpu_accel.flash_attention3.launch import instead_of_launching
-from gpu_accel.testing.compile_only import compile_only
+from gpu_accel.testing.compile_only import Compiled, compile_only
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-rows: list[dict] = []
+compiled: list[tuple[str, Compiled]] = []  # read last, so that all of it is disassembled at once
 label = ""
 
 
 def hook(kernel, arguments, options) -> None:
-    if kernel.fn.__name__ == "_gates_kernel" and any(row["kernel"] == "_gates_kernel" for row in rows):
+    if kernel.fn.__name__ == "_gates_kernel" and any(c.name == "_gates_kernel" for _, c in compiled):
         return  # the same for all
-    c = compile_only(kernel, arguments, options, name=kernel.fn.__name__, capability=90)
-    rows.append(
-        dict(
-            name=label, kernel=c.name, registers=c.registers, spills=c.spills, shared=c.shared, warps=c.num_warps,
-            hgmma=c.sass.count("HGMMA"), mma=c.instructions["HMMA"], tma=c.sass.count("UTMALDG"),
-            wide=c.sass.count(".128"),
-            serialised=[w for w in c.warnings if "serializ" in w.lower() or "never used" in w or "overwritten" in w],
-        )
+    compiled.append((label, compile_only(kernel, arguments, options, name=kernel.fn.__name__, capability=90)))
+
+
+def row(label: str, c: Compiled) -> dict:
+    return dict(
+        name=label, kernel=c.name, registers=c.registers, spills=c.spills, shared=c.shared, warps=c.num_warps,
+        hgmma=c.sass.count("HGMMA"), mma=c.instructions["HMMA"], tma=c.sass.count("UTMALDG"),
+        wide=c.sass.count(".128"),
+        serialised=[w for w in c.warnings if "serializ" in w.lower() or "never used" in w or "overwritten" in w],
     )  # fmt: skip
 
 
@@ -156,15 +157,20 @@ def rows_of(dtype: torch.dtype, width: int) -> None:
 
 
 if __name__ == "__main__":
+    sets = []
     with instead_of_launching(hook):
-        for label in sys.argv[2].split(","):
-            kind, *sizes = label.split("-")
-            if sys.argv[1] == "rows":
-                rows_of(DTYPES[kind], int(sizes[0]))
-            elif sys.argv[1] in ("conv", "ladder", "longconv", "maps"):
-                dict(conv=conv, ladder=ladder, longconv=longconv, maps=maps)[sys.argv[1]](DTYPES[kind], int(sizes[0]))
-            else:
-                given = (DTYPES[kind], int(sizes[0]), int(sizes[1]), "packed" in sizes)
-                one = dict(delta=delta, gla=gla).get(sys.argv[1])
-                one(*given) if one else chunked(*given, "walks" in sizes)
-    print(json.dumps(rows))
+        for which, names in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+            for label in names.split(","):
+                kind, *sizes = label.split("-")
+                if which == "rows":
+                    rows_of(DTYPES[kind], int(sizes[0]))
+                elif which in ("conv", "ladder", "longconv", "maps"):
+                    dict(conv=conv, ladder=ladder, longconv=longconv, maps=maps)[which](DTYPES[kind], int(sizes[0]))
+                else:
+                    given = (DTYPES[kind], int(sizes[0]), int(sizes[1]), "packed" in sizes)
+                    one = dict(delta=delta, gla=gla).get(which)
+                    one(*given) if one else chunked(*given, "walks" in sizes)
+            sets.append(compiled.copy())
+            compiled.clear()
+    for one in sets:
+        print(json.dumps([row(*kernel) for kernel in one]))

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 SCRIPT = Path(__file__).with_name("compile_kernels.py")
-ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.parametrize("compile_environment", ["installed"], indirect=True)
+CHUNKS = ["bf16-128-64-walks,bf16-16-64-packed", "fp16-64-128", "fp32-64-64"]
+DELTA = ["bf16-128-128", "fp16-64-128"]
+GROUPS = [  # each is compiled in one process
+    [("chunked", names) for names in CHUNKS],
+    [
+        *(("delta", names) for names in DELTA), ("gla", "bf16-128-128"), ("maps", "bf16-64"), ("conv", "bf16-4096"),
+        ("longconv", "bf16-2048"), ("ladder", "bf16-4096"), ("rows", "bf16-4096,fp32-65536"),
+    ],
+]  # fmt: skip
 
 
-def compiled(what: str, names: str) -> list[dict]:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(p for p in (environment.get("PYTHONPATH", ""), str(ROOT)) if p)
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), what, names], env=environment, capture_output=True, text=True, timeout=540
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+def compiled(compile_once, what: str, names: str) -> list[dict]:
+    (group,) = (group for group in GROUPS if (what, names) in group)
+    rows = compile_once(SCRIPT, *(word for words in group for word in words))
+    return rows[group.index((what, names))]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", ["bf16-128-64-walks,bf16-16-64-packed", "fp16-64-128", "fp32-64-64"])
-def test_chunks(names):
-    rows = compiled("chunked", names)
+@pytest.mark.parametrize("names", CHUNKS)
+def test_chunks(names, compile_once):
+    rows = compiled(compile_once, "chunked", names)
     found = {row["kernel"] for row in rows}
     walks = {"_fused_kernel", "walk_kernel", "_gates_kernel", "_pairs_kernel"}
     assert found - walks == {"_states_kernel", "_output_kernel", "_dv_kernel", "_dqk_kernel"}
@@ -44,10 +45,10 @@ def test_chunks(names):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", ["bf16-128-128", "fp16-64-128"])
-def test_delta_rule(names):
+@pytest.mark.parametrize("names", DELTA)
+def test_delta_rule(names, compile_once):
     """A triangular system of 64 rows beside keys of 128: some of it is spilled, and may not grow."""
-    rows = compiled("delta", names)
+    rows = compiled(compile_once, "delta", names)
     own = {"_solve_kernel", "_walk_kernel", "_walk_back_kernel", "_inputs_kernel"}
     assert {row["kernel"] for row in rows} == own | {"_output_kernel", "_dqk_kernel"}
     for row in rows:
@@ -56,8 +57,8 @@ def test_delta_rule(names):
 
 
 @pytest.mark.slow
-def test_gates_of_every_key():
-    rows = compiled("gla", "bf16-128-128")
+def test_gates_of_every_key(compile_once):
+    rows = compiled(compile_once, "gla", "bf16-128-128")
     others = {"_sums_kernel", "_ones_kernel"}
     assert {row["kernel"] for row in rows} == {"_states_kernel", "_rows_kernel", "_gradients_kernel", *others}
     for row in rows:
@@ -66,9 +67,9 @@ def test_gates_of_every_key():
 
 
 @pytest.mark.slow
-def test_feature_maps():
+def test_feature_maps(compile_once):
     """Based keeps 256 x 64 sums in registers beside its operands; what is put aside of them may not grow."""
-    rows = {row["kernel"]: row for row in compiled("maps", "bf16-64")}
+    rows = {row["kernel"]: row for row in compiled(compile_once, "maps", "bf16-64")}
     sums = {"_mix_kernel", "_mix_backward_kernel"}
     assert set(rows) == {"based_walk_kernel", "_hedgehog_kernel", "_window_maximum_kernel"} | sums
     assert rows["based_walk_kernel"]["spills"] <= 192 and rows["based_walk_kernel"]["shared"] <= 112 * 1024, rows
@@ -77,24 +78,24 @@ def test_feature_maps():
 
 
 @pytest.mark.slow
-def test_short_convolutions():
-    rows = compiled("conv", "bf16-4096")
+def test_short_convolutions(compile_once):
+    rows = compiled(compile_once, "conv", "bf16-4096")
     assert len(rows) == 2 * 4 + 2
     assert not any(row["spills"] for row in rows), rows
 
 
 @pytest.mark.slow
-def test_long_convolutions():
-    rows = compiled("longconv", "bf16-2048")
+def test_long_convolutions(compile_once):
+    rows = compiled(compile_once, "longconv", "bf16-2048")
     assert len(rows) == 2
     for row in rows:
         assert row["spills"] == 0 and row["mma"] and row["shared"] <= 227 * 1024, row
 
 
 @pytest.mark.slow
-def test_ladder():
+def test_ladder(compile_once):
     """No spills; tensor cores from the second level on; TMA in the last but one."""
-    rows = compiled("ladder", "bf16-4096")
+    rows = compiled(compile_once, "ladder", "bf16-4096")
     assert not any(row["spills"] for row in rows), rows
     naive, *levels = [row for row in rows if row["kernel"] in ("_naive_kernel", "_tiled_kernel", "_tma_kernel")]
     assert not naive["hgmma"] and all(row["hgmma"] for row in levels) and len(levels) == 4
@@ -103,8 +104,8 @@ def test_ladder():
 
 
 @pytest.mark.slow
-def test_rows():
-    rows = compiled("rows", "bf16-4096,fp32-65536")
+def test_rows(compile_once):
+    rows = compiled(compile_once, "rows", "bf16-4096,fp32-65536")
     assert len(rows) == 16 + 18  # gradients of weights have a kernel of their own where rows are long
     for row in rows:
         assert row["spills"] == 0, row

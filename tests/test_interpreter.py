@@ -1,0 +1,84 @@
+"""The quicker preparation of Triton's interpreter: the same results, nothing left behind, and still worth having."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from gpu_accel.compat import INTERPRET
+from gpu_accel.interpreter import quicken
+
+pytestmark = pytest.mark.skipif(not INTERPRET, reason="needs Triton's interpreter")
+
+
+@triton.jit
+def _twice(x):
+    return tl.sum(x.to(tl.float32), 0) + tl.sum(x, axis=0)
+
+
+@triton.jit
+def _kernel(x_ptr, y_ptr, N: tl.constexpr, WRONG: tl.constexpr):
+    i = tl.arange(0, N)
+    x = tl.load(x_ptr + i)
+    tl.static_assert(not WRONG, "asked for")
+    tl.store(y_ptr + tl.program_id(0), _twice(x))
+
+
+def language() -> dict[tuple[str, str], object]:
+    places = (tl, tl.core, tl.tensor, tl.math, tl.dtype, tl.core.tensor_descriptor_base)
+    return {(repr(place), name): getattr(place, name) for place in places for name in dir(place)}
+
+
+def test_device_functions_work_and_the_language_is_as_before() -> None:
+    before = language()
+    x, y = torch.arange(16.0), torch.full((3,), float("nan"))
+    for _ in range(2):
+        _kernel[(3,)](x, y, 16, False)
+        assert (y == 240).all()
+        after = language()
+        assert before.keys() == after.keys()
+        assert [key for key in before if before[key] != after[key]] == []
+
+
+def test_an_error_leaves_nothing_behind_either() -> None:
+    before = language()
+    with pytest.raises(Exception, match="asked for"):
+        _kernel[(1,)](torch.ones(16), torch.ones(1), 16, True)
+    assert before == language()
+
+
+def test_a_launch_is_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime import interpreter
+
+    x, y = torch.ones(16), torch.zeros(3)
+    _kernel[(3,)](x, y, 16, False)
+    prepared = []
+    prepare = interpreter._patch_lang
+    monkeypatch.setattr(interpreter, "_patch_lang", lambda fn: prepared.append(fn) or prepare(fn))
+    _kernel[(3,)](x, y, 16, False)
+    assert len(prepared) == 1
+
+
+def test_triton_still_needs_it() -> None:
+    """By itself the interpreter prepares the language in each call of a device function: otherwise this can go."""
+    from triton.runtime import interpreter
+
+    assert quicken(), "not the interpreter that is known"
+    text = inspect.getsource(interpreter)
+    call = text.split("class InterpretedFunction")[1].split("def __call__")[1]
+    assert "_patch_lang(self.fn)" in call and "getmembers" in text
+
+
+def test_numpy_types_are_those_that_the_interpreter_stores() -> None:
+    from triton.runtime import interpreter
+
+    stored = {tl.float32: "float32", tl.bfloat16: "uint16", tl.float8e4nv: "uint8", tl.int1: "bool", tl.int64: "int64"}
+    for dtype, name in stored.items():
+        for one in (dtype, tl.block_type(dtype, [4]), dtype):
+            assert interpreter._get_np_dtype(one).name == name
+    address = tl.pointer_type(tl.float32)
+    assert {interpreter._get_np_dtype(one).name for one in (address, tl.block_type(address, [4]))} == {"uint64"}
