@@ -10,13 +10,8 @@ import torch
 from gpu_accel.flash_attention3 import flash_attn_with_kvcache
 from papers.flash_attention3 import capture
 
-<<<<<<< HEAD
-TOKENS, TOKENS_BF16, PAGE, PAGES = 5, 2, 8, 3
-PROMPT = "The capital of France is"
-=======
-TOKENS, PAGE, PAGES = 3, 8, 3  # the last but one ends a page and the last begins another
+TOKENS, TOKENS_BF16, PAGE, PAGES = 3, 2, 8, 3  # the last but one ends a page and the last begins another
 PROMPT = "We know the capital of France is"
->>>>>>> w-A
 
 
 class PagedModel:
@@ -81,7 +76,6 @@ def test_generation_through_pages_gives_the_same_tokens():
     found, _ = generate(model, ids, TOKENS)
     assert found == eager(model, ids, found).argmax(-1).tolist()
     assert "Paris" in tokenizer.decode(found)
-<<<<<<< HEAD
 
     # In bfloat16 our logits may err twice as much as eager attention's there. A token that leads by more than two such
     # errors, in float32 after the same tokens, must be the one that was taken.
@@ -93,6 +87,3 @@ def test_generation_through_pages_gives_the_same_tokens():
     best, second = truth.topk(2).values.T
     sure = best - second > 2 * bound
     assert sure.any() and torch.equal(torch.tensor(found)[sure], truth.argmax(-1)[sure])
-=======
-    assert int(paged.length) == ids.shape[1] + TOKENS - 1 == PAGE + 1
->>>>>>> w-A
