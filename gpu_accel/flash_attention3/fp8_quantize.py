@@ -31,7 +31,6 @@ from gpu_accel.errors import InvalidInputError
 from gpu_accel.flash_attention3.gluon_launch import QuickLaunch
 from gpu_accel.flash_attention3.hadamard import (
     as_bhsd,
-    butterflies,
     hadamard_block,
     load_rows,
     mix_rows,
@@ -228,73 +227,7 @@ def _quantize_kernel(
                 _store_rows(out, t * inverse, row, end, stop, pitch, ROWS, D, COLS, TRANSPOSE, E5M2)
 
 
-@triton.jit
-def _hadamard_strips_kernel(
-    x, signs, out, scales, sb, sh, ss, heads, seqlen, blocks,
-    ROWS: tl.constexpr, D: tl.constexpr, STRIPS: tl.constexpr, LOG2: tl.constexpr, FACTOR: tl.constexpr,
-    E5M2: tl.constexpr, LARGEST: tl.constexpr,
-):  # fmt: skip
-    """`_quantize_kernel` with the Hadamard matrix for one block of ROWS rows, in strips of 32 columns.
-
-    Four threads hold 32 columns of a row, so of the butterflies only those of strides 8 and 16 cross threads; strides
-    from 32 on combine strips, that is registers of one thread.
-    """
-    pid = tl.program_id(0)
-    bh = pid // blocks
-    row0 = (pid - bh * blocks) * ROWS
-    batch = bh // heads
-    x += batch.to(tl.int64) * sb + (bh - batch * heads).to(tl.int64) * sh + row0.to(tl.int64) * ss
-    out += (bh.to(tl.int64) * seqlen + row0) * D
-    r = tl.arange(0, ROWS)
-    c = tl.arange(0, 32)
-    here = (r < seqlen - row0)[:, None]
-    pointers = x + r.to(tl.int64)[:, None] * ss + c[None, :]
-    raw = ()
-    for i in tl.static_range(STRIPS):
-        raw += (tl.load(pointers + 32 * i, mask=here, other=0.0),)
-    tiles = ()
-    for i in tl.static_range(STRIPS):
-        tile = raw[i].to(tl.float32) * tl.load(signs + 32 * i + c)[None, :]
-        tiles += (butterflies(tile, ROWS, 32, min(LOG2, 5)),)
-    for h in tl.static_range(5, LOG2):
-        combined = ()
-        for i in tl.static_range(STRIPS):
-            if (i >> (h - 5)) & 1:
-                combined += (tiles[i - (1 << (h - 5))] - tiles[i],)
-            else:
-                combined += (tiles[i] + tiles[i + (1 << (h - 5))],)
-        tiles = combined
-    size = tl.abs(tiles[0])
-    for i in tl.static_range(1, STRIPS):
-        size = tl.maximum(size, tl.abs(tiles[i]))
-    # rounding keeps order: the largest product with FACTOR is that of the largest number
-    amax = tl.max(tl.max(size, 1), 0) * FACTOR
-    to = out + r[:, None] * D + c[None, :]
-    if amax < float("inf"):
-        scale = tl.where(amax > 0, tl.maximum(tl.div_rn(amax, LARGEST), 1.1754943508222875e-38), 1.0)
-        inverse = tl.div_rn(1.0, scale)
-        for i in tl.static_range(STRIPS):
-            tl.store(to + 32 * i, to_fp8(tiles[i] * FACTOR * inverse, E5M2), mask=here)
-    else:
-        amax = 0.0
-        for i in tl.static_range(STRIPS):
-            a = tl.abs(tiles[i] * FACTOR)
-            amax = tl.maximum(amax, tl.max(tl.max(tl.where(a < float("inf"), a, 0.0), 1), 0))
-        scale = tl.where(amax > 0, tl.maximum(tl.div_rn(amax, LARGEST), 1.1754943508222875e-38), 1.0)
-        inverse = tl.div_rn(1.0, scale)
-        for i in tl.static_range(STRIPS):
-            y = tiles[i] * FACTOR
-            y = tl.where(tl.abs(y) < float("inf"), y * inverse, float("nan"))
-            tl.store(to + 32 * i, to_fp8(y, E5M2), mask=here)
-    tl.store(scales + pid, scale)
-
-
-# Off until it has been timed: on an H200 it gave the same bits, also with 8 warps.
-HADAMARD_IN_STRIPS = False
-STRIP_WARPS = 16
-
 _quick = QuickLaunch(_quantize_kernel)
-_quick_strips = QuickLaunch(_hadamard_strips_kernel)
 
 
 def scale_of(amax: Tensor, largest: float) -> Tensor:
@@ -350,21 +283,6 @@ def quantize_blocks(
     blocks = triton.cdiv(seqlen, block_size)
     programs = batch * heads * blocks
     signs = random_signs(dim, seed, x.device) if hadamard else scales
-    striped = HADAMARD_IN_STRIPS and hadamard and per_block and not transpose and cos is None
-    if striped and dim in (64, 128) and block_size == 128:
-        arguments = (view, signs, out, scales, *view.stride()[:3], heads, seqlen, blocks)
-        options = dict(
-            ROWS=128, D=dim, STRIPS=dim // 32, LOG2=hadamard_size.bit_length() - 1,
-            FACTOR=1 / math.sqrt(hadamard_size), E5M2=dtype == "e5m2", LARGEST=fmt.largest,
-        )  # fmt: skip
-        launch_options = dict(num_warps=STRIP_WARPS * dim // 128, maxnreg=1024 // STRIP_WARPS)
-        if x.is_cuda:
-            aligned = (t.data_ptr() % 16 == 0 for t in arguments[:4])
-            key = (x.dtype, fmt.dtype, *aligned, *((n % 16 == 0, n == 1, n >> 31 == 0) for n in arguments[4:]))
-            _quick_strips(key, programs, arguments, options, launch_options)
-        else:
-            launch(_hadamard_strips_kernel, programs, arguments, dict(options, **launch_options))
-        return out, scales
     partial = scales if per_block else torch.empty(programs, dtype=torch.float32, device=x.device)
 
     def run(target: Tensor, mode: int) -> None:

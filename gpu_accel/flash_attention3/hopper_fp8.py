@@ -7,10 +7,7 @@ import math
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
-
-from gpu_accel.errors import UnsupportedError
 
 from .fp8_quantize import fp8_format
 from .gluon_launch import QuickLaunch, addressable, gluon_available, heads_per_group, multiprocessors, tile_counter
@@ -20,16 +17,11 @@ from .reference_fp8 import expand_scales
 NAME = "hopper"
 KERNEL = "Gluon, warp-specialised, FP8 wgmma and TMA (sm_90a)"
 _NOT_FASTER = "not faster than plain Triton up to head_dim 128: ask for it with backend='hopper'"
-# Largest head_dim that `hopper_fp8_sliced.py` serves when no configuration is asked for, and for which "auto" comes
-# here; 64 or 128 once a GPU has checked and timed it: its first run, with a part of v_scale in P, was not exact enough.
-SLICED_UP_TO = 0
 _LOG2_E = 1.4426950408889634
 _HEAD_DIMS = (64, 128, 256)
 _ONE_SUM = 1024  # keys that the tensor cores may add up alone: of equal values they lose about a percent
 _MOST_MAPS = 4096
 _maps: dict[tuple, dict] = {}
-# From 3.8 on two steps a round leave ptxas too few registers: it puts 4 KB aside and serialises the products.
-_PAIRS = 2 if tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 8) else 1
 _GROUP = 16  # keys whose order a tensor map changes together
 
 
@@ -60,42 +52,6 @@ class Fp8ForwardConfig:
     def registers(self) -> tuple[int, int, int]:
         """(cap at launch, per consumer thread, per producer thread) that share one SM's 65536 registers."""
         return 168, 240, 24
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fp8SlicedConfig:
-    """Tiles and switches of `hopper_fp8_sliced.py`; a program works on 64 * `consumers` query rows.
-
-    `slices`: runs of columns in which P is made and multiplied. `ahead`: S of the next block is issued before the first
-    exponential, not after the last. `chunk`: key blocks that the tensor cores add up alone, whose sums then go to
-    `totals` ("registers", "shared" or "global"); 0: all. `turns`: two consumers take turns at the exponentials.
-    `pairs`: steps a round of the loop, so that two blocks of S change places without moves. `branch`: O and the
-    row sums are multiplied only where a maximum grew or v_scale changed, in a branch; otherwise in every step.
-    """
-
-    consumers: int = 2
-    block_n: int = 128
-    stages: int = 3
-    q_slots: int = 2
-    slices: int = 4
-    ahead: bool = True
-    chunk: int = 4
-    totals: str = "shared"
-    turns: bool = False
-    dynamic: bool = False
-    pairs: int = 2
-    branch: bool = False
-
-    def registers(self) -> tuple[int, int, int]:
-        """(cap at launch, per consumer thread, per producer thread) that share one SM's 65536 registers."""
-        return (168, 240, 24) if self.consumers == 2 else (128, 160, 32)
-
-
-def sliced_config(head_dim: int, *, causal: bool, out_bytes: int = 2) -> Fp8SlicedConfig:
-    """The configuration of `hopper_fp8_sliced.py` for a head_dim up to 128."""
-    if head_dim <= 64:
-        return Fp8SlicedConfig(stages=4, totals="registers", dynamic=causal, pairs=_PAIRS)
-    return Fp8SlicedConfig(stages=3 if out_bytes == 2 else 2, dynamic=causal, pairs=_PAIRS)
 
 
 def forward_config(head_dim: int, *, causal: bool, seqlen_k: int, out_bytes: int = 2) -> Fp8ForwardConfig:
@@ -137,7 +93,7 @@ def refuse(
 
 def not_chosen(head_dim: int) -> str | None:
     """Why "auto" leaves this kernel out where it could run, or None."""
-    return _NOT_FASTER if SLICED_UP_TO < head_dim <= 128 else None
+    return _NOT_FASTER if head_dim <= 128 else None
 
 
 @functools.cache
@@ -145,13 +101,6 @@ def _forward_kernel() -> QuickLaunch:
     from .hopper_fp8_forward import fp8_forward_kernel
 
     return QuickLaunch(fp8_forward_kernel)
-
-
-@functools.cache
-def _sliced_kernel() -> QuickLaunch:
-    from .hopper_fp8_sliced import fp8_sliced_forward_kernel
-
-    return QuickLaunch(fp8_sliced_forward_kernel)
 
 
 def _elements():
@@ -227,7 +176,7 @@ def forward(
     window_left: int = -1,
     window_right: int = -1,
     softcap: float = 0.0,
-    config: Fp8ForwardConfig | Fp8SlicedConfig | None = None,
+    config: Fp8ForwardConfig | None = None,
     lse: Tensor | None = None,
 ) -> Tensor:
     """Launch into `o`; returns lse (batch, heads, seqlen_q) float32. Arguments are validated and not refused.
@@ -251,9 +200,7 @@ def forward(
         return lse.fill_(-math.inf)
     window_left, window_right = effective_window(window_left, window_right, seqlen_q, seqlen_k)
     causal = window_right >= 0
-    if config is None and head_dim <= SLICED_UP_TO and softcap == 0:
-        config = sliced_config(head_dim, causal=causal, out_bytes=o.element_size())
-    elif config is None:
+    if config is None:
         config = forward_config(head_dim, causal=causal, seqlen_k=seqlen_k, out_bytes=o.element_size())
     fmt = fp8_format(vt8.dtype)
     padded = next(d for d in _HEAD_DIMS if head_dim <= d)
@@ -268,32 +215,25 @@ def forward(
     if softcap > 0:
         exp_scale, cap = softmax_scale / softcap, softcap * _LOG2_E
     grid = min(multiprocessors(q8.device), num_tiles)
-    sliced = isinstance(config, Fp8SlicedConfig)
     chunk, aside = 0, lse
-    if sliced:
-        chunk = config.chunk if seqlen_k > config.chunk * n else 0
-        in_global = chunk > 0 and config.totals == "global"
-    elif not config.two_level and padded < 256:
+    if not config.two_level and padded < 256:
         chunk = config.chunk
-        in_global = False
-    else:
-        in_global = not config.two_level and seqlen_k > _ONE_SUM
-        chunk = _ONE_SUM // n if in_global else 0
-    if in_global:
+    elif not config.two_level and seqlen_k > _ONE_SUM:
+        chunk = _ONE_SUM // n
         aside = torch.empty(grid * config.consumers * 64 * padded, dtype=torch.float32, device=q8.device)
     launch_registers, consumer_registers, producer_registers = config.registers()
     arguments = (
         rows_map(q8, 64, padded),
         keys_map(k8, n, padded),
         rows_map(vt8, padded, n),
-        rows_map(o, 64, padded if sliced else padded // config.o_chunks),
+        rows_map(o, 64, padded // config.o_chunks),
         lse,
         tile_counter(q8.device) if config.dynamic else lse,
         aside,
         q_scale, *q_scale.stride(), k_scale, *k_scale.stride(), v_scale, *v_scale.stride(),
         heads_kv, k8.shape[2] // _GROUP, seqlen_q, seqlen_k, heads, heads // heads_kv, num_m, num_tiles,
         heads_per_group(batch * heads, 2 * seqlen_k * head_dim, (8 if seqlen_k <= 512 else 16) << 20),
-        window_left, window_right, exp_scale,
+        window_left, window_right, exp_scale, cap,
     )  # fmt: skip
     constants = dict(
         CONSUMERS=config.consumers,
@@ -302,52 +242,30 @@ def forward(
         STAGES=config.stages,
         Q_BLOCK=q_block,
         K_BLOCK=k_block,
+        PING_PONG=config.ping_pong,
         CAUSAL=causal,
         WINDOW=window_left >= 0,
+        SOFTCAP=softcap > 0,
         EVEN_K=seqlen_k % n == 0,
         DYNAMIC=config.dynamic,
+        SHIFT=shift_of(fmt.largest, config.growth),
+        GROWTH=config.growth,
+        LATE=config.late,
+        PIN=config.pin,
+        TWO_LEVEL=config.two_level,
+        O_CHUNKS=config.o_chunks,
         CHUNK=chunk,
+        FOLD=config.fold,
         CONSUMER_REGISTERS=consumer_registers,
         PRODUCER_REGISTERS=producer_registers,
     )
-    if sliced:
-        if softcap > 0 or padded > 128:
-            raise UnsupportedError("the sliced fp8 kernel has neither softcap nor head_dim above 128")
-        constants |= dict(
-            Q_SLOTS=config.q_slots,
-            TURNS=config.turns,
-            SHIFT=shift_of(fmt.largest, 0.0),
-            SLICES=config.slices,
-            AHEAD=config.ahead,
-            TOTALS=config.totals if chunk else "none",
-            PAIRS=config.pairs,
-            BRANCH=config.branch,
-        )
-    else:
-        arguments += (cap,)
-        constants |= dict(
-            PING_PONG=config.ping_pong,
-            SOFTCAP=softcap > 0,
-            SHIFT=shift_of(fmt.largest, config.growth),
-            GROWTH=config.growth,
-            LATE=config.late,
-            PIN=config.pin,
-            TWO_LEVEL=config.two_level,
-            O_CHUNKS=config.o_chunks,
-            FOLD=config.fold,
-        )
     variant = (q8.dtype, o.dtype, lse.data_ptr() % 16)
-    kernel = _sliced_kernel() if sliced else _forward_kernel()
-    kernel(variant, grid, arguments, constants, dict(num_warps=4, maxnreg=launch_registers))
+    _forward_kernel()(variant, grid, arguments, constants, dict(num_warps=4, maxnreg=launch_registers))
     return lse
 
 
 def describe(head_dim: int, *, causal: bool, seqlen_k: int) -> str:
     """The tiles `forward` takes (without softcap)."""
-    c: Fp8ForwardConfig | Fp8SlicedConfig
-    if head_dim <= SLICED_UP_TO:
-        c = sliced_config(head_dim, causal=causal)
-    else:
-        c = forward_config(head_dim, causal=causal, seqlen_k=seqlen_k)
+    c = forward_config(head_dim, causal=causal, seqlen_k=seqlen_k)
     order = "tiles drawn from a queue" if c.dynamic else "tiles in order"
     return f"{64 * c.consumers}x{c.block_n}, {c.consumers} consumer warpgroups, {c.stages} stages, {order}"

@@ -57,21 +57,6 @@ def unpack_quads(x, dtype: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def columns(x, INDEX: gl.constexpr, OF: gl.constexpr):
-    """The INDEX-th of OF (1, 2 or 4) equal runs of columns of an accumulator, as an accumulator; moves nothing."""
-    rows: gl.constexpr = x.shape[0]
-    cols: gl.constexpr = x.shape[1]
-    if OF > 1:
-        low, high = gl.split(x.reshape((rows, 2, cols // 2)).permute((0, 2, 1)))
-        x = low if 2 * INDEX < OF else high
-    if OF > 2:
-        low, high = gl.split(x.reshape((rows, 2, cols // 4)).permute((0, 2, 1)))
-        x = low if INDEX % 2 == 0 else high
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cols // OF, 32])
-    return gl.convert_layout(x, LAYOUT, assert_trivial=True)
-
-
-@gluon.jit
 def pin(x):
     """Everything that x >= 0 comes from is computed before what follows: a sleep that never happens.
 
@@ -84,20 +69,6 @@ def pin(x):
         dtype=gl.int32,
         is_pure=False,
         pack=1,
-    )
-
-
-@gluon.jit
-def pin_rows(x):
-    """`pin` for any x below infinity that a thread has two of: the rows of an accumulator."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.gt.f32 p, $2, 0f7F000000; setp.gt.or.f32 p, $3, 0f7F000000, p; @p nanosleep.u32 1; "
-        "mov.b32 $0, 0; mov.b32 $1, 0; }",
-        "=r,=r,f,f",
-        [x],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=2,
     )
 
 
@@ -147,41 +118,6 @@ def log2_fast(x):
     return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
-# As `hopper_device.rescale`, but handed logarithms (operands 64 and 66): exponentials are computed behind the branch.
-_CHANGE = gl.constexpr(
-    "{ .reg .pred p, q; .reg .f32 a, b; setp.neu.f32 p, $64, 0f00000000; setp.neu.or.f32 p, $66, 0f00000000, p; "
-    "vote.sync.any.pred q, p, 0xffffffff; @!q bra DONE; ex2.approx.ftz.f32 a, $64; ex2.approx.ftz.f32 b, $66; "
-    + " ".join(f"mul.f32 ${i}, ${i}, {'b' if i & 2 else 'a'};" for i in range(32))
-    + " DONE: }"
-)
-_CHANGE_OPERANDS = gl.constexpr(",".join(["=f"] * 32 + [str(i) for i in range(32)] + ["f"] * 32))
-
-
-@gluon.jit
-def scale_by_change(acc, change):
-    """acc * exp2(change)[:, None] for a wgmma accumulator (rows, cols >= 64) in float32."""
-    changes = gl.full(acc.shape, 0.0, gl.float32, acc.type.layout) + change[:, None]
-    return gl.inline_asm_elementwise(
-        _CHANGE, _CHANGE_OPERANDS, [acc, changes], dtype=gl.float32, is_pure=False, pack=32
-    )
-
-
-@gluon.jit
-def scale_sums_by_change(l_i, change):
-    """l_i * exp2(change)[:, None] for row sums of which each thread has one for each of its two rows."""
-    changes = gl.full(l_i.shape, 0.0, gl.float32, l_i.type.layout) + change[:, None]
-    return gl.inline_asm_elementwise(
-        "{ .reg .pred p, q; .reg .f32 a; setp.neu.f32 p, $4, 0f00000000; setp.neu.or.f32 p, $5, 0f00000000, p; "
-        "vote.sync.any.pred q, p, 0xffffffff; @!q bra DONE; ex2.approx.ftz.f32 a, $4; mul.f32 $0, $0, a; "
-        "ex2.approx.ftz.f32 a, $5; mul.f32 $1, $1, a; DONE: }",
-        "=f,=f,0,1,f,f",
-        [l_i, changes],
-        dtype=gl.float32,
-        is_pure=False,
-        pack=2,
-    )
-
-
 @gluon.jit
 def head_scales(scales, batch, kv):
     _, _, _, _, k_scale, k_b, k_h, k_step, v_scale, v_b, v_h, v_step, _, _ = scales
@@ -229,22 +165,6 @@ def put_aside(totals, acc, m_total, m_row, chunks):
 def take_in(acc, totals, m_total, m_row, chunks):
     if chunks > 0:
         acc += gl.load(totals) * gl.exp2(m_total - m_row)[:, None]
-    return acc
-
-
-@gluon.jit
-def put_aside_shared(totals, acc, factor, chunks):
-    """totals = totals * factor + acc in shared memory, of which each thread touches its own numbers only."""
-    layout: gl.constexpr = acc.type.layout
-    if chunks > 0:
-        acc += totals.load(layout) * factor[:, None]
-    totals.store(acc)
-
-
-@gluon.jit
-def take_in_shared(acc, totals, factor, chunks):
-    if chunks > 0:
-        acc += totals.load(acc.type.layout) * factor[:, None]
     return acc
 
 

@@ -362,7 +362,7 @@ def _load_k(k_desc, batch, kv, block, k_groups, k_full, k_bufs, stage):
 def _producer(
     bufs, bars, q_desc, k_desc, v_desc, counter, shape, k_groups,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DYNAMIC: gl.constexpr, Q_SLOTS: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DYNAMIC: gl.constexpr,
 ):  # fmt: skip
     q_bufs, k_bufs, v_bufs, _ = bufs
     q_full, q_empty, k_full, v_full, kv_empty, queue_full, queue_empty, queue = bars
@@ -378,8 +378,8 @@ def _producer(
         if DYNAMIC:
             # The draw's round trip hides under the loads of a short tile; of a long one it would come too early.
             early = draw(counter, hi - lo <= EARLY_DRAW)
-        slot0 = (k % Q_SLOTS) * CONSUMERS
-        q_phase = (k // Q_SLOTS) & 1
+        slot0 = (k & 1) * CONSUMERS
+        q_phase = (k >> 1) & 1
         for c in gl.static_range(CONSUMERS):
             slot = slot0 + c
             mbarrier.wait(q_empty.index(slot), q_phase ^ 1)
@@ -487,5 +487,5 @@ def fp8_forward_kernel(
                      PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, SHIFT, GROWTH, LATE, PIN, TWO_LEVEL,
                      CHUNK, FOLD)),
         (_producer, (bufs, bars, q_desc, k_desc, v_desc, counter, shape, k_groups, CONSUMERS, BLOCK_N, STAGES,
-                     CAUSAL, WINDOW, DYNAMIC, 2)),
+                     CAUSAL, WINDOW, DYNAMIC)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

@@ -107,13 +107,11 @@ def fp8_attention_reference(
     v_transposed: bool = False,
     quantize_p: bool = True,
     block_n: int = 128,
-    last_first: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
     """What `fp8_attention_quantized` computes, in `dtype`, walking over `block_n` keys at a time.
 
     Shapes as there. quantize_p=False keeps the probabilities exact: the error that remains is that of q, k and v.
-    last_first walks from the last block to the first, as the Hopper kernels do: other probabilities are rounded then.
 
     Returns:
         o (batch, heads, seqlen_q, head_dim) and lse (batch, heads, seqlen_q), both in `dtype`.
@@ -142,8 +140,7 @@ def fp8_attention_reference(
     m = q.new_full((batch, heads, sq, 1), float("-inf"))
     total = q.new_zeros(batch, heads, sq, 1)
     acc = q.new_zeros(batch, heads, sq, dim)
-    starts = range(0, sk, block_n)
-    for start in reversed(starts) if last_first else starts:
+    for start in range(0, sk, block_n):
         keys = slice(start, min(sk, start + block_n))
         s = q @ k[:, :, keys].transpose(-1, -2) * scale
         if softcap > 0:

@@ -18,8 +18,6 @@ CASES = {
     "d128-window-softcap": (128, {"window_left": 64, "window_right": 0, "softcap": 20.0}),
     "d256": (256, {}),
     "d128-e5m2": (128, {"dtype": torch.float8_e5m2}),
-    "sliced-d128": (128, {"config": hopper_fp8.sliced_config(128, causal=False)}),
-    "sliced-d64": (64, {"config": hopper_fp8.sliced_config(64, causal=False)}),
 }
 
 

@@ -3,8 +3,7 @@
 A Gluon function is a Python function of names (gl, mbarrier, warpgroup_mma, ...). Here these names have meanings in
 numpy: barriers count arrivals and bytes and block, tensor maps copy rows, a product is computed when it is issued and
 again when it is waited for, and must not have changed. So what is tested is the order of things: phases, stages, which
-tile and block a buffer holds, masks of blocks, what is carried from tile to tile, and if asked for what rounding P to
-e4m3 costs. Layouts and the sums of the tensor cores are not.
+tile and block a buffer holds, masks of blocks, what is carried from tile to tile. Layouts and numbers are not.
 """
 
 from __future__ import annotations
@@ -16,9 +15,8 @@ import traceback
 import types
 
 import numpy as np
-import torch
 
-from gpu_accel.flash_attention3 import hopper_device, hopper_fp8_device, hopper_fp8_forward, hopper_fp8_sliced
+from gpu_accel.flash_attention3 import hopper_device, hopper_fp8_device, hopper_fp8_forward
 
 LOG2_E = 1.4426950408889634
 here = threading.local()  # program_id
@@ -159,11 +157,6 @@ GL = types.SimpleNamespace(
 )  # fmt: skip
 
 
-def e4m3(x) -> Tensor:
-    """`x` (at most 448) to the nearest number of e4m3."""
-    return tensor(torch.from_numpy(np.asarray(x)).to(torch.float8_e4m3fn).double().numpy())
-
-
 class Totals:
     """One consumer's sums in global memory, whatever is added to their address."""
 
@@ -173,9 +166,6 @@ class Totals:
     def __add__(self, other):
         return self
 
-    def index(self, i):
-        return self
-
 
 class Emulation:
     """One call: tiles of 2 * `rows` queries and `block` keys, scales of k and v for every block."""
@@ -183,23 +173,17 @@ class Emulation:
     def __init__(self, *, sq: int, sk: int, heads: int = 2, heads_kv: int = 1, batch: int = 2, dim: int = 16,
                  left: int = -1, right: int = -1, softcap: float = 0.0, dynamic: bool = False, chunk: int = 0,
                  stages: int = 3, programs: int = 2, rows: int = 16, block: int = 32, growth: float = 0.0,
-                 two_level: bool = True, fold: bool = False, late: bool = False, seed: int = 0,
-                 sliced: bool = False, consumers: int = 2, ahead: bool = True, totals: str = "shared",
-                 pairs: int = 2, q_slots: int = 2, branch: bool = False, v_range: float = 2.0,
-                 q_size: float = 1.0, round_p: bool = False):  # fmt: skip
+                 two_level: bool = True, fold: bool = False, late: bool = False, seed: int = 0):  # fmt: skip
         draw = np.random.default_rng(seed)
-        self.q = draw.standard_normal((batch, heads, sq, dim)) * q_size
-        self.round_p = round_p
+        self.q = draw.standard_normal((batch, heads, sq, dim))
         self.k, self.v = (draw.standard_normal((batch, heads_kv, sk, dim)) for _ in range(2))
         blocks = (batch, heads_kv, -(-sk // block))
         self.k_scale = draw.uniform(0.5, 2, blocks)
-        self.v_scale = 2.0 ** draw.uniform(-v_range / 2, v_range / 2, blocks)
+        self.v_scale = 2.0 ** draw.uniform(-1, 1, blocks)
         self.o, self.lse = np.full(self.q.shape, np.nan), np.full(self.q.shape[:3], np.nan)
-        num_m = -(-sq // (consumers * rows))
+        num_m = -(-sq // (2 * rows))
         tiles = num_m * batch * heads
         self.shape = (sq, sk, heads, heads // heads_kv, num_m, tiles, 1, left, right)
-        self.sliced, self.consumers, self.q_slots = sliced, consumers, q_slots
-        self.own_switches = (4, ahead, chunk, totals if chunk else "none", pairs, branch)
         self.softcap, self.dynamic, self.chunk, self.stages = softcap, dynamic, chunk, stages
         self.rows, self.block, self.programs, self.heads_kv = rows, block, min(programs, tiles), heads_kv
         self.growth, self.two_level, self.fold, self.late = growth, two_level, fold, late
@@ -246,22 +230,11 @@ class Emulation:
             empty.index(k & 1).change(1, 0)
             return tile
 
-        def put_aside_shared(totals, acc, factor, chunks):
-            totals.value = (totals.value * factor[:, None] if chunks > 0 else 0.0) + acc
-
-        def take_in_shared(acc, totals, factor, chunks):
-            return acc + totals.value * factor[:, None] if chunks > 0 else acc
-
         names = dict(
             gl=GL, mbarrier=Mbarrier, warpgroup_mma=product, warpgroup_mma_wait=wait_for_products, tma_load=tma_load,
             tma=types.SimpleNamespace(store_wait=nothing), ROWS=self.rows, NEG_LARGE=-1e30, EARLY_DRAW=2,
-            PING_PONG_BARRIER=8, bar_sync=nothing, bar_arrive=nothing, pin=nothing, pin_rows=nothing,
-            DEPTH=96.0,
-            scale_by_change=lambda acc, change: tensor(acc * np.exp2(change)[:, None]),
-            scale_sums_by_change=lambda sums, change: tensor(sums * np.exp2(change)[:, None]),
-            columns=lambda x, i, of: x[:, i * x.shape[1] // of : (i + 1) * x.shape[1] // of],
-            put_aside_shared=put_aside_shared, take_in_shared=take_in_shared,
-            pack_quads=lambda p, e5m2: e4m3(p) if self.round_p else tensor(p), unpack_quads=lambda p, dtype, layout: p,
+            PING_PONG_BARRIER=8, bar_sync=nothing, bar_arrive=nothing, pin=nothing,
+            pack_quads=lambda p, e5m2: tensor(p), unpack_quads=lambda p, dtype, layout: p,
             thread_row_sum=lambda p: tensor(p.sum(axis=1, keepdims=True)), tanh=np.tanh,
             rescale=lambda acc, alpha: tensor(acc * np.asarray(alpha)[:, None]), log2_fast=lambda x: float(np.log2(x)),
             row_scales=lambda *args: tensor(np.full(self.rows, unit / self.softcap if self.softcap else unit * LOG2_E)),
@@ -271,8 +244,8 @@ class Emulation:
             mask_block=mask_block, store_tile=store_tile, put_aside=put_aside, take_in=take_in,
             publish_tile=publish_tile, receive_tile=receive_tile,
         )  # fmt: skip
-        modules = [hopper_fp8_forward, hopper_fp8_sliced] if self.sliced else [hopper_fp8_forward]
-        own = [(m, n) for m in modules for n, f in vars(m).items() if n.startswith("_") and hasattr(f, "fn")]
+        module = hopper_fp8_forward
+        own = [(module, n) for n, f in vars(module).items() if n.startswith("_") and hasattr(f, "fn")]
         shared = [(hopper_device, "tile_of"), (hopper_device, "key_blocks"), (hopper_fp8_device, "first_softmax")]
         for where, name in own + shared:
             f = getattr(where, name).fn
@@ -310,25 +283,21 @@ class Emulation:
                 self.errors.append(traceback.format_exc())
 
         for program in range(self.programs):
-            names, lock, s, n = self.names(), threading.Condition(), self.stages, self.consumers
-            slots = self.q_slots * n
+            names, lock, s, n = self.names(), threading.Condition(), self.stages, 2
+            slots = 2 * n
             bufs = (Buffers(slots, self.rows, dim), Buffers(s, self.block, dim), Buffers(s, dim, self.block),
                     Buffers(n, self.rows, dim))  # fmt: skip
             full = [Barriers(s, 1, lock) for _ in range(2)]
             bars = (Barriers(slots, 1, lock), Barriers(slots, 1, lock), *full, Barriers(s, n, lock),
                     Barriers(2, 1, lock), Barriers(2, n, lock), Queue())  # fmt: skip
             scales = (0,) * 13 + (self.softcap * LOG2_E,)
-            if self.sliced:
-                switches = [n, self.block, s, self.q_slots, 128, 128, False, causal, window, even, self.dynamic, 8.0,
-                            *self.own_switches]  # fmt: skip
-            else:
-                switches = [n, self.block, s, 128, 128, False, causal, window, self.softcap > 0, even, self.dynamic,
-                            8.0, self.growth, self.late, True, self.two_level, self.chunk, self.fold]  # fmt: skip
+            switches = [n, self.block, s, 128, 128, False, causal, window, self.softcap > 0, even, self.dynamic,
+                        8.0, self.growth, self.late, True, self.two_level, self.chunk, self.fold]  # fmt: skip
             calls = [
                 (names["_consumer"], wg, bufs, bars, None, Totals(), self.shape, scales, *switches) for wg in range(n)
             ]
             calls.append((names["_producer"], bufs, bars, *sources, None, self.shape, (self.heads_kv, groups), n,
-                          self.block, s, causal, window, self.dynamic, self.q_slots))  # fmt: skip
+                          self.block, s, causal, window, self.dynamic))  # fmt: skip
             threads += [threading.Thread(target=guarded, args=(program, *call), daemon=True) for call in calls]
         for thread in threads:
             thread.start()
@@ -354,10 +323,6 @@ class Emulation:
             o = np.where(total[..., None] > 0, p @ whole(self.v, self.v_scale) / total[..., None], 0.0)
             lse = np.where(total > 0, top[..., 0] + np.log(total), -math.inf)
         return o, lse
-
-    def error(self) -> float:
-        """Root mean square error of o."""
-        return float(np.sqrt(np.square(self.o - self.truth()[0]).mean()))
 
     def check(self) -> None:
         """o and lse are those of plain attention, and every row was stored."""

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError
-from gpu_accel.flash_attention3 import fp8_quantize
 from gpu_accel.flash_attention3.fp8 import fp8_block_quantize, hadamard_transform
 from gpu_accel.flash_attention3.fp8_quantize import FORMATS
 from gpu_accel.flash_attention3.hadamard import hadamard_block, hadamard_reference, random_signs
@@ -98,21 +97,6 @@ def test_wrong_rotary_tables():
     ):  # fmt: skip
         with pytest.raises(InvalidInputError, match="rotary_"):
             fp8_block_quantize(x, rotary_cos=given[0], rotary_sin=given[1])
-
-
-@pytest.mark.parametrize("dim", [64, 128])
-def test_strips_give_the_same_bits(dim, device, monkeypatch):
-    monkeypatch.setattr(fp8_quantize, "HADAMARD_IN_STRIPS", True)
-    x = wide((2, 1, 200, dim), dtype=torch.bfloat16)
-    x[0, 0, 128:] = 0
-    assert_bits(x, device, hadamard=True, seed=3)
-    x[0, 0, 3, 5], x[1, 0, 190, 7] = INF, NAN
-    values, scales = fp8_block_quantize(x.to(device), hadamard=True, backend="portable")
-    twin, twin_scales = quantize_reference(x.to(device), hadamard=True)
-    assert torch.equal(scales, twin_scales)
-    bad = torch.isnan(twin.float())
-    assert bad.any() and torch.equal(torch.isnan(values.float()), bad)
-    assert torch.equal(values.view(torch.uint8)[~bad], twin.view(torch.uint8)[~bad])
 
 
 def test_a_block_of_many_rows_is_read_in_pieces(device):

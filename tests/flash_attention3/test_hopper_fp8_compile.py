@@ -18,7 +18,7 @@ SHARED_LIMIT = 227 * 1024  # bytes that one program can have on an H100
 
 
 # bytes a thread, nearly all of it between tiles, in masked steps, or (d256) where O is put aside every 1024 keys
-SPILLS = {"d128-causal": 200, "d128-window-softcap": 900, "d256": 2000, "sliced-d128": 100}
+SPILLS = {"d128-causal": 200, "d128-window-softcap": 900, "d256": 2000}
 BRIEF = ("d128-causal",)  # with the Tritons that are not installed
 
 
@@ -41,7 +41,7 @@ def compiled(version: str) -> dict[str, dict]:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_compiles_to_fp8_products_without_moving_p(version):
     rows = compiled(version)
-    assert len(rows) == (8 if version == "installed" else len(BRIEF))
+    assert len(rows) == (6 if version == "installed" else len(BRIEF))
     for name, row in rows.items():
         assert not row["warnings"], row  # no serialised products
         assert row["qgmma"] >= 36 and row["hgmma"] == 0 and row["tma"] > 0, row

@@ -44,7 +44,7 @@ def quantized(batch, heads, heads_kv, sq, sk, dim, *, seed=0, per_block=True, dt
 
 
 def check(tensors, *, config=None, q_block=128, k_block=128, causal=False, window=(-1, -1), softcap=0.0,
-          out=torch.bfloat16, scaled_by=1.0, **ruler_options):  # fmt: skip
+          out=torch.bfloat16, scaled_by=1.0):  # fmt: skip
     """At most 1.15 times as far from float64 as the recipe in plain torch; the quantised numbers are given.
 
     `scaled_by`: how many times larger q_scale * k_scale is than the quantiser made it, at most.
@@ -58,7 +58,7 @@ def check(tensors, *, config=None, q_block=128, k_block=128, causal=False, windo
     )  # fmt: skip
     options = dict(q_block=q_block, k_block=k_block, window_size=(left, right), softcap=softcap, v_transposed=True)
     truth, lse_truth = fp8_attention_reference(*tensors, quantize_p=False, dtype=torch.float64, **options)
-    twin, _ = fp8_attention_reference(*tensors, **options, **ruler_options)
+    twin, _ = fp8_attention_reference(*tensors, **options)
     empty = lse_truth == float("-inf")
     assert torch.equal(lse == float("-inf"), empty) and (o[empty] == 0).all()
     error = (o.double() - truth).square().mean().sqrt().item()
@@ -92,58 +92,6 @@ def test_lengths(sq, sk):
 def test_switches_change_speed_not_results(change):
     for causal in (False, True):
         check(quantized(2, 8, 4, 900, 1000, 128), causal=causal, config=replace(CONFIG, **change))
-
-
-SLICED = {
-    "128": (128, {}), "128-branch": (128, {"branch": True}), "128-turns": (128, {"turns": True}),
-    "128-behind": (128, {"ahead": False}), "128-halves": (128, {"slices": 2, "chunk": 2}), "64": (64, {}),
-    "64-three-consumers": (64, {"consumers": 3, "ahead": False, "pairs": 1}), "80": (80, {"pairs": 1}),
-}  # fmt: skip
-
-
-def check_sliced(tensors, config, **options):
-    """The recipe walks over blocks in the kernel's order, which counts where few keys decide a row."""
-    check(tensors, config=config, last_first=True, **options)
-
-
-@pytest.mark.parametrize(("dim", "change"), SLICED.values(), ids=SLICED)
-def test_sliced(dim, change):
-    """`hopper_fp8_sliced.py`: lengths with every number of blocks, grouped heads, windows, tiles of many programs."""
-    lengths = ((65, 191), (129, 700), (64, 3000))
-    if not change:
-        lengths += ((1, 1), (300, 520), (700, 129), (777, 1337))
-    for causal in (False, True):
-        config = replace(hopper_fp8.sliced_config(dim, causal=causal), **change)
-        check_sliced(quantized(3, 16, 8, 1024, 1024, dim), config, causal=causal)
-        for sq, sk in lengths:
-            check_sliced(quantized(2, 4, 1, sq, sk, dim, seed=sq), config, causal=causal)
-    for window in ((100, 0), (200, 50), (64, -1), (5, 1000)) if not change else ():
-        check_sliced(quantized(1, 2, 1, 900, 1100, dim), replace(config, dynamic=False), window=window)
-
-
-@pytest.mark.parametrize("dim", [64, 128])
-def test_sliced_formats_scales_and_long_sums(dim):
-    config = hopper_fp8.sliced_config(dim, causal=False)
-    check_sliced(quantized(1, 2, 2, 300, 400, dim, dtype="e5m2"), config, out=torch.float16)
-    check_sliced(quantized(2, 4, 2, 500, 700, dim, per_block=False), config)
-    # v_scale over 24 powers of two: the unit of O follows it; a block of zeros, whose scale is 1, makes it jump
-    q8, k8, v8, qs, ks, vs = quantized(1, 2, 2, 256, 1024, dim)
-    zeros = v8.view(torch.uint8).clone()
-    zeros[..., 128:256] = 0
-    for size in (2.0**-20 * torch.ones(8), torch.exp2(torch.tensor([0.0, -9, 12, 3, -12, -1, 5, 0]))):
-        scale = vs * size.cuda()
-        scale[..., 1] = 1.0
-        check_sliced((q8, k8, zeros.view(v8.dtype), qs, ks, scale), config)
-    # a constant v must come back: the tensor cores add up 512 keys at a time
-    q8, k8, v8, qs, ks, vs = quantized(1, 1, 1, 256, 102400, dim)
-    ones = torch.ones(v8.shape, device="cuda").to(v8.dtype)
-    o = torch.empty(q8.shape, device="cuda", dtype=torch.float16)
-    options = dict(q_block=128, k_block=128, softmax_scale=dim**-0.5, config=config)
-    hopper_fp8.forward(q8, k8, ones, qs, ks, torch.ones_like(vs), o, **options)
-    assert (o.float().mean() - 1).abs() < 6e-3, o.float().mean().item()
-    wide = hopper_fp8.sliced_config(dim, causal=False, out_bytes=4)
-    check_sliced(quantized(1, 2, 2, 300, 1400, dim), wide, out=torch.float32)
-    check_sliced((q8[:, :, :128].contiguous(), k8, v8, qs[..., :1], ks, vs), config)
 
 
 @pytest.mark.parametrize("dim", [128, 256])
