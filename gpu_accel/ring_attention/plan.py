@@ -377,7 +377,10 @@ def _time(name: str, setup: Setup, within: Link, slowest: Link, end: str, net: s
         out.compute += kernel(step_flops, rows)
         out.merge = (n - 1) * passes
         if setup.backward or name == "q_ring":
-            out.exposed += hop(slowest, size / 2)  # the way home
+            home, behind = hop(slowest, size / 2), 0.0
+            if name == "kv_ring" and slowest.hides:  # three quarters of the own block's backward are kept for it
+                behind = 0.75 * 2.5 / 3.5 * kernel(step_flops, rows)
+            out.exposed += max(0.0, home - behind) + min(home, behind) * costs.COPY_SLOWDOWN.at(end)
     elif name == "double_ring":
         w = setup.gpus_per_node if setup.nodes > 1 and n % setup.gpus_per_node == 0 else default_inner(n)
         inner = _Time()

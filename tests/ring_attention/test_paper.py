@@ -65,6 +65,13 @@ def test_the_planner_is_near_every_time_on_record():
     assert sum(one.inside for one in found) >= 0.95 * len(found)
 
 
+def test_what_waited_for_the_host_is_not_planned_again():
+    """All-gather and usp were timed by code that is gone; what is there of them now is on record, and planned."""
+    found = [dict(one.case) for one in predict.recorded()]
+    assert {c["gpus"] for c in found if c["schedule"] in predict.ORDERING} == {2}
+    assert {c["schedule"] for c in found} == set(predict.PLANNED)
+
+
 def test_without_records_there_is_nothing_to_plan_again(tmp_path: Path):
     assert predict.recorded(tmp_path) == predict.recorded(tmp_path / "none") == ()
 
