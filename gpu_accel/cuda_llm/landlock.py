@@ -30,14 +30,11 @@ def abi() -> int:
     return max(0, ctypes.CDLL(None).syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint(_ABI_VERSION)))
 
 
-def restrict(
-    folder: Path, *, also: Sequence[str] = (), shared: Sequence[str] = (), connections: bool = False
-) -> str:
+def restrict(folder: Path, *, also: Sequence[str] = (), connections: bool = False) -> str:
     """Hold this process, and all that it starts, to writing beneath `folder`; `no_new_privs` must be set before.
 
     Args:
         also: files and folders in which it may write too, but neither make nor remove anything.
-        shared: folders beneath which it may do all that it may beneath its own.
         connections: leave TCP alone, for programs that speak with each other through the loopback device.
     Returns:
         What was reached, in words.
@@ -50,7 +47,6 @@ def restrict(
     fields = [rights, *([0 if connections else _TCP] if version >= 4 else []), *([_SCOPES] if version >= 6 else [])]
     wanted = struct.pack(f"{len(fields)}Q", *fields)
     places = [(str(folder), rights), *((one, _WRITE) for one in also if os.path.exists(one))]
-    places += [(one, rights) for one in shared if os.path.exists(one)]
     try:
         ruleset = _call(libc, _CREATE_RULESET, wanted, ctypes.c_size_t(len(wanted)), ctypes.c_uint(0))
         try:

@@ -55,8 +55,8 @@ class Measured:
         warm: as `samples`, each call right after itself, so that the cache holds what it can of its inputs; beside the
             others, which decide.
         failed: why a peer has no times.
-        library_error, compiled_error: largest error of torch, and of its compiled function, in units of the task's
-            bound, on inputs of one timed launch.
+        library_error, compiled_error: largest error of torch, and of its compiled function, as a share of the task's
+            tolerance, on inputs of one timed launch.
         tensor_cores: types that the machine code multiplies on tensor cores, next to libraries that compute in plain
             float32; None if it was not looked at. It decides nothing: results do.
     """

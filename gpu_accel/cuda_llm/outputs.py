@@ -37,7 +37,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The largest error in units of its bound, and the fault where there is one."""
+    """The largest share of the tolerance that an error takes up, and the fault where there is one."""
 
     error: float
     kind: Kind | None = None
@@ -56,9 +56,9 @@ def compare(task: Task, outputs: Tensors, truth: dict[str, Truth], inputs: Tenso
             count = int((~torch.isfinite(wide)).sum())
             why = f"{count} of {out.numel()} elements of {one.name} are no numbers"
             return Comparison(float("inf"), Kind.NON_FINITE, why)
-        error, bound = (wide - exact.value).abs(), task.bound(exact)
-        wrong = error > bound
-        share = float((error / bound).max()) if task.tolerance else float(error.max())
+        error = (wide - exact.value).abs()
+        wrong = error > task.bound(exact)
+        share = float(task.share(error, exact).max())
         worst = max(worst, share)
         if bool(wrong.any()):
             return Comparison(share, *_describe(one.name, out, exact, error, wrong, inputs))
@@ -82,7 +82,7 @@ def _describe(name: str, out: Tensor, truth: Truth, error: Tensor, wrong: Tensor
 
 
 def judge(task: Task, launch: Launch, trials: Sequence[Trial], *, bits: bool) -> float:
-    """All trials of a candidate; returns the largest error in units of its bound.
+    """All trials of a candidate; returns the largest share of the tolerance that an error takes up.
 
     Args:
         bits: whether launches on the same inputs must give the same bits. What no bound shows, as a little of what

@@ -76,7 +76,7 @@ class Judgement:
     evidence: tuple[str, ...] = ()
     verified_by: tuple[str, ...] = ()
     sandbox: str = ""
-    error: float | None = None  # the largest error in units of its bound, where outputs were compared
+    error: float | None = None  # the largest, as a share of the tolerance, where outputs were compared
 
     @property
     def ok(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from gpu_accel.cuda_llm.admission import admission
 from gpu_accel.cuda_llm.harness import judge_time
 from gpu_accel.cuda_llm.outputs import compare
 from gpu_accel.cuda_llm.tasks import Truth
+from gpu_accel.cuda_llm.tasks.task import FLOOR, UNIT, Dims, Tensors
 from gpu_accel.errors import InvalidInputError
 
 every_task = pytest.mark.parametrize("name", TASKS)
@@ -47,6 +49,76 @@ def test_torch_stays_within_the_tolerance(name: str) -> None:
         found = compare(task, task.baseline(inputs, dims), truth, inputs)
         assert found.kind is None, (dims, family, found)
         assert all(truth[one.name].value.shape == one.sizes(dims) for one in task.outputs)
+
+
+def flushed(x: torch.Tensor) -> torch.Tensor:
+    return x.where(x.abs() >= FLOOR, 0 * x)
+
+
+def fast_exp(x: torch.Tensor) -> torch.Tensor:
+    """As `__expf` and Triton's exp: 2 to the rounded product; what is below the normal numbers is lost."""
+    return flushed(torch.exp2((x * 1.44269504).double()).float())
+
+
+def fast_divide(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """As `__fdividef`, which gives 0 for y above 2**126."""
+    return flushed(x / y).where(y.abs() <= 2.0**126, 0 * x)
+
+
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    return fast_divide(torch.ones(()), 1 + fast_exp(-x))
+
+
+def softmax(x: torch.Tensor) -> torch.Tensor:
+    e = fast_exp(x - x.amax(-1, keepdim=True))
+    return fast_divide(e, e.sum(-1, keepdim=True))
+
+
+def cross_entropy(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    top = x.amax(-1)
+    return fast_exp(x - top[:, None]).sum(-1).log() + top - x.gather(1, target.long()[:, None])[:, 0]
+
+
+FAST: dict[str, Callable[[Tensors, Dims], torch.Tensor]] = {
+    "sigmoid": lambda x, d: sigmoid(x["x"]),
+    "swiglu": lambda x, d: flushed(flushed(x["gate"] * sigmoid(x["gate"])) * x["up"]),
+    "softmax": lambda x, d: softmax(x["x"]),
+    "cross_entropy": lambda x, d: cross_entropy(x["x"], x["target"]),
+    "attention": lambda x, d: softmax(x["q"] @ x["k"].t() * d["dim"] ** -0.5) @ x["v"],
+}
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_fast_exponentials_leave_some_of_the_tolerance(name: str) -> None:
+    """Rounding x log2(e), and its constant, is 2|x| units of exp(x); exp2, the sum and the division are 9 at most.
+
+    The scales hold 1 + |x|, of which 16 units are allowed: at most 9/16 is used, 2/16 where x is large.
+    """
+    task = TASKS[name]
+    for number, (dims, family) in enumerate(itertools.product((*task.shown, *task.held_out(12)), task.families)):
+        inputs = task.draw(dims, family=family, seed=number)
+        found = compare(task, {"out": FAST[name](inputs, dims)}, task.truth(inputs, dims), inputs)
+        assert found.kind is None and found.error <= 0.6, (dims, family, found)
+
+
+def test_what_is_flushed_takes_nothing_of_the_tolerance() -> None:
+    """All of a number below 2**-126 or nothing is lost; what is computed must be right to the tolerance."""
+    task = TASKS["sigmoid"]
+    x = torch.linspace(-87.5, -87.2, 3001)  # 2**-126 is at -87.3365
+    inputs, dims = {"x": x}, {"n": x.numel()}
+    truth = task.truth(inputs, dims)
+    out = sigmoid(x)
+    error, exact = (out.double() - truth["out"].value).abs(), truth["out"]
+    assert float((error / task.bound(exact)).max()) > 0.99 and bool((error <= task.bound(exact)).all())
+    assert compare(task, {"out": out}, truth, inputs).error < 0.2
+    assert compare(task, {"out": out.where(x < -87.3, 0 * x)}, truth, inputs).kind is not None
+    for share in (0.9, 1.1):
+        moved = exact.value + FLOOR + share * task.tolerance * UNIT * exact.scale
+        assert float(task.share(moved - exact.value, exact).max()) == pytest.approx(share, rel=1e-3)
+        assert bool((moved - exact.value <= task.bound(exact)).all()) == (share < 1)
+    nothing = Truth(torch.zeros(1).double(), torch.zeros(1).double())
+    assert task.share(torch.tensor([FLOOR]).double(), nothing) == 0
+    assert task.share(torch.tensor([2 * FLOOR]).double(), nothing) == float("inf")
 
 
 @every_task

@@ -2,8 +2,10 @@
 
 **Tolerance.** An oracle gives, for every output element, the exact value and a `scale`: the sum of the magnitudes that
 go into it (for a dot product sum |a||b|). A result may err by `tolerance` units of float32 rounding, 2**-24, of that
-scale. So zeros never pass for small values, cancellation is not held against a kernel, and neither fp16 nor TF32, whose
-unit is 2**-11, passes for float32. Integer outputs must be equal.
+scale, and by the least normal number, since what is smaller may be flushed to zero: `__fdividef(1, y)` is 0 for y above
+2**126. A right kernel leaves some of its tolerance over, but loses all of what is flushed. So zeros never pass for
+small values, cancellation is not held against a kernel, and neither fp16 nor TF32, whose unit is 2**-11, passes for
+float32. Integer outputs must be equal.
 
 **Shapes.** `shown` are those that a proposer may know. `held_out` draws others from `ranges` and adds the smallest.
 """
@@ -148,6 +150,16 @@ class Task:
         if self.tolerance == 0:
             return torch.zeros_like(truth.scale)
         return self.tolerance * UNIT * truth.scale + FLOOR
+
+    def share(self, error: Tensor, truth: Truth) -> Tensor:
+        """How much of its tolerance each error takes up, beyond what may be flushed: at most 1 within the bound.
+
+        Where results must be equal, the error itself.
+        """
+        if self.tolerance == 0:
+            return error
+        beyond = (error - FLOOR).clamp(min=0)
+        return torch.where(beyond > 0, beyond / (self.tolerance * UNIT * truth.scale), beyond)
 
     def held_out(self, seed: int, count: int = 2) -> list[Dims]:
         """Shapes that differ from `shown`: `count` drawn ones, the first of odd sizes, then the smallest."""
