@@ -49,7 +49,8 @@ def hopper_fp8_sum(a: Tensor, b: Tensor, *, every: int = 128, fraction_bits: int
         return torch.where(x == 0, least, torch.frexp(x).exponent - 1)
 
     def cut(x: Tensor, top: Tensor) -> Tensor:
-        unit = ((top.clamp_min(-900).long() - fraction_bits + 1023) << 52).view(torch.float64)  # a power of two, exactly
+        power = top.clamp_min(-900).long() - fraction_bits
+        unit = (power + 1023 << 52).view(torch.float64)  # 2**power, exactly
         return torch.trunc(x / unit) * unit
 
     a, b = a.double(), b.double()
