@@ -96,38 +96,22 @@ def _fetch_scales(rows, step, k1, shape, scales, ROWS_A: gl.constexpr):
 
 
 @gluon.jit
-def _half_scales(rows, col, step, shape, scales, ROWS_A: gl.constexpr, ROWS_B: gl.constexpr, ACC: gl.constexpr):
-    """Scales at slice `step` of K for one product: (of the rows, of its 128 columns).
+def _late_scales(rows, col, step, shape, scales, ROWS_A: gl.constexpr, ACC: gl.constexpr):
+    """Scales at slice `step` of K for one product, where every column has its own: (of the rows, of its 128 columns).
 
-    Where every column has its own (ROWS_B = 1): a thread has 32 columns of an accumulator, in pairs 8 apart. `scale_b`
-    has them in the order of threads (see `_side_by_side`), so four come with one load of 16 bytes, and there up to a
-    multiple of 128: no mask.
+    A thread has 32 columns of an accumulator, in pairs 8 apart. `scale_b` has them in the order of threads (see
+    `_side_by_side`), so four come with one load of 16 bytes, and there up to a multiple of 128: no mask.
     """
-    M, N, _, _, _ = shape
-    scale_a, scale_b, sa_m, sa_k, sb_n, sb_k = scales
+    M, _, _, _, _ = shape
+    scale_a, scale_b, sa_m, sa_k, _, sb_k = scales
     sa = _row_scale(scale_a, rows, M, sa_m, step * sa_k, ROWS_A)
-    if ROWS_B == 1:
-        FOURS: gl.constexpr = gl.DistributedLinearLayout(
-            [[1], [2], [16], [32], [64]], [[4], [8], [0], [0], [0]], [[0], [0]], [], [BLOCK]
-        )
-        first = gl.multiple_of(scale_b + gl.multiple_of(step * sb_k + col, 16), 16)
-        fours = gl.load(first + gl.arange(0, BLOCK, layout=FOURS))
-        sb = gl.reshape(gl.permute(gl.reshape(fours, [8, 4, 2, 2]), (0, 2, 1, 3)), [BLOCK])
-        return sa, gl.convert_layout(sb, gl.SliceLayout(0, ACC), assert_trivial=True)
-    else:
-        return sa, gl.load(scale_b + (col // BLOCK).to(gl.int64) * sb_n + step * sb_k, mask=col < N, other=0.0)
-
-
-@gluon.jit
-def _fetch_lines(col, step, shape, scales, PARTS: gl.constexpr):
-    """Ask for the columns' scales at a later slice, as `_fetch_scales` does."""
-    _, _, k_steps, _, _ = shape
-    _, scale_b, _, _, _, sb_k = scales
-    LINES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    places = scale_b + gl.minimum(step, k_steps - 1) * sb_k + col + gl.arange(0, BLOCK, layout=LINES) * PARTS
-    gl.inline_asm_elementwise(
-        "prefetch.global.L1 [$1]; mov.u32 $0, 0;", "=r,l", [places.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
-    )  # fmt: skip
+    FOURS: gl.constexpr = gl.DistributedLinearLayout(
+        [[1], [2], [16], [32], [64]], [[4], [8], [0], [0], [0]], [[0], [0]], [], [BLOCK]
+    )
+    first = gl.multiple_of(scale_b + gl.multiple_of(step * sb_k + col, 16), 16)
+    fours = gl.load(first + gl.arange(0, BLOCK, layout=FOURS))
+    sb = gl.reshape(gl.permute(gl.reshape(fours, [8, 4, 2, 2]), (0, 2, 1, 3)), [BLOCK])
+    return sa, gl.convert_layout(sb, gl.SliceLayout(0, ACC), assert_trivial=True)
 
 
 @gluon.jit
@@ -276,16 +260,8 @@ def _consumer(
             acc0 = warpgroup_mma_wait(0, deps=[acc0])
         mbarrier.arrive(empty.index(stage), count=1)
         if LATE:
-            sa, sb = _half_scales(rows, col_now, k0, shape, own, ROWS_A, ROWS_B, ACC)
+            sa, sb = _late_scales(rows, col_now, k0, shape, own, ROWS_A, ACC)
             acc0 = _scaled(acc0, sa, sb, ROWS_B)
-            if PARTS == 2:
-                mbarrier.wait(opened, 0)  # the scales of both halves at once are too many registers
-                sa, sb = _half_scales(rows, col_now + BLOCK, k0, shape, own, ROWS_A, ROWS_B, ACC)
-                acc1 = _scaled(acc1, sa, sb, ROWS_B)
-            for i in gl.static_range(AHEAD):
-                _fetch_scales(rows, k0 + 1 + i, k1, shape, own, ROWS_A)
-                if ROWS_B == 1:
-                    _fetch_lines(col_now, k0 + 1 + i, shape, own, PARTS)
         elif BLOCKED:
             acc0 = _scaled(acc0, sa, sb0, ROWS_B)
             if PARTS == 2:
@@ -310,12 +286,7 @@ def _consumer(
                 stage, phase = advance(stage, phase, STAGES)
                 first += 1
         for step in range(first, k1, EVERY):
-            if LATE:
-                if AHEAD:
-                    if ROWS_B == 1:
-                        _fetch_lines(col_now, step + AHEAD, shape, own, PARTS)
-                    _fetch_scales(rows, step + AHEAD, k1, shape, own, ROWS_A)
-            elif BLOCKED:
+            if BLOCKED and not LATE:
                 # the next slice's are on their way while this slice's are used: nothing waits for memory
                 ta = sa
                 tb0 = sb0
@@ -333,7 +304,7 @@ def _consumer(
             next_a = a_bufs.index(later * 2 + WG)
             part = _multiply(a, next_a, b_bufs, stage, later, zero, 0, PARTS, EVERY, False)
             if LATE:
-                ta, tb0 = _half_scales(rows, col_now, step, shape, own, ROWS_A, ROWS_B, ACC)
+                ta, tb0 = _late_scales(rows, col_now, step, shape, own, ROWS_A, ACC)
             if PARTS == 2:
                 part = warpgroup_mma_wait(0, deps=[part])
             else:
@@ -350,8 +321,6 @@ def _consumer(
                 # above the next product, whose partial sum then takes the registers of this one.
                 mbarrier.wait(opened, 0)
                 part = _multiply(a, next_a, b_bufs, stage, later, zero, 1, PARTS, EVERY, False)
-                if LATE:
-                    ta, tb1 = _half_scales(rows, col_now + BLOCK, step, shape, own, ROWS_A, ROWS_B, ACC)
                 part, acc0 = warpgroup_mma_wait(0, deps=[part, acc0])
                 mbarrier.arrive(empty.index(stage), count=1)
                 if EVERY == 2:
@@ -439,17 +408,18 @@ def fp8_gemm_kernel(
     """a_desc in boxes of 64 x 128, b_desc of 128 x 128; out (M, N), contiguous, fp8, 16-bit or float32; k_steps >= 1.
 
     BLOCKED: scales change every 128 of K; `ROWS_A` rows of A and `ROWS_B` of B share one (with ROWS_B = 1 scales of
-    neighbours lie side by side, N of them rounded up to 128, and PARTS must be 1 unless they are read LATE, under their
-    product, and lie in the order of threads). Else ROW_A, ROW_B: one a row, or
-    one in all. LARGEST: `largest` (int32) is raised to the bits of the largest magnitude before `scale_out`.
-    ACCUMULATE: added to `out`, float32. DIRECT: `out` is written from registers, `out_desc` is unused (float32). PARTS:
-    halves of 128 columns. EVERY: slices of K that one partial sum has. AHEAD: slices that scales of blocks are fetched
-    ahead into the first-level cache (0: one ahead, into registers).
+    neighbours lie side by side, N of them rounded up to 128, and PARTS must be 1; LATE: they are read under their
+    product and lie in the order of threads). Else ROW_A, ROW_B: one a row, or one in all. LARGEST: `largest` (int32)
+    is raised to the bits of the largest magnitude before `scale_out`. ACCUMULATE: added to `out`, float32. DIRECT:
+    `out` is written from registers, `out_desc` is unused (float32). PARTS: halves of 128 columns. EVERY: slices of K
+    that one partial sum has. AHEAD: slices that scales of blocks are fetched ahead into the first-level cache (0: one
+    ahead, into registers).
     """
     WIDE: gl.constexpr = out.dtype.element_ty == gl.float32
     OUT_BUFS: gl.constexpr = 1 if DIRECT else 2
     OUT_ROWS: gl.constexpr = 8 if DIRECT else ROWS
-    gl.static_assert(ROWS_B != 1 or not BLOCKED or PARTS == 1 or LATE)
+    gl.static_assert(ROWS_B != 1 or not BLOCKED or PARTS == 1)
+    gl.static_assert(not LATE or (BLOCKED and ROWS_B == 1))
     gl.static_assert(EVERY == 1 or not BLOCKED)
     gl.static_assert(AHEAD == 0 or PARTS == 2)
     a_bufs = gl.allocate_shared_memory(a_desc.dtype, [STAGES * 2] + a_desc.block_shape, a_desc.layout)

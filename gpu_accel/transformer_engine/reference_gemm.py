@@ -43,13 +43,14 @@ def hopper_fp8_sum(a: Tensor, b: Tensor, *, every: int = 128, fraction_bits: int
     leave every 128 of K, 0.004 % every 32, and 41 % if they never do. DeepSeek-V3 (arXiv:2412.19437, section 3.5.2)
     speaks of about 14 bits.
     """
-    least = -1000.0  # below any exponent: zeros decide nothing
+    least = -1000  # below any exponent: zeros decide nothing
 
-    def exponent(x: Tensor) -> Tensor:
-        return torch.where(x == 0, least, torch.floor(torch.log2(x.abs())))
+    def exponent(x: Tensor) -> Tensor:  # not from log2, which on a GPU is below n for some 2**n
+        return torch.where(x == 0, least, torch.frexp(x).exponent - 1)
 
     def cut(x: Tensor, top: Tensor) -> Tensor:
-        unit = torch.exp2(top.clamp_min(-900) - fraction_bits)
+        power = top.clamp_min(-900).long() - fraction_bits
+        unit = (power + 1023 << 52).view(torch.float64)  # 2**power, exactly
         return torch.trunc(x / unit) * unit
 
     a, b = a.double(), b.double()

@@ -121,3 +121,13 @@ def test_odd_k_is_copied_to_rows_that_start_at_multiples_of_16_bytes():
 def test_tiles(m, n, lines, parts):
     assert hopper_gemm.fp8_gemm_config(m, n, lines).parts == parts
     assert hopper_gemm.fp8_gemm_config(m, n, lines, plain=False).parts == (1 if lines or n <= 128 else 2)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "product", "late"),
+    [(4096, 4096, True, True), (2048, 2048, True, False), (8192, 8192, False, False), (64, 1 << 20, True, False)],
+)
+def test_scales_of_columns_are_read_late_where_that_was_timed(m, n, product, late):
+    config = hopper_gemm.fp8_gemm_config(m, n, True, product=product)
+    assert config.late == late and config.parts == 1
+    assert not hopper_gemm.fp8_gemm_config(m, n, False, product=product).late
