@@ -63,13 +63,14 @@ def test_seamless_by_itself_only_for_what_was_timed(d):
 @pytest.mark.parametrize("d", [64, 128])
 def test_which_backward_frees_rows_warp_by_warp(d, causal):
     def plain(dtype=torch.bfloat16, seqlen_k=512, features=(), bounded=False, packed=False):
-        return hopper_backward._plain(dtype, seqlen_k, frozenset(features), bounded=bounded, packed=packed)
+        return hopper_backward._plain(dtype, d, seqlen_k, frozenset(features), bounded=bounded, packed=packed)
 
     config = hopper_backward.backward_config(d, causal=causal, plain=True)
     assert config.named and config.lean and not config.late
     assert not hopper_backward.backward_config(d, causal=causal).named
     assert plain() and plain(features=("sinks", "batch_invariant"))
-    assert not any((plain(torch.float16), plain(seqlen_k=500), plain(bounded=True), plain(packed=True)))
+    assert plain(seqlen_k=500) == plain(seqlen_k=1) == (d == 128)
+    assert not any((plain(torch.float16), plain(bounded=True), plain(packed=True)))
     assert not any(plain(features=(name,)) for name in ("alibi_slopes", "score_mod", "mask_mod", "block_mask"))
 
 

@@ -72,6 +72,7 @@ def test_generation_through_pages_gives_the_same_tokens():
         pytest.skip(why)
     tokenizer, model, _ = capture._load_model()
     ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+    assert ids.shape[1] + TOKENS - 1 == PAGE + 1  # the last token appended begins a page
 
     found, _ = generate(model, ids, TOKENS)
     assert found == eager(model, ids, found).argmax(-1).tolist()
