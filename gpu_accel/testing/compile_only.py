@@ -26,6 +26,7 @@ from typing import Any
 
 from gpu_accel.errors import HardwareError, UnsupportedError
 from gpu_accel.testing.overwritten import overwritten_operands
+from gpu_accel.testing.racing import racing_copies
 
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z0-9_]+)")
 _BRANCH = re.compile(r"\*/\s+(?:@!?U?P\w+\s+)?((?:BRA|BSSY|CALL)\b[^;]*?)\b(0x[0-9a-f]+) *;")
@@ -63,7 +64,7 @@ class Compiled:
 
     @functools.cached_property
     def warnings(self) -> tuple[str, ...]:
-        return (*self.remarks, *overwritten_operands(self.ptx, self.sass))
+        return (*self.remarks, *racing_copies(self.ttgir), *overwritten_operands(self.ptx, self.sass))
 
     @property
     def spills(self) -> int:

@@ -29,6 +29,16 @@ _LEAST_CHUNKS = 8  # of a segment
 _MOST_SEGMENTS = 16
 # Four accumulators. With 4 warps Triton 3.6 on an H100 got a wrong dg (700 times its bound) beside right dq and dk.
 _DQK_WARPS = 8
+
+
+def copies_ahead(dtype: torch.dtype) -> int:
+    """Stages of kernels that read do, v and states for a gradient of q, k: nothing is loaded ahead in float16.
+
+    There do and v are widened beside float32 states, and Triton 3.6 copies the next states over those that products
+    are still reading (see `gpu_accel.testing.racing`).
+    """
+    return 1 if dtype == torch.float16 else 2
+
 _FUSED_KEYS = 128  # the most of K that `fused_kernel` holds in registers
 
 
@@ -294,7 +304,8 @@ def chunked_backward(
                    (q, k, v, g, w, do, dstates, dv, dw, *places.tables(), *strides, *sizes), options)  # fmt: skip
             launch(kernels._dqk_kernel, places.total * heads * blocks_k,
                    (q, k, v, g, w, do, states, dstates, dq, dk, dg, *places.tables(), *strides, *sizes),
-                   options | smaller | {"WANT_DG": want_dg, "num_warps": _DQK_WARPS})  # fmt: skip
+                   options | smaller | {"WANT_DG": want_dg, "num_warps": _DQK_WARPS,
+                                        "num_stages": copies_ahead(v.dtype)})  # fmt: skip
     if group > 1:
         dq, dk = (x.unflatten(2, (heads_q, group)).sum(3).to(q.dtype) for x in (dq, dk))
     dg = dg.sum(0) if want_dg else dg.new_empty(0)

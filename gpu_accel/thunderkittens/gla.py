@@ -15,17 +15,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gpu_accel.errors import InvalidInputError
+from gpu_accel.compat import INTERPRET
+from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.flash_attention3.launch import launch
 from gpu_accel.thunderkittens import chunked, gla_kernels, reference
 from gpu_accel.thunderkittens.arguments import check_tensors, real
 from gpu_accel.thunderkittens.linear import _flags, _need, _shape, _validate, choose
 
-# dtypes that tests/gpu/test_gla.py has passed on: "auto" takes the kernels for these alone.
-GPU_CHECKED: tuple[torch.dtype, ...] = ()
+# (dtype, K, V) that tests/gpu/test_gla.py has passed on (H200, Triton 3.6.0), in sequences of equal length: no others
+# run on a GPU. In float16 dq was wrong there, and K = 24 with V = 40 in bfloat16 was an illegal access.
+GPU_CHECKED: tuple[tuple[torch.dtype, int, int], ...] = ((torch.bfloat16, 128, 128), (torch.float32, 128, 128))
+UNCHECKED = False  # True: "portable" takes the others too, to test them
 # How the kernels of all chunks are launched: the most columns of K and V a tile, warps, stages.
 ROWS = dict(block_k=64, block_v=64, num_warps=8, num_stages=2)
-GRADIENTS = dict(block_k=32, block_v=64, num_warps=8, num_stages=2)
+GRADIENTS = dict(block_k=32, block_v=64, num_warps=8)
 
 
 class _Call:
@@ -129,7 +132,7 @@ def gla_backward_op(
         states, _ = _states(call, k, v, sums, initial, scale, exact=True)
         dstates, dinitial = _states(call, q, do, sums, dfinal, scale, exact=True, reverse=True)
         dv = _rows(call, q, k, do, sums, dstates, scale, reverse=True)
-        options, blocks_k, _ = call.tiles(**GRADIENTS)
+        options, blocks_k, _ = call.tiles(num_stages=chunked.copies_ahead(v.dtype), **GRADIENTS)
         if call.any:
             # what is summed up stays wide: in bfloat16 it took the error of dg from 0.6 of its bound to 0.9
             planes = call.levels["LEVELS"] + 2
@@ -168,6 +171,18 @@ def _gradients(ctx, do, dfinal):
 gla_op.register_autograd(_gradients, setup_context=_save)
 
 
+def refusal(v: Tensor, key_dim: int, packed: bool) -> str | None:
+    """Why the kernels may not run on the GPU of v, or None."""
+    if UNCHECKED or INTERPRET or not v.is_cuda:
+        return None
+    if packed or (v.dtype, key_dim, v.shape[3]) not in GPU_CHECKED:
+        forms = "; ".join(f"{str(dtype).removeprefix('torch.')}, K {k}, V {n}" for dtype, k, n in GPU_CHECKED)
+        given = f"{str(v.dtype).removeprefix('torch.')}, K {key_dim}, V {v.shape[3]}" + ", packed" * packed
+        seen = "gates of every key dimension were seen right on a GPU in sequences of equal length with"
+        return f"{seen} {forms}; got {given}"
+    return None
+
+
 def gated_linear_attention(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, scale: float | None = None, initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None, chunk: int = chunked.CHUNK, backend: str = "auto",
@@ -182,7 +197,8 @@ def gated_linear_attention(
         scale: K**-0.5 unless given. initial_state: (sequences, heads, K, V).
         cu_seqlens: (sequences + 1,) int32 or int64, batch 1; values are checked on the CPU alone.
         chunk: steps that are done by matrix products at once, 16, 32 or 64.
-        backend: "portable" (plain Triton), "reference", or "auto": the kernels where they were seen right on a card.
+        backend: "portable" (plain Triton; on a GPU for the dtypes, K and V of GPU_CHECKED), "reference", or "auto": the
+            kernels where they were seen right on a card.
 
     Returns:
         o (batch, seqlen, heads, V) in the dtype of v, and the final state (sequences, heads, K, V) float32.
@@ -195,7 +211,10 @@ def gated_linear_attention(
     _need(v.shape[2] == q.shape[2], f"q, k and v must have one number of heads, got {q.shape[2]} and {v.shape[2]}")
     _need(g.shape == q.shape, f"g must be (batch, seqlen, heads, K) {tuple(q.shape)}, got {_shape(g)}")
     scale = chunked.default_scale(q.shape[-1]) if scale is None else real("scale", scale)
-    if choose(v, backend, v.dtype in GPU_CHECKED) == "portable":
+    why = refusal(v, q.shape[3], cu_seqlens is not None)
+    if choose(v, backend, why is None) == "portable":
+        if why:
+            raise UnsupportedError(f"{why}; use backend='reference'")
         initial_state = None if initial_state is None else initial_state.float()
         return gla_op(q, k, v, g, initial_state, cu_seqlens, scale, chunk)
     edges = [0, v.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()

@@ -24,6 +24,7 @@ from torch import Tensor
 from gpu_accel.thunderkittens import linear as la
 from gpu_accel.thunderkittens import walk_hopper
 from gpu_accel.thunderkittens.gla import chunk_gla
+from gpu_accel.thunderkittens.gla import refusal as gla_refusal
 from gpu_accel.thunderkittens.mamba2 import mamba_chunk_scan_combined
 from gpu_accel.workbench.experiment import Case, Implementation, Settings, Workload
 
@@ -144,13 +145,15 @@ def build_attention(case: Case, settings: Settings) -> Workload:
     reads = 2 * key_dim + value_dim
     moved = reads + value_dim if case["pass"] == "forward" else 2 * reads + value_dim
     gates = 4 * steps * {"step": 1, "key": key_dim}.get(str(case["gate"]), 0)
-    why = hopper_refusal(settings, str(case["dtype"]))
+    why, plain = hopper_refusal(settings, str(case["dtype"])), ""
     if case["gate"] == "key":
         why = "there is no kernel in Gluon for gates of every key dimension"
+        values = torch.empty(0, 0, 0, value_dim, dtype=DTYPES[str(case["dtype"])], device=settings.device)
+        plain = gla_refusal(values, key_dim, False) or ""
     return Workload(
         implementations=[
             made("hopper", "ours", _linear(case, "hopper"), why=why),
-            made("portable", "ours", _linear(case, "portable")),
+            made("portable", "ours", _linear(case, "portable"), why=plain),
             made("torch", "reference", eager, note="chunks of 64 as eager products"),
             made("fla", "peer", _fla(case), why=judging.missing("fla", settings)),
         ],

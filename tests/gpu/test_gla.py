@@ -1,18 +1,31 @@
-"""Gated linear attention on a GPU: what decides for which dtypes "auto" may take its kernels (gla.GPU_CHECKED)."""
+"""Gated linear attention on a GPU: what decides in which forms its kernels may run (gla.GPU_CHECKED).
+
+Forms that are not in GPU_CHECKED are refused, and that is tested. GPU_ACCEL_UNCHECKED=1 runs them: one test a process,
+since an illegal access spoils what comes after it.
+"""
 
 from __future__ import annotations
 
 import math
+import os
 
 import pytest
 import torch
 
+from gpu_accel.errors import UnsupportedError
 from gpu_accel.testing import assert_close_to_truth
 from gpu_accel.thunderkittens import gla
 
 from .test_thunderkittens import BF16, FP16, FP32, judge, randn
 
 NAMES = ["o", "state", "dq", "dk", "dv", "dg", "dinitial"]
+UNCHECKED = os.environ.get("GPU_ACCEL_UNCHECKED") == "1"
+unseen = pytest.mark.skipif(not UNCHECKED, reason="no GPU has seen this form right; GPU_ACCEL_UNCHECKED=1 runs it")
+
+
+@pytest.fixture(autouse=True)
+def allowed(monkeypatch):
+    monkeypatch.setattr(gla, "UNCHECKED", UNCHECKED)
 
 
 def function(backend, **options):
@@ -39,7 +52,21 @@ def factor_of(dtype):
     pytest.param((3, 65, 2, 24, 40), id="T65-K24-V40"),
 ])  # fmt: skip
 def test_gla(shape, dtype):
-    judge(NAMES, function, *make(*shape, dtype), factor_of(dtype))
+    tensors, grads = make(*shape, dtype)
+    if UNCHECKED or (dtype, *shape[3:]) in gla.GPU_CHECKED:
+        judge(NAMES, function, tensors, grads, factor_of(dtype))
+        return
+    with pytest.raises(UnsupportedError, match="seen right on a GPU"):
+        function("portable")(*tensors)
+    for one, other in zip(function("auto")(*tensors), function("reference")(*tensors), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_packed_sequences_are_refused_until_they_were_seen(monkeypatch):
+    monkeypatch.setattr(gla, "UNCHECKED", False)
+    tensors, _ = make(1, 64, 2, 128, 128, BF16)
+    with pytest.raises(UnsupportedError, match="packed"):
+        function("portable", cu_seqlens=torch.tensor([0, 64], device="cuda"))(*tensors)
 
 
 def test_one_step():
@@ -55,6 +82,7 @@ def test_gates_that_forget(gate):
     judge(NAMES, function, tensors, grads)
 
 
+@unseen
 def test_packed_sequences():
     """NaN behind the last sequence, in inputs and in the gradient of o."""
     lengths, slack = [1, 0, 300, 64, 129], 7
@@ -76,6 +104,7 @@ def test_packed_sequences():
     judge(NAMES, packed, tensors, [do[:, :total], randn(*tensors[4].shape, seed=9)])
 
 
+@unseen
 def test_offsets_beyond_two_to_the_31():
     """Views whose last step lies more than 2^31 elements from their first; of gates, too."""
     step = 2**31 // 63 + 64
@@ -103,6 +132,7 @@ def test_the_same_bits_again():
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
+@unseen
 def test_long_memories():
     """Hardly any gates over 4096 steps: gradients of gates are sums of thousands of pairs, which must not drift."""
     tensors, grads = make(1, 4096, 2, 64, 64, BF16, gates=1e-4)
