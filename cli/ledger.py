@@ -88,6 +88,8 @@ def claims(
         note(f"none of {len(verdicts)} claims fits", style="yellow")
     else:
         source = "these results" if results else "committed results"
+        if len(chosen) < len(verdicts):
+            source += f", only the {len(chosen)} of {len(verdicts)} that fit"
         _show(one, chosen, fold=not (every or id_), brief=brief, source=source)
     if verdicts and not chosen:
         raise typer.Exit(codes.NOTHING_RAN)

@@ -144,7 +144,7 @@ def run(
     elif sustained and warm_l2:
         note("--warm-l2 without effect: --sustained never flushes the L2 cache", style="yellow")
     if dry_run:
-        return _dry_run(one, experiments, settings, host, json_=json_, file=output_)
+        return _dry_run(one, experiments, settings, host, asked=input_, json_=json_, file=output_)
     file = record_file(
         one,
         sku=host.env.get("sku") or host.device,
@@ -156,6 +156,7 @@ def run(
     output.check_folder(file.parent)
     with output.stdout_to_stderr():
         intended = runner.plan(one, experiments, settings, host=host)
+    _note_input(one, intended, input_)
     if device != "cpu":
         _refuse_to_take_hours(intended)
         if not experiments:
@@ -181,6 +182,16 @@ def _host(device: str) -> Host:
     from gpu_accel.workbench.host import Host
 
     return Host.here(resolved)
+
+
+def _note_input(paper: Paper, made: Plan, asked: str) -> None:
+    """Say of which experiments the cases are what they would be without --input; "" was not given."""
+    taken: dict[str, dict[str, None]] = {}
+    for item in made.items:
+        taken.setdefault(item["experiment"], {})[str(item["case"].get("input", "normal"))] = None
+    for name, inputs in taken.items():
+        if asked and (asked not in inputs or asked == paper.inputs[0] and len(inputs) > 1):
+            note(f"--input {asked} without effect: {name} takes {', '.join(inputs)}", style="yellow")
 
 
 def _refuse_to_take_hours(made: Plan) -> None:
@@ -412,12 +423,14 @@ def _leave(result: RunResult, settled: Sequence[Verdict], *, gate: bool) -> None
 
 
 def _dry_run(
-    paper: Paper, experiments: Sequence[str] | None, settings: Settings, host: Host, *, json_: bool, file: Path | None
-) -> None:
+    paper: Paper, experiments: Sequence[str] | None, settings: Settings, host: Host, *, asked: str, json_: bool,
+    file: Path | None,
+) -> None:  # fmt: skip
     from gpu_accel.workbench.runner import plan
 
     with output.stdout_to_stderr():
         made: Plan = plan(paper, experiments, settings, host=host)
+    _note_input(paper, made, asked)
     rows = [
         {"experiment": item["experiment"], "case": item["case"], "impl": impl["name"], "role": impl["role"],
          "runs": impl["runs"], "why": impl["why"]}

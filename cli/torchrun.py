@@ -42,9 +42,10 @@ def relaunch(nproc: int, device: str) -> None:
     if device != "cpu" and torch.cuda.device_count() < nproc:
         found = torch.cuda.device_count()
         raise HardwareError(f"--nproc {nproc}, but there are {found} GPUs; --device cpu checks small shapes instead")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
+    package = __package__ or "cli"
+    launcher = [sys.executable, "-m", f"{package}.launcher", "--standalone", "--nproc-per-node", str(nproc)]
     with tempfile.TemporaryDirectory() as folder:
-        command = [*launcher, "-m", f"{__package__ or 'cli'}.torchrun", *_without_nproc(sys.argv[1:])]
+        command = [*launcher, "-m", f"{package}.torchrun", *_without_nproc(sys.argv[1:])]
         with subprocess.Popen(command, env={**os.environ, EXITS: folder}) as process:
             try:
                 code = process.wait()

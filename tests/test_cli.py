@@ -313,6 +313,15 @@ def test_piped_tables_are_not_padded(arguments: list[str]) -> None:
     assert [line for line in text.splitlines() if line != line.rstrip()] == []
 
 
+def test_counts_of_some_claims_say_that_they_are_of_some() -> None:
+    """Also those of the paper against itself, which a filter cuts too."""
+    everything = json.loads(call("claims", "fa3", "--json"))["claims"]
+    some = json.loads(call("claims", "fa3", "--verdict", "not reproduced", "--json"))["claims"]
+    told = " ".join(call("claims", "fa3", "--verdict", "not reproduced", "--brief").split())
+    assert told.startswith(f"fa3, committed results, only the {len(some)} of {len(everything)} that fit: ")
+    assert "that fit" not in call("claims", "fa3", "--brief")
+
+
 def test_claims_that_nothing_fits_are_no_success() -> None:
     assert "none of" in complain("claims", "fa3", "--id", "nope*", code=codes.NOTHING_RAN)
     assert "none of" in complain("claims", "fa3", "--where", "page 99", code=codes.NOTHING_RAN)

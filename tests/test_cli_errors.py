@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TOML = """id = "odd"
 title = "Odd"
 ours = ["plain"]
+inputs = ["normal", "outliers"]
 [experiments.one]
 title = "one"
 default = true
@@ -193,6 +194,7 @@ def test_both_gates_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         (["--sustained", "--warm-l2"], 0, "--sustained and --warm-l2 without effect"),
         (["--quick", "--shape", "1x16x1x32"], 0, "--quick without effect"),
         (["--tag", "x"], 0, "--tag without effect"),
+        (["--input", "outliers"], 0, "--input outliers without effect: one takes normal"),
         (["--gate"], 2, "--gate would do nothing"),
         (["--resume"], 2, "--resume would do nothing"),
         (["--precision", "fp16"], 2, "no choice of precision"),
@@ -206,6 +208,31 @@ def test_no_argument_is_ignored_without_a_word(
     monkeypatch.setenv("GPU_ACCEL_PAPERS", str(paper_at(tmp_path, HEAD + TAIL)))
     result = invoke("run", "odd", "--device", "cpu", "--dry-run", *options)
     assert result.exit_code == code and words in result.stderr, result.output
+
+
+def test_a_run_says_that_its_input_is_not_the_one_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPU_ACCEL_PAPERS", str(paper_at(tmp_path, HEAD + TAIL)))
+    arguments = ["run", "odd", "--device", "cpu", "--results", tmp_path / "results"]
+    assert "--input outliers without effect: one takes normal" in invoke(*arguments, "--input", "outliers").stderr
+    assert "--input" not in invoke(*arguments).stderr
+
+
+@pytest.mark.parametrize(
+    ("experiment", "asked", "takes"),
+    [
+        ("train", "outliers", "normal"),
+        ("train", "python", ""),
+        ("layer", "smollm2", "normal"),
+        ("error", "python", "normal, outliers, smollm2"),
+        ("error", "normal", "normal, outliers, smollm2"),
+        ("error", "outliers", ""),
+        ("perplexity", "normal", "smollm2"),
+    ],
+)
+def test_experiments_with_inputs_of_their_own_say_so(experiment: str, asked: str, takes: str) -> None:
+    result = invoke("run", "te", experiment, "--input", asked, "--precision", "fp8", "--device", "cpu", "--dry-run")
+    noted = f"--input {asked} without effect: {experiment} takes {takes}\n" in result.stderr
+    assert noted == bool(takes) and ("--input" in result.stderr) == noted, result.output
 
 
 def test_save_and_results_exclude_each_other(tmp_path: Path) -> None:

@@ -52,6 +52,11 @@ def test_its_python_runs(number: int, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_what_takes_several_gpus_says_so() -> None:
+    lines = [line for block in blocks("bash") for line in block.splitlines() if "--nproc" in line]
+    assert lines and all("GPUs" in line.partition("#")[2] for line in lines)
+
+
 def test_its_make_targets_exist() -> None:
     targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), flags=re.M))
     named = {words[1] for words in commands("make")} | set(re.findall(r"`make ([a-z0-9-]+)", README))

@@ -9,13 +9,15 @@ takes packed documents, (local_length, heads, head_dim), each of them in zigzag 
 from __future__ import annotations
 
 import itertools
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError
-from gpu_accel.flash_attention3.problem import check_flag, check_tensors
+from gpu_accel.flash_attention3.problem import check_flag, check_number, check_tensors
 from gpu_accel.ring_attention.attention import Window, distributed_attention, told
 from gpu_accel.ring_attention.layouts import make_layout
 from gpu_accel.ring_attention.symmetric import choose_transport
@@ -36,17 +38,15 @@ def _run(
         check_tensors(q, k, v, varlen=False)
         check_flag("return_attn_probs", return_attn_probs)
         check_flag("deterministic", deterministic)
-    if dropout_p or alibi_slopes is not None:
-        what = "dropout_p" if dropout_p else "alibi_slopes"
-        transport.agree("", UnsupportedError(f"{what} is not supported: pass {'0.0' if dropout_p else 'None'}"))
-    cut = make_layout(layout, seqlen=q.shape[1] * transport.size, ranks=transport.size, documents=documents)
-    if cut.local_length != q.shape[1]:
-        transport.agree(
-            "",
-            InvalidInputError(
+        if check_number("dropout_p", dropout_p, zero="off"):
+            raise UnsupportedError("dropout_p is not supported: pass 0.0")
+        if alibi_slopes is not None:
+            raise UnsupportedError("alibi_slopes is not supported: pass None")
+        cut = make_layout(layout, seqlen=q.shape[1] * transport.size, ranks=transport.size, documents=documents)
+        if cut.local_length != q.shape[1]:
+            raise InvalidInputError(
                 f"zigzag shards have an even number of rows, got {q.shape[1]}: pad, or use RingAttention"
-            ),
-        )
+            )
     o, lse = distributed_attention(
         q, k, v, layout=cut, transport=transport, causal=causal, window_size=window_size, softmax_scale=softmax_scale,
         deterministic=deterministic,
@@ -91,7 +91,7 @@ def zigzag_ring_flash_attn_varlen_func(
 ):  # fmt: skip
     """Ring attention of packed documents. `cu_seqlens`: where they begin and end among the rows of this rank, that is
     those of the whole sequence divided by the ranks; every rank has as many rows, an even number, of each document.
-    `max_seqlen` is not needed. lse is (heads, local_length)."""
+    An integer tensor or a list. `max_seqlen` is not needed. lse is (heads, local_length)."""
     transport = _transport(group)
     with told(transport):
         for name, x in (("q", q), ("k", k), ("v", v)):
@@ -107,11 +107,14 @@ def zigzag_ring_flash_attn_varlen_func(
 
 
 def _documents(cu_seqlens: Tensor | Sequence[int], rows: int, ranks: int) -> list[int]:
-    """The lengths of the whole documents."""
-    try:
-        ends = [int(x) for x in (cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens)]
-    except (TypeError, ValueError) as error:
-        raise InvalidInputError(f"cu_seqlens must be whole numbers, got {cu_seqlens!r:.80}") from error
+    """The lengths of the whole documents. Nothing is rounded, nor read as a number that is none."""
+    if isinstance(cu_seqlens, Tensor) and (cu_seqlens.is_meta or cu_seqlens.layout != torch.strided):
+        raise InvalidInputError("cu_seqlens must have values in plain memory: they are read here")
+    found: Any = cu_seqlens.tolist() if hasattr(cu_seqlens, "tolist") else cu_seqlens
+    listed = isinstance(found, Sequence) and not isinstance(found, str | bytes)
+    if not listed or any(isinstance(x, bool) or not isinstance(x, numbers.Integral) for x in found):
+        raise InvalidInputError(f"cu_seqlens must be a row of whole numbers, got {cu_seqlens!r:.80}")
+    ends = [int(x) for x in found]
     lengths = [b - a for a, b in itertools.pairwise(ends)]
     if len(ends) < 2 or ends[0] != 0 or ends[-1] != rows or any(n < 0 or n % 2 for n in lengths):
         raise InvalidInputError(

@@ -222,9 +222,20 @@ def test_packed_documents_by_the_name_of_ring_flash_attention():
             *leaves, ends, 8, causal=True, return_attn_probs=True, group=transport
         )
         assert lse.shape == (4, 14)
-        for wrong in ([0, 7, 14], [0, 8], [0, 16, 14], [2, 14], [14], None, ["a", "b"]):
+        wrongs = ([0, 7, 14], [0, 8], [0, 16, 14], [2, 14], [14], None, ["a", "b"], [0, 4.9, 14.2], [0.0, 14.0], "048",
+                  {0: 1, 14: 2}, [False, False], [0, float("inf")], [[0, 14]], torch.tensor([0.0, 14.0]),
+                  torch.tensor([[0, 14]]), torch.tensor(14), torch.tensor([False, True]),
+                  ends.to("meta"), ends.to_sparse())  # fmt: skip
+        for wrong in wrongs:
             with pytest.raises(InvalidInputError, match="cu_seqlens must"):
                 ring.zigzag_ring_flash_attn_varlen_func(*leaves, wrong, group=transport)
+        plain = ring.zigzag_ring_flash_attn_varlen_func(*leaves, ends.tolist(), causal=True, group=transport)
+        assert torch.equal(o, plain)
+        for wrong in (None, torch.zeros(2), -0.1, False, "0"):
+            with pytest.raises(InvalidInputError, match="dropout_p must be"):
+                ring.zigzag_ring_flash_attn_varlen_func(*leaves, ends, dropout_p=wrong, group=transport)
+        with pytest.raises(UnsupportedError, match="alibi_slopes is not supported"):
+            ring.zigzag_ring_flash_attn_varlen_func(*leaves, ends, alibi_slopes=torch.ones(4), group=transport)
         with pytest.raises(InvalidInputError, match="q must be a tensor .local_length, heads, head_dim."):
             ring.zigzag_ring_flash_attn_varlen_func(leaves[0][None], *leaves[1:], ends, group=transport)
         return o[None], *(x[None] for x in torch.autograd.grad(o, leaves, cut.shard(do, transport.rank)[0]))

@@ -24,6 +24,7 @@ from gpu_accel.ring_attention.flash_attn_names import (
     ring_flash_attn_func,
     zigzag_ring_flash_attn_kvpacked_func,
     zigzag_ring_flash_attn_qkvpacked_func,
+    zigzag_ring_flash_attn_varlen_func,
 )
 from gpu_accel.ring_attention.layouts import make_layout
 from gpu_accel.ring_attention.simulate import simulate, simulate_attention
@@ -189,6 +190,12 @@ ALONE = {
     ),
     "no-queries": lambda t, _: ring_flash_attn_func(
         None if t.rank == 1 else torch.ones(1, ROWS, 2, 8), *(torch.ones(1, ROWS, 2, 8),) * 2, group=t
+    ),
+    "dropout": lambda t, _: ring_flash_attn_func(
+        *(torch.ones(1, ROWS, 2, 8),) * 3, dropout_p=torch.zeros(2) if t.rank == 1 else 0.0, group=t
+    ),
+    "offsets": lambda t, _: zigzag_ring_flash_attn_varlen_func(
+        *(torch.ones(ROWS, 2, 8),) * 3, torch.tensor([0, ROWS], device="meta" if t.rank == 1 else "cpu"), group=t
     ),
     "option": lambda t, layout: distributed_attention(
         *(torch.ones(1, ROWS, 2, 8),) * 3, layout=layout, transport=t, **({"foo": 1} if t.rank == 1 else {})

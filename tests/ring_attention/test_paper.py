@@ -131,6 +131,38 @@ def test_an_interrupted_command_waits_for_its_processes(tmp_path: Path, monkeypa
     assert left.value.exit_code == codes.INTERRUPTED and (tmp_path / "ended").exists()
 
 
+@pytest.mark.parametrize("what", ["SIGINT", "SIGTERM", "KeyboardInterrupt"])
+def test_the_launcher_ends_by_a_signal_without_a_traceback(monkeypatch, what: str):
+    """Its traceback would come after what the command has said of the interrupt."""
+    import signal
+
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    from cli import codes, launcher
+
+    def interrupted() -> None:
+        raise SignalException("", signal.Signals[what]) if what in signal.Signals.__members__ else KeyboardInterrupt
+
+    monkeypatch.setattr(run, "main", interrupted)
+    with pytest.raises(SystemExit) as stop:
+        launcher.main()
+    assert stop.value.code == (128 + signal.SIGTERM if what == "SIGTERM" else codes.INTERRUPTED)
+
+
+def test_the_launcher_keeps_the_errors_of_processes(monkeypatch):
+    from torch.distributed import run
+
+    from cli import launcher
+
+    def failed() -> None:
+        raise RuntimeError("of a process")
+
+    monkeypatch.setattr(run, "main", failed)
+    with pytest.raises(RuntimeError, match="of a process"):
+        launcher.main()
+
+
 def test_a_process_that_outlives_its_launcher_ends_with_its_own_code(tmp_path: Path, monkeypatch):
     import cli.main
     from cli import torchrun
