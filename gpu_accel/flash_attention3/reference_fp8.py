@@ -6,6 +6,8 @@ does (running maximum, probabilities scaled into the fp8 range and rounded, one 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -42,7 +44,7 @@ def quantize_reference(
     """`fp8_block_quantize` in plain torch, bit for bit (NaN is always 0x7f)."""
     fmt = fp8_format(dtype)
     if rotary_cos is not None and rotary_sin is not None:
-        rows = tensor.reshape(-1, *tensor.shape[-2:]).transpose(0, 1)
+        rows = tensor.reshape(math.prod(tensor.shape[:-2]), *tensor.shape[-2:]).transpose(0, 1)
         positions = torch.arange(len(rows), device=tensor.device)
         turned = apply_rotary(rows, rotary_cos, rotary_sin, positions, interleaved=rotary_interleaved)
         tensor = turned.transpose(0, 1).reshape(tensor.shape)

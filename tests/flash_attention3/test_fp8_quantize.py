@@ -197,6 +197,16 @@ def test_empty_tensors(device):
     assert values.shape == (0, 3, 5, 64) and scales.item() == 1.0
 
 
+@pytest.mark.parametrize("backend", ["portable", "reference"])
+@pytest.mark.parametrize("shape", [(1, 2, 0, 8), (0, 2, 3, 8), (0, 8), (2, 0, 0, 8)], ids=str)
+def test_empty_tensors_with_every_option(shape, backend, device):
+    x, table = torch.empty(shape, device=device), torch.ones(3, 2, device=device)
+    for options in ({"rotary_cos": table, "rotary_sin": table}, {"hadamard": True}, {"scale_per_block": False}):
+        values, scales = fp8_block_quantize(x, block_size=16, transpose=True, backend=backend, **options)
+        assert values.shape == (*shape[:-2], 8, -(-shape[-2] // 16) * 16) and bool((scales == 1).all())
+        assert scales.shape == (() if "scale_per_block" in options else (*shape[:-2], -(-shape[-2] // 16)))
+
+
 @pytest.mark.parametrize("dim", [16, 64, 80, 96, 128, 256])
 def test_hadamard_is_orthogonal_and_undone_by_its_inverse(dim, device):
     q, k = (torch.randn(2, 40, dim, generator=torch.Generator().manual_seed(i)).to(device) for i in (0, 1))
