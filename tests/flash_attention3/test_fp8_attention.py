@@ -299,6 +299,9 @@ def test_quantised_arguments_are_checked(device):
         fp8_attention_quantized(x8, x8, x8, s, s, s, k_block=48)
     with pytest.raises(InvalidInputError, match="transposed v8 must be"):
         fp8_attention_quantized(x8, x8, x8, s, s, s, v_transposed=True)
+    for backend in ("portable", "reference"):
+        with pytest.raises(UnsupportedError, match="forward only.*k_scale requires a gradient"):
+            fp8_attention_quantized(x8, x8, x8, s, s.clone().requires_grad_(), s, backend=backend)
 
 
 def problem(**change) -> Problem:

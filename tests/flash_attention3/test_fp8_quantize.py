@@ -306,6 +306,12 @@ def test_gradients_are_refused_not_dropped(device):
         fp8_block_quantize(x)
     with torch.no_grad():
         fp8_block_quantize(x)
+    fixed, table = torch.ones(4, 8, device=device), torch.ones(4, 8, device=device, requires_grad=True)
+    for backend in ("portable", "reference"):
+        for name in ("rotary_cos", "rotary_sin"):
+            tables = {"rotary_cos": fixed, "rotary_sin": fixed, name: table}
+            with pytest.raises(UnsupportedError, match=f"{name} requires a gradient"):
+                fp8_block_quantize(x.detach(), backend=backend, **tables)
 
 
 def test_custom_ops_are_well_formed(device):
