@@ -201,6 +201,8 @@ def _resolve(backend: str, q: Tensor, *, k_block: int = BLOCK, one_scale: bool =
 
 
 def _check_scale(name: str, scale: Tensor, x: Tensor, block: int) -> None:
+    if isinstance(scale, Tensor):
+        check_strided(name, scale)
     batch, heads, seqlen = x.shape[:3]
     allowed = ((), (batch, heads), (batch, heads, -(-seqlen // block)))
     if not isinstance(scale, Tensor) or scale.dtype != torch.float32 or tuple(scale.shape) not in allowed:

@@ -295,6 +295,8 @@ def test_quantised_arguments_are_checked(device):
         fp8_attention_quantized(x, x8, x8, s, s, s)
     with pytest.raises(InvalidInputError, match="v_scale must be float32 of shape"):
         fp8_attention_quantized(x8, x8, x8, s, s, s[..., None])
+    with pytest.raises(UnsupportedError, match="v_scale has layout torch.sparse_coo"):
+        fp8_attention_quantized(x8, x8, x8, s, s, s.to_sparse())
     with pytest.raises(InvalidInputError, match="k_block must be a multiple of 32"):
         fp8_attention_quantized(x8, x8, x8, s, s, s, k_block=48)
     with pytest.raises(InvalidInputError, match="transposed v8 must be"):

@@ -97,6 +97,9 @@ def test_wrong_rotary_tables():
     ):  # fmt: skip
         with pytest.raises(InvalidInputError, match="rotary_"):
             fp8_block_quantize(x, rotary_cos=given[0], rotary_sin=given[1])
+    for given, name in (((cos.to_sparse(), cos), "rotary_cos"), ((cos, cos.to_sparse_csr()), "rotary_sin")):
+        with pytest.raises(UnsupportedError, match=rf"{name} has layout .*{name}.to_dense\(\)"):
+            fp8_block_quantize(x, rotary_cos=given[0], rotary_sin=given[1])
 
 
 def test_a_block_of_many_rows_is_read_in_pieces(device):
