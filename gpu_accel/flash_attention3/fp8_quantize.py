@@ -13,7 +13,8 @@ What decides the scale, written down:
 * A block without a finite non-zero value has scale 1.
 * Scales are at least 2**-126, so that 1 / scale is finite; values below about 2**-118 lose bits and may become 0.
 * All arithmetic is float32 with correctly rounded divisions and no reordering: `reference_fp8.quantize_reference` gives
-  the same bits.
+  the same bits. Not so in Triton's interpreter with RoPE of bfloat16: its cast to bfloat16 cuts off where it should
+  round.
 """
 
 from __future__ import annotations
