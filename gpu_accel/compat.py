@@ -3,6 +3,8 @@
 * `INTERPRET` says whether kernels run in Triton's interpreter (TRITON_INTERPRET=1 before the kernels are imported).
 * `dot` is `tl.dot`, except that the interpreter (seen on 3.7.1 and 3.8.0) returns garbage for bfloat16 operands,
   so they are widened to float32 there; products of bfloat16 are exact in float32, so results mean the same.
+* `widen` is a cast, except that the interpreter (seen on 3.7.1) takes Inf and NaN of fp8 for numbers (480, 65536...),
+  and in float16 the three smallest numbers of e5m2 for others.
 """
 
 from __future__ import annotations
@@ -36,6 +38,22 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def widen(x, DTYPE: tl.constexpr):
+    """`x`, fp8 or any other dtype, as DTYPE (float32, float16 or bfloat16). Inf and NaN stay what they are."""
+    if _INTERPRET:
+        if x.dtype == tl.float8e5:  # the upper half of a float16
+            half = x.to(tl.uint8, bitcast=True).to(tl.uint16) << 8
+            return half.to(tl.float16, bitcast=True).to(tl.float32).to(DTYPE)
+        elif x.dtype == tl.float8e4nv:
+            nan = (x.to(tl.uint8, bitcast=True) & 0x7F) == 0x7F
+            return tl.where(nan, float("nan"), x.to(tl.float32)).to(DTYPE)
+        else:
+            return x.to(DTYPE)
+    else:
+        return x.to(DTYPE)
 
 
 def supported_triton() -> bool:

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gpu_accel.compat import INTERPRET
+from gpu_accel.compat import INTERPRET, widen
 from gpu_accel.interpreter import quicken
 
 pytestmark = pytest.mark.skipif(not INTERPRET, reason="needs Triton's interpreter")
@@ -71,6 +71,22 @@ def test_triton_still_needs_it() -> None:
     text = inspect.getsource(interpreter)
     call = text.split("class InterpretedFunction")[1].split("def __call__")[1]
     assert "_patch_lang(self.fn)" in call and "getmembers" in text
+
+
+@triton.jit
+def _widen_kernel(x, y, N: tl.constexpr, KIND: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(y + i, widen(tl.load(x + i).to(KIND, bitcast=True), y.dtype.element_ty))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "eight"), [(tl.float8e4nv, torch.float8_e4m3fn), (tl.float8e5, torch.float8_e5m2)])
+def test_every_number_of_eight_bits_is_widened(kind, eight, dtype):
+    codes, wide = torch.arange(256).to(torch.uint8), torch.zeros(256, dtype=dtype)
+    _widen_kernel[(1,)](codes, wide, 256, kind)
+    right = codes.view(eight).to(dtype)
+    assert (right.isnan().sum(), right.isinf().sum()) == ((2, 0) if eight == torch.float8_e4m3fn else (6, 2))
+    torch.testing.assert_close(wide, right, rtol=0, atol=0, equal_nan=True)
 
 
 def test_numpy_types_are_those_that_the_interpreter_stores() -> None:

@@ -58,7 +58,7 @@ __all__ = [
 ]
 
 
-def _no_gradient(**tensors: Tensor) -> None:
+def _no_gradient(**tensors: Tensor | None) -> None:
     wanting = [name for name, x in tensors.items() if isinstance(x, Tensor) and x.requires_grad]
     if wanting and torch.is_grad_enabled():
         raise UnsupportedError(
@@ -106,7 +106,7 @@ def fp8_block_quantize(
     """
     fmt = fp8_format(dtype)
     check_rows("tensor", tensor)
-    _no_gradient(tensor=tensor)
+    _no_gradient(tensor=tensor, rotary_cos=rotary_cos, rotary_sin=rotary_sin)
     check_rows_per_scale("block_size", block_size)
     seed = check_seed(seed)
     scale_per_block, hadamard = check_flag("scale_per_block", scale_per_block), check_flag("hadamard", hadamard)
@@ -201,6 +201,8 @@ def _resolve(backend: str, q: Tensor, *, k_block: int = BLOCK, one_scale: bool =
 
 
 def _check_scale(name: str, scale: Tensor, x: Tensor, block: int) -> None:
+    if isinstance(scale, Tensor):
+        check_strided(name, scale)
     batch, heads, seqlen = x.shape[:3]
     allowed = ((), (batch, heads), (batch, heads, -(-seqlen // block)))
     if not isinstance(scale, Tensor) or scale.dtype != torch.float32 or tuple(scale.shape) not in allowed:
@@ -265,6 +267,7 @@ def fp8_attention_quantized(
         check_strided(name, x)
         if x.dtype not in (f.dtype for f in FORMATS.values()):
             raise InvalidInputError(f"{name} must be float8_e4m3fn or float8_e5m2, got {x.dtype}: fp8_block_quantize")
+    _no_gradient(q8=q8, k8=k8, v8=v8, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
     sk = k8.shape[2]
     if v_transposed:
         pitch = -(-sk // 16) * 16

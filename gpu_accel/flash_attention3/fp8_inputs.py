@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gpu_accel.errors import InvalidInputError
 from gpu_accel.flash_attention3.hadamard import check_rows
+from gpu_accel.flash_attention3.problem import check_strided
 
 
 def check_layout(layout: str) -> None:
@@ -31,6 +32,8 @@ def check_rotary(cos: Tensor | None, sin: Tensor | None, x: Tensor) -> tuple[Ten
     if cos is None or sin is None:
         return None, None
     for name, y in (("rotary_cos", cos), ("rotary_sin", sin)):
+        if isinstance(y, Tensor):
+            check_strided(name, y)
         if not isinstance(y, Tensor) or y.dim() != 2 or y.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             said = f"{y.dtype} {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
             raise InvalidInputError(f"{name} must be (positions, rotary_dim / 2), float32 or 16 bits, got {said}")

@@ -13,7 +13,8 @@ What decides the scale, written down:
 * A block without a finite non-zero value has scale 1.
 * Scales are at least 2**-126, so that 1 / scale is finite; values below about 2**-118 lose bits and may become 0.
 * All arithmetic is float32 with correctly rounded divisions and no reordering: `reference_fp8.quantize_reference` gives
-  the same bits.
+  the same bits. Not so in Triton's interpreter with RoPE of bfloat16: its cast to bfloat16 cuts off where it should
+  round.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu_accel.compat import INTERPRET
+from gpu_accel.compat import INTERPRET, widen
 from gpu_accel.errors import InvalidInputError
 from gpu_accel.flash_attention3.gluon_launch import QuickLaunch
 from gpu_accel.flash_attention3.hadamard import (
@@ -92,20 +93,11 @@ def to_fp8(x, E5M2: tl.constexpr):
 
 
 @triton.jit
-def _widen(x, E5M2: tl.constexpr):
-    wide = x.to(tl.float32)
-    if E5M2:
-        return wide
-    bits = x.to(tl.uint8, bitcast=True)
-    return tl.where((bits & 0x7F) == 0x7F, float("nan"), wide)
-
-
-@triton.jit
-def dot_fp8(a, b, acc, E5M2: tl.constexpr):
+def dot_fp8(a, b, acc):
     """`acc + a @ b` of fp8 operands with float32 sums; `acc` may be None."""
-    if _INTERPRET:  # the interpreter takes the NaN of e4m3 for 480
-        a = _widen(a, E5M2)
-        b = _widen(b, E5M2)
+    if _INTERPRET:  # as in `compat.dot`
+        a = widen(a, tl.float32)
+        b = widen(b, tl.float32)
     return tl.dot(a, b, acc)
 
 

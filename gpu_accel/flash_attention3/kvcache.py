@@ -39,6 +39,7 @@ from gpu_accel.flash_attention3.problem import (
     check_strided,
     check_written,
     normalise_window,
+    share_memory,
     values_readable,
 )
 
@@ -84,7 +85,8 @@ def flash_attn_with_kvcache(
             numbers of neighbouring head_dim in a byte, the low nibble first, last dimension halved. head_dim a multiple
             of 8, up to 256 in the kernels; that of v may differ. Last stride 1, others any.
         k, v: (batch, seqlen_new, heads_kv, head_dim) in the dtype of q, to be written at `cache_seqlens`. On a GPU what
-            lies beyond the capacity is not written and not seen; on a CPU it is an error.
+            lies beyond the capacity is not written and not seen; on a CPU it is an error. The caches (and scales of
+            tokens) may then be views of one tensor, but must not overlap.
         rotary_cos, rotary_sin: (at least capacity, rotary_dim / 2), float, with k only. Key i of `k` is turned by
             position cache_seqlens + i, and so is query i where causal or windowed; otherwise all queries are turned by
             position cache_seqlens. The cache holds turned keys. rotary_interleaved: pairs (0, 1), (2, 3) as in GPT-J
@@ -318,14 +320,16 @@ def kvcache_op(
 ) -> None:  # fmt: skip
     """What torch.compile sees: a call that was checked, and writes into o, lse, the caches and their scales."""
     page = page_table is not None
+    k_scales = _scales("k_descale", k_scale, k_cache, q, page)
+    v_scales = _scales("v_descale", v_scale, v_cache, q, page)
+    if k is not None:  # a compiler knew no addresses
+        _check_apart(k_cache, v_cache, k_scales, v_scales)
     call = KVCall(
         q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
         rotary_interleaved=rotary_interleaved, cache_seqlens=cache_seqlens, length=length,
         cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, page_table=page_table,
         softmax_scale=softmax_scale, window_left=window_left, window_right=window_right, softcap=softcap, sinks=sinks,
-        num_splits=num_splits, batch_invariant=batch_invariant,
-        k_scales=_scales("k_descale", k_scale, k_cache, q, page),
-        v_scales=_scales("v_descale", v_scale, v_cache, q, page),
+        num_splits=num_splits, batch_invariant=batch_invariant, k_scales=k_scales, v_scales=v_scales,
     )  # fmt: skip
     _run(call, o, lse, choose(call, name))
 
@@ -465,6 +469,8 @@ def make_call(
     if k is not None and k_scales.mode == TOKEN_SCALES and not k_scales.per_token:
         _refuse_shared_token_scales(k_descale, k_cache)
         _refuse_shared_token_scales(v_descale, v_cache)
+    if k is not None:
+        _check_apart(k_cache, v_cache, k_scales, v_scales)
     return KVCall(
         q=unit_last_stride(q), k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=cos, rotary_sin=sin,
         rotary_interleaved=check_flag("rotary_interleaved", rotary_interleaved), cache_seqlens=lengths, length=length,
@@ -580,6 +586,20 @@ def _refuse_shared_token_scales(x: Tensor | None, cache: Tensor) -> None:
             f"scales of shape {tuple(x.shape)} are shared by heads, so an append cannot compute them: give each head "
             f"its own, {tuple(cache.shape[:3])}"
         )
+
+
+def _check_apart(k_cache: Tensor, v_cache: Tensor, k_scales: Scales, v_scales: Scales) -> None:
+    """An append writes keys and values, and scales of tokens: none of them where others are."""
+    written = [("k_cache", k_cache, "v_cache", v_cache)]
+    if k_scales.per_token and k_scales.tensor is not None and v_scales.tensor is not None:
+        check_written("k_descale", k_scales.tensor)
+        check_written("v_descale", v_scales.tensor)
+        written.append(("k_descale", k_scales.tensor, "v_descale", v_scales.tensor))
+    for one, x, other, y in written:
+        if share_memory(x, y):
+            raise InvalidInputError(
+                f"{one} and {other} share memory, so an append would write values over keys: give each its own"
+            )
 
 
 def _check_values(call: KVCall) -> None:

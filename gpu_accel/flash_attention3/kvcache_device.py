@@ -5,9 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gpu_accel.compat import INTERPRET
-
-_INTERPRET = tl.constexpr(INTERPRET)
 LN2 = tl.constexpr(0.6931471805599453)
 TOKEN_SCALES = tl.constexpr(2)  # one scale for every key (or page) of a head; see `portable_decode`
 
@@ -55,15 +52,6 @@ def cache_rows(cols, seen, page, batch_row, s_page, s_token, PAGE: tl.constexpr)
     if PAGE > 0:
         return page * s_page + (cols % PAGE).to(tl.int64) * s_token
     return batch_row * s_page + cols.to(tl.int64) * s_token
-
-
-@triton.jit
-def widen(x, DTYPE: tl.constexpr):
-    """A tile of the cache in the dtype that products are made in."""
-    wide = x.to(DTYPE)
-    if _INTERPRET and x.dtype == tl.float8e4nv:  # the interpreter takes the NaN of e4m3 for 480
-        wide = tl.where((x.to(tl.uint8, bitcast=True) & 0x7F) == 0x7F, float("nan"), wide)
-    return wide
 
 
 @triton.jit

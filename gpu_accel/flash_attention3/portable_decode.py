@@ -35,7 +35,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu_accel.compat import INTERPRET, dot
+from gpu_accel.compat import INTERPRET, dot, widen
 from gpu_accel.flash_attention3 import decode_config
 from gpu_accel.flash_attention3.decode_config import DecodeConfig
 from gpu_accel.flash_attention3.device import LOG2E, tanh
@@ -49,7 +49,6 @@ from gpu_accel.flash_attention3.kvcache_device import (
     merge_splits,
     page_of,
     split_range,
-    widen,
 )
 from gpu_accel.flash_attention3.kvcache_problem import LARGEST, KVCall
 from gpu_accel.flash_attention3.launch import capability, launch, next_power_of_2

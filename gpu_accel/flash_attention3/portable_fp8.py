@@ -130,10 +130,10 @@ def _attend(
         k_scale = tl.load(ks + block * ks_step)
         v_scale = tl.load(vs + block * vs_step)
         k_tile = k.load([k_row0 + j, 0])
-        s = dot_fp8(q, tl.trans(k_tile), None, E5M2)
+        s = dot_fp8(q, tl.trans(k_tile), None)
         if D2 > 0:
             k_tile2 = k2.load([k_row0 + j, D])
-            s = dot_fp8(q2, tl.trans(k_tile2), s, E5M2)
+            s = dot_fp8(q2, tl.trans(k_tile2), s)
         # never 0: a masked score is -inf, and -inf * 0 is NaN
         factor = tl.maximum(row_scale * k_scale, 1.1754943508222875e-38)
         if SOFTCAP:
@@ -163,17 +163,17 @@ def _attend(
         p8 = to_fp8(p, E5M2)
         v_tile = v.load([v_row0, j])
         if TWO_LEVEL:
-            acc = acc * alpha[:, None] + dot_fp8(p8, tl.trans(v_tile), None, E5M2) * v_scale
+            acc = acc * alpha[:, None] + dot_fp8(p8, tl.trans(v_tile), None) * v_scale
             if DV2 > 0:
                 v_tile2 = v2.load([v_row0 + DV, j])
-                acc2 = acc2 * alpha[:, None] + dot_fp8(p8, tl.trans(v_tile2), None, E5M2) * v_scale
+                acc2 = acc2 * alpha[:, None] + dot_fp8(p8, tl.trans(v_tile2), None) * v_scale
         else:
             keep = alpha * (vs_before / v_scale)  # acc is kept in units of the current block's scale
             vs_before = v_scale
-            acc = dot_fp8(p8, tl.trans(v_tile), acc * keep[:, None], E5M2)
+            acc = dot_fp8(p8, tl.trans(v_tile), acc * keep[:, None])
             if DV2 > 0:
                 v_tile2 = v2.load([v_row0 + DV, j])
-                acc2 = dot_fp8(p8, tl.trans(v_tile2), acc2 * keep[:, None], E5M2)
+                acc2 = dot_fp8(p8, tl.trans(v_tile2), acc2 * keep[:, None])
     return acc, acc2, l_i, m_i, vs_before
 
 

@@ -97,11 +97,15 @@ def check_flag(name: str, x: object) -> bool:
 
 def values_readable(x: Tensor) -> bool:
     """Whether looking at values neither waits for a device nor is impossible (compilers, fake tensors, transforms)."""
+    return _has_address(x) and x.device.type == "cpu"
+
+
+def _has_address(x: Tensor) -> bool:
     return (
         not torch.compiler.is_compiling()
         and isinstance(x, Tensor)
         and type(x) in (Tensor, torch.nn.Parameter)
-        and x.device.type == "cpu"
+        and not x.is_meta
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
     )
@@ -137,6 +141,45 @@ def check_written(name: str, x: Tensor) -> None:
             f"{name} is written, but some of its elements share memory (shape {_shape(x)}, strides {x.stride()}): "
             f"pass {name}.contiguous()"
         )
+
+
+def share_memory(x: Tensor, y: Tensor) -> bool:
+    """Whether an element of x lies where one of y does; views may interleave without. False where nobody can say.
+
+    That is in compilers and modes, and for views of one storage with strides so different that it would take long.
+    """
+    if not (_has_address(x) and _has_address(y) and x.numel() and y.numel()):
+        return False
+    ours, theirs = x.untyped_storage(), y.untyped_storage()
+    start, other = ours.data_ptr(), theirs.data_ptr()
+    if start + ours.nbytes() <= other or other + theirs.nbytes() <= start:
+        return False
+    # step in bytes -> how many such steps an element of x may be ahead of one of y, least and most
+    steps = {1: (1 - y.element_size(), x.element_size() - 1)}
+    for tensor, own in ((x, True), (y, False)):
+        for n, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            step = stride * tensor.element_size()
+            if step and n > 1:
+                least, most = steps.get(step, (0, 0))
+                steps[step] = (least, most + n - 1) if own else (least - n + 1, most)
+    terms = sorted(((step, *bounds) for step, bounds in steps.items()), reverse=True)
+    below = [(0, 0)]  # what the smaller steps can add up to
+    for step, least, most in reversed(terms):
+        below.append((below[-1][0] + step * least, below[-1][1] + step * most))
+    below.reverse()
+    budget = 10_000
+
+    def reaches(i: int, distance: int) -> bool:
+        nonlocal budget
+        budget -= 1
+        if i == len(terms) or budget < 0:
+            return budget >= 0 and distance == 0
+        step, least, most = terms[i]
+        first = max(least, -((below[i + 1][1] - distance) // step))
+        last = min(most, (distance - below[i + 1][0]) // step)
+        return any(reaches(i + 1, distance - count * step) for count in range(first, last + 1))
+
+    return reaches(0, y.data_ptr() - x.data_ptr())
 
 
 def _bound(name: str, x: object) -> int:

@@ -1,10 +1,13 @@
 """FP8 attention in plain torch: the twin of the quantiser, and the arithmetic of the attention kernel.
 
-`quantize_reference` gives the bits of the kernel. `fp8_attention_reference` walks over blocks of keys as the kernel
-does (running maximum, probabilities scaled into the fp8 range and rounded, one scale per block), in float32 or float64.
+`quantize_reference` gives the bits of the kernel (`fp8_quantize` names the one exception). `fp8_attention_reference`
+walks over blocks of keys as the kernel does (running maximum, probabilities scaled into the fp8 range and rounded, one
+scale per block), in float32 or float64.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -39,10 +42,10 @@ def quantize_reference(
     rotary_sin: Tensor | None = None,
     rotary_interleaved: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """`fp8_block_quantize` in plain torch, bit for bit (NaN is always 0x7f)."""
+    """`fp8_block_quantize` in plain torch, bit for bit as `fp8_quantize` says (NaN is always 0x7f)."""
     fmt = fp8_format(dtype)
     if rotary_cos is not None and rotary_sin is not None:
-        rows = tensor.reshape(-1, *tensor.shape[-2:]).transpose(0, 1)
+        rows = tensor.reshape(math.prod(tensor.shape[:-2]), *tensor.shape[-2:]).transpose(0, 1)
         positions = torch.arange(len(rows), device=tensor.device)
         turned = apply_rotary(rows, rotary_cos, rotary_sin, positions, interleaved=rotary_interleaved)
         tensor = turned.transpose(0, 1).reshape(tensor.shape)

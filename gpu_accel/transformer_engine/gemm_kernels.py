@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gpu_accel.compat import INTERPRET, dot
+from gpu_accel.compat import INTERPRET, dot, widen
 
 _INTERPRET = tl.constexpr(INTERPRET)
 
@@ -46,11 +46,10 @@ def _operand(x, index, limit, pitch, k, K, BLOCK: tl.constexpr, BK: tl.constexpr
 
 @triton.jit
 def _as_fp8(x, E5M2: tl.constexpr):
-    """Bytes as fp8; in the interpreter as float32, since it takes the NaN of e4m3 for 480."""
+    """Bytes as fp8; in the interpreter as float32, see `compat.widen`."""
     y = x.to(tl.float8e5, bitcast=True) if E5M2 else x.to(tl.float8e4nv, bitcast=True)
     if _INTERPRET:
-        wide = y.to(tl.float32)
-        return wide if E5M2 else tl.where((x & 0x7F) == 0x7F, float("nan"), wide)
+        return widen(y, tl.float32)
     else:
         return y
 

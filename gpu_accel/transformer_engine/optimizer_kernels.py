@@ -17,20 +17,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gpu_accel.compat import INTERPRET
+from gpu_accel.compat import widen
 from gpu_accel.transformer_engine.codec import bits_of, encode, number_of, random_words, scale_and_inverse
 
-_INTERPRET = tl.constexpr(INTERPRET)
 BLOCK = 256
 
 
 @triton.jit
 def _widen(codes):
     """e4m3 codes as float32."""
-    wide = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    if _INTERPRET:  # it takes the NaN for 480
-        wide = tl.where((codes & 0x7F) == 0x7F, float("nan"), wide)
-    return wide
+    return widen(codes.to(tl.float8e4nv, bitcast=True), tl.float32)
 
 
 @triton.jit

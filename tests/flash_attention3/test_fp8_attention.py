@@ -140,14 +140,15 @@ def test_layouts_and_strides_agree(layout, device):
     assert torch.equal(o if layout == "bhsd" else o.transpose(1, 2), expected)
 
 
-def test_nan_of_one_head_or_batch_stays_there(device):
+@pytest.mark.parametrize("dtype", ["e4m3", "e5m2"])
+def test_nan_of_one_head_or_batch_stays_there(dtype, device):
     # 70 keys: a tile of keys runs into the next head's rows
     q, k, v = (x.to(device) for x in draw(2, 2, 2, 45, 70, 48))
-    clean = fp8_attention(q, k, v)
+    clean = fp8_attention(q, k, v, dtype=dtype)
     for x in (k, v):
         poisoned = x.clone()
         poisoned[0, 1] = NAN
-        o = fp8_attention(q, *((poisoned, v) if x is k else (k, poisoned)))
+        o = fp8_attention(q, *((poisoned, v) if x is k else (k, poisoned)), dtype=dtype)
         assert torch.isnan(o[0, 1]).all()
         assert torch.equal(o[0, 0], clean[0, 0]) and torch.equal(o[1], clean[1])
 
@@ -294,10 +295,15 @@ def test_quantised_arguments_are_checked(device):
         fp8_attention_quantized(x, x8, x8, s, s, s)
     with pytest.raises(InvalidInputError, match="v_scale must be float32 of shape"):
         fp8_attention_quantized(x8, x8, x8, s, s, s[..., None])
+    with pytest.raises(UnsupportedError, match="v_scale has layout torch.sparse_coo"):
+        fp8_attention_quantized(x8, x8, x8, s, s, s.to_sparse())
     with pytest.raises(InvalidInputError, match="k_block must be a multiple of 32"):
         fp8_attention_quantized(x8, x8, x8, s, s, s, k_block=48)
     with pytest.raises(InvalidInputError, match="transposed v8 must be"):
         fp8_attention_quantized(x8, x8, x8, s, s, s, v_transposed=True)
+    for backend in ("portable", "reference"):
+        with pytest.raises(UnsupportedError, match="forward only.*k_scale requires a gradient"):
+            fp8_attention_quantized(x8, x8, x8, s, s.clone().requires_grad_(), s, backend=backend)
 
 
 def problem(**change) -> Problem:

@@ -97,6 +97,9 @@ def test_wrong_rotary_tables():
     ):  # fmt: skip
         with pytest.raises(InvalidInputError, match="rotary_"):
             fp8_block_quantize(x, rotary_cos=given[0], rotary_sin=given[1])
+    for given, name in (((cos.to_sparse(), cos), "rotary_cos"), ((cos, cos.to_sparse_csr()), "rotary_sin")):
+        with pytest.raises(UnsupportedError, match=rf"{name} has layout .*{name}.to_dense\(\)"):
+            fp8_block_quantize(x, rotary_cos=given[0], rotary_sin=given[1])
 
 
 def test_a_block_of_many_rows_is_read_in_pieces(device):
@@ -195,6 +198,16 @@ def test_empty_tensors(device):
     assert values.shape == (2, 3, 0, 64) and scales.shape == (2, 3, 0)
     values, scales = fp8_block_quantize(torch.empty(0, 3, 5, 64, device=device), scale_per_block=False)
     assert values.shape == (0, 3, 5, 64) and scales.item() == 1.0
+
+
+@pytest.mark.parametrize("backend", ["portable", "reference"])
+@pytest.mark.parametrize("shape", [(1, 2, 0, 8), (0, 2, 3, 8), (0, 8), (2, 0, 0, 8)], ids=str)
+def test_empty_tensors_with_every_option(shape, backend, device):
+    x, table = torch.empty(shape, device=device), torch.ones(3, 2, device=device)
+    for options in ({"rotary_cos": table, "rotary_sin": table}, {"hadamard": True}, {"scale_per_block": False}):
+        values, scales = fp8_block_quantize(x, block_size=16, transpose=True, backend=backend, **options)
+        assert values.shape == (*shape[:-2], 8, -(-shape[-2] // 16) * 16) and bool((scales == 1).all())
+        assert scales.shape == (() if "scale_per_block" in options else (*shape[:-2], -(-shape[-2] // 16)))
 
 
 @pytest.mark.parametrize("dim", [16, 64, 80, 96, 128, 256])
@@ -296,6 +309,12 @@ def test_gradients_are_refused_not_dropped(device):
         fp8_block_quantize(x)
     with torch.no_grad():
         fp8_block_quantize(x)
+    fixed, table = torch.ones(4, 8, device=device), torch.ones(4, 8, device=device, requires_grad=True)
+    for backend in ("portable", "reference"):
+        for name in ("rotary_cos", "rotary_sin"):
+            tables = {"rotary_cos": fixed, "rotary_sin": fixed, name: table}
+            with pytest.raises(UnsupportedError, match=f"{name} requires a gradient"):
+                fp8_block_quantize(x.detach(), backend=backend, **tables)
 
 
 def test_custom_ops_are_well_formed(device):

@@ -90,7 +90,7 @@ def test_query_far_outside_of_fp16_with_an_fp8_cache():
 
 
 def test_nan_that_is_seen_stays_visible():
-    for kind in ("", "e4m3"):
+    for kind in ("", "e4m3", "e5m2"):
         a = make(kind=kind, poison=False, lengths=[60, 50])
         a["v_cache"].view(torch.uint8)[1, 7] = 0x7F if kind else 0xFF
         o, _, _ = run(a)

@@ -101,6 +101,48 @@ def test_wrong_arguments(changes, options, message):
         call(changes, **options)
 
 
+def test_keys_and_values_must_not_be_appended_to_one_place():
+    both, scales = q(2, 2, 64, 2, 32, dtype=torch.float32), torch.ones(2, 2, 64, 2)
+    apart = {  # views of one tensor
+        "halves": (both[0], both[1]),
+        "rows": (both[:, 0], both[:, 1]),
+        "tokens": (both[0, :, ::2], both[0, :, 1::2]),
+        "packed": (both[0, ..., :16], both[0, ..., 16:]),
+        "strides": tuple(both.as_strided((2, 8, 2, 8), (n, 16, 8, 1), at) for n, at in ((512, 0), (640, 128))),
+    }
+    overlapping = {
+        "one-tensor": (both[0], both[0]),
+        "slices": (both[0, :, :40], both[0, :, 24:]),
+        "last-token": (both[0, :, :33], both[0, :, 31:]),
+        "of-v-in-k": (both[0], both[0, ..., 24:]),
+        "other-tokens": (both[0, :, ::2], both[0, :, 20:52]),
+        "memory-of-numpy": (both[0], torch.from_numpy(both.numpy())[0]),
+    }
+
+    def append(caches, **options):
+        batch, _, heads, dim, dim_v = *caches[0].shape, caches[1].shape[3]
+        lengths = torch.zeros(batch, dtype=INT)
+        k, v = (torch.ones(batch, 1, heads, d) for d in (dim, dim_v))
+        asked = torch.ones(batch, 1, heads, dim)
+        return flash_attn_with_kvcache(asked, *caches, k, v, cache_seqlens=lengths, **options)
+
+    for name, caches in apart.items():
+        assert append(caches, backend="reference").eq(1).all(), name
+    for caches in overlapping.values():
+        with pytest.raises(InvalidInputError, match="k_cache and v_cache share memory"):
+            append(caches)
+        q1 = torch.ones(2, 1, 2, caches[0].shape[3])
+        flash_attn_with_kvcache(q1, *caches, backend="reference")  # nothing is written
+    codes = both.to(torch.int8)
+    append((codes[0], codes[1]), k_descale=scales[0], v_descale=scales[1])
+    with pytest.raises(InvalidInputError, match="k_descale and v_descale share memory"):
+        append((codes[0], codes[1]), k_descale=scales[0], v_descale=scales[0])
+    with pytest.raises(InvalidInputError, match="v_descale is written"):
+        append((codes[0], codes[1]), k_descale=scales[0], v_descale=torch.ones(()).expand(2, 64, 2))
+    with torch.no_grad(), pytest.raises(InvalidInputError, match="k_cache and v_cache share memory"):
+        torch.compile(lambda x: append((x, x)), backend="aot_eager")(both[0])
+
+
 def test_what_there_is_no_kernel_for():
     with pytest.raises(HardwareError, match=r"compute capability 9\.0, got a cpu tensor"):
         call({"backend": "hopper"})

@@ -164,18 +164,20 @@ def test_offsets_beyond_32_bits(paged):
     heads_kv, dim, capacity = 2, 64, 64
     stride = (1 << 31) // 3 + 8 - ((1 << 31) // 3) % 8
     shape, strides = (5, capacity, heads_kv, dim), (stride, heads_kv * dim, dim, 1)
-    buffer = torch.empty(4 * stride + capacity * heads_kv * dim, dtype=BF16, **ON)
-    far = buffer.as_strided(shape, strides)
-    far.copy_(draw(*shape, **ON))
-    near = far.contiguous()
+    row = capacity * heads_kv * dim
+    buffer = torch.empty(4 * stride + 2 * row, dtype=BF16, **ON)
+    far = [buffer.as_strided(shape, strides, i * row) for i in range(2)]  # values lie in the gaps of keys
+    for x in far:
+        x.copy_(draw(*shape, **ON))
+    near = [x.contiguous() for x in far]
     q, new = draw(1, 1, 4, dim, seed=1, **ON), draw(1, 1, heads_kv, dim, seed=2, **ON)
     length = torch.tensor([50], dtype=torch.int32, **ON)
     where = torch.tensor([4], dtype=torch.int32, **ON)
     place = {"page_table": where[None]} if paged else {"cache_batch_idx": where}
     found = [
-        flash_attn_with_kvcache(q, x, x, new, new, cache_seqlens=length, causal=True, **place) for x in (far, near)
+        flash_attn_with_kvcache(q, *x, new, new, cache_seqlens=length, causal=True, **place) for x in (far, near)
     ]
-    assert torch.equal(*found) and torch.equal(far[4], near[4])
+    assert torch.equal(*found) and all(torch.equal(x[4], y[4]) for x, y in zip(far, near, strict=True))
 
 
 def test_compiled():

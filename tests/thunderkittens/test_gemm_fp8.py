@@ -42,6 +42,19 @@ def test_layouts(backend, dtypes, layout, device):
     assert_close_to_truth("out", out, right(*given), right(*given, dtype=FP32))
 
 
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+def test_infinity_and_nan_are_as_in_torch(dtype, device):
+    special = torch.tensor([0x7C, 0x7D, 0x7E, 0x7F, 0xFC, 0xFF], dtype=torch.uint8, device=device)
+    a = torch.ones(6, 32, device=device).to(dtype)
+    a.view(torch.uint8)[:, 0] = special
+    b = torch.ones(32, 16, device=device).to(E4M3)
+    wanted = (a.float() @ b.float()).expand(6, 16)
+    for left, right_, out in ((a, b, wanted), (b.t(), a.t(), wanted.t())):
+        for backend in ("portable", "reference"):
+            found = tk.gemm(left, right_, out_dtype=FP32, backend=backend)
+            torch.testing.assert_close(found, out, rtol=0, atol=0, equal_nan=True)
+
+
 def test_one_scale_leading_dimensions_and_the_default_dtype(device):
     a, b = codes(2 * 3 * 4, 32, E4M3, False, 1, device).view(2, 3, 4, 32), codes(32, 16, E4M3, True, 2, device)
     out = tk.gemm(a, b, scale_a=torch.tensor(0.5, device=device))

@@ -83,8 +83,13 @@ def test_nothing(pair, shape, device):
 
 
 @pytest.mark.parametrize(
-    "pair", [("fp8_row", "fp8_row"), ("fp8_1x128", "fp8_128x128"), ("mxfp8", "mxfp8"), ("nvfp4", "nvfp4")], ids="-".join
-)
+    "pair",
+    [
+        ("fp8_row", "fp8_row"), ("fp8_e5m2", "fp8"), ("fp8_1x128", "fp8_128x128"), ("mxfp8", "mxfp8"),
+        ("mxfp8_e5m2", "mxfp8"), ("nvfp4", "nvfp4"),
+    ],
+    ids="-".join,
+)  # fmt: skip
 def test_nan_reaches_the_rows_it_belongs_to(pair, device):
     x = torch.randn(40, 160, generator=generator(0))
     x[7, 33] = float("nan")
