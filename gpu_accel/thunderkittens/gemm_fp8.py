@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError
+from gpu_accel.flash_attention3.problem import check_strided
 
 CODES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -40,6 +41,7 @@ def validate(a: Tensor, b: Tensor, bias: Tensor | None, scale_a, scale_b, out_dt
         if not isinstance(x, Tensor) or x.dtype != torch.float32 or x.device != a.device:
             found = f"{x.dtype} on {x.device}" if isinstance(x, Tensor) else type(x).__name__
             raise InvalidInputError(f"{name} must be a float32 tensor on {a.device}, got {found}")
+        check_strided(name, x)
         if x.numel() != 1 and tuple(x.shape) != lines:
             raise InvalidInputError(f"{name} must be one number, or {lines}: one a {what}, got {tuple(x.shape)}")
     given = {"a": a, "b": b, "bias": bias, "scale_a": scale_a, "scale_b": scale_b}

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from gpu_accel.compat import INTERPRET
-from gpu_accel.errors import InvalidInputError
 from gpu_accel.flash_attention3 import flash_attn_func, flash_attn_varlen_func
 from gpu_accel.flash_attention3.launch import launch, next_power_of_2
 from gpu_accel.thunderkittens import chunked, reference, window_kernels
+from gpu_accel.thunderkittens.arguments import integer
 
 # Dtypes that tests/gpu/test_windowed.py has passed on in whole (H200, Triton 3.6.0): "auto" takes the kernels for those
 # alone. In float16 the largest score at K = 200 is still to be seen.
@@ -37,10 +37,8 @@ Linear = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def check_window(window: object) -> int:
-    """window as an int of at least 1."""
-    if isinstance(window, bool) or not isinstance(window, int) or not 1 <= window < 1 << 31:
-        raise InvalidInputError(f"window must be a whole number of tokens from 1 up, got {window!r:.80}")
-    return window
+    """window, a number of tokens, as an int of at least 1."""
+    return integer("window", window, 1, (1 << 31) - 1)
 
 
 class Places:
