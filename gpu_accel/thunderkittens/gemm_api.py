@@ -75,12 +75,14 @@ def gemm(
     return out.view(*a.shape[:-1], b.shape[1])
 
 
-def explain_gemm(a: Tensor, b: Tensor, *, backend: str = "auto") -> str:
-    """Which kernel `gemm` takes for these operands, and why each faster one was refused."""
-    _validate(a, b, None, "none", None, _TILE)
+def explain_gemm(
+    a: Tensor, b: Tensor, *, scale_a: Tensor | None = None, scale_b: Tensor | None = None, backend: str = "auto"
+) -> str:
+    """Which kernel `gemm` takes for these operands, and why each faster one was refused; raises what it would raise."""
+    _validate(a, b, None, "none", None, _TILE, scale_a, scale_b)
     if gemm_fp8.takes(a, b):
         _check_backend(backend)
-        return gemm_fp8.explain(a, b, backend)
+        return gemm_fp8.explain(a, b, scale_a, scale_b, backend)
     _stays_in_torch(a, backend)
     what, reasons = _choose(a, b, backend)
     return "; ".join([f"{what}: {_DESCRIPTIONS[what]}", *reasons])

@@ -98,13 +98,12 @@ def gemm(
     return out.view(*a.shape[:-1], b.shape[1])
 
 
-def explain(a: Tensor, b: Tensor, backend: str) -> str:
+def explain(a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, backend: str) -> str:
     """Which product they go to, and what is copied first."""
     from gpu_accel.transformer_engine.gemm import explain_mm
 
-    if backend == "reference":
-        return "reference: torch, codes widened to float64"
     flat = a.reshape(a.shape[:-1].numel(), a.shape[-1])
     turned = [name for name, x in (("a", flat), ("b.t()", b.t())) if not x.is_contiguous()]
     copies = [f"{' and '.join(turned)} copied first: eight bits want K side by side"] if turned else []
-    return "; ".join([f"fp8: {explain_mm(*operands(a, b, None, None))}", *copies])
+    what = "reference" if backend == "reference" else "fp8"
+    return "; ".join([f"{what}: {explain_mm(*operands(a, b, scale_a, scale_b), backend=backend)}", *copies])
