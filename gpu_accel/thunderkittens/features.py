@@ -173,8 +173,9 @@ def fused_chunk_based(
     """o_t = sum over s <= t of w_ts v_s, w = 1 + x + x^2 / 2 with x = scale q_t'k_s; divided by the sum of w.
 
     Args:
-        q, k: (batch, seqlen, heads of q, K), K at most 20 (its features must be at most 256); v: (batch, seqlen,
-            heads, V). scale: K**-0.5 unless given. use_norm: whether to divide. cu_seqlens: as in `linear_attention`.
+        q, k: (batch, seqlen, heads of q, K), K at most 21 (253 features; at most 256 are taken); v: (batch, seqlen,
+            heads, V). scale: any number, K**-0.5 unless given. use_norm: whether to divide. cu_seqlens: as in
+            `linear_attention`.
         window: for the last `window` tokens, t itself among them, w is exp(x), of which the series is what comes
             before; divided by the sum of both. The layers of Based (arXiv 2402.18668) are not like that: sliding
             windows are layers of their own there, between those of the series, which is
@@ -196,7 +197,7 @@ def fused_chunk_based(
     _validate(q, k, v, None, None, None, cu_seqlens, chunked.CHUNK)
     scale = chunked.default_scale(q.shape[-1]) if scale is None else real("scale", scale)
     if window is not None:
-        window = windowed.check_window(window)
+        window, scale = windowed.check_window(window), windowed.score_scale(scale, q.shape[-1])
         _need(use_norm, "with a window softmax's weights and the series are divided by one sum: use_norm=True")
         kernels = backend == "hopper" or choose(v, backend, v.dtype in windowed.WINDOW_CHECKED) == "portable"
         given = backend if kernels else "reference"
@@ -239,8 +240,8 @@ def hedgehog_attention(
             before linear_factor phi(q_t)'phi(k_s); all are divided by one sum. So does LoLCATs (arXiv 2410.10254)
             with its "sliding window"; the window of its kernel in ThunderKittens moves in steps of 64 tokens instead,
             and has 65 to 128 of them. Gradients flow through c_t; of equal largest scores the first key has it.
-        scale: of the window's scores, K**-0.5 unless given. window_factor, linear_factor: (heads of v,), 1 unless
-            given; differentiable, and of any floating dtype.
+        scale: of the window's scores, any number, K**-0.5 unless given. window_factor, linear_factor: (heads of v,),
+            1 unless given; differentiable, and of any floating dtype.
 
     Returns:
         o (batch, seqlen, heads, V) in the dtype of v, differentiable in all five.
@@ -256,6 +257,8 @@ def hedgehog_attention(
         _need(x.dim() == 3 and x.shape[:2] == q.shape[2:] and 0 < x.shape[2] <= LARGEST_DIM // 2 and x.dtype == q.dtype,
               f"{name} must be (heads, K, F) {tuple(q.shape[2:])} with F at most {LARGEST_DIM // 2} in {q.dtype}, got "
               f"{_shape(x)}")  # fmt: skip
+    _need(q_map.shape == k_map.shape, "q_map and k_map must have one number F of features, got "
+          f"{_shape(q_map)} and {_shape(k_map)}")  # fmt: skip
     _validate(q, k, v, None, None, None, cu_seqlens, chunked.CHUNK)
     _check_factors(v, window, scale, window_factor, linear_factor)
     if backend == "hopper" and (refusal := walk_hopper.machine_refusal(v)):
@@ -268,7 +271,7 @@ def hedgehog_attention(
         return _normalised(features(q, q_map), features(k, k_map), v, True, cu_seqlens, backend)
     window = windowed.check_window(window)
     given = backend if kernels else "reference"
-    scale = chunked.default_scale(q.shape[-1]) if scale is None else real("scale", scale)
+    scale = windowed.score_scale(scale, q.shape[-1])
 
     def linear(q, k, v):
         return linear_attention(q, k, v, scale=1.0, cu_seqlens=cu_seqlens, backend=given)[0]
@@ -285,7 +288,8 @@ def hedgehog_attention(
 def _check_factors(v: Tensor, window: object, scale: object, *factors: Tensor | None) -> None:
     names = dict(zip(("window_factor", "linear_factor"), factors, strict=True))
     given = [name for name, x in ({"scale": scale} | names).items() if x is not None]
-    _need(window is not None or not given, f"{' and '.join(given)} belong to a window: give window=")
+    belong = "belongs" if len(given) == 1 else "belong"
+    _need(window is not None or not given, f"{' and '.join(given)} {belong} to a window: give window=")
     check_tensors({"v": v}, names)
     for name, x in names.items():
         _need(x is None or x.shape == v.shape[2:3], f"{name} must be (heads,) ({v.shape[2]},), got {_shape(x)}"

@@ -64,7 +64,8 @@ def linear_attention_chunked(
         wc = weights[:, :, t : t + chunk]
         causal = torch.ones(b.shape[-1], b.shape[-1], dtype=torch.bool, device=b.device).tril()
         decay = (b[..., :, None] - b[..., None, :]).masked_fill(~causal, -torch.inf).exp()
-        scores = ((qc @ kc.mT).to(wide) * decay * wc[..., None, :] * scale).to(dtype)
+        scores = (qc @ kc.mT).to(wide).masked_fill(~causal, 0.0)  # a NaN of the future times no weight would be NaN
+        scores = (scores * decay * wc[..., None, :] * scale).to(dtype)
         inter = (qc @ state.to(dtype)).to(wide) * (b.exp() * scale)[..., None]
         out.append(((scores @ vc).to(wide) + inter).to(dtype))
         left = (vc.to(wide) * ((b[..., -1:] - b).exp() * wc)[..., None]).to(dtype)
