@@ -7,6 +7,8 @@ Both are weights of pairs that are products of features, so the sum over earlier
 features, and the sum of weights that it is divided by is linear attention on values of one. Features are made by torch
 and written to memory; nothing else differs from `linear.py`.
 
+Values must be finite, as in `linear.py`: a NaN or Inf of v reaches rows of its chunk before it as well; zero padding.
+
 With `window=` the last tokens have softmax's weights instead, and both parts are divided by one sum (`windowed.py`).
 
 The second-order part of Based has K^2 products x_i x_j, but x_i x_j and x_j x_i are the same number: with weight 1 for
@@ -160,7 +162,16 @@ def _based_gradients(ctx, do):
 based_op.register_autograd(_based_gradients, setup_context=_based_save)
 
 
+def _inside(cu_seqlens: Tensor | None, *tensors: Tensor) -> list[Tensor]:
+    """Zeros behind the last sequence: gradients of features there are 0 times what lies there, which may be NaN."""
+    if cu_seqlens is None:
+        return list(tensors)
+    inside = (torch.arange(tensors[0].shape[1], device=cu_seqlens.device) < cu_seqlens[-1])[None, :, None, None]
+    return [torch.where(inside, x, 0.0) for x in tensors]
+
+
 def _based_by_features(q, k, v, scale, norm, cu_seqlens, backend) -> Tensor:
+    q, k = _inside(cu_seqlens, q, k)
     wide = q if q.dtype == torch.float64 else q.float()
     features = taylor_features((wide * scale).to(q.dtype) if q.dtype != torch.float64 else wide * scale)
     return _normalised(features, taylor_features(k), v, norm, cu_seqlens, backend)
@@ -267,6 +278,7 @@ def hedgehog_attention(
     kernels = backend == "hopper" or choose(v, backend, v.dtype in checked) == "portable"
     wide = q.shape[3] <= LARGEST_DIM and q.dtype in (torch.bfloat16, torch.float16)
     features = hedgehog_op if wide and kernels else hedgehog_features
+    q, k = _inside(cu_seqlens, q, k)
     if window is None:
         return _normalised(features(q, q_map), features(k, k_map), v, True, cu_seqlens, backend)
     window = windowed.check_window(window)
@@ -276,8 +288,6 @@ def hedgehog_attention(
     def linear(q, k, v):
         return linear_attention(q, k, v, scale=1.0, cu_seqlens=cu_seqlens, backend=given)[0]
 
-    if cu_seqlens is not None:  # features of what lies behind the last sequence would reach gradients of the maps
-        q, k, v = windowed.Places(v, window, cu_seqlens).cleaned(q, k, v)
     return windowed.attention(
         q, k, v, features(q, q_map), features(k, k_map), linear, window, scale=scale, kind="shifted",
         window_factor=window_factor, linear_factor=linear_factor, cu_seqlens=cu_seqlens, backend=given,

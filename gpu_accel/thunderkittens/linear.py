@@ -5,7 +5,12 @@
 
 All take q, k (batch, seqlen, heads, K) and v (batch, seqlen, heads, V) in bfloat16, float16 or float32 (the reference
 also float64), and return (o, final state or None). States are (sequences, heads, K, V) float32. With cu_seqlens
-(sequences + 1,) the batch is 1 and sequences lie one after another; rows beyond the last belong to none and are zero.
+(sequences + 1,) the batch is 1 and sequences lie one after another; rows beyond the last belong to none, may
+hold anything, and give zeros.
+
+Values must be finite, but for gates of -inf. Within a chunk the sum over earlier steps is a product with a triangle of
+weights, and zero times NaN or Inf is NaN: one in v (in the delta rule also in k) makes NaN of the rows of its chunk
+before it too, not only of those behind. Zero what pads; do not leave it as it was allocated.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def window_softmax(
 
     Returns:
         o (batch, seqlen, heads, V) in the dtype of v; log-sum-exp and largest score (batch, seqlen, heads), float32 or
-        float64. No key: 0, -inf and 0.
+        float64. No key: 0, -inf and 0. A NaN or Inf of v reaches all queries of the block that share its keys.
     """
     heads, wide = v.shape[2], torch.float64 if v.dtype == torch.float64 else torch.float32
     q, k = (_for_heads(x, heads) for x in (q, k))
