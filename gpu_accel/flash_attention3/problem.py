@@ -77,7 +77,10 @@ def check_number(name: str, x: object, *, zero: str = "") -> float:
     x = _plain(name, x)
     kind = (f"0 ({zero}) or " if zero else "") + "positive and finite"
     if not isinstance(x, (int, float)) and isinstance(x, numbers.Real):  # numpy's
-        x = float(x)
+        try:
+            x = float(x)
+        except OverflowError:  # a fraction beyond float64
+            x = float("inf")
     if isinstance(x, bool) or not isinstance(x, (int, float)):
         raise InvalidInputError(f"{name} must be {kind}, a number; got {x!r:.80} of type {type(x).__name__}")
     # comparisons, not math.isfinite: torch.compile with dynamic shapes can trace them. NaN fails both.

@@ -25,10 +25,11 @@ def readable(x: Tensor) -> bool:
 
 
 def check_tensors(
-    required: Mapping[str, object], optional: Mapping[str, object] | None = None, integers: tuple[str, ...] = ()
-) -> None:
-    """Tensors with strides, on the device of the first one; of a floating dtype, those named in `integers` of a signed
-    integer one. `optional` ones may be None.
+    required: Mapping[str, object], optional: Mapping[str, object] | None = None, integers: tuple[str, ...] = (),
+    floats: tuple[torch.dtype, ...] = FLOAT_DTYPES,
+) -> None:  # fmt: skip
+    """Tensors with strides, on the device of the first one; of a dtype in `floats`, those named in `integers` of a
+    signed integer one. `optional` ones may be None.
     """
     first: tuple[str, Tensor] | None = None
     given = {name: x for name, x in (optional or {}).items() if x is not None}
@@ -43,8 +44,9 @@ def check_tensors(
             )
         if name in integers and x.dtype not in INTEGERS:
             raise InvalidInputError(f"{name} must be of a signed integer dtype, as int32 is, got {x.dtype}")
-        if name not in integers and x.dtype not in FLOAT_DTYPES:
-            raise InvalidInputError(f"{name} must be of a floating dtype, float16 to float64, got {x.dtype}")
+        if name not in integers and x.dtype not in floats:
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in floats)
+            raise InvalidInputError(f"{name} must be of a floating dtype ({names}), got {x.dtype}")
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, rows: int) -> None:
@@ -74,21 +76,33 @@ def check_values(name: str, x: Tensor, least: int, most: int, what: str) -> None
         raise InvalidInputError(f"{name} must be from {least} to {most} ({what}), got {low if low < least else high}")
 
 
+def shown(x: object) -> str:
+    """x for a message; Python does not write integers of thousands of digits."""
+    try:
+        return f"{x!r:.80}"
+    except ValueError:
+        return "an integer of thousands of digits"
+
+
 def real(name: str, x: object, least: float = -math.inf) -> float:
     """x as a float: finite, and not below `least`."""
     if isinstance(x, Tensor) and x.dim() == 0 and not x.is_meta and not x.requires_grad:
         x = x.item()
     bound = "" if least == -math.inf else f" from {least:g}"
     if isinstance(x, bool) or not isinstance(x, (int, float, numbers.Real)):
-        raise InvalidInputError(f"{name} must be a finite number{bound}, got {x!r:.80} of type {type(x).__name__}")
-    x = float(x)
+        raise InvalidInputError(f"{name} must be a finite number{bound}, got {shown(x)} of type {type(x).__name__}")
+    try:
+        x = float(x)
+    except OverflowError:  # an integer or a fraction beyond float64
+        x = math.inf
     if not least <= x < math.inf or x == -math.inf:  # NaN fails
         raise InvalidInputError(f"{name} must be a finite number{bound}, got {x!r}")
     return x
 
 
-def integer(name: str, x: object) -> int:
-    """x as an int of 64 bits."""
-    if isinstance(x, bool) or not isinstance(x, numbers.Integral) or not -(1 << 63) <= int(x) < 1 << 63:
-        raise InvalidInputError(f"{name} must be an integer, got {x!r:.80} of type {type(x).__name__}")
+def integer(name: str, x: object, least: int = -(1 << 63), most: int = (1 << 63) - 1) -> int:
+    """x as an int, numpy's too, from least to most: of 64 bits unless given."""
+    if isinstance(x, bool) or not isinstance(x, numbers.Integral) or not least <= int(x) <= most:
+        bounds = "" if least < 0 else f" from {least} to {most}"
+        raise InvalidInputError(f"{name} must be an integer{bounds}, got {shown(x)} of type {type(x).__name__}")
     return int(x)

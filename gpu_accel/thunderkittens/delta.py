@@ -5,6 +5,8 @@
 
 q, k (batch, seqlen, heads of q, K), v (batch, seqlen, heads, V), g and beta (batch, seqlen, heads). Keys should have
 unit length (use_qk_l2norm_in_kernel divides q and k by theirs); with beta in 0 .. 2 the recurrence then cannot grow.
+Values must be finite: a NaN or Inf of k or v reaches rows of its chunk before it as well (see `linear.py`); zero
+padding.
 
     gpu_accel::tk_delta(q, k, v, g, beta, initial, cu_seqlens, scale, chunk) -> (o, final state)
     gpu_accel::tk_delta_backward(do, dfinal, ...) -> (dq, dk, dv, dg, dbeta, dinitial)

@@ -7,6 +7,8 @@ Both are weights of pairs that are products of features, so the sum over earlier
 features, and the sum of weights that it is divided by is linear attention on values of one. Features are made by torch
 and written to memory; nothing else differs from `linear.py`.
 
+Values must be finite, as in `linear.py`: a NaN or Inf of v reaches rows of its chunk before it as well; zero padding.
+
 With `window=` the last tokens have softmax's weights instead, and both parts are divided by one sum (`windowed.py`).
 
 The second-order part of Based has K^2 products x_i x_j, but x_i x_j and x_j x_i are the same number: with weight 1 for
@@ -160,7 +162,16 @@ def _based_gradients(ctx, do):
 based_op.register_autograd(_based_gradients, setup_context=_based_save)
 
 
+def _inside(cu_seqlens: Tensor | None, *tensors: Tensor) -> list[Tensor]:
+    """Zeros behind the last sequence: gradients of features there are 0 times what lies there, which may be NaN."""
+    if cu_seqlens is None:
+        return list(tensors)
+    inside = (torch.arange(tensors[0].shape[1], device=cu_seqlens.device) < cu_seqlens[-1])[None, :, None, None]
+    return [torch.where(inside, x, 0.0) for x in tensors]
+
+
 def _based_by_features(q, k, v, scale, norm, cu_seqlens, backend) -> Tensor:
+    q, k = _inside(cu_seqlens, q, k)
     wide = q if q.dtype == torch.float64 else q.float()
     features = taylor_features((wide * scale).to(q.dtype) if q.dtype != torch.float64 else wide * scale)
     return _normalised(features, taylor_features(k), v, norm, cu_seqlens, backend)
@@ -173,8 +184,9 @@ def fused_chunk_based(
     """o_t = sum over s <= t of w_ts v_s, w = 1 + x + x^2 / 2 with x = scale q_t'k_s; divided by the sum of w.
 
     Args:
-        q, k: (batch, seqlen, heads of q, K), K at most 20 (its features must be at most 256); v: (batch, seqlen,
-            heads, V). scale: K**-0.5 unless given. use_norm: whether to divide. cu_seqlens: as in `linear_attention`.
+        q, k: (batch, seqlen, heads of q, K), K at most 21 (253 features; at most 256 are taken); v: (batch, seqlen,
+            heads, V). scale: any number, K**-0.5 unless given. use_norm: whether to divide. cu_seqlens: as in
+            `linear_attention`.
         window: for the last `window` tokens, t itself among them, w is exp(x), of which the series is what comes
             before; divided by the sum of both. The layers of Based (arXiv 2402.18668) are not like that: sliding
             windows are layers of their own there, between those of the series, which is
@@ -196,7 +208,7 @@ def fused_chunk_based(
     _validate(q, k, v, None, None, None, cu_seqlens, chunked.CHUNK)
     scale = chunked.default_scale(q.shape[-1]) if scale is None else real("scale", scale)
     if window is not None:
-        window = windowed.check_window(window)
+        window, scale = windowed.check_window(window), windowed.score_scale(scale, q.shape[-1])
         _need(use_norm, "with a window softmax's weights and the series are divided by one sum: use_norm=True")
         kernels = backend == "hopper" or choose(v, backend, v.dtype in windowed.WINDOW_CHECKED) == "portable"
         given = backend if kernels else "reference"
@@ -239,8 +251,8 @@ def hedgehog_attention(
             before linear_factor phi(q_t)'phi(k_s); all are divided by one sum. So does LoLCATs (arXiv 2410.10254)
             with its "sliding window"; the window of its kernel in ThunderKittens moves in steps of 64 tokens instead,
             and has 65 to 128 of them. Gradients flow through c_t; of equal largest scores the first key has it.
-        scale: of the window's scores, K**-0.5 unless given. window_factor, linear_factor: (heads of v,), 1 unless
-            given; differentiable, and of any floating dtype.
+        scale: of the window's scores, any number, K**-0.5 unless given. window_factor, linear_factor: (heads of v,),
+            1 unless given; differentiable, and of any floating dtype.
 
     Returns:
         o (batch, seqlen, heads, V) in the dtype of v, differentiable in all five.
@@ -256,6 +268,8 @@ def hedgehog_attention(
         _need(x.dim() == 3 and x.shape[:2] == q.shape[2:] and 0 < x.shape[2] <= LARGEST_DIM // 2 and x.dtype == q.dtype,
               f"{name} must be (heads, K, F) {tuple(q.shape[2:])} with F at most {LARGEST_DIM // 2} in {q.dtype}, got "
               f"{_shape(x)}")  # fmt: skip
+    _need(q_map.shape == k_map.shape, "q_map and k_map must have one number F of features, got "
+          f"{_shape(q_map)} and {_shape(k_map)}")  # fmt: skip
     _validate(q, k, v, None, None, None, cu_seqlens, chunked.CHUNK)
     _check_factors(v, window, scale, window_factor, linear_factor)
     if backend == "hopper" and (refusal := walk_hopper.machine_refusal(v)):
@@ -264,17 +278,16 @@ def hedgehog_attention(
     kernels = backend == "hopper" or choose(v, backend, v.dtype in checked) == "portable"
     wide = q.shape[3] <= LARGEST_DIM and q.dtype in (torch.bfloat16, torch.float16)
     features = hedgehog_op if wide and kernels else hedgehog_features
+    q, k = _inside(cu_seqlens, q, k)
     if window is None:
         return _normalised(features(q, q_map), features(k, k_map), v, True, cu_seqlens, backend)
     window = windowed.check_window(window)
     given = backend if kernels else "reference"
-    scale = chunked.default_scale(q.shape[-1]) if scale is None else real("scale", scale)
+    scale = windowed.score_scale(scale, q.shape[-1])
 
     def linear(q, k, v):
         return linear_attention(q, k, v, scale=1.0, cu_seqlens=cu_seqlens, backend=given)[0]
 
-    if cu_seqlens is not None:  # features of what lies behind the last sequence would reach gradients of the maps
-        q, k, v = windowed.Places(v, window, cu_seqlens).cleaned(q, k, v)
     return windowed.attention(
         q, k, v, features(q, q_map), features(k, k_map), linear, window, scale=scale, kind="shifted",
         window_factor=window_factor, linear_factor=linear_factor, cu_seqlens=cu_seqlens, backend=given,
@@ -285,7 +298,8 @@ def hedgehog_attention(
 def _check_factors(v: Tensor, window: object, scale: object, *factors: Tensor | None) -> None:
     names = dict(zip(("window_factor", "linear_factor"), factors, strict=True))
     given = [name for name, x in ({"scale": scale} | names).items() if x is not None]
-    _need(window is not None or not given, f"{' and '.join(given)} belong to a window: give window=")
+    belong = "belongs" if len(given) == 1 else "belong"
+    _need(window is not None or not given, f"{' and '.join(given)} {belong} to a window: give window=")
     check_tensors({"v": v}, names)
     for name, x in names.items():
         _need(x is None or x.shape == v.shape[2:3], f"{name} must be (heads,) ({v.shape[2]},), got {_shape(x)}"

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from gpu_accel.compat import INTERPRET
 from gpu_accel.errors import InvalidInputError, UnsupportedError
+from gpu_accel.flash_attention3.problem import FLOAT_DTYPES
 from gpu_accel.thunderkittens import gemm_fp8, gemm_hopper, gemm_portable, gemm_skinny
+from gpu_accel.thunderkittens.arguments import check_tensors
 from gpu_accel.thunderkittens.gemm_hopper import ACTIVATIONS
 
 BACKENDS = ("auto", "hopper", "portable", "reference")
@@ -55,7 +57,8 @@ def gemm(
 
     Raises:
         InvalidInputError: shapes, dtypes, devices or names. UnsupportedError: `backend` cannot run this call,
-            tile_size is not 16, or eight bits want a gradient. HardwareError: a GPU without products of eight bits.
+            tile_size is not 16, a tensor is sparse or nested, or eight bits want a gradient. HardwareError: a GPU
+            without products of eight bits.
     """
     _validate(a, b, bias, activation, out_dtype, tile_size, scale_a, scale_b)
     if gemm_fp8.takes(a, b):
@@ -72,12 +75,14 @@ def gemm(
     return out.view(*a.shape[:-1], b.shape[1])
 
 
-def explain_gemm(a: Tensor, b: Tensor, *, backend: str = "auto") -> str:
-    """Which kernel `gemm` takes for these operands, and why each faster one was refused."""
-    _validate(a, b, None, "none", None, _TILE)
+def explain_gemm(
+    a: Tensor, b: Tensor, *, scale_a: Tensor | None = None, scale_b: Tensor | None = None, backend: str = "auto"
+) -> str:
+    """Which kernel `gemm` takes for these operands, and why each faster one was refused; raises what it would raise."""
+    _validate(a, b, None, "none", None, _TILE, scale_a, scale_b)
     if gemm_fp8.takes(a, b):
         _check_backend(backend)
-        return gemm_fp8.explain(a, b, backend)
+        return gemm_fp8.explain(a, b, scale_a, scale_b, backend)
     _stays_in_torch(a, backend)
     what, reasons = _choose(a, b, backend)
     return "; ".join([f"{what}: {_DESCRIPTIONS[what]}", *reasons])
@@ -119,16 +124,13 @@ def activated(x: Tensor, activation: str) -> Tensor:
 
 
 def _validate(a, b, bias, activation: str, out_dtype, tile_size: int, scale_a=None, scale_b=None) -> None:
-    for name, x in (("a", a), ("b", b)):
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            raise InvalidInputError(f"{name} must be a tensor of floats, got {getattr(x, 'dtype', type(x).__name__)}")
+    # float8 of other encodings would be read as numbers, and rounded to on the way out
+    check_tensors({"a": a, "b": b}, {"bias": bias}, floats=(*FLOAT_DTYPES, *gemm_fp8.CODES))
     if a.dim() < 1 or b.dim() != 2 or a.shape[-1] != b.shape[0]:
         raise InvalidInputError(f"a must be (..., K) and b (K, N), got {tuple(a.shape)} and {tuple(b.shape)}")
     if a.dtype != b.dtype and not gemm_fp8.takes(a, b):
         raise InvalidInputError(f"a and b must have one dtype, got {a.dtype} and {b.dtype}")
-    if a.device != b.device or (bias is not None and bias.device != a.device):
-        raise InvalidInputError("a, b and bias must be on one device")
-    if bias is not None and (bias.shape != b.shape[1:] or not bias.is_floating_point()):
+    if bias is not None and (bias.shape != b.shape[1:] or bias.dtype not in FLOAT_DTYPES):
         raise InvalidInputError(f"bias must be ({b.shape[1]},) floats, got {tuple(bias.shape)} {bias.dtype}")
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise InvalidInputError(f"activation is {activation!r:.80}; choose one of {', '.join(ACTIVATIONS)}")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError
+from gpu_accel.flash_attention3.problem import check_strided
 
 CODES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -40,6 +41,7 @@ def validate(a: Tensor, b: Tensor, bias: Tensor | None, scale_a, scale_b, out_dt
         if not isinstance(x, Tensor) or x.dtype != torch.float32 or x.device != a.device:
             found = f"{x.dtype} on {x.device}" if isinstance(x, Tensor) else type(x).__name__
             raise InvalidInputError(f"{name} must be a float32 tensor on {a.device}, got {found}")
+        check_strided(name, x)
         if x.numel() != 1 and tuple(x.shape) != lines:
             raise InvalidInputError(f"{name} must be one number, or {lines}: one a {what}, got {tuple(x.shape)}")
     given = {"a": a, "b": b, "bias": bias, "scale_a": scale_a, "scale_b": scale_b}
@@ -96,13 +98,12 @@ def gemm(
     return out.view(*a.shape[:-1], b.shape[1])
 
 
-def explain(a: Tensor, b: Tensor, backend: str) -> str:
+def explain(a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, backend: str) -> str:
     """Which product they go to, and what is copied first."""
     from gpu_accel.transformer_engine.gemm import explain_mm
 
-    if backend == "reference":
-        return "reference: torch, codes widened to float64"
     flat = a.reshape(a.shape[:-1].numel(), a.shape[-1])
     turned = [name for name, x in (("a", flat), ("b.t()", b.t())) if not x.is_contiguous()]
     copies = [f"{' and '.join(turned)} copied first: eight bits want K side by side"] if turned else []
-    return "; ".join([f"fp8: {explain_mm(*operands(a, b, None, None))}", *copies])
+    what = "reference" if backend == "reference" else "fp8"
+    return "; ".join([f"{what}: {explain_mm(*operands(a, b, scale_a, scale_b), backend=backend)}", *copies])

@@ -3,6 +3,7 @@
     chunk_gla   S_t = diag(exp(g_t)) S_{t-1} + k_t v_t', one gate a step, head and key dimension (arXiv 2312.06635)
 
 q, k, g (batch, seqlen, heads, K), v (batch, seqlen, heads, V). One gate a step and head is `linear.chunk_simple_gla`.
+Values must be finite, as there: a NaN or Inf of v reaches rows of its chunk before it as well; zero padding.
 
     gpu_accel::tk_gla(q, k, v, g, initial, cu_seqlens, scale, chunk) -> (o, final state)
     gpu_accel::tk_gla_backward(do, dfinal, ...) -> (dq, dk, dv, dg, dinitial)

@@ -25,6 +25,7 @@ from gpu_accel.compat import INTERPRET
 from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.flash_attention3.launch import capability, launch
 from gpu_accel.thunderkittens import tiles
+from gpu_accel.thunderkittens.arguments import check_tensors, integer
 from gpu_accel.thunderkittens.chunked import _device
 
 
@@ -152,7 +153,8 @@ def run(name: str, a: Tensor, b: Tensor) -> Tensor:
     """
     if name not in _BY_NAME:
         raise InvalidInputError(f"there is no level {name!r}; choose one of {', '.join(_BY_NAME)}")
-    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0] or a.dtype != b.dtype or a.device != b.device:
+    check_tensors({"a": a, "b": b})
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0] or a.dtype != b.dtype:
         raise InvalidInputError(
             f"a must be (M, K) and b (K, N) of one dtype, got {tuple(a.shape)} {a.dtype}, {tuple(b.shape)} {b.dtype}"
         )
@@ -174,8 +176,7 @@ def pingpong_schedule(steps: int, consumers: int = 2) -> list[tuple[str, ...]]:
 
     Row t has an entry a consumer: "mma i" or "epilogue i" of its tile i, or "wait".
     """
-    if steps < 0 or consumers < 1:
-        raise InvalidInputError(f"steps must be at least 0 and consumers at least 1, got {steps} and {consumers}")
+    steps, consumers = integer("steps", steps, 0), integer("consumers", consumers, 1)
     rows = []
     for step in range(steps):
         row = []

@@ -5,7 +5,12 @@
 
 All take q, k (batch, seqlen, heads, K) and v (batch, seqlen, heads, V) in bfloat16, float16 or float32 (the reference
 also float64), and return (o, final state or None). States are (sequences, heads, K, V) float32. With cu_seqlens
-(sequences + 1,) the batch is 1 and sequences lie one after another; rows beyond the last belong to none and are zero.
+(sequences + 1,) the batch is 1 and sequences lie one after another; rows beyond the last belong to none, may
+hold anything, and give zeros.
+
+Values must be finite, but for gates of -inf. Within a chunk the sum over earlier steps is a product with a triangle of
+weights, and zero times NaN or Inf is NaN: one in v (in the delta rule also in k) makes NaN of the rows of its chunk
+before it too, not only of those behind. Zero what pads; do not leave it as it was allocated.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from torch import Tensor
 from gpu_accel.errors import HardwareError, InvalidInputError, UnsupportedError
 from gpu_accel.flash_attention3.problem import check_flag
 from gpu_accel.thunderkittens import chunked, reference, walk_hopper
-from gpu_accel.thunderkittens.arguments import check_cu_seqlens, check_tensors, real
+from gpu_accel.thunderkittens.arguments import check_cu_seqlens, check_tensors, integer, real, shown
 
 BACKENDS = ("auto", "portable", "reference")
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -98,7 +103,7 @@ def _validate(q: Tensor, k: Tensor, v: Tensor, g, w, initial, cu_seqlens, chunk:
         wanted = (sequences, heads, q.shape[3], v.shape[3])
         _need(initial.shape == wanted,
               f"initial_state must be (sequences, heads, K, V) {wanted}, got {_shape(initial)}")  # fmt: skip
-    _need(isinstance(chunk, int) and chunk in (16, 32, 64), f"the chunk must be 16, 32 or 64, got {chunk!r:.80}")
+    _need(isinstance(chunk, int) and chunk in (16, 32, 64), f"the chunk must be 16, 32 or 64, got {shown(chunk)}")
 
 
 def linear_attention(
@@ -130,8 +135,7 @@ def linear_attention(
         InvalidInputError: shapes, dtypes or devices do not fit. UnsupportedError: the backend cannot run here.
     """
     _validate(q, k, v, g, w, initial_state, cu_seqlens, chunk)
-    _need(isinstance(segments, int) and not isinstance(segments, bool) and 0 <= segments <= MOST_SEGMENTS,
-          f"segments must be an integer from 0 to {MOST_SEGMENTS}, got {segments!r:.80}")  # fmt: skip
+    segments = integer("segments", segments, 0, MOST_SEGMENTS)
     fused = None if fused is None else check_flag("fused", fused)
     scale = chunked.default_scale(q.shape[-1]) if scale is None else real("scale", scale)
     if backend == "hopper":
@@ -293,8 +297,8 @@ def retention_decay(heads: int, device: torch.device | str = "cpu") -> Tensor:
     Raises:
         InvalidInputError: heads is no whole number, device none of torch's. HardwareError: there is no such GPU here.
     """
-    _need(isinstance(heads, int | torch.SymInt) and not isinstance(heads, bool) and heads >= 0,
-          f"heads must be a whole number from 0 up, got {heads!r:.80}")  # fmt: skip
+    _need(isinstance(heads, int | torch.SymInt) and not isinstance(heads, bool) and 0 <= heads < 1 << 31,
+          f"heads must be a whole number from 0 to 2^31 - 1, got {shown(heads)}")  # fmt: skip
     if not isinstance(device, torch.device):
         try:
             device = torch.device(device)

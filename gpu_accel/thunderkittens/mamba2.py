@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gpu_accel.errors import InvalidInputError
-from gpu_accel.thunderkittens.arguments import check_tensors
+from gpu_accel.thunderkittens.arguments import check_tensors, shown
 from gpu_accel.thunderkittens.linear import _flags, _need, linear_attention
 
 _CHUNKS = (16, 32, 64)
@@ -29,10 +29,13 @@ def _limits(limit: Any) -> tuple[float, float]:
     """(low, high) of dt; either may be infinite, so that it limits nothing."""
     two = isinstance(limit, tuple | list) and len(limit) == 2
     if two and all(isinstance(x, numbers.Real) and not isinstance(x, bool) for x in limit):
-        low, high = (float(x) for x in limit)
+        try:
+            low, high = (float(x) for x in limit)
+        except OverflowError:  # an integer or a fraction beyond float64
+            low = high = math.nan
         if low <= high and low < math.inf and high > -math.inf:  # NaN fails
             return low, high
-    raise InvalidInputError(f"dt_limit must be two numbers, the lower one first, got {limit!r:.80}")
+    raise InvalidInputError(f"dt_limit must be two numbers, the lower one first, got {shown(limit)}")
 
 
 def mamba_chunk_scan_combined(
@@ -70,7 +73,7 @@ def mamba_chunk_scan_combined(
     _need(B.dim() == 4 and B.shape == C.shape, f"B and C must be (batch, seqlen, groups, dstate), got "
           f"{tuple(B.shape)} and {tuple(C.shape)}")  # fmt: skip
     _need(isinstance(chunk_size, int) and chunk_size >= 16 and chunk_size & (chunk_size - 1) == 0,
-          f"chunk_size must be a power of two from 16, got {chunk_size!r:.80}")  # fmt: skip
+          f"chunk_size must be a power of two from 16, got {shown(chunk_size)}")  # fmt: skip
     low, high = _limits(dt_limit)
     dt_softplus, return_final_states = _flags(dt_softplus=dt_softplus, return_final_states=return_final_states)
     _need(D is None or D.shape in ((heads,), (heads, headdim)), "D must be (heads,) or (heads, headdim)")

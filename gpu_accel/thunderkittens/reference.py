@@ -64,7 +64,8 @@ def linear_attention_chunked(
         wc = weights[:, :, t : t + chunk]
         causal = torch.ones(b.shape[-1], b.shape[-1], dtype=torch.bool, device=b.device).tril()
         decay = (b[..., :, None] - b[..., None, :]).masked_fill(~causal, -torch.inf).exp()
-        scores = ((qc @ kc.mT).to(wide) * decay * wc[..., None, :] * scale).to(dtype)
+        scores = (qc @ kc.mT).to(wide).masked_fill(~causal, 0.0)  # a NaN of the future times no weight would be NaN
+        scores = (scores * decay * wc[..., None, :] * scale).to(dtype)
         inter = (qc @ state.to(dtype)).to(wide) * (b.exp() * scale)[..., None]
         out.append(((scores @ vc).to(wide) + inter).to(dtype))
         left = (vc.to(wide) * ((b[..., -1:] - b).exp() * wc)[..., None]).to(dtype)
@@ -84,7 +85,7 @@ def window_softmax(
 
     Returns:
         o (batch, seqlen, heads, V) in the dtype of v; log-sum-exp and largest score (batch, seqlen, heads), float32 or
-        float64. No key: 0, -inf and 0.
+        float64. No key: 0, -inf and 0. A NaN or Inf of v reaches all queries of the block that share its keys.
     """
     heads, wide = v.shape[2], torch.float64 if v.dtype == torch.float64 else torch.float32
     q, k = (_for_heads(x, heads) for x in (q, k))

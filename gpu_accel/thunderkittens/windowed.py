@@ -26,6 +26,7 @@ from gpu_accel.errors import InvalidInputError
 from gpu_accel.flash_attention3 import flash_attn_func, flash_attn_varlen_func
 from gpu_accel.flash_attention3.launch import launch, next_power_of_2
 from gpu_accel.thunderkittens import chunked, reference, window_kernels
+from gpu_accel.thunderkittens.arguments import integer, real
 
 # Dtypes that tests/gpu/test_windowed.py has passed on in whole (H200, Triton 3.6.0): "auto" takes the kernels for those
 # alone. In float16 the largest score at K = 200 is still to be seen.
@@ -37,10 +38,18 @@ Linear = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def check_window(window: object) -> int:
-    """window as an int of at least 1."""
-    if isinstance(window, bool) or not isinstance(window, int) or not 1 <= window < 1 << 31:
-        raise InvalidInputError(f"window must be a whole number of tokens from 1 up, got {window!r:.80}")
-    return window
+    """window, a number of tokens, as an int of at least 1."""
+    return integer("window", window, 1, (1 << 31) - 1)
+
+
+def score_scale(scale: object, key_dim: int) -> float:
+    """scale as a number that float32 holds, K**-0.5 for None; 0 and negative ones are numbers like others."""
+    if scale is None:
+        return chunked.default_scale(key_dim)
+    number = real("scale", scale)
+    if abs(number) > torch.finfo(torch.float32).max:
+        raise InvalidInputError(f"scale must be within float32, whose largest is 3.4e38, got {number:g}")
+    return number
 
 
 class Places:
@@ -76,6 +85,10 @@ def softmax_in_window(
     """o (batch, seqlen, heads, V) and lse (batch, seqlen, heads) of the last `window` keys, by flash_attention3."""
     value_dim = v.shape[3]
     heads = v.shape[2]
+    if abs(scale) < torch.finfo(torch.float32).tiny:  # no weight differs from another
+        q, scale = q * 0.0, 1.0
+    elif scale < 0:  # flash_attention3's are positive
+        q, scale = -q, -scale
     q, k = (reference._for_heads(x, heads) for x in (q, k))
     q, k, v = (torch.nn.functional.pad(x, (0, -x.shape[3] % 8)) if x.shape[3] % 8 else x for x in (q, k, v))
     options = dict(softmax_scale=scale, causal=True, window_size=(places.window - 1, 0), return_lse=True,

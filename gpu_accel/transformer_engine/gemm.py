@@ -45,12 +45,30 @@ def _kind(what: Scheme) -> str:
     return "emulated"
 
 
-def explain_mm(a: QuantizedTensor, b: QuantizedTensor) -> str:
-    """Which kernel `scaled_mm` takes for these operands, in a sentence."""
+def explain_mm(a: QuantizedTensor, b: QuantizedTensor, *, backend: str = "auto") -> str:
+    """Which kernel `scaled_mm` takes for these operands, in a sentence. Raises what it raises for the backend."""
     kind = pair_kind(a, b)
-    if kind == "fp8":
-        return f"{a.scheme} x {b.scheme}: fp8 products, float32 sums every 128 of K ({hopper_gemm.explain(a, b)})"
-    return f"{a.scheme} x {b.scheme}: emulated, codes widened to bf16 in registers, bf16 products (plain Triton)"
+    if backend == "blackwell":
+        _check_native(a, b, kind)
+        return f"{a.scheme} x {b.scheme}: units for MX and NVFP4"
+    way = _way(a, b, kind, backend)
+    if way == "reference":
+        return f"{a.scheme} x {b.scheme}: torch, codes widened to float64"
+    if kind == "emulated":
+        return f"{a.scheme} x {b.scheme}: emulated, codes widened to bf16 in registers, bf16 products (plain Triton)"
+    how = "plain Triton" if backend == "portable" else hopper_gemm.explain(a, b, backend)
+    return f"{a.scheme} x {b.scheme}: fp8 products, float32 sums every 128 of K ({how})"
+
+
+def _way(a: QuantizedTensor, b: QuantizedTensor, kind: str, backend: str) -> str:
+    """ "hopper", "portable" or "reference". Raises where the backend asked for cannot run."""
+    if kind == "fp8" and hopper_gemm.chosen(a, b, backend):
+        return "hopper"
+    if choose_backend(backend, a, "scaled_mm") == "reference":
+        return "reference"
+    if kind == "fp8" and not INTERPRET and (torch.version.hip or capability(a.device) < (8, 9)):
+        raise HardwareError("fp8 products need compute capability 8.9 (Ada, Hopper or newer): use bf16, or int8")
+    return "portable"
 
 
 def pair_kind(a: QuantizedTensor, b: QuantizedTensor) -> str:
@@ -110,7 +128,8 @@ def scaled_mm(
     native = backend == "blackwell"
     if native:
         _check_native(a, b, kind)
-    if kind == "fp8" and hopper_gemm.chosen(a, b, backend):
+    way = "portable" if native else _way(a, b, kind, backend)
+    if way == "hopper":
         given = (*_bytes(a)[:2], *_bytes(b)[:2], bias, activation)
         if accumulate_into is not None:
             flat = accumulate_into.view(a.shape[:-1].numel(), b.shape[0])
@@ -118,11 +137,9 @@ def scaled_mm(
             return accumulate_into
         return hopper_gemm.hopper_mm_op(*given, out_dtype, a.scheme.text, b.scheme.text).view(shape)
     staged = activation != "none" or accumulate_into is not None  # then sums stay float32, and are rounded once
-    if not native and choose_backend(backend, a, "scaled_mm") == "reference":
+    if way == "reference":
         out = scaled_mm_reference(a, b, bias=bias, out_dtype=torch.float32 if staged else out_dtype)
     else:
-        if kind == "fp8" and not INTERPRET and (torch.version.hip or capability(a.device) < (8, 9)):
-            raise HardwareError("fp8 products need compute capability 8.9 (Ada, Hopper or newer): use bf16, or int8")
         wanted = torch.float32 if staged else out_dtype
         texts = (a.scheme.text, b.scheme.text)
         out = scaled_mm_op(*_bytes(a), *_bytes(b), bias, wanted, *texts, a.shape[-1], native).view(shape)

@@ -220,10 +220,10 @@ def _why_not_auto(b: QuantizedTensor, grouped: bool = False) -> str:
     return ""
 
 
-def explain(a: QuantizedTensor, b: QuantizedTensor) -> str:
-    """What `scaled_mm` does with two operands that have fp8 products, in a clause."""
+def explain(a: QuantizedTensor, b: QuantizedTensor, backend: str = "auto") -> str:
+    """What `scaled_mm` does with two operands that have fp8 products, in a clause; backend "auto" or "hopper"."""
     why = scheme_refusal(a, b)
-    why = why or _why_not_auto(b)
+    why = why or ("" if backend == "hopper" else _why_not_auto(b))
     if why:
         return f"plain Triton; hopper refused: {why}"
     rows, cols = a.shape[:-1].numel(), a.shape[-1]

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gpu_accel.thunderkittens as tk
-from gpu_accel.errors import InvalidInputError
+from gpu_accel.errors import InvalidInputError, UnsupportedError
 from tests.thunderkittens.helpers import randn
 
 Q = torch.ones(1, 12, 2, 16)
 ONES = torch.ones(1, 12, 2)
 INF, NAN = float("inf"), float("nan")
+HUGE = 10**5000  # beyond float64, and longer than Python writes out
 
 
 def packed(*ends: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -78,15 +81,23 @@ WRONG = {
 
 
 NUMBERS = {
-    "chunk": (lambda x: tk.linear_attention(Q, Q, Q, chunk=x), (16.0, "16", None, torch.ones(2))),
+    "chunk": (lambda x: tk.linear_attention(Q, Q, Q, chunk=x), (16.0, "16", None, torch.ones(2), HUGE)),
     "segments": (lambda x: tk.linear_attention(Q, Q, Q, segments=x, backend="portable"),
-                 (-1, "x", None, 1.5, True, 1 << 40)),
-    "heads-of-decay": (tk.retention_decay, (-1, "x", None, 1.5, True)),
+                 (-1, "x", None, 1.5, True, 1 << 40, HUGE)),
+    "heads-of-decay": (tk.retention_decay, (-1, "x", None, 1.5, True, HUGE)),
     "device-of-decay": (lambda x: tk.retention_decay(2, x), ("foo", "", None, 1.5, ["cpu"])),
+    "steps": (tk.pingpong_schedule, (-1, "x", None, 1.5, HUGE)),
+    "window-of-based": (lambda x: tk.fused_chunk_based(Q, Q, Q, window=x), ("x", 0, 1.5, HUGE)),
+    "seed": (lambda x: tk.rms_norm(Q, dropout_p=0.5, seed=x), ("x", 1.5, HUGE)),
+    "ignore_index": (lambda x: tk.cross_entropy(Q[0, 0], torch.zeros(2).long(), ignore_index=x), ("x", 1.5, HUGE)),
+    "softcap": (lambda x: tk.cross_entropy(Q[0, 0], torch.zeros(2).long(), softcap=x), ("x", -1.0, Fraction(HUGE))),
+    "scale": (lambda x: tk.linear_attention(Q, Q, Q, scale=x), ("x", NAN, HUGE, -HUGE, Fraction(HUGE))),
+    "scale-of-gla": (lambda x: tk.gated_linear_attention(Q, Q, Q, -Q, scale=x), ("x", INF, HUGE)),
+    "scale-of-based": (lambda x: tk.fused_chunk_based(Q, Q, Q, x), ("x", INF, HUGE)),
     "activation": (lambda x: tk.gemm(Q[0, :, 0], Q[0, :, 0].T, activation=x), (["relu"], {}, None, 1, "tanh")),
-    "chunk_size": (lambda x: mamba(chunk_size=x), ("64", None, 16.0, 48, torch.ones(2))),
+    "chunk_size": (lambda x: mamba(chunk_size=x), ("64", None, 16.0, 48, -HUGE, torch.ones(2))),
     "dt_limit": (lambda x: mamba(dt_limit=x),
-                 (None, 0.5, "ab", (0, 1, 2), (0,), (1, 0), (NAN, 1), (0, NAN), (0, "x"), (INF, INF))),
+                 (None, 0.5, "ab", (0, 1, 2), (0,), (1, 0), (NAN, 1), (0, NAN), (0, "x"), (INF, INF), (0, HUGE))),
 }  # fmt: skip
 
 
@@ -164,6 +175,50 @@ def test_no_heads_give_empty_results(call, backend):
 def test_wrong_kinds_dtypes_and_devices(call):
     with pytest.raises(InvalidInputError):
         call()
+
+
+def convolved(*tensors):
+    return tk.FlashFFTConv(256, dtype=torch.float32)(*tensors)
+
+
+W = torch.ones(16, 16)
+# a call, and which tensors it takes
+TENSORS = {
+    "gemm": (lambda a, b, bias: tk.gemm(a, b, bias=bias), (W, W, W[0])),
+    "scales": (lambda x, y: tk.gemm(*(W.to(torch.float8_e4m3fn),) * 2, scale_a=x, scale_b=y), (W[0], W[0])),
+    "explain": (tk.explain_gemm, (W, W)),
+    "ladder": (tk.warp_specialized_gemm, (W.half(), W.half())),
+    "linear": (lambda q, k, v, g: tk.linear_attention(q, k, v, g=g), (Q, Q, Q, ONES)),
+    "gla-of-keys": (tk.chunk_gla, (Q, Q, Q, Q)),
+    "retention": (tk.chunk_retention, (Q, Q, Q)),
+    "decays": (lambda q, k, v, d: tk.chunk_simple_gla(q, k, v, None, d), (Q, Q, Q, ONES[0, 0])),
+    "delta": (tk.chunk_delta_rule, (Q, Q, Q, ONES)),
+    "gated-delta": (tk.chunk_gated_delta_rule, (Q, Q, Q, ONES, ONES)),
+    "based": (tk.fused_chunk_based, (Q, Q, Q)),
+    "hedgehog": (tk.hedgehog_attention, (Q, Q, Q, torch.ones(2, 16, 8), torch.ones(2, 16, 8))),
+    "mamba": (lambda *x: tk.mamba_chunk_scan_combined(*x, 64), (Q, ONES, ONES[0, 0], Q, Q)),
+    "conv": (tk.causal_conv1d_fn, (Q[0], torch.ones(12, 4))),
+    "conv-update": (tk.causal_conv1d_update, (W, W[:, :3], W[:, :4])),
+    "long-conv": (convolved, (torch.ones(1, 2, 8), torch.ones(2, 8))),
+    "rms_norm": (tk.rms_norm, (W, W[0])),
+    "layer_norm": (tk.layer_norm, (W, W[0], W[0])),
+    "softmax": (tk.softmax, (W,)),
+    "rotary": (tk.rotary, (Q, torch.ones(12, 8), torch.ones(12, 8))),
+    "silu_mul": (tk.silu_mul, (W, W)),
+    "gelu_mul": (tk.gelu_mul, (W, W)),
+    "cross_entropy": (tk.cross_entropy, (W, torch.zeros(16).long())),
+    "linear_cross_entropy": (tk.fused_linear_cross_entropy, (W, W, torch.zeros(16).long())),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(("call", "tensors"), TENSORS.values(), ids=TENSORS)
+def test_sparse_and_nested_tensors_are_refused(call, tensors):
+    for at, x in enumerate(tensors):
+        nested = torch.nested.nested_tensor(list(x) if x.dim() > 1 else [x], dtype=x.dtype)
+        for odd in (x.to_sparse(), nested):
+            with pytest.raises(UnsupportedError, match="layout|nested"):
+                call(*tensors[:at], odd, *tensors[at + 1 :])
 
 
 def test_values_of_fake_tensors_are_not_read():

@@ -114,9 +114,31 @@ def test_without_the_norm_and_packed(device):
     torch.testing.assert_close(packed[:, 5:], fused_chunk_based(q[:, 5:], k[:, 5:], v[:, 5:]), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("backend", ["reference", "portable"])
+def test_rows_behind_the_last_sequence_reach_nothing(backend, device):
+    """Nor do they reach gradients, of the maps among them; a NaN of one sequence stays in it."""
+    q, k, v, do = (randn(1, 20, 1, 8, seed=s, device=device) for s in range(4))
+    maps = [randn(1, 8, 4, seed=s, device=device) for s in (5, 6)]
+    cu = torch.tensor([0, 5, 16], device=device)
+    for x in (q, k, v, do):
+        x[:, 16:] = torch.nan
+    leaves = [x.requires_grad_() for x in (q, k, v, *maps)]
+    for call, count in ((fused_chunk_based, 3), (hedgehog_attention, 5)):
+        o = call(*leaves[:count], cu_seqlens=cu, backend=backend)
+        assert (o[:, 16:] == 0).all()
+        grads = torch.autograd.grad(o, leaves[:count], do)
+        assert all(x.isfinite().all() for x in (o, *grads))
+        bad = v.detach().clone()
+        bad[:, 8] = torch.nan
+        o = call(q, k, bad, *leaves[3:count], cu_seqlens=cu, backend=backend)
+        assert o[:, :5].isfinite().all() and o[:, 8:16].isnan().all()
+
+
 def test_wrong_arguments_are_refused(device):
     q, w = randn(1, 5, 2, 32, seed=1, device=device), randn(2, 32, 8, seed=2, device=device)
     with pytest.raises(InvalidInputError, match="561 features"):
         fused_chunk_based(q, q, q)
     with pytest.raises(InvalidInputError, match="k_map must be"):
         hedgehog_attention(q, q, q, w, w[:1])
+    with pytest.raises(InvalidInputError, match="one number F"):
+        hedgehog_attention(q, q, q, w, w[..., :4])

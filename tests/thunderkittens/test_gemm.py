@@ -80,7 +80,10 @@ def test_custom_op(device):
         (dict(activation="tanh"), "choose one of none, relu"),
         (dict(out_dtype=torch.int8), "out_dtype"),
         (dict(backend="cutlass"), "choose one of auto"),
-        (dict(a=torch.zeros(2, 8, dtype=torch.int32)), "floats"),
+        (dict(a=torch.zeros(2, 8, dtype=torch.int32)), "floating dtype"),
+        *((dict(bias=x), "bias must be") for x in ([1.0] * 4, "x", 1.0, torch.zeros(4).to(torch.float8_e4m3fn))),
+        *((dict(a=torch.zeros(2, 8, dtype=x), b=torch.zeros(8, 4, dtype=x)), "floating dtype")
+          for x in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu)),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 import gpu_accel.thunderkittens as tk
-from gpu_accel.errors import InvalidInputError, UnsupportedError
+from gpu_accel.errors import GpuAccelError, InvalidInputError, UnsupportedError
 from gpu_accel.testing import assert_close_to_truth
 from gpu_accel.thunderkittens.gemm_api import activated
 from gpu_accel.thunderkittens.gemm_fp8 import gemm_op
+from gpu_accel.transformer_engine import gemm as gemm_module
+from gpu_accel.transformer_engine import quantizer
 from tests.thunderkittens.helpers import randn
 
 E4M3, E5M2, FP32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float32
@@ -89,6 +91,29 @@ def test_what_is_copied_is_said():
     assert "b.t() copied first" in tk.explain_gemm(a, b)
     assert "copied first" not in tk.explain_gemm(a, torch.zeros(8, 16).to(E4M3).t())
     assert tk.explain_gemm(a, b, backend="reference").startswith("reference")
+
+
+@pytest.mark.parametrize("interpreted", [True, False])
+@pytest.mark.parametrize("backend", ["auto", "hopper", "portable", "reference"])
+def test_explained_is_what_happens(backend, interpreted, monkeypatch):
+    """Also that a backend is refused, and the reference where nothing else runs."""
+    for module in (gemm_module, quantizer):
+        monkeypatch.setattr(module, "INTERPRET", interpreted)
+    launched = []
+    monkeypatch.setattr(gemm_module, "scaled_mm_op", lambda *given: launched.append(1) or torch.zeros(4, 2))
+    outcomes = []
+    for call in (tk.gemm, tk.explain_gemm):
+        try:
+            outcomes.append(call(A, B, scale_a=torch.ones(4), backend=backend))
+        except GpuAccelError as error:
+            outcomes.append(error)
+    found, said = outcomes
+    if isinstance(found, GpuAccelError):
+        assert type(said) is type(found) and str(said) == str(found)
+    else:
+        assert ("plain Triton" in said) == bool(launched) and ("float64" in said) == (not launched)
+    with pytest.raises(InvalidInputError, match="row of a"):
+        tk.explain_gemm(A, B, scale_a=torch.ones(3))
 
 
 A, B = torch.zeros(4, 8).to(E4M3), torch.zeros(8, 2).to(E4M3)

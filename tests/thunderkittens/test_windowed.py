@@ -87,11 +87,24 @@ def test_hedgehog_with_a_window(seqlen, window, key_dim, dtype, device):
     judge(NAMES, run(hedgehog(window, "portable"), given, grads), truth, ruler)
 
 
-def test_heads_that_share_queries_and_a_scale(device):
+@pytest.mark.parametrize("scale", [0.7, -2.0, 0.0])
+def test_heads_that_share_queries_and_a_scale(scale, device):
     given, grads = tensors(19, 1, 8, 16, 8, device, group=3)
-    truth = run(hedgehog_truth(6, 0.7), given, grads, torch.float64)
-    ruler = run(hedgehog(6, "reference", scale=0.7), given, grads)
-    judge(NAMES, run(hedgehog(6, "portable", scale=0.7), given, grads), truth, ruler)
+    truth = run(hedgehog_truth(6, scale), given, grads, torch.float64)
+    ruler = run(hedgehog(6, "reference", scale=scale), given, grads)
+    judge(NAMES, run(hedgehog(6, "portable", scale=scale), given, grads), truth, ruler)
+
+
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
+def test_any_scale_of_based(scale, device):
+    given, grads = tensors(19, 1, 8, 16, 8, device)
+
+    def function(backend):
+        return lambda q, k, v: tk.fused_chunk_based(q, k, v, scale, window=3, backend=backend)
+
+    given = given[:3]
+    truth, ruler = run(function("reference"), given, grads, torch.float64), run(function("reference"), given, grads)
+    judge(NAMES[:4], run(function("portable"), given, grads), truth, ruler)
 
 
 @pytest.mark.parametrize(("seqlen", "window", "dtype"), [(37, 5, FP32), (35, 16, BF16), (5, 9, FP32)])
@@ -104,6 +117,19 @@ def test_based_with_a_window(seqlen, window, dtype, device):
     given = given[:3]
     truth, ruler = run(based_truth(window), given, grads, torch.float64), run(function("reference"), given, grads)
     judge(NAMES[:4], run(function("portable"), given, grads), truth, ruler)
+
+
+@pytest.mark.parametrize("backend", ["reference", "portable"])
+def test_a_key_that_is_not_finite_does_not_reach_the_past(backend, device):
+    q, k, v = (randn(1, 20, 1, 8, seed=s, device=device) for s in range(3))
+    k[:, 10] = torch.nan
+    w = randn(1, 8, 4, seed=4, device=device)
+    for o in (
+        tk.linear_attention(q, k, v, backend=backend)[0],
+        tk.fused_chunk_based(q, k, v, window=3, backend=backend),
+        tk.hedgehog_attention(q, k, v, w, w, window=3, backend=backend),
+    ):
+        assert o[:, :10].isfinite().all() and o[:, 10:].isnan().all()
 
 
 def test_in_float64_the_reference_is_the_truth(device):
@@ -195,12 +221,18 @@ def test_the_largest_score_is_found_with_its_key(device):
 @pytest.mark.parametrize("change", [
     dict(window=0), dict(window=True), dict(window=2.0), dict(window=-1), dict(scale=1.0),
     dict(window_factor=torch.ones(2)), dict(window=3, linear_factor=torch.ones(3)), dict(window=3, scale=float("nan")),
-    dict(window=3, window_factor=[1.0, 1.0]),
+    dict(window=3, window_factor=[1.0, 1.0]), dict(window=3, scale=1e39), dict(k_map=torch.zeros(2, 8, 5)),
+    dict(k_map=torch.zeros(2, 8, 5), window=3),
 ], ids=str)  # fmt: skip
 def test_wrong_arguments_are_refused(change):
     q, w = torch.zeros(1, 4, 2, 8), torch.zeros(2, 8, 4)
-    with pytest.raises(InvalidInputError):
-        tk.hedgehog_attention(q, q, q, w, w, **change)
+    with pytest.raises(InvalidInputError, match="|".join(change)):
+        tk.hedgehog_attention(**dict(q=q, k=q, v=q, q_map=w, k_map=w) | change)
+
+
+def test_a_window_of_numpy():
+    number = torch.tensor(3).numpy()[()]
+    assert type(number).__name__ == "int64" and windowed.check_window(number) == 3
 
 
 def test_based_has_a_window_with_its_norm_only():
