@@ -37,7 +37,8 @@ class BackwardConfig:
 
     `share`: bytes of rows and of their dQ that the heads walked together may hold. `named`: rows are freed on named
     barriers, a warp at a time. `lean`: the warps of a warpgroup meet less often. `late`: dK after dQ, from shared
-    memory, so that exponentials run under both; right, and no faster.
+    memory, so that exponentials run under both; right, and no faster. `apart`: dQ in a warpgroup of its own, with
+    `dq_registers` a thread (hopper_backward_apart.py); with it `early`, exponentials under dP and not behind S.
     """
 
     head_dim: int
@@ -51,6 +52,9 @@ class BackwardConfig:
     lean: bool = False
     late: bool = False
     share: int = 32 << 20
+    apart: bool = False
+    early: bool = False
+    dq_registers: int = 72
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,7 +322,7 @@ def _one_kernel(
     if features.block_lists:
         table, shape = block_table(features, transposed=True, tile=_KEYS, step=m, seqlen_rows=seqlen_k,
                                    seqlen_columns=seqlen_q)  # fmt: skip
-    arguments = (
+    maps = (
         tensor_map(q, m, d),
         tensor_map(do, m, d),
         tensor_map(k, 64, d),
@@ -328,37 +332,44 @@ def _one_kernel(
         tensor_map(dk, 64, d),
         tensor_map(dv, 64, d),
         counter,
-        table,
-        seqlen_q,
-        seqlen_k,
-        heads_kv,
-        per_kv,
-        num_m,
-        num_n,
-        num_tiles,
-        heads_per_group(batch * heads_kv, per_kv * num_m * m * d * 8, config.share),
-        *window,
-        *scales,
-        *_modifiers(features, cap_out, shape),
     )
+    group = heads_per_group(batch * heads_kv, per_kv * num_m * m * d * 8, config.share)
+    numbers = (seqlen_q, seqlen_k, heads_kv, per_kv, num_m, num_n, num_tiles, group, *window, *scales)
     options = dict(
         D=d,
         M=m,
         K_SLOTS=config.k_slots,
         V_SLOTS=config.v_slots,
-        PING_PONG=config.ping_pong,
         PRELOAD=config.preload,
-        **masks,
+        CAUSAL=masks["CAUSAL"],
         EVEN_K=seqlen_k % _KEYS == 0,
         DYNAMIC=config.dynamic,
-        PACKED=tables is not None,
-        NAMED=config.named,
-        LEAN=config.lean,
-        LATE=config.late,
-        **_functions(features),
-        **_COMPILER,
     )
-    launch(attention_backward_kernel, min(multiprocessors(q.device), num_tiles), arguments, options)
+    programs = min(multiprocessors(q.device), num_tiles)
+    if config.apart:
+        from .hopper_backward_apart import attention_backward_apart_kernel
+
+        options |= dict(
+            EARLY=config.early,
+            CONSUMER_REGISTERS=(512 - 24 - config.dq_registers) // 16 * 8,
+            DQ_REGISTERS=config.dq_registers,
+            num_warps=4,
+            maxnreg=128,
+        )
+        launch(attention_backward_apart_kernel, programs, (*maps, *numbers), options)
+    else:
+        options |= dict(
+            **masks,
+            PING_PONG=config.ping_pong,
+            PACKED=tables is not None,
+            NAMED=config.named,
+            LEAN=config.lean,
+            LATE=config.late,
+            **_functions(features),
+            **_COMPILER,
+        )
+        arguments = (*maps, table, *numbers, *_modifiers(features, cap_out, shape))
+        launch(attention_backward_kernel, programs, arguments, options)
     launch(
         dq_finish,
         (batch * heads, num_m * 2),
