@@ -5,7 +5,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .hopper_device import pack_pairs, tanh, unpack_pairs
+from .hopper_device import columns_of, pack_pairs, tanh, unpack_pairs
 from .hopper_modifiers import add_alibi, call_mask_mod, call_score_mod, call_score_mod_grad, cap_out, list_of
 
 KEYS = gl.constexpr(64)  # keys of S^T that one warpgroup works on: the M of wgmma
@@ -120,7 +120,7 @@ def modified_probabilities(
         if WINDOW:
             masked = masked | (key0 < row0 + M - 1 + shift - left)
         if masked:
-            row = gl.arange(0, M, layout=gl.SliceLayout(0, LAYOUT))
+            row, lane = columns_of(p)
             key = key0 + gl.arange(0, KEYS, layout=gl.SliceLayout(1, LAYOUT))
             first = key - shift - row0
             if CAUSAL:
@@ -128,10 +128,10 @@ def modified_probabilities(
             else:
                 first = first * 0
             first = gl.where(key < seqlen_k, first, M)
-            p = gl.where(row[None, :] >= first[:, None], p, 0.0)
+            p = gl.where(row >= first[:, None] - lane, p, 0.0)
             if WINDOW:
                 last = key - shift - row0 + left
-                p = gl.where(row[None, :] <= last[:, None], p, 0.0)
+                p = gl.where(row <= last[:, None] - lane, p, 0.0)
     packed = pack_pairs(p, DTYPE)
     factor = packed
     if SCORE_MOD is not None:

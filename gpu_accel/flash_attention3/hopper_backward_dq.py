@@ -37,7 +37,7 @@ from gpu_accel.gluon_compat import tma_load
 
 from .hopper_backward_device import KEYS, here_and_now, store_rows, tile_at
 from .hopper_backward_packed import packed_range, packed_tile
-from .hopper_device import pack_pairs, publish_tile, receive_tile, tanh, unpack_pairs
+from .hopper_device import columns_of, pack_pairs, publish_tile, receive_tile, tanh, unpack_pairs
 from .hopper_modifiers import (
     add_alibi,
     call_mask_mod,
@@ -105,9 +105,10 @@ def _ds(
     if PACKED:
         first, last, latest, earliest = seen
         if (key0 < latest) | (key0 + KEYS - 1 > earliest):
-            key = key0 + gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
-            p = gl.where(key[None, :] >= first[:, None], p, 0.0)
-            p = gl.where(key[None, :] <= last[:, None], p, 0.0)
+            key, lane = columns_of(p)
+            lane += key0
+            p = gl.where(key >= first[:, None] - lane, p, 0.0)
+            p = gl.where(key <= last[:, None] - lane, p, 0.0)
     elif CAUSAL or WINDOW or not EVEN_K:
         masked = key0 + KEYS > seqlen_k
         if CAUSAL:
@@ -116,13 +117,13 @@ def _ds(
             masked = masked | (key0 < row0 + ROWS - 1 + shift - left)
         if masked:
             row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)) + (row0 + shift - key0)
-            col = gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
+            col, lane = columns_of(p)
             end = row * 0 + (seqlen_k - key0 - 1)
             if CAUSAL:
                 end = gl.minimum(end, row + right)
-            p = gl.where(col[None, :] <= end[:, None], p, 0.0)
+            p = gl.where(col <= end[:, None] - lane, p, 0.0)
             if WINDOW:
-                p = gl.where(col[None, :] >= (row - left)[:, None], p, 0.0)
+                p = gl.where(col >= (row - left)[:, None] - lane, p, 0.0)
     if SCORE_MOD is not None:
         p = call_score_mod_grad(p, before, row0, key0, seqlen_k - shift - 1, seqlen_k - 1, batch, head, mods,
                                 SCORE_MOD_GRAD, 0)  # fmt: skip

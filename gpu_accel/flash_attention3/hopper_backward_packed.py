@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .hopper_device import pack_pairs, tanh
+from .hopper_device import columns_of, pack_pairs, tanh
 
 HEAD = tl.constexpr(8)
 LINE = tl.constexpr(4)
@@ -126,9 +126,10 @@ def packed_probabilities(s, lse, row0, seen, qk_scale, cap_in, DTYPE: gl.constex
     p = gl.exp2(s * qk_scale - lse[None, :])
     M: gl.constexpr = s.shape[1]
     if (row0 < latest) | (row0 + M - 1 > earliest):
-        row = row0 + gl.arange(0, M, layout=gl.SliceLayout(0, s.type.layout))
-        p = gl.where(row[None, :] >= first[:, None], p, 0.0)
-        p = gl.where(row[None, :] <= last[:, None], p, 0.0)
+        row, lane = columns_of(p)
+        lane += row0
+        p = gl.where(row >= first[:, None] - lane, p, 0.0)
+        p = gl.where(row <= last[:, None] - lane, p, 0.0)
     packed = pack_pairs(p, DTYPE)
     factor = packed
     if SOFTCAP:

@@ -108,33 +108,38 @@ def key_blocks(row0, rows, shape, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, W
 
 
 @gluon.jit
+def columns_of(s):
+    """(c0, c1) of all columns c = c0 + c1 of a wgmma accumulator: a constant for each register, one number a thread.
+
+    Comparisons then take constants. The sum would be kept in a register for each column, over all of the loop.
+    """
+    c = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
+    return (c & -7)[None, :], (c & 6)[None, :]
+
+
+@gluon.jit
 def mask_right(s, limit_base, col_limit):
     """Keep column c of row r where c <= min(r + limit_base, col_limit)."""
     rows: gl.constexpr = s.shape[0]
-    cols: gl.constexpr = s.shape[1]
-    layout: gl.constexpr = s.type.layout
-    limit = gl.minimum(gl.arange(0, rows, layout=gl.SliceLayout(1, layout)) + limit_base, col_limit)
-    c = gl.arange(0, cols, layout=gl.SliceLayout(0, layout))
-    return gl.where(c[None, :] <= limit[:, None], s, float("-inf"))
+    limit = gl.minimum(gl.arange(0, rows, layout=gl.SliceLayout(1, s.type.layout)) + limit_base, col_limit)
+    constant, lane = columns_of(s)
+    return gl.where(constant <= limit[:, None] - lane, s, float("-inf"))
 
 
 @gluon.jit
 def mask_columns(s, col_limit):
     """Keep columns c <= col_limit."""
-    cols: gl.constexpr = s.shape[1]
-    c = gl.arange(0, cols, layout=gl.SliceLayout(0, s.type.layout))
-    return gl.where((c <= col_limit)[None, :], s, float("-inf"))
+    constant, lane = columns_of(s)
+    return gl.where(constant <= col_limit - lane, s, float("-inf"))
 
 
 @gluon.jit
 def mask_left(s, limit_base):
     """Keep column c of row r where c >= r + limit_base."""
     rows: gl.constexpr = s.shape[0]
-    cols: gl.constexpr = s.shape[1]
-    layout: gl.constexpr = s.type.layout
-    limit = gl.arange(0, rows, layout=gl.SliceLayout(1, layout)) + limit_base
-    c = gl.arange(0, cols, layout=gl.SliceLayout(0, layout))
-    return gl.where(c[None, :] >= limit[:, None], s, float("-inf"))
+    limit = gl.arange(0, rows, layout=gl.SliceLayout(1, s.type.layout)) + limit_base
+    constant, lane = columns_of(s)
+    return gl.where(constant >= limit[:, None] - lane, s, float("-inf"))
 
 
 @gluon.jit

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from gpu_accel.flash_attention3 import hopper_backward_device, hopper_backward_dq
+from gpu_accel.flash_attention3 import hopper_backward_device, hopper_backward_dq, hopper_device
 
 KEYS = ROWS = 64
 UNMODIFIED = (False, None, None, None, False)  # no ALiBi, score_mod, its gradient, mask_mod, block lists
@@ -38,7 +38,10 @@ def on_numpy(monkeypatch):
 
     def get(module, name):
         fn = getattr(module, name).fn
-        for key, value in {"gl": GL, "KEYS": KEYS, "ROWS": ROWS, "pack_pairs": lambda x, dtype: x}.items():
+        columns_of = hopper_device.columns_of.fn
+        monkeypatch.setitem(columns_of.__globals__, "gl", GL)
+        plain = {"pack_pairs": lambda x, dtype: x, "columns_of": columns_of}
+        for key, value in {"gl": GL, "KEYS": KEYS, "ROWS": ROWS, **plain}.items():
             if key in fn.__globals__:
                 monkeypatch.setitem(fn.__globals__, key, value)
         return fn
