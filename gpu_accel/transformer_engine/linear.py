@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.transformer_engine import context as state
+from gpu_accel.transformer_engine import taped
 from gpu_accel.transformer_engine.checks import (
     check_first,
     check_flag,
@@ -88,6 +89,7 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features, dtype=params_dtype, device=device)) if bias else None
         self.delayed = None
         self._kept: tuple[Any, ...] | None = None  # what a quantised weight was made for, and itself
+        self._kinds = taped.Kinds()
         if isinstance(recipe, DelayedScaling):
             self.make_histories(recipe.amax_history_len)
         self._bound = bound
@@ -205,6 +207,8 @@ class Linear(nn.Module):
                 "NVFP4BlockScaling(disable_stochastic_rounding=True), or leave this layer out of the compiled region"
             )
         backend = layer_backend(self.backend, x)
+        if first is None and (y := taped.step(self, x, recipe, plan, backend, source)) is not None:
+            return y
         histories = self.make_histories(recipe.amax_history_len) if isinstance(recipe, DelayedScaling) else None
         # evaluation and recomputation change no history, whatever they see
         update = histories is not None and self.training and not state.recomputing()

@@ -9,13 +9,14 @@ import torch
 
 from gpu_accel.testing import compare, generator
 from gpu_accel.thunderkittens.gemm_hopper import machine_refusal
-from gpu_accel.transformer_engine import gemm, linear_op, quantize_launch, quantizer
+from gpu_accel.transformer_engine import gemm, hopper_gemm, linear_op, quantize_launch, quantizer, taped
 from gpu_accel.transformer_engine.activations import (
     ACTIVATIONS,
     activate_reference,
     activation_backward_op,
     activation_op,
 )
+from gpu_accel.transformer_engine.context import autocast
 from gpu_accel.transformer_engine.gemm import scaled_mm
 from gpu_accel.transformer_engine.history_kernels import roll, roll_op
 from gpu_accel.transformer_engine.kv_cache import ELEMENTS, GRANULARITIES, quantize_kv_cache
@@ -29,6 +30,7 @@ from gpu_accel.transformer_engine.reference_gemm import hopper_fp8_sum, scaled_m
 from gpu_accel.transformer_engine.schemes import SCHEMES, scheme
 from gpu_accel.transformer_engine.sharded import largest
 from gpu_accel.transformer_engine.sources import operand_op, source_reference
+from gpu_accel.transformer_engine.tape import Tape
 from gpu_accel.transformer_engine.tensor import QuantizedTensor
 
 MORE = [
@@ -453,3 +455,69 @@ def test_a_weight_that_was_gathered(name):
         found.append((y, x.grad, layer.weight.grad))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def layers_of_two_kinds(name, shape, steps, monkeypatch, taped_too):
+    """What some steps of a layer give, its histories, and the layer."""
+    monkeypatch.setattr(taped, "GPU_CHECKED", taped_too)
+    monkeypatch.setattr(hopper_gemm, "SCALES_CHECKED", taped_too)
+    torch.manual_seed(3)
+    layer = LayerNormMLP(
+        shape[-1], 512, bias=False, normalization="RMSNorm", activation="swiglu", params_dtype=torch.bfloat16,
+        device="cuda",
+    )  # fmt: skip
+    found = []
+    for i in range(steps):
+        x = torch.randn(shape, generator=generator(i, "cuda"), device="cuda").bfloat16().requires_grad_()
+        layer.zero_grad(set_to_none=True)
+        with autocast(recipe=RECIPES[name]):
+            y = layer(x)
+        y.backward(torch.randn(y.shape, generator=generator(i + 50, "cuda"), device="cuda").bfloat16())
+        found.append([y.detach(), x.grad, *(p.grad for p in layer.parameters())])
+    return found, [value.clone() for value in layer.state_dict().values()], layer
+
+
+@pytest.mark.parametrize("shape", [(2, 256, 512), (3, 77, 512)], ids=str)
+@pytest.mark.parametrize("name", ["fp8_current", "fp8_delayed", "fp8_block", "mxfp8"])
+def test_steps_that_are_played_back(name, shape, monkeypatch):
+    """The bits of the ordinary way, histories included, and then in a graph as well."""
+    wanted, state, _ = layers_of_two_kinds(name, shape, 6, monkeypatch, False)
+    found, again, layer = layers_of_two_kinds(name, shape, 6, monkeypatch, True)
+    kinds = [kind for m in (layer.fc1, layer.fc2) for kind in m._kinds.values() if isinstance(kind, taped.Kind)]
+    assert len(kinds) == 2
+    for kind in kinds:
+        assert kind.forward is not None and not kind.why_not
+        assert [isinstance(tape, Tape) for tape in kind.backward.values()] == [True]
+    for i, (some, others) in enumerate(zip(wanted, found, strict=True)):
+        for a, b in zip(some, others, strict=True):
+            assert torch.equal(a, b), f"step {i}"
+    assert all(torch.equal(a, b) for a, b in zip(state, again, strict=True))
+    x = torch.randn(shape, generator=generator(7, "cuda"), device="cuda").bfloat16()
+    layer.eval()
+
+    def run():
+        with torch.no_grad(), autocast(recipe=RECIPES[name]):
+            return layer(x)
+
+    for _ in range(4):
+        plain = run()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.cuda.graph(graph):
+        y = run()
+    y.fill_(math.nan)
+    graph.replay()
+    assert torch.equal(y, plain)
+
+
+def test_scales_side_by_side_in_one_launch():
+    for rows, cols in ((130, 3), (4096, 32), (1, 1), (257, 65)):
+        scale = torch.rand(rows, cols, device="cuda")
+        for padded, turned in ((False, False), (True, False), (True, True)):
+            made = hopper_gemm._by_kernel(scale, padded, turned)
+            wanted = hopper_gemm._side_by_side(scale.cpu(), (1, 128), padded=padded, turned=turned)
+            assert torch.equal(made.cpu(), wanted)

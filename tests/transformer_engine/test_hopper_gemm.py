@@ -79,6 +79,10 @@ def test_scales_side_by_side():
     first = [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]  # as four threads have them
     order = torch.arange(0, 384, 16)[:, None] + torch.tensor(first)
     assert torch.equal(turned, got[order.flatten()]) and turned.stride(0) == 1
+    for padded, in_turn in ((False, False), (True, False), (True, True)):
+        wanted = hopper_gemm._side_by_side(scale, LINE, padded=padded, turned=in_turn)
+        made = hopper_gemm._by_kernel(scale, padded, in_turn)
+        assert torch.equal(made, wanted) and made.stride() == wanted.stride()
 
 
 def launched(function, *arguments):
