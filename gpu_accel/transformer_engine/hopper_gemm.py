@@ -95,6 +95,7 @@ def gemm(
     amax: Tensor | None = None,
     accumulate: bool = False,
     groups: Tensor | None = None,
+    along: Tensor | None = None,
     config: Fp8GemmConfig | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -110,9 +111,14 @@ def gemm(
         out: (M, N), contiguous, or None.
         groups: int32 (M,), for b of G matrices, (G * N, K): which one 128 rows are multiplied with, read at every
             128th; rows of a negative group become 0.
+        along: int32 (G + 1,): the result is (G * M, N), a product for each group over the slices of 128 of K from
+            along[g] to along[g + 1]; M is a multiple of 128.
     """
     m, k = a.shape
+    height = m
     stacked = groups is not None
+    if along is not None:
+        m *= along.shape[0] - 1
     n = (out.shape[1] if out is not None else b.shape[0]) if stacked else b.shape[0]
     if out is None:
         out = torch.empty(m, n, dtype=out_dtype, device=a.device)
@@ -122,7 +128,7 @@ def gemm(
         room = torch.empty(m, -(-n // _ALIGNMENT) * _ALIGNMENT, dtype=out.dtype, device=a.device)[:, :n]
         gemm(
             a, b, scale_a, scale_b, block_a=block_a, block_b=block_b, bias=bias, activation=activation,
-            out_scale=out_scale, amax=amax, groups=groups, config=config, out=room,
+            out_scale=out_scale, amax=amax, groups=groups, along=along, config=config, out=room,
         )  # fmt: skip
         return out.copy_(room)
     alone = bias is None and activation == "none" and out_scale is None and amax is None
@@ -137,8 +143,9 @@ def gemm(
     row_a, row_b = (scale.stride(0) if block[0] else 0 for scale, block in ((scale_a, block_a), (scale_b, block_b)))
     k_a, k_b = (scale.stride(1) if blocked else 0 for scale in (scale_a, scale_b))
     stack_b = row_b * (-(-n // block_b[0])) if stacked and block_b[0] else 0
+    stack_b = height if along is not None else stack_b
     k_steps, programs = -(-k // 128), multiprocessors(a.device)
-    dealt = dealt_tiles(tiles_m * tiles_n, k_steps, programs) if config.deal else 0
+    dealt = dealt_tiles(tiles_m * tiles_n, k_steps, programs) if config.deal and along is None else 0
     partials = counters = scale_a
     if dealt:
         counters = zero_counters(a.device, dealt * 2)
@@ -147,7 +154,7 @@ def gemm(
         programs = min(programs, tiles_m * tiles_n)
     given, factor = out if bias is None else bias, scale_a if out_scale is None else out_scale
     largest = scale_a.view(torch.int32) if amax is None else amax.view(torch.int32)
-    members = largest if groups is None else groups
+    members = along if along is not None else largest if groups is None else groups
     arguments = (a_desc, b_desc, out_desc, out, given, factor, largest, members, scale_a, scale_b, partials, counters,
                  m, n, k_steps, tiles_m, tiles_n, dealt, stack_b, row_a, k_a, row_b, k_b)  # fmt: skip
     constants = dict(
@@ -164,7 +171,7 @@ def gemm(
         ACTIVATION=ACTIVATIONS[activation],
         SCALE_OUT=out_scale is not None,
         LARGEST=amax is not None,
-        GROUPED=stacked,
+        GROUPED=2 if along is not None else int(stacked),
         ACCUMULATE=accumulate,
         DIRECT=direct,
         DEAL=dealt > 0,
@@ -218,9 +225,12 @@ def scheme_refusal(a: QuantizedTensor, b: QuantizedTensor) -> str | None:
     return machine_refusal(a) or machine_refusal(b)
 
 
-def chosen(a: QuantizedTensor, b: QuantizedTensor, backend: str, *, grouped: bool = False) -> bool:
-    """Whether a product goes to these kernels. Raises UnsupportedError where "hopper" is asked for and cannot be."""
-    if backend not in ("auto", "hopper") or (backend == "auto" and _why_not_auto(b, grouped)):
+def chosen(a: QuantizedTensor, b: QuantizedTensor, backend: str, *, kind: str = "dense") -> bool:
+    """Whether a product goes to these kernels. Raises UnsupportedError where "hopper" is asked for and cannot be.
+
+    kind: "dense", "grouped" (by rows) or "along" (groups share out K).
+    """
+    if backend not in ("auto", "hopper") or (backend == "auto" and _why_not_auto(b, kind)):
         return False
     why = scheme_refusal(a, b)
     if why is not None and backend == "hopper":
@@ -228,11 +238,11 @@ def chosen(a: QuantizedTensor, b: QuantizedTensor, backend: str, *, grouped: boo
     return why is None
 
 
-def _why_not_auto(b: QuantizedTensor, grouped: bool = False) -> str:
+def _why_not_auto(b: QuantizedTensor, kind: str = "dense") -> str:
     """Why "auto" leaves these kernels alone, or nothing."""
-    if ("grouped" if grouped else "dense") not in GPU_CHECKED:
+    if kind not in GPU_CHECKED:
         return "not yet checked on a GPU: ask for it by name"
-    if grouped and b.scheme.block == (1, 128):
+    if kind == "grouped" and b.scheme.block == (1, 128):
         return "with scales of b in 1x128 it is not checked in groups: ask for it by name"
     return ""
 
@@ -258,7 +268,7 @@ def run(
     a, b = (_addressable(x).view(ELEMENTS[what.element]) for x, what in zip((a, b), schemes, strict=True))
     bias = None if bias is None else bias.contiguous()
     block_a, block_b = (what.block for what in schemes)
-    plain = not {"accumulate", "amax", "out_scale", "groups"} & set(options)
+    plain = not {"accumulate", "amax", "out_scale", "groups", "along"} & set(options)
     few = plain and a.shape[0] <= _SKINNY and block_a[0] != 128 and block_b != (1, 128)
     with on_device(a):
         if few:

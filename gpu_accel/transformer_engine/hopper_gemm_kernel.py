@@ -17,8 +17,9 @@ thunderkittens/gemm_kernel.py, whose ring and epilogue this shares). What can ha
 tensors and rows, bias, activation, the largest magnitude noted, a scale and rounding to fp8; or they are added to a
 float32 result that is there already.
 
-GROUPED: B is a stack of matrices, and each 128 rows of A are multiplied with the one that `groups` names (a mixture of
-experts); rows of a negative group become 0.
+GROUPED 1: B is a stack of matrices, and each 128 rows of A are multiplied with the one that `groups` names (a mixture
+of experts); rows of a negative group become 0. GROUPED 2: groups share out K: the result is a stack of products, each
+over the slices of K from groups[g] to groups[g + 1] (gradients of experts' weights).
 
 Barriers (mbarrier): full one a stage, arrived on by TMA; empty one a stage, arrived on by both consumers.
 
@@ -59,7 +60,8 @@ BLOCK = gl.constexpr(128)  # of K that the tensor core may sum up
 #   shape  = (M, N, k_steps, tiles_m, tiles_n)
 #   scales = (scale_a, scale_b, sa_m, sa_k, sb_n, sb_k): where they are, and strides by row, by 128 of K
 #   ends   = (bias, scale_out, largest): what the epilogue reads and writes beside `out`
-#   stack  = (groups, sb_g): of each 128 rows the matrix of B; the stride of its scales
+#   stack  = (groups, sb_g): of each 128 rows the matrix of B; the stride of its scales. Of GROUPED 2 the first slice of
+#            each matrix of the result and one more; its rows
 
 
 @gluon.jit
@@ -121,6 +123,18 @@ def _scaled(part, sa, sb, ROWS_B: gl.constexpr):
         return part * sa[:, None] * sb[None, :]
     else:
         return part * (sa * sb)[:, None]
+
+
+@gluon.jit
+def _slices_of(row, k_steps, stack):
+    """(row within its matrix of the result, first slice of K, one past the last, -1 where there is none, else 0)."""
+    starts, height = stack
+    matrix = row // height
+    k0 = gl.load(starts + matrix)
+    k1 = gl.load(starts + matrix + 1)
+    group = gl.where(k1 > k0, 0, -1)
+    k0 = gl.minimum(k0, k_steps - 1)
+    return row - matrix * height, k0, gl.maximum(k1, k0 + 1), group  # one slice at least; its sums are not used then
 
 
 @gluon.jit
@@ -239,7 +253,10 @@ def _consumer(
         col_now = tile_n * (BLOCK * PARTS)
         rows = row_now + gl.arange(0, ROWS, layout=gl.SliceLayout(1, ACC))
         own = scales
-        if GROUPED:
+        if GROUPED == 2:
+            row_in, k0, k1, group = _slices_of(row_now, k_steps, stack)
+            rows = row_in + gl.arange(0, ROWS, layout=gl.SliceLayout(1, ACC))
+        if GROUPED == 1:
             scale_a, scale_b, sa_m, sa_k, sb_n, sb_k = scales
             groups, sb_g = stack
             group = gl.load(groups + tile_m.to(gl.int64) * (2 * ROWS))
@@ -374,7 +391,9 @@ def _producer(bufs, bars, a_desc, b_desc, shape, stack, dealt, PARTS: gl.constex
         tile_m, tile_n = place(tile, tiles_m, tiles_n, GROUP)
         row = tile_m * (2 * ROWS)
         col = tile_n * (BLOCK * PARTS)
-        if GROUPED:
+        if GROUPED == 2:
+            row, k0, k1, _ = _slices_of(row, k_steps, stack)
+        if GROUPED == 1:
             groups, _ = stack
             group = gl.load(groups + row.to(gl.int64))
             col += gl.maximum(group, 0) * N

@@ -36,13 +36,13 @@ def test_every_pair_and_every_k_is_taken(monkeypatch):
     assert "not yet checked" in hopper_gemm.explain(*pair(256, ("fp8_e5m2", "fp8_e5m2")))
     assert not hopper_gemm.chosen(*pair(), "auto") and hopper_gemm.chosen(*pair(), "hopper")
     monkeypatch.setattr(hopper_gemm, "GPU_CHECKED", ("dense",))
-    assert hopper_gemm.chosen(*pair(), "auto") and not hopper_gemm.chosen(*pair(), "auto", grouped=True)
+    assert hopper_gemm.chosen(*pair(), "auto") and not hopper_gemm.chosen(*pair(), "auto", kind="grouped")
     lines = pair(256, ("fp8_1x128", "fp8_1x128"))
     assert hopper_gemm.chosen(*lines, "auto") and "Gluon" in hopper_gemm.explain(*lines)
     monkeypatch.setattr(hopper_gemm, "GPU_CHECKED", ("dense", "grouped"))
-    assert hopper_gemm.chosen(*pair(), "auto", grouped=True)
-    assert not hopper_gemm.chosen(*lines, "auto", grouped=True)
-    assert hopper_gemm.chosen(*lines, "hopper", grouped=True)
+    assert hopper_gemm.chosen(*pair(), "auto", kind="grouped")
+    assert not hopper_gemm.chosen(*lines, "auto", kind="grouped")
+    assert hopper_gemm.chosen(*lines, "hopper", kind="grouped")
 
 
 @pytest.mark.parametrize("rows", [3, 300])
