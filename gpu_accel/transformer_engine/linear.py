@@ -207,6 +207,7 @@ class Linear(nn.Module):
                 "NVFP4BlockScaling(disable_stochastic_rounding=True), or leave this layer out of the compiled region"
             )
         backend = layer_backend(self.backend, x)
+        self._check_gathered(plan)
         if first is None and (y := taped.step(self, x, recipe, plan, backend, source)) is not None:
             return y
         histories = self.make_histories(recipe.amax_history_len) if isinstance(recipe, DelayedScaling) else None

@@ -32,7 +32,8 @@ _ALIGNMENT = 256
 _aten = torch.ops.aten
 _ALLOCATE = {_aten.empty.memory_format, _aten.new_empty.default, _aten.empty_strided.default, _aten.empty_like.default}
 _ZEROS = {_aten.new_zeros.default, _aten.zeros.default}
-_REPEATED = {_aten.sum.dim_IntList, _aten._to_copy.default}  # operations of torch that are done again as they are
+# operations of torch that are done again as they are
+_REPEATED = {_aten.sum.dim_IntList, _aten._to_copy.default, _aten.clone.default}
 _recording = False
 
 

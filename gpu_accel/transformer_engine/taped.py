@@ -2,8 +2,9 @@
 
 The first step of a kind (shapes, strides, dtypes, recipe, what wants a gradient) goes the ordinary way, the second is
 written down, and from the third on the layer's launches follow each other with nothing in between (`tape.py`). On a GPU
-only, and where all there is to do is launches: per-tensor scales and blocks of 128 in FP8, without process groups,
-checkpoints or weights that are kept. Everything else goes the ordinary way, always.
+only, and where all there is to do is launches: without maxima that are reduced beforehand, checkpoints, weights that
+are kept or random rounding. Weights that FSDP2 has gathered as codes are taken as such. Everything else goes the
+ordinary way, always.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from gpu_accel.transformer_engine import context as state
 from gpu_accel.transformer_engine import hopper_gemm, quantizer
 from gpu_accel.transformer_engine.history_kernels import roll_op
 from gpu_accel.transformer_engine.linear_op import Plan, linear_backward_op, linear_op, rolls_in_kernel
-from gpu_accel.transformer_engine.quantize_launch import Source
-from gpu_accel.transformer_engine.recipes import DelayedScaling, Recipe
-from gpu_accel.transformer_engine.sources import operand_op, quickly
+from gpu_accel.transformer_engine.quantize_launch import Source, turned_codes
+from gpu_accel.transformer_engine.recipes import DelayedScaling, Float8CurrentScaling, Recipe
+from gpu_accel.transformer_engine.sources import none_of, operand_op, quickly
 from gpu_accel.transformer_engine.tape import Tape
+from gpu_accel.transformer_engine.tensor import QuantizedTensor
 
 MOST = 64  # kinds of steps that a layer remembers
 GPU_CHECKED = False  # whether tests/gpu/test_transformer_engine.py has found the same bits on a GPU
@@ -47,6 +49,7 @@ class What:
     kernels: bool  # whether histories are rolled by one
     needs_x: bool
     needs_w: bool
+    gathered: bool  # whether the weight is given as codes
     shape: tuple[int, ...]  # of x
     x_dtype: torch.dtype
     w_dtype: torch.dtype
@@ -56,27 +59,33 @@ class What:
 
 
 def forward_of(what: What) -> Callable[..., tuple[tuple, tuple]]:
-    """(x, weight, bias, gamma, beta, and of input and weight history, scale, pending, overflows) -> (y,), (kept)."""
+    """(x, weight, bias, gamma, beta, codes and scales of a gathered weight, and of input and weight history, scale,
+    pending, overflows) -> (y,), (kept)."""
 
-    def run(x, weight, bias, gamma, beta, *histories):
+    def run(x, weight, bias, gamma, beta, codes, scales_of_codes, *histories):
         plan = what.plan
         flat = x.view(-1, x.shape[-1])
         scales, pending = (None, None), (None, None)
         if what.delayed:
-            scales = histories[1], histories[5]
+            scales = histories[1], None if what.gathered else histories[5]
             if what.update:
-                largest = [plan.input.largest, plan.weight.largest]
-                rolled = roll_op._init_fn(list(histories), largest, what.margin, what.algorithm, what.kernels)
-                scales = rolled[0, 0], rolled[1, 0]
-                pending = histories[2], histories[6]
+                largest = [plan.input.largest] if what.gathered else [plan.input.largest, plan.weight.largest]
+                states = list(histories[: 4 * len(largest)])
+                rolled = roll_op._init_fn(states, largest, what.margin, what.algorithm, what.kernels)
+                scales = rolled[0, 0], None if what.gathered else rolled[1, 0]
+                pending = histories[2], None if what.gathered else histories[6]
         *operand, means, rstds = operand_op._init_fn(
             flat, scales[0], pending[0], plan.input.text, plan.input_t.text, True, what.needs_w, 0, what.backend,
             what.kind, gamma, beta, what.eps,
         )  # fmt: skip
-        *made, _, _ = operand_op._init_fn(
-            weight, scales[1], pending[1], plan.weight.text, plan.weight_t.text, True, what.needs_x, 0, what.backend,
-            "", None, None, 0.0,
-        )  # fmt: skip
+        if what.gathered:  # the other copy is made in the backward pass, once that has gathered the weight again
+            made = [codes, scales_of_codes, *none_of(flat)[2:], *none_of(flat)]
+        else:
+            *made, _, _ = operand_op._init_fn(
+                weight, scales[1], pending[1], plan.weight.text, plan.weight_t.text, True, what.needs_x, 0,
+                what.backend, "", None, None, 0.0,
+            )  # fmt: skip
+        weight = codes if what.gathered else weight
         y = linear_op._init_fn(
             flat, weight, bias, gamma, beta, *operand, means, rstds, *made, None, None, None, None, plan.text,
             what.kind, what.eps, what.margin, what.algorithm, what.backend,
@@ -87,13 +96,15 @@ def forward_of(what: What) -> Callable[..., tuple[tuple, tuple]]:
 
 
 def backward_of(what: What, needs: tuple[bool, bool, bool]) -> Callable[..., tuple[tuple, tuple]]:
-    """(dy, x, gamma, beta, history, scale, pending, overflows of the gradient, kept) -> (dx, dW, dbias, dgamma, dbeta);
-    None for what is not in needs."""
+    """(dy, x, gamma, beta, codes and scales of a gathered weight, history, scale, pending, overflows of the gradient,
+    kept) -> (dx, dW, dbias, dgamma, dbeta); None for what is not in needs."""
 
-    def run(dy, x, gamma, beta, history, scale, pending, overflows, *kept):
+    def run(dy, x, gamma, beta, codes, scales_of_codes, history, scale, pending, overflows, *kept):
         plan = what.plan
         flat = dy.reshape(-1, dy.shape[-1])
         xt, (means, rstds), wt = kept[:3], kept[3:5], kept[5:8]
+        if what.gathered and needs[0]:
+            wt = (turned_codes(codes), scales_of_codes.t().contiguous(), wt[2])
         used = None
         if history is not None:
             states = [history, scale, pending, overflows]
@@ -139,14 +150,15 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, kind, histories, grad_history, x, weight, bias, gamma, beta):  # type: ignore[override]
-        inputs = (x, weight, bias, gamma, beta, *histories)
+        gathered = weight if kind.what.gathered else None
+        inputs = (x, None if gathered is not None else weight, bias, gamma, beta, *_codes(gathered), *histories)
         what = kind.what
         if kind.forward is None:
             y, kept = _record(kind, inputs)
         else:
             (y,), pool = kind.forward.play(inputs)
             kept = (pool,)
-        ctx.save_for_backward(x if what.kind else None, gamma, beta, *kept)
+        ctx.save_for_backward(x if what.kind else None, gamma, beta, gathered, *kept)
         ctx.set_materialize_grads(False)
         ctx.kind, ctx.grad_history, ctx.pooled = kind, grad_history, len(kept) == 1
         return y
@@ -160,10 +172,10 @@ class _Step(torch.autograd.Function):
             raise UnsupportedError(
                 "quantised linear layers have first gradients only: create_graph=True is not supported"
             )
-        x, gamma, beta, *kept = ctx.saved_tensors
+        x, gamma, beta, gathered, *kept = ctx.saved_tensors
         kind, wanted = ctx.kind, ctx.needs_input_grad
         needs = (wanted[3] or wanted[6] or wanted[7], wanted[4], bool(wanted[5]))
-        given = (dy, x, gamma, beta, *ctx.grad_history)
+        given = (dy, x, gamma, beta, *_codes(gathered), *ctx.grad_history)
         made = _gradients(kind, needs, given, kept, ctx.pooled)
         dx, dw, db, dgamma, dbeta = made
         if dx is not None:
@@ -171,6 +183,11 @@ class _Step(torch.autograd.Function):
         return (
             None, None, None, dx, dw, db, dgamma if wanted[6] else None, dbeta if wanted[7] else None
         )  # fmt: skip
+
+
+def _codes(weight: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Codes, as bytes, and scales of a weight that was gathered."""
+    return (None, None) if weight is None else (weight.codes.view(torch.uint8), weight.scales)
 
 
 def _record(kind: Kind, inputs: tuple) -> tuple[Tensor, tuple]:
@@ -187,7 +204,10 @@ def _gradients(kind: Kind, needs: tuple, given: tuple, kept: list[Tensor], poole
     if not pooled:
         return run(*given, *kept)[0]
     assert kind.forward is not None
-    key = (needs, dy.shape, dy.stride(), dy.dtype, dy.data_ptr() % 16)
+    codes = given[4]
+    key = (
+        needs, dy.shape, dy.stride(), dy.dtype, dy.data_ptr() % 16, None if codes is None else codes.data_ptr() % 16,
+    )  # fmt: skip
     tape = kind.backward.get(key)
     if isinstance(tape, Tape):
         return tape.play((*given, kept[0]))[0]
@@ -217,10 +237,13 @@ def step(layer: Any, x: Tensor, recipe: Recipe, plan: Plan, backend: str, source
         return None
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None or state.recomputing():
         return None  # checkpoints compare what two runs have saved, which tapes and the ordinary way do differently
-    if quickly(linear_op, x) is linear_op or not _plain(weight, bias, source.gamma, source.beta):
+    gathered = isinstance(weight, QuantizedTensor)
+    codes = weight.codes if gathered else weight
+    if quickly(linear_op, x) is linear_op or not _plain(codes, bias, source.gamma, source.beta):
         return None
     now = state.current()
-    if now.frame is not None or now.group is not None or not x.is_contiguous() or not weight.is_contiguous():
+    reduces = now.group is not None and isinstance(recipe, Float8CurrentScaling)
+    if now.frame is not None or reduces or not x.is_contiguous() or not codes.is_contiguous():
         return None
     if x.is_cuda and x.device.index != torch.cuda.current_device():
         return None
@@ -229,7 +252,7 @@ def step(layer: Any, x: Tensor, recipe: Recipe, plan: Plan, backend: str, source
     gamma, beta = source.gamma, source.beta
     wanted = tuple(grads and t is not None and t.requires_grad for t in (x, weight, bias, gamma, beta))
     key = (
-        x.shape, x.dtype, x.data_ptr() % 16, weight.dtype, weight.data_ptr() % 16, x.device, recipe, backend,
+        x.shape, x.dtype, x.data_ptr() % 16, weight.dtype, codes.data_ptr() % 16, gathered, x.device, recipe, backend,
         source.kind, source.eps, wanted, update, hopper_gemm.GPU_CHECKED, quantizer.FUSED_CHECKED,
         None if bias is None else (bias.dtype, bias.data_ptr() % 16),
         None if gamma is None else (gamma.dtype, gamma.data_ptr() % 16, gamma.is_contiguous()),
@@ -261,7 +284,7 @@ def _what(layer, x, recipe, plan, backend, source, wanted, update) -> What:
     weight, bias = layer.weight, layer._bias()
     return What(
         plan, source.kind, source.eps, margin, algorithm, backend, delayed, update, kernels,
-        needs_x=wanted[0] or wanted[3] or wanted[4], needs_w=wanted[1], shape=tuple(x.shape), x_dtype=x.dtype,
-        w_dtype=weight.dtype, b_dtype=weight.dtype if bias is None else bias.dtype, n=layer.out_features,
-        k=layer.in_features,
+        needs_x=wanted[0] or wanted[3] or wanted[4], needs_w=wanted[1], gathered=isinstance(weight, QuantizedTensor),
+        shape=tuple(x.shape), x_dtype=x.dtype, w_dtype=weight.dtype,
+        b_dtype=weight.dtype if bias is None else bias.dtype, n=layer.out_features, k=layer.in_features,
     )  # fmt: skip

@@ -285,3 +285,24 @@ def test_grouped_along_k(pair, nk, backend):
             quantize(x[:, 384:512], pair[0]), quantize(w[:, 384:512], pair[1]), out_dtype=dtype, backend=backend
         )  # fmt: skip
         assert torch.equal(out[2], alone)
+
+
+@pytest.mark.parametrize("shape", [(512, 1024, 1024), (300, 1000, 1168), (4096, 4096, 2048)], ids=str)
+@pytest.mark.parametrize("second", ["fp8_128x128", "fp8_1x128"])
+def test_scales_that_come_with_their_slice(second, shape):
+    """Through shared memory: the same products and sums in the same order, so the same bits."""
+    a, b = operands(*shape, ("fp8_1x128", second))
+    lines = second == "fp8_1x128"
+    options = dict(block_a=(1, 128), block_b=b.scheme.block)
+    plain, staged = (
+        hopper_gemm.gemm(
+            hopper_gemm._addressable(a.codes.view(torch.uint8)).view(a.codes.dtype),
+            hopper_gemm._addressable(b.codes.view(torch.uint8)).view(b.codes.dtype),
+            a.scales, b.scales, config=config, **options,
+        )
+        for config in (
+            Fp8GemmConfig(parts=1, stages=6, group=8) if lines else Fp8GemmConfig(),
+            Fp8GemmConfig(parts=1, stages=5, group=8, staged=True) if lines else Fp8GemmConfig(staged=True),
+        )
+    )  # fmt: skip
+    assert torch.equal(plain, staged)

@@ -443,19 +443,26 @@ def test_largest_magnitude():
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_128x128"])
-def test_a_weight_that_was_gathered(name):
-    """FSDP2 hands a layer the codes of its weight: results and gradients are those of quantising it in the layer."""
+def test_a_weight_that_was_gathered(name, monkeypatch):
+    """FSDP2 hands a layer the codes of its weight: results and gradients are those of quantising it in the layer, also
+    in steps that are played back."""
+    monkeypatch.setattr(taped, "GPU_CHECKED", True)
     recipe = Float8BlockScaling(use_f32_scales=True) if name == "fp8_128x128" else Float8CurrentScaling()
     layer = Linear(512, 384, bias=False, params_dtype=torch.bfloat16, device="cuda", recipe=recipe)
     whole, found = layer.weight.detach(), []
     for weight in (whole, quantize(whole, recipe.scheme("weight"))):
-        layer.weight = torch.nn.Parameter(weight, requires_grad=True)
-        x = make(256, 512, special=False).requires_grad_()
-        y = layer(x)
-        y.backward(make(256, 384, special=False, seed=1))
-        found.append((y, x.grad, layer.weight.grad))
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
+        layer.weight, steps = torch.nn.Parameter(weight, requires_grad=True), 5
+        for _ in range(steps):
+            layer.weight.grad = None
+            x = make(256, 512, special=False).requires_grad_()
+            y = layer(x)
+            y.backward(make(256, 384, special=False, seed=1))
+            found.append((y, x.grad, layer.weight.grad))
+    for others in found[1:]:
+        for one, other in zip(found[0], others, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+    kinds = [kind for kind in layer._kinds.values() if isinstance(kind, taped.Kind)]
+    assert len(kinds) == 2 and all(isinstance(tape, Tape) for k in kinds for tape in (k.forward, *k.backward.values()))
 
 
 def layers_of_two_kinds(name, shape, steps, monkeypatch, taped_too):

@@ -88,6 +88,8 @@ CASES = {
     "fp8-along": lambda: fp8(TENSOR, TENSOR, along=True),
     "fp8-along-lines": lambda: fp8(LINE, LINE, along=True, config=LATE),
     "fp8-along-lines-add": lambda: fp8(LINE, LINE, along=True, out=torch.empty(1024, 5120), accumulate=True),
+    "fp8-staged": lambda: fp8(LINE, SQUARE, config=hopper_gemm.Fp8GemmConfig(staged=True)),
+    "fp8-staged-lines": lambda: fp8(LINE, LINE, config=hopper_gemm.Fp8GemmConfig(parts=1, stages=5, staged=True)),
     "fp8-skinny-blocks": lambda: skinny(16, E4M3, LINE, SQUARE),
 }
 

@@ -12,6 +12,7 @@ from gpu_accel.transformer_engine import taped
 from gpu_accel.transformer_engine.context import autocast, checkpoint
 from gpu_accel.transformer_engine.linear import Linear
 from gpu_accel.transformer_engine.modules import LayerNormLinear, LayerNormMLP
+from gpu_accel.transformer_engine.quantizer import quantize
 from gpu_accel.transformer_engine.recipes import (
     DelayedScaling,
     Float8BlockScaling,
@@ -79,6 +80,28 @@ def test_bits_and_histories(monkeypatch, recipe, name):
     for kind in kinds(played):
         assert isinstance(kind.forward, Tape), kind.why_not
         assert [isinstance(tape, Tape) for tape in kind.backward.values()] == [True], kind.why_not
+
+
+@pytest.mark.parametrize("recipe", [Float8CurrentScaling(), Float8BlockScaling(use_f32_scales=True)], ids=["t", "b"])
+def test_a_weight_that_was_gathered(monkeypatch, recipe):
+    """Codes as FSDP2 hands them over, in other memory each time."""
+    monkeypatch.setattr(taped, "ON_CPU", True)
+    torch.manual_seed(1)
+    layer = Linear(128, 256, bias=False, params_dtype=torch.bfloat16, recipe=recipe, backend="portable")
+    whole, found = layer.weight.detach(), []
+    x, dy = torch.randn(4, 128).bfloat16(), torch.randn(4, 256).bfloat16()
+    for on in [False] + [True] * 4:
+        monkeypatch.setattr(taped, "ON_CPU", on)
+        codes = quantize(whole, recipe.scheme("weight"), backend="reference")
+        layer.weight = torch.nn.Parameter(codes)
+        z = x.clone().requires_grad_()
+        y = layer(z)
+        y.backward(dy)
+        found.append((y, z.grad, layer.weight.grad))
+    for others in found[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(found[0], others, strict=True))
+    (kind,) = kinds(layer)
+    assert isinstance(kind.forward, Tape) and isinstance(next(iter(kind.backward.values())), Tape), kind.why_not
 
 
 def test_two_steps_before_their_backward_passes(monkeypatch):
