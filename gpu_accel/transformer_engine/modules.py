@@ -110,8 +110,14 @@ def _norm_linear(norm: Norm, linear: Linear, x: Tensor, first: bool | None) -> T
     """linear(norm(x)), in one go where that can be."""
     norm.check(x)  # before anything looks at what it is
     recipe = linear.active_recipe()
+    fuses = recipe is not None and not norm.hooked() and linear.fuses(x, recipe)
+    if fuses:
+        check_first(first)
+        assert recipe is not None
+        if (y := linear._of_codes(x, recipe, first, norm.source())) is not None:
+            return y
     x = enter(x, linear.parallel)
-    if recipe is None or norm.hooked() or not linear.fuses(x, recipe):
+    if recipe is None or not fuses:
         return linear(norm(x), first)
     check_first(first)
     return linear._quantized(x, recipe, first, norm.source())
@@ -123,7 +129,7 @@ def _activated_linear(activation: str, linear: Linear, x: Tensor, first: bool | 
     if recipe is None or not linear.fuses(x, recipe):
         return linear(activate(x, activation, kernels=False if linear.backend == "reference" else None), first)
     check_first(first)
-    return linear._left(linear._quantized(x, recipe, first, Source(activation)))
+    return linear._done(x, recipe, first, Source(activation))
 
 
 class LayerNormLinear(nn.Module):
