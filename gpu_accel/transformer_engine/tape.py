@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpu_accel.compat import INTERPRET
+from gpu_accel.flash_attention3 import gluon_launch
 from gpu_accel.flash_attention3 import launch as launching
 
 _ALIGNMENT = 256
@@ -35,6 +36,7 @@ _ZEROS = {_aten.new_zeros.default, _aten.zeros.default}
 # operations of torch that are done again as they are
 _REPEATED = {_aten.sum.dim_IntList, _aten._to_copy.default, _aten.clone.default}
 _recording = False
+_EMPTY, _LASTING = -1, -2  # in place of a memory: of no elements; of a counter that lives as long as the process
 
 
 def recording() -> bool:
@@ -44,7 +46,7 @@ def recording() -> bool:
 
 @dataclass(frozen=True)
 class Place:
-    """A tensor as an offset in bytes into one of the memories of a tape."""
+    """A tensor as an offset in bytes into one of the memories of a tape (of `_LASTING`, its address)."""
 
     memory: int
     offset: int
@@ -129,6 +131,7 @@ class _Watch(TorchDispatchMode):
     def __init__(self, inputs: Sequence[Tensor | None]) -> None:
         super().__init__()
         self.inputs = inputs
+        self.lasting = list(gluon_launch._counters.values())
         self.spans = [
             (0, 0) if t is None or not t.numel() else (t.data_ptr(), t.data_ptr() + _bytes(t)) for t in inputs
         ]  # fmt: skip
@@ -171,6 +174,8 @@ class _Watch(TorchDispatchMode):
         """Where x is, as a tensor that torch works on: its memory must be a tensor of its own."""
         place = self.place(x)
         at = place.memory - len(self.inputs)
+        if place.memory < 0:
+            raise _NoTapeError("an operation of torch works on a counter, or on nothing")
         if at >= 0:
             if self.memories[at].kind == "zeros":
                 raise _NoTapeError("an operation of torch reads what was zeroed")
@@ -181,7 +186,7 @@ class _Watch(TorchDispatchMode):
     def place(self, x: Tensor) -> Place:
         shape, stride = tuple(x.shape), x.stride()
         if not x.numel():
-            return Place(-1, 0, shape, stride, x.dtype)
+            return Place(_EMPTY, 0, shape, stride, x.dtype)
         start, end = x.data_ptr(), x.data_ptr() + _bytes(x)
         found = [i for i, (low, high) in enumerate(self.spans) if low <= start and end <= high]
         if not found:
@@ -189,6 +194,10 @@ class _Watch(TorchDispatchMode):
                 low = memory.tensor.data_ptr()
                 if memory.tensor.numel() and low <= start and end <= low + _bytes(memory.tensor):
                     return Place(len(self.inputs) + i, start - low, shape, stride, x.dtype)
+            if any(counter is x for counter in self.lasting):
+                return Place(_LASTING, start, shape, stride, x.dtype)
+        if len(found) > 1:  # arguments that lie within each other, such as q, k and v of one packed tensor
+            found = [i for i in found if self.spans[i][0] == start]
         if len(found) != 1:
             raise _NoTapeError("a launch uses memory that is in no argument, or in several")
         return Place(found[0], start - self.spans[found[0]][0], shape, stride, x.dtype)
@@ -238,11 +247,12 @@ class Tape:
     @classmethod
     def record(
         cls, function: Callable[..., tuple[tuple, tuple]], inputs: Sequence[Tensor | None],
-        shapes: Sequence[tuple[int, ...] | None] = (),
+        shapes: Sequence[tuple[int, ...] | None] = (), *, overlapping: bool = False,
     ) -> tuple[tuple, tuple, Tape | None, str]:  # fmt: skip
         """Run function(*inputs), which gives (results, kept), and write it down.
 
-        shapes: of the results as the tape is to make them, where not as the function does.
+        shapes: of the results as the tape is to make them, where not as the function does. overlapping: arguments may
+        share memory; each is then used as it is, none by parts.
         Returns results and kept as the function made them, the tape or None, and why there is none.
         """
         global _recording
@@ -255,7 +265,7 @@ class Tape:
         finally:
             launching._seen, _recording = before, False
         spans = sorted(span for span in watch.spans if span[1])
-        if any(a[1] > b[0] for a, b in zip(spans, spans[1:], strict=False)):
+        if not overlapping and any(a[1] > b[0] for a, b in zip(spans, spans[1:], strict=False)):
             watch.refuse("two arguments share memory")
         if watch.why:
             return results, kept, None, watch.why
@@ -283,12 +293,13 @@ class Tape:
         kept_places = [watch.place(t) for t in kept]
         for place in kept_places:
             at = place.memory - inputs
-            if place.memory >= 0 and (at < 0 or memories[at].kind not in ("scratch", "kept")):
+            if place.memory != _EMPTY and (at < 0 or memories[at].kind not in ("scratch", "kept")):
                 raise _NoTapeError("what is kept is an argument, a result or zeros")
-            if place.memory >= 0:
+            if place.memory != _EMPTY:
                 memories[at].kind = "kept"
         sizes = {"kept": 0, "scratch": 0, "zeros": 0}
-        where: dict[int, tuple[int, int]] = {-1: (inputs, 0)}  # memory of the recording -> (memory of the tape, offset)
+        # memory of the recording -> (memory of the tape, offset)
+        where: dict[int, tuple[int, int]] = {_EMPTY: (inputs, 0)}
         own_memories, count = [], inputs + len(sizes)
         for i, memory in enumerate(memories):
             kind = memory.kind
@@ -304,7 +315,7 @@ class Tape:
                 count += 1
 
         def moved(place: Place) -> Place:
-            if 0 <= place.memory < inputs:
+            if 0 <= place.memory < inputs or place.memory == _LASTING:
                 return place
             to, offset = where[place.memory]
             return Place(to, offset + place.offset, place.shape, place.stride, place.dtype)
@@ -350,8 +361,8 @@ class Tape:
             patches = tuple((i, p.memory, p.offset) for i, p in step.places if p.memory >= 0 and not p.empty)
             arguments = list(step.arguments)
             for at, where in step.places:
-                if where.empty:
-                    arguments[at] = 0
+                if where.empty or where.memory == _LASTING:
+                    arguments[at] = where.offset if where.memory == _LASTING else 0
             maps = tuple((i, fields.pop("_kind"), fields, p.memory, p.offset) for i, fields, p in step.maps)
             self._ready.append(
                 (None, run, step.grid, compiled.function, compiled.packed_metadata, arguments, patches, maps)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gpu_accel.errors import UnsupportedError
 from gpu_accel.flash_attention3 import launch as launching
+from gpu_accel.flash_attention3.function import flash_attention_backward, flash_attention_forward
 from gpu_accel.transformer_engine import context as state
 from gpu_accel.transformer_engine import hopper_gemm, quantizer
 from gpu_accel.transformer_engine.history_kernels import roll_op
@@ -228,6 +229,12 @@ def _plain(*tensors: Tensor | None) -> bool:
     return all(t is None or type(t) is Tensor or type(t) is torch.nn.Parameter for t in tensors)
 
 
+def _packs() -> bool:
+    """Whether hooks change what is saved for the backward pass."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is None or top(True) is not None
+
+
 def step(layer: Any, x: Tensor, recipe: Recipe, plan: Plan, backend: str, source: Source) -> Tensor | None:
     """The layer on x (or on what `source` makes of it), or None where the ordinary way has to be gone."""
     weight, bias = layer.weight, layer._bias()
@@ -235,7 +242,7 @@ def step(layer: Any, x: Tensor, recipe: Recipe, plan: Plan, backend: str, source
         return None
     if backend == "reference" or plan.random:
         return None
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None or state.recomputing():
+    if _packs() or state.recomputing():
         return None  # checkpoints compare what two runs have saved, which tapes and the ordinary way do differently
     gathered = isinstance(weight, QuantizedTensor)
     codes = weight.codes if gathered else weight
@@ -288,3 +295,90 @@ def _what(layer, x, recipe, plan, backend, source, wanted, update) -> What:
         shape=tuple(x.shape), x_dtype=x.dtype, w_dtype=weight.dtype,
         b_dtype=weight.dtype if bias is None else bias.dtype, n=layer.out_features, k=layer.in_features,
     )  # fmt: skip
+
+
+# -- attention
+
+
+@dataclass
+class Attended:
+    """Attention of one kind: scalars of the op, the stream that its counters belong to, and tapes of both passes."""
+
+    scalars: tuple
+    stream: int
+    forward: Tape | None = None
+    backward: dict[tuple, Tape | int] = field(default_factory=dict)
+    why_not: str = ""
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, kind, q, k, v):  # type: ignore[override]
+        def run(*qkv):
+            return flash_attention_forward._init_fn(*qkv, *kind.scalars), ()
+
+        if kind.forward is None:
+            (o, lse), _, kind.forward, kind.why_not = Tape.record(run, (q, k, v), overlapping=True)
+        else:
+            o, lse = kind.forward.play((q, k, v))[0]
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.set_materialize_grads(False)
+        ctx.kind = kind
+        return o
+
+    @staticmethod
+    def backward(ctx, do):  # type: ignore[override]
+        if do is None:
+            return None, None, None, None
+        if torch.is_grad_enabled() and do.requires_grad:
+            raise UnsupportedError("attention kernels have first gradients only: create_graph=True is not supported")
+        q, k, v, o, lse = ctx.saved_tensors
+        kind, inputs = ctx.kind, (do, q, k, v, o, lse)
+
+        def run(do, q, k, v, o, lse):
+            return flash_attention_backward._init_fn(do, None, q, k, v, o, lse, *kind.scalars), ()
+
+        key = (do.shape, do.stride(), do.dtype, *(t.data_ptr() % 16 for t in (do, q, k, v)))
+        tape = kind.backward.get(key)
+        if kind.stream != _stream(q) or torch.cuda.is_current_stream_capturing() or not _plain(*inputs):
+            return None, *run(*inputs)[0]
+        if isinstance(tape, Tape):
+            return None, *tape.play(inputs)[0]
+        if tape is None and len(kind.backward) < MOST:  # the kernels are compiled the first time
+            kind.backward[key] = 0
+        elif tape == 0:
+            made, _, tape, why = Tape.record(run, inputs, overlapping=True)
+            kind.backward[key] = _SEEN if tape is None else tape
+            kind.why_not = kind.why_not or why
+            return None, *made
+        return None, *run(*inputs)[0]
+
+
+def _stream(x: Tensor) -> int:
+    return torch._C._cuda_getCurrentRawStream(x.device.index)
+
+
+def attention(kinds: Kinds, q: Tensor, k: Tensor, v: Tensor, scalars: tuple) -> Tensor | None:
+    """Attention of (batch, seqlen, heads, head_dim) tensors by the op's scalars, or None for the ordinary way."""
+    if not (GPU_CHECKED and q.is_cuda) or launching._hook is not None or scalars[-1] == "reference":
+        return None
+    if quickly(flash_attention_forward, q) is flash_attention_forward or not _plain(q, k, v):
+        return None
+    if _packs() or state.recomputing():
+        return None
+    if torch.cuda.is_current_stream_capturing() or torch.is_autocast_enabled("cuda"):
+        return None
+    if q.device.index != torch.cuda.current_device():
+        return None
+    stream = _stream(q)
+    key = (*((t.shape, t.stride(), t.dtype, t.data_ptr() % 16) for t in (q, k, v)), scalars, stream)
+    kind = kinds.get(key)
+    if kind is None:
+        if len(kinds) < MOST:
+            kinds[key] = _SEEN
+        return None
+    if kind is _SEEN:
+        kind = kinds[key] = Attended(scalars, stream)
+    elif kind.forward is None:
+        return None
+    return _Attend.apply(kind, q, k, v)

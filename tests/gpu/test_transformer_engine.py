@@ -22,7 +22,7 @@ from gpu_accel.transformer_engine.grouped_linear import GroupedLinear
 from gpu_accel.transformer_engine.history_kernels import roll, roll_op
 from gpu_accel.transformer_engine.kv_cache import ELEMENTS, GRANULARITIES, quantize_kv_cache
 from gpu_accel.transformer_engine.linear import Linear
-from gpu_accel.transformer_engine.modules import LayerNormMLP, TransformerLayer
+from gpu_accel.transformer_engine.modules import DotProductAttention, LayerNormMLP, TransformerLayer
 from gpu_accel.transformer_engine.optimizers import AdamW8bit, Lion8bit
 from gpu_accel.transformer_engine.quantize_launch import Source
 from gpu_accel.transformer_engine.quantizer import LONGEST_ROW, quantize
@@ -552,3 +552,26 @@ def test_linear_layers_of_experts(name, backend):
         pairs = ((y, truth), (x.grad, z.grad), (layer.weight.grad, w.grad), (layer.bias.grad, b.grad))
     for found, wanted in pairs:
         assert (found.double() - wanted).norm() <= 0.08 * wanted.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_that_is_played_back(causal, dtype, monkeypatch):
+    """q, k and v of one packed tensor; dq is summed in no fixed order, everything else has the same bits."""
+    attend = DotProductAttention(attn_mask_type="causal" if causal else "no_mask", qkv_format="bshd")
+    found: list[list] = [[], []]
+    for i in range(6):
+        for taped_too in (False, True):
+            monkeypatch.setattr(taped, "GPU_CHECKED", taped_too)
+            shape = (2, 300, 6, 128)
+            packed = torch.randn(shape, generator=generator(i, "cuda"), device="cuda").to(dtype).requires_grad_()
+            o = attend(*packed.split(2, 2))
+            o.backward(torch.randn(o.shape, generator=generator(i + 9, "cuda"), device="cuda").to(dtype))
+            found[taped_too].append((o.detach(), packed.grad))
+    (kind,) = [kind for kind in attend._kinds.values() if isinstance(kind, taped.Attended)]
+    if dtype is torch.bfloat16:
+        assert isinstance(kind.forward, Tape) and not kind.why_not
+        assert [isinstance(tape, Tape) for tape in kind.backward.values()] == [True]
+    for (o, d), (p, e) in zip(*found, strict=True):
+        assert torch.equal(o, p) and torch.equal(d[:, :, 2:], e[:, :, 2:])
+        assert (d[:, :, :2].float() - e[:, :, :2].float()).norm() <= 2**-8 * d[:, :, :2].float().norm()
