@@ -43,9 +43,11 @@ class QuickLaunch:
         variant = (torch.cuda.current_device(), key, values)
         compiled = self._compiled.get(variant)
         if compiled is None:
-            self._compiled[variant] = self.kernel[(programs,)](*arguments, **constants, **options)
+            compiled = self._compiled[variant] = self.kernel[(programs,)](*arguments, **constants, **options)
         else:
             compiled[(programs, 1, 1)](*arguments, *values)
+        if launch._seen is not None:
+            launch._seen(self.kernel, compiled, (programs,), arguments, {**constants, **options})
 
 
 def tensor_map(x: Tensor, rows: int, cols: int):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gpu_accel.compat import INTERPRET
@@ -20,6 +21,7 @@ _LOG2E = 1.4426950408889634
 _TMA_ALIGNMENT = 16  # bytes, for addresses and for every stride but the last
 _TMA_MAX_STRIDE = 1 << 40  # bytes
 _hook: Callable[[Any, int, tuple, dict], None] | None = None  # see `instead_of_launching`, `recording`
+_seen: Callable[[Any, Any, tuple, tuple, dict], None] | None = None  # transformer_engine/tape.py
 _L2_SHARE = 16 << 20  # bytes of keys and values that the heads walked together may take
 
 
@@ -141,8 +143,14 @@ def launch(kernel: Any, programs: int | tuple[int, ...], arguments: tuple, optio
     """Run `kernel` on a grid of `programs`."""
     if _hook is not None:
         _hook(kernel, programs, arguments, options)
-    else:
-        kernel[programs if isinstance(programs, tuple) else (programs,)](*arguments, **options)
+        return
+    grid = programs if isinstance(programs, tuple) else (programs,)
+    if _seen is None:
+        kernel[grid](*arguments, **options)
+        return
+    with _disable_current_modes():  # the interpreter copies tensors
+        compiled = kernel[grid](*arguments, **options)
+    _seen(kernel, compiled, grid, arguments, options)
 
 
 @contextlib.contextmanager

@@ -265,7 +265,7 @@ def scaled_mm_op(
         options = dict(
             A_E5M2=schemes[0].element == "e5m2", B_E5M2=schemes[1].element == "e5m2",
             BLOCKED=schemes[0].block[1] == 128, ROWS_A=places[0][2], ROWS_B=places[1][2], EVEN=k % bk == 0,
-            GROUPED=False, num_stages=3,
+            GROUPED=0, num_stages=3,
         )  # fmt: skip
         arguments = (a, b, scale_a, scale_b, given, out, out, m, n, k, tiles_m, tiles_n, 0, *places[0][:2],
                      *places[1][:2])  # fmt: skip

@@ -6,6 +6,11 @@ The rows of `a` are sorted by expert, and those of one expert fill whole blocks 
 the "contiguous" layout of DeepGEMM, and `groups` is its m_indices. `group_rows` makes it. Where every expert has room
 for as many rows and only the device knows how many it has, `group_room` does: DeepGEMM's "masked" layout. Rows of a
 negative group come out as 0, and cost next to nothing.
+
+    out = k_grouped_mm(a, b, ends)        a (N, M)   b (K, M)   ends (G,) int32     out (G, N, K)
+
+is what gradients of the experts' weights are: sums over the rows of each expert, which are contiguous along M as the
+column-wise copies of `quantize` have them (DeepGEMM's k-grouped layout). `group_ends` makes `ends` of sizes.
 """
 
 from __future__ import annotations
@@ -105,7 +110,7 @@ def grouped_mm(
         InvalidInputError, UnsupportedError, HardwareError as `scaled_mm`.
     """
     _check(a, b, groups, out_dtype)
-    if hopper_gemm.chosen(a, b, backend, grouped=True):
+    if hopper_gemm.chosen(a, b, backend, kind="grouped"):
         return _operate(hopper_grouped_op, a, b, groups, out_dtype)
     if choose_backend(backend, a, "grouped_mm") == "reference":
         return grouped_mm_reference(a, b, groups, out_dtype=out_dtype)
@@ -138,6 +143,79 @@ def _check_members(members: list[int], matrices: int) -> None:
     for block, member in enumerate(members):
         if member >= matrices:
             raise InvalidInputError(f"groups[{block * BLOCK}] is {member}, and b has {matrices} matrices, 0 to G - 1")
+
+
+def group_ends(sizes: Tensor) -> Tensor:
+    """(G,) int32: behind the last row of each expert, with the padding that `group_rows` makes. Nothing is read."""
+    _check_counts("sizes", sizes)
+    return ((sizes.long() + BLOCK - 1) // BLOCK * BLOCK).cumsum(0).to(torch.int32)
+
+
+def k_grouped_mm(
+    a: QuantizedTensor, b: QuantizedTensor, ends: Tensor, *, out_dtype: torch.dtype = torch.bfloat16,
+    backend: str = "auto",
+) -> Tensor:  # fmt: skip
+    """out[g] = a[:, s:e] (N, e - s) @ b[:, s:e].T (e - s, K) with s = ends[g - 1], e = ends[g]: (G, N, K).
+
+    Args:
+        a: (N, M), b: (K, M), fp8 with scales per tensor, per row, or of 1x128. Of the padding of a group (its rows up
+            to a multiple of 128) one of the two has zeros, and the other no NaN.
+        ends: (G,) int32 on the device, multiples of 128, not falling, the last at most M; looked at on a CPU only.
+            A group of no rows gives zeros.
+    Raises:
+        InvalidInputError, UnsupportedError, HardwareError as `scaled_mm`.
+    """
+    _check_along(a, b, ends, out_dtype)
+    starts = torch.cat((ends.new_zeros(1), ends // BLOCK))
+    whole = a.shape[0] % BLOCK == 0
+    if backend == "hopper" and not whole:
+        raise UnsupportedError(f"hopper: N is {a.shape[0]}, and must be a multiple of 128; use backend='portable'")
+    if whole and hopper_gemm.chosen(a, b, backend, kind="along"):
+        return _operate_along(hopper_along_op, a, b, starts, out_dtype)
+    if choose_backend(backend, a, "k_grouped_mm") == "reference":
+        return k_grouped_mm_reference(a, b, ends, out_dtype=out_dtype)
+    if not INTERPRET and (torch.version.hip or capability(a.device) < (8, 9)):
+        raise HardwareError("fp8 products need compute capability 8.9 (Ada, Hopper or newer): use bf16")
+    return _operate_along(along_op, a, b, starts, out_dtype)
+
+
+def _check_along(a: QuantizedTensor, b: QuantizedTensor, ends: Tensor, out_dtype: torch.dtype) -> None:
+    kind, blocks = pair_kind(a, b), (a.scheme.block, b.scheme.block)
+    if kind != "fp8" or (128, 128) in blocks:
+        raise UnsupportedError(
+            f"{a.scheme} x {b.scheme}: products grouped along K are those of fp8 with scales per tensor, row or 1x128"
+        )
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
+        raise InvalidInputError(f"a must be (N, M) and b (K, M), got {tuple(a.shape)} and {tuple(b.shape)}")
+    if not isinstance(ends, Tensor) or ends.dtype != torch.int32 or ends.dim() != 1 or not ends.numel():
+        raise InvalidInputError(f"ends must be (G,) int32 with G >= 1, got {getattr(ends, 'shape', type(ends))}")
+    check_strided("ends", ends)
+    check_one_device(a=a, b=b, ends=ends)
+    check_no_gradient(a=a, b=b)
+    if out_dtype not in OUT_DTYPES:
+        raise InvalidInputError(f"out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
+    if _readable(ends):
+        found = ends.tolist()
+        falling = any(x > y for x, y in zip([0, *found], found, strict=False))
+        if falling or found[-1] > a.shape[1] or any(n % BLOCK for n in found):
+            raise InvalidInputError(f"ends must be multiples of 128 that do not fall, up to {a.shape[1]}, got {found}")
+
+
+def k_grouped_mm_reference(
+    a: QuantizedTensor, b: QuantizedTensor, ends: Tensor, *, out_dtype: torch.dtype = torch.float64,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:  # fmt: skip
+    """The same in plain torch, summed in `dtype`."""
+    x, w = exact_values(a, dtype), exact_values(b, dtype)
+    edges = [0, *ends.tolist()]
+    parts = [x[:, s:e] @ w[:, s:e].t() for s, e in zip(edges, edges[1:], strict=False)]
+    return torch.stack(parts).to(out_dtype)
+
+
+def _operate_along(op, a: QuantizedTensor, b: QuantizedTensor, starts: Tensor, out_dtype: torch.dtype) -> Tensor:
+    parts = a._parts(""), b._parts("")
+    given = [x for part in parts if part is not None for x in (part.codes, part.scales)]
+    return op(*given, starts, out_dtype, a.scheme.text, b.scheme.text)
 
 
 def grouped_mm_reference(
@@ -203,10 +281,56 @@ def grouped_op(
     options = dict(
         BM=bm, BN=bn, BK=128, GROUP=8, A_E5M2=schemes[0].element == "e5m2", B_E5M2=schemes[1].element == "e5m2",
         BLOCKED=schemes[0].block[1] == 128, ROWS_A=places[0][2], ROWS_B=places[1][2], BIAS=False, EVEN=k % 128 == 0,
-        GROUPED=True, num_warps=8, num_stages=3,
+        GROUPED=1, num_warps=8, num_stages=3,
     )  # fmt: skip
     launch(_fp8_kernel, tiles_m * tiles_n, arguments, options)
     return out
+
+
+@torch.library.custom_op("gpu_accel::te_k_grouped_mm_hopper", mutates_args=())
+def hopper_along_op(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, starts: Tensor, out_dtype: torch.dtype, text_a: str,
+    text_b: str,
+) -> Tensor:  # fmt: skip
+    """(G, N, K) from codes (N, M) and (K, M) as bytes; starts (G + 1,): first slices of 128 of M."""
+    out = torch.empty(starts.shape[0] - 1, a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
+    if not out.numel() or not a.shape[1]:
+        return out.zero_()
+    hopper_gemm.run(
+        a, scale_a, b, scale_b, None, "none", text_a, text_b, along=starts, out=out.view(-1, b.shape[0])
+    )  # fmt: skip
+    return out
+
+
+@torch.library.custom_op("gpu_accel::te_k_grouped_mm", mutates_args=())
+def along_op(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, starts: Tensor, out_dtype: torch.dtype, text_a: str,
+    text_b: str,
+) -> Tensor:  # fmt: skip
+    """The same in plain Triton."""
+    (m, k), n, count = a.shape, b.shape[0], starts.shape[0] - 1
+    out = torch.empty(count, m, n, dtype=out_dtype, device=a.device)
+    if not out.numel() or not k:
+        return out.zero_()
+    schemes = find_scheme(text_a), find_scheme(text_b)
+    places = []
+    for scales, what in ((scale_a, schemes[0]), (scale_b, schemes[1])):
+        places.append({(0, 0): (0, 0), (1, 0): (1, 0), (1, 128): (scales.shape[1], 1)}[what.block])
+    tiles_m, tiles_n = count * triton.cdiv(m, 128), triton.cdiv(n, 128)
+    arguments = (a, b, scale_a, scale_b, out, out, starts, m, n, k, tiles_m, tiles_n, m, *places[0], *places[1])
+    options = dict(
+        BM=128, BN=128, BK=128, GROUP=8, A_E5M2=schemes[0].element == "e5m2", B_E5M2=schemes[1].element == "e5m2",
+        BLOCKED=schemes[0].block[1] == 128, ROWS_A=1, ROWS_B=1, BIAS=False, EVEN=k % 128 == 0, GROUPED=2, num_warps=8,
+        num_stages=3,
+    )  # fmt: skip
+    launch(_fp8_kernel, tiles_m * tiles_n, arguments, options)
+    return out
+
+
+@hopper_along_op.register_fake
+@along_op.register_fake
+def _(a, scale_a, b, scale_b, starts, out_dtype, text_a, text_b):
+    return a.new_empty((starts.shape[0] - 1, a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
 @hopper_grouped_op.register_fake

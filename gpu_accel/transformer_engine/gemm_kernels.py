@@ -71,11 +71,23 @@ def _fp8_kernel(
 ):  # fmt: skip
     """Scales are at scale_a[m // ROWS_A * sa_m + k // 128 * sa_k], so strides of 0 make them per row or per tensor.
 
-    GROUPED: b is a stack of matrices (N, K), their scales `sb_g` apart; 128 rows of a have the one that `groups`
-    (int32) names at the first of them, and become 0 where it is negative.
+    GROUPED 1: b is a stack of matrices (N, K), their scales `sb_g` apart; 128 rows of a have the one that `groups`
+    (int32) names at the first of them, and become 0 where it is negative. GROUPED 2: groups share out K, and the result
+    is a stack of products of `sb_g` rows, each over the 128s of K from groups[g] to groups[g + 1].
     """
     tm, tn = _place(tiles_m, tiles_n, GROUP)
-    if GROUPED:
+    start = 0
+    stop = K
+    height = M
+    if GROUPED == 2:
+        each = tl.cdiv(sb_g, BM)
+        group = tm // each
+        tm -= group * each
+        start = tl.load(groups + group) * 128
+        stop = tl.minimum(tl.load(groups + group + 1) * 128, K)
+        out += group.to(tl.int64) * sb_g * N
+        height = sb_g
+    if GROUPED == 1:
         group = tl.load(groups + tm.to(tl.int64) * BM // 128 * 128)
         b += tl.maximum(group, 0).to(tl.int64) * N * K
         scale_b += tl.maximum(group, 0).to(tl.int64) * sb_g
@@ -84,23 +96,23 @@ def _fp8_kernel(
     pa = scale_a + (m // ROWS_A).to(tl.int64) * sa_m
     pb = scale_b + (n // ROWS_B).to(tl.int64) * sb_n
     acc = tl.zeros((BM, BN), tl.float32)
-    for k in range(0, K, BK):
-        x = _as_fp8(_operand(a, m, M, K, k, K, BM, BK, EVEN), A_E5M2)
+    for k in range(start, stop, BK):
+        x = _as_fp8(_operand(a, m, height, K, k, K, BM, BK, EVEN), A_E5M2)
         y = _as_fp8(_operand(b, n, N, K, k, K, BN, BK, EVEN), B_E5M2)
         part = tl.dot(x, tl.trans(y), out_dtype=tl.float32)
         if BLOCKED:
-            sa = tl.load(pa + k // 128 * sa_k, mask=m < M, other=0.0)
+            sa = tl.load(pa + k // 128 * sa_k, mask=m < height, other=0.0)
             sb = tl.load(pb + k // 128 * sb_k, mask=n < N, other=0.0)
             acc += part * sa[:, None] * sb[None, :]
         else:
             acc += part
     if not BLOCKED:
-        sa = tl.load(pa, mask=m < M, other=0.0)
+        sa = tl.load(pa, mask=m < height, other=0.0)
         sb = tl.load(pb, mask=n < N, other=0.0)
         acc = acc * sa[:, None] * sb[None, :]
-    if GROUPED:
+    if GROUPED == 1:
         acc = tl.where(group < 0, 0.0, acc)
-    _finish(acc, bias, out, m, n, M, N, BIAS)
+    _finish(acc, bias, out, m, n, height, N, BIAS)
 
 
 @triton.jit

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gpu_accel.errors import UnsupportedError
+from gpu_accel.flash_attention3 import launch as launching
 from gpu_accel.flash_attention3.gluon_launch import QuickLaunch, multiprocessors
 from gpu_accel.thunderkittens import gemm_skinny
 from gpu_accel.thunderkittens.gemm_api import activated
@@ -20,11 +21,14 @@ from gpu_accel.thunderkittens.gemm_hopper import (
     on_device,
     zero_counters,
 )
+from gpu_accel.transformer_engine.quantize_kernels import scales_kernel
+from gpu_accel.transformer_engine.quantize_launch import quick
 from gpu_accel.transformer_engine.schemes import scheme as find_scheme
 from gpu_accel.transformer_engine.tensor import QuantizedTensor
 
 # What has been right on an H100 or H200 in tests/gpu/test_gemm_fp8.py: "auto" takes the portable kernel for the rest.
 GPU_CHECKED: tuple[str, ...] = ("dense", "grouped")
+SCALES_CHECKED = False  # the same of the one launch that lays scales of blocks side by side
 _ALIGNMENT = 16  # bytes
 _SKINNY = 64  # rows up to which the kernel that deals slices of K is taken
 # Tiles from which on scales of columns are read late: 1.16 to 1.24 times as fast from 4096 x 4096 on (H200), while to
@@ -40,7 +44,8 @@ class Fp8GemmConfig:
 
     `every`: slices of 128 of K that one sum in the tensor core has. 1 is as exact as cuBLAS without fast accumulation;
     2 (not with scales of blocks) is up to 4 % faster and loses three times as much. `deal`: as in
-    thunderkittens/gemm_hopper.py. `ahead`: slices that scales of blocks are fetched ahead, `parts` 2. With scales
+    thunderkittens/gemm_hopper.py. `staged`: scales of 1x128 come through shared memory, with the slice they belong to.
+    `ahead`: slices that scales of blocks are fetched ahead, `parts` 2. With scales
     of columns (B in 1x128) `parts` must be 1; `late`: they are read under the product that they belong to, in the order
     of threads, else a slice ahead.
     """
@@ -52,6 +57,7 @@ class Fp8GemmConfig:
     deal: bool = False
     ahead: int = 0
     late: bool = False
+    staged: bool = False
 
 
 @functools.cache
@@ -91,6 +97,7 @@ def gemm(
     amax: Tensor | None = None,
     accumulate: bool = False,
     groups: Tensor | None = None,
+    along: Tensor | None = None,
     config: Fp8GemmConfig | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -106,9 +113,14 @@ def gemm(
         out: (M, N), contiguous, or None.
         groups: int32 (M,), for b of G matrices, (G * N, K): which one 128 rows are multiplied with, read at every
             128th; rows of a negative group become 0.
+        along: int32 (G + 1,): the result is (G * M, N), a product for each group over the slices of 128 of K from
+            along[g] to along[g + 1]; M is a multiple of 128.
     """
     m, k = a.shape
+    height = m
     stacked = groups is not None
+    if along is not None:
+        m *= along.shape[0] - 1
     n = (out.shape[1] if out is not None else b.shape[0]) if stacked else b.shape[0]
     if out is None:
         out = torch.empty(m, n, dtype=out_dtype, device=a.device)
@@ -118,7 +130,7 @@ def gemm(
         room = torch.empty(m, -(-n // _ALIGNMENT) * _ALIGNMENT, dtype=out.dtype, device=a.device)[:, :n]
         gemm(
             a, b, scale_a, scale_b, block_a=block_a, block_b=block_b, bias=bias, activation=activation,
-            out_scale=out_scale, amax=amax, groups=groups, config=config, out=room,
+            out_scale=out_scale, amax=amax, groups=groups, along=along, config=config, out=room,
         )  # fmt: skip
         return out.copy_(room)
     alone = bias is None and activation == "none" and out_scale is None and amax is None
@@ -129,12 +141,15 @@ def gemm(
     out_desc = a_desc if direct else matrix_map(out, 64, 128)
     tiles_m, tiles_n = -(-m // 128), -(-n // (128 * config.parts))
     blocked = block_a[1] == 128
-    scale_a, scale_b = _side_by_side(scale_a, block_a), _side_by_side(scale_b, block_b, padded=True, turned=config.late)
+    staged = config.staged and block_a == (1, 128)
+    scale_a = _side_by_side(scale_a, block_a, padded=staged)
+    scale_b = _side_by_side(scale_b, block_b, padded=True, turned=config.late or staged)
     row_a, row_b = (scale.stride(0) if block[0] else 0 for scale, block in ((scale_a, block_a), (scale_b, block_b)))
     k_a, k_b = (scale.stride(1) if blocked else 0 for scale in (scale_a, scale_b))
     stack_b = row_b * (-(-n // block_b[0])) if stacked and block_b[0] else 0
+    stack_b = height if along is not None else stack_b
     k_steps, programs = -(-k // 128), multiprocessors(a.device)
-    dealt = dealt_tiles(tiles_m * tiles_n, k_steps, programs) if config.deal else 0
+    dealt = dealt_tiles(tiles_m * tiles_n, k_steps, programs) if config.deal and along is None else 0
     partials = counters = scale_a
     if dealt:
         counters = zero_counters(a.device, dealt * 2)
@@ -143,7 +158,7 @@ def gemm(
         programs = min(programs, tiles_m * tiles_n)
     given, factor = out if bias is None else bias, scale_a if out_scale is None else out_scale
     largest = scale_a.view(torch.int32) if amax is None else amax.view(torch.int32)
-    members = largest if groups is None else groups
+    members = along if along is not None else largest if groups is None else groups
     arguments = (a_desc, b_desc, out_desc, out, given, factor, largest, members, scale_a, scale_b, partials, counters,
                  m, n, k_steps, tiles_m, tiles_n, dealt, stack_b, row_a, k_a, row_b, k_b)  # fmt: skip
     constants = dict(
@@ -160,12 +175,13 @@ def gemm(
         ACTIVATION=ACTIVATIONS[activation],
         SCALE_OUT=out_scale is not None,
         LARGEST=amax is not None,
-        GROUPED=stacked,
+        GROUPED=2 if along is not None else int(stacked),
         ACCUMULATE=accumulate,
         DIRECT=direct,
         DEAL=dealt > 0,
         AHEAD=config.ahead if blocked and config.parts == 2 else 0,
-        LATE=config.late,
+        LATE=config.late and not staged,
+        STAGED=staged,
         CONSUMER_REGISTERS=240,
         PRODUCER_REGISTERS=24,
     )
@@ -182,6 +198,8 @@ def _side_by_side(scale: Tensor, block: tuple[int, int], *, padded: bool = False
     """
     if block != (1, 128):
         return scale.contiguous()
+    if SCALES_CHECKED and scale.is_cuda and launching._hook is None and scale.numel():
+        return _by_kernel(scale.contiguous(), padded, turned)
     if not padded:
         return scale.t().contiguous().t()
     rows, cols = scale.shape
@@ -196,14 +214,28 @@ def _side_by_side(scale: Tensor, block: tuple[int, int], *, padded: bool = False
     return wide.t()
 
 
+def _by_kernel(scale: Tensor, padded: bool, turned: bool) -> Tensor:
+    """The same in one launch."""
+    rows, cols = scale.shape
+    wide = -(-rows // 128) * 128 + 128 if padded else rows
+    out, tiles = scale.new_empty(cols, wide), -(-cols // 32)
+    options = dict(TURNED=turned, ROWS=128, COLS=32, num_warps=4)
+    with on_device(scale):
+        quick(scales_kernel, -(-wide // 128) * tiles, (scale, out, rows, cols, wide, tiles), options)
+    return out.t()
+
+
 def scheme_refusal(a: QuantizedTensor, b: QuantizedTensor) -> str | None:
     """Why the Hopper kernels cannot multiply two fp8 operands with float32 scales, or None: they take every pair."""
     return machine_refusal(a) or machine_refusal(b)
 
 
-def chosen(a: QuantizedTensor, b: QuantizedTensor, backend: str, *, grouped: bool = False) -> bool:
-    """Whether a product goes to these kernels. Raises UnsupportedError where "hopper" is asked for and cannot be."""
-    if backend not in ("auto", "hopper") or (backend == "auto" and _why_not_auto(b, grouped)):
+def chosen(a: QuantizedTensor, b: QuantizedTensor, backend: str, *, kind: str = "dense") -> bool:
+    """Whether a product goes to these kernels. Raises UnsupportedError where "hopper" is asked for and cannot be.
+
+    kind: "dense", "grouped" (by rows) or "along" (groups share out K).
+    """
+    if backend not in ("auto", "hopper") or (backend == "auto" and _why_not_auto(b, kind)):
         return False
     why = scheme_refusal(a, b)
     if why is not None and backend == "hopper":
@@ -211,11 +243,11 @@ def chosen(a: QuantizedTensor, b: QuantizedTensor, backend: str, *, grouped: boo
     return why is None
 
 
-def _why_not_auto(b: QuantizedTensor, grouped: bool = False) -> str:
+def _why_not_auto(b: QuantizedTensor, kind: str = "dense") -> str:
     """Why "auto" leaves these kernels alone, or nothing."""
-    if ("grouped" if grouped else "dense") not in GPU_CHECKED:
+    if kind not in GPU_CHECKED:
         return "not yet checked on a GPU: ask for it by name"
-    if grouped and b.scheme.block == (1, 128):
+    if kind == "grouped" and b.scheme.block == (1, 128):
         return "with scales of b in 1x128 it is not checked in groups: ask for it by name"
     return ""
 
@@ -241,7 +273,7 @@ def run(
     a, b = (_addressable(x).view(ELEMENTS[what.element]) for x, what in zip((a, b), schemes, strict=True))
     bias = None if bias is None else bias.contiguous()
     block_a, block_b = (what.block for what in schemes)
-    plain = not {"accumulate", "amax", "out_scale", "groups"} & set(options)
+    plain = not {"accumulate", "amax", "out_scale", "groups", "along"} & set(options)
     few = plain and a.shape[0] <= _SKINNY and block_a[0] != 128 and block_b != (1, 128)
     with on_device(a):
         if few:

@@ -17,8 +17,9 @@ thunderkittens/gemm_kernel.py, whose ring and epilogue this shares). What can ha
 tensors and rows, bias, activation, the largest magnitude noted, a scale and rounding to fp8; or they are added to a
 float32 result that is there already.
 
-GROUPED: B is a stack of matrices, and each 128 rows of A are multiplied with the one that `groups` names (a mixture of
-experts); rows of a negative group become 0.
+GROUPED 1: B is a stack of matrices, and each 128 rows of A are multiplied with the one that `groups` names (a mixture
+of experts); rows of a negative group become 0. GROUPED 2: groups share out K: the result is a stack of products, each
+over the slices of K from groups[g] to groups[g + 1] (gradients of experts' weights).
 
 Barriers (mbarrier): full one a stage, arrived on by TMA; empty one a stage, arrived on by both consumers.
 
@@ -29,9 +30,10 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from gpu_accel.gluon_compat import tma_load
+from gpu_accel.gluon_compat import cp_async, tma_load
 from gpu_accel.thunderkittens.gemm_device import (
     NOWHERE,
     activate,
@@ -59,7 +61,8 @@ BLOCK = gl.constexpr(128)  # of K that the tensor core may sum up
 #   shape  = (M, N, k_steps, tiles_m, tiles_n)
 #   scales = (scale_a, scale_b, sa_m, sa_k, sb_n, sb_k): where they are, and strides by row, by 128 of K
 #   ends   = (bias, scale_out, largest): what the epilogue reads and writes beside `out`
-#   stack  = (groups, sb_g): of each 128 rows the matrix of B; the stride of its scales
+#   stack  = (groups, sb_g): of each 128 rows the matrix of B; the stride of its scales. Of GROUPED 2 the first slice of
+#            each matrix of the result and one more; its rows
 
 
 @gluon.jit
@@ -115,12 +118,58 @@ def _late_scales(rows, col, step, shape, scales, ROWS_A: gl.constexpr, ACC: gl.c
 
 
 @gluon.jit
+def _staged_scales(bufs, stage, col, step, shape, scales, WG: gl.constexpr, PARTS: gl.constexpr, ROWS_B: gl.constexpr,
+                   ACC: gl.constexpr):  # fmt: skip
+    """Scales that came with a stage: (of the rows, of the columns of half 0, of half 1); of squares from memory."""
+    _, _, _, sa_bufs, sb_bufs = bufs
+    _, N, _, _, _ = shape
+    _, scale_b, _, _, sb_n, sb_k = scales
+    sa = sa_bufs.index(stage).slice(WG * ROWS, ROWS).load(gl.SliceLayout(1, ACC))
+    if ROWS_B == 1:
+        FOURS: gl.constexpr = gl.DistributedLinearLayout(
+            [[1], [2], [16], [32], [64]], [[4], [8], [0], [0], [0]], [[0], [0]], [], [BLOCK]
+        )
+        fours = sb_bufs.index(stage).load(FOURS)
+        sb = gl.reshape(gl.permute(gl.reshape(fours, [8, 4, 2, 2]), (0, 2, 1, 3)), [BLOCK])
+        sb0 = gl.convert_layout(sb, gl.SliceLayout(0, ACC), assert_trivial=True)
+        return sa, sb0, sb0
+    else:
+        sb = scale_b + (col // BLOCK).to(gl.int64) * sb_n + step * sb_k
+        sb0 = gl.load(sb)
+        return sa, sb0, gl.load(sb + sb_n, mask=col + BLOCK < N, other=0.0) if PARTS == 2 else sb0
+
+
+@gluon.jit
+def _stage_scales(bufs, barrier, stage, row, col, step, scales, ROWS_B: gl.constexpr):
+    """Ask for the scales of a stage: 128 of rows, and of columns where each has its own; the barrier waits for them."""
+    _, _, _, sa_bufs, sb_bufs = bufs
+    scale_a, scale_b, _, sa_k, _, sb_k = scales
+    at = gl.arange(0, BLOCK, layout=gl.BlockedLayout([4], [32], [1], [0]))
+    cp_async(sa_bufs.index(stage), gl.multiple_of(scale_a + gl.multiple_of(step * sa_k + row, 16), 16) + at)
+    if ROWS_B == 1:
+        cp_async(sb_bufs.index(stage), gl.multiple_of(scale_b + gl.multiple_of(step * sb_k + col, 16), 16) + at)
+    async_copy.mbarrier_arrive(barrier, increment_count=True)
+
+
+@gluon.jit
 def _scaled(part, sa, sb, ROWS_B: gl.constexpr):
     """A product of 128 of K times the scales of its blocks."""
     if ROWS_B == 1:
         return part * sa[:, None] * sb[None, :]
     else:
         return part * (sa * sb)[:, None]
+
+
+@gluon.jit
+def _slices_of(row, k_steps, stack):
+    """(row within its matrix of the result, first slice of K, one past the last, -1 where there is none, else 0)."""
+    starts, height = stack
+    matrix = row // height
+    k0 = gl.load(starts + matrix)
+    k1 = gl.load(starts + matrix + 1)
+    group = gl.where(k1 > k0, 0, -1)
+    k0 = gl.minimum(k0, k_steps - 1)
+    return row - matrix * height, k0, gl.maximum(k1, k0 + 1), group  # one slice at least; its sums are not used then
 
 
 @gluon.jit
@@ -215,9 +264,10 @@ def _consumer(
     ROW_A: gl.constexpr, ROW_B: gl.constexpr, ROWS_A: gl.constexpr, ROWS_B: gl.constexpr, BIAS: gl.constexpr,
     ACTIVATION: gl.constexpr, SCALE_OUT: gl.constexpr, LARGEST: gl.constexpr, GROUPED: gl.constexpr,
     ACCUMULATE: gl.constexpr, DIRECT: gl.constexpr, WIDE: gl.constexpr, DEAL: gl.constexpr, AHEAD: gl.constexpr,
-    LATE: gl.constexpr,
+    LATE: gl.constexpr, STAGED: gl.constexpr,
 ):  # fmt: skip
-    a_bufs, b_bufs, out_bufs = bufs
+    a_bufs, b_bufs, out_bufs, _, _ = bufs
+    EARLY: gl.constexpr = BLOCKED and not LATE and not STAGED
     full, empty, opened = bars
     M, N, k_steps, tiles_m, tiles_n = shape
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])
@@ -239,19 +289,24 @@ def _consumer(
         col_now = tile_n * (BLOCK * PARTS)
         rows = row_now + gl.arange(0, ROWS, layout=gl.SliceLayout(1, ACC))
         own = scales
-        if GROUPED:
+        if GROUPED == 2:
+            row_in, k0, k1, group = _slices_of(row_now, k_steps, stack)
+            rows = row_in + gl.arange(0, ROWS, layout=gl.SliceLayout(1, ACC))
+        if GROUPED == 1:
             scale_a, scale_b, sa_m, sa_k, sb_n, sb_k = scales
             groups, sb_g = stack
             group = gl.load(groups + tile_m.to(gl.int64) * (2 * ROWS))
             k1 = gl.where(group < 0, k0 + 1, k1)  # one slice, and its sums are not used
             own = (scale_a, scale_b + gl.maximum(group, 0).to(gl.int64) * sb_g, sa_m, sa_k, sb_n, sb_k)
-        if BLOCKED and not LATE:
+        if EARLY:
             sa, sb0, sb1 = _block_scales(rows, col_now, k0, shape, own, PARTS, ROWS_A, ROWS_B, ACC)
         mbarrier.wait(full.index(stage), phase)
         a = a_bufs.index(stage * 2 + WG)
         acc0 = _multiply(a, a, b_bufs, stage, stage, zero, 0, PARTS, 1, False)
         if PARTS == 2:
             acc1 = _multiply(a, a, b_bufs, stage, stage, zero, 1, PARTS, 1, False)
+        if STAGED:
+            sa, sb0, sb1 = _staged_scales(bufs, stage, col_now, k0, shape, own, WG, PARTS, ROWS_B, ACC)
         if not WIDE:
             _write(packed0, packed1, out_bufs, out_desc, out, row, col, shape, WG, PARTS, ACC, dtype, DIRECT)
         if PARTS == 2:
@@ -262,6 +317,10 @@ def _consumer(
         if LATE:
             sa, sb = _late_scales(rows, col_now, k0, shape, own, ROWS_A, ACC)
             acc0 = _scaled(acc0, sa, sb, ROWS_B)
+        elif STAGED:
+            acc0 = _scaled(acc0, sa, sb0, ROWS_B)
+            if PARTS == 2:
+                acc1 = _scaled(acc1, sa, sb1, ROWS_B)
         elif BLOCKED:
             acc0 = _scaled(acc0, sa, sb0, ROWS_B)
             if PARTS == 2:
@@ -286,7 +345,7 @@ def _consumer(
                 stage, phase = advance(stage, phase, STAGES)
                 first += 1
         for step in range(first, k1, EVERY):
-            if BLOCKED and not LATE:
+            if EARLY:
                 # the next slice's are on their way while this slice's are used: nothing waits for memory
                 ta = sa
                 tb0 = sb0
@@ -305,6 +364,8 @@ def _consumer(
             part = _multiply(a, next_a, b_bufs, stage, later, zero, 0, PARTS, EVERY, False)
             if LATE:
                 ta, tb0 = _late_scales(rows, col_now, step, shape, own, ROWS_A, ACC)
+            if STAGED:
+                ta, tb0, tb1 = _staged_scales(bufs, stage, col_now, step, shape, own, WG, PARTS, ROWS_B, ACC)
             if PARTS == 2:
                 part = warpgroup_mma_wait(0, deps=[part])
             else:
@@ -361,9 +422,9 @@ def _consumer(
 
 
 @gluon.jit
-def _producer(bufs, bars, a_desc, b_desc, shape, stack, dealt, PARTS: gl.constexpr, STAGES: gl.constexpr,
-              GROUP: gl.constexpr, GROUPED: gl.constexpr):  # fmt: skip
-    a_bufs, b_bufs, _ = bufs
+def _producer(bufs, bars, a_desc, b_desc, shape, scales, stack, dealt, PARTS: gl.constexpr, STAGES: gl.constexpr,
+              GROUP: gl.constexpr, GROUPED: gl.constexpr, ROWS_B: gl.constexpr, STAGED: gl.constexpr):  # fmt: skip
+    a_bufs, b_bufs, _, _, _ = bufs
     full, empty, _ = bars
     _, N, k_steps, tiles_m, tiles_n = shape
     stage = 0
@@ -374,7 +435,9 @@ def _producer(bufs, bars, a_desc, b_desc, shape, stack, dealt, PARTS: gl.constex
         tile_m, tile_n = place(tile, tiles_m, tiles_n, GROUP)
         row = tile_m * (2 * ROWS)
         col = tile_n * (BLOCK * PARTS)
-        if GROUPED:
+        if GROUPED == 2:
+            row, k0, k1, _ = _slices_of(row, k_steps, stack)
+        if GROUPED == 1:
             groups, _ = stack
             group = gl.load(groups + row.to(gl.int64))
             col += gl.maximum(group, 0) * N
@@ -382,6 +445,8 @@ def _producer(bufs, bars, a_desc, b_desc, shape, stack, dealt, PARTS: gl.constex
         for step in range(k0, k1):
             k = step * BLOCK
             mbarrier.wait(empty.index(stage), phase ^ 1)
+            if STAGED:  # before the barrier's own arrival, so that it cannot complete without them
+                _stage_scales(bufs, full.index(stage), stage, row, col, step, scales, ROWS_B)
             mbarrier.expect(full.index(stage), (2 * ROWS + PARTS * BLOCK) * BLOCK)
             for i in gl.static_range(2):
                 tma_load(a_desc, [row + i * ROWS, k], full.index(stage), a_bufs.index(stage * 2 + i))
@@ -403,7 +468,7 @@ def fp8_gemm_kernel(
     ROW_A: gl.constexpr, ROW_B: gl.constexpr, ROWS_A: gl.constexpr, ROWS_B: gl.constexpr, BIAS: gl.constexpr,
     ACTIVATION: gl.constexpr, SCALE_OUT: gl.constexpr, LARGEST: gl.constexpr, GROUPED: gl.constexpr,
     ACCUMULATE: gl.constexpr, DIRECT: gl.constexpr, DEAL: gl.constexpr, AHEAD: gl.constexpr,
-    LATE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    LATE: gl.constexpr, STAGED: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """a_desc in boxes of 64 x 128, b_desc of 128 x 128; out (M, N), contiguous, fp8, 16-bit or float32; k_steps >= 1.
 
@@ -413,13 +478,15 @@ def fp8_gemm_kernel(
     is raised to the bits of the largest magnitude before `scale_out`. ACCUMULATE: added to `out`, float32. DIRECT:
     `out` is written from registers, `out_desc` is unused (float32). PARTS: halves of 128 columns. EVERY: slices of K
     that one partial sum has. AHEAD: slices that scales of blocks are fetched ahead into the first-level cache (0: one
-    ahead, into registers).
+    ahead, into registers). STAGED: scales of rows (and of columns with ROWS_B = 1, in the order of threads) come with
+    the slice that they belong to, through shared memory; both lie side by side up to a multiple of 128.
     """
     WIDE: gl.constexpr = out.dtype.element_ty == gl.float32
     OUT_BUFS: gl.constexpr = 1 if DIRECT else 2
     OUT_ROWS: gl.constexpr = 8 if DIRECT else ROWS
     gl.static_assert(ROWS_B != 1 or not BLOCKED or PARTS == 1)
     gl.static_assert(not LATE or (BLOCKED and ROWS_B == 1))
+    gl.static_assert(not STAGED or (BLOCKED and ROWS_A == 1 and not LATE and AHEAD == 0))
     gl.static_assert(EVERY == 1 or not BLOCKED)
     gl.static_assert(AHEAD == 0 or PARTS == 2)
     a_bufs = gl.allocate_shared_memory(a_desc.dtype, [STAGES * 2] + a_desc.block_shape, a_desc.layout)
@@ -435,7 +502,15 @@ def fp8_gemm_kernel(
         mbarrier.init(empty.index(i), count=2)
     mbarrier.init(opened, count=1)
     mbarrier.arrive(opened, count=1)  # nobody touches it again
-    bufs = (a_bufs, b_bufs, out_bufs)
+    sa_bufs = out_bufs
+    sb_bufs = out_bufs
+    if STAGED:
+        FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        sa_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], FLAT)
+        sb_bufs = sa_bufs
+        if ROWS_B == 1:
+            sb_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], FLAT)
+    bufs = (a_bufs, b_bufs, out_bufs, sa_bufs, sb_bufs)
     bars = (full, empty, opened)
     shape = (M, N, k_steps, tiles_m, tiles_n)
     scales = (scale_a, scale_b, sa_m, sa_k, sb_n, sb_k)
@@ -445,9 +520,10 @@ def fp8_gemm_kernel(
     gl.warp_specialize([
         (_consumer, (0, bufs, bars, out_desc, out, ends, shape, scales, stack, dealt, partials, counters, PARTS, EVERY,
                      STAGES, GROUP, BLOCKED, ROW_A, ROW_B, ROWS_A, ROWS_B, BIAS, ACTIVATION, SCALE_OUT, LARGEST,
-                     GROUPED, ACCUMULATE, DIRECT, WIDE, DEAL, AHEAD, LATE)),
+                     GROUPED, ACCUMULATE, DIRECT, WIDE, DEAL, AHEAD, LATE, STAGED)),
         (_consumer, (1, bufs, bars, out_desc, out, ends, shape, scales, stack, dealt, partials, counters, PARTS, EVERY,
                      STAGES, GROUP, BLOCKED, ROW_A, ROW_B, ROWS_A, ROWS_B, BIAS, ACTIVATION, SCALE_OUT, LARGEST,
-                     GROUPED, ACCUMULATE, DIRECT, WIDE, DEAL, AHEAD, LATE)),
-        (_producer, (bufs, bars, a_desc, b_desc, shape, stack, dealt, PARTS, STAGES, GROUP, GROUPED)),
+                     GROUPED, ACCUMULATE, DIRECT, WIDE, DEAL, AHEAD, LATE, STAGED)),
+        (_producer, (bufs, bars, a_desc, b_desc, shape, scales, stack, dealt, PARTS, STAGES, GROUP, GROUPED, ROWS_B,
+                     STAGED)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.transformer_engine import context as state
+from gpu_accel.transformer_engine import taped
 from gpu_accel.transformer_engine.checks import (
     check_first,
     check_flag,
@@ -88,6 +89,7 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features, dtype=params_dtype, device=device)) if bias else None
         self.delayed = None
         self._kept: tuple[Any, ...] | None = None  # what a quantised weight was made for, and itself
+        self._kinds = taped.Kinds()
         if isinstance(recipe, DelayedScaling):
             self.make_histories(recipe.amax_history_len)
         self._bound = bound
@@ -169,15 +171,32 @@ class Linear(nn.Module):
         check_rows("x", x, self.in_features)
         check_one_device(x=x, weight=self.weight, bias=self.bias)
         x = _autocasted(x)
-        if self.parallel.mode == "column" and not self.entered:
-            x = enter(x, self.parallel)
         recipe = self.active_recipe()
+        if self.parallel.mode == "column" and not self.entered:
+            y = None if recipe is None else self._of_codes(x, recipe, is_first_microbatch)
+            if y is not None:
+                return y
+            x = enter(x, self.parallel)
         if recipe is None:
             self._check_gathered(None)
             bias = self._bias()
             bias = None if bias is None else bias.to(x.dtype)
             return self._left(nn.functional.linear(x, self.weight.to(x.dtype), bias))
-        return self._left(self._quantized(x, recipe, is_first_microbatch))
+        return self._done(x, recipe, is_first_microbatch)
+
+    def _done(self, x: Tensor, recipe: Recipe, first: bool | None, source: Source = PLAIN) -> Tensor:
+        """The whole layer on what every rank has of x."""
+        if self.parallel.mode == "row" and (y := self._of_codes(x, recipe, first, source)) is not None:
+            return self._biased(y)
+        return self._left(self._quantized(x, recipe, first, source))
+
+    def _of_codes(self, x: Tensor, recipe: Recipe, first: bool | None, source: Source = PLAIN) -> Tensor | None:
+        """The layer with sequence parallelism where ranks gather codes, see `sequence.py`; None where they cannot."""
+        if not (self.parallel.active and self.parallel.sequence) or x.dtype not in DTYPES:
+            return None
+        from gpu_accel.transformer_engine.sequence import step
+
+        return step(self, x, recipe, first, source)
 
     def _bias(self) -> Tensor | None:
         """The bias that the product adds; with parts of a sum it comes after the sum."""
@@ -187,7 +206,10 @@ class Linear(nn.Module):
         """y of the whole layer, of a row-parallel one."""
         if self.parallel.mode != "row":
             return y
-        y = leave(y, self.parallel)
+        return self._biased(leave(y, self.parallel))
+
+    def _biased(self, y: Tensor) -> Tensor:
+        """y plus the bias, which a row-parallel layer adds once the parts are summed."""
         if self.bias is None:
             return y
         bias = shared(self.bias, self.parallel) if self.parallel.sequence else self.bias
@@ -205,6 +227,9 @@ class Linear(nn.Module):
                 "NVFP4BlockScaling(disable_stochastic_rounding=True), or leave this layer out of the compiled region"
             )
         backend = layer_backend(self.backend, x)
+        self._check_gathered(plan)
+        if first is None and (y := taped.step(self, x, recipe, plan, backend, source)) is not None:
+            return y
         histories = self.make_histories(recipe.amax_history_len) if isinstance(recipe, DelayedScaling) else None
         # evaluation and recomputation change no history, whatever they see
         update = histories is not None and self.training and not state.recomputing()

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.transformer_engine import hopper_gemm, quantizer
-from gpu_accel.transformer_engine.gemm import scaled_mm
+from gpu_accel.transformer_engine.gemm import scaled_mm, scaled_mm_op
 from gpu_accel.transformer_engine.history_kernels import roll_op
 from gpu_accel.transformer_engine.quantize_launch import Source, Three
 from gpu_accel.transformer_engine.quantizer import choose_backend
@@ -113,29 +113,40 @@ def _rows(three: Three, scheme: Scheme, shape: tuple[int, int], dtype: torch.dty
     return QuantizedTensor.from_parts(row=parts, col=None, scheme=_plain(scheme), shape=torch.Size(shape), dtype=dtype)
 
 
-_to_hopper: dict[tuple, bool] = {}  # for operands seen before: whether Hopper's kernel takes their product
+_ways: dict[tuple, str] = {}  # for operands seen before: the kernel that takes their product, or ""
 
 
 def _multiply(
     a: Three, of_a: Scheme, b: Three, of_b: Scheme, shape: tuple[int, int, int], dtype: torch.dtype, backend: str,
     out_dtype: torch.dtype, bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The product (M, N) over K, shape (M, N, K), of operands that are contiguous along K. What goes to Hopper's kernel
-    goes there without tensors around it and checks from the second time on."""
+    """The product (M, N) over K, shape (M, N, K), of operands that are contiguous along K. From the second time on it
+    goes to its kernel without tensors around it and checks."""
     m, n, k = shape
     key = (of_a, of_b, shape, backend, out_dtype, a[0].device, hopper_gemm.GPU_CHECKED)
-    if _to_hopper.get(key):
+    way = _ways.get(key)
+    if way:
         texts = (_plain(of_a).text, _plain(of_b).text)
-        return hopper_gemm.hopper_mm_op._init_fn(a[0], a[1], b[0], b[1], bias, "none", out_dtype, *texts)
+        if way == "hopper":
+            return hopper_gemm.hopper_mm_op._init_fn(a[0], a[1], b[0], b[1], bias, "none", out_dtype, *texts)
+        tensors = [t if t.numel() else None for t in (a[2], b[2])]
+        return scaled_mm_op._init_fn(a[0], a[1], tensors[0], b[0], b[1], tensors[1], bias, out_dtype, *texts, k, False)
     first, second = _rows(a, of_a, (m, k), dtype), _rows(b, of_b, (n, k), dtype)
     out = _product(first, second, backend, out_dtype, bias)
-    if key not in _to_hopper:
-        if len(_to_hopper) > 4096:
-            _to_hopper.clear()
-        possible = m * n * k > 0 and of_a.scale not in ("e8m0", "nvfp4")
-        possible = possible and hopper_gemm.scheme_refusal(first, second) is None
-        _to_hopper[key] = possible and hopper_gemm.chosen(first, second, backend)
+    if way is None:
+        if len(_ways) > 4096:
+            _ways.clear()
+        _ways[key] = _way_of(first, second, backend) if m * n * k else ""
     return out
+
+
+def _way_of(a: QuantizedTensor, b: QuantizedTensor, backend: str) -> str:
+    """ "hopper" or "portable", the kernel that `_product` launches, or "" where it launches none."""
+    possible = a.scheme.scale not in ("e8m0", "nvfp4") and hopper_gemm.scheme_refusal(a, b) is None
+    if possible and hopper_gemm.chosen(a, b, backend):
+        return "hopper"
+    backend = "portable" if backend == "hopper" else backend
+    return "portable" if choose_backend(backend, a, "a layer") == "portable" else ""
 
 
 @torch.library.custom_op("gpu_accel::te_linear", mutates_args=())

@@ -17,6 +17,7 @@ from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.flash_attention3 import flash_attn_func
 from gpu_accel.flash_attention3.problem import normalise_window
 from gpu_accel.thunderkittens.rows import layer_norm, rms_norm
+from gpu_accel.transformer_engine import taped
 from gpu_accel.transformer_engine.activations import ACTIVATIONS, activate
 from gpu_accel.transformer_engine.checks import (
     check_between,
@@ -110,8 +111,14 @@ def _norm_linear(norm: Norm, linear: Linear, x: Tensor, first: bool | None) -> T
     """linear(norm(x)), in one go where that can be."""
     norm.check(x)  # before anything looks at what it is
     recipe = linear.active_recipe()
+    fuses = recipe is not None and not norm.hooked() and linear.fuses(x, recipe)
+    if fuses:
+        check_first(first)
+        assert recipe is not None
+        if (y := linear._of_codes(x, recipe, first, norm.source())) is not None:
+            return y
     x = enter(x, linear.parallel)
-    if recipe is None or norm.hooked() or not linear.fuses(x, recipe):
+    if recipe is None or not fuses:
         return linear(norm(x), first)
     check_first(first)
     return linear._quantized(x, recipe, first, norm.source())
@@ -123,7 +130,7 @@ def _activated_linear(activation: str, linear: Linear, x: Tensor, first: bool | 
     if recipe is None or not linear.fuses(x, recipe):
         return linear(activate(x, activation, kernels=False if linear.backend == "reference" else None), first)
     check_first(first)
-    return linear._left(linear._quantized(x, recipe, first, Source(activation)))
+    return linear._done(x, recipe, first, Source(activation))
 
 
 class LayerNormLinear(nn.Module):
@@ -246,7 +253,8 @@ class DotProductAttention(nn.Module):
             raise InvalidInputError(f"qkv_format must be 'sbhd' or 'bshd', got {qkv_format!r}")
         if check_between("attention_dropout", attention_dropout, 0, 1):
             raise UnsupportedError("the attention kernels have no dropout: attention_dropout must be 0")
-        normalise_window(window_size, attn_mask_type == "causal")
+        left, right = normalise_window(window_size, attn_mask_type == "causal")
+        self._bounds, self._kinds = (int(left), int(right)), taped.Kinds()
         self.causal, self.qkv_format = attn_mask_type == "causal", qkv_format
         self.softmax_scale, self.window_size, self.backend = softmax_scale, window_size, backend
 
@@ -261,11 +269,19 @@ class DotProductAttention(nn.Module):
         check_one_device(q=q, k=k, v=v)
         if sbhd:
             q, k, v = (t.transpose(0, 1) for t in (q, k, v))
-        out = flash_attn_func(
-            q, k, v, causal=self.causal, softmax_scale=self.softmax_scale, window_size=self.window_size,
-            backend=self.backend,
-        )  # fmt: skip
+        out = self._played(q, k, v)
+        if out is None:
+            out = flash_attn_func(
+                q, k, v, causal=self.causal, softmax_scale=self.softmax_scale, window_size=self.window_size,
+                backend=self.backend,
+            )  # fmt: skip
         return (out.transpose(0, 1) if sbhd else out).flatten(2)
+
+
+    def _played(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+        """The same from a tape, where there is one of such a step (`taped.py`)."""
+        scale = q.shape[-1] ** -0.5 if self.softmax_scale is None else float(self.softmax_scale)
+        return taped.attention(self._kinds, q, k, v, (scale, *self._bounds, 0.0, False, self.backend))
 
 
 class TransformerLayer(nn.Module):

@@ -366,3 +366,20 @@ def _turn_kernel(x, out, rows, cols, tiles, BM: tl.constexpr, BK: tl.constexpr, 
     else:
         tile = tl.load(source, mask=(r < rows)[:, None] & (c < cols)[None, :], other=0)
         tl.store(target, tl.trans(tile), mask=(c < cols)[:, None] & (r < rows)[None, :])
+
+
+@triton.jit
+def scales_kernel(scale, out, rows, cols, wide, tiles, TURNED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """scale (rows, cols) to out (cols, wide), zeros behind the rows. TURNED: of each 16 rows, place 4 i + 2 h + e has
+    row 8 h + 2 i + e, the order in which threads of an accumulator have its columns."""
+    program = tl.program_id(0)
+    place = program // tiles * ROWS + tl.arange(0, ROWS)
+    col = program % tiles * COLS + tl.arange(0, COLS)
+    row = place
+    if TURNED:
+        within = place % 16
+        row = place - within + within // 2 % 2 * 8 + within // 4 * 2 + within % 2
+    there = (row < rows)[:, None] & (col < cols)[None, :]
+    values = tl.load(scale + row[:, None].to(tl.int64) * cols + col[None, :], mask=there, other=0.0)
+    kept = (place < wide)[:, None] & (col < cols)[None, :]
+    tl.store(out + col[None, :].to(tl.int64) * wide + place[:, None], values, mask=kept)

@@ -63,10 +63,12 @@ def quick(kernel: Any, programs: int, arguments: tuple, options: dict) -> None:
     key = (kernel.fn.__name__, device, tuple(map(_looked_at, arguments)), tuple(options.items()))
     compiled = _compiled.get(key)
     if compiled is None:
-        _compiled[key] = kernel[(programs,)](*arguments, **options)
+        compiled = _compiled[key] = kernel[(programs,)](*arguments, **options)
     else:
         constants = [options[name] for name in kernel.arg_names[len(arguments) :]]
         compiled[(programs, 1, 1)](*arguments, *constants)
+    if launching._seen is not None:
+        launching._seen(kernel, compiled, (programs,), arguments, options)
 
 
 def on_device(x: Tensor) -> Any:

@@ -11,7 +11,15 @@ from gpu_accel.thunderkittens import gemm_skinny
 from gpu_accel.thunderkittens.gemm_api import activated
 from gpu_accel.transformer_engine import hopper_gemm
 from gpu_accel.transformer_engine.gemm import explain_mm, scaled_mm, scaled_mm_fp8
-from gpu_accel.transformer_engine.gemm_grouped import group_room, group_rows, grouped_mm, grouped_mm_reference
+from gpu_accel.transformer_engine.gemm_grouped import (
+    group_ends,
+    group_room,
+    group_rows,
+    grouped_mm,
+    grouped_mm_reference,
+    k_grouped_mm,
+    k_grouped_mm_reference,
+)
 from gpu_accel.transformer_engine.hopper_gemm import Fp8GemmConfig
 from gpu_accel.transformer_engine.quantizer import quantize
 from gpu_accel.transformer_engine.reference_gemm import hopper_fp8_sum, scaled_mm_reference
@@ -254,3 +262,47 @@ def test_tk_gemm_in_every_layout(mnk, layout):
             out = tk.gemm(a, b, backend=backend, **options)
             assert_close_to_truth(backend, out, truth, yardstick, floor=floor_of(truth))
     assert "Gluon" in tk.explain_gemm(a, b)
+
+
+@pytest.mark.parametrize("backend", ["hopper", "portable"])
+@pytest.mark.parametrize("nk", [(512, 384), (256, 1000), (4096, 8192)], ids=str)
+@pytest.mark.parametrize("pair", [("fp8", "fp8"), ("fp8_e5m2", "fp8_row"), ("fp8_1x128", "fp8_1x128")], ids="-".join)
+def test_grouped_along_k(pair, nk, backend):
+    """Groups of no rows, rows behind the last group; the largest has scales of columns read late."""
+    n, k = nk
+    ends = group_ends(torch.tensor([300, 0, 128, 513], device="cuda"))
+    m = int(ends[-1]) + 256
+    x, w = (torch.randn(r, m, generator=generator(i, "cuda"), device="cuda").bfloat16() for i, r in enumerate((n, k)))
+    a, b = quantize(x, pair[0]), quantize(w, pair[1])
+    truth = k_grouped_mm_reference(a, b, ends)
+    for dtype in (torch.bfloat16, torch.float32):
+        yardstick = k_grouped_mm_reference(a, b, ends, dtype=torch.float32, out_dtype=dtype)
+        out = k_grouped_mm(a, b, ends, out_dtype=dtype, backend=backend)
+        assert_close_to_truth("out", out, truth, yardstick, floor=floor_of(truth))
+        assert not out[1].any()
+    if pair[0] == "fp8_1x128" and backend == "hopper":  # the bits of a product alone
+        alone = scaled_mm(
+            quantize(x[:, 384:512], pair[0]), quantize(w[:, 384:512], pair[1]), out_dtype=dtype, backend=backend
+        )  # fmt: skip
+        assert torch.equal(out[2], alone)
+
+
+@pytest.mark.parametrize("shape", [(512, 1024, 1024), (300, 1000, 1168), (4096, 4096, 2048)], ids=str)
+@pytest.mark.parametrize("second", ["fp8_128x128", "fp8_1x128"])
+def test_scales_that_come_with_their_slice(second, shape):
+    """Through shared memory: the same products and sums in the same order, so the same bits."""
+    a, b = operands(*shape, ("fp8_1x128", second))
+    lines = second == "fp8_1x128"
+    options = dict(block_a=(1, 128), block_b=b.scheme.block)
+    plain, staged = (
+        hopper_gemm.gemm(
+            hopper_gemm._addressable(a.codes.view(torch.uint8)).view(a.codes.dtype),
+            hopper_gemm._addressable(b.codes.view(torch.uint8)).view(b.codes.dtype),
+            a.scales, b.scales, config=config, **options,
+        )
+        for config in (
+            Fp8GemmConfig(parts=1, stages=6, group=8) if lines else Fp8GemmConfig(),
+            Fp8GemmConfig(parts=1, stages=5, group=8, staged=True) if lines else Fp8GemmConfig(staged=True),
+        )
+    )  # fmt: skip
+    assert torch.equal(plain, staged)

@@ -9,18 +9,20 @@ import torch
 
 from gpu_accel.testing import compare, generator
 from gpu_accel.thunderkittens.gemm_hopper import machine_refusal
-from gpu_accel.transformer_engine import gemm, linear_op, quantize_launch, quantizer
+from gpu_accel.transformer_engine import gemm, hopper_gemm, linear_op, quantize_launch, quantizer, taped
 from gpu_accel.transformer_engine.activations import (
     ACTIVATIONS,
     activate_reference,
     activation_backward_op,
     activation_op,
 )
+from gpu_accel.transformer_engine.context import autocast
 from gpu_accel.transformer_engine.gemm import scaled_mm
+from gpu_accel.transformer_engine.grouped_linear import GroupedLinear
 from gpu_accel.transformer_engine.history_kernels import roll, roll_op
 from gpu_accel.transformer_engine.kv_cache import ELEMENTS, GRANULARITIES, quantize_kv_cache
 from gpu_accel.transformer_engine.linear import Linear
-from gpu_accel.transformer_engine.modules import LayerNormMLP, TransformerLayer
+from gpu_accel.transformer_engine.modules import DotProductAttention, LayerNormMLP, TransformerLayer
 from gpu_accel.transformer_engine.optimizers import AdamW8bit, Lion8bit
 from gpu_accel.transformer_engine.quantize_launch import Source
 from gpu_accel.transformer_engine.quantizer import LONGEST_ROW, quantize
@@ -29,6 +31,7 @@ from gpu_accel.transformer_engine.reference_gemm import hopper_fp8_sum, scaled_m
 from gpu_accel.transformer_engine.schemes import SCHEMES, scheme
 from gpu_accel.transformer_engine.sharded import largest
 from gpu_accel.transformer_engine.sources import operand_op, source_reference
+from gpu_accel.transformer_engine.tape import Tape
 from gpu_accel.transformer_engine.tensor import QuantizedTensor
 
 MORE = [
@@ -440,16 +443,135 @@ def test_largest_magnitude():
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_128x128"])
-def test_a_weight_that_was_gathered(name):
-    """FSDP2 hands a layer the codes of its weight: results and gradients are those of quantising it in the layer."""
+def test_a_weight_that_was_gathered(name, monkeypatch):
+    """FSDP2 hands a layer the codes of its weight: results and gradients are those of quantising it in the layer, also
+    in steps that are played back."""
+    monkeypatch.setattr(taped, "GPU_CHECKED", True)
     recipe = Float8BlockScaling(use_f32_scales=True) if name == "fp8_128x128" else Float8CurrentScaling()
     layer = Linear(512, 384, bias=False, params_dtype=torch.bfloat16, device="cuda", recipe=recipe)
     whole, found = layer.weight.detach(), []
     for weight in (whole, quantize(whole, recipe.scheme("weight"))):
-        layer.weight = torch.nn.Parameter(weight, requires_grad=True)
-        x = make(256, 512, special=False).requires_grad_()
-        y = layer(x)
-        y.backward(make(256, 384, special=False, seed=1))
-        found.append((y, x.grad, layer.weight.grad))
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
+        layer.weight, steps = torch.nn.Parameter(weight, requires_grad=True), 5
+        for _ in range(steps):
+            layer.weight.grad = None
+            x = make(256, 512, special=False).requires_grad_()
+            y = layer(x)
+            y.backward(make(256, 384, special=False, seed=1))
+            found.append((y, x.grad, layer.weight.grad))
+    for others in found[1:]:
+        for one, other in zip(found[0], others, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+    kinds = [kind for kind in layer._kinds.values() if isinstance(kind, taped.Kind)]
+    assert len(kinds) == 2 and all(isinstance(tape, Tape) for k in kinds for tape in (k.forward, *k.backward.values()))
+
+
+def layers_of_two_kinds(name, shape, steps, monkeypatch, taped_too):
+    """What some steps of a layer give, its histories, and the layer."""
+    monkeypatch.setattr(taped, "GPU_CHECKED", taped_too)
+    monkeypatch.setattr(hopper_gemm, "SCALES_CHECKED", taped_too)
+    torch.manual_seed(3)
+    layer = LayerNormMLP(
+        shape[-1], 512, bias=False, normalization="RMSNorm", activation="swiglu", params_dtype=torch.bfloat16,
+        device="cuda",
+    )  # fmt: skip
+    found = []
+    for i in range(steps):
+        x = torch.randn(shape, generator=generator(i, "cuda"), device="cuda").bfloat16().requires_grad_()
+        layer.zero_grad(set_to_none=True)
+        with autocast(recipe=RECIPES[name]):
+            y = layer(x)
+        y.backward(torch.randn(y.shape, generator=generator(i + 50, "cuda"), device="cuda").bfloat16())
+        found.append([y.detach(), x.grad, *(p.grad for p in layer.parameters())])
+    return found, [value.clone() for value in layer.state_dict().values()], layer
+
+
+@pytest.mark.parametrize("shape", [(2, 256, 512), (3, 77, 512)], ids=str)
+@pytest.mark.parametrize("name", ["fp8_current", "fp8_delayed", "fp8_block", "mxfp8"])
+def test_steps_that_are_played_back(name, shape, monkeypatch):
+    """The bits of the ordinary way, histories included, and then in a graph as well."""
+    wanted, state, _ = layers_of_two_kinds(name, shape, 6, monkeypatch, False)
+    found, again, layer = layers_of_two_kinds(name, shape, 6, monkeypatch, True)
+    kinds = [kind for m in (layer.fc1, layer.fc2) for kind in m._kinds.values() if isinstance(kind, taped.Kind)]
+    assert len(kinds) == 2
+    for kind in kinds:
+        assert kind.forward is not None and not kind.why_not
+        assert [isinstance(tape, Tape) for tape in kind.backward.values()] == [True]
+    for i, (some, others) in enumerate(zip(wanted, found, strict=True)):
+        for a, b in zip(some, others, strict=True):
+            assert torch.equal(a, b), f"step {i}"
+    assert all(torch.equal(a, b) for a, b in zip(state, again, strict=True))
+    x = torch.randn(shape, generator=generator(7, "cuda"), device="cuda").bfloat16()
+    layer.eval()
+
+    def run():
+        with torch.no_grad(), autocast(recipe=RECIPES[name]):
+            return layer(x)
+
+    for _ in range(4):
+        plain = run()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.cuda.graph(graph):
+        y = run()
+    y.fill_(math.nan)
+    graph.replay()
+    assert torch.equal(y, plain)
+
+
+def test_scales_side_by_side_in_one_launch():
+    for rows, cols in ((130, 3), (4096, 32), (1, 1), (257, 65)):
+        scale = torch.rand(rows, cols, device="cuda")
+        for padded, turned in ((False, False), (True, False), (True, True)):
+            made = hopper_gemm._by_kernel(scale, padded, turned)
+            wanted = hopper_gemm._side_by_side(scale.cpu(), (1, 128), padded=padded, turned=turned)
+            assert torch.equal(made.cpu(), wanted)
+
+
+@pytest.mark.parametrize("name", ["fp8_current", "fp8_delayed", "fp8_block"])
+@pytest.mark.parametrize("backend", ["portable", "hopper"])
+def test_linear_layers_of_experts(name, backend):
+    """Against each expert's own in float64; sizes on the GPU, which nobody looks at, give the same."""
+    layer = GroupedLinear(4, 512, 384, params_dtype=torch.bfloat16, device="cuda", backend=backend)
+    splits = [300, 0, 128, 72]
+    x, dy = (torch.randn(500, n, generator=generator(n, "cuda"), device="cuda").bfloat16() for n in (512, 384))
+    x.requires_grad_()
+    for sizes in (splits, splits, torch.tensor(splits, device="cuda")):
+        layer.zero_grad()
+        x.grad = None
+        with autocast(recipe=RECIPES[name]):
+            y = layer(x, sizes)
+        y.backward(dy)
+        z, w, b = (t.detach().double().requires_grad_() for t in (x, layer.weight, layer.bias))
+        parts = zip(z.split(splits), w, b, strict=True)
+        truth = torch.cat([part @ one.t() + bias for part, one, bias in parts])
+        truth.backward(dy.double())
+        pairs = ((y, truth), (x.grad, z.grad), (layer.weight.grad, w.grad), (layer.bias.grad, b.grad))
+    for found, wanted in pairs:
+        assert (found.double() - wanted).norm() <= 0.08 * wanted.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_that_is_played_back(causal, dtype, monkeypatch):
+    """q, k and v of one packed tensor; dq is summed in no fixed order, everything else has the same bits."""
+    attend = DotProductAttention(attn_mask_type="causal" if causal else "no_mask", qkv_format="bshd")
+    found: list[list] = [[], []]
+    for i in range(6):
+        for taped_too in (False, True):
+            monkeypatch.setattr(taped, "GPU_CHECKED", taped_too)
+            shape = (2, 300, 6, 128)
+            packed = torch.randn(shape, generator=generator(i, "cuda"), device="cuda").to(dtype).requires_grad_()
+            o = attend(*packed.split(2, 2))
+            o.backward(torch.randn(o.shape, generator=generator(i + 9, "cuda"), device="cuda").to(dtype))
+            found[taped_too].append((o.detach(), packed.grad))
+    (kind,) = [kind for kind in attend._kinds.values() if isinstance(kind, taped.Attended)]
+    if dtype is torch.bfloat16:
+        assert isinstance(kind.forward, Tape) and not kind.why_not
+        assert [isinstance(tape, Tape) for tape in kind.backward.values()] == [True]
+    for (o, d), (p, e) in zip(*found, strict=True):
+        assert torch.equal(o, p) and torch.equal(d[:, :, 2:], e[:, :, 2:])
+        assert (d[:, :, :2].float() - e[:, :, :2].float()).norm() <= 2**-8 * d[:, :, :2].float().norm()

@@ -18,6 +18,7 @@ from gpu_accel.transformer_engine import hopper_gemm
 
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 TENSOR, ROW, LINE, SQUARE = hopper_gemm.BLOCKS
+LATE = hopper_gemm.Fp8GemmConfig(parts=1, stages=6, group=8, late=True)
 
 
 def tile(layout: str = "nt", n: int = 1024, **options) -> None:
@@ -37,6 +38,9 @@ def fp8(block_a: tuple[int, int], block_b: tuple[int, int], a_dtype: torch.dtype
     blocks = dict(block_a=block_a, block_b=block_b)
     if options.pop("stacked", False):
         options |= dict(groups=torch.zeros(512, dtype=torch.int32), out=torch.empty(512, 2560, dtype=torch.bfloat16))
+    if options.pop("along", False):
+        options |= dict(along=torch.zeros(3, dtype=torch.int32))
+        options.setdefault("out", torch.empty(1024, n, dtype=torch.bfloat16))
     hopper_gemm.gemm(a, b, scales(512, block_a), scales(n, block_b), **blocks, **options)
 
 
@@ -81,6 +85,11 @@ CASES = {
     "fp8-gelu": lambda: fp8(TENSOR, TENSOR, activation="gelu", config=hopper_gemm.Fp8GemmConfig(deal=True)),
     "fp8-stacked": lambda: fp8(LINE, SQUARE, stacked=True),
     "fp8-stacked-row": lambda: fp8(ROW, ROW, stacked=True),
+    "fp8-along": lambda: fp8(TENSOR, TENSOR, along=True),
+    "fp8-along-lines": lambda: fp8(LINE, LINE, along=True, config=LATE),
+    "fp8-along-lines-add": lambda: fp8(LINE, LINE, along=True, out=torch.empty(1024, 5120), accumulate=True),
+    "fp8-staged": lambda: fp8(LINE, SQUARE, config=hopper_gemm.Fp8GemmConfig(staged=True)),
+    "fp8-staged-lines": lambda: fp8(LINE, LINE, config=hopper_gemm.Fp8GemmConfig(parts=1, stages=5, staged=True)),
     "fp8-skinny-blocks": lambda: skinny(16, E4M3, LINE, SQUARE),
 }
 

@@ -11,7 +11,15 @@ from gpu_accel.testing import assert_close_to_truth, generator
 from gpu_accel.thunderkittens.gemm_api import activated
 from gpu_accel.transformer_engine import gemm_grouped
 from gpu_accel.transformer_engine.gemm import scaled_mm, scaled_mm_fp8
-from gpu_accel.transformer_engine.gemm_grouped import group_room, group_rows, grouped_mm, grouped_mm_reference
+from gpu_accel.transformer_engine.gemm_grouped import (
+    group_ends,
+    group_room,
+    group_rows,
+    grouped_mm,
+    grouped_mm_reference,
+    k_grouped_mm,
+    k_grouped_mm_reference,
+)
 from gpu_accel.transformer_engine.quantizer import quantize
 from gpu_accel.transformer_engine.reference_gemm import scaled_mm_reference
 
@@ -107,9 +115,53 @@ def test_what_the_hopper_kernel_is_told(monkeypatch, device):
     with recording() as launches:
         out = grouped_mm(a, b, groups)
     ((kernel, _, given, options),) = launches
-    assert kernel.__name__ == "fp8_gemm_kernel" and out.shape == (256, 256) and options["GROUPED"]
+    assert kernel.__name__ == "fp8_gemm_kernel" and out.shape == (256, 256) and options["GROUPED"] == 1
     m, n, k_steps, tiles_m, _, _, stack, *_ = given[12:]
     assert (m, n, k_steps, tiles_m, stack) == (256, 256, 2, 2, 2 * 2)  # two blocks of rows of two scales a matrix
+
+
+@pytest.mark.parametrize("pair", [("fp8", "fp8_row"), ("fp8_1x128", "fp8_1x128")], ids="-".join)
+@pytest.mark.parametrize("backend", ["portable", "reference"])
+def test_grouped_along_k_against_float64(pair, backend, device):
+    a, b = operands((40, 384), (24, 384), pair, device)
+    ends = group_ends(torch.tensor([100, 0, 129], device=device))
+    assert ends.tolist() == [128, 128, 384] and ends.dtype == torch.int32
+    truth = k_grouped_mm_reference(a, b, ends)
+    ruler = k_grouped_mm_reference(a, b, ends, dtype=torch.float32, out_dtype=torch.float32)
+    out = k_grouped_mm(a, b, ends, out_dtype=torch.float32, backend=backend)
+    assert out.shape == (3, 40, 24) and not out[1].any()
+    assert_close_to_truth("out", out, truth, ruler, factor=4.0, floor=1e-5 * truth.abs().max().item())
+    first = k_grouped_mm(a, b, ends[:1], out_dtype=torch.float32, backend=backend)
+    assert torch.equal(first[0], out[0])  # rows behind the last group belong to nobody
+
+
+def test_what_the_hopper_kernel_is_told_along_k(monkeypatch):
+    a, b = operands((256, 512), (384, 512), ("fp8_1x128", "fp8_1x128"), "cpu")
+    monkeypatch.setattr(gemm_grouped.hopper_gemm, "chosen", lambda *_, **__: True)
+    with recording() as launches:
+        out = k_grouped_mm(a, b, torch.tensor([256, 256, 512], dtype=torch.int32))
+    ((kernel, _, given, options),) = launches
+    assert kernel.__name__ == "fp8_gemm_kernel" and out.shape == (3, 256, 384) and options["GROUPED"] == 2
+    assert given[7].tolist() == [0, 2, 2, 4]
+    m, n, k_steps, tiles_m, _, _, stack, *_ = given[12:]
+    assert (m, n, k_steps, tiles_m, stack) == (3 * 256, 384, 4, 6, 256)
+
+
+def test_what_has_no_product_along_k():
+    a, b = operands((40, 256), (24, 256), ("fp8", "fp8"), "cpu")
+    ends = torch.tensor([128, 256], dtype=torch.int32)
+    for wrong in (ends.long(), ends[:0], ends[None], [128, 256]):
+        with pytest.raises(InvalidInputError, match="ends must be"):
+            k_grouped_mm(a, b, wrong)
+    for wrong in ([256, 128], [128, 384], [100], [-128]):
+        with pytest.raises(InvalidInputError, match="multiples of 128"):
+            k_grouped_mm(a, b, torch.tensor(wrong, dtype=torch.int32))
+    with pytest.raises(InvalidInputError, match=r"b \(K, M\)"):
+        k_grouped_mm(a, quantize(torch.zeros(24, 128), "fp8"), ends)
+    with pytest.raises(UnsupportedError, match="along K"):
+        k_grouped_mm(*operands((40, 256), (24, 256), ("fp8_1x128", "fp8_128x128"), "cpu"), ends)
+    with pytest.raises(UnsupportedError, match="multiple of 128"):
+        k_grouped_mm(a, b, ends, backend="hopper")
 
 
 def test_grouped_refusals(device):

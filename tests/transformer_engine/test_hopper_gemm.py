@@ -36,13 +36,13 @@ def test_every_pair_and_every_k_is_taken(monkeypatch):
     assert "not yet checked" in hopper_gemm.explain(*pair(256, ("fp8_e5m2", "fp8_e5m2")))
     assert not hopper_gemm.chosen(*pair(), "auto") and hopper_gemm.chosen(*pair(), "hopper")
     monkeypatch.setattr(hopper_gemm, "GPU_CHECKED", ("dense",))
-    assert hopper_gemm.chosen(*pair(), "auto") and not hopper_gemm.chosen(*pair(), "auto", grouped=True)
+    assert hopper_gemm.chosen(*pair(), "auto") and not hopper_gemm.chosen(*pair(), "auto", kind="grouped")
     lines = pair(256, ("fp8_1x128", "fp8_1x128"))
     assert hopper_gemm.chosen(*lines, "auto") and "Gluon" in hopper_gemm.explain(*lines)
     monkeypatch.setattr(hopper_gemm, "GPU_CHECKED", ("dense", "grouped"))
-    assert hopper_gemm.chosen(*pair(), "auto", grouped=True)
-    assert not hopper_gemm.chosen(*lines, "auto", grouped=True)
-    assert hopper_gemm.chosen(*lines, "hopper", grouped=True)
+    assert hopper_gemm.chosen(*pair(), "auto", kind="grouped")
+    assert not hopper_gemm.chosen(*lines, "auto", kind="grouped")
+    assert hopper_gemm.chosen(*lines, "hopper", kind="grouped")
 
 
 @pytest.mark.parametrize("rows", [3, 300])
@@ -79,6 +79,10 @@ def test_scales_side_by_side():
     first = [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]  # as four threads have them
     order = torch.arange(0, 384, 16)[:, None] + torch.tensor(first)
     assert torch.equal(turned, got[order.flatten()]) and turned.stride(0) == 1
+    for padded, in_turn in ((False, False), (True, False), (True, True)):
+        wanted = hopper_gemm._side_by_side(scale, LINE, padded=padded, turned=in_turn)
+        made = hopper_gemm._by_kernel(scale, padded, in_turn)
+        assert torch.equal(made, wanted) and made.stride() == wanted.stride()
 
 
 def launched(function, *arguments):

@@ -423,7 +423,7 @@ def test_the_short_way_to_hoppers_product(monkeypatch):
     def product(a, b, backend, out_dtype, bias):
         return scaled_mm_reference(a, b, bias=bias, out_dtype=out_dtype)
 
-    monkeypatch.setattr(linear_op, "_to_hopper", {})
+    monkeypatch.setattr(linear_op, "_ways", {})
     monkeypatch.setattr(linear_op.hopper_gemm, "scheme_refusal", lambda a, b: None)
     monkeypatch.setattr(linear_op.hopper_gemm, "chosen", lambda a, b, backend: True)
     monkeypatch.setattr(linear_op.hopper_gemm, "hopper_mm_op", Stub)
