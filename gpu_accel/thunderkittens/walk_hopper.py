@@ -106,7 +106,8 @@ def walk(
 
     q and k may have fewer heads than g and w, or v may.
     local, decays: of `chunked_kernels._states_kernel`, where there is more than one segment. norm: divide by the sum of
-    weights plus this; without gates, weights, a first state and segments. vectors: what `gate_vectors` made of g and w.
+    weights plus this; without gates, weights, a first state and segments, and with `inner` (batch, heads, seqlen) for
+    those sums. vectors: what `gate_vectors` made of g and w.
     reverse; states, x and inner, and across for a walk forwards, which leaves the final state alone: see `walk_kernel`.
     """
     from gpu_accel.thunderkittens import walk_kernel
@@ -133,7 +134,8 @@ def walk(
     memory = [final if t is None else t for t in (states, across, x, inner)]
     constants = dict(BK=block_k, BV=config.block_v, STAGES=config.stages, GATED=g is not None, WEIGHTED=w is not None,
                      HAS_INITIAL=initial is not None, HAS_LOCAL=local is not None, NORM=norm is not None,
-                     REVERSE=reverse, GATES=states is not None, LATE=config.late)  # fmt: skip
+                     REVERSE=reverse, GATES=states is not None, LATE=config.late,
+                     TOTALS=norm is not None and inner is not None)  # fmt: skip
     _quick[0](
         (far >= 2**31,), batch * heads * tiles * segments,
         (*keys, *values, _line_map(sums), _line_map(weights), *optional, final,

@@ -114,13 +114,14 @@ def walk_kernel(
     states_desc, states, across, x, inner, x_b, x_t, x_h, seqlen, group_v,
     BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, WEIGHTED: gl.constexpr,
     HAS_INITIAL: gl.constexpr, HAS_LOCAL: gl.constexpr, NORM: gl.constexpr, REVERSE: gl.constexpr,
-    GATES: gl.constexpr, LATE: gl.constexpr,
+    GATES: gl.constexpr, LATE: gl.constexpr, TOTALS: gl.constexpr,
 ):  # fmt: skip
     """o through o_desc, and final (sequences, heads, K, V) float32. Descriptors of rank 4: (batch, head, row, column).
 
     initial: as final. local (segments, sequences, heads, K, V) and decays (segments, sequences, heads) float32: what
     every segment adds to the state, and what it leaves of the one before it.
-    NORM: o is divided by the sum of its weights, scale q_t' (k_1 + ... + k_t), plus `floor`.
+    NORM: o is divided by the sum of its weights, scale q_t' (k_1 + ... + k_t), plus `floor`. TOTALS: those sums go to
+    inner (sequences, heads, seqlen) float32.
     GATES, for their gradients: a REVERSE walk keeps the state that enters every chunk, in states (sequences, chunks *
     BK, heads, V) in the dtype of q. A forward one multiplies it with what is left of its own at the end of the chunk,
     and leaves `final` alone: across (tiles, sequences, heads, chunks, BK) float32 are the sums of rows, times scale.
@@ -267,6 +268,9 @@ def walk_kernel(
         barrier()  # S was read by all, and the last o has left
         out = warpgroup_mma_wait(1, deps=[out])
         if NORM:
+            if TOTALS:
+                at = chunk * STEPS + gl.arange(0, STEPS, layout=gl.SliceLayout(1, OUT))
+                gl.store(inner + number.to(gl.int64) * seqlen + at, total * scale, mask=(at < seqlen) & (col == 0))
             out = out / (total * scale + floor)[:, None]
             z_buf.store(z)
         if WEIGHTED and REVERSE:

@@ -85,13 +85,16 @@ def gla(dtype: torch.dtype, key_dim: int, value_dim: int, packed: bool) -> None:
 
 
 def maps(dtype: torch.dtype, value_dim: int) -> None:
-    from gpu_accel.thunderkittens import based_hopper, features, windowed
+    from gpu_accel.thunderkittens import based_hopper, features, hedgehog_fused, windowed
 
     q, v = torch.empty(1, 4096, 16, 16, dtype=dtype), torch.empty(1, 4096, 16, value_dim, dtype=dtype)
     based_hopper.walk(q, q, v, 0.25, False)
     wide = torch.empty(1, 4096, 16, 128, dtype=dtype)
     features.hedgehog_op._init_fn(wide, torch.empty(16, 128, 64, dtype=dtype))
     windowed.maximum_op._init_fn(wide, wide, torch.empty(4096, dtype=torch.int32), 0.1)
+    mapping = torch.empty(16, 128, 64, dtype=dtype)
+    short = wide[:, :100]
+    hedgehog_fused.window_op._init_fn(short, short, short, mapping, mapping, None, None, 128, 0.1, True)
     a = torch.empty(1, 4096, 16)
     windowed.mix_op._init_fn(wide, wide[:, 100:], a, a)
     windowed.mix_backward_op._init_fn(wide, wide, wide[:, 100:], a, a)
