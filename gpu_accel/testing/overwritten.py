@@ -29,7 +29,8 @@ _SASS_INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]{4,6}\*/\s+(.*?)\s*;")
 _SASS_BRANCH = re.compile(r"BRA\b.*`\((\.L\w+)\)")
 _UNIFORM = re.compile(r"\bUR(\d+)\b")
 _UNIFORM_RESULT = re.compile(r"(\S+) (?:!?U?P\w+, )*UR(\d+)\b")
-_UNIFORM_READERS = ("UIADD", "UMOV", "ULEA", "ULOP", "USHF", "USEL", "MOV ")  # what makes descriptors, and puts them away
+# what makes descriptors, and puts them away
+_UNIFORM_READERS = ("UIADD", "UMOV", "ULEA", "ULOP", "USHF", "USEL", "MOV ")
 _PRODUCT = re.compile(r"(?:@!?U?P\d+ )?[HIQ]GMMA")
 _SASS_WITHOUT_RESULT = (
     "ST", "RED", "BAR", "BRA", "EXIT", "LDGSTS", "LDGDEPBAR", "DEPBAR", "WARP", "MEMBAR", "FENCE", "BS", "NOP", "UT",

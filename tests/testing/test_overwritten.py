@@ -84,5 +84,5 @@ def test_a_descriptor_of_nothing():
     (fault,) = unwritten_registers(UNIFORM.format(one="UIADD3 UR11, UP0, UR10, 0x2, URZ"))
     assert fault == "UIADD3 UR11, UP0, UR10, 0x2, URZ: nothing was ever written to UR10"
     assert unwritten_registers(UNIFORM.format(one="@P1 MOV R202, UR10"))
-    for one in ("UIADD3.X UR7, UR5, -0x7fffffe0, URZ, UP0, !UPT", "UMOV UR10, 0x2", "MOV R1, UR6", "S2UR UR9, SR_CTAID"):
+    for one in ("UIADD3.X UR7, UR5, -0x7fffffe0, URZ, UP0, !UPT", "UMOV UR10, 0x2", "MOV R1, UR6", "S2UR UR9, SR_X"):
         assert not unwritten_registers(UNIFORM.format(one=one))
