@@ -102,22 +102,41 @@ def _invariant_operands(ptx: str) -> list[int]:
 
 
 def unwritten_registers(sass: str) -> list[str]:
-    """One line for each instruction that reads a uniform register which no instruction before it writes."""
-    written: set[int] = set()
-    faults = []
+    """One line for each instruction that reads a uniform register which nothing writes on any way to it."""
+    instructions: list[str] = []
+    labels: dict[str, int] = {}
     for line in sass.splitlines():
-        found = _SASS_INSTRUCTION.match(line)
-        if not found:
-            continue
-        text = re.sub(r"\s+", " ", re.sub(r"^@!?U?P\w+\s+", "", found[1]))
-        made = _UNIFORM_RESULT.match(text)
-        if text.startswith(_UNIFORM_READERS):
-            read = {int(n) for n in _UNIFORM.findall(text[made.end() :] if made else text)}
-            faults += [f"{text}: nothing was ever written to UR{n}" for n in sorted(read - written)]
-        if made:
-            count = 4 if ".128" in made[1] else 2 if ".64" in made[1] or ".WIDE" in made[1] else 1
-            written.update(range(int(made[2]), int(made[2]) + count))
+        if found := _SASS_LABEL.match(line):
+            labels[found[1]] = len(instructions)
+        elif found := _SASS_INSTRUCTION.match(line):
+            instructions.append(re.sub(r"\s+", " ", found[1]))
+    before: dict[int, frozenset[int]] = {0: frozenset()}
+    work = [0] if instructions else []
+    while work:
+        at = work.pop()
+        after = before[at] | set(_uniform_written(instructions[at]))
+        branch = _SASS_BRANCH.search(instructions[at])
+        for to in (at + 1, labels.get(branch[1], at + 1) if branch else at + 1):
+            known = before.get(to)
+            if to < len(instructions) and (known is None or not after <= known):
+                before[to] = after if known is None else known | after
+                work.append(to)
+    faults = []
+    for at, text in enumerate(instructions):
+        bare = re.sub(r"^@!?U?P\w+ ", "", text)
+        if bare.startswith(_UNIFORM_READERS):
+            made = _UNIFORM_RESULT.match(bare)
+            read = {int(n) for n in _UNIFORM.findall(bare[made.end() :] if made else bare)}
+            faults += [f"{bare}: nothing was ever written to UR{n}" for n in sorted(read - before.get(at, read))]
     return faults
+
+
+def _uniform_written(text: str) -> range:
+    made = _UNIFORM_RESULT.match(re.sub(r"^@!?U?P\w+ ", "", text))
+    if not made:
+        return range(0)
+    count = 4 if ".128" in made[1] else 2 if ".64" in made[1] or ".WIDE" in made[1] else 1
+    return range(int(made[2]), int(made[2]) + count)
 
 
 def overwritten_operands(ptx: str, sass: str) -> list[str]:
