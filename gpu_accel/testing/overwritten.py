@@ -1,4 +1,6 @@
-"""Finds wgmma operands in registers that ptxas has overwritten before the loop that reads them turns again.
+"""Finds wgmma operands that ptxas has lost: `overwritten_operands` in registers, `unwritten_registers` descriptors.
+
+**Left operands in registers**, overwritten before the loop that reads them turns again:
 
 ptxas 12.8, 12.9 and 13.0, for sm_90a: a left operand in registers that was made before a loop and is read in every turn
 of it (widened keys beside a float32 state, in the delta rule) shared its registers with values of the loop. The first
@@ -6,6 +8,11 @@ turn was right and every later one wrong, with the PTX as it should be. It happe
 
 Products are in the same order in PTX and SASS, which tells which register is which. Where their numbers differ (a loop
 was unrolled) nothing is said.
+
+**Descriptors of tiles in shared memory**, made from a uniform register that nothing was ever written to (ptxas 12.8 for
+sm_90a; 12.9 does it right). Several products read one tile of 32 columns as two halves of 16, and with more descriptors
+kept over a loop than there are uniform registers, the copy of the tile's address for the second half was left out: an
+illegal access, or wrong numbers. Seen in the gradients of gated linear attention.
 """
 
 from __future__ import annotations
@@ -20,6 +27,10 @@ _PTX_WITHOUT_RESULT = {"st", "red", "bar", "cp", "fence", "bra", "mbarrier", "se
 _SASS_LABEL = re.compile(r"\s*(\.L\w+):")
 _SASS_INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]{4,6}\*/\s+(.*?)\s*;")
 _SASS_BRANCH = re.compile(r"BRA\b.*`\((\.L\w+)\)")
+_UNIFORM = re.compile(r"\bUR(\d+)\b")
+_UNIFORM_RESULT = re.compile(r"(\S+) (?:!?U?P\w+, )*UR(\d+)\b")
+# what makes descriptors, and puts them away
+_UNIFORM_READERS = ("UIADD", "UMOV", "ULEA", "ULOP", "USHF", "USEL", "MOV ")
 _PRODUCT = re.compile(r"(?:@!?U?P\d+ )?[HIQ]GMMA")
 _SASS_WITHOUT_RESULT = (
     "ST", "RED", "BAR", "BRA", "EXIT", "LDGSTS", "LDGDEPBAR", "DEPBAR", "WARP", "MEMBAR", "FENCE", "BS", "NOP", "UT",
@@ -88,6 +99,44 @@ def _invariant_operands(ptx: str) -> list[int]:
         inside = loop and any(loop[0] <= i <= loop[1] for name in names for i in made.get(name, ()))
         counts.append(len(names) if loop and not inside else 0)
     return counts
+
+
+def unwritten_registers(sass: str) -> list[str]:
+    """One line for each instruction that reads a uniform register which nothing writes on any way to it."""
+    instructions: list[str] = []
+    labels: dict[str, int] = {}
+    for line in sass.splitlines():
+        if found := _SASS_LABEL.match(line):
+            labels[found[1]] = len(instructions)
+        elif found := _SASS_INSTRUCTION.match(line):
+            instructions.append(re.sub(r"\s+", " ", found[1]))
+    before: dict[int, frozenset[int]] = {0: frozenset()}
+    work = [0] if instructions else []
+    while work:
+        at = work.pop()
+        after = before[at] | set(_uniform_written(instructions[at]))
+        branch = _SASS_BRANCH.search(instructions[at])
+        for to in (at + 1, labels.get(branch[1], at + 1) if branch else at + 1):
+            known = before.get(to)
+            if to < len(instructions) and (known is None or not after <= known):
+                before[to] = after if known is None else known | after
+                work.append(to)
+    faults = []
+    for at, text in enumerate(instructions):
+        bare = re.sub(r"^@!?U?P\w+ ", "", text)
+        if bare.startswith(_UNIFORM_READERS):
+            made = _UNIFORM_RESULT.match(bare)
+            read = {int(n) for n in _UNIFORM.findall(bare[made.end() :] if made else bare)}
+            faults += [f"{bare}: nothing was ever written to UR{n}" for n in sorted(read - before.get(at, read))]
+    return faults
+
+
+def _uniform_written(text: str) -> range:
+    made = _UNIFORM_RESULT.match(re.sub(r"^@!?U?P\w+ ", "", text))
+    if not made:
+        return range(0)
+    count = 4 if ".128" in made[1] else 2 if ".64" in made[1] or ".WIDE" in made[1] else 1
+    return range(int(made[2]), int(made[2]) + count)
 
 
 def overwritten_operands(ptx: str, sass: str) -> list[str]:

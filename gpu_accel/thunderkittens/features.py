@@ -18,14 +18,24 @@ i < j and 1 / sqrt(2) for i = j, half of them do. 16 dimensions become 1 + 16 + 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from gpu_accel.compat import INTERPRET
-from gpu_accel.errors import InvalidInputError
+from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.flash_attention3.launch import launch, next_power_of_2
-from gpu_accel.thunderkittens import based_hopper, based_kernel, chunked, feature_kernels, walk_hopper, windowed
+from gpu_accel.flash_attention3.problem import check_flag
+from gpu_accel.thunderkittens import (
+    based_hopper,
+    based_kernel,
+    chunked,
+    feature_kernels,
+    hedgehog_fused,
+    walk_hopper,
+    windowed,
+)
 from gpu_accel.thunderkittens.arguments import check_tensors, real
 from gpu_accel.thunderkittens.linear import (
     LARGEST_DIM,
@@ -240,7 +250,7 @@ def parallel_based(
 def hedgehog_attention(
     q: Tensor, k: Tensor, v: Tensor, q_map: Tensor, k_map: Tensor, *, window: int | None = None,
     scale: float | None = None, window_factor: Tensor | None = None, linear_factor: Tensor | None = None,
-    cu_seqlens: Tensor | None = None, backend: str = "auto",
+    cu_seqlens: Tensor | None = None, fused: bool | None = None, backend: str = "auto",
 ) -> Tensor:  # fmt: skip
     """Linear attention on learned features, divided by the sum of its weights.
 
@@ -253,6 +263,8 @@ def hedgehog_attention(
             and has 65 to 128 of them. Gradients flow through c_t; of equal largest scores the first key has it.
         scale: of the window's scores, any number, K**-0.5 unless given. window_factor, linear_factor: (heads of v,),
             1 unless given; differentiable, and of any floating dtype.
+        fused: with a window, its softmax and the sum of both parts in one kernel (16 bits, K and V up to 128, sequences
+            of one length), or by flash_attention3 and kernels around it. None: in one where a card has seen it right.
 
     Returns:
         o (batch, seqlen, heads, V) in the dtype of v, differentiable in all five.
@@ -272,18 +284,37 @@ def hedgehog_attention(
           f"{_shape(q_map)} and {_shape(k_map)}")  # fmt: skip
     _validate(q, k, v, None, None, None, cu_seqlens, chunked.CHUNK)
     _check_factors(v, window, scale, window_factor, linear_factor)
+    fused = None if fused is None else check_flag("fused", fused)
+    _need(fused is None or window is not None, "fused belongs to a window: give window=")
     if backend == "hopper" and (refusal := walk_hopper.machine_refusal(v)):
         _refuse(refusal)
     checked = HEDGEHOG_CHECKED if window is None else windowed.WINDOW_CHECKED
     kernels = backend == "hopper" or choose(v, backend, v.dtype in checked) == "portable"
-    wide = q.shape[3] <= LARGEST_DIM and q.dtype in (torch.bfloat16, torch.float16)
-    features = hedgehog_op if wide and kernels else hedgehog_features
     q, k = _inside(cu_seqlens, q, k)
     if window is None:
+        features = _features_of(q, kernels)
         return _normalised(features(q, q_map), features(k, k_map), v, True, cu_seqlens, backend)
-    window = windowed.check_window(window)
+    window, scale = windowed.check_window(window), windowed.score_scale(scale, q.shape[-1])
+    tensors = (q, k, v, q_map, k_map, window_factor, linear_factor)
+    why = hedgehog_fused.refusal(q, v, cu_seqlens) if kernels else f"backend {backend!r} is not by kernels here"
+    _need_fused(fused, why)
+    if why is None and (v.dtype in hedgehog_fused.CHECKED if fused is None else fused):
+        return hedgehog_fused.window_op(*tensors, window, scale, backend != "portable")
+    return hedgehog_in_parts(*tensors, cu_seqlens, window=window, scale=scale, backend=backend, kernels=kernels)
+
+
+def _need_fused(fused: bool | None, why: str | None) -> None:
+    if fused and why is not None:
+        raise UnsupportedError(f"fused=True: {why}; use fused=None")
+
+
+def hedgehog_in_parts(
+    q: Tensor, k: Tensor, v: Tensor, q_map: Tensor, k_map: Tensor, window_factor: Tensor | None,
+    linear_factor: Tensor | None, cu_seqlens: Tensor | None, *, window: int, scale: float, backend: str, kernels: bool,
+) -> Tensor:  # fmt: skip
+    """Hedgehog with a window by `windowed.attention`; arguments are checked."""
     given = backend if kernels else "reference"
-    scale = windowed.score_scale(scale, q.shape[-1])
+    features = _features_of(q, kernels)
 
     def linear(q, k, v):
         return linear_attention(q, k, v, scale=1.0, cu_seqlens=cu_seqlens, backend=given)[0]
@@ -293,6 +324,11 @@ def hedgehog_attention(
         window_factor=window_factor, linear_factor=linear_factor, cu_seqlens=cu_seqlens, backend=given,
         kernels=kernels,
     )  # fmt: skip
+
+
+def _features_of(q: Tensor, kernels: bool) -> Callable[[Tensor, Tensor], Tensor]:
+    wide = q.shape[3] <= LARGEST_DIM and q.dtype in (torch.bfloat16, torch.float16)
+    return hedgehog_op if wide and kernels else hedgehog_features
 
 
 def _check_factors(v: Tensor, window: object, scale: object, *factors: Tensor | None) -> None:

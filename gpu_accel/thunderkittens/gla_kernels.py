@@ -26,6 +26,7 @@ into the chunk, out of it and across it (the sum over S * dS) is added alike, an
     _states_kernel     one program a sequence, head and tile of S: what enters every chunk; reversed, dS
     _rows_kernel       one program a chunk and head: o; reversed, dv
     _ones_kernel       one program a level: the masks of those sums
+    _mirrored_kernel   one program a chunk and head: D
     _gradients_kernel  one program a chunk, head and block of k: dq, dk, dg
 """
 
@@ -143,7 +144,7 @@ def _to_the_middle(sums, b, first, end, steps, stride, cols, LEVEL, K: tl.conste
 
 @triton.jit
 def _ones_kernel(ones, BT: tl.constexpr, LEVELS: tl.constexpr):
-    """ones (LEVELS + 2, BT, BT) float32: which steps x of a level count for the gate of step u, row u and column x.
+    """ones (LEVELS + 2, BT, BT), 1 or 0: which steps x of a level count for the gate of step u, row u and column x.
 
     In a second block those from u on, in a first one those before u. Then, for a chunk as a whole, both in turn.
     Made once a call and read from memory: a mask that is computed is an operand in registers, of which none are left.
@@ -153,15 +154,24 @@ def _ones_kernel(ones, BT: tl.constexpr, LEVELS: tl.constexpr):
     from_here = col >= row
     near = ((row >> level) == (col >> level)) & (from_here == (((row >> level) & 1) == 1))
     which = tl.where(level == LEVELS, from_here, tl.where(level > LEVELS, col < row, near))
-    tl.store(ones + level * BT * BT + row * BT + col, tl.where(which, 1.0, 0.0))
+    tl.store(ones + level * BT * BT + row * BT + col, tl.where(which, 1.0, 0.0).to(ones.dtype.element_ty))
 
 
 @triton.jit
 def _sums_over(ones, plane, terms, acc, BT: tl.constexpr, PRECISION: tl.constexpr):
-    """acc + sums of rows of terms, those that a plane of ones has, by tensor cores."""
+    """acc + sums of rows of terms, those that a plane of ones has, by tensor cores.
+
+    Beside 16 bits by two products of bfloat16: terms rounded, and what that left of them.
+    """
     steps = tl.arange(0, BT)
     which = tl.load(ones + plane * BT * BT + steps[:, None] * BT + steps[None, :])
-    return dot(which, terms, acc, PRECISION)
+    if which.dtype == tl.bfloat16:
+        rounded = terms.to(tl.bfloat16)
+        acc = dot(which, rounded, acc, PRECISION)
+        acc = dot(which, (terms - rounded.to(tl.float32)).to(tl.bfloat16), acc, PRECISION)
+    else:
+        acc = dot(which, terms, acc, PRECISION)
+    return acc
 
 
 @triton.jit
@@ -227,13 +237,48 @@ def _rows_kernel(
 
 
 @triton.jit
+def _mirrored_kernel(
+    do, v, mirrored, same, cu_seqlens, chunk_offsets, seq_of_chunk, do_b, do_t, do_h, v_b, v_t, v_h,
+    seqlen, chunks, heads, scale,
+    V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """mirrored (chunks, heads, BT, BT) in the dtype of v: D[t, s] and D[s, t] alike; same (.., BT) float32: D[t, t]."""
+    program = tl.program_id(0)
+    head = program % heads
+    chunk = program // heads
+    batch, start, first, length, there = _place(
+        chunk, seq_of_chunk, chunk_offsets, cu_seqlens, seqlen, chunks, VARLEN, BT
+    )
+    if there:
+        wide_head = head.to(tl.int64)
+        do += batch * do_b + start * do_t + wide_head * do_h
+        v += batch * v_b + start * v_t + wide_head * v_h
+        steps = tl.arange(0, BT)
+        rows = (first + steps).to(tl.int64)
+        mask = rows < length
+        row, col = steps[:, None], steps[None, :]
+        lower = tl.zeros((BT, BT), tl.float32)  # row t, column s
+        upper = tl.zeros((BT, BT), tl.float32)  # row s, column t
+        for block_v in range(0, (V + BV - 1) // BV):
+            cols_v = block_v * BV + tl.arange(0, BV)
+            outputs = _load_tile(do, rows, do_t, cols_v, mask, V)
+            values = _load_tile(v, rows, v_t, cols_v, mask, V)
+            lower = dot(outputs, tl.trans(values), lower, PRECISION)
+            upper = dot(values, tl.trans(outputs), upper, PRECISION)
+        own = (chunk.to(tl.int64) * heads + head) * BT
+        tl.store(same + own + steps, tl.sum(tl.where(row == col, lower, 0.0), 1) * scale)
+        both = tl.where(row > col, lower, upper) * scale
+        tl.store(mirrored + own * BT + row * BT + col, both.to(mirrored.dtype.element_ty))
+
+
+@triton.jit
 def _gradients_kernel(
-    q, k, v, sums, ones, do, states, dstates, dq, dk, dg, cu_seqlens, chunk_offsets, seq_of_chunk,
+    q, k, v, sums, ones, do, states, dstates, mirrored, same, dq, dk, dg, cu_seqlens, chunk_offsets, seq_of_chunk,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h, seqlen, chunks, heads, scale,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LEVELS: tl.constexpr,
     VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk and dg (batch, seqlen, heads, K), contiguous; dg float32."""
+    """dq, dk and dg (batch, seqlen, heads, K), contiguous; dg float32. mirrored, same: of `_mirrored_kernel`."""
     blocks_k: tl.constexpr = (K + BK - 1) // BK
     program = tl.program_id(0)
     block_k = program % blocks_k
@@ -250,14 +295,13 @@ def _gradients_kernel(
         do += batch * do_b + start * do_t + wide_head * do_h
         place = (batch * seqlen + start) * heads + head
         sums += place * K
-        own = (chunk.to(tl.int64) * heads + head) * (K * V)
+        number = chunk.to(tl.int64) * heads + head
+        own = number * (K * V)
         steps = tl.arange(0, BT)
         rows = (first + steps).to(tl.int64)
         mask = rows < length
         row, col = steps[:, None], steps[None, :]
         cols_k = block_k * BK + tl.arange(0, BK)
-        da = tl.zeros((BT, BT), tl.float32)  # row t, column s
-        dat = tl.zeros((BT, BT), tl.float32)  # row s, column t
         grad_q = tl.zeros((BT, BK), tl.float32)
         grad_k = tl.zeros((BT, BK), tl.float32)
         across = tl.zeros((BK,), tl.float32)
@@ -265,8 +309,6 @@ def _gradients_kernel(
             cols_v = block_v * BV + tl.arange(0, BV)
             outputs = _load_tile(do, rows, do_t, cols_v, mask, V)
             values = _load_tile(v, rows, v_t, cols_v, mask, V)
-            da = dot(outputs, tl.trans(values), da, PRECISION)
-            dat = dot(values, tl.trans(outputs), dat, PRECISION)
             entering = _load_tile(states + own, cols_k, V, cols_v, cols_k < K, V)
             leaving = _load_tile(dstates + own, cols_k, V, cols_v, cols_k < K, V)
             across += tl.sum(entering.to(tl.float32) * leaving.to(tl.float32), 1)
@@ -274,8 +316,6 @@ def _gradients_kernel(
             leaving = _for_products(leaving, outputs.dtype)
             grad_q = dot(outputs.to(entering.dtype), tl.trans(entering), grad_q, PRECISION)
             grad_k = dot(values.to(leaving.dtype), tl.trans(leaving), grad_k, PRECISION)
-        same = tl.sum(tl.where(row == col, da, 0.0), 1) * scale
-        mirrored = (tl.where(row > col, da, dat) * scale).to(v.dtype.element_ty)
         queries = _load_tile(q, rows, q_t, cols_k, mask, K)
         keys = _load_tile(k, rows, k_t, cols_k, mask, K)
         end = tl.minimum(length, first + BT) - 1
@@ -287,18 +327,20 @@ def _gradients_kernel(
         grad_g = _sums_over(ones, LEVELS, queries.to(tl.float32) * grad_q, None, BT, PRECISION)
         grad_g = _sums_over(ones, LEVELS + 1, keys.to(tl.float32) * grad_k, grad_g, BT, PRECISION)
         grad_g += (across * tl.exp(last))[None, :]
+        weights = tl.load(mirrored + number * (BT * BT) + row * BT + col)
         for level in tl.range(0, LEVELS, num_stages=1):
             near = _to_the_middle(sums, b, first, end, steps, heads * K, cols_k, level, K)
             second = (((steps >> level) & 1) == 1)[:, None]
             mine = tl.where(second, queries, keys).to(tl.float32)
-            x = (mine * near).to(mirrored.dtype)
-            pairs = tl.where(((row ^ col) >> level) == 1, mirrored, 0.0).to(mirrored.dtype)
+            x = (mine * near).to(weights.dtype)
+            pairs = tl.where(((row ^ col) >> level) == 1, weights, 0.0).to(weights.dtype)
             grad = dot(pairs, x, None, PRECISION) * near
             grad_q += tl.where(second, grad, 0.0)
             grad_k += tl.where(second, 0.0, grad)
             grad_g = _sums_over(ones, level, mine * grad, grad_g, BT, PRECISION)
-        grad_q += same[:, None] * keys.to(tl.float32)
-        grad_k += same[:, None] * queries.to(tl.float32)
+        own_weight = tl.load(same + number * BT + steps)[:, None]
+        grad_q += own_weight * keys.to(tl.float32)
+        grad_k += own_weight * queries.to(tl.float32)
         to = place * K + rows[:, None] * heads * K + cols_k[None, :]
         whole = mask[:, None] & (cols_k < K)[None, :]
         tl.store(dq + to, grad_q.to(dq.dtype.element_ty), mask=whole)

@@ -24,15 +24,16 @@ from gpu_accel.flash_attention3.launch import launch, next_power_of_2
 from gpu_accel.thunderkittens import pairs_kernel, walk_hopper
 from gpu_accel.thunderkittens.walk_hopper import CHUNK, WalkConfig
 
-# What tests/gpu found right on an H200: (K, V, whether there are weights), and what may be beside them. With (128, 64),
-# Mamba-2 of 8 x 2048 steps with 80 heads, 1899 us for 4331 in plain Triton. Anything else is off.
+# What tests/gpu found right on an H200: (K, V, whether there are weights), and what may be beside them. Anything else
+# is off. With (128, 64), Mamba-2 as below took 4331 us in plain Triton.
 CHECKED: dict[tuple[int, int, bool], tuple[str, ...]] = {
     (128, 64, True): ("states", "segments"),
     (128, 128, False): ("states", "segments"),
     (64, 64, True): (),
 }
-# K, padded to 64 or 128, of what takes `both_kernel` (with V up to 64): its warps and stages. None until a GPU ran it.
-BOTH: dict[int, tuple[int, int]] = {}
+# K, padded to 64 or 128, of what takes `both_kernel` (with V up to 64): its warps and stages. Mamba-2 on an H200, 8 x
+# 2048 steps with 80 heads, K 128: 1522 us for 1893 by a walk each; 16 x 4096 with 16 heads, K 64: 639 for 971.
+BOTH: dict[int, tuple[int, int]] = {64: (4, 2), 128: (8, 3)}
 _LEAST_SCALE = 2.0**-60  # the gradient of a final state is divided by the scale
 _SHORT = CHUNK  # steps: with fewer, two states given weigh so much in dg that bfloat16 is not enough for them
 _COLUMNS = 64  # of k that a program of walks 1 and 2 takes; 128 took 3 % longer
@@ -118,7 +119,7 @@ def gradients(
     vectors = walk_hopper.gate_vectors(g, w, v, chunks)
     ending = None if dfinal is None else dfinal / scale
     # walks 1 and 2, whose keys are v and whose values are k: two programs an SM, as in the forward
-    keys = WalkConfig(block_v=_COLUMNS, stages=3 if value_dim <= 64 else 2)
+    keys = WalkConfig(block_v=_COLUMNS, stages=2)
     rows, tiles = 64 * triton.cdiv(value_dim, 64), triton.cdiv(key_dim, _COLUMNS)
     parts = (tiles, batch, heads, chunks)
     into, across = (v.new_empty((*parts, n), dtype=torch.float32) for n in (CHUNK, rows))

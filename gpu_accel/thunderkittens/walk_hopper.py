@@ -14,6 +14,7 @@ from gpu_accel.thunderkittens import gates_kernel
 
 CHUNK = 64
 _KEYS = (64, 128)  # what K is padded to
+_NEAR_KEYS = 64  # padded: with more of them states of chunks in shared memory would leave one program an SM
 _MOST_LINES = 2**31  # of gates: their coordinate is one 32-bit number
 _quick: list[QuickLaunch] = []
 
@@ -106,7 +107,8 @@ def walk(
 
     q and k may have fewer heads than g and w, or v may.
     local, decays: of `chunked_kernels._states_kernel`, where there is more than one segment. norm: divide by the sum of
-    weights plus this; without gates, weights, a first state and segments. vectors: what `gate_vectors` made of g and w.
+    weights plus this; without gates, weights, a first state and segments, and with `inner` (batch, heads, seqlen) for
+    those sums. vectors: what `gate_vectors` made of g and w.
     reverse; states, x and inner, and across for a walk forwards, which leaves the final state alone: see `walk_kernel`.
     """
     from gpu_accel.thunderkittens import walk_kernel
@@ -128,17 +130,20 @@ def walk(
     optional = [final if x is None else x for x in (initial, local, decays)]
     kept = v if states is None else states  # no map of nothing
     map_of_states = tensor_map(kept, block_k, config.block_v)
+    map_of_x = values[0] if x is None else tensor_map(x, CHUNK, config.block_v)
     far = 0 if x is None else max(x.stride()[:3]) // 8
     strides = (0, 0, 0) if x is None else [s // 8 for s in x.stride()[:3]]  # multiples of 8: TMA reads q, k and v too
     memory = [final if t is None else t for t in (states, across, x, inner)]
     constants = dict(BK=block_k, BV=config.block_v, STAGES=config.stages, GATED=g is not None, WEIGHTED=w is not None,
                      HAS_INITIAL=initial is not None, HAS_LOCAL=local is not None, NORM=norm is not None,
-                     REVERSE=reverse, GATES=states is not None, LATE=config.late)  # fmt: skip
+                     REVERSE=reverse, GATES=states is not None, LATE=config.late,
+                     TOTALS=norm is not None and inner is not None,
+                     NEAR=states is not None and block_k <= _NEAR_KEYS)  # fmt: skip
     _quick[0](
         (far >= 2**31,), batch * heads * tiles * segments,
         (*keys, *values, _line_map(sums), _line_map(weights), *optional, final,
          chunks, heads, heads // q.shape[2], batch, segments, tiles, key_dim, value_dim, scale, norm or 0.0,
-         map_of_states, *memory, *strides, seqlen, heads // v.shape[2]),
+         map_of_states, map_of_x, *memory, *strides, seqlen, heads // v.shape[2]),
         constants, dict(num_warps=4),
     )  # fmt: skip
     return o, final

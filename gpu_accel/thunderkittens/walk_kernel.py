@@ -40,14 +40,19 @@ STEPS = gl.constexpr(64)  # of a chunk: the M of wgmma
 
 
 @gluon.jit
-def _load(descs, bufs, bar, stage, n, head_v, head_q, chunk, line, col, GATED: gl.constexpr, WEIGHTED: gl.constexpr):
-    """Ask for a chunk's q, k, v and gates."""
-    q_desc, k_desc, v_desc, sums_desc, weights_desc = descs
-    q_bufs, k_bufs, v_bufs, sums_bufs, weights_bufs = bufs
+def _load(
+    descs, bufs, bar, stage, n, head_v, head_q, head, chunk, line, col, GATED: gl.constexpr, WEIGHTED: gl.constexpr,
+    NEAR: gl.constexpr, STATES: gl.constexpr,
+):  # fmt: skip
+    """Ask for a chunk's q, k, v and gates; NEAR: and for its rows of x, with STATES for its state."""
+    q_desc, k_desc, v_desc, sums_desc, weights_desc, states_desc, x_desc = descs
+    q_bufs, k_bufs, v_bufs, sums_bufs, weights_bufs, states_bufs, x_bufs = bufs
     full = bar.index(stage)
     row = chunk * STEPS
     VECTORS: gl.constexpr = (GATED + WEIGHTED) * STEPS * 4
-    mbarrier.expect(full, q_desc.block_type.nbytes + k_desc.block_type.nbytes + v_desc.block_type.nbytes + VECTORS)
+    MORE: gl.constexpr = NEAR * (x_desc.block_type.nbytes + STATES * states_desc.block_type.nbytes)
+    TILES: gl.constexpr = q_desc.block_type.nbytes + k_desc.block_type.nbytes + v_desc.block_type.nbytes
+    mbarrier.expect(full, TILES + VECTORS + MORE)
     tma_load(q_desc, [n, head_q, row, 0], full, q_bufs.index(stage))
     tma_load(k_desc, [n, head_q, row, 0], full, k_bufs.index(stage))
     tma_load(v_desc, [n, head_v, row, col], full, v_bufs.index(stage))
@@ -55,6 +60,11 @@ def _load(descs, bufs, bar, stage, n, head_v, head_q, chunk, line, col, GATED: g
         tma_load(sums_desc, [line + row], full, sums_bufs.index(stage))
     if WEIGHTED:
         tma_load(weights_desc, [line + row], full, weights_bufs.index(stage))
+    if NEAR:
+        tma_load(x_desc, [n, head_v, row, col], full, x_bufs.index(stage))
+        if STATES:
+            ROWS: gl.constexpr = states_desc.block_type.shape[2]
+            tma_load(states_desc, [n, head, chunk * ROWS, col], full, states_bufs.index(stage))
 
 
 @gluon.jit
@@ -111,21 +121,23 @@ def _rows_of(x, x_b, x_t, x_h, n, head, chunk, col, seqlen, V, BV: gl.constexpr,
 def walk_kernel(
     q_desc, k_desc, v_desc, o_desc, sums_desc, weights_desc, initial, local, decays, final,
     chunks, heads, group, sequences, segments, tiles, K, V, scale, floor,
-    states_desc, states, across, x, inner, x_b, x_t, x_h, seqlen, group_v,
+    states_desc, x_desc, states, across, x, inner, x_b, x_t, x_h, seqlen, group_v,
     BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, WEIGHTED: gl.constexpr,
     HAS_INITIAL: gl.constexpr, HAS_LOCAL: gl.constexpr, NORM: gl.constexpr, REVERSE: gl.constexpr,
-    GATES: gl.constexpr, LATE: gl.constexpr,
+    GATES: gl.constexpr, LATE: gl.constexpr, TOTALS: gl.constexpr, NEAR: gl.constexpr,
 ):  # fmt: skip
     """o through o_desc, and final (sequences, heads, K, V) float32. Descriptors of rank 4: (batch, head, row, column).
 
     initial: as final. local (segments, sequences, heads, K, V) and decays (segments, sequences, heads) float32: what
     every segment adds to the state, and what it leaves of the one before it.
-    NORM: o is divided by the sum of its weights, scale q_t' (k_1 + ... + k_t), plus `floor`.
+    NORM: o is divided by the sum of its weights, scale q_t' (k_1 + ... + k_t), plus `floor`. TOTALS: those sums go to
+    inner (sequences, heads, seqlen) float32.
     GATES, for their gradients: a REVERSE walk keeps the state that enters every chunk, in states (sequences, chunks *
     BK, heads, V) in the dtype of q. A forward one multiplies it with what is left of its own at the end of the chunk,
     and leaves `final` alone: across (tiles, sequences, heads, chunks, BK) float32 are the sums of rows, times scale.
     LATE: q S is asked for after the scores are there. ptxas moves scores * share above the wait that leaves q S on its
     way, and waits for both there; so it runs beside that product instead. Not taken: nobody timed it.
+    NEAR: x and those states come by TMA with q, k and v, through x_desc and states_desc, and not by each thread.
     Both: inner (tiles, sequences, heads, chunks, STEPS) float32 are the products of rows of x (sequences, seqlen, heads
     as v, V; strides in units of 8) with what the state adds to o, without weights.
     """
@@ -146,6 +158,14 @@ def walk_kernel(
     o_buf = gl.allocate_shared_memory(dtype, [STEPS, BV], VALUES)
     sums_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, STEPS], VECTOR)
     weights_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, STEPS], VECTOR)
+    STATES: gl.constexpr = not REVERSE
+    states_bufs = sums_bufs
+    x_bufs = sums_bufs
+    if NEAR:
+        x_bufs = gl.allocate_shared_memory(dtype, [STAGES, STEPS, BV], VALUES)
+        if STATES:
+            STATE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, BV], dtype)
+            states_bufs = gl.allocate_shared_memory(dtype, [STAGES, BK, BV], STATE)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
@@ -164,12 +184,12 @@ def walk_kernel(
     end = gl.minimum(chunks, begin + each)
     number = n * heads + head
     line = number * chunks * STEPS
-    descs = (q_desc, k_desc, v_desc, sums_desc, weights_desc)
-    bufs = (q_bufs, k_bufs, v_bufs, sums_bufs, weights_bufs)
+    descs = (q_desc, k_desc, v_desc, sums_desc, weights_desc, states_desc, x_desc)
+    bufs = (q_bufs, k_bufs, v_bufs, sums_bufs, weights_bufs, states_bufs, x_bufs)
     for i in gl.static_range(STAGES):
         if begin + i < end:
             first = chunks - 1 - begin - i if REVERSE else begin + i
-            _load(descs, bufs, full, i, n, head_v, head_q, first, line, col, GATED, WEIGHTED)
+            _load(descs, bufs, full, i, n, head_v, head_q, head, first, line, col, GATED, WEIGHTED, NEAR, STATES)
 
     acc = gl.full([BK, BV], 0.0, gl.float32, OUT)
     if HAS_INITIAL:
@@ -202,13 +222,14 @@ def walk_kernel(
     last = 0.0
     for i in range(begin, end):
         chunk = chunks - 1 - i if REVERSE else i
-        if GATES and not REVERSE:  # asked for early, used after the first products: no registers for x beside it yet
+        # asked for early, used after the first products: no registers for x beside it yet
+        if GATES and not REVERSE and not NEAR:
             above = ((n.to(gl.int64) * chunks + chunk) * BK + gl.arange(0, BK, layout=gl.SliceLayout(1, OUT))) * heads
             their = _opaque(V) // 8 * 8
             cols = col + gl.arange(0, BV, layout=gl.SliceLayout(0, OUT))
             behind = gl.load(states + ((above + head) * their)[:, None] + cols[None, :],
                              mask=(cols < their)[None, :], other=0.0)  # fmt: skip
-        if GATES and REVERSE:
+        if GATES and REVERSE and not NEAR:
             x_tile = _rows_of(x, x_b, x_t, x_h, n, head_v, chunk, col, seqlen, _opaque(V), BV, OUT)
         mbarrier.wait(full.index(stage), phase)
         k_buf = k_bufs.index(stage)
@@ -233,8 +254,11 @@ def walk_kernel(
         if GATES and not REVERSE:
             to = ((program % tiles * sequences * heads + number) * chunks + chunk).to(gl.int64) * BK
             rows = gl.arange(0, BK, layout=gl.SliceLayout(1, OUT))
+            if NEAR:
+                behind = states_bufs.index(stage).load(OUT)
             gl.store(across + to + rows, gl.sum(acc * behind.to(gl.float32), axis=1) * scale)
-            x_tile = _rows_of(x, x_b, x_t, x_h, n, head_v, chunk, col, seqlen, _opaque(V), BV, OUT)
+            if not NEAR:
+                x_tile = _rows_of(x, x_b, x_t, x_h, n, head_v, chunk, col, seqlen, _opaque(V), BV, OUT)
         if LATE:
             scores = warpgroup_mma_wait(0, deps=[scores])
             out = warpgroup_mma(q_bufs.index(stage), s_buf, no_out, use_acc=False, is_async=True)
@@ -260,6 +284,8 @@ def walk_kernel(
         if GATES:
             to = ((program % tiles * sequences * heads + number) * chunks + chunk).to(gl.int64) * STEPS
             rows = gl.arange(0, STEPS, layout=gl.SliceLayout(1, OUT))
+            if NEAR:
+                x_tile = x_bufs.index(stage).load(OUT)
             gl.store(inner + to + rows, gl.sum(out * x_tile.to(gl.float32), axis=1) * scale)
         out = warpgroup_mma(gl.convert_layout(p, LEFT), v_buf, out, is_async=True)
         acc = warpgroup_mma(keys, v_buf, acc, is_async=True)
@@ -267,6 +293,9 @@ def walk_kernel(
         barrier()  # S was read by all, and the last o has left
         out = warpgroup_mma_wait(1, deps=[out])
         if NORM:
+            if TOTALS:
+                at = chunk * STEPS + gl.arange(0, STEPS, layout=gl.SliceLayout(1, OUT))
+                gl.store(inner + number.to(gl.int64) * seqlen + at, total * scale, mask=(at < seqlen) & (col == 0))
             out = out / (total * scale + floor)[:, None]
             z_buf.store(z)
         if WEIGHTED and REVERSE:
@@ -282,7 +311,7 @@ def walk_kernel(
                 tma_store(states_desc, [n, head, (chunk - 1) * BK, col], s_buf)
         if i + STAGES < end:
             ahead = chunk - STAGES if REVERSE else chunk + STAGES
-            _load(descs, bufs, full, stage, n, head_v, head_q, ahead, line, col, GATED, WEIGHTED)
+            _load(descs, bufs, full, stage, n, head_v, head_q, head, ahead, line, col, GATED, WEIGHTED, NEAR, STATES)
         stage += 1
         if stage == STAGES:
             stage = 0

@@ -1,6 +1,7 @@
 """What joins a sliding window to linear attention, in plain Triton: largest scores of windows, sums of two results.
 
     _window_maximum_kernel     the largest score of each query in its window, and which key has it
+    _window_join_kernel        softmax in the window and the sum with a linear part that is there, in one kernel
     _mix_kernel                a o + b n, with two numbers a row; n may start later than o
     _mix_backward_kernel       its gradients in o, n, a and b
 """
@@ -11,6 +12,7 @@ import triton
 import triton.language as tl
 
 from gpu_accel.compat import dot
+from gpu_accel.thunderkittens.chunked_kernels import _load_tile
 
 
 @triton.jit
@@ -56,6 +58,65 @@ def _window_maximum_kernel(
     to = (batch * seqlen + rows) * heads + head
     tl.store(largest + to, tl.where(at >= 0, best, 0.0), mask=mask)
     tl.store(where + to, at, mask=mask)
+
+
+@triton.jit
+def _window_join_kernel(
+    q, k, v, n, weight, window_factor, linear_factor, o,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, seqlen, heads, group, window, scale, floor,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, HAS_A: tl.constexpr,
+    HAS_B: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """o (batch, seqlen, heads, V), contiguous; scale in base 2. A program has BT queries of one head. BK >= K, BV >= V.
+
+    n (batch, seqlen - window, heads, V) and weight (batch, heads, seqlen - window) float32, contiguous: the average of
+    the values before the window, and what their weights sum to, of the queries from `window` on.
+    """
+    program = tl.program_id(0)
+    blocks = (seqlen + BT - 1) // BT
+    block = program % blocks
+    head = program // blocks % heads
+    batch = (program // blocks // heads).to(tl.int64)
+    head_k = (head // group).to(tl.int64)
+    rows = block * BT + tl.arange(0, BT)
+    cols_k, cols_v = tl.arange(0, BK), tl.arange(0, BV)
+    mask = rows < seqlen
+    q += batch * q_b + head_k * q_h
+    k += batch * k_b + head_k * k_h
+    v += batch * v_b + head.to(tl.int64) * v_h
+    queries = _load_tile(q, rows.to(tl.int64), q_t, cols_k, mask, K)
+    top = tl.full((BT,), float("-inf"), tl.float32)
+    total = tl.zeros((BT,), tl.float32)
+    out = tl.zeros((BT, BV), tl.float32)
+    first = tl.maximum(0, block * BT - window + 1) // BT * BT
+    # the block of the queries comes first: each of them sees itself, so that `top` is a number from then on
+    for step in range(0, (block * BT - first) // BT + 1):
+        cols = (block - step) * BT + tl.arange(0, BT)
+        there = cols < seqlen
+        keys = _load_tile(k, cols.to(tl.int64), k_t, cols_k, there, K)
+        values = _load_tile(v, cols.to(tl.int64), v_t, cols_v, there, V)
+        scores = dot(queries, tl.trans(keys), None, PRECISION) * scale
+        late = rows[:, None] - cols[None, :]
+        scores = tl.where((late >= 0) & (late < window), scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        p = tl.exp2(scores - higher[:, None])
+        shrink = tl.exp2(top - higher)
+        total = total * shrink + tl.sum(p, 1)
+        out = dot(p.to(values.dtype), values, out * shrink[:, None], PRECISION)
+        top = higher
+    if HAS_A:
+        factor = tl.load(window_factor + head)
+        out, total = out * factor, total * factor
+    moved = rows - window
+    has = mask & (moved >= 0)
+    by = tl.load(weight + (batch * heads + head) * (seqlen - window) + moved, mask=has, other=0.0)
+    if HAS_B:
+        by *= tl.load(linear_factor + head)
+    n += (batch * (seqlen - window) * heads + head) * V
+    before = _load_tile(n, moved.to(tl.int64), heads * V, cols_v, has, V)
+    out = (out + before.to(tl.float32) * by[:, None]) / (total + by + floor)[:, None]
+    to = o + ((batch * seqlen + rows) * heads + head)[:, None] * V + cols_v[None, :]
+    tl.store(to, out.to(o.dtype.element_ty), mask=mask[:, None] & (cols_v < V)[None, :])
 
 
 @triton.jit

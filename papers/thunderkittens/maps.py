@@ -2,6 +2,8 @@
 
     hopper               ours, in Gluon: Based with its features in registers, the walk behind Hedgehog's map
     portable             ours, plain Triton
+    hopper-fused,        with a window: its softmax and the sum of both parts in one kernel, not by flash_attention3
+    portable-fused
     torch                the same chunks as eager torch products (the reference, and the ruler of the check)
     fla-parallel         parallel_based of fla, which the paper compared Based with: quadratic in the length
     fla                  fused_chunk_based; for Hedgehog chunk_linear_attn on an eager map, as fla's users have it
@@ -31,6 +33,7 @@ _SHAPES = [("based", 16, 16, 16, 64), ("hedgehog", 16, 16, 128, 128), ("hedgehog
 _LENGTHS = (1024, 2048, 8192, 16384)
 _COUNT = 64  # features of Hedgehog, and their negatives
 _WINDOW = 128  # tokens, on a CPU 8
+_BACKENDS = ("hopper", "portable")
 
 
 def list_cases(settings: Settings) -> list[Case]:
@@ -62,11 +65,11 @@ def _inputs(case: Case, seed: int, device: str) -> list[Tensor]:
     return made
 
 
-def _ours(case: Case, backend: str):
+def _ours(case: Case, backend: str, fused: bool | None = None):
     if case["map"] == "based":
         return lambda q, k, v: features.fused_chunk_based(q, k, v, use_norm=False, backend=backend)
     window = None if case["map"] == "hedgehog" else _WINDOW if int(case["seqlen"]) > _WINDOW else 8
-    return lambda q, k, v, a, b: features.hedgehog_attention(q, k, v, a, b, window=window, backend=backend)
+    return lambda q, k, v, a, b: features.hedgehog_attention(q, k, v, a, b, window=window, fused=fused, backend=backend)
 
 
 def _fla(case: Case, kind: str):
@@ -106,10 +109,14 @@ def build(case: Case, settings: Settings) -> Workload:
     if case["map"] == "hedgehog-window":
         flops += 2.0 * _WINDOW * (key_dim + value_dim)
         peers = []
+    ours = [made(name, "ours", _ours(case, name), why=no_hopper if name == "hopper" else "") for name in _BACKENDS]
+    if case["map"] == "hedgehog-window":
+        for name in _BACKENDS:
+            ours.append(made(f"{name}-fused", "ours", _ours(case, name, True), note="the window and both sums in one",
+                             why=no_hopper if name == "hopper" else ""))  # fmt: skip
     return Workload(
         implementations=[
-            made("hopper", "ours", _ours(case, "hopper"), why=no_hopper),
-            made("portable", "ours", _ours(case, "portable")),
+            *ours,
             made("torch", "reference", eager, note="chunks of 64 as eager products"),
             *peers,
         ],

@@ -282,7 +282,18 @@ WALKS_BACK = [
 
 
 @pytest.mark.parametrize(("shape", "given", "initial", "segments"), WALKS_BACK)
-def test_walks_back_on_hopper(shape, given, initial, segments, walks_back):
+def test_walks_back_on_hopper(shape, given, initial, segments, walks_back, monkeypatch):
+    """Keys and values by a walk each."""
+    monkeypatch.setattr(walk_back, "BOTH", {})
+    check_walks_back(shape, given, initial, segments, walks_back)
+
+
+@pytest.mark.parametrize(("shape", "given", "initial", "segments"), [p for p in WALKS_BACK if p.values[0][5] <= 64])
+def test_keys_and_values_in_one_walk(shape, given, initial, segments, walks_back):
+    check_walks_back(shape, given, initial, segments, walks_back)
+
+
+def check_walks_back(shape, given, initial, segments, walks_back):
     batch, seqlen, heads, heads_q, key_dim, value_dim = shape
     tensors = [randn(batch, seqlen, heads_q, key_dim, seed=s, dtype=BF16) for s in (1, 2)]
     tensors.append(randn(batch, seqlen, heads, value_dim, seed=3, dtype=BF16))
@@ -321,12 +332,6 @@ def test_walks_back_on_hopper(shape, given, initial, segments, walks_back):
     assert len(walks_back) == 1
     once, again = (run(function("hopper"), tensors, grads) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
-
-
-@pytest.mark.parametrize(("shape", "given", "initial", "segments"), [p for p in WALKS_BACK if p.values[0][5] <= 64])
-def test_keys_and_values_in_one_walk(shape, given, initial, segments, walks_back, monkeypatch):
-    monkeypatch.setattr(walk_back, "BOTH", {64: (4, 2), 128: (8, 3)})
-    test_walks_back_on_hopper(shape, given, initial, segments, walks_back)
 
 
 @pytest.mark.parametrize(("seqlen", "key_dim", "value_dim"), [(515, 128, 128), (1, 128, 64), (300, 64, 72)])

@@ -70,6 +70,24 @@ def test_hedgehog(seqlen, window, key_dim, count, value_dim, dtype):
     judge(NAMES, hedgehog(window), "portable", *hedgehog_inputs(2, seqlen, 16, key_dim, value_dim, count, dtype))
 
 
+@pytest.mark.parametrize(("seqlen", "window", "key_dim", "value_dim", "dtype", "backend"), [
+    pytest.param(1000, 128, 128, 128, BF16, "hopper", id="T1000-W128-bf16-hopper", marks=hopper),
+    pytest.param(300, 65, 64, 64, BF16, "hopper", id="T300-W65-bf16-hopper", marks=hopper),
+    pytest.param(300, 128, 128, 128, BF16, "portable", id="T300-W128-bf16"),
+    pytest.param(300, 65, 24, 72, FP16, "portable", id="T300-W65-K24-fp16"),
+    pytest.param(300, 128, 128, 128, FP16, "portable", id="T300-W128-fp16"),
+    pytest.param(100, 200, 64, 64, BF16, "portable", id="T100-W200-bf16"),
+])  # fmt: skip
+def test_hedgehog_in_one_kernel(seqlen, window, key_dim, value_dim, dtype, backend):
+    def function(backend):
+        return lambda q, k, v, a, b, x, y: hedgehog_attention(
+            q, k, v, a, b, window=window, window_factor=x, linear_factor=y, backend=backend,
+            fused=None if backend == "reference" else True,
+        )  # fmt: skip
+
+    judge(NAMES, function, backend, *hedgehog_inputs(2, seqlen, 16, key_dim, value_dim, 64, dtype))
+
+
 @hopper
 @pytest.mark.parametrize(("seqlen", "window", "value_dim"), [(1000, 128, 128), (300, 65, 64)])
 def test_hedgehog_by_the_kernels_for_hopper(seqlen, window, value_dim):

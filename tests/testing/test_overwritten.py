@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpu_accel.testing.overwritten import overwritten_operands
+from gpu_accel.testing.overwritten import overwritten_operands, unwritten_registers
 
 PTX = """
 $L__BB0_1:
@@ -69,3 +69,25 @@ def test_an_operand_of_the_loop_itself():
 def test_other_numbers_of_products_say_nothing():
     sass = SASS.format(early="HGMMA.64x16x8.F32.TF32 R40, R24, gdesc[UR4], R40", late="FSEL R27, R1, R2, !P1")
     assert not overwritten_operands(PTX.format(before="mov.b32 %r4, 0;", inside=""), sass)
+
+
+UNIFORM = """
+        /*0000*/                   ULDC.64 UR4, c[0x0][0x208] ;
+        /*0010*/                   R2UR UR8, R24 ;
+        /*0020*/                   UIADD3 UR6, UP0, UR8, 0x2, URZ ;
+        /*0030*/                   {one} ;
+        /*0040*/                   HGMMA.64x16x16.F32.BF16 R24, R60, gdesc[UR4].tnspB, RZ, !UPT ;
+"""
+
+
+def test_a_descriptor_of_nothing():
+    (fault,) = unwritten_registers(UNIFORM.format(one="UIADD3 UR11, UP0, UR10, 0x2, URZ"))
+    assert fault == "UIADD3 UR11, UP0, UR10, 0x2, URZ: nothing was ever written to UR10"
+    assert unwritten_registers(UNIFORM.format(one="@P1 MOV R202, UR10"))
+    for one in ("UIADD3.X UR7, UR5, -0x7fffffe0, URZ, UP0, !UPT", "UMOV UR10, 0x2", "MOV R1, UR6", "S2UR UR9, SR_X"):
+        assert not unwritten_registers(UNIFORM.format(one=one))
+    # written further down, on the way to the turn that reads it
+    early = UNIFORM.replace("        /*0020*/", ".L_x_1:\n        /*0020*/").format(one="@P1 MOV R202, UR10")
+    assert unwritten_registers(early)
+    end = "        /*0050*/     UMOV UR10, 0x2 ;\n        /*0060*/     @P0 BRA `(.L_x_1) ;\n"
+    assert not unwritten_registers(early + end)

@@ -24,6 +24,7 @@ from gpu_accel.testing.compile_only import Compiled, compile_only
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 compiled: list[tuple[str, Compiled]] = []  # read last, so that all of it is disassembled at once
 label = ""
+_FAULTS = ("serializ", "never used", "overwritten", "ever written")  # words of what ptxas or its code say
 
 
 def hook(kernel, arguments, options) -> None:
@@ -37,7 +38,7 @@ def row(label: str, c: Compiled) -> dict:
         name=label, kernel=c.name, registers=c.registers, spills=c.spills, shared=c.shared, warps=c.num_warps,
         hgmma=c.sass.count("HGMMA"), mma=c.instructions["HMMA"], tma=c.sass.count("UTMALDG"),
         wide=c.sass.count(".128"),
-        serialised=[w for w in c.warnings if "serializ" in w.lower() or "never used" in w or "overwritten" in w],
+        serialised=[w for w in c.warnings if any(word in w for word in _FAULTS)],
     )  # fmt: skip
 
 
@@ -85,13 +86,16 @@ def gla(dtype: torch.dtype, key_dim: int, value_dim: int, packed: bool) -> None:
 
 
 def maps(dtype: torch.dtype, value_dim: int) -> None:
-    from gpu_accel.thunderkittens import based_hopper, features, windowed
+    from gpu_accel.thunderkittens import based_hopper, features, hedgehog_fused, windowed
 
     q, v = torch.empty(1, 4096, 16, 16, dtype=dtype), torch.empty(1, 4096, 16, value_dim, dtype=dtype)
     based_hopper.walk(q, q, v, 0.25, False)
     wide = torch.empty(1, 4096, 16, 128, dtype=dtype)
     features.hedgehog_op._init_fn(wide, torch.empty(16, 128, 64, dtype=dtype))
     windowed.maximum_op._init_fn(wide, wide, torch.empty(4096, dtype=torch.int32), 0.1)
+    mapping = torch.empty(16, 128, 64, dtype=dtype)
+    short = wide[:, :100]
+    hedgehog_fused.window_op._init_fn(short, short, short, mapping, mapping, None, None, 128, 0.1, True)
     a = torch.empty(1, 4096, 16)
     windowed.mix_op._init_fn(wide, wide[:, 100:], a, a)
     windowed.mix_backward_op._init_fn(wide, wide, wide[:, 100:], a, a)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gpu_accel.thunderkittens as tk
-from gpu_accel.errors import InvalidInputError
+from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.thunderkittens import windowed
 from gpu_accel.thunderkittens.features import hedgehog_features
 from tests.thunderkittens.helpers import close, randn, run
@@ -85,6 +85,25 @@ def test_hedgehog_with_a_window(seqlen, window, key_dim, dtype, device):
     truth = run(hedgehog_truth(window), given, grads, torch.float64)
     ruler = run(hedgehog(window, "reference"), given, grads)
     judge(NAMES, run(hedgehog(window, "portable"), given, grads), truth, ruler)
+
+
+# the window ends in a block, is a block, is longer than the sequence; heads that share queries
+@pytest.mark.parametrize(("seqlen", "window", "group"), [(37, 5, 1), (33, 16, 3), (9, 40, 1)])
+def test_hedgehog_with_a_window_in_one_kernel(seqlen, window, group, device):
+    given, grads = tensors(seqlen, 2, 12, 24, 8, device, torch.float16, group)
+    mine = run(hedgehog(window, "portable", fused=True), given, grads)
+    truth = run(hedgehog_truth(window), given, grads, torch.float64)
+    judge(NAMES, mine, truth, run(hedgehog(window, "reference"), given, grads))
+
+
+def test_one_kernel_is_refused_where_it_is_not(device):
+    given, _ = tensors(9, 1, 8, 8, 4, device)
+    with pytest.raises(UnsupportedError, match=r"fused=True: takes bfloat16 and float16, got torch.float32"):
+        hedgehog(4, "portable", fused=True)(*given)
+    with pytest.raises(UnsupportedError, match="fused=True: backend 'reference'"):
+        hedgehog(4, "reference", fused=True)(*(x.half() for x in given[:5]))
+    with pytest.raises(InvalidInputError, match="fused belongs to a window"):
+        tk.hedgehog_attention(*given[:5], fused=True)
 
 
 @pytest.mark.parametrize("scale", [0.7, -2.0, 0.0])
