@@ -28,8 +28,8 @@ Window = tuple[int | None, int | None]
 _ONLY = {  # options and the schedules that read them
     "ulysses": ("usp",),
     "inner": ("double_ring",),
-    "mesh": ("mesh",),
-    "wire": ("kv_ring", "double_ring", "allgather", "ulysses", "usp", "mesh", "helper"),
+    "mesh": ("mesh", "concentric"),
+    "wire": ("kv_ring", "double_ring", "allgather", "ulysses", "usp", "mesh", "concentric", "helper"),
 }
 _OPTIONS = (
     "causal", "window_size", "softmax_scale", "softcap", "backend", "ulysses", "inner", "mesh", "wire", "overlap",

@@ -58,8 +58,12 @@ def misplaced(pieces: Iterable[Piece], rows: int, head_dim: int) -> str | None:
     return None
 
 
-def _config(head_dim: int, causal: bool = False) -> BackwardConfig:
-    config = backward_config(head_dim, causal=causal)
+_BY_WARP = False  # rows freed warp by warp, fewer meetings of the warps: `named` and `lean` of BackwardConfig
+
+
+def _config(head_dim: int, causal: bool = False, plain: bool = False) -> BackwardConfig:
+    """`plain`: bfloat16, full or causal, no soft cap, no turns, and at head_dim 64 whole tiles of keys."""
+    config = backward_config(head_dim, causal=causal, plain=plain and _BY_WARP)
     assert isinstance(config, BackwardConfig)
     return config
 
@@ -124,7 +128,8 @@ class Gradients:
         seqlen_k, heads_kv = k.shape[1], k.shape[2]
         left, right = effective_window(piece.left, piece.right, seqlen_q, seqlen_k)
         causal = right >= 0
-        config, m = _config(d, causal), self.block_m
+        plain = q.dtype == torch.bfloat16 and left < 0 and right <= 0 and self.softcap == 0 and self.turns is None
+        config, m = _config(d, causal, plain and (d > 64 or seqlen_k % _KEYS == 0)), self.block_m
         num_m, num_n, per_kv = -(-seqlen_q // m), -(-seqlen_k // _KEYS), heads // heads_kv
         num_tiles = num_n * batch * heads_kv
         scale, cap_in = self.softmax_scale * _LOG2_E, 0.0
@@ -178,6 +183,8 @@ class Gradients:
             EVEN_K=seqlen_k % _KEYS == 0,
             DYNAMIC=config.dynamic,
             ORDERED=turns is not None,
+            NAMED=config.named,
+            LEAN=config.lean,
         )
         programs = min(multiprocessors(q.device), num_tiles)
         _kernel()((q.dtype,), programs, arguments, constants, dict(num_warps=4, maxnreg=168))

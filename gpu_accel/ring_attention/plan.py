@@ -24,7 +24,7 @@ from gpu_accel.ring_attention.sizes import default_degree, default_inner, defaul
 ENDS = ("value", "worst", "best")
 MOST = {"gpus": 2**16, "heads": 2**16}  # the model looks at every rank and every head
 MERGES = ("fused", "separate")
-CANDIDATES = ("kv_ring", "double_ring", "ulysses", "usp", "allgather", "q_ring", "mesh")
+CANDIDATES = ("kv_ring", "double_ring", "ulysses", "usp", "allgather", "q_ring", "mesh", "concentric")
 _ELEMENT, _PARTIAL = 2, 4  # bytes of 16-bit tensors, and of float32 partial results and gradients that add up
 
 
@@ -310,11 +310,11 @@ def _option(name: str, setup: Setup, within: Link, slowest: Link) -> Option:
         detail = f"groups of {u}, rings of {n // u}"
         if u in (1, n):
             refused = "groups of one: the plain ring" if u == 1 else "one group: ulysses"
-    elif name == "mesh":
+    elif name in ("mesh", "concentric"):
         a, b = default_mesh(n, setup.heads, setup.kv_heads)
-        detail = f"{a} x {b}"
+        detail = f"{a} x {b}" if name == "mesh" else f"teams of {a}, rings of {b}"
         if 1 in (a, b):
-            refused = "the best mesh is one row: allgather"
+            refused = f"the best mesh is one row: {'allgather' if name == 'mesh' else 'the plain ring'}"
     elif name == "ulysses":
         copies = share_heads(setup.heads, setup.kv_heads, n).copies
         if n > setup.heads:
@@ -417,6 +417,15 @@ def _time(name: str, setup: Setup, within: Link, slowest: Link, end: str, net: s
         out.compute = kernel(setup.flops / n, setup.seq / 2 if setup.causal else setup.seq)
         collective(setup.kv_bytes * grow * (n - 1), 2 if setup.backward else 1)
         out.merge = _copies(setup) / costs.MEMORY.at(end)
+    elif name == "concentric":
+        a, b = default_mesh(n, setup.heads, setup.kv_heads)
+        one = kernel(setup.flops / n / b, rows)
+        steps(b - 1, one, hop(slowest, setup.kv_bytes * grow), slowest.hides)
+        out.compute += one
+        out.merge = (a * (b - 1) + a - 1) * passes
+        if setup.backward:
+            out.exposed += hop(slowest, setup.kv_bytes * grow / 2)
+        collective(float(_gathered(setup, a)), 4 if setup.backward else 2)
     else:
         a, _ = default_mesh(n, setup.heads, setup.kv_heads)
         out.compute = kernel(setup.flops / n, a * rows)
@@ -467,6 +476,14 @@ def _copies(setup: Setup) -> float:
     return 2 * gathered + sums + dq
 
 
+def _gathered(setup: Setup, a: int) -> int:
+    """Bytes that a rank sends along a column of a ranks: queries, results in float32, and what their gradients take."""
+    rows = setup.batch * setup.block * setup.heads
+    results = rows * (setup.head_dim + 1) * _PARTIAL
+    back = 2 * setup.q_bytes + 2 * rows * _PARTIAL + rows * setup.head_dim * _PARTIAL
+    return (setup.q_bytes + results + (back if setup.backward else 0)) * (a - 1)
+
+
 def _sent(name: str, setup: Setup) -> int:
     """Bytes that one rank sends, forward (and backward)."""
     n, rows = setup.gpus, setup.batch * setup.block
@@ -486,11 +503,11 @@ def _sent(name: str, setup: Setup) -> int:
     if name == "q_ring":
         forward = setup.q_bytes * (n - 1) + results * n
         return forward + ((2 * setup.q_bytes + stats) * (n - 1) + dq * n if back else 0)
-    if name == "mesh":
+    if name in ("mesh", "concentric"):
         a, b = default_mesh(n, setup.heads, setup.kv_heads)
-        forward = (setup.q_bytes + results) * (a - 1) + setup.kv_bytes * (b - 1)
-        more = (2 * setup.q_bytes + stats + dq) * (a - 1) + (setup.kv_bytes + dkv) * (b - 1)
-        return forward + (more if back else 0)
+        home = b - 1 if name == "mesh" or b == 1 else b
+        keys = setup.kv_bytes * (b - 1)
+        return _gathered(setup, a) + keys + (keys + dkv * home if back else 0)
     u = n if name == "ulysses" else default_degree(
         min(n, setup.gpus_per_node) if n % min(n, setup.gpus_per_node) == 0 else n, setup.kv_heads
     )  # fmt: skip
@@ -519,6 +536,9 @@ def _memory(name: str, setup: Setup) -> int:
         return base + 2 * setup.q_bytes + 2 * partial
     if name == "allgather":
         return base + 2 * n * kv + (2 * n * kv * _PARTIAL // _ELEMENT if setup.backward else 0)
+    if name == "concentric":
+        a, _ = default_mesh(n, setup.heads, setup.kv_heads)
+        return base + a * (2 * setup.q_bytes + 3 * partial) + 2 * kv
     if name == "mesh":
         a, b = default_mesh(n, setup.heads, setup.kv_heads)
         return base + a * (setup.q_bytes + 2 * partial) + b * 2 * kv * (3 if setup.backward else 1)

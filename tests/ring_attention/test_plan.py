@@ -34,6 +34,7 @@ def small(**changes) -> Setup:
         ("ulysses", {"gpus": 2}),
         ("usp", {}),
         ("mesh", {"heads": 2, "gpus": 16}),
+        ("concentric", {"heads": 2, "gpus": 16}),
         ("double_ring", {"gpus": 8, "gpus_per_node": 4}),
     ],
     ids=lambda x: "-".join(f"{k}{v}" for k, v in x.items()) if isinstance(x, dict) else x,

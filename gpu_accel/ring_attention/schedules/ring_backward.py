@@ -35,14 +35,17 @@ def refuse(ring: Ring, q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | Non
         return "only the Hopper kernels add to what has arrived"
     if call.deterministic and call.mask.left >= 0:
         return "taking turns to add to dq is written for masks without a left bound"
-    return hopper_backward.refuse(problem) or _misplaced(ring.blocks, call.mask, q.shape[1], q.shape[-1])
+    why = hopper_backward.refuse(problem)
+    for queries, keys in ring.pairs():
+        why = why or _misplaced(queries, keys, call.mask, q.shape[1], q.shape[-1])
+    return why
 
 
 @functools.lru_cache(256)
-def _misplaced(blocks: tuple, mask: Mask, rows: int, head_dim: int) -> str | None:
+def _misplaced(queries: tuple, keys: tuple, mask: Mask, rows: int, head_dim: int) -> str | None:
     from gpu_accel.ring_attention.masks import pieces
 
-    found = [piece for mine in blocks for theirs in blocks for piece in pieces(mine, theirs, mask)]
+    found = [piece for mine in queries for theirs in keys for piece in pieces(mine, theirs, mask)]
     return hopper_backward.misplaced(found, rows, head_dim)
 
 
