@@ -223,7 +223,8 @@ def distributed_attention(
 
     Args:
         q: (batch, local_length, heads, head_dim), this rank's shard under `layout`; float16, bfloat16, float32, or
-            (reference only) float64. schedule="tree": the last queries of the sequence, the same on all ranks. k, v: likewise, with heads_kv that divides heads; v may have another head_dim.
+            (reference only) float64. schedule="tree": the last queries of the sequence, the same on all ranks.
+        k, v: likewise, with heads_kv that divides heads; v may have another head_dim.
         layout: see layouts.py. transport: see transport.py. schedule: see schedules/__init__.py.
         check_finite: NaN or Inf in the tokens of any rank is an error on all of them, instead of NaN in everyone's
             results; costs a pass over q, k, v and waits for the GPU.

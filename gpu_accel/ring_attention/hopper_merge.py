@@ -20,6 +20,7 @@ from gpu_accel.flash_attention3.problem import Problem, effective_window
 
 _LOG2_E = 1.4426950408889634
 _ROWS = 64  # of a tile of one warpgroup
+_SEAMLESS = False  # little between steps and between tiles, as in flash_attention3/hopper_forward.py
 
 
 def refuse(problem: Problem) -> str | None:
@@ -126,6 +127,7 @@ def forward_merge(
         DYNAMIC=config.dynamic,
         LAZY=config.lazy,
         FIRST=first,
+        SEAMLESS=config.seamless and _SEAMLESS,
         CONSUMER_REGISTERS=consumer_registers,
         PRODUCER_REGISTERS=producer_registers,
     )

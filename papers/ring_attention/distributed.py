@@ -4,8 +4,9 @@
 
 Every rank goes through the same cases and implementations in the same order, so nothing here may depend on a clock: the
 number of samples is fixed, and a check is the worst over all ranks. A time is the slowest rank's between two events,
-after an all-gather that lines the ranks up. All implementations of a case take turns, so that clocks drift for all
-alike; the times of one that fails its check are thrown away.
+after an all-gather that lines the ranks up. All implementations of a case take turns, each after a rest of twice the
+time of the call before it: a card at its power limit keeps the clock that a long call has left behind, and whoever came
+after one GPU with the whole sequence took up to a tenth longer. The times of one that fails its check are thrown away.
 
 Results are checked twice: o of the very shape that is timed, on 64 rows of each rank against float64 attention to all
 keys, and (with backward) gradients of a short sequence, whole. Inputs are drawn whole from the seed on every rank and
@@ -17,6 +18,7 @@ from __future__ import annotations
 import functools
 import os
 import random
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -42,6 +44,7 @@ MEMORY = ("kv_ring", "allgather", "ulysses", "torch-context-parallel")
 SCHEDULES = ("kv_ring", "kv_ring-nccl", "q_ring", "allgather", "ulysses", "usp", "mesh", "double_ring", "concentric",
              "helper")  # fmt: skip
 COMPUTING = {"compute-only": "hops", "kernels-only": "hops and merges"}
+REST, MOST_REST = 2.0, 0.25  # before a timed call: times that of the call before, and at most so many seconds
 MILLION, ROWS, SHORT = 1 << 20, 64, 512
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -117,8 +120,7 @@ def scaling_names(case: Case) -> tuple[str, ...]:
     seqlen, both = int(case["seqlen"]), case["pass"] == "both"
     if seqlen <= 32768:
         return SCALING
-    fastest = ("kv_ring", "ulysses", "torch-context-parallel", "ulysses-cudnn")
-    return fastest if both and seqlen > 65536 else (*fastest, "one-gpu")
+    return ("kv_ring", "ulysses", "torch-context-parallel", *(() if both else ("ulysses-cudnn",)), "one-gpu")
 
 
 def memory_names(case: Case) -> tuple[str, ...]:
@@ -414,7 +416,8 @@ class _Race:
         flops = 2.0 * seqlen**2 * int(case["heads"]) * int(case["head_dim"]) * (3.5 if run.both else 1.0)
         if name not in self.samples[seed]:
             raise UnsupportedError(f"{name} does not run here")
-        timing = {"method": "events, slowest rank, implementations in turns", "l2": "warm", "mode": "burst"}
+        method = f"events, slowest rank, implementations in turns, each after {REST:g} times the call before of rest"
+        timing = {"method": method, "l2": "warm", "mode": "burst"}
         share = 1 if name == "one-gpu" else run.ranks  # rates are per GPU
         samples = tuple(self.samples[seed][name])
         found = {"time": Sampled(samples=samples, unit="ms", work={"flops": flops / share}, timing=timing)}
@@ -443,10 +446,13 @@ class _Race:
                 calls.pop(name, None)
         samples: dict[str, list[float]] = {name: [] for name in calls}
         order, same = list(calls), random.Random(seqlen)  # on all ranks
+        before = 0.0
         for _ in range(10 if seqlen <= 32768 else 6 if seqlen <= 65536 else 4):
             same.shuffle(order)  # nobody always comes after the one that heats the GPU most
             for name in order:
+                time.sleep(min(MOST_REST, REST * before))
                 samples[name].append(self._once(calls[name]))
+                before = samples[name][-1] / 1e3
         return samples
 
     def _once(self, call: Callable[[], Any]) -> float:

@@ -259,9 +259,9 @@ def _equals_one_device(rank: int, ranks: int, kind: str) -> None:
                     assert error < 1e-2, (schedule, layout, repeat, name, error)
     layout = make_layout("zigzag", seqlen=1000, ranks=ranks)
     keys, values = (layout.shard(x, rank) for x in whole[1:3])
+    options = {"layout": layout, "transport": transport, "schedule": "tree", "causal": True}
     for queries in (1, 5):  # decoded: every rank has them
-        last = whole[0][:, -queries:].contiguous()
-        o, _ = distributed_attention(last, keys, values, layout=layout, transport=transport, schedule="tree", causal=True)
+        o, _ = distributed_attention(whole[0][:, -queries:].contiguous(), keys, values, **options)
         assert relative_error(o, exact[0][:, -queries:]) < 1e-2, queries
 
 
