@@ -506,8 +506,8 @@ def _sent(name: str, setup: Setup) -> int:
     if name in ("mesh", "concentric"):
         a, b = default_mesh(n, setup.heads, setup.kv_heads)
         home = b - 1 if name == "mesh" or b == 1 else b
-        keys = setup.kv_bytes * (b - 1)
-        return _gathered(setup, a) + keys + (keys + dkv * home if back else 0)
+        along = setup.kv_bytes * (b - 1)
+        return _gathered(setup, a) + along + (along + dkv * home if back else 0)
     u = n if name == "ulysses" else default_degree(
         min(n, setup.gpus_per_node) if n % min(n, setup.gpus_per_node) == 0 else n, setup.kv_heads
     )  # fmt: skip

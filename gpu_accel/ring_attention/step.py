@@ -231,16 +231,16 @@ def attend_apart(
     q: Tensor, k: Tensor, v: Tensor, found: tuple[Piece, ...], call: Call
 ) -> list[tuple[Tensor, Tensor]]:
     """(o, lse) of each piece by itself, by the kernels that do not merge: what a step costs without its merges."""
-    results = []
+    results: list[tuple[Tensor, Tensor]] = []
     for piece in found:
         rows, keys = slice(piece.q0, piece.q0 + piece.sq), slice(piece.k0, piece.k0 + piece.sk)
         part: tuple[Tensor, Tensor, Tensor] = (q[:, rows], k[:, keys], v[:, keys])
         name = _backend(call, _problem(call, *part, piece), "forward")
         if name == "reference":
-            results.append(attention_reference(*part, **_reference_options(call, piece, partial_dtype(q))))
-            continue
-        aligned = (function.unit_last_stride(x) for x in part)
-        o, lse = _kernel(name, "forward")(*aligned, **_options(call, piece))
+            o, lse = attention_reference(*part, **_reference_options(call, piece, partial_dtype(q)))
+        else:
+            aligned = (function.unit_last_stride(x) for x in part)
+            o, lse = _kernel(name, "forward")(*aligned, **_options(call, piece))
         results.append((o, lse))
     return results
 
