@@ -114,7 +114,7 @@ class Planned:
         return self.predicted_ms[2] <= self.measured_ms <= self.predicted_ms[1]
 
 
-PLANNED = ("kv_ring", "kv_ring-nccl", "q_ring", "double_ring", "ulysses", "allgather", "usp", "mesh", "concentric")
+PLANNED = ("kv_ring", "kv_ring-nccl", "q_ring", "double_ring", "ulysses", "allgather", "usp", "mesh")
 TIMED = ("scaling", "schedules", "overlap")
 # Before this time all-gather and usp fetched the order of rows from the host in every call, and waited: records of code
 # that is gone, and of a wait that the planner knows nothing of.
