@@ -415,7 +415,15 @@ def _time(name: str, setup: Setup, within: Link, slowest: Link, end: str, net: s
         out.compute += compute
     elif name == "allgather":
         out.compute = kernel(setup.flops / n, setup.seq / 2 if setup.causal else setup.seq)
-        collective(setup.kv_bytes * grow * (n - 1), 2 if setup.backward else 1)
+        gathered, times = setup.kv_bytes * (n - 1), 2 if setup.backward else 1
+        # Between machines NCCL's rings take all cards of a machine at once, each with its share of what goes round;
+        # gradients go by all-to-all, to every rank its own.
+        rate = within.collective.at(net)
+        if setup.nodes > 1:
+            rate = min(rate, setup.gpus_per_node * slowest.collective.at(net))
+        out.exposed += times * (slowest.latency.at(net) + gathered / rate)
+        if setup.backward:
+            collective(gathered * _PARTIAL / _ELEMENT)
         out.merge = _copies(setup) / costs.MEMORY.at(end)
     elif name == "concentric":
         a, b = default_mesh(n, setup.heads, setup.kv_heads)
