@@ -322,8 +322,8 @@ def test_pushes_bring_the_right_content(ranks: int):
     run_ranks(_push_content, ranks)
 
 
-def _survive(rank: int, port: int, queue) -> None:
-    """Rank 1 is killed between two calls; rank 0 makes the second, and tells how that ends."""
+def _survive(rank: int, ranks: int, port: int, queue) -> None:
+    """Rank 1 is killed between two calls; the others make the second, and tell how that ends."""
     import signal
     import time
     import warnings
@@ -333,9 +333,9 @@ def _survive(rank: int, port: int, queue) -> None:
     from gpu_accel.ring_attention import CommunicationError, SymmetricTransport
 
     torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
     transport = SymmetricTransport(timeout=2.0)
-    layout = make_layout("zigzag", seqlen=1000, ranks=2)
+    layout = make_layout("zigzag", seqlen=1000, ranks=ranks)
     q, k, v = (layout.shard(x, rank) for x in inputs(f"cuda:{rank}")[:3])
 
     def call() -> torch.Tensor:
@@ -358,32 +358,67 @@ def _survive(rank: int, port: int, queue) -> None:
         error = ""
     except CommunicationError as again:
         error = str(again)
-    queue.put((bool(good.isfinite().all()), bool(found.isnan().any()), seconds, error))
+    queue.put((rank, bool(good.isfinite().all()), bool(found.isnan().any()), seconds, error))
     queue.close()
     queue.join_thread()
     os._exit(0)
 
 
-def test_a_killed_rank_leaves_no_one_waiting_for_its_memory():
-    if torch.cuda.device_count() < 2:
-        pytest.skip(f"needs 2 GPUs, there are {torch.cuda.device_count()}")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_killed_rank_leaves_no_one_waiting_for_its_memory(ranks: int):
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs, there are {torch.cuda.device_count()}")
     context = torch.multiprocessing.get_context("spawn")
     queue = context.Queue()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    processes = [context.Process(target=_survive, args=(rank, port, queue), daemon=True) for rank in range(2)]
+    processes = [
+        context.Process(target=_survive, args=(rank, ranks, port, queue), daemon=True) for rank in range(ranks)
+    ]
     for process in processes:
         process.start()
     try:
-        good, poisoned, seconds, error = queue.get(timeout=90)
+        told = [queue.get(timeout=90) for _ in range(ranks - 1)]
     finally:
         for process in processes:
             process.join(timeout=5)
             process.kill()
-    assert good and poisoned, "what came of a lost rank must not look like a result"
-    assert 1.5 < seconds < 20
-    assert "rank 1 did not answer within 2 s" in error
+    assert sorted(rank for rank, *_ in told) == [rank for rank in range(ranks) if rank != 1]
+    for rank, good, poisoned, seconds, error in told:
+        assert good and poisoned, f"rank {rank}: what came of a lost rank must not look like a result"
+        assert 1.5 < seconds < 20, rank
+        # of more than two a rank may be left waiting for one that waits itself
+        assert ("rank 1 did" if ranks == 2 else "did") + " not answer within 2 s" in error, rank
+
+
+def _mistakes(rank: int, ranks: int) -> None:
+    """Mistakes of one rank, each an error on all of them, and a good call at the end."""
+    from gpu_accel.errors import InvalidInputError
+
+    transport, layout = _transport("symmetric"), make_layout("zigzag", seqlen=1000, ranks=ranks)
+    odd = rank == ranks - 1
+    shards = [layout.shard(x, rank) for x in inputs(f"cuda:{rank}")[:3]]
+    poisoned = [shards[0], shards[1], shards[2].clone()]
+    poisoned[2][0, 7, 1, 3] = float("nan")
+    options = {"layout": layout, "transport": transport}
+    wrong = {
+        "mask": lambda: distributed_attention(*shards, causal=not odd, **options),
+        "shape": lambda: distributed_attention(*(x[:, : 7 if odd else None] for x in shards), **options),
+        "dtype": lambda: distributed_attention(*(x.half() if odd else x for x in shards), **options),
+        "nan": lambda: distributed_attention(*(poisoned if odd else shards), check_finite=True, **options),
+    }
+    for name, call in wrong.items():
+        with pytest.raises(InvalidInputError):
+            call()
+            pytest.fail(name)
+        o, _ = distributed_attention(*shards, causal=True, **options)
+        assert bool(o.isfinite().all()), name
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_mistake_of_one_rank_is_an_error_on_all(ranks: int):
+    run_ranks(_mistakes, ranks)
 
 
 def _graph(rank: int, ranks: int, seqlen: int, both: bool) -> None:
