@@ -527,8 +527,38 @@ def _sent(name: str, setup: Setup) -> int:
     return int(total)
 
 
+def _counted(name: str, setup: Setup) -> int | None:
+    """Bytes at the peak beside the shards, results included, counted from the code; None where nobody has counted.
+
+    The forward is over, but for o and lse, when the backward begins, so the larger of the two.
+    """
+    n, q, kv = setup.gpus, setup.q_bytes, setup.kv_bytes
+    wide_q, wide_kv = q // _ELEMENT * _PARTIAL, kv // _ELEMENT * _PARTIAL
+    lse = setup.batch * setup.block * setup.heads * _PARTIAL
+    hops = min(n - 1, 2)
+    if name == "kv_ring":  # o between steps and the result; sums of dq, three of dk and dv, and the results
+        forward = q + (wide_q if hops else 0) + hops * kv
+        backward = q + wide_q + (3 if hops else 1) * wide_kv + hops * kv + q + kv
+    elif name == "allgather":  # the own block packed, and all of them gathered, joined, and in order
+        forward = q + kv * (1 + 3 * n)
+        # gradients of all keys, split, packed, and those that come
+        backward = q + n * kv + wide_q + 4 * n * wide_kv + wide_kv
+    elif name == "ulysses":  # packed, arrived, unpacked
+        forward = 3 * (q + kv)
+        backward = q + 2 * q + kv + 3 * (wide_q + wide_kv)
+    else:
+        return None
+    return lse + (max(forward, backward + 2 * lse) if setup.backward else forward)
+
+
 def _memory(name: str, setup: Setup) -> int:
-    """Bytes of one rank: its shards and what the schedule holds beside them, forward (and backward)."""
+    """Bytes of one rank: its shards (with backward also of the gradient of o) and what the schedule holds beside them.
+
+    Counted for three schedules, and for the others more than they need.
+    """
+    counted = _counted(name, setup)
+    if counted is not None and setup.merge == "fused":
+        return counted + setup.kv_bytes + setup.q_bytes * (2 if setup.backward else 1)
     n, rows = setup.gpus, setup.batch * setup.block
     o = rows * setup.heads * setup.head_dim
     shards = 2 * setup.q_bytes + setup.kv_bytes + rows * setup.heads * _PARTIAL
