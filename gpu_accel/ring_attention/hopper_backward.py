@@ -119,11 +119,21 @@ class Gradients:
         if deterministic:  # one for each fragment, and one in front where it is always everybody's turn
             self.turns = torch.empty(1 + batch * heads * self.all_m * 2, dtype=torch.int32, device=q.device)
 
-    def add(self, piece: Piece, k: Tensor, v: Tensor, into: Tensor) -> None:
-        """Add the gradients of one piece; `into` holds the sums of dK and of dV, `sum_size` numbers."""
+    def add(self, piece: Piece, k: Tensor, v: Tensor, into: Tensor, half: int | None = None) -> None:
+        """Add the gradients of one piece; `into` holds the sums of dK and of dV, `sum_size` numbers.
+
+        half: 0 or 1: of the first or the second half of the heads only (lanes.py), of a batch of one.
+        """
         rows, keys = slice(piece.q0, piece.q0 + piece.sq), slice(piece.k0, piece.k0 + piece.sk)
         all_n = -(-k.shape[1] // _KEYS) * 2
-        do, q, k, v = (addressable(x) for x in (self.do[:, rows], self.q[:, rows], k[:, keys], v[:, keys]))
+        do, q, k, v = self.do[:, rows], self.q[:, rows], k[:, keys], v[:, keys]
+        stat, dq_sum, (dk, dv) = self.stat, self.dq_sum, into.view(2, -1)
+        if half is not None:
+            assert q.shape[0] == 1 and self.turns is None
+            do, q, k, v = (x.chunk(2, 2)[half] for x in (do, q, k, v))
+            stat, dq_sum = (x.chunk(2, 1)[half] for x in (stat, dq_sum))
+            dk, dv = (x.chunk(2)[half] for x in (dk, dv))
+        do, q, k, v = (addressable(x) for x in (do, q, k, v))
         batch, seqlen_q, heads, d = q.shape
         seqlen_k, heads_kv = k.shape[1], k.shape[2]
         left, right = effective_window(piece.left, piece.right, seqlen_q, seqlen_k)
@@ -136,7 +146,6 @@ class Gradients:
         if self.softcap > 0:
             scale, cap_in = self.softcap * _LOG2_E, self.softmax_scale / self.softcap
         fragments, stat_rows = _descriptors()
-        dk, dv = into.view(2, -1)
         counter, turns = tile_counter(q.device), None
         share = {}
         if self.turns is not None:
@@ -147,8 +156,8 @@ class Gradients:
             tensor_map(do, m, d),
             tensor_map(k, SIDE, d),
             tensor_map(v, SIDE, d),
-            stat_rows(self.stat, m),
-            fragments(self.dq_sum),
+            stat_rows(stat, m),
+            fragments(dq_sum),
             fragments(dk),
             fragments(dv),
             counter,
@@ -181,7 +190,7 @@ class Gradients:
             WINDOW=left >= 0,
             SOFTCAP=self.softcap > 0,
             EVEN_K=seqlen_k % _KEYS == 0,
-            DYNAMIC=config.dynamic,
+            DYNAMIC=config.dynamic or half is not None,
             ORDERED=turns is not None,
             NAMED=config.named,
             LEAN=config.lean,
