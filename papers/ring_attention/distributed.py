@@ -16,6 +16,7 @@ then sharded. On a CPU the ranks talk by gloo, and nothing is timed.
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import random
 import time
@@ -447,12 +448,15 @@ class _Race:
         samples: dict[str, list[float]] = {name: [] for name in calls}
         order, same = list(calls), random.Random(seqlen)  # on all ranks
         before = 0.0
+        gc.collect()  # and not while a rank launches what the others wait for
+        gc.disable()
         for _ in range(10 if seqlen <= 32768 else 6 if seqlen <= 65536 else 4):
             same.shuffle(order)  # nobody always comes after the one that heats the GPU most
             for name in order:
                 time.sleep(min(MOST_REST, REST * before))
                 samples[name].append(self._once(calls[name]))
                 before = samples[name][-1] / 1e3
+        gc.enable()
         return samples
 
     def _once(self, call: Callable[[], Any]) -> float:
