@@ -28,8 +28,8 @@ Window = tuple[int | None, int | None]
 _ONLY = {  # options and the schedules that read them
     "ulysses": ("usp",),
     "inner": ("double_ring",),
-    "mesh": ("mesh",),
-    "wire": ("kv_ring", "double_ring", "allgather", "ulysses", "usp", "mesh", "helper"),
+    "mesh": ("mesh", "concentric"),
+    "wire": ("kv_ring", "double_ring", "allgather", "ulysses", "usp", "mesh", "concentric", "helper"),
 }
 _OPTIONS = (
     "causal", "window_size", "softmax_scale", "softcap", "backend", "ulysses", "inner", "mesh", "wire", "overlap",
@@ -223,7 +223,8 @@ def distributed_attention(
 
     Args:
         q: (batch, local_length, heads, head_dim), this rank's shard under `layout`; float16, bfloat16, float32, or
-            (reference only) float64. k, v: likewise, with heads_kv that divides heads; v may have another head_dim.
+            (reference only) float64. schedule="tree": the last queries of the sequence, the same on all ranks.
+        k, v: likewise, with heads_kv that divides heads; v may have another head_dim.
         layout: see layouts.py. transport: see transport.py. schedule: see schedules/__init__.py.
         check_finite: NaN or Inf in the tokens of any rank is an error on all of them, instead of NaN in everyone's
             results; costs a pass over q, k, v and waits for the GPU.
@@ -241,7 +242,7 @@ def distributed_attention(
     """
     with told(transport):
         find_schedule(schedule)
-        call = make_call(q, k, v, layout, **options)
+        call = make_call(q, k, v, layout, replicated_q=schedule == "tree", **options)
         if check_flag("check_finite", check_finite):
             require_finite(q, k, v, layout, transport.rank)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
@@ -252,6 +253,10 @@ def distributed_attention(
 def require_finite(q: Tensor, k: Tensor, v: Tensor, layout: Layout, rank: int) -> None:
     """Raise InvalidInputError for NaN or Inf in a shard; padding rows may hold anything."""
     for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.shape[1] != layout.local_length:  # queries that all ranks hold
+            if not x.isfinite().all():
+                raise InvalidInputError(f"{name} holds NaN or Inf (check_finite=True)")
+            continue
         for run in layout.runs(rank):
             if not x[:, run.offset : run.offset + run.length].isfinite().all():
                 raise InvalidInputError(

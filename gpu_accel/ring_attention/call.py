@@ -23,7 +23,7 @@ class Call:
         backend: local attention: "auto", "hopper", "portable" or "reference" (see step.py).
         ulysses: ranks that share a sequence block by exchanging heads, in the `usp` schedule.
         inner: ranks of the inner ring of the `double_ring` schedule.
-        mesh: rows and columns of the `mesh` schedule.
+        mesh: rows and columns of the `mesh` and `concentric` schedules.
         wire: dtype of keys and values on the network, None for their own; float8_e4m3fn and float8_e5m2 travel with a
             scale for each row of a head (wire.py). A rank's own block stays as it is where it does not travel.
         deterministic: the same bits in every run, also of dq: the Hopper backward up to head_dim 128 adds to dq in no

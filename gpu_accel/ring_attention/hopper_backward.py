@@ -58,8 +58,12 @@ def misplaced(pieces: Iterable[Piece], rows: int, head_dim: int) -> str | None:
     return None
 
 
-def _config(head_dim: int, causal: bool = False) -> BackwardConfig:
-    config = backward_config(head_dim, causal=causal)
+_BY_WARP = False  # rows freed warp by warp, fewer meetings of the warps: `named` and `lean` of BackwardConfig
+
+
+def _config(head_dim: int, causal: bool = False, plain: bool = False) -> BackwardConfig:
+    """`plain`: bfloat16, full or causal, no soft cap, no turns, and at head_dim 64 whole tiles of keys."""
+    config = backward_config(head_dim, causal=causal, plain=plain and _BY_WARP)
     assert isinstance(config, BackwardConfig)
     return config
 
@@ -115,23 +119,33 @@ class Gradients:
         if deterministic:  # one for each fragment, and one in front where it is always everybody's turn
             self.turns = torch.empty(1 + batch * heads * self.all_m * 2, dtype=torch.int32, device=q.device)
 
-    def add(self, piece: Piece, k: Tensor, v: Tensor, into: Tensor) -> None:
-        """Add the gradients of one piece; `into` holds the sums of dK and of dV, `sum_size` numbers."""
+    def add(self, piece: Piece, k: Tensor, v: Tensor, into: Tensor, half: int | None = None) -> None:
+        """Add the gradients of one piece; `into` holds the sums of dK and of dV, `sum_size` numbers.
+
+        half: 0 or 1: of the first or the second half of the heads only (lanes.py), of a batch of one.
+        """
         rows, keys = slice(piece.q0, piece.q0 + piece.sq), slice(piece.k0, piece.k0 + piece.sk)
         all_n = -(-k.shape[1] // _KEYS) * 2
-        do, q, k, v = (addressable(x) for x in (self.do[:, rows], self.q[:, rows], k[:, keys], v[:, keys]))
+        do, q, k, v = self.do[:, rows], self.q[:, rows], k[:, keys], v[:, keys]
+        stat, dq_sum, (dk, dv) = self.stat, self.dq_sum, into.view(2, -1)
+        if half is not None:
+            assert q.shape[0] == 1 and self.turns is None
+            do, q, k, v = (x.chunk(2, 2)[half] for x in (do, q, k, v))
+            stat, dq_sum = (x.chunk(2, 1)[half] for x in (stat, dq_sum))
+            dk, dv = (x.chunk(2)[half] for x in (dk, dv))
+        do, q, k, v = (addressable(x) for x in (do, q, k, v))
         batch, seqlen_q, heads, d = q.shape
         seqlen_k, heads_kv = k.shape[1], k.shape[2]
         left, right = effective_window(piece.left, piece.right, seqlen_q, seqlen_k)
         causal = right >= 0
-        config, m = _config(d, causal), self.block_m
+        plain = q.dtype == torch.bfloat16 and left < 0 and right <= 0 and self.softcap == 0 and self.turns is None
+        config, m = _config(d, causal, plain and (d > 64 or seqlen_k % _KEYS == 0)), self.block_m
         num_m, num_n, per_kv = -(-seqlen_q // m), -(-seqlen_k // _KEYS), heads // heads_kv
         num_tiles = num_n * batch * heads_kv
         scale, cap_in = self.softmax_scale * _LOG2_E, 0.0
         if self.softcap > 0:
             scale, cap_in = self.softcap * _LOG2_E, self.softmax_scale / self.softcap
         fragments, stat_rows = _descriptors()
-        dk, dv = into.view(2, -1)
         counter, turns = tile_counter(q.device), None
         share = {}
         if self.turns is not None:
@@ -142,8 +156,8 @@ class Gradients:
             tensor_map(do, m, d),
             tensor_map(k, SIDE, d),
             tensor_map(v, SIDE, d),
-            stat_rows(self.stat, m),
-            fragments(self.dq_sum),
+            stat_rows(stat, m),
+            fragments(dq_sum),
             fragments(dk),
             fragments(dv),
             counter,
@@ -176,8 +190,10 @@ class Gradients:
             WINDOW=left >= 0,
             SOFTCAP=self.softcap > 0,
             EVEN_K=seqlen_k % _KEYS == 0,
-            DYNAMIC=config.dynamic,
+            DYNAMIC=config.dynamic or half is not None,
             ORDERED=turns is not None,
+            NAMED=config.named,
+            LEAN=config.lean,
         )
         programs = min(multiprocessors(q.device), num_tiles)
         _kernel()((q.dtype,), programs, arguments, constants, dict(num_warps=4, maxnreg=168))

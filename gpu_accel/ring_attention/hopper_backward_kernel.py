@@ -51,12 +51,15 @@ from gpu_accel.flash_attention3.hopper_device import (
     pack_pairs,
     publish_tile,
     receive_tile,
+    release,
+    unpack_floats,
     unpack_pairs,
 )
 from gpu_accel.gluon_compat import reinterpret, tma_load
 
 EXCHANGED = gl.constexpr(10)  # to 13: dS of consumer (id - 10) // 2 and stage (id - 10) % 2 is in shared memory
-FINISHED = gl.constexpr(14)
+FINISHED = gl.constexpr(14)  # and 15: consumer (id - 14) has read K for the last dQ of a tile
+ROW_FREE = gl.constexpr(6)  # and 7: a stage of rows has been read (NAMED)
 TURN = gl.constexpr(8)  # and 9: whose turn it is to compute exponentials
 
 
@@ -147,12 +150,17 @@ def _pass_turn(turns, slot):
 
 
 @gluon.jit
+def _stage_fragment(buf, x):
+    """Put a (64, 64) accumulator into a buffer that nobody reads any more, in the order that threads hold it."""
+    # (row / 16, row / 8 % 2, row % 8, column / 8, column / 2 % 4, column % 2) -> four numbers of a thread side by side
+    buf.store(x.reshape((4, 2, 8, 8, 4, 2)).permute((0, 3, 2, 4, 1, 5)).reshape((16, 256)))
+    fence_async_shared()
+
+
+@gluon.jit
 def put_fragment(desc, fragment, buf, x):
     """Add a (64, 64) accumulator to fragment number `fragment`, out of a buffer that nobody reads any more."""
-    # (row / 16, row / 8 % 2, row % 8, column / 8, column / 2 % 4, column % 2) -> four numbers of a thread side by side
-    y = x.reshape((4, 2, 8, 8, 4, 2)).permute((0, 3, 2, 4, 1, 5)).reshape((16, 256))
-    buf.store(y)
-    fence_async_shared()
+    _stage_fragment(buf, x)
     tma_reduce_add(desc, [fragment * 16, 0], buf)
 
 
@@ -177,11 +185,19 @@ def send_halves(desc, fragment, even_buf, odd_buf, x, FREE: gl.constexpr):
 
 
 @gluon.jit
+def _free_keys(k_empty, v_empty, k, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr):
+    """dK and dV of the tile before have left shared memory."""
+    mbarrier.arrive(k_empty.index((k + K_SLOTS - 1) % K_SLOTS), count=1)
+    if V_SLOTS > 1:
+        mbarrier.arrive(v_empty.index((k + V_SLOTS - 1) % V_SLOTS), count=1)
+
+
+@gluon.jit
 def _consumer(
     WG: gl.constexpr, bufs, bars, dq_desc, dk_desc, dv_desc, turns, shape, scales, places,
     D: gl.constexpr, M: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, PING_PONG: gl.constexpr,
     PRELOAD: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, EVEN_K: gl.constexpr,
-    DYNAMIC: gl.constexpr, ORDERED: gl.constexpr,
+    DYNAMIC: gl.constexpr, ORDERED: gl.constexpr, NAMED: gl.constexpr, LEAN: gl.constexpr,
 ):  # fmt: skip
     q_bufs, do_bufs, k_bufs, v_bufs, ds_bufs, stat_bufs, dq_bufs = bufs
     k_full, k_empty, v_full, v_empty, q_full, do_full, row_empty, queue_full, queue_empty, queue = bars
@@ -241,12 +257,18 @@ def _consumer(
             _pass_turn(turns, sent)
             _await_turn(turns, fragment * 2 + WG, turn, seen)
             sent = gl.where(turn < 0, -1, fragment * 2 + WG)
-        send_fragment(dq_desc, fragment * 2 + WG, dq_buf, dq)
-        if new_tile:
-            # dK and dV of the tile before have left shared memory
-            mbarrier.arrive(k_empty.index((k + K_SLOTS - 1) % K_SLOTS), count=1)
-            if V_SLOTS > 1:
-                mbarrier.arrive(v_empty.index((k + V_SLOTS - 1) % V_SLOTS), count=1)
+        if LEAN:
+            # see flash_attention3/hopper_backward_kernel.py: the wait for this copy stands before this step's dQ
+            if new_tile:
+                tma.store_wait(0)
+            _stage_fragment(dq_buf, dq)
+            if new_tile:
+                _free_keys(k_empty, v_empty, k, K_SLOTS, V_SLOTS)
+            tma_reduce_add(dq_desc, [(fragment * 2 + WG) * 16, 0], dq_buf)
+        else:
+            send_fragment(dq_desc, fragment * 2 + WG, dq_buf, dq)
+            if new_tile:
+                _free_keys(k_empty, v_empty, k, K_SLOTS, V_SLOTS)
 
         # where the next step is: the next block of rows, the next head of the group, or the next tile
         fragment = head * all_m + m0 + i
@@ -287,10 +309,13 @@ def _consumer(
             dp, delta = warpgroup_mma_wait(1, deps=[dp_async, delta])
         else:
             dp = warpgroup_mma_wait(1, deps=[dp_async])
-        if V_SLOTS == 1:  # noqa: SIM102
+        if V_SLOTS == 1 and not LEAN:  # noqa: SIM102
             if last:
                 mbarrier.arrive(v_empty.index(0), count=1)
-        ds = unpack_pairs(factor if SOFTCAP else p, dtype, S_LAYOUT).to(gl.float32) * (dp - delta[None, :])
+        if LEAN:
+            ds = unpack_floats(factor if SOFTCAP else p, dtype, S_LAYOUT) * (dp - delta[None, :])
+        else:
+            ds = unpack_pairs(factor if SOFTCAP else p, dtype, S_LAYOUT).to(gl.float32) * (dp - delta[None, :])
         ds_packed = pack_pairs(ds, dtype)
         ds_own = ds_bufs.index(stage * 2 + WG)
         ds_own.store(unpack_pairs(ds_packed, dtype, S_LAYOUT))
@@ -303,6 +328,11 @@ def _consumer(
         if ORDERED:
             seen = _look(turns, fragment * 2 + WG)
         dv, dk = warpgroup_mma_wait(1, deps=[dv_async, dk_async])
+        if LEAN:
+            if V_SLOTS == 1:  # noqa: SIM102
+                if last:
+                    mbarrier.arrive(v_empty.index(0), count=1)
+            tma.store_wait(0)
         bar_sync_at(EXCHANGED + 2 * OTHER + stage, 256)
         ds_other = ds_bufs.index(stage * 2 + OTHER)
         k_own = k_bufs.index(slot * 2 + WG)
@@ -336,14 +366,17 @@ def _consumer(
             dq, p, factor = warpgroup_mma_wait(0, deps=[dq_async, p, f])
         else:
             dq, p = warpgroup_mma_wait(0, deps=[dq_async, p])
-        mbarrier.arrive(row_empty.index(stage), count=1)
+        release(row_empty, stage, ROW_FREE if NAMED else None, 288)
         it = it_next
         new_tile = last
         if last:
             n_done, batch_done, head_done = _tile(tile_done, num_n, heads_kv, group, CAUSAL, ORDERED)
             block = (batch_done * heads_kv + head_done) * all_n + n0 + 2 * n_done + WG
             if D == 128:
-                bar_sync(FINISHED, 256)  # the other consumer has read K for its last dQ
+                # The other consumer has read K for its last dQ. One barrier each way: synccheck takes two partitions
+                # that wait on the same one for threads gone astray.
+                bar_arrive(FINISHED + WG, 256)
+                bar_sync(FINISHED + OTHER, 256)
                 spare = reinterpret(k_bufs.index(slot * 2 + WG), gl.float32, [16, 256], dq_desc.layout)
                 send_halves(dv_desc, 2 * block, dq_buf, spare, dv, 0)
                 send_halves(dk_desc, 2 * block, dq_buf, spare, dk, 1)
@@ -367,13 +400,17 @@ def _consumer(
 
 
 @gluon.jit
-def _load_rows(bars, bufs, descs, batch, head, i, it, fragment, M: gl.constexpr):
+def _load_rows(bars, bufs, descs, batch, head, i, it, fragment, M: gl.constexpr, NAMED: gl.constexpr):
     """One step's Q, lse and delta on one barrier, dO on another."""
     q_full, do_full, row_empty = bars
     q_bufs, do_bufs, stat_bufs = bufs
     q_desc, do_desc, stat_desc = descs
     stage = it % 2
-    mbarrier.wait(row_empty.index(stage), ((it // 2) & 1) ^ 1)
+    if NAMED:
+        if it >= 2:
+            bar_sync_at(ROW_FREE + stage, 288)
+    else:
+        mbarrier.wait(row_empty.index(stage), ((it // 2) & 1) ^ 1)
     mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + 2 * stat_desc.block_type.nbytes)
     tma_load(q_desc, [batch, head, i * M, 0], q_full.index(stage), q_bufs.index(stage))
     tma_load(stat_desc, [fragment * (2 * M)], q_full.index(stage), stat_bufs.index(2 * stage))
@@ -387,7 +424,7 @@ def _load_rows(bars, bufs, descs, batch, head, i, it, fragment, M: gl.constexpr)
 def _producer(
     bufs, bars, q_desc, do_desc, k_desc, v_desc, stat_desc, counter, shape, places,
     M: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    DYNAMIC: gl.constexpr, ORDERED: gl.constexpr,
+    DYNAMIC: gl.constexpr, ORDERED: gl.constexpr, NAMED: gl.constexpr,
 ):  # fmt: skip
     q_bufs, do_bufs, k_bufs, v_bufs, _, stat_bufs, _ = bufs
     all_m, m0, _, _ = places
@@ -410,7 +447,7 @@ def _producer(
             )  # fmt: skip
         first = (batch * heads_kv + head_kv) * per_kv * all_m + m0 + lo
         _load_rows((q_full, do_full, row_empty), (q_bufs, do_bufs, stat_bufs), (q_desc, do_desc, stat_desc),
-                   batch, head_kv * per_kv, lo, it, first, M)  # fmt: skip
+                   batch, head_kv * per_kv, lo, it, first, M, NAMED)  # fmt: skip
         it += 1
         slot = k % V_SLOTS
         mbarrier.wait(v_empty.index(slot), ((k // V_SLOTS) & 1) ^ 1)
@@ -424,7 +461,7 @@ def _producer(
             first = (batch * heads_kv * per_kv + head) * all_m + m0
             for i in range(gl.where(g == 0, lo + 1, lo), hi):
                 _load_rows((q_full, do_full, row_empty), (q_bufs, do_bufs, stat_bufs), (q_desc, do_desc, stat_desc),
-                           batch, head, i, it, first + i, M)  # fmt: skip
+                           batch, head, i, it, first + i, M, NAMED)  # fmt: skip
                 it += 1
         if DYNAMIC:
             tile = gl.atomic_add(counter, 1) + gl.num_programs(0)
@@ -432,6 +469,10 @@ def _producer(
         else:
             tile += gl.num_programs(0)
         k += 1
+    if NAMED:
+        # The last two arrivals, which nobody waited for: named barriers end as they began.
+        for i in range(gl.maximum(it, 2), it + 2):
+            bar_sync_at(ROW_FREE + i % 2, 288)
     if DYNAMIC:  # noqa: SIM102
         # Every program draws exactly one number past the end; the last of them resets the counter for the next launch.
         if tile == num_tiles + gl.num_programs(0) - 1:
@@ -462,7 +503,7 @@ def ring_backward_kernel(
     qk_scale, cap_in, turns,
     D: gl.constexpr, M: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, PING_PONG: gl.constexpr,
     PRELOAD: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, EVEN_K: gl.constexpr,
-    DYNAMIC: gl.constexpr, ORDERED: gl.constexpr,
+    DYNAMIC: gl.constexpr, ORDERED: gl.constexpr, NAMED: gl.constexpr, LEAN: gl.constexpr,
 ):  # fmt: skip
     """Row blocks of the call are m0 ... of all_m in stat (batch, heads, all_m, 2, M) and dq (batch, heads, all_m, 2,
     4096); its blocks of 64 keys are n0 ... of all_n in dk and dv (batch, heads_kv, all_n, D / 64, 4096)."""
@@ -496,7 +537,8 @@ def ring_backward_kernel(
     for i in gl.static_range(2):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(do_full.index(i), count=1)
-        mbarrier.init(row_empty.index(i), count=2)
+        if not NAMED:
+            mbarrier.init(row_empty.index(i), count=2)
         if DYNAMIC:  # where nobody uses a barrier, its memory goes to others, which must not find one there
             mbarrier.init(queue_full.index(i), count=1)
             mbarrier.init(queue_empty.index(i), count=2)
@@ -510,10 +552,10 @@ def ring_backward_kernel(
     gl.warp_specialize([
         (_consumer, (0, bufs, bars, dq_desc, dk_desc, dv_desc, turns, shape, scales, places,
                      D, M, K_SLOTS, V_SLOTS, PING_PONG, PRELOAD, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC,
-                     ORDERED)),
+                     ORDERED, NAMED, LEAN)),
         (_consumer, (1, bufs, bars, dq_desc, dk_desc, dv_desc, turns, shape, scales, places,
                      D, M, K_SLOTS, V_SLOTS, PING_PONG, PRELOAD, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC,
-                     ORDERED)),
+                     ORDERED, NAMED, LEAN)),
         (_producer, (bufs, bars, q_desc, do_desc, k_desc, v_desc, stat_desc, counter, shape, places,
-                     M, K_SLOTS, V_SLOTS, CAUSAL, WINDOW, DYNAMIC, ORDERED)),
+                     M, K_SLOTS, V_SLOTS, CAUSAL, WINDOW, DYNAMIC, ORDERED, NAMED)),
     ], [4, 1], [240, 24])  # fmt: skip

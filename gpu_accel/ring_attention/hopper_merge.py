@@ -20,6 +20,7 @@ from gpu_accel.flash_attention3.problem import Problem, effective_window
 
 _LOG2_E = 1.4426950408889634
 _ROWS = 64  # of a tile of one warpgroup
+_SEAMLESS = False  # little between steps and between tiles, as in flash_attention3/hopper_forward.py
 
 
 def refuse(problem: Problem) -> str | None:
@@ -55,6 +56,7 @@ def forward_merge(
     window_left: int = -1,
     window_right: int = -1,
     softcap: float = 0.0,
+    queued: bool = False,
 ) -> tuple[int, int]:
     """Merge attention of q over k, v into (o, lse), in place.
 
@@ -67,6 +69,7 @@ def forward_merge(
         first: no row of q has seen a key yet: o and lse are not read.
         done: rows [a, b) of q that see no more keys afterwards; whole tiles of them go to `result` and not to o.
         softmax_scale, window_left, window_right, softcap: as in `flash_attention3.hopper.forward`.
+        queued: tiles are drawn from a queue, also where they are all alike.
 
     Returns:
         the rows [a, b) of q that went to `result`.
@@ -77,6 +80,7 @@ def forward_merge(
     window_left, window_right = effective_window(window_left, window_right, seqlen_q, seqlen_k)
     causal = window_right >= 0
     config = forward_config(head_dim, causal=causal, seqlen_k=seqlen_k)
+    dynamic = config.dynamic or queued
     low, high = -(-done[0] // _ROWS) * _ROWS, done[1]
     high = seqlen_q if high >= seqlen_q else high // _ROWS * _ROWS
     low, high = (low, high) if low < high else (0, 0)
@@ -93,7 +97,7 @@ def forward_merge(
         tensor_map(result[:, row : row + seqlen_q], 64, head_dim),
         o[:, row:],
         lse[:, :, row:],
-        tile_counter(q.device) if config.dynamic else lse,
+        tile_counter(q.device) if dynamic else lse,
         o.shape[1],
         low,
         high,
@@ -123,9 +127,10 @@ def forward_merge(
         WINDOW=window_left >= 0,
         SOFTCAP=softcap > 0,
         EVEN_K=seqlen_k % config.block_n == 0,
-        DYNAMIC=config.dynamic,
+        DYNAMIC=dynamic,
         LAZY=config.lazy,
         FIRST=first,
+        SEAMLESS=config.seamless and _SEAMLESS,
         CONSUMER_REGISTERS=consumer_registers,
         PRODUCER_REGISTERS=producer_registers,
     )

@@ -26,16 +26,28 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from gpu_accel.flash_attention3.hopper_device import (
     LN_2,
+    PLACE,
     bar_arrive,
+    bar_arrive_at,
     bar_sync,
     key_blocks,
     pack_pairs,
+    receive_place,
     receive_tile,
+    release,
     tile_of,
     unpack_pairs,
 )
 from gpu_accel.gluon_compat import tma_store
-from gpu_accel.ring_attention.hopper_merge_steps import PING_PONG_BARRIER, ROWS, first_softmax, producer, step
+from gpu_accel.ring_attention.hopper_merge_steps import (
+    KV_FREE,
+    PING_PONG_BARRIER,
+    Q_FREE,
+    ROWS,
+    first_softmax,
+    producer,
+    step,
+)
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 
@@ -94,13 +106,15 @@ def _consumer(
     WG: gl.constexpr, bufs, bars, outputs, shape, scales,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_SLOTS: gl.constexpr,
     PING_PONG: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
-    EVEN_K: gl.constexpr, DYNAMIC: gl.constexpr, LAZY: gl.constexpr, FIRST: gl.constexpr,
+    EVEN_K: gl.constexpr, DYNAMIC: gl.constexpr, LAZY: gl.constexpr, FIRST: gl.constexpr, SEAMLESS: gl.constexpr,
 ):  # fmt: skip
     """As `_consumer` of hopper_forward.py, for tensors that are not packed and two slots of Q or more."""
     q_bufs, k_bufs, v_bufs, o_bufs = bufs
     q_full, q_empty, k_full, v_full, kv_empty, queue_full, queue_empty, queue = bars
     seqlen_q, seqlen_k, _, _, _, num_tiles, _, left, right = shape
     BLOCK_M: gl.constexpr = ROWS * CONSUMERS
+    FREE: gl.constexpr = 128 * CONSUMERS + 32  # all consumers and the producer
+    PLACED: gl.constexpr = SEAMLESS and DYNAMIC
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, v_bufs.shape[2], 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
@@ -124,7 +138,7 @@ def _consumer(
     if PING_PONG:
         bar_arrive(PING_PONG_BARRIER + (WG + 1) % CONSUMERS, 256)
     s = warpgroup_mma_wait(0, deps=[s])
-    mbarrier.arrive(kv_empty.index(0), count=1)
+    release(kv_empty, 0, KV_FREE if SEAMLESS else None, FREE)
     p, m_i, l_i = first_softmax(
         s, hi - 1, m_block * BLOCK_M + WG * ROWS, shape, scales, CAUSAL, WINDOW, SOFTCAP, MASK_FIRST
     )
@@ -146,21 +160,55 @@ def _consumer(
             acc, p_packed, m_i, l_i, it = step(
                 q, k_bufs, v_bufs, bars, q_full.index(slot), q_phase, acc, p_packed, m_i, l_i, it,
                 block, (block >= first) | (block < left_end), row0, shape, scales,
-                WG, CONSUMERS, STAGES, PING_PONG, CAUSAL, WINDOW, SOFTCAP, LAZY,
+                WG, CONSUMERS, STAGES, PING_PONG, CAUSAL, WINDOW, SOFTCAP, LAZY, SEAMLESS,
                 S_LAYOUT, P_LAYOUT, ROW_LAYOUT)  # fmt: skip
-        mbarrier.arrive(q_empty.index(slot), count=1)
+        if SEAMLESS:
+            mbarrier.wait(v_full.index(it % STAGES), (it // STAGES) & 1)
+            if PING_PONG:
+                bar_sync(PING_PONG_BARRIER + WG, 256)
+            p_a = unpack_pairs(p_packed, dtype, P_LAYOUT)
+            acc_async = warpgroup_mma(p_a, v_bufs.index(it % STAGES), acc, is_async=True)
+        else:
+            mbarrier.arrive(q_empty.index(slot), count=1)
         m_done, l_done, batch_done, head_done = m_i, l_i, batch, head
-        if DYNAMIC:
+        if PLACED:
+            tile, m_block, batch, head = receive_place(k, queue, queue_full)
+        elif DYNAMIC:
             tile = receive_tile(k, queue, queue_full, queue_empty)
         else:
             tile += gl.num_programs(0)
+        if SEAMLESS:  # says of the queue's entry too that it has been read
+            bar_arrive_at(Q_FREE + k % Q_SLOTS, FREE)
         k += 1
         v_stage = it % STAGES
         v_phase = (it // STAGES) & 1
         it += 1
         stage = it % STAGES
         k_phase = (it // STAGES) & 1
-        if tile < num_tiles:
+        if SEAMLESS:
+            # P V is in flight: no branch before it is done, so after the last tile S of stale buffers is computed.
+            more = tile < num_tiles
+            if not PLACED:
+                m_block, batch, head = tile_of(tile, shape, CAUSAL)
+            lo, hi = key_blocks(m_block * BLOCK_M, BLOCK_M, shape, BLOCK_N, CAUSAL, WINDOW)
+            slot = (k % Q_SLOTS) * CONSUMERS + WG
+            next_row0 = m_block * BLOCK_M + WG * ROWS
+            zero = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, S_LAYOUT)
+            mbarrier.wait(q_full.index(slot), (k // Q_SLOTS) & 1, pred=more)
+            mbarrier.wait(k_full.index(stage), k_phase, pred=more)
+            s_async = warpgroup_mma(
+                q_bufs.index(slot), k_bufs.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
+            )
+            if PING_PONG:
+                bar_arrive(PING_PONG_BARRIER + (WG + 1) % CONSUMERS, 256)
+            acc = warpgroup_mma_wait(1, deps=[acc_async])
+            _store_merged(acc, m_done, l_done, o_bufs, outputs, batch_done, head_done, row0, shape, scales,
+                          WG, FIRST, ROW_LAYOUT)  # fmt: skip
+            s = warpgroup_mma_wait(0, deps=[s_async])
+            release(kv_empty, stage, KV_FREE, FREE)
+            p, m_i, l_i = first_softmax(s, hi - 1, next_row0, shape, scales, CAUSAL, WINDOW, SOFTCAP, MASK_FIRST)
+            p_packed = pack_pairs(p, dtype)
+        elif tile < num_tiles:
             m_block, batch, head = tile_of(tile, shape, CAUSAL)
             lo, hi = key_blocks(m_block * BLOCK_M, BLOCK_M, shape, BLOCK_N, CAUSAL, WINDOW)
             slot = (k % Q_SLOTS) * CONSUMERS + WG
@@ -190,8 +238,9 @@ def _consumer(
             p_a = unpack_pairs(p_packed, dtype, P_LAYOUT)
             acc_async = warpgroup_mma(p_a, v_bufs.index(v_stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc_async])
-        _store_merged(acc, m_done, l_done, o_bufs, outputs, batch_done, head_done, row0, shape, scales,
-                      WG, FIRST, ROW_LAYOUT)  # fmt: skip
+        if not SEAMLESS:
+            _store_merged(acc, m_done, l_done, o_bufs, outputs, batch_done, head_done, row0, shape, scales,
+                          WG, FIRST, ROW_LAYOUT)  # fmt: skip
     tma.store_wait(0)
     if PING_PONG and WG == 0:
         bar_sync(PING_PONG_BARRIER, 256)
@@ -218,7 +267,7 @@ def attention_merge_kernel(
     seqlen_q, seqlen_k, heads, heads_per_kv, num_m, num_tiles, group, left, right, scale, exp_scale, softcap,
     CONSUMERS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     Q_SLOTS: gl.constexpr, PING_PONG: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
-    EVEN_K: gl.constexpr, DYNAMIC: gl.constexpr, LAZY: gl.constexpr, FIRST: gl.constexpr,
+    EVEN_K: gl.constexpr, DYNAMIC: gl.constexpr, LAZY: gl.constexpr, FIRST: gl.constexpr, SEAMLESS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """`o_ptr` (batch, total, heads, HEAD_DIM) and `lse_ptr` (batch, heads, total), float32, at the first row of q."""
@@ -237,18 +286,22 @@ def attention_merge_kernel(
     kv_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     queue_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     queue_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    queue = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    queue = gl.allocate_shared_memory(gl.int32, [2 * PLACE, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     for i in gl.static_range(Q_SLOTS * CONSUMERS):
         mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=1)
+        if not SEAMLESS:
+            mbarrier.init(q_empty.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(kv_empty.index(i), count=CONSUMERS)
+        if not SEAMLESS:
+            mbarrier.init(kv_empty.index(i), count=CONSUMERS)
     if DYNAMIC:  # where nobody uses a barrier, its memory goes to others, which must not find one there
         for i in gl.static_range(2):
             mbarrier.init(queue_full.index(i), count=1)
-            mbarrier.init(queue_empty.index(i), count=CONSUMERS)
+            if not SEAMLESS:
+                mbarrier.init(queue_empty.index(i), count=CONSUMERS)
+    gl.static_assert(not SEAMLESS or (Q_SLOTS == 2 and STAGES <= 4))
     bufs = (q_bufs, k_bufs, v_bufs, o_bufs)
     bars = (q_full, q_empty, k_full, v_full, kv_empty, queue_full, queue_empty, queue)
     shape = (seqlen_q, seqlen_k, heads, heads_per_kv, num_m, num_tiles, group, left, right)
@@ -258,21 +311,21 @@ def attention_merge_kernel(
     if CONSUMERS == 2:
         gl.warp_specialize([
             (_consumer, (0, bufs, bars, outputs, shape, scales, CONSUMERS, BLOCK_N, STAGES, Q_SLOTS,
-                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, FIRST)),
+                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, FIRST, SEAMLESS)),
             (_consumer, (1, bufs, bars, outputs, shape, scales, CONSUMERS, BLOCK_N, STAGES, Q_SLOTS,
-                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, FIRST)),
+                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, FIRST, SEAMLESS)),
             (producer, (bufs, bars, q_desc, k_desc, v_desc, counter, shape, CONSUMERS, BLOCK_N, STAGES,
-                        Q_SLOTS, CAUSAL, WINDOW, DYNAMIC)),
+                        Q_SLOTS, CAUSAL, WINDOW, DYNAMIC, SEAMLESS)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.static_assert(CONSUMERS == 3)
         gl.warp_specialize([
             (_consumer, (0, bufs, bars, outputs, shape, scales, CONSUMERS, BLOCK_N, STAGES, Q_SLOTS,
-                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, FIRST)),
+                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, FIRST, SEAMLESS)),
             (_consumer, (1, bufs, bars, outputs, shape, scales, CONSUMERS, BLOCK_N, STAGES, Q_SLOTS,
-                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, FIRST)),
+                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, FIRST, SEAMLESS)),
             (_consumer, (2, bufs, bars, outputs, shape, scales, CONSUMERS, BLOCK_N, STAGES, Q_SLOTS,
-                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, FIRST)),
+                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, FIRST, SEAMLESS)),
             (producer, (bufs, bars, q_desc, k_desc, v_desc, counter, shape, CONSUMERS, BLOCK_N, STAGES,
-                        Q_SLOTS, CAUSAL, WINDOW, DYNAMIC)),
+                        Q_SLOTS, CAUSAL, WINDOW, DYNAMIC, SEAMLESS)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

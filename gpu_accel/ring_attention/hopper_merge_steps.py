@@ -13,13 +13,16 @@ from gpu_accel.flash_attention3.hopper_device import (
     NEG_LARGE,
     bar_arrive,
     bar_sync,
+    bar_sync_at,
     draw,
     key_blocks,
     mask_columns,
     mask_left,
     mask_right,
     pack_pairs,
+    publish_place,
     publish_tile,
+    release,
     rescale,
     tanh,
     thread_row_sum,
@@ -28,7 +31,9 @@ from gpu_accel.flash_attention3.hopper_device import (
 )
 from gpu_accel.gluon_compat import tma_load
 
-PING_PONG_BARRIER = gl.constexpr(8)
+PING_PONG_BARRIER = gl.constexpr(8)  # and 9
+Q_FREE = gl.constexpr(10)  # and 11: a slot of Q, with all consumers' rows, has been read (SEAMLESS)
+KV_FREE = gl.constexpr(12)  # to 15: a stage of K, and the one before of V, have been read (SEAMLESS)
 EARLY_DRAW = gl.constexpr(4)  # key blocks of a tile up to which the next tile is drawn at its start
 ROWS = gl.constexpr(64)  # query rows of one consumer: the M of wgmma
 
@@ -67,7 +72,7 @@ def first_softmax(
 def step(
     q, k_bufs, v_bufs, bars, opened, opened_phase, acc, p_packed, m_i, l_i, it, block, masked, row0, shape, scales,
     WG: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PING_PONG: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, LAZY: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, LAZY: gl.constexpr, SEAMLESS: gl.constexpr,
     S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, ROW_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """One key block: issue S of this block, then P V of the block before, then softmax of this block under both."""
@@ -103,27 +108,41 @@ def step(
     l_i = l_i * alpha_l[:, None] + thread_row_sum(p)
     mbarrier.wait(opened, opened_phase)  # completed long ago: opens the block that pins the exponentials above the wait
     acc, p = warpgroup_mma_wait(0, deps=[acc_async, p])
-    mbarrier.arrive(kv_empty.index(stage), count=1)
+    release(kv_empty, stage, KV_FREE if SEAMLESS else None, 128 * CONSUMERS + 32)
     alpha = gl.convert_layout(alpha, ROW_LAYOUT)
     acc = rescale(acc, alpha) if LAZY else acc * alpha[:, None]
     return acc, pack_pairs(p, q.dtype), m_new, l_i, it
 
 
 @gluon.jit
+def _wait_free(kv_empty, it, STAGES: gl.constexpr, FREE: gl.constexpr, SEAMLESS: gl.constexpr):
+    """Wait until block `it - STAGES`, whose K's stage block `it` takes, has been read. SEAMLESS: once an `it`."""
+    if SEAMLESS:
+        if it >= STAGES:
+            bar_sync_at(KV_FREE + it % STAGES, FREE)
+    else:
+        mbarrier.wait(kv_empty.index(it % STAGES), ((it // STAGES) & 1) ^ 1)
+
+
+@gluon.jit
 def producer(
     bufs, bars, q_desc, k_desc, v_desc, counter, shape,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_SLOTS: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DYNAMIC: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DYNAMIC: gl.constexpr, SEAMLESS: gl.constexpr,
 ):  # fmt: skip
     q_bufs, k_bufs, v_bufs, _ = bufs
     q_full, q_empty, k_full, v_full, kv_empty, queue_full, queue_empty, queue = bars
     _, _, _, heads_per_kv, _, num_tiles, _, _, _ = shape
     BLOCK_M: gl.constexpr = ROWS * CONSUMERS
+    FREE: gl.constexpr = 128 * CONSUMERS + 32
+    PLACED: gl.constexpr = SEAMLESS and DYNAMIC
     it = 0
     k = 0
     tile = gl.program_id(0)
+    m_block, batch, head = tile_of(tile, shape, CAUSAL)
     while tile < num_tiles:
-        m_block, batch, head = tile_of(tile, shape, CAUSAL)
+        if not PLACED:
+            m_block, batch, head = tile_of(tile, shape, CAUSAL)
         kv = head // heads_per_kv
         lo, hi = key_blocks(m_block * BLOCK_M, BLOCK_M, shape, BLOCK_N, CAUSAL, WINDOW)
         if DYNAMIC:
@@ -132,12 +151,17 @@ def producer(
         q_phase = (k // Q_SLOTS) & 1
         for c in gl.static_range(CONSUMERS):
             slot = slot0 + c
-            mbarrier.wait(q_empty.index(slot), q_phase ^ 1)
+            if not SEAMLESS:
+                mbarrier.wait(q_empty.index(slot), q_phase ^ 1)
+            elif c == 0:  # noqa: SIM102
+                if k >= Q_SLOTS:
+                    bar_sync_at(Q_FREE + k % Q_SLOTS, FREE)
             mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes)
             tma_load(q_desc, [batch, head, m_block * BLOCK_M + c * ROWS, 0], q_full.index(slot), q_bufs.index(slot))
             if c == 0:
                 stage = it % STAGES
-                mbarrier.wait(kv_empty.index(stage), ((it // STAGES) & 1) ^ 1)
+                if not SEAMLESS:  # waited for behind the tile before
+                    mbarrier.wait(kv_empty.index(stage), ((it // STAGES) & 1) ^ 1)
                 mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
                 tma_load(k_desc, [batch, kv, (hi - 1) * BLOCK_N, 0], k_full.index(stage), k_bufs.index(stage))
         for j in range(0, hi - 1 - lo):
@@ -145,22 +169,33 @@ def producer(
             it += 1
             stage = it % STAGES
             # one barrier frees both: K of a step is released after P V of the step before
-            mbarrier.wait(kv_empty.index(stage), ((it // STAGES) & 1) ^ 1)
+            _wait_free(kv_empty, it, STAGES, FREE, SEAMLESS)
             mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
             tma_load(k_desc, [batch, kv, (hi - 2 - j) * BLOCK_N, 0], k_full.index(stage), k_bufs.index(stage))
             mbarrier.expect(v_full.index(v_stage), v_desc.block_type.nbytes)
             tma_load(v_desc, [batch, kv, (hi - 1 - j) * BLOCK_N, 0], v_full.index(v_stage), v_bufs.index(v_stage))
         v_stage = it % STAGES
+        v_batch = batch
         it += 1
         if DYNAMIC:
             tile = gl.max(early + draw(counter, hi - lo > EARLY_DRAW), axis=0) + gl.num_programs(0)
-            publish_tile(k, tile, queue, queue_full, queue_empty)
+            if PLACED:
+                m_block, batch, head = tile_of(tile, shape, CAUSAL)
+                publish_place(k, tile, (m_block, batch, head), queue, queue_full)
+            else:
+                publish_tile(k, tile, queue, queue_full, queue_empty)
         else:
             tile += gl.num_programs(0)
         k += 1
-        mbarrier.wait(kv_empty.index(it % STAGES), ((it // STAGES) & 1) ^ 1)
+        _wait_free(kv_empty, it, STAGES, FREE, SEAMLESS)
         mbarrier.expect(v_full.index(v_stage), v_desc.block_type.nbytes)
-        tma_load(v_desc, [batch, kv, lo * BLOCK_N, 0], v_full.index(v_stage), v_bufs.index(v_stage))
+        tma_load(v_desc, [v_batch, kv, lo * BLOCK_N, 0], v_full.index(v_stage), v_bufs.index(v_stage))
+    if SEAMLESS:
+        # The last arrivals, which nobody waited for: named barriers end as they began.
+        for i in range(gl.maximum(it + 1, STAGES), it + STAGES + 1):
+            bar_sync_at(KV_FREE + i % STAGES, FREE)
+        for i in range(gl.maximum(k, Q_SLOTS), k + Q_SLOTS):
+            bar_sync_at(Q_FREE + i % Q_SLOTS, FREE)
     if DYNAMIC:  # noqa: SIM102
         # Each program draws one number past the end; the last of them resets the counter for the next launch.
         if tile == num_tiles + gl.num_programs(0) - 1:

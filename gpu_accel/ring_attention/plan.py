@@ -24,7 +24,7 @@ from gpu_accel.ring_attention.sizes import default_degree, default_inner, defaul
 ENDS = ("value", "worst", "best")
 MOST = {"gpus": 2**16, "heads": 2**16}  # the model looks at every rank and every head
 MERGES = ("fused", "separate")
-CANDIDATES = ("kv_ring", "double_ring", "ulysses", "usp", "allgather", "q_ring", "mesh")
+CANDIDATES = ("kv_ring", "double_ring", "ulysses", "usp", "allgather", "q_ring", "mesh", "concentric")
 _ELEMENT, _PARTIAL = 2, 4  # bytes of 16-bit tensors, and of float32 partial results and gradients that add up
 
 
@@ -310,11 +310,11 @@ def _option(name: str, setup: Setup, within: Link, slowest: Link) -> Option:
         detail = f"groups of {u}, rings of {n // u}"
         if u in (1, n):
             refused = "groups of one: the plain ring" if u == 1 else "one group: ulysses"
-    elif name == "mesh":
+    elif name in ("mesh", "concentric"):
         a, b = default_mesh(n, setup.heads, setup.kv_heads)
-        detail = f"{a} x {b}"
+        detail = f"{a} x {b}" if name == "mesh" else f"teams of {a}, rings of {b}"
         if 1 in (a, b):
-            refused = "the best mesh is one row: allgather"
+            refused = f"the best mesh is one row: {'allgather' if name == 'mesh' else 'the plain ring'}"
     elif name == "ulysses":
         copies = share_heads(setup.heads, setup.kv_heads, n).copies
         if n > setup.heads:
@@ -415,8 +415,25 @@ def _time(name: str, setup: Setup, within: Link, slowest: Link, end: str, net: s
         out.compute += compute
     elif name == "allgather":
         out.compute = kernel(setup.flops / n, setup.seq / 2 if setup.causal else setup.seq)
-        collective(setup.kv_bytes * grow * (n - 1), 2 if setup.backward else 1)
+        gathered, times = setup.kv_bytes * (n - 1), 2 if setup.backward else 1
+        # Between machines NCCL's rings take all cards of a machine at once, each with its share of what goes round;
+        # gradients go by all-to-all, to every rank its own.
+        rate = within.collective.at(net)
+        if setup.nodes > 1:
+            rate = min(rate, setup.gpus_per_node * slowest.collective.at(net))
+        out.exposed += times * (slowest.latency.at(net) + gathered / rate)
+        if setup.backward:
+            collective(gathered * _PARTIAL / _ELEMENT)
         out.merge = _copies(setup) / costs.MEMORY.at(end)
+    elif name == "concentric":
+        a, b = default_mesh(n, setup.heads, setup.kv_heads)
+        one = kernel(setup.flops / n / b, rows)
+        steps(b - 1, one, hop(slowest, setup.kv_bytes * grow), slowest.hides)
+        out.compute += one
+        out.merge = (a * (b - 1) + a - 1) * passes
+        if setup.backward:
+            out.exposed += hop(slowest, setup.kv_bytes * grow / 2)
+        collective(float(_gathered(setup, a)), 4 if setup.backward else 2)
     else:
         a, _ = default_mesh(n, setup.heads, setup.kv_heads)
         out.compute = kernel(setup.flops / n, a * rows)
@@ -467,6 +484,14 @@ def _copies(setup: Setup) -> float:
     return 2 * gathered + sums + dq
 
 
+def _gathered(setup: Setup, a: int) -> int:
+    """Bytes that a rank sends along a column of a ranks: queries, results in float32, and what their gradients take."""
+    rows = setup.batch * setup.block * setup.heads
+    results = rows * (setup.head_dim + 1) * _PARTIAL
+    back = 2 * setup.q_bytes + 2 * rows * _PARTIAL + rows * setup.head_dim * _PARTIAL
+    return (setup.q_bytes + results + (back if setup.backward else 0)) * (a - 1)
+
+
 def _sent(name: str, setup: Setup) -> int:
     """Bytes that one rank sends, forward (and backward)."""
     n, rows = setup.gpus, setup.batch * setup.block
@@ -486,11 +511,11 @@ def _sent(name: str, setup: Setup) -> int:
     if name == "q_ring":
         forward = setup.q_bytes * (n - 1) + results * n
         return forward + ((2 * setup.q_bytes + stats) * (n - 1) + dq * n if back else 0)
-    if name == "mesh":
+    if name in ("mesh", "concentric"):
         a, b = default_mesh(n, setup.heads, setup.kv_heads)
-        forward = (setup.q_bytes + results) * (a - 1) + setup.kv_bytes * (b - 1)
-        more = (2 * setup.q_bytes + stats + dq) * (a - 1) + (setup.kv_bytes + dkv) * (b - 1)
-        return forward + (more if back else 0)
+        home = b - 1 if name == "mesh" or b == 1 else b
+        along = setup.kv_bytes * (b - 1)
+        return _gathered(setup, a) + along + (along + dkv * home if back else 0)
     u = n if name == "ulysses" else default_degree(
         min(n, setup.gpus_per_node) if n % min(n, setup.gpus_per_node) == 0 else n, setup.kv_heads
     )  # fmt: skip
@@ -502,8 +527,38 @@ def _sent(name: str, setup: Setup) -> int:
     return int(total)
 
 
+def _counted(name: str, setup: Setup) -> int | None:
+    """Bytes at the peak beside the shards, results included, counted from the code; None where nobody has counted.
+
+    The forward is over, but for o and lse, when the backward begins, so the larger of the two.
+    """
+    n, q, kv = setup.gpus, setup.q_bytes, setup.kv_bytes
+    wide_q, wide_kv = q // _ELEMENT * _PARTIAL, kv // _ELEMENT * _PARTIAL
+    lse = setup.batch * setup.block * setup.heads * _PARTIAL
+    hops = min(n - 1, 2)
+    if name == "kv_ring":  # o between steps and the result; sums of dq, three of dk and dv, and the results
+        forward = q + (wide_q if hops else 0) + hops * kv
+        backward = q + wide_q + (3 if hops else 1) * wide_kv + hops * kv + q + kv
+    elif name == "allgather":  # the own block packed, and all of them gathered, joined, and in order
+        forward = q + kv * (1 + 3 * n)
+        # gradients of all keys, split, packed, and those that come
+        backward = q + n * kv + wide_q + 4 * n * wide_kv + wide_kv
+    elif name == "ulysses":  # packed, arrived, unpacked
+        forward = 3 * (q + kv)
+        backward = q + 2 * q + kv + 3 * (wide_q + wide_kv)
+    else:
+        return None
+    return lse + (max(forward, backward + 2 * lse) if setup.backward else forward)
+
+
 def _memory(name: str, setup: Setup) -> int:
-    """Bytes of one rank: its shards and what the schedule holds beside them, forward (and backward)."""
+    """Bytes of one rank: its shards (with backward also of the gradient of o) and what the schedule holds beside them.
+
+    Counted for three schedules, and for the others more than they need.
+    """
+    counted = _counted(name, setup)
+    if counted is not None and setup.merge == "fused":
+        return counted + setup.kv_bytes + setup.q_bytes * (2 if setup.backward else 1)
     n, rows = setup.gpus, setup.batch * setup.block
     o = rows * setup.heads * setup.head_dim
     shards = 2 * setup.q_bytes + setup.kv_bytes + rows * setup.heads * _PARTIAL
@@ -519,6 +574,9 @@ def _memory(name: str, setup: Setup) -> int:
         return base + 2 * setup.q_bytes + 2 * partial
     if name == "allgather":
         return base + 2 * n * kv + (2 * n * kv * _PARTIAL // _ELEMENT if setup.backward else 0)
+    if name == "concentric":
+        a, _ = default_mesh(n, setup.heads, setup.kv_heads)
+        return base + a * (2 * setup.q_bytes + 3 * partial) + 2 * kv
     if name == "mesh":
         a, b = default_mesh(n, setup.heads, setup.kv_heads)
         return base + a * (setup.q_bytes + 2 * partial) + b * 2 * kv * (3 if setup.backward else 1)

@@ -22,7 +22,7 @@ from gpu_accel.ring_attention.layouts import Layout
 from gpu_accel.ring_attention.schedules import kv_ring
 from gpu_accel.ring_attention.schedules.kv_ring import ring_of
 from gpu_accel.ring_attention.schedules.ring import Message
-from gpu_accel.ring_attention.step import Running
+from gpu_accel.ring_attention.step import attend_apart
 from gpu_accel.ring_attention.transport import LocalTransport, Pending, PointToPoint, World
 
 Keys = Callable[[int], tuple[Tensor, Tensor]]  # (k, v) of a rank
@@ -68,15 +68,20 @@ class Replay:
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """o and lse of this rank's queries."""
+        with torch.no_grad():
+            self._alone.asked = 0
+            return kv_ring.forward(*self.tensors, self.call, self._alone)
+
+    def kernels(self) -> list[tuple[Tensor, Tensor]]:
+        """(o, lse) of every piece of every step, with this rank's own keys and not merged: the forward less its merges.
+
+        o is rounded to the dtype of q, as a kernel that does not merge leaves it.
+        """
         (q, k, v), call = self.tensors, self.call
         ring = ring_of(call, LocalTransport(World(call.ranks), self.rank))
-        hops = ring.hops(call.mask)
         with torch.no_grad():
-            running = Running(q, v.shape[-1], [ring.pieces(0, -step, call.mask) for step in range(hops + 1)], call)
-            for step in range(hops + 1):
-                k_, v_ = (k, v) if self.keys is None or step == 0 else self.keys(ring.rank(-step))
-                running.attend(step, k_, v_)
-            return running.finish()
+            steps = [ring.pieces(0, -step, call.mask) for step in range(ring.hops(call.mask) + 1)]
+            return [result for found in steps for result in attend_apart(q, k, v, found, call)]
 
     def backward(self, do: Tensor, o: Tensor, lse: Tensor) -> Tensor:
         """dq from the gradient of o and the results of `forward`. What is computed of dk and dv would travel on."""

@@ -48,7 +48,7 @@ class Partial:
     """o (batch, rows, heads, head_dim_v) and lse (batch, heads, rows) of some queries over the keys seen so far.
 
     `result`: where rows that see no more keys go, in the dtype of q. `seen`: rows that have met a key. `left`: those
-    that have gone to `result`.
+    that have gone to `result`. `queued`: kernels that merge draw their tiles from a queue (lanes.py).
     """
 
     o: Tensor
@@ -56,6 +56,7 @@ class Partial:
     result: Tensor | None = None
     seen: Spans = field(default_factory=Spans)
     left: Spans = field(default_factory=Spans)
+    queued: bool = False
 
     @classmethod
     def empty(cls, q: Tensor, head_dim_v: int) -> Partial:
@@ -80,9 +81,13 @@ class Running:
     """o and lse of some queries over keys that come in steps, each of known pieces.
 
     Knowing them, it sends rows on to the result as soon as they are complete, and o is never filled before.
+
+    `result`: where o goes in the end, any view of its shape; then these are half of the heads (lanes.py).
     """
 
-    def __init__(self, q: Tensor, head_dim_v: int, steps: Sequence[tuple[Piece, ...]], call: Call) -> None:
+    def __init__(
+        self, q: Tensor, head_dim_v: int, steps: Sequence[tuple[Piece, ...]], call: Call, result: Tensor | None = None
+    ) -> None:
         self.q, self.steps, self.call = q, steps, call
         self.done = _completed(tuple(steps))
         shape = (*q.shape[:-1], head_dim_v)
@@ -94,8 +99,10 @@ class Running:
                       for (a, b), piece in zip(ends, found, strict=True))  # fmt: skip
         # where every row is complete after its first piece, nobody needs o
         o = torch.empty((1,) * 4 if at_once else shape, dtype=torch.float32, device=q.device).expand(shape)
-        result = torch.empty(shape, dtype=q.dtype, device=q.device)
-        self.partial = Partial(o, _nothing(q, torch.float32), result)
+        queued = result is not None
+        if result is None:
+            result = torch.empty(shape, dtype=q.dtype, device=q.device)
+        self.partial = Partial(o, _nothing(q, torch.float32), result, queued=queued)
 
     def attend(self, step: int, k: Tensor, v: Tensor) -> None:
         """Fold in the keys of one step."""
@@ -215,16 +222,37 @@ def attend(
         ends = done[i] if done else (0, 0)
         first = not partial.seen.meets(rows.start, rows.stop)
         target = q if partial.result is None else partial.result  # q: nothing is written, but a place is wanted
-        if name == "hopper" and first and ends == (0, piece.sq) and piece.sq == q.shape[1]:
+        whole = first and ends == (0, piece.sq) and piece.sq == q.shape[1]
+        if name == "hopper" and whole and target.is_contiguous():
             _kernel(name, "forward")(*part, **_options(call, piece), out=target, lse=partial.lse)
         elif _merges(name, problem):
             options = {"row": piece.q0, "first": first, "done": ends, **_options(call, piece)}
+            if partial.queued:
+                options["queued"] = True
             ends = _MERGING[name].forward_merge(*part, partial.o, partial.lse, target, **options)
         else:
             o, lse = _kernel(name, "forward")(*part, **_options(call, piece))
             portable_merge.merge_into(partial.o, partial.lse, target, o, lse, row=piece.q0, done=ends)
         partial.seen.add(rows.start, rows.stop)
         partial.left.add(rows.start + ends[0], rows.start + ends[1])
+
+
+def attend_apart(
+    q: Tensor, k: Tensor, v: Tensor, found: tuple[Piece, ...], call: Call
+) -> list[tuple[Tensor, Tensor]]:
+    """(o, lse) of each piece by itself, by the kernels that do not merge: what a step costs without its merges."""
+    results: list[tuple[Tensor, Tensor]] = []
+    for piece in found:
+        rows, keys = slice(piece.q0, piece.q0 + piece.sq), slice(piece.k0, piece.k0 + piece.sk)
+        part: tuple[Tensor, Tensor, Tensor] = (q[:, rows], k[:, keys], v[:, keys])
+        name = _backend(call, _problem(call, *part, piece), "forward")
+        if name == "reference":
+            o, lse = attention_reference(*part, **_reference_options(call, piece, partial_dtype(q)))
+        else:
+            aligned = (function.unit_last_stride(x) for x in part)
+            o, lse = _kernel(name, "forward")(*aligned, **_options(call, piece))
+        results.append((o, lse))
+    return results
 
 
 @functools.lru_cache(4096)

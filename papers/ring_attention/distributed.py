@@ -4,8 +4,9 @@
 
 Every rank goes through the same cases and implementations in the same order, so nothing here may depend on a clock: the
 number of samples is fixed, and a check is the worst over all ranks. A time is the slowest rank's between two events,
-after an all-gather that lines the ranks up. All implementations of a case take turns, so that clocks drift for all
-alike; the times of one that fails its check are thrown away.
+after an all-gather that lines the ranks up. All implementations of a case take turns, each after a rest of twice the
+time of the call before it: a card at its power limit keeps the clock that a long call has left behind, and whoever came
+after one GPU with the whole sequence took up to a tenth longer. The times of one that fails its check are thrown away.
 
 Results are checked twice: o of the very shape that is timed, on 64 rows of each rank against float64 attention to all
 keys, and (with backward) gradients of a short sequence, whole. Inputs are drawn whole from the seed on every rank and
@@ -15,8 +16,10 @@ then sharded. On a CPU the ranks talk by gloo, and nothing is timed.
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import random
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -37,9 +40,12 @@ from gpu_accel.workbench.experiment import Case, Check, Implementation, Sampled,
 
 PEERS = ("torch-context-parallel", "torch-context-parallel-alltoall", "ulysses-cudnn")
 SCALING = ("kv_ring", "kv_ring-nccl", "ulysses", "allgather", "usp", *PEERS, "one-gpu")
-OVERLAP = ("kv_ring", "kv_ring-waiting", "kv_ring-nccl", "kv_ring-nccl-waiting", "compute-only")
+OVERLAP = ("kv_ring", "kv_ring-waiting", "kv_ring-nccl", "kv_ring-nccl-waiting", "compute-only", "kernels-only")
 MEMORY = ("kv_ring", "allgather", "ulysses", "torch-context-parallel")
-SCHEDULES = ("kv_ring", "kv_ring-nccl", "q_ring", "allgather", "ulysses", "usp", "mesh", "double_ring", "helper")
+SCHEDULES = ("kv_ring", "kv_ring-nccl", "q_ring", "allgather", "ulysses", "usp", "mesh", "double_ring", "concentric",
+             "helper")  # fmt: skip
+COMPUTING = {"compute-only": "hops", "kernels-only": "hops and merges"}
+REST, MOST_REST = 2.0, 0.25  # before a timed call: times that of the call before, and at most so many seconds
 MILLION, ROWS, SHORT = 1 << 20, 64, 512
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -115,8 +121,7 @@ def scaling_names(case: Case) -> tuple[str, ...]:
     seqlen, both = int(case["seqlen"]), case["pass"] == "both"
     if seqlen <= 32768:
         return SCALING
-    fastest = ("kv_ring", "ulysses", "torch-context-parallel", "ulysses-cudnn")
-    return fastest if both and seqlen > 65536 else (*fastest, "one-gpu")
+    return ("kv_ring", "ulysses", "torch-context-parallel", *(() if both else ("ulysses-cudnn",)), "one-gpu")
 
 
 def memory_names(case: Case) -> tuple[str, ...]:
@@ -186,15 +191,15 @@ def _unavailable(name: str, run: _Run) -> str:
         return "needs several processes: gpu-accel run ring EXPERIMENT --nproc 4"
     if name in PEERS and not run.settings.on_gpu:
         return "needs GPUs"
-    if name == "ulysses-cudnn" and run.both:
+    if name in ("ulysses-cudnn", "kernels-only") and run.both:
         return "forward only"
-    if name == "double_ring" and (run.ranks < 4 or run.ranks % 2):
-        return "two nested rings need 4, 6, 8, ... ranks"
+    if name in ("double_ring", "concentric") and (run.ranks < 4 or run.ranks % 2):
+        return f"two {'nested rings' if name == 'double_ring' else 'teams'} need 4, 6, 8, ... ranks"
     return ""
 
 
 def _implementation(name: str, run: _Run, race: _Race, memory: bool) -> Implementation:
-    role = "peer" if name in PEERS else "reference" if name in ("one-gpu", "compute-only") else "ours"
+    role = "peer" if name in PEERS else "reference" if name in ("one-gpu", *COMPUTING) else "ours"
     return Implementation(
         name=name,
         role=role,
@@ -236,7 +241,7 @@ class _Run:
         return f"{self.layout(name, self.ranks).name} shards over {network}"
 
     def over_symmetric(self, name: str) -> bool:
-        ring = name.startswith(("kv_ring", "q_ring", "double_ring", "compute")) and "-nccl" not in name
+        ring = name.startswith(("kv_ring", "q_ring", "double_ring", "concentric")) and "-nccl" not in name
         return ring and self.settings.on_gpu
 
     def layout(self, name: str, seqlen: int) -> Layout:
@@ -263,10 +268,12 @@ class _Run:
             return _context_parallel(tensors, self.both, "alltoall" if name.endswith("alltoall") else "allgather")
         elif name == "ulysses-cudnn":
             attend = _ulysses_cudnn
-        elif name == "compute-only":
-            return _compute_only(tensors, self.layout(name, seqlen), self.transport(name).rank, self.both)
+        elif name in COMPUTING:
+            return _compute_only(tensors, self.layout(name, seqlen), self.transport(name).rank, self.both, name)
         else:
             options: dict[str, Any] = {"inner": self.ranks // 2} if name == "double_ring" else {}
+            if name == "concentric":
+                options = {"mesh": (2, self.ranks // 2)}
             attend = functools.partial(
                 _ours, layout=self.layout(name, seqlen), transport=self.transport(name), schedule=schedule,
                 overlap=not name.endswith("-waiting"), **options,
@@ -294,8 +301,8 @@ class _Run:
 
     def check(self, name: str, seed: int) -> Check:
         """The worst share of its bound, over ranks, of o on some rows at full size, and of gradients when short."""
-        if name == "compute-only":
-            return Check(0.0, 1.0, "it is the kv_ring without its hops, and no result to check")
+        if name in COMPUTING:
+            return Check(0.0, 1.0, f"it is the kv_ring without its {COMPUTING[name]}, and no result to check")
         seqlen = int(self.case["seqlen"])
         call = self.call(name, self.shards(name, seqlen, seed), seqlen)
         self._peaks[name], found = self._watched(name, call)
@@ -410,14 +417,18 @@ class _Race:
         flops = 2.0 * seqlen**2 * int(case["heads"]) * int(case["head_dim"]) * (3.5 if run.both else 1.0)
         if name not in self.samples[seed]:
             raise UnsupportedError(f"{name} does not run here")
-        timing = {"method": "events, slowest rank, implementations in turns", "l2": "warm", "mode": "burst"}
+        method = f"events, slowest rank, implementations in turns, each after {REST:g} times the call before of rest"
+        timing = {"method": method, "l2": "warm", "mode": "burst"}
         share = 1 if name == "one-gpu" else run.ranks  # rates are per GPU
         samples = tuple(self.samples[seed][name])
         found = {"time": Sampled(samples=samples, unit="ms", work={"flops": flops / share}, timing=timing)}
-        # of the same rounds: what part of the time is computing, and the efficiency against one GPU with the same work
-        for metric, base, parts in (("computing", "compute-only", 1), ("efficiency", "one-gpu", run.ranks)):
+        # of the same rounds: what part of the time is computing, what part attention without merges, and the
+        # efficiency against one GPU with the same work
+        bases = {"computing": "compute-only", "attending": "kernels-only", "efficiency": "one-gpu"}
+        for metric, base in bases.items():
+            parts = run.ranks if base == "one-gpu" else 1
             others = self.samples[seed].get(base)
-            if others is not None and base != name:
+            if others is not None and base != name and name != "kernels-only":
                 shares = tuple(other / parts / mine for other, mine in zip(others, samples, strict=True))
                 found[metric] = Sampled(samples=shares, unit="1", timing=timing)
         return found
@@ -436,10 +447,16 @@ class _Race:
                 calls.pop(name, None)
         samples: dict[str, list[float]] = {name: [] for name in calls}
         order, same = list(calls), random.Random(seqlen)  # on all ranks
+        before = 0.0
+        gc.collect()  # and not while a rank launches what the others wait for
+        gc.disable()
         for _ in range(10 if seqlen <= 32768 else 6 if seqlen <= 65536 else 4):
             same.shuffle(order)  # nobody always comes after the one that heats the GPU most
             for name in order:
+                time.sleep(min(MOST_REST, REST * before))
                 samples[name].append(self._once(calls[name]))
+                before = samples[name][-1] / 1e3
+        gc.enable()
         return samples
 
     def _once(self, call: Callable[[], Any]) -> float:
@@ -466,10 +483,17 @@ def _ours(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
     return distributed_attention(q, k, v, causal=True, **settings)[0]
 
 
-def _compute_only(tensors: list[Tensor], layout: Layout, rank: int, both: bool) -> Callable[[], tuple[Tensor, ...]]:
-    """The kernel calls and merges of this rank's ring, on its own keys: what is left when hops take no time."""
+def _compute_only(
+    tensors: list[Tensor], layout: Layout, rank: int, both: bool, name: str
+) -> Callable[[], tuple[Tensor, ...]]:
+    """The kernel calls and merges of this rank's ring, on its own keys: what is left when hops take no time.
+
+    "kernels-only": the calls without their merges.
+    """
     *qkv, do = tensors
     replay = Replay(*qkv, layout=layout, rank=rank, causal=True)
+    if name == "kernels-only":
+        return lambda: replay.kernels()[0]
 
     def call() -> tuple[Tensor, ...]:
         o, lse = replay.forward()

@@ -234,6 +234,9 @@ def _transport(kind: str):
     return SymmetricTransport() if kind == "symmetric" else TorchTransport()
 
 
+_LAYOUTS = {"": ("zigzag", "striped"), "helper": ("contiguous",)}
+
+
 def _equals_one_device(rank: int, ranks: int, kind: str) -> None:
     transport = _transport(kind)
     whole = inputs(f"cuda:{rank}")
@@ -241,8 +244,9 @@ def _equals_one_device(rank: int, ranks: int, kind: str) -> None:
         attention_truth(*whole[:3], causal=True)[0],
         *attention_truth_backward(whole[3], *whole[:3], causal=True),
     )
-    for schedule in ("kv_ring", "q_ring", "allgather", "ulysses", "usp", "mesh"):
-        for layout in (make_layout(name, seqlen=1000, ranks=ranks) for name in ("zigzag", "striped")):
+    several = ("double_ring", "concentric") if ranks >= 4 else ()
+    for schedule in ("kv_ring", "q_ring", "allgather", "ulysses", "usp", "mesh", *several, "helper"):
+        for layout in (make_layout(name, seqlen=1000, ranks=ranks) for name in _LAYOUTS.get(schedule, _LAYOUTS[""])):
             for repeat in range(3):  # buffers and flags are used again
                 *qkv, do = (layout.shard(x, rank) for x in whole)
                 leaves = [x.requires_grad_() for x in qkv]
@@ -253,6 +257,12 @@ def _equals_one_device(rank: int, ranks: int, kind: str) -> None:
                 for name, x, truth in zip(NAMES, (o, *grads), exact, strict=True):
                     error = relative_error(gather_sequence(x, layout, transport), truth)
                     assert error < 1e-2, (schedule, layout, repeat, name, error)
+    layout = make_layout("zigzag", seqlen=1000, ranks=ranks)
+    keys, values = (layout.shard(x, rank) for x in whole[1:3])
+    options = {"layout": layout, "transport": transport, "schedule": "tree", "causal": True}
+    for queries in (1, 5):  # decoded: every rank has them
+        o, _ = distributed_attention(whole[0][:, -queries:].contiguous(), keys, values, **options)
+        assert relative_error(o, exact[0][:, -queries:]) < 1e-2, queries
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -312,8 +322,8 @@ def test_pushes_bring_the_right_content(ranks: int):
     run_ranks(_push_content, ranks)
 
 
-def _survive(rank: int, port: int, queue) -> None:
-    """Rank 1 is killed between two calls; rank 0 makes the second, and tells how that ends."""
+def _survive(rank: int, ranks: int, port: int, queue) -> None:
+    """Rank 1 is killed between two calls; the others make the second, and tell how that ends."""
     import signal
     import time
     import warnings
@@ -323,9 +333,9 @@ def _survive(rank: int, port: int, queue) -> None:
     from gpu_accel.ring_attention import CommunicationError, SymmetricTransport
 
     torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
     transport = SymmetricTransport(timeout=2.0)
-    layout = make_layout("zigzag", seqlen=1000, ranks=2)
+    layout = make_layout("zigzag", seqlen=1000, ranks=ranks)
     q, k, v = (layout.shard(x, rank) for x in inputs(f"cuda:{rank}")[:3])
 
     def call() -> torch.Tensor:
@@ -348,60 +358,178 @@ def _survive(rank: int, port: int, queue) -> None:
         error = ""
     except CommunicationError as again:
         error = str(again)
-    queue.put((bool(good.isfinite().all()), bool(found.isnan().any()), seconds, error))
+    queue.put((rank, bool(good.isfinite().all()), bool(found.isnan().any()), seconds, error))
     queue.close()
     queue.join_thread()
     os._exit(0)
 
 
-def test_a_killed_rank_leaves_no_one_waiting_for_its_memory():
-    if torch.cuda.device_count() < 2:
-        pytest.skip(f"needs 2 GPUs, there are {torch.cuda.device_count()}")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_killed_rank_leaves_no_one_waiting_for_its_memory(ranks: int):
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs, there are {torch.cuda.device_count()}")
     context = torch.multiprocessing.get_context("spawn")
     queue = context.Queue()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    processes = [context.Process(target=_survive, args=(rank, port, queue), daemon=True) for rank in range(2)]
+    processes = [
+        context.Process(target=_survive, args=(rank, ranks, port, queue), daemon=True) for rank in range(ranks)
+    ]
     for process in processes:
         process.start()
     try:
-        good, poisoned, seconds, error = queue.get(timeout=90)
+        told = [queue.get(timeout=90) for _ in range(ranks - 1)]
     finally:
         for process in processes:
             process.join(timeout=5)
             process.kill()
-    assert good and poisoned, "what came of a lost rank must not look like a result"
-    assert 1.5 < seconds < 20
-    assert "rank 1 did not answer within 2 s" in error
+    assert sorted(rank for rank, *_ in told) == [rank for rank in range(ranks) if rank != 1]
+    for rank, good, poisoned, seconds, error in told:
+        assert good and poisoned, f"rank {rank}: what came of a lost rank must not look like a result"
+        assert 1.5 < seconds < 20, rank
+        # of more than two a rank may be left waiting for one that waits itself
+        assert ("rank 1 did" if ranks == 2 else "did") + " not answer within 2 s" in error, rank
 
 
-def _graph(rank: int, ranks: int) -> None:
-    """Forward of the ring in a CUDA graph, replayed with other inputs."""
+def _mistakes(rank: int, ranks: int) -> None:
+    """Mistakes of one rank, each an error on all of them, and a good call at the end."""
+    from gpu_accel.errors import InvalidInputError
+
+    transport, layout = _transport("symmetric"), make_layout("zigzag", seqlen=1000, ranks=ranks)
+    odd = rank == ranks - 1
+    shards = [layout.shard(x, rank) for x in inputs(f"cuda:{rank}")[:3]]
+    poisoned = [shards[0], shards[1], shards[2].clone()]
+    poisoned[2][0, 7, 1, 3] = float("nan")
+    options = {"layout": layout, "transport": transport}
+    wrong = {
+        "mask": lambda: distributed_attention(*shards, causal=not odd, **options),
+        "shape": lambda: distributed_attention(*(x[:, : 7 if odd else None] for x in shards), **options),
+        "dtype": lambda: distributed_attention(*(x.half() if odd else x for x in shards), **options),
+        "nan": lambda: distributed_attention(*(poisoned if odd else shards), check_finite=True, **options),
+    }
+    for name, call in wrong.items():
+        with pytest.raises(InvalidInputError):
+            call()
+            pytest.fail(name)
+        o, _ = distributed_attention(*shards, causal=True, **options)
+        assert bool(o.isfinite().all()), name
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_mistake_of_one_rank_is_an_error_on_all(ranks: int):
+    run_ranks(_mistakes, ranks)
+
+
+def _graph(rank: int, ranks: int, seqlen: int, both: bool) -> None:
+    """The ring in a CUDA graph, replayed with other inputs: the bits of the ring outside it."""
     from gpu_accel.ring_attention.schedules import kv_ring
 
     transport = _transport("symmetric")
-    layout = make_layout("zigzag", seqlen=1000, ranks=ranks)
-    q, k, v = (layout.shard(x, rank) for x in inputs(f"cuda:{rank}")[:3])
-    call = make_call(q, k, v, layout, causal=True)
+    layout = make_layout("zigzag", seqlen=seqlen, ranks=ranks)
+    qkv = make_qkv(**{**SHAPE, "seqlen_q": seqlen}, dtype=torch.bfloat16, device=f"cuda:{rank}", seed=0)
+    q, k, v, do = (layout.shard(x, rank) for x in (*qkv, random_like(qkv.q, seed=1)))
+    call = make_call(q, k, v, layout, causal=True, deterministic=both)
     transport.agree("graph")
+
+    def run() -> tuple[torch.Tensor, ...]:
+        transport._asked = 0
+        o, lse = kv_ring.forward(q, k, v, call, transport)
+        return (o, *kv_ring.backward(do, q, k, v, o, lse, call, transport)) if both else (o,)
+
     with torch.no_grad():
         for _ in range(2):
-            transport._asked = 0
-            kv_ring.forward(q, k, v, call, transport)
+            run()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        transport._asked = 0
         with torch.cuda.graph(graph):
-            o, _ = kv_ring.forward(q, k, v, call, transport)
+            found = run()
         for scale in (1.0, 0.5):
             v.mul_(scale)
             graph.replay()
             torch.cuda.synchronize()
-            transport._asked = 0
-            expected, _ = kv_ring.forward(q, k, v, call, transport)
-            assert torch.equal(o, expected), scale
+            for name, x, expected in zip(NAMES, found, run(), strict=False):
+                assert torch.equal(x, expected), (name, scale)
 
 
-def test_the_ring_in_a_cuda_graph():
-    run_ranks(_graph, 2)
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("seqlen", "both"), [(1000, False), (1024, True)], ids=["forward", "both"])
+def test_the_ring_in_a_cuda_graph(seqlen: int, both: bool, ranks: int):
+    run_ranks(_graph, ranks, seqlen, both)
+
+
+def _same_bits(rank: int, ranks: int) -> None:
+    """Both passes, again and again: every bit but those of dq; with deterministic=True those too."""
+    transport, layout = _transport("symmetric"), make_layout("zigzag", seqlen=1024 * ranks, ranks=ranks)
+    qkv = make_qkv(**{**SHAPE, "seqlen_q": 1024 * ranks}, dtype=torch.bfloat16, device=f"cuda:{rank}", seed=0)
+    *shards, do = (layout.shard(x, rank) for x in (*qkv, random_like(qkv.q, seed=1)))
+    leaves = [x.requires_grad_() for x in shards]
+    for deterministic in (False, True):
+        first = None
+        for _ in range(5):
+            o, lse = distributed_attention(
+                *leaves, layout=layout, transport=transport, causal=True, deterministic=deterministic
+            )
+            found = (o.detach(), lse, *torch.autograd.grad(o, leaves, do))
+            first = first or found
+            for i, (x, before) in enumerate(zip(found, first, strict=True)):
+                assert torch.equal(x, before) or (i == 2 and not deterministic), (deterministic, i)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_same_bits_every_time(ranks: int):
+    run_ranks(_same_bits, ranks)
+
+
+def _llama(device: str, dtype: torch.dtype):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 768, "num_hidden_layers": 2,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}  # fmt: skip
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**sizes, attn_implementation="sdpa")).to(device, dtype)
+
+
+def _model_in_shards(rank: int, ranks: int, group: int) -> None:
+    """Parameters in shards over all ranks (FSDP2), each sequence in shards over `group` of them."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    from gpu_accel.ring_attention import choose_transport, context_parallel
+
+    device, length = f"cuda:{rank}", 1000
+    mesh = init_device_mesh("cuda", (ranks // group, group), mesh_dim_names=("data", "sequence"))
+    make = torch.Generator().manual_seed(1)
+    batch = torch.randint(1, 512, (ranks // group, length), generator=make).to(device)
+
+    def alone(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        model = _llama(device, dtype)
+        loss = model(batch, labels=batch, use_cache=False).loss
+        loss.backward()
+        return loss.detach(), torch.cat([p.grad.double().flatten() for p in model.parameters()])
+
+    exact, ruler = alone(torch.float32), alone(torch.bfloat16)
+    model = _llama(device, torch.bfloat16)
+    everyone = init_device_mesh("cuda", (ranks,))
+    for part in (*model.model.layers, model):
+        fully_shard(part, mesh=everyone, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+    transport = choose_transport(mesh["sequence"].get_group())
+    assert transport.name == "symmetric" and transport.size == group
+    layout, mine = make_layout("zigzag", seqlen=length, ranks=group), batch[rank // group][None]
+    for _ in range(2):
+        model.zero_grad()
+        with context_parallel(model, layout=layout, transport=transport, gradients="mean") as cp:
+            loss = cp.loss(model(**cp.inputs(mine), use_cache=False).logits, mine)
+            loss.backward()
+        total = loss.detach().clone()
+        torch.distributed.all_reduce(total)
+        # gradients="mean" makes a rank's loss `group` times its part; over `ranks` of them that is the mean
+        assert abs(total / ranks - exact[0]) <= 2 * abs(ruler[0] - exact[0]) + 1e-3 * exact[0]
+        found = torch.cat([p.grad.full_tensor().double().flatten() for p in model.parameters()])
+        assert relative_error(found, exact[1]) <= 2 * relative_error(ruler[1], exact[1])
+
+
+@pytest.mark.parametrize(("ranks", "group"), [(2, 2), (4, 4), (4, 2)], ids=lambda x: str(x))
+def test_a_model_in_shards_with_its_sequence_in_shards(ranks: int, group: int):
+    pytest.importorskip("transformers")
+    run_ranks(_model_in_shards, ranks, group)

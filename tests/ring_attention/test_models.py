@@ -74,29 +74,30 @@ def test_two_ranks_equal_one(kind: str, layout: str, schedule: str, tmp_path: Pa
 
 
 def with_fsdp(rank: int) -> tuple[float, dict]:
-    """Parameters in shards over the same ranks, gradients averaged by FSDP2."""
+    """Parameters in shards over all ranks, gradients averaged by FSDP2; each of two sequences in shards over two."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     from gpu_accel.ring_attention.models import context_parallel
 
-    one, transport = model(), TorchTransport(timeout=30)
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
+    one, transport = model(), TorchTransport(mesh["sequence"].get_group(), timeout=30)
     for part in (*one.model.layers, one):
-        fully_shard(part, mesh=mesh)
-    cut = make_layout("zigzag", seqlen=SEQLEN, ranks=2)
+        fully_shard(part, mesh=init_device_mesh("cpu", (4,)))
+    cut, mine = make_layout("zigzag", seqlen=SEQLEN, ranks=2), tokens()[rank // 2][None]
     with context_parallel(one, layout=cut, transport=transport, gradients="mean") as cp:
-        loss = cp.loss(one(**cp.inputs(tokens()), use_cache=False).logits, tokens())
+        loss = cp.loss(one(**cp.inputs(mine), use_cache=False).logits, mine)
         loss.backward()
     torch.distributed.all_reduce(total := loss.detach())
-    return float(total) / 2, {n: p.grad.full_tensor().numpy() for n, p in one.named_parameters()}
+    return float(total) / 4, {n: p.grad.full_tensor().numpy() for n, p in one.named_parameters()}
 
 
 def test_fsdp_averages_what_the_loss_is_scaled_for(tmp_path: Path):
+    """Megatron-LM #673 and #906, DeepSpeed #5248: gradients must not grow with the ranks that share a sequence."""
     import torch.distributed.fsdp  # noqa: F401  before processes are forked that would each do it
 
     _, loss, grads = alone("llama")
-    for total, gradients in results(run_ranks(with_fsdp, 2, tmp_path)):
+    for total, gradients in results(run_ranks(with_fsdp, 4, tmp_path)):
         assert total == pytest.approx(loss, rel=1e-6)
         for name, grad in grads.items():
             assert torch.allclose(torch.from_numpy(gradients[name]), grad, atol=1e-6), name

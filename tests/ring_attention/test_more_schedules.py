@@ -1,4 +1,4 @@
-"""Mesh, double ring, helpers and tree decoding: exact where they run, refused with a reason where they do not."""
+"""Mesh, concentric and double rings, helpers, tree decoding: exact where they run, refused with a reason elsewhere."""
 
 from __future__ import annotations
 
@@ -23,6 +23,11 @@ RUNS = [
     ("mesh", "documents", 6, {}),
     ("mesh", "striped", 6, {"mesh": (3, 2)}),
     ("mesh", "contiguous", 3, {"mesh": (3, 1)}),
+    ("concentric", "zigzag", 4, {}),
+    ("concentric", "documents", 6, {"mesh": (2, 3)}),
+    ("concentric", "striped", 6, {"mesh": (3, 2)}),
+    ("concentric", "contiguous", 3, {"mesh": (3, 1)}),
+    ("concentric", "contiguous", 8, {"mesh": (2, 4)}),
     ("double_ring", "contiguous", 6, {}),
     ("double_ring", "striped", 8, {}),
     ("double_ring", "documents", 6, {"inner": 2}),

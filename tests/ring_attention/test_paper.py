@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from gpu_accel.errors import HardwareError, InvalidInputError
+from gpu_accel.ring_attention.plan import Setup, _counted
 from gpu_accel.workbench import runner
 from gpu_accel.workbench.claims import UNSUPPORTED, judge_all
 from gpu_accel.workbench.experiment import Settings
+from gpu_accel.workbench.records import read_records
 from gpu_accel.workbench.registry import paper
 
 RING = paper("ring")
@@ -51,9 +53,14 @@ def test_the_model_is_near_every_reading(reading):
 
 def test_every_reading_is_a_case_of_its_own():
     cases = predict.list_cases(CPU)
-    published = [case for case in cases if case["dataset"] != "records"]
+    published = [case for case in cases if case["dataset"] not in ("records", "plots")]
     assert [predict._reading(case) for case in published] == list(predict.READINGS)
-    assert len(cases) == len(predict.READINGS) + len(predict.recorded())
+    assert len(cases) == len(predict.READINGS) + len(predict.plotted()) + len(predict.recorded())
+
+
+def test_the_planner_forecasts_what_none_of_its_constants_was_chosen_by():
+    found = predict.plotted()
+    assert len(found) == 17 and max(abs(p.predicted_ms[0] / p.measured_ms - 1) for p in found) < 0.18
 
 
 def test_the_planner_is_near_every_time_on_record():
@@ -207,3 +214,20 @@ def test_more_processes_than_gpus_is_an_error():
     assert torchrun._without_nproc(["run", "--nproc", "4", "x", "--nproc=2", "--seed", "4"]) == [
         "run", "x", "--seed", "4",
     ]  # fmt: skip
+
+
+def test_memory_is_that_of_the_records():
+    kind = ("memory", "peak_bytes", "measured")
+    records = [r for r in read_records(predict._RESULTS) if (r.experiment, r.metric, r.kind) == kind]
+    found = 0
+    for r in records:
+        c = r.case
+        setup = Setup(
+            seq=c["seqlen"], heads=c["heads"], kv_heads=c["heads_kv"], gpus=c["gpus"], backward=c["pass"] == "both",
+            link="nvlink",
+        )  # fmt: skip
+        if (counted := _counted(r.impl, setup)) is not None:
+            assert counted == pytest.approx(r.median, rel=0.02), (r.impl, c)
+            found += 1
+    assert found >= 10
+

@@ -34,6 +34,7 @@ def small(**changes) -> Setup:
         ("ulysses", {"gpus": 2}),
         ("usp", {}),
         ("mesh", {"heads": 2, "gpus": 16}),
+        ("concentric", {"heads": 2, "gpus": 16}),
         ("double_ring", {"gpus": 8, "gpus_per_node": 4}),
     ],
     ids=lambda x: "-".join(f"{k}{v}" for k, v in x.items()) if isinstance(x, dict) else x,
@@ -192,7 +193,10 @@ def test_the_longest_sequence_fits_and_the_next_does_not(schedule: str):
             _memory(schedule, small(seq=s, gpus=n, **{**question, "head_dim": 128})) for s in (tokens, tokens + 1024)
         ]
         assert need[0] <= 80e9 < need[1]
-    assert found[1] == pytest.approx(2 * found[0], rel=0.01) and found[2] == pytest.approx(4 * found[0], rel=0.01)
+    if schedule == "ulysses":
+        assert found[1] == pytest.approx(2 * found[0], rel=0.01) and found[2] == pytest.approx(4 * found[0], rel=0.01)
+    else:  # one GPU has no buffers for what travels, and of two only one block of keys is under way
+        assert 1.5 < found[1] / found[0] < 1.9 < found[2] / found[1] < 2
 
 
 def test_questions_about_the_longest_that_make_no_sense():

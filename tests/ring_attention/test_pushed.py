@@ -8,7 +8,7 @@ import torch
 from gpu_accel.flash_attention3.reference import attention_truth, attention_truth_backward
 from gpu_accel.ring_attention import make_layout
 from gpu_accel.ring_attention.attention import make_call
-from gpu_accel.ring_attention.schedules import kv_ring
+from gpu_accel.ring_attention.schedules import schedule
 from gpu_accel.ring_attention.simulate import simulate
 from gpu_accel.ring_attention.transport import LocalTransport, Pending
 from gpu_accel.testing import relative_error
@@ -60,7 +60,7 @@ def inputs(length: int) -> list[torch.Tensor]:
     return [torch.randn(2, length, h, 8, generator=source, dtype=torch.float64) for h in HEADS]
 
 
-def run(ranks: int, length: int, layout: str, way: str, options: dict):
+def run(ranks: int, length: int, layout: str, way: str, options: dict, name: str = "kv_ring"):
     """Both passes on every rank, twice, so that buffers are used again."""
     cut = make_layout(layout, seqlen=length, ranks=ranks)
     whole = inputs(length)
@@ -72,9 +72,9 @@ def run(ranks: int, length: int, layout: str, way: str, options: dict):
             k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
         for _ in range(2):
             call = make_call(q, k, v, cut, **options)
-            transport.agree(call.statement("kv_ring", q, k, v))
-            o, lse = kv_ring.forward(q, k, v, call, transport)
-            grads = kv_ring.backward(do, q, k, v, o, lse, call, transport)
+            transport.agree(call.statement(name, q, k, v))
+            o, lse = schedule(name).forward(q, k, v, call, transport)
+            grads = schedule(name).backward(do, q, k, v, o, lse, call, transport)
         return o, *grads
 
     return cut, simulate(rank, ranks)
@@ -85,6 +85,16 @@ def run(ranks: int, length: int, layout: str, way: str, options: dict):
 @pytest.mark.parametrize(("ranks", "layout"), [(2, "zigzag"), (5, "zigzag"), (3, "striped")])
 def test_blocks_from_their_owners_give_what_one_device_gives(ranks: int, layout: str, options: dict, way: str):
     cut, found = run(ranks, 37, layout, way, options)
+    q, k, v, do = inputs(37)
+    exact = (attention_truth(q, k, v, **options)[0], *attention_truth_backward(do, q, k, v, **options))
+    for i, truth in enumerate(exact):
+        assert relative_error(cut.unshard([tensors[i] for tensors in found]), truth) < 1e-12
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"causal": True, "window_size": (9, 0)}], ids=str)
+def test_rings_side_by_side(options: dict):
+    """Each with queries of a team; under a window one of them could stop earlier than the others do."""
+    cut, found = run(6, 37, "contiguous", "pushed", {**options, "mesh": (2, 3)}, "concentric")
     q, k, v, do = inputs(37)
     exact = (attention_truth(q, k, v, **options)[0], *attention_truth_backward(do, q, k, v, **options))
     for i, truth in enumerate(exact):

@@ -9,6 +9,9 @@ from gpu_accel.errors import InvalidInputError
 from gpu_accel.flash_attention3.reference import attention_truth, attention_truth_backward
 from gpu_accel.ring_attention import make_layout
 from gpu_accel.ring_attention.replay import Replay, replay_rank
+from gpu_accel.ring_attention.schedules.kv_ring import ring_of
+from gpu_accel.ring_attention.step import Partial
+from gpu_accel.ring_attention.transport import LocalTransport, World
 from gpu_accel.testing import relative_error
 
 
@@ -32,6 +35,17 @@ def test_with_the_keys_of_all_ranks_it_is_the_ring(layout: str, options: dict):
     for _ in range(2):  # buffers are used again
         grads = [replays[r].backward(cut.shard(do, r), *found[r]) for r in range(ranks)]
         assert relative_error(cut.unshard(grads), dq) < 1e-12
+
+
+def test_without_merges_it_is_the_same_pieces():
+    cut = make_layout("zigzag", seqlen=40, ranks=4)
+    q, k, v = (torch.randn(1, 10, 2, 8, dtype=torch.float64) for _ in range(3))
+    replay = Replay(q, k, v, layout=cut, rank=2, causal=True)
+    steps = [ring_of(replay.call, LocalTransport(World(4), 2)).pieces(0, -step, replay.call.mask) for step in range(4)]
+    found, total = replay.kernels(), Partial.empty(q, 8)
+    for piece, (o, lse) in zip([piece for step in steps for piece in step], found, strict=True):
+        total.add(o, lse, slice(piece.q0, piece.q0 + piece.sq))
+    assert torch.equal(total.o, replay.forward()[0])
 
 
 def test_hundreds_of_ranks_need_no_keys_but_their_own():

@@ -15,6 +15,7 @@ lse (batch, heads, local_length) float32. Padding rows come out as 0 (o, gradien
     usp            heads in groups, then K, V  the two above with u and N/u
     double_ring    K, V in two nested rings    as kv_ring, the slow link once in w steps
     mesh           Q in columns, K, V in rows  h c (a-1) + 2 hkv c (b-1) + partial results
+    concentric     as mesh, K, V in rings      the same, the keys hidden
     helper         K, V, and Q to idle ranks   causal contiguous only
     tree           O and lse                   decoding: a few queries that all ranks hold
 """
@@ -26,7 +27,7 @@ from types import ModuleType
 
 from gpu_accel.errors import InvalidInputError
 
-SCHEDULES = ("kv_ring", "q_ring", "allgather", "ulysses", "usp", "double_ring", "mesh", "helper", "tree")
+SCHEDULES = ("kv_ring", "q_ring", "allgather", "ulysses", "usp", "double_ring", "mesh", "concentric", "helper", "tree")
 
 
 def schedule(name: str) -> ModuleType:

@@ -1,4 +1,4 @@
-"""Two nested rings (LoongTrain, arXiv 2406.18485; concentric rings of WallFacer, arXiv 2407.00611, are a relative).
+"""Two nested rings (LoongTrain, arXiv 2406.18485). Concentric rings are another thing: concentric.py.
 
 Ranks are in groups of `inner` neighbours, such as the GPUs of one machine. Keys and values go once round the group,
 then one step on to the next group, and so on: of N - 1 hops only N / inner - 1 cross between groups, and each of

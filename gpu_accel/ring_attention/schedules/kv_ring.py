@@ -16,11 +16,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gpu_accel.ring_attention import hopper_merge, lanes
 from gpu_accel.ring_attention.call import Call
+from gpu_accel.ring_attention.masks import Piece
 from gpu_accel.ring_attention.schedules import ring_backward
 from gpu_accel.ring_attention.schedules.blocks import Blocks
 from gpu_accel.ring_attention.schedules.ring import Message, Ring
-from gpu_accel.ring_attention.step import Running, add_gradients, delta_of, partial_dtype
+from gpu_accel.ring_attention.step import Running, add_gradients, delta_of, kernel_of, partial_dtype
 from gpu_accel.ring_attention.transport import Transport
 
 
@@ -47,7 +49,10 @@ def backward(
 def forward_on(ring: Ring, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """The forward on any ring: q, k, v are this place's block. Returns o of the dtype of q, and lse."""
     hops = ring.hops(call.mask)
-    running = Running(q, v.shape[-1], [ring.pieces(0, -step, call.mask) for step in range(hops + 1)], call)
+    steps = [ring.pieces(0, -step, call.mask) for step in range(hops + 1)]
+    if hops and ring.transport.pushes and call.overlap and lanes.useful(q, k) and _in_lanes(q, k, v, call):
+        return _forward_in_lanes(ring, q, k, v, call, steps)
+    running = Running(q, v.shape[-1], steps, call)
     blocks = Blocks(ring, (k, v), hops, call)
     for step in range(hops + 1):
         keys, values = blocks.get(step)
@@ -55,6 +60,38 @@ def forward_on(ring: Ring, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple
         running.attend(step, keys, values)
     blocks.close()
     return running.finish()
+
+
+def _in_lanes(q: Tensor, k: Tensor, v: Tensor, call: Call) -> bool:
+    """Whether all steps are of the kernel that draws tiles from a queue."""
+    problem, name = kernel_of(call, q, k, v, "forward")
+    return name == "hopper" and hopper_merge.refuse(problem) is None
+
+
+def _forward_in_lanes(
+    ring: Ring, q: Tensor, k: Tensor, v: Tensor, call: Call, steps: list[tuple[Piece, ...]]
+) -> tuple[Tensor, Tensor]:
+    """The same with each half of the heads on a stream of its own."""
+    o = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
+    found = [
+        Running(queries, v.shape[-1], steps, call, result)
+        for queries, result in zip(lanes.halves(q), lanes.halves(o), strict=True)
+    ]
+    blocks = Blocks(ring, (k, v), len(steps) - 1, call)
+    both = lanes.Lanes(q.device)
+    for step in range(len(steps)):
+        keys, values = blocks.get(step)
+        with both.both():  # the block of two steps before may be overwritten when both have read it
+            blocks.fetch(step + 1)
+        both.follow()
+        parts = zip(both, found, lanes.halves(keys), lanes.halves(values), strict=True)
+        for stream, running, k_half, v_half in parts:
+            with torch.cuda.stream(stream):
+                running.attend(step, k_half, v_half)
+    both.join()
+    blocks.close()
+    lse = torch.cat([running.finish()[1] for running in found], 1)
+    return o, lse
 
 
 def backward_on(

@@ -30,8 +30,8 @@ def refuse(call: Call, q: Tensor, k: Tensor, v: Tensor) -> str | None:
     return None
 
 
-class _Tile:
-    """What this rank works on."""
+class Tile:
+    """What this rank works on: the queries of its column, the keys of its row."""
 
     def __init__(self, call: Call, transport: Transport, heads: int, heads_kv: int) -> None:
         a, b = call.mesh or default_mesh(call.ranks, heads, heads_kv)
@@ -40,12 +40,13 @@ class _Tile:
         self.column = tuple(i * b + y for i in range(a))
         self.row = tuple(x * b + j for j in range(b))
 
-    def _runs(self, ranks: tuple[int, ...]) -> tuple[Run, ...]:
+    def runs(self, ranks: tuple[int, ...]) -> tuple[Run, ...]:
+        """Of the shards of these ranks, one behind the other."""
         length = self.call.layout.local_length
         return tuple(run.moved(i * length) for i, r in enumerate(ranks) for run in self.call.layout.runs(r))
 
     def pieces(self) -> tuple[Piece, ...]:
-        return pieces(self._runs(self.column), self._runs(self.row), self.call.mask)
+        return pieces(self.runs(self.column), self.runs(self.row), self.call.mask)
 
     def gather(self, tensors: tuple[Tensor, ...], ranks: tuple[int, ...], wire: torch.dtype | None = None):
         """Shards (batch, rows, ...) of the ranks, one behind the other along the rows."""
@@ -64,34 +65,46 @@ class _Tile:
             packed.pack([x[i] for x in parts], outgoing[i])
         return packed, self.transport.all_to_all(outgoing, ranks).wait()
 
+    def results(self, partial: Partial, q: Tensor) -> tuple[Tensor, Tensor]:
+        """(o, lse) of this rank's queries from what the ranks of its column have found, merged in rank order."""
+        packed, arrived = self.scatter((partial.o, partial.lse.transpose(1, 2)), self.column)
+        total = Partial.empty(q, partial.o.shape[-1])
+        for part in arrived:
+            o, lse = packed.unpack(part)
+            total.add(o, lse.transpose(1, 2))
+        return total.o.to(q.dtype), total.lse
+
+    def gradients(self, do: Tensor, q: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, do, lse and delta of the column."""
+        queries, gradients = self.gather((q, do), self.column)
+        stats = (lse.transpose(1, 2), delta_of(do, o).transpose(1, 2))
+        lses, deltas = (x.transpose(1, 2) for x in self.gather(stats, self.column))
+        return queries, gradients, lses, deltas
+
+    def sum_over(self, tensors: tuple[Tensor, ...], ranks: tuple[int, ...]) -> list[Tensor]:
+        """This rank's rows of float32 gradients of all these ranks' rows, added up in rank order."""
+        packed, arrived = self.scatter(tensors, ranks)
+        return packed.unpack(add_in_order(arrived))
+
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, transport: Transport) -> tuple[Tensor, Tensor]:
-    tile = _Tile(call, transport, q.shape[2], k.shape[2])
+    tile = Tile(call, transport, q.shape[2], k.shape[2])
     (queries,) = tile.gather((q,), tile.column)
     keys, values = tile.gather((k, v), tile.row, call.wire)
     partial = Partial.empty(queries, v.shape[-1])
     attend(partial, queries, keys, values, tile.pieces(), call)
-    packed, arrived = tile.scatter((partial.o, partial.lse.transpose(1, 2)), tile.column)
-    total = Partial.empty(q, v.shape[-1])
-    for part in arrived:
-        o, lse = packed.unpack(part)
-        total.add(o, lse.transpose(1, 2))
-    return total.o.to(q.dtype), total.lse
+    return tile.results(partial, q)
 
 
 def backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, call: Call, transport: Transport
 ) -> tuple[Tensor, Tensor, Tensor]:
-    tile = _Tile(call, transport, q.shape[2], k.shape[2])
-    queries, gradients = tile.gather((q, do), tile.column)
-    stats = (lse.transpose(1, 2), delta_of(do, o).transpose(1, 2))
-    lses, deltas = (x.transpose(1, 2) for x in tile.gather(stats, tile.column))
+    tile = Tile(call, transport, q.shape[2], k.shape[2])
+    queries, gradients, lses, deltas = tile.gradients(do, q, o, lse)
     keys, values = tile.gather((k, v), tile.row, call.wire)
     dtype = partial_dtype(q)
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (queries, keys, values))
     add_gradients((dq, dk, dv), gradients, queries, keys, values, lses, deltas, tile.pieces(), call)
-    packed, arrived = tile.scatter((dq,), tile.column)
-    (dq,) = packed.unpack(add_in_order(arrived))
-    packed, arrived = tile.scatter((dk, dv), tile.row)
-    dk, dv = packed.unpack(add_in_order(arrived))
+    (dq,) = tile.sum_over((dq,), tile.column)
+    dk, dv = tile.sum_over((dk, dv), tile.row)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)

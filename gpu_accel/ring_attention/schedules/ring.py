@@ -23,6 +23,8 @@ class Ring:
     members: tuple[int, ...]
     blocks: tuple[tuple[Run, ...], ...]
     me: int  # place on the ring
+    queries: tuple[tuple[Run, ...], ...] = ()  # at each place; empty: those of its block
+    rings: tuple[Ring, ...] = ()  # all rings that go round at once, this one among them; empty: it is the only one
 
     @property
     def size(self) -> int:
@@ -35,18 +37,22 @@ class Ring:
     def pieces(self, query_steps: int, key_steps: int, mask: Mask) -> tuple[Piece, ...]:
         """What the queries of one place see of the keys of another; places relative to this one."""
         queries, keys = ((self.me + steps) % self.size for steps in (query_steps, key_steps))
-        return pieces(self.blocks[queries], self.blocks[keys], mask)
+        return pieces((self.queries or self.blocks)[queries], self.blocks[keys], mask)
+
+    def pairs(self) -> list[tuple[tuple[tuple[Run, ...], ...], tuple[tuple[Run, ...], ...]]]:
+        """Queries and keys of every place, of each of the rings: what all ranks decide alike by."""
+        return [(one.queries or one.blocks, one.blocks) for one in self.rings or (self,)]
 
     def hops(self, mask: Mask, *, keys_travel: bool = True) -> int:
         """How far the travelling block must go until nobody has work for it: N - 1, fewer under a narrow window."""
-        return _hops(self.blocks, mask, -1 if keys_travel else 1)
+        return max(_hops(*pair, mask, -1 if keys_travel else 1) for pair in self.pairs())
 
 
 @functools.lru_cache(256)
-def _hops(blocks: tuple[tuple[Run, ...], ...], mask: Mask, way: int) -> int:
-    n = len(blocks)
+def _hops(queries: tuple[tuple[Run, ...], ...], keys: tuple[tuple[Run, ...], ...], mask: Mask, way: int) -> int:
+    n = len(keys)
     for distance in range(n - 1, 0, -1):
-        if any(pieces(blocks[p], blocks[(p + way * distance) % n], mask) for p in range(n)):
+        if any(pieces(queries[p], keys[(p + way * distance) % n], mask) for p in range(n)):
             return distance
     return 0
 

@@ -14,12 +14,13 @@ Most of the own block is left for the end, where the last sum is still on its wa
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from gpu_accel.ring_attention import hopper_backward
+from gpu_accel.ring_attention import hopper_backward, lanes
 from gpu_accel.ring_attention.call import Call
 from gpu_accel.ring_attention.masks import Mask, Piece
 from gpu_accel.ring_attention.schedules.blocks import Blocks
@@ -35,14 +36,17 @@ def refuse(ring: Ring, q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | Non
         return "only the Hopper kernels add to what has arrived"
     if call.deterministic and call.mask.left >= 0:
         return "taking turns to add to dq is written for masks without a left bound"
-    return hopper_backward.refuse(problem) or _misplaced(ring.blocks, call.mask, q.shape[1], q.shape[-1])
+    why = hopper_backward.refuse(problem)
+    for queries, keys in ring.pairs():
+        why = why or _misplaced(queries, keys, call.mask, q.shape[1], q.shape[-1])
+    return why
 
 
 @functools.lru_cache(256)
-def _misplaced(blocks: tuple, mask: Mask, rows: int, head_dim: int) -> str | None:
+def _misplaced(queries: tuple, keys: tuple, mask: Mask, rows: int, head_dim: int) -> str | None:
     from gpu_accel.ring_attention.masks import pieces
 
-    found = [piece for mine in blocks for theirs in blocks for piece in pieces(mine, theirs, mask)]
+    found = [piece for mine in queries for theirs in keys for piece in pieces(mine, theirs, mask)]
     return hopper_backward.misplaced(found, rows, head_dim)
 
 
@@ -101,15 +105,30 @@ def backward_on(
         do, q, lse, delta, softmax_scale=call.softmax_scale, softcap=call.softcap, deterministic=call.deterministic
     )
     first, last = halves(ring.pieces(0, 0, call.mask), 128 if hops else 0)
+    in_lanes = hops and transport.pushes and call.overlap and len(q) == 1 and not call.deterministic
+    both = lanes.Lanes(q.device) if in_lanes and lanes.useful(q, k) else None
+
+    def add(found: tuple[Piece, ...], keys: Tensor, values: Tensor, into: Tensor) -> None:
+        if both is None:
+            for piece in found:
+                work.add(piece, keys, values, into)
+            return
+        both.follow()
+        for half, stream in enumerate(both):
+            with torch.cuda.stream(stream):
+                for piece in found:
+                    work.add(piece, keys, values, into, half)
+
+    after_both = nullcontext if both is None else both.both
     on_the_way: dict[int, tuple[Pending, Tensor]] = {}
     for step in range(hops + 1):
         keys, values = blocks.get(step)
-        blocks.fetch(step + 1)
+        with after_both():
+            blocks.fetch(step + 1)
         buffer = sums[step % 3]
         if step in on_the_way:
             on_the_way.pop(step)[0].wait()
-        for piece in first if step == 0 else ring.pieces(0, -step, call.mask):
-            work.add(piece, keys, values, buffer)
+        add(first if step == 0 else ring.pieces(0, -step, call.mask), keys, values, buffer)
         if step + 2 <= hops:
             ahead, target = 2, step + 2
         elif step > 0:
@@ -119,15 +138,17 @@ def backward_on(
         for pending, _ in on_the_way.values():
             pending.wait()  # one step old; the buffer that it was sent from is the next to receive
         into = sums[2 if hops == 1 else (step + 2) % 3]
-        pending = transport.exchange(buffer, into, to=ring.rank(ahead), source=ring.rank(-ahead))
+        with after_both():
+            pending = transport.exchange(buffer, into, to=ring.rank(ahead), source=ring.rank(-ahead))
         on_the_way[target] = (call.start(pending), into)
     blocks.close()
     home = sums[0]
     if hops > 1:
         pending, home = on_the_way.pop(hops + 1)
         pending.wait()
-    for piece in last:
-        work.add(piece, k, v, home)
+    add(last, k, v, home)
+    if both is not None:
+        both.join()
     other = None
     if hops:
         pending, other = on_the_way.pop(hops + 2)

@@ -1,0 +1,68 @@
+"""Two lanes: the halves of the heads on two streams, so that the last tiles of one kernel run beside the next one's.
+
+A step of a ring is one kernel of equal tiles, and their number is seldom a multiple of that of the multiprocessors: of
+2048 tiles on 132 the last 68 leave half of them idle for a sixteenth of the time, in every step. Heads have nothing to
+do with one another, so each half goes through its steps by itself. Programs of one lane that find no tile left make
+room for those of the other:
+
+    lane 0   step 0 |      step 1 |      step 2 |          for that tiles have to be drawn from a queue: a program that
+    lane 1     step 0    |   step 1     |   step 2         starts late must do less
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+WANTED = False  # not timed yet
+_TILE = 128  # rows of a tile, of queries or of keys
+
+
+def useful(q: Tensor, k: Tensor) -> bool:
+    """Whether there are two halves, and in each more tiles than a GPU has multiprocessors."""
+    if not WANTED or not q.is_cuda or k.shape[2] % 2:
+        return False
+    tiles = q.shape[0] * q.shape[2] // 2 * (min(q.shape[1], k.shape[1]) // _TILE)
+    return tiles >= torch.cuda.get_device_properties(q.device).multi_processor_count
+
+
+def halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Of (batch, rows, heads, dim), by heads: views."""
+    first, second = x.chunk(2, 2)
+    return first, second
+
+
+@functools.cache
+def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+
+class Lanes:
+    """The current stream and another beside it, from now to `join`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.main = torch.cuda.current_stream(device)
+        self.side, self._both = _streams(device)
+
+    def follow(self) -> None:
+        """The other lane sees what the first has waited for, and what was written before this step's kernel."""
+        self.side.wait_stream(self.main)
+
+    def __iter__(self) -> Iterator[torch.cuda.Stream]:
+        return iter((self.main, self.side))
+
+    @contextmanager
+    def both(self) -> Iterator[None]:
+        """On a stream that waits for what has been issued on either: neither waits for the other."""
+        self._both.wait_stream(self.main)
+        self._both.wait_stream(self.side)
+        with torch.cuda.stream(self._both):
+            yield
+
+    def join(self) -> None:
+        self.main.wait_stream(self.side)
+        self.main.wait_stream(self._both)
