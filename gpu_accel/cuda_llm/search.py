@@ -277,7 +277,7 @@ def screened(measured: Measured, whole: Judgement | None) -> Judgement:
     """The verdict of timed launches and, where there was one, of the whole check."""
     if not measured.judgement.ok:
         return measured.judgement
-    passed = (f"outputs of {measured.compared} timed launches", "roofline floor")
+    passed = (f"outputs of {measured.compared} timed launches", *measured.judgement.verified_by)
     return replace(whole or measured.judgement, verified_by=(*(whole.verified_by if whole else ()), *passed))
 
 
@@ -359,7 +359,7 @@ def search(
         final = pool.submit(
             functools.partial(
                 _measured, candidate=best.candidate, task=task, gpu=target, peers=tuple(peers), keep=4, lock=pool.lock,
-                seconds=final_seconds, warm=True,
+                seconds=final_seconds, warm=True, again=True,
             ),
             urgent=True,
         ).result()  # fmt: skip
