@@ -68,6 +68,7 @@ class RunResult:
     interrupted: bool = False
     output: Path | None = None
     resume_refused: str = ""  # why earlier results, though given, were not looked at
+    unwritten: str = ""  # why the last records are not in the output: of a full disk, say
 
     @property
     def status(self) -> str:
@@ -142,6 +143,7 @@ class _Runner:
     tell: Listener
     # Records of the current case that are made again only to be compared with, by implementation.
     _repeated: dict[str, list[Record]] = field(default_factory=dict)
+    _pending: list[Record] = field(default_factory=list)  # not in the output yet
 
     def go(self, items: list[Item], earlier: list[Record]) -> None:
         names = tuple(dict.fromkeys(item.experiment.name for item in items))
@@ -164,14 +166,25 @@ class _Runner:
             if item.workload is None:
                 self._skip(item, "*", item.refused)
             records = self._case(item) if item.workload is not None and item.selected else []
-            if records and self.result.output is not None:
-                append_records(self.result.output, records)
+            self._pending += records
+            self.write()
             self.result.records += records
             ran = item.workload is not None and not all(one.unavailable for one in item.workload.implementations)
             item.workload = None  # its closures may hold tensors
             if ran:  # to collect garbage takes longer than to skip a case
                 self.host.release()
             self.tell(events.CaseFinished(**item.where, index=index, total=len(items), records=tuple(records)))
+
+    def write(self) -> None:
+        """Append what is not in the output yet. A disk that is full ends no run: what it found is still reported."""
+        if not self._pending or self.result.output is None:
+            return
+        try:
+            append_records(self.result.output, self._pending)
+        except OSError as error:
+            self.result.unwritten = error.strerror or str(error)
+        else:
+            self._pending, self.result.unwritten = [], ""
 
     # -- resuming
 

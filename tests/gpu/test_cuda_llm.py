@@ -7,7 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from gpu_accel.cuda_llm import TASKS, Judgement, Pool, Sandbox, Verdict, check, optimize_kernel, sanitizer
+from gpu_accel.cuda_llm import (
+    TASKS,
+    Judgement,
+    Pool,
+    Sandbox,
+    Verdict,
+    check,
+    landlock,
+    optimize_kernel,
+    sanitizer,
+    worker,
+)
 from gpu_accel.cuda_llm.candidate import Candidate
 from gpu_accel.cuda_llm.fixtures import FIXTURES
 from gpu_accel.cuda_llm.measure import measure
@@ -64,6 +75,13 @@ def test_hacks_are_rejected_by_name_and_twins_accepted(fixture, gpu_sandbox: San
     assert (judged.verdict, judged.kind) == fixture.expected(gpu=True), judged
     twin = check(fixture.twin, fixture.task, sandbox=gpu_sandbox)
     assert twin.verdict is fixture.expected_twin(gpu=True), twin
+
+
+def test_walls_beside_cuda_are_those_that_are_switched_on(gpu_sandbox: Sandbox) -> None:
+    """CUDA starts behind them, or the level would say that they were left out."""
+    files, calls = gpu_sandbox.level["files"], gpu_sandbox.level["calls"]
+    assert ("folder alone" in files) == (worker.LANDLOCK_ON_GPU and landlock.abi() > 0), files
+    assert ("(seccomp)" in calls) == worker.SECCOMP_ON_GPU, calls
 
 
 def test_a_foreign_address_ends_one_process_only(gpu_sandbox: Sandbox) -> None:
