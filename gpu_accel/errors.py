@@ -34,7 +34,7 @@ def shown(value: object, most: int = 80) -> str:
     """
     try:
         text = repr(value)
-    except (ValueError, RecursionError):
+    except Exception:  # of whatever the object's own code raises
         if isinstance(value, int):
             return f"{'-' if value < 0 else ''}2**{value.bit_length() - 1} or beyond"
         return f"a {type(value).__name__} that cannot be printed"

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gpu_accel.errors import GpuAccelError, HardwareError, IncorrectResultError, UnsupportedError
+from gpu_accel.errors import GpuAccelError, HardwareError, IncorrectResultError, UnsupportedError, shown
 from gpu_accel.workbench import events, statistics, timing
 from gpu_accel.workbench.events import Event, Listener
 from gpu_accel.workbench.experiment import Case, Check, Implementation, Sampled, Settings, Timed, Workload
@@ -519,10 +519,10 @@ def _validated_values(found: object) -> dict[str, Sampled]:
             values[metric] = dataclasses.replace(one, samples=tuple(map(float, one.samples)))
             continue
         if not isinstance(metric, str) or not isinstance(one, tuple | list) or len(one) != 2:
-            raise TypeError(f"values must map a metric to (value, unit), not {metric!r:.60} to {one!r:.60}")
+            raise TypeError(f"values must map a metric to (value, unit), not {shown(metric, 60)} to {shown(one, 60)}")
         value, unit = one
         if isinstance(value, bool | str | bytes) or not isinstance(unit, str):
-            raise TypeError(f"the value of {metric} is {value!r:.60} in {unit!r:.60}, not a number and a unit")
+            raise TypeError(f"{metric} is {shown(value, 60)} in {shown(unit, 60)}, not a number and a unit")
         values[metric] = Sampled(samples=(float(value),), unit=unit)
     return values
 
