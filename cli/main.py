@@ -4,13 +4,15 @@
     1  a regression, or a claim that failed      5    nothing ran, or nothing fits
        (only where a gate was asked for)         130  interrupted; finished rows are kept
     2  usage                                     141  the reader of a pipe has left
-    3  a result of ours was incorrect            70   an error nobody foresaw, of ours or of a paper's code
+    3  a result of ours was incorrect            70   an error nobody foresaw, of ours or of a paper's code, or a
+                                                      disk that is full
 
 Nothing here imports torch. Commands import what they need when they run.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -33,6 +35,10 @@ EXIT_OF_ERROR = (
     (UnsupportedError, codes.UNSUPPORTED),
     (HardwareError, codes.UNSUPPORTED),
 )
+
+
+# Of disks that are full, over their quota, read-only or broken, and of files that are too large for them.
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
 
 
 def exit_code(error: GpuAccelError) -> int:
@@ -102,6 +108,10 @@ class Commands(TyperGroup):
             raise typer.Exit(codes.INTERRUPTED) from None
         except BrokenPipeError:
             raise
+        except OSError as error:
+            if error.errno not in UNWRITABLE:
+                raise typer.Exit(self.unforeseen(error)) from error
+            raise typer.Exit(self.unwritable(error)) from error
         except (Exception, SystemExit) as error:  # SystemExit: a paper's code must not choose the exit code
             raise typer.Exit(self.unforeseen(error)) from error
 
@@ -114,6 +124,18 @@ class Commands(TyperGroup):
         hint = "" if self.debug else "; GPU_ACCEL_DEBUG=1 or `gpu-accel --debug ...` shows where it comes from"
         print(f"error: {type(error).__name__}{': ' if message else ''}{message}{place}{hint}", file=sys.stderr)
         self.tell(type(error).__name__, message, codes.INTERNAL)
+        return codes.INTERNAL
+
+    def unwritable(self, error: OSError) -> int:
+        """One line of a disk that is full or fails, perhaps the one behind stdout."""
+        self.trace()
+        message = f"cannot write{f' {error.filename}' if error.filename else ''}: {error.strerror}"
+        print(f"error: {message}", file=sys.stderr)
+        try:
+            self.tell(type(error).__name__, message, codes.INTERNAL)
+            sys.stdout.flush()
+        except OSError:
+            _drop_stdout()
         return codes.INTERNAL
 
     def trace(self) -> None:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gpu_accel.errors import shown
+
 from . import codes, output
 from .console import note, out, plain, table
 from .options import JsonOption, OutputOption
@@ -150,7 +152,7 @@ def redteam(
     output.check_suffix(output_)
     known = [*(one.id for one in FIXTURES), "C12", "T1"]
     if unknown := [one for one in only or () if one not in known]:
-        raise InvalidInputError(f"--only names {unknown[0]!r:.40}; the hacks are {', '.join(known)}")
+        raise InvalidInputError(f"--only names {shown(unknown[0], 40)}; the hacks are {', '.join(known)}")
 
     def tell(row: Row) -> None:
         if not row.ok:
@@ -394,7 +396,7 @@ def report(
     try:
         thresholds = [float(one) for one in p.split(",")]
     except ValueError as error:
-        raise InvalidInputError(f"--p is {p!r:.40}; it is a list of numbers, such as 1,1.5,2") from error
+        raise InvalidInputError(f"--p is {shown(p, 40)}; it is a list of numbers, such as 1,1.5,2") from error
     if wrong := [one for one in thresholds if not 0 <= one < math.inf]:
         raise InvalidInputError(f"--p has {wrong[0]:g}; thresholds are finite and not negative, such as 1,1.5,2")
     found = read_folder(folder)
@@ -453,7 +455,7 @@ def _peers(text: str) -> tuple[str, ...]:
 
     peers = tuple(filter(None, (one.strip() for one in text.split(","))))
     if unknown := [one for one in peers if one not in PEERS]:
-        raise InvalidInputError(f"--against names {unknown[0]!r:.40}; choose from {', '.join(PEERS)}")
+        raise InvalidInputError(f"--against names {shown(unknown[0], 40)}; choose from {', '.join(PEERS)}")
     return peers
 
 
@@ -501,7 +503,7 @@ def _proposer(name: str, *, model: str, base_url: str, key: str, folder: Path | 
     from gpu_accel.errors import InvalidInputError
 
     if name not in PROPOSERS:
-        raise InvalidInputError(f"--proposer is {name!r:.40}; choose one of {', '.join(PROPOSERS)}")
+        raise InvalidInputError(f"--proposer is {shown(name, 40)}; choose one of {', '.join(PROPOSERS)}")
     if name == "grammar":
         made: Any = Grammar(strategy, seed)
     elif name in ("file", "replay"):

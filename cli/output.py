@@ -10,6 +10,7 @@ import json
 import math
 import os
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,7 @@ def check_folder(folder: Path) -> None:
             raise InvalidInputError(f"cannot write into {folder}: {place} is no folder")
         if not os.access(place, os.W_OK | os.X_OK):
             raise InvalidInputError(f"cannot write into {folder}: {place} is not writable")
+        os.rmdir(tempfile.mkdtemp(dir=place))  # root may write everywhere, and yet not into /proc
     except OSError as error:
         raise InvalidInputError(f"cannot write into {folder}: {error.strerror or error}") from error
 
@@ -82,7 +84,10 @@ def print_json(payload: Any) -> None:
 
 def dumps(payload: Any, *, indent: int | None = None) -> str:
     """Strict JSON: what is not finite becomes null, since JSON has no word for it."""
-    return json.dumps(_finite(payload), indent=indent, ensure_ascii=False, default=str, allow_nan=False)
+    text = json.dumps(_finite(payload), indent=indent, ensure_ascii=False, default=str, allow_nan=False)
+    if any("\ud800" <= one <= "\udfff" for one in text):  # of a path that is no text, as Python holds it
+        return json.dumps(json.loads(text), indent=indent, allow_nan=False)
+    return text
 
 
 def _finite(value: Any) -> Any:
@@ -137,7 +142,39 @@ def write(path: Path, rows: Sequence[Row], *, payload: Any = None, title: str = 
             text = _markdown(rows, title)
         case _:
             text = _html(rows, title)
-    path.write_text(text, encoding="utf-8")
+    replace(path, text)
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file whole or, if that fails, leave what was there: by a new one beside it that takes its name."""
+    place = Path(os.path.realpath(path))
+    if place.exists() and not place.is_file():  # a pipe with a name, say
+        path.write_text(text, encoding="utf-8")
+        return
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{place.name}-", dir=place.parent)
+    except OSError:  # the file may be written, its folder not
+        path.write_text(text, encoding="utf-8")
+        return
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(name, _mode(place))
+        os.replace(name, place)
+    except BaseException as error:
+        os.unlink(name)
+        if isinstance(error, OSError):
+            error.filename, error.filename2 = str(path), None
+        raise
+
+
+def _mode(place: Path) -> int:
+    """The permissions of a file, or those that a new one gets."""
+    if place.exists():
+        return place.stat().st_mode & 0o7777
+    mask = os.umask(0)
+    os.umask(mask)
+    return 0o666 & ~mask
 
 
 def flatten(row: Row) -> Row:

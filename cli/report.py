@@ -12,7 +12,7 @@ from gpu_accel.errors import InvalidInputError
 
 from .console import note
 from .options import PaperArgument
-from .output import check_suffix
+from .output import check_suffix, replace
 from .results import ResultsOption, gather
 
 
@@ -53,5 +53,5 @@ def report(
     if output is None:
         sys.stdout.write(text)
         return
-    output.write_text(text, encoding="utf-8")
+    replace(output, text)
     note(f"wrote {output}")

@@ -66,7 +66,8 @@ def load(source: str, paper: str = "") -> list[Record]:
 def _git(root: Path, *arguments: str) -> str:
     """What git prints, or "" when it fails or is missing."""
     try:
-        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False)
+        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, encoding="utf-8",
+                              errors="replace", check=False)  # fmt: skip
     except OSError:
         return ""
     return done.stdout if done.returncode == 0 else ""

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gpu_accel.errors import InvalidInputError
+from gpu_accel.errors import InvalidInputError, shown
 
 from . import output
 from .console import out
@@ -61,5 +61,5 @@ def plan(
 def _tokens(text: str) -> int:
     found = re.fullmatch(r"(\d{1,15})([kmg]?)", text.strip().lower())
     if not found:
-        raise InvalidInputError(f"--seq is {text!r:.40}: a number of tokens such as 131072, 128k or 1m")
+        raise InvalidInputError(f"--seq is {shown(text, 40)}: a number of tokens such as 131072, 128k or 1m")
     return int(found[1]) * _SCALES[found[2]]

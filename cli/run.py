@@ -308,6 +308,7 @@ def as_payload(
         "status": result.status,
         "output": str(result.output) if result.records else None,
         "resume_refused": result.resume_refused or None,
+        "unwritten": result.unwritten or None,
         "records": [json.loads(record.to_json()) for record in records],
         "counts": counts(records, result.incorrect),
         "skipped": [_outcome(outcome) for outcome in result.skipped],
@@ -379,7 +380,7 @@ def _show(paper: Paper, result: RunResult, records: Sequence[Record], settled: S
         screen.print(ledger.sentence(settled, "this run: "))
     elif records and paper.claims():
         screen.print("This run settles no claim of the paper.")
-    if result.records:
+    if result.records and not result.unwritten:
         note(f"records: {result.output}")
     if result.interrupted:
         note("interrupted; the same command with --resume goes on from here", style="yellow")
@@ -415,6 +416,9 @@ def _tell(reasons: Counter[tuple[str, str]], word: str) -> None:
 
 
 def _leave(result: RunResult, settled: Sequence[Verdict], *, gate: bool) -> None:
+    if result.unwritten:
+        note(f"error: records could not be written to {result.output}: {result.unwritten}", style="bold red")
+        raise typer.Exit(codes.INTERNAL)
     if result.status == "nothing_ran":
         note("nothing ran: no case is left to do", style="yellow")
     if result.exit_code:

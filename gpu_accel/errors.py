@@ -24,3 +24,18 @@ class HardwareError(GpuAccelError, RuntimeError):
 
 class IncorrectResultError(GpuAccelError, AssertionError):
     """A result differs from the truth by more than its bound, so it may be neither used nor timed."""
+
+
+def shown(value: object, most: int = 80) -> str:
+    """A value as messages quote it: its `repr`, cut, and whatever it is: Python prints no integers beyond 4,300 digits.
+
+    Args:
+        most: characters.
+    """
+    try:
+        text = repr(value)
+    except Exception:  # of whatever the object's own code raises
+        if isinstance(value, int):
+            return f"{'-' if value < 0 else ''}2**{value.bit_length() - 1} or beyond"
+        return f"a {type(value).__name__} that cannot be printed"
+    return text if len(text) <= most else f"{text[:most]}..."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -248,3 +249,74 @@ def test_list_and_show_count_claims_as_claims_does() -> None:
         text = invoke("show", paper.id).stdout
         assert f"claims    {row['claims']} (" in text
         assert text.splitlines()[2].count(str(paper.year)) == 1
+
+
+def _full(*arguments: object, **more: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_costs_no_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was found is shown all the same, and the exit code says that it was not kept."""
+    from gpu_accel.workbench import runner
+
+    monkeypatch.setattr(runner, "append_records", _full)
+    monkeypatch.setenv("GPU_ACCEL_PAPERS", str(paper_at(tmp_path, HEAD + TAIL)))
+    arguments = ["run", "odd", "--device", "cpu", "--results", tmp_path / "results"]
+    result = invoke(*arguments)
+    assert result.exit_code == codes.INTERNAL and "1 case: 1 result correct" in result.stdout, result.output
+    assert "could not be written" in result.stderr and "No space left" in result.stderr
+    payload = json.loads(invoke(*arguments, "--json").stdout)
+    assert payload["unwritten"] == "No space left on device" and len(payload["records"]) == 1
+
+
+def test_a_full_disk_leaves_the_file_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "list.json"
+    file.write_text("kept")
+    monkeypatch.setattr(os, "replace", _full)
+    result = invoke("list", "-o", file)
+    assert result.exit_code == codes.INTERNAL and f"cannot write {file}: No space left" in result.stderr
+    assert file.read_text() == "kept" and list(tmp_path.iterdir()) == [file]
+
+
+def test_a_file_is_replaced_with_its_permissions_and_through_links(tmp_path: Path) -> None:
+    file, link = tmp_path / "list.json", tmp_path / "link.json"
+    file.write_text("old")
+    file.chmod(0o640)
+    link.symlink_to(file)
+    assert invoke("list", "-o", link).exit_code == 0
+    assert link.is_symlink() and json.loads(file.read_text()) and file.stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.parametrize("arguments", [["list"], ["list", "--json"], ["claims", "ring"]], ids=" ".join)
+def test_a_full_stdout_is_said(arguments: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "cli", *arguments], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True,
+            timeout=120,
+        )  # fmt: skip
+    assert done.returncode == codes.INTERNAL and done.stderr.startswith("error: cannot write"), done.stderr
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+
+
+def test_a_path_that_is_no_text_is_still_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPU_ACCEL_PAPERS", str(paper_at(tmp_path, HEAD + TAIL)))
+    folder = tmp_path / os.fsdecode(b"a\xff")
+    done = subprocess.run(
+        [sys.executable, "-m", "cli", "run", "odd", "--device", "cpu", "--results", folder, "--json"],
+        cwd=ROOT, capture_output=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert os.fsdecode(b"\xff") in json.loads(done.stdout.decode())["output"]
+
+
+@pytest.mark.parametrize("text", ["1" * 5000, "0x" + "f" * 5000, "[" * 5000], ids=["digits", "hexadecimal", "nested"])
+def test_a_paper_of_endless_numbers_is_refused_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    folder = paper_at(tmp_path, HEAD + TAIL)
+    file = folder / "odd" / "paper.toml"
+    file.write_text(TOML.replace("title = ", f"year = {text}\ntitle = ", 1).replace('"Odd"', "0x" + "f" * 5000, 1))
+    monkeypatch.setenv("GPU_ACCEL_PAPERS", str(folder))
+    result = invoke("show", "odd")
+    assert result.exit_code == codes.USAGE and str(file) in result.stderr and len(result.stderr) < 1000, result.output

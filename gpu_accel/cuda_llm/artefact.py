@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from gpu_accel.errors import InvalidInputError
+from gpu_accel.errors import InvalidInputError, shown
 
 from .candidate import Candidate
 from .proposers import Attempt, digest_of
@@ -134,7 +134,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         raise InvalidInputError(f"{folder}/run.json has another format; this version reads schema {SCHEMA}")
     for key in ("task", "target"):
         if not isinstance(found.get(key), str):
-            raise InvalidInputError(f"{folder}/run.json: {key} is {found.get(key)!r:.60}, not text; {_REMEDY}")
+            raise InvalidInputError(f"{folder}/run.json: {key} is {shown(found.get(key), 60)}, not text; {_REMEDY}")
     if not isinstance(found.get("environment"), dict):
         raise InvalidInputError(f"{folder}/run.json: environment is no object; {_REMEDY}")
     return found
@@ -184,10 +184,10 @@ def _fault(row: Any) -> str:
         return f"lacks {lacking[0]}"
     for key, (known, what) in _ROW.items():
         if not known(row[key]):
-            return f"{key} is {row[key]!r:.60}, not {what}"
+            return f"{key} is {shown(row[key], 60)}, not {what}"
     named = _FILE.fullmatch(row["file"])
     if named is None or int(named["number"]) != row["number"]:
-        return f"file is {row['file']!r:.60}, not {row['number']:04d}-, 16 digits of a digest and .py, .cu or .txt"
+        return f"file is {shown(row['file'], 60)}, not {row['number']:04d}-, 16 digits of a digest and .py, .cu or .txt"
     return ""
 
 

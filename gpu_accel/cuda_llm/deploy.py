@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_accel.errors import HardwareError, InvalidInputError
+from gpu_accel.errors import HardwareError, InvalidInputError, shown
 
 from .candidate import Candidate
 from .compiled import compile_cuda, compile_triton, triton_key
@@ -38,7 +38,7 @@ def dims_of(task: Task, inputs: dict[str, Tensor], given: dict[str, int]) -> Dim
     """
     dims: Dims = dict(given)
     if wrong := [name for name in given if name not in task.dims]:
-        raise InvalidInputError(f"{task.name} has no size {wrong[0]!r:.40}; it has {', '.join(task.dims)}")
+        raise InvalidInputError(f"{task.name} has no size {shown(wrong[0], 40)}; it has {', '.join(task.dims)}")
     for one in task.inputs:
         x = inputs.get(one.name)
         if x is None:

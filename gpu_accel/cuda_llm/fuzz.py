@@ -13,6 +13,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from gpu_accel.errors import shown
+
 from .fixtures import FIXTURES
 from .harness import check
 from .pool import Pool
@@ -127,7 +129,7 @@ def fuzz(
             found.sick += not judged.ok
             continue
         if not isinstance(judged.verdict, Verdict) or not judged.detail:
-            found.untyped.append(f"mutant {number}: {judged!r:.200}")
+            found.untyped.append(f"mutant {number}: {shown(judged, 200)}")
         found.counts[judged.name] = found.counts.get(judged.name, 0) + 1
         if tell:
             tell(number, judged)

@@ -7,8 +7,9 @@ process, whatever the driver waits for.
 Before every timed launch, and outside of the time, inputs get new contents from a seed that the controller drew,
 outputs are poisoned and the second-level cache is flushed, and the launch after it gets other addresses: a kernel that
 remembers, or that finds its work done, has nothing to find. Of some launches, chosen by the controller, the outputs are
-kept for it to compare. Baselines are timed between the candidate's launches on other inputs, so that no memory here
-ever holds what the candidate should compute.
+kept for it to compare. Of all the others the bits are, where a winner is timed: every launch is repeated to see them
+again (`repeats.py`), and two more clocks are asked (`other_clocks.py`). Baselines are timed between the candidate's
+launches on other inputs, so that no memory here ever holds what the candidate should compute.
 
 Times with a warm cache are taken beside, on request: each call right after itself, on the same inputs. A kernel that
 remembers could do well there, so they decide nothing; but a part of the outputs is poisoned between the two launches,
@@ -30,13 +31,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gpu_accel.workbench.statistics import median
+
+from . import other_clocks
 from .compiled import Binary, compile_cuda, compile_triton, tensor_types, triton_key
+from .repeats import Bits, Log, repeat
 
 HIDDEN = 4  # null pointers that Triton's kernels may want beyond their own parameters; 2 since 3.4
 CAPABILITY = 90
 SPARSE = 4099  # one in so many elements is poisoned between two launches on a warm cache
 PLACES = 2  # sets of buffers that the candidate is launched on in turn
 APART = 10**5  # between their seeds
+LARGEST_WEIGHTS = 2**28  # bytes of a buffer beyond which weights of its words are used again
 WARM_SHARE, WARM_ROUNDS = 0.5, 40  # of the budget of cold times, and rounds at most
 
 
@@ -156,9 +162,14 @@ class Memory:
 
     def refresh(self) -> None:
         """New contents for inputs, poison for outputs and scratch."""
+        self.renew(self.base + self.count)
+        self.count += 1
+
+    def renew(self, seed: int) -> None:
+        """The contents that inputs have by that seed, poison for outputs and scratch."""
         from gpu_accel.testing.poison import poison_
 
-        self.seed, self.count = self.base + self.count, self.count + 1
+        self.seed = seed
         for slot in self.slots:
             if slot.role == "output" or (slot.role == "workspace" and slot.name not in self.fill):
                 poison_(self.views[slot.name])
@@ -187,8 +198,12 @@ class Memory:
                 poison_(self.views[slot.name].view(-1)[self.count % SPARSE :: SPARSE])
         self.count += 1
 
+    def named(self, role: str) -> list[Any]:
+        """Its buffers of one role."""
+        return [self.views[slot.name] for slot in self.slots if slot.role == role]
+
     def outputs(self) -> list[Any]:
-        return [self.views[slot.name].clone() for slot in self.slots if slot.role == "output"]
+        return [one.clone() for one in self.named("output")]
 
 
 def draw_on(inputs: Mapping[str, Any], dims: Mapping[str, int], seed: int, device: str) -> dict[str, Any]:
@@ -204,10 +219,11 @@ class Launches:
 
     Args:
         memories: its sets of buffers.
+        log: of the bits that launches leave behind, if they are to be repeated.
     """
 
-    def __init__(self, memories: Sequence[Memory]) -> None:
-        self.memories, self.count, self.last = memories, 0, memories[0]
+    def __init__(self, memories: Sequence[Memory], log: Log | None = None) -> None:
+        self.memories, self.log, self.count, self.last = memories, log, 0, memories[0]
         self.pending: list[Memory] = []
 
     def on(self, memory: Memory) -> None:
@@ -253,6 +269,9 @@ def _timer(launches: Launches, keep: set[int], kept: list[tuple[int, list[Any]]]
             if launches.pending:
                 if launches.count in keep:
                     kept.append(launches.kept())
+                if launches.log:
+                    for memory in launches.pending:
+                        launches.log.note(memory)
                 launches.refresh()
             super().flush(clean=clean)
 
@@ -329,7 +348,8 @@ def bench(job: dict[str, Any], folder: Path, binary: Binary) -> dict[str, Any]:
     plain_float32()
     compiled, failed = _compiled(what, folder, job["lock_descriptor"])
     memories = [Memory(what, what["trial"], what["seed"] + APART * place) for place in range(PLACES)]
-    launches, module = Launches(memories), Module(binary)
+    log = _log(what, memories[0]) if what["repeat"] else None
+    launches, module = Launches(memories, log), Module(binary)
     calls: list[Callable[[], object]] = [
         Counted(memory.prepared(launch_on(module, what["trial"], memory.image, hidden=HIDDEN)), memory, launches)
         for memory in memories
@@ -377,13 +397,14 @@ def bench(job: dict[str, Any], folder: Path, binary: Binary) -> dict[str, Any]:
                 seconds=what["seconds"] * WARM_SHARE, max_rounds=WARM_ROUNDS,
             )  # fmt: skip
             kept.append(launches.kept())
+        more = _again(what, binary, log, timed) if log else {}
         if compiled:
             _write(folder / "compiled.bin", list(compiled[0]().values()))  # type: ignore[attr-defined]
         torch.cuda.synchronize()
     for number, (_, outputs) in enumerate(kept):
         _write(folder / f"kept{number}.bin", outputs)
     times = _told(timed) | ({"compiled": {"failed": failed}} if failed else {})
-    result = {"kept": [seed for seed, _ in kept], "launches": launches.count, "times": times}
+    result = {"kept": [seed for seed, _ in kept], "launches": launches.count, "times": times} | more
     if what["peers"]:
         with contextlib.suppress(Exception):  # no disassembler, or one that does not know the code: it stays unsaid
             result["tensor_cores"] = tensor_types(binary.cubin)
@@ -392,6 +413,25 @@ def bench(job: dict[str, Any], folder: Path, binary: Binary) -> dict[str, Any]:
     if what["warm"]:
         result["warm"] = _told(warm)
     return result
+
+
+def _log(what: Mapping[str, Any], memory: Memory) -> Log:
+    sizes = [slot.size for slot in memory.slots if slot.role != "workspace"]
+    return Log(Bits(min(max(sizes), LARGEST_WEIGHTS), what["repeat"], "cuda"))
+
+
+def _again(what: Mapping[str, Any], binary: Binary, log: Log, timed: Mapping[str, Any]) -> dict[str, Any]:
+    """Every timed launch again, by a module and on memory that were not there before, and what other clocks say."""
+    from .device import Module, launch_on
+
+    memory = Memory(what, what["trial"], what["seed"] + APART * PLACES)
+    call = memory.prepared(launch_on(Module(binary), what["trial"], memory.image, hidden=HIDDEN))
+    found: dict[str, Any] = {"repeats": repeat(log, memory, call, seed=what["repeat"])}
+    if times := [ms for ms in timed["candidate"].times if 0 < ms < math.inf]:
+        count = other_clocks.count_of(median(times))
+        replay = _timer(Launches([memory]), set(), []).capture(call, count)
+        found["clocks"] = other_clocks.read(replay, launches=count)
+    return found
 
 
 def plain_float32() -> None:

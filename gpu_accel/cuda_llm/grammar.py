@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gpu_accel.errors import InvalidInputError
+from gpu_accel.errors import InvalidInputError, shown
 
 from .candidate import Candidate
 from .launch import Scalar
@@ -227,7 +227,7 @@ class Grammar:
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
-            raise InvalidInputError(f"strategy is {self.strategy!r:.40}; choose one of {', '.join(STRATEGIES)}")
+            raise InvalidInputError(f"strategy is {shown(self.strategy, 40)}; choose one of {', '.join(STRATEGIES)}")
 
     def propose(self, brief: Brief, history: Sequence[Attempt], count: int) -> list[Proposal]:
         """Points that history does not have; fewer than `count` when the spaces are used up."""

@@ -27,6 +27,8 @@ from typing import Any
 
 import torch
 
+from gpu_accel.errors import shown
+
 from . import cuda_source
 from .candidate import Candidate
 from .image import GUARDS, Layout
@@ -139,7 +141,7 @@ def bind(program: Program, launch: Launch, task: Task) -> None:
             raise malformed(f"the parameter {name} is {where}")
         if not constant and name not in buffers | set(task.dims):
             known = ", ".join([*sorted(buffers), *task.dims])
-            raise malformed(f"{task.name} has nothing called {name!r:.40}; it has {known}")
+            raise malformed(f"{task.name} has nothing called {shown(name, 40)}; it has {known}")
     if unused := [name for name in launch.constants if not cuda and name not in program.parameters]:
         raise malformed(f"the kernel has no parameter {unused[0]}")
     if taken := [name for name in launch.constants if cuda and name in buffers | set(task.dims)]:

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpu_accel.errors import shown
+
 from .candidate import LARGEST_SOURCE
 from .harness import ended, read_memory
 from .launch import DTYPES
@@ -190,11 +192,11 @@ def _outputs(folder: Path, number: int, described: Any) -> list[Tensor]:
     for one in described if isinstance(described, list) else ():
         shape, dtype = (one.get("shape"), one.get("dtype")) if isinstance(one, dict) else (None, None)
         if dtype not in (*DTYPES, "bool", "uint8") or not isinstance(shape, list):
-            raise Rejected(Verdict.WRONG, Kind.MISMATCH, f"an output is {one!r:.80}")
+            raise Rejected(Verdict.WRONG, Kind.MISMATCH, f"an output is {shown(one)}")
         count = 1
         for size in shape:
             if type(size) is not int or not 0 <= size <= LARGEST_TENSOR or (count := count * size) > LARGEST_TENSOR:
-                raise Rejected(Verdict.WRONG, Kind.MISMATCH, f"an output has the shape {shape!r:.80}")
+                raise Rejected(Verdict.WRONG, Kind.MISMATCH, f"an output has the shape {shown(shape)}")
         sizes.append((shape, getattr(torch, dtype), count * getattr(torch, dtype).itemsize))
     memory = read_memory(folder / f"out{number}.bin", sum(size for *_, size in sizes))
     made, at = [], 0

@@ -34,7 +34,7 @@ def restrict(folder: Path, *, also: Sequence[str] = (), connections: bool = Fals
     """Hold this process, and all that it starts, to writing beneath `folder`; `no_new_privs` must be set before.
 
     Args:
-        also: files and folders in which it may write too, but neither make nor remove anything.
+        also: files and folders in which it may write, and cut files short, but neither make nor remove anything.
         connections: leave TCP alone, for programs that speak with each other through the loopback device.
     Returns:
         What was reached, in words.
@@ -46,7 +46,8 @@ def restrict(folder: Path, *, also: Sequence[str] = (), connections: bool = Fals
     rights = _CHANGE | (_REFER if version >= 2 else 0) | (_TRUNCATE if version >= 3 else 0)
     fields = [rights, *([0 if connections else _TCP] if version >= 4 else []), *([_SCOPES] if version >= 6 else [])]
     wanted = struct.pack(f"{len(fields)}Q", *fields)
-    places = [(str(folder), rights), *((one, _WRITE) for one in also if os.path.exists(one))]
+    there = _WRITE | (_TRUNCATE & rights)
+    places = [(str(folder), rights), *((one, there) for one in also if os.path.exists(one))]
     try:
         ruleset = _call(libc, _CREATE_RULESET, wanted, ctypes.c_size_t(len(wanted)), ctypes.c_uint(0))
         try:

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from gpu_accel.errors import shown
+
 from .verdict import Rejected, Verdict
 
 Scalar = int | float | bool | str
@@ -37,7 +39,7 @@ def evaluate(text: int | str, names: Mapping[str, int]) -> int:
         Rejected: malformed, for anything else, an unknown name, division by zero, or a value beyond 2**40.
     """
     if isinstance(text, bool) or not isinstance(text, int | str):
-        raise malformed(f"a size is {text!r:.60}; it must be an integer or an expression")
+        raise malformed(f"a size is {shown(text, 60)}; it must be an integer or an expression")
     if isinstance(text, int):
         return _limited(text)
     if len(text) > LONGEST_TEXT:
@@ -46,7 +48,7 @@ def evaluate(text: int | str, names: Mapping[str, int]) -> int:
         tree = ast.parse(text.strip(), mode="eval")
         return _value(tree.body, names)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise malformed(f"cannot read the expression {text!r:.60}: {error}") from error
+        raise malformed(f"cannot read the expression {shown(text, 60)}: {error}") from error
 
 
 def _limited(value: int) -> int:
@@ -60,7 +62,7 @@ def _value(node: ast.expr, names: Mapping[str, int]) -> int:
         return _limited(node.value)
     if isinstance(node, ast.Name):
         if node.id not in names:
-            raise malformed(f"unknown name {node.id!r:.40} in a size; known are {', '.join(names) or 'none'}")
+            raise malformed(f"unknown name {shown(node.id, 40)} in a size; known are {', '.join(names) or 'none'}")
         return names[node.id]
     if isinstance(node, ast.BinOp):
         left, right = _value(node.left, names), _value(node.right, names)
@@ -82,7 +84,7 @@ def _value(node: ast.expr, names: Mapping[str, int]) -> int:
             return -(-values[0] // values[1])
         if node.func.id == "next_power_of_2" and len(values) == 1:
             return 1 << max(values[0] - 1, 0).bit_length()
-    raise malformed(f"sizes are +, -, *, //, %, cdiv, min, max and next_power_of_2, not {ast.unparse(node)!r:.60}")
+    raise malformed(f"sizes are +, -, *, //, %, cdiv, min, max and next_power_of_2, not {shown(ast.unparse(node), 60)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,23 +165,23 @@ def read_launch(table: Mapping[str, Any]) -> Launch:
         Rejected: malformed, naming the field.
     """
     if unknown := sorted(set(table) - _FIELDS):
-        raise malformed(f"the launch spec has no {unknown[0]!r:.40}; it has {', '.join(sorted(_FIELDS))}")
+        raise malformed(f"the launch spec has no {shown(unknown[0], 40)}; it has {', '.join(sorted(_FIELDS))}")
     grid = table.get("grid")
     if not isinstance(grid, list) or not 1 <= len(grid) <= 3:
         raise malformed("the launch spec needs grid = [...] of one to three sizes")
     warps, stages = table.get("num_warps", 4), table.get("num_stages", 2)
     if type(warps) is not int or warps not in (1, 2, 4, 8, 16, 32):
-        raise malformed(f"num_warps is {warps!r:.20}; it must be 1, 2, 4, 8, 16 or 32")
+        raise malformed(f"num_warps is {shown(warps, 20)}; it must be 1, 2, 4, 8, 16 or 32")
     if type(stages) is not int or not 1 <= stages <= 8:
-        raise malformed(f"num_stages is {stages!r:.20}; it must be 1 to 8")
+        raise malformed(f"num_stages is {shown(stages, 20)}; it must be 1 to 8")
     constants = _table(table, "constants")
     for name, value in constants.items():
         if not isinstance(value, int | float | str):
-            raise malformed(f"the constant {name} is {value!r:.40}")
+            raise malformed(f"the constant {name} is {shown(value, 40)}")
     fill = _table(table, "fill")
     for name, value in fill.items():
         if type(value) not in (int, float):
-            raise malformed(f"fill of {name} is {value!r:.40}, not a number")
+            raise malformed(f"fill of {name} is {shown(value, 40)}, not a number")
     workspace = {name: _workspace(name, value) for name, value in _table(table, "workspace").items()}
     space = _table(table, "space")
     for name, values in space.items():
@@ -188,14 +190,14 @@ def read_launch(table: Mapping[str, Any]) -> Launch:
         if not all(isinstance(value, int | float | str) for value in values):
             raise malformed(f"the space of {name} has values that are no scalars")
         if name not in constants and name not in ("num_warps", "num_stages"):
-            raise malformed(f"the space has {name!r:.40}, which is no constant of the launch")
+            raise malformed(f"the space has {shown(name, 40)}, which is no constant of the launch")
     block = table.get("block", [256])
     sizes_ = isinstance(block, list) and all(isinstance(n, str) or (type(n) is int and n >= 1) for n in block)
     if not sizes_ or not 1 <= len(block) <= 3:
         raise malformed("block must be one to three positive integers, or expressions of constants")
     shared, entry, task = table.get("shared", 0), table.get("entry", ""), table.get("task", "")
     if type(shared) not in (int, str) or (type(shared) is int and not 0 <= shared <= MOST_SHARED):
-        raise malformed(f"shared is {shared!r:.20}; bytes, at most {MOST_SHARED}, or an expression of constants")
+        raise malformed(f"shared is {shown(shared, 20)}; bytes, at most {MOST_SHARED}, or an expression of constants")
     args = table.get("args", [])
     if not isinstance(args, list) or not all(isinstance(one, str) for one in (*args, entry, task)):
         raise malformed("args must be a list of names, entry and task names")
@@ -212,7 +214,7 @@ def _table(table: Mapping[str, Any], name: str) -> dict[str, Any]:
         raise malformed(f"{name} must be a table of at most 32 entries")
     for key in found:
         if not key.isidentifier() or keyword.iskeyword(key) or key.startswith("_"):
-            raise malformed(f"{name} has {key!r:.40}, which is no plain name")
+            raise malformed(f"{name} has {shown(key, 40)}, which is no plain name")
     return found
 
 

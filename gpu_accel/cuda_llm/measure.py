@@ -32,7 +32,10 @@ from .compiled import TENSOR_TYPES
 from .gpu_jobs import draw_on, library_seed, plain_float32
 from .harness import Program, bind, described, draw, ended, job, judge_time, read_memory, write
 from .image import Layout
+from .other_clocks import NAMES as CLOCKS
+from .other_clocks import judge_clocks
 from .outputs import Trial, compare, judge
+from .repeats import judge_repeats
 from .sandbox import Sandbox
 from .tasks import TASKS, Task
 from .verdict import Judgement, Rejected, Verdict
@@ -59,6 +62,8 @@ class Measured:
             tolerance, on inputs of one timed launch.
         tensor_cores: types that the machine code multiplies on tensor cores, next to libraries that compute in plain
             float32; None if it was not looked at. It decides nothing: results do.
+        repeated: how many of the timed launches were repeated.
+        other_clocks: ms a launch of many in a row, by the host's clock and by the one the GPU counts itself.
     """
 
     judgement: Judgement
@@ -74,6 +79,8 @@ class Measured:
     library_error: float | None = None
     compiled_error: float | None = None
     tensor_cores: tuple[str, ...] | None = None
+    repeated: int = 0
+    other_clocks: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def ms(self) -> float | None:
@@ -120,6 +127,7 @@ class Measured:
             "clocks": dict(self.clocks), "launches": self.launches, "compared": self.compared,
             "library_error": self.library_error, "compiled_error": self.compiled_error, "precision": PRECISION,
             "tensor_cores": None if self.tensor_cores is None else list(self.tensor_cores),
+            "repeated": self.repeated, "other_clocks": dict(self.other_clocks),
         }  # fmt: skip
 
 
@@ -144,6 +152,7 @@ def measure(
     rounds: int = 200,
     keep: int = 2,
     warm: bool = False,
+    again: bool = False,
     lock: Path | None = None,
     limit: float | None = None,
 ) -> Measured:
@@ -156,6 +165,8 @@ def measure(
         seconds, rounds: timing budget of each implementation.
         keep: how many launches have their outputs compared.
         warm: time everything but the naive baseline with a warm cache too, beside.
+        again: repeat every launch that was timed with a cold cache in a freshly loaded module, in another order, and
+            compare bits of outputs and inputs; and let other clocks than events say how long launches take.
         lock: file that all users of this GPU lock while they time; outputs are compared under it as well.
         limit: wall clock of the process; that of the sandbox if not given, or FINAL_LIMIT with peers.
     Raises:
@@ -167,7 +178,8 @@ def measure(
         program = Program.of(candidate)
         bind(program, candidate.launch, task)
         trials = [one for one in draw(task, candidate, None) if one.dims == task.shown[0]][:2] if screen else []
-        what = _order(program, candidate, task, peers, seconds=seconds, rounds=rounds, keep=keep) | {"warm": warm}
+        what = _order(program, candidate, task, peers, seconds=seconds, rounds=rounds, keep=keep)
+        what |= {"warm": warm, "repeat": 1 + secrets.randbelow(2**31) if again else 0}
         with sandbox.folder() as folder:
             write(program, folder)
             for number, trial in enumerate(trials):
@@ -176,6 +188,8 @@ def measure(
             limit = limit or (max(FINAL_LIMIT, sandbox.seconds) if peers else None)
             result = ended(sandbox.run("run", folder, seconds=limit, **request))
             measured = _read(result, gpu, task)
+            if again and measured.judgement.ok:
+                measured = _again(measured, result, bits=not program.adds_in_any_order)
             library = "library" in what["peers"]
             count = len(what["keep"]) + warm  # with a warm cache the outputs of the last launch
             compared, error = _compare(task, candidate, folder, trials, result, count, lock, library)
@@ -325,6 +339,17 @@ def _read(result: Mapping[str, Any], gpu: str, task: Task) -> Measured:
         judgement=judgement, samples=samples, slow=slow,
         warm=warm, failed=failed, method=method, warm_method=warm_method, clocks=clocks,
         launches=launches if type(launches) is int else 0, tensor_cores=known,
+    )  # fmt: skip
+
+
+def _again(measured: Measured, result: Mapping[str, Any], *, bits: bool) -> Measured:
+    """The same, with what repeats and other clocks say."""
+    words = judge_repeats(result.get("repeats"), bits=bits), judge_clocks(result.get("clocks"), measured.ms or 0.0)
+    judgement = measured.judgement
+    clocks = {name: float(result["clocks"][name]) for name in CLOCKS if name in result["clocks"]}
+    return replace(
+        measured, judgement=replace(judgement, verified_by=(*judgement.verified_by, *words)),
+        repeated=result["repeats"]["launches"], other_clocks=clocks,
     )  # fmt: skip
 
 

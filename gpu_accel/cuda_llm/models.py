@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpu_accel.errors import GpuAccelError, InvalidInputError, UnsupportedError
+from gpu_accel.errors import GpuAccelError, InvalidInputError, UnsupportedError, shown
 
 from .prompts import Message, kernels_in, messages
 from .proposers import Attempt, Brief, Proposal
@@ -99,7 +99,7 @@ class OpenAICompatible(Model):
     def __post_init__(self) -> None:
         self.name = "openai-compatible"
         if not self.base_url.startswith(("http://", "https://")):
-            raise InvalidInputError(f"base_url is {self.base_url!r:.60}; it begins with http:// or https://")
+            raise InvalidInputError(f"base_url is {shown(self.base_url, 60)}; it begins with http:// or https://")
 
     def ask(self, asked: list[Message], number: int) -> Answer:
         body: dict[str, Any] = {"model": self.model, "messages": asked, "max_tokens": self.max_tokens, "seed": number}
@@ -259,9 +259,9 @@ def prices_of(text: str) -> tuple[float, float]:
     try:
         read, written = (float(one) for one in text.split(","))
     except ValueError as error:
-        raise InvalidInputError(f"--price is {text!r:.40}; it is two numbers, such as 0.5,1.5") from error
+        raise InvalidInputError(f"--price is {shown(text, 40)}; it is two numbers, such as 0.5,1.5") from error
     if not (0 <= read < math.inf and 0 <= written < math.inf):
-        raise InvalidInputError(f"--price is {text!r:.40}; prices are finite and not negative")
+        raise InvalidInputError(f"--price is {shown(text, 40)}; prices are finite and not negative")
     return read, written
 
 

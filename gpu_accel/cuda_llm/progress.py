@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpu_accel.errors import InvalidInputError
+from gpu_accel.errors import InvalidInputError, shown
 
 from .candidate import Candidate
 from .proposers import Attempt
@@ -135,7 +135,7 @@ def read(path: Path) -> list[Progress]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if found["schema"] != SCHEMA:
-            raise ValueError(f"of another schema, {found['schema']!r:.20}")
+            raise ValueError(f"of another schema, {shown(found['schema'], 20)}")
         made = [
             Progress(
                 task=find(row["task"]), target=row["target"], gpu=row["gpu"], taken=row["taken"],

@@ -75,6 +75,7 @@ class Sandbox:
         self._worker: subprocess.Popen[bytes] | None = None
         self._rest = b""
         self.level: dict[str, str] = {}
+        self._without = ""  # why some walls are left out
         self._base: Path | None = None
         self._removed: Callable[[], object] = lambda: None
         self.restarts = -1
@@ -130,15 +131,23 @@ class Sandbox:
             self.close()
             raise HardwareError("the sandbox's worker does not start: `python -m gpu_accel.cuda_llm.worker` says why")
         if not self.level:
-            with self.folder() as folder:
-                found = self.run("probe", folder).result
-            if not found or not isinstance(found.get("level"), dict):
-                raise HardwareError("the sandbox cannot confine a process on this machine")
+            found = self._probe()
+            if found["cuda"] and self.gpu:  # another driver may want another place to write to, or another call
+                self._without = f"CUDA does not start behind it (error {found['cuda']})"
+                found = self._probe()
             self.level = found["level"] | {"around": around}
             if self.gpu:
                 from .sanitizer import level  # which imports this module
 
                 self.level["sanitizer"] = level()
+
+    def _probe(self) -> dict[str, Any]:
+        """What a confined process says of itself."""
+        with self.folder() as folder:
+            found = self.run("probe", folder).result
+        if not found or not isinstance(found.get("level"), dict) or type(found.get("cuda")) is not int:
+            raise HardwareError("the sandbox cannot confine a process on this machine")
+        return found
 
     def _place(self) -> Path:
         """The folder of all build folders, the only one that is writable where bubblewrap is around the worker."""
@@ -170,7 +179,7 @@ class Sandbox:
         request = {
             "what": what, "folder": str(folder), "seconds": limit, "file_mib": self.file_mib,
             "memory_mib": 0 if self.gpu else self.memory_mib, "processes": processes,
-            "device": "cuda" if self.gpu else "cpu", **job,
+            "device": "cuda" if self.gpu else "cpu", "without": self._without, **job,
         }  # fmt: skip
         ended = self._ask(request, limit + GRACE)
         if ended is None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from gpu_accel.errors import IncorrectResultError, InvalidInputError
+from gpu_accel.errors import IncorrectResultError, InvalidInputError, shown
 from gpu_accel.hardware.catalog import profile
 
 from .artefact import Artefact, attempts_of, holds_search, host, make_folder, read_run
@@ -69,9 +69,9 @@ class Budget:
         for name in ("candidates", "seconds", "depth", "batch"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise InvalidInputError(f"{name} is {value!r}; it must be positive")
+                raise InvalidInputError(f"{name} is {shown(value)}; it must be positive")
         if self.dollars is not None and not self.dollars >= 0:
-            raise InvalidInputError(f"dollars is {self.dollars!r}; it must not be negative")
+            raise InvalidInputError(f"dollars is {shown(self.dollars)}; it must not be negative")
 
     def as_dict(self) -> dict[str, Any]:
         return {"candidates": self.candidates, "seconds": self.seconds, "dollars": self.dollars, "depth": self.depth,
@@ -277,7 +277,7 @@ def screened(measured: Measured, whole: Judgement | None) -> Judgement:
     """The verdict of timed launches and, where there was one, of the whole check."""
     if not measured.judgement.ok:
         return measured.judgement
-    passed = (f"outputs of {measured.compared} timed launches", "roofline floor")
+    passed = (f"outputs of {measured.compared} timed launches", *measured.judgement.verified_by)
     return replace(whole or measured.judgement, verified_by=(*(whole.verified_by if whole else ()), *passed))
 
 
@@ -359,7 +359,7 @@ def search(
         final = pool.submit(
             functools.partial(
                 _measured, candidate=best.candidate, task=task, gpu=target, peers=tuple(peers), keep=4, lock=pool.lock,
-                seconds=final_seconds, warm=True,
+                seconds=final_seconds, warm=True, again=True,
             ),
             urgent=True,
         ).result()  # fmt: skip

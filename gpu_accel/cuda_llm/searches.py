@@ -118,7 +118,7 @@ def verify(
         if not judgement.ok:
             return Measured(judgement=judgement)
         found = measure(kernel, task, sandbox=sandbox, gpu=target, peers=peers, seconds=seconds, keep=keep, warm=True,
-                        lock=lock)  # fmt: skip
+                        again=True, lock=lock)  # fmt: skip
         return replace(found, judgement=screened(found, judgement))
 
     with Pool(workers, gpu=True) as pool:

@@ -32,11 +32,13 @@ _NEW_USER, _NEW_NET = 0x10000000, 0x40000000
 _NO_NEW_PRIVILEGES = 38
 MIB = 1 << 20
 
-# On an H200, as a user without rights, CUDA starts and torch computes with seccomp. With writing held to the job's
-# folder, /dev and /proc/self CUDA does not start (error 304), and does with writing allowed everywhere: it needs some
-# other place. Compiling, timing and compute-sanitizer have not been run with seccomp there, so it is off as well.
+# On an H200, as a user without rights, CUDA starts with both. The harness has not been run with them there, so they
+# are off beside it.
 SECCOMP_ON_GPU, LANDLOCK_ON_GPU = False, False
 DEVICES = ("/dev/null", "/dev/zero")
+# CUDA opens its devices for writing, and threads give themselves names in /proc/self/task/*/comm, which they open with
+# O_TRUNC: without that right it does not start (error 304). What compute-sanitizer starts has another /proc/self.
+CUDA_WRITES, TOOL_WRITES = ("/dev", "/proc/self"), ("/dev", "/proc")
 
 
 def main() -> None:
@@ -136,7 +138,8 @@ def _child(job: dict[str, Any]) -> int:
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)  # the worker may have asked for it before
     level = confine(job)
     if job["what"] == "probe":
-        (folder / "result.json").write_text(json.dumps({"level": level}))
+        cuda = _start_cuda() if os.environ.get("GPU_ACCEL_SANDBOX_GPU") == "1" else 0
+        (folder / "result.json").write_text(json.dumps({"level": level, "cuda": cuda}))
         return 0
     try:
         result = _JOBS[job["what"]](job, folder)
@@ -145,6 +148,14 @@ def _child(job: dict[str, Any]) -> int:
     text = json.dumps(result)
     (folder / "result.json").write_text(text)
     return 0
+
+
+def _start_cuda() -> int:
+    """The driver's error, 0 for none; in a process that ends afterwards."""
+    try:
+        return int(ctypes.CDLL("libcuda.so.1").cuInit(0))
+    except OSError:
+        return 0  # no driver: whoever needs it says so
 
 
 def confine(job: dict[str, Any]) -> dict[str, str]:
@@ -186,14 +197,15 @@ def confine(job: dict[str, Any]) -> dict[str, str]:
     if libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0) == 0:
         level["privileges"] = "none to gain"
     gpu, tool = os.environ.get("GPU_ACCEL_SANDBOX_GPU") == "1", job["what"] == "sanitize"
-    if gpu and (tool or not SECCOMP_ON_GPU):
-        level["calls"] = "none refused: not tried with compute-sanitizer" if tool else "none refused: not with CUDA"
+    without = str(job.get("without") or "")  # why walls that CUDA may not start behind are left out, if they are
+    if gpu and (tool or without or not SECCOMP_ON_GPU):
+        level["calls"] = f"none refused: {without or 'not tried with CUDA'}"
     else:
         level["calls"] = seccomp.restrict() + (", except by compute-sanitizer" if gpu else "")
-    if gpu and not LANDLOCK_ON_GPU:
-        level["files"] = "not held to its folder: CUDA would not start"
+    if gpu and (without or not LANDLOCK_ON_GPU):
+        level["files"] = f"not held to its folder: {without or 'not tried with CUDA'}"
     else:
-        also = ("/dev",) if gpu else DEVICES
+        also = (TOOL_WRITES if tool else CUDA_WRITES) if gpu else DEVICES
         level["files"] = landlock.restrict(Path(job["folder"]), also=also, connections=tool)
     return level
 

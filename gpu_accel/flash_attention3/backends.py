@@ -16,7 +16,7 @@ import importlib.util
 from dataclasses import dataclass, replace
 from types import ModuleType
 
-from gpu_accel.errors import GpuAccelError, HardwareError, InvalidInputError, UnsupportedError
+from gpu_accel.errors import GpuAccelError, HardwareError, InvalidInputError, UnsupportedError, shown
 from gpu_accel.flash_attention3.problem import Problem
 
 _PACKAGE = "gpu_accel.flash_attention3"
@@ -84,7 +84,7 @@ def _error(name: str, pass_: str, problem: Problem, why: str) -> GpuAccelError:
 def check_name(backend: object) -> None:
     """The name of a backend, or "auto"."""
     if not isinstance(backend, str) or backend not in NAMES:
-        raise InvalidInputError(f"backend must be one of {', '.join(NAMES)}, got {backend!r:.80}")
+        raise InvalidInputError(f"backend must be one of {', '.join(NAMES)}, got {shown(backend)}")
 
 
 def choose(problem: Problem, backend: str, pass_: str) -> tuple[str, dict[str, str]]:

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu_accel.errors import InvalidInputError
+from gpu_accel.errors import InvalidInputError, shown
 from gpu_accel.flash_attention3.device import LOG2E
 from gpu_accel.flash_attention3.hadamard import DTYPES, as_bhsd, choose_backend
 from gpu_accel.flash_attention3.launch import launch, next_power_of_2
@@ -192,12 +192,12 @@ def blockwise_softmax(scores: Tensor, block_size: int = 4096, *, backend: str = 
         InvalidInputError: wrong dtype, rank or block_size. HardwareError: backend="portable" without a GPU.
     """
     if not isinstance(scores, Tensor) or scores.dim() < 1:
-        raise InvalidInputError(f"scores must be a tensor of at least one dimension, got {scores!r:.80}")
+        raise InvalidInputError(f"scores must be a tensor of at least one dimension, got {shown(scores)}")
     check_strided("scores", scores)
     if scores.dtype not in DTYPES:
         raise InvalidInputError(f"scores must be bfloat16, float16 or float32, got {scores.dtype}")
     if not isinstance(block_size, int) or isinstance(block_size, bool) or not 1 <= block_size <= MAX_BLOCK:
-        raise InvalidInputError(f"block_size must be 1 to {MAX_BLOCK} columns, got {block_size!r}")
+        raise InvalidInputError(f"block_size must be 1 to {MAX_BLOCK} columns, got {shown(block_size)}")
     if choose_backend(backend, scores, what="blockwise_softmax") == "reference":
         return softmax_reference(scores)
     return _softmax_op(scores, block_size)

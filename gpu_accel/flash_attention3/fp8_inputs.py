@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gpu_accel.errors import InvalidInputError
+from gpu_accel.errors import InvalidInputError, shown
 from gpu_accel.flash_attention3.hadamard import check_rows
 from gpu_accel.flash_attention3.problem import check_strided
 
@@ -21,7 +21,7 @@ def check_layout(layout: str) -> None:
 def check_rows_per_scale(name: str, block: int) -> int:
     """How many rows share a scale: a positive int."""
     if not isinstance(block, int) or isinstance(block, bool) or block < 1:
-        raise InvalidInputError(f"{name} must be a positive number of rows, got {block!r}")
+        raise InvalidInputError(f"{name} must be a positive number of rows, got {shown(block)}")
     return block
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_accel.errors import HardwareError, InvalidInputError, UnsupportedError
+from gpu_accel.errors import HardwareError, InvalidInputError, UnsupportedError, shown
 from gpu_accel.flash_attention3 import portable_decode, reference_kvcache
 from gpu_accel.flash_attention3.backends import check_name
 from gpu_accel.flash_attention3.function import _on_device_of, nobody_watches, refuse_transforms, unit_last_stride
@@ -459,7 +459,7 @@ def make_call(
         check_sink_values(sinks)
         sinks = sinks.contiguous()
     if not isinstance(num_splits, int) or isinstance(num_splits, bool) or not 0 <= num_splits <= 1024:
-        raise InvalidInputError(f"num_splits must be an integer from 0 (by shape) to 1024, got {num_splits!r:.40}")
+        raise InvalidInputError(f"num_splits must be an integer from 0 (by shape) to 1024, got {shown(num_splits, 40)}")
     k_scales = _scales("k_descale", k_descale, k_cache, q, paged)
     v_scales = _scales("v_descale", v_descale, v_cache, q, paged)
     if (k_scales.mode, k_scales.per_token) != (v_scales.mode, v_scales.per_token):
@@ -511,7 +511,7 @@ def _check_lengths(x, batch: int, capacity: int, appends: bool, device) -> tuple
     if not isinstance(x, int) or isinstance(x, bool) or not 0 <= x <= capacity:
         raise InvalidInputError(
             f"cache_seqlens must be an int32 tensor of shape ({batch},), an integer from 0 to the capacity "
-            f"({capacity}), or None; got {x!r:.40}"
+            f"({capacity}), or None; got {shown(x, 40)}"
         )
     return None, x
 

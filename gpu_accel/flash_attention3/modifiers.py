@@ -35,7 +35,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from gpu_accel.errors import InvalidInputError, UnsupportedError
+from gpu_accel.errors import InvalidInputError, UnsupportedError, shown
 
 _functions: dict[str, Any] = {}
 _keys: dict[int, str] = {}  # by identity: the functions above stay alive
@@ -106,7 +106,7 @@ def modifier(function: Any) -> Modifier:
     if not _is_device_function(function):
         raise InvalidInputError(
             f"score_mod, score_mod_grad and mask_mod are Triton device functions: decorate the function with "
-            f"@triton.jit; got {type(function).__name__} {function!r:.80}"
+            f"@triton.jit; got {type(function).__name__} {shown(function)}"
         )
     _check_interpretable(function)
     key = _key(function)

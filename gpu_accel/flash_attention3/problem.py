@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpu_accel.errors import InvalidInputError, UnsupportedError
+from gpu_accel.errors import InvalidInputError, UnsupportedError, shown
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -82,11 +82,11 @@ def check_number(name: str, x: object, *, zero: str = "") -> float:
         except OverflowError:  # a fraction beyond float64
             x = float("inf")
     if isinstance(x, bool) or not isinstance(x, (int, float)):
-        raise InvalidInputError(f"{name} must be {kind}, a number; got {x!r:.80} of type {type(x).__name__}")
+        raise InvalidInputError(f"{name} must be {kind}, a number; got {shown(x)} of type {type(x).__name__}")
     # comparisons, not math.isfinite: torch.compile with dynamic shapes can trace them. NaN fails both.
     if not (_SMALLEST <= x <= _LARGEST or (zero and x == 0)):
         raise InvalidInputError(
-            f"{name} must be {kind}, a normal float32 number (about 1.2e-38 to 3.4e38); got {x!r:.40}"
+            f"{name} must be {kind}, a normal float32 number (about 1.2e-38 to 3.4e38); got {shown(x, 40)}"
         )
     return float(x)
 
@@ -95,7 +95,7 @@ def check_flag(name: str, x: object) -> bool:
     """x as a bool: True, False, or numpy's."""
     if isinstance(x, bool) or type(x).__name__ in ("bool", "bool_"):
         return bool(x)
-    raise InvalidInputError(f"{name} must be True or False, got {x!r:.80} of type {type(x).__name__}")
+    raise InvalidInputError(f"{name} must be True or False, got {shown(x)} of type {type(x).__name__}")
 
 
 def values_readable(x: Tensor) -> bool:
@@ -123,7 +123,7 @@ def check_sink_values(sinks: Tensor) -> None:
 def check_seed(seed: object) -> int:
     """A seed is an int of 64 bits."""
     if isinstance(seed, bool) or not isinstance(seed, int) or not -(1 << 63) <= seed < 1 << 63:
-        raise InvalidInputError(f"seed must be an integer from -2**63 to 2**63 - 1, got {seed!r:.80}")
+        raise InvalidInputError(f"seed must be an integer from -2**63 to 2**63 - 1, got {shown(seed)}")
     return seed
 
 
@@ -194,7 +194,7 @@ def _bound(name: str, x: object) -> int:
     except TypeError:
         value = None
     if value is None or isinstance(x, bool):
-        raise InvalidInputError(f"{name} must be an integer, -1 or None for no bound, got {x!r:.80}")
+        raise InvalidInputError(f"{name} must be an integer, -1 or None for no bound, got {shown(x)}")
     if value < -1:  # flash-attn takes it for no bound; here it is more likely a mistake
         raise InvalidInputError(f"{name} must be 0 or more, or -1 or None for no bound, got {value}: pass -1")
     return min(value, _NO_BOUND)
@@ -206,7 +206,7 @@ def normalise_window(window_size, causal: bool) -> tuple[int, int]:
         left, right = window_size
     except (TypeError, ValueError):
         raise InvalidInputError(
-            f"window_size is a pair (left, right), for example (-1, -1) for none; got {window_size!r:.80}"
+            f"window_size is a pair (left, right), for example (-1, -1) for none; got {shown(window_size)}"
         ) from None
     left, right = _bound("the left of window_size", left), _bound("the right of window_size", right)
     return left, (0 if check_flag("causal", causal) else right)
@@ -274,7 +274,7 @@ def _check_longest(name: str, x: object) -> None:
         return
     if isinstance(x, Tensor) and x.numel() == 1 and not x.is_floating_point() and not x.is_complex():
         return
-    raise InvalidInputError(f"{name} must be an integer, not negative, or None; got {x!r:.80}")
+    raise InvalidInputError(f"{name} must be an integer, not negative, or None; got {shown(x)}")
 
 
 def check_packed(

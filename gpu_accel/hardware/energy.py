@@ -20,12 +20,13 @@ boards that have them. It does not include the host.
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from gpu_accel.errors import HardwareError, InvalidInputError, UnsupportedError
+from gpu_accel.errors import HardwareError, InvalidInputError, UnsupportedError, shown
 
 STEP = 0.1  # seconds between two movements of the counter, the longest seen
 RESOLUTION = 0.05
@@ -97,8 +98,8 @@ def measure_energy(
         HardwareError: the counter does not move, moves too rarely, or the load draws no more than idle.
     """
     for name, value in (("seconds", seconds), ("resolution", resolution), ("idle_seconds", idle_seconds)):
-        if not (math.isfinite(value) and value > 0):
-            raise InvalidInputError(f"{name} is {value!r}; it must be a finite number above 0")
+        if not 0 < value <= sys.float_info.max:
+            raise InvalidInputError(f"{name} is {shown(value)}; it must be a finite number above 0")
     shortest = max(STEP / resolution, FEWEST_STEPS * STEP)
     if seconds < shortest * (1 - 1e-9):
         raise InvalidInputError(

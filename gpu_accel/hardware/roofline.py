@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from gpu_accel.errors import HardwareError, InvalidInputError, UnsupportedError
+from gpu_accel.errors import HardwareError, InvalidInputError, UnsupportedError, shown
 from gpu_accel.hardware.catalog import Profile, dtype_word, profile
 from gpu_accel.hardware.ceilings import Ceilings, measured_ceilings
 from gpu_accel.hardware.work import attention_bytes, attention_flops, copy_bytes, gemm_bytes, gemm_flops
@@ -39,7 +39,7 @@ class Roofline:
 
     def __post_init__(self) -> None:
         if not 0 < self.scale < math.inf:
-            raise InvalidInputError(f"scale must be a number above 0, got {self.scale!r}")
+            raise InvalidInputError(f"scale must be a number above 0, got {shown(self.scale)}")
 
     def peak(self, dtype: str) -> float:
         """TFLOP/s of dense products."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from gpu_accel.errors import InvalidInputError
+from gpu_accel.errors import InvalidInputError, shown
 from gpu_accel.hardware.catalog import dtype_word
 
 Pass = Literal["forward", "backward"]
@@ -174,7 +174,7 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 def _check_sizes(**sizes: int | None) -> None:
     for name, size in sizes.items():
         if size is not None and not size >= 0:  # also refuses NaN
-            raise InvalidInputError(f"{name} must not be negative, got {size!r}")
+            raise InvalidInputError(f"{name} must not be negative, got {shown(size)}")
 
 
 def _sequences(

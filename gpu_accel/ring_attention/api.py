@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from gpu_accel.errors import GpuAccelError, HardwareError, InvalidInputError
+from gpu_accel.errors import GpuAccelError, HardwareError, InvalidInputError, shown
 from gpu_accel.flash_attention3.backends import check_name
 from gpu_accel.flash_attention3.problem import (
     FLOAT_DTYPES,
@@ -73,12 +73,12 @@ class RingAttention(nn.Module):
     ) -> None:
         super().__init__()
         if not isinstance(layout, str) or layout not in LAYOUTS:
-            raise InvalidInputError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r:.80}")
+            raise InvalidInputError(f"layout must be one of {', '.join(LAYOUTS)}, got {shown(layout)}")
         find_schedule(schedule)
         if num_gpus is not None and (isinstance(num_gpus, bool) or not isinstance(num_gpus, int) or num_gpus < 1):
-            raise InvalidInputError(f"num_gpus must be a whole number from 1 up, got {num_gpus!r:.80}")
+            raise InvalidInputError(f"num_gpus must be a whole number from 1 up, got {shown(num_gpus)}")
         if transport is not None and not isinstance(transport, Transport):
-            raise InvalidInputError(f"transport must be a Transport or None, got {transport!r:.80}")
+            raise InvalidInputError(f"transport must be a Transport or None, got {shown(transport)}")
         simulate = check_flag("simulate", simulate)
         if simulate and (num_gpus is None or transport is not None):
             raise InvalidInputError("simulate=True needs num_gpus, and no transport")
@@ -272,7 +272,7 @@ def shard_sequence(
 ) -> list[Tensor]:
     """The shards of all ranks. `block_size` is the length of each, if it is to be checked or (contiguous) longer."""
     if isinstance(num_devices, bool) or not isinstance(num_devices, int) or num_devices < 1:
-        raise InvalidInputError(f"num_devices must be a whole number from 1 up, got {num_devices!r:.80}")
+        raise InvalidInputError(f"num_devices must be a whole number from 1 up, got {shown(num_devices)}")
     return [
         block_shard(tokens, rank, num_devices, block_size, layout=layout, dim=dim, padding=padding)
         for rank in range(num_devices)
@@ -296,11 +296,11 @@ def block_shard(
     if block_size in (None, cut.local_length):
         return cut.shard(x, rank, dim=dim, padding=padding)
     if isinstance(block_size, bool) or not isinstance(block_size, int):
-        raise InvalidInputError(f"block_size must be a whole number or None, got {block_size!r:.80}")
+        raise InvalidInputError(f"block_size must be a whole number or None, got {shown(block_size)}")
     if layout != "contiguous" or block_size < cut.local_length:
         raise InvalidInputError(
-            f"block_size is {block_size}, but {num_devices} shards of {x.shape[dim]} tokens have {cut.local_length} "
-            f"({layout}); only contiguous shards can be longer"
+            f"block_size is {shown(block_size)}, but {num_devices} shards of {x.shape[dim]} tokens have "
+            f"{cut.local_length} ({layout}); only contiguous shards can be longer"
         )
     longer = make_layout(layout, seqlen=block_size * num_devices, ranks=num_devices)
     shape = list(x.shape)
@@ -314,7 +314,7 @@ def ring_communicate_kv(
     """Send a block to one rank and return the one that comes from another. All ranks of the circle call it."""
     transport = _transport(transport, "transport")
     wrong = [r for r in (src_device, dst_device) if type(r) is not int or not 0 <= r < transport.size]
-    error = InvalidInputError(f"ranks are from 0 to {transport.size - 1}, got {wrong[0]!r:.40}") if wrong else None
+    error = InvalidInputError(f"ranks are from 0 to {transport.size - 1}, got {shown(wrong[0], 40)}") if wrong else None
     message, into = _message(kv_block, transport, "ring_communicate_kv", error)
     transport.exchange(message, into, to=dst_device, source=src_device).wait()
     return into.clone()
@@ -464,13 +464,13 @@ def overlap_comm_compute(communicate: Callable[[], Pending], compute: Callable[[
 def _transport(given: Any, name: str = "devices") -> Transport:
     if given is not None and not isinstance(given, Transport):
         what = "a number of ranks, a transport" if name == "devices" else "a Transport"
-        raise InvalidInputError(f"{name} must be {what} or None, got {given!r:.80}")
+        raise InvalidInputError(f"{name} must be {what} or None, got {shown(given)}")
     return choose_transport() if given is None else given
 
 
 def _check_result(name: str, found: object) -> None:
     if not isinstance(found, tuple | list) or len(found) != 2:
-        raise InvalidInputError(f"{name} must be a pair (o, lse), got {found!r:.80}")
+        raise InvalidInputError(f"{name} must be a pair (o, lse), got {shown(found)}")
     for part, x in zip(("o", "lse"), found, strict=True):
         if error := _wrong_tensor(f"{part} of {name}", x, floating=True):
             raise error

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_accel.errors import GpuAccelError, InvalidInputError, UnsupportedError
+from gpu_accel.errors import GpuAccelError, InvalidInputError, UnsupportedError, shown
 from gpu_accel.flash_attention3.backends import check_name
 from gpu_accel.flash_attention3.problem import check_flag, check_scalars, check_tensors, normalise_window
 from gpu_accel.ring_attention.call import Call
@@ -54,16 +54,16 @@ def check_split(
     """How ranks are grouped and what they send, as far as it can be said without tensors; ranks may be unknown yet."""
     for name, degree in (("ulysses", ulysses), ("inner", inner)):
         if degree is not None and (type(degree) is not int or degree < 1 or (ranks or degree) % degree):
-            raise InvalidInputError(f"{name} must divide the {_number(ranks)} ranks, got {degree!r:.80}")
+            raise InvalidInputError(f"{name} must divide the {_number(ranks)} ranks, got {shown(degree)}")
     if mesh is not None:
         sizes = isinstance(mesh, tuple | list) and len(mesh) == 2 and all(type(n) is int and n > 0 for n in mesh)
         if not sizes or (ranks and mesh[0] * mesh[1] != ranks):  # type: ignore[index]
             raise InvalidInputError(
-                f"mesh must be two sizes whose product is the {_number(ranks)} ranks, got {mesh!r:.80}"
+                f"mesh must be two sizes whose product is the {_number(ranks)} ranks, got {shown(mesh)}"
             )
     if wire not in WIRES:
         known = ", ".join(str(x).removeprefix("torch.") for x in WIRES)
-        raise UnsupportedError(f"wire must be one of {known}, got {wire!r:.80}")
+        raise UnsupportedError(f"wire must be one of {known}, got {shown(wire)}")
 
 
 def _number(ranks: int | None) -> str:
@@ -106,7 +106,7 @@ def make_call(
     check_names(unknown)
     check_tensors(q, k, v, varlen=False)
     if not isinstance(layout, Layout):
-        raise InvalidInputError(f"layout must come from make_layout, got {layout!r:.80}")
+        raise InvalidInputError(f"layout must come from make_layout, got {shown(layout)}")
     rows = layout.local_length
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.shape[1] != rows and not (replicated_q and name == "q"):
@@ -175,7 +175,7 @@ def check_transport(transport: object) -> None:
     """Something through which the other ranks can be reached; without it they cannot be told either."""
     if not isinstance(transport, Transport):
         raise InvalidInputError(
-            f"transport must be a Transport, such as choose_transport() returns, got {transport!r:.80}"
+            f"transport must be a Transport, such as choose_transport() returns, got {shown(transport)}"
         )
 
 

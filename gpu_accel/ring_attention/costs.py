@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from gpu_accel.errors import InvalidInputError
+from gpu_accel.errors import InvalidInputError, shown
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def links(text: str) -> tuple[Link, Link | None]:
     unknown = [name for name in names if name not in LINKS]
     if unknown or len(names) > 2:
         raise InvalidInputError(
-            f"link is {text!r:.60}: one of {', '.join(LINKS)}, or two with a plus for within and between machines, "
-            "such as nvlink+ib400"
+            f"link is {shown(text, 60)}: one of {', '.join(LINKS)}, or two with a plus for within and between "
+            "machines, such as nvlink+ib400"
         )
     return LINKS[names[0]], LINKS[names[1]] if len(names) == 2 else None

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_accel.errors import InvalidInputError, UnsupportedError
+from gpu_accel.errors import InvalidInputError, UnsupportedError, shown
 from gpu_accel.flash_attention3.problem import check_flag, check_number, check_tensors
 from gpu_accel.ring_attention.attention import Window, distributed_attention, told
 from gpu_accel.ring_attention.layouts import make_layout
@@ -113,7 +113,7 @@ def _documents(cu_seqlens: Tensor | Sequence[int], rows: int, ranks: int) -> lis
     found: Any = cu_seqlens.tolist() if hasattr(cu_seqlens, "tolist") else cu_seqlens
     listed = isinstance(found, Sequence) and not isinstance(found, str | bytes)
     if not listed or any(isinstance(x, bool) or not isinstance(x, numbers.Integral) for x in found):
-        raise InvalidInputError(f"cu_seqlens must be a row of whole numbers, got {cu_seqlens!r:.80}")
+        raise InvalidInputError(f"cu_seqlens must be a row of whole numbers, got {shown(cu_seqlens)}")
     ends = [int(x) for x in found]
     lengths = [b - a for a, b in itertools.pairwise(ends)]
     if len(ends) < 2 or ends[0] != 0 or ends[-1] != rows or any(n < 0 or n % 2 for n in lengths):

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpu_accel.errors import InvalidInputError
+from gpu_accel.errors import InvalidInputError, shown
 
 LAYOUTS = ("contiguous", "zigzag", "striped", "documents")
 IGNORE_INDEX = -100  # what torch's cross entropy leaves out
@@ -211,10 +211,10 @@ def make_layout(name: str, *, seqlen: int, ranks: int, documents: Sequence[int] 
         InvalidInputError: unknown name, a length that is no whole number, lengths that do not add up.
     """
     if not isinstance(name, str) or name not in LAYOUTS:
-        raise InvalidInputError(f"layout must be one of {', '.join(LAYOUTS)}, got {name!r:.80}")
+        raise InvalidInputError(f"layout must be one of {', '.join(LAYOUTS)}, got {shown(name)}")
     seqlen, ranks = _whole("seqlen", seqlen, 0), _whole("ranks", ranks, 1)
     if documents is not None and not isinstance(documents, Sequence):
-        raise InvalidInputError(f"documents must be a list of lengths, got {documents!r:.80}")
+        raise InvalidInputError(f"documents must be a list of lengths, got {shown(documents)}")
     lengths = (seqlen,) if documents is None else tuple(_whole("a document's length", n, 0) for n in documents)
     if sum(lengths) != seqlen:
         raise InvalidInputError(f"documents add up to {sum(lengths)} tokens, but seqlen is {seqlen}")
@@ -331,23 +331,23 @@ def sequence_length(name: str, x: object, dim: object) -> int:
     if isinstance(dim, bool) or not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
         raise InvalidInputError(
             f"dim must be a dimension of {name}, from {-x.dim()} to {x.dim() - 1} for shape {tuple(x.shape)}; "
-            f"got {dim!r:.80}"
+            f"got {shown(dim)}"
         )
     return x.shape[dim]
 
 
 def check_padding(padding: object) -> None:
     if not isinstance(padding, int | float):
-        raise InvalidInputError(f"padding must be a number, got {padding!r:.80} of type {type(padding).__name__}")
+        raise InvalidInputError(f"padding must be a number, got {shown(padding)} of type {type(padding).__name__}")
 
 
 def _whole(name: str, x: object, least: int) -> int:
     if isinstance(x, bool) or not isinstance(x, int) or x < least:
-        raise InvalidInputError(f"{name} must be a whole number from {least} up, got {x!r:.80}")
+        raise InvalidInputError(f"{name} must be a whole number from {least} up, got {shown(x)}")
     return x
 
 
 def _checked_rank(rank: int, ranks: int) -> int:
     if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < ranks:
-        raise InvalidInputError(f"rank must be from 0 to {ranks - 1}, got {rank!r:.80}")
+        raise InvalidInputError(f"rank must be from 0 to {ranks - 1}, got {shown(rank)}")
     return rank

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpu_accel.errors import InvalidInputError, UnsupportedError
+from gpu_accel.errors import InvalidInputError, UnsupportedError, shown
 from gpu_accel.ring_attention.plan import CANDIDATES, Setup, _memory, plan
 
 
@@ -27,9 +27,9 @@ def longest(
         InvalidInputError: as `plan`, or a schedule that is not there.
     """
     if schedule not in CANDIDATES:
-        raise InvalidInputError(f"schedule must be one of {', '.join(CANDIDATES)}, got {schedule!r:.40}")
+        raise InvalidInputError(f"schedule must be one of {', '.join(CANDIDATES)}, got {shown(schedule, 40)}")
     if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
-        raise InvalidInputError(f"multiple must be a whole number from 1 up, got {multiple!r:.40}")
+        raise InvalidInputError(f"multiple must be a whole number from 1 up, got {shown(multiple, 40)}")
     question = {"gpus": gpus, "heads": heads, "kv_heads": kv_heads, "memory_gb": memory_gb, **options}
     try:
         checked = plan(seq=1, **question).setup  # says what is wrong with them

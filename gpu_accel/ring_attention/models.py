@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_accel.errors import InvalidInputError, UnsupportedError
+from gpu_accel.errors import InvalidInputError, UnsupportedError, shown
 from gpu_accel.ring_attention.attention import distributed_attention, gather_sequence
 from gpu_accel.ring_attention.layouts import IGNORE_INDEX, Layout
 from gpu_accel.ring_attention.transport import Transport
@@ -98,7 +98,7 @@ def context_parallel(
         UnsupportedError: a model that cannot be given another attention, or with layers that cannot run on a shard.
     """
     if gradients not in ("sum", "mean"):
-        raise InvalidInputError(f"gradients must be 'sum' or 'mean', got {gradients!r:.40}")
+        raise InvalidInputError(f"gradients must be 'sum' or 'mean', got {shown(gradients, 40)}")
     if layout.ranks != transport.size:
         raise InvalidInputError(f"the layout is for {layout.ranks} ranks, but the transport has {transport.size}")
     if not hasattr(model, "set_attn_implementation"):

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from gpu_accel.errors import InvalidInputError, UnsupportedError
+from gpu_accel.errors import InvalidInputError, UnsupportedError, shown
 from gpu_accel.ring_attention import costs
 from gpu_accel.ring_attention.costs import Link, links
 from gpu_accel.ring_attention.sizes import default_degree, default_inner, default_mesh, share_heads
@@ -231,18 +231,18 @@ def plan(
     for name, x in numbers.items():
         most = MOST.get(name, 2**40)
         if isinstance(x, bool) or not isinstance(x, int) or x < 1:
-            raise InvalidInputError(f"{name} must be a whole number from 1 up, got {x!r:.40}")
+            raise InvalidInputError(f"{name} must be a whole number from 1 up, got {shown(x, 40)}")
         if x > most:
             raise InvalidInputError(f"{name} must be at most {most:,}, got {x:,}")
     for name, flag in (("causal", causal), ("backward", backward), ("documents", documents)):
         if not isinstance(flag, bool):
-            raise InvalidInputError(f"{name} must be True or False, got {flag!r:.40}")
+            raise InvalidInputError(f"{name} must be True or False, got {shown(flag, 40)}")
     if heads % kv_heads:
         raise InvalidInputError(f"heads ({heads}) must be a multiple of kv_heads ({kv_heads})")
     if merge not in MERGES:
-        raise InvalidInputError(f"merge must be one of {', '.join(MERGES)}, got {merge!r:.40}")
+        raise InvalidInputError(f"merge must be one of {', '.join(MERGES)}, got {shown(merge, 40)}")
     if isinstance(memory_gb, bool) or not isinstance(memory_gb, int | float) or not 0 < memory_gb < 1e6:
-        raise InvalidInputError(f"memory_gb must be a positive number, got {memory_gb!r:.40}")
+        raise InvalidInputError(f"memory_gb must be a positive number, got {shown(memory_gb, 40)}")
     setup = Setup(
         seq=seq, heads=heads, kv_heads=kv_heads, gpus=gpus, head_dim=head_dim, batch=batch, causal=causal,
         backward=backward, link=link, gpus_per_node=gpus_per_node, memory_gb=float(memory_gb), merge=merge,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_accel.errors import InvalidInputError
+from gpu_accel.errors import InvalidInputError, shown
 from gpu_accel.ring_attention.attention import make_call
 from gpu_accel.ring_attention.layouts import Layout
 from gpu_accel.ring_attention.schedules import kv_ring
@@ -63,7 +63,7 @@ class Replay:
     ) -> None:
         self.call = make_call(q, k, v, layout, **options)
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < layout.ranks:
-            raise InvalidInputError(f"rank must be a whole number from 0 to {layout.ranks - 1}, got {rank!r:.40}")
+            raise InvalidInputError(f"rank must be a whole number from 0 to {layout.ranks - 1}, got {shown(rank, 40)}")
         self.tensors, self.rank, self.keys = (q, k, v), rank, keys
 
     def forward(self) -> tuple[Tensor, Tensor]:

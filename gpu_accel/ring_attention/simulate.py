@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from gpu_accel.errors import InvalidInputError
+from gpu_accel.errors import InvalidInputError, shown
 from gpu_accel.flash_attention3.problem import check_flag, check_tensors
 from gpu_accel.ring_attention import attention
 from gpu_accel.ring_attention.layouts import make_layout
@@ -36,10 +36,10 @@ def simulate(function: Callable[[LocalTransport], T], ranks: int, *, world: Worl
         Whatever the first rank to fail raised; the other ranks end with CommunicationError.
     """
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
-        raise InvalidInputError(f"ranks must be a whole number from 1 up, got {ranks!r:.80}")
+        raise InvalidInputError(f"ranks must be a whole number from 1 up, got {shown(ranks)}")
     world = World(ranks) if world is None else world
     if not isinstance(world, World):
-        raise InvalidInputError(f"world must be a World or None, got {world!r:.80}")
+        raise InvalidInputError(f"world must be a World or None, got {shown(world)}")
     if world.size != ranks:
         raise InvalidInputError(f"the world has {world.size} ranks, not {ranks}")
     results: dict[int, T] = {}

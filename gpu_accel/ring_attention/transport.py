@@ -25,7 +25,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from gpu_accel.errors import HardwareError, InvalidInputError, UnsupportedError
+from gpu_accel.errors import HardwareError, InvalidInputError, UnsupportedError, shown
 from gpu_accel.flash_attention3.problem import check_number
 from gpu_accel.ring_attention.faults import CommunicationError, compare_statements
 
@@ -385,7 +385,7 @@ def check_group(group: object) -> None:
 
     outside = group is dist.GroupMember.NON_GROUP_MEMBER  # what new_group returns to those that are not in it
     if not (group is None or outside or isinstance(group, dist.ProcessGroup)):
-        raise InvalidInputError(f"group must be a process group of torch.distributed or None, got {group!r:.80}")
+        raise InvalidInputError(f"group must be a process group of torch.distributed or None, got {shown(group)}")
 
 
 def _check_contiguous(x: Tensor) -> None:

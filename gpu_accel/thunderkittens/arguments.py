@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from gpu_accel.errors import InvalidInputError
+from gpu_accel.errors import InvalidInputError, shown
 from gpu_accel.flash_attention3.problem import FLOAT_DTYPES, check_strided, values_readable
 
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
@@ -74,14 +74,6 @@ def check_values(name: str, x: Tensor, least: int, most: int, what: str) -> None
     low, high = (int(n) for n in x.long().aminmax())
     if low < least or high > most:
         raise InvalidInputError(f"{name} must be from {least} to {most} ({what}), got {low if low < least else high}")
-
-
-def shown(x: object) -> str:
-    """x for a message; Python does not write integers of thousands of digits."""
-    try:
-        return f"{x!r:.80}"
-    except ValueError:
-        return "an integer of thousands of digits"
 
 
 def real(name: str, x: object, least: float = -math.inf) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gpu_accel.errors import InvalidInputError
+from gpu_accel.errors import InvalidInputError, shown
 from gpu_accel.flash_attention3.launch import launch, next_power_of_2
 from gpu_accel.flash_attention3.problem import check_flag
 from gpu_accel.flash_attention3.rotary import apply_rotary
@@ -84,7 +84,7 @@ def rotary(
           f"{tuple(cos.shape)} and {tuple(sin.shape)}")  # fmt: skip
     _need(2 * cos.shape[1] <= x.shape[3], f"rotary_dim {2 * cos.shape[1]} is more than the {x.shape[3]} dimensions")
     interleaved = check_flag("interleaved", interleaved)
-    _need(isinstance(start, int) and not isinstance(start, bool), f"start must be an integer, got {start!r:.80}")
+    _need(isinstance(start, int) and not isinstance(start, bool), f"start must be an integer, got {shown(start)}")
     _need(start >= 0 and start + x.shape[1] <= cos.shape[0],
           f"positions {start} to {start + x.shape[1] - 1} need tables of that length, got {cos.shape[0]}")  # fmt: skip
     _need(offsets is None or offsets.shape == x.shape[:1], "offsets must be (batch,) integers")

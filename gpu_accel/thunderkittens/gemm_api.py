@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gpu_accel.compat import INTERPRET
-from gpu_accel.errors import InvalidInputError, UnsupportedError
+from gpu_accel.errors import InvalidInputError, UnsupportedError, shown
 from gpu_accel.flash_attention3.problem import FLOAT_DTYPES
 from gpu_accel.thunderkittens import gemm_fp8, gemm_hopper, gemm_portable, gemm_skinny
 from gpu_accel.thunderkittens.arguments import check_tensors
@@ -133,7 +133,7 @@ def _validate(a, b, bias, activation: str, out_dtype, tile_size: int, scale_a=No
     if bias is not None and (bias.shape != b.shape[1:] or bias.dtype not in FLOAT_DTYPES):
         raise InvalidInputError(f"bias must be ({b.shape[1]},) floats, got {tuple(bias.shape)} {bias.dtype}")
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
-        raise InvalidInputError(f"activation is {activation!r:.80}; choose one of {', '.join(ACTIVATIONS)}")
+        raise InvalidInputError(f"activation is {shown(activation)}; choose one of {', '.join(ACTIVATIONS)}")
     if gemm_fp8.takes(a, b):
         gemm_fp8.validate(a, b, bias, scale_a, scale_b, out_dtype)
     elif scale_a is not None or scale_b is not None:

@@ -18,10 +18,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gpu_accel.errors import HardwareError, InvalidInputError, UnsupportedError
+from gpu_accel.errors import HardwareError, InvalidInputError, UnsupportedError, shown
 from gpu_accel.flash_attention3.problem import check_flag
 from gpu_accel.thunderkittens import chunked, reference, walk_hopper
-from gpu_accel.thunderkittens.arguments import check_cu_seqlens, check_tensors, integer, real, shown
+from gpu_accel.thunderkittens.arguments import check_cu_seqlens, check_tensors, integer, real
 
 BACKENDS = ("auto", "portable", "reference")
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -304,7 +304,7 @@ def retention_decay(heads: int, device: torch.device | str = "cpu") -> Tensor:
             device = torch.device(device)
         except (RuntimeError, TypeError, ValueError) as error:
             raise InvalidInputError(
-                f"device must be one of torch's, as 'cuda' or 'cpu', got {device!r:.80}"
+                f"device must be one of torch's, as 'cuda' or 'cpu', got {shown(device)}"
             ) from error
         if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
             raise HardwareError(f"there is no {device} here ({torch.cuda.device_count()} CUDA devices)")

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_accel.errors import InvalidInputError, UnsupportedError
+from gpu_accel.errors import InvalidInputError, UnsupportedError, shown
 from gpu_accel.flash_attention3.launch import launch
 from gpu_accel.flash_attention3.problem import FLOAT_DTYPES, check_flag
 from gpu_accel.thunderkittens import fft_kernels
@@ -147,7 +147,7 @@ class FlashFFTConv(torch.nn.Module):
         _need(dtype is None or dtype in FLOAT_DTYPES, f"dtype must be a floating torch.dtype or None, got {dtype!r}")
         self.keep_spectrum = check_flag("keep_spectrum", keep_spectrum)
         if not isinstance(seqlen, int) or seqlen not in SIZES:
-            raise UnsupportedError(f"transforms of {', '.join(map(str, SIZES))} are made, not of {seqlen!r:.80}")
+            raise UnsupportedError(f"transforms of {', '.join(map(str, SIZES))} are made, not of {shown(seqlen)}")
         self.seqlen, self.dtype, self.backend = seqlen, dtype, backend
         self._kept: tuple[weakref.ref, int, Tensor] | None = None
 

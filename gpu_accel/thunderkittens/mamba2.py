@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_accel.errors import InvalidInputError
-from gpu_accel.thunderkittens.arguments import check_tensors, shown
+from gpu_accel.errors import InvalidInputError, shown
+from gpu_accel.thunderkittens.arguments import check_tensors
 from gpu_accel.thunderkittens.linear import _flags, _need, linear_attention
 
 _CHUNKS = (16, 32, 64)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gpu_accel.errors import InvalidInputError, UnsupportedError
+from gpu_accel.errors import InvalidInputError, UnsupportedError, shown
 from gpu_accel.flash_attention3.problem import check_flag, check_strided
 
 __all__ = [
     "check_between", "check_bias", "check_choice", "check_first", "check_flag", "check_floats", "check_no_gradient",
     "check_one_device", "check_params_dtype", "check_rows", "check_size", "check_strided",
 ]  # fmt: skip
+LARGEST = sys.float_info.max
 PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -60,7 +62,7 @@ def check_choice(name: str, x: Any, choices: Iterable[str]) -> str:
     """A text out of some. What cannot be hashed or compared is refused like any other."""
     allowed = tuple(choices)
     if not isinstance(x, str) or x not in allowed:
-        raise InvalidInputError(f"{name} must be one of {', '.join(allowed)}, got {x!r:.80}")
+        raise InvalidInputError(f"{name} must be one of {', '.join(allowed)}, got {shown(x)}")
     return x
 
 
@@ -75,25 +77,25 @@ def check_no_gradient(**tensors: Tensor | None) -> None:
 
 
 def check_size(name: str, n: Any) -> int:
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise InvalidInputError(f"{name} must be a positive integer, got {n!r:.80}")
+    if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n < 2**63:
+        raise InvalidInputError(f"{name} must be a positive integer, got {shown(n)}")
     return n
 
 
 def check_between(name: str, x: Any, low: float, high: float = math.inf) -> float:
     """A finite number from low to high."""
-    if isinstance(x, bool) or not isinstance(x, int | float) or not low <= x <= high or x == math.inf:
+    if isinstance(x, bool) or not isinstance(x, int | float) or not low <= x <= min(high, LARGEST):
         upper = "up" if high == math.inf else f"to {high:g}"
-        raise InvalidInputError(f"{name} must be a number from {low:g} {upper}, got {x!r:.80}")
+        raise InvalidInputError(f"{name} must be a number from {low:g} {upper}, got {shown(x)}")
     return float(x)
 
 
 def check_first(first: Any) -> None:
     if first is not None and not isinstance(first, bool):
-        raise InvalidInputError(f"is_first_microbatch must be True, False or None, got {first!r:.80}")
+        raise InvalidInputError(f"is_first_microbatch must be True, False or None, got {shown(first)}")
 
 
 def check_params_dtype(dtype: Any) -> None:
     if dtype is not None and dtype not in PARAMETER_DTYPES:
         allowed = ", ".join(str(d).removeprefix("torch.") for d in PARAMETER_DTYPES)
-        raise InvalidInputError(f"params_dtype must be a torch.dtype out of {allowed}, or None, got {dtype!r:.80}")
+        raise InvalidInputError(f"params_dtype must be a torch.dtype out of {allowed}, or None, got {shown(dtype)}")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from gpu_accel.errors import InvalidInputError
+from gpu_accel.errors import InvalidInputError, shown
 from gpu_accel.transformer_engine.checks import check_bias, check_choice, check_floats, check_one_device, check_size
 from gpu_accel.transformer_engine.context import check_recipe
 from gpu_accel.transformer_engine.linear import Linear
@@ -51,9 +51,9 @@ def convert(
     """
     check_recipe(recipe)
     if filter is not None and not callable(filter):
-        raise InvalidInputError(f"filter must be a function of a name and a layer, or None, got {filter!r:.80}")
+        raise InvalidInputError(f"filter must be a function of a name and a layer, or None, got {shown(filter)}")
     if backend not in BACKENDS:
-        raise InvalidInputError(f"backend of a layer must be one of {', '.join(BACKENDS)}, got {backend!r:.80}")
+        raise InvalidInputError(f"backend of a layer must be one of {', '.join(BACKENDS)}, got {shown(backend)}")
     if not isinstance(model, nn.Module):
         raise InvalidInputError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     wanted = filter if filter is not None else lambda name, _: name.rsplit(".", 1)[-1] not in ("lm_head", "head")

@@ -35,7 +35,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gpu_accel.errors import InvalidInputError
+from gpu_accel.errors import InvalidInputError, shown
 
 Rounding = Literal["nearest", "stochastic"]
 Special = Literal["ieee", "fn", "fnuz", "none", "scale"]
@@ -314,7 +314,7 @@ def random_words(count: int, seed: int, stream: int = 0, device: torch.device | 
 def check_seed(seed: int) -> int:
     """A seed between 0 and 2**63 - 1, as Triton takes it."""
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 63:
-        raise InvalidInputError(f"a seed must be an integer from 0 to 2**63 - 1, got {seed!r}")
+        raise InvalidInputError(f"a seed must be an integer from 0 to 2**63 - 1, got {shown(seed)}")
     return seed
 
 

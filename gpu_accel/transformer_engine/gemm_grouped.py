@@ -22,7 +22,7 @@ import triton
 from torch import Tensor
 
 from gpu_accel.compat import INTERPRET
-from gpu_accel.errors import HardwareError, InvalidInputError, UnsupportedError
+from gpu_accel.errors import HardwareError, InvalidInputError, UnsupportedError, shown
 from gpu_accel.flash_attention3.launch import capability, launch
 from gpu_accel.transformer_engine import hopper_gemm
 from gpu_accel.transformer_engine.checks import check_no_gradient, check_one_device, check_strided
@@ -82,7 +82,7 @@ def group_room(counts: Tensor, room: int) -> Tensor:
     """
     _check_counts("counts", counts)
     if isinstance(room, bool) or not isinstance(room, int) or room < BLOCK or room % BLOCK:
-        raise InvalidInputError(f"room must be a multiple of {BLOCK}, got {room!r:.80}")
+        raise InvalidInputError(f"room must be a multiple of {BLOCK}, got {shown(room)}")
     if _readable(counts) and bool(((counts < 0) | (counts.long() > room)).any()):
         raise InvalidInputError(f"counts must be from 0 to room, {room}, got {counts.tolist()}")
     block = torch.arange(0, room, BLOCK, device=counts.device)

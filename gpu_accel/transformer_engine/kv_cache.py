@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu_accel.errors import InvalidInputError
+from gpu_accel.errors import InvalidInputError, shown
 from gpu_accel.flash_attention3.launch import launch
 from gpu_accel.transformer_engine import codec, formats, reference, scales
 from gpu_accel.transformer_engine.checks import check_choice
@@ -199,7 +199,7 @@ def quantize_kv_cache(
     check_choice("dtype", dtype, ELEMENTS)
     check_choice("granularity", granularity, GRANULARITIES)
     if isinstance(page_size, bool) or not isinstance(page_size, int) or page_size < 1:
-        raise InvalidInputError(f"page_size must be a positive integer, got {page_size!r}")
+        raise InvalidInputError(f"page_size must be a positive integer, got {shown(page_size)}")
     for name, x in (("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.dim() != 4:
             raise InvalidInputError(f"{name} must be a tensor (batch, seqlen, heads, head_dim)")

@@ -28,7 +28,7 @@ import torch
 import triton
 from torch import Tensor
 
-from gpu_accel.errors import InvalidInputError, UnsupportedError
+from gpu_accel.errors import InvalidInputError, UnsupportedError, shown
 from gpu_accel.flash_attention3.launch import launch
 from gpu_accel.transformer_engine import formats
 from gpu_accel.transformer_engine.checks import check_between
@@ -103,7 +103,7 @@ def _check_numbers(group: Mapping[str, Any]) -> None:
     betas = group["betas"]
     good = isinstance(betas, tuple | list) and len(betas) == 2
     if not good or not all(isinstance(b, int | float) and not isinstance(b, bool) and 0 <= b < 1 for b in betas):
-        raise InvalidInputError(f"betas must be two numbers from 0 to below 1, got {betas!r:.80}")
+        raise InvalidInputError(f"betas must be two numbers from 0 to below 1, got {shown(betas)}")
 
 
 class _EightBit(torch.optim.Optimizer):
@@ -120,9 +120,9 @@ class _EightBit(torch.optim.Optimizer):
         if not isinstance(bf16_stochastic_rounding, bool):
             raise InvalidInputError(f"bf16_stochastic_rounding must be True or False, got {bf16_stochastic_rounding!r}")
         if isinstance(min_8bit_size, bool) or not isinstance(min_8bit_size, int) or min_8bit_size < 0:
-            raise InvalidInputError(f"min_8bit_size must be a whole number, not negative, got {min_8bit_size!r}")
+            raise InvalidInputError(f"min_8bit_size must be a whole number, not negative, got {shown(min_8bit_size)}")
         if backend not in BACKENDS:
-            raise InvalidInputError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r:.80}")
+            raise InvalidInputError(f"backend must be one of {', '.join(BACKENDS)}, got {shown(backend)}")
         self.bf16_stochastic_rounding, self.min_8bit_size, self.backend = (
             bf16_stochastic_rounding, min_8bit_size, backend,
         )  # fmt: skip
@@ -139,7 +139,7 @@ class _EightBit(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; numbers of a group are checked as the optimizer's own, and unknown keys are refused."""
         if not isinstance(param_group, dict) or "params" not in param_group:
-            raise InvalidInputError(f"a group must be a dictionary with params, got {param_group!r:.80}")
+            raise InvalidInputError(f"a group must be a dictionary with params, got {shown(param_group)}")
         own = ["lr", "betas", "weight_decay", *(() if self.LION else ("eps",))]
         if unknown := [key for key in param_group if key not in (*own, *_LABELS)]:
             raise InvalidInputError(

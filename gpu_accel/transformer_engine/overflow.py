@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpu_accel.errors import InvalidInputError
+from gpu_accel.errors import InvalidInputError, shown
 from gpu_accel.transformer_engine.context import process_group
 from gpu_accel.transformer_engine.delayed import Histories
 from gpu_accel.transformer_engine.linear import Linear
@@ -43,7 +43,7 @@ class OverflowGuard:
     ) -> None:  # fmt: skip
         for name, value in (("backoff", backoff), ("limit", limit)):
             if isinstance(value, bool) or not isinstance(value, int) or value < (name == "limit"):
-                raise InvalidInputError(f"{name} must be a whole number, not negative, got {value!r}")
+                raise InvalidInputError(f"{name} must be a whole number, not negative, got {shown(value)}")
         self.model, self.optimizer, self.backoff, self.limit = model, optimizer, backoff, limit
         self.group = process_group(group)
         self.skipped = 0

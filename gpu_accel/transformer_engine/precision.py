@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpu_accel.errors import InvalidInputError
+from gpu_accel.errors import InvalidInputError, shown
 from gpu_accel.hardware import profile
 from gpu_accel.transformer_engine.checks import check_size
 from gpu_accel.transformer_engine.context import autocast
@@ -65,7 +65,7 @@ class PrecisionReport:
         found = next((layer for layer in self.layers if layer.name == name), None)
         if found is None:
             ran = ", ".join(repr(layer.name) for layer in self.layers)
-            raise InvalidInputError(f"no layer {name!r:.80} ran; there are {ran}")
+            raise InvalidInputError(f"no layer {shown(name)} ran; there are {ran}")
         return found
 
     def recommended(self, name: str) -> str:
@@ -154,7 +154,7 @@ def precision_report(
         raise InvalidInputError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     check_size("rows", rows)
     if isinstance(max_error, bool) or not isinstance(max_error, int | float) or not max_error > 0:
-        raise InvalidInputError(f"max_error must be a positive number, got {max_error!r:.80}")
+        raise InvalidInputError(f"max_error must be a positive number, got {shown(max_error)}")
     if not isinstance(batch, Tensor | tuple | Mapping):
         raise InvalidInputError(
             f"batch must be a tensor, a tuple of arguments or a dictionary of keywords, got {type(batch).__name__}: "

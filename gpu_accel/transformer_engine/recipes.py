@@ -18,7 +18,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from gpu_accel.errors import InvalidInputError
+from gpu_accel.errors import InvalidInputError, shown
 from gpu_accel.transformer_engine import scales
 from gpu_accel.transformer_engine.quantizer import quantize
 from gpu_accel.transformer_engine.schemes import Scheme
@@ -112,7 +112,7 @@ class DelayedScaling(Recipe):
         scales.check_margin(self.margin)
         length = self.amax_history_len
         if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-            raise InvalidInputError(f"amax_history_len must be a whole number from 1 up, got {length!r}")
+            raise InvalidInputError(f"amax_history_len must be a whole number from 1 up, got {shown(length)}")
 
     def scheme(self, role: Role = "input") -> Scheme:
         self._check(role)
@@ -186,7 +186,8 @@ class Float8BlockScaling(Recipe):
         _check_format(self.fp8_format)
         for name in ("x_block_scaling_dim", "w_block_scaling_dim", "grad_block_scaling_dim"):
             if getattr(self, name) not in (1, 2):
-                raise InvalidInputError(f"{name} must be 1 (1 x 128) or 2 (128 x 128), got {getattr(self, name)}")
+                got = shown(getattr(self, name))
+                raise InvalidInputError(f"{name} must be 1 (1 x 128) or 2 (128 x 128), got {got}")
 
     def scheme(self, role: Role = "input") -> Scheme:
         self._check(role)

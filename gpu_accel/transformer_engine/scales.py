@@ -30,7 +30,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gpu_accel.errors import InvalidInputError
+from gpu_accel.errors import InvalidInputError, shown
 from gpu_accel.transformer_engine.formats import E8M0, FORMATS, UE4M3, decode, encode
 from gpu_accel.transformer_engine.schemes import Scheme
 
@@ -140,7 +140,7 @@ def nvfp4_inverse(codes: Tensor, encode_scale: Tensor) -> Tensor:
 def check_margin(margin: int) -> None:
     """A margin is a power of two within the range of float32."""
     if isinstance(margin, bool) or not isinstance(margin, int) or not -126 <= margin <= 127:
-        raise InvalidInputError(f"margin must be a whole number from -126 to 127, got {margin!r}")
+        raise InvalidInputError(f"margin must be a whole number from -126 to 127, got {shown(margin)}")
 
 
 def update_history(history: Tensor, amax: Tensor, scale: Tensor, *, largest: float, margin: int = 0,
@@ -214,7 +214,7 @@ def unswizzle_scales(flat: Tensor, rows: int, cols: int, *, layout: str = "128x4
         raise InvalidInputError(f"flat must be a tensor of bytes, got {getattr(flat, 'dtype', type(flat).__name__)}")
     for name, size in (("rows", rows), ("cols", cols)):
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-            raise InvalidInputError(f"{name} must be an integer from 0 up, got {size!r:.80}")
+            raise InvalidInputError(f"{name} must be an integer from 0 up, got {shown(size)}")
     down, across = _swizzle_shape(rows, cols, tile)
     if flat.numel() != down * across * tile * 4:
         raise InvalidInputError(

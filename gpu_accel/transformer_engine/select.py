@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from gpu_accel.errors import InvalidInputError, UnsupportedError
+from gpu_accel.errors import InvalidInputError, UnsupportedError, shown
 from gpu_accel.hardware import Profile, Roofline, gemm_flops, profile
 
 # precision -> (peak of the profile that it needs, scheme, bytes of a value, first NVIDIA compute capability with units)
@@ -122,7 +122,7 @@ def dynamic_precision_select(
     if any(isinstance(s, bool) or not isinstance(s, int) or s < 1 for s in sizes):
         raise InvalidInputError(f"m, n and k must be positive integers, got {sizes}")
     if isinstance(max_error, bool) or not isinstance(max_error, int | float) or not max_error > 0:
-        raise InvalidInputError(f"max_error must be a positive number, got {max_error!r:.80}")
+        raise InvalidInputError(f"max_error must be a positive number, got {shown(max_error)}")
     gpu = profile(hardware)
     if name in tuple(SENSITIVE):  # compared, not hashed: it may be anything
         return PrecisionChoice("fp32", "", f"{name} stays in float32: {SENSITIVE[name]}", {}, {})

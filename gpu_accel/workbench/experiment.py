@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from gpu_accel.errors import InvalidInputError
+from gpu_accel.errors import InvalidInputError, shown
 from gpu_accel.workbench.invariants import COLD_L2
 
 Scalar = str | int | float | bool
@@ -52,10 +52,10 @@ class Settings:
         if self.mode not in ("burst", "sustained"):
             raise InvalidInputError(f"mode is {self.mode!r}; choose 'burst' or 'sustained'")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < SEEDS:
-            raise InvalidInputError(f"seed is {_short(self.seed)}; it must be an integer from 0 to 2**63 - 1")
+            raise InvalidInputError(f"seed is {shown(self.seed)}; it must be an integer from 0 to 2**63 - 1")
         if not _is_number(self.seconds) or not 0 < self.seconds < math.inf:
             raise InvalidInputError(
-                f"seconds is {_short(self.seconds)}; it must be a positive finite number, for example 0.25"
+                f"seconds is {shown(self.seconds)}; it must be a positive finite number, for example 0.25"
             )
         if not _is_number(self.noise) or not 0 < self.noise < 1:
             raise InvalidInputError(f"noise is {self.noise!r}; it must lie between 0 and 1, for example 0.01")
@@ -87,12 +87,12 @@ class Check:
             TypeError: it is no Check, or a field has the wrong type.
         """
         if not isinstance(check, cls):
-            raise TypeError(f"the check returned {_short(check)}, not a Check")
+            raise TypeError(f"the check returned {shown(check)}, not a Check")
         for name in ("error", "bound"):
             if not _is_number(getattr(check, name)):
-                raise TypeError(f"the {name} of the check is {_short(getattr(check, name))}, not a number")
+                raise TypeError(f"the {name} of the check is {shown(getattr(check, name))}, not a number")
         if not isinstance(check.metric, str):
-            raise TypeError(f"the metric of the check is {_short(check.metric)}, not a string")
+            raise TypeError(f"the metric of the check is {shown(check.metric)}, not a string")
         return cls(float(check.error), float(check.bound), check.metric)
 
     def as_dict(self) -> dict[str, float | str]:
@@ -286,7 +286,7 @@ def parse_shape(
     )
 
     def wrong(why: str) -> InvalidInputError:
-        return InvalidInputError(f"cannot read shape {_short(text)}: {why}. Examples: {examples}")
+        return InvalidInputError(f"cannot read shape {shown(text)}: {why}. Examples: {examples}")
 
     shape: dict[str, int | bool] = {}
     if "=" not in text:
@@ -310,10 +310,10 @@ def parse_shape(
         parsed = _size_or_switch(value.strip().lower())
         if parsed is None or isinstance(parsed, bool) != (key in SWITCHES):
             raise wrong(
-                f"{key} is {_short(value.strip())}, not {'true or false' if key in SWITCHES else 'a positive integer'}"
+                f"{key} is {shown(value.strip())}, not {'true or false' if key in SWITCHES else 'a positive integer'}"
             )
         if parsed > LARGEST_SIZE:
-            raise wrong(f"{key} is {_short(value.strip())}, above the largest size, 2**40")
+            raise wrong(f"{key} is {shown(value.strip())}, above the largest size, 2**40")
         shape[key] = parsed
     if "seqlen" in shape and (twice := [key for key in ("seqlen_q", "seqlen_k") if key in shape]):
         raise wrong(f"seqlen sets seqlen_q and seqlen_k, so {' and '.join(twice)} cannot be given beside it")
@@ -335,12 +335,3 @@ def _size_or_switch(word: str) -> int | bool | None:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
-def _short(value: object) -> str:
-    """A value as an error shows it: enough to recognise it by."""
-    try:
-        text = repr(value)
-    except Exception:  # such as an integer of more digits than Python prints
-        return f"a value of type {type(value).__name__}"
-    return text if len(text) <= 80 else f"{text[:77]}..."

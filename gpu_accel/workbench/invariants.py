@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NoReturn
 
-from gpu_accel.errors import InvalidInputError
+from gpu_accel.errors import InvalidInputError, shown
 
 if TYPE_CHECKING:
     from gpu_accel.workbench.records import Record
@@ -82,38 +82,38 @@ class Invariants:
         r = self.r
         self.require(r.kind in KINDS, f"kind must be one of {KINDS}")
         if not (type(r.schema) is int and r.schema == SCHEMA):
-            self.refuse(f"schema must be {SCHEMA}, not {short(r.schema)}")
+            self.refuse(f"schema must be {SCHEMA}, not {shown(r.schema)}")
         for name in ("paper", "experiment", "impl", "metric", "unit"):
             text = getattr(r, name)
             if not (isinstance(text, str) and text):
-                self.refuse(f"{name} must be a non-empty string, not {short(text)}")
+                self.refuse(f"{name} must be a non-empty string, not {shown(text)}")
         for name in TEXTS:
             if not isinstance(getattr(r, name), str):
-                self.refuse(f"{name} must be a string, not {short(getattr(r, name))}")
+                self.refuse(f"{name} must be a string, not {shown(getattr(r, name))}")
         for name in ("case", "work", "ratio_to", "env", "timing", *(["checked"] if r.checked is not None else [])):
             table = getattr(r, name)
             if not isinstance(table, dict):
-                self.refuse(f"{name} must be a dict, not {short(table)}")
+                self.refuse(f"{name} must be a dict, not {shown(table)}")
             if not all(isinstance(key, str) for key in table):
-                self.refuse(f"{name} must have strings as keys, not {short(table)}")
+                self.refuse(f"{name} must have strings as keys, not {shown(table)}")
         for key, value in r.case.items():
             if not isinstance(value, Scalar):
-                self.refuse(f"case[{key!r}] must be a string, number or boolean, not {short(value)}")
+                self.refuse(f"case[{key!r}] must be a string, number or boolean, not {shown(value)}")
         if not isinstance(r.dirty, bool):
-            self.refuse(f"dirty must be true or false, not {short(r.dirty)}")
+            self.refuse(f"dirty must be true or false, not {shown(r.dirty)}")
         try:
             offset = r.when.utcoffset()
         except (TypeError, ValueError):
             offset = None
         if offset is None or offset:
-            self.refuse(f"time must be ISO 8601 in UTC, not {short(r.time)}")
+            self.refuse(f"time must be ISO 8601 in UTC, not {shown(r.time)}")
 
     def numbers(self) -> None:
         r = self.r
         for name in ("median", "p20", "p80"):
             value = getattr(r, name)
             if not (value is None or is_finite(value)):
-                self.refuse(f"{name} must be a finite number, not {short(value)}")
+                self.refuse(f"{name} must be a finite number, not {shown(value)}")
         self.require(all(is_finite(s) for s in r.samples), "every sample must be a finite number")
         self.require(all(is_finite(w) and w >= 0 for w in r.work.values()), "work must be numbers >= 0")
         self.require((r.p20 is None) == (r.p80 is None), "p20 and p80 go together")
@@ -126,18 +126,18 @@ class Invariants:
         if r.metric in NEVER_NEGATIVE or r.unit == "bytes":
             values = [value for value in (r.median, r.p20, *r.samples) if value is not None]
             if not min(values, default=0) >= 0:
-                self.refuse(f"{r.metric} in {r.unit} cannot be negative: {short(r.median)}")
+                self.refuse(f"{r.metric} in {r.unit} cannot be negative: {shown(r.median)}")
         if r.checked is not None:
             fields = {"error", "bound", "metric"}
             if r.checked.keys() != fields:
-                self.refuse(f"checked must have {sorted(fields)}, not {short(r.checked)}")
+                self.refuse(f"checked must have {sorted(fields)}, not {shown(r.checked)}")
             name = r.checked["metric"]
             if not (isinstance(name, str) and name):
-                self.refuse(f"checked.metric must be a non-empty string, not {short(name)}")
+                self.refuse(f"checked.metric must be a non-empty string, not {shown(name)}")
             numbers = is_finite(r.checked["error"]) and is_finite(r.checked["bound"])
             # Written so that NaN, which compares false with everything, never counts as correct.
             if not (numbers and 0 <= r.checked["error"] <= r.checked["bound"]):
-                self.refuse(f"error above its bound: {short(r.checked)}")
+                self.refuse(f"error above its bound: {shown(r.checked)}")
 
     def ratios(self) -> None:
         r = self.r
@@ -145,18 +145,18 @@ class Invariants:
         interleaved = r.timing.get("interleaved") or []
         names = isinstance(interleaved, list | tuple) and all(isinstance(name, str) for name in interleaved)
         if not names:
-            self.refuse(f"timing.interleaved must be a list of names, not {short(interleaved)}")
+            self.refuse(f"timing.interleaved must be a list of names, not {shown(interleaved)}")
         for other, ratio in r.ratio_to.items():
             if other not in interleaved:
                 self.refuse(f"ratio_to {other!r} was not interleaved in the run, {list(interleaved)}")
             well_formed = isinstance(ratio, dict) and ratio.keys() == {"median", "ci95"}
             well_formed = well_formed and isinstance(ratio["ci95"], list | tuple) and len(ratio["ci95"]) == 2
             if not well_formed:
-                self.refuse(f"ratio_to[{other!r}] must be {{median, ci95: [low, high]}}, not {short(ratio)}")
+                self.refuse(f"ratio_to[{other!r}] must be {{median, ci95: [low, high]}}, not {shown(ratio)}")
             low, high = ratio["ci95"]
             numbers = all(is_finite(x) and x > 0 for x in (low, ratio["median"], high))
             if not (numbers and low <= ratio["median"] <= high):
-                self.refuse(f"ratio_to[{other!r}] is no interval: {short(ratio)}")
+                self.refuse(f"ratio_to[{other!r}] is no interval: {shown(ratio)}")
 
     def measured(self) -> None:
         r = self.r
@@ -165,7 +165,7 @@ class Invariants:
         self.require(r.median is not None, "a measured record needs a median")
         if r.unit in CYCLE_UNITS:
             above = r.median is not None and r.median > 0
-            self.require(above, f"{r.metric} in {r.unit} must be above 0, not {short(r.median)}")
+            self.require(above, f"{r.metric} in {r.unit} must be above 0, not {shown(r.median)}")
             self.require(r.checked is not None, "a count of cycles needs checked {error, bound, metric}")
         if not r.is_speed:
             return
@@ -223,7 +223,7 @@ class Invariants:
         for value in known.values():
             fits = value is None or (is_finite(value) and value >= 0)
             if not fits:
-                self.refuse(f"env.{name} must be a number >= 0, or one per dtype; not {short(peak)}")
+                self.refuse(f"env.{name} must be a number >= 0, or one per dtype; not {shown(peak)}")
         if isinstance(peak, Mapping):
             dtype = self.r.case.get("dtype")
             peak = known.get(str(dtype))
@@ -249,12 +249,3 @@ def is_finite(value: object) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:  # an integer too large for a float
         return False
-
-
-def short(value: object) -> str:
-    """A value in a message, cut; an integer of thousands of digits cannot be printed at all."""
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):
-        return f"{type(value).__name__} too large to print"
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -38,7 +38,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpu_accel.errors import GpuAccelError, UnsupportedError
+from gpu_accel.errors import GpuAccelError, UnsupportedError, shown
 from gpu_accel.workbench.invariants import Scalar
 from gpu_accel.workbench.records import gpu_slug
 from gpu_accel.workbench.strict_toml import Table, read_toml
@@ -313,7 +313,7 @@ def read_common(table: Table) -> dict[str, Any]:
     conditions = table.scalars("conditions")
     for key, value in conditions.items():
         if isinstance(value, int | float) and not math.isfinite(_as_float(value)):
-            table.fail(f"conditions: {key!r} must be finite, not {_short(value)}")
+            table.fail(f"conditions: {key!r} must be finite, not {shown(value)}")
     return {
         "where": table.text("where"),
         "source": source,
@@ -365,7 +365,7 @@ def _read_value(table: Table) -> float | tuple[float, float]:
     # An infinite value would be met by anything: every distance to it, relative to it, is NaN.
     numbers = all(_is_number(x) for x in ends)
     if not numbers or len(ends) != (2 if isinstance(value, list) else 1) or ends[0] > ends[-1]:
-        table.fail(f"'value' must be a finite number or [low, high], not {_short(value)}")
+        table.fail(f"'value' must be a finite number or [low, high], not {shown(value)}")
     return (ends[0], ends[1]) if isinstance(value, list) else ends[0]
 
 
@@ -379,14 +379,6 @@ def _as_float(value: int | float) -> float:
         return float(value)
     except OverflowError:
         return math.inf
-
-
-def _short(value: Any) -> str:
-    """A value in a message; an integer of thousands of digits cannot even be printed."""
-    if isinstance(value, list):
-        return f"[{', '.join(map(_short, value))}]"
-    huge = isinstance(value, int) and not math.isfinite(_as_float(value))
-    return "an integer too large for a float" if huge else repr(value)
 
 
 def _read_measure(table: Table, *, unit: str, internal: bool) -> Measure:
@@ -452,7 +444,7 @@ def read_case(table: Table, name: str = "case") -> dict[str, Any]:
     for key, value in case.items():
         choices = value if isinstance(value, list) else [value]
         if not choices or not all(isinstance(choice, str | bool) or _is_number(choice) for choice in choices):
-            table.fail(f"{name}: {key!r} must be a string, number or boolean, or a list of them; not {_short(value)}")
+            table.fail(f"{name}: {key!r} must be a string, number or boolean, or a list of them; not {shown(value)}")
     return dict(case)
 
 

@@ -23,8 +23,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from gpu_accel.errors import InvalidInputError
-from gpu_accel.workbench.invariants import MILLISECONDS, SCHEMA, Invariants, Scalar, is_speed, short
+from gpu_accel.errors import InvalidInputError, shown
+from gpu_accel.workbench.invariants import MILLISECONDS, SCHEMA, Invariants, Scalar, is_speed
 
 try:  # Windows has no fcntl; there, appending relies on O_APPEND alone.
     import fcntl
@@ -74,7 +74,7 @@ class Record:
 
     def __post_init__(self) -> None:
         if not isinstance(self.samples, list | tuple):
-            raise InvalidInputError(f"samples must be a list of numbers, not {short(self.samples)}")
+            raise InvalidInputError(f"samples must be a list of numbers, not {shown(self.samples)}")
         object.__setattr__(self, "samples", tuple(self.samples))
         Invariants(self).hold()
 
@@ -169,7 +169,7 @@ class Record:
         if not isinstance(data, dict):
             raise InvalidInputError(f"{where}a record is a JSON object, not {type(data).__name__}")
         if type(data.get("schema")) is not int or data["schema"] != SCHEMA:
-            raise InvalidInputError(f"{where}schema {short(data.get('schema'))}; only schema {SCHEMA} is read here")
+            raise InvalidInputError(f"{where}schema {shown(data.get('schema'))}; only schema {SCHEMA} is read here")
         if unknown := sorted(data.keys() - _FIELDS.keys()):
             raise InvalidInputError(f"{where}unknown fields {unknown}")
         if missing := sorted(_REQUIRED - data.keys()):

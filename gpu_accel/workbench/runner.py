@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gpu_accel.errors import GpuAccelError, HardwareError, IncorrectResultError, UnsupportedError
+from gpu_accel.errors import GpuAccelError, HardwareError, IncorrectResultError, UnsupportedError, shown
 from gpu_accel.workbench import events, statistics, timing
 from gpu_accel.workbench.events import Event, Listener
 from gpu_accel.workbench.experiment import Case, Check, Implementation, Sampled, Settings, Timed, Workload
@@ -68,6 +68,7 @@ class RunResult:
     interrupted: bool = False
     output: Path | None = None
     resume_refused: str = ""  # why earlier results, though given, were not looked at
+    unwritten: str = ""  # why the last records are not in the output: of a full disk, say
 
     @property
     def status(self) -> str:
@@ -142,6 +143,7 @@ class _Runner:
     tell: Listener
     # Records of the current case that are made again only to be compared with, by implementation.
     _repeated: dict[str, list[Record]] = field(default_factory=dict)
+    _pending: list[Record] = field(default_factory=list)  # not in the output yet
 
     def go(self, items: list[Item], earlier: list[Record]) -> None:
         names = tuple(dict.fromkeys(item.experiment.name for item in items))
@@ -164,14 +166,25 @@ class _Runner:
             if item.workload is None:
                 self._skip(item, "*", item.refused)
             records = self._case(item) if item.workload is not None and item.selected else []
-            if records and self.result.output is not None:
-                append_records(self.result.output, records)
+            self._pending += records
+            self.write()
             self.result.records += records
             ran = item.workload is not None and not all(one.unavailable for one in item.workload.implementations)
             item.workload = None  # its closures may hold tensors
             if ran:  # to collect garbage takes longer than to skip a case
                 self.host.release()
             self.tell(events.CaseFinished(**item.where, index=index, total=len(items), records=tuple(records)))
+
+    def write(self) -> None:
+        """Append what is not in the output yet. A disk that is full ends no run: what it found is still reported."""
+        if not self._pending or self.result.output is None:
+            return
+        try:
+            append_records(self.result.output, self._pending)
+        except OSError as error:
+            self.result.unwritten = error.strerror or str(error)
+        else:
+            self._pending, self.result.unwritten = [], ""
 
     # -- resuming
 
@@ -506,10 +519,10 @@ def _validated_values(found: object) -> dict[str, Sampled]:
             values[metric] = dataclasses.replace(one, samples=tuple(map(float, one.samples)))
             continue
         if not isinstance(metric, str) or not isinstance(one, tuple | list) or len(one) != 2:
-            raise TypeError(f"values must map a metric to (value, unit), not {metric!r:.60} to {one!r:.60}")
+            raise TypeError(f"values must map a metric to (value, unit), not {shown(metric, 60)} to {shown(one, 60)}")
         value, unit = one
         if isinstance(value, bool | str | bytes) or not isinstance(unit, str):
-            raise TypeError(f"the value of {metric} is {value!r:.60} in {unit!r:.60}, not a number and a unit")
+            raise TypeError(f"{metric} is {shown(value, 60)} in {shown(unit, 60)}, not a number and a unit")
         values[metric] = Sampled(samples=(float(value),), unit=unit)
     return values
 

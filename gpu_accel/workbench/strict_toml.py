@@ -10,19 +10,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from gpu_accel.errors import InvalidInputError
+from gpu_accel.errors import InvalidInputError, shown
 
 _MISSING = object()
 
 
 def read_toml(path: Path) -> Table:
-    """The whole file as a Table; raises InvalidInputError naming the file when it is missing or is no TOML."""
+    """The whole file as a Table; raises InvalidInputError naming the file when it cannot be read or is no TOML."""
     try:
         with open(path, "rb") as file:
             return Table(tomllib.load(file), str(path))
     except FileNotFoundError as error:
         raise InvalidInputError(f"no file at {path}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise InvalidInputError(f"cannot read {path}: {error.strerror or error}") from error
+    except RecursionError as error:
+        raise InvalidInputError(f"{path}: nested too deeply") from error
+    except ValueError as error:  # no TOML, not UTF-8, or a number of more digits than Python reads
         raise InvalidInputError(f"{path}: {error}") from error
 
 
@@ -32,7 +36,7 @@ class Table:
     def __init__(self, data: Any, where: str) -> None:
         self.where = where
         if not isinstance(data, dict):
-            self.fail(f"must be a table, not {data!r}")
+            self.fail(f"must be a table, not {shown(data)}")
         self._left: dict[str, Any] = dict(data)
         self._known: list[str] = []
 
@@ -58,37 +62,37 @@ class Table:
         """A string; without a default it must not be empty."""
         value = self.take(key, default)
         if not isinstance(value, str) or (not value and default is _MISSING):
-            self.fail(f"{key!r} must be a {'non-empty ' if default is _MISSING else ''}string, not {value!r}")
+            self.fail(f"{key!r} must be a {'non-empty ' if default is _MISSING else ''}string, not {shown(value)}")
         if choices and value not in choices:
-            self.fail(f"{key!r} must be one of {', '.join(choices)}; not {value!r}")
+            self.fail(f"{key!r} must be one of {', '.join(choices)}; not {shown(value)}")
         return value
 
     def number(self, key: str, default: Any = _MISSING) -> float:
         """An integer or a float (no boolean)."""
         value = self.take(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            self.fail(f"{key!r} must be a number, not {value!r}")
+            self.fail(f"{key!r} must be a number, not {shown(value)}")
         return value
 
     def flag(self, key: str, default: bool = False) -> bool:
         """A boolean."""
         value = self.take(key, default)
         if not isinstance(value, bool):
-            self.fail(f"{key!r} must be true or false, not {value!r}")
+            self.fail(f"{key!r} must be true or false, not {shown(value)}")
         return value
 
     def texts(self, key: str, default: Any = ()) -> tuple[str, ...]:
         """A list of non-empty strings."""
         value = self.take(key, default)
         if not isinstance(value, list | tuple) or not all(isinstance(v, str) and v for v in value):
-            self.fail(f"{key!r} must be a list of non-empty strings, not {value!r}")
+            self.fail(f"{key!r} must be a list of non-empty strings, not {shown(value)}")
         return tuple(value)
 
     def scalars(self, key: str) -> dict[str, Any]:
         """A table of strings, numbers and booleans; empty when absent."""
         value = self.take(key, {})
         if not isinstance(value, dict) or not all(isinstance(v, str | int | float | bool) for v in value.values()):
-            self.fail(f"{key!r} must be a table of strings, numbers and booleans, not {value!r}")
+            self.fail(f"{key!r} must be a table of strings, numbers and booleans, not {shown(value)}")
         return dict(value)
 
     def table(self, key: str, default: Any = _MISSING) -> Table:
@@ -99,7 +103,7 @@ class Table:
         """A list of tables; empty when absent."""
         value = self.take(key, [])
         if not isinstance(value, list):
-            self.fail(f"{key!r} must be a list of tables ([[{key}]]), not {value!r}")
+            self.fail(f"{key!r} must be a list of tables ([[{key}]]), not {shown(value)}")
         return [Table(entry, f"{self.where}: {key} {number}") for number, entry in enumerate(value, 1)]
 
     def items(self) -> list[tuple[str, Table]]:

@@ -13,6 +13,7 @@ import pytest
 
 from gpu_accel.cuda_llm import Sandbox, bubblewrap, landlock, seccomp
 from gpu_accel.cuda_llm.host import LABEL, check_host, check_model
+from gpu_accel.cuda_llm.sandbox import Outcome
 from gpu_accel.cuda_llm.verdict import Kind, Verdict
 
 RUN = "import torch\n\ndef run(x):\n    return {}\n"
@@ -107,11 +108,12 @@ from gpu_accel.cuda_llm.landlock import restrict
 
 inside, outside, port = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 assert ctypes.CDLL(None).prctl(38, 1, 0, 0, 0) == 0
-print(restrict(inside, also=("/dev/null",)))
+print(restrict(inside, also=("/dev/null", "/proc/self")))
 (inside / "made").mkdir()
 (inside / "made" / "file").write_text("mine")
 (inside / "made" / "file").rename(inside / "moved")
 open("/dev/null", "w").write("nothing")
+Path("/proc/self/comm").write_text("named")  # as CUDA names its threads; it cuts the file short
 assert (outside / "theirs").read_text() == "kept"
 attempts = {
     "write": lambda: (outside / "theirs").write_text("mine"),
@@ -155,6 +157,23 @@ def test_what_landlock_forbids(tmp_path: Path) -> None:
     assert set(refused) == {"write", "truncate", "make", "remove", "move", "signal", "connect"}
     assert all(word in ("PermissionError", "OSError") for word in refused.values()), refused
     assert (outside / "theirs").read_text() == "kept" and len(list(outside.iterdir())) == 1
+
+
+def test_walls_that_cuda_does_not_start_behind_are_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as those of another driver, which wants another place to write to."""
+    asked = []
+
+    def run(self: Sandbox, what: str, folder: Path, **job: object) -> Outcome:
+        asked.append(self._without)
+        words = f"not held to its folder: {self._without}" if self._without else "writes in its folder alone"
+        return Outcome(ended="exit", result={"level": {"files": words}, "cuda": 0 if self._without else 304})
+
+    monkeypatch.setattr(Sandbox, "run", run)
+    monkeypatch.setattr(Sandbox, "_reply", lambda self, timeout: {"ready": True})
+    monkeypatch.setattr("gpu_accel.cuda_llm.sandbox.subprocess.Popen", lambda *args, **more: None)
+    with Sandbox(gpu=True) as made:
+        assert made.level["files"] == "not held to its folder: CUDA does not start behind it (error 304)"
+    assert asked == ["", "CUDA does not start behind it (error 304)"]
 
 
 REFUSING = """

@@ -7,7 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from gpu_accel.cuda_llm import TASKS, Judgement, Pool, Sandbox, Verdict, check, optimize_kernel, sanitizer
+from gpu_accel.cuda_llm import (
+    TASKS,
+    Judgement,
+    Pool,
+    Sandbox,
+    Verdict,
+    check,
+    landlock,
+    optimize_kernel,
+    sanitizer,
+    worker,
+)
 from gpu_accel.cuda_llm.candidate import Candidate
 from gpu_accel.cuda_llm.fixtures import FIXTURES
 from gpu_accel.cuda_llm.measure import measure
@@ -64,6 +75,13 @@ def test_hacks_are_rejected_by_name_and_twins_accepted(fixture, gpu_sandbox: San
     assert (judged.verdict, judged.kind) == fixture.expected(gpu=True), judged
     twin = check(fixture.twin, fixture.task, sandbox=gpu_sandbox)
     assert twin.verdict is fixture.expected_twin(gpu=True), twin
+
+
+def test_walls_beside_cuda_are_those_that_are_switched_on(gpu_sandbox: Sandbox) -> None:
+    """CUDA starts behind them, or the level would say that they were left out."""
+    files, calls = gpu_sandbox.level["files"], gpu_sandbox.level["calls"]
+    assert ("folder alone" in files) == (worker.LANDLOCK_ON_GPU and landlock.abi() > 0), files
+    assert ("(seccomp)" in calls) == worker.SECCOMP_ON_GPU, calls
 
 
 def test_a_foreign_address_ends_one_process_only(gpu_sandbox: Sandbox) -> None:
@@ -155,6 +173,34 @@ def test_finalists_under_compute_sanitizer(name: str, kernel: str, wanted: str, 
     assert wanted != "accepted" or any("memcheck of" in one for one in found.verified_by), found
 
 
+def test_a_kernel_that_goes_wrong_after_the_launches_that_are_kept_is_caught_where_it_repeats(
+    gpu_sandbox: Sandbox, profile: str
+) -> None:
+    """Outputs are kept of launches before the fifteenth; those after it are known by their bits."""
+    hack = Candidate.parse(COUNTED.replace("3u *", "15u *"))
+    found = measure(hack, TASKS["reverse"], sandbox=gpu_sandbox, gpu=profile, again=True)
+    assert found.judgement.name == "wrong(not_deterministic)" and "repeated" in found.judgement.detail, found.judgement
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel", "words"),
+    [
+        ("reverse", TASKS["reverse"].start, "repeated bit for bit"),
+        ("matmul", TASKS["matmul"].templates[1].text, "repeated bit for bit"),
+        ("transpose", TMA, "bit for bit"),
+        ("dot", next(one.text for one in TASKS["dot"].templates if "atomic" in one.source), "unchanged"),
+    ],
+    ids=["triton", "products", "scratch", "atomics"],
+)
+def test_timed_launches_repeat_and_other_clocks_agree(
+    name: str, kernel: str, words: str, gpu_sandbox: Sandbox, profile: str
+) -> None:
+    found = measure(Candidate.parse(kernel), TASKS[name], sandbox=gpu_sandbox, gpu=profile, again=True)
+    assert found.judgement.ok and found.repeated >= 10 and set(found.other_clocks) == {"host", "gpu"}, found
+    assert any(words in one for one in found.judgement.verified_by), found.judgement.verified_by
+    assert all(0.2 * (found.ms or 0) < one for one in found.other_clocks.values()), (found.ms, found.other_clocks)
+
+
 def test_a_search_times_its_candidates(gpu_sandbox: Sandbox, tmp_path: Path) -> None:
     found = optimize_kernel(
         TASKS["reverse"].start, "h100", candidates=3, sandbox=gpu_sandbox, out=tmp_path, peers=("library",)
@@ -163,6 +209,7 @@ def test_a_search_times_its_candidates(gpu_sandbox: Sandbox, tmp_path: Path) -> 
     assert found.best.confirmed and found.final and found.final.ratio("library")
     assert found.final.warm_ms and set(found.final.warm) == {"candidate", "copy", "library"}
     assert found.final.compared == 5, "four launches with a cold cache, and the last one with a warm one"
+    assert found.final.repeated >= 10 and found.final.other_clocks
     assert "compute-sanitizer" in f"{found.best.judgement.detail} {found.best.judgement.verified_by}"
 
 

@@ -291,6 +291,20 @@ def test_memory_is_released_between_implementations_and_cases():
     assert host.released >= 3 * 3
 
 
+def test_records_that_could_not_be_written_are_written_with_the_next(tmp_path, monkeypatch):
+    host, tried = cpu(), []
+
+    def append(path, records):
+        tried.append(len(records))
+        if len(tried) < 3:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(importlib.import_module("gpu_accel.workbench.runner"), "append_records", append)
+    settings = Settings(output=str(tmp_path / "x.jsonl"))
+    result = run(a_paper(lambda case: [implementation(host, make=None)], THREE), settings=settings, host=host)
+    assert tried == [1, 2, 3] and len(result.records) == 3 and not result.unwritten and result.exit_code == 0
+
+
 def test_plan_is_json_and_touches_nothing():
     host = gpu()
     never = raises(AssertionError("a plan allocates nothing"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from gpu_accel.errors import InvalidInputError
+from gpu_accel.errors import InvalidInputError, shown
 
 from . import convolving, moving, pointwise, products, reducing, rowwise, sparse
 from .task import FAMILIES, Buffer, Task, Truth
@@ -33,5 +33,5 @@ def find(name: str) -> Task:
         InvalidInputError: there is none; the message lists them.
     """
     if name not in TASKS:
-        raise InvalidInputError(f"there is no task {name!r:.40}; choose one of {', '.join(TASKS)}")
+        raise InvalidInputError(f"there is no task {shown(name, 40)}; choose one of {', '.join(TASKS)}")
     return TASKS[name]

@@ -25,7 +25,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-from gpu_accel.errors import InvalidInputError
+from gpu_accel.errors import InvalidInputError, shown
 
 SCHEDULES = ("kv_ring", "q_ring", "allgather", "ulysses", "usp", "double_ring", "mesh", "concentric", "helper", "tree")
 
@@ -33,5 +33,5 @@ SCHEDULES = ("kv_ring", "q_ring", "allgather", "ulysses", "usp", "double_ring", 
 def schedule(name: str) -> ModuleType:
     """The module of a schedule."""
     if not isinstance(name, str) or name not in SCHEDULES:
-        raise InvalidInputError(f"schedule must be one of {', '.join(SCHEDULES)}, got {name!r:.80}")
+        raise InvalidInputError(f"schedule must be one of {', '.join(SCHEDULES)}, got {shown(name)}")
     return importlib.import_module(f"{__name__}.{name}")
