@@ -1,4 +1,4 @@
-"""The backward of hopper_backward_kernel.py with dQ in a warpgroup of its own: plain dense attention up to head_dim 128.
+"""The backward of hopper_backward_kernel.py with dQ in a warpgroup of its own, for plain dense attention.
 
     consumers  2 warpgroups of 4 warps; each owns 64 keys: S^T, dP^T, dV and dK
     dq         1 warpgroup: dQ = dS K from the dS of both, and its way out
@@ -78,7 +78,6 @@ def _consumer(
     dtype: gl.constexpr = q_bufs.dtype
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
     D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    N_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, D], dtype)
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, 2)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     shift = seqlen_k - seqlen_q
@@ -98,8 +97,8 @@ def _consumer(
     s = warpgroup_mma_wait(0, deps=[s_async])
     lse = stat_bufs.index(0).load(COLUMNS)
     if not EARLY:
-        p, factor = probabilities(s, lse, n_block * 2 * KEYS + WG * KEYS, i * M, shift, seqlen_k, left, right, qk_scale,
-                             cap_in, dtype, CAUSAL, False, False, EVEN_K)  # fmt: skip
+        p, factor = probabilities(s, lse, n_block * 2 * KEYS + WG * KEYS, i * M, shift, seqlen_k, left, right,
+                                  qk_scale, cap_in, dtype, CAUSAL, False, False, EVEN_K)  # fmt: skip
     mbarrier.wait(v_full.index(0), 0)
     new_tile = False
     while tile < num_tiles:
@@ -111,8 +110,8 @@ def _consumer(
         v_own = v_bufs.index((k % V_SLOTS) * 2 + WG)
         dp_async = warpgroup_mma(v_own, do.permute((1, 0)), s_zero, use_acc=False, is_async=True)
         if EARLY:
-            p, factor = probabilities(s, lse, n_block * 2 * KEYS + WG * KEYS, i * M, shift, seqlen_k, left, right, qk_scale,
-                                 cap_in, dtype, CAUSAL, False, False, EVEN_K)  # fmt: skip
+            p, factor = probabilities(s, lse, n_block * 2 * KEYS + WG * KEYS, i * M, shift, seqlen_k, left, right,
+                                      qk_scale, cap_in, dtype, CAUSAL, False, False, EVEN_K)  # fmt: skip
         dv_async = warpgroup_mma(unpack_pairs(p, dtype, A_LAYOUT), do, dv, is_async=True)
         if new_tile:
             tma.store_wait(0)
@@ -174,8 +173,8 @@ def _consumer(
             s = warpgroup_mma_wait(0, deps=[s_async])
         release(row_empty, stage, ROW_FREE, 288)
         if not EARLY:
-            p, factor = probabilities(s, lse, n_block * 2 * KEYS + WG * KEYS, i * M, shift, seqlen_k, left, right, qk_scale,
-                                 cap_in, dtype, CAUSAL, False, False, EVEN_K)  # fmt: skip
+            p, factor = probabilities(s, lse, n_block * 2 * KEYS + WG * KEYS, i * M, shift, seqlen_k, left, right,
+                                      qk_scale, cap_in, dtype, CAUSAL, False, False, EVEN_K)  # fmt: skip
         it = it_next
         step += 1
         new_tile = last
@@ -184,7 +183,7 @@ def _consumer(
             bar_sync_at(DS_READ + 2 * WG + stage, 256)
             _sync_where(step >= 2, DS_READ + 2 * WG + 1 - stage, 256)
             k_own = k_bufs.index(slot * 2 + WG)
-            if V_SLOTS > 1:
+            if V_SLOTS > 1:  # noqa: SIM108
                 v_own = v_bufs.index((k_done % V_SLOTS) * 2 + WG)
             else:
                 v_own = ds_bufs.index(WG)

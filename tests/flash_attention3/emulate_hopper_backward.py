@@ -96,7 +96,8 @@ class Emulation:
     """One call: `programs` of head_dim 64 (128 query rows a step) or 128 (64 rows)."""
 
     def __init__(self, *, sq: int, sk: int, dim: int = 64, heads: int = 2, heads_kv: int = 1, batch: int = 1,
-                 causal: bool = False, dynamic: bool = False, early: bool = False, programs: int = 2, seed: int = 0):  # fmt: skip
+                 causal: bool = False, dynamic: bool = False, early: bool = False, programs: int = 2,
+                 seed: int = 0):  # fmt: skip
         draw = np.random.default_rng(seed)
         self.dim, self.m = dim, 128 if dim == 64 else 64
         self.q, self.do = (draw.standard_normal((batch, heads, sq, dim)) for _ in range(2))
@@ -185,7 +186,8 @@ class Emulation:
             return next(self.drawn)
 
         gl = types.SimpleNamespace(
-            **{**vars(GL), "atomic_add": drawn, "full": lambda shape, value, dtype, layout=None: np.full(shape, value).view(Tensor),
+            **{**vars(GL), "atomic_add": drawn,
+               "full": lambda shape, value, dtype, layout=None: np.full(shape, value).view(Tensor),
                "NVMMASharedLayout": types.SimpleNamespace(get_default_for=nothing), "bfloat16": "bf16"})  # fmt: skip
         names = dict(
             gl=gl, mbarrier=Mbarrier, warpgroup_mma=product, tma_load=tma_load, tma_store=tma_store,
@@ -210,7 +212,7 @@ class Emulation:
 
     def run(self) -> None:
         sq, sk, heads_kv, per_kv, num_m, *_ = self.shape
-        heads, dim, m = heads_kv * per_kv, self.dim, self.m
+        dim, m = self.dim, self.m
         threads = []
 
         def rows(x, start, number):
@@ -220,8 +222,11 @@ class Emulation:
         def source(read, size):
             return types.SimpleNamespace(read=read, block_type=types.SimpleNamespace(nbytes=size))
 
-        q, do = (source(lambda at, x=x: rows(x[at[0], at[1]], at[2], m), 7 + i) for i, x in enumerate((self.q, self.do)))
-        k, v = (source(lambda at, x=x: rows(x[at[0], at[1]], at[2], KEYS), 11 + i) for i, x in enumerate((self.k, self.v)))
+        def rows_of(x, number, size):
+            return source(lambda at: rows(x[at[0], at[1]], at[2], number), size)
+
+        q, do = rows_of(self.q, m, 7), rows_of(self.do, m, 8)
+        k, v = rows_of(self.k, KEYS, 11), rows_of(self.v, KEYS, 12)
         stat = source(lambda at: self.stat[at[0] : at[0] + m], 3)
 
         def guarded(program, count, f, *args):
@@ -240,7 +245,8 @@ class Emulation:
             names = self.names(named, lock)
             k_slots, v_slots = 2, 2 if dim == 64 else 1
             bufs = (Buffers(2, m, dim), Buffers(2, m, dim), Buffers(2 * k_slots, KEYS, dim),
-                    Buffers(2 * v_slots, KEYS, dim), Buffers(2, KEYS, 2 * m), Buffers(4, m), Buffers(2, 64, 64))  # fmt: skip
+                    Buffers(2 * v_slots, KEYS, dim), Buffers(2, KEYS, 2 * m), Buffers(4, m),
+                    Buffers(2, 64, 64))  # fmt: skip
             bars = (Barriers(k_slots, 1, lock), Barriers(k_slots, 2, lock), Barriers(v_slots, 1, lock),
                     Barriers(v_slots, 2, lock), Barriers(2, 1, lock), Barriers(2, 1, lock), None,
                     Barriers(2, 1, lock), Barriers(2, 3, lock), Queue())  # fmt: skip
