@@ -228,8 +228,11 @@ class Linear(nn.Module):
             )
         backend = layer_backend(self.backend, x)
         self._check_gathered(plan)
-        if first is None and (y := taped.step(self, x, recipe, plan, backend, source)) is not None:
-            return y
+        before = None if first is None else self._kept_weight(plan, first, backend, needs_t=False)
+        if first is None or before is not None:
+            y = taped.step(self, x, recipe, plan, backend, source, before)
+            if y is not None:
+                return y
         histories = self.make_histories(recipe.amax_history_len) if isinstance(recipe, DelayedScaling) else None
         # evaluation and recomputation change no history, whatever they see
         update = histories is not None and self.training and not state.recomputing()

@@ -277,7 +277,6 @@ class DotProductAttention(nn.Module):
             )  # fmt: skip
         return (out.transpose(0, 1) if sbhd else out).flatten(2)
 
-
     def _played(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
         """The same from a tape, where there is one of such a step (`taped.py`)."""
         scale = q.shape[-1] ** -0.5 if self.softmax_scale is None else float(self.softmax_scale)

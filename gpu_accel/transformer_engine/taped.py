@@ -2,9 +2,9 @@
 
 The first step of a kind (shapes, strides, dtypes, recipe, what wants a gradient) goes the ordinary way, the second is
 written down, and from the third on the layer's launches follow each other with nothing in between (`tape.py`). On a GPU
-only, and where all there is to do is launches: without maxima that are reduced beforehand, checkpoints, weights that
-are kept or random rounding. Weights that FSDP2 has gathered as codes are taken as such. Everything else goes the
-ordinary way, always.
+only, and where all there is to do is launches: without maxima that are reduced beforehand, checkpoints or random
+rounding. Weights that FSDP2 has gathered as codes are taken as such, and so are weights that a layer keeps, where no
+gradient is wanted. Everything else goes the ordinary way, always.
 """
 
 from __future__ import annotations
@@ -147,12 +147,14 @@ class Kind:
 
 
 class _Step(torch.autograd.Function):
-    """x (..., K), weight, bias, gamma, beta want gradients; kind, and the histories of the layer."""
+    """x (..., K), weight, bias, gamma, beta want gradients; kind, the histories of the layer, and codes and scales of a
+    weight that was quantised before (without gradients only)."""
 
     @staticmethod
-    def forward(ctx, kind, histories, grad_history, x, weight, bias, gamma, beta):  # type: ignore[override]
-        gathered = weight if kind.what.gathered else None
-        inputs = (x, None if gathered is not None else weight, bias, gamma, beta, *_codes(gathered), *histories)
+    def forward(ctx, kind, histories, grad_history, given, x, weight, bias, gamma, beta):  # type: ignore[override]
+        gathered = weight if kind.what.gathered and given is None else None
+        given = _codes(gathered) if given is None else given
+        inputs = (x, None if kind.what.gathered else weight, bias, gamma, beta, *given, *histories)
         what = kind.what
         if kind.forward is None:
             y, kept = _record(kind, inputs)
@@ -166,7 +168,7 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):  # type: ignore[override]
-        nothing = (None,) * 8
+        nothing = (None,) * 9
         if dy is None:
             return nothing
         if torch.is_grad_enabled() and dy.requires_grad:
@@ -175,15 +177,13 @@ class _Step(torch.autograd.Function):
             )
         x, gamma, beta, gathered, *kept = ctx.saved_tensors
         kind, wanted = ctx.kind, ctx.needs_input_grad
-        needs = (wanted[3] or wanted[6] or wanted[7], wanted[4], bool(wanted[5]))
+        needs = (wanted[4] or wanted[7] or wanted[8], wanted[5], bool(wanted[6]))
         given = (dy, x, gamma, beta, *_codes(gathered), *ctx.grad_history)
         made = _gradients(kind, needs, given, kept, ctx.pooled)
         dx, dw, db, dgamma, dbeta = made
         if dx is not None:
-            dx = dx.view(kind.what.shape) if wanted[3] else None
-        return (
-            None, None, None, dx, dw, db, dgamma if wanted[6] else None, dbeta if wanted[7] else None
-        )  # fmt: skip
+            dx = dx.view(kind.what.shape) if wanted[4] else None
+        return (*nothing[:4], dx, dw, db, dgamma if wanted[7] else None, dbeta if wanted[8] else None)
 
 
 def _codes(weight: Any) -> tuple[Tensor | None, Tensor | None]:
@@ -235,8 +235,14 @@ def _packs() -> bool:
     return top is None or top(True) is not None
 
 
-def step(layer: Any, x: Tensor, recipe: Recipe, plan: Plan, backend: str, source: Source) -> Tensor | None:
-    """The layer on x (or on what `source` makes of it), or None where the ordinary way has to be gone."""
+def step(
+    layer: Any, x: Tensor, recipe: Recipe, plan: Plan, backend: str, source: Source,
+    kept: tuple[Tensor, ...] | None = None,
+) -> Tensor | None:  # fmt: skip
+    """The layer on x (or on what `source` makes of it), or None where the ordinary way has to be gone.
+
+    kept: the weight as it was quantised before, where no gradient is wanted.
+    """
     weight, bias = layer.weight, layer._bias()
     if not (GPU_CHECKED if x.is_cuda else ON_CPU) or launching._hook is not None:
         return None
@@ -244,8 +250,10 @@ def step(layer: Any, x: Tensor, recipe: Recipe, plan: Plan, backend: str, source
         return None
     if _packs() or state.recomputing():
         return None  # checkpoints compare what two runs have saved, which tapes and the ordinary way do differently
-    gathered = isinstance(weight, QuantizedTensor)
-    codes = weight.codes if gathered else weight
+    gathered = kept is not None or isinstance(weight, QuantizedTensor)
+    codes = kept[0] if kept is not None else weight.codes if gathered else weight
+    if kept is not None and (torch.is_grad_enabled() or kept[2].numel()):
+        return None
     if quickly(linear_op, x) is linear_op or not _plain(codes, bias, source.gamma, source.beta):
         return None
     now = state.current()
@@ -272,7 +280,7 @@ def step(layer: Any, x: Tensor, recipe: Recipe, plan: Plan, backend: str, source
             kinds[key] = _SEEN
         return None
     if kind is _SEEN:
-        kind = kinds[key] = Kind(_what(layer, x, recipe, plan, backend, source, wanted, update))
+        kind = kinds[key] = Kind(_what(layer, x, recipe, plan, backend, source, wanted, update, gathered))
     elif kind.forward is None:
         return None  # could not be written down
     histories: tuple[Tensor, ...] = ()
@@ -281,17 +289,18 @@ def step(layer: Any, x: Tensor, recipe: Recipe, plan: Plan, backend: str, source
         all_of_it = layer.make_histories(recipe.amax_history_len)
         histories = (*all_of_it.input.state(), *all_of_it.weight.state())
         grad_history = all_of_it.grad.state()
-    return _Step.apply(kind, histories, grad_history, x, weight, bias, gamma, beta)
+    given = None if kept is None else (kept[0], kept[1])
+    return _Step.apply(kind, histories, grad_history, given, x, weight, bias, gamma, beta)
 
 
-def _what(layer, x, recipe, plan, backend, source, wanted, update) -> What:
+def _what(layer, x, recipe, plan, backend, source, wanted, update, gathered) -> What:
     delayed = isinstance(recipe, DelayedScaling)
     margin, algorithm = (recipe.margin, recipe.amax_compute_algo) if delayed else (0, "max")
     kernels = delayed and rolls_in_kernel(backend, layer.delayed.input.history)
     weight, bias = layer.weight, layer._bias()
     return What(
         plan, source.kind, source.eps, margin, algorithm, backend, delayed, update, kernels,
-        needs_x=wanted[0] or wanted[3] or wanted[4], needs_w=wanted[1], gathered=isinstance(weight, QuantizedTensor),
+        needs_x=wanted[0] or wanted[3] or wanted[4], needs_w=wanted[1], gathered=gathered,
         shape=tuple(x.shape), x_dtype=x.dtype, w_dtype=weight.dtype,
         b_dtype=weight.dtype if bias is None else bias.dtype, n=layer.out_features, k=layer.in_features,
     )  # fmt: skip

@@ -138,6 +138,21 @@ def test_evaluation_and_no_gradient(monkeypatch):
     assert all(torch.equal(before[key], value) for key, value in layer.state_dict().items())
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "blocks", "mxfp8"])
+def test_weights_that_are_kept(monkeypatch, recipe):
+    """The codes of the first call, whatever became of the weight since; another first call has those of then."""
+    torch.manual_seed(1)
+    layer, x = LAYERS["linear"]().eval(), torch.randn(4, 32).bfloat16()
+    with torch.no_grad(), autocast(recipe=RECIPES[recipe]):
+        first = layer(x, True)
+        monkeypatch.setattr(taped, "ON_CPU", True)
+        layer.weight *= 2
+        ys = [layer(x, False) for _ in range(4)]
+        assert all(torch.equal(first, y) for y in ys) and len(kinds(layer)) == 1
+        assert not torch.equal(layer(x, True), first)
+        assert torch.equal(layer(x, False), layer(x)) and not torch.equal(layer(x, False), first)
+
+
 def test_checkpoints_go_the_ordinary_way(monkeypatch):
     monkeypatch.setattr(taped, "ON_CPU", True)
     torch.manual_seed(1)
