@@ -116,6 +116,18 @@ def packed_nan_in_padding(attend: Attend, device: torch.device) -> None:
     check(attend, q, k, v, causal=True, gradients=False, rows=slice(0, keys), **cu)
 
 
+@case("Dao-AILab/flash-attention#1661", "rows behind the last sequence have no gradient, and change no other row")
+def packed_rows_behind_the_last_sequence(attend: Attend, device: torch.device) -> None:
+    rows = small(device, 300, 41)
+    tensors = normal(device, (rows + 30, 4, 64), (rows + 30, 2, 64), (rows + 30, 2, 64))
+    cu: dict[str, Any] = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), offsets(device, 17, rows - 17))
+    check(attend, *tensors, causal=True, gradients=False, rows=slice(0, rows), **cu)
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    o, _ = attend(*leaves, causal=True, **cu)
+    for name, x in zip("qkv", torch.autograd.grad(o[:rows].float().square().sum(), leaves), strict=True):
+        expect(f"the gradient of {name} is not 0 behind the last sequence", not x[rows:].any())
+
+
 @case("Dao-AILab/flash-attention#2541", "views of a fused projection give what contiguous tensors give")
 def fused_projection(attend: Attend, device: torch.device) -> None:
     rows = small(device, 257, 33)
@@ -143,6 +155,13 @@ def very_negative_scores(attend: Attend, device: torch.device) -> None:
     q, k, v = normal(device, shape, shape, shape)
     q, k = (0.1 * q + 4.0).to(q.dtype), (0.1 * k - 4.0).to(k.dtype)  # scores of about -128
     check(attend, q, k, v)
+
+
+@case("thu-ml/SageAttention#388", "170 thousand keys are no noise")
+def very_many_keys(attend: Attend, device: torch.device) -> None:
+    keys = small(device, 170_000, 600)
+    q, k, v = normal(device, (1, 5, 2, 64), (1, keys, 1, 64), (1, keys, 1, 64))
+    check(attend, q, k, v, gradients=False)
 
 
 @case("NVIDIA/cudnn-frontend#1072", "one query and very negative scores: finite gradients of k and v")
