@@ -39,6 +39,7 @@ class BackwardConfig:
     barriers, a warp at a time. `lean`: the warps of a warpgroup meet less often. `late`: dK after dQ, from shared
     memory, so that exponentials run under both; right, and no faster. `apart`: dQ in a warpgroup of its own, with
     `dq_registers` a thread (hopper_backward_apart.py); with it `early`, exponentials under dP and not behind S.
+    `sum_bytes`: so much of the float32 sum of dQ at once, a part of the batch after the other, so that it stays in L2.
     """
 
     head_dim: int
@@ -55,6 +56,7 @@ class BackwardConfig:
     apart: bool = False
     early: bool = False
     dq_registers: int = 72
+    sum_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,6 +315,17 @@ def _one_kernel(
     seqlen_k, heads_kv = k.shape[1], k.shape[2]
     d, m = config.head_dim, config.block_m
     num_m, num_n = -(-seqlen_q // m), -(-seqlen_k // _KEYS)
+    if config.sum_bytes and tables is None and features.names() <= {"sinks", "batch_invariant"}:
+        at_once = max(1, config.sum_bytes // (heads * num_m * 2 * 4096 * 4))
+        if at_once < batch:
+            more = dict(window=window, scales=scales, masks=masks, features=features, cap_out=cap_out, tables=tables)
+            one = replace(config, sum_bytes=0)
+            parts = [
+                _one_kernel(*([x if x is None else x[i : i + at_once] for x in xs] for xs in (inputs, outputs)), one,
+                            **more)  # fmt: skip
+                for i in range(0, batch, at_once)
+            ]
+            return parts[0] if features.sinks is None else torch.cat(parts)
     dq_sum = torch.empty((batch, heads, num_m, 2, 4096), dtype=torch.float32, device=q.device)
     stat = _prepare(inputs, num_m, m, d, dq_sum)
     num_tiles = num_n * batch * heads_kv
