@@ -40,6 +40,7 @@ class BackwardConfig:
     memory, so that exponentials run under both; right, and no faster. `apart`: dQ in a warpgroup of its own, with
     `dq_registers` a thread (hopper_backward_apart.py); with it `early`, exponentials under dP and not behind S.
     `sum_bytes`: so much of the float32 sum of dQ at once, a part of the batch after the other, so that it stays in L2.
+    `direct`: dQ is added up from registers, not by the copy engine (`apart` alone).
     """
 
     head_dim: int
@@ -57,6 +58,7 @@ class BackwardConfig:
     early: bool = False
     dq_registers: int = 72
     sum_bytes: int = 0
+    direct: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -369,7 +371,8 @@ def _one_kernel(
             num_warps=4,
             maxnreg=128,
         )
-        launch(attention_backward_apart_kernel, programs, (*maps, *numbers), options)
+        total = dq_sum if config.direct else None
+        launch(attention_backward_apart_kernel, programs, (*maps, total, *numbers), options)
     else:
         options |= dict(
             **masks,
