@@ -72,6 +72,14 @@ def _value_words(W, N, WORDS, J):
     return gl.DistributedLinearLayout(registers, lanes, [[1 << i, 0, 0] for i in range(_log2(W))], [], [W, N, WORDS])
 
 
+@gluon.constexpr_function
+def _parts(PAGE, N):
+    """How many pages a warp's N keys of a step are known to lie in; 0 if pages are looked up key by key."""
+    if PAGE > 0 and PAGE % N == 0:
+        return 1
+    return 2 if N == 2 * PAGE else 0
+
+
 @gluon.jit
 def _dimension(n, J: gl.constexpr):
     """Column n of acc -> dimension of v: bits (h, j, g) become (h, g, j). J dimensions of a key lie in one thread."""
@@ -172,12 +180,14 @@ def _pages(table, cols, stop, PAGE: gl.constexpr):
 
 @gluon.jit
 def _of_warp(table, j, stop, PAGE: gl.constexpr, W: gl.constexpr, N: gl.constexpr, L: gl.constexpr):
-    """One page number for each warp, (W,), where its keys of a step lie in one page; 0 otherwise."""
+    """Page numbers (W,) of the first and of the second half of each warp's keys of a step; zeros if not by halves."""
     first = j + N * gl.arange(0, W, layout=L)
-    if PAGE > 0 and PAGE % N == 0:
-        return _pages(table, first, stop, PAGE)
+    PARTS: gl.constexpr = _parts(PAGE, N)
+    page = first.to(gl.int64) * 0 if PARTS == 0 else _pages(table, first, stop, PAGE)
+    if PARTS == 2:
+        return page, _pages(table, first + PAGE, stop, PAGE)
     else:
-        return first.to(gl.int64) * 0
+        return page, page
 
 
 @gluon.jit
@@ -189,9 +199,14 @@ def _places(
     cols = cols + gl.arange(0, N, layout=gl.SliceLayout(0, L))[None, :]
     if PAGE == 0:
         at = batch * s_page + cols.to(gl.int64) * s_token
-    elif PAGE % N == 0:
-        page = gl.convert_layout(page, gl.SliceLayout(1, L), assert_trivial=True)
-        at = page[:, None] * s_page + (cols % PAGE).to(gl.int64) * s_token
+    elif _parts(PAGE, N) > 0:
+        first = gl.convert_layout(page[0], gl.SliceLayout(1, L), assert_trivial=True)
+        at = first[:, None] * s_page
+        if _parts(PAGE, N) == 2:  # which half a key is in depends on its register, not on its lane
+            second = gl.convert_layout(page[1], gl.SliceLayout(1, L), assert_trivial=True)
+            half = gl.arange(0, N, layout=gl.SliceLayout(0, L)) // PAGE
+            at = gl.where((half == 0)[None, :], at, second[:, None] * s_page)
+        at = at + (cols % PAGE).to(gl.int64) * s_token
     else:
         at = _pages(table, cols, stop, PAGE) * s_page + (cols % PAGE).to(gl.int64) * s_token
     return cols, at

@@ -30,22 +30,23 @@ class Fp8ForwardConfig:
     """Tiles and switches; a program works on 64 * `consumers` query rows.
 
     `two_level`: every block's P V is added in float32; otherwise the tensor cores add `chunk` blocks (1024 keys at
-    head_dim 256) first. `fold`: v_scale goes into the exponents of P instead of the sum. `late`: a block is taken in
-    under the scores of the next but one. `pin`: exponentials stay above the wait for P V. `growth`: how much (base 2) a
-    row's maximum may grow before O is rescaled; above 0 the largest probabilities are rounded too, which makes the
-    error 1.3 times larger. `o_chunks`: O leaves in that many pieces.
+    head_dim 256) first. `fold`: v_scale goes into the exponents of P instead of the sum. `under`: what of softmax runs
+    under P V of the block before: maxima (0), half of the exponentials too (1), all (2). `ahead`: K of the next step is
+    waited for there; more than two stages. `growth`: how much (base 2) a row's maximum may grow before O is rescaled;
+    above 0 the largest probabilities are rounded too, which makes the error 1.3 times larger. `o_chunks`: O leaves in
+    that many pieces.
     """
 
     block_n: int
     stages: int
     ping_pong: bool
     dynamic: bool
-    late: bool
+    under: int = 0
+    ahead: bool = True
     two_level: bool = True
     chunk: int = 8
     fold: bool = False
     o_chunks: int = 1
-    pin: bool = True
     growth: float = 0.0
     consumers: int = 2
 
@@ -62,11 +63,12 @@ def forward_config(head_dim: int, *, causal: bool, seqlen_k: int, out_bytes: int
             stages=2,
             ping_pong=True,
             dynamic=causal,
-            late=False,
             two_level=False,
             o_chunks=4,
+            under=2,
+            ahead=False,
         )
-    return Fp8ForwardConfig(block_n=128, stages=4 if head_dim <= 64 else 3, ping_pong=True, dynamic=causal, late=False)
+    return Fp8ForwardConfig(block_n=128, stages=4 if head_dim <= 64 else 3, ping_pong=True, dynamic=causal)
 
 
 def shift_of(largest: float, growth: float) -> float:
@@ -250,8 +252,8 @@ def forward(
         DYNAMIC=config.dynamic,
         SHIFT=shift_of(fmt.largest, config.growth),
         GROWTH=config.growth,
-        LATE=config.late,
-        PIN=config.pin,
+        UNDER=config.under,
+        AHEAD=config.ahead,
         TWO_LEVEL=config.two_level,
         O_CHUNKS=config.o_chunks,
         CHUNK=chunk,

@@ -23,12 +23,18 @@ ROWS = gl.constexpr(64)  # query rows of one consumer: the M of wgmma
 @gluon.jit
 def pack_quads(p, E5M2: gl.constexpr):
     """(rows, cols) float32 as an accumulator holds it -> (rows, cols / 4) int32 of four fp8 numbers of one thread."""
-    rows: gl.constexpr = p.shape[0]
-    cols: gl.constexpr = p.shape[1]
-    quads = p.reshape((rows, cols // 16, 2, 4, 2)).permute((0, 1, 3, 2, 4))  # 8 g + 2 t + e -> 4 t + 2 g + e
-    even, odd = gl.split(quads)
-    a, c = gl.split(even)
-    b, d = gl.split(odd)
+    even, odd = gl.split(p.reshape((p.shape[0], p.shape[1] // 2, 2)))
+    return pack_halves(even, odd, E5M2)
+
+
+@gluon.jit
+def pack_halves(even, odd, E5M2: gl.constexpr):
+    """`pack_quads` of the columns 2 n and 2 n + 1, each (rows, cols / 2)."""
+    rows: gl.constexpr = even.shape[0]
+    cols: gl.constexpr = 2 * even.shape[1]
+    # 8 g + 2 t + e -> 4 t + 2 g + e
+    a, c = gl.split(even.reshape((rows, cols // 16, 2, 4)).permute((0, 1, 3, 2)))
+    b, d = gl.split(odd.reshape((rows, cols // 16, 2, 4)).permute((0, 1, 3, 2)))
     if E5M2:
         CONVERT: gl.constexpr = (
             "{ .reg .b16 l, h; cvt.rn.satfinite.e5m2x2.f32 l, $2, $1; cvt.rn.satfinite.e5m2x2.f32 h, $4, $3; "
@@ -54,22 +60,6 @@ def unpack_quads(x, dtype: gl.constexpr, layout: gl.constexpr):
     d = (x >> 24).to(gl.int8).to(dtype, bitcast=True)
     quads = gl.join(gl.join(a, c), gl.join(b, d))
     return gl.convert_layout(quads.reshape((rows, cols)), layout, assert_trivial=True)
-
-
-@gluon.jit
-def pin(x):
-    """Everything that x >= 0 comes from is computed before what follows: a sleep that never happens.
-
-    ptxas moves arithmetic below `wgmma.wait_group`, and with it the exponentials out of the product that hides them.
-    """
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.lt.f32 p, $1, 0fBF800000; @p nanosleep.u32 1; mov.b32 $0, 0; }",
-        "=r,f",
-        [x],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @gluon.jit

@@ -23,6 +23,10 @@ which key a column of S belongs to.
 Barriers, tile queue and the pipeline across tiles are those of `hopper_forward.py`. One more number a block, k_scale
 and v_scale, is read by the consumers one block ahead.
 
+A step is one chain of instructions of one warp, with one other warp to fill its gaps: what counts is its length. So
+maxima are found pairwise, O is rescaled under S of the next step, and exponentials, sums, packing and the addition of
+P V stand in one run of instructions without a branch, which ptxas mixes: 1150 clocks, where they took 1460 in turn.
+
 Source: FlashAttention-3, arXiv 2407.08608, section 3.3.
 """
 
@@ -58,8 +62,8 @@ from .hopper_fp8_device import (
     head_scales,
     log2_fast,
     mask_block,
+    pack_halves,
     pack_quads,
-    pin,
     put_aside,
     row_scales,
     store_tile,
@@ -73,30 +77,36 @@ EARLY_DRAW = gl.constexpr(4)  # key blocks of a tile up to which the next tile i
 
 @gluon.jit
 def _step(
-    q, k_bufs, v_bufs, bars, opened, opened_phase, acc, pend, m_i, l_i, it, block, masked, row0, shape,
-    row_scale, k_scale, v_ratio, v_log, cap,
+    q, k_bufs, v_bufs, bars, acc, pend, m_i, l_i, it, block, more, masked, row0, shape, row_scale, scale_of, cap,
     WG: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PING_PONG: gl.constexpr, E5M2: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, SHIFT: gl.constexpr, GROWTH: gl.constexpr,
-    LATE: gl.constexpr, PIN: gl.constexpr,
-    TWO_LEVEL: gl.constexpr, FOLD: gl.constexpr,
+    MASK: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, SHIFT: gl.constexpr,
+    GROWTH: gl.constexpr, UNDER: gl.constexpr, AHEAD: gl.constexpr, TWO_LEVEL: gl.constexpr, FOLD: gl.constexpr,
+    K_BLOCK: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, ROW_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """One key block: issue S of this block, then P V of the block before, then softmax of this block under both."""
-    p_packed, v_scale, part, part_scale, alpha_o = pend
+    """One key block: issue S of this block and P V of the block before, then softmax of this block.
+
+    UNDER: what of softmax runs under P V: its maxima (0), half of its exponentials too (1), all of them (2). What is
+    left is one run of instructions, in which the exponentials' unit, additions and packing overlap.
+    """
+    p_packed, k_next, v_next, v_scale, alpha_o = pend
+    kv_scale, lo, opened, opened_phase = scale_of
     _, _, k_full, v_full, kv_empty, _, _, _ = bars
+    BLOCK_N: gl.constexpr = k_bufs.shape[1]
     v_stage = it % STAGES
     v_phase = (it // STAGES) & 1
     it += 1
     stage = it % STAGES
-    mbarrier.wait(k_full.index(stage), (it // STAGES) & 1)
+    k_scale = k_next
+    v_this = v_next
+    if not AHEAD:
+        mbarrier.wait(k_full.index(stage), (it // STAGES) & 1)
     if PING_PONG:
         bar_sync(PING_PONG_BARRIER + WG, 256)
-    zero = gl.full([ROWS, k_bufs.shape[1]], 0.0, gl.float32, S_LAYOUT)
+    zero = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, S_LAYOUT)
     s_async = warpgroup_mma(q, k_bufs.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
-    if LATE:
-        # what the step before has left, under S of this one
-        acc, part = warpgroup_mma_wait(1, deps=[acc, part])
-        acc = rescale(acc + part if FOLD else acc + part * part_scale, alpha_o)
+    # under S of this block: what the one before has left, and the scales of the next one
+    acc = rescale(acc, alpha_o)
     mbarrier.wait(v_full.index(v_stage), v_phase)
     p_a = unpack_quads(p_packed, q.dtype, P_LAYOUT)
     if TWO_LEVEL:
@@ -106,41 +116,66 @@ def _step(
         part_async = warpgroup_mma(p_a, v_bufs.index(v_stage).permute((1, 0)), acc, is_async=True)
     if PING_PONG:
         bar_arrive(PING_PONG_BARRIER + (WG + 1) % CONSUMERS, 256)
+    k_next, v_next = block_scales(kv_scale, gl.maximum(block - 1, lo), BLOCK_N, K_BLOCK)
+    v_log = log2_fast(v_this) if FOLD else 0.0
     factor = row_scale * k_scale
     s = warpgroup_mma_wait(1, deps=[s_async])
     if SOFTCAP:
         s = cap * tanh(s * factor[:, None])
-    if CAUSAL or WINDOW:  # noqa: SIM102 - a run-time branch inside a compile-time one
+    if MASK:  # noqa: SIM102 - a run-time branch inside a compile-time one
         if masked:
             s = mask_block(s, block, row0, shape, CAUSAL, WINDOW)
-    highest = gl.max(s, axis=1)
+    even, odd = gl.split(s.reshape((ROWS, BLOCK_N // 2, 2)))
+    highest = gl.max(gl.maximum(even, odd), axis=1)
+    highest = gl.convert_layout(highest, gl.SliceLayout(1, S_LAYOUT), assert_trivial=True)
     if not SOFTCAP:
         highest = highest * factor
     if FOLD:
         highest += v_log
-    # A maximum up to GROWTH too small (in base 2) makes P up to 2**GROWTH times larger, for which SHIFT leaves room.
-    m_new = gl.where(highest - m_i > GROWTH, highest, m_i)
+    # A maximum up to GROWTH too small (base 2) makes P up to 2**GROWTH times larger, for which SHIFT leaves room.
+    m_new = gl.maximum(highest, m_i) if GROWTH == 0 else gl.where(highest - m_i > GROWTH, highest, m_i)
     alpha = gl.exp2(m_i - m_new)
     offset = m_new - SHIFT
     if FOLD:
         offset -= v_log
-    p = gl.exp2(s - offset[:, None]) if SOFTCAP else gl.exp2(s * factor[:, None] - offset[:, None])
+    HALF: gl.constexpr = gl.SliceLayout(1, even.type.layout)
+    factor = gl.convert_layout(factor, HALF, assert_trivial=True)
+    offset = gl.convert_layout(offset, HALF, assert_trivial=True)
+    if not SOFTCAP:
+        even = even * factor[:, None]
+        odd = odd * factor[:, None]
+    even = even - offset[:, None]
+    odd = odd - offset[:, None]
+    if UNDER >= 1:
+        even = gl.exp2(even)
+    if UNDER == 2:
+        odd = gl.exp2(odd)
+    # A wait opens a basic block, and ptxas doesn't move what is above it below the wait for P V.
+    if AHEAD:  # for K of the next step, if it is one of this tile
+        after = it + gl.where(more, 1, 0)
+        mbarrier.wait(k_full.index(after % STAGES), (after // STAGES) & 1)
+    elif UNDER >= 1:  # for Q, which came long ago
+        mbarrier.wait(opened, opened_phase)
+    part, even, odd = warpgroup_mma_wait(0, deps=[part_async, even, odd])
+    if UNDER == 0:
+        even = gl.exp2(even)
+    if UNDER <= 1:
+        odd = gl.exp2(odd)
+    mbarrier.arrive(kv_empty.index(stage), count=1)
     alpha_l = gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout), assert_trivial=True)
-    row_sum = thread_row_sum(p)
+    row_sum = gl.sum((even + odd).reshape((ROWS, BLOCK_N // 8, 4)), axis=1)
+    row_sum = gl.convert_layout(row_sum, l_i.type.layout, assert_trivial=True)
     if FOLD:
         row_sum *= gl.exp2(-v_log)
     l_i = l_i * alpha_l[:, None] + row_sum
-    if PIN:
-        pin(l_i)
-    mbarrier.wait(opened, opened_phase)  # completed long ago: opens the block that pins the exponentials above the wait
-    part, p = warpgroup_mma_wait(0, deps=[part_async, p])
-    mbarrier.arrive(kv_empty.index(stage), count=1)
     alpha_o = gl.convert_layout(alpha, ROW_LAYOUT)
-    if not TWO_LEVEL:
-        acc = rescale(part, alpha_o if FOLD else alpha_o * v_ratio)
-    elif not LATE:
-        acc = rescale(acc + part if FOLD else acc + part * v_scale, alpha_o)
-    return acc, (pack_quads(p, E5M2), v_scale, part, v_scale, alpha_o), m_new, l_i, it
+    if TWO_LEVEL:
+        acc = acc + part if FOLD else acc + part * v_scale
+    else:
+        acc = part
+        if not FOLD:
+            alpha_o = alpha_o * (v_scale / v_this)
+    return acc, (pack_halves(even, odd, E5M2), k_next, v_next, v_this, alpha_o), m_new, l_i, it
 
 
 @gluon.jit
@@ -159,7 +194,7 @@ def _consumer(
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_BLOCK: gl.constexpr,
     K_BLOCK: gl.constexpr, PING_PONG: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr, EVEN_K: gl.constexpr, DYNAMIC: gl.constexpr, SHIFT: gl.constexpr, GROWTH: gl.constexpr,
-    LATE: gl.constexpr, PIN: gl.constexpr, TWO_LEVEL: gl.constexpr, CHUNK: gl.constexpr, FOLD: gl.constexpr,
+    UNDER: gl.constexpr, AHEAD: gl.constexpr, TWO_LEVEL: gl.constexpr, CHUNK: gl.constexpr, FOLD: gl.constexpr,
 ):  # fmt: skip
     q_bufs, k_bufs, v_bufs, o_bufs = bufs
     q_full, q_empty, k_full, v_full, kv_empty, queue_full, queue_empty, queue = bars
@@ -173,6 +208,8 @@ def _consumer(
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     MASK_FIRST: gl.constexpr = CAUSAL or WINDOW or not EVEN_K
+    PEELED: gl.constexpr = CAUSAL and not WINDOW and CHUNK == 0
+    MASK: gl.constexpr = (CAUSAL or WINDOW) and not PEELED
     dtype: gl.constexpr = q_bufs.dtype
     E5M2: gl.constexpr = dtype == gl.float8e5
     TOTALS: gl.constexpr = CHUNK > 0 and not TWO_LEVEL and HEAD_DIM == 256
@@ -228,42 +265,52 @@ def _consumer(
         if WINDOW:
             left_end = gl.cdiv(gl.maximum(row0 + ROWS - 1 + shift - left, 0), BLOCK_N)
         acc = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, O_LAYOUT)
-        part = acc
-        part_scale = v_scale
         alpha_o = gl.full([ROWS], 1.0, gl.float32, ROW_LAYOUT)
         m_total = gl.convert_layout(m_i, ROW_LAYOUT)
         total = acc
         chunks = gl.to_tensor(0)
         k_next, v_next = block_scales(kv_scale, gl.maximum(hi - 2, lo), BLOCK_N, K_BLOCK)
         steps = hi - 1 - lo
-        for start in range(0, steps, RUN):
+        if AHEAD:  # noqa: SIM102
+            if steps > 0:
+                mbarrier.wait(k_full.index((it + 1) % STAGES), ((it + 1) // STAGES) & 1)
+        begin = 0
+        if PEELED:
+            # steps with masks by themselves: a branch around the mask cuts all other steps in two
+            begin = hi - 1 - first
+            for j in range(0, begin):
+                acc, pend, m_i, l_i, it = _step(
+                    q, k_bufs, v_bufs, bars, acc, (p_packed, k_next, v_next, v_scale, alpha_o), m_i, l_i, it,
+                    hi - 2 - j, j < steps - 1, True, row0, shape, row_scale,
+                    (kv_scale, lo, q_full.index(slot), q_phase), cap,
+                    WG, CONSUMERS, STAGES, PING_PONG, E5M2, True, CAUSAL, WINDOW, SOFTCAP, SHIFT, GROWTH, UNDER, AHEAD,
+                    TWO_LEVEL, FOLD, K_BLOCK, S_LAYOUT, O_LAYOUT, P_LAYOUT, ROW_LAYOUT)  # fmt: skip
+                p_packed, k_next, v_next, v_scale, alpha_o = pend
+        for start in range(begin, steps, RUN):
             stop = gl.minimum(start + RUN, steps)
             for j in range(start, stop):
                 block = hi - 2 - j
-                k_scale = k_next
-                v_this = v_next
-                k_next, v_next = block_scales(kv_scale, gl.maximum(block - 1, lo), BLOCK_N, K_BLOCK)
-                v_log = log2_fast(v_this) if FOLD else 0.0
-                v_ratio = 1.0 if FOLD else v_scale / v_this
                 acc, pend, m_i, l_i, it = _step(
-                    q, k_bufs, v_bufs, bars, q_full.index(slot), q_phase, acc,
-                    (p_packed, v_scale, part, part_scale, alpha_o), m_i, l_i, it,
-                    block, (block >= first) | (block < left_end), row0, shape, row_scale, k_scale, v_ratio, v_log, cap,
-                    WG, CONSUMERS, STAGES, PING_PONG, E5M2, CAUSAL, WINDOW, SOFTCAP, SHIFT, GROWTH, LATE, PIN,
-                    TWO_LEVEL, FOLD, S_LAYOUT, O_LAYOUT, P_LAYOUT, ROW_LAYOUT)  # fmt: skip
-                p_packed, _, part, part_scale, alpha_o = pend
-                v_scale = v_this
+                    q, k_bufs, v_bufs, bars, acc, (p_packed, k_next, v_next, v_scale, alpha_o), m_i, l_i, it,
+                    block, j < steps - 1, (block >= first) | (block < left_end), row0, shape, row_scale,
+                    (kv_scale, lo, q_full.index(slot), q_phase), cap,
+                    WG, CONSUMERS, STAGES, PING_PONG, E5M2, MASK, CAUSAL, WINDOW, SOFTCAP, SHIFT, GROWTH, UNDER, AHEAD,
+                    TWO_LEVEL, FOLD, K_BLOCK, S_LAYOUT, O_LAYOUT, P_LAYOUT, ROW_LAYOUT)  # fmt: skip
+                p_packed, k_next, v_next, v_scale, alpha_o = pend
             if CHUNK > 0:  # noqa: SIM102 - a run-time branch inside a compile-time one
                 if stop < steps:
                     m_row = gl.convert_layout(m_i, ROW_LAYOUT)
+                    acc = rescale(acc, alpha_o)
                     chunk = acc if FOLD else acc * v_scale
                     if TOTALS:
                         put_aside(totals, chunk, m_total, m_row, chunks)
                     else:
                         total = total * gl.exp2(m_total - m_row)[:, None] + chunk
                     acc = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, O_LAYOUT)
+                    alpha_o = gl.full([ROWS], 1.0, gl.float32, ROW_LAYOUT)
                     m_total = m_row
                     chunks += 1
+        acc = rescale(acc, alpha_o)
         mbarrier.arrive(q_empty.index(slot), count=1)
         m_done, l_done, where = m_i, l_i, (batch, head)
         if DYNAMIC:
@@ -278,8 +325,6 @@ def _consumer(
         k_phase = (it // STAGES) & 1
         v_last = v_scale
         zero_o = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, O_LAYOUT)
-        if LATE:
-            acc = rescale(acc + part if FOLD else acc + part * part_scale, alpha_o)
         if tile < num_tiles:
             # The first block of the next tile runs under the last P V product of this one.
             m_block, batch, head = tile_of(tile, shape, CAUSAL)
@@ -387,14 +432,14 @@ def _producer(
             tma_load(q_desc, [batch, head, m_block * BLOCK_M + c * ROWS, 0], q_full.index(slot), q_bufs.index(slot))
             if c == 0:
                 stage = it % STAGES
-                mbarrier.wait(kv_empty.index(stage), ((it // STAGES) & 1) ^ 1)
+                mbarrier.wait(kv_empty.index(it % STAGES), ((it // STAGES) & 1) ^ 1)
                 _load_k(k_desc, batch, kv, hi - 1, k_groups, k_full, k_bufs, stage)
         for j in range(0, hi - 1 - lo):
             v_stage = it % STAGES
             it += 1
             stage = it % STAGES
             # One barrier frees both: K of a step is released after P V of the step before, so the V slot is free too.
-            mbarrier.wait(kv_empty.index(stage), ((it // STAGES) & 1) ^ 1)
+            mbarrier.wait(kv_empty.index(it % STAGES), ((it // STAGES) & 1) ^ 1)
             _load_k(k_desc, batch, kv, hi - 2 - j, k_groups, k_full, k_bufs, stage)
             mbarrier.expect(v_full.index(v_stage), v_desc.block_type.nbytes)
             tma_load(v_desc, [batch, kv, 0, (hi - 1 - j) * BLOCK_N], v_full.index(v_stage), v_bufs.index(v_stage))
@@ -430,7 +475,7 @@ def fp8_forward_kernel(
     CONSUMERS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     Q_BLOCK: gl.constexpr, K_BLOCK: gl.constexpr, PING_PONG: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, EVEN_K: gl.constexpr, DYNAMIC: gl.constexpr,
-    SHIFT: gl.constexpr, GROWTH: gl.constexpr, LATE: gl.constexpr, PIN: gl.constexpr,
+    SHIFT: gl.constexpr, GROWTH: gl.constexpr, UNDER: gl.constexpr, AHEAD: gl.constexpr,
     TWO_LEVEL: gl.constexpr, O_CHUNKS: gl.constexpr, CHUNK: gl.constexpr, FOLD: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -481,10 +526,10 @@ def fp8_forward_kernel(
     # A constexpr stored in a tuple under a name stops being one, hence the argument lists written out.
     gl.warp_specialize([
         (_consumer, (0, bufs, bars, outputs, aside, shape, scales, CONSUMERS, BLOCK_N, STAGES, Q_BLOCK, K_BLOCK,
-                     PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, SHIFT, GROWTH, LATE, PIN, TWO_LEVEL,
+                     PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, SHIFT, GROWTH, UNDER, AHEAD, TWO_LEVEL,
                      CHUNK, FOLD)),
         (_consumer, (1, bufs, bars, outputs, aside, shape, scales, CONSUMERS, BLOCK_N, STAGES, Q_BLOCK, K_BLOCK,
-                     PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, SHIFT, GROWTH, LATE, PIN, TWO_LEVEL,
+                     PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, SHIFT, GROWTH, UNDER, AHEAD, TWO_LEVEL,
                      CHUNK, FOLD)),
         (_producer, (bufs, bars, q_desc, k_desc, v_desc, counter, shape, k_groups, CONSUMERS, BLOCK_N, STAGES,
                      CAUSAL, WINDOW, DYNAMIC)),

@@ -24,8 +24,10 @@ from gpu_accel.flash_attention3.tune_fp8 import HIDDEN, TOKENS, inputs
 BOUND = 1.15  # times the error of the recipe in plain torch, against float64
 SWITCHES: dict[str, dict] = {
     "as chosen": {},
-    "late": {"late": True},
-    "not pinned": {"pin": False},
+    "maxima under P V": {"under": 0},
+    "half of softmax under P V": {"under": 1},
+    "softmax under P V": {"under": 2},
+    "each wait at its product": {"ahead": False},
     "4 stages": {"stages": 4},
     "2 stages": {"stages": 2},
     "no ping-pong": {"ping_pong": False},
@@ -42,7 +44,7 @@ def candidates(head_dim: int, *, causal: bool, seqlen: int) -> dict[str, hopper_
     chosen = hopper_fp8.forward_config(head_dim, causal=causal, seqlen_k=seqlen)
     found: dict[str, hopper_fp8.Fp8ForwardConfig] = {}
     for name, change in SWITCHES.items():
-        if head_dim > 128 and set(change) & {"two_level", "stages", "late"}:
+        if head_dim > 128 and set(change) & {"two_level", "stages"}:
             continue
         config = replace(chosen, **change)
         if config not in found.values():

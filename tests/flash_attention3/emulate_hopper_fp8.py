@@ -149,6 +149,7 @@ GL = types.SimpleNamespace(
     where=of_numbers_or_tensors(lambda c, a, b: a if c else b, np.where),
     exp2=of_numbers_or_tensors(lambda x: float(np.exp2(x)), np.exp2),
     max=lambda x, axis: x.max(axis=axis).view(Tensor) if np.ndim(x) else x,
+    sum=lambda x, axis: x.sum(axis=axis).view(Tensor), split=lambda x: (x[..., 0], x[..., 1]),
     full=lambda shape, value, dtype, layout=None: tensor(np.full(shape, value)), cdiv=lambda a, b: -(-a // b),
     arange=lambda a, b, layout=None: tensor(np.arange(a, b)), static_range=range, to_tensor=lambda x: x,
     convert_layout=lambda x, layout, assert_trivial=False: x, program_id=lambda i: here.program,
@@ -173,7 +174,8 @@ class Emulation:
     def __init__(self, *, sq: int, sk: int, heads: int = 2, heads_kv: int = 1, batch: int = 2, dim: int = 16,
                  left: int = -1, right: int = -1, softcap: float = 0.0, dynamic: bool = False, chunk: int = 0,
                  stages: int = 3, programs: int = 2, rows: int = 16, block: int = 32, growth: float = 0.0,
-                 two_level: bool = True, fold: bool = False, late: bool = False, seed: int = 0):  # fmt: skip
+                 two_level: bool = True, fold: bool = False, under: int = 0, ahead: bool = True,
+                 seed: int = 0):  # fmt: skip
         draw = np.random.default_rng(seed)
         self.q = draw.standard_normal((batch, heads, sq, dim))
         self.k, self.v = (draw.standard_normal((batch, heads_kv, sk, dim)) for _ in range(2))
@@ -186,7 +188,7 @@ class Emulation:
         self.shape = (sq, sk, heads, heads // heads_kv, num_m, tiles, 1, left, right)
         self.softcap, self.dynamic, self.chunk, self.stages = softcap, dynamic, chunk, stages
         self.rows, self.block, self.programs, self.heads_kv = rows, block, min(programs, tiles), heads_kv
-        self.growth, self.two_level, self.fold, self.late = growth, two_level, fold, late
+        self.growth, self.two_level, self.fold, self.under, self.ahead = growth, two_level, fold, under, ahead
         self.drawn, self.errors = itertools.count(), []
 
     def names(self) -> dict:
@@ -204,7 +206,7 @@ class Emulation:
             for i in range(max(0, min(self.rows, sq - row0))):
                 at = (*where, row0 + i)
                 assert np.isnan(self.lse[at]), "a row is stored twice"
-                total = float(l_sum[i, 0])
+                total = float(l_sum[i].sum())
                 self.o[at] = acc[i] / total if total else 0.0
                 self.lse[at] = (m[i] - shift + np.log2(total)) / LOG2_E if total else -np.inf
 
@@ -233,9 +235,10 @@ class Emulation:
         names = dict(
             gl=GL, mbarrier=Mbarrier, warpgroup_mma=product, warpgroup_mma_wait=wait_for_products, tma_load=tma_load,
             tma=types.SimpleNamespace(store_wait=nothing), ROWS=self.rows, NEG_LARGE=-1e30, EARLY_DRAW=2,
-            PING_PONG_BARRIER=8, bar_sync=nothing, bar_arrive=nothing, pin=nothing,
+            PING_PONG_BARRIER=8, bar_sync=nothing, bar_arrive=nothing,
+            pack_halves=lambda even, odd, e5m2: tensor(np.stack([even, odd], -1).reshape(len(even), -1)),
             pack_quads=lambda p, e5m2: tensor(p), unpack_quads=lambda p, dtype, layout: p,
-            thread_row_sum=lambda p: tensor(p.sum(axis=1, keepdims=True)), tanh=np.tanh,
+            thread_row_sum=lambda p: tensor(p.reshape(len(p), -1, 4, 2).sum((1, 3))), tanh=np.tanh,
             rescale=lambda acc, alpha: tensor(acc * np.asarray(alpha)[:, None]), log2_fast=lambda x: float(np.log2(x)),
             row_scales=lambda *args: tensor(np.full(self.rows, unit / self.softcap if self.softcap else unit * LOG2_E)),
             head_scales=lambda scales, batch, kv: (batch, kv),
@@ -292,7 +295,7 @@ class Emulation:
                     Barriers(2, 1, lock), Barriers(2, n, lock), Queue())  # fmt: skip
             scales = (0,) * 13 + (self.softcap * LOG2_E,)
             switches = [n, self.block, s, 128, 128, False, causal, window, self.softcap > 0, even, self.dynamic,
-                        8.0, self.growth, self.late, True, self.two_level, self.chunk, self.fold]  # fmt: skip
+                        8.0, self.growth, self.under, self.ahead, self.two_level, self.chunk, self.fold]  # fmt: skip
             calls = [
                 (names["_consumer"], wg, bufs, bars, None, Totals(), self.shape, scales, *switches) for wg in range(n)
             ]

@@ -14,9 +14,9 @@ else:
 
 KERNELS = {
     "block-by-block": {},
-    "in-pieces": {"two_level": False, "chunk": 3, "dim": 256, "stages": 2},
+    "in-pieces": {"two_level": False, "chunk": 3, "dim": 256, "stages": 2, "under": 2, "ahead": False},
     "folded": {"two_level": False, "chunk": 3, "fold": True},
-    "late": {"late": True},
+    "half-under-the-product": {"under": 1},
 }
 
 

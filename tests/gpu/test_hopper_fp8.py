@@ -86,8 +86,8 @@ def test_lengths(sq, sk):
 
 
 @pytest.mark.parametrize("change", [
-    {"late": True}, {"ping_pong": False}, {"dynamic": True}, {"stages": 2}, {"pin": False}, {"two_level": False},
-    {"fold": True}, {"fold": True, "two_level": False},
+    {"under": 1}, {"under": 2}, {"ahead": False}, {"under": 1, "ahead": False}, {"ping_pong": False}, {"dynamic": True},
+    {"stages": 2, "ahead": False}, {"two_level": False}, {"fold": True}, {"fold": True, "two_level": False},
 ], ids=lambda x: "-".join(f"{k}{v}" for k, v in x.items()))  # fmt: skip
 def test_switches_change_speed_not_results(change):
     for causal in (False, True):
