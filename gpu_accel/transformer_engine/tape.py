@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -224,6 +225,12 @@ class _Watch(TorchDispatchMode):
         self.steps.append(_Launch(kernel, compiled, (*grid, 1, 1)[:3], plain, options, places, maps))
 
 
+def _profiled() -> bool:
+    """Whether somebody wants to be told of launches, such as Triton's profiler."""
+    hooks = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+    return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
+
+
 def _bytes(x: Tensor) -> int:
     return _extent(x.shape, x.stride()) * x.element_size()
 
@@ -365,7 +372,7 @@ class Tape:
                     arguments[at] = where.offset if where.memory == _LASTING else 0
             maps = tuple((i, fields.pop("_kind"), fields, p.memory, p.offset) for i, fields, p in step.maps)
             self._ready.append(
-                (None, run, step.grid, compiled.function, compiled.packed_metadata, arguments, patches, maps)
+                (None, compiled, run, step.grid, compiled.function, compiled.packed_metadata, arguments, patches, maps)
             )
 
     def views(self, kept: Tensor) -> tuple[Tensor, ...]:
@@ -388,12 +395,13 @@ class Tape:
         for at, shape, dtype in self.own:
             memories[at] = torch.empty(shape, dtype=dtype, device=device)
         addresses = [0 if t is None else t.data_ptr() for t in memories]
+        watched = _profiled()
         stream = 0 if INTERPRET else torch._C._cuda_getCurrentRawStream(device.index)
         for step in self._ready:
             if step[0] is not None:
                 self._slowly(step[0], memories, addresses)
                 continue
-            _, run, (x, y, z), function, metadata, template, patches, maps = step
+            _, compiled, run, (x, y, z), function, metadata, template, patches, maps = step
             arguments = template.copy()
             for i, memory, offset in patches:
                 arguments[i] = addresses[memory] + offset
@@ -402,7 +410,10 @@ class Tape:
                 made.__dict__.update(fields)
                 made.base = _At(addresses[memory] + offset)
                 arguments[i] = made
-            run(x, y, z, stream, function, metadata, None, None, None, *arguments)
+            if watched:
+                compiled[x, y, z](*arguments)
+            else:
+                run(x, y, z, stream, function, metadata, None, None, None, *arguments)
         return [None if place is None else place.view(memories) for place in self.results], kept
 
     def _slowly(self, step: _Launch | _Call, memories: list[Any], addresses: list[int]) -> None:

@@ -205,10 +205,8 @@ def _gradients(kind: Kind, needs: tuple, given: tuple, kept: list[Tensor], poole
     if not pooled:
         return run(*given, *kept)[0]
     assert kind.forward is not None
-    codes = given[4]
-    key = (
-        needs, dy.shape, dy.stride(), dy.dtype, dy.data_ptr() % 16, None if codes is None else codes.data_ptr() % 16,
-    )  # fmt: skip
+    # what else is read has the alignment that it had in the forward pass, but for weights that were gathered again
+    key = needs, dy.shape, dy.stride(), dy.dtype, dy.data_ptr() % 16, _alignment(given[3:5])
     tape = kind.backward.get(key)
     if isinstance(tape, Tape):
         return tape.play((*given, kept[0]))[0]
@@ -223,6 +221,15 @@ def _gradients(kind: Kind, needs: tuple, given: tuple, kept: list[Tensor], poole
         kind.why_not = kind.why_not or why
         return made
     return run(*given, *kind.forward.views(kept[0]))[0]
+
+
+def _alignment(tensors: tuple[Tensor | None, ...]) -> int:
+    """What the worst address lacks to a multiple of 16 bytes: kernels are compiled for it."""
+    addresses = 0
+    for t in tensors:
+        if t is not None:
+            addresses |= t.data_ptr()
+    return addresses % 16
 
 
 def _plain(*tensors: Tensor | None) -> bool:
@@ -266,13 +273,21 @@ def step(
     update = delayed and layer.training and not state.recomputing()
     gamma, beta = source.gamma, source.beta
     wanted = tuple(grads and t is not None and t.requires_grad for t in (x, weight, bias, gamma, beta))
-    key = (
-        x.shape, x.dtype, x.data_ptr() % 16, weight.dtype, codes.data_ptr() % 16, gathered, x.device, recipe, backend,
+    key: tuple = (
+        x.shape, x.dtype, x.data_ptr() % 16, weight.dtype, codes.data_ptr() % 16, gathered, x.device, recipe,
+        backend, kept[1].data_ptr() % 16 if kept is not None else weight.scales.data_ptr() % 16 if gathered else 0,
         source.kind, source.eps, wanted, update, hopper_gemm.GPU_CHECKED, quantizer.FUSED_CHECKED,
         None if bias is None else (bias.dtype, bias.data_ptr() % 16),
         None if gamma is None else (gamma.dtype, gamma.data_ptr() % 16, gamma.is_contiguous()),
         None if beta is None else (beta.dtype, beta.data_ptr() % 16, beta.is_contiguous()),
     )  # fmt: skip
+    histories: tuple[Tensor, ...] = ()
+    grad_history: tuple[Tensor | None, ...] = (None,) * 4
+    if isinstance(recipe, DelayedScaling):
+        all_of_it = layer.make_histories(recipe.amax_history_len)
+        histories = (*all_of_it.input.state(), *all_of_it.weight.state())
+        grad_history = all_of_it.grad.state()
+        key += (_alignment(histories), _alignment(grad_history))
     kinds = layer._kinds
     kind = kinds.get(key)
     if kind is None:
@@ -283,12 +298,6 @@ def step(
         kind = kinds[key] = Kind(_what(layer, x, recipe, plan, backend, source, wanted, update, gathered))
     elif kind.forward is None:
         return None  # could not be written down
-    histories: tuple[Tensor, ...] = ()
-    grad_history: tuple[Tensor | None, ...] = (None,) * 4
-    if isinstance(recipe, DelayedScaling):
-        all_of_it = layer.make_histories(recipe.amax_history_len)
-        histories = (*all_of_it.input.state(), *all_of_it.weight.state())
-        grad_history = all_of_it.grad.state()
     given = None if kept is None else (kept[0], kept[1])
     return _Step.apply(kind, histories, grad_history, given, x, weight, bias, gamma, beta)
 
