@@ -26,9 +26,9 @@ import triton
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpu_accel.compat import INTERPRET
 from gpu_accel.flash_attention3 import gluon_launch
 from gpu_accel.flash_attention3 import launch as launching
+from gpu_accel.thunderkittens import gemm_hopper
 
 _ALIGNMENT = 256
 _aten = torch.ops.aten
@@ -37,7 +37,8 @@ _ZEROS = {_aten.new_zeros.default, _aten.zeros.default}
 # operations of torch that are done again as they are
 _REPEATED = {_aten.sum.dim_IntList, _aten._to_copy.default, _aten.clone.default}
 _recording = False
-_EMPTY, _LASTING = -1, -2  # in place of a memory: of no elements; of a counter that lives as long as the process
+_EMPTY, _LASTING = -1, -2  # in place of a memory: of no elements; of counters that belong to a stream
+_COUNTERS = (gluon_launch._counters, gemm_hopper._by_stream)
 
 
 def recording() -> bool:
@@ -132,7 +133,7 @@ class _Watch(TorchDispatchMode):
     def __init__(self, inputs: Sequence[Tensor | None]) -> None:
         super().__init__()
         self.inputs = inputs
-        self.lasting = list(gluon_launch._counters.values())
+        self.held: list[Tensor] = []
         self.spans = [
             (0, 0) if t is None or not t.numel() else (t.data_ptr(), t.data_ptr() + _bytes(t)) for t in inputs
         ]  # fmt: skip
@@ -195,7 +196,8 @@ class _Watch(TorchDispatchMode):
                 low = memory.tensor.data_ptr()
                 if memory.tensor.numel() and low <= start and end <= low + _bytes(memory.tensor):
                     return Place(len(self.inputs) + i, start - low, shape, stride, x.dtype)
-            if any(counter is x for counter in self.lasting):
+            if any(counter is x for kept in _COUNTERS for counter in kept.values()):
+                self.held.append(x)
                 return Place(_LASTING, start, shape, stride, x.dtype)
         if len(found) > 1:  # arguments that lie within each other, such as q, k and v of one packed tensor
             found = [i for i in found if self.spans[i][0] == start]
@@ -225,6 +227,11 @@ class _Watch(TorchDispatchMode):
         self.steps.append(_Launch(kernel, compiled, (*grid, 1, 1)[:3], plain, options, places, maps))
 
 
+def stream_of(device: torch.device) -> int:
+    """The address of the current stream of a device; 0 on a CPU."""
+    return 0 if device.type != "cuda" else torch._C._cuda_getCurrentRawStream(device.index)
+
+
 def _profiled() -> bool:
     """Whether somebody wants to be told of launches, such as Triton's profiler."""
     hooks = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
@@ -249,6 +256,8 @@ class Tape:
     zero_bytes: int
     own: list[tuple[int, tuple[int, ...], torch.dtype]]  # memory, shape, dtype
     memories: int
+    held: list[Tensor]  # counters of the stream that it was recorded on, see `fits`
+    stream: int
     _ready: list[tuple] = field(default_factory=list)
 
     @classmethod
@@ -353,7 +362,7 @@ class Tape:
         device = next(t.device for t in watch.inputs if t is not None)
         tape = cls(
             inputs, device, steps, ends, [moved(p) for p in kept_places], sizes["kept"], sizes["scratch"],
-            sizes["zeros"], own_memories, count,
+            sizes["zeros"], own_memories, count, watch.held, stream_of(device),
         )  # fmt: skip
         tape._prepare()
         return tape
@@ -374,6 +383,12 @@ class Tape:
             self._ready.append(
                 (None, compiled, run, step.grid, compiled.function, compiled.packed_metadata, arguments, patches, maps)
             )
+
+    def fits(self) -> bool:
+        """Whether it can be played on the current stream: with counters only on theirs, and in no CUDA graph."""
+        if not self.held:
+            return True
+        return self.stream == stream_of(self.device) and not torch.cuda.is_current_stream_capturing()
 
     def views(self, kept: Tensor) -> tuple[Tensor, ...]:
         """The tensors that the function kept, of what `play` has returned."""
@@ -396,7 +411,7 @@ class Tape:
             memories[at] = torch.empty(shape, dtype=dtype, device=device)
         addresses = [0 if t is None else t.data_ptr() for t in memories]
         watched = _profiled()
-        stream = 0 if INTERPRET else torch._C._cuda_getCurrentRawStream(device.index)
+        stream = stream_of(device)
         for step in self._ready:
             if step[0] is not None:
                 self._slowly(step[0], memories, addresses)
