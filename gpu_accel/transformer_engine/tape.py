@@ -22,12 +22,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpu_accel.compat import INTERPRET
 from gpu_accel.flash_attention3 import gluon_launch
 from gpu_accel.flash_attention3 import launch as launching
+from gpu_accel.thunderkittens import gemm_hopper
 
 _ALIGNMENT = 256
 _aten = torch.ops.aten
@@ -36,7 +37,8 @@ _ZEROS = {_aten.new_zeros.default, _aten.zeros.default}
 # operations of torch that are done again as they are
 _REPEATED = {_aten.sum.dim_IntList, _aten._to_copy.default, _aten.clone.default}
 _recording = False
-_EMPTY, _LASTING = -1, -2  # in place of a memory: of no elements; of a counter that lives as long as the process
+_EMPTY, _LASTING = -1, -2  # in place of a memory: of no elements; of counters that belong to a stream
+_COUNTERS = (gluon_launch._counters, gemm_hopper._by_stream)
 
 
 def recording() -> bool:
@@ -131,7 +133,7 @@ class _Watch(TorchDispatchMode):
     def __init__(self, inputs: Sequence[Tensor | None]) -> None:
         super().__init__()
         self.inputs = inputs
-        self.lasting = list(gluon_launch._counters.values())
+        self.held: list[Tensor] = []
         self.spans = [
             (0, 0) if t is None or not t.numel() else (t.data_ptr(), t.data_ptr() + _bytes(t)) for t in inputs
         ]  # fmt: skip
@@ -194,7 +196,8 @@ class _Watch(TorchDispatchMode):
                 low = memory.tensor.data_ptr()
                 if memory.tensor.numel() and low <= start and end <= low + _bytes(memory.tensor):
                     return Place(len(self.inputs) + i, start - low, shape, stride, x.dtype)
-            if any(counter is x for counter in self.lasting):
+            if any(counter is x for kept in _COUNTERS for counter in kept.values()):
+                self.held.append(x)
                 return Place(_LASTING, start, shape, stride, x.dtype)
         if len(found) > 1:  # arguments that lie within each other, such as q, k and v of one packed tensor
             found = [i for i in found if self.spans[i][0] == start]
@@ -224,6 +227,17 @@ class _Watch(TorchDispatchMode):
         self.steps.append(_Launch(kernel, compiled, (*grid, 1, 1)[:3], plain, options, places, maps))
 
 
+def stream_of(device: torch.device) -> int:
+    """The address of the current stream of a device; 0 on a CPU."""
+    return 0 if device.type != "cuda" else torch._C._cuda_getCurrentRawStream(device.index)
+
+
+def _profiled() -> bool:
+    """Whether somebody wants to be told of launches, such as Triton's profiler."""
+    hooks = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+    return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
+
+
 def _bytes(x: Tensor) -> int:
     return _extent(x.shape, x.stride()) * x.element_size()
 
@@ -242,6 +256,8 @@ class Tape:
     zero_bytes: int
     own: list[tuple[int, tuple[int, ...], torch.dtype]]  # memory, shape, dtype
     memories: int
+    held: list[Tensor]  # counters of the stream that it was recorded on, see `fits`
+    stream: int
     _ready: list[tuple] = field(default_factory=list)
 
     @classmethod
@@ -346,7 +362,7 @@ class Tape:
         device = next(t.device for t in watch.inputs if t is not None)
         tape = cls(
             inputs, device, steps, ends, [moved(p) for p in kept_places], sizes["kept"], sizes["scratch"],
-            sizes["zeros"], own_memories, count,
+            sizes["zeros"], own_memories, count, watch.held, stream_of(device),
         )  # fmt: skip
         tape._prepare()
         return tape
@@ -365,8 +381,14 @@ class Tape:
                     arguments[at] = where.offset if where.memory == _LASTING else 0
             maps = tuple((i, fields.pop("_kind"), fields, p.memory, p.offset) for i, fields, p in step.maps)
             self._ready.append(
-                (None, run, step.grid, compiled.function, compiled.packed_metadata, arguments, patches, maps)
+                (None, compiled, run, step.grid, compiled.function, compiled.packed_metadata, arguments, patches, maps)
             )
+
+    def fits(self) -> bool:
+        """Whether it can be played on the current stream: with counters only on theirs, and in no CUDA graph."""
+        if not self.held:
+            return True
+        return self.stream == stream_of(self.device) and not torch.cuda.is_current_stream_capturing()
 
     def views(self, kept: Tensor) -> tuple[Tensor, ...]:
         """The tensors that the function kept, of what `play` has returned."""
@@ -388,12 +410,13 @@ class Tape:
         for at, shape, dtype in self.own:
             memories[at] = torch.empty(shape, dtype=dtype, device=device)
         addresses = [0 if t is None else t.data_ptr() for t in memories]
-        stream = 0 if INTERPRET else torch._C._cuda_getCurrentRawStream(device.index)
+        watched = _profiled()
+        stream = stream_of(device)
         for step in self._ready:
             if step[0] is not None:
                 self._slowly(step[0], memories, addresses)
                 continue
-            _, run, (x, y, z), function, metadata, template, patches, maps = step
+            _, compiled, run, (x, y, z), function, metadata, template, patches, maps = step
             arguments = template.copy()
             for i, memory, offset in patches:
                 arguments[i] = addresses[memory] + offset
@@ -402,7 +425,10 @@ class Tape:
                 made.__dict__.update(fields)
                 made.base = _At(addresses[memory] + offset)
                 arguments[i] = made
-            run(x, y, z, stream, function, metadata, None, None, None, *arguments)
+            if watched:
+                compiled[x, y, z](*arguments)
+            else:
+                run(x, y, z, stream, function, metadata, None, None, None, *arguments)
         return [None if place is None else place.view(memories) for place in self.results], kept
 
     def _slowly(self, step: _Launch | _Call, memories: list[Any], addresses: list[int]) -> None:

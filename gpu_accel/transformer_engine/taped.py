@@ -205,15 +205,13 @@ def _gradients(kind: Kind, needs: tuple, given: tuple, kept: list[Tensor], poole
     if not pooled:
         return run(*given, *kept)[0]
     assert kind.forward is not None
-    codes = given[4]
-    key = (
-        needs, dy.shape, dy.stride(), dy.dtype, dy.data_ptr() % 16, None if codes is None else codes.data_ptr() % 16,
-    )  # fmt: skip
+    # what else is read has the alignment that it had in the forward pass, but for weights that were gathered again
+    key = needs, dy.shape, dy.stride(), dy.dtype, dy.data_ptr() % 16, _alignment(given[3:5])
     tape = kind.backward.get(key)
-    if isinstance(tape, Tape):
+    if isinstance(tape, Tape) and tape.fits():
         return tape.play((*given, kept[0]))[0]
     inputs = (*given, kept[0])
-    if tape is None and len(kind.backward) < MOST and _plain(*inputs):
+    if tape is None and len(kind.backward) < MOST and _plain(*inputs) and not _capturing(dy):
 
         def with_views(*all_of_it):
             return run(*all_of_it[:-1], *kind.forward.views(all_of_it[-1]))  # type: ignore[union-attr]
@@ -225,8 +223,22 @@ def _gradients(kind: Kind, needs: tuple, given: tuple, kept: list[Tensor], poole
     return run(*given, *kind.forward.views(kept[0]))[0]
 
 
+def _alignment(tensors: tuple[Tensor | None, ...]) -> int:
+    """What the worst address lacks to a multiple of 16 bytes: kernels are compiled for it."""
+    addresses = 0
+    for t in tensors:
+        if t is not None:
+            addresses |= t.data_ptr()
+    return addresses % 16
+
+
 def _plain(*tensors: Tensor | None) -> bool:
     return all(t is None or type(t) is Tensor or type(t) is torch.nn.Parameter for t in tensors)
+
+
+def _capturing(x: Tensor) -> bool:
+    """Whether a CUDA graph is being captured, which has counters of its own."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _packs() -> bool:
@@ -266,13 +278,21 @@ def step(
     update = delayed and layer.training and not state.recomputing()
     gamma, beta = source.gamma, source.beta
     wanted = tuple(grads and t is not None and t.requires_grad for t in (x, weight, bias, gamma, beta))
-    key = (
-        x.shape, x.dtype, x.data_ptr() % 16, weight.dtype, codes.data_ptr() % 16, gathered, x.device, recipe, backend,
+    key: tuple = (
+        x.shape, x.dtype, x.data_ptr() % 16, weight.dtype, codes.data_ptr() % 16, gathered, x.device, recipe,
+        backend, kept[1].data_ptr() % 16 if kept is not None else weight.scales.data_ptr() % 16 if gathered else 0,
         source.kind, source.eps, wanted, update, hopper_gemm.GPU_CHECKED, quantizer.FUSED_CHECKED,
         None if bias is None else (bias.dtype, bias.data_ptr() % 16),
         None if gamma is None else (gamma.dtype, gamma.data_ptr() % 16, gamma.is_contiguous()),
         None if beta is None else (beta.dtype, beta.data_ptr() % 16, beta.is_contiguous()),
     )  # fmt: skip
+    histories: tuple[Tensor, ...] = ()
+    grad_history: tuple[Tensor | None, ...] = (None,) * 4
+    if isinstance(recipe, DelayedScaling):
+        all_of_it = layer.make_histories(recipe.amax_history_len)
+        histories = (*all_of_it.input.state(), *all_of_it.weight.state())
+        grad_history = all_of_it.grad.state()
+        key += (_alignment(histories), _alignment(grad_history))
     kinds = layer._kinds
     kind = kinds.get(key)
     if kind is None:
@@ -280,15 +300,11 @@ def step(
             kinds[key] = _SEEN
         return None
     if kind is _SEEN:
+        if _capturing(x):
+            return None
         kind = kinds[key] = Kind(_what(layer, x, recipe, plan, backend, source, wanted, update, gathered))
-    elif kind.forward is None:
-        return None  # could not be written down
-    histories: tuple[Tensor, ...] = ()
-    grad_history: tuple[Tensor | None, ...] = (None,) * 4
-    if isinstance(recipe, DelayedScaling):
-        all_of_it = layer.make_histories(recipe.amax_history_len)
-        histories = (*all_of_it.input.state(), *all_of_it.weight.state())
-        grad_history = all_of_it.grad.state()
+    elif kind.forward is None or not kind.forward.fits():
+        return None  # it could not be written down, or belongs to another stream
     given = None if kept is None else (kept[0], kept[1])
     return _Step.apply(kind, histories, grad_history, given, x, weight, bias, gamma, beta)
 
@@ -311,10 +327,9 @@ def _what(layer, x, recipe, plan, backend, source, wanted, update, gathered) -> 
 
 @dataclass
 class Attended:
-    """Attention of one kind: scalars of the op, the stream that its counters belong to, and tapes of both passes."""
+    """Attention of one kind: scalars of the op, and tapes of both passes."""
 
     scalars: tuple
-    stream: int
     forward: Tape | None = None
     backward: dict[tuple, Tape | int] = field(default_factory=dict)
     why_not: str = ""
@@ -349,10 +364,10 @@ class _Attend(torch.autograd.Function):
 
         key = (do.shape, do.stride(), do.dtype, *(t.data_ptr() % 16 for t in (do, q, k, v)))
         tape = kind.backward.get(key)
-        if kind.stream != _stream(q) or torch.cuda.is_current_stream_capturing() or not _plain(*inputs):
-            return None, *run(*inputs)[0]
-        if isinstance(tape, Tape):
+        if isinstance(tape, Tape) and tape.fits():
             return None, *tape.play(inputs)[0]
+        if _capturing(q) or not _plain(*inputs):
+            return None, *run(*inputs)[0]
         if tape is None and len(kind.backward) < MOST:  # the kernels are compiled the first time
             kind.backward[key] = 0
         elif tape == 0:
@@ -363,10 +378,6 @@ class _Attend(torch.autograd.Function):
         return None, *run(*inputs)[0]
 
 
-def _stream(x: Tensor) -> int:
-    return torch._C._cuda_getCurrentRawStream(x.device.index)
-
-
 def attention(kinds: Kinds, q: Tensor, k: Tensor, v: Tensor, scalars: tuple) -> Tensor | None:
     """Attention of (batch, seqlen, heads, head_dim) tensors by the op's scalars, or None for the ordinary way."""
     if not (GPU_CHECKED and q.is_cuda) or launching._hook is not None or scalars[-1] == "reference":
@@ -375,19 +386,18 @@ def attention(kinds: Kinds, q: Tensor, k: Tensor, v: Tensor, scalars: tuple) -> 
         return None
     if _packs() or state.recomputing():
         return None
-    if torch.cuda.is_current_stream_capturing() or torch.is_autocast_enabled("cuda"):
+    if _capturing(q) or torch.is_autocast_enabled("cuda"):
         return None
     if q.device.index != torch.cuda.current_device():
         return None
-    stream = _stream(q)
-    key = (*((t.shape, t.stride(), t.dtype, t.data_ptr() % 16) for t in (q, k, v)), scalars, stream)
+    key = (*((t.shape, t.stride(), t.dtype, t.data_ptr() % 16) for t in (q, k, v)), scalars)
     kind = kinds.get(key)
     if kind is None:
         if len(kinds) < MOST:
             kinds[key] = _SEEN
         return None
     if kind is _SEEN:
-        kind = kinds[key] = Attended(scalars, stream)
-    elif kind.forward is None:
+        kind = kinds[key] = Attended(scalars)
+    elif kind.forward is None or not kind.forward.fits():
         return None
     return _Attend.apply(kind, q, k, v)

@@ -3,6 +3,7 @@
     portable    `quantize`, Triton
     copy        torch's copy, on the device, of exactly as many bytes as the case must move
     torch       the same quantisation in eager torch, as people write it
+    torch-compile  that by torch.compile, of three schemes, rows alone (compiling takes longer than everything else)
 
 The bytes of a case: the tensor read once, codes and scales written once, whatever an implementation really moves.
 So the ratio of times to `copy` is the share of a copy's bandwidth that was reached. With a scale per tensor from the
@@ -40,6 +41,7 @@ SCHEMES = {
     "int4_128": ("int4_128", False),
 }
 QUICK = ("fp8-delayed", "fp8_row", "fp8_1x128", "mxfp8", "mxfp4", "nvfp4")
+COMPILED = ("fp8-delayed", "fp8_row", "fp8_1x128")
 GIVEN_SCALE = 2.0**-6  # of N(0, 1) and its outliers nothing saturates
 
 
@@ -128,6 +130,25 @@ def build(case: Case, settings: Settings) -> Workload:
         codes = CODES[what.element]
         return lambda: [codes(part, what, scale) for part in ((x, x.t()) if both else (x,))]
 
+    def compiled() -> Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]:
+        return torch.compile(lambda x, scale: torch_codes(x, what, scale), dynamic=False)
+
+    def check_compiled(seed: int) -> Check:
+        x, scale = data(seed)
+        codes, made = compiled()(x, scale)
+        values = (codes.float() * made).flatten(2).flatten(0, 1)[: x.shape[0], : x.shape[1]]
+        truth = quantize(x, what, scale=scale, backend="reference").dequantize(torch.float32)
+        error, ruler = ((v - x.float()).norm() / x.float().norm() for v in (values, truth))
+        return Check(float(error), 1.1 * float(ruler), "relative error of the values")
+
+    def make_compiled(seed: int) -> Callable[[], object]:
+        x, scale = data(seed)
+        run = compiled()
+        return lambda: run(x, scale)
+
+    why_compiled = "" if settings.on_gpu else "compiled on a GPU only"
+    if case["scheme"] not in COMPILED or both:
+        why_compiled = f"compiled for {', '.join(COMPILED)} only, rows alone"
     return Workload(
         implementations=[
             Implementation(name="portable", role="ours", check=check_ours, make=make_ours, note=f"scheme {what.text}"),
@@ -138,8 +159,12 @@ def build(case: Case, settings: Settings) -> Workload:
                 name="torch", role="peer", unavailable=why, check=check_torch, make=make_torch,
                 note="eager torch operations",
             ),
+            Implementation(
+                name="torch-compile", role="peer", unavailable=why_compiled, check=check_compiled, make=make_compiled,
+                note="the same operations by torch.compile",
+            ),
         ],
-        baselines=("copy", "torch"),
+        baselines=("copy", "torch", "torch-compile"),
         bytes_moved=bytes_moved(case),
     )  # fmt: skip
 

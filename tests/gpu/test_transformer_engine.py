@@ -485,7 +485,7 @@ def layers_of_two_kinds(name, shape, steps, monkeypatch, taped_too):
     return found, [value.clone() for value in layer.state_dict().values()], layer
 
 
-@pytest.mark.parametrize("shape", [(2, 256, 512), (3, 77, 512)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 256, 512), (3, 77, 512), (2, 8, 512)], ids=str)
 @pytest.mark.parametrize("name", ["fp8_current", "fp8_delayed", "fp8_block", "mxfp8"])
 def test_steps_that_are_played_back(name, shape, monkeypatch):
     """The bits of the ordinary way, histories included, and then in a graph as well."""
