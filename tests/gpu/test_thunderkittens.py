@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gpu_accel.testing import assert_close_to_truth, default_floor, generator
-from gpu_accel.thunderkittens import elements, linear, reference, rows, walk_back
+from gpu_accel.thunderkittens import elements, ladder, linear, reference, rows, walk_back
 from gpu_accel.thunderkittens.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from gpu_accel.thunderkittens.delta import delta_rule
 from gpu_accel.thunderkittens.features import fused_chunk_based, hedgehog_attention
@@ -514,3 +514,14 @@ def test_dropout_bits():
     x = torch.ones(700, 5000, device="cuda")
     _, h = rows.rms_norm(x, dropout_p=0.3, seed=2**50 + 3, prenorm=True, backend="portable")
     assert torch.equal(h != 0, reference.dropout_keep(2**50 + 3, 700, 5000, 0.3, "cuda"))
+
+
+@pytest.mark.parametrize("level", [level.name for level in ladder.LEVELS])
+@pytest.mark.parametrize("shape", [(300, 520, 200), (4096, 512, 2048)], ids=str)
+def test_levels_of_the_ladder(level, shape):
+    """Edges in every direction, and more tiles than programs that stay."""
+    m, n, k = shape
+    if level in ("template", "specialised") and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs an H100 or H200")
+    a, b = randn(m, k, seed=1, dtype=BF16), randn(k, n, seed=2, dtype=BF16)
+    assert_close_to_truth("product", ladder.run(level, a, b), a.double() @ b.double(), a @ b)

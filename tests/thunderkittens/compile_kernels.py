@@ -116,12 +116,14 @@ def conv(dtype: torch.dtype, dim: int) -> None:
 
 def ladder(dtype: torch.dtype, size: int) -> None:
     from gpu_accel.thunderkittens import ladder as levels
+    from gpu_accel.thunderkittens import template
     from tests.thunderkittens import test_tiles
 
     a = torch.empty(size, size, dtype=dtype)
     for level in levels.LEVELS:
         if level.interpreted:  # the last one is compiled with the products
             level.run(a, a)
+    template.product(a, a)
     hook(test_tiles._attention, (a, a, a, a, size, size, 0.1), dict(D=128, BM=64, BN=64, num_warps=4))
     for which in ("AB", "ABt", "AtB", "AtBt"):
         hook(test_tiles._products, (a, a, a), dict(WHICH=which, num_warps=4))
