@@ -111,7 +111,7 @@ def test_ladder(compile_once):
 @pytest.mark.slow
 def test_rows(compile_once):
     rows = compiled(compile_once, "rows", "bf16-4096,fp32-65536")
-    assert len(rows) == 16 + 18  # gradients of weights have a kernel of their own where rows are long
+    assert len(rows) == 18 + 18  # gradients of weights have a kernel of their own where rows are long
     for row in rows:
         assert row["spills"] == 0, row
         assert row["wide"] >= 1, row  # 16 bytes at a time
