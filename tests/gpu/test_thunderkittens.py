@@ -334,6 +334,42 @@ def check_walks_back(shape, given, initial, segments, walks_back):
     assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
 
 
+@pytest.mark.parametrize("gates", [True, False], ids=["decay", "none"])
+@pytest.mark.parametrize(("shape", "initial", "segments"), [
+    pytest.param((2, 1000, 4, 4, 128, 128), False, 0, id="K128-V128"),
+    pytest.param((1, 4096, 4, 4, 128, 128), True, 0, id="K128-V128-initial-segments"),
+    pytest.param((2, 515, 4, 2, 64, 64), True, 1, id="q2-K64-V64-initial"),
+    pytest.param((3, 65, 2, 2, 24, 40), False, 0, id="K24-V40"),
+    pytest.param((2, 300, 4, 4, 128, 64), True, 2, id="K128-V64-initial-segments2"),
+    pytest.param((2, 4096, 16, 16, 16, 64), False, 0, id="K16-V64"),
+])  # fmt: skip
+def test_walks_back_without_gradients_of_gates(shape, initial, segments, gates, monkeypatch):
+    batch, seqlen, heads, heads_q, key_dim, value_dim = shape
+    tensors = [randn(batch, seqlen, heads_q, key_dim, seed=s, dtype=BF16) for s in (1, 2)]
+    tensors.append(randn(batch, seqlen, heads, value_dim, seed=3, dtype=BF16))
+    tensors += [randn(batch, heads, key_dim, value_dim, seed=6)] if initial else []
+    g = -randn(batch, seqlen, heads, seed=4).square() * 0.1 if gates else None
+    made, plain = [], walk_back.plain
+
+    def counted(*arguments, **options):
+        made.append(options["segments"])
+        return plain(*arguments, **options)
+
+    monkeypatch.setattr(walk_back, "plain_unseen", lambda *_: None)
+    monkeypatch.setattr(walk_back, "plain", counted)
+
+    def function(backend):
+        backend = "hopper" if backend == "portable" else backend
+        return lambda q, k, v, h=None: linear.linear_attention(
+            q, k, v, g=g.double() if gates and q.dtype == torch.float64 else g, initial_state=h, backend=backend,
+            scale=0.3, segments=segments if backend == "hopper" else 0,
+        )  # fmt: skip
+
+    grads = [randn(batch, seqlen, heads, value_dim, seed=7), randn(batch, heads, key_dim, value_dim, seed=8)]
+    judge(["o", "state", "dq", "dk", "dv", "dinitial"][: 2 + len(tensors)], function, tensors, grads)
+    assert len(made) == 1
+
+
 @pytest.mark.parametrize(("seqlen", "key_dim", "value_dim"), [(515, 128, 128), (1, 128, 64), (300, 64, 72)])
 def test_normalised_walk(seqlen, key_dim, value_dim):
     q, k = (randn(2, seqlen, 16, key_dim, seed=s, dtype=BF16).abs() for s in (1, 2))
