@@ -33,6 +33,7 @@ _WHERE = {
     "linear_attention": "linear",
     "mamba_chunk_scan_combined": "mamba2",
     "parallel_based": "features",
+    "pipeline": "template",
     "retention_decay": "linear",
     "rms_norm": "rows",
     "rotary": "elements",

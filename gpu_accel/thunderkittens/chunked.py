@@ -190,20 +190,27 @@ def _hopper(q, k, v, g, w, initial, places, *, scale, chunk, segments, heads, gr
     return walk_hopper.walk(q, k, v, g, w, initial, local, decays, scale=scale, segments=segments)
 
 
-def _walks_back(do, dfinal, q, k, v, g, w, initial, places, *, scale, chunk, segments, heads, group):
+def _walks_back(do, dfinal, q, k, v, g, w, initial, places, *, want_dg, scale, chunk, segments, heads, group):
     """All gradients by `walk_back`, or None where those walks cannot make them or were not seen right on a card."""
     tiles = -(-min(q.shape[-1], v.shape[-1]) // 64)
     segments = segments or segments_for(places.sequences, heads, tiles, places.chunks)
     first, last = initial is not None, dfinal is not None
-    why = walk_back.unseen(q.shape[-1], v.shape[-1], w is not None, first or last, segments)
-    if why or walk_back.refusal(q, k, v, places.cu, chunk, scale, first and last):
+    if want_dg:
+        why = walk_back.unseen(q.shape[-1], v.shape[-1], w is not None, first or last, segments)
+    else:
+        why = walk_back.plain_unseen(q.shape[-1], v.shape[-1])
+    if why or walk_back.refusal(q, k, v, places.cu, chunk, scale, want_dg and first and last):
         return None
     local = dlocal = None
     if segments > 1:
         common = dict(chunk=chunk, segments=segments, heads=heads, group=group, sums_only=True)
         local = _walk(k, v, g, w, None, places, scale=scale, reverse=False, **common)
         dlocal = _walk(q, do, g, None, None, places, scale=1.0, reverse=True, **common)
-    return walk_back.gradients(do, dfinal, q, k, v, g, w, initial, local, dlocal, scale=scale, segments=segments)
+    if want_dg:
+        return walk_back.gradients(do, dfinal, q, k, v, g, w, initial, local, dlocal, scale=scale, segments=segments)
+    *made, dinitial = walk_back.plain(do, dfinal, q, k, v, g, initial, local, dlocal, scale=scale, segments=segments)
+    none = v.new_empty(0, dtype=torch.float32)
+    return *made, none, none.clone(), dinitial
 
 
 def _options(q, v, g, w, cu, chunk, **more):
@@ -276,9 +283,9 @@ def chunked_backward(
     group = heads // heads_q if heads_q else 1
     common = dict(scale=scale, chunk=chunk, segments=segments, heads=heads, group=group)
     want_dg = want_dg and g is not None
-    if want_dg and way != "chunks" and v.numel():
+    if (want_dg or w is None) and way != "chunks" and v.numel():
         with _device(v):
-            made = _walks_back(do, dfinal, q, k, v, g, w, initial, places, **common)
+            made = _walks_back(do, dfinal, q, k, v, g, w, initial, places, want_dg=want_dg, **common)
         if made is not None:
             return made
     common["exact"] = want_dg

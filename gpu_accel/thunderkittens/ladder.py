@@ -1,11 +1,12 @@
-"""A matrix product in six levels, one idea a level, all written with the tiles of `tiles.py`.
+"""A matrix product in seven levels, one idea a level, written with the tiles of `tiles.py` and, last, in Gluon.
 
     naive        a column times a row at a time, on the ordinary cores
     tensor-cores tiles of 64 x 64, products of tiles; memory is waited for before every product
     pipelined    tiles of 128 x 128, and a ring of stages that loads ahead
     ordered      tiles of 128 x 256, eight rows of tiles at a time, so that L2 holds what the next tile needs
     tma          the same by TMA, in programs that stay and take one tile after the other
-    specialised  some warps load and others compute: `tk.gemm(backend="hopper")`, in Gluon
+    template     some warps load and others compute: the load-compute-finish template, in Gluon (`template.py`)
+    specialised  by hand, and results leave under the next tile's first product: `tk.gemm(backend="hopper")`
 
 `run(name, a, b)` computes a (M, K) b (K, N), bfloat16 or float16, any sizes and strides where the level takes them.
 """
@@ -118,6 +119,15 @@ def _tma(a: Tensor, b: Tensor) -> Tensor:
     return c
 
 
+def _template(a: Tensor, b: Tensor) -> Tensor:
+    from gpu_accel.thunderkittens import gemm_hopper, template
+
+    refusal = gemm_hopper.machine_refusal(a) or tma_refusal(a, b)
+    if refusal:
+        raise UnsupportedError(f"level 'template': {refusal}")
+    return template.product(a, b)
+
+
 def _specialised(a: Tensor, b: Tensor) -> Tensor:
     from gpu_accel.thunderkittens.gemm_api import gemm
 
@@ -140,7 +150,8 @@ LEVELS = (
     Level("pipelined", "128 x 128 x 64, four stages in flight", lambda a, b: _tiled(a, b, 128, 128, 64, 1, 8, 4)),
     Level("ordered", "128 x 256 x 64, eight rows of tiles at a time", lambda a, b: _tiled(a, b, 128, 256, 64, 8, 8, 3)),
     Level("tma", "loads and stores by TMA, programs that stay", _tma),
-    Level("specialised", "warps that load beside warps that compute", _specialised, interpreted=False),
+    Level("template", "warps that load beside warps that compute", _template, interpreted=False),
+    Level("specialised", "results leave under the next tile's first product", _specialised, interpreted=False),
 )
 _BY_NAME = {level.name: level for level in LEVELS}
 

@@ -17,7 +17,7 @@ from gpu_accel.errors import InvalidInputError
 from gpu_accel.flash_attention3.gluon_launch import multiprocessors
 from gpu_accel.flash_attention3.launch import launch, next_power_of_2
 from gpu_accel.flash_attention3.problem import check_flag
-from gpu_accel.thunderkittens import reference
+from gpu_accel.thunderkittens import long_rows, reference
 from gpu_accel.thunderkittens import row_kernels as kernels
 from gpu_accel.thunderkittens.arguments import check_tensors, integer, real
 from gpu_accel.thunderkittens.chunked import _device
@@ -75,8 +75,12 @@ def norm_op(
     x = _rows(x)
     residual = None if residual is None else _rows(residual)
     weight, bias = (None if w is None else w.contiguous() for w in (weight, bias))
+    kind = "layer" if center else "rms"
+    bare = residual is None and not dropout_p and not keep_sum
     with _device(x):
-        if x.numel():
+        if x.numel() and bare and long_rows.takes(x, kind, whole):
+            long_rows.run(x, y, kind, weight, bias, means, rstds, eps)
+        elif x.numel():
             launch(
                 kernels._norm_kernel, rows,
                 (x, residual, weight, bias, y, summed, means, rstds, x.stride(0),
@@ -205,7 +209,9 @@ def softmax_op(x: Tensor, whole: int) -> Tensor:
     y = x.new_empty(rows, width)
     x = _rows(x)
     with _device(x):
-        if x.numel():
+        if x.numel() and long_rows.takes(x, "softmax", whole):
+            long_rows.run(x, y, "softmax")
+        elif x.numel():
             launch(kernels._softmax_kernel, rows, (x, y, x.stride(0), width), _cut(width, whole))
     return y
 

@@ -14,7 +14,7 @@ warp's in the original is a tile's here. What plain Triton hides, or cannot say:
     shared tiles and their swizzle    made by the compiler for operands of products; `shared_tiles` counts conflicts
     cp.async and rings of stages      num_stages of a launch
     TMA                               tma_async_load and tma_store_async of a tensor descriptor
-    mbarriers, warp specialisation    Gluon, which has them by name: gemm_kernel.py is written with them
+    mbarriers, warp specialisation    Gluon, which has them by name; `template.py` is the load-compute-finish template
     named barriers, clusters          not in Triton 3.6
 """
 

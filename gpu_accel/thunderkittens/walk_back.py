@@ -8,7 +8,9 @@
 Or, of forms in BOTH, `both_kernel` for 1, 3 and the pairs of 4: it has both factors of every pair.
 
 dq and dk of a head are rounded to bfloat16 and then added up in float32 over the heads that share them, as torch does.
-Without gradients of gates the kernels of `chunked` are as fast: 1526 us by walks, 1566 by those (retention, H200).
+
+Where nothing but q, k, v and the first state needs a gradient (no weights, gates that are constants or none), nothing
+is kept for gates: `plain`, three walks as the forward's.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ CHECKED: dict[tuple[int, int, bool], tuple[str, ...]] = {
 # K, padded to 64 or 128, of what takes `both_kernel` (with V up to 64): its warps and stages. Mamba-2 on an H200, 8 x
 # 2048 steps with 80 heads, K 128: 1522 us for 1893 by a walk each; 16 x 4096 with 16 heads, K 64: 639 for 971.
 BOTH: dict[int, tuple[int, int]] = {64: (4, 2), 128: (8, 3)}
+# (K, V) of `plain` that tests/gpu found right on an H200. None yet.
+PLAIN_CHECKED: tuple[tuple[int, int], ...] = ()
 _LEAST_SCALE = 2.0**-60  # the gradient of a final state is divided by the scale
 _SHORT = CHUNK  # steps: with fewer, two states given weigh so much in dg that bfloat16 is not enough for them
 _COLUMNS = 64  # of k that a program of walks 1 and 2 takes; 128 took 3 % longer
@@ -63,6 +67,11 @@ def unseen(key_dim: int, value_dim: int, weighted: bool, states: bool, segments:
     if states and "states" not in beside:
         return "states given"
     return f"{segments} segments" if segments > 1 and "segments" not in beside else None
+
+
+def plain_unseen(key_dim: int, value_dim: int) -> str | None:
+    """Why `plain` is not taken for these sizes, or None."""
+    return None if (key_dim, value_dim) in PLAIN_CHECKED else f"K = {key_dim}, V = {value_dim} without gates' gradients"
 
 
 def _flipped(x: Tensor | None) -> Tensor | None:
@@ -162,3 +171,22 @@ def gradients(
              num_warps=4, num_stages=2),
     )  # fmt: skip
     return dq, dk, dv, dg, dw, dstate * scale
+
+
+def plain(
+    do: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, initial: Tensor | None,
+    local: Local, dlocal: Local, *, scale: float, segments: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv and dinitial, without weights; arguments as in `gradients`."""
+    do = addressable(do)
+    heads, heads_q = v.shape[2], q.shape[2]
+    vectors = walk_hopper.gate_vectors(g, None, v, triton.cdiv(v.shape[1], CHUNK))
+    ending = None if dfinal is None else dfinal / scale
+    common: dict[str, Any] = dict(vectors=vectors, segments=segments, scale=scale)
+    (added, decay), (dsum, ddecay) = local or (None, None), dlocal or (None, None)
+    dq, _ = walk_hopper.walk(do, v, k, g, None, _flipped(initial), _flipped(added), decay, **common)
+    dk, _ = walk_hopper.walk(v, do, q, g, None, _flipped(ending), _flipped(dsum), ddecay, reverse=True, **common)
+    dv, dstate = walk_hopper.walk(k, q, do, g, None, ending, dsum, ddecay, reverse=True, **common)
+    if heads > heads_q:
+        dq, dk = (x.unflatten(2, (heads_q, heads // heads_q)).sum(3) for x in (dq, dk))
+    return dq, dk, dv, dstate * scale

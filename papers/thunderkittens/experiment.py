@@ -26,7 +26,7 @@ _ALL = (
     ),
     SimpleExperiment(
         name="ladder",
-        title="One product in six levels, from a column at a time to warps with roles, next to cuBLAS",
+        title="One product in seven levels, from a column at a time to warps with roles, next to cuBLAS",
         list_cases=ladder.list_cases,
         build_case=ladder.build,
     ),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gpu_accel.testing import assert_close_to_truth, default_floor, generator
-from gpu_accel.thunderkittens import elements, linear, reference, rows, walk_back
+from gpu_accel.thunderkittens import elements, ladder, linear, long_rows, reference, rows, walk_back
 from gpu_accel.thunderkittens.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from gpu_accel.thunderkittens.delta import delta_rule
 from gpu_accel.thunderkittens.features import fused_chunk_based, hedgehog_attention
@@ -334,6 +334,42 @@ def check_walks_back(shape, given, initial, segments, walks_back):
     assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
 
 
+@pytest.mark.parametrize("gates", [True, False], ids=["decay", "none"])
+@pytest.mark.parametrize(("shape", "initial", "segments"), [
+    pytest.param((2, 1000, 4, 4, 128, 128), False, 0, id="K128-V128"),
+    pytest.param((1, 4096, 4, 4, 128, 128), True, 0, id="K128-V128-initial-segments"),
+    pytest.param((2, 515, 4, 2, 64, 64), True, 1, id="q2-K64-V64-initial"),
+    pytest.param((3, 65, 2, 2, 24, 40), False, 0, id="K24-V40"),
+    pytest.param((2, 300, 4, 4, 128, 64), True, 2, id="K128-V64-initial-segments2"),
+    pytest.param((2, 4096, 16, 16, 16, 64), False, 0, id="K16-V64"),
+])  # fmt: skip
+def test_walks_back_without_gradients_of_gates(shape, initial, segments, gates, monkeypatch):
+    batch, seqlen, heads, heads_q, key_dim, value_dim = shape
+    tensors = [randn(batch, seqlen, heads_q, key_dim, seed=s, dtype=BF16) for s in (1, 2)]
+    tensors.append(randn(batch, seqlen, heads, value_dim, seed=3, dtype=BF16))
+    tensors += [randn(batch, heads, key_dim, value_dim, seed=6)] if initial else []
+    g = -randn(batch, seqlen, heads, seed=4).square() * 0.1 if gates else None
+    made, plain = [], walk_back.plain
+
+    def counted(*arguments, **options):
+        made.append(options["segments"])
+        return plain(*arguments, **options)
+
+    monkeypatch.setattr(walk_back, "plain_unseen", lambda *_: None)
+    monkeypatch.setattr(walk_back, "plain", counted)
+
+    def function(backend):
+        backend = "hopper" if backend == "portable" else backend
+        return lambda q, k, v, h=None: linear.linear_attention(
+            q, k, v, g=g.double() if gates and q.dtype == torch.float64 else g, initial_state=h, backend=backend,
+            scale=0.3, segments=segments if backend == "hopper" else 0,
+        )  # fmt: skip
+
+    grads = [randn(batch, seqlen, heads, value_dim, seed=7), randn(batch, heads, key_dim, value_dim, seed=8)]
+    judge(["o", "state", "dq", "dk", "dv", "dinitial"][: 2 + len(tensors)], function, tensors, grads)
+    assert len(made) == 1
+
+
 @pytest.mark.parametrize(("seqlen", "key_dim", "value_dim"), [(515, 128, 128), (1, 128, 64), (300, 64, 72)])
 def test_normalised_walk(seqlen, key_dim, value_dim):
     q, k = (randn(2, seqlen, 16, key_dim, seed=s, dtype=BF16).abs() for s in (1, 2))
@@ -466,6 +502,42 @@ def test_softmax(dtype, width):
     judge(["y", "dx"], lambda backend: lambda t: rows.softmax(t, backend=backend), [x], [randn(33, width, seed=2)])
 
 
+@pytest.fixture
+def long_rows_taken(monkeypatch):
+    """Rows of 16 bits that registers do not hold by their own kernel, even where it is off; its calls."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs an H100 or H200")
+    taken, run_them = [], long_rows.run
+
+    def counted(x, y, op, *more):
+        taken.append(op)
+        run_them(x, y, op, *more)
+
+    monkeypatch.setattr(long_rows, "CHECKED", ("softmax", "rms", "layer"))
+    monkeypatch.setattr(long_rows, "run", counted)
+    return taken
+
+
+# one row, and several for each program; blocks that end with the row, one of a single line behind them, all that fits
+@pytest.mark.parametrize(("height", "width"), [(1, 65536), (300, 65536), (140, 24640), (7, 81920)])
+@pytest.mark.parametrize("op", ["softmax", "rms", "layer"])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+def test_rows_in_shared_memory(height, width, op, dtype, long_rows_taken):
+    x = 3 + 2 * randn(height, width, seed=1, dtype=dtype)
+    more = {"softmax": [], "rms": [randn(width, seed=2, dtype=dtype)], "layer": [randn(width, seed=s) for s in (2, 3)]}
+    tensors = [x, *(t.to(dtype) for t in more[op])]
+
+    def function(backend):
+        if op == "softmax":
+            return lambda x: rows.softmax(x, backend=backend)
+        if op == "rms":
+            return lambda x, w: rows.rms_norm(x, w, backend=backend)
+        return lambda x, w, b: rows.layer_norm(x, w, b, backend=backend)
+
+    judge(["y", "dx", "dw", "db"][: 1 + len(tensors)], function, tensors, [randn(height, width, seed=4)])
+    assert long_rows_taken == [op]
+
+
 @pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh"])
 def test_gated_activations(kind):
     pair = list(randn(33, 2 * 3001, seed=1, dtype=BF16).chunk(2, -1))
@@ -514,3 +586,14 @@ def test_dropout_bits():
     x = torch.ones(700, 5000, device="cuda")
     _, h = rows.rms_norm(x, dropout_p=0.3, seed=2**50 + 3, prenorm=True, backend="portable")
     assert torch.equal(h != 0, reference.dropout_keep(2**50 + 3, 700, 5000, 0.3, "cuda"))
+
+
+@pytest.mark.parametrize("level", [level.name for level in ladder.LEVELS])
+@pytest.mark.parametrize("shape", [(300, 520, 200), (4096, 512, 2048)], ids=str)
+def test_levels_of_the_ladder(level, shape):
+    """Edges in every direction, and more tiles than programs that stay."""
+    m, n, k = shape
+    if level in ("template", "specialised") and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs an H100 or H200")
+    a, b = randn(m, k, seed=1, dtype=BF16), randn(k, n, seed=2, dtype=BF16)
+    assert_close_to_truth("product", ladder.run(level, a, b), a.double() @ b.double(), a @ b)

@@ -116,12 +116,14 @@ def conv(dtype: torch.dtype, dim: int) -> None:
 
 def ladder(dtype: torch.dtype, size: int) -> None:
     from gpu_accel.thunderkittens import ladder as levels
+    from gpu_accel.thunderkittens import template
     from tests.thunderkittens import test_tiles
 
     a = torch.empty(size, size, dtype=dtype)
     for level in levels.LEVELS:
         if level.interpreted:  # the last one is compiled with the products
             level.run(a, a)
+    template.product(a, a)
     hook(test_tiles._attention, (a, a, a, a, size, size, 0.1), dict(D=128, BM=64, BN=64, num_warps=4))
     for which in ("AB", "ABt", "AtB", "AtBt"):
         hook(test_tiles._products, (a, a, a), dict(WHICH=which, num_warps=4))
@@ -139,7 +141,7 @@ def longconv(dtype: torch.dtype, size: int) -> None:
 def rows_of(dtype: torch.dtype, width: int) -> None:
     """Norms with all that they can do, and with nothing; softmax, losses, rotary, gated activations."""
     from gpu_accel.thunderkittens import elements as e
-    from gpu_accel.thunderkittens import losses
+    from gpu_accel.thunderkittens import long_rows, losses
     from gpu_accel.thunderkittens import rows as r
 
     x, w = torch.empty(64, width, dtype=dtype), torch.empty(width, dtype=dtype)
@@ -155,6 +157,10 @@ def rows_of(dtype: torch.dtype, width: int) -> None:
     for kind in ("silu", "gelu", "gelu_tanh"):
         e.gated_op._init_fn(x, x, kind)
         e.gated_backward_op._init_fn(x, x, x, kind)
+    if dtype == torch.bfloat16:
+        wide, scale = torch.empty(64, 65536, dtype=dtype), torch.empty(65536, dtype=dtype)
+        long_rows.run(wide, wide, "softmax")
+        long_rows.run(wide[:, :40000].contiguous(), wide, "layer", scale, scale, stats, stats, 1e-5)
     heads, table = torch.empty(2, 1, 8, 128, dtype=dtype), torch.empty(4096, 64)
     for backward in (False, True):
         e.rotary_op._init_fn(heads, table, table, None, 0, backward, backward)

@@ -103,13 +103,15 @@ def test_ladder(compile_once):
     naive, *levels = [row for row in rows if row["kernel"] in ("_naive_kernel", "_tiled_kernel", "_tma_kernel")]
     assert not naive["hgmma"] and all(row["hgmma"] for row in levels) and len(levels) == 4
     assert [row["tma"] > 0 for row in levels] == [False, False, False, True]
-    assert len(rows) == 5 + 1 + 4
+    (template,) = (row for row in rows if row["kernel"] == "product_kernel")
+    assert template["hgmma"] and template["tma"] and not template["serialised"]
+    assert len(rows) == 6 + 1 + 4
 
 
 @pytest.mark.slow
 def test_rows(compile_once):
     rows = compiled(compile_once, "rows", "bf16-4096,fp32-65536")
-    assert len(rows) == 16 + 18  # gradients of weights have a kernel of their own where rows are long
+    assert len(rows) == 18 + 18  # gradients of weights have a kernel of their own where rows are long
     for row in rows:
         assert row["spills"] == 0, row
         assert row["wide"] >= 1, row  # 16 bytes at a time

@@ -113,14 +113,15 @@ def problem(device, seqlen, heads, heads_q, key_dim, value_dim, w=True, initial=
     return [q, k, v, gates, weights, h], do, dfinal, segments
 
 
-def by_walks(tensors, do, dfinal, segments, scale, monkeypatch):
+def by_walks(tensors, do, dfinal, segments, scale, monkeypatch, want_dg=True):
     q, k, v, g, w, h = tensors
     monkeypatch.setattr(walk_hopper, "walk", walk_in_torch)
     monkeypatch.setattr(walk_back, "refusal", lambda *_: None)
     monkeypatch.setattr(walk_back, "unseen", lambda *_: None)
+    monkeypatch.setattr(walk_back, "plain_unseen", lambda *_: None)
     monkeypatch.setattr(walk_back, "_HEADS", 2)
     return chunked.chunked_backward._init_fn(
-        do, dfinal, q, k, v, g, w, h, None, scale, CHUNK, segments, True, "hopper or chunks"
+        do, dfinal, q, k, v, g, w, h, None, scale, CHUNK, segments, want_dg, "hopper or chunks"
     )
 
 
@@ -147,6 +148,22 @@ def test_gradients(case, device, monkeypatch):
     for name, one, *two in zip(NAMES, mine, truth, ruler, strict=True):
         if two[0] is not None:
             close(name, one, *two, narrow=True)
+
+
+@pytest.mark.parametrize("gates", [True, False], ids=["g", "none"])
+@pytest.mark.parametrize("case", [
+    dict(seqlen=70, heads=4, heads_q=2, key_dim=24, value_dim=72),
+    dict(seqlen=130, heads=1, heads_q=1, key_dim=128, value_dim=64, segments=2, initial=True),
+], ids=["q2-K24-V72", "segments2-initial-K128"])  # fmt: skip
+def test_gradients_without_those_of_gates(case, gates, device, monkeypatch):
+    tensors, do, dfinal, segments = problem(device, w=False, **case)
+    tensors[3] = tensors[3] if gates else None
+    mine = by_walks(tensors, do, dfinal, segments, 0.3, monkeypatch, want_dg=False)
+    assert not mine[3].numel() and not mine[4].numel()
+    truth, ruler = by_torch(tensors, do, dfinal, 0.3, torch.float64), by_torch(tensors, do, dfinal, 0.3)
+    for n in (0, 1, 2, 5):
+        if truth[n] is not None:
+            close(NAMES[n], mine[n], truth[n], ruler[n], narrow=True)
 
 
 def test_taken_where_seen_right(device, monkeypatch):

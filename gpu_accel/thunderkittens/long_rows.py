@@ -1,0 +1,52 @@
+"""Host side of `long_rows_kernel`: which rows it takes, and its launch."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from gpu_accel.flash_attention3.gluon_launch import QuickLaunch, gluon_available, multiprocessors
+from gpu_accel.flash_attention3.launch import capability
+
+# What tests/gpu/test_thunderkittens.py has passed on: "softmax", "rms", "layer". None yet.
+CHECKED: tuple[str, ...] = ()
+_OPS = {"softmax": 0, "rms": 1, "layer": 2}
+_LINE, _LINES, _STAGES, _WARPS = 64, 128, 13, 16
+_AHEAD = 3  # blocks of the next row that have room beside a whole one
+_quick: list[QuickLaunch] = []
+
+
+def takes(x: Tensor, op: str, width_of_registers: int) -> bool:
+    """Whether x (rows, width) is for this kernel: too wide for registers, and a row fits into shared memory."""
+    rows, width = x.shape
+    return (
+        op in CHECKED and x.is_cuda and torch.version.hip is None and capability(x.device) == (9, 0)
+        and gluon_available() and x.dtype in (torch.bfloat16, torch.float16)
+        and width_of_registers < width <= (_STAGES - _AHEAD) * _LINES * _LINE
+        and width % _LINE == 0 and x.is_contiguous() and x.data_ptr() % 16 == 0 and rows * width < 2**31 * _LINE
+    )  # fmt: skip
+
+
+def run(
+    x: Tensor, y: Tensor, op: str, weight: Tensor | None = None, bias: Tensor | None = None,
+    means: Tensor | None = None, rstds: Tensor | None = None, eps: float = 0.0,
+) -> None:  # fmt: skip
+    """y = softmax or norm of every row of x; rstds (rows,) and for "layer" means (rows,) float32 are written."""
+    from gpu_accel.thunderkittens import long_rows_kernel
+    from gpu_accel.thunderkittens.gemm_hopper import matrix_map
+
+    if not _quick:
+        _quick.append(QuickLaunch(long_rows_kernel.long_rows_kernel))
+    rows, width = x.shape
+    lines = width // _LINE
+    programs = min(rows, multiprocessors(x.device))
+    optional = [y if t is None else t for t in (weight, bias, means, rstds)]
+    _quick[0](
+        (), programs,
+        (matrix_map(x.view(rows * lines, _LINE), _LINES, _LINE), y, *optional, rows, lines, triton.cdiv(lines, _LINES),
+         eps),
+        dict(OP=_OPS[op], STAGES=_STAGES, LINES=_LINES, WARPS=_WARPS, WEIGHT=weight is not None, BIAS=bias is not None,
+             EXACT=lines % _LINES == 0),
+        dict(num_warps=_WARPS),
+    )  # fmt: skip
