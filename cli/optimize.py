@@ -340,7 +340,7 @@ def bench(
             raise InvalidInputError("say what the kernel computes: --task NAME")
         kernels = [(find(task or kernel.launch.task), kernel)]
     if not gpu_here(wanted.architecture):
-        raise HardwareError(f"times need a {wanted.title}, and there is none here; `optimize check` needs none")
+        raise HardwareError(f"times need {wanted.title}, and there is none here; `optimize check` needs none")
     found = verify(kernels, target=wanted.name, peers=peers, seconds=seconds)
     rows: list[dict[str, Any]] = [
         {

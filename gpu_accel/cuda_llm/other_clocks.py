@@ -24,8 +24,8 @@ ROUNDS = 3
 # events would show as a multiple.
 ALLOWED, GAP_MS = 1.25, 0.003
 NAMES = ("host", "gpu")
-_STAMP = """extern "C" __global__ void stamp(unsigned long long* at) {
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(*at) :: "memory");
+STAMP = """extern "C" __global__ void stamp(unsigned long long* at) {
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(*at) :: "memory");
 }
 """
 
@@ -65,7 +65,7 @@ def _stamps(address: int) -> list[Callable[[], None]] | None:
     from .device import Module
 
     try:
-        binary = compile_cuda(_STAMP, "stamp", {"constants": {}, "block": [1], "shared": 0})
+        binary = compile_cuda(STAMP, "stamp", {"constants": {}, "block": [1], "shared": 0})
     except UnsupportedError:
         return None
     module = Module(binary)

@@ -49,6 +49,8 @@ class Progress:
         copy_ms: what the copy took that times are multiples of.
         library: the faster right library's time as a multiple of the copy.
         best: the winner, None while there is none.
+        tensor_cores: types that its machine code multiplies on tensor cores, None where that was not looked at.
+        repeated: how many of its timed launches were repeated bit for bit.
     """
 
     task: Task
@@ -59,6 +61,8 @@ class Progress:
     copy_ms: float | None = None
     library: float | None = None
     best: Candidate | None = None
+    tensor_cores: tuple[str, ...] | None = None
+    repeated: int = 0
 
     @property
     def speedups(self) -> list[float | None]:
@@ -102,6 +106,8 @@ def of_folder(found: Found) -> Progress:
         task=found.task, target=found.run["target"], steps=tuple(steps), best=found.best, copy_ms=copy,
         gpu=str((found.run.get("host") or {}).get("env", {}).get("gpu", "")) if final else "",
         taken=str(found.run.get("time", "")), library=over * ms / copy if over and ms and copy else None,
+        tensor_cores=tuple(final["tensor_cores"]) if final.get("tensor_cores") is not None else None,
+        repeated=int(final.get("repeated") or 0),
     )  # fmt: skip
 
 
@@ -115,6 +121,7 @@ def keep(courses: Iterable[Progress], path: Path) -> None:
         {
             "task": one.task.name, "target": one.target, "gpu": one.gpu, "taken": one.taken, "copy_ms": one.copy_ms,
             "library": one.library, "best": one.best.text if one.best else None,
+            "tensor_cores": one.tensor_cores, "repeated": one.repeated,
             "steps": [[step.verdict, step.time, step.change] for step in one.steps],
         }
         for one in courses
@@ -139,7 +146,8 @@ def read(path: Path) -> list[Progress]:
         made = [
             Progress(
                 task=find(row["task"]), target=row["target"], gpu=row["gpu"], taken=row["taken"],
-                copy_ms=row["copy_ms"], library=row["library"],
+                copy_ms=row["copy_ms"], library=row["library"], repeated=row.get("repeated", 0),
+                tensor_cores=tuple(row["tensor_cores"]) if row.get("tensor_cores") is not None else None,
                 best=Candidate.parse(row["best"]) if row["best"] is not None else None,
                 steps=tuple(Step(verdict=verdict, time=time, change=change) for verdict, time, change in row["steps"]),
             )

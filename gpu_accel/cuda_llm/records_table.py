@@ -81,6 +81,10 @@ def records_of(found: Found) -> list[Record]:
     add("grammar", own, "copies", "1", [median(final["samples"]["candidate"]) / median(
         final["samples"]["copy"])], note)  # fmt: skip
     add("grammar", own, "candidates", "1", [float(len(found.attempts))], note)
+    if final.get("tensor_cores") is not None:
+        add("grammar", own, "on_tensor_cores", "1", [float(bool(final["tensor_cores"]))], note)
+    if "repeated" in final:
+        add("grammar", own, "repeated", "1", [float(final["repeated"])], note)
     # Beside, with a warm cache: no work is given, since bytes that the cache holds say nothing of memory.
     names = {"candidate": ("grammar", own, note)}
     names |= {name: (name, final.get(f"{name}_error"), NOTES[name]) for name in LIBRARIES}
@@ -171,6 +175,9 @@ def summary(records: Sequence[Record]) -> str:
         f"Of {len(found)} tasks, on {', '.join(_gpus(records))}: {start} became more than {GAIN - 1:.0%} faster than "
         "the plain kernel that the search began with. "
     )
+    if known := [name for name, one in found.items() if "on_tensor_cores" in one]:
+        using = [name for name in known if found[name]["on_tensor_cores"]]
+        told += f"On tensor cores, where torch computes in plain float32, multiply {', '.join(using) or 'none'}. "
     if not any("naive_over_best" in one or "library_over_best" in one for one in found.values()):
         return told + "Neither the naive kernels nor torch are timed on record."
     return told + (

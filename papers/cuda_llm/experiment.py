@@ -203,6 +203,9 @@ def _build_search(case: Case, settings: Settings) -> Workload:
                 more[f"{name}_over_best"] = (ratio, "1")
         if taken.over_copy is not None:
             more["copies"] = (taken.over_copy, "1")
+        if taken.tensor_cores is not None:
+            more["on_tensor_cores"] = (float(bool(taken.tensor_cores)), "1")
+        more["repeated"] = (float(taken.repeated), "1")
         return times("candidate", seed) | more
 
     def implementation(name: str, role: str, judge: Any, note: str, values: Any = None) -> Implementation:

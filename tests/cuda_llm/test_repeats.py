@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gpu_accel.cuda_llm import Verdict
-from gpu_accel.cuda_llm.other_clocks import ALLOWED, GAP_MS, count_of, judge_clocks
+from gpu_accel.cuda_llm.other_clocks import ALLOWED, GAP_MS, STAMP, count_of, judge_clocks
 from gpu_accel.cuda_llm.repeats import Bits, Log, judge_repeats, repeat
 from gpu_accel.cuda_llm.verdict import Kind, Rejected
 
@@ -135,3 +135,12 @@ def test_clocks_that_agree_and_that_do_not() -> None:
 
 def test_enough_launches_fill_the_window() -> None:
     assert [count_of(ms) for ms in (1e-6, 0.04, 1.0, 19.0, 3000.0)] == [500, 500, 20, 2, 1]
+
+
+def test_the_kernel_that_reads_the_gpus_own_clock_compiles() -> None:
+    pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC: pip install 'gpu-accel[microbenchmarks]'")
+    from gpu_accel.cuda_llm.compiled import compile_cuda
+    from gpu_accel.hardware.microbenchmarks.compile import disassemble
+
+    binary = compile_cuda(STAMP, "stamp", {"constants": {}, "block": [1], "shared": 0})
+    assert "SR_GLOBALTIMER" in disassemble(binary.cubin)

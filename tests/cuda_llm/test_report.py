@@ -35,6 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         samples={"candidate": (2.0, 2.0), "copy": (1.0, 1.0), "library": (3.0, 3.0), "compiled": (2.5, 2.5)},
         warm={"candidate": (1.0, 1.0), "copy": (0.5, 0.5), "library": (1.5, 1.5), "compiled": (3.0, 3.0)},
         method="events", warm_method="graph", library_error=0.5, compiled_error=0.5,
+        tensor_cores=("tf32",), repeated=70,
     ))  # fmt: skip
     env = {"gpu": "NVIDIA H100 80GB HBM3", "sku": "H100 SXM", "torch": "2.11"}
     monkeypatch.setattr(search_module, "host", lambda: {"env": env, "commit": "c" * 40, "dirty": False})
@@ -175,6 +176,10 @@ def test_records_of_a_search_are_those_of_the_ledger(folder: Path) -> None:
     cold = [one for one in made if one not in warm]
     assert len(rows(cold)[0]) == 8 and "warm" not in text(cold)
     assert "2 are faster than the naive kernel" in summary(made) and "2 are faster than both" in summary(made)
+    assert by_task(made)["softmax"]["repeated"] == 70 and by_task(made)["softmax"]["on_tensor_cores"] == 1
+    assert "computes in plain float32, multiply reverse, softmax. " in summary(made)
+    without = [one for one in made if one.metric != "on_tensor_cores"]
+    assert "tensor cores" not in summary(without), "records of before say nothing of them"
     assert summary([]) == "No search is on record."
     other = [replace(one, env=one.env | {"gpu": "NVIDIA H200", "sku": "H200 SXM"}) for one in made]
     both = text([*made, *other])
