@@ -144,17 +144,113 @@ def first_softmax(
     return p, m
 
 
+# Sums in global memory. Every thread has its own 8 bytes of each KB, two neighbours of a row; 64 columns are 16 KB.
+# Operands: 32 numbers (in and out), their rows' factors from $64 on, what is kept of the sums from $96 on, the address
+# $128. Kept 1: added in the L2 cache, which nobody waits for. Below 1: read, scaled and written. Below 0: written.
+_ADD_ASIDE = gl.constexpr(
+    "{ .reg .pred p, q, r; .reg .f32 a, b; "
+    + " ".join(
+        f"setp.lt.f32 p, ${96 + x}, 0f3F800000; setp.ge.and.f32 q, ${96 + x}, 0f00000000, p; "
+        f"mul.f32 ${x}, ${x}, ${64 + x}; mul.f32 ${x + 1}, ${x + 1}, ${64 + x}; mov.b32 a, 0; mov.b32 b, 0; "
+        f"@!p red.relaxed.gpu.global.add.v2.f32 [$128 + {512 * x}], {{${x}, ${x + 1}}}; "
+        f"@q ld.relaxed.gpu.global.v2.f32 {{a, b}}, [$128 + {512 * x}]; "
+        f"@p fma.rn.f32 a, a, ${96 + x}, ${x}; @p fma.rn.f32 b, b, ${96 + x}, ${x + 1}; "
+        f"@p st.relaxed.gpu.global.v2.f32 [$128 + {512 * x}], {{a, b}};"
+        for x in range(0, 32, 2)
+    )
+    + " }"
+)
+_TAKE_IN = gl.constexpr(
+    "{ .reg .f32 a, b; "
+    + " ".join(
+        f"ld.relaxed.gpu.global.v2.f32 {{a, b}}, [$96 + {512 * x}]; "
+        f"fma.rn.f32 ${x}, a, ${64 + x}, ${x}; fma.rn.f32 ${x + 1}, b, ${64 + x}, ${x + 1};"
+        for x in range(0, 32, 2)
+    )
+    + " }"
+)
+_TIED = gl.constexpr(",".join(["=f"] * 32 + [str(i) for i in range(32)] + ["f"] * 32))
+_ADD_ASIDE_OPERANDS = gl.constexpr(_TIED.value + "," + ",".join(["f"] * 32 + ["l"] * 32))
+_TAKE_IN_OPERANDS = gl.constexpr(_TIED.value + "," + ",".join(["l"] * 32))
+_FAR = gl.constexpr(64.0)  # how much (base 2) a maximum may grow before totals are scaled anew: 2**64 is far from inf
+
+
 @gluon.jit
-def put_aside(totals, acc, m_total, m_row, chunks):
-    """totals = totals * exp2(m_total - m_row) + acc, in global memory: the second level where registers are full."""
-    before = gl.load(totals, mask=chunks > 0, other=0.0)
-    gl.store(totals, before * gl.exp2(m_total - m_row)[:, None] + acc)
+def _in_columns(x):
+    """(64, 256) as an accumulator holds it -> four of 64 columns; nothing moves."""
+    rows: gl.constexpr = x.shape[0]
+    low, high = gl.split(x.reshape((rows, 2, 128)).permute((0, 2, 1)))
+    c0, c1 = gl.split(low.reshape((rows, 2, 64)).permute((0, 2, 1)))
+    c2, c3 = gl.split(high.reshape((rows, 2, 64)).permute((0, 2, 1)))
+    return c0, c1, c2, c3
+
+
+@gluon.jit
+def _of_rows(part, x):
+    """x of the rows, for each number of `part`."""
+    LAYOUT: gl.constexpr = part.type.layout
+    x = gl.convert_layout(x, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
+    return gl.full(part.shape, 0.0, gl.float32, LAYOUT) + x[:, None]
+
+
+@gluon.jit
+def _places(totals, part, i: gl.constexpr):
+    """The address of this thread's first number of columns [64 i, 64 i + 64), for each of them."""
+    LAYOUT: gl.constexpr = part.type.layout
+    r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    c = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
+    thread = (r // 16 * 32 + r % 8 * 4)[:, None] + (c // 2 % 4)[None, :]
+    return totals.to(gl.int64) + 16384 * i + 8 * thread.to(gl.int64)
+
+
+@gluon.jit
+def _put(part, factor, kept, totals, i: gl.constexpr):
+    gl.inline_asm_elementwise(
+        _ADD_ASIDE, _ADD_ASIDE_OPERANDS, [part, _of_rows(part, factor), _of_rows(part, kept), _places(totals, part, i)],
+        dtype=gl.float32, is_pure=False, pack=32,
+    )  # fmt: skip
+
+
+@gluon.jit
+def put_aside(totals, acc, unit, m_total, m_row, chunks):
+    """totals += acc * unit * exp2(m_row - m_total), in global memory: the second level where registers are full.
+
+    Returns the rows' m_total, that of their first chunk unless maxima have grown very much since. A consumer's totals
+    are 64 KB, which only its threads touch, each its own numbers.
+    """
+    far = (m_row - m_total > _FAR) | (chunks == 0)
+    kept = gl.where(far, gl.exp2(m_total - m_row), 1.0)
+    kept = gl.where(chunks == 0, -1.0, kept)
+    factor = gl.where(far, 1.0, gl.exp2(m_row - m_total)) * unit
+    c0, c1, c2, c3 = _in_columns(acc)
+    _put(c0, factor, kept, totals, 0)
+    _put(c1, factor, kept, totals, 1)
+    _put(c2, factor, kept, totals, 2)
+    _put(c3, factor, kept, totals, 3)
+    return gl.where(far, m_row, m_total)
+
+
+@gluon.jit
+def _take(part, factor, totals, i: gl.constexpr):
+    return gl.inline_asm_elementwise(
+        _TAKE_IN, _TAKE_IN_OPERANDS, [part, _of_rows(part, factor), _places(totals, part, i)], dtype=gl.float32,
+        is_pure=False, pack=32,
+    )  # fmt: skip
 
 
 @gluon.jit
 def take_in(acc, totals, m_total, m_row, chunks):
+    """acc + totals * exp2(m_total - m_row)."""
     if chunks > 0:
-        acc += gl.load(totals) * gl.exp2(m_total - m_row)[:, None]
+        rows: gl.constexpr = acc.shape[0]
+        factor = gl.exp2(m_total - m_row)
+        c0, c1, c2, c3 = _in_columns(acc)
+        low = gl.join(_take(c0, factor, totals, 0), _take(c1, factor, totals, 1))
+        high = gl.join(_take(c2, factor, totals, 2), _take(c3, factor, totals, 3))
+        low = low.permute((0, 2, 1)).reshape((rows, 128))
+        high = high.permute((0, 2, 1)).reshape((rows, 128))
+        whole = gl.join(low, high).permute((0, 2, 1)).reshape((rows, 256))
+        acc = gl.convert_layout(whole, acc.type.layout, assert_trivial=True)
     return acc
 
 

@@ -217,10 +217,7 @@ def _consumer(
     HELD: gl.constexpr = CHUNK > 0 and not TWO_LEVEL and HEAD_DIM < 256
     totals = aside
     if TOTALS:
-        # this consumer's own (ROWS, HEAD_DIM), which only its threads touch, each its own numbers
-        r = gl.arange(0, ROWS, layout=ROW_LAYOUT)
-        c = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, O_LAYOUT))
-        totals = aside + ((gl.program_id(0) * CONSUMERS + WG) * ROWS + r)[:, None] * HEAD_DIM + c[None, :]
+        totals = aside + (gl.program_id(0) * CONSUMERS + WG) * (ROWS * HEAD_DIM)
     it = 0
     k = 0
     tile = gl.program_id(0)
@@ -301,14 +298,14 @@ def _consumer(
                 if stop < steps:
                     m_row = gl.convert_layout(m_i, ROW_LAYOUT)
                     acc = rescale(acc, alpha_o)
-                    chunk = acc if FOLD else acc * v_scale
+                    unit = 1.0 if FOLD else v_scale
                     if TOTALS:
-                        put_aside(totals, chunk, m_total, m_row, chunks)
+                        m_total = put_aside(totals, acc, unit, m_total, m_row, chunks)
                     else:
-                        total = total * gl.exp2(m_total - m_row)[:, None] + chunk
+                        total = total * gl.exp2(m_total - m_row)[:, None] + acc * unit
+                        m_total = m_row
                     acc = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, O_LAYOUT)
                     alpha_o = gl.full([ROWS], 1.0, gl.float32, ROW_LAYOUT)
-                    m_total = m_row
                     chunks += 1
         acc = rescale(acc, alpha_o)
         mbarrier.arrive(q_empty.index(slot), count=1)

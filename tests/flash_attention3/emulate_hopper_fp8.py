@@ -210,8 +210,9 @@ class Emulation:
                 self.o[at] = acc[i] / total if total else 0.0
                 self.lse[at] = (m[i] - shift + np.log2(total)) / LOG2_E if total else -np.inf
 
-        def put_aside(totals, acc, m_total, m_row, chunks):
-            totals.value = (totals.value if chunks > 0 else 0.0) * np.exp2(m_total - m_row)[:, None] + acc
+        def put_aside(totals, acc, unit, m_total, m_row, chunks):
+            totals.value = (totals.value if chunks > 0 else 0.0) * np.exp2(m_total - m_row)[:, None] + acc * unit
+            return m_row
 
         def take_in(acc, totals, m_total, m_row, chunks):
             return acc + totals.value * np.exp2(m_total - m_row)[:, None] if chunks > 0 else acc

@@ -108,6 +108,22 @@ def test_sums_that_leave_the_tensor_cores_in_pieces():
         check(quantized(2, 4, 2, 300, sk, 256, seed=sk), causal=True, window=(1500, 0))
 
 
+def test_sums_put_aside_survive_maxima_that_grow_by_far():
+    """By more than 2**64, where what was put aside is scaled anew; small whole numbers make scores exact."""
+    source = torch.Generator(device="cuda").manual_seed(0)
+    for sk in (2048, 5000):
+        _, _, v8, qs, ks, vs = quantized(2, 4, 2, 300, sk, 256)
+        q8, k8 = (
+            torch.randint(-1, 2, (2, h, s, 256), device="cuda", generator=source).float().to(torch.float8_e4m3fn)
+            for h, s in ((4, 300), (2, sk))
+        )
+        qs, ks = torch.ones_like(qs), torch.ones_like(ks)
+        ks[..., : ks.shape[-1] // 2] = 100.0  # keys are walked from the last to the first
+        ks[..., : ks.shape[-1] // 4] = 10000.0
+        for causal in (False, True):
+            check((q8, k8, v8, qs, ks, vs), causal=causal)
+
+
 def test_a_block_of_zeros_among_tiny_values():
     """Its scale is 1, which must not push the probabilities of the others below what fp8 holds."""
     for dim in (128, 256):
