@@ -105,7 +105,7 @@ class _Call:
     function: Any
     arguments: tuple[Any, ...]  # places and plain values
     options: dict[str, Any]
-    to: int
+    to: int | None  # None where it writes to its first argument
 
 
 def _extent(shape: Sequence[int], stride: Sequence[int]) -> int:
@@ -149,7 +149,7 @@ class _Watch(TorchDispatchMode):
         out = func(*args, **kwargs)
         if func in _ALLOCATE or func in _ZEROS:
             self.memories.append(_Memory(out, "zeros" if func in _ZEROS else "scratch"))
-        elif func in _REPEATED:
+        elif func in _REPEATED or func is _aten.copy_.default:
             self._repeated(func, args, kwargs, out)
         elif not self._is_view(func, out):
             self.refuse(f"{func} is not repeated")
@@ -169,8 +169,11 @@ class _Watch(TorchDispatchMode):
             return self.refuse(str(error))
         if any(isinstance(value, Tensor) for value in kwargs.values()):
             return self.refuse(f"{func} has a tensor by name")
-        self.memories.append(_Memory(out, "made"))
-        self.steps.append(_Call(func, given, dict(kwargs), len(self.inputs) + len(self.memories) - 1))
+        to = None
+        if func in _REPEATED:
+            self.memories.append(_Memory(out, "made"))
+            to = len(self.inputs) + len(self.memories) - 1
+        self.steps.append(_Call(func, given, dict(kwargs), to))
 
     def _whole(self, x: Tensor) -> Place:
         """Where x is, as a tensor that torch works on: its memory must be a tensor of its own."""
@@ -340,7 +343,8 @@ class Tape:
         for step in watch.steps:
             if isinstance(step, _Call):
                 given = tuple(moved(a) if isinstance(a, Place) else a for a in step.arguments)
-                steps.append(_Call(step.function, given, step.options, where[step.to][0]))
+                to = None if step.to is None else where[step.to][0]
+                steps.append(_Call(step.function, given, step.options, to))
             else:
                 places = [(i, moved(p)) for i, p in step.places]
                 maps = [(i, fields, moved(p)) for i, fields, p in step.maps]
@@ -435,8 +439,10 @@ class Tape:
         """A step on tensors: an operation of torch, or a launch in Triton's interpreter."""
         if isinstance(step, _Call):
             given = [a.view(memories) if isinstance(a, Place) else a for a in step.arguments]
-            memories[step.to] = made = step.function(*given, **step.options)
-            addresses[step.to] = made.data_ptr()
+            made = step.function(*given, **step.options)
+            if step.to is not None:
+                memories[step.to] = made
+                addresses[step.to] = made.data_ptr()
             return
         arguments = list(step.arguments)
         for i, place in step.places:

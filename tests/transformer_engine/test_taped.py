@@ -189,6 +189,15 @@ def test_a_function_that_no_tape_repeats():
     x = torch.ones(4)
     results, _, tape, why = Tape.record(lambda t: ((t.exp(),), ()), (x,))
     assert torch.equal(results[0], x.exp()) and tape is None and "exp" in why
+
+    def copied(t):
+        wide = torch.empty(4, 16)[:, :3]
+        wide.copy_(t)
+        return (wide.clone().sum(0),), ()
+
+    y = torch.randn(4, 3)
+    (total,), _, tape, why = Tape.record(copied, (torch.zeros(4, 3),))
+    assert tape is not None and not why and not total.any() and torch.equal(tape.play((y,))[0][0], y.sum(0))
     outside = torch.zeros(4)
     _, _, tape, why = Tape.record(lambda t: ((outside,), ()), (x,))
     assert tape is None and "in no argument" in why
