@@ -173,6 +173,15 @@ def test_finalists_under_compute_sanitizer(name: str, kernel: str, wanted: str, 
     assert wanted != "accepted" or any("memcheck of" in one for one in found.verified_by), found
 
 
+def test_a_launch_that_is_empty_where_it_is_timed_is_caught(gpu_sandbox: Sandbox, profile: str) -> None:
+    """C9: a graph that replays nothing, which a stale buffer would hide. On small shapes the kernel is right."""
+    plain = TASKS["reverse"].start
+    hack = Candidate.parse(plain.replace('"cdiv(n, BLOCK)"', '"cdiv(n, BLOCK) * max(0, 1 - n // 1000000)"'))
+    assert hack.launch.grid != Candidate.parse(plain).launch.grid and check(hack, "reverse", sandbox=gpu_sandbox).ok
+    found = measure(hack, TASKS["reverse"], sandbox=gpu_sandbox, gpu=profile)
+    assert found.judgement.verdict in (Verdict.WRONG, Verdict.FASTER_THAN_PHYSICS, Verdict.CRASHED), found.judgement
+
+
 def test_a_kernel_that_goes_wrong_after_the_launches_that_are_kept_is_caught_where_it_repeats(
     gpu_sandbox: Sandbox, profile: str
 ) -> None:
