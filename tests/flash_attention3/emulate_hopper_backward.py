@@ -96,13 +96,13 @@ class Emulation:
     """One call: `programs` of head_dim 64 (128 query rows a step) or 128 (64 rows)."""
 
     def __init__(self, *, sq: int, sk: int, dim: int = 64, heads: int = 2, heads_kv: int = 1, batch: int = 1,
-                 causal: bool = False, dynamic: bool = False, early: bool = False, direct: bool = False,
-                 programs: int = 2, seed: int = 0):  # fmt: skip
+                 causal: bool = False, dynamic: bool = False, early: bool = False, programs: int = 2,
+                 seed: int = 0):  # fmt: skip
         draw = np.random.default_rng(seed)
         self.dim, self.m = dim, 128 if dim == 64 else 64
         self.q, self.do = (draw.standard_normal((batch, heads, sq, dim)) for _ in range(2))
         self.k, self.v = (draw.standard_normal((batch, heads_kv, sk, dim)) for _ in range(2))
-        self.causal, self.dynamic, self.early, self.direct = causal, dynamic, early, direct
+        self.causal, self.dynamic, self.early = causal, dynamic, early
         self.num_m, self.num_n = -(-sq // self.m), -(-sk // (2 * KEYS))
         tiles = self.num_n * batch * heads_kv
         self.shape = (sq, sk, heads_kv, heads // heads_kv, self.num_m, self.num_n, tiles, 1, -1, 0 if causal else -1)
@@ -156,10 +156,6 @@ class Emulation:
 
             send(view, take)
 
-        def add_fragment(total, number, x):
-            with self.lock:
-                self.dq[number] += x
-
         def tma_store(desc, at, view):
             def take(x):
                 rows = desc[at[0], at[1], at[2] : at[2] + KEYS]
@@ -200,8 +196,7 @@ class Emulation:
             bar_sync_at=named.sync, bar_arrive_at=named.arrive, fence_async_shared=nothing,
             release=lambda empty, stage, barrier, threads: named.arrive(barrier + stage, threads),
             _sync_where=lambda wanted, *args: named.sync(*args) if wanted else None,
-            _stage_fragment=lambda view, x: view.store(x), _ds_of=ds_of,
-            _add_fragment=add_fragment, probabilities=probabilities,
+            _stage_fragment=lambda view, x: view.store(x), _ds_of=ds_of, probabilities=probabilities,
             pack_pairs=lambda p, dtype: p, unpack_pairs=lambda p, dtype, layout: p,
             unpack_floats=lambda p, dtype, layout: p, publish_tile=publish_tile, receive_tile=receive_tile,
             zero_rows=nothing,
@@ -248,7 +243,7 @@ class Emulation:
             named = NamedBarriers(lock)
             all_named.append(named)
             names = self.names(named, lock)
-            k_slots, v_slots = 2, 2 if dim == 64 or self.direct else 1
+            k_slots, v_slots = 2, 2 if dim == 64 else 1
             bufs = (Buffers(2, m, dim), Buffers(2, m, dim), Buffers(2 * k_slots, KEYS, dim),
                     Buffers(2 * v_slots, KEYS, dim), Buffers(2, KEYS, 2 * m), Buffers(4, m),
                     Buffers(2, 64, 64))  # fmt: skip
@@ -259,8 +254,8 @@ class Emulation:
             switches = (dim, m, k_slots, v_slots, False, self.causal, sk % 128 == 0, self.dynamic, self.early)
             calls = [(128, names["_consumer"], wg, bufs, bars, self.dk, self.dv, self.shape, scales, *switches)
                      for wg in range(2)]  # fmt: skip
-            calls.append((128, names["_dq"], bufs, bars, None, self.dq if self.direct else None, self.shape, dim, m,
-                          k_slots, self.causal, self.dynamic))  # fmt: skip
+            calls.append((128, names["_dq"], bufs, bars, None, self.shape, dim, m, k_slots, self.causal,
+                          self.dynamic))  # fmt: skip
             calls.append((32, names["_producer"], bufs, bars, None, q, do, k, v, stat, None, None, self.shape, (),
                           m, k_slots, v_slots, self.causal, False, self.dynamic, False, True, False))  # fmt: skip
             threads += [threading.Thread(target=guarded, args=(program, *call), daemon=True) for call in calls]
