@@ -36,10 +36,9 @@ _COMPILER = dict(num_warps=4, maxnreg=168)
 class BackwardConfig:
     """Tiles and switches of one backward kernel; `*_slots` are buffers of a whole tile of K and of V.
 
-    `share`: bytes of rows and of their dQ that the heads walked together may hold. `named`: rows are freed on named
-    barriers, a warp at a time. `lean`: the warps of a warpgroup meet less often. `late`: dK after dQ, from shared
-    memory, so that exponentials run under both; right, and no faster. `apart`: dQ in a warpgroup of its own
-    (hopper_backward_apart.py), which knows neither of these; with it `early`, exponentials under dP and not behind S.
+    `share`: bytes of rows and of their dQ that the heads walked together may hold. `apart`: dQ in a warpgroup of its
+    own (hopper_backward_apart.py), without turns; with it `early`, exponentials under dP and not behind S. `named` and
+    `lean` are for ring attention's kernel: rows freed on named barriers, a warp at a time; fewer meetings.
     """
 
     head_dim: int
@@ -51,7 +50,6 @@ class BackwardConfig:
     dynamic: bool
     named: bool = False
     lean: bool = False
-    late: bool = False
     share: int = 32 << 20
     apart: bool = False
     early: bool = False
@@ -359,9 +357,6 @@ def _one_kernel(
             **masks,
             PING_PONG=config.ping_pong,
             PACKED=tables is not None,
-            NAMED=config.named,
-            LEAN=config.lean,
-            LATE=config.late,
             **_functions(features),
             **_COMPILER,
         )

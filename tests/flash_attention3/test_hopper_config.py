@@ -69,7 +69,7 @@ def test_which_backward_has_dq_apart(d, causal):
         return hopper_backward.backward_config(d, causal=causal, apart=True, seqlen_k=seqlen_k).early
 
     config = hopper_backward.backward_config(d, causal=causal, apart=True)
-    assert config.apart and not (config.named or config.lean or config.late)
+    assert config.apart
     assert early(4096) and early(512) != causal and early(1024) != causal
     assert not hopper_backward.backward_config(d, causal=causal).apart
     assert apart() and apart(features=("sinks", "batch_invariant"))

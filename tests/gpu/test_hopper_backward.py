@@ -115,11 +115,7 @@ def test_gradient_of_lse(name):
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1, 1), (1, 70, 1000, 2, 1), (40, 333, 257, 6, 3), (3, 2100, 2100, 4, 4)])
 @pytest.mark.parametrize("head_dim,causal", [(64, True), (64, False), (128, True), (128, False)])
-@pytest.mark.parametrize(
-    "switches",
-    [("named",), ("named", "lean"), ("named", "lean", "late"), ("apart",), ("apart", "early")],
-    ids="-".join,
-)
+@pytest.mark.parametrize("switches", [("apart",), ("apart", "early")], ids="-".join)
 def test_switches_give_the_same_bits(switches, head_dim, causal, shape):
     q, k, v = inputs((*shape, head_dim))
     options = dict(softmax_scale=head_dim**-0.5, window_right=0 if causal else -1)
