@@ -343,6 +343,7 @@ def _one_kernel(
         V_SLOTS=config.v_slots,
         PRELOAD=config.preload,
         CAUSAL=masks["CAUSAL"],
+        WINDOW=masks["WINDOW"],
         EVEN_K=seqlen_k % _KEYS == 0,
         DYNAMIC=config.dynamic,
     )

@@ -96,7 +96,7 @@ class Emulation:
     """One call: `programs` of head_dim 64 (128 query rows a step) or 128 (64 rows)."""
 
     def __init__(self, *, sq: int, sk: int, dim: int = 64, heads: int = 2, heads_kv: int = 1, batch: int = 1,
-                 causal: bool = False, dynamic: bool = False, early: bool = False, programs: int = 2,
+                 causal: bool = False, left: int = -1, dynamic: bool = False, early: bool = False, programs: int = 2,
                  seed: int = 0):  # fmt: skip
         draw = np.random.default_rng(seed)
         self.dim, self.m = dim, 128 if dim == 64 else 64
@@ -105,12 +105,13 @@ class Emulation:
         self.causal, self.dynamic, self.early = causal, dynamic, early
         self.num_m, self.num_n = -(-sq // self.m), -(-sk // (2 * KEYS))
         tiles = self.num_n * batch * heads_kv
-        self.shape = (sq, sk, heads_kv, heads // heads_kv, self.num_m, self.num_n, tiles, 1, -1, 0 if causal else -1)
+        self.shape = (sq, sk, heads_kv, heads // heads_kv, self.num_m, self.num_n, tiles, 1, left, 0 if causal else -1)
         self.programs = min(programs, tiles)
         self.unit = dim**-0.5
         self.s = np.einsum("bhqd,bhkd->bhqk", self.q, np.repeat(self.k, heads // heads_kv, 1))
-        seen = np.arange(sk)[None, :] <= np.arange(sq)[:, None] + sk - sq
-        s = np.where(seen | (not causal), self.s * self.unit, -np.inf)
+        self.left = left
+        seen = self.seen(np.arange(sq)[:, None], np.arange(sk)[None, :])
+        s = np.where(seen, self.s * self.unit, -np.inf)
         top = np.maximum(s.max(-1, keepdims=True), -1e30)
         total = np.exp(s - top).sum(-1, keepdims=True)
         with np.errstate(all="ignore"):
@@ -126,6 +127,11 @@ class Emulation:
         self.dk, self.dv = (np.full((batch, heads_kv, self.num_n * 2 * KEYS, dim), np.nan) for _ in range(2))
         self.drawn, self.errors, self.lock = itertools.count(), [], threading.Lock()
 
+    def seen(self, row, key):
+        """Whether a query sees a key."""
+        distance = row + self.shape[1] - self.shape[0] - key
+        return ((distance >= 0) | (not self.causal)) & ((distance <= self.left) | (self.left < 0))
+
     def names(self, named: NamedBarriers, lock: threading.Condition) -> dict:
         sq, sk, *_ = self.shape
 
@@ -133,7 +139,7 @@ class Emulation:
             with np.errstate(all="ignore"):
                 p = np.exp2(np.asarray(s) * qk_scale - np.asarray(lse)[None, :])
             key, row = key0 + np.arange(KEYS)[:, None], row0 + np.arange(self.m)[None, :]
-            p = np.where((key < sk) & ((key <= row + shift) | (not self.causal)), p, 0.0).view(Tensor)
+            p = np.where((key < sk) & self.seen(row, key), p, 0.0).view(Tensor)
             return p, p
 
         def pending() -> list:
@@ -251,13 +257,14 @@ class Emulation:
                     Barriers(v_slots, 2, lock), Barriers(2, 1, lock), Barriers(2, 1, lock), None,
                     Barriers(2, 1, lock), Barriers(2, 3, lock), Queue())  # fmt: skip
             scales = (self.unit, self.unit * LOG2_E, 0.0)
-            switches = (dim, m, k_slots, v_slots, False, self.causal, sk % 128 == 0, self.dynamic, self.early)
+            masks = (self.causal, self.left >= 0)
+            switches = (dim, m, k_slots, v_slots, False, *masks, sk % 128 == 0, self.dynamic, self.early)
             calls = [(128, names["_consumer"], wg, bufs, bars, self.dk, self.dv, self.shape, scales, *switches)
                      for wg in range(2)]  # fmt: skip
-            calls.append((128, names["_dq"], bufs, bars, None, self.shape, dim, m, k_slots, self.causal,
+            calls.append((128, names["_dq"], bufs, bars, None, self.shape, dim, m, k_slots, *masks,
                           self.dynamic))  # fmt: skip
             calls.append((32, names["_producer"], bufs, bars, None, q, do, k, v, stat, None, None, self.shape, (),
-                          m, k_slots, v_slots, self.causal, False, self.dynamic, False, True, False))  # fmt: skip
+                          m, k_slots, v_slots, *masks, self.dynamic, False, True, False))  # fmt: skip
             threads += [threading.Thread(target=guarded, args=(program, *call), daemon=True) for call in calls]
         for thread in threads:
             thread.start()
