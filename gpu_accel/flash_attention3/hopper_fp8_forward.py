@@ -195,6 +195,7 @@ def _consumer(
     K_BLOCK: gl.constexpr, PING_PONG: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr, EVEN_K: gl.constexpr, DYNAMIC: gl.constexpr, SHIFT: gl.constexpr, GROWTH: gl.constexpr,
     UNDER: gl.constexpr, AHEAD: gl.constexpr, TWO_LEVEL: gl.constexpr, CHUNK: gl.constexpr, FOLD: gl.constexpr,
+    ALIGNED: gl.constexpr,
 ):  # fmt: skip
     q_bufs, k_bufs, v_bufs, o_bufs = bufs
     q_full, q_empty, k_full, v_full, kv_empty, queue_full, queue_empty, queue = bars
@@ -208,8 +209,7 @@ def _consumer(
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     MASK_FIRST: gl.constexpr = CAUSAL or WINDOW or not EVEN_K
-    PEELED: gl.constexpr = CAUSAL and not WINDOW and CHUNK == 0
-    MASK: gl.constexpr = (CAUSAL or WINDOW) and not PEELED
+    MASK: gl.constexpr = (CAUSAL or WINDOW) and not ALIGNED
     dtype: gl.constexpr = q_bufs.dtype
     E5M2: gl.constexpr = dtype == gl.float8e5
     TOTALS: gl.constexpr = CHUNK > 0 and not TWO_LEVEL and HEAD_DIM == 256
@@ -271,19 +271,7 @@ def _consumer(
         if AHEAD:  # noqa: SIM102
             if steps > 0:
                 mbarrier.wait(k_full.index((it + 1) % STAGES), ((it + 1) // STAGES) & 1)
-        begin = 0
-        if PEELED:
-            # steps with masks by themselves: a branch around the mask cuts all other steps in two
-            begin = hi - 1 - first
-            for j in range(0, begin):
-                acc, pend, m_i, l_i, it = _step(
-                    q, k_bufs, v_bufs, bars, acc, (p_packed, k_next, v_next, v_scale, alpha_o), m_i, l_i, it,
-                    hi - 2 - j, j < steps - 1, True, row0, shape, row_scale,
-                    (kv_scale, lo, q_full.index(slot), q_phase), cap,
-                    WG, CONSUMERS, STAGES, PING_PONG, E5M2, True, CAUSAL, WINDOW, SOFTCAP, SHIFT, GROWTH, UNDER, AHEAD,
-                    TWO_LEVEL, FOLD, K_BLOCK, S_LAYOUT, O_LAYOUT, P_LAYOUT, ROW_LAYOUT)  # fmt: skip
-                p_packed, k_next, v_next, v_scale, alpha_o = pend
-        for start in range(begin, steps, RUN):
+        for start in range(0, steps, RUN):
             stop = gl.minimum(start + RUN, steps)
             for j in range(start, stop):
                 block = hi - 2 - j
@@ -474,10 +462,11 @@ def fp8_forward_kernel(
     WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, EVEN_K: gl.constexpr, DYNAMIC: gl.constexpr,
     SHIFT: gl.constexpr, GROWTH: gl.constexpr, UNDER: gl.constexpr, AHEAD: gl.constexpr,
     TWO_LEVEL: gl.constexpr, O_CHUNKS: gl.constexpr, CHUNK: gl.constexpr, FOLD: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    ALIGNED: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Descriptors of q, o: (batch, head, row, column); v: (batch, head, column, key); k: groups of 16 rows in rank 5.
 
+    ALIGNED: under the causal mask, only the first block that a tile walks over is masked.
     The scales are float32 with strides by batch, head and block; `k_pitch` is how many groups of 16 keys a head has.
     """
     dtype: gl.constexpr = q_desc.dtype
@@ -524,10 +513,10 @@ def fp8_forward_kernel(
     gl.warp_specialize([
         (_consumer, (0, bufs, bars, outputs, aside, shape, scales, CONSUMERS, BLOCK_N, STAGES, Q_BLOCK, K_BLOCK,
                      PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, SHIFT, GROWTH, UNDER, AHEAD, TWO_LEVEL,
-                     CHUNK, FOLD)),
+                     CHUNK, FOLD, ALIGNED)),
         (_consumer, (1, bufs, bars, outputs, aside, shape, scales, CONSUMERS, BLOCK_N, STAGES, Q_BLOCK, K_BLOCK,
                      PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, SHIFT, GROWTH, UNDER, AHEAD, TWO_LEVEL,
-                     CHUNK, FOLD)),
+                     CHUNK, FOLD, ALIGNED)),
         (_producer, (bufs, bars, q_desc, k_desc, v_desc, counter, shape, k_groups, CONSUMERS, BLOCK_N, STAGES,
                      CAUSAL, WINDOW, DYNAMIC)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

@@ -295,8 +295,10 @@ class Emulation:
             bars = (Barriers(slots, 1, lock), Barriers(slots, 1, lock), *full, Barriers(s, n, lock),
                     Barriers(2, 1, lock), Barriers(2, n, lock), Queue())  # fmt: skip
             scales = (0,) * 13 + (self.softcap * LOG2_E,)
+            aligned = right == 0 and not window and (sk - sq) % self.block == 0 and n * self.rows <= self.block
             switches = [n, self.block, s, 128, 128, False, causal, window, self.softcap > 0, even, self.dynamic,
-                        8.0, self.growth, self.under, self.ahead, self.two_level, self.chunk, self.fold]  # fmt: skip
+                        8.0, self.growth, self.under, self.ahead, self.two_level, self.chunk, self.fold,
+                        aligned]  # fmt: skip
             calls = [
                 (names["_consumer"], wg, bufs, bars, None, Totals(), self.shape, scales, *switches) for wg in range(n)
             ]
