@@ -32,9 +32,9 @@ class Fp8ForwardConfig:
     `two_level`: every block's P V is added in float32; otherwise the tensor cores add `chunk` blocks (1024 keys at
     head_dim 256) first. `fold`: v_scale goes into the exponents of P instead of the sum. `under`: what of softmax runs
     under P V of the block before: maxima (0), half of the exponentials too (1), all (2). `ahead`: K of the next step is
-    waited for there; more than two stages. `growth`: how much (base 2) a row's maximum may grow before O is rescaled;
-    above 0 the largest probabilities are rounded too, which makes the error 1.3 times larger. `o_chunks`: O leaves in
-    that many pieces.
+    waited for there; more than two stages. `named`: stages are freed on named barriers, each warp for itself.
+    `growth`: how much (base 2) a row's maximum may grow before O is rescaled; above 0 the largest probabilities are
+    rounded too, which makes the error 1.3 times larger. `o_chunks`: O leaves in that many pieces.
     """
 
     block_n: int
@@ -43,6 +43,7 @@ class Fp8ForwardConfig:
     dynamic: bool
     under: int = 0
     ahead: bool = True
+    named: bool = False
     two_level: bool = True
     chunk: int = 8
     fold: bool = False
@@ -258,6 +259,7 @@ def forward(
         O_CHUNKS=config.o_chunks,
         CHUNK=chunk,
         FOLD=config.fold,
+        NAMED=config.named,
         ALIGNED=window_right == 0 and window_left < 0 and (seqlen_k - seqlen_q) % n == 0 and 64 * config.consumers <= n,
         CONSUMER_REGISTERS=consumer_registers,
         PRODUCER_REGISTERS=producer_registers,

@@ -87,6 +87,7 @@ def test_lengths(sq, sk):
 
 @pytest.mark.parametrize("change", [
     {"under": 1}, {"under": 2}, {"ahead": False}, {"under": 1, "ahead": False}, {"ping_pong": False}, {"dynamic": True},
+    {"named": True}, {"stages": 4}, {"named": True, "stages": 4, "dynamic": True},
     {"stages": 2, "ahead": False}, {"two_level": False}, {"fold": True}, {"fold": True, "two_level": False},
 ], ids=lambda x: "-".join(f"{k}{v}" for k, v in x.items()))  # fmt: skip
 def test_switches_change_speed_not_results(change):
