@@ -531,8 +531,8 @@ def untimed(call: KVCall) -> str | None:
 
 
 def default_config(call: KVCall) -> Config:
-    """8 KB in flight a warp: 16 keys of 128 dimensions in 16 bits, 32 in 8 bits, unless they lie in several pages."""
-    wide = call.kind == "e4m3" and call.page_size % 32 == 0
+    """8 KB in flight a warp: 16 keys of 128 dimensions in 16 bits, 32 in 8 bits, unless they lie in many pages."""
+    wide = call.kind == "e4m3" and call.page_size % 16 == 0
     return Config(32 if wide else 16)
 
 

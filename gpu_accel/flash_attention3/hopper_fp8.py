@@ -16,7 +16,7 @@ from .reference_fp8 import expand_scales
 
 NAME = "hopper"
 KERNEL = "Gluon, warp-specialised, FP8 wgmma and TMA (sm_90a)"
-_NOT_FASTER = "not faster than plain Triton up to head_dim 128: ask for it with backend='hopper'"
+_NOT_FASTER = "not faster than plain Triton up to head_dim 96, nor up to 128 for less than 1024 keys: backend='hopper'"
 _LOG2_E = 1.4426950408889634
 _HEAD_DIMS = (64, 128, 256)
 _ONE_SUM = 1024  # keys that the tensor cores may add up alone: of equal values they lose about a percent
@@ -32,9 +32,9 @@ class Fp8ForwardConfig:
     `two_level`: every block's P V is added in float32; otherwise the tensor cores add `chunk` blocks (1024 keys at
     head_dim 256) first. `fold`: v_scale goes into the exponents of P instead of the sum. `under`: what of softmax runs
     under P V of the block before: maxima (0), half of the exponentials too (1), all (2). `ahead`: K of the next step is
-    waited for there; more than two stages. `growth`: how much (base 2) a row's maximum may grow before O is rescaled;
-    above 0 the largest probabilities are rounded too, which makes the error 1.3 times larger. `o_chunks`: O leaves in
-    that many pieces.
+    waited for there; more than two stages. `named`: stages are freed on named barriers, each warp for itself.
+    `growth`: how much (base 2) a row's maximum may grow before O is rescaled; above 0 the largest probabilities are
+    rounded too, which makes the error 1.3 times larger. `o_chunks`: O leaves in that many pieces.
     """
 
     block_n: int
@@ -43,6 +43,7 @@ class Fp8ForwardConfig:
     dynamic: bool
     under: int = 0
     ahead: bool = True
+    named: bool = False
     two_level: bool = True
     chunk: int = 8
     fold: bool = False
@@ -65,10 +66,10 @@ def forward_config(head_dim: int, *, causal: bool, seqlen_k: int, out_bytes: int
             dynamic=causal,
             two_level=False,
             o_chunks=4,
-            under=2,
             ahead=False,
         )
-    return Fp8ForwardConfig(block_n=128, stages=4 if head_dim <= 64 else 3, ping_pong=True, dynamic=causal)
+    stages = 4 if head_dim <= 64 or seqlen_k > 1024 else 3
+    return Fp8ForwardConfig(block_n=128, stages=stages, ping_pong=True, dynamic=causal)
 
 
 def shift_of(largest: float, growth: float) -> float:
@@ -93,9 +94,9 @@ def refuse(
     return None
 
 
-def not_chosen(head_dim: int) -> str | None:
+def not_chosen(head_dim: int, seqlen_k: int) -> str | None:
     """Why "auto" leaves this kernel out where it could run, or None."""
-    return _NOT_FASTER if head_dim <= 128 else None
+    return _NOT_FASTER if head_dim <= 96 or (head_dim <= 128 and seqlen_k < 1024) else None
 
 
 @functools.cache
@@ -258,6 +259,8 @@ def forward(
         O_CHUNKS=config.o_chunks,
         CHUNK=chunk,
         FOLD=config.fold,
+        NAMED=config.named,
+        ALIGNED=window_right == 0 and window_left < 0 and (seqlen_k - seqlen_q) % n == 0 and 64 * config.consumers <= n,
         CONSUMER_REGISTERS=consumer_registers,
         PRODUCER_REGISTERS=producer_registers,
     )

@@ -46,10 +46,12 @@ from gpu_accel.gluon_compat import tma_load
 from .hopper_device import (
     bar_arrive,
     bar_sync,
+    bar_sync_at,
     draw,
     key_blocks,
     publish_tile,
     receive_tile,
+    release,
     rescale,
     tanh,
     thread_row_sum,
@@ -72,6 +74,7 @@ from .hopper_fp8_device import (
 )
 
 PING_PONG_BARRIER = gl.constexpr(8)
+KV_FREE = gl.constexpr(10)  # and one more for each stage
 EARLY_DRAW = gl.constexpr(4)  # key blocks of a tile up to which the next tile is drawn at its start
 
 
@@ -81,7 +84,7 @@ def _step(
     WG: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PING_PONG: gl.constexpr, E5M2: gl.constexpr,
     MASK: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, SHIFT: gl.constexpr,
     GROWTH: gl.constexpr, UNDER: gl.constexpr, AHEAD: gl.constexpr, TWO_LEVEL: gl.constexpr, FOLD: gl.constexpr,
-    K_BLOCK: gl.constexpr,
+    NAMED: gl.constexpr, K_BLOCK: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, ROW_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """One key block: issue S of this block and P V of the block before, then softmax of this block.
@@ -161,7 +164,7 @@ def _step(
         even = gl.exp2(even)
     if UNDER <= 1:
         odd = gl.exp2(odd)
-    mbarrier.arrive(kv_empty.index(stage), count=1)
+    release(kv_empty, stage, KV_FREE if NAMED else None, 128 * CONSUMERS + 32)
     alpha_l = gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout), assert_trivial=True)
     row_sum = gl.sum((even + odd).reshape((ROWS, BLOCK_N // 8, 4)), axis=1)
     row_sum = gl.convert_layout(row_sum, l_i.type.layout, assert_trivial=True)
@@ -195,6 +198,7 @@ def _consumer(
     K_BLOCK: gl.constexpr, PING_PONG: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr, EVEN_K: gl.constexpr, DYNAMIC: gl.constexpr, SHIFT: gl.constexpr, GROWTH: gl.constexpr,
     UNDER: gl.constexpr, AHEAD: gl.constexpr, TWO_LEVEL: gl.constexpr, CHUNK: gl.constexpr, FOLD: gl.constexpr,
+    ALIGNED: gl.constexpr, NAMED: gl.constexpr,
 ):  # fmt: skip
     q_bufs, k_bufs, v_bufs, o_bufs = bufs
     q_full, q_empty, k_full, v_full, kv_empty, queue_full, queue_empty, queue = bars
@@ -208,8 +212,8 @@ def _consumer(
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     MASK_FIRST: gl.constexpr = CAUSAL or WINDOW or not EVEN_K
-    PEELED: gl.constexpr = CAUSAL and not WINDOW and CHUNK == 0
-    MASK: gl.constexpr = (CAUSAL or WINDOW) and not PEELED
+    FREE: gl.constexpr = 128 * CONSUMERS + 32  # all consumers and the producer
+    MASK: gl.constexpr = (CAUSAL or WINDOW) and not ALIGNED
     dtype: gl.constexpr = q_bufs.dtype
     E5M2: gl.constexpr = dtype == gl.float8e5
     TOTALS: gl.constexpr = CHUNK > 0 and not TWO_LEVEL and HEAD_DIM == 256
@@ -241,7 +245,7 @@ def _consumer(
     if PING_PONG:
         bar_arrive(PING_PONG_BARRIER + (WG + 1) % CONSUMERS, 256)
     s = warpgroup_mma_wait(0, deps=[s])
-    mbarrier.arrive(kv_empty.index(0), count=1)
+    release(kv_empty, 0, KV_FREE if NAMED else None, FREE)
     p, m_i = first_softmax(
         s, row_scale * k_scale, v_log, hi - 1, row0, shape, cap, CAUSAL, WINDOW, SOFTCAP, MASK_FIRST, SHIFT
     )
@@ -271,19 +275,7 @@ def _consumer(
         if AHEAD:  # noqa: SIM102
             if steps > 0:
                 mbarrier.wait(k_full.index((it + 1) % STAGES), ((it + 1) // STAGES) & 1)
-        begin = 0
-        if PEELED:
-            # steps with masks by themselves: a branch around the mask cuts all other steps in two
-            begin = hi - 1 - first
-            for j in range(0, begin):
-                acc, pend, m_i, l_i, it = _step(
-                    q, k_bufs, v_bufs, bars, acc, (p_packed, k_next, v_next, v_scale, alpha_o), m_i, l_i, it,
-                    hi - 2 - j, j < steps - 1, True, row0, shape, row_scale,
-                    (kv_scale, lo, q_full.index(slot), q_phase), cap,
-                    WG, CONSUMERS, STAGES, PING_PONG, E5M2, True, CAUSAL, WINDOW, SOFTCAP, SHIFT, GROWTH, UNDER, AHEAD,
-                    TWO_LEVEL, FOLD, K_BLOCK, S_LAYOUT, O_LAYOUT, P_LAYOUT, ROW_LAYOUT)  # fmt: skip
-                p_packed, k_next, v_next, v_scale, alpha_o = pend
-        for start in range(begin, steps, RUN):
+        for start in range(0, steps, RUN):
             stop = gl.minimum(start + RUN, steps)
             for j in range(start, stop):
                 block = hi - 2 - j
@@ -292,7 +284,7 @@ def _consumer(
                     block, j < steps - 1, (block >= first) | (block < left_end), row0, shape, row_scale,
                     (kv_scale, lo, q_full.index(slot), q_phase), cap,
                     WG, CONSUMERS, STAGES, PING_PONG, E5M2, MASK, CAUSAL, WINDOW, SOFTCAP, SHIFT, GROWTH, UNDER, AHEAD,
-                    TWO_LEVEL, FOLD, K_BLOCK, S_LAYOUT, O_LAYOUT, P_LAYOUT, ROW_LAYOUT)  # fmt: skip
+                    TWO_LEVEL, FOLD, NAMED, K_BLOCK, S_LAYOUT, O_LAYOUT, P_LAYOUT, ROW_LAYOUT)  # fmt: skip
                 p_packed, k_next, v_next, v_scale, alpha_o = pend
             if CHUNK > 0:  # noqa: SIM102 - a run-time branch inside a compile-time one
                 if stop < steps:
@@ -361,7 +353,7 @@ def _consumer(
             l_i = thread_row_sum(p)
             if FOLD:
                 l_i *= gl.exp2(-v_log)
-            mbarrier.arrive(kv_empty.index(stage), count=1)
+            release(kv_empty, stage, KV_FREE if NAMED else None, FREE)
             p_packed = pack_quads(p, E5M2)
             acc = _add_part(acc, part, v_last, TWO_LEVEL, FOLD)
             if HELD:
@@ -391,6 +383,16 @@ def _consumer(
 
 
 @gluon.jit
+def _wait_free(kv_empty, it, STAGES: gl.constexpr, FREE: gl.constexpr, NAMED: gl.constexpr):
+    """Wait until block `it - STAGES`, whose stage block `it` takes, has been read. NAMED: once an `it`."""
+    if NAMED:
+        if it >= STAGES:
+            bar_sync_at(KV_FREE + it % STAGES, FREE)
+    else:
+        mbarrier.wait(kv_empty.index(it % STAGES), ((it // STAGES) & 1) ^ 1)
+
+
+@gluon.jit
 def _load_k(k_desc, batch, kv, block, k_groups, k_full, k_bufs, stage):
     """K's rows, every 16 in the order that makes S an A operand, by a tensor map of rank 5 over groups of 16 rows."""
     BLOCK_N: gl.constexpr = k_bufs.shape[1]
@@ -404,8 +406,9 @@ def _load_k(k_desc, batch, kv, block, k_groups, k_full, k_bufs, stage):
 def _producer(
     bufs, bars, q_desc, k_desc, v_desc, counter, shape, k_groups,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DYNAMIC: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DYNAMIC: gl.constexpr, NAMED: gl.constexpr,
 ):  # fmt: skip
+    FREE: gl.constexpr = 128 * CONSUMERS + 32
     q_bufs, k_bufs, v_bufs, _ = bufs
     q_full, q_empty, k_full, v_full, kv_empty, queue_full, queue_empty, queue = bars
     _, seqlen_k, _, heads_per_kv, _, num_tiles, _, _, _ = shape
@@ -429,14 +432,15 @@ def _producer(
             tma_load(q_desc, [batch, head, m_block * BLOCK_M + c * ROWS, 0], q_full.index(slot), q_bufs.index(slot))
             if c == 0:
                 stage = it % STAGES
-                mbarrier.wait(kv_empty.index(it % STAGES), ((it // STAGES) & 1) ^ 1)
+                if not NAMED:  # waited for behind the tile before
+                    mbarrier.wait(kv_empty.index(stage), ((it // STAGES) & 1) ^ 1)
                 _load_k(k_desc, batch, kv, hi - 1, k_groups, k_full, k_bufs, stage)
         for j in range(0, hi - 1 - lo):
             v_stage = it % STAGES
             it += 1
             stage = it % STAGES
-            # One barrier frees both: K of a step is released after P V of the step before, so the V slot is free too.
-            mbarrier.wait(kv_empty.index(it % STAGES), ((it // STAGES) & 1) ^ 1)
+            # One release frees both: K of a step is released after P V of the step before, so the V slot is free too.
+            _wait_free(kv_empty, it, STAGES, FREE, NAMED)
             _load_k(k_desc, batch, kv, hi - 2 - j, k_groups, k_full, k_bufs, stage)
             mbarrier.expect(v_full.index(v_stage), v_desc.block_type.nbytes)
             tma_load(v_desc, [batch, kv, 0, (hi - 1 - j) * BLOCK_N], v_full.index(v_stage), v_bufs.index(v_stage))
@@ -449,9 +453,12 @@ def _producer(
         else:
             tile += gl.num_programs(0)
         k += 1
-        mbarrier.wait(kv_empty.index(it % STAGES), ((it // STAGES) & 1) ^ 1)
+        _wait_free(kv_empty, it, STAGES, FREE, NAMED)
         mbarrier.expect(v_full.index(v_stage), v_desc.block_type.nbytes)
         tma_load(v_desc, [batch, kv, 0, lo * BLOCK_N], v_full.index(v_stage), v_bufs.index(v_stage))
+    if NAMED:  # the last arrivals, which nobody waited for: named barriers end as they began
+        for i in range(gl.maximum(it + 1, STAGES), it + STAGES):
+            bar_sync_at(KV_FREE + i % STAGES, FREE)
     if DYNAMIC:  # noqa: SIM102
         # Each program draws one number past the end; the last of them resets the counter for the next launch.
         if tile == num_tiles + gl.num_programs(0) - 1:
@@ -474,10 +481,11 @@ def fp8_forward_kernel(
     WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, EVEN_K: gl.constexpr, DYNAMIC: gl.constexpr,
     SHIFT: gl.constexpr, GROWTH: gl.constexpr, UNDER: gl.constexpr, AHEAD: gl.constexpr,
     TWO_LEVEL: gl.constexpr, O_CHUNKS: gl.constexpr, CHUNK: gl.constexpr, FOLD: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    ALIGNED: gl.constexpr, NAMED: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Descriptors of q, o: (batch, head, row, column); v: (batch, head, column, key); k: groups of 16 rows in rank 5.
 
+    ALIGNED: under the causal mask, only the first block that a tile walks over is masked.
     The scales are float32 with strides by batch, head and block; `k_pitch` is how many groups of 16 keys a head has.
     """
     dtype: gl.constexpr = q_desc.dtype
@@ -506,7 +514,8 @@ def fp8_forward_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(kv_empty.index(i), count=CONSUMERS)
+        if not NAMED:
+            mbarrier.init(kv_empty.index(i), count=CONSUMERS)
     if DYNAMIC:  # where nobody uses a barrier, its memory goes to others, which must not find one there
         for i in gl.static_range(2):
             mbarrier.init(queue_full.index(i), count=1)
@@ -524,10 +533,10 @@ def fp8_forward_kernel(
     gl.warp_specialize([
         (_consumer, (0, bufs, bars, outputs, aside, shape, scales, CONSUMERS, BLOCK_N, STAGES, Q_BLOCK, K_BLOCK,
                      PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, SHIFT, GROWTH, UNDER, AHEAD, TWO_LEVEL,
-                     CHUNK, FOLD)),
+                     CHUNK, FOLD, ALIGNED, NAMED)),
         (_consumer, (1, bufs, bars, outputs, aside, shape, scales, CONSUMERS, BLOCK_N, STAGES, Q_BLOCK, K_BLOCK,
                      PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, SHIFT, GROWTH, UNDER, AHEAD, TWO_LEVEL,
-                     CHUNK, FOLD)),
+                     CHUNK, FOLD, ALIGNED, NAMED)),
         (_producer, (bufs, bars, q_desc, k_desc, v_desc, counter, shape, k_groups, CONSUMERS, BLOCK_N, STAGES,
-                     CAUSAL, WINDOW, DYNAMIC)),
+                     CAUSAL, WINDOW, DYNAMIC, NAMED)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

@@ -28,6 +28,7 @@ SWITCHES: dict[str, dict] = {
     "half of softmax under P V": {"under": 1},
     "softmax under P V": {"under": 2},
     "each wait at its product": {"ahead": False},
+    "named barriers": {"named": True},
     "4 stages": {"stages": 4},
     "2 stages": {"stages": 2},
     "no ping-pong": {"ping_pong": False},

@@ -8,6 +8,7 @@ tile and block a buffer holds, masks of blocks, what is carried from tile to til
 
 from __future__ import annotations
 
+import collections
 import itertools
 import math
 import threading
@@ -47,6 +48,24 @@ class Barrier:
     def wait(self, parity: int) -> None:
         with self.lock:
             assert self.lock.wait_for(lambda: self.phase != parity, timeout=10), "nobody completes the phase"
+
+
+class Named:
+    """A named barrier, on which consumers (128 threads) arrive and the producer (32) waits."""
+
+    def __init__(self, lock: threading.Condition):
+        self.threads, self.times, self.lock = 0, 0, lock
+
+    def arrive(self, threads: int, all_threads: int, wait: bool = False) -> None:
+        with self.lock:
+            self.threads += threads
+            assert self.threads <= all_threads, "somebody arrives twice"
+            time = self.times
+            if self.threads == all_threads:
+                self.threads, self.times = 0, time + 1
+                self.lock.notify_all()
+            elif wait:
+                assert self.lock.wait_for(lambda: self.times > time, timeout=10), "nobody completes the barrier"
 
 
 class Barriers:
@@ -175,7 +194,7 @@ class Emulation:
                  left: int = -1, right: int = -1, softcap: float = 0.0, dynamic: bool = False, chunk: int = 0,
                  stages: int = 3, programs: int = 2, rows: int = 16, block: int = 32, growth: float = 0.0,
                  two_level: bool = True, fold: bool = False, under: int = 0, ahead: bool = True,
-                 seed: int = 0):  # fmt: skip
+                 named: bool = False, seed: int = 0):  # fmt: skip
         draw = np.random.default_rng(seed)
         self.q = draw.standard_normal((batch, heads, sq, dim))
         self.k, self.v = (draw.standard_normal((batch, heads_kv, sk, dim)) for _ in range(2))
@@ -189,6 +208,7 @@ class Emulation:
         self.softcap, self.dynamic, self.chunk, self.stages = softcap, dynamic, chunk, stages
         self.rows, self.block, self.programs, self.heads_kv = rows, block, min(programs, tiles), heads_kv
         self.growth, self.two_level, self.fold, self.under, self.ahead = growth, two_level, fold, under, ahead
+        self.named = named
         self.drawn, self.errors = itertools.count(), []
 
     def names(self) -> dict:
@@ -236,7 +256,7 @@ class Emulation:
         names = dict(
             gl=GL, mbarrier=Mbarrier, warpgroup_mma=product, warpgroup_mma_wait=wait_for_products, tma_load=tma_load,
             tma=types.SimpleNamespace(store_wait=nothing), ROWS=self.rows, NEG_LARGE=-1e30, EARLY_DRAW=2,
-            PING_PONG_BARRIER=8, bar_sync=nothing, bar_arrive=nothing,
+            PING_PONG_BARRIER=8, KV_FREE=10, bar_sync=nothing, bar_arrive=nothing,
             pack_halves=lambda even, odd, e5m2: tensor(np.stack([even, odd], -1).reshape(len(even), -1)),
             pack_quads=lambda p, e5m2: tensor(p), unpack_quads=lambda p, dtype, layout: p,
             thread_row_sum=lambda p: tensor(p.reshape(len(p), -1, 4, 2).sum((1, 3))), tanh=np.tanh,
@@ -250,7 +270,8 @@ class Emulation:
         )  # fmt: skip
         module = hopper_fp8_forward
         own = [(module, n) for n, f in vars(module).items() if n.startswith("_") and hasattr(f, "fn")]
-        shared = [(hopper_device, "tile_of"), (hopper_device, "key_blocks"), (hopper_fp8_device, "first_softmax")]
+        shared = [(hopper_device, "tile_of"), (hopper_device, "key_blocks"), (hopper_device, "release"),
+                        (hopper_fp8_device, "first_softmax")]
         for where, name in own + shared:
             f = getattr(where, name).fn
             names[name] = types.FunctionType(f.__code__, names, name, f.__defaults__)
@@ -288,6 +309,9 @@ class Emulation:
 
         for program in range(self.programs):
             names, lock, s, n = self.names(), threading.Condition(), self.stages, 2
+            named = collections.defaultdict(lambda lock=lock: Named(lock))
+            names["bar_arrive_at"] = lambda number, all_of, named=named: named[int(number)].arrive(128, all_of)
+            names["bar_sync_at"] = lambda number, all_of, named=named: named[int(number)].arrive(32, all_of, wait=True)
             slots = 2 * n
             bufs = (Buffers(slots, self.rows, dim), Buffers(s, self.block, dim), Buffers(s, dim, self.block),
                     Buffers(n, self.rows, dim))  # fmt: skip
@@ -295,13 +319,15 @@ class Emulation:
             bars = (Barriers(slots, 1, lock), Barriers(slots, 1, lock), *full, Barriers(s, n, lock),
                     Barriers(2, 1, lock), Barriers(2, n, lock), Queue())  # fmt: skip
             scales = (0,) * 13 + (self.softcap * LOG2_E,)
+            aligned = right == 0 and not window and (sk - sq) % self.block == 0 and n * self.rows <= self.block
             switches = [n, self.block, s, 128, 128, False, causal, window, self.softcap > 0, even, self.dynamic,
-                        8.0, self.growth, self.under, self.ahead, self.two_level, self.chunk, self.fold]  # fmt: skip
+                        8.0, self.growth, self.under, self.ahead, self.two_level, self.chunk, self.fold,
+                        aligned, self.named]  # fmt: skip
             calls = [
                 (names["_consumer"], wg, bufs, bars, None, Totals(), self.shape, scales, *switches) for wg in range(n)
             ]
             calls.append((names["_producer"], bufs, bars, *sources, None, self.shape, (self.heads_kv, groups), n,
-                          self.block, s, causal, window, self.dynamic))  # fmt: skip
+                          self.block, s, causal, window, self.dynamic, self.named))  # fmt: skip
             threads += [threading.Thread(target=guarded, args=(program, *call), daemon=True) for call in calls]
         for thread in threads:
             thread.start()

@@ -17,6 +17,7 @@ KERNELS = {
     "in-pieces": {"two_level": False, "chunk": 3, "dim": 256, "stages": 2, "under": 2, "ahead": False},
     "folded": {"two_level": False, "chunk": 3, "fold": True},
     "half-under-the-product": {"under": 1},
+    "named": {"named": True},
 }
 
 
