@@ -89,6 +89,7 @@ CASES = {
     "fp8-along-lines": lambda: fp8(LINE, LINE, along=True),
     "fp8-along-lines-add": lambda: fp8(LINE, LINE, along=True, out=torch.empty(1024, 5120), accumulate=True),
     "fp8-lines-bf16": lambda: fp8(LINE, LINE),
+    "fp8-lines-wide": lambda: fp8(LINE, LINE, config=hopper_gemm.Fp8GemmConfig(stages=3, staged=True)),
     "fp8-blocks-early": lambda: fp8(LINE, SQUARE, config=hopper_gemm.Fp8GemmConfig()),
     "fp8-blocks-gelu": lambda: fp8(LINE, SQUARE, bias=torch.empty(5120), activation="gelu"),
     "fp8-blocks-to-fp8": lambda: fp8(
