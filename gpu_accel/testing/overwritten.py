@@ -32,8 +32,8 @@ _UNIFORM = re.compile(r"\bUR(\d+)\b")
 _UNIFORM_RESULT = re.compile(r"(\S+) (?:!?U?P\w+, )*UR(\d+)\b")
 _LOWER_HALF = re.compile(r"UIADD3 UR(\d+), (UP\d), UR(\d+), -?0x[0-9a-f]+, URZ$")
 _UPPER_HALF = re.compile(r"UIADD3\.X UR\d+, UR(\d+), -?0x[0-9a-f]+, URZ, (UP\d), !UPT$")
-# what makes descriptors, and puts them away
-_UNIFORM_READERS = ("UIADD", "UMOV", "ULEA", "ULOP", "USHF", "USEL", "MOV ")
+# What makes descriptors. Copies are left out: paths of a division (Triton 3.8) copy what they make again later.
+_UNIFORM_READERS = ("UIADD", "ULEA", "ULOP")
 _PRODUCT = re.compile(r"(?:@!?U?P\d+ )?[HIQ]GMMA")
 _SASS_WITHOUT_RESULT = (
     "ST", "RED", "BAR", "BRA", "EXIT", "LDGSTS", "LDGDEPBAR", "DEPBAR", "WARP", "MEMBAR", "FENCE", "BS", "NOP", "UT",

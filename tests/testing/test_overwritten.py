@@ -83,11 +83,11 @@ UNIFORM = """
 def test_a_descriptor_of_nothing():
     (fault,) = unwritten_registers(UNIFORM.format(one="UIADD3 UR11, UP0, UR10, 0x2, URZ"))
     assert fault == "UIADD3 UR11, UP0, UR10, 0x2, URZ: nothing was ever written to UR10"
-    assert unwritten_registers(UNIFORM.format(one="@P1 MOV R202, UR10"))
-    for one in ("UIADD3.X UR7, UR5, -0x7fffffe0, URZ, UP0, !UPT", "UMOV UR10, 0x2", "MOV R1, UR6", "S2UR UR9, SR_X"):
+    assert unwritten_registers(UNIFORM.format(one="@UP1 ULEA UR11, UR10, UR4, 0x2"))
+    for one in ("UIADD3.X UR7, UR5, -0x7fffffe0, URZ, UP0, !UPT", "UMOV UR10, 0x2", "UMOV UR9, UR10", "S2UR UR9, SR_X"):
         assert not unwritten_registers(UNIFORM.format(one=one))
     # written further down, on the way to the turn that reads it
-    early = UNIFORM.replace("        /*0020*/", ".L_x_1:\n        /*0020*/").format(one="@P1 MOV R202, UR10")
+    early = UNIFORM.replace("        /*0020*/", ".L_x_1:\n        /*0020*/").format(one="ULEA UR11, UR10, UR4, 0x2")
     assert unwritten_registers(early)
     end = "        /*0050*/     UMOV UR10, 0x2 ;\n        /*0060*/     @P0 BRA `(.L_x_1) ;\n"
     assert not unwritten_registers(early + end)
