@@ -18,16 +18,19 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-WANTED = False  # not timed yet
+from gpu_accel.flash_attention3.gluon_launch import multiprocessors
+
+WANTED = True
 _TILE = 128  # rows of a tile, of queries or of keys
+_ROUNDS = 6  # of tiles in a lane: with fewer the host takes longer to issue a step than the GPU to compute it
 
 
 def useful(q: Tensor, k: Tensor) -> bool:
-    """Whether there are two halves, and in each more tiles than a GPU has multiprocessors."""
+    """Whether there are two halves, each with several rounds of tiles for all multiprocessors."""
     if not WANTED or not q.is_cuda or k.shape[2] % 2:
         return False
     tiles = q.shape[0] * q.shape[2] // 2 * (min(q.shape[1], k.shape[1]) // _TILE)
-    return tiles >= torch.cuda.get_device_properties(q.device).multi_processor_count
+    return tiles >= _ROUNDS * multiprocessors(q.device)
 
 
 def halves(x: Tensor) -> tuple[Tensor, Tensor]:
