@@ -19,11 +19,19 @@ import torch
 from torch import Tensor
 
 from gpu_accel.flash_attention3.gluon_launch import multiprocessors
+from gpu_accel.ring_attention.call import Call
+from gpu_accel.ring_attention.transport import Transport
 
 WANTED = True
 _TILE = 128  # rows of a tile, of queries or of keys
 _whatever = False
 _ROUNDS = 6  # of tiles in a lane: with fewer the host takes longer to issue a step than the GPU to compute it
+
+
+def fit(transport: Transport, call: Call) -> bool:
+    """Whether keys come without the streams' help, and stay where they came until both lanes have read them: what is
+    decoded from a wire of its own lies in memory that the first lane alone would give back."""
+    return transport.pushes and call.overlap and call.wire is None
 
 
 def useful(q: Tensor, k: Tensor) -> bool:
