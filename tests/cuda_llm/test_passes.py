@@ -57,22 +57,22 @@ def test_what_is_refused(old: str, new: str, said: str) -> None:
         assert any(one in judged.detail for one in said.split("|")), judged
 
 
-def test_at_most_four_kernels() -> None:
+def test_at_most_four_kernels(sandbox: Sandbox) -> None:
     more = '# [[then]]\n# entry = "finish"\n# grid = [1]\n'
     text = of("dot").text.replace("# [[then]]", more + "# [[then]]")
     assert len(Candidate.parse(text).launch.then) == 2, "one may run twice"
-    assert check(text, "dot").ok
+    assert check(text, "dot", sandbox=sandbox).ok
     with pytest.raises(Rejected, match="at most 3"):
         Candidate.parse(text.replace("# [[then]]", more + more + "# [[then]]", 1))
 
 
-def test_cuda_names_every_kernel() -> None:
+def test_cuda_names_every_kernel(sandbox: Sandbox) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC: pip install 'gpu-accel[microbenchmarks]'")
     assert Candidate.parse(Candidate.parse(CUDA).text) == Candidate.parse(CUDA)
-    assert check(CUDA, "reduction").verdict is Verdict.UNVERIFIED
-    judged = check(CUDA.replace("__global__ void finish", "__global__ void other"), "reduction")
+    assert check(CUDA, "reduction", sandbox=sandbox).verdict is Verdict.UNVERIFIED
+    judged = check(CUDA.replace("__global__ void finish", "__global__ void other"), "reduction", sandbox=sandbox)
     assert judged.verdict is Verdict.MALFORMED and "finish" in judged.detail
-    judged = check(CUDA.replace('extern "C" __global__ void finish', "__global__ void finish"), "reduction")
+    judged = check(CUDA.replace('extern "C" __global__ void finish', "__global__ void finish"), "reduction", sandbox=sandbox)
     assert judged.verdict is Verdict.COMPILE_ERROR and "finish" in judged.detail
     first = 'extern "C" __global__ void part'
     kept = CUDA.replace(first, f"__device__ float kept[64];\n{first}")
