@@ -48,10 +48,10 @@ def test_both_kernels_run_and_sums_come_in_one_order(name: str, sandbox: Sandbox
         ("tl.store(out,", "tl.store(parts,", ""),
     ],
 )
-def test_what_is_refused(old: str, new: str, said: str) -> None:
+def test_what_is_refused(old: str, new: str, said: str, sandbox: Sandbox) -> None:
     text = of("dot").text
     assert old in text
-    judged = check(text.replace(old, new), "dot")
+    judged = check(text.replace(old, new), "dot", sandbox=sandbox)
     assert not judged.ok
     if said:
         assert any(one in judged.detail for one in said.split("|")), judged
@@ -72,7 +72,8 @@ def test_cuda_names_every_kernel(sandbox: Sandbox) -> None:
     assert check(CUDA, "reduction", sandbox=sandbox).verdict is Verdict.UNVERIFIED
     judged = check(CUDA.replace("__global__ void finish", "__global__ void other"), "reduction", sandbox=sandbox)
     assert judged.verdict is Verdict.MALFORMED and "finish" in judged.detail
-    judged = check(CUDA.replace('extern "C" __global__ void finish', "__global__ void finish"), "reduction", sandbox=sandbox)
+    hidden = CUDA.replace('extern "C" __global__ void finish', "__global__ void finish")
+    judged = check(hidden, "reduction", sandbox=sandbox)
     assert judged.verdict is Verdict.COMPILE_ERROR and "finish" in judged.detail
     first = 'extern "C" __global__ void part'
     kept = CUDA.replace(first, f"__device__ float kept[64];\n{first}")
