@@ -189,7 +189,7 @@ def measure(
             result = ended(sandbox.run("run", folder, seconds=limit, **request))
             measured = _read(result, gpu, task)
             if again and measured.judgement.ok:
-                measured = _again(measured, result, bits=not program.adds_in_any_order)
+                measured = _again(measured, result, bits=program.repeats(task))
             library = "library" in what["peers"]
             count = len(what["keep"]) + warm  # with a warm cache the outputs of the last launch
             compared, error = _compare(task, candidate, folder, trials, result, count, lock, library)
