@@ -10,6 +10,8 @@
     admission.py       which tasks can tell a kernel from none
     harness.py         judging a candidate: image.py (memory), sandbox.py and worker.py (processes), outputs.py
     measure.py         timing one on a GPU: gpu_jobs.py (its process), compiled.py and device.py (machine code)
+    repeats.py, other_clocks.py          what else is asked of a winner's times
+    deploy.py          a winner as a function of tensors
     redteam.py         known hacks (fixtures.py) with honest twins
     search.py          the loop; searches.py and pool.py: many side by side
     proposers.py, grammar.py             where candidates come from

@@ -1,4 +1,4 @@
-"""A candidate: the source of one kernel, and in its first comment how to launch it.
+"""A candidate: the source of a kernel, or of a few that follow each other, and in its first comment how to launch it.
 
     # /// launch
     # grid = ["cdiv(n, BLOCK)"]
@@ -13,7 +13,8 @@
 
 The header is TOML. Triton kernels get their arguments by name: the task's buffers, its sizes, the launch's workspaces
 and constants. CUDA kernels (`// /// launch`) list theirs in `args` and name the kernel in `entry`; constants become
-`#define`s in front of the source.
+`#define`s in front of the source. Tables `[[then]]`, with an entry, grid and warps (or args and block) of their own,
+launch further kernels of the file after it, on the same buffers: what one leaves in a workspace the next one finds.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from .launch import Launch, Scalar, malformed, read_launch
+from .launch import Launch, Pass, Scalar, malformed, read_launch
 
 Language = Literal["triton", "cuda"]
 LARGEST_SOURCE = 64 * 1024
@@ -101,12 +102,7 @@ class Candidate:
 
 def _toml(launch: Launch) -> list[str]:
     lines = [f"task = {json.dumps(launch.task)}"] if launch.task else []
-    lines += [f"grid = {_text(launch.grid)}"]
-    if launch.entry:
-        lines += [f"entry = {_text(launch.entry)}", f"args = {_text(launch.args)}", f"block = {_text(launch.block)}"]
-        lines += [f"shared = {_text(launch.shared)}"] if launch.shared else []
-    else:
-        lines += [f"num_warps = {launch.num_warps}", f"num_stages = {launch.num_stages}"]
+    lines += _pass(launch, cuda=bool(launch.entry))
     tables: dict[str, Mapping[str, Any]] = {"constants": launch.constants, "fill": launch.fill, "space": launch.space}
     for name, table in tables.items():
         if table:
@@ -114,7 +110,17 @@ def _toml(launch: Launch) -> list[str]:
     for name, buffer in launch.workspace.items():
         lines += [f"[workspace.{name}]", f"shape = {_text(buffer.shape)}", f"dtype = {_text(buffer.dtype)}"]
         lines += [f"fill = {_text(buffer.fill)}"] if buffer.fill is not None else []
+    for one in launch.then:
+        lines += ["[[then]]", *_pass(one, cuda=bool(launch.entry))]
     return lines
+
+
+def _pass(one: Launch | Pass, *, cuda: bool) -> list[str]:
+    lines = [f"grid = {_text(one.grid)}", *([f"entry = {_text(one.entry)}"] if one.entry else [])]
+    if cuda:
+        lines += [f"args = {_text(one.args)}", f"block = {_text(one.block)}"]
+        return lines + ([f"shared = {_text(one.shared)}"] if one.shared else [])
+    return [*lines, f"num_warps = {one.num_warps}", f"num_stages = {one.num_stages}"]
 
 
 def _text(value: Any) -> str:

@@ -29,6 +29,7 @@ class Binary:
         shared: bytes that the launch must ask for; of CUDA C++ the dynamic ones only.
         scratch: bytes of global memory a block that Triton's compiler wants for itself, such as for TMA descriptors.
         barriers: whether it waits at mbarriers, as copies by TMA do.
+        then: of the kernels that follow.
     """
 
     cubin: bytes
@@ -38,6 +39,12 @@ class Binary:
     compiler: str
     scratch: int = 0
     barriers: bool = False
+    then: tuple[Binary, ...] = ()
+
+    @property
+    def passes(self) -> tuple[Binary, ...]:
+        """All kernels, in order."""
+        return (self, *self.then)
 
 
 TENSOR_TYPES = ("fp8", "int8", "fp16", "bf16", "tf32", "fp64")  # of operands

@@ -37,7 +37,8 @@ def check(candidate: Candidate) -> None:
         Rejected: cheating or malformed, with the lines.
     """
     source = candidate.source
-    if not candidate.launch.entry.isidentifier():
+    entries = [one.entry for one in candidate.launch.passes]
+    if not all(one.isidentifier() for one in entries):
         raise Rejected(Verdict.MALFORMED, None, 'the launch spec of a CUDA kernel needs entry = "name"')
     for found in _INCLUDE.finditer(source):
         header = found[1] or found[2] or ""
@@ -58,5 +59,6 @@ def check(candidate: Candidate) -> None:
             Verdict.CHEATING, Kind.STATE, "keeps values between launches in a variable of the module",
             (f"line {line}: {' '.join(kept[0].split())[:60]}",),
         )  # fmt: skip
-    if not re.search(rf"__global__[^;{{]*\b{candidate.launch.entry}\s*\(", bare):
-        raise Rejected(Verdict.MALFORMED, None, f"there is no __global__ function {candidate.launch.entry}")
+    for entry in entries:
+        if not re.search(rf"__global__[^;{{]*\b{entry}\s*\(", bare):
+            raise Rejected(Verdict.MALFORMED, None, f"there is no __global__ function {entry}")

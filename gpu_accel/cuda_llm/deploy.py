@@ -71,14 +71,15 @@ def deploy(kernel: Candidate | str | bytes, task: Task | str) -> Callable[..., d
         bind(program, candidate.launch, chosen)
     except Rejected as rejected:
         raise InvalidInputError(f"this is no candidate for {chosen.name}: {rejected.detail}") from rejected
-    launch, modules = candidate.launch, {}
+    launch = candidate.launch
+    modules: dict[Any, Any] = {}
 
     def call(**given: Any) -> dict[str, Tensor]:
         inputs = {name: x for name, x in given.items() if isinstance(x, Tensor)}
         dims = dims_of(chosen, inputs, {name: size for name, size in given.items() if name not in inputs})
         if not all(x.is_cuda for x in inputs.values()):
             raise HardwareError("a deployed kernel runs on a GPU; its inputs are elsewhere")
-        grid, constants = launch.resolve(dims)
+        _, constants = launch.resolve(dims)
         buffers = dict(inputs)
         for one in chosen.outputs:
             buffers[one.name] = torch.empty(one.sizes(dims), dtype=getattr(torch, one.dtype), device="cuda")
@@ -88,24 +89,27 @@ def deploy(kernel: Candidate | str | bytes, task: Task | str) -> Callable[..., d
         for name, space in launch.workspace.items():
             shape = tuple(evaluate(size, sizes) for size in space.shape)
             buffers[name] = torch.full(shape, space.fill or 0.0, dtype=getattr(torch, space.dtype), device="cuda")
-        trial = {
-            "language": program.language, "constants": constants, "scalars": dims, "arguments": program.parameters,
-            "num_warps": launch.num_warps, "num_stages": launch.num_stages,
-            "buffers": [Slot(name, "", str(x.dtype).removeprefix("torch."), (), 0, 0).as_dict()
-                        for name, x in buffers.items()],
-        }  # fmt: skip
-        if program.language == "cuda":
-            trial["block"], trial["shared"] = launch.threads(dims, constants)
-        key = triton_key(trial) if program.language == "triton" else (tuple(constants.items()), trial["shared"])
-        if key not in modules:
-            modules[key] = _module(program, trial)
-        values = [
-            buffers[name].data_ptr() if name in buffers else dims[name]
-            for name in program.parameters
-            if program.language == "cuda" or name not in constants
-        ]
-        if 0 not in grid:
-            modules[key].launcher(grid, values, hidden=HIDDEN if program.language == "triton" else 0)()
+        for part, how in zip(program.passes, launch.passes, strict=True):
+            grid, _ = how.resolve(dims)
+            if 0 in grid:
+                continue
+            trial = {
+                "language": part.language, "constants": constants, "scalars": dims, "arguments": part.parameters,
+                "num_warps": how.num_warps, "num_stages": how.num_stages,
+                "buffers": [Slot(name, "", str(x.dtype).removeprefix("torch."), (), 0, 0).as_dict()
+                            for name, x in buffers.items()],
+            }  # fmt: skip
+            if part.language == "cuda":
+                trial["block"], trial["shared"] = how.threads(dims, constants)
+            key = triton_key(trial) if part.language == "triton" else (tuple(constants.items()), trial["shared"])
+            if (part.entry, key) not in modules:
+                modules[part.entry, key] = _module(part, trial)
+            values = [
+                buffers[name].data_ptr() if name in buffers else dims[name]
+                for name in part.parameters
+                if part.language == "cuda" or name not in constants
+            ]
+            modules[part.entry, key].launcher(grid, values, hidden=HIDDEN if part.language == "triton" else 0)()
         return {one.name: buffers[one.name] for one in chosen.outputs}
 
     return call

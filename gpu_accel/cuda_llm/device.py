@@ -77,6 +77,7 @@ class Module:
             )
             _require(status, f"{binary.shared} bytes of shared memory")
         self.parameters = self._count()
+        self.then = [Module(one) for one in binary.then]
 
     def _count(self) -> int:
         """How many parameters the kernel takes."""
@@ -127,7 +128,20 @@ class Module:
 def launch_on(
     module: Module, trial: Mapping[str, Any], image: Any, *, hidden: int
 ) -> Callable[[], None]:
-    """The call that launches a kernel on the memory of one trial."""
+    """The call that launches a kernel, and those that follow it, on the memory of one trial."""
+    pairs = zip((module, *module.then), (trial, *trial.get("then", ())), strict=True)
+    calls = [_launch(one, how, image, hidden) for one, how in pairs if 0 not in how["grid"]]
+    if len(calls) == 1:
+        return calls[0]
+
+    def call() -> None:
+        for one in calls:
+            one()
+
+    return call
+
+
+def _launch(module: Module, trial: Mapping[str, Any], image: Any, hidden: int) -> Callable[[], None]:
     address = image.data_ptr()
     places = {slot["name"]: address + slot["offset"] for slot in trial["buffers"]}
     values = [
@@ -135,6 +149,4 @@ def launch_on(
         for name in trial["arguments"]
         if name not in trial["constants"] or trial["language"] == "cuda"
     ]
-    if 0 in trial["grid"]:
-        return lambda: None
     return module.launcher(trial["grid"], values, hidden=hidden if trial["language"] == "triton" else 0)

@@ -28,13 +28,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from gpu_accel.workbench.statistics import median
 
 from . import other_clocks
-from .compiled import Binary, compile_cuda, compile_triton, tensor_types, triton_key
+from .compiled import TENSOR_TYPES, Binary, compile_cuda, compile_triton, tensor_types, triton_key
 from .repeats import Bits, Log, repeat
 
 HIDDEN = 4  # null pointers that Triton's kernels may want beyond their own parameters; 2 since 3.4
@@ -54,14 +55,18 @@ class Compiler:
         self._made: dict[Any, Binary] = {}
 
     def __call__(self, trial: Mapping[str, Any]) -> Binary:
+        first, then = self._one(self.name, trial), [self._one(one["entry"], one) for one in trial.get("then", ())]
+        return replace(first, then=tuple(then)) if then else first
+
+    def _one(self, name: str, trial: Mapping[str, Any]) -> Binary:
         if trial["language"] == "triton":
-            key: Any = triton_key(trial)
+            key: Any = name, triton_key(trial)
             if key not in self._made:
-                self._made[key] = compile_triton(self.folder / "kernel.py", self.name, trial, CAPABILITY)
+                self._made[key] = compile_triton(self.folder / "kernel.py", name, trial, CAPABILITY)
         else:
-            key = json.dumps([trial["constants"], trial["block"], trial["shared"]])
+            key = name, json.dumps([trial["constants"], trial["block"], trial["shared"]])
             if key not in self._made:
-                self._made[key] = compile_cuda((self.folder / "kernel.cu").read_text(), self.name, trial)
+                self._made[key] = compile_cuda((self.folder / "kernel.cu").read_text(), name, trial)
         return self._made[key]
 
 
@@ -69,7 +74,7 @@ def compile_only(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Machine code of every launch, without a GPU."""
     compiler = Compiler(folder, job["name"])
     made = [compiler(trial) for trial in job["trials"]]
-    return {"compiler": made[0].compiler, "binaries": len({one.cubin for one in made})}
+    return {"compiler": made[0].compiler, "binaries": len({part.cubin for one in made for part in one.passes})}
 
 
 def run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -105,27 +110,32 @@ def sanitize(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     launches = []
     for number, trial in enumerate(job["trials"]):
         binary = compiler(trial)
-        cubin = f"kernel{number}.cubin"
-        (folder / cubin).write_bytes(binary.cubin)
         buffers = {
             slot["name"]: [f"in{number}.bin", slot["offset"], slot["size"],
                            slot["role"] == "input" or slot["fill"] is not None]
             for slot in trial["buffers"]
         }  # fmt: skip
-        named = [name for name in trial["arguments"]
-                 if name not in trial["constants"] or trial["language"] == "cuda"]  # fmt: skip
-        launches.append({
-            "cubin": cubin, "entry": binary.entry, "grid": trial["grid"], "threads": list(binary.threads),
-            "shared": binary.shared, "scratch": binary.scratch, "buffers": buffers,
-            "parameters": [name if name in buffers else int(trial["scalars"][name]) for name in named],
-        })  # fmt: skip
+        passes = []
+        for at, (one, how) in enumerate(zip(binary.passes, (trial, *trial.get("then", ())), strict=True)):
+            if 0 in how["grid"]:
+                continue
+            cubin = f"kernel{number}-{at}.cubin"
+            (folder / cubin).write_bytes(one.cubin)
+            named = [name for name in how["arguments"]
+                     if name not in how["constants"] or how["language"] == "cuda"]  # fmt: skip
+            passes.append({
+                "cubin": cubin, "entry": one.entry, "grid": how["grid"], "threads": list(one.threads),
+                "shared": one.shared, "scratch": one.scratch,
+                "parameters": [name if name in buffers else int(how["scalars"][name]) for name in named],
+            })  # fmt: skip
+        launches.append({"buffers": buffers, "passes": passes})
     (folder / "launches.json").write_text(json.dumps(launches))
     found: dict[str, Any] = {"launches": len(launches), "memcheck": _tool(job["tool"], "memcheck", folder)}
     if any(slot["role"] == "workspace" and slot["fill"] is None for slot in job["trials"][0]["buffers"]):
         found["initcheck"] = _tool(job["tool"], "initcheck", folder, "unwritten")
-    if binary.barriers:
+    if any(one.barriers for one in binary.passes):
         found["racecheck_not"] = "not asked, it does not follow the mbarriers of this kernel"
-    elif binary.shared or job["shared"]:
+    elif any(one.shared for one in binary.passes) or job["shared"]:
         found["racecheck"] = _tool(job["tool"], "racecheck", folder)
     else:
         found["racecheck_not"] = "not asked, the kernel has no shared memory"
@@ -407,7 +417,8 @@ def bench(job: dict[str, Any], folder: Path, binary: Binary) -> dict[str, Any]:
     result = {"kept": [seed for seed, _ in kept], "launches": launches.count, "times": times} | more
     if what["peers"]:
         with contextlib.suppress(Exception):  # no disassembler, or one that does not know the code: it stays unsaid
-            result["tensor_cores"] = tensor_types(binary.cubin)
+            types = {name for one in binary.passes for name in tensor_types(one.cubin)}
+            result["tensor_cores"] = [name for name in TENSOR_TYPES if name in types]
     if slow:
         result["slow"] = _told(second)
     if what["warm"]:

@@ -52,11 +52,16 @@ class Program:
     entry: str
     parameters: tuple[str, ...]
     constants: tuple[str, ...]
+    then: tuple[Program, ...] = ()  # kernels that follow, of the same source
 
     @property
-    def adds_in_any_order(self) -> bool:
-        """Whether it has atomics, so that sums may come out in other bits each time."""
-        return _ATOMIC.search(self.source) is not None
+    def passes(self) -> tuple[Program, ...]:
+        """All its kernels, in order."""
+        return (self, *self.then)
+
+    def repeats(self, task: Task) -> bool:
+        """Whether it gives the same bits each time: sums of floats by atomics need not."""
+        return _ATOMIC.search(self.source) is None or not any(one.dtype.startswith("float") for one in task.outputs)
 
     @classmethod
     def of(cls, candidate: Candidate) -> Program:
@@ -67,9 +72,12 @@ class Program:
         """
         if candidate.language == "cuda":
             cuda_source.check(candidate)
-            return cls("cuda", candidate.source, candidate.launch.entry, candidate.launch.args, ())
-        kernel = canonical(candidate.source)
-        return cls("triton", kernel.source, kernel.name, kernel.parameters, kernel.constants)
+            first, *then = [cls("cuda", candidate.source, one.entry, one.args, ()) for one in candidate.launch.passes]
+        else:
+            kernel = canonical(candidate.source, [one.entry for one in candidate.launch.then])
+            first, *then = [cls("triton", one.source, one.name, one.parameters, one.constants)
+                            for one in (kernel, *kernel.further)]  # fmt: skip
+        return replace(first, then=tuple(then))
 
 
 def check(
@@ -134,19 +142,19 @@ def bind(program: Program, launch: Launch, task: Task) -> None:
     """
     buffers = {one.name for one in (*task.inputs, *task.outputs)} | set(launch.workspace)
     cuda = program.language == "cuda"
-    for name in program.parameters:
-        constant = name in program.constants
+    parameters = {name: name in one.constants for one in program.passes for name in one.parameters}
+    for name, constant in ((name, name in one.constants) for one in program.passes for name in one.parameters):
         if not cuda and constant != (name in launch.constants):
             where = "not in [constants]" if constant else "in [constants], and not annotated tl.constexpr"
             raise malformed(f"the parameter {name} is {where}")
         if not constant and name not in buffers | set(task.dims):
             known = ", ".join([*sorted(buffers), *task.dims])
             raise malformed(f"{task.name} has nothing called {shown(name, 40)}; it has {known}")
-    if unused := [name for name in launch.constants if not cuda and name not in program.parameters]:
+    if unused := [name for name in launch.constants if not cuda and name not in parameters]:
         raise malformed(f"the kernel has no parameter {unused[0]}")
     if taken := [name for name in launch.constants if cuda and name in buffers | set(task.dims)]:
         raise malformed(f"the constant {taken[0]} has the name of something else")
-    if lacking := [one.name for one in task.outputs if one.name not in program.parameters]:
+    if lacking := [one.name for one in task.outputs if one.name not in parameters]:
         raise malformed(f"the kernel does not take the output {lacking[0]}")
     if wrong := [name for name in launch.fill if name not in {one.name for one in task.outputs}]:
         raise malformed(f"fill names {wrong[0]}, which is no output")
@@ -198,6 +206,9 @@ def described(program: Program, launch: Launch, dims: dict[str, int], layout: La
     if program.language == "cuda":
         block, found["shared"] = launch.threads(dims, constants)
         found["block"] = list(block)
+    if program.then:
+        found["then"] = [described(one, how, dims, layout) | {"entry": one.entry}
+                         for one, how in zip(program.then, launch.passes[1:], strict=True)]  # fmt: skip
     return found
 
 
@@ -220,8 +231,8 @@ def _in(
             judgement = _compiled(sandbox, candidate, trials[0].dims, seconds)
         else:
             run(sandbox, program, candidate.launch, trials, seconds=seconds)
-            free = program.adds_in_any_order
-            error = judge(task, candidate.launch, trials, bits=not free)
+            bits = program.repeats(task)
+            error = judge(task, candidate.launch, trials, bits=bits)
             hidden = sum(trial.hidden for trial in trials)
             judgement = Judgement(
                 verdict=Verdict.ACCEPTED, error=error,
@@ -229,7 +240,7 @@ def _in(
                 verified_by=(
                     "source in the kernel language", f"{len(trials) - hidden} launches on shapes shown",
                     f"{hidden} on shapes not shown", "guards and inputs unchanged",
-                    f"repeated in other memory, {'within the bound: it has atomics' if free else 'bit for bit'}",
+                    f"repeated in other memory, {'bit for bit' if bits else 'within the bound: it has atomics'}",
                     "ran on the GPU" if sandbox.gpu else "ran in Triton's interpreter, not compiled",
                 ),
             )  # fmt: skip
@@ -301,10 +312,11 @@ def _compiled(sandbox: Sandbox, candidate: Candidate, dims: dict[str, int], seco
         (folder / "kernel.cu").write_text(candidate.source)
         result = ended(sandbox.run("compile", folder, seconds=seconds, constants=constants))
     functions = result.get("functions")
-    if not isinstance(functions, list) or candidate.launch.entry not in functions:
+    known = functions if isinstance(functions, list) else []
+    if lacking := [one.entry for one in candidate.launch.passes if one.entry not in known]:
         raise Rejected(
             Verdict.COMPILE_ERROR, None,
-            f'no kernel {candidate.launch.entry} in the machine code; declare it extern "C"', (str(functions)[:200],),
+            f'no kernel {lacking[0]} in the machine code; declare it extern "C"', (str(functions)[:200],),
         )  # fmt: skip
     return Judgement(
         verdict=Verdict.UNVERIFIED,

@@ -10,7 +10,7 @@ import ast
 import keyword
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gpu_accel.errors import shown
@@ -22,8 +22,9 @@ LARGEST = 2**40
 LONGEST_TEXT = 200
 MOST_THREADS, MOST_SHARED = 1024, 227 * 1024
 DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8")
-_FIELDS = {"task", "grid", "num_warps", "num_stages", "constants", "fill", "workspace", "space", "entry", "args",
-           "block", "shared"}  # fmt: skip
+MOST_PASSES = 4  # kernels that one candidate may launch, one after the other
+_PASS = {"grid", "num_warps", "num_stages", "entry", "args", "block", "shared"}  # what differs from kernel to kernel
+_FIELDS = _PASS | {"task", "constants", "fill", "workspace", "space", "then"}
 
 
 def malformed(why: str) -> Rejected:
@@ -97,6 +98,24 @@ class Workspace:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Pass:
+    """A further kernel of the same source: it runs when those before it have ended, on the same buffers.
+
+    Args:
+        entry: its name.
+        grid, num_warps, num_stages, args, block, shared: as of `Launch`, whose constants it shares.
+    """
+
+    entry: str
+    grid: tuple[int | str, ...]
+    num_warps: int = 4
+    num_stages: int = 2
+    args: tuple[str, ...] = ()
+    block: tuple[int | str, ...] = (256,)
+    shared: int | str = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Launch:
     """The launch spec of a candidate.
 
@@ -109,6 +128,7 @@ class Launch:
         entry, args, block, shared: CUDA only: kernel name, names of its arguments in order, threads, dynamic bytes. Its
             constants are `#define`d in front of the source.
         task: the task that the file says it solves.
+        then: kernels that follow.
     """
 
     grid: tuple[int | str, ...]
@@ -123,6 +143,12 @@ class Launch:
     block: tuple[int | str, ...] = (256,)
     shared: int | str = 0
     task: str = ""
+    then: tuple[Pass, ...] = ()
+
+    @property
+    def passes(self) -> list[Launch]:
+        """The launches of all kernels, in order."""
+        return [self, *(replace(self, then=(), **vars(one)) for one in self.then)]
 
     def resolve(self, dims: Mapping[str, int]) -> tuple[tuple[int, ...], dict[str, Any]]:
         """(grid, constants) for one shape.
@@ -166,14 +192,9 @@ def read_launch(table: Mapping[str, Any]) -> Launch:
     """
     if unknown := sorted(set(table) - _FIELDS):
         raise malformed(f"the launch spec has no {shown(unknown[0], 40)}; it has {', '.join(sorted(_FIELDS))}")
-    grid = table.get("grid")
-    if not isinstance(grid, list) or not 1 <= len(grid) <= 3:
-        raise malformed("the launch spec needs grid = [...] of one to three sizes")
-    warps, stages = table.get("num_warps", 4), table.get("num_stages", 2)
-    if type(warps) is not int or warps not in (1, 2, 4, 8, 16, 32):
-        raise malformed(f"num_warps is {shown(warps, 20)}; it must be 1, 2, 4, 8, 16 or 32")
-    if type(stages) is not int or not 1 <= stages <= 8:
-        raise malformed(f"num_stages is {shown(stages, 20)}; it must be 1 to 8")
+    task = table.get("task", "")
+    if not isinstance(task, str):
+        raise malformed(f"task is {shown(task, 40)}, not the name of a task")
     constants = _table(table, "constants")
     for name, value in constants.items():
         if not isinstance(value, int | float | str):
@@ -191,21 +212,46 @@ def read_launch(table: Mapping[str, Any]) -> Launch:
             raise malformed(f"the space of {name} has values that are no scalars")
         if name not in constants and name not in ("num_warps", "num_stages"):
             raise malformed(f"the space has {shown(name, 40)}, which is no constant of the launch")
+    return Launch(
+        **_pass(table), constants=constants, fill=fill, workspace=workspace, task=task, then=_then(table),
+        space={name: tuple(values) for name, values in space.items()},
+    )  # fmt: skip
+
+
+def _then(table: Mapping[str, Any]) -> tuple[Pass, ...]:
+    found = table.get("then", [])
+    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found) or len(found) >= MOST_PASSES:
+        raise malformed(f"[[then]] are tables, at most {MOST_PASSES - 1}")
+    for one in found:
+        if unknown := sorted(set(one) - _PASS):
+            raise malformed(f"[[then]] has no {shown(unknown[0], 40)}; it has {', '.join(sorted(_PASS))}")
+        if not one.get("entry"):
+            raise malformed('[[then]] needs entry = "name", the kernel that follows')
+    return tuple(Pass(**_pass(one)) for one in found)
+
+
+def _pass(table: Mapping[str, Any]) -> dict[str, Any]:
+    """How one kernel is launched."""
+    grid = table.get("grid")
+    if not isinstance(grid, list) or not 1 <= len(grid) <= 3:
+        raise malformed("the launch spec needs grid = [...] of one to three sizes")
+    warps, stages = table.get("num_warps", 4), table.get("num_stages", 2)
+    if type(warps) is not int or warps not in (1, 2, 4, 8, 16, 32):
+        raise malformed(f"num_warps is {shown(warps, 20)}; it must be 1, 2, 4, 8, 16 or 32")
+    if type(stages) is not int or not 1 <= stages <= 8:
+        raise malformed(f"num_stages is {shown(stages, 20)}; it must be 1 to 8")
     block = table.get("block", [256])
     sizes_ = isinstance(block, list) and all(isinstance(n, str) or (type(n) is int and n >= 1) for n in block)
     if not sizes_ or not 1 <= len(block) <= 3:
         raise malformed("block must be one to three positive integers, or expressions of constants")
-    shared, entry, task = table.get("shared", 0), table.get("entry", ""), table.get("task", "")
+    shared, entry = table.get("shared", 0), table.get("entry", "")
     if type(shared) not in (int, str) or (type(shared) is int and not 0 <= shared <= MOST_SHARED):
         raise malformed(f"shared is {shown(shared, 20)}; bytes, at most {MOST_SHARED}, or an expression of constants")
     args = table.get("args", [])
-    if not isinstance(args, list) or not all(isinstance(one, str) for one in (*args, entry, task)):
-        raise malformed("args must be a list of names, entry and task names")
-    return Launch(
-        grid=tuple(grid), num_warps=warps, num_stages=stages, constants=constants, fill=fill, workspace=workspace,
-        space={name: tuple(values) for name, values in space.items()}, entry=entry, args=tuple(args),
-        block=tuple(block), shared=shared, task=task,
-    )  # fmt: skip
+    if not isinstance(args, list) or not all(isinstance(one, str) for one in (*args, entry)):
+        raise malformed("args must be a list of names, entry a name")
+    return {"grid": tuple(grid), "num_warps": warps, "num_stages": stages, "entry": entry, "args": tuple(args),
+            "block": tuple(block), "shared": shared}  # fmt: skip
 
 
 def _table(table: Mapping[str, Any], name: str) -> dict[str, Any]:

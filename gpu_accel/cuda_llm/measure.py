@@ -63,7 +63,7 @@ class Measured:
         tensor_cores: types that the machine code multiplies on tensor cores, next to libraries that compute in plain
             float32; None if it was not looked at. It decides nothing: results do.
         repeated: how many of the timed launches were repeated.
-        other_clocks: ms a launch of many in a row, by the host's clock and by the one the GPU counts itself.
+        other_clocks: ms a launch of many in a row, by events, the host's clock and the one that the GPU counts itself.
     """
 
     judgement: Judgement
@@ -189,7 +189,7 @@ def measure(
             result = ended(sandbox.run("run", folder, seconds=limit, **request))
             measured = _read(result, gpu, task)
             if again and measured.judgement.ok:
-                measured = _again(measured, result, bits=not program.adds_in_any_order)
+                measured = _again(measured, result, bits=program.repeats(task))
             library = "library" in what["peers"]
             count = len(what["keep"]) + warm  # with a warm cache the outputs of the last launch
             compared, error = _compare(task, candidate, folder, trials, result, count, lock, library)
@@ -344,9 +344,9 @@ def _read(result: Mapping[str, Any], gpu: str, task: Task) -> Measured:
 
 def _again(measured: Measured, result: Mapping[str, Any], *, bits: bool) -> Measured:
     """The same, with what repeats and other clocks say."""
-    words = judge_repeats(result.get("repeats"), bits=bits), judge_clocks(result.get("clocks"), measured.ms or 0.0)
+    words = judge_repeats(result.get("repeats"), bits=bits), judge_clocks(result.get("clocks"))
     judgement = measured.judgement
-    clocks = {name: float(result["clocks"][name]) for name in CLOCKS if name in result["clocks"]}
+    clocks = {name: float(result["clocks"][name]) for name in ("events", *CLOCKS) if name in result["clocks"]}
     return replace(
         measured, judgement=replace(judgement, verified_by=(*judgement.verified_by, *words)),
         repeated=result["repeats"]["launches"], other_clocks=clocks,

@@ -22,15 +22,17 @@ LONGEST_LOG = 1500  # characters of an error
 _FENCE = re.compile(r"```[^\n]*\n(.*?)(?:```|\Z)", re.S)
 
 SYSTEM = """You write GPU kernels. Answer with one code block that holds one candidate: a launch header in comments,
-then one kernel, and nothing else. In Triton the header's lines begin with #, in CUDA C++ with //.
+then its kernel, and nothing else. In Triton the header's lines begin with #, in CUDA C++ with //.
 
 The header is TOML between `# /// launch` and `# ///`: grid = ["..."] (one to three sizes), num_warps, num_stages,
 [constants] (tl.constexpr parameters; in CUDA C++ they are #defined), [fill] (outputs set to a value before the launch).
 Sizes are integers or expressions of the dimensions and constants with + - * // %, cdiv, min, max, next_power_of_2.
 CUDA C++ also has entry = "name", args = ["...", ...], block = ["..."], shared = bytes, and one kernel that is
-extern "C" __global__. Arguments are passed by name: buffers are pointers to contiguous row-major arrays, dimensions are
-integers (long long in CUDA C++). Any size may be odd: mask. No host code, no imports, no state between launches, no
-tensor-library calls.
+extern "C" __global__. Further kernels may follow on the same buffers: give them in the same block, and for each a
+table [[then]] with entry = "name", grid and warps (args, block and shared in CUDA C++); [workspace.name] with shape =
+["..."] is memory between them. Arguments are passed by name: buffers are pointers to contiguous row-major arrays,
+dimensions are integers (long long in CUDA C++). Any size may be odd: mask. No host code, no imports, no state between
+launches, no tensor-library calls.
 """
 
 

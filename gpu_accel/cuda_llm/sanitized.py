@@ -5,9 +5,10 @@
 
 No module of this library or of torch is imported: it starts within a fraction of a second, the tool has little to
 watch, and an access behind a buffer lands in no other one, as it could in memory that a framework cuts to pieces.
-The file of launches has, for each: cubin, entry, parameters as [name of a buffer] or numbers, grid, threads, shared,
-scratch, and buffers as name -> [file, offset, bytes, whether the kernel may rely on what is in it]. With `unwritten`
-the others are left as the driver gives them, so that a tool sees who reads them before writing.
+The file of launches has, for each: buffers as name -> [file, offset, bytes, whether the kernel may rely on what is in
+it], and passes, the kernels that run on them in order: cubin, entry, parameters as [name of a buffer] or numbers, grid,
+threads, shared, scratch. With `unwritten` the other buffers are left as the driver gives them, so that a tool sees who
+reads them before writing.
 """
 
 from __future__ import annotations
@@ -52,20 +53,23 @@ def main() -> int:
             with open(file, "rb") as source:
                 source.seek(offset)
                 places[name] = allocated(source.read(size) if given or not unwritten else None, size)
-        if launch["scratch"]:
-            places["#scratch"] = allocated(None, launch["scratch"] * math.prod(launch["grid"]))
-        module, function = ctypes.c_void_p(), ctypes.c_void_p()
-        call("cuModuleLoadData", ctypes.byref(module), Path(launch["cubin"]).read_bytes())
-        call("cuModuleGetFunction", ctypes.byref(function), module, launch["entry"].encode())
-        if launch["shared"] > STATIC_SHARED:
-            call("cuFuncSetAttribute", function, ctypes.c_int(MOST_SHARED_ATTRIBUTE), ctypes.c_int(launch["shared"]))
-        values = [places[one] if isinstance(one, str) else ctypes.c_uint64(one % 2**64) for one in launch["parameters"]]
-        values += [places.get("#scratch", ctypes.c_uint64()), *(ctypes.c_uint64() for _ in range(3))]
-        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(one) for one in values))
-        sizes = [ctypes.c_uint(size) for size in (*launch["grid"], 1, 1)[:3]]
-        threads = [ctypes.c_uint(size) for size in launch["threads"]]
-        call("cuLaunchKernel", function, *sizes, *threads, ctypes.c_uint(launch["shared"]), None, pointers, None)
-        call("cuCtxSynchronize")
+        for at, one in enumerate(launch["passes"]):
+            scratch = ctypes.c_uint64()
+            if one["scratch"]:
+                scratch = places[f"#scratch{at}"] = allocated(None, one["scratch"] * math.prod(one["grid"]))
+            module, function = ctypes.c_void_p(), ctypes.c_void_p()
+            call("cuModuleLoadData", ctypes.byref(module), Path(one["cubin"]).read_bytes())
+            call("cuModuleGetFunction", ctypes.byref(function), module, one["entry"].encode())
+            if one["shared"] > STATIC_SHARED:
+                call("cuFuncSetAttribute", function, ctypes.c_int(MOST_SHARED_ATTRIBUTE), ctypes.c_int(one["shared"]))
+            values = [places[each] if isinstance(each, str) else ctypes.c_uint64(each % 2**64)
+                      for each in one["parameters"]]  # fmt: skip
+            values += [scratch, *(ctypes.c_uint64() for _ in range(3))]
+            pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(each) for each in values))
+            sizes = [ctypes.c_uint(size) for size in (*one["grid"], 1, 1)[:3]]
+            threads = [ctypes.c_uint(size) for size in one["threads"]]
+            call("cuLaunchKernel", function, *sizes, *threads, ctypes.c_uint(one["shared"]), None, pointers, None)
+            call("cuCtxSynchronize")
         for address in places.values():
             if address.value:
                 call("cuMemFree_v2", address)

@@ -1,4 +1,4 @@
-"""What a Triton candidate may contain: one kernel in a subset of the language, read from its syntax tree.
+"""What a Triton candidate may contain: its kernels in a subset of the language, read from its syntax tree.
 
 The interpreter runs a kernel as ordinary Python, and the compiler reads names from the module around it, so anything
 that is not on the lists below is refused. What runs is not the candidate's text either, but text printed from the tree
@@ -11,6 +11,7 @@ of such names only choose the word of the verdict; what is let through is decide
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .verdict import Kind, Rejected, Verdict
@@ -70,11 +71,14 @@ class Kernel:
     name: str
     parameters: tuple[str, ...]
     constants: tuple[str, ...]  # those annotated tl.constexpr
+    further: tuple[Kernel, ...] = ()
 
 
-def canonical(source: str) -> Kernel:
+def canonical(source: str, further: Sequence[str] = ()) -> Kernel:
     """Check a candidate's source and print it anew.
 
+    Args:
+        further: names of kernels that are launched after the first, in order; the source holds these and no others.
     Raises:
         Rejected: malformed, compile_error (a name that does not exist) or cheating, with the lines that show it.
     """
@@ -88,32 +92,42 @@ def canonical(source: str) -> Kernel:
     if count > MOST_NODES:
         raise Rejected(Verdict.MALFORMED, None, f"{count} syntax nodes; at most {MOST_NODES}")
     try:
-        kernel = _only_function(tree)
-        parameters, constants = _signature(kernel)
-        _Body(tree, kernel, parameters).check()
-        printed = ast.unparse(kernel)
+        functions = _functions(tree, further)
+        signatures = {name: _signature(one) for name, one in functions.items()}
+        for name, one in functions.items():
+            _Body(tree, one, signatures[name][0]).check()
+        printed = "\n\n\n".join(ast.unparse(one) for one in functions.values())
     except RecursionError as error:
         raise Rejected(Verdict.MALFORMED, None, "nested too deeply") from error
     text = f"import triton\nimport triton.language as tl\n\n\n{printed}\n"
-    return Kernel(text, kernel.name, parameters, constants)
+    first = next(iter(functions))
+    return Kernel(text, first, *signatures[first], tuple(Kernel(text, name, *signatures[name]) for name in further))
 
 
-def _only_function(tree: ast.Module) -> ast.FunctionDef:
+def _functions(tree: ast.Module, further: Sequence[str]) -> dict[str, ast.FunctionDef]:
+    """The kernels by name, the first one first."""
     functions: list[ast.FunctionDef] = []
     for statement in tree.body:
         if isinstance(statement, ast.FunctionDef):
             functions.append(statement)
         elif not (_allowed_import(statement) or _docstring(statement)):
             raise refusal(tree, statement, "beside the kernel")
-    if len(functions) != 1:
-        if functions:
-            raise refusal(tree, functions[-1], "beside the kernel")
+    others = [one for one in functions if one.name not in further]
+    if len(others) != 1:
+        if others:
+            raise refusal(tree, others[-1], "beside the kernel")
         raise Rejected(Verdict.MALFORMED, None, "no kernel: a candidate has one function with @triton.jit")
-    kernel = functions[0]
-    decorators = [ast.unparse(one) for one in kernel.decorator_list]
-    if decorators != ["triton.jit"]:
-        raise refusal(tree, kernel, f"decorated {', '.join(decorators) or 'by nothing'}, not with @triton.jit alone")
-    return kernel
+    by_name = {one.name: one for one in (others[0], *functions)}
+    if lacking := [name for name in further if name not in by_name]:
+        raise Rejected(Verdict.MALFORMED, None, f"there is no kernel {lacking[0][:40]}, which [[then]] names")
+    if len(by_name) != len(functions):
+        raise Rejected(Verdict.MALFORMED, None, "two kernels of one name")
+    for kernel in functions:
+        decorators = [ast.unparse(one) for one in kernel.decorator_list]
+        if decorators != ["triton.jit"]:
+            why = f"decorated {', '.join(decorators) or 'by nothing'}, not with @triton.jit alone"
+            raise refusal(tree, kernel, why)
+    return by_name
 
 
 def _allowed_import(statement: ast.stmt) -> bool:

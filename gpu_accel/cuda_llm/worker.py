@@ -257,10 +257,14 @@ def _run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         return gpu_jobs.run(job, folder)
     from .compiled import load
 
-    kernel = load(folder / "kernel.py", job["name"])
+    kernels: dict[str, Any] = {}
     for number, trial in enumerate(job["trials"]):
         image = _load(folder, number)
-        _interpret(kernel, trial, image)
+        for one in (trial, *trial.get("then", ())):
+            name = one.get("entry", job["name"])
+            if name not in kernels:
+                kernels[name] = load(folder / "kernel.py", name)
+            _interpret(kernels[name], one, image)
         (folder / f"out{number}.bin").write_bytes(memoryview(image.numpy()))
     return {"ran": len(job["trials"])}
 

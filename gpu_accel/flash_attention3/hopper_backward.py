@@ -26,6 +26,7 @@ NAME = "hopper"
 KERNEL = "Gluon, warp-specialised, wgmma and TMA (sm_90a)"
 _LOG2_E = 1.4426950408889634
 _KEYS = 128  # keys of a tile
+_SHORT = 1024  # causal calls of so many keys gain nothing by `early`: at 512 it was 2 % slower (H200)
 MOST_HEAD_DIM = 256
 FEATURES = frozenset({"sinks", "alibi_slopes", "score_mod", "score_mod_grad", "mask_mod", "block_mask"})
 _COMPILER = dict(num_warps=4, maxnreg=168)
@@ -35,12 +36,9 @@ _COMPILER = dict(num_warps=4, maxnreg=168)
 class BackwardConfig:
     """Tiles and switches of one backward kernel; `*_slots` are buffers of a whole tile of K and of V.
 
-    `share`: bytes of rows and of their dQ that the heads walked together may hold. `named`: rows are freed on named
-    barriers, a warp at a time. `lean`: the warps of a warpgroup meet less often. `late`: dK after dQ, from shared
-    memory, so that exponentials run under both; right, and no faster. `apart`: dQ in a warpgroup of its own, with
-    `dq_registers` a thread (hopper_backward_apart.py); with it `early`, exponentials under dP and not behind S.
-    `sum_bytes`: so much of the float32 sum of dQ at once, a part of the batch after the other, so that it stays in L2.
-    `direct`: dQ is added up from registers, not by the copy engine (`apart` alone).
+    `share`: bytes of rows and of their dQ that the heads walked together may hold. `apart`: dQ in a warpgroup of its
+    own (hopper_backward_apart.py), without turns; with it `early`, exponentials under dP and not behind S. `named` and
+    `lean` are for ring attention's kernel: rows freed on named barriers, a warp at a time; fewer meetings.
     """
 
     head_dim: int
@@ -52,13 +50,9 @@ class BackwardConfig:
     dynamic: bool
     named: bool = False
     lean: bool = False
-    late: bool = False
     share: int = 32 << 20
     apart: bool = False
     early: bool = False
-    dq_registers: int = 72
-    sum_bytes: int = 0
-    direct: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,13 +64,19 @@ class TwoPassConfig:
 
 
 def backward_config(
-    head_dim: int, *, causal: bool, steps_of_64: bool = False, plain: bool = False
+    head_dim: int,
+    *,
+    causal: bool,
+    steps_of_64: bool = False,
+    plain: bool = False,
+    apart: bool = False,
+    seqlen_k: int = 1 << 20,
 ) -> BackwardConfig | TwoPassConfig:
     """The configuration for a head_dim up to 256 (rounded up to 64, 128 or 256 by zero fill).
 
     `steps_of_64` query rows are needed: a soft cap wants registers for 1 - tanh^2 that 128 rows at head_dim 64 do not
-    leave, and a block mask's query blocks may be no multiples of 128. `plain`: the call is of the kind (`_plain`) that
-    `named` and `lean` were right and faster with on a GPU.
+    leave, and a block mask's query blocks may be no multiples of 128. `apart`: the call is one that the kernel with dQ
+    apart takes (`_plain`). `plain`: `named` and `lean`, for ring attention's kernel.
     """
     if head_dim > 128:
         return TwoPassConfig(dynamic=causal)
@@ -91,19 +91,14 @@ def backward_config(
         dynamic=causal,
         named=plain,
         lean=plain,
+        apart=apart,
+        early=apart and (not causal or seqlen_k > _SHORT),
     )
 
 
-def _plain(
-    dtype: torch.dtype, head_dim: int, seqlen_k: int, features: frozenset[str], *, bounded: bool, packed: bool
-) -> bool:
-    """Dense bfloat16, full or causal (not `bounded` by a window or a soft cap), no modifiers; see the paper's README.
-
-    Up to head_dim 64 with whole tiles of keys only: a tail gained nothing there. The rest is right so as well, but fp16
-    was slower at head_dim 128, a window slower at 64, and soft caps were not timed (H200).
-    """
-    whole = seqlen_k % _KEYS == 0 or head_dim > 64
-    return dtype == torch.bfloat16 and whole and not bounded and not packed and features <= {"sinks", "batch_invariant"}
+def _plain(features: frozenset[str], *, bounded: bool, packed: bool) -> bool:
+    """Dense, full or causal (not `bounded` by a window or a soft cap), no modifiers: what dQ apart is written for."""
+    return not bounded and not packed and features <= {"sinks", "batch_invariant"}
 
 
 def refuse(problem: Problem) -> str | None:
@@ -201,9 +196,11 @@ def backward(
     causal = window_right >= 0
     if config is None:
         bounded = window_left >= 0 or window_right > 0 or softcap > 0
-        plain = _plain(q.dtype, q.shape[-1], k.shape[1], features.names(), bounded=bounded, packed=packed)
+        apart = _plain(features.names(), bounded=bounded, packed=packed)
         short = _short(softcap, features.block_size)
-        config = backward_config(q.shape[-1], causal=causal, steps_of_64=short, plain=plain)
+        config = backward_config(
+            q.shape[-1], causal=causal, steps_of_64=short, apart=apart, seqlen_k=k.shape[1]
+        )
     if packed or features.block_lists:
         config = replace(config, dynamic=True)
     softmax_scale = float(softmax_scale)
@@ -317,17 +314,6 @@ def _one_kernel(
     seqlen_k, heads_kv = k.shape[1], k.shape[2]
     d, m = config.head_dim, config.block_m
     num_m, num_n = -(-seqlen_q // m), -(-seqlen_k // _KEYS)
-    if config.sum_bytes and tables is None and features.names() <= {"sinks", "batch_invariant"}:
-        at_once = max(1, config.sum_bytes // (heads * num_m * 2 * 4096 * 4))
-        if at_once < batch:
-            more = dict(window=window, scales=scales, masks=masks, features=features, cap_out=cap_out, tables=tables)
-            one = replace(config, sum_bytes=0)
-            parts = [
-                _one_kernel(*([x if x is None else x[i : i + at_once] for x in xs] for xs in (inputs, outputs)), one,
-                            **more)  # fmt: skip
-                for i in range(0, batch, at_once)
-            ]
-            return parts[0] if features.sinks is None else torch.cat(parts)
     dq_sum = torch.empty((batch, heads, num_m, 2, 4096), dtype=torch.float32, device=q.device)
     stat = _prepare(inputs, num_m, m, d, dq_sum)
     num_tiles = num_n * batch * heads_kv
@@ -357,6 +343,7 @@ def _one_kernel(
         V_SLOTS=config.v_slots,
         PRELOAD=config.preload,
         CAUSAL=masks["CAUSAL"],
+        WINDOW=masks["WINDOW"],
         EVEN_K=seqlen_k % _KEYS == 0,
         DYNAMIC=config.dynamic,
     )
@@ -364,23 +351,13 @@ def _one_kernel(
     if config.apart:
         from .hopper_backward_apart import attention_backward_apart_kernel
 
-        options |= dict(
-            EARLY=config.early,
-            CONSUMER_REGISTERS=(512 - 24 - config.dq_registers) // 16 * 8,
-            DQ_REGISTERS=config.dq_registers,
-            num_warps=4,
-            maxnreg=128,
-        )
-        total = dq_sum if config.direct else None
-        launch(attention_backward_apart_kernel, programs, (*maps, total, *numbers), options)
+        options |= dict(EARLY=config.early, num_warps=4, maxnreg=128)
+        launch(attention_backward_apart_kernel, programs, (*maps, *numbers), options)
     else:
         options |= dict(
             **masks,
             PING_PONG=config.ping_pong,
             PACKED=tables is not None,
-            NAMED=config.named,
-            LEAN=config.lean,
-            LATE=config.late,
             **_functions(features),
             **_COMPILER,
         )
@@ -451,9 +428,10 @@ def describe(problem: Problem) -> BackwardConfig | TwoPassConfig:
         return replace(backward_config(problem.head_dim, causal=False, steps_of_64=short), dynamic=True)
     left, right = effective_window(problem.window_left, problem.window_right, problem.seqlen_q, problem.seqlen_k)
     bounded = left >= 0 or right > 0 or problem.softcap > 0
-    kind = (problem.dtype, problem.head_dim, problem.seqlen_k, problem.features)
-    plain = _plain(*kind, bounded=bounded, packed=False)
-    return backward_config(problem.head_dim, causal=right >= 0, steps_of_64=short, plain=plain)
+    apart = _plain(problem.features, bounded=bounded, packed=False)
+    return backward_config(
+        problem.head_dim, causal=right >= 0, steps_of_64=short, apart=apart, seqlen_k=problem.seqlen_k
+    )
 
 
 __all__ = ["BackwardConfig", "TwoPassConfig", "backward", "backward_config", "describe", "refuse"]

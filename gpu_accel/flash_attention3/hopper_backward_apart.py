@@ -69,7 +69,7 @@ def _ds_of(ds_bufs, wg, M: gl.constexpr):
 def _consumer(
     WG: gl.constexpr, bufs, bars, dk_desc, dv_desc, shape, scales,
     D: gl.constexpr, M: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, PRELOAD: gl.constexpr,
-    CAUSAL: gl.constexpr, EVEN_K: gl.constexpr, DYNAMIC: gl.constexpr, EARLY: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, EVEN_K: gl.constexpr, DYNAMIC: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     q_bufs, do_bufs, k_bufs, v_bufs, ds_bufs, stat_bufs, _ = bufs
     k_full, k_empty, v_full, v_empty, q_full, do_full, row_empty, queue_full, queue_empty, queue = bars
@@ -83,7 +83,7 @@ def _consumer(
     shift = seqlen_k - seqlen_q
     tile = gl.program_id(0)
     n_block, head, i, blocks = first_step(
-        tile, num_n, heads_kv, per_kv, group, shift, num_m, left, right, M, 2 * KEYS, CAUSAL, False)  # fmt: skip
+        tile, num_n, heads_kv, per_kv, group, shift, num_m, left, right, M, 2 * KEYS, CAUSAL, WINDOW)  # fmt: skip
     group_left = per_kv
     it = 0
     k = 0
@@ -98,7 +98,7 @@ def _consumer(
     lse = stat_bufs.index(0).load(COLUMNS)
     if not EARLY:
         p, factor = probabilities(s, lse, n_block * 2 * KEYS + WG * KEYS, i * M, shift, seqlen_k, left, right,
-                                  qk_scale, cap_in, dtype, CAUSAL, False, False, EVEN_K)  # fmt: skip
+                                  qk_scale, cap_in, dtype, CAUSAL, WINDOW, False, EVEN_K)  # fmt: skip
     mbarrier.wait(v_full.index(0), 0)
     new_tile = False
     while tile < num_tiles:
@@ -111,7 +111,7 @@ def _consumer(
         dp_async = warpgroup_mma(v_own, do.permute((1, 0)), s_zero, use_acc=False, is_async=True)
         if EARLY:
             p, factor = probabilities(s, lse, n_block * 2 * KEYS + WG * KEYS, i * M, shift, seqlen_k, left, right,
-                                      qk_scale, cap_in, dtype, CAUSAL, False, False, EVEN_K)  # fmt: skip
+                                      qk_scale, cap_in, dtype, CAUSAL, WINDOW, False, EVEN_K)  # fmt: skip
         dv_async = warpgroup_mma(unpack_pairs(p, dtype, A_LAYOUT), do, dv, is_async=True)
         if new_tile:
             tma.store_wait(0)
@@ -132,7 +132,7 @@ def _consumer(
             if tile < num_tiles:
                 n_block, head, i, blocks = first_step(
                     tile, num_n, heads_kv, per_kv, group, shift, num_m, left, right,
-                    M, 2 * KEYS, CAUSAL, False)  # fmt: skip
+                    M, 2 * KEYS, CAUSAL, WINDOW)  # fmt: skip
                 group_left = per_kv
                 mbarrier.wait(k_full.index(k % K_SLOTS), (k // K_SLOTS) & 1)
             else:
@@ -140,7 +140,7 @@ def _consumer(
                 it_next = it
                 k = k_done
         elif blocks == 0:
-            lo, hi = query_blocks(n_block * 2 * KEYS, shift, num_m, left, right, M, 2 * KEYS, CAUSAL, False)
+            lo, hi = query_blocks(n_block * 2 * KEYS, shift, num_m, left, right, M, 2 * KEYS, CAUSAL, WINDOW)
             blocks = hi - lo
             i = lo
             group_left -= 1
@@ -174,7 +174,7 @@ def _consumer(
         release(row_empty, stage, ROW_FREE, 288)
         if not EARLY:
             p, factor = probabilities(s, lse, n_block * 2 * KEYS + WG * KEYS, i * M, shift, seqlen_k, left, right,
-                                      qk_scale, cap_in, dtype, CAUSAL, False, False, EVEN_K)  # fmt: skip
+                                      qk_scale, cap_in, dtype, CAUSAL, WINDOW, False, EVEN_K)  # fmt: skip
         it = it_next
         step += 1
         new_tile = last
@@ -202,30 +202,10 @@ def _consumer(
     tma.store_wait(0)
 
 
-# Eight times four numbers of a thread, 512 bytes apart; operand 64 is where the first goes (the others are the same).
-# The meeting of a warp keeps ptxas from beginning the next product first, with all these registers copied.
-_FOUR = "red.relaxed.gpu.global.add.v4.f32 [$64+{}], {{${}, ${}, ${}, ${}}};"
-_ADD = gl.constexpr(
-    " ".join(_FOUR.format(128 * i, *range(32 + i, 36 + i)) for i in range(0, 32, 4)) + " bar.warp.sync 0xffffffff;"
-)  # fmt: skip
-_ADD_OPERANDS = gl.constexpr(",".join(["=f"] * 32 + ["f"] * 32 + ["l"] * 32))
-
-
-@gluon.jit
-def _add_fragment(total, number, x):
-    """Add a (64, 64) accumulator to fragment `number` from its registers: see `dq_finish` for the order."""
-    row = gl.arange(0, 64, layout=gl.SliceLayout(1, x.type.layout))[:, None]
-    col = gl.arange(0, 64, layout=gl.SliceLayout(0, x.type.layout))[None, :]
-    thread = (row >> 4) * 4096 + ((row & 7) * 4 + ((col >> 1) & 3)) * 16
-    at = total.to(gl.int64) + number.to(gl.int64) * 16384 + thread.to(gl.int64)
-    gl.inline_asm_elementwise(_ADD, _ADD_OPERANDS, [x, at], dtype=gl.float32, is_pure=False, pack=32)
-
-
 @gluon.jit
 def _half_of_dq(
-    bufs, stage, slot, desc, total, fragment, HALF: gl.constexpr, D: gl.constexpr, M: gl.constexpr,
-    FREE: gl.constexpr,
-):  # fmt: skip
+    bufs, stage, slot, desc, fragment, HALF: gl.constexpr, D: gl.constexpr, M: gl.constexpr, FREE: gl.constexpr
+):
     """Half of a step's dQ, rows or columns (64, 64), from the dS of both consumers, and on its way."""
     _, _, k_bufs, _, ds_bufs, _, dq_bufs = bufs
     Q_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -242,17 +222,15 @@ def _half_of_dq(
     if FREE:
         for wg in gl.static_range(2):
             bar_arrive_at(DS_READ + 2 * wg + stage, 256)
-    if total is None:
-        _stage_fragment(dq_bufs.index(HALF), dq)
-        tma_reduce_add(desc, [(fragment * 2 + HALF) * 16, 0], dq_bufs.index(HALF))
-    else:
-        _add_fragment(total, fragment * 2 + HALF, dq)
+    _stage_fragment(dq_bufs.index(HALF), dq)
+    tma_reduce_add(desc, [(fragment * 2 + HALF) * 16, 0], dq_bufs.index(HALF))
 
 
 @gluon.jit
 def _dq(
-    bufs, bars, dq_desc, total, shape,
-    D: gl.constexpr, M: gl.constexpr, K_SLOTS: gl.constexpr, CAUSAL: gl.constexpr, DYNAMIC: gl.constexpr,
+    bufs, bars, dq_desc, shape,
+    D: gl.constexpr, M: gl.constexpr, K_SLOTS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    DYNAMIC: gl.constexpr,
 ):  # fmt: skip
     k_full, _, _, _, _, _, _, queue_full, queue_empty, queue = bars
     seqlen_q, seqlen_k, heads_kv, per_kv, num_m, num_n, num_tiles, group, left, right = shape
@@ -262,7 +240,7 @@ def _dq(
     tile = gl.program_id(0)
     while tile < num_tiles:
         n_block, batch, head_kv = tile_at(tile, num_n, heads_kv, group, CAUSAL)
-        lo, hi = query_blocks(n_block * 2 * KEYS, shift, num_m, left, right, M, 2 * KEYS, CAUSAL, False)
+        lo, hi = query_blocks(n_block * 2 * KEYS, shift, num_m, left, right, M, 2 * KEYS, CAUSAL, WINDOW)
         slot = k % K_SLOTS
         mbarrier.wait(k_full.index(slot), (k // K_SLOTS) & 1)
         first = (batch * heads_kv + head_kv) * per_kv * num_m
@@ -272,8 +250,8 @@ def _dq(
                 tma.store_wait(0)  # the warps meet right below
                 bar_sync_at(DS_FULL + stage, 384)
                 fragment = first + g * num_m + i
-                _half_of_dq(bufs, stage, slot, dq_desc, total, fragment, 0, D, M, False)
-                _half_of_dq(bufs, stage, slot, dq_desc, total, fragment, 1, D, M, True)
+                _half_of_dq(bufs, stage, slot, dq_desc, fragment, 0, D, M, False)
+                _half_of_dq(bufs, stage, slot, dq_desc, fragment, 1, D, M, True)
                 it += 1
         if DYNAMIC:
             tile = receive_tile(k, queue, queue_full, queue_empty)
@@ -288,13 +266,12 @@ def _dq(
                        "right"]
 )
 def attention_backward_apart_kernel(
-    q_desc, do_desc, k_desc, v_desc, stat_desc, dq_desc, dk_desc, dv_desc, counter, total,
+    q_desc, do_desc, k_desc, v_desc, stat_desc, dq_desc, dk_desc, dv_desc, counter,
     seqlen_q, seqlen_k, heads_kv, per_kv, num_m, num_n, num_tiles, group, left, right, softmax_scale, qk_scale, cap_in,
     D: gl.constexpr, M: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, PRELOAD: gl.constexpr,
-    CAUSAL: gl.constexpr, EVEN_K: gl.constexpr, DYNAMIC: gl.constexpr, EARLY: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, DQ_REGISTERS: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, EVEN_K: gl.constexpr, DYNAMIC: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as of `attention_backward_kernel`; `total`, the sum of dQ, where it is added to from registers."""
+    """Arguments as of `attention_backward_kernel`."""
     dtype: gl.constexpr = q_desc.dtype
     M_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([M, D], dtype)
     N_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, D], dtype)
@@ -336,10 +313,10 @@ def attention_backward_apart_kernel(
     scales = (softmax_scale, qk_scale, cap_in)
     gl.warp_specialize([
         (_consumer, (0, bufs, bars, dk_desc, dv_desc, shape, scales,
-                     D, M, K_SLOTS, V_SLOTS, PRELOAD, CAUSAL, EVEN_K, DYNAMIC, EARLY)),
+                     D, M, K_SLOTS, V_SLOTS, PRELOAD, CAUSAL, WINDOW, EVEN_K, DYNAMIC, EARLY)),
         (_consumer, (1, bufs, bars, dk_desc, dv_desc, shape, scales,
-                     D, M, K_SLOTS, V_SLOTS, PRELOAD, CAUSAL, EVEN_K, DYNAMIC, EARLY)),
-        (_dq, (bufs, bars, dq_desc, total, shape, D, M, K_SLOTS, CAUSAL, DYNAMIC)),
+                     D, M, K_SLOTS, V_SLOTS, PRELOAD, CAUSAL, WINDOW, EVEN_K, DYNAMIC, EARLY)),
+        (_dq, (bufs, bars, dq_desc, shape, D, M, K_SLOTS, CAUSAL, WINDOW, DYNAMIC)),
         (_producer, (bufs, bars, queue_full.index(0), q_desc, do_desc, k_desc, v_desc, stat_desc, counter, counter,
-                     shape, (num_m,), M, K_SLOTS, V_SLOTS, CAUSAL, False, DYNAMIC, False, True, False)),
-    ], [4, 4, 1], [CONSUMER_REGISTERS, DQ_REGISTERS, 24])  # fmt: skip
+                     shape, (num_m,), M, K_SLOTS, V_SLOTS, CAUSAL, WINDOW, DYNAMIC, False, True, False)),
+    ], [4, 4, 1], [208, 72, 24])  # fmt: skip

@@ -15,9 +15,6 @@ operands straight from registers:
     tensor cores | dP      | dV           | dK | S' | dQ                   | dP' ...
     CUDA cores   | send dQ | dS, store it |         | P' = exp2(S' - lse') | send dQ' ...
 
-LATE issues S' before dQ and dK, so that exponentials run under two products and not one. dK then reads dS from shared
-memory: in registers it would be in the way.
-
 The next step may be the first one of the next tile: the pipeline does not drain between tiles. The loop is cut where
 nothing is in flight, with P (two 16-bit values a register) and dQ in registers.
 
@@ -30,7 +27,10 @@ Barriers (mbarrier, phase (i // n) & 1): k_full, k_empty, v_full, v_empty one a 
 and row_empty one a stage; queue_full/queue_empty hand tile numbers from the producer to the consumers. TMA arrives on
 the full ones, both consumers on the empty ones. V has one slot at head_dim 128, freed after the last dP of a tile.
 Named barriers: 8 and 9 take turns at the exponentials; 10 to 13 when a dS is in shared memory; 14 and 15 before K of a
-done tile is overwritten by dK on its way out; NAMED, 6 and 7 free a stage of rows instead of row_empty.
+done tile is overwritten by dK on its way out.
+
+Plain calls have dQ in a warpgroup of its own: hopper_backward_apart.py, with the producer of this file, in which NAMED,
+named barriers 6 and 7 free a stage of rows instead of row_empty.
 
 Rows that do not exist or see nothing have lse = +inf here, so that P = exp2(S - inf) = 0 without a mask.
 
@@ -70,8 +70,6 @@ from .hopper_device import (
     pack_pairs,
     publish_tile,
     receive_tile,
-    release,
-    unpack_floats,
     unpack_pairs,
 )
 from .hopper_modifiers import listed_block, listed_number
@@ -119,9 +117,8 @@ def _consumer(
     WG: gl.constexpr, bufs, bars, dq_desc, dk_desc, dv_desc, table, shape, scales, mods,
     D: gl.constexpr, M: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, PING_PONG: gl.constexpr,
     PRELOAD: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, EVEN_K: gl.constexpr,
-    DYNAMIC: gl.constexpr, PACKED: gl.constexpr, NAMED: gl.constexpr, LEAN: gl.constexpr, LATE: gl.constexpr,
-    ALIBI: gl.constexpr, SCORE_MOD: gl.constexpr, SCORE_MOD_GRAD: gl.constexpr, MASK_MOD: gl.constexpr,
-    BLOCKS: gl.constexpr,
+    DYNAMIC: gl.constexpr, PACKED: gl.constexpr, ALIBI: gl.constexpr, SCORE_MOD: gl.constexpr,
+    SCORE_MOD_GRAD: gl.constexpr, MASK_MOD: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
     q_bufs, do_bufs, k_bufs, v_bufs, ds_bufs, stat_bufs, dq_bufs = bufs
     k_full, k_empty, v_full, v_empty, q_full, do_full, row_empty, queue_full, queue_empty, queue = bars
@@ -189,19 +186,9 @@ def _consumer(
         v_own = v_bufs.index((k % V_SLOTS) * 2 + WG)
         dp_async = warpgroup_mma(v_own, do.permute((1, 0)), s_zero, use_acc=False, is_async=True)
         dv_async = warpgroup_mma(unpack_pairs(p, dtype, A_LAYOUT), do, dv, is_async=True)
-        if LEAN:
-            # The warps meet where they would anyway: the wait for dQ's buffer stands before this step's dQ below, and
-            # an arrival on an mbarrier, behind which Triton has them meet again, right before a meeting.
-            if new_tile:
-                tma.store_wait(0)
-            _stage_fragment(dq_buf, dq)
-            if new_tile:
-                _free_keys(k_empty, v_empty, k, K_SLOTS, V_SLOTS)
-            tma_reduce_add(dq_desc, [(fragment * 2 + WG) * 16, 0], dq_buf)
-        else:
-            _send_fragment(dq_desc, fragment * 2 + WG, dq_buf, dq)
-            if new_tile:
-                _free_keys(k_empty, v_empty, k, K_SLOTS, V_SLOTS)
+        _send_fragment(dq_desc, fragment * 2 + WG, dq_buf, dq)
+        if new_tile:
+            _free_keys(k_empty, v_empty, k, K_SLOTS, V_SLOTS)
 
         # where the next step is: the next block of rows, the next head of the group, or the next tile
         fragment = head * num_m + i
@@ -258,30 +245,20 @@ def _consumer(
             dp, delta = warpgroup_mma_wait(1, deps=[dp_async, delta])
         else:
             dp = warpgroup_mma_wait(1, deps=[dp_async])
-        if V_SLOTS == 1 and not LEAN:  # noqa: SIM102
+        if V_SLOTS == 1:  # noqa: SIM102
             if last:
                 mbarrier.arrive(v_empty.index(0), count=1)
-        if LEAN:
-            ds = unpack_floats(factor if TWO_FACTORS else p, dtype, S_LAYOUT) * (dp - delta[None, :])
-        else:
-            ds = unpack_pairs(factor if TWO_FACTORS else p, dtype, S_LAYOUT).to(gl.float32) * (dp - delta[None, :])
+        ds = unpack_pairs(factor if TWO_FACTORS else p, dtype, S_LAYOUT).to(gl.float32) * (dp - delta[None, :])
         ds_packed = pack_pairs(ds, dtype)
         ds_own = ds_bufs.index(stage * 2 + WG)
         ds_own.store(unpack_pairs(ds_packed, dtype, S_LAYOUT))
         fence_async_shared()
         bar_arrive_at(EXCHANGED + 2 * WG + stage, 256)
-        if not LATE:
-            dk_async = warpgroup_mma(unpack_pairs(ds_packed, dtype, A_LAYOUT), q_bufs.index(stage), dk, is_async=True)
+        dk_async = warpgroup_mma(unpack_pairs(ds_packed, dtype, A_LAYOUT), q_bufs.index(stage), dk, is_async=True)
         mbarrier.wait(q_full.index(stage_next), phase_next)
         k_next = k_bufs.index((k % K_SLOTS) * 2 + WG)
         s_async = warpgroup_mma(k_next, q_bufs.index(stage_next).permute((1, 0)), s_zero, use_acc=False, is_async=True)
-        if not LATE:
-            dv, dk = warpgroup_mma_wait(1, deps=[dv_async, dk_async])
-        if LEAN:
-            if V_SLOTS == 1:  # noqa: SIM102
-                if last:
-                    mbarrier.arrive(v_empty.index(0), count=1)
-            tma.store_wait(0)
+        dv, dk = warpgroup_mma_wait(1, deps=[dv_async, dk_async])
         bar_sync_at(EXCHANGED + 2 * OTHER + stage, 256)
         ds_other = ds_bufs.index(stage * 2 + OTHER)
         k_own = k_bufs.index(slot * 2 + WG)
@@ -296,19 +273,11 @@ def _consumer(
             b_other = k_other.slice(WG * 64, 64, dim=1)
             dq_async = warpgroup_mma(ds_own.permute((1, 0)), b_own, q_zero, use_acc=False, is_async=True)
             dq_async = warpgroup_mma(ds_other.permute((1, 0)), b_other, dq_async, is_async=True)
-        if LATE:  # dK from shared memory: in registers dS would be in the exponentials' way
-            dk_async = warpgroup_mma(ds_own, q_bufs.index(stage), dk, is_async=True)
         if PRELOAD:
             lse = stat_bufs.index(2 * stage_next).load(COLUMNS)
-            if LATE:
-                s, dv, lse = warpgroup_mma_wait(3, deps=[s_async, dv_async, lse])
-            else:
-                s, lse = warpgroup_mma_wait(2, deps=[s_async, lse])
+            s, lse = warpgroup_mma_wait(2, deps=[s_async, lse])
         else:
-            if LATE:
-                s, dv = warpgroup_mma_wait(3, deps=[s_async, dv_async])
-            else:
-                s = warpgroup_mma_wait(2, deps=[s_async])
+            s = warpgroup_mma_wait(2, deps=[s_async])
             lse = stat_bufs.index(2 * stage_next).load(COLUMNS)
         if PING_PONG:
             bar_sync(TURN + WG, 256)
@@ -324,16 +293,11 @@ def _consumer(
             bar_arrive(TURN + OTHER, 256)
         # completed long ago; opens the basic block that pins the exponentials above the wait
         mbarrier.wait(q_full.index(stage_next), phase_next)
-        if LATE:
-            if TWO_FACTORS:
-                dq, dk, p, factor = warpgroup_mma_wait(0, deps=[dq_async, dk_async, p, f])
-            else:
-                dq, dk, p = warpgroup_mma_wait(0, deps=[dq_async, dk_async, p])
-        elif TWO_FACTORS:
+        if TWO_FACTORS:
             dq, p, factor = warpgroup_mma_wait(0, deps=[dq_async, p, f])
         else:
             dq, p = warpgroup_mma_wait(0, deps=[dq_async, p])
-        release(row_empty, stage, ROW_FREE if NAMED else None, 288)
+        mbarrier.arrive(row_empty.index(stage), count=1)
         it = it_next
         new_tile = last
         if last:
@@ -513,7 +477,7 @@ def attention_backward_kernel(
     slopes, slopes_sb, aux, cap_out, table_width, table_sb, table_sh,
     D: gl.constexpr, M: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, PING_PONG: gl.constexpr,
     PRELOAD: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, EVEN_K: gl.constexpr,
-    DYNAMIC: gl.constexpr, PACKED: gl.constexpr, NAMED: gl.constexpr, LEAN: gl.constexpr, LATE: gl.constexpr,
+    DYNAMIC: gl.constexpr, PACKED: gl.constexpr,
     SCORE_MOD: gl.constexpr, SCORE_MOD_GRAD: gl.constexpr, MASK_MOD: gl.constexpr,
 ):  # fmt: skip
     """q, do, k, v, dk, dv descriptors are rank 4, (batch, head, row, column); stat (batch, heads, num_m, 2, M) and dq
@@ -560,8 +524,7 @@ def attention_backward_kernel(
     for i in gl.static_range(2):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(do_full.index(i), count=1)
-        if not NAMED:
-            mbarrier.init(row_empty.index(i), count=2)
+        mbarrier.init(row_empty.index(i), count=2)
         if DYNAMIC:  # where nobody uses a barrier, its memory goes to others, which must not find one there
             mbarrier.init(queue_full.index(i), count=1)
             mbarrier.init(queue_empty.index(i), count=2)
@@ -577,12 +540,12 @@ def attention_backward_kernel(
         (_consumer, (0, bufs, bars, dq_desc, dk_desc, dv_desc, table, shape, scales,
                      (slopes, slopes_sb, aux, cap_out, table_width, table_sb, table_sh),
                      D, M, K_SLOTS, V_SLOTS, PING_PONG, PRELOAD, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, PACKED,
-                     NAMED, LEAN, LATE, ALIBI, SCORE_MOD, SCORE_MOD_GRAD, MASK_MOD, BLOCKS)),
+                     ALIBI, SCORE_MOD, SCORE_MOD_GRAD, MASK_MOD, BLOCKS)),
         (_consumer, (1, bufs, bars, dq_desc, dk_desc, dv_desc, table, shape, scales,
                      (slopes, slopes_sb, aux, cap_out, table_width, table_sb, table_sh),
                      D, M, K_SLOTS, V_SLOTS, PING_PONG, PRELOAD, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, PACKED,
-                     NAMED, LEAN, LATE, ALIBI, SCORE_MOD, SCORE_MOD_GRAD, MASK_MOD, BLOCKS)),
+                     ALIBI, SCORE_MOD, SCORE_MOD_GRAD, MASK_MOD, BLOCKS)),
         (_producer, (bufs, bars, fixed, q_desc, do_desc, k_desc, v_desc, stat_desc, table, counter, shape,
                      (slopes, slopes_sb, aux, cap_out, table_width, table_sb, table_sh),
-                     M, K_SLOTS, V_SLOTS, CAUSAL, WINDOW, DYNAMIC, PACKED, NAMED, BLOCKS)),
+                     M, K_SLOTS, V_SLOTS, CAUSAL, WINDOW, DYNAMIC, PACKED, False, BLOCKS)),
     ], [4, 1], [240, 24])  # fmt: skip

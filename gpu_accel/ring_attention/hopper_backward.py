@@ -58,12 +58,9 @@ def misplaced(pieces: Iterable[Piece], rows: int, head_dim: int) -> str | None:
     return None
 
 
-_BY_WARP = False  # rows freed warp by warp, fewer meetings of the warps: `named` and `lean` of BackwardConfig
-
-
 def _config(head_dim: int, causal: bool = False, plain: bool = False) -> BackwardConfig:
     """`plain`: bfloat16, full or causal, no soft cap, no turns, and at head_dim 64 whole tiles of keys."""
-    config = backward_config(head_dim, causal=causal, plain=plain and _BY_WARP)
+    config = backward_config(head_dim, causal=causal, plain=plain)
     assert isinstance(config, BackwardConfig)
     return config
 

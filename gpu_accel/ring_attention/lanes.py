@@ -18,16 +18,43 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-WANTED = False  # not timed yet
+from gpu_accel.flash_attention3.gluon_launch import multiprocessors
+from gpu_accel.ring_attention.call import Call
+from gpu_accel.ring_attention.transport import Transport
+
+WANTED = True
 _TILE = 128  # rows of a tile, of queries or of keys
+_whatever = False
+_ROUNDS = 6  # of tiles in a lane: with fewer the host takes longer to issue a step than the GPU to compute it
+
+
+def fit(transport: Transport, call: Call) -> bool:
+    """Whether keys come without the streams' help, and stay where they came until both lanes have read them: what is
+    decoded from a wire of its own lies in memory that the first lane alone would give back."""
+    return transport.pushes and call.overlap and call.wire is None
 
 
 def useful(q: Tensor, k: Tensor) -> bool:
-    """Whether there are two halves, and in each more tiles than a GPU has multiprocessors."""
+    """Whether there are two halves, each with several rounds of tiles for all multiprocessors."""
     if not WANTED or not q.is_cuda or k.shape[2] % 2:
         return False
-    tiles = q.shape[0] * q.shape[2] // 2 * (min(q.shape[1], k.shape[1]) // _TILE)
-    return tiles >= torch.cuda.get_device_properties(q.device).multi_processor_count
+    return _whatever or q.shape[0] * q.shape[2] * min(q.shape[1], k.shape[1]) >= least_rows(q.device)
+
+
+def least_rows(device: torch.device) -> int:
+    """Rows of all heads from which on lanes are useful."""
+    return 2 * _ROUNDS * multiprocessors(device) * _TILE
+
+
+@contextmanager
+def of_any_length(wanted: bool = True) -> Iterator[None]:
+    """Short shards in lanes too, to check what long ones do."""
+    global _whatever
+    before, _whatever = _whatever, wanted
+    try:
+        yield
+    finally:
+        _whatever = before
 
 
 def halves(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_accel.errors import HardwareError, UnsupportedError
-from gpu_accel.testing.overwritten import overwritten_operands, unwritten_registers
+from gpu_accel.testing.overwritten import lost_descriptors, overwritten_operands
 from gpu_accel.testing.racing import racing_copies
 
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z0-9_]+)")
@@ -64,7 +64,7 @@ class Compiled:
 
     @functools.cached_property
     def warnings(self) -> tuple[str, ...]:
-        lost = (*overwritten_operands(self.ptx, self.sass), *unwritten_registers(self.sass))
+        lost = (*overwritten_operands(self.ptx, self.sass), *lost_descriptors(self.sass))
         return (*self.remarks, *racing_copies(self.ttgir), *lost)
 
     @property

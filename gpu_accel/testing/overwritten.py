@@ -1,4 +1,4 @@
-"""Finds wgmma operands that ptxas has lost: `overwritten_operands` in registers, `unwritten_registers` descriptors.
+"""Finds wgmma operands that ptxas has lost: `overwritten_operands` in registers, `lost_descriptors` in shared memory.
 
 **Left operands in registers**, overwritten before the loop that reads them turns again:
 
@@ -9,10 +9,11 @@ turn was right and every later one wrong, with the PTX as it should be. It happe
 Products are in the same order in PTX and SASS, which tells which register is which. Where their numbers differ (a loop
 was unrolled) nothing is said.
 
-**Descriptors of tiles in shared memory**, made from a uniform register that nothing was ever written to (ptxas 12.8 for
-sm_90a; 12.9 does it right). Several products read one tile of 32 columns as two halves of 16, and with more descriptors
-kept over a loop than there are uniform registers, the copy of the tile's address for the second half was left out: an
-illegal access, or wrong numbers. Seen in the gradients of gated linear attention.
+**Descriptors of tiles in shared memory** (ptxas 12.8 for sm_90a; 12.9 does it right): a descriptor is a constant of 64
+bits added to an address of 32 that was widened. Where the constant's upper half is negative, as of tiles of 32 and
+16 columns of 16 bits are, and nothing is loaded ahead, the sum was made from one register for both halves of the
+address, which held something else or nothing: an illegal access, or wrong numbers with the PTX as it should be. Seen in
+the gradients of gated linear attention. Said of such sums, and of uniform registers that are read and never written.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ _SASS_INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]{4,6}\*/\s+(.*?)\s*;")
 _SASS_BRANCH = re.compile(r"BRA\b.*`\((\.L\w+)\)")
 _UNIFORM = re.compile(r"\bUR(\d+)\b")
 _UNIFORM_RESULT = re.compile(r"(\S+) (?:!?U?P\w+, )*UR(\d+)\b")
-# what makes descriptors, and puts them away
-_UNIFORM_READERS = ("UIADD", "UMOV", "ULEA", "ULOP", "USHF", "USEL", "MOV ")
+_LOWER_HALF = re.compile(r"UIADD3 UR(\d+), (UP\d), UR(\d+), -?0x[0-9a-f]+, URZ$")
+_UPPER_HALF = re.compile(r"UIADD3\.X UR\d+, UR(\d+), -?0x[0-9a-f]+, URZ, (UP\d), !UPT$")
+# What makes descriptors. Copies are left out: paths of a division (Triton 3.8) copy what they make again later.
+_UNIFORM_READERS = ("UIADD", "ULEA", "ULOP")
 _PRODUCT = re.compile(r"(?:@!?U?P\d+ )?[HIQ]GMMA")
 _SASS_WITHOUT_RESULT = (
     "ST", "RED", "BAR", "BRA", "EXIT", "LDGSTS", "LDGDEPBAR", "DEPBAR", "WARP", "MEMBAR", "FENCE", "BS", "NOP", "UT",
@@ -128,6 +131,28 @@ def unwritten_registers(sass: str) -> list[str]:
             made = _UNIFORM_RESULT.match(bare)
             read = {int(n) for n in _UNIFORM.findall(bare[made.end() :] if made else bare)}
             faults += [f"{bare}: nothing was ever written to UR{n}" for n in sorted(read - before.get(at, read))]
+    return faults
+
+
+def lost_descriptors(sass: str) -> list[str]:
+    """`unwritten_registers`, and one line for each sum of 64 bits that has one register for both halves of a number."""
+    lower: dict[str, tuple[int, str]] = {}  # by the predicate that carries: the register added to, the sum
+    faults = unwritten_registers(sass)
+    for line in sass.splitlines():
+        if _SASS_LABEL.match(line):
+            lower.clear()
+        if not (found := _SASS_INSTRUCTION.match(line)):
+            continue
+        text = re.sub(r"\s+", " ", found[1])
+        upper = _UPPER_HALF.match(text)
+        if upper and upper[2] in lower and lower[upper[2]][0] == int(upper[1]):
+            faults.append(f"{lower[upper[2]][1]}; {text}: UR{upper[1]} is overwritten, or never was an address")
+        written = _uniform_written(text)
+        lower = {carry: sum_ for carry, sum_ in lower.items() if sum_[0] not in written}
+        if first := _LOWER_HALF.match(text):
+            lower[first[2]] = (int(first[3]), text)
+            if first[1] == first[3]:
+                del lower[first[2]]
     return faults
 
 

@@ -17,15 +17,26 @@ _AHEAD = 3  # blocks of the next row that have room beside a whole one
 _quick: list[QuickLaunch] = []
 
 
-def takes(x: Tensor, op: str, width_of_registers: int) -> bool:
-    """Whether x (rows, width) is for this kernel: too wide for registers, and a row fits into shared memory."""
+def refusal(x: Tensor) -> str | None:
+    """Why this kernel cannot take x (rows, width), or None."""
     rows, width = x.shape
-    return (
-        op in CHECKED and x.is_cuda and torch.version.hip is None and capability(x.device) == (9, 0)
-        and gluon_available() and x.dtype in (torch.bfloat16, torch.float16)
-        and width_of_registers < width <= (_STAGES - _AHEAD) * _LINES * _LINE
-        and width % _LINE == 0 and x.is_contiguous() and x.data_ptr() % 16 == 0 and rows * width < 2**31 * _LINE
-    )  # fmt: skip
+    if not x.is_cuda or torch.version.hip:
+        return f"needs an NVIDIA GPU of compute capability 9.0, got a {x.device.type} tensor"
+    if capability(x.device) != (9, 0) or not gluon_available():
+        return "needs compute capability 9.0 (H100, H200) and a Triton with Gluon"
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return f"takes bfloat16 and float16, got {x.dtype}"
+    most = (_STAGES - _AHEAD) * _LINES * _LINE
+    if width % _LINE or not 0 < width <= most:
+        return f"widths are multiples of {_LINE} up to {most}, got {width}"
+    if not x.is_contiguous() or x.data_ptr() % 16:
+        return "rows must be contiguous and start at a multiple of 16 bytes"
+    return "it has 2^31 lines or more" if rows * width >= 2**31 * _LINE else None
+
+
+def takes(x: Tensor, op: str, width_of_registers: int) -> bool:
+    """Whether "auto" takes this kernel: too wide for registers, and seen right."""
+    return op in CHECKED and x.shape[1] > width_of_registers and refusal(x) is None
 
 
 def run(

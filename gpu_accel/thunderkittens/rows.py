@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gpu_accel.errors import InvalidInputError
+from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.flash_attention3.gluon_launch import multiprocessors
 from gpu_accel.flash_attention3.launch import launch, next_power_of_2
 from gpu_accel.flash_attention3.problem import check_flag
@@ -64,9 +64,12 @@ def _dropout_arguments(p: float, seed: int) -> tuple[int, int, float]:
 @torch.library.custom_op("gpu_accel::tk_norm", mutates_args=())
 def norm_op(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool,
-    dropout_p: float, seed: int, keep_sum: bool, whole: int,
+    dropout_p: float, seed: int, keep_sum: bool, whole: int, shared: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(y, sum, means, rstds) of x (rows, width). The sum is empty unless keep_sum; so are means unless center."""
+    """(y, sum, means, rstds) of x (rows, width). The sum is empty unless keep_sum; so are means unless center.
+
+    whole: elements of a row that stay in registers. shared: by `long_rows_kernel`, which can.
+    """
     rows, width = x.shape
     y = x.new_empty(rows, width)
     summed = x.new_empty((rows, width) if keep_sum else (0, width), dtype=_sum_dtype(x, residual))
@@ -78,7 +81,7 @@ def norm_op(
     kind = "layer" if center else "rms"
     bare = residual is None and not dropout_p and not keep_sum
     with _device(x):
-        if x.numel() and bare and long_rows.takes(x, kind, whole):
+        if x.numel() and (shared or bare and long_rows.takes(x, kind, whole)):
             long_rows.run(x, y, kind, weight, bias, means, rstds, eps)
         elif x.numel():
             launch(
@@ -96,7 +99,7 @@ def _sum_dtype(x: Tensor, residual: Tensor | None) -> torch.dtype:
 
 
 @norm_op.register_fake
-def _(x, residual, weight, bias, eps, center, dropout_p, seed, keep_sum, whole):
+def _(x, residual, weight, bias, eps, center, dropout_p, seed, keep_sum, whole, shared=False):
     rows, width = x.shape
     return (
         x.new_empty(rows, width),
@@ -181,7 +184,7 @@ def _(dy, dsum, h, weight, means, rstds, x_dtype, residual_dtype, bias_dtype, ce
 
 
 def _norm_save(ctx, inputs, output):
-    x, residual, weight, bias, _, center, dropout_p, seed, keep_sum, whole = inputs
+    x, residual, weight, bias, _, center, dropout_p, seed, keep_sum, whole, _ = inputs
     _, summed, means, rstds = output
     ctx.save_for_backward(summed if keep_sum else x, weight, means, rstds)
     ctx.dtypes = (x.dtype, None if residual is None else residual.dtype, None if bias is None else bias.dtype)
@@ -197,19 +200,19 @@ def _norm_gradients(ctx, dy, dsum, *_):
     dx, dresidual, dweight, dbias = norm_backward_op(dy, dsum, h, weight, means, rstds, *ctx.dtypes, *ctx.scalars)
     needs = ctx.needs_input_grad
     return (dx, dresidual if needs[1] else None, dweight if needs[2] else None, dbias if needs[3] else None,
-            *(None for _ in range(6)))  # fmt: skip
+            *(None for _ in range(7)))  # fmt: skip
 
 
 norm_op.register_autograd(_norm_gradients, setup_context=_norm_save)
 
 
 @torch.library.custom_op("gpu_accel::tk_softmax", mutates_args=())
-def softmax_op(x: Tensor, whole: int) -> Tensor:
+def softmax_op(x: Tensor, whole: int, shared: bool = False) -> Tensor:
     rows, width = x.shape
     y = x.new_empty(rows, width)
     x = _rows(x)
     with _device(x):
-        if x.numel() and long_rows.takes(x, "softmax", whole):
+        if x.numel() and (shared or long_rows.takes(x, "softmax", whole)):
             long_rows.run(x, y, "softmax")
         elif x.numel():
             launch(kernels._softmax_kernel, rows, (x, y, x.stride(0), width), _cut(width, whole))
@@ -217,7 +220,7 @@ def softmax_op(x: Tensor, whole: int) -> Tensor:
 
 
 @softmax_op.register_fake
-def _(x, whole):
+def _(x, whole, shared=False):
     return x.new_empty(x.shape)
 
 
@@ -245,7 +248,7 @@ def _softmax_save(ctx, inputs, output):
 
 def _softmax_gradients(ctx, dy):
     (y,) = ctx.saved_tensors
-    return softmax_backward_op(dy, y, ctx.whole), None
+    return softmax_backward_op(dy, y, ctx.whole), None, None
 
 
 softmax_op.register_autograd(_softmax_gradients, setup_context=_softmax_save)
@@ -260,13 +263,24 @@ def _need(condition: bool, message: str) -> None:
 
 
 def softmax(x: Tensor, *, backend: str = "auto") -> Tensor:
-    """softmax over the last dimension of x (..., width) float32, bfloat16 or float16."""
+    """softmax over the last dimension of x (..., width) float32, bfloat16 or float16; backend as in `rms_norm`."""
     check_tensors({"x": x})
     _need(x.dim() >= 1, "x must be (..., width), got a tensor of no dimensions")
-    if choose(x, backend) == "reference":
+    if backend != "hopper" and choose(x, backend) == "reference":
         wide = x if x.dtype == torch.float64 else x.float()
         return reference.softmax(wide).to(x.dtype)
-    return softmax_op(x.reshape(-1, x.shape[-1]) if x.numel() else x.reshape(0, x.shape[-1]), WHOLE).view(x.shape)
+    flat = x.reshape(-1, x.shape[-1]) if x.numel() else x.reshape(0, x.shape[-1])
+    return softmax_op(flat, WHOLE, _shared(flat, backend)).view(x.shape)
+
+
+def _shared(x: Tensor, backend: str, bare: bool = True) -> bool:
+    """Whether "hopper" was asked for; UnsupportedError where its kernel cannot run."""
+    if backend != "hopper":
+        return False
+    why = long_rows.refusal(x) if bare else "residual and dropout are not in this kernel"
+    if why is not None:
+        raise UnsupportedError(f"backend 'hopper': {why}")
+    return True
 
 
 def _norm(x, weight, bias, residual, eps, dropout_p, seed, prenorm, backend, center):
@@ -283,7 +297,7 @@ def _norm(x, weight, bias, residual, eps, dropout_p, seed, prenorm, backend, cen
     seed = None if seed is None else integer("seed", seed)
     _need(seed is None or 0 <= seed < 2**63, f"seed must be from 0 to 2**63 - 1, got {seed}")
     seed = 0 if seed is None else seed
-    name = choose(x, backend)
+    name = "hopper" if backend == "hopper" else choose(x, backend)
     rows = x.numel() // width if width else 0
     _need(rows < 2**31 and width < 2**31, f"at most 2**31 - 1 rows and columns, got {rows} and {width}")
     if name == "reference":
@@ -300,7 +314,8 @@ def _norm(x, weight, bias, residual, eps, dropout_p, seed, prenorm, backend, cen
         return (out.to(x.dtype), h) if prenorm else out.to(x.dtype)
     flat = [None if t is None else t.reshape(rows, width) for t in (x, residual)]
     keep_sum = residual is not None or dropout_p > 0
-    y, h, _, _ = norm_op(*flat, weight, bias, eps, center, dropout_p, seed, keep_sum, WHOLE)
+    shared = _shared(x.reshape(rows, width), backend, not keep_sum)
+    y, h, _, _ = norm_op(*flat, weight, bias, eps, center, dropout_p, seed, keep_sum, WHOLE, shared)
     y = y.view(x.shape)
     return (y, h.view(x.shape) if keep_sum else x) if prenorm else y
 
@@ -316,6 +331,9 @@ def rms_norm(
             h has the wider of both dtypes, and is what is normalised, after rounding.
         dropout_p, seed: dropout of x by Philox with counter (column, row); the same seed drops the same elements.
         prenorm: return (y, h).
+        backend: "hopper" keeps a row in shared memory (16 bits, widths that are multiples of 64 up to 81920, without
+            residual and dropout; compute capability 9.0), "portable", "reference"; "auto": what was seen right on a
+            card, the first of them for rows that registers do not hold.
 
     Raises:
         InvalidInputError: shapes or dtypes do not fit. UnsupportedError: the backend cannot run here.

@@ -36,8 +36,10 @@ CHECKED: dict[tuple[int, int, bool], tuple[str, ...]] = {
 # K, padded to 64 or 128, of what takes `both_kernel` (with V up to 64): its warps and stages. Mamba-2 on an H200, 8 x
 # 2048 steps with 80 heads, K 128: 1522 us for 1893 by a walk each; 16 x 4096 with 16 heads, K 64: 639 for 971.
 BOTH: dict[int, tuple[int, int]] = {64: (4, 2), 128: (8, 3)}
-# (K, V) of `plain` that tests/gpu found right on an H200. None yet.
-PLAIN_CHECKED: tuple[tuple[int, int], ...] = ()
+# (K, V) of `plain` that were seen right on an H200, without states given, and equal to the kernels of `chunked` but for
+# roundings: 237 us for 500 at 8 x 2048 steps, 16 heads, K = V = 128, without gates, and 263 for 752 with decays.
+PLAIN_CHECKED: tuple[tuple[int, int], ...] = ((128, 128), (16, 64))
+PLAIN_WITH_STATES = False
 _LEAST_SCALE = 2.0**-60  # the gradient of a final state is divided by the scale
 _SHORT = CHUNK  # steps: with fewer, two states given weigh so much in dg that bfloat16 is not enough for them
 _COLUMNS = 64  # of k that a program of walks 1 and 2 takes; 128 took 3 % longer
@@ -69,9 +71,11 @@ def unseen(key_dim: int, value_dim: int, weighted: bool, states: bool, segments:
     return f"{segments} segments" if segments > 1 and "segments" not in beside else None
 
 
-def plain_unseen(key_dim: int, value_dim: int) -> str | None:
-    """Why `plain` is not taken for these sizes, or None."""
-    return None if (key_dim, value_dim) in PLAIN_CHECKED else f"K = {key_dim}, V = {value_dim} without gates' gradients"
+def plain_unseen(key_dim: int, value_dim: int, states: bool) -> str | None:
+    """Why `plain` is not taken for these sizes, or None. states: one or both are given."""
+    if (key_dim, value_dim) not in PLAIN_CHECKED:
+        return f"K = {key_dim}, V = {value_dim} without gates' gradients"
+    return "states given" if states and not PLAIN_WITH_STATES else None
 
 
 def _flipped(x: Tensor | None) -> Tensor | None:

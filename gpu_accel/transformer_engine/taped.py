@@ -30,7 +30,7 @@ from gpu_accel.transformer_engine.tape import Tape
 from gpu_accel.transformer_engine.tensor import QuantizedTensor
 
 MOST = 64  # kinds of steps that a layer remembers
-GPU_CHECKED = False  # whether tests/gpu/test_transformer_engine.py has found the same bits on a GPU
+GPU_CHECKED = True  # whether tests/gpu/test_transformer_engine.py has found the same bits on a GPU
 ON_CPU = False  # for tests: in Triton's interpreter too
 _SEEN = 1
 

@@ -1,6 +1,7 @@
 """The `norms` experiment: fused rows next to a copy of as many bytes (the ceiling) and to torch.
 
     portable         ours, plain Triton
+    hopper           ours, rows of 65536 in shared memory (Gluon)
     copy             torch's copy, on the device, of as many bytes as the case must move
     copy-kernel      as many bytes by an elementwise kernel of torch (every bit turned): copies of 256 MB, which the
                      driver does, read 2.7 of 4.3 TB/s on an H200
@@ -24,8 +25,10 @@ from gpu_accel.workbench.experiment import Case, Check, Implementation, Settings
 
 from . import judging
 from .judging import DTYPES, Function, randn
+from .sequences import hopper_refusal
 
 OPS = ("rms_norm", "layer_norm", "add_rms_norm", "softmax", "rotary", "swiglu")
+_SHARED = ("rms_norm", "layer_norm", "softmax")  # which have a kernel for long rows
 HEAD_DIM = 128  # of rotary; on a CPU rows are shorter than that, and a row is a head
 _BASE = 10000.0
 
@@ -180,9 +183,14 @@ def build(case: Case, settings: Settings) -> Workload:
         source, target = words()
         return lambda: torch.bitwise_not(source, out=target)
 
+    hopper = []
+    if case["op"] in _SHARED and int(case["width"]) > rows.WHOLE and not backward:
+        why = hopper_refusal(settings, str(case["dtype"]))
+        hopper = [made("hopper", "ours", lambda: _ours(case, device, "hopper"), why)]
     return Workload(
         implementations=[
             made("portable", "ours", lambda: _ours(case, device, "portable")),
+            *hopper,
             Implementation(
                 name="copy", role="reference", check=check_copy, make=make_copy, note="torch copy_ of as many bytes"
             ),

@@ -149,7 +149,7 @@ def build_attention(case: Case, settings: Settings) -> Workload:
     if case["gate"] == "key":
         why = "there is no kernel in Gluon for gates of every key dimension"
         values = torch.empty(0, 0, 0, value_dim, dtype=DTYPES[str(case["dtype"])], device=settings.device)
-        plain = gla_refusal(values, key_dim, False) or ""
+        plain = gla_refusal(values, key_dim) or ""
     return Workload(
         implementations=[
             made("hopper", "ours", _linear(case, "hopper"), why=why),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gpu_accel.cuda_llm import Verdict
-from gpu_accel.cuda_llm.other_clocks import ALLOWED, GAP_MS, STAMP, count_of, judge_clocks
+from gpu_accel.cuda_llm.other_clocks import ALLOWED, STAMP, count_of, judge_clocks
 from gpu_accel.cuda_llm.repeats import Bits, Log, judge_repeats, repeat
 from gpu_accel.cuda_llm.verdict import Kind, Rejected
 
@@ -121,16 +121,19 @@ def test_a_process_that_repeated_nothing_has_not_passed(said) -> None:
 
 
 def test_clocks_that_agree_and_that_do_not() -> None:
-    assert judge_clocks({"host": 0.1, "gpu": 0.09}, 0.1) == "other clocks agree (host 0.1 ms, gpu 0.09 ms in a row)"
-    assert "gpu" not in judge_clocks({"host": 0.1, "gpu": "0"}, 0.1)
-    assert judge_clocks({"host": ALLOWED * 0.1 + GAP_MS}, 0.1)
-    for told in ({"host": 0.3, "gpu": 0.1}, {"host": 0.1, "gpu": 0.3}):
+    told = {"events": 0.1, "host": 0.11, "gpu": 0.1}
+    assert judge_clocks(told) == "clocks agree: host 0.11, gpu 0.1 and events 0.1 ms a launch, in a row"
+    assert "gpu" not in judge_clocks(told | {"gpu": "0"})
+    assert judge_clocks({"events": 0.1, "host": ALLOWED * 0.1})
+    for late in ({"host": 0.3}, {"gpu": 0.3}):
         with pytest.raises(Rejected) as caught:
-            judge_clocks(told, 0.1)
+            judge_clocks(told | late)
         assert caught.value.verdict is Verdict.UNVERIFIED and "clocks disagree" in caught.value.detail
-    for nothing in (None, {}, {"host": float("inf")}, {"host": -1.0}, {"host": 1}):
-        with pytest.raises(Rejected):
-            judge_clocks(nothing, 0.1)
+    for nothing in (None, {}, {"host": 0.1}, {"events": 0.1}, told | {"events": float("inf")}, told | {"events": 1},
+                    {"events": 0.1, "host": -1.0}):  # fmt: skip
+        with pytest.raises(Rejected) as caught:
+            judge_clocks(nothing)
+        assert caught.value.verdict is Verdict.CRASHED
 
 
 def test_enough_launches_fill_the_window() -> None:

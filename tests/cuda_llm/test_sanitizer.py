@@ -116,6 +116,7 @@ def test_the_tool_gets_launches_of_small_shapes(monkeypatch: pytest.MonkeyPatch,
     assert found.ok, (found, kept)
     launches = json.loads(kept["memcheck"][kept["memcheck"].index("[{"):].splitlines()[0])
     assert len(launches) == kept["launches"] == sanitizer.LAUNCHES
-    assert launches[0]["parameters"][:2] == ["x", "out"] and launches[0]["buffers"]["x"][2] == 4000
-    assert launches[0]["parameters"][2] == 1000 and launches[0]["scratch"] == 0
+    (one,) = launches[0]["passes"]
+    assert one["parameters"][:2] == ["x", "out"] and launches[0]["buffers"]["x"][2] == 4000
+    assert one["parameters"][2] == 1000 and one["scratch"] == 0
     assert "compute-sanitizer memcheck of 4 launches" in found.verified_by and "no shared memory" in found.detail

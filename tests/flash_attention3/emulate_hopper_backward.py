@@ -96,21 +96,22 @@ class Emulation:
     """One call: `programs` of head_dim 64 (128 query rows a step) or 128 (64 rows)."""
 
     def __init__(self, *, sq: int, sk: int, dim: int = 64, heads: int = 2, heads_kv: int = 1, batch: int = 1,
-                 causal: bool = False, dynamic: bool = False, early: bool = False, direct: bool = False,
-                 programs: int = 2, seed: int = 0):  # fmt: skip
+                 causal: bool = False, left: int = -1, dynamic: bool = False, early: bool = False, programs: int = 2,
+                 seed: int = 0):  # fmt: skip
         draw = np.random.default_rng(seed)
         self.dim, self.m = dim, 128 if dim == 64 else 64
         self.q, self.do = (draw.standard_normal((batch, heads, sq, dim)) for _ in range(2))
         self.k, self.v = (draw.standard_normal((batch, heads_kv, sk, dim)) for _ in range(2))
-        self.causal, self.dynamic, self.early, self.direct = causal, dynamic, early, direct
+        self.causal, self.dynamic, self.early = causal, dynamic, early
         self.num_m, self.num_n = -(-sq // self.m), -(-sk // (2 * KEYS))
         tiles = self.num_n * batch * heads_kv
-        self.shape = (sq, sk, heads_kv, heads // heads_kv, self.num_m, self.num_n, tiles, 1, -1, 0 if causal else -1)
+        self.shape = (sq, sk, heads_kv, heads // heads_kv, self.num_m, self.num_n, tiles, 1, left, 0 if causal else -1)
         self.programs = min(programs, tiles)
         self.unit = dim**-0.5
         self.s = np.einsum("bhqd,bhkd->bhqk", self.q, np.repeat(self.k, heads // heads_kv, 1))
-        seen = np.arange(sk)[None, :] <= np.arange(sq)[:, None] + sk - sq
-        s = np.where(seen | (not causal), self.s * self.unit, -np.inf)
+        self.left = left
+        seen = self.seen(np.arange(sq)[:, None], np.arange(sk)[None, :])
+        s = np.where(seen, self.s * self.unit, -np.inf)
         top = np.maximum(s.max(-1, keepdims=True), -1e30)
         total = np.exp(s - top).sum(-1, keepdims=True)
         with np.errstate(all="ignore"):
@@ -126,6 +127,11 @@ class Emulation:
         self.dk, self.dv = (np.full((batch, heads_kv, self.num_n * 2 * KEYS, dim), np.nan) for _ in range(2))
         self.drawn, self.errors, self.lock = itertools.count(), [], threading.Lock()
 
+    def seen(self, row, key):
+        """Whether a query sees a key."""
+        distance = row + self.shape[1] - self.shape[0] - key
+        return ((distance >= 0) | (not self.causal)) & ((distance <= self.left) | (self.left < 0))
+
     def names(self, named: NamedBarriers, lock: threading.Condition) -> dict:
         sq, sk, *_ = self.shape
 
@@ -133,7 +139,7 @@ class Emulation:
             with np.errstate(all="ignore"):
                 p = np.exp2(np.asarray(s) * qk_scale - np.asarray(lse)[None, :])
             key, row = key0 + np.arange(KEYS)[:, None], row0 + np.arange(self.m)[None, :]
-            p = np.where((key < sk) & ((key <= row + shift) | (not self.causal)), p, 0.0).view(Tensor)
+            p = np.where((key < sk) & self.seen(row, key), p, 0.0).view(Tensor)
             return p, p
 
         def pending() -> list:
@@ -155,10 +161,6 @@ class Emulation:
                 self.dq[at[0] // 16] += x
 
             send(view, take)
-
-        def add_fragment(total, number, x):
-            with self.lock:
-                self.dq[number] += x
 
         def tma_store(desc, at, view):
             def take(x):
@@ -200,8 +202,7 @@ class Emulation:
             bar_sync_at=named.sync, bar_arrive_at=named.arrive, fence_async_shared=nothing,
             release=lambda empty, stage, barrier, threads: named.arrive(barrier + stage, threads),
             _sync_where=lambda wanted, *args: named.sync(*args) if wanted else None,
-            _stage_fragment=lambda view, x: view.store(x), _ds_of=ds_of,
-            _add_fragment=add_fragment, probabilities=probabilities,
+            _stage_fragment=lambda view, x: view.store(x), _ds_of=ds_of, probabilities=probabilities,
             pack_pairs=lambda p, dtype: p, unpack_pairs=lambda p, dtype, layout: p,
             unpack_floats=lambda p, dtype, layout: p, publish_tile=publish_tile, receive_tile=receive_tile,
             zero_rows=nothing,
@@ -248,7 +249,7 @@ class Emulation:
             named = NamedBarriers(lock)
             all_named.append(named)
             names = self.names(named, lock)
-            k_slots, v_slots = 2, 2 if dim == 64 or self.direct else 1
+            k_slots, v_slots = 2, 2 if dim == 64 else 1
             bufs = (Buffers(2, m, dim), Buffers(2, m, dim), Buffers(2 * k_slots, KEYS, dim),
                     Buffers(2 * v_slots, KEYS, dim), Buffers(2, KEYS, 2 * m), Buffers(4, m),
                     Buffers(2, 64, 64))  # fmt: skip
@@ -256,13 +257,14 @@ class Emulation:
                     Barriers(v_slots, 2, lock), Barriers(2, 1, lock), Barriers(2, 1, lock), None,
                     Barriers(2, 1, lock), Barriers(2, 3, lock), Queue())  # fmt: skip
             scales = (self.unit, self.unit * LOG2_E, 0.0)
-            switches = (dim, m, k_slots, v_slots, False, self.causal, sk % 128 == 0, self.dynamic, self.early)
+            masks = (self.causal, self.left >= 0)
+            switches = (dim, m, k_slots, v_slots, False, *masks, sk % 128 == 0, self.dynamic, self.early)
             calls = [(128, names["_consumer"], wg, bufs, bars, self.dk, self.dv, self.shape, scales, *switches)
                      for wg in range(2)]  # fmt: skip
-            calls.append((128, names["_dq"], bufs, bars, None, self.dq if self.direct else None, self.shape, dim, m,
-                          k_slots, self.causal, self.dynamic))  # fmt: skip
+            calls.append((128, names["_dq"], bufs, bars, None, self.shape, dim, m, k_slots, *masks,
+                          self.dynamic))  # fmt: skip
             calls.append((32, names["_producer"], bufs, bars, None, q, do, k, v, stat, None, None, self.shape, (),
-                          m, k_slots, v_slots, self.causal, False, self.dynamic, False, True, False))  # fmt: skip
+                          m, k_slots, v_slots, *masks, self.dynamic, False, True, False))  # fmt: skip
             threads += [threading.Thread(target=guarded, args=(program, *call), daemon=True) for call in calls]
         for thread in threads:
             thread.start()

@@ -12,14 +12,15 @@ else:
     pytest.skip("this Triton has no usable Gluon dialect", allow_module_level=True)
 
 
-@pytest.mark.parametrize("options", [{}, {"early": True}, {"early": True, "direct": True}], ids="-".join)
+@pytest.mark.parametrize("early", [False, True], ids=["behind-s", "early"])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize(
-    ("sq", "sk", "heads", "heads_kv", "causal"),
-    [(1, 1, 1, 1, False), (300, 700, 4, 2, True), (700, 130, 3, 1, True), (513, 640, 2, 2, False)],
+    ("sq", "sk", "heads", "heads_kv", "causal", "left"),
+    [(1, 1, 1, 1, False, -1), (300, 700, 4, 2, True, -1), (700, 130, 3, 1, True, 90), (513, 640, 2, 2, False, -1)],
     ids=str,
 )
-def test_lengths_and_masks(sq, sk, heads, heads_kv, causal, dim, options):
-    call = Emulation(sq=sq, sk=sk, dim=dim, heads=heads, heads_kv=heads_kv, causal=causal, dynamic=causal, **options)
+def test_lengths_and_masks(sq, sk, heads, heads_kv, causal, left, dim, early):
+    shape = dict(sq=sq, sk=sk, dim=dim, heads=heads, heads_kv=heads_kv)
+    call = Emulation(**shape, causal=causal, left=left, dynamic=causal, early=early)
     call.run()
     call.check()

@@ -61,17 +61,20 @@ def test_seamless_by_itself_only_for_what_was_timed(d):
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("d", [64, 128])
-def test_which_backward_frees_rows_warp_by_warp(d, causal):
-    def plain(dtype=torch.bfloat16, seqlen_k=512, features=(), bounded=False, packed=False):
-        return hopper_backward._plain(dtype, d, seqlen_k, frozenset(features), bounded=bounded, packed=packed)
+def test_which_backward_has_dq_apart(d, causal):
+    def apart(features=(), bounded=False, packed=False):
+        return hopper_backward._plain(frozenset(features), bounded=bounded, packed=packed)
 
-    config = hopper_backward.backward_config(d, causal=causal, plain=True)
-    assert config.named and config.lean and not config.late
-    assert not hopper_backward.backward_config(d, causal=causal).named
-    assert plain() and plain(features=("sinks", "batch_invariant"))
-    assert plain(seqlen_k=500) == plain(seqlen_k=1) == (d == 128)
-    assert not any((plain(torch.float16), plain(bounded=True), plain(packed=True)))
-    assert not any(plain(features=(name,)) for name in ("alibi_slopes", "score_mod", "mask_mod", "block_mask"))
+    def early(seqlen_k):
+        return hopper_backward.backward_config(d, causal=causal, apart=True, seqlen_k=seqlen_k).early
+
+    config = hopper_backward.backward_config(d, causal=causal, apart=True)
+    assert config.apart
+    assert early(4096) and early(512) != causal and early(1024) != causal
+    assert not hopper_backward.backward_config(d, causal=causal).apart
+    assert apart() and apart(features=("sinks", "batch_invariant"))
+    assert not apart(bounded=True) and not apart(packed=True)
+    assert not any(apart(features=(name,)) for name in ("alibi_slopes", "score_mod", "mask_mod", "block_mask"))
 
 
 def test_names_that_differ_between_tritons_are_in_one_place():

@@ -15,11 +15,12 @@ import torch.multiprocessing
 
 from gpu_accel.flash_attention3 import flash_attn_func
 from gpu_accel.flash_attention3.reference import attention_truth, attention_truth_backward
-from gpu_accel.ring_attention import RingAttention, make_layout
+from gpu_accel.ring_attention import RingAttention, hopper_backward, lanes, make_layout
 from gpu_accel.ring_attention.attention import distributed_attention, gather_sequence, make_call
-from gpu_accel.ring_attention.masks import pieces
+from gpu_accel.ring_attention.masks import Piece, pieces
+from gpu_accel.ring_attention.replay import Replay
 from gpu_accel.ring_attention.simulate import simulate_attention
-from gpu_accel.ring_attention.step import Running
+from gpu_accel.ring_attention.step import Running, delta_of
 from gpu_accel.ring_attention.wire import decode, encode
 from gpu_accel.testing import (
     assert_close_to_truth,
@@ -141,6 +142,40 @@ def test_keys_in_eight_bits_on_the_wire(kind: torch.dtype):
         assert_close_to_truth(name, x, truth, ruler, floor=8e-3)
 
 
+@pytest.mark.parametrize("heads_kv", [32, 8])
+def test_one_rank_in_lanes(heads_kv: int, monkeypatch):
+    """Of four ranks, with its own keys: the halves of the heads on two streams, and all of them on one."""
+    make = torch.Generator("cuda").manual_seed(4)
+    shapes = [(1, 8192, heads, 128) for heads in (32, heads_kv, heads_kv, 32)]
+    q, k, v, do = (torch.randn(s, device="cuda", generator=make).bfloat16() for s in shapes)
+    replay = Replay(q, k, v, layout=make_layout("zigzag", seqlen=4 * 8192, ranks=4), rank=2, causal=True)
+    found = []
+    for wanted in (False, True, True):
+        monkeypatch.setattr(lanes, "WANTED", wanted)
+        assert lanes.useful(q, k) == wanted
+        o, lse = replay.forward()
+        found.append((o, lse, replay.backward(do, o, lse)))
+    for o, lse, dq in found[1:]:
+        assert torch.equal(o, found[0][0]) and torch.equal(lse, found[0][1])
+        assert relative_error(dq, found[0][2]) < 1e-2
+
+
+def test_sums_of_half_of_the_heads():
+    make = torch.Generator("cuda").manual_seed(5)
+    q, do = (torch.randn(1, 1024, 8, 128, device="cuda", generator=make).bfloat16() for _ in range(2))
+    k, v = (torch.randn(1, 1024, 4, 128, device="cuda", generator=make).bfloat16() for _ in range(2))
+    o, lse = flash_attn_func(q, k, v, return_lse=True)
+    found = []
+    for halves in ((None,), (0, 1), (1, 0)):
+        work = hopper_backward.Gradients(do, q, lse, delta_of(do, o), softmax_scale=128**-0.5, softcap=0.0)
+        into = torch.zeros(hopper_backward.sum_size(k), device="cuda")
+        for half in halves:
+            work.add(Piece(0, 1024, 0, 1024), k, v, into, half)
+        found.append((work.dq_sum, into))
+    for dq, sums in found[1:]:
+        assert torch.equal(sums, found[0][1]) and relative_error(dq, found[0][0]) < 1e-5
+
+
 def test_the_module_on_one_gpu():
     q, k, v, _ = (x.transpose(1, 2) for x in inputs())
     o = RingAttention(num_gpus=8, simulate=True)(q, k, v, causal=True)
@@ -153,10 +188,6 @@ def test_the_module_on_one_gpu():
 
 def _sums_of_gradients():
     """A call that adds up dq, dk and dv of 8192 unmasked rows and 32 heads, a few milliseconds of one kernel."""
-    from gpu_accel.ring_attention import hopper_backward
-    from gpu_accel.ring_attention.masks import Piece
-    from gpu_accel.ring_attention.step import delta_of
-
     rows, heads, dim = 8192, 32, 128
     make = torch.Generator("cuda").manual_seed(0)
     q, k, v, do = (torch.randn(1, rows, heads, dim, device="cuda", generator=make).bfloat16() for _ in range(4))
@@ -421,13 +452,14 @@ def test_a_mistake_of_one_rank_is_an_error_on_all(ranks: int):
     run_ranks(_mistakes, ranks)
 
 
-def _graph(rank: int, ranks: int, seqlen: int, both: bool) -> None:
+def _graph(rank: int, ranks: int, seqlen: int, heads: int, both: bool) -> None:
     """The ring in a CUDA graph, replayed with other inputs: the bits of the ring outside it."""
     from gpu_accel.ring_attention.schedules import kv_ring
 
     transport = _transport("symmetric")
     layout = make_layout("zigzag", seqlen=seqlen, ranks=ranks)
-    qkv = make_qkv(**{**SHAPE, "seqlen_q": seqlen}, dtype=torch.bfloat16, device=f"cuda:{rank}", seed=0)
+    shape = {**SHAPE, "seqlen_q": seqlen, "heads": heads, "heads_kv": heads // 2}
+    qkv = make_qkv(**shape, dtype=torch.bfloat16, device=f"cuda:{rank}", seed=0)
     q, k, v, do = (layout.shard(x, rank) for x in (*qkv, random_like(qkv.q, seed=1)))
     call = make_call(q, k, v, layout, causal=True, deterministic=both)
     transport.agree("graph")
@@ -453,9 +485,35 @@ def _graph(rank: int, ranks: int, seqlen: int, both: bool) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize(("seqlen", "both"), [(1000, False), (1024, True)], ids=["forward", "both"])
-def test_the_ring_in_a_cuda_graph(seqlen: int, both: bool, ranks: int):
-    run_ranks(_graph, ranks, seqlen, both)
+@pytest.mark.parametrize(
+    ("seqlen", "heads", "both"),
+    [(1000, 8, False), (1024, 8, True), (16384, 64, False)],
+    ids=["forward", "both", "lanes"],
+)
+def test_the_ring_in_a_cuda_graph(seqlen: int, heads: int, both: bool, ranks: int):
+    run_ranks(_graph, ranks, seqlen, heads, both)
+
+
+def _in_lanes(rank: int, ranks: int) -> None:
+    """Halves of the heads on two streams, against all of them on one: everything but dq has the same bits."""
+    transport, layout = _transport("symmetric"), make_layout("zigzag", seqlen=8192 * ranks, ranks=ranks)
+    make = torch.Generator(f"cuda:{rank}").manual_seed(rank)
+    shapes = [(1, 8192, heads, 128) for heads in (32, 8, 8, 32)]
+    q, k, v, do = (torch.randn(s, device=f"cuda:{rank}", generator=make).bfloat16() for s in shapes)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    first = None
+    for lanes.WANTED in (False, True, True, True):
+        assert lanes.useful(q, k) == lanes.WANTED
+        o, lse = distributed_attention(*leaves, layout=layout, transport=transport, causal=True)
+        found = (o.detach(), lse, *torch.autograd.grad(o, leaves, do))
+        first = first or found
+        for name, x, before in zip(("o", "lse", "dq", "dk", "dv"), found, first, strict=True):
+            assert torch.equal(x, before) if name != "dq" else relative_error(x, before) < 1e-2, name
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_lanes_of_the_ring_give_the_same_bits(ranks: int):
+    run_ranks(_in_lanes, ranks)
 
 
 def _same_bits(rank: int, ranks: int) -> None:

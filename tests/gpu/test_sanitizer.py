@@ -37,7 +37,8 @@ SOURCES = HERE.parents[1] / "gpu_accel" / "flash_attention3"
 CALLS = [] if os.environ.get("GPU_ACCEL_SANITIZE") == "all" else ["forward-128", "packed-64", "backward-64", "whole-64"]
 # what hands numbers on through mbarriers, and the kernels themselves, whose partitions get their arguments so
 HANDED_ON = {f"{what}_{which}" for what in ("publish", "receive") for which in ("tile", "place", "entry")} | {"_field"}
-KERNELS = {"attention_forward_kernel", "attention_backward_kernel", "dkdv_kernel", "dq_kernel"}
+BACKWARD = {"attention_backward_kernel", "attention_backward_apart_kernel", "dkdv_kernel", "dq_kernel"}
+KERNELS = {"attention_forward_kernel", *BACKWARD}
 
 
 def sanitized(tool: str, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpu_accel.testing.overwritten import overwritten_operands, unwritten_registers
+from gpu_accel.testing.overwritten import lost_descriptors, overwritten_operands, unwritten_registers
 
 PTX = """
 $L__BB0_1:
@@ -83,11 +83,22 @@ UNIFORM = """
 def test_a_descriptor_of_nothing():
     (fault,) = unwritten_registers(UNIFORM.format(one="UIADD3 UR11, UP0, UR10, 0x2, URZ"))
     assert fault == "UIADD3 UR11, UP0, UR10, 0x2, URZ: nothing was ever written to UR10"
-    assert unwritten_registers(UNIFORM.format(one="@P1 MOV R202, UR10"))
-    for one in ("UIADD3.X UR7, UR5, -0x7fffffe0, URZ, UP0, !UPT", "UMOV UR10, 0x2", "MOV R1, UR6", "S2UR UR9, SR_X"):
+    assert unwritten_registers(UNIFORM.format(one="@UP1 ULEA UR11, UR10, UR4, 0x2"))
+    for one in ("UIADD3.X UR7, UR5, -0x7fffffe0, URZ, UP0, !UPT", "UMOV UR10, 0x2", "UMOV UR9, UR10", "S2UR UR9, SR_X"):
         assert not unwritten_registers(UNIFORM.format(one=one))
     # written further down, on the way to the turn that reads it
-    early = UNIFORM.replace("        /*0020*/", ".L_x_1:\n        /*0020*/").format(one="@P1 MOV R202, UR10")
+    early = UNIFORM.replace("        /*0020*/", ".L_x_1:\n        /*0020*/").format(one="ULEA UR11, UR10, UR4, 0x2")
     assert unwritten_registers(early)
     end = "        /*0050*/     UMOV UR10, 0x2 ;\n        /*0060*/     @P0 BRA `(.L_x_1) ;\n"
     assert not unwritten_registers(early + end)
+
+
+def test_one_register_for_both_halves_of_an_address():
+    """What ptxas 12.8 made of a base of 32 bits and 0x8000002000000040, and what it should have."""
+    lower = "        /*0000*/     UMOV UR4, 0x40 ;\n        /*0010*/     UIADD3 UR18, UP0, UR4, 0x40, URZ ;\n"
+    wrong = lower + "        /*0020*/     UIADD3.X UR19, UR4, -0x7fffffe0, URZ, UP0, !UPT ;\n"
+    (fault,) = lost_descriptors(wrong)
+    assert "UR4 is overwritten" in fault and "UIADD3.X UR19" in fault
+    assert not lost_descriptors(wrong.replace("UIADD3.X UR19, UR4", "UIADD3.X UR19, URZ"))
+    moved = lower + "        /*0018*/     UMOV UR4, URZ ;\n" + wrong.splitlines()[-1] + "\n"
+    assert not lost_descriptors(moved)

@@ -19,7 +19,6 @@ from gpu_accel.transformer_engine import hopper_gemm
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 _FAULTS = ("serializ", "never used", "overwritten", "ever written")  # words of what ptxas or its code say
 TENSOR, ROW, LINE, SQUARE = hopper_gemm.BLOCKS
-LATE = hopper_gemm.Fp8GemmConfig(parts=1, stages=6, group=8, late=True)
 
 
 def tile(layout: str = "nt", n: int = 1024, **options) -> None:
@@ -80,17 +79,39 @@ CASES = {
     ),
     "fp8-narrow": lambda: fp8(ROW, ROW, config=hopper_gemm.Fp8GemmConfig(parts=1, stages=6, deal=True)),
     "fp8-mixed": lambda: fp8(TENSOR, TENSOR, E5M2),
-    "fp8-wide-stacked": lambda: fp8(LINE, SQUARE, stacked=True, config=hopper_gemm.Fp8GemmConfig()),
+    "fp8-wide-stacked": lambda: fp8(LINE, SQUARE, stacked=True, config=hopper_gemm.Fp8GemmConfig(staged=True)),
     "fp8-odd-n": lambda: fp8(LINE, SQUARE, out=torch.empty(512, 5119, dtype=BF16)),
     "fp8-lines-add": lambda: fp8(LINE, LINE, out=torch.empty(512, 5120), accumulate=True),
     "fp8-gelu": lambda: fp8(TENSOR, TENSOR, activation="gelu", config=hopper_gemm.Fp8GemmConfig(deal=True)),
     "fp8-stacked": lambda: fp8(LINE, SQUARE, stacked=True),
     "fp8-stacked-row": lambda: fp8(ROW, ROW, stacked=True),
     "fp8-along": lambda: fp8(TENSOR, TENSOR, along=True),
-    "fp8-along-lines": lambda: fp8(LINE, LINE, along=True, config=LATE),
+    "fp8-along-lines": lambda: fp8(LINE, LINE, along=True),
     "fp8-along-lines-add": lambda: fp8(LINE, LINE, along=True, out=torch.empty(1024, 5120), accumulate=True),
-    "fp8-staged": lambda: fp8(LINE, SQUARE, config=hopper_gemm.Fp8GemmConfig(staged=True)),
-    "fp8-staged-lines": lambda: fp8(LINE, LINE, config=hopper_gemm.Fp8GemmConfig(parts=1, stages=5, staged=True)),
+    "fp8-lines-bf16": lambda: fp8(LINE, LINE),
+    "fp8-lines-wide": lambda: fp8(LINE, LINE, config=hopper_gemm.Fp8GemmConfig(stages=3, staged=True)),
+    "fp8-blocks-early": lambda: fp8(LINE, SQUARE, config=hopper_gemm.Fp8GemmConfig()),
+    "fp8-blocks-gelu": lambda: fp8(LINE, SQUARE, bias=torch.empty(5120), activation="gelu"),
+    "fp8-blocks-to-fp8": lambda: fp8(
+        LINE,
+        SQUARE,
+        out_dtype=E4M3,
+        out_scale=torch.ones(()),
+        amax=torch.zeros(()),
+        bias=torch.empty(5120),
+        activation="gelu",
+    ),
+    "fp8-blocks-add": lambda: fp8(LINE, SQUARE, out=torch.empty(512, 5120), accumulate=True),
+    "fp8-lines-gelu": lambda: fp8(LINE, LINE, bias=torch.empty(5120), activation="gelu"),
+    "fp8-lines-to-fp8": lambda: fp8(
+        LINE,
+        LINE,
+        out_dtype=E4M3,
+        out_scale=torch.ones(()),
+        amax=torch.zeros(()),
+        bias=torch.empty(5120),
+        activation="gelu",
+    ),
     "fp8-skinny-blocks": lambda: skinny(16, E4M3, LINE, SQUARE),
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpu_accel.errors import InvalidInputError
+from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.flash_attention3.rotary import apply_rotary
 from gpu_accel.thunderkittens import elements, reference, rows
 from tests.thunderkittens.helpers import close, randn, run
@@ -220,3 +220,12 @@ def test_no_more_rows_ahead_than_fit(width, dtype, loaded, stages, monkeypatch):
     x = torch.empty(1, dtype=dtype)
     _, options = rows._row_programs(width, x.device, *[x] * loaded, None)
     assert options["STAGES"] == stages
+
+
+def test_rows_in_shared_memory_are_for_hopper():
+    x = torch.zeros(2, 128, dtype=torch.bfloat16)
+    for call in (rows.softmax, rows.rms_norm, rows.layer_norm):
+        with pytest.raises(UnsupportedError, match="backend 'hopper': needs an NVIDIA GPU"):
+            call(x, backend="hopper")
+    with pytest.raises(UnsupportedError, match="residual and dropout"):
+        rows.rms_norm(x, residual=x, backend="hopper")

@@ -103,6 +103,48 @@ def {name}({arguments}, out, n, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, STR
 '''
 
 
+def _flat_passes(name: str, arguments: str, load: str) -> str:
+    """The same with a second kernel in place of the atomics: the sum comes in one order, with equal bits each time."""
+    return f'''# /// launch
+# task = "{name}"
+# grid = ["min(PROGRAMS, cdiv(n, BLOCK))"]
+# num_warps = 8
+# num_stages = 3
+# [constants]
+# BLOCK = 4096
+# PROGRAMS = 528
+# ALL = "next_power_of_2(PROGRAMS)"
+# STREAM = 1
+# [space]
+# BLOCK = [1024, 2048, 4096, 8192]
+# STREAM = [0, 1]
+# PROGRAMS = [132, 264, 528, 1056]
+# num_warps = [4, 8, 16]
+# num_stages = [1, 2, 3, 4]
+# [workspace.parts]
+# shape = ["PROGRAMS"]
+# [[then]]
+# entry = "finish"
+# grid = [1]
+# ///
+@triton.jit
+def {name}({arguments}, parts, n, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, STREAM: tl.constexpr):
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for start in range(tl.program_id(0).to(tl.int64) * BLOCK, n, PROGRAMS * BLOCK):
+        i = start + tl.arange(0, BLOCK)
+    {load.replace(chr(10), chr(10) + "    ")}
+        acc += value
+    tl.store(parts + tl.program_id(0), tl.sum(acc, 0))
+
+
+@triton.jit
+def finish(parts, out, n, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, ALL: tl.constexpr):
+    i = tl.arange(0, ALL)
+    used = (i < PROGRAMS) & (i < tl.cdiv(n, BLOCK))
+    tl.store(out, tl.sum(tl.load(parts + i, mask=used, other=0.0), 0))
+'''
+
+
 def _flat_shuffle(name: str, inputs: tuple[str, ...], value: str, scale: str = "") -> str:
     """CUDA C++: vector loads, UNROLL independent sums a thread, shuffles within a warp, a scaled atomic a block."""
     named = "".join(f"const float* {one}, " for one in inputs)
@@ -276,6 +318,7 @@ REDUCTION = Task(
     features=(
         _flat_loop("reduction", "x", _SUM),
         _flat_shuffle("reduction", ("x",), "xv"),
+        _flat_passes("reduction", "x", _SUM),
     ),
     naive_cuda=_flat_cuda("reduction", ("x",), "x[i]"), **_N,
 )  # fmt: skip
@@ -288,6 +331,7 @@ DOT = Task(
     features=(
         _flat_loop("dot", "x, y", _DOT),
         _flat_shuffle("dot", ("x", "y"), "xv * yv"),
+        _flat_passes("dot", "x, y", _DOT),
     ),
     naive_cuda=_flat_cuda("dot", ("x", "y"), "x[i] * y[i]"), **_N,
 )  # fmt: skip

@@ -50,7 +50,7 @@ def forward_on(ring: Ring, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple
     """The forward on any ring: q, k, v are this place's block. Returns o of the dtype of q, and lse."""
     hops = ring.hops(call.mask)
     steps = [ring.pieces(0, -step, call.mask) for step in range(hops + 1)]
-    if hops and ring.transport.pushes and call.overlap and lanes.useful(q, k) and _in_lanes(q, k, v, call):
+    if hops and lanes.fit(ring.transport, call) and lanes.useful(q, k) and _in_lanes(q, k, v, call):
         return _forward_in_lanes(ring, q, k, v, call, steps)
     running = Running(q, v.shape[-1], steps, call)
     blocks = Blocks(ring, (k, v), hops, call)

@@ -105,7 +105,7 @@ def backward_on(
         do, q, lse, delta, softmax_scale=call.softmax_scale, softcap=call.softcap, deterministic=call.deterministic
     )
     first, last = halves(ring.pieces(0, 0, call.mask), 128 if hops else 0)
-    in_lanes = hops and transport.pushes and call.overlap and len(q) == 1 and not call.deterministic
+    in_lanes = hops and lanes.fit(transport, call) and len(q) == 1 and not call.deterministic
     both = lanes.Lanes(q.device) if in_lanes and lanes.useful(q, k) else None
 
     def add(found: tuple[Piece, ...], keys: Tensor, values: Tensor, into: Tensor) -> None:
