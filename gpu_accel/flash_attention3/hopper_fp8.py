@@ -69,7 +69,9 @@ def forward_config(head_dim: int, *, causal: bool, seqlen_k: int, out_bytes: int
             ahead=False,
         )
     stages = 4 if head_dim <= 64 or seqlen_k > 1024 else 3
-    return Fp8ForwardConfig(block_n=128, stages=stages, ping_pong=True, dynamic=causal)
+    return Fp8ForwardConfig(
+        block_n=128, stages=stages, ping_pong=True, dynamic=causal, under=2 if head_dim <= 64 else 0
+    )  # fmt: skip
 
 
 def shift_of(largest: float, growth: float) -> float:

@@ -10,6 +10,7 @@ import triton
 
 from gpu_accel.flash_attention3 import hopper_fp8, launch
 from gpu_accel.testing.compile_only import compile_only, use_target
+from gpu_accel.testing.descriptors import descriptors_of_two_origins
 
 CASES = {
     "d128": (128, {}),
@@ -50,6 +51,7 @@ def main(names: list[str]) -> None:
             "repacking": got.instructions["PRMT"],
             "shuffles": got.instructions["SHFL"],
             "warnings": got.warnings,
+            "descriptors": descriptors_of_two_origins(got.sass),
         }
         print(json.dumps(row), flush=True)
 

@@ -38,7 +38,7 @@ for name, options in CASES.items():
         portable_decode.forward(call, o, lse)
 
 from gpu_accel.flash_attention3 import hopper_decode
-for name, options in {"registers": {"page": 16}, "registers-e4m3": {"kind": "e4m3"}}.items():
+for name, options in {"registers": {"page": 16}, "registers-e4m3": {"kind": "e4m3", "page": 16}}.items():
     arguments = make(batch=1, heads=32, heads_kv=8, dim=128, capacity=4096, lengths=[4096], poison=False, **options)
     call = make_call(**arguments)
     assert hopper_decode.refuse(call) is None and hopper_decode.untimed(call) is None

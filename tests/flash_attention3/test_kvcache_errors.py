@@ -269,8 +269,8 @@ def test_auto_takes_the_gluon_kernel_only_where_it_was_timed(hopper, options, wh
     [
         ({}, "4 warps of 16 keys, 2 per SM; 8 tiles, 32 splits"),
         ({"page": 16}, "of 16 keys"), ({"page": 1}, "of 16 keys"), ({"kind": "e4m3"}, "of 32 keys"),
-        ({"kind": "e4m3", "page": 32}, "of 32 keys"), ({"kind": "e4m3", "page": 16}, "of 16 keys"),
-        ({"new": 1, "causal": True}, "of 16 keys"),
+        ({"kind": "e4m3", "page": 32}, "of 32 keys"), ({"kind": "e4m3", "page": 16}, "of 32 keys"),
+        ({"kind": "e4m3", "page": 8}, "of 16 keys"), ({"new": 1, "causal": True}, "of 16 keys"),
     ],
 )  # fmt: skip
 def test_auto_takes_the_gluon_kernel(hopper, options, plan):
