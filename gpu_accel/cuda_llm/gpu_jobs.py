@@ -234,23 +234,27 @@ class Launches:
 
     def __init__(self, memories: Sequence[Memory], log: Log | None = None) -> None:
         self.memories, self.log, self.count, self.last = memories, log, 0, memories[0]
-        self.pending: list[Memory] = []
+        self.pending: list[Memory] = []  # to be made ready
+        self.used: list[Memory] = []  # what has been launched on since it was
 
     def on(self, memory: Memory) -> None:
         """It was."""
         self.count, self.last = self.count + 1, memory
-        if memory not in self.pending:
-            self.pending.append(memory)
+        for listed in (self.pending, self.used):
+            if memory not in listed:
+                listed.append(memory)
 
     def kept(self) -> tuple[int, list[Any]]:
         """Seed of the inputs and outputs of the last launch."""
         return self.last.seed, self.last.outputs()
 
     def refresh(self) -> None:
-        """Make all memory ready that a launch has used."""
+        """Make all memory ready that a launch has used; the log, if there is one, sees before what was left there."""
+        for memory in self.used if self.log else ():
+            self.log.note(memory)  # type: ignore[union-attr]
         for memory in self.pending:
             memory.refresh()
-        self.pending = []
+        self.pending, self.used = [], []
 
 
 class Counted:
@@ -279,9 +283,6 @@ def _timer(launches: Launches, keep: set[int], kept: list[tuple[int, list[Any]]]
             if launches.pending:
                 if launches.count in keep:
                     kept.append(launches.kept())
-                if launches.log:
-                    for memory in launches.pending:
-                        launches.log.note(memory)
                 launches.refresh()
             super().flush(clean=clean)
 

@@ -132,11 +132,15 @@ def key_range(
     if RIGHT:
         hi = tl.minimum(sk, m_last + sk - sq + window_right + 1)
         full_hi = tl.minimum(sk, tl.maximum(m0 + sk - sq + window_right + 1, 0))
-    if USED_Q:
-        hi = tl.where(m0 < sq, hi, 0)
     if TAIL:
         full_hi = tl.maximum(full_hi // N * N, lo)
-    return lo, hi, tl.minimum(full_lo, full_hi), full_hi
+    full_lo = tl.minimum(full_lo, full_hi)
+    if USED_Q:
+        # A tile behind the last row that counts: where a window would begin for it there need be no keys.
+        counts = m0 < sq
+        lo, hi = tl.where(counts, lo, 0), tl.where(counts, hi, 0)
+        full_lo, full_hi = tl.where(counts, full_lo, 0), tl.where(counts, full_hi, 0)
+    return lo, hi, full_lo, full_hi
 
 
 @triton.jit

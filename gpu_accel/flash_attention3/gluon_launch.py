@@ -46,8 +46,8 @@ class QuickLaunch:
             compiled = self._compiled[variant] = self.kernel[(programs,)](*arguments, **constants, **options)
         else:
             compiled[(programs, 1, 1)](*arguments, *values)
-        if launch._seen is not None:
-            launch._seen(self.kernel, compiled, (programs,), arguments, {**constants, **options})
+        if (seen := launch._seen) is not None:
+            seen(self.kernel, compiled, (programs,), arguments, {**constants, **options})
 
 
 def tensor_map(x: Tensor, rows: int, cols: int):

@@ -145,12 +145,13 @@ def launch(kernel: Any, programs: int | tuple[int, ...], arguments: tuple, optio
         _hook(kernel, programs, arguments, options)
         return
     grid = programs if isinstance(programs, tuple) else (programs,)
-    if _seen is None:
+    seen = _seen  # which another thread may set
+    if seen is None:
         kernel[grid](*arguments, **options)
         return
     with _disable_current_modes():  # the interpreter copies tensors
         compiled = kernel[grid](*arguments, **options)
-    _seen(kernel, compiled, grid, arguments, options)
+    seen(kernel, compiled, grid, arguments, options)
 
 
 @contextlib.contextmanager

@@ -198,7 +198,7 @@ def _walks_back(do, dfinal, q, k, v, g, w, initial, places, *, want_dg, scale, c
     if want_dg:
         why = walk_back.unseen(q.shape[-1], v.shape[-1], w is not None, first or last, segments)
     else:
-        why = walk_back.plain_unseen(q.shape[-1], v.shape[-1], first or last)
+        why = walk_back.plain_unseen(q.shape[-1], v.shape[-1], group > 1)
     if why or walk_back.refusal(q, k, v, places.cu, chunk, scale, want_dg and first and last):
         return None
     local = dlocal = None

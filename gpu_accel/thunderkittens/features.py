@@ -264,7 +264,8 @@ def hedgehog_attention(
         scale: of the window's scores, any number, K**-0.5 unless given. window_factor, linear_factor: (heads of v,),
             1 unless given; differentiable, and of any floating dtype.
         fused: with a window, its softmax and the sum of both parts in one kernel (16 bits, K and V up to 128, sequences
-            of one length), or by flash_attention3 and kernels around it. None: in one where a card has seen it right.
+            of one length), or by flash_attention3 and kernels around it. None: for "auto" in one where a card has seen
+            it right and there are heads enough to fill it, else by several.
 
     Returns:
         o (batch, seqlen, heads, V) in the dtype of v, differentiable in all five.
@@ -298,7 +299,7 @@ def hedgehog_attention(
     tensors = (q, k, v, q_map, k_map, window_factor, linear_factor)
     why = hedgehog_fused.refusal(q, v, cu_seqlens) if kernels else f"backend {backend!r} is not by kernels here"
     _need_fused(fused, why)
-    if why is None and (v.dtype in hedgehog_fused.CHECKED if fused is None else fused):
+    if why is None and (backend == "auto" and hedgehog_fused.taken(v) if fused is None else fused):
         return hedgehog_fused.window_op(*tensors, window, scale, backend != "portable")
     return hedgehog_in_parts(*tensors, cu_seqlens, window=window, scale=scale, backend=backend, kernels=kernels)
 

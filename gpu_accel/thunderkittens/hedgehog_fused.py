@@ -25,8 +25,8 @@ from gpu_accel.thunderkittens import chunked, walk_hopper, window_kernels, windo
 _ROWS = 16 if INTERPRET else 64
 _ONES = 64  # columns of ones that sum weights up: a tile of the kernels
 _LAUNCH = dict(num_warps=4, num_stages=2)
-# What tests/gpu/test_windowed.py has passed on: "auto" takes these kernels for these dtypes alone. None yet.
-CHECKED: tuple[torch.dtype, ...] = ()
+# What tests/gpu/test_windowed.py has passed on (H200, Triton 3.6.0): "auto" takes these kernels for these dtypes alone.
+CHECKED: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
 
 
 def refusal(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> str | None:
@@ -38,6 +38,13 @@ def refusal(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> str | None:
     if max(q.shape[3], v.shape[3]) > 128:
         return f"takes K and V up to 128, got {q.shape[3]} and {v.shape[3]}"
     return None
+
+
+def taken(v: Tensor) -> bool:
+    """Whether "auto" takes these kernels: seen right, and as many heads as fill a GPU, since sequences are not cut."""
+    tiles = -(-v.shape[3] // 64)
+    few = chunked.segments_for(v.shape[0], v.shape[2], tiles, -(-v.shape[1] // chunked.CHUNK)) > 1
+    return v.dtype in CHECKED and not few
 
 
 def _averages(left: Tensor, right: Tensor, v: Tensor, hopper: bool) -> tuple[Tensor, Tensor]:

@@ -9,8 +9,8 @@ from torch import Tensor
 from gpu_accel.flash_attention3.gluon_launch import QuickLaunch, gluon_available, multiprocessors
 from gpu_accel.flash_attention3.launch import capability
 
-# What tests/gpu/test_thunderkittens.py has passed on: "softmax", "rms", "layer". None yet.
-CHECKED: tuple[str, ...] = ()
+# What tests/gpu/test_thunderkittens.py has passed on in bfloat16 (H200, Triton 3.6.0): "auto" takes it for that alone.
+CHECKED: tuple[str, ...] = ("softmax", "rms", "layer")
 _OPS = {"softmax": 0, "rms": 1, "layer": 2}
 _LINE, _LINES, _STAGES, _WARPS = 64, 128, 13, 16
 _AHEAD = 3  # blocks of the next row that have room beside a whole one
@@ -36,7 +36,8 @@ def refusal(x: Tensor) -> str | None:
 
 def takes(x: Tensor, op: str, width_of_registers: int) -> bool:
     """Whether "auto" takes this kernel: too wide for registers, and seen right."""
-    return op in CHECKED and x.shape[1] > width_of_registers and refusal(x) is None
+    seen = op in CHECKED and x.dtype == torch.bfloat16
+    return seen and x.shape[1] > width_of_registers and refusal(x) is None
 
 
 def run(
@@ -53,8 +54,10 @@ def run(
     lines = width // _LINE
     programs = min(rows, multiprocessors(x.device))
     optional = [y if t is None else t for t in (weight, bias, means, rstds)]
+    # what Triton compiles for: dtypes, and whether addresses are multiples of 16 bytes
+    kinds = tuple((t.dtype, t.data_ptr() % 16 == 0) for t in (x, *optional))
     _quick[0](
-        (), programs,
+        kinds, programs,
         (matrix_map(x.view(rows * lines, _LINE), _LINES, _LINE), y, *optional, rows, lines, triton.cdiv(lines, _LINES),
          eps),
         dict(OP=_OPS[op], STAGES=_STAGES, LINES=_LINES, WARPS=_WARPS, WEIGHT=weight is not None, BIAS=bias is not None,

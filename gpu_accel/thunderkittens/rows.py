@@ -64,11 +64,11 @@ def _dropout_arguments(p: float, seed: int) -> tuple[int, int, float]:
 @torch.library.custom_op("gpu_accel::tk_norm", mutates_args=())
 def norm_op(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool,
-    dropout_p: float, seed: int, keep_sum: bool, whole: int, shared: bool = False,
+    dropout_p: float, seed: int, keep_sum: bool, whole: int, way: str = "portable",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(y, sum, means, rstds) of x (rows, width). The sum is empty unless keep_sum; so are means unless center.
 
-    whole: elements of a row that stay in registers. shared: by `long_rows_kernel`, which can.
+    whole: elements of a row that stay in registers. way: "portable", "hopper" (`long_rows_kernel`) or "auto".
     """
     rows, width = x.shape
     y = x.new_empty(rows, width)
@@ -81,7 +81,7 @@ def norm_op(
     kind = "layer" if center else "rms"
     bare = residual is None and not dropout_p and not keep_sum
     with _device(x):
-        if x.numel() and (shared or bare and long_rows.takes(x, kind, whole)):
+        if x.numel() and (way == "hopper" or way == "auto" and bare and long_rows.takes(x, kind, whole)):
             long_rows.run(x, y, kind, weight, bias, means, rstds, eps)
         elif x.numel():
             launch(
@@ -99,7 +99,7 @@ def _sum_dtype(x: Tensor, residual: Tensor | None) -> torch.dtype:
 
 
 @norm_op.register_fake
-def _(x, residual, weight, bias, eps, center, dropout_p, seed, keep_sum, whole, shared=False):
+def _(x, residual, weight, bias, eps, center, dropout_p, seed, keep_sum, whole, way="portable"):
     rows, width = x.shape
     return (
         x.new_empty(rows, width),
@@ -207,12 +207,12 @@ norm_op.register_autograd(_norm_gradients, setup_context=_norm_save)
 
 
 @torch.library.custom_op("gpu_accel::tk_softmax", mutates_args=())
-def softmax_op(x: Tensor, whole: int, shared: bool = False) -> Tensor:
+def softmax_op(x: Tensor, whole: int, way: str = "portable") -> Tensor:
     rows, width = x.shape
     y = x.new_empty(rows, width)
     x = _rows(x)
     with _device(x):
-        if x.numel() and (shared or long_rows.takes(x, "softmax", whole)):
+        if x.numel() and (way == "hopper" or way == "auto" and long_rows.takes(x, "softmax", whole)):
             long_rows.run(x, y, "softmax")
         elif x.numel():
             launch(kernels._softmax_kernel, rows, (x, y, x.stride(0), width), _cut(width, whole))
@@ -220,7 +220,7 @@ def softmax_op(x: Tensor, whole: int, shared: bool = False) -> Tensor:
 
 
 @softmax_op.register_fake
-def _(x, whole, shared=False):
+def _(x, whole, way="portable"):
     return x.new_empty(x.shape)
 
 
@@ -270,17 +270,16 @@ def softmax(x: Tensor, *, backend: str = "auto") -> Tensor:
         wide = x if x.dtype == torch.float64 else x.float()
         return reference.softmax(wide).to(x.dtype)
     flat = x.reshape(-1, x.shape[-1]) if x.numel() else x.reshape(0, x.shape[-1])
-    return softmax_op(flat, WHOLE, _shared(flat, backend)).view(x.shape)
+    return softmax_op(flat, WHOLE, _way(flat, backend)).view(x.shape)
 
 
-def _shared(x: Tensor, backend: str, bare: bool = True) -> bool:
-    """Whether "hopper" was asked for; UnsupportedError where its kernel cannot run."""
-    if backend != "hopper":
-        return False
-    why = long_rows.refusal(x) if bare else "residual and dropout are not in this kernel"
-    if why is not None:
-        raise UnsupportedError(f"backend 'hopper': {why}")
-    return True
+def _way(x: Tensor, backend: str, bare: bool = True) -> str:
+    """backend, if its kernel can run. Raises UnsupportedError where "hopper" was asked for and cannot."""
+    if backend == "hopper":
+        why = long_rows.refusal(x) if bare else "residual and dropout are not in this kernel"
+        if why is not None:
+            raise UnsupportedError(f"backend 'hopper': {why}")
+    return backend
 
 
 def _norm(x, weight, bias, residual, eps, dropout_p, seed, prenorm, backend, center):
@@ -314,8 +313,8 @@ def _norm(x, weight, bias, residual, eps, dropout_p, seed, prenorm, backend, cen
         return (out.to(x.dtype), h) if prenorm else out.to(x.dtype)
     flat = [None if t is None else t.reshape(rows, width) for t in (x, residual)]
     keep_sum = residual is not None or dropout_p > 0
-    shared = _shared(x.reshape(rows, width), backend, not keep_sum)
-    y, h, _, _ = norm_op(*flat, weight, bias, eps, center, dropout_p, seed, keep_sum, WHOLE, shared)
+    way = _way(x.reshape(rows, width), backend, not keep_sum)
+    y, h, _, _ = norm_op(*flat, weight, bias, eps, center, dropout_p, seed, keep_sum, WHOLE, way)
     y = y.view(x.shape)
     return (y, h.view(x.shape) if keep_sum else x) if prenorm else y
 

@@ -144,5 +144,6 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     maps = matrix_map(a, 64, 64), matrix_map(b, 64, 256)
     tiles_m, tiles_n = -(-m // 128), -(-n // 256)
     programs = min(multiprocessors(a.device) if a.is_cuda else 1, tiles_m * tiles_n)
-    _quick[0]((), programs, (*maps, out, m, n, tiles_m, tiles_n, -(-k // 64)), dict(STAGES=_STAGES), dict(num_warps=4))
+    sizes = (m, n, tiles_m, tiles_n, -(-k // 64))
+    _quick[0]((a.dtype,), programs, (*maps, out, *sizes), dict(STAGES=_STAGES), dict(num_warps=4))
     return out

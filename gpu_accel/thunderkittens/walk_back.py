@@ -36,10 +36,9 @@ CHECKED: dict[tuple[int, int, bool], tuple[str, ...]] = {
 # K, padded to 64 or 128, of what takes `both_kernel` (with V up to 64): its warps and stages. Mamba-2 on an H200, 8 x
 # 2048 steps with 80 heads, K 128: 1522 us for 1893 by a walk each; 16 x 4096 with 16 heads, K 64: 639 for 971.
 BOTH: dict[int, tuple[int, int]] = {64: (4, 2), 128: (8, 3)}
-# (K, V) of `plain` that were seen right on an H200, without states given, and equal to the kernels of `chunked` but for
-# roundings: 237 us for 500 at 8 x 2048 steps, 16 heads, K = V = 128, without gates, and 263 for 752 with decays.
+# (K, V) of `plain` that tests/gpu found right on an H200, with states and segments: 237 us for 500 at 8 x 2048 steps,
+# 16 heads, K = V = 128, without gates, and 263 for 752 with decays. Others were right, too, and nobody timed them.
 PLAIN_CHECKED: tuple[tuple[int, int], ...] = ((128, 128), (16, 64))
-PLAIN_WITH_STATES = False
 _LEAST_SCALE = 2.0**-60  # the gradient of a final state is divided by the scale
 _SHORT = CHUNK  # steps: with fewer, two states given weigh so much in dg that bfloat16 is not enough for them
 _COLUMNS = 64  # of k that a program of walks 1 and 2 takes; 128 took 3 % longer
@@ -71,11 +70,11 @@ def unseen(key_dim: int, value_dim: int, weighted: bool, states: bool, segments:
     return f"{segments} segments" if segments > 1 and "segments" not in beside else None
 
 
-def plain_unseen(key_dim: int, value_dim: int, states: bool) -> str | None:
-    """Why `plain` is not taken for these sizes, or None. states: one or both are given."""
+def plain_unseen(key_dim: int, value_dim: int, shared: bool) -> str | None:
+    """Why `plain` is not taken for these sizes, or None. shared: heads of v share queries and keys."""
     if (key_dim, value_dim) not in PLAIN_CHECKED:
         return f"K = {key_dim}, V = {value_dim} without gates' gradients"
-    return "states given" if states and not PLAIN_WITH_STATES else None
+    return "heads that share queries and keys" if shared else None
 
 
 def _flipped(x: Tensor | None) -> Tensor | None:
@@ -188,7 +187,9 @@ def plain(
     ending = None if dfinal is None else dfinal / scale
     common: dict[str, Any] = dict(vectors=vectors, segments=segments, scale=scale)
     (added, decay), (dsum, ddecay) = local or (None, None), dlocal or (None, None)
-    dq, _ = walk_hopper.walk(do, v, k, g, None, _flipped(initial), _flipped(added), decay, **common)
+    # forwards, the walk takes one head of its values for each of its queries
+    each = k if heads == heads_q else k.repeat_interleave(heads // heads_q, 2)
+    dq, _ = walk_hopper.walk(do, v, each, g, None, _flipped(initial), _flipped(added), decay, **common)
     dk, _ = walk_hopper.walk(v, do, q, g, None, _flipped(ending), _flipped(dsum), ddecay, reverse=True, **common)
     dv, dstate = walk_hopper.walk(k, q, do, g, None, ending, dsum, ddecay, reverse=True, **common)
     if heads > heads_q:

@@ -139,8 +139,9 @@ def walk(
                      REVERSE=reverse, GATES=states is not None, LATE=config.late,
                      TOTALS=norm is not None and inner is not None,
                      NEAR=states is not None and block_k <= _NEAR_KEYS)  # fmt: skip
+    aligned = initial is None or initial.data_ptr() % 16 == 0
     _quick[0](
-        (far >= 2**31,), batch * heads * tiles * segments,
+        (far >= 2**31, aligned), batch * heads * tiles * segments,
         (*keys, *values, _line_map(sums), _line_map(weights), *optional, final,
          chunks, heads, heads // q.shape[2], batch, segments, tiles, key_dim, value_dim, scale, norm or 0.0,
          map_of_states, map_of_x, *memory, *strides, seqlen, heads // v.shape[2]),

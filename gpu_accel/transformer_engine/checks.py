@@ -15,7 +15,7 @@ from gpu_accel.flash_attention3.problem import check_flag, check_strided
 
 __all__ = [
     "check_between", "check_bias", "check_choice", "check_first", "check_flag", "check_floats", "check_no_gradient",
-    "check_one_device", "check_params_dtype", "check_rows", "check_size", "check_strided",
+    "check_one_device", "check_parameters", "check_params_dtype", "check_rows", "check_size", "check_strided",
 ]  # fmt: skip
 LARGEST = sys.float_info.max
 PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -39,6 +39,16 @@ def check_one_device(**tensors: Tensor | None) -> None:
             raise InvalidInputError(
                 f"{', '.join(places)} must be on one device, got {first} on {places[first]} and {name} on {device}: "
                 f"move one with .to()"
+            )
+
+
+def check_parameters(x: Tensor, **parameters: tuple[Tensor | None, tuple[int, ...]]) -> None:
+    """Parameters (tensor, shape) on the device of x, and still as large as the layer that holds them was made."""
+    check_one_device(x=x, **{name: p for name, (p, _) in parameters.items()})
+    for name, (p, shape) in parameters.items():
+        if p is not None and p.shape != shape:
+            raise InvalidInputError(
+                f"{name} of this layer must be {shape}, got {tuple(p.shape)}: make a layer of that size instead"
             )
 
 

@@ -146,8 +146,15 @@ def _check_members(members: list[int], matrices: int) -> None:
 
 
 def group_ends(sizes: Tensor) -> Tensor:
-    """(G,) int32: behind the last row of each expert, with the padding that `group_rows` makes. Nothing is read."""
+    """(G,) int32: behind the last row of each expert, with the padding that `group_rows` makes.
+
+    sizes: (G,) integers, how many rows each expert has; looked at on a CPU only.
+    """
     _check_counts("sizes", sizes)
+    if _readable(sizes):
+        counts = sizes.tolist()
+        if any(n < 0 for n in counts) or sum(-(-n // BLOCK) * BLOCK for n in counts) >= 2**31:
+            raise InvalidInputError(f"sizes must be at least 0 and sum up to less than 2**31, got {shown(counts)}")
     return ((sizes.long() + BLOCK - 1) // BLOCK * BLOCK).cumsum(0).to(torch.int32)
 
 

@@ -19,18 +19,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpu_accel.errors import InvalidInputError, UnsupportedError
+from gpu_accel.errors import InvalidInputError, UnsupportedError, shown
 from gpu_accel.transformer_engine import context as state
 from gpu_accel.transformer_engine.checks import (
     check_flag,
-    check_one_device,
+    check_parameters,
     check_params_dtype,
     check_rows,
     check_size,
 )
 from gpu_accel.transformer_engine.delayed import Histories, length_of
-from gpu_accel.transformer_engine.gemm_grouped import BLOCK, grouped_mm, k_grouped_mm
+from gpu_accel.transformer_engine.gemm_grouped import BLOCK, _check_counts, grouped_mm, k_grouped_mm
 from gpu_accel.transformer_engine.history_kernels import roll_op
+from gpu_accel.transformer_engine.linear import _autocasted
 from gpu_accel.transformer_engine.linear_op import BACKENDS, Plan, layer_backend, rolls_in_kernel
 from gpu_accel.transformer_engine.quantize_launch import Three
 from gpu_accel.transformer_engine.quantizer import DTYPES
@@ -120,7 +121,8 @@ class _Grouped(torch.autograd.Function):
         if torch.is_grad_enabled() and dy.requires_grad:
             raise UnsupportedError("grouped layers have first gradients only: create_graph=True is not supported")
         (count, n, k), rows, plan, needs = ctx.shape, ctx.rows, ctx.plan, ctx.needs_input_grad
-        xt, turned = ctx.saved_tensors[:2], ctx.saved_tensors[2:]
+        saved = ctx.saved_tensors  # asked for once: checkpoints give them once
+        xt, turned = saved[:2], saved[2:]
         dx = dw = db = used = pending = None
         if ctx.grad_history is not None:
             history = ctx.grad_history
@@ -143,6 +145,11 @@ class _Grouped(torch.autograd.Function):
         if needs[2]:
             db = torch.zeros(count, n, device=dy.device).index_add_(0, rows.expert, dy.float()).to(ctx.dtypes[2])
         return (dx, dw, db, *(None for _ in range(7)))
+
+
+def _check_sum(sizes: list[int], rows: int) -> None:
+    if sum(sizes) != rows or any(n < 0 for n in sizes):
+        raise InvalidInputError(f"m_splits must be at least 0 and sum up to {rows}, got {shown(sizes)}")
 
 
 class GroupedLinear(nn.Module):
@@ -194,9 +201,13 @@ class GroupedLinear(nn.Module):
     def from_experts(
         cls, experts: Sequence[nn.Linear], *, recipe: Recipe | None = None, backend: str = "auto"
     ) -> GroupedLinear:  # fmt: skip
-        """A layer with copies of the parameters of torch.nn.Linear layers of one shape."""
+        """A layer with copies of the parameters of torch.nn.Linear layers of one shape, dtype and device."""
+        if not isinstance(experts, Sequence | nn.ModuleList) or not all(isinstance(e, nn.Linear) for e in experts):
+            raise InvalidInputError(f"experts must be torch.nn.Linear layers, got {shown(experts)}")
         if not experts or any(e.weight.shape != experts[0].weight.shape for e in experts):
             raise InvalidInputError("experts must be linear layers of one shape, one at least")
+        if len({(e.weight.dtype, e.weight.device) for e in experts}) > 1:
+            raise InvalidInputError("experts must have one dtype and be on one device: move them with .to()")
         if any((e.bias is None) != (experts[0].bias is None) for e in experts):
             raise InvalidInputError("either all experts have a bias, or none")
         first = experts[0]
@@ -230,13 +241,19 @@ class GroupedLinear(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def forward(self, x: Tensor, m_splits: Sequence[int] | Tensor) -> Tensor:
-        """x (M, in_features) -> (M, out_features) in the dtype of x.
+        """x (M, in_features) -> (M, out_features) in the dtype of x (that of torch.autocast, where it is on).
 
-        m_splits: rows of each expert, that sum up to M: integers, or a tensor (num_gemms,) of them (on a GPU it is not
-        looked at, and must not sum up to another number).
+        Args:
+            m_splits: rows of each expert, that sum up to M: integers, or a tensor (num_gemms,) of them (on a GPU it is
+                not looked at under a recipe, and must not sum up to another number).
+        Raises:
+            InvalidInputError: x, m_splits or parameters of other shapes, dtypes or devices. UnsupportedError: a recipe
+                that grouped layers do not take, or sizes that its blocks do not divide.
         """
         check_rows("x", x, self.in_features)
-        check_one_device(x=x, weight=self.weight, bias=self.bias)
+        count, n, k = self.num_gemms, self.out_features, self.in_features
+        check_parameters(x, weight=(self.weight, (count, n, k)), bias=(self.bias, (count, n)))
+        x = _autocasted(x)
         if x.dim() != 2 or x.dtype not in DTYPES:
             raise InvalidInputError(f"x must be (M, K) in 16 or 32 bits, got {tuple(x.shape)} {x.dtype}")
         sizes = self._sizes(m_splits, x.shape[0])
@@ -262,21 +279,22 @@ class GroupedLinear(nn.Module):
     def _sizes(self, m_splits: Sequence[int] | Tensor, rows: int) -> Tensor:
         """(num_gemms,) integers."""
         if not isinstance(m_splits, Tensor):
-            numbers = list(m_splits)
-            if any(isinstance(n, bool) or not isinstance(n, int) for n in numbers):
-                raise InvalidInputError(f"m_splits must be integers, got {numbers!r:.80}")
-            m_splits = torch.tensor(numbers, dtype=torch.int64)
-        if m_splits.dim() != 1 or m_splits.is_floating_point() or m_splits.shape[0] != self.num_gemms:
-            got = f"{tuple(m_splits.shape)} {m_splits.dtype}"
-            raise InvalidInputError(f"m_splits must be {self.num_gemms} integers, got {got}")
-        if m_splits.device.type == "cpu" and (int(m_splits.sum()) != rows or bool((m_splits < 0).any())):
-            raise InvalidInputError(f"m_splits must be at least 0 and sum up to {rows}, got {m_splits.tolist()}")
+            if not isinstance(m_splits, Sequence) or any(type(n) is not int or abs(n) >= 2**63 for n in m_splits):
+                raise InvalidInputError(f"m_splits must be a list of integers or a tensor, got {shown(m_splits)}")
+            m_splits = torch.tensor(list(m_splits), dtype=torch.int64)
+        _check_counts("m_splits", m_splits)
+        if m_splits.shape[0] != self.num_gemms or m_splits.is_meta:
+            got = f"{m_splits.shape[0]} on {m_splits.device}"
+            raise InvalidInputError(f"m_splits must be {self.num_gemms} integers with values, got {got}")
+        if m_splits.device.type == "cpu":
+            _check_sum(m_splits.tolist(), rows)
         return m_splits
 
     def _plain(self, x: Tensor, sizes: Tensor) -> Tensor:
         """Without a recipe: torch's products, one an expert."""
-        parts, at = [], 0
-        for expert, size in enumerate(sizes.tolist()):
+        parts, at, numbers = [], 0, sizes.tolist()
+        _check_sum(numbers, x.shape[0])
+        for expert, size in enumerate(numbers):
             bias = None if self.bias is None else self.bias[expert].to(x.dtype)
             parts.append(nn.functional.linear(x[at : at + size], self.weight[expert].to(x.dtype), bias))
             at += size
@@ -298,7 +316,8 @@ class GroupedLinear(nn.Module):
                 rolled = quickly(roll_op, x)(states, largest, *settings, kernels)
                 scales, pending = [rolled[0, 0], rolled[1, 0]], [h.pending for h in pair]
             else:
-                scales = [h.scale for h in pair]
+                kept = state.current().frame is not None  # a checkpoint keeps what may have changed by then
+                scales = [h.scale.clone() if kept else h.scale for h in pair]
             scales = [state.scale_of_frame(scale) for scale in scales if scale is not None]
         return _Grouped.apply(
             x, self.weight, self.bias, rows, plan, scales, pending, grad, settings, backend

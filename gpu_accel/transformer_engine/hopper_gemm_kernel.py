@@ -241,7 +241,8 @@ def _consumer(
     ACTIVATION: gl.constexpr, SCALE_OUT: gl.constexpr, LARGEST: gl.constexpr, GROUPED: gl.constexpr,
     ACCUMULATE: gl.constexpr, DIRECT: gl.constexpr, WIDE: gl.constexpr, DEAL: gl.constexpr, STAGED: gl.constexpr,
 ):  # fmt: skip
-    a_bufs, b_bufs, out_bufs, _, _ = bufs
+    # no `_`: a run-time branch below has one of another type
+    a_bufs, b_bufs, out_bufs, sa_bufs, sb_bufs = bufs
     EARLY: gl.constexpr = BLOCKED and not STAGED
     full, empty, opened = bars
     M, N, k_steps, tiles_m, tiles_n = shape

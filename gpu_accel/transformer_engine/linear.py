@@ -19,6 +19,7 @@ from gpu_accel.transformer_engine.checks import (
     check_first,
     check_flag,
     check_one_device,
+    check_parameters,
     check_params_dtype,
     check_rows,
     check_size,
@@ -169,9 +170,12 @@ class Linear(nn.Module):
         """
         check_first(is_first_microbatch)
         check_rows("x", x, self.in_features)
-        check_one_device(x=x, weight=self.weight, bias=self.bias)
-        x = _autocasted(x)
         recipe = self.active_recipe()
+        if recipe is None:
+            check_one_device(x=x, weight=self.weight, bias=self.bias)
+        else:
+            self.check(x)
+        x = _autocasted(x)
         if self.parallel.mode == "column" and not self.entered:
             y = None if recipe is None else self._of_codes(x, recipe, is_first_microbatch)
             if y is not None:
@@ -183,6 +187,11 @@ class Linear(nn.Module):
             bias = None if bias is None else bias.to(x.dtype)
             return self._left(nn.functional.linear(x, self.weight.to(x.dtype), bias))
         return self._done(x, recipe, is_first_microbatch)
+
+    def check(self, x: Tensor) -> None:
+        """Where parameters are and how large, which no kernel looks at."""
+        n, k = self.out_features, self.in_features
+        check_parameters(x, weight=(self.weight, (n, k)), bias=(self.bias, (n,)))
 
     def _done(self, x: Tensor, recipe: Recipe, first: bool | None, source: Source = PLAIN) -> Tensor:
         """The whole layer on what every rank has of x."""

@@ -26,6 +26,7 @@ from gpu_accel.transformer_engine.checks import (
     check_flag,
     check_floats,
     check_one_device,
+    check_parameters,
     check_params_dtype,
     check_rows,
     check_size,
@@ -80,7 +81,7 @@ class Norm(nn.Module):
 
     def check(self, x: Tensor) -> None:
         check_rows("x", x, self.size)
-        check_one_device(x=x, weight=self.weight, bias=self.bias)
+        check_parameters(x, weight=(self.weight, (self.size,)), bias=(self.bias, (self.size,)))
 
     def gamma(self) -> Tensor:
         """What normalised values are multiplied with."""
@@ -114,6 +115,7 @@ def _norm_linear(norm: Norm, linear: Linear, x: Tensor, first: bool | None) -> T
     fuses = recipe is not None and not norm.hooked() and linear.fuses(x, recipe)
     if fuses:
         check_first(first)
+        linear.check(x)
         assert recipe is not None
         if (y := linear._of_codes(x, recipe, first, norm.source())) is not None:
             return y
@@ -130,6 +132,7 @@ def _activated_linear(activation: str, linear: Linear, x: Tensor, first: bool | 
     if recipe is None or not linear.fuses(x, recipe):
         return linear(activate(x, activation, kernels=False if linear.backend == "reference" else None), first)
     check_first(first)
+    linear.check(x)
     return linear._done(x, recipe, first, Source(activation))
 
 

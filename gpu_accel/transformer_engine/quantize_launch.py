@@ -67,8 +67,8 @@ def quick(kernel: Any, programs: int, arguments: tuple, options: dict) -> None:
     else:
         constants = [options[name] for name in kernel.arg_names[len(arguments) :]]
         compiled[(programs, 1, 1)](*arguments, *constants)
-    if launching._seen is not None:
-        launching._seen(kernel, compiled, (programs,), arguments, options)
+    if (seen := launching._seen) is not None:
+        seen(kernel, compiled, (programs,), arguments, options)
 
 
 def on_device(x: Tensor) -> Any:

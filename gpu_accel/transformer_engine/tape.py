@@ -17,6 +17,7 @@ sure that all decisions would be the same: that shapes, strides, dtypes, devices
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,14 +37,15 @@ _ALLOCATE = {_aten.empty.memory_format, _aten.new_empty.default, _aten.empty_str
 _ZEROS = {_aten.new_zeros.default, _aten.zeros.default}
 # operations of torch that are done again as they are
 _REPEATED = {_aten.sum.dim_IntList, _aten._to_copy.default, _aten.clone.default}
-_recording = False
+_one_at_a_time = threading.RLock()  # what sees launches is one for all threads
+_recorder = 0  # the thread whose launches are written down
 _EMPTY, _LASTING = -1, -2  # in place of a memory: of no elements; of counters that belong to a stream
 _COUNTERS = (gluon_launch._counters, gemm_hopper._by_stream)
 
 
 def recording() -> bool:
-    """Whether launches are being written down, so that no custom op may stand in front of them."""
-    return _recording
+    """Whether launches of this thread are being written down, so that no custom op may stand in front of them."""
+    return _recorder != 0 and _recorder == threading.get_ident()
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,7 @@ class _Watch(TorchDispatchMode):
         self.memories: list[_Memory] = []
         self.steps: list[_Launch | _Call] = []
         self.why = ""
+        self.thread = threading.get_ident()
 
     def refuse(self, why: str) -> None:
         self.why = self.why or why
@@ -209,6 +212,8 @@ class _Watch(TorchDispatchMode):
         return Place(found[0], start - self.spans[found[0]][0], shape, stride, x.dtype)
 
     def launched(self, kernel: Any, compiled: Any, grid: tuple, arguments: tuple, options: dict) -> None:
+        if threading.get_ident() != self.thread:
+            return
         places, maps, plain = [], [], list(arguments)
         try:
             for i, value in enumerate(arguments):
@@ -274,15 +279,16 @@ class Tape:
         share memory; each is then used as it is, none by parts.
         Returns results and kept as the function made them, the tape or None, and why there is none.
         """
-        global _recording
+        global _recorder
         watch = _Watch(inputs)
-        before = launching._seen
-        launching._seen, _recording = watch.launched, True
-        try:
-            with watch:
-                results, kept = function(*inputs)
-        finally:
-            launching._seen, _recording = before, False
+        with _one_at_a_time:
+            before = launching._seen, _recorder
+            launching._seen, _recorder = watch.launched, watch.thread
+            try:
+                with watch:
+                    results, kept = function(*inputs)
+            finally:
+                launching._seen, _recorder = before
         spans = sorted(span for span in watch.spans if span[1])
         if not overlapping and any(a[1] > b[0] for a, b in zip(spans, spans[1:], strict=False)):
             watch.refuse("two arguments share memory")

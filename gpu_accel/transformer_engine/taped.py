@@ -206,7 +206,7 @@ def _gradients(kind: Kind, needs: tuple, given: tuple, kept: list[Tensor], poole
         return run(*given, *kept)[0]
     assert kind.forward is not None
     # what else is read has the alignment that it had in the forward pass, but for weights that were gathered again
-    key = needs, dy.shape, dy.stride(), dy.dtype, dy.data_ptr() % 16, _alignment(given[3:5])
+    key = needs, dy.shape, dy.stride(), dy.dtype, dy.data_ptr() % 16, _alignment(given[4:6])
     tape = kind.backward.get(key)
     if isinstance(tape, Tape) and tape.fits():
         return tape.play((*given, kept[0]))[0]

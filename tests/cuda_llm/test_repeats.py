@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gpu_accel.cuda_llm import Verdict
+from gpu_accel.cuda_llm.gpu_jobs import Launches
 from gpu_accel.cuda_llm.other_clocks import ALLOWED, STAMP, count_of, judge_clocks
 from gpu_accel.cuda_llm.repeats import Bits, Log, judge_repeats, repeat
 from gpu_accel.cuda_llm.verdict import Kind, Rejected
@@ -15,7 +16,11 @@ class Memory:
     """An input and an output of a launch."""
 
     def __init__(self) -> None:
-        self.seed, self.x, self.out = 0, torch.zeros(1000), torch.zeros(1000)
+        self.x, self.out = torch.zeros(1000), torch.zeros(1000)
+        self.renew(0)
+
+    def refresh(self) -> None:
+        self.renew(self.seed + 1)
 
     def renew(self, seed: int) -> None:
         self.seed = seed
@@ -92,6 +97,22 @@ def test_inputs_that_one_timed_launch_changed_are_seen() -> None:
     with pytest.raises(Rejected) as caught:
         judge_repeats(found, bits=True)
     assert (caught.value.verdict, caught.value.kind) == (Verdict.CHEATING, Kind.INPUT_MUTATED)
+
+
+def test_memory_that_is_made_ready_again_was_not_launched_on() -> None:
+    """Between two series of launches all memory is renewed; of what no launch has touched there is nothing to note."""
+    log, memories = Log(Bits(4000, 5, "cpu")), [Memory(), Memory()]
+    launches = Launches(memories, log)  # type: ignore[arg-type]
+    for round in range(3):
+        for memory in memories:
+            if round < 2 or memory is memories[0]:
+                honest(memory)
+                launches.on(memory)  # type: ignore[arg-type]
+        launches.pending = list(memories)  # type: ignore[arg-type]
+        launches.refresh()
+        launches.refresh()
+    other = Memory()
+    assert repeat(log, other, lambda: honest(other), seed=1) == {"launches": 5, "inputs": 0, "outputs": 0}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bfloat16, torch.int8], ids=str)

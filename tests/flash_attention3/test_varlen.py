@@ -109,6 +109,19 @@ def test_seqused(causal, device):
     check_attention(attention, q, k, v, seqused_q=used_q, seqused_k=used_k, causal=causal, **cu)
 
 
+@pytest.mark.parametrize("options", [{"window_size": (0, 0)}, {"window_size": (4, -1), "causal": True}], ids=str)
+def test_windows_of_tiles_behind_the_last_row_that_counts(options, device):
+    # 70 rows of which 20 count, 40 keys of which 2 do: the window of row 64 would begin at key 46, beyond all of them
+    q, k, v, cu = packed([70, 9], [40, 9], device=device)
+    used_q, used_k = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([20, 9], [2, 9]))
+    k[2:40], v[2:40] = float("nan"), float("nan")
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    o, _ = attention(*leaves, seqused_q=used_q, seqused_k=used_k, **options, **cu)
+    grads = torch.autograd.grad(o.square().sum(), leaves)
+    assert o.isfinite().all() and all(g.isfinite().all() for g in grads)
+    assert not o[20:70].any() and not grads[0][20:70].any()
+
+
 def test_seqused_hides_poison(device):
     # FlashInfer issue 941: NaN in the unused slots of a page
     q, k, v, cu = packed([6], [16], device=device)

@@ -192,7 +192,9 @@ def test_a_kernel_that_goes_wrong_after_the_launches_that_are_kept_is_caught_whe
     gpu_sandbox: Sandbox, profile: str
 ) -> None:
     """Outputs are kept of launches before the fifteenth; those after it are known by their bits."""
-    hack = Candidate.parse(COUNTED.replace("3u *", "15u *"))
+    counts = "    const unsigned before = calls;\n    if (i < n && before < 20u) out[i] = x[n - 1 - i];\n"
+    counts += "    if (i == 0) calls = before + 1;\n"
+    hack = Candidate.parse(COUNTED.replace(COUNTED[COUNTED.index("    if (i < n") : COUNTED.rindex("}")], counts))
     found = measure(hack, TASKS["reverse"], sandbox=gpu_sandbox, gpu=profile, again=True)
     assert found.judgement.name == "wrong(not_deterministic)" and "repeated" in found.judgement.detail, found.judgement
 

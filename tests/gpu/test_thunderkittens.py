@@ -577,10 +577,11 @@ def test_dropout_bits():
 
 @pytest.mark.parametrize("level", [level.name for level in ladder.LEVELS])
 @pytest.mark.parametrize("shape", [(300, 520, 200), (4096, 512, 2048)], ids=str)
-def test_levels_of_the_ladder(level, shape):
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+def test_levels_of_the_ladder(level, shape, dtype):
     """Edges in every direction, and more tiles than programs that stay."""
     m, n, k = shape
     if level in ("template", "specialised") and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs an H100 or H200")
-    a, b = randn(m, k, seed=1, dtype=BF16), randn(k, n, seed=2, dtype=BF16)
+    a, b = randn(m, k, seed=1, dtype=dtype), randn(k, n, seed=2, dtype=dtype)
     assert_close_to_truth("product", ladder.run(level, a, b), a.double() @ b.double(), a @ b)

@@ -135,8 +135,10 @@ def test_the_largest_score_is_found_with_its_key(dtype, key_dim):
     assert (s.gather(3, where.long()[..., None])[..., 0] - s.amax(3)).abs().max() <= 2 * bound
 
 
-def test_auto_is_right_and_there_is_nothing_for_hopper_in_fp16():
-    tensors, _ = hedgehog_inputs(1, 200, 2, 64, 64, 32, FP16)
+@pytest.mark.parametrize("batch", [1, 16], ids=["few-heads", "many-heads"])
+def test_auto_is_right_and_there_is_nothing_for_hopper_in_fp16(batch):
+    """Many heads go through one kernel."""
+    tensors, _ = hedgehog_inputs(batch, 200, 16, 64, 64, 32, FP16)
     one, other = (hedgehog(64)(b)(*tensors) for b in ("auto", "reference"))
     assert_close_to_truth("o", one, hedgehog(64)("reference")(*(x.double() for x in tensors)), other)
     with pytest.raises(UnsupportedError):

@@ -33,15 +33,15 @@ def scales(rows: int, block: tuple[int, int]) -> torch.Tensor:
 
 
 def fp8(block_a: tuple[int, int], block_b: tuple[int, int], a_dtype: torch.dtype = E4M3, **options) -> None:
-    n = options["out"].shape[1] if "out" in options else 5120
-    a, b = torch.empty(512, 512, dtype=a_dtype), torch.empty(n, 512, dtype=E4M3)
+    n, m = options["out"].shape[1] if "out" in options else 5120, options.pop("m", 512)
+    a, b = torch.empty(m, 512, dtype=a_dtype), torch.empty(n, 512, dtype=E4M3)
     blocks = dict(block_a=block_a, block_b=block_b)
     if options.pop("stacked", False):
         options |= dict(groups=torch.zeros(512, dtype=torch.int32), out=torch.empty(512, 2560, dtype=torch.bfloat16))
     if options.pop("along", False):
         options |= dict(along=torch.zeros(3, dtype=torch.int32))
         options.setdefault("out", torch.empty(1024, n, dtype=torch.bfloat16))
-    hopper_gemm.gemm(a, b, scales(512, block_a), scales(n, block_b), **blocks, **options)
+    hopper_gemm.gemm(a, b, scales(m, block_a), scales(n, block_b), **blocks, **options)
 
 
 def skinny(rows: int, dtype: torch.dtype = BF16, block_x=TENSOR, block_w=TENSOR, **options) -> None:
@@ -77,7 +77,7 @@ CASES = {
         out_scale=torch.ones(()),
         amax=torch.zeros(()),
     ),
-    "fp8-narrow": lambda: fp8(ROW, ROW, config=hopper_gemm.Fp8GemmConfig(parts=1, stages=6, deal=True)),
+    "fp8-narrow": lambda: fp8(ROW, ROW, m=2500, config=hopper_gemm.Fp8GemmConfig(parts=1, stages=6, deal=True)),
     "fp8-mixed": lambda: fp8(TENSOR, TENSOR, E5M2),
     "fp8-wide-stacked": lambda: fp8(LINE, SQUARE, stacked=True, config=hopper_gemm.Fp8GemmConfig(staged=True)),
     "fp8-odd-n": lambda: fp8(LINE, SQUARE, out=torch.empty(512, 5119, dtype=BF16)),

@@ -166,6 +166,11 @@ def test_gradients_without_those_of_gates(case, gates, device, monkeypatch):
             close(NAMES[n], mine[n], truth[n], ruler[n], narrow=True)
 
 
+def test_plain_walks_are_taken_where_seen_right():
+    assert not walk_back.plain_unseen(128, 128, False) and not walk_back.plain_unseen(16, 64, False)
+    assert walk_back.plain_unseen(128, 128, True) and walk_back.plain_unseen(24, 40, False)
+
+
 def test_taken_where_seen_right(device, monkeypatch):
     """With gradients of gates, as Mamba-2 and gated linear attention need them; other forms have not run on a GPU."""
     taken = (128, 64, True, True, 1), (128, 64, True, False, 2), (128, 128, False, True, 3), (64, 64, True, False, 1)

@@ -126,6 +126,9 @@ def test_grouped_along_k_against_float64(pair, backend, device):
     a, b = operands((40, 384), (24, 384), pair, device)
     ends = group_ends(torch.tensor([100, 0, 129], device=device))
     assert ends.tolist() == [128, 128, 384] and ends.dtype == torch.int32
+    for wrong in ([-1, 2], [2**31 - 127]):
+        with pytest.raises(InvalidInputError, match="sizes must be"):
+            group_ends(torch.tensor(wrong))
     truth = k_grouped_mm_reference(a, b, ends)
     ruler = k_grouped_mm_reference(a, b, ends, dtype=torch.float32, out_dtype=torch.float32)
     out = k_grouped_mm(a, b, ends, out_dtype=torch.float32, backend=backend)

@@ -10,7 +10,7 @@ from torch import nn
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.testing import generator
-from gpu_accel.transformer_engine.context import autocast
+from gpu_accel.transformer_engine.context import autocast, checkpoint
 from gpu_accel.transformer_engine.grouped_linear import GroupedLinear, Rows
 from gpu_accel.transformer_engine.recipes import (
     DelayedScaling,
@@ -102,9 +102,16 @@ def test_rows():
 
 def test_what_it_refuses():
     layer, x = GroupedLinear(2, 32, 16), values(5, 32)
-    for wrong in ([5], [2, 4], [6, -1], [2.0, 3.0], torch.tensor([2.0, 3.0]), [True, 4]):
+    wrong_splits = (
+        [5], [2, 4], [6, -1], [2.0, 3.0], torch.tensor([2.0, 3.0]), [True, 4], None, 5, "ab", [2, 2**70],
+        torch.tensor([True, True]), torch.tensor([2, 3], device="meta"), torch.tensor([2, 3], dtype=torch.uint64),
+        torch.tensor([2 + 0j, 3]),
+    )  # fmt: skip
+    for wrong in wrong_splits:
         with pytest.raises(InvalidInputError, match="m_splits"):
             layer(x, wrong)
+    with pytest.raises(InvalidInputError, match="m_splits"):
+        layer._plain(x, torch.tensor([2, 4]))  # of splits on a GPU
     with pytest.raises(InvalidInputError, match=r"x must be"):
         layer(x[None], [2, 3])
     with autocast(recipe=MXFP8BlockScaling()), pytest.raises(UnsupportedError, match="MXFP8"):
@@ -113,6 +120,44 @@ def test_what_it_refuses():
         layer(x, [2, 3])
     with pytest.raises(InvalidInputError, match="one shape"):
         GroupedLinear.from_experts([nn.Linear(4, 4), nn.Linear(4, 8)])
+    with pytest.raises(InvalidInputError, match="one dtype"):
+        GroupedLinear.from_experts([nn.Linear(4, 4), nn.Linear(4, 4).double()])
+    for wrong in (3, [1], [nn.Conv1d(4, 4, 1)]):
+        with pytest.raises(InvalidInputError, match=r"torch\.nn\.Linear"):
+            GroupedLinear.from_experts(wrong)
     with pytest.raises(InvalidInputError, match="num_gemms"):
         GroupedLinear(0, 4, 4)
     assert layer(x[:0], [0, 0]).shape == (0, 16)
+    layer.weight = nn.Parameter(layer.weight[:1].detach().clone())
+    with pytest.raises(InvalidInputError, match="weight of this layer"):
+        layer(x, [2, 3])
+
+
+@pytest.mark.parametrize("around", [True, False], ids=["te", "torch"])
+def test_checkpoints(around):
+    torch.manual_seed(3)
+    layer, x, found = GroupedLinear(2, 32, 16, backend="reference"), values(5, 32), []
+
+    def plain(x):
+        with autocast(recipe=RECIPES["current"]):
+            return layer(x, [2, 3])
+
+    def kept(x):
+        if not around:
+            return torch.utils.checkpoint.checkpoint(plain, x, use_reentrant=False)
+        with autocast(recipe=RECIPES["current"]):
+            return checkpoint(layer, x, [2, 3])
+
+    for function in (plain, kept):
+        leaf = x.clone().requires_grad_()
+        layer.zero_grad()
+        function(leaf).square().sum().backward()
+        found.append([leaf.grad, layer.weight.grad, layer.bias.grad])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_autocast_of_torch_decides_the_dtype():
+    layer, x = GroupedLinear(2, 32, 16, backend="reference"), values(5, 32)
+    for recipe in (None, RECIPES["current"]):
+        with torch.autocast("cpu", torch.bfloat16), autocast(enabled=recipe is not None, recipe=recipe):
+            assert layer(x, [2, 3]).dtype == torch.bfloat16

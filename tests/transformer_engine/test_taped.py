@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 
 import pytest
 import torch
 
+from gpu_accel.errors import InvalidInputError
+from gpu_accel.flash_attention3 import launch as launching
+from gpu_accel.transformer_engine import tape as taping
 from gpu_accel.transformer_engine import taped
 from gpu_accel.transformer_engine.context import autocast, checkpoint
 from gpu_accel.transformer_engine.linear import Linear
@@ -201,3 +205,56 @@ def test_a_function_that_no_tape_repeats():
     outside = torch.zeros(4)
     _, _, tape, why = Tape.record(lambda t: ((outside,), ()), (x,))
     assert tape is None and "in no argument" in why
+
+
+def test_launches_of_another_thread_are_on_no_tape():
+    """Nor does another thread skip its custom ops, or leave what sees launches behind."""
+    seen = []
+
+    def other():
+        seen.append(taping.recording())
+        launching._seen(None, None, (1,), (torch.zeros(4),), {})  # which would make it no tape
+
+    def run(x):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        seen.append(taping.recording())
+        return (x.clone(),), ()
+
+    _, _, tape, why = Tape.record(run, (torch.ones(4),))
+    assert tape is not None and not why and len(tape.steps) == 1
+    assert seen == [False, True] and launching._seen is None and not taping.recording()
+
+
+def test_one_thread_writes_down_at_a_time():
+    """Two at once would miss each other's launches."""
+    inside, most = [], []
+
+    def run(x):
+        inside.append(None)
+        most.append(len(inside))
+        go.wait(0.05)
+        inside.pop()
+        return (x.clone(),), ()
+
+    go = threading.Event()
+    threads = [threading.Thread(target=Tape.record, args=(run, (torch.ones(4),))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1, 1, 1] and launching._seen is None
+
+
+def test_parameters_of_another_size(monkeypatch):
+    """A kernel, or a tape of the layer as it was, would read behind the end of them."""
+    monkeypatch.setattr(taped, "ON_CPU", True)
+    for name in ("linear", "mlp"):
+        layer = LAYERS[name]()
+        steps(layer, RECIPES["current"], 3)
+        last = linears(layer)[-1]
+        for wrong in (last.weight[:16], last.weight[:, :16]):
+            last.weight = torch.nn.Parameter(wrong.detach().clone())
+            with pytest.raises(InvalidInputError, match="weight of this layer must be"):
+                steps(layer, RECIPES["current"], 1)
