@@ -25,7 +25,7 @@ and v_scale, is read by the consumers one block ahead.
 
 A step is one chain of instructions of one warp, with one other warp to fill its gaps: what counts is its length. So
 maxima are found pairwise, O is rescaled under S of the next step, and exponentials, sums, packing and the addition of
-P V stand in one run of instructions without a branch, which ptxas mixes: 1150 clocks, where they took 1460 in turn.
+P V stand in one run of instructions without a branch, which ptxas mixes: 1150 clocks by the stall counts, not 1460.
 
 Source: FlashAttention-3, arXiv 2407.08608, section 3.3.
 """
@@ -80,7 +80,7 @@ EARLY_DRAW = gl.constexpr(4)  # key blocks of a tile up to which the next tile i
 
 @gluon.jit
 def _step(
-    q, k_bufs, v_bufs, bars, acc, pend, m_i, l_i, it, block, more, masked, row0, shape, row_scale, scale_of, cap,
+    q, k_bufs, v_bufs, bars, acc, pend, m_i, l_i, it, block, more, masked, row0, shape, row_scale, kv, cap,
     WG: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PING_PONG: gl.constexpr, E5M2: gl.constexpr,
     MASK: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, SHIFT: gl.constexpr,
     GROWTH: gl.constexpr, UNDER: gl.constexpr, AHEAD: gl.constexpr, TWO_LEVEL: gl.constexpr, FOLD: gl.constexpr,
@@ -93,7 +93,7 @@ def _step(
     left is one run of instructions, in which the exponentials' unit, additions and packing overlap.
     """
     p_packed, k_next, v_next, v_scale, alpha_o = pend
-    kv_scale, lo, opened, opened_phase = scale_of
+    kv_scale, lo, opened, opened_phase = kv  # scales, first block; a barrier completed long ago
     _, _, k_full, v_full, kv_empty, _, _, _ = bars
     BLOCK_N: gl.constexpr = k_bufs.shape[1]
     v_stage = it % STAGES
@@ -108,7 +108,7 @@ def _step(
         bar_sync(PING_PONG_BARRIER + WG, 256)
     zero = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, S_LAYOUT)
     s_async = warpgroup_mma(q, k_bufs.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
-    # under S of this block: what the one before has left, and the scales of the next one
+    # under S of this block: what the one before has left
     acc = rescale(acc, alpha_o)
     mbarrier.wait(v_full.index(v_stage), v_phase)
     p_a = unpack_quads(p_packed, q.dtype, P_LAYOUT)
