@@ -30,10 +30,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from gpu_accel.gluon_compat import cp_async, tma_load
+from gpu_accel.gluon_compat import tma_load
 from gpu_accel.thunderkittens.gemm_device import (
     NOWHERE,
     activate,
@@ -88,43 +87,33 @@ def _block_scales(rows, col, step, shape, scales, PARTS: gl.constexpr, ROWS_A: g
 
 
 @gluon.jit
-def _staged_rows(bufs, stage, WG: gl.constexpr, ACC: gl.constexpr):
-    """Scales of rows that came with a stage."""
-    _, _, _, sa_bufs, _ = bufs
-    return sa_bufs.index(stage).slice(WG * ROWS, ROWS).load(gl.SliceLayout(1, ACC))
+def _fetch_scales(rows, step, k1, shape, scales, ROWS_A: gl.constexpr):
+    """Ask for the rows' scales at a later slice: into the first-level cache, and into no register."""
+    M, _, _, _, _ = shape
+    scale_a, _, sa_m, sa_k, _, _ = scales
+    places = scale_a + (gl.minimum(rows, M - 1) // ROWS_A).to(gl.int64) * sa_m + gl.minimum(step, k1 - 1) * sa_k
+    gl.inline_asm_elementwise(
+        "prefetch.global.L1 [$1]; mov.u32 $0, 0;", "=r,l", [places.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
+    )  # fmt: skip
 
 
 @gluon.jit
-def _staged_columns(bufs, stage, col, step, shape, scales, PART: gl.constexpr, PARTS: gl.constexpr,
-                    ROWS_B: gl.constexpr, ACC: gl.constexpr):  # fmt: skip
-    """Scales of the columns of a half: that came with a stage, or one of a square, from memory."""
-    _, _, _, _, sb_bufs = bufs
-    _, N, _, _, _ = shape
-    _, scale_b, _, _, sb_n, sb_k = scales
-    if ROWS_B == 1:
-        FOURS: gl.constexpr = gl.DistributedLinearLayout(
-            [[1], [2], [16], [32], [64]], [[4], [8], [0], [0], [0]], [[0], [0]], [], [BLOCK]
-        )
-        fours = sb_bufs.index(stage * PARTS + PART).load(FOURS)
-        sb = gl.reshape(gl.permute(gl.reshape(fours, [8, 4, 2, 2]), (0, 2, 1, 3)), [BLOCK])
-        return gl.convert_layout(sb, gl.SliceLayout(0, ACC), assert_trivial=True)
-    else:
-        sb = scale_b + (col // BLOCK).to(gl.int64) * sb_n + step * sb_k
-        return gl.load(sb + sb_n, mask=col + BLOCK < N, other=0.0) if PART == 1 else gl.load(sb)
+def _late_scales(rows, col, step, shape, scales, ROWS_A: gl.constexpr, ACC: gl.constexpr):
+    """Scales at slice `step` of K for one product, where every column has its own: (of the rows, of its 128 columns).
 
-
-@gluon.jit
-def _stage_scales(bufs, barrier, stage, row, col, step, scales, PARTS: gl.constexpr, ROWS_B: gl.constexpr):
-    """Ask for the scales of a stage: 128 of rows, and of columns where each has its own; the barrier waits for them."""
-    _, _, _, sa_bufs, sb_bufs = bufs
-    scale_a, scale_b, _, sa_k, _, sb_k = scales
-    at = gl.arange(0, BLOCK, layout=gl.BlockedLayout([4], [32], [1], [0]))
-    cp_async(sa_bufs.index(stage), gl.multiple_of(scale_a + gl.multiple_of(step * sa_k + row, 16), 16) + at)
-    if ROWS_B == 1:
-        for i in gl.static_range(PARTS):
-            first = gl.multiple_of(scale_b + gl.multiple_of(step * sb_k + col + i * BLOCK, 16), 16)
-            cp_async(sb_bufs.index(stage * PARTS + i), first + at)
-    async_copy.mbarrier_arrive(barrier, increment_count=True)
+    A thread has 32 columns of an accumulator, in pairs 8 apart. `scale_b` has them in the order of threads (see
+    `_side_by_side`), so four come with one load of 16 bytes, and there up to a multiple of 128: no mask.
+    """
+    M, _, _, _, _ = shape
+    scale_a, scale_b, sa_m, sa_k, _, sb_k = scales
+    sa = _row_scale(scale_a, rows, M, sa_m, step * sa_k, ROWS_A)
+    FOURS: gl.constexpr = gl.DistributedLinearLayout(
+        [[1], [2], [16], [32], [64]], [[4], [8], [0], [0], [0]], [[0], [0]], [], [BLOCK]
+    )
+    first = gl.multiple_of(scale_b + gl.multiple_of(step * sb_k + col, 16), 16)
+    fours = gl.load(first + gl.arange(0, BLOCK, layout=FOURS))
+    sb = gl.reshape(gl.permute(gl.reshape(fours, [8, 4, 2, 2]), (0, 2, 1, 3)), [BLOCK])
+    return sa, gl.convert_layout(sb, gl.SliceLayout(0, ACC), assert_trivial=True)
 
 
 @gluon.jit
@@ -239,11 +228,10 @@ def _consumer(
     PARTS: gl.constexpr, EVERY: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, BLOCKED: gl.constexpr,
     ROW_A: gl.constexpr, ROW_B: gl.constexpr, ROWS_A: gl.constexpr, ROWS_B: gl.constexpr, BIAS: gl.constexpr,
     ACTIVATION: gl.constexpr, SCALE_OUT: gl.constexpr, LARGEST: gl.constexpr, GROUPED: gl.constexpr,
-    ACCUMULATE: gl.constexpr, DIRECT: gl.constexpr, WIDE: gl.constexpr, DEAL: gl.constexpr, STAGED: gl.constexpr,
+    ACCUMULATE: gl.constexpr, DIRECT: gl.constexpr, WIDE: gl.constexpr, DEAL: gl.constexpr, AHEAD: gl.constexpr,
+    LATE: gl.constexpr,
 ):  # fmt: skip
-    # no `_`: a run-time branch below has one of another type
-    a_bufs, b_bufs, out_bufs, sa_bufs, sb_bufs = bufs
-    EARLY: gl.constexpr = BLOCKED and not STAGED
+    a_bufs, b_bufs, out_bufs = bufs
     full, empty, opened = bars
     M, N, k_steps, tiles_m, tiles_n = shape
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])
@@ -274,34 +262,31 @@ def _consumer(
             group = gl.load(groups + tile_m.to(gl.int64) * (2 * ROWS))
             k1 = gl.where(group < 0, k0 + 1, k1)  # one slice, and its sums are not used
             own = (scale_a, scale_b + gl.maximum(group, 0).to(gl.int64) * sb_g, sa_m, sa_k, sb_n, sb_k)
-        if EARLY:
+        if BLOCKED and not LATE:
             sa, sb0, sb1 = _block_scales(rows, col_now, k0, shape, own, PARTS, ROWS_A, ROWS_B, ACC)
         mbarrier.wait(full.index(stage), phase)
         a = a_bufs.index(stage * 2 + WG)
         acc0 = _multiply(a, a, b_bufs, stage, stage, zero, 0, PARTS, 1, False)
         if PARTS == 2:
             acc1 = _multiply(a, a, b_bufs, stage, stage, zero, 1, PARTS, 1, False)
-        if STAGED:
-            sa = _staged_rows(bufs, stage, WG, ACC)
-            sb0 = _staged_columns(bufs, stage, col_now, k0, shape, own, 0, PARTS, ROWS_B, ACC)
-            if PARTS == 2 and ROWS_B != 1:
-                sb1 = _staged_columns(bufs, stage, col_now, k0, shape, own, 1, PARTS, ROWS_B, ACC)
         if not WIDE:
             _write(packed0, packed1, out_bufs, out_desc, out, row, col, shape, WG, PARTS, ACC, dtype, DIRECT)
         if PARTS == 2:
             acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
         else:
             acc0 = warpgroup_mma_wait(0, deps=[acc0])
-        if STAGED and PARTS == 2 and ROWS_B == 1:  # not before the packed tile's registers are free
-            sb1 = _staged_columns(bufs, stage, col_now, k0, shape, own, 1, PARTS, ROWS_B, ACC)
         mbarrier.arrive(empty.index(stage), count=1)
-        if BLOCKED:
+        if LATE:
+            sa, sb = _late_scales(rows, col_now, k0, shape, own, ROWS_A, ACC)
+            acc0 = _scaled(acc0, sa, sb, ROWS_B)
+        elif BLOCKED:
             acc0 = _scaled(acc0, sa, sb0, ROWS_B)
             if PARTS == 2:
                 acc1 = _scaled(acc1, sa, sb1, ROWS_B)
-        if EARLY:
             after = gl.minimum(k0 + 1, k1 - 1)
             sa, sb0, sb1 = _block_scales(rows, col_now, after, shape, own, PARTS, ROWS_A, ROWS_B, ACC)
+            for i in gl.static_range(AHEAD):
+                _fetch_scales(rows, k0 + 2 + i, k1, shape, own, ROWS_A)
         stage, phase = advance(stage, phase, STAGES)
         first = k0 + 1
         if EVERY == 2:  # noqa: SIM102 - a run-time branch inside a compile-time one
@@ -318,13 +303,15 @@ def _consumer(
                 stage, phase = advance(stage, phase, STAGES)
                 first += 1
         for step in range(first, k1, EVERY):
-            if EARLY:
+            if BLOCKED and not LATE:
                 # the next slice's are on their way while this slice's are used: nothing waits for memory
                 ta = sa
                 tb0 = sb0
                 tb1 = sb1
                 after = gl.minimum(step + 1, k1 - 1)
                 sa, sb0, sb1 = _block_scales(rows, col_now, after, shape, own, PARTS, ROWS_A, ROWS_B, ACC)
+                if AHEAD:  # they are moved on the way, above the second product, and a move waits for its load
+                    _fetch_scales(rows, step + 1 + AHEAD, k1, shape, own, ROWS_A)
             mbarrier.wait(full.index(stage), phase)
             later, later_phase = stage, phase
             if EVERY == 2:
@@ -333,11 +320,8 @@ def _consumer(
             a = a_bufs.index(stage * 2 + WG)
             next_a = a_bufs.index(later * 2 + WG)
             part = _multiply(a, next_a, b_bufs, stage, later, zero, 0, PARTS, EVERY, False)
-            if STAGED:
-                ta = _staged_rows(bufs, stage, WG, ACC)
-                tb0 = _staged_columns(bufs, stage, col_now, step, shape, own, 0, PARTS, ROWS_B, ACC)
-                if PARTS == 2 and ROWS_B != 1:
-                    tb1 = _staged_columns(bufs, stage, col_now, step, shape, own, 1, PARTS, ROWS_B, ACC)
+            if LATE:
+                ta, tb0 = _late_scales(rows, col_now, step, shape, own, ROWS_A, ACC)
             if PARTS == 2:
                 part = warpgroup_mma_wait(0, deps=[part])
             else:
@@ -354,8 +338,6 @@ def _consumer(
                 # above the next product, whose partial sum then takes the registers of this one.
                 mbarrier.wait(opened, 0)
                 part = _multiply(a, next_a, b_bufs, stage, later, zero, 1, PARTS, EVERY, False)
-                if STAGED and ROWS_B == 1:  # 32 registers that are free now
-                    tb1 = _staged_columns(bufs, stage, col_now, step, shape, own, 1, PARTS, ROWS_B, ACC)
                 part, acc0 = warpgroup_mma_wait(0, deps=[part, acc0])
                 mbarrier.arrive(empty.index(stage), count=1)
                 if EVERY == 2:
@@ -396,9 +378,9 @@ def _consumer(
 
 
 @gluon.jit
-def _producer(bufs, bars, a_desc, b_desc, shape, scales, stack, dealt, PARTS: gl.constexpr, STAGES: gl.constexpr,
-              GROUP: gl.constexpr, GROUPED: gl.constexpr, ROWS_B: gl.constexpr, STAGED: gl.constexpr):  # fmt: skip
-    a_bufs, b_bufs, _, _, _ = bufs
+def _producer(bufs, bars, a_desc, b_desc, shape, stack, dealt, PARTS: gl.constexpr, STAGES: gl.constexpr,
+              GROUP: gl.constexpr, GROUPED: gl.constexpr):  # fmt: skip
+    a_bufs, b_bufs, _ = bufs
     full, empty, _ = bars
     _, N, k_steps, tiles_m, tiles_n = shape
     stage = 0
@@ -419,8 +401,6 @@ def _producer(bufs, bars, a_desc, b_desc, shape, scales, stack, dealt, PARTS: gl
         for step in range(k0, k1):
             k = step * BLOCK
             mbarrier.wait(empty.index(stage), phase ^ 1)
-            if STAGED:  # before the barrier's own arrival, so that it cannot complete without them
-                _stage_scales(bufs, full.index(stage), stage, row, col, step, scales, PARTS, ROWS_B)
             mbarrier.expect(full.index(stage), (2 * ROWS + PARTS * BLOCK) * BLOCK)
             for i in gl.static_range(2):
                 tma_load(a_desc, [row + i * ROWS, k], full.index(stage), a_bufs.index(stage * 2 + i))
@@ -441,25 +421,26 @@ def fp8_gemm_kernel(
     PARTS: gl.constexpr, EVERY: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, BLOCKED: gl.constexpr,
     ROW_A: gl.constexpr, ROW_B: gl.constexpr, ROWS_A: gl.constexpr, ROWS_B: gl.constexpr, BIAS: gl.constexpr,
     ACTIVATION: gl.constexpr, SCALE_OUT: gl.constexpr, LARGEST: gl.constexpr, GROUPED: gl.constexpr,
-    ACCUMULATE: gl.constexpr, DIRECT: gl.constexpr, DEAL: gl.constexpr, STAGED: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    ACCUMULATE: gl.constexpr, DIRECT: gl.constexpr, DEAL: gl.constexpr, AHEAD: gl.constexpr,
+    LATE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """a_desc in boxes of 64 x 128, b_desc of 128 x 128; out (M, N), contiguous, fp8, 16-bit or float32; k_steps >= 1.
 
     BLOCKED: scales change every 128 of K; `ROWS_A` rows of A and `ROWS_B` of B share one (with ROWS_B = 1 scales of
-    neighbours lie side by side, N of them rounded up to 128, and PARTS is 1 unless STAGED). They are read a slice ahead
-    into registers; STAGED (ROWS_A = 1): those of rows, and of columns with ROWS_B = 1, in the order of threads, come
-    with the slice that they belong to, through shared memory, and lie side by side up to a multiple of 128. Else ROW_A,
-    ROW_B: one a row, or one in all. LARGEST: `largest` (int32) is raised to the bits of the largest magnitude before
-    `scale_out`. ACCUMULATE: added to `out`, float32. DIRECT: `out` is written from registers, `out_desc` is unused
-    (float32). PARTS: halves of 128 columns. EVERY: slices of K that one partial sum has.
+    neighbours lie side by side, N of them rounded up to 128, and PARTS must be 1; LATE: they are read under their
+    product and lie in the order of threads). Else ROW_A, ROW_B: one a row, or one in all. LARGEST: `largest` (int32)
+    is raised to the bits of the largest magnitude before `scale_out`. ACCUMULATE: added to `out`, float32. DIRECT:
+    `out` is written from registers, `out_desc` is unused (float32). PARTS: halves of 128 columns. EVERY: slices of K
+    that one partial sum has. AHEAD: slices that scales of blocks are fetched ahead into the first-level cache (0: one
+    ahead, into registers).
     """
     WIDE: gl.constexpr = out.dtype.element_ty == gl.float32
     OUT_BUFS: gl.constexpr = 1 if DIRECT else 2
     OUT_ROWS: gl.constexpr = 8 if DIRECT else ROWS
-    gl.static_assert(ROWS_B != 1 or not BLOCKED or PARTS == 1 or STAGED)
-    gl.static_assert(not STAGED or (BLOCKED and ROWS_A == 1))
+    gl.static_assert(ROWS_B != 1 or not BLOCKED or PARTS == 1)
+    gl.static_assert(not LATE or (BLOCKED and ROWS_B == 1))
     gl.static_assert(EVERY == 1 or not BLOCKED)
+    gl.static_assert(AHEAD == 0 or PARTS == 2)
     a_bufs = gl.allocate_shared_memory(a_desc.dtype, [STAGES * 2] + a_desc.block_shape, a_desc.layout)
     b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES * PARTS] + b_desc.block_shape, b_desc.layout)
     OUT_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([OUT_ROWS, BLOCK], out_desc.dtype)
@@ -473,15 +454,7 @@ def fp8_gemm_kernel(
         mbarrier.init(empty.index(i), count=2)
     mbarrier.init(opened, count=1)
     mbarrier.arrive(opened, count=1)  # nobody touches it again
-    sa_bufs = out_bufs
-    sb_bufs = out_bufs
-    if STAGED:
-        FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        sa_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], FLAT)
-        sb_bufs = sa_bufs
-        if ROWS_B == 1:
-            sb_bufs = gl.allocate_shared_memory(gl.float32, [STAGES * PARTS, BLOCK], FLAT)
-    bufs = (a_bufs, b_bufs, out_bufs, sa_bufs, sb_bufs)
+    bufs = (a_bufs, b_bufs, out_bufs)
     bars = (full, empty, opened)
     shape = (M, N, k_steps, tiles_m, tiles_n)
     scales = (scale_a, scale_b, sa_m, sa_k, sb_n, sb_k)
@@ -491,10 +464,9 @@ def fp8_gemm_kernel(
     gl.warp_specialize([
         (_consumer, (0, bufs, bars, out_desc, out, ends, shape, scales, stack, dealt, partials, counters, PARTS, EVERY,
                      STAGES, GROUP, BLOCKED, ROW_A, ROW_B, ROWS_A, ROWS_B, BIAS, ACTIVATION, SCALE_OUT, LARGEST,
-                     GROUPED, ACCUMULATE, DIRECT, WIDE, DEAL, STAGED)),
+                     GROUPED, ACCUMULATE, DIRECT, WIDE, DEAL, AHEAD, LATE)),
         (_consumer, (1, bufs, bars, out_desc, out, ends, shape, scales, stack, dealt, partials, counters, PARTS, EVERY,
                      STAGES, GROUP, BLOCKED, ROW_A, ROW_B, ROWS_A, ROWS_B, BIAS, ACTIVATION, SCALE_OUT, LARGEST,
-                     GROUPED, ACCUMULATE, DIRECT, WIDE, DEAL, STAGED)),
-        (_producer, (bufs, bars, a_desc, b_desc, shape, scales, stack, dealt, PARTS, STAGES, GROUP, GROUPED, ROWS_B,
-                     STAGED)),
+                     GROUPED, ACCUMULATE, DIRECT, WIDE, DEAL, AHEAD, LATE)),
+        (_producer, (bufs, bars, a_desc, b_desc, shape, stack, dealt, PARTS, STAGES, GROUP, GROUPED)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

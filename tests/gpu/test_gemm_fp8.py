@@ -122,6 +122,22 @@ def test_configurations(name, pair):
     assert_close_to_truth("out", out, truth, yardstick, floor=floor_of(truth))
 
 
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("mnk", [(2500, 1920, 4096), (300, 1001, 531)], ids=str)
+def test_scales_of_columns_read_late(mnk, out_dtype):
+    """Under the product they belong to, in the order of threads: the same bits as a slice ahead."""
+    m, n, k = mnk
+    for pair in (("e5m2:1x128:fp32", "fp8_1x128"), ("fp8_128x128", "fp8_1x128")):
+        a, b = operands(m, n, k, pair)
+        given = [hopper_gemm._addressable(x.codes.view(torch.uint8)).view(x.codes.dtype) for x in (a, b)]
+        blocks = dict(block_a=a.scheme.block, block_b=b.scheme.block)
+        out, held = (
+            hopper_gemm.gemm(*given, a.scales, b.scales, **blocks, out_dtype=out_dtype, config=config)
+            for config in (Fp8GemmConfig(parts=1, stages=6, group=8, late=late) for late in (True, False))
+        )
+        assert torch.equal(out, held), pair
+
+
 @pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
 @pytest.mark.parametrize("m", [5, 300])
 def test_activations(activation, m):
@@ -269,57 +285,3 @@ def test_grouped_along_k(pair, nk, backend):
             quantize(x[:, 384:512], pair[0]), quantize(w[:, 384:512], pair[1]), out_dtype=dtype, backend=backend
         )  # fmt: skip
         assert torch.equal(out[2], alone)
-
-
-WAYS_OUT = {
-    "bf16": {},
-    "fp32": dict(out_dtype=torch.float32),
-    "bias-gelu": dict(bias=True, activation="gelu"),
-    "to-fp8": dict(out_dtype=torch.float8_e4m3fn, out_scale=True, amax=True, activation="silu"),
-    "added": dict(accumulate=True),
-    "groups": dict(groups=True),
-    "along": dict(along=True),
-}
-
-
-@pytest.mark.parametrize("way", WAYS_OUT)
-@pytest.mark.parametrize("shape", [(512, 1024, 1024), (300, 1000, 531), (4096, 4096, 2048)], ids=str)
-@pytest.mark.parametrize("second", ["fp8_128x128", "fp8_1x128"])
-def test_scales_that_come_with_their_slice(second, shape, way):
-    """Through shared memory, on every way out: the same products and sums in the same order, so the same bits."""
-    lines, (m, n, k) = second == "fp8_1x128", shape
-    if way == "along" and (m % 128 or not lines) or way == "groups" and (n % 512 or lines):
-        pytest.skip("no such product")
-    a, b = operands(m, n, k, ("e5m2:1x128:fp32" if lines else "fp8_1x128", second))
-    given = [hopper_gemm._addressable(x.codes.view(torch.uint8)).view(x.codes.dtype) for x in (a, b)]
-    found = []
-    narrow = dict(parts=1, stages=5, group=8)
-    configs = [Fp8GemmConfig(), Fp8GemmConfig(staged=True)]
-    if lines:
-        configs = [Fp8GemmConfig(**narrow, staged=staged) for staged in (False, True)]
-        configs += [] if way == "added" else [Fp8GemmConfig(stages=3, staged=True)]  # which spills there
-    for config in configs:
-        options = dict(WAYS_OUT[way])
-        if options.pop("bias", False):
-            options["bias"] = torch.ones(n, device="cuda", dtype=torch.bfloat16)
-        if options.pop("out_scale", False):
-            options |= dict(out_scale=torch.full((), 2.0, device="cuda"), amax=torch.zeros((), device="cuda"))
-        if way == "added":
-            options["out"] = torch.ones(m, n, device="cuda")
-        if options.pop("groups", False):
-            groups = torch.arange(m, device="cuda", dtype=torch.int32) // 128 % 4
-            options["groups"] = torch.where(groups == 2, -1, groups)
-            options["out"] = torch.empty(m, n // 4, device="cuda", dtype=torch.bfloat16)
-        if options.pop("along", False):
-            slices = -(-k // 128)
-            options["along"] = torch.tensor([0, 1, 1, slices], device="cuda", dtype=torch.int32)
-            options["out"] = torch.full((3 * m, n), float("nan"), device="cuda", dtype=torch.bfloat16)
-        out = hopper_gemm.gemm(
-            *given, a.scales, b.scales, block_a=(1, 128), block_b=b.scheme.block, config=config, **options
-        )  # fmt: skip
-        found.append((out.clone(), options.get("amax")))
-    plain, most = found[0]
-    assert not plain.float().isnan().any()
-    for staged, largest in found[1:]:
-        assert torch.equal(plain.float(), staged.float())
-        assert most is None or torch.equal(most, largest)

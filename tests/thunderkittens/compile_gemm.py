@@ -79,7 +79,7 @@ CASES = {
     ),
     "fp8-narrow": lambda: fp8(ROW, ROW, m=2500, config=hopper_gemm.Fp8GemmConfig(parts=1, stages=6, deal=True)),
     "fp8-mixed": lambda: fp8(TENSOR, TENSOR, E5M2),
-    "fp8-wide-stacked": lambda: fp8(LINE, SQUARE, stacked=True, config=hopper_gemm.Fp8GemmConfig(staged=True)),
+    "fp8-wide-stacked": lambda: fp8(LINE, SQUARE, stacked=True, config=hopper_gemm.Fp8GemmConfig()),
     "fp8-odd-n": lambda: fp8(LINE, SQUARE, out=torch.empty(512, 5119, dtype=BF16)),
     "fp8-lines-add": lambda: fp8(LINE, LINE, out=torch.empty(512, 5120), accumulate=True),
     "fp8-gelu": lambda: fp8(TENSOR, TENSOR, activation="gelu", config=hopper_gemm.Fp8GemmConfig(deal=True)),
@@ -89,8 +89,6 @@ CASES = {
     "fp8-along-lines": lambda: fp8(LINE, LINE, along=True),
     "fp8-along-lines-add": lambda: fp8(LINE, LINE, along=True, out=torch.empty(1024, 5120), accumulate=True),
     "fp8-lines-bf16": lambda: fp8(LINE, LINE),
-    "fp8-lines-wide": lambda: fp8(LINE, LINE, config=hopper_gemm.Fp8GemmConfig(stages=3, staged=True)),
-    "fp8-blocks-early": lambda: fp8(LINE, SQUARE, config=hopper_gemm.Fp8GemmConfig()),
     "fp8-blocks-gelu": lambda: fp8(LINE, SQUARE, bias=torch.empty(5120), activation="gelu"),
     "fp8-blocks-to-fp8": lambda: fp8(
         LINE,

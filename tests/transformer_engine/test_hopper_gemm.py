@@ -127,9 +127,11 @@ def test_tiles(m, n, lines, parts):
     assert hopper_gemm.fp8_gemm_config(m, n, lines, plain=False).parts == (1 if lines or n <= 128 else 2)
 
 
-@pytest.mark.parametrize(("m", "lines_b", "staged"), [(4096, True, True), (4096, False, True), (64, True, False)])
-def test_scales_come_with_their_slice_where_that_was_seen(m, lines_b, staged):
-    config = hopper_gemm.fp8_gemm_config(m, 8192, lines_b, lines_a=True)
-    assert config.staged == staged and config.stages <= (5 if staged and lines_b else 6)
-    assert not hopper_gemm.fp8_gemm_config(m, 8192, lines_b).staged  # scales of A that are not those of rows
-
+@pytest.mark.parametrize(
+    ("m", "n", "product", "late"),
+    [(4096, 4096, True, True), (2048, 2048, True, False), (8192, 8192, False, False), (64, 1 << 20, True, False)],
+)
+def test_scales_of_columns_are_read_late_where_that_was_timed(m, n, product, late):
+    config = hopper_gemm.fp8_gemm_config(m, n, True, product=product)
+    assert config.late == late and config.parts == 1
+    assert not hopper_gemm.fp8_gemm_config(m, n, False, product=product).late
