@@ -23,10 +23,10 @@ from gpu_accel.thunderkittens import chunked, gla_kernels, reference
 from gpu_accel.thunderkittens.arguments import check_tensors, real
 from gpu_accel.thunderkittens.linear import _flags, _need, _shape, _validate, choose
 
-# Forms that tests/gpu/test_gla.py has passed on (H200, Triton 3.6.0), also packed: any K and V in float32, K from 64
-# and V from 65 on in bfloat16. No others run on a GPU: with V up to 64, or in float16, dq, dk and dg were wrong.
-_LEAST_KEYS, _MOST_UNSEEN_VALUES = 64, 64
-UNCHECKED = False  # True: "portable" takes the others too, to test them
+# tests/gpu/test_gla.py has passed on an H200 (Triton 3.6.0) in bfloat16, float16 and float32, also packed. In float16
+# more dimensions of K or V than these ask for more shared memory than there is.
+_MOST_IN_FLOAT16 = 128
+UNCHECKED = False  # True: "portable" takes them too, to test them
 # How the kernels of all chunks are launched: the most columns of K and V a tile, warps, stages. WIDE_ROWS, for no tiles
 # of 32 columns: 381 us for 594 of ROWS (8 x 2048 steps, 16 heads, K and V 128, on an H200).
 ROWS = dict(block_k=64, block_v=64, num_warps=8, num_stages=2)
@@ -93,7 +93,7 @@ def _rows(call: _Call, q, k, values, sums, states, scale: float, *, reverse: boo
     out = values.new_empty(values.shape) if call.places.cu is None else values.new_zeros(values.shape)
     if call.any:
         strides = [s for x in (q, k, values) for s in chunked._strides(x)]
-        wide = values.dtype == torch.bfloat16 and min(call.key_dim, call.value_dim) > 64
+        wide = values.dtype == torch.bfloat16 and all(64 < n <= 128 for n in (call.key_dim, call.value_dim))
         launch(gla_kernels._rows_kernel, call.chunks,
                (q, k, values, sums, states, out, *call.places.tables(), *strides, *call.sizes, call.heads, scale),
                call.tiles(**WIDE_ROWS if wide else ROWS)[0] | call.levels | {"REVERSE": reverse})  # fmt: skip
@@ -191,13 +191,11 @@ gla_op.register_autograd(_gradients, setup_context=_save)
 
 def refusal(v: Tensor, key_dim: int) -> str | None:
     """Why the kernels may not run on the GPU of v, or None."""
-    if UNCHECKED or INTERPRET or not v.is_cuda or v.dtype == torch.float32:
+    if UNCHECKED or INTERPRET or not v.is_cuda or v.dtype != torch.float16:
         return None
-    if v.dtype == torch.bfloat16 and key_dim >= _LEAST_KEYS and v.shape[3] > _MOST_UNSEEN_VALUES:
+    if max(key_dim, v.shape[3]) <= _MOST_IN_FLOAT16:
         return None
-    given = f"{str(v.dtype).removeprefix('torch.')}, K {key_dim}, V {v.shape[3]}"
-    seen = f"float32, and bfloat16 with K from {_LEAST_KEYS} and V from {_MOST_UNSEEN_VALUES + 1} on"
-    return f"gates of every key dimension were seen right on a GPU in {seen}; got {given}"
+    return f"in float16 K and V are at most {_MOST_IN_FLOAT16} on a GPU, got {key_dim} and {v.shape[3]}"
 
 
 def gated_linear_attention(
@@ -214,8 +212,8 @@ def gated_linear_attention(
         scale: K**-0.5 unless given. initial_state: (sequences, heads, K, V).
         cu_seqlens: (sequences + 1,) int32 or int64, batch 1; values are checked on the CPU alone.
         chunk: steps that are done by matrix products at once, 16, 32 or 64.
-        backend: "portable" (plain Triton; on a GPU in float32, and in bfloat16 with K from 64 and V from 65 on),
-            "reference", or "auto": the kernels where they were seen right on a card.
+        backend: "portable" (plain Triton; on a GPU in float16 with K and V up to 128), "reference", or "auto": the
+            kernels where they can run.
 
     Returns:
         o (batch, seqlen, heads, V) in the dtype of v, and the final state (sequences, heads, K, V) float32.

@@ -55,10 +55,13 @@ def factor_of(dtype):
 ])  # fmt: skip
 def test_gla(shape, dtype):
     tensors, grads = make(*shape, dtype)
-    if gla.refusal(tensors[2], shape[3]) is None:
-        judge(NAMES, function, tensors, grads, factor_of(dtype))
-        return
-    with pytest.raises(UnsupportedError, match="seen right on a GPU"):
+    judge(NAMES, function, tensors, grads, factor_of(dtype))
+
+
+def test_what_does_not_fit_is_refused(monkeypatch):
+    monkeypatch.setattr(gla, "UNCHECKED", False)
+    tensors, _ = make(1, 64, 2, 256, 64, FP16)
+    with pytest.raises(UnsupportedError, match="at most 128 on a GPU, got 256 and 64"):
         function("portable")(*tensors)
     for one, other in zip(function("auto")(*tensors), function("reference")(*tensors), strict=True):
         assert torch.equal(one, other)
