@@ -38,6 +38,8 @@ def useful(q: Tensor, k: Tensor) -> bool:
     """Whether there are two halves, each with several rounds of tiles for all multiprocessors."""
     if not WANTED or not q.is_cuda or k.shape[2] % 2:
         return False
+    if torch.cuda.is_current_stream_capturing():  # not seen right in a CUDA graph
+        return False
     return _whatever or q.shape[0] * q.shape[2] * min(q.shape[1], k.shape[1]) >= least_rows(q.device)
 
 
