@@ -61,6 +61,15 @@ class Commands(TyperGroup):
         except ClickException as error:
             self.tell(type(error).__name__, error.format_message(), error.exit_code)
             raise
+        except (BrokenPipeError, SystemExit) as error:  # `gpu-accel --help | head`
+            if not _reader_left(error):
+                raise
+            _drop_stdout()
+            raise typer.Exit(codes.BROKEN_PIPE) from None
+        except OSError as error:
+            if error.errno not in UNWRITABLE:
+                raise
+            raise typer.Exit(self.unwritable(error)) from error
 
     def tell(self, kind: str, message: str, code: int) -> None:
         """The error as JSON, where JSON was asked for and nothing has been printed."""
@@ -71,7 +80,9 @@ class Commands(TyperGroup):
         self.debug = self.debug or bool(ctx.params.get("debug"))
         try:
             return self._invoke(ctx)
-        except BrokenPipeError:  # `gpu-accel list | head`
+        except (BrokenPipeError, SystemExit) as error:  # `gpu-accel list | head`
+            if not _reader_left(error):
+                raise
             _drop_stdout()
             raise typer.Exit(codes.BROKEN_PIPE) from None
 
@@ -112,7 +123,10 @@ class Commands(TyperGroup):
             if error.errno not in UNWRITABLE:
                 raise typer.Exit(self.unforeseen(error)) from error
             raise typer.Exit(self.unwritable(error)) from error
-        except (Exception, SystemExit) as error:  # SystemExit: a paper's code must not choose the exit code
+        except (Exception, SystemExit) as error:
+            if _reader_left(error):
+                raise
+            # a SystemExit: a paper's code must not choose the exit code
             raise typer.Exit(self.unforeseen(error)) from error
 
     def unforeseen(self, error: BaseException) -> int:
@@ -207,6 +221,13 @@ def main() -> None:
             _drop_stdout()
             print(f"error: cannot write to stdout: {error.strerror}", file=sys.stderr)
             sys.exit(codes.INTERNAL)
+
+
+def _reader_left(error: BaseException) -> bool:
+    """Whether nobody reads stdout any more, of which rich makes a SystemExit."""
+    return isinstance(error, BrokenPipeError) or (
+        isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError)
+    )
 
 
 def _drop_stdout() -> None:

@@ -288,7 +288,7 @@ def test_a_file_is_replaced_with_its_permissions_and_through_links(tmp_path: Pat
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-@pytest.mark.parametrize("arguments", [["list"], ["list", "--json"], ["claims", "ring"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [["list"], ["--help"], ["claims", "ring", "--json"]], ids=" ".join)
 def test_a_full_stdout_is_said(arguments: list[str]) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(

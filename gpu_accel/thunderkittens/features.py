@@ -26,7 +26,7 @@ from torch import Tensor
 from gpu_accel.compat import INTERPRET
 from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.flash_attention3.launch import launch, next_power_of_2
-from gpu_accel.flash_attention3.problem import check_flag
+from gpu_accel.flash_attention3.problem import check_first_gradient, check_flag
 from gpu_accel.thunderkittens import (
     based_hopper,
     based_kernel,
@@ -98,8 +98,10 @@ def _(x, mapping):
 
 
 def _hedgehog_gradients(ctx, dout):
+    saved = ctx.saved_tensors
+    check_first_gradient("the kernel of Hedgehog's features", dout, *saved)
     with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        leaves = [x.detach().requires_grad_() for x in saved]
         features = hedgehog_features(*leaves)
     return torch.autograd.grad(features, leaves, dout)
 
@@ -163,8 +165,10 @@ def _based_save(ctx, inputs, output):
 
 def _based_gradients(ctx, do):
     """By the features in memory: gradients take them anyway."""
+    saved = ctx.saved_tensors
+    check_first_gradient("Based's attention by kernels", do, *saved)
     with torch.enable_grad():
-        q, k, v = (x.detach().requires_grad_() for x in ctx.saved_tensors)
+        q, k, v = (x.detach().requires_grad_() for x in saved)
         o = _based_by_features(q, k, v, ctx.scale, ctx.norm, None, "auto")
     return *torch.autograd.grad(o, (q, k, v), do), None, None, None
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from gpu_accel.compat import INTERPRET
 from gpu_accel.flash_attention3.launch import launch
+from gpu_accel.flash_attention3.problem import check_first_gradient
 from gpu_accel.thunderkittens import chunked, walk_hopper, window_kernels, windowed
 
 _ROWS = 16 if INTERPRET else 64
@@ -104,7 +105,9 @@ def _save(ctx, inputs, output):
 def _gradients(ctx, do):
     from gpu_accel.thunderkittens.features import hedgehog_in_parts
 
-    given: list[Any] = [None if x is None else x.detach().requires_grad_() for x in ctx.saved_tensors]
+    saved = ctx.saved_tensors
+    check_first_gradient("Hedgehog's window in one kernel", do, *saved)
+    given: list[Any] = [None if x is None else x.detach().requires_grad_() for x in saved]
     q, k, v, q_map, k_map, first, second = given
     with torch.enable_grad():
         o = hedgehog_in_parts(q, k, v, q_map, k_map, first, second, None, window=ctx.window,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gpu_accel.errors import HardwareError, InvalidInputError, UnsupportedError, shown
-from gpu_accel.flash_attention3.problem import check_flag
+from gpu_accel.flash_attention3.problem import check_first_gradient, check_flag
 from gpu_accel.thunderkittens import chunked, reference, walk_hopper
 from gpu_accel.thunderkittens.arguments import check_cu_seqlens, check_tensors, integer, real
 
@@ -221,8 +221,10 @@ def _normalised_save(ctx, inputs, output):
 
 
 def _normalised_gradients(ctx, do):
+    saved = ctx.saved_tensors
+    check_first_gradient("linear attention in one walk", do, *saved)
     with torch.enable_grad():
-        q, k, v = (x.detach().requires_grad_() for x in ctx.saved_tensors)
+        q, k, v = (x.detach().requires_grad_() for x in saved)
         o = _normalised_in_steps(q, k, v, ctx.scale, ctx.floor)
     return *torch.autograd.grad(o, (q, k, v), do), None, None
 

@@ -27,6 +27,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from gpu_accel.errors import InvalidInputError
 from gpu_accel.flash_attention3.gluon_launch import QuickLaunch, multiprocessors
 from gpu_accel.gluon_compat import tma_load
 from gpu_accel.thunderkittens.gemm_device import advance, place, previous, store_direct
@@ -134,7 +135,15 @@ def product_kernel(a_desc, b_desc, out, M, N, tiles_m, tiles_n, steps, STAGES: g
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a (M, K) b (K, N) on a Hopper GPU: bfloat16 or float16, contiguous rows that start at multiples of 16 bytes."""
+    """a (M, K) b (K, N) on a Hopper GPU: bfloat16 or float16, contiguous rows that start at multiples of 16 bytes.
+
+    Raises InvalidInputError for shapes, dtypes or devices that do not fit; the level of `ladder.py` asks for the rest.
+    """
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0] or a.dtype != b.dtype or a.device != b.device:
+        got = ", ".join(f"{tuple(x.shape)} {x.dtype} on {x.device}" for x in (a, b))
+        raise InvalidInputError(f"a must be (M, K) and b (K, N) of one dtype on one device, got {got}")
+    if a.dtype not in (torch.bfloat16, torch.float16):
+        raise InvalidInputError(f"a and b must be bfloat16 or float16, got {a.dtype}")
     if not _quick:
         _quick.append(QuickLaunch(product_kernel))
     (m, k), n = a.shape, b.shape[1]

@@ -105,8 +105,9 @@ def both(
     blocks = (block_k, block_k, 64, 64, block_k, 64)
     maps = [tensor_map(x, CHUNK, n) for x, n in zip((q, k, v, do, dk, dv), blocks, strict=True)]
     optional = [final if x is None else x for x in (initial, local, decays)]
+    aligned = initial is None or initial.data_ptr() % 16 == 0  # the others are made here
     _quick[0](
-        (warps,), batch * heads * segments,
+        (warps, aligned), batch * heads * segments,
         (*maps, tensor_map(states, 64, block_k), *map(walk_hopper._line_map, vectors), *optional, final, *sums,
          chunks, heads, heads // heads_q, batch, segments, key_dim, value_dim, scale),
         dict(BK=block_k, BV=64, STAGES=stages, WEIGHTED=weighted, HAS_INITIAL=initial is not None,

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError, shown
+from gpu_accel.flash_attention3.problem import check_first_gradient
 from gpu_accel.transformer_engine import context as state
 from gpu_accel.transformer_engine.checks import (
     check_flag,
@@ -118,8 +119,7 @@ class _Grouped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):  # type: ignore[override]
-        if torch.is_grad_enabled() and dy.requires_grad:
-            raise UnsupportedError("grouped layers have first gradients only: create_graph=True is not supported")
+        check_first_gradient("a grouped layer", dy)
         (count, n, k), rows, plan, needs = ctx.shape, ctx.rows, ctx.plan, ctx.needs_input_grad
         saved = ctx.saved_tensors  # asked for once: checkpoints give them once
         xt, turned = saved[:2], saved[2:]

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_accel.errors import InvalidInputError, UnsupportedError
+from gpu_accel.errors import InvalidInputError
+from gpu_accel.flash_attention3.problem import check_first_gradient
 from gpu_accel.transformer_engine import hopper_gemm, quantizer
 from gpu_accel.transformer_engine.gemm import scaled_mm, scaled_mm_op
 from gpu_accel.transformer_engine.history_kernels import roll_op
@@ -253,8 +254,7 @@ def _backward(ctx, dy):
     needs = [any((wanted[0], wanted[3], wanted[4])), wanted[1], ctx.with_bias and wanted[2]]
     if gathered is not None and needs[0]:
         wt0, wt1, wt2 = whole_columns(gathered)
-    if torch.is_grad_enabled() and dy.requires_grad:
-        raise UnsupportedError("quantised linear layers have first gradients only: create_graph=True is not supported")
+    check_first_gradient("a quantised linear layer", dy)
     plan = Plan.read(ctx.plan)
     history, scale, pending, overflows = ctx.delayed
     used = None

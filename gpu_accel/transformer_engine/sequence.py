@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpu_accel.errors import UnsupportedError
+from gpu_accel.flash_attention3.problem import check_first_gradient
 from gpu_accel.transformer_engine import context as state
 from gpu_accel.transformer_engine.history_kernels import roll_op
 from gpu_accel.transformer_engine.linear_op import Plan, _multiply, layer_backend, linear_op, rolls_in_kernel
@@ -122,8 +122,7 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):  # type: ignore[override]
-        if torch.is_grad_enabled() and dy.requires_grad:
-            raise UnsupportedError("quantised layers have first gradients only: create_graph=True is not supported")
+        check_first_gradient("a quantised layer", dy)
         job, plan, (m, n, k), needs = ctx.job, ctx.job.plan, ctx.shape, ctx.needs_input_grad
         x, gamma, beta, means, rstds, *kept = ctx.saved_tensors
         xt, wt = kept[:3], kept[3:]

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_accel.errors import UnsupportedError
 from gpu_accel.flash_attention3 import launch as launching
 from gpu_accel.flash_attention3.function import flash_attention_backward, flash_attention_forward
+from gpu_accel.flash_attention3.problem import check_first_gradient
 from gpu_accel.transformer_engine import context as state
 from gpu_accel.transformer_engine import hopper_gemm, quantizer
 from gpu_accel.transformer_engine.history_kernels import roll_op
@@ -171,10 +171,7 @@ class _Step(torch.autograd.Function):
         nothing = (None,) * 9
         if dy is None:
             return nothing
-        if torch.is_grad_enabled() and dy.requires_grad:
-            raise UnsupportedError(
-                "quantised linear layers have first gradients only: create_graph=True is not supported"
-            )
+        check_first_gradient("a quantised linear layer", dy)
         x, gamma, beta, gathered, *kept = ctx.saved_tensors
         kind, wanted = ctx.kind, ctx.needs_input_grad
         needs = (wanted[4] or wanted[7] or wanted[8], wanted[5], bool(wanted[6]))
@@ -354,10 +351,9 @@ class _Attend(torch.autograd.Function):
     def backward(ctx, do):  # type: ignore[override]
         if do is None:
             return None, None, None, None
-        if torch.is_grad_enabled() and do.requires_grad:
-            raise UnsupportedError("attention kernels have first gradients only: create_graph=True is not supported")
         q, k, v, o, lse = ctx.saved_tensors
         kind, inputs = ctx.kind, (do, q, k, v, o, lse)
+        check_first_gradient("attention by kernels", *inputs)
 
         def run(do, q, k, v, o, lse):
             return flash_attention_backward._init_fn(do, None, q, k, v, o, lse, *kind.scalars), ()

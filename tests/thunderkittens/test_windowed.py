@@ -8,7 +8,7 @@ import torch
 import gpu_accel.thunderkittens as tk
 from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.thunderkittens import windowed
-from gpu_accel.thunderkittens.features import hedgehog_features
+from gpu_accel.thunderkittens.features import fused_chunk_based, hedgehog_attention, hedgehog_features, hedgehog_op
 from tests.thunderkittens.helpers import close, randn, run
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -268,3 +268,19 @@ def test_nothing_to_attend_to(backend, shape):
     assert o.shape == shape
     (o.sum() + tk.fused_chunk_based(q, q, q, window=2, backend=backend).sum()).backward()
     assert q.grad.shape == q.shape
+
+
+@pytest.mark.parametrize("name", ["hedgehog", "window", "based"])
+def test_second_gradients_are_refused(name):
+    """Not left out of a sum without a word: these backward passes compute from copies."""
+    q = torch.randn(1, 8, 1, 4).bfloat16().requires_grad_()
+    mapping = torch.randn(1, 4, 4).bfloat16()
+    if name == "based":
+        y = fused_chunk_based(q, q, q, backend="portable")
+    elif name == "hedgehog":
+        y = hedgehog_op(q, mapping)
+    else:
+        y = hedgehog_attention(q, q, q, mapping, mapping, window=4, fused=True, backend="portable")
+    for function in (torch.sum, torch.norm):
+        with pytest.raises(UnsupportedError, match="first gradients"):
+            torch.autograd.grad(function(y), q, create_graph=True)
