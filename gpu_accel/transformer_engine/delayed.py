@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gpu_accel.errors import InvalidInputError
+from gpu_accel.transformer_engine import context
 from gpu_accel.transformer_engine.history_kernels import roll_op
 from gpu_accel.transformer_engine.recipes import ROLES, DelayedScaling, Role
 from gpu_accel.transformer_engine.sources import quickly
@@ -89,3 +90,30 @@ def length_of(state_dict: dict[str, Any], prefix: str) -> int | None:
     if found.dim() != 1:
         raise InvalidInputError(f"{prefix}input.history must be (length,), got {tuple(found.shape)}")
     return int(found.shape[0])
+
+
+class DelayedLayer(nn.Module):
+    """A layer that may have histories: made when a recipe first needs them, saved and loaded with its state."""
+
+    weight: Tensor
+    delayed: Histories | None
+
+    def make_histories(self, length: int) -> Histories:
+        """Empty histories of this length, where there are none."""
+        if self.delayed is None:
+            self.delayed = Histories(length, self.weight.device)
+            context.register(self.delayed)
+        elif self.delayed.length != length:
+            raise InvalidInputError(
+                f"this layer has histories of length {self.delayed.length}, the recipe has amax_history_len={length}: "
+                f"use one length, or set layer.delayed = None to start anew"
+            )
+        return self.delayed
+
+    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs) -> None:
+        length = length_of(state_dict, f"{prefix}delayed.")
+        if length is not None:
+            self.make_histories(length)
+        elif self.delayed is not None and not any(key.startswith(f"{prefix}delayed.") for key in state_dict):
+            state_dict.update(self.delayed.state_dict(prefix=f"{prefix}delayed."))  # torch passes a copy of its own
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

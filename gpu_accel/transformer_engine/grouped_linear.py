@@ -29,7 +29,7 @@ from gpu_accel.transformer_engine.checks import (
     check_rows,
     check_size,
 )
-from gpu_accel.transformer_engine.delayed import Histories, length_of
+from gpu_accel.transformer_engine.delayed import DelayedLayer
 from gpu_accel.transformer_engine.gemm_grouped import BLOCK, _check_counts, grouped_mm, k_grouped_mm
 from gpu_accel.transformer_engine.history_kernels import roll_op
 from gpu_accel.transformer_engine.linear import _autocasted
@@ -152,7 +152,7 @@ def _check_sum(sizes: list[int], rows: int) -> None:
         raise InvalidInputError(f"m_splits must be at least 0 and sum up to {rows}, got {shown(sizes)}")
 
 
-class GroupedLinear(nn.Module):
+class GroupedLinear(DelayedLayer):
     """y[i] = x[i] W[e]^T + b[e] with e the expert of row i, as `transformer_engine.pytorch.GroupedLinear`.
 
     Args:
@@ -164,7 +164,6 @@ class GroupedLinear(nn.Module):
     and blocks of 128.
     """
 
-    delayed: Histories | None
 
     def __init__(
         self, num_gemms: int, in_features: int, out_features: int, bias: bool = True, *,
@@ -220,25 +219,6 @@ class GroupedLinear(nn.Module):
             if made.bias is not None:
                 made.bias.copy_(torch.stack([e.bias for e in experts]))
         return made
-
-    def make_histories(self, length: int) -> Histories:
-        """Empty histories of this length, where there are none."""
-        if self.delayed is None:
-            self.delayed = Histories(length, self.weight.device)
-            state.register(self.delayed)
-        elif self.delayed.length != length:
-            raise InvalidInputError(
-                f"this layer has histories of length {self.delayed.length}, the recipe has amax_history_len={length}"
-            )
-        return self.delayed
-
-    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs) -> None:
-        length = length_of(state_dict, f"{prefix}delayed.")
-        if length is not None:
-            self.make_histories(length)
-        elif self.delayed is not None:
-            state_dict.update(self.delayed.state_dict(prefix=f"{prefix}delayed."))
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def forward(self, x: Tensor, m_splits: Sequence[int] | Tensor) -> Tensor:
         """x (M, in_features) -> (M, out_features) in the dtype of x (that of torch.autocast, where it is on).

@@ -24,7 +24,7 @@ from gpu_accel.transformer_engine.checks import (
     check_rows,
     check_size,
 )
-from gpu_accel.transformer_engine.delayed import Histories, length_of
+from gpu_accel.transformer_engine.delayed import DelayedLayer
 from gpu_accel.transformer_engine.history_kernels import roll_op
 from gpu_accel.transformer_engine.linear_op import BACKENDS, Plan, layer_backend, linear, rolls_in_kernel
 from gpu_accel.transformer_engine.parallel import enter, leave, parallel, shared
@@ -37,7 +37,7 @@ from gpu_accel.transformer_engine.sources import none_of, operand_op, quickly
 from gpu_accel.transformer_engine.tensor import QuantizedTensor
 
 
-class Linear(nn.Module):
+class Linear(DelayedLayer):
     """y = x W^T + b, as `transformer_engine.pytorch.Linear`.
 
     Args:
@@ -53,7 +53,6 @@ class Linear(nn.Module):
     histories makes them, one without leaves them as they are.
     """
 
-    delayed: Histories | None
 
     def __init__(
         self,
@@ -132,24 +131,7 @@ class Linear(nn.Module):
             made.make_histories(recipe.amax_history_len)
         return made
 
-    def make_histories(self, length: int) -> Histories:
-        """Empty histories of this length, where there are none."""
-        if self.delayed is None:
-            self.delayed = Histories(length, self.weight.device)
-            state.register(self.delayed)
-        elif self.delayed.length != length:
-            raise InvalidInputError(
-                f"this layer has histories of length {self.delayed.length}, the recipe has amax_history_len={length}: "
-                f"use one length, or set layer.delayed = None to start anew"
-            )
-        return self.delayed
-
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs) -> None:
-        length = length_of(state_dict, f"{prefix}delayed.")
-        if length is not None:
-            self.make_histories(length)
-        elif self.delayed is not None and not any(key.startswith(f"{prefix}delayed.") for key in state_dict):
-            state_dict.update(self.delayed.state_dict(prefix=f"{prefix}delayed."))  # torch passes a copy of its own
         self._kept = None
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 

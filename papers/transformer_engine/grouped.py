@@ -115,34 +115,11 @@ def _build_along(case: Case, settings: Settings, sizes: list[int], padded: list[
         found = compare(bf16(dy, x), truth, ruler)
         return Check(found.error, found.bound, "max error")
 
-    def prepared(run: Callable[..., Tensor], operands) -> Callable[[int], Callable[[], object]]:
-        def make(seed: int) -> Callable[[], object]:
-            given = operands(seed)
-            return lambda: run(*given)
-
-        return make
-
-    cpu = "" if settings.on_gpu else "torch's grouped products need a GPU"
-    only_rows = "" if case["scales"] == "row" else "torch._scaled_grouped_mm takes scales of rows on Hopper"
-    machine = machine_refusal(torch.empty(0, device=settings.device)) or ""
     return Workload(
-        implementations=[
-            Implementation(
-                name=name, role="ours", check=lambda seed, name=name: judge(seed, ours(name)),
-                make=prepared(ours(name), codes), unavailable=machine if name == "hopper" else "",
-            )
-            for name in ("hopper", "portable")
-        ] + [
-            Implementation(
-                name="torch", role="peer", check=lambda seed: judge(seed, lambda *x: torch_mm(*for_torch(*x))),
-                make=prepared(torch_mm, lambda seed: for_torch(*codes(seed))), unavailable=cpu or only_rows,
-                note="torch._scaled_grouped_mm, use_fast_accum=False",
-            ),
-            Implementation(
-                name="bf16", role="reference", check=check_bf16, make=prepared(bf16, tensors), unavailable=cpu,
-                note="torch._grouped_mm",
-            ),
-        ],
+        implementations=_contenders(
+            case, settings, ours=ours, judge=judge, operands=codes, torch_mm=torch_mm, for_torch=for_torch,
+            bf16=bf16, bf16_operands=tensors, check_bf16=check_bf16,
+        ),
         baselines=("torch", "bf16"),
         flops=sum(gemm_flops(size, n, k) for size in sizes),
         bytes_moved=rows * (k + n) + 2 * count * n * k,
@@ -177,13 +154,6 @@ def build(case: Case, settings: Settings) -> Workload:
         found = compare(torch.where(real, run(a, b, groups), 0), torch.where(real, truth, 0), ruler * real)
         return Check(found.error, found.bound, f"max error{': ' + found.why if found.why else ''}")
 
-    def prepared(run: Callable[..., Tensor], operands=codes) -> Callable[[int], Callable[[], object]]:
-        def make(seed: int) -> Callable[[], object]:
-            given = operands(seed)
-            return lambda: run(*given)
-
-        return make
-
     def ours(name: str) -> Callable[..., Tensor]:
         return lambda a, b, groups: grouped_mm(a, b, groups, backend=name)
 
@@ -216,31 +186,50 @@ def build(case: Case, settings: Settings) -> Workload:
         found = compare(bf16(*bf16_operands(seed)), truth, ruler)
         return Check(found.error, found.bound, "max error")
 
-    machine = machine_refusal(torch.empty(0, device=settings.device)) or ""
-    cpu = "" if settings.on_gpu else "torch's grouped products need a GPU"
-    only_rows = "" if case["scales"] == "row" else "torch._scaled_grouped_mm takes scales of rows on Hopper"
     return Workload(
-        implementations=[
-            Implementation(
-                name="hopper", role="ours", check=lambda seed: judge(seed, ours("hopper")),
-                make=prepared(ours("hopper")),
-                unavailable=machine,
-            ),
-            Implementation(
-                name="portable", role="ours", check=lambda seed: judge(seed, ours("portable")),
-                make=prepared(ours("portable")),
-            ),
-            Implementation(
-                name="torch", role="peer", check=lambda seed: judge(seed, lambda *x: torch_mm(*for_torch(*x))),
-                make=prepared(torch_mm, lambda seed: for_torch(*codes(seed))), unavailable=cpu or only_rows,
-                note="torch._scaled_grouped_mm, use_fast_accum=False",
-            ),
-            Implementation(
-                name="bf16", role="reference", check=check_bf16, make=prepared(bf16, bf16_operands), unavailable=cpu,
-                note="torch._grouped_mm",
-            ),
-        ],
+        implementations=_contenders(
+            case, settings, ours=ours, judge=judge, operands=codes, torch_mm=torch_mm, for_torch=for_torch,
+            bf16=bf16, bf16_operands=bf16_operands, check_bf16=check_bf16,
+        ),
         baselines=("torch", "bf16"),
         flops=sum(gemm_flops(size, n, k) for size in sizes),
         bytes_moved=sum(sizes) * (k + 2 * n) + count * n * k,
     )  # fmt: skip
+
+
+def _contenders(
+    case: Case, settings: Settings, *, ours: Callable[[str], Callable[..., Tensor]],
+    judge: Callable[[int, Callable[..., Tensor]], Check], operands: Callable[[int], tuple],
+    check_bf16: Callable[[int], Check], torch_mm: Callable[..., Tensor], for_torch: Callable[..., tuple],
+    bf16: Callable[..., Tensor], bf16_operands: Callable[[int], tuple],
+) -> list[Implementation]:  # fmt: skip
+    """Our kernels, torch's on the same codes, and torch's in bf16 on what was quantised."""
+
+    def prepared(run: Callable[..., Tensor], given: Callable[[int], tuple]) -> Callable[[int], Callable[[], object]]:
+        def make(seed: int) -> Callable[[], object]:
+            arguments = given(seed)
+            return lambda: run(*arguments)
+
+        return make
+
+    machine = machine_refusal(torch.empty(0, device=settings.device)) or ""
+    cpu = "" if settings.on_gpu else "torch's grouped products need a GPU"
+    only_rows = "" if case["scales"] == "row" else "torch._scaled_grouped_mm takes scales of rows on Hopper"
+    return [
+        *(
+            Implementation(
+                name=name, role="ours", check=lambda seed, name=name: judge(seed, ours(name)),
+                make=prepared(ours(name), operands), unavailable=machine if name == "hopper" else "",
+            )
+            for name in ("hopper", "portable")
+        ),
+        Implementation(
+            name="torch", role="peer", check=lambda seed: judge(seed, lambda *x: torch_mm(*for_torch(*x))),
+            make=prepared(torch_mm, lambda seed: for_torch(*operands(seed))), unavailable=cpu or only_rows,
+            note="torch._scaled_grouped_mm, use_fast_accum=False",
+        ),
+        Implementation(
+            name="bf16", role="reference", check=check_bf16, make=prepared(bf16, bf16_operands), unavailable=cpu,
+            note="torch._grouped_mm",
+        ),
+    ]  # fmt: skip
