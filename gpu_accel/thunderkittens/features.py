@@ -224,7 +224,8 @@ def fused_chunk_based(
     if window is not None:
         window, scale = windowed.check_window(window), windowed.score_scale(scale, q.shape[-1])
         _need(use_norm, "with a window softmax's weights and the series are divided by one sum: use_norm=True")
-        kernels = backend == "hopper" or choose(v, backend, v.dtype in windowed.WINDOW_CHECKED) == "portable"
+        seen = v.dtype in windowed.WINDOW_CHECKED
+        kernels = backend == "hopper" or choose(v, backend, seen, ("hopper",)) == "portable"
         given = backend if kernels else "reference"
 
         def series(q, k, v):
@@ -294,7 +295,7 @@ def hedgehog_attention(
     if backend == "hopper" and (refusal := walk_hopper.machine_refusal(v)):
         _refuse(refusal)
     checked = HEDGEHOG_CHECKED if window is None else windowed.WINDOW_CHECKED
-    kernels = backend == "hopper" or choose(v, backend, v.dtype in checked) == "portable"
+    kernels = backend == "hopper" or choose(v, backend, v.dtype in checked, ("hopper",)) == "portable"
     q, k = _inside(cu_seqlens, q, k)
     if window is None:
         features = _features_of(q, kernels)

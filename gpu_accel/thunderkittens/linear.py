@@ -54,14 +54,15 @@ def _refuse(why: str | None) -> None:
         raise UnsupportedError(f"backend 'hopper': {why}")
 
 
-def choose(x: Tensor, backend: str, checked: bool | None = None) -> str:
+def choose(x: Tensor, backend: str, checked: bool | None = None, others: tuple[str, ...] = ()) -> str:
     """ "portable" or "reference". checked: whether "auto" may take the kernels on a GPU; None: GPU_CHECKED.
+    others: names that the caller has dealt with.
 
     Raises InvalidInputError for another name; UnsupportedError where the kernels do not take the dtype or device.
     """
     from gpu_accel.compat import INTERPRET
 
-    _need(backend in BACKENDS, f"backend is {backend!r}; choose one of {', '.join(BACKENDS)}")
+    _need(backend in BACKENDS, f"backend is {backend!r}; choose one of {', '.join(BACKENDS + others)}")
     if backend == "auto":
         checked = GPU_CHECKED if checked is None else checked
         backend = "portable" if x.is_cuda and checked and x.dtype in _KERNEL_DTYPES else "reference"
@@ -144,7 +145,7 @@ def linear_attention(
         g, w, initial_state = (None if x is None else x.float() for x in (g, w, initial_state))
         return chunked.chunked(q, k, v, g, w, initial_state, None, scale, chunk, segments, "hopper")
     seen = v.dtype != torch.float32 or min(q.shape[3], v.shape[3]) > _NARROW
-    if choose(v, backend, GPU_CHECKED and seen) == "portable":
+    if choose(v, backend, GPU_CHECKED and seen, others=("hopper",)) == "portable":
         g, w, initial_state = (None if x is None else x.float() for x in (g, w, initial_state))
         given, refusal = fused, chunked.fused_refusal(q.shape[-1], v.dtype)
         if fused and refusal:

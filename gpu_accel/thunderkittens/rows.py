@@ -266,7 +266,7 @@ def softmax(x: Tensor, *, backend: str = "auto") -> Tensor:
     """softmax over the last dimension of x (..., width) float32, bfloat16 or float16; backend as in `rms_norm`."""
     check_tensors({"x": x})
     _need(x.dim() >= 1, "x must be (..., width), got a tensor of no dimensions")
-    if backend != "hopper" and choose(x, backend) == "reference":
+    if backend != "hopper" and choose(x, backend, others=("hopper",)) == "reference":
         wide = x if x.dtype == torch.float64 else x.float()
         return reference.softmax(wide).to(x.dtype)
     flat = x.reshape(-1, x.shape[-1]) if x.numel() else x.reshape(0, x.shape[-1])
@@ -296,7 +296,7 @@ def _norm(x, weight, bias, residual, eps, dropout_p, seed, prenorm, backend, cen
     seed = None if seed is None else integer("seed", seed)
     _need(seed is None or 0 <= seed < 2**63, f"seed must be from 0 to 2**63 - 1, got {seed}")
     seed = 0 if seed is None else seed
-    name = "hopper" if backend == "hopper" else choose(x, backend)
+    name = "hopper" if backend == "hopper" else choose(x, backend, others=("hopper",))
     rows = x.numel() // width if width else 0
     _need(rows < 2**31 and width < 2**31, f"at most 2**31 - 1 rows and columns, got {rows} and {width}")
     if name == "reference":
