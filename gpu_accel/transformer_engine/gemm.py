@@ -64,11 +64,16 @@ def _way(a: QuantizedTensor, b: QuantizedTensor, kind: str, backend: str) -> str
     """ "hopper", "portable" or "reference". Raises where the backend asked for cannot run."""
     if kind == "fp8" and hopper_gemm.chosen(a, b, backend):
         return "hopper"
-    if choose_backend(backend, a, "scaled_mm") == "reference":
-        return "reference"
-    if kind == "fp8" and not INTERPRET and (torch.version.hip or capability(a.device) < (8, 9)):
+    return plain_backend(backend, a, "scaled_mm", kind)
+
+
+def plain_backend(backend: str, a: QuantizedTensor, what: str, kind: str) -> str:
+    """ "portable" or "reference". Raises as `choose_backend`, and HardwareError where a GPU has no fp8 products."""
+    chosen = choose_backend(backend, a, what)
+    kernels = chosen == "portable" and kind == "fp8" and not INTERPRET
+    if kernels and (torch.version.hip or capability(a.device) < (8, 9)):
         raise HardwareError("fp8 products need compute capability 8.9 (Ada, Hopper or newer): use bf16, or int8")
-    return "portable"
+    return chosen
 
 
 def pair_kind(a: QuantizedTensor, b: QuantizedTensor) -> str:

@@ -21,14 +21,12 @@ import torch
 import triton
 from torch import Tensor
 
-from gpu_accel.compat import INTERPRET
-from gpu_accel.errors import HardwareError, InvalidInputError, UnsupportedError, shown
-from gpu_accel.flash_attention3.launch import capability, launch
+from gpu_accel.errors import InvalidInputError, UnsupportedError, shown
+from gpu_accel.flash_attention3.launch import launch
 from gpu_accel.transformer_engine import hopper_gemm
 from gpu_accel.transformer_engine.checks import check_no_gradient, check_one_device, check_strided
-from gpu_accel.transformer_engine.gemm import OUT_DTYPES, pair_kind
+from gpu_accel.transformer_engine.gemm import OUT_DTYPES, pair_kind, plain_backend
 from gpu_accel.transformer_engine.gemm_kernels import _fp8_kernel
-from gpu_accel.transformer_engine.quantizer import choose_backend
 from gpu_accel.transformer_engine.reference_gemm import exact_values
 from gpu_accel.transformer_engine.schemes import scheme as find_scheme
 from gpu_accel.transformer_engine.tensor import QuantizedTensor
@@ -112,10 +110,8 @@ def grouped_mm(
     _check(a, b, groups, out_dtype)
     if hopper_gemm.chosen(a, b, backend, kind="grouped"):
         return _operate(hopper_grouped_op, a, b, groups, out_dtype)
-    if choose_backend(backend, a, "grouped_mm") == "reference":
+    if plain_backend(backend, a, "grouped_mm", "fp8") == "reference":
         return grouped_mm_reference(a, b, groups, out_dtype=out_dtype)
-    if not INTERPRET and (torch.version.hip or capability(a.device) < (8, 9)):
-        raise HardwareError("fp8 products need compute capability 8.9 (Ada, Hopper or newer): use bf16")
     return _operate(grouped_op, a, b, groups, out_dtype)
 
 
@@ -179,10 +175,8 @@ def k_grouped_mm(
         raise UnsupportedError(f"hopper: N is {a.shape[0]}, and must be a multiple of 128; use backend='portable'")
     if whole and hopper_gemm.chosen(a, b, backend, kind="along"):
         return _operate_along(hopper_along_op, a, b, starts, out_dtype)
-    if choose_backend(backend, a, "k_grouped_mm") == "reference":
+    if plain_backend(backend, a, "k_grouped_mm", "fp8") == "reference":
         return k_grouped_mm_reference(a, b, ends, out_dtype=out_dtype)
-    if not INTERPRET and (torch.version.hip or capability(a.device) < (8, 9)):
-        raise HardwareError("fp8 products need compute capability 8.9 (Ada, Hopper or newer): use bf16")
     return _operate_along(along_op, a, b, starts, out_dtype)
 
 

@@ -40,19 +40,6 @@ class Tensor(np.ndarray):
 class View(emulate_hopper_fp8.View):
     dtype = "bf16"
 
-    def __init__(self, data: np.ndarray, flipped: bool = False):
-        self.data, self.flipped, self.shape = data, flipped, data.shape
-
-    def permute(self, _):
-        return View(self.data, not self.flipped)
-
-    def slice(self, start, length, dim):
-        assert dim == 1 and not self.flipped
-        return View(self.data[:, start : start + length])
-
-    def read(self) -> np.ndarray:
-        return (self.data.T if self.flipped else self.data).copy()
-
     def store(self, x) -> None:
         self.data[:] = x
 

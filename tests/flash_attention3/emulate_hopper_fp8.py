@@ -83,11 +83,11 @@ class View:
         self.data, self.flipped, self.shape = data, flipped, data.shape
 
     def permute(self, _):
-        return View(self.data, not self.flipped)
+        return type(self)(self.data, not self.flipped)
 
     def slice(self, start, length, dim):
         assert dim == 1 and not self.flipped
-        return View(self.data[:, start : start + length])
+        return type(self)(self.data[:, start : start + length])
 
     def read(self) -> np.ndarray:
         return (self.data.T if self.flipped else self.data).copy()

@@ -524,7 +524,7 @@ def test_rows_in_shared_memory(height, width, op, dtype):
 
     grads = [randn(height, width, seed=4)]
     floors = {}
-    if op == "softmax":
+    if op == "softmax" and dtype == FP16:  # bfloat16 keeps the plain bound
         # dx = y (dy - sum of y dy) of y as it was kept, rounded, and rounded itself: half an epsilon of dx each
         y = torch.softmax(x.double(), 1)
         dx = y * (grads[0].double() - (y * grads[0].double()).sum(1, keepdim=True))
