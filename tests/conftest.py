@@ -9,7 +9,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("gpu")
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skipif(not GPU, reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def only_own_memory() -> Iterator[None]:
+    """GPU_ACCEL_ONLY_OWN_MEMORY=1: kernels in the interpreter may touch their arguments and nothing else."""
+    if GPU or not os.environ.get("GPU_ACCEL_ONLY_OWN_MEMORY"):
+        yield
+        return
+    from gpu_accel.testing.out_of_bounds import only_own_memory
+
+    with only_own_memory():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -74,7 +74,6 @@ def check_attention(
         assert_close_to_truth(name, grad, truth, measure, floor=floor)
 
 
-
 def gradient_floor(dtype: torch.dtype, scale: float) -> float:
     """What a gradient of attention may err whatever the yardstick says; `scale` is the largest |true gradient|.
 

@@ -1,6 +1,7 @@
 """Random attention calls against float64: draw a call, judge it, and make a failing one small.
 
     search(seconds=10, seed=1)            # raises IncorrectResultError with the smallest failing call found
+    search_apart(seconds=10, seed=1)      # the same in a process of its own, which a fault of the GPU may end
     check(Call(batch=1, ...))             # replays one, as printed
 
 A kernel is compiled for what a call asks for (head dims, masks, features), which takes seconds, so calls are drawn in
@@ -10,11 +11,21 @@ rounds: one set of such choices, then many lengths, heads, strides and values. E
 
 from __future__ import annotations
 
+import argparse
+import functools
+import json
 import math
+import os
 import random
+import subprocess
+import sys
+import tempfile
 import time
+import traceback
+import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +43,8 @@ KINDS = ("normal", "strided", "transposed", "broadcast", "misaligned", "outliers
 PACKED_KINDS = ("normal", "poisoned")
 # Wrong results are wrong by a tenth or more; rounding is not, though of a few elements its largest error is a lottery.
 _FACTOR = 3.0
+UNSUPPORTED, FATAL = "unsupported", "fatal: "
+_HERE, _APART = 20.0, 60.0  # seconds for making a call small
 _EPSILONS = {2: (4.0, 8.0), 4: (16.0, 64.0)}  # by bytes: of the largest element; of terms of size one that cancel
 
 
@@ -157,9 +170,7 @@ def _tensors(call: Call, device: str) -> tuple[tuple[Tensor, Tensor, Tensor], di
     source = generator(call.seed + 2, device)
     options: dict[str, Any] = {"causal": call.causal, "window_size": call.window, "softcap": call.softcap}
     if call.packed:
-        q, k, v, cu_q, cu_k, *_ = make_varlen(
-            lengths_q=list(call.lengths_q), lengths_k=list(call.lengths_k), **shape
-        )
+        q, k, v, cu_q, cu_k, *_ = make_varlen(lengths_q=list(call.lengths_q), lengths_k=list(call.lengths_k), **shape)
         options |= {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
         if call.used:
             share = torch.rand(2, len(call.lengths_q), generator=source, device=device)
@@ -327,30 +338,43 @@ def shrink(call: Call, fails: Callable[[Call], bool], *, seconds: float = 20.0) 
     return call
 
 
+def failure(call: Call, *, device: str = "cuda", attention: Callable[..., Any] | None = None) -> str:
+    """What is wrong with a call, "" if nothing is, and "unsupported" where there is no kernel for it.
+
+    A fault that ends all work on the GPU in this process begins with `FATAL`.
+    """
+    try:
+        check(call, device=device, attention=attention)
+    except UnsupportedError:
+        return UNSUPPORTED
+    except Exception as error:  # whatever a kernel raises is a finding
+        fatal = isinstance(error, torch.AcceleratorError) and not isinstance(error, torch.OutOfMemoryError)
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if "/testing/" not in f.filename]
+        ours = [f for f in frames if "gpu_accel" in f.filename]
+        where = f" (from {Path(ours[-1].filename).name}:{ours[-1].lineno})" if fatal and ours else ""
+        return f"{FATAL if fatal else ''}{type(error).__name__}: {error}{where}"
+    return ""
+
+
 def search(
     *, seconds: float, seed: int, device: str = "cuda", longest: int = 600, calls_a_round: int = 60,
     backends: tuple[str, ...] = ("auto", "auto", "portable"), attention: Callable[..., Any] | None = None,
+    begin: Callable[[Call], None] = lambda call: None,
 ) -> dict[str, int]:  # fmt: skip
     """Draw and judge calls until the time is over.
+
+    Args:
+        begin: is told each call before it is made.
 
     Returns how many were "judged", how many had no kernel ("refused") and how many "rounds" they came in.
 
     Raises:
         IncorrectResultError: what went wrong, in the call as drawn and in the smallest that still fails, with the seed.
+            After a fault that ends all work on the GPU here, smaller calls are tried in processes of their own.
     """
     rng = random.Random(seed)
     counts = {"judged": 0, "refused": 0, "rounds": 0}
     end = time.monotonic() + seconds
-
-    def failure(call: Call) -> str:
-        try:
-            check(call, device=device, attention=attention)
-        except UnsupportedError:
-            return "unsupported"
-        except Exception as error:  # whatever a kernel raises is a finding, and it is raised below
-            return f"{type(error).__name__}: {error}"
-        return ""
-
     while time.monotonic() < end:
         choices = draw_round(rng, backends)
         counts["rounds"] += 1
@@ -358,12 +382,107 @@ def search(
             if time.monotonic() > end:
                 break
             call = draw_call(rng, choices, longest)
-            why = failure(call)
-            counts["refused" if why == "unsupported" else "judged"] += 1
-            if why and why != "unsupported":
-                small = shrink(call, lambda c: failure(c) not in ("", "unsupported"))
-                raise IncorrectResultError(
-                    f"seed {seed}, call {counts['judged'] + counts['refused']}: {why}\n  drawn  {call}\n"
-                    f"  small  {small}\n  there  {failure(small)}"
-                )
+            begin(call)
+            why = failure(call, device=device, attention=attention)
+            counts["refused" if why == UNSUPPORTED else "judged"] += 1
+            if why in ("", UNSUPPORTED):
+                continue
+            apart = why.startswith(FATAL) and attention is None
+            here = functools.partial(failure, device=device, attention=attention)
+            told = _told(call, why, functools.partial(failure_apart, device=device) if apart else here, apart=apart)
+            raise IncorrectResultError(f"seed {seed}, call {counts['judged'] + counts['refused']}: {told}")
     return counts
+
+
+def _told(call: Call, why: str, again: Callable[[Call], str], *, apart: bool) -> str:
+    """What is said of a call that failed; `again` judges it and smaller ones, each in a process `apart` or here."""
+    small = shrink(call, lambda c: again(c) not in ("", UNSUPPORTED), seconds=_APART if apart else _HERE)
+    return f"{why}\n  drawn  {call}\n  small  {small}\n  there  {again(small) or 'nothing, when it was run again'}"
+
+
+def failure_apart(call: Call, *, device: str = "cuda", seconds: float = 30.0) -> str:
+    """`failure` in a process of its own, with launches that wait, so that a fault names the launch it came from."""
+    found = _child(["--device", device, "--call", json.dumps(asdict(call))], seconds, {"CUDA_LAUNCH_BLOCKING": "1"})
+    return found["why"] if "why" in found else f"{FATAL}{found['died']}"
+
+
+def search_apart(*, seconds: float, seed: int, device: str = "cuda", grace: float = 45.0) -> dict[str, int]:
+    """`search` in a process of its own, outputs poisoned: whatever a kernel does there, this process can go on.
+
+    Args:
+        grace: seconds for starting and for the last call. Shrinking has its own time.
+
+    Raises:
+        IncorrectResultError: as `search`; also where the process died or did not end, with the call it was at.
+    """
+    options = ["--device", device, "--seed", str(seed), "--seconds", str(seconds)]
+    found = _child(options, seconds + grace + 2 * _APART, {})
+    if "counts" in found:
+        return found["counts"]
+    if "why" in found:
+        raise IncorrectResultError(found["why"])
+    call = found["call"]
+    if call is None:
+        raise IncorrectResultError(f"seed {seed}: {found['died']} before the first call")
+    again = functools.partial(failure_apart, device=device)
+    raise IncorrectResultError(f"seed {seed}: {_told(call, found['died'], again, apart=True)}")
+
+
+def _child(options: list[str], seconds: float, more: dict[str, str]) -> dict[str, Any]:
+    """What `python -m gpu_accel.testing.differential` said: its last line, or how it died and at which "call"."""
+    command = [sys.executable, "-m", "gpu_accel.testing.differential", *options]
+    root = str(Path(__file__).resolve().parents[2])  # also from a checkout that is not installed
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+        child = subprocess.Popen(command, stdout=out, stderr=errors, env={**os.environ, "PYTHONPATH": path, **more})
+        try:
+            child.wait(seconds)
+            died = f"the process ended with {child.returncode}"
+        except subprocess.TimeoutExpired:
+            died = f"the process did not end in {seconds:g} s"
+        finally:
+            child.kill()
+            child.wait()
+        out.seek(0)
+        said = [json.loads(line) for line in out.read().splitlines() if line.endswith("}")]
+        errors.seek(0)
+        last = errors.read().strip().splitlines()[-1:]
+    if said and "call" not in said[-1]:
+        return said[-1]
+    return {"died": ": ".join([died, *last]), "call": _call(said[-1]["call"]) if said else None}
+
+
+def _call(fields: dict[str, Any]) -> Call:
+    given: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()}
+    return Call(**given)
+
+
+def _main() -> None:
+    """One call, or a search, for a parent that reads JSON."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--call")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=10.0)
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty gives NaN: what nobody writes is seen
+
+    def say(**what: Any) -> None:
+        print(json.dumps(what), flush=True)
+
+    if given.call:
+        say(why=failure(_call(json.loads(given.call)), device=given.device))
+        return
+    try:
+        counts = search(
+            seconds=given.seconds, seed=given.seed, device=given.device, begin=lambda call: say(call=asdict(call))
+        )
+    except IncorrectResultError as error:
+        say(why=str(error))
+    else:
+        say(counts=counts)
+
+
+if __name__ == "__main__":
+    _main()

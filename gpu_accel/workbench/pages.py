@@ -89,7 +89,8 @@ def best_table(records: Sequence[Record], *, ours: Sequence[str]) -> str:
     for (dim, causal), of_shape in _by(records, lambda r: (r.case["head_dim"], bool(r.case.get("causal")))).items():
         for length, rows in _by(of_shape, lambda r: r.case["seqlen_q"]).items():
             mine = [r for r in rows if r.impl in ours]
-            rivals = {r.impl for r in rows if r.impl not in ours}
+            beside = {f"{name}-bf16" for name in ours if rows[0].case.get("dtype") == "fp16"}  # of ours, so no rivals
+            rivals = {r.impl for r in rows if r.impl not in ours} - beside
             if not mine:
                 continue
             best = max(mine, key=lambda r: r.value("tflops"))

@@ -20,6 +20,7 @@ from . import fp8_forward, inputs
 from .judging import FACTOR, RIVALS_FACTOR, Judge
 from .peers import Contender, contenders, refusals
 
+BESIDE = "hopper-bf16"
 BACKWARD_NOTE = "only torch.autograd.grad on a graph kept from one forward pass is timed, for all alike"
 
 
@@ -28,13 +29,30 @@ def build_forward(case: Case, settings: Settings) -> Workload:
     if case["dtype"] == "e4m3":
         return fp8_forward.build(case, settings)
     judge = Judge(case, settings.device)
-    return workload(case, [forward_implementation(c, judge) for c in contenders(case, settings)])
+    found = [forward_implementation(c, judge) for c in contenders(case, settings)]
+    if in_bf16 := _beside(case, settings):
+        found.append(forward_implementation(*in_bf16, name=BESIDE))
+    return workload(case, found)
 
 
 def build_backward(case: Case, settings: Settings) -> Workload:
     """All contenders for one shape, backward: dq, dk and dv from the gradient of o."""
     judge = Judge(case, settings.device)
-    return workload(case, [_backward_implementation(c, judge) for c in contenders(case, settings)])
+    found = [_backward_implementation(c, judge) for c in contenders(case, settings)]
+    if in_bf16 := _beside(case, settings):
+        found.append(_backward_implementation(*in_bf16, name=BESIDE))
+    return workload(case, found)
+
+
+def _beside(case: Case, settings: Settings) -> tuple[Contender, Judge] | None:
+    """For a case in fp16 the same kernel in bf16, judged by itself: only one run can say which of them is faster.
+
+    It runs where it is asked for (`--only hopper-bf16`), since it is no rival.
+    """
+    if case["dtype"] != "fp16" or BESIDE not in settings.only:
+        return None
+    in_bf16 = {**case, "dtype": "bf16"}
+    return next(c for c in contenders(in_bf16, settings) if c.name == "hopper"), Judge(in_bf16, settings.device)
 
 
 def workload(case: Case, implementations: list[Implementation]) -> Workload:
@@ -110,7 +128,7 @@ def worse(*checks: Check) -> Check:
     return next((check for check in checks if not check.ok), checks[0])
 
 
-def _backward_implementation(contender: Contender, judge: Judge) -> Implementation:
+def _backward_implementation(contender: Contender, judge: Judge, *, name: str = "") -> Implementation:
     def prepare(qkv: QKV, do: Tensor) -> tuple[Callable[[], tuple[Tensor, ...]], tuple[Tensor, ...]]:
         """The call, and the tensors that it reads: q, k, v and do in the contender's layout."""
         leaves = tuple(t.detach().requires_grad_() for t in contender.place(*qkv))
@@ -145,7 +163,7 @@ def _backward_implementation(contender: Contender, judge: Judge) -> Implementati
         return Timed(call, verify)
 
     return Implementation(
-        name=contender.name,
+        name=name or contender.name,
         role=contender.role,
         unavailable=contender.unavailable,
         check=check,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import sys
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ import torch
 from gpu_accel.errors import IncorrectResultError
 from gpu_accel.flash_attention3 import flash_attn_func, flash_attn_varlen_func
 from gpu_accel.testing import differential
-from gpu_accel.testing.differential import Call, check, draw_call, draw_round, search, shrink
+from gpu_accel.testing.differential import Call, check, draw_call, draw_round, search, search_apart, shrink
 
 EVERYTHING = Call(
     backend="portable", dtype="fp16", packed=True, lengths_q=(10, 0), lengths_k=(10, 5), used=True,
@@ -102,6 +104,54 @@ def test_search_says_seed_and_call(monkeypatch):
         search(seconds=20, seed=5, device="cpu", longest=20, backends=("reference",), attention=nan)
     counts = search(seconds=2, seed=5, device="cpu", longest=20, backends=("reference",), calls_a_round=3)
     assert counts["judged"] > 0
+
+
+FAKE = """#!{python}
+import json, os, sys
+if "--call" in sys.argv:  # a call with five queries or more is the end of its process
+    call = json.loads(sys.argv[sys.argv.index("--call") + 1])
+    if sum(call["lengths_q"]) >= 5:
+        os.abort()
+    print(json.dumps({{"why": ""}}))
+else:
+    print(json.dumps({{"call": {call}}}), flush=True)
+    print("what it said last", file=sys.stderr, flush=True)
+    os.abort()
+"""
+
+
+def test_a_call_that_ends_its_process_is_named_and_made_small(monkeypatch, tmp_path):
+    drawn = Call(packed=True, lengths_q=(9, 3), lengths_k=(4, 4), used=True, causal=True, gradients=True)
+    python = tmp_path / "python"
+    python.write_text(FAKE.format(python=sys.executable, call=asdict(drawn)))
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(IncorrectResultError) as told:
+        search_apart(seconds=1, seed=7)
+    message = str(told.value)
+    assert message.startswith("seed 7: the process ended with -6: what it said last") and f"drawn  {drawn}" in message
+    small = replace(differential.Call(), lengths_q=(5,), lengths_k=(0,), gradients=False)
+    assert f"small  {small}" in message and "there  fatal: the process ended with -6" in message
+
+
+def test_after_a_fault_of_the_gpu_calls_are_tried_in_processes_of_their_own(monkeypatch):
+    tried: list[Call] = []
+
+    def apart(call, **_):
+        tried.append(call)
+        return "fatal: again" if call.causal else ""
+
+    def faulty(call, **_):
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(differential, "check", faulty)
+    monkeypatch.setattr(differential, "failure_apart", apart)
+    monkeypatch.setattr(differential, "draw_call", lambda *_: Call(causal=True, softcap=2.0))
+    with pytest.raises(
+        IncorrectResultError, match=r"seed 5, call 1: fatal: AcceleratorError: (?s:.)*there  fatal: again"
+    ):
+        search(seconds=20, seed=5, device="cpu")
+    assert len(tried) > 2
 
 
 def test_draws_cover_every_feature_and_repeat():
