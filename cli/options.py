@@ -107,7 +107,7 @@ ExperimentsArgument = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[EXPERIMENT]...",
-        help="Experiments of the paper; those that suit the precision when none is named.",
+        help="Experiments of the paper, or a precision alone; those that suit the precision when none is named.",
         autocompletion=_of_paper(lambda paper: list(paper.experiments)),
     ),
 ]

@@ -120,6 +120,8 @@ def run(
     if quick and shape:
         note("--quick without effect: --shape says what runs", style="yellow")
     one = registry.paper(paper)
+    if experiments and len(experiments) == 1 and experiments[0] in one.default_for and not precision:
+        precision, experiments = experiments[0], None  # `run fa3 fp8` is `run fa3 --precision fp8`
     if nproc is not None:
         _need_processes(one, experiments or one.default_experiments(precision or "bf16"))
         torchrun.relaunch(nproc, device)

@@ -276,6 +276,13 @@ def test_claims_can_be_filtered() -> None:
     assert places and all("figure" in place.lower() for place in places)
 
 
+def test_a_precision_alone_is_the_experiments_that_suit_it() -> None:
+    plan = ("--device", "cpu", "--dry-run", "--json")
+    made = call("run", "fa3", "fp8", *plan)
+    assert made == call("run", "fa3", "--precision", "fp8", *plan)
+    assert {item["experiment"] for item in json.loads(made)["items"]} == {"forward", "fp8-error"}
+
+
 def test_a_plan_is_json_and_runs_nothing(tmp_path: Path) -> None:
     results = tmp_path / "results"
     made = json.loads(call("run", "fa3", "--device", "cpu", "--dry-run", "--json", "--results", results))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gpu_accel.compat import INTERPRET
 from gpu_accel.errors import InvalidInputError, UnsupportedError
-from gpu_accel.flash_attention3 import hopper_fp8, portable_fp8
+from gpu_accel.flash_attention3 import fp8_quantize, hopper_fp8, portable_fp8
 from gpu_accel.flash_attention3.blockwise import blockwise_softmax
 from gpu_accel.flash_attention3.fp8_error import fp8_error_report
 from gpu_accel.flash_attention3.fp8_inputs import (
@@ -27,7 +27,14 @@ from gpu_accel.flash_attention3.fp8_inputs import (
     check_rotary,
     check_rows_per_scale,
 )
-from gpu_accel.flash_attention3.fp8_quantize import FORMATS, Fp8Format, fp8_format, quantize_blocks, quantize_op
+from gpu_accel.flash_attention3.fp8_quantize import (
+    FORMATS,
+    Fp8Format,
+    fp8_format,
+    quantize_blocks,
+    quantize_op,
+    tensor_core_refusal,
+)
 from gpu_accel.flash_attention3.function import nobody_watches
 from gpu_accel.flash_attention3.hadamard import check_rows, choose_backend, hadamard_block, hadamard_transform
 from gpu_accel.flash_attention3.launch import capability
@@ -95,6 +102,11 @@ def fp8_block_quantize(
         rotary_cos, rotary_sin: (at least seqlen, rotary_dim / 2) bfloat16, float16 or float32: row i is first turned by
             row i of them, in float32, and rounded to its dtype, as the rotary embedding by itself would.
         rotary_interleaved: pairs of dimensions (0, 1), (2, 3)... (GPT-J); False: (0, rotary_dim / 2)... (Llama).
+        backend: "portable" (plain Triton) and "reference" (plain torch) give the same bits. "hopper" (Gluon, sm_90)
+            multiplies by the Hadamard matrix, or transposes, on tensor cores, for 16-bit tensors of dim 64 and 128 with
+            one scale per 128 rows. Transposed, only -0 becomes 0; times the matrix, other bits (`hopper_quantize.py`
+            bounds them). "auto": the first of hopper, where it has been measured to be faster, portable and reference
+            that runs.
 
     Returns:
         q8, contiguous, of the shape of `tensor` (or transposed), and the scales: (..., ceil(seqlen / block_size)), or
@@ -102,7 +114,8 @@ def fp8_block_quantize(
         for the scale; scales are at least 2**-126.
 
     Raises:
-        InvalidInputError, HardwareError (backend="portable" without a GPU), UnsupportedError (a gradient is wanted).
+        InvalidInputError, HardwareError (backend="portable" without a GPU), UnsupportedError (a gradient is wanted, or
+        what backend="hopper" refuses).
     """
     fmt = fp8_format(dtype)
     check_rows("tensor", tensor)
@@ -116,14 +129,25 @@ def fp8_block_quantize(
     if transpose and block_size % 16:
         raise InvalidInputError(f"transpose=True needs a block_size that is a multiple of 16, got {block_size}")
     block_size = min(block_size, _LONGEST)
-    if choose_backend(backend, tensor, what="fp8_block_quantize") == "reference":
+    allowed = ("auto", "hopper", "portable", "reference")
+    chosen = choose_backend(backend, tensor, what="fp8_block_quantize", allowed=allowed)
+    why = None
+    if backend == "hopper" or (backend == "auto" and fp8_quantize.TENSOR_CORES):
+        why = tensor_core_refusal(tensor, block_size, scale_per_block, hadamard, transpose, cos is not None)
+        if backend == "hopper" and why is not None:
+            raise UnsupportedError(f"fp8_block_quantize, backend='hopper' {why}: use backend='portable' (or 'auto')")
+        chosen = "hopper" if why is None else chosen
+    if chosen == "reference":
         return quantize_reference(
             tensor, block_size, scale_per_block, fmt.name, hadamard=hadamard, seed=seed, transpose=transpose,
             rotary_cos=cos, rotary_sin=sin, rotary_interleaved=interleaved,
         )  # fmt: skip
     given = [tensor] if cos is None or sin is None else [tensor, cos, sin]
     run = quantize_blocks if nobody_watches(*given) else quantize_op
-    return run(tensor, block_size, scale_per_block, fmt.name, hadamard, seed, transpose, cos, sin, interleaved)
+    return run(
+        tensor, block_size, scale_per_block, fmt.name, hadamard, seed, transpose, cos, sin, interleaved,
+        chosen == "hopper",
+    )  # fmt: skip
 
 
 @torch.library.custom_op("gpu_accel::fp8_attention_forward", mutates_args=())
@@ -366,7 +390,7 @@ def fp8_attention(
     backend = _resolve(backend, q, k.shape[2])
     quantize = functools.partial(
         fp8_block_quantize, scale_per_block=block_scale, dtype=fmt.name, seed=seed,
-        backend="portable" if backend == "hopper" else backend,
+        backend="auto" if backend == "hopper" else backend,
     )  # fmt: skip
     q8, q_scale = quantize(q, hadamard=hadamard)
     k8, k_scale = quantize(k, hadamard=hadamard)

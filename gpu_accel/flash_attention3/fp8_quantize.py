@@ -14,7 +14,7 @@ What decides the scale, written down:
 * Scales are at least 2**-126, so that 1 / scale is finite; values below about 2**-118 lose bits and may become 0.
 * All arithmetic is float32 with correctly rounded divisions and no reordering: `reference_fp8.quantize_reference` gives
   the same bits. Not so in Triton's interpreter with RoPE of bfloat16: its cast to bfloat16 cuts off where it should
-  round.
+  round. Nor in `hopper_quantize.py`, which multiplies by the Hadamard matrix on tensor cores and says how close it is.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from gpu_accel.compat import INTERPRET, widen
 from gpu_accel.errors import InvalidInputError
-from gpu_accel.flash_attention3.gluon_launch import QuickLaunch
+from gpu_accel.flash_attention3.gluon_launch import QuickLaunch, gluon_available
 from gpu_accel.flash_attention3.hadamard import (
     as_bhsd,
     hadamard_block,
@@ -38,12 +38,14 @@ from gpu_accel.flash_attention3.hadamard import (
     random_signs,
     tile_shape,
 )
-from gpu_accel.flash_attention3.launch import launch
+from gpu_accel.flash_attention3.launch import capability, launch
 from gpu_accel.flash_attention3.rotary import load_rotated
 
 _INTERPRET = tl.constexpr(INTERPRET)
 MIN_SCALE = 2.0**-126
 TRANSPOSED_PAD = 16  # TMA wants row pitches that are multiples of 16 bytes
+TENSOR_CORES = False  # whether "auto" takes hopper_quantize.py: not before a GPU has seen it right
+_TENSOR_CORE_DIMS, _TENSOR_CORE_ROWS = (64, 128), 128
 
 
 @dataclass(frozen=True)
@@ -239,20 +241,40 @@ def quantized_shapes(
     return tuple(values), ((*lead, -(-seqlen // block_size)) if per_block else ())
 
 
+def tensor_core_refusal(
+    x: Tensor, block_size: int, per_block: bool, hadamard: bool, transpose: bool, rotary: bool
+) -> str | None:
+    """Why `hopper_quantize.py` cannot run a call, or None."""
+    if not x.is_cuda or capability(x.device) != (9, 0):
+        return "needs an NVIDIA GPU of compute capability 9.0 (H100, H200)"
+    if not gluon_available():
+        return "this Triton has no usable Gluon dialect"
+    if hadamard == transpose or rotary:
+        return "is for either hadamard=True or transpose=True, without rotary tables"
+    if x.dtype not in (torch.bfloat16, torch.float16) or x.shape[-1] not in _TENSOR_CORE_DIMS:
+        return f"takes bfloat16 and float16 of head_dim 64 and 128, got {x.dtype} of {x.shape[-1]}"
+    if not per_block or block_size != _TENSOR_CORE_ROWS:
+        got = f"block_size {block_size}" if per_block else "one for all"
+        return f"takes one scale per {_TENSOR_CORE_ROWS} rows, got {got}"
+    return None
+
+
 @torch.library.custom_op("gpu_accel::fp8_block_quantize", mutates_args=())
 def quantize_op(
     x: Tensor, block_size: int, per_block: bool, dtype: str, hadamard: bool, seed: int, transpose: bool,
-    cos: Tensor | None = None, sin: Tensor | None = None, interleaved: bool = True,
+    cos: Tensor | None = None, sin: Tensor | None = None, interleaved: bool = True, tensor_cores: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`quantize_blocks` as compilers and modes see it."""
-    return quantize_blocks(x, block_size, per_block, dtype, hadamard, seed, transpose, cos, sin, interleaved)
+    return quantize_blocks(
+        x, block_size, per_block, dtype, hadamard, seed, transpose, cos, sin, interleaved, tensor_cores
+    )  # fmt: skip
 
 
 def quantize_blocks(
     x: Tensor, block_size: int, per_block: bool, dtype: str, hadamard: bool, seed: int, transpose: bool,
-    cos: Tensor | None = None, sin: Tensor | None = None, interleaved: bool = True,
+    cos: Tensor | None = None, sin: Tensor | None = None, interleaved: bool = True, tensor_cores: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Launch the kernel; arguments are checked by `fp8.fp8_block_quantize`."""
+    """Launch the kernel; arguments are checked by `fp8.fp8_block_quantize`, `tensor_cores` by `tensor_core_refusal`."""
     fmt = FORMATS[dtype]
     values_shape, scales_shape = quantized_shapes(x, block_size, per_block, transpose)
     out = torch.empty(values_shape, dtype=fmt.dtype, device=x.device)
@@ -261,6 +283,12 @@ def quantize_blocks(
         return out, scales.fill_(1.0)
     view = as_bhsd(x)
     batch, heads, seqlen, dim = view.shape
+    if tensor_cores:
+        from gpu_accel.flash_attention3 import hopper_quantize
+
+        signs = random_signs(dim, seed, x.device) if hadamard else scales
+        hopper_quantize.quantize(view, signs, out, scales, fmt.largest, transpose)
+        return out, scales
     # a longer block has the same scale, but the kernel would loop over rows that do not exist
     block_size = min(block_size, max(16, triton.next_power_of_2(seqlen)))
     hadamard_size = hadamard_block(dim) if hadamard else 1
@@ -305,7 +333,9 @@ def quantize_blocks(
 
 
 @quantize_op.register_fake
-def _(x, block_size, per_block, dtype, hadamard, seed, transpose, cos=None, sin=None, interleaved=True):
+def _(
+    x, block_size, per_block, dtype, hadamard, seed, transpose, cos=None, sin=None, interleaved=True, tensor_cores=False
+):
     values_shape, scales_shape = quantized_shapes(x, block_size, per_block, transpose)
     return (
         torch.empty(values_shape, dtype=FORMATS[dtype].dtype, device=x.device),

@@ -8,6 +8,7 @@
     portable                      FP8 FlashAttention-3          our kernel: block scales and Hadamard
     portable-tensor-hadamard      ... without block scales      our kernel
     portable-block                ... without Hadamard          our kernel
+    hopper, hopper-...            the same four                 our Gluon kernel, on inputs in fp16 already
     fp8-..., fp16-flash           -                             the kernels' recipes emulated in torch, for comparison
 
 Metrics: rmse against float64 attention of the inputs before any rounding (they are drawn in float32; rounding them to
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 
 from gpu_accel.errors import UnsupportedError
-from gpu_accel.flash_attention3 import fp8
+from gpu_accel.flash_attention3 import fp8, hopper_fp8
 from gpu_accel.flash_attention3.fp8_error import RECIPES, Recipe, run_recipe
 from gpu_accel.flash_attention3.reference import attention_truth
 from gpu_accel.testing import QKV, relative_error, rmse, yardstick_attention
@@ -42,12 +43,16 @@ SHORTER = {**SHAPE, "seqlen_q": 2048, "seqlen_k": 2048}
 _CPU_SHAPE = {"batch": 1, "seqlen_q": 160, "seqlen_k": 160, "heads": 1, "head_dim": 64, "causal": False}
 _CPU_TEXT = 128
 FACTOR = 2.0  # how much worse than the yardstick a recipe may be
-# name in records -> (scale per block, Hadamard) of `fp8_attention`
+# name in records -> (backend, scale per block, Hadamard) of `fp8_attention`
 KERNELS = {
-    "portable": (True, True),
-    "portable-tensor-hadamard": (False, True),
-    "portable-block": (True, False),
-    "portable-tensor": (False, False),
+    f"{backend}{suffix}": (backend, block_scale, hadamard)
+    for backend in ("portable", "hopper")
+    for suffix, block_scale, hadamard in (
+        ("", True, True),
+        ("-tensor-hadamard", False, True),
+        ("-block", True, False),
+        ("-tensor", False, False),
+    )
 }
 _SIXTEEN_BIT = ("portable", "sdpa-flash")
 
@@ -145,20 +150,30 @@ def _implementation(
 
 
 def _kernel(name: str, judge: ErrorJudge, settings: Settings) -> Implementation:
-    block_scale, hadamard = KERNELS[name]
+    backend, block_scale, hadamard = KERNELS[name]
 
     def recipe(seed: int) -> Tensor:
-        qkv = judge.inputs(seed)
+        # in 16 bits, as a model has them, tensor cores quantise for the Gluon kernel
+        qkv = judge.inputs(seed, torch.float16 if backend == "hopper" else torch.float32)
         poison_free_memory([qkv.q])
         return fp8.fp8_attention(
             *qkv, causal=judge.causal, block_scale=block_scale, hadamard=hadamard, layout="bshd",
-            out_dtype=torch.float16, seed=fp8_forward.SIGNS, backend="portable",
+            out_dtype=torch.float16, seed=fp8_forward.SIGNS, backend=backend,
         )  # fmt: skip
 
     words = f"{'a scale per 128 rows' if block_scale else 'a scale per tensor'}, {'' if hadamard else 'no '}Hadamard"
-    refused = fp8.refuse(problem_of(judge.case, settings.device)) or ""
+    problem = problem_of(judge.case, settings.device)
+    refused = fp8.refuse(problem)
+    if refused is None and backend == "hopper":
+        refused = hopper_fp8.refuse(problem.device_type, problem.capability, problem.head_dim, fp8.BLOCK, True)
     return _implementation(
-        name, "ours", judge, recipe, eight_bit=True, unavailable=refused, note=f"kernel: e4m3, {words}; float16 out"
+        name,
+        "ours",
+        judge,
+        recipe,
+        eight_bit=True,
+        unavailable=refused or "",
+        note=f"kernel: e4m3, {words}; float16 out",
     )
 
 

@@ -295,12 +295,17 @@ def test_hadamard_gradient_is_the_inverse(device):
         ({"tensor": torch.zeros(4, 4, dtype=torch.float64)}, "float64"),
         ({"tensor": torch.zeros(4, 8).T}, "stride 1"),
         ({"tensor": [1.0]}, "torch.Tensor"),
-        ({"backend": "cuda"}, "auto, portable, reference"),
+        ({"backend": "cuda"}, "auto, hopper, portable, reference"),
     ],
 )
 def test_wrong_arguments_are_named(change, words):
     with pytest.raises(InvalidInputError, match=words):
         fp8_block_quantize(**{"tensor": torch.zeros(4, 16), **change})
+
+
+def test_the_hopper_kernel_is_refused_by_name_on_a_cpu():
+    with pytest.raises(UnsupportedError, match=r"backend='hopper' needs .* 9.0 .*backend='portable'"):
+        fp8_block_quantize(torch.zeros(4, 64), hadamard=True, backend="hopper")
 
 
 def test_gradients_are_refused_not_dropped(device):

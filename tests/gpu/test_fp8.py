@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gpu_accel.errors import UnsupportedError
 from gpu_accel.flash_attention3 import portable_fp8
 from gpu_accel.flash_attention3.blockwise import blockwise_softmax
 from gpu_accel.flash_attention3.fp8 import (
@@ -14,6 +15,7 @@ from gpu_accel.flash_attention3.fp8 import (
     hadamard_transform,
 )
 from gpu_accel.flash_attention3.fp8_error import RECIPES, run_recipe
+from gpu_accel.flash_attention3.fp8_quantize import FORMATS
 from gpu_accel.flash_attention3.hadamard import hadamard_reference
 from gpu_accel.flash_attention3.reference import attention_truth
 from gpu_accel.flash_attention3.reference_fp8 import fp8_attention_reference, quantize_reference
@@ -48,13 +50,141 @@ def test_quantiser_bits(dim, options):
     x = draw(2, 3, 1157, dim, outliers=True) * torch.exp(4 * draw(2, 3, 1157, 1, seed=1).float()).to(torch.bfloat16)
     x[0, 1, :128] = 0
     x[1, 0, 3, 5], x[1, 1, 200, 1], x[1, 2, 300] = float("inf"), NAN, NAN
-    values, scales = fp8_block_quantize(x, **options)
+    values, scales = fp8_block_quantize(x, backend="portable", **options)
     twin, twin_scales = quantize_reference(x, **options)
     assert torch.equal(scales, twin_scales)
     different = values.view(torch.uint8) != twin.view(torch.uint8)
     # the sign of a NaN is the only freedom
     nan = torch.isnan(values.float()) & torch.isnan(twin.float())
     assert not (different & ~nan).any(), f"{(different & ~nan).sum().item()} of {values.numel()} bytes differ"
+
+
+on_hopper = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="a kernel for Hopper"
+)
+SHAPES = {
+    "one-row": (1, 1, 1),
+    "last-block-shorter": (2, 3, 1157),
+    "more-blocks-than-programs": (3, 8, 8192 + 7),
+    "even": (1, 4, 512),
+}
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_quantiser_on_tensor_cores(shape, dim, source, dtype):
+    """Within half a step of the format of the exact product, but for what `sum_error` allows the sums to be off.
+
+    That share of the magnitudes of a row moves the numbers before they are rounded, and that of the row with the
+    largest sum the scale; the scale, its inverse and the multiplication by it round three times more.
+    """
+    from gpu_accel.flash_attention3.hopper_quantize import sum_error
+
+    batch, heads, seqlen = shape
+    x = draw(batch, seqlen, heads, dim, outliers=True).transpose(1, 2)  # a view, as q and k come
+    spread = 0.5 if source == torch.float16 else 4.0
+    x = (x.float() * torch.exp(spread * draw(batch, heads, seqlen, 1, seed=1).float())).to(source)
+    fmt = FORMATS[dtype]
+    values, scales = fp8_block_quantize(x, hadamard=True, dtype=dtype, seed=2, backend="hopper")
+    again = fp8_block_quantize(x.contiguous(), hadamard=True, dtype=dtype, seed=2, backend="hopper")
+    assert values.is_contiguous() and torch.equal(values.view(torch.uint8), again[0].view(torch.uint8))
+    assert torch.equal(scales, again[1])
+
+    def largest_of_blocks(a):
+        a = a.amax(-1)
+        return torch.nn.functional.pad(a, (0, -seqlen % 128)).unflatten(-1, (-1, 128)).amax(-1)
+
+    truth = hadamard_reference(x, seed=2, dtype=torch.float64)
+    off = sum_error(dim) * dim**-0.5 * x.double().abs().sum(-1, keepdim=True)
+    wanted = largest_of_blocks(truth.abs()) / fmt.largest
+    assert ((scales - wanted).abs() <= largest_of_blocks(off) / fmt.largest + 2.0**-22 * wanted).all()
+    unit = scales.double().repeat_interleave(128, -1)[..., :seqlen, None]
+    exact = truth / unit
+    smallest = 2.0 ** {"e4m3": -9, "e5m2": -16}[dtype]
+    half_step = torch.maximum(exact.abs() * 2.0 ** -(fmt.mantissa_bits + 1), torch.full_like(exact, smallest / 2))
+    error = (values.double() - exact).abs() - half_step
+    allowed = (off / unit) * 1.125 + 2.0**-21 * exact.abs()  # half a step of what is that much larger, too
+    assert (error <= allowed).all(), f"{(error / allowed).max().item():.3g} of what is allowed"
+    # beside the butterflies' numbers: sums off by 2**-20 or so turn hardly one rounding in 2**16
+    twin, _ = quantize_reference(x, dtype=dtype, hadamard=True, seed=2)
+    assert (twin.view(torch.uint8) != values.view(torch.uint8)).double().mean() < 1e-3
+
+
+@on_hopper
+@pytest.mark.parametrize("dim", [64, 128])
+def test_quantiser_on_tensor_cores_and_odd_values(dim):
+    """Zeros, Inf, NaN, tiny values and memory off 16 bytes, as the butterflies do it.
+
+    The largest sum of a block of normal values is about half of the magnitudes of its row: scales within 2**-14.
+    """
+    x = draw(1, 2, 6 * 128, dim)
+    x[:, :, :128] = 0
+    x[0, 0, 128 + 5, 3], x[0, 1, 256 + 7, 4] = float("inf"), NAN
+    x[:, :, 384:512] *= 1e-38
+    x[:, :, 512:640] *= 1e35
+    x[:, :, 640:] = NAN
+    how = {"hadamard": True, "seed": 1}
+    twin, twin_scales = quantize_reference(x, **how)
+    exact = twin.float().nan_to_num()
+    for y in (x, torch.nn.functional.pad(x, (3, 5))[..., 3:-5]):
+        values, scales = fp8_block_quantize(y, backend="hopper", **how)
+        assert (scales / twin_scales - 1).abs().max() < 2.0**-14 and (scales >= 2.0**-126).all()
+        assert (scales[..., 0] == 1).all() and (scales[..., 5] == 1).all()
+        assert torch.equal(torch.isnan(values.float()), torch.isnan(twin.float()))
+        off = (values.float().nan_to_num() - exact).abs()
+        assert (off <= 0.125 * exact.abs() + 2.0**-9).all() and (values[:, :, :128].float() == 0).all()
+    empty = fp8_block_quantize(x[:, :, :0], backend="hopper", **how)
+    assert empty[0].shape == (1, 2, 0, dim) and empty[1].shape == (1, 2, 0)
+    for options in ({"transpose": True}, {"block_size": 64}, {"scale_per_block": False}, {"hadamard": False}):
+        with pytest.raises(UnsupportedError, match="backend='hopper'"):
+            fp8_block_quantize(x, backend="hopper", **{**how, **options})
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_transposing_quantiser_on_tensor_cores(shape, dim, source, dtype):
+    """The bits of plain torch, but for the sign of NaN and of what was -0: Inf and NaN spoil nobody else."""
+    batch, heads, seqlen = shape
+    x = draw(batch, seqlen, heads, dim, outliers=True).transpose(1, 2)
+    spread = 0.5 if source == torch.float16 else 4.0
+    x = (x.float() * torch.exp(spread * draw(batch, heads, seqlen, 1, seed=1).float())).to(source)
+    if seqlen > 300:
+        x[0, 0, 3, 5], x[0, -1, 200, 1], x[-1, 0, 300] = float("inf"), NAN, NAN
+        x[0, 0, 128:256] = 0
+    how = {"dtype": dtype, "transpose": True}
+    values, scales = fp8_block_quantize(x, backend="hopper", **how)
+    twin, twin_scales = quantize_reference(x, **how)
+    assert values.shape == twin.shape and values.is_contiguous() and torch.equal(scales, twin_scales)
+    different = values.view(torch.uint8) != twin.view(torch.uint8)
+    a, b = values.float(), twin.float()
+    free = (torch.isnan(a) & torch.isnan(b)) | ((a == 0) & (b == 0))
+    assert not (different & ~free).any(), f"{(different & ~free).sum().item()} of {values.numel()} bytes differ"
+
+
+@on_hopper
+def test_quantiser_on_tensor_cores_in_a_graph_and_compiled():
+    """The same bits on a stream, from a graph whose input changes, and under torch.compile."""
+    x, y = draw(2, 4, 1000, 128), draw(2, 4, 1000, 128, seed=1)
+
+    def quantize(x):
+        return fp8_block_quantize(x, hadamard=True, backend="hopper")
+
+    wanted = quantize(y)
+    quantize(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        values, scales = quantize(x)
+    x.copy_(y)
+    graph.replay()
+    assert torch.equal(values.view(torch.uint8), wanted[0].view(torch.uint8)) and torch.equal(scales, wanted[1])
+    compiled = torch.compile(quantize, fullgraph=True)(y)
+    assert torch.equal(compiled[0].view(torch.uint8), wanted[0].view(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

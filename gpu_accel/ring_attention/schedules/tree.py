@@ -10,9 +10,11 @@ decoding needs none.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from gpu_accel.errors import UnsupportedError
+from gpu_accel.flash_attention3.merging import combine
 from gpu_accel.ring_attention.call import Call
 from gpu_accel.ring_attention.layouts import Run
 from gpu_accel.ring_attention.masks import pieces
@@ -42,11 +44,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, transport: Transport) -
     packed = Message((partial.o, partial.lse))
     mine = partial.o.new_empty(packed.numel)
     packed.pack((partial.o, partial.lse), mine)
-    total = Partial.empty(q, v.shape[-1])
-    for part in transport.all_gather(mine).wait():
-        o, lse = packed.unpack(part)
-        total.add(o, lse)
-    return total.o.to(q.dtype), total.lse
+    parts, lses = zip(*map(packed.unpack, transport.all_gather(mine).wait()), strict=True)
+    return combine(torch.stack(parts), torch.stack(lses), out_dtype=q.dtype)
 
 
 def backward(
