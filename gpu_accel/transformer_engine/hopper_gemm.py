@@ -46,7 +46,8 @@ class Fp8GemmConfig:
     2 (not with scales of blocks) is up to 4 % faster and loses three times as much. `deal`: as in
     thunderkittens/gemm_hopper.py. `ahead`: slices that scales of blocks are fetched ahead, `parts` 2. With scales
     of columns (B in 1x128) `parts` must be 1; `late`: they are read under the product that they belong to, in the order
-    of threads, else a slice ahead.
+    of threads, else a slice ahead. `staged` (A in 1x128): scales come through shared memory with the slice that they
+    belong to.
     """
 
     parts: int = 2
@@ -56,6 +57,7 @@ class Fp8GemmConfig:
     deal: bool = False
     ahead: int = 0
     late: bool = False
+    staged: bool = False
 
 
 @functools.cache
@@ -139,7 +141,9 @@ def gemm(
     out_desc = a_desc if direct else matrix_map(out, 64, 128)
     tiles_m, tiles_n = -(-m // 128), -(-n // (128 * config.parts))
     blocked = block_a[1] == 128
-    scale_a, scale_b = _side_by_side(scale_a, block_a), _side_by_side(scale_b, block_b, padded=True, turned=config.late)
+    staged = config.staged and block_a == (1, 128)
+    scale_a = _side_by_side(scale_a, block_a, padded=staged)
+    scale_b = _side_by_side(scale_b, block_b, padded=True, turned=config.late or staged)
     row_a, row_b = (scale.stride(0) if block[0] else 0 for scale, block in ((scale_a, block_a), (scale_b, block_b)))
     k_a, k_b = (scale.stride(1) if blocked else 0 for scale in (scale_a, scale_b))
     stack_b = row_b * (-(-n // block_b[0])) if stacked and block_b[0] else 0
@@ -177,6 +181,7 @@ def gemm(
         DEAL=dealt > 0,
         AHEAD=config.ahead if blocked and config.parts == 2 else 0,
         LATE=config.late,
+        STAGED=staged,
         CONSUMER_REGISTERS=240,
         PRODUCER_REGISTERS=24,
     )
