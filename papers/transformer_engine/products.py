@@ -2,8 +2,9 @@
 
     hopper               `scaled_mm` on operands that are quantised already, Gluon (sm_90a)
     hopper-fused         the same with bias, GELU and rounding to e4m3 on its way out (what is noted: the amax)
-    portable             the same in plain Triton
-    portable-quantize    the same with the activations quantised in the timed call (weights beforehand)
+    hopper-quantize      the same with the activations quantised in the timed call (weights beforehand)
+    portable             the first in plain Triton
+    portable-quantize    the second in plain Triton
     torch-scaled-mm      torch._scaled_mm on the same codes, sums as exact as it offers (use_fast_accum=False)
     torch-fast           torch._scaled_mm with use_fast_accum=True: sums stay in the tensor core
     torch-fused          torch-scaled-mm, then torch's bias, GELU and rounding, eager
@@ -127,10 +128,13 @@ def build(case: Case, settings: Settings) -> Workload:
     def hopper(a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
         return scaled_mm(a, b, backend="hopper")
 
-    def make_whole(seed: int) -> Callable[[], object]:
-        x, w = data(seed)
-        b = quantize(w, second, backend="portable")
-        return lambda: ours(quantize(x, first, backend="portable"), b)
+    def make_whole(run: Callable[[QuantizedTensor, QuantizedTensor], Tensor]) -> Callable[[int], Callable[[], object]]:
+        def make(seed: int) -> Callable[[], object]:
+            x, w = data(seed)
+            b = quantize(w, second, backend="portable")
+            return lambda: run(quantize(x, first, backend="portable"), b)
+
+        return make
 
     def check_bf16(seed: int) -> Check:
         x, w = data(seed)
@@ -223,11 +227,15 @@ def build(case: Case, settings: Settings) -> Workload:
                 unavailable=machine or elsewhere, note="with bias, GELU and rounding to e4m3 on its way out",
             ),
             Implementation(
+                name="hopper-quantize", role="ours", check=lambda seed: judge(seed, hopper), make=make_whole(hopper),
+                unavailable=machine, note="activations quantised in the timed call",
+            ),
+            Implementation(
                 name="portable", role="ours", check=lambda seed: judge(seed, ours), make=prepared(ours),
                 note="operands quantised beforehand",
             ),
             Implementation(
-                name="portable-quantize", role="ours", check=lambda seed: judge(seed, ours), make=make_whole,
+                name="portable-quantize", role="ours", check=lambda seed: judge(seed, ours), make=make_whole(ours),
                 note="activations quantised in the timed call",
             ),
             *peers,
