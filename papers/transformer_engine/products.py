@@ -50,13 +50,17 @@ _CUBES = ((4096, 4096, 4096), (8192, 8192, 8192), (16384, 16384, 16384))
 FEW_ROWS = 64
 _FEW = ((1, 8192, 8192), (16, 8192, 8192), (64, 8192, 8192))
 _LAYERS = ((2048, 2048, 2048), (4096, 6144, 2048), (8192, 4096, 4096), (4096, 14336, 4096), (4096, 4096, 14336))
+# N and K of the dense products in DeepGEMM's first README, each with as many rows
+_DEEPGEMM = ((2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048))
+_DEEPGEMM_ROWS = (4096, 64, 128)
 
 
 def list_cases(settings: Settings) -> list[Case]:
-    """Cubes, few rows and layers' products; on a CPU one small ragged product for each scaling."""
+    """Cubes, few rows, layers' products and DeepGEMM's; on a CPU one small ragged product for each scaling."""
     if settings.on_gpu:
         sizes = {name: [*_CUBES, *_FEW] for name in ("tensor", "row", "block")}
         sizes["tensor"] += _LAYERS
+        sizes["block"] += [(m, n, k) for m in _DEEPGEMM_ROWS for n, k in _DEEPGEMM]
         sizes["mixed"] = sizes["lines"] = list(_CUBES[:2])
         sizes = {name: found[: 1 if settings.quick else None] for name, found in sizes.items()}
     else:
