@@ -196,9 +196,11 @@ def _finished(acc, rows, col, ends, shape, scales, group, BLOCKED: gl.constexpr,
             acc = acc * gl.load(scale_b + cols, mask=cols < N, other=0.0)[None, :]
         else:
             acc = acc * gl.load(scale_b)
+    if GROUPED == 1 and BIAS:
+        bias += gl.maximum(group, 0).to(gl.int64) * N
+    acc = activate(add_bias(acc, bias, col, N, BIAS), ACTIVATION)
     if GROUPED:
         acc = gl.where(group < 0, 0.0, acc)
-    acc = activate(add_bias(acc, bias, col, N, BIAS), ACTIVATION)
     if LARGEST:
         note_largest(acc, rows, M, largest)
     if SCALE_OUT:

@@ -18,6 +18,7 @@ from gpu_accel.transformer_engine.gemm_grouped import (
     group_room,
     group_rows,
     grouped_mm,
+    grouped_mm_fp8,
     grouped_mm_reference,
     k_grouped_mm,
     k_grouped_mm_reference,
@@ -210,6 +211,32 @@ def test_grouped(pair, nk, backend):
     yardstick = grouped_mm_reference(a, b, groups, dtype=torch.float32, out_dtype=torch.bfloat16)
     out = grouped_mm(a, b, groups, backend=backend)
     assert_close_to_truth("out", out, truth, yardstick, floor=floor_of(truth))
+    assert not out[-128:].any()
+
+
+@pytest.mark.parametrize("pair", [("fp8", "fp8"), ("fp8_row", "fp8_row"), ("fp8_1x128", "fp8_128x128")], ids="-".join)
+@pytest.mark.parametrize("activation", ["none", "gelu", "silu"])
+@pytest.mark.parametrize("way", ["bf16", "fp32", "fp8"])
+def test_grouped_and_finished(pair, activation, way):
+    """A bias of each expert, an activation, and rounding to fp8, in the same launch."""
+    groups, _ = group_rows(torch.tensor([100, 0, 300, 129], device="cuda"))
+    groups = torch.cat([groups, torch.full((128,), -1, device="cuda", dtype=torch.int32)])
+    x = torch.randn(len(groups), 528, generator=generator(1, "cuda"), device="cuda").bfloat16()
+    w = torch.randn(4, 2560, 528, generator=generator(2, "cuda"), device="cuda").bfloat16() / 8
+    a, b = quantize(x, pair[0]), quantize(w, pair[1])
+    bias = torch.randn(4, 2560, generator=generator(3, "cuda"), device="cuda").bfloat16()
+    truth = activated(grouped_mm_reference(a, b, groups, bias=bias), activation)
+    options = dict(bias=bias, activation=activation, backend="hopper")
+    if way == "fp8":
+        scale, amax = (truth.abs().amax() / 300).float(), torch.zeros((), device="cuda")
+        out = grouped_mm_fp8(a, b, groups, scale, amax=amax, **options).dequantize(torch.float64)
+        bound = 2.0**-4 * 1.1 * truth.abs() + 2.0**-10 * scale.double() + floor_of(truth)
+        assert ((out - truth).abs() <= bound).all()
+        assert abs(amax.item() / truth.abs().amax().item() - 1) < 2.0**-10
+    else:
+        dtype = torch.bfloat16 if way == "bf16" else torch.float32
+        out = grouped_mm(a, b, groups, out_dtype=dtype, **options)
+        assert_close_to_truth("out", out, truth, truth.to(dtype), factor=4.0, floor=2 * floor_of(truth))
     assert not out[-128:].any()
 
 
