@@ -98,12 +98,13 @@ def check_flag(name: str, x: object) -> bool:
     raise InvalidInputError(f"{name} must be True or False, got {shown(x)} of type {type(x).__name__}")
 
 
-def check_first_gradient(what: str, *given: Tensor | None) -> None:
+def check_first_gradient(what: str, *given: Tensor | None, depends: bool = False) -> None:
     """In a backward pass whose result knows nothing of how it was made: that nobody wants to differentiate it again.
 
-    given: gradients that came in, and tensors that were saved, as far as the result depends on them.
+    given: gradients that came in, and tensors that were saved, as far as the result depends on them. depends: whether
+    it depends on inputs that want gradients by other ways, codes for one, which want none.
     """
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given):
+    if torch.is_grad_enabled() and (depends or any(t is not None and t.requires_grad for t in given)):
         raise UnsupportedError(f"{what} has first gradients only: create_graph=True is not supported")
 
 

@@ -43,6 +43,7 @@ _WHERE = {
     "group_room": "gemm_grouped",
     "group_rows": "gemm_grouped",
     "grouped_mm": "gemm_grouped",
+    "grouped_mm_fp8": "gemm_grouped",
     "GroupedLinear": "grouped_linear",
     "k_grouped_mm": "gemm_grouped",
     "LayerNormLinear": "modules",

@@ -179,13 +179,7 @@ def scaled_mm_fp8(
     _check_epilogue(a, b, activation, None)
     if kind != "fp8":
         raise UnsupportedError(f"{a.scheme} x {b.scheme} has no fp8 result: use scaled_mm, then quantize")
-    check_choice("element", element, hopper_gemm.ELEMENTS)
-    for name, x in (("scale", scale), ("amax", amax)):
-        if x is not None and (not isinstance(x, Tensor) or x.dtype != torch.float32 or x.numel() != 1):
-            raise InvalidInputError(f"{name} must be one float32, got {getattr(x, 'dtype', type(x).__name__)}")
-    check_one_device(a=a, scale=scale, amax=amax)
-    check_no_gradient(scale=scale, amax=amax)
-    what = find_scheme("fp8" if element == "e4m3" else "fp8_e5m2")
+    check_fp8_result(a, element, scale, amax)
     if hopper_gemm.chosen(a, b, backend):
         codes = hopper_gemm.hopper_mm_fp8_op(
             *_bytes(a)[:2], *_bytes(b)[:2], bias, activation, scale, amax, element, a.scheme.text, b.scheme.text
@@ -193,12 +187,31 @@ def scaled_mm_fp8(
     else:
         out = scaled_mm(a, b, bias=bias, activation=activation, out_dtype=torch.float32, backend=backend)
         out = out.reshape(a.shape[:-1].numel(), b.shape[0])
-        if amax is not None and out.numel():
-            amax.copy_(torch.maximum(amax, out.abs().amax()))
-        limit = torch.finfo(hopper_gemm.ELEMENTS[element]).max
-        codes = (out * (1.0 / scale).reshape(())).clamp(-limit, limit).to(hopper_gemm.ELEMENTS[element])
-    shape = torch.Size((*a.shape[:-1], b.shape[0]))
-    # delayed scaling rolls scale and amax in place, and these codes keep theirs
+        codes = to_fp8(out, scale, element, amax)
+    return of_codes(codes, scale, element, amax, torch.Size((*a.shape[:-1], b.shape[0])))
+
+
+def check_fp8_result(a: QuantizedTensor, element: str, scale: Tensor, amax: Tensor | None) -> None:
+    """What a product that is rounded to fp8 is given beside its operands."""
+    check_choice("element", element, hopper_gemm.ELEMENTS)
+    for name, x in (("scale", scale), ("amax", amax)):
+        if x is not None and (not isinstance(x, Tensor) or x.dtype != torch.float32 or x.numel() != 1):
+            raise InvalidInputError(f"{name} must be one float32, got {getattr(x, 'dtype', type(x).__name__)}")
+    check_one_device(a=a, scale=scale, amax=amax)
+    check_no_gradient(scale=scale, amax=amax)
+
+
+def to_fp8(out: Tensor, scale: Tensor, element: str, amax: Tensor | None) -> Tensor:
+    """Codes of `element` of out / scale, saturating; `amax` is raised to the largest magnitude of `out`."""
+    if amax is not None and out.numel():
+        amax.copy_(torch.maximum(amax, out.abs().amax()))
+    limit = torch.finfo(hopper_gemm.ELEMENTS[element]).max
+    return (out * (1.0 / scale).reshape(())).clamp(-limit, limit).to(hopper_gemm.ELEMENTS[element])
+
+
+def of_codes(codes: Tensor, scale: Tensor, element: str, amax: Tensor | None, shape: torch.Size) -> QuantizedTensor:
+    """The tensor that codes mean. Delayed scaling rolls scale and amax in place, and these codes keep theirs."""
+    what = find_scheme("fp8" if element == "e4m3" else "fp8_e5m2")
     row = Parts(codes.view(torch.uint8), scale.detach().reshape(1, 1).clone())
     amax = None if amax is None else amax.detach().reshape(()).clone()
     return QuantizedTensor.from_parts(row=row, col=None, scheme=what, shape=shape, dtype=torch.bfloat16, amax=amax)

@@ -5,7 +5,8 @@
 The rows of `a` are sorted by expert, and those of one expert fill whole blocks of 128 (pad the last with anything):
 the "contiguous" layout of DeepGEMM, and `groups` is its m_indices. `group_rows` makes it. Where every expert has room
 for as many rows and only the device knows how many it has, `group_room` does: DeepGEMM's "masked" layout. Rows of a
-negative group come out as 0, and cost next to nothing.
+negative group come out as 0, and cost next to nothing. A bias of each expert and an activation are part of the launch,
+and `grouped_mm_fp8` rounds what comes out to fp8 there.
 
     out = k_grouped_mm(a, b, ends)        a (N, M)   b (K, M)   ends (G,) int32     out (G, N, K)
 
@@ -23,9 +24,23 @@ from torch import Tensor
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError, shown
 from gpu_accel.flash_attention3.launch import launch
+from gpu_accel.thunderkittens.gemm_api import ACTIVATIONS, activated
 from gpu_accel.transformer_engine import hopper_gemm
-from gpu_accel.transformer_engine.checks import check_no_gradient, check_one_device, check_strided
-from gpu_accel.transformer_engine.gemm import OUT_DTYPES, pair_kind, plain_backend
+from gpu_accel.transformer_engine.checks import (
+    check_choice,
+    check_floats,
+    check_no_gradient,
+    check_one_device,
+    check_strided,
+)
+from gpu_accel.transformer_engine.gemm import (
+    OUT_DTYPES,
+    check_fp8_result,
+    of_codes,
+    pair_kind,
+    plain_backend,
+    to_fp8,
+)
 from gpu_accel.transformer_engine.gemm_kernels import _fp8_kernel
 from gpu_accel.transformer_engine.reference_gemm import exact_values
 from gpu_accel.transformer_engine.schemes import scheme as find_scheme
@@ -94,28 +109,71 @@ def grouped_mm(
     b: QuantizedTensor,
     groups: Tensor,
     *,
+    bias: Tensor | None = None,
+    activation: str = "none",
     out_dtype: torch.dtype = torch.bfloat16,
     backend: str = "auto",
 ) -> Tensor:
-    """out[i] = a[i] (K,) @ b[groups[i]] (N, K).T, (M, N), of two fp8 operands.
+    """out[i] = activation(a[i] (K,) @ b[groups[i]] (N, K).T + bias[groups[i]]), (M, N), of two fp8 operands.
 
     Args:
         a: (M, K). b: (G, N, K); with scales of 128x128 blocks N must be a multiple of 128, so that no block has rows
             of two experts.
         groups: (M,) int32, contiguous, on the device; read at every 128th row only, so that it stays there. Values
             below 0 mean rows of zeros; values of G and more are refused on a CPU, and not looked for on a GPU.
+        bias: (G, N). activation: as of `scaled_mm`, of the float32 sums.
     Raises:
         InvalidInputError, UnsupportedError, HardwareError as `scaled_mm`.
     """
-    _check(a, b, groups, out_dtype)
-    if hopper_gemm.chosen(a, b, backend, kind="grouped"):
-        return _operate(hopper_grouped_op, a, b, groups, out_dtype)
+    _check(a, b, groups, out_dtype, bias, activation)
+    if hopper_gemm.chosen(a, b, backend, kind=_kind_of(bias, activation)):
+        return hopper_grouped_op(*_given(a, b), groups, b.shape[1], bias, activation, out_dtype, *_texts(a, b))
+    wanted = out_dtype if activation == "none" else torch.float32  # then sums stay float32, and are rounded once
     if plain_backend(backend, a, "grouped_mm", "fp8") == "reference":
-        return grouped_mm_reference(a, b, groups, out_dtype=out_dtype)
-    return _operate(grouped_op, a, b, groups, out_dtype)
+        out = grouped_mm_reference(a, b, groups, bias=bias, out_dtype=wanted)
+    else:
+        out = grouped_op(*_given(a, b), groups, b.shape[1], bias, wanted, *_texts(a, b))
+    return out if activation == "none" else activated(out, activation).to(out_dtype)
 
 
-def _check(a: QuantizedTensor, b: QuantizedTensor, groups: Tensor, out_dtype: torch.dtype) -> None:
+def grouped_mm_fp8(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    groups: Tensor,
+    scale: Tensor,
+    *,
+    element: str = "e4m3",
+    bias: Tensor | None = None,
+    activation: str = "none",
+    amax: Tensor | None = None,
+    backend: str = "auto",
+) -> QuantizedTensor:
+    """`grouped_mm` rounded to fp8 on its way out: codes = result / scale, saturating; see `scaled_mm_fp8`.
+
+    amax: raised to the largest magnitude of all rows; those of negative groups are 0, padding within a block counts.
+    """
+    _check(a, b, groups, torch.bfloat16, bias, activation)
+    check_fp8_result(a, element, scale, amax)
+    if hopper_gemm.chosen(a, b, backend, kind="grouped-finished"):
+        codes = hopper_grouped_fp8_op(
+            *_given(a, b), groups, b.shape[1], bias, activation, scale, amax, element, *_texts(a, b)
+        )
+    else:
+        out = grouped_mm(
+            a, b, groups, bias=bias, activation=activation, out_dtype=torch.float32, backend=backend
+        )  # fmt: skip
+        codes = to_fp8(out, scale, element, amax)
+    return of_codes(codes, scale, element, amax, torch.Size((a.shape[0], b.shape[1])))
+
+
+def _kind_of(bias: Tensor | None, activation: str) -> str:
+    return "grouped" if bias is None and activation == "none" else "grouped-finished"
+
+
+def _check(
+    a: QuantizedTensor, b: QuantizedTensor, groups: Tensor, out_dtype: torch.dtype, bias: Tensor | None,
+    activation: str,
+) -> None:  # fmt: skip
     kind = pair_kind(a, b)
     if kind != "fp8" or b.scheme.block not in _BLOCKS:
         raise UnsupportedError(f"{a.scheme} x {b.scheme}: grouped products are those of fp8 with float32 scales")
@@ -125,8 +183,13 @@ def _check(a: QuantizedTensor, b: QuantizedTensor, groups: Tensor, out_dtype: to
         raise InvalidInputError(f"groups must be ({a.shape[0]},) int32, got {getattr(groups, 'shape', type(groups))}")
     if not groups.is_contiguous():
         raise InvalidInputError("groups must be contiguous")
-    check_one_device(a=a, b=b, groups=groups)
-    check_no_gradient(a=a, b=b)
+    check_choice("activation", activation, ACTIVATIONS)
+    if bias is not None:
+        check_floats("bias", bias)
+        if bias.shape != b.shape[:2]:
+            raise InvalidInputError(f"bias must be (G, N), {tuple(b.shape[:2])}, got {tuple(bias.shape)}")
+    check_one_device(a=a, b=b, groups=groups, bias=bias)
+    check_no_gradient(a=a, b=b, bias=bias)
     if out_dtype not in OUT_DTYPES:
         raise InvalidInputError(f"out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
     if b.scheme.block == (128, 128) and b.shape[1] % 128:
@@ -224,6 +287,7 @@ def grouped_mm_reference(
     b: QuantizedTensor,
     groups: Tensor,
     *,
+    bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.float64,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
@@ -236,36 +300,70 @@ def grouped_mm_reference(
         at = slice(row * BLOCK, (row + 1) * BLOCK)
         if group >= 0:
             out[at] = x[at] @ w[group].t()
+            if bias is not None:
+                out[at] += bias[group].to(dtype)
     return out.to(out_dtype)
 
 
-def _operate(op, a: QuantizedTensor, b: QuantizedTensor, groups: Tensor, out_dtype: torch.dtype) -> Tensor:
+def _given(a: QuantizedTensor, b: QuantizedTensor) -> list[Tensor]:
     parts = a._parts(""), b._parts("")
-    given = [x for part in parts if part is not None for x in (part.codes, part.scales)]
-    return op(*given, groups, b.shape[1], out_dtype, a.scheme.text, b.scheme.text)
+    return [x for part in parts if part is not None for x in (part.codes, part.scales)]
+
+
+def _texts(a: QuantizedTensor, b: QuantizedTensor) -> tuple[str, str]:
+    return a.scheme.text, b.scheme.text
+
+
+def _without_product(m: int, n: int, groups: Tensor, bias: Tensor | None) -> Tensor:
+    """float32 (m, n) where nothing is multiplied: what each block of rows has of the bias."""
+    if bias is None or not m or not n:
+        return torch.zeros(m, n, device=groups.device)
+    members = groups[::BLOCK].repeat_interleave(BLOCK)[:m]
+    return torch.where((members < 0)[:, None], 0.0, bias.float()[members.clamp(min=0).long()])
 
 
 @torch.library.custom_op("gpu_accel::te_grouped_mm_hopper", mutates_args=())
 def hopper_grouped_op(
-    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, groups: Tensor, n: int, out_dtype: torch.dtype,
-    text_a: str, text_b: str,
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, groups: Tensor, n: int, bias: Tensor | None,
+    activation: str, out_dtype: torch.dtype, text_a: str, text_b: str,
 ) -> Tensor:  # fmt: skip
     """(M, n) from codes (M, K) and (G * n, K) as bytes."""
     if not a.shape[0] or not n or not a.shape[1]:
-        return torch.zeros(a.shape[0], n, dtype=out_dtype, device=a.device)
+        return activated(_without_product(a.shape[0], n, groups, bias), activation).to(out_dtype)
     out = torch.empty(a.shape[0], n, dtype=out_dtype, device=a.device)
-    return hopper_gemm.run(a, scale_a, b, scale_b, None, "none", text_a, text_b, groups=groups, out=out)
+    return hopper_gemm.run(a, scale_a, b, scale_b, bias, activation, text_a, text_b, groups=groups, out=out)
+
+
+@torch.library.custom_op("gpu_accel::te_grouped_mm_hopper_fp8", mutates_args=("amax",))
+def hopper_grouped_fp8_op(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, groups: Tensor, n: int, bias: Tensor | None,
+    activation: str, scale: Tensor, amax: Tensor | None, element: str, text_a: str, text_b: str,
+) -> Tensor:  # fmt: skip
+    """The same in codes of `element`, of the result / `scale`; `amax` is raised to the result's largest magnitude."""
+    if not a.shape[0] or not n or not a.shape[1]:
+        nothing = activated(_without_product(a.shape[0], n, groups, bias), activation)
+        return to_fp8(nothing, scale, element, amax)
+    out = torch.empty(a.shape[0], n, dtype=hopper_gemm.ELEMENTS[element], device=a.device)
+    factor = (1.0 / scale).reshape(())
+    return hopper_gemm.run(
+        a, scale_a, b, scale_b, bias, activation, text_a, text_b, groups=groups, out=out, out_scale=factor, amax=amax
+    )  # fmt: skip
+
+
+@hopper_grouped_fp8_op.register_fake
+def _(a, scale_a, b, scale_b, groups, n, bias, activation, scale, amax, element, text_a, text_b):
+    return a.new_empty((a.shape[0], n), dtype=hopper_gemm.ELEMENTS[element])
 
 
 @torch.library.custom_op("gpu_accel::te_grouped_mm", mutates_args=())
 def grouped_op(
-    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, groups: Tensor, n: int, out_dtype: torch.dtype,
-    text_a: str, text_b: str,
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, groups: Tensor, n: int, bias: Tensor | None,
+    out_dtype: torch.dtype, text_a: str, text_b: str,
 ) -> Tensor:  # fmt: skip
-    """The same in plain Triton."""
+    """(M, n) in plain Triton, without an activation."""
     m, k = a.shape
     if not m or not n or not k:
-        return torch.zeros(m, n, dtype=out_dtype, device=a.device)
+        return _without_product(m, n, groups, bias).to(out_dtype)
     out = torch.empty(m, n, dtype=out_dtype, device=a.device)
     schemes = find_scheme(text_a), find_scheme(text_b)
     bm = bn = 128
@@ -277,12 +375,13 @@ def grouped_op(
     rows_b = schemes[1].block[0]
     between = places[1][0] * (n // rows_b) if rows_b else 0
     tiles_m, tiles_n = triton.cdiv(m, bm), triton.cdiv(n, bn)
-    arguments = (a, b, scale_a, scale_b, out, out, groups, m, n, k, tiles_m, tiles_n, between, *places[0][:2],
+    given = out if bias is None else bias.contiguous()
+    arguments = (a, b, scale_a, scale_b, given, out, groups, m, n, k, tiles_m, tiles_n, between, *places[0][:2],
                  *places[1][:2])  # fmt: skip
     options = dict(
         BM=bm, BN=bn, BK=128, GROUP=8, A_E5M2=schemes[0].element == "e5m2", B_E5M2=schemes[1].element == "e5m2",
-        BLOCKED=schemes[0].block[1] == 128, ROWS_A=places[0][2], ROWS_B=places[1][2], BIAS=False, EVEN=k % 128 == 0,
-        GROUPED=1, num_warps=8, num_stages=3,
+        BLOCKED=schemes[0].block[1] == 128, ROWS_A=places[0][2], ROWS_B=places[1][2], BIAS=bias is not None,
+        EVEN=k % 128 == 0, GROUPED=1, num_warps=8, num_stages=3,
     )  # fmt: skip
     launch(_fp8_kernel, tiles_m * tiles_n, arguments, options)
     return out
@@ -335,6 +434,10 @@ def _(a, scale_a, b, scale_b, starts, out_dtype, text_a, text_b):
 
 
 @hopper_grouped_op.register_fake
+def _(a, scale_a, b, scale_b, groups, n, bias, activation, out_dtype, text_a, text_b):
+    return a.new_empty((a.shape[0], n), dtype=out_dtype)
+
+
 @grouped_op.register_fake
-def _(a, scale_a, b, scale_b, groups, n, out_dtype, text_a, text_b):
+def _(a, scale_a, b, scale_b, groups, n, bias, out_dtype, text_a, text_b):
     return a.new_empty((a.shape[0], n), dtype=out_dtype)

@@ -72,8 +72,8 @@ def _fp8_kernel(
     """Scales are at scale_a[m // ROWS_A * sa_m + k // 128 * sa_k], so strides of 0 make them per row or per tensor.
 
     GROUPED 1: b is a stack of matrices (N, K), their scales `sb_g` apart; 128 rows of a have the one that `groups`
-    (int32) names at the first of them, and become 0 where it is negative. GROUPED 2: groups share out K, and the result
-    is a stack of products of `sb_g` rows, each over the 128s of K from groups[g] to groups[g + 1].
+    (int32) names at the first of them, and become 0 where it is negative; bias is (G, N). GROUPED 2: groups share out
+    K, and the result is a stack of products of `sb_g` rows, each over the 128s of K from groups[g] to groups[g + 1].
     """
     tm, tn = _place(tiles_m, tiles_n, GROUP)
     start = 0
@@ -111,8 +111,11 @@ def _fp8_kernel(
         sb = tl.load(pb, mask=n < N, other=0.0)
         acc = acc * sa[:, None] * sb[None, :]
     if GROUPED == 1:
+        if BIAS:
+            own = bias + tl.maximum(group, 0).to(tl.int64) * N
+            acc += tl.load(own + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
         acc = tl.where(group < 0, 0.0, acc)
-    _finish(acc, bias, out, m, n, height, N, BIAS)
+    _finish(acc, bias, out, m, n, height, N, BIAS and GROUPED != 1)
 
 
 @triton.jit

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError, shown
-from gpu_accel.flash_attention3.problem import check_first_gradient
 from gpu_accel.transformer_engine import context as state
 from gpu_accel.transformer_engine.checks import (
     check_flag,
@@ -33,7 +32,7 @@ from gpu_accel.transformer_engine.delayed import DelayedLayer
 from gpu_accel.transformer_engine.gemm_grouped import BLOCK, _check_counts, grouped_mm, k_grouped_mm
 from gpu_accel.transformer_engine.history_kernels import roll_op
 from gpu_accel.transformer_engine.linear import _autocasted
-from gpu_accel.transformer_engine.linear_op import BACKENDS, Plan, layer_backend, rolls_in_kernel
+from gpu_accel.transformer_engine.linear_op import BACKENDS, Plan, check_second, layer_backend, rolls_in_kernel
 from gpu_accel.transformer_engine.quantize_launch import Three
 from gpu_accel.transformer_engine.quantizer import DTYPES
 from gpu_accel.transformer_engine.recipes import DelayedScaling, Recipe
@@ -119,7 +118,7 @@ class _Grouped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):  # type: ignore[override]
-        check_first_gradient("a grouped layer", dy)
+        check_second("a grouped layer", dy, (*ctx.needs_input_grad[:3], False, False), "")
         (count, n, k), rows, plan, needs = ctx.shape, ctx.rows, ctx.plan, ctx.needs_input_grad
         saved = ctx.saved_tensors  # asked for once: checkpoints give them once
         xt, turned = saved[:2], saved[2:]

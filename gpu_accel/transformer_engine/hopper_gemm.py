@@ -27,6 +27,7 @@ from gpu_accel.transformer_engine.schemes import scheme as find_scheme
 from gpu_accel.transformer_engine.tensor import QuantizedTensor
 
 # What has been right on an H100 or H200 in tests/gpu/test_gemm_fp8.py: "auto" takes the portable kernel for the rest.
+# "grouped-finished" is what groups have with a bias, an activation or rounding to fp8.
 GPU_CHECKED: tuple[str, ...] = ("dense", "grouped", "along")
 SCALES_CHECKED = True  # the same of the one launch that lays scales of blocks side by side
 _ALIGNMENT = 16  # bytes
@@ -46,7 +47,8 @@ class Fp8GemmConfig:
     2 (not with scales of blocks) is up to 4 % faster and loses three times as much. `deal`: as in
     thunderkittens/gemm_hopper.py. `ahead`: slices that scales of blocks are fetched ahead, `parts` 2. With scales
     of columns (B in 1x128) `parts` must be 1; `late`: they are read under the product that they belong to, in the order
-    of threads, else a slice ahead.
+    of threads, else a slice ahead. `staged` (A in 1x128): scales come through shared memory with the slice that they
+    belong to.
     """
 
     parts: int = 2
@@ -56,6 +58,7 @@ class Fp8GemmConfig:
     deal: bool = False
     ahead: int = 0
     late: bool = False
+    staged: bool = False
 
 
 @functools.cache
@@ -108,7 +111,7 @@ def gemm(
         out_dtype: bfloat16, float16, float32, float8_e4m3fn or float8_e5m2 (saturating).
         out_scale: () float32. amax: () float32, raised to the largest magnitude before `out_scale`.
         accumulate: add to `out`, which is float32.
-        out: (M, N), contiguous, or None.
+        out: (M, N), contiguous, or None. bias is (G, N) with `groups`.
         groups: int32 (M,), for b of G matrices, (G * N, K): which one 128 rows are multiplied with, read at every
             128th; rows of a negative group become 0.
         along: int32 (G + 1,): the result is (G * M, N), a product for each group over the slices of 128 of K from
@@ -139,7 +142,9 @@ def gemm(
     out_desc = a_desc if direct else matrix_map(out, 64, 128)
     tiles_m, tiles_n = -(-m // 128), -(-n // (128 * config.parts))
     blocked = block_a[1] == 128
-    scale_a, scale_b = _side_by_side(scale_a, block_a), _side_by_side(scale_b, block_b, padded=True, turned=config.late)
+    staged = config.staged and block_a == (1, 128)
+    scale_a = _side_by_side(scale_a, block_a, padded=staged)
+    scale_b = _side_by_side(scale_b, block_b, padded=True, turned=config.late or staged)
     row_a, row_b = (scale.stride(0) if block[0] else 0 for scale, block in ((scale_a, block_a), (scale_b, block_b)))
     k_a, k_b = (scale.stride(1) if blocked else 0 for scale in (scale_a, scale_b))
     stack_b = row_b * (-(-n // block_b[0])) if stacked and block_b[0] else 0
@@ -177,6 +182,7 @@ def gemm(
         DEAL=dealt > 0,
         AHEAD=config.ahead if blocked and config.parts == 2 else 0,
         LATE=config.late,
+        STAGED=staged,
         CONSUMER_REGISTERS=240,
         PRODUCER_REGISTERS=24,
     )
@@ -228,7 +234,7 @@ def scheme_refusal(a: QuantizedTensor, b: QuantizedTensor) -> str | None:
 def chosen(a: QuantizedTensor, b: QuantizedTensor, backend: str, *, kind: str = "dense") -> bool:
     """Whether a product goes to these kernels. Raises UnsupportedError where "hopper" is asked for and cannot be.
 
-    kind: "dense", "grouped" (by rows) or "along" (groups share out K).
+    kind: "dense", "grouped" or "grouped-finished" (by rows), or "along" (groups share out K).
     """
     if backend not in ("auto", "hopper") or (backend == "auto" and _why_not_auto(b, kind)):
         return False
@@ -242,7 +248,7 @@ def _why_not_auto(b: QuantizedTensor, kind: str = "dense") -> str:
     """Why "auto" leaves these kernels alone, or nothing."""
     if kind not in GPU_CHECKED:
         return "not yet checked on a GPU: ask for it by name"
-    if kind == "grouped" and b.scheme.block == (1, 128):
+    if kind.startswith("grouped") and b.scheme.block == (1, 128):
         return "with scales of b in 1x128 it is not checked in groups: ask for it by name"
     return ""
 

@@ -21,7 +21,8 @@ GROUPED 1: B is a stack of matrices, and each 128 rows of A are multiplied with 
 of experts); rows of a negative group become 0. GROUPED 2: groups share out K: the result is a stack of products, each
 over the slices of K from groups[g] to groups[g + 1] (gradients of experts' weights).
 
-Barriers (mbarrier): full one a stage, arrived on by TMA; empty one a stage, arrived on by both consumers.
+Barriers (mbarrier): full one a stage, arrived on by TMA, and with STAGED scales by the 32 threads of the producer too,
+whose copies of scales are there; empty one a stage, arrived on by both consumers.
 
 Sources: FP8 formats for deep learning, arXiv 2209.05433; two-level sums: DeepSeek-V3, arXiv 2412.19437, section 3.3.2.
 """
@@ -30,9 +31,10 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from gpu_accel.gluon_compat import tma_load
+from gpu_accel.gluon_compat import cp_async, tma_load
 from gpu_accel.thunderkittens.gemm_device import (
     NOWHERE,
     activate,
@@ -117,6 +119,45 @@ def _late_scales(rows, col, step, shape, scales, ROWS_A: gl.constexpr, ACC: gl.c
 
 
 @gluon.jit
+def _staged_rows(bufs, stage, WG: gl.constexpr, ACC: gl.constexpr):
+    """Scales of rows that came with a stage."""
+    _, _, _, sa_bufs, _ = bufs
+    return sa_bufs.index(stage).slice(WG * ROWS, ROWS).load(gl.SliceLayout(1, ACC))
+
+
+@gluon.jit
+def _staged_columns(bufs, stage, col, step, shape, scales, PART: gl.constexpr, ROWS_B: gl.constexpr,
+                    ACC: gl.constexpr):  # fmt: skip
+    """Scales of the columns of a half: that came with a stage (PART is 0), or one of a square, from memory."""
+    _, _, _, _, sb_bufs = bufs
+    _, N, _, _, _ = shape
+    _, scale_b, _, _, sb_n, sb_k = scales
+    if ROWS_B == 1:
+        FOURS: gl.constexpr = gl.DistributedLinearLayout(
+            [[1], [2], [16], [32], [64]], [[4], [8], [0], [0], [0]], [[0], [0]], [], [BLOCK]
+        )
+        fours = sb_bufs.index(stage).load(FOURS)
+        sb = gl.reshape(gl.permute(gl.reshape(fours, [8, 4, 2, 2]), (0, 2, 1, 3)), [BLOCK])
+        return gl.convert_layout(sb, gl.SliceLayout(0, ACC), assert_trivial=True)
+    else:
+        sb = scale_b + (col // BLOCK).to(gl.int64) * sb_n + step * sb_k
+        return gl.load(sb + sb_n, mask=col + BLOCK < N, other=0.0) if PART == 1 else gl.load(sb)
+
+
+@gluon.jit
+def _stage_scales(bufs, barrier, stage, row, col, step, scales, ROWS_B: gl.constexpr):
+    """Ask for the scales of a stage: 128 of rows, and of columns where each has its own. Each of 32 threads arrives
+    when what it asked for is there; the barrier counts them."""
+    _, _, _, sa_bufs, sb_bufs = bufs
+    scale_a, scale_b, _, sa_k, _, sb_k = scales
+    at = gl.arange(0, BLOCK, layout=gl.BlockedLayout([4], [32], [1], [0]))
+    cp_async(sa_bufs.index(stage), gl.multiple_of(scale_a + gl.multiple_of(step * sa_k + row, 16), 16) + at)
+    if ROWS_B == 1:
+        cp_async(sb_bufs.index(stage), gl.multiple_of(scale_b + gl.multiple_of(step * sb_k + col, 16), 16) + at)
+    async_copy.mbarrier_arrive(barrier, increment_count=False)
+
+
+@gluon.jit
 def _scaled(part, sa, sb, ROWS_B: gl.constexpr):
     """A product of 128 of K times the scales of its blocks."""
     if ROWS_B == 1:
@@ -155,9 +196,11 @@ def _finished(acc, rows, col, ends, shape, scales, group, BLOCKED: gl.constexpr,
             acc = acc * gl.load(scale_b + cols, mask=cols < N, other=0.0)[None, :]
         else:
             acc = acc * gl.load(scale_b)
+    if GROUPED == 1 and BIAS:
+        bias += gl.maximum(group, 0).to(gl.int64) * N
+    acc = activate(add_bias(acc, bias, col, N, BIAS), ACTIVATION)
     if GROUPED:
         acc = gl.where(group < 0, 0.0, acc)
-    acc = activate(add_bias(acc, bias, col, N, BIAS), ACTIVATION)
     if LARGEST:
         note_largest(acc, rows, M, largest)
     if SCALE_OUT:
@@ -229,9 +272,10 @@ def _consumer(
     ROW_A: gl.constexpr, ROW_B: gl.constexpr, ROWS_A: gl.constexpr, ROWS_B: gl.constexpr, BIAS: gl.constexpr,
     ACTIVATION: gl.constexpr, SCALE_OUT: gl.constexpr, LARGEST: gl.constexpr, GROUPED: gl.constexpr,
     ACCUMULATE: gl.constexpr, DIRECT: gl.constexpr, WIDE: gl.constexpr, DEAL: gl.constexpr, AHEAD: gl.constexpr,
-    LATE: gl.constexpr,
+    LATE: gl.constexpr, STAGED: gl.constexpr,
 ):  # fmt: skip
-    a_bufs, b_bufs, out_bufs = bufs
+    a_bufs, b_bufs, out_bufs, _, _ = bufs
+    EARLY: gl.constexpr = BLOCKED and not LATE and not STAGED
     full, empty, opened = bars
     M, N, k_steps, tiles_m, tiles_n = shape
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])
@@ -262,10 +306,15 @@ def _consumer(
             group = gl.load(groups + tile_m.to(gl.int64) * (2 * ROWS))
             k1 = gl.where(group < 0, k0 + 1, k1)  # one slice, and its sums are not used
             own = (scale_a, scale_b + gl.maximum(group, 0).to(gl.int64) * sb_g, sa_m, sa_k, sb_n, sb_k)
-        if BLOCKED and not LATE:
+        if EARLY:
             sa, sb0, sb1 = _block_scales(rows, col_now, k0, shape, own, PARTS, ROWS_A, ROWS_B, ACC)
         mbarrier.wait(full.index(stage), phase)
         a = a_bufs.index(stage * 2 + WG)
+        if STAGED:
+            sa = _staged_rows(bufs, stage, WG, ACC)
+            sb0 = _staged_columns(bufs, stage, col_now, k0, shape, own, 0, ROWS_B, ACC)
+            if PARTS == 2:
+                sb1 = _staged_columns(bufs, stage, col_now, k0, shape, own, 1, ROWS_B, ACC)
         acc0 = _multiply(a, a, b_bufs, stage, stage, zero, 0, PARTS, 1, False)
         if PARTS == 2:
             acc1 = _multiply(a, a, b_bufs, stage, stage, zero, 1, PARTS, 1, False)
@@ -283,6 +332,7 @@ def _consumer(
             acc0 = _scaled(acc0, sa, sb0, ROWS_B)
             if PARTS == 2:
                 acc1 = _scaled(acc1, sa, sb1, ROWS_B)
+        if EARLY:
             after = gl.minimum(k0 + 1, k1 - 1)
             sa, sb0, sb1 = _block_scales(rows, col_now, after, shape, own, PARTS, ROWS_A, ROWS_B, ACC)
             for i in gl.static_range(AHEAD):
@@ -303,7 +353,7 @@ def _consumer(
                 stage, phase = advance(stage, phase, STAGES)
                 first += 1
         for step in range(first, k1, EVERY):
-            if BLOCKED and not LATE:
+            if EARLY:
                 # the next slice's are on their way while this slice's are used: nothing waits for memory
                 ta = sa
                 tb0 = sb0
@@ -319,6 +369,13 @@ def _consumer(
                 mbarrier.wait(full.index(later), later_phase)
             a = a_bufs.index(stage * 2 + WG)
             next_a = a_bufs.index(later * 2 + WG)
+            if STAGED:
+                # Before the product, which all four warps must have begun for it to end: so every warp has asked for
+                # its scales when one thread says that the stage may be filled anew.
+                ta = _staged_rows(bufs, stage, WG, ACC)
+                tb0 = _staged_columns(bufs, stage, col_now, step, shape, own, 0, ROWS_B, ACC)
+                if PARTS == 2:
+                    tb1 = _staged_columns(bufs, stage, col_now, step, shape, own, 1, ROWS_B, ACC)
             part = _multiply(a, next_a, b_bufs, stage, later, zero, 0, PARTS, EVERY, False)
             if LATE:
                 ta, tb0 = _late_scales(rows, col_now, step, shape, own, ROWS_A, ACC)
@@ -378,9 +435,9 @@ def _consumer(
 
 
 @gluon.jit
-def _producer(bufs, bars, a_desc, b_desc, shape, stack, dealt, PARTS: gl.constexpr, STAGES: gl.constexpr,
-              GROUP: gl.constexpr, GROUPED: gl.constexpr):  # fmt: skip
-    a_bufs, b_bufs, _ = bufs
+def _producer(bufs, bars, a_desc, b_desc, shape, scales, stack, dealt, PARTS: gl.constexpr, STAGES: gl.constexpr,
+              GROUP: gl.constexpr, GROUPED: gl.constexpr, ROWS_B: gl.constexpr, STAGED: gl.constexpr):  # fmt: skip
+    a_bufs, b_bufs, _, _, _ = bufs
     full, empty, _ = bars
     _, N, k_steps, tiles_m, tiles_n = shape
     stage = 0
@@ -401,6 +458,8 @@ def _producer(bufs, bars, a_desc, b_desc, shape, stack, dealt, PARTS: gl.constex
         for step in range(k0, k1):
             k = step * BLOCK
             mbarrier.wait(empty.index(stage), phase ^ 1)
+            if STAGED:
+                _stage_scales(bufs, full.index(stage), stage, row, col, step, scales, ROWS_B)
             mbarrier.expect(full.index(stage), (2 * ROWS + PARTS * BLOCK) * BLOCK)
             for i in gl.static_range(2):
                 tma_load(a_desc, [row + i * ROWS, k], full.index(stage), a_bufs.index(stage * 2 + i))
@@ -422,7 +481,7 @@ def fp8_gemm_kernel(
     ROW_A: gl.constexpr, ROW_B: gl.constexpr, ROWS_A: gl.constexpr, ROWS_B: gl.constexpr, BIAS: gl.constexpr,
     ACTIVATION: gl.constexpr, SCALE_OUT: gl.constexpr, LARGEST: gl.constexpr, GROUPED: gl.constexpr,
     ACCUMULATE: gl.constexpr, DIRECT: gl.constexpr, DEAL: gl.constexpr, AHEAD: gl.constexpr,
-    LATE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    LATE: gl.constexpr, STAGED: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """a_desc in boxes of 64 x 128, b_desc of 128 x 128; out (M, N), contiguous, fp8, 16-bit or float32; k_steps >= 1.
 
@@ -432,7 +491,9 @@ def fp8_gemm_kernel(
     is raised to the bits of the largest magnitude before `scale_out`. ACCUMULATE: added to `out`, float32. DIRECT:
     `out` is written from registers, `out_desc` is unused (float32). PARTS: halves of 128 columns. EVERY: slices of K
     that one partial sum has. AHEAD: slices that scales of blocks are fetched ahead into the first-level cache (0: one
-    ahead, into registers).
+    ahead, into registers). STAGED (ROWS_A = 1): scales of rows, and of columns with ROWS_B = 1, come with the slice
+    that they belong to, through shared memory; both lie side by side up to a multiple of 128, of columns in the order
+    of threads.
     """
     WIDE: gl.constexpr = out.dtype.element_ty == gl.float32
     OUT_BUFS: gl.constexpr = 1 if DIRECT else 2
@@ -441,6 +502,7 @@ def fp8_gemm_kernel(
     gl.static_assert(not LATE or (BLOCKED and ROWS_B == 1))
     gl.static_assert(EVERY == 1 or not BLOCKED)
     gl.static_assert(AHEAD == 0 or PARTS == 2)
+    gl.static_assert(not STAGED or (BLOCKED and ROWS_A == 1 and not LATE and AHEAD == 0))
     a_bufs = gl.allocate_shared_memory(a_desc.dtype, [STAGES * 2] + a_desc.block_shape, a_desc.layout)
     b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES * PARTS] + b_desc.block_shape, b_desc.layout)
     OUT_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([OUT_ROWS, BLOCK], out_desc.dtype)
@@ -450,11 +512,19 @@ def fp8_gemm_kernel(
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     opened = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(full.index(i), count=33 if STAGED else 1)  # with 32 threads that bring scales
         mbarrier.init(empty.index(i), count=2)
     mbarrier.init(opened, count=1)
     mbarrier.arrive(opened, count=1)  # nobody touches it again
-    bufs = (a_bufs, b_bufs, out_bufs)
+    sa_bufs = out_bufs
+    sb_bufs = out_bufs
+    if STAGED:
+        FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        sa_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], FLAT)
+        sb_bufs = sa_bufs
+        if ROWS_B == 1:
+            sb_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], FLAT)
+    bufs = (a_bufs, b_bufs, out_bufs, sa_bufs, sb_bufs)
     bars = (full, empty, opened)
     shape = (M, N, k_steps, tiles_m, tiles_n)
     scales = (scale_a, scale_b, sa_m, sa_k, sb_n, sb_k)
@@ -464,9 +534,10 @@ def fp8_gemm_kernel(
     gl.warp_specialize([
         (_consumer, (0, bufs, bars, out_desc, out, ends, shape, scales, stack, dealt, partials, counters, PARTS, EVERY,
                      STAGES, GROUP, BLOCKED, ROW_A, ROW_B, ROWS_A, ROWS_B, BIAS, ACTIVATION, SCALE_OUT, LARGEST,
-                     GROUPED, ACCUMULATE, DIRECT, WIDE, DEAL, AHEAD, LATE)),
+                     GROUPED, ACCUMULATE, DIRECT, WIDE, DEAL, AHEAD, LATE, STAGED)),
         (_consumer, (1, bufs, bars, out_desc, out, ends, shape, scales, stack, dealt, partials, counters, PARTS, EVERY,
                      STAGES, GROUP, BLOCKED, ROW_A, ROW_B, ROWS_A, ROWS_B, BIAS, ACTIVATION, SCALE_OUT, LARGEST,
-                     GROUPED, ACCUMULATE, DIRECT, WIDE, DEAL, AHEAD, LATE)),
-        (_producer, (bufs, bars, a_desc, b_desc, shape, stack, dealt, PARTS, STAGES, GROUP, GROUPED)),
+                     GROUPED, ACCUMULATE, DIRECT, WIDE, DEAL, AHEAD, LATE, STAGED)),
+        (_producer, (bufs, bars, a_desc, b_desc, shape, scales, stack, dealt, PARTS, STAGES, GROUP, GROUPED, ROWS_B,
+                     STAGED)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

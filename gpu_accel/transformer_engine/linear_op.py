@@ -14,6 +14,7 @@ Where both operands of dW are rotated (NVFP4), zeros pad M to a multiple of 16: 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -245,6 +246,17 @@ def _setup(ctx, inputs, output) -> None:
     ctx.with_bias = bias is not None
 
 
+def check_second(what: str, dy: Tensor, wanted: Sequence[bool], kind: str) -> None:
+    """Raise where gradients of a layer are to be differentiated again, which are made of codes.
+
+    wanted: whether x, weight, bias, gamma and beta want gradients; kind: the norm or activation before the product.
+    Those of x and weight depend on each other, what comes through a norm on x itself, and all of them on dy.
+    """
+    first, second, _, gamma, beta = wanted[:5]
+    depends = ((first or gamma or beta) and second) or (bool(kind) and first)
+    check_first_gradient(what, dy, depends=depends)
+
+
 def _backward(ctx, dy):
     nothing: list[Tensor | None] = [None] * 29
     if dy is None:
@@ -254,7 +266,7 @@ def _backward(ctx, dy):
     needs = [any((wanted[0], wanted[3], wanted[4])), wanted[1], ctx.with_bias and wanted[2]]
     if gathered is not None and needs[0]:
         wt0, wt1, wt2 = whole_columns(gathered)
-    check_first_gradient("a quantised linear layer", dy)
+    check_second("a quantised linear layer", dy, wanted, ctx.kind)
     plan = Plan.read(ctx.plan)
     history, scale, pending, overflows = ctx.delayed
     used = None

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError
+from gpu_accel.flash_attention3.problem import check_first_gradient
 from gpu_accel.transformer_engine.checks import check_flag
 
 MODES = (None, "column", "row")
@@ -101,6 +102,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor):
+        check_first_gradient("what tensor parallelism sends", dy)
         return (_sum_and_cut if ctx.sequence else _sum)(dy, ctx.group), None, None
 
 
@@ -112,7 +114,10 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        return _gather(dy, ctx.group) if ctx.sequence else dy, None, None
+        if not ctx.sequence:
+            return dy, None, None
+        check_first_gradient("what tensor parallelism sends", dy)
+        return _gather(dy, ctx.group), None, None
 
 
 def enter(x: Tensor, how: Parallel) -> Tensor:

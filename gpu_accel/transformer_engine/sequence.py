@@ -21,10 +21,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpu_accel.flash_attention3.problem import check_first_gradient
 from gpu_accel.transformer_engine import context as state
 from gpu_accel.transformer_engine.history_kernels import roll_op
-from gpu_accel.transformer_engine.linear_op import Plan, _multiply, layer_backend, linear_op, rolls_in_kernel
+from gpu_accel.transformer_engine.linear_op import (
+    Plan,
+    _multiply,
+    check_second,
+    layer_backend,
+    linear_op,
+    rolls_in_kernel,
+)
 from gpu_accel.transformer_engine.parallel import _gather, _sum_and_cut
 from gpu_accel.transformer_engine.quantize_launch import PLAIN, Source, Three, turned_codes
 from gpu_accel.transformer_engine.recipes import DelayedScaling, Recipe
@@ -122,7 +128,7 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):  # type: ignore[override]
-        check_first_gradient("a quantised layer", dy)
+        check_second("a quantised layer", dy, ctx.needs_input_grad, ctx.job.kind)
         job, plan, (m, n, k), needs = ctx.job, ctx.job.plan, ctx.shape, ctx.needs_input_grad
         x, gamma, beta, means, rstds, *kept = ctx.saved_tensors
         xt, wt = kept[:3], kept[3:]

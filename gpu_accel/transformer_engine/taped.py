@@ -22,7 +22,7 @@ from gpu_accel.flash_attention3.problem import check_first_gradient
 from gpu_accel.transformer_engine import context as state
 from gpu_accel.transformer_engine import hopper_gemm, quantizer
 from gpu_accel.transformer_engine.history_kernels import roll_op
-from gpu_accel.transformer_engine.linear_op import Plan, linear_backward_op, linear_op, rolls_in_kernel
+from gpu_accel.transformer_engine.linear_op import Plan, check_second, linear_backward_op, linear_op, rolls_in_kernel
 from gpu_accel.transformer_engine.quantize_launch import Source, turned_codes
 from gpu_accel.transformer_engine.recipes import DelayedScaling, Float8CurrentScaling, Recipe
 from gpu_accel.transformer_engine.sources import none_of, operand_op, quickly
@@ -171,7 +171,7 @@ class _Step(torch.autograd.Function):
         nothing = (None,) * 9
         if dy is None:
             return nothing
-        check_first_gradient("a quantised linear layer", dy)
+        check_second("a quantised linear layer", dy, ctx.needs_input_grad[4:], ctx.kind.what.kind)
         x, gamma, beta, gathered, *kept = ctx.saved_tensors
         kind, wanted = ctx.kind, ctx.needs_input_grad
         needs = (wanted[4] or wanted[7] or wanted[8], wanted[5], bool(wanted[6]))

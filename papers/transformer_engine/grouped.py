@@ -1,9 +1,10 @@
 """The `grouped` experiment: products of experts in one launch, DeepGEMM's contiguous layout, next to torch's.
 
-    hopper       `grouped_mm`, Gluon (sm_90a)
-    portable     the same in plain Triton
-    torch        torch._scaled_grouped_mm (scales of rows only)
-    bf16         torch._grouped_mm on the tensors before quantising
+    hopper           `grouped_mm`, Gluon (sm_90a)
+    hopper-quantize  the same with the activations (`along`: and the gradient) quantised in the timed call
+    portable         the first in plain Triton
+    torch            torch._scaled_grouped_mm (scales of rows only)
+    bf16             torch._grouped_mm on the tensors before quantising
 
 `along`: what gradients of experts' weights are, sums over the rows of each expert (`k_grouped_mm`): both operands lie
 contiguous along rows, with scales per row of them or of 1x128 ("lines").
@@ -93,6 +94,10 @@ def _build_along(case: Case, settings: Settings, sizes: list[int], padded: list[
     def ours(name: str) -> Callable[..., Tensor]:
         return lambda a, b: k_grouped_mm(a, b, ends, backend=name)
 
+    def whole(seed: int) -> Callable[[], object]:
+        dy, x = tensors(seed)
+        return lambda: ours("hopper")(quantize(dy, first, backend=kind), quantize(x, second, backend=kind))
+
     def for_torch(a: QuantizedTensor, b: QuantizedTensor) -> tuple[Tensor, ...]:
         assert a.codes is not None and b.codes is not None and a.scales is not None and b.scales is not None
         scales = [q.scales.view(-1).repeat(count) for q in (a, b) if q.scales is not None]  # one of each row and group
@@ -117,7 +122,7 @@ def _build_along(case: Case, settings: Settings, sizes: list[int], padded: list[
 
     return Workload(
         implementations=_contenders(
-            case, settings, ours=ours, judge=judge, operands=codes, torch_mm=torch_mm, for_torch=for_torch,
+            case, settings, ours=ours, judge=judge, operands=codes, whole=whole, torch_mm=torch_mm, for_torch=for_torch,
             bf16=bf16, bf16_operands=tensors, check_bf16=check_bf16,
         ),
         baselines=("torch", "bf16"),
@@ -157,6 +162,11 @@ def build(case: Case, settings: Settings) -> Workload:
     def ours(name: str) -> Callable[..., Tensor]:
         return lambda a, b, groups: grouped_mm(a, b, groups, backend=name)
 
+    def whole(seed: int) -> Callable[[], object]:
+        x, w, groups = tensors(seed)
+        b = quantize(w, second, backend=backend)
+        return lambda: ours("hopper")(quantize(x, first, backend=backend), b, groups)
+
     ends = torch.tensor(padded).cumsum(0).to(torch.int32)
 
     def for_torch(a: QuantizedTensor, b: QuantizedTensor, groups: Tensor) -> tuple[Tensor, ...]:
@@ -188,7 +198,7 @@ def build(case: Case, settings: Settings) -> Workload:
 
     return Workload(
         implementations=_contenders(
-            case, settings, ours=ours, judge=judge, operands=codes, torch_mm=torch_mm, for_torch=for_torch,
+            case, settings, ours=ours, judge=judge, operands=codes, whole=whole, torch_mm=torch_mm, for_torch=for_torch,
             bf16=bf16, bf16_operands=bf16_operands, check_bf16=check_bf16,
         ),
         baselines=("torch", "bf16"),
@@ -200,6 +210,7 @@ def build(case: Case, settings: Settings) -> Workload:
 def _contenders(
     case: Case, settings: Settings, *, ours: Callable[[str], Callable[..., Tensor]],
     judge: Callable[[int, Callable[..., Tensor]], Check], operands: Callable[[int], tuple],
+    whole: Callable[[int], Callable[[], object]],
     check_bf16: Callable[[int], Check], torch_mm: Callable[..., Tensor], for_torch: Callable[..., tuple],
     bf16: Callable[..., Tensor], bf16_operands: Callable[[int], tuple],
 ) -> list[Implementation]:  # fmt: skip
@@ -222,6 +233,10 @@ def _contenders(
                 make=prepared(ours(name), operands), unavailable=machine if name == "hopper" else "",
             )
             for name in ("hopper", "portable")
+        ),
+        Implementation(
+            name="hopper-quantize", role="ours", check=lambda seed: judge(seed, ours("hopper")), make=whole,
+            unavailable=machine, note="quantised in the timed call",
         ),
         Implementation(
             name="torch", role="peer", check=lambda seed: judge(seed, lambda *x: torch_mm(*for_torch(*x))),

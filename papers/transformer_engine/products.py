@@ -2,8 +2,9 @@
 
     hopper               `scaled_mm` on operands that are quantised already, Gluon (sm_90a)
     hopper-fused         the same with bias, GELU and rounding to e4m3 on its way out (what is noted: the amax)
-    portable             the same in plain Triton
-    portable-quantize    the same with the activations quantised in the timed call (weights beforehand)
+    hopper-quantize      the same with the activations quantised in the timed call (weights beforehand)
+    portable             the first in plain Triton
+    portable-quantize    the second in plain Triton
     torch-scaled-mm      torch._scaled_mm on the same codes, sums as exact as it offers (use_fast_accum=False)
     torch-fast           torch._scaled_mm with use_fast_accum=True: sums stay in the tensor core
     torch-fused          torch-scaled-mm, then torch's bias, GELU and rounding, eager
@@ -49,13 +50,17 @@ _CUBES = ((4096, 4096, 4096), (8192, 8192, 8192), (16384, 16384, 16384))
 FEW_ROWS = 64
 _FEW = ((1, 8192, 8192), (16, 8192, 8192), (64, 8192, 8192))
 _LAYERS = ((2048, 2048, 2048), (4096, 6144, 2048), (8192, 4096, 4096), (4096, 14336, 4096), (4096, 4096, 14336))
+# N and K of the dense products in DeepGEMM's first README, each with as many rows
+_DEEPGEMM = ((2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048))
+_DEEPGEMM_ROWS = (4096, 64, 128)
 
 
 def list_cases(settings: Settings) -> list[Case]:
-    """Cubes, few rows and layers' products; on a CPU one small ragged product for each scaling."""
+    """Cubes, few rows, layers' products and DeepGEMM's; on a CPU one small ragged product for each scaling."""
     if settings.on_gpu:
         sizes = {name: [*_CUBES, *_FEW] for name in ("tensor", "row", "block")}
         sizes["tensor"] += _LAYERS
+        sizes["block"] += [(m, n, k) for m in _DEEPGEMM_ROWS for n, k in _DEEPGEMM]
         sizes["mixed"] = sizes["lines"] = list(_CUBES[:2])
         sizes = {name: found[: 1 if settings.quick else None] for name, found in sizes.items()}
     else:
@@ -127,10 +132,13 @@ def build(case: Case, settings: Settings) -> Workload:
     def hopper(a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
         return scaled_mm(a, b, backend="hopper")
 
-    def make_whole(seed: int) -> Callable[[], object]:
-        x, w = data(seed)
-        b = quantize(w, second, backend="portable")
-        return lambda: ours(quantize(x, first, backend="portable"), b)
+    def make_whole(run: Callable[[QuantizedTensor, QuantizedTensor], Tensor]) -> Callable[[int], Callable[[], object]]:
+        def make(seed: int) -> Callable[[], object]:
+            x, w = data(seed)
+            b = quantize(w, second, backend="portable")
+            return lambda: run(quantize(x, first, backend="portable"), b)
+
+        return make
 
     def check_bf16(seed: int) -> Check:
         x, w = data(seed)
@@ -223,11 +231,15 @@ def build(case: Case, settings: Settings) -> Workload:
                 unavailable=machine or elsewhere, note="with bias, GELU and rounding to e4m3 on its way out",
             ),
             Implementation(
+                name="hopper-quantize", role="ours", check=lambda seed: judge(seed, hopper), make=make_whole(hopper),
+                unavailable=machine, note="activations quantised in the timed call",
+            ),
+            Implementation(
                 name="portable", role="ours", check=lambda seed: judge(seed, ours), make=prepared(ours),
                 note="operands quantised beforehand",
             ),
             Implementation(
-                name="portable-quantize", role="ours", check=lambda seed: judge(seed, ours), make=make_whole,
+                name="portable-quantize", role="ours", check=lambda seed: judge(seed, ours), make=make_whole(ours),
                 note="activations quantised in the timed call",
             ),
             *peers,

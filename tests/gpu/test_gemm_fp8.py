@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 import gpu_accel.thunderkittens as tk
 from gpu_accel.testing import assert_close_to_truth, generator
@@ -16,6 +18,7 @@ from gpu_accel.transformer_engine.gemm_grouped import (
     group_room,
     group_rows,
     grouped_mm,
+    grouped_mm_fp8,
     grouped_mm_reference,
     k_grouped_mm,
     k_grouped_mm_reference,
@@ -211,6 +214,32 @@ def test_grouped(pair, nk, backend):
     assert not out[-128:].any()
 
 
+@pytest.mark.parametrize("pair", [("fp8", "fp8"), ("fp8_row", "fp8_row"), ("fp8_1x128", "fp8_128x128")], ids="-".join)
+@pytest.mark.parametrize("activation", ["none", "gelu", "silu"])
+@pytest.mark.parametrize("way", ["bf16", "fp32", "fp8"])
+def test_grouped_and_finished(pair, activation, way):
+    """A bias of each expert, an activation, and rounding to fp8, in the same launch."""
+    groups, _ = group_rows(torch.tensor([100, 0, 300, 129], device="cuda"))
+    groups = torch.cat([groups, torch.full((128,), -1, device="cuda", dtype=torch.int32)])
+    x = torch.randn(len(groups), 528, generator=generator(1, "cuda"), device="cuda").bfloat16()
+    w = torch.randn(4, 2560, 528, generator=generator(2, "cuda"), device="cuda").bfloat16() / 8
+    a, b = quantize(x, pair[0]), quantize(w, pair[1])
+    bias = torch.randn(4, 2560, generator=generator(3, "cuda"), device="cuda").bfloat16()
+    truth = activated(grouped_mm_reference(a, b, groups, bias=bias), activation)
+    options = dict(bias=bias, activation=activation, backend="hopper")
+    if way == "fp8":
+        scale, amax = (truth.abs().amax() / 300).float(), torch.zeros((), device="cuda")
+        out = grouped_mm_fp8(a, b, groups, scale, amax=amax, **options).dequantize(torch.float64)
+        bound = 2.0**-4 * 1.1 * truth.abs() + 2.0**-10 * scale.double() + floor_of(truth)
+        assert ((out - truth).abs() <= bound).all()
+        assert abs(amax.item() / truth.abs().amax().item() - 1) < 2.0**-10
+    else:
+        dtype = torch.bfloat16 if way == "bf16" else torch.float32
+        out = grouped_mm(a, b, groups, out_dtype=dtype, **options)
+        assert_close_to_truth("out", out, truth, truth.to(dtype), factor=4.0, floor=2 * floor_of(truth))
+    assert not out[-128:].any()
+
+
 def test_grouped_with_room_to_spare():
     """Many blocks without rows, more than SMs: each costs one slice, and what follows is right."""
     groups = group_room(torch.tensor([129, 0, 5, 1024], device="cuda"), 8192)
@@ -285,3 +314,110 @@ def test_grouped_along_k(pair, nk, backend):
             quantize(x[:, 384:512], pair[0]), quantize(w[:, 384:512], pair[1]), out_dtype=dtype, backend=backend
         )  # fmt: skip
         assert torch.equal(out[2], alone)
+
+
+WAYS_OUT = {
+    "bf16": {},
+    "fp32": dict(out_dtype=torch.float32),
+    "bias-gelu": dict(bias=True, activation="gelu"),
+    "to-fp8": dict(out_dtype=torch.float8_e4m3fn, out_scale=True, amax=True, activation="silu"),
+    "added": dict(accumulate=True),
+    "groups": dict(groups=True),
+    "along": dict(along=True),
+}
+STAGED = {True: Fp8GemmConfig(parts=1, stages=5, group=8, staged=True), False: Fp8GemmConfig(staged=True)}
+
+
+@pytest.mark.parametrize("way", WAYS_OUT)
+@pytest.mark.parametrize("shape", [(512, 1024, 1024), (300, 1000, 531), (4096, 4096, 2048)], ids=str)
+@pytest.mark.parametrize("second", ["fp8_128x128", "fp8_1x128"])
+def test_scales_that_come_with_their_slice(second, shape, way):
+    """Through shared memory, on every way out: the same products and sums in the same order, so the same bits."""
+    lines, (m, n, k) = second == "fp8_1x128", shape
+    if way == "along" and (m % 128 or not lines) or way == "groups" and (n % 512 or lines):
+        pytest.skip("no such product")
+    a, b = operands(m, n, k, ("e5m2:1x128:fp32" if lines else "fp8_1x128", second))
+    given = [hopper_gemm._addressable(x.codes.view(torch.uint8)).view(x.codes.dtype) for x in (a, b)]
+    found = []
+    for config in (Fp8GemmConfig(parts=1, stages=6, group=8) if lines else Fp8GemmConfig(), STAGED[lines]):
+        options = dict(WAYS_OUT[way])
+        if options.pop("bias", False):
+            options["bias"] = torch.ones(n, device="cuda", dtype=torch.bfloat16)
+        if options.pop("out_scale", False):
+            options |= dict(out_scale=torch.full((), 2.0, device="cuda"), amax=torch.zeros((), device="cuda"))
+        if way == "added":
+            options["out"] = torch.ones(m, n, device="cuda")
+        if options.pop("groups", False):
+            groups = torch.arange(m, device="cuda", dtype=torch.int32) // 128 % 4
+            options["groups"] = torch.where(groups == 2, -1, groups)
+            options["out"] = torch.empty(m, n // 4, device="cuda", dtype=torch.bfloat16)
+        if options.pop("along", False):
+            slices = -(-k // 128)
+            options["along"] = torch.tensor([0, 1, 1, slices], device="cuda", dtype=torch.int32)
+            options["out"] = torch.full((3 * m, n), float("nan"), device="cuda", dtype=torch.bfloat16)
+        out = hopper_gemm.gemm(
+            *given, a.scales, b.scales, block_a=(1, 128), block_b=b.scheme.block, config=config, **options
+        )  # fmt: skip
+        found.append((out.clone(), options.get("amax")))
+    (plain, most), (staged, largest) = found
+    assert not plain.float().isnan().any()
+    assert torch.equal(plain.float(), staged.float())
+    assert most is None or torch.equal(most, largest)
+
+
+@gluon.jit
+def _poison(out):
+    """All shared memory of an SM becomes NaN."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [8], [0])
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    pages = gl.allocate_shared_memory(gl.float32, [56, 1024], FLAT)
+    for i in gl.static_range(56):
+        pages.index(i).store(gl.full([1024], float("nan"), gl.float32, LAYOUT))
+    total = gl.zeros([1024], gl.float32, LAYOUT)
+    for i in range(56):
+        total += pages.index(i).load(LAYOUT)
+    gl.store(out + gl.program_id(0) * 1024 + gl.arange(0, 1024, layout=LAYOUT), total)
+
+
+@pytest.mark.parametrize("poisoned", [True, False])
+@pytest.mark.parametrize(
+    ("m", "n", "k", "second"),
+    [(8192, 768, 256, "fp8_128x128"), (1024, 1024, 2048, "fp8_128x128"), (256, 768, 8192, "fp8_1x128")],
+    ids=str,
+)
+def test_scales_that_come_with_their_slice_in_a_graph(m, n, k, second, poisoned):
+    """Casts and products that follow each other at once, with other values in every replay.
+
+    A product repeated finds its own scales in shared memory even if it does not wait for them. Here it finds NaN, or
+    what the kernel before left there.
+    """
+    x, w = (torch.randn(rows, k, device="cuda").bfloat16() for rows in (m, n))
+    sink = torch.empty(torch.cuda.get_device_properties(0).multi_processor_count, 1024, device="cuda")
+    lines = second == "fp8_1x128"
+
+    def chain():
+        a, b = quantize(x, "fp8_1x128"), quantize(w, second)
+        outs = []
+        for config in (Fp8GemmConfig(parts=1, stages=6, group=8) if lines else Fp8GemmConfig(), STAGED[lines]):
+            if poisoned:
+                _poison[(sink.shape[0],)](sink, num_warps=8)
+            blocks = dict(block_a=(1, 128), block_b=b.scheme.block)
+            outs.append(hopper_gemm.gemm(a.codes, b.codes, a.scales, b.scales, **blocks, config=config))
+        return outs
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        chain()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held, out = chain()
+    for i in range(60):
+        x.normal_().mul_(10.0 ** (i % 7 - 4))
+        w.normal_().mul_(10.0 ** (i % 5 - 3))
+        graph.replay()
+        assert not held.isnan().any()
+        assert torch.equal(out, held), i
+    if poisoned:
+        assert sink.isnan().all()

@@ -16,6 +16,7 @@ from gpu_accel.transformer_engine.gemm_grouped import (
     group_room,
     group_rows,
     grouped_mm,
+    grouped_mm_fp8,
     grouped_mm_reference,
     k_grouped_mm,
     k_grouped_mm_reference,
@@ -108,6 +109,48 @@ def test_grouped_against_float64(pair, backend, device):
     assert grouped_mm(nothing, b, groups[:0], backend=backend).shape == (0, 128)
 
 
+@pytest.mark.parametrize("pair", [("fp8", "fp8_row"), ("fp8_1x128", "fp8_128x128")], ids="-".join)
+@pytest.mark.parametrize("backend", ["portable", "reference"])
+def test_bias_and_activation_of_experts(pair, backend, device):
+    """Each expert has a bias of its own, and rows of no expert stay 0 whatever biases are."""
+    a, b = operands((300, 144), (3, 128, 144), pair, device)
+    bias = torch.randn(3, 128, generator=generator(5)).to(device)
+    groups = torch.tensor([2] * 128 + [-1] * 128 + [0] * 44, dtype=torch.int32, device=device)
+    sums = grouped_mm_reference(a, b, groups, bias=bias)
+    assert torch.equal(sums[:128], grouped_mm_reference(a, b, groups)[:128] + bias[2].double())
+    truth = activated(sums, "gelu")
+    out = grouped_mm(a, b, groups, bias=bias, activation="gelu", backend=backend)
+    assert_close_to_truth("out", out, truth, truth.to(torch.bfloat16), factor=4.0)
+    plain = grouped_mm(a, b, groups, bias=bias, out_dtype=torch.float32, backend=backend)
+    assert_close_to_truth("plain", plain, sums, sums.float(), factor=4.0, floor=1e-5 * sums.abs().max().item())
+    assert not out[128:256].any() and not plain[128:256].any()
+    empty = [
+        quantize(torch.zeros(*shape, device=device), "fp8", backend="reference") for shape in ((300, 0), (3, 128, 0))
+    ]
+    nothing = grouped_mm(*empty, groups, bias=bias, out_dtype=torch.float32, backend=backend)
+    assert torch.equal(nothing[:128], bias[2].expand(128, -1)) and not nothing[128:256].any()
+    with pytest.raises(InvalidInputError, match="bias must be"):
+        grouped_mm(a, b, groups, bias=bias[0], backend=backend)
+    with pytest.raises(InvalidInputError, match="activation"):
+        grouped_mm(a, b, groups, activation="tanh", backend=backend)
+    with pytest.raises(UnsupportedError, match="bias wants one"):
+        grouped_mm(a, b, groups, bias=bias.requires_grad_(), backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["portable", "reference"])
+def test_results_of_experts_in_fp8(backend, device):
+    a, b = operands((256, 64), (2, 40, 64), ("fp8", "fp8"), device)
+    groups = torch.tensor([1] * 128 + [-1] * 128, dtype=torch.int32, device=device)
+    bias = torch.randn(2, 40, generator=generator(5)).to(device)
+    truth = torch.relu(grouped_mm_reference(a, b, groups, bias=bias))
+    scale, amax = (truth.abs().amax() / 100).float(), torch.zeros((), device=device)
+    got = grouped_mm_fp8(a, b, groups, scale, bias=bias, activation="relu", amax=amax, backend=backend)
+    error = (got.dequantize(torch.float64) - truth).abs()
+    assert (error <= 1.01 * 2.0**-4 * truth.abs() + 2.0**-10 * scale.item()).all()
+    assert amax.item() == pytest.approx(truth.abs().amax().item(), rel=1e-5)
+    assert got.shape == (256, 40) and not got.dequantize()[128:].any()
+
+
 def test_what_the_hopper_kernel_is_told(monkeypatch, device):
     a, b = operands((256, 256), (3, 256, 256), ("fp8_1x128", "fp8_128x128"), "cpu")
     monkeypatch.setattr(gemm_grouped.hopper_gemm, "chosen", lambda *_, **__: True)
@@ -118,6 +161,12 @@ def test_what_the_hopper_kernel_is_told(monkeypatch, device):
     assert kernel.__name__ == "fp8_gemm_kernel" and out.shape == (256, 256) and options["GROUPED"] == 1
     m, n, k_steps, tiles_m, _, _, stack, *_ = given[12:]
     assert (m, n, k_steps, tiles_m, stack) == (256, 256, 2, 2, 2 * 2)  # two blocks of rows of two scales a matrix
+    bias, amax = torch.ones(3, 256), torch.zeros(())
+    with recording() as launches:
+        grouped_mm_fp8(a, b, groups, torch.ones(()), bias=bias, activation="silu", amax=amax)
+    ((_, _, given, options),) = launches
+    assert given[4] is bias and given[6].data_ptr() == amax.data_ptr() and given[3].dtype == torch.float8_e4m3fn
+    assert options["BIAS"] and options["LARGEST"] and options["SCALE_OUT"] and options["GROUPED"] == 1
 
 
 @pytest.mark.parametrize("pair", [("fp8", "fp8_row"), ("fp8_1x128", "fp8_1x128")], ids="-".join)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.testing import assert_close_to_truth, generator
 from gpu_accel.transformer_engine import linear_op
 from gpu_accel.transformer_engine.context import autocast, checkpoint, fp8_autocast
+from gpu_accel.transformer_engine.grouped_linear import GroupedLinear
 from gpu_accel.transformer_engine.linear import Linear as AnyLinear
 from gpu_accel.transformer_engine.linear_op import Plan
+from gpu_accel.transformer_engine.modules import LayerNormLinear, LayerNormMLP
 from gpu_accel.transformer_engine.overflow import OverflowGuard
 from gpu_accel.transformer_engine.quantizer import quantize
 from gpu_accel.transformer_engine.recipes import (
@@ -177,6 +180,34 @@ def test_second_derivatives_are_refused():
     assert gx.shape == x.shape
     with pytest.raises(UnsupportedError, match="first gradients"):
         torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("name", ["Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear", "norm alone"])
+def test_second_derivatives_are_refused_where_the_gradient_that_comes_in_is_constant(name):
+    """Gradients are made of codes, which do not say that they were made of x and of the weight."""
+    made: dict[str, Callable[[], nn.Module]] = {
+        "Linear": lambda: Linear(32, 16, recipe=Float8CurrentScaling()),
+        "LayerNormLinear": lambda: LayerNormLinear(32, 16, recipe=Float8CurrentScaling()),
+        "LayerNormMLP": lambda: LayerNormMLP(32, 32, recipe=Float8CurrentScaling()),
+        "GroupedLinear": lambda: GroupedLinear(2, 32, 16, recipe=Float8CurrentScaling()),
+        "norm alone": lambda: LayerNormLinear(32, 16, recipe=Float8CurrentScaling()),
+    }
+    layer = made[name]()
+    if name == "norm alone":
+        for p in layer.parameters():  # then dx does not depend on what wants gradients but by the norm
+            p.requires_grad_(p.dim() == 1)
+    x = values(4, 32).requires_grad_()
+    y = layer(x, [1, 3]) if name == "GroupedLinear" else layer(x)
+    with pytest.raises(UnsupportedError, match="first gradients"):
+        torch.autograd.grad(y.sum(), [x, *(p for p in layer.parameters() if p.requires_grad)], create_graph=True)
+
+
+def test_create_graph_is_taken_where_gradients_do_not_depend_on_what_wants_them():
+    layer = Linear(32, 16, recipe=Float8CurrentScaling())
+    layer.weight.requires_grad_(False)
+    x = values(4, 32).requires_grad_()
+    first, second = (torch.autograd.grad(layer(x).sum(), x, create_graph=again)[0] for again in (False, True))
+    assert torch.equal(first, second) and not second.requires_grad
 
 
 # -- what decides the recipe
