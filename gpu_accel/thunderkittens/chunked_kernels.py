@@ -351,25 +351,28 @@ def _dqk_kernel(
             grad_k = grad_k * tl.exp(last - b)[:, None]
             across = across * tl.exp(last)
             da = da * tl.exp(tl.where(causal, b[:, None] - b[None, :], float("-inf")))
-            dat = dat * tl.exp(tl.where(anticausal, b[None, :] - b[:, None], float("-inf")))
         if HAS_W:
             w += batch * w_b + start * w_t + wide_head * w_h
             weights = _load_scalars(w, w_t, mask, rows, 0.0)
             grad_k = grad_k * weights[:, None]
             da = da * weights[None, :]
-            dat = dat * weights[:, None]
         da = tl.where(causal, da, 0.0) * scale
-        dat = tl.where(anticausal, dat, 0.0) * scale
+        to = place * K + rows[:, None] * heads * K + cols_k[None, :]
+        whole = mask[:, None] & (cols_k < K)[None, :]
         if WANT_DG:
+            # pairs inside the chunk once more, since da is rounded in what dq and dk have of them
+            pairs = dot(queries, tl.trans(keys), None, PRECISION) * da
+            inside = tl.sum(grad_q * queries.to(tl.float32), 1) + tl.sum(pairs, 1) - tl.sum(pairs, 0)
             out_of = tl.sum(grad_k * keys.to(tl.float32), 1)
-        grad_q = dot(da.to(keys.dtype), keys, grad_q, PRECISION)
-        grad_k = dot(dat.to(queries.dtype), queries, grad_k, PRECISION)
-        if WANT_DG:
-            inside = tl.sum(grad_q * queries.to(tl.float32), 1) - (tl.sum(grad_k * keys.to(tl.float32), 1) - out_of)
             grad_g = tl.cumsum(inside, 0, reverse=True) + (tl.cumsum(out_of, 0) - out_of) + across
             plane = block_k.to(tl.int64) * rows_in_all * heads
             tl.store(dg + plane + place + rows * heads, grad_g, mask=mask)
-        to = place * K + rows[:, None] * heads * K + cols_k[None, :]
-        whole = mask[:, None] & (cols_k < K)[None, :]
+        grad_q = dot(da.to(keys.dtype), keys, grad_q, PRECISION)
         tl.store(dq + to, grad_q.to(dq.dtype.element_ty), mask=whole)
+        if HAS_G:
+            dat = dat * tl.exp(tl.where(anticausal, b[None, :] - b[:, None], float("-inf")))
+        if HAS_W:
+            dat = dat * weights[:, None]
+        dat = tl.where(anticausal, dat, 0.0) * scale
+        grad_k = dot(dat.to(queries.dtype), queries, grad_k, PRECISION)
         tl.store(dk + to, grad_k.to(dk.dtype.element_ty), mask=whole)

@@ -89,3 +89,91 @@ def _fft_conv_kernel(
     tl.store(to, re.to(y.dtype.element_ty), mask=inside)
     to = y + (second * channels + channel) * seqlen + place
     tl.store(to, im.to(y.dtype.element_ty), mask=inside & has_second)
+
+
+@triton.jit
+def _half(re, im):
+    """(re, im) in float16 over their largest magnitude, and that.
+
+    A transform by F makes at most 64 sqrt(2) of numbers up to 1, and W keeps magnitudes: float16 holds them.
+    """
+    top = tl.max(tl.maximum(tl.max(tl.abs(re), 1), tl.max(tl.abs(im), 1)), 0)
+    top = tl.maximum(top, 1e-30)  # of zeros
+    scale = 1.0 / top
+    return (re * scale).to(tl.float16), (im * scale).to(tl.float16), top
+
+
+@triton.jit
+def _left(fr, fi, minus_fi, re, im):
+    """F (re + i im) of float16, sums in float32."""
+    return dot(minus_fi, im, dot(fr, re, None, "ieee"), "ieee"), dot(fi, re, dot(fr, im, None, "ieee"), "ieee")
+
+
+@triton.jit
+def _right(re, im, fr, fi, minus_fi):
+    """(re + i im) F of float16, sums in float32."""
+    return dot(im, minus_fi, dot(re, fr, None, "ieee"), "ieee"), dot(im, fr, dot(re, fi, None, "ieee"), "ieee")
+
+
+@triton.jit
+def _three(at, count: tl.constexpr):
+    """The real part, the imaginary one, and the imaginary one's negative of a table."""
+    return tl.load(at), tl.load(at + count), tl.load(at + 2 * count)
+
+
+@triton.jit
+def _half_fft_conv_kernel(
+    x, filters, pre, post, y, tables, halves, x_b, x_c, pre_b, pre_c, post_b, post_c, seqlen, batch, channels, pairs,
+    A: tl.constexpr, B: tl.constexpr, CONJUGATE: tl.constexpr, PRE: tl.constexpr, POST: tl.constexpr,
+):  # fmt: skip
+    """As `_fft_conv_kernel`, with products of float16; one program has up to `pairs` pairs of sequences of a channel.
+
+    halves: F_A (3, A, A) and F_B (3, B, B) float16. Before the first product of each way numbers are divided by their
+    largest magnitude. float16 has the 11 bits of tf32, half its bytes, and transposes in shared memory on the way.
+    """
+    channel = (tl.program_id(0) % channels).to(tl.int64)
+    begin = tl.program_id(0) // channels * pairs
+    zero = begin.to(tl.int64) * 0
+    i = tl.arange(0, A)
+    j = tl.arange(0, B)
+    place = i[:, None] * B + j[None, :]
+    inside = place < seqlen
+    fa, fai, minus_fai = _three(halves + i[:, None] * A + i[None, :], A * A)
+    if A == B:
+        fb, fbi, minus_fbi = fa, fai, minus_fai
+    else:
+        fb, fbi, minus_fbi = _three(halves + 3 * A * A + j[:, None] * B + j[None, :], B * B)
+    twiddle = tables + 2 * A * A + 2 * B * B + place
+    spectrum = filters + channel * (A * B) + place
+    for pair in range(begin, tl.minimum(begin + pairs, (batch + 1) // 2)):
+        first = zero + pair * 2
+        second = first + 1
+        has_second = second < batch
+        re, im = _pair(x, pre, first, second, channel, x_b, x_c, pre_b, pre_c, place, inside, has_second, PRE)
+        re, im, top = _half(re, im)
+        re, im = _left(fa, fai, minus_fai, re, im)
+        wr, wi = tl.load(twiddle), tl.load(twiddle + A * B)
+        re, im = re * wr - im * wi, re * wi + im * wr
+        re, im = _right(re.to(tl.float16), im.to(tl.float16), fb, fbi, minus_fbi)
+        kr = tl.load(spectrum)
+        ki = tl.load(spectrum + channels.to(tl.int64) * (A * B))
+        if CONJUGATE:
+            ki = -ki
+        re, im = re * kr - im * ki, re * ki + im * kr
+        re, im, more = _half(re, im)
+        re, im = _right(re, im, fb, minus_fbi, fbi)
+        # W again from the first level: a load of other words is not merged with the one above, to be kept in registers
+        wr, wi = tl.load(twiddle, cache_modifier=".ca"), tl.load(twiddle + A * B, cache_modifier=".ca")
+        re, im = re * wr + im * wi, im * wr - re * wi
+        re, im = _left(fa, minus_fai, fai, re.to(tl.float16), im.to(tl.float16))
+        top *= more
+        re, im = re * top, im * top
+        if POST:
+            gr, gi = _pair(post, post, first, second, channel, post_b, post_c, post_b, post_c, place, inside,
+                           has_second, False)  # fmt: skip
+            re *= gr
+            im *= gi
+        to = y + (first * channels + channel) * seqlen + place
+        tl.store(to, re.to(y.dtype.element_ty), mask=inside)
+        to = y + (second * channels + channel) * seqlen + place
+        tl.store(to, im.to(y.dtype.element_ty), mask=inside & has_second)

@@ -38,9 +38,22 @@ def _sides(size: int) -> tuple[int, int]:
     return 1 << (bits // 2), 1 << (bits - bits // 2)
 
 
+HALF = False  # products of float16 beside bfloat16, `_half_fft_conv_kernel`: no GPU has seen it
+_PAIRS, _WARPS = 4, 0
+
+
 def _precision(dtype: torch.dtype) -> str:
     """tf32 has the 11 bits of float16, so products of products in it err too much beside float16."""
     return "tf32" if dtype == torch.bfloat16 else "tf32x3"
+
+
+@functools.lru_cache(maxsize=16)
+def _halves(size: int, device: torch.device) -> Tensor:
+    """F_A and F_B of `_half_fft_conv_kernel`, float16: real part, imaginary part and its negative of each."""
+    a, b = _sides(size)
+    tables = _tables(size, device)
+    fa, fb = tables[: 2 * a * a].view(2, -1), tables[2 * a * a : 2 * (a * a + b * b)].view(2, -1)
+    return torch.cat([torch.cat([f.flatten(), -f[1]]) for f in (fa, fb)]).half()
 
 
 @functools.lru_cache(maxsize=16)
@@ -75,6 +88,8 @@ def fft_conv_op(
     a, b = spectrum.shape[2:]
     y = u.new_empty(u.shape)
     if y.numel():
+        if HALF and u.dtype == torch.bfloat16:
+            return _in_halves(u, spectrum, pregate, postgate, y, conjugate)
         strides = [s for x in (u, pregate, postgate) for s in ((0, 0) if x is None else x.stride()[:2])]
         with _device(u):
             launch(fft_kernels._fft_conv_kernel, channels * -(-batch // 2),
@@ -83,6 +98,21 @@ def fft_conv_op(
                    dict(A=a, B=b, CONJUGATE=conjugate, PRE=pregate is not None, POST=postgate is not None,
                         PRECISION=_precision(u.dtype), num_warps=8 if a * b > 1024 or u.dtype != torch.bfloat16 else 4,
                         num_stages=1))  # fmt: skip
+    return y
+
+
+def _in_halves(u, spectrum, pregate, postgate, y, conjugate: bool) -> Tensor:
+    batch, channels, seqlen = u.shape
+    a, b = spectrum.shape[2:]
+    strides = [s for x in (u, pregate, postgate) for s in ((0, 0) if x is None else x.stride()[:2])]
+    pairs = -(-batch // 2)
+    each = min(pairs, _PAIRS)
+    with _device(u):
+        launch(fft_kernels._half_fft_conv_kernel, channels * -(-pairs // each),
+               (u, spectrum.contiguous(), pregate, postgate, y, _tables(a * b, u.device), _halves(a * b, u.device),
+                *strides, seqlen, batch, channels, each),
+               dict(A=a, B=b, CONJUGATE=conjugate, PRE=pregate is not None, POST=postgate is not None,
+                    num_warps=_WARPS or (4 if a * b > 1024 else 2), num_stages=1))  # fmt: skip
     return y
 
 

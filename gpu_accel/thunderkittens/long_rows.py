@@ -9,7 +9,7 @@ from torch import Tensor
 from gpu_accel.flash_attention3.gluon_launch import QuickLaunch, gluon_available, multiprocessors
 from gpu_accel.flash_attention3.launch import capability
 
-# What tests/gpu/test_thunderkittens.py has passed on in bfloat16 (H200, Triton 3.6.0): "auto" takes it for that alone.
+# What tests/gpu/test_thunderkittens.py has passed on (H200, Triton 3.6.0): "auto" takes it for that alone.
 CHECKED: tuple[str, ...] = ("softmax", "rms", "layer")
 _OPS = {"softmax": 0, "rms": 1, "layer": 2}
 _LINE, _LINES, _STAGES, _WARPS = 64, 128, 13, 16
@@ -36,8 +36,7 @@ def refusal(x: Tensor) -> str | None:
 
 def takes(x: Tensor, op: str, width_of_registers: int) -> bool:
     """Whether "auto" takes this kernel: too wide for registers, and seen right."""
-    seen = op in CHECKED and x.dtype == torch.bfloat16
-    return seen and x.shape[1] > width_of_registers and refusal(x) is None
+    return op in CHECKED and x.shape[1] > width_of_registers and refusal(x) is None
 
 
 def run(

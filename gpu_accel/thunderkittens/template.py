@@ -25,16 +25,17 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from gpu_accel.errors import InvalidInputError
 from gpu_accel.flash_attention3.gluon_launch import QuickLaunch, multiprocessors
 from gpu_accel.gluon_compat import tma_load
-from gpu_accel.thunderkittens.gemm_device import advance, place, previous, store_direct
+from gpu_accel.thunderkittens.gemm_device import advance, pack, place, previous, store_direct, store_packed
 from gpu_accel.thunderkittens.gemm_hopper import matrix_map
 
 CONSUMERS = gl.constexpr(2)
 _STAGES = 4
+_BY_TMA = False  # results through shared memory and TMA, not from registers: no GPU has seen it
 _quick: list[QuickLaunch] = []
 
 
@@ -58,6 +59,7 @@ def _consumer(
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(empty.index(previous(stage, STAGES)), count=1)
         FINISH(acc, arguments, row, col, WG)
+    tma.store_wait(0)  # what FINISH gave to TMA has been read
 
 
 @gluon.jit
@@ -100,7 +102,7 @@ def pipeline(
 
 @gluon.jit
 def _load_slices(arguments, bufs, full, stage, row, col, step):
-    a_desc, b_desc, out, M, N = arguments
+    a_desc, b_desc, out, M, N, out_desc, out_bufs = arguments
     a_bufs, b_bufs = bufs
     mbarrier.expect(full, 2 * a_desc.block_type.nbytes + b_desc.block_type.nbytes)
     for i in gl.static_range(2):
@@ -122,16 +124,28 @@ def _multiply(acc, bufs, stage, WG: gl.constexpr):
 
 @gluon.jit
 def _write(acc, arguments, row, col, WG: gl.constexpr):
-    a_desc, b_desc, out, M, N = arguments
+    a_desc, b_desc, out, M, N, out_desc, out_bufs = arguments
     store_direct(acc, out, row * 128 + WG * 64, col * 256, M, N, N)
 
 
+@gluon.jit
+def _write_by_tma(acc, arguments, row, col, WG: gl.constexpr):
+    a_desc, b_desc, out, M, N, out_desc, out_bufs = arguments
+    store_packed(pack(acc, out_desc.dtype), out_bufs, WG, out_desc, row * 128 + WG * 64, col * 256, acc.type.layout, 2)
+
+
 @gluon.jit(do_not_specialize=["M", "N", "tiles_m", "tiles_n", "steps"])
-def product_kernel(a_desc, b_desc, out, M, N, tiles_m, tiles_n, steps, STAGES: gl.constexpr):
+def product_kernel(
+    a_desc, b_desc, out_desc, out, M, N, tiles_m, tiles_n, steps, STAGES: gl.constexpr, BY_TMA: gl.constexpr
+):
     a_bufs = gl.allocate_shared_memory(a_desc.dtype, [STAGES * 2] + a_desc.block_shape, a_desc.layout)
     b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + b_desc.block_shape, b_desc.layout)
-    pipeline((a_desc, b_desc, out, M, N), (a_bufs, b_bufs), tiles_m, tiles_n, steps, STAGES, 8, _load_slices, _zeros,
-             _multiply, _write)  # fmt: skip
+    FINISH: gl.constexpr = _write_by_tma if BY_TMA else _write
+    out_bufs = a_bufs
+    if BY_TMA:  # a warpgroup's half of a tile leaves by halves
+        out_bufs = gl.allocate_shared_memory(out_desc.dtype, [2] + out_desc.block_shape, out_desc.layout)
+    pipeline((a_desc, b_desc, out, M, N, out_desc, out_bufs), (a_bufs, b_bufs), tiles_m, tiles_n, steps, STAGES, 8,
+             _load_slices, _zeros, _multiply, FINISH)  # fmt: skip
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -150,9 +164,12 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     out = torch.empty(m, n, dtype=a.dtype, device=a.device)
     if not out.numel() or not k:
         return out.zero_()
-    maps = matrix_map(a, 64, 64), matrix_map(b, 64, 256)
+    by_tma = _BY_TMA and n * out.element_size() % 16 == 0
+    a_map, b_map = matrix_map(a, 64, 64), matrix_map(b, 64, 256)
+    out_map = matrix_map(out, 64, 128) if by_tma else a_map
     tiles_m, tiles_n = -(-m // 128), -(-n // 256)
     programs = min(multiprocessors(a.device) if a.is_cuda else 1, tiles_m * tiles_n)
     sizes = (m, n, tiles_m, tiles_n, -(-k // 64))
-    _quick[0]((a.dtype,), programs, (*maps, out, *sizes), dict(STAGES=_STAGES), dict(num_warps=4))
+    constants = dict(STAGES=_STAGES, BY_TMA=by_tma)
+    _quick[0]((a.dtype, by_tma), programs, (a_map, b_map, out_map, out, *sizes), constants, dict(num_warps=4))
     return out

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gpu_accel.testing import assert_close_to_truth, default_floor, generator
-from gpu_accel.thunderkittens import elements, ladder, linear, reference, rows, walk_back
+from gpu_accel.thunderkittens import elements, ladder, linear, long_conv, reference, rows, template, walk_back
 from gpu_accel.thunderkittens.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from gpu_accel.thunderkittens.delta import delta_rule
 from gpu_accel.thunderkittens.features import fused_chunk_based, hedgehog_attention
@@ -417,14 +417,25 @@ def test_hedgehog(key_dim, count, value_dim, backend, dtype):
 @pytest.mark.parametrize("size", [256, 2048, 4096])
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
 def test_long_convolution(dtype, size):
-    u, pre, post = (randn(3, 5, size // 2, seed=s, dtype=dtype) for s in (1, 2, 3))
+    convolve(dtype, size, 3)
+
+
+@pytest.mark.parametrize(("size", "batch"), [(256, 11), (512, 3), (1024, 3), (2048, 1), (4096, 11)])
+def test_long_convolution_by_products_of_float16(size, batch, monkeypatch):
+    """Sizes with sides that are equal and not, by both kinds of tensor-core instructions; one turn and several."""
+    monkeypatch.setattr(long_conv, "HALF", True)
+    convolve(BF16, size, batch)
+
+
+def convolve(dtype, size, batch):
+    u, pre, post = (randn(batch, 5, size // 2, seed=s, dtype=dtype) for s in (1, 2, 3))
     k = randn(5, size // 2, seed=4) / size**0.5
 
     def function(backend):
         return FlashFFTConv(size, backend=backend)
 
     factor = 16.0 if dtype == FP32 else 2.0  # torch's transforms are float32, ours tf32 in three products
-    judge(["y", "du", "dk", "dpre", "dpost"], function, [u, k, pre, post], [randn(3, 5, size // 2, seed=5)], factor)
+    judge(["y", "du", "dk", "dpre", "dpost"], function, [u, k, pre, post], [randn(batch, 5, size // 2, seed=5)], factor)
 
 
 def test_offsets_beyond_two_to_the_31():
@@ -580,6 +591,13 @@ def test_dropout_bits():
     x = torch.ones(700, 5000, device="cuda")
     _, h = rows.rms_norm(x, dropout_p=0.3, seed=2**50 + 3, prenorm=True, backend="portable")
     assert torch.equal(h != 0, reference.dropout_keep(2**50 + 3, 700, 5000, 0.3, "cuda"))
+
+
+@pytest.mark.parametrize("shape", [(300, 520, 200), (4096, 512, 2048)], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+def test_template_by_tma(shape, dtype, monkeypatch):
+    monkeypatch.setattr(template, "_BY_TMA", True)
+    test_levels_of_the_ladder("template", shape, dtype)
 
 
 @pytest.mark.parametrize("level", [level.name for level in ladder.LEVELS])

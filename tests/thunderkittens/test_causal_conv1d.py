@@ -105,6 +105,18 @@ def test_final_states(device):
     torch.testing.assert_close(y, causal_conv1d_fn(x, weight, backend="portable")[..., 2:])
 
 
+@pytest.mark.parametrize("seqlen", [1, 2])
+def test_states_of_sequences_shorter_than_the_filter(seqlen, device):
+    """Final states are partly the initial ones, whose gradients come both ways (fla#1140 has them at other places)."""
+    x, weight, bias, initial = make(device, dim=5, seqlen=seqlen)
+
+    def function(backend):
+        return lambda x, w, b, h: causal_conv1d_fn(x, w, b, None, h, True, "silu", backend=backend)
+
+    grads = [randn(*x.shape, seed=5, device=device), randn(*initial.shape, seed=6, device=device)]
+    judge(function, [x, weight, bias, initial], grads, ["y", "last", "dx", "dw", "db", "dh"])
+
+
 def test_wrong_arguments_are_refused(device):
     x, weight, bias, initial = make(device)
     seq = torch.zeros(2, 30, dtype=torch.int32, device=device)

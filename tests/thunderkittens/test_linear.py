@@ -74,6 +74,13 @@ def test_float32_against_the_recurrence(case, device):
             run(ours("reference"), tensors, grads))  # fmt: skip
 
 
+def test_a_negative_scale(device):
+    """fla#47: a scale that is not one."""
+    tensors, grads = make(device)
+    compare(run(ours("portable", scale=-1.0), tensors, grads), truth_of(tensors, grads, -1.0),
+            run(ours("reference", scale=-1.0), tensors, grads))  # fmt: skip
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_half_precision(dtype, device):
     tensors, grads = make(device, dtype=dtype, seqlen=40)
