@@ -6,7 +6,6 @@ The tests with several ranks start their own processes and are skipped with fewe
 from __future__ import annotations
 
 import os
-import socket
 import time
 
 import pytest
@@ -233,12 +232,22 @@ def test_sums_are_right_where_processes_share_the_gpu():
 # -- several GPUs
 
 
+def _meeting_point():
+    """Where ranks find one another: the system picks the port, and it is taken from then on, so that tests that run side
+    by side cannot both be given it."""
+    return torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def _join(rank: int, ranks: int, port: int) -> None:
+    torch.cuda.set_device(rank)
+    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    torch.distributed.init_process_group("nccl", store=store, rank=rank, world_size=ranks)
+
+
 def _rank(rank: int, ranks: int, port: int, function, arguments: tuple) -> None:
     import torch.distributed as dist
 
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(ranks))
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", rank=rank, world_size=ranks)
+    _join(rank, ranks, port)
     function(rank, ranks, *arguments)
     torch.cuda.synchronize()
     dist.destroy_process_group()
@@ -247,10 +256,8 @@ def _rank(rank: int, ranks: int, port: int, function, arguments: tuple) -> None:
 def run_ranks(function, ranks: int, *arguments) -> None:
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs, there are {torch.cuda.device_count()}")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    running = torch.multiprocessing.spawn(_rank, (ranks, port, function, arguments), nprocs=ranks, join=False)
+    store = _meeting_point()
+    running = torch.multiprocessing.spawn(_rank, (ranks, store.port, function, arguments), nprocs=ranks, join=False)
     end = time.monotonic() + 150
     while not running.join(timeout=1):
         if time.monotonic() > end:
@@ -363,8 +370,7 @@ def _survive(rank: int, ranks: int, port: int, queue) -> None:
 
     from gpu_accel.ring_attention import CommunicationError, SymmetricTransport
 
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    _join(rank, ranks, port)
     transport = SymmetricTransport(timeout=2.0)
     layout = make_layout("zigzag", seqlen=1000, ranks=ranks)
     q, k, v = (layout.shard(x, rank) for x in inputs(f"cuda:{rank}")[:3])
@@ -401,11 +407,9 @@ def test_a_killed_rank_leaves_no_one_waiting_for_its_memory(ranks: int):
         pytest.skip(f"needs {ranks} GPUs, there are {torch.cuda.device_count()}")
     context = torch.multiprocessing.get_context("spawn")
     queue = context.Queue()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    store = _meeting_point()
     processes = [
-        context.Process(target=_survive, args=(rank, ranks, port, queue), daemon=True) for rank in range(ranks)
+        context.Process(target=_survive, args=(rank, ranks, store.port, queue), daemon=True) for rank in range(ranks)
     ]
     for process in processes:
         process.start()
