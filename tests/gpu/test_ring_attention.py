@@ -233,8 +233,7 @@ def test_sums_are_right_where_processes_share_the_gpu():
 
 
 def _meeting_point():
-    """Where ranks find one another: the system picks the port, and it is taken from then on, so that tests that run side
-    by side cannot both be given it."""
+    """Where ranks find one another. The system picks a port and it is taken from then on: no two tests are given it."""
     return torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
