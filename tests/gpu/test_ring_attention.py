@@ -175,6 +175,31 @@ def test_sums_of_half_of_the_heads():
         assert torch.equal(sums, found[0][1]) and relative_error(dq, found[0][0]) < 1e-5
 
 
+def test_more_steps_allocate_no_more():
+    """Of a rank of four and of one of eight: what a step needs is there before the first."""
+    make = torch.Generator("cuda").manual_seed(6)
+    q, k, v, do = (torch.randn(1, 1024, 8, 128, device="cuda", generator=make).bfloat16() for _ in range(4))
+    counts = []
+    for ranks in (4, 8):
+        replay = Replay(q, k, v, layout=make_layout("zigzag", seqlen=1024 * ranks, ranks=ranks), rank=1, causal=True)
+        for _ in range(2):
+            before = torch.cuda.memory_stats()["allocation.all.allocated"]
+            o, lse = replay.forward()
+            replay.backward(do, o, lse)
+        counts.append(torch.cuda.memory_stats()["allocation.all.allocated"] - before)
+    assert counts[0] == counts[1] > 0
+
+
+def test_a_ring_of_one_with_documents_of_64k_tokens():
+    """ring-flash-attention #53: one process, and more tokens than it had been tried with."""
+    make = torch.Generator("cuda").manual_seed(7)
+    q, k, v = (torch.randn(1, 65536, 1, 128, device="cuda", generator=make).bfloat16() for _ in range(3))
+    o, _ = simulate_attention(q, k, v, ranks=1, layout="documents", documents=(5536, 60000), causal=True)[:2]
+    for part in (slice(0, 5536), slice(5536, 65536)):
+        alone = flash_attn_func(q[:, part], k[:, part], v[:, part], causal=True)
+        assert relative_error(o[:, part], alone) < 2e-3
+
+
 def test_the_module_on_one_gpu():
     q, k, v, _ = (x.transpose(1, 2) for x in inputs())
     o = RingAttention(num_gpus=8, simulate=True)(q, k, v, causal=True)
