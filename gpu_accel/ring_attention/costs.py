@@ -29,16 +29,18 @@ class Constant:
 
 
 ATTENTION = Constant(
-    690e12,
+    700e12,
     550e12,
-    740e12,
+    756e12,
     "flop/s",
-    "forward, causal, d 128, records: 727 (16k tokens), 738 to 741 (32k), 668 to 713 (64k), 632 to 641 TFLOP/s (128k, "
-    "hot); cuDNN 567 to 684",
+    "forward, causal, d 128, records: 749 (16k tokens), 754 to 756 (32k), 741 to 745 (64k), 692 TFLOP/s (128k, "
+    "hot); earlier kernels 727, 741, 713, 641; cuDNN 567 to 684",
 )
 BACKWARD = Constant(
-    570e12, 500e12, 615e12, "flop/s", "both passes together, records: 615 (16k tokens), 547 to 592 TFLOP/s (32k, 64k)"
-)
+    600e12, 520e12, 682e12, "flop/s",
+    "both passes together, records: 682 (32k tokens), 635 (64k), 628 TFLOP/s (128k); earlier kernels 615 (16k), 547 to "
+    "592 (32k, 64k)",
+)  # fmt: skip
 SMALL_BLOCK = Constant(
     150,
     350,

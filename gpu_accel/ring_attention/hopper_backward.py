@@ -22,11 +22,12 @@ from gpu_accel.flash_attention3.gluon_launch import (
     tensor_map,
     tile_counter,
 )
-from gpu_accel.flash_attention3.hopper_backward import BackwardConfig, backward_config
+from gpu_accel.flash_attention3.hopper_backward import _SHORT, BackwardConfig, backward_config
 from gpu_accel.flash_attention3.problem import Problem, effective_window
 from gpu_accel.ring_attention.fragments import NUMBERS, SIDE, gather, statistics
 from gpu_accel.ring_attention.masks import Piece
 
+_APART = False  # dQ in a warpgroup of its own where steps are plain: not seen right on a GPU yet
 _LOG2_E = 1.4426950408889634
 _KEYS = 128  # of a tile
 # Bytes of q, do and dq that heads at work at the same time may have where their tiles take turns, by causal. On an H200
@@ -66,7 +67,11 @@ def _config(head_dim: int, causal: bool = False, plain: bool = False) -> Backwar
 
 
 @functools.cache
-def _kernel() -> QuickLaunch:
+def _kernel(apart: bool = False) -> QuickLaunch:
+    if apart:
+        from .hopper_backward_apart import ring_backward_apart_kernel
+
+        return QuickLaunch(ring_backward_apart_kernel)
     from .hopper_backward_kernel import ring_backward_kernel
 
     return QuickLaunch(ring_backward_kernel)
@@ -193,6 +198,11 @@ class Gradients:
             LEAN=config.lean,
         )
         programs = min(multiprocessors(q.device), num_tiles)
+        if plain and _APART:
+            wanted = ("D", "M", "K_SLOTS", "V_SLOTS", "PRELOAD", "CAUSAL", "EVEN_K", "DYNAMIC")
+            constants = {name: constants[name] for name in wanted} | {"EARLY": not causal or seqlen_k > _SHORT}
+            _kernel(apart=True)((q.dtype,), programs, arguments, constants, dict(num_warps=4, maxnreg=128))
+            return
         _kernel()((q.dtype,), programs, arguments, constants, dict(num_warps=4, maxnreg=168))
 
     def finish(

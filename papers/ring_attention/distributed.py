@@ -102,7 +102,7 @@ def overlap_cases(settings: Settings) -> list[Case]:
 
 
 def memory_cases(settings: Settings) -> list[Case]:
-    """256k and 64k tokens, and a million; both passes first."""
+    """256k and 64k tokens, and a million, which is timed too; both passes first."""
     lengths = (262144, MILLION, 65536)
     return _distinct(
         [_case(settings, seqlen=n, heads=8, heads_kv=2, direction=d)
@@ -200,13 +200,17 @@ def _unavailable(name: str, run: _Run) -> str:
 
 
 def _implementation(name: str, run: _Run, race: _Race, memory: bool) -> Implementation:
+    long = int(run.case["seqlen"]) >= MILLION  # of a million tokens it is worth knowing how long they take
     role = "peer" if name in PEERS else "reference" if name in ("one-gpu", *COMPUTING) else "ours"
     return Implementation(
         name=name,
         role=role,
         unavailable=_unavailable(name, run),
         check=lambda seed: run.check(name, seed),
-        values=lambda seed: run.memory(name) if memory else race.times(name, seed),
+        values=lambda seed: {
+            **(run.memory(name) if memory else {}),
+            **(race.times(name, seed) if long or not memory else {}),
+        },
         note=run.describe(name),
     )
 
@@ -442,7 +446,7 @@ class _Race:
             failed = 0.0
             try:
                 calls[name] = self.run.call(name, self.run.shards(name, seqlen, seed), seqlen)
-                for _ in range(2):
+                for _ in range(2 if seqlen < MILLION else 0):  # of a million the call that was checked is enough
                     calls[name]()
             except Exception:  # whatever a rival raises: its check says why
                 failed = 1.0
@@ -453,7 +457,7 @@ class _Race:
         before = 0.0
         gc.collect()  # and not while a rank launches what the others wait for
         gc.disable()
-        for _ in range(10 if seqlen <= 32768 else 6 if seqlen <= 65536 else 4):
+        for _ in range(10 if seqlen <= 32768 else 6 if seqlen <= 65536 else 4 if seqlen < MILLION else 2):
             same.shuffle(order)  # nobody always comes after the one that heats the GPU most
             for name in order:
                 time.sleep(min(MOST_REST, REST * before))

@@ -6,7 +6,6 @@ The tests with several ranks start their own processes and are skipped with fewe
 from __future__ import annotations
 
 import os
-import socket
 import time
 
 import pytest
@@ -176,6 +175,31 @@ def test_sums_of_half_of_the_heads():
         assert torch.equal(sums, found[0][1]) and relative_error(dq, found[0][0]) < 1e-5
 
 
+def test_more_steps_allocate_no_more():
+    """Of a rank of four and of one of eight: what a step needs is there before the first."""
+    make = torch.Generator("cuda").manual_seed(6)
+    q, k, v, do = (torch.randn(1, 1024, 8, 128, device="cuda", generator=make).bfloat16() for _ in range(4))
+    counts = []
+    for ranks in (4, 8):
+        replay = Replay(q, k, v, layout=make_layout("zigzag", seqlen=1024 * ranks, ranks=ranks), rank=1, causal=True)
+        for _ in range(2):
+            before = torch.cuda.memory_stats()["allocation.all.allocated"]
+            o, lse = replay.forward()
+            replay.backward(do, o, lse)
+        counts.append(torch.cuda.memory_stats()["allocation.all.allocated"] - before)
+    assert counts[0] == counts[1] > 0
+
+
+def test_a_ring_of_one_with_documents_of_64k_tokens():
+    """ring-flash-attention #53: one process, and more tokens than it had been tried with."""
+    make = torch.Generator("cuda").manual_seed(7)
+    q, k, v = (torch.randn(1, 65536, 1, 128, device="cuda", generator=make).bfloat16() for _ in range(3))
+    o, _ = simulate_attention(q, k, v, ranks=1, layout="documents", documents=(5536, 60000), causal=True)[:2]
+    for part in (slice(0, 5536), slice(5536, 65536)):
+        alone = flash_attn_func(q[:, part], k[:, part], v[:, part], causal=True)
+        assert relative_error(o[:, part], alone) < 2e-3
+
+
 def test_the_module_on_one_gpu():
     q, k, v, _ = (x.transpose(1, 2) for x in inputs())
     o = RingAttention(num_gpus=8, simulate=True)(q, k, v, causal=True)
@@ -233,12 +257,21 @@ def test_sums_are_right_where_processes_share_the_gpu():
 # -- several GPUs
 
 
+def _meeting_point():
+    """Where ranks find one another. The system picks a port and it is taken from then on: no two tests are given it."""
+    return torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def _join(rank: int, ranks: int, port: int) -> None:
+    torch.cuda.set_device(rank)
+    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    torch.distributed.init_process_group("nccl", store=store, rank=rank, world_size=ranks)
+
+
 def _rank(rank: int, ranks: int, port: int, function, arguments: tuple) -> None:
     import torch.distributed as dist
 
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(ranks))
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", rank=rank, world_size=ranks)
+    _join(rank, ranks, port)
     function(rank, ranks, *arguments)
     torch.cuda.synchronize()
     dist.destroy_process_group()
@@ -247,10 +280,8 @@ def _rank(rank: int, ranks: int, port: int, function, arguments: tuple) -> None:
 def run_ranks(function, ranks: int, *arguments) -> None:
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs, there are {torch.cuda.device_count()}")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    running = torch.multiprocessing.spawn(_rank, (ranks, port, function, arguments), nprocs=ranks, join=False)
+    store = _meeting_point()
+    running = torch.multiprocessing.spawn(_rank, (ranks, store.port, function, arguments), nprocs=ranks, join=False)
     end = time.monotonic() + 150
     while not running.join(timeout=1):
         if time.monotonic() > end:
@@ -363,8 +394,7 @@ def _survive(rank: int, ranks: int, port: int, queue) -> None:
 
     from gpu_accel.ring_attention import CommunicationError, SymmetricTransport
 
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    _join(rank, ranks, port)
     transport = SymmetricTransport(timeout=2.0)
     layout = make_layout("zigzag", seqlen=1000, ranks=ranks)
     q, k, v = (layout.shard(x, rank) for x in inputs(f"cuda:{rank}")[:3])
@@ -401,11 +431,9 @@ def test_a_killed_rank_leaves_no_one_waiting_for_its_memory(ranks: int):
         pytest.skip(f"needs {ranks} GPUs, there are {torch.cuda.device_count()}")
     context = torch.multiprocessing.get_context("spawn")
     queue = context.Queue()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    store = _meeting_point()
     processes = [
-        context.Process(target=_survive, args=(rank, ranks, port, queue), daemon=True) for rank in range(ranks)
+        context.Process(target=_survive, args=(rank, ranks, store.port, queue), daemon=True) for rank in range(ranks)
     ]
     for process in processes:
         process.start()

@@ -3,7 +3,10 @@
 DeepSpeed #7672 (a group smaller than the world: global ranks used as places in the group), PR 5823 (all-to-all with a
 batch), #5177 (lengths that do not divide); TransformerEngine #1930 (an odd token of packed documents is dropped), #2159
 (shapes that differ between ranks); ring-flash-attention #46 (short documents), PR 87 (gradients of another dtype);
-OpenTau #300 (NaN in the second step); sglang PR 33353 (one Ulysses rank and a ring of two: text was counted twice).
+OpenTau #300 (NaN in the second step); sglang PR 33353 (one Ulysses rank and a ring of two: text was counted twice);
+diffusers #14265 (the backward of a ring of two took the keys of the first step for all); ring-attention-pytorch #11
+and #20 (several buckets of stripes), PR 9 (sends that are not posted together hang); MagiAttention #46 (one size of
+padding for all).
 
 Of all four: pytorch #147793 (causal with the math backend), #159706 (fewer tokens than chunks), accelerate PR 4177 (a
 window silently full), verl #1226 (more ranks than key heads), torchtitan PR 2543 (documents that no number of chunks
@@ -41,6 +44,7 @@ REPORTS = {
     "no document divides": {"seqlen": 41, "layout": "documents", "documents": (17, 1, 23)},
     "float16": {"seqlen": 16, "dtype": torch.float16},
     "many heads": {"seqlen": 64, "heads": (16, 16)},
+    "stripes": {"seqlen": 40, "layout": "striped"},
     "groups of one": {"seqlen": 16, "schedule": "usp", "ulysses": 1},
     "four ranks": {"seqlen": 8, "together": True},
     "fewer tokens than chunks": {"seqlen": 6, "together": True},
