@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 _LOG2E = 1.4426950408889634
 _TMA_ALIGNMENT = 16  # bytes, for addresses and for every stride but the last
 _TMA_MAX_STRIDE = 1 << 40  # bytes
+_TILE_BYTES = 128  # see `narrowest_tile`
+_target: tuple[int, int] | None = None  # what testing/compile_only.py compiles for, without such a GPU
 _hook: Callable[[Any, int, tuple, dict], None] | None = None  # see `instead_of_launching`, `recording`
 _seen: Callable[[Any, Any, tuple, tuple, dict], None] | None = None  # transformer_engine/tape.py
 _L2_SHARE = 16 << 20  # bytes of keys and values that the heads walked together may take
@@ -30,16 +32,26 @@ def next_power_of_2(n: int) -> int:
 
 
 @functools.cache
-def split_dim(dim: int) -> tuple[int, int]:
-    """Cut `dim` into two powers of two (at least 16 each, the second may be 0) that pad it least.
+def split_dim(dim: int, narrowest: int = 16) -> tuple[int, int]:
+    """Cut `dim` into two powers of two (at least `narrowest` each, the second may be 0) that pad it least.
 
     192 -> (128, 64); 96 -> (64, 32); 72 -> (64, 16); 112 -> (128, 0); 64 -> (64, 0)
     """
-    first = max(16, 1 << (dim.bit_length() - 1))
+    first = max(narrowest, 1 << (dim.bit_length() - 1))
     if dim <= first:
         return first, 0
-    second = max(16, next_power_of_2(dim - first))
+    second = max(narrowest, next_power_of_2(dim - first))
     return (first, second) if second < first else (2 * first, 0)
+
+
+def narrowest_tile(x: Tensor) -> int:
+    """How many columns a tile of x has at least: on Hopper 128 bytes, elsewhere 16.
+
+    A product reads narrower tiles by descriptors whose upper half is negative, and of those ptxas 12.8 (Triton 3.6) may
+    lose the address: packed attention at head_dim 72, 80 and 96 read values somewhere else (testing/overwritten.py).
+    """
+    on_hopper = _target == (9, 0) or (x.device.type == "cuda" and capability(x.device)[0] == 9)
+    return _TILE_BYTES // x.element_size() if on_hopper else 16
 
 
 def tma_refusal(*tensors: Tensor) -> str | None:

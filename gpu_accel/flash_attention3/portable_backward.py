@@ -42,6 +42,7 @@ from gpu_accel.flash_attention3.launch import (
     descriptor,
     heads_per_group,
     launch,
+    narrowest_tile,
     next_power_of_2,
     score_scales,
     split_dim,
@@ -156,7 +157,7 @@ def backward(
     # Packed sequences keep to pointers: a neighbour's rows at the end of a block would have to be zeroed in every loop.
     tma = path == "tma" or (path is None and not varlen and tma_refusal(q4, k4, v4, do4) is None)
     tma = tma and not varlen
-    (d, d2), (dv1, dv2) = split_dim(head_dim), split_dim(head_dim_v)
+    (d, d2), (dv1, dv2) = (split_dim(dim, narrowest_tile(q)) for dim in (head_dim, head_dim_v))
     options = dict(
         D=d, D2=d2, DV=dv1, DV2=dv2, TMA=tma, MASK_D=d + d2 != head_dim, MASK_DV=dv1 + dv2 != head_dim_v,
         BATCH=next_power_of_2(batches + 1) if varlen else 1,

@@ -14,7 +14,8 @@
 * Packed sequences: the grid depends on shapes only, and each program finds its sequence itself (`find_sequence`), so
   nothing waits for the device. Rows of a neighbour may be loaded at the end of a sequence; scores of such keys are
   masked and their values zeroed, because 0 * NaN would poison the row.
-* head_dim 192 is 128 + 64, 96 is 64 + 32, 72 is 64 + 16 ...: two accumulators instead of padding to a power of two.
+* head_dim 192 is 128 + 64, 96 is 64 + 32, 72 is 64 + 16 ...: two accumulators instead of padding to a power of two
+  (on Hopper no tile is narrower than 128 bytes: `narrowest_tile`).
 * Sinks join the sum after the last block. ALiBi and score_mod work on natural scores, so the scale is no longer folded
   into the exponent. A block mask replaces the three ranges above by its two lists, partial blocks and whole ones; its
   last block may reach beyond the keys by more than a tile, hence TAIL. All of these are compile-time switches (a None,
@@ -53,6 +54,7 @@ from gpu_accel.flash_attention3.launch import (
     descriptor,
     heads_per_group,
     launch,
+    narrowest_tile,
     next_power_of_2,
     score_scales,
     split_dim,
@@ -350,7 +352,7 @@ def forward(
     m, n = config.block_m, config.block_n
     tma = path == "tma" or (path is None and tma_refusal(q4, k4, v4) is None)
     tma = tma and sk > 0
-    (d, d2), (dv, dv2) = split_dim(head_dim), split_dim(head_dim_v)
+    (d, d2), (dv, dv2) = (split_dim(dim, narrowest_tile(q)) for dim in (head_dim, head_dim_v))
     o4, lse3 = (o.unsqueeze(0), lse.unsqueeze(0)) if varlen else (o, lse)
     together = heads_per_group(k4, v4, heads // heads_kv) if window_right >= 0 else 1
     tiles = (triton.cdiv(sq, m) + batches) * heads if varlen else triton.cdiv(sq, m) * heads * batches

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_accel.errors import HardwareError, UnsupportedError
+from gpu_accel.flash_attention3 import launch
 from gpu_accel.testing.overwritten import lost_descriptors, overwritten_operands
 from gpu_accel.testing.racing import racing_copies
 
@@ -205,6 +206,7 @@ def use_target(capability: int) -> None:
             return kind
 
     triton.runtime.driver.set_active(NamesOnly())
+    launch._target = divmod(capability, 10)
 
 
 def _architecture(ptx: str, capability: int) -> str:

@@ -14,6 +14,9 @@ bits added to an address of 32 that was widened. Where the constant's upper half
 16 columns of 16 bits are, and nothing is loaded ahead, the sum was made from one register for both halves of the
 address, which held something else or nothing: an illegal access, or wrong numbers with the PTX as it should be. Seen in
 the gradients of gated linear attention. Said of such sums, and of uniform registers that are read and never written.
+In packed attention, with tiles of 16 columns loaded by TMA, the sum was made from two registers that held something
+else: the address of a TMA descriptor, or the halves of a barrier. So it is also said of the sum of a descriptor's
+constant and a register that some way to it does not make zero.
 """
 
 from __future__ import annotations
@@ -31,7 +34,10 @@ _SASS_BRANCH = re.compile(r"BRA\b.*`\((\.L\w+)\)")
 _UNIFORM = re.compile(r"\bUR(\d+)\b")
 _UNIFORM_RESULT = re.compile(r"(\S+) (?:!?U?P\w+, )*UR(\d+)\b")
 _LOWER_HALF = re.compile(r"UIADD3 UR(\d+), (UP\d), UR(\d+), -?0x[0-9a-f]+, URZ$")
-_UPPER_HALF = re.compile(r"UIADD3\.X UR\d+, UR(\d+), -?0x[0-9a-f]+, URZ, (UP\d), !UPT$")
+_UPPER_HALF = re.compile(r"UIADD3\.X UR\d+, UR(\d+), (-?0x[0-9a-f]+), URZ, (UP\d), !UPT$")
+_SWIZZLED, _NO_DESCRIPTOR = 3 << 30, 0x3FFFC000  # bits in the upper half of a descriptor: one is set, none can be
+_ZERO = re.compile(r"UMOV UR\d+, URZ$")
+_NO_WAY_ON = re.compile(r"(?:BRA|EXIT|RET)\b")
 # What makes descriptors. Copies are left out: paths of a division (Triton 3.8) copy what they make again later.
 _UNIFORM_READERS = ("UIADD", "ULEA", "ULOP")
 _PRODUCT = re.compile(r"(?:@!?U?P\d+ )?[HIQ]GMMA")
@@ -104,8 +110,8 @@ def _invariant_operands(ptx: str) -> list[int]:
     return counts
 
 
-def unwritten_registers(sass: str) -> list[str]:
-    """One line for each instruction that reads a uniform register which nothing writes on any way to it."""
+def _instructions(sass: str) -> tuple[list[str], dict[str, int]]:
+    """Instructions, and where labels are."""
     instructions: list[str] = []
     labels: dict[str, int] = {}
     for line in sass.splitlines():
@@ -113,6 +119,46 @@ def unwritten_registers(sass: str) -> list[str]:
             labels[found[1]] = len(instructions)
         elif found := _SASS_INSTRUCTION.match(line):
             instructions.append(re.sub(r"\s+", " ", found[1]))
+    return instructions, labels
+
+
+def sums_with_no_address(sass: str) -> list[str]:
+    """One line for each descriptor whose upper half is added to a register that is something else than zero."""
+    instructions, labels = _instructions(sass)
+    before: list[list[int]] = [[] for _ in instructions]
+    for at, text in enumerate(instructions):
+        branch = _SASS_BRANCH.search(text)
+        ways = [labels[branch[1]]] if branch and branch[1] in labels else []
+        if not _NO_WAY_ON.match(text):
+            ways.append(at + 1)
+        for to in ways:
+            if to < len(instructions):
+                before[to].append(at)
+    faults = []
+    for at, text in enumerate(instructions):
+        found = _UPPER_HALF.match(re.sub(r"^@!?U?P\w+ ", "", text))
+        if not found or not int(found[2], 16) & _SWIZZLED or int(found[2], 16) & _NO_DESCRIPTOR:
+            continue
+        seen: set[int] = set()
+        work = list(before[at])
+        while work:
+            i = work.pop()
+            if i in seen:
+                continue
+            seen.add(i)
+            if int(found[1]) in _uniform_written(instructions[i]):
+                if not _ZERO.search(instructions[i]):
+                    faults.append(f"{text}: UR{found[1]} is no address's upper half but {instructions[i]}")
+                    break
+                if not instructions[i].startswith("@"):
+                    continue
+            work += before[i]
+    return faults
+
+
+def unwritten_registers(sass: str) -> list[str]:
+    """One line for each instruction that reads a uniform register which nothing writes on any way to it."""
+    instructions, labels = _instructions(sass)
     before: dict[int, frozenset[int]] = {0: frozenset()}
     work = [0] if instructions else []
     while work:
@@ -135,7 +181,7 @@ def unwritten_registers(sass: str) -> list[str]:
 
 
 def lost_descriptors(sass: str) -> list[str]:
-    """`unwritten_registers`, and one line for each sum of 64 bits that has one register for both halves of a number."""
+    """The two above, and one line for each sum of 64 bits that has one register for both halves of a number."""
     lower: dict[str, tuple[int, str]] = {}  # by the predicate that carries: the register added to, the sum
     faults = unwritten_registers(sass)
     for line in sass.splitlines():
@@ -145,14 +191,15 @@ def lost_descriptors(sass: str) -> list[str]:
             continue
         text = re.sub(r"\s+", " ", found[1])
         upper = _UPPER_HALF.match(text)
-        if upper and upper[2] in lower and lower[upper[2]][0] == int(upper[1]):
-            faults.append(f"{lower[upper[2]][1]}; {text}: UR{upper[1]} is overwritten, or never was an address")
+        if upper and upper[3] in lower and lower[upper[3]][0] == int(upper[1]):
+            faults.append(f"{lower[upper[3]][1]}; {text}: UR{upper[1]} is overwritten, or never was an address")
         written = _uniform_written(text)
         lower = {carry: sum_ for carry, sum_ in lower.items() if sum_[0] not in written}
         if first := _LOWER_HALF.match(text):
             lower[first[2]] = (int(first[3]), text)
             if first[1] == first[3]:
                 del lower[first[2]]
+    faults += [one for one in sums_with_no_address(sass) if not any(one.partition(":")[0] in known for known in faults)]
     return faults
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpu_accel.flash_attention3 import launch, portable_forward
+from gpu_accel.flash_attention3 import launch, portable_backward, portable_forward
 from gpu_accel.flash_attention3.problem import normalise_window
 from gpu_accel.testing import attention_truth, make_qkv
 from gpu_accel.testing.attention import check_attention
+from gpu_accel.testing.differential import DTYPES, Call, check
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -149,3 +150,24 @@ def test_what_lies_off_16_bytes():
     assert launch.off_16_bytes(torch.zeros(2, 3, 4, 17, dtype=torch.bfloat16)[..., :16])
     assert not launch.off_16_bytes(dense[:, :, :1].expand(2, 3, 4, 16))
     assert not launch.off_16_bytes(torch.zeros(17, dtype=torch.bfloat16)[:16].view(1, 1, 1, 16))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_no_tile_is_narrower_than_128_bytes_on_hopper(dtype, monkeypatch, device):
+    """Packed attention at head_dim 80 ended in an illegal access: ptxas 12.8 had lost the address of 16 columns."""
+    monkeypatch.setattr(launch, "_target", (9, 0))
+    least = 128 // DTYPES[dtype].itemsize
+    for d, dv in ((8, 16), (40, 104), (72, 80), (96, 64), (160, 136)):
+        q, k, v, o = (torch.empty(5, 1, n, dtype=DTYPES[dtype]) for n in (d, d, dv, dv))
+        packed = {name: torch.tensor([0, 5], dtype=torch.int32) for name in ("cu_seqlens_q", "cu_seqlens_k")}
+        with launch.recording() as entries:
+            portable_forward.forward(q, k, v, softmax_scale=1.0, **packed)
+            portable_backward.backward(o, q, k, v, o, torch.zeros(1, 5), softmax_scale=1.0, **packed)
+        for kernel, _, _, options in entries:
+            if "D" in options:
+                tiles = [options[name] for name in ("D", "D2", "DV", "DV2")]
+                assert all(n == 0 or n >= least for n in tiles), (kernel, d, dv, tiles)
+                assert tiles[0] + tiles[1] >= d and tiles[2] + tiles[3] >= dv
+    check(Call(backend="portable", dtype=dtype, head_dim=40, head_dim_v=104, packed=True, lengths_q=(12,),
+               lengths_k=(4,), used=True, causal=True, kind="poisoned"), device=device)  # fmt: skip

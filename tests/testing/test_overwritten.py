@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from gpu_accel.testing.overwritten import lost_descriptors, overwritten_operands, unwritten_registers
+from gpu_accel.testing.overwritten import (
+    lost_descriptors,
+    overwritten_operands,
+    sums_with_no_address,
+    unwritten_registers,
+)
 
 PTX = """
 $L__BB0_1:
@@ -102,3 +107,32 @@ def test_one_register_for_both_halves_of_an_address():
     assert not lost_descriptors(wrong.replace("UIADD3.X UR19, UR4", "UIADD3.X UR19, URZ"))
     moved = lower + "        /*0018*/     UMOV UR4, URZ ;\n" + wrong.splitlines()[-1] + "\n"
     assert not lost_descriptors(moved)
+
+
+SUM = """
+        /*0000*/                   ULDC UR4, c[0x0][0x210] ;
+        /*0008*/                   UMOV UR7, URZ ;
+        /*0010*/                   ULOP3.LUT UR6, UR4, 0x3fff, URZ, 0xc0, !UPT ;
+        /*0020*/              @P0 BRA `(.L_x_1) ;
+        /*0030*/                   {one} ;
+.L_x_1:
+        /*0040*/                   UIADD3 UR6, UP0, UR6, 0x20, URZ ;
+        /*0050*/                   UIADD3.X UR7, UR7, {constant}, URZ, UP0, !UPT ;
+"""
+
+
+@pytest.mark.parametrize("one", ["@P1 R2UR UR7, R27", "USHF.L.U32 UR7, UR6, 0xb, URZ", "ULDC.64 UR6, c[0x0][0x208]"])
+def test_a_sum_with_no_address_in_it(one):
+    """What ptxas 12.8 made of packed attention: there the pair held the address of a TMA descriptor, or a barrier."""
+    (fault,) = lost_descriptors(SUM.format(one=one, constant="-0x3ffffff0"))
+    assert fault.endswith(f"UR7 is no address's upper half but {one}") and "UIADD3.X UR7" in fault
+    for none in ("0x10", "-0x1"):  # no tile is swizzled, and no descriptor is a difference
+        assert not sums_with_no_address(SUM.format(one=one, constant=none))
+    elsewhere = one.replace("UR7", "UR9").replace("UR6", "UR8")
+    assert not sums_with_no_address(SUM.format(one=elsewhere, constant="0x40000040"))
+
+
+def test_a_sum_whose_address_is_made_on_every_way():
+    made = SUM.format(one="UMOV UR7, URZ", constant="-0x3ffffff0")
+    assert not lost_descriptors(made)
+    assert sums_with_no_address(made.replace("UMOV UR7, URZ", "UMOV UR7, UR4", 1))
