@@ -39,7 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gpu_accel.gluon_compat import tma_load
+from gpu_accel.gluon_compat import reinterpret, tma_load
 
 from .gluon_launch import QuickLaunch, addressable, multiprocessors
 from .hopper_fp8 import rows_map
@@ -54,24 +54,23 @@ def _column(n):
 
 
 @gluon.jit
-def _make_matrix(m_buf, signs, WARPS: gl.constexpr, IDENTITY: gl.constexpr):
-    """M transposed (a row a column of y), as 16-bit numbers of +-1, or the identity."""
-    D: gl.constexpr = m_buf.shape[0]
+def _make_matrix(m_words, signs, WARPS: gl.constexpr, IDENTITY: gl.constexpr, BFLOAT16: gl.constexpr):
+    """M transposed (a row a column of y), numbers of +-1 in 16 bits, or the identity; two of them a word."""
+    D: gl.constexpr = m_words.shape[0]
     COLS: gl.constexpr = D // 8
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // COLS, COLS], [WARPS, 1], [1, 0])
-    n = gl.arange(0, D, layout=gl.SliceLayout(1, LAYOUT))
-    k = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
-    ONE: gl.constexpr = 0x3F80 if m_buf.dtype == gl.bfloat16 else 0x3C00
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32 // COLS, COLS], [WARPS, 1], [1, 0])
+    n = gl.arange(0, D, layout=gl.SliceLayout(1, LAYOUT))[:, None]
+    k = 2 * gl.arange(0, D // 2, layout=gl.SliceLayout(0, LAYOUT))
+    ONE: gl.constexpr = 0x3F80 if BFLOAT16 else 0x3C00
     if IDENTITY:
-        bits = gl.where(n[:, None] == k[None, :], ONE, 0)
+        words = gl.where(n == k[None, :], ONE, 0) | gl.where(n == k[None, :] + 1, ONE << 16, 0)
     else:
-        negative = gl.where(gl.load(signs + k) < 0, 0x8000, 0)
-        both = _column(n)[:, None] & k[None, :]
-        both = both ^ (both >> 4)
-        both = both ^ (both >> 2)
-        both = both ^ (both >> 1)
-        bits = (((both & 1) << 15) ^ negative[None, :]) | ONE
-    m_buf.store(bits.to(gl.int16).to(m_buf.dtype, bitcast=True))
+        signs_of_two = gl.where(gl.load(signs + k) < 0, 1 << 15, 0) | gl.where(gl.load(signs + k + 1) < 0, -1 << 31, 0)
+        n = _column(n)
+        both = n & k[None, :]
+        odd = (0x6996 >> ((both ^ (both >> 4)) & 15)) & 1  # whether the number of ones is odd
+        words = (odd * -0x7FFF8000) ^ (((n & 1) << 31) | (ONE << 16 | ONE)) ^ signs_of_two[None, :]
+    m_words.store(words)
 
 
 @gluon.jit
@@ -124,7 +123,9 @@ def hadamard_quantize_kernel(
         [R, C],
     )
     x_bufs = gl.allocate_shared_memory(dtype, [STAGES, ROWS, D], X_LAYOUT)
-    m_buf = gl.allocate_shared_memory(dtype, [D, D], M_LAYOUT)
+    WORD_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([D, D // 2], gl.int32)  # the same bytes
+    m_words = gl.allocate_shared_memory(gl.int32, [D, D // 2], WORD_LAYOUT)
+    m_buf = reinterpret(m_words, dtype, [D, D], M_LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
@@ -133,7 +134,7 @@ def hadamard_quantize_kernel(
     step = gl.num_programs(0)
     for i in gl.static_range(STAGES):
         _fetch(x_desc, full, x_bufs, i, tile + i * step, tiles, heads, blocks)
-    _make_matrix(m_buf, signs, WARPS, TRANSPOSE)
+    _make_matrix(m_words, signs, WARPS, TRANSPOSE, dtype == gl.bfloat16)
     fence_async_shared()
     it = 0
     while tile < tiles:
