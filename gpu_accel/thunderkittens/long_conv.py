@@ -72,9 +72,8 @@ def _tables(size: int, device: torch.device) -> Tensor:
 def filter_spectrum(k: Tensor, size: int) -> Tensor:
     """(2, channels, A, B) float32 of k (channels, at most size): its transform over size, in the kernel's order."""
     a, b = _sides(size)
-    found = torch.fft.fft(k.float(), n=size) / size  # frequency p + A r
-    order = found.view(k.shape[0], b, a).transpose(1, 2)
-    return torch.stack([order.real, order.imag]).contiguous()
+    found = torch.fft.fft(k.float(), n=size, norm="forward")  # frequency p + A r
+    return torch.view_as_real(found).view(k.shape[0], b, a, 2).permute(3, 0, 2, 1).contiguous()
 
 
 @torch.library.custom_op("gpu_accel::tk_fft_conv", mutates_args=())
