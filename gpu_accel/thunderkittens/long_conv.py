@@ -32,10 +32,16 @@ GPU_CHECKED = (torch.bfloat16, torch.float16, torch.float32)
 SIZES = tuple(1 << n for n in range(8, 13))  # 256 to 4096: larger ones do not fit into the shared memory of one program
 
 
-def _sides(size: int) -> tuple[int, int]:
-    """size = A B, both powers of two from 16 to 64, as equal as can be."""
+def _sides(size: int, tall: bool = False) -> tuple[int, int]:
+    """size = A B, both powers of two from 16 to 64, as equal as can be; the longer one is B, or A if `tall`."""
     bits = size.bit_length() - 1
-    return 1 << (bits // 2), 1 << (bits - bits // 2)
+    short, long = 1 << (bits // 2), 1 << (bits - bits // 2)
+    return (long, short) if tall else (short, long)
+
+
+def _tall(dtype: torch.dtype) -> bool:
+    """Hopper multiplies 64 rows at once; three products of tf32 put more aside that way."""
+    return HALF and dtype == torch.bfloat16
 
 
 HALF = False  # products of float16 beside bfloat16, `_half_fft_conv_kernel`: no GPU has seen it
@@ -48,33 +54,33 @@ def _precision(dtype: torch.dtype) -> str:
 
 
 @functools.lru_cache(maxsize=16)
-def _halves(size: int, device: torch.device) -> Tensor:
+def _halves(a: int, b: int, device: torch.device) -> Tensor:
     """F_A and F_B of `_half_fft_conv_kernel`, float16: real part, imaginary part and its negative of each."""
-    a, b = _sides(size)
-    tables = _tables(size, device)
+    tables = _tables(a, b, device)
     fa, fb = tables[: 2 * a * a].view(2, -1), tables[2 * a * a : 2 * (a * a + b * b)].view(2, -1)
     return torch.cat([torch.cat([f.flatten(), -f[1]]) for f in (fa, fb)]).half()
 
 
 @functools.lru_cache(maxsize=16)
-def _tables(size: int, device: torch.device) -> Tensor:
+def _tables(a: int, b: int, device: torch.device) -> Tensor:
     """F_A, F_B and W of `fft_kernels`, float32, made in float64."""
-    a, b = _sides(size)
 
     def roots(rows: int, cols: int, of: int) -> Tensor:
         product = torch.arange(rows)[:, None] * torch.arange(cols)[None, :] % of
         angle = -2 * torch.pi * product.double() / of
         return torch.stack([angle.cos(), angle.sin()]).float().flatten()
 
-    return torch.cat([roots(a, a, a), roots(b, b, b), roots(a, b, size)]).to(device)
+    return torch.cat([roots(a, a, a), roots(b, b, b), roots(a, b, a * b)]).to(device)
 
 
-def filter_spectrum(k: Tensor, size: int) -> Tensor:
-    """(2, channels, A, B) float32 of k (channels, at most size): its transform over size, in the kernel's order."""
-    a, b = _sides(size)
-    found = torch.fft.fft(k.float(), n=size) / size  # frequency p + A r
-    order = found.view(k.shape[0], b, a).transpose(1, 2)
-    return torch.stack([order.real, order.imag]).contiguous()
+def filter_spectrum(k: Tensor, size: int, tall: bool = False) -> Tensor:
+    """(2, channels, A, B) float32 of k (channels, at most size): its transform over size, in the kernel's order.
+
+    tall: A is the longer side, see `_sides`.
+    """
+    a, b = _sides(size, tall)
+    found = torch.fft.fft(k.float(), n=size, norm="forward")  # frequency p + A r
+    return torch.view_as_real(found).view(k.shape[0], b, a, 2).permute(3, 0, 2, 1).contiguous()
 
 
 @torch.library.custom_op("gpu_accel::tk_fft_conv", mutates_args=())
@@ -93,7 +99,7 @@ def fft_conv_op(
         strides = [s for x in (u, pregate, postgate) for s in ((0, 0) if x is None else x.stride()[:2])]
         with _device(u):
             launch(fft_kernels._fft_conv_kernel, channels * -(-batch // 2),
-                   (u, spectrum.contiguous(), pregate, postgate, y, _tables(a * b, u.device), *strides, seqlen, batch,
+                   (u, spectrum.contiguous(), pregate, postgate, y, _tables(a, b, u.device), *strides, seqlen, batch,
                     channels),
                    dict(A=a, B=b, CONJUGATE=conjugate, PRE=pregate is not None, POST=postgate is not None,
                         PRECISION=_precision(u.dtype), num_warps=8 if a * b > 1024 or u.dtype != torch.bfloat16 else 4,
@@ -109,10 +115,10 @@ def _in_halves(u, spectrum, pregate, postgate, y, conjugate: bool) -> Tensor:
     each = min(pairs, _PAIRS)
     with _device(u):
         launch(fft_kernels._half_fft_conv_kernel, channels * -(-pairs // each),
-               (u, spectrum.contiguous(), pregate, postgate, y, _tables(a * b, u.device), _halves(a * b, u.device),
+               (u, spectrum.contiguous(), pregate, postgate, y, _tables(a, b, u.device), _halves(a, b, u.device),
                 *strides, seqlen, batch, channels, each),
                dict(A=a, B=b, CONJUGATE=conjugate, PRE=pregate is not None, POST=postgate is not None,
-                    num_warps=_WARPS or (4 if a * b > 1024 else 2), num_stages=1))  # fmt: skip
+                    num_warps=_WARPS or min(4, max(1, a // 16)), num_stages=1))  # fmt: skip
     return y
 
 
@@ -185,12 +191,12 @@ class FlashFFTConv(torch.nn.Module):
         """Without what is kept: it refers to a tensor of this process."""
         return super().__getstate__() | {"_kept": None}  # type: ignore[misc, operator]
 
-    def _spectrum(self, k: Tensor) -> Tensor:
+    def _spectrum(self, k: Tensor, tall: bool) -> Tensor:
         """That of k; a kept one is made anew when k is another tensor or was changed in place."""
         if not self.keep_spectrum:
-            return filter_spectrum(k.detach(), self.seqlen)
+            return filter_spectrum(k.detach(), self.seqlen, tall)
         if self._kept is None or self._kept[0]() is not k or self._kept[1] != k._version:
-            self._kept = (weakref.ref(k), k._version, filter_spectrum(k.detach(), self.seqlen))
+            self._kept = (weakref.ref(k), k._version, filter_spectrum(k.detach(), self.seqlen, tall))
         return self._kept[2]
 
     def forward(self, u: Tensor, k: Tensor, pregate: Tensor | None = None, postgate: Tensor | None = None) -> Tensor:
@@ -206,4 +212,4 @@ class FlashFFTConv(torch.nn.Module):
             _need(x is None or (x.shape == u.shape and x.dtype == u.dtype), f"{name} must be as u, {_shape(u)}")
         if choose(u, self.backend, u.dtype in GPU_CHECKED) == "reference":
             return long_conv_reference(u, k, pregate, postgate, self.seqlen)
-        return _LongConv.apply(u, k, pregate, postgate, self._spectrum(k), self.seqlen)
+        return _LongConv.apply(u, k, pregate, postgate, self._spectrum(k, _tall(u.dtype)), self.seqlen)
