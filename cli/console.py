@@ -5,6 +5,7 @@ Rich is imported inside, so that `--help` and completion do not pay for it.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sys
@@ -39,7 +40,7 @@ def _console(stream: TextIO) -> Console:
     # A terminal knows its width, and COLUMNS overrides it; a pipe gets a width at which tables stay tables.
     width = None if stream.isatty() or os.environ.get("COLUMNS") else PLAIN_WIDTH
     file = stream if stream.isatty() else cast("TextIO", Trimmed(stream))
-    return Console(file=file, width=width, highlight=False, soft_wrap=False)
+    return Console(file=file, width=width, highlight=False, soft_wrap=False, emoji=False)  # :x: is a colon and an x
 
 
 def out() -> Console:
@@ -69,15 +70,75 @@ def plain(value: object) -> str:
     return escape(str(value))
 
 
-def table(*columns: str, title: str = "", right: tuple[str, ...] = (), caption: str = "") -> Any:
-    """A table in the house style: no frame but a rule under the head, numbers to the right."""
-    from rich import box
-    from rich.table import Table
+def table(
+    *columns: str, title: str = "", right: tuple[str, ...] = (), caption: str = "", spare: tuple[str, ...] = ()
+) -> Any:
+    """A table in the house style: no frame but a rule under the head, numbers to the right.
 
-    made = Table(
+    Where it does not fit, words stay whole as long as they can: the columns in `spare` are left out one by one, the
+    first ones first, and a line says so.
+    """
+    from rich import box
+
+    made = _fitted()(
+        spare,
         title=title or None, caption=caption or None, box=box.SIMPLE_HEAD, title_justify="left",
         caption_justify="left", title_style="bold", caption_style="dim", header_style="bold", pad_edge=False,
     )  # fmt: skip
     for column in columns:
         made.add_column(column, justify="right" if column in right else "left", overflow="fold")
     return made
+
+
+@functools.cache
+def _fitted() -> Any:
+    """Rich's table with columns as wide as their longest words: by itself it cuts names in pieces to save prose."""
+    from rich.measure import Measurement
+    from rich.table import Table
+
+    class Fitted(Table):
+        def __init__(self, spare: tuple[str, ...], **options: Any) -> None:
+            super().__init__(**options)
+            self._spare = list(spare)
+
+        def __rich_console__(self, console: Any, options: Any) -> Any:
+            wide, missing = options.update(width=100_000), []
+            while True:
+                cells = [
+                    [Measurement.get(console, wide, cell) for cell in (one.header, *one.cells)] for one in self.columns
+                ]
+                least = [max(cell.minimum for cell in column) for column in cells]
+                most = [max(cell.maximum for cell in column) for column in cells]
+                room = options.max_width - (Measurement.get(console, wide, self).maximum - sum(most))
+                if sum(least) <= room or not self._spare:
+                    break
+                missing.append(self._spare.pop(0))
+                self.columns = [one for one in self.columns if one.header != missing[-1]]
+            if sum(most) > room and sum(least[:1]) + len(least) <= room:
+                for one, width in zip(self.columns, _widths(least, most, room), strict=True):
+                    one.width = width
+            yield from super().__rich_console__(console, options)
+            if missing:
+                yield console.render_str(f"too narrow for: {', '.join(missing)}", style="dim")
+
+    return Fitted
+
+
+def _widths(least: list[int], most: list[int], room: int) -> list[int]:
+    """Widths that add up to `room`: the widest columns are cut back first, down to their longest word.
+
+    Where longest words do not fit either, those beside the first column, which holds names, are cut too.
+    """
+    shortest = least
+    while sum(shortest) > room:
+        longest = max(shortest[1:])
+        shortest = [shortest[0], *(min(one, longest - 1) for one in shortest[1:])]
+    cap = max(most)
+    while sum(widths := [max(low, min(high, cap)) for low, high in zip(shortest, most, strict=True)]) > room:
+        cap -= 1
+    return widths
+
+
+def joined(text: str | None) -> str:
+    """A docstring for a terminal of any width: the lines of a paragraph are one."""
+    return "\n\n".join(" ".join(part.split()) for part in (text or "").split("\n\n"))

@@ -32,7 +32,8 @@ def list_profiles(json_: JsonOption = False, output_: OutputOption = None) -> No
     if json_:
         return output.print_json(rows)
     made = table("profile", "GPU", "arch", "SMs", "bf16", "fp8", "fp4", "memory", "bandwidth", "power",
-                 right=("SMs", "bf16", "fp8", "fp4", "memory", "bandwidth", "power"))  # fmt: skip
+                 right=("SMs", "bf16", "fp8", "fp4", "memory", "bandwidth", "power"),
+                 spare=("GPU", "power", "SMs"))  # fmt: skip
     for one in profiles():
         peaks = [number(one.peaks[dtype].value) if dtype in one.peaks else "" for dtype in ("bf16", "fp8", "fp4")]
         made.add_row(

@@ -193,7 +193,7 @@ def value(of: Any, unit: str = "") -> str:
 
 def verdict_table(verdicts: Sequence[Verdict], *, fold: bool = True) -> Any:
     """The claims as a table; the cells of a large figure folded into one line when asked."""
-    made = table("id", "where", "claim", "paper", "here", "verdict", right=("paper", "here"))
+    made = table("id", "where", "claim", "paper", "here", "verdict", right=("paper", "here"), spare=("where",))
     figures: dict[str, list[Verdict]] = {}
     for v in verdicts:
         figures.setdefault(v.claim.figure or v.claim.id, []).append(v)

@@ -13,6 +13,7 @@ Nothing here imports torch. Commands import what they need when they run.
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 import traceback
@@ -199,9 +200,11 @@ def _register() -> None:
     app.command("notebook")(notebook.notebook)
     app.command("conformance")(conformance.conformance)
     app.command("doctor")(doctor.doctor)
-    app.add_typer(hardware.app, name="hardware")
-    app.add_typer(ring.app, name="ring")
-    app.add_typer(optimize.app, name="optimize")
+    groups = {"hardware": hardware.app, "ring": ring.app, "optimize": optimize.app}
+    for name, group in groups.items():
+        app.add_typer(group, name=name)
+    for command in (one for group in (app, *groups.values()) for one in group.registered_commands):
+        command.help = console.joined(command.callback.__doc__)  # Typer keeps the line breaks of a docstring
 
 
 _register()
@@ -209,6 +212,9 @@ _register()
 
 def main() -> None:
     """The console script `gpu-accel`."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")  # what a terminal that is not UTF-8 cannot show is a question mark
     try:
         app(prog_name="gpu-accel")
     finally:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from gpu_accel.cuda_llm.redteam import Row
     from gpu_accel.cuda_llm.tasks import Task
 
+ENDPOINTS = ("openai-compatible", "anthropic")
 PROPOSERS = ("grammar", "openai-compatible", "anthropic", "transformers", "file", "replay")
 STRATEGIES = ("random", "evolutionary", "pattern", "bandit", "surrogate")  # of grammar.py, which imports numpy
 
@@ -222,7 +223,7 @@ def run(
     ] = None,
     candidates: Annotated[int, typer.Option("--candidates", min=1, help="How many to try for each task.")] = 20,
     seconds: Annotated[float, typer.Option("--seconds", min=1.0, help="How long, all tasks together.")] = 600.0,
-    dollars: Annotated[float | None, typer.Option("--dollars", min=0.0, help="How much a model may cost.")] = None,
+    dollars: Annotated[float | None, typer.Option("--dollars", help="How much a model may cost; by --price.")] = None,
     price: Annotated[
         str, typer.Option("--price", help="Dollars per million tokens, read,written: 0.5,1.5.")
     ] = "0,0",
@@ -250,7 +251,9 @@ def run(
     output.check_suffix(output_)
     if folder is not None:
         output.check_folder(folder)
-    prices_of(price)  # also for what costs nothing: a mistake in it is not passed over
+    prices = prices_of(price)  # also for what costs nothing: a mistake in it is not passed over
+    if dollars is not None and not any(prices) and proposer in ENDPOINTS:
+        raise InvalidInputError("--dollars ends nothing without what tokens cost: give --price")
     if resume and folder is None:
         raise InvalidInputError("--resume goes on with a search that was kept: name its --folder")
     chosen = list(TASKS.values()) if task == ["all"] else [find(name) for name in task]
@@ -504,6 +507,12 @@ def _proposer(name: str, *, model: str, base_url: str, key: str, folder: Path | 
 
     if name not in PROPOSERS:
         raise InvalidInputError(f"--proposer is {shown(name, 40)}; choose one of {', '.join(PROPOSERS)}")
+    given = {"--model": model, "--base-url": base_url, "--key": key, "--from": folder, "--price": price != "0,0"}
+    endpoint = ("--model", "--base-url", "--key", "--price")
+    reads = {"file": ("--from",), "replay": ("--from",), "transformers": ("--model", "--price"),
+             **dict.fromkeys(ENDPOINTS, endpoint)}  # fmt: skip
+    if idle := [one for one, value in given.items() if value and one not in reads.get(name, ())]:
+        raise InvalidInputError(f"{idle[0]} is not for --proposer {name}: leave it out, or choose another proposer")
     if name == "grammar":
         made: Any = Grammar(strategy, seed)
     elif name in ("file", "replay"):

@@ -78,6 +78,10 @@ def print_json(payload: Any) -> None:
     """The payload as indented JSON on stdout, and nothing else."""
     global printed
     text = dumps(payload, indent=2) + "\n"
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        text = json.dumps(json.loads(text), indent=2, allow_nan=False) + "\n"
     printed = True
     sys.stdout.write(text)
 

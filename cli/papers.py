@@ -24,7 +24,7 @@ def list_papers(json_: JsonOption = False, output_: OutputOption = None) -> None
     if json_:
         return output.print_json(rows)
     made = table("paper", "title", "arXiv", "experiments", "claims", "against itself", "results on",
-                 right=("experiments", "claims", "against itself"))  # fmt: skip
+                 right=("experiments", "claims", "against itself"), spare=("against itself", "results on"))  # fmt: skip
     for row, paper in zip(rows, papers(), strict=True):
         made.add_row(
             f"[bold]{paper.alias}[/]", row["title"], row["arxiv"], str(len(row["experiments"])), str(row["claims"]),

@@ -590,3 +590,31 @@ def test_a_table_of_measurements_shows_time_rate_and_ratio() -> None:
         screen.print(made)
     text = screen.export_text()
     assert "200" in text and "2.00x [1.98, 2.02]" in text and "measured on Test GPU 1" in text
+
+
+# -- terminals
+
+
+def test_streams_that_are_not_utf_8() -> None:
+    shown = shell("optimize", "tasks", PYTHONIOENCODING="ascii")
+    assert "x ? out" in shown.stdout and not shown.stderr
+    listed = json.loads(shell("list", "--json", PYTHONIOENCODING="ascii").stdout)
+    assert not any("?" in row["title"] + "".join(row["authors"]) for row in listed)
+
+
+def test_names_stay_whole_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are what is typed next, so prose gives way, and then the columns that a table can spare."""
+    monkeypatch.setenv("COLUMNS", "80")
+    for words, name in ((("hardware", "list"), "a100-pcie-80gb"), (("claims", "ring"), "exact.allgather")):
+        lines = call(*words).splitlines()
+        table = lines[1 : lines.index("", 1)]
+        assert any(line.startswith(f" {name} ") for line in table) and max(map(len, table)) <= 80
+
+
+def test_a_paragraph_of_help_has_no_breaks_of_its_own() -> None:
+    words = call("run", "--help").split("Finished cases", 1)[0].split("\n")
+    assert "timed. Without a GPU the same kernels run" in "\n".join(words)
+
+
+def test_colons_are_no_pictures() -> None:
+    assert "nope:x:" in complain("conformance", "--against", "nope:x", code=codes.USAGE)

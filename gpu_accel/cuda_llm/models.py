@@ -1,16 +1,21 @@
 """Proposers that are language models: any endpoint with OpenAI's protocol, Anthropic's, or a local model.
 
-Requests are plain HTTP by the standard library. Every exchange is given to `record` (the search puts it into its
-transcript) with tokens, price and time. A model that fails ends the search with its reason; what was found stays.
+Requests are plain HTTP by the standard library, to the address given and no other: a redirection is an error, or the
+key would travel with it. Every exchange is given to `record` (the search puts it into its transcript) with tokens,
+price and time. A model that fails ends the search with its reason; what was found stays.
 """
 
 from __future__ import annotations
 
+import functools
+import http.client
 import json
 import math
 import os
+import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +27,8 @@ from .prompts import Message, kernels_in, messages
 from .proposers import Attempt, Brief, Proposal
 
 RETRIES = 3
-LARGEST_REPLY = 4 << 20
+LARGEST_REPLY = 4 << 20  # bytes
+MOST_TOKENS = 10**9  # of one exchange; a server that counts more, or less than none, is not believed
 
 
 class ModelError(GpuAccelError, RuntimeError):
@@ -52,18 +58,30 @@ class Model:
     max_tokens: int = 4096
     name: str = field(default="", init=False)
     record: Callable[[dict[str, Any]], None] | None = field(default=None, init=False, repr=False)
+    _history: Sequence[Attempt] | None = field(default=None, init=False, repr=False)
+    _asked: int = field(default=-1, init=False, repr=False)  # the last number
 
     def propose(self, brief: Brief, history: Sequence[Attempt], count: int) -> list[Proposal]:
         """`count` replies to the prompt that the history calls for; what they hold is proposed as it is.
+
+        Fewer, where the model fails after the first.
 
         Raises:
             ModelError: the model does not answer.
         """
         asked = messages(brief, history)
         made: list[Proposal] = []
-        for number in range(count):
+        if history is not self._history:  # another search
+            self._history, self._asked = history, -1
+        for _ in range(count):
             begin = time.monotonic()
-            answer = self.ask(asked, len(history) + number)
+            self._asked = max(self._asked + 1, len(history))  # beyond the history: what was proposed twice is not there
+            try:
+                answer = self.ask(asked, self._asked)
+            except ModelError:
+                if not made:
+                    raise
+                break
             dollars = sum(tokens * price for tokens, price in zip(answer.tokens, self.prices, strict=True)) / 1e6
             if self.record:
                 self.record({
@@ -89,6 +107,7 @@ class OpenAICompatible(Model):
         base_url: such as http://127.0.0.1:8000/v1.
         key: name of the environment variable with the key; none is sent without it.
         temperature: left to the server if None.
+        timeout: seconds that a whole reply may take.
     """
 
     base_url: str = "http://127.0.0.1:8000/v1"
@@ -98,8 +117,7 @@ class OpenAICompatible(Model):
 
     def __post_init__(self) -> None:
         self.name = "openai-compatible"
-        if not self.base_url.startswith(("http://", "https://")):
-            raise InvalidInputError(f"base_url is {shown(self.base_url, 60)}; it begins with http:// or https://")
+        check_url(self.base_url)
 
     def ask(self, asked: list[Message], number: int) -> Answer:
         body: dict[str, Any] = {"model": self.model, "messages": asked, "max_tokens": self.max_tokens, "seed": number}
@@ -109,14 +127,14 @@ class OpenAICompatible(Model):
         found = post(f"{self.base_url.rstrip('/')}/chat/completions", body, headers, self.timeout)
         try:
             text, usage = found["choices"][0]["message"]["content"], found.get("usage") or {}
-            return Answer(str(text or ""), (int(usage.get("prompt_tokens", 0)), int(usage.get("completion_tokens", 0))))
+            return Answer(_text("" if text is None else text), _tokens(usage, "prompt_tokens", "completion_tokens"))
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise ModelError(f"{self.base_url} answers in another form: {json.dumps(found)[:200]}") from error
 
 
 @dataclass
 class Anthropic(Model):
-    """Anthropic's Messages API."""
+    """Anthropic's Messages API; arguments as of `OpenAICompatible`."""
 
     base_url: str = "https://api.anthropic.com"
     key: str = "ANTHROPIC_API_KEY"
@@ -124,6 +142,7 @@ class Anthropic(Model):
 
     def __post_init__(self) -> None:
         self.name = "anthropic"
+        check_url(self.base_url)
 
     def ask(self, asked: list[Message], number: int) -> Answer:
         system = "\n\n".join(one["content"] for one in asked if one["role"] == "system")
@@ -133,8 +152,7 @@ class Anthropic(Model):
         found = post(f"{self.base_url.rstrip('/')}/v1/messages", body, headers, self.timeout)
         try:
             text = "".join(part["text"] for part in found["content"] if part.get("type") == "text")
-            usage = found.get("usage") or {}
-            return Answer(text, (int(usage.get("input_tokens", 0)), int(usage.get("output_tokens", 0))))
+            return Answer(_text(text), _tokens(found.get("usage") or {}, "input_tokens", "output_tokens"))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ModelError(f"{self.base_url} answers in another form: {json.dumps(found)[:200]}") from error
 
@@ -203,51 +221,146 @@ def generate(
     return tokenizer.decode(new, skip_special_tokens=True), (int(ids.shape[1]), int(new.shape[0]))
 
 
+def _text(content: object) -> str:
+    """Text that can be written to a file: half of a surrogate pair, which JSON can spell, becomes a question mark."""
+    if not isinstance(content, str):
+        raise TypeError(content)
+    return content.encode("utf-8", "replace").decode("utf-8")
+
+
+def _tokens(usage: dict[str, Any], read: str, written: str) -> tuple[int, int]:
+    counts = [usage.get(name, 0) for name in (read, written)]
+    if not all(isinstance(count, int | float) and 0 <= count <= MOST_TOKENS for count in counts):
+        raise ValueError(counts)
+    return int(counts[0]), int(counts[1])
+
+
+def check_url(url: str) -> None:
+    """The address of a server.
+
+    Raises:
+        InvalidInputError: it is none of HTTP.
+    """
+    try:
+        parts = urllib.parse.urlsplit(url)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        good = good and url.isascii() and url.isprintable() and " " not in url
+    except (ValueError, AttributeError, TypeError):
+        good = False
+    if not good:
+        raise InvalidInputError(f"base_url is {shown(url, 60)}; it begins with http:// or https:// and names a server")
+
+
 def key_from(variable: str) -> str:
     """The key in an environment variable.
 
     Raises:
-        InvalidInputError: it is not set.
+        InvalidInputError: it is not set, or holds what no key does.
     """
-    if not os.environ.get(variable):
+    if not variable.isidentifier():  # perhaps the key itself, so it is not repeated
+        raise InvalidInputError("the key is given by the name of an environment variable that holds it")
+    found = os.environ.get(variable)
+    if not found:
         raise InvalidInputError(f"the environment variable {variable} holds no key")
-    return os.environ[variable]
+    if not (found.isascii() and found.isprintable()):
+        raise InvalidInputError(f"the environment variable {variable} holds a line break or a letter that no key has")
+    return found
 
 
 def post(url: str, body: dict[str, Any], headers: dict[str, str], timeout: float) -> dict[str, Any]:
     """POST JSON, get JSON; busy servers are asked again.
 
+    Args:
+        timeout: seconds from the request to the end of its reply.
+
     Raises:
-        ModelError: no answer, an error status, or no JSON.
+        ModelError: no answer, an error status, a redirection, or no JSON.
     """
     data = json.dumps(body).encode()
     for attempt in range(RETRIES):
         request = urllib.request.Request(url, data, {"Content-Type": "application/json", **headers})
         try:
-            with urllib.request.urlopen(request, timeout=timeout) as reply:
-                text = reply.read(LARGEST_REPLY)
+            text = _within(timeout, functools.partial(_read, request, timeout))
             found = json.loads(text)
             if not isinstance(found, dict):
                 raise ModelError(f"{url} answers with no object")
             return found
-        except urllib.error.HTTPError as error:
-            said = error.read(500).decode(errors="replace")
+        except _Status as error:
             if error.code in (429, 500, 502, 503, 529) and attempt + 1 < RETRIES:
-                time.sleep(min(_retry_after(error), 30.0) or 2.0**attempt)
+                time.sleep(error.wait or 2.0**attempt)
                 continue
-            raise ModelError(f"{url} answers {error.code}: {said}") from error
-        except (urllib.error.URLError, OSError) as error:
-            raise ModelError(f"{url} does not answer: {getattr(error, 'reason', error)}") from error
-        except ValueError as error:
+            raise ModelError(f"{url} answers {error.code}: {error.said}") from error
+        except (OSError, http.client.HTTPException) as error:
+            why = getattr(error, "reason", error)
+            raise ModelError(f"{url} does not answer: {_printable(str(why)) or type(why).__name__}") from error
+        except (ValueError, RecursionError) as error:
             raise ModelError(f"{url} answers with no JSON") from error
     raise AssertionError("unreachable")
 
 
-def _retry_after(error: urllib.error.HTTPError) -> float:
+class _Status(Exception):
+    """An answer that is no success."""
+
+    def __init__(self, code: int, said: str, wait: float) -> None:
+        super().__init__(code)
+        self.code, self.said, self.wait = code, said, wait
+
+
+class _NoRedirection(urllib.request.HTTPRedirectHandler):
+    def http_error_302(self, *given: Any) -> None:  # type: ignore[override]
+        return None  # so it is an error status like any other
+
+    http_error_301 = http_error_303 = http_error_307 = http_error_308 = http_error_302  # type: ignore[assignment]
+
+
+def _read(request: urllib.request.Request, timeout: float) -> bytes:
+    """The bytes of a reply, as many as one may have."""
     try:
-        return float(error.headers.get("Retry-After") or 0)
+        with urllib.request.build_opener(_NoRedirection).open(request, timeout=timeout) as reply:
+            return reply.read(LARGEST_REPLY)
+    except urllib.error.HTTPError as error:
+        with error:
+            try:
+                said = error.read(500).decode(errors="replace")
+            except (OSError, http.client.HTTPException):
+                said = ""
+            if elsewhere := error.headers.get("Location"):
+                said = f"it redirects to {elsewhere}"
+            raise _Status(error.code, _printable(said), _retry_after(error)) from error
+
+
+def _within(seconds: float, work: Callable[[], bytes]) -> bytes:
+    """What `work` returns or raises, unless it takes longer, as with a server that sends a byte now and then."""
+    found: list[bytes] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(work())
+        except BaseException as error:  # raised below
+            failed.append(error)
+
+    thread = threading.Thread(target=run, daemon=True, name="reply")
+    thread.start()
+    thread.join(seconds)
+    if failed:
+        raise failed[0]
+    if not found:
+        raise TimeoutError(f"no whole reply within {seconds:g} s")
+    return found[0]
+
+
+def _retry_after(error: urllib.error.HTTPError) -> float:
+    """Seconds to wait before asking again, at most 30; 0 where the server does not say."""
+    try:
+        return min(30.0, max(0.0, float(error.headers.get("Retry-After") or 0)))  # of NaN 0
     except ValueError:
         return 0.0
+
+
+def _printable(text: str) -> str:
+    """What a server says, as far as a terminal may be shown it."""
+    return "".join(letter if letter.isprintable() else " " for letter in text[:500]).strip()
 
 
 def prices_of(text: str) -> tuple[float, float]:

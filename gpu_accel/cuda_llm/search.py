@@ -32,7 +32,7 @@ from .grammar import Grammar
 from .harness import check, read
 from .launch import read_launch
 from .measure import Measured, measure
-from .models import ModelError
+from .models import Model, ModelError
 from .pool import Pool
 from .proposers import Attempt, Brief, Proposal, Proposer, cost_of, ranked
 from .sandbox import Sandbox
@@ -66,12 +66,14 @@ class Budget:
     batch: int = 4
 
     def __post_init__(self) -> None:
-        for name in ("candidates", "seconds", "depth", "batch"):
+        for name in ("candidates", "seconds", "dollars", "depth", "batch"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise InvalidInputError(f"{name} is {shown(value)}; it must be positive")
-        if self.dollars is not None and not self.dollars >= 0:
-            raise InvalidInputError(f"dollars is {shown(self.dollars)}; it must not be negative")
+            if value is None and name != "batch":
+                continue
+            kinds = (int, float) if name in ("seconds", "dollars") else (int,)
+            if type(value) not in kinds or not value > 0:
+                what = "number" if len(kinds) > 1 else "whole number"
+                raise InvalidInputError(f"{name} is {shown(value)}; it must be a positive {what}")
 
     def as_dict(self) -> dict[str, Any]:
         return {"candidates": self.candidates, "seconds": self.seconds, "dollars": self.dollars, "depth": self.depth,
@@ -188,8 +190,8 @@ class _Search:
         self.attempts[attempt.number] = attempt
         self.artefact.add(attempt)
 
-    def spent(self) -> str:
-        """Which budget is used up; "" when none is."""
+    def spent(self, more: float = 0.0) -> str:
+        """Which budget is used up, after `more` dollars; "" when none is."""
         budget, now = self.budget, time.monotonic()
         if budget.candidates is not None and len(self.attempts) - 1 >= budget.candidates:
             return "The budget of candidates is spent."
@@ -197,7 +199,7 @@ class _Search:
             return f"The budget of {budget.seconds:g} s is spent."
         if self.late():
             return "The budget of all searches is spent."
-        if budget.dollars is not None and self.cost >= budget.dollars > 0:
+        if budget.dollars is not None and self.cost + more >= budget.dollars:
             return f"The budget of {budget.dollars:g} dollars is spent."
         return ""
 
@@ -242,13 +244,17 @@ class _Search:
         return self.deadline is not None and time.monotonic() > self.deadline
 
     def proposed(self, proposer: Proposer, count: int) -> list[Proposal]:
-        """A round's proposals; with a limit on money one by one, so that it is passed by no more than one."""
-        limit = self.budget.dollars
-        if not limit:
+        """A round's proposals; of a model one by one, so that its time and its money are passed by no more than one."""
+        if not isinstance(proposer, Model) and self.budget.dollars is None:
             return proposer.propose(self.brief, self.attempts, count)
         made: list[Proposal] = []
-        while len(made) < count and self.cost + sum(one.dollars for one in made) < limit:
-            more = proposer.propose(self.brief, self.attempts, 1)
+        while len(made) < count and not (made and self.spent(sum(one.dollars for one in made))):
+            try:
+                more = proposer.propose(self.brief, self.attempts, 1)
+            except ModelError:
+                if not made:
+                    raise
+                break
             if not more:
                 break
             made += more

@@ -145,6 +145,10 @@ def check_strided(name: str, x: Tensor) -> None:
         )
     if x.layout != torch.strided:
         raise UnsupportedError(f"{name} has layout {x.layout}: pass {name}.to_dense()")
+    if not torch.compiler.is_compiling() and x.is_neg():  # dynamo does not trace it
+        raise UnsupportedError(f"{name} is a view that negates its memory: pass {name}.resolve_neg()")
+    if x.is_quantized:
+        raise UnsupportedError(f"{name} is of torch's quantised dtype {x.dtype}: pass {name}.dequantize()")
 
 
 def check_written(name: str, x: Tensor) -> None:

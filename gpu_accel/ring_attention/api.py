@@ -291,7 +291,7 @@ def block_shard(
 ) -> Tensor:
     """One rank's shard of x, padded to the common length."""
     length = sequence_length("x", x, dim)
-    check_padding(padding)
+    check_padding(padding, x.dtype)
     cut = make_layout(layout, seqlen=length, ranks=num_devices)
     if block_size in (None, cut.local_length):
         return cut.shard(x, rank, dim=dim, padding=padding)
@@ -339,7 +339,7 @@ def _wrong_tensor(name: str, x: object, *, floating: bool = False) -> GpuAccelEr
         check_strided(name, x)
     except GpuAccelError as error:
         return error
-    return None
+    return InvalidInputError(f"{name} is on the meta device: it holds nothing") if x.is_meta else None
 
 
 def _message(x: Tensor, transport: Transport, what: str, error: Exception | None = None) -> list[Tensor]:
@@ -474,6 +474,11 @@ def _check_result(name: str, found: object) -> None:
     for part, x in zip(("o", "lse"), found, strict=True):
         if error := _wrong_tensor(f"{part} of {name}", x, floating=True):
             raise error
+    if (found[0].dim(), found[1].dim()) != (4, 3):
+        raise InvalidInputError(
+            f"o of {name} must be (batch, rows, heads, head_dim) and lse (batch, heads, rows), got "
+            f"{tuple(found[0].shape)} and {tuple(found[1].shape)}"
+        )
 
 
 def _check_whole(k: Tensor, seq_len: int | None) -> None:
@@ -489,6 +494,8 @@ def _layout_of(
 
 
 def _swap(x: Tensor) -> Tensor:
+    if isinstance(x, Tensor):
+        check_strided("the tensor", x)
     if not isinstance(x, Tensor) or x.dim() != 4:
         got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise InvalidInputError(f"expected a tensor (batch, heads, seqlen, head_dim), got {got}")

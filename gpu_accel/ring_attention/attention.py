@@ -18,7 +18,7 @@ from gpu_accel.errors import GpuAccelError, InvalidInputError, UnsupportedError,
 from gpu_accel.flash_attention3.backends import check_name
 from gpu_accel.flash_attention3.problem import check_flag, check_scalars, check_tensors, normalise_window
 from gpu_accel.ring_attention.call import Call
-from gpu_accel.ring_attention.layouts import Layout
+from gpu_accel.ring_attention.layouts import Layout, sequence_length
 from gpu_accel.ring_attention.masks import Mask
 from gpu_accel.ring_attention.schedules import schedule as find_schedule
 from gpu_accel.ring_attention.transport import Transport
@@ -265,8 +265,18 @@ def require_finite(q: Tensor, k: Tensor, v: Tensor, layout: Layout, rank: int) -
 
 
 def gather_sequence(x: Tensor, layout: Layout, transport: Transport, *, dim: int = 1) -> Tensor:
-    """The whole tensor on every rank from the shards; not differentiable."""
-    check_transport(transport)
+    """The whole tensor on every rank from the shards; not differentiable.
+
+    Raises:
+        InvalidInputError, UnsupportedError: on every rank, as of `distributed_attention`.
+    """
+    with told(transport):
+        if not isinstance(layout, Layout) or layout.ranks != transport.size:
+            raise InvalidInputError(f"layout must be make_layout's, for {transport.size} ranks, got {shown(layout)}")
+        if (length := sequence_length("x", x, dim)) != layout.local_length or x.is_meta:
+            raise InvalidInputError(
+                f"x has {length} rows on {x.device}, but a shard of this layout has {layout.local_length} ({layout})"
+            )
     transport.agree(f"gather {x.dtype} {tuple(x.shape)} of {layout}")
     rows: Sequence[Tensor] = transport.all_gather(x.detach()).wait().unbind(0)
     return layout.unshard(rows, dim=dim)

@@ -138,7 +138,7 @@ LINKS["ib800"] = _ib400_times(2.0, "ib800", "twice")
 def links(text: str) -> tuple[Link, Link | None]:
     """ "nvlink+ib400": the link within a machine, and the one between machines (None: there is one machine)."""
     names = text.split("+") if isinstance(text, str) else [text]
-    unknown = [name for name in names if name not in LINKS]
+    unknown = [name for name in names if not isinstance(name, str) or name not in LINKS]
     if unknown or len(names) > 2:
         raise InvalidInputError(
             f"link is {shown(text, 60)}: one of {', '.join(LINKS)}, or two with a plus for within and between "

@@ -21,6 +21,7 @@ Zigzag is from the ring-flash-attention project and Llama 3 (arXiv 2407.21783, s
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,8 +29,10 @@ import torch
 from torch import Tensor
 
 from gpu_accel.errors import InvalidInputError, shown
+from gpu_accel.flash_attention3.problem import check_strided
 
 LAYOUTS = ("contiguous", "zigzag", "striped", "documents")
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 IGNORE_INDEX = -100  # what torch's cross entropy leaves out
 
 
@@ -94,6 +97,7 @@ class Layout:
 
         With `within_document` it counts from the start of its document: what a rotary embedding wants.
         """
+        check_padding(padding, torch.int64)
         index = torch.full((self.local_length,), padding, dtype=torch.int64)
         starts = self._document_starts()
         for run in self.runs(rank):
@@ -110,7 +114,7 @@ class Layout:
             raise InvalidInputError(
                 f"dimension {dim} has {x.shape[dim]} tokens, but the layout is for {self.seqlen} ({self})"
             )
-        check_padding(padding)
+        check_padding(padding, x.dtype)
         shape = list(x.shape)
         shape[dim] = self.local_length
         parts, done = [], 0
@@ -165,6 +169,7 @@ class Layout:
             )
         if labels.dtype not in (torch.int64, torch.int32):
             raise InvalidInputError(f"labels must be int64 or int32, which hold ignore_index, got {labels.dtype}")
+        check_padding(ignore_index, labels.dtype, "ignore_index")
         shifted = torch.full_like(labels, ignore_index)
         if self.seqlen > 1:
             shifted.narrow(dim, 0, self.seqlen - 1).copy_(labels.narrow(dim, 1, self.seqlen - 1))
@@ -185,7 +190,7 @@ class Layout:
         """
         if gradients not in ("mean", "sum"):
             raise InvalidInputError(f"gradients must be 'mean' or 'sum', got {gradients!r}")
-        local, total = int(local_labels), int(all_labels)
+        local, total = _count("local_labels", local_labels), _count("all_labels", all_labels)
         if not 0 <= local <= total:
             raise InvalidInputError(f"{local} labels on this rank of {total} in all")
         share = local / total if total else 0.0
@@ -328,6 +333,7 @@ def sequence_length(name: str, x: object, dim: object) -> int:
     """How long x is in dimension `dim`, if it is a tensor that has one."""
     if not isinstance(x, Tensor):
         raise InvalidInputError(f"{name} must be a tensor, got {type(x).__name__}")
+    check_strided(name, x)
     if isinstance(dim, bool) or not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
         raise InvalidInputError(
             f"dim must be a dimension of {name}, from {-x.dim()} to {x.dim() - 1} for shape {tuple(x.shape)}; "
@@ -336,9 +342,29 @@ def sequence_length(name: str, x: object, dim: object) -> int:
     return x.shape[dim]
 
 
-def check_padding(padding: object) -> None:
+def check_padding(padding: object, dtype: torch.dtype, name: str = "padding") -> None:
+    """A number that a tensor of the dtype can hold, an integer as it is."""
     if not isinstance(padding, int | float):
-        raise InvalidInputError(f"padding must be a number, got {shown(padding)} of type {type(padding).__name__}")
+        raise InvalidInputError(f"{name} must be a number, got {shown(padding)} of type {type(padding).__name__}")
+    if dtype.is_floating_point or dtype.is_complex:
+        fits = padding != padding or abs(padding) in (math.inf, min(abs(padding), torch.finfo(dtype).max))
+    elif dtype == torch.bool:
+        fits = padding in (0, 1)
+    else:
+        limits = torch.iinfo(dtype)
+        fits = limits.min <= padding <= limits.max and padding == int(padding)
+    if not fits:
+        raise InvalidInputError(f"{name} {shown(padding, 40)} is no number that {dtype} holds")
+
+
+def _count(name: str, x: object) -> int:
+    """A number of labels, or a tensor with one."""
+    if isinstance(x, Tensor) and x.dtype in _WHOLE and not (x.is_nested or x.is_meta) and x.numel() == 1:
+        return int(x)
+    if type(x) is not int:
+        got = f"a tensor {x.dtype}" if isinstance(x, Tensor) else shown(x)
+        raise InvalidInputError(f"{name} must be a whole number, or a tensor that holds one, got {got}")
+    return x
 
 
 def _whole(name: str, x: object, least: int) -> int:

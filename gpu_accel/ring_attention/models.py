@@ -12,7 +12,8 @@ labels on all ranks, so gradients of the ranks *add up* to those of one device. 
 give `gradients="mean"`.
 
 The model's attention is set back on leaving, also by an exception. Sliding windows and soft caps of a layer are
-honoured; what is not there (attention masks, dropout, caches) is refused on every rank, never left out silently.
+honoured; what is not there (attention masks and padding, dropout, caches) is refused on every rank, never left out
+silently, and so are models whose attention transformers does not replace.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_accel.errors import InvalidInputError, UnsupportedError, shown
-from gpu_accel.ring_attention.attention import distributed_attention, gather_sequence
+from gpu_accel.errors import GpuAccelError, InvalidInputError, UnsupportedError, shown
+from gpu_accel.ring_attention.attention import check_transport, distributed_attention, gather_sequence
 from gpu_accel.ring_attention.layouts import IGNORE_INDEX, Layout
 from gpu_accel.ring_attention.transport import Transport
 
 NAME = "gpu_accel_ring"
+_TOKENS = (torch.int64, torch.int32)
 _LAYERS = {"attention", "full_attention", "sliding_attention"}
 _ACTIVE: ContextVar[ContextParallel | None] = ContextVar("context_parallel", default=None)
 
@@ -49,6 +51,9 @@ class ContextParallel:
     def inputs(self, input_ids: Tensor) -> dict[str, Tensor]:
         """This rank's input_ids and position_ids from the whole input_ids (batch, seqlen). Padding rows are token 0."""
         rank = self.transport.rank
+        if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.dtype not in _TOKENS:
+            got = f"{input_ids.dtype} {tuple(input_ids.shape)}" if isinstance(input_ids, Tensor) else shown(input_ids)
+            raise InvalidInputError(f"input_ids must be int64 or int32 (batch, seqlen), got {got}")
         local = self.layout.shard(input_ids, rank, dim=1)
         positions = self.layout.positions(rank, within_document=True, padding=0).to(input_ids.device)
         return {"input_ids": local, "position_ids": positions.expand(input_ids.shape[0], -1)}
@@ -65,6 +70,9 @@ class ContextParallel:
             labels: (batch, seqlen), whole and unshifted, as for one device; IGNORE_INDEX is left out.
         """
         mine = self.labels(labels)
+        if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != mine.shape:
+            got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+            raise InvalidInputError(f"logits must be {tuple(mine.shape)} and the vocabulary, got {got}")
         counts = [int((self.layout.shift_labels(labels, r) != IGNORE_INDEX).sum()) for r in range(self.layout.ranks)]
         flat = logits.float().flatten(0, 1)
         total = torch.nn.functional.cross_entropy(flat, mine.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
@@ -99,24 +107,44 @@ def context_parallel(
     """
     if gradients not in ("sum", "mean"):
         raise InvalidInputError(f"gradients must be 'sum' or 'mean', got {shown(gradients, 40)}")
+    check_transport(transport)
+    if not isinstance(layout, Layout):
+        raise InvalidInputError(f"layout must come from make_layout, got {shown(layout)}")
     if layout.ranks != transport.size:
         raise InvalidInputError(f"the layout is for {layout.ranks} ranks, but the transport has {transport.size}")
     if not hasattr(model, "set_attn_implementation"):
         raise UnsupportedError(f"{type(model).__name__} has no set_attn_implementation: a transformers model is needed")
     check_layers(model.config)
-    from transformers import AttentionInterface
+    from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, _mask)  # without it transformers would drop masks of padding unseen
     before = model.config._attn_implementation
     token = _ACTIVE.set(ContextParallel(layout, transport, schedule, gradients, options))
     try:
         model.set_attn_implementation(NAME)
+        check_taken(model)
         active = _ACTIVE.get()
         assert active is not None
         yield active
     finally:
         _ACTIVE.reset(token)
         model.set_attn_implementation(before)
+
+
+def check_taken(model: Any) -> None:
+    """Whether the model's attention is the ring's now: transformers only warns where a model keeps its own.
+
+    Raises:
+        UnsupportedError: it is not, or that of a model within it.
+    """
+    for one in model.modules():
+        kept = hasattr(one, "set_attn_implementation") and one.config._attn_implementation != NAME
+        if kept or not getattr(one, "_supports_attention_backend", True):
+            raise UnsupportedError(
+                f"transformers does not say that the attention of {type(one).__name__} goes through its "
+                "AttentionInterface, and one that does not sees its own shard only"
+            )
 
 
 def check_layers(config: Any) -> None:
@@ -138,6 +166,45 @@ def check_layers(config: Any) -> None:
         )
 
 
+def _refuse(active: ContextParallel, error: GpuAccelError | None) -> None:
+    """Raise an error on every rank."""
+    if error is not None:
+        active.transport.agree("", error)
+        raise error
+
+
+def _within() -> ContextParallel:
+    active = _ACTIVE.get()
+    if active is None:
+        raise InvalidInputError("this model's attention goes over a ring: use it within context_parallel")
+    return active
+
+
+def _mask(*_: Any, attention_mask: Tensor | None = None, use_vmap: bool = False, **__: Any) -> None:
+    """What a model asks once a forward: its mask, which is causal or a window, so that none is needed."""
+    error = None
+    if attention_mask is not None and not bool(attention_mask.all()):
+        error = UnsupportedError("padding is not taken over a ring: pass no attention_mask, or use documents")
+    elif use_vmap:
+        error = UnsupportedError("this model adds a function of its own to the mask, which is not taken over a ring")
+    _refuse(_within(), error)
+
+
+def _check_positions(active: ContextParallel, given: object) -> GpuAccelError | None:
+    """Without position_ids a model counts the rows of its shard, and is wrong without a word."""
+    layout, rank = active.layout, active.transport.rank
+    counted = torch.arange(layout.local_length)
+    expected = layout.positions(rank, within_document=True, padding=0)
+    if not isinstance(given, Tensor) or given.shape[-1:] != counted.shape or torch.equal(counted, expected):
+        return None
+    if given.is_cuda and torch.cuda.is_current_stream_capturing():  # the first calls were looked at
+        return None
+    if bool((given.reshape(-1, len(counted)) == counted.to(given.device)).all()):
+        return InvalidInputError("position_ids count the rows of a shard, not the tokens of the sequence: "
+                                 "call the model with **cp.inputs(input_ids)")  # fmt: skip
+    return None
+
+
 def _attention(
     module: Any,
     query: Tensor,
@@ -153,20 +220,18 @@ def _attention(
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """What a layer calls: query (batch, heads, rows, head_dim); returns (batch, rows, heads, head_dim)."""
-    active = _ACTIVE.get()
-    if active is None:
-        raise InvalidInputError("this model's attention goes over a ring: use it within context_parallel")
+    active = _within()
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    error = None
+    error: GpuAccelError | None = None
     if attention_mask is not None:
         error = UnsupportedError("attention masks are not taken over a ring: pass no attention_mask, or use documents")
     elif dropout:
         error = UnsupportedError(f"dropout ({dropout}) is not supported: set attention_dropout to 0 or use eval()")
     elif unused.get("s_aux") is not None:
         error = UnsupportedError("attention sinks are not supported")
-    if error is not None:
-        active.transport.agree("", error)
-        raise error
+    elif getattr(module, "layer_idx", None) == 0:
+        error = _check_positions(active, unused.get("position_ids"))
+    _refuse(active, error)
     window = (-1, -1) if not sliding_window else (sliding_window - 1, 0 if causal else sliding_window - 1)
     o, _ = distributed_attention(
         *(x.transpose(1, 2) for x in (query, key, value)), layout=active.layout, transport=active.transport,

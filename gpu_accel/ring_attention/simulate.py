@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from gpu_accel.errors import InvalidInputError, shown
-from gpu_accel.flash_attention3.problem import check_flag, check_tensors
+from gpu_accel.flash_attention3.problem import check_flag, check_strided, check_tensors
 from gpu_accel.ring_attention import attention
 from gpu_accel.ring_attention.layouts import make_layout
 from gpu_accel.ring_attention.schedules import schedule as find_schedule
 from gpu_accel.ring_attention.transport import LocalTransport, World
 
 T = TypeVar("T")
+MOST_RANKS = 4096  # each is a thread
 
 
 def simulate(function: Callable[[LocalTransport], T], ranks: int, *, world: World | None = None) -> list[T]:
@@ -35,8 +36,8 @@ def simulate(function: Callable[[LocalTransport], T], ranks: int, *, world: Worl
     Raises:
         Whatever the first rank to fail raised; the other ranks end with CommunicationError.
     """
-    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
-        raise InvalidInputError(f"ranks must be a whole number from 1 up, got {shown(ranks)}")
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= MOST_RANKS:
+        raise InvalidInputError(f"ranks must be a whole number from 1 to {MOST_RANKS}, got {shown(ranks)}")
     world = World(ranks) if world is None else world
     if not isinstance(world, World):
         raise InvalidInputError(f"world must be a World or None, got {shown(world)}")
@@ -88,9 +89,12 @@ def simulate_attention(
     """
     attention.check_names(options)
     check_tensors(q, k, v, varlen=False)
-    if do is not None and (not isinstance(do, Tensor) or do.shape != (*q.shape[:-1], v.shape[-1])):
-        got = tuple(do.shape) if isinstance(do, Tensor) else type(do).__name__
-        raise InvalidInputError(f"do must be a tensor {(*q.shape[:-1], v.shape[-1])} like o, or None; got {got}")
+    if do is not None:
+        if not isinstance(do, Tensor) or do.shape != (*q.shape[:-1], v.shape[-1]) or do.device != q.device:
+            got = f"{tuple(do.shape)} on {do.device}" if isinstance(do, Tensor) else type(do).__name__
+            expected = f"{(*q.shape[:-1], v.shape[-1])} on {q.device}"
+            raise InvalidInputError(f"do must be a tensor {expected} like o, or None; got {got}")
+        check_strided("do", do)
     find_schedule(schedule)
     cut = make_layout(layout, seqlen=k.shape[1], ranks=ranks, documents=documents)
     replicated = schedule == "tree"  # every rank holds the few queries

@@ -129,7 +129,7 @@ class PointToPoint(ABC):
 
     def all_gather(self, x: Tensor, ranks: Sequence[int] | None = None) -> Pending:
         ranks = range(self.size) if ranks is None else ranks
-        x = x.contiguous()
+        x = _plain(x)
         out = x.new_empty((len(ranks), *x.shape))
         pending = self.transfer([(x, r) for r in ranks], [(out[i], r) for i, r in enumerate(ranks)])
         return Pending(lambda: (pending.wait(), out)[1])
@@ -138,7 +138,7 @@ class PointToPoint(ABC):
         ranks = range(self.size) if ranks is None else ranks
         if len(x) != len(ranks):
             raise InvalidInputError(f"all_to_all among {len(ranks)} ranks needs as many rows, got {len(x)}")
-        x = x.contiguous()
+        x = _plain(x)
         out = torch.empty_like(x)
         pending = self.transfer([(x[i], r) for i, r in enumerate(ranks)], [(out[i], r) for i, r in enumerate(ranks)])
         return Pending(lambda: (pending.wait(), out)[1])
@@ -233,7 +233,7 @@ class LocalTransport(PointToPoint):
                     )
                 x.copy_(found)
             for x, copy in kept:
-                if not torch.equal(torch.nan_to_num(x), torch.nan_to_num(copy)):
+                if not torch.equal(_as_bytes(x), _as_bytes(copy)):
                     raise AssertionError(f"rank {self.rank} changed a message while it was on its way")
 
         return Pending(finish)
@@ -318,7 +318,7 @@ class TorchTransport(PointToPoint):
             raise InvalidInputError("the process group is gloo, but the tensors are on a GPU: use NCCL, or move them")
         if self.name == "nccl" and not x.is_cuda:
             raise InvalidInputError("the process group is NCCL, but the tensors are on the CPU: use gloo, or move them")
-        return x.detach().view(-1).view(torch.uint8) if self.gloo else x.detach()
+        return _as_bytes(x) if self.gloo else x.detach()
 
     def transfer(self, sends: Sends, receives: Receives) -> Pending:
         dist = self._dist
@@ -344,7 +344,7 @@ class TorchTransport(PointToPoint):
     def all_gather(self, x: Tensor, ranks: Sequence[int] | None = None) -> Pending:
         if ranks is not None and tuple(ranks) != tuple(range(self.size)):
             return super().all_gather(x, ranks)
-        x = x.contiguous()
+        x = _plain(x)
         out = x.new_empty((self.size, *x.shape))
         if not x.numel():
             return Pending(lambda: out)
@@ -357,7 +357,7 @@ class TorchTransport(PointToPoint):
     def all_to_all(self, x: Tensor, ranks: Sequence[int] | None = None) -> Pending:
         if self.gloo or (ranks is not None and tuple(ranks) != tuple(range(self.size))):
             return super().all_to_all(x, ranks)
-        x = x.contiguous()
+        x = _plain(x)
         out = torch.empty_like(x)
         work = self._guarded(
             "all-to-all", lambda: self._dist.all_to_all_single(out, x, group=self.group, async_op=True)
@@ -386,6 +386,16 @@ def check_group(group: object) -> None:
     outside = group is dist.GroupMember.NON_GROUP_MEMBER  # what new_group returns to those that are not in it
     if not (group is None or outside or isinstance(group, dist.ProcessGroup)):
         raise InvalidInputError(f"group must be a process group of torch.distributed or None, got {shown(group)}")
+
+
+def _plain(x: Tensor) -> Tensor:
+    """Contiguous, and as memory holds it: a view may be the negative of its memory."""
+    return x.resolve_conj().resolve_neg().contiguous()
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    """A contiguous tensor as its bytes, which every dtype has and NaN is equal to."""
+    return x.detach().view(-1).view(torch.uint8)
 
 
 def _check_contiguous(x: Tensor) -> None:

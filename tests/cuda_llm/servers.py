@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -46,6 +47,24 @@ def served(answer: Callable[[str, dict[str, Any], dict[str, str]], Reply]) -> It
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextlib.contextmanager
+def raw(answer: Callable[[socket.socket], object]) -> Iterator[str]:
+    """Serve whatever `answer(connection)` sends after the head of a request; yields the base URL."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = listening.accept()
+                    with connection, contextlib.suppress(OSError):
+                        connection.recv(1 << 16)
+                        answer(connection)
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+        listening.shutdown(socket.SHUT_RDWR)
 
 
 def of_model(tokenizer: Any, model: Any) -> Callable[[str, dict[str, Any], dict[str, str]], Reply]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,109 @@ def test_a_server_that_fails_is_reported(status: int, reply, why: str, sandbox: 
         optimize_kernel(REVERSE.start, proposer=OpenAICompatible("m", base_url=url), sandbox=sandbox)
 
 
+def drip(connection) -> None:
+    for byte in b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 40:
+        connection.sendall(bytes([byte]))
+        time.sleep(0.05)
+
+
+def with_tokens(count: str) -> bytes:
+    return b'{"choices":[{"message":{"content":"x"}}],"usage":{"prompt_tokens":%s}}' % count.encode()
+
+
+HEAD = b"HTTP/1.1 200 OK\r\n"
+RUBBISH = {
+    "no status": (b"\x1b[2Jrubbish\r\n\r\n", "not answer: .{1,3}2Jrubbish"),
+    "a long line": (b"HTTP/1.1 " + b"a" * 100_000, "not answer"),
+    "many headers": (HEAD + b"a: b\r\n" * 200, "not answer"),
+    "half a chunk": (HEAD + b"Transfer-Encoding: chunked\r\n\r\nff\r\n{", "not answer"),
+    "half an error": (b"HTTP/1.1 400 Bad\r\nTransfer-Encoding: chunked\r\n\r\nff\r\n{", "answers 400"),
+    "half a body": (HEAD + b"Content-Length: 9\r\n\r\n{", "no JSON"),
+    "deep": (HEAD + b"\r\n" + b"[" * 100_000, "no JSON"),
+    "text in parts": (HEAD + b'\r\n{"choices":[{"message":{"content":[1]}}]}', "another form"),
+    **{f"{count} tokens": (HEAD + b"\r\n" + with_tokens(count), "another form")
+       for count in ("-5", "1e999", "NaN", "1" + "0" * 40)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", RUBBISH)
+def test_rubbish_is_an_error_of_the_model(what: str) -> None:
+    said, why = RUBBISH[what]
+    with servers.raw(lambda connection: connection.sendall(said)) as url, pytest.raises(ModelError, match=why) as got:
+        OpenAICompatible("m", base_url=url).ask([], 0)
+    assert str(got.value).isprintable()
+
+
+def test_a_reply_that_never_ends_is_given_up() -> None:
+    """Neither one byte now and then, which no timeout of a socket sees, nor more bytes than a reply has."""
+    with servers.raw(drip) as url, pytest.raises(ModelError, match=r"no whole reply within 0.3 s"):
+        OpenAICompatible("m", base_url=url, timeout=0.3).ask([], 0)
+
+    def flood(connection) -> None:
+        connection.sendall(HEAD + b"\r\n")
+        while True:
+            connection.sendall(b" " * 65536)
+
+    with servers.raw(flood) as url, pytest.raises(ModelError, match="no JSON"):
+        OpenAICompatible("m", base_url=url).ask([], 0)
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_no_redirection_gets_the_key(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_KEY", "secret")
+    heard: list[bytes] = []
+    with servers.raw(heard.append) as elsewhere:
+        said = f"HTTP/1.1 {status} Moved\r\nLocation: {elsewhere.replace('127.0.0.1', 'localhost')}\r\n\r\n"
+        with (
+            servers.raw(lambda connection: connection.sendall(said.encode())) as url,
+            pytest.raises(ModelError, match=f"answers {status}: it redirects to http://localhost"),
+        ):
+            OpenAICompatible("m", base_url=url, key="A_KEY").ask([], 0)
+    assert not heard
+
+
+@pytest.mark.parametrize("after", ["nan", "-5", "inf", "Wed, 21 Oct 2026 07:28:00 GMT"])
+def test_a_strange_time_to_wait(after: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("gpu_accel.cuda_llm.models.time.sleep", slept.append)
+    said = f"HTTP/1.1 429 Busy\r\nRetry-After: {after}\r\n\r\n".encode()
+    with servers.raw(lambda connection: connection.sendall(said)) as url, pytest.raises(ModelError, match="429"):
+        OpenAICompatible("m", base_url=url).ask([], 0)
+    assert slept == ([30, 30] if after == "inf" else [1, 2])
+
+
+@pytest.mark.parametrize("key", ["line\n", "schlüssel"])
+def test_what_no_key_holds(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_KEY", key)
+    with pytest.raises(InvalidInputError, match="A_KEY"):
+        OpenAICompatible("m", key="A_KEY").ask([], 0)
+    with pytest.raises(InvalidInputError, match="by the name") as got:
+        OpenAICompatible("m", key="sk-the-key-itself").ask([], 0)
+    assert "sk-" not in str(got.value)
+
+
+def test_half_a_surrogate_pair_can_be_kept(sandbox: Sandbox, tmp_path: Path) -> None:
+    with servers.served(lambda *given: (200, servers.completion("\ud800"))) as url:
+        proposer = OpenAICompatible("m", base_url=url)
+        found = optimize_kernel(REVERSE.start, proposer=proposer, candidates=1, sandbox=sandbox, out=tmp_path / "run")
+    assert found.attempts[1].text == "?" and attempts_of(tmp_path / "run")[1].text == "?"
+
+
+def test_what_was_answered_before_a_failure_counts(sandbox: Sandbox) -> None:
+    """And each call of a search has a seed of its own."""
+    seeds: list[int] = []
+
+    def answer(path, body, headers):
+        seeds.append(body["seed"])
+        return (200, servers.completion("same")) if len(seeds) < 3 else (400, {"error": "over"})
+
+    with servers.served(answer) as url:
+        proposer = OpenAICompatible("m", base_url=url, prices=(1.0, 2.0))
+        found = optimize_kernel(REVERSE.start, proposer=proposer, dollars=5.0, sandbox=sandbox)
+    assert seeds == [1, 2, 3, 4] and "The model failed" in found.note
+    assert len(found.attempts) == 2 and found.dollars == pytest.approx(200e-6)
+
+
 def test_nobody_listens(sandbox: Sandbox) -> None:
     nobody = OpenAICompatible("m", base_url="http://127.0.0.1:9/v1")
     with pytest.raises(ModelError, match="does not answer"):
@@ -165,7 +269,8 @@ def test_files_in_a_folder(sandbox: Sandbox, tmp_path: Path) -> None:
         ({"model": ""}, "needs --model"),
         ({"model": "m", "price": "1"}, "two numbers"),
         ({"model": "m", "price": "-1,2"}, "not negative"),
-        ({"model": "m", "base_url": "localhost"}, "http://"),
+        *(({"model": "m", "base_url": url}, "http://")
+          for url in ("localhost", "ftp://x", "http://", "http://[::1", "http://a b", "http://x:abc", "http://x:99999")),
     ],
 )
 def test_models_that_make_no_sense(words: dict, why: str) -> None:

@@ -151,3 +151,27 @@ def test_a_log_that_was_damaged_is_refused_with_its_line(tmp_path: Path) -> None
 def test_runs_that_make_no_sense(words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     call("run", "--task", "reverse", *words, code=codes.USAGE)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("--model", "m"), "--model is not for --proposer grammar"),
+        (("--price", "1,2"), "--price is not for"),
+        (("--proposer", "file", "--from", ".", "--base-url", "http://x"), "--base-url is not for --proposer file"),
+        (("--proposer", "anthropic", "--model", "m", "--from", "."), "--from is not for"),
+        (("--proposer", "anthropic", "--model", "m", "--dollars", "5"), "give --price"),
+        (("--dollars", "0"), "dollars is 0.0; it must be a positive number"),
+    ],
+)
+def test_options_that_would_do_nothing(words: tuple[str, ...], why: str) -> None:
+    assert why in errors("run", "--task", "relu", *words)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"candidates": 1.5}, {"candidates": True}, {"batch": None}, {"batch": 0}, {"seconds": "9"}, {"depth": 2.0}],
+)
+def test_budgets_that_are_none(given: dict) -> None:
+    with pytest.raises(InvalidInputError, match=next(iter(given))):
+        search.Budget(**given)

@@ -158,7 +158,10 @@ def test_sparse_and_nested_tensors():
     q = x(*GOOD)
     ragged = torch.nested.nested_tensor([torch.randn(3, 2, 16), torch.randn(4, 2, 16)], layout=torch.jagged)
     old = torch.nested.nested_tensor([torch.randn(3, 2, 16), torch.randn(4, 2, 16)])
-    for odd, words in ((q.to_sparse(), "layout torch.sparse_coo"), (ragged, "nested"), (old, "nested")):
+    turned = torch._neg_view(q)  # as a conjugate's .imag is: kernels would see the other sign
+    for odd, words in (
+        (q.to_sparse(), "layout torch.sparse_coo"), (ragged, "nested"), (old, "nested"), (turned, "resolve_neg"),
+    ):  # fmt: skip
         for call in (flash_attn_func, explain, fp8_attention, FlashAttention3("bf16"), FlashAttention3("fp8")):
             with pytest.raises(UnsupportedError, match=words):
                 call(odd, odd, odd)

@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 
-from gpu_accel.errors import InvalidInputError
+from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.ring_attention import RingAttention, ring_attention_backward, ring_attention_forward, shard_sequence
 from gpu_accel.ring_attention.api import (
     accumulate_attention_outputs,
@@ -56,6 +56,21 @@ REFUSED = {
     "ulysses-true": lambda: module(schedule="usp", ulysses=True),
     "mesh-number": lambda: module(schedule="mesh", mesh=3),
     "mesh-halves": lambda: module(schedule="mesh", mesh=(1.5, 2)),
+    "do-elsewhere": lambda: simulate_attention(ROW, ROW, ROW, do=ROW.to("meta"), ranks=2),
+    "threads": lambda: simulate_attention(ROW, ROW, ROW, ranks=2**40),
+    "matrix-of-results": lambda: accumulate_attention_outputs([(OUT[0, 0], LSE[0])]),
+    "padding-below-bytes": lambda: shard_sequence(torch.ones(1, 5, dtype=torch.uint8), 2, padding=-5),
+    "padding-half": lambda: shard_sequence(torch.ones(1, 5, dtype=torch.int64), 2, padding=0.5),
+    "padding-nan-of-integers": lambda: shard_sequence(torch.ones(1, 5, dtype=torch.int64), 2, padding=float("nan")),
+    "padding-two-of-flags": lambda: shard_sequence(torch.ones(1, 5) > 0, 2, padding=2),
+    "padding-beyond-half": lambda: shard_sequence(torch.ones(1, 5, dtype=torch.float16), 2, padding=1e300),
+    "padding-beyond-all": lambda: shard_sequence(torch.ones(1, 5), 2, padding=10**400),
+    "padding-of-positions": lambda: make_layout("zigzag", seqlen=5, ranks=2).positions(0, padding=None),
+    "ignored-label": lambda: make_layout("zigzag", seqlen=4, ranks=2).shift_labels(
+        torch.ones(1, 4, dtype=torch.int32), 0, ignore_index=2**40
+    ),
+    "half-a-label": lambda: make_layout("zigzag", seqlen=4, ranks=2).loss_scale(1.5, 3),
+    "labels-in-a-row": lambda: make_layout("zigzag", seqlen=4, ranks=2).loss_scale(torch.ones(2).int(), 3),
     "documents-number": lambda: make_layout("documents", seqlen=10, ranks=3, documents=10),
     "seq-len-of-simulated-forward": lambda: ring_attention_forward(X, X, X, 2, seq_len=3),
     "seq-len-of-simulated-backward": lambda: ring_attention_backward(X, X, X, X, 2, seq_len=3),
@@ -112,6 +127,34 @@ REFUSED = {
 def test_refused(use):
     with pytest.raises(InvalidInputError):
         use()
+
+
+UNSUPPORTED = {
+    "quantised-shard": lambda: shard_sequence(torch.quantize_per_tensor(ROW, 1.0, 0, torch.qint8), 3),
+    "sparse-shard": lambda: shard_sequence(ROW.to_sparse(), 3),
+    "nested": lambda: ring_attention_forward(*3 * [torch.nested.nested_tensor([torch.ones(4, 2, 8)])], 2),
+    "negative-view": lambda: simulate_attention(torch._neg_view(ROW), ROW, ROW, ranks=2),
+    "do-sparse": lambda: simulate_attention(ROW, ROW, ROW, do=ROW.to_sparse(), ranks=2),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*(nested tensors|quantize_per_tensor|quantized).*")
+@pytest.mark.parametrize("use", UNSUPPORTED.values(), ids=UNSUPPORTED.keys())
+def test_memory_that_is_not_read_by_strides(use):
+    with pytest.raises(UnsupportedError):
+        use()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bool, torch.complex64], ids=str)
+def test_any_dtype_travels(dtype):
+    """NaN too, and as the number that a view means."""
+    whole = torch.tensor([[float("nan"), 1.0, 0.0, 2.0]]).to(dtype)
+    cut = make_layout("zigzag", seqlen=4, ranks=2)
+    for found in simulate(lambda t: gather_sequence(cut.shard(whole, t.rank), cut, t), 2):
+        assert torch.equal(found.view(torch.uint8), whole.view(torch.uint8))
+    turned = torch._neg_view(torch.arange(4.0)[None])
+    for found in simulate(lambda t: t.all_gather(turned).wait(), 2):
+        assert torch.equal(found, -torch.arange(4.0).expand(2, 1, 4))
 
 
 @pytest.mark.parametrize("timeout", [float("nan"), float("inf"), "x", None, -1, 0, True, 1e-9, 1e30], ids=str)
@@ -200,6 +243,8 @@ ALONE = {
     "option": lambda t, layout: distributed_attention(
         *(torch.ones(1, ROWS, 2, 8),) * 3, layout=layout, transport=t, **({"foo": 1} if t.rank == 1 else {})
     ),
+    "gather-list": lambda t, layout: gather_sequence([1.0] if t.rank == 1 else torch.ones(1, ROWS), layout, t),
+    "gather-layout": lambda t, layout: gather_sequence(torch.ones(1, ROWS), None if t.rank == 1 else layout, t),
     "gather": lambda t, layout: gather_sequence(torch.ones(1, ROWS + t.rank, 2), layout, t),
 }
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpu_accel.errors import GpuAccelError, UnsupportedError
+from gpu_accel.errors import GpuAccelError, InvalidInputError, UnsupportedError
 from gpu_accel.ring_attention import make_layout
 from gpu_accel.ring_attention.transport import TorchTransport
 
@@ -126,13 +126,16 @@ def refused(rank: int) -> list[str]:
     one, transport = model(), TorchTransport(timeout=30)
     cut = make_layout("zigzag", seqlen=SEQLEN, ranks=2)
     told = []
-    for changes in ({"attention_mask": torch.ones(2, 1, cut.local_length, cut.local_length)}, {}):
+    padding = torch.ones(2, cut.local_length, dtype=torch.int64)
+    padding[0, :3] = rank  # on rank 0 only
+    mask = torch.ones(2, 1, cut.local_length, cut.local_length)
+    for changes in ({"attention_mask": mask}, {}, {"attention_mask": padding}, {"position_ids": None}):
         one.train()
         for layer in one.model.layers:
             layer.self_attn.attention_dropout = 0.0 if changes else 0.5
         try:
             with context_parallel(one, layout=cut, transport=transport) as cp:
-                one(**cp.inputs(tokens()), use_cache=False, **changes)
+                one(**{**cp.inputs(tokens()), **changes}, use_cache=False)
         except GpuAccelError as error:
             told.append(f"{type(error).__name__}: {error}")
         assert one.config._attn_implementation == "eager"
@@ -140,9 +143,51 @@ def refused(rank: int) -> list[str]:
 
 
 def test_masks_and_dropout_are_refused_and_the_model_is_set_back(tmp_path: Path):
-    for masks, dropout in results(run_ranks(refused, 2, tmp_path)):
+    found = results(run_ranks(refused, 2, tmp_path))
+    for masks, dropout, _, _ in found:
         assert masks.startswith("UnsupportedError: attention masks are not taken")
         assert dropout.startswith("UnsupportedError: dropout (0.5)")
+    assert found[0][2].startswith("UnsupportedError: padding is not taken") and "padding is not taken" in found[1][2]
+    for _, _, _, positions in found:
+        assert "position_ids count the rows of a shard" in positions
+
+
+def test_a_mask_of_ones_hides_nothing() -> None:
+    from gpu_accel.ring_attention.models import context_parallel
+    from gpu_accel.ring_attention.transport import LocalTransport, World
+
+    one, cut = model(), make_layout("zigzag", seqlen=SEQLEN, ranks=1)
+    world = World(1)
+    with world.changed, context_parallel(one, layout=cut, transport=LocalTransport(world, 0)) as cp:
+        found = one(**cp.inputs(tokens()), attention_mask=torch.ones(2, cut.local_length), use_cache=False).logits
+        assert torch.allclose(cp.gather(found), alone("llama")[0], atol=1e-6)
+        with pytest.raises(InvalidInputError, match="logits must be"):
+            cp.loss(found[:1], tokens())
+        with pytest.raises(InvalidInputError, match="input_ids must be"):
+            cp.inputs(tokens().float())
+
+
+def test_a_model_that_keeps_its_own_attention_is_refused():
+    """transformers only warns; Bloom, MPT, Falcon, RWKV, GPT-Neo and XGLM would each see their own shard."""
+    from gpu_accel.ring_attention.models import context_parallel
+    from gpu_accel.ring_attention.transport import LocalTransport, World
+
+    config = transformers.BloomConfig(vocab_size=VOCABULARY, hidden_size=16, n_layer=1, n_head=2)
+    one = transformers.BloomForCausalLM(config)
+    before = one.config._attn_implementation
+    layout = make_layout("zigzag", seqlen=8, ranks=2)
+    for bad in (None, "zigzag"):
+        with (
+            pytest.raises(InvalidInputError, match="make_layout"),
+            context_parallel(one, layout=bad, transport=LocalTransport(World(2), 0)),
+        ):
+            pass
+    with (
+        pytest.raises(UnsupportedError, match="BloomForCausalLM"),
+        context_parallel(one, layout=layout, transport=LocalTransport(World(2), 0)),
+    ):
+        pass
+    assert one.config._attn_implementation == before
 
 
 def test_only_transformers_models():
