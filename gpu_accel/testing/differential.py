@@ -348,7 +348,8 @@ def failure(call: Call, *, device: str = "cuda", attention: Callable[..., Any] |
     except UnsupportedError:
         return UNSUPPORTED
     except Exception as error:  # whatever a kernel raises is a finding
-        fatal = isinstance(error, torch.AcceleratorError) and not isinstance(error, torch.OutOfMemoryError)
+        # a launcher that waits says it in words of its own, as a RuntimeError
+        fatal = isinstance(error, torch.AcceleratorError) or "Triton Error [CUDA]" in str(error)
         frames = [f for f in traceback.extract_tb(error.__traceback__) if "/testing/" not in f.filename]
         ours = [f for f in frames if "gpu_accel" in f.filename]
         where = f" (from {Path(ours[-1].filename).name}:{ours[-1].lineno})" if fatal and ours else ""

@@ -134,7 +134,12 @@ def test_a_call_that_ends_its_process_is_named_and_made_small(monkeypatch, tmp_p
     assert f"small  {small}" in message and "there  fatal: the process ended with -6" in message
 
 
-def test_after_a_fault_of_the_gpu_calls_are_tried_in_processes_of_their_own(monkeypatch):
+FAULTS = [torch.AcceleratorError("CUDA error: an illegal memory access"),
+          RuntimeError("Triton Error [CUDA]: an illegal memory access")]  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=["torch", "triton"])
+def test_after_a_fault_of_the_gpu_calls_are_tried_in_processes_of_their_own(fault, monkeypatch):
     tried: list[Call] = []
 
     def apart(call, **_):
@@ -142,14 +147,12 @@ def test_after_a_fault_of_the_gpu_calls_are_tried_in_processes_of_their_own(monk
         return "fatal: again" if call.causal else ""
 
     def faulty(call, **_):
-        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+        raise fault
 
     monkeypatch.setattr(differential, "check", faulty)
     monkeypatch.setattr(differential, "failure_apart", apart)
     monkeypatch.setattr(differential, "draw_call", lambda *_: Call(causal=True, softcap=2.0))
-    with pytest.raises(
-        IncorrectResultError, match=r"seed 5, call 1: fatal: AcceleratorError: (?s:.)*there  fatal: again"
-    ):
+    with pytest.raises(IncorrectResultError, match=r"seed 5, call 1: fatal: (?s:.)*there  fatal: again"):
         search(seconds=20, seed=5, device="cpu")
     assert len(tried) > 2
 
