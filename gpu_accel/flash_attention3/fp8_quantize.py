@@ -44,7 +44,8 @@ from gpu_accel.flash_attention3.rotary import load_rotated
 _INTERPRET = tl.constexpr(INTERPRET)
 MIN_SCALE = 2.0**-126
 TRANSPOSED_PAD = 16  # TMA wants row pitches that are multiples of 16 bytes
-TENSOR_CORES = False  # whether "auto" takes hopper_quantize.py: not before a GPU has seen it right
+TENSOR_CORES = True  # whether "auto" takes hopper_quantize.py
+IN_PARTS = False  # whether it is hopper_quantize_parts.py instead: not before a GPU has seen it right
 _TENSOR_CORE_DIMS, _TENSOR_CORE_ROWS = (64, 128), 128
 
 
@@ -284,8 +285,11 @@ def quantize_blocks(
     view = as_bhsd(x)
     batch, heads, seqlen, dim = view.shape
     if tensor_cores:
-        from gpu_accel.flash_attention3 import hopper_quantize
+        from gpu_accel.flash_attention3 import hopper_quantize, hopper_quantize_parts
 
+        if IN_PARTS:
+            hopper_quantize_parts.quantize(view, seed, out, scales, fmt.largest, transpose)
+            return out, scales
         signs = random_signs(dim, seed, x.device) if hadamard else scales
         hopper_quantize.quantize(view, signs, out, scales, fmt.largest, transpose)
         return out, scales
