@@ -44,7 +44,8 @@ from gpu_accel.flash_attention3.rotary import load_rotated
 _INTERPRET = tl.constexpr(INTERPRET)
 MIN_SCALE = 2.0**-126
 TRANSPOSED_PAD = 16  # TMA wants row pitches that are multiples of 16 bytes
-TENSOR_CORES = False  # whether "auto" takes hopper_quantize.py: not before a GPU has seen it right
+TENSOR_CORES = True  # whether "auto" takes hopper_quantize.py
+IN_PARTS = False  # whether it is hopper_quantize_parts.py instead: not before a GPU has seen it right
 _TENSOR_CORE_DIMS, _TENSOR_CORE_ROWS = (64, 128), 128
 
 
@@ -144,6 +145,28 @@ def _store_rows(
 
 
 @triton.jit
+def _load_pairs(
+    rows, r, end, cos, sin, ROWS: tl.constexpr, D: tl.constexpr, COLS: tl.constexpr, ROTARY: tl.constexpr
+):
+    """`load_rotated` of neighbouring pairs, which lie in one thread: loads stay wide, an angle is loaded once."""
+    c = tl.arange(0, COLS)
+    pair = tl.arange(0, COLS // 2)
+    here = (r < end)[:, None]
+    x = tl.load(rows[:, None] + c[None, :], mask=here & (c < D)[None, :], other=0.0)
+    a, b = tl.split(tl.reshape(x, (ROWS, COLS // 2, 2)))
+    turns = here & (pair < ROTARY // 2)[None, :]
+    places = r.to(tl.int64)[:, None] * (ROTARY // 2) + pair[None, :]
+    cosine = tl.load(cos + places, mask=turns, other=1.0).to(tl.float32)
+    sine = tl.load(sin + places, mask=turns, other=0.0).to(tl.float32)
+    wide_a = a.to(tl.float32)
+    wide_b = b.to(tl.float32)
+    first = (wide_a * cosine - wide_b * sine).to(x.dtype)
+    second = (wide_b * cosine + wide_a * sine).to(x.dtype)
+    turned = tl.join(tl.where(turns, first, a), tl.where(turns, second, b))
+    return tl.reshape(turned, (ROWS, COLS))
+
+
+@triton.jit
 def _load(
     x, stride, row, end, signs, cos, sin,
     ROWS: tl.constexpr, D: tl.constexpr, COLS: tl.constexpr, LOG2: tl.constexpr, FACTOR: tl.constexpr,
@@ -156,7 +179,10 @@ def _load(
         r = row + tl.arange(0, ROWS)
         c = tl.arange(0, COLS)
         pointers = x + r.to(tl.int64) * stride
-        tile = load_rotated(pointers, c, r < end, r, cos, sin, end, D, ROTARY, INTERLEAVED, True).to(tl.float32)
+        if INTERLEAVED:
+            tile = _load_pairs(pointers, r, end, cos, sin, ROWS, D, COLS, ROTARY).to(tl.float32)
+        else:
+            tile = load_rotated(pointers, c, r < end, r, cos, sin, end, D, ROTARY, False, True).to(tl.float32)
         if HADAMARD:
             tile = mix_rows(tile, signs, ROWS, D, COLS, LOG2, FACTOR)
     return tile
@@ -284,8 +310,11 @@ def quantize_blocks(
     view = as_bhsd(x)
     batch, heads, seqlen, dim = view.shape
     if tensor_cores:
-        from gpu_accel.flash_attention3 import hopper_quantize
+        from gpu_accel.flash_attention3 import hopper_quantize, hopper_quantize_parts
 
+        if IN_PARTS:
+            hopper_quantize_parts.quantize(view, seed, out, scales, fmt.largest, transpose)
+            return out, scales
         signs = random_signs(dim, seed, x.device) if hadamard else scales
         hopper_quantize.quantize(view, signs, out, scales, fmt.largest, transpose)
         return out, scales
