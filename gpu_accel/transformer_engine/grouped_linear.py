@@ -103,7 +103,7 @@ class _Grouped(torch.autograd.Function):
         own, _ = _quantised(flat, scales[1], pending[1], plan.weight, True, False, backend)
         y = grouped_mm(
             _operand(row, plan.input, (rows.room, k), x.dtype), _operand(own, plan.weight, (count, n, k), x.dtype),
-            rows.groups, out_dtype=x.dtype, backend=backend,
+            rows.groups, bias=None if bias is None else bias.detach(), out_dtype=x.dtype, backend=backend,
         ).index_select(0, rows.place)  # fmt: skip
         turned: Three | tuple[()] = ()
         if needs[0]:
@@ -112,8 +112,6 @@ class _Grouped(torch.autograd.Function):
         ctx.save_for_backward(*col[:2], *turned[:2])
         ctx.rows, ctx.plan, ctx.settings, ctx.backend, ctx.grad_history = rows, plan, settings, backend, grad_history
         ctx.shape, ctx.dtypes = (count, n, k), (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        if bias is not None:
-            y += bias.detach().to(y.dtype).index_select(0, rows.expert)
         return y
 
     @staticmethod

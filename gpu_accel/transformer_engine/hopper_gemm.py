@@ -28,7 +28,7 @@ from gpu_accel.transformer_engine.tensor import QuantizedTensor
 
 # What has been right on an H100 or H200 in tests/gpu/test_gemm_fp8.py: "auto" takes the portable kernel for the rest.
 # "grouped-finished" is what groups have with a bias, an activation or rounding to fp8.
-GPU_CHECKED: tuple[str, ...] = ("dense", "grouped", "along")
+GPU_CHECKED: tuple[str, ...] = ("dense", "grouped", "grouped-finished", "along")
 SCALES_CHECKED = True  # the same of the one launch that lays scales of blocks side by side
 _ALIGNMENT = 16  # bytes
 _SKINNY = 64  # rows up to which the kernel that deals slices of K is taken
