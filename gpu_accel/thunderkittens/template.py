@@ -131,7 +131,8 @@ def _write(acc, arguments, row, col, WG: gl.constexpr):
 @gluon.jit
 def _write_by_tma(acc, arguments, row, col, WG: gl.constexpr):
     a_desc, b_desc, out, M, N, out_desc, out_bufs = arguments
-    store_packed(pack(acc, out_desc.dtype), out_bufs, WG, out_desc, row * 128 + WG * 64, col * 256, acc.type.layout, 2)
+    LAYOUT: gl.constexpr = acc.type.layout
+    store_packed(pack(acc, out_desc.dtype), out_bufs, WG, out_desc, row * 128 + WG * 64, col * 256, LAYOUT, 2)
 
 
 @gluon.jit(do_not_specialize=["M", "N", "tiles_m", "tiles_n", "steps"])

@@ -420,10 +420,10 @@ def test_long_convolution(dtype, size):
     convolve(dtype, size, 3)
 
 
-@pytest.mark.parametrize(("size", "batch"), [(256, 11), (512, 3), (1024, 3), (2048, 1), (4096, 11)])
+@pytest.mark.parametrize(("size", "batch"), [(256, 19), (512, 3), (1024, 3), (2048, 1), (4096, 19)])
 def test_long_convolution_by_products_of_float16(size, batch, monkeypatch):
     """Sizes with sides that are equal and not, by both kinds of tensor-core instructions; one turn and several."""
-    monkeypatch.setattr(long_conv, "HALF", True)
+    monkeypatch.setattr(long_conv, "_PROGRAMS", 1)
     convolve(BF16, size, batch)
 
 
