@@ -97,7 +97,7 @@ def fft_conv_op(
                 launch(fft_kernels._half_fft_conv_kernel, channels * -(-pairs // each),
                        (u, spectrum.contiguous(), pregate, postgate, y, tables, _halves(a, b, u.device), *strides,
                         seqlen, batch, channels, each),
-                       given | dict(num_warps=4 if a == 64 else 1))  # fmt: skip
+                       given | dict(num_warps=4 if a * b > 1024 else 1))  # fmt: skip
             else:  # three products of tf32 each: one has the 11 bits of float16, too few beside it after four products
                 launch(fft_kernels._fft_conv_kernel, channels * pairs,
                        (u, spectrum.contiguous(), pregate, postgate, y, tables, *strides, seqlen, batch, channels),

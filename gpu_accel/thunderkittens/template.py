@@ -35,7 +35,7 @@ from gpu_accel.thunderkittens.gemm_hopper import matrix_map
 
 CONSUMERS = gl.constexpr(2)
 _STAGES = 4
-_BY_TMA = False  # results through shared memory and TMA, not from registers: no GPU has seen it
+_BY_TMA = True  # results through shared memory and TMA: from registers they are 128 stores of two bytes a thread
 _quick: list[QuickLaunch] = []
 
 
