@@ -1,4 +1,4 @@
-"""Convolution by a Fourier transform made of matrix products, in plain Triton: one program a channel and two sequences.
+"""Convolution by a Fourier transform made of matrix products, in plain Triton: two sequences of a channel at a time.
 
 A transform of N = A B numbers, n = B i + j and frequency f = p + A r, is (Cooley and Tukey; on tensor cores
 arXiv 2311.05908):
@@ -11,6 +11,9 @@ way back is the same with conjugates and in reverse. Frequencies stay in the ord
 Two real sequences x, z with one real filter are one complex sequence x + i z: the real and the imaginary part of the
 result are theirs. Nothing goes to memory between the transforms. A complex product of matrices is four real ones:
 Triton has no complex tensor core.
+
+    _half_fft_conv_kernel   bfloat16: products of float16, numbers scaled to fit
+    _fft_conv_kernel        float16 and float32: every product is three of tf32
 """
 
 from __future__ import annotations

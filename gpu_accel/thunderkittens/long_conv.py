@@ -27,8 +27,10 @@ from gpu_accel.thunderkittens.arguments import check_tensors
 from gpu_accel.thunderkittens.chunked import _device, _unit
 from gpu_accel.thunderkittens.linear import BACKENDS, _need, _shape, choose
 
-# What its test in tests/gpu has passed on (H100, Triton 3.6.0): "auto" takes the kernel for that alone.
+# What its test in tests/gpu has passed on (H200, Triton 3.6.0): "auto" takes the kernels for that alone.
 GPU_CHECKED = (torch.bfloat16, torch.float16, torch.float32)
+_PAIRS = 8  # of sequences of a channel that one program has, in bfloat16: 300 us for 326 with one (16 x 1024 x 4096)
+_PROGRAMS = 1024  # at least, before one has several pairs
 SIZES = tuple(1 << n for n in range(8, 13))  # 256 to 4096: larger ones do not fit into the shared memory of one program
 
 
@@ -41,16 +43,7 @@ def _sides(size: int, tall: bool = False) -> tuple[int, int]:
 
 def _tall(dtype: torch.dtype) -> bool:
     """Hopper multiplies 64 rows at once; three products of tf32 put more aside that way."""
-    return HALF and dtype == torch.bfloat16
-
-
-HALF = False  # products of float16 beside bfloat16, `_half_fft_conv_kernel`: no GPU has seen it
-_PAIRS, _WARPS = 4, 0
-
-
-def _precision(dtype: torch.dtype) -> str:
-    """tf32 has the 11 bits of float16, so products of products in it err too much beside float16."""
-    return "tf32" if dtype == torch.bfloat16 else "tf32x3"
+    return dtype == torch.bfloat16
 
 
 @functools.lru_cache(maxsize=16)
@@ -94,31 +87,21 @@ def fft_conv_op(
     a, b = spectrum.shape[2:]
     y = u.new_empty(u.shape)
     if y.numel():
-        if HALF and u.dtype == torch.bfloat16:
-            return _in_halves(u, spectrum, pregate, postgate, y, conjugate)
         strides = [s for x in (u, pregate, postgate) for s in ((0, 0) if x is None else x.stride()[:2])]
+        tables = _tables(a, b, u.device)
+        given = dict(A=a, B=b, CONJUGATE=conjugate, PRE=pregate is not None, POST=postgate is not None, num_stages=1)
+        pairs = -(-batch // 2)
         with _device(u):
-            launch(fft_kernels._fft_conv_kernel, channels * -(-batch // 2),
-                   (u, spectrum.contiguous(), pregate, postgate, y, _tables(a, b, u.device), *strides, seqlen, batch,
-                    channels),
-                   dict(A=a, B=b, CONJUGATE=conjugate, PRE=pregate is not None, POST=postgate is not None,
-                        PRECISION=_precision(u.dtype), num_warps=8 if a * b > 1024 or u.dtype != torch.bfloat16 else 4,
-                        num_stages=1))  # fmt: skip
-    return y
-
-
-def _in_halves(u, spectrum, pregate, postgate, y, conjugate: bool) -> Tensor:
-    batch, channels, seqlen = u.shape
-    a, b = spectrum.shape[2:]
-    strides = [s for x in (u, pregate, postgate) for s in ((0, 0) if x is None else x.stride()[:2])]
-    pairs = -(-batch // 2)
-    each = min(pairs, _PAIRS)
-    with _device(u):
-        launch(fft_kernels._half_fft_conv_kernel, channels * -(-pairs // each),
-               (u, spectrum.contiguous(), pregate, postgate, y, _tables(a, b, u.device), _halves(a, b, u.device),
-                *strides, seqlen, batch, channels, each),
-               dict(A=a, B=b, CONJUGATE=conjugate, PRE=pregate is not None, POST=postgate is not None,
-                    num_warps=_WARPS or min(4, max(1, a // 16)), num_stages=1))  # fmt: skip
+            if u.dtype == torch.bfloat16:
+                each = min(pairs, _PAIRS, max(1, channels * pairs // _PROGRAMS))
+                launch(fft_kernels._half_fft_conv_kernel, channels * -(-pairs // each),
+                       (u, spectrum.contiguous(), pregate, postgate, y, tables, _halves(a, b, u.device), *strides,
+                        seqlen, batch, channels, each),
+                       given | dict(num_warps=4 if a * b > 1024 else 1))  # fmt: skip
+            else:  # three products of tf32 each: one has the 11 bits of float16, too few beside it after four products
+                launch(fft_kernels._fft_conv_kernel, channels * pairs,
+                       (u, spectrum.contiguous(), pregate, postgate, y, tables, *strides, seqlen, batch, channels),
+                       given | dict(PRECISION="tf32x3", num_warps=8))  # fmt: skip
     return y
 
 

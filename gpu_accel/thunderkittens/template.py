@@ -35,7 +35,7 @@ from gpu_accel.thunderkittens.gemm_hopper import matrix_map
 
 CONSUMERS = gl.constexpr(2)
 _STAGES = 4
-_BY_TMA = False  # results through shared memory and TMA, not from registers: no GPU has seen it
+_BY_TMA = True  # results through shared memory and TMA: from registers they are 128 stores of two bytes a thread
 _quick: list[QuickLaunch] = []
 
 
@@ -131,7 +131,8 @@ def _write(acc, arguments, row, col, WG: gl.constexpr):
 @gluon.jit
 def _write_by_tma(acc, arguments, row, col, WG: gl.constexpr):
     a_desc, b_desc, out, M, N, out_desc, out_bufs = arguments
-    store_packed(pack(acc, out_desc.dtype), out_bufs, WG, out_desc, row * 128 + WG * 64, col * 256, acc.type.layout, 2)
+    LAYOUT: gl.constexpr = acc.type.layout
+    store_packed(pack(acc, out_desc.dtype), out_bufs, WG, out_desc, row * 128 + WG * 64, col * 256, LAYOUT, 2)
 
 
 @gluon.jit(do_not_specialize=["M", "N", "tiles_m", "tiles_n", "steps"])

@@ -420,10 +420,10 @@ def test_long_convolution(dtype, size):
     convolve(dtype, size, 3)
 
 
-@pytest.mark.parametrize(("size", "batch"), [(256, 11), (512, 3), (1024, 3), (2048, 1), (4096, 11)])
+@pytest.mark.parametrize(("size", "batch"), [(256, 19), (512, 3), (1024, 3), (2048, 1), (4096, 19)])
 def test_long_convolution_by_products_of_float16(size, batch, monkeypatch):
     """Sizes with sides that are equal and not, by both kinds of tensor-core instructions; one turn and several."""
-    monkeypatch.setattr(long_conv, "HALF", True)
+    monkeypatch.setattr(long_conv, "_PROGRAMS", 1)
     convolve(BF16, size, batch)
 
 
@@ -595,8 +595,9 @@ def test_dropout_bits():
 
 @pytest.mark.parametrize("shape", [(300, 520, 200), (4096, 512, 2048)], ids=str)
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
-def test_template_by_tma(shape, dtype, monkeypatch):
-    monkeypatch.setattr(template, "_BY_TMA", True)
+def test_template_from_registers(shape, dtype, monkeypatch):
+    """What it does where TMA cannot write the rows of a result."""
+    monkeypatch.setattr(template, "_BY_TMA", False)
     test_levels_of_the_ladder("template", shape, dtype)
 
 

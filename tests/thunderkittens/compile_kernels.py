@@ -133,7 +133,7 @@ def longconv(dtype: torch.dtype, size: int) -> None:
     from gpu_accel.thunderkittens import long_conv as ops
 
     u = torch.empty(4, 8, size // 2, dtype=dtype)
-    spectrum = ops.filter_spectrum(torch.zeros(8, 4), size)
+    spectrum = ops.filter_spectrum(torch.zeros(8, 4), size, ops._tall(dtype))
     ops.fft_conv_op._init_fn(u, spectrum, None, None, False)
     ops.fft_conv_op._init_fn(u, spectrum, u, u, True)
 

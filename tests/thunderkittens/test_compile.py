@@ -14,7 +14,7 @@ GROUPS = [  # each is compiled in one process
     [("chunked", names) for names in CHUNKS],
     [
         *(("delta", names) for names in DELTA), ("gla", "bf16-128-128"), ("maps", "bf16-64"), ("conv", "bf16-4096"),
-        ("longconv", "bf16-2048"), ("ladder", "bf16-4096"), ("rows", "bf16-4096,fp32-65536"),
+        ("longconv", "bf16-4096"), ("ladder", "bf16-4096"), ("rows", "bf16-4096,fp32-65536"),
     ],
 ]  # fmt: skip
 
@@ -89,10 +89,10 @@ def test_short_convolutions(compile_once):
 
 @pytest.mark.slow
 def test_long_convolutions(compile_once):
-    rows = compiled(compile_once, "longconv", "bf16-2048")
+    rows = compiled(compile_once, "longconv", "bf16-4096")
     assert len(rows) == 2
     for row in rows:
-        assert row["spills"] == 0 and row["mma"] and row["shared"] <= 227 * 1024, row
+        assert row["spills"] == 0 and row["hgmma"] and row["shared"] <= 227 * 1024, row
 
 
 @pytest.mark.slow
