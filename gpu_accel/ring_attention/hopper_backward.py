@@ -27,7 +27,7 @@ from gpu_accel.flash_attention3.problem import Problem, effective_window
 from gpu_accel.ring_attention.fragments import NUMBERS, SIDE, gather, statistics
 from gpu_accel.ring_attention.masks import Piece
 
-_APART = False  # dQ in a warpgroup of its own where steps are plain: not seen right on a GPU yet
+_APART = True  # dQ in a warpgroup of its own where steps are plain (hopper_backward_apart.py)
 _LOG2_E = 1.4426950408889634
 _KEYS = 128  # of a tile
 # Bytes of q, do and dq that heads at work at the same time may have where their tiles take turns, by causal. On an H200
@@ -64,6 +64,11 @@ def _config(head_dim: int, causal: bool = False, plain: bool = False) -> Backwar
     config = backward_config(head_dim, causal=causal, plain=plain)
     assert isinstance(config, BackwardConfig)
     return config
+
+
+def _seen(dtype: torch.dtype, seqlen_k: int) -> bool:
+    """Whether dQ apart has been seen right on a GPU: not in fp16 and where a tile of keys is cut off."""
+    return dtype == torch.bfloat16 and seqlen_k % _KEYS == 0
 
 
 @functools.cache
@@ -140,8 +145,10 @@ class Gradients:
         seqlen_k, heads_kv = k.shape[1], k.shape[2]
         left, right = effective_window(piece.left, piece.right, seqlen_q, seqlen_k)
         causal = right >= 0
-        plain = q.dtype == torch.bfloat16 and left < 0 and right <= 0 and self.softcap == 0 and self.turns is None
-        config, m = _config(d, causal, plain and (d > 64 or seqlen_k % _KEYS == 0)), self.block_m
+        plain = left < 0 and right <= 0 and self.softcap == 0 and self.turns is None
+        apart = _APART and plain and _seen(q.dtype, seqlen_k)
+        lean = plain and q.dtype == torch.bfloat16 and (d > 64 or seqlen_k % _KEYS == 0)
+        config, m = _config(d, causal, lean), self.block_m
         num_m, num_n, per_kv = -(-seqlen_q // m), -(-seqlen_k // _KEYS), heads // heads_kv
         num_tiles = num_n * batch * heads_kv
         scale, cap_in = self.softmax_scale * _LOG2_E, 0.0
@@ -198,7 +205,7 @@ class Gradients:
             LEAN=config.lean,
         )
         programs = min(multiprocessors(q.device), num_tiles)
-        if plain and _APART:
+        if apart:
             wanted = ("D", "M", "K_SLOTS", "V_SLOTS", "PRELOAD", "CAUSAL", "EVEN_K", "DYNAMIC")
             constants = {name: constants[name] for name in wanted} | {"EARLY": not causal or seqlen_k > _SHORT}
             _kernel(apart=True)((q.dtype,), programs, arguments, constants, dict(num_warps=4, maxnreg=128))

@@ -10,11 +10,13 @@ time or the efficiency. The check is the relative error of the prediction. Sourc
               before it had records, so they test the model and settle no claim
     plots     other lines of the plots of `magi`: all-gather, Ulysses and USP forward on 8 to 64 GPUs in machines of 8,
               the ring's backward, and the backward of the other two on one machine, against `gpu-accel ring plan`
+    meta      arXiv 2411.01783, table 5: three hops between machines, 400 Gb/s a GPU; ib400 in costs.py is a fit to them
     records   the times of `scaling`, `schedules` and `overlap` in results/: what `gpu-accel ring plan` says of that
               very case, with the constants of costs.py and nothing of the case itself
 
-All but the last two test the formula of a ring (steps, merge passes, hops) with the rate of the kernel alone given;
-those test the planner as it is used. Its interval is tested too: `inside` is 1 where the measured time lies in it.
+All but the last three test the formula of a ring (steps, merge passes, hops) with the rate of the kernel alone given;
+those test the planner as it is used (of `meta` its hops alone). Its interval is tested too: `inside` is 1 where the
+measured time lies in it.
 None of its constants was chosen by `plots`. What the planner is not asked of them is the backward of all-gather and
 Ulysses across machines: gradients travel in float32 here and in 16 bits there, and it says 1.3 to 1.5 times too long.
 
@@ -160,6 +162,24 @@ def plotted() -> tuple[Planned, ...]:
     return tuple(found)
 
 
+HOPS = ((3_280_000, 166), (13_100_000, 544), (16_400_000, 629))  # bytes and us: queries of two lengths, keys and values
+
+
+@functools.cache
+def transfers() -> tuple[Planned, ...]:
+    """The hops of dataset `meta`: latency and rate of ib400."""
+    link, found = costs.LINKS["ib400"], []
+    for size, measured in HOPS:
+        case = {"dataset": "meta", "sku": "H100", "schedule": "hop", "gpus": 4, "bytes": size, "link": link.name}
+        value, worst, best = (
+            1e3 * (link.latency.at(end) + size / link.hop.at(end)) for end in ("value", "worst", "best")
+        )
+        found.append(
+            Planned(case=tuple(case.items()), measured_ms=measured / 1e3, predicted_ms=(value, worst, best))
+        )  # fmt: skip
+    return tuple(found)
+
+
 PLANNED = ("kv_ring", "kv_ring-nccl", "q_ring", "double_ring", "ulysses", "allgather", "usp", "mesh")
 TIMED = ("scaling", "schedules", "overlap")
 # Before this time all-gather and usp fetched the order of rows from the host in every call, and waited: records of code
@@ -197,7 +217,7 @@ def recorded(folder: Path = _RESULTS) -> tuple[Planned, ...]:
 def list_cases(settings: Settings) -> list[Case]:
     """One case a reading."""
     chosen = READINGS[:2] if settings.quick else READINGS
-    planned = recorded()[:2] if settings.quick else (*plotted(), *recorded())
+    planned = recorded()[:2] if settings.quick else (*plotted(), *transfers(), *recorded())
     return _published(chosen, settings) + [dict(p.case) | {"input": settings.input} for p in planned]
 
 
@@ -225,7 +245,7 @@ def _reading(case: Case) -> Reading:
 
 def build(case: Case, settings: Settings) -> Workload:
     """The model alone: it computes nothing on any device."""
-    if case["dataset"] in ("records", "plots"):
+    if case["dataset"] in ("records", "plots", "meta"):
         return _of_planner(case)
     reading = _reading(case)
     miss = abs(reading.predicted_ms() / reading.measured_ms - 1)
@@ -242,7 +262,7 @@ def build(case: Case, settings: Settings) -> Workload:
 
 def _of_planner(case: Case) -> Workload:
     wanted = tuple((name, x) for name, x in case.items() if name != "input")
-    found = next(p for p in (*plotted(), *recorded()) if p.case == wanted)
+    found = next(p for p in (*plotted(), *transfers(), *recorded()) if p.case == wanted)
     miss = abs(found.predicted_ms[0] / found.measured_ms - 1)
     planner = Implementation(
         name="planner",

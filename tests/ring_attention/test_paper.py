@@ -53,9 +53,16 @@ def test_the_model_is_near_every_reading(reading):
 
 def test_every_reading_is_a_case_of_its_own():
     cases = predict.list_cases(CPU)
-    published = [case for case in cases if case["dataset"] not in ("records", "plots")]
+    published = [case for case in cases if case["dataset"] not in ("records", "plots", "meta")]
     assert [predict._reading(case) for case in published] == list(predict.READINGS)
-    assert len(cases) == len(predict.READINGS) + len(predict.plotted()) + len(predict.recorded())
+    planned = (*predict.plotted(), *predict.transfers(), *predict.recorded())
+    assert len(cases) == len(predict.READINGS) + len(planned)
+
+
+def test_hops_between_machines_are_those_of_the_fit():
+    """Two constants, three readings: none of them is further off than 4.3 %."""
+    found = predict.transfers()
+    assert max(abs(p.predicted_ms[0] / p.measured_ms - 1) for p in found) < 0.043 and all(p.inside for p in found)
 
 
 def test_the_planner_forecasts_what_none_of_its_constants_was_chosen_by():
