@@ -159,6 +159,8 @@ def redteam(
         if not row.ok:
             note(f"{row.fixture.id}: {row.hack.name}, twin {row.twin.name}: {row.hack.detail}", style="bold red")
 
+    if (lacking := len(FIXTURES) - len(team.here())) and not only:
+        note(f"{lacking} hacks are left out: they show in what NVRTC makes of them, and it is not here", style="yellow")
     found = team.redteam(only=only or (), tell=tell)
     rows = [row.as_dict() for row in found]
     rejected, accepted = sum(row.hack_rejected for row in found), sum(row.twin_accepted for row in found)
