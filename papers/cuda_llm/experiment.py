@@ -5,7 +5,7 @@ admission    any machine: zeros, constants, means, copies and fp16 against every
 fuzz         any machine (Linux): a thousand malformed candidates, on the GPU where there is one
 search       on a GPU the best kernel next to the naive one, the plain one and torch, all checked and timed again after
              the search in processes of their own; without a GPU candidates are only checked
-winners      the kernels that searches left in winners/, judged and timed again from nothing but their source
+winners      the kernels that searches left in winners/, or in their folder, judged and timed again from their source
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from gpu_accel.cuda_llm.pool import Pool
 from gpu_accel.cuda_llm.progress import read as read_winners
 from gpu_accel.cuda_llm.records_table import ERROR, NOTES
 from gpu_accel.cuda_llm.redteam import Row, here, redteam
+from gpu_accel.cuda_llm.report import read_folder
 from gpu_accel.cuda_llm.sandbox import Sandbox
 from gpu_accel.cuda_llm.search import Optimized, optimize_kernel
 from gpu_accel.cuda_llm.searches import search_all, verify
@@ -274,9 +275,13 @@ def _best_values(task: Task, taken: Measured) -> dict[str, Any]:
 
 @functools.cache
 def _kept(gpu: bool) -> dict[str, Candidate]:
-    """What searches left behind: on this kind of GPU if there is such a file, or on the first of others."""
+    """What searches left behind: in their folder, if it is named, or else in winners/, first on this kind of GPU."""
+    folder = Path(os.environ.get(FOLDER) or os.devnull)
     files = sorted(WINNERS.glob("*.json"), key=lambda path: (path.stem != _target(), path.name))
-    found = {one.task.name: one.best for one in read_winners(files[0]) if one.best} if files else {}
+    if folder.is_dir():
+        found = {one.task.name: one.best for one in read_folder(folder) if one.run.get("best")}
+    else:
+        found = {one.task.name: one.best for one in read_winners(files[0]) if one.best} if files else {}
     return {name: one for name, one in found.items() if gpu or one.language == "triton"}
 
 
