@@ -198,7 +198,7 @@ def again(records: Sequence[Record]) -> str:
     near = sum(one.get("library_over_best", 0) >= SHARE for one in found.values())
     beats = sum(one.get("surely_over_library", 0) > 1 for one in found.values())
     return (
-        f"Judged and timed again from their source alone, by a run of its own (`winners`, commit {', '.join(commits)}): "
+        f"Judged and timed again from their source, by a run of its own (`winners`, commit {', '.join(commits)}): "
         f"{len(found)} winners are accepted, with outputs of at least {compared:.0f} launches of the timed shape "
         f"compared and at least {repeated:.0f} repeated; {naive} are faster than the naive kernel, {near} reach "
         f"{SHARE} of the speed of the faster library, {beats} are faster than both."
