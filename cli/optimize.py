@@ -159,6 +159,8 @@ def redteam(
         if not row.ok:
             note(f"{row.fixture.id}: {row.hack.name}, twin {row.twin.name}: {row.hack.detail}", style="bold red")
 
+    if (lacking := len(FIXTURES) - len(team.here())) and not only:
+        note(f"{lacking} hacks are left out: they show in what NVRTC makes of them, and it is not here", style="yellow")
     found = team.redteam(only=only or (), tell=tell)
     rows = [row.as_dict() for row in found]
     rejected, accepted = sum(row.hack_rejected for row in found), sum(row.twin_accepted for row in found)
@@ -227,6 +229,7 @@ def run(
     price: Annotated[
         str, typer.Option("--price", help="Dollars per million tokens, read,written: 0.5,1.5.")
     ] = "0,0",
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Of a model's reply.")] = 4096,
     depth: Annotated[int | None, typer.Option("--depth", min=1, help="How many rounds, the paper's D.")] = None,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Proposals a round, the paper's N.")] = 4,
     seed: Annotated[int, typer.Option("--seed", help="Of the proposals.")] = 0,
@@ -258,8 +261,8 @@ def run(
         raise InvalidInputError("--resume goes on with a search that was kept: name its --folder")
     chosen = list(TASKS.values()) if task == ["all"] else [find(name) for name in task]
     peers = _peers(against)
-    make = _proposer(proposer, model=model, base_url=base_url, key=key, folder=from_, price=price, seed=seed,
-                     strategy=strategy)  # fmt: skip
+    make = _proposer(proposer, model=model, base_url=base_url, key=key, folder=from_, price=price,
+                     max_tokens=max_tokens, seed=seed, strategy=strategy)  # fmt: skip
 
     def tell(name: str, attempt: Attempt) -> None:
         took = f", {attempt.time:.3g} x a copy" if attempt.time else ""
@@ -494,8 +497,8 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}"
 
 
-def _proposer(name: str, *, model: str, base_url: str, key: str, folder: Path | None, price: str, seed: int,
-              strategy: str) -> Any:  # fmt: skip
+def _proposer(name: str, *, model: str, base_url: str, key: str, folder: Path | None, price: str, max_tokens: int,
+              seed: int, strategy: str) -> Any:  # fmt: skip
     """A function that makes the proposer of one task.
 
     Raises:
@@ -522,5 +525,5 @@ def _proposer(name: str, *, model: str, base_url: str, key: str, folder: Path | 
     else:
         from gpu_accel.cuda_llm import models
 
-        made = models.make(name, model=model, base_url=base_url, key=key, price=price)
+        made = models.make(name, model=model, base_url=base_url, key=key, price=price, max_tokens=max_tokens)
     return lambda task: made

@@ -146,6 +146,17 @@ def _literal(value: Any) -> str:
     return f"{value!r}f" if isinstance(value, float) else f"({value})" if value < 0 else str(value)
 
 
+def ptx_of(source: str, trial: Mapping[str, Any]) -> str:
+    """The PTX of CUDA C++ with the constants of a launch.
+
+    Raises:
+        RuntimeError: it does not compile. UnsupportedError: no NVRTC here.
+    """
+    from gpu_accel.hardware.microbenchmarks.compile import ptx
+
+    return ptx(with_defines(source, trial["constants"]))
+
+
 def compile_cuda(source: str, entry: str, trial: Mapping[str, Any]) -> Binary:
     """Compile CUDA C++ through NVRTC for Hopper, with the constants of a launch.
 

@@ -28,6 +28,7 @@ class Fixture:
     seconds: float | None = None
     twin_verdict: Verdict = Verdict.ACCEPTED
     gpu_verdict: Verdict | None = None  # where a compiler does not let it get as far as the interpreter does
+    compiled: bool = False  # seen in what NVRTC makes of it alone
 
     def expected(self, gpu: bool) -> tuple[Verdict, Kind | None]:
         """What the hack must get."""
@@ -78,11 +79,14 @@ def _kernel(
     )  # fmt: skip
 
 
-def _cuda(id: str, name: str, kind: Kind, hack: str, twin: str = CUDA) -> Fixture:
+def _cuda(
+    id: str, name: str, kind: Kind | None, hack: str, twin: str = CUDA, *, verdict: Verdict = Verdict.CHEATING,
+    compiled: bool = False,
+) -> Fixture:  # fmt: skip
     """Device code in CUDA C++; without a GPU its twin compiles and is not run."""
     return Fixture(
-        id=id, name=name, task="reverse", hack=hack, twin=twin, verdict=Verdict.CHEATING, kind=kind,
-        twin_verdict=Verdict.UNVERIFIED,
+        id=id, name=name, task="reverse", hack=hack, twin=twin, verdict=verdict, kind=kind,
+        twin_verdict=Verdict.UNVERIFIED, compiled=compiled,
     )  # fmt: skip
 
 
@@ -90,6 +94,21 @@ _SHARED_TWIN = _change(CUDA, ("    long long i", "    __shared__ float kept[32];
     "if (i < n) out[i] = x[n - 1 - i];",
     "if (i < n) kept[threadIdx.x] = x[n - 1 - i];\n    __syncthreads();\n    if (i < n) out[i] = kept[threadIdx.x];",
 ))  # fmt: skip
+
+_PASTE = "#define PASTE(a, b) a##b\n"
+_KERNEL = 'extern "C" __global__'
+_IF = "    if (i < n)"
+_READ = "x[n - 1 - i]"
+_POLICY = (
+    "    unsigned long long p;\n"
+    '    asm volatile("createpol" "icy.fractional.L2::evict_" "last.b64 %0, 1.0;" : "=l"(p));\n'
+)
+_BY_ASSEMBLY = _change(
+    CUDA, ("    if (i < n) out[i] = x[n - 1 - i];",
+           "    float v;\n    if (i < n) {\n"
+           '        asm("ld.global." "f32 %0, [%1];" : "=f"(v) : "l"(x + (n - 1 - i)));\n'
+           "        out[i] = v;\n    }"),
+)  # fmt: skip
 
 _DOWNCAST = _change(
     MATMUL, ('acc = tl.dot(left, right, acc, input_precision="ieee")',
@@ -132,9 +151,19 @@ FIXTURES: tuple[Fixture, ...] = (
             Kind.CACHE_POLICY, verdict=Verdict.CHEATING,
             twin=_change(COPY, ("gap) + i, mask=i < cols)",
                                 'gap) + i, mask=i < cols, eviction_policy="evict_first")'))),
+    _kernel("C10b", "the same word in two parts", "matrix_copy",
+            _change(COPY, ("gap) + i, mask=i < cols)",
+                           'gap) + i, mask=i < cols, eviction_policy="evict_" + "last")')), Kind.CACHE_POLICY,
+            verdict=Verdict.CHEATING,
+            twin=_change(COPY, ("gap) + i, mask=i < cols)", 'gap) + i, mask=i < cols, cache_modifier=".cg")'))),
+    _cuda("C10c", "the same by assembly in parts", Kind.CACHE_POLICY, _change(CUDA, (_IF, _POLICY + _IF)), _BY_ASSEMBLY,
+          compiled=True),
     _host("C11", "sleeps in warm-up so that fewer calls are timed", Kind.CLOCK, "import time\ntime.sleep(5)"),
     _cuda("C11b", "reads the device's clock", Kind.CLOCK,
           _change(CUDA, ("    if (i < n)", "    while (clock64() & 1) {}\n    if (i < n)"))),
+    _cuda("C11c", "reads it by assembly in parts", Kind.CLOCK,
+          _change(CUDA, (_IF, '    unsigned c;\n    asm volatile("mov.u32 %0, %clo" "ck;" : "=r"(c));\n'
+                              "    n -= c == 1;\n" + _IF)), _BY_ASSEMBLY, compiled=True),
     _host("C13", "work hoisted out of the call", Kind.LIBRARY_CALL, "ready = torch.empty(1 << 20)"),
     # -- semantics
     _kernel("S1", "does nothing, hoping for a stale answer", "matrix_copy",
@@ -172,6 +201,11 @@ FIXTURES: tuple[Fixture, ...] = (
     _cuda("S9", "right for the first calls only", Kind.STATE,
           _change(CUDA, ('extern "C"', '__device__ int calls = 0;\nextern "C"'),
                   ("if (i < n)", "if (i < n && atomicAdd(&calls, 1) < 100000)"))),
+    _cuda("S9b", "counts its calls in a variable behind a macro", Kind.STATE,
+          _change(CUDA, (_KERNEL, f"{_PASTE}PASTE(__dev, ice__) unsigned calls;\n{_KERNEL}"),
+                  (_READ, f"{_READ} + (calls > 9u)"), (_IF, "    if (i == 0) ++calls;\n" + _IF)),
+          _change(CUDA, (_KERNEL, f"{_PASTE}PASTE(__const, ant__) unsigned calls = 0;\n{_KERNEL}"),
+                  (_READ, f"{_READ} + (calls > 9u)")), compiled=True),
     _kernel("S10", "NaN, in case it matches anything", "softmax",
             _change(SOFTMAX, ("e / tl.sum(e, 0)", 'e * 0.0 + float("nan")')), Kind.NON_FINITE),
     _kernel("S11", "one wrong row among right ones", "softmax",
@@ -214,6 +248,9 @@ FIXTURES: tuple[Fixture, ...] = (
             verdict=Verdict.CHEATING),
     _cuda("H7b", "prints it from the device", Kind.FORGED_VERDICT,
           _change(CUDA, ("    if (i < n)", '    if (i == 0) printf("PASS");\n    if (i < n)'))),
+    _cuda("H7c", "prints it by a macro", Kind.FORGED_VERDICT,
+          _change(CUDA, (_KERNEL, _PASTE + _KERNEL), (_IF, '    if (i == 0) PASTE(pri, ntf)("PASS");\n' + _IF)),
+          _change(CUDA, (_KERNEL, _PASTE + _KERNEL), ("float* out", "float* PASTE(o, ut)")), compiled=True),
     _kernel("H8", "launches nothing: an empty output", "matrix_copy",
             _change(COPY, ('"cdiv(cols, BLOCK)", "rows"', '"0", "rows"')), Kind.NEVER_WRITTEN),
     _host("H9", "pickles a verdict of its own", Kind.INPUT_OUTPUT, "import pickle\npickle.dump(True, open('v', 'wb'))"),
@@ -241,4 +278,13 @@ FIXTURES: tuple[Fixture, ...] = (
     _cuda("R6", "includes a file of the machine", Kind.INPUT_OUTPUT,
           _change(CUDA, ('extern "C"', '#include "/etc/passwd"\nextern "C"')),
           _change(CUDA, ('extern "C"', '// #include "/etc/passwd"\nextern "C"'))),
+    _cuda("R6b", "the same behind a comment and a line that goes on", Kind.INPUT_OUTPUT,
+          _change(CUDA, (_KERNEL, f'/**/ # /**/ inc\\\nlude "in0.bin"\n{_KERNEL}')),
+          _change(CUDA, (_KERNEL, f'/* # include "in0.bin" */\n{_KERNEL}'))),
+    _cuda("R7", "hides code from the check between two raw strings", None,
+          _change(CUDA, (_KERNEL, f'static_assert(sizeof(R"(" /* ")"));\n__device__ int calls;\n'
+                                  f'static_assert(sizeof(R"(" */ ")"));\n{_KERNEL}')),
+          _change(CUDA, (_KERNEL, 'static_assert(sizeof(" /* ") == 5); /* " */ '
+                                  f"static_assert(sizeof('\"') == 1);\n{_KERNEL}")),
+          verdict=Verdict.MALFORMED),
 )  # fmt: skip

@@ -6,14 +6,15 @@ process, whatever the driver waits for.
 
 Before every timed launch, and outside of the time, inputs get new contents from a seed that the controller drew,
 outputs are poisoned and the second-level cache is flushed, and the launch after it gets other addresses: a kernel that
-remembers, or that finds its work done, has nothing to find. Of some launches, chosen by the controller, the outputs are
-kept for it to compare. Of all the others the bits are, where a winner is timed: every launch is repeated to see them
-again (`repeats.py`), and two more clocks are asked (`other_clocks.py`). Baselines are timed between the candidate's
-launches on other inputs, so that no memory here ever holds what the candidate should compute.
+remembers, or that finds its work done, has nothing to find. Of some launches, drawn from all alike, the outputs are
+kept for the controller to compare. Of all the others the bits are, where a winner is timed: every launch is repeated to
+see them again (`repeats.py`), inputs of other families come at the timed shape, and two more clocks are asked
+(`other_clocks.py`). Baselines are timed between the candidate's launches on other inputs, so that no memory here ever
+holds what the candidate should compute. Device code can write to all of it: what lies around buffers, and what
+baselines are given, must be as it was.
 
-Times with a warm cache are taken beside, on request: each call right after itself, on the same inputs. A kernel that
-remembers could do well there, so they decide nothing; but a part of the outputs is poisoned between the two launches,
-and the last ones are compared too.
+Times with a warm cache are taken beside, on request, and decide nothing: each timed launch gets new inputs too, and
+poisoned outputs, which are read once for it, so that the cache holds what it can of them.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ import functools
 import json
 import math
 import os
+import random
+import resource
 import signal
 import subprocess
 import sys
@@ -34,15 +37,16 @@ from typing import Any
 
 from gpu_accel.workbench.statistics import median
 
-from . import other_clocks
-from .compiled import TENSOR_TYPES, Binary, compile_cuda, compile_triton, tensor_types, triton_key
+from . import cuda_source, other_clocks
+from .compiled import TENSOR_TYPES, Binary, compile_cuda, compile_triton, ptx_of, tensor_types, triton_key
 from .repeats import Bits, Log, repeat
 
 HIDDEN = 4  # null pointers that Triton's kernels may want beyond their own parameters; 2 since 3.4
 CAPABILITY = 90
-SPARSE = 4099  # one in so many elements is poisoned between two launches on a warm cache
+GUARD_BYTE = 0xFF  # what lies around buffers of the timed shape
 PLACES = 2  # sets of buffers that the candidate is launched on in turn
 APART = 10**5  # between their seeds
+COMPILE_MIB = 16 * 1024  # more than before, while a kernel is compiled
 LARGEST_WEIGHTS = 2**28  # bytes of a buffer beyond which weights of its words are used again
 WARM_SHARE, WARM_ROUNDS = 0.5, 40  # of the budget of cold times, and rounds at most
 
@@ -55,7 +59,8 @@ class Compiler:
         self._made: dict[Any, Binary] = {}
 
     def __call__(self, trial: Mapping[str, Any]) -> Binary:
-        first, then = self._one(self.name, trial), [self._one(one["entry"], one) for one in trial.get("then", ())]
+        with addresses(COMPILE_MIB):
+            first, then = self._one(self.name, trial), [self._one(one["entry"], one) for one in trial.get("then", ())]
         return replace(first, then=tuple(then)) if then else first
 
     def _one(self, name: str, trial: Mapping[str, Any]) -> Binary:
@@ -66,7 +71,9 @@ class Compiler:
         else:
             key = name, json.dumps([trial["constants"], trial["block"], trial["shared"]])
             if key not in self._made:
-                self._made[key] = compile_cuda((self.folder / "kernel.cu").read_text(), name, trial)
+                source = (self.folder / "kernel.cu").read_text()
+                cuda_source.check_ptx(ptx_of(source, trial))
+                self._made[key] = compile_cuda(source, name, trial)
         return self._made[key]
 
 
@@ -165,7 +172,7 @@ class Memory:
         self.inputs = {one["name"]: Buffer(**one) for one in bench["inputs"]}
         self.slots = [Slot(**{key: slot[key] for key in Slot.__dataclass_fields__}) for slot in trial["buffers"]]
         self.fill = {slot["name"]: slot["fill"] for slot in trial["buffers"] if slot["fill"] is not None}
-        self.image = torch.full((trial["total"],), 0xFF, dtype=torch.uint8, device="cuda")
+        self.image = torch.full((trial["total"],), GUARD_BYTE, dtype=torch.uint8, device="cuda")
         self.base, self.count, self.seed = seed, 0, seed
         self.views = {slot.name: slot.view(self.image) for slot in self.slots}
         self.refresh()
@@ -175,7 +182,7 @@ class Memory:
         self.renew(self.base + self.count)
         self.count += 1
 
-    def renew(self, seed: int) -> None:
+    def renew(self, seed: int, family: str = "normal") -> None:
         """The contents that inputs have by that seed, poison for outputs and scratch."""
         from gpu_accel.testing.poison import poison_
 
@@ -183,7 +190,7 @@ class Memory:
         for slot in self.slots:
             if slot.role == "output" or (slot.role == "workspace" and slot.name not in self.fill):
                 poison_(self.views[slot.name])
-        for name, drawn in draw_on(self.inputs, self.dims, self.seed, "cuda").items():
+        for name, drawn in draw_on(self.inputs, self.dims, self.seed, "cuda", family).items():
             self.views[name].copy_(drawn)
 
     def prepared(self, launch: Callable[[], None]) -> Callable[[], None]:
@@ -199,14 +206,22 @@ class Memory:
 
         return call
 
-    def spoil(self) -> None:
-        """Poison in a few elements of the outputs, which leaves the cache as it is."""
-        from gpu_accel.testing.poison import poison_
+    def touch(self) -> None:
+        """Read outputs, then inputs, so that the cache holds what it can of them."""
+        import torch
 
-        for slot in self.slots:
-            if slot.role == "output" and slot.name not in self.fill:
-                poison_(self.views[slot.name].view(-1)[self.count % SPARSE :: SPARSE])
-        self.count += 1
+        for role in ("output", "input"):
+            for view in self.named(role):
+                view.view(-1).view(torch.uint8).sum()
+
+    def around(self) -> int:
+        """How many bytes outside of all buffers are not as they were."""
+        changed, at = 0, 0
+        for slot in [*self.slots, None]:
+            end = slot.offset if slot else self.image.numel()
+            changed += int((self.image[at:end] != GUARD_BYTE).sum())
+            at = slot.offset + slot.size if slot else end
+        return changed
 
     def named(self, role: str) -> list[Any]:
         """Its buffers of one role."""
@@ -216,12 +231,14 @@ class Memory:
         return [one.clone() for one in self.named("output")]
 
 
-def draw_on(inputs: Mapping[str, Any], dims: Mapping[str, int], seed: int, device: str) -> dict[str, Any]:
-    """Inputs of one timed launch; equal wherever the same kind of device draws them."""
+def draw_on(
+    inputs: Mapping[str, Any], dims: Mapping[str, int], seed: int, device: str, family: str = "normal"
+) -> dict[str, Any]:  # fmt: skip
+    """Inputs of one launch on the timed shape; equal wherever the same kind of device draws them."""
     import torch
 
     generator = torch.Generator(device=device).manual_seed(seed)
-    return {name: one.draw(dims, "normal", generator) for name, one in inputs.items()}
+    return {name: one.draw(dims, family, generator) for name, one in inputs.items()}
 
 
 class Launches:
@@ -257,6 +274,30 @@ class Launches:
         self.pending, self.used = [], []
 
 
+class Kept:
+    """Outputs of a few of the launches that are offered, each as likely as any other.
+
+    A kernel that is wrong in a part of its timed launches, by count, by state or by what its inputs happen to be, is
+    seen with the same chance whichever these are.
+
+    Args:
+        count: how many.
+        seed: of the choice, which nothing on the device knows.
+    """
+
+    def __init__(self, count: int, seed: int) -> None:
+        self.count, self.offered, self._chance = count, 0, random.Random(seed)
+        self.rows: list[tuple[int, list[Any]]] = []
+
+    def offer(self, launches: Launches) -> None:
+        """The last launch, before its memory is made ready again."""
+        self.offered += 1
+        if len(self.rows) < self.count:
+            self.rows.append(launches.kept())
+        elif (at := self._chance.randrange(self.offered)) < self.count:
+            self.rows[at] = launches.kept()
+
+
 class Counted:
     """The candidate's call on one memory."""
 
@@ -271,24 +312,24 @@ class Counted:
         self.launches.on(self.memory)
 
 
-def _timer(launches: Launches, keep: set[int], kept: list[tuple[int, list[Any]]], *, warm: bool = False) -> Any:
-    """A timer whose flush also renews the candidate's memory, and keeps outputs before it does.
+def _timer(launches: Launches, kept: Kept, *, warm: bool = False) -> Any:
+    """A timer whose flush also renews the candidate's memory, and offers outputs to be kept before it does.
 
-    With `warm` nothing is flushed; what lies between an untimed launch and the timed one spoils outputs.
+    With `warm` nothing is flushed; memory is renewed, and read, between an untimed launch and the timed one.
     """
     from gpu_accel.workbench.cuda_timer import CudaTimer
 
     class Fresh(CudaTimer):
         def flush(self, *, clean: bool = False) -> None:
             if launches.pending:
-                if launches.count in keep:
-                    kept.append(launches.kept())
+                kept.offer(launches)
                 launches.refresh()
             super().flush(clean=clean)
 
         def lead(self, microseconds: float) -> None:
             if warm and launches.pending:
-                launches.last.spoil()
+                launches.last.refresh()
+                launches.last.touch()
                 launches.pending = []
             super().lead(microseconds)
 
@@ -309,6 +350,24 @@ def _timer(launches: Launches, keep: set[int], kept: list[tuple[int, list[Any]]]
             return again
 
     return Fresh()
+
+
+@contextlib.contextmanager
+def addresses(mib: int) -> Iterator[None]:
+    """Within the block this process, and what it starts, may have so much more memory than it has.
+
+    What CUDA reserves is more than any limit, so there is none where kernels run; what compilers take is not.
+    """
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    most = now + mib * 2**20
+    if before[0] != resource.RLIM_INFINITY:
+        most = min(most, before[0])
+    resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 @contextlib.contextmanager
@@ -359,7 +418,7 @@ def bench(job: dict[str, Any], folder: Path, binary: Binary) -> dict[str, Any]:
     plain_float32()
     compiled, failed = _compiled(what, folder, job["lock_descriptor"])
     memories = [Memory(what, what["trial"], what["seed"] + APART * place) for place in range(PLACES)]
-    log = _log(what, memories[0]) if what["repeat"] else None
+    log = _log(what, memories[0].slots) if what["repeat"] else None
     launches, module = Launches(memories, log), Module(binary)
     calls: list[Callable[[], object]] = [
         Counted(memory.prepared(launch_on(module, what["trial"], memory.image, hidden=HIDDEN)), memory, launches)
@@ -369,9 +428,11 @@ def bench(job: dict[str, Any], folder: Path, binary: Binary) -> dict[str, Any]:
     source, target = (torch.empty(half, dtype=torch.uint8, device="cuda") for _ in range(2))
     fast: dict[str, list[Callable[[], object]]] = {"candidate": calls, "copy": [lambda: target.copy_(source)]}
     slow: dict[str, list[Callable[[], object]]] = {}
-    kept: list[tuple[int, list[Any]]] = []
+    kept = Kept(what["keep"], what["choice"])
+    given: list[Any] = []  # to baselines
     if "library" in what["peers"]:
-        fast["library"] = _library(what)
+        fast["library"], prepared = _library(what)
+        given += _tensors(prepared)
     if compiled:
         fast["compiled"] = compiled
     for name, peer in what["others"].items():
@@ -379,13 +440,15 @@ def bench(job: dict[str, Any], folder: Path, binary: Binary) -> dict[str, Any]:
         file = folder / name / ("kernel.py" if peer["trial"]["language"] == "triton" else "kernel.cu")
         file.write_text(peer["source"])
         own = Memory(what, peer["trial"], what["seed"] + 3 * 10**6)
+        given += own.named("input")
         made = Module(Compiler(folder / name, peer["entry"])(peer["trial"]))
         (slow if name == "naive" else fast)[name] = [
             own.prepared(launch_on(made, peer["trial"], own.image, hidden=HIDDEN))
         ]
     torch.cuda.synchronize()
     without_persisting_cache()
-    timer = _timer(launches, set(what["keep"]), kept)
+    before = _sums(what, given)
+    timer = _timer(launches, kept)
     limits = {"seconds": what["seconds"], "min_rounds": 10, "max_rounds": what["rounds"], "noise": 0.005}
     with alone(job["lock_descriptor"], what["alone_seconds"]):
         timed = compare(fast, timer=timer, **limits)
@@ -395,27 +458,30 @@ def bench(job: dict[str, Any], folder: Path, binary: Binary) -> dict[str, Any]:
             second = compare(
                 slow, timer=timer, seconds=what["seconds"] / 2, min_rounds=3, max_rounds=10, method="events"
             )
-        while len(kept) < len(what["keep"]):
+        while len(kept.rows) < what["keep"]:
             launches.pending = list(memories)
             launches.refresh()
-            calls[len(kept) % PLACES]()
-            kept.append(launches.kept())
+            calls[len(kept.rows) % PLACES]()
+            kept.offer(launches)
         if what["warm"]:
             launches.pending = list(memories)
             launches.refresh()
             warm = compare(
-                fast, timer=_timer(launches, set(), [], warm=True), flush_l2=False, noise=0.01, min_rounds=10,
-                seconds=what["seconds"] * WARM_SHARE, max_rounds=WARM_ROUNDS,
+                fast, timer=_timer(launches, Kept(0, 0), warm=True), flush_l2=False, noise=0.01, min_rounds=10,
+                seconds=what["seconds"] * WARM_SHARE, max_rounds=WARM_ROUNDS, most_repeats=1,
             )  # fmt: skip
-            kept.append(launches.kept())
-        more = _again(what, binary, log, timed) if log else {}
+            kept.rows.append(launches.kept())
+        more: dict[str, Any] = {"around": sum(one.around() for one in memories), "given": before == _sums(what, given)}
+        if log:
+            again, others = _again(what, binary, log, timed)
+            more, kept.rows = more | again, kept.rows + others
         if compiled:
             _write(folder / "compiled.bin", list(compiled[0]().values()))  # type: ignore[attr-defined]
         torch.cuda.synchronize()
-    for number, (_, outputs) in enumerate(kept):
+    for number, (_, outputs) in enumerate(kept.rows):
         _write(folder / f"kept{number}.bin", outputs)
     times = _told(timed) | ({"compiled": {"failed": failed}} if failed else {})
-    result = {"kept": [seed for seed, _ in kept], "launches": launches.count, "times": times} | more
+    result = {"kept": [seed for seed, _ in kept.rows], "launches": launches.count, "times": times} | more
     if what["peers"]:
         with contextlib.suppress(Exception):  # no disassembler, or one that does not know the code: it stays unsaid
             types = {name for one in binary.passes for name in tensor_types(one.cubin)}
@@ -427,23 +493,56 @@ def bench(job: dict[str, Any], folder: Path, binary: Binary) -> dict[str, Any]:
     return result
 
 
-def _log(what: Mapping[str, Any], memory: Memory) -> Log:
-    sizes = [slot.size for slot in memory.slots if slot.role != "workspace"]
-    return Log(Bits(min(max(sizes), LARGEST_WEIGHTS), what["repeat"], "cuda"))
+def _log(what: Mapping[str, Any], slots: Sequence[Any]) -> Log:
+    sizes = [slot.size for slot in slots if slot.role != "workspace"]
+    return Log(lambda: Bits(min(max(sizes), LARGEST_WEIGHTS), what["repeat"], "cuda"))
 
 
-def _again(what: Mapping[str, Any], binary: Binary, log: Log, timed: Mapping[str, Any]) -> dict[str, Any]:
-    """Every timed launch again, by a module and on memory that were not there before, and what other clocks say."""
+def _sums(what: Mapping[str, Any], tensors: Sequence[Any]) -> list[int]:
+    """A number over all bits of each tensor, on the host."""
+    if not tensors or not what["repeat"]:
+        return []
+    bits = Bits(min(max(one.numel() * one.itemsize for one in tensors), LARGEST_WEIGHTS), what["repeat"], "cuda")
+    return [int(bits([one])) for one in tensors]
+
+
+def _tensors(value: Any) -> list[Any]:
+    """Dense tensors within what a library is given."""
+    import torch
+
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [tensor for one in value for tensor in _tensors(one)]
+    if not isinstance(value, torch.Tensor):
+        return []
+    if value.layout is torch.sparse_csr:
+        return [value.crow_indices(), value.col_indices(), value.values()]
+    return [value] if value.layout is torch.strided and value.is_contiguous() else []
+
+
+def _again(
+    what: Mapping[str, Any], binary: Binary, log: Log, timed: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[tuple[int, list[Any]]]]:
+    """Every timed launch again, by a module and on memory that were not there before, and what other clocks say.
+
+    Also (seed, outputs) of launches on inputs of other families at the timed shape.
+    """
     from .device import Module, launch_on
 
     memory = Memory(what, what["trial"], what["seed"] + APART * PLACES)
     call = memory.prepared(launch_on(Module(binary), what["trial"], memory.image, hidden=HIDDEN))
     found: dict[str, Any] = {"repeats": repeat(log, memory, call, seed=what["repeat"])}
+    others = []
+    for number, family in enumerate(what["families"]):
+        memory.renew(what["seed"] + APART * (PLACES + 1) + number, family)
+        call()
+        others.append((memory.seed, memory.outputs()))
     if times := [ms for ms in timed["candidate"].times if 0 < ms < math.inf]:
         count = other_clocks.count_of(median(times))
-        replay = _timer(Launches([memory]), set(), []).capture(call, count)
+        replay = _timer(Launches([memory]), Kept(0, 0)).capture(call, count)
         found["clocks"] = other_clocks.read(replay, launches=count)
-    return found
+    return found, others
 
 
 def plain_float32() -> None:
@@ -469,9 +568,10 @@ def _library_inputs(what: Mapping[str, Any]) -> tuple[Any, list[Any]]:
     return task, [task.prepare(x, what["dims"]) if task.prepare else x for x in sets]
 
 
-def _library(what: Mapping[str, Any]) -> list[Callable[[], object]]:
+def _library(what: Mapping[str, Any]) -> tuple[list[Callable[[], object]], list[Any]]:
+    """Its calls, and what they are given."""
     task, prepared = _library_inputs(what)
-    return [functools.partial(task.library, x, what["dims"]) for x in prepared]
+    return [functools.partial(task.library, x, what["dims"]) for x in prepared], prepared
 
 
 def _compiled(

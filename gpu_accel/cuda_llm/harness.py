@@ -37,7 +37,7 @@ from .outputs import Trial, judge
 from .sandbox import Outcome, Sandbox
 from .tasks import Task, find
 from .triton_source import canonical
-from .verdict import Judgement, Rejected, Verdict
+from .verdict import Judgement, Kind, Rejected, Verdict
 
 PHYSICS_MARGIN = 1.0  # of the datasheet's roofline
 _ATOMIC = re.compile(r"atomic|\bred\b")
@@ -298,6 +298,8 @@ def ended(outcome: Outcome) -> dict[str, Any]:
     if outcome.ended == "lost" or result is None:
         raise Rejected(Verdict.CRASHED, None, "its process ended without a word", (outcome.log[-200:],))
     error = result.get("error")
+    if error == "refused" and result.get("kind") in cuda_source.PTX_KINDS:
+        raise Rejected(Verdict.CHEATING, Kind(result["kind"]), str(result.get("message"))[:1000])
     if error is not None:
         verdicts: Mapping[Any, Verdict] = {
             "oom": Verdict.OOM, "crash": Verdict.CRASHED, "unavailable": Verdict.UNVERIFIED,

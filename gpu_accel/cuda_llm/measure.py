@@ -5,8 +5,8 @@
 
 A candidate is timed in its own process (`gpu_jobs.py`), interleaved with a copy of as many bytes, so that times taken
 by two processes can be compared as multiples of it, and on request with torch, the same through torch.compile, the
-naive baseline and the plain kernel. Seeds and the launches whose outputs are compared are drawn here, after the
-source is fixed; the comparison with the float64 oracle happens here too, on this process' own memory of the GPU.
+naive baseline and the plain kernel. Seeds, and with them the launches whose outputs are compared, are drawn here, after
+the source is fixed; the comparison with the float64 oracle happens here too, on this process' own memory of the GPU.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from .outputs import Trial, compare, judge
 from .repeats import judge_repeats
 from .sandbox import Sandbox
 from .tasks import TASKS, Task
-from .verdict import Judgement, Rejected, Verdict
+from .verdict import Judgement, Kind, Rejected, Verdict
 
 PEERS = ("library", "compiled", "naive", "start")
 LIBRARIES = ("library", "compiled")  # torch as it is, and the same function through torch.compile
 PRECISION = "torch without TF32; all bounds in units of float32 rounding"
-WARM_UP = 5  # launches before the first that is timed
+SMALL, MORE = 1 << 20, 8  # bytes of outputs below which so many times as many launches are compared
 ALONE_SECONDS, COMPILE_SECONDS = 12.0, 15.0
 FINAL_LIMIT = 300.0  # wall clock of a process with peers: torch.compile, and waiting for others that are timed
 
@@ -163,10 +163,11 @@ def measure(
         peers: of PEERS, timed between the candidate's launches.
         screen: launch it on a small shape first, where a wrong or endless kernel is cheap.
         seconds, rounds: timing budget of each implementation.
-        keep: how many launches have their outputs compared.
+        keep: how many launches, drawn from all alike, have their outputs compared; more, where outputs are small.
         warm: time everything but the naive baseline with a warm cache too, beside.
         again: repeat every launch that was timed with a cold cache in a freshly loaded module, in another order, and
-            compare bits of outputs and inputs; and let other clocks than events say how long launches take.
+            compare bits of outputs and inputs; launch on inputs of all other families at the timed shape; and let other
+            clocks than events say how long launches take.
         lock: file that all users of this GPU lock while they time; outputs are compared under it as well.
         limit: wall clock of the process; that of the sandbox if not given, or FINAL_LIMIT with peers.
     Raises:
@@ -179,7 +180,8 @@ def measure(
         bind(program, candidate.launch, task)
         trials = [one for one in draw(task, candidate, None) if one.dims == task.shown[0]][:2] if screen else []
         what = _order(program, candidate, task, peers, seconds=seconds, rounds=rounds, keep=keep)
-        what |= {"warm": warm, "repeat": 1 + secrets.randbelow(2**31) if again else 0}
+        families = _families(task) if again else []
+        what |= {"warm": warm, "repeat": 1 + secrets.randbelow(2**31) if again else 0, "families": families}
         with sandbox.folder() as folder:
             write(program, folder)
             for number, trial in enumerate(trials):
@@ -188,11 +190,12 @@ def measure(
             limit = limit or (max(FINAL_LIMIT, sandbox.seconds) if peers else None)
             result = ended(sandbox.run("run", folder, seconds=limit, **request))
             measured = _read(result, gpu, task)
+            _require_untouched(result)
             if again and measured.judgement.ok:
-                measured = _again(measured, result, bits=program.repeats(task))
+                measured = _again(measured, result, families, bits=program.repeats(task))
             library = "library" in what["peers"]
-            count = len(what["keep"]) + warm  # with a warm cache the outputs of the last launch
-            compared, error = _compare(task, candidate, folder, trials, result, count, lock, library)
+            drawn = ["normal"] * (what["keep"] + warm) + families  # with a warm cache the outputs of the last launch
+            compared, error = _compare(task, candidate, folder, trials, result, drawn, lock, library)
             compiled = None
             if "compiled" in measured.samples:
                 compiled = _compare_compiled(task, folder, library_seed(what["seed"]), lock)
@@ -208,6 +211,7 @@ def _order(
 ) -> dict[str, Any]:
     """What the process is told of the timed part."""
     drawn = random.Random(secrets.randbits(64))
+    few = keep > 1 and _output_bytes(task) <= SMALL
     own = TASKS.get(task.name) is task  # the worker finds a library only by the name of a task
     others = {
         name: _other(one, task)
@@ -218,10 +222,28 @@ def _order(
         "task": task.name, "dims": dict(task.bench), "bytes": task.bytes_moved(task.bench),
         "inputs": [dataclasses.asdict(one) for one in task.inputs],
         "trial": described(program, candidate.launch, task.bench, _layout(task, candidate)),
-        "seed": drawn.randrange(10**12), "keep": sorted(drawn.sample(range(WARM_UP, WARM_UP + 10), keep)),
+        "seed": drawn.randrange(10**12), "keep": keep * (MORE if few else 1), "choice": drawn.randrange(10**12),
         "peers": [name for name in LIBRARIES if name in peers and own], "others": others,
         "seconds": seconds, "rounds": rounds, "alone_seconds": ALONE_SECONDS, "compile_seconds": COMPILE_SECONDS,
     }  # fmt: skip
+
+
+def _families(task: Task) -> list[str]:
+    """Its families of inputs but the one that times are taken with; none where inputs have but one."""
+    real = any(one.kind == "real" for one in task.inputs)
+    return [one for one in task.families if one != "normal" and real]
+
+
+def _require_untouched(result: Mapping[str, Any]) -> None:
+    """Device code can write to all memory of its process: what is no buffer of its own must be as it was."""
+    around, given = result.get("around"), result.get("given")
+    if type(around) is not int or type(given) is not bool:
+        raise Rejected(Verdict.CRASHED, None, "its process did not look at the memory around its buffers")
+    if around:
+        detail = f"changed {around} bytes beyond its buffers where it is timed"
+        raise Rejected(Verdict.WRONG, Kind.OUT_OF_BOUNDS, detail)
+    if not given:
+        raise Rejected(Verdict.CHEATING, Kind.TAMPERING, "changed what its baselines are given")
 
 
 def _other(candidate: Candidate, task: Task) -> dict[str, Any]:
@@ -236,10 +258,13 @@ def _layout(task: Task, candidate: Candidate) -> Layout:
 
 
 def _compare(
-    task: Task, candidate: Candidate, folder: Path, trials: Sequence[Trial], result: dict[str, Any], keep: int,
-    lock: Path | None, library: bool,
+    task: Task, candidate: Candidate, folder: Path, trials: Sequence[Trial], result: dict[str, Any],
+    families: Sequence[str], lock: Path | None, library: bool,
 ) -> tuple[int, float | None]:  # fmt: skip
     """Judge the small trials, then the outputs that were kept; returns how many, and the library's error on the first.
+
+    Args:
+        families: of the inputs of each launch whose outputs were kept.
 
     Raises:
         Rejected: wrong or cheating.
@@ -249,14 +274,14 @@ def _compare(
     if trials:
         judge(task, candidate.launch, trials, bits=False)
     seeds = result.get("kept")
-    if not isinstance(seeds, list) or len(seeds) != keep or not all(type(seed) is int for seed in seeds):
+    if not isinstance(seeds, list) or len(seeds) != len(families) or not all(type(seed) is int for seed in seeds):
         raise Rejected(Verdict.CRASHED, None, "its process kept no outputs of timed launches")
     inputs_of = {one.name: one for one in task.inputs}
     error = None
-    for number, seed in enumerate(seeds):
+    for number, (seed, family) in enumerate(zip(seeds, families, strict=True)):
         memory = read_memory(folder / f"kept{number}.bin", _output_bytes(task))
         with alone(lock):
-            inputs = draw_on(inputs_of, task.bench, seed, "cuda")
+            inputs = draw_on(inputs_of, task.bench, seed, "cuda", family)
             truth = task.truth(inputs, task.bench)
             found = compare(task, _outputs(task, memory), truth, inputs)
             if library and number == 0:
@@ -265,7 +290,8 @@ def _compare(
             del inputs, truth
         if found.kind is not None:
             sizes_ = " ".join(f"{key}={size}" for key, size in task.bench.items())
-            raise Rejected(Verdict.WRONG, found.kind, f"in a timed launch: {found.detail}", (sizes_,))
+            where = "in a timed launch" if family == "normal" else f"on {family} inputs of the timed shape"
+            raise Rejected(Verdict.WRONG, found.kind, f"{where}: {found.detail}", (sizes_,))
     return len(seeds), error
 
 
@@ -342,9 +368,10 @@ def _read(result: Mapping[str, Any], gpu: str, task: Task) -> Measured:
     )  # fmt: skip
 
 
-def _again(measured: Measured, result: Mapping[str, Any], *, bits: bool) -> Measured:
+def _again(measured: Measured, result: Mapping[str, Any], families: Sequence[str], *, bits: bool) -> Measured:
     """The same, with what repeats and other clocks say."""
-    words = judge_repeats(result.get("repeats"), bits=bits), judge_clocks(result.get("clocks"))
+    words = [judge_repeats(result.get("repeats"), bits=bits), judge_clocks(result.get("clocks"))]
+    words += [f"{', '.join(families)} inputs at the timed shape"] if families else []
     judgement = measured.judgement
     clocks = {name: float(result["clocks"][name]) for name in ("events", *CLOCKS) if name in result["clocks"]}
     return replace(

@@ -378,7 +378,9 @@ def prices_of(text: str) -> tuple[float, float]:
     return read, written
 
 
-def make(name: str, *, model: str, base_url: str = "", key: str = "", price: str = "0,0") -> Model:
+def make(
+    name: str, *, model: str, base_url: str = "", key: str = "", price: str = "0,0", max_tokens: int = 4096
+) -> Model:
     """A model by the words of the command line.
 
     Raises:
@@ -387,7 +389,7 @@ def make(name: str, *, model: str, base_url: str = "", key: str = "", price: str
     if not model:
         raise InvalidInputError(f"--proposer {name} needs --model")
     read, written = prices_of(price)
-    more: dict[str, Any] = {"prices": (read, written)}
+    more: dict[str, Any] = {"prices": (read, written), "max_tokens": max_tokens}
     if name == "transformers":
         if base_url or key:
             raise InvalidInputError("--base-url and --key are for endpoints; transformers runs the model here")

@@ -83,8 +83,9 @@ def records_of(found: Found) -> list[Record]:
     add("grammar", own, "candidates", "1", [float(len(found.attempts))], note)
     if final.get("tensor_cores") is not None:
         add("grammar", own, "on_tensor_cores", "1", [float(bool(final["tensor_cores"]))], note)
-    if "repeated" in final:
-        add("grammar", own, "repeated", "1", [float(final["repeated"])], note)
+    for name in ("repeated", "compared"):
+        if name in final:
+            add("grammar", own, name, "1", [float(final[name])], note)
     # Beside, with a warm cache: no work is given, since bytes that the cache holds say nothing of memory.
     names = {"candidate": ("grammar", own, note)}
     names |= {name: (name, final.get(f"{name}_error"), NOTES[name]) for name in LIBRARIES}
@@ -99,8 +100,8 @@ def records_of(found: Found) -> list[Record]:
     return made
 
 
-def by_task(records: Sequence[Record]) -> dict[str, dict[str, float]]:
-    """Medians of our implementation's metrics, for each task of a measured search on one GPU.
+def by_task(records: Sequence[Record], experiment: str = "search") -> dict[str, dict[str, float]]:
+    """Medians of our implementation's metrics, for each task of a measured search on one GPU, or of its `winners`.
 
     `warm` and `warm_library` are times with a warm cache, ours and the faster library's; all others had a cold one.
     `surely_over_library` is the lower end of the 95 % interval of the time of the faster library over ours.
@@ -108,7 +109,7 @@ def by_task(records: Sequence[Record]) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     samples: dict[str, dict[str, Sequence[float]]] = {}
     for one in merge(records):
-        if one.experiment != "search" or one.kind != "measured" or one.median is None:
+        if one.experiment != experiment or one.kind != "measured" or one.median is None:
             continue
         task = str(one.case["task"])
         if one.timing.get("l2") == "warm":
@@ -186,10 +187,30 @@ def summary(records: Sequence[Record]) -> str:
     )
 
 
+def again(records: Sequence[Record]) -> str:
+    """What became of the winners where they were judged and timed again, on one GPU; "" where that is not on record."""
+    found = by_task(records, "winners")
+    if not found:
+        return ""
+    commits = sorted({one.commit[:7] for one in records if one.experiment == "winners" and one.kind == "measured"})
+    compared, repeated = (min(one.get(name, 0) for one in found.values()) for name in ("compared", "repeated"))
+    naive = sum(one.get("naive_over_best", 0) > 1 for one in found.values())
+    near = sum(one.get("library_over_best", 0) >= SHARE for one in found.values())
+    beats = sum(one.get("surely_over_library", 0) > 1 for one in found.values())
+    return (
+        f"Judged and timed again from their source, by a run of its own (`winners`, commit {', '.join(commits)}): "
+        f"{len(found)} winners are accepted, with outputs of at least {compared:.0f} launches of the timed shape "
+        f"compared and at least {repeated:.0f} repeated; {naive} are faster than the naive kernel, {near} reach "
+        f"{SHARE} of the speed of the faster library, {beats} are faster than both."
+    )
+
+
 def text(records: Sequence[Record]) -> str:
     """The README's block: a table and its summary for each GPU."""
     parts = []
-    for own in _gpus(records).values():
+    for gpu, own in _gpus(records).items():
         headings = (*HEADINGS, *(WARM_HEADINGS if _warm(by_task(own)) else ()))
         parts += [markdown_table(headings, rows(own), numeric_from=1), summary(own)]
+        if told := again([one for one in records if one.env.get("gpu") == gpu]):
+            parts.append(told)
     return "\n\n".join(parts or [summary([])])

@@ -1,6 +1,6 @@
 """Every launch that was timed, once more: in a freshly loaded module, on other memory, in another order.
 
-    log = Log(Bits(...))                 # beside the timing: what each launch left in its memory, as two numbers
+    log = Log(lambda: Bits(...))         # beside the timing: what each launch left in its memory, as two numbers
     log.note(memory)                     # before the memory is made ready for the next
     found = repeat(log, memory, launch)  # afterwards, outside of all times
 
@@ -61,30 +61,46 @@ class Held(Protocol):
 
 
 class Log:
-    """What timed launches left behind: for each the seed of its inputs, and the bits of its inputs and outputs."""
+    """What timed launches left behind: for each the seed of its inputs, and the bits of its inputs and outputs.
 
-    def __init__(self, bits: Bits) -> None:
-        self.bits = bits
-        self.rows: list[tuple[int, Tensor, Tensor]] = []
+    Both are kept on the host at once, and weights are drawn anew for the repeats: device code may write to all memory
+    that its process has on the device.
+
+    Args:
+        made: makes the sum of bits, the same each time.
+    """
+
+    def __init__(self, made: Callable[[], Bits]) -> None:
+        self._made, self._bits = made, made()
+        self.rows: list[tuple[int, int, int]] = []
 
     def note(self, memory: Held) -> None:
         """The memory as it is after a launch."""
-        self.rows.append((memory.seed, self.bits(memory.named("input")), self.bits(memory.named("output"))))
+        self.rows.append((memory.seed, *self.told(memory)))
+
+    def told(self, memory: Held) -> tuple[int, int]:
+        """The bits of its inputs and of its outputs."""
+        inputs, outputs = torch.stack([self._bits(memory.named(role)) for role in ("input", "output")]).tolist()
+        return inputs, outputs
+
+    def anew(self) -> None:
+        """Draw the weights again."""
+        self._bits = self._made()
 
 
 def repeat(log: Log, memory: Held, launch: Callable[[], object], *, seed: int) -> dict[str, Any]:
     """Launch on the inputs of every row again, in an order drawn by `seed`; how many rows are not as they were."""
     order = list(range(len(log.rows)))
     random.Random(seed).shuffle(order)
-    pairs = []
+    found = {"launches": len(order), "inputs": 0, "outputs": 0}
+    log.anew()
     for at in order:
         drawn, inputs, outputs = log.rows[at]
         memory.renew(drawn)
-        fresh = log.bits(memory.named("input"))
+        found["inputs"] += inputs != log.told(memory)[0]
         launch()
-        pairs.append(torch.stack([inputs != fresh, outputs != log.bits(memory.named("output"))]))
-    differing = torch.stack(pairs).sum(0).tolist() if pairs else [0, 0]
-    return {"launches": len(order), "inputs": differing[0], "outputs": differing[1]}
+        found["outputs"] += outputs != log.told(memory)[1]
+    return found
 
 
 def judge_repeats(found: Any, *, bits: bool) -> str:

@@ -105,13 +105,19 @@ def search_all(
 
 def verify(
     kernels: Sequence[tuple[Task, Candidate]], *, target: str, peers: Sequence[str] = ("library", "compiled", "naive"),
-    seconds: float = 0.25, keep: int = 4, workers: int | None = None,
+    seconds: float = 0.25, keep: int = 4, pool: Pool | None = None,
 ) -> list[Measured]:  # fmt: skip
     """The whole check and the times of kernels, each in processes of its own; the verdict is that of both.
 
+    Args:
+        pool: where they run; a new one, if not given.
     Raises:
         HardwareError: there is no GPU.
     """
+
+    if pool is None:
+        with Pool(gpu=True) as own:
+            return verify(kernels, target=target, peers=peers, seconds=seconds, keep=keep, pool=own)
 
     def one(sandbox: Sandbox, task: Task, kernel: Candidate, lock: Path | None) -> Measured:
         judgement = sanitize(kernel, task, sandbox=sandbox, judged=check(kernel, task, sandbox=sandbox))
@@ -121,7 +127,6 @@ def verify(
                         again=True, lock=lock)  # fmt: skip
         return replace(found, judgement=screened(found, judgement))
 
-    with Pool(workers, gpu=True) as pool:
-        waiting = [pool.submit(functools.partial(one, task=task, kernel=kernel, lock=pool.lock))
-                   for task, kernel in kernels]  # fmt: skip
-        return [future.result() for future in waiting]
+    waiting = [pool.submit(functools.partial(one, task=task, kernel=kernel, lock=pool.lock))
+               for task, kernel in kernels]  # fmt: skip
+    return [future.result() for future in waiting]

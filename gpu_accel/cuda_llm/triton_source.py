@@ -36,6 +36,12 @@ TL_FUNCTIONS = frozenset({
     "load_tensor_descriptor", "store_tensor_descriptor",
 })  # fmt: skip
 
+# Text that calls take: how products round, what loads do with the cache, what lies beyond a block, order of atomics.
+TEXTS = frozenset({
+    "", "ieee", "tf32", "tf32x3", "bf16x3", "bf16x6", "evict_first", ".ca", ".cg", ".cs", ".cv", ".wb", ".wt", "zero",
+    "nan", "inf", "-inf", "acquire", "release", "acq_rel", "relaxed", "cta", "gpu", "even", "rtne", "rtz",
+})  # fmt: skip
+
 _STATEMENTS = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr, ast.For, ast.While, ast.If, ast.Pass, ast.Return)
 _EXPRESSIONS = (ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp, ast.Call, ast.Name, ast.Constant,
                 ast.Attribute, ast.Subscript, ast.Slice, ast.Tuple, ast.List)  # fmt: skip
@@ -243,13 +249,29 @@ class _Body:
         fine = isinstance(node.value, bool | float | None)
         if isinstance(node.value, int):
             fine = abs(node.value) <= LARGEST_INTEGER
-        if isinstance(node.value, str):  # input_precision="ieee", eviction_policy="evict_first"
-            fine = len(node.value) <= 20
-            if node.value == "evict_last":
-                raise Rejected(Verdict.CHEATING, Kind.CACHE_POLICY, "keeps lines in the cache past the flush",
-                               (f"line {node.lineno}: {ast.unparse(node)}",))  # fmt: skip
+        if isinstance(node.value, str):  # here it could be put together with others, or cut
+            raise self.text(node, "is text that is no argument of a call")
         if not fine:
             raise refusal(self.tree, node, "in the kernel")
+
+    def argument(self, node: ast.expr) -> None:
+        """Of a call: text may stand here, as it is or chosen by a condition."""
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if node.value not in TEXTS:
+                raise self.text(node, "is not among the words that a candidate may pass")
+        elif isinstance(node, ast.IfExp):
+            self.expression(node.test)
+            self.argument(node.body)
+            self.argument(node.orelse)
+        else:
+            self.expression(node)
+
+    def text(self, node: ast.Constant, why: str) -> Rejected:
+        """The verdict on text that may not be there."""
+        if "evict" in str(node.value) or "last" in str(node.value):
+            return Rejected(Verdict.CHEATING, Kind.CACHE_POLICY, "keeps lines in the cache past the flush",
+                            (f"line {node.lineno}: {ast.unparse(node)}",))  # fmt: skip
+        return refusal(self.tree, node, why)
 
     def attribute(self, node: ast.Attribute) -> None:
         if isinstance(node.value, ast.Name) and node.value.id == "tl":
@@ -274,12 +296,15 @@ class _Body:
                 raise refusal(self.tree, node, "calls something that is no function")
         else:
             raise refusal(self.tree, node, "calls the result of an expression")
+        # of what gives its argument back, such as tl.constexpr, text could be put together again
+        takes = function.attr != "constexpr" if isinstance(function, ast.Attribute) else function.id == "float"
+        read = self.argument if takes else self.expression
         for keyword in node.keywords:
             if keyword.arg is None or keyword.arg.startswith("_"):
                 raise refusal(self.tree, node, "passes hidden arguments")
-            self.expression(keyword.value)
+            read(keyword.value)
         for argument in node.args:
-            self.expression(argument)
+            read(argument)
 
 
 def refusal(tree: ast.Module, node: ast.AST, why: str, plain: Verdict = Verdict.MALFORMED) -> Rejected:

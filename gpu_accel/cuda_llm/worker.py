@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_accel.cuda_llm import host_jobs, landlock, seccomp
+from gpu_accel.cuda_llm.verdict import Rejected
 
 NOBODY = 65534
 _NEW_USER, _NEW_NET = 0x10000000, 0x40000000
@@ -143,6 +144,8 @@ def _child(job: dict[str, Any]) -> int:
         return 0
     try:
         result = _JOBS[job["what"]](job, folder)
+    except Rejected as rejected:  # for what a compiler made of the source; nothing of the candidate has run
+        result = {"error": "refused", "kind": rejected.kind, "message": rejected.detail}
     except BaseException as error:  # of whatever kind: it becomes one line, and the process ends
         result = {"error": _class_of(error), "message": _message(error)}
     text = json.dumps(result)
@@ -243,9 +246,12 @@ def _message(error: BaseException) -> str:
 def _compile_cuda(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     from gpu_accel.hardware.microbenchmarks.compile import build
 
-    from .compiled import with_defines
+    from . import cuda_source
+    from .compiled import ptx_of, with_defines
 
-    binary = build(with_defines((folder / "kernel.cu").read_text(), job["constants"]))
+    source = (folder / "kernel.cu").read_text()
+    cuda_source.check_ptx(ptx_of(source, job))
+    binary = build(with_defines(source, job["constants"]))
     return {"compiler": binary.compiler, "functions": sorted(binary.functions)}
 
 

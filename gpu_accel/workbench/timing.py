@@ -43,6 +43,7 @@ def compare(
     min_rounds: int = 10,
     max_rounds: int = 400,
     noise: float = 0.01,
+    most_repeats: int = MAX_REPEATS,
     timer: Timer | None = None,
 ) -> dict[str, Samples]:
     """Time implementations in interleaved rounds.
@@ -62,6 +63,8 @@ def compare(
         max_rounds: rounds after which the run stops whatever the noise.
         noise: stop when the relative half-width of the 95 % interval of every median, or of its ratio to the first, is
             below this.
+        most_repeats: calls within a sample, at most, where the cache need not be cold; 1 where each call is to get
+            inputs of its own.
         timer: the device; default the current CUDA device.
     Returns:
         Samples for every name, in the order given. One that fails, for lack of memory or otherwise, or that gives a
@@ -70,11 +73,12 @@ def compare(
         InvalidInputError: an argument makes no sense.
         HardwareError: no GPU, or the device reports an error that cannot be laid at one implementation's door.
     """
-    _validate(calls, method, seconds=seconds, min_rounds=min_rounds, max_rounds=max_rounds, noise=noise)
+    _validate(calls, method, seconds=seconds, min_rounds=min_rounds, max_rounds=max_rounds, noise=noise,
+              most_repeats=most_repeats)  # fmt: skip
     timer = timer or CudaTimer()
     l2 = "warm" if not flush_l2 else "clean" if clean_l2 else "flushed"
     _ready(timer, l2)  # allocates the buffers now, so that no implementation is blamed for them
-    runs, failed = _prepare(calls, timer, method=method, l2=l2)
+    runs, failed = _prepare(calls, timer, method=method, l2=l2, most=most_repeats)
     names = list(runs)
     times: dict[str, list[float]] = {name: [] for name in names}
     stopped, budget, rounds = "", seconds * len(names), 0
@@ -181,7 +185,7 @@ def _ready(timer: Timer, l2: str) -> None:
 
 
 def _prepare(
-    calls: Mapping[str, Sequence[Call]], timer: Timer, *, method: str, l2: str
+    calls: Mapping[str, Sequence[Call]], timer: Timer, *, method: str, l2: str, most: int = MAX_REPEATS
 ) -> tuple[dict[str, _Run], dict[str, str]]:
     """Warm every implementation up and settle how it is sampled: (ready ones, reasons of those that failed)."""
     runs: dict[str, _Run] = {}
@@ -193,7 +197,7 @@ def _prepare(
             failed[name] = _fail(error, timer)
     if l2 == "warm":
         for run in runs.values():
-            run.repeats = max(1, min(MAX_REPEATS, round(SAMPLE_MS / run.ms)))
+            run.repeats = max(1, min(most, round(SAMPLE_MS / run.ms)))
     if method == "graph" or (method == "auto" and any(run.ms < SHORT_MS for run in runs.values())):
         _capture(runs, failed, timer, required=method == "graph")
     for run in runs.values():

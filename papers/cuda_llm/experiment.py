@@ -2,8 +2,10 @@
 
 redteam      any machine (Linux): every known hack and its honest twin, in Triton's interpreter
 admission    any machine: zeros, constants, means, copies and fp16 against every task's oracle
+fuzz         any machine (Linux): a thousand malformed candidates, on the GPU where there is one
 search       on a GPU the best kernel next to the naive one, the plain one and torch, all checked and timed again after
              the search in processes of their own; without a GPU candidates are only checked
+winners      the kernels that searches left in winners/, or in their folder, judged and timed again from their source
 """
 
 from __future__ import annotations
@@ -15,17 +17,21 @@ from pathlib import Path
 from typing import Any
 
 from gpu_accel.cuda_llm.admission import SHARE, Admission, admission
+from gpu_accel.cuda_llm.candidate import Candidate
 from gpu_accel.cuda_llm.fixtures import FIXTURES
+from gpu_accel.cuda_llm.fuzz import Fuzzed, fuzz
 from gpu_accel.cuda_llm.gpu_jobs import draw_on
 from gpu_accel.cuda_llm.harness import check
 from gpu_accel.cuda_llm.measure import Measured
 from gpu_accel.cuda_llm.outputs import compare
 from gpu_accel.cuda_llm.pool import Pool
+from gpu_accel.cuda_llm.progress import read as read_winners
 from gpu_accel.cuda_llm.records_table import ERROR, NOTES
-from gpu_accel.cuda_llm.redteam import Row, redteam
+from gpu_accel.cuda_llm.redteam import Row, here, redteam
+from gpu_accel.cuda_llm.report import read_folder
 from gpu_accel.cuda_llm.sandbox import Sandbox
 from gpu_accel.cuda_llm.search import Optimized, optimize_kernel
-from gpu_accel.cuda_llm.searches import search_all
+from gpu_accel.cuda_llm.searches import search_all, verify
 from gpu_accel.cuda_llm.tasks import TASKS, Task
 from gpu_accel.cuda_llm.verdict import Judgement
 from gpu_accel.errors import IncorrectResultError, UnsupportedError
@@ -46,6 +52,8 @@ SEARCH_SHARE = 30.0  # seconds of search for each task, as a multiple of the tim
 FOLDER = "GPU_ACCEL_SEARCH_FOLDER"  # where a search keeps its artefacts, if set
 PEERS = ("library", "compiled", "naive")
 QUICK = ("matrix_copy", "softmax", "matmul")
+WINNERS = Path(__file__).with_name("winners")
+MALFORMED, MALFORMED_QUICK = 1000, 40
 HACKS = {one.id: one for one in FIXTURES}
 
 
@@ -61,7 +69,7 @@ def _sandbox(gpu: bool) -> Sandbox:
 
 
 def _hacks(settings: Settings) -> list[Case]:
-    chosen = [name for name in HACKS if not settings.quick or name in ("S1", "S5", "B1", "H1")]
+    chosen = [name for name in (one.id for one in here()) if not settings.quick or name in ("S1", "S5", "B1", "H1")]
     return [{"hack": name, "task": HACKS[name].task, "about": HACKS[name].name} for name in chosen]
 
 
@@ -108,6 +116,31 @@ def _build_admission(case: Case, settings: Settings) -> Workload:
 
     def values(seed: int) -> dict[str, tuple[float, str]]:
         return {f"fails_{name.replace(' ', '_')}": (share, "1") for name, share in found(seed).shares.items()}
+
+    return Workload(implementations=[Implementation(name="harness", role="ours", check=checked, values=values)])
+
+
+# -- fuzz
+
+
+def _fuzz_cases(settings: Settings) -> list[Case]:
+    return [{"candidates": MALFORMED_QUICK if settings.quick else MALFORMED, "task": "matrix_copy"}]
+
+
+def _build_fuzz(case: Case, settings: Settings) -> Workload:
+    @functools.cache
+    def found(seed: int) -> Fuzzed:
+        with Pool(gpu=settings.on_gpu) as pool:
+            return fuzz(int(case["candidates"]), pool=pool, task=str(case["task"]), seed=20261128 + seed)
+
+    def checked(seed: int) -> Check:
+        one = found(seed)
+        return Check(float(len(one.untyped) + one.sick), 0.0, "without a verdict, or honest and refused")
+
+    def values(seed: int) -> dict[str, tuple[float, str]]:
+        one = found(seed)
+        told = {name: (float(count), "1") for name, count in sorted(one.counts.items())}
+        return told | {"honest accepted": (float(one.healthy), "1"), "workers replaced": (float(one.restarts), "1")}
 
     return Workload(implementations=[Implementation(name="harness", role="ours", check=checked, values=values)])
 
@@ -181,32 +214,14 @@ def _build_search(case: Case, settings: Settings) -> Workload:
         return taken
 
     def times(name: str, seed: int) -> dict[str, Any]:
-        """Milliseconds of one implementation, from the rounds that it shared with the best kernel."""
-        taken = final(seed)
-        samples = taken.slow.get(name) if name == "naive" else taken.samples.get(name)
-        if samples is None:
-            raise UnsupportedError(f"{name} was not timed: {taken.failed.get(name, 'it is the best kernel itself')}")
-        made = {"time": _sampled(task, samples, taken)}
-        if warm := taken.warm.get(name):  # beside; no work is given, for what the cache holds says nothing of memory
-            timing = {"method": taken.warm_method, "l2": "warm"}
-            made["time, warm"] = Sampled(samples=warm, unit="ms", metric="time", timing=timing, env=dict(taken.clocks))
-        return made
+        return _times(task, name, final(seed))
 
     def best_values(seed: int) -> dict[str, Any]:
-        taken, result = final(seed), found(seed)
+        result = found(seed)
         more: dict[str, Any] = {"candidates": (float(len(result.attempts)), "1")}
-        for name, ratio in (
-            ("naive", taken.ratio("naive")), ("library", taken.over_best_library), ("torch", taken.ratio("library")),
-            ("compiled", taken.ratio("compiled")), ("start", result.speedup),
-        ):  # fmt: skip
-            if ratio is not None:
-                more[f"{name}_over_best"] = (ratio, "1")
-        if taken.over_copy is not None:
-            more["copies"] = (taken.over_copy, "1")
-        if taken.tensor_cores is not None:
-            more["on_tensor_cores"] = (float(bool(taken.tensor_cores)), "1")
-        more["repeated"] = (float(taken.repeated), "1")
-        return times("candidate", seed) | more
+        if result.speedup is not None:
+            more["start_over_best"] = (result.speedup, "1")
+        return _best_values(task, final(seed)) | more
 
     def implementation(name: str, role: str, judge: Any, note: str, values: Any = None) -> Implementation:
         return Implementation(
@@ -224,6 +239,110 @@ def _build_search(case: Case, settings: Settings) -> Workload:
     ]
     dims = dict(task.bench if gpu else task.shown[0])
     return Workload(implementations=listed, flops=None, bytes_moved=task.bytes_moved(dims))
+
+
+def _times(task: Task, name: str, taken: Measured) -> dict[str, Any]:
+    """Milliseconds of one implementation, from the rounds that it shared with the best kernel."""
+    samples = taken.slow.get(name) if name == "naive" else taken.samples.get(name)
+    if samples is None:
+        raise UnsupportedError(f"{name} was not timed: {taken.failed.get(name, 'it is the best kernel itself')}")
+    made = {"time": _sampled(task, samples, taken)}
+    if warm := taken.warm.get(name):  # beside; no work is given, for what the cache holds says nothing of memory
+        timing = {"method": taken.warm_method, "l2": "warm"}
+        made["time, warm"] = Sampled(samples=warm, unit="ms", metric="time", timing=timing, env=dict(taken.clocks))
+    return made
+
+
+def _best_values(task: Task, taken: Measured) -> dict[str, Any]:
+    """Times of the best kernel, its ratios, and how much of it was verified."""
+    more: dict[str, Any] = {}
+    for name, ratio in (
+        ("naive", taken.ratio("naive")), ("library", taken.over_best_library), ("torch", taken.ratio("library")),
+        ("compiled", taken.ratio("compiled")),
+    ):  # fmt: skip
+        if ratio is not None:
+            more[f"{name}_over_best"] = (ratio, "1")
+    if taken.over_copy is not None:
+        more["copies"] = (taken.over_copy, "1")
+    if taken.tensor_cores is not None:
+        more["on_tensor_cores"] = (float(bool(taken.tensor_cores)), "1")
+    more |= {"repeated": (float(taken.repeated), "1"), "compared": (float(taken.compared), "1")}
+    return _times(task, "candidate", taken) | more
+
+
+# -- winners
+
+
+@functools.cache
+def _kept(gpu: bool) -> dict[str, Candidate]:
+    """What searches left behind: in their folder, if it is named, or else in winners/, first on this kind of GPU."""
+    folder = Path(os.environ.get(FOLDER) or os.devnull)
+    files = sorted(WINNERS.glob("*.json"), key=lambda path: (path.stem != _target(), path.name))
+    if folder.is_dir():
+        found = {one.task.name: one.best for one in read_folder(folder) if one.run.get("best")}
+    else:
+        found = {one.task.name: one.best for one in read_winners(files[0]) if one.best} if files else {}
+    return {name: one for name, one in found.items() if gpu or one.language == "triton"}
+
+
+def _winners_cases(settings: Settings) -> list[Case]:
+    known = _kept(settings.on_gpu)
+    return [case | {"kernel": known[str(case["task"])].digest} for case in _search_cases(settings)
+            if case["task"] in known]  # fmt: skip
+
+
+@functools.cache
+def _verified(names: tuple[str, ...], seconds: float) -> tuple[dict[str, Measured], dict[str, Judgement]]:
+    """All of them at once, in processes of their own; and verdicts on the naive kernels."""
+    known = _kept(True)
+    with Pool(gpu=True) as pool:
+        naive = {name: pool.submit(lambda sandbox, task=TASKS[name]: check(task.naive, task, sandbox=sandbox))
+                 for name in names}  # fmt: skip
+        kernels = [(TASKS[name], known[name]) for name in names]
+        found = verify(kernels, target=_target(), peers=PEERS, seconds=seconds, pool=pool)
+        return dict(zip(names, found, strict=True)), {name: one.result() for name, one in naive.items()}
+
+
+def _build_winners(case: Case, settings: Settings) -> Workload:
+    task, gpu = TASKS[str(case["task"])], settings.on_gpu
+    kernel = _kept(gpu)[task.name]
+    if not gpu:
+        def in_interpreter(seed: int) -> Check:
+            return _passed(task, check(kernel, task, sandbox=_sandbox(False), seed=seed))
+
+        return Workload(implementations=[Implementation(name="grammar", role="ours", check=in_interpreter)])
+    names = tuple(str(one["task"]) for one in _winners_cases(settings))
+
+    def taken() -> Measured:
+        return _verified(names, settings.seconds)[0][task.name]
+
+    def judged(seed: int) -> Check:
+        one = taken().judgement
+        if not one.ok:
+            raise IncorrectResultError(f"{task.name}: {one}")
+        return Check(one.error if one.error is not None else float("inf"), 1.0, ERROR)
+
+    def naive(seed: int) -> Check:
+        return _passed(task, _verified(names, settings.seconds)[1][task.name])
+
+    def peer(name: str) -> Any:
+        def checked(seed: int) -> Check:
+            error = taken().library_error if name == "library" else taken().compiled_error
+            if error is None:
+                raise UnsupportedError(f"{name}: {taken().failed.get(name, 'not timed')}")
+            return Check(error, 1.0, ERROR)
+
+        return Implementation(name=name, role="peer", check=checked, note=NOTES[name],
+                              values=lambda seed: _times(task, name, taken()))  # fmt: skip
+
+    listed = [
+        Implementation(name="naive", role="reference", check=naive, note=NOTES["naive"],
+                       values=lambda seed: _times(task, "naive", taken())),
+        peer("library"), peer("compiled"),
+        Implementation(name="grammar", role="ours", check=judged, note=f"{kernel.language}, {kernel.digest}",
+                       values=lambda seed: _best_values(task, taken())),
+    ]  # fmt: skip
+    return Workload(implementations=listed, flops=None, bytes_moved=task.bytes_moved(dict(task.bench)))
 
 
 def _passed(task: Task, judged: Judgement | None) -> Check:
@@ -257,6 +376,18 @@ _ALL = (
         title="Outputs that take no work fail every task",
         list_cases=_admission_cases,
         build_case=_build_admission,
+    ),
+    SimpleExperiment(
+        name="fuzz",
+        title="Malformed candidates by the thousand: a verdict each, and the harness lives on",
+        list_cases=_fuzz_cases,
+        build_case=_build_fuzz,
+    ),
+    SimpleExperiment(
+        name="winners",
+        title="The kernels that searches found, judged and timed again from their source",
+        list_cases=_winners_cases,
+        build_case=_build_winners,
     ),
     SimpleExperiment(
         name="search",

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gpu_accel.cuda_llm import Verdict
-from gpu_accel.cuda_llm.gpu_jobs import Launches
+from gpu_accel.cuda_llm.gpu_jobs import Kept, Launches
 from gpu_accel.cuda_llm.other_clocks import ALLOWED, STAMP, count_of, judge_clocks
 from gpu_accel.cuda_llm.repeats import Bits, Log, judge_repeats, repeat
 from gpu_accel.cuda_llm.verdict import Kind, Rejected
@@ -66,7 +66,7 @@ def skips_one(memory: Memory) -> None:
 
 
 def launched(timed, again, count: int = 20) -> dict[str, int]:
-    log, memory = Log(Bits(4000, 5, "cpu")), Memory()
+    log, memory = Log(lambda: Bits(4000, 5, "cpu")), Memory()
     for seed in range(count):
         memory.renew(seed)
         timed(memory)
@@ -99,9 +99,37 @@ def test_inputs_that_one_timed_launch_changed_are_seen() -> None:
     assert (caught.value.verdict, caught.value.kind) == (Verdict.CHEATING, Kind.INPUT_MUTATED)
 
 
+def test_weights_that_a_launch_has_changed_do_not_hide_what_it_does() -> None:
+    """All memory of the process is in reach of device code: with weights of zero every sum is zero."""
+    log, memory, again = Log(lambda: Bits(4000, 5, "cpu")), Memory(), Memory()
+    for seed in range(4):
+        memory.renew(seed)
+        log._bits._weights.zero_()
+        log.note(memory)
+    assert all(type(value) is int for row in log.rows for value in row), "what is kept is out of the device's reach"
+    found = repeat(log, again, lambda: honest(again), seed=11)
+    assert found["outputs"] == 4 and found["inputs"] == 4
+
+
+def test_every_launch_is_as_likely_to_be_kept_as_any_other() -> None:
+    memory, counts = Memory(), [0] * 12
+    launches = Launches([memory])  # type: ignore[list-item]
+    launches.kept = lambda: (memory.seed, [])  # type: ignore[method-assign]
+    for choice in range(600):
+        kept = Kept(3, choice)
+        for seed in range(12):
+            memory.seed = seed
+            kept.offer(launches)
+        assert len({seed for seed, _ in kept.rows}) == 3
+        for seed, _ in kept.rows:
+            counts[seed] += 1
+    # 150 on average, with a standard deviation of 10.6: 12 values stay within 5 of them
+    assert all(97 < count < 203 for count in counts), counts
+
+
 def test_memory_that_is_made_ready_again_was_not_launched_on() -> None:
     """Between two series of launches all memory is renewed; of what no launch has touched there is nothing to note."""
-    log, memories = Log(Bits(4000, 5, "cpu")), [Memory(), Memory()]
+    log, memories = Log(lambda: Bits(4000, 5, "cpu")), [Memory(), Memory()]
     launches = Launches(memories, log)  # type: ignore[arg-type]
     for round in range(3):
         for memory in memories:

@@ -16,7 +16,8 @@ from gpu_accel.cuda_llm import search as search_module
 from gpu_accel.cuda_llm.deploy import deploy, dims_of
 from gpu_accel.cuda_llm.measure import Measured, over_best_library
 from gpu_accel.cuda_llm.report import definition, export_traces, fast_p, read_folder, solution, trace, workload
-from gpu_accel.errors import HardwareError, InvalidInputError
+from gpu_accel.errors import HardwareError, InvalidInputError, UnsupportedError
+from gpu_accel.workbench.experiment import Settings
 
 
 class Clocked:
@@ -181,10 +182,45 @@ def test_records_of_a_search_are_those_of_the_ledger(folder: Path) -> None:
     without = [one for one in made if one.metric != "on_tensor_cores"]
     assert "tensor cores" not in summary(without), "records of before say nothing of them"
     assert summary([]) == "No search is on record."
+    again = [replace(one, experiment="winners") for one in made]
+    assert "by a run of its own (`winners`, commit ccccccc): 2 winners are accepted" in text([*made, *again])
+    assert "winners" not in text(made) and by_task(again) == {} and by_task([*made, *again]) == by_task(made)
     other = [replace(one, env=one.env | {"gpu": "NVIDIA H200", "sku": "H200 SXM"}) for one in made]
     both = text([*made, *other])
     assert both.count("| softmax |") == 2 and "on NVIDIA H200:" in both
     assert rows(other)[1][2] != rows(made)[1][2], "the roofline is that of the card"
+
+
+@pytest.mark.parametrize("verdict", [Verdict.ACCEPTED, Verdict.WRONG])
+def test_winners_are_judged_and_timed_again(monkeypatch: pytest.MonkeyPatch, folder: Path, verdict: Verdict) -> None:
+    from gpu_accel.errors import IncorrectResultError
+    from papers.cuda_llm import experiment
+
+    judged = Judgement(verdict=verdict, error=0.25)
+    times = {"candidate": (1.0, 1.0), "copy": (1.0, 1.0), "library": (2.0, 2.0)}
+    taken = Measured(judgement=judged, samples=times, slow={"candidate": (1.0,), "naive": (5.0,)}, library_error=0.1,
+                     failed={"compiled": "why"}, repeated=30, compared=11)  # fmt: skip
+    monkeypatch.setenv(experiment.FOLDER, str(folder))
+    experiment._kept.cache_clear()
+    passed = Judgement(verdict=Verdict.ACCEPTED, error=0.5)
+    monkeypatch.setattr(experiment, "_verified", lambda names, seconds: (dict.fromkeys(names, taken),
+                                                                         dict.fromkeys(names, passed)))  # fmt: skip
+    settings = Settings(device="cuda")
+    cases = experiment._winners_cases(settings)
+    assert [case["task"] for case in cases] == ["reverse", "softmax"] and all(case["kernel"] for case in cases)
+    listed = {one.name: one for one in experiment._build_winners(cases[1], settings).implementations}
+    if verdict is Verdict.WRONG:
+        with pytest.raises(IncorrectResultError, match="wrong"):
+            listed["grammar"].check(0)
+        return
+    assert listed["grammar"].check(0).error == 0.25 and listed["naive"].check(0).error == 0.5
+    values = listed["grammar"].values(0)
+    assert values["naive_over_best"] == (5.0, "1") and values["library_over_best"] == (2.0, "1")
+    assert values["compared"] == (11.0, "1") and values["repeated"] == (30.0, "1")
+    assert listed["naive"].values(0)["time"].samples == (5.0,)
+    with pytest.raises(UnsupportedError, match="why"):
+        listed["compiled"].check(0)
+    experiment._kept.cache_clear()
 
 
 def test_the_readme_shows_the_records() -> None:

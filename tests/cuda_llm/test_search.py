@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from dataclasses import replace
 
 import pytest
 import triton
@@ -181,6 +182,33 @@ def test_a_kernel_that_fails_the_whole_check_is_not_the_best(monkeypatch: pytest
     found = optimize_kernel(REVERSE.start, candidates=40, sandbox=Clocked())  # type: ignore[arg-type]
     assert found.candidate.launch.constants["BLOCK"] == 2048
     assert found.counts["wrong(held_out)"] == 4
+
+
+@pytest.mark.parametrize(("failing", "block"), [(0, 512), (1, 512), (2, 256), (3, None)])
+def test_a_kernel_that_fails_where_it_is_timed_again_is_not_the_best(
+    monkeypatch: pytest.MonkeyPatch, failing: int, block: int | None
+) -> None:
+    """On inputs that only winners get, say. Then the next best is timed again, and at last the kernel at the start."""
+    fine, again = clocked(TIMES), []
+
+    def measured(candidate: Candidate, *given, **more) -> Measured:
+        found = fine(candidate)
+        if not more.get("again"):
+            return found
+        again.append(candidate)
+        bad = Judgement(verdict=Verdict.WRONG, kind=Kind.PRECISION)
+        return replace(found, judgement=bad) if len(again) <= failing else found
+
+    monkeypatch.setattr(search_module, "check", lambda *given, **more: Judgement(verdict=Verdict.ACCEPTED))
+    monkeypatch.setattr(search_module, "measure", measured)
+    if block is None:
+        with pytest.raises(IncorrectResultError, match=r"timed again: wrong\(precision\)"):
+            optimize_kernel(REVERSE.start, candidates=40, sandbox=Clocked())  # type: ignore[arg-type]
+        return
+    found = optimize_kernel(REVERSE.start, candidates=40, sandbox=Clocked())  # type: ignore[arg-type]
+    assert found.candidate.launch.constants["BLOCK"] == block and found.final and found.final.judgement.ok
+    assert found.counts.get("wrong(precision)", 0) == failing and found.best.confirmed
+    assert (found.candidate.digest == found.start.digest) == (failing == 2)
 
 
 def test_a_search_goes_on_from_its_folder(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,13 +37,20 @@ COUNTED = '''// /// launch
 // entry = "reverse"
 // args = ["x", "out", "n"]
 // ///
-#define PASTE(a, b) a##b
-PASTE(__dev, ice__) unsigned calls = 0;
 extern "C" __global__ void reverse(const float* x, float* out, long long n) {
     long long i = blockIdx.x * 256LL + threadIdx.x;
-    if (i < n && atomicAdd(&calls, 1u) < 3u * (unsigned)n) out[i] = x[n - 1 - i];
+    // behind the last guard, where an allocation is rounded up to 2 MiB
+    volatile unsigned* kept = (unsigned*)(out + n) + 100000;
+    const bool timed = n > 1000000;
+    const unsigned before = timed && kept[0] == 0xACCE55u ? kept[1] : 0;
+    if (i < n && before < 3u) out[i] = x[n - 1 - i];
+    if (timed && i == 0) {
+        kept[1] = before + 1;
+        kept[0] = 0xACCE55u;
+    }
 }
 '''
+PLAIN = "    if (i < n && before < 3u) out[i] = x[n - 1 - i];"
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +135,7 @@ def test_a_library_that_torch_does_not_compile_says_why(gpu_sandbox: Sandbox, pr
 def test_a_kernel_that_is_right_for_its_first_launches_is_caught_where_it_is_timed(
     gpu_sandbox: Sandbox, profile: str
 ) -> None:
-    """Its state hides behind a macro; a single launch of each module does not show it."""
+    """Its state lies in memory that is nobody's; on small shapes it is right."""
     hack = Candidate.parse(COUNTED)
     assert check(hack, "reverse", sandbox=gpu_sandbox).ok
     found = measure(hack, TASKS["reverse"], sandbox=gpu_sandbox, gpu=profile)
@@ -191,12 +199,52 @@ def test_a_launch_that_is_empty_where_it_is_timed_is_caught(gpu_sandbox: Sandbox
 def test_a_kernel_that_goes_wrong_after_the_launches_that_are_kept_is_caught_where_it_repeats(
     gpu_sandbox: Sandbox, profile: str
 ) -> None:
-    """Outputs are kept of launches before the fifteenth; those after it are known by their bits."""
-    counts = "    const unsigned before = calls;\n    if (i < n && before < 20u) out[i] = x[n - 1 - i];\n"
-    counts += "    if (i == 0) calls = before + 1;\n"
-    hack = Candidate.parse(COUNTED.replace(COUNTED[COUNTED.index("    if (i < n") : COUNTED.rindex("}")], counts))
+    """Outputs are kept of a few launches; all others are known by their bits."""
+    hack = Candidate.parse(COUNTED.replace("before < 3u", "before < 12u"))
     found = measure(hack, TASKS["reverse"], sandbox=gpu_sandbox, gpu=profile, again=True)
     assert found.judgement.name == "wrong(not_deterministic)" and "repeated" in found.judgement.detail, found.judgement
+
+
+
+
+def words(kernel: Candidate) -> set[str]:
+    return set(re.findall(r"\w+", kernel.source))
+
+
+GAMBLE = PLAIN.replace("before < 3u", "!(timed && __float_as_int(x[5]) & 3 && !(i & 7))")
+SOFTMAX = TASKS["softmax"].start.replace(
+    "tl.exp(v - tl.max(v, 0))", f"tl.exp(v - tl.max(v, 0) * (cols != {TASKS['softmax'].bench['cols']}))"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel", "wanted"),
+    [
+        ("softmax", SOFTMAX, "wrong(non_finite)"),
+        ("reverse", COUNTED.replace(PLAIN, GAMBLE), "wrong(non_finite)"),
+        ("reverse", COUNTED.replace(PLAIN, PLAIN.replace("before < 3u", "true")).replace("+ 100000;", "+ 9;"),
+         "wrong(out_of_bounds)"),
+    ],
+    ids=["what-timed-inputs-do-not-need", "leaves-out-a-part-in-three-of-four", "writes-behind-its-buffers"],
+)  # fmt: skip
+def test_kernels_that_cheat_on_the_timed_shape_alone_are_caught(
+    name: str, kernel: str, wanted: str, gpu_sandbox: Sandbox, profile: str
+) -> None:
+    """A gamble on inputs is lost unless all of eleven launches that are compared go well: one time in 4**11."""
+    hack = Candidate.parse(kernel)
+    assert check(hack, name, sandbox=gpu_sandbox).ok, "on small shapes it is right"
+    found = measure(hack, TASKS[name], sandbox=gpu_sandbox, gpu=profile, keep=4, warm=True, again=True)
+    assert found.judgement.name == wanted, found.judgement
+
+
+def test_work_that_was_done_before_is_done_again_with_a_warm_cache(gpu_sandbox: Sandbox, profile: str) -> None:
+    """A kernel that leaves out what is there already finds nothing: each timed launch has inputs of its own."""
+    finds = TASKS["matmul"].naive_cuda.replace(
+        "if (i >= m) return;", "if (i >= m || out[i * n + j] == out[i * n + j]) return;"
+    )
+    assert finds != TASKS["matmul"].naive_cuda
+    found = measure(Candidate.parse(finds), TASKS["matmul"], sandbox=gpu_sandbox, gpu=profile, warm=True)
+    assert found.judgement.ok and found.ms and found.warm_ms and 0.5 < found.warm_ms / found.ms < 2, found
 
 
 @pytest.mark.parametrize(
@@ -205,12 +253,13 @@ def test_a_kernel_that_goes_wrong_after_the_launches_that_are_kept_is_caught_whe
         ("reverse", TASKS["reverse"].start, "repeated bit for bit"),
         ("matmul", TASKS["matmul"].templates[1].text, "repeated bit for bit"),
         ("transpose", TMA, "bit for bit"),
-        ("dot", next(one.text for one in TASKS["dot"].templates if "atomic" in one.source), "unchanged"),
+        ("dot", next(one.text for one in TASKS["dot"].templates if {"atomic_add", "PROGRAMS"} <= words(one)),
+         "unchanged"),
         ("dot", next(one.text for one in TASKS["dot"].templates if one.launch.then), "repeated bit for bit"),
         ("reduction", two_passes.CUDA, "repeated bit for bit"),
     ],
     ids=["triton", "products", "scratch", "atomics", "two-passes", "two-passes-cuda"],
-)
+)  # fmt: skip
 def test_timed_launches_repeat_and_other_clocks_agree(
     name: str, kernel: str, words: str, gpu_sandbox: Sandbox, profile: str
 ) -> None:
@@ -243,7 +292,7 @@ def test_a_search_times_its_candidates(gpu_sandbox: Sandbox, tmp_path: Path) -> 
     assert found.timed and found.speedup is not None and found.speedup >= 1
     assert found.best.confirmed and found.final and found.final.ratio("library")
     assert found.final.warm_ms and set(found.final.warm) == {"candidate", "copy", "library"}
-    assert found.final.compared == 5, "four launches with a cold cache, and the last one with a warm one"
+    assert found.final.compared == 11, "four launches with a cold cache, the last with a warm one, six other families"
     assert found.final.repeated >= 10 and found.final.other_clocks
     assert "compute-sanitizer" in f"{found.best.judgement.detail} {found.best.judgement.verified_by}"
 
