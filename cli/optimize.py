@@ -257,6 +257,8 @@ def run(
     if resume and folder is None:
         raise InvalidInputError("--resume goes on with a search that was kept: name its --folder")
     chosen = list(TASKS.values()) if task == ["all"] else [find(name) for name in task]
+    if len(set(task)) < len(task):
+        raise InvalidInputError("--task names one task twice")
     peers = _peers(against)
     make = _proposer(proposer, model=model, base_url=base_url, key=key, folder=from_, price=price, seed=seed,
                      strategy=strategy)  # fmt: skip
