@@ -447,7 +447,7 @@ def _search_all(chosen: list[Task], make: Any, target: str, *, candidates: int, 
 
     wanted = profile(target)
     with Pool(gpu=gpu_here(wanted.architecture)) as pool:
-        note(f"{pool.workers} sandboxes: {pool.described}")
+        note(f"{pool.workers} sandbox{'es' if pool.workers > 1 else ''}: {pool.described}")
         return search_all(
             chosen, pool=pool, target=wanted.name, seconds=seconds, proposer=make, candidates=candidates, batch=batch,
             out=folder, peers=peers, tell=tell,
