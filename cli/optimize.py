@@ -260,6 +260,8 @@ def run(
     if resume and folder is None:
         raise InvalidInputError("--resume goes on with a search that was kept: name its --folder")
     chosen = list(TASKS.values()) if task == ["all"] else [find(name) for name in task]
+    if len(set(task)) < len(task):
+        raise InvalidInputError("--task names one task twice")
     peers = _peers(against)
     make = _proposer(proposer, model=model, base_url=base_url, key=key, folder=from_, price=price,
                      max_tokens=max_tokens, seed=seed, strategy=strategy)  # fmt: skip
@@ -448,7 +450,7 @@ def _search_all(chosen: list[Task], make: Any, target: str, *, candidates: int, 
 
     wanted = profile(target)
     with Pool(gpu=gpu_here(wanted.architecture)) as pool:
-        note(f"{pool.workers} sandboxes: {pool.described}")
+        note(f"{pool.workers} sandbox{'es' if pool.workers > 1 else ''}: {pool.described}")
         return search_all(
             chosen, pool=pool, target=wanted.name, seconds=seconds, proposer=make, candidates=candidates, batch=batch,
             out=folder, peers=peers, tell=tell,

@@ -137,7 +137,27 @@ def read_run(folder: Path) -> dict[str, Any]:
             raise InvalidInputError(f"{folder}/run.json: {key} is {shown(found.get(key), 60)}, not text; {_REMEDY}")
     if not isinstance(found.get("environment"), dict):
         raise InvalidInputError(f"{folder}/run.json: environment is no object; {_REMEDY}")
+    if fault := _final_fault(found.get("final")):
+        raise InvalidInputError(f"{folder}/run.json: final {fault}; {_REMEDY}")
     return found
+
+
+def _final_fault(final: Any) -> str:
+    """What is wrong with the times of the last measurement; "" for nothing."""
+    if final is None:
+        return ""
+    if not isinstance(final, dict):
+        return f"is {shown(final, 60)}, no object"
+    for part in ("samples", "slow", "warm"):
+        taken = final.get(part, {})
+        if not isinstance(taken, dict) or not all(isinstance(times, list) for times in taken.values()):
+            return f"has {part} that are no lists of times"
+        if not all(_amount(time) and time > 0 for times in taken.values() for time in times):
+            return f"has {part} with times that are no positive numbers"
+    for name, error in final.items():
+        if name.endswith("_error") and error is not None and type(error) not in (int, float):
+            return f"has {name} {shown(error, 60)}, no number"
+    return ""
 
 
 def read_attempts(folder: Path) -> list[dict[str, Any]]:

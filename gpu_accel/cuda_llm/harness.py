@@ -128,6 +128,8 @@ def read(path: Path) -> bytes:
     from .candidate import LARGEST_SOURCE
 
     try:
+        if path.is_fifo():
+            raise InvalidInputError(f"cannot read {path}: it is a pipe, which may wait for ever")
         with path.open("rb") as file:
             return file.read(LARGEST_SOURCE + 1)
     except OSError as error:
@@ -283,7 +285,7 @@ def read_memory(path: Path, size: int) -> torch.Tensor:
         raise Rejected(Verdict.CRASHED, None, f"left no output: {error.strerror}") from error
     if len(data) != size:
         raise Rejected(Verdict.CRASHED, None, f"left {len(data)} bytes of memory where {size} belong")
-    return torch.frombuffer(data, dtype=torch.uint8)
+    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 def ended(outcome: Outcome) -> dict[str, Any]:

@@ -13,16 +13,18 @@ results: they are never in its process.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import secrets
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from gpu_accel.errors import shown
+from gpu_accel.errors import InvalidInputError, shown
 
 from .candidate import LARGEST_SOURCE
 from .harness import ended, read_memory
@@ -33,6 +35,7 @@ from .tasks import Task, find
 from .tasks.task import Dims
 from .verdict import Judgement, Kind, Rejected, Verdict
 
+R = TypeVar("R")
 LABEL = "untrusted host code"
 ENTRIES = ("run", "custom_kernel")
 YARDSTICK = 4.0  # times the error of the problem's own arithmetic, that an answer to a KernelBench problem may have
@@ -90,20 +93,26 @@ def check_model(
     """The verdict on a `ModelNew` for a KernelBench problem: `Model`, `get_inputs()` and `get_init_inputs()`.
 
     The problem's results are taken in float64 and in its own dtypes; the answer may err `YARDSTICK` times as much as
-    the latter, plus rounding of the largest value. Both models get the same seed, and the answer the problem's weights
-    where their names agree.
+    the latter, plus rounding of the largest value. Where the problem gives infinity or NaN, so must the answer. Both
+    models get the same seed, and the answer the problem's weights where their names agree.
+
+    Raises:
+        InvalidInputError: the problem itself does not run here, or gives nothing that can be compared. HardwareError:
+            no sandbox can be made here.
     """
     if sandbox is None:
         with Sandbox() as own:
             return check_model(problem, answer, sandbox=own, seed=seed, trials=trials, seconds=seconds)
     try:
-        for text in (problem, answer):
-            _readable(text)
+        _of_problem(lambda: _readable(problem))
+        _readable(answer)
         number = _number(answer, problem, seed)
         worst = 0.0
         for trial in range(trials):
             drawn = number + trial
-            truth = _model(sandbox, problem, "", drawn, seconds)
+            truth = _of_problem(functools.partial(_model, sandbox, problem, None, drawn, seconds))
+            if not truth:
+                raise InvalidInputError("the problem gives no outputs, so there is nothing to compare")
             made = _model(sandbox, problem, answer, drawn, seconds)
             exact, plain = truth[: len(truth) // 2], truth[len(truth) // 2 :]
             shapes, dtypes = [x.shape for x in plain], [x.dtype for x in plain]
@@ -120,6 +129,14 @@ def check_model(
     return replace(judgement, sandbox=sandbox.described)
 
 
+def _of_problem(work: Callable[[], R]) -> R:
+    """What goes wrong with the problem is no verdict on an answer."""
+    try:
+        return work()
+    except Rejected as rejected:
+        raise InvalidInputError(f"the problem does not run here: {rejected.judgement}") from rejected
+
+
 def _against(got: Tensor, wanted: Tensor, yardstick: Tensor) -> float:
     """The error in units of what is allowed.
 
@@ -131,8 +148,12 @@ def _against(got: Tensor, wanted: Tensor, yardstick: Tensor) -> float:
             raise Rejected(Verdict.WRONG, Kind.MISMATCH, f"{int((got != yardstick).sum())} integers differ")
         return 0.0
     wide = got.double()
-    if not bool(torch.isfinite(wide[torch.isfinite(wanted)]).all()):
+    finite = torch.isfinite(wanted) & torch.isfinite(yardstick)
+    if not bool(torch.isfinite(wide[finite]).all()):
         raise Rejected(Verdict.WRONG, Kind.NON_FINITE, "elements are no numbers where the problem's are")
+    if not torch.allclose(wide[~finite], yardstick.double()[~finite], rtol=0, atol=0, equal_nan=True):
+        raise Rejected(Verdict.WRONG, Kind.MISMATCH, "other values where the problem gives infinity or NaN")
+    wide, wanted, yardstick = wide[finite], wanted[finite], yardstick[finite]
     size = float(wanted.abs().max()) if wanted.numel() else 0.0
     eps = torch.finfo(got.dtype).eps
     allowed = YARDSTICK * float((yardstick.double() - wanted).abs().max() if wanted.numel() else 0.0) + eps * size
@@ -170,12 +191,13 @@ def _run(sandbox: Sandbox, source: str, sets: list[list[Tensor]], seconds: float
         return [_outputs(folder, number, one) for number, one in enumerate(_listed(result, len(sets)))]
 
 
-def _model(sandbox: Sandbox, problem: str, answer: str, seed: int, seconds: float | None) -> list[Tensor]:
+def _model(sandbox: Sandbox, problem: str, answer: str | None, seed: int, seconds: float | None) -> list[Tensor]:
+    """Outputs of the answer; without one those of the problem, in float64 and then in its own dtypes."""
     with sandbox.folder() as folder:
         (folder / "problem.py").write_text(problem, encoding="utf-8")
-        if answer:
+        if answer is not None:
             (folder / "candidate.py").write_text(answer, encoding="utf-8")
-        result = ended(sandbox.run("model", folder, seconds=seconds, answer=bool(answer), seed=seed))
+        result = ended(sandbox.run("model", folder, seconds=seconds, answer=answer is not None, seed=seed))
         return _outputs(folder, 0, _listed(result, 1)[0])
 
 

@@ -335,8 +335,8 @@ def search(
             not set.
     """
     budget = budget or Budget()
-    check_out(out, task, resume=resume)
-    earlier = attempts_of(_resumable(out, task)) if resume else []
+    check_out(out, task, resume=resume, target=target)
+    earlier = attempts_of(_resumable(out, task, target)) if resume else []
     artefact = Artefact(out)
     brief = Brief(task=task, start=start, target=target, templates=_distinct(start, templates))
     one = _Search(brief, pool, budget, artefact, seed=seed, tell=tell, deadline=deadline)
@@ -400,15 +400,18 @@ def search(
     )  # fmt: skip
 
 
-def check_out(out: Path | None, task: Task, *, resume: bool) -> None:
+def check_out(out: Path | None, task: Task, *, resume: bool, target: str = "") -> None:
     """Make the folder of a search, unless it may not go there: one that holds a search is gone on with, or left alone.
+
+    Args:
+        target: the GPU that the search is for; one for another is not gone on with, since its times are other times.
 
     Raises:
         InvalidInputError: there is nothing to resume, or something that a new search would be mixed with, or the folder
             cannot be made.
     """
     if resume:
-        _resumable(out, task)
+        _resumable(out, task, target)
     elif out is not None:
         make_folder(out)
         if not holds_search(out):
@@ -417,11 +420,14 @@ def check_out(out: Path | None, task: Task, *, resume: bool) -> None:
                                 "another folder")  # fmt: skip
 
 
-def _resumable(out: Path | None, task: Task) -> Path:
+def _resumable(out: Path | None, task: Task, target: str) -> Path:
     if out is None:
         raise InvalidInputError("resuming needs the folder of the search: --folder FOLDER, or out=FOLDER")
-    if read_run(out).get("task") != task.name:
+    kept = read_run(out)
+    if kept.get("task") != task.name:
         raise InvalidInputError(f"there is no search for {task.name} in {out} to go on from")
+    if target and kept.get("target") != target:
+        raise InvalidInputError(f"the search in {out} is for {shown(kept.get('target'), 40)}, not for {target}")
     return out
 
 
@@ -493,7 +499,7 @@ def optimize_kernel(
         "out": Path(out) if out is not None else None, "tell": tell,
         "templates": [one for one in chosen.templates[1:] if one.language == "triton" or gpu_here(target.architecture)],
     }  # fmt: skip
-    check_out(arguments["out"], chosen, resume=resume)
+    check_out(arguments["out"], chosen, resume=resume, target=target.name)
     if pool is not None:
         return search(candidate, chosen, pool=pool, **arguments)
     own = (sandbox,) if sandbox is not None else ()

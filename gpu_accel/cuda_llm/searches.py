@@ -22,6 +22,10 @@ from .search import Budget, Optimized, check_out, screened, search
 from .tasks import Task
 
 
+class _Stopped(Exception):
+    """All searches were interrupted."""
+
+
 class _Together:
     """Lets searches wait for each other: torch.compile, which the last timing begins with, keeps others from timing."""
 
@@ -79,7 +83,13 @@ def search_all(
     for each in tasks if out else ():
         check_out(out / each.name if out else None, each, resume=False)
     deadline = time.monotonic() + seconds * (1 - reserve)
-    together = _Together(len(tasks))
+    together, stopped = _Together(len(tasks)), threading.Event()
+
+    def told(task: Task, attempt: Attempt) -> None:
+        if stopped.is_set():
+            raise _Stopped
+        if tell:
+            tell(task.name, attempt)
 
     def one(task: Task) -> Optimized | Exception:
         arrived = together.one()
@@ -90,7 +100,7 @@ def search_all(
                 final_seconds=final_seconds, whole_start=False,
                 out=out / task.name if out else None, deadline=deadline, searched=lambda: together.wait(arrived),
                 templates=[kernel for kernel in task.templates if kernel.language == "triton" or pool.gpu],
-                tell=(lambda attempt: tell(task.name, attempt)) if tell else None,
+                tell=functools.partial(told, task),
             )  # fmt: skip
         except Exception as error:  # one search that fails leaves the others alone
             found = error
@@ -100,7 +110,11 @@ def search_all(
         return found
 
     with ThreadPoolExecutor(max(len(tasks), 1), "search") as threads:
-        return dict(zip((task.name for task in tasks), threads.map(one, tasks), strict=True))
+        try:
+            return dict(zip((task.name for task in tasks), threads.map(one, tasks), strict=True))
+        except BaseException:  # Ctrl-C: no search goes on to its own end, which may be minutes away
+            stopped.set()
+            raise
 
 
 def verify(

@@ -15,6 +15,7 @@ from gpu_accel.cuda_llm import Sandbox, bubblewrap, landlock, seccomp
 from gpu_accel.cuda_llm.host import LABEL, check_host, check_model
 from gpu_accel.cuda_llm.sandbox import Outcome
 from gpu_accel.cuda_llm.verdict import Kind, Verdict
+from gpu_accel.errors import InvalidInputError
 
 RUN = "import torch\n\ndef run(x):\n    return {}\n"
 PROBLEM = """import torch
@@ -263,3 +264,33 @@ def test_kernelbench_problems(answer: str, verdict: Verdict, sandbox: Sandbox) -
     judged = check_model(PROBLEM, ANSWER.format(answer), sandbox=sandbox, seed=3, trials=2)
     assert judged.verdict is verdict, judged
     assert LABEL in judged.verified_by
+
+
+FORWARD = "return torch.relu(self.linear(x))"
+HIDDEN = "x[:, :24].sign().clamp(max=0) * torch.inf"  # -inf and NaN, as masks of scores give
+
+
+@pytest.mark.parametrize(
+    "problem",
+    ["", "x = (", "\0", PROBLEM.replace("class Model", "class Other"), PROBLEM.replace(FORWARD, "return 1 / 0"),
+     PROBLEM.replace(FORWARD, "return {'a': x}"), PROBLEM.replace(FORWARD, "return ()")],
+    ids=["empty", "no Python", "zero byte", "no Model", "raises", "table", "nothing"],
+)  # fmt: skip
+def test_a_problem_that_does_not_run_is_no_verdict_on_its_answer(problem: str, sandbox: Sandbox) -> None:
+    with pytest.raises(InvalidInputError, match="the problem (does not run here|gives no outputs)"):
+        check_model(problem, ANSWER.format(RIGHT), sandbox=sandbox, seed=3, trials=1)
+
+
+@pytest.mark.parametrize(
+    ("answer", "verdict"),
+    [(f"({RIGHT}) + {HIDDEN}", Verdict.ACCEPTED), (RIGHT, Verdict.WRONG), ("torch.zeros(5, 24)", Verdict.WRONG)],
+)
+def test_infinity_where_the_problem_gives_it(answer: str, verdict: Verdict, sandbox: Sandbox) -> None:
+    problem = PROBLEM.replace(FORWARD, f"{FORWARD} + {HIDDEN}")
+    judged = check_model(problem, ANSWER.format(answer), sandbox=sandbox, seed=3, trials=1)
+    assert judged.verdict is verdict, judged
+
+
+@pytest.mark.parametrize("answer", ["", " ", "x = 1"])
+def test_an_answer_without_a_model(answer: str, sandbox: Sandbox) -> None:
+    assert check_model(PROBLEM, answer, sandbox=sandbox, seed=3, trials=1).verdict is Verdict.COMPILE_ERROR

@@ -99,6 +99,7 @@ def test_a_search_leaves_a_folder_that_can_be_reported(tmp_path: Path) -> None:
     before = (kept / "attempts.jsonl").read_bytes()
     again = ("run", "--task", "reverse", "--candidates", "1", "--folder")
     assert "--resume" in errors(*again, str(kept))
+    assert "is for 'h100-sxm', not for a100" in errors(*again, str(kept), "--resume", "--target", "a100")
     call(*again, str(kept), "--resume")
     (tmp_path / "all").mkdir()
     kept.rename(tmp_path / "all" / "reverse")
@@ -137,6 +138,11 @@ def test_a_log_that_was_damaged_is_refused_with_its_line(tmp_path: Path) -> None
         assert "cannot be read" in errors("run", "--task", "reverse", *words)
     log.write_text(whole + second[:30])
     assert json.loads(call("report", str(kept), "--json"))["searches"][0]["candidates"] == 2, "a torn last line"
+    run = json.loads((kept / "run.json").read_text())
+    for final in (3, {"samples": 3}, {"samples": {"candidate": "x"}}, {"samples": {"candidate": [0.0]}},
+                  {"warm": {"candidate": [None]}}, {"library_error": "x"}):  # fmt: skip
+        (kept / "run.json").write_text(json.dumps(run | {"final": final}))
+        assert "run.json: final" in errors("report", str(kept)), final
 
 
 @pytest.mark.parametrize(
@@ -161,6 +167,7 @@ def test_runs_that_make_no_sense(words: tuple[str, ...], tmp_path: Path, monkeyp
         (("--proposer", "file", "--from", ".", "--base-url", "http://x"), "--base-url is not for --proposer file"),
         (("--proposer", "anthropic", "--model", "m", "--from", "."), "--from is not for"),
         (("--proposer", "anthropic", "--model", "m", "--dollars", "5"), "give --price"),
+        (("--task", "relu"), "one task twice"),
         (("--dollars", "0"), "dollars is 0.0; it must be a positive number"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
 from dataclasses import replace
 
 import pytest
@@ -276,3 +277,26 @@ def test_searches_side_by_side_are_timed_again_when_all_have_searched(monkeypatc
     assert found["reverse"].final and found["scan"].final  # type: ignore[union-attr]
     kinds = [kind for kind, _ in events]
     assert kinds == sorted(kinds, reverse=True) and kinds.count("last") == 2
+
+
+def test_an_interrupted_search_of_several_tasks_ends_all(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each at its next attempt, not after its budget."""
+    seen: list[str] = []
+    begun = threading.Event()
+
+    def tell(task: str, attempt: Attempt) -> None:
+        seen.append(task)
+        begun.set()
+
+    class Interrupted(searches.ThreadPoolExecutor):
+        def map(self, function, items):  # type: ignore[override]
+            for item in items:
+                self.submit(function, item)
+            begun.wait(30)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(searches, "ThreadPoolExecutor", Interrupted)
+    with Pool(own=(sandbox,)) as pool, pytest.raises(KeyboardInterrupt):
+        searches.search_all([TASKS["relu"], TASKS["reverse"]], pool=pool, target="h100-sxm", seconds=60,
+                            candidates=100, tell=tell)  # fmt: skip
+    assert 1 <= len(seen) < 10
