@@ -249,6 +249,7 @@ def run(
     from gpu_accel.cuda_llm.models import prices_of
     from gpu_accel.cuda_llm.search import Optimized
     from gpu_accel.cuda_llm.tasks import TASKS, find
+    from gpu_accel.cuda_llm.verdict import printable
     from gpu_accel.errors import InvalidInputError
 
     output.check_suffix(output_)
@@ -301,7 +302,8 @@ def run(
     elif len(chosen) == 1 and isinstance(only, Optimized):
         out().print(str(only), markup=False, soft_wrap=True)
         if only.timed:
-            out().print(only.source, markup=False, highlight=False, soft_wrap=True)
+            lines = "\n".join(printable(line) for line in only.source.split("\n"))
+            out().print(lines, markup=False, highlight=False, soft_wrap=True)
     else:
         _table_of(rows)
     if any(isinstance(one, Exception) for one in found.values()):

@@ -36,7 +36,7 @@ _RULES: tuple[tuple[Kind, str], ...] = (
     (Kind.CLOCK, r"\bclock(?:64)?\s*\(|\b__nanosleep\b|globaltimer|%clock"),
     (Kind.FORGED_VERDICT, r"\bprintf\s*\(|\b__trap\s*\(|\bassert\s*\("),
     (Kind.CACHE_POLICY, r"evict_last|createpolicy|L2::cache_hint|__ldlu|persisting|\bprefetch\.global\.L2"),
-    (Kind.INLINE_CODE, r"\.incbin|#\s*pragma\s+nv_|\b__asm__\b.*\.(?:global|extern)"),
+    (Kind.INLINE_CODE, r"\.incbin|#\s*pragma\s+nv_|\b__asm__\b.{0,200}\.(?:global|extern)"),
 )
 # Of PTX. The first that is found names the verdict; what comes from printf also has a variable, its text.
 _PTX: tuple[tuple[Kind, str], ...] = (
@@ -47,7 +47,7 @@ _PTX: tuple[tuple[Kind, str], ...] = (
     (Kind.STATE, r"(?<!\.ptr )\.global\s+(?:\.(?:align|attribute)\b|\.[a-z]\d+\s+[\w$%]+\s*[;=\[])[^\n]*"),
 )
 PTX_KINDS = frozenset(kind for kind, _ in _PTX)
-_GLOBAL = re.compile(r"\b(?:static\s+)?__(?:device__|managed__)\s+(?!.*\()[^;{}()]*[;=\[]")
+_GLOBAL = re.compile(r"\b(?:static\s+)?__(?:device__|managed__)\s+(?!.{0,200}\()[^;{}()]{0,200}[;=\[]")
 
 
 def check(candidate: Candidate) -> None:
@@ -82,7 +82,7 @@ def check(candidate: Candidate) -> None:
             (f"line {line}: {' '.join(kept[0].split())[:60]}",),
         )  # fmt: skip
     for entry in entries:
-        if not re.search(rf"__global__[^;{{]*\b{entry}\s*\(", bare):
+        if not re.search(rf"__global__[^;{{]{{0,500}}\b{entry}\s*\(", bare):
             raise Rejected(Verdict.MALFORMED, None, f"there is no __global__ function {entry}")
 
 

@@ -39,6 +39,7 @@ from .tasks import Task, find
 from .triton_source import canonical
 from .verdict import Judgement, Kind, Rejected, Verdict
 
+LARGEST_TRIAL = 1 << 26  # bytes of the memory of one launch on a small shape, scratch memory included
 PHYSICS_MARGIN = 1.0  # of the datasheet's roofline
 _ATOMIC = re.compile(r"atomic|\bred\b")
 
@@ -61,7 +62,8 @@ class Program:
 
     def repeats(self, task: Task) -> bool:
         """Whether it gives the same bits each time: sums of floats by atomics need not."""
-        return _ATOMIC.search(self.source) is None or not any(one.dtype.startswith("float") for one in task.outputs)
+        source = cuda_source.without_comments(self.source) if self.language == "cuda" else self.source
+        return _ATOMIC.search(source) is None or not any(one.dtype.startswith("float") for one in task.outputs)
 
     @classmethod
     def of(cls, candidate: Candidate) -> Program:
@@ -188,6 +190,8 @@ def _trial(task: Task, launch: Launch, dims: dict[str, int], *, family: str, see
     inputs = task.draw(dims, family=family, seed=seed)
     _, constants = launch.resolve(dims)
     layout = Layout.of(task, launch, dims, constants)
+    if layout.total > LARGEST_TRIAL:  # there are a dozen of them, and they are filled here
+        raise malformed(f"the buffers take {layout.total} bytes on a small shape; at most {LARGEST_TRIAL}")
     before = layout.fill(inputs, launch, GUARDS[0], seed)
     return Trial(dims=dims, family=family, inputs=inputs, layout=layout, before=before, hidden=hidden)
 

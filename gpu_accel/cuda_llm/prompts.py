@@ -7,7 +7,6 @@ time and what is left to the roofline. Hidden shapes, seeds and expected results
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from gpu_accel.hardware.catalog import profile
@@ -19,7 +18,6 @@ Message = dict[str, str]
 MOST_FAILURES = 2  # that go back at once
 LONGEST_LOG = 1500  # characters of an error
 
-_FENCE = re.compile(r"```[^\n]*\n(.*?)(?:```|\Z)", re.S)
 
 SYSTEM = """You write GPU kernels. Answer with one code block that holds one candidate: a launch header in comments,
 then its kernel, and nothing else. In Triton the header's lines begin with #, in CUDA C++ with //.
@@ -45,7 +43,8 @@ def messages(brief: Brief, history: Sequence[Attempt]) -> list[Message]:
 
 def kernels_in(reply: str) -> list[str]:
     """The code blocks of a reply; all of it where there is none."""
-    found = [text for text in _FENCE.findall(reply) if text.strip()]
+    inside = (part.partition("\n") for part in reply.split("```")[1::2])  # the rest of a fence's line is no code
+    found = [text for _, end, text in inside if end and text.strip()]
     return found or [reply]
 
 

@@ -23,7 +23,7 @@ from gpu_accel.errors import InvalidInputError
 
 from .candidate import Candidate
 from .tasks import Task
-from .verdict import Judgement
+from .verdict import Judgement, printable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +150,7 @@ class Files:
         made = []
         for changed, name, path in new:
             self._seen.add((name, changed))
-            made.append(Proposal(text=path.read_bytes()[: 1 << 17].decode(errors="replace"), note=name))
+            made.append(Proposal(text=path.read_bytes()[: 1 << 17].decode(errors="replace"), note=printable(name)))
         return made
 
 

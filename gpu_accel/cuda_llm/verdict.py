@@ -59,6 +59,11 @@ class Kind(StrEnum):
     MISMATCH = "mismatch"
 
 
+def printable(text: str) -> str:
+    """The text with escapes such as \\x1b for what a terminal would not show as a letter."""
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
     """A verdict with its reasons.
@@ -77,6 +82,11 @@ class Judgement:
     verified_by: tuple[str, ...] = ()
     sandbox: str = ""
     error: float | None = None  # the largest, as a share of the tolerance, where outputs were compared
+
+    def __post_init__(self) -> None:
+        """What quotes a candidate, or what a compiler says of it, is shown in terminals: none of it moves a cursor."""
+        object.__setattr__(self, "detail", printable(self.detail))
+        object.__setattr__(self, "evidence", tuple(printable(one) for one in self.evidence))
 
     @property
     def ok(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import socket
 import threading
@@ -51,7 +52,10 @@ def served(answer: Callable[[str, dict[str, Any], dict[str, str]], Reply]) -> It
 
 @contextlib.contextmanager
 def raw(answer: Callable[[socket.socket], object]) -> Iterator[str]:
-    """Serve whatever `answer(connection)` sends after the head of a request; yields the base URL."""
+    """Serve whatever `answer(connection)` sends after a request; yields the base URL.
+
+    The request is read to its end: what lies unread when a connection is closed resets it, and the answer with it.
+    """
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def serve() -> None:
@@ -59,7 +63,9 @@ def raw(answer: Callable[[socket.socket], object]) -> Iterator[str]:
                 while True:
                     connection, _ = listening.accept()
                     with connection, contextlib.suppress(OSError):
-                        connection.recv(1 << 16)
+                        with connection.makefile("rb") as request:
+                            request.readline()
+                            request.read(int(http.client.parse_headers(request)["Content-Length"] or 0))
                         answer(connection)
 
         threading.Thread(target=serve, daemon=True).start()

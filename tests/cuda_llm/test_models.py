@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+import os
+import socket
+import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -151,7 +156,9 @@ def test_no_redirection_gets_the_key(status: int, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("after", ["nan", "-5", "inf", "Wed, 21 Oct 2026 07:28:00 GMT"])
 def test_a_strange_time_to_wait(after: str, monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    monkeypatch.setattr("gpu_accel.cuda_llm.models.time.sleep", slept.append)
+    here = threading.get_ident()  # a server of another test may still be asleep now and then
+    keep = lambda seconds: slept.append(seconds) if threading.get_ident() == here else None  # noqa: E731
+    monkeypatch.setattr("gpu_accel.cuda_llm.models.time.sleep", keep)
     said = f"HTTP/1.1 429 Busy\r\nRetry-After: {after}\r\n\r\n".encode()
     with servers.raw(lambda connection: connection.sendall(said)) as url, pytest.raises(ModelError, match="429"):
         OpenAICompatible("m", base_url=url).ask([], 0)
@@ -290,6 +297,41 @@ def test_a_real_model_completes_a_search(sandbox: Sandbox, tmp_path: Path) -> No
     read, written = found.attempts[1].tokens
     assert read > 500 and 0 < written <= 12
     assert json.loads((tmp_path / "transcript.jsonl").read_text())["tokens"] == [read, written]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(capture._no_model()), reason=capture._no_model() or "SmolLM2 is here")
+@pytest.mark.skipif(
+    not all(importlib.util.find_spec(one) for one in ("fastapi", "uvicorn")),
+    reason="`transformers serve` needs fastapi and uvicorn: pip install 'transformers[serving]'",
+)
+def test_a_server_that_is_not_ours(sandbox: Sandbox, tmp_path: Path) -> None:
+    """`transformers serve` with SmolLM2, as a user starts it."""
+    tokenizer, model, _ = capture._load_model()
+    folder = tmp_path / "smollm2"
+    tokenizer.save_pretrained(folder)
+    model.save_pretrained(folder)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(folder), "--device", "cpu"]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    server = subprocess.Popen([*command, "--port", str(port)], env=environment, stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(120):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                break
+            assert server.poll() is None, "the server has ended"
+            time.sleep(1)
+        proposer = OpenAICompatible(str(folder), base_url=f"http://127.0.0.1:{port}/v1", max_tokens=12)
+        found = optimize_kernel(
+            REVERSE.start, proposer=proposer, candidates=1, batch=1, sandbox=sandbox, out=tmp_path / "run"
+        )
+    finally:
+        server.kill()
+        server.wait()
+    assert [one.judgement.verdict for one in found.attempts] == [Verdict.ACCEPTED, Verdict.MALFORMED]
+    read, written = found.attempts[1].tokens
+    assert read > 500 and 0 < written <= 12
 
 
 def test_a_local_model_is_asked_by_transformers(sandbox: Sandbox) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
 
 import pytest
 
-from gpu_accel.cuda_llm import TASKS, Kind, Verdict, check, cuda_source
+from gpu_accel.cuda_llm import TASKS, Judgement, Kind, Verdict, check, cuda_source
 from gpu_accel.cuda_llm.candidate import Candidate
 from gpu_accel.cuda_llm.compiled import tensor_types_of
 from gpu_accel.cuda_llm.fuzz import HEALTH, fuzz, mutants
+from gpu_accel.cuda_llm.harness import Program, draw
 from gpu_accel.cuda_llm.pool import Pool
 from gpu_accel.cuda_llm.triton_source import canonical
 from gpu_accel.cuda_llm.verdict import Rejected
@@ -142,3 +145,114 @@ def test_what_machine_code_multiplies_on_tensor_cores() -> None:
     for line, types in lines.items():
         assert tensor_types_of(f"        /*0450*/                   {line} ;") == types, line
     assert tensor_types_of("\n".join(lines)) == ["fp8", "int8", "fp16", "bf16", "tf32", "fp64"]
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict", "kind"),
+    [
+        ('#/**/include "in0.bin"', Verdict.CHEATING, Kind.INPUT_OUTPUT),
+        ('#inc\\\nlude "in0.bin"', Verdict.CHEATING, Kind.INPUT_OUTPUT),
+        ('/* a\n*/ # embed "in0.bin"', Verdict.CHEATING, Kind.INPUT_OUTPUT),
+        ('#if __has_include("/etc/passwd")\n#endif', Verdict.CHEATING, Kind.INPUT_OUTPUT),
+        ("int a = '/*';\n__device__ int calls;\nint b = '*/';", Verdict.CHEATING, Kind.STATE),
+        ("int a = L'/*';\n__device__ int calls;\nint b = L'*/';", Verdict.CHEATING, Kind.STATE),
+        ("int a = 1'0 + '\"' + sizeof(\"// \"); __device__ int calls;", Verdict.CHEATING, Kind.STATE),
+        ("#if 0\n' /*\n#endif\n__device__ int calls;\n#if 0\n' */\n#endif", Verdict.MALFORMED, None),
+        ('u8R"(")"', Verdict.MALFORMED, None),
+        ("/* open", Verdict.MALFORMED, None),
+        ('// \\\n#include "in0.bin"', None, None),
+        ("// don't R\"(\n/* \" */ const int fine = 1'000; // '", None, None),
+    ],
+)
+def test_text_is_read_as_a_compiler_reads_it(text: str, verdict: Verdict | None, kind: Kind | None) -> None:
+    kernel = Candidate.parse(TASKS["reverse"].naive_cuda.replace('extern "C"', f'{text}\nextern "C"'))
+    if verdict is None:
+        cuda_source.check(kernel)
+        return
+    with pytest.raises(Rejected) as caught:
+        cuda_source.check(kernel)
+    assert (caught.value.verdict, caught.value.kind) == (verdict, kind)
+
+
+@pytest.mark.parametrize(
+    ("line", "kind"),
+    [
+        (".global .align 4 .u32 calls;", Kind.STATE),
+        (".visible .global .align 4 .b8 kept[64];", Kind.STATE),
+        ("{ .global .u32 calls; }", Kind.STATE),
+        (".global /* */ .f32 calls = 0f00000000;", Kind.STATE),
+        ('.pragma "/*"; .global .u32 calls; .pragma "*/";', Kind.STATE),
+        (".global .attribute(.managed) .align 4 .u32 calls;", Kind.STATE),
+        ("mov.u64 %rd1, %clock64;", Kind.CLOCK),
+        ("nanosleep.u32 9;", Kind.CLOCK),
+        ("createpolicy.fractional.L2::evict_last.b64 %rd6, 1.0;", Kind.CACHE_POLICY),
+        ("prefetch.global.L2 [%rd1];", Kind.CACHE_POLICY),
+        ("    @%p1 trap;", Kind.FORGED_VERDICT),
+        (".extern .func (.param .b32 f) vprintf\n.global .align 1 .b8 $str[3] = {1, 2, 3};", Kind.FORGED_VERDICT),
+        (".extern .func (.param .b32 f) cudaLaunchDeviceV2", Kind.HOST_CODE),
+        (".visible .entry k(.param .u64 .ptr .global .align 4 k_param_0)", None),
+        ("ld.global.nc.f32 %f1, [%rd4]; st.global.f32 [%rd2], %f1; cvta.to.global.u64 %rd4, %rd1;", None),
+        (".const .align 4 .u32 table[4] = {1, 2, 3, 4}; ld.global.L2::128B.f32 %f1, [%rd1];", None),
+    ],
+)
+def test_ptx_shows_what_text_hides(line: str, kind: Kind | None) -> None:
+    ptx = f".version 9.0\n.target sm_90a\n{line}\n"
+    if kind is None:
+        cuda_source.check_ptx(ptx)
+        return
+    with pytest.raises(Rejected) as caught:
+        cuda_source.check_ptx(ptx)
+    assert (caught.value.verdict, caught.value.kind) == (Verdict.CHEATING, kind) and kind in cuda_source.PTX_KINDS
+
+
+@pytest.mark.parametrize(
+    ("line", "verdict"),
+    [
+        ('y = tl.load(x, eviction_policy="evict_" + "last")', "cheating(cache_policy)"),
+        ('y = tl.load(x, eviction_policy="evict_first"[:6])', "cheating(cache_policy)"),
+        ('p = "evict_first"', "cheating(cache_policy)"),
+        ('y = tl.load(x, eviction_policy=tl.constexpr("evict_first"))', "cheating(cache_policy)"),
+        ('y = tl.load(x, eviction_policy=max("evict_first", ""))', "cheating(cache_policy)"),
+        ('y = tl.load(x, other="what")', "malformed"),
+        ('y = "ieee"', "malformed"),
+        ('y = tl.load(x, eviction_policy="evict_first" if n > 3 else "")', ""),
+        ('y = float("nan") + float("-inf")', ""),
+    ],
+)
+def test_text_stands_where_a_call_takes_it(line: str, verdict: str) -> None:
+    if not verdict:
+        canonical(body(line))
+        return
+    with pytest.raises(Rejected) as caught:
+        canonical(body(line))
+    assert caught.value.judgement.name == verdict
+
+
+@pytest.mark.parametrize("word", ["__device__ ", "static __device__ ", "__asm__ ", "__global__ ", "__device__\n", "1'"])
+def test_no_text_takes_long_to_read(word: str) -> None:
+    """Rules are read by the controller, which nothing ends: none of them may take more than a glance."""
+    naive = TASKS["reverse"].naive_cuda
+    kernel = Candidate.parse(naive + word * ((65_000 - len(naive)) // len(word)))
+    begin = time.process_time()
+    with contextlib.suppress(Rejected):
+        cuda_source.check(kernel)
+    assert time.process_time() - begin < 2, "0.3 s at most, where it was 5"
+
+
+def test_what_a_candidate_says_moves_no_cursor() -> None:
+    judged = Judgement(verdict=Verdict.WRONG, detail="a\x1b[2J\x07\u202e b", evidence=("\rline 1",))
+    assert judged.detail == "a\\x1b[2J\\x07\\u202e b" and judged.evidence == ("\\rline 1",)
+
+
+def test_scratch_memory_of_a_small_shape_is_small() -> None:
+    """A dozen of them are filled by the controller."""
+    scratch = '# [workspace.k]\n# shape = [99999999]\n# dtype = "int8"\n# [space]'
+    many = TASKS["reverse"].start.replace("# [space]", scratch)
+    with pytest.raises(Rejected, match="on a small shape"):
+        draw(TASKS["reverse"], Candidate.parse(many), 1)
+
+
+def test_a_word_in_a_comment_is_no_atomic() -> None:
+    plain = TASKS["reverse"].naive_cuda
+    for more, repeats in (("// atomic\n/* red */", True), ("// \n__device__ void f() { atomicAdd; }", False)):
+        assert Program.of(Candidate.parse(plain + more)).repeats(TASKS["reverse"]) is repeats
