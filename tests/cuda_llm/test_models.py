@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -151,7 +152,10 @@ def test_no_redirection_gets_the_key(status: int, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("after", ["nan", "-5", "inf", "Wed, 21 Oct 2026 07:28:00 GMT"])
 def test_a_strange_time_to_wait(after: str, monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    monkeypatch.setattr("gpu_accel.cuda_llm.models.time.sleep", slept.append)
+    mine = threading.get_ident()  # servers of other tests may be asleep
+    monkeypatch.setattr(
+        "gpu_accel.cuda_llm.models.time.sleep", lambda s: slept.append(s) if threading.get_ident() == mine else None
+    )
     said = f"HTTP/1.1 429 Busy\r\nRetry-After: {after}\r\n\r\n".encode()
     with servers.raw(lambda connection: connection.sendall(said)) as url, pytest.raises(ModelError, match="429"):
         OpenAICompatible("m", base_url=url).ask([], 0)
