@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -159,6 +159,7 @@ def run(
     with output.stdout_to_stderr():
         intended = runner.plan(one, experiments, settings, host=host)
     _note_input(one, intended, input_)
+    _note_shapes(intended, settings.shapes)
     if device != "cpu":
         _refuse_to_take_hours(intended)
         if not experiments:
@@ -194,6 +195,18 @@ def _note_input(paper: Paper, made: Plan, asked: str) -> None:
     for name, inputs in taken.items():
         if asked and (asked not in inputs or asked == paper.inputs[0] and len(inputs) > 1):
             note(f"--input {asked} without effect: {name} takes {', '.join(inputs)}", style="yellow")
+
+
+def _note_shapes(made: Plan, shapes: Sequence[Mapping[str, Any]]) -> None:
+    """Say of which experiments no case has the sizes of --shape: they have sizes of their own."""
+    taken: dict[str, bool] = {}
+    for item in made.items:
+        sizes = list(item["case"].values())
+        found = any(all(size in sizes for size in shape.values()) for shape in shapes)
+        taken[item["experiment"]] = taken.get(item["experiment"], False) or found
+    if shapes and (own := [name for name, found in taken.items() if not found]):
+        has = "has sizes of its own" if len(own) == 1 else "have sizes of their own"
+        note(f"--shape without effect: {', '.join(own)} {has}", style="yellow")
 
 
 def _refuse_to_take_hours(made: Plan) -> None:
@@ -437,6 +450,7 @@ def _dry_run(
     with output.stdout_to_stderr():
         made: Plan = plan(paper, experiments, settings, host=host)
     _note_input(paper, made, asked)
+    _note_shapes(made, settings.shapes)
     rows = [
         {"experiment": item["experiment"], "case": item["case"], "impl": impl["name"], "role": impl["role"],
          "runs": impl["runs"], "why": impl["why"]}

@@ -4,10 +4,14 @@ For a launch the interpreter replaces a few hundred members of the language by i
 then it does both again whenever the kernel calls another `@triton.jit` function, when nothing is left to replace. That
 is a third of the time of a small kernel; a tenth is a table of dtypes, built for every array. Seen in Triton 3.6.0 to
 3.9.0.
+
+The language is the process's, so launches of several threads wait for one another: where one ended while another was
+under way, that one found the language as it was before.
 """
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,13 +32,17 @@ def quicken() -> bool:
         return True
     under_way: list[Any] = []  # launches
     members: dict[tuple[Any, str], Any] = {}  # (module or class, name) -> what takes its place
+    language = threading.RLock()  # held by the thread that launches
 
     class Launch(interpreter._LangPatchScope):
         def restore(self) -> None:
             super().restore()
-            under_way.remove(self)
+            if self in under_way:
+                under_way.remove(self)
+                language.release()
 
     def prepare_once(fn: Any) -> Launch:
+        language.acquire()
         scope = Launch()
         under_way.append(scope)
         if len(under_way) == 1:

@@ -194,6 +194,7 @@ def test_both_gates_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         (["--warm-l2"], 0, "--warm-l2 without effect"),
         (["--sustained", "--warm-l2"], 0, "--sustained and --warm-l2 without effect"),
         (["--quick", "--shape", "1x16x1x32"], 0, "--quick without effect"),
+        (["--shape", "1x16x1x32"], 0, "--shape without effect: one has sizes of its own"),
         (["--tag", "x"], 0, "--tag without effect"),
         (["--input", "outliers"], 0, "--input outliers without effect: one takes normal"),
         (["--gate"], 2, "--gate would do nothing"),
@@ -320,3 +321,10 @@ def test_a_paper_of_endless_numbers_is_refused_by_its_name(
     monkeypatch.setenv("GPU_ACCEL_PAPERS", str(folder))
     result = invoke("show", "odd")
     assert result.exit_code == codes.USAGE and str(file) in result.stderr and len(result.stderr) < 1000, result.output
+
+
+@pytest.mark.parametrize(("words", "own"), [("ring error", ""), ("ring error predict", "predict"), ("te gemm", "gemm")])
+def test_shapes_that_an_experiment_does_not_take_are_said(words: str, own: str) -> None:
+    options = ("--shape", "1x64x2x64", "--shape", "seqlen=96,heads=2", "--device", "cpu", "--dry-run")
+    said = invoke("run", *words.split(), *options).stderr
+    assert (f"--shape without effect: {own} has sizes of its own" in said) == bool(own) == ("--shape" in said)

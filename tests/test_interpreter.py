@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -49,6 +50,23 @@ def test_an_error_leaves_nothing_behind_either() -> None:
     with pytest.raises(Exception, match="asked for"):
         _kernel[(1,)](torch.ones(16), torch.ones(1), 16, True)
     assert before == language()
+
+
+def test_threads_launch_one_after_the_other() -> None:
+    """The end of one launch took the language away from another that was under way."""
+
+    def launched(number: int) -> list[float]:
+        x, y = torch.full((16,), float(number)), torch.zeros(40)
+        for _ in range(3):
+            _kernel[(40,)](x, y, 16, False)
+        return y.tolist()
+
+    before = language()
+    with ThreadPoolExecutor(6) as threads:
+        assert list(threads.map(launched, range(6))) == [[32.0 * number] * 40 for number in range(6)]
+    with ThreadPoolExecutor(1) as threads, pytest.raises(Exception, match="asked for"):
+        threads.submit(_kernel[(1,)], torch.ones(16), torch.ones(1), 16, True).result()
+    assert launched(1) == [32.0] * 40 and before == language()
 
 
 def test_a_launch_is_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
+from gpu_accel.errors import shown
+
 from .launch import Launch, Pass, Scalar, malformed, read_launch
 
 Language = Literal["triton", "cuda"]
@@ -57,10 +59,14 @@ class Candidate:
                 text = text.decode()
             except UnicodeDecodeError as error:
                 raise malformed(f"not UTF-8: {error}") from error
+        if not isinstance(text, str):
+            raise malformed(f"{shown(text, 40)} is no text")
         if len(text) > LARGEST_SOURCE:
             raise malformed(f"{len(text)} characters; at most {LARGEST_SOURCE}")
         if "\0" in text:
             raise malformed("a zero byte in the source")
+        if any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise malformed("half a surrogate pair in the source, which no file can hold")
         text = text.replace("\r\n", "\n")
         found = list(_HEADER.finditer(text))
         if len(found) != 1:

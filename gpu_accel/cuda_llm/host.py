@@ -166,6 +166,8 @@ def _against(got: Tensor, wanted: Tensor, yardstick: Tensor) -> float:
 
 
 def _readable(source: str) -> None:
+    if not isinstance(source, str):
+        raise Rejected(Verdict.MALFORMED, None, f"{shown(source, 40)} is no text")
     if len(source) > LARGEST_SOURCE or "\0" in source:
         raise Rejected(Verdict.MALFORMED, None, f"{len(source)} characters; at most {LARGEST_SOURCE}, none zero")
     try:

@@ -11,6 +11,7 @@ attempt with the verdict `malformed`, and its reason goes back like any other.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import time
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from gpu_accel.errors import InvalidInputError
+from gpu_accel.errors import InvalidInputError, shown
 
 from .candidate import Candidate
 from .tasks import Task
@@ -126,12 +127,13 @@ class Files:
         wait: seconds to wait for a first new file before the search ends.
     """
 
-    folder: Path
+    folder: Path | str
     wait: float = 0.0
     name: str = field(default="file", init=False)
     _seen: set[tuple[str, int]] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:
+        self.folder = folder_of(self.folder)
         if not self.folder.is_dir():
             raise InvalidInputError(f"there is no folder {self.folder} to read kernels from")
 
@@ -140,9 +142,10 @@ class Files:
         deadline = time.monotonic() + self.wait
         while True:
             found = []
-            for path in self.folder.iterdir():
-                if path.suffix in (".py", ".cu") and path.is_file():
-                    found.append((path.stat().st_mtime_ns, path.name, path))
+            for path in folder_of(self.folder).iterdir():
+                with contextlib.suppress(OSError):  # it has just been taken away
+                    if path.suffix in (".py", ".cu") and path.is_file():
+                        found.append((path.stat().st_mtime_ns, path.name, path))
             new = [one for one in sorted(found) if (one[1], one[0]) not in self._seen][:count]
             if new or time.monotonic() >= deadline:
                 break
@@ -150,7 +153,8 @@ class Files:
         made = []
         for changed, name, path in new:
             self._seen.add((name, changed))
-            made.append(Proposal(text=path.read_bytes()[: 1 << 17].decode(errors="replace"), note=printable(name)))
+            with contextlib.suppress(OSError), path.open("rb") as file:  # taken away, or not ours to read
+                made.append(Proposal(text=file.read(1 << 17).decode(errors="replace"), note=printable(name)))
         return made
 
 
@@ -162,12 +166,13 @@ class Replay:
         folder: of the run; its `attempts.jsonl` and candidates are read.
     """
 
-    folder: Path
+    folder: Path | str
     name: str = field(default="replay", init=False)
 
     def __post_init__(self) -> None:
         from .artefact import read_attempts
 
+        self.folder = folder_of(self.folder)
         self._rows: list[dict[str, Any]] = [row for row in read_attempts(self.folder) if row["number"] > 0]
 
     def propose(self, brief: Brief, history: Sequence[Attempt], count: int) -> list[Proposal]:
@@ -177,11 +182,22 @@ class Replay:
         at = sum(one.number > 0 for one in history)
         made = []
         for row in self._rows[at : at + count]:
-            text = text_of(self.folder, row)
+            text = text_of(folder_of(self.folder), row)
             made.append(
                 Proposal(text=text, note=row["change"], tokens=tuple(row["tokens"]), dollars=row["dollars"])
             )  # fmt: skip
         return made
+
+
+def folder_of(given: object) -> Path:
+    """A path, also where it is given as text.
+
+    Raises:
+        InvalidInputError: it is neither.
+    """
+    if not isinstance(given, str | Path):
+        raise InvalidInputError(f"a folder is a path or its text, not {shown(given, 60)}")
+    return Path(given)
 
 
 def cost_of(history: Sequence[Attempt]) -> float:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,10 +33,10 @@ from .candidate import Candidate
 from .grammar import Grammar
 from .harness import check, read
 from .launch import read_launch
-from .measure import Measured, measure
+from .measure import PEERS, Measured, measure
 from .models import Model, ModelError
 from .pool import Pool
-from .proposers import Attempt, Brief, Proposal, Proposer, cost_of, ranked
+from .proposers import Attempt, Brief, Proposal, Proposer, cost_of, folder_of, ranked
 from .sandbox import Sandbox
 from .sanitizer import sanitize
 from .tasks import Task, find
@@ -248,11 +249,11 @@ class _Search:
     def proposed(self, proposer: Proposer, count: int) -> list[Proposal]:
         """A round's proposals; of a model one by one, so that its time and its money are passed by no more than one."""
         if not isinstance(proposer, Model) and self.budget.dollars is None:
-            return proposer.propose(self.brief, self.attempts, count)
+            return _proposals(proposer, proposer.propose(self.brief, self.attempts, count))
         made: list[Proposal] = []
         while len(made) < count and not (made and self.spent(sum(one.dollars for one in made))):
             try:
-                more = proposer.propose(self.brief, self.attempts, 1)
+                more = _proposals(proposer, proposer.propose(self.brief, self.attempts, 1))
             except ModelError:
                 if not made:
                     raise
@@ -280,6 +281,17 @@ class _Search:
             self.replace(replace(best, judgement=judgement, confirmed=judgement.ok))
             only = self.attempts[only.number] if only else None
         return next((one for one in ranked(self.attempts) if one.confirmed), None)
+
+
+def _proposals(proposer: Proposer, made: object) -> list[Proposal]:
+    """What a proposer, perhaps somebody else's, returned."""
+    if not isinstance(made, list | tuple) or not all(isinstance(one, Proposal) for one in made):
+        raise InvalidInputError(f"{proposer.name} must propose a list of Proposal, not {shown(made, 60)}")
+    for one in made:
+        if not (isinstance(one.text, str) and isinstance(one.note, str) and 0 <= one.dollars < math.inf):
+            raise InvalidInputError(f"{proposer.name} proposes text, a note and a price that are none: {shown(one)}")
+    # half a surrogate pair can be kept in no file
+    return [replace(one, text=one.text.encode("utf-8", "replace").decode()) for one in made]
 
 
 def screened(measured: Measured, whole: Judgement | None) -> Judgement:
@@ -486,6 +498,12 @@ def optimize_kernel(
     """
     target = profile(target_hardware)
     candidate = as_candidate(my_kernel, launch)
+    if unknown := [one for one in peers if one not in PEERS]:
+        raise InvalidInputError(f"peers has {shown(unknown[0], 40)}; choose from {', '.join(PEERS)}")
+    if task and not isinstance(task, Task | str):
+        raise InvalidInputError(f"task is {shown(task, 60)}; it is a Task or the name of one")
+    if proposer is not None and not (hasattr(proposer, "propose") and hasattr(proposer, "name")):
+        raise InvalidInputError(f"proposer is {shown(proposer, 60)}; it has a name and a method propose")
     named = task or candidate.launch.task
     if not named:
         raise InvalidInputError('say what the kernel computes: task="softmax", or `task = ...` in the launch header')
@@ -496,7 +514,7 @@ def optimize_kernel(
     arguments: dict[str, Any] = {
         "proposer": proposer or Grammar(strategy, seed), "target": target.name, "resume": resume, "peers": peers,
         "budget": Budget(candidates=candidates, seconds=seconds, dollars=dollars, depth=depth, batch=batch),
-        "out": Path(out) if out is not None else None, "tell": tell,
+        "out": folder_of(out) if out is not None else None, "tell": tell,
         "templates": [one for one in chosen.templates[1:] if one.language == "triton" or gpu_here(target.architecture)],
     }  # fmt: skip
     check_out(arguments["out"], chosen, resume=resume, target=target.name)
@@ -513,6 +531,9 @@ def as_candidate(kernel: Any, launch: Mapping[str, Any] | None = None) -> Candid
     Raises:
         InvalidInputError: it is none of these.
     """
+    function = getattr(kernel, "fn", None)
+    if launch is not None and not inspect.isfunction(function):
+        raise InvalidInputError("launch is for a @triton.jit function; a file says in its header how it is launched")
     try:
         if isinstance(kernel, Candidate):
             return kernel
@@ -522,7 +543,6 @@ def as_candidate(kernel: Any, launch: Mapping[str, Any] | None = None) -> Candid
             return Candidate.parse(read(Path(kernel)))
         if isinstance(kernel, str | bytes):
             return Candidate.parse(kernel)
-        function = getattr(kernel, "fn", None)
         if inspect.isfunction(function):
             if launch is None:
                 raise InvalidInputError("a Triton function needs launch={'grid': [...], 'constants': {...}}")

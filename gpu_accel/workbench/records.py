@@ -166,6 +166,8 @@ class Record:
             data = json.loads(line)
         except (ValueError, RecursionError) as error:  # also integers of too many digits, and nesting without end
             raise InvalidInputError(f"{where}not JSON: {error}") from error
+        if "\\ud" in line.lower():  # half a surrogate pair, as of a path that is no text, can be written nowhere again
+            data = json.loads(json.dumps(data, ensure_ascii=False).encode("utf-8", "replace"))
         if not isinstance(data, dict):
             raise InvalidInputError(f"{where}a record is a JSON object, not {type(data).__name__}")
         if type(data.get("schema")) is not int or data["schema"] != SCHEMA:

@@ -110,10 +110,10 @@ def pivot(records: Sequence[Record], metric: str) -> tuple[list[str], list[list[
     for record in sorted(records, key=lambda r: r.time):
         case = record.case
         newest[case.get("head_dim"), bool(case.get("causal")), record.impl, case.get("seqlen_q")] = record
-    lengths = sorted({key[3] for key in newest if key[3] is not None})
+    lengths = sorted({key[3] for key in newest if key[3] is not None}, key=series.in_order)
     impls = series.order(key[2] for key in newest)
     rows = []
-    for dim, causal in sorted({key[:2] for key in newest}, key=lambda k: (k[0] is None, k)):
+    for dim, causal in sorted({key[:2] for key in newest}, key=lambda k: (series.in_order(k[0]), k[1])):
         for impl in impls:
             found = [newest.get((dim, causal, impl, n)) for n in lengths or [None]]
             if any(found):

@@ -318,14 +318,15 @@ def sweep(
     Raises:
         InvalidInputError: several GPUs, passes, dtypes or inputs that would share a line.
     """
-    records = [r for r in one_gpu(records) if r.kind != "checked" and interval(r, metric) and x in r.case]
+    records = [r for r in one_gpu(records) if r.kind != "checked" and interval(r, metric)]
+    records = [r for r in records if type(r.case.get(x)) in (int, float)]
     quotes = list(quotes)
     require_one(records, "pass", "dtype", "input")
     keys = {(r.case.get(row), r.case.get(column)) for r in records}
     keys |= {(c.cell.get(row), c.cell.get(column)) for c in quotes}
     ours = [impl for impl in order(r.impl for r in records) if impl in OURS]
     panels = []
-    for row_value, column_value in sorted(keys, key=lambda k: (k[0] is None, k[0], k[1] is None, k[1])):
+    for row_value, column_value in sorted(keys, key=lambda k: (in_order(k[0]), in_order(k[1]))):
         mine = [r for r in records if (r.case.get(row), r.case.get(column)) == (row_value, column_value)]
         lines = []
         for impl in order(r.impl for r in mine):
@@ -348,9 +349,19 @@ def sweep(
     return panels
 
 
+def in_order(size: object) -> tuple[int, float, str]:
+    """A key to sort by: numbers as they count, then words, then nothing. A record of somebody else may hold any."""
+    if isinstance(size, int | float):
+        return 0, size, ""
+    return (1, 0.0, size) if isinstance(size, str) else (2, 0.0, "")
+
+
 def short(number: float | str) -> str:
-    """512, 1k, 16k, 1M: powers of two as people write sequence lengths."""
-    number = float(number)
+    """512, 1k, 16k, 1M: powers of two as people write sequence lengths; what is no number as it is."""
+    try:
+        number = float(number)
+    except ValueError:
+        return str(number)
     if number >= 1 << 20 and number % (1 << 20) == 0:
         return f"{int(number) >> 20}M"
     if number >= 1024 and number % 1024 == 0:

@@ -300,3 +300,34 @@ def test_an_interrupted_search_of_several_tasks_ends_all(sandbox: Sandbox, monke
         searches.search_all([TASKS["relu"], TASKS["reverse"]], pool=pool, target="h100-sxm", seconds=60,
                             candidates=100, tell=tell)  # fmt: skip
     assert 1 <= len(seen) < 10
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"task": 3}, "task is 3"), ({"task": "reverse", "proposer": 3}, "proposer is 3"),
+        ({"task": "reverse", "out": 3}, "a folder is a path"), ({"task": "reverse", "peers": ("cublas",)}, "peers has"),
+        ({"task": "reverse", "launch": {"grid": [1]}}, "launch is for a @triton.jit function"),
+    ],
+)  # fmt: skip
+def test_arguments_that_are_none(given: dict, why: str, sandbox: Sandbox) -> None:
+    with pytest.raises(InvalidInputError, match=why):
+        optimize_kernel(REVERSE.start, sandbox=sandbox, **given)
+
+
+@pytest.mark.parametrize("made", [None, 3, ["x"], [None], [Proposal(text=b"x")], [Proposal(text="x", dollars=-1.0)],
+                                  [Proposal(text="x", note=3)]])  # fmt: skip
+def test_proposals_that_are_none(made: object, sandbox: Sandbox) -> None:
+    class Mine:
+        name = "mine"
+
+        def propose(self, *given):
+            return made
+
+    with pytest.raises(InvalidInputError, match="mine (must propose|proposes)"):
+        optimize_kernel(REVERSE.start, proposer=Mine(), candidates=1, sandbox=sandbox)
+
+
+@pytest.mark.parametrize("text", [None, 3, [], "\ud800" + REVERSE.start])
+def test_what_is_no_text_is_malformed(text: object, sandbox: Sandbox) -> None:
+    assert check(text, "reverse", sandbox=sandbox).verdict is Verdict.MALFORMED

@@ -395,3 +395,9 @@ def test_a_sparse_product_may_count_what_it_skips():
         Record(case={"dtype": "fp16", "sparse": False}, **common)
     with pytest.raises(InvalidInputError, match="above the device peak"):
         Record(case={"dtype": "fp16", "sparse": True}, **(common | {"work": {"flops": 2.1e12}}))
+
+
+def test_half_a_surrogate_pair_is_read_as_what_can_be_written():
+    line = measured().to_json().replace('"NVIDIA', '"\\udcff NVIDIA', 1)
+    assert "\\udcff" in line and "\udcff" not in Record.from_json(line).to_json()
+    Record.from_json(line).to_json().encode()

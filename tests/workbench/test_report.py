@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html.parser
 import re
 import types
@@ -10,7 +11,7 @@ import pytest
 
 from gpu_accel.errors import InvalidInputError
 from gpu_accel.testing.records import GPU, correct, grid, number, quote, timed, verdict
-from gpu_accel.workbench import report
+from gpu_accel.workbench import report, series
 
 PAPER = types.SimpleNamespace(id="p1", title="A <fast> paper", arxiv="1234.5678", year=2024, aliases=("p",), alias="p")
 VERDICTS = [
@@ -222,3 +223,12 @@ def test_work_without_sequences_has_a_row_for_each_case():
     headings, rows = report.pivot(found, "latency")
     assert headings == ["level", "footprint kb", "implementation", "latency, clk"], "what never differs is left out"
     assert rows == [["l2", "2048", "kernel", "270"], ["l1", "32", "other", "40"], ["l1", "32", "kernel", "31"]]
+
+
+def test_sizes_that_are_words_are_shown_and_break_nothing():
+    """In records of somebody else's case a size may be anything."""
+    one = timed()
+    odd = [dataclasses.replace(one, case=one.case | {name: "x"}) for name in ("seqlen_q", "head_dim")]
+    headings, rows = report.pivot([one, *odd], "tflops")
+    assert any("x" in str(cell) for row in (headings, *rows) for cell in row)
+    assert series.short("x") == "x" and sorted([None, "x", 2, 0.5], key=series.in_order) == [0.5, 2, "x", None]

@@ -32,6 +32,6 @@ def find(name: str) -> Task:
     Raises:
         InvalidInputError: there is none; the message lists them.
     """
-    if name not in TASKS:
+    if not isinstance(name, str) or name not in TASKS:
         raise InvalidInputError(f"there is no task {shown(name, 40)}; choose one of {', '.join(TASKS)}")
     return TASKS[name]
