@@ -274,7 +274,8 @@ def _consumer(
     ACCUMULATE: gl.constexpr, DIRECT: gl.constexpr, WIDE: gl.constexpr, DEAL: gl.constexpr, AHEAD: gl.constexpr,
     LATE: gl.constexpr, STAGED: gl.constexpr,
 ):  # fmt: skip
-    a_bufs, b_bufs, out_bufs, _, _ = bufs
+    # no `_`: a run-time branch below has one of another type
+    a_bufs, b_bufs, out_bufs, sa_bufs, sb_bufs = bufs
     EARLY: gl.constexpr = BLOCKED and not LATE and not STAGED
     full, empty, opened = bars
     M, N, k_steps, tiles_m, tiles_n = shape
@@ -510,12 +511,16 @@ def fp8_gemm_kernel(
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    opened = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    opened = empty
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=33 if STAGED else 1)  # with 32 threads that bring scales
         mbarrier.init(empty.index(i), count=2)
-    mbarrier.init(opened, count=1)
-    mbarrier.arrive(opened, count=1)  # nobody touches it again
+    if PARTS == 2 or not STAGED:
+        # Only wide tiles wait for it. In narrow ones it is dead from here on, and its place would be given to the first
+        # scales; memory that still is a barrier may be written by the hardware at any time, and they were NaN then.
+        opened = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+        mbarrier.init(opened, count=1)
+        mbarrier.arrive(opened, count=1)  # nobody touches it again
     sa_bufs = out_bufs
     sb_bufs = out_bufs
     if STAGED:

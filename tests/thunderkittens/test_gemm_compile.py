@@ -47,7 +47,7 @@ def test_no_spills_and_nothing_serialised(version):
 
 @pytest.mark.slow
 def test_epilogues_and_scales():
-    for name, row in compiled("installed", ["tile-gelu", "fp8-to-fp8", "fp8-lines-add"]).items():
+    for name, row in compiled("installed", ["tile-gelu", "fp8-to-fp8", "fp8-lines-add", "fp8-narrow"]).items():
         assert row["spills"] <= 2 * SMALL_SPILL and not row["serialised"], row
         assert row["wgmma"] and row["shared"] <= SHARED_LIMIT, row
         assert bool(row["tma_stores"]) == (name != "fp8-lines-add"), row
