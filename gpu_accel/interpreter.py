@@ -50,6 +50,8 @@ def quicken() -> bool:
                 found = prepare(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
                 members.update({(where, name): getattr(where, name) for where, name, _ in found._changes})
                 found.restore()
+                if (tl.tensor, "__index__") in members:  # NumPy 2.4 makes no int of an array, as Triton 3.6.0 asks
+                    members[tl.tensor, "__index__"] = lambda one: int(one.handle.data.squeeze())
             for (where, name), own in members.items():
                 scope.set_attr(where, name, own)
         return scope

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -43,6 +46,34 @@ def test_device_functions_work_and_the_language_is_as_before() -> None:
         after = language()
         assert before.keys() == after.keys()
         assert [key for key in before if before[key] != after[key]] == []
+
+
+@triton.jit
+def _count(n_ptr, y_ptr):
+    total = 0
+    for _ in tl.range(0, tl.load(n_ptr)):
+        total += 1
+    tl.store(y_ptr, total)
+
+
+SCRIPT = """import sys, torch
+sys.path.insert(0, sys.argv[1])
+import gpu_accel.compat
+from test_interpreter import _count
+y = torch.zeros(1, dtype=torch.int32)
+_count[(1,)](torch.tensor([5], dtype=torch.int32), y)
+print(int(y))
+"""
+
+
+@pytest.mark.parametrize("compile_environment", ["3.6.0"], indirect=True)
+def test_a_loop_to_a_number_that_was_loaded(compile_environment: dict[str, str]) -> None:
+    """NumPy 2.4 makes no int of an array of one element, which is what Triton 3.6.0 asks of it."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(Path(__file__).parent)], capture_output=True, text=True,
+        env={**compile_environment, "TRITON_INTERPRET": "1"},
+    )  # fmt: skip
+    assert done.stdout == "5\n", done.stderr[-2000:]
 
 
 def test_an_error_leaves_nothing_behind_either() -> None:
