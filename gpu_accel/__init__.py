@@ -80,14 +80,14 @@ def get_kernel(name: str) -> Any:
     Raises:
         InvalidInputError: no such op; the message lists the close and the known names.
     """
-    if name not in _KERNELS:
+    if not isinstance(name, str) or name not in _KERNELS:
         import difflib
 
-        from gpu_accel.errors import InvalidInputError
+        from gpu_accel.errors import InvalidInputError, shown
 
-        close = difflib.get_close_matches(name, _KERNELS, n=3)
+        close = difflib.get_close_matches(str(name), _KERNELS, n=3)
         hint = f" Did you mean {' or '.join(close)}?" if close else ""
-        raise InvalidInputError(f"no kernel called {name!r}.{hint} Known: {', '.join(kernels())}")
+        raise InvalidInputError(f"no kernel called {shown(name)}.{hint} Known: {', '.join(kernels())}")
     module, attribute = _KERNELS[name]
     return getattr(importlib.import_module(module), attribute)
 

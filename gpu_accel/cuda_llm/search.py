@@ -135,7 +135,8 @@ class Optimized:
         for name in ("naive", "library", "compiled"):
             if self.final and (ratio := self.final.ratio(name)):
                 gain += f", {ratio:.3g}x {name}"
-        return f"{self.task} for {self.target}: {len(self.attempts)} candidates ({told}); {gain}. {self.note}"
+        tried = f"{len(self.attempts)} candidate{'s' if len(self.attempts) > 1 else ''}"
+        return f"{self.task} for {self.target}: {tried} ({told}); {gain}. {self.note}"
 
 
 class _Search:

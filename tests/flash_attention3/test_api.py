@@ -42,6 +42,9 @@ def test_get_kernel_by_name():
     assert gpu_accel.FlashAttention3 is FlashAttention3
     with pytest.raises(InvalidInputError, match="flash_attention"):
         gpu_accel.get_kernel("flash_atention")
+    for name in (None, 3, []):
+        with pytest.raises(InvalidInputError, match="no kernel called"):
+            gpu_accel.get_kernel(name)
     with pytest.raises(AttributeError):
         _ = gpu_accel.no_such_name
 
