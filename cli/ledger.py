@@ -130,7 +130,7 @@ def _show(paper: Paper, chosen: Sequence[Verdict], *, fold: bool, brief: bool, s
             screen.print(f"{v.claim.id}: {detail}", markup=False, soft_wrap=True)
             for record in v.records[:FEW]:
                 screen.print(f"  {record.name}", markup=False, style="dim", soft_wrap=True)
-    screen.print(sentence(chosen, f"{paper.alias}, {source}: "))
+    screen.print(sentence(chosen, f"{paper.alias}, {source}: "), soft_wrap=True)
     if not brief and (commands := _commands(chosen)):
         screen.print("To measure more:")
         for command in commands:

@@ -392,7 +392,7 @@ def _show(paper: Paper, result: RunResult, records: Sequence[Record], settled: S
     if settled:
         screen.print("[bold]Claims that this run settles[/]")
         screen.print(ledger.verdict_table(settled))
-        screen.print(ledger.sentence(settled, "this run: "))
+        screen.print(ledger.sentence(settled, "this run: "), soft_wrap=True)
     elif records and paper.claims():
         screen.print("This run settles no claim of the paper.")
     if result.records and not result.unwritten:
