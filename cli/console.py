@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import shutil
 import sys
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
@@ -38,7 +39,9 @@ def _console(stream: TextIO) -> Console:
             raise BrokenPipeError
 
     # A terminal knows its width, and COLUMNS overrides it; a pipe gets a width at which tables stay tables.
-    width = None if stream.isatty() or os.environ.get("COLUMNS") else PLAIN_WIDTH
+    # Some containers say that there are none, and Rich would show nothing.
+    given = os.environ.get("COLUMNS", "").strip("0")
+    width = None if given else shutil.get_terminal_size().columns if stream.isatty() else PLAIN_WIDTH
     file = stream if stream.isatty() else cast("TextIO", Trimmed(stream))
     return Console(file=file, width=width, highlight=False, soft_wrap=False, emoji=False)  # :x: is a colon and an x
 

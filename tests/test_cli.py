@@ -611,6 +611,12 @@ def test_names_stay_whole_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) 
         assert any(line.startswith(f" {name} ") for line in table) and max(map(len, table)) <= 80
 
 
+@pytest.mark.parametrize("columns", ["0", ""])
+def test_a_width_of_nothing_is_none(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert "FlashAttention-3: Fast and" in call("list")
+
+
 def test_a_paragraph_of_help_has_no_breaks_of_its_own() -> None:
     words = call("run", "--help").split("Finished cases", 1)[0].split("\n")
     assert "timed. Without a GPU the same kernels run" in "\n".join(words)
