@@ -322,7 +322,8 @@ def _timer(launches: Launches, kept: Kept, *, warm: bool = False) -> Any:
     class Fresh(CudaTimer):
         def flush(self, *, clean: bool = False) -> None:
             if launches.pending:
-                kept.offer(launches)
+                if launches.last in launches.used:  # memory that is only to be made ready holds nothing of a launch
+                    kept.offer(launches)
                 launches.refresh()
             super().flush(clean=clean)
 

@@ -75,6 +75,11 @@ def test_launches_go_to_other_addresses_in_turn(monkeypatch: pytest.MonkeyPatch,
     assert taken["candidate"].ok and len(taken["candidate"].times) == 8
     poison = [bool(never_written(out).all()) for _, (out,) in kept.rows]
     assert len(kept.rows) >= 8 and (sum(poison) == 0 if honest else sum(poison[-8:]) == 4), poison
+    launches.refresh()
+    offered = kept.offered
+    launches.pending = list(memories)  # as between two series of launches: nothing of a launch is left in them
+    fresh.flush()
+    assert kept.offered == offered, "poison is no output"
     if honest:  # nothing is launched on what another launch left
         assert all(bool(never_written(one.views["out"]).all()) for one in memories if one not in launches.pending)
 
