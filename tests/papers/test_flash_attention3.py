@@ -278,6 +278,23 @@ def test_only_rivals_have_the_wider_bound(monkeypatch):
     assert factors == {"ours": {2.0}, "peer": {4.0}}
 
 
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_fp16_has_bf16_beside_it_where_that_is_asked_for(which, monkeypatch):
+    """The same kernel on its own inputs, judged by bf16's yardstick; never in a run that doesn't ask for it."""
+    build = {"forward": attention.build_forward, "backward": attention.build_backward}[which]
+    judged = []
+    monkeypatch.setattr(judging.Judge, which, lambda self, seed, run, **more: judged.append(self.case["dtype"]))
+    name = "hopper-bf16"
+    for dtype, only, expected in (("fp16", (name,), True), ("fp16", (), False), ("bf16", (name,), False)):
+        case = small(**{"pass": which, "dtype": dtype})
+        found = [x for x in build(case, Settings(device="cpu", only=only)).implementations if x.name == name]
+        assert len(found) == expected
+        for one in found:
+            assert one.role == "ours" and "compute capability 9.0" in one.unavailable
+            one.check(0)
+    assert judged == ["bf16"]
+
+
 def test_an_error_recipe_that_is_too_far_off_fails():
     judge = fp8_error.ErrorJudge(small(dtype="e4m3"), "cpu")
     exact, _, _ = judge._truths(0)

@@ -47,6 +47,18 @@ def test_sustained_load_has_a_table_of_its_own():
     assert re.search(rf"\| 128 \| causal \|.* \d+ \({cudnn}\) ", table), table
 
 
+def test_our_kernel_in_bf16_is_no_rival_of_itself_in_fp16():
+    paper = registry.paper("fa3")
+    rows = [r for r in merge(paper.records()) if r.experiment == "forward" and r.case["dtype"] == "fp16"
+            and r.impl in ("hopper", "sdpa-cudnn") and "H200" in r.env["gpu"]]  # fmt: skip
+    ours = [r for r in rows if r.impl == "hopper"]
+    timing = {**rows[0].timing, "interleaved": ["hopper", "sdpa-cudnn", "hopper-bf16"]}
+    slower = {"hopper-bf16": {"median": 0.5, "ci95": [0.5, 0.5]}}
+    with_it = [replace(r, timing=timing, ratio_to={**r.ratio_to, **slower}) if r in ours else r for r in rows]
+    with_it += [replace(r, timing=timing, impl="hopper-bf16", ratio_to={}) for r in ours]
+    assert pages.best_table(with_it, ours=paper.ours) == pages.best_table(rows, ours=paper.ours)
+
+
 def test_errors_of_all_inputs_stand_in_one_table():
     """Of the largest shape of each input, of the newest run on the GPU that ran last."""
     def error(value, impl="portable", gpu=GPU, time="2026-11-26T12:00:00+00:00", **case):
