@@ -45,7 +45,6 @@ _INTERPRET = tl.constexpr(INTERPRET)
 MIN_SCALE = 2.0**-126
 TRANSPOSED_PAD = 16  # TMA wants row pitches that are multiples of 16 bytes
 TENSOR_CORES = True  # whether "auto" takes hopper_quantize.py
-IN_PARTS = False  # whether it is hopper_quantize_parts.py instead: not before a GPU has seen it right
 _TENSOR_CORE_DIMS, _TENSOR_CORE_ROWS = (64, 128), 128
 
 
@@ -145,9 +144,7 @@ def _store_rows(
 
 
 @triton.jit
-def _load_pairs(
-    rows, r, end, cos, sin, ROWS: tl.constexpr, D: tl.constexpr, COLS: tl.constexpr, ROTARY: tl.constexpr
-):
+def _load_pairs(rows, r, end, cos, sin, ROWS: tl.constexpr, D: tl.constexpr, COLS: tl.constexpr, ROTARY: tl.constexpr):
     """`load_rotated` of neighbouring pairs, which lie in one thread: loads stay wide, an angle is loaded once."""
     c = tl.arange(0, COLS)
     pair = tl.arange(0, COLS // 2)
@@ -310,11 +307,8 @@ def quantize_blocks(
     view = as_bhsd(x)
     batch, heads, seqlen, dim = view.shape
     if tensor_cores:
-        from gpu_accel.flash_attention3 import hopper_quantize, hopper_quantize_parts
+        from gpu_accel.flash_attention3 import hopper_quantize
 
-        if IN_PARTS:
-            hopper_quantize_parts.quantize(view, seed, out, scales, fmt.largest, transpose)
-            return out, scales
         signs = random_signs(dim, seed, x.device) if hadamard else scales
         hopper_quantize.quantize(view, signs, out, scales, fmt.largest, transpose)
         return out, scales
