@@ -162,15 +162,20 @@ def plotted() -> tuple[Planned, ...]:
     return tuple(found)
 
 
-HOPS = ((3_280_000, 166), (13_100_000, 544), (16_400_000, 629))  # bytes and us: queries of two lengths, keys and values
+# What travels, tokens, bytes and us: queries of 3,200 and 12,800 new tokens, keys and values of 128,000, on four
+# machines whose eight GPUs share 128 heads and 8 of keys.
+HOPS = (("q_ring", 3_200, 3_280_000, 166), ("q_ring", 12_800, 13_100_000, 544), ("kv_ring", 128_000, 16_400_000, 629))
 
 
 @functools.cache
 def transfers() -> tuple[Planned, ...]:
     """The hops of dataset `meta`: latency and rate of ib400."""
     link, found = costs.LINKS["ib400"], []
-    for size, measured in HOPS:
-        case = {"dataset": "meta", "sku": "H100", "schedule": "hop", "gpus": 4, "bytes": size, "link": link.name}
+    for schedule, tokens, size, measured in HOPS:
+        case = {
+            "dataset": "meta", "sku": "H100", "schedule": f"{schedule}-hop", "layout": "zigzag", "pass": "forward",
+            "gpus": 4, "seqlen": tokens, "heads": 16, "heads_kv": 1, "head_dim": 128, "causal": True,
+        }  # fmt: skip
         value, worst, best = (
             1e3 * (link.latency.at(end) + size / link.hop.at(end)) for end in ("value", "worst", "best")
         )
