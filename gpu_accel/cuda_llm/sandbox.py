@@ -78,6 +78,7 @@ class Sandbox:
         self._without = ""  # why some walls are left out
         self._base: Path | None = None
         self._removed: Callable[[], object] = lambda: None
+        self._stopped = False
         self.restarts = -1
 
     def __enter__(self) -> Sandbox:
@@ -89,6 +90,13 @@ class Sandbox:
         if self._base is not None:
             self._removed()
             self._base = None
+
+    def stop(self) -> None:
+        """End the worker and what it runs, from whichever thread: a job that waits for it ends with an error."""
+        self._stopped = True
+        if worker := self._worker:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """End the worker."""
@@ -167,7 +175,12 @@ class Sandbox:
             shutil.rmtree(place, ignore_errors=True)
 
     def run(self, what: str, folder: Path, *, seconds: float | None = None, **job: Any) -> Outcome:
-        """One job in a process of its own: "probe", "run", "compile" (CUDA sources) or "bench"."""
+        """One job in a process of its own: "probe", "run", "compile" (CUDA sources) or "bench".
+
+        Raises:
+            HardwareError: the sandbox was stopped.
+        """
+        self._require_open()
         if self._worker is None:
             self._start()
         if os.geteuid() == 0:
@@ -184,6 +197,7 @@ class Sandbox:
         ended = self._ask(request, limit + GRACE)
         if ended is None:
             self.close()
+            self._require_open()
             self._start()
             return Outcome(ended="lost", log=_text(folder / "log.txt"))
         kind = "timeout" if ended["timed_out"] or ended["signal"] == 24 else "signal" if ended["signal"] else "exit"
@@ -191,6 +205,10 @@ class Sandbox:
             ended=kind, signal=ended["signal"], result=_json(folder / "result.json"), seconds=ended["seconds"],
             log=_text(folder / "log.txt"),
         )  # fmt: skip
+
+    def _require_open(self) -> None:
+        if self._stopped:
+            raise HardwareError("the sandbox was stopped")
 
     def _ask(self, request: dict[str, Any], timeout: float) -> dict[str, Any] | None:
         assert self._worker and self._worker.stdin

@@ -114,6 +114,7 @@ def search_all(
             return dict(zip((task.name for task in tasks), threads.map(one, tasks), strict=True))
         except BaseException:  # Ctrl-C: no search goes on to its own end, which may be minutes away
             stopped.set()
+            pool.stop()  # nor does a job that it waits for
             raise
 
 

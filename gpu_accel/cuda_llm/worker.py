@@ -30,7 +30,7 @@ from gpu_accel.cuda_llm.verdict import Rejected
 
 NOBODY = 65534
 _NEW_USER, _NEW_NET = 0x10000000, 0x40000000
-_NO_NEW_PRIVILEGES = 38
+_NO_NEW_PRIVILEGES, _SIGNAL_OF_PARENT = 38, 1  # of prctl
 MIB = 1 << 20
 
 # On an H200, as a user without rights, CUDA starts with both. The harness has not been run with them there, so they
@@ -138,6 +138,7 @@ def _child(job: dict[str, Any]) -> int:
     os.environ["GPU_ACCEL_CACHE"] = str(folder / "compiled")
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)  # the worker may have asked for it before
     level = confine(job)
+    ctypes.CDLL(None).prctl(_SIGNAL_OF_PARENT, signal.SIGKILL, 0, 0, 0)  # after the user id: a change of it undoes this
     if job["what"] == "probe":
         cuda = _start_cuda() if os.environ.get("GPU_ACCEL_SANDBOX_GPU") == "1" else 0
         (folder / "result.json").write_text(json.dumps({"level": level, "cuda": cuda}))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import signal
 import threading
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import triton
@@ -15,6 +19,7 @@ from gpu_accel.cuda_llm import TASKS, Grammar, Judgement, Kind, Pool, Sandbox, V
 from gpu_accel.cuda_llm import search as search_module
 from gpu_accel.cuda_llm.artefact import attempts_of, best_of, read_run
 from gpu_accel.cuda_llm.candidate import Candidate
+from gpu_accel.cuda_llm.fixtures import FIXTURES
 from gpu_accel.cuda_llm.grammar import STRATEGIES, point_of, size_of, space_of
 from gpu_accel.cuda_llm.measure import Measured
 from gpu_accel.cuda_llm.proposers import Attempt, Brief, Proposal
@@ -331,3 +336,35 @@ def test_proposals_that_are_none(made: object, sandbox: Sandbox) -> None:
 @pytest.mark.parametrize("text", [None, 3, [], "\ud800" + REVERSE.start])
 def test_what_is_no_text_is_malformed(text: object, sandbox: Sandbox) -> None:
     assert check(text, "reverse", sandbox=sandbox).verdict is Verdict.MALFORMED
+
+
+def test_ctrl_c_ends_what_searches_wait_for(tmp_path: Path) -> None:
+    """A kernel that never ends would be waited for a minute; its process ends with the worker that started it."""
+    endless = next(one.hack for one in FIXTURES if one.id == "R3")
+    jobs: list[str] = []
+
+    def interrupt() -> None:
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                if path.read_text().rpartition(")")[2].split()[1] == str(worker.pid):
+                    jobs.append(path.parent.name)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
+
+    class Once:
+        name = "once"
+
+        def propose(self, brief: Brief, history: list[Attempt], count: int) -> list[Proposal]:
+            threading.Timer(2.0, interrupt).start()
+            return [Proposal(text=endless, note="endless")]
+
+    with Pool(1, seconds=60) as pool:
+        worker = pool._all[0]._worker
+        assert worker
+        begin = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            searches.search_all([TASKS["matrix_copy"]], pool=pool, target="h100-sxm", seconds=100,
+                                proposer=lambda task: Once(), out=tmp_path)  # fmt: skip
+        assert time.monotonic() - begin < 30 and worker.wait(5) == -signal.SIGKILL
+    assert len(attempts_of(tmp_path / "matrix_copy")) == 1, "what was there stays"
+    time.sleep(0.5)
+    assert len(jobs) == 1 and not Path(f"/proc/{jobs[0]}/exe").exists(), "nothing that it started is left"
