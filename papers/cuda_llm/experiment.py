@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from gpu_accel.cuda_llm.search import Optimized, optimize_kernel
 from gpu_accel.cuda_llm.searches import search_all, verify
 from gpu_accel.cuda_llm.tasks import TASKS, Task
 from gpu_accel.cuda_llm.verdict import Judgement
-from gpu_accel.errors import IncorrectResultError, UnsupportedError
+from gpu_accel.errors import HardwareError, IncorrectResultError, UnsupportedError
 from gpu_accel.hardware.detection import detect
 from gpu_accel.workbench.experiment import (
     Case,
@@ -157,16 +158,57 @@ def _search_cases(settings: Settings) -> list[Case]:
     return cases
 
 
-@functools.cache
-def _searched(names: tuple[str, ...], seed: int, seconds: float) -> dict[str, Optimized | Exception]:
-    """All searches of a run at once: kernels of every task compile side by side. The GPU is theirs until they end."""
-    tasks = [TASKS[name] for name in names]
-    with Pool(gpu=True) as pool:
-        return search_all(
-            tasks, pool=pool, target=_target(), seconds=seconds, seed=seed, peers=PEERS,
-            candidates=CANDIDATES_GPU, final_seconds=seconds / SEARCH_SHARE / len(names),
-            out=Path(os.environ[FOLDER]) if os.environ.get(FOLDER) else None,
-        )  # fmt: skip
+class _Searches:
+    """All searches of a run at once: kernels of every task compile side by side. The GPU is theirs until they end.
+
+    They run in a thread, so that what one has found can be recorded while others go on, and stays if a run is stopped.
+    """
+
+    def __init__(self, names: tuple[str, ...], seed: int, seconds: float) -> None:
+        self._names, self._pool = names, Pool(gpu=True)
+        self._found: dict[str, Optimized | Exception] = {}
+        self._changed = threading.Condition()
+        threading.Thread(target=self._run, args=(seed, seconds), daemon=True).start()
+
+    def of(self, name: str) -> Optimized:
+        """What one task's search found, once it is over.
+
+        Raises:
+            Exception: what ended it.
+        """
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: name in self._found)
+        except BaseException:  # Ctrl-C: nobody waits for the others
+            self._pool.stop()
+            raise
+        one = self._found[name]
+        if isinstance(one, Exception):
+            raise one
+        return one
+
+    def _run(self, seed: int, seconds: float) -> None:
+        ended: Exception = HardwareError("its search did not end")
+        try:
+            with self._pool as pool:
+                search_all(
+                    [TASKS[name] for name in self._names], pool=pool, target=_target(), seconds=seconds, seed=seed,
+                    peers=PEERS, candidates=CANDIDATES_GPU, final_seconds=seconds / SEARCH_SHARE / len(self._names),
+                    out=Path(os.environ[FOLDER]) if os.environ.get(FOLDER) else None, done=self._keep,
+                )  # fmt: skip
+        except Exception as error:
+            ended = error
+        for name in self._names:
+            if name not in self._found:
+                self._keep(name, ended)
+
+    def _keep(self, name: str, one: Optimized | Exception) -> None:
+        with self._changed:
+            self._found[name] = one
+            self._changed.notify_all()
+
+
+_searched = functools.cache(_Searches)
 
 
 def _build_search(case: Case, settings: Settings) -> Workload:
@@ -178,10 +220,7 @@ def _build_search(case: Case, settings: Settings) -> Workload:
     def found(seed: int) -> Optimized:
         if not gpu:
             return optimize_kernel(task.start, task=task, seed=seed, sandbox=_sandbox(False), candidates=CANDIDATES_CPU)
-        one = _searched(names, seed, SEARCH_SHARE * settings.seconds * len(names))[task.name]
-        if isinstance(one, Exception):
-            raise one
-        return one
+        return _searched(names, seed, SEARCH_SHARE * settings.seconds * len(names)).of(task.name)
 
     def search_check(seed: int) -> Check:
         best = found(seed).best.judgement

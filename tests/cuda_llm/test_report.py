@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import json
+import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +19,7 @@ from gpu_accel.cuda_llm import search as search_module
 from gpu_accel.cuda_llm.deploy import deploy, dims_of
 from gpu_accel.cuda_llm.measure import Measured, over_best_library
 from gpu_accel.cuda_llm.report import definition, export_traces, fast_p, read_folder, solution, trace, workload
-from gpu_accel.errors import HardwareError, InvalidInputError, UnsupportedError
+from gpu_accel.errors import HardwareError, IncorrectResultError, InvalidInputError, UnsupportedError
 from gpu_accel.workbench.experiment import Settings
 
 
@@ -193,7 +196,6 @@ def test_records_of_a_search_are_those_of_the_ledger(folder: Path) -> None:
 
 @pytest.mark.parametrize("verdict", [Verdict.ACCEPTED, Verdict.WRONG])
 def test_winners_are_judged_and_timed_again(monkeypatch: pytest.MonkeyPatch, folder: Path, verdict: Verdict) -> None:
-    from gpu_accel.errors import IncorrectResultError
     from papers.cuda_llm import experiment
 
     judged = Judgement(verdict=verdict, error=0.25)
@@ -221,6 +223,42 @@ def test_winners_are_judged_and_timed_again(monkeypatch: pytest.MonkeyPatch, fol
     with pytest.raises(UnsupportedError, match="why"):
         listed["compiled"].check(0)
     experiment._kept.cache_clear()
+
+
+def test_what_a_search_found_is_had_while_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    from papers.cuda_llm import experiment
+
+    stopped, release = [], threading.Event()
+
+    class NoPool:
+        def __init__(self, **given) -> None: ...
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *given) -> None: ...
+        def stop(self) -> None:
+            stopped.append(1)
+            release.set()
+
+    def searched(tasks, *, done, **given):
+        done("softmax", "found")
+        done("reverse", IncorrectResultError("none passes"))
+        assert release.wait(20)
+        raise HardwareError("gone")
+
+    monkeypatch.setattr(experiment, "Pool", NoPool)
+    monkeypatch.setattr(experiment, "search_all", searched)
+    running = experiment._Searches(("matmul", "reverse", "softmax"), 0, 90.0)
+    assert running.of("softmax") == "found"
+    with pytest.raises(IncorrectResultError, match="none passes"):
+        running.of("reverse")
+    interrupt = functools.partial(signal.pthread_kill, threading.get_ident(), signal.SIGINT)
+    threading.Timer(0.3, interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        running.of("matmul")
+    assert stopped
+    with pytest.raises(HardwareError, match="gone"):
+        running.of("matmul")
 
 
 def test_the_readme_shows_the_records() -> None:
