@@ -66,15 +66,39 @@ def _ds_of(ds_bufs, wg, M: gl.constexpr):
 
 
 @gluon.jit
+def _to_gradients(
+    dk, dv, dk_desc, dv_desc, bufs, slot, k, tile, shape, scales, places,
+    WG: gl.constexpr, D: gl.constexpr, V_SLOTS: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """A consumer's half of dK and dV, whole, on its way to their rows."""
+    _, _, k_bufs, v_bufs, ds_bufs, _, _ = bufs
+    _, _, heads_kv, _, _, num_n, _, group, _, _ = shape
+    dtype: gl.constexpr = k_bufs.dtype
+    k_own = k_bufs.index(slot * 2 + WG)
+    if V_SLOTS > 1:  # noqa: SIM108
+        v_own = v_bufs.index((k % V_SLOTS) * 2 + WG)
+    else:
+        v_own = ds_bufs.index(WG)
+    v_own.store(dv.to(dtype))
+    k_own.store((dk * scales[0]).to(dtype))
+    fence_async_shared()
+    n_block, batch, head = tile_at(tile, num_n, heads_kv, group, CAUSAL)
+    key0 = n_block * 2 * KEYS + WG * KEYS
+    tma_store(dv_desc, [batch, head, key0, 0], v_own)
+    tma_store(dk_desc, [batch, head, key0, 0], k_own)
+
+
+@gluon.jit
 def _consumer(
-    WG: gl.constexpr, bufs, bars, dk_desc, dv_desc, shape, scales,
+    WG: gl.constexpr, bufs, bars, dk_desc, dv_desc, shape, scales, places, FINISH: gl.constexpr,
     D: gl.constexpr, M: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, PRELOAD: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, EVEN_K: gl.constexpr, DYNAMIC: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
+    """Tiles of keys, one after the other; FINISH takes a tile's sums away, through memory that is free by then."""
     q_bufs, do_bufs, k_bufs, v_bufs, ds_bufs, stat_bufs, _ = bufs
     k_full, k_empty, v_full, v_empty, q_full, do_full, row_empty, queue_full, queue_empty, queue = bars
     seqlen_q, seqlen_k, heads_kv, per_kv, num_m, num_n, num_tiles, group, left, right = shape
-    softmax_scale, qk_scale, cap_in = scales
+    _, qk_scale, cap_in = scales
     dtype: gl.constexpr = q_bufs.dtype
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
     D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -182,18 +206,8 @@ def _consumer(
             # dq has read what is left of this tile's dS, and with it K
             bar_sync_at(DS_READ + 2 * WG + stage, 256)
             _sync_where(step >= 2, DS_READ + 2 * WG + 1 - stage, 256)
-            k_own = k_bufs.index(slot * 2 + WG)
-            if V_SLOTS > 1:  # noqa: SIM108
-                v_own = v_bufs.index((k_done % V_SLOTS) * 2 + WG)
-            else:
-                v_own = ds_bufs.index(WG)
-            v_own.store(dv.to(dtype))
-            k_own.store((dk * softmax_scale).to(dtype))
-            fence_async_shared()
-            n_done, batch_done, head_done = tile_at(tile_done, num_n, heads_kv, group, CAUSAL)
-            key0 = n_done * 2 * KEYS + WG * KEYS
-            tma_store(dv_desc, [batch_done, head_done, key0, 0], v_own)
-            tma_store(dk_desc, [batch_done, head_done, key0, 0], k_own)
+            FINISH(dk, dv, dk_desc, dv_desc, bufs, slot, k_done, tile_done, shape, scales, places,
+                   WG, D, V_SLOTS, CAUSAL)  # fmt: skip
             if tile < num_tiles:
                 mbarrier.wait(v_full.index(k % V_SLOTS), (k // V_SLOTS) & 1)
             dk = gl.full([KEYS, D], 0.0, gl.float32, D_LAYOUT)
@@ -228,10 +242,11 @@ def _half_of_dq(
 
 @gluon.jit
 def _dq(
-    bufs, bars, dq_desc, shape,
+    bufs, bars, dq_desc, shape, places,
     D: gl.constexpr, M: gl.constexpr, K_SLOTS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    DYNAMIC: gl.constexpr,
+    DYNAMIC: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
+    """dQ of every step. With PART its sums have other rows too: `places` says how many blocks and the first of ours."""
     k_full, _, _, _, _, _, _, queue_full, queue_empty, queue = bars
     seqlen_q, seqlen_k, heads_kv, per_kv, num_m, num_n, num_tiles, group, left, right = shape
     shift = seqlen_k - seqlen_q
@@ -243,13 +258,18 @@ def _dq(
         lo, hi = query_blocks(n_block * 2 * KEYS, shift, num_m, left, right, M, 2 * KEYS, CAUSAL, WINDOW)
         slot = k % K_SLOTS
         mbarrier.wait(k_full.index(slot), (k // K_SLOTS) & 1)
-        first = (batch * heads_kv + head_kv) * per_kv * num_m
+        if PART:
+            rows, row0 = places[0], places[1]
+            first = (batch * heads_kv + head_kv) * per_kv * rows + row0
+        else:
+            rows = num_m
+            first = (batch * heads_kv + head_kv) * per_kv * rows
         for g in range(0, per_kv):
             for i in range(lo, hi):
                 stage = it % 2
                 tma.store_wait(0)  # the warps meet right below
                 bar_sync_at(DS_FULL + stage, 384)
-                fragment = first + g * num_m + i
+                fragment = first + g * rows + i
                 _half_of_dq(bufs, stage, slot, dq_desc, fragment, 0, D, M, False)
                 _half_of_dq(bufs, stage, slot, dq_desc, fragment, 1, D, M, True)
                 it += 1
@@ -311,12 +331,13 @@ def attention_backward_apart_kernel(
     bars = (k_full, k_empty, v_full, v_empty, q_full, do_full, row_empty, queue_full, queue_empty, queue)
     shape = (seqlen_q, seqlen_k, heads_kv, per_kv, num_m, num_n, num_tiles, group, left, right)
     scales = (softmax_scale, qk_scale, cap_in)
+    FINISH: gl.constexpr = _to_gradients
     gl.warp_specialize([
-        (_consumer, (0, bufs, bars, dk_desc, dv_desc, shape, scales,
+        (_consumer, (0, bufs, bars, dk_desc, dv_desc, shape, scales, (), FINISH,
                      D, M, K_SLOTS, V_SLOTS, PRELOAD, CAUSAL, WINDOW, EVEN_K, DYNAMIC, EARLY)),
-        (_consumer, (1, bufs, bars, dk_desc, dv_desc, shape, scales,
+        (_consumer, (1, bufs, bars, dk_desc, dv_desc, shape, scales, (), FINISH,
                      D, M, K_SLOTS, V_SLOTS, PRELOAD, CAUSAL, WINDOW, EVEN_K, DYNAMIC, EARLY)),
-        (_dq, (bufs, bars, dq_desc, shape, D, M, K_SLOTS, CAUSAL, WINDOW, DYNAMIC)),
+        (_dq, (bufs, bars, dq_desc, shape, (), D, M, K_SLOTS, CAUSAL, WINDOW, DYNAMIC, False)),
         (_producer, (bufs, bars, queue_full.index(0), q_desc, do_desc, k_desc, v_desc, stat_desc, counter, counter,
                      shape, (num_m,), M, K_SLOTS, V_SLOTS, CAUSAL, WINDOW, DYNAMIC, False, True, False)),
     ], [4, 4, 1], [208, 72, 24])  # fmt: skip

@@ -1,215 +1,44 @@
 """The backward of hopper_backward_kernel.py with dQ in a warpgroup of its own, for full and causal steps without turns.
 
-Partitions, barriers and the order of a step are those of `flash_attention3/hopper_backward_apart.py`: read its head
-first, and that of hopper_backward_kernel.py for where results go. What is left of both: consumers carry no dQ, and
-where a tile ends their float32 sums leave through the buffers of their dS and, at head_dim 128, of their half of K.
+Consumers and dq are those of `flash_attention3/hopper_backward_apart.py`: read its head first, and that of
+hopper_backward_kernel.py for where results go. Where a tile ends, the consumers' float32 sums leave through the buffers
+of their dS and, at head_dim 128, of their half of K.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from gpu_accel.flash_attention3.hopper_backward_apart import DS_FULL, DS_READ, _ds_of, _half_of_dq, _sync_where
-from gpu_accel.flash_attention3.hopper_backward_device import (
-    KEYS,
-    first_step,
-    probabilities,
-    query_blocks,
-    tile_at,
-)
-from gpu_accel.flash_attention3.hopper_device import (
-    bar_arrive_at,
-    bar_sync_at,
-    pack_pairs,
-    receive_tile,
-    release,
-    unpack_floats,
-    unpack_pairs,
-)
+from gpu_accel.flash_attention3.hopper_backward_apart import _consumer, _dq
+from gpu_accel.flash_attention3.hopper_backward_device import KEYS, tile_at
 from gpu_accel.gluon_compat import reinterpret
 
-from .hopper_backward_kernel import ROW_FREE, _free_keys, _producer, put_fragment, send_halves
+from .hopper_backward_kernel import _producer, put_fragment, send_halves
 
 
 @gluon.jit
-def _consumer(
-    WG: gl.constexpr, bufs, bars, dk_desc, dv_desc, shape, scales, places,
-    D: gl.constexpr, M: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, PRELOAD: gl.constexpr,
-    CAUSAL: gl.constexpr, EVEN_K: gl.constexpr, DYNAMIC: gl.constexpr, EARLY: gl.constexpr,
+def _to_sums(
+    dk, dv, dk_desc, dv_desc, bufs, slot, k, tile, shape, scales, places,
+    WG: gl.constexpr, D: gl.constexpr, V_SLOTS: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    q_bufs, do_bufs, k_bufs, v_bufs, ds_bufs, stat_bufs, _ = bufs
-    k_full, k_empty, v_full, v_empty, q_full, do_full, row_empty, queue_full, queue_empty, queue = bars
-    seqlen_q, seqlen_k, heads_kv, per_kv, num_m, num_n, num_tiles, group, left, right = shape
-    qk_scale, cap_in = scales
+    """A consumer's half of dK and dV, on its way to be added to the float32 sums."""
+    _, _, k_bufs, _, ds_bufs, _, _ = bufs
+    _, _, heads_kv, _, _, num_n, _, group, _, _ = shape
     _, _, all_n, n0 = places
-    dtype: gl.constexpr = q_bufs.dtype
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
-    D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, 2)
-    COLUMNS: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
-    shift = seqlen_k - seqlen_q
-    tile = gl.program_id(0)
-    n_block, head, i, blocks = first_step(
-        tile, num_n, heads_kv, per_kv, group, shift, num_m, left, right, M, 2 * KEYS, CAUSAL, False)  # fmt: skip
-    group_left = per_kv
-    it = 0
-    k = 0
-    step = gl.to_tensor(0)  # of this tile
-    dk = gl.full([KEYS, D], 0.0, gl.float32, D_LAYOUT)
-    dv = gl.full([KEYS, D], 0.0, gl.float32, D_LAYOUT)
-    s_zero = gl.full([KEYS, M], 0.0, gl.float32, S_LAYOUT)
-    mbarrier.wait(k_full.index(0), 0)
-    mbarrier.wait(q_full.index(0), 0)
-    s_async = warpgroup_mma(k_bufs.index(WG), q_bufs.index(0).permute((1, 0)), s_zero, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(0, deps=[s_async])
-    lse = stat_bufs.index(0).load(COLUMNS)
-    if not EARLY:
-        p, factor = probabilities(s, lse, n_block * 2 * KEYS + WG * KEYS, i * M, shift, seqlen_k, left, right,
-                                  qk_scale, cap_in, dtype, CAUSAL, False, False, EVEN_K)  # fmt: skip
-    mbarrier.wait(v_full.index(0), 0)
-    new_tile = False
-    while tile < num_tiles:
-        stage = it % 2
-        slot = k % K_SLOTS
-        last = (blocks == 1) & (group_left == 1)
-        mbarrier.wait(do_full.index(stage), (it // 2) & 1)
-        do = do_bufs.index(stage)
-        v_own = v_bufs.index((k % V_SLOTS) * 2 + WG)
-        dp_async = warpgroup_mma(v_own, do.permute((1, 0)), s_zero, use_acc=False, is_async=True)
-        if EARLY:
-            p, factor = probabilities(s, lse, n_block * 2 * KEYS + WG * KEYS, i * M, shift, seqlen_k, left, right,
-                                      qk_scale, cap_in, dtype, CAUSAL, False, False, EVEN_K)  # fmt: skip
-        dv_async = warpgroup_mma(unpack_pairs(p, dtype, A_LAYOUT), do, dv, is_async=True)
-        if new_tile:
-            tma.store_wait(0)
-            _free_keys(k_empty, v_empty, k, K_SLOTS, V_SLOTS)
-
-        # where the next step is: the next block of rows, the next head of the group, or the next tile
-        tile_done = tile
-        k_done = k
-        it_next = it + 1
-        i += 1
-        blocks -= 1
-        if last:
-            k += 1
-            if DYNAMIC:
-                tile = receive_tile(k_done, queue, queue_full, queue_empty)
-            else:
-                tile += gl.num_programs(0)
-            if tile < num_tiles:
-                n_block, head, i, blocks = first_step(
-                    tile, num_n, heads_kv, per_kv, group, shift, num_m, left, right,
-                    M, 2 * KEYS, CAUSAL, False)  # fmt: skip
-                group_left = per_kv
-                mbarrier.wait(k_full.index(k % K_SLOTS), (k // K_SLOTS) & 1)
-            else:
-                # nothing follows: the step is repeated and thrown away, which keeps branches away from the products
-                it_next = it
-                k = k_done
-        elif blocks == 0:
-            lo, hi = query_blocks(n_block * 2 * KEYS, shift, num_m, left, right, M, 2 * KEYS, CAUSAL, False)
-            blocks = hi - lo
-            i = lo
-            group_left -= 1
-        stage_next = it_next % 2
-
-        delta = stat_bufs.index(2 * stage + 1).load(COLUMNS)
-        if PRELOAD:
-            dp, delta = warpgroup_mma_wait(1, deps=[dp_async, delta])
-        else:
-            dp = warpgroup_mma_wait(1, deps=[dp_async])
-        ds = unpack_floats(p, dtype, S_LAYOUT) * (dp - delta[None, :])
-        ds_packed = pack_pairs(ds, dtype)
-        _sync_where(step >= 2, DS_READ + 2 * WG + stage, 256)
-        _ds_of(ds_bufs, WG, M).index(stage).store(unpack_pairs(ds_packed, dtype, S_LAYOUT))
-        fence_async_shared()
-        bar_arrive_at(DS_FULL + stage, 384)
-        dk_async = warpgroup_mma(unpack_pairs(ds_packed, dtype, A_LAYOUT), q_bufs.index(stage), dk, is_async=True)
-        mbarrier.wait(q_full.index(stage_next), (it_next // 2) & 1)
-        # S' may not begin before dK is done: its registers are those of dS
-        dv, dk = warpgroup_mma_wait(0, deps=[dv_async, dk_async])
-        k_next = k_bufs.index((k % K_SLOTS) * 2 + WG)
-        s_async = warpgroup_mma(k_next, q_bufs.index(stage_next).permute((1, 0)), s_zero, use_acc=False, is_async=True)
-        if V_SLOTS == 1:  # noqa: SIM102
-            if last:
-                mbarrier.arrive(v_empty.index(0), count=1)
-        lse = stat_bufs.index(2 * stage_next).load(COLUMNS)
-        if PRELOAD:
-            s, lse = warpgroup_mma_wait(0, deps=[s_async, lse])
-        else:
-            s = warpgroup_mma_wait(0, deps=[s_async])
-        release(row_empty, stage, ROW_FREE, 288)
-        if not EARLY:
-            p, factor = probabilities(s, lse, n_block * 2 * KEYS + WG * KEYS, i * M, shift, seqlen_k, left, right,
-                                      qk_scale, cap_in, dtype, CAUSAL, False, False, EVEN_K)  # fmt: skip
-        it = it_next
-        step += 1
-        new_tile = last
-        if last:
-            # dq has read what is left of this tile's dS, and with it K
-            bar_sync_at(DS_READ + 2 * WG + stage, 256)
-            _sync_where(step >= 2, DS_READ + 2 * WG + 1 - stage, 256)
-            n_done, batch_done, head_done = tile_at(tile_done, num_n, heads_kv, group, CAUSAL)
-            block = (batch_done * heads_kv + head_done) * all_n + n0 + 2 * n_done + WG
-            SUMS: gl.constexpr = dk_desc.layout
-            if D == 128:
-                even = reinterpret(ds_bufs.index(WG), gl.float32, [16, 256], SUMS)
-                odd = reinterpret(k_bufs.index(slot * 2 + WG), gl.float32, [16, 256], SUMS)
-                send_halves(dv_desc, 2 * block, even, odd, dv, 0)
-                send_halves(dk_desc, 2 * block, even, odd, dk, 1)
-            else:
-                both = reinterpret(ds_bufs.index(WG), gl.float32, [2, 16, 256], SUMS)
-                put_fragment(dv_desc, block, both.index(0), dv)
-                put_fragment(dk_desc, block, both.index(1), dk)
-            if tile < num_tiles:
-                mbarrier.wait(v_full.index(k % V_SLOTS), (k // V_SLOTS) & 1)
-            dk = gl.full([KEYS, D], 0.0, gl.float32, D_LAYOUT)
-            dv = gl.full([KEYS, D], 0.0, gl.float32, D_LAYOUT)
-            step = gl.to_tensor(0)
-    tma.store_wait(0)
-
-
-@gluon.jit
-def _dq(
-    bufs, bars, dq_desc, shape, places,
-    D: gl.constexpr, M: gl.constexpr, K_SLOTS: gl.constexpr, CAUSAL: gl.constexpr, DYNAMIC: gl.constexpr,
-):  # fmt: skip
-    k_full, _, _, _, _, _, _, queue_full, queue_empty, queue = bars
-    seqlen_q, seqlen_k, heads_kv, per_kv, num_m, num_n, num_tiles, group, left, right = shape
-    all_m, m0, _, _ = places
-    shift = seqlen_k - seqlen_q
-    it = 0
-    k = 0
-    tile = gl.program_id(0)
-    while tile < num_tiles:
-        n_block, batch, head_kv = tile_at(tile, num_n, heads_kv, group, CAUSAL)
-        lo, hi = query_blocks(n_block * 2 * KEYS, shift, num_m, left, right, M, 2 * KEYS, CAUSAL, False)
-        slot = k % K_SLOTS
-        mbarrier.wait(k_full.index(slot), (k // K_SLOTS) & 1)
-        first = (batch * heads_kv + head_kv) * per_kv * all_m + m0
-        for g in range(0, per_kv):
-            for i in range(lo, hi):
-                stage = it % 2
-                tma.store_wait(0)  # the warps meet right below
-                bar_sync_at(DS_FULL + stage, 384)
-                fragment = first + g * all_m + i
-                _half_of_dq(bufs, stage, slot, dq_desc, fragment, 0, D, M, False)
-                _half_of_dq(bufs, stage, slot, dq_desc, fragment, 1, D, M, True)
-                it += 1
-        if DYNAMIC:
-            tile = receive_tile(k, queue, queue_full, queue_empty)
-        else:
-            tile += gl.num_programs(0)
-        k += 1
-    tma.store_wait(0)
+    n_block, batch, head = tile_at(tile, num_n, heads_kv, group, CAUSAL)
+    block = (batch * heads_kv + head) * all_n + n0 + 2 * n_block + WG
+    SUMS: gl.constexpr = dk_desc.layout
+    if D == 128:
+        even = reinterpret(ds_bufs.index(WG), gl.float32, [16, 256], SUMS)
+        odd = reinterpret(k_bufs.index(slot * 2 + WG), gl.float32, [16, 256], SUMS)
+        send_halves(dv_desc, 2 * block, even, odd, dv, 0)
+        send_halves(dk_desc, 2 * block, even, odd, dk, 1)
+    else:
+        both = reinterpret(ds_bufs.index(WG), gl.float32, [2, 16, 256], SUMS)
+        put_fragment(dv_desc, block, both.index(0), dv)
+        put_fragment(dk_desc, block, both.index(1), dk)
 
 
 @gluon.jit(
@@ -262,14 +91,15 @@ def ring_backward_apart_kernel(
     bufs = (q_bufs, do_bufs, k_bufs, v_bufs, ds_bufs, stat_bufs, dq_bufs)
     bars = (k_full, k_empty, v_full, v_empty, q_full, do_full, row_empty, queue_full, queue_empty, queue)
     shape = (seqlen_q, seqlen_k, heads_kv, per_kv, num_m, num_n, num_tiles, group, left, right)
-    scales = (qk_scale, cap_in)
+    scales = ((), qk_scale, cap_in)
     places = (all_m, m0, all_n, n0)
+    FINISH: gl.constexpr = _to_sums
     gl.warp_specialize([
-        (_consumer, (0, bufs, bars, dk_desc, dv_desc, shape, scales, places,
-                     D, M, K_SLOTS, V_SLOTS, PRELOAD, CAUSAL, EVEN_K, DYNAMIC, EARLY)),
-        (_consumer, (1, bufs, bars, dk_desc, dv_desc, shape, scales, places,
-                     D, M, K_SLOTS, V_SLOTS, PRELOAD, CAUSAL, EVEN_K, DYNAMIC, EARLY)),
-        (_dq, (bufs, bars, dq_desc, shape, places, D, M, K_SLOTS, CAUSAL, DYNAMIC)),
+        (_consumer, (0, bufs, bars, dk_desc, dv_desc, shape, scales, places, FINISH,
+                     D, M, K_SLOTS, V_SLOTS, PRELOAD, CAUSAL, False, EVEN_K, DYNAMIC, EARLY)),
+        (_consumer, (1, bufs, bars, dk_desc, dv_desc, shape, scales, places, FINISH,
+                     D, M, K_SLOTS, V_SLOTS, PRELOAD, CAUSAL, False, EVEN_K, DYNAMIC, EARLY)),
+        (_dq, (bufs, bars, dq_desc, shape, places, D, M, K_SLOTS, CAUSAL, False, DYNAMIC, True)),
         (_producer, (bufs, bars, q_desc, do_desc, k_desc, v_desc, stat_desc, counter, shape, places,
                      M, K_SLOTS, V_SLOTS, CAUSAL, False, DYNAMIC, False, True)),
     ], [4, 4, 1], [208, 72, 24])  # fmt: skip

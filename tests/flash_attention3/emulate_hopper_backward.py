@@ -195,13 +195,24 @@ class Emulation:
             zero_rows=nothing,
             DS_FULL=8, DS_READ=10, ROW_FREE=6,
         )  # fmt: skip
-        own = [(hopper_backward_apart, n) for n in ("_consumer", "_half_of_dq", "_dq")]
+        own = [(hopper_backward_apart, n) for n in ("_consumer", "_to_gradients", "_half_of_dq", "_dq")]
         own += [(hopper_backward_kernel, n) for n in ("_free_keys", "_load_rows", "_load_keys", "_producer")]
         own += [(hopper_backward_device, n) for n in ("tile_at", "query_blocks", "first_step")]
         for where, name in own:
             f = getattr(where, name).fn
             names[name] = types.FunctionType(f.__code__, names, name, f.__defaults__)
         return names
+
+    def memory(self, k_slots: int, v_slots: int, lock: threading.Condition) -> tuple[tuple, tuple]:
+        """Shared memory of a program: its buffers and its barriers."""
+        dim, m = self.dim, self.m
+        bufs = (Buffers(2, m, dim), Buffers(2, m, dim), Buffers(2 * k_slots, KEYS, dim),
+                Buffers(2 * v_slots, KEYS, dim), Buffers(2, KEYS, 2 * m), Buffers(4, m),
+                Buffers(2, 64, 64))  # fmt: skip
+        bars = (Barriers(k_slots, 1, lock), Barriers(k_slots, 2, lock), Barriers(v_slots, 1, lock),
+                Barriers(v_slots, 2, lock), Barriers(2, 1, lock), Barriers(2, 1, lock), None,
+                Barriers(2, 1, lock), Barriers(2, 3, lock), Queue())  # fmt: skip
+        return bufs, bars
 
     def run(self) -> None:
         sq, sk, heads_kv, per_kv, num_m, *_ = self.shape
@@ -237,19 +248,14 @@ class Emulation:
             all_named.append(named)
             names = self.names(named, lock)
             k_slots, v_slots = 2, 2 if dim == 64 else 1
-            bufs = (Buffers(2, m, dim), Buffers(2, m, dim), Buffers(2 * k_slots, KEYS, dim),
-                    Buffers(2 * v_slots, KEYS, dim), Buffers(2, KEYS, 2 * m), Buffers(4, m),
-                    Buffers(2, 64, 64))  # fmt: skip
-            bars = (Barriers(k_slots, 1, lock), Barriers(k_slots, 2, lock), Barriers(v_slots, 1, lock),
-                    Barriers(v_slots, 2, lock), Barriers(2, 1, lock), Barriers(2, 1, lock), None,
-                    Barriers(2, 1, lock), Barriers(2, 3, lock), Queue())  # fmt: skip
+            bufs, bars = self.memory(k_slots, v_slots, lock)
             scales = (self.unit, self.unit * LOG2_E, 0.0)
             masks = (self.causal, self.left >= 0)
             switches = (dim, m, k_slots, v_slots, False, *masks, sk % 128 == 0, self.dynamic, self.early)
-            calls = [(128, names["_consumer"], wg, bufs, bars, self.dk, self.dv, self.shape, scales, *switches)
-                     for wg in range(2)]  # fmt: skip
-            calls.append((128, names["_dq"], bufs, bars, None, self.shape, dim, m, k_slots, *masks,
-                          self.dynamic))  # fmt: skip
+            calls = [(128, names["_consumer"], wg, bufs, bars, self.dk, self.dv, self.shape, scales, (),
+                      names["_to_gradients"], *switches) for wg in range(2)]  # fmt: skip
+            calls.append((128, names["_dq"], bufs, bars, None, self.shape, (), dim, m, k_slots, *masks,
+                          self.dynamic, False))  # fmt: skip
             calls.append((32, names["_producer"], bufs, bars, None, q, do, k, v, stat, None, None, self.shape, (),
                           m, k_slots, v_slots, *masks, self.dynamic, False, True, False))  # fmt: skip
             threads += [threading.Thread(target=guarded, args=(program, *call), daemon=True) for call in calls]

@@ -16,8 +16,8 @@ if not hopper_fp8.gluon_available():
     pytest.skip("this Triton has no usable Gluon dialect", allow_module_level=True)
 
 from gpu_accel.ring_attention import hopper_backward_apart, hopper_backward_kernel
-from tests.flash_attention3.emulate_hopper_backward import KEYS, LOG2_E, Buffers, Emulation, NamedBarriers
-from tests.flash_attention3.emulate_hopper_fp8 import Barriers, Queue, here
+from tests.flash_attention3.emulate_hopper_backward import KEYS, LOG2_E, Emulation, NamedBarriers
+from tests.flash_attention3.emulate_hopper_fp8 import here
 
 BEFORE = (2, 1)  # blocks of rows and tiles of keys of the shard that come before those of the call
 
@@ -85,7 +85,7 @@ class RingEmulation(Emulation):
 
         names |= dict(tma=types.SimpleNamespace(store_wait=store_wait), tma_reduce_add=tma_reduce_add,
                       put_fragment=put_fragment, send_halves=send_halves, reinterpret=reinterpret)  # fmt: skip
-        own = [(hopper_backward_apart, n) for n in ("_consumer", "_dq")]
+        own = [(hopper_backward_apart, n) for n in ("_consumer", "_dq", "_to_sums")]
         own += [(hopper_backward_kernel, n) for n in ("_tile", "_free_keys", "_load_rows", "_producer")]
         for where, name in own:
             f = getattr(where, name).fn
@@ -125,19 +125,14 @@ class RingEmulation(Emulation):
             all_named.append(named)
             names = self.names(named, lock)
             k_slots, v_slots = 2, 2 if dim == 64 else 1
-            bufs = (Buffers(2, m, dim), Buffers(2, m, dim), Buffers(2 * k_slots, KEYS, dim),
-                    Buffers(2 * v_slots, KEYS, dim), Buffers(2, KEYS, 2 * m), Buffers(4, m),
-                    Buffers(2, 64, 64))  # fmt: skip
-            bars = (Barriers(k_slots, 1, lock), Barriers(k_slots, 2, lock), Barriers(v_slots, 1, lock),
-                    Barriers(v_slots, 2, lock), Barriers(2, 1, lock), Barriers(2, 1, lock), None,
-                    Barriers(2, 1, lock), Barriers(2, 3, lock), Queue())  # fmt: skip
+            bufs, bars = self.memory(k_slots, v_slots, lock)
             places = (self.all_m, BEFORE[0], self.all_n, 2 * BEFORE[1])
-            even, scales = self.shape[1] % 128 == 0, (self.unit * LOG2_E, 0.0)
-            switches = (dim, m, k_slots, v_slots, False, self.causal, even, self.dynamic, self.early)
-            calls = [(128, names["_consumer"], wg, bufs, bars, dk_desc, dv_desc, self.shape, scales, places, *switches)
-                     for wg in range(2)]  # fmt: skip
-            calls.append((128, names["_dq"], bufs, bars, dq, self.shape, places, dim, m, k_slots, self.causal,
-                          self.dynamic))  # fmt: skip
+            even, scales = self.shape[1] % 128 == 0, ((), self.unit * LOG2_E, 0.0)
+            switches = (dim, m, k_slots, v_slots, False, self.causal, False, even, self.dynamic, self.early)
+            calls = [(128, names["_consumer"], wg, bufs, bars, dk_desc, dv_desc, self.shape, scales, places,
+                      names["_to_sums"], *switches) for wg in range(2)]  # fmt: skip
+            calls.append((128, names["_dq"], bufs, bars, dq, self.shape, places, dim, m, k_slots, self.causal, False,
+                          self.dynamic, True))  # fmt: skip
             calls.append((32, names["_producer"], bufs, bars, q, do, k, v, stat, None, self.shape, places, m, k_slots,
                           v_slots, self.causal, False, self.dynamic, False, True))  # fmt: skip
             threads += [threading.Thread(target=guarded, args=(program, *call), daemon=True) for call in calls]
