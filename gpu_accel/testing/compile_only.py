@@ -31,6 +31,7 @@ from gpu_accel.testing.racing import racing_copies
 
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z0-9_]+)")
 _BRANCH = re.compile(r"\*/\s+(?:@!?U?P\w+\s+)?((?:BRA|BSSY|CALL)\b[^;]*?)\b(0x[0-9a-f]+) *;")
+_FAULTS = ("serializ", "never used", "overwritten", "ever written")
 _INSTRUCTION_SIZE = 16  # bytes, since compute capability 7.0
 
 
@@ -67,6 +68,11 @@ class Compiled:
     def warnings(self) -> tuple[str, ...]:
         lost = (*overwritten_operands(self.ptx, self.sass), *lost_descriptors(self.sass))
         return (*self.remarks, *racing_copies(self.ttgir), *lost)
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """The warnings but those of ptxas on other things: products in series, barriers never used, operands lost."""
+        return tuple(w for w in self.warnings if any(word in w.lower() for word in _FAULTS))
 
     @property
     def spills(self) -> int:
@@ -131,7 +137,7 @@ def _disassemble() -> None:
 
 
 def idle_barriers(ttgir: str) -> list[str]:
-    """Names of mbarriers that are initialised and nothing else.
+    """Names of mbarriers that are initialised, perhaps arrived at, and nothing else.
 
     To the compiler they are dead from there on, and it gives their memory to others. But what has been an mbarrier must
     not be used for anything else before it is invalidated: on GPUs that processes share by time slices, 16 bytes of
@@ -149,7 +155,7 @@ def idle_barriers(ttgir: str) -> list[str]:
         else:
             for name in names:
                 if name in of:
-                    used[of[name]].add("init_barrier" not in line)
+                    used[of[name]].add(not re.search(r"\bttng\.(init|arrive)_barrier\b", line))
     return [name for name, uses in used.items() if uses == {False}]
 
 

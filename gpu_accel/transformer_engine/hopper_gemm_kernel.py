@@ -515,9 +515,9 @@ def fp8_gemm_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=33 if STAGED else 1)  # with 32 threads that bring scales
         mbarrier.init(empty.index(i), count=2)
-    if PARTS == 2 or not STAGED:
-        # Only wide tiles wait for it. In narrow ones it is dead from here on, and its place would be given to the first
-        # scales; memory that still is a barrier may be written by the hardware at any time, and they were NaN then.
+    if PARTS == 2:
+        # Only wide tiles wait for it. In narrow ones it would be dead from here on, and its place be given to others;
+        # memory that still is a barrier may be written by the hardware at any time: scales there became NaN.
         opened = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
         mbarrier.init(opened, count=1)
         mbarrier.arrive(opened, count=1)  # nobody touches it again

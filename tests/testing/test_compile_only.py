@@ -27,6 +27,8 @@ TTGIR = f"""
 def test_a_barrier_that_nobody_waits_for_is_found():
     assert idle_barriers(TTGIR) == ["%queue"]
     assert idle_barriers(TTGIR.replace("(%full, ", "(%full, %queue, ")) == []
+    arrives = "    ttng.arrive_barrier %1, 2 : !ttg.memdesc<1xi64, #shared4, #smem, mutable> loc(#loc6)\n"
+    assert idle_barriers(TTGIR + arrives) == ["%queue"]
     waits = "    ttng.wait_barrier %1, %phase : !ttg.memdesc<1xi64, #shared4, #smem, mutable> loc(#loc6)\n"
     assert idle_barriers(TTGIR + waits) == []
 

@@ -24,7 +24,6 @@ from gpu_accel.testing.compile_only import Compiled, compile_only
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 compiled: list[tuple[str, Compiled]] = []  # read last, so that all of it is disassembled at once
 label = ""
-_FAULTS = ("serializ", "never used", "overwritten", "ever written")  # words of what ptxas or its code say
 
 
 def hook(kernel, arguments, options) -> None:
@@ -38,7 +37,7 @@ def row(label: str, c: Compiled) -> dict:
         name=label, kernel=c.name, registers=c.registers, spills=c.spills, shared=c.shared, warps=c.num_warps,
         hgmma=c.sass.count("HGMMA"), mma=c.instructions["HMMA"], tma=c.sass.count("UTMALDG"),
         wide=c.sass.count(".128"),
-        serialised=[w for w in c.warnings if any(word in w for word in _FAULTS)],
+        faults=c.faults,
     )  # fmt: skip
 
 

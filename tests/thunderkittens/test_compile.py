@@ -38,7 +38,7 @@ def test_chunks(names, compile_once):
     for row in rows:
         # a state of 128 x 64 beside gates, weights and a first state does not fit entirely
         most = {"_fused_kernel": 96, "walk_kernel": 16}
-        assert row["spills"] <= most.get(row["kernel"], 0) and not row["serialised"], row
+        assert row["spills"] <= most.get(row["kernel"], 0) and not row["faults"], row
         assert row["hgmma"] or row["mma"] or row["kernel"] in ("_gates_kernel", "_gate_sums_kernel"), row
         # two programs of the walk share an SM
         assert row["shared"] <= (112 if row["kernel"] == "walk_kernel" else 227) * 1024, row
@@ -52,7 +52,7 @@ def test_delta_rule(names, compile_once):
     own = {"_solve_kernel", "_walk_kernel", "_walk_back_kernel", "_inputs_kernel"}
     assert {row["kernel"] for row in rows} == own | {"_output_kernel", "_dqk_kernel"}
     for row in rows:
-        assert row["spills"] <= (512 if row["kernel"] in own else 0) and not row["serialised"], row
+        assert row["spills"] <= (512 if row["kernel"] in own else 0) and not row["faults"], row
         assert row["hgmma"] and row["shared"] <= 227 * 1024, row
 
 
@@ -64,7 +64,7 @@ def test_gates_of_every_key(compile_once):
     assert {row["kernel"] for row in rows} == products | others
     for row in rows:
         assert row["spills"] <= (192 if row["kernel"] == "_gradients_kernel" else 0), row
-        assert not row["serialised"] and row["shared"] <= 227 * 1024, row
+        assert not row["faults"] and row["shared"] <= 227 * 1024, row
         assert row["hgmma"] or row["kernel"] in others, row
 
 
@@ -77,7 +77,7 @@ def test_feature_maps(compile_once):
     assert set(rows) == {"based_walk_kernel", "_hedgehog_kernel"} | windows | sums
     assert rows["based_walk_kernel"]["spills"] <= 192 and rows["based_walk_kernel"]["shared"] <= 112 * 1024, rows
     assert not any(row["spills"] for name, row in rows.items() if name != "based_walk_kernel"), rows
-    assert all((row["hgmma"] or name in sums) and not row["serialised"] for name, row in rows.items()), rows
+    assert all((row["hgmma"] or name in sums) and not row["faults"] for name, row in rows.items()), rows
 
 
 @pytest.mark.slow
@@ -104,7 +104,7 @@ def test_ladder(compile_once):
     assert not naive["hgmma"] and all(row["hgmma"] for row in levels) and len(levels) == 4
     assert [row["tma"] > 0 for row in levels] == [False, False, False, True]
     (template,) = (row for row in rows if row["kernel"] == "product_kernel")
-    assert template["hgmma"] and template["tma"] and not template["serialised"]
+    assert template["hgmma"] and template["tma"] and not template["faults"]
     assert len(rows) == 6 + 1 + 4
 
 

@@ -72,7 +72,7 @@ def described(label: str, c: Compiled, values: int) -> dict:
         conversions=len(re.findall(r"F2FP\.\S*E4M3", c.sass)),
         casts=sorted(set(re.findall(r"cvt\.\S*e[45]m[23]x2\S*", c.ptx))),
         used_twice=used_twice(c.ptx), qgmma=c.sass.count("QGMMA"), hgmma=c.sass.count("HGMMA"),
-        serialised=any("serializ" in w.lower() for w in c.warnings),
+        faults=c.faults,
         tcgen05=sorted(set(re.findall(r"tcgen05\.mma\S*kind::(\w+)\.block_scale", c.ptx))),
     )  # fmt: skip
 

@@ -107,7 +107,7 @@ def test_products(compile_once):
     rows = compiled(compile_once, "products")
     assert len(rows) == 6
     for row in rows:
-        assert row["spills"] == 0 and not row["serialised"], row
+        assert row["spills"] == 0 and not row["faults"], row
         assert row["shared"] <= 227 * 1024, row
         if row["name"].endswith("-native"):
             assert row["tcgen05"] == [NATIVE[row["name"].removesuffix("-native")]], row
