@@ -63,6 +63,11 @@ class TwoPassConfig:
     head_dim: int = 256
 
 
+def exponentials_early(causal: bool, seqlen_k: int) -> bool:
+    """Whether the kernels with dQ apart take exponentials under dP, and not behind S."""
+    return not causal or seqlen_k > _SHORT
+
+
 def backward_config(
     head_dim: int,
     *,
@@ -92,7 +97,7 @@ def backward_config(
         named=plain,
         lean=plain,
         apart=apart,
-        early=apart and (not causal or seqlen_k > _SHORT),
+        early=apart and exponentials_early(causal, seqlen_k),
     )
 
 

@@ -22,7 +22,7 @@ from gpu_accel.flash_attention3.gluon_launch import (
     tensor_map,
     tile_counter,
 )
-from gpu_accel.flash_attention3.hopper_backward import _SHORT, BackwardConfig, backward_config
+from gpu_accel.flash_attention3.hopper_backward import BackwardConfig, backward_config, exponentials_early
 from gpu_accel.flash_attention3.problem import Problem, effective_window
 from gpu_accel.ring_attention.fragments import NUMBERS, SIDE, gather, statistics
 from gpu_accel.ring_attention.masks import Piece
@@ -207,7 +207,7 @@ class Gradients:
         programs = min(multiprocessors(q.device), num_tiles)
         if apart:
             wanted = ("D", "M", "K_SLOTS", "V_SLOTS", "PRELOAD", "CAUSAL", "EVEN_K", "DYNAMIC")
-            constants = {name: constants[name] for name in wanted} | {"EARLY": not causal or seqlen_k > _SHORT}
+            constants = {name: constants[name] for name in wanted} | {"EARLY": exponentials_early(causal, seqlen_k)}
             _kernel(apart=True)((q.dtype,), programs, arguments, constants, dict(num_warps=4, maxnreg=128))
             return
         _kernel()((q.dtype,), programs, arguments, constants, dict(num_warps=4, maxnreg=168))

@@ -55,7 +55,10 @@ def _turned_pairs(
     s = tl.load(sin + places, mask=turns, other=0.0).to(tl.float32)
     if BACKWARD:
         s = -s
-    turned = tl.join(first * c - second * s, second * c + first * s)
+    # what does not turn is kept, not multiplied: an infinite number would make its neighbour NaN
+    turned = tl.join(
+        tl.where(turns, first * c - second * s, first), tl.where(turns, second * c + first * s, second)
+    )
     return tl.reshape(turned, (x.shape[0], BLOCK)).to(x.dtype)
 
 

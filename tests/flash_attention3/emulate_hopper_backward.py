@@ -214,6 +214,21 @@ class Emulation:
                 Barriers(2, 1, lock), Barriers(2, 3, lock), Queue())  # fmt: skip
         return bufs, bars
 
+    def calls(self, names: dict, bufs: tuple, bars: tuple, slots: tuple[int, int], maps: tuple) -> list[tuple]:
+        """The partitions of a program: how many threads each stands for, the function and its arguments."""
+        k_slots, v_slots = slots
+        scales = (self.unit, self.unit * LOG2_E, 0.0)
+        masks = (self.causal, self.left >= 0)
+        whole = self.shape[1] % 128 == 0
+        switches = (self.dim, self.m, k_slots, v_slots, False, *masks, whole, self.dynamic, self.early)
+        calls = [(128, names["_consumer"], wg, bufs, bars, self.dk, self.dv, self.shape, scales, (),
+                  names["_to_gradients"], *switches) for wg in range(2)]  # fmt: skip
+        calls.append((128, names["_dq"], bufs, bars, None, self.shape, (), self.dim, self.m, k_slots, *masks,
+                      self.dynamic, False))  # fmt: skip
+        calls.append((32, names["_producer"], bufs, bars, None, *maps, None, None, self.shape, (),
+                      self.m, k_slots, v_slots, *masks, self.dynamic, False, True, False))  # fmt: skip
+        return calls
+
     def run(self) -> None:
         sq, sk, heads_kv, per_kv, num_m, *_ = self.shape
         dim, m = self.dim, self.m
@@ -249,15 +264,7 @@ class Emulation:
             names = self.names(named, lock)
             k_slots, v_slots = 2, 2 if dim == 64 else 1
             bufs, bars = self.memory(k_slots, v_slots, lock)
-            scales = (self.unit, self.unit * LOG2_E, 0.0)
-            masks = (self.causal, self.left >= 0)
-            switches = (dim, m, k_slots, v_slots, False, *masks, sk % 128 == 0, self.dynamic, self.early)
-            calls = [(128, names["_consumer"], wg, bufs, bars, self.dk, self.dv, self.shape, scales, (),
-                      names["_to_gradients"], *switches) for wg in range(2)]  # fmt: skip
-            calls.append((128, names["_dq"], bufs, bars, None, self.shape, (), dim, m, k_slots, *masks,
-                          self.dynamic, False))  # fmt: skip
-            calls.append((32, names["_producer"], bufs, bars, None, q, do, k, v, stat, None, None, self.shape, (),
-                          m, k_slots, v_slots, *masks, self.dynamic, False, True, False))  # fmt: skip
+            calls = self.calls(names, bufs, bars, (k_slots, v_slots), (q, do, k, v, stat))
             threads += [threading.Thread(target=guarded, args=(program, *call), daemon=True) for call in calls]
         for thread in threads:
             thread.start()

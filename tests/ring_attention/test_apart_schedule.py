@@ -4,7 +4,6 @@ tests/flash_attention3/emulate_hopper_backward.py, from whose kernel this one di
 from __future__ import annotations
 
 import threading
-import traceback
 import types
 
 import numpy as np
@@ -92,56 +91,19 @@ class RingEmulation(Emulation):
             names[name] = types.FunctionType(f.__code__, names, name, f.__defaults__)
         return names
 
-    def run(self) -> None:
-        dim, m, threads, all_named = self.dim, self.m, [], []
-
-        def source(read, size):
-            return types.SimpleNamespace(read=read, block_type=types.SimpleNamespace(nbytes=size))
-
-        def rows_of(x, number, size):
-            def read(at):
-                part = x[at[0], at[1], at[2] : at[2] + number]
-                return np.vstack([part, np.zeros((number - len(part), dim))])
-
-            return source(read, size)
-
-        q, do = rows_of(self.q, m, 7), rows_of(self.do, m, 8)
-        k, v = rows_of(self.k, KEYS, 11), rows_of(self.v, KEYS, 12)
-        stat = source(lambda at: self.stat[at[0] : at[0] + m], 3)
-
-        def guarded(program, count, f, *args):
-            here.program, here.programs, here.threads, here.pending = program, self.programs, count, []
-            try:
-                f(*args)
-                assert not here.pending, "the last copies were not waited for"
-            except BaseException:
-                self.errors.append(traceback.format_exc())
-
-        dq = self.sums[0]
-        dk_desc, dv_desc = (_Sums(x) for x in self.sums[1:])
-        for program in range(self.programs):
-            lock = threading.Condition()
-            named = NamedBarriers(lock)
-            all_named.append(named)
-            names = self.names(named, lock)
-            k_slots, v_slots = 2, 2 if dim == 64 else 1
-            bufs, bars = self.memory(k_slots, v_slots, lock)
-            places = (self.all_m, BEFORE[0], self.all_n, 2 * BEFORE[1])
-            even, scales = self.shape[1] % 128 == 0, ((), self.unit * LOG2_E, 0.0)
-            switches = (dim, m, k_slots, v_slots, False, self.causal, False, even, self.dynamic, self.early)
-            calls = [(128, names["_consumer"], wg, bufs, bars, dk_desc, dv_desc, self.shape, scales, places,
-                      names["_to_sums"], *switches) for wg in range(2)]  # fmt: skip
-            calls.append((128, names["_dq"], bufs, bars, dq, self.shape, places, dim, m, k_slots, self.causal, False,
-                          self.dynamic, True))  # fmt: skip
-            calls.append((32, names["_producer"], bufs, bars, q, do, k, v, stat, None, self.shape, places, m, k_slots,
-                          v_slots, self.causal, False, self.dynamic, False, True))  # fmt: skip
-            threads += [threading.Thread(target=guarded, args=(program, *call), daemon=True) for call in calls]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        assert not self.errors, self.errors[0]
-        assert not any(sum(named.arrived) for named in all_named), [named.arrived for named in all_named]
+    def calls(self, names: dict, bufs: tuple, bars: tuple, slots: tuple[int, int], maps: tuple) -> list[tuple]:
+        k_slots, v_slots = slots
+        dq, dk_desc, dv_desc = self.sums[0], *(_Sums(x) for x in self.sums[1:])
+        places = (self.all_m, BEFORE[0], self.all_n, 2 * BEFORE[1])
+        whole, scales = self.shape[1] % 128 == 0, ((), self.unit * LOG2_E, 0.0)
+        switches = (self.dim, self.m, k_slots, v_slots, False, self.causal, False, whole, self.dynamic, self.early)
+        calls = [(128, names["_consumer"], wg, bufs, bars, dk_desc, dv_desc, self.shape, scales, places,
+                  names["_to_sums"], *switches) for wg in range(2)]  # fmt: skip
+        calls.append((128, names["_dq"], bufs, bars, dq, self.shape, places, self.dim, self.m, k_slots, self.causal,
+                      False, self.dynamic, True))  # fmt: skip
+        calls.append((32, names["_producer"], bufs, bars, *maps, None, self.shape, places, self.m, k_slots, v_slots,
+                      self.causal, False, self.dynamic, False, True))  # fmt: skip
+        return calls
 
     def check(self) -> None:
         """What was added lies where the call's rows and keys are, and nothing was added anywhere else."""

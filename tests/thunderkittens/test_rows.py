@@ -138,6 +138,20 @@ def test_rotary(interleaved, dim, rotary_dim, device):
     torch.testing.assert_close(mine[0][1], alone, rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "pairs"])
+def test_what_does_not_turn_is_kept_beside_numbers_that_are_none(interleaved, device):
+    x = randn(1, 4, 2, 32, seed=1, dtype=FP16, device=device)
+    for row, (column, value) in enumerate(((17, torch.inf), (30, -torch.inf), (20, torch.nan))):
+        x[0, row, 0, column] = value
+    angles = randn(8, 8, seed=2, device=device)
+    leaf = torch.zeros_like(x).requires_grad_()
+    y, back = (elements.rotary(t, angles.cos(), angles.sin(), interleaved=interleaved, backend="portable")
+               for t in (x, leaf))  # fmt: skip
+    for found in (y, torch.autograd.grad(back, leaf, x)[0]):
+        torch.testing.assert_close(found[..., 16:], x[..., 16:], rtol=0, atol=0, equal_nan=True)
+        assert found[..., :16].isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh"])
 def test_gated_activations(kind, dtype, device):
