@@ -40,9 +40,11 @@ def records_of(found: Found) -> list[Record]:
     common: dict[str, Any] = {
         "kind": "measured", "paper": "cuda_llm", "experiment": "search", "commit": host["commit"],
         "case": {"task": task.name, "dtype": task.dtype, "sizes": sizes}, "dirty": host["dirty"], "time": run["time"],
-        "env": host["env"] | clocks, "timing": {"method": final["method"], "l2": "flushed",
-        "interleaved": ["grammar", *(name for name in final["samples"] if name != "candidate")]},
+        "env": host["env"] | clocks,
     }  # fmt: skip
+    beside = ["grammar", *(name for name in final["samples"] if name != "candidate")]
+    # Of times alone: a record's key holds the state of the cache, and that of a ratio must be what `run` gives it.
+    cold = {"method": final["method"], "l2": "flushed", "interleaved": beside}
 
     def error(value: float | None) -> dict[str, Any]:
         return {"error": value, "bound": 1.0, "metric": ERROR}
@@ -63,6 +65,7 @@ def records_of(found: Found) -> list[Record]:
             **common, impl=impl, checked=error(checked), metric=metric, unit=unit, median=median(samples), note=note,
             p20=percentile(many, 20) if many else None, p80=percentile(many, 80) if many else None, samples=many,
             work=work, ratio_to=ratio_to if (impl, metric) == ("grammar", "time") else {},
+            timing=cold if metric == "time" else {},
         ))  # fmt: skip
 
     note = f"{best['change'] or 'the first template'}; {found.best.language}, {run['best']}"
@@ -92,10 +95,10 @@ def records_of(found: Found) -> list[Record]:
     for name, (impl, checked, words) in names.items():
         times = tuple(final.get("warm", {}).get(name, ()))
         if times and checked is not None:
-            timing = {"method": final.get("warm_method"), "l2": "warm", "interleaved": common["timing"]["interleaved"]}
             made.append(Record(
-                **common | {"timing": timing}, impl=impl, checked=error(checked), metric="time", unit="ms",
-                median=median(times), note=words, p20=percentile(times, 20), p80=percentile(times, 80), samples=times,
+                **common, impl=impl, checked=error(checked), metric="time", unit="ms", median=median(times), note=words,
+                p20=percentile(times, 20), p80=percentile(times, 80), samples=times,
+                timing={"method": final.get("warm_method"), "l2": "warm", "interleaved": beside},
             ))  # fmt: skip
     return made
 
@@ -103,15 +106,18 @@ def records_of(found: Found) -> list[Record]:
 def by_task(records: Sequence[Record], experiment: str = "search") -> dict[str, dict[str, float]]:
     """Medians of our implementation's metrics, for each task of a measured search on one GPU, or of its `winners`.
 
+    All of a task are of its newest run: what an older one has beside is of another kernel.
     `warm` and `warm_library` are times with a warm cache, ours and the faster library's; all others had a cold one.
     `surely_over_library` is the lower end of the 95 % interval of the time of the faster library over ours.
     """
     found: dict[str, dict[str, float]] = {}
     samples: dict[str, dict[str, Sequence[float]]] = {}
-    for one in merge(records):
-        if one.experiment != experiment or one.kind != "measured" or one.median is None:
-            continue
+    merged = [one for one in merge(records) if one.experiment == experiment and one.kind == "measured"]
+    newest = {str(one.case["task"]): one.commit for one in sorted(merged, key=lambda one: one.when)}
+    for one in merged:
         task = str(one.case["task"])
+        if one.median is None or one.commit != newest[task]:
+            continue
         if one.timing.get("l2") == "warm":
             own, known = found.setdefault(task, {}), "warm" if one.impl == "grammar" else "warm_library"
             own[known] = min(own.get(known, one.median), one.median)

@@ -171,9 +171,13 @@ def test_records_of_a_search_are_those_of_the_ledger(folder: Path) -> None:
         ("grammar", "library_over_best"), ("grammar", "compiled_over_best"),
     }  # fmt: skip
     assert all(one.kind == "measured" and one.commit == "c" * 40 and one.checked for one in made)
-    warm = [one for one in made if one.timing["l2"] == "warm"]
+    warm = [one for one in made if one.timing.get("l2") == "warm"]
     assert {one.impl for one in warm} == {"grammar", "library", "compiled"} and not any(one.work for one in warm)
-    assert {one.key for one in warm}.isdisjoint(one.key for one in made if one.timing["l2"] == "flushed")
+    assert {one.key for one in warm}.isdisjoint(one.key for one in made if one.timing.get("l2") == "flushed")
+    assert all(bool(one.timing) == (one.metric == "time") for one in made), "as `run` keeps them, under the same keys"
+    older = [replace(one, time="2026-01-01T00:00:00+00:00", commit="a" * 40, median=9.0, samples=(), p20=None, p80=None,
+                     metric="roof") for one in made if one.metric == "copies"]  # fmt: skip
+    assert by_task([*older, *made]) == by_task(made), "a row is of one run"
     assert by_task(made)["softmax"]["naive_over_best"] == 20 and by_task(made)["softmax"]["time"] == 2
     assert [row[0] for row in rows(made)] == ["reverse", "softmax"] and rows(made)[0][8:] == ["1", "1.5"]
     assert "| library / best, warm |" in text(made)
