@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 if TYPE_CHECKING:
@@ -78,8 +79,8 @@ def table(
 ) -> Any:
     """A table in the house style: no frame but a rule under the head, numbers to the right.
 
-    Where it does not fit, words stay whole as long as they can: the columns in `spare` are left out one by one, the
-    first ones first, and a line says so.
+    Where it does not fit, prose gives way: words and what stands to the right stay whole as long as they can. Columns
+    in `spare` are left out one by one, the first ones first, and a line says so.
     """
     from rich import box
 
@@ -104,20 +105,33 @@ def _fitted() -> Any:
             super().__init__(**options)
             self._spare = list(spare)
 
+        def _sizes(self, console: Any, limit: int) -> tuple[list[int], list[int], list[int], int]:
+            """Of each column: its longest word, what holds its numbers whole, all of it; and what columns share."""
+            wide = console.options.update(width=100_000)
+            heads = [Measurement.get(console, wide, one.header) for one in self.columns]
+            cells = [[Measurement.get(console, wide, cell) for cell in one.cells] for one in self.columns]
+            words = [max(x.minimum for x in (head, *rest)) for head, rest in zip(heads, cells, strict=True)]
+            most = [max(x.maximum for x in (head, *rest)) for head, rest in zip(heads, cells, strict=True)]
+            whole = [
+                max(word, *(x.maximum for x in rest)) if one.justify == "right" and rest else word
+                for one, word, rest in zip(self.columns, words, cells, strict=True)
+            ]
+            return words, whole, most, limit - (Measurement.get(console, wide, self).maximum - sum(most))
+
+        def fits(self, console: Any, limit: int) -> bool:
+            """Whether so many columns of text hold it with words and numbers whole."""
+            _, whole, _, room = self._sizes(console, limit)
+            return sum(whole) <= room
+
         def __rich_console__(self, console: Any, options: Any) -> Any:
-            wide, missing = options.update(width=100_000), []
-            while True:
-                cells = [
-                    [Measurement.get(console, wide, cell) for cell in (one.header, *one.cells)] for one in self.columns
-                ]
-                least = [max(cell.minimum for cell in column) for column in cells]
-                most = [max(cell.maximum for cell in column) for column in cells]
-                room = options.max_width - (Measurement.get(console, wide, self).maximum - sum(most))
-                if sum(least) <= room or not self._spare:
-                    break
+            missing: list[Any] = []
+            words, whole, most, room = self._sizes(console, options.max_width)
+            while sum(words) > room and self._spare:
                 missing.append(self._spare.pop(0))
                 self.columns = [one for one in self.columns if one.header != missing[-1]]
-            if sum(most) > room and sum(least[:1]) + len(least) <= room:
+                words, whole, most, room = self._sizes(console, options.max_width)
+            if sum(most) > room and sum(words[:1]) + len(words) <= room:
+                least = whole if sum(whole) <= room else words
                 for one, width in zip(self.columns, _widths(least, most, room), strict=True):
                     one.width = width
             yield from super().__rich_console__(console, options)
@@ -125,6 +139,46 @@ def _fitted() -> Any:
                 yield console.render_str(f"too narrow for: {', '.join(missing)}", style="dim")
 
     return Fitted
+
+
+class Fittest:
+    """Of tables that say the same, the first one if it fits, or else the shortest of those that do; or the last."""
+
+    def __init__(self, *tables: Any) -> None:
+        self._tables = tables
+
+    def __rich_console__(self, console: Any, options: Any) -> Any:
+        fitting = [one for one in self._tables if one.fits(console, options.max_width)]
+        if len(fitting) > 1 and fitting[0] is not self._tables[0]:
+            fitting = [min(fitting, key=lambda one: len(console.render_lines(one, options, pad=False)))]
+        yield (fitting or self._tables[-1:])[0]
+
+
+class Items:
+    """A cell of several short texts with markup, `a; b; c`, of which none is broken while one fits into a line."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        from rich.text import Text
+
+        last = len(texts) - 1
+        self._texts = [Text.from_markup(one) + Text("" if at == last else ";") for at, one in enumerate(texts)]
+
+    def __rich_measure__(self, console: Any, options: Any) -> Any:
+        from rich.measure import Measurement
+
+        lengths = [one.cell_len for one in self._texts] or [0]
+        return Measurement(max(lengths), sum(lengths) + len(lengths) - 1)
+
+    def __rich_console__(self, console: Any, options: Any) -> Any:
+        from rich.text import Text
+
+        lines: list[Any] = []
+        for one in self._texts:
+            if lines and lines[-1].cell_len + 1 + one.cell_len <= options.max_width:
+                lines[-1] = lines[-1] + Text(" ") + one
+            else:
+                lines.append(one.copy())
+        yield from lines
 
 
 def _widths(least: list[int], most: list[int], room: int) -> list[int]:

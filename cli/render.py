@@ -7,13 +7,14 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from .console import plain, table
+from .console import Fittest, Items, plain, table
 
 if TYPE_CHECKING:
     from gpu_accel.workbench.records import Record
     from gpu_accel.workbench.runner import Outcome
 
 Case = dict[str, Any]
+MOST_ERRORS = 4  # kinds of error that a table names
 
 # How a case is written: short names, in the order that kernel people say them.
 SHORT = {
@@ -141,41 +142,99 @@ def _result_table(experiment: str, records: list[Record], incorrect: list[Outcom
     lines = dict(sorted(lines.items(), key=lambda line: labels.index(line[0][0])))  # wrong ones to their cases
     timed = any(record.is_speed for record in records)
     rated = any(record.has("tflops") for record in records)
-    others = list(dict.fromkeys(r.metric for r in records if r.metric != "correct" and not r.is_speed))
+    first = {key: _first_speed(group) for key, group in lines.items()}
+    others = list(dict.fromkeys(
+        _told(r) for key, group in lines.items() for r in group if r.metric != "correct" and r is not first[key]
+    ))  # fmt: skip
     against = list(dict.fromkeys(name for record in records for name in record.ratio_to))
     checks = [record.checked for record in records] + [one.check and one.check.as_dict() for one in incorrect]
-    metrics = dict.fromkeys(str(check["metric"]) for check in checks if check)
-    columns = ["case", "implementation", f"error ({', '.join(metrics)})", "bound", *others]
-    columns += ["time", "p20 .. p80"] if timed else []
-    columns += ["TFLOP/s"] if rated else []
-    columns += [f"against {name}" for name in against]
-    columns += ["result"] if incorrect else []
-    made = table(*columns, title=f"{experiment}  [dim]{shared}[/]", right=tuple(columns[2:]))
+    errors = list(dict.fromkeys(str(check["metric"]) for check in checks if check))
+    rates = ["time", "p20 .. p80"] if timed else []
+    rates += ["TFLOP/s"] if rated else []
     best = _fastest(records, labels[: len(records)])
-    previous = None
+    rows: list[_Row] = []
     for (case, impl), group in lines.items():
-        if previous not in (None, case):
-            made.add_section()
-        cells = ["" if case == previous else case, f"[bold green]{impl}[/]" if (case, impl) in best else impl]
-        previous = case
         failed = wrong.get((case, impl))
         checked = next((record.checked for record in group if record.checked), None)
         if failed:
             checked = failed.check.as_dict() if failed.check else checked
-        cells += [number(checked["error"], 2), number(checked["bound"], 2)] if checked else ["", ""]
-        by_metric = {record.metric: record for record in group}
-        cells += [quantity(by_metric[m].value(), by_metric[m].unit) if m in by_metric else "" for m in others]
-        time = next((record for record in group if record.is_speed), None)
+        cells = {"error": number(checked["error"], 2), "bound": number(checked["bound"], 2)} if checked else {}
+        time = first[case, impl]
+        by_metric = {_told(record): record for record in group if record is not time}
+        cells |= {f"={m}": quantity(by_metric[m].value(), by_metric[m].unit) for m in others if m in by_metric}
         if timed:
             spread = time.interval("ms") if time and time.has("ms") else None
-            cells += [duration(time.value("ms")) if time and time.has("ms") else "[dim]not timed[/]",
-                      f"{number(spread[0])} .. {number(spread[1])}" if spread else ""]  # fmt: skip
-        if rated:
-            cells.append(number(time.value("tflops"), 3) if time and time.has("tflops") else "")
-        cells += [_ratio(time.ratio_to.get(name)) if time else "" for name in against]
+            cells["time"] = duration(time.value("ms")) if time and time.has("ms") else "[dim]not timed[/]"
+            cells["p20 .. p80"] = f"{number(spread[0])} .. {number(spread[1])}" if spread else ""
+        if time and time.has("tflops"):
+            cells["TFLOP/s"] = number(time.value("tflops"), 3)
+        cells |= {f"/{name}": _ratio(time.ratio_to.get(name)) for name in against if time}
         if incorrect:
-            cells.append("[bold red]WRONG[/]" if failed else "correct")
-        made.add_row(*cells)
+            cells["result"] = "[bold red]WRONG[/]" if failed else "correct"
+        rows.append((case, f"[bold green]{plain(impl)}[/]" if (case, impl) in best else plain(impl), cells))
+    names = ["error", "bound", *(f"={m}" for m in others), *rates, *(f"/{name}" for name in against)]
+    names += ["result"] if incorrect else []
+    values, ratios = [name for name in names if name[0] == "="], [name for name in names if name[0] == "/"]
+    layouts: list[dict[str, list[str]]] = [
+        {}, {"values": values}, {"against": ratios}, {"values": values, "against": ratios}, {"results": names},
+    ]  # fmt: skip
+    words = {
+        "title": f"{experiment}  [dim]{shared}[/]",
+        "caption": f"error: {plain(', '.join(errors[:MOST_ERRORS]))}" if errors else "",
+    }
+    if len(errors) > MOST_ERRORS:  # such as one for each instruction
+        words["caption"] += f", and {len(errors) - MOST_ERRORS} others; --json gives each with its result"
+    return Fittest(
+        *(_laid_out(rows, names, joined, words) for joined in layouts if all(len(part) > 1 for part in joined.values()))
+    )
+
+
+def _first_speed(records: list[Record]) -> Record | None:
+    """The time, or rate, that ratios are of: with a cold cache, where there is a choice."""
+    speeds = sorted((one for one in records if one.is_speed), key=lambda one: one.timing.get("l2") == "warm")
+    return speeds[0] if speeds else None
+
+
+def _told(record: Record) -> str:
+    """A metric's name, with what sets it apart from another record of the same."""
+    apart = {"warm": "warm cache"}.get(str(record.timing.get("l2")), "") if record.is_speed else ""
+    return ", ".join(filter(None, (record.metric, apart, str(record.timing.get("mode") or ""))))
+
+
+_Row = tuple[str, str, dict[str, str]]  # case, implementation, cells by column: =metric, /rival, or as it is headed
+
+
+def _laid_out(rows: list[_Row], names: list[str], joined: dict[str, list[str]], words: dict[str, str]) -> Any:
+    """The rows as a table; `joined` says which columns become one of `name value; name value`, and its heading."""
+    heads = {name: name for name in names}
+    heads |= {name: plain(name[1:].replace("_", " ")) for name in names if name[0] == "="}
+    heads |= {name: f"against {plain(name[1:])}" for name in names if name[0] == "/"}
+    place = {part[0]: (heading, part) for heading, part in joined.items()}
+    columns = [name for name in names if name in place or not any(name in part for part in joined.values())]
+    right = tuple(heads[name] for name in columns if name not in place)
+    made = table("case", "implementation", *(place[name][0] if name in place else heads[name] for name in columns),
+                 right=right, title=words["title"], caption=words["caption"])  # fmt: skip
+
+    def item(name: str, text: str, heading: str) -> str:
+        if name in ("result", "p20 .. p80") or text == "[dim]not timed[/]":
+            return text
+        if name == "TFLOP/s":
+            return f"{text} {name}"
+        return f"{heads[name].removeprefix(f'{heading} ')} {text}"
+
+    previous = None
+    for case, impl, cells in rows:
+        if previous not in (None, case):
+            made.add_section()
+        line: list[Any] = ["" if case == previous else case, impl]
+        previous = case
+        for name in columns:
+            if name in place:
+                heading, part = place[name]
+                line.append(Items([item(one, cells[one], heading) for one in part if cells.get(one)]))
+            else:
+                line.append(cells.get(name, ""))
+        made.add_row(*line)
     return made
 
 

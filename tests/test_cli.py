@@ -592,6 +592,54 @@ def test_a_table_of_measurements_shows_time_rate_and_ratio() -> None:
     assert "200" in text and "2.00x [1.98, 2.02]" in text and "measured on Test GPU 1" in text
 
 
+def printed(parts: list, width: int) -> str:
+    from rich.console import Console
+
+    screen = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    for part in parts:
+        screen.print(part)
+    return screen.export_text()
+
+
+def test_many_metrics_are_read_beside_each_other_or_in_one_cell() -> None:
+    """A table of 26 columns had a letter of each heading in a line."""
+    names = [f"cheating(way_{at})" for at in range(24)]
+    first = timed("harness", tflops=200.0, against={"sdpa-flash": 2.0, "portable": 1.5})
+    counts = [Record(**{**vars(first), "metric": name, "unit": "1", "median": 100.0 + at, "p20": None, "p80": None,
+                        "samples": (), "work": {}, "ratio_to": {}}) for at, name in enumerate(names)]  # fmt: skip
+    shown = render.result_tables([first, *counts])
+    for width in (80, 160, 1000):
+        text = printed(shown, width)
+        assert max(map(len, text.splitlines())) <= width and "1.50x [1.48, 1.52]" in text
+        if width == 1000:
+            row = next(line for line in text.splitlines() if "harness" in line)
+            assert "against portable" in text and all(f" {100 + at} " in row for at in range(24)), text
+        else:
+            assert all(f"cheating(way {at}) {100 + at}" in text for at in range(24)), text
+
+
+@pytest.mark.parametrize("width", [80, 160])
+@pytest.mark.parametrize("paper", papers(), ids=lambda paper: paper.id)
+def test_names_and_numbers_of_results_stay_whole(paper, width: int) -> None:
+    """On every experiment's newest results."""
+    newest: dict[str, list[Record]] = {}
+    for record in sorted(paper.records(), key=lambda one: one.when):
+        group = newest.setdefault(record.experiment, [])
+        if group and group[-1].commit != record.commit:
+            group.clear()
+        group.append(record)
+    for experiment, records in ((name, group[:120]) for name, group in newest.items()):
+        text = printed(render.result_tables(records), width)
+        assert max(map(len, text.splitlines())) <= width
+        for record in records:
+            parts = [record.impl]
+            if record.median is not None:
+                parts += [render.quantity(record.value(), record.unit)]
+            parts += [f"{one['median']:.2f}x [{one['ci95'][0]:.2f}, {one['ci95'][1]:.2f}]"
+                      for one in record.ratio_to.values()]  # fmt: skip
+            assert all(part in text for part in parts), (experiment, parts)
+
+
 # -- terminals
 
 
