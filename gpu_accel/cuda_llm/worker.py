@@ -33,9 +33,9 @@ _NEW_USER, _NEW_NET = 0x10000000, 0x40000000
 _NO_NEW_PRIVILEGES, _SIGNAL_OF_PARENT = 38, 1  # of prctl
 MIB = 1 << 20
 
-# On an H200, as a user without rights, CUDA starts with both. The harness has not been run with them there, so they
-# are off beside it.
-SECCOMP_ON_GPU, LANDLOCK_ON_GPU = False, False
+# Beside CUDA too, as on an H200 the harness has been run behind both. Where CUDA does not start behind them they are
+# left out, and the level says so.
+SECCOMP_ON_GPU, LANDLOCK_ON_GPU = True, True
 DEVICES = ("/dev/null", "/dev/zero")
 # CUDA opens its devices for writing, and threads give themselves names in /proc/self/task/*/comm, which they open with
 # O_TRUNC: without that right it does not start (error 304). What compute-sanitizer starts has another /proc/self.
@@ -202,12 +202,12 @@ def confine(job: dict[str, Any]) -> dict[str, str]:
         level["privileges"] = "none to gain"
     gpu, tool = os.environ.get("GPU_ACCEL_SANDBOX_GPU") == "1", job["what"] == "sanitize"
     without = str(job.get("without") or "")  # why walls that CUDA may not start behind are left out, if they are
-    if gpu and (tool or without or not SECCOMP_ON_GPU):
-        level["calls"] = f"none refused: {without or 'not tried with CUDA'}"
+    if gpu and (tool or without or not SECCOMP_ON_GPU):  # compute-sanitizer looks into the process that it watches
+        level["calls"] = f"none refused: {without or 'switched off'}"
     else:
-        level["calls"] = seccomp.restrict() + (", except by compute-sanitizer" if gpu else "")
+        level["calls"] = seccomp.restrict() + (", except beside compute-sanitizer" if gpu else "")
     if gpu and (without or not LANDLOCK_ON_GPU):
-        level["files"] = f"not held to its folder: {without or 'not tried with CUDA'}"
+        level["files"] = f"not held to its folder: {without or 'switched off'}"
     else:
         also = (TOOL_WRITES if tool else CUDA_WRITES) if gpu else DEVICES
         level["files"] = landlock.restrict(Path(job["folder"]), also=also, connections=tool)

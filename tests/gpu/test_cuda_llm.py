@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import tempfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from gpu_accel.cuda_llm import (
 from gpu_accel.cuda_llm.candidate import Candidate
 from gpu_accel.cuda_llm.deploy import deploy
 from gpu_accel.cuda_llm.fixtures import FIXTURES
+from gpu_accel.cuda_llm.host import check_host
 from gpu_accel.cuda_llm.measure import measure
 from gpu_accel.cuda_llm.outputs import compare
 from gpu_accel.cuda_llm.searches import search_all
@@ -93,6 +96,39 @@ def test_walls_beside_cuda_are_those_that_are_switched_on(gpu_sandbox: Sandbox) 
     files, calls = gpu_sandbox.level["files"], gpu_sandbox.level["calls"]
     assert ("folder alone" in files) == (worker.LANDLOCK_ON_GPU and landlock.abi() > 0), files
     assert ("(seccomp)" in calls) == worker.SECCOMP_ON_GPU, calls
+
+
+BEYOND = """
+import ctypes, os, socket
+import torch
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+def errno(attempt):
+    try:
+        return ctypes.get_errno() if attempt() == -1 else 0
+    except OSError as error:
+        return error.errno
+
+def run(x):
+    open("scratch", "w").write("its own folder")
+    held = {
+        "write": errno(lambda: open(PLACE, "w")) == 13,
+        "connect": errno(lambda: socket.socket().connect(("127.0.0.1", 9))) == 13,
+        "ptrace": errno(lambda: libc.ptrace(0, 0, None, None)) == 1,
+    }
+    if not all(held.values()):
+        raise SystemError(f"not held: {held}")
+    return torch.softmax(x, -1) if x.is_cuda else None
+"""
+
+
+@pytest.mark.skipif(landlock.abi() < 4, reason="this kernel has no Landlock, or one before Linux 6.7")
+def test_host_code_beside_cuda_is_held(gpu_sandbox: Sandbox) -> None:
+    """Where everybody may write it may not, and torch computes on the GPU behind these walls."""
+    place = Path(tempfile.gettempdir()) / f"gpu-accel-{uuid.uuid4().hex}"
+    judged = check_host(BEYOND.replace("PLACE", repr(str(place))), "softmax", sandbox=gpu_sandbox)
+    assert judged.verdict is Verdict.ACCEPTED and not place.exists(), judged
 
 
 def test_a_foreign_address_ends_one_process_only(gpu_sandbox: Sandbox) -> None:
