@@ -6,7 +6,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -129,19 +129,25 @@ def verify(
     Raises:
         HardwareError: there is no GPU.
     """
-
     if pool is None:
         with Pool(gpu=True) as own:
             return verify(kernels, target=target, peers=peers, seconds=seconds, keep=keep, pool=own)
+    waiting = [verifying(kernel, task, target=target, peers=peers, seconds=seconds, keep=keep, pool=pool)
+               for task, kernel in kernels]  # fmt: skip
+    return [future.result() for future in waiting]
 
-    def one(sandbox: Sandbox, task: Task, kernel: Candidate, lock: Path | None) -> Measured:
+
+def verifying(
+    kernel: Candidate, task: Task, *, target: str, peers: Sequence[str], seconds: float, keep: int, pool: Pool
+) -> Future[Measured]:
+    """`verify` of one kernel, which goes on while others do."""
+
+    def one(sandbox: Sandbox) -> Measured:
         judgement = sanitize(kernel, task, sandbox=sandbox, judged=check(kernel, task, sandbox=sandbox))
         if not judgement.ok:
             return Measured(judgement=judgement)
         found = measure(kernel, task, sandbox=sandbox, gpu=target, peers=peers, seconds=seconds, keep=keep, warm=True,
-                        again=True, lock=lock)  # fmt: skip
+                        again=True, lock=pool.lock)  # fmt: skip
         return replace(found, judgement=screened(found, judgement))
 
-    waiting = [pool.submit(functools.partial(one, task=task, kernel=kernel, lock=pool.lock))
-               for task, kernel in kernels]  # fmt: skip
-    return [future.result() for future in waiting]
+    return pool.submit(one)

@@ -14,8 +14,9 @@ import atexit
 import functools
 import os
 import threading
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from gpu_accel.cuda_llm.admission import SHARE, Admission, admission
 from gpu_accel.cuda_llm.candidate import Candidate
@@ -32,7 +33,7 @@ from gpu_accel.cuda_llm.redteam import Row, here, redteam
 from gpu_accel.cuda_llm.report import read_folder
 from gpu_accel.cuda_llm.sandbox import Sandbox
 from gpu_accel.cuda_llm.search import Optimized, optimize_kernel
-from gpu_accel.cuda_llm.searches import search_all, verify
+from gpu_accel.cuda_llm.searches import search_all, verifying
 from gpu_accel.cuda_llm.tasks import TASKS, Task
 from gpu_accel.cuda_llm.verdict import Judgement
 from gpu_accel.errors import HardwareError, IncorrectResultError, UnsupportedError
@@ -48,6 +49,7 @@ from gpu_accel.workbench.experiment import (
     Workload,
 )
 
+R = TypeVar("R")
 CANDIDATES_GPU, CANDIDATES_CPU = 60, 2
 SEARCH_SHARE = 30.0  # seconds of search for each task, as a multiple of the timing budget
 FOLDER = "GPU_ACCEL_SEARCH_FOLDER"  # where a search keeps its artefacts, if set
@@ -55,6 +57,7 @@ PEERS = ("library", "compiled", "naive")
 QUICK = ("matrix_copy", "softmax", "matmul")
 WINNERS = Path(__file__).with_name("winners")
 MALFORMED, MALFORMED_QUICK = 1000, 40
+KEPT = 4  # launches of a winner whose outputs are compared, or more
 HACKS = {one.id: one for one in FIXTURES}
 
 
@@ -330,16 +333,44 @@ def _winners_cases(settings: Settings) -> list[Case]:
             if case["task"] in known]  # fmt: skip
 
 
-@functools.cache
-def _verified(names: tuple[str, ...], seconds: float) -> tuple[dict[str, Measured], dict[str, Judgement]]:
-    """All of them at once, in processes of their own; and verdicts on the naive kernels."""
-    known = _kept(True)
-    with Pool(gpu=True) as pool:
-        naive = {name: pool.submit(lambda sandbox, task=TASKS[name]: check(task.naive, task, sandbox=sandbox))
-                 for name in names}  # fmt: skip
-        kernels = [(TASKS[name], known[name]) for name in names]
-        found = verify(kernels, target=_target(), peers=PEERS, seconds=seconds, pool=pool)
-        return dict(zip(names, found, strict=True)), {name: one.result() for name, one in naive.items()}
+class _Verified:
+    """Verdicts on winners and on naive kernels, which are all judged at once; what has ended can be recorded."""
+
+    def __init__(self, names: tuple[str, ...], seconds: float) -> None:
+        self._pool, known = Pool(gpu=True), _kept(True)
+        self._pool.__enter__()
+        atexit.register(self._pool.__exit__, None, None, None)
+        self._kernels: dict[str, Future[Measured]] = {}
+        self._naive: dict[str, Future[Judgement]] = {}
+        for name in names:
+            task = TASKS[name]
+            self._kernels[name] = verifying(
+                known[name], task, target=_target(), peers=PEERS, seconds=seconds, keep=KEPT, pool=self._pool
+            )
+            self._naive[name] = self._pool.submit(functools.partial(self._checked, task))
+
+    @staticmethod
+    def _checked(task: Task, sandbox: Sandbox) -> Judgement:
+        return check(task.naive, task, sandbox=sandbox)
+
+    def kernel(self, name: str) -> Measured:
+        """The winner of a task, once that is known."""
+        return self._result(self._kernels[name])
+
+    def naive(self, name: str) -> Judgement:
+        """Its naive kernel."""
+        return self._result(self._naive[name])
+
+    def _result(self, future: Future[R]) -> R:
+        try:
+            return future.result()
+        except BaseException:  # Ctrl-C: nobody waits for the others
+            if not future.done():
+                self._pool.stop()
+            raise
+
+
+_verified = functools.cache(_Verified)
 
 
 def _build_winners(case: Case, settings: Settings) -> Workload:
@@ -353,7 +384,7 @@ def _build_winners(case: Case, settings: Settings) -> Workload:
     names = tuple(str(one["task"]) for one in _winners_cases(settings))
 
     def taken() -> Measured:
-        return _verified(names, settings.seconds)[0][task.name]
+        return _verified(names, settings.seconds).kernel(task.name)
 
     def judged(seed: int) -> Check:
         one = taken().judgement
@@ -362,7 +393,7 @@ def _build_winners(case: Case, settings: Settings) -> Workload:
         return Check(one.error if one.error is not None else float("inf"), 1.0, ERROR)
 
     def naive(seed: int) -> Check:
-        return _passed(task, _verified(names, settings.seconds)[1][task.name])
+        return _passed(task, _verified(names, settings.seconds).naive(task.name))
 
     def peer(name: str) -> Any:
         def checked(seed: int) -> Check:

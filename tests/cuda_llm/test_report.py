@@ -8,6 +8,7 @@ import importlib.util
 import json
 import signal
 import threading
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -207,10 +208,24 @@ def test_winners_are_judged_and_timed_again(monkeypatch: pytest.MonkeyPatch, fol
     taken = Measured(judgement=judged, samples=times, slow={"candidate": (1.0,), "naive": (5.0,)}, library_error=0.1,
                      failed={"compiled": "why"}, repeated=30, compared=11)  # fmt: skip
     monkeypatch.setenv(experiment.FOLDER, str(folder))
-    experiment._kept.cache_clear()
+    monkeypatch.setattr(experiment, "_kept", functools.cache(experiment._kept.__wrapped__))
     passed = Judgement(verdict=Verdict.ACCEPTED, error=0.5)
-    monkeypatch.setattr(experiment, "_verified", lambda names, seconds: (dict.fromkeys(names, taken),
-                                                                         dict.fromkeys(names, passed)))  # fmt: skip
+
+    class Sandboxes:
+        def __init__(self, **given) -> None: ...
+        def __enter__(self): ...
+        def __exit__(self, *error) -> None: ...
+        def submit(self, work):
+            return settled(passed)
+
+    def settled(value):
+        future = Future()
+        future.set_result(value)
+        return future
+
+    monkeypatch.setattr(experiment, "_verified", functools.cache(experiment._Verified))
+    monkeypatch.setattr(experiment, "Pool", Sandboxes)
+    monkeypatch.setattr(experiment, "verifying", lambda kernel, task, **given: settled(taken))
     settings = Settings(device="cuda")
     cases = experiment._winners_cases(settings)
     assert [case["task"] for case in cases] == ["reverse", "softmax"] and all(case["kernel"] for case in cases)
@@ -226,7 +241,6 @@ def test_winners_are_judged_and_timed_again(monkeypatch: pytest.MonkeyPatch, fol
     assert listed["naive"].values(0)["time"].samples == (5.0,)
     with pytest.raises(UnsupportedError, match="why"):
         listed["compiled"].check(0)
-    experiment._kept.cache_clear()
 
 
 def test_what_a_search_found_is_had_while_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
