@@ -125,22 +125,6 @@ def test_configurations(name, pair):
     assert_close_to_truth("out", out, truth, yardstick, floor=floor_of(truth))
 
 
-@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("mnk", [(2500, 1920, 4096), (300, 1001, 531)], ids=str)
-def test_scales_of_columns_read_late(mnk, out_dtype):
-    """Under the product they belong to, in the order of threads: the same bits as a slice ahead."""
-    m, n, k = mnk
-    for pair in (("e5m2:1x128:fp32", "fp8_1x128"), ("fp8_128x128", "fp8_1x128")):
-        a, b = operands(m, n, k, pair)
-        given = [hopper_gemm._addressable(x.codes.view(torch.uint8)).view(x.codes.dtype) for x in (a, b)]
-        blocks = dict(block_a=a.scheme.block, block_b=b.scheme.block)
-        out, held = (
-            hopper_gemm.gemm(*given, a.scales, b.scales, **blocks, out_dtype=out_dtype, config=config)
-            for config in (Fp8GemmConfig(parts=1, stages=6, group=8, late=late) for late in (True, False))
-        )
-        assert torch.equal(out, held), pair
-
-
 @pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
 @pytest.mark.parametrize("m", [5, 300])
 def test_activations(activation, m):
@@ -297,7 +281,7 @@ def test_tk_gemm_in_every_layout(mnk, layout):
 @pytest.mark.parametrize("nk", [(512, 384), (256, 1000), (4096, 8192)], ids=str)
 @pytest.mark.parametrize("pair", [("fp8", "fp8"), ("fp8_e5m2", "fp8_row"), ("fp8_1x128", "fp8_1x128")], ids="-".join)
 def test_grouped_along_k(pair, nk, backend):
-    """Groups of no rows, rows behind the last group; the largest has scales of columns read late."""
+    """Groups of no rows, and rows behind the last group."""
     n, k = nk
     ends = group_ends(torch.tensor([300, 0, 128, 513], device="cuda"))
     m = int(ends[-1]) + 256
