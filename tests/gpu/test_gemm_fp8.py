@@ -249,6 +249,52 @@ def test_few_rows_in_every_box():
         assert torch.equal(got, wanted)
 
 
+FEW = [("fp8", "fp8"), ("fp8_row", "fp8_row"), ("fp8_e5m2", "fp8_row"), ("fp8_1x128", "fp8_128x128")]
+
+
+@pytest.mark.parametrize("sub", [2, 4])
+@pytest.mark.parametrize(
+    "mnk", [(1, 8192, 8192), (16, 1000, 8208), (64, 2112, 7168), (33, 200, 272), (64, 512, 16384)], ids=str
+)
+@pytest.mark.parametrize("pair", FEW, ids="-".join)
+def test_few_rows_asked_for_early(pair, mnk, sub):
+    """Slices before the partitions start, scales before the slices: of whole tiles the same bits."""
+    m, n, k = mnk
+    a, b = operands(m, n, k, pair)
+    truth = scaled_mm_reference(a, b)
+    yardstick = scaled_mm_reference(a, b, dtype=torch.float32, out_dtype=torch.float32)
+    blocks = dict(block_x=a.scheme.block, block_w=b.scheme.block)
+    codes, scales = (a.codes, b.codes.t()), dict(scale_x=a.scales, scale_w=b.scales, out_dtype=torch.float32)
+    for programs in (0, 16, -(-n // 64)):
+        config = gemm_skinny.SkinnyConfig(sub=sub, programs=programs, early=True)
+        outs = [gemm_skinny.gemm(*codes, **scales, **blocks, config=config) for _ in range(3)]
+        assert_close_to_truth("out", outs[0], truth, yardstick, floor=floor_of(truth))
+        assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+    now = gemm_skinny.SkinnyConfig(sub=sub, programs=programs)
+    assert torch.equal(outs[0], gemm_skinny.gemm(*codes, **scales, **blocks, config=now))
+
+
+@pytest.mark.parametrize(
+    "pair", [("fp8", "fp8"), ("fp8_1x128", "fp8_128x128"), ("fp8_1x128", "fp8_1x128")], ids="-".join
+)
+@pytest.mark.parametrize("mnk", [(128, 2112, 7168), (128, 4096, 7168), (100, 1001, 16384), (256, 1024, 8192)], ids=str)
+def test_few_tiles_are_dealt(mnk, pair):
+    """With scales a slice ahead and with their slice; the same every time, whoever comes last."""
+    a, b = operands(*mnk, pair)
+    truth = scaled_mm_reference(a, b)
+    yardstick = scaled_mm_reference(a, b, dtype=torch.float32, out_dtype=torch.bfloat16)
+    blocks = dict(block_a=a.scheme.block, block_b=b.scheme.block)
+    given = [hopper_gemm._addressable(x.codes.view(torch.uint8)).view(x.codes.dtype) for x in (a, b)]
+    found = []
+    for staged in (False, True)[: 2 if pair[0] == "fp8_1x128" else 1]:
+        config = Fp8GemmConfig(parts=1, stages=5, group=8, deal=True, staged=staged)
+        outs = [hopper_gemm.gemm(*given, a.scales, b.scales, **blocks, config=config) for _ in range(3)]
+        assert_close_to_truth("out", outs[0], truth, yardstick, floor=floor_of(truth))
+        assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+        found.append(outs[0])
+    assert torch.equal(found[0], found[-1])
+
+
 def test_what_is_copied_first_is_said():
     a, b = operands(64, 128, 280, ("fp8", "fp8"))  # K is no multiple of 16
     assert "copied first" in explain_mm(a, b)
