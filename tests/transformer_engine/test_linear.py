@@ -203,7 +203,7 @@ def test_second_derivatives_are_refused_where_the_gradient_that_comes_in_is_cons
 
 
 def test_second_gradients_of_attention_between_layers_are_refused_in_the_same_words():
-    """A layer without a recipe has products that torch differentiates again; attention's gradients come from kernels."""
+    """Products of a layer without a recipe are torch's; gradients of attention come from kernels."""
     layer = TransformerLayer(32, 64, 2, bias=False, attn_input_format="bshd", params_dtype=torch.float32)
     x = values(1, 4, 32).requires_grad_()
     (dx,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
