@@ -19,6 +19,7 @@ from gpu_accel.flash_attention3.function import (
     empty_gradients,
     empty_outputs,
     nobody_watches,
+    refuse_second,
     run_backward,
     run_forward,
 )
@@ -144,6 +145,7 @@ def _gradients(ctx, do, dlse, _):
 
 
 flash_attention_featured_forward.register_autograd(_gradients, setup_context=_save)
+refuse_second(flash_attention_featured_backward)
 
 
 def _one_by_one(op):

@@ -147,6 +147,15 @@ def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Te
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
+def refuse_second(op: torch.library.CustomOpDef) -> None:
+    """Gradients through the gradients that `op` makes are refused in words, once somebody takes them."""
+
+    def refuse(ctx, *_):
+        raise UnsupportedError("attention has first gradients only: create_graph=True is not supported")
+
+    op.register_autograd(refuse)
+
+
 # ---- dense: q (batch, seqlen_q, heads, head_dim), lse (batch, heads, seqlen_q)
 
 
@@ -192,6 +201,7 @@ def _gradients(ctx, do, dlse):
 
 
 flash_attention_forward.register_autograd(_gradients, setup_context=_save)
+refuse_second(flash_attention_backward)
 
 
 # ---- packed sequences: q (total_q, heads, head_dim), lse (heads, total_q)
@@ -244,3 +254,4 @@ def _gradients_varlen(ctx, do, dlse):
 
 
 flash_attention_varlen_forward.register_autograd(_gradients_varlen, setup_context=_save_varlen)
+refuse_second(flash_attention_varlen_backward)

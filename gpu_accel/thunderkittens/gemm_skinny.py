@@ -14,13 +14,17 @@ from .gemm_hopper import ACTIVATIONS, k_major, matrix_map, zero_counters
 
 _ROWS = 64  # columns of W that an accumulator has
 _RING = 200 * 1024  # bytes of shared memory on their way
+EARLY_CHECKED = False  # whether `SkinnyConfig.early` has been right on an H100 or H200 in tests/gpu: then it is taken
+_KEPT = 8192  # scales of blocks of X that may lie beside them
+_ROOM = 219 * 1024  # bytes for both: what a result needs on its way out is left
 
 
 @dataclass(frozen=True, kw_only=True)
 class SkinnyConfig:
     """A tile is 64 * `halves` columns of W; a slice is `sub` boxes of 128 bytes of K, of `box` columns each.
 
-    `stages`: slices on their way, 0 for as many as fit. `programs`: 0 for as many as balance best.
+    `stages`: slices on their way, 0 for as many as fit. `programs`: 0 for as many as balance best. `early`: all that
+    can be asked of memory before it is needed is: slices before partitions start, scales and bias before the slices.
     """
 
     halves: int = 1
@@ -28,17 +32,20 @@ class SkinnyConfig:
     box: int = 64
     stages: int = 0
     programs: int = 0
+    early: bool = False
 
-    def depth(self, bm: int) -> int:
-        """Slices on their way: a slice has `sub` boxes of W's and X's rows."""
-        return self.stages or max(2, min(16, _RING // ((_ROWS * self.halves + bm) * 128 * self.sub)))
+    def depth(self, bm: int, kept: int = 0) -> int:
+        """Slices on their way: a slice has `sub` boxes of W's and X's rows. kept: scales that lie beside them."""
+        ring = min(_RING, _ROOM - 4 * kept)
+        return self.stages or max(2, min(16, ring // ((_ROWS * self.halves + bm) * 128 * self.sub)))
 
 
 def skinny_config(m: int, w_k: bool, element_size: int = 2) -> SkinnyConfig:
     """The configuration for a product with m rows; `w_k`: W is contiguous along K."""
     if not w_k:
         return SkinnyConfig(halves=2, sub=1)  # 128 bytes of a row of W are 64 columns: two boxes lie side by side
-    return SkinnyConfig(halves=1 if m <= 64 else 2, sub=4 if m <= 16 and element_size == 2 else 2)
+    sub = 4 if m <= 16 and (element_size == 2 or EARLY_CHECKED) else 2
+    return SkinnyConfig(halves=1 if m <= 64 else 2, sub=sub, early=EARLY_CHECKED)
 
 
 def padded_rows(m: int) -> int:
@@ -97,6 +104,11 @@ def gemm(
     partials = torch.empty(2 * programs * _ROWS * config.halves * bm, dtype=torch.float32, device=x.device)
     counters = zero_counters(x.device, tiles)
     blocked = fp8 and block_x[1] == 128
+    early, kept = config.early, 0
+    if early and blocked:
+        kept = max(8, 1 << (-(-k // 128) - 1).bit_length())
+        if tiles_m > 1 or kept * bm > _KEPT:
+            early, kept = False, 0
     strides = (0, 0, 0, 0)
     if scale_x is not None and scale_w is not None:
         across = (scale_x.stride(1), scale_w.stride(1)) if blocked else (0, 0)
@@ -105,7 +117,7 @@ def gemm(
     arguments = (
         x_desc, w_desc, out, given, partials, counters, partials if scale_x is None else scale_x,
         partials if scale_w is None else scale_w, m, n, k_steps, tiles, tiles_m, -(-k // 128),
-        *strides,
+        *divmod(tiles * k_steps, programs), *strides,
     )  # fmt: skip
     constants = dict(
         BM=bm,
@@ -113,7 +125,7 @@ def gemm(
         HALVES=config.halves,
         SUB=sub,
         BOX=box,
-        STAGES=config.depth(bm),
+        STAGES=config.depth(bm, kept * bm),
         W_K=w_k,
         FP8=fp8,
         BLOCKED=blocked,
@@ -121,6 +133,8 @@ def gemm(
         ROW_W=block_w[0] == 1,
         BIAS=bias is not None,
         ACTIVATION=ACTIVATIONS[activation],
+        EARLY=early,
+        KEPT=kept,
     )
     key = (x.dtype, w.dtype, out.dtype, given.dtype)
     _kernel()(key, programs, arguments, constants, dict(num_warps=4, maxnreg=240))

@@ -19,6 +19,10 @@ memory at any time lies in long pieces of few rows, not in 128 bytes of many.
 
 Eight-bit operands are summed in float32 every 128 of K, with scales as in transformer_engine/hopper_gemm_kernel.py.
 
+EARLY: nothing waits for memory that could have been asked before. All stages are asked for before the partitions start;
+scales and the bias before the slices of a tile; of blocks, all scales of X go to shared memory at the start, from where
+each thread reads those of its rows. Pieces are dealt without dividing: the first `extra` programs have one slice more.
+
 Barriers (mbarrier): full one a stage, arrived on by TMA; empty one a stage, arrived on by the consumer.
 """
 
@@ -33,34 +37,79 @@ from gpu_accel.gluon_compat import reinterpret, tma_load
 from .gemm_device import activate, advance, count, first_slice, own_slot, partial, previous, program_of, slot_of
 
 ROWS = gl.constexpr(64)  # columns of W, rows of an accumulator
+FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 # Run-time scalars travel in tuples:
 #   shape  = (M, N, k_steps, tiles, tiles_m, k_blocks): tile number = (column of W) * tiles_m + (block of BM rows of X)
 #   scales = (scale_x, scale_w, sx_m, sx_k, sw_n, sw_k), as in hopper_gemm_kernel.py
 #   outputs = (out, bias, partials, counters)
+#   share = (base, extra): slices of a program, and how many programs have one more (EARLY)
 
 
 @gluon.jit
-def _finish(acc, row0, m0, shape, scales, outputs, BIAS: gl.constexpr, ACTIVATION: gl.constexpr, SCALED: gl.constexpr,
-            ROW_X: gl.constexpr, ROW_W: gl.constexpr):  # fmt: skip
+def _begin(program, slices, share, EARLY: gl.constexpr):
+    """Where the piece of `program` begins."""
+    if EARLY:
+        base, extra = share
+        return program * base + gl.minimum(program, extra)
+    else:
+        return first_slice(program, slices)
+
+
+@gluon.jit
+def _program_of(unit, slices, share, EARLY: gl.constexpr):
+    """The program whose piece has slice `unit`."""
+    if EARLY:
+        base, extra = share
+        longer = extra * (base + 1)
+        return gl.where(unit < longer, unit // (base + 1), extra + (unit - longer) // gl.maximum(base, 1))
+    else:
+        return program_of(unit, slices)
+
+
+@gluon.jit
+def _factors_of_sums(row0, m0, shape, scales, ACC: gl.constexpr, BM: gl.constexpr, SCALED: gl.constexpr,
+                     ROW_X: gl.constexpr, ROW_W: gl.constexpr):  # fmt: skip
+    """Scales of a tile that do not change along K: (of BM rows of X, of 64 columns of W), if it has some."""
+    M, N, _, _, _, _ = shape
+    scale_x, scale_w, sx_m, _, sw_n, _ = scales
+    m = m0 + gl.arange(0, BM, layout=gl.SliceLayout(0, ACC))
+    n = row0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, ACC))
+    x = m
+    w = n
+    if SCALED:
+        if ROW_X:  # noqa: SIM108 - branches at compile time
+            x = gl.load(scale_x + m * sx_m, mask=m < M, other=0.0)
+        else:
+            x = gl.load(scale_x)
+        if ROW_W:  # noqa: SIM108
+            w = gl.load(scale_w + n * sw_n, mask=n < N, other=0.0)
+        else:
+            w = gl.load(scale_w)
+    return x, w
+
+
+@gluon.jit
+def _bias_of_sums(row0, N, bias, ACC: gl.constexpr, BIAS: gl.constexpr):
+    """The bias of 64 columns of W, if there is one."""
+    n = row0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, ACC))
+    if BIAS:
+        return gl.load(bias + n, mask=n < N, other=0.0).to(gl.float32)
+    else:
+        return n
+
+
+@gluon.jit
+def _finish(acc, factors, added, row0, m0, shape, out, BIAS: gl.constexpr, ACTIVATION: gl.constexpr,
+            SCALED: gl.constexpr, ROW_X: gl.constexpr, ROW_W: gl.constexpr):  # fmt: skip
     """Scales, bias and activation of 64 columns of W by BM rows of X; then out, whose rows are those of X."""
     M, N, _, _, _, _ = shape
-    out, bias, _, _ = outputs
-    layout: gl.constexpr = acc.type.layout
-    n = row0 + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, layout))
-    m = m0 + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, layout))
     if SCALED:
-        scale_x, scale_w, sx_m, _, sw_n, _ = scales
-        if ROW_X:  # noqa: SIM108 - branches at compile time
-            acc = acc * gl.load(scale_x + m * sx_m, mask=m < M, other=0.0)[None, :]
-        else:
-            acc = acc * gl.load(scale_x)
-        if ROW_W:  # noqa: SIM108
-            acc = acc * gl.load(scale_w + n * sw_n, mask=n < N, other=0.0)[:, None]
-        else:
-            acc = acc * gl.load(scale_w)
+        x, w = factors
+        acc = acc * (x[None, :] if ROW_X else x)
+        acc = acc * (w[:, None] if ROW_W else w)
     if BIAS:
-        acc += gl.load(bias + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
+        acc += added[:, None]
     # neighbours along N go to one thread, so that whole lines are written
     OUT: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, 4], [0, 1])
     x = gl.convert_layout(activate(acc, ACTIVATION).to(out.dtype.element_ty), OUT)
@@ -88,22 +137,48 @@ def _factors(scales, tile_w, m, M, block, HALVES: gl.constexpr):
 
 
 @gluon.jit
+def _scale_of(scales, tile_w, block, HALVES: gl.constexpr):
+    """The scale of a tile of W at 128 of K number `block`; 128x128 has two tiles of 64."""
+    _, scale_w, _, _, sw_n, sw_k = scales
+    return gl.load(scale_w + (tile_w * HALVES // 2).to(gl.int64) * sw_n + block * sw_k)
+
+
+@gluon.jit
+def _next_factors(scales, kept, tile_w, m, M, block, k_blocks, HALVES: gl.constexpr, EARLY: gl.constexpr):
+    """What is asked for ahead of a block of K, the last one's past the last: its factors, or (EARLY) W's scale."""
+    block = gl.minimum(block, k_blocks - 1)
+    if EARLY:
+        return _scale_of(scales, tile_w, block, HALVES)
+    else:
+        return _factors(scales, tile_w, m, M, block, HALVES)
+
+
+@gluon.jit
+def _whole_factors(ahead, kept, block, ACC: gl.constexpr, EARLY: gl.constexpr):
+    """The factors of a block of K, for every row of X."""
+    if EARLY:
+        return kept.index(block).load(gl.SliceLayout(0, ACC)) * ahead
+    else:
+        return ahead
+
+
+@gluon.jit
 def _consumer(
-    bufs, bars, outputs, shape, scales,
+    bufs, bars, outputs, shape, scales, share, kept,
     STAGES: gl.constexpr, W_K: gl.constexpr, BM: gl.constexpr, HALVES: gl.constexpr, SUB: gl.constexpr,
     FP8: gl.constexpr, BLOCKED: gl.constexpr, ROW_X: gl.constexpr, ROW_W: gl.constexpr, BIAS: gl.constexpr,
-    ACTIVATION: gl.constexpr,
+    ACTIVATION: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     w_bufs, x_bufs = bufs
     full, empty = bars
-    M, _, k_steps, tiles, tiles_m, k_blocks = shape
-    _, _, partials, counters = outputs
+    M, N, k_steps, tiles, tiles_m, k_blocks = shape
+    out, bias, partials, counters = outputs
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 32 if FP8 else 16])
     SCALED: gl.constexpr = FP8 and not BLOCKED
     zero = gl.full([ROWS, BM], 0.0, gl.float32, ACC)
     program = gl.program_id(0)
-    begin = first_slice(program, tiles * k_steps)
-    end = first_slice(program + 1, tiles * k_steps)
+    begin = _begin(program, tiles * k_steps, share, EARLY)
+    end = _begin(program + 1, tiles * k_steps, share, EARLY)
     stage = 0
     phase = 0
     for tile in range(begin // k_steps, gl.cdiv(end, k_steps)):
@@ -114,9 +189,16 @@ def _consumer(
         k1 = gl.minimum(end - tile * k_steps, k_steps)
         acc0 = zero
         acc1 = zero
+        row0 = tile_w * (ROWS * HALVES)
+        if EARLY:
+            factors = _factors_of_sums(row0, m0, shape, scales, ACC, BM, SCALED, ROW_X, ROW_W)
+            added = _bias_of_sums(row0, N, bias, ACC, BIAS)
+            if HALVES == 2:
+                factors1 = _factors_of_sums(row0 + ROWS, m0, shape, scales, ACC, BM, SCALED, ROW_X, ROW_W)
+                added1 = _bias_of_sums(row0 + ROWS, N, bias, ACC, BIAS)
         if BLOCKED:
-            ahead = _factors(scales, tile_w, m, M, k0 * SUB, HALVES)
-            ahead1 = _factors(scales, tile_w, m, M, gl.minimum(k0 * SUB + 1, k_blocks - 1), HALVES)
+            ahead = _next_factors(scales, kept, tile_w, m, M, k0 * SUB, k_blocks, HALVES, EARLY)
+            ahead1 = _next_factors(scales, kept, tile_w, m, M, k0 * SUB + 1, k_blocks, HALVES, EARLY)
         for step in range(k0, k1):
             mbarrier.wait(full.index(stage), phase)
             if FP8 and HALVES == 1 and SUB % 2 == 0:
@@ -128,11 +210,11 @@ def _consumer(
                     part1 = warpgroup_mma(_operand(w_bufs, at + 1, W_K), x1, zero, use_acc=False, is_async=True)
                     if BLOCKED:
                         # the next ones are on their way while these are used; past the last, the last
-                        factor0 = ahead
-                        factor1 = ahead1
                         block = step * SUB + s
-                        ahead = _factors(scales, tile_w, m, M, gl.minimum(block + 2, k_blocks - 1), HALVES)
-                        ahead1 = _factors(scales, tile_w, m, M, gl.minimum(block + 3, k_blocks - 1), HALVES)
+                        factor0 = _whole_factors(ahead, kept, block, ACC, EARLY)
+                        factor1 = _whole_factors(ahead1, kept, block + 1, ACC, EARLY)
+                        ahead = _next_factors(scales, kept, tile_w, m, M, block + 2, k_blocks, HALVES, EARLY)
+                        ahead1 = _next_factors(scales, kept, tile_w, m, M, block + 3, k_blocks, HALVES, EARLY)
                     part0 = warpgroup_mma_wait(1, deps=[part0])
                     acc0 += part0 * factor0[None, :] if BLOCKED else part0
                     part1 = warpgroup_mma_wait(0, deps=[part1])
@@ -146,10 +228,10 @@ def _consumer(
                         w1 = _operand(w_bufs, (stage * SUB + s) * HALVES + 1, W_K)
                         part1 = warpgroup_mma(w1, x, zero, use_acc=False, is_async=True)
                     if BLOCKED:
-                        factor = ahead  # the next one is on its way while this one is used; past the last, the last
-                        ahead = _factors(
-                            scales, tile_w, m, M, gl.minimum(step * SUB + s + 1, k_blocks - 1), HALVES
-                        )
+                        # the next one is on its way while this one is used; past the last, the last
+                        block = step * SUB + s
+                        factor = _whole_factors(ahead, kept, block, ACC, EARLY)
+                        ahead = _next_factors(scales, kept, tile_w, m, M, block + 1, k_blocks, HALVES, EARLY)
                     if HALVES == 2:
                         part0, part1 = warpgroup_mma_wait(0, deps=[part0, part1])
                     else:
@@ -183,11 +265,10 @@ def _consumer(
             else:
                 acc0 = warpgroup_mma_wait(0, deps=[acc0])
             mbarrier.arrive(empty.index(previous(stage, STAGES)), count=1)
-        row0 = tile_w * (ROWS * HALVES)
         last = True
         if k1 - k0 < k_steps:
-            first_program = program_of(tile * k_steps, tiles * k_steps)
-            last_program = program_of(tile * k_steps + k_steps - 1, tiles * k_steps)
+            first_program = _program_of(tile * k_steps, tiles * k_steps, share, EARLY)
+            last_program = _program_of(tile * k_steps + k_steps - 1, tiles * k_steps, share, EARLY)
             slot = own_slot(program, k0) * HALVES
             gl.store(partial(partials, slot, ROWS, BM, ACC), acc0)
             if HALVES == 2:
@@ -203,42 +284,59 @@ def _consumer(
                         acc1 += gl.load(partial(partials, slot + 1, ROWS, BM, ACC), cache_modifier=".cg")
                 gl.store(counters + tile, 0)
         if last:
-            _finish(acc0, row0, m0, shape, scales, outputs, BIAS, ACTIVATION, SCALED, ROW_X, ROW_W)
+            if not EARLY:
+                factors = _factors_of_sums(row0, m0, shape, scales, ACC, BM, SCALED, ROW_X, ROW_W)
+                added = _bias_of_sums(row0, N, bias, ACC, BIAS)
+            _finish(acc0, factors, added, row0, m0, shape, out, BIAS, ACTIVATION, SCALED, ROW_X, ROW_W)
             if HALVES == 2:
-                _finish(acc1, row0 + ROWS, m0, shape, scales, outputs, BIAS, ACTIVATION, SCALED, ROW_X, ROW_W)
+                if not EARLY:
+                    factors1 = _factors_of_sums(row0 + ROWS, m0, shape, scales, ACC, BM, SCALED, ROW_X, ROW_W)
+                    added1 = _bias_of_sums(row0 + ROWS, N, bias, ACC, BIAS)
+                _finish(acc1, factors1, added1, row0 + ROWS, m0, shape, out, BIAS, ACTIVATION, SCALED, ROW_X, ROW_W)
+
+
+@gluon.jit
+def _load(boxes, full, x_desc, w_desc, tile, step, stage, tiles_m, W_K: gl.constexpr, BM: gl.constexpr,
+          HALVES: gl.constexpr, SUB: gl.constexpr, BOX: gl.constexpr, BK: gl.constexpr):  # fmt: skip
+    """Ask for a slice."""
+    w_boxes, x_bufs = boxes
+    BYTES: gl.constexpr = (ROWS * HALVES + BM) * SUB * BK * x_desc.dtype.primitive_bitwidth // 8
+    PIECES: gl.constexpr = ROWS * HALVES // BOX if W_K else HALVES
+    tile_w = tile // tiles_m
+    row = tile_w * (ROWS * HALVES)
+    k = step * (SUB * BK)
+    mbarrier.expect(full.index(stage), BYTES)
+    for i in gl.static_range(PIECES):
+        for s in gl.static_range(SUB):
+            at = (stage * SUB + s) * PIECES + i
+            if W_K:
+                tma_load(w_desc, [row + i * BOX, k + s * BK], full.index(stage), w_boxes.index(at))
+            else:
+                tma_load(w_desc, [k + s * BK, row + i * ROWS], full.index(stage), w_boxes.index(at))
+    for s in gl.static_range(SUB):
+        x_row = (tile - tile_w * tiles_m) * BM
+        tma_load(x_desc, [x_row, k + s * BK], full.index(stage), x_bufs.index(stage * SUB + s))
 
 
 @gluon.jit
 def _producer(
-    bufs, bars, x_desc, w_desc, shape, STAGES: gl.constexpr, W_K: gl.constexpr, BM: gl.constexpr,
-    HALVES: gl.constexpr, SUB: gl.constexpr, BOX: gl.constexpr, BK: gl.constexpr,
+    boxes, bars, x_desc, w_desc, shape, share, STAGES: gl.constexpr, W_K: gl.constexpr, BM: gl.constexpr,
+    HALVES: gl.constexpr, SUB: gl.constexpr, BOX: gl.constexpr, BK: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    w_boxes, x_bufs = bufs
     full, empty = bars
     _, _, k_steps, tiles, tiles_m, _ = shape
-    BYTES: gl.constexpr = (ROWS * HALVES + BM) * SUB * BK * x_desc.dtype.primitive_bitwidth // 8
-    PIECES: gl.constexpr = ROWS * HALVES // BOX if W_K else HALVES
     program = gl.program_id(0)
-    tile = first_slice(program, tiles * k_steps) // k_steps
-    step = first_slice(program, tiles * k_steps) - tile * k_steps
+    begin = _begin(program, tiles * k_steps, share, EARLY)
     stage = 0
     phase = 0
-    for _ in range(first_slice(program, tiles * k_steps), first_slice(program + 1, tiles * k_steps)):
-        tile_w = tile // tiles_m
-        row = tile_w * (ROWS * HALVES)
-        k = step * (SUB * BK)
+    if EARLY:  # all stages are on their way already
+        begin += STAGES
+        phase = 1
+    tile = begin // k_steps
+    step = begin - tile * k_steps
+    for _ in range(begin, _begin(program + 1, tiles * k_steps, share, EARLY)):
         mbarrier.wait(empty.index(stage), phase ^ 1)
-        mbarrier.expect(full.index(stage), BYTES)
-        for i in gl.static_range(PIECES):
-            for s in gl.static_range(SUB):
-                at = (stage * SUB + s) * PIECES + i
-                if W_K:
-                    tma_load(w_desc, [row + i * BOX, k + s * BK], full.index(stage), w_boxes.index(at))
-                else:
-                    tma_load(w_desc, [k + s * BK, row + i * ROWS], full.index(stage), w_boxes.index(at))
-        for s in gl.static_range(SUB):
-            x_row = (tile - tile_w * tiles_m) * BM
-            tma_load(x_desc, [x_row, k + s * BK], full.index(stage), x_bufs.index(stage * SUB + s))
+        _load(boxes, full, x_desc, w_desc, tile, step, stage, tiles_m, W_K, BM, HALVES, SUB, BOX, BK)
         stage, phase = advance(stage, phase, STAGES)
         step += 1
         wrapped = step == k_steps
@@ -246,22 +344,55 @@ def _producer(
         step = gl.where(wrapped, 0, step)
 
 
+@gluon.jit
+def _fill(boxes, full, x_desc, w_desc, shape, share, STAGES: gl.constexpr, W_K: gl.constexpr, BM: gl.constexpr,
+          HALVES: gl.constexpr, SUB: gl.constexpr, BOX: gl.constexpr, BK: gl.constexpr):  # fmt: skip
+    """Ask for the first STAGES slices."""
+    _, _, k_steps, tiles, tiles_m, _ = shape
+    program = gl.program_id(0)
+    begin = _begin(program, tiles * k_steps, share, True)
+    end = _begin(program + 1, tiles * k_steps, share, True)
+    tile = begin // k_steps
+    step = begin - tile * k_steps
+    for stage in range(gl.minimum(end - begin, STAGES)):
+        _load(boxes, full, x_desc, w_desc, tile, step, stage, tiles_m, W_K, BM, HALVES, SUB, BOX, BK)
+        step += 1
+        wrapped = step == k_steps
+        tile = gl.where(wrapped, tile + 1, tile)
+        step = gl.where(wrapped, 0, step)
+
+
+@gluon.jit
+def _keep_scales(kept, shape, scales, BLOCKS: gl.constexpr, BM: gl.constexpr):
+    """All scales of X to shared memory, (BLOCKS, BM): of M rows, whose blocks lie side by side in memory."""
+    M, _, _, _, _, k_blocks = shape
+    scale_x, _, sx_m, sx_k, _, _ = scales
+    # four neighbours along K and eight rows a warp: half of each sector is used, and four of eight banks' words collide
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [1, 4], [0, 1])
+    block = gl.arange(0, BLOCKS, layout=gl.SliceLayout(1, LAYOUT))
+    m = gl.arange(0, BM, layout=gl.SliceLayout(0, LAYOUT))
+    places = scale_x + m.to(gl.int64)[None, :] * sx_m + block[:, None] * sx_k
+    kept.store(gl.load(places, mask=(m < M)[None, :] & (block < k_blocks)[:, None], other=0.0))
+
+
 @gluon.jit(
     do_not_specialize=[
         "out", "bias", "counters", "scale_x", "scale_w", "M", "N", "k_steps", "tiles", "tiles_m", "k_blocks",
-        "sx_m", "sx_k", "sw_n", "sw_k",
+        "base", "extra", "sx_m", "sx_k", "sw_n", "sw_k",
     ]
 )  # fmt: skip
 def skinny_gemm_kernel(
-    x_desc, w_desc, out, bias, partials, counters, scale_x, scale_w, M, N, k_steps, tiles, tiles_m, k_blocks,
-    sx_m, sx_k, sw_n, sw_k,
+    x_desc, w_desc, out, bias, partials, counters, scale_x, scale_w, M, N, k_steps, tiles, tiles_m, k_blocks, base,
+    extra, sx_m, sx_k, sw_n, sw_k,
     BM: gl.constexpr, BK: gl.constexpr, HALVES: gl.constexpr, SUB: gl.constexpr, BOX: gl.constexpr,
     STAGES: gl.constexpr, W_K: gl.constexpr, FP8: gl.constexpr, BLOCKED: gl.constexpr, ROW_X: gl.constexpr,
-    ROW_W: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr,
+    ROW_W: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr, EARLY: gl.constexpr, KEPT: gl.constexpr,
 ):  # fmt: skip
     """x_desc in boxes of BM x BK, BK 128 bytes; w_desc of BOX x BK (W_K) or BK x 64; k_steps >= 1 slices of SUB boxes.
 
     partials: float32, 2 * programs * 64 * HALVES * BM. counters: int32, one a tile, 0. k_blocks: scales along K.
+    base, extra: tiles * k_steps divided by programs, and the rest. KEPT: with EARLY and BLOCKED (tiles_m 1) a power of
+    two, k_blocks or more, else 0.
     """
     BOXES: gl.constexpr = STAGES * SUB * HALVES * (ROWS // BOX if W_K else 1)
     w_boxes = gl.allocate_shared_memory(w_desc.dtype, [BOXES] + w_desc.block_shape, w_desc.layout)
@@ -274,17 +405,30 @@ def skinny_gemm_kernel(
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
     bufs = (w_bufs, x_bufs)
     boxes = (w_boxes, x_bufs)
     bars = (full, empty)
     outputs = (out, bias, partials, counters)
     shape = (M, N, k_steps, tiles, tiles_m, k_blocks)
     scales = (scale_x, scale_w, sx_m, sx_k, sw_n, sw_k)
+    share = (base, extra)
+    kept = x_bufs
+    if EARLY:
+        for i in gl.static_range(STAGES):
+            mbarrier.init(full.index(i), count=1)
+        _fill(boxes, full, x_desc, w_desc, shape, share, STAGES, W_K, BM, HALVES, SUB, BOX, BK)
+        for i in gl.static_range(STAGES):
+            mbarrier.init(empty.index(i), count=1)
+        if KEPT:
+            lines = gl.allocate_shared_memory(gl.float32, [KEPT, BM], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+            _keep_scales(lines, shape, scales, KEPT, BM)
+            kept = reinterpret(lines, gl.float32, [KEPT, BM], FLAT)
+    else:
+        for i in gl.static_range(STAGES):
+            mbarrier.init(full.index(i), count=1)
+            mbarrier.init(empty.index(i), count=1)
     gl.warp_specialize([
-        (_consumer, (bufs, bars, outputs, shape, scales, STAGES, W_K, BM, HALVES, SUB, FP8, BLOCKED, ROW_X, ROW_W,
-                     BIAS, ACTIVATION)),
-        (_producer, (boxes, bars, x_desc, w_desc, shape, STAGES, W_K, BM, HALVES, SUB, BOX, BK)),
+        (_consumer, (bufs, bars, outputs, shape, scales, share, kept, STAGES, W_K, BM, HALVES, SUB, FP8, BLOCKED,
+                     ROW_X, ROW_W, BIAS, ACTIVATION, EARLY)),
+        (_producer, (boxes, bars, x_desc, w_desc, shape, share, STAGES, W_K, BM, HALVES, SUB, BOX, BK, EARLY)),
     ], [1], [32])  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -30,11 +30,9 @@ from gpu_accel.transformer_engine.tensor import QuantizedTensor
 # "grouped-finished" is what groups have with a bias, an activation or rounding to fp8.
 GPU_CHECKED: tuple[str, ...] = ("dense", "grouped", "grouped-finished", "along")
 SCALES_CHECKED = True  # the same of the one launch that lays scales of blocks side by side
+DEAL_CHECKED = False  # the same of narrow tiles that are so few that all are dealt in slices, above 64 rows too
 _ALIGNMENT = 16  # bytes
 _SKINNY = 64  # rows up to which the kernel that deals slices of K is taken
-# Tiles from which on scales of columns are read late: 1.16 to 1.24 times as fast from 4096 x 4096 on (H200), while to
-# turn them into the order of threads costs the host 12 to 50 us, which decides at 2048 x 2048.
-_LATE_TILES = 1024
 ELEMENTS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 BLOCKS = ((0, 0), (1, 0), (1, 128), (128, 128))  # rows and columns that share a scale; 0 is all
 
@@ -45,10 +43,8 @@ class Fp8GemmConfig:
 
     `every`: slices of 128 of K that one sum in the tensor core has. 1 is as exact as cuBLAS without fast accumulation;
     2 (not with scales of blocks) is up to 4 % faster and loses three times as much. `deal`: as in
-    thunderkittens/gemm_hopper.py. `ahead`: slices that scales of blocks are fetched ahead, `parts` 2. With scales
-    of columns (B in 1x128) `parts` must be 1; `late`: they are read under the product that they belong to, in the order
-    of threads, else a slice ahead. `staged` (A in 1x128): scales come through shared memory with the slice that they
-    belong to.
+    thunderkittens/gemm_hopper.py. `staged` (A in 1x128): scales come through shared memory, with the slice that they
+    belong to, and not a slice ahead into registers. With scales of columns (B in 1x128) `parts` must be 1.
     """
 
     parts: int = 2
@@ -56,8 +52,6 @@ class Fp8GemmConfig:
     stages: int = 4
     group: int = 16
     deal: bool = False
-    ahead: int = 0
-    late: bool = False
     staged: bool = False
 
 
@@ -68,19 +62,22 @@ def _kernel() -> QuickLaunch:
     return QuickLaunch(fp8_gemm_kernel)
 
 
-def fp8_gemm_config(m: int, n: int, lines_b: bool = False, plain: bool = True, product: bool = False) -> Fp8GemmConfig:
+def fp8_gemm_config(
+    m: int, n: int, lines_b: bool = False, plain: bool = True, lines_a: bool = False
+) -> Fp8GemmConfig:  # fmt: skip
     """The tiles for a product: narrow ones where a wide one would be half empty, or half the SMs without one.
 
-    plain: nothing but the product leaves the kernel, in 16 bits; narrow tiles with more than that have not run on a
-    GPU. product: nothing but the product leaves it, in bfloat16 or float32: what has run there with late scales.
+    lines_a, lines_b: scales of 1x128; those of columns take the registers of half a tile. plain: nothing but the
+    product leaves the kernel, in 16 bits; narrow tiles with more than that have not run on a GPU.
     """
-    narrow = Fp8GemmConfig(parts=1, stages=6, group=8, deal=m <= _SKINNY)
     tiles = -(-m // 128) * -(-n // 128)
-    if lines_b and product and tiles >= _LATE_TILES and m > _SKINNY:
-        return replace(narrow, late=True)
-    if lines_b or n <= 128:
-        return narrow  # scales of the columns take the registers of half a tile
-    return narrow if plain and tiles <= 132 else Fp8GemmConfig()
+    if lines_b or n <= 128 or (plain and tiles <= 132):
+        staged = lines_a and m > _SKINNY
+        # half the SMs or more would be without a tile: dealing them all is worth what sharing costs
+        deal = m <= _SKINNY or (DEAL_CHECKED and 2 * tiles <= 132)
+        # scales of rows and columns take the place of a sixth slice
+        return Fp8GemmConfig(parts=1, stages=5 if staged else 6, group=8, deal=deal, staged=staged)
+    return Fp8GemmConfig(staged=lines_a)
 
 
 def gemm(
@@ -136,15 +133,14 @@ def gemm(
         return out.copy_(room)
     alone = bias is None and activation == "none" and out_scale is None and amax is None
     plain = alone and out.element_size() == 2
-    product = alone and not accumulate and not stacked and out.dtype in (torch.bfloat16, torch.float32)
-    config = config or fp8_gemm_config(m, n, block_b == (1, 128), plain, product)
+    config = config or fp8_gemm_config(m, n, block_b == (1, 128), plain, block_a == (1, 128))
     a_desc, b_desc = matrix_map(a, 64, 128), matrix_map(b, 128, 128)
     out_desc = a_desc if direct else matrix_map(out, 64, 128)
     tiles_m, tiles_n = -(-m // 128), -(-n // (128 * config.parts))
     blocked = block_a[1] == 128
     staged = config.staged and block_a == (1, 128)
     scale_a = _side_by_side(scale_a, block_a, padded=staged)
-    scale_b = _side_by_side(scale_b, block_b, padded=True, turned=config.late or staged)
+    scale_b = _side_by_side(scale_b, block_b, padded=True, turned=staged)
     row_a, row_b = (scale.stride(0) if block[0] else 0 for scale, block in ((scale_a, block_a), (scale_b, block_b)))
     k_a, k_b = (scale.stride(1) if blocked else 0 for scale in (scale_a, scale_b))
     stack_b = row_b * (-(-n // block_b[0])) if stacked and block_b[0] else 0
@@ -180,8 +176,6 @@ def gemm(
         ACCUMULATE=accumulate,
         DIRECT=direct,
         DEAL=dealt > 0,
-        AHEAD=config.ahead if blocked and config.parts == 2 else 0,
-        LATE=config.late,
         STAGED=staged,
         CONSUMER_REGISTERS=240,
         PRODUCER_REGISTERS=24,

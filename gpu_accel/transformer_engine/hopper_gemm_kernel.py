@@ -89,36 +89,6 @@ def _block_scales(rows, col, step, shape, scales, PARTS: gl.constexpr, ROWS_A: g
 
 
 @gluon.jit
-def _fetch_scales(rows, step, k1, shape, scales, ROWS_A: gl.constexpr):
-    """Ask for the rows' scales at a later slice: into the first-level cache, and into no register."""
-    M, _, _, _, _ = shape
-    scale_a, _, sa_m, sa_k, _, _ = scales
-    places = scale_a + (gl.minimum(rows, M - 1) // ROWS_A).to(gl.int64) * sa_m + gl.minimum(step, k1 - 1) * sa_k
-    gl.inline_asm_elementwise(
-        "prefetch.global.L1 [$1]; mov.u32 $0, 0;", "=r,l", [places.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
-    )  # fmt: skip
-
-
-@gluon.jit
-def _late_scales(rows, col, step, shape, scales, ROWS_A: gl.constexpr, ACC: gl.constexpr):
-    """Scales at slice `step` of K for one product, where every column has its own: (of the rows, of its 128 columns).
-
-    A thread has 32 columns of an accumulator, in pairs 8 apart. `scale_b` has them in the order of threads (see
-    `_side_by_side`), so four come with one load of 16 bytes, and there up to a multiple of 128: no mask.
-    """
-    M, _, _, _, _ = shape
-    scale_a, scale_b, sa_m, sa_k, _, sb_k = scales
-    sa = _row_scale(scale_a, rows, M, sa_m, step * sa_k, ROWS_A)
-    FOURS: gl.constexpr = gl.DistributedLinearLayout(
-        [[1], [2], [16], [32], [64]], [[4], [8], [0], [0], [0]], [[0], [0]], [], [BLOCK]
-    )
-    first = gl.multiple_of(scale_b + gl.multiple_of(step * sb_k + col, 16), 16)
-    fours = gl.load(first + gl.arange(0, BLOCK, layout=FOURS))
-    sb = gl.reshape(gl.permute(gl.reshape(fours, [8, 4, 2, 2]), (0, 2, 1, 3)), [BLOCK])
-    return sa, gl.convert_layout(sb, gl.SliceLayout(0, ACC), assert_trivial=True)
-
-
-@gluon.jit
 def _staged_rows(bufs, stage, WG: gl.constexpr, ACC: gl.constexpr):
     """Scales of rows that came with a stage."""
     _, _, _, sa_bufs, _ = bufs
@@ -271,12 +241,11 @@ def _consumer(
     PARTS: gl.constexpr, EVERY: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, BLOCKED: gl.constexpr,
     ROW_A: gl.constexpr, ROW_B: gl.constexpr, ROWS_A: gl.constexpr, ROWS_B: gl.constexpr, BIAS: gl.constexpr,
     ACTIVATION: gl.constexpr, SCALE_OUT: gl.constexpr, LARGEST: gl.constexpr, GROUPED: gl.constexpr,
-    ACCUMULATE: gl.constexpr, DIRECT: gl.constexpr, WIDE: gl.constexpr, DEAL: gl.constexpr, AHEAD: gl.constexpr,
-    LATE: gl.constexpr, STAGED: gl.constexpr,
+    ACCUMULATE: gl.constexpr, DIRECT: gl.constexpr, WIDE: gl.constexpr, DEAL: gl.constexpr, STAGED: gl.constexpr,
 ):  # fmt: skip
     # no `_`: a run-time branch below has one of another type
     a_bufs, b_bufs, out_bufs, sa_bufs, sb_bufs = bufs
-    EARLY: gl.constexpr = BLOCKED and not LATE and not STAGED
+    EARLY: gl.constexpr = BLOCKED and not STAGED
     full, empty, opened = bars
     M, N, k_steps, tiles_m, tiles_n = shape
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])
@@ -326,18 +295,13 @@ def _consumer(
         else:
             acc0 = warpgroup_mma_wait(0, deps=[acc0])
         mbarrier.arrive(empty.index(stage), count=1)
-        if LATE:
-            sa, sb = _late_scales(rows, col_now, k0, shape, own, ROWS_A, ACC)
-            acc0 = _scaled(acc0, sa, sb, ROWS_B)
-        elif BLOCKED:
+        if BLOCKED:
             acc0 = _scaled(acc0, sa, sb0, ROWS_B)
             if PARTS == 2:
                 acc1 = _scaled(acc1, sa, sb1, ROWS_B)
         if EARLY:
             after = gl.minimum(k0 + 1, k1 - 1)
             sa, sb0, sb1 = _block_scales(rows, col_now, after, shape, own, PARTS, ROWS_A, ROWS_B, ACC)
-            for i in gl.static_range(AHEAD):
-                _fetch_scales(rows, k0 + 2 + i, k1, shape, own, ROWS_A)
         stage, phase = advance(stage, phase, STAGES)
         first = k0 + 1
         if EVERY == 2:  # noqa: SIM102 - a run-time branch inside a compile-time one
@@ -361,8 +325,6 @@ def _consumer(
                 tb1 = sb1
                 after = gl.minimum(step + 1, k1 - 1)
                 sa, sb0, sb1 = _block_scales(rows, col_now, after, shape, own, PARTS, ROWS_A, ROWS_B, ACC)
-                if AHEAD:  # they are moved on the way, above the second product, and a move waits for its load
-                    _fetch_scales(rows, step + 1 + AHEAD, k1, shape, own, ROWS_A)
             mbarrier.wait(full.index(stage), phase)
             later, later_phase = stage, phase
             if EVERY == 2:
@@ -378,8 +340,6 @@ def _consumer(
                 if PARTS == 2:
                     tb1 = _staged_columns(bufs, stage, col_now, step, shape, own, 1, ROWS_B, ACC)
             part = _multiply(a, next_a, b_bufs, stage, later, zero, 0, PARTS, EVERY, False)
-            if LATE:
-                ta, tb0 = _late_scales(rows, col_now, step, shape, own, ROWS_A, ACC)
             if PARTS == 2:
                 part = warpgroup_mma_wait(0, deps=[part])
             else:
@@ -481,29 +441,25 @@ def fp8_gemm_kernel(
     PARTS: gl.constexpr, EVERY: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, BLOCKED: gl.constexpr,
     ROW_A: gl.constexpr, ROW_B: gl.constexpr, ROWS_A: gl.constexpr, ROWS_B: gl.constexpr, BIAS: gl.constexpr,
     ACTIVATION: gl.constexpr, SCALE_OUT: gl.constexpr, LARGEST: gl.constexpr, GROUPED: gl.constexpr,
-    ACCUMULATE: gl.constexpr, DIRECT: gl.constexpr, DEAL: gl.constexpr, AHEAD: gl.constexpr,
-    LATE: gl.constexpr, STAGED: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    ACCUMULATE: gl.constexpr, DIRECT: gl.constexpr, DEAL: gl.constexpr, STAGED: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """a_desc in boxes of 64 x 128, b_desc of 128 x 128; out (M, N), contiguous, fp8, 16-bit or float32; k_steps >= 1.
 
     BLOCKED: scales change every 128 of K; `ROWS_A` rows of A and `ROWS_B` of B share one (with ROWS_B = 1 scales of
-    neighbours lie side by side, N of them rounded up to 128, and PARTS must be 1; LATE: they are read under their
-    product and lie in the order of threads). Else ROW_A, ROW_B: one a row, or one in all. LARGEST: `largest` (int32)
-    is raised to the bits of the largest magnitude before `scale_out`. ACCUMULATE: added to `out`, float32. DIRECT:
-    `out` is written from registers, `out_desc` is unused (float32). PARTS: halves of 128 columns. EVERY: slices of K
-    that one partial sum has. AHEAD: slices that scales of blocks are fetched ahead into the first-level cache (0: one
-    ahead, into registers). STAGED (ROWS_A = 1): scales of rows, and of columns with ROWS_B = 1, come with the slice
-    that they belong to, through shared memory; both lie side by side up to a multiple of 128, of columns in the order
-    of threads.
+    neighbours lie side by side, N of them rounded up to 128, and PARTS must be 1). They are read a slice ahead into
+    registers; STAGED (ROWS_A = 1): those of rows, and of columns with ROWS_B = 1, in the order of threads, come with
+    the slice that they belong to, through shared memory, and lie side by side up to a multiple of 128. Else ROW_A,
+    ROW_B: one a row, or one in all. LARGEST: `largest` (int32) is raised to the bits of the largest magnitude before
+    `scale_out`. ACCUMULATE: added to `out`, float32. DIRECT: `out` is written from registers, `out_desc` is unused
+    (float32). PARTS: halves of 128 columns. EVERY: slices of K that one partial sum has.
     """
     WIDE: gl.constexpr = out.dtype.element_ty == gl.float32
     OUT_BUFS: gl.constexpr = 1 if DIRECT else 2
     OUT_ROWS: gl.constexpr = 8 if DIRECT else ROWS
     gl.static_assert(ROWS_B != 1 or not BLOCKED or PARTS == 1)
-    gl.static_assert(not LATE or (BLOCKED and ROWS_B == 1))
     gl.static_assert(EVERY == 1 or not BLOCKED)
-    gl.static_assert(AHEAD == 0 or PARTS == 2)
-    gl.static_assert(not STAGED or (BLOCKED and ROWS_A == 1 and not LATE and AHEAD == 0))
+    gl.static_assert(not STAGED or (BLOCKED and ROWS_A == 1))
     a_bufs = gl.allocate_shared_memory(a_desc.dtype, [STAGES * 2] + a_desc.block_shape, a_desc.layout)
     b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES * PARTS] + b_desc.block_shape, b_desc.layout)
     OUT_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([OUT_ROWS, BLOCK], out_desc.dtype)
@@ -539,10 +495,10 @@ def fp8_gemm_kernel(
     gl.warp_specialize([
         (_consumer, (0, bufs, bars, out_desc, out, ends, shape, scales, stack, dealt, partials, counters, PARTS, EVERY,
                      STAGES, GROUP, BLOCKED, ROW_A, ROW_B, ROWS_A, ROWS_B, BIAS, ACTIVATION, SCALE_OUT, LARGEST,
-                     GROUPED, ACCUMULATE, DIRECT, WIDE, DEAL, AHEAD, LATE, STAGED)),
+                     GROUPED, ACCUMULATE, DIRECT, WIDE, DEAL, STAGED)),
         (_consumer, (1, bufs, bars, out_desc, out, ends, shape, scales, stack, dealt, partials, counters, PARTS, EVERY,
                      STAGES, GROUP, BLOCKED, ROW_A, ROW_B, ROWS_A, ROWS_B, BIAS, ACTIVATION, SCALE_OUT, LARGEST,
-                     GROUPED, ACCUMULATE, DIRECT, WIDE, DEAL, AHEAD, LATE, STAGED)),
+                     GROUPED, ACCUMULATE, DIRECT, WIDE, DEAL, STAGED)),
         (_producer, (bufs, bars, a_desc, b_desc, shape, scales, stack, dealt, PARTS, STAGES, GROUP, GROUPED, ROWS_B,
                      STAGED)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -114,6 +116,20 @@ def test_few_rows_in_every_box(sub, box, halves, m):
     a, b = randn(m, 8200, 1), randn(8200, 1000, 2, transposed=True)
     config = gemm_skinny.SkinnyConfig(halves=halves, sub=sub, box=box)
     judge(gemm_skinny.gemm(a, b, config=config), a, b)
+
+
+@hopper
+@pytest.mark.parametrize(("m", "halves", "sub"), [(1, 1, 4), (64, 1, 2), (200, 2, 2)])
+@pytest.mark.parametrize(("n", "k"), [(1, 8), (1000, 8200), (20001, 1032), (8192, 4096)])
+def test_few_rows_asked_for_early(n, k, m, halves, sub):
+    """Slices before the partitions start, the bias before the slices: the same bits where the same pieces are dealt."""
+    a, b, bias = randn(m, k, 1), randn(k, n, 2, transposed=True), randn(1, n, 3)[0]
+    config = gemm_skinny.SkinnyConfig(halves=halves, sub=sub)
+    outs = [gemm_skinny.gemm(a, b, bias, activation="gelu", config=replace(config, early=True)) for _ in range(2)]
+    judge(outs[0], a, b, bias, "gelu")
+    assert torch.equal(*outs)  # whoever comes last
+    if n == 8192 and m <= 64:
+        assert torch.equal(outs[0], gemm_skinny.gemm(a, b, bias, activation="gelu", config=config))
 
 
 @hopper

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from triton.experimental import gluon
@@ -123,22 +125,6 @@ def test_configurations(name, pair):
     out = torch.full((2500, 1920), float("nan"), device="cuda", dtype=torch.bfloat16)
     hopper_gemm.gemm(a.codes, b.codes, a.scales, b.scales, **blocks, config=CONFIGS[name], out=out)
     assert_close_to_truth("out", out, truth, yardstick, floor=floor_of(truth))
-
-
-@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("mnk", [(2500, 1920, 4096), (300, 1001, 531)], ids=str)
-def test_scales_of_columns_read_late(mnk, out_dtype):
-    """Under the product they belong to, in the order of threads: the same bits as a slice ahead."""
-    m, n, k = mnk
-    for pair in (("e5m2:1x128:fp32", "fp8_1x128"), ("fp8_128x128", "fp8_1x128")):
-        a, b = operands(m, n, k, pair)
-        given = [hopper_gemm._addressable(x.codes.view(torch.uint8)).view(x.codes.dtype) for x in (a, b)]
-        blocks = dict(block_a=a.scheme.block, block_b=b.scheme.block)
-        out, held = (
-            hopper_gemm.gemm(*given, a.scales, b.scales, **blocks, out_dtype=out_dtype, config=config)
-            for config in (Fp8GemmConfig(parts=1, stages=6, group=8, late=late) for late in (True, False))
-        )
-        assert torch.equal(out, held), pair
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
@@ -265,6 +251,48 @@ def test_few_rows_in_every_box():
         assert torch.equal(got, wanted)
 
 
+@pytest.mark.parametrize(
+    "mnk", [(1, 8192, 8192), (16, 1000, 8208), (64, 2112, 7168), (33, 200, 272), (64, 512, 16384)], ids=str
+)
+@pytest.mark.parametrize("pair", [("fp8", "fp8"), ("fp8_row", "fp8_row"), ("fp8_1x128", "fp8_128x128")], ids="-".join)
+def test_few_rows_asked_for_early(pair, mnk):
+    """Slices before the partitions start, scales before the slices: of whole tiles the same bits."""
+    m, n, k = mnk
+    a, b = operands(m, n, k, pair)
+    truth = scaled_mm_reference(a, b)
+    yardstick = scaled_mm_reference(a, b, dtype=torch.float32, out_dtype=torch.float32)
+    blocks = dict(block_x=a.scheme.block, block_w=b.scheme.block)
+    codes, scales = (a.codes, b.codes.t()), dict(scale_x=a.scales, scale_w=b.scales, out_dtype=torch.float32)
+    for programs in (0, 16, -(-n // 64)):
+        config = gemm_skinny.SkinnyConfig(sub=4 if m <= 16 else 2, programs=programs, early=True)
+        outs = [gemm_skinny.gemm(*codes, **scales, **blocks, config=config) for _ in range(3)]
+        assert_close_to_truth("out", outs[0], truth, yardstick, floor=floor_of(truth))
+        assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+    now = replace(config, early=False)
+    assert torch.equal(outs[0], gemm_skinny.gemm(*codes, **scales, **blocks, config=now))
+
+
+@pytest.mark.parametrize(
+    "pair", [("fp8", "fp8"), ("fp8_1x128", "fp8_128x128"), ("fp8_1x128", "fp8_1x128")], ids="-".join
+)
+@pytest.mark.parametrize("mnk", [(128, 2112, 7168), (128, 4096, 7168), (100, 1001, 16384), (256, 1024, 8192)], ids=str)
+def test_few_tiles_are_dealt(mnk, pair):
+    """With scales a slice ahead and with their slice; the same every time, whoever comes last."""
+    a, b = operands(*mnk, pair)
+    truth = scaled_mm_reference(a, b)
+    yardstick = scaled_mm_reference(a, b, dtype=torch.float32, out_dtype=torch.bfloat16)
+    blocks = dict(block_a=a.scheme.block, block_b=b.scheme.block)
+    given = [hopper_gemm._addressable(x.codes.view(torch.uint8)).view(x.codes.dtype) for x in (a, b)]
+    found = []
+    for staged in (False, True)[: 2 if pair[0] == "fp8_1x128" else 1]:
+        config = Fp8GemmConfig(parts=1, stages=5, group=8, deal=True, staged=staged)
+        outs = [hopper_gemm.gemm(*given, a.scales, b.scales, **blocks, config=config) for _ in range(3)]
+        assert_close_to_truth("out", outs[0], truth, yardstick, floor=floor_of(truth))
+        assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+        found.append(outs[0])
+    assert torch.equal(found[0], found[-1])
+
+
 def test_what_is_copied_first_is_said():
     a, b = operands(64, 128, 280, ("fp8", "fp8"))  # K is no multiple of 16
     assert "copied first" in explain_mm(a, b)
@@ -297,7 +325,7 @@ def test_tk_gemm_in_every_layout(mnk, layout):
 @pytest.mark.parametrize("nk", [(512, 384), (256, 1000), (4096, 8192)], ids=str)
 @pytest.mark.parametrize("pair", [("fp8", "fp8"), ("fp8_e5m2", "fp8_row"), ("fp8_1x128", "fp8_1x128")], ids="-".join)
 def test_grouped_along_k(pair, nk, backend):
-    """Groups of no rows, rows behind the last group; the largest has scales of columns read late."""
+    """Groups of no rows, and rows behind the last group."""
     n, k = nk
     ends = group_ends(torch.tensor([300, 0, 128, 513], device="cuda"))
     m = int(ends[-1]) + 256

@@ -174,6 +174,15 @@ def test_slices_are_dealt_evenly(tiles, k_steps, processors):
         owners = {p for p in range(programs) if first[p] < (tile + 1) * k_steps and first[p + 1] > tile * k_steps}
         ends = [((u + 1) * programs - 1) // units for u in (tile * k_steps, (tile + 1) * k_steps - 1)]
         assert sorted(owners) == list(range(ends[0], ends[1] + 1))
+    # EARLY: without a division, the first ones having one more
+    base, extra = divmod(units, programs)
+    first = [p * base + min(p, extra) for p in range(programs + 1)]
+    longer = extra * (base + 1)
+    for p in range(programs):
+        for unit in {first[p], first[p + 1] - 1}:
+            found = unit // (base + 1) if unit < longer else extra + (unit - longer) // max(base, 1)
+            assert first[p] <= unit < first[p + 1] and found == p
+    assert first[-1] == units
 
 
 @pytest.mark.parametrize("programs", [1, 5, 132])

@@ -65,7 +65,7 @@ def test_arguments_of_the_launch(rows, block_a, block_b):
     row_a, k_a, row_b, k_b = given[-4:]
     assert (row_b, k_b) == ((k // 128, 1) if blocked else (1, 0))
     # the kernel for many rows gets the scales of rows side by side
-    assert (row_a, k_a) == ((1, 0) if not blocked else (k // 128, 1) if rows == 3 else (1, rows))
+    assert (row_a, k_a) == ((1, 0) if not blocked else (k // 128, 1) if rows == 3 else (1, 512))
 
 
 def test_scales_side_by_side():
@@ -128,10 +128,11 @@ def test_tiles(m, n, lines, parts):
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "product", "late"),
-    [(4096, 4096, True, True), (2048, 2048, True, False), (8192, 8192, False, False), (64, 1 << 20, True, False)],
+    ("m", "n", "lines_b", "parts"),
+    [(4096, 4096, True, 1), (4096, 4096, False, 2), (8192, 256, False, 1)],
 )
-def test_scales_of_columns_are_read_late_where_that_was_timed(m, n, product, late):
-    config = hopper_gemm.fp8_gemm_config(m, n, True, product=product)
-    assert config.late == late and config.parts == 1
-    assert not hopper_gemm.fp8_gemm_config(m, n, False, product=product).late
+def test_scales_come_with_their_slice(m, n, lines_b, parts):
+    config = hopper_gemm.fp8_gemm_config(m, n, lines_b, lines_a=True)
+    assert config.staged and config.parts == parts and config.stages <= (5 if parts == 1 else 4)
+    assert not hopper_gemm.fp8_gemm_config(m, n, lines_b).staged  # scales of A that are not those of rows
+    assert not hopper_gemm.fp8_gemm_config(64, n, lines_b, lines_a=True).staged

@@ -16,7 +16,7 @@ from gpu_accel.transformer_engine.context import autocast, checkpoint, fp8_autoc
 from gpu_accel.transformer_engine.grouped_linear import GroupedLinear
 from gpu_accel.transformer_engine.linear import Linear as AnyLinear
 from gpu_accel.transformer_engine.linear_op import Plan
-from gpu_accel.transformer_engine.modules import LayerNormLinear, LayerNormMLP
+from gpu_accel.transformer_engine.modules import LayerNormLinear, LayerNormMLP, TransformerLayer
 from gpu_accel.transformer_engine.overflow import OverflowGuard
 from gpu_accel.transformer_engine.quantizer import quantize
 from gpu_accel.transformer_engine.recipes import (
@@ -200,6 +200,15 @@ def test_second_derivatives_are_refused_where_the_gradient_that_comes_in_is_cons
     y = layer(x, [1, 3]) if name == "GroupedLinear" else layer(x)
     with pytest.raises(UnsupportedError, match="first gradients"):
         torch.autograd.grad(y.sum(), [x, *(p for p in layer.parameters() if p.requires_grad)], create_graph=True)
+
+
+def test_second_gradients_of_attention_between_layers_are_refused_in_the_same_words():
+    """Products of a layer without a recipe are torch's; gradients of attention come from kernels."""
+    layer = TransformerLayer(32, 64, 2, bias=False, attn_input_format="bshd", params_dtype=torch.float32)
+    x = values(1, 4, 32).requires_grad_()
+    (dx,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    with pytest.raises(UnsupportedError, match="first gradients"):
+        dx.sum().backward()
 
 
 def test_create_graph_is_taken_where_gradients_do_not_depend_on_what_wants_them():
