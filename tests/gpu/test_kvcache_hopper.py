@@ -29,6 +29,9 @@ CONFIGS = {
     "32-keys": Config(32),
     "16-keys-bytes-first": Config(16, bytes_first=True),
     "32-keys-bytes-first": Config(32, bytes_first=True),
+    "16-keys-lean": Config(16, lean=True),
+    "32-keys-lean": Config(32, lean=True),
+    "32-keys-bytes-first-lean": Config(32, bytes_first=True, lean=True),
 }
 
 
