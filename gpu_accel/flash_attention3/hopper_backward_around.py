@@ -27,14 +27,14 @@ from .launch import launch
 class Around:
     """Shapes of the programs of both kernels.
 
-    `rows` and `heads`: of a program that prepares, `heads` at most (the largest power of two that divides the number of
-    heads); `zeros`: written "first", "last", or by a "memset" of its own. `finish_heads`: of a program that finishes,
-    which takes 64 rows; `direct`: by `dq_eights`, one head and half of head_dim 128 a program. `reverse`: (prepare,
-    finish) go backwards.
+    A program that prepares takes the same rows of at most `heads` heads (the largest power of two that divides their
+    number), as many rows as make up `numbers` numbers of o; `zeros` are written "first", "last", or by a "memset" of
+    its own. One that finishes takes 64 rows of `finish_heads` heads; `direct`: of one, by `dq_eights`. `reverse`:
+    (prepare, finish) go backwards.
     """
 
-    rows: int = 16
-    heads: int = 8
+    numbers: int = 4096
+    heads: int = 4
     warps: int = 4
     zeros: str = "first"
     finish_heads: int = 2
@@ -186,15 +186,16 @@ def launch_prepare(inputs: tuple, stat: Tensor, dq_sum: Tensor | None, d: int, a
     batch, seqlen_q, heads, head_dim = q.shape
     blocks, rows = stat.shape[2], stat.shape[4]
     together = _together(heads, around.heads)
+    per_program = min(rows, max(1, around.numbers // (together * d)))
     zeros = "no" if dq_sum is None else around.zeros
     if dq_sum is not None and zeros == "memset":
         dq_sum.zero_()
     launch(
         prepare_rows,
-        batch * (heads // together) * blocks * (rows // around.rows),
+        batch * (heads // together) * blocks * (rows // per_program),
         (o, do, lse, lse if dlse is None else dlse, stat, stat if dq_sum is None else dq_sum, *o.stride()[:3],
          *do.stride()[:3], heads, seqlen_q, blocks, head_dim),
-        dict(D=d, M=rows, ROWS=around.rows, HEADS=together, MASK_D=head_dim != d, DLSE=dlse is not None, ZEROS=zeros,
+        dict(D=d, M=rows, ROWS=per_program, HEADS=together, MASK_D=head_dim != d, DLSE=dlse is not None, ZEROS=zeros,
              REVERSE=around.reverse[0], num_warps=around.warps),
     )  # fmt: skip
 

@@ -56,9 +56,9 @@ def test_dq_finish(d, device):
 
 
 SHAPES = {
-    "one-head": Around(rows=32, heads=1, finish_heads=1),
-    "two-of-six": Around(rows=8, heads=8, zeros="last", finish_heads=8, reverse=(True, True)),
-    "direct": Around(rows=64, heads=2, zeros="memset", direct=True, reverse=(True, False)),
+    "one-head": Around(heads=1, finish_heads=1),
+    "two-of-six": Around(numbers=1024, heads=8, zeros="last", finish_heads=8, reverse=(True, True)),
+    "direct": Around(numbers=8192, heads=2, zeros="memset", direct=True, reverse=(True, False)),
 }
 
 

@@ -135,9 +135,9 @@ def test_switches_give_the_same_bits(switches, left, right, head_dim, shape):
 
 @pytest.mark.parametrize("around", [
     Around(),
-    Around(rows=8, heads=8, zeros="last", finish_heads=4, finish_warps=8, reverse=(True, True)),
-    Around(rows=64, heads=1, zeros="memset", direct=True),
-    Around(rows=32, heads=2, direct=True, finish_warps=2, reverse=(True, True)),
+    Around(numbers=8192, heads=8, zeros="last", finish_heads=4, finish_warps=8, reverse=(True, True)),
+    Around(heads=1, zeros="memset", direct=True),
+    Around(numbers=2048, heads=2, direct=True, finish_warps=2, reverse=(True, True)),
 ], ids=["plain", "backwards", "memset-direct", "direct-backwards"])  # fmt: skip
 @pytest.mark.parametrize("name", ["odd-lengths-d128", "odd-lengths-d64", "causal-sq-lt-sk", "head-dim-120",
                                   "head-dim-8", "many-tiles-a-program", "many-tiles-a-program-d128"])  # fmt: skip
