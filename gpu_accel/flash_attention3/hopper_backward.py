@@ -17,6 +17,7 @@ from torch import Tensor
 from .features import NONE, Features
 from .gluon_launch import addressable, heads_per_group, machine_refusal, multiprocessors, tensor_map, tile_counter
 from .hopper import modifier_arguments, refuse_modifiers
+from .hopper_backward_around import Around, launch_finish, launch_prepare
 from .hopper_blocks import block_table
 from .launch import launch
 from .modifiers import device_function
@@ -38,7 +39,8 @@ class BackwardConfig:
 
     `share`: bytes of rows and of their dQ that the heads walked together may hold. `apart`: dQ in a warpgroup of its
     own (hopper_backward_apart.py), without turns; with it `early`, exponentials under dP and not behind S. `named` and
-    `lean` are for ring attention's kernel: rows freed on named barriers, a warp at a time; fewer meetings.
+    `lean` are for ring attention's kernel: rows freed on named barriers, a warp at a time; fewer meetings. `around`:
+    other shapes of the kernels before and after.
     """
 
     head_dim: int
@@ -53,6 +55,7 @@ class BackwardConfig:
     share: int = 32 << 20
     apart: bool = False
     early: bool = False
+    around: Around | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,13 +292,18 @@ def _intervals(k: Tensor, cu_q: Tensor, cu_k: Tensor, used_q, used_k, left: int,
     return table
 
 
-def _prepare(inputs: tuple, blocks: int, rows: int, d: int, dq_sum: Tensor | None) -> Tensor:
+def _prepare(
+    inputs: tuple, blocks: int, rows: int, d: int, dq_sum: Tensor | None, around: Around | None = None
+) -> Tensor:
     """lse in base 2 and delta: (batch, heads, blocks, 2, rows) float32."""
     from .hopper_backward_finish import prepare
 
     do, q, _, _, o, lse, dlse = inputs
     batch, seqlen_q, heads, head_dim = q.shape
     stat = torch.empty((batch, heads, blocks, 2, rows), dtype=torch.float32, device=q.device)
+    if around is not None:
+        launch_prepare(inputs, stat, dq_sum, d, around)
+        return stat
     launch(
         prepare,
         (batch * heads, blocks * rows // 64),
@@ -306,11 +314,27 @@ def _prepare(inputs: tuple, blocks: int, rows: int, d: int, dq_sum: Tensor | Non
     return stat
 
 
+def _finish(dq_sum: Tensor, dq: Tensor, softmax_scale: float, d: int, m: int, around: Around | None = None) -> None:
+    """dq from its sums."""
+    from .hopper_backward_finish import dq_finish
+
+    if around is not None:
+        launch_finish(dq_sum, dq, softmax_scale, d, m, around)
+        return
+    batch, seqlen_q, heads, head_dim = dq.shape
+    num_m = dq_sum.shape[2]
+    launch(
+        dq_finish,
+        (batch * heads, num_m * 2),
+        (dq_sum, dq, *dq.stride()[:3], heads, seqlen_q, num_m, head_dim, softmax_scale),
+        dict(D=d, M=m, MASK_D=head_dim != d, num_warps=4),
+    )
+
+
 def _one_kernel(
     inputs, outputs, config: BackwardConfig, *, window, scales, masks, features, cap_out, tables
 ) -> Tensor:
     """One pass over the scores. Returns lse and delta."""
-    from .hopper_backward_finish import dq_finish
     from .hopper_backward_kernel import attention_backward_kernel
 
     do, q, k, v = inputs[:4]
@@ -320,7 +344,7 @@ def _one_kernel(
     d, m = config.head_dim, config.block_m
     num_m, num_n = -(-seqlen_q // m), -(-seqlen_k // _KEYS)
     dq_sum = torch.empty((batch, heads, num_m, 2, 4096), dtype=torch.float32, device=q.device)
-    stat = _prepare(inputs, num_m, m, d, dq_sum)
+    stat = _prepare(inputs, num_m, m, d, dq_sum, config.around)
     num_tiles = num_n * batch * heads_kv
     per_kv = heads // heads_kv
     counter = tile_counter(q.device)
@@ -368,12 +392,7 @@ def _one_kernel(
         )
         arguments = (*maps, table, *numbers, *_modifiers(features, cap_out, shape))
         launch(attention_backward_kernel, programs, arguments, options)
-    launch(
-        dq_finish,
-        (batch * heads, num_m * 2),
-        (dq_sum, dq, *dq.stride()[:3], heads, seqlen_q, num_m, head_dim, scales[0]),
-        dict(D=d, M=m, MASK_D=head_dim != d, num_warps=4),
-    )
+    _finish(dq_sum, dq, scales[0], d, m, config.around)
     return stat
 
 

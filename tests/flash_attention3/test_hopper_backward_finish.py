@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from gpu_accel.flash_attention3 import hopper_backward
+from gpu_accel.flash_attention3.hopper_backward_around import Around
 from gpu_accel.flash_attention3.hopper_backward_finish import dq_finish, prepare
 from gpu_accel.flash_attention3.reference import attention_reference, attention_truth_backward
 
@@ -52,6 +53,35 @@ def test_dq_finish(d, device):
     dq_finish[(batch * heads, blocks * 2)](order.contiguous(), got, *got.stride()[:3], heads, seqlen, blocks, head_dim,
                                            0.5, D=d, M=block, MASK_D=True)  # fmt: skip
     torch.testing.assert_close(got, 0.5 * dq[:, :, :seqlen, :head_dim].transpose(1, 2), rtol=0, atol=0)
+
+
+SHAPES = {
+    "one-head": Around(heads=1, finish_heads=1),
+    "two-of-six": Around(numbers=1024, heads=8, zeros="last", finish_heads=8, reverse=(True, True)),
+    "direct": Around(numbers=8192, heads=2, zeros="memset", direct=True, reverse=(True, False)),
+}
+
+
+@pytest.mark.parametrize("around", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("d, head_dim", [(64, 64), (128, 120)])
+def test_other_shapes_around_give_the_same_bits(around, d, head_dim, device):
+    batch, seqlen, heads, block = 2, 150, 6, 128 if d == 64 else 64
+    o, do, q = (torch.randn(batch, seqlen, heads, head_dim, device=device) for _ in range(3))
+    lse, dlse = (torch.randn(batch, heads, seqlen, device=device) for _ in range(2))
+    lse[1, 2, 140] = -math.inf
+    blocks = -(-seqlen // block)
+    found = []
+    for shapes in (None, around):
+        total = torch.full((batch, heads, blocks, 2, 4096), math.nan, device=device)
+        stat = hopper_backward._prepare((do, q, q, q, o, lse, dlse), blocks, block, d, total, shapes)
+        assert torch.equal(total, torch.zeros_like(total))
+        total = torch.arange(total.numel(), device=device, dtype=torch.float32).view(total.shape)
+        dq = torch.full_like(q, math.nan)
+        hopper_backward._finish(total, dq, 0.5, d, block, shapes)
+        found.append((stat, dq))
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+    assert (stat[:, :, -1, 0, 150 % block :] == math.inf).all()
 
 
 def test_gradient_of_sinks(device):
