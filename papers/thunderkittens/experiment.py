@@ -62,7 +62,7 @@ _ALL = (
     ),
     SimpleExperiment(
         name="norms",
-        title="Norms, softmax, rotary and gated activations next to a copy of as many bytes, and to torch",
+        title="Norms, softmax, rotary, gates, short convolutions, losses next to a copy of as many bytes, and to torch",
         list_cases=norms.list_cases,
         build_case=norms.build,
     ),

@@ -1,4 +1,5 @@
-"""The `norms` experiment: fused rows next to a copy of as many bytes (the ceiling) and to torch.
+"""The `norms` experiment: what memory bounds (fused rows, rotary, gated activations, short convolutions, losses) next
+to a copy of as many bytes (the ceiling) and to torch.
 
     portable         ours, plain Triton
     hopper           ours, rows of 65536 in shared memory (Gluon)
@@ -20,16 +21,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpu_accel.flash_attention3.rotary import apply_rotary
-from gpu_accel.thunderkittens import elements, rows
+from gpu_accel.thunderkittens import elements, losses, rows
+from gpu_accel.thunderkittens.causal_conv1d import causal_conv1d_fn
 from gpu_accel.workbench.experiment import Case, Check, Implementation, Settings, Workload
 
 from . import judging
 from .judging import DTYPES, Function, randn
 from .sequences import hopper_refusal
 
-OPS = ("rms_norm", "layer_norm", "add_rms_norm", "softmax", "rotary", "swiglu")
+OPS = ("rms_norm", "layer_norm", "add_rms_norm", "softmax", "swiglu")
+# At one width: what has no row to reduce, or one whose length its model sets. Channels of the short convolution are
+# innermost, as Mamba-2 has them.
+ONCE = {"rotary": 128, "geglu": 16384, "conv1d": 4096, "cross_entropy": 32768}
 _SHARED = ("rms_norm", "layer_norm", "softmax")  # which have a kernel for long rows
-HEAD_DIM = 128  # of rotary; on a CPU rows are shorter than that, and a row is a head
+_TAPS = 4  # of the short convolution
 _BASE = 10000.0
 
 
@@ -37,15 +42,14 @@ def list_cases(settings: Settings) -> list[Case]:
     """2^27 elements on a GPU, at the widths where others drop first; on a CPU a few odd rows."""
     widths = [16384, 4096, 65536, 1024, 8192][: 2 if settings.quick else None] if settings.on_gpu else [48]
     total = 2**27 if settings.on_gpu else 48 * 5
-    found: list[Case] = []
-    turned = HEAD_DIM if settings.on_gpu else 48
-    for n, whole in enumerate(widths):
-        for op in OPS if n == 0 else [op for op in OPS if op != "rotary"]:
-            width = turned if op == "rotary" else whole
-            for pass_ in ("forward", "backward"):
-                found.append({"op": op, "rows": total // width, "width": width, "pass": pass_,
-                              "dtype": settings.precision, "input": "normal"})  # fmt: skip
-    return found
+    once = [(op, width if settings.on_gpu else 48) for op, width in ONCE.items()]
+    pairs = [(op, width) for width in widths for op in OPS]
+    return [
+        {"op": op, "rows": total // width, "width": width, "pass": pass_, "dtype": settings.precision,
+         "input": "normal"}
+        for op, width in pairs[: len(OPS)] + once + pairs[len(OPS) :]
+        for pass_ in ("forward", "backward")
+    ]  # fmt: skip
 
 
 def _inputs(case: Case, seed: int, device: str) -> list[Tensor]:
@@ -64,6 +68,9 @@ def _inputs(case: Case, seed: int, device: str) -> list[Tensor]:
         "softmax": lambda: [whole(0)],
         "rotary": lambda: [whole(0)],
         "swiglu": lambda: [whole(0), whole(1)],
+        "geglu": lambda: [whole(0), whole(1)],
+        "conv1d": lambda: [whole(0), randn(width, _TAPS, seed=8 * seed + 1, device=device, dtype=dtype), vector(2)],
+        "cross_entropy": lambda: [whole(0)],
     }[str(case["op"])]()
 
 
@@ -82,6 +89,30 @@ def _turned(x: Tensor) -> Tensor:
     return x.view(x.shape[0] // seqlen, seqlen, 1, x.shape[1])
 
 
+def _filtered(backend: str) -> Function:
+    def call(x, weight, bias):
+        four = _turned(x)
+        y = causal_conv1d_fn(four[:, :, 0].transpose(1, 2), weight, bias, activation="silu", backend=backend)
+        return y.transpose(1, 2).reshape(x.shape)
+
+    return call
+
+
+def _targets(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[0], device=x.device) * 7919 % x.shape[1]
+
+
+def _losses(backend: str) -> Function:
+    known: list[Tensor] = []  # made once, not in what is timed
+
+    def call(x):
+        if not known:
+            known.append(_targets(x))
+        return losses.cross_entropy(x, known[0], reduction="none", backend=backend)
+
+    return call
+
+
 def _ours(case: Case, device: str, backend: str) -> Function:
     cos_sin: list[Tensor] = []
 
@@ -98,6 +129,9 @@ def _ours(case: Case, device: str, backend: str) -> Function:
         "softmax": lambda x: rows.softmax(x, backend=backend),
         "rotary": turn,
         "swiglu": lambda a, b: elements.silu_mul(a, b, backend=backend),
+        "geglu": lambda a, b: elements.gelu_mul(a, b, backend=backend),
+        "conv1d": _filtered(backend),
+        "cross_entropy": _losses(backend),
     }[str(case["op"])]
 
 
@@ -123,14 +157,19 @@ def _torch(case: Case) -> Function:
         "softmax": lambda x: torch.softmax(x, -1),
         "rotary": turn,
         "swiglu": lambda a, b: F.silu(a) * b,
+        "geglu": lambda a, b: F.gelu(a, approximate="tanh") * b,
+        "conv1d": _filtered("reference"),
+        "cross_entropy": lambda x: F.cross_entropy(x.float(), _targets(x), reduction="none"),
     }[str(case["op"])]
 
 
 def bytes_moved(case: Case) -> int:
     """Tensors of the whole size that must be read and written; vectors and statistics do not count."""
-    forward = {"rms_norm": 2, "layer_norm": 2, "add_rms_norm": 4, "softmax": 2, "rotary": 2, "swiglu": 3}
+    forward = {"rms_norm": 2, "layer_norm": 2, "add_rms_norm": 4, "softmax": 2, "rotary": 2, "swiglu": 3, "geglu": 3,
+               "conv1d": 2, "cross_entropy": 1}  # fmt: skip
     # x or y and the gradient in, the gradient out; two gradients each way beside a residual, whose own is a copy
-    backward = {"rms_norm": 3, "layer_norm": 3, "add_rms_norm": 5, "softmax": 3, "rotary": 2, "swiglu": 5}
+    backward = {"rms_norm": 3, "layer_norm": 3, "add_rms_norm": 5, "softmax": 3, "rotary": 2, "swiglu": 5, "geglu": 5,
+                "conv1d": 3, "cross_entropy": 2}  # fmt: skip
     count = (forward if case["pass"] == "forward" else backward)[str(case["op"])]
     return count * int(case["rows"]) * int(case["width"]) * DTYPES[str(case["dtype"])].itemsize
 

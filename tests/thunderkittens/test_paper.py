@@ -67,7 +67,7 @@ def test_the_judge_sees_one_wrong_element_and_nan(backward):
 
 def test_portable_kernels_pass_their_checks():
     """One forward and one backward of the sequence experiments; `gpu-accel run tk` on a CPU runs all."""
-    of_rows = [c for c in norms.list_cases(CPU) if c["op"] in ("rotary", "add_rms_norm")]
+    of_rows = [c for c in norms.list_cases(CPU) if c["op"] in ("rotary", "add_rms_norm", "conv1d", "cross_entropy")]
     for build, cases in (
         (sequences.build_attention, sequences.attention_cases(CPU)[-1:]),
         (sequences.build_mamba, sequences.mamba_cases(CPU)[:1]),
