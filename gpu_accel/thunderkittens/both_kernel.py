@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gpu_accel.gluon_compat import barrier, tma_load, tma_store
+from gpu_accel.gluon_compat import barrier, tma_add, tma_load, tma_store, tma_written
 from gpu_accel.thunderkittens.walk_kernel import STEPS, _opaque, _scaled_keys, _state_places
 
 
@@ -47,12 +47,20 @@ def _load(descs, bufs, bar, stage, n, head, head_q, chunk, line, WEIGHTED: gl.co
         tma_load(weights_desc, [line + row], full, weights_bufs.index(stage))
 
 
+@gluon.jit
+def _load_turn(descs, bufs, bar, stage, n, head, step, chunks, heads, group, WEIGHTED: gl.constexpr):
+    """`_load` for step `step` of a program that walks all chunks of `head`, then those of the next one."""
+    mine = head + step // chunks
+    _load(descs, bufs, bar, stage, n, mine, mine // group, chunks - 1 - step % chunks,
+          (n * heads + mine) * chunks * STEPS, WEIGHTED)  # fmt: skip
+
+
 @gluon.jit(do_not_specialize=["chunks", "heads", "group", "sequences", "segments", "K", "V", "scale"])
 def both_kernel(
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, states_desc, sums_desc, weights_desc,
     initial, local, decays, final, out_of, passed, got, chunks, heads, group, sequences, segments, K, V, scale,
     BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, WEIGHTED: gl.constexpr, HAS_INITIAL: gl.constexpr,
-    HAS_LOCAL: gl.constexpr, WARPS: gl.constexpr,
+    HAS_LOCAL: gl.constexpr, WARPS: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """dk (batch, seqlen, heads, K), dv (.., V) through descriptors of rank 4 as in `walk_kernel`, of 64 steps each.
 
@@ -60,7 +68,9 @@ def both_kernel(
     states_desc: (sequences, chunks * BV, heads, K), the D that enters every chunk, in the dtype of q.
     out_of, passed (sequences, heads, chunks, STEPS) float32, without weights: what a step passes to later chunks, and
     what it passes on inside its own. got (.., 4, STEPS): what it gets there of each 16 steps, with their weights.
+    TURNS: heads that a program walks one after the other, whose dk is one, as o in `walk_kernel`.
     """
+    gl.static_assert(TURNS == 1 or not (HAS_INITIAL or HAS_LOCAL))
     dtype: gl.constexpr = q_desc.dtype
     COLS: gl.constexpr = WARPS // 4
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, COLS], [16, 64 // COLS, 16])
@@ -88,9 +98,14 @@ def both_kernel(
     fence_async_shared()
 
     program = gl.program_id(0)
-    head = program % heads
-    n = program // heads % sequences
-    position = program // heads // sequences
+    if TURNS > 1:
+        head = program % (heads // TURNS) * TURNS
+        n = program // (heads // TURNS)
+        position = 0
+    else:
+        head = program % heads
+        n = program // heads % sequences
+        position = program // heads // sequences
     head_q = head // group
     each = gl.cdiv(chunks, segments)
     begin = position * each
@@ -100,7 +115,10 @@ def both_kernel(
     descs = (q_desc, k_desc, v_desc, do_desc, sums_desc, weights_desc)
     bufs = (q_bufs, k_bufs, v_bufs, do_bufs, sums_bufs, weights_bufs)
     for i in gl.static_range(STAGES):
-        if begin + i < end:
+        if TURNS > 1:
+            if i < TURNS * chunks:
+                _load_turn(descs, bufs, full, i, n, head, i, chunks, heads, group, WEIGHTED)
+        elif begin + i < end:
             _load(descs, bufs, full, i, n, head, head_q, chunks - 1 - begin - i, line, WEIGHTED)
 
     acc = gl.full([BV, BK], 0.0, gl.float32, OUT_K)
@@ -127,8 +145,13 @@ def both_kernel(
     no_values = gl.full([STEPS, BV], 0.0, gl.float32, OUT_V)
     stage = 0
     phase = 0
-    for i in range(begin, end):
+    for i in range(begin, end * TURNS):
         chunk = chunks - 1 - i
+        mine = head
+        if TURNS > 1:
+            chunk = chunks - 1 - i % chunks
+            mine = head + i // chunks
+            number = n * heads + mine
         mbarrier.wait(full.index(stage), phase)
         q_buf = q_bufs.index(stage)
         k_buf = k_bufs.index(stage)
@@ -180,20 +203,40 @@ def both_kernel(
         dk_buf.store((dk * scale).to(dtype))
         dv_buf.store((dv * scale).to(dtype))
         acc = warpgroup_mma_wait(0, deps=[acc])
+        if TURNS > 1:
+            if chunk == 0:
+                places, inside = _state_places(number, 0, V, _opaque(K), BV, BK, OUT_K)
+                gl.store(final + places, acc, mask=inside)
+            acc = gl.where(chunk == 0, 0.0, acc)  # the next head begins
         s_buf.store(acc.to(dtype))
         fence_async_shared()
         barrier()
-        tma_store(dk_desc, [n, head, chunk * STEPS, 0], dk_buf)
-        tma_store(dv_desc, [n, head, chunk * STEPS, 0], dv_buf)
-        if i + 1 < end:
-            tma_store(states_desc, [n, head, (chunk - 1) * BV, 0], s_buf)
-        if i + STAGES < end:
-            _load(descs, bufs, full, stage, n, head, head_q, chunk - STAGES, line, WEIGHTED)
+        if TURNS > 1:
+            if i < chunks:
+                tma_store(dk_desc, [n, head // TURNS, chunk * STEPS, 0], dk_buf)
+            else:
+                tma_add(dk_desc, [n, head // TURNS, chunk * STEPS, 0], dk_buf)
+        else:
+            tma_store(dk_desc, [n, head, chunk * STEPS, 0], dk_buf)
+        tma_store(dv_desc, [n, mine, chunk * STEPS, 0], dv_buf)
+        if TURNS > 1:
+            if i + 1 < end * TURNS:
+                after = chunks - 1 - (i + 1) % chunks
+                tma_store(states_desc, [n, head + (i + 1) // chunks, after * BV, 0], s_buf)
+            if chunk == 0:
+                tma_written()  # before anything is added to it
+            if i + STAGES < end * TURNS:
+                _load_turn(descs, bufs, full, stage, n, head, i + STAGES, chunks, heads, group, WEIGHTED)
+        else:
+            if i + 1 < end:
+                tma_store(states_desc, [n, head, (chunk - 1) * BV, 0], s_buf)
+            if i + STAGES < end:
+                _load(descs, bufs, full, stage, n, head, head_q, chunk - STAGES, line, WEIGHTED)
         stage += 1
         if stage == STAGES:
             stage = 0
             phase ^= 1
-    if position == segments - 1:
+    if TURNS == 1 and position == segments - 1:
         places, inside = _state_places(number, 0, V, _opaque(K), BV, BK, OUT_K)
         gl.store(final + places, acc, mask=inside)
     tma.store_wait(0)

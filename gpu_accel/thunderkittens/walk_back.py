@@ -21,7 +21,7 @@ import torch
 import triton
 from torch import Tensor
 
-from gpu_accel.flash_attention3.gluon_launch import QuickLaunch, addressable, tensor_map
+from gpu_accel.flash_attention3.gluon_launch import QuickLaunch, addressable, multiprocessors, tensor_map
 from gpu_accel.flash_attention3.launch import launch, next_power_of_2
 from gpu_accel.thunderkittens import pairs_kernel, walk_hopper
 from gpu_accel.thunderkittens.walk_hopper import CHUNK, WalkConfig
@@ -42,6 +42,9 @@ PLAIN_CHECKED: tuple[tuple[int, int], ...] = ((128, 128), (16, 64))
 _LEAST_SCALE = 2.0**-60  # the gradient of a final state is divided by the scale
 _SHORT = CHUNK  # steps: with fewer, two states given weigh so much in dg that bfloat16 is not enough for them
 _COLUMNS = 64  # of k that a program of walks 1 and 2 takes; 128 took 3 % longer
+# Whether programs walk several heads that share q and k one after the other, and add up their dq and dk in the dtype of
+# these, where that takes no more turns of the GPU: at 80 heads a fifth is left to be added up. No GPU has run it.
+IN_TURNS = False
 _HEADS = 8  # of a group that a program of `pairs_kernel` takes; 4 and 16 are as good
 Local = tuple[Tensor, Tensor] | None
 _quick: list[QuickLaunch] = []
@@ -77,6 +80,13 @@ def plain_unseen(key_dim: int, value_dim: int, shared: bool) -> str | None:
     return "heads that share queries and keys" if shared else None
 
 
+def _turns(programs: int, group: int, slots: int) -> int:
+    """Heads of a group that a program may walk while all take as long: `programs` of one head, `slots` at a time."""
+    rounds = max(1, triton.cdiv(programs, slots))
+    fits = [n for n in range(1, rounds + 1) if group % n == 0 and triton.cdiv(programs // n, slots) * n <= rounds]
+    return max(fits)
+
+
 def _flipped(x: Tensor | None) -> Tensor | None:
     """States (..., K, V) as (..., V, K)."""
     return None if x is None else x.mT.contiguous()
@@ -85,10 +95,11 @@ def _flipped(x: Tensor | None) -> Tensor | None:
 def both(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, vectors: tuple[Tensor, Tensor], initial: Tensor | None,
     local: Tensor | None, decays: Tensor | None, states: Tensor, *, weighted: bool, scale: float, segments: int,
-    config: tuple[int, int],
+    config: tuple[int, int], turns: int = 1,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """dk and dv of every head, the last D (batch, heads, V, K) float32, and out_of, passed and got of `both_kernel`.
 
+    turns: heads whose dk are added up, so that dk has heads / turns.
     initial, local, decays: of D, as `walk_hopper.walk` takes them. states: memory for the D that enters every chunk.
     """
     from gpu_accel.thunderkittens import both_kernel
@@ -99,7 +110,7 @@ def both(
     heads_q, key_dim = q.shape[2:]
     warps, stages = config
     chunks, block_k = triton.cdiv(seqlen, CHUNK), 64 if key_dim <= 64 else 128
-    dk, dv = (v.new_empty((batch, seqlen, heads, n)) for n in (key_dim, value_dim))
+    dk, dv = (v.new_empty((batch, seqlen, h, n)) for h, n in ((heads // turns, key_dim), (heads, value_dim)))
     final = v.new_empty((batch, heads, value_dim, key_dim), dtype=torch.float32)
     sums = [v.new_empty((batch, heads, chunks, n * CHUNK), dtype=torch.float32) for n in (1, 1, 4)]
     blocks = (block_k, block_k, 64, 64, block_k, 64)
@@ -107,11 +118,11 @@ def both(
     optional = [final if x is None else x for x in (initial, local, decays)]
     aligned = initial is None or initial.data_ptr() % 16 == 0  # the others are made here
     _quick[0](
-        (warps, aligned), batch * heads * segments,
+        (warps, aligned), batch * heads // turns * segments,
         (*maps, tensor_map(states, 64, block_k), *map(walk_hopper._line_map, vectors), *optional, final, *sums,
          chunks, heads, heads // heads_q, batch, segments, key_dim, value_dim, scale),
         dict(BK=block_k, BV=64, STAGES=stages, WEIGHTED=weighted, HAS_INITIAL=initial is not None,
-             HAS_LOCAL=local is not None, WARPS=warps),
+             HAS_LOCAL=local is not None, WARPS=warps, TURNS=turns),
         dict(num_warps=warps),
     )  # fmt: skip
     return dk, dv, final, *sums
@@ -142,10 +153,15 @@ def gradients(
     dg, dw = (torch.empty(v.shape[:3] if has else (0,), dtype=torch.float32, device=v.device)
               for has in (True, w is not None))  # fmt: skip
     config = BOTH.get(64 if key_dim <= 64 else 128) if value_dim <= 64 else None
+    of_q = of_k = 1
+    if IN_TURNS and config and group > 1 and segments == 1 and initial is None and dfinal is None:
+        sms = multiprocessors(v.device)
+        of_q = _turns(batch * heads * tiles, group, 2 * sms)
+        of_k = _turns(batch * heads, group, 8 // config[0] * sms)
     if config:
         dk, dv, dstate, out_of, *pairs = both(do, q, k, v, vectors, _flipped(ending), _flipped(dsum), ddecay, states,
                                               weighted=w is not None, scale=scale, segments=segments,
-                                              config=config)  # fmt: skip
+                                              config=config, turns=of_k)  # fmt: skip
         dstate = dstate.mT
     else:
         out_of = v.new_empty((*parts, CHUNK), dtype=torch.float32)
@@ -154,9 +170,9 @@ def gradients(
         dv, dstate = walk_hopper.walk(k, q, do, g, w, ending, dsum, ddecay, reverse=True, **common)
     added, decay = local or (None, None)
     dq, _ = walk_hopper.walk(do, v, k, g, w, _flipped(initial), _flipped(added), decay, config=keys, states=states,
-                             across=across, x=q, inner=into, **common)  # fmt: skip
+                             across=across, x=q, inner=into, turns=of_q, **common)  # fmt: skip
     if group > 1:
-        dq, dk = (x.unflatten(2, (heads_q, group)).sum(3) for x in (dq, dk))
+        dq, dk = (x.unflatten(2, (heads_q, -1)).sum(3) for x in (dq, dk))
     if config:
         block = min(16, next_power_of_2(heads))
         launch(

@@ -102,6 +102,7 @@ def walk(
     local: Tensor | None, decays: Tensor | None, *, scale: float, segments: int, config: WalkConfig | None = None,
     norm: float | None = None, reverse: bool = False, vectors: tuple[Tensor, Tensor] | None = None,
     states: Tensor | None = None, across: Tensor | None = None, x: Tensor | None = None, inner: Tensor | None = None,
+    turns: int = 1,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(o (batch, seqlen, heads, V), final state (batch, heads, K, V) float32); arguments as in `chunked.chunked`.
 
@@ -110,6 +111,7 @@ def walk(
     weights plus this; without gates, weights, a first state and segments, and with `inner` (batch, heads, seqlen) for
     those sums. vectors: what `gate_vectors` made of g and w.
     reverse; states, x and inner, and across for a walk forwards, which leaves the final state alone: see `walk_kernel`.
+    turns: heads whose o are added up, so that o has heads / turns.
     """
     from gpu_accel.thunderkittens import walk_kernel
 
@@ -121,7 +123,7 @@ def walk(
     config = config or walk_config(key_dim, value_dim)
     chunks = triton.cdiv(seqlen, CHUNK)
     sums, weights = vectors or gate_vectors(g, w, v, chunks)
-    o = torch.empty((batch, seqlen, heads, value_dim), dtype=v.dtype, device=v.device)
+    o = torch.empty((batch, seqlen, heads // turns, value_dim), dtype=v.dtype, device=v.device)
     final = torch.empty((batch, heads, key_dim, value_dim), dtype=torch.float32, device=v.device)
     block_k = next(n for n in _KEYS if key_dim <= n)
     tiles = triton.cdiv(value_dim, config.block_v)
@@ -138,10 +140,10 @@ def walk(
                      HAS_INITIAL=initial is not None, HAS_LOCAL=local is not None, NORM=norm is not None,
                      REVERSE=reverse, GATES=states is not None, LATE=config.late,
                      TOTALS=norm is not None and inner is not None,
-                     NEAR=states is not None and block_k <= _NEAR_KEYS)  # fmt: skip
+                     NEAR=states is not None and block_k <= _NEAR_KEYS, TURNS=turns)  # fmt: skip
     aligned = initial is None or initial.data_ptr() % 16 == 0
     _quick[0](
-        (far >= 2**31, aligned), batch * heads * tiles * segments,
+        (far >= 2**31, aligned), batch * heads // turns * tiles * segments,
         (*keys, *values, _line_map(sums), _line_map(weights), *optional, final,
          chunks, heads, heads // q.shape[2], batch, segments, tiles, key_dim, value_dim, scale, norm or 0.0,
          map_of_states, map_of_x, *memory, *strides, seqlen, heads // v.shape[2]),

@@ -34,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gpu_accel.gluon_compat import barrier, tma_load, tma_store
+from gpu_accel.gluon_compat import barrier, tma_add, tma_load, tma_store, tma_written
 
 STEPS = gl.constexpr(64)  # of a chunk: the M of wgmma
 
@@ -65,6 +65,17 @@ def _load(
         if STATES:
             ROWS: gl.constexpr = states_desc.block_type.shape[2]
             tma_load(states_desc, [n, head, chunk * ROWS, col], full, states_bufs.index(stage))
+
+
+@gluon.jit
+def _load_turn(
+    descs, bufs, bar, stage, n, head, step, chunks, heads, group, group_v, col, GATED: gl.constexpr,
+    WEIGHTED: gl.constexpr,
+):  # fmt: skip
+    """`_load` for step `step` of a program that walks all chunks of `head`, then those of the next one."""
+    mine = head + step // chunks
+    _load(descs, bufs, bar, stage, n, mine // group_v, mine // group, mine, step % chunks,
+          (n * heads + mine) * chunks * STEPS, col, GATED, WEIGHTED, True, True)  # fmt: skip
 
 
 @gluon.jit
@@ -124,7 +135,7 @@ def walk_kernel(
     states_desc, x_desc, states, across, x, inner, x_b, x_t, x_h, seqlen, group_v,
     BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, WEIGHTED: gl.constexpr,
     HAS_INITIAL: gl.constexpr, HAS_LOCAL: gl.constexpr, NORM: gl.constexpr, REVERSE: gl.constexpr,
-    GATES: gl.constexpr, LATE: gl.constexpr, TOTALS: gl.constexpr, NEAR: gl.constexpr,
+    GATES: gl.constexpr, LATE: gl.constexpr, TOTALS: gl.constexpr, NEAR: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """o through o_desc, and final (sequences, heads, K, V) float32. Descriptors of rank 4: (batch, head, row, column).
 
@@ -140,7 +151,10 @@ def walk_kernel(
     NEAR: x and those states come by TMA with q, k and v, through x_desc and states_desc, and not by each thread.
     Both: inner (tiles, sequences, heads, chunks, STEPS) float32 are the products of rows of x (sequences, seqlen, heads
     as v, V; strides in units of 8) with what the state adds to o, without weights.
+    TURNS: heads that a forward GATES walk takes one after the other, whose o is one (of heads / TURNS): the copy engine
+    adds the later ones to the first, in the dtype of o. Without a first state and segments.
     """
+    gl.static_assert(TURNS == 1 or (GATES and NEAR and not (REVERSE or HAS_INITIAL or HAS_LOCAL)))
     gl.static_assert(not (NORM and (GATED or WEIGHTED or HAS_INITIAL or HAS_LOCAL or REVERSE)))
     dtype: gl.constexpr = q_desc.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -174,9 +188,14 @@ def walk_kernel(
     program = gl.program_id(0)
     col = program % tiles * BV
     rest = program // tiles
-    head = rest % heads
-    n = rest // heads % sequences
-    position = rest // heads // sequences
+    if TURNS > 1:
+        head = rest % (heads // TURNS) * TURNS
+        n = rest // (heads // TURNS)
+        position = 0
+    else:
+        head = rest % heads
+        n = rest // heads % sequences
+        position = rest // heads // sequences
     head_q = head // group
     head_v = head // group_v if GATES or REVERSE else head
     each = gl.cdiv(chunks, segments)
@@ -187,7 +206,10 @@ def walk_kernel(
     descs = (q_desc, k_desc, v_desc, sums_desc, weights_desc, states_desc, x_desc)
     bufs = (q_bufs, k_bufs, v_bufs, sums_bufs, weights_bufs, states_bufs, x_bufs)
     for i in gl.static_range(STAGES):
-        if begin + i < end:
+        if TURNS > 1:
+            if i < TURNS * chunks:
+                _load_turn(descs, bufs, full, i, n, head, i, chunks, heads, group, group_v, col, GATED, WEIGHTED)
+        elif begin + i < end:
             first = chunks - 1 - begin - i if REVERSE else begin + i
             _load(descs, bufs, full, i, n, head_v, head_q, head, first, line, col, GATED, WEIGHTED, NEAR, STATES)
 
@@ -220,8 +242,11 @@ def walk_kernel(
     stage = 0
     phase = 0
     last = 0.0
-    for i in range(begin, end):
+    for i in range(begin, end * TURNS):
         chunk = chunks - 1 - i if REVERSE else i
+        if TURNS > 1:
+            chunk = i % chunks
+            number = n * heads + head + i // chunks
         # asked for early, used after the first products: no registers for x beside it yet
         if GATES and not REVERSE and not NEAR:
             above = ((n.to(gl.int64) * chunks + chunk) * BK + gl.arange(0, BK, layout=gl.SliceLayout(1, OUT))) * heads
@@ -302,14 +327,27 @@ def walk_kernel(
             out = out * weights_bufs.index(stage).load(gl.SliceLayout(1, OUT))[:, None]
         o_buf.store((out * scale).to(dtype))
         acc = warpgroup_mma_wait(0, deps=[acc])
+        if TURNS > 1:
+            acc = gl.where(chunk == chunks - 1, 0.0, acc)  # the next head begins
         s_buf.store(acc.to(dtype))
         fence_async_shared()
         barrier()
-        tma_store(o_desc, [n, head, chunk * STEPS, col], o_buf)
+        if TURNS > 1:
+            if i < chunks:
+                tma_store(o_desc, [n, head // TURNS, chunk * STEPS, col], o_buf)
+            else:
+                tma_add(o_desc, [n, head // TURNS, chunk * STEPS, col], o_buf)
+            if chunk == chunks - 1:
+                tma_written()  # before anything is added to it
+            if i + STAGES < end * TURNS:
+                _load_turn(descs, bufs, full, stage, n, head, i + STAGES, chunks, heads, group, group_v, col, GATED,
+                           WEIGHTED)  # fmt: skip
+        else:
+            tma_store(o_desc, [n, head, chunk * STEPS, col], o_buf)
         if GATES and REVERSE:  # noqa: SIM102
             if i + 1 < end:
                 tma_store(states_desc, [n, head, (chunk - 1) * BK, col], s_buf)
-        if i + STAGES < end:
+        if TURNS == 1 and i + STAGES < end:
             ahead = chunk - STAGES if REVERSE else chunk + STAGES
             _load(descs, bufs, full, stage, n, head_v, head_q, head, ahead, line, col, GATED, WEIGHTED, NEAR, STATES)
         stage += 1

@@ -463,6 +463,27 @@ def test_mamba_of_walks_back(backend, monkeypatch):
     assert made
 
 
+@pytest.mark.parametrize("turns", [2, 16])
+def test_mamba_of_heads_in_turns(turns, monkeypatch):
+    """Several heads a program, whose dq and dk the copy engine adds up; the same bits again."""
+    seen = []
+    monkeypatch.setattr(walk_back, "IN_TURNS", True)
+    monkeypatch.setattr(walk_back, "_turns", lambda *_: seen.append(1) or turns)
+    mamba("hopper")
+    assert seen
+    q, k = (randn(3, 1000, 1, 128, seed=s, dtype=BF16) for s in (1, 2))
+    v, do = (randn(3, 1000, 16, 64, seed=s, dtype=BF16) for s in (3, 4))
+    g, w = -randn(3, 1000, 16, seed=5).square() * 0.1, randn(3, 1000, 16, seed=6).abs()
+    tail = (q, k, v, g, w, None, None, None)
+    first = walk_back.gradients(do, None, *tail, scale=1.0, segments=1)
+    for _ in range(20):
+        again = walk_back.gradients(do, None, *tail, scale=1.0, segments=1)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    monkeypatch.setattr(walk_back, "IN_TURNS", False)
+    apart = walk_back.gradients(do, None, *tail, scale=1.0, segments=1)
+    assert all(torch.equal(a, b) for a, b in zip(first[2:], apart[2:], strict=True))  # dv, dg, dw and the states
+
+
 def mamba(kernels):
     heads = 32  # dA and dbias are one number a head: enough of them that the yardstick does not hit all by luck
     x, z = (randn(2, 500, heads, 64, seed=s, dtype=BF16) for s in (1, 2))

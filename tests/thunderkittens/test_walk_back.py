@@ -16,7 +16,7 @@ NAMES = ["dq", "dk", "dv", "dg", "dw", "dinitial"]
 
 
 def walk_in_torch(q, k, v, g, w, initial, local, decays, *, scale, segments, config=None, norm=None, reverse=False,
-                  vectors=None, states=None, across=None, x=None, inner=None):  # fmt: skip
+                  vectors=None, states=None, across=None, x=None, inner=None, turns=1):  # fmt: skip
     """What `walk_kernel` says it does, a chunk at a time, with its roundings to the dtype of q."""
     assert norm is None and (segments == 1) == (local is None)
     batch, seqlen, heads = v.shape[0], v.shape[1], max(q.shape[2], v.shape[2])
@@ -67,10 +67,18 @@ def walk_in_torch(q, k, v, g, w, initial, local, decays, *, scale, segments, con
             state = state + rounded(kc * kept[..., None]).mT @ vc
         if position == segments - 1 and across is None:
             final = state.float()
-    return out[:, :, :seqlen].transpose(1, 2).to(dtype).contiguous(), final
+    return added_up(out[:, :, :seqlen].transpose(1, 2).to(dtype), turns), final
 
 
-def both_in_torch(do, q, k, v, vectors, initial, local, decays, states, *, weighted, scale, segments, config):
+def added_up(x, turns):
+    """Every `turns` heads (dim 2) added up one after the other, with a rounding after each, as the copy engine does."""
+    first, *others = x.unflatten(2, (-1, turns)).unbind(3)
+    for one in others:
+        first = (first.float() + one.float()).to(x.dtype)
+    return first.contiguous()
+
+
+def both_in_torch(do, q, k, v, vectors, initial, local, decays, states, *, weighted, scale, segments, config, turns=1):
     """What `both_kernel` says it does: the two walks backwards, and the sums of pairs inside chunks."""
     (batch, seqlen, heads), chunks = v.shape[:3], -(-v.shape[1] // CHUNK)
     out_of, passed = torch.zeros(2, 1, batch, heads, chunks, CHUNK)
@@ -91,7 +99,7 @@ def both_in_torch(do, q, k, v, vectors, initial, local, decays, states, *, weigh
     pairs = (cut(k) @ cut(q).mT) * (cut(v) @ cut(do).mT) * decay * scale
     passed[0] = pairs.sum(-1)
     got += (pairs * (w.unflatten(2, (chunks, CHUNK))[..., None] if weighted else 1)).unflatten(3, (4, 16)).sum(4)
-    return dk, dv, final, out_of[0], passed[0], got
+    return added_up(dk, turns), dv, final, out_of[0], passed[0], got
 
 
 CASES = {
@@ -148,6 +156,32 @@ def test_gradients(case, device, monkeypatch):
     for name, one, *two in zip(NAMES, mine, truth, ruler, strict=True):
         if two[0] is not None:
             close(name, one, *two, narrow=True)
+
+
+@pytest.mark.parametrize("heads_q", [1, 2])
+def test_gradients_of_heads_in_turns(heads_q, device, monkeypatch):
+    """dq and dk of heads that a program walks one after the other are added up there, the rest afterwards."""
+    turns = []
+    monkeypatch.setattr(walk_back, "IN_TURNS", True)
+    monkeypatch.setattr(walk_back, "multiprocessors", lambda _: 1)
+    monkeypatch.setattr(walk_back, "both", lambda *a, **o: turns.append(o["turns"]) or both_in_torch(*a, **o))
+    tensors, do, dfinal, segments = problem(device, 70, 6 * heads_q, heads_q, 128, 64)
+    mine = by_walks(tensors, do, dfinal, segments, 0.3, monkeypatch)
+    assert turns == [6]
+    truth, ruler = by_torch(tensors, do, dfinal, 0.3, torch.float64), by_torch(tensors, do, dfinal, 0.3)
+    for name, one, *two in zip(NAMES[:5], mine, truth, ruler, strict=False):
+        close(name, one, *two, narrow=True)
+
+
+@pytest.mark.parametrize(("programs", "group", "slots", "turns"), [
+    (640, 80, 132, 5),  # Mamba-2's own shape on an H200: five turns of the GPU either way
+    (1280, 80, 264, 5),
+    (256, 16, 264, 1),  # one turn: nothing to put one after the other
+    (640, 7, 132, 1),
+    (0, 80, 132, 1),
+])  # fmt: skip
+def test_how_many_heads_in_turns(programs, group, slots, turns):
+    assert walk_back._turns(programs, group, slots) == turns
 
 
 @pytest.mark.parametrize("gates", [True, False], ids=["g", "none"])
