@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from gpu_accel.flash_attention3.gluon_launch import QuickLaunch, gluon_available, tensor_map
+from gpu_accel.flash_attention3.gluon_launch import QuickLaunch, gluon_available, multiprocessors, tensor_map
 from gpu_accel.flash_attention3.launch import capability, launch, next_power_of_2, tma_refusal
 from gpu_accel.thunderkittens import gates_kernel
 
@@ -16,6 +16,10 @@ CHUNK = 64
 _KEYS = (64, 128)  # what K is padded to
 _NEAR_KEYS = 64  # padded: with more of them states of chunks in shared memory would leave one program an SM
 _MOST_LINES = 2**31  # of gates: their coordinate is one 32-bit number
+# Whether the programs of a last round that fills less than half of the GPU are launched by themselves, and so get an SM
+# each: in one launch they come two to an SM, while others have none (ncu: 4 to 6 programs an SM of 640). Only forwards.
+# No GPU has run it.
+LAST_APART = False
 _quick: list[QuickLaunch] = []
 
 
@@ -142,11 +146,21 @@ def walk(
                      TOTALS=norm is not None and inner is not None,
                      NEAR=states is not None and block_k <= _NEAR_KEYS, TURNS=turns)  # fmt: skip
     aligned = initial is None or initial.data_ptr() % 16 == 0
-    _quick[0](
-        (far >= 2**31, aligned), batch * heads // turns * tiles * segments,
-        (*keys, *values, _line_map(sums), _line_map(weights), *optional, final,
-         chunks, heads, heads // q.shape[2], batch, segments, tiles, key_dim, value_dim, scale, norm or 0.0,
-         map_of_states, map_of_x, *memory, *strides, seqlen, heads // v.shape[2]),
-        constants, dict(num_warps=4),
-    )  # fmt: skip
+    programs = batch * heads // turns * tiles * segments
+    apart = _last_round(programs, multiprocessors(v.device)) if LAST_APART and states is None and not reverse else 0
+    for first, count in ((0, programs - apart), (programs - apart, apart)):
+        if count:
+            _quick[0](
+                (far >= 2**31, aligned), count,
+                (*keys, *values, _line_map(sums), _line_map(weights), *optional, final,
+                 chunks, heads, heads // q.shape[2], batch, segments, tiles, key_dim, value_dim, scale, norm or 0.0,
+                 map_of_states, map_of_x, *memory, *strides, seqlen, heads // v.shape[2], first),
+                constants | dict(LATER=first > 0), dict(num_warps=4),
+            )  # fmt: skip
     return o, final
+
+
+def _last_round(programs: int, sms: int) -> int:
+    """How many programs are left for a last round with at most one an SM, where there are rounds before it, else 0."""
+    rest = programs % (2 * sms)
+    return rest if programs > rest and rest <= sms else 0

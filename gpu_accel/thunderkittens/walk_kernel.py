@@ -128,14 +128,15 @@ def _rows_of(x, x_b, x_t, x_h, n, head, chunk, col, seqlen, V, BV: gl.constexpr,
 
 # what gradients alone need comes last: forwards stay the machine code that they were, byte by byte
 @gluon.jit(do_not_specialize=["chunks", "heads", "group", "sequences", "segments", "tiles", "K", "V", "scale", "floor",
-                              "x_b", "x_t", "x_h", "seqlen", "group_v"])  # fmt: skip
+                              "x_b", "x_t", "x_h", "seqlen", "group_v", "first_program"])  # fmt: skip
 def walk_kernel(
     q_desc, k_desc, v_desc, o_desc, sums_desc, weights_desc, initial, local, decays, final,
     chunks, heads, group, sequences, segments, tiles, K, V, scale, floor,
-    states_desc, x_desc, states, across, x, inner, x_b, x_t, x_h, seqlen, group_v,
+    states_desc, x_desc, states, across, x, inner, x_b, x_t, x_h, seqlen, group_v, first_program,
     BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, WEIGHTED: gl.constexpr,
     HAS_INITIAL: gl.constexpr, HAS_LOCAL: gl.constexpr, NORM: gl.constexpr, REVERSE: gl.constexpr,
     GATES: gl.constexpr, LATE: gl.constexpr, TOTALS: gl.constexpr, NEAR: gl.constexpr, TURNS: gl.constexpr,
+    LATER: gl.constexpr,
 ):  # fmt: skip
     """o through o_desc, and final (sequences, heads, K, V) float32. Descriptors of rank 4: (batch, head, row, column).
 
@@ -153,6 +154,7 @@ def walk_kernel(
     as v, V; strides in units of 8) with what the state adds to o, without weights.
     TURNS: heads that a forward GATES walk takes one after the other, whose o is one (of heads / TURNS): the copy engine
     adds the later ones to the first, in the dtype of o. Without a first state and segments.
+    LATER: programs are numbered from first_program on, those before it are of another launch.
     """
     gl.static_assert(TURNS == 1 or (GATES and NEAR and not (REVERSE or HAS_INITIAL or HAS_LOCAL)))
     gl.static_assert(not (NORM and (GATED or WEIGHTED or HAS_INITIAL or HAS_LOCAL or REVERSE)))
@@ -186,6 +188,8 @@ def walk_kernel(
     fence_async_shared()
 
     program = gl.program_id(0)
+    if LATER:
+        program += first_program
     col = program % tiles * BV
     rest = program // tiles
     if TURNS > 1:

@@ -4,7 +4,7 @@
     portable    ours, plain Triton
     torch       the same chunks as eager torch products (the reference, and the ruler of the check)
     fla         chunk_linear_attn, chunk_simple_gla or chunk_gla of flash-linear-attention, where it is installed
-    hopper-turns         Mamba-2's backward, heads that share B and C one after the other (walk_back.IN_TURNS)
+    hopper-next          Mamba-2's with what is not taken yet: walk_hopper.LAST_APART, walk_back.IN_TURNS
     mamba_ssm            mamba_chunk_scan_combined on the same tensors, chunk 256, where it is installed
     mamba_ssm-fp32-64    the same on float32 tensors with chunk 64: how the paper's script called it, forwards
 
@@ -202,15 +202,17 @@ def _mamba_ssm(chunk: int) -> Function:
     return call
 
 
-def _in_turns(call: Callable) -> Callable:
-    def turned(*arguments):
-        before, walk_back.IN_TURNS = walk_back.IN_TURNS, True
+def _next(call: Callable) -> Callable:
+    """The same by what walks do not take yet."""
+
+    def later(*arguments):
+        walk_back.IN_TURNS = walk_hopper.LAST_APART = True
         try:
             return call(*arguments)
         finally:
-            walk_back.IN_TURNS = before
+            walk_back.IN_TURNS = walk_hopper.LAST_APART = False
 
-    return turned
+    return later
 
 
 def build_mamba(case: Case, settings: Settings) -> Workload:
@@ -233,9 +235,8 @@ def build_mamba(case: Case, settings: Settings) -> Workload:
         x, B, C = (t.to(DTYPES[str(case["dtype"])]) for t in (x, B, C))
         return eager(x, dt, A, B, C).to(dt.dtype)
 
-    if case["pass"] == "backward":
-        turned = made("hopper-turns", "ours", _mamba("hopper"), why=hopper_refusal(settings, str(case["dtype"])))
-        turned.check, turned.make = _in_turns(turned.check), lambda seed, make=turned.make: _in_turns(make(seed))
+    later = made("hopper-next", "ours", _mamba("hopper"), why=hopper_refusal(settings, str(case["dtype"])))
+    later.check, later.make = _next(later.check), lambda seed, make=later.make: _next(make(seed))
     batch, seqlen, heads, headdim, dstate, groups = (
         int(case[n]) for n in ("batch", "seqlen", "heads", "headdim", "dstate", "groups")
     )
@@ -249,7 +250,7 @@ def build_mamba(case: Case, settings: Settings) -> Workload:
     return Workload(
         implementations=[
             made("hopper", "ours", _mamba("hopper"), why=hopper_refusal(settings, str(case["dtype"]))),
-            *([] if forward else [turned]),
+            later,
             made("portable", "ours", _mamba("portable")),
             made("torch", "reference", eager, note="chunks of 64 as eager products"),
             made("mamba_ssm", "peer", _mamba_ssm(256), why=why, note=f"chunk 256, the module's default; {_TUNED}"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,17 @@ import pytest
 import torch
 
 from gpu_accel.testing import assert_close_to_truth, default_floor, generator
-from gpu_accel.thunderkittens import elements, ladder, linear, long_conv, reference, rows, template, walk_back
+from gpu_accel.thunderkittens import (
+    elements,
+    ladder,
+    linear,
+    long_conv,
+    reference,
+    rows,
+    template,
+    walk_back,
+    walk_hopper,
+)
 from gpu_accel.thunderkittens.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from gpu_accel.thunderkittens.delta import delta_rule
 from gpu_accel.thunderkittens.features import fused_chunk_based, hedgehog_attention
@@ -461,6 +472,27 @@ def test_mamba_of_walks_back(backend, monkeypatch):
     monkeypatch.setattr(walk_back, "gradients", lambda *a, **options: made.append(1) or gradients(*a, **options))
     mamba(backend)
     assert made
+
+
+def test_a_last_round_apart(monkeypatch):
+    """Programs of a second launch, with the same bits."""
+    heads = 96  # with three sequences 288 programs, for 264 at a time on an H100 and an H200
+    q, k = (randn(3, 200, 1, 128, seed=s, dtype=BF16) for s in (1, 2))
+    v, g = randn(3, 200, heads, 64, seed=3, dtype=BF16), -randn(3, 200, heads, seed=4).square()
+    call = functools.partial(walk_hopper.walk, q, k, v, g, -g, None, None, None, scale=1.0, segments=1)
+    counts, launch = [], walk_hopper.QuickLaunch.__call__
+
+    def counted(self, key, count, *arguments):
+        counts.append(count)
+        launch(self, key, count, *arguments)
+
+    monkeypatch.setattr(walk_hopper.QuickLaunch, "__call__", counted)
+    whole = call()
+    monkeypatch.setattr(walk_hopper, "LAST_APART", True)
+    apart = call()
+    slots = 2 * torch.cuda.get_device_properties(0).multi_processor_count
+    assert counts == [288, *([slots, 288 - slots] if 144 <= slots < 288 else [288])]
+    assert all(torch.equal(a, b) for a, b in zip(whole, apart, strict=True))
 
 
 @pytest.mark.parametrize("turns", [2, 16])

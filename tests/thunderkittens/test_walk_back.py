@@ -184,6 +184,12 @@ def test_how_many_heads_in_turns(programs, group, slots, turns):
     assert walk_back._turns(programs, group, slots) == turns
 
 
+@pytest.mark.parametrize(("programs", "rest"), [(640, 112), (256, 0), (528, 0), (100, 0), (700, 0), (396, 132)])
+def test_last_round(programs, rest):
+    """Rests that fill an SM with more than one program come with the others, and so does what is one round alone."""
+    assert walk_hopper._last_round(programs, 132) == rest
+
+
 @pytest.mark.parametrize("gates", [True, False], ids=["g", "none"])
 @pytest.mark.parametrize("case", [
     dict(seqlen=70, heads=4, heads_q=2, key_dim=24, value_dim=72),
