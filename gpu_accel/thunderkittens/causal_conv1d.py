@@ -19,6 +19,10 @@ from gpu_accel.thunderkittens.linear import _need, _shape, choose
 # What its tests in tests/gpu have passed on (H100, Triton 3.6.0): "auto" takes the kernels for that alone.
 GPU_CHECKED = (torch.bfloat16, torch.float16, torch.float32)
 _BC = 64
+# Whether gradients are made by a walk where channels lie side by side, without first states and seq_idx: x and dy are
+# read once for four times. No GPU has run it.
+WALK_BACK = False
+_STEPS, _CHANNELS = 256, 128  # of a program of it, which is one warp
 
 
 def _cut(x: Tensor, elements: int) -> dict:
@@ -61,6 +65,22 @@ def _(x, weight, bias, initial, seq_idx, silu):
     return torch.empty_like(x)
 
 
+def _walk_back(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool):
+    """As `conv_backward_op`, of contiguous vectors, channels side by side."""
+    batch, dim, seqlen = x.shape
+    blocks, columns = -(-seqlen // _STEPS), min(_CHANNELS, max(16, next_power_of_2(dim)))
+    dx = x.new_empty((batch, seqlen, dim))
+    dweight = x.new_empty((batch * blocks, dim, weight.shape[1]), dtype=torch.float32)
+    dbias = x.new_empty((batch * blocks if bias is not None else 0, dim), dtype=torch.float32)
+    with _device(x):
+        launch(kernels._conv_walk_back_kernel, (blocks, -(-dim // columns), batch),
+               (x, weight, bias, dy, dx, dweight, dbias, x.stride(0), x.stride(2), dy.stride(0), dy.stride(2), seqlen,
+                dim, _STEPS),
+               dict(WIDTH=weight.shape[1], HAS_BIAS=bias is not None, SILU=silu, BC=columns, num_warps=1))  # fmt: skip
+    absent = [x.new_empty(0, dtype=torch.float32) for _ in range(2)]
+    return dx.transpose(1, 2), dweight.sum(0), absent[0] if bias is None else dbias.sum(0), absent[1]
+
+
 @torch.library.custom_op("gpu_accel::tk_conv1d_backward", mutates_args=())
 def conv_backward_op(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, initial: Tensor | None, seq_idx: Tensor | None,
@@ -70,6 +90,9 @@ def conv_backward_op(
     weight, bias, seq_idx = weight.contiguous(), _packed(bias), _packed(seq_idx)
     batch, dim, seqlen = x.shape
     width = weight.shape[1]
+    near = max(dim, x.stride(2), dy.stride(2)) * (_STEPS + 8) < 2**31
+    if WALK_BACK and x.numel() and initial is None and seq_idx is None and x.stride(1) == dy.stride(1) == 1 and near:
+        return _walk_back(dy, x, weight, bias, silu)
     if x.numel() and not x.is_contiguous() and not x.transpose(1, 2).is_contiguous():
         x = x.contiguous()  # dx is written with the strides of x, which must not overlap
     dx = torch.empty_like(x)

@@ -5,6 +5,9 @@
 A program has a tile of steps and channels. It loads x once a tap: the same lines again, from L1. The backward computes
 pre anew for every tap that it needs, instead of writing its gradient to memory in between; the gradients of the
 filters are sums over steps, a part a program, which are added up afterwards in the same order every time.
+
+`_conv_walk_back_kernel` is the backward for channels that lie side by side in memory: a program walks steps with the
+last three of x and of the gradient of pre in registers, so x and dy are read once and pre is made once.
 """
 
 from __future__ import annotations
@@ -69,6 +72,108 @@ def _conv_kernel(
         acc = acc / (1.0 + tl.exp(-acc))
     to = y + batch * y_b + t.to(tl.int64)[:, None] * y_t + cols[None, :] * y_c
     tl.store(to, acc.to(y.dtype.element_ty), mask=(t < seqlen)[:, None] & in_dim)
+
+
+@triton.jit
+def _tap(weight, cols, dim, back, WIDTH: tl.constexpr):
+    """The weights of what lies `back` steps before, zeros beyond the filter."""
+    there = (cols < dim) & (back < WIDTH)
+    return tl.load(weight + cols * WIDTH + (WIDTH - 1 - back), mask=there, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _row(x, t, stride, cols, there):
+    return tl.load(x + t * stride + cols, mask=there, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _through_silu(grad, pre):
+    s = 1.0 / (1.0 + tl.exp(-pre))
+    return grad * s * (1.0 + pre * (1.0 - s))
+
+
+@triton.jit
+def _put(to, value, there):
+    tl.store(to, value.to(to.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _conv_walk_back_kernel(
+    x, weight, bias, dy, dx, dweight, dbias, x_b, x_t, dy_b, dy_t, seqlen, dim, steps,
+    WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """dx (batch, seqlen, dim) contiguous, dweight (parts, dim, WIDTH) and dbias (parts, dim), of `steps` steps each.
+
+    x and dy (batch, seqlen, dim) with channels side by side. Three steps more are walked than are a program's own:
+    their gradients belong to x of its last ones.
+    """
+    batch = tl.program_id(2).to(tl.int64)
+    part = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
+    cols = tl.program_id(1) * BC + tl.arange(0, BC)
+    in_dim = cols < dim
+    begin = tl.program_id(0) * steps
+    end = tl.minimum(seqlen, begin + steps)
+    x += batch * x_b + begin.to(tl.int64) * x_t  # from here on offsets are of steps of its own, in 32 bits
+    dy += batch * dy_b + begin.to(tl.int64) * dy_t
+    dx += (batch * seqlen + begin) * dim
+    w0 = _tap(weight, cols, dim, 0, WIDTH)
+    w1 = _tap(weight, cols, dim, 1, WIDTH)
+    w2 = _tap(weight, cols, dim, 2, WIDTH)
+    w3 = _tap(weight, cols, dim, 3, WIDTH)
+    always = w0 * 0.0
+    if HAS_BIAS:
+        always = tl.load(bias + cols, mask=in_dim, other=0.0).to(tl.float32)
+    x1 = _row(x, -1, x_t, cols, in_dim & (begin >= 1))
+    x2 = _row(x, -2, x_t, cols, in_dim & (begin >= 2))
+    x3 = _row(x, -3, x_t, cols, in_dim & (begin >= 3))
+    g1 = tl.zeros((BC,), tl.float32)
+    g2 = tl.zeros((BC,), tl.float32)
+    g3 = tl.zeros((BC,), tl.float32)
+    d0 = tl.zeros((BC,), tl.float32)
+    d1 = tl.zeros((BC,), tl.float32)
+    d2 = tl.zeros((BC,), tl.float32)
+    d3 = tl.zeros((BC,), tl.float32)
+    total = tl.zeros((BC,), tl.float32)
+    for t in range(0, end - begin + 3, 4):  # four steps: eight rows on their way, and nothing is moved from x1 to x2
+        at = begin + t
+        a0 = _row(x, t, x_t, cols, in_dim & (at < seqlen))
+        a1 = _row(x, t + 1, x_t, cols, in_dim & (at + 1 < seqlen))
+        a2 = _row(x, t + 2, x_t, cols, in_dim & (at + 2 < seqlen))
+        a3 = _row(x, t + 3, x_t, cols, in_dim & (at + 3 < seqlen))
+        h0 = _row(dy, t, dy_t, cols, in_dim & (at < seqlen))
+        h1 = _row(dy, t + 1, dy_t, cols, in_dim & (at + 1 < seqlen))
+        h2 = _row(dy, t + 2, dy_t, cols, in_dim & (at + 2 < seqlen))
+        h3 = _row(dy, t + 3, dy_t, cols, in_dim & (at + 3 < seqlen))
+        if SILU:
+            h0 = _through_silu(h0, always + w0 * a0 + w1 * x1 + w2 * x2 + w3 * x3)
+            h1 = _through_silu(h1, always + w0 * a1 + w1 * a0 + w2 * x1 + w3 * x2)
+            h2 = _through_silu(h2, always + w0 * a2 + w1 * a1 + w2 * a0 + w3 * x1)
+            h3 = _through_silu(h3, always + w0 * a3 + w1 * a2 + w2 * a1 + w3 * a0)
+        to = dx + (t - 3) * dim + cols
+        there = end - begin + 3 - t  # steps that are left
+        _put(to, g3 * w0 + g2 * w1 + g1 * w2 + h0 * w3, in_dim & (t >= 3))
+        _put(to + dim, g2 * w0 + g1 * w1 + h0 * w2 + h1 * w3, in_dim & (t >= 2) & (there > 1))
+        _put(to + 2 * dim, g1 * w0 + h0 * w1 + h1 * w2 + h2 * w3, in_dim & (t >= 1) & (there > 2))
+        _put(to + 3 * dim, h0 * w0 + h1 * w1 + h2 * w2 + h3 * w3, in_dim & (there > 3))
+        g1, g2, g3 = h3, h2, h1
+        h0 = tl.where(at < end, h0, 0.0)  # the others are of the next program
+        h1 = tl.where(at + 1 < end, h1, 0.0)
+        h2 = tl.where(at + 2 < end, h2, 0.0)
+        h3 = tl.where(at + 3 < end, h3, 0.0)
+        d0 += h0 * a0 + h1 * a1 + h2 * a2 + h3 * a3
+        d1 += h0 * x1 + h1 * a0 + h2 * a1 + h3 * a2
+        d2 += h0 * x2 + h1 * x1 + h2 * a0 + h3 * a1
+        d3 += h0 * x3 + h1 * x2 + h2 * x1 + h3 * a0
+        if HAS_BIAS:
+            total += h0 + h1 + h2 + h3
+        x1, x2, x3 = a3, a2, a1
+    to = dweight + (part * dim + cols) * WIDTH + (WIDTH - 1)
+    tl.store(to, d0, mask=in_dim)
+    tl.store(to - 1, d1, mask=in_dim & (WIDTH > 1))
+    tl.store(to - 2, d2, mask=in_dim & (WIDTH > 2))
+    tl.store(to - 3, d3, mask=in_dim & (WIDTH > 3))
+    if HAS_BIAS:
+        tl.store(dbias + part * dim + cols, total, mask=in_dim)
 
 
 @triton.jit

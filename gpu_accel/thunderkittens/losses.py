@@ -25,6 +25,7 @@ from gpu_accel.thunderkittens.rows import _rows
 # What its tests in tests/gpu have passed on (H100, Triton 3.6.0): "auto" takes the kernels for that alone.
 GPU_CHECKED = (torch.bfloat16, torch.float16, torch.float32)
 _BLOCK = 4096
+FOUR = False  # of whole blocks: one largest value for every four logits of a thread. No GPU has run it.
 
 
 def _forward(logits, target, ignore, smoothing, square, cap) -> tuple[Tensor, Tensor]:
@@ -32,10 +33,12 @@ def _forward(logits, target, ignore, smoothing, square, cap) -> tuple[Tensor, Te
     loss, lse = (logits.new_empty(shape, dtype=torch.float32) for shape in ((rows,), (rows, 2)))
     block = min(_BLOCK, max(16, next_power_of_2(classes)))
     warps = max(1, min(8, block // 512))
+    four = FOUR and block == _BLOCK
+    block, warps = (block // 4, 4) if four else (block, warps)
     if rows:
         launch(kernels._cross_entropy_kernel, rows,
                (logits, target, loss, lse, logits.stride(0), classes, ignore, smoothing, square, cap),
-               dict(CAP=cap > 0, SMOOTH=smoothing > 0, BLOCK=block, num_warps=warps))  # fmt: skip
+               dict(CAP=cap > 0, SMOOTH=smoothing > 0, BLOCK=block, FOUR=four, num_warps=warps))  # fmt: skip
     return loss, lse
 
 

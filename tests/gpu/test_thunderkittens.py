@@ -12,10 +12,12 @@ import torch
 
 from gpu_accel.testing import assert_close_to_truth, default_floor, generator
 from gpu_accel.thunderkittens import (
+    causal_conv1d,
     elements,
     ladder,
     linear,
     long_conv,
+    losses,
     reference,
     rows,
     template,
@@ -168,6 +170,22 @@ def test_delta_rule_of_packed_sequences():
     judge(["o", "states", "dq", "dk", "dv", "dbeta", "dg"], function, tensors, grads)
 
 
+@pytest.mark.parametrize(("batch", "seqlen", "dim", "width"), [(2, 515, 300, 4), (1, 2000, 520, 3), (3, 2, 64, 4)])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
+def test_causal_conv1d_walks_back(dtype, batch, seqlen, dim, width, monkeypatch):
+    monkeypatch.setattr(causal_conv1d, "WALK_BACK", True)
+    shapes = (batch, seqlen, dim + 8), (dim, width), (dim,)
+    tensors = [randn(*shape, seed=n, dtype=dtype) for n, shape in enumerate(shapes)]
+
+    def function(backend):
+        def call(x, w, b):
+            return causal_conv1d_fn(x[..., 8:].transpose(1, 2), w, b, activation="silu", backend=backend)
+
+        return call
+
+    judge(["y", "dx", "dw", "db"], function, tensors, [randn(batch, seqlen, dim, seed=5).transpose(1, 2)])
+
+
 @pytest.mark.parametrize("innermost", ["steps", "channels"])
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
 def test_causal_conv1d(dtype, innermost):
@@ -206,6 +224,12 @@ def test_cross_entropy(dtype):
 
     judge(["loss", "dx", "dw"], fused, [x, w], [one])
     judge(["loss", "dx"], lambda b: lambda t: cross_entropy(t, y, backend=b), [x @ w.T], [one])
+
+
+def test_cross_entropy_four_at_a_time(monkeypatch):
+    monkeypatch.setattr(losses, "FOUR", True)
+    for dtype in (BF16, FP16, FP32):
+        test_cross_entropy(dtype)
 
 
 def odd_sizes(key_dim, value_dim, dtype, skip=0):

@@ -62,6 +62,25 @@ def test_channels_innermost_and_slices(device):
     judge(function, [wide, weight, bias], [randn(2, 19, 33, seed=5, device=device)], ["y", "dx", "dw", "db"])
 
 
+@pytest.mark.parametrize(("seqlen", "width", "bias", "activation"), [
+    (33, 4, True, "silu"), (16, 3, False, None), (2, 2, True, None), (1, 4, False, "silu"),
+])  # fmt: skip
+def test_gradients_by_a_walk(seqlen, width, bias, activation, device, monkeypatch):
+    """Channels side by side; several programs in time, and the steps that they walk beyond their own."""
+    monkeypatch.setattr(c, "WALK_BACK", True)
+    monkeypatch.setattr(c, "_STEPS", 8)
+    monkeypatch.setattr(c, "_CHANNELS", 16)
+    wide = randn(2, seqlen, 40, seed=1, device=device)
+    tensors = [wide, randn(19, width, seed=2, device=device), randn(19, seed=3, device=device)][: 2 + bias]
+
+    def function(backend):
+        return lambda t, w, b=None: causal_conv1d_fn(t[..., 7:26].transpose(1, 2), w, b, activation=activation,
+                                                     backend=backend)  # fmt: skip
+
+    dy = randn(2, seqlen, 19, seed=5, device=device).transpose(1, 2)
+    judge(function, tensors, [dy], ["y", "dx", "dw", "db"][: 3 + bias])
+
+
 def test_packed_rows_equal_each_alone(device):
     x, weight, bias, _ = make(device, batch=1, seqlen=30)
     seq = torch.tensor([[0] * 2 + [1] * 17 + [2] * 11], dtype=torch.int32, device=device)

@@ -56,6 +56,15 @@ def test_numbers_of_classes(classes, device):
     torch.testing.assert_close(mine, F.cross_entropy(x, y, reduction="none"))
 
 
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_four_logits_at_a_time(options, device, monkeypatch):
+    monkeypatch.setattr(ce, "FOUR", True)
+    monkeypatch.setattr(ce, "_BLOCK", 64)
+    test_numbers_of_classes(150, device)
+    test_against_the_formula_in_float64(options, device)
+    test_large_and_infinite_logits(device)
+
+
 def test_large_and_infinite_logits(device):
     """exp would overflow; a class at -inf is impossible and has no gradient."""
     x = torch.tensor([[1e4, -1e4, 1e4], [-torch.inf, 0.0, 1.0]], device=device, requires_grad=True)
