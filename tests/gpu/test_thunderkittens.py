@@ -537,7 +537,9 @@ def test_mamba_of_heads_in_turns(turns, monkeypatch):
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     monkeypatch.setattr(walk_back, "IN_TURNS", False)
     apart = walk_back.gradients(do, None, *tail, scale=1.0, segments=1)
-    assert all(torch.equal(a, b) for a, b in zip(first[2:], apart[2:], strict=True))  # dv, dg, dw and the states
+    assert torch.equal(first[2], apart[2])
+    for a, b in zip(first[3:], apart[3:], strict=True):  # dg, dw and the gradient of the states
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()))
 
 
 def mamba(kernels):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import sys
+from unittest import mock
 
 import torch
 
@@ -27,9 +28,10 @@ label = ""
 
 
 def hook(kernel, arguments, options) -> None:
-    if kernel.fn.__name__ == "_gates_kernel" and any(c.name == "_gates_kernel" for _, c in compiled):
+    name = kernel.fn.__name__
+    if name in ("_gates_kernel", "_gate_sums_kernel") and any(c.name == name for _, c in compiled):
         return  # the same for all
-    compiled.append((label, compile_only(kernel, arguments, options, name=kernel.fn.__name__, capability=90)))
+    compiled.append((label, compile_only(kernel, arguments, options, name=name, capability=90)))
 
 
 def row(label: str, c: Compiled) -> dict:
@@ -61,6 +63,8 @@ def chunked(dtype: torch.dtype, key_dim: int, value_dim: int, packed: bool, walk
 
         one = q[:, :, :1].contiguous()
         walk_back.gradients(v, None, one, one, v, g, g, None, None, None, scale=0.1, segments=1)
+        with mock.patch.multiple(walk_back, IN_TURNS=True, multiprocessors=lambda _: 1):
+            walk_back.gradients(v, None, one, one, v, g, g, None, None, None, scale=0.1, segments=1)
 
 
 def delta(dtype: torch.dtype, key_dim: int, value_dim: int, packed: bool) -> None:
@@ -109,6 +113,8 @@ def conv(dtype: torch.dtype, dim: int) -> None:
         for options in ((w, b, h, None, True), (w, None, None, seq, False)):
             ops.conv_op._init_fn(x, *options)
             ops.conv_backward_op._init_fn(x, x, *options)
+    with mock.patch.object(ops, "WALK_BACK", True):
+        ops.conv_backward_op._init_fn(x, x, w, b, None, None, True)
     for lengths, indices in ((None, None), (rows, rows)):
         ops.update_op._init_fn(x[..., :1], h, w, b, lengths, indices, True)
 
