@@ -21,6 +21,7 @@ _WHERE = {
     "chunk_retention": "linear",
     "chunk_simple_gla": "linear",
     "explain_gemm": "gemm_api",
+    "explain_gla": "gla",
     "cross_entropy": "losses",
     "delta_rule": "delta",
     "fused_chunk_based": "features",

@@ -6,6 +6,7 @@ q, k, g (batch, seqlen, heads, K), v (batch, seqlen, heads, V). One gate a step 
 Values must be finite, as there: a NaN or Inf of v reaches rows of its chunk before it as well; zero padding.
 
     gpu_accel::tk_gla(q, k, v, g, initial, cu_seqlens, scale, chunk) -> (o, final state)
+    gpu_accel::tk_gla_hopper(...) -> the same, by `gla_walk_kernel`
     gpu_accel::tk_gla_backward(do, dfinal, ...) -> (dq, dk, dv, dg, dinitial)
 
 Backwards compute sums of gates and states again instead of keeping them, as in `chunked`.
@@ -19,7 +20,7 @@ from torch import Tensor
 from gpu_accel.compat import INTERPRET
 from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.flash_attention3.launch import launch
-from gpu_accel.thunderkittens import chunked, gla_kernels, reference
+from gpu_accel.thunderkittens import chunked, gla_hopper, gla_kernels, reference
 from gpu_accel.thunderkittens.arguments import check_tensors, real
 from gpu_accel.thunderkittens.linear import _flags, _need, _shape, _validate, choose
 
@@ -117,6 +118,23 @@ def gla_op(
         return _rows(call, q, k, v, sums, states, scale, reverse=False), final
 
 
+@torch.library.custom_op("gpu_accel::tk_gla_hopper", mutates_args=())
+def gla_hopper_op(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial: Tensor | None, cu_seqlens: Tensor | None, scale: float,
+    chunk: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As `gla_op`, of what `gla_hopper.refusal` has nothing against."""
+    initial = None if initial is None else initial.contiguous()
+    if not v.numel():
+        final = v.new_zeros(chunked._state_shape(k, v, None), dtype=torch.float32)
+        return v.new_empty(v.shape), final if initial is None else final.copy_(initial)
+    tiles = -(-v.shape[3] // gla_hopper.COLUMNS)
+    segments = chunked.segments_for(v.shape[0], v.shape[2], tiles, -(-v.shape[1] // chunk))
+    with chunked._device(v):
+        return gla_hopper.forward(q, k, v, g, initial, scale=scale, segments=segments)
+
+
+@gla_hopper_op.register_fake
 @gla_op.register_fake
 def _(q, k, v, g, initial, cu_seqlens, scale, chunk):
     return v.new_empty(v.shape), v.new_empty(chunked._state_shape(k, v, cu_seqlens), dtype=torch.float32)
@@ -155,8 +173,12 @@ def gla_backward_op(
             mirrored, same = v.new_empty((*shape, chunk)), v.new_empty(shape, dtype=torch.float32)
             made = call.tiles(num_stages=2, **MIRRORED)[0]
             made = {name: x for name, x in made.items() if name not in ("K", "BK")}
-            launch(gla_kernels._mirrored_kernel, call.chunks,
-                   (do, v, mirrored, same, *call.places.tables(), *strides[0], *call.sizes, call.heads, scale), made)
+            launch(
+                gla_kernels._mirrored_kernel,
+                call.chunks,
+                (do, v, mirrored, same, *call.places.tables(), *strides[0], *call.sizes, call.heads, scale),
+                made,
+            )
             launch(gla_kernels._gradients_kernel, call.chunks * blocks_k,
                    (q, k, v, sums, ones, do, states, dstates, mirrored, same, dq, dk, dg, *call.places.tables(),
                     *strides[1], *call.sizes, call.heads, scale), options | call.levels)  # fmt: skip
@@ -187,6 +209,7 @@ def _gradients(ctx, do, dfinal):
 
 
 gla_op.register_autograd(_gradients, setup_context=_save)
+gla_hopper_op.register_autograd(_gradients, setup_context=_save)
 
 
 def refusal(v: Tensor, key_dim: int) -> str | None:
@@ -212,8 +235,9 @@ def gated_linear_attention(
         scale: K**-0.5 unless given. initial_state: (sequences, heads, K, V).
         cu_seqlens: (sequences + 1,) int32 or int64, batch 1; values are checked on the CPU alone.
         chunk: steps that are done by matrix products at once, 16, 32 or 64.
-        backend: "portable" (plain Triton; on a GPU in float16 with K and V up to 128), "reference", or "auto": the
-            kernels where they can run.
+        backend: "portable" (plain Triton; on a GPU in float16 with K and V up to 128), "hopper" (Gluon, on an H100 or
+            H200: the forward in bfloat16, K up to 128, no packed sequences, chunks of 64, and portable gradients),
+            "reference", or "auto": the portable kernels where they can run. See `explain_gla`.
 
     Returns:
         o (batch, seqlen, heads, V) in the dtype of v, and the final state (sequences, heads, K, V) float32.
@@ -226,8 +250,14 @@ def gated_linear_attention(
     _need(v.shape[2] == q.shape[2], f"q, k and v must have one number of heads, got {q.shape[2]} and {v.shape[2]}")
     _need(g.shape == q.shape, f"g must be (batch, seqlen, heads, K) {tuple(q.shape)}, got {_shape(g)}")
     scale = chunked.default_scale(q.shape[-1]) if scale is None else real("scale", scale)
+    if backend == "hopper":
+        why = gla_hopper.refusal(q, v, cu_seqlens, chunk)
+        if why:
+            raise UnsupportedError(f"the Hopper kernels: {why}; use backend='portable'")
+        initial_state = None if initial_state is None else initial_state.float()
+        return gla_hopper_op(q, k, v, g, initial_state, None, scale, chunk)
     why = refusal(v, q.shape[3])
-    if choose(v, backend, why is None) == "portable":
+    if choose(v, backend, why is None, ("hopper",)) == "portable":
         if why:
             raise UnsupportedError(f"{why}; use backend='reference'")
         initial_state = None if initial_state is None else initial_state.float()
@@ -246,6 +276,26 @@ def gated_linear_attention(
         outs.append(torch.zeros_like(v[:, edges[-1] :]))
     state = torch.cat(finals) if finals else v.new_empty((0, v.shape[2], q.shape[3], v.shape[3]))
     return torch.cat(outs, 1), state if v.dtype == torch.float64 else state.float()
+
+
+def explain_gla(
+    q: Tensor, v: Tensor, *, cu_seqlens: Tensor | None = None, chunk: int = chunked.CHUNK, backend: str = "auto"
+) -> str:
+    """Which kernels `gated_linear_attention` takes for such tensors, forwards and backwards, and why not others.
+
+    Raises UnsupportedError as the call would.
+    """
+    why = gla_hopper.refusal(q, v, cu_seqlens, chunk)
+    if backend == "hopper":
+        if why:
+            raise UnsupportedError(f"the Hopper kernels: {why}; use backend='portable'")
+        return "forward: Gluon for Hopper, pairs of all chunks and a walk; gradients: plain Triton"
+    not_portable = refusal(v, q.shape[3])
+    chosen = choose(v, backend, not_portable is None, ("hopper",))
+    not_hopper = f"not for Hopper: {why or 'taken by name only until it has been timed'}"
+    if chosen == "reference":
+        return "; ".join(["both passes: plain torch", *([not_portable] if not_portable else []), not_hopper])
+    return f"both passes: plain Triton; {not_hopper}"
 
 
 def chunk_gla(

@@ -148,7 +148,7 @@ def build_attention(case: Case, settings: Settings) -> Workload:
     gates = 4 * steps * {"step": 1, "key": key_dim}.get(str(case["gate"]), 0)
     why, plain = hopper_refusal(settings, str(case["dtype"])), ""
     if case["gate"] == "key":
-        why = "there is no kernel in Gluon for gates of every key dimension"
+        why = "the kernels in Gluon for gates of every key dimension have not run on a GPU yet"
         values = torch.empty(0, 0, 0, value_dim, dtype=DTYPES[str(case["dtype"])], device=settings.device)
         plain = gla_refusal(values, key_dim) or ""
     return Workload(
@@ -244,7 +244,13 @@ def build_mamba(case: Case, settings: Settings) -> Workload:
     inputs = (heads * headdim + 2 * groups * dstate) * itemsize + 4 * heads
     forward = case["pass"] == "forward"
     handicapped = made(
-        "mamba_ssm-fp32-64", "peer", _mamba_ssm(64), why=why, make_inputs=wide_inputs, ruler=as_tensor_cores, known={},
+        "mamba_ssm-fp32-64",
+        "peer",
+        _mamba_ssm(64),
+        why=why,
+        make_inputs=wide_inputs,
+        ruler=as_tensor_cores,
+        known={},
         note=f"float32 x, B and C, chunk 64: as the paper's script called it, which has no backward; {_TUNED}",
     )
     return Workload(

@@ -101,20 +101,21 @@ def test_packed_sequences():
     judge(NAMES, packed, tensors, [do[:, :total], randn(*tensors[4].shape, seed=9)])
 
 
-def test_offsets_beyond_two_to_the_31():
+@pytest.mark.parametrize("backend", ["portable", "hopper"])
+def test_offsets_beyond_two_to_the_31(backend):
     """Views whose last step lies more than 2^31 elements from their first; of gates, too."""
-    step = 2**31 // 63 + 96
+    step = 2**31 // 63 // 8 * 8 + 96
     buffer = torch.empty(63 * step + 96, dtype=BF16, device="cuda")
     x = buffer.as_strided((1, 64, 1, 96), (0, step, 96, 1))
     x.copy_(-randn(1, 64, 1, 96, seed=1).square())
     near = x.contiguous()
-    for far, close in zip(function("portable")(x, x, x, x), function("portable")(*[near] * 4), strict=True):
+    for far, close in zip(function(backend)(x, x, x, x), function(backend)(*[near] * 4), strict=True):
         assert torch.equal(far, close)
     grads = [x, near]
     found = []
     for one in grads:
         leaf = one.detach().requires_grad_()
-        found.append(torch.autograd.grad(function("portable")(leaf, leaf, leaf, leaf)[0], leaf, one)[0])
+        found.append(torch.autograd.grad(function(backend)(leaf, leaf, leaf, leaf)[0], leaf, one)[0])
     assert torch.equal(*found)
 
 
@@ -139,3 +140,93 @@ def test_long_memories():
     truth = torch.autograd.grad(function("reference")(*wide), wide, given)[3]
     for part in (slice(0, 1024), slice(3072, 4096)):
         assert_close_to_truth("dg", mine[:, part], truth[:, part], ruler[:, part])
+
+
+def on_hopper(backend):
+    """`judge` asks for "portable" and for the reference, which is the truth and the ruler."""
+    return function("hopper" if backend == "portable" else backend)
+
+
+@pytest.mark.parametrize("shape", [
+    pytest.param((2, 1023, 4, 128, 128), id="T1023-K128-V128"),
+    pytest.param((2, 300, 2, 64, 128), id="T300-K64-V128"),
+    pytest.param((2, 130, 2, 96, 72), id="T130-K96-V72"),
+    pytest.param((2, 300, 2, 128, 64), id="T300-K128-V64"),
+    pytest.param((3, 65, 2, 24, 40), id="T65-K24-V40"),
+    pytest.param((1, 4096, 2, 128, 128), id="T4096-K128-V128-segments"),
+    pytest.param((1, 2500, 1, 64, 256), id="T2500-K64-V256-segments"),
+])  # fmt: skip
+def test_gla_on_hopper(shape):
+    judge(NAMES, on_hopper, *make(*shape, BF16))
+
+
+@pytest.mark.parametrize("seqlen", [1, 2, 15, 16, 17, 63, 64, 128, 129])
+def test_lengths_on_hopper(seqlen):
+    """Many heads: see `test_one_step`. Without a first state: what is in memory there must not matter."""
+    tensors, grads = make(1, seqlen, 32, 128, 128, BF16)
+    judge(NAMES[:-1], on_hopper, tensors[:4], grads)
+
+
+@pytest.mark.parametrize("gate", [-30.0, -1e4, -math.inf])
+def test_gates_that_forget_on_hopper(gate):
+    tensors, grads = make(2, 130, 4, 128, 128, BF16)
+    tensors[3][:, 2::3, :, ::2] = gate
+    judge(NAMES, on_hopper, tensors, grads)
+
+
+@pytest.mark.parametrize("gates", [0.0, 1e-4, 30.0])
+def test_memories_on_hopper(gates):
+    """None forgotten, hardly any, nearly all at once: gates are multiplied up, thousands of them."""
+    tensors, _ = make(1, 4096, 2, 64, 96, BF16, gates=gates)
+    mine, ruler = function("hopper")(*tensors), function("reference")(*tensors)
+    truth = function("reference")(*(x.double() for x in tensors))
+    for name, *three in zip(NAMES, mine, truth, ruler, strict=False):
+        assert_close_to_truth(name, *three)
+
+
+def test_views_on_hopper():
+    """NaN before and behind every tensor, steps apart, gates of 16 bits; then views that TMA cannot address."""
+    tensors, _ = make(2, 200, 3, 64, 64, BF16)
+    tensors[3] = tensors[3].bfloat16()
+    expected = function("hopper")(*tensors)
+    for shift in (8, 3):
+        given = []
+        for x in tensors[:4]:
+            wide = torch.full((2, 264, 4, 64 + 2 * shift), math.nan, dtype=x.dtype, device="cuda")
+            view = wide[:, 37:237, 1:, shift : 64 + shift]
+            view.copy_(x)
+            given.append(view)
+        for one, other in zip(function("hopper")(*given, tensors[4]), expected, strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("shape", [(2, 300, 4, 128, 128), (1, 4096, 2, 64, 64)], ids=["K128", "K64-segments"])
+def test_the_same_bits_again_on_hopper(shape):
+    """And in a graph that is replayed, with other inputs in between."""
+    tensors, _ = make(*shape, BF16)
+    first = function("hopper")(*tensors)
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(first, function("hopper")(*tensors), strict=True))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = function("hopper")(*tensors)
+    values = tensors[2].clone()
+    for factor in (2.0, 1.0):
+        tensors[2].copy_(values * factor)
+        graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(first, kept, strict=True))
+
+
+def test_compiled_on_hopper():
+    tensors, _ = make(1, 130, 2, 64, 64, BF16)
+    compiled = torch.compile(function("hopper"), fullgraph=True, backend="aot_eager")
+    for one, other in zip(compiled(*tensors), function("hopper")(*tensors), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_what_is_refused_on_hopper():
+    tensors, _ = make(1, 64, 2, 256, 64, BF16)
+    with pytest.raises(UnsupportedError, match="K must be a multiple of 8 from 16 to 128"):
+        function("hopper")(*tensors)
+    with pytest.raises(UnsupportedError, match="takes bfloat16"):
+        function("hopper")(*make(1, 64, 2, 64, 64, FP16)[0])

@@ -86,6 +86,12 @@ def gla(dtype: torch.dtype, key_dim: int, value_dim: int, packed: bool) -> None:
     cu = torch.tensor([0, 1000, 4096], dtype=torch.int32) if packed else None
     ops.gla_op._init_fn(q, q, v, g, state, cu, 0.1, 64)
     ops.gla_backward_op._init_fn(v, state, q, q, v, g, state, cu, 0.1, 64)
+    if dtype == torch.bfloat16 and not packed:
+        from gpu_accel.thunderkittens import gla_hopper
+
+        gla_hopper.forward(q, q, v, g, state, scale=0.1, segments=2)
+        short, half = q[..., :64].contiguous(), g[..., :64].bfloat16()
+        gla_hopper.forward(short, short, v, half, None, scale=0.1, segments=1)
 
 
 def maps(dtype: torch.dtype, value_dim: int) -> None:
