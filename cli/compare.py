@@ -12,7 +12,7 @@ import typer
 from gpu_accel.errors import InvalidInputError
 
 from . import codes, output
-from .console import note, out, plain, table
+from .console import Fittest, Items, note, out, plain, table
 from .options import JsonOption, OutputOption
 from .render import number, split_cases
 from .results import load
@@ -239,20 +239,27 @@ def _left_out(entry: dict[str, Any]) -> str:
 
 def _show(payload: dict[str, Any]) -> None:
     rows = payload["rows"]
-    shared, labels = split_cases([row["case"] for row in rows])
-    several = len({(row["mode"], row["l2"], row["gpu_a"]) for row in rows}) > 1
-    columns = ("experiment", "implementation", "case", *(["taken"] if several else []), "metric", "A", "B", "gain", "")
-    made = table(*columns, title=shared, right=("A", "B", "gain"))
+    names = {row["experiment"] for row in rows}
+    shared, labels = split_cases([row["case"] for row in rows], *(names if len(names) == 1 else ()))
+    parts = [one for one in ("mode", "l2", "gpu_a") if len({row[one] for row in rows}) > 1]
+    heads = ["experiment"] if len(names) != 1 else []
+    heads += ["implementation", "case", *(["taken"] if parts else []), "metric"]
+    numbers = ("A", "B", "gain")
+    title = shared if len(names) != 1 else f"{names.pop()}  [dim]{shared}[/]"
+    wide, narrow = (table(*about, *numbers, "", title=title, right=numbers) for about in (heads, [", ".join(heads)]))
     for row, label in zip(rows, labels, strict=True):
-        taken = ", ".join(filter(None, [row["mode"], row["l2"], row["gpu_a"]]))
+        cells = {
+            "experiment": row["experiment"], "implementation": row["impl"], "case": label,
+            "taken": ", ".join(filter(None, [row[one] for one in parts])),
+            "metric": f"{row['metric'].replace('_', ' ')} {row['unit'] if row['unit'] != '1' else ''}".strip(),
+        }  # fmt: skip
+        about = [plain(cells[head]) for head in heads]
         style = STYLES[row["verdict"]]
-        made.add_row(
-            row["experiment"], row["impl"], label, *([plain(taken)] if several else []),
-            f"{row['metric']} {row['unit']}", number(row["a"]), number(row["b"]), _gain(row),
-            f"[{style}]{row['verdict']}[/]",
-        )  # fmt: skip
+        found = (number(row["a"]), number(row["b"]), _gain(row), f"[{style}]{row['verdict']}[/]")
+        wide.add_row(*about, *found)
+        narrow.add_row(Items([one for one in about if one]), *found)
     screen = out()
-    screen.print(made)
+    screen.print(Fittest(wide, narrow))
     counts = ", ".join(f"{count} {word}" for word, count in payload["counts"].items() if count)
     screen.print(
         f"{len(rows)} compared: {counts}. A gain above 1 means that B is better: A / B of times, errors and bytes, "

@@ -105,34 +105,38 @@ def _fitted() -> Any:
             super().__init__(**options)
             self._spare = list(spare)
 
-        def _sizes(self, console: Any, limit: int) -> tuple[list[int], list[int], list[int], int]:
-            """Of each column: its longest word, what holds its numbers whole, all of it; and what columns share."""
+        def _sizes(self, console: Any, limit: int) -> tuple[list[list[int]], list[int], int]:
+            """Least widths of columns, from texts, numbers and words whole to words alone; most; and what is theirs."""
             wide = console.options.update(width=100_000)
             heads = [Measurement.get(console, wide, one.header) for one in self.columns]
             cells = [[Measurement.get(console, wide, cell) for cell in one.cells] for one in self.columns]
             words = [max(x.minimum for x in (head, *rest)) for head, rest in zip(heads, cells, strict=True)]
             most = [max(x.maximum for x in (head, *rest)) for head, rest in zip(heads, cells, strict=True)]
-            whole = [
+            numbers = [
                 max(word, *(x.maximum for x in rest)) if one.justify == "right" and rest else word
                 for one, word, rest in zip(self.columns, words, cells, strict=True)
             ]
-            return words, whole, most, limit - (Measurement.get(console, wide, self).maximum - sum(most))
+            texts = [
+                max([width, *(cell.longest for cell in one.cells if isinstance(cell, Items))])
+                for one, width in zip(self.columns, numbers, strict=True)
+            ]
+            return [texts, numbers, words], most, limit - (Measurement.get(console, wide, self).maximum - sum(most))
 
         def fits(self, console: Any, limit: int) -> bool:
-            """Whether so many columns of text hold it with words and numbers whole."""
-            _, whole, _, room = self._sizes(console, limit)
+            """Whether so many columns of text hold it with texts, numbers and words whole."""
+            (whole, *_), _, room = self._sizes(console, limit)
             return sum(whole) <= room
 
         def __rich_console__(self, console: Any, options: Any) -> Any:
             missing: list[Any] = []
-            words, whole, most, room = self._sizes(console, options.max_width)
-            while sum(words) > room and self._spare:
+            least, most, room = self._sizes(console, options.max_width)
+            while sum(least[-1]) > room and self._spare:
                 missing.append(self._spare.pop(0))
                 self.columns = [one for one in self.columns if one.header != missing[-1]]
-                words, whole, most, room = self._sizes(console, options.max_width)
-            if sum(most) > room and sum(words[:1]) + len(words) <= room:
-                least = whole if sum(whole) <= room else words
-                for one, width in zip(self.columns, _widths(least, most, room), strict=True):
+                least, most, room = self._sizes(console, options.max_width)
+            if sum(most) > room and sum(least[-1][:1]) + len(most) <= room:
+                chosen = next((one for one in least if sum(one) <= room), least[-1])
+                for one, width in zip(self.columns, _widths(chosen, most, room), strict=True):
                     one.width = width
             yield from super().__rich_console__(console, options)
             if missing:
@@ -163,11 +167,17 @@ class Items:
         last = len(texts) - 1
         self._texts = [Text.from_markup(one) + Text("" if at == last else ";") for at, one in enumerate(texts)]
 
+    @property
+    def longest(self) -> int:
+        """The width of the longest text."""
+        return max((one.cell_len for one in self._texts), default=0)
+
     def __rich_measure__(self, console: Any, options: Any) -> Any:
         from rich.measure import Measurement
 
-        lengths = [one.cell_len for one in self._texts] or [0]
-        return Measurement(max(lengths), sum(lengths) + len(lengths) - 1)
+        lengths = [one.cell_len for one in self._texts]
+        words = [len(word) for one in self._texts for word in one.plain.split()]
+        return Measurement(max(words, default=0), sum(lengths) + max(len(lengths) - 1, 0))
 
     def __rich_console__(self, console: Any, options: Any) -> Any:
         from rich.text import Text

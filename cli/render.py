@@ -197,8 +197,10 @@ def _first_speed(records: list[Record]) -> Record | None:
 
 def _told(record: Record) -> str:
     """A metric's name, with what sets it apart from another record of the same."""
-    apart = {"warm": "warm cache"}.get(str(record.timing.get("l2")), "") if record.is_speed else ""
-    return ", ".join(filter(None, (record.metric, apart, str(record.timing.get("mode") or ""))))
+    if not record.is_speed:
+        return record.metric
+    cache = "warm cache" if record.timing.get("l2") == "warm" else ""
+    return ", ".join(filter(None, (record.metric, cache, str(record.timing.get("mode") or ""))))
 
 
 _Row = tuple[str, str, dict[str, str]]  # case, implementation, cells by column: =metric, /rival, or as it is headed

@@ -162,3 +162,18 @@ def _files(tmp_path: Path, a: list[Record], b: list[Record]) -> list[str]:
     for file, records in zip(files, (a, b), strict=True):
         append_records(file, records)
     return [str(file) for file in files]
+
+
+@pytest.mark.parametrize("width", [72, 100, 200])
+def test_what_is_said_stays_whole_on_a_narrow_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    for name, speed in (("a.jsonl", 100.0), ("b.jsonl", 107.0)):
+        long = [timed(impl="portable-with-a-name", tflops=speed, batch=batch) for batch in (2, 4)]
+        append_records(tmp_path / name, [taken(long[0]), taken(long[1], mode="sustained", l2="warm")])
+    shown = CliRunner().invoke(app, ["compare", str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")])
+    assert shown.exit_code == codes.OK, shown.output
+    for word in ("portable-with-a-name", "sustained", "ambiguous", "0.02147", "0.02007"):
+        assert word in shown.stdout, shown.stdout
+    assert max(map(len, shown.stdout.split("2 compared")[0].splitlines())) <= width

@@ -247,7 +247,7 @@ def _build_search(case: Case, settings: Settings) -> Workload:
     def compiled_check(seed: int) -> Check:
         error = final(seed).compiled_error
         if error is None:
-            raise UnsupportedError(f"torch.compile: {final(seed).failed.get('compiled', 'not timed')}")
+            raise UnsupportedError(_why(final(seed), "compiled"))
         return Check(error, 1.0, ERROR)
 
     def final(seed: int) -> Measured:
@@ -399,7 +399,7 @@ def _build_winners(case: Case, settings: Settings) -> Workload:
         def checked(seed: int) -> Check:
             error = taken().library_error if name == "library" else taken().compiled_error
             if error is None:
-                raise UnsupportedError(f"{name}: {taken().failed.get(name, 'not timed')}")
+                raise UnsupportedError(_why(taken(), name))
             return Check(error, 1.0, ERROR)
 
         return Implementation(name=name, role="peer", check=checked, note=NOTES[name],
@@ -413,6 +413,12 @@ def _build_winners(case: Case, settings: Settings) -> Workload:
                        values=lambda seed: _best_values(task, taken())),
     ]  # fmt: skip
     return Workload(implementations=listed, flops=None, bytes_moved=task.bytes_moved(dict(task.bench)))
+
+
+def _why(taken: Measured, name: str) -> str:
+    """Why a library has no times; some reasons begin with its name already."""
+    word = {"compiled": "torch.compile", "library": "torch"}[name]
+    return f"{word}: {taken.failed.get(name, 'not timed').removeprefix(f'{word}: ')}"
 
 
 def _passed(task: Task, judged: Judgement | None) -> Check:
