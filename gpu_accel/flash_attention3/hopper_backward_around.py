@@ -72,7 +72,8 @@ def prepare_rows(
         here = here & (cols < head_dim)[None, :]
     o_at = batch.to(tl.int64) * o_sb + head.to(tl.int64) * o_sh + row.to(tl.int64) * o_ss
     do_at = batch.to(tl.int64) * do_sb + head.to(tl.int64) * do_sh + row.to(tl.int64) * do_ss
-    o = tl.load(o_ptr + (o_at[:, None] + cols[None, :]), mask=here, other=0.0).to(tl.float32)
+    o_at = o_ptr + (o_at[:, None] + cols[None, :])
+    o = tl.load(o_at, mask=here, other=0.0, eviction_policy="evict_first").to(tl.float32)  # the L2 is for do and zeros
     do = tl.load(do_ptr + (do_at[:, None] + cols[None, :]), mask=here, other=0.0).to(tl.float32)
     batch_head = (batch * heads + head).to(tl.int64)
     lse = tl.load(lse_ptr + (batch_head * seqlen_q + row), mask=row < seqlen_q, other=float("inf")) * LOG2_E

@@ -84,6 +84,15 @@ def test_other_shapes_around_give_the_same_bits(around, d, head_dim, device):
     assert (stat[:, :, -1, 0, 150 % block :] == math.inf).all()
 
 
+@pytest.mark.parametrize("around", SHAPES.values(), ids=SHAPES)
+def test_other_shapes_prepare_without_a_sum(around, device):
+    batch, seqlen, heads, head_dim = 1, 100, 2, 200
+    o, do = (torch.randn(batch, seqlen, heads, head_dim, device=device) for _ in range(2))
+    lse = torch.randn(batch, heads, seqlen, device=device)
+    a, b = (hopper_backward._prepare((do, o, o, o, o, lse, None), 2, 64, 256, None, x) for x in (None, around))
+    assert torch.equal(a, b)
+
+
 def test_gradient_of_sinks(device):
     batch, seqlen, heads, d = 2, 70, 3, 64
     q, k, v = (torch.randn(batch, seqlen, heads, d, device=device) for _ in range(3))
