@@ -63,7 +63,12 @@ print("right:", blocks, "programs")
 @pytest.mark.parametrize("compile_environment", ["installed"], indirect=True)  # others are compiled elsewhere
 def test_what_the_compiler_made_is_right(compile_environment, form):
     done = subprocess.run(
-        [sys.executable, "-c", _CODE, form], cwd=ROOT, env=compile_environment, capture_output=True, text=True, timeout=900
+        [sys.executable, "-c", _CODE, form],
+        cwd=ROOT,
+        env=compile_environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines() == ["right: 2 programs"]
