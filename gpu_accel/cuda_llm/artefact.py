@@ -5,6 +5,7 @@
     NNNN-digest.py   every proposal as it was given (.cu for CUDA C++, .txt for what is no candidate)
     transcript.jsonl what a language model was asked and what it answered
     best.py          the fastest confirmed kernel (.cu for CUDA C++)
+    .lock            held by the search that is at work here
 """
 
 from __future__ import annotations
@@ -12,16 +13,17 @@ from __future__ import annotations
 import datetime
 import functools
 import json
-import math
+import os
 import platform
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gpu_accel.errors import InvalidInputError, shown
+from gpu_accel.errors import InvalidInputError
 
-from .candidate import Candidate
+from .candidate import LARGEST_SOURCE, Candidate
+from .folders import append_line, read_plain, write_whole
+from .kept import fault_of_row, fault_of_run
 from .proposers import Attempt, digest_of
 from .verdict import Judgement, Kind, Rejected, Verdict
 
@@ -51,30 +53,29 @@ class Artefact:
         if self.folder is None:
             return
         name = f"{attempt.number:04d}-{attempt.digest}{suffix_of(attempt.candidate)}"
-        (self.folder / name).write_text(attempt.source, encoding="utf-8")
+        write_whole(self.folder / name, attempt.source)
         row = {
             "number": attempt.number, "file": name, "change": attempt.change, "time": attempt.time, "ms": attempt.ms,
             "confirmed": attempt.confirmed, "tokens": list(attempt.tokens), "dollars": attempt.dollars,
             "at": round(attempt.at, 3),
         }  # fmt: skip
-        with (self.folder / "attempts.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row | attempt.judgement.as_dict()) + "\n")
+        append_line(self.folder / "attempts.jsonl", json.dumps(row | attempt.judgement.as_dict()))
 
     def best(self, candidate: Candidate) -> None:
         if self.folder is not None:
-            for old in ("best.py", "best.cu"):
+            name = f"best{suffix_of(candidate)}"
+            write_whole(self.folder / name, candidate.text)
+            for old in {"best.py", "best.cu"} - {name}:
                 (self.folder / old).unlink(missing_ok=True)
-            (self.folder / f"best{suffix_of(candidate)}").write_text(candidate.text, encoding="utf-8")
 
     def say(self, entry: dict[str, Any]) -> None:
         """Keep one exchange with a model."""
         if self.folder is not None:
-            with (self.folder / "transcript.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps(entry) + "\n")
+            append_line(self.folder / "transcript.jsonl", json.dumps(entry))
 
     def _write(self, name: str, value: dict[str, Any]) -> None:
         if self.folder is not None:
-            (self.folder / name).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+            write_whole(self.folder / name, json.dumps(value, indent=1) + "\n")
 
 
 def make_folder(folder: Path) -> None:
@@ -91,7 +92,7 @@ def make_folder(folder: Path) -> None:
 
 def holds_search(folder: Path) -> bool:
     """Whether a search was kept here, whole or not."""
-    return any((folder / name).exists() for name in ("run.json", "attempts.jsonl"))
+    return any(os.path.lexists(folder / name) for name in ("run.json", "attempts.jsonl"))
 
 
 def suffix_of(candidate: Candidate | None) -> str:
@@ -127,37 +128,14 @@ def read_run(folder: Path) -> dict[str, Any]:
         InvalidInputError: there is none, or of a version that is not known.
     """
     try:
-        found = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        found = json.loads(read_plain(folder / "run.json").decode("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise InvalidInputError(f"{folder} holds no search: run.json cannot be read ({error})") from error
     if not isinstance(found, dict) or found.get("schema") != SCHEMA:
         raise InvalidInputError(f"{folder}/run.json has another format; this version reads schema {SCHEMA}")
-    for key in ("task", "target"):
-        if not isinstance(found.get(key), str):
-            raise InvalidInputError(f"{folder}/run.json: {key} is {shown(found.get(key), 60)}, not text; {_REMEDY}")
-    if not isinstance(found.get("environment"), dict):
-        raise InvalidInputError(f"{folder}/run.json: environment is no object; {_REMEDY}")
-    if fault := _final_fault(found.get("final")):
-        raise InvalidInputError(f"{folder}/run.json: final {fault}; {_REMEDY}")
+    if fault := fault_of_run(found):
+        raise InvalidInputError(f"{folder}/run.json: {fault}; {_REMEDY}")
     return found
-
-
-def _final_fault(final: Any) -> str:
-    """What is wrong with the times of the last measurement; "" for nothing."""
-    if final is None:
-        return ""
-    if not isinstance(final, dict):
-        return f"is {shown(final, 60)}, no object"
-    for part in ("samples", "slow", "warm"):
-        taken = final.get(part, {})
-        if not isinstance(taken, dict) or not all(isinstance(times, list) for times in taken.values()):
-            return f"has {part} that are no lists of times"
-        if not all(_amount(time) and time > 0 for times in taken.values() for time in times):
-            return f"has {part} with times that are no positive numbers"
-    for name, error in final.items():
-        if name.endswith("_error") and error is not None and type(error) not in (int, float):
-            return f"has {name} {shown(error, 60)}, no number"
-    return ""
 
 
 def read_attempts(folder: Path) -> list[dict[str, Any]]:
@@ -168,10 +146,12 @@ def read_attempts(folder: Path) -> list[dict[str, Any]]:
     """
     path = folder / "attempts.jsonl"
     try:
-        lines = path.read_bytes().splitlines()
+        lines = read_plain(path).split(b"\n")
     except OSError as error:
         raise InvalidInputError(f"{folder} holds no search: attempts.jsonl cannot be read ({error})") from error
     rows: dict[int, dict[str, Any]] = {}
+    if not lines[-1]:
+        lines.pop()
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line.decode("utf-8"))
@@ -180,7 +160,7 @@ def read_attempts(folder: Path) -> list[dict[str, Any]]:
                 continue
             why = "not UTF-8" if isinstance(error, UnicodeDecodeError) else "no JSON"
             raise InvalidInputError(f"{path}, line {number}: {why}; {_REMEDY}") from error
-        if fault := _fault(row):
+        if fault := fault_of_row(row):
             raise InvalidInputError(f"{path}, line {number}: {fault}; {_REMEDY}")
         if not (folder / row["file"]).is_file():
             raise InvalidInputError(f"{path}, line {number}: there is no file {row['file']}; {_REMEDY}")
@@ -193,68 +173,26 @@ def read_attempts(folder: Path) -> list[dict[str, Any]]:
 
 
 _REMEDY = "restore the folder, or search again into a new one"
-_FILE = re.compile(r"(?P<number>\d{4,})-[0-9a-f]{16}\.(py|cu|txt)")
 
-
-def _fault(row: Any) -> str:
-    """What is wrong with a row of attempts.jsonl; "" for nothing."""
-    if not isinstance(row, dict):
-        return "no object"
-    if lacking := [key for key in _ROW if key not in row]:
-        return f"lacks {lacking[0]}"
-    for key, (known, what) in _ROW.items():
-        if not known(row[key]):
-            return f"{key} is {shown(row[key], 60)}, not {what}"
-    named = _FILE.fullmatch(row["file"])
-    if named is None or int(named["number"]) != row["number"]:
-        return f"file is {shown(row['file'], 60)}, not {row['number']:04d}-, 16 digits of a digest and .py, .cu or .txt"
-    return ""
-
-
-def _count(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _amount(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < math.inf
-
-
-def _texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(one, str) for one in value)
-
-
-def _text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _time(value: Any) -> bool:
-    return value is None or (_amount(value) and value > 0)
-
-
-_ROW: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "number": (_count, "a count"), "file": (_text, "text"), "change": (_text, "text"),
-    "time": (_time, "a positive number or null"), "ms": (_time, "a positive number or null"),
-    "confirmed": (lambda value: isinstance(value, bool), "true or false"),
-    "tokens": (lambda value: isinstance(value, list) and len(value) == 2 and all(map(_count, value)), "two counts"),
-    "dollars": (_amount, "an amount"), "at": (_amount, "seconds"),
-    "verdict": (lambda value: value in list(Verdict), "one of " + ", ".join(Verdict)),
-    "kind": (lambda value: value is None or value in list(Kind), "null or a kind of fault"),
-    "detail": (_text, "text"), "evidence": (_texts, "a list of texts"), "verified_by": (_texts, "a list of texts"),
-    "sandbox": (_text, "text"),
-    "error": (lambda value: value is None or type(value) in (int, float), "a number or null"),
-}  # fmt: skip
-
-
-def text_of(folder: Path, row: Mapping[str, Any]) -> str:
-    """The proposal of a row of attempts.jsonl, as it was given.
+def proposal_of(folder: Path, row: Mapping[str, Any]) -> tuple[str, Candidate | None]:
+    """The proposal of a row of attempts.jsonl, as it was given, and the candidate that it is.
 
     Raises:
-        InvalidInputError: its file cannot be read.
+        InvalidInputError: its file cannot be read, or is not what it was; such as a link to something else.
     """
     try:
-        return (folder / row["file"]).read_bytes().decode("utf-8")
+        text = read_plain(folder / row["file"]).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInputError(f"{folder}/{row['file']} cannot be read: {error}") from error
+    candidate: Candidate | None = None
+    if not row["file"].endswith(".txt"):
+        try:
+            candidate = Candidate.parse(text)
+        except Rejected as rejected:
+            raise InvalidInputError(f"{folder}/{row['file']} is no candidate any more: {rejected}") from rejected
+    if (candidate.digest if candidate else digest_of(text)) not in row["file"]:
+        raise InvalidInputError(f"{folder}/{row['file']} was changed since it was judged")
+    return text, candidate
 
 
 def attempts_of(folder: Path) -> list[Attempt]:
@@ -265,17 +203,7 @@ def attempts_of(folder: Path) -> list[Attempt]:
     """
     made = []
     for row in read_attempts(folder):
-        text = text_of(folder, row)
-        candidate: Candidate | None = None
-        if row["file"].endswith(".txt") and digest_of(text) not in row["file"]:
-            raise InvalidInputError(f"{folder}/{row['file']} was changed since it was judged")
-        if not row["file"].endswith(".txt"):
-            try:
-                candidate = Candidate.parse(text)
-            except Rejected as rejected:
-                raise InvalidInputError(f"{folder}/{row['file']} is no candidate any more: {rejected}") from rejected
-            if candidate.digest not in row["file"]:
-                raise InvalidInputError(f"{folder}/{row['file']} was changed since it was judged")
+        text, candidate = proposal_of(folder, row)
         made.append(
             Attempt(
                 number=row["number"], candidate=candidate, text=text, judgement=_judgement(row), time=row["time"],
@@ -295,7 +223,9 @@ def best_of(folder: Path) -> Candidate:
     for name in ("best.py", "best.cu"):
         if (folder / name).is_file():
             try:
-                return Candidate.parse((folder / name).read_bytes())
+                return Candidate.parse(read_plain(folder / name, LARGEST_SOURCE + 1))
+            except OSError as error:
+                raise InvalidInputError(f"{folder}/{name} cannot be read: {error.strerror or error}") from error
             except Rejected as rejected:
                 raise InvalidInputError(f"{folder}/{name} is no candidate: {rejected}") from rejected
     raise InvalidInputError(f"{folder} has no best.py and no best.cu")

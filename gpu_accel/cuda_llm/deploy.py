@@ -123,5 +123,5 @@ def _module(program: Program, trial: dict[str, Any]) -> Any:
     major, minor = torch.cuda.get_device_capability()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "kernel.py")
-        file.write_text(program.source)
+        file.write_text(program.source, encoding="utf-8")
         return Module(compile_triton(file, program.entry, trial, 10 * major + minor))

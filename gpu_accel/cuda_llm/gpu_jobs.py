@@ -71,7 +71,7 @@ class Compiler:
         else:
             key = name, json.dumps([trial["constants"], trial["block"], trial["shared"]])
             if key not in self._made:
-                source = (self.folder / "kernel.cu").read_text()
+                source = (self.folder / "kernel.cu").read_text(encoding="utf-8")
                 cuda_source.check_ptx(ptx_of(source, trial))
                 self._made[key] = compile_cuda(source, name, trial)
         return self._made[key]
@@ -439,7 +439,7 @@ def bench(job: dict[str, Any], folder: Path, binary: Binary) -> dict[str, Any]:
     for name, peer in what["others"].items():
         (folder / name).mkdir()
         file = folder / name / ("kernel.py" if peer["trial"]["language"] == "triton" else "kernel.cu")
-        file.write_text(peer["source"])
+        file.write_text(peer["source"], encoding="utf-8")
         own = Memory(what, peer["trial"], what["seed"] + 3 * 10**6)
         given += own.named("input")
         made = Module(Compiler(folder / name, peer["entry"])(peer["trial"]))

@@ -20,7 +20,7 @@ import os
 import re
 import secrets
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from .candidate import Candidate
 from .image import GUARDS, Layout
 from .launch import Launch, malformed
 from .outputs import Trial, judge
-from .sandbox import Outcome, Sandbox
+from .sandbox import Outcome, Sandbox, open_plain
 from .tasks import Task, find
 from .triton_source import canonical
 from .verdict import Judgement, Kind, Rejected, Verdict
@@ -276,19 +276,20 @@ def run(
 
 def write(program: Program, folder: Path) -> None:
     """Put the source where the sandboxed process looks for it."""
-    (folder / ("kernel.py" if program.language == "triton" else "kernel.cu")).write_text(program.source)
+    name = "kernel.py" if program.language == "triton" else "kernel.cu"
+    (folder / name).write_text(program.source, encoding="utf-8")
 
 
 def read_memory(path: Path, size: int) -> torch.Tensor:
     """Memory as the process left it: a plain file of exactly that size."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with os.fdopen(descriptor, "rb") as file:
-            data = bytearray(file.read(size + 1))
+        with open_plain(path) as file:
+            found = os.fstat(file.fileno()).st_size
+            data = bytearray(file.read(size)) if found == size else bytearray()
     except OSError as error:
         raise Rejected(Verdict.CRASHED, None, f"left no output: {error.strerror}") from error
-    if len(data) != size:
-        raise Rejected(Verdict.CRASHED, None, f"left {len(data)} bytes of memory where {size} belong")
+    if found != size:  # asked before it is read: what a process says of itself may be more than there is memory
+        raise Rejected(Verdict.CRASHED, None, f"left {found} bytes of memory where {size} belong")
     return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
@@ -303,21 +304,19 @@ def ended(outcome: Outcome) -> dict[str, Any]:
     result = outcome.result
     if outcome.ended == "lost" or result is None:
         raise Rejected(Verdict.CRASHED, None, "its process ended without a word", (outcome.log[-200:],))
-    error = result.get("error")
-    if error == "refused" and result.get("kind") in cuda_source.PTX_KINDS:
-        raise Rejected(Verdict.CHEATING, Kind(result["kind"]), str(result.get("message"))[:1000])
+    error, kind = result.get("error"), str(result.get("kind"))
+    if error == "refused" and kind in cuda_source.PTX_KINDS:
+        raise Rejected(Verdict.CHEATING, Kind(kind), str(result.get("message"))[:1000])
     if error is not None:
-        verdicts: Mapping[Any, Verdict] = {
-            "oom": Verdict.OOM, "crash": Verdict.CRASHED, "unavailable": Verdict.UNVERIFIED,
-        }  # fmt: skip
-        raise Rejected(verdicts.get(error, Verdict.COMPILE_ERROR), None, str(result.get("message"))[:1000])
+        verdicts = {"oom": Verdict.OOM, "crash": Verdict.CRASHED, "unavailable": Verdict.UNVERIFIED}
+        raise Rejected(verdicts.get(str(error), Verdict.COMPILE_ERROR), None, str(result.get("message"))[:1000])
     return result
 
 
 def _compiled(sandbox: Sandbox, candidate: Candidate, dims: dict[str, int], seconds: float | None) -> Judgement:
     _, constants = candidate.launch.resolve(dims)
     with sandbox.folder() as folder:
-        (folder / "kernel.cu").write_text(candidate.source)
+        (folder / "kernel.cu").write_text(candidate.source, encoding="utf-8")
         result = ended(sandbox.run("compile", folder, seconds=seconds, constants=constants))
     functions = result.get("functions")
     known = functions if isinstance(functions, list) else []

@@ -235,6 +235,6 @@ def _named(task: Task, dims: dict[str, int], outputs: list[Tensor]) -> dict[str,
         raise Rejected(Verdict.WRONG, Kind.MISMATCH, f"{len(outputs)} outputs instead of {len(task.outputs)}")
     for one, x in zip(task.outputs, outputs, strict=True):
         if tuple(x.shape) != one.sizes(dims) or x.dtype is not getattr(torch, one.dtype):
-            detail = f"{one.name} is {x.dtype} {tuple(x.shape)}, not {one.dtype} {one.sizes(dims)}"
+            detail = f"{one.name} is {x.dtype} {shown(tuple(x.shape))}, not {one.dtype} {one.sizes(dims)}"
             raise Rejected(Verdict.WRONG, Kind.MISMATCH, detail)
     return {one.name: x for one, x in zip(task.outputs, outputs, strict=True)}

@@ -177,12 +177,12 @@ class Replay:
 
     def propose(self, brief: Brief, history: Sequence[Attempt], count: int) -> list[Proposal]:
         """The next ones."""
-        from .artefact import text_of
+        from .artefact import proposal_of
 
         at = sum(one.number > 0 for one in history)
         made = []
         for row in self._rows[at : at + count]:
-            text = text_of(folder_of(self.folder), row)
+            text, _ = proposal_of(folder_of(self.folder), row)
             made.append(
                 Proposal(text=text, note=row["change"], tokens=tuple(row["tokens"]), dollars=row["dollars"])
             )  # fmt: skip

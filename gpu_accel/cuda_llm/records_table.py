@@ -34,7 +34,7 @@ def records_of(found: Found) -> list[Record]:
     final, host = run.get("final"), run.get("host")
     if not final or not host:
         raise InvalidInputError(f"{found.folder}: records need final times and the description of their machine")
-    best = next(one for one in found.attempts if run["best"] in one["file"])
+    best = found.best_row
     sizes = " ".join(f"{name}={size}" for name, size in task.bench.items())
     clocks = {key: value for key, value in final["clocks"].items() if key not in ("readings", "unavailable")}
     common: dict[str, Any] = {

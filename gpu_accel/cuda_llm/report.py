@@ -41,7 +41,28 @@ class Found:
 
     @property
     def best(self) -> Candidate:
-        return best_of(self.folder)
+        """The best kernel, which is the one that was timed.
+
+        Raises:
+            InvalidInputError: there is none, or it was changed.
+        """
+        found = best_of(self.folder)
+        if found.digest != self.run.get("best", found.digest):
+            raise InvalidInputError(f"{self.folder}: the best kernel was changed since it was timed")
+        return found
+
+    @property
+    def best_row(self) -> Mapping[str, Any]:
+        """What attempts.jsonl says of it.
+
+        Raises:
+            InvalidInputError: nothing.
+        """
+        digest = self.run.get("best")
+        for one in self.attempts:
+            if digest and digest in one["file"]:
+                return one
+        raise InvalidInputError(f"{self.folder}: no attempt is the best kernel that run.json names")
 
     def ms(self, name: str) -> float | None:
         """Median milliseconds of an implementation in the final timing."""
@@ -197,7 +218,7 @@ def solution(task: Task, candidate: Candidate) -> dict[str, Any]:
     outputs = ", ".join(f'found["{one.name}"]' for one in task.outputs)
     main = (
         "from pathlib import Path\n\nfrom gpu_accel.cuda_llm.deploy import deploy\n\n"
-        f'_kernel = deploy(Path(__file__).with_name("kernel.txt").read_text(), "{task.name}")\n\n\n'
+        f'_kernel = deploy(Path(__file__).with_name("kernel.txt").read_text("utf-8"), "{task.name}")\n\n\n'
         f"def run({names}):\n    found = _kernel({given}{sizes})\n    return {outputs}\n"
     )
     return {
@@ -221,7 +242,7 @@ def trace(found: Found) -> dict[str, Any]:
         raise InvalidInputError(f"{found.folder}: a trace needs times of the best kernel and of the library")
     reference = over * ms
     status = _STATUS.get(Verdict(final["judgement"]["verdict"]), "RUNTIME_ERROR")
-    best = next(one for one in found.attempts if found.run["best"] in one["file"])
+    best = found.best_row
     made: dict[str, Any] = {
         "status": status, "timestamp": str(found.run.get("time", "unknown")), "log": found.run.get("note", ""),
         "environment": {"hardware": found.run["environment"].get("gpu", "unknown"),

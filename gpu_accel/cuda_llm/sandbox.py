@@ -12,11 +12,13 @@ that dies or hangs is replaced.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import select
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -26,7 +28,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 from gpu_accel.errors import HardwareError
 
@@ -162,7 +164,7 @@ class Sandbox:
         if self._base is None or not self._base.is_dir():
             self._base = Path(tempfile.mkdtemp(prefix="gpu-accel-sandbox-"))
             self._base.chmod(0o711)
-            self._removed = weakref.finalize(self, shutil.rmtree, self._base, ignore_errors=True)
+            self._removed = weakref.finalize(self, remove, self._base)
         return self._base
 
     @contextlib.contextmanager
@@ -172,7 +174,7 @@ class Sandbox:
         try:
             yield place
         finally:
-            shutil.rmtree(place, ignore_errors=True)
+            remove(place)
 
     def run(self, what: str, folder: Path, *, seconds: float | None = None, **job: Any) -> Outcome:
         """One job in a process of its own: "probe", "run", "compile" (CUDA sources) or "bench".
@@ -236,12 +238,61 @@ class Sandbox:
         return json.loads(line)
 
 
+def open_plain(path: Path) -> BinaryIO:
+    """A file that a job left, to be read: no link, which could lead to what only we may read, and nothing that waits.
+
+    Raises:
+        OSError: it is not there, or no plain file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "no plain file", str(path))
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder and all that a job put there, nested ever so deep or closed even to its owner."""
+    with contextlib.suppress(RecursionError):
+        shutil.rmtree(folder, ignore_errors=True)
+    if folder.is_dir():
+        with contextlib.suppress(OSError):
+            _empty(folder)
+            folder.rmdir()
+
+
+def _empty(folder: Path) -> None:
+    """Remove what lies in a folder step by step, down and up again, with one of them open at a time."""
+    at, above = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW), list[str]()
+    try:
+        while True:
+            inner = ""
+            with os.scandir(at) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        inner = entry.name
+                        break
+                    os.unlink(entry.name, dir_fd=at)
+            if inner:
+                os.chmod(inner, 0o700, dir_fd=at)
+                above.append(inner)
+            elif not above:
+                return
+            following = os.open(inner or "..", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=at)
+            os.close(at)
+            at = following
+            if not inner:
+                os.rmdir(above.pop(), dir_fd=at)
+    finally:
+        os.close(at)
+
+
 def _json(path: Path) -> dict[str, Any] | None:
     """What a job wrote, if it is an object of a sensible size."""
     try:
-        if path.is_symlink() or path.stat().st_size > LARGEST_RESULT:
-            return None
-        found = json.loads(path.read_text())
+        with open_plain(path) as file:
+            data = file.read(LARGEST_RESULT + 1)
+        found = json.loads(data) if len(data) <= LARGEST_RESULT else None
     except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
@@ -249,7 +300,7 @@ def _json(path: Path) -> dict[str, Any] | None:
 
 def _text(path: Path) -> str:
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             return file.read(4000).decode(errors="replace")
     except OSError:
         return ""

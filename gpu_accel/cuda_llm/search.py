@@ -23,13 +23,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 from gpu_accel.errors import IncorrectResultError, InvalidInputError, shown
 from gpu_accel.hardware.catalog import profile
 
-from .artefact import Artefact, attempts_of, holds_search, host, make_folder, read_run
+from .artefact import Artefact, attempts_of, environment, holds_search, host, make_folder, read_run
 from .candidate import Candidate
+from .folders import held
 from .grammar import Grammar
 from .harness import check, read
 from .launch import read_launch
@@ -41,6 +42,8 @@ from .sandbox import Sandbox
 from .sanitizer import sanitize
 from .tasks import Task, find
 from .verdict import Judgement, Rejected, Verdict
+
+P = ParamSpec("P")
 
 SCREEN_SECONDS, SCREEN_ROUNDS, SCREEN_KEPT = 0.04, 16, 1
 _SUFFIXES = (".py", ".cu", ".txt")  # a line that ends in one is a path, not a source
@@ -310,6 +313,23 @@ def _digest(proposal: Proposal) -> str:
         return proposal.digest
 
 
+def _alone(work: Callable[P, Optimized]) -> Callable[P, Optimized]:
+    """Keep the folder of a search from other searches while it runs."""
+
+    @functools.wraps(work)
+    def held_by_one(*given: P.args, **more: P.kwargs) -> Optimized:
+        out, resume = more.get("out"), bool(more.get("resume"))
+        task = given[1] if len(given) > 1 else more["task"]
+        assert isinstance(task, Task) and (out is None or isinstance(out, Path))
+        check_out(out, task, resume=resume, target=str(more["target"]))
+        with held(out):
+            check_out(out, task, resume=resume, target=str(more["target"]))  # another may just have ended there
+            return work(*given, **more)
+
+    return held_by_one
+
+
+@_alone
 def search(
     start: Candidate,
     task: Task,
@@ -344,12 +364,11 @@ def search(
         tell: called with every attempt.
     Raises:
         IncorrectResultError: the kernel at the start is not accepted.
-        InvalidInputError: there is nothing to resume, it is another task's, or `out` holds a search and `resume` is
-            not set.
+        InvalidInputError: there is nothing to resume, it is another task's, kernel's or machine's, `out` holds a search
+            and `resume` is not set, or another search is at work there.
     """
     budget = budget or Budget()
-    check_out(out, task, resume=resume, target=target)
-    earlier = attempts_of(_resumable(out, task, target)) if resume else []
+    earlier = _earlier(_resumable(out, task, target), start, gpu=pool.gpu) if resume else []
     artefact = Artefact(out)
     brief = Brief(task=task, start=start, target=target, templates=_distinct(start, templates))
     one = _Search(brief, pool, budget, artefact, seed=seed, tell=tell, deadline=deadline)
@@ -442,6 +461,28 @@ def _resumable(out: Path | None, task: Task, target: str) -> Path:
     if target and kept.get("target") != target:
         raise InvalidInputError(f"the search in {out} is for {shown(kept.get('target'), 40)}, not for {target}")
     return out
+
+
+def _earlier(out: Path, start: Candidate, *, gpu: bool) -> list[Attempt]:
+    """The attempts to go on from. What was confirmed elsewhere, or edited since, is confirmed here before it is best.
+
+    Raises:
+        InvalidInputError: it began with another kernel, or on another machine, whose times are other times.
+    """
+    kept = read_run(out)
+    if kept.get("start", start.digest) != start.digest:
+        raise InvalidInputError(f"the search in {out} began with another kernel: go on from that one, or name another "
+                                "folder")  # fmt: skip
+    there, here = (timed and (found.get("gpu") or "a GPU") for timed, found in (
+        (kept.get("gpu", gpu), kept["environment"]), (gpu, environment())))  # fmt: skip
+    if there != here:
+        raise InvalidInputError(f"the search in {out} ran {_on(there)}, and this would run {_on(here)}: begin one in "
+                                "another folder, or judge its best kernel here with `optimize bench`")  # fmt: skip
+    return [replace(one, confirmed=one.confirmed and not gpu) for one in attempts_of(out)]
+
+
+def _on(gpu: object) -> str:
+    return f"on {shown(gpu, 60)}" if gpu else "without a GPU"
 
 
 def _measured(sandbox: Sandbox, candidate: Candidate, task: Task, **more: Any) -> Measured:

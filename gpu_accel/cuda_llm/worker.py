@@ -250,7 +250,7 @@ def _compile_cuda(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     from . import cuda_source
     from .compiled import ptx_of, with_defines
 
-    source = (folder / "kernel.cu").read_text()
+    source = (folder / "kernel.cu").read_text(encoding="utf-8")
     cuda_source.check_ptx(ptx_of(source, job))
     binary = build(with_defines(source, job["constants"]))
     return {"compiler": binary.compiler, "functions": sorted(binary.functions)}

@@ -34,6 +34,7 @@ from gpu_accel.flash_attention3.kvcache_problem import (
 from gpu_accel.flash_attention3.problem import (
     FLOAT_DTYPES,
     check_flag,
+    check_not_over,
     check_scalars,
     check_sink_values,
     check_strided,
@@ -113,7 +114,7 @@ def flash_attn_with_kvcache(
         return_lse, return_softmax_lse: also return lse; the second is flash-attn's name.
         backend: "auto", "portable" (Triton), "hopper" (Gluon, see `hopper_decode.refuse`) or "reference" (plain torch).
             `explain_kvcache` says which one "auto" takes and why.
-        out: where to write o: its shape and dtype, last stride 1.
+        out: where to write o: its shape and dtype, last stride 1. It may be q, and lies over nothing else that is read.
         validate: read and check values of cache_seqlens, cache_leftpad, cache_batch_idx and page_table, which waits for
             the device. Default: on a CPU only. Unchecked wrong page numbers are wrong addresses.
 
@@ -160,6 +161,7 @@ def flash_attn_with_kvcache(
         if o.shape[-1] > 1 and o.stride(-1) != 1:
             raise InvalidInputError(f"out must have last stride 1, got strides {o.stride()}")
         check_written("out", o)
+        check_not_over("out", o, q=q, k_cache=k_cache, v_cache=v_cache, k_descale=k_descale, v_descale=v_descale)
     wide = torch.float64 if call.q.dtype == torch.float64 else torch.float32
     lse = torch.empty(shape[0], shape[2], shape[1], dtype=wide, device=call.q.device)
     if direct:
@@ -323,7 +325,7 @@ def kvcache_op(
     k_scales = _scales("k_descale", k_scale, k_cache, q, page)
     v_scales = _scales("v_descale", v_scale, v_cache, q, page)
     if k is not None:  # a compiler knew no addresses
-        _check_apart(k_cache, v_cache, k_scales, v_scales)
+        _check_apart(k_cache, v_cache, k_scales, v_scales, k=k, v=v)
     call = KVCall(
         q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
         rotary_interleaved=rotary_interleaved, cache_seqlens=cache_seqlens, length=length,
@@ -470,7 +472,7 @@ def make_call(
         _refuse_shared_token_scales(k_descale, k_cache)
         _refuse_shared_token_scales(v_descale, v_cache)
     if k is not None:
-        _check_apart(k_cache, v_cache, k_scales, v_scales)
+        _check_apart(k_cache, v_cache, k_scales, v_scales, k=k, v=v)
     return KVCall(
         q=unit_last_stride(q), k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=cos, rotary_sin=sin,
         rotary_interleaved=check_flag("rotary_interleaved", rotary_interleaved), cache_seqlens=lengths, length=length,
@@ -588,8 +590,10 @@ def _refuse_shared_token_scales(x: Tensor | None, cache: Tensor) -> None:
         )
 
 
-def _check_apart(k_cache: Tensor, v_cache: Tensor, k_scales: Scales, v_scales: Scales) -> None:
-    """An append writes keys and values, and scales of tokens: none of them where others are."""
+def _check_apart(
+    k_cache: Tensor, v_cache: Tensor, k_scales: Scales, v_scales: Scales, **new: Tensor | None
+) -> None:  # fmt: skip
+    """An append writes keys and values, and scales of tokens: none of them where others, or the new ones, are."""
     written = [("k_cache", k_cache, "v_cache", v_cache)]
     if k_scales.per_token and k_scales.tensor is not None and v_scales.tensor is not None:
         check_written("k_descale", k_scales.tensor)
@@ -600,6 +604,15 @@ def _check_apart(k_cache: Tensor, v_cache: Tensor, k_scales: Scales, v_scales: S
             raise InvalidInputError(
                 f"{one} and {other} share memory, so an append would write values over keys: give each its own"
             )
+    if torch.compiler.is_compiling():
+        return
+    for cache, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        own = x.untyped_storage()._cdata  # asked first: tokens of another storage are the rule, and an append is short
+        for name, y in new.items():
+            if y is not None and y.untyped_storage()._cdata == own and share_memory(x, y):
+                raise InvalidInputError(
+                    f"{name} lies in {cache}, where an append writes while others read it: pass {name}.clone()"
+                )
 
 
 def _check_values(call: KVCall) -> None:

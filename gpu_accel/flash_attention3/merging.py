@@ -19,7 +19,13 @@ from gpu_accel.flash_attention3.backends import check_name
 from gpu_accel.flash_attention3.device import LN2, LOG2E
 from gpu_accel.flash_attention3.function import _on_device_of, refuse_transforms
 from gpu_accel.flash_attention3.launch import launch, next_power_of_2
-from gpu_accel.flash_attention3.problem import FLOAT_DTYPES, check_strided, check_written
+from gpu_accel.flash_attention3.problem import (
+    FLOAT_DTYPES,
+    check_not_over,
+    check_strided,
+    check_written,
+    share_memory,
+)
 
 _ELEMENTS = 2048  # of o in a program: 16 for each of 128 threads
 
@@ -111,6 +117,10 @@ def _check(out_partial: Tensor, lse_partial: Tensor, out: Tensor | None, out_dty
         )
     if out is not None:
         check_written("out", out)
+        check_not_over("out", out, lse_partial=lse_partial)
+        if share_memory(out, out_partial):
+            for part in out_partial:  # one of them may be what is written
+                check_not_over("out", out, out_partial=part)
     return dtype
 
 

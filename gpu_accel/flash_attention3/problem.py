@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError, shown
 
@@ -137,8 +138,12 @@ def check_seed(seed: object) -> int:
     return seed
 
 
-def check_strided(name: str, x: Tensor) -> None:
-    """Kernels read memory by strides, which sparse and nested tensors do not have."""
+def check_strided(name: str, x: Tensor, *, tangents: bool = False) -> None:
+    """Kernels read memory by strides, which sparse and nested tensors do not have; and tangents not at all.
+
+    Args:
+        tangents: leave those to whatever comes next, which may be torch's own.
+    """
     if x.is_nested:
         raise UnsupportedError(
             f"{name} is a nested tensor: pass {name}.values() and cu_seqlens to flash_attn_varlen_func, or pad"
@@ -149,6 +154,20 @@ def check_strided(name: str, x: Tensor) -> None:
         raise UnsupportedError(f"{name} is a view that negates its memory: pass {name}.resolve_neg()")
     if x.is_quantized:
         raise UnsupportedError(f"{name} is of torch's quantised dtype {x.dtype}: pass {name}.dequantize()")
+    if not tangents:
+        check_tangents(**{name: x})
+
+
+def check_tangents(**tensors: Tensor | None) -> None:
+    """No derivative in forward mode is being taken: a custom op would leave its part out without a word."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    for name, x in tensors.items():
+        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
+            raise UnsupportedError(
+                f"{name} has a tangent, and there are no derivatives in forward mode (torch.func.jvp, "
+                f"torch.autograd.forward_ad): take them backwards"
+            )
 
 
 def check_written(name: str, x: Tensor) -> None:
@@ -197,6 +216,19 @@ def share_memory(x: Tensor, y: Tensor) -> bool:
         return any(reaches(i + 1, distance - count * step) for count in range(first, last + 1))
 
     return reaches(0, y.data_ptr() - x.data_ptr())
+
+
+def check_not_over(written: str, x: Tensor, **read: Tensor | None) -> None:
+    """A tensor that is written lies on none that is read meanwhile, but element on element, which whoever wants it
+    has read before."""
+    for name, y in read.items():
+        if y is None or not share_memory(x, y):
+            continue
+        if (x.data_ptr(), x.shape, x.stride(), x.dtype) != (y.data_ptr(), y.shape, y.stride(), y.dtype):
+            raise InvalidInputError(
+                f"{written} and {name} share memory, so results would be written over what is still read: "
+                f"give {written} memory of its own"
+            )
 
 
 def _bound(name: str, x: object) -> int:

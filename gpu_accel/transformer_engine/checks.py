@@ -11,23 +11,24 @@ import torch
 from torch import Tensor
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError, shown
-from gpu_accel.flash_attention3.problem import check_flag, check_strided
+from gpu_accel.flash_attention3.problem import check_flag, check_strided, check_tangents
 
 __all__ = [
     "check_between", "check_bias", "check_choice", "check_first", "check_flag", "check_floats", "check_no_gradient",
     "check_one_device", "check_parameters", "check_params_dtype", "check_rows", "check_size", "check_strided",
+    "check_tangents",
 ]  # fmt: skip
 LARGEST = sys.float_info.max
 PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def check_floats(name: str, x: Any) -> None:
-    """A strided tensor of real floats."""
+    """A strided tensor of real floats; without a recipe, layers are torch's own, which knows of tangents."""
     if not isinstance(x, Tensor):
         raise InvalidInputError(f"{name} must be a tensor of floats, got {type(x).__name__}")
     if not x.is_floating_point():
         raise InvalidInputError(f"{name} must be a tensor of floats, got {x.dtype}")
-    check_strided(name, x)
+    check_strided(name, x, tangents=True)
 
 
 def check_one_device(**tensors: Tensor | None) -> None:
@@ -77,7 +78,8 @@ def check_choice(name: str, x: Any, choices: Iterable[str]) -> str:
 
 
 def check_no_gradient(**tensors: Tensor | None) -> None:
-    """No tensor that wants a gradient, where one would be recorded and none is written."""
+    """No tensor that wants a gradient, where one would be recorded and none is written, and none with a tangent."""
+    check_tangents(**tensors)
     wanted = [name for name, t in tensors.items() if t is not None and t.requires_grad]
     if wanted and torch.is_grad_enabled():
         raise UnsupportedError(

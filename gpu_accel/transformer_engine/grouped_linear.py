@@ -27,6 +27,7 @@ from gpu_accel.transformer_engine.checks import (
     check_params_dtype,
     check_rows,
     check_size,
+    check_tangents,
 )
 from gpu_accel.transformer_engine.delayed import DelayedLayer
 from gpu_accel.transformer_engine.gemm_grouped import BLOCK, _check_counts, grouped_mm, k_grouped_mm
@@ -296,6 +297,7 @@ class GroupedLinear(DelayedLayer):
                 kept = state.current().frame is not None  # a checkpoint keeps what may have changed by then
                 scales = [h.scale.clone() if kept else h.scale for h in pair]
             scales = [state.scale_of_frame(scale) for scale in scales if scale is not None]
+        check_tangents(x=x, weight=self.weight, bias=self.bias)
         return _Grouped.apply(
             x, self.weight, self.bias, rows, plan, scales, pending, grad, settings, backend
         )  # fmt: skip

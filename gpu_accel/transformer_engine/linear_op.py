@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from gpu_accel.errors import InvalidInputError
-from gpu_accel.flash_attention3.problem import check_first_gradient
+from gpu_accel.flash_attention3.problem import check_first_gradient, check_tangents
 from gpu_accel.transformer_engine import hopper_gemm, quantizer
 from gpu_accel.transformer_engine.gemm import scaled_mm, scaled_mm_op
 from gpu_accel.transformer_engine.history_kernels import roll_op
@@ -305,4 +305,5 @@ class _Linear(torch.autograd.Function):
 
 def linear(*arguments: Any) -> Tensor:
     """`linear_op`, by the shorter way where nobody looks."""
+    check_tangents(**dict(zip(("x", "weight", "bias", "gamma", "beta"), arguments, strict=False)))
     return linear_op(*arguments) if quickly(linear_op, arguments[0]) is linear_op else _Linear.apply(*arguments)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gpu_accel.compat import INTERPRET
 from gpu_accel.errors import HardwareError, InvalidInputError
+from gpu_accel.flash_attention3.problem import check_tangents
 from gpu_accel.transformer_engine import scales
 from gpu_accel.transformer_engine.formats import check_seed
 from gpu_accel.transformer_engine.quantize_launch import (
@@ -84,6 +85,7 @@ def check_input(x: Tensor, what: str = "x") -> None:
         raise InvalidInputError(f"{what} must be float32, bfloat16 or float16, got {x.dtype}")
     if x.dim() < 1:
         raise InvalidInputError(f"{what} must have at least one dimension, got a scalar")
+    check_tangents(**{what: x})
 
 
 def quantize(

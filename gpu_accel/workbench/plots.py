@@ -186,8 +186,8 @@ def throughput(
     records, quotes = series.one_gpu(records, gpu), list(quotes)
     panels = series.sweep(records, metric=metric, quotes=quotes)
     drawn = [p.record for panel in panels for line in panel.lines for p in line.points if p.record]
-    columns = sorted({p.column for p in panels}, key=lambda c: (c is None, c))
-    rows = sorted({p.row for p in panels}, key=lambda r: (r is None, r))
+    columns = sorted({p.column for p in panels}, key=series.in_order)
+    rows = sorted({p.row for p in panels}, key=series.in_order)
     figure = _figure(title, drawn, quotes, height=170 + 240 * max(1, len(rows)))
     if not panels:
         return _note_if_empty(figure, True)

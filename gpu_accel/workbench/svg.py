@@ -68,8 +68,8 @@ def static_svg(
     drawn = [p.record for panel in panels for line in panel.lines for p in line.points if p.record]
     impls = series.order(r.impl for r in drawn)
     names = {line.impl: line.label for panel in panels for line in panel.lines}
-    columns = sorted({p.column for p in panels}, key=lambda c: (c is None, c))
-    rows = sorted({p.row for p in panels}, key=lambda r: (r is None, r))
+    columns = sorted({p.column for p in panels}, key=series.in_order)
+    rows = sorted({p.row for p in panels}, key=series.in_order)
 
     width = LEFT + len(columns) * PLOT_W + (len(columns) - 1) * GAP_X + MARGIN
     legend, legend_height = _legend([*impls, *(["quoted"] if "quoted" in names else [])], names, impls, width)

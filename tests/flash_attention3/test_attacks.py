@@ -6,9 +6,18 @@ import pytest
 import torch
 import triton
 import triton.language as tl  # noqa: F401  (the interpreter looks for it beside every device function)
+from torch.autograd import forward_ad
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError
-from gpu_accel.flash_attention3 import combine, flash_attn_func, flash_attn_with_kvcache
+from gpu_accel.flash_attention3 import (
+    combine,
+    flash_attn_func,
+    flash_attn_with_kvcache,
+    fp8_block_quantize,
+    hadamard_transform,
+)
+from gpu_accel.thunderkittens import gemm, rms_norm
+from gpu_accel.transformer_engine import quantize
 
 
 @triton.jit
@@ -61,3 +70,28 @@ def test_vmap_over_what_writes_is_refused():
         torch.vmap(lambda q: flash_attn_with_kvcache(q, cache, cache))(draw(3, 2, 1, 2, 16))
     with pytest.raises(UnsupportedError, match="combine has no rule"):
         torch.vmap(combine)(draw(2, 3, 1, 2, 2, 16), draw(2, 3, 1, 2, 2))
+
+
+ATTENDED = {
+    "flash_attn_func": lambda q: flash_attn_func(q, q, q, backend="portable"),
+    "reference": lambda q: flash_attn_func(q, q, q, backend="reference"),
+    "kvcache": lambda q: flash_attn_with_kvcache(q, q.detach().clone(), q.detach().clone()),
+    "hadamard": hadamard_transform,
+    "fp8_block_quantize": lambda q: fp8_block_quantize(q)[0],
+    "rms_norm": lambda q: rms_norm(q, draw(16)),
+    "gemm": lambda q: gemm(q.reshape(-1, 16), draw(16, 16)),
+    "quantize": lambda q: quantize(q, "fp8").dequantize(),
+}
+
+
+@pytest.mark.parametrize("name", ATTENDED)
+def test_derivatives_in_forward_mode_are_refused(name):
+    """torch drops a tangent at a custom op without a word, and torch.func.jvp then gives zero."""
+    q = draw(1, 5, 2, 16)
+    ATTENDED[name](q)
+    with pytest.raises(UnsupportedError, match="has a tangent|no rule for the transforms"):
+        torch.func.jvp(ATTENDED[name], (q,), (q,))
+    with forward_ad.dual_level(), pytest.raises(UnsupportedError, match="has a tangent"):
+        ATTENDED[name](forward_ad.make_dual(q, q))
+    with forward_ad.dual_level():
+        ATTENDED[name](q)  # of something else

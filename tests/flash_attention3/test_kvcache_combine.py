@@ -101,6 +101,12 @@ def test_refusals():
         combine(o, lse, out=[1])
     with pytest.raises(InvalidInputError, match="share memory"):
         combine(o, lse, out=o.new_zeros(o.shape[-1]).expand(o.shape[1:]))
+    memory = torch.zeros(o.numel() + 8)
+    within = memory[: o.numel()].view(o.shape).copy_(o)
+    with pytest.raises(InvalidInputError, match="out and out_partial share memory"):
+        combine(within, lse, out=memory[8 : 8 + o[0].numel()].view(o.shape[1:]))
+    wanted = combine(o, lse)[0]
+    assert torch.equal(combine(within, lse, out=within[0])[0], wanted), "one of the parts, element on element"
     with pytest.raises(UnsupportedError, match="no backward"):
         combine(o, lse, out=torch.zeros(o.shape[1:], requires_grad=True))
     with pytest.raises(InvalidInputError, match="out_dtype"):

@@ -143,6 +143,25 @@ def test_keys_and_values_must_not_be_appended_to_one_place():
         torch.compile(lambda x: append((x, x)), backend="aot_eager")(both[0])
 
 
+def test_nothing_is_written_over_what_is_read():
+    """In the cache, or over q but shifted, o came out wrong: one row's result is where another row's key was."""
+    memory = torch.randn(200)
+    asked = memory[:64].view(2, 1, 2, 16)
+    caches = [torch.randn(2, 8, 2, 16) for _ in range(2)]
+    wanted = flash_attn_with_kvcache(asked, *caches, backend="reference")
+    keys, values = (cache.view(-1) for cache in caches)
+    for name, out in (("q", memory[16:80]), ("k_cache", keys[:64]), ("v_cache", values[64:128])):
+        with pytest.raises(InvalidInputError, match=f"out and {name} share memory"):
+            flash_attn_with_kvcache(asked, *caches, out=out.view(2, 1, 2, 16))
+    new = torch.randn(2, 1, 2, 16)
+    for given in ((caches[0][:, 3:4], new), (new, caches[1][:, :1]), (new, caches[0][:, :1])):
+        with pytest.raises(InvalidInputError, match="lies in ._cache"):
+            flash_attn_with_kvcache(asked, *caches, *given, cache_seqlens=4)
+    flash_attn_with_kvcache(asked, *caches, out=memory[80:144].view(2, 1, 2, 16))
+    flash_attn_with_kvcache(asked, *caches, out=asked)  # element on element
+    torch.testing.assert_close(asked, wanted)
+
+
 def test_what_there_is_no_kernel_for():
     with pytest.raises(HardwareError, match=r"compute capability 9\.0, got a cpu tensor"):
         call({"backend": "hopper"})

@@ -178,3 +178,22 @@ def test_layers_look_at_their_input_first(layer, x, recipe):
 def test_refused(use):
     with pytest.raises((InvalidInputError, UnsupportedError)):
         use()
+
+
+def test_tangents_stay_with_torch_or_are_refused():
+    """Without a recipe a layer is torch's own and has derivatives in forward mode; under one they would be lost."""
+    layer, x = Linear(32, 32), r(4, 32)
+    with torch.no_grad():
+        y, tangent = torch.func.jvp(layer, (x,), (x,))
+        assert torch.equal(y, layer(x))
+        torch.testing.assert_close(tangent, x @ layer.weight.t())
+    weights = dict(layer.named_parameters())
+
+    def called(new):
+        return torch.func.functional_call(layer, new, (x,))
+
+    with autocast(recipe=Float8CurrentScaling()):
+        with pytest.raises(UnsupportedError, match="x has a tangent"):
+            torch.func.jvp(layer, (x,), (x,))
+        with pytest.raises(UnsupportedError, match="has a tangent"):
+            torch.func.jvp(called, (weights,), ({name: torch.ones_like(w) for name, w in weights.items()},))

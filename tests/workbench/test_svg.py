@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 
 import pytest
 
@@ -152,3 +153,14 @@ def test_ticks_are_round_and_few(top):
     step = series.nice_step(top, 4)
     assert 2 <= top / step <= 5
     assert float(f"{step:.0e}") == pytest.approx(step) or f"{step:.1e}".startswith("2.5")
+
+
+def test_panels_of_sizes_that_are_no_numbers():
+    """A record of somebody else may call a size anything: it gets its panel, behind those that count."""
+    from gpu_accel.workbench.plots import throughput
+
+    records = [timed(head_dim=size) for size in (128, 96, 64)]
+    records[1] = replace(records[1], case=records[1].case | {"head_dim": "many"})
+    shown = [text for text in texts(parse(static_svg(records))) if text and text.startswith("head dim")]
+    assert [text.split(",")[0] for text in shown] == ["head dim 64", "head dim 128", "head dim many"]
+    throughput(records)
