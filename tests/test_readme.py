@@ -19,17 +19,36 @@ from cli.papers import readme_table  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAPERS = {page.parent.name: page.read_text(encoding="utf-8") for page in sorted(ROOT.glob("papers/*/README.md"))}
 
 
-def blocks(language: str) -> list[str]:
-    found = re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.M | re.S)
+def blocks(language: str, text: str = README) -> list[str]:
+    found = re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.M | re.S)
     assert found
     return found
 
 
-def commands(program: str) -> list[list[str]]:
-    lines = [shlex.split(line, comments=True) for block in blocks("bash") for line in block.splitlines()]
+def commands(program: str, text: str = README) -> list[list[str]]:
+    """Their words, without variables that are set for them, and `&`."""
+    lines = [
+        shlex.split(line.removesuffix("&"), comments=True)
+        for block in blocks("bash", text)
+        for line in block.splitlines()
+    ]
+    lines = [words[1:] if words and re.match(r"[A-Z_]+=", words[0]) else words for words in lines]
     return [words for words in lines if words and words[0] == program]
+
+
+def run(code: str, folder: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_it_leads_with_the_two_commands() -> None:
@@ -41,15 +60,12 @@ def test_it_leads_with_the_two_commands() -> None:
 def test_its_python_runs(number: int, tmp_path: Path) -> None:
     if "transformers" in blocks("python")[number]:
         pytest.importorskip("transformers")
-    done = subprocess.run(
-        [sys.executable, "-c", blocks("python")[number]],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+    run(blocks("python")[number], tmp_path)
+
+
+@pytest.mark.parametrize("paper", [name for name, text in PAPERS.items() if "```python" in text])
+def test_the_python_of_a_paper_runs(paper: str, tmp_path: Path) -> None:
+    run("\n".join(blocks("python", PAPERS[paper])), tmp_path)
 
 
 def test_what_takes_several_gpus_says_so() -> None:
@@ -61,6 +77,18 @@ def test_its_make_targets_exist() -> None:
     targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), flags=re.M))
     named = {words[1] for words in commands("make")} | set(re.findall(r"`make ([a-z0-9-]+)", README))
     assert named and not named - targets
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_the_commands_of_a_paper_parse(paper: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = commands("gpu-accel", PAPERS[paper])
+    assert found
+    for words in found:
+        for name in words:
+            if name.endswith(".py"):
+                (tmp_path / name).touch()
+        test_its_commands_parse(words)
 
 
 @pytest.mark.parametrize("words", commands("gpu-accel"), ids=" ".join)

@@ -93,7 +93,7 @@ def check(
     """The verdict on one candidate.
 
     Args:
-        candidate: a file, its text, or parsed.
+        candidate: a file (a `Path`; a string is never taken for one), its text, or parsed.
         task: what it should compute.
         sandbox: one to use again; otherwise a new one is started, which takes seconds.
         seed: of inputs and held-out shapes. None, the default, draws one that nobody can know.

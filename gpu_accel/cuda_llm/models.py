@@ -393,9 +393,15 @@ def make(
     if name == "transformers":
         if base_url or key:
             raise InvalidInputError("--base-url and --key are for endpoints; transformers runs the model here")
+        if model.startswith(("/", "./", "../")) and not os.path.isdir(model):
+            raise InvalidInputError(f"there is no folder {shown(model, 200)} to load a model from")
         return Transformers(model, **more)
     if base_url:
         more["base_url"] = base_url
     if key:
         more["key"] = key
-    return {"openai-compatible": OpenAICompatible, "anthropic": Anthropic}[name](model, **more)
+    made: OpenAICompatible | Anthropic
+    made = OpenAICompatible(model, **more) if name == "openai-compatible" else Anthropic(model, **more)
+    if made.key:
+        key_from(made.key)  # said before a search begins
+    return made

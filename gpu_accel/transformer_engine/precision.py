@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gpu_accel.errors import InvalidInputError, shown
-from gpu_accel.hardware import profile
+from gpu_accel.hardware import detect, profile
 from gpu_accel.transformer_engine.checks import check_size
 from gpu_accel.transformer_engine.context import autocast
 from gpu_accel.transformer_engine.linear import Linear
@@ -76,7 +76,7 @@ class PrecisionReport:
         recipes = list(self.layers[0].error) if self.layers else []
         width = max([5, *(len(layer.name) for layer in self.layers)])
         head = f"{'layer':<{width}} {'m x n x k':>18} {'amax':>9} {'weight':>9}"
-        lines = [head + "".join(f"{name:>13}" for name in recipes) + "  best (modelled)"]
+        lines = [head + "".join(f"{name:>13}" for name in recipes) + f"  best (modelled, {self.hardware})"]
         for one in self.layers:
             line = f"{one.name:<{width}} {f'{one.m} x {one.n} x {one.k}':>18} {one.amax[0]:>9.3g} {one.amax[1]:>9.3g}"
             line += "".join(f"{one.error[name]:>13.2%}" for name in recipes)
@@ -125,7 +125,7 @@ def precision_report(
     model: nn.Module,
     batch: Any,
     *,
-    hardware: str = "h100",
+    hardware: str | None = None,
     recipes: Iterable[str] = tuple(RECIPES),
     max_error: float = 0.06,
     rows: int = 512,
@@ -135,7 +135,8 @@ def precision_report(
 
     Args:
         batch: what the model is called with: a tensor, a tuple of arguments, or a dictionary of keywords.
-        hardware: a profile whose times are modelled. recipes: names of `RECIPES`.
+        hardware: a profile whose times are modelled, such as "h100"; None is the GPU at hand, or an H100 where there is
+            none that has a profile. recipes: names of `RECIPES`.
         max_error: largest relative error of a layer's output that is acceptable. FP8 errs 3.7 % of normal values.
         rows: at most so many rows of a layer's input are judged, spread evenly over all that it got. backend: as of
             `quantize`.
@@ -160,6 +161,9 @@ def precision_report(
             f"batch must be a tensor, a tuple of arguments or a dictionary of keywords, got {type(batch).__name__}: "
             f"(batch,) is a tuple of one argument"
         )
+    if hardware is None:
+        found = detect()
+        hardware = found.profile.name if found and found.profile else "h100"
     profile(hardware)
     seen: dict[str, tuple[Tensor, int]] = {}
     handles = []
@@ -191,8 +195,8 @@ def precision_report(
     if not seen:
         raise InvalidInputError("no torch.nn.Linear or gpu_accel Linear of the model ran on this batch")
     chosen = {name: RECIPES[name] for name in wanted}
-    found = [
+    judged = [
         _judge(name, x, total, layers[name].weight.detach().float(), chosen, hardware, max_error, backend)
         for name, (x, total) in seen.items()
     ]
-    return PrecisionReport(tuple(found), hardware, max_error)
+    return PrecisionReport(tuple(judged), hardware, max_error)

@@ -49,6 +49,13 @@ def test_the_red_team(sandbox: Sandbox) -> None:
     assert sandbox.restarts == 0, "a candidate brought the worker down"
 
 
+@pytest.mark.parametrize("seed", [74, 75, 81])
+def test_what_is_left_out_is_not_called_too_few_bits(seed: int, sandbox: Sandbox) -> None:
+    """As it was with these seeds where summands of both signs were left out, whose sum happened to be small."""
+    rows = redteam(sandbox=sandbox, only=["S13"], seed=seed)
+    assert [row.hack.name for row in rows] == ["wrong(mismatch)"]
+
+
 def test_the_readme_names_the_twins_that_only_a_gpu_runs() -> None:
     named = [one.id for one in FIXTURES if one.expected_twin(False) is Verdict.UNVERIFIED]
     text = " ".join((Path(__file__).parents[2] / "papers" / "cuda_llm" / "README.md").read_text().split())

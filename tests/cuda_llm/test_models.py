@@ -285,6 +285,17 @@ def test_models_that_make_no_sense(words: dict, why: str) -> None:
         make("openai-compatible", **words)
 
 
+def test_what_is_missing_is_said_before_a_search_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ANTHROPIC_API_KEY", raising=False)
+    for name, words, why in (
+        ("anthropic", {"model": "m"}, "ANTHROPIC_API_KEY holds no key"),
+        ("openai-compatible", {"model": "m", "key": "ANTHROPIC_API_KEY"}, "ANTHROPIC_API_KEY holds no key"),
+        ("transformers", {"model": "./no/such/folder"}, "no folder"),
+    ):
+        with pytest.raises(InvalidInputError, match=why):
+            make(name, **words)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(bool(capture._no_model()), reason=capture._no_model() or "SmolLM2 is here")
 def test_a_real_model_completes_a_search(sandbox: Sandbox, tmp_path: Path) -> None:

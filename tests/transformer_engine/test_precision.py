@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 from gpu_accel.errors import InvalidInputError
+from gpu_accel.hardware import profile
 from gpu_accel.testing import generator
 from gpu_accel.transformer_engine import precision
 from gpu_accel.transformer_engine.conversion import convert
@@ -46,7 +49,7 @@ def test_a_report_of_each_layer_that_ran():
         assert 0.01 < one.error["mxfp8"] < one.error["nvfp4"] < 0.3
         assert all(0 <= share <= 1 for share in one.clipped.values())
     text = str(report)
-    assert "up" in text and "modelled" in text and len(text.splitlines()) == 3
+    assert "up" in text and f"modelled, {report.hardware}" in text and len(text.splitlines()) == 3
     for key, value in model.state_dict().items():
         assert torch.equal(value, state[key])
     assert not model.up._forward_pre_hooks
@@ -66,6 +69,16 @@ def test_the_error_decides_and_the_card(monkeypatch):
     monkeypatch.setattr(precision, "modelled_time", lambda name, *_: times[name])
     on_h100 = precision_report(model, x, hardware="h100", max_error=0.3)["up"]
     assert on_h100.recommended.startswith("fp8") and "nvfp4" not in on_h100.modelled_ms
+
+
+def test_the_gpu_at_hand_is_the_default(monkeypatch):
+    model, x = Model(), values(8, 64)
+    for found, name in (("b200-sxm", "b200-sxm"), (None, "h100")):
+        here = SimpleNamespace(profile=profile(found) if found else None)
+        monkeypatch.setattr(precision, "detect", lambda here=here: here)
+        assert precision_report(model, x, recipes=["mxfp8"]).hardware == name
+    monkeypatch.setattr(precision, "detect", lambda: None)
+    assert precision_report(model, x, recipes=["mxfp8"]).hardware == "h100"
 
 
 def test_it_drives_convert_and_takes_keywords():
