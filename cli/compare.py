@@ -245,7 +245,7 @@ def _show(payload: dict[str, Any]) -> None:
     heads = ["experiment"] if len(names) != 1 else []
     heads += ["implementation", "case", *(["taken"] if parts else []), "metric"]
     numbers = ("A", "B", "gain")
-    title = shared if len(names) != 1 else f"{names.pop()}  [dim]{shared}[/]"
+    title = plain(shared) if len(names) != 1 else f"{plain(names.pop())}  [dim]{plain(shared)}[/]"
     wide, narrow = (table(*about, *numbers, "", title=title, right=numbers) for about in (heads, [", ".join(heads)]))
     for row, label in zip(rows, labels, strict=True):
         cells = {

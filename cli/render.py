@@ -179,7 +179,7 @@ def _result_table(experiment: str, records: list[Record], incorrect: list[Outcom
         {}, {"values": values}, {"against": ratios}, {"values": values, "against": ratios}, {"results": names},
     ]  # fmt: skip
     words = {
-        "title": f"{experiment}  [dim]{shared}[/]",
+        "title": f"{plain(experiment)}  [dim]{plain(shared)}[/]",
         "caption": f"error: {plain(', '.join(errors[:MOST_ERRORS]))}" if errors else "",
     }
     if len(errors) > MOST_ERRORS:  # such as one for each instruction
@@ -228,7 +228,7 @@ def _laid_out(rows: list[_Row], names: list[str], joined: dict[str, list[str]], 
     for case, impl, cells in rows:
         if previous not in (None, case):
             made.add_section()
-        line: list[Any] = ["" if case == previous else case, impl]
+        line: list[Any] = ["" if case == previous else plain(case), impl]
         previous = case
         for name in columns:
             if name in place:

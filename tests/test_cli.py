@@ -604,13 +604,14 @@ def printed(parts: list, width: int) -> str:
 def test_many_metrics_are_read_beside_each_other_or_in_one_cell() -> None:
     """A table of 26 columns had a letter of each heading in a line."""
     names = [f"cheating(way_{at})" for at in range(24)]
-    first = timed("harness", tflops=200.0, against={"sdpa-flash": 2.0, "portable": 1.5})
+    first = timed("harness[b]", tflops=200.0, against={"sdpa-flash": 2.0, "portable": 1.5}, layout="[red]")
     counts = [Record(**{**vars(first), "metric": name, "unit": "1", "median": 100.0 + at, "p20": None, "p80": None,
                         "samples": (), "work": {}, "ratio_to": {}}) for at, name in enumerate(names)]  # fmt: skip
     shown = render.result_tables([first, *counts])
     for width in (80, 160, 1000):
         text = printed(shown, width)
         assert max(map(len, text.splitlines())) <= width and "1.50x [1.48, 1.52]" in text
+        assert "harness[b]" in text and "[red]" in text, "brackets are no markup"
         if width == 1000:
             row = next(line for line in text.splitlines() if "harness" in line)
             assert "against portable" in text and all(f" {100 + at} " in row for at in range(24)), text

@@ -144,7 +144,10 @@ class Sandbox:
             found = self._probe()
             if found["cuda"] and self.gpu:  # another driver may want another place to write to, or another call
                 self._without = f"CUDA does not start behind it (error {found['cuda']})"
-                found = self._probe()
+                if (bare := self._probe())["cuda"]:  # nor without it: that is no reason to be without
+                    self._without = ""
+                else:
+                    found = bare
             self.level = found["level"] | {"around": around}
             if self.gpu:
                 from .sanitizer import level  # which imports this module

@@ -160,21 +160,26 @@ def test_what_landlock_forbids(tmp_path: Path) -> None:
     assert (outside / "theirs").read_text() == "kept" and len(list(outside.iterdir())) == 1
 
 
-def test_walls_that_cuda_does_not_start_behind_are_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as those of another driver, which wants another place to write to."""
+@pytest.mark.parametrize("bare", [0, 100], ids=["another driver", "no driver"])
+def test_walls_that_cuda_does_not_start_behind_are_left_out_and_said(
+    monkeypatch: pytest.MonkeyPatch, bare: int
+) -> None:
+    """Such as those of another driver, which wants another place to write to; not where it does not start at all."""
     asked = []
 
     def run(self: Sandbox, what: str, folder: Path, **job: object) -> Outcome:
         asked.append(self._without)
         words = f"not held to its folder: {self._without}" if self._without else "writes in its folder alone"
-        return Outcome(ended="exit", result={"level": {"files": words}, "cuda": 0 if self._without else 304})
+        return Outcome(ended="exit", result={"level": {"files": words}, "cuda": bare if self._without else 304})
 
     monkeypatch.setattr(Sandbox, "run", run)
     monkeypatch.setattr(Sandbox, "_reply", lambda self, timeout: {"ready": True})
     monkeypatch.setattr("gpu_accel.cuda_llm.sandbox.subprocess.Popen", lambda *args, **more: None)
+    why = "CUDA does not start behind it (error 304)"
     with Sandbox(gpu=True) as made:
-        assert made.level["files"] == "not held to its folder: CUDA does not start behind it (error 304)"
-    assert asked == ["", "CUDA does not start behind it (error 304)"]
+        assert made.level["files"] == ("writes in its folder alone" if bare else f"not held to its folder: {why}")
+        assert made._without == ("" if bare else why)
+    assert asked == ["", why]
 
 
 REFUSING = """
