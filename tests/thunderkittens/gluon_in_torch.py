@@ -8,14 +8,27 @@ apart: what needs a barrier between warps is not seen.
 """
 
 from __future__ import annotations
+import __future__
 
+import ast
+import contextlib
 import math
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from triton.experimental.gluon._runtime import GluonJITFunction
+
+from gpu_accel.flash_attention3 import launch
+
+
+class Registers(Tensor):
+    """A tensor that a kernel may ask for its layout; it gets none."""
+
+    type = types.SimpleNamespace(layout=None)  # type: ignore[assignment]
 
 
 class Pointer:
@@ -47,7 +60,7 @@ class Shared:
         return Shared(self.data.permute(dims))
 
     def load(self, layout: Any) -> Tensor:
-        return self.data.clone()
+        return self.data.clone().as_subclass(Registers)
 
     def store(self, value: Tensor) -> None:
         assert value.shape == self.data.shape and value.dtype == self.data.dtype
@@ -77,7 +90,7 @@ class Product:
     def done(self) -> None:
         a, b = (x.data if isinstance(x, Shared) else x for x in (self.a, self.b))
         acc = self.acc.value if isinstance(self.acc, Product) else self.acc
-        self.value = a.float() @ b.float() + (0.0 if acc is None else acc)
+        self.value = (a.float() @ b.float() + (0.0 if acc is None else acc)).as_subclass(Registers)
 
 
 class Machine:
@@ -96,11 +109,17 @@ class Machine:
         def jit(function=None, **_):
             return function or (lambda f: f)
 
+        def arange(start: int, stop: int, layout: Any) -> Registers:
+            return torch.arange(start, stop).as_subclass(Registers)
+
+        def full(shape: list[int], value: Any, dtype: torch.dtype, layout: Any) -> Registers:
+            return torch.full(shape, value, dtype=dtype).as_subclass(Registers)
+
         gl = types.SimpleNamespace(
-            constexpr=int_or_same, float32=torch.float32, int64=torch.int64, int32=torch.int32,
+            constexpr=lambda x: x, float32=torch.float32, int64=torch.int64, int32=torch.int32,
             static_range=range, minimum=min, program_id=lambda _: torch.tensor(self.program),
-            cdiv=lambda a, b: -(-a // b), arange=lambda a, b, layout: torch.arange(a, b),
-            full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
+            cdiv=lambda a, b: -(-a // b), static_assert=nothing, arange=arange,
+            full=full,
             where=torch.where, exp2=torch.exp2, sum=lambda x, axis: x.sum(axis), max=lambda x, axis: x.amax(axis),
             reshape=lambda x, shape: x.reshape(shape), permute=lambda x, dims: x.permute(dims),
             split=lambda x: x.unbind(-1), join=lambda a, b: torch.stack((a, b), -1),
@@ -155,16 +174,12 @@ class Machine:
         self.products.append(Product(a, b, acc if use_acc else None))
         return self.products[-1]
 
-    def wait_for_products(self, left: int, deps: list[Product]) -> Tensor:
+    def wait_for_products(self, left: int, deps: list[Any]) -> Any:
         while len(self.products) > left:
             self.products.pop(0).done()
-        (one,) = deps
-        assert one.value is not None, "a product that is not waited for yet"
-        return one.value
-
-
-def int_or_same(x: Any) -> Any:
-    return x
+        values = tuple(x.value if isinstance(x, Product) else x for x in deps)
+        assert not any(x is None for x in values), "a product that is not waited for yet"
+        return values if len(values) > 1 else values[0]
 
 
 def nothing_with(**attributes: Any) -> Any:
@@ -193,13 +208,22 @@ def store(pointer: Pointer, value: Tensor, mask: Tensor | None = None) -> None:
     pointer.memory[offsets[mask]] = value.expand(offsets.shape)[mask]
 
 
+def definitions(path: Path, space: dict[str, Any]) -> None:
+    """What a file defines, and what it takes from other kernels' files, without their imports of Gluon."""
+    tree = ast.parse(path.read_text())
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("gpu_accel.thunderkittens."):
+            definitions(path.with_name(f"{str(node.module).rpartition('.')[2]}.py"), space)
+    kept = [node for node in tree.body if not isinstance(node, ast.Import | ast.ImportFrom | ast.Expr)]
+    flags = __future__.annotations.compiler_flag  # names of types stay unread
+    exec(compile(ast.Module(kept, []), str(path), "exec", flags=flags, dont_inherit=True), space)
+
+
 def run(kernel: Any, programs: int, arguments: tuple, constants: dict[str, Any]) -> None:
     """Every program of a launch, one after the other. arguments: tensors, tensor maps and numbers, as launched."""
     machine = Machine()
-    source = Path(kernel.fn.__code__.co_filename).read_text()
-    body = source[source.index("\nSTEPS = ") :]
     space = machine.names()
-    exec(compile("from __future__ import annotations\n" + body, kernel.fn.__code__.co_filename, "exec"), space)
+    definitions(Path(kernel.fn.__code__.co_filename), space)
     given = []
     for x in arguments:
         if isinstance(x, Tensor):
@@ -213,3 +237,21 @@ def run(kernel: Any, programs: int, arguments: tuple, constants: dict[str, Any])
         assert not machine.stores and not machine.products
         assert not any(awaited for awaited, _ in machine.barriers.values())
         machine.barriers.clear()
+
+
+@contextlib.contextmanager
+def kernels_on_a_cpu() -> Iterator[list[str]]:
+    """Launches of Gluon kernels are done by `run`, others as ever; the names of the former."""
+    done = []
+
+    def hook(kernel: Any, programs: int, arguments: tuple, options: dict) -> None:
+        if isinstance(kernel, GluonJITFunction):
+            constants = {name: x for name, x in options.items() if name not in ("num_warps", "maxnreg")}
+            run(kernel, programs, arguments, constants)
+            done.append(kernel.fn.__name__)
+        else:
+            with launch._hooked(None):
+                launch.launch(kernel, programs, arguments, options)
+
+    with launch._hooked(hook):
+        yield done
