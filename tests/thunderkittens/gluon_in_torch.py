@@ -56,6 +56,9 @@ class Shared:
     def index(self, i: int) -> Shared:
         return Shared(self.data[i])
 
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+        return Shared(self.data.narrow(dim, start, length))
+
     def permute(self, dims: tuple[int, ...]) -> Shared:
         return Shared(self.data.permute(dims))
 
@@ -116,7 +119,7 @@ class Machine:
             return torch.full(shape, value, dtype=dtype).as_subclass(Registers)
 
         gl = types.SimpleNamespace(
-            constexpr=lambda x: x, float32=torch.float32, int64=torch.int64, int32=torch.int32,
+            constexpr=lambda x: x, float32=torch.float32, bfloat16=torch.bfloat16, int64=torch.int64, int32=torch.int32,
             static_range=range, minimum=min, program_id=lambda _: torch.tensor(self.program),
             cdiv=lambda a, b: -(-a // b), static_assert=nothing, arange=arange,
             full=full,
@@ -124,7 +127,7 @@ class Machine:
             reshape=lambda x, shape: x.reshape(shape), permute=lambda x, dims: x.permute(dims),
             split=lambda x: x.unbind(-1), join=lambda a, b: torch.stack((a, b), -1),
             convert_layout=lambda x, layout, assert_trivial=False: x, to_tensor=torch.as_tensor,
-            inline_asm_elementwise=lambda code, constraints, arguments, **_: arguments[0],
+            inline_asm_elementwise=instruction,
             allocate_shared_memory=allocate, load=load, store=store,
             **dict.fromkeys(("NVMMADistributedLayout", "DotOperandLayout", "BlockedLayout", "SliceLayout",
                              "SwizzledSharedLayout"), nothing),
@@ -134,6 +137,7 @@ class Machine:
         return dict(
             gluon=types.SimpleNamespace(jit=jit), gl=gl, mbarrier=mbarrier, tma_load=self.load, barrier=nothing,
             tma=types.SimpleNamespace(store_wait=self.store_wait), tma_store=self.store, fence_async_shared=nothing,
+            mma_v2=lambda a, b, acc: a.float() @ b.float() + acc,
             warpgroup_mma=self.multiply, warpgroup_mma_wait=self.wait_for_products,
         )  # fmt: skip
 
@@ -177,9 +181,17 @@ class Machine:
     def wait_for_products(self, left: int, deps: list[Any]) -> Any:
         while len(self.products) > left:
             self.products.pop(0).done()
-        values = tuple(x.value if isinstance(x, Product) else x for x in deps)
-        assert not any(x is None for x in values), "a product that is not waited for yet"
+        # one that is still on its way stays a product, which others may add to and nothing else can be done with
+        values = tuple(x.value if isinstance(x, Product) and x.value is not None else x for x in deps)
         return values if len(values) > 1 else values[0]
+
+
+def instruction(code: str, constraints: str, arguments: list[Any], **_: Any) -> Any:
+    """What the kernels have as PTX."""
+    if code.startswith("mov.b32"):
+        return arguments[0]
+    assert code.startswith("mul.rn.bf16x2"), code
+    return arguments[0] * arguments[1]
 
 
 def nothing_with(**attributes: Any) -> Any:
