@@ -96,12 +96,30 @@ class Product:
         self.value = (a.float() @ b.float() + (0.0 if acc is None else acc)).as_subclass(Registers)
 
 
+class Store:
+    """One by TMA that was asked for."""
+
+    def __init__(self, made: Map, at: list[int], source: Shared, adds: bool = False) -> None:
+        self.made, self.at, self.source, self.adds = made, [int(a) for a in at], source, adds
+        self.box: Tensor | None = None
+
+    def read(self) -> None:
+        if self.box is None:
+            self.box = self.source.data.reshape(self.made.box).clone()
+
+    def write(self) -> None:
+        self.read()
+        assert self.box is not None
+        there, inside = self.made.parts(self.at)
+        self.made.view[there] = self.box[inside] + (self.made.view[there] if self.adds else 0)
+
+
 class Machine:
     """What a program sees as `gl`, `tma`, `mbarrier` and the like."""
 
     def __init__(self) -> None:
         self.products: list[Product] = []
-        self.stores: list[tuple[Map, list[int], Shared]] = []
+        self.stores: list[Store] = []
         self.barriers: dict[int, list[int]] = {}  # bytes awaited, phases done
         self.program = 0
 
@@ -123,7 +141,8 @@ class Machine:
             static_range=range, minimum=min, program_id=lambda _: torch.tensor(self.program),
             cdiv=lambda a, b: -(-a // b), static_assert=nothing, arange=arange,
             full=full,
-            where=torch.where, exp2=torch.exp2, sum=lambda x, axis: x.sum(axis), max=lambda x, axis: x.amax(axis),
+            where=lambda which, a, b: torch.where(torch.as_tensor(which), a, b), exp2=torch.exp2,
+            sum=lambda x, axis: x.sum(axis), max=lambda x, axis: x.amax(axis),
             reshape=lambda x, shape: x.reshape(shape), permute=lambda x, dims: x.permute(dims),
             split=lambda x: x.unbind(-1), join=lambda a, b: torch.stack((a, b), -1),
             convert_layout=lambda x, layout, assert_trivial=False: x, to_tensor=torch.as_tensor,
@@ -137,6 +156,7 @@ class Machine:
         return dict(
             gluon=types.SimpleNamespace(jit=jit), gl=gl, mbarrier=mbarrier, tma_load=self.load, barrier=nothing,
             tma=types.SimpleNamespace(store_wait=self.store_wait), tma_store=self.store, fence_async_shared=nothing,
+            tma_add=self.add, tma_written=self.written,
             mma_v2=lambda a, b, acc: a.float() @ b.float() + acc,
             warpgroup_mma=self.multiply, warpgroup_mma_wait=self.wait_for_products,
         )  # fmt: skip
@@ -165,13 +185,22 @@ class Machine:
         state[1] += state[0] == 0
 
     def store(self, made: Map, at: list[int], source: Shared) -> None:
-        self.stores.append((made, at, source))
+        self.stores.append(Store(made, at, source))
+
+    def add(self, made: Map, at: list[int], source: Shared) -> None:
+        place = [int(a) for a in at]
+        assert not any(s.at == place and s.made is made and not s.adds for s in self.stores), "added before it is there"
+        self.stores.append(Store(made, at, source, adds=True))
 
     def store_wait(self, left: int) -> None:
-        while len(self.stores) > left:
-            made, at, source = self.stores.pop(0)
-            there, inside = made.parts(at)
-            made.view[there] = source.data.reshape(made.box)[inside]
+        """Shared memory has been read, which does not say that memory was written."""
+        for one in self.stores[: len(self.stores) - left]:
+            one.read()
+
+    def written(self) -> None:
+        for one in self.stores:
+            one.write()
+        self.stores.clear()
 
     def multiply(self, a: Any, b: Any, acc: Any, use_acc: bool = True, is_async: bool = False) -> Product:
         assert is_async
@@ -246,7 +275,8 @@ def run(kernel: Any, programs: int, arguments: tuple, constants: dict[str, Any])
         given.append(x)
     for machine.program in range(programs):
         space[kernel.fn.__name__](*given, **constants)
-        assert not machine.stores and not machine.products
+        assert all(one.box is not None for one in machine.stores) and not machine.products
+        machine.written()
         assert not any(awaited for awaited, _ in machine.barriers.values())
         machine.barriers.clear()
 

@@ -208,6 +208,33 @@ def test_gradients_by_the_source_of_the_walks(case, device, monkeypatch):
             close(name, one, *two, narrow=True)
 
 
+@pytest.mark.parametrize(("heads_q", "key_dim"), [(1, 128), (2, 64)])
+def test_heads_in_turns_by_the_source_of_the_walks(heads_q, key_dim, device, monkeypatch):
+    """Nothing is added before what it is added to has been written."""
+    monkeypatch.setattr(walk_back, "IN_TURNS", True)
+    monkeypatch.setattr(walk_back, "multiprocessors", lambda _: 1)
+    tensors, do, dfinal, segments = problem(device, 150, 3 * heads_q, heads_q, key_dim, 64)
+    with gluon_in_torch.kernels_on_a_cpu() as done:
+        mine = by_walks(tensors, do, dfinal, segments, 0.3, monkeypatch, walk=walk_hopper.walk)
+    assert sorted(done) == ["both_kernel", "walk_kernel"]
+    truth, ruler = by_torch(tensors, do, dfinal, 0.3, torch.float64), by_torch(tensors, do, dfinal, 0.3)
+    for name, one, *two in zip(NAMES[:5], mine, truth, ruler, strict=False):
+        close(name, one, *two, narrow=True)
+
+
+def test_the_last_round_by_the_source_of_the_walk(device, monkeypatch):
+    (q, k, v, g, w, h), *_ = problem(device, seqlen=70, heads=3, heads_q=1, key_dim=24, value_dim=64, initial=True)
+    common = dict(scale=0.3, segments=1, vectors=walk_hopper.gate_vectors(g, w, v, 2))
+    monkeypatch.setattr(walk_hopper, "multiprocessors", lambda _: 2)
+    found = []
+    for apart in (False, True):
+        monkeypatch.setattr(walk_hopper, "LAST_APART", apart)
+        with gluon_in_torch.kernels_on_a_cpu() as done:
+            found.append(walk_hopper.walk(q, k, v, g, w, h, None, None, **common))
+        assert len(done) == 1 + apart
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("given", ["g-w", "g", "w", "none", "norm"])
 def test_the_source_of_the_walk_forwards(given, device):
     """Two heads a query; with gates a state and an empty third segment, with a norm the sums of weights."""
