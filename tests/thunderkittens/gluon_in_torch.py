@@ -8,14 +8,27 @@ apart: what needs a barrier between warps is not seen.
 """
 
 from __future__ import annotations
+import __future__
 
+import ast
+import contextlib
 import math
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from triton.experimental.gluon._runtime import GluonJITFunction
+
+from gpu_accel.flash_attention3 import launch
+
+
+class Registers(Tensor):
+    """A tensor that a kernel may ask for its layout; it gets none."""
+
+    type = types.SimpleNamespace(layout=None)  # type: ignore[assignment]
 
 
 class Pointer:
@@ -43,11 +56,14 @@ class Shared:
     def index(self, i: int) -> Shared:
         return Shared(self.data[i])
 
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+        return Shared(self.data.narrow(dim, start, length))
+
     def permute(self, dims: tuple[int, ...]) -> Shared:
         return Shared(self.data.permute(dims))
 
     def load(self, layout: Any) -> Tensor:
-        return self.data.clone()
+        return self.data.clone().as_subclass(Registers)
 
     def store(self, value: Tensor) -> None:
         assert value.shape == self.data.shape and value.dtype == self.data.dtype
@@ -77,7 +93,25 @@ class Product:
     def done(self) -> None:
         a, b = (x.data if isinstance(x, Shared) else x for x in (self.a, self.b))
         acc = self.acc.value if isinstance(self.acc, Product) else self.acc
-        self.value = a.float() @ b.float() + (0.0 if acc is None else acc)
+        self.value = (a.float() @ b.float() + (0.0 if acc is None else acc)).as_subclass(Registers)
+
+
+class Store:
+    """One by TMA that was asked for."""
+
+    def __init__(self, made: Map, at: list[int], source: Shared, adds: bool = False) -> None:
+        self.made, self.at, self.source, self.adds = made, [int(a) for a in at], source, adds
+        self.box: Tensor | None = None
+
+    def read(self) -> None:
+        if self.box is None:
+            self.box = self.source.data.reshape(self.made.box).clone()
+
+    def write(self) -> None:
+        self.read()
+        assert self.box is not None
+        there, inside = self.made.parts(self.at)
+        self.made.view[there] = self.box[inside] + (self.made.view[there] if self.adds else 0)
 
 
 class Machine:
@@ -85,7 +119,7 @@ class Machine:
 
     def __init__(self) -> None:
         self.products: list[Product] = []
-        self.stores: list[tuple[Map, list[int], Shared]] = []
+        self.stores: list[Store] = []
         self.barriers: dict[int, list[int]] = {}  # bytes awaited, phases done
         self.program = 0
 
@@ -96,16 +130,23 @@ class Machine:
         def jit(function=None, **_):
             return function or (lambda f: f)
 
+        def arange(start: int, stop: int, layout: Any) -> Registers:
+            return torch.arange(start, stop).as_subclass(Registers)
+
+        def full(shape: list[int], value: Any, dtype: torch.dtype, layout: Any) -> Registers:
+            return torch.full(shape, value, dtype=dtype).as_subclass(Registers)
+
         gl = types.SimpleNamespace(
-            constexpr=int_or_same, float32=torch.float32, int64=torch.int64, int32=torch.int32,
+            constexpr=lambda x: x, float32=torch.float32, bfloat16=torch.bfloat16, int64=torch.int64, int32=torch.int32,
             static_range=range, minimum=min, program_id=lambda _: torch.tensor(self.program),
-            cdiv=lambda a, b: -(-a // b), arange=lambda a, b, layout: torch.arange(a, b),
-            full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
-            where=torch.where, exp2=torch.exp2, sum=lambda x, axis: x.sum(axis), max=lambda x, axis: x.amax(axis),
+            cdiv=lambda a, b: -(-a // b), static_assert=nothing, arange=arange,
+            full=full,
+            where=lambda which, a, b: torch.where(torch.as_tensor(which), a, b), exp2=torch.exp2,
+            sum=lambda x, axis: x.sum(axis), max=lambda x, axis: x.amax(axis),
             reshape=lambda x, shape: x.reshape(shape), permute=lambda x, dims: x.permute(dims),
             split=lambda x: x.unbind(-1), join=lambda a, b: torch.stack((a, b), -1),
             convert_layout=lambda x, layout, assert_trivial=False: x, to_tensor=torch.as_tensor,
-            inline_asm_elementwise=lambda code, constraints, arguments, **_: arguments[0],
+            inline_asm_elementwise=instruction,
             allocate_shared_memory=allocate, load=load, store=store,
             **dict.fromkeys(("NVMMADistributedLayout", "DotOperandLayout", "BlockedLayout", "SliceLayout",
                              "SwizzledSharedLayout"), nothing),
@@ -115,6 +156,8 @@ class Machine:
         return dict(
             gluon=types.SimpleNamespace(jit=jit), gl=gl, mbarrier=mbarrier, tma_load=self.load, barrier=nothing,
             tma=types.SimpleNamespace(store_wait=self.store_wait), tma_store=self.store, fence_async_shared=nothing,
+            tma_add=self.add, tma_written=self.written,
+            mma_v2=lambda a, b, acc: a.float() @ b.float() + acc,
             warpgroup_mma=self.multiply, warpgroup_mma_wait=self.wait_for_products,
         )  # fmt: skip
 
@@ -142,29 +185,42 @@ class Machine:
         state[1] += state[0] == 0
 
     def store(self, made: Map, at: list[int], source: Shared) -> None:
-        self.stores.append((made, at, source))
+        self.stores.append(Store(made, at, source))
+
+    def add(self, made: Map, at: list[int], source: Shared) -> None:
+        place = [int(a) for a in at]
+        assert not any(s.at == place and s.made is made and not s.adds for s in self.stores), "added before it is there"
+        self.stores.append(Store(made, at, source, adds=True))
 
     def store_wait(self, left: int) -> None:
-        while len(self.stores) > left:
-            made, at, source = self.stores.pop(0)
-            there, inside = made.parts(at)
-            made.view[there] = source.data.reshape(made.box)[inside]
+        """Shared memory has been read, which does not say that memory was written."""
+        for one in self.stores[: len(self.stores) - left]:
+            one.read()
+
+    def written(self) -> None:
+        for one in self.stores:
+            one.write()
+        self.stores.clear()
 
     def multiply(self, a: Any, b: Any, acc: Any, use_acc: bool = True, is_async: bool = False) -> Product:
         assert is_async
         self.products.append(Product(a, b, acc if use_acc else None))
         return self.products[-1]
 
-    def wait_for_products(self, left: int, deps: list[Product]) -> Tensor:
+    def wait_for_products(self, left: int, deps: list[Any]) -> Any:
         while len(self.products) > left:
             self.products.pop(0).done()
-        (one,) = deps
-        assert one.value is not None, "a product that is not waited for yet"
-        return one.value
+        # one that is still on its way stays a product, which others may add to and nothing else can be done with
+        values = tuple(x.value if isinstance(x, Product) and x.value is not None else x for x in deps)
+        return values if len(values) > 1 else values[0]
 
 
-def int_or_same(x: Any) -> Any:
-    return x
+def instruction(code: str, constraints: str, arguments: list[Any], **_: Any) -> Any:
+    """What the kernels have as PTX."""
+    if code.startswith("mov.b32"):
+        return arguments[0]
+    assert code.startswith("mul.rn.bf16x2"), code
+    return arguments[0] * arguments[1]
 
 
 def nothing_with(**attributes: Any) -> Any:
@@ -193,13 +249,22 @@ def store(pointer: Pointer, value: Tensor, mask: Tensor | None = None) -> None:
     pointer.memory[offsets[mask]] = value.expand(offsets.shape)[mask]
 
 
+def definitions(path: Path, space: dict[str, Any]) -> None:
+    """What a file defines, and what it takes from other kernels' files, without their imports of Gluon."""
+    tree = ast.parse(path.read_text())
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("gpu_accel.thunderkittens."):
+            definitions(path.with_name(f"{str(node.module).rpartition('.')[2]}.py"), space)
+    kept = [node for node in tree.body if not isinstance(node, ast.Import | ast.ImportFrom | ast.Expr)]
+    flags = __future__.annotations.compiler_flag  # names of types stay unread
+    exec(compile(ast.Module(kept, []), str(path), "exec", flags=flags, dont_inherit=True), space)
+
+
 def run(kernel: Any, programs: int, arguments: tuple, constants: dict[str, Any]) -> None:
     """Every program of a launch, one after the other. arguments: tensors, tensor maps and numbers, as launched."""
     machine = Machine()
-    source = Path(kernel.fn.__code__.co_filename).read_text()
-    body = source[source.index("\nSTEPS = ") :]
     space = machine.names()
-    exec(compile("from __future__ import annotations\n" + body, kernel.fn.__code__.co_filename, "exec"), space)
+    definitions(Path(kernel.fn.__code__.co_filename), space)
     given = []
     for x in arguments:
         if isinstance(x, Tensor):
@@ -210,6 +275,25 @@ def run(kernel: Any, programs: int, arguments: tuple, constants: dict[str, Any])
         given.append(x)
     for machine.program in range(programs):
         space[kernel.fn.__name__](*given, **constants)
-        assert not machine.stores and not machine.products
+        assert all(one.box is not None for one in machine.stores) and not machine.products
+        machine.written()
         assert not any(awaited for awaited, _ in machine.barriers.values())
         machine.barriers.clear()
+
+
+@contextlib.contextmanager
+def kernels_on_a_cpu() -> Iterator[list[str]]:
+    """Launches of Gluon kernels are done by `run`, others as ever; the names of the former."""
+    done = []
+
+    def hook(kernel: Any, programs: int, arguments: tuple, options: dict) -> None:
+        if isinstance(kernel, GluonJITFunction):
+            constants = {name: x for name, x in options.items() if name not in ("num_warps", "maxnreg")}
+            run(kernel, programs, arguments, constants)
+            done.append(kernel.fn.__name__)
+        else:
+            with launch._hooked(None):
+                launch.launch(kernel, programs, arguments, options)
+
+    with launch._hooked(hook):
+        yield done

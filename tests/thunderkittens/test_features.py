@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from gpu_accel.errors import InvalidInputError
-from gpu_accel.thunderkittens import features
+from gpu_accel.thunderkittens import based_hopper, features
 from gpu_accel.thunderkittens.features import fused_chunk_based, hedgehog_attention, parallel_based
+from tests.thunderkittens import gluon_in_torch
 from tests.thunderkittens.helpers import close, randn, run
 
 
@@ -82,6 +83,19 @@ def test_hedgehog_map_in_a_kernel(seqlen, key_dim, count, device):
     grads = [randn(*truth.shape, seed=3, device=device)]
     ours, eager = (run(f, [x, w], grads) for f in (features.hedgehog_op, features.hedgehog_features))
     assert all(torch.equal(a, b) for a, b in zip(ours[1:], eager[1:], strict=True))
+
+
+@pytest.mark.parametrize(("seqlen", "key_dim", "value_dim"), [(150, 16, 72), (300, 8, 16)], ids=["K16", "K8"])
+def test_based_by_the_source_of_its_walk(seqlen, key_dim, value_dim):
+    """The Hopper kernel as it stands, in torch, with two heads a query."""
+    q, k = (randn(2, seqlen, 1, key_dim, seed=s, dtype=torch.bfloat16) for s in (1, 2))
+    v = randn(2, seqlen, 2, value_dim, seed=3, dtype=torch.bfloat16)
+    with gluon_in_torch.kernels_on_a_cpu() as done:
+        o = based_hopper.walk(q, k, v, 0.25, False)
+    assert done == ["based_walk_kernel"]
+    x = torch.einsum("btk,bsk->bts", q[:, :, 0].double(), k[:, :, 0].double()) * 0.25
+    truth = torch.einsum("bts,bshv->bthv", (1 + x + x * x / 2).tril(), v.double())
+    assert float((o - truth).norm()) <= 4e-3 * float(truth.norm())  # half a unit of bfloat16 is 2e-3 at most
 
 
 @pytest.mark.parametrize(("seqlen", "key_dim", "value_dim", "norm"), [(70, 12, 24, True), (66, 16, 64, False)])

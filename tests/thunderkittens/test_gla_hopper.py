@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from gpu_accel.errors import UnsupportedError
-from gpu_accel.flash_attention3 import launch
 from gpu_accel.thunderkittens import chunked, gla, gla_hopper
 from gpu_accel.thunderkittens.gla import chunk_gla, explain_gla, gated_linear_attention
+from tests.thunderkittens import gluon_in_torch
 from tests.thunderkittens.helpers import run
 from tests.thunderkittens.test_gla import compare, make, truth_of
 
@@ -191,17 +191,11 @@ SOURCES = {
 @pytest.mark.parametrize("case", SOURCES.values(), ids=SOURCES)
 def test_the_source_of_the_kernels(case, device):
     """As it stands, in torch: what it does is what the emulation does, to the bit but for the order of sums."""
-    from tests.thunderkittens import gluon_in_torch
-
     case = dict(case)
     segments = case.pop("segments", 1)
     (q, k, v, g, h), _ = make("cpu", dtype=torch.bfloat16, **case)
 
-    def launched(kernel, programs, arguments, options):
-        options.pop("num_warps")
-        gluon_in_torch.run(kernel, programs, arguments, options)
-
-    with launch._hooked(launched):
+    with gluon_in_torch.kernels_on_a_cpu():
         made = gla_hopper.pairs(q, k, g, 0.3)
         found = gla_hopper.walk(made, v, h, segments)
     expected = pairs_in_torch(q, k, g, 0.3)

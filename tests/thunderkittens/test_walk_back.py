@@ -1,6 +1,7 @@
 """Gradients put together from walks (`walk_back`), with the walks themselves done by torch: they need a Hopper GPU.
 
-What is tested is which tensors go through which walk, segments, and the kernel of pairs.
+What is tested is which tensors go through which walk, segments, and the kernel of pairs; then the source of the walks
+(`gluon_in_torch`).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from gpu_accel.thunderkittens import chunked, reference, walk_back, walk_hopper
+from tests.thunderkittens import gluon_in_torch
 from tests.thunderkittens.helpers import close, randn, run
 
 CHUNK = 64
@@ -121,9 +123,9 @@ def problem(device, seqlen, heads, heads_q, key_dim, value_dim, w=True, initial=
     return [q, k, v, gates, weights, h], do, dfinal, segments
 
 
-def by_walks(tensors, do, dfinal, segments, scale, monkeypatch, want_dg=True):
+def by_walks(tensors, do, dfinal, segments, scale, monkeypatch, want_dg=True, walk=walk_in_torch):
     q, k, v, g, w, h = tensors
-    monkeypatch.setattr(walk_hopper, "walk", walk_in_torch)
+    monkeypatch.setattr(walk_hopper, "walk", walk)
     monkeypatch.setattr(walk_back, "refusal", lambda *_: None)
     monkeypatch.setattr(walk_back, "unseen", lambda *_: None)
     monkeypatch.setattr(walk_back, "plain_unseen", lambda *_: None)
@@ -188,6 +190,77 @@ def test_how_many_heads_in_turns(programs, group, slots, turns):
 def test_last_round(programs, rest):
     """Rests that fill an SM with more than one program come with the others, and so does what is one round alone."""
     assert walk_hopper._last_round(programs, 132) == rest
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_gradients_by_the_source_of_the_walks(case, device, monkeypatch):
+    """As above, with what `walk_kernel` and `both_kernel` say instead of what is said of them."""
+    case = dict(case)
+    both = case.pop("both", False)
+    monkeypatch.setattr(walk_back, "BOTH", {64: (4, 2), 128: (8, 3)} if both else {})
+    tensors, do, dfinal, segments = problem(device, **case)
+    with gluon_in_torch.kernels_on_a_cpu() as done:
+        mine = by_walks(tensors, do, dfinal, segments, 0.3, monkeypatch, walk=walk_hopper.walk)
+    assert sorted(done) == (["both_kernel", "walk_kernel"] if both else ["walk_kernel"] * 3)
+    truth, ruler = by_torch(tensors, do, dfinal, 0.3, torch.float64), by_torch(tensors, do, dfinal, 0.3)
+    for name, one, *two in zip(NAMES, mine, truth, ruler, strict=True):
+        if two[0] is not None:
+            close(name, one, *two, narrow=True)
+
+
+@pytest.mark.parametrize(("heads_q", "key_dim"), [(1, 128), (2, 64)])
+def test_heads_in_turns_by_the_source_of_the_walks(heads_q, key_dim, device, monkeypatch):
+    """Nothing is added before what it is added to has been written."""
+    monkeypatch.setattr(walk_back, "IN_TURNS", True)
+    monkeypatch.setattr(walk_back, "multiprocessors", lambda _: 1)
+    tensors, do, dfinal, segments = problem(device, 150, 3 * heads_q, heads_q, key_dim, 64)
+    with gluon_in_torch.kernels_on_a_cpu() as done:
+        mine = by_walks(tensors, do, dfinal, segments, 0.3, monkeypatch, walk=walk_hopper.walk)
+    assert sorted(done) == ["both_kernel", "walk_kernel"]
+    truth, ruler = by_torch(tensors, do, dfinal, 0.3, torch.float64), by_torch(tensors, do, dfinal, 0.3)
+    for name, one, *two in zip(NAMES[:5], mine, truth, ruler, strict=False):
+        close(name, one, *two, narrow=True)
+
+
+def test_the_last_round_by_the_source_of_the_walk(device, monkeypatch):
+    (q, k, v, g, w, h), *_ = problem(device, seqlen=70, heads=3, heads_q=1, key_dim=24, value_dim=64, initial=True)
+    common = dict(scale=0.3, segments=1, vectors=walk_hopper.gate_vectors(g, w, v, 2))
+    monkeypatch.setattr(walk_hopper, "multiprocessors", lambda _: 2)
+    found = []
+    for apart in (False, True):
+        monkeypatch.setattr(walk_hopper, "LAST_APART", apart)
+        with gluon_in_torch.kernels_on_a_cpu() as done:
+            found.append(walk_hopper.walk(q, k, v, g, w, h, None, None, **common))
+        assert len(done) == 1 + apart
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("given", ["g-w", "g", "w", "none", "norm"])
+def test_the_source_of_the_walk_forwards(given, device):
+    """Two heads a query; with gates a state and an empty third segment, with a norm the sums of weights."""
+    (q, k, v, g, w, h), *_ = problem(device, seqlen=150, heads=2, heads_q=1, key_dim=24, value_dim=72, initial=True)
+    g, w = (x if name in given.split("-") else None for name, x in (("g", g), ("w", w)))
+    segments, chunks = (4 if g is not None else 1), 3
+    local = decays = None
+    if segments > 1:
+        local, decays = torch.ones(segments, 2, 2, 24, 72), torch.full((segments, 2, 2), 0.5)
+    common = dict(scale=0.3, segments=segments, vectors=walk_hopper.gate_vectors(g, w, v, chunks))
+    if given == "norm":
+        q, k, h = q.abs(), k.abs(), None
+        sums = torch.full((2, 2, 150), torch.nan)
+        common |= dict(norm=0.5, inner=sums)
+    with gluon_in_torch.kernels_on_a_cpu() as done:
+        found = walk_hopper.walk(q, k, v, g, w, h, local, decays, **common)
+    assert done == ["walk_kernel"]
+    common.pop("norm", None), common.pop("inner", None)
+    out, final = walk_in_torch(q, k, v, g, w, h, local, decays, **common)
+    if given == "norm":
+        weights = 0.3 * (q.double() * k.double().cumsum(1)).sum(-1).expand(2, 150, 2)
+        torch.testing.assert_close(sums.double(), weights.transpose(1, 2), rtol=1e-2, atol=1e-2)
+        out = (out.double() / (weights + 0.5)[..., None]).to(out.dtype)
+    for one, other in zip(found, (out, final), strict=True):
+        assert one.shape == other.shape and one.dtype == other.dtype
+        assert float((one.double() - other.double()).norm()) <= 6e-3 * float(other.double().norm())
 
 
 @pytest.mark.parametrize("gates", [True, False], ids=["g", "none"])
