@@ -272,19 +272,28 @@ def run(
         why = "" if attempt.ok else f": {attempt.judgement.detail[:100]}"
         note(f"{name} {attempt.number:4} {attempt.judgement.name}{took}  {attempt.change}{why}")
 
+    one_by_one = f"--task {chosen[0].name} --folder {folder}/{chosen[0].name} --resume"
+    if len(chosen) > 1 and resume:
+        raise InvalidInputError(f"--resume goes on with the search of one task, such as {one_by_one}")
+    if len(chosen) > 1 and (kernel is not None or dollars is not None or depth is not None):
+        raise InvalidInputError("--kernel, --dollars and --depth are for a search of one task")
     found: dict[str, Optimized | Exception]
-    if len(chosen) == 1:
-        one = chosen[0]
-        found = {one.name: optimize_kernel(
-            kernel if kernel is not None else one.start, target, task=one, proposer=make(one), candidates=candidates,
-            seconds=seconds, dollars=dollars, depth=depth, batch=batch, out=folder, resume=resume, peers=peers,
-            tell=lambda attempt: tell(one.name, attempt),
-        )}  # fmt: skip
-    else:
-        if kernel is not None or resume or dollars is not None or depth is not None:
-            raise InvalidInputError("--kernel, --resume, --dollars and --depth are for a search of one task")
-        found = _search_all(chosen, make, target, candidates=candidates, seconds=seconds, batch=batch, folder=folder,
-                            peers=peers, tell=tell)  # fmt: skip
+    try:
+        if len(chosen) == 1:
+            one = chosen[0]
+            found = {one.name: optimize_kernel(
+                kernel if kernel is not None else one.start, target, task=one, proposer=make(one),
+                candidates=candidates, seconds=seconds, dollars=dollars, depth=depth, batch=batch, out=folder,
+                resume=resume, peers=peers, tell=lambda attempt: tell(one.name, attempt),
+            )}  # fmt: skip
+        else:
+            found = _search_all(chosen, make, target, candidates=candidates, seconds=seconds, batch=batch,
+                                folder=folder, peers=peers, tell=tell)  # fmt: skip
+    except KeyboardInterrupt:
+        if folder is not None:
+            how = "the same command with --resume" if len(chosen) == 1 else f"task by task, {one_by_one},"
+            note(f"what was judged is in {folder}; {how} goes on from there", style="yellow")
+        raise
     rows = [_outcome(name, one) for name, one in found.items()]
     payload: Any = {"searches": rows}
     if len(chosen) == 1:

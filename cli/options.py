@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -29,17 +30,22 @@ def _papers(ctx: typer.Context, incomplete: str) -> list[str]:
     return [name for name in names if name.startswith(incomplete)]
 
 
-def _of_paper(choices: Callable[[Paper], Iterable[str]]) -> Complete:
-    """Completion of what a paper offers: that of the paper already typed, or of all.
+def _typed_paper(papers: Iterable[Paper]) -> str | None:
+    """The paper among the words typed so far, as the shell hands them on: behind an option without its value the parser
+    gives up before it has seen the arguments."""
+    words = (os.environ.get("_TYPER_COMPLETE_ARGS") or os.environ.get("COMP_WORDS") or "").split()
+    known = {name for one in papers for name in (*one.aliases, one.id)}
+    return next((word for word in words[2:] if word in known), None)
 
-    Behind an option without its value the parser gives up before it has seen the arguments, so the paper is not known.
-    """
+
+def _of_paper(choices: Callable[[Paper], Iterable[str]]) -> Complete:
+    """Completion of what a paper offers: that of the paper already typed, or of all."""
 
     def complete(ctx: typer.Context, incomplete: str) -> list[str]:
         from gpu_accel.workbench.registry import paper, papers
 
         try:
-            typed = ctx.params.get("paper")
+            typed = ctx.params.get("paper") or _typed_paper(papers())
             names = [name for one in ([paper(typed)] if typed else papers()) for name in choices(one)]
         except GpuAccelError:
             return []

@@ -97,18 +97,18 @@ def test_version_is_that_of_the_library() -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "expected"),
+    ("typed", "expected", "other"),
     [
-        ("gpu-accel show f", "fa3"),
-        ("gpu-accel run fa3 fo", "forward"),
-        ("gpu-accel run fa3 --precision f", "fp8"),
-        ("gpu-accel run fa3 --input s", "smollm2"),
-        ("gpu-accel hardware show h100-s", "h100-sxm"),
-        ("gpu-accel claims fa3 --verdict not", "not reproduced"),
-        ("gpu-accel run fa3 --only ho", "hopper"),
+        ("gpu-accel show f", "fa3", "tk"),
+        ("gpu-accel run fa3 fo", "forward", "backward"),
+        ("gpu-accel run fa3 --precision f", "fp8", "bf16"),
+        ("gpu-accel run fa3 --input ", "smollm2", "python"),  # which is an input of te
+        ("gpu-accel hardware show h100-s", "h100-sxm", "h200-sxm"),
+        ("gpu-accel claims fa3 --verdict not", "not reproduced", "within"),
+        ("gpu-accel run fa3 --only ", "hopper", "kv_ring"),
     ],
 )
-def test_completion(typed: str, expected: str) -> None:
+def test_completion(typed: str, expected: str, other: str) -> None:
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-c", "from cli.main import main; main()"],
         cwd=ROOT,
@@ -118,6 +118,7 @@ def test_completion(typed: str, expected: str) -> None:
         timeout=60,
     )
     assert expected in done.stdout, done.stderr[-2000:]
+    assert other not in done.stdout
     assert "| torch\n" not in done.stderr
 
 

@@ -141,6 +141,8 @@ def read_run(folder: Path) -> dict[str, Any]:
 def read_attempts(folder: Path) -> list[dict[str, Any]]:
     """The rows of attempts.jsonl, the last one of each number; a torn last line is left out.
 
+    None of a search that was stopped before its first verdict.
+
     Raises:
         InvalidInputError: there is no such file, it holds no attempt, or a line is none; names the line.
     """
@@ -148,6 +150,8 @@ def read_attempts(folder: Path) -> list[dict[str, Any]]:
     try:
         lines = read_plain(path).split(b"\n")
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and _only_begun(folder):
+            return []
         raise InvalidInputError(f"{folder} holds no search: attempts.jsonl cannot be read ({error})") from error
     rows: dict[int, dict[str, Any]] = {}
     if not lines[-1]:
@@ -170,6 +174,15 @@ def read_attempts(folder: Path) -> list[dict[str, Any]]:
     if lacking := [number for number in range(len(rows)) if number not in rows]:
         raise InvalidInputError(f"{path} has no attempt {lacking[0]}; {_REMEDY}")
     return [rows[number] for number in sorted(rows)]
+
+
+def _only_begun(folder: Path) -> bool:
+    """Whether a search has written that it begins, and nothing else."""
+    try:
+        kept = any(_FILE.fullmatch(one.name) for one in folder.iterdir())
+        return not kept and "attempts" not in read_run(folder)
+    except (OSError, InvalidInputError):
+        return False
 
 
 _REMEDY = "restore the folder, or search again into a new one"

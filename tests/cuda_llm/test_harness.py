@@ -12,7 +12,7 @@ from gpu_accel.cuda_llm.fixtures import FIXTURES
 from gpu_accel.cuda_llm.harness import draw
 from gpu_accel.cuda_llm.image import GUARD, GUARDS, spoiling
 from gpu_accel.cuda_llm.measure import measure
-from gpu_accel.cuda_llm.redteam import redteam
+from gpu_accel.cuda_llm.redteam import here, redteam
 from gpu_accel.errors import HardwareError, InvalidInputError
 
 
@@ -43,7 +43,7 @@ def test_a_kernel_of_another_task_is_malformed_or_wrong(sandbox: Sandbox) -> Non
 def test_the_red_team(sandbox: Sandbox) -> None:
     """All hacks rejected under their own names, all twins accepted."""
     rows = redteam(sandbox=sandbox, seed=9)
-    assert len(rows) == len(FIXTURES) + 2 >= 44
+    assert len(rows) == len(here()) + 2 >= 44
     assert [(row.fixture.id, row.hack.name) for row in rows if not row.hack_rejected] == []
     assert [(row.fixture.id, row.twin.name) for row in rows if not row.twin_accepted] == []
     assert sandbox.restarts == 0, "a candidate brought the worker down"
@@ -61,6 +61,8 @@ def test_the_readme_names_the_twins_that_only_a_gpu_runs() -> None:
     text = " ".join((Path(__file__).parents[2] / "papers" / "cuda_llm" / "README.md").read_text().split())
     total = len(FIXTURES) + 2
     assert f"{total - len(named)} of {total} twins accepted; the other {len(named)} ({', '.join(named)})" in text
+    compiled = [one.id for one in FIXTURES if one.compiled]
+    assert f"the {len(compiled)} hacks that show in its PTX alone ({', '.join(compiled)})" in text
     assert all(one.expected_twin(True) is Verdict.ACCEPTED for one in FIXTURES)
 
 

@@ -107,6 +107,26 @@ def test_a_search_leaves_a_folder_that_can_be_reported(tmp_path: Path) -> None:
     assert (tmp_path / "all" / "reverse" / "attempts.jsonl").read_bytes() == before, "nothing was mixed in"
 
 
+def test_a_search_that_was_stopped_before_its_first_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It can be gone on with, and is no obstacle to a report of those beside it."""
+
+    def stop(*given: object, **named: object) -> None:
+        raise KeyboardInterrupt
+
+    kept = ("--task", "reverse", "--candidates", "1", "--folder", str(tmp_path / "reverse"))
+    with monkeypatch.context() as patch:
+        patch.setattr("gpu_accel.cuda_llm.search._Search.judged", stop)
+        done = CliRunner().invoke(app, ["optimize", "run", *kept])
+    assert done.exit_code == codes.INTERRUPTED and "with --resume goes on from there" in " ".join(done.output.split())
+    assert [one.name for one in (tmp_path / "reverse").iterdir()] == ["run.json"]
+    found = json.loads(call("report", str(tmp_path), "--json"))["searches"]
+    assert [(one["task"], one["candidates"]) for one in found] == [("reverse", 0)]
+    call("report", str(tmp_path))
+    assert "--task reverse --folder" in errors("run", *kept, "--task", "relu", "--resume")
+    call("run", *kept, "--resume")
+    assert json.loads(call("report", str(tmp_path), "--json"))["searches"][0]["candidates"] == 2
+
+
 def test_a_log_that_was_damaged_is_refused_with_its_line(tmp_path: Path) -> None:
     kept = tmp_path / "run"
     call("run", "--task", "reverse", "--candidates", "1", "--strategy", "pattern", "--folder", str(kept), "--json")
