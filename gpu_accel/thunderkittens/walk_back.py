@@ -21,7 +21,7 @@ import torch
 import triton
 from torch import Tensor
 
-from gpu_accel.flash_attention3.gluon_launch import QuickLaunch, addressable, multiprocessors, tensor_map
+from gpu_accel.flash_attention3.gluon_launch import QuickLaunch, addressable, tensor_map
 from gpu_accel.flash_attention3.launch import launch, next_power_of_2
 from gpu_accel.thunderkittens import pairs_kernel, walk_hopper
 from gpu_accel.thunderkittens.walk_hopper import CHUNK, WalkConfig
@@ -155,7 +155,7 @@ def gradients(
     config = BOTH.get(64 if key_dim <= 64 else 128) if value_dim <= 64 else None
     of_q = of_k = 1
     if IN_TURNS and config and group > 1 and segments == 1 and initial is None and dfinal is None:
-        sms = multiprocessors(v.device)
+        sms = walk_hopper.sms(v)
         of_q = _turns(batch * heads * tiles, group, 2 * sms)
         of_k = _turns(batch * heads, group, 8 // config[0] * sms)
     if config:

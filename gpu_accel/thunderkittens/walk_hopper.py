@@ -147,7 +147,7 @@ def walk(
                      NEAR=states is not None and block_k <= _NEAR_KEYS, TURNS=turns)  # fmt: skip
     aligned = initial is None or initial.data_ptr() % 16 == 0
     programs = batch * heads // turns * tiles * segments
-    apart = _last_round(programs, multiprocessors(v.device)) if LAST_APART and states is None and not reverse else 0
+    apart = _last_round(programs, sms(v)) if LAST_APART and states is None and not reverse else 0
     for first, count in ((0, programs - apart), (programs - apart, apart)):
         if count:
             _quick[0](
@@ -160,7 +160,11 @@ def walk(
     return o, final
 
 
-def _last_round(programs: int, sms: int) -> int:
+def sms(x: Tensor) -> int:
+    return multiprocessors(x.device) if x.is_cuda else 2  # tensors of compile tests lie on the CPU
+
+
+def _last_round(programs: int, count: int) -> int:
     """How many programs are left for a last round with at most one an SM, where there are rounds before it, else 0."""
-    rest = programs % (2 * sms)
-    return rest if programs > rest and rest <= sms else 0
+    rest = programs % (2 * count)
+    return rest if programs > rest and rest <= count else 0

@@ -63,7 +63,7 @@ def chunked(dtype: torch.dtype, key_dim: int, value_dim: int, packed: bool, walk
 
         one = q[:, :, :1].contiguous()
         walk_back.gradients(v, None, one, one, v, g, g, None, None, None, scale=0.1, segments=1)
-        with mock.patch.multiple(walk_back, IN_TURNS=True, multiprocessors=lambda _: 1):
+        with mock.patch.object(walk_back, "IN_TURNS", not walk_back.IN_TURNS):
             walk_back.gradients(v, None, one, one, v, g, g, None, None, None, scale=0.1, segments=1)
 
 
@@ -119,7 +119,7 @@ def conv(dtype: torch.dtype, dim: int) -> None:
         for options in ((w, b, h, None, True), (w, None, None, seq, False)):
             ops.conv_op._init_fn(x, *options)
             ops.conv_backward_op._init_fn(x, x, *options)
-    with mock.patch.object(ops, "WALK_BACK", True):
+    with mock.patch.object(ops, "WALK_BACK", not ops.WALK_BACK):
         ops.conv_backward_op._init_fn(x, x, w, b, None, None, True)
     for lengths, indices in ((None, None), (rows, rows)):
         ops.update_op._init_fn(x[..., :1], h, w, b, lengths, indices, True)

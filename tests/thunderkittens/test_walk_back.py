@@ -165,7 +165,7 @@ def test_gradients_of_heads_in_turns(heads_q, device, monkeypatch):
     """dq and dk of heads that a program walks one after the other are added up there, the rest afterwards."""
     turns = []
     monkeypatch.setattr(walk_back, "IN_TURNS", True)
-    monkeypatch.setattr(walk_back, "multiprocessors", lambda _: 1)
+    monkeypatch.setattr(walk_hopper, "sms", lambda _: 1)
     monkeypatch.setattr(walk_back, "both", lambda *a, **o: turns.append(o["turns"]) or both_in_torch(*a, **o))
     tensors, do, dfinal, segments = problem(device, 70, 6 * heads_q, heads_q, 128, 64)
     mine = by_walks(tensors, do, dfinal, segments, 0.3, monkeypatch)
