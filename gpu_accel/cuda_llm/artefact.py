@@ -1,11 +1,11 @@
 """A search on disk: one folder that another machine can read, resume or verify.
 
-    run.json         task, target, proposer, budget, versions, the outcome
-    attempts.jsonl   one line a proposal: verdict, time, cost, file
-    NNNN-digest.py   every proposal as it was given (.cu for CUDA C++, .txt for what is no candidate)
-    transcript.jsonl what a language model was asked and what it answered
-    best.py          the fastest confirmed kernel (.cu for CUDA C++)
-    .lock            held by the search that is at work here
+run.json         task, target, proposer, budget, versions, the outcome
+attempts.jsonl   one line a proposal: verdict, time, cost, file
+NNNN-digest.py   every proposal as it was given (.cu for CUDA C++, .txt for what is no candidate)
+transcript.jsonl what a language model was asked and what it answered
+best.py          the fastest confirmed kernel (.cu for CUDA C++)
+.lock            held by the search that is at work here
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gpu_accel.errors import InvalidInputError
 
 from .candidate import LARGEST_SOURCE, Candidate
 from .folders import append_line, read_plain, write_whole
-from .kept import fault_of_row, fault_of_run
+from .kept import FILE, fault_of_row, fault_of_run
 from .proposers import Attempt, digest_of
 from .verdict import Judgement, Kind, Rejected, Verdict
 
@@ -179,13 +179,14 @@ def read_attempts(folder: Path) -> list[dict[str, Any]]:
 def _only_begun(folder: Path) -> bool:
     """Whether a search has written that it begins, and nothing else."""
     try:
-        kept = any(_FILE.fullmatch(one.name) for one in folder.iterdir())
+        kept = any(FILE.fullmatch(one.name) for one in folder.iterdir())
         return not kept and "attempts" not in read_run(folder)
     except (OSError, InvalidInputError):
         return False
 
 
 _REMEDY = "restore the folder, or search again into a new one"
+
 
 def proposal_of(folder: Path, row: Mapping[str, Any]) -> tuple[str, Candidate | None]:
     """The proposal of a row of attempts.jsonl, as it was given, and the candidate that it is.

@@ -15,7 +15,7 @@ from gpu_accel.errors import shown
 from .verdict import Kind, Verdict
 
 LARGEST = 1e300  # of numbers: an integer of JSON may be beyond what a float holds
-_FILE = re.compile(r"(?P<number>[0-9]{4,})-[0-9a-f]{16}\.(py|cu|txt)")
+FILE = re.compile(r"(?P<number>[0-9]{4,})-[0-9a-f]{16}\.(py|cu|txt)")
 _DIGEST = re.compile(r"[0-9a-f]{16}")
 
 Rule = tuple[Callable[[Any], bool], str]  # what is let through, and what that is called
@@ -29,7 +29,7 @@ def fault_of_row(row: Any) -> str:
         return f"lacks {lacking[0]}"
     if fault := _against(row, _ROW):
         return fault
-    named = _FILE.fullmatch(row["file"])
+    named = FILE.fullmatch(row["file"])
     if named is None or named["number"] != f"{row['number']:04d}":
         return f"file is {shown(row['file'], 60)}, not {row['number']:04d}-, 16 digits of a digest and .py, .cu or .txt"
     return ""
