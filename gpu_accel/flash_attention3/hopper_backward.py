@@ -29,6 +29,8 @@ _LOG2_E = 1.4426950408889634
 _KEYS = 128  # keys of a tile
 _SHORT = 1024  # causal calls of so many keys gain nothing by `early`: at 512 it was 2 % slower (H200)
 MOST_HEAD_DIM = 256
+# By head_dim: pieces of 512 bytes, of several heads; each kernel begins where the one before it ended
+_AROUND = {d: Around(heads=256 // d, direct=True, reverse=(True, True)) for d in (64, 128)}
 FEATURES = frozenset({"sinks", "alibi_slopes", "score_mod", "score_mod_grad", "mask_mod", "block_mask"})
 _COMPILER = dict(num_warps=4, maxnreg=168)
 
@@ -101,6 +103,7 @@ def backward_config(
         lean=plain,
         apart=apart,
         early=apart and exponentials_early(causal, seqlen_k),
+        around=_AROUND[padded],
     )
 
 
