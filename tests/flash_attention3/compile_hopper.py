@@ -29,7 +29,7 @@ CASES = {
     ],
     "ablation": [
         (128, {"config": {"pipelined": False, "ping_pong": False}}),
-        (128, {"config": {"specialized": False, "ping_pong": False}}),
+        (128, {"config": {"specialized": False, "ping_pong": False, "dynamic": False}}),
     ],
     "packed": [
         (128, {"packed": True, "window_right": 0}),
