@@ -30,7 +30,7 @@ _KEYS = 128  # keys of a tile
 _SHORT = 1024  # causal calls of so many keys gain nothing by `early`: at 512 it was 2 % slower (H200)
 MOST_HEAD_DIM = 256
 # By head_dim: pieces of 512 bytes, of several heads; each kernel begins where the one before it ended
-_AROUND = {d: Around(heads=256 // d, direct=True, reverse=(True, True)) for d in (64, 128)}
+_AROUND = {d: Around(heads=256 // d, direct=True, reverse=(True, True)) for d in (64, 128, 256)}
 FEATURES = frozenset({"sinks", "alibi_slopes", "score_mod", "score_mod_grad", "mask_mod", "block_mask"})
 _COMPILER = dict(num_warps=4, maxnreg=168)
 
@@ -414,7 +414,7 @@ def _two_kernels(
     per_kv = heads // heads_kv
     num_m = -(-seqlen_q // 128)  # tiles of dQ; those of dK and dV walk over halves of them
     num_n = -(-seqlen_k // 64)
-    stat = _prepare(inputs, 2 * num_m, 64, d, None)
+    stat = _prepare(inputs, 2 * num_m, 64, d, None, _AROUND[d])
     maps = (tensor_map(q, 64, d), tensor_map(do, 64, d), tensor_map(k, 64, d), tensor_map(v, 64, d))
     counter = tile_counter(q.device)
     last = (*window, head_dim // 8, 2 * num_m, *scales)
