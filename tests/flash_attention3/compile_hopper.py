@@ -108,7 +108,7 @@ def compile_set(which: str) -> list[tuple[str, str, Compiled, int]]:
             options["features"] = everything()
 
         def hook(kernel, arguments, constants, label=label, head_dim=head_dim):
-            if kernel.__name__.startswith(("prepare", "dq_finish", "dq_eights", "fill_")):  # plain Triton
+            if kernel.__name__.startswith(("prepare", "dq_finish", "fill_")):  # plain Triton
                 return
             got = compile_only(kernel, arguments, constants, name=label, capability=capability)
             # a step: S of one block and P V of another
