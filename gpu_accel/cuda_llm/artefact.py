@@ -1,11 +1,11 @@
 """A search on disk: one folder that another machine can read, resume or verify.
 
-run.json         task, target, proposer, budget, versions, the outcome
-attempts.jsonl   one line a proposal: verdict, time, cost, file
-NNNN-digest.py   every proposal as it was given (.cu for CUDA C++, .txt for what is no candidate)
-transcript.jsonl what a language model was asked and what it answered
-best.py          the fastest confirmed kernel (.cu for CUDA C++)
-.lock            held by the search that is at work here
+    run.json         task, target, proposer, budget, versions, the outcome
+    attempts.jsonl   one line a proposal: verdict, time, cost, file
+    NNNN-digest.py   every proposal as it was given (.cu for CUDA C++, .txt for what is no candidate)
+    transcript.jsonl what a language model was asked and what it answered
+    best.py          the fastest confirmed kernel (.cu for CUDA C++)
+    .lock            held by the search that is at work here
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
 """Proposers that are language models: any endpoint with OpenAI's protocol, Anthropic's, or a local model.
 
 Requests are plain HTTP by the standard library, to the address given and no other: a redirection is an error, or the
-key would travel with it. Every exchange is given to `record` (the search puts it into its transcript) with tokens,
-price and time. A model that fails ends the search with its reason; what was found stays.
+key would travel with it. A proxy that the environment names (`https_proxy`, `no_proxy`) is used as by other programs,
+but never for a server on this machine. Every exchange is given to `record` (the search puts it into its transcript)
+with tokens, price and time. A model that fails ends the search with its reason; what was found stays.
 """
 
 from __future__ import annotations
 
 import functools
 import http.client
+import ipaddress
 import json
 import math
 import os
@@ -315,8 +317,11 @@ class _NoRedirection(urllib.request.HTTPRedirectHandler):
 
 def _read(request: urllib.request.Request, timeout: float) -> bytes:
     """The bytes of a reply, as many as one may have."""
+    handlers: list[Any] = [_NoRedirection]
+    if _is_here(urllib.parse.urlsplit(request.full_url).hostname or ""):
+        handlers.append(urllib.request.ProxyHandler({}))
     try:
-        with urllib.request.build_opener(_NoRedirection).open(request, timeout=timeout) as reply:
+        with urllib.request.build_opener(*handlers).open(request, timeout=timeout) as reply:
             return reply.read(LARGEST_REPLY)
     except urllib.error.HTTPError as error:
         with error:
@@ -327,6 +332,14 @@ def _read(request: urllib.request.Request, timeout: float) -> bytes:
             if elsewhere := error.headers.get("Location"):
                 said = f"it redirects to {elsewhere}"
             raise _Status(error.code, _printable(said), _retry_after(error)) from error
+
+
+def _is_here(name: str) -> bool:
+    """Whether a host's name or address is this machine's own for itself; a proxy has another idea of it."""
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost" or name.endswith(".localhost")
 
 
 def _within(seconds: float, work: Callable[[], bytes]) -> bytes:

@@ -373,6 +373,8 @@ def search(
     brief = Brief(task=task, start=start, target=target, templates=_distinct(start, templates))
     one = _Search(brief, pool, budget, artefact, seed=seed, tell=tell, deadline=deadline)
     one.attempts = earlier
+    if resume and out is not None:
+        one.wasted = max(0.0, read_run(out).get("dollars", 0.0) - cost_of(earlier))
     if not resume:
         artefact.begin(
             task=task.name, target=target, proposer=proposer.name, budget=budget.as_dict(), start=start.digest,

@@ -9,6 +9,7 @@ Values must be finite: a NaN or Inf of k or v reaches rows of its chunk before i
 padding.
 
     gpu_accel::tk_delta(q, k, v, g, beta, initial, cu_seqlens, scale, chunk) -> (o, final state)
+    gpu_accel::tk_delta_hopper(...) -> the same, with the walk of `delta_walk_kernel`
     gpu_accel::tk_delta_backward(do, dfinal, ...) -> (dq, dk, dv, dg, dbeta, dinitial)
 """
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.flash_attention3.launch import launch, next_power_of_2
-from gpu_accel.thunderkittens import chunked, chunked_kernels, delta_kernels, reference
+from gpu_accel.thunderkittens import chunked, chunked_kernels, delta_hopper, delta_kernels, reference
 from gpu_accel.thunderkittens.arguments import check_tensors, real
 from gpu_accel.thunderkittens.linear import (
     _NARROW,
@@ -108,6 +109,23 @@ def delta_op(
     return o, final
 
 
+@torch.library.custom_op("gpu_accel::tk_delta_hopper", mutates_args=())
+def delta_hopper_op(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, initial: Tensor | None,
+    cu_seqlens: Tensor | None, scale: float, chunk: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As `delta_op`, of what `delta_hopper.refusal` has nothing against."""
+    q, k, v = (chunked._unit(x) for x in (q, k, v))
+    initial = None if initial is None else initial.contiguous()
+    if not v.numel():
+        final = v.new_zeros(chunked._state_shape(k, v, None), dtype=torch.float32)
+        return v.new_empty(v.shape), final if initial is None else final.copy_(initial)
+    with chunked._device(v):
+        _, decay, fresh = _solve(_Call(k, v, g, None, chunk), k, v, g, beta)
+        return delta_hopper.forward(q, k, v, g, decay, fresh, initial, scale)
+
+
+@delta_hopper_op.register_fake
 @delta_op.register_fake
 def _(q, k, v, g, beta, initial, cu_seqlens, scale, chunk):
     return v.new_empty(v.shape), v.new_empty(chunked._state_shape(k, v, cu_seqlens), dtype=torch.float32)
@@ -194,6 +212,7 @@ def _gradients(ctx, do, dfinal):
 
 
 delta_op.register_autograd(_gradients, setup_context=_save)
+delta_hopper_op.register_autograd(_gradients, setup_context=_save)
 
 
 def _unit_length(x: Tensor) -> Tensor:
@@ -214,6 +233,9 @@ def delta_rule(
             gates below -88 count as -88.
         scale: K**-0.5 unless given. initial_state: (sequences, heads, K, V); cu_seqlens: (sequences + 1,), batch 1.
         chunk: steps that are done by matrix products at once, 16, 32 or 64.
+        backend: "portable" (plain Triton), "hopper" (the walk of the forward in Gluon, on an H100 or H200, in bfloat16,
+            by name only: no GPU has run it; no packed sequences, chunks of 64, portable gradients), "reference", or
+            "auto": the portable kernels where they can run.
 
     Returns:
         o (batch, seqlen, heads, V) in the dtype of v, and the final state (sequences, heads, K, V) float32.
@@ -225,11 +247,17 @@ def delta_rule(
     check_tensors({"q": q, "beta": beta})
     _validate(q, k, v, g, beta, initial_state, cu_seqlens, chunk, "beta")
     scale = chunked.default_scale(q.shape[-1]) if scale is None else real("scale", scale)
+    if backend == "hopper":
+        why = delta_hopper.refusal(q, v, cu_seqlens, chunk)
+        if why:
+            raise UnsupportedError(f"the Hopper kernel: {why}; use backend='portable'")
+        g, initial_state = (None if x is None else x.float() for x in (g, initial_state))
+        return delta_hopper_op(q, k, v, g, beta.float(), initial_state, None, scale, chunk)
     if q.shape[-1] > LARGEST_KEY:
         if backend == "portable":
             raise UnsupportedError(f"K is {q.shape[-1]}; the kernels of the delta rule hold {LARGEST_KEY}")
         backend = "reference" if backend == "auto" else backend
-    if choose(v, backend, v.dtype in GPU_CHECKED and min(q.shape[3], v.shape[3]) > _NARROW) == "portable":
+    if choose(v, backend, v.dtype in GPU_CHECKED and min(q.shape[3], v.shape[3]) > _NARROW, ("hopper",)) == "portable":
         g, initial_state = (None if x is None else x.float() for x in (g, initial_state))
         return delta_op(q, k, v, g, beta.float(), initial_state, cu_seqlens, scale, chunk)
     edges = [0, v.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()

@@ -18,7 +18,7 @@ import torch
 
 from gpu_accel.cuda_llm import TASKS, Sandbox, Verdict, optimize_kernel
 from gpu_accel.cuda_llm.artefact import attempts_of
-from gpu_accel.cuda_llm.models import Anthropic, ModelError, OpenAICompatible, Transformers, make
+from gpu_accel.cuda_llm.models import Anthropic, ModelError, OpenAICompatible, Transformers, _is_here, make
 from gpu_accel.cuda_llm.prompts import kernels_in, messages
 from gpu_accel.cuda_llm.proposers import Attempt, Brief, Files, Replay
 from gpu_accel.cuda_llm.verdict import Judgement, Kind
@@ -76,6 +76,29 @@ def test_money_ends_a_search(sandbox: Sandbox) -> None:
         found = optimize_kernel(REVERSE.start, proposer=proposer, dollars=2.0, sandbox=sandbox)
     assert len(seen) == 2 and "2 dollars" in found.note
     assert found.dollars == pytest.approx(1.0), "the second is a repeat and no attempt"
+
+
+def test_money_for_nothing_is_spent_after_resuming_too(sandbox: Sandbox, tmp_path: Path) -> None:
+    seen: list = []
+    with servers.served(scripted(["none"] * 9, seen)) as url:
+        proposer = OpenAICompatible("tiny", prices=(10_000.0, 0.0), base_url=url)
+        for dollars in (2.0, 3.0):
+            found = optimize_kernel(REVERSE.start, proposer=proposer, dollars=dollars, sandbox=sandbox,
+                                    out=tmp_path / "run", resume=dollars > 2)  # fmt: skip
+    assert len(seen) == 3 and "3 dollars" in found.note
+
+
+def test_a_server_of_this_machine_is_asked_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which would be told prompts and key, or, on another machine, know nothing of it."""
+    seen: list = []
+    with servers.served(scripted([], seen)) as proxy, servers.served(scripted(["x"], mine := [])) as url:
+        for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+            monkeypatch.setenv(name, proxy.removesuffix("/v1"))
+        for name in ("no_proxy", "NO_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        assert OpenAICompatible("tiny", base_url=url).ask([], 0).text == "x"
+    assert len(mine) == 1 and not seen
+    assert all(map(_is_here, ("127.9.9.9", "::1", "localhost"))) and not any(map(_is_here, ("10.0.0.1", "a.org", "")))
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def test_a_search_that_was_stopped_before_its_first_verdict(tmp_path: Path, monk
         patch.setattr("gpu_accel.cuda_llm.search._Search.judged", stop)
         done = CliRunner().invoke(app, ["optimize", "run", *kept])
     assert done.exit_code == codes.INTERRUPTED and "with --resume goes on from there" in " ".join(done.output.split())
-    assert [one.name for one in (tmp_path / "reverse").iterdir()] == ["run.json"]
+    assert {one.name for one in (tmp_path / "reverse").iterdir()} == {"run.json", ".lock"}
     found = json.loads(call("report", str(tmp_path), "--json"))["searches"]
     assert [(one["task"], one["candidates"]) for one in found] == [("reverse", 0)]
     call("report", str(tmp_path))

@@ -76,6 +76,12 @@ def delta(dtype: torch.dtype, key_dim: int, value_dim: int, packed: bool) -> Non
     state = torch.empty(2 if packed else 1, 16, key_dim, value_dim)
     ops.delta_op._init_fn(q, q, v, g, g, state, cu, 0.1, 64)
     ops.delta_backward_op._init_fn(v, state, q, q, v, g, g, state, cu, 0.1, 64)
+    if dtype == torch.bfloat16 and not packed:
+        from gpu_accel.thunderkittens import delta_hopper
+
+        delta_hopper.forward(q, q, v, g, q, v, state, 0.1)
+        short = q[..., :64].contiguous()
+        delta_hopper.forward(short, short, v, None, short, v, None, 0.1)
 
 
 def gla(dtype: torch.dtype, key_dim: int, value_dim: int, packed: bool) -> None:

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError
-from gpu_accel.thunderkittens import delta, reference
+from gpu_accel.thunderkittens import delta, delta_hopper, reference
 from gpu_accel.thunderkittens.delta import chunk_delta_rule, chunk_gated_delta_rule, delta_rule
+from tests.thunderkittens import gluon_in_torch
 from tests.thunderkittens.helpers import close, randn, run
 
 NAMES = ["o", "state", "dq", "dk", "dv", "dbeta", "dg", "dinitial"]
@@ -45,7 +46,7 @@ def ours(backend, *, scale=0.3, chunk=16, cu=None):
 
 
 def compare(mine, truth, ruler):
-    for name, *three in zip(NAMES, mine, truth, ruler, strict=True):
+    for name, *three in zip(NAMES[: len(mine)], mine, truth, ruler, strict=True):
         if three[0] is not None:
             close(name, *three, narrow=mine[0].dtype == torch.bfloat16)
 
@@ -157,3 +158,41 @@ def test_opcheck(device):
     torch.library.opcheck(delta.delta_op, (*leaves, None, 0.25, 16), test_utils=tests)
     args = (torch.ones_like(v), torch.ones_like(h), q, k, v, g, beta, h, None, 0.25, 16)
     torch.library.opcheck(delta.delta_backward_op, args, test_utils=tests)
+
+
+HOPPER = {
+    "gated-T150-Hq1-D72x80": dict(seqlen=150, heads_q=1, key_dim=72, value_dim=80),
+    "plain-T64-no-state": dict(seqlen=64, heads=1, gates=False, initial=False),
+    "gated-T5-B2": dict(seqlen=5, batch=2, heads=1, key_dim=16, value_dim=8),
+    "gated-T0": dict(seqlen=0),
+}
+
+
+@pytest.mark.parametrize("case", HOPPER.values(), ids=HOPPER)
+def test_the_walk_on_hopper_by_its_source(case, device, monkeypatch):
+    monkeypatch.setattr(delta_hopper, "machine_refusal", lambda _: None)
+    tensors, grads = make(device, dtype=torch.bfloat16, **case)
+    with gluon_in_torch.kernels_on_a_cpu() as done:
+        found = ours("hopper", chunk=64)(*tensors)
+    assert done == ["delta_walk_kernel"] * bool(case["seqlen"])
+    compare(found, truth_of(tensors, grads)[:2], ours("reference", chunk=64)(*tensors))
+
+
+def test_gradients_with_the_walk_on_hopper_are_the_portable_ones(device, monkeypatch):
+    monkeypatch.setattr(delta_hopper, "machine_refusal", lambda _: None)
+    tensors, grads = make(device, dtype=torch.bfloat16, seqlen=5, heads=1, key_dim=16, value_dim=8)
+    with gluon_in_torch.kernels_on_a_cpu():
+        mine = run(ours("hopper", chunk=64), tensors, grads)
+    for one, other in zip(mine[2:], run(ours("portable", chunk=64), tensors, grads)[2:], strict=True):
+        assert torch.equal(one, other)
+
+
+def test_what_the_walk_on_hopper_does_not_take(device, monkeypatch):
+    tensors, _ = make(device, dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedError, match="needs an NVIDIA GPU"):
+        ours("hopper", chunk=64)(*tensors)
+    monkeypatch.setattr(delta_hopper, "machine_refusal", lambda _: None)
+    with pytest.raises(UnsupportedError, match="chunks have 64 steps"):
+        ours("hopper")(*tensors)
+    with pytest.raises(UnsupportedError, match="packed sequences"):
+        ours("hopper", chunk=64, cu=torch.tensor([0, 37]))(*tensors)

@@ -212,7 +212,7 @@ def test_gradients_by_the_source_of_the_walks(case, device, monkeypatch):
 def test_heads_in_turns_by_the_source_of_the_walks(heads_q, key_dim, device, monkeypatch):
     """Nothing is added before what it is added to has been written."""
     monkeypatch.setattr(walk_back, "IN_TURNS", True)
-    monkeypatch.setattr(walk_back, "multiprocessors", lambda _: 1)
+    monkeypatch.setattr(walk_hopper, "sms", lambda _: 1)
     tensors, do, dfinal, segments = problem(device, 150, 3 * heads_q, heads_q, key_dim, 64)
     with gluon_in_torch.kernels_on_a_cpu() as done:
         mine = by_walks(tensors, do, dfinal, segments, 0.3, monkeypatch, walk=walk_hopper.walk)
@@ -225,7 +225,7 @@ def test_heads_in_turns_by_the_source_of_the_walks(heads_q, key_dim, device, mon
 def test_the_last_round_by_the_source_of_the_walk(device, monkeypatch):
     (q, k, v, g, w, h), *_ = problem(device, seqlen=70, heads=3, heads_q=1, key_dim=24, value_dim=64, initial=True)
     common = dict(scale=0.3, segments=1, vectors=walk_hopper.gate_vectors(g, w, v, 2))
-    monkeypatch.setattr(walk_hopper, "multiprocessors", lambda _: 2)
+    monkeypatch.setattr(walk_hopper, "sms", lambda _: 2)
     found = []
     for apart in (False, True):
         monkeypatch.setattr(walk_hopper, "LAST_APART", apart)

@@ -1,0 +1,87 @@
+"""The delta rule's forward with its walk in Gluon, on a Hopper GPU. Other kernels of it: test_thunderkittens.py."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from gpu_accel.errors import UnsupportedError
+from gpu_accel.thunderkittens import delta_hopper
+from gpu_accel.thunderkittens.delta import delta_rule
+
+from .test_thunderkittens import BF16, FP16, judge, randn
+
+NAMES = ["o", "state", "dq", "dk", "dv", "dbeta", "dinitial", "dg"]
+
+
+def on_hopper(backend):
+    """`judge` asks for "portable" and for the reference, which is the truth and the ruler."""
+    backend = "hopper" if backend == "portable" else backend
+    return lambda q, k, v, beta, h=None, g=None: delta_rule(q, k, v, beta, g=g, initial_state=h, backend=backend)
+
+
+def make(batch, seqlen, heads, heads_q, key_dim, value_dim, gated, dtype=BF16):
+    q, k = (torch.nn.functional.normalize(randn(batch, seqlen, heads_q, key_dim, seed=s), dim=-1) for s in (1, 2))
+    tensors = [q.to(dtype), k.to(dtype), randn(batch, seqlen, heads, value_dim, seed=3, dtype=dtype)]
+    tensors += [randn(batch, seqlen, heads, seed=4).sigmoid(), randn(batch, heads, key_dim, value_dim, seed=5)]
+    tensors += [-randn(batch, seqlen, heads, seed=6).square() * 0.1] if gated else []
+    grads = [randn(batch, seqlen, heads, value_dim, seed=7), randn(batch, heads, key_dim, value_dim, seed=8)]
+    return tensors, grads
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("shape", [
+    pytest.param((2, 515, 4, 4, 64, 128), id="T515-K64-V128"),
+    pytest.param((2, 300, 4, 2, 128, 64), id="T300-H4q2-K128-V64"),
+    pytest.param((1, 1023, 2, 1, 72, 200), id="T1023-H2q1-K72-V200"),
+])  # fmt: skip
+def test_walk_on_hopper(shape, gated, stages, monkeypatch):
+    monkeypatch.setattr(delta_hopper, "STAGES", {64: stages, 128: stages})
+    tensors, grads = make(*shape, gated)
+    judge(NAMES[: 8 if gated else 7], on_hopper, tensors, grads)
+
+
+@pytest.mark.parametrize("seqlen", [1, 16, 63, 64, 65, 128])
+def test_lengths_on_hopper(seqlen):
+    """Many heads: one step is one number a head and column, and the yardstick may hit a few by luck."""
+    tensors, grads = make(1, seqlen, 32, 32, 128, 128, False)
+    judge(NAMES[:6], on_hopper, tensors[:4], grads)
+
+
+def test_views_on_hopper():
+    """NaN before and behind q, k and v, steps apart; then views that TMA cannot address."""
+    tensors, _ = make(2, 200, 3, 3, 64, 64, True)
+    expected = on_hopper("hopper")(*tensors)
+    for shift in (8, 3):
+        given = []
+        for x in tensors[:3]:
+            view = torch.full((2, 264, 4, 64 + 2 * shift), math.nan, dtype=x.dtype, device="cuda")
+            view = view[:, 37:237, 1:, shift : 64 + shift]
+            view.copy_(x)
+            given.append(view)
+        for one, other in zip(on_hopper("hopper")(*given, *tensors[3:]), expected, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_the_same_bits_again_on_hopper():
+    """And in a graph that is replayed, with other inputs in between."""
+    tensors, _ = make(2, 300, 4, 4, 128, 128, True)
+    first = on_hopper("hopper")(*tensors)
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(first, on_hopper("hopper")(*tensors), strict=True))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = on_hopper("hopper")(*tensors)
+    values = tensors[2].clone()
+    for factor in (2.0, 1.0):
+        tensors[2].copy_(values * factor)
+        graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(first, kept, strict=True))
+
+
+def test_what_is_refused_on_hopper():
+    with pytest.raises(UnsupportedError, match="takes bfloat16"):
+        on_hopper("hopper")(*make(1, 64, 2, 2, 64, 64, True, FP16)[0])
