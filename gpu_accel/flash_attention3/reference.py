@@ -55,13 +55,17 @@ def _row_chunks(sq: int, sk: int, group: int, device: torch.device) -> Iterator[
 
 
 def _one_forward(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, entry: int, heads: slice):
-    """One sequence, one key head: q (sq, g, d), k (sk, d), v (sk, dv) -> o (sq, g, dv), lse and row maximum (g, sq)."""
-    sq, group, _ = q.shape
+    """One sequence and key head: q (..., sq, g, d), k (..., sk, d) -> o (..., sq, g, dv), lse, maximum (..., g, sq).
+
+    What stands in front are sequences and key heads that differ by their numbers alone.
+    """
+    sq, group, _ = q.shape[-3:]
+    sk = k.shape[-2]
     outputs, lses, maxima = [], [], []
-    for rows in _row_chunks(sq, len(k), group, q.device):
-        s = scoring.scores(q[rows], k, rows, sq, entry, heads).masked
-        nothing = s.new_full((group, len(rows), 1), float("-inf"))
-        maximum = s.detach().amax(-1, keepdim=True) if len(k) else nothing
+    for rows in _row_chunks(sq, sk, group, q.device):
+        s = scoring.scores(q[..., rows, :, :], k, rows, sq, entry, heads).masked
+        nothing = s.new_full((*s.shape[:-1], 1), float("-inf"))
+        maximum = s.detach().amax(-1, keepdim=True) if sk else nothing
         m, extra = maximum, None
         if scoring.sinks is not None:
             extra = scoring.sinks[heads].view(-1, 1, 1).to(s.dtype)
@@ -73,12 +77,23 @@ def _one_forward(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, entry: int, 
             total = total + torch.exp(extra - m)
         empty = total == 0
         total = torch.where(empty, 1.0, total)  # an empty row divides 0 by 1: no NaN, and no gradient either
-        outputs.append(torch.einsum("grk,kd->rgd", p / total, v))
+        outputs.append(torch.einsum("...grk,...kd->...rgd", p / total, v))
         lses.append(torch.where(empty, float("-inf"), m + total.log()).squeeze(-1))
         maxima.append(maximum.squeeze(-1))
     if not outputs:
-        return q.new_zeros(0, group, v.shape[-1]), q.new_zeros(group, 0), q.new_zeros(group, 0)
-    return torch.cat(outputs), torch.cat(lses, -1), torch.cat(maxima, -1)
+        empty = q.new_zeros(*q.shape[:-3], group, 0)
+        return q.new_zeros(*q.shape[:-1], v.shape[-1]), empty, empty
+    return torch.cat(outputs, -3), torch.cat(lses, -1), torch.cat(maxima, -1)
+
+
+def _pairs(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
+    """Dense tensors (batch, seqlen, heads_kv, ...) as pairs of entry and key head, (pairs, seqlen, ...).
+
+    As many at once as the score matrix has room for: launched one by one, those of short sequences leave a GPU idle.
+    """
+    q, k = tensors[:2]
+    each = max(1, q.shape[1] * q.shape[3] * k.shape[1])
+    return list(zip(*(x.transpose(1, 2).flatten(0, 1).split(max(1, _CHUNK // each)) for x in tensors), strict=True))
 
 
 def _dense_forward(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, entry: int):
@@ -158,6 +173,13 @@ def attention_reference(
     )  # fmt: skip
     qc, kc, vc = q.to(compute), k.to(compute), v.to(compute)
     heads, dv = q.shape[-2], v.shape[-1]
+    if cu_seqlens_q is None and scoring.same_everywhere and min(*q.shape[:3], *k.shape[:3]) > 0:
+        grouped = qc.unflatten(2, (k.shape[2], -1))  # (batch, sq, heads_kv, g, d)
+        parts = [_one_forward(*at, scoring, 0, slice(0, grouped.shape[3])) for at in _pairs(grouped, kc, vc)]
+        o, lse, maximum = (torch.cat(x).unflatten(0, (q.shape[0], -1)) for x in zip(*parts, strict=True))
+        o = o.transpose(1, 2).flatten(2, 3).to(out_dtype).contiguous()
+        lse, maximum = lse.flatten(1, 2).contiguous(), maximum.flatten(1, 2)
+        return (o, lse, maximum.amax((0, 2))) if return_max_logits else (o, lse)
     spans_q, spans_k = _sequences(q, k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     qc, kc, vc = (x.flatten(0, 1) if x.dim() == 4 else x for x in (qc, kc, vc))
     total = qc.shape[0]
@@ -193,28 +215,44 @@ def attention_truth(q: Tensor, k: Tensor, v: Tensor, **options) -> tuple[Tensor,
 
 
 def _one_backward(do, dlse, q, k, v, o, lse, scoring: Scoring, entry: int, heads: slice):
-    """One sequence, one key head -> dq (sq, g, d), dk (sk, d), dv (sk, dv), dsinks (g,)."""
-    sq, group, _ = q.shape
+    """One sequence, one key head -> dq (..., sq, g, d), dk (..., sk, d), dv (..., sk, dv), dsinks (g,)."""
+    sq, group, _ = q.shape[-3:]
+    sk = k.shape[-2]
     dq, dk, dv, dsinks = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), q.new_zeros(group)
-    for rows in _row_chunks(sq, len(k), group, q.device):
-        rows_lse = lse[:, rows, None]
+    for rows in _row_chunks(sq, sk, group, q.device):
+        rows_lse = lse[..., rows, None]
         rows_lse = torch.where(rows_lse == float("-inf"), float("inf"), rows_lse)
-        delta = (do[rows] * o[rows]).sum(-1).T[..., None]
+        delta = (do[..., rows, :, :] * o[..., rows, :, :]).sum(-1).mT[..., None]
         if dlse is not None:
-            delta = delta - dlse[:, rows, None]
+            delta = delta - dlse[..., rows, None]
         if scoring.sinks is not None:
             sink = scoring.sinks[heads].view(-1, 1, 1).to(q.dtype)
             dsinks -= (torch.exp(sink - rows_lse) * delta).sum((1, 2))
-        if len(k) == 0:
+        if sk == 0:
             continue
-        made = scoring.scores(q[rows], k, rows, sq, entry, heads)
+        made = scoring.scores(q[..., rows, :, :], k, rows, sq, entry, heads)
         p = torch.exp(made.masked - rows_lse)
-        dp = torch.einsum("rgd,kd->grk", do[rows], v)
+        dp = torch.einsum("...rgd,...kd->...grk", do[..., rows, :, :], v)
         ds = scoring.gradient(p * (dp - delta), made)
-        dq[rows] = torch.einsum("grk,kd->rgd", ds, k) * scoring.scale
-        dk += torch.einsum("grk,rgd->kd", ds, q[rows]) * scoring.scale
-        dv += torch.einsum("grk,rgd->kd", p, do[rows])
+        dq[..., rows, :, :] = torch.einsum("...grk,...kd->...rgd", ds, k) * scoring.scale
+        dk += torch.einsum("...grk,...rgd->...kd", ds, q[..., rows, :, :]) * scoring.scale
+        dv += torch.einsum("...grk,...rgd->...kd", p, do[..., rows, :, :])
     return dq, dk, dv, dsinks
+
+
+def _dense_backward(do, dlse, q, k, v, o, lse, scoring: Scoring) -> tuple[Tensor, ...]:
+    """dq, dk, dv of (batch, seqlen, heads, d) tensors whose entries and heads are all alike."""
+    batch, _, heads_kv, _ = k.shape
+    do, q, o = (x.unflatten(2, (heads_kv, -1)) for x in (do, q, o))  # (batch, sq, heads_kv, g, d)
+    rows = [lse, *([] if dlse is None else [dlse])]  # (batch, sq, heads_kv, g), for the moment
+    rows = [x.unflatten(1, (heads_kv, -1)).permute(0, 3, 1, 2) for x in rows]
+    heads, parts = slice(0, q.shape[3]), []
+    for q_, k_, v_, do_, o_, *rows_ in _pairs(q, k, v, do, o, *rows):
+        lse_, dlse_ = (rows_[0].mT, None if dlse is None else rows_[1].mT)
+        parts.append(_one_backward(do_, dlse_, q_, k_, v_, o_, lse_, scoring, 0, heads))
+    dq, dk, dv = (torch.cat(x) for x in tuple(zip(*parts, strict=True))[:3])
+    dq, dk, dv = (x.unflatten(0, (batch, heads_kv)).transpose(1, 2) for x in (dq, dk, dv))
+    return dq.flatten(2, 3).contiguous(), dk.contiguous(), dv.contiguous()
 
 
 @without_autocast
@@ -268,6 +306,9 @@ def attention_backward_reference(
     dsinks = q_.new_zeros(q.shape[-2])
     group = q.shape[-2] // max(1, k.shape[-2])
 
+    if cu_seqlens_q is None and scoring.same_everywhere and min(*q.shape[:3], *k.shape[:3]) > 0:
+        found = _dense_backward(do_, dlse_, q_, k_, v_, o_, lse_, scoring)
+        return found if dtype is not None else tuple(g.to(x.dtype) for g, x in zip(found, (q, k, v), strict=True))
     if cu_seqlens_q is None:
         pieces = [((b, slice(None)), (b, slice(None)), (b,)) for b in range(q.shape[0])]
     else:

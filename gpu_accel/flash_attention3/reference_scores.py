@@ -65,10 +65,18 @@ class Scoring:
         aux: Sequence[Tensor] = tuple(aux_tensors)
         return cls(scale, left, right, softcap, sinks, alibi_slopes, score_mod, mask_mod, aux, block_mask)
 
+    @property
+    def same_everywhere(self) -> bool:
+        """Whether batch entries and heads differ by q and k alone."""
+        return (self.sinks, self.alibi_slopes, self.score_mod, self.mask_mod, self.block_mask) == (None,) * 5
+
     def scores(self, q: Tensor, k: Tensor, rows: Tensor, sq: int, entry: int, heads: slice) -> Scores:
-        """q (rows, g, d), k (sk, d), `rows` their indices in batch entry `entry`, `heads` the g heads."""
-        sk = len(k)
-        s = torch.einsum("rgd,kd->grk", q, k) * self.scale
+        """q (..., rows, g, d), k (..., sk, d), `rows` their indices in batch entry `entry`, `heads` the g heads.
+
+        More than one entry or key head, in front, only where they are all the same (`same_everywhere`).
+        """
+        sk = k.shape[-2]
+        s = torch.einsum("...rgd,...kd->...grk", q, k) * self.scale
         tanh, before = None, None
         if self.softcap > 0:
             tanh = torch.tanh(s / self.softcap)

@@ -33,6 +33,25 @@ def test_is_scaled_dot_product_attention(causal):
     torch.testing.assert_close(o, expected.transpose(1, 2))
 
 
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (4, 1), "softcap": 2.0}], ids=str)
+def test_pieces_are_the_whole(options, monkeypatch):
+    """All pairs of entries and key heads at once, some at a time, one by one, and one in pieces of rows."""
+    q, k, v = qkv(sq=9, sk=8, dv=16)
+    do, dlse = torch.randn(2, 9, 4, 16).double(), torch.randn(2, 4, 9).double()
+    found = []
+    for elements in (1 << 25, 300, 200, 40):
+        monkeypatch.setattr(reference, "_CHUNK", elements)
+        o, lse = attention_truth(q, k, v, **options)
+        found.append((o, lse, *attention_backward_reference(do, q, k, v, dlse=dlse, dtype=torch.float64, **options)))
+    sequences = dict.fromkeys(("cu_seqlens_q",), torch.tensor([0, 9, 18])) | {"cu_seqlens_k": torch.tensor([0, 8, 16])}
+    packed = (x.flatten(0, 1) for x in (q, k, v))  # one sequence and key head after the other
+    o, lse = attention_truth(*packed, **sequences, **options)
+    found.append((o.view(2, 9, 4, 16), lse.view(4, 2, 9).transpose(0, 1), *found[0][2:]))
+    for one in found[1:]:
+        for a, b in zip(one, found[0], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-13)
+
+
 def test_bottom_right_alignment_by_hand():
     # two queries, five keys: the last query sees all, the one before it all but the last
     assert visible(torch.arange(2), 2, 5, -1, 0).tolist() == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
