@@ -15,8 +15,8 @@ Nothing is staged in shared memory and no warp waits for another before the end 
   of each of its keys, and the columns of acc are numbered so that these are the columns it owns. Bytes of two keys are
   put together by byte permutations, nothing is exchanged between threads. `_dimension` undoes the numbering at the end.
 * Loads are marked as first to be evicted: a cache that is read once should leave L2 to what is read again, and does
-  not have to wait for dirty lines of others to be written back to make room. They are written in PTX, because Triton
-  makes the mark anew for each (5 instructions) and zeroes what a mask leaves out, which K does not need.
+  not have to wait for dirty lines of others to be written back to make room. See `hopper_loads.py`;
+  of what a mask leaves out K needs no zeros.
 * Scores of N = 16 keys of a warp lie where `mma` wants the probabilities: no exchange either.
 * 16 rows of a tile: query heads of one key head, times queries. Of no more than 8, softmax and sums are of the upper
   half alone, which is a matter of registers. Caches in 16 bits, or e4m3 with a scale a head.
@@ -33,6 +33,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from gpu_accel.flash_attention3 import decode_config, portable_decode
+from gpu_accel.flash_attention3.hopper_loads import first_to_go, halves, load_16_bytes
 from gpu_accel.flash_attention3.kvcache_problem import HEAD_SCALES, NO_SCALES, KVCall
 from gpu_accel.flash_attention3.launch import capability, launch, next_power_of_2
 from gpu_accel.gluon_compat import barrier
@@ -44,7 +45,6 @@ PER_SM = 2  # programs that fit on a processor at once, which splits are counted
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
-POLICY = gl.constexpr("evict_first")
 
 
 @gluon.constexpr_function
@@ -125,13 +125,6 @@ def _dimension(n, J: gl.constexpr):
 
 
 @gluon.jit
-def _halves(words, C: gl.constexpr):
-    """The two numbers of 16 bits in each word."""
-    low = (words & 0xFFFF).to(gl.int16).to(C, bitcast=True)
-    return low, (words >> 16).to(gl.int16).to(C, bitcast=True)
-
-
-@gluon.jit
 def _widened(words):
     """Four codes of e4m3 in a word -> two words of two fp16."""
     return gl.inline_asm_elementwise(
@@ -192,7 +185,7 @@ def _keys_as_operand(
     if NARROW:
         low, high = _widened(words)
         words = gl.reshape(gl.permute(gl.join(low, high), (0, 1, 3, 2)), [W, D // 2, N])
-    low, high = _halves(words, C)
+    low, high = halves(words, C)
     k = gl.permute(gl.join(low, high), (0, 1, 3, 2))
     k = gl.permute(gl.reshape(k, [W, D // (4 * KW), 4, KW // 4, 2, 2, N]), (0, 1, 3, 4, 2, 5, 6))
     k = gl.reshape(k, [W, D, N])
@@ -212,39 +205,12 @@ def _values_as_operand(
         even, odd = gl.split(gl.permute(gl.reshape(words, [W, N // 2, 2, DV // 4]), (0, 1, 3, 2)))
         n0, n1, n2, n3 = _widened_pairs(even, odd)
         pairs = gl.reshape(gl.join(gl.join(n0, n2), gl.join(n1, n3)), [W, N // 2, DV])
-        low, high = _halves(pairs, C)
+        low, high = halves(pairs, C)
         v = gl.reshape(gl.permute(gl.join(low, high), (0, 1, 3, 2)), [W, N, DV // (8 * J), 8, J])
     else:
-        low, high = _halves(words, C)
+        low, high = halves(words, C)
         v = gl.reshape(gl.join(low, high), [W, N, DV // (8 * J), 8, J])
     return gl.convert_layout(gl.reshape(gl.permute(v, (0, 1, 2, 4, 3)), [W, N, DV]), L, assert_trivial=True)
-
-
-@gluon.jit
-def _first_to_go():
-    """The policy of loads that are first to be evicted, made once."""
-    return gl.inline_asm_elementwise(
-        "createpolicy.fractional.L2::evict_first.b64 $0, 1.0;", "=l", [], dtype=gl.int64, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def _load_16_bytes(at, seen, policy, ZERO: gl.constexpr):
-    """Four tensors of words from addresses `at`; where not `seen`, zeros or (not ZERO) whatever there was."""
-    LOAD: gl.constexpr = """{
-        .reg .pred %seen;
-        setp.ne.s32 %seen, $5, 0;
-        @%seen ld.global.L1::evict_first.L2::cache_hint.v4.b32 {$0, $1, $2, $3}, [$4], $6;
-        }"""
-    NOTHING: gl.constexpr = "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
-    return gl.inline_asm_elementwise(
-        NOTHING + LOAD if ZERO else LOAD,
-        "=&r,=&r,=&r,=&r,l,r,l" if ZERO else "=r,=r,=r,=r,l,r,l",
-        [at, seen, policy],
-        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
-        is_pure=False,
-        pack=1,
-    )
 
 
 @gluon.jit
@@ -318,7 +284,7 @@ def _load_keys(
     seen = gl.convert_layout((cols < stop).to(gl.int32), gl.SliceLayout(1, V), assert_trivial=True)
     words = 4 * gl.arange(0, WORDS // 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, V)))
     at = gl.expand_dims(at, 1) + words[None, :, None]
-    w0, w1, w2, w3 = _load_16_bytes(at, gl.expand_dims(seen, 1), policy, False)
+    w0, w1, w2, w3 = load_16_bytes(at, gl.expand_dims(seen, 1), policy, False)
     found = gl.permute(gl.join(gl.join(w0, w2), gl.join(w1, w3)), (0, 1, 3, 4, 2))
     return gl.convert_layout(gl.reshape(found, [W, WORDS, N]), L, assert_trivial=True)
 
@@ -337,13 +303,13 @@ def _load_values(
         seen = gl.convert_layout((cols < stop).to(gl.int32), gl.SliceLayout(2, V), assert_trivial=True)
         words = 4 * gl.arange(0, WORDS // 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, V)))
         at = gl.expand_dims(at, 2) + words[None, None, :]
-        w0, w1, w2, w3 = _load_16_bytes(at, gl.expand_dims(seen, 2), policy, True)
+        w0, w1, w2, w3 = load_16_bytes(at, gl.expand_dims(seen, 2), policy, True)
         found = gl.reshape(gl.join(gl.join(w0, w2), gl.join(w1, w3)), [W, N, WORDS])
         return gl.convert_layout(found, L, assert_trivial=True)
     else:
         words = gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))
         seen = gl.expand_dims(cols < stop, 2)
-        return gl.load(gl.expand_dims(at, 2) + words[None, None, :], mask=seen, other=0, eviction_policy=POLICY)
+        return gl.load(gl.expand_dims(at, 2) + words[None, None, :], mask=seen, other=0, eviction_policy="evict_first")
 
 
 @gluon.jit
@@ -448,7 +414,7 @@ def decode_registers(
     v_base = v + head.to(gl.int64) * v_sh
     batch = b.to(gl.int64)
 
-    policy = _first_to_go()
+    policy = first_to_go()
     page = _of_warp(table, start, stop, PAGE, W, N, OF_WARP)
     k_tile = _load_keys(k_base, start, stop, table, page, batch, k_sp, k_st, policy, PAGE, W, N, KN, KWORDS)
     v_tile = _load_values(v_base, start, stop, table, page, batch, v_sp, v_st, policy, PAGE, W, N, VN, VWORDS)
