@@ -116,7 +116,7 @@ def forward_config(head_dim: int, head_dim_v: int | None = None, *, causal: bool
         q_slots=1 if d == 256 else 2,
         o_chunks=4 if dv == 256 else 1,
         ping_pong=True,
-        dynamic=causal,
+        dynamic=causal or d == dv == 128,  # full calls at 128: 1 to 2 % faster (records of an H200)
         lazy=True,
         seamless=d == dv == 128,  # at head_dim 256 it is level or slower, and there is but one copy of Q
     )

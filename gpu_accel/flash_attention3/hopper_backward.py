@@ -17,7 +17,6 @@ from torch import Tensor
 from .features import NONE, Features
 from .gluon_launch import addressable, heads_per_group, machine_refusal, multiprocessors, tensor_map, tile_counter
 from .hopper import modifier_arguments, refuse_modifiers
-from .hopper_backward_around import Around, launch_finish, launch_prepare
 from .hopper_blocks import block_table
 from .launch import launch
 from .modifiers import device_function
@@ -29,6 +28,8 @@ _LOG2_E = 1.4426950408889634
 _KEYS = 128  # keys of a tile
 _SHORT = 1024  # causal calls of so many keys gain nothing by `early`: at 512 it was 2 % slower (H200)
 MOST_HEAD_DIM = 256
+_PREPARED = 4096  # numbers of o, and of dQ that are zeroed, in a program of `prepare`
+_PIECE = 256  # of them side by side, of several heads
 FEATURES = frozenset({"sinks", "alibi_slopes", "score_mod", "score_mod_grad", "mask_mod", "block_mask"})
 _COMPILER = dict(num_warps=4, maxnreg=168)
 
@@ -39,8 +40,7 @@ class BackwardConfig:
 
     `share`: bytes of rows and of their dQ that the heads walked together may hold. `apart`: dQ in a warpgroup of its
     own (hopper_backward_apart.py), without turns; with it `early`, exponentials under dP and not behind S. `named` and
-    `lean` are for ring attention's kernel: rows freed on named barriers, a warp at a time; fewer meetings. `around`:
-    other shapes of the kernels before and after.
+    `lean` are for ring attention's kernel: rows freed on named barriers, a warp at a time; fewer meetings.
     """
 
     head_dim: int
@@ -55,7 +55,6 @@ class BackwardConfig:
     share: int = 32 << 20
     apart: bool = False
     early: bool = False
-    around: Around | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,40 +291,35 @@ def _intervals(k: Tensor, cu_q: Tensor, cu_k: Tensor, used_q, used_k, left: int,
     return table
 
 
-def _prepare(
-    inputs: tuple, blocks: int, rows: int, d: int, dq_sum: Tensor | None, around: Around | None = None
-) -> Tensor:
-    """lse in base 2 and delta: (batch, heads, blocks, 2, rows) float32."""
+def _prepare(inputs: tuple, blocks: int, rows: int, d: int, dq_sum: Tensor | None) -> Tensor:
+    """lse in base 2 and delta: (batch, heads, blocks, 2, rows) float32. Zeroes dq_sum."""
     from .hopper_backward_finish import prepare
 
     do, q, _, _, o, lse, dlse = inputs
     batch, seqlen_q, heads, head_dim = q.shape
     stat = torch.empty((batch, heads, blocks, 2, rows), dtype=torch.float32, device=q.device)
-    if around is not None:
-        launch_prepare(inputs, stat, dq_sum, d, around)
-        return stat
+    together = min(_PIECE // d, heads & -heads)  # powers of two
+    per_program = min(rows, _PREPARED // (together * d))
     launch(
         prepare,
-        (batch * heads, blocks * rows // 64),
+        batch * (heads // together) * blocks * (rows // per_program),
         (o, do, lse, lse if dlse is None else dlse, stat, stat if dq_sum is None else dq_sum, *o.stride()[:3],
          *do.stride()[:3], heads, seqlen_q, blocks, head_dim),
-        dict(D=d, M=rows, ROWS=64, MASK_D=head_dim != d, DLSE=dlse is not None, ZERO=dq_sum is not None, num_warps=4),
+        dict(D=d, M=rows, ROWS=per_program, HEADS=together, MASK_D=head_dim != d, DLSE=dlse is not None,
+             ZERO=dq_sum is not None, num_warps=4),
     )  # fmt: skip
     return stat
 
 
-def _finish(dq_sum: Tensor, dq: Tensor, softmax_scale: float, d: int, m: int, around: Around | None = None) -> None:
-    """dq from its sums."""
+def _finish(dq_sum: Tensor, dq: Tensor, softmax_scale: float, d: int, m: int) -> None:
+    """dq (batch, seqlen, heads, head_dim) from its sums (batch, heads, blocks, 2, 4096)."""
     from .hopper_backward_finish import dq_finish
 
-    if around is not None:
-        launch_finish(dq_sum, dq, softmax_scale, d, m, around)
-        return
     batch, seqlen_q, heads, head_dim = dq.shape
     num_m = dq_sum.shape[2]
     launch(
         dq_finish,
-        (batch * heads, num_m * 2),
+        batch * heads * num_m * 2,
         (dq_sum, dq, *dq.stride()[:3], heads, seqlen_q, num_m, head_dim, softmax_scale),
         dict(D=d, M=m, MASK_D=head_dim != d, num_warps=4),
     )
@@ -344,7 +338,7 @@ def _one_kernel(
     d, m = config.head_dim, config.block_m
     num_m, num_n = -(-seqlen_q // m), -(-seqlen_k // _KEYS)
     dq_sum = torch.empty((batch, heads, num_m, 2, 4096), dtype=torch.float32, device=q.device)
-    stat = _prepare(inputs, num_m, m, d, dq_sum, config.around)
+    stat = _prepare(inputs, num_m, m, d, dq_sum)
     num_tiles = num_n * batch * heads_kv
     per_kv = heads // heads_kv
     counter = tile_counter(q.device)
@@ -392,7 +386,7 @@ def _one_kernel(
         )
         arguments = (*maps, table, *numbers, *_modifiers(features, cap_out, shape))
         launch(attention_backward_kernel, programs, arguments, options)
-    _finish(dq_sum, dq, scales[0], d, m, config.around)
+    _finish(dq_sum, dq, scales[0], d, m)
     return stat
 
 

@@ -79,7 +79,8 @@ def forward_merge(
     window_left, window_right = effective_window(window_left, window_right, seqlen_q, seqlen_k)
     causal = window_right >= 0
     config = forward_config(head_dim, causal=causal, seqlen_k=seqlen_k)
-    dynamic = config.dynamic or queued
+    # where full calls at head_dim 128 draw their tiles too, which was timed without merging only
+    dynamic = (config.dynamic and (causal or head_dim <= 64)) or queued
     # a tail of keys without a mask is slower so at head_dim 128, and bounds were not timed
     whole = causal or head_dim == 64 or seqlen_k % config.block_n == 0
     plain = window_left < 0 and window_right <= 0 and softcap == 0 and whole

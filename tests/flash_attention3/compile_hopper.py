@@ -29,7 +29,7 @@ CASES = {
     ],
     "ablation": [
         (128, {"config": {"pipelined": False, "ping_pong": False}}),
-        (128, {"config": {"specialized": False, "ping_pong": False}}),
+        (128, {"config": {"specialized": False, "ping_pong": False, "dynamic": False}}),
     ],
     "packed": [
         (128, {"packed": True, "window_right": 0}),
@@ -108,7 +108,7 @@ def compile_set(which: str) -> list[tuple[str, str, Compiled, int]]:
             options["features"] = everything()
 
         def hook(kernel, arguments, constants, label=label, head_dim=head_dim):
-            if kernel.__name__ in ("prepare", "dq_finish") or kernel.__name__.startswith("fill_"):  # plain Triton
+            if kernel.__name__.startswith(("prepare", "dq_finish", "fill_")):  # plain Triton
                 return
             got = compile_only(kernel, arguments, constants, name=label, capability=capability)
             # a step: S of one block and P V of another

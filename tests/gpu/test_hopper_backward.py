@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from gpu_accel.flash_attention3 import explain, hopper, hopper_backward
-from gpu_accel.flash_attention3.hopper_backward_around import Around
 from gpu_accel.flash_attention3.problem import Problem
 from gpu_accel.testing import assert_close_to_truth, attention_truth, attention_truth_backward, differential, make_qkv
 from gpu_accel.testing.attention import gradient_floor
@@ -131,21 +130,6 @@ def test_switches_give_the_same_bits(switches, left, right, head_dim, shape):
         assert torch.equal(dk, dk2) and torch.equal(dv, dv2)
         # dq: sums of float32 in another order, then rounded: a unit in the last place of bfloat16 apart
         assert (dq2.float() - dq.float()).abs().max() <= 2**-7 * dq.float().abs().max()
-
-
-@pytest.mark.parametrize("around", [
-    Around(),
-    Around(numbers=8192, heads=8, zeros="last", finish_heads=4, finish_warps=8, reverse=(True, True)),
-    Around(heads=1, zeros="memset", direct=True),
-    Around(numbers=2048, heads=2, direct=True, finish_warps=2, reverse=(True, True)),
-], ids=["plain", "backwards", "memset-direct", "direct-backwards"])  # fmt: skip
-@pytest.mark.parametrize("name", ["odd-lengths-d128", "odd-lengths-d64", "causal-sq-lt-sk", "head-dim-120",
-                                  "head-dim-8", "many-tiles-a-program", "many-tiles-a-program-d128"])  # fmt: skip
-def test_other_kernels_around(name, around, monkeypatch):
-    original = hopper_backward.backward_config
-    monkeypatch.setattr(hopper_backward, "backward_config", lambda *a, **b: replace(original(*a, **b), around=around))
-    shape, options = CASES[name]
-    check(*inputs(shape), lse_gradient="odd" in name, **options)
 
 
 @pytest.mark.parametrize("kind", ["strided", "packed", "broadcast", "transposed", "misaligned"])

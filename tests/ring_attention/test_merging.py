@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpu_accel.flash_attention3.hopper_backward_finish import dq_finish
-from gpu_accel.flash_attention3.launch import launch
+from gpu_accel.flash_attention3.hopper_backward import _finish
 from gpu_accel.flash_attention3.reference import attention_backward_reference, attention_truth
 from gpu_accel.ring_attention import fragments, hopper_backward, portable_merge
 from gpu_accel.ring_attention.attention import make_call
@@ -191,13 +190,12 @@ def test_fragments_come_out_in_order(dim: int, device: str):
     blocks = 1 if dim == 64 else 2  # of 128 or of 64 rows
     sums = torch.randn(2, heads, blocks, 2, 4096, generator=torch.Generator().manual_seed(6)).to(device)
     expected = torch.zeros(1, rows, heads, dim, device=device)
-    options = dict(D=dim, M=128 if dim == 64 else 64, MASK_D=False, num_warps=4)
-    arguments = (sums[0], expected, *expected.stride()[:3], heads, rows, blocks, dim, 0.5)
-    launch(dq_finish, (heads, 2 * blocks), arguments, options)
+    block = 128 if dim == 64 else 64
+    _finish(sums[:1], expected, 0.5, dim, block)
     out = torch.zeros_like(expected)
     fragments.gather(sums[0], None, out, scale=0.5)
     assert torch.equal(out, expected) and out.any()
-    launch(dq_finish, (heads, 2 * blocks), (sums[0] + sums[1], *arguments[1:]), options)
+    _finish(sums[:1] + sums[1:], expected, 0.5, dim, block)
     fragments.gather(sums[0], sums[1], out, scale=0.5)
     assert torch.equal(out, expected)
 
