@@ -1,10 +1,11 @@
 """Runs the source of a Gluon kernel on a CPU, in torch: there is no interpreter for Gluon.
 
 Layouts are taken for granted (the compiler checks them), everything else is done as it stands: coordinates, pointers,
-masks, shapes, dtypes, phases and bytes of barriers. What runs beside the program comes as late as it may, so that
-operands that are written over too soon are seen: products read theirs when they are waited for, stores by TMA too;
-loads by TMA arrive when they are asked for. A product that nobody has waited for is no number. Threads are not told
-apart: what needs a barrier between warps is not seen.
+masks, shapes, dtypes, phases, arrivals and bytes of barriers. What runs beside the program comes as late as it may, so
+that operands that are written over too soon are seen: products read theirs when they are waited for, stores by TMA too;
+loads by TMA arrive when they are asked for. A product that nobody has waited for is no number. Partitions of
+`warp_specialize` take turns, each until it has to wait, so a producer is as far ahead as it can be; if all wait, that
+is a deadlock. Threads are not told apart: what needs a barrier between warps of a partition is not seen.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import __future__
 import ast
 import contextlib
 import math
+import threading
 import types
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +27,32 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 
 from gpu_accel.flash_attention3 import launch
 
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A dtype, as Gluon has it."""
+
+    torch: torch.dtype
+
+    @property
+    def primitive_bitwidth(self) -> int:
+        return self.torch.itemsize * 8
+
 
 class Registers(Tensor):
-    """A tensor that a kernel may ask for its layout; it gets none."""
+    """A tensor that a kernel may ask for its layout, of which it gets none, and for another dtype."""
 
     type = types.SimpleNamespace(layout=None)  # type: ignore[assignment]
+
+    def to(self, kind: Any, bitcast: bool = False) -> Any:  # type: ignore[override]
+        dtype = kind.torch if isinstance(kind, Kind) else kind
+        return self.view(dtype) if bitcast else super().to(dtype)
+
+
+def number(x: int) -> Tensor:
+    return torch.as_tensor(x).as_subclass(Registers)
 
 
 class Pointer:
@@ -36,6 +60,10 @@ class Pointer:
 
     def __init__(self, memory: Tensor, offsets: Any = 0) -> None:
         self.memory, self.offsets = memory, offsets
+
+    @property
+    def dtype(self) -> Any:
+        return types.SimpleNamespace(element_ty=Kind(self.memory.dtype))
 
     def __add__(self, more: Any) -> Pointer:
         return Pointer(self.memory, self.offsets + more)
@@ -52,9 +80,10 @@ class Shared:
 
     def __init__(self, data: Tensor) -> None:
         self.data = data
+        self.dtype = Kind(data.dtype)
 
     def index(self, i: int) -> Shared:
-        return Shared(self.data[i])
+        return Shared(self.data[int(i)])
 
     def slice(self, start: int, length: int, dim: int = 0) -> Shared:
         return Shared(self.data.narrow(dim, start, length))
@@ -75,7 +104,8 @@ class Map:
 
     def __init__(self, made: Any) -> None:
         self.view = made.base.as_strided(made.shape, made.strides)
-        self.box, self.dtype = tuple(made.block_shape), made.base.dtype
+        self.box, self.dtype, self.layout = tuple(made.block_shape), Kind(made.base.dtype), None
+        self.block_shape = list(self.box)
         self.block_type = types.SimpleNamespace(nbytes=math.prod(self.box) * made.base.element_size(), shape=self.box)
 
     def parts(self, at: list[int]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
@@ -114,14 +144,85 @@ class Store:
         self.made.view[there] = self.box[inside] + (self.made.view[there] if self.adds else 0)
 
 
+class Barrier:
+    """An mbarrier: a phase ends when all have arrived and all bytes are there."""
+
+    def __init__(self, count: int) -> None:
+        self.count = self.pending = count
+        self.bytes = self.phases = 0
+
+    def change(self, arrivals: int, size: int) -> None:
+        self.pending -= arrivals
+        self.bytes += size
+        assert self.pending >= 0 and self.bytes >= 0, "more than the barrier waits for"
+        if not self.pending and not self.bytes:
+            self.phases += 1
+            self.pending = self.count
+
+
+class Partitions:
+    """Functions that run in turn, each until it has to wait for another one."""
+
+    def __init__(self, parts: list[tuple[Any, tuple]]) -> None:
+        self.parts, self.ended = parts, [False] * len(parts)
+        self.turns = [threading.Semaphore(0) for _ in parts]
+        self.all = threading.Semaphore(0)
+        self.errors: list[BaseException] = []
+        self.waiting = [-1] * len(parts)  # since which change of barriers
+        self.changes = 0
+        self.me = 0
+
+    def run(self) -> None:
+        for i in range(len(self.parts)):
+            threading.Thread(target=self.body, args=(i,), daemon=True).start()
+        self.turns[0].release()
+        self.all.acquire()
+        if self.errors:
+            raise self.errors[0]
+
+    def body(self, i: int) -> None:
+        self.turns[i].acquire()
+        self.me = i
+        function, arguments = self.parts[i]
+        try:
+            function(*arguments)
+        except BaseException as error:  # noqa: BLE001
+            self.errors.append(error)
+        self.ended[i] = True
+        self.pass_on(i)
+
+    def pass_on(self, i: int) -> None:
+        others = [j % len(self.parts) for j in range(i + 1, i + len(self.parts) + 1)]
+        left = [j for j in others if not self.ended[j]]
+        (self.turns[left[0]] if left and not self.errors else self.all).release()
+
+    def wait(self) -> None:
+        """Let others go on until something has changed."""
+        i = self.me
+        self.waiting[i] = self.changes
+        assert not all(e or w == self.changes for e, w in zip(self.ended, self.waiting, strict=True)), "deadlock"
+        self.pass_on(i)
+        self.turns[i].acquire()
+        self.me = i
+
+
 class Machine:
     """What a program sees as `gl`, `tma`, `mbarrier` and the like."""
 
-    def __init__(self) -> None:
-        self.products: list[Product] = []
-        self.stores: list[Store] = []
-        self.barriers: dict[int, list[int]] = {}  # bytes awaited, phases done
-        self.program = 0
+    def __init__(self, programs: int) -> None:
+        self.asked: dict[int, list[Product]] = {}  # of a partition
+        self.sent: dict[int, list[Store]] = {}
+        self.barriers: dict[int, Barrier] = {}
+        self.partitions: Partitions | None = None
+        self.program, self.programs = 0, programs
+
+    @property
+    def products(self) -> list[Product]:
+        return self.asked.setdefault(self.partitions.me if self.partitions else -1, [])
+
+    @property
+    def stores(self) -> list[Store]:
+        return self.sent.setdefault(self.partitions.me if self.partitions else -1, [])
 
     def names(self) -> dict[str, Any]:
         def nothing(*_, **__):
@@ -133,26 +234,30 @@ class Machine:
         def arange(start: int, stop: int, layout: Any) -> Registers:
             return torch.arange(start, stop).as_subclass(Registers)
 
-        def full(shape: list[int], value: Any, dtype: torch.dtype, layout: Any) -> Registers:
-            return torch.full(shape, value, dtype=dtype).as_subclass(Registers)
+        def full(shape: Any, value: Any, kind: Kind, layout: Any) -> Registers:
+            return torch.full(tuple(shape), value, dtype=kind.torch).as_subclass(Registers)
 
+        kinds = ("float32", "bfloat16", "float16", "int64", "int32", "int16", "int8")
+        layouts = (
+            "NVMMADistributedLayout", "DotOperandLayout", "BlockedLayout", "SliceLayout", "SwizzledSharedLayout",
+        )  # fmt: skip
         gl = types.SimpleNamespace(
-            constexpr=lambda x: x, float32=torch.float32, bfloat16=torch.bfloat16, int64=torch.int64, int32=torch.int32,
-            static_range=range, minimum=min, program_id=lambda _: torch.tensor(self.program),
-            cdiv=lambda a, b: -(-a // b), static_assert=nothing, arange=arange,
-            full=full,
-            where=lambda which, a, b: torch.where(torch.as_tensor(which), a, b), exp2=torch.exp2,
-            sum=lambda x, axis: x.sum(axis), max=lambda x, axis: x.amax(axis),
+            constexpr=lambda x: x, static_range=range, static_assert=nothing, minimum=min, maximum=max,
+            cdiv=lambda a, b: -(-a // b), program_id=lambda _: number(self.program),
+            num_programs=lambda _: number(self.programs), arange=arange, full=full,
+            where=lambda which, a, b: torch.where(torch.as_tensor(which), a, b).as_subclass(Registers),
+            exp2=torch.exp2, abs=torch.abs, sum=lambda x, axis: x.sum(axis), max=lambda x, axis: x.amax(axis),
             reshape=lambda x, shape: x.reshape(shape), permute=lambda x, dims: x.permute(dims),
             split=lambda x: x.unbind(-1), join=lambda a, b: torch.stack((a, b), -1),
-            convert_layout=lambda x, layout, assert_trivial=False: x, to_tensor=torch.as_tensor,
-            inline_asm_elementwise=instruction,
-            allocate_shared_memory=allocate, load=load, store=store,
-            **dict.fromkeys(("NVMMADistributedLayout", "DotOperandLayout", "BlockedLayout", "SliceLayout",
-                             "SwizzledSharedLayout"), nothing),
+            convert_layout=lambda x, layout, assert_trivial=False: x, to_tensor=number,
+            inline_asm_elementwise=instruction, allocate_shared_memory=allocate, load=load, store=store,
+            warp_specialize=self.specialize, **{name: Kind(getattr(torch, name)) for name in kinds},
+            **dict.fromkeys(layouts, nothing),
         )  # fmt: skip
         gl.NVMMASharedLayout = nothing_with(get_default_for=nothing)
-        mbarrier = types.SimpleNamespace(MBarrierLayout=nothing, init=self.init, expect=self.expect, wait=self.wait)
+        mbarrier = types.SimpleNamespace(
+            MBarrierLayout=nothing, init=self.init, expect=self.expect, wait=self.wait, arrive=self.arrive
+        )
         return dict(
             gluon=types.SimpleNamespace(jit=jit), gl=gl, mbarrier=mbarrier, tma_load=self.load, barrier=nothing,
             tma=types.SimpleNamespace(store_wait=self.store_wait), tma_store=self.store, fence_async_shared=nothing,
@@ -161,28 +266,38 @@ class Machine:
             warpgroup_mma=self.multiply, warpgroup_mma_wait=self.wait_for_products,
         )  # fmt: skip
 
+    def specialize(self, parts: list[tuple[Any, tuple]], warps: list[int], registers: list[int]) -> None:
+        assert len(parts) == len(warps) + 1 == len(registers) + 1
+        self.partitions = Partitions(parts)
+        self.partitions.run()
+        self.partitions = None
+
+    def change(self, bar: Shared, arrivals: int, size: int) -> None:
+        self.barriers[bar.data.data_ptr()].change(arrivals, size)
+        if self.partitions:
+            self.partitions.changes += 1
+
     def init(self, bar: Shared, count: int) -> None:
-        assert count == 1
-        self.barriers[bar.data.data_ptr()] = [0, 0]
+        self.barriers[bar.data.data_ptr()] = Barrier(count)
 
     def expect(self, bar: Shared, size: int) -> None:
-        state = self.barriers[bar.data.data_ptr()]
-        assert state[0] == 0, "bytes of the last phase are still awaited"
-        state[0] = size
+        self.change(bar, 1, int(size))
+
+    def arrive(self, bar: Shared, count: int) -> None:
+        self.change(bar, count, 0)
 
     def wait(self, bar: Shared, phase: int) -> None:
-        awaited, phases = self.barriers[bar.data.data_ptr()]
-        assert awaited == 0 and phases % 2 != phase, "waits forever, or for another phase"
+        one = self.barriers[bar.data.data_ptr()]
+        while one.phases % 2 == int(phase):
+            assert self.partitions is not None, "waits forever"
+            self.partitions.wait()
 
     def load(self, made: Map, at: list[int], bar: Shared, to: Shared) -> None:
         there, inside = made.parts(at)
-        box = torch.zeros(made.box, dtype=made.dtype)
+        box = torch.zeros(made.box, dtype=made.dtype.torch)
         box[inside] = made.view[there]
         to.store(box.reshape(to.data.shape))
-        state = self.barriers[bar.data.data_ptr()]
-        state[0] -= made.block_type.nbytes
-        assert state[0] >= 0
-        state[1] += state[0] == 0
+        self.change(bar, 0, -made.block_type.nbytes)
 
     def store(self, made: Map, at: list[int], source: Shared) -> None:
         self.stores.append(Store(made, at, source))
@@ -219,8 +334,11 @@ def instruction(code: str, constraints: str, arguments: list[Any], **_: Any) -> 
     """What the kernels have as PTX."""
     if code.startswith("mov.b32"):
         return arguments[0]
-    assert code.startswith("mul.rn.bf16x2"), code
-    return arguments[0] * arguments[1]
+    if code.startswith("mul.rn.bf16x2"):
+        return arguments[0] * arguments[1]
+    kind = {"cvt.rn.bf16x2.f32 $0, $2, $1;": torch.bfloat16, "cvt.rn.f16x2.f32 $0, $2, $1;": torch.float16}[code]
+    low, high = (x.to(kind).to(Kind(torch.int16), bitcast=True).to(torch.int32) for x in arguments)
+    return low & 0xFFFF | high << 16
 
 
 def nothing_with(**attributes: Any) -> Any:
@@ -232,8 +350,8 @@ def nothing_with(**attributes: Any) -> Any:
     return nothing
 
 
-def allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
-    return Shared(torch.full(shape, math.nan if dtype.is_floating_point else 0, dtype=dtype))
+def allocate(kind: Kind, shape: list[int], layout: Any) -> Shared:
+    return Shared(torch.full(shape, math.nan if kind.torch.is_floating_point else 0, dtype=kind.torch))
 
 
 def load(pointer: Pointer, mask: Tensor | None = None, other: float = 0.0) -> Tensor:
@@ -250,11 +368,14 @@ def store(pointer: Pointer, value: Tensor, mask: Tensor | None = None) -> None:
 
 
 def definitions(path: Path, space: dict[str, Any]) -> None:
-    """What a file defines, and what it takes from other kernels' files, without their imports of Gluon."""
+    """What a file defines, and what it takes from other kernels' files, without their imports."""
     tree = ast.parse(path.read_text())
     for node in tree.body:
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("gpu_accel.thunderkittens."):
-            definitions(path.with_name(f"{str(node.module).rpartition('.')[2]}.py"), space)
+        if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("gpu_accel.")):
+            inside = path.parent if node.level else ROOT
+            other = inside.joinpath(*(node.module or "").split(".")).with_suffix(".py")
+            if other.name != "gluon_compat.py" and other.is_file() and "@gluon.jit" in other.read_text():
+                definitions(other, space)
     kept = [node for node in tree.body if not isinstance(node, ast.Import | ast.ImportFrom | ast.Expr)]
     flags = __future__.annotations.compiler_flag  # names of types stay unread
     exec(compile(ast.Module(kept, []), str(path), "exec", flags=flags, dont_inherit=True), space)
@@ -262,22 +383,27 @@ def definitions(path: Path, space: dict[str, Any]) -> None:
 
 def run(kernel: Any, programs: int, arguments: tuple, constants: dict[str, Any]) -> None:
     """Every program of a launch, one after the other. arguments: tensors, tensor maps and numbers, as launched."""
-    machine = Machine()
+    machine = Machine(programs)
     space = machine.names()
     definitions(Path(kernel.fn.__code__.co_filename), space)
-    given = []
+    given: list[Any] = []
     for x in arguments:
         if isinstance(x, Tensor):
             size = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
-            x = Pointer(x.as_strided((size,), (1,)))
+            given.append(Pointer(x.as_strided((size,), (1,))))
         elif hasattr(x, "block_shape"):
-            x = Map(x)
-        given.append(x)
+            given.append(Map(x))
+        else:
+            given.append(number(x) if isinstance(x, int) else x)
     for machine.program in range(programs):
         space[kernel.fn.__name__](*given, **constants)
-        assert all(one.box is not None for one in machine.stores) and not machine.products
-        machine.written()
-        assert not any(awaited for awaited, _ in machine.barriers.values())
+        assert not any(machine.asked.values()), "a product that nobody waited for"
+        for stores in machine.sent.values():
+            assert all(one.box is not None for one in stores), "shared memory may be gone before it was read"
+            for one in stores:
+                one.write()
+        machine.sent.clear()
+        assert not any(one.bytes for one in machine.barriers.values())
         machine.barriers.clear()
 
 
