@@ -14,7 +14,7 @@ import torch
 from gpu_accel.errors import UnsupportedError
 from gpu_accel.thunderkittens import chunked, gla, gla_hopper
 from gpu_accel.thunderkittens.gla import chunk_gla, explain_gla, gated_linear_attention
-from tests.thunderkittens import gluon_in_torch
+from tests import gluon_in_torch
 from tests.thunderkittens.helpers import run
 from tests.thunderkittens.test_gla import compare, make, truth_of
 

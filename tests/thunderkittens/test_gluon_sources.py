@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gpu_accel.thunderkittens import gemm_hopper, template
-from tests.thunderkittens import gluon_in_torch
+from tests import gluon_in_torch
 from tests.thunderkittens.helpers import randn
 
 

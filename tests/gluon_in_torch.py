@@ -13,6 +13,7 @@ import __future__
 
 import ast
 import contextlib
+import importlib
 import math
 import threading
 import types
@@ -27,7 +28,7 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 
 from gpu_accel.flash_attention3 import launch
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,14 @@ class Registers(Tensor):
         return self.view(dtype) if bitcast else super().to(dtype)
 
 
+class Constant(int):
+    """A constexpr integer."""
+
+    @property
+    def value(self) -> int:
+        return int(self)
+
+
 def number(x: int) -> Tensor:
     return torch.as_tensor(x).as_subclass(Registers)
 
@@ -68,6 +77,15 @@ class Pointer:
     def __add__(self, more: Any) -> Pointer:
         return Pointer(self.memory, self.offsets + more)
 
+    __radd__ = __add__
+
+    def __getitem__(self, key: Any) -> Pointer:
+        return Pointer(self.memory, self.offsets[key])
+
+    def to(self, kind: Kind) -> Pointer:
+        """An address is a number too."""
+        return self
+
     def places(self, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         offsets = torch.as_tensor(self.offsets)
         mask = torch.ones_like(offsets, dtype=torch.bool) if mask is None else torch.as_tensor(mask)
@@ -80,7 +98,7 @@ class Shared:
 
     def __init__(self, data: Tensor) -> None:
         self.data = data
-        self.dtype = Kind(data.dtype)
+        self.dtype, self.shape = Kind(data.dtype), data.shape
 
     def index(self, i: int) -> Shared:
         return Shared(self.data[int(i)])
@@ -163,7 +181,8 @@ class Barrier:
 class Partitions:
     """Functions that run in turn, each until it has to wait for another one."""
 
-    def __init__(self, parts: list[tuple[Any, tuple]]) -> None:
+    def __init__(self, parts: list[tuple[Any, tuple]], warps: list[int]) -> None:
+        self.warps = warps
         self.parts, self.ended = parts, [False] * len(parts)
         self.turns = [threading.Semaphore(0) for _ in parts]
         self.all = threading.Semaphore(0)
@@ -209,11 +228,13 @@ class Partitions:
 class Machine:
     """What a program sees as `gl`, `tma`, `mbarrier` and the like."""
 
-    def __init__(self, programs: int) -> None:
+    def __init__(self, programs: int, warps: int) -> None:
+        self.warps = warps
         self.asked: dict[int, list[Product]] = {}  # of a partition
         self.sent: dict[int, list[Store]] = {}
         self.barriers: dict[int, Barrier] = {}
         self.partitions: Partitions | None = None
+        self.named: dict[int, tuple[int, int]] = {}  # of named barriers: threads that have arrived, phases
         self.program, self.programs = 0, programs
 
     @property
@@ -240,9 +261,12 @@ class Machine:
         kinds = ("float32", "bfloat16", "float16", "int64", "int32", "int16", "int8")
         layouts = (
             "NVMMADistributedLayout", "DotOperandLayout", "BlockedLayout", "SliceLayout", "SwizzledSharedLayout",
+            "DistributedLinearLayout",
         )  # fmt: skip
         gl = types.SimpleNamespace(
-            constexpr=lambda x: x, static_range=range, static_assert=nothing, minimum=min, maximum=max,
+            constexpr=lambda x: Constant(x) if type(x) is int else x,
+            static_range=range, static_assert=nothing, minimum=least(min, torch.minimum),
+            maximum=least(max, torch.maximum), log2=torch.log2, num_warps=lambda: 4,
             cdiv=lambda a, b: -(-a // b), program_id=lambda _: number(self.program),
             num_programs=lambda _: number(self.programs), arange=arange, full=full,
             where=lambda which, a, b: torch.where(torch.as_tensor(which), a, b).as_subclass(Registers),
@@ -250,7 +274,7 @@ class Machine:
             reshape=lambda x, shape: x.reshape(shape), permute=lambda x, dims: x.permute(dims),
             split=lambda x: x.unbind(-1), join=lambda a, b: torch.stack((a, b), -1),
             convert_layout=lambda x, layout, assert_trivial=False: x, to_tensor=number,
-            inline_asm_elementwise=instruction, allocate_shared_memory=allocate, load=load, store=store,
+            inline_asm_elementwise=self.instruction, allocate_shared_memory=allocate, load=load, store=store,
             warp_specialize=self.specialize, **{name: Kind(getattr(torch, name)) for name in kinds},
             **dict.fromkeys(layouts, nothing),
         )  # fmt: skip
@@ -259,18 +283,36 @@ class Machine:
             MBarrierLayout=nothing, init=self.init, expect=self.expect, wait=self.wait, arrive=self.arrive
         )
         return dict(
-            gluon=types.SimpleNamespace(jit=jit), gl=gl, mbarrier=mbarrier, tma_load=self.load, barrier=nothing,
+            gluon=types.SimpleNamespace(jit=jit, constexpr_function=jit), gl=gl,
+            mbarrier=mbarrier, tma_load=self.load, barrier=nothing,
             tma=types.SimpleNamespace(store_wait=self.store_wait), tma_store=self.store, fence_async_shared=nothing,
-            tma_add=self.add, tma_written=self.written,
+            tma_add=self.add, tma_reduce_add=self.add, tma_written=self.written,
             mma_v2=lambda a, b, acc: a.float() @ b.float() + acc,
             warpgroup_mma=self.multiply, warpgroup_mma_wait=self.wait_for_products,
         )  # fmt: skip
 
     def specialize(self, parts: list[tuple[Any, tuple]], warps: list[int], registers: list[int]) -> None:
         assert len(parts) == len(warps) + 1 == len(registers) + 1
-        self.partitions = Partitions(parts)
+        self.partitions = Partitions(parts, [self.warps, *warps])
         self.partitions.run()
         self.partitions = None
+
+    def instruction(self, code: str, constraints: str, arguments: list[Any], **_: Any) -> Any:
+        """What the kernels have as PTX."""
+        if "bar.sync $1" not in code and "bar.arrive $1" not in code:
+            return instruction(code, arguments)
+        if "@p bar" in code and not bool(arguments.pop()):
+            return None
+        assert self.partitions is not None
+        which, threads = map(int, arguments)
+        arrived, phases = self.named.get(which, (0, 0))
+        arrived += 32 * self.partitions.warps[self.partitions.me]
+        assert arrived <= threads, f"too many at barrier {which}"
+        self.named[which] = (0, phases + 1) if arrived == threads else (arrived, phases)
+        self.partitions.changes += 1
+        while "sync" in code and self.named[which][1] == phases:
+            self.partitions.wait()
+        return None
 
     def change(self, bar: Shared, arrivals: int, size: int) -> None:
         self.barriers[bar.data.data_ptr()].change(arrivals, size)
@@ -286,7 +328,9 @@ class Machine:
     def arrive(self, bar: Shared, count: int) -> None:
         self.change(bar, count, 0)
 
-    def wait(self, bar: Shared, phase: int) -> None:
+    def wait(self, bar: Shared, phase: int, pred: Any = True) -> None:
+        if not pred:
+            return
         one = self.barriers[bar.data.data_ptr()]
         while one.phases % 2 == int(phase):
             assert self.partitions is not None, "waits forever"
@@ -330,12 +374,31 @@ class Machine:
         return values if len(values) > 1 else values[0]
 
 
-def instruction(code: str, constraints: str, arguments: list[Any], **_: Any) -> Any:
-    """What the kernels have as PTX."""
+def least(of_two: Any, of_many: Any) -> Any:
+    """minimum or maximum, of numbers and of tensors."""
+
+    def function(a: Any, b: Any) -> Any:
+        if not any(isinstance(x, Tensor) and x.dim() for x in (a, b)):
+            return number(of_two(a, b)) if isinstance(a, int | Tensor) and isinstance(b, int | Tensor) else of_two(a, b)
+        dtype = next(x.dtype for x in (a, b) if isinstance(x, Tensor) and x.dim())
+        return of_many(*(torch.as_tensor(x, dtype=dtype) for x in (a, b)))
+
+    return function
+
+
+def instruction(code: str, arguments: list[Any]) -> Any:
     if code.startswith("mov.b32"):
         return arguments[0]
-    if code.startswith("mul.rn.bf16x2"):
+    if code.startswith("mul.rn.bf16x2") or "mul.f32 $0, $0, $64" in code:  # products; those that may be left out
         return arguments[0] * arguments[1]
+    if "atom.global.add.u32 $0, [$1], 1" in code:  # the first thread counts up, where it is wanted
+        pointer, wanted = arguments
+        place = int(pointer.offsets.flatten()[0])
+        count = torch.zeros(wanted.shape, dtype=torch.int32)
+        if wanted.any():
+            count[0] = pointer.memory[place]
+            pointer.memory[place] += 1
+        return count.as_subclass(Registers)
     kind = {"cvt.rn.bf16x2.f32 $0, $2, $1;": torch.bfloat16, "cvt.rn.f16x2.f32 $0, $2, $1;": torch.float16}[code]
     low, high = (x.to(kind).to(Kind(torch.int16), bitcast=True).to(torch.int32) for x in arguments)
     return low & 0xFFFF | high << 16
@@ -364,28 +427,50 @@ def load(pointer: Pointer, mask: Tensor | None = None, other: float = 0.0) -> Te
 def store(pointer: Pointer, value: Tensor, mask: Tensor | None = None) -> None:
     offsets, mask = pointer.places(mask)
     assert not mask.any() or 0 <= int(offsets[mask].min()) <= int(offsets[mask].max()) < pointer.memory.numel()
+    value = torch.as_tensor(value, dtype=pointer.memory.dtype)
     pointer.memory[offsets[mask]] = value.expand(offsets.shape)[mask]
 
 
 def definitions(path: Path, space: dict[str, Any]) -> None:
-    """What a file defines, and what it takes from other kernels' files, without their imports."""
+    """What a file defines, and what it takes from others: from those with kernels by their source, else as it is."""
     tree = ast.parse(path.read_text())
     for node in tree.body:
-        if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("gpu_accel.")):
-            inside = path.parent if node.level else ROOT
-            other = inside.joinpath(*(node.module or "").split(".")).with_suffix(".py")
-            if other.name != "gluon_compat.py" and other.is_file() and "@gluon.jit" in other.read_text():
-                definitions(other, space)
-    kept = [node for node in tree.body if not isinstance(node, ast.Import | ast.ImportFrom | ast.Expr)]
+        if not isinstance(node, ast.ImportFrom) or not (node.level or (node.module or "").startswith("gpu_accel.")):
+            continue
+        inside = path.parent if node.level else ROOT
+        other = inside.joinpath(*(node.module or "").split(".")).with_suffix(".py")
+        if other.name == "gluon_compat.py":
+            continue
+        if other.is_file() and "@gluon.jit" in other.read_text():
+            definitions(other, space)
+            continue
+        module = importlib.import_module(".".join(other.with_suffix("").relative_to(ROOT).parts))
+        for one in node.names:
+            value = getattr(module, one.name)
+            space[one.asname or one.name] = Constant(value.value) if type(value).__name__ == "constexpr" else value
+    kept = [
+        node for node in tree.body
+        if any("gluon" in ast.unparse(one) for one in getattr(node, "decorator_list", ()))
+        or isinstance(node, ast.Assign) and "gl.constexpr(" in ast.unparse(node.value)
+    ]  # fmt: skip
     flags = __future__.annotations.compiler_flag  # names of types stay unread
     exec(compile(ast.Module(kept, []), str(path), "exec", flags=flags, dont_inherit=True), space)
 
 
-def run(kernel: Any, programs: int, arguments: tuple, constants: dict[str, Any]) -> None:
+def zero_rows(buffers: Shared, stage: int, first: int) -> None:
+    """As in hopper_packed.py."""
+    buffers.data[int(stage), int(first) :] = 0
+
+
+SUBSTITUTES = {"zero_rows": zero_rows}  # functions that go by how tiles lie in shared memory
+
+
+def run(kernel: Any, programs: int, arguments: tuple, constants: dict[str, Any], warps: int = 4) -> None:
     """Every program of a launch, one after the other. arguments: tensors, tensor maps and numbers, as launched."""
-    machine = Machine(programs)
+    machine = Machine(programs, warps)
     space = machine.names()
     definitions(Path(kernel.fn.__code__.co_filename), space)
+    space |= SUBSTITUTES
     given: list[Any] = []
     for x in arguments:
         if isinstance(x, Tensor):
@@ -404,6 +489,7 @@ def run(kernel: Any, programs: int, arguments: tuple, constants: dict[str, Any])
                 one.write()
         machine.sent.clear()
         assert not any(one.bytes for one in machine.barriers.values())
+        assert not any(arrived for arrived, _ in machine.named.values()), "a named barrier is left unbalanced"
         machine.barriers.clear()
 
 
@@ -415,7 +501,7 @@ def kernels_on_a_cpu() -> Iterator[list[str]]:
     def hook(kernel: Any, programs: int, arguments: tuple, options: dict) -> None:
         if isinstance(kernel, GluonJITFunction):
             constants = {name: x for name, x in options.items() if name not in ("num_warps", "maxnreg")}
-            run(kernel, programs, arguments, constants)
+            run(kernel, programs, arguments, constants, options["num_warps"])
             done.append(kernel.fn.__name__)
         else:
             with launch._hooked(None):
