@@ -15,6 +15,7 @@ import ast
 import contextlib
 import importlib
 import math
+import operator
 import threading
 import types
 from collections.abc import Iterator
@@ -58,6 +59,15 @@ class Constant(int):
     @property
     def value(self) -> int:
         return int(self)
+
+
+def _anew(name: str) -> Any:
+    """`a += b` as a = a + b: a kernel's values do not change, and others may have the same one."""
+    return lambda a, b: getattr(operator, name)(a, b)
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "and_", "or_", "xor", "lshift", "rshift"):
+    setattr(Registers, f"__i{_name.rstrip('_')}__", _anew(_name))
 
 
 def number(x: int) -> Tensor:
@@ -105,6 +115,10 @@ class Shared:
 
     def slice(self, start: int, length: int, dim: int = 0) -> Shared:
         return Shared(self.data.narrow(dim, start, length))
+
+    def seen_as(self, kind: Kind, shape: list[int], layout: Any) -> Shared:
+        """The same memory, where tiles of one swizzle lie one after the other."""
+        return Shared(self.data.view(kind.torch).view(shape))
 
     def permute(self, dims: tuple[int, ...]) -> Shared:
         return Shared(self.data.permute(dims))
@@ -275,6 +289,7 @@ class Machine:
             split=lambda x: x.unbind(-1), join=lambda a, b: torch.stack((a, b), -1),
             convert_layout=lambda x, layout, assert_trivial=False: x, to_tensor=number,
             inline_asm_elementwise=self.instruction, allocate_shared_memory=allocate, load=load, store=store,
+            atomic_add=count_up,
             warp_specialize=self.specialize, **{name: Kind(getattr(torch, name)) for name in kinds},
             **dict.fromkeys(layouts, nothing),
         )  # fmt: skip
@@ -286,7 +301,7 @@ class Machine:
             gluon=types.SimpleNamespace(jit=jit, constexpr_function=jit), gl=gl,
             mbarrier=mbarrier, tma_load=self.load, barrier=nothing,
             tma=types.SimpleNamespace(store_wait=self.store_wait), tma_store=self.store, fence_async_shared=nothing,
-            tma_add=self.add, tma_reduce_add=self.add, tma_written=self.written,
+            tma_add=self.add, tma_reduce_add=self.add, reinterpret=Shared.seen_as, tma_written=self.written,
             mma_v2=lambda a, b, acc: a.float() @ b.float() + acc,
             warpgroup_mma=self.multiply, warpgroup_mma_wait=self.wait_for_products,
         )  # fmt: skip
@@ -325,8 +340,9 @@ class Machine:
     def expect(self, bar: Shared, size: int) -> None:
         self.change(bar, 1, int(size))
 
-    def arrive(self, bar: Shared, count: int) -> None:
-        self.change(bar, count, 0)
+    def arrive(self, bar: Shared, count: int, pred: Any = True) -> None:
+        if pred:
+            self.change(bar, count, 0)
 
     def wait(self, bar: Shared, phase: int, pred: Any = True) -> None:
         if not pred:
@@ -460,6 +476,13 @@ def definitions(path: Path, space: dict[str, Any]) -> None:
 def zero_rows(buffers: Shared, stage: int, first: int) -> None:
     """As in hopper_packed.py."""
     buffers.data[int(stage), int(first) :] = 0
+
+
+def count_up(pointer: Pointer, by: int) -> Tensor:
+    place = int(pointer.offsets)
+    before = number(int(pointer.memory[place]))
+    pointer.memory[place] += by
+    return before
 
 
 SUBSTITUTES = {"zero_rows": zero_rows}  # functions that go by how tiles lie in shared memory

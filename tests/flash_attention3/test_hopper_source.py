@@ -1,6 +1,7 @@
-"""The Hopper forward as it stands, run in torch on a CPU (`gluon_in_torch`): partitions in turn, each barrier counted.
+"""Hopper kernels as they stand, run in torch on a CPU (`gluon_in_torch`): partitions in turn, each barrier counted.
 
-What is seen: coordinates, masks, the order of blocks, rings of K, V and Q, the queue of tiles, ping-pong, the way out.
+What is seen: coordinates, masks, the order of blocks, rings of K, V and Q, the queue of tiles, ping-pong, what
+consumers hand on to each other, the way out.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpu_accel.flash_attention3 import hopper
+from gpu_accel.flash_attention3 import hopper, hopper_backward
 from gpu_accel.testing import generator
 from tests import gluon_in_torch
 
@@ -57,6 +58,27 @@ def test_forward(case):
     # the probabilities and the result are rounded, each by a third of eps where errors are spread evenly
     assert float((o - right).norm()) <= 0.5 * torch.finfo(dtype).eps * float(right.norm())
     torch.testing.assert_close(lse.double(), right_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("kernel", "head_dim", "options"), [
+    pytest.param("attention_backward_apart_kernel", 64, {}, id="apart-64"),
+    pytest.param("attention_backward_apart_kernel", 128, dict(window_right=0), id="apart-128-causal"),
+    pytest.param("attention_backward_kernel", 64, dict(window_left=70, window_right=10), id="64-window"),
+    pytest.param("attention_backward_kernel", 128, dict(window_right=0, softcap=5.0), id="128-causal-softcap"),
+])  # fmt: skip
+def test_backward(kernel, head_dim, options):
+    q, do = (randn(1, 200, 2, head_dim, seed=s, dtype=torch.bfloat16) for s in (1, 4))
+    k, v = (randn(1, 260, 1, head_dim, seed=s, dtype=torch.bfloat16) for s in (2, 3))
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    o, lse = truth(*leaves, 0.1, **options)
+    right = torch.autograd.grad(o, leaves, do.double())
+    o, lse = o.detach().bfloat16(), lse.detach().float()
+    with gluon_in_torch.kernels_on_a_cpu() as done:
+        mine = hopper_backward.backward(do, q, k, v, o, lse, softmax_scale=0.1, **options)
+    assert done == [kernel]
+    for name, one, other in zip(("dq", "dk", "dv"), mine, right, strict=True):
+        # o, P, dS and the result are rounded, each by a third of eps where errors are spread evenly
+        assert float((one - other).norm()) <= torch.finfo(torch.bfloat16).eps * float(other.norm()), name
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
