@@ -247,10 +247,12 @@ def delta_rule(
     check_tensors({"q": q, "beta": beta})
     _validate(q, k, v, g, beta, initial_state, cu_seqlens, chunk, "beta")
     scale = chunked.default_scale(q.shape[-1]) if scale is None else real("scale", scale)
-    if backend == "hopper":
+    if backend == "hopper" or (backend == "auto" and delta_hopper.AUTO):
         why = delta_hopper.refusal(q, v, cu_seqlens, chunk)
-        if why:
+        if why and backend == "hopper":
             raise UnsupportedError(f"the Hopper kernel: {why}; use backend='portable'")
+        backend = "auto" if why else "hopper"
+    if backend == "hopper":
         g, initial_state = (None if x is None else x.float() for x in (g, initial_state))
         return delta_hopper_op(q, k, v, g, beta.float(), initial_state, None, scale, chunk)
     if q.shape[-1] > LARGEST_KEY:

@@ -250,10 +250,12 @@ def gated_linear_attention(
     _need(v.shape[2] == q.shape[2], f"q, k and v must have one number of heads, got {q.shape[2]} and {v.shape[2]}")
     _need(g.shape == q.shape, f"g must be (batch, seqlen, heads, K) {tuple(q.shape)}, got {_shape(g)}")
     scale = chunked.default_scale(q.shape[-1]) if scale is None else real("scale", scale)
-    if backend == "hopper":
+    if backend == "hopper" or (backend == "auto" and gla_hopper.AUTO):
         why = gla_hopper.refusal(q, v, cu_seqlens, chunk)
-        if why:
+        if why and backend == "hopper":
             raise UnsupportedError(f"the Hopper kernels: {why}; use backend='portable'")
+        backend = "auto" if why else "hopper"
+    if backend == "hopper":
         initial_state = None if initial_state is None else initial_state.float()
         return gla_hopper_op(q, k, v, g, initial_state, None, scale, chunk)
     why = refusal(v, q.shape[3])
@@ -286,7 +288,7 @@ def explain_gla(
     Raises UnsupportedError as the call would.
     """
     why = gla_hopper.refusal(q, v, cu_seqlens, chunk)
-    if backend == "hopper":
+    if backend == "hopper" or (backend == "auto" and gla_hopper.AUTO and not why):
         if why:
             raise UnsupportedError(f"the Hopper kernels: {why}; use backend='portable'")
         return "forward: Gluon for Hopper, pairs of all chunks and a walk; gradients: plain Triton"

@@ -10,6 +10,7 @@ from gpu_accel.flash_attention3.gluon_launch import QuickLaunch, addressable, te
 from gpu_accel.thunderkittens.walk_hopper import CHUNK, machine_refusal, size_refusal
 
 COLUMNS = 64  # of v that a program of the walk takes
+AUTO = False  # whether "auto" takes them where it can
 _MOST_NUMBERS = 2**31  # of ends: their coordinate is one 32-bit number
 # The most registers of a thread that makes pairs, or None for as many as ptxas wants: 195, without spills, which leave
 # room for one program an SM at K = 128; 128 of them leave room for two, and 330 bytes spill.

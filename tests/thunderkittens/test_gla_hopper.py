@@ -172,6 +172,16 @@ def test_what_is_said_about_it(on_a_cpu, device, monkeypatch):
         explain_gla(q, v, backend="hopper")
 
 
+def test_auto_takes_it_where_it_may(on_a_cpu, device, monkeypatch):
+    (q, k, v, g, _), _ = make(device, dtype=torch.bfloat16)
+    for may in (False, True):
+        monkeypatch.setattr(gla_hopper, "AUTO", may)
+        chunk_gla(q, k, v, g)
+        assert on_a_cpu == [1] * may and ("Gluon" in explain_gla(q, v)) == may
+    chunk_gla(q[..., :20], k[..., :20], v, g[..., :20])  # K is no multiple of 8
+    assert on_a_cpu == [1]
+
+
 def test_opcheck(on_a_cpu, device):
     (q, k, v, g, h), _ = make(device, seqlen=18, key_dim=16, value_dim=16, heads=1, dtype=torch.bfloat16)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
