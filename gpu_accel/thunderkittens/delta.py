@@ -234,8 +234,8 @@ def delta_rule(
         scale: K**-0.5 unless given. initial_state: (sequences, heads, K, V); cu_seqlens: (sequences + 1,), batch 1.
         chunk: steps that are done by matrix products at once, 16, 32 or 64.
         backend: "portable" (plain Triton), "hopper" (the walk of the forward in Gluon, on an H100 or H200, in bfloat16,
-            by name only: no GPU has run it; no packed sequences, chunks of 64, portable gradients), "reference", or
-            "auto": the portable kernels where they can run.
+            by name only, see the README of the paper; no packed sequences, chunks of 64, portable gradients),
+            "reference", or "auto": the portable kernels where they can run.
 
     Returns:
         o (batch, seqlen, heads, V) in the dtype of v, and the final state (sequences, heads, K, V) float32.
@@ -247,12 +247,10 @@ def delta_rule(
     check_tensors({"q": q, "beta": beta})
     _validate(q, k, v, g, beta, initial_state, cu_seqlens, chunk, "beta")
     scale = chunked.default_scale(q.shape[-1]) if scale is None else real("scale", scale)
-    if backend == "hopper" or (backend == "auto" and delta_hopper.AUTO):
-        why = delta_hopper.refusal(q, v, cu_seqlens, chunk)
-        if why and backend == "hopper":
-            raise UnsupportedError(f"the Hopper kernel: {why}; use backend='portable'")
-        backend = "auto" if why else "hopper"
     if backend == "hopper":
+        why = delta_hopper.refusal(q, v, cu_seqlens, chunk)
+        if why:
+            raise UnsupportedError(f"the Hopper kernel: {why}; use backend='portable'")
         g, initial_state = (None if x is None else x.float() for x in (g, initial_state))
         return delta_hopper_op(q, k, v, g, beta.float(), initial_state, None, scale, chunk)
     if q.shape[-1] > LARGEST_KEY:

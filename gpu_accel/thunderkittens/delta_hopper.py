@@ -12,7 +12,6 @@ from gpu_accel.thunderkittens import delta_kernels
 from gpu_accel.thunderkittens.walk_hopper import CHUNK, _line_map, gate_vectors, machine_refusal, size_refusal
 
 COLUMNS = 64  # of v that a program takes
-AUTO = False  # whether "auto" takes it where it can
 # Chunks ahead, of K up to 64 and up to 128: two programs an SM and one. With one stage three fit at K = 128.
 STAGES = {64: 2, 128: 2}
 _quick: list[QuickLaunch] = []

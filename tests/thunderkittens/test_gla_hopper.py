@@ -162,24 +162,21 @@ def test_what_it_does_not_take(on_a_cpu, device):
         gated_linear_attention(q[..., :64], k[..., :64], v, g[..., :64], chunk=32, backend="hopper")
 
 
-def test_what_is_said_about_it(on_a_cpu, device, monkeypatch):
-    (q, *_, v), _ = (make(device, dtype=torch.bfloat16)[0][:3], None)
-    assert "gradients: plain Triton" in explain_gla(q, v, backend="hopper")
-    assert "by name only" in explain_gla(q, v)
-    monkeypatch.setattr(gla_hopper, "machine_refusal", lambda _: "no such machine")
-    assert "no such machine" in explain_gla(q, v)
-    with pytest.raises(UnsupportedError, match="no such machine"):
-        explain_gla(q, v, backend="hopper")
-
-
-def test_auto_takes_it_where_it_may(on_a_cpu, device, monkeypatch):
-    (q, k, v, g, _), _ = make(device, dtype=torch.bfloat16)
-    for may in (False, True):
-        monkeypatch.setattr(gla_hopper, "AUTO", may)
-        chunk_gla(q, k, v, g)
-        assert on_a_cpu == [1] * may and ("Gluon" in explain_gla(q, v)) == may
-    chunk_gla(q[..., :20], k[..., :20], v, g[..., :20])  # K is no multiple of 8
+def test_auto_and_what_is_said_about_it(on_a_cpu, device, monkeypatch):
+    """Taken unasked where it was timed: K and V from 65 to 128."""
+    narrow, wide = (make(device, dtype=torch.bfloat16, heads=1, key_dim=k, value_dim=128)[0][:4] for k in (64, 72))
+    chunk_gla(*narrow)
+    assert on_a_cpu == [] and "by name only" in explain_gla(narrow[0], narrow[2])
+    chunk_gla(*wide)
     assert on_a_cpu == [1]
+    for backend in ("auto", "hopper"):
+        assert "gradients: plain Triton" in explain_gla(wide[0], wide[2], backend=backend)
+    assert "another backend" in explain_gla(wide[0], wide[2], backend="reference")
+    monkeypatch.setattr(gla_hopper, "machine_refusal", lambda _: "no such machine")
+    chunk_gla(*wide)
+    assert on_a_cpu == [1] and "no such machine" in explain_gla(wide[0], wide[2])
+    with pytest.raises(UnsupportedError, match="no such machine"):
+        explain_gla(wide[0], wide[2], backend="hopper")
 
 
 def test_opcheck(on_a_cpu, device):
