@@ -164,6 +164,9 @@ class QuantizedTensor(torch.Tensor):
         plain = {name: t.view(torch.uint8) if t.element_size() == 1 else t for name, t in parts.items()}
         return _from_inner, (plain, dtypes, self._text, self.shape, self.dtype, self.requires_grad)
 
+    def __dlpack__(self, *given: Any, **more: Any) -> Any:  # numpy would read memory that is not the tensor's
+        raise UnsupportedError("codes of several tensors are no array of others: hand over dequantize(), or codes")
+
     def share_memory_(self) -> QuantizedTensor:  # torch's own looks for a storage, which a wrapper has not
         for t in self._inner.values():
             if t is not None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.testing import generator
@@ -178,6 +180,35 @@ def test_layers_look_at_their_input_first(layer, x, recipe):
 def test_refused(use):
     with pytest.raises((InvalidInputError, UnsupportedError)):
         use()
+
+
+def test_caches_are_quantised_where_others_look():
+    """torch.compile in one graph, fake tensors, views that negate: the kernel was launched past all of them."""
+    k = r(2, 8, 2, 32)
+    wanted = quantize_kv_cache(k, k, backend="portable")
+    compiled = torch.compile(lambda a: quantize_kv_cache(a, a, backend="portable").k_scale, backend="aot_eager",
+                             fullgraph=True)  # fmt: skip
+    assert torch.equal(compiled(k), wanted.k_scale)
+    for granularity in ("head", "token", "page"):
+        for dtype in ("fp8", "int4"):
+            whole = quantize_kv_cache(k[:, :7], k[:, :7], dtype=dtype, granularity=granularity, page_size=4)
+            with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+                fake = mode.from_tensor(k)[:, :7]
+                made = quantize_kv_cache(fake, fake, dtype=dtype, granularity=granularity, page_size=4)
+            for one, other in ((made.k, whole.k), (made.v_scale, whole.v_scale)):
+                assert (one.shape, one.dtype) == (other.shape, other.dtype)
+    negated = torch.complex(k, k).conj().imag
+    with pytest.raises(UnsupportedError, match="negates"):
+        quantize_kv_cache(negated, negated)
+    codes = quantize(k, "fp8")
+    with pytest.raises(UnsupportedError, match="codes"):
+        quantize_kv_cache(codes, codes)
+
+
+def test_codes_are_no_array_of_others():
+    """Their tensor has no memory of its own: numpy read somebody else's."""
+    with pytest.raises(UnsupportedError, match="no array"):
+        np.from_dlpack(quantize(r(4, 32), "mxfp8"))
 
 
 def test_tangents_stay_with_torch_or_are_refused():
