@@ -23,6 +23,7 @@ from gpu_accel.transformer_engine.checks import (
     check_params_dtype,
     check_rows,
     check_size,
+    check_tangents,
 )
 from gpu_accel.transformer_engine.delayed import DelayedLayer
 from gpu_accel.transformer_engine.history_kernels import roll_op
@@ -172,6 +173,7 @@ class Linear(DelayedLayer):
 
     def check(self, x: Tensor) -> None:
         """Where parameters are and how large, which no kernel looks at."""
+        check_tangents(x=x)
         n, k = self.out_features, self.in_features
         check_parameters(x, weight=(self.weight, (n, k)), bias=(self.bias, (n,)))
 
