@@ -232,7 +232,7 @@ def quantize_kv_cache(
     tokens = _tokens(granularity, k.shape[1], page_size)
     chosen = choose_backend(backend, k, "quantize_kv_cache")
     kept = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8, "int4": torch.uint8}[dtype]
-    work = quantize_one_op if k.is_meta or type(k) is not type(v) else quickly(quantize_one_op, k)
+    work = quantize_one_op if type(k) is not type(v) else quickly(quantize_one_op, k)
     made = [work(x.detach(), dtype, granularity, tokens, chosen) for x in (k, v)]
     codes = [c.view(kept) for c, _ in made]
     return QuantizedKVCache(
