@@ -12,7 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.testing import generator
 from gpu_accel.transformer_engine import (
+    Float8BlockScaling,
+    Scheme,
+    decode,
     dynamic_precision_select,
+    encode,
     error_report,
     fp8_quantize,
     precision_report,
@@ -231,3 +235,20 @@ def test_tangents_stay_with_torch_or_are_refused():
         with pytest.raises(UnsupportedError, match="no rule for the transforms"):
             torch.vmap(layer)(x[None])
         assert Linear(32, 32, device="meta")(x.to("meta")).shape == (4, 32), "sizes can be asked for"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: encode(torch.zeros(3), "e4m3", saturate=torch.ones(2)), lambda: decode(None, "e4m3"),
+        lambda: dequantize_and_accumulate(torch.zeros(2), 10**400), lambda: LayerNormMLP(8, 8, sequence_parallel="no"),
+        lambda: Float8BlockScaling(x_block_scaling_dim=torch.ones(2)), lambda: error_report(r(2, 32).to("meta")),
+        lambda: error_report(r(2, 32), torch.ones(())),
+        lambda: precision_report(Linear(8, 8), r(2, 8), recipes=torch.ones(())),
+        lambda: Scheme(element="e2m1", block=(1, 16), scale="nvfp4", hadamard=torch.ones(2)),
+        lambda: fp8_quantize(r(2, 32).to("meta"), torch.zeros(4)),
+    ],
+)  # fmt: skip
+def test_arguments_of_no_sense(call):
+    with pytest.raises(InvalidInputError):
+        call()
