@@ -156,6 +156,15 @@ def test_sizes_of_a_deployed_kernel_follow_from_its_inputs() -> None:
     ):  # fmt: skip
         with pytest.raises(InvalidInputError, match=why):
             dims_of(TASKS["softmax"], inputs, given)
+    for gap in (-1, "1", 1.0, True, 2**31):
+        with pytest.raises(InvalidInputError, match="a size is an integer"):
+            dims_of(TASKS["matrix_copy"], {"x": x}, {"cols": 4, "gap": gap})  # type: ignore[dict-item]
+    for hostile, why in ((x.clone().requires_grad_(), "no gradient"), (x.to_sparse(), "to_dense"),
+                         (torch.complex(x, x).conj().imag.view(3, 5), "negates")):  # fmt: skip
+        with pytest.raises(UnsupportedError, match=why):
+            dims_of(TASKS["softmax"], {"x": hostile}, {})
+    with torch.no_grad():
+        dims_of(TASKS["softmax"], {"x": x.clone().requires_grad_()}, {})
     with pytest.raises(InvalidInputError, match="give the size"):
         dims_of(TASKS["matrix_copy"], {"x": x}, {})
     with pytest.raises(InvalidInputError, match="no candidate"):
