@@ -133,6 +133,8 @@ def _fitted() -> Any:
             while sum(least[-1]) > room and self._spare:
                 missing.append(self._spare.pop(0))
                 self.columns = [one for one in self.columns if one.header != missing[-1]]
+                for at, one in enumerate(self.columns):
+                    one._index = at  # by which rich tells the last column, which has no padding
                 least, most, room = self._sizes(console, options.max_width)
             if sum(most) > room and sum(least[-1][:1]) + len(most) <= room:
                 chosen = next((one for one in least if sum(one) <= room), least[-1])

@@ -212,6 +212,7 @@ _register()
 
 def main() -> None:
     """The console script `gpu-accel`."""
+    _open_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="replace")  # what a terminal that is not UTF-8 cannot show is a question mark
@@ -227,6 +228,19 @@ def main() -> None:
             _drop_stdout()
             print(f"error: cannot write to stdout: {error.strerror}", file=sys.stderr)
             sys.exit(codes.INTERNAL)
+
+
+def _open_streams() -> None:
+    """Where a standard stream is closed, as some services start programs, nobody reads: a file that is opened later
+    must not take its number, and with it what others print."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+        if getattr(sys, name) is None:
+            mode = "w" if number else "r"
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
 def _reader_left(error: BaseException) -> bool:

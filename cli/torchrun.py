@@ -46,7 +46,8 @@ def relaunch(nproc: int, device: str) -> None:
     launcher = [sys.executable, "-m", f"{package}.launcher", "--standalone", "--nproc-per-node", str(nproc)]
     with tempfile.TemporaryDirectory() as folder:
         command = [*launcher, "-m", f"{package}.torchrun", *_without_nproc(sys.argv[1:])]
-        with subprocess.Popen(command, env={**os.environ, EXITS: folder}) as process:
+        threads = {"OMP_NUM_THREADS": "1"} if nproc > 1 else {}  # torchrun's own choice, which it would announce
+        with subprocess.Popen(command, env={**threads, **os.environ, EXITS: folder}) as process:
             try:
                 code = process.wait()
             except KeyboardInterrupt:

@@ -652,6 +652,13 @@ def test_streams_that_are_not_utf_8() -> None:
     assert not any("?" in row["title"] + "".join(row["authors"]) for row in listed)
 
 
+@pytest.mark.parametrize("width", [76, 80, 90, 100])
+def test_heads_stay_whole_where_columns_are_left_out(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    found = call("hardware", "list")
+    assert "too narrow for" in found and "memory   bandwidth" in found
+
+
 def test_names_stay_whole_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are what is typed next, so prose gives way, and then the columns that a table can spare."""
     monkeypatch.setenv("COLUMNS", "80")

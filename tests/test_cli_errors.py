@@ -288,6 +288,14 @@ def test_a_file_is_replaced_with_its_permissions_and_through_links(tmp_path: Pat
     assert link.is_symlink() and json.loads(file.read_text()) and file.stat().st_mode & 0o777 == 0o640
 
 
+def test_streams_that_are_closed_are_nobody_s(tmp_path: Path) -> None:
+    """As a service may start it; the file that is written would have had the number of stdout."""
+    file = tmp_path / "papers.json"
+    line = f"exec {sys.executable} -m cli list -o {file} <&- >&- 2>&-"
+    assert subprocess.run(["sh", "-c", line], cwd=ROOT, timeout=100).returncode == 0
+    assert len(json.loads(file.read_text())) == len(papers())
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 @pytest.mark.parametrize("arguments", [["list"], ["--help"], ["claims", "ring", "--json"]], ids=" ".join)
 def test_a_full_stdout_is_said(arguments: list[str]) -> None:

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_accel.errors import HardwareError, InvalidInputError, shown
+from gpu_accel.errors import HardwareError, InvalidInputError, UnsupportedError, shown
+from gpu_accel.flash_attention3.problem import check_strided
 
 from .candidate import Candidate
 from .compiled import compile_cuda, compile_triton, triton_key
@@ -34,15 +35,21 @@ def dims_of(task: Task, inputs: dict[str, Tensor], given: dict[str, int]) -> Dim
     """The task's sizes, from shapes and from what is given.
 
     Raises:
-        InvalidInputError: an input is missing or has another shape or dtype, or a size does not follow.
+        InvalidInputError: an input is missing or has another shape or dtype, or a size does not follow or is none.
+        UnsupportedError: a gradient is wanted, or an input is no plain memory.
     """
     dims: Dims = dict(given)
     if wrong := [name for name in given if name not in task.dims]:
         raise InvalidInputError(f"{task.name} has no size {shown(wrong[0], 40)}; it has {', '.join(task.dims)}")
+    if wrong := [name for name, size in given.items() if type(size) is not int or not 0 <= size < 2**31]:
+        raise InvalidInputError(f"{wrong[0]} is {shown(given[wrong[0]], 40)}; a size is an integer from 0 to 2**31 - 1")
     for one in task.inputs:
         x = inputs.get(one.name)
         if x is None:
             raise InvalidInputError(f"{task.name} needs the input {one.name}")
+        check_strided(one.name, x)
+        if x.requires_grad and torch.is_grad_enabled():
+            raise UnsupportedError(f"a kernel has no gradient, and {one.name} wants one: detach() it")
         if x.dim() != len(one.shape) or x.dtype is not getattr(torch, one.dtype) or not x.is_contiguous():
             shape = ", ".join(map(str, one.shape))
             raise InvalidInputError(f"{one.name} must be a contiguous {one.dtype} tensor of shape ({shape})")
@@ -59,6 +66,8 @@ def dims_of(task: Task, inputs: dict[str, Tensor], given: dict[str, int]) -> Dim
 
 def deploy(kernel: Candidate | str | bytes, task: Task | str) -> Callable[..., dict[str, Tensor]]:
     """A function (inputs and sizes by name) -> outputs by name.
+
+    What numbers mean is the caller's: an index beyond its array, or a bin beyond `bins`, is foreign memory.
 
     Raises:
         InvalidInputError: the kernel is no candidate, or none of this task. At a call: inputs that do not fit.
@@ -79,6 +88,10 @@ def deploy(kernel: Candidate | str | bytes, task: Task | str) -> Callable[..., d
         dims = dims_of(chosen, inputs, {name: size for name, size in given.items() if name not in inputs})
         if not all(x.is_cuda for x in inputs.values()):
             raise HardwareError("a deployed kernel runs on a GPU; its inputs are elsewhere")
+        here = torch.cuda.current_device()
+        if elsewhere := [name for name, x in inputs.items() if x.device.index != here]:
+            raise InvalidInputError(f"{elsewhere[0]} is on {inputs[elsewhere[0]].device}, and the current GPU is "
+                                    f"{here}: call it under torch.cuda.device")  # fmt: skip
         _, constants = launch.resolve(dims)
         buffers = dict(inputs)
         for one in chosen.outputs:
@@ -102,6 +115,7 @@ def deploy(kernel: Candidate | str | bytes, task: Task | str) -> Callable[..., d
             if part.language == "cuda":
                 trial["block"], trial["shared"] = how.threads(dims, constants)
             key = triton_key(trial) if part.language == "triton" else (tuple(constants.items()), trial["shared"])
+            key = (here, key)  # a module belongs to the GPU that it was loaded on
             if (part.entry, key) not in modules:
                 modules[part.entry, key] = _module(part, trial)
             values = [

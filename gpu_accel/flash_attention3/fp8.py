@@ -207,10 +207,12 @@ def refuse(problem: Problem) -> str | None:
     return _why_not(problem.device_type, problem.capability, problem.head_dim)
 
 
-def _resolve(backend: str, q: Tensor, seqlen_k: int, *, k_block: int = BLOCK, one_scale: bool = True) -> str:
+def _resolve(
+    backend: str, q: Tensor, seqlen_k: int, causal: bool, *, k_block: int = BLOCK, one_scale: bool = True
+) -> str:
     """The backend that runs: hopper, portable or reference. "auto" never falls back on a GPU, it raises."""
     here = capability(q.device) if q.is_cuda else None
-    if backend == "hopper" or (backend == "auto" and hopper_fp8.not_chosen(q.shape[-1], seqlen_k) is None):
+    if backend == "hopper" or (backend == "auto" and hopper_fp8.not_chosen(q.shape[-1], seqlen_k, causal) is None):
         why = hopper_fp8.refuse(q.device.type, here, q.shape[-1], k_block, one_scale)
         if why is None:
             return "hopper"
@@ -317,7 +319,7 @@ def fp8_attention_quantized(
     scale, softcap = check_scalars(q8.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale, softcap)
     left, right = normalise_window(window_size, causal)
     return_lse = check_flag("return_lse", return_lse)
-    chosen = _resolve(backend, q8, sk, k_block=k_block, one_scale=not per_block)
+    chosen = _resolve(backend, q8, sk, left < 0 and right == 0, k_block=k_block, one_scale=not per_block)
     _check_sums(v_scale, fp8_format(v8.dtype), sk, kernel=chosen != "reference")
     if chosen == "reference":
         o, lse = fp8_attention_reference(
@@ -387,7 +389,7 @@ def fp8_attention(
     fmt = fp8_format(dtype)
     scale, softcap = check_scalars(q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale, softcap)
     left, right = normalise_window(window_size, causal)
-    backend = _resolve(backend, q, k.shape[2])
+    backend = _resolve(backend, q, k.shape[2], left < 0 and right == 0)
     quantize = functools.partial(
         fp8_block_quantize, scale_per_block=block_scale, dtype=fmt.name, seed=seed,
         backend="auto" if backend == "hopper" else backend,
@@ -431,7 +433,7 @@ def describe(
         "v": "transposed by the quantiser",
     }
     refused = hopper_fp8.refuse(device.type, capability_, head_dim, BLOCK, not block_scale)
-    refused = refused or hopper_fp8.not_chosen(head_dim, seqlen_q)
+    refused = refused or hopper_fp8.not_chosen(head_dim, seqlen_q, causal)
     if refused is None:
         tile = hopper_fp8.describe(head_dim, causal=causal, seqlen_k=seqlen_q)
         return {"kernel": hopper_fp8.KERNEL, "tile": tile, **shared, "not taken": "portable: hopper comes first"}

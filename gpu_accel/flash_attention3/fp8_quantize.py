@@ -267,7 +267,7 @@ def quantized_shapes(
 def tensor_core_refusal(
     x: Tensor, block_size: int, per_block: bool, hadamard: bool, transpose: bool, rotary: bool
 ) -> str | None:
-    """Why `hopper_quantize.py` cannot run a call, or None."""
+    """Why `hopper_quantize.py` and `hopper_hadamard.py` cannot run a call, or None."""
     if not x.is_cuda or capability(x.device) != (9, 0):
         return "needs an NVIDIA GPU of compute capability 9.0 (H100, H200)"
     if not gluon_available():
@@ -307,10 +307,13 @@ def quantize_blocks(
     view = as_bhsd(x)
     batch, heads, seqlen, dim = view.shape
     if tensor_cores:
-        from gpu_accel.flash_attention3 import hopper_quantize
+        from gpu_accel.flash_attention3 import hopper_hadamard, hopper_quantize
 
-        signs = random_signs(dim, seed, x.device) if hadamard else scales
-        hopper_quantize.quantize(view, signs, out, scales, fmt.largest, transpose)
+        if hadamard and dim == hopper_hadamard.DIM:
+            hopper_hadamard.quantize(view, seed, out, scales, fmt.largest)
+        else:
+            signs = random_signs(dim, seed, x.device) if hadamard else scales
+            hopper_quantize.quantize(view, signs, out, scales, fmt.largest, transpose)
         return out, scales
     # a longer block has the same scale, but the kernel would loop over rows that do not exist
     block_size = min(block_size, max(16, triton.next_power_of_2(seqlen)))

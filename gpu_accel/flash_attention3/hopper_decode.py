@@ -9,15 +9,17 @@ Nothing is staged in shared memory and no warp waits for another before the end 
         then        the warps' acc, m, l -> shared memory -> o, lse of the split
     o, lse of the split -> merged with the others of the tile by whoever arrives last
 
-* An mma sums over pairs of dimensions, and in which order is free as long as both operands agree. With `k_width` of 16
-  bytes a thread's share of a key is 16 bytes that lie side by side, so a load of K is an operand.
+* An mma sums over dimensions, and in which order is free as long as both operands agree. Here a thread's share of a key
+  are 16 bytes that lie side by side, two neighbouring words for each mma, so what a load of K fills are operands.
 * Operand V has its keys in pairs, memory has them in rows: a thread loads 8 (or 16 of 8 bits) neighbouring dimensions
   of each of its keys, and the columns of acc are numbered so that these are the columns it owns. Bytes of two keys are
   put together by byte permutations, nothing is exchanged between threads. `_dimension` undoes the numbering at the end.
 * Loads are marked as first to be evicted: a cache that is read once should leave L2 to what is read again, and does
-  not have to wait for dirty lines of others to be written back to make room.
+  not have to wait for dirty lines of others to be written back to make room. See `hopper_loads.py`;
+  of what a mask leaves out K needs no zeros.
 * Scores of N = 16 keys of a warp lie where `mma` wants the probabilities: no exchange either.
-* 16 rows of a tile: query heads of one key head, times queries. Caches in 16 bits, or e4m3 with a scale a head.
+* 16 rows of a tile: query heads of one key head, times queries. Of no more than 8, softmax and sums are of the upper
+  half alone, which is a matter of registers. Caches in 16 bits, or e4m3 with a scale a head.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from gpu_accel.flash_attention3 import decode_config, portable_decode
+from gpu_accel.flash_attention3.hopper_loads import first_to_go, halves, load_16_bytes
 from gpu_accel.flash_attention3.kvcache_problem import HEAD_SCALES, NO_SCALES, KVCall
 from gpu_accel.flash_attention3.launch import capability, launch, next_power_of_2
 from gpu_accel.gluon_compat import barrier
@@ -42,7 +45,6 @@ PER_SM = 2  # programs that fit on a processor at once, which splits are counted
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
-POLICY = gl.constexpr("evict_first")
 
 
 @gluon.constexpr_function
@@ -123,13 +125,6 @@ def _dimension(n, J: gl.constexpr):
 
 
 @gluon.jit
-def _halves(words, C: gl.constexpr):
-    """The two numbers of 16 bits in each word."""
-    low = (words & 0xFFFF).to(gl.int16).to(C, bitcast=True)
-    return low, (words >> 16).to(gl.int16).to(C, bitcast=True)
-
-
-@gluon.jit
 def _widened(words):
     """Four codes of e4m3 in a word -> two words of two fp16."""
     return gl.inline_asm_elementwise(
@@ -173,7 +168,7 @@ def _widened_pairs(even, odd):
 
 @gluon.jit
 def _queries_as_operand(q, W: gl.constexpr, D: gl.constexpr, KW: gl.constexpr, L: gl.constexpr):
-    """(W, 16, D) -> the order of dimensions in which `_keys_as_operand` with NEAR has them."""
+    """(W, 16, D) -> the order of dimensions in which `_keys_as_operand` has them."""
     q = gl.permute(gl.reshape(q, [W, 16, D // (4 * KW), 4, KW // 4, 2, 2]), (0, 1, 2, 4, 5, 3, 6))
     return gl.convert_layout(gl.reshape(q, [W, 16, D]), L, assert_trivial=True)
 
@@ -181,19 +176,18 @@ def _queries_as_operand(q, W: gl.constexpr, D: gl.constexpr, KW: gl.constexpr, L
 @gluon.jit
 def _keys_as_operand(
     words, W: gl.constexpr, N: gl.constexpr, D: gl.constexpr, C: gl.constexpr, NARROW: gl.constexpr, KW: gl.constexpr,
-    NEAR: gl.constexpr, L: gl.constexpr,
+    L: gl.constexpr,
 ):  # fmt: skip
     """Words of K -> (W, D, N) in C; nothing moves.
 
-    NEAR: what an mma takes from a thread are two neighbouring words, which a load leaves in neighbouring registers.
+    What an mma takes from a thread are two neighbouring words, which a load leaves in neighbouring registers.
     """
     if NARROW:
         low, high = _widened(words)
         words = gl.reshape(gl.permute(gl.join(low, high), (0, 1, 3, 2)), [W, D // 2, N])
-    low, high = _halves(words, C)
+    low, high = halves(words, C)
     k = gl.permute(gl.join(low, high), (0, 1, 3, 2))
-    if NEAR:
-        k = gl.permute(gl.reshape(k, [W, D // (4 * KW), 4, KW // 4, 2, 2, N]), (0, 1, 3, 4, 2, 5, 6))
+    k = gl.permute(gl.reshape(k, [W, D // (4 * KW), 4, KW // 4, 2, 2, N]), (0, 1, 3, 4, 2, 5, 6))
     k = gl.reshape(k, [W, D, N])
     return gl.convert_layout(k, L, assert_trivial=True)
 
@@ -201,52 +195,22 @@ def _keys_as_operand(
 @gluon.jit
 def _values_as_operand(
     words, W: gl.constexpr, N: gl.constexpr, DV: gl.constexpr, J: gl.constexpr, C: gl.constexpr, NARROW: gl.constexpr,
-    BYTES: gl.constexpr, L: gl.constexpr,
+    L: gl.constexpr,
 ):  # fmt: skip
     """Words of V -> (W, N, DV) in C, columns in the order of `_dimension`; a thread only pairs its own numbers.
 
-    BYTES: codes of two keys are paired before they become fp16, with half of the permutations.
+    Codes of 8 bits are paired before they become fp16, with half of the permutations.
     """
-    if NARROW and BYTES:
+    if NARROW:
         even, odd = gl.split(gl.permute(gl.reshape(words, [W, N // 2, 2, DV // 4]), (0, 1, 3, 2)))
         n0, n1, n2, n3 = _widened_pairs(even, odd)
         pairs = gl.reshape(gl.join(gl.join(n0, n2), gl.join(n1, n3)), [W, N // 2, DV])
-        low, high = _halves(pairs, C)
+        low, high = halves(pairs, C)
         v = gl.reshape(gl.permute(gl.join(low, high), (0, 1, 3, 2)), [W, N, DV // (8 * J), 8, J])
     else:
-        if NARROW:
-            low, high = _widened(words)
-            words = gl.reshape(gl.join(low, high), [W, N, DV // 2])
-        low, high = _halves(words, C)
+        low, high = halves(words, C)
         v = gl.reshape(gl.join(low, high), [W, N, DV // (8 * J), 8, J])
     return gl.convert_layout(gl.reshape(gl.permute(v, (0, 1, 2, 4, 3)), [W, N, DV]), L, assert_trivial=True)
-
-
-@gluon.jit
-def _first_to_go():
-    """The policy of loads that are first to be evicted, made once."""
-    return gl.inline_asm_elementwise(
-        "createpolicy.fractional.L2::evict_first.b64 $0, 1.0;", "=l", [], dtype=gl.int64, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def _load_16_bytes(at, seen, policy, ZERO: gl.constexpr):
-    """Four tensors of words from addresses `at`; where not `seen`, zeros or (not ZERO) whatever there was."""
-    LOAD: gl.constexpr = """{
-        .reg .pred %seen;
-        setp.ne.s32 %seen, $5, 0;
-        @%seen ld.global.L1::evict_first.L2::cache_hint.v4.b32 {$0, $1, $2, $3}, [$4], $6;
-        }"""
-    NOTHING: gl.constexpr = "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
-    return gl.inline_asm_elementwise(
-        NOTHING + LOAD if ZERO else LOAD,
-        "=&r,=&r,=&r,=&r,l,r,l" if ZERO else "=r,=r,=r,=r,l,r,l",
-        [at, seen, policy],
-        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
-        is_pure=False,
-        pack=1,
-    )
 
 
 @gluon.jit
@@ -276,20 +240,18 @@ def _of_warp(table, j, stop, PAGE: gl.constexpr, W: gl.constexpr, N: gl.constexp
 @gluon.jit
 def _places(
     table, j, stop, page, batch, s_page, s_token,
-    PAGE: gl.constexpr, W: gl.constexpr, N: gl.constexpr, LEAN: gl.constexpr, L: gl.constexpr,
+    PAGE: gl.constexpr, W: gl.constexpr, N: gl.constexpr, L: gl.constexpr,
 ):  # fmt: skip
     """Keys (W, N) of a step and their element offsets, in layout L; `page` is of `_of_warp`.
 
-    LEAN: a warp's keys begin at a multiple of N, so their places in a page are those of the first and a constant each.
+    A warp's keys begin at a multiple of N, so their places in a page are that of the first and a constant each.
     """
     cols = (j + N * gl.arange(0, W, layout=gl.SliceLayout(1, L)))[:, None]
     cols = cols + gl.arange(0, N, layout=gl.SliceLayout(0, L))[None, :]
-    if PAGE == 0 and LEAN:
+    if PAGE == 0:
         begin = N * gl.arange(0, W, layout=gl.SliceLayout(1, L))[:, None]
         begin = begin + gl.arange(0, N, layout=gl.SliceLayout(0, L))[None, :]
         at = (batch * s_page + begin.to(gl.int64) * s_token) + _wide(j) * s_token
-    elif PAGE == 0:
-        at = batch * s_page + cols.to(gl.int64) * s_token
     elif _parts(PAGE, N) > 0:
         first = gl.convert_layout(page[0], gl.SliceLayout(1, L), assert_trivial=True)
         at = first[:, None] * s_page
@@ -298,14 +260,11 @@ def _places(
             half = gl.arange(0, N, layout=gl.SliceLayout(0, L)) // PAGE
             # a product and not a choice, of which Triton 3.8 doesn't know that it is a multiple of 16 bytes
             at = at + half.to(gl.int64)[None, :] * ((second - first) * s_page)[:, None]
-        if LEAN:
-            if PAGE > N:
-                begin = (j + N * gl.arange(0, W, layout=gl.SliceLayout(1, L))) % PAGE
-                at = at + (begin.to(gl.int64) * s_token)[:, None]
-            within = gl.arange(0, N, layout=gl.SliceLayout(0, L)) % PAGE
-            at = at + (within.to(gl.int64) * s_token)[None, :]
-        else:
-            at = at + (cols % PAGE).to(gl.int64) * s_token
+        if PAGE > N:
+            begin = (j + N * gl.arange(0, W, layout=gl.SliceLayout(1, L))) % PAGE
+            at = at + (begin.to(gl.int64) * s_token)[:, None]
+        within = gl.arange(0, N, layout=gl.SliceLayout(0, L)) % PAGE
+        at = at + (within.to(gl.int64) * s_token)[None, :]
     else:
         at = _pages(table, cols, stop, PAGE) * s_page + (cols % PAGE).to(gl.int64) * s_token
     return cols, at
@@ -314,48 +273,43 @@ def _places(
 @gluon.jit
 def _load_keys(
     k, j, stop, table, page, batch, s_page, s_token, policy,
-    PAGE: gl.constexpr, W: gl.constexpr, N: gl.constexpr, WORDS: gl.constexpr, LEAN: gl.constexpr, L: gl.constexpr,
+    PAGE: gl.constexpr, W: gl.constexpr, N: gl.constexpr, WORDS: gl.constexpr, L: gl.constexpr,
 ):  # fmt: skip
-    """Words of K (W, WORDS, N); for keys beyond the end zeros, or with LEAN anything, since their scores are replaced.
+    """Words of K (W, WORDS, N); for keys beyond the end anything, since their scores are replaced.
     Carried as words: LLVM would take 16-bit numbers apart as soon as they arrive, and thereby wait for them."""
-    cols, at = _places(table, j, stop, page, batch, s_page, s_token, PAGE, W, N, LEAN, gl.SliceLayout(1, L))
+    cols, at = _places(table, j, stop, page, batch, s_page, s_token, PAGE, W, N, gl.SliceLayout(1, L))
     at = (k + at).to(gl.pointer_type(gl.int32), bitcast=True)
-    if LEAN:
-        V: gl.constexpr = _key_vectors(W, N, WORDS)
-        at = gl.convert_layout(at, gl.SliceLayout(1, V), assert_trivial=True)
-        seen = gl.convert_layout((cols < stop).to(gl.int32), gl.SliceLayout(1, V), assert_trivial=True)
-        words = 4 * gl.arange(0, WORDS // 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, V)))
-        at = gl.expand_dims(at, 1) + words[None, :, None]
-        w0, w1, w2, w3 = _load_16_bytes(at, gl.expand_dims(seen, 1), policy, False)
-        found = gl.permute(gl.join(gl.join(w0, w2), gl.join(w1, w3)), (0, 1, 3, 4, 2))
-        return gl.convert_layout(gl.reshape(found, [W, WORDS, N]), L, assert_trivial=True)
-    else:
-        words = gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))
-        seen = gl.expand_dims(cols < stop, 1)
-        return gl.load(gl.expand_dims(at, 1) + words[None, :, None], mask=seen, other=0, eviction_policy=POLICY)
+    V: gl.constexpr = _key_vectors(W, N, WORDS)
+    at = gl.convert_layout(at, gl.SliceLayout(1, V), assert_trivial=True)
+    seen = gl.convert_layout((cols < stop).to(gl.int32), gl.SliceLayout(1, V), assert_trivial=True)
+    words = 4 * gl.arange(0, WORDS // 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, V)))
+    at = gl.expand_dims(at, 1) + words[None, :, None]
+    w0, w1, w2, w3 = load_16_bytes(at, gl.expand_dims(seen, 1), policy, False)
+    found = gl.permute(gl.join(gl.join(w0, w2), gl.join(w1, w3)), (0, 1, 3, 4, 2))
+    return gl.convert_layout(gl.reshape(found, [W, WORDS, N]), L, assert_trivial=True)
 
 
 @gluon.jit
 def _load_values(
     v, j, stop, table, page, batch, s_page, s_token, policy,
-    PAGE: gl.constexpr, W: gl.constexpr, N: gl.constexpr, WORDS: gl.constexpr, LEAN: gl.constexpr, L: gl.constexpr,
+    PAGE: gl.constexpr, W: gl.constexpr, N: gl.constexpr, WORDS: gl.constexpr, L: gl.constexpr,
 ):  # fmt: skip
     """Words of V (W, N, WORDS); zeros for keys beyond the end."""
-    cols, at = _places(table, j, stop, page, batch, s_page, s_token, PAGE, W, N, LEAN, gl.SliceLayout(2, L))
+    cols, at = _places(table, j, stop, page, batch, s_page, s_token, PAGE, W, N, gl.SliceLayout(2, L))
     at = (v + at).to(gl.pointer_type(gl.int32), bitcast=True)
-    if LEAN and WORDS >= 32:  # four words of a key lie in one thread
+    if WORDS >= 32:  # four words of a key lie in one thread
         V: gl.constexpr = _value_vectors(W, N, WORDS)
         at = gl.convert_layout(at, gl.SliceLayout(2, V), assert_trivial=True)
         seen = gl.convert_layout((cols < stop).to(gl.int32), gl.SliceLayout(2, V), assert_trivial=True)
         words = 4 * gl.arange(0, WORDS // 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, V)))
         at = gl.expand_dims(at, 2) + words[None, None, :]
-        w0, w1, w2, w3 = _load_16_bytes(at, gl.expand_dims(seen, 2), policy, True)
+        w0, w1, w2, w3 = load_16_bytes(at, gl.expand_dims(seen, 2), policy, True)
         found = gl.reshape(gl.join(gl.join(w0, w2), gl.join(w1, w3)), [W, N, WORDS])
         return gl.convert_layout(found, L, assert_trivial=True)
     else:
         words = gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))
         seen = gl.expand_dims(cols < stop, 2)
-        return gl.load(gl.expand_dims(at, 2) + words[None, None, :], mask=seen, other=0, eviction_policy=POLICY)
+        return gl.load(gl.expand_dims(at, 2) + words[None, None, :], mask=seen, other=0, eviction_policy="evict_first")
 
 
 @gluon.jit
@@ -397,7 +351,6 @@ def decode_registers(
     HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, PAGE: gl.constexpr,
     W: gl.constexpr, N: gl.constexpr, R: gl.constexpr, LENS: gl.constexpr, RIGHT: gl.constexpr, SCALES: gl.constexpr,
     SPLIT_KEYS: gl.constexpr, MERGE: gl.constexpr, CHUNK: gl.constexpr,
-    BYTES: gl.constexpr, LEAN: gl.constexpr,
 ):  # fmt: skip
     """One split of one tile. R: rows of the tile, a power of two. CHUNK: partial results that are merged at once."""
     TYPE: gl.constexpr = k.dtype.element_ty
@@ -406,9 +359,9 @@ def decode_registers(
     KW: gl.constexpr = 128 // TYPE.primitive_bitwidth
     J: gl.constexpr = KW if DV >= 8 * KW else DV // 8
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[W, 1, 1], instr_shape=[1, 16, 8])
-    Q: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S, k_width=2 if LEAN else KW)
-    K: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=S, k_width=2 if LEAN else KW)
-    LOADED: gl.constexpr = _query_dims(W, D, KW) if LEAN else Q
+    Q: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S, k_width=2)
+    K: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=S, k_width=2)
+    LOADED: gl.constexpr = _query_dims(W, D, KW)
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S, k_width=2)
     V: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=S, k_width=2)
     PACK: gl.constexpr = 32 // TYPE.primitive_bitwidth  # numbers in a word
@@ -461,43 +414,41 @@ def decode_registers(
     v_base = v + head.to(gl.int64) * v_sh
     batch = b.to(gl.int64)
 
-    policy = _first_to_go() if LEAN else 0
+    policy = first_to_go()
     page = _of_warp(table, start, stop, PAGE, W, N, OF_WARP)
-    k_tile = _load_keys(k_base, start, stop, table, page, batch, k_sp, k_st, policy, PAGE, W, N, KN, LEAN, KWORDS)
-    v_tile = _load_values(v_base, start, stop, table, page, batch, v_sp, v_st, policy, PAGE, W, N, VN, LEAN, VWORDS)
+    k_tile = _load_keys(k_base, start, stop, table, page, batch, k_sp, k_st, policy, PAGE, W, N, KN, KWORDS)
+    v_tile = _load_values(v_base, start, stop, table, page, batch, v_sp, v_st, policy, PAGE, W, N, VN, VWORDS)
     page = _of_warp(table, start + W * N, stop, PAGE, W, N, OF_WARP)
 
     # scores: of 16 rows, or of the upper 8 where no more are asked for
     T: gl.constexpr = 8 if R <= 8 else 16
-    RS: gl.constexpr = T if LEAN else 16
-    SL: gl.constexpr = _upper_rows(W, N) if RS == 8 else S
-    scale = gl.full([W, RS], score_scale, gl.float32, layout=gl.SliceLayout(2, SL))
+    SL: gl.constexpr = _upper_rows(W, N) if T == 8 else S
+    scale = gl.full([W, T], score_scale, gl.float32, layout=gl.SliceLayout(2, SL))
     if NARROW:  # into the range of fp16, by a power of two
         wide = q_tile.to(gl.float32)
         largest = gl.max(gl.abs(wide), 2)
         exponent = gl.floor(gl.log2(gl.where(largest > 0, largest, 1.0)))
         q_tile = wide * gl.exp2(-exponent)[:, :, None]
-        if RS == 8:
+        if T == 8:
             exponent = _upper(exponent, W, 0)
         scale = scale * gl.exp2(gl.convert_layout(exponent, gl.SliceLayout(2, SL)))
     q_tile = q_tile.to(C)
-    if LEAN:
-        q_tile = _queries_as_operand(q_tile, W, D, KW, Q)
+    q_tile = _queries_as_operand(q_tile, W, D, KW, Q)
 
-    m_i = gl.full([W, RS], float("-inf"), gl.float32, layout=gl.SliceLayout(2, SL))
-    l_i = gl.zeros([W, RS], gl.float32, layout=gl.SliceLayout(2, SL))
+    m_i = gl.full([W, T], float("-inf"), gl.float32, layout=gl.SliceLayout(2, SL))
+    l_i = gl.zeros([W, T], gl.float32, layout=gl.SliceLayout(2, SL))
     acc = gl.zeros([W, 16, DV], gl.float32, layout=S)
     offsets = (N * gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(1, SL))))[:, None]
     offsets = offsets + gl.arange(0, N, layout=gl.SliceLayout(0, gl.SliceLayout(1, SL)))[None, :]
-    diagonal = gl.arange(0, RS, layout=gl.SliceLayout(0, gl.SliceLayout(2, SL))) // GROUP + (total - seqlen_q)
+    diagonal = gl.arange(0, T, layout=gl.SliceLayout(0, gl.SliceLayout(2, SL))) // GROUP + (total - seqlen_q)
 
     for j in range(start, stop, W * N):
         after = j + W * N
-        operand = _keys_as_operand(k_tile, W, N, D, C, NARROW, KW, LEAN, K)
+        operand = _keys_as_operand(k_tile, W, N, D, C, NARROW, KW, K)
         s = mma_v2(q_tile, operand, gl.zeros([W, 16, N], gl.float32, layout=S))
-        if RS == 8:
+        if T == 8:
             s = gl.convert_layout(_upper(s, W, N), SL, assert_trivial=True)
-        k_tile = _load_keys(k_base, after, stop, table, page, batch, k_sp, k_st, policy, PAGE, W, N, KN, LEAN, KWORDS)
+        k_tile = _load_keys(k_base, after, stop, table, page, batch, k_sp, k_st, policy, PAGE, W, N, KN, KWORDS)
         cols = j + offsets
         visible = gl.expand_dims(cols < stop, 1)
         if RIGHT:
@@ -510,21 +461,18 @@ def decode_registers(
         l_i = l_i * alpha + gl.sum(p, 2)
         m_i = m_new
         p = p.to(C)
-        if RS == 8:
+        if T == 8:
             p = _both(p, gl.zeros([W, 8, N], C, layout=SL), W, N, P)
         else:
             p = gl.convert_layout(p, P, assert_trivial=True)
-        operand = _values_as_operand(v_tile, W, N, DV, J, C, NARROW, BYTES, V)
-        acc = mma_v2(p, operand, _times(acc, alpha, W, DV, RS, S))
-        v_tile = _load_values(v_base, after, stop, table, page, batch, v_sp, v_st, policy, PAGE, W, N, VN, LEAN, VWORDS)
+        operand = _values_as_operand(v_tile, W, N, DV, J, C, NARROW, V)
+        acc = mma_v2(p, operand, _times(acc, alpha, W, DV, T, S))
+        v_tile = _load_values(v_base, after, stop, table, page, batch, v_sp, v_st, policy, PAGE, W, N, VN, VWORDS)
         page = _of_warp(table, after + W * N, stop, PAGE, W, N, OF_WARP)
 
     # -- the warps' results become one
     if T == 8:
         acc = _upper(acc, W, DV)
-    if T < RS:
-        m_i = _upper(m_i, W, 0)
-        l_i = _upper(l_i, W, 0)
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(vec=4, per_phase=1, max_phase=8, order=[2, 1, 0])
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[1, 0])
     F: gl.constexpr = gl.BlockedLayout([W, 1, 4], [1, 1, 32], [1, W, 1], [2, 1, 0])
@@ -558,7 +506,7 @@ def decode_registers(
             gl.store(counters + tile, 0)
             _merge_last(
                 o, lse, o_parts, lse_parts, tile.to(gl.int64) * splits, used, b, head, rows,
-                o_sb, o_ss, o_sh, lse_sb, lse_sh, GROUP, R, DV, J, W, CHUNK, LEAN,
+                o_sb, o_ss, o_sh, lse_sb, lse_sh, GROUP, R, DV, J, W, CHUNK,
             )  # fmt: skip
 
 
@@ -579,7 +527,6 @@ def _store(
 def _merge_last(
     o, lse, o_parts, lse_parts, first_part, used, b, head, rows, o_sb, o_ss, o_sh, lse_sb, lse_sh,
     GROUP: gl.constexpr, R: gl.constexpr, DV: gl.constexpr, J: gl.constexpr, W: gl.constexpr, CHUNK: gl.constexpr,
-    LEAN: gl.constexpr,
 ):  # fmt: skip
     """Whoever arrived last merges all splits, in their order; every thread has its numbers of all of them."""
     L: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 1, 32], [1, W, 1], [2, 1, 0])
@@ -592,17 +539,11 @@ def _merge_last(
     acc = gl.zeros([R, DV], gl.float32, layout=OUT)
     for c in range(0, used, CHUNK):
         s = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, gl.SliceLayout(2, L)))
-        if LEAN:  # one address a thread, and a constant for each of the splits
-            here = (s < used - c)[:, None]
-            lse_at = (lse_parts + (first_part + c) * R + row)[None, :] + (s * R)[:, None]
-            o_at = o_parts + (first_part + c) * (R * DV) + (gl.expand_dims(row[None, :] * DV, 2) + n[None, None, :])
-            o_at = o_at + gl.expand_dims((s * (R * DV))[:, None], 2)
-        else:
-            s = c + s
-            at = (first_part + s)[:, None] * R + row[None, :]
-            here = (s < used)[:, None]
-            lse_at = lse_parts + at
-            o_at = o_parts + gl.expand_dims(at, 2) * DV + n[None, None, :]
+        # one address a thread, and a constant for each of the splits
+        here = (s < used - c)[:, None]
+        lse_at = (lse_parts + (first_part + c) * R + row)[None, :] + (s * R)[:, None]
+        o_at = o_parts + (first_part + c) * (R * DV) + (gl.expand_dims(row[None, :] * DV, 2) + n[None, None, :])
+        o_at = o_at + gl.expand_dims((s * (R * DV))[:, None], 2)
         found = gl.load(lse_at, mask=here, other=float("-inf"), cache_modifier=".cg")
         parts = gl.load(o_at, mask=gl.expand_dims(here, 2), other=0.0, cache_modifier=".cg")
         m_new = gl.maximum(m, gl.max(found, 0))
@@ -622,25 +563,16 @@ def _merge_last(
 
 @dataclass(frozen=True)
 class Config:
-    """`keys` a warp and step: 16 or 32. `bytes_first`: see `_values_as_operand`; right and not faster on an H200.
-
-    `lean`: fewer instructions a step (bf16 247 instead of 389, in pages of 16 255 instead of 436; e4m3, bytes first,
-    485 instead of 659): places in a page are constants, one eviction policy serves all loads, operands are registers
-    that loads fill side by side, and where a tile has no more than eight rows softmax is of these. Splits are merged
-    with one wait for memory. No GPU has run it yet.
-    """
+    """`keys` a warp and step: 16 or 32."""
 
     keys: int
-    bytes_first: bool = False
-    lean: bool = False
 
     @property
     def block(self) -> int:
         return WARPS * self.keys
 
     def __str__(self) -> str:
-        switches = (", bytes first" if self.bytes_first else "") + (", lean" if self.lean else "")
-        return f"Gluon, {self.keys} keys{switches}"
+        return f"Gluon, {self.keys} keys"
 
 
 @dataclass(frozen=True)
@@ -710,15 +642,8 @@ def default_config(call: KVCall) -> Config:
 
 
 def candidates(kind: str) -> list[Config]:
-    """What `tune_decode.py` times on a GPU."""
-    if kind == "e4m3":
-        return [Config(keys, first, lean) for lean in (False, True) for first in (False, True) for keys in (16, 32)]
-    return [Config(16), Config(32), Config(16, lean=True)]  # 32 keys and lean: 152 bytes spilled
-
-
-def leaner(config: Config, kind: str) -> Config:
-    """The lean form of a configuration for a cache of `kind`."""
-    return Config(config.keys, bytes_first=kind == "e4m3", lean=True)
+    """What `tune_decode.py` times on a GPU. 32 keys of 16 bits spill 152 bytes."""
+    return [Config(16), Config(32)] if kind == "e4m3" else [Config(16)]
 
 
 def plan(call: KVCall, config: Config | None = None) -> Plan:
@@ -752,8 +677,8 @@ def forward(call: KVCall, o: Tensor, lse: Tensor, config: Config | None = None) 
         o_parts = torch.empty(p.tiles * p.splits * p.rows * dv, dtype=torch.float32, device=device)
         lse_parts = torch.empty(p.tiles * p.splits * p.rows, dtype=torch.float32, device=device)
         counters = portable_decode.counters_of(device, p.tiles)
-        numbers = 128 if p.config.lean else 64  # of a thread; 128: 32 splits of 4 rows of 128 are one wait for memory
-        chunk = max(1, min(next_power_of_2(p.splits), numbers * 32 * WARPS // (p.rows * dv)))
+        # 128 numbers a thread: 32 splits of 4 rows of 128 are one wait for memory
+        chunk = max(1, min(next_power_of_2(p.splits), 128 * 32 * WARPS // (p.rows * dv)))
     arguments = (
         call.q, call.k_cache, call.v_cache, o, lse, o_parts, lse_parts, counters, call.cache_seqlens, call.page_table,
         call.k_scales.tensor, call.v_scales.tensor,
@@ -766,6 +691,6 @@ def forward(call: KVCall, o: Tensor, lse: Tensor, config: Config | None = None) 
         HEADS=call.heads_kv, GROUP=call.group, D=head_dim, DV=dv, PAGE=call.page_size, W=WARPS,
         N=p.config.keys, R=p.rows, LENS=call.cache_seqlens is not None, RIGHT=call.window_right == 0 and sq > 1,
         SCALES=call.k_scales.mode != NO_SCALES, SPLIT_KEYS=p.split_keys, MERGE=p.splits > 1, CHUNK=chunk,
-        BYTES=p.config.bytes_first, LEAN=p.config.lean, num_warps=WARPS,
+        num_warps=WARPS,
     )  # fmt: skip
     launch(decode_registers, p.tiles * p.splits, arguments, options)

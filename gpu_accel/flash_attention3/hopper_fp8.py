@@ -16,7 +16,10 @@ from .reference_fp8 import expand_scales
 
 NAME = "hopper"
 KERNEL = "Gluon, warp-specialised, FP8 wgmma and TMA (sm_90a)"
-_NOT_FASTER = "not faster than plain Triton up to head_dim 96, nor up to 128 for less than 1024 keys: backend='hopper'"
+_NOT_FASTER = (
+    "not faster than plain Triton up to head_dim 96 (but for causal calls at 64), nor up to 128 for less than 1024 "
+    "keys: backend='hopper'"
+)
 _LOG2_E = 1.4426950408889634
 _HEAD_DIMS = (64, 128, 256)
 _ONE_SUM = 1024  # keys that the tensor cores may add up alone: of equal values they lose about a percent
@@ -96,8 +99,10 @@ def refuse(
     return None
 
 
-def not_chosen(head_dim: int, seqlen_k: int) -> str | None:
+def not_chosen(head_dim: int, seqlen_k: int, causal: bool = False) -> str | None:
     """Why "auto" leaves this kernel out where it could run, or None."""
+    if head_dim == 64 and causal:
+        return None
     return _NOT_FASTER if head_dim <= 96 or (head_dim <= 128 and seqlen_k < 1024) else None
 
 

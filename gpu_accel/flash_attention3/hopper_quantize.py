@@ -20,6 +20,8 @@ rounding), so y may be off by `sum_error(dim)` times the sum of magnitudes of it
 neighbouring fp8 number where it lies that close to the middle. Sums beyond 3.4e38 are Inf in one order and may not be
 in another. Transposed: only that -0 becomes 0.
 
+With the Hadamard matrix at head_dim 128 `hopper_hadamard.py` is taken, where x goes to registers straight away.
+
 Source: FlashAttention-3, arXiv 2407.08608, section 3.3.
 """
 

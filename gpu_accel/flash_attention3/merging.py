@@ -17,7 +17,7 @@ from gpu_accel.compat import INTERPRET
 from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.flash_attention3.backends import check_name
 from gpu_accel.flash_attention3.device import LN2, LOG2E
-from gpu_accel.flash_attention3.function import _on_device_of, refuse_transforms
+from gpu_accel.flash_attention3.function import _on_device_of, nobody_watches, refuse_transforms
 from gpu_accel.flash_attention3.launch import launch, next_power_of_2
 from gpu_accel.flash_attention3.problem import (
     FLOAT_DTYPES,
@@ -163,11 +163,33 @@ def combine(
             "the Triton kernel merges float16, bfloat16 and float32 on a GPU (or in Triton's interpreter), got "
             f"{out_partial.dtype} to {dtype} on {device}: convert, or ask for backend='reference'"
         )
-    if backend == "reference" or not portable:
-        o, lse = combine_reference(out_partial, lse_partial, dtype=dtype)
-        if out is not None:
-            o = out.copy_(o)
-        return o, lse
+    name = "reference" if backend == "reference" or not portable else "portable"
+    if name == "portable" and nobody_watches(out_partial, lse_partial):
+        return _merge(out_partial, lse_partial, out, dtype)
+    o, lse = combine_op(out_partial, lse_partial, dtype, name)
+    return (o if out is None else out.copy_(o)), lse
+
+
+@torch.library.custom_op("gpu_accel::combine", mutates_args=())
+def combine_op(out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype, name: str) -> tuple[Tensor, Tensor]:
+    """What torch.compile sees: a call that was checked."""
+    if name == "reference":
+        return combine_reference(out_partial, lse_partial, dtype=dtype)
+    return _merge(out_partial, lse_partial, None, dtype)
+
+
+@combine_op.register_fake
+def _(out_partial, lse_partial, dtype, name):
+    wide = name == "reference" and torch.float64 in (dtype, out_partial.dtype)
+    lse = lse_partial.new_empty(lse_partial.shape[1:], dtype=torch.float64 if wide else torch.float32)
+    return out_partial.new_empty(out_partial.shape[1:], dtype=dtype), lse
+
+
+def _merge(
+    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Launch the kernel."""
+    device = out_partial.device
     splits, batch, seqlen, heads, dim = out_partial.shape
     o = torch.empty(batch, seqlen, heads, dim, dtype=dtype, device=device) if out is None else out
     lse = torch.empty(batch, heads, seqlen, dtype=torch.float32, device=device)

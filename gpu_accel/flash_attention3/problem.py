@@ -159,8 +159,13 @@ def check_strided(name: str, x: Tensor, *, tangents: bool = False) -> None:
 
 
 def check_tangents(**tensors: Tensor | None) -> None:
-    """No derivative in forward mode is being taken: a custom op would leave its part out without a word."""
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+    """No derivative in forward mode is being taken: a custom op would leave its part out without a word. And no
+    torch.jit.trace, in which sizes are tensors."""
+    if torch.compiler.is_compiling():
+        return
+    if torch._C._get_tracing_state() is not None:
+        raise UnsupportedError("torch.jit.trace cannot follow a launch: use torch.export or torch.compile")
+    if forward_ad._current_level < 0:
         return
     for name, x in tensors.items():
         if x is not None and forward_ad.unpack_dual(x).tangent is not None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gpu_accel.errors import InvalidInputError, shown
 from gpu_accel.flash_attention3.fp8_quantize import FORMATS
 from gpu_accel.flash_attention3.kvcache_problem import LARGEST, TOKEN_SCALES, KVCall, Scales
 from gpu_accel.flash_attention3.reference import attention_reference, without_autocast
 from gpu_accel.flash_attention3.rotary import apply_rotary
 
 _DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "int8": torch.int8, "int4": torch.uint8}
+GRANULARITIES = ("tensor", "head", "page", "token")
 _TINY = 2.0**-100
 
 
@@ -53,7 +55,22 @@ def quantize_cache(x: Tensor, kind: str, granularity: str = "head", *, groups: i
 
     Returns:
         Codes of the shape of x (int4: half the last dimension, uint8), and scales in float32.
+
+    Raises:
+        InvalidInputError: another kind, granularity, shape or dtype; groups where there are none, or that do not fit.
     """
+    if not isinstance(x, Tensor) or x.dim() != 4 or not x.is_floating_point():
+        got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise InvalidInputError(f"x must be a tensor of floats (pages, page_size, heads_kv, head_dim), got {got}")
+    for name, given, known in (("kind", kind, tuple(_DTYPES)), ("granularity", granularity, GRANULARITIES)):
+        if not isinstance(given, str) or given not in known:
+            raise InvalidInputError(f"{name} must be one of {', '.join(known)}, got {shown(given)}")
+    if type(groups) is not int or groups < 1 or x.shape[-1] % groups:
+        raise InvalidInputError(f"groups must divide head_dim, {x.shape[-1]}, got {shown(groups)}")
+    if groups > 1 and (kind, granularity) != ("int4", "token"):
+        raise InvalidInputError(f"groups go with int4 and a scale for each token, not {kind} and {granularity}")
+    if kind == "int4" and x.shape[-1] % 2:
+        raise InvalidInputError(f"int4 keeps two numbers in a byte: head_dim must be even, got {x.shape[-1]}")
     wide = x.float()
     size = wide.abs()
     if granularity == "tensor":

@@ -237,7 +237,7 @@ def gated_linear_attention(
         chunk: steps that are done by matrix products at once, 16, 32 or 64.
         backend: "portable" (plain Triton; on a GPU in float16 with K and V up to 128), "hopper" (Gluon, on an H100 or
             H200: the forward in bfloat16, K up to 128, no packed sequences, chunks of 64, and portable gradients),
-            "reference", or "auto": the portable kernels where they can run. See `explain_gla`.
+            "reference", or "auto": of these what was found right and fastest, see `explain_gla`.
 
     Returns:
         o (batch, seqlen, heads, V) in the dtype of v, and the final state (sequences, heads, K, V) float32.
@@ -254,6 +254,9 @@ def gated_linear_attention(
         why = gla_hopper.refusal(q, v, cu_seqlens, chunk)
         if why:
             raise UnsupportedError(f"the Hopper kernels: {why}; use backend='portable'")
+    elif backend == "auto" and gla_hopper.auto_refusal(q, v, cu_seqlens, chunk) is None:
+        backend = "hopper"
+    if backend == "hopper":
         initial_state = None if initial_state is None else initial_state.float()
         return gla_hopper_op(q, k, v, g, initial_state, None, scale, chunk)
     why = refusal(v, q.shape[3])
@@ -285,14 +288,18 @@ def explain_gla(
 
     Raises UnsupportedError as the call would.
     """
-    why = gla_hopper.refusal(q, v, cu_seqlens, chunk)
+    way = "forward: Gluon for Hopper, pairs of all chunks and a walk; gradients: plain Triton"
     if backend == "hopper":
+        why = gla_hopper.refusal(q, v, cu_seqlens, chunk)
         if why:
             raise UnsupportedError(f"the Hopper kernels: {why}; use backend='portable'")
-        return "forward: Gluon for Hopper, pairs of all chunks and a walk; gradients: plain Triton"
+        return way
+    why = gla_hopper.auto_refusal(q, v, cu_seqlens, chunk) if backend == "auto" else "asked for another backend"
+    if why is None:
+        return way
     not_portable = refusal(v, q.shape[3])
     chosen = choose(v, backend, not_portable is None, ("hopper",))
-    not_hopper = f"not for Hopper: {why or 'taken by name only until it has been timed'}"
+    not_hopper = f"not for Hopper: {why}"
     if chosen == "reference":
         return "; ".join(["both passes: plain torch", *([not_portable] if not_portable else []), not_hopper])
     return f"both passes: plain Triton; {not_hopper}"

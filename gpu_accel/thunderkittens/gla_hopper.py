@@ -10,10 +10,14 @@ from gpu_accel.flash_attention3.gluon_launch import QuickLaunch, addressable, te
 from gpu_accel.thunderkittens.walk_hopper import CHUNK, machine_refusal, size_refusal
 
 COLUMNS = 64  # of v that a program of the walk takes
+# Whether "auto" takes them. With 128 registers, as `_REGISTERS` has it, a GPU has seen them right at one shape alone
+# (8 x 2048 steps, 16 heads, K and V 128); its tests ran with as many as ptxas wants.
+AUTO = False
 _MOST_NUMBERS = 2**31  # of ends: their coordinate is one 32-bit number
-# The most registers of a thread that makes pairs, or None for as many as ptxas wants: 195, without spills, which leave
-# room for one program an SM at K = 128; 128 of them leave room for two, and 330 bytes spill.
-_REGISTERS: int | None = None
+# The most registers of a thread that makes pairs, by what K is padded to, or None for as many as ptxas wants: 195, with
+# no spills. At K = 128 that leaves room for one program an SM, and 128 for two: 220 us for 263 (8 x 2048 steps, 16
+# heads, K and V 128, on an H200), though 330 bytes spill.
+_REGISTERS: dict[int, int | None] = {64: None, 128: 128}
 _quick: list[QuickLaunch] = []
 
 
@@ -30,6 +34,13 @@ def refusal(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, chunk: int) -> str 
     if v.shape[0] * v.shape[2] * triton.cdiv(v.shape[1], CHUNK) * block_keys(q.shape[3]) >= _MOST_NUMBERS:
         return "what its chunks leave is 2^31 numbers or more"
     return None
+
+
+def auto_refusal(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, chunk: int) -> str | None:
+    """Why "auto" does not take them, or None: they were timed, 303 us for 559, with K and V of 128 alone."""
+    if not (AUTO and all(64 < n <= 128 for n in (q.shape[3], v.shape[3]))):
+        return "taken by name only, until its tests have run on a GPU as it is compiled now"
+    return refusal(q, v, cu_seqlens, chunk)
 
 
 def _ends_map(x: Tensor):
@@ -51,6 +62,7 @@ def pairs(q: Tensor, k: Tensor, g: Tensor, scale: float) -> tuple[Tensor, Tensor
         _quick.extend(map(QuickLaunch, (gla_walk_kernel.gla_pairs_kernel, gla_walk_kernel.gla_walk_kernel)))
     batch, seqlen, heads, key_dim = q.shape
     chunks, block = triton.cdiv(seqlen, CHUNK), block_keys(key_dim)
+    most = _REGISTERS[block]
     g = addressable(g)  # rows that begin at multiples of 16 bytes, for loads of two gates at a time
     queries, keys, weights = (
         q.new_empty((batch, heads, chunks * CHUNK, n)).transpose(1, 2) for n in (key_dim, key_dim, CHUNK)
@@ -58,9 +70,9 @@ def pairs(q: Tensor, k: Tensor, g: Tensor, scale: float) -> tuple[Tensor, Tensor
     ends = torch.empty((batch, heads, chunks, block), dtype=torch.float32, device=q.device)
     maps = [tensor_map(x, CHUNK, n) for x, n in zip((q, k, queries, keys, weights), (*[block] * 4, CHUNK), strict=True)]
     _quick[0](
-        (g.dtype, max(g.stride()) // 4 >= 2**31, _REGISTERS), batch * heads * chunks,
+        (g.dtype, max(g.stride()) // 4 >= 2**31, most), batch * heads * chunks,
         (*maps, g, ends, *(s // 4 for s in g.stride()[:3]), seqlen, chunks, heads, key_dim, scale),
-        dict(BK=block), dict(num_warps=block // 16) | ({} if _REGISTERS is None else dict(maxnreg=_REGISTERS)),
+        dict(BK=block), dict(num_warps=block // 16) | ({} if most is None else dict(maxnreg=most)),
     )  # fmt: skip
     return queries, keys, weights, ends
 

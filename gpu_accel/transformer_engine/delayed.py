@@ -42,6 +42,14 @@ class History(nn.Module):
                 setattr(self, name, moved)
         return self
 
+    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs) -> None:
+        """Stay float32 with `assign=True` too, where a whole checkpoint was made bfloat16."""
+        for name, own in self.named_buffers():
+            found = state_dict.get(f"{prefix}{name}")
+            if isinstance(found, Tensor) and found.dtype != own.dtype:
+                state_dict[f"{prefix}{name}"] = found.to(own.dtype)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
     def state(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.history, self.scale, self.pending, self.overflows
 

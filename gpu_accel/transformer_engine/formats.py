@@ -152,6 +152,8 @@ def decode(codes: Tensor, fmt: str | Format) -> Tensor:
     """The float32 numbers that codes (uint8, or a torch dtype of the format) mean; exact. Bits above the format's count
     are ignored, and so is the sign bit of ue4m3."""
     fmt = number_format(fmt)
+    if not isinstance(codes, Tensor):
+        raise InvalidInputError(f"codes must be a torch.Tensor, got {type(codes).__name__}")
     if codes.dtype != torch.uint8:
         if codes.dtype != fmt.dtype:
             raise InvalidInputError(f"codes of {fmt.name} must be uint8 or {fmt.dtype}, got {codes.dtype}")
@@ -190,6 +192,8 @@ def encode(
         raise InvalidInputError("stochastic rounding needs a seed, and nothing else takes one")
     if type(stream) is not int or not 0 <= stream <= _MASK32 or (stream and seed is None):
         raise InvalidInputError(f"stream must be from 0 to 2**32 - 1, and goes with a seed, got {stream!r}")
+    if not isinstance(saturate, bool):
+        raise InvalidInputError(f"saturate must be True or False, got {shown(saturate)}")
     if not isinstance(x, Tensor):
         raise InvalidInputError(f"x must be a torch.Tensor, got {type(x).__name__}")
     if not x.is_floating_point() or x.dtype == torch.float64:

@@ -30,7 +30,6 @@ from gpu_accel.transformer_engine.tensor import QuantizedTensor
 # "grouped-finished" is what groups have with a bias, an activation or rounding to fp8.
 GPU_CHECKED: tuple[str, ...] = ("dense", "grouped", "grouped-finished", "along")
 SCALES_CHECKED = True  # the same of the one launch that lays scales of blocks side by side
-DEAL_CHECKED = False  # the same of narrow tiles that are so few that all are dealt in slices, above 64 rows too
 _ALIGNMENT = 16  # bytes
 _SKINNY = 64  # rows up to which the kernel that deals slices of K is taken
 ELEMENTS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -73,10 +72,8 @@ def fp8_gemm_config(
     tiles = -(-m // 128) * -(-n // 128)
     if lines_b or n <= 128 or (plain and tiles <= 132):
         staged = lines_a and m > _SKINNY
-        # half the SMs or more would be without a tile: dealing them all is worth what sharing costs
-        deal = m <= _SKINNY or (DEAL_CHECKED and 2 * tiles <= 132)
         # scales of rows and columns take the place of a sixth slice
-        return Fp8GemmConfig(parts=1, stages=5 if staged else 6, group=8, deal=deal, staged=staged)
+        return Fp8GemmConfig(parts=1, stages=5 if staged else 6, group=8, deal=m <= _SKINNY, staged=staged)
     return Fp8GemmConfig(staged=lines_a)
 
 

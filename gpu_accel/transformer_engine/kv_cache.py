@@ -17,10 +17,11 @@ from torch import Tensor
 from gpu_accel.errors import InvalidInputError, shown
 from gpu_accel.flash_attention3.launch import launch
 from gpu_accel.transformer_engine import codec, formats, reference, scales
-from gpu_accel.transformer_engine.checks import check_choice
+from gpu_accel.transformer_engine.checks import check_choice, check_strided
 from gpu_accel.transformer_engine.codec import bits_of, encode, pack_pairs, scale_and_inverse
 from gpu_accel.transformer_engine.quantizer import DTYPES, choose_backend, native_fp8
 from gpu_accel.transformer_engine.schemes import Scheme
+from gpu_accel.transformer_engine.sources import quickly
 
 ELEMENTS = {"fp8": "e4m3", "fp8_e5m2": "e5m2", "int8": "int8", "int4": "int4"}
 GRANULARITIES = ("head", "token", "page")
@@ -157,6 +158,22 @@ def _quantize_one(x: Tensor, what: Scheme, granularity: str, tokens: int, backen
     return out, scale
 
 
+@torch.library.custom_op("gpu_accel::te_quantize_kv", mutates_args=())
+def quantize_one_op(x: Tensor, dtype: str, granularity: str, tokens: int, backend: str) -> tuple[Tensor, Tensor]:
+    """(codes (batch, seqlen, heads, width) as bytes, scales (batch, blocks, heads)) of keys or values."""
+    return _quantize_one(x, _scheme(dtype), granularity, tokens, backend)
+
+
+@quantize_one_op.register_fake
+def _(x, dtype, granularity, tokens, backend):
+    batch, seqlen, heads, dim = x.shape
+    blocks = -(-seqlen // tokens)
+    blocks = max(1, blocks) if granularity == "head" else blocks
+    width = (dim + 1) // 2 if _scheme(dtype).packed else dim
+    codes = x.new_empty((batch, seqlen, heads, width), dtype=torch.uint8)
+    return codes, x.new_empty((batch, blocks, heads), dtype=torch.float32)
+
+
 def _reference(x: Tensor, what: Scheme, blocks: int, tokens: int) -> tuple[Tensor, Tensor]:
     """The same in plain torch: every block of a head as one row of the per-row scheme."""
     batch, seqlen, heads, dim = x.shape
@@ -203,6 +220,7 @@ def quantize_kv_cache(
     for name, x in (("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.dim() != 4:
             raise InvalidInputError(f"{name} must be a tensor (batch, seqlen, heads, head_dim)")
+        check_strided(name, x)
         if x.dtype not in DTYPES:
             raise InvalidInputError(f"{name} must be float32, bfloat16 or float16, got {x.dtype}")
         if x.shape[-1] > 1 and x.stride(-1) != 1:
@@ -211,10 +229,11 @@ def quantize_kv_cache(
         raise InvalidInputError(
             f"k and v must agree, got {tuple(k.shape)} on {k.device}, {tuple(v.shape)} on {v.device}"
         )
-    what, tokens = _scheme(dtype), _tokens(granularity, k.shape[1], page_size)
+    tokens = _tokens(granularity, k.shape[1], page_size)
     chosen = choose_backend(backend, k, "quantize_kv_cache")
     kept = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8, "int4": torch.uint8}[dtype]
-    made = [_quantize_one(x.detach(), what, granularity, tokens, chosen) for x in (k, v)]
+    work = quantize_one_op if type(k) is not type(v) else quickly(quantize_one_op, k)
+    made = [work(x.detach(), dtype, granularity, tokens, chosen) for x in (k, v)]
     codes = [c.view(kept) for c, _ in made]
     return QuantizedKVCache(
         k=codes[0], v=codes[1], k_scale=made[0][1], v_scale=made[1][1], dtype=dtype, granularity=granularity,

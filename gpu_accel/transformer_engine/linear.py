@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError
+from gpu_accel.flash_attention3.function import refuse_transforms
 from gpu_accel.transformer_engine import context as state
 from gpu_accel.transformer_engine import taped
 from gpu_accel.transformer_engine.checks import (
@@ -23,6 +24,7 @@ from gpu_accel.transformer_engine.checks import (
     check_params_dtype,
     check_rows,
     check_size,
+    check_tangents,
 )
 from gpu_accel.transformer_engine.delayed import DelayedLayer
 from gpu_accel.transformer_engine.history_kernels import roll_op
@@ -172,6 +174,8 @@ class Linear(DelayedLayer):
 
     def check(self, x: Tensor) -> None:
         """Where parameters are and how large, which no kernel looks at."""
+        check_tangents(x=x)
+        refuse_transforms("a layer under a recipe")
         n, k = self.out_features, self.in_features
         check_parameters(x, weight=(self.weight, (n, k)), bias=(self.bias, (n,)))
 

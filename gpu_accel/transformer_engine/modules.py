@@ -170,6 +170,7 @@ class LayerNormLinear(nn.Module):
 
 def _modes(split: bool, group: Any, sequence: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """Arguments of a column-parallel layer and of the row-parallel one behind it; of plain ones unless `split`."""
+    split, sequence = check_flag("set_parallel_mode", split), check_flag("sequence_parallel", sequence)
     if not split:
         if group is not None or sequence:
             raise InvalidInputError("tp_group and sequence_parallel go with set_parallel_mode=True")
@@ -322,7 +323,7 @@ class TransformerLayer(nn.Module):
                 f"hidden_size {hidden_size} must be a multiple of num_attention_heads {num_attention_heads}, and that "
                 f"one of num_gqa_groups {groups}"
             )
-        if sequence_parallel and attn_input_format != "sbhd":
+        if check_flag("sequence_parallel", sequence_parallel) and attn_input_format != "sbhd":
             raise UnsupportedError('sequence_parallel cuts the first dimension: use attn_input_format="sbhd"')
         self.head_dim, self.hidden_size = hidden_size // num_attention_heads, hidden_size
         first, second = _modes(set_parallel_mode, tp_group, sequence_parallel)

@@ -7,9 +7,9 @@ import numbers
 import torch
 from torch import Tensor
 
-from gpu_accel.errors import InvalidInputError
+from gpu_accel.errors import InvalidInputError, shown
 from gpu_accel.transformer_engine import scales
-from gpu_accel.transformer_engine.checks import check_floats, check_one_device
+from gpu_accel.transformer_engine.checks import LARGEST, check_floats, check_one_device
 from gpu_accel.transformer_engine.quantizer import quantize
 from gpu_accel.transformer_engine.schemes import Scheme
 from gpu_accel.transformer_engine.tensor import QuantizedTensor
@@ -40,6 +40,8 @@ def fp8_quantize(
         return quantize(tensor, what, backend=backend)
     if not isinstance(amax_history, Tensor) or amax_history.requires_grad:
         raise InvalidInputError("amax_history must be a tensor without gradient: it is changed in place")
+    if isinstance(tensor, Tensor) and tensor.is_meta:
+        raise InvalidInputError("tensor is on the meta device and has no values for the history to keep")
     if amax_history.is_meta:
         raise InvalidInputError("amax_history is on the meta device and has no values")
     if amax_history.dim() != 1 or not amax_history.numel() or amax_history.dtype != torch.float32:
@@ -77,6 +79,8 @@ def dequantize_and_accumulate(
     check_floats("result", result)
     if not isinstance(scale, Tensor | numbers.Real):
         raise InvalidInputError(f"scale must be a number or a tensor, got {type(scale).__name__}")
+    if not isinstance(scale, Tensor) and isinstance(scale, int) and abs(scale) > LARGEST:
+        raise InvalidInputError(f"scale must be within float64, got {shown(scale)}")
     wide = result.dequantize(torch.float32) if isinstance(result, QuantizedTensor) else result.float()
     if isinstance(scale, Tensor):
         sizes = zip(reversed(scale.shape), reversed(wide.shape), strict=False)

@@ -250,13 +250,56 @@ class _EightBit(torch.optim.Optimizer):
             state[name].copy_(value)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, which casts states to the dtype of the parameter; codes would not survive that and are kept."""
+        """As torch's, which casts states to the dtype of the parameter; codes would not survive that and are kept.
+
+        Raises:
+            InvalidInputError: states of another optimizer, or of parameters of other sizes, which a kernel would read
+                and write beyond their end.
+        """
+        self._check_states(state_dict)
         super().load_state_dict(state_dict)
         saved = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         mine = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
         for key, p in zip(saved, mine, strict=True):
             for name, value in state_dict["state"].get(key, {}).items():
                 self.state[p][name] = value.to(p.device).clone() if isinstance(value, Tensor) else value
+
+    def _check_states(self, state_dict: Mapping[str, Any]) -> None:
+        groups = state_dict.get("param_groups") if isinstance(state_dict, Mapping) else None
+        if not isinstance(groups, list | tuple) or not isinstance(state_dict.get("state"), Mapping):
+            raise InvalidInputError("a state_dict of an optimizer has param_groups and state")
+        if [len(group["params"]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
+            raise InvalidInputError("the state_dict is of other groups of parameters")
+        for group, own in zip(groups, self.param_groups, strict=True):
+            _check_numbers(group)
+            for key, p in zip(group["params"], own["params"], strict=True):
+                if (kept := state_dict["state"].get(key)) and (fault := self._fault(p, kept)):
+                    raise InvalidInputError(f"the state of parameter {shown(key)}, {tuple(p.shape)}, {fault}")
+
+    def _fault(self, p: Tensor, kept: Mapping[str, Any]) -> str:
+        """What keeps a state from being that of p; "" for nothing."""
+        names = ("exp_avg",) if self.LION else ("exp_avg", "exp_avg_root")
+        if type(kept.get("step")) is not int or kept["step"] < 0:
+            return "has no number of steps: it is of another optimizer"
+        known = {"step", *names, *(f"{name}_scale" for name in names)}
+        if unknown := [name for name in kept if name not in known]:
+            return f"has {shown(unknown[0], 40)}: it is of another optimizer"
+        for name in names:
+            value, scale = kept.get(name), kept.get(f"{name}_scale")
+            if not isinstance(value, Tensor) or value.dtype not in (torch.uint8, torch.float32):
+                return f"lacks {name}: it is of another optimizer"
+            if is_dtensor(value) != is_dtensor(p) or plain(value).numel() != plain(p).numel():
+                return f"has an {name} of {plain(value).numel()} values, and {plain(p).numel()} belong there"
+            if (value.dtype == torch.uint8) != (scale is not None):
+                return f"has codes without scales, or scales without codes, as {name}"
+            if scale is not None and (
+                not isinstance(scale, Tensor) or scale.dtype != torch.float32
+                or plain(scale).numel() != triton.cdiv(_largest_part(p), BLOCK)
+            ):  # fmt: skip
+                return f"has other scales of {name} than one float32 for each block of {BLOCK}"
+        if len({kept[name].dtype for name in names}) > 1:
+            return "is of eight bits in part"
+        return ""
 
     def state_bytes(self) -> int:
         """Bytes of all states that this rank has."""

@@ -146,7 +146,7 @@ def precision_report(
     Raises:
         InvalidInputError: unknown recipes or hardware, numbers out of range, a model without linear layers that run.
     """
-    if not isinstance(recipes, Iterable):
+    if not isinstance(recipes, Iterable) or isinstance(recipes, Tensor):
         raise InvalidInputError(f"recipes must be names, got {type(recipes).__name__}")
     wanted = list(recipes)
     if unknown := [name for name in wanted if name not in tuple(RECIPES)]:  # compared, not hashed

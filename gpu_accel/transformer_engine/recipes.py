@@ -185,7 +185,7 @@ class Float8BlockScaling(Recipe):
     def __post_init__(self) -> None:
         _check_format(self.fp8_format)
         for name in ("x_block_scaling_dim", "w_block_scaling_dim", "grad_block_scaling_dim"):
-            if getattr(self, name) not in (1, 2):
+            if type(getattr(self, name)) is not int or getattr(self, name) not in (1, 2):
                 got = shown(getattr(self, name))
                 raise InvalidInputError(f"{name} must be 1 (1 x 128) or 2 (128 x 128), got {got}")
 

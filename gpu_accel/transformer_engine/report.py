@@ -83,7 +83,9 @@ def error_report(
     Raises InvalidInputError as `quantize` does.
     """
     check_input(x)
-    if not isinstance(schemes, Iterable):
+    if x.is_meta:
+        raise InvalidInputError("x is on the meta device and has no values to report on")
+    if not isinstance(schemes, Iterable) or isinstance(schemes, Tensor):
         raise InvalidInputError(f"schemes must be names, texts or Schemes, got {type(schemes).__name__}")
     wide = x.detach().float()
     finite = wide.isfinite()

@@ -69,6 +69,8 @@ class Scheme:
             raise InvalidInputError("scales in e8m0 go with floating-point elements in blocks")
         if self.rounding == "stochastic" and self.element in INTEGERS:
             raise InvalidInputError("integers are rounded to nearest only")
+        if type(self.hadamard) is not int:
+            raise InvalidInputError(f"hadamard must be 0 or 16, got {self.hadamard!r}")
         if self.hadamard and (self.hadamard != 16 or self.block != (1, 16)):
             raise InvalidInputError("the Hadamard matrix is of size 16 and goes with blocks of 1 x 16")
         object.__setattr__(self, "_text", self._written())

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.transformer_engine.formats import FORMATS
-from gpu_accel.transformer_engine.reference import Parts, dequantize_reference
+from gpu_accel.transformer_engine.reference import Parts, block_grid, dequantize_reference
 from gpu_accel.transformer_engine.schemes import Scheme
 from gpu_accel.transformer_engine.schemes import scheme as find_scheme
 
@@ -164,6 +164,9 @@ class QuantizedTensor(torch.Tensor):
         plain = {name: t.view(torch.uint8) if t.element_size() == 1 else t for name, t in parts.items()}
         return _from_inner, (plain, dtypes, self._text, self.shape, self.dtype, self.requires_grad)
 
+    def __dlpack__(self, *given: Any, **more: Any) -> Any:  # numpy would read memory that is not the tensor's
+        raise UnsupportedError("codes of several tensors are no array of others: hand over dequantize(), or codes")
+
     def share_memory_(self) -> QuantizedTensor:  # torch's own looks for a storage, which a wrapper has not
         for t in self._inner.values():
             if t is not None:
@@ -255,9 +258,44 @@ def _from_inner(
     plain: dict[str, Tensor], dtypes: dict[str, torch.dtype], text: str, shape: Any, dtype: torch.dtype,
     requires_grad: bool,
 ) -> QuantizedTensor:  # fmt: skip
-    inner: dict[str, Tensor | None] = {name: t.view(dtypes[name]) for name, t in plain.items()}
-    made = QuantizedTensor(inner, find_scheme(text), torch.Size(shape), dtype)
+    """What a file holds, which may be damaged or made up: kernels trust sizes, and would read beyond them.
+
+    Raises:
+        InvalidInputError: parts that do not belong together.
+    """
+    inner: dict[str, Tensor | None] = {name: t.view(dtypes[name]).contiguous() for name, t in plain.items()}
+    scheme, size = find_scheme(text), torch.Size(shape)
+    if fault := _fault(inner, scheme, size, dtype):
+        raise InvalidInputError(f"a QuantizedTensor was saved that is none: {fault}")
+    made = QuantizedTensor(inner, scheme, size, dtype)
     return made.requires_grad_(requires_grad)  # type: ignore[return-value]
+
+
+def _fault(inner: dict[str, Tensor | None], scheme: Scheme, shape: torch.Size, dtype: torch.dtype) -> str:
+    """Why these are not the parts of one tensor; "" if they are."""
+    if not len(shape) or not dtype.is_floating_point or dtype.itemsize < 2:
+        return f"it has the shape {tuple(shape)} and the dtype {dtype}"
+    if unknown := set(inner) - set(_INNER):
+        return f"it has {min(unknown)}"
+    wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"seen_amax": ((), torch.float32)}
+    rows, cols = shape[:-1].numel(), shape[-1]
+    for prefix, leading, m, n in (("", tuple(shape[:-1]), rows, cols), ("col_", (cols,), cols, rows)):
+        own = {f"{prefix}{name}" for name in _INNER[:3]}
+        width = (n + 1) // 2 if scheme.packed else n
+        wanted[f"{prefix}codes"] = (*leading, width), _data_dtype(scheme)
+        wanted[f"{prefix}scales"] = block_grid(m, n, scheme), _SCALE_DTYPES.get(scheme.scale, torch.float32)
+        wanted[f"{prefix}tensor_scale"] = (), torch.float32
+        needed = own if scheme.scale == "nvfp4" else own - {f"{prefix}tensor_scale"}
+        if (there := {name for name in own if inner.get(name) is not None}) not in (set(), needed):
+            return f"a copy in {scheme} has {', '.join(sorted(needed))}, and this one {', '.join(sorted(there))}"
+    given = {name: t for name, t in inner.items() if t is not None}
+    if not {"codes", "col_codes"} & set(given):
+        return "it holds no codes"
+    for name, t in given.items():
+        if (tuple(t.shape), t.dtype) != wanted[name]:
+            size, kind = wanted[name]
+            return f"{name} of {scheme} {tuple(shape)} is {kind} {size}, not {t.dtype} {tuple(t.shape)}"
+    return "" if len({t.device for t in given.values()}) == 1 else "its parts are on several devices"
 
 
 # QuantizedTensor alone is what files of earlier versions name

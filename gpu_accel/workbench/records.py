@@ -233,7 +233,8 @@ def read_records(path: str | Path) -> list[Record]:
     """
     path = Path(path)
     if path.is_dir():
-        return [record for file in sorted(path.rglob("*.jsonl")) for record in read_records(file)]
+        files = sorted(file for file in path.rglob("*.jsonl") if not file.is_dir())  # what lies in one is found itself
+        return [record for file in files for record in read_records(file)]
     if not path.is_file():
         raise InvalidInputError(f"no results at {path}")
     lines = path.read_bytes().split(b"\n")  # bytes, since an interruption may cut a line inside a character

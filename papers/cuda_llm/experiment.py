@@ -143,7 +143,9 @@ def _build_fuzz(case: Case, settings: Settings) -> Workload:
 
     def values(seed: int) -> dict[str, tuple[float, str]]:
         one = found(seed)
-        told = {name: (float(count), "1") for name, count in sorted(one.counts.items())}
+        # a count, and not the error of a result, as which metrics of such a name are kept and compared
+        names = {"compile_error": "not compiled"}
+        told = {names.get(name, name): (float(count), "1") for name, count in sorted(one.counts.items())}
         return told | {"honest accepted": (float(one.healthy), "1"), "workers replaced": (float(one.restarts), "1")}
 
     return Workload(implementations=[Implementation(name="harness", role="ours", check=checked, values=values)])

@@ -42,7 +42,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python3 -m papers.cuda_llm.table", description=__doc__)
     parser.add_argument("folder", nargs="?", type=Path, help="of searches, whose winners are to be kept")
     if folder := parser.parse_args().folder:
-        print(keep_winners(folder))
+        try:
+            print(keep_winners(folder))
+        except InvalidInputError as error:
+            parser.error(str(error))
     changed = update_block(README, BLOCK, text(registry.paper("cuda-llm").records()))
     print("changed" if changed else "is up to date")
 

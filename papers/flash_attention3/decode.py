@@ -205,7 +205,6 @@ def build(case: Case, settings: Settings) -> Workload:
     wide = Decoding({**case, "dtype": "bf16"}, settings.device) if case["dtype"] == "e4m3" else None
     found = [
         _ours("hopper", decoding, settings, {}, backend="hopper"),
-        *_lean(decoding, wide, settings),
         _ours("portable", decoding, settings, {}),
         _ours("portable-invariant", decoding, settings, {"batch_invariant": True}),
         *([_ours(f"{one}-bf16", wide, settings, {}, backend=one) for one in ("hopper", "portable")] if wide else []),
@@ -227,12 +226,10 @@ def bytes_moved(case: Case) -> float:
 
 
 def _ours(
-    name: str, decoding: Decoding, settings: Settings, options: dict, backend: str = "portable", lean: bool = False
+    name: str, decoding: Decoding, settings: Settings, options: dict, backend: str = "portable"
 ) -> Implementation:
     def prepare(seed: int) -> tuple[dict, Callable[[], Tensor]]:
         made = decoding.shared(seed)
-        if lean:
-            return made, lambda: _attend_lean(made)
         return made, lambda: flash_attn_with_kvcache(**made, **options, backend=backend)
 
     def check(seed: int) -> Check:
@@ -259,26 +256,6 @@ def _ours(
     note = f"{how}, lengths on the device" + (", splits at fixed keys" if options else "")
     why = _refusal(settings, decoding, backend)
     return Implementation(name=name, role="ours", unavailable=why, check=check, make=make, note=note)
-
-
-def _lean(decoding: Decoding, wide: Decoding | None, settings: Settings) -> list[Implementation]:
-    """The Gluon kernel with fewer instructions, which `auto` does not take yet: only where it is asked for by name."""
-    found = {"hopper-lean": decoding} | ({"hopper-lean-bf16": wide} if wide else {})
-    return [
-        _ours(name, one, settings, {}, backend="hopper", lean=True)
-        for name, one in found.items()
-        if one is not None and name in settings.only
-    ]
-
-
-def _attend_lean(made: dict) -> Tensor:
-    from gpu_accel.flash_attention3 import hopper_decode
-
-    call = make_call(**made)
-    o = torch.empty(*call.q.shape[:3], call.head_dim_v, dtype=call.q.dtype, device=call.q.device)
-    lse = torch.empty(o.shape[0], o.shape[2], o.shape[1], device=o.device)
-    hopper_decode.forward(call, o, lse, hopper_decode.leaner(hopper_decode.default_config(call), call.kind))
-    return o
 
 
 def _refusal(settings: Settings, decoding: Decoding, backend: str = "portable") -> str:

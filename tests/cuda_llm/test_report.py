@@ -9,6 +9,7 @@ import json
 import signal
 import threading
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -155,6 +156,15 @@ def test_sizes_of_a_deployed_kernel_follow_from_its_inputs() -> None:
     ):  # fmt: skip
         with pytest.raises(InvalidInputError, match=why):
             dims_of(TASKS["softmax"], inputs, given)
+    for gap in (-1, "1", 1.0, True, 2**31):
+        with pytest.raises(InvalidInputError, match="a size is an integer"):
+            dims_of(TASKS["matrix_copy"], {"x": x}, {"cols": 4, "gap": gap})  # type: ignore[dict-item]
+    for hostile, why in ((x.clone().requires_grad_(), "no gradient"), (x.to_sparse(), "to_dense"),
+                         (torch.complex(x, x).conj().imag.view(3, 5), "negates")):  # fmt: skip
+        with pytest.raises(UnsupportedError, match=why):
+            dims_of(TASKS["softmax"], {"x": hostile}, {})
+    with torch.no_grad():
+        dims_of(TASKS["softmax"], {"x": x.clone().requires_grad_()}, {})
     with pytest.raises(InvalidInputError, match="give the size"):
         dims_of(TASKS["matrix_copy"], {"x": x}, {})
     with pytest.raises(InvalidInputError, match="no candidate"):
@@ -286,3 +296,27 @@ def test_the_readme_shows_the_records() -> None:
     paper = registry.paper("cuda-llm")
     readme = (paper.path / "README.md").read_text(encoding="utf-8")
     assert f"<!-- begin generated: search -->\n{text(paper.records())}\n<!-- end generated: search -->" in readme
+
+
+def test_counts_of_verdicts_are_no_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A metric whose name ends in `error` is kept without a GPU, as if a result were off by so much."""
+    from gpu_accel.cuda_llm.fuzz import Fuzzed
+    from papers.cuda_llm import experiment
+
+    counts = {str(verdict): 1 for verdict in Verdict}
+    monkeypatch.setattr(experiment, "Pool", lambda **_: nullcontext())
+    monkeypatch.setattr(experiment, "fuzz", lambda *_, **__: Fuzzed(counts=counts))
+    (one,) = experiment._build_fuzz({"candidates": 9, "task": "reverse"}, Settings(device="cpu")).implementations
+    assert one.values is not None and len(told := one.values(0)) == len(counts) + 2
+    assert not [name for name in told if name.endswith("error")]
+
+
+def test_a_folder_whose_winners_cannot_be_kept_is_a_usage_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from papers.cuda_llm import table
+
+    monkeypatch.setattr("sys.argv", ["table", str(tmp_path)])
+    with pytest.raises(SystemExit) as stop:
+        table.main()
+    assert stop.value.code == 2 and "holds no search" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from gpu_accel.flash_attention3 import (
     hadamard_transform,
 )
 from gpu_accel.thunderkittens import gemm, rms_norm
-from gpu_accel.transformer_engine import quantize
+from gpu_accel.transformer_engine import Float8CurrentScaling, Linear, quantize
 
 
 @triton.jit
@@ -70,6 +70,14 @@ def test_vmap_over_what_writes_is_refused():
         torch.vmap(lambda q: flash_attn_with_kvcache(q, cache, cache))(draw(3, 2, 1, 2, 16))
     with pytest.raises(UnsupportedError, match="combine has no rule"):
         torch.vmap(combine)(draw(2, 3, 1, 2, 2, 16), draw(2, 3, 1, 2, 2))
+
+
+def test_traces_are_refused():
+    with pytest.raises(UnsupportedError, match=r"torch\.export"):
+        torch.jit.trace(lambda q: flash_attn_func(q, q, q), (draw(1, 5, 2, 16),))
+    layer = Linear(16, 16, recipe=Float8CurrentScaling())
+    with pytest.raises(UnsupportedError, match=r"torch\.export"):
+        torch.jit.trace(layer, (draw(4, 16),))
 
 
 ATTENDED = {

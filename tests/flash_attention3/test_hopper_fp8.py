@@ -66,7 +66,7 @@ def test_describe_says_who_runs_and_why_the_other_does_not(monkeypatch):
     for dim, seqlen in ((64, 4096), (96, 4096), (128, 512)):
         words = describe(dim, seqlen_q=seqlen)
         assert "plain Triton" in words["kernel"] and words["not taken"].startswith("hopper: not faster")
-    for dim in (112, 128, 144, 192, 256):
+    for dim in (64, 112, 128, 144, 192, 256):
         words = describe(dim, causal=True)
         assert words["kernel"] == hopper_fp8.KERNEL and "queue" in words["tile"] and "portable" in words["not taken"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.flash_attention3 import attention_truth, combine
@@ -91,6 +92,24 @@ def test_attention_over_parts_of_the_keys_is_attention():
 def test_errors(change, message):
     with pytest.raises(InvalidInputError, match=message):
         combine(*change(*parts()))
+
+
+@pytest.mark.parametrize("backend", ["portable", "reference"])
+def test_compilers_and_fake_tensors_see_one_op(backend):
+    o, lse = parts()
+    wanted = combine(o, lse, backend=backend)
+
+    def merged(o, lse, out=None):
+        return combine(o, lse, backend=backend, out=out)
+
+    for found in (torch.compile(merged, backend="aot_eager", fullgraph=True)(o, lse), merged(o, lse)):
+        assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+    out = torch.empty_like(wanted[0])
+    torch.compile(merged, backend="aot_eager", fullgraph=True)(o, lse, out)
+    assert torch.equal(out, wanted[0])
+    with FakeTensorMode() as mode:
+        made = merged(mode.from_tensor(o), mode.from_tensor(lse))
+    assert [(x.shape, x.dtype) for x in made] == [(x.shape, x.dtype) for x in wanted]
 
 
 def test_refusals():

@@ -48,8 +48,7 @@ for name, options in {"registers": {"page": 16}, "registers-e4m3": {"kind": "e4m
         rows.append((c, dict(keys=options["N"], per_sm=hopper_decode.PER_SM)))
 
     with launch.instead_of_launching(hook):
-        for config in (None, hopper_decode.leaner(hopper_decode.default_config(call), call.kind)):
-            hopper_decode.forward(call, o, lse, config)
+        hopper_decode.forward(call, o, lse)
 
 for c, row in rows:  # read last, so that all of it is disassembled at once
     copies = re.findall(r"LDGSTS\\.E[.A-Z]*\\.?(\\d*)", c.sass)
@@ -72,8 +71,8 @@ def test_the_decode_kernel_streams_and_fits_as_often_as_splits_assume(compile_en
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     registers = [row for row in rows if row["name"].startswith("registers")]
     rows = [row for row in rows if row not in registers]
-    assert len(rows) == 4 and len(registers) == 4
-    for row, keys in zip(registers, (16, 16, 32, 32), strict=True):  # from memory to products without a stop
+    assert len(rows) == 4 and len(registers) == 2
+    for row, keys in zip(registers, (16, 32), strict=True):  # from memory to products without a stop
         assert row["spills"] <= 8 and row["stops"] == 0 and not row["barriers"] and not row["warnings"], row
         assert row["keys"] == keys and row["products"] == 2 * keys, row
         assert row["wide"] == row["loads"] == 2 * 16, row

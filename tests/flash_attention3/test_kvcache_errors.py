@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpu_accel.errors import HardwareError, InvalidInputError, UnsupportedError
-from gpu_accel.flash_attention3 import explain_kvcache, flash_attn_with_kvcache, kvcache
+from gpu_accel.flash_attention3 import explain_kvcache, flash_attn_with_kvcache, kvcache, quantize_cache
 from gpu_accel.flash_attention3.kvcache import kvcache_op
 from gpu_accel.testing.kvcache import clone, make
 
@@ -335,3 +335,25 @@ def test_the_op_is_sound():
     torch.library.opcheck(
         kvcache_op, arguments, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_static")
     )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"granularity": "heads"}, "granularity must be one of"),  # was taken for "token"
+        ({"granularity": "tokens"}, "granularity must be one of"),
+        ({"kind": "fp8"}, "kind must be one of"),
+        ({"kind": ["int8"]}, "kind must be one of"),
+        ({"groups": 2}, "groups go with int4"),  # was passed over
+        ({"kind": "int4", "groups": 2}, "groups go with int4"),
+        ({"kind": "int4", "granularity": "token", "groups": 3}, "groups must divide head_dim"),
+        ({"groups": True}, "groups must divide head_dim"),
+        ({"x": torch.zeros(2, 3, 4)}, "must be a tensor of floats"),
+        ({"x": torch.zeros(1, 2, 3, 4, dtype=torch.int32)}, "must be a tensor of floats"),
+        ({"x": torch.zeros(1, 2, 3, 5), "kind": "int4"}, "head_dim must be even"),
+        ({"x": None}, "must be a tensor of floats"),
+    ],
+)
+def test_caches_that_cannot_be_quantised(change, message):
+    with pytest.raises(InvalidInputError, match=message):
+        quantize_cache(**{"x": torch.zeros(1, 2, 3, 16), "kind": "int8"} | change)

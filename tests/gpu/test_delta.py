@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from gpu_accel.errors import UnsupportedError
+from gpu_accel.testing import assert_close_to_truth
 from gpu_accel.thunderkittens import delta_hopper
 from gpu_accel.thunderkittens.delta import delta_rule
 
@@ -31,15 +32,29 @@ def make(batch, seqlen, heads, heads_q, key_dim, value_dim, gated, dtype=BF16):
     return tensors, grads
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-@pytest.mark.parametrize("shape", [
+SHAPES = [
     pytest.param((2, 515, 4, 4, 64, 128), id="T515-K64-V128"),
     pytest.param((2, 300, 4, 2, 128, 64), id="T300-H4q2-K128-V64"),
     pytest.param((1, 1023, 2, 1, 72, 200), id="T1023-H2q1-K72-V200"),
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("shape", SHAPES)
 def test_walk_on_hopper(shape, gated, stages, monkeypatch):
     monkeypatch.setattr(delta_hopper, "STAGES", {64: stages, 128: stages})
+    tensors, _ = make(*shape, gated)
+    found, ruler = on_hopper("hopper")(*tensors), on_hopper("reference")(*tensors)
+    truth = on_hopper("reference")(*(x.double() for x in tensors))
+    for name, *three in zip(NAMES, found, truth, ruler, strict=False):
+        assert_close_to_truth(name, *three)
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradients_beside_hopper(shape, gated):
+    """They are the portable kernels'."""
     tensors, grads = make(*shape, gated)
     judge(NAMES[: 8 if gated else 7], on_hopper, tensors, grads)
 

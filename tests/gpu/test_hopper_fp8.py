@@ -262,3 +262,5 @@ def test_auto_takes_it_where_it_is_faster():
         q, k, v = (draw(1, 2, seqlen, dim, i) for i in range(3))
         chosen = "hopper" if dim > 128 or (dim == 128 and seqlen > 1024) else "portable"
         assert torch.equal(fp8_attention(q, k, v), fp8_attention(q, k, v, backend=chosen))
+    q, k, v = (draw(1, 2, 300, 64, i) for i in range(3))
+    assert torch.equal(fp8_attention(q, k, v, causal=True), fp8_attention(q, k, v, causal=True, backend="hopper"))

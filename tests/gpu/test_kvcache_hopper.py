@@ -27,11 +27,6 @@ LARGE = dict(heads=32, heads_kv=8, dim=128, capacity=2048, **ON)
 CONFIGS = {
     "16-keys": Config(16),
     "32-keys": Config(32),
-    "16-keys-bytes-first": Config(16, bytes_first=True),
-    "32-keys-bytes-first": Config(32, bytes_first=True),
-    "16-keys-lean": Config(16, lean=True),
-    "32-keys-lean": Config(32, lean=True),
-    "32-keys-bytes-first-lean": Config(32, bytes_first=True, lean=True),
 }
 
 

@@ -10,7 +10,7 @@ import torch
 from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.thunderkittens import delta, delta_hopper, reference
 from gpu_accel.thunderkittens.delta import chunk_delta_rule, chunk_gated_delta_rule, delta_rule
-from tests.thunderkittens import gluon_in_torch
+from tests import gluon_in_torch
 from tests.thunderkittens.helpers import close, randn, run
 
 NAMES = ["o", "state", "dq", "dk", "dv", "dbeta", "dg", "dinitial"]

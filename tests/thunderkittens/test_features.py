@@ -8,7 +8,7 @@ import torch
 from gpu_accel.errors import InvalidInputError
 from gpu_accel.thunderkittens import based_hopper, features
 from gpu_accel.thunderkittens.features import fused_chunk_based, hedgehog_attention, parallel_based
-from tests.thunderkittens import gluon_in_torch
+from tests import gluon_in_torch
 from tests.thunderkittens.helpers import close, randn, run
 
 

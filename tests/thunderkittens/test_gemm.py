@@ -185,6 +185,16 @@ def test_slices_are_dealt_evenly(tiles, k_steps, processors):
     assert first[-1] == units
 
 
+@pytest.mark.parametrize("m", [1, 16, 17, 64])
+@pytest.mark.parametrize("blocks", [0, 8, 64, 128])  # scales of blocks of X beside the slices, a power of two
+def test_few_rows_have_room_in_shared_memory(m, blocks):
+    """Slices, all scales of X, a float32 result on its way out, and a KB for barriers and what partitions are given."""
+    config, bm = gemm_skinny.skinny_config(m, True, 1), gemm_skinny.padded_rows(m)
+    assert config.early and not gemm_skinny.skinny_config(m, True, 2).early  # in sixteen bits it was not timed
+    slices = config.depth(bm, blocks * bm) * config.sub * (64 * config.halves + bm) * 128
+    assert slices + 4 * blocks * bm + 4 * 64 * bm + 1024 <= 227 * 1024
+
+
 @pytest.mark.parametrize("programs", [1, 5, 132])
 @pytest.mark.parametrize(("tiles", "k_steps"), [(1, 700), (68, 128), (200, 64), (264, 16), (512, 64), (140, 4)])
 def test_the_last_round_is_dealt_in_slices(tiles, k_steps, programs):

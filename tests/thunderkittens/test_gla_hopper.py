@@ -14,7 +14,7 @@ import torch
 from gpu_accel.errors import UnsupportedError
 from gpu_accel.thunderkittens import chunked, gla, gla_hopper
 from gpu_accel.thunderkittens.gla import chunk_gla, explain_gla, gated_linear_attention
-from tests.thunderkittens import gluon_in_torch
+from tests import gluon_in_torch
 from tests.thunderkittens.helpers import run
 from tests.thunderkittens.test_gla import compare, make, truth_of
 
@@ -162,14 +162,24 @@ def test_what_it_does_not_take(on_a_cpu, device):
         gated_linear_attention(q[..., :64], k[..., :64], v, g[..., :64], chunk=32, backend="hopper")
 
 
-def test_what_is_said_about_it(on_a_cpu, device, monkeypatch):
-    (q, *_, v), _ = (make(device, dtype=torch.bfloat16)[0][:3], None)
-    assert "gradients: plain Triton" in explain_gla(q, v, backend="hopper")
-    assert "by name only" in explain_gla(q, v)
+def test_auto_and_what_is_said_about_it(on_a_cpu, device, monkeypatch):
+    """Taken by name only; with `AUTO` where it was timed: K and V from 65 to 128."""
+    narrow, wide = (make(device, dtype=torch.bfloat16, heads=1, key_dim=k, value_dim=128)[0][:4] for k in (64, 72))
+    chunk_gla(*narrow)
+    assert on_a_cpu == [] and "by name only" in explain_gla(narrow[0], narrow[2])
+    chunk_gla(*wide)
+    assert on_a_cpu == [] and "by name only" in explain_gla(wide[0], wide[2])
+    monkeypatch.setattr(gla_hopper, "AUTO", True)
+    chunk_gla(*wide)
+    assert on_a_cpu == [1]
+    for backend in ("auto", "hopper"):
+        assert "gradients: plain Triton" in explain_gla(wide[0], wide[2], backend=backend)
+    assert "another backend" in explain_gla(wide[0], wide[2], backend="reference")
     monkeypatch.setattr(gla_hopper, "machine_refusal", lambda _: "no such machine")
-    assert "no such machine" in explain_gla(q, v)
+    chunk_gla(*wide)
+    assert on_a_cpu == [1] and "no such machine" in explain_gla(wide[0], wide[2])
     with pytest.raises(UnsupportedError, match="no such machine"):
-        explain_gla(q, v, backend="hopper")
+        explain_gla(wide[0], wide[2], backend="hopper")
 
 
 def test_opcheck(on_a_cpu, device):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gpu_accel.thunderkittens import chunked, reference, walk_back, walk_hopper
-from tests.thunderkittens import gluon_in_torch
+from tests import gluon_in_torch
 from tests.thunderkittens.helpers import close, randn, run
 
 CHUNK = 64

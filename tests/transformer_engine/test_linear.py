@@ -402,6 +402,20 @@ def test_evaluation_sees_every_change_of_the_weight(name):
         assert torch.equal(layer(values(8, 32)), -before)
 
 
+@pytest.mark.parametrize("assign", [False, True])
+def test_histories_of_a_checkpoint_in_bfloat16_are_float32(assign):
+    """Whoever halves a whole checkpoint halves them too; a kernel reads four bytes of each."""
+    layers = [Linear(32, 32) for _ in range(2)]
+    x = values(32, 32).requires_grad_()
+    with autocast(recipe=DelayedScaling(amax_history_len=4)):
+        for layer in layers:
+            layer(x).sum().backward()
+        state = {name: t.bfloat16() if t.is_floating_point() else t for name, t in layers[0].state_dict().items()}
+        layers[1].load_state_dict(state, assign=assign)
+        assert all(t.dtype in (torch.float32, torch.int64) for t in layers[1].delayed.state_dict().values())
+        assert layers[1](x.to(layers[1].weight.dtype)).isfinite().all()
+
+
 def test_a_state_without_histories_leaves_them():
     layer, plain = Linear(8, 8, recipe=DELAYED), nn.Linear(8, 8)
     layer(values(4, 8)).sum().backward()

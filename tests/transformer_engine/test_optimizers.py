@@ -235,3 +235,44 @@ def test_refusals(make, error, word):
         for q in optimizer.param_groups[0]["params"]:
             q.grad = torch.zeros_like(q) if q.grad is None else q.grad
         optimizer.step()
+
+
+def stepped(kind, *shape, **more):
+    p = nn.Parameter(values(*shape))
+    optimizer = KINDS[kind]([p], **more)
+    p.grad = values(*shape, seed=1)
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_of_others_are_refused(kind):
+    """The kernel trusts their sizes: states of a smaller parameter would be read and written beyond their end."""
+    mine, other = stepped(kind, 4, 2048), "lion" if kind == "adamw" else "adamw"
+    before = {name: value for name, value in mine.state_dict()["state"][0].items()}
+    for state_dict, why in (
+        (stepped(kind, 2, 2048).state_dict(), "4096 values, and 8192 belong there"),
+        (stepped(other, 4, 2048).state_dict(), "of another optimizer"),
+        (torch.optim.AdamW([nn.Parameter(values(4, 2048))]).state_dict() | {"state": {0: {"step": torch.ones(())}}},
+         "number of steps"),
+        (KINDS[kind]([nn.Parameter(values(3)), nn.Parameter(values(3))]).state_dict(), "other groups"),
+        ({"state": {}}, "param_groups and state"), (None, "param_groups and state"),
+    ):  # fmt: skip
+        with pytest.raises(InvalidInputError, match=why):
+            mine.load_state_dict(state_dict)
+    for name, value, why in (
+        ("exp_avg", torch.zeros(8192, dtype=torch.float16), "lacks exp_avg"), ("exp_avg_scale", None, "without scales"),
+        ("exp_avg_scale", torch.ones(31), "other scales"), ("exp_avg_scale", torch.ones(32).double(), "other scales"),
+        ("step", -1, "number of steps"), ("more", 3, "another optimizer"),
+    ):  # fmt: skip
+        found = stepped(kind, 4, 2048).state_dict()
+        found["state"][0][name] = value
+        if value is None:
+            del found["state"][0][name]
+        with pytest.raises(InvalidInputError, match=why):
+            mine.load_state_dict(found)
+    after = mine.state_dict()["state"][0]
+    assert all(torch.equal(torch.as_tensor(after[name]), torch.as_tensor(value)) for name, value in before.items())
+    for size in (0, 10**9):  # states of 8 and of 32 bits, whatever a new one would have
+        mine.load_state_dict(stepped(kind, 4, 2048, min_8bit_size=size).state_dict())
+        mine.step()

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.testing import generator
 from gpu_accel.transformer_engine import (
+    Float8BlockScaling,
+    Scheme,
+    decode,
     dynamic_precision_select,
+    encode,
     error_report,
     fp8_quantize,
     precision_report,
@@ -180,6 +186,35 @@ def test_refused(use):
         use()
 
 
+def test_caches_are_quantised_where_others_look():
+    """torch.compile in one graph, fake tensors, views that negate: the kernel was launched past all of them."""
+    k = r(2, 8, 2, 32)
+    wanted = quantize_kv_cache(k, k, backend="portable")
+    compiled = torch.compile(lambda a: quantize_kv_cache(a, a, backend="portable").k_scale, backend="aot_eager",
+                             fullgraph=True)  # fmt: skip
+    assert torch.equal(compiled(k), wanted.k_scale)
+    for granularity in ("head", "token", "page"):
+        for dtype in ("fp8", "int4"):
+            whole = quantize_kv_cache(k[:, :7], k[:, :7], dtype=dtype, granularity=granularity, page_size=4)
+            with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+                fake = mode.from_tensor(k)[:, :7]
+                made = quantize_kv_cache(fake, fake, dtype=dtype, granularity=granularity, page_size=4)
+            for one, other in ((made.k, whole.k), (made.v_scale, whole.v_scale)):
+                assert (one.shape, one.dtype) == (other.shape, other.dtype)
+    negated = torch.complex(k, k).conj().imag
+    with pytest.raises(UnsupportedError, match="negates"):
+        quantize_kv_cache(negated, negated)
+    codes = quantize(k, "fp8")
+    with pytest.raises(UnsupportedError, match="codes"):
+        quantize_kv_cache(codes, codes)
+
+
+def test_codes_are_no_array_of_others():
+    """Their tensor has no memory of its own: numpy read somebody else's."""
+    with pytest.raises(UnsupportedError, match="no array"):
+        np.from_dlpack(quantize(r(4, 32), "mxfp8"))
+
+
 def test_tangents_stay_with_torch_or_are_refused():
     """Without a recipe a layer is torch's own and has derivatives in forward mode; under one they would be lost."""
     layer, x = Linear(32, 32), r(4, 32)
@@ -195,5 +230,25 @@ def test_tangents_stay_with_torch_or_are_refused():
     with autocast(recipe=Float8CurrentScaling()):
         with pytest.raises(UnsupportedError, match="x has a tangent"):
             torch.func.jvp(layer, (x,), (x,))
-        with pytest.raises(UnsupportedError, match="has a tangent"):
+        with pytest.raises(UnsupportedError, match="no rule for the transforms"):
             torch.func.jvp(called, (weights,), ({name: torch.ones_like(w) for name, w in weights.items()},))
+        with pytest.raises(UnsupportedError, match="no rule for the transforms"):
+            torch.vmap(layer)(x[None])
+        assert Linear(32, 32, device="meta")(x.to("meta")).shape == (4, 32), "sizes can be asked for"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: encode(torch.zeros(3), "e4m3", saturate=torch.ones(2)), lambda: decode(None, "e4m3"),
+        lambda: dequantize_and_accumulate(torch.zeros(2), 10**400), lambda: LayerNormMLP(8, 8, sequence_parallel="no"),
+        lambda: Float8BlockScaling(x_block_scaling_dim=torch.ones(2)), lambda: error_report(r(2, 32).to("meta")),
+        lambda: error_report(r(2, 32), torch.ones(())),
+        lambda: precision_report(Linear(8, 8), r(2, 8), recipes=torch.ones(())),
+        lambda: Scheme(element="e2m1", block=(1, 16), scale="nvfp4", hadamard=torch.ones(2)),
+        lambda: fp8_quantize(r(2, 32).to("meta"), torch.zeros(4)),
+    ],
+)  # fmt: skip
+def test_arguments_of_no_sense(call):
+    with pytest.raises(InvalidInputError):
+        call()

@@ -57,6 +57,41 @@ def test_pickle():
     assert isinstance(back, QuantizedTensor) and same(back, q) and back.dtype == q.dtype
 
 
+@pytest.mark.parametrize("copies", [(True, False), (False, True), (True, True)], ids=["rows", "columns", "both"])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_every_scheme_comes_back_from_a_file(name, copies):
+    for shape in ((3, 5, 32), (7, 96), (0, 32), (1, 1)):
+        rowwise, columnwise = copies
+        try:
+            q = quantize(torch.randn(shape), name, rowwise=rowwise, columnwise=columnwise)
+        except InvalidInputError:  # a Hadamard matrix needs more
+            continue
+        assert same(pickle.loads(pickle.dumps(q)), q), shape
+
+
+def test_files_whose_parts_do_not_belong_together_are_refused():
+    """Kernels trust sizes: with scales of fewer rows, or another shape, a product read foreign memory."""
+    q = made("nvfp4", (32, 64), columnwise=True)
+    make, (parts, dtypes, text, shape, dtype, wanted) = q.__reduce_ex__(4)
+
+    def back(text=text, shape=shape, dtype=dtype, without=(), **changes):
+        kept = {name: t for name, t in (parts | changes).items() if name not in without}
+        return make(kept, dtypes | {name: t.dtype for name, t in changes.items()}, text, shape, dtype, wanted)
+
+    assert same(back(), q)
+    assert same(back(codes=torch.stack([q.codes, q.codes], -1)[..., 0]), q), "however it lies in memory"
+    for changes in (
+        {"scales": q.scales[:-1]}, {"scales": q.scales.view(torch.uint8)}, {"codes": q.codes[:-1]},
+        {"col_scales": q.col_scales[:, :-1]}, {"col_codes": q.col_codes.view(torch.int8)},
+        {"tensor_scale": torch.ones(1)}, {"tensor_scale": torch.ones(()).double()}, {"seen_amax": torch.ones(2)},
+        {"scales": q.scales.to("meta")}, {"more": torch.ones(())}, {"without": ("scales",)}, {"without": ("codes",)},
+        {"without": ("col_tensor_scale",)}, {"without": tuple(parts)}, {"shape": (64, 32)}, {"shape": (32, 64, 1)},
+        {"shape": ()}, {"text": "mxfp8"}, {"text": "fp8"}, {"dtype": torch.int32}, {"dtype": torch.float8_e5m2},
+    ):  # fmt: skip
+        with pytest.raises(InvalidInputError, match="that is none|have as many elements"):
+            back(**changes)
+
+
 def test_as_a_parameter_in_a_state_dict():
     def module() -> torch.nn.Module:
         layer = torch.nn.Module()

@@ -401,3 +401,8 @@ def test_half_a_surrogate_pair_is_read_as_what_can_be_written():
     line = measured().to_json().replace('"NVIDIA', '"\\udcff NVIDIA', 1)
     assert "\\udcff" in line and "\udcff" not in Record.from_json(line).to_json()
     Record.from_json(line).to_json().encode()
+
+
+def test_a_folder_with_the_name_of_a_file_is_read_once(tmp_path):
+    append_records(tmp_path / "kept.jsonl" / "inner.jsonl", [measured()])
+    assert len(read_records(tmp_path)) == len(read_records(tmp_path / "kept.jsonl")) == 1
