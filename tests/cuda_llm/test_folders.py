@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from gpu_accel.cuda_llm import TASKS, Judgement, Sandbox, Verdict, optimize_kernel, progress
+from gpu_accel.cuda_llm import TASKS, Judgement, Sandbox, Verdict, check, optimize_kernel, progress
 from gpu_accel.cuda_llm import search as search_module
 from gpu_accel.cuda_llm.artefact import attempts_of, best_of, read_run
 from gpu_accel.cuda_llm.candidate import Candidate
@@ -243,6 +243,21 @@ def test_a_disk_that_fills_up_leaves_what_was_there(kept: Path, monkeypatch: pyt
         run(kept, resume=True, candidates=5)
     assert read_run(kept) == before and not list(kept.glob(".run.json-*"))
     assert read_plain(kept / "best.py")
+
+
+def test_files_of_winners_are_plain_files(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.json")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    for name in ("pipe.json", "deep.json", "nothing.json"):
+        with pytest.raises(InvalidInputError, match=name):
+            progress.read(tmp_path / name)
+
+
+@pytest.mark.parametrize("seconds", [-1.0, 0.0, float("nan")])
+def test_times_that_are_none(seconds: float, sandbox: Sandbox) -> None:
+    with pytest.raises(InvalidInputError, match="positive number"):
+        check(REVERSE.start, "reverse", sandbox=sandbox, seconds=seconds)
+    assert check(REVERSE.start, "reverse", sandbox=sandbox, seconds=1e308).ok
 
 
 LIES = {
