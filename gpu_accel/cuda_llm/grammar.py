@@ -208,6 +208,7 @@ _STRATEGIES: dict[str, Callable[[Terrain], Iterator[Point]]] = {
     "surrogate": _surrogate,
 }  # fmt: skip
 STRATEGIES = tuple(_STRATEGIES)
+MOST_TRIES = 20_000  # of a strategy in one round, whatever is asked for: seconds
 
 
 @dataclass
@@ -246,7 +247,7 @@ class Grammar:
                     found.append(Proposal(text=made.text, note=_note(brief, terrain, point)))
 
         take((Point.of(at, point_of(one, terrain.spaces[at])) for at, one in enumerate(terrain.bases)), 1000)
-        take(_STRATEGIES[self.strategy](terrain), count * 50)
+        take(_STRATEGIES[self.strategy](terrain), min(count * 50, MOST_TRIES))
         if sum(size_of(space) for space in terrain.spaces) <= 100_000:  # what chance has not found
             take(terrain.all(), 100_000)
         return found

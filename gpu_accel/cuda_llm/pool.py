@@ -6,6 +6,7 @@ import contextlib
 import os
 import queue
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -42,6 +43,7 @@ class Pool:
         os.fchmod(handle, 0o644)
         os.close(handle)
         self.lock: Path | None = Path(name)
+        self._removed = weakref.finalize(self, Path(name).unlink, missing_ok=True)  # also if it is never entered
 
     @property
     def workers(self) -> int:
@@ -58,9 +60,13 @@ class Pool:
         return sum(max(one.restarts, 0) for one in self._all)
 
     def __enter__(self) -> Pool:
-        for one, started in [(one, self._threads.submit(self._started, one)) for one in self._all]:
-            started.result()
-            self._idle.put(one)
+        try:
+            for one, started in [(one, self._threads.submit(self._started, one)) for one in self._all]:
+                started.result()
+                self._idle.put(one)
+        except BaseException:  # one does not start: those that do are ended
+            self.__exit__(None, None, None)
+            raise
         return self
 
     def _started(self, sandbox: Sandbox) -> None:
@@ -73,8 +79,7 @@ class Pool:
         if not self._own:
             for one in self._all:
                 one.close()
-        if self.lock is not None:
-            self.lock.unlink(missing_ok=True)
+        self._removed()
 
     def stop(self) -> None:
         """End everything that runs in sandboxes of its own: whoever waits for it gets an error at once."""

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from gpu_accel.errors import InvalidInputError, shown
 
 from .candidate import Candidate
+from .folders import read_plain
 from .proposers import Attempt
 from .report import Found
 from .tasks import Task, find
@@ -140,7 +141,7 @@ def read(path: Path) -> list[Progress]:
         InvalidInputError: it cannot be read, or is none of `keep`.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_plain(path).decode("utf-8"))
         if found["schema"] != SCHEMA:
             raise ValueError(f"of another schema, {shown(found['schema'], 20)}")
         made = [
@@ -155,7 +156,7 @@ def read(path: Path) -> list[Progress]:
         ]  # fmt: skip
     except OSError as error:
         raise InvalidInputError(f"cannot read {path}: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError, Rejected) as error:
+    except (ValueError, KeyError, TypeError, RecursionError, Rejected) as error:
         raise InvalidInputError(f"{path} holds no searches: {error}") from error
     return made
 

@@ -30,13 +30,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
-from gpu_accel.errors import HardwareError
+from gpu_accel.errors import HardwareError, InvalidInputError, shown
 
 from . import bubblewrap
 from .worker import NOBODY
 
 START_SECONDS = 180.0
 GRACE = 10.0  # beyond a job's deadline, before the worker itself counts as hung
+MOST_SECONDS = 86400.0  # of a job, whatever is asked for: a day
 LARGEST_RESULT = 1 << 20
 _KEPT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "CUDA_VISIBLE_DEVICES", "VIRTUAL_ENV", "SYSTEMROOT")
 
@@ -183,7 +184,7 @@ class Sandbox:
         """One job in a process of its own: "probe", "run", "compile" (CUDA sources) or "bench".
 
         Raises:
-            HardwareError: the sandbox was stopped.
+            HardwareError: the sandbox was stopped. InvalidInputError: seconds is no time.
         """
         self._require_open()
         if self._worker is None:
@@ -191,7 +192,9 @@ class Sandbox:
         if os.geteuid() == 0:
             for path in (folder, *folder.iterdir()):
                 os.chown(path, NOBODY, NOBODY)
-        limit = seconds or self.seconds
+        limit = min(self.seconds if seconds is None else seconds, MOST_SECONDS)
+        if not limit > 0:
+            raise InvalidInputError(f"seconds is {shown(seconds)}; it must be a positive number")
         # A compiler starts ptxas or nvdisasm, CUDA has threads, and the limit is that of the user id in all sandboxes.
         processes = 4096 if self.gpu else 512 if what == "compile" else 0
         request = {

@@ -199,10 +199,10 @@ class _Search:
 
     def spent(self, more: float = 0.0) -> str:
         """Which budget is used up, after `more` dollars; "" when none is."""
-        budget, now = self.budget, time.monotonic()
+        budget = self.budget
         if budget.candidates is not None and len(self.attempts) - 1 >= budget.candidates:
             return "The budget of candidates is spent."
-        if budget.seconds is not None and now - self.begin > budget.seconds:
+        if self.slow():
             return f"The budget of {budget.seconds:g} s is spent."
         if self.late():
             return "The budget of all searches is spent."
@@ -241,7 +241,7 @@ class _Search:
                 for at, one in enumerate(fresh)
             ]
             for future in waiting:
-                if self.late() and future.cancel():  # still queued behind other searches
+                if (self.late() or self.slow()) and future.cancel():  # still queued, behind others of a large batch
                     continue
                 self.add(replace(future.result(), number=len(self.attempts)))
         return note
@@ -249,6 +249,10 @@ class _Search:
     def late(self) -> bool:
         """Whether the time of all searches is over."""
         return self.deadline is not None and time.monotonic() > self.deadline
+
+    def slow(self) -> bool:
+        """Whether the time of this search is over."""
+        return self.budget.seconds is not None and time.monotonic() - self.begin > self.budget.seconds
 
     def proposed(self, proposer: Proposer, count: int) -> list[Proposal]:
         """A round's proposals; of a model one by one, so that its time and its money are passed by no more than one."""

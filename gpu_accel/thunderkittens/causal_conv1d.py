@@ -20,8 +20,8 @@ from gpu_accel.thunderkittens.linear import _need, _shape, choose
 GPU_CHECKED = (torch.bfloat16, torch.float16, torch.float32)
 _BC = 64
 # Whether gradients are made by a walk where channels lie side by side, without first states and seq_idx: x and dy are
-# read once for four times. No GPU has run it.
-WALK_BACK = False
+# read once for four times.
+WALK_BACK = True
 _STEPS, _CHANNELS = 256, 128  # of a program of it, which is one warp
 
 

@@ -9,8 +9,9 @@ from torch import Tensor
 from gpu_accel.flash_attention3.gluon_launch import QuickLaunch, gluon_available, multiprocessors
 from gpu_accel.flash_attention3.launch import capability
 
-# What tests/gpu/test_thunderkittens.py has passed on (H200, Triton 3.6.0): "auto" takes it for that alone.
-CHECKED: tuple[str, ...] = ("softmax", "rms", "layer")
+# What "auto" takes it for. All three have passed tests/gpu (H200, Triton 3.6.0); of a copy's bandwidth it reaches 0.73
+# in softmax for 0.67 in plain Triton, but 0.67 for 0.72 in RMSNorm and 0.53 for 0.68 in LayerNorm.
+CHECKED: tuple[str, ...] = ("softmax",)
 _OPS = {"softmax": 0, "rms": 1, "layer": 2}
 _LINE, _LINES, _STAGES, _WARPS = 64, 128, 13, 16
 _AHEAD = 3  # blocks of the next row that have room beside a whole one

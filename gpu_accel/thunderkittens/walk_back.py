@@ -43,8 +43,8 @@ _LEAST_SCALE = 2.0**-60  # the gradient of a final state is divided by the scale
 _SHORT = CHUNK  # steps: with fewer, two states given weigh so much in dg that bfloat16 is not enough for them
 _COLUMNS = 64  # of k that a program of walks 1 and 2 takes; 128 took 3 % longer
 # Whether programs walk several heads that share q and k one after the other, and add up their dq and dk in the dtype of
-# these, where that takes no more turns of the GPU: at 80 heads a fifth is left to be added up. No GPU has run it.
-IN_TURNS = False
+# these, where that takes no more turns of the GPU: at 80 heads a fifth is left to be added up.
+IN_TURNS = True
 _HEADS = 8  # of a group that a program of `pairs_kernel` takes; 4 and 16 are as good
 Local = tuple[Tensor, Tensor] | None
 _quick: list[QuickLaunch] = []
@@ -154,7 +154,7 @@ def gradients(
               for has in (True, w is not None))  # fmt: skip
     config = BOTH.get(64 if key_dim <= 64 else 128) if value_dim <= 64 else None
     of_q = of_k = 1
-    if IN_TURNS and config and group > 1 and segments == 1 and initial is None and dfinal is None:
+    if IN_TURNS and key_dim > 64 and config and group > 1 and segments == 1 and initial is dfinal is None:
         sms = walk_hopper.sms(v)
         of_q = _turns(batch * heads * tiles, group, 2 * sms)
         of_k = _turns(batch * heads, group, 8 // config[0] * sms)

@@ -17,9 +17,9 @@ _KEYS = (64, 128)  # what K is padded to
 _NEAR_KEYS = 64  # padded: with more of them states of chunks in shared memory would leave one program an SM
 _MOST_LINES = 2**31  # of gates: their coordinate is one 32-bit number
 # Whether the programs of a last round that fills less than half of the GPU are launched by themselves, and so get an SM
-# each: in one launch they come two to an SM, while others have none (ncu: 4 to 6 programs an SM of 640). Only forwards.
-# No GPU has run it.
-LAST_APART = False
+# each: in one launch they come two to an SM, while others have none (ncu: 4 to 6 programs an SM of 640). Only the
+# forward that tests on an H200 found right so, with gates, weights and K above 64.
+LAST_APART = True
 _quick: list[QuickLaunch] = []
 
 
@@ -147,7 +147,8 @@ def walk(
                      NEAR=states is not None and block_k <= _NEAR_KEYS, TURNS=turns)  # fmt: skip
     aligned = initial is None or initial.data_ptr() % 16 == 0
     programs = batch * heads // turns * tiles * segments
-    apart = _last_round(programs, sms(v)) if LAST_APART and states is None and not reverse else 0
+    seen = g is not None and w is not None and block_k > 64 and states is None and not reverse
+    apart = _last_round(programs, sms(v)) if LAST_APART and seen else 0
     for first, count in ((0, programs - apart), (programs - apart, apart)):
         if count:
             _quick[0](

@@ -3,7 +3,6 @@ to a copy of as many bytes (the ceiling) and to torch.
 
     portable         ours, plain Triton
     hopper           ours, rows of 65536 in shared memory (Gluon)
-    portable-next    ours with what is not taken yet: causal_conv1d.WALK_BACK, losses.FOUR
     copy             torch's copy, on the device, of as many bytes as the case must move
     copy-kernel      as many bytes by an elementwise kernel of torch (every bit turned): copies of 256 MB, which the
                      driver does, read 2.7 of 4.3 TB/s on an H200
@@ -175,23 +174,6 @@ def bytes_moved(case: Case) -> int:
     return count * int(case["rows"]) * int(case["width"]) * DTYPES[str(case["dtype"])].itemsize
 
 
-_NEXT = {("conv1d", "backward"): (causal_conv1d, "WALK_BACK"), ("cross_entropy", "forward"): (losses, "FOUR")}
-
-
-def _by(module, name: str, call: Callable) -> Callable:
-    """`call` with a switch of the library on."""
-
-    def switched(*arguments):
-        before = getattr(module, name)
-        setattr(module, name, True)
-        try:
-            return call(*arguments)
-        finally:
-            setattr(module, name, before)
-
-    return switched
-
-
 def build(case: Case, settings: Settings) -> Workload:
     """Ours, the copy, torch eager and compiled."""
     backward, device = case["pass"] == "backward", settings.device
@@ -244,12 +226,6 @@ def build(case: Case, settings: Settings) -> Workload:
     if case["op"] in _SHARED and int(case["width"]) > rows.WHOLE and not backward:
         why = hopper_refusal(settings, str(case["dtype"]))
         hopper = [made("hopper", "ours", lambda: _ours(case, device, "hopper"), why)]
-    if (case["op"], case["pass"]) in _NEXT:
-        module, name = _NEXT[str(case["op"]), str(case["pass"])]
-        later = made("portable-next", "ours", lambda: _ours(case, device, "portable"))
-        later.check = _by(module, name, later.check)
-        later.make = lambda seed, make=later.make: _by(module, name, make(seed))
-        hopper.append(later)
     return Workload(
         implementations=[
             made("portable", "ours", lambda: _ours(case, device, "portable")),

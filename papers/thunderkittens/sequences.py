@@ -4,7 +4,6 @@
     portable    ours, plain Triton
     torch       the same chunks as eager torch products (the reference, and the ruler of the check)
     fla         chunk_linear_attn, chunk_simple_gla or chunk_gla of flash-linear-attention, where it is installed
-    hopper-next          Mamba-2's with what is not taken yet: walk_hopper.LAST_APART, walk_back.IN_TURNS
     mamba_ssm            mamba_chunk_scan_combined on the same tensors, chunk 256, where it is installed
     mamba_ssm-fp32-64    the same on float32 tensors with chunk 64: how the paper's script called it, forwards
 
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 
 from gpu_accel.thunderkittens import linear as la
-from gpu_accel.thunderkittens import walk_back, walk_hopper
+from gpu_accel.thunderkittens import walk_hopper
 from gpu_accel.thunderkittens.gla import chunk_gla
 from gpu_accel.thunderkittens.gla import refusal as gla_refusal
 from gpu_accel.thunderkittens.mamba2 import mamba_chunk_scan_combined
@@ -202,19 +201,6 @@ def _mamba_ssm(chunk: int) -> Function:
     return call
 
 
-def _next(call: Callable) -> Callable:
-    """The same by what walks do not take yet."""
-
-    def later(*arguments):
-        walk_back.IN_TURNS = walk_hopper.LAST_APART = True
-        try:
-            return call(*arguments)
-        finally:
-            walk_back.IN_TURNS = walk_hopper.LAST_APART = False
-
-    return later
-
-
 def build_mamba(case: Case, settings: Settings) -> Workload:
     make_inputs = functools.partial(_mamba_inputs, case, device=settings.device)
     eager = _mamba("reference")
@@ -235,8 +221,6 @@ def build_mamba(case: Case, settings: Settings) -> Workload:
         x, B, C = (t.to(DTYPES[str(case["dtype"])]) for t in (x, B, C))
         return eager(x, dt, A, B, C).to(dt.dtype)
 
-    later = made("hopper-next", "ours", _mamba("hopper"), why=hopper_refusal(settings, str(case["dtype"])))
-    later.check, later.make = _next(later.check), lambda seed, make=later.make: _next(make(seed))
     batch, seqlen, heads, headdim, dstate, groups = (
         int(case[n]) for n in ("batch", "seqlen", "heads", "headdim", "dstate", "groups")
     )
@@ -256,7 +240,6 @@ def build_mamba(case: Case, settings: Settings) -> Workload:
     return Workload(
         implementations=[
             made("hopper", "ours", _mamba("hopper"), why=hopper_refusal(settings, str(case["dtype"]))),
-            later,
             made("portable", "ours", _mamba("portable")),
             made("torch", "reference", eager, note="chunks of 64 as eager products"),
             made("mamba_ssm", "peer", _mamba_ssm(256), why=why, note=f"chunk 256, the module's default; {_TUNED}"),

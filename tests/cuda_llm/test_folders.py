@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from gpu_accel.cuda_llm import TASKS, Judgement, Sandbox, Verdict, optimize_kernel, progress
+from gpu_accel.cuda_llm import TASKS, Judgement, Pool, Sandbox, Verdict, check, optimize_kernel, progress
 from gpu_accel.cuda_llm import search as search_module
 from gpu_accel.cuda_llm.artefact import attempts_of, best_of, read_run
 from gpu_accel.cuda_llm.candidate import Candidate
@@ -26,7 +27,7 @@ from gpu_accel.cuda_llm.proposers import Brief, Proposal, Replay
 from gpu_accel.cuda_llm.records_table import records_of
 from gpu_accel.cuda_llm.report import export_traces, read_folder
 from gpu_accel.cuda_llm.sandbox import remove
-from gpu_accel.errors import GpuAccelError, InvalidInputError
+from gpu_accel.errors import GpuAccelError, HardwareError, InvalidInputError
 
 REVERSE = TASKS["reverse"]
 OTHER = REVERSE.candidate.with_(num_warps=16).text
@@ -243,6 +244,41 @@ def test_a_disk_that_fills_up_leaves_what_was_there(kept: Path, monkeypatch: pyt
         run(kept, resume=True, candidates=5)
     assert read_run(kept) == before and not list(kept.glob(".run.json-*"))
     assert read_plain(kept / "best.py")
+
+
+def test_files_of_winners_are_plain_files(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.json")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    for name in ("pipe.json", "deep.json", "nothing.json"):
+        with pytest.raises(InvalidInputError, match=name):
+            progress.read(tmp_path / name)
+
+
+@pytest.mark.parametrize("seconds", [-1.0, 0.0, float("nan")])
+def test_times_that_are_none(seconds: float, sandbox: Sandbox) -> None:
+    with pytest.raises(InvalidInputError, match="positive number"):
+        check(REVERSE.start, "reverse", sandbox=sandbox, seconds=seconds)
+    assert check(REVERSE.start, "reverse", sandbox=sandbox, seconds=1e308).ok
+
+
+def test_a_pool_that_does_not_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[Sandbox] = []
+    pool = Pool(2)
+    lock, (first, second) = pool.lock, pool._all
+    assert lock and lock.exists()
+
+    def start(self: Sandbox) -> None:
+        if self is second:
+            raise HardwareError("does not start")
+
+    monkeypatch.setattr(Sandbox, "_start", start)
+    monkeypatch.setattr(Sandbox, "close", lambda self: ended.append(self))
+    with pytest.raises(HardwareError, match="does not start"), pool:
+        pass
+    assert not lock.exists() and first in ended
+    lock = Pool().lock
+    gc.collect()
+    assert lock and not lock.exists()
 
 
 LIES = {

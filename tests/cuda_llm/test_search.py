@@ -245,6 +245,14 @@ def test_budgets_end_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(found.attempts) == 7 and "2 rounds" in found.note
     assert "1e-09 s is spent" in optimize_kernel(REVERSE.start, seconds=1e-9, **more).note
 
+    def slowly(*given, **passed) -> Measured:
+        time.sleep(0.05)
+        return clocked(TIMES)(*given, **passed)
+
+    monkeypatch.setattr(search_module, "measure", slowly)
+    found = optimize_kernel(REVERSE.start, seconds=0.4, batch=10**15, **more)
+    assert "0.4 s is spent" in found.note and len(found.attempts) < 20, "a round of all points ends in time too"
+
 
 def test_a_proposer_that_repeats_itself_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     class Stubborn:

@@ -223,7 +223,7 @@ def test_heads_in_turns_by_the_source_of_the_walks(heads_q, key_dim, device, mon
 
 
 def test_the_last_round_by_the_source_of_the_walk(device, monkeypatch):
-    (q, k, v, g, w, h), *_ = problem(device, seqlen=70, heads=3, heads_q=1, key_dim=24, value_dim=64, initial=True)
+    (q, k, v, g, w, h), *_ = problem(device, seqlen=70, heads=3, heads_q=1, key_dim=128, value_dim=64, initial=True)
     common = dict(scale=0.3, segments=1, vectors=walk_hopper.gate_vectors(g, w, v, 2))
     monkeypatch.setattr(walk_hopper, "sms", lambda _: 2)
     found = []
