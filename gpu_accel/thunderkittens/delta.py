@@ -234,7 +234,8 @@ def delta_rule(
         scale: K**-0.5 unless given. initial_state: (sequences, heads, K, V); cu_seqlens: (sequences + 1,), batch 1.
         chunk: steps that are done by matrix products at once, 16, 32 or 64.
         backend: "portable" (plain Triton), "hopper" (the walk of the forward in Gluon, on an H100 or H200, in bfloat16,
-            by name only, see the README of the paper; no packed sequences, chunks of 64, portable gradients),
+            by name only, see the README of the paper; K 64 or 128 and V a multiple of 64, no packed sequences,
+            chunks of 64, portable gradients),
             "reference", or "auto": the portable kernels where they can run.
 
     Returns:
