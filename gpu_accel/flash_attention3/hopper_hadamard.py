@@ -35,6 +35,7 @@ from gpu_accel.gluon_compat import barrier, reinterpret
 from .gluon_launch import QuickLaunch, addressable, multiprocessors
 from .hadamard import sign_values
 from .hopper_loads import as_usual, halves, load_16_bytes
+from .hopper_quantize import finite, scale_of
 
 ROWS = 128  # rows of a block, which has one scale
 DIM = 128
@@ -142,11 +143,8 @@ def hadamard_quantize_kernel(
         w0, w1, w2, w3 = _load(x, tile + step, tiles, heads, seqlen, blocks, sb, sh, ss, policy, ROWS, D, X_LAYOUT)
         largest = gl.max(gl.max(gl.abs(y), axis=1), axis=0)  # ignores NaN
         if largest == float("inf"):
-            finite = gl.abs(y) < float("inf")
-            y = gl.where(finite, y, float("nan"))
-            largest = gl.max(gl.max(gl.where(finite, gl.abs(y), 0.0), axis=1), axis=0)
-        amax = largest * FACTOR
-        scale = gl.where(amax > 0, gl.maximum(gl.div_rn(amax, LARGEST), 1.1754943508222875e-38), 1.0)
+            y, largest = finite(y)
+        scale = scale_of(largest, FACTOR, LARGEST)
         gl.store(scales + tile, scale)
         y8 = (y * (FACTOR * gl.div_rn(1.0, scale))).to(out.dtype.element_ty)
         row0 = tile % blocks * ROWS

@@ -92,6 +92,21 @@ def _larger(a, b):
     return gl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
+@gluon.jit
+def finite(y):
+    """(y with NaN for what is not finite, the largest magnitude of what is)."""
+    is_finite = gl.abs(y) < float("inf")
+    y = gl.where(is_finite, y, float("nan"))
+    return y, gl.max(gl.max(gl.where(is_finite, gl.abs(y), 0.0), axis=1), axis=0)
+
+
+@gluon.jit
+def scale_of(largest, FACTOR: gl.constexpr, LARGEST: gl.constexpr):
+    """The scale with which FACTOR * `largest` becomes LARGEST; 1 for zero, and a normal number."""
+    amax = largest * FACTOR
+    return gl.where(amax > 0, gl.maximum(gl.div_rn(amax, LARGEST), 1.1754943508222875e-38), 1.0)
+
+
 @gluon.jit(
     do_not_specialize=["heads", "seqlen", "blocks", "tiles", "pitch"],
     do_not_specialize_on_alignment=["signs", "scales"],
@@ -151,9 +166,7 @@ def hadamard_quantize_kernel(
             largest = gl.reduce(gl.reduce(gl.abs(y), 1, _larger), 0, _larger)
             if not (largest < float("inf")):
                 y = x_buf.permute((1, 0)).load(Y_LAYOUT).to(gl.float32)
-                finite = gl.abs(y) < float("inf")
-                y = gl.where(finite, y, float("nan"))
-                largest = gl.max(gl.max(gl.where(finite, gl.abs(y), 0.0), axis=1), axis=0)
+                y, largest = finite(y)
             _fetch(x_desc, full, x_bufs, slot, tile + STAGES * step, tiles, heads, blocks)
         else:
             y = warpgroup_mma(x_buf, m_buf.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -161,11 +174,8 @@ def hadamard_quantize_kernel(
             largest = gl.max(gl.max(gl.abs(y), axis=1), axis=0)  # ignores NaN
             _fetch(x_desc, full, x_bufs, slot, tile + STAGES * step, tiles, heads, blocks)
             if largest == float("inf"):
-                finite = gl.abs(y) < float("inf")
-                y = gl.where(finite, y, float("nan"))
-                largest = gl.max(gl.max(gl.where(finite, gl.abs(y), 0.0), axis=1), axis=0)
-        amax = largest * FACTOR
-        scale = gl.where(amax > 0, gl.maximum(gl.div_rn(amax, LARGEST), 1.1754943508222875e-38), 1.0)
+                y, largest = finite(y)
+        scale = scale_of(largest, FACTOR, LARGEST)
         gl.store(scales + tile, scale)
         y8 = (y * (FACTOR * gl.div_rn(1.0, scale))).to(out.dtype.element_ty)
         row0 = tile % blocks * ROWS
