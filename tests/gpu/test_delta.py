@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
 from gpu_accel.errors import UnsupportedError
-from gpu_accel.testing import assert_close_to_truth
 from gpu_accel.thunderkittens import delta_hopper
 from gpu_accel.thunderkittens.delta import delta_rule
 
-from .test_thunderkittens import BF16, FP16, judge, randn
+from .test_thunderkittens import BF16, FP16, assert_repeats, between_nan, judge, judge_values, randn
 
 NAMES = ["o", "state", "dq", "dk", "dv", "dbeta", "dinitial", "dg"]
 
@@ -49,10 +46,7 @@ SHAPES = [
 def test_walk_on_hopper(shape, gated, stages, monkeypatch):
     monkeypatch.setattr(delta_hopper, "STAGES", {64: stages, 128: stages})
     tensors, _ = make(*shape, gated)
-    found, ruler = on_hopper("hopper")(*tensors), on_hopper("reference")(*tensors)
-    truth = on_hopper("reference")(*(x.double() for x in tensors))
-    for name, *three in zip(NAMES, found, truth, ruler, strict=False):
-        assert_close_to_truth(name, *three)
+    judge_values(NAMES, on_hopper, tensors)
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
@@ -70,11 +64,8 @@ def test_tiles_that_are_not_full(gated, part):
     tensors, grads = make(1, 1023, 2, 1, 72, 200, gated)
     if part == "gradients":
         judge(NAMES[: 8 if gated else 7], on_portable, tensors, grads)
-        return
-    truth = on_portable("reference")(*(x.double() for x in tensors))
-    found, ruler = on_portable("portable")(*tensors), on_portable("reference")(*tensors)
-    for name, *three in zip(NAMES, found, truth, ruler, strict=False):
-        assert_close_to_truth(name, *three)
+    else:
+        judge_values(NAMES, on_portable, tensors)
 
 
 @pytest.mark.parametrize("seqlen", [1, 16, 63, 64, 65, 128])
@@ -89,30 +80,13 @@ def test_views_on_hopper():
     tensors, _ = make(2, 200, 3, 3, 64, 64, True)
     expected = on_hopper("hopper")(*tensors)
     for shift in (8, 3):
-        given = []
-        for x in tensors[:3]:
-            view = torch.full((2, 264, 4, 64 + 2 * shift), math.nan, dtype=x.dtype, device="cuda")
-            view = view[:, 37:237, 1:, shift : 64 + shift]
-            view.copy_(x)
-            given.append(view)
+        given = [between_nan(x, shift) for x in tensors[:3]]
         for one, other in zip(on_hopper("hopper")(*given, *tensors[3:]), expected, strict=True):
             assert torch.equal(one, other)
 
 
 def test_the_same_bits_again_on_hopper():
-    """And in a graph that is replayed, with other inputs in between."""
-    tensors, _ = make(2, 300, 4, 4, 128, 128, True)
-    first = on_hopper("hopper")(*tensors)
-    for _ in range(20):
-        assert all(torch.equal(a, b) for a, b in zip(first, on_hopper("hopper")(*tensors), strict=True))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = on_hopper("hopper")(*tensors)
-    values = tensors[2].clone()
-    for factor in (2.0, 1.0):
-        tensors[2].copy_(values * factor)
-        graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(first, kept, strict=True))
+    assert_repeats(on_hopper("hopper"), make(2, 300, 4, 4, 128, 128, True)[0])
 
 
 def test_what_is_refused_on_hopper():

@@ -16,7 +16,7 @@ from gpu_accel.errors import UnsupportedError
 from gpu_accel.testing import assert_close_to_truth
 from gpu_accel.thunderkittens import gla
 
-from .test_thunderkittens import BF16, FP16, FP32, judge, randn
+from .test_thunderkittens import BF16, FP16, FP32, assert_repeats, between_nan, judge, judge_values, randn
 
 NAMES = ["o", "state", "dq", "dk", "dv", "dg", "dinitial"]
 UNCHECKED = os.environ.get("GPU_ACCEL_UNCHECKED") == "1"
@@ -45,14 +45,17 @@ def factor_of(dtype):
     return 8.0 if dtype == FP32 else 2.0
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("shape", [
+SHAPES = [
     pytest.param((2, 1023, 4, 128, 128), id="T1023-K128-V128"),
     pytest.param((2, 300, 2, 64, 128), id="T300-K64-V128"),
     pytest.param((2, 130, 2, 96, 72), id="T130-K96-V72"),
     pytest.param((2, 300, 2, 128, 64), id="T300-K128-V64"),
     pytest.param((3, 65, 2, 24, 40), id="T65-K24-V40"),
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("shape", SHAPES)
 def test_gla(shape, dtype):
     tensors, grads = make(*shape, dtype)
     judge(NAMES, function, tensors, grads, factor_of(dtype))
@@ -148,11 +151,7 @@ def on_hopper(backend):
 
 
 @pytest.mark.parametrize("shape", [
-    pytest.param((2, 1023, 4, 128, 128), id="T1023-K128-V128"),
-    pytest.param((2, 300, 2, 64, 128), id="T300-K64-V128"),
-    pytest.param((2, 130, 2, 96, 72), id="T130-K96-V72"),
-    pytest.param((2, 300, 2, 128, 64), id="T300-K128-V64"),
-    pytest.param((3, 65, 2, 24, 40), id="T65-K24-V40"),
+    *SHAPES,
     pytest.param((1, 4096, 2, 128, 128), id="T4096-K128-V128-segments"),
     pytest.param((1, 2500, 1, 64, 256), id="T2500-K64-V256-segments"),
 ])  # fmt: skip
@@ -177,11 +176,7 @@ def test_gates_that_forget_on_hopper(gate):
 @pytest.mark.parametrize("gates", [0.0, 1e-4, 30.0])
 def test_memories_on_hopper(gates):
     """None forgotten, hardly any, nearly all at once: gates are multiplied up, thousands of them."""
-    tensors, _ = make(1, 4096, 2, 64, 96, BF16, gates=gates)
-    mine, ruler = function("hopper")(*tensors), function("reference")(*tensors)
-    truth = function("reference")(*(x.double() for x in tensors))
-    for name, *three in zip(NAMES, mine, truth, ruler, strict=False):
-        assert_close_to_truth(name, *three)
+    judge_values(NAMES, on_hopper, make(1, 4096, 2, 64, 96, BF16, gates=gates)[0])
 
 
 def test_views_on_hopper():
@@ -190,31 +185,14 @@ def test_views_on_hopper():
     tensors[3] = tensors[3].bfloat16()
     expected = function("hopper")(*tensors)
     for shift in (8, 3):
-        given = []
-        for x in tensors[:4]:
-            wide = torch.full((2, 264, 4, 64 + 2 * shift), math.nan, dtype=x.dtype, device="cuda")
-            view = wide[:, 37:237, 1:, shift : 64 + shift]
-            view.copy_(x)
-            given.append(view)
+        given = [between_nan(x, shift) for x in tensors[:4]]
         for one, other in zip(function("hopper")(*given, tensors[4]), expected, strict=True):
             assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("shape", [(2, 300, 4, 128, 128), (1, 4096, 2, 64, 64)], ids=["K128", "K64-segments"])
 def test_the_same_bits_again_on_hopper(shape):
-    """And in a graph that is replayed, with other inputs in between."""
-    tensors, _ = make(*shape, BF16)
-    first = function("hopper")(*tensors)
-    for _ in range(20):
-        assert all(torch.equal(a, b) for a, b in zip(first, function("hopper")(*tensors), strict=True))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = function("hopper")(*tensors)
-    values = tensors[2].clone()
-    for factor in (2.0, 1.0):
-        tensors[2].copy_(values * factor)
-        graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(first, kept, strict=True))
+    assert_repeats(function("hopper"), make(*shape, BF16)[0])
 
 
 def test_compiled_on_hopper():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +53,37 @@ def judge(names, function, tensors, grads, factor=2.0, floors=None):
     for name, out, right, measure in zip(names, mine, truth, ruler, strict=True):
         floor = max((floors or {}).get(name, 0.0), default_floor(out.dtype, right.abs().max().item()))
         assert_close_to_truth(name, out, right, measure, factor=factor, floor=floor)
+
+
+def judge_values(names, function, tensors):
+    """As `judge`, without gradients."""
+    mine, ruler = function("portable")(*tensors), function("reference")(*tensors)
+    truth = function("reference")(*(x.double() for x in tensors))
+    for name, *three in zip(names, mine, truth, ruler, strict=False):
+        assert_close_to_truth(name, *three)
+
+
+def assert_repeats(call, tensors):
+    """The same bits again, and in a graph that is replayed with another third tensor in between."""
+    first = call(*tensors)
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(first, call(*tensors), strict=True))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = call(*tensors)
+    values = tensors[2].clone()
+    for factor in (2.0, 1.0):
+        tensors[2].copy_(values * factor)
+        graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(first, kept, strict=True))
+
+
+def between_nan(x, shift):
+    """x (batch, seqlen, heads, dim) as a view with NaN before and behind, and steps apart."""
+    batch, seqlen, heads, dim = x.shape
+    wide = torch.full((batch, seqlen + 64, heads + 1, dim + 2 * shift), math.nan, dtype=x.dtype, device=x.device)
+    view = wide[:, 37 : 37 + seqlen, 1:, shift : shift + dim]
+    return view.copy_(x)
 
 
 SHAPES = [
