@@ -153,12 +153,13 @@ class SymmetricTransport(TorchTransport):
     """
 
     pushes = True
+    carrier = "nccl"  # of collectives and messages; another in tests whose ranks share a GPU, which NCCL refuses
 
     def __init__(self, group: Any = None, *, timeout: float = 600.0, check: str = "auto") -> None:
         if not torch.cuda.is_available():
             raise HardwareError("symmetric memory needs CUDA GPUs: use TorchTransport, or simulate on one process")
         super().__init__(group, timeout=timeout, check=check)
-        if self.name != "nccl":
+        if self.name != self.carrier:
             raise HardwareError(f"symmetric memory needs an NCCL process group, this one is {self.name}")
         import torch.distributed._symmetric_memory as symmetric
 
@@ -177,8 +178,10 @@ class SymmetricTransport(TorchTransport):
         torch.cuda.synchronize(self._device)
         self._flags, self._flag_handle = flags, self._rendezvous(flags)
         self._watch = _Watch(
-            len(self._streams), torch.zeros(2 * len(self._streams), dtype=torch.int32).pin_memory(),
-            self.timeout.total_seconds(), self._give_up,
+            len(self._streams),
+            torch.zeros(2 * len(self._streams), dtype=torch.int32).pin_memory(),
+            self.timeout.total_seconds(),
+            self._give_up,
         )
         # What `_give_up` does, done once now. CUDA loads a kernel at its first launch, and may wait for all streams to
         # do so: for ever, if one of them waits for a rank that is gone.

@@ -29,14 +29,21 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def list_cases(settings: Settings) -> list[Case]:
-    """8k tokens a GPU, 32 heads, 32 or 8 key heads, forward; then both passes, also of 16k and 32k, on one to four."""
+    """8k tokens a GPU, 32 heads, 32 or 8 key heads: the backward alone of a rank of 2, 4 and 8, then forward; then both
+    passes, also of 16k and 32k, on one to eight."""
     rows, heads, kinds, dim = (8192, 32, (32, 8), 128) if settings.on_gpu else (64, 4, (2,), 16)
     ranks = RANKS[2:3] if settings.quick else RANKS if settings.on_gpu else RANKS[:4]
     dtype = settings.precision if settings.precision in _DTYPES else "bf16"
     wanted = [(n, kv, rows, "forward") for kv in kinds for n in ranks]
     if not settings.quick:
+        wanted = [(n, kv, rows, "backward") for kv in kinds for n in (2, 4, 8)] + wanted
         longer = (rows, 2 * rows, 4 * rows) if settings.on_gpu else (rows,)
-        wanted += [(n, kinds[0], c, d) for c in longer for n in (1, 2, 4) for d in ("forward", "both")]
+        wanted += [
+            (n, kinds[0], c, d)
+            for c in longer
+            for n in (1, 2, 4, 8)[: 4 if c == rows else 3]
+            for d in ("both", "forward")
+        ]
     return [
         {
             "gpus": n, "batch": 1, "seqlen": n * c, "heads": heads, "heads_kv": kv, "head_dim": dim, "causal": True,
@@ -57,7 +64,9 @@ def build(case: Case, settings: Settings) -> Workload:
     )
     n, length = int(case["gpus"]), int(case["seqlen"])
     flops = 2.0 * length**2 * int(case["heads"]) * int(case["head_dim"]) / n
-    return Workload(implementations=[ring], flops=flops * (3.5 if case["pass"] == "both" else 1.0))
+    return Workload(
+        implementations=[ring], flops=flops * {"forward": 1.0, "backward": 2.5, "both": 3.5}[str(case["pass"])]
+    )
 
 
 def _shards(case: Case, settings: Settings, *, length: int, seed: int) -> list[Tensor]:
@@ -73,13 +82,16 @@ def _call(case: Case, settings: Settings, seed: int) -> Callable[[], object]:
     n, length = int(case["gpus"]), int(case["seqlen"])
     *qkv, do = _shards(case, settings, length=length // n, seed=seed)
     replay = Replay(*qkv, layout=make_layout("zigzag", seqlen=length, ranks=n), rank=n // 2, causal=True)
-    return lambda: _passes(replay, do, case)
+    if case["pass"] != "backward":
+        return lambda: _passes(replay, do, case)
+    o, lse = replay.forward()
+    return lambda: replay.backward(do, o, lse)
 
 
 def _passes(replay: Replay, do: Tensor, case: Case) -> list[Tensor]:
     """o, and with backward dq."""
     o, lse = replay.forward()
-    return [o, replay.backward(do, o, lse)] if case["pass"] == "both" else [o]
+    return [o, replay.backward(do, o, lse)] if case["pass"] != "forward" else [o]
 
 
 def _check(case: Case, settings: Settings, seed: int) -> Check:

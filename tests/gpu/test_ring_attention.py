@@ -1,6 +1,6 @@
 """Ring attention on GPUs: simulated ranks with the GPU kernels on one, and real ranks over NCCL and symmetric memory.
 
-The tests with several ranks start their own processes and are skipped with fewer GPUs.
+The tests with several ranks start their own processes and are skipped with fewer GPUs, or share one (`one_gpu.py`).
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from gpu_accel.testing import (
     yardstick_attention,
     yardstick_attention_backward,
 )
+
+from .one_gpu import card, make_transport, shared, start, why_not
 
 NAMES = ("o", "dq", "dk", "dv")
 SHAPE = {"batch": 1, "seqlen_q": 1000, "heads": 8, "heads_kv": 4, "head_dim": 128}
@@ -159,6 +161,35 @@ def test_one_rank_in_lanes(heads_kv: int, monkeypatch):
         assert relative_error(dq, found[0][2]) < 1e-2
 
 
+@pytest.mark.parametrize("heads_kv", [8, 2])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("dtype", "length"),
+    [(torch.bfloat16, 512), (torch.float16, 512), (torch.bfloat16, 300), (torch.float16, 300)],
+    ids=["bf16", "fp16", "bf16-tails", "fp16-tails"],
+)
+def test_dq_apart_gives_what_one_kernel_gives(dtype, length: int, head_dim: int, heads_kv: int, monkeypatch):
+    """In float16 and where a tile of keys is cut off too; dk and dv have the same bits."""
+    shape = {"batch": 1, "seqlen_q": 2 * length, "heads": 8, "heads_kv": heads_kv, "head_dim": head_dim}
+    qkv = make_qkv(**shape, dtype=dtype, device="cuda", seed=2)
+    q, k, v, do = *qkv, random_like(qkv.q, seed=3)
+    launched, kernel = [], hopper_backward._kernel
+    monkeypatch.setattr(hopper_backward, "_seen", lambda *_: True)
+    monkeypatch.setattr(hopper_backward, "_kernel", lambda apart=False: (launched.append(apart), kernel(apart))[1])
+    found = []
+    for apart in (False, True, True):
+        monkeypatch.setattr(hopper_backward, "_APART", apart)
+        launched.clear()
+        found.append(simulate_attention(q, k, v, do=do, ranks=2, layout="contiguous", causal=True)[2:])
+        assert set(launched) == {apart}
+    exact = attention_truth_backward(do, q, k, v, causal=True)
+    rulers = yardstick_attention_backward(do, q, k, v, causal=True)
+    for name, x, truth, ruler in zip(NAMES[1:], found[1], exact, rulers, strict=True):
+        assert_close_to_truth(name, x, truth, ruler, floor=8e-3 if dtype == torch.bfloat16 else 1e-3)
+    for again in (found[0], found[2]):
+        assert all(torch.equal(a, b) for a, b in zip(found[1][1:], again[1:], strict=True))
+
+
 def test_sums_of_half_of_the_heads():
     make = torch.Generator("cuda").manual_seed(5)
     q, do = (torch.randn(1, 1024, 8, 128, device="cuda", generator=make).bfloat16() for _ in range(2))
@@ -262,24 +293,18 @@ def _meeting_point():
     return torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def _join(rank: int, ranks: int, port: int) -> None:
-    torch.cuda.set_device(rank)
-    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    torch.distributed.init_process_group("nccl", store=store, rank=rank, world_size=ranks)
-
-
 def _rank(rank: int, ranks: int, port: int, function, arguments: tuple) -> None:
     import torch.distributed as dist
 
-    _join(rank, ranks, port)
+    start(rank, ranks, port)
     function(rank, ranks, *arguments)
     torch.cuda.synchronize()
     dist.destroy_process_group()
 
 
 def run_ranks(function, ranks: int, *arguments) -> None:
-    if torch.cuda.device_count() < ranks:
-        pytest.skip(f"needs {ranks} GPUs, there are {torch.cuda.device_count()}")
+    if reason := why_not(ranks):
+        pytest.skip(reason)
     store = _meeting_point()
     running = torch.multiprocessing.spawn(_rank, (ranks, store.port, function, arguments), nprocs=ranks, join=False)
     end = time.monotonic() + 150
@@ -290,18 +315,12 @@ def run_ranks(function, ranks: int, *arguments) -> None:
             pytest.fail(f"{function.__name__}: ranks that wait for one another, or take more than 150 s")
 
 
-def _transport(kind: str):
-    from gpu_accel.ring_attention import SymmetricTransport, TorchTransport
-
-    return SymmetricTransport() if kind == "symmetric" else TorchTransport()
-
-
 _LAYOUTS = {"": ("zigzag", "striped"), "helper": ("contiguous",)}
 
 
 def _equals_one_device(rank: int, ranks: int, kind: str) -> None:
-    transport = _transport(kind)
-    whole = inputs(f"cuda:{rank}")
+    transport = make_transport(kind, ranks)
+    whole = inputs(card(rank))
     exact = (
         attention_truth(*whole[:3], causal=True)[0],
         *attention_truth_backward(whole[3], *whole[:3], causal=True),
@@ -333,13 +352,40 @@ def test_ranks_equal_one_device(kind: str, ranks: int):
     run_ranks(_equals_one_device, ranks, kind)
 
 
+def _sums_go_round(rank: int, ranks: int) -> None:
+    """Shards on whole blocks, where dK and dV are sums that travel: against float64, as one device is judged."""
+    transport, layout = make_transport("symmetric", ranks), make_layout("zigzag", seqlen=1024 * ranks, ranks=ranks)
+    qkv = make_qkv(**{**SHAPE, "seqlen_q": 1024 * ranks}, dtype=torch.bfloat16, device=card(rank), seed=2)
+    q, k, v, do = whole = [*qkv, random_like(qkv.q, seed=3)]
+    exact = (attention_truth(q, k, v, causal=True)[0], *attention_truth_backward(do, q, k, v, causal=True))
+    rulers = (
+        yardstick_attention(q, k, v, causal=True)[0],
+        *yardstick_attention_backward(do, q, k, v, causal=True),
+    )
+    *shards, mine = (layout.shard(x, rank) for x in whole)
+    leaves = [x.requires_grad_() for x in shards]
+    for schedule in ("kv_ring", "concentric") if ranks >= 4 else ("kv_ring",):
+        for _ in range(3):  # buffers and flags are used again
+            o, _ = distributed_attention(*leaves, layout=layout, transport=transport, schedule=schedule, causal=True)
+            found = (o.detach(), *torch.autograd.grad(o, leaves, mine))
+            for name, x, truth, ruler in zip(NAMES, found, exact, rulers, strict=True):
+                assert_close_to_truth(
+                    f"{schedule} {name}", x, layout.shard(truth, rank), layout.shard(ruler, rank), floor=8e-3
+                )
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_sums_that_go_round_on_whole_blocks(ranks: int):
+    run_ranks(_sums_go_round, ranks)
+
+
 def _hop_content(rank: int, ranks: int) -> None:
     """Many exchanges in a row, each with other content, beside a stream that is busy."""
-    transport = _transport("symmetric")
+    transport = make_transport("symmetric", ranks)
     transport.agree("start")
-    here, there = transport.buffers(2, (1 << 22,), torch.empty(0, device=f"cuda:{rank}", dtype=torch.bfloat16))
+    here, there = transport.buffers(2, (1 << 22,), torch.empty(0, device=card(rank), dtype=torch.bfloat16))
     here.fill_(float(rank))
-    busy = torch.randn(2048, 2048, device=f"cuda:{rank}")
+    busy = torch.randn(2048, 2048, device=card(rank))
     for step in range(1, 3 * ranks):
         pending = transport.exchange(here, there, to=(rank + 1) % ranks, source=(rank - 1) % ranks)
         for _ in range(4):
@@ -356,11 +402,11 @@ def test_symmetric_hops_bring_the_right_content(ranks: int):
 
 def _push_content(rank: int, ranks: int) -> None:
     """Many rounds of blocks that others write here, each with other content, beside a stream that is busy."""
-    transport = _transport("symmetric")
+    transport = make_transport("symmetric", ranks)
     transport.agree("start")
-    two = transport.buffers(2, (1 << 20,), torch.empty(0, device=f"cuda:{rank}", dtype=torch.bfloat16))
-    mine = torch.empty(1 << 20, device=f"cuda:{rank}", dtype=torch.bfloat16)
-    busy = torch.randn(2048, 2048, device=f"cuda:{rank}")
+    two = transport.buffers(2, (1 << 20,), torch.empty(0, device=card(rank), dtype=torch.bfloat16))
+    mine = torch.empty(1 << 20, device=card(rank), dtype=torch.bfloat16)
+    busy = torch.randn(2048, 2048, device=card(rank))
     for turn in range(5):
         mine.fill_(float(rank + ranks * turn))
         mail = transport.mail()
@@ -392,12 +438,12 @@ def _survive(rank: int, ranks: int, port: int, queue) -> None:
 
     import torch.distributed as dist
 
-    from gpu_accel.ring_attention import CommunicationError, SymmetricTransport
+    from gpu_accel.ring_attention import CommunicationError
 
-    _join(rank, ranks, port)
-    transport = SymmetricTransport(timeout=2.0)
+    start(rank, ranks, port)
+    transport = make_transport("symmetric", ranks, timeout=2.0)
     layout = make_layout("zigzag", seqlen=1000, ranks=ranks)
-    q, k, v = (layout.shard(x, rank) for x in inputs(f"cuda:{rank}")[:3])
+    q, k, v = (layout.shard(x, rank) for x in inputs(card(rank))[:3])
 
     def call() -> torch.Tensor:
         return distributed_attention(q, k, v, layout=layout, transport=transport, causal=True)[0]
@@ -410,10 +456,10 @@ def _survive(rank: int, ranks: int, port: int, queue) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(1.0)
     warnings.simplefilter("ignore")
-    start = time.monotonic()
+    begun = time.monotonic()
     found = call()
     torch.cuda.synchronize()
-    seconds = time.monotonic() - start
+    seconds = time.monotonic() - begun
     try:
         call()
         error = ""
@@ -427,8 +473,8 @@ def _survive(rank: int, ranks: int, port: int, queue) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_killed_rank_leaves_no_one_waiting_for_its_memory(ranks: int):
-    if torch.cuda.device_count() < ranks:
-        pytest.skip(f"needs {ranks} GPUs, there are {torch.cuda.device_count()}")
+    if reason := why_not(ranks):
+        pytest.skip(reason)
     context = torch.multiprocessing.get_context("spawn")
     queue = context.Queue()
     store = _meeting_point()
@@ -455,9 +501,9 @@ def _mistakes(rank: int, ranks: int) -> None:
     """Mistakes of one rank, each an error on all of them, and a good call at the end."""
     from gpu_accel.errors import InvalidInputError
 
-    transport, layout = _transport("symmetric"), make_layout("zigzag", seqlen=1000, ranks=ranks)
+    transport, layout = make_transport("symmetric", ranks), make_layout("zigzag", seqlen=1000, ranks=ranks)
     odd = rank == ranks - 1
-    shards = [layout.shard(x, rank) for x in inputs(f"cuda:{rank}")[:3]]
+    shards = [layout.shard(x, rank) for x in inputs(card(rank))[:3]]
     poisoned = [shards[0], shards[1], shards[2].clone()]
     poisoned[2][0, 7, 1, 3] = float("nan")
     options = {"layout": layout, "transport": transport}
@@ -484,10 +530,10 @@ def _graph(rank: int, ranks: int, seqlen: int, heads: int, both: bool) -> None:
     """The ring in a CUDA graph, replayed with other inputs: the bits of the ring outside it."""
     from gpu_accel.ring_attention.schedules import kv_ring
 
-    transport = _transport("symmetric")
+    transport = make_transport("symmetric", ranks)
     layout = make_layout("zigzag", seqlen=seqlen, ranks=ranks)
     shape = {**SHAPE, "seqlen_q": seqlen, "heads": heads, "heads_kv": heads // 2}
-    qkv = make_qkv(**shape, dtype=torch.bfloat16, device=f"cuda:{rank}", seed=0)
+    qkv = make_qkv(**shape, dtype=torch.bfloat16, device=card(rank), seed=0)
     q, k, v, do = (layout.shard(x, rank) for x in (*qkv, random_like(qkv.q, seed=1)))
     call = make_call(q, k, v, layout, causal=True, deterministic=both)
     transport.agree("graph")
@@ -524,10 +570,10 @@ def test_the_ring_in_a_cuda_graph(seqlen: int, heads: int, both: bool, ranks: in
 
 def _in_lanes(rank: int, ranks: int) -> None:
     """Halves of the heads on two streams, against all of them on one: everything but dq has the same bits."""
-    transport, layout = _transport("symmetric"), make_layout("zigzag", seqlen=8192 * ranks, ranks=ranks)
-    make = torch.Generator(f"cuda:{rank}").manual_seed(rank)
+    transport, layout = make_transport("symmetric", ranks), make_layout("zigzag", seqlen=8192 * ranks, ranks=ranks)
+    make = torch.Generator(card(rank)).manual_seed(rank)
     shapes = [(1, 8192, heads, 128) for heads in (32, 8, 8, 32)]
-    q, k, v, do = (torch.randn(s, device=f"cuda:{rank}", generator=make).bfloat16() for s in shapes)
+    q, k, v, do = (torch.randn(s, device=card(rank), generator=make).bfloat16() for s in shapes)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     first = None
     for lanes.WANTED in (False, True, True, True):
@@ -546,8 +592,8 @@ def test_lanes_of_the_ring_give_the_same_bits(ranks: int):
 
 def _same_bits(rank: int, ranks: int) -> None:
     """Both passes, again and again: every bit but those of dq; with deterministic=True those too."""
-    transport, layout = _transport("symmetric"), make_layout("zigzag", seqlen=1024 * ranks, ranks=ranks)
-    qkv = make_qkv(**{**SHAPE, "seqlen_q": 1024 * ranks}, dtype=torch.bfloat16, device=f"cuda:{rank}", seed=0)
+    transport, layout = make_transport("symmetric", ranks), make_layout("zigzag", seqlen=1024 * ranks, ranks=ranks)
+    qkv = make_qkv(**{**SHAPE, "seqlen_q": 1024 * ranks}, dtype=torch.bfloat16, device=card(rank), seed=0)
     *shards, do = (layout.shard(x, rank) for x in (*qkv, random_like(qkv.q, seed=1)))
     leaves = [x.requires_grad_() for x in shards]
     for deterministic in (False, True):
@@ -583,7 +629,7 @@ def _model_in_shards(rank: int, ranks: int, group: int) -> None:
 
     from gpu_accel.ring_attention import choose_transport, context_parallel
 
-    device, length = f"cuda:{rank}", 1000
+    device, length = card(rank), 1000
     mesh = init_device_mesh("cuda", (ranks // group, group), mesh_dim_names=("data", "sequence"))
     make = torch.Generator().manual_seed(1)
     batch = torch.randint(1, 512, (ranks // group, length), generator=make).to(device)
@@ -618,4 +664,6 @@ def _model_in_shards(rank: int, ranks: int, group: int) -> None:
 @pytest.mark.parametrize(("ranks", "group"), [(2, 2), (4, 4), (4, 2)], ids=lambda x: str(x))
 def test_a_model_in_shards_with_its_sequence_in_shards(ranks: int, group: int):
     pytest.importorskip("transformers")
+    if shared(ranks):
+        pytest.skip("FSDP2 gathers parameters over NCCL, which refuses two ranks on one GPU")
     run_ranks(_model_in_shards, ranks, group)
