@@ -543,6 +543,7 @@ def test_a_last_round_apart(monkeypatch):
         launch(self, key, count, *arguments)
 
     monkeypatch.setattr(walk_hopper.QuickLaunch, "__call__", counted)
+    monkeypatch.setattr(walk_hopper, "LAST_APART", False)
     whole = call()
     monkeypatch.setattr(walk_hopper, "LAST_APART", True)
     apart = call()
