@@ -52,7 +52,8 @@ class Judge:
 
         def compute() -> Iterable[tuple[Tensor, Tensor]]:
             qkv = self.inputs(seed)
-            yield attention_truth(*qkv, causal=self.causal)[0], yardstick_attention(*qkv, causal=self.causal)[0]
+            ruler, _ = yardstick_attention(*qkv, causal=self.causal, heads_at_once=True)
+            yield attention_truth(*qkv, causal=self.causal)[0], ruler
 
         return self.expected("o", seed, compute)[0]
 
@@ -77,7 +78,8 @@ class Judge:
             qkv = self.inputs(seed)
             do = self.output_gradient(qkv, seed)
             truth = attention_backward_reference(do, *qkv, causal=self.causal, dtype=torch.float64)
-            return zip(truth, yardstick_attention_backward(do, *qkv, causal=self.causal), strict=True)
+            ruler = yardstick_attention_backward(do, *qkv, causal=self.causal, heads_at_once=True)
+            return zip(truth, ruler, strict=True)
 
         expected = self.expected("gradients", seed, compute)
         qkv = self.inputs(seed)

@@ -164,3 +164,21 @@ def test_zero_lengths(seqlens):
     o, lse = yardstick_attention(q, k, v)
     assert o.shape == q.shape and not o.any() and bool((lse == -math.inf).all())
     assert all(not g.any() for g in yardstick_attention_backward(torch.ones_like(o), q, k, v))
+
+
+@pytest.mark.parametrize("heads,heads_kv", [(4, 2), (3, 3), (4, 1)])
+def test_heads_at_once_change_nothing(monkeypatch, heads, heads_kv):
+    """In float64, where every order of sums is right to 1e-12; groups of heads that the bound does not divide."""
+    q, k, v = make_qkv(
+        batch=3, seqlen_q=9, seqlen_k=12, heads=heads, heads_kv=heads_kv, head_dim=8, dtype=torch.float64, seed=1
+    )
+    do = random_like(q, seed=2)
+    monkeypatch.setattr(truth_module, "_SCORES_AT_ONCE", 2 * (heads // heads_kv) * 9 * 12)
+    for options in ({}, {"causal": True}, {"window_size": (2, 0), "softcap": 3.0}):
+        together, alone = (
+            yardstick_attention(q, k, v, **options, heads_at_once=at_once)
+            + yardstick_attention_backward(do, q, k, v, **options, heads_at_once=at_once)
+            for at_once in (True, False)
+        )
+        for one, other in zip(together, alone, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
