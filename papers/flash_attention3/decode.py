@@ -210,7 +210,7 @@ def build(case: Case, settings: Settings) -> Workload:
         *([_ours(f"{one}-bf16", wide, settings, {}, backend=one) for one in ("hopper", "portable")] if wide else []),
         *(_peer(one, decoding, settings) for one in _rivals(case, settings)),
         _read(decoding, settings),
-        _copy(decoding, moved, settings),
+        copying(settings.device, moved),
     ]
     names = tuple(one.name for one in found)
     return Workload(implementations=found, baselines=names, bytes_moved=moved, l2="clean")
@@ -358,12 +358,13 @@ def _read(decoding: Decoding, settings: Settings) -> Implementation:
     )
 
 
-def _copy(decoding: Decoding, moved: float, settings: Settings) -> Implementation:
+def copying(device: str, moved: float) -> Implementation:
+    """A copy on the device that moves as many bytes as a case, half of them read."""
     half = max(1, int(moved) // 2)
 
     def prepare(seed: int) -> tuple[Tensor, Tensor]:
-        source = generator(seed, decoding.device)
-        a = torch.randint(0, 256, (half,), dtype=torch.uint8, device=decoding.device, generator=source)
+        source = generator(seed, device)
+        a = torch.randint(0, 256, (half,), dtype=torch.uint8, device=device, generator=source)
         return a, torch.zeros_like(a)
 
     def judge(a: Tensor, b: Tensor) -> Check:

@@ -5,6 +5,7 @@
     decode      decode.py
     ablation    ablation.py
     fp8-error   fp8_error.py
+    quantize    quantize.py
     memory      memory.py
 
 The contenders are in peers.py, the judgement in judging.py, the inputs in inputs.py and capture.py.
@@ -16,7 +17,7 @@ from functools import partial
 
 from gpu_accel.workbench.experiment import Experiment, SimpleExperiment
 
-from . import ablation, attention, decode, fp8_error, memory
+from . import ablation, attention, decode, fp8_error, memory, quantize
 from .cases import attention_cases
 
 _ALL = (
@@ -49,6 +50,12 @@ _ALL = (
         title="Error against float64 of FP8 recipes: block scales, Hadamard, neither",
         list_cases=fp8_error.list_cases,
         build_case=fp8_error.build,
+    ),
+    SimpleExperiment(
+        name="quantize",
+        title="Rounding to FP8 with the Hadamard matrix or transposed, next to a copy of as many bytes",
+        list_cases=quantize.list_cases,
+        build_case=quantize.build,
     ),
     SimpleExperiment(
         name="memory",
