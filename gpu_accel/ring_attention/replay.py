@@ -92,7 +92,7 @@ class Replay:
 
     @functools.cached_property
     def _alone(self) -> _Alone:
-        return _Alone(self.call.ranks, self.rank, self.tensors[1:], self.keys)
+        return _Alone(self.call.ranks, self.rank, self.tensors[1:], self.keys, self.call.wire)
 
 
 class _Alone(PointToPoint):
@@ -100,10 +100,12 @@ class _Alone(PointToPoint):
 
     name, pushes = "alone", True
 
-    def __init__(self, size: int, rank: int, block: tuple[Tensor, Tensor], keys: Keys | None) -> None:
+    def __init__(
+        self, size: int, rank: int, block: tuple[Tensor, Tensor], keys: Keys | None, wire: torch.dtype | None
+    ) -> None:
         self.size, self.rank, self.keys = size, rank, keys
-        self.message = Message(block)
-        self.block = block[0].new_empty(self.message.numel)
+        self.message = Message(block, wire)
+        self.block = block[0].new_empty(self.message.numel, dtype=self.message.dtype)
         self.message.pack(block, self.block)
         self.asked = 0
         self.sums: dict[tuple, list[Tensor]] = {}

@@ -4,7 +4,8 @@ A case is one reading; the model gets its shape and the rate of the one-GPU kern
 time or the efficiency. The check is the relative error of the prediction. Sources:
 
     readme    zhuzilin/ring-flash-attention, README: 8 H800, 8k tokens each, 32:8 heads, d 128; iterations a second
-    a100      the same on 8 A100, and `both`: forward and backward on the H800; neither took part in any fit
+    a100      the same on 8 A100, and `both`: forward and backward on the H800; neither took part in any fit, nor did
+              `both-a100`, `varlen` (documents, H800) and every striped ring of that page
     magi      SandAI-org/MagiAttention, cp_benchmark.md, plots (read off, +- 5 TFLOP/s): H100, 64:8 heads, 8k tokens
     peers     four H100, torch 2.11, a hand-written zigzag ring over NCCL with cuDNN blocks: readings of this project
               before it had records, so they test the model and settle no claim
@@ -40,7 +41,7 @@ WIDE = 0.3  # of the planner, which is not told the rate of the kernel that day
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """One published number: a zigzag (or contiguous) KV ring, causal forward, against one kernel alone."""
+    """One published number: a KV ring, causal forward, against one kernel alone. A striped ring works as a zigzag."""
 
     dataset: str
     gpus: int
@@ -86,17 +87,31 @@ def _magi(gpus: int, tflops: float) -> Reading:
 
 _README = {"block": 8192, "heads": 32, "kv_heads": 8, "gpus": 8}
 _A100 = 1.7e12  # the share of an A100's 2.04 TB/s that costs.py has of an H100's 3.35
-_SKUS = {"readme": "H800", "both": "H800", "a100": "A100", "magi": "H100", "peers": "H100 SXM"}
+_SKUS = {
+    "readme": "H800",
+    "both": "H800",
+    "varlen": "H800",
+    "a100": "A100",
+    "both-a100": "A100",
+    "magi": "H100",
+    "peers": "H100 SXM",
+}
 _PEERS = {"dataset": "peers", "gpus": 4, "heads": 32}
+
+
+def _readme(dataset: str, alone: float, *, memory: float = costs.MEMORY.value, **layouts: float) -> list[Reading]:
+    """Lines of one table of the README: iterations a second of one kernel, and of the ring with each kind of shards."""
+    both = dataset.startswith("both")
+    shared = {"dataset": dataset, **_README, "step_ms": _rate(alone), "memory": memory, "both": both}
+    return [Reading(**shared, layout=layout, measured_ms=_rate(rate)) for layout, rate in layouts.items()]
+
+
 READINGS = (
-    Reading(dataset="readme", **_README, step_ms=_rate(591.5), measured_ms=_rate(63.0)),
-    Reading(dataset="readme", **_README, step_ms=_rate(591.5), measured_ms=_rate(38.5), layout="contiguous"),
-    Reading(dataset="a100", **_README, step_ms=_rate(373.4), measured_ms=_rate(38.2), memory=_A100),
-    Reading(
-        dataset="a100", **_README, step_ms=_rate(373.4), measured_ms=_rate(24.0), memory=_A100, layout="contiguous"
-    ),
-    Reading(dataset="both", **_README, step_ms=_rate(154.7), measured_ms=_rate(17.4), both=True),
-    Reading(dataset="both", **_README, step_ms=_rate(154.7), measured_ms=_rate(10.4), both=True, layout="contiguous"),
+    *_readme("readme", 591.5, zigzag=63.0, contiguous=38.5, striped=55.0),
+    *_readme("a100", 373.4, memory=_A100, zigzag=38.2, contiguous=24.0, striped=32.5),
+    *_readme("both", 154.7, zigzag=17.4, contiguous=10.4, striped=16.0),
+    *_readme("both-a100", 94.7, memory=_A100, zigzag=10.6, contiguous=6.2, striped=9.75),
+    *_readme("varlen", 852.4, zigzag=74.8, contiguous=52.4),
     *(_magi(gpus, rate) for gpus, rate in ((8, 421), (16, 454), (32, 451), (64, 446))),
     Reading(**_PEERS, block=8192, kv_heads=32, step_ms=3.39 / 4, measured_ms=6.57, hop_gbs=140),
     Reading(**_PEERS, block=16384, kv_heads=32, step_ms=13.1 / 4, measured_ms=17.7, hop_gbs=150),

@@ -5,6 +5,8 @@
 The rate that a rank keeps, next to that of one GPU with a long sequence, is what the computation of a ring costs by
 itself: short blocks, merges, launches. With zigzag shards all ranks have the same work, so any rank will do.
 
+Next to it, the same with keys that arrive in 8 bits: what encoding and decoding take of what shorter messages save.
+
 The check gives a rank of as many (at most eight) short shards the true keys, and compares o (and dq) with float64
 attention.
 """
@@ -20,10 +22,12 @@ from gpu_accel.flash_attention3.reference import attention_truth, attention_trut
 from gpu_accel.ring_attention import lanes
 from gpu_accel.ring_attention.layouts import make_layout
 from gpu_accel.ring_attention.replay import Replay
+from gpu_accel.ring_attention.wire import decode, encode
 from gpu_accel.testing import make_qkv, random_like, relative_error, yardstick_attention, yardstick_attention_backward
 from gpu_accel.workbench.experiment import Case, Check, Implementation, Settings, Workload
 
 RANKS = (1, 2, 4, 8, 64, 512)
+WIRE = torch.float8_e4m3fn
 FACTOR, SHORT, MOST = 2.0, 256, 8
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -31,7 +35,8 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def list_cases(settings: Settings) -> list[Case]:
     """8k tokens a GPU, 32 heads, 32 or 8 key heads: the backward alone of a rank of 2, 4 and 8, then forward; then both
     passes, also of 16k and 32k, on one to eight."""
-    rows, heads, kinds, dim = (8192, 32, (32, 8), 128) if settings.on_gpu else (64, 4, (2,), 16)
+    rows = _rows(settings)
+    heads, kinds, dim = (32, (32, 8), 128) if settings.on_gpu else (4, (2,), 16)
     ranks = RANKS[2:3] if settings.quick else RANKS if settings.on_gpu else RANKS[:4]
     dtype = settings.precision if settings.precision in _DTYPES else "bf16"
     wanted = [(n, kv, rows, "forward") for kv in kinds for n in ranks]
@@ -53,20 +58,31 @@ def list_cases(settings: Settings) -> list[Case]:
     ]  # fmt: skip
 
 
+def _rows(settings: Settings) -> int:
+    """The fewest tokens a GPU."""
+    return 8192 if settings.on_gpu else 64
+
+
 def build(case: Case, settings: Settings) -> Workload:
-    """The ring alone; its work is the rank's share of the whole attention."""
-    ring = Implementation(
-        name="kv_ring",
-        role="ours",
-        check=lambda seed: _check(case, settings, seed),
-        make=lambda seed: _call(case, settings, seed),
-        note="one rank's steps on its own keys, zigzag shards, no network",
-    )
+    """The ring, and with several ranks and the shortest blocks the ring whose keys arrive in 8 bits; the work is the
+    rank's share of the whole attention."""
     n, length = int(case["gpus"]), int(case["seqlen"])
+
+    def of(name: str, wire: torch.dtype | None, note: str) -> Implementation:
+        return Implementation(
+            name=name,
+            role="ours",
+            check=lambda seed: _check(case, settings, seed, wire),
+            make=lambda seed: _call(case, settings, seed, wire),
+            note=f"one rank's steps on its own keys, zigzag shards, no network{note}",
+        )
+
+    rings = [of("kv_ring", None, "")]
+    if case["pass"] != "backward" and 1 < n <= MOST and length // n == _rows(settings):
+        rings.append(of("kv_ring-fp8", WIRE, "; keys encoded and decoded as float8_e4m3fn"))
     flops = 2.0 * length**2 * int(case["heads"]) * int(case["head_dim"]) / n
-    return Workload(
-        implementations=[ring], flops=flops * {"forward": 1.0, "backward": 2.5, "both": 3.5}[str(case["pass"])]
-    )
+    flops *= {"forward": 1.0, "backward": 2.5, "both": 3.5}[str(case["pass"])]
+    return Workload(implementations=rings, baselines=["kv_ring"], flops=flops)
 
 
 def _shards(case: Case, settings: Settings, *, length: int, seed: int) -> list[Tensor]:
@@ -78,10 +94,11 @@ def _shards(case: Case, settings: Settings, *, length: int, seed: int) -> list[T
     return [*qkv, random_like(qkv.q, seed=seed + 1_000_003)]
 
 
-def _call(case: Case, settings: Settings, seed: int) -> Callable[[], object]:
+def _call(case: Case, settings: Settings, seed: int, wire: torch.dtype | None) -> Callable[[], object]:
     n, length = int(case["gpus"]), int(case["seqlen"])
     *qkv, do = _shards(case, settings, length=length // n, seed=seed)
-    replay = Replay(*qkv, layout=make_layout("zigzag", seqlen=length, ranks=n), rank=n // 2, causal=True)
+    layout = make_layout("zigzag", seqlen=length, ranks=n)
+    replay = Replay(*qkv, layout=layout, rank=n // 2, causal=True, wire=wire)
     if case["pass"] != "backward":
         return lambda: _passes(replay, do, case)
     o, lse = replay.forward()
@@ -94,18 +111,22 @@ def _passes(replay: Replay, do: Tensor, case: Case) -> list[Tensor]:
     return [o, replay.backward(do, o, lse)] if case["pass"] != "forward" else [o]
 
 
-def _check(case: Case, settings: Settings, seed: int) -> Check:
+def _check(case: Case, settings: Settings, seed: int, wire: torch.dtype | None) -> Check:
     n = min(int(case["gpus"]), MOST)
     length = n * min(SHORT, int(case["seqlen"]) // int(case["gpus"]))
     *qkv, do = whole = _shards(case, settings, length=length, seed=seed)
     layout, rank = make_layout("zigzag", seqlen=length, ranks=n), n // 2
     shards = [[layout.shard(x, r) for x in whole] for r in range(n)]
     replay = Replay(
-        *shards[rank][:3], layout=layout, rank=rank, keys=lambda r: (shards[r][1], shards[r][2]), causal=True
+        *shards[rank][:3], layout=layout, rank=rank, keys=lambda r: (shards[r][1], shards[r][2]), causal=True, wire=wire
     )
     rows = int(case["batch"]) * int(case["heads"]) * int(case["seqlen"]) // int(case["gpus"])
     with lanes.of_any_length(settings.on_gpu and rows >= lanes.least_rows(do.device)):  # what is timed is checked
         found = _passes(replay, shards[rank][3], case)
+    if wire is not None:  # the truth is that of the keys which arrive; a rank's own do not travel
+        arrived = [[x if r == rank else decode(encode(x, wire), wire, x.dtype) for r, x in enumerate(part)]
+                   for part in ([s[1] for s in shards], [s[2] for s in shards])]  # fmt: skip
+        qkv = [qkv[0], *(layout.unshard(part) for part in arrived)]
     exact = [attention_truth(*qkv, causal=True)[0], attention_truth_backward(do, *qkv, causal=True)[0]]
     ruler = [yardstick_attention(*qkv, causal=True)[0], yardstick_attention_backward(do, *qkv, causal=True)[0]]
     exact, ruler = ([layout.shard(x, rank) for x in part] for part in (exact, ruler))

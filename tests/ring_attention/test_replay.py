@@ -10,6 +10,7 @@ from gpu_accel.flash_attention3.reference import attention_truth, attention_trut
 from gpu_accel.ring_attention import make_layout
 from gpu_accel.ring_attention.replay import Replay, replay_rank
 from gpu_accel.ring_attention.schedules.kv_ring import ring_of
+from gpu_accel.ring_attention.simulate import simulate_attention
 from gpu_accel.ring_attention.step import Partial
 from gpu_accel.ring_attention.transport import LocalTransport, World
 from gpu_accel.testing import relative_error
@@ -35,6 +36,24 @@ def test_with_the_keys_of_all_ranks_it_is_the_ring(layout: str, options: dict):
     for _ in range(2):  # buffers are used again
         grads = [replays[r].backward(cut.shard(do, r), *found[r]) for r in range(ranks)]
         assert relative_error(cut.unshard(grads), dq) < 1e-12
+
+
+@pytest.mark.parametrize("wire", [torch.float8_e4m3fn, torch.float16], ids=str)
+def test_keys_that_travel_as_something_else(wire: torch.dtype):
+    """A rank of its own: its steps decode what a ring's would, and give the same."""
+    cut, source = make_layout("zigzag", seqlen=40, ranks=4), torch.Generator().manual_seed(0)
+    *whole, do = (torch.randn(1, 40, heads, 16, generator=source).bfloat16() for heads in (4, 2, 2, 4))
+    shards = [[cut.shard(x, r) for x in whole] for r in range(4)]
+    found = [
+        Replay(*shards[r], layout=cut, rank=r, keys=lambda s: (shards[s][1], shards[s][2]), causal=True, wire=wire)
+        for r in range(4)
+    ]
+    o, lse, dq, *_ = simulate_attention(*whole, do=do, ranks=4, causal=True, wire=wire)
+    results = [replay.forward() for replay in found]
+    assert torch.equal(cut.unshard([x for x, _ in results]), o)
+    assert torch.equal(cut.unshard([x for _, x in results], dim=2), lse)
+    grads = [replay.backward(cut.shard(do, r), *results[r]) for r, replay in enumerate(found)]
+    assert torch.equal(cut.unshard(grads), dq)
 
 
 def test_without_merges_it_is_the_same_pieces():
