@@ -179,6 +179,9 @@ def build(case: Case, settings: Settings) -> Workload:
     backward, device = case["pass"] == "backward", settings.device
     eager = _torch(case)
     exact = _ours(case, device, "reference")
+    # Softmax's gradient reads y, which torch too keeps in the dtype of x. Beside a ruler that keeps it in float32, y
+    # right and rounded once, with float64 after it, erred 1.054 of the bound (8192 x 16384, seed 0, H200).
+    ruler = eager if case["op"] == "softmax" else exact
     known: dict = {}
 
     def compiled() -> Function:
@@ -187,7 +190,7 @@ def build(case: Case, settings: Settings) -> Workload:
 
     def made(name: str, role: str, function: Callable[[], Function], why: str = ""):
         def check(seed: int) -> Check:
-            return judging.judge(function(), exact, exact, _inputs(case, seed, device), seed, backward,
+            return judging.judge(function(), exact, ruler, _inputs(case, seed, device), seed, backward,
                                  settings.on_gpu, known=known)  # fmt: skip
 
         def make(seed: int):
