@@ -178,10 +178,8 @@ class SymmetricTransport(TorchTransport):
         torch.cuda.synchronize(self._device)
         self._flags, self._flag_handle = flags, self._rendezvous(flags)
         self._watch = _Watch(
-            len(self._streams),
-            torch.zeros(2 * len(self._streams), dtype=torch.int32).pin_memory(),
-            self.timeout.total_seconds(),
-            self._give_up,
+            len(self._streams), torch.zeros(2 * len(self._streams), dtype=torch.int32).pin_memory(),
+            self.timeout.total_seconds(), self._give_up,
         )
         # What `_give_up` does, done once now. CUDA loads a kernel at its first launch, and may wait for all streams to
         # do so: for ever, if one of them waits for a rank that is gone.

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gpu_accel.flash_attention3.fp8 import BLOCK
 from gpu_accel.flash_attention3.fp8_quantize import FORMATS
 from gpu_accel.flash_attention3.hadamard import hadamard_reference
-
-BLOCK = 128
 
 
 def hadamard_excess(

@@ -34,9 +34,12 @@ def refusal(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, chunk: int) -> str 
 
 
 def auto_refusal(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, chunk: int) -> str | None:
-    """Why "auto" does not take them, or None: timed with K and V of 64 (170 us for 358) and of 128 (302 us for 555)."""
+    """Why "auto" does not take them, or None: timed with K and V of 64 (170 us for 358) and of 128 (302 us for 555).
+
+    K and V between are padded to these, here and in the portable kernels.
+    """
     if not all(32 < n <= 128 for n in (q.shape[3], v.shape[3])):
-        return "timed with K and V of 64 and 128 alone, so taken from 33 to 128"
+        return "timed with K and V of 64 and 128, to which 33 to 127 are padded, and with no other"
     return refusal(q, v, cu_seqlens, chunk)
 
 

@@ -9,7 +9,7 @@ from gpu_accel.errors import UnsupportedError
 from gpu_accel.thunderkittens import delta_hopper
 from gpu_accel.thunderkittens.delta import delta_rule
 
-from .test_thunderkittens import BF16, FP16, assert_repeats, between_nan, judge, judge_values, randn
+from .judging import BF16, FP16, assert_repeats, between_nan, judge, judge_values, randn
 
 NAMES = ["o", "state", "dq", "dk", "dv", "dbeta", "dinitial", "dg"]
 

@@ -16,7 +16,7 @@ from gpu_accel.errors import UnsupportedError
 from gpu_accel.testing import assert_close_to_truth
 from gpu_accel.thunderkittens import gla
 
-from .test_thunderkittens import BF16, FP16, FP32, assert_repeats, between_nan, judge, judge_values, randn
+from .judging import BF16, FP16, FP32, assert_repeats, between_nan, judge, judge_values, randn
 
 NAMES = ["o", "state", "dq", "dk", "dv", "dg", "dinitial"]
 UNCHECKED = os.environ.get("GPU_ACCEL_UNCHECKED") == "1"

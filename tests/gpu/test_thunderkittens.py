@@ -1,9 +1,8 @@
-"""Linear attention, Mamba-2 and fused rows on a GPU: what decides whether "auto" may take the kernels."""
+"""Linear attention, Mamba-2, convolutions, losses and the ladder on a GPU: what "auto" may take the kernels on."""
 
 from __future__ import annotations
 
 import functools
-import math
 import subprocess
 import sys
 from pathlib import Path
@@ -11,15 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpu_accel.testing import assert_close_to_truth, default_floor, generator
+from gpu_accel.testing import assert_close_to_truth
 from gpu_accel.thunderkittens import (
     causal_conv1d,
-    elements,
     ladder,
     linear,
     long_conv,
     losses,
-    reference,
     rows,
     template,
     walk_back,
@@ -32,59 +29,7 @@ from gpu_accel.thunderkittens.long_conv import FlashFFTConv
 from gpu_accel.thunderkittens.losses import cross_entropy, fused_linear_cross_entropy
 from gpu_accel.thunderkittens.mamba2 import mamba_chunk_scan_combined
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-
-
-def randn(*shape: int, seed: int, dtype: torch.dtype = FP32) -> torch.Tensor:
-    return torch.randn(*shape, generator=generator(seed, "cuda"), device="cuda").to(dtype)
-
-
-def run(function, tensors, grads, dtype=None):
-    leaves = [(x.detach().clone() if dtype is None else x.detach().to(dtype)).requires_grad_() for x in tensors]
-    out = function(*leaves)
-    out = list(out) if isinstance(out, tuple) else [out]
-    total = sum((o.double() * d.double()).sum() for o, d in zip(out, grads, strict=True))
-    return [o.detach() for o in out] + list(torch.autograd.grad(total, leaves))
-
-
-def judge(names, function, tensors, grads, factor=2.0, floors=None):
-    mine, truth = run(function("portable"), tensors, grads), run(function("reference"), tensors, grads, torch.float64)
-    ruler = run(function("reference"), tensors, grads)
-    for name, out, right, measure in zip(names, mine, truth, ruler, strict=True):
-        floor = max((floors or {}).get(name, 0.0), default_floor(out.dtype, right.abs().max().item()))
-        assert_close_to_truth(name, out, right, measure, factor=factor, floor=floor)
-
-
-def judge_values(names, function, tensors):
-    """As `judge`, without gradients."""
-    mine, ruler = function("portable")(*tensors), function("reference")(*tensors)
-    truth = function("reference")(*(x.double() for x in tensors))
-    for name, *three in zip(names, mine, truth, ruler, strict=False):
-        assert_close_to_truth(name, *three)
-
-
-def assert_repeats(call, tensors):
-    """The same bits again, and in a graph that is replayed with another third tensor in between."""
-    first = call(*tensors)
-    for _ in range(20):
-        assert all(torch.equal(a, b) for a, b in zip(first, call(*tensors), strict=True))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = call(*tensors)
-    values = tensors[2].clone()
-    for factor in (2.0, 1.0):
-        tensors[2].copy_(values * factor)
-        graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(first, kept, strict=True))
-
-
-def between_nan(x, shift):
-    """x (batch, seqlen, heads, dim) as a view with NaN before and behind, and steps apart."""
-    batch, seqlen, heads, dim = x.shape
-    wide = torch.full((batch, seqlen + 64, heads + 1, dim + 2 * shift), math.nan, dtype=x.dtype, device=x.device)
-    view = wide[:, 37 : 37 + seqlen, 1:, shift : shift + dim]
-    return view.copy_(x)
-
+from .judging import BF16, FP16, FP32, judge, randn, run
 
 SHAPES = [
     pytest.param((2, 1023, 4, 4, 128, 128), 0, id="B2-T1023-H4-K128-V128"),
@@ -592,87 +537,6 @@ def mamba(kernels):
     judge(names, function, tensors, [randn(2, 500, heads, 64, seed=9)])
 
 
-@pytest.mark.parametrize("width", [1, 1000, 4096, 50_001])
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("center", [False, True], ids=["rms", "layer"])
-def test_norms(center, dtype, width):
-    tensors = [1 + randn(67, width, seed=1, dtype=dtype), randn(width, seed=2, dtype=dtype), randn(67, width, seed=3)]
-
-    def function(backend):
-        return lambda x, w, r: rows._norm(x, w, None, r, 1e-5, 0.25, 2**40 + 7, True, backend, center)
-
-    grads = [randn(67, width, seed=s) for s in (4, 5)]
-    judge(["y", "h", "dx", "dw", "dr"], function, tensors, grads)
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize(("height", "width"), [(1, 16384), (4000, 1000), (999, 4096)])
-@pytest.mark.parametrize("center", [False, True], ids=["rms", "layer"])
-def test_norms_with_three_rows_ahead(center, height, width, dtype, monkeypatch):
-    """Programs that take none, one and more rows than are on their way at once."""
-    monkeypatch.setattr(rows, "_ROW_STAGES", 3)
-    tensors = [1 + randn(height, width, seed=1, dtype=dtype), randn(width, seed=2, dtype=dtype)]
-
-    def function(backend):
-        return lambda x, w: rows._norm(x, w, None, None, 1e-5, 0.0, 0, False, backend, center)
-
-    judge(["y", "dx", "dw"], function, tensors, [randn(height, width, seed=3)])
-
-
-@pytest.mark.parametrize("width", [1, 4097, 100_000])
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
-def test_softmax(dtype, width):
-    x = randn(33, width, seed=1, dtype=dtype) * 4
-    judge(["y", "dx"], lambda backend: lambda t: rows.softmax(t, backend=backend), [x], [randn(33, width, seed=2)])
-
-
-# one row, and several for each program; blocks that end with the row, one of a single line behind them, all that fits
-@pytest.mark.parametrize(("height", "width"), [(1, 65536), (300, 65536), (140, 24640), (7, 81920), (1000, 128)])
-@pytest.mark.parametrize("op", ["softmax", "rms", "layer"])
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
-def test_rows_in_shared_memory(height, width, op, dtype):
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs an H100 or H200")
-    x = 3 + 2 * randn(height, width, seed=1, dtype=dtype)
-    more = {"softmax": [], "rms": [randn(width, seed=2, dtype=dtype)], "layer": [randn(width, seed=s) for s in (2, 3)]}
-    tensors = [x, *(t.to(dtype) for t in more[op])]
-
-    def function(backend):
-        backend = "hopper" if backend == "portable" else backend
-        if op == "softmax":
-            return lambda x: rows.softmax(x, backend=backend)
-        if op == "rms":
-            return lambda x, w: rows.rms_norm(x, w, backend=backend)
-        return lambda x, w, b: rows.layer_norm(x, w, b, backend=backend)
-
-    grads = [randn(height, width, seed=4)]
-    floors = {}
-    if op == "softmax" and dtype == FP16:  # bfloat16 keeps the plain bound
-        # dx = y (dy - sum of y dy) of y as it was kept, rounded, and rounded itself: half an epsilon of dx each
-        y = torch.softmax(x.double(), 1)
-        dx = y * (grads[0].double() - (y * grads[0].double()).sum(1, keepdim=True))
-        floors["dx"] = torch.finfo(dtype).eps * dx.abs().max().item()
-    judge(["y", "dx", "dw", "db"][: 1 + len(tensors)], function, tensors, grads, floors=floors)
-
-
-@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh"])
-def test_gated_activations(kind):
-    pair = list(randn(33, 2 * 3001, seed=1, dtype=BF16).chunk(2, -1))
-    judge(["y", "da", "db"], lambda b: lambda x, y: elements._gated(x, y, kind, b), pair, [randn(33, 3001, seed=2)])
-
-
-@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "pairs"])
-def test_rotary(interleaved):
-    angles = randn(700, 32, seed=1)
-    x = randn(2, 515, 5, 128, seed=2, dtype=BF16)
-    judge(
-        ["y", "dx"],
-        lambda b: lambda t: elements.rotary(t, angles.cos(), angles.sin(), interleaved=interleaved, start=9, backend=b),
-        [x],
-        [randn(2, 515, 5, 128, seed=3)],
-    )
-
-
 def test_the_same_bits_again():
     q, k, v = (randn(2, 777, 4, 64, seed=s, dtype=BF16) for s in (1, 2, 3))
     g = -randn(2, 777, 4, seed=4).square()
@@ -697,12 +561,6 @@ def test_compiled_by_torch():
     x = randn(9, 1000, seed=1, dtype=BF16)
     norm = torch.compile(lambda t: rows.rms_norm(t, backend="portable"), fullgraph=True)
     assert torch.equal(norm(x), rows.rms_norm(x, backend="portable"))
-
-
-def test_dropout_bits():
-    x = torch.ones(700, 5000, device="cuda")
-    _, h = rows.rms_norm(x, dropout_p=0.3, seed=2**50 + 3, prenorm=True, backend="portable")
-    assert torch.equal(h != 0, reference.dropout_keep(2**50 + 3, 700, 5000, 0.3, "cuda"))
 
 
 @pytest.mark.parametrize("shape", [(300, 520, 200), (4096, 512, 2048)], ids=str)
