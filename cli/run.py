@@ -198,12 +198,21 @@ def _note_input(paper: Paper, made: Plan, asked: str) -> None:
 
 
 def _note_shapes(made: Plan, shapes: Sequence[Mapping[str, Any]]) -> None:
-    """Say of which experiments no case has the sizes of --shape: they have sizes of their own."""
+    """Say of which experiments no case has the sizes of --shape: they have their own, or know no such name."""
     taken: dict[str, bool] = {}
+    unknown: dict[str, set[str]] = {}
     for item in made.items:
-        sizes = list(item["case"].values())
-        found = any(all(size in sizes for size in shape.values()) for shape in shapes)
-        taken[item["experiment"]] = taken.get(item["experiment"], False) or found
+        sizes = [(type(size), size) for size in item["case"].values()]  # True is no 1
+        missing = [[name for name, size in shape.items() if (type(size), size) not in sizes] for shape in shapes]
+        nearest = min(missing, key=len, default=[])
+        taken[item["experiment"]] = taken.get(item["experiment"], False) or not nearest
+        named = any(name in item["case"] for shape in shapes for name in shape)
+        if named and not any(name in item["case"] for name in nearest):
+            unknown[item["experiment"]] = unknown.get(item["experiment"], set(nearest)) & set(nearest)
+    for experiment in [name for name in unknown if unknown[name]]:
+        names = ", ".join(sorted(unknown[experiment]))
+        note(f"{names} of --shape without effect: {experiment} has no such size", style="yellow")
+        taken[experiment] = True
     if shapes and (own := [name for name, found in taken.items() if not found]):
         has = "has sizes of its own" if len(own) == 1 else "have sizes of their own"
         note(f"--shape without effect: {', '.join(own)} {has}", style="yellow")

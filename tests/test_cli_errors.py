@@ -212,6 +212,18 @@ def test_no_argument_is_ignored_without_a_word(
     assert result.exit_code == code and words in result.stderr, result.output
 
 
+def test_sizes_that_an_experiment_does_not_know_are_named() -> None:
+    shape = ["--shape", "batch=1,seqlen=64,heads=3,head_dim=64,causal=true"]
+    result = invoke("run", "fa3", "quantize", "--device", "cpu", "--dry-run", *shape)
+    assert result.exit_code == 0 and "causal of --shape without effect: quantize has no such size" in result.stderr
+    assert "without effect" not in invoke("run", "fa3", "forward", "--device", "cpu", "--dry-run", *shape).stderr
+
+
+def test_a_precision_among_experiments_is_named_as_one() -> None:
+    result = invoke("run", "fa3", "fp8", "quantize", "--device", "cpu", "--dry-run")
+    assert result.exit_code == 2 and "fp8 is a precision" in result.stderr
+
+
 def test_a_run_says_that_its_input_is_not_the_one_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPU_ACCEL_PAPERS", str(paper_at(tmp_path, HEAD + TAIL)))
     arguments = ["run", "odd", "--device", "cpu", "--results", tmp_path / "results"]

@@ -97,7 +97,8 @@ def fp8_block_quantize(
         scale_per_block: False gives one scale for the whole tensor.
         dtype: "e4m3" (3 bits of mantissa, up to 448) or "e5m2" (2 bits, up to 57344).
         hadamard: first multiply every row by the random orthogonal matrix of `hadamard_transform(seed=seed)`. Do it to
-            q and k with one seed, never to v: q k^T stays the same, outliers spread.
+            q and k with one seed, never to v: q k^T stays the same, outliers spread. A row whose magnitudes add up to
+            more than float32 holds becomes NaN.
         transpose: write (..., head_dim, seqlen padded with zeros to a multiple of 16), as fp8 tensor cores want v.
         rotary_cos, rotary_sin: (at least seqlen, rotary_dim / 2) bfloat16, float16 or float32: row i is first turned by
             row i of them, in float32, and rounded to its dtype, as the rotary embedding by itself would.

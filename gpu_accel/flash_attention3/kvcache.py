@@ -106,8 +106,11 @@ def flash_attn_with_kvcache(
         k_descale, v_descale: scales of 8- and 4-bit caches, float32; number = code * scale. () for one; (heads_kv,);
             (batch, heads_kv); (pages, 1, heads_kv) for each page; (pages, page_size, heads_kv) for each token; with
             int4 (pages, page_size, heads_kv, groups) for `head_dim / groups` neighbours each. Without pages read
-            batch_cache for pages and capacity for page_size. Both of one kind. Default: 1. An append rounds with the
-            scale given; scales for each token (and head) are computed and written by it.
+            batch_cache for pages and capacity for page_size. Both of one kind, but for () beside
+            (heads_kv,). Default: 1. An append rounds with the
+            scale given; scales for each token (and head) are computed and written by it. What is appended to 8 and 4
+            bits is to be finite: int8 and int4 have no code for NaN, which becomes 0, and Inf becomes the largest
+            number of the format, or with scales for each token makes that scale Inf.
         batch_invariant: split at fixed keys (multiples of 512), so that the bits of a sequence's rows depend on nothing
             but that sequence and seqlen_q. Otherwise the number of splits depends on the shape of the whole call. A
             `num_splits` that is given is batch-invariant by itself.

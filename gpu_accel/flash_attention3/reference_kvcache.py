@@ -44,11 +44,19 @@ def scale_of(largest: Tensor, kind: str) -> Tensor:
     return torch.where(largest > LARGEST[kind] * _TINY, largest / LARGEST[kind], 1.0).float()
 
 
+def largest_of(size: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """The largest magnitude over `dims`, as the kernels find it: NaN does not count, and of nothing it is 0."""
+    if not size.numel():
+        return size.sum(dims)
+    return size.where(size == size, 0.0).amax(dims)
+
+
 def quantize_cache(x: Tensor, kind: str, granularity: str = "head", *, groups: int = 1) -> tuple[Tensor, Tensor]:
     """A cache in 8 or 4 bits, and its scales in one of the shapes that `flash_attn_with_kvcache` takes.
 
     Args:
-        x: (pages, page_size, heads_kv, head_dim), or (batch_cache, seqlen, heads_kv, head_dim) without pages.
+        x: (pages, page_size, heads_kv, head_dim), or (batch_cache, seqlen, heads_kv, head_dim) without pages. Finite:
+            a scale of Inf makes its other numbers 0, and integers have no code for NaN, which becomes 0.
         kind: "e4m3", "e5m2", "int8" or "int4".
         granularity: "tensor" (), "head" (heads_kv,), "page" (pages, 1, heads_kv), "token" (pages, page_size, heads_kv).
         groups: with int4 and "token", scales along head_dim: (pages, page_size, heads_kv, groups).
@@ -74,16 +82,16 @@ def quantize_cache(x: Tensor, kind: str, granularity: str = "head", *, groups: i
     wide = x.float()
     size = wide.abs()
     if granularity == "tensor":
-        scales = scale_of(size.amax(), kind)
+        scales = scale_of(largest_of(size, (0, 1, 2, 3)), kind)
         spread = scales.expand(wide.shape)
     elif granularity == "head":
-        scales = scale_of(size.amax((0, 1, 3)), kind)
+        scales = scale_of(largest_of(size, (0, 1, 3)), kind)
         spread = scales[:, None].expand(wide.shape)
     elif granularity == "page":
-        scales = scale_of(size.amax((1, 3)), kind)[:, None]
+        scales = scale_of(largest_of(size, (1, 3)), kind)[:, None]
         spread = scales[..., None].expand(wide.shape)
     else:
-        parts = scale_of(size.unflatten(-1, (groups, -1)).amax(-1), kind)
+        parts = scale_of(largest_of(size.unflatten(-1, (groups, -1)), (-1,)), kind)
         spread = parts.repeat_interleave(x.shape[-1] // groups, -1)
         scales = parts if groups > 1 else parts[..., 0]
     return encode(wide / spread, kind), scales
@@ -129,7 +137,7 @@ def _write(call: KVCall, cache: Tensor, x: Tensor, scales: Scales, b: int, posit
         return
     wide = x.float()
     if scales.per_token:
-        parts = scale_of(wide.abs().unflatten(-1, (scales.groups, -1)).amax(-1), call.kind)
+        parts = scale_of(largest_of(wide.abs().unflatten(-1, (scales.groups, -1)), (-1,)), call.kind)
         scales.tensor[row, place] = parts if scales.tensor.dim() == 4 else parts[..., 0]
     spread = _scales_at(scales, x.shape[-1], b, row, place, call.heads_kv, torch.float32)
     codes = encode(wide / spread, call.kind)

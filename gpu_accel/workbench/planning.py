@@ -20,6 +20,7 @@ SUSTAINED_SECONDS = 1.5  # below this a card has not settled at its power limit
 # What Triton's interpreter does on one core. Attention of 1x128x2x64 to 1x512x2x128 went at 8e6 to 3e7 flop/s forward
 # and backward, faster where tiles are larger; which kernels run matters less than the size of the problem.
 INTERPRETED_FLOPS_PER_SECOND = 2e7
+INTERPRETED_FLOPS_PER_BYTE = 10.0  # kernels that move bytes: quantising 3 to 50 MB went at 0.7e6 to 4.6e6 a second
 
 
 @dataclass(kw_only=True)
@@ -69,7 +70,7 @@ class Plan:
         if self.device != "cpu":
             return 0.0
         ours = [sum(e["runs"] and e["role"] == "ours" for e in item["implementations"]) for item in self.items]
-        flops = [item["work"].get("flops") or _attention_flops(item["case"]) for item in self.items]
+        flops = [item["work"].get("flops") or _flops_of(item["case"], item["work"].get("bytes")) for item in self.items]
         return sum(map(float.__mul__, flops, map(float, ours))) / INTERPRETED_FLOPS_PER_SECOND
 
     def as_dict(self) -> dict[str, Any]:
@@ -110,13 +111,16 @@ def plan(
     )
 
 
-def _attention_flops(case: Case) -> float:
-    """The two products of attention, for an experiment that is not about rates and so names no work; else 0."""
+def _flops_of(case: Case, moved: float | None) -> float:
+    """The two products of attention, for an experiment that is not about rates and so names no work; else 0.
+
+    One that counts bytes alone does little with each, however many pairs of rows there would be.
+    """
     axes = [case.get(axis, 0) for axis in ("batch", "heads", "seqlen_q", "seqlen_k", "head_dim")]
     product = 4.0
     for size in axes:
         product *= size if isinstance(size, int) else 0
-    return product
+    return product if moved is None else min(product, INTERPRETED_FLOPS_PER_BYTE * moved)
 
 
 def find_paper(paper: str | Paper) -> Paper:

@@ -124,9 +124,11 @@ class Paper:
         The folder becomes a package under a name of its own, so `from . import shapes` in it works wherever it lies.
         """
         if name not in self.experiments:
+            precisions = {precision for one in self.experiments.values() for precision in one.precisions}
             raise InvalidInputError(
                 f"paper {self.id} has no experiment {name!r}; it has {', '.join(self.experiments) or 'none'}"
-                + _suggestion(name, self.experiments)
+                + (f". {name} is a precision: name it alone, or with --precision" if name in precisions else "")
+                + ("" if name in precisions else _suggestion(name, self.experiments))
             )
         if self.experiments[name].of:
             lender = paper(self.experiments[name].of)

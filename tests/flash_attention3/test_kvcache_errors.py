@@ -357,3 +357,29 @@ def test_the_op_is_sound():
 def test_caches_that_cannot_be_quantised(change, message):
     with pytest.raises(InvalidInputError, match=message):
         quantize_cache(**{"x": torch.zeros(1, 2, 3, 16), "kind": "int8"} | change)
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "head", "page", "token"])
+@pytest.mark.parametrize("shape", [(0, 2, 1, 8), (2, 0, 1, 8), (2, 3, 0, 8)])
+def test_caches_without_numbers_are_quantised(shape, granularity):
+    codes, scales = quantize_cache(torch.zeros(shape), "int8", granularity)
+    assert codes.shape == shape and bool((scales == 1).all())
+
+
+@pytest.mark.parametrize("kind", ["int8", "e4m3"])
+def test_a_nan_does_not_count_for_the_scale_of_its_token(kind):
+    """The kernel and plain torch write the same scale and the same other numbers."""
+    dtype = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}[kind]
+    q, new = torch.randn(1, 1, 1, 16), torch.tensor([3.0, float("nan"), -0.6, 0.1] * 4).reshape(1, 1, 1, 16)
+    found = []
+    for backend in ("portable", "reference"):
+        caches = [torch.zeros(1, 4, 1, 16).to(dtype) for _ in range(2)]
+        scales = [torch.ones(1, 4, 1) for _ in range(2)]
+        flash_attn_with_kvcache(
+            q, *caches, new, new, cache_seqlens=0, k_descale=scales[0], v_descale=scales[1], backend=backend
+        )
+        found.append((caches[0].float(), scales[0]))
+    (codes, scale), (other, right) = found
+    assert torch.equal(scale, right) and torch.equal(codes.nan_to_num(99), other.nan_to_num(99))
+    expected = 3.0 / {"int8": 127.0, "e4m3": 448.0}[kind]
+    assert abs(scale[0, 0, 0].item() / expected - 1) < 1e-6

@@ -339,6 +339,8 @@ def test_plan_says_how_long_an_interpreter_takes():
     unrated = lambda case: Workload(implementations=[implementation(cpu())])  # noqa: E731
     assert plan(a_paper(unrated, [shape]), host=cpu()).interpreted_seconds > 3600, "work is known from the shape alone"
     assert plan(a_paper(unrated, THREE), host=cpu()).interpreted_seconds == 0
+    moving = lambda case: Workload(implementations=[implementation(cpu())], bytes_moved=5e7)  # noqa: E731
+    assert 5 < plan(a_paper(moving, [shape]), host=cpu()).interpreted_seconds < 100, "bytes are not pairs of rows"
 
 
 def test_module_that_is_missing_is_named_and_a_bug_stays_one():
