@@ -295,8 +295,12 @@ def _dqk_kernel(
     seqlen, chunks, heads, group, scale, rows_in_all,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     HAS_G: tl.constexpr, HAS_W: tl.constexpr, VARLEN: tl.constexpr, WANT_DG: tl.constexpr, PRECISION: tl.constexpr,
+    WHOLE: tl.constexpr = False,
 ):  # fmt: skip
-    """dq, dk (batch, seqlen, heads, K) of every head; a plane a block of k, dg (blocks, batch, seqlen, heads)."""
+    """dq, dk (batch, seqlen, heads, K) of every head; a plane a block of k, dg (blocks, batch, seqlen, heads).
+
+    WHOLE: dstates are not rounded to bfloat16 for dk, but taken as two such numbers.
+    """
     blocks_k: tl.constexpr = (K + BK - 1) // BK
     program = tl.program_id(0)
     block_k = program % blocks_k
@@ -333,9 +337,12 @@ def _dqk_kernel(
             if WANT_DG:
                 across += tl.sum(tl.sum(entering.to(tl.float32) * leaving.to(tl.float32), 1), 0)
             entering = _for_products(entering, outputs.dtype)
-            leaving = _for_products(leaving, outputs.dtype)
+            rounded = _for_products(leaving, outputs.dtype)
             grad_q = dot(outputs.to(entering.dtype), tl.trans(entering), grad_q, PRECISION)
-            grad_k = dot(values.to(leaving.dtype), tl.trans(leaving), grad_k, PRECISION)
+            grad_k = dot(values.to(rounded.dtype), tl.trans(rounded), grad_k, PRECISION)
+            if WHOLE and rounded.dtype != leaving.dtype:
+                rest = (leaving - rounded.to(tl.float32)).to(rounded.dtype)
+                grad_k = dot(values, tl.trans(rest), grad_k, PRECISION)
         steps = tl.arange(0, BT)
         causal = steps[:, None] >= steps[None, :]
         anticausal = steps[None, :] >= steps[:, None]

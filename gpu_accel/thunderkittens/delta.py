@@ -173,7 +173,7 @@ def delta_backward_op(
                    (q, k, u, g, None, do, states, dstates, dq, dk, planes, *tables, *strides, *call.sizes, call.heads,
                     call.group, scale, v.shape[0] * v.shape[1]),
                    chunked._options(q, v, g, None, cu_seqlens, chunk) | smaller
-                   | {"WANT_DG": want_dg, "num_warps": chunked._DQK_WARPS,
+                   | {"WANT_DG": want_dg, "WHOLE": want_dg, "num_warps": chunked._DQK_WARPS,
                       "num_stages": chunked.copies_ahead(v.dtype)})  # fmt: skip
             strides = [s for x in (k, v, g, beta) for s in chunked._strides(x)]
             launch(delta_kernels._inputs_kernel, call.chunks,

@@ -96,10 +96,12 @@ def _solve_kernel(
         to = (place + rows * heads)[:, None]
         tl.store(decay + to * K + cols_k[None, :], out.to(decay.dtype.element_ty),
                  mask=mask[:, None] & (cols_k < K)[None, :])  # fmt: skip
+        off = tl.where(row == col, 0.0, t.to(tl.float32)).to(t.dtype)
         for block_v in range(0, (V + BV - 1) // BV):
             cols_v = block_v * BV + tl.arange(0, BV)
             values = _load_tile(v, rows, v_t, cols_v, mask, V).to(tl.float32) * strength[:, None]
-            fresh_v = dot(t, values.to(t.dtype), None, PRECISION)
+            # the diagonal is 1: what a step adds itself is not rounded before, which the gradient of gates would show
+            fresh_v = dot(off, values.to(t.dtype), values, PRECISION)
             tl.store(fresh + to * V + cols_v[None, :], fresh_v.to(fresh.dtype.element_ty),
                      mask=mask[:, None] & (cols_v < V)[None, :])  # fmt: skip
 

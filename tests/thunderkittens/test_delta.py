@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from gpu_accel.compat import INTERPRET
 from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.thunderkittens import delta, delta_hopper, reference
 from gpu_accel.thunderkittens.delta import chunk_delta_rule, chunk_gated_delta_rule, delta_rule
@@ -91,6 +92,39 @@ def test_a_key_that_repeats(device):
     o, _ = ours("portable", chunk=64)(*tensors)
     truth, _ = reference.delta_rule_recurrent(*(x.double() for x in tensors[:4]), scale=0.3)
     assert (o - truth).abs().max() < 1e-5
+
+
+def test_what_leaves_a_chunk_is_whole_in_the_gradient_of_gates(device):
+    """Orthogonal keys, strength 1, nothing but the final state judged: dg of step t is the sum over s < t of
+    exp(g_(s+1) + ..) k_s' dS v_s, as the kernels form it too. dS in bfloat16 would be wrong by 2^-9 of its terms.
+    """
+    batch, heads, seqlen, dim = 2, 2, 20, 32
+    k = torch.eye(dim, dtype=torch.bfloat16, device=device)[:seqlen].expand(batch, heads, seqlen, dim).transpose(1, 2)
+    v = randn(batch, seqlen, heads, dim, seed=1, dtype=torch.bfloat16, device=device)
+    g = (-randn(batch, seqlen, heads, seed=2, device=device).square() * 0.2).requires_grad_()
+    dstate = randn(batch, heads, dim, dim, seed=3, device=device)
+    _, state = delta_rule(k, k, v, torch.ones_like(g), g=g, chunk=32, backend="portable")
+    (found,) = torch.autograd.grad(state, g, dstate)
+    terms = dstate.double()[:, :, :seqlen] * v.double().transpose(1, 2)  # of S: (batch, heads, step, V)
+    b = g.detach().double().cumsum(1).transpose(1, 2)
+    kept = (b[..., -1:] - b).exp()
+    passed = (terms.sum(-1) * kept).cumsum(-1) - terms.sum(-1) * kept
+    size = (terms.abs().sum(-1) * kept).cumsum(-1)
+    assert ((found.transpose(1, 2) - passed).abs() <= 2**-13 * size + 1e-6).all()
+
+
+def test_what_a_step_adds_itself_is_rounded_once(device):
+    """Keys are nearly orthogonal, so nearly all of `fresh` is beta v: that in bfloat16, not what that makes of it again."""
+    k = torch.eye(64, device=device)[None, :, None] + 0.002 * randn(1, 64, 1, 64, seed=1, device=device)
+    k, v = k.bfloat16(), randn(1, 64, 1, 64, seed=2, dtype=torch.bfloat16, device=device)
+    beta = 2 * randn(1, 64, 1, seed=3, device=device).sigmoid()
+    _, _, fresh = delta._solve(delta._Call(k, v, None, None, 64), k, v, None, beta)
+    wide = k[0, :, 0].double()
+    system = (wide @ wide.T).tril(-1) * beta[0].double() + torch.eye(64, dtype=torch.float64, device=device)
+    right = torch.linalg.solve_triangular(system, v[0, :, 0].double() * beta[0].double(), upper=False)
+    unit = torch.exp2(right.abs().log2().floor() - 7)  # of the last place
+    off = ((fresh[0, :, 0].double() - right).abs() / unit).quantile(0.99)
+    assert off < (1.5 if INTERPRET else 0.75)  # the interpreter cuts where a GPU rounds; twice would be 2 and 1
 
 
 def test_packed_sequences_equal_each_alone(device):
