@@ -65,9 +65,9 @@ def precision(dtype: torch.dtype) -> str:
     return "tf32x3" if dtype == torch.float32 else "tf32"
 
 
-def segments_for(sequences: int, heads: int, tiles: int, chunks: int) -> int:
-    """Into how many segments to cut every sequence so that the programs fill a GPU."""
-    wanted = _PROGRAMS // max(1, sequences * heads * tiles)  # whole cuts only: 256 programs of 264 are enough
+def segments_for(sequences: int, heads: int, tiles: int, chunks: int, programs: int = _PROGRAMS) -> int:
+    """Into how many segments to cut every sequence so that `programs`, which fill a GPU, are not exceeded."""
+    wanted = programs // max(1, sequences * heads * tiles)  # whole cuts only: 256 programs of 264 are enough
     return max(1, min(wanted, chunks // _LEAST_CHUNKS, _MOST_SEGMENTS))
 
 

@@ -128,10 +128,8 @@ def gla_hopper_op(
     if not v.numel():
         final = v.new_zeros(chunked._state_shape(k, v, None), dtype=torch.float32)
         return v.new_empty(v.shape), final if initial is None else final.copy_(initial)
-    tiles = -(-v.shape[3] // gla_hopper.COLUMNS)
-    segments = chunked.segments_for(v.shape[0], v.shape[2], tiles, -(-v.shape[1] // chunk))
     with chunked._device(v):
-        return gla_hopper.forward(q, k, v, g, initial, scale=scale, segments=segments)
+        return gla_hopper.forward(q, k, v, g, initial, scale=scale, segments=gla_hopper.segments_for(v, chunk))
 
 
 @gla_hopper_op.register_fake

@@ -7,20 +7,33 @@ import triton
 from torch import Tensor
 
 from gpu_accel.flash_attention3.gluon_launch import QuickLaunch, addressable, tensor_map
+from gpu_accel.thunderkittens import chunked
 from gpu_accel.thunderkittens.walk_hopper import CHUNK, machine_refusal, size_refusal
 
 COLUMNS = 64  # of v that a program of the walk takes
 _MOST_NUMBERS = 2**31  # of ends: their coordinate is one 32-bit number
-# The most registers of a thread that makes pairs, by what K is padded to, or None for as many as ptxas wants: 195, with
-# no spills. At K = 128 that leaves room for one program an SM, and 128 for two: 220 us for 263 (8 x 2048 steps, 16
-# heads, K and V 128, on an H200), though 330 bytes spill.
-_REGISTERS: dict[int, int | None] = {64: None, 128: 128}
+# The most registers of a thread that makes pairs, by what K is padded to, for as many programs an SM as are fastest (8
+# x 2048 steps, 16 heads, on an H200). ptxas wants 195, which is one program at K = 128; with 128 it is two, 219 us for
+# 261, though 330 bytes spill. At K = 64 168 are three for two: 97 us for 112, and 155 with 128.
+_REGISTERS: dict[int, int | None] = {64: 168, 128: 128}
+# A sequence is cut while there are fewer programs than SMs, not than two an SM: what segments leave is a walk of its
+# own. 1 x 16384 steps, 16 heads, K and V 128, on an H200: 238, 188, 128 and 136 us with 1, 2, 4 and 8 segments; 8 x
+# 2048 with K and V 64: 49 us whole and 62 with 2.
+_PROGRAMS = 132
 _quick: list[QuickLaunch] = []
 
 
 def block_keys(key_dim: int) -> int:
     """What K is padded to."""
     return 64 if key_dim <= 64 else 128
+
+
+def segments_for(v: Tensor, chunk: int) -> int:
+    """Into how many segments the walk cuts every sequence."""
+    batch, seqlen, heads, value_dim = v.shape
+    return chunked.segments_for(
+        batch, heads, triton.cdiv(value_dim, COLUMNS), triton.cdiv(seqlen, chunk), programs=_PROGRAMS
+    )
 
 
 def refusal(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, chunk: int) -> str | None:

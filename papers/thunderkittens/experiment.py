@@ -38,7 +38,7 @@ _ALL = (
     ),
     SimpleExperiment(
         name="linear-attention",
-        title="Linear attention without gates, with decays, with gates a step and of every key, next to fla and torch",
+        title="Linear attention without gates, with decays and gates, and the delta rule, next to fla and torch",
         list_cases=sequences.attention_cases,
         build_case=sequences.build_attention,
     ),

@@ -3,7 +3,8 @@
     hopper      ours: the forward in Gluon, the backward too where gates need gradients and walk_back.CHECKED has it
     portable    ours, plain Triton
     torch       the same chunks as eager torch products (the reference, and the ruler of the check)
-    fla         chunk_linear_attn, chunk_simple_gla or chunk_gla of flash-linear-attention, where it is installed
+    fla         chunk_linear_attn, chunk_simple_gla, chunk_gla, chunk_delta_rule or chunk_gated_delta_rule of
+                flash-linear-attention, where it is installed
     mamba_ssm            mamba_chunk_scan_combined on the same tensors, chunk 256, where it is installed
     mamba_ssm-fp32-64    the same on float32 tensors with chunk 64: how the paper's script called it, forwards
 
@@ -21,8 +22,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from gpu_accel.thunderkittens import delta, walk_hopper
 from gpu_accel.thunderkittens import linear as la
-from gpu_accel.thunderkittens import walk_hopper
 from gpu_accel.thunderkittens.gla import chunk_gla
 from gpu_accel.thunderkittens.gla import refusal as gla_refusal
 from gpu_accel.thunderkittens.mamba2 import mamba_chunk_scan_combined
@@ -52,26 +53,42 @@ def attention_cases(settings: Settings) -> list[Case]:
 
 
 def _gates(settings: Settings, shape: tuple[int, ...]) -> tuple[str, ...]:
-    """Gates for every key dimension at the first shape only: fla has some 250 configurations for them to try."""
+    """Gates for every key dimension and the delta rule at the first shape only: fla tries some 250 configurations each.
+
+    "delta" and "delta-step": the delta rule without gates, and with one a step.
+    """
     if not settings.on_gpu:
-        return "none", "step", "key"
+        return "none", "step", "key", "delta-step"
     few = ("none", "step") if settings.quick else ("none", "decay", "step")
-    return (*few, "key") if shape == _SHAPES[0] and not settings.quick else few
+    return (*few, "key", "delta", "delta-step") if shape == _SHAPES[0] and not settings.quick else few
 
 
 def _inputs(case: Case, seed: int, device: str) -> list[Tensor]:
-    """q, k, v and for gates "step" and "key" log gates of about -0.06."""
+    """q, k, v and for gates "step" and "key" log gates of about -0.06.
+
+    For the delta rule q and k of unit length, beta in 0 .. 1 and, for "delta-step", such gates.
+    """
     batch, seqlen, heads = (int(case[n]) for n in ("batch", "seqlen", "heads"))
     dims = (int(case["key_dim"]),) * 2 + (int(case["value_dim"]),)
     dtype = DTYPES[str(case["dtype"])]
     made = [randn(batch, seqlen, heads, d, seed=8 * seed + n, device=device, dtype=dtype) for n, d in enumerate(dims)]
-    if case["gate"] in ("step", "key"):
-        shape = (batch, seqlen, heads, dims[0])[: 3 if case["gate"] == "step" else 4]
+    if _is_delta(case):
+        made[:2] = (torch.nn.functional.normalize(x.float(), dim=-1).to(dtype) for x in made[:2])
+        made.append(randn(batch, seqlen, heads, seed=8 * seed + 4, device=device).sigmoid())
+    if case["gate"] in ("step", "key", "delta-step"):
+        shape = (batch, seqlen, heads, dims[0])[: 4 if case["gate"] == "key" else 3]
         made.append(torch.nn.functional.logsigmoid(3 + randn(*shape, seed=8 * seed + 3, device=device)))
     return made
 
 
+def _is_delta(case: Case) -> bool:
+    return str(case["gate"]).startswith("delta")
+
+
 def _linear(case: Case, backend: str) -> Function:
+    if _is_delta(case):
+        return lambda q, k, v, beta, g=None: delta.delta_rule(q, k, v, beta, g=g, backend=backend)[0]
+
     def call(q, k, v, g=None):
         if case["gate"] == "decay":
             return la.chunk_retention(q, k, v, backend=backend)[0]
@@ -83,6 +100,18 @@ def _linear(case: Case, backend: str) -> Function:
 
 
 def _fla(case: Case) -> Function:
+    def corrects(q, k, v, beta, g=None):
+        if g is None:
+            from fla.ops.delta_rule import chunk_delta_rule
+
+            return chunk_delta_rule(q, k, v, beta)[0]
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+        return chunk_gated_delta_rule(q, k, v, g, beta)[0]
+
+    if _is_delta(case):
+        return corrects
+
     def call(q, k, v, g=None):
         if case["gate"] == "none":
             from fla.ops.linear_attn import chunk_linear_attn
@@ -144,12 +173,14 @@ def build_attention(case: Case, settings: Settings) -> Workload:
     steps, itemsize = batch * seqlen * heads, DTYPES[str(case["dtype"])].itemsize
     reads = 2 * key_dim + value_dim
     moved = reads + value_dim if case["pass"] == "forward" else 2 * reads + value_dim
-    gates = 4 * steps * {"step": 1, "key": key_dim}.get(str(case["gate"]), 0)
+    gates = 4 * steps * {"step": 1, "key": key_dim, "delta": 1, "delta-step": 2}.get(str(case["gate"]), 0)
     why, plain = hopper_refusal(settings, str(case["dtype"])), ""
     if case["gate"] == "key":
         why = why or ("" if case["pass"] == "forward" else "gradients of gates of every key dimension are `portable`")
         values = torch.empty(0, 0, 0, value_dim, dtype=DTYPES[str(case["dtype"])], device=settings.device)
         plain = gla_refusal(values, key_dim) or ""
+    elif _is_delta(case):
+        why = why or ("" if case["pass"] == "forward" else "gradients of the delta rule are `portable`")
     return Workload(
         implementations=[
             made("hopper", "ours", _linear(case, "hopper"), why=why),

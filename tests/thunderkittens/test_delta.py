@@ -114,7 +114,7 @@ def test_what_leaves_a_chunk_is_whole_in_the_gradient_of_gates(device):
 
 
 def test_what_a_step_adds_itself_is_rounded_once(device):
-    """Keys are nearly orthogonal, so nearly all of `fresh` is beta v: that in bfloat16, not what that makes of it again."""
+    """Keys are nearly orthogonal, so nearly all of `fresh` is beta v, which is to be rounded at the end only."""
     k = torch.eye(64, device=device)[None, :, None] + 0.002 * randn(1, 64, 1, 64, seed=1, device=device)
     k, v = k.bfloat16(), randn(1, 64, 1, 64, seed=2, dtype=torch.bfloat16, device=device)
     beta = 2 * randn(1, 64, 1, seed=3, device=device).sigmoid()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gpu_accel.errors import UnsupportedError
-from gpu_accel.thunderkittens import chunked, gla, gla_hopper
+from gpu_accel.thunderkittens import gla, gla_hopper
 from gpu_accel.thunderkittens.gla import chunk_gla, explain_gla, gated_linear_attention
 from tests import gluon_in_torch
 from tests.thunderkittens.helpers import run
@@ -140,10 +140,17 @@ def test_gates_that_forget(gate, on_a_cpu, device):
     compare(run(ours("hopper"), tensors, grads), truth_of(tensors, grads), run(ours("reference"), tensors, grads))
 
 
+def test_how_many_segments_the_walk_takes():
+    """Sequences are cut while programs, one a head and 64 columns of v, are fewer than SMs."""
+    for shape, segments in {(1, 16384, 16, 128): 4, (8, 2048, 16, 64): 1, (8, 2048, 16, 128): 1,
+                            (1, 4096, 2, 128): 8, (1, 300, 1, 64): 1}.items():  # fmt: skip
+        assert gla_hopper.segments_for(torch.empty(shape, device="meta"), 64) == segments
+
+
 @pytest.mark.parametrize("segments", [2, 3])
 def test_segments(segments, on_a_cpu, device, monkeypatch):
     """The last of three is empty."""
-    monkeypatch.setattr(chunked, "segments_for", lambda *_: segments)
+    monkeypatch.setattr(gla_hopper, "segments_for", lambda *_: segments)
     tensors, grads = make(device, dtype=torch.bfloat16, heads=1, seqlen=200)
     compare(run(ours("hopper"), tensors, grads), truth_of(tensors, grads), run(ours("reference"), tensors, grads))
     assert on_a_cpu == [segments]
