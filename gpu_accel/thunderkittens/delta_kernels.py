@@ -96,12 +96,15 @@ def _solve_kernel(
         to = (place + rows * heads)[:, None]
         tl.store(decay + to * K + cols_k[None, :], out.to(decay.dtype.element_ty),
                  mask=mask[:, None] & (cols_k < K)[None, :])  # fmt: skip
-        off = tl.where(row == col, 0.0, t.to(tl.float32)).to(t.dtype)
         for block_v in range(0, (V + BV - 1) // BV):
             cols_v = block_v * BV + tl.arange(0, BV)
             values = _load_tile(v, rows, v_t, cols_v, mask, V).to(tl.float32) * strength[:, None]
-            # the diagonal is 1: what a step adds itself is not rounded before, which the gradient of gates would show
-            fresh_v = dot(off, values.to(t.dtype), values, PRECISION)
+            rounded = values.to(t.dtype)
+            rest = None
+            if t.dtype == tl.bfloat16:
+                # T has a diagonal of 1: what a step adds itself is rounded once, which the gradient of gates shows
+                rest = values - rounded.to(tl.float32)
+            fresh_v = dot(t, rounded, rest, PRECISION)
             tl.store(fresh + to * V + cols_v[None, :], fresh_v.to(fresh.dtype.element_ty),
                      mask=mask[:, None] & (cols_v < V)[None, :])  # fmt: skip
 
