@@ -139,7 +139,7 @@ def gla_pairs_kernel(
         if level == 0:
             scores = gl.where(_apart(SCORES) == 0, found, 0.0)
         else:
-            scores += gl.where(_apart(SCORES) >> level - 1 == 1, found, 0.0)
+            scores = gl.where(_apart(SCORES) >> level - 1 == 1, found, scores)
         # q and k are read anew: registers that hold them all along would be too many
         queries = q_buf.load(OWN)
         keys = k_buf.load(OWN)
@@ -181,7 +181,7 @@ def gla_pairs_kernel(
     passed = passed * gl.where(late, 1.0, last[None, :])
     k_buf.store((k_buf.load(OWN).to(gl.float32) * passed).to(dtype))
     found = warpgroup_mma_wait(0, deps=[found])
-    scores += gl.where(_apart(SCORES) >> LEVELS - 1 == 1, found, 0.0)
+    scores = gl.where(_apart(SCORES) >> LEVELS - 1 == 1, found, scores)
     steps_t = gl.arange(0, STEPS, layout=gl.SliceLayout(1, SCORES))[:, None]
     steps_s = gl.arange(0, STEPS, layout=gl.SliceLayout(0, SCORES))[None, :]
     p_buf.store((gl.where(steps_t >= steps_s, scores, 0.0) * scale).to(dtype))
