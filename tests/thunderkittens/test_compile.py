@@ -71,7 +71,7 @@ def test_gates_of_every_key(compile_once):
     assert all(row["tma"] and row["shared"] <= 112 * 1024 for row in walks + pairs), rows
     for row in rows:
         # pairs have 128 or 168 registers, so that two or three programs share an SM: measured, see gla_hopper.py
-        most = {"_gradients_kernel": 192, "gla_pairs_kernel": 384 if row["warps"] == 8 else 96}
+        most = {"_gradients_kernel": 192, "gla_pairs_kernel": 384 if row["warps"] == 8 else 128}
         assert row["spills"] <= most.get(row["kernel"], 0), row
         assert not row["faults"] and row["shared"] <= 227 * 1024, row
         assert row["hgmma"] or row["kernel"] in others, row
