@@ -25,6 +25,7 @@ from .options import (
     PrecisionOption,
     checked_precision,
     complete_implementation,
+    default_precision,
 )
 from .progress import Progress
 from .render import label, result_tables, span
@@ -145,6 +146,8 @@ def run(
         note(f"{' and '.join(timing)} without effect: nothing is timed on a CPU", style="yellow")
     elif sustained and warm_l2:
         note("--warm-l2 without effect: --sustained never flushes the L2 cache", style="yellow")
+    if not precision:
+        _note_precision(one, experiments or [], settings.precision)
     if dry_run:
         return _dry_run(one, experiments, settings, host, asked=input_, json_=json_, file=output_)
     file = record_file(
@@ -195,6 +198,15 @@ def _note_input(paper: Paper, made: Plan, asked: str) -> None:
     for name, inputs in taken.items():
         if asked and (asked not in inputs or asked == paper.inputs[0] and len(inputs) > 1):
             note(f"--input {asked} without effect: {name} takes {', '.join(inputs)}", style="yellow")
+
+
+def _note_precision(paper: Paper, named: Sequence[str], taken: str) -> None:
+    """Say which experiments take the only precision that all of those named have, and not their own default."""
+    for name in [name for name in named if name in paper.experiments]:
+        alone = default_precision(paper, [name])
+        if alone != taken and taken in paper.experiments[name].precisions:
+            why = "which all experiments named here have; by itself it takes"
+            note(f"{name} in {taken}, {why} {alone}", style="yellow")
 
 
 def _note_shapes(made: Plan, shapes: Sequence[Mapping[str, Any]]) -> None:

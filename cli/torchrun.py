@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from . import codes
 
 EXITS = "GPU_ACCEL_EXITS"  # the folder for exit codes
 _PATIENCE = 30.0  # seconds; torchrun itself kills what is left after as many
+_SPEAKING = 5.0  # seconds that a helper whose run failed leaves the first process to say so
 
 
 def helper() -> bool:
@@ -68,8 +70,13 @@ def one_process() -> None:
         main()
     except SystemExit as stop:
         if isinstance(stop.code, int) and stop.code and EXITS in os.environ:
+            folder = Path(os.environ[EXITS])
             with suppress(FileNotFoundError):  # who started this is gone, and its folder too
-                Path(os.environ[EXITS], os.environ.get("RANK", "0")).write_text(str(stop.code))
+                (folder / os.environ.get("RANK", "0")).write_text(str(stop.code))
+            if helper():  # when one has ended torchrun ends the others: the first is to say what is wrong before
+                end = time.monotonic() + _SPEAKING
+                while folder.exists() and not (folder / "0").exists() and time.monotonic() < end:
+                    time.sleep(0.05)
         raise
 
 

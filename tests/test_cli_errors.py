@@ -219,6 +219,14 @@ def test_sizes_that_an_experiment_does_not_know_are_named() -> None:
     assert "without effect" not in invoke("run", "fa3", "forward", "--device", "cpu", "--dry-run", *shape).stderr
 
 
+def test_a_precision_that_one_experiment_forces_on_another_is_told() -> None:
+    run = ["run", "fa3", "decode", "fp8-error", "--shape", "1x16x1x32", "--device", "cpu", "--dry-run"]
+    told = "decode in fp8, which all experiments named here have; by itself it takes bf16"
+    assert told in invoke(*run).stderr
+    for asked in ([*run, "--precision", "fp8"], [one for one in run if one != "fp8-error"]):
+        assert "by itself" not in invoke(*asked).stderr
+
+
 def test_a_precision_among_experiments_is_named_as_one() -> None:
     result = invoke("run", "fa3", "fp8", "quantize", "--device", "cpu", "--dry-run")
     assert result.exit_code == 2 and "fp8 is a precision" in result.stderr

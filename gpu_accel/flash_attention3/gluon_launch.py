@@ -8,6 +8,7 @@ constants, so the caller can name it by a key, and tensor maps of a shape alread
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,19 +56,29 @@ def tensor_map(x: Tensor, rows: int, cols: int):
 
     The map is over (batch, heads, seqlen, dim).
     """
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+    return known_map((x.shape, x.stride(), x.dtype, rows, cols), x, lambda kind: _new_map(kind, x, rows, cols))
 
-    key = (x.shape, x.stride(), x.dtype, rows, cols)
+
+def known_map(key: tuple, base: Tensor, make: Callable[[Any], Any]) -> Any:
+    """A descriptor over `base`, by make(its class) the first time and after that as it was made for the same key."""
     fields = _maps.get(key)
+    kind = _descriptor_class()
     if fields is None:
         if len(_maps) >= _MOST_SHAPES:
             _maps.clear()
-        fields = vars(_new_map(TensorDescriptor, x, rows, cols)).copy()
+        fields = vars(make(kind)).copy()
         _maps[key] = {**fields, "base": None}  # holds no memory alive
-    made = object.__new__(TensorDescriptor)
+    made = object.__new__(kind)
     made.__dict__.update(fields)
-    made.base = x
+    made.base = base
     return made
+
+
+@functools.cache
+def _descriptor_class() -> Any:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    return TensorDescriptor
 
 
 def _new_map(kind: Any, x: Tensor, rows: int, cols: int):

@@ -10,6 +10,7 @@ shapes only, so calls can be captured into CUDA graphs and replayed while length
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -213,9 +214,14 @@ def explain_kvcache(
 ) -> KVExplanation:
     """Which kernel, tile and splits `flash_attn_with_kvcache` takes for these arguments. Runs nothing, reads no values.
 
-    `options` are those of :func:`make_call`; raises what the call itself would raise.
+    `options` are those of the call that decide it (:func:`make_call`); raises what the call itself would raise, and
+    TypeError for any other name.
     """
     check_name(backend)
+    if "block_table" in options and "page_table" not in options:
+        options["page_table"] = options.pop("block_table")
+    if unknown := [name for name in options if name not in inspect.signature(make_call).parameters]:
+        raise TypeError(f"explain_kvcache() got an unexpected keyword argument {unknown[0]!r}")
     call = make_call(q, k_cache, v_cache, k, v, **options)
     name = choose(call, backend)
     why = {

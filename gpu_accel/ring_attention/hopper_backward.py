@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from gpu_accel.flash_attention3.gluon_launch import (
     QuickLaunch,
     addressable,
     heads_per_group,
+    known_map,
     multiprocessors,
     refusal,
     tensor_map,
@@ -82,19 +84,28 @@ def _kernel(apart: bool = False) -> QuickLaunch:
     return QuickLaunch(ring_backward_kernel)
 
 
-@functools.lru_cache(64)
-def _descriptors() -> tuple:
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+def _fragments(x: Tensor):
+    """Of sums in float32, 4096 numbers each, as 16 rows of 256."""
 
-    def fragments(x: Tensor):
-        shape, layout = [x.numel() // 256, 256], gl.NVMMASharedLayout(0, 32, 2)
-        return TensorDescriptor(x.view(-1), shape, [256, 1], [16, 256], layout)
+    def new(kind: Any) -> Any:
+        from triton.experimental.gluon import language as gl
 
-    def rows(x: Tensor, length: int):
-        return TensorDescriptor(x.view(-1), [x.numel()], [1], [length], gl.NVMMASharedLayout(0, 32, 1))
+        return kind(x, [x.numel() // 256, 256], [256, 1], [16, 256], gl.NVMMASharedLayout(0, 32, 2))
 
-    return fragments, rows
+    x = x.view(-1)
+    return known_map(("fragments", x.numel()), x, new)
+
+
+def _rows(x: Tensor, length: int):
+    """Of statistics in float32, `length` numbers each."""
+
+    def new(kind: Any) -> Any:
+        from triton.experimental.gluon import language as gl
+
+        return kind(x, [x.numel()], [1], [length], gl.NVMMASharedLayout(0, 32, 1))
+
+    x = x.view(-1)
+    return known_map(("rows", x.numel(), length), x, new)
 
 
 def sum_size(k: Tensor) -> int:
@@ -154,7 +165,6 @@ class Gradients:
         scale, cap_in = self.softmax_scale * _LOG2_E, 0.0
         if self.softcap > 0:
             scale, cap_in = self.softcap * _LOG2_E, self.softmax_scale / self.softcap
-        fragments, stat_rows = _descriptors()
         counter, turns = tile_counter(q.device), None
         share = {}
         if self.turns is not None:
@@ -165,10 +175,10 @@ class Gradients:
             tensor_map(do, m, d),
             tensor_map(k, SIDE, d),
             tensor_map(v, SIDE, d),
-            stat_rows(stat, m),
-            fragments(dq_sum),
-            fragments(dk),
-            fragments(dv),
+            _rows(stat, m),
+            _fragments(dq_sum),
+            _fragments(dk),
+            _fragments(dv),
             counter,
             seqlen_q,
             seqlen_k,

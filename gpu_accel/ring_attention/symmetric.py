@@ -58,18 +58,19 @@ _EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
 
 
 @functools.cache
-def _driver() -> ctypes.CDLL:
+def _driver(name: str) -> Any:
+    """A function of the CUDA driver on a stream, an address, a value and flags."""
     try:
-        return ctypes.CDLL("libcuda.so.1")
+        function = getattr(ctypes.CDLL("libcuda.so.1"), name)
     except OSError as error:
         raise HardwareError(f"the CUDA driver cannot be loaded: {error}") from error
+    function.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
+    return function
 
 
 def _memory_operation(name: str, stream: torch.cuda.Stream, address: int, value: int, flags: int) -> None:
     """cuStreamWriteValue32 or cuStreamWaitValue32."""
-    code = getattr(_driver(), name)(
-        ctypes.c_void_p(stream.cuda_stream), ctypes.c_uint64(address), ctypes.c_uint32(value), ctypes.c_uint(flags)
-    )
+    code = _driver(name)(stream.cuda_stream, address, value, flags)
     if code != 0:
         raise CommunicationError(f"{name} failed with CUDA error {code}")
 

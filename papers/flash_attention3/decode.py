@@ -279,7 +279,7 @@ def _rivals(case: Case, settings: Settings) -> list[Contender]:
     if case["page"]:
         why = "torch's attention takes no page table"
     elif case["dtype"] == "e4m3":
-        why = "torch's attention takes no FP8 cache on this GPU"
+        why = "torch's attention takes no FP8 cache"
     found = []
     for one in contenders({**case, "pass": "forward"}, settings):
         if one.name not in PEERS:

@@ -11,13 +11,16 @@ time or the efficiency. The check is the relative error of the prediction. Sourc
               before it had records, so they test the model and settle no claim
     plots     other lines of the plots of `magi`: all-gather, Ulysses and USP forward on 8 to 64 GPUs in machines of 8,
               the ring's backward, and the backward of the other two on one machine, against `gpu-accel ring plan`
-    meta      arXiv 2411.01783, table 5: three hops between machines, 400 Gb/s a GPU; ib400 in costs.py is a fit to them
+    meta      arXiv 2411.01783, table 5: three hops and two all-to-alls between machines, 400 Gb/s a GPU, which gave
+              ib400 in costs.py its numbers, and attention of two steps, which gave none
+    helper    arXiv 2310.03294: how many times one GPU's speed the forward of eight A100s reaches on long sequences,
+              with blocks in a row and with helpers
     records   the times of `scaling`, `schedules` and `overlap` in results/: what `gpu-accel ring plan` says of that
               very case, with the constants of costs.py and nothing of the case itself
 
 All but the last three test the formula of a ring (steps, merge passes, hops) with the rate of the kernel alone given;
-those test the planner as it is used (of `meta` its hops alone). Its interval is tested too: `inside` is 1 where the
-measured time lies in it.
+those test the planner as it is used (of `meta` link and kernel alone). Its interval is tested too: `inside` is 1 where
+the measured time lies in it.
 None of its constants was chosen by `plots`. What the planner is not asked of them is the backward of all-gather and
 Ulysses across machines: gradients travel in float32 here and in 16 bits there, and it says 1.3 to 1.5 times too long.
 
@@ -41,7 +44,7 @@ WIDE = 0.3  # of the planner, which is not told the rate of the kernel that day
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """One published number: a KV ring, causal forward, against one kernel alone. A striped ring works as a zigzag."""
+    """One published number: a causal ring against one kernel alone. A striped ring works as a zigzag one."""
 
     dataset: str
     gpus: int
@@ -51,6 +54,7 @@ class Reading:
     step_ms: float  # attention of one step alone
     measured_ms: float
     layout: str = "zigzag"
+    schedule: str = "kv_ring"
     hop_gbs: float = 0.0  # of hops that do not hide; 0: they hide
     head_dim: int = 128
     both: bool = False  # forward and backward: float32 sums of gradients too
@@ -64,6 +68,8 @@ class Reading:
             self.layout == "contiguous"
         ):  # the last rank computes N - 1/2 full blocks, where a zigzag step is half of one
             steps = (2 * self.gpus - 1) * self.step_ms
+        if self.schedule == "helper":  # the rank's own half block, and full ones of its own or of a rank with more
+            steps = (2 * -(-hops // 2) + 1) * self.step_ms
         elements = self.block * self.heads * self.head_dim
         passes = costs.MERGE_PASSES.value * (2 if self.both else 1)  # as in `ring plan`
         merge = passes * 7.5 * elements / self.memory * 1e3
@@ -94,6 +100,7 @@ _SKUS = {
     "a100": "A100",
     "both-a100": "A100",
     "magi": "H100",
+    "helper": "A100",
     "peers": "H100 SXM",
 }
 _PEERS = {"dataset": "peers", "gpus": 4, "heads": 32}
@@ -106,6 +113,15 @@ def _readme(dataset: str, alone: float, *, memory: float = costs.MEMORY.value, *
     return [Reading(**shared, layout=layout, measured_ms=_rate(rate)) for layout, rate in layouts.items()]
 
 
+def _speedup(schedule: str, times: float) -> Reading:
+    """32k tokens a GPU, the longest; one GPU's rate is that of the README's A100s, and it computes all N steps of N."""
+    step = _rate(373.4) * (32768 / 8192) ** 2
+    return Reading(
+        dataset="helper", gpus=8, block=32768, heads=32, kv_heads=32, layout="contiguous", schedule=schedule,
+        step_ms=step, memory=_A100, measured_ms=64 * step / times,
+    )  # fmt: skip
+
+
 READINGS = (
     *_readme("readme", 591.5, zigzag=63.0, contiguous=38.5, striped=55.0),
     *_readme("a100", 373.4, memory=_A100, zigzag=38.2, contiguous=24.0, striped=32.5),
@@ -113,6 +129,8 @@ READINGS = (
     *_readme("both-a100", 94.7, memory=_A100, zigzag=10.6, contiguous=6.2, striped=9.75),
     *_readme("varlen", 852.4, zigzag=74.8, contiguous=52.4),
     *(_magi(gpus, rate) for gpus, rate in ((8, 421), (16, 454), (32, 451), (64, 446))),
+    _speedup("kv_ring", 4.5),
+    _speedup("helper", 7.5),
     Reading(**_PEERS, block=8192, kv_heads=32, step_ms=3.39 / 4, measured_ms=6.57, hop_gbs=140),
     Reading(**_PEERS, block=16384, kv_heads=32, step_ms=13.1 / 4, measured_ms=17.7, hop_gbs=150),
     Reading(**_PEERS, block=32768, kv_heads=32, step_ms=54.6 / 4, measured_ms=65.2, hop_gbs=235),
@@ -177,26 +195,51 @@ def plotted() -> tuple[Planned, ...]:
     return tuple(found)
 
 
-# What travels, tokens, bytes and us: queries of 3,200 and 12,800 new tokens, keys and values of 128,000, on four
-# machines whose eight GPUs share 128 heads and 8 of keys.
-HOPS = (("q_ring", 3_200, 3_280_000, 166), ("q_ring", 12_800, 13_100_000, 544), ("kv_ring", 128_000, 16_400_000, 629))
+# arXiv 2411.01783, table 5. Four machines, whose eight GPUs share 128 heads and 8 of keys, answer 3,200 or 12,800 new
+# tokens over 128,000 in all: us of a hop of keys, and for each number of tokens of a hop of queries, of the all-to-all
+# that brings results home, and of attention of one step.
+CONTEXT, KEYS_HOP = 128_000, 629
+TABLE_5 = {
+    3_200: {"q_ring-hop": 166, "home": 424, "step": 414},
+    12_800: {"q_ring-hop": 544, "home": 1023, "step": 1608},
+}
+
+
+def between_machines(tokens: int, what: str, end: str = "value") -> float:
+    """Seconds of one row of TABLE_5 by ib400 and ATTENTION, at one end of them; "kv_ring-hop": of keys and values."""
+    link, machines, heads, dim = costs.LINKS["ib400"], 4, 16, 128
+    queries = tokens // machines * heads * dim * 2
+    if what == "home":
+        return link.latency.at(end) + (machines - 1) * queries / link.collective.at(end)
+    if what == "step":
+        rows, half = tokens / machines, costs.SMALL_BLOCK.at(end)
+        flops = 4.0 * tokens * (CONTEXT - tokens / 2) / machines**2 * heads * dim
+        return costs.STEP.at(end) + flops / (costs.ATTENTION.at(end) * rows / (rows + half))
+    size = queries if what == "q_ring-hop" else 2 * CONTEXT // machines * dim * 2
+    return link.latency.at(end) + size / link.hop.at(end)
+
+
+def passes(tokens: int) -> tuple[float, float]:
+    """Seconds that keys, and that queries going round keep the GPUs of TABLE_5 waiting."""
+    step = between_machines(tokens, "step")
+    hops = [3 * max(0.0, between_machines(tokens, f"{name}-hop") - step) for name in ("kv_ring", "q_ring")]
+    return hops[0], hops[1] + between_machines(tokens, "home")
 
 
 @functools.cache
 def transfers() -> tuple[Planned, ...]:
-    """The hops of dataset `meta`: latency and rate of ib400."""
-    link, found = costs.LINKS["ib400"], []
-    for schedule, tokens, size, measured in HOPS:
+    """The rows of dataset `meta`: latency and rates of ib400, and the kernel's."""
+    found = []
+    rows = [(CONTEXT, "kv_ring-hop", KEYS_HOP)]
+    rows += [(tokens, what, us) for tokens, times in TABLE_5.items() for what, us in times.items()]
+    for tokens, what, us in rows:
         case = {
-            "dataset": "meta", "sku": "H100", "schedule": f"{schedule}-hop", "layout": "zigzag", "pass": "forward",
-            "gpus": 4, "seqlen": tokens, "heads": 16, "heads_kv": 1, "head_dim": 128, "causal": True,
+            "dataset": "meta", "sku": "H100", "schedule": what if what.endswith("hop") else f"q_ring-{what}",
+            "layout": "zigzag", "pass": "forward", "gpus": 4, "seqlen": tokens, "heads": 16, "heads_kv": 1,
+            "head_dim": 128, "causal": True,
         }  # fmt: skip
-        value, worst, best = (
-            1e3 * (link.latency.at(end) + size / link.hop.at(end)) for end in ("value", "worst", "best")
-        )
-        found.append(
-            Planned(case=tuple(case.items()), measured_ms=measured / 1e3, predicted_ms=(value, worst, best))
-        )  # fmt: skip
+        value, worst, best = (1e3 * between_machines(tokens, what, end) for end in ("value", "worst", "best"))
+        found.append(Planned(case=tuple(case.items()), measured_ms=us / 1e3, predicted_ms=(value, worst, best)))
     return tuple(found)
 
 
@@ -244,7 +287,7 @@ def list_cases(settings: Settings) -> list[Case]:
 def _published(chosen: tuple[Reading, ...], settings: Settings) -> list[Case]:
     return [
         {
-            "dataset": r.dataset, "sku": _SKUS[r.dataset], "schedule": "kv_ring", "layout": r.layout,
+            "dataset": r.dataset, "sku": _SKUS[r.dataset], "schedule": r.schedule, "layout": r.layout,
             "pass": "both" if r.both else "forward", "gpus": r.gpus,
             "seqlen": r.gpus * r.block, "heads": r.heads,
             "heads_kv": r.kv_heads, "head_dim": r.head_dim, "causal": True, "input": settings.input,
@@ -258,8 +301,8 @@ def _reading(case: Case) -> Reading:
     return next(
         r
         for r in READINGS
-        if (r.dataset, r.layout, r.gpus, r.gpus * r.block, r.kv_heads)
-        == (case["dataset"], case["layout"], case["gpus"], case["seqlen"], case["heads_kv"])
+        if (r.dataset, r.schedule, r.layout, r.gpus, r.gpus * r.block, r.kv_heads)
+        == tuple(case[name] for name in ("dataset", "schedule", "layout", "gpus", "seqlen", "heads_kv"))
     )
 
 

@@ -231,6 +231,11 @@ def test_what_would_run():
     assert "compute capability 9.0" in said.refused["hopper"]
     with pytest.raises(HardwareError, match="take 'portable' or 'auto'"):
         explain_kvcache(**make(poison=False), backend="hopper")
+    a = make(page=16, poison=False)
+    by_name = {("block_table" if name == "page_table" else name): x for name, x in a.items()}
+    assert str(explain_kvcache(**by_name)) == str(explain_kvcache(**a))
+    with pytest.raises(TypeError, match="explain_kvcache.. got an unexpected keyword argument 'colour'"):
+        explain_kvcache(**a, colour=1)
 
 
 LLAMA = dict(batch=1, heads=32, heads_kv=8, dim=128, poison=False)

@@ -47,7 +47,9 @@ def test_a_schedule_that_errs_more_fails_its_check(monkeypatch):
     assert not error._Judge(case, "cpu").check("kv_ring", 0).ok
 
 
-@pytest.mark.parametrize("reading", predict.READINGS, ids=lambda r: f"{r.dataset}-{r.layout}-N{r.gpus}-kv{r.kv_heads}")
+@pytest.mark.parametrize(
+    "reading", predict.READINGS, ids=lambda r: f"{r.dataset}-{r.schedule}-{r.layout}-N{r.gpus}-kv{r.kv_heads}"
+)
 def test_the_model_is_near_every_reading(reading):
     assert abs(reading.predicted_ms() / reading.measured_ms - 1) < predict.BOUND
 
@@ -60,15 +62,29 @@ def test_every_reading_is_a_case_of_its_own():
     assert len(cases) == len(predict.READINGS) + len(planned)
 
 
-def test_hops_between_machines_are_those_of_the_fit():
-    """Two constants, three readings: none of them is further off than 4.3 %."""
-    found = predict.transfers()
-    assert max(abs(p.predicted_ms[0] / p.measured_ms - 1) for p in found) < 0.043 and all(p.inside for p in found)
+def test_what_travels_between_machines_is_that_of_the_fit():
+    """Two constants, three hops: none of them is further off than 4.3 %. One more, two all-to-alls: within 19 %."""
+    found = {}
+    for one in predict.transfers():
+        kind = str(dict(one.case)["schedule"]).split("-")[1]
+        found.setdefault(kind, []).append(abs(one.predicted_ms[0] / one.measured_ms - 1))
+        assert one.inside, one
+    assert {kind: len(misses) for kind, misses in found.items()} == {"hop": 3, "home": 2, "step": 2}
+    assert max(found["hop"]) < 0.043 and max(found["home"]) < 0.19
+    assert max(found["step"]) < predict.WIDE  # no constant knows them
+
+
+def test_keys_or_queries_travel_as_table_4_of_arxiv_2411_01783_found():
+    """Queries are faster at 2.5 % of 128,000 tokens (1046 ms against 1110 for the first token), keys at 10 % (2081
+    against 2205) and at 100 % (11462 against 12361). At 5 % they are equal there; here keys win from 3.5 % on."""
+    faster = {share: min((0, 1), key=predict.passes(round(share * predict.CONTEXT)).__getitem__)
+              for share in (0.025, 0.034, 0.035, 0.1, 1.0)}  # fmt: skip
+    assert faster == {0.025: 1, 0.034: 1, 0.035: 0, 0.1: 0, 1.0: 0}
 
 
 def test_the_planner_forecasts_what_none_of_its_constants_was_chosen_by():
     found = predict.plotted()
-    assert len(found) == 17 and max(abs(p.predicted_ms[0] / p.measured_ms - 1) for p in found) < 0.18
+    assert len(found) == 17 and max(abs(p.predicted_ms[0] / p.measured_ms - 1) for p in found) < 0.14
 
 
 def test_the_planner_is_near_every_time_on_record():

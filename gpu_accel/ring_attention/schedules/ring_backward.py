@@ -106,7 +106,7 @@ def backward_on(
     )
     first, last = halves(ring.pieces(0, 0, call.mask), 128 if hops else 0)
     in_lanes = hops and lanes.fit(transport, call) and len(q) == 1 and not call.deterministic
-    both = lanes.Lanes(q.device) if in_lanes and lanes.useful(q, k) else None
+    both = lanes.Lanes(q.device) if in_lanes and lanes.useful(q, k, backward=True) else None
 
     def add(found: tuple[Piece, ...], keys: Tensor, values: Tensor, into: Tensor) -> None:
         if both is None:
