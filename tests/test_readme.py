@@ -40,8 +40,10 @@ def commands(program: str, text: str = README) -> list[list[str]]:
 
 
 def run(code: str, folder: Path) -> None:
+    script = folder / "example.py"  # a file, as Triton reads the source of its functions
+    script.write_text(code, encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, str(script)],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,

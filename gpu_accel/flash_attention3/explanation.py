@@ -24,6 +24,7 @@ from gpu_accel.flash_attention3.problem import (
     check_tensors,
     effective_window,
     normalise_window,
+    values_readable,
 )
 
 
@@ -73,13 +74,21 @@ def explain(
     block_mask: Any = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | Tensor | None = None,
+    max_seqlen_k: int | Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
     deterministic: bool = False,
     batch_invariant: bool = False,
+    return_lse: bool = False,
+    return_attn_probs: bool = False,
     return_max_logits: bool = False,
     backend: str = "auto",
+    validate: bool | None = None,
 ) -> Explanation:
     """Which backend, kernel, tiles and memory path a call with these arguments takes, and why the others were refused.
 
+    Takes what `flash_attn_func` takes, and with `cu_seqlens_q` and `cu_seqlens_k` what `flash_attn_varlen_func` takes.
     Runs nothing; raises what the call itself would raise.
     """
     q, k, v = autocasted(q, k, v)
@@ -88,8 +97,19 @@ def explain(
         given, missing = ("cu_seqlens_q", "cu_seqlens_k") if varlen else ("cu_seqlens_k", "cu_seqlens_q")
         raise InvalidInputError(f"{given} was given without {missing}: packed sequences need both")
     check_tensors(q, k, v, varlen=varlen)
+    packed_only = {
+        "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "seqused_q": seqused_q, "seqused_k": seqused_k,
+        "validate": validate,
+    }  # fmt: skip
     if varlen:
-        check_packed(q, k, cu_seqlens_q, cu_seqlens_k, None, None, None, None, values=False)
+        values = values_readable(q) if validate is None else check_flag("validate", validate)
+        check_packed(
+            q, k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k, values=values
+        )
+    elif given := [name for name, x in packed_only.items() if x is not None]:
+        raise InvalidInputError(f"{given[0]} is for packed sequences: give cu_seqlens_q and cu_seqlens_k too")
+    check_flag("return_lse", return_lse)
+    check_flag("return_attn_probs", return_attn_probs)
     _, softcap = check_scalars(q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale, softcap)
     deterministic = check_flag("deterministic", deterministic)
     check_name(backend)

@@ -174,12 +174,23 @@ _APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
 
 
 def silu_mul(gate: Tensor, up: Tensor, *, backend: str = "auto") -> Tensor:
-    """silu(gate) * up, elementwise: SwiGLU between its products."""
+    """silu(gate) * up, elementwise: SwiGLU between its products (Shazeer, arXiv:2002.05202). Differentiable.
+
+    Args:
+        gate, up: any one shape and dtype, float32, bfloat16 or float16 (reference also float64); computed in float32.
+        backend: "portable" (plain Triton), "reference" (plain torch), or "auto": portable on a GPU.
+
+    Raises:
+        InvalidInputError: shapes, dtypes or devices that differ. UnsupportedError: the backend cannot run here.
+    """
     return _gated(gate, up, "silu", backend)
 
 
 def gelu_mul(gate: Tensor, up: Tensor, *, approximate: str = "tanh", backend: str = "auto") -> Tensor:
-    """gelu(gate) * up, elementwise: GEGLU between its products. approximate: "tanh" or "none" (erf)."""
+    """gelu(gate) * up, elementwise: GEGLU between its products. approximate: "tanh" or "none" (erf).
+
+    Arguments and errors otherwise as in `silu_mul`.
+    """
     if approximate not in ("tanh", "none"):
         raise InvalidInputError(f"approximate is {approximate!r}; choose 'tanh' or 'none'")
     return _gated(gate, up, "gelu_tanh" if approximate == "tanh" else "gelu", backend)

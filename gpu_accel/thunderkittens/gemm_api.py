@@ -174,7 +174,7 @@ def _choose(a: Tensor, b: Tensor, backend: str) -> tuple[str, list[str]]:
     elif not a.is_cuda and not INTERPRET:
         why = "needs a GPU, or TRITON_INTERPRET=1"
     elif backend == "auto" and not a.is_cuda:
-        why = "only interpreted on a CPU"
+        why = "only interpreted on a CPU: ask for it by name"
     elif backend == "auto" and a.dtype not in _CHECKED["portable"]:
         why = f"{a.dtype} is not yet checked on a GPU: ask for it by name"
     if why is None:

@@ -171,14 +171,19 @@ def run(name: str, a: Tensor, b: Tensor) -> Tensor:
         )
     if a.dtype not in (torch.bfloat16, torch.float16):
         raise InvalidInputError(f"the ladder takes bfloat16 and float16, got {a.dtype}")
-    if not a.is_cuda and not (INTERPRET and _BY_NAME[name].interpreted):
-        raise UnsupportedError(f"level {name!r} needs a GPU{'' if INTERPRET else ', or TRITON_INTERPRET=1'}")
+    interpreted = _BY_NAME[name].interpreted
+    if not a.is_cuda and not (INTERPRET and interpreted):
+        needs = "a GPU, or TRITON_INTERPRET=1" if interpreted else "a Hopper GPU"
+        raise UnsupportedError(f"level {name!r} needs {needs}")
     with _device(a):
         return _BY_NAME[name].run(a, b)
 
 
 def warp_specialized_gemm(a: Tensor, b: Tensor) -> Tensor:
-    """The last level: `tk.gemm(a, b, backend="hopper")`."""
+    """a (M, K) b (K, N), bfloat16 or float16, by the last level of the ladder: `tk.gemm(a, b, backend="hopper")`.
+
+    Raises UnsupportedError without a GPU of compute capability 9.0, InvalidInputError for other shapes and dtypes.
+    """
     return run("specialised", a, b)
 
 

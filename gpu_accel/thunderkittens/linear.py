@@ -252,9 +252,10 @@ def chunk_linear_attn(
     output_final_state: bool = False, normalize: bool = True, cu_seqlens: Tensor | None = None, *,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Linear attention without gates. normalize divides by the sum of weights, q_t' (k_1 + ... + k_t).
+    """Linear attention without gates; returns (o, final state or None). Arguments as in `linear_attention`.
 
-    Raises UnsupportedError for normalize with an initial state: what its keys sum to is not in it.
+    normalize divides by the sum of weights, q_t' (k_1 + ... + k_t). Raises UnsupportedError for normalize with an
+    initial state: what its keys sum to is not in it.
     """
     normalize, output_final_state = _flags(normalize=normalize, output_final_state=output_final_state)
     if normalize and initial_state is not None:
@@ -276,9 +277,10 @@ def chunk_simple_gla(
     scale: float | None = None, initial_state: Tensor | None = None, output_final_state: bool = False,
     cu_seqlens: Tensor | None = None, *, backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Gated linear attention with one gate a step and head.
+    """Linear attention with one gate a step and head; returns (o, final state or None).
 
-    g: log gates (batch, seqlen, heads); g_gamma: log decays (heads,), the same at every step. Both: their sum.
+    Arguments as in `linear_attention`. g: log gates (batch, seqlen, heads); g_gamma: log decays (heads,), the same at
+    every step. Both: their sum.
     """
     (output_final_state,) = _flags(output_final_state=output_final_state)
     if g_gamma is not None:
@@ -318,7 +320,10 @@ def chunk_retention(
     q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
     output_final_state: bool = False, cu_seqlens: Tensor | None = None, *, backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Retention: every head decays by a constant of its own, `retention_decay`."""
+    """Retention (Sun et al., arXiv:2307.08621): every head decays by a constant of its own, `retention_decay`.
+
+    Returns (o, final state or None). Arguments as in `linear_attention`.
+    """
     _validate(q, k, v, None, None, initial_state, cu_seqlens, chunked.CHUNK)
     return chunk_simple_gla(
         q, k, v, None, retention_decay(v.shape[2], v.device), scale, initial_state, output_final_state, cu_seqlens,

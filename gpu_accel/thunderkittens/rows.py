@@ -263,7 +263,10 @@ def _need(condition: bool, message: str) -> None:
 
 
 def softmax(x: Tensor, *, backend: str = "auto") -> Tensor:
-    """softmax over the last dimension of x (..., width) float32, bfloat16 or float16; backend as in `rms_norm`."""
+    """softmax over the last dimension of x (..., width) float32, bfloat16 or float16, differentiable.
+
+    Sums are float32, the result has the shape and dtype of x. backend and errors as in `rms_norm`.
+    """
     check_tensors({"x": x})
     _need(x.dim() >= 1, "x must be (..., width), got a tensor of no dimensions")
     if backend != "hopper" and choose(x, backend, others=("hopper",)) == "reference":
@@ -328,7 +331,8 @@ def rms_norm(
     Args:
         x: (..., width) float32, bfloat16 or float16. weight: (width,). residual: the shape of x, of any float dtype;
             h has the wider of both dtypes, and is what is normalised, after rounding.
-        dropout_p, seed: dropout of x by Philox with counter (column, row); the same seed drops the same elements.
+        dropout_p, seed: dropout of x by Philox with counter (column, row); the same seed drops the same elements, so
+            dropout needs another one in every step.
         prenorm: return (y, h).
         backend: "hopper" keeps a row in shared memory (16 bits, widths that are multiples of 64 up to 81920, without
             residual and dropout; compute capability 9.0), "portable", "reference"; "auto": what was seen right on a
@@ -344,5 +348,8 @@ def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, residual: Tensor | None = None,
     eps: float = 1e-5, dropout_p: float = 0.0, seed: int | None = None, prenorm: bool = False, backend: str = "auto",
 ):  # fmt: skip
-    """h = dropout(x) + residual, y = (h - mean) / sqrt(var + eps) * weight + bias; arguments as in `rms_norm`."""
+    """h = dropout(x) + residual, y = (h - mean) / sqrt(var + eps) * weight + bias.
+
+    bias: (width,). Other arguments, what is returned and errors as in `rms_norm`.
+    """
     return _norm(x, weight, bias, residual, eps, dropout_p, seed, prenorm, backend, center=True)

@@ -83,7 +83,12 @@ def pipeline(
     START: gl.constexpr, COMPUTE: gl.constexpr, FINISH: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr = 240,
     PRODUCER_REGISTERS: gl.constexpr = 24,
 ):  # fmt: skip
-    """All tiles (tiles_m, tiles_n), each of one slice or more (`steps`). arguments: a tuple that the functions know."""
+    """All tiles (tiles_m, tiles_n), each of one slice or more (`steps`). arguments: a tuple that the functions know.
+
+    bufs: the ring's stages in shared memory, a tuple that the functions know too. LOAD, START, COMPUTE, FINISH: the
+    functions of the head of this file. STAGES: slices in the ring; GROUP: rows of tiles that are walked together.
+    CONSUMER_REGISTERS, PRODUCER_REGISTERS: of a thread, multiples of 8. Call it with 4 warps; it adds 5 of its own.
+    """
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):

@@ -64,6 +64,7 @@ def tma_async_load(descriptor, row, col):
 
 @triton.jit
 def tma_store_async(descriptor, row, col, value):
+    """A tile by TMA to a host tensor descriptor, in its dtype; what lies outside is not written."""
     descriptor.store([row, col], value.to(descriptor.dtype))
 
 
@@ -109,31 +110,37 @@ def mma_AtBt(a, b, acc, PRECISION: tl.constexpr = _TF32):
 
 @triton.jit
 def row_sum(x):
+    """Sum of each row of a tile (R, C): a col_vec (R,)."""
     return tl.sum(x, 1)
 
 
 @triton.jit
 def row_max(x):
+    """Largest number of each row of a tile (R, C): a col_vec (R,)."""
     return tl.max(x, 1)
 
 
 @triton.jit
 def row_min(x):
+    """Smallest number of each row of a tile (R, C): a col_vec (R,)."""
     return tl.min(x, 1)
 
 
 @triton.jit
 def col_sum(x):
+    """Sum of each column of a tile (R, C): a row_vec (C,)."""
     return tl.sum(x, 0)
 
 
 @triton.jit
 def col_max(x):
+    """Largest number of each column of a tile (R, C): a row_vec (C,)."""
     return tl.max(x, 0)
 
 
 @triton.jit
 def col_min(x):
+    """Smallest number of each column of a tile (R, C): a row_vec (C,)."""
     return tl.min(x, 0)
 
 
@@ -151,31 +158,37 @@ def broadcast_col(vec, COLS: tl.constexpr):
 
 @triton.jit
 def add_row(x, vec):
+    """A row_vec (C,) added to every row of a tile (R, C)."""
     return x + vec[None, :]
 
 
 @triton.jit
 def mul_row(x, vec):
+    """Every row of a tile (R, C) times a row_vec (C,)."""
     return x * vec[None, :]
 
 
 @triton.jit
 def add_col(x, vec):
+    """A col_vec (R,) added to every column of a tile (R, C)."""
     return x + vec[:, None]
 
 
 @triton.jit
 def sub_col(x, vec):
+    """Every column of a tile (R, C) less a col_vec (R,)."""
     return x - vec[:, None]
 
 
 @triton.jit
 def mul_col(x, vec):
+    """Every column of a tile (R, C) times a col_vec (R,)."""
     return x * vec[:, None]
 
 
 @triton.jit
 def div_col(x, vec):
+    """Every column of a tile (R, C) divided by a col_vec (R,)."""
     return x / vec[:, None]
 
 
@@ -188,14 +201,15 @@ def cumsum(x, AXIS: tl.constexpr, REVERSE: tl.constexpr = False):
 @triton.jit
 def warp_reduce_sum(x):
     """The sum of a vector, in every lane of it."""
-    return x * 0.0 + tl.sum(x, 0)
+    return tl.zeros_like(x) + tl.sum(x, 0)
 
 
 @triton.jit
 def warp_broadcast(x, lane):
     """Entry `lane` of a vector, in every lane of it."""
     lanes = tl.arange(0, x.shape[0])
-    return x * 0.0 + tl.sum(tl.where(lanes == lane, x, 0.0), 0)
+    none = tl.zeros_like(x)
+    return none + tl.sum(tl.where(lanes == lane, x, none), 0)
 
 
 @triton.jit
@@ -217,6 +231,7 @@ def make_causal(x, row, col, fill):
 
 @triton.jit
 def tril(x, diagonal=0, fill=0.0):
+    """x where column - row <= diagonal, `fill` elsewhere, as torch.tril."""
     i = tl.arange(0, x.shape[0])
     j = tl.arange(0, x.shape[1])
     return tl.where(j[None, :] - i[:, None] <= diagonal, x, fill)
@@ -224,6 +239,7 @@ def tril(x, diagonal=0, fill=0.0):
 
 @triton.jit
 def triu(x, diagonal=0, fill=0.0):
+    """x where column - row >= diagonal, `fill` elsewhere, as torch.triu."""
     i = tl.arange(0, x.shape[0])
     j = tl.arange(0, x.shape[1])
     return tl.where(j[None, :] - i[:, None] >= diagonal, x, fill)

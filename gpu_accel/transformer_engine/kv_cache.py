@@ -28,7 +28,7 @@ GRANULARITIES = ("head", "token", "page")
 _INF = tl.constexpr(0x7F800000)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class QuantizedKVCache:
     """k, v: codes (batch, seqlen, heads, head_dim), float8, int8, or uint8 with two codes a byte.
 
@@ -49,6 +49,13 @@ class QuantizedKVCache:
         pairs = ((self.k, self.k_scale), (self.v, self.v_scale))
         k, v = (_dequantize(codes, scale, self).to(dtype) for codes, scale in pairs)
         return k, v
+
+    def __repr__(self) -> str:
+        batch, seqlen, heads = self.k.shape[:3]
+        return (
+            f"QuantizedKVCache({self.dtype}, a scale a {self.granularity} ({self.tokens_per_scale} tokens), "
+            f"shape={(batch, seqlen, heads, self.head_dim)}, {self.nbytes} bytes, {self.k.device})"
+        )
 
     @property
     def nbytes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 
@@ -227,6 +228,24 @@ def test_explain_agrees_with_the_call():
     packed = flash_attn_varlen_func(meta[0], meta[0], meta[0], cu_seqlens_q=cu.to("meta"), cu_seqlens_k=cu.to("meta"))
     assert packed.is_meta
     assert explain(meta[0], meta[0], meta[0], cu_seqlens_q=cu.to("meta"), cu_seqlens_k=cu.to("meta")).backend == "none"
+
+
+def test_explain_takes_all_that_the_calls_take():
+    def keywords(function):
+        return {name for name, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY}
+
+    assert keywords(explain) == keywords(flash_attn_func) | keywords(flash_attn_varlen_func)
+    q, cu, used = x(*GOOD), torch.tensor([0, 5], dtype=torch.int32), torch.tensor([3], dtype=torch.int32)
+    packed = dict(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=5, max_seqlen_k=5, seqused_k=used, return_lse=True)
+    assert explain(q[0], q[0], q[0], **packed, validate=True).problem.varlen
+    for wrong in (dict(max_seqlen_q=4), dict(seqused_k=used + 3), dict(return_lse=2)):
+        with pytest.raises(InvalidInputError) as of_call:
+            flash_attn_varlen_func(q[0], q[0], q[0], **(packed | wrong))
+        with pytest.raises(InvalidInputError) as of_explain:
+            explain(q[0], q[0], q[0], **(packed | wrong))
+        assert str(of_call.value) == str(of_explain.value)
+    with pytest.raises(InvalidInputError, match="seqused_k is for packed sequences"):
+        explain(q, q, q, seqused_k=used)
 
 
 @pytest.mark.parametrize("name", WRONG)

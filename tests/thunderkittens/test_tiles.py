@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 import triton
@@ -69,6 +71,28 @@ def test_reductions_and_broadcasts(device):
     torch.testing.assert_close(y, t * t.amax(1, keepdim=True), rtol=1e-5, atol=1e-5)
     v = x[0]
     torch.testing.assert_close(z, v.sum() + 10 * v[3] + 100 * v[torch.arange(16, device=device) ^ 1])
+
+
+@triton.jit
+def _lanes(x, y, z):
+    v = tl.load(x + tl.arange(0, 16))
+    tl.store(y + tl.arange(0, 16), tk.warp_reduce_sum(v))
+    tl.store(z + tl.arange(0, 16), tk.warp_broadcast(v, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32], ids=str)
+def test_lanes_see_one_number_whatever_they_hold(dtype, device):
+    x = torch.arange(1, 17, device=device).to(dtype)
+    y, z = torch.empty_like(x), torch.empty_like(x)
+    if dtype.is_floating_point:
+        x[5] = float("inf")
+    _lanes[(1,)](x, y, z)
+    assert torch.equal(y, x.sum().expand(16).to(dtype)) and torch.equal(z, x[3].expand(16))
+
+
+def test_every_name_says_what_it_is():
+    things = {name: getattr(tk, name) for name in tk.__all__}  # the interpreter wraps a @triton.jit function in another
+    assert not [name for name, x in things.items() if not inspect.getdoc(getattr(x, "fn", x))]
 
 
 @triton.jit
@@ -168,6 +192,8 @@ def test_what_the_ladder_refuses(device):
         ladder.run("naive", a.float(), a.float())
     with pytest.raises(UnsupportedError, match="multiples of 16 bytes"):
         ladder.run("tma", a[:, :3].contiguous(), a[:3])
+    with pytest.raises(UnsupportedError, match="'template' needs a Hopper GPU"):  # the interpreter has no such thing
+        ladder.run("template", a.cpu(), a.cpu())
 
 
 def test_turns_of_two_consumers():

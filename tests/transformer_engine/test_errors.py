@@ -57,6 +57,13 @@ def test_pages_longer_than_the_sequence_cost_nothing():
     assert torch.equal(page.k_scale, head.k_scale) and torch.equal(page.dequantize()[0], head.dequantize()[0])
 
 
+def test_a_cache_prints_as_a_line():
+    k = torch.zeros(2, 5, 3, 8)
+    cache = quantize_kv_cache(k, k, dtype="int4", granularity="page", page_size=2)
+    assert str(cache) == "QuantizedKVCache(int4, a scale a page (2 tokens), shape=(2, 5, 3, 8), 384 bytes, cpu)"
+    assert cache != quantize_kv_cache(k, k, dtype="int4")  # no comparison of tensors that cannot say yes or no
+
+
 def test_a_missing_figure_is_not_called_a_missing_unit():
     refused = dynamic_precision_select("matmul", "rtx-pro-6000").refused
     assert "no vendor document" in refused["bf16"] and "emulated" not in refused["bf16"]
