@@ -6,6 +6,9 @@ A program has a tile of steps and channels. It loads x once a tap: the same line
 pre anew for every tap that it needs, instead of writing its gradient to memory in between; the gradients of the
 filters are sums over steps, a part a program, which are added up afterwards in the same order every time.
 
+`_conv_walk_kernel` is the forward for channels that lie side by side in memory, without first states and seq_idx: a
+program walks steps with the last three of x in registers, so x is read once, in wider pieces.
+
 `_conv_walk_back_kernel` is the backward for channels that lie side by side in memory: a program walks steps with the
 last three of x and of the gradient of pre in registers, so x and dy are read once and pre is made once.
 """
@@ -84,6 +87,49 @@ def _tap(weight, cols, dim, back, WIDTH: tl.constexpr):
 @triton.jit
 def _row(x, t, stride, cols, there):
     return tl.load(x + t * stride + cols, mask=there, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _silu(pre, SILU: tl.constexpr):
+    if SILU:
+        pre = pre / (1.0 + tl.exp(-pre))
+    return pre
+
+
+@triton.jit
+def _conv_walk_kernel(
+    x, weight, bias, y, x_b, x_t, y_b, y_t, seqlen, dim, steps,
+    WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """y (batch, seqlen, dim) of x with channels side by side in both, `steps` steps (a multiple of four) a program."""
+    batch = tl.program_id(2).to(tl.int64)
+    cols = tl.program_id(1) * BC + tl.arange(0, BC)
+    in_dim = cols < dim
+    begin = tl.program_id(0) * steps
+    left = tl.minimum(seqlen - begin, steps)
+    x += batch * x_b + begin.to(tl.int64) * x_t  # from here on offsets are of steps of its own, in 32 bits
+    y += batch * y_b + begin.to(tl.int64) * y_t
+    w0 = _tap(weight, cols, dim, 0, WIDTH)
+    w1 = _tap(weight, cols, dim, 1, WIDTH)
+    w2 = _tap(weight, cols, dim, 2, WIDTH)
+    w3 = _tap(weight, cols, dim, 3, WIDTH)
+    always = w0 * 0.0
+    if HAS_BIAS:
+        always = tl.load(bias + cols, mask=in_dim, other=0.0).to(tl.float32)
+    x1 = _row(x, -1, x_t, cols, in_dim & (begin >= 1))
+    x2 = _row(x, -2, x_t, cols, in_dim & (begin >= 2))
+    x3 = _row(x, -3, x_t, cols, in_dim & (begin >= 3))
+    for t in range(0, left, 4):
+        a0 = _row(x, t, x_t, cols, in_dim)
+        a1 = _row(x, t + 1, x_t, cols, in_dim & (t + 1 < left))
+        a2 = _row(x, t + 2, x_t, cols, in_dim & (t + 2 < left))
+        a3 = _row(x, t + 3, x_t, cols, in_dim & (t + 3 < left))
+        to = y + t * y_t + cols
+        _put(to, _silu(always + w3 * x3 + w2 * x2 + w1 * x1 + w0 * a0, SILU), in_dim)
+        _put(to + y_t, _silu(always + w3 * x2 + w2 * x1 + w1 * a0 + w0 * a1, SILU), in_dim & (t + 1 < left))
+        _put(to + 2 * y_t, _silu(always + w3 * x1 + w2 * a0 + w1 * a1 + w0 * a2, SILU), in_dim & (t + 2 < left))
+        _put(to + 3 * y_t, _silu(always + w3 * a0 + w2 * a1 + w1 * a2 + w0 * a3, SILU), in_dim & (t + 3 < left))
+        x1, x2, x3 = a3, a2, a1
 
 
 @triton.jit

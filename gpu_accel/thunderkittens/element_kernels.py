@@ -40,6 +40,39 @@ def _rotary_kernel(
 
 
 @triton.jit
+def _rotary_halves_kernel(
+    x, y, cos, sin, x_b, x_t, x_h, seqlen, heads, pairs, longest, start,
+    DIM: tl.constexpr, TOKENS: tl.constexpr, EACH: tl.constexpr, BACKWARD: tl.constexpr,
+):  # fmt: skip
+    """As `_rotary_kernel`, of heads that turn as a whole, in halves, at the same positions in every sequence.
+
+    TOKENS tokens of EACH of the `pairs` (sequence, head): their angles are loaded once for all, and x once, since each
+    half is a tile of its own. One at a time the tables would be as many bytes as x and y, from the L2 cache.
+    """
+    pair = tl.program_id(1) * EACH + tl.arange(0, EACH)
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    batch, head = (pair // heads).to(tl.int64), pair % heads
+    cols = tl.arange(0, DIM // 2)
+    there = (pair < pairs)[:, None, None] & (token < seqlen)[None, :, None]
+    at = (batch * x_b + head * x_h)[:, None, None] + (token.to(tl.int64) * x_t)[None, :, None] + cols[None, None, :]
+    first = tl.load(x + at, mask=there, other=0.0)
+    second = tl.load(x + at + DIM // 2, mask=there, other=0.0)
+    position = token + start
+    turns = ((token < seqlen) & (position < longest))[:, None]
+    places = position.to(tl.int64)[:, None] * (DIM // 2) + cols[None, :]
+    c = tl.load(cos + places, mask=turns, other=1.0).to(tl.float32)[None, :, :]
+    s = tl.load(sin + places, mask=turns, other=0.0).to(tl.float32)[None, :, :]
+    if BACKWARD:
+        s = -s
+    a, b = first.to(tl.float32), second.to(tl.float32)
+    to = (batch * seqlen * heads + head)[:, None, None] + (token.to(tl.int64) * heads)[None, :, None]
+    to = y + to * DIM + cols[None, None, :]
+    # tokens beyond the tables are kept, not multiplied: an infinite number would make its partner NaN
+    tl.store(to, tl.where(turns[None, :, :], a * c - b * s, a).to(first.dtype), mask=there)
+    tl.store(to + DIM // 2, tl.where(turns[None, :, :], b * c + a * s, b).to(first.dtype), mask=there)
+
+
+@triton.jit
 def _turned_pairs(
     rows, there, positions, cos, sin, longest, DIM: tl.constexpr, ROTARY: tl.constexpr, BLOCK: tl.constexpr,
     BACKWARD: tl.constexpr,

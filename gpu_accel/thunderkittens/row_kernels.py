@@ -107,6 +107,31 @@ def _norm_kernel(
 
 
 @triton.jit
+def _norm_rows_kernel(
+    x, weight, bias, y, means, rstds, x_row, rows, width, programs, eps,
+    BLOCK: tl.constexpr, CENTER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """As `_norm_kernel` of whole rows without residual and dropout: every programs-th row, the next ones on their way."""
+    program = tl.program_id(0)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < width
+    zero = program.to(tl.int64) * 0
+    for line in tl.range(program, rows, programs, num_stages=STAGES):
+        row = zero + line
+        h = tl.load(x + row * x_row + cols, mask=mask, other=0.0).to(tl.float32)
+        mean = 0.0
+        if CENTER:
+            mean = tl.sum(h, 0) / width
+        part = tl.where(mask, h - mean, 0.0)
+        rstd = tl.rsqrt(tl.sum(part * part, 0) / width + eps)
+        out = _scaled(h, mean, rstd, weight, bias, cols, mask, WEIGHT, BIAS)
+        tl.store(y + row * width + cols, out.to(y.dtype.element_ty), mask=mask)
+        tl.store(rstds + row, rstd)
+        if CENTER:
+            tl.store(means + row, mean)
+
+
+@triton.jit
 def _norm_parts(h, dy, weight, row, cols, mask, h_row, dy_row, mean, rstd, WEIGHT: tl.constexpr):
     """(normalised value, gradient of it), zeros where masked."""
     unit = (tl.load(h + row * h_row + cols, mask=mask, other=0.0).to(tl.float32) - mean) * rstd
@@ -173,9 +198,12 @@ def _norm_backward_rows_kernel(
     h, dy, dsum, weight, means, rstds, dx, dresidual, dweight, dbias, h_row, dy_row, ds_row, rows, width, programs,
     seed, limit, keep_scale,
     BLOCK: tl.constexpr, CENTER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, DSUM: tl.constexpr,
-    RESIDUAL: tl.constexpr, DROPOUT: tl.constexpr, STAGES: tl.constexpr,
+    RESIDUAL: tl.constexpr, DROPOUT: tl.constexpr, STAGES: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
-    """dx, dresidual, and partial sums (programs, width) float32 of dweight and dbias, over every programs-th row."""
+    """dx, dresidual, and partial sums (programs, width) float32 of dweight and dbias, over every programs-th row.
+
+    AGAIN: a row is loaded again for what is written, instead of kept in registers beside the sums.
+    """
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
     mask = cols < width
@@ -199,6 +227,14 @@ def _norm_backward_rows_kernel(
         level = 0.0
         if CENTER:
             level = tl.sum(grad, 0) / width
+        if AGAIN:  # volatile: not loaded ahead, not taken for what was loaded before
+            grad = tl.load(dy + row * dy_row + cols, mask=mask, other=0.0, volatile=True).to(tl.float32)
+            unit = tl.load(h + row * h_row + cols, mask=mask, other=0.0, volatile=True).to(tl.float32)
+            if CENTER:
+                unit -= tl.load(means + row)
+            unit *= rstd
+            if WEIGHT:
+                grad *= tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
         _norm_write(unit, grad, along, level, rstd, dsum, dx, dresidual, row, cols, mask, ds_row, width, seed, limit,
                     keep_scale, DSUM, RESIDUAL, DROPOUT)  # fmt: skip
     to = program.to(tl.int64) * width + cols
@@ -209,18 +245,39 @@ def _norm_backward_rows_kernel(
 
 
 @triton.jit
+def _add_parts(parts, out, count, width, ROWS: tl.constexpr, COLS: tl.constexpr):
+    cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    lines = tl.arange(0, ROWS)
+    total = tl.zeros((ROWS, COLS), tl.float32)
+    for at in range(0, count, ROWS):
+        there = (at + lines < count)[:, None] & (cols < width)[None, :]
+        total += tl.load(parts + (at + lines).to(tl.int64)[:, None] * width + cols[None, :], mask=there, other=0.0)
+    tl.store(out + cols, tl.sum(total, 0).to(out.dtype.element_ty), mask=cols < width)
+
+
+@triton.jit
+def _parts_kernel(first, out, second, other, count, width, wide, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """out of `first` (count, width) float32, and where there are programs for it other of `second` (count, wide)."""
+    if tl.program_id(1) == 0:
+        _add_parts(first, out, count, width, ROWS, COLS)
+    else:
+        _add_parts(second, other, count, wide, ROWS, COLS)
+
+
+@triton.jit
 def _norm_columns_kernel(
     h, dy, means, rstds, dweight, dbias, h_row, dy_row, rows, width, rows_each,
     ROWS: tl.constexpr, COLS: tl.constexpr, CENTER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    LATE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Partial sums (parts, width) float32 over the rows of a part."""
+    """Partial sums (parts, width) float32 over the rows of a part. LATE: rows are added up across threads at the end."""
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     part = tl.program_id(1)
     begin = part * rows_each
     end = tl.minimum(rows, begin + rows_each)
-    of_weight = tl.zeros((COLS,), tl.float32)
-    of_bias = tl.zeros((COLS,), tl.float32)
-    for at in range(begin, end, ROWS):
+    of_weight = tl.zeros((ROWS, COLS) if LATE else (COLS,), tl.float32)
+    of_bias = tl.zeros((ROWS, COLS) if LATE else (COLS,), tl.float32)
+    for at in tl.range(begin, end, ROWS, num_stages=STAGES):
         lines = (at + tl.arange(0, ROWS)).to(tl.int64)
         there = lines < end
         mask = there[:, None] & (cols < width)[None, :]
@@ -230,9 +287,13 @@ def _norm_columns_kernel(
             if CENTER:
                 unit -= tl.load(means + lines, mask=there, other=0.0)[:, None]
             unit *= tl.load(rstds + lines, mask=there, other=0.0)[:, None]
-            of_weight += tl.sum(tl.where(mask, unit * grad, 0.0), 0)
+            unit = tl.where(mask, unit * grad, 0.0)
+            of_weight += unit if LATE else tl.sum(unit, 0)
         if BIAS:
-            of_bias += tl.sum(grad, 0)
+            of_bias += grad if LATE else tl.sum(grad, 0)
+    if LATE:
+        of_weight = tl.sum(of_weight, 0)
+        of_bias = tl.sum(of_bias, 0)
     to = part.to(tl.int64) * width + cols
     if WEIGHT:
         tl.store(dweight + to, of_weight, mask=cols < width)
@@ -265,6 +326,20 @@ def _softmax_kernel(x, y, x_row, width, BLOCK: tl.constexpr, WHOLE: tl.constexpr
             mask = at + cols < width
             values = tl.load(x + at + cols, mask=mask, other=float("-inf")).to(tl.float32)
             tl.store(y + at + cols, (tl.exp(values - top) / total).to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _softmax_rows_kernel(x, y, x_row, rows, width, programs, BLOCK: tl.constexpr, STAGES: tl.constexpr):
+    """Every programs-th row, whole, the next ones on their way."""
+    program = tl.program_id(0)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < width
+    zero = program.to(tl.int64) * 0
+    for line in tl.range(program, rows, programs, num_stages=STAGES):
+        row = zero + line
+        values = tl.load(x + row * x_row + cols, mask=mask, other=float("-inf")).to(tl.float32)
+        e = tl.exp(values - tl.max(values, 0))
+        tl.store(y + row * width + cols, (e * (1.0 / tl.sum(e, 0))).to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -29,6 +29,12 @@ _ROW_STAGES = 3  # rows on their way at once in the backward of norms; see test_
 _ROW_THREADS = 640  # an SM, of its programs
 _ROW_BYTES = 224 << 10  # of shared memory for rows on their way; sums of warps and numbers of rows take up to 1 KB more
 _PARTS = 256  # of the sums over rows: about two programs an SM
+# Forms that no GPU has run, off:
+_TURNS: dict[str, dict[int, tuple[int, int, int]]] = {}  # of forwards, by elements: (stages, warps, programs an SM)
+_ADDED = False  # parts of gradients of weight and bias are added up by one kernel, not by torch's
+_LATE = False  # sums over rows of long ones stay apart by row until the end
+_AGAIN = 1 << 30  # elements from which LayerNorm's backward loads a row again instead of keeping it
+_ROW_ELEMENTS = 512  # of a warp, in that backward
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -44,13 +50,24 @@ def _cut(width: int, whole: int) -> dict:
     return dict(BLOCK=block, WHOLE=width <= whole, num_warps=max(1, min(most, block // 512)))
 
 
+def _turns(kind: str, x: Tensor, whole: int) -> tuple[int, dict] | None:
+    """(programs, options) of the forward of programs that take rows in turn, or None."""
+    rows, width = x.shape
+    block = next_power_of_2(width)
+    chosen = _TURNS.get(kind, {}).get(block)
+    if chosen is None or width > whole or not rows:
+        return None
+    sms = multiprocessors(x.device) if x.is_cuda else 2
+    return min(rows, sms * chosen[2]), dict(BLOCK=block, STAGES=chosen[0], num_warps=chosen[1])
+
+
 def _row_programs(width: int, device: torch.device, *loaded: Tensor | None) -> tuple[int, dict]:
     """(programs, options) of `_norm_backward_rows_kernel`: 16 elements a thread.
 
     loaded: what every row reads. Stages but the last are buffers in shared memory, as many as fit.
     """
     block = next_power_of_2(width)
-    warps = max(1, min(32, block // 512))
+    warps = max(1, min(32, block // _ROW_ELEMENTS))
     sms = multiprocessors(device) if device.type == "cuda" else 2
     stages = min(_ROW_STAGES, 1 + _ROW_BYTES // sum(block * x.element_size() for x in loaded if x is not None))
     return sms * max(1, _ROW_THREADS // (32 * warps)), dict(BLOCK=block, STAGES=stages, num_warps=warps)
@@ -81,8 +98,15 @@ def norm_op(
     kind = "layer" if center else "rms"
     bare = residual is None and not dropout_p and not keep_sum
     with _device(x):
+        turns = _turns(kind, x, whole) if bare else None
         if x.numel() and (way == "hopper" or way == "auto" and bare and long_rows.takes(x, kind, whole)):
             long_rows.run(x, y, kind, weight, bias, means, rstds, eps)
+        elif turns is not None:
+            launch(
+                kernels._norm_rows_kernel, turns[0],
+                (x, weight, bias, y, means, rstds, x.stride(0), rows, width, turns[0], eps),
+                dict(CENTER=center, WEIGHT=weight is not None, BIAS=bias is not None, **turns[1]),
+            )  # fmt: skip
         elif x.numel():
             launch(
                 kernels._norm_kernel, rows,
@@ -139,7 +163,7 @@ def norm_backward_op(
                     (h, dy, dsum, weight, means, rstds, dx, dresidual, partial_w, partial_b, h.stride(0), dy.stride(0),
                      dsum.stride(0) if dsum is not None else 0, rows, width, programs,
                      *_dropout_arguments(dropout_p, seed)),
-                    given | options | {"BIAS": has_bias},
+                    given | options | {"BIAS": has_bias, "AGAIN": center and options["BLOCK"] >= _AGAIN},
                 )  # fmt: skip
         return dx, dresidual, *_summed(partial_w, partial_b, weight, bias_dtype)
     cols = min(128, max(16, next_power_of_2(width)))
@@ -160,13 +184,33 @@ def norm_backward_op(
                     kernels._norm_columns_kernel, (blocks, parts),
                     (h, dy, means, rstds, partial_w, partial_b, h.stride(0), dy.stride(0), rows, width,
                      -(-rows // parts)),
-                    dict(ROWS=16, COLS=cols, CENTER=center, WEIGHT=weight is not None, BIAS=has_bias, num_warps=4),
+                    dict(ROWS=32 if _LATE else 16, COLS=cols, CENTER=center, WEIGHT=weight is not None, BIAS=has_bias,
+                         LATE=_LATE, STAGES=3 if _LATE else 1, num_warps=4),
                 )  # fmt: skip
     return dx, dresidual, *_summed(partial_w, partial_b, weight, bias_dtype)
 
 
+def add_parts(parts: Tensor, dtype: torch.dtype, second: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Sums of parts (count, ...) float32 over the first dimension in `dtype`, and of `second` (count, ...), if any."""
+    given = [x for x in (parts, second) if x is not None]
+    outs = [x.new_empty(x.shape[1:], dtype=dtype) for x in given]
+    count, width = parts.shape[0], parts[:1].numel()
+    wide = max(x[:1].numel() for x in given)
+    if count and width:
+        with _device(parts):
+            launch(kernels._parts_kernel, (-(-wide // 16), len(given)),
+                   (parts, outs[0], given[-1], outs[-1], count, width, given[-1][:1].numel()),
+                   dict(ROWS=min(512, max(16, next_power_of_2(count))), COLS=16, num_warps=8))  # fmt: skip
+    else:
+        for out in outs:
+            out.zero_()
+    return outs[0], outs[1] if second is not None else parts.new_empty(0)
+
+
 def _summed(parts_w: Tensor, parts_b: Tensor, weight: Tensor | None, bias_dtype: torch.dtype | None):
     """(dweight, dbias) of their parts (parts, width); empty where there is none."""
+    if _ADDED and weight is not None and bias_dtype in (None, weight.dtype):
+        return add_parts(parts_w, weight.dtype, parts_b if bias_dtype is not None else None)
     dweight = parts_w.sum(0).to(weight.dtype) if weight is not None else parts_w.new_empty(0)
     return dweight, parts_b.sum(0).to(bias_dtype) if bias_dtype is not None else parts_b.new_empty(0)
 
@@ -214,6 +258,8 @@ def softmax_op(x: Tensor, whole: int, way: str = "portable") -> Tensor:
     with _device(x):
         if x.numel() and (way == "hopper" or way == "auto" and long_rows.takes(x, "softmax", whole)):
             long_rows.run(x, y, "softmax")
+        elif (turns := _turns("softmax", x, whole)) is not None:
+            launch(kernels._softmax_rows_kernel, turns[0], (x, y, x.stride(0), rows, width, turns[0]), turns[1])
         elif x.numel():
             launch(kernels._softmax_kernel, rows, (x, y, x.stride(0), width), _cut(width, whole))
     return y

@@ -91,6 +91,19 @@ def test_rotary(interleaved):
     )
 
 
+@pytest.mark.parametrize(("batch", "seqlen", "heads", "dim"), [(2, 515, 5, 128), (9, 70, 1, 64), (1, 1, 1, 16)])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
+def test_rotary_of_whole_heads(dtype, batch, seqlen, heads, dim, monkeypatch):
+    monkeypatch.setattr(elements, "HALVES", True)
+    angles = randn(700, dim // 2, seed=1)
+    judge(
+        ["y", "dx"],
+        lambda b: lambda t: elements.rotary(t[..., 1:, :], angles.cos(), angles.sin(), start=9, backend=b),
+        [randn(batch, seqlen, heads + 1, dim, seed=2, dtype=dtype)],
+        [randn(batch, seqlen, heads, dim, seed=3)],
+    )
+
+
 def test_dropout_bits():
     x = torch.ones(700, 5000, device="cuda")
     _, h = rows.rms_norm(x, dropout_p=0.3, seed=2**50 + 3, prenorm=True, backend="portable")

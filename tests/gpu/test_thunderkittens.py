@@ -151,6 +151,7 @@ def test_delta_rule_of_packed_sequences():
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
 def test_causal_conv1d_walks_back(dtype, batch, seqlen, dim, width, monkeypatch):
     monkeypatch.setattr(causal_conv1d, "WALK_BACK", True)
+    monkeypatch.setattr(causal_conv1d, "WALK", True)
     shapes = (batch, seqlen, dim + 8), (dim, width), (dim,)
     tensors = [randn(*shape, seed=n, dtype=dtype) for n, shape in enumerate(shapes)]
 
