@@ -20,7 +20,7 @@ from gpu_accel.thunderkittens.chunked import _device, _unit
 from gpu_accel.thunderkittens.linear import choose
 from gpu_accel.thunderkittens.rows import _need, _rows
 
-# Whether heads that turn as a whole, in halves, have a kernel that loads the angles once for several heads or sequences.
+# Whether heads that turn as a whole, in halves, have a kernel that loads angles once for several heads or sequences.
 # Off: no GPU has run it.
 HALVES = False
 _EACH = 8  # heads or sequences of a program of it
@@ -39,7 +39,7 @@ def rotary_op(
     rows = max(1, 2048 // block)
     whole = not interleaved and offsets is None and dim == block == 2 * cos.shape[1] >= 16
     with _device(x):
-        if HALVES and whole and 0 < x.numel() and batch * heads < 2**31:
+        if HALVES and whole and x.numel() > 0 and batch * heads < 2**31:
             each, tokens = min(_EACH, next_power_of_2(batch * heads)), max(1, min(16, 2048 // block))
             launch(
                 kernels._rotary_halves_kernel, (-(-seqlen // tokens), -(-batch * heads // each)),

@@ -341,8 +341,8 @@ def chunk_retention(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Retention: every head decays by a constant of its own, `retention_decay`."""
     _validate(q, k, v, None, None, initial_state, cu_seqlens, chunked.CHUNK)
-    kernels = DECAYS_IN_ONE and (v.is_cuda if backend == "hopper" else choose(v, backend, others=("hopper",)) == "portable")
-    decay = retention_op(v.detach()) if kernels else retention_decay(v.shape[2], v.device)
+    plain = choose(v, "auto" if backend == "hopper" else backend, others=("hopper",)) != "portable"
+    decay = retention_decay(v.shape[2], v.device) if plain or not DECAYS_IN_ONE else retention_op(v.detach())
     return chunk_simple_gla(
         q, k, v, None, decay, scale, initial_state, output_final_state, cu_seqlens,
         backend=backend,

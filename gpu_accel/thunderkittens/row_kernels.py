@@ -107,15 +107,26 @@ def _norm_kernel(
 
 
 @triton.jit
+def _anew(x):
+    """x of 16 bits, of which the compiler does not know that it is: what is made of it is made here, not kept."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+
+
+@triton.jit
 def _norm_rows_kernel(
     x, weight, bias, y, means, rstds, x_row, rows, width, programs, eps,
     BLOCK: tl.constexpr, CENTER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
-    """As `_norm_kernel` of whole rows without residual and dropout: every programs-th row, the next ones on their way."""
+    """As `_norm_kernel` of whole rows, without residual and dropout: every programs-th row, the next on their way."""
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
     mask = cols < width
     zero = program.to(tl.int64) * 0
+    if WEIGHT:
+        scale = tl.load(weight + cols, mask=mask, other=0.0)
+    if BIAS:
+        shift = tl.load(bias + cols, mask=mask, other=0.0)
     for line in tl.range(program, rows, programs, num_stages=STAGES):
         row = zero + line
         h = tl.load(x + row * x_row + cols, mask=mask, other=0.0).to(tl.float32)
@@ -124,7 +135,11 @@ def _norm_rows_kernel(
             mean = tl.sum(h, 0) / width
         part = tl.where(mask, h - mean, 0.0)
         rstd = tl.rsqrt(tl.sum(part * part, 0) / width + eps)
-        out = _scaled(h, mean, rstd, weight, bias, cols, mask, WEIGHT, BIAS)
+        out = (h - mean) * rstd
+        if WEIGHT:
+            out *= (_anew(scale) if PACKED else scale).to(tl.float32)
+        if BIAS:
+            out += (_anew(shift) if PACKED else shift).to(tl.float32)
         tl.store(y + row * width + cols, out.to(y.dtype.element_ty), mask=mask)
         tl.store(rstds + row, rstd)
         if CENTER:
@@ -198,15 +213,17 @@ def _norm_backward_rows_kernel(
     h, dy, dsum, weight, means, rstds, dx, dresidual, dweight, dbias, h_row, dy_row, ds_row, rows, width, programs,
     seed, limit, keep_scale,
     BLOCK: tl.constexpr, CENTER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, DSUM: tl.constexpr,
-    RESIDUAL: tl.constexpr, DROPOUT: tl.constexpr, STAGES: tl.constexpr, AGAIN: tl.constexpr,
+    RESIDUAL: tl.constexpr, DROPOUT: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """dx, dresidual, and partial sums (programs, width) float32 of dweight and dbias, over every programs-th row.
 
-    AGAIN: a row is loaded again for what is written, instead of kept in registers beside the sums.
+    AHEAD: the weight is loaded once, before the rows.
     """
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
     mask = cols < width
+    if WEIGHT and AHEAD:
+        scale = tl.load(weight + cols, mask=mask, other=0.0)
     of_weight = tl.zeros((BLOCK,), tl.float32)
     of_bias = tl.zeros((BLOCK,), tl.float32)
     zero = program.to(tl.int64) * 0
@@ -222,19 +239,14 @@ def _norm_backward_rows_kernel(
             of_bias += grad
         if WEIGHT:
             of_weight += unit * grad
-            grad *= tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
+            if AHEAD:
+                grad *= scale.to(tl.float32)
+            else:
+                grad *= tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
         along = tl.sum(unit * grad, 0) / width
         level = 0.0
         if CENTER:
             level = tl.sum(grad, 0) / width
-        if AGAIN:  # volatile: not loaded ahead, not taken for what was loaded before
-            grad = tl.load(dy + row * dy_row + cols, mask=mask, other=0.0, volatile=True).to(tl.float32)
-            unit = tl.load(h + row * h_row + cols, mask=mask, other=0.0, volatile=True).to(tl.float32)
-            if CENTER:
-                unit -= tl.load(means + row)
-            unit *= rstd
-            if WEIGHT:
-                grad *= tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
         _norm_write(unit, grad, along, level, rstd, dsum, dx, dresidual, row, cols, mask, ds_row, width, seed, limit,
                     keep_scale, DSUM, RESIDUAL, DROPOUT)  # fmt: skip
     to = program.to(tl.int64) * width + cols
@@ -270,7 +282,7 @@ def _norm_columns_kernel(
     ROWS: tl.constexpr, COLS: tl.constexpr, CENTER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     LATE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Partial sums (parts, width) float32 over the rows of a part. LATE: rows are added up across threads at the end."""
+    """Partial sums (parts, width) float32 over the rows of a part. LATE: across threads they are added at the end."""
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     part = tl.program_id(1)
     begin = part * rows_each

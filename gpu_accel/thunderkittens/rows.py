@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gpu_accel.compat import INTERPRET
 from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.flash_attention3.gluon_launch import multiprocessors
 from gpu_accel.flash_attention3.launch import launch, next_power_of_2
@@ -33,7 +34,8 @@ _PARTS = 256  # of the sums over rows: about two programs an SM
 _TURNS: dict[str, dict[int, tuple[int, int, int]]] = {}  # of forwards, by elements: (stages, warps, programs an SM)
 _ADDED = False  # parts of gradients of weight and bias are added up by one kernel, not by torch's
 _LATE = False  # sums over rows of long ones stay apart by row until the end
-_AGAIN = 1 << 30  # elements from which LayerNorm's backward loads a row again instead of keeping it
+_AHEAD = False  # the backward of norms loads the weight once
+_PACKED = 1 << 30  # elements from which forwards in turns keep weights of 16 bits as they are
 _ROW_ELEMENTS = 512  # of a warp, in that backward
 
 
@@ -61,6 +63,10 @@ def _turns(kind: str, x: Tensor, whole: int) -> tuple[int, dict] | None:
     return min(rows, sms * chosen[2]), dict(BLOCK=block, STAGES=chosen[0], num_warps=chosen[1])
 
 
+def _packed(block: int, *given: Tensor | None) -> bool:
+    return block >= _PACKED and not INTERPRET and all(x is None or x.element_size() == 2 for x in given)
+
+
 def _row_programs(width: int, device: torch.device, *loaded: Tensor | None) -> tuple[int, dict]:
     """(programs, options) of `_norm_backward_rows_kernel`: 16 elements a thread.
 
@@ -69,6 +75,8 @@ def _row_programs(width: int, device: torch.device, *loaded: Tensor | None) -> t
     block = next_power_of_2(width)
     warps = max(1, min(32, block // _ROW_ELEMENTS))
     sms = multiprocessors(device) if device.type == "cuda" else 2
+    if _AHEAD:
+        loaded = loaded[:-1]  # but for the weight
     stages = min(_ROW_STAGES, 1 + _ROW_BYTES // sum(block * x.element_size() for x in loaded if x is not None))
     return sms * max(1, _ROW_THREADS // (32 * warps)), dict(BLOCK=block, STAGES=stages, num_warps=warps)
 
@@ -105,7 +113,8 @@ def norm_op(
             launch(
                 kernels._norm_rows_kernel, turns[0],
                 (x, weight, bias, y, means, rstds, x.stride(0), rows, width, turns[0], eps),
-                dict(CENTER=center, WEIGHT=weight is not None, BIAS=bias is not None, **turns[1]),
+                dict(CENTER=center, WEIGHT=weight is not None, BIAS=bias is not None,
+                     PACKED=_packed(turns[1]["BLOCK"], x, weight, bias), **turns[1]),
             )  # fmt: skip
         elif x.numel():
             launch(
@@ -163,7 +172,7 @@ def norm_backward_op(
                     (h, dy, dsum, weight, means, rstds, dx, dresidual, partial_w, partial_b, h.stride(0), dy.stride(0),
                      dsum.stride(0) if dsum is not None else 0, rows, width, programs,
                      *_dropout_arguments(dropout_p, seed)),
-                    given | options | {"BIAS": has_bias, "AGAIN": center and options["BLOCK"] >= _AGAIN},
+                    given | options | {"BIAS": has_bias, "AHEAD": _AHEAD},
                 )  # fmt: skip
         return dx, dresidual, *_summed(partial_w, partial_b, weight, bias_dtype)
     cols = min(128, max(16, next_power_of_2(width)))

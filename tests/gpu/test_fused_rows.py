@@ -104,6 +104,26 @@ def test_rotary_of_whole_heads(dtype, batch, seqlen, heads, dim, monkeypatch):
     )
 
 
+@pytest.fixture
+def new_forms(monkeypatch):
+    for name, value in {"_ADDED": True, "_LATE": True, "_AHEAD": True, "_PACKED": 1}.items():
+        monkeypatch.setattr(rows, name, value)
+    turns = {2**n: (3 if n < 14 else 2, min(16, max(1, 2**n // 512)), 2) for n in range(15)}
+    monkeypatch.setattr(rows, "_TURNS", {"softmax": turns, "rms": turns, "layer": turns})
+
+
+@pytest.mark.parametrize(("height", "width"), [(1, 16384), (700, 1000), (999, 4096), (300, 16384), (70, 50_001)])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
+def test_other_forms(dtype, height, width, new_forms):
+    tensors = [1 + randn(height, width, seed=1, dtype=dtype), *(randn(width, seed=s, dtype=dtype) for s in (2, 3))]
+    grads = [randn(height, width, seed=4)]
+    for center in (True, False):
+        judge(["y", "dx", "dw", "db"][: 3 + center],
+              lambda b, c=center: lambda x, w, s=None: rows._norm(x, w, s, None, 1e-5, 0.0, 0, False, b, c),
+              tensors[: 2 + center], grads)  # fmt: skip
+    judge(["y", "dx"], lambda b: lambda t: rows.softmax(t, backend=b), [4 * tensors[0]], grads)
+
+
 def test_dropout_bits():
     x = torch.ones(700, 5000, device="cuda")
     _, h = rows.rms_norm(x, dropout_p=0.3, seed=2**50 + 3, prenorm=True, backend="portable")
