@@ -27,13 +27,13 @@ def _keep(seed, row, cols, limit):
 
 @triton.jit
 def _summed(x, residual, row, cols, mask, x_row, r_row, seed, limit, keep_scale, RESIDUAL: tl.constexpr,
-            DROPOUT: tl.constexpr):  # fmt: skip
-    """dropout(x) + residual in float32, zeros where masked."""
-    h = tl.load(x + row * x_row + cols, mask=mask, other=0.0).to(tl.float32)
+            DROPOUT: tl.constexpr, POLICY: tl.constexpr = ""):  # fmt: skip
+    """dropout(x) + residual in float32, zeros where masked. POLICY: of both in the L2 cache."""
+    h = tl.load(x + row * x_row + cols, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
     if DROPOUT:
         h = tl.where(_keep(seed, row, cols, limit), h * keep_scale, 0.0)
     if RESIDUAL:
-        h += tl.load(residual + row * r_row + cols, mask=mask, other=0.0).to(tl.float32)
+        h += tl.load(residual + row * r_row + cols, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
     return h
 
 
@@ -51,9 +51,12 @@ def _scaled(h, mean, rstd, weight, bias, cols, mask, WEIGHT: tl.constexpr, BIAS:
 def _norm_kernel(
     x, residual, weight, bias, y, summed, means, rstds, x_row, r_row, width, eps, seed, limit, keep_scale,
     BLOCK: tl.constexpr, WHOLE: tl.constexpr, CENTER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr, DROPOUT: tl.constexpr, KEEP_SUM: tl.constexpr,
+    RESIDUAL: tl.constexpr, DROPOUT: tl.constexpr, KEEP_SUM: tl.constexpr, STAY: tl.constexpr, GO: tl.constexpr,
 ):  # fmt: skip
-    """y of (rows, width), contiguous; `summed`, what was normalised, where it is not x itself."""
+    """y of (rows, width), contiguous; `summed`, what was normalised, where it is not x itself.
+
+    STAY, GO: policies in the L2 cache of what is read first and again, and read for the last time or written.
+    """
     row = tl.program_id(0).to(tl.int64)
     y += row * width
     summed += row * width
@@ -78,7 +81,8 @@ def _norm_kernel(
         square = 0.0
         for at in range(0, width, BLOCK):
             mask = at + cols < width
-            h = _summed(x, residual, row, at + cols, mask, x_row, r_row, seed, limit, keep_scale, RESIDUAL, DROPOUT)
+            h = _summed(x, residual, row, at + cols, mask, x_row, r_row, seed, limit, keep_scale, RESIDUAL, DROPOUT,
+                        STAY)  # fmt: skip
             if KEEP_SUM:
                 h = h.to(summed.dtype.element_ty)
                 tl.store(summed + at + cols, h, mask=mask)
@@ -96,11 +100,12 @@ def _norm_kernel(
         rstd = tl.rsqrt(square / width + eps)
         for at in range(0, width, BLOCK):
             mask = at + cols < width
-            h = _summed(x, residual, row, at + cols, mask, x_row, r_row, seed, limit, keep_scale, RESIDUAL, DROPOUT)
+            h = _summed(x, residual, row, at + cols, mask, x_row, r_row, seed, limit, keep_scale, RESIDUAL, DROPOUT,
+                        GO)  # fmt: skip
             if KEEP_SUM:
                 h = h.to(summed.dtype.element_ty).to(tl.float32)
             out = _scaled(h, mean, rstd, weight, bias, at + cols, mask, WEIGHT, BIAS)
-            tl.store(y + at + cols, out.to(y.dtype.element_ty), mask=mask)
+            tl.store(y + at + cols, out.to(y.dtype.element_ty), mask=mask, eviction_policy=GO)
     tl.store(rstds + row, rstd)
     if CENTER:
         tl.store(means + row, mean)
@@ -147,10 +152,12 @@ def _norm_rows_kernel(
 
 
 @triton.jit
-def _norm_parts(h, dy, weight, row, cols, mask, h_row, dy_row, mean, rstd, WEIGHT: tl.constexpr):
+def _norm_parts(h, dy, weight, row, cols, mask, h_row, dy_row, mean, rstd, WEIGHT: tl.constexpr,
+                POLICY: tl.constexpr = ""):  # fmt: skip
     """(normalised value, gradient of it), zeros where masked."""
-    unit = (tl.load(h + row * h_row + cols, mask=mask, other=0.0).to(tl.float32) - mean) * rstd
-    grad = tl.load(dy + row * dy_row + cols, mask=mask, other=0.0).to(tl.float32)
+    unit = tl.load(h + row * h_row + cols, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
+    unit = (unit - mean) * rstd
+    grad = tl.load(dy + row * dy_row + cols, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
     if WEIGHT:
         grad *= tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
     return tl.where(mask, unit, 0.0), grad
@@ -175,7 +182,7 @@ def _norm_write(
 def _norm_backward_kernel(
     h, dy, dsum, weight, means, rstds, dx, dresidual, h_row, dy_row, ds_row, width, seed, limit, keep_scale,
     BLOCK: tl.constexpr, WHOLE: tl.constexpr, CENTER: tl.constexpr, WEIGHT: tl.constexpr, DSUM: tl.constexpr,
-    RESIDUAL: tl.constexpr, DROPOUT: tl.constexpr,
+    RESIDUAL: tl.constexpr, DROPOUT: tl.constexpr, STAY: tl.constexpr, GO: tl.constexpr,
 ):  # fmt: skip
     """dx and dresidual. h: what was normalised; dsum: the gradient of the sum that went out beside y."""
     row = tl.program_id(0).to(tl.int64)
@@ -197,13 +204,15 @@ def _norm_backward_kernel(
         along = 0.0
         for at in range(0, width, BLOCK):
             mask = at + cols < width
-            unit, grad = _norm_parts(h, dy, weight, row, at + cols, mask, h_row, dy_row, mean, rstd, WEIGHT)
+            unit, grad = _norm_parts(h, dy, weight, row, at + cols, mask, h_row, dy_row, mean, rstd, WEIGHT,
+                                     STAY)  # fmt: skip
             along += tl.sum(unit * grad, 0) / width
             if CENTER:
                 level += tl.sum(grad, 0) / width
         for at in range(0, width, BLOCK):
             mask = at + cols < width
-            unit, grad = _norm_parts(h, dy, weight, row, at + cols, mask, h_row, dy_row, mean, rstd, WEIGHT)
+            unit, grad = _norm_parts(h, dy, weight, row, at + cols, mask, h_row, dy_row, mean, rstd, WEIGHT,
+                                     GO)  # fmt: skip
             _norm_write(unit, grad, along, level, rstd, dsum, dx, dresidual, row, at + cols, mask, ds_row, width,
                         seed, limit, keep_scale, DSUM, RESIDUAL, DROPOUT)  # fmt: skip
 
@@ -355,7 +364,8 @@ def _softmax_rows_kernel(x, y, x_row, rows, width, programs, BLOCK: tl.constexpr
 
 
 @triton.jit
-def _softmax_backward_kernel(y, dy, dx, y_row, dy_row, width, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
+def _softmax_backward_kernel(y, dy, dx, y_row, dy_row, width, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+                             STAY: tl.constexpr, GO: tl.constexpr):  # fmt: skip
     """dx = y (dy - sum of y dy)."""
     row = tl.program_id(0).to(tl.int64)
     y += row * y_row
@@ -371,10 +381,10 @@ def _softmax_backward_kernel(y, dy, dx, y_row, dy_row, width, BLOCK: tl.constexp
         along = 0.0
         for at in range(0, width, BLOCK):
             mask = at + cols < width
-            p = tl.load(y + at + cols, mask=mask, other=0.0).to(tl.float32)
-            along += tl.sum(p * tl.load(dy + at + cols, mask=mask, other=0.0).to(tl.float32), 0)
+            p = tl.load(y + at + cols, mask=mask, other=0.0, eviction_policy=STAY).to(tl.float32)
+            along += tl.sum(p * tl.load(dy + at + cols, mask=mask, other=0.0, eviction_policy=STAY).to(tl.float32), 0)
         for at in range(0, width, BLOCK):
             mask = at + cols < width
-            p = tl.load(y + at + cols, mask=mask, other=0.0).to(tl.float32)
-            grad = tl.load(dy + at + cols, mask=mask, other=0.0).to(tl.float32)
-            tl.store(dx + at + cols, (p * (grad - along)).to(dx.dtype.element_ty), mask=mask)
+            p = tl.load(y + at + cols, mask=mask, other=0.0, eviction_policy=GO).to(tl.float32)
+            grad = tl.load(dy + at + cols, mask=mask, other=0.0, eviction_policy=GO).to(tl.float32)
+            tl.store(dx + at + cols, (p * (grad - along)).to(dx.dtype.element_ty), mask=mask, eviction_policy=GO)

@@ -33,6 +33,7 @@ _PARTS = 256  # of the sums over rows: about two programs an SM
 # Forms that no GPU has run, off:
 _TURNS: dict[str, dict[int, tuple[int, int, int]]] = {}  # of forwards, by elements: (stages, warps, programs an SM)
 _ADDED = False  # parts of gradients of weight and bias are added up by one kernel, not by torch's
+_KEPT = False  # long rows ask to stay in the L2 cache until they are read again
 _LATE = False  # sums over rows of long ones stay apart by row until the end
 _AHEAD = False  # the backward of norms loads the weight once
 _PACKED = 1 << 30  # elements from which forwards in turns keep weights of 16 bits as they are
@@ -44,6 +45,12 @@ def _rows(x: Tensor) -> Tensor:
     width = x.shape[-1]
     x = x.reshape(x.numel() // width if width else 0, width)
     return x if x.stride(1) == 1 or width == 1 else x.contiguous()
+
+
+def _policies(width: int, whole: int) -> dict:
+    """Of long rows, which are read twice, in the L2 cache."""
+    kept = _KEPT and width > whole
+    return dict(STAY="evict_last" if kept else "", GO="evict_first" if kept else "")
 
 
 def _cut(width: int, whole: int) -> dict:
@@ -122,7 +129,7 @@ def norm_op(
                 (x, residual, weight, bias, y, summed, means, rstds, x.stride(0),
                  residual.stride(0) if residual is not None else 0, width, eps, *_dropout_arguments(dropout_p, seed)),
                 dict(CENTER=center, WEIGHT=weight is not None, BIAS=bias is not None, RESIDUAL=residual is not None,
-                     DROPOUT=dropout_p > 0, KEEP_SUM=keep_sum, **_cut(width, whole)),
+                     DROPOUT=dropout_p > 0, KEEP_SUM=keep_sum, **_policies(width, whole), **_cut(width, whole)),
             )  # fmt: skip
     return y, summed, means, rstds
 
@@ -186,7 +193,7 @@ def norm_backward_op(
                 kernels._norm_backward_kernel, rows,
                 (h, dy, dsum, weight, means, rstds, dx, dresidual, h.stride(0), dy.stride(0),
                  dsum.stride(0) if dsum is not None else 0, width, *_dropout_arguments(dropout_p, seed)),
-                given | _cut(width, whole),
+                given | _policies(width, whole) | _cut(width, whole),
             )  # fmt: skip
             if weight is not None or has_bias:
                 launch(
@@ -287,7 +294,7 @@ def softmax_backward_op(dy: Tensor, y: Tensor, whole: int) -> Tensor:
     with _device(y):
         if y.numel():
             launch(kernels._softmax_backward_kernel, rows, (y, dy, dx, y.stride(0), dy.stride(0), width),
-                   _cut(width, whole))  # fmt: skip
+                   _policies(width, whole) | _cut(width, whole))  # fmt: skip
     return dx
 
 

@@ -106,7 +106,7 @@ def test_rotary_of_whole_heads(dtype, batch, seqlen, heads, dim, monkeypatch):
 
 @pytest.fixture
 def new_forms(monkeypatch):
-    for name, value in {"_ADDED": True, "_LATE": True, "_AHEAD": True, "_PACKED": 1}.items():
+    for name, value in {"_ADDED": True, "_LATE": True, "_KEPT": True, "_AHEAD": True, "_PACKED": 1}.items():
         monkeypatch.setattr(rows, name, value)
     turns = {2**n: (3 if n < 14 else 2, min(16, max(1, 2**n // 512)), 2) for n in range(15)}
     monkeypatch.setattr(rows, "_TURNS", {"softmax": turns, "rms": turns, "layer": turns})

@@ -56,6 +56,7 @@ def test_norm(case, device, monkeypatch):
 def new_forms(monkeypatch):
     monkeypatch.setattr(rows, "_ADDED", True)
     monkeypatch.setattr(rows, "_LATE", True)
+    monkeypatch.setattr(rows, "_KEPT", True)
     monkeypatch.setattr(rows, "_AHEAD", True)
     turns = {2**n: (3, 4, 2) for n in range(17)}
     monkeypatch.setattr(rows, "_TURNS", {"softmax": turns, "rms": turns, "layer": turns})
