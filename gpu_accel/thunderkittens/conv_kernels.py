@@ -18,6 +18,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from gpu_accel.thunderkittens.quick import sigmoid, silu
+
 
 @triton.jit
 def _at(x, initial, t, cols, in_dim, x_t, x_c, i_t, i_c, seqlen, WIDTH: tl.constexpr, HAS_INITIAL: tl.constexpr):
@@ -72,7 +74,7 @@ def _conv_kernel(
         WIDTH, HAS_INITIAL, HAS_BIAS, HAS_SEQ,
     )  # fmt: skip
     if SILU:
-        acc = acc / (1.0 + tl.exp(-acc))
+        acc = silu(acc, x.dtype.element_ty.primitive_bitwidth < 32)
     to = y + batch * y_b + t.to(tl.int64)[:, None] * y_t + cols[None, :] * y_c
     tl.store(to, acc.to(y.dtype.element_ty), mask=(t < seqlen)[:, None] & in_dim)
 
@@ -90,9 +92,9 @@ def _row(x, t, stride, cols, there):
 
 
 @triton.jit
-def _silu(pre, SILU: tl.constexpr):
+def _silu(pre, SILU: tl.constexpr, NARROW: tl.constexpr):
     if SILU:
-        pre = pre / (1.0 + tl.exp(-pre))
+        pre = silu(pre, NARROW)
     return pre
 
 
@@ -102,6 +104,7 @@ def _conv_walk_kernel(
     WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """y (batch, seqlen, dim) of x with channels side by side in both, `steps` steps (a multiple of four) a program."""
+    NARROW: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
     batch = tl.program_id(2).to(tl.int64)
     cols = tl.program_id(1) * BC + tl.arange(0, BC)
     in_dim = cols < dim
@@ -125,16 +128,16 @@ def _conv_walk_kernel(
         a2 = _row(x, t + 2, x_t, cols, in_dim & (t + 2 < left))
         a3 = _row(x, t + 3, x_t, cols, in_dim & (t + 3 < left))
         to = y + t * y_t + cols
-        _put(to, _silu(always + w3 * x3 + w2 * x2 + w1 * x1 + w0 * a0, SILU), in_dim)
-        _put(to + y_t, _silu(always + w3 * x2 + w2 * x1 + w1 * a0 + w0 * a1, SILU), in_dim & (t + 1 < left))
-        _put(to + 2 * y_t, _silu(always + w3 * x1 + w2 * a0 + w1 * a1 + w0 * a2, SILU), in_dim & (t + 2 < left))
-        _put(to + 3 * y_t, _silu(always + w3 * a0 + w2 * a1 + w1 * a2 + w0 * a3, SILU), in_dim & (t + 3 < left))
+        _put(to, _silu(always + w3 * x3 + w2 * x2 + w1 * x1 + w0 * a0, SILU, NARROW), in_dim)
+        _put(to + y_t, _silu(always + w3 * x2 + w2 * x1 + w1 * a0 + w0 * a1, SILU, NARROW), in_dim & (t + 1 < left))
+        _put(to + 2 * y_t, _silu(always + w3 * x1 + w2 * a0 + w1 * a1 + w0 * a2, SILU, NARROW), in_dim & (t + 2 < left))
+        _put(to + 3 * y_t, _silu(always + w3 * a0 + w2 * a1 + w1 * a2 + w0 * a3, SILU, NARROW), in_dim & (t + 3 < left))
         x1, x2, x3 = a3, a2, a1
 
 
 @triton.jit
-def _through_silu(grad, pre):
-    s = 1.0 / (1.0 + tl.exp(-pre))
+def _through_silu(grad, pre, NARROW: tl.constexpr):
+    s = sigmoid(pre, NARROW)
     return grad * s * (1.0 + pre * (1.0 - s))
 
 
@@ -153,6 +156,7 @@ def _conv_walk_back_kernel(
     x and dy (batch, seqlen, dim) with channels side by side. Three steps more are walked than are a program's own:
     their gradients belong to x of its last ones.
     """
+    NARROW: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
     batch = tl.program_id(2).to(tl.int64)
     part = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
     cols = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -191,10 +195,10 @@ def _conv_walk_back_kernel(
         h2 = _row(dy, t + 2, dy_t, cols, in_dim & (at + 2 < seqlen))
         h3 = _row(dy, t + 3, dy_t, cols, in_dim & (at + 3 < seqlen))
         if SILU:
-            h0 = _through_silu(h0, always + w0 * a0 + w1 * x1 + w2 * x2 + w3 * x3)
-            h1 = _through_silu(h1, always + w0 * a1 + w1 * a0 + w2 * x1 + w3 * x2)
-            h2 = _through_silu(h2, always + w0 * a2 + w1 * a1 + w2 * a0 + w3 * x1)
-            h3 = _through_silu(h3, always + w0 * a3 + w1 * a2 + w2 * a1 + w3 * a0)
+            h0 = _through_silu(h0, always + w0 * a0 + w1 * x1 + w2 * x2 + w3 * x3, NARROW)
+            h1 = _through_silu(h1, always + w0 * a1 + w1 * a0 + w2 * x1 + w3 * x2, NARROW)
+            h2 = _through_silu(h2, always + w0 * a2 + w1 * a1 + w2 * a0 + w3 * x1, NARROW)
+            h3 = _through_silu(h3, always + w0 * a3 + w1 * a2 + w2 * a1 + w3 * a0, NARROW)
         to = dx + (t - 3) * dim + cols
         there = end - begin + 3 - t  # steps that are left
         _put(to, g3 * w0 + g2 * w1 + g1 * w2 + h0 * w3, in_dim & (t >= 3))
@@ -255,8 +259,7 @@ def _conv_backward_kernel(
         if SILU:
             pre = _pre(x, initial, weight, bias, seq, later, cols, in_dim, x_t, x_c, i_t, i_c, seqlen, dim, WIDTH,
                        HAS_INITIAL, HAS_BIAS, HAS_SEQ)  # fmt: skip
-            s = 1.0 / (1.0 + tl.exp(-pre))
-            g = g * s * (1.0 + pre * (1.0 - s))
+            g = _through_silu(g, pre, x.dtype.element_ty.primitive_bitwidth < 32)
         if HAS_BIAS and w == WIDTH - 1:
             of_bias = tl.sum(tl.where((t >= 0)[:, None], g, 0.0), 0)
         if HAS_SEQ:
@@ -309,7 +312,7 @@ def _update_kernel(
             new = tl.load(x + cols * x_c + tap * x_t, mask=in_dim & (tap >= 0), other=0.0).to(tl.float32)
             acc += (old + new) * tl.load(weight + cols * WIDTH + w, mask=in_dim, other=0.0).to(tl.float32)
         if SILU:
-            acc = acc / (1.0 + tl.exp(-acc))
+            acc = silu(acc, x.dtype.element_ty.primitive_bitwidth < 32)
         acc = tl.where(known, acc, float("nan"))
         tl.store(y + (batch * dim + cols) * seqlen + t, acc.to(y.dtype.element_ty), mask=in_dim)
     slot = tl.arange(0, BS)

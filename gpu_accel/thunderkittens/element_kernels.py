@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from gpu_accel.flash_attention3.rotary import load_rotated
+from gpu_accel.thunderkittens.quick import QUICK, exp, sigmoid
 
 
 @triton.jit
@@ -120,16 +121,20 @@ def _tanh(x):
 
 
 @triton.jit
-def _activation(a, KIND: tl.constexpr):
+def _activation(a, KIND: tl.constexpr, NARROW: tl.constexpr):
     """(f(a), f'(a)) of silu, gelu with erf, gelu with tanh."""
     if KIND == "silu":
-        s = 1.0 / (1.0 + tl.exp(-a))
+        s = sigmoid(a, NARROW)
         value = a * s
         slope = s * (1.0 + a * (1.0 - s))
     elif KIND == "gelu":
         half = 0.5 * (1.0 + tl.erf(a * 0.7071067811865476))
         value = a * half
-        slope = half + a * 0.3989422804014327 * tl.exp(-0.5 * a * a)
+        slope = half + a * 0.3989422804014327 * exp(-0.5 * a * a)
+    elif QUICK:  # (1 + tanh(u)) / 2 is the sigmoid of 2 u
+        s = sigmoid(1.5957691216057308 * a * (1.0 + 0.044715 * a * a), NARROW)
+        value = a * s
+        slope = s + value * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * a * a)
     else:
         t = _tanh(0.7978845608028654 * (a + 0.044715 * a * a * a))
         value = 0.5 * a * (1.0 + t)
@@ -146,7 +151,7 @@ def _gated_kernel(a, b, y, a_row, b_row, width, blocks, BLOCK: tl.constexpr, KIN
     mask = cols < width
     gate = tl.load(a + row * a_row + cols, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(b + row * b_row + cols, mask=mask, other=0.0).to(tl.float32)
-    value, _ = _activation(gate, KIND)
+    value, _ = _activation(gate, KIND, y.dtype.element_ty.primitive_bitwidth < 32)
     tl.store(y + row * width + cols, (value * up).to(y.dtype.element_ty), mask=mask)
 
 
@@ -161,6 +166,6 @@ def _gated_backward_kernel(
     grad = tl.load(dy + row * dy_row + cols, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(a + row * a_row + cols, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(b + row * b_row + cols, mask=mask, other=0.0).to(tl.float32)
-    value, slope = _activation(gate, KIND)
+    value, slope = _activation(gate, KIND, da.dtype.element_ty.primitive_bitwidth < 32)
     tl.store(da + row * width + cols, (grad * up * slope).to(da.dtype.element_ty), mask=mask)
     tl.store(db + row * width + cols, (grad * value).to(db.dtype.element_ty), mask=mask)

@@ -15,6 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from gpu_accel.thunderkittens.quick import QUICK, exp
+
 
 @triton.jit
 def _keep(seed, row, cols, limit):
@@ -323,6 +325,11 @@ def _norm_columns_kernel(
 
 
 @triton.jit
+def _share(e, total):
+    return e * (1.0 / total) if QUICK else e / total
+
+
+@triton.jit
 def _softmax_kernel(x, y, x_row, width, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
     """Rows of only -inf become NaN, as in torch."""
     row = tl.program_id(0).to(tl.int64)
@@ -332,8 +339,8 @@ def _softmax_kernel(x, y, x_row, width, BLOCK: tl.constexpr, WHOLE: tl.constexpr
     if WHOLE:
         mask = cols < width
         values = tl.load(x + cols, mask=mask, other=float("-inf")).to(tl.float32)
-        e = tl.exp(values - tl.max(values, 0))
-        tl.store(y + cols, (e / tl.sum(e, 0)).to(y.dtype.element_ty), mask=mask)
+        e = exp(values - tl.max(values, 0))
+        tl.store(y + cols, _share(e, tl.sum(e, 0)).to(y.dtype.element_ty), mask=mask)
     else:
         top = float("-inf")
         total = 0.0
@@ -341,12 +348,12 @@ def _softmax_kernel(x, y, x_row, width, BLOCK: tl.constexpr, WHOLE: tl.constexpr
             values = tl.load(x + at + cols, mask=at + cols < width, other=float("-inf")).to(tl.float32)
             higher = tl.maximum(top, tl.max(values, 0))
             shift = tl.where(higher == float("-inf"), 0.0, higher)  # nothing but -inf so far
-            total = total * tl.exp(top - shift) + tl.sum(tl.exp(values - shift), 0)
+            total = total * exp(top - shift) + tl.sum(exp(values - shift), 0)
             top = higher
         for at in range(0, width, BLOCK):
             mask = at + cols < width
             values = tl.load(x + at + cols, mask=mask, other=float("-inf")).to(tl.float32)
-            tl.store(y + at + cols, (tl.exp(values - top) / total).to(y.dtype.element_ty), mask=mask)
+            tl.store(y + at + cols, _share(exp(values - top), total).to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -359,8 +366,8 @@ def _softmax_rows_kernel(x, y, x_row, rows, width, programs, BLOCK: tl.constexpr
     for line in tl.range(program, rows, programs, num_stages=STAGES):
         row = zero + line
         values = tl.load(x + row * x_row + cols, mask=mask, other=float("-inf")).to(tl.float32)
-        e = tl.exp(values - tl.max(values, 0))
-        tl.store(y + row * width + cols, (e * (1.0 / tl.sum(e, 0))).to(y.dtype.element_ty), mask=mask)
+        e = exp(values - tl.max(values, 0))
+        tl.store(y + row * width + cols, _share(e, tl.sum(e, 0)).to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
