@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpu_accel.thunderkittens import elements, reference, rows
+from gpu_accel.thunderkittens import elements, long_rows, reference, rows
 
 from .judging import BF16, FP16, FP32, judge, randn
 
@@ -71,6 +71,19 @@ def test_rows_in_shared_memory(height, width, op, dtype):
         dx = y * (grads[0].double() - (y * grads[0].double()).sum(1, keepdim=True))
         floors["dx"] = torch.finfo(dtype).eps * dx.abs().max().item()
     judge(["y", "dx", "dw", "db"][: 1 + len(tensors)], function, tensors, grads, floors=floors)
+
+
+@pytest.mark.parametrize(("height", "width"), [(1, 65536), (300, 65536), (140, 24640), (7, 81920), (1000, 128)])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+def test_softmax_in_shared_memory_read_twice(height, width, dtype, monkeypatch):
+    monkeypatch.setattr(long_rows, "ONCE", True)
+    test_rows_in_shared_memory(height, width, "softmax", dtype)
+    x = randn(3, 65536, seed=1, dtype=dtype) * 4
+    x[0, 100:] = -torch.inf  # whole eights, blocks and threads of nothing
+    x[1, ::3] = 3e4
+    x[2] = -torch.inf
+    found, wanted = rows.softmax(x, backend="hopper"), torch.softmax(x.double(), -1)
+    torch.testing.assert_close(found.double(), wanted, rtol=2**-7, atol=1e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh"])
