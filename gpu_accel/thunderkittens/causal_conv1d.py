@@ -12,6 +12,7 @@ from torch import Tensor
 from gpu_accel.flash_attention3.launch import launch, next_power_of_2
 from gpu_accel.flash_attention3.problem import check_flag, check_written
 from gpu_accel.thunderkittens import conv_kernels as kernels
+from gpu_accel.thunderkittens import rows
 from gpu_accel.thunderkittens.arguments import check_tensors, check_values, readable
 from gpu_accel.thunderkittens.chunked import _device
 from gpu_accel.thunderkittens.linear import _need, _shape, choose
@@ -23,6 +24,9 @@ _BC = 64
 # read once for four times.
 WALK_BACK = True
 _STEPS, _CHANNELS = 256, 128  # of a program of it, which is one warp
+# Whether the forward is made by a walk there too: x is read once for four times. Off: no GPU has run it.
+WALK = False
+_CHANNELS_FORWARD = 256  # sixteen bytes a thread
 
 
 def _cut(x: Tensor, elements: int) -> dict:
@@ -52,7 +56,16 @@ def conv_op(
     weight, bias, seq_idx = weight.contiguous(), _packed(bias), _packed(seq_idx)
     strides, options = _arguments(x, weight, bias, initial, seq_idx)
     cut = _cut(x, 2048)
-    if x.numel():
+    near = max(x.stride(2), y.stride(2)) * (_STEPS + 8) < 2**31
+    if WALK and x.numel() and initial is None and seq_idx is None and x.stride(1) == y.stride(1) == 1 and near:
+        columns = min(_CHANNELS_FORWARD, max(16, next_power_of_2(x.shape[1])))
+        with _device(x):
+            launch(kernels._conv_walk_kernel, (-(-x.shape[2] // _STEPS), -(-x.shape[1] // columns), x.shape[0]),
+                   (x, weight, bias, y, x.stride(0), x.stride(2), y.stride(0), y.stride(2), x.shape[2], x.shape[1],
+                    _STEPS),
+                   dict(WIDTH=weight.shape[1], HAS_BIAS=bias is not None, SILU=silu, BC=columns, num_warps=1),
+                   )  # fmt: skip
+    elif x.numel():
         with _device(x):
             launch(kernels._conv_kernel, (-(-x.shape[2] // cut["BT"]), -(-x.shape[1] // cut["BC"]), x.shape[0]),
                    (x, initial, weight, bias, seq_idx, y, *strides, y.stride(0), y.stride(2), y.stride(1), x.shape[2],
@@ -78,6 +91,8 @@ def _walk_back(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, silu:
                 dim, _STEPS),
                dict(WIDTH=weight.shape[1], HAS_BIAS=bias is not None, SILU=silu, BC=columns, num_warps=1))  # fmt: skip
     absent = [x.new_empty(0, dtype=torch.float32) for _ in range(2)]
+    if rows._ADDED:
+        return dx.transpose(1, 2), *rows.add_parts(dweight, torch.float32, None if bias is None else dbias), absent[1]
     return dx.transpose(1, 2), dweight.sum(0), absent[0] if bias is None else dbias.sum(0), absent[1]
 
 

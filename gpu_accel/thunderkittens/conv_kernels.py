@@ -6,6 +6,9 @@ A program has a tile of steps and channels. It loads x once a tap: the same line
 pre anew for every tap that it needs, instead of writing its gradient to memory in between; the gradients of the
 filters are sums over steps, a part a program, which are added up afterwards in the same order every time.
 
+`_conv_walk_kernel` is the forward for channels that lie side by side in memory, without first states and seq_idx: a
+program walks steps with the last three of x in registers, so x is read once, in wider pieces.
+
 `_conv_walk_back_kernel` is the backward for channels that lie side by side in memory: a program walks steps with the
 last three of x and of the gradient of pre in registers, so x and dy are read once and pre is made once.
 """
@@ -14,6 +17,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from gpu_accel.thunderkittens.quick import sigmoid, silu
 
 
 @triton.jit
@@ -69,7 +74,7 @@ def _conv_kernel(
         WIDTH, HAS_INITIAL, HAS_BIAS, HAS_SEQ,
     )  # fmt: skip
     if SILU:
-        acc = acc / (1.0 + tl.exp(-acc))
+        acc = silu(acc, x.dtype.element_ty.primitive_bitwidth < 32)
     to = y + batch * y_b + t.to(tl.int64)[:, None] * y_t + cols[None, :] * y_c
     tl.store(to, acc.to(y.dtype.element_ty), mask=(t < seqlen)[:, None] & in_dim)
 
@@ -87,8 +92,52 @@ def _row(x, t, stride, cols, there):
 
 
 @triton.jit
-def _through_silu(grad, pre):
-    s = 1.0 / (1.0 + tl.exp(-pre))
+def _silu(pre, SILU: tl.constexpr, NARROW: tl.constexpr):
+    if SILU:
+        pre = silu(pre, NARROW)
+    return pre
+
+
+@triton.jit
+def _conv_walk_kernel(
+    x, weight, bias, y, x_b, x_t, y_b, y_t, seqlen, dim, steps,
+    WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """y (batch, seqlen, dim) of x with channels side by side in both, `steps` steps (a multiple of four) a program."""
+    NARROW: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
+    batch = tl.program_id(2).to(tl.int64)
+    cols = tl.program_id(1) * BC + tl.arange(0, BC)
+    in_dim = cols < dim
+    begin = tl.program_id(0) * steps
+    left = tl.minimum(seqlen - begin, steps)
+    x += batch * x_b + begin.to(tl.int64) * x_t  # from here on offsets are of steps of its own, in 32 bits
+    y += batch * y_b + begin.to(tl.int64) * y_t
+    w0 = _tap(weight, cols, dim, 0, WIDTH)
+    w1 = _tap(weight, cols, dim, 1, WIDTH)
+    w2 = _tap(weight, cols, dim, 2, WIDTH)
+    w3 = _tap(weight, cols, dim, 3, WIDTH)
+    always = w0 * 0.0
+    if HAS_BIAS:
+        always = tl.load(bias + cols, mask=in_dim, other=0.0).to(tl.float32)
+    x1 = _row(x, -1, x_t, cols, in_dim & (begin >= 1))
+    x2 = _row(x, -2, x_t, cols, in_dim & (begin >= 2))
+    x3 = _row(x, -3, x_t, cols, in_dim & (begin >= 3))
+    for t in range(0, left, 4):
+        a0 = _row(x, t, x_t, cols, in_dim)
+        a1 = _row(x, t + 1, x_t, cols, in_dim & (t + 1 < left))
+        a2 = _row(x, t + 2, x_t, cols, in_dim & (t + 2 < left))
+        a3 = _row(x, t + 3, x_t, cols, in_dim & (t + 3 < left))
+        to = y + t * y_t + cols
+        _put(to, _silu(always + w3 * x3 + w2 * x2 + w1 * x1 + w0 * a0, SILU, NARROW), in_dim)
+        _put(to + y_t, _silu(always + w3 * x2 + w2 * x1 + w1 * a0 + w0 * a1, SILU, NARROW), in_dim & (t + 1 < left))
+        _put(to + 2 * y_t, _silu(always + w3 * x1 + w2 * a0 + w1 * a1 + w0 * a2, SILU, NARROW), in_dim & (t + 2 < left))
+        _put(to + 3 * y_t, _silu(always + w3 * a0 + w2 * a1 + w1 * a2 + w0 * a3, SILU, NARROW), in_dim & (t + 3 < left))
+        x1, x2, x3 = a3, a2, a1
+
+
+@triton.jit
+def _through_silu(grad, pre, NARROW: tl.constexpr):
+    s = sigmoid(pre, NARROW)
     return grad * s * (1.0 + pre * (1.0 - s))
 
 
@@ -107,6 +156,7 @@ def _conv_walk_back_kernel(
     x and dy (batch, seqlen, dim) with channels side by side. Three steps more are walked than are a program's own:
     their gradients belong to x of its last ones.
     """
+    NARROW: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
     batch = tl.program_id(2).to(tl.int64)
     part = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
     cols = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -145,10 +195,10 @@ def _conv_walk_back_kernel(
         h2 = _row(dy, t + 2, dy_t, cols, in_dim & (at + 2 < seqlen))
         h3 = _row(dy, t + 3, dy_t, cols, in_dim & (at + 3 < seqlen))
         if SILU:
-            h0 = _through_silu(h0, always + w0 * a0 + w1 * x1 + w2 * x2 + w3 * x3)
-            h1 = _through_silu(h1, always + w0 * a1 + w1 * a0 + w2 * x1 + w3 * x2)
-            h2 = _through_silu(h2, always + w0 * a2 + w1 * a1 + w2 * a0 + w3 * x1)
-            h3 = _through_silu(h3, always + w0 * a3 + w1 * a2 + w2 * a1 + w3 * a0)
+            h0 = _through_silu(h0, always + w0 * a0 + w1 * x1 + w2 * x2 + w3 * x3, NARROW)
+            h1 = _through_silu(h1, always + w0 * a1 + w1 * a0 + w2 * x1 + w3 * x2, NARROW)
+            h2 = _through_silu(h2, always + w0 * a2 + w1 * a1 + w2 * a0 + w3 * x1, NARROW)
+            h3 = _through_silu(h3, always + w0 * a3 + w1 * a2 + w2 * a1 + w3 * a0, NARROW)
         to = dx + (t - 3) * dim + cols
         there = end - begin + 3 - t  # steps that are left
         _put(to, g3 * w0 + g2 * w1 + g1 * w2 + h0 * w3, in_dim & (t >= 3))
@@ -209,8 +259,7 @@ def _conv_backward_kernel(
         if SILU:
             pre = _pre(x, initial, weight, bias, seq, later, cols, in_dim, x_t, x_c, i_t, i_c, seqlen, dim, WIDTH,
                        HAS_INITIAL, HAS_BIAS, HAS_SEQ)  # fmt: skip
-            s = 1.0 / (1.0 + tl.exp(-pre))
-            g = g * s * (1.0 + pre * (1.0 - s))
+            g = _through_silu(g, pre, x.dtype.element_ty.primitive_bitwidth < 32)
         if HAS_BIAS and w == WIDTH - 1:
             of_bias = tl.sum(tl.where((t >= 0)[:, None], g, 0.0), 0)
         if HAS_SEQ:
@@ -263,7 +312,7 @@ def _update_kernel(
             new = tl.load(x + cols * x_c + tap * x_t, mask=in_dim & (tap >= 0), other=0.0).to(tl.float32)
             acc += (old + new) * tl.load(weight + cols * WIDTH + w, mask=in_dim, other=0.0).to(tl.float32)
         if SILU:
-            acc = acc / (1.0 + tl.exp(-acc))
+            acc = silu(acc, x.dtype.element_ty.primitive_bitwidth < 32)
         acc = tl.where(known, acc, float("nan"))
         tl.store(y + (batch * dim + cols) * seqlen + t, acc.to(y.dtype.element_ty), mask=in_dim)
     slot = tl.arange(0, BS)

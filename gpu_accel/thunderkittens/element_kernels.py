@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from gpu_accel.flash_attention3.rotary import load_rotated
+from gpu_accel.thunderkittens.quick import QUICK, exp, sigmoid
 
 
 @triton.jit
@@ -37,6 +38,39 @@ def _rotary_kernel(
         out = load_rotated(rows, cols, there, position, cos, sin, longest, DIM, ROTARY, INTERLEAVED, True)
     to = y + (batch * seqlen * heads + pairs)[:, None] * DIM + cols[None, :]
     tl.store(to, out, mask=there[:, None] & (cols < DIM)[None, :])
+
+
+@triton.jit
+def _rotary_halves_kernel(
+    x, y, cos, sin, x_b, x_t, x_h, seqlen, heads, pairs, longest, start,
+    DIM: tl.constexpr, TOKENS: tl.constexpr, EACH: tl.constexpr, BACKWARD: tl.constexpr,
+):  # fmt: skip
+    """As `_rotary_kernel`, of heads that turn as a whole, in halves, at the same positions in every sequence.
+
+    TOKENS tokens of EACH of the `pairs` (sequence, head): their angles are loaded once for all, and x once, since each
+    half is a tile of its own. One at a time the tables would be as many bytes as x and y, from the L2 cache.
+    """
+    pair = tl.program_id(1) * EACH + tl.arange(0, EACH)
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    batch, head = (pair // heads).to(tl.int64), pair % heads
+    cols = tl.arange(0, DIM // 2)
+    there = (pair < pairs)[:, None, None] & (token < seqlen)[None, :, None]
+    at = (batch * x_b + head * x_h)[:, None, None] + (token.to(tl.int64) * x_t)[None, :, None] + cols[None, None, :]
+    first = tl.load(x + at, mask=there, other=0.0)
+    second = tl.load(x + at + DIM // 2, mask=there, other=0.0)
+    position = token + start
+    turns = ((token < seqlen) & (position < longest))[:, None]
+    places = position.to(tl.int64)[:, None] * (DIM // 2) + cols[None, :]
+    c = tl.load(cos + places, mask=turns, other=1.0).to(tl.float32)[None, :, :]
+    s = tl.load(sin + places, mask=turns, other=0.0).to(tl.float32)[None, :, :]
+    if BACKWARD:
+        s = -s
+    a, b = first.to(tl.float32), second.to(tl.float32)
+    to = (batch * seqlen * heads + head)[:, None, None] + (token.to(tl.int64) * heads)[None, :, None]
+    to = y + to * DIM + cols[None, None, :]
+    # tokens beyond the tables are kept, not multiplied: an infinite number would make its partner NaN
+    tl.store(to, tl.where(turns[None, :, :], a * c - b * s, a).to(first.dtype), mask=there)
+    tl.store(to + DIM // 2, tl.where(turns[None, :, :], b * c + a * s, b).to(first.dtype), mask=there)
 
 
 @triton.jit
@@ -87,16 +121,20 @@ def _tanh(x):
 
 
 @triton.jit
-def _activation(a, KIND: tl.constexpr):
+def _activation(a, KIND: tl.constexpr, NARROW: tl.constexpr):
     """(f(a), f'(a)) of silu, gelu with erf, gelu with tanh."""
     if KIND == "silu":
-        s = 1.0 / (1.0 + tl.exp(-a))
+        s = sigmoid(a, NARROW)
         value = a * s
         slope = s * (1.0 + a * (1.0 - s))
     elif KIND == "gelu":
         half = 0.5 * (1.0 + tl.erf(a * 0.7071067811865476))
         value = a * half
-        slope = half + a * 0.3989422804014327 * tl.exp(-0.5 * a * a)
+        slope = half + a * 0.3989422804014327 * exp(-0.5 * a * a)
+    elif QUICK:  # (1 + tanh(u)) / 2 is the sigmoid of 2 u
+        s = sigmoid(1.5957691216057308 * a * (1.0 + 0.044715 * a * a), NARROW)
+        value = a * s
+        slope = s + value * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * a * a)
     else:
         t = _tanh(0.7978845608028654 * (a + 0.044715 * a * a * a))
         value = 0.5 * a * (1.0 + t)
@@ -113,7 +151,7 @@ def _gated_kernel(a, b, y, a_row, b_row, width, blocks, BLOCK: tl.constexpr, KIN
     mask = cols < width
     gate = tl.load(a + row * a_row + cols, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(b + row * b_row + cols, mask=mask, other=0.0).to(tl.float32)
-    value, _ = _activation(gate, KIND)
+    value, _ = _activation(gate, KIND, y.dtype.element_ty.primitive_bitwidth < 32)
     tl.store(y + row * width + cols, (value * up).to(y.dtype.element_ty), mask=mask)
 
 
@@ -128,6 +166,6 @@ def _gated_backward_kernel(
     grad = tl.load(dy + row * dy_row + cols, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(a + row * a_row + cols, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(b + row * b_row + cols, mask=mask, other=0.0).to(tl.float32)
-    value, slope = _activation(gate, KIND)
+    value, slope = _activation(gate, KIND, da.dtype.element_ty.primitive_bitwidth < 32)
     tl.store(da + row * width + cols, (grad * up * slope).to(da.dtype.element_ty), mask=mask)
     tl.store(db + row * width + cols, (grad * value).to(db.dtype.element_ty), mask=mask)

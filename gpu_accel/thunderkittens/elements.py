@@ -20,6 +20,11 @@ from gpu_accel.thunderkittens.chunked import _device, _unit
 from gpu_accel.thunderkittens.linear import choose
 from gpu_accel.thunderkittens.rows import _need, _rows
 
+# Whether heads that turn as a whole, in halves, have a kernel that loads angles once for several heads or sequences.
+# Off: no GPU has run it.
+HALVES = False
+_EACH = 8  # heads or sequences of a program of it
+
 
 @torch.library.custom_op("gpu_accel::tk_rotary", mutates_args=())
 def rotary_op(
@@ -32,8 +37,16 @@ def rotary_op(
     batch, seqlen, heads, dim = x.shape
     block = max(2, next_power_of_2(dim))
     rows = max(1, 2048 // block)
+    whole = not interleaved and offsets is None and dim == block == 2 * cos.shape[1] >= 16
     with _device(x):
-        if x.numel():
+        if HALVES and whole and x.numel() > 0 and batch * heads < 2**31:
+            each, tokens = min(_EACH, next_power_of_2(batch * heads)), max(1, min(16, 2048 // block))
+            launch(
+                kernels._rotary_halves_kernel, (-(-seqlen // tokens), -(-batch * heads // each)),
+                (x, y, cos, sin, *x.stride()[:3], seqlen, heads, batch * heads, cos.shape[0], start),
+                dict(DIM=dim, TOKENS=tokens, EACH=each, BACKWARD=backward, num_warps=4),
+            )  # fmt: skip
+        elif x.numel():
             launch(
                 kernels._rotary_kernel, (-(-seqlen * heads // rows), batch),
                 (x, y, cos, sin, offsets, *x.stride()[:3], seqlen, heads, cos.shape[0], start),

@@ -54,6 +54,7 @@ from gpu_accel.thunderkittens.linear import (
 BASED_HOPPER_CHECKED = True
 HEDGEHOG_CHECKED = (torch.bfloat16, torch.float16)
 _ONES = 64  # columns of ones that sum weights up: a tile of the kernels
+_MAP_ROWS, _MAP_WARPS = 64, 4  # of a program of the feature map
 _BASED_KEYS = 16  # the most of K whose squared state stays in registers
 
 
@@ -81,13 +82,13 @@ def hedgehog_op(x: Tensor, mapping: Tensor) -> Tensor:
     count = mapping.shape[2]
     out = torch.empty(batch, seqlen, heads, 2 * count, dtype=x.dtype, device=x.device)
     if out.numel():
-        rows = 16 if INTERPRET else 64
+        rows = 16 if INTERPRET else _MAP_ROWS
         with chunked._device(x):
             launch(
                 feature_kernels._hedgehog_kernel, batch * heads * -(-seqlen // rows),
                 (x, mapping, out, *x.stride()[:3], *mapping.stride(), seqlen, heads),
                 dict(K=key_dim, F=count, BT=rows, BK=max(16, next_power_of_2(key_dim)),
-                     BF=max(16, next_power_of_2(count)), PRECISION=chunked.precision(x.dtype), num_warps=4),
+                     BF=max(16, next_power_of_2(count)), PRECISION=chunked.precision(x.dtype), num_warps=_MAP_WARPS),
             )  # fmt: skip
     return out
 

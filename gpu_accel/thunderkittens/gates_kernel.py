@@ -1,4 +1,4 @@
-"""Gates of linear attention, summed up inside every chunk and laid out for TMA, in plain Triton."""
+"""Gates of linear attention, summed up inside every chunk and laid out for TMA, and retention's, in plain Triton."""
 
 from __future__ import annotations
 
@@ -34,3 +34,18 @@ def _gates_kernel(
     if HAS_W:
         at = w + batch * w_b + rows[:, None] * w_t + cols[None, :] * w_h
         tl.store(weights + to, tl.load(at, mask=mask, other=0.0).to(tl.float32), mask=inside)
+
+
+@triton.jit
+def _retention_kernel(out, heads, BLOCK: tl.constexpr):
+    """log(1 - 2^(-5 - head)) float32: -(x + x^2 / 2 + ... + x^12 / 12) of x = 2^(-5 - head) in float64.
+
+    What is left out is below x^12 / 13 of it, 2^-63; libraries' log1p is not there in Triton's interpreter.
+    """
+    head = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exponent = tl.maximum(1018 - head, 0).to(tl.int64)  # of float64, with its bias
+    x = (exponent << 52).to(tl.float64, bitcast=True)
+    total = x * 0.0
+    for n in tl.static_range(12, 0, -1):
+        total = x * (1.0 / n + total)
+    tl.store(out + head, (-total).to(tl.float32), mask=head < heads)

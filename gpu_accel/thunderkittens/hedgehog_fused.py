@@ -26,6 +26,7 @@ from gpu_accel.thunderkittens import chunked, walk_hopper, window_kernels, windo
 _ROWS = 16 if INTERPRET else 64
 _ONES = 64  # columns of ones that sum weights up: a tile of the kernels
 _LAUNCH = dict(num_warps=4, num_stages=2)
+_EARLY = False  # what the walk gave is asked for before the window is walked; off: no GPU has run it
 # What tests/gpu/test_windowed.py has passed on (H200, Triton 3.6.0): "auto" takes these kernels for these dtypes alone.
 CHECKED: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
 
@@ -87,7 +88,7 @@ def window_op(
                  seqlen, heads, heads // q.shape[2], late, scale * math.log2(math.e), windowed.FLOOR),
                 dict(K=q.shape[3], V=value_dim, BT=_ROWS, BK=chunked._block(q.shape[3], 128),
                      BV=chunked._block(value_dim, 128), HAS_A=factors[0] is not None, HAS_B=factors[1] is not None,
-                     PRECISION=chunked.precision(v.dtype), **_LAUNCH),
+                     PRECISION=chunked.precision(v.dtype), EARLY=_EARLY, **_LAUNCH),
             )  # fmt: skip
     return o
 

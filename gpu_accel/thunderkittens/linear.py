@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from gpu_accel.errors import HardwareError, InvalidInputError, UnsupportedError, shown
+from gpu_accel.flash_attention3.launch import launch
 from gpu_accel.flash_attention3.problem import check_first_gradient, check_flag
-from gpu_accel.thunderkittens import chunked, reference, walk_hopper
+from gpu_accel.thunderkittens import chunked, gates_kernel, reference, walk_hopper
 from gpu_accel.thunderkittens.arguments import check_cu_seqlens, check_tensors, integer, real
 
 BACKENDS = ("auto", "portable", "reference")
@@ -31,6 +32,9 @@ GPU_CHECKED = True
 HOPPER_CHECKED = True
 _NARROW = 16  # K and V up to this have run on a card in 16 bits only (test_tiles_of_16_columns)
 _WALKED_KEYS = range(33, 129)  # of one walk, in bfloat16, that those tests passed on
+# Whether the decays of retention are made in one kernel. Off: no GPU has run it.
+DECAYS_IN_ONE = False
+_DECAYS = 64  # of a program of it
 LARGEST_DIM = 256
 MOST_SEGMENTS = 1024  # of one sequence: each has sums of its own in memory
 
@@ -316,6 +320,23 @@ def retention_decay(heads: int, device: torch.device | str = "cpu") -> Tensor:
     return torch.log1p(-torch.exp2(-5.0 - torch.arange(heads, device=device, dtype=torch.float64))).float()
 
 
+@torch.library.custom_op("gpu_accel::tk_retention_decay", mutates_args=())
+def retention_op(v: Tensor) -> Tensor:
+    """`retention_decay` of the heads of v (batch, seqlen, heads, dim) in one kernel; torch's own are seven."""
+    heads = v.shape[2]
+    out = v.new_empty(heads, dtype=torch.float32)
+    if heads:
+        with chunked._device(v):
+            launch(gates_kernel._retention_kernel, -(-heads // _DECAYS), (out, heads),
+                   dict(BLOCK=_DECAYS, num_warps=1))  # fmt: skip
+    return out
+
+
+@retention_op.register_fake
+def _(v):
+    return v.new_empty(v.shape[2], dtype=torch.float32)
+
+
 def chunk_retention(
     q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
     output_final_state: bool = False, cu_seqlens: Tensor | None = None, *, backend: str = "auto",
@@ -325,7 +346,9 @@ def chunk_retention(
     Returns (o, final state or None). Arguments as in `linear_attention`.
     """
     _validate(q, k, v, None, None, initial_state, cu_seqlens, chunked.CHUNK)
+    plain = choose(v, "auto" if backend == "hopper" else backend, others=("hopper",)) != "portable"
+    decay = retention_decay(v.shape[2], v.device) if plain or not DECAYS_IN_ONE else retention_op(v.detach())
     return chunk_simple_gla(
-        q, k, v, None, retention_decay(v.shape[2], v.device), scale, initial_state, output_final_state, cu_seqlens,
+        q, k, v, None, decay, scale, initial_state, output_final_state, cu_seqlens,
         backend=backend,
     )  # fmt: skip

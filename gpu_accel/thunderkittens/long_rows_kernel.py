@@ -44,13 +44,32 @@ def _block(bufs, stage, block, lines, other, LAYOUT: gl.constexpr, LINES: gl.con
     return x
 
 
+@gluon.jit
+def _eights(x, LINES: gl.constexpr):
+    """A block as eights of numbers, each in one thread."""
+    return gl.reshape(x, [LINES, 8, 8])
+
+
+@gluon.jit
+def _add_exponentials(x, top, total, LINES: gl.constexpr):
+    """(largest number so far, sum of exp2 below it) of every eight, with block x."""
+    x = _eights(x, LINES)
+    higher = gl.maximum(top, gl.max(x, axis=2))
+    shift = gl.where(higher == float("-inf"), 0.0, higher)  # nothing but -inf so far
+    total = total * gl.exp2((top - shift) * _LOG2E) + gl.sum(gl.exp2((x - shift[:, :, None]) * _LOG2E), axis=2)
+    return higher, total
+
+
 @gluon.jit(do_not_specialize=["rows", "lines", "blocks", "eps"])
 def long_rows_kernel(
     x_desc, y, weight, bias, means, rstds, rows, lines, blocks, eps,
     OP: gl.constexpr, STAGES: gl.constexpr, LINES: gl.constexpr, WARPS: gl.constexpr, WEIGHT: gl.constexpr,
-    BIAS: gl.constexpr, EXACT: gl.constexpr,
+    BIAS: gl.constexpr, EXACT: gl.constexpr, ONCE: gl.constexpr,
 ):  # fmt: skip
-    """y of x (rows, 64 lines), contiguous. blocks: of LINES lines in a row, up to STAGES; EXACT: all are whole."""
+    """y of x (rows, 64 lines), contiguous. blocks: of LINES lines in a row, up to STAGES; EXACT: all are whole.
+
+    ONCE: softmax's largest number and its sum are found together, as blocks arrive.
+    """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, LINES, 64], x_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -66,38 +85,50 @@ def long_rows_kernel(
     for row in range(gl.program_id(0), rows, gl.num_programs(0)):
         out = y + gl.to_tensor(row).to(gl.int64) * width
         mean = 0.0
-        if OP == SOFTMAX:
-            most = gl.full([LINES, 64], float("-inf"), gl.float32, LAYOUT)
-        else:
-            most = gl.full([LINES, 64], 0.0, gl.float32, LAYOUT)
-        for block in range(blocks):
-            number = first + block
-            mbarrier.wait(full.index(number % STAGES), number // STAGES & 1)
-            other: gl.constexpr = float("-inf") if OP == SOFTMAX else 0.0
-            x = _block(bufs, number % STAGES, block, lines, other, LAYOUT, LINES, EXACT)
-            if OP == SOFTMAX:
-                most = gl.maximum(most, x)
-            elif OP == LAYER:
-                most += x
-            else:
-                most += x * x
-        if OP == SOFTMAX:
-            mean = gl.max(gl.max(most, axis=1), axis=0)
-        elif OP == LAYER:
-            mean = gl.sum(gl.sum(most, axis=1), axis=0) / width
-        if OP != RMS:
-            most = gl.full([LINES, 64], 0.0, gl.float32, LAYOUT)
+        if ONCE:
+            top = gl.max(_eights(gl.full([LINES, 64], float("-inf"), gl.float32, LAYOUT), LINES), axis=2)
+            sums = gl.where(top == 0.0, 1.0, 0.0)
             for block in range(blocks):
-                stage = (first + block) % STAGES
+                number = first + block
+                mbarrier.wait(full.index(number % STAGES), number // STAGES & 1)
+                x = _block(bufs, number % STAGES, block, lines, float("-inf"), LAYOUT, LINES, EXACT)
+                top, sums = _add_exponentials(x, top, sums, LINES)
+            mean = gl.max(gl.max(top, axis=1), axis=0)
+            total = gl.sum(gl.sum(sums * gl.exp2((top - mean) * _LOG2E), axis=1), axis=0)
+        else:
+            if OP == SOFTMAX:
+                most = gl.full([LINES, 64], float("-inf"), gl.float32, LAYOUT)
+            else:
+                most = gl.full([LINES, 64], 0.0, gl.float32, LAYOUT)
+            for block in range(blocks):
+                number = first + block
+                mbarrier.wait(full.index(number % STAGES), number // STAGES & 1)
+                other: gl.constexpr = float("-inf") if OP == SOFTMAX else 0.0
+                x = _block(bufs, number % STAGES, block, lines, other, LAYOUT, LINES, EXACT)
                 if OP == SOFTMAX:
-                    x = _block(bufs, stage, block, lines, float("-inf"), LAYOUT, LINES, EXACT)
-                    most += gl.exp2((x - mean) * _LOG2E)
+                    most = gl.maximum(most, x)
+                elif OP == LAYER:
+                    most += x
                 else:
-                    x = _block(bufs, stage, block, lines, mean, LAYOUT, LINES, EXACT) - mean
                     most += x * x
-        total = gl.sum(gl.sum(most, axis=1), axis=0)
+            if OP == SOFTMAX:
+                mean = gl.max(gl.max(most, axis=1), axis=0)
+            elif OP == LAYER:
+                mean = gl.sum(gl.sum(most, axis=1), axis=0) / width
+            if OP != RMS:
+                most = gl.full([LINES, 64], 0.0, gl.float32, LAYOUT)
+                for block in range(blocks):
+                    stage = (first + block) % STAGES
+                    if OP == SOFTMAX:
+                        x = _block(bufs, stage, block, lines, float("-inf"), LAYOUT, LINES, EXACT)
+                        most += gl.exp2((x - mean) * _LOG2E)
+                    else:
+                        x = _block(bufs, stage, block, lines, mean, LAYOUT, LINES, EXACT) - mean
+                        most += x * x
+            total = gl.sum(gl.sum(most, axis=1), axis=0)
         if OP == SOFTMAX:
             factor = 1.0 / total
+            share = gl.log2(factor)
         else:
             factor = gl.rsqrt(total / width + eps)
             gl.store(rstds + row, factor)
@@ -110,7 +141,9 @@ def long_rows_kernel(
             _ask(x_desc, bufs, full, number + STAGES, rows, lines, blocks, STAGES, LINES)
             at = block * (LINES * 64) + inside
             there = at < width
-            if OP == SOFTMAX:
+            if ONCE:
+                x = gl.exp2((x - mean) * _LOG2E + share)
+            elif OP == SOFTMAX:
                 x = gl.exp2((x - mean) * _LOG2E) * factor
             else:
                 x = (x - mean) * factor

@@ -11,12 +11,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from gpu_accel.thunderkittens.quick import exp
+
 
 @triton.jit
 def _capped(x, cap, CAP: tl.constexpr):
     """cap tanh(x / cap) without overflow."""
     if CAP:
-        e = tl.exp(-2.0 * tl.abs(x / cap))
+        e = exp(-2.0 * tl.abs(x / cap))
         t = cap * (1.0 - e) / (1.0 + e)
         x = tl.where(x < 0, -t, t)
     return x
@@ -60,12 +62,12 @@ def _cross_entropy_kernel(
                 plain += tl.where(at + 2 * BLOCK + cols < classes, x2, 0.0)
                 plain += tl.where(at + 3 * BLOCK + cols < classes, x3, 0.0)
         shift = tl.where(higher == float("-inf"), 0.0, higher)
-        total = total * tl.exp(top - shift) + tl.exp(x - shift)
+        total = total * exp(top - shift) + exp(x - shift)
         if FOUR:
-            total += tl.exp(x1 - shift) + tl.exp(x2 - shift) + tl.exp(x3 - shift)
+            total += exp(x1 - shift) + exp(x2 - shift) + exp(x3 - shift)
         top = higher
     most = tl.max(top, 0)
-    rest = tl.log(tl.sum(total * tl.exp(top - most), 0))
+    rest = tl.log(tl.sum(total * exp(top - most), 0))
     tl.store(lse + 2 * row, most)
     tl.store(lse + 2 * row + 1, rest)
     counted = y != ignore
@@ -91,7 +93,7 @@ def _cross_entropy_backward_kernel(
     most = tl.load(lse + 2 * row)
     rest = tl.load(lse + 2 * row + 1)
     z = _capped(tl.load(logits + row * row_stride + cols, mask=mask, other=0.0).to(tl.float32), cap, CAP)
-    out = tl.exp((z - most) - rest) * (1.0 + 2.0 * square * (most + rest)) - smoothing / classes
+    out = exp((z - most) - rest) * (1.0 + 2.0 * square * (most + rest)) - smoothing / classes
     out -= tl.where(cols == y, 1.0 - smoothing, 0.0)
     if CAP:
         out = out * (1.0 - (z / cap) * (z / cap))

@@ -15,6 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from gpu_accel.thunderkittens.quick import QUICK, exp
+
 
 @triton.jit
 def _keep(seed, row, cols, limit):
@@ -27,13 +29,13 @@ def _keep(seed, row, cols, limit):
 
 @triton.jit
 def _summed(x, residual, row, cols, mask, x_row, r_row, seed, limit, keep_scale, RESIDUAL: tl.constexpr,
-            DROPOUT: tl.constexpr):  # fmt: skip
-    """dropout(x) + residual in float32, zeros where masked."""
-    h = tl.load(x + row * x_row + cols, mask=mask, other=0.0).to(tl.float32)
+            DROPOUT: tl.constexpr, POLICY: tl.constexpr = ""):  # fmt: skip
+    """dropout(x) + residual in float32, zeros where masked. POLICY: of both in the L2 cache."""
+    h = tl.load(x + row * x_row + cols, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
     if DROPOUT:
         h = tl.where(_keep(seed, row, cols, limit), h * keep_scale, 0.0)
     if RESIDUAL:
-        h += tl.load(residual + row * r_row + cols, mask=mask, other=0.0).to(tl.float32)
+        h += tl.load(residual + row * r_row + cols, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
     return h
 
 
@@ -51,9 +53,12 @@ def _scaled(h, mean, rstd, weight, bias, cols, mask, WEIGHT: tl.constexpr, BIAS:
 def _norm_kernel(
     x, residual, weight, bias, y, summed, means, rstds, x_row, r_row, width, eps, seed, limit, keep_scale,
     BLOCK: tl.constexpr, WHOLE: tl.constexpr, CENTER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr, DROPOUT: tl.constexpr, KEEP_SUM: tl.constexpr,
+    RESIDUAL: tl.constexpr, DROPOUT: tl.constexpr, KEEP_SUM: tl.constexpr, STAY: tl.constexpr, GO: tl.constexpr,
 ):  # fmt: skip
-    """y of (rows, width), contiguous; `summed`, what was normalised, where it is not x itself."""
+    """y of (rows, width), contiguous; `summed`, what was normalised, where it is not x itself.
+
+    STAY, GO: policies in the L2 cache of what is read first and again, and read for the last time or written.
+    """
     row = tl.program_id(0).to(tl.int64)
     y += row * width
     summed += row * width
@@ -78,7 +83,8 @@ def _norm_kernel(
         square = 0.0
         for at in range(0, width, BLOCK):
             mask = at + cols < width
-            h = _summed(x, residual, row, at + cols, mask, x_row, r_row, seed, limit, keep_scale, RESIDUAL, DROPOUT)
+            h = _summed(x, residual, row, at + cols, mask, x_row, r_row, seed, limit, keep_scale, RESIDUAL, DROPOUT,
+                        STAY)  # fmt: skip
             if KEEP_SUM:
                 h = h.to(summed.dtype.element_ty)
                 tl.store(summed + at + cols, h, mask=mask)
@@ -96,21 +102,64 @@ def _norm_kernel(
         rstd = tl.rsqrt(square / width + eps)
         for at in range(0, width, BLOCK):
             mask = at + cols < width
-            h = _summed(x, residual, row, at + cols, mask, x_row, r_row, seed, limit, keep_scale, RESIDUAL, DROPOUT)
+            h = _summed(x, residual, row, at + cols, mask, x_row, r_row, seed, limit, keep_scale, RESIDUAL, DROPOUT,
+                        GO)  # fmt: skip
             if KEEP_SUM:
                 h = h.to(summed.dtype.element_ty).to(tl.float32)
             out = _scaled(h, mean, rstd, weight, bias, at + cols, mask, WEIGHT, BIAS)
-            tl.store(y + at + cols, out.to(y.dtype.element_ty), mask=mask)
+            tl.store(y + at + cols, out.to(y.dtype.element_ty), mask=mask, eviction_policy=GO)
     tl.store(rstds + row, rstd)
     if CENTER:
         tl.store(means + row, mean)
 
 
 @triton.jit
-def _norm_parts(h, dy, weight, row, cols, mask, h_row, dy_row, mean, rstd, WEIGHT: tl.constexpr):
+def _anew(x):
+    """x of 16 bits, of which the compiler does not know that it is: what is made of it is made here, not kept."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+
+
+@triton.jit
+def _norm_rows_kernel(
+    x, weight, bias, y, means, rstds, x_row, rows, width, programs, eps,
+    BLOCK: tl.constexpr, CENTER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """As `_norm_kernel` of whole rows, without residual and dropout: every programs-th row, the next on their way."""
+    program = tl.program_id(0)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < width
+    zero = program.to(tl.int64) * 0
+    if WEIGHT:
+        scale = tl.load(weight + cols, mask=mask, other=0.0)
+    if BIAS:
+        shift = tl.load(bias + cols, mask=mask, other=0.0)
+    for line in tl.range(program, rows, programs, num_stages=STAGES):
+        row = zero + line
+        h = tl.load(x + row * x_row + cols, mask=mask, other=0.0).to(tl.float32)
+        mean = 0.0
+        if CENTER:
+            mean = tl.sum(h, 0) / width
+        part = tl.where(mask, h - mean, 0.0)
+        rstd = tl.rsqrt(tl.sum(part * part, 0) / width + eps)
+        out = (h - mean) * rstd
+        if WEIGHT:
+            out *= (_anew(scale) if PACKED else scale).to(tl.float32)
+        if BIAS:
+            out += (_anew(shift) if PACKED else shift).to(tl.float32)
+        tl.store(y + row * width + cols, out.to(y.dtype.element_ty), mask=mask)
+        tl.store(rstds + row, rstd)
+        if CENTER:
+            tl.store(means + row, mean)
+
+
+@triton.jit
+def _norm_parts(h, dy, weight, row, cols, mask, h_row, dy_row, mean, rstd, WEIGHT: tl.constexpr,
+                POLICY: tl.constexpr = ""):  # fmt: skip
     """(normalised value, gradient of it), zeros where masked."""
-    unit = (tl.load(h + row * h_row + cols, mask=mask, other=0.0).to(tl.float32) - mean) * rstd
-    grad = tl.load(dy + row * dy_row + cols, mask=mask, other=0.0).to(tl.float32)
+    unit = tl.load(h + row * h_row + cols, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
+    unit = (unit - mean) * rstd
+    grad = tl.load(dy + row * dy_row + cols, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
     if WEIGHT:
         grad *= tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
     return tl.where(mask, unit, 0.0), grad
@@ -135,7 +184,7 @@ def _norm_write(
 def _norm_backward_kernel(
     h, dy, dsum, weight, means, rstds, dx, dresidual, h_row, dy_row, ds_row, width, seed, limit, keep_scale,
     BLOCK: tl.constexpr, WHOLE: tl.constexpr, CENTER: tl.constexpr, WEIGHT: tl.constexpr, DSUM: tl.constexpr,
-    RESIDUAL: tl.constexpr, DROPOUT: tl.constexpr,
+    RESIDUAL: tl.constexpr, DROPOUT: tl.constexpr, STAY: tl.constexpr, GO: tl.constexpr,
 ):  # fmt: skip
     """dx and dresidual. h: what was normalised; dsum: the gradient of the sum that went out beside y."""
     row = tl.program_id(0).to(tl.int64)
@@ -157,13 +206,15 @@ def _norm_backward_kernel(
         along = 0.0
         for at in range(0, width, BLOCK):
             mask = at + cols < width
-            unit, grad = _norm_parts(h, dy, weight, row, at + cols, mask, h_row, dy_row, mean, rstd, WEIGHT)
+            unit, grad = _norm_parts(h, dy, weight, row, at + cols, mask, h_row, dy_row, mean, rstd, WEIGHT,
+                                     STAY)  # fmt: skip
             along += tl.sum(unit * grad, 0) / width
             if CENTER:
                 level += tl.sum(grad, 0) / width
         for at in range(0, width, BLOCK):
             mask = at + cols < width
-            unit, grad = _norm_parts(h, dy, weight, row, at + cols, mask, h_row, dy_row, mean, rstd, WEIGHT)
+            unit, grad = _norm_parts(h, dy, weight, row, at + cols, mask, h_row, dy_row, mean, rstd, WEIGHT,
+                                     GO)  # fmt: skip
             _norm_write(unit, grad, along, level, rstd, dsum, dx, dresidual, row, at + cols, mask, ds_row, width,
                         seed, limit, keep_scale, DSUM, RESIDUAL, DROPOUT)  # fmt: skip
 
@@ -173,12 +224,17 @@ def _norm_backward_rows_kernel(
     h, dy, dsum, weight, means, rstds, dx, dresidual, dweight, dbias, h_row, dy_row, ds_row, rows, width, programs,
     seed, limit, keep_scale,
     BLOCK: tl.constexpr, CENTER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, DSUM: tl.constexpr,
-    RESIDUAL: tl.constexpr, DROPOUT: tl.constexpr, STAGES: tl.constexpr,
+    RESIDUAL: tl.constexpr, DROPOUT: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """dx, dresidual, and partial sums (programs, width) float32 of dweight and dbias, over every programs-th row."""
+    """dx, dresidual, and partial sums (programs, width) float32 of dweight and dbias, over every programs-th row.
+
+    AHEAD: the weight is loaded once, before the rows.
+    """
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
     mask = cols < width
+    if WEIGHT and AHEAD:
+        scale = tl.load(weight + cols, mask=mask, other=0.0)
     of_weight = tl.zeros((BLOCK,), tl.float32)
     of_bias = tl.zeros((BLOCK,), tl.float32)
     zero = program.to(tl.int64) * 0
@@ -194,7 +250,10 @@ def _norm_backward_rows_kernel(
             of_bias += grad
         if WEIGHT:
             of_weight += unit * grad
-            grad *= tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
+            if AHEAD:
+                grad *= scale.to(tl.float32)
+            else:
+                grad *= tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
         along = tl.sum(unit * grad, 0) / width
         level = 0.0
         if CENTER:
@@ -209,18 +268,39 @@ def _norm_backward_rows_kernel(
 
 
 @triton.jit
+def _add_parts(parts, out, count, width, ROWS: tl.constexpr, COLS: tl.constexpr):
+    cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    lines = tl.arange(0, ROWS)
+    total = tl.zeros((ROWS, COLS), tl.float32)
+    for at in range(0, count, ROWS):
+        there = (at + lines < count)[:, None] & (cols < width)[None, :]
+        total += tl.load(parts + (at + lines).to(tl.int64)[:, None] * width + cols[None, :], mask=there, other=0.0)
+    tl.store(out + cols, tl.sum(total, 0).to(out.dtype.element_ty), mask=cols < width)
+
+
+@triton.jit
+def _parts_kernel(first, out, second, other, count, width, wide, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """out of `first` (count, width) float32, and where there are programs for it other of `second` (count, wide)."""
+    if tl.program_id(1) == 0:
+        _add_parts(first, out, count, width, ROWS, COLS)
+    else:
+        _add_parts(second, other, count, wide, ROWS, COLS)
+
+
+@triton.jit
 def _norm_columns_kernel(
     h, dy, means, rstds, dweight, dbias, h_row, dy_row, rows, width, rows_each,
     ROWS: tl.constexpr, COLS: tl.constexpr, CENTER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    LATE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Partial sums (parts, width) float32 over the rows of a part."""
+    """Partial sums (parts, width) float32 over the rows of a part. LATE: across threads they are added at the end."""
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     part = tl.program_id(1)
     begin = part * rows_each
     end = tl.minimum(rows, begin + rows_each)
-    of_weight = tl.zeros((COLS,), tl.float32)
-    of_bias = tl.zeros((COLS,), tl.float32)
-    for at in range(begin, end, ROWS):
+    of_weight = tl.zeros((ROWS, COLS) if LATE else (COLS,), tl.float32)
+    of_bias = tl.zeros((ROWS, COLS) if LATE else (COLS,), tl.float32)
+    for at in tl.range(begin, end, ROWS, num_stages=STAGES):
         lines = (at + tl.arange(0, ROWS)).to(tl.int64)
         there = lines < end
         mask = there[:, None] & (cols < width)[None, :]
@@ -230,14 +310,23 @@ def _norm_columns_kernel(
             if CENTER:
                 unit -= tl.load(means + lines, mask=there, other=0.0)[:, None]
             unit *= tl.load(rstds + lines, mask=there, other=0.0)[:, None]
-            of_weight += tl.sum(tl.where(mask, unit * grad, 0.0), 0)
+            unit = tl.where(mask, unit * grad, 0.0)
+            of_weight += unit if LATE else tl.sum(unit, 0)
         if BIAS:
-            of_bias += tl.sum(grad, 0)
+            of_bias += grad if LATE else tl.sum(grad, 0)
+    if LATE:
+        of_weight = tl.sum(of_weight, 0)
+        of_bias = tl.sum(of_bias, 0)
     to = part.to(tl.int64) * width + cols
     if WEIGHT:
         tl.store(dweight + to, of_weight, mask=cols < width)
     if BIAS:
         tl.store(dbias + to, of_bias, mask=cols < width)
+
+
+@triton.jit
+def _share(e, total):
+    return e * (1.0 / total) if QUICK else e / total
 
 
 @triton.jit
@@ -250,8 +339,8 @@ def _softmax_kernel(x, y, x_row, width, BLOCK: tl.constexpr, WHOLE: tl.constexpr
     if WHOLE:
         mask = cols < width
         values = tl.load(x + cols, mask=mask, other=float("-inf")).to(tl.float32)
-        e = tl.exp(values - tl.max(values, 0))
-        tl.store(y + cols, (e / tl.sum(e, 0)).to(y.dtype.element_ty), mask=mask)
+        e = exp(values - tl.max(values, 0))
+        tl.store(y + cols, _share(e, tl.sum(e, 0)).to(y.dtype.element_ty), mask=mask)
     else:
         top = float("-inf")
         total = 0.0
@@ -259,16 +348,31 @@ def _softmax_kernel(x, y, x_row, width, BLOCK: tl.constexpr, WHOLE: tl.constexpr
             values = tl.load(x + at + cols, mask=at + cols < width, other=float("-inf")).to(tl.float32)
             higher = tl.maximum(top, tl.max(values, 0))
             shift = tl.where(higher == float("-inf"), 0.0, higher)  # nothing but -inf so far
-            total = total * tl.exp(top - shift) + tl.sum(tl.exp(values - shift), 0)
+            total = total * exp(top - shift) + tl.sum(exp(values - shift), 0)
             top = higher
         for at in range(0, width, BLOCK):
             mask = at + cols < width
             values = tl.load(x + at + cols, mask=mask, other=float("-inf")).to(tl.float32)
-            tl.store(y + at + cols, (tl.exp(values - top) / total).to(y.dtype.element_ty), mask=mask)
+            tl.store(y + at + cols, _share(exp(values - top), total).to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _softmax_backward_kernel(y, dy, dx, y_row, dy_row, width, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
+def _softmax_rows_kernel(x, y, x_row, rows, width, programs, BLOCK: tl.constexpr, STAGES: tl.constexpr):
+    """Every programs-th row, whole, the next ones on their way."""
+    program = tl.program_id(0)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < width
+    zero = program.to(tl.int64) * 0
+    for line in tl.range(program, rows, programs, num_stages=STAGES):
+        row = zero + line
+        values = tl.load(x + row * x_row + cols, mask=mask, other=float("-inf")).to(tl.float32)
+        e = exp(values - tl.max(values, 0))
+        tl.store(y + row * width + cols, _share(e, tl.sum(e, 0)).to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _softmax_backward_kernel(y, dy, dx, y_row, dy_row, width, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+                             STAY: tl.constexpr, GO: tl.constexpr):  # fmt: skip
     """dx = y (dy - sum of y dy)."""
     row = tl.program_id(0).to(tl.int64)
     y += row * y_row
@@ -284,10 +388,10 @@ def _softmax_backward_kernel(y, dy, dx, y_row, dy_row, width, BLOCK: tl.constexp
         along = 0.0
         for at in range(0, width, BLOCK):
             mask = at + cols < width
-            p = tl.load(y + at + cols, mask=mask, other=0.0).to(tl.float32)
-            along += tl.sum(p * tl.load(dy + at + cols, mask=mask, other=0.0).to(tl.float32), 0)
+            p = tl.load(y + at + cols, mask=mask, other=0.0, eviction_policy=STAY).to(tl.float32)
+            along += tl.sum(p * tl.load(dy + at + cols, mask=mask, other=0.0, eviction_policy=STAY).to(tl.float32), 0)
         for at in range(0, width, BLOCK):
             mask = at + cols < width
-            p = tl.load(y + at + cols, mask=mask, other=0.0).to(tl.float32)
-            grad = tl.load(dy + at + cols, mask=mask, other=0.0).to(tl.float32)
-            tl.store(dx + at + cols, (p * (grad - along)).to(dx.dtype.element_ty), mask=mask)
+            p = tl.load(y + at + cols, mask=mask, other=0.0, eviction_policy=GO).to(tl.float32)
+            grad = tl.load(dy + at + cols, mask=mask, other=0.0, eviction_policy=GO).to(tl.float32)
+            tl.store(dx + at + cols, (p * (grad - along)).to(dx.dtype.element_ty), mask=mask, eviction_policy=GO)

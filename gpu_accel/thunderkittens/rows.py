@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gpu_accel.compat import INTERPRET
 from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.flash_attention3.gluon_launch import multiprocessors
 from gpu_accel.flash_attention3.launch import launch, next_power_of_2
@@ -29,6 +30,14 @@ _ROW_STAGES = 3  # rows on their way at once in the backward of norms; see test_
 _ROW_THREADS = 640  # an SM, of its programs
 _ROW_BYTES = 224 << 10  # of shared memory for rows on their way; sums of warps and numbers of rows take up to 1 KB more
 _PARTS = 256  # of the sums over rows: about two programs an SM
+# Forms that no GPU has run, off:
+_TURNS: dict[str, dict[int, tuple[int, int, int]]] = {}  # of forwards, by elements: (stages, warps, programs an SM)
+_ADDED = False  # parts of gradients of weight and bias are added up by one kernel, not by torch's
+_KEPT = False  # long rows ask to stay in the L2 cache until they are read again
+_LATE = False  # sums over rows of long ones stay apart by row until the end
+_AHEAD = False  # the backward of norms loads the weight once
+_PACKED = 1 << 30  # elements from which forwards in turns keep weights of 16 bits as they are
+_ROW_ELEMENTS = 512  # of a warp, in that backward
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -38,10 +47,31 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 or width == 1 else x.contiguous()
 
 
+def _policies(width: int, whole: int) -> dict:
+    """Of long rows, which are read twice, in the L2 cache."""
+    kept = _KEPT and width > whole
+    return dict(STAY="evict_last" if kept else "", GO="evict_first" if kept else "")
+
+
 def _cut(width: int, whole: int) -> dict:
     block = next_power_of_2(width) if width <= whole else min(_BLOCK, next_power_of_2(whole))
     most = 16 if width <= whole else 32
     return dict(BLOCK=block, WHOLE=width <= whole, num_warps=max(1, min(most, block // 512)))
+
+
+def _turns(kind: str, x: Tensor, whole: int) -> tuple[int, dict] | None:
+    """(programs, options) of the forward of programs that take rows in turn, or None."""
+    rows, width = x.shape
+    block = next_power_of_2(width)
+    chosen = _TURNS.get(kind, {}).get(block)
+    if chosen is None or width > whole or not rows:
+        return None
+    sms = multiprocessors(x.device) if x.is_cuda else 2
+    return min(rows, sms * chosen[2]), dict(BLOCK=block, STAGES=chosen[0], num_warps=chosen[1])
+
+
+def _packed(block: int, *given: Tensor | None) -> bool:
+    return block >= _PACKED and not INTERPRET and all(x is None or x.element_size() == 2 for x in given)
 
 
 def _row_programs(width: int, device: torch.device, *loaded: Tensor | None) -> tuple[int, dict]:
@@ -50,8 +80,10 @@ def _row_programs(width: int, device: torch.device, *loaded: Tensor | None) -> t
     loaded: what every row reads. Stages but the last are buffers in shared memory, as many as fit.
     """
     block = next_power_of_2(width)
-    warps = max(1, min(32, block // 512))
+    warps = max(1, min(32, block // _ROW_ELEMENTS))
     sms = multiprocessors(device) if device.type == "cuda" else 2
+    if _AHEAD:
+        loaded = loaded[:-1]  # but for the weight
     stages = min(_ROW_STAGES, 1 + _ROW_BYTES // sum(block * x.element_size() for x in loaded if x is not None))
     return sms * max(1, _ROW_THREADS // (32 * warps)), dict(BLOCK=block, STAGES=stages, num_warps=warps)
 
@@ -81,15 +113,23 @@ def norm_op(
     kind = "layer" if center else "rms"
     bare = residual is None and not dropout_p and not keep_sum
     with _device(x):
+        turns = _turns(kind, x, whole) if bare else None
         if x.numel() and (way == "hopper" or way == "auto" and bare and long_rows.takes(x, kind, whole)):
             long_rows.run(x, y, kind, weight, bias, means, rstds, eps)
+        elif turns is not None:
+            launch(
+                kernels._norm_rows_kernel, turns[0],
+                (x, weight, bias, y, means, rstds, x.stride(0), rows, width, turns[0], eps),
+                dict(CENTER=center, WEIGHT=weight is not None, BIAS=bias is not None,
+                     PACKED=_packed(turns[1]["BLOCK"], x, weight, bias), **turns[1]),
+            )  # fmt: skip
         elif x.numel():
             launch(
                 kernels._norm_kernel, rows,
                 (x, residual, weight, bias, y, summed, means, rstds, x.stride(0),
                  residual.stride(0) if residual is not None else 0, width, eps, *_dropout_arguments(dropout_p, seed)),
                 dict(CENTER=center, WEIGHT=weight is not None, BIAS=bias is not None, RESIDUAL=residual is not None,
-                     DROPOUT=dropout_p > 0, KEEP_SUM=keep_sum, **_cut(width, whole)),
+                     DROPOUT=dropout_p > 0, KEEP_SUM=keep_sum, **_policies(width, whole), **_cut(width, whole)),
             )  # fmt: skip
     return y, summed, means, rstds
 
@@ -139,7 +179,7 @@ def norm_backward_op(
                     (h, dy, dsum, weight, means, rstds, dx, dresidual, partial_w, partial_b, h.stride(0), dy.stride(0),
                      dsum.stride(0) if dsum is not None else 0, rows, width, programs,
                      *_dropout_arguments(dropout_p, seed)),
-                    given | options | {"BIAS": has_bias},
+                    given | options | {"BIAS": has_bias, "AHEAD": _AHEAD},
                 )  # fmt: skip
         return dx, dresidual, *_summed(partial_w, partial_b, weight, bias_dtype)
     cols = min(128, max(16, next_power_of_2(width)))
@@ -153,20 +193,40 @@ def norm_backward_op(
                 kernels._norm_backward_kernel, rows,
                 (h, dy, dsum, weight, means, rstds, dx, dresidual, h.stride(0), dy.stride(0),
                  dsum.stride(0) if dsum is not None else 0, width, *_dropout_arguments(dropout_p, seed)),
-                given | _cut(width, whole),
+                given | _policies(width, whole) | _cut(width, whole),
             )  # fmt: skip
             if weight is not None or has_bias:
                 launch(
                     kernels._norm_columns_kernel, (blocks, parts),
                     (h, dy, means, rstds, partial_w, partial_b, h.stride(0), dy.stride(0), rows, width,
                      -(-rows // parts)),
-                    dict(ROWS=16, COLS=cols, CENTER=center, WEIGHT=weight is not None, BIAS=has_bias, num_warps=4),
+                    dict(ROWS=32 if _LATE else 16, COLS=cols, CENTER=center, WEIGHT=weight is not None, BIAS=has_bias,
+                         LATE=_LATE, STAGES=3 if _LATE else 1, num_warps=4),
                 )  # fmt: skip
     return dx, dresidual, *_summed(partial_w, partial_b, weight, bias_dtype)
 
 
+def add_parts(parts: Tensor, dtype: torch.dtype, second: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Sums of parts (count, ...) float32 over the first dimension in `dtype`, and of `second` (count, ...), if any."""
+    given = [x for x in (parts, second) if x is not None]
+    outs = [x.new_empty(x.shape[1:], dtype=dtype) for x in given]
+    count, width = parts.shape[0], parts[:1].numel()
+    wide = max(x[:1].numel() for x in given)
+    if count and width:
+        with _device(parts):
+            launch(kernels._parts_kernel, (-(-wide // 16), len(given)),
+                   (parts, outs[0], given[-1], outs[-1], count, width, given[-1][:1].numel()),
+                   dict(ROWS=min(512, max(16, next_power_of_2(count))), COLS=16, num_warps=8))  # fmt: skip
+    else:
+        for out in outs:
+            out.zero_()
+    return outs[0], outs[1] if second is not None else parts.new_empty(0)
+
+
 def _summed(parts_w: Tensor, parts_b: Tensor, weight: Tensor | None, bias_dtype: torch.dtype | None):
     """(dweight, dbias) of their parts (parts, width); empty where there is none."""
+    if _ADDED and weight is not None and bias_dtype in (None, weight.dtype):
+        return add_parts(parts_w, weight.dtype, parts_b if bias_dtype is not None else None)
     dweight = parts_w.sum(0).to(weight.dtype) if weight is not None else parts_w.new_empty(0)
     return dweight, parts_b.sum(0).to(bias_dtype) if bias_dtype is not None else parts_b.new_empty(0)
 
@@ -214,6 +274,8 @@ def softmax_op(x: Tensor, whole: int, way: str = "portable") -> Tensor:
     with _device(x):
         if x.numel() and (way == "hopper" or way == "auto" and long_rows.takes(x, "softmax", whole)):
             long_rows.run(x, y, "softmax")
+        elif (turns := _turns("softmax", x, whole)) is not None:
+            launch(kernels._softmax_rows_kernel, turns[0], (x, y, x.stride(0), rows, width, turns[0]), turns[1])
         elif x.numel():
             launch(kernels._softmax_kernel, rows, (x, y, x.stride(0), width), _cut(width, whole))
     return y
@@ -232,7 +294,7 @@ def softmax_backward_op(dy: Tensor, y: Tensor, whole: int) -> Tensor:
     with _device(y):
         if y.numel():
             launch(kernels._softmax_backward_kernel, rows, (y, dy, dx, y.stride(0), dy.stride(0), width),
-                   _cut(width, whole))  # fmt: skip
+                   _policies(width, whole) | _cut(width, whole))  # fmt: skip
     return dx
 
 

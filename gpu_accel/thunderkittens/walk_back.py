@@ -180,7 +180,7 @@ def gradients(
             (*pairs, out_of, vectors[1], into, across, dg, dw, seqlen, chunks, heads, tiles),
             dict(BT=CHUNK, BH=block, BA=rows, HAS_W=w is not None, num_warps=4),
         )  # fmt: skip
-        return dq, dk, dv, dg, dw, dstate * scale
+        return dq, dk, dv, dg, dw, dstate if scale == 1 else dstate * scale
     block = min(group, _HEADS)
     launch(
         pairs_kernel._pairs_kernel, batch * chunks * heads_q * triton.cdiv(group, block),
@@ -190,7 +190,7 @@ def gradients(
              BV=max(64, next_power_of_2(value_dim)), BH=block, BA=rows, HAS_W=w is not None, PRECISION="tf32",
              num_warps=4, num_stages=2),
     )  # fmt: skip
-    return dq, dk, dv, dg, dw, dstate * scale
+    return dq, dk, dv, dg, dw, dstate if scale == 1 else dstate * scale
 
 
 def plain(

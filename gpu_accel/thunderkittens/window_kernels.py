@@ -65,12 +65,13 @@ def _window_join_kernel(
     q, k, v, n, weight, window_factor, linear_factor, o,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, seqlen, heads, group, window, scale, floor,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, HAS_A: tl.constexpr,
-    HAS_B: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_B: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """o (batch, seqlen, heads, V), contiguous; scale in base 2. A program has BT queries of one head. BK >= K, BV >= V.
 
     n (batch, seqlen - window, heads, V) and weight (batch, heads, seqlen - window) float32, contiguous: the average of
-    the values before the window, and what their weights sum to, of the queries from `window` on.
+    the values before the window, and what their weights sum to, of the queries from `window` on. EARLY: they are
+    asked for before the window is walked.
     """
     program = tl.program_id(0)
     blocks = (seqlen + BT - 1) // BT
@@ -85,6 +86,13 @@ def _window_join_kernel(
     k += batch * k_b + head_k * k_h
     v += batch * v_b + head.to(tl.int64) * v_h
     queries = _load_tile(q, rows.to(tl.int64), q_t, cols_k, mask, K)
+    moved = rows - window
+    has = mask & (moved >= 0)
+    weight += (batch * heads + head) * (seqlen - window) + moved
+    n += (batch * (seqlen - window) * heads + head) * V
+    if EARLY:
+        before = _load_tile(n, moved.to(tl.int64), heads * V, cols_v, has, V)
+        by = tl.load(weight, mask=has, other=0.0)
     top = tl.full((BT,), float("-inf"), tl.float32)
     total = tl.zeros((BT,), tl.float32)
     out = tl.zeros((BT, BV), tl.float32)
@@ -107,13 +115,11 @@ def _window_join_kernel(
     if HAS_A:
         factor = tl.load(window_factor + head)
         out, total = out * factor, total * factor
-    moved = rows - window
-    has = mask & (moved >= 0)
-    by = tl.load(weight + (batch * heads + head) * (seqlen - window) + moved, mask=has, other=0.0)
+    if not EARLY:
+        before = _load_tile(n, moved.to(tl.int64), heads * V, cols_v, has, V)
+        by = tl.load(weight, mask=has, other=0.0)
     if HAS_B:
         by *= tl.load(linear_factor + head)
-    n += (batch * (seqlen - window) * heads + head) * V
-    before = _load_tile(n, moved.to(tl.int64), heads * V, cols_v, has, V)
     out = (out + before.to(tl.float32) * by[:, None]) / (total + by + floor)[:, None]
     to = o + ((batch * seqlen + rows) * heads + head)[:, None] * V + cols_v[None, :]
     tl.store(to, out.to(o.dtype.element_ty), mask=mask[:, None] & (cols_v < V)[None, :])

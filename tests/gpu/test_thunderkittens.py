@@ -149,8 +149,13 @@ def test_delta_rule_of_packed_sequences():
 
 @pytest.mark.parametrize(("batch", "seqlen", "dim", "width"), [(2, 515, 300, 4), (1, 2000, 520, 3), (3, 2, 64, 4)])
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
-def test_causal_conv1d_walks_back(dtype, batch, seqlen, dim, width, monkeypatch):
-    monkeypatch.setattr(causal_conv1d, "WALK_BACK", True)
+@pytest.mark.parametrize("channels", [64, 256])
+def test_causal_conv1d_walks_back(channels, dtype, batch, seqlen, dim, width, monkeypatch):
+    for name in ("WALK_BACK", "WALK"):
+        monkeypatch.setattr(causal_conv1d, name, True)
+    for name in ("_CHANNELS", "_CHANNELS_FORWARD"):
+        monkeypatch.setattr(causal_conv1d, name, channels)
+    monkeypatch.setattr(rows, "_ADDED", True)
     shapes = (batch, seqlen, dim + 8), (dim, width), (dim,)
     tensors = [randn(*shape, seed=n, dtype=dtype) for n, shape in enumerate(shapes)]
 
@@ -186,6 +191,18 @@ def test_causal_conv1d(dtype, innermost):
         b = causal_conv1d_update(x[..., t], shifted, weight, bias, "silu", backend="portable")
         assert torch.equal(a, b)
         torch.testing.assert_close(a, whole[..., t])
+
+
+def test_decays_of_retention_in_one_kernel(monkeypatch):
+    monkeypatch.setattr(linear, "DECAYS_IN_ONE", True)
+    for heads in (1, 16, 100):
+        v = randn(2, 200, heads, 64, seed=1, dtype=BF16)
+        decay = linear.retention_decay(heads, "cuda")
+        assert torch.equal(linear.retention_op(v), decay)
+        for backend in ("auto", "portable"):
+            one, other = linear.chunk_retention(v, v, v, backend=backend), linear.chunk_simple_gla(
+                v, v, v, g_gamma=decay, backend=backend)  # fmt: skip
+            assert torch.equal(one[0], other[0])
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])

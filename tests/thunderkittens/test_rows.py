@@ -52,6 +52,22 @@ def test_norm(case, device, monkeypatch):
             close(name, *three)
 
 
+@pytest.fixture
+def new_forms(monkeypatch):
+    monkeypatch.setattr(rows, "_ADDED", True)
+    monkeypatch.setattr(rows, "_LATE", True)
+    monkeypatch.setattr(rows, "_KEPT", True)
+    monkeypatch.setattr(rows, "_AHEAD", True)
+    turns = {2**n: (3, 4, 2) for n in range(17)}
+    monkeypatch.setattr(rows, "_TURNS", {"softmax": turns, "rms": turns, "layer": turns})
+
+
+@pytest.mark.parametrize("case", NORMS.values(), ids=NORMS)
+def test_norm_in_other_forms(case, device, monkeypatch, new_forms):
+    test_norm(case | {"residual": None, "dropout_p": 0.0}, device, monkeypatch)
+    test_norm(case, device, monkeypatch)
+
+
 def test_the_reference_is_torchs(device):
     x, w, b = randn(4, 9, seed=1).double(), randn(9, seed=2).double(), randn(9, seed=3).double()
     torch.testing.assert_close(
@@ -103,6 +119,13 @@ def test_softmax(whole, dtype, device, monkeypatch):
         close(name, *three)
 
 
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=["fp32", "bf16", "fp16"])
+def test_softmax_in_turns(dtype, device, monkeypatch, new_forms):
+    test_softmax(rows.WHOLE, dtype, device, monkeypatch)
+    test_softmax_shapes((0, 4), device)
+    assert rows.softmax(torch.full((1, 40), -torch.inf, device=device), backend="portable").isnan().all()
+
+
 @pytest.mark.parametrize("shape", [(3, 1), (0, 4), (3, 0), (5,), (2, 3, 17)], ids=str)
 def test_softmax_shapes(shape, device):
     x = randn(*shape, seed=1, device=device)
@@ -136,6 +159,23 @@ def test_rotary(interleaved, dim, rotary_dim, device):
             close(name, *three)
     alone = apply_rotary(x[1], cos, sin, torch.arange(7, device=device) + 5, interleaved=interleaved)
     torch.testing.assert_close(mine[0][1], alone, rtol=2e-3, atol=2e-3)
+
+
+# more heads and tokens than a program has, fewer, and one of each
+@pytest.mark.parametrize(("batch", "seqlen", "heads", "dim"), [(3, 17, 5, 128), (2, 70, 1, 64), (1, 1, 1, 16)])
+def test_rotary_of_whole_heads(batch, seqlen, heads, dim, device, monkeypatch):
+    monkeypatch.setattr(elements, "HALVES", True)
+    x = randn(batch, seqlen, heads + 1, dim + 8, seed=1, dtype=FP16, device=device)[..., 1:, :dim]
+    angles = randn(80, dim // 2, seed=2, device=device)
+    do = [randn(batch, seqlen, heads, dim, seed=3, device=device)]
+
+    def turn(backend):
+        return lambda t: elements.rotary(t, angles.cos(), angles.sin(), start=9, backend=backend)
+
+    mine, ruler = run(turn("portable"), [x], do), run(turn("reference"), [x], do)
+    truth = run(turn("reference"), [x], do, torch.float64)
+    for name, *three in zip(("y", "dx"), mine, truth, ruler, strict=True):
+        close(name, *three)
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "pairs"])
