@@ -53,14 +53,19 @@ def padded_rows(m: int) -> int:
     return min(128, max(16, 1 << (m - 1).bit_length()))
 
 
-def programs_for(tiles: int, k_steps: int, processors: int, fewest: int = 4) -> int:
+def programs_for(tiles: int, k_steps: int, processors: int, fewest: int = 4, *, whole: bool = False) -> int:
     """How many programs share the slices: a whole number a tile where that leaves few SMs idle, else one an SM.
 
-    fewest: slices that a program is worth starting for.
+    fewest: slices that a program is worth starting for. whole: as many whole tiles for each, if they divide so and a
+    fifth of the SMs or less stays idle; with 64 rows in blocks an H200 took 11.2 us for 16.5 (7168 x 2048, 112
+    programs), 18.1 for 22.6 (24576 x 1536, 128).
     """
     most = min(processors, max(tiles, tiles * k_steps // fewest))
     even = most // tiles * tiles
-    return even if even >= 0.9 * most else most
+    if even >= 0.9 * most:
+        return even
+    dividing = (p for p in range(most, 4 * most // 5, -1) if tiles % p == 0)
+    return next(dividing, most) if whole else most
 
 
 @functools.cache
@@ -100,7 +105,10 @@ def gemm(
     w_desc = matrix_map(w.t(), box, bk) if w_k else matrix_map(w, bk, _ROWS)
     tiles_m, k_steps = -(-m // bm), -(-k // (bk * sub))
     tiles = -(-n // (_ROWS * config.halves)) * tiles_m
-    programs = config.programs or programs_for(tiles, k_steps, multiprocessors(x.device), max(1, 4 // sub))
+    whole = fp8 and bm == _ROWS
+    programs = config.programs or programs_for(
+        tiles, k_steps, multiprocessors(x.device), max(1, 4 // sub), whole=whole
+    )  # fmt: skip
     partials = torch.empty(2 * programs * _ROWS * config.halves * bm, dtype=torch.float32, device=x.device)
     counters = zero_counters(x.device, tiles)
     blocked = fp8 and block_x[1] == 128

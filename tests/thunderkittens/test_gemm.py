@@ -185,6 +185,14 @@ def test_slices_are_dealt_evenly(tiles, k_steps, processors):
     assert first[-1] == units
 
 
+@pytest.mark.parametrize(
+    ("tiles", "k_steps", "programs"),
+    [(112, 8, 112), (384, 6, 128), (512, 2, 128), (128, 32, 128), (33, 28, 132), (157, 64, 132)],
+)  # fmt: skip
+def test_programs_have_whole_tiles_where_they_divide(tiles, k_steps, programs):
+    assert gemm_skinny.programs_for(tiles, k_steps, 132, 2, whole=True) == programs
+
+
 @pytest.mark.parametrize("m", [1, 16, 17, 64])
 @pytest.mark.parametrize("blocks", [0, 8, 64, 128])  # scales of blocks of X beside the slices, a power of two
 def test_few_rows_have_room_in_shared_memory(m, blocks):
