@@ -15,7 +15,7 @@ from .gemm_hopper import ACTIVATIONS, k_major, matrix_map, zero_counters
 _ROWS = 64  # columns of W that an accumulator has
 _RING = 200 * 1024  # bytes of shared memory on their way
 _KEPT = 8192  # scales of blocks of X that may lie beside them
-_ROOM = 219 * 1024  # bytes for both: what a result needs on its way out is left
+_ROOM = 226 * 1024  # bytes for both and for a result on its way out; 1 KB is left for barriers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +24,7 @@ class SkinnyConfig:
 
     `stages`: slices on their way, 0 for as many as fit. `programs`: 0 for as many as balance best. `early`: all that
     can be asked of memory before it is needed is: slices before partitions start, scales and bias before the slices.
+    `lean`: tiles that programs share cost one fence each, and several parts are on their way when they are added up.
     """
 
     halves: int = 1
@@ -32,10 +33,12 @@ class SkinnyConfig:
     stages: int = 0
     programs: int = 0
     early: bool = False
+    lean: bool = False
 
-    def depth(self, bm: int, kept: int = 0) -> int:
-        """Slices on their way: a slice has `sub` boxes of W's and X's rows. kept: scales that lie beside them."""
-        ring = min(_RING, _ROOM - 4 * kept)
+    def depth(self, bm: int, kept: int = 0, size: int = 4) -> int:
+        """Slices on their way: a slice has `sub` boxes of W's and X's rows. kept: scales that lie beside them. size: of
+        an element of the result, in bytes."""
+        ring = min(_RING, _ROOM - 4 * kept - _ROWS * bm * size)
         return self.stages or max(2, min(16, ring // ((_ROWS * self.halves + bm) * 128 * self.sub)))
 
 
@@ -45,6 +48,8 @@ def skinny_config(m: int, w_k: bool, element_size: int = 2) -> SkinnyConfig:
         return SkinnyConfig(halves=2, sub=1)  # 128 bytes of a row of W are 64 columns: two boxes lie side by side
     # early, on an H200 with 8192 x 8192 in eight bits: 21.4 us became 20.6 (one row), 28.4 became 24.9 (64 rows in
     # blocks). In sixteen bits it is right too (tests/gpu), and not timed
+    if m > 64 and element_size == 1:  # a sum and a part of it for 128 rows have the registers of two tiles
+        return SkinnyConfig(sub=1, early=True)
     return SkinnyConfig(halves=1 if m <= 64 else 2, sub=4 if m <= 16 else 2, early=element_size == 1)
 
 
@@ -105,7 +110,7 @@ def gemm(
     w_desc = matrix_map(w.t(), box, bk) if w_k else matrix_map(w, bk, _ROWS)
     tiles_m, k_steps = -(-m // bm), -(-k // (bk * sub))
     tiles = -(-n // (_ROWS * config.halves)) * tiles_m
-    whole = fp8 and bm == _ROWS
+    whole = fp8 and bm >= _ROWS
     programs = config.programs or programs_for(
         tiles, k_steps, multiprocessors(x.device), max(1, 4 // sub), whole=whole
     )  # fmt: skip
@@ -133,7 +138,7 @@ def gemm(
         HALVES=config.halves,
         SUB=sub,
         BOX=box,
-        STAGES=config.depth(bm, kept * bm),
+        STAGES=config.depth(bm, kept * bm, out.element_size()),
         W_K=w_k,
         FP8=fp8,
         BLOCKED=blocked,
@@ -143,6 +148,7 @@ def gemm(
         ACTIVATION=ACTIVATIONS[activation],
         EARLY=early,
         KEPT=kept,
+        LEAN=config.lean,
     )
     key = (x.dtype, w.dtype, out.dtype, given.dtype)
     _kernel()(key, programs, arguments, constants, dict(num_warps=4, maxnreg=240))

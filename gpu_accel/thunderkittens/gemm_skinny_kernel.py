@@ -34,7 +34,18 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from gpu_accel.gluon_compat import reinterpret, tma_load
 
-from .gemm_device import activate, advance, count, first_slice, own_slot, partial, previous, program_of, slot_of
+from .gemm_device import (
+    activate,
+    advance,
+    count,
+    count_by_one_thread,
+    first_slice,
+    own_slot,
+    partial,
+    previous,
+    program_of,
+    slot_of,
+)
 
 ROWS = gl.constexpr(64)  # columns of W, rows of an accumulator
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -163,11 +174,35 @@ def _whole_factors(ahead, kept, block, ACC: gl.constexpr, EARLY: gl.constexpr):
 
 
 @gluon.jit
+def _left_by(partials, p, last, first, BM: gl.constexpr, ACC: gl.constexpr):
+    """What program p left of a tile that `first` began, 0 past the last program."""
+    slot = slot_of(gl.minimum(p, last), first)
+    return gl.where(p <= last, gl.load(partial(partials, slot, ROWS, BM, ACC), cache_modifier=".cg"), 0.0)
+
+
+@gluon.jit
+def _sum_of_all(partials, first, last, BM: gl.constexpr, ACC: gl.constexpr):
+    """What all programs left of a tile, in their order; of 64 rows four, of more two are on their way at a time."""
+    acc = gl.full([ROWS, BM], 0.0, gl.float32, ACC)
+    STEP: gl.constexpr = 4 if BM <= 64 else 2
+    for p in range(first, last + 1, STEP):
+        x0 = _left_by(partials, p, last, first, BM, ACC)
+        x1 = _left_by(partials, p + 1, last, first, BM, ACC)
+        if STEP == 4:
+            x2 = _left_by(partials, p + 2, last, first, BM, ACC)
+            x3 = _left_by(partials, p + 3, last, first, BM, ACC)
+            acc = acc + x0 + x1 + x2 + x3
+        else:
+            acc = acc + x0 + x1
+    return acc
+
+
+@gluon.jit
 def _consumer(
     bufs, bars, outputs, shape, scales, share, kept,
     STAGES: gl.constexpr, W_K: gl.constexpr, BM: gl.constexpr, HALVES: gl.constexpr, SUB: gl.constexpr,
     FP8: gl.constexpr, BLOCKED: gl.constexpr, ROW_X: gl.constexpr, ROW_W: gl.constexpr, BIAS: gl.constexpr,
-    ACTIVATION: gl.constexpr, EARLY: gl.constexpr,
+    ACTIVATION: gl.constexpr, EARLY: gl.constexpr, LEAN: gl.constexpr,
 ):  # fmt: skip
     w_bufs, x_bufs = bufs
     full, empty = bars
@@ -273,15 +308,21 @@ def _consumer(
             gl.store(partial(partials, slot, ROWS, BM, ACC), acc0)
             if HALVES == 2:
                 gl.store(partial(partials, slot + 1, ROWS, BM, ACC), acc1)
-            last = count(counters + tile, 8) == last_program - first_program
+            if LEAN:
+                last = count_by_one_thread(counters + tile, 8) == last_program - first_program
+            else:
+                last = count(counters + tile, 8) == last_program - first_program
             if last:
                 acc0 = zero
                 acc1 = zero
-                for p in range(first_program, last_program + 1):
-                    slot = slot_of(p, first_program) * HALVES
-                    acc0 += gl.load(partial(partials, slot, ROWS, BM, ACC), cache_modifier=".cg")
-                    if HALVES == 2:
-                        acc1 += gl.load(partial(partials, slot + 1, ROWS, BM, ACC), cache_modifier=".cg")
+                if LEAN and HALVES == 1:
+                    acc0 = _sum_of_all(partials, first_program, last_program, BM, ACC)
+                else:
+                    for p in range(first_program, last_program + 1):
+                        slot = slot_of(p, first_program) * HALVES
+                        acc0 += gl.load(partial(partials, slot, ROWS, BM, ACC), cache_modifier=".cg")
+                        if HALVES == 2:
+                            acc1 += gl.load(partial(partials, slot + 1, ROWS, BM, ACC), cache_modifier=".cg")
                 gl.store(counters + tile, 0)
         if last:
             if not EARLY:
@@ -387,6 +428,7 @@ def skinny_gemm_kernel(
     BM: gl.constexpr, BK: gl.constexpr, HALVES: gl.constexpr, SUB: gl.constexpr, BOX: gl.constexpr,
     STAGES: gl.constexpr, W_K: gl.constexpr, FP8: gl.constexpr, BLOCKED: gl.constexpr, ROW_X: gl.constexpr,
     ROW_W: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr, EARLY: gl.constexpr, KEPT: gl.constexpr,
+    LEAN: gl.constexpr,
 ):  # fmt: skip
     """x_desc in boxes of BM x BK, BK 128 bytes; w_desc of BOX x BK (W_K) or BK x 64; k_steps >= 1 slices of SUB boxes.
 
@@ -429,6 +471,6 @@ def skinny_gemm_kernel(
             mbarrier.init(empty.index(i), count=1)
     gl.warp_specialize([
         (_consumer, (bufs, bars, outputs, shape, scales, share, kept, STAGES, W_K, BM, HALVES, SUB, FP8, BLOCKED,
-                     ROW_X, ROW_W, BIAS, ACTIVATION, EARLY)),
+                     ROW_X, ROW_W, BIAS, ACTIVATION, EARLY, LEAN)),
         (_producer, (boxes, bars, x_desc, w_desc, shape, share, STAGES, W_K, BM, HALVES, SUB, BOX, BK, EARLY)),
     ], [1], [32])  # fmt: skip

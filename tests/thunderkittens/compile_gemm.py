@@ -50,6 +50,7 @@ def skinny(rows: int, dtype: torch.dtype = BF16, block_x=TENSOR, block_w=TENSOR,
     gemm_skinny.gemm(x, w, out_dtype=BF16, **options)
 
 
+LEAN = gemm_skinny.SkinnyConfig(sub=1, early=True, lean=True)
 CASES = {
     "tile": lambda: tile(),
     "tile-nn-bias-silu": lambda: tile("nn", bias=True, activation="silu"),
@@ -60,6 +61,9 @@ CASES = {
     "skinny-16": lambda: skinny(16),
     "skinny-16-pieces": lambda: skinny(16, config=gemm_skinny.SkinnyConfig(sub=4, box=16)),
     "skinny-128-gelu": lambda: skinny(128, activation="gelu"),
+    "skinny-128-blocks": lambda: skinny(128, E4M3, LINE, SQUARE),
+    "skinny-lean": lambda: skinny(128, E4M3, LINE, SQUARE, config=LEAN),
+    "skinny-64-lean": lambda: skinny(64, E4M3, LINE, SQUARE, config=gemm_skinny.SkinnyConfig(early=True, lean=True)),
     "fp8": lambda: fp8(TENSOR, TENSOR),
     "fp8-256": lambda: fp8(TENSOR, TENSOR, config=hopper_gemm.Fp8GemmConfig(every=2)),
     "fp8-row-bias": lambda: fp8(ROW, ROW, bias=torch.empty(5120)),
