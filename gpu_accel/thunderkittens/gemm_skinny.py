@@ -15,7 +15,8 @@ from .gemm_hopper import ACTIVATIONS, k_major, matrix_map, zero_counters
 _ROWS = 64  # columns of W that an accumulator has
 _RING = 200 * 1024  # bytes of shared memory on their way
 _KEPT = 8192  # scales of blocks of X that may lie beside them
-_ROOM = 226 * 1024  # bytes for both and for a result on its way out; 1 KB is left for barriers
+_HELD = 256  # scales of blocks of W beside them
+_ROOM = 225 * 1024  # bytes for slices, scales of X and a result on its way out; barriers and W's have the rest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,7 @@ class SkinnyConfig:
     `stages`: slices on their way, 0 for as many as fit. `programs`: 0 for as many as balance best. `early`: all that
     can be asked of memory before it is needed is: slices before partitions start, scales and bias before the slices.
     `lean`: tiles that programs share cost one fence each, and several parts are on their way when they are added up.
+    `held` (with `early`, in blocks): W's scales come to shared memory at the start, too, and not two blocks ahead.
     """
 
     halves: int = 1
@@ -34,6 +36,7 @@ class SkinnyConfig:
     programs: int = 0
     early: bool = False
     lean: bool = False
+    held: bool = False
 
     def depth(self, bm: int, kept: int = 0, size: int = 4) -> int:
         """Slices on their way: a slice has `sub` boxes of W's and X's rows. kept: scales that lie beside them. size: of
@@ -122,6 +125,10 @@ def gemm(
         kept = max(8, 1 << (-(-k // 128) - 1).bit_length())
         if tiles_m > 1 or kept * bm > _KEPT:
             early, kept = False, 0
+    held = 0
+    if config.held and kept:
+        held = 1 << ((-(-tiles * k_steps // programs)) * sub - 1).bit_length()
+        held = held if held <= _HELD else 0
     strides = (0, 0, 0, 0)
     if scale_x is not None and scale_w is not None:
         across = (scale_x.stride(1), scale_w.stride(1)) if blocked else (0, 0)
@@ -149,6 +156,7 @@ def gemm(
         EARLY=early,
         KEPT=kept,
         LEAN=config.lean,
+        HELD=held,
     )
     key = (x.dtype, w.dtype, out.dtype, given.dtype)
     _kernel()(key, programs, arguments, constants, dict(num_warps=4, maxnreg=240))

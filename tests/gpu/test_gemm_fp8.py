@@ -320,25 +320,32 @@ def test_up_to_128_rows_in_blocks_as_they_are_chosen(mnk, activation, monkeypatc
 
 
 @pytest.mark.parametrize(
-    "mnk", [(128, 2112, 7168), (128, 4096, 7168), (64, 2112, 7168), (33, 1000, 8208), (3, 200, 8192)], ids=str
+    "mnk",
+    [(128, 2112, 7168), (128, 4096, 7168), (64, 2112, 7168), (33, 1000, 8208), (3, 200, 8192), (64, 24576, 1536)],
+    ids=str,
 )
-@pytest.mark.parametrize("pair", [("fp8", "fp8"), ("fp8_1x128", "fp8_128x128")], ids="-".join)
-def test_tiles_shared_with_one_fence(pair, mnk):
-    """The same bits at every launch. Operands take turns, so that what the launch before left is not what is right."""
+@pytest.mark.parametrize(
+    ("pair", "held"),
+    [(("fp8", "fp8"), False), (("fp8_1x128", "fp8_128x128"), False), (("fp8_1x128", "fp8_128x128"), True)],
+    ids=["fp8", "blocks", "blocks-held"],
+)
+def test_tiles_shared_with_one_fence(pair, held, mnk):
+    """The same bits at every launch, scales of W in shared memory or not. Operands take turns, so that what the launch
+    before left is not what is right."""
     m, n, k = mnk
-    lean = replace(gemm_skinny.skinny_config(m, True, 1), lean=True)
+    lean = replace(gemm_skinny.skinny_config(m, True, 1), lean=True, held=held)
     calls, wanted = [], []
     for turn in (0, 1):
         a, b = operands(m, n, k, pair)
         a.scales.mul_(turn + 1)
         given = dict(block_x=a.scheme.block, block_w=b.scheme.block, scale_x=a.scales, scale_w=b.scales)
         calls.append(functools.partial(gemm_skinny.gemm, a.codes, b.codes.t(), out_dtype=torch.float32, **given))
-        wanted.append(calls[-1](config=replace(lean, lean=False)))
+        wanted.append(calls[-1](config=replace(lean, lean=False, held=False)))
     assert not torch.equal(*wanted)
     outs = [calls[i % 2](config=replace(lean, programs=(0, 61)[i // 2 % 2])) for i in range(100)]
     for i, out in enumerate(outs):
         assert i // 2 % 2 or torch.equal(out, wanted[i % 2]), i
-    odd = [calls[i](config=replace(lean, lean=False, programs=61)) for i in (0, 1)]
+    odd = [calls[i](config=replace(lean, lean=False, held=False, programs=61)) for i in (0, 1)]
     assert all(torch.equal(out, odd[i % 2]) for i, out in enumerate(outs) if i // 2 % 2)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 
 import torch
 import triton
@@ -50,7 +51,7 @@ def skinny(rows: int, dtype: torch.dtype = BF16, block_x=TENSOR, block_w=TENSOR,
     gemm_skinny.gemm(x, w, out_dtype=BF16, **options)
 
 
-LEAN = gemm_skinny.SkinnyConfig(sub=1, early=True, lean=True)
+LEAN = gemm_skinny.SkinnyConfig(sub=1, early=True, lean=True, held=True)
 CASES = {
     "tile": lambda: tile(),
     "tile-nn-bias-silu": lambda: tile("nn", bias=True, activation="silu"),
@@ -63,7 +64,8 @@ CASES = {
     "skinny-128-gelu": lambda: skinny(128, activation="gelu"),
     "skinny-128-blocks": lambda: skinny(128, E4M3, LINE, SQUARE),
     "skinny-lean": lambda: skinny(128, E4M3, LINE, SQUARE, config=LEAN),
-    "skinny-64-lean": lambda: skinny(64, E4M3, LINE, SQUARE, config=gemm_skinny.SkinnyConfig(early=True, lean=True)),
+    "skinny-64-lean": lambda: skinny(64, E4M3, LINE, SQUARE, config=replace(LEAN, sub=2)),
+    "skinny-64-halves": lambda: skinny(64, E4M3, LINE, SQUARE, config=replace(LEAN, halves=2)),
     "fp8": lambda: fp8(TENSOR, TENSOR),
     "fp8-256": lambda: fp8(TENSOR, TENSOR, config=hopper_gemm.Fp8GemmConfig(every=2)),
     "fp8-row-bias": lambda: fp8(ROW, ROW, bias=torch.empty(5120)),
