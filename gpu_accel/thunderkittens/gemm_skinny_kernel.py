@@ -176,23 +176,23 @@ def _whole_factors(ahead, kept, held, block, at, ACC: gl.constexpr, EARLY: gl.co
 
 
 @gluon.jit
-def _left_by(partials, p, last, first, BM: gl.constexpr, ACC: gl.constexpr):
-    """What program p left of a tile that `first` began, 0 past the last program."""
-    slot = slot_of(gl.minimum(p, last), first)
+def _left_by(partials, p, last, first, half, BM: gl.constexpr, HALVES: gl.constexpr, ACC: gl.constexpr):
+    """What program p left of (a half of) a tile that `first` began, 0 past the last program."""
+    slot = slot_of(gl.minimum(p, last), first) * HALVES + half
     return gl.where(p <= last, gl.load(partial(partials, slot, ROWS, BM, ACC), cache_modifier=".cg"), 0.0)
 
 
 @gluon.jit
-def _sum_of_all(partials, first, last, BM: gl.constexpr, ACC: gl.constexpr):
+def _sum_of_all(partials, first, last, half, BM: gl.constexpr, HALVES: gl.constexpr, ACC: gl.constexpr):
     """What all programs left of a tile, in their order; of 64 rows four, of more two are on their way at a time."""
     acc = gl.full([ROWS, BM], 0.0, gl.float32, ACC)
     STEP: gl.constexpr = 4 if BM <= 64 else 2
     for p in range(first, last + 1, STEP):
-        x0 = _left_by(partials, p, last, first, BM, ACC)
-        x1 = _left_by(partials, p + 1, last, first, BM, ACC)
+        x0 = _left_by(partials, p, last, first, half, BM, HALVES, ACC)
+        x1 = _left_by(partials, p + 1, last, first, half, BM, HALVES, ACC)
         if STEP == 4:
-            x2 = _left_by(partials, p + 2, last, first, BM, ACC)
-            x3 = _left_by(partials, p + 3, last, first, BM, ACC)
+            x2 = _left_by(partials, p + 2, last, first, half, BM, HALVES, ACC)
+            x3 = _left_by(partials, p + 3, last, first, half, BM, HALVES, ACC)
             acc = acc + x0 + x1 + x2 + x3
         else:
             acc = acc + x0 + x1
@@ -213,6 +213,7 @@ def _consumer(
     out, bias, partials, counters = outputs
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 32 if FP8 else 16])
     SCALED: gl.constexpr = FP8 and not BLOCKED
+    IN_TURN: gl.constexpr = FP8 and HALVES == 2 and BM == 128  # registers have room for one part beside two sums
     zero = gl.full([ROWS, BM], 0.0, gl.float32, ACC)
     program = gl.program_id(0)
     begin = _begin(program, tiles * k_steps, share, EARLY)
@@ -266,7 +267,7 @@ def _consumer(
                 x = x_bufs.index(stage * SUB + s).permute((1, 0))
                 if FP8:
                     part0 = warpgroup_mma(w0, x, zero, use_acc=False, is_async=True)
-                    if HALVES == 2:
+                    if HALVES == 2 and not IN_TURN:
                         w1 = _operand(w_bufs, (stage * SUB + s) * HALVES + 1, W_K)
                         part1 = warpgroup_mma(w1, x, zero, use_acc=False, is_async=True)
                     if BLOCKED:
@@ -276,18 +277,17 @@ def _consumer(
                         factor = _whole_factors(ahead, kept, held, block, at0, ACC, EARLY, HELD)
                         if not HELD:
                             ahead = _next_factors(scales, kept, tile_w, m, M, block + 1, k_blocks, HALVES, EARLY)
-                    if HALVES == 2:
+                    if HALVES == 2 and not IN_TURN:
                         part0, part1 = warpgroup_mma_wait(0, deps=[part0, part1])
                     else:
                         part0 = warpgroup_mma_wait(0, deps=[part0])
-                    if BLOCKED:
-                        acc0 += part0 * factor[None, :]
-                        if HALVES == 2:
-                            acc1 += part1 * factor[None, :]
-                    else:
-                        acc0 += part0
-                        if HALVES == 2:
-                            acc1 += part1
+                    acc0 += part0 * factor[None, :] if BLOCKED else part0
+                    if IN_TURN:
+                        w1 = _operand(w_bufs, (stage * SUB + s) * HALVES + 1, W_K)
+                        part1 = warpgroup_mma(w1, x, zero, use_acc=False, is_async=True)
+                        part1 = warpgroup_mma_wait(0, deps=[part1])
+                    if HALVES == 2:
+                        acc1 += part1 * factor[None, :] if BLOCKED else part1
                 else:
                     acc0 = warpgroup_mma(w0, x, acc0, is_async=True)
                     if HALVES == 2:
@@ -324,8 +324,10 @@ def _consumer(
             if last:
                 acc0 = zero
                 acc1 = zero
-                if LEAN and HALVES == 1:
-                    acc0 = _sum_of_all(partials, first_program, last_program, BM, ACC)
+                if LEAN:
+                    acc0 = _sum_of_all(partials, first_program, last_program, 0, BM, HALVES, ACC)
+                    if HALVES == 2:
+                        acc1 = _sum_of_all(partials, first_program, last_program, 1, BM, HALVES, ACC)
                 else:
                     for p in range(first_program, last_program + 1):
                         slot = slot_of(p, first_program) * HALVES

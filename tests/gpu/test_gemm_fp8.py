@@ -274,18 +274,19 @@ def test_few_rows_asked_for_early(pair, mnk):
 
 
 @pytest.mark.parametrize(
-    "mnk", [(65, 200, 272), (128, 2112, 7168), (100, 1000, 8208), (128, 7168, 2048)], ids=str
+    "mnk", [(65, 200, 272), (128, 2112, 7168), (100, 1000, 8208), (128, 7168, 2048), (64, 3000, 4096)], ids=str
 )  # the third has more scales of blocks than lie beside its slices
 @pytest.mark.parametrize("pair", [("fp8", "fp8"), ("fp8_row", "fp8_row"), ("fp8_1x128", "fp8_128x128")], ids="-".join)
-def test_up_to_128_rows(pair, mnk):
-    """Tiles of 64 columns by all rows: whole ones, shared ones, and as many as the kernel takes by itself."""
+@pytest.mark.parametrize("halves", [1, 2])
+def test_up_to_128_rows(halves, pair, mnk):
+    """Tiles of 64 or 128 columns by all rows: whole ones, shared ones, and as many as the kernel takes by itself."""
     m, n, k = mnk
     a, b = operands(m, n, k, pair)
     truth = scaled_mm_reference(a, b)
     blocks = dict(block_x=a.scheme.block, block_w=b.scheme.block)
     codes, scales = (a.codes, b.codes.t()), dict(scale_x=a.scales, scale_w=b.scales)
-    config = gemm_skinny.skinny_config(m, True, 1)
-    for out_dtype in (torch.float32, torch.bfloat16):
+    config = replace(gemm_skinny.skinny_config(128, True, 1), halves=halves)
+    for out_dtype in (torch.float32, torch.bfloat16)[0 if n == 200 else 1 :]:
         yardstick = scaled_mm_reference(a, b, dtype=torch.float32, out_dtype=out_dtype)
         for programs in (0, 16, -(-n // 64)):
             outs = [torch.full((m, n), float("nan"), device="cuda", dtype=out_dtype) for _ in range(3)]
@@ -325,15 +326,17 @@ def test_up_to_128_rows_in_blocks_as_they_are_chosen(mnk, activation, monkeypatc
     ids=str,
 )
 @pytest.mark.parametrize(
-    ("pair", "held"),
-    [(("fp8", "fp8"), False), (("fp8_1x128", "fp8_128x128"), False), (("fp8_1x128", "fp8_128x128"), True)],
-    ids=["fp8", "blocks", "blocks-held"],
-)
-def test_tiles_shared_with_one_fence(pair, held, mnk):
+    ("pair", "held", "halves"),
+    [(("fp8", "fp8"), False, 1), (("fp8_1x128", "fp8_128x128"), False, 1), (("fp8_1x128", "fp8_128x128"), True, 1),
+     (("fp8_1x128", "fp8_128x128"), True, 2)],
+    ids=["fp8", "blocks", "blocks-held", "blocks-held-halves"],
+)  # fmt: skip
+def test_tiles_shared_with_one_fence(pair, held, halves, mnk):
     """The same bits at every launch, scales of W in shared memory or not. Operands take turns, so that what the launch
     before left is not what is right."""
     m, n, k = mnk
-    lean = replace(gemm_skinny.skinny_config(m, True, 1), lean=True, held=held)
+    lean = replace(gemm_skinny.skinny_config(m, True, 1), lean=True, held=held, halves=halves)
+    lean = replace(lean, sub=1) if halves == 2 else lean
     calls, wanted = [], []
     for turn in (0, 1):
         a, b = operands(m, n, k, pair)

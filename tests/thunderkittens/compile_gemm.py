@@ -65,6 +65,7 @@ CASES = {
     "skinny-128-blocks": lambda: skinny(128, E4M3, LINE, SQUARE),
     "skinny-lean": lambda: skinny(128, E4M3, LINE, SQUARE, config=LEAN),
     "skinny-64-lean": lambda: skinny(64, E4M3, LINE, SQUARE, config=replace(LEAN, sub=2)),
+    "skinny-128-halves": lambda: skinny(128, E4M3, LINE, SQUARE, config=replace(LEAN, halves=2)),
     "skinny-64-halves": lambda: skinny(64, E4M3, LINE, SQUARE, config=replace(LEAN, halves=2)),
     "fp8": lambda: fp8(TENSOR, TENSOR),
     "fp8-256": lambda: fp8(TENSOR, TENSOR, config=hopper_gemm.Fp8GemmConfig(every=2)),
