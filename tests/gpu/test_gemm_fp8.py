@@ -128,6 +128,31 @@ def test_configurations(name, pair):
     assert_close_to_truth("out", out, truth, yardstick, floor=floor_of(truth))
 
 
+@pytest.mark.parametrize("mnk", [(4096, 2112, 7168), (2500, 1921, 4000), (4096, 4352, 1024)], ids=str)
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_last_round_is_dealt_with_scales_of_slices(parts, mnk):
+    """The same bits at every launch; operands take turns, so that sums that the launch before left are not right."""
+    m, n, k = mnk
+    config = Fp8GemmConfig(parts=parts, stages=5 if parts == 1 else 4, group=8 if parts == 1 else 16, staged=True)
+    a, b = operands(m, n, k, ("fp8_1x128", "fp8_128x128"))
+    blocks = dict(block_a=a.scheme.block, block_b=b.scheme.block)
+    given = [hopper_gemm._addressable(x.codes.view(torch.uint8)).view(x.codes.dtype) for x in (a, b)]
+    scales = [a.scales, a.scales * 2]
+
+    def call(turn: int, deal: bool) -> torch.Tensor:
+        out = torch.full((m, n), float("nan"), device="cuda", dtype=torch.bfloat16)
+        how = replace(config, deal=deal)
+        return hopper_gemm.gemm(*given, scales[turn], b.scales, **blocks, config=how, out=out)
+
+    truth = scaled_mm_reference(a, b)
+    yardstick = scaled_mm_reference(a, b, dtype=torch.float32, out_dtype=torch.bfloat16)
+    outs = [call(i % 2, True) for i in range(20)]
+    for turn, factor in enumerate((1.0, 2.0)):
+        floor = factor * floor_of(truth)
+        assert_close_to_truth("out", outs[turn], truth * factor, yardstick * factor, floor=floor)
+    assert all(torch.equal(out, outs[i % 2]) for i, out in enumerate(outs))
+
+
 @pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
 @pytest.mark.parametrize("m", [5, 300])
 def test_activations(activation, m):

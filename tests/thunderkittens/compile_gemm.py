@@ -89,6 +89,7 @@ CASES = {
     "fp8-odd-n": lambda: fp8(LINE, SQUARE, out=torch.empty(512, 5119, dtype=BF16)),
     "fp8-lines-add": lambda: fp8(LINE, LINE, out=torch.empty(512, 5120), accumulate=True),
     "fp8-gelu": lambda: fp8(TENSOR, TENSOR, activation="gelu", config=hopper_gemm.Fp8GemmConfig(deal=True)),
+    "fp8-blocks-deal": lambda: fp8(LINE, SQUARE, m=2500, config=hopper_gemm.Fp8GemmConfig(deal=True, staged=True)),
     "fp8-stacked": lambda: fp8(LINE, SQUARE, stacked=True),
     "fp8-stacked-row": lambda: fp8(ROW, ROW, stacked=True, bias=torch.empty(2, 2560), activation="silu"),
     "fp8-along": lambda: fp8(TENSOR, TENSOR, along=True),
