@@ -125,10 +125,7 @@ def gemm(
         kept = max(8, 1 << (-(-k // 128) - 1).bit_length())
         if tiles_m > 1 or kept * bm > _KEPT:
             early, kept = False, 0
-    held = 0
-    if config.held and kept:
-        held = 1 << ((-(-tiles * k_steps // programs)) * sub - 1).bit_length()
-        held = held if held <= _HELD else 0
+    held = _HELD if config.held and kept and -(-tiles * k_steps // programs) * sub <= _HELD else 0
     strides = (0, 0, 0, 0)
     if scale_x is not None and scale_w is not None:
         across = (scale_x.stride(1), scale_w.stride(1)) if blocked else (0, 0)

@@ -128,7 +128,7 @@ def test_configurations(name, pair):
     assert_close_to_truth("out", out, truth, yardstick, floor=floor_of(truth))
 
 
-@pytest.mark.parametrize("mnk", [(4096, 2112, 7168), (2500, 1921, 4000), (4096, 4352, 1024)], ids=str)
+@pytest.mark.parametrize("mnk", [(4096, 2112, 7168), (2500, 1921, 4000)], ids=str)
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_last_round_is_dealt_with_scales_of_slices(parts, mnk):
     """The same bits at every launch; operands take turns, so that sums that the launch before left are not right."""
@@ -299,9 +299,9 @@ def test_few_rows_asked_for_early(pair, mnk):
 
 
 @pytest.mark.parametrize(
-    "mnk", [(65, 200, 272), (128, 2112, 7168), (100, 1000, 8208), (128, 7168, 2048), (64, 3000, 4096)], ids=str
+    "mnk", [(65, 200, 272), (128, 2112, 7168), (100, 1000, 8208), (64, 3000, 4096)], ids=str
 )  # the third has more scales of blocks than lie beside its slices
-@pytest.mark.parametrize("pair", [("fp8", "fp8"), ("fp8_row", "fp8_row"), ("fp8_1x128", "fp8_128x128")], ids="-".join)
+@pytest.mark.parametrize("pair", [("fp8", "fp8_row"), ("fp8_1x128", "fp8_128x128")], ids="-".join)
 @pytest.mark.parametrize("halves", [1, 2])
 def test_up_to_128_rows(halves, pair, mnk):
     """Tiles of 64 or 128 columns by all rows: whole ones, shared ones, and as many as the kernel takes by itself."""
@@ -347,7 +347,7 @@ def test_up_to_128_rows_in_blocks_as_they_are_chosen(mnk, activation, monkeypatc
 
 @pytest.mark.parametrize(
     "mnk",
-    [(128, 2112, 7168), (128, 4096, 7168), (64, 2112, 7168), (33, 1000, 8208), (3, 200, 8192), (64, 24576, 1536)],
+    [(128, 2112, 7168), (64, 2112, 7168), (3, 200, 8192), (64, 24576, 1536)],  # whole tiles, the last
     ids=str,
 )
 @pytest.mark.parametrize(
@@ -363,12 +363,16 @@ def test_tiles_shared_with_one_fence(pair, held, halves, mnk):
     lean = replace(gemm_skinny.skinny_config(m, True, 1), lean=True, held=held, halves=halves)
     lean = replace(lean, sub=1) if halves == 2 else lean
     calls, wanted = [], []
+    a, b = operands(m, n, k, pair)
+    truth = scaled_mm_reference(a, b)
+    yardstick = scaled_mm_reference(a, b, dtype=torch.float32, out_dtype=torch.float32)
     for turn in (0, 1):
         a, b = operands(m, n, k, pair)
         a.scales.mul_(turn + 1)
         given = dict(block_x=a.scheme.block, block_w=b.scheme.block, scale_x=a.scales, scale_w=b.scales)
         calls.append(functools.partial(gemm_skinny.gemm, a.codes, b.codes.t(), out_dtype=torch.float32, **given))
         wanted.append(calls[-1](config=replace(lean, lean=False, held=False)))
+    assert_close_to_truth("out", wanted[0], truth, yardstick, floor=floor_of(truth))
     assert not torch.equal(*wanted)
     outs = [calls[i % 2](config=replace(lean, programs=(0, 61)[i // 2 % 2])) for i in range(100)]
     for i, out in enumerate(outs):
