@@ -135,6 +135,26 @@ def count(counter, BARRIER: gl.constexpr):
 
 
 @gluon.jit
+def count_by_one_thread(counter, BARRIER: gl.constexpr):
+    """The same, with one fence where `count` has one of every thread and two more: the barrier before it makes what the
+    others wrote its thread's own, and the one behind it hands on what it has seen."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    thread = gl.arange(0, 128, layout=layout)
+    address = gl.full([128], 0, gl.int64, layout) + counter.to(gl.int64)
+    barrier = gl.full([128], BARRIER, gl.int32, layout)
+    old = gl.inline_asm_elementwise(
+        "{ .reg .pred p; bar.sync $3, 128; setp.eq.u32 p, $2, 0; mov.u32 $0, 0; "
+        "@p atom.global.acq_rel.gpu.add.u32 $0, [$1], 1; bar.sync $3, 128; }",
+        "=&r,l,r,r",
+        [address, thread, barrier],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    return gl.sum(old, axis=0)
+
+
+@gluon.jit
 def activate(x, ACTIVATION: gl.constexpr):
     """The activation of a float32 tensor."""
     if ACTIVATION == RELU:

@@ -15,7 +15,8 @@ from .gemm_hopper import ACTIVATIONS, k_major, matrix_map, zero_counters
 _ROWS = 64  # columns of W that an accumulator has
 _RING = 200 * 1024  # bytes of shared memory on their way
 _KEPT = 8192  # scales of blocks of X that may lie beside them
-_ROOM = 219 * 1024  # bytes for both: what a result needs on its way out is left
+_HELD = 256  # scales of blocks of W beside them
+_ROOM = 225 * 1024  # bytes for slices, scales of X and a result on its way out; barriers and W's have the rest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,8 @@ class SkinnyConfig:
 
     `stages`: slices on their way, 0 for as many as fit. `programs`: 0 for as many as balance best. `early`: all that
     can be asked of memory before it is needed is: slices before partitions start, scales and bias before the slices.
+    `lean`: tiles that programs share cost one fence each, and several parts are on their way when they are added up.
+    `held` (with `early`, in blocks): W's scales come to shared memory at the start, too, and not two blocks ahead.
     """
 
     halves: int = 1
@@ -32,10 +35,13 @@ class SkinnyConfig:
     stages: int = 0
     programs: int = 0
     early: bool = False
+    lean: bool = False
+    held: bool = False
 
-    def depth(self, bm: int, kept: int = 0) -> int:
-        """Slices on their way: a slice has `sub` boxes of W's and X's rows. kept: scales that lie beside them."""
-        ring = min(_RING, _ROOM - 4 * kept)
+    def depth(self, bm: int, kept: int = 0, size: int = 4) -> int:
+        """Slices on their way: a slice has `sub` boxes of W's and X's rows. kept: scales that lie beside them. size: of
+        an element of the result, in bytes."""
+        ring = min(_RING, _ROOM - 4 * kept - _ROWS * bm * size)
         return self.stages or max(2, min(16, ring // ((_ROWS * self.halves + bm) * 128 * self.sub)))
 
 
@@ -45,6 +51,8 @@ def skinny_config(m: int, w_k: bool, element_size: int = 2) -> SkinnyConfig:
         return SkinnyConfig(halves=2, sub=1)  # 128 bytes of a row of W are 64 columns: two boxes lie side by side
     # early, on an H200 with 8192 x 8192 in eight bits: 21.4 us became 20.6 (one row), 28.4 became 24.9 (64 rows in
     # blocks). In sixteen bits it is right too (tests/gpu), and not timed
+    if m > 64 and element_size == 1:  # a sum and a part of it for 128 rows have the registers of two tiles
+        return SkinnyConfig(sub=1, early=True)
     return SkinnyConfig(halves=1 if m <= 64 else 2, sub=4 if m <= 16 else 2, early=element_size == 1)
 
 
@@ -53,14 +61,19 @@ def padded_rows(m: int) -> int:
     return min(128, max(16, 1 << (m - 1).bit_length()))
 
 
-def programs_for(tiles: int, k_steps: int, processors: int, fewest: int = 4) -> int:
+def programs_for(tiles: int, k_steps: int, processors: int, fewest: int = 4, *, whole: bool = False) -> int:
     """How many programs share the slices: a whole number a tile where that leaves few SMs idle, else one an SM.
 
-    fewest: slices that a program is worth starting for.
+    fewest: slices that a program is worth starting for. whole: as many whole tiles for each, if they divide so and a
+    fifth of the SMs or less stays idle; with 64 rows in blocks an H200 took 11.2 us for 16.5 (7168 x 2048, 112
+    programs), 18.1 for 22.6 (24576 x 1536, 128).
     """
     most = min(processors, max(tiles, tiles * k_steps // fewest))
     even = most // tiles * tiles
-    return even if even >= 0.9 * most else most
+    if even >= 0.9 * most:
+        return even
+    dividing = (p for p in range(most, 4 * most // 5, -1) if tiles % p == 0)
+    return next(dividing, most) if whole else most
 
 
 @functools.cache
@@ -100,7 +113,10 @@ def gemm(
     w_desc = matrix_map(w.t(), box, bk) if w_k else matrix_map(w, bk, _ROWS)
     tiles_m, k_steps = -(-m // bm), -(-k // (bk * sub))
     tiles = -(-n // (_ROWS * config.halves)) * tiles_m
-    programs = config.programs or programs_for(tiles, k_steps, multiprocessors(x.device), max(1, 4 // sub))
+    whole = fp8 and bm >= _ROWS
+    programs = config.programs or programs_for(
+        tiles, k_steps, multiprocessors(x.device), max(1, 4 // sub), whole=whole
+    )  # fmt: skip
     partials = torch.empty(2 * programs * _ROWS * config.halves * bm, dtype=torch.float32, device=x.device)
     counters = zero_counters(x.device, tiles)
     blocked = fp8 and block_x[1] == 128
@@ -109,6 +125,7 @@ def gemm(
         kept = max(8, 1 << (-(-k // 128) - 1).bit_length())
         if tiles_m > 1 or kept * bm > _KEPT:
             early, kept = False, 0
+    held = _HELD if config.held and kept and -(-tiles * k_steps // programs) * sub <= _HELD else 0
     strides = (0, 0, 0, 0)
     if scale_x is not None and scale_w is not None:
         across = (scale_x.stride(1), scale_w.stride(1)) if blocked else (0, 0)
@@ -125,7 +142,7 @@ def gemm(
         HALVES=config.halves,
         SUB=sub,
         BOX=box,
-        STAGES=config.depth(bm, kept * bm),
+        STAGES=config.depth(bm, kept * bm, out.element_size()),
         W_K=w_k,
         FP8=fp8,
         BLOCKED=blocked,
@@ -135,6 +152,8 @@ def gemm(
         ACTIVATION=ACTIVATIONS[activation],
         EARLY=early,
         KEPT=kept,
+        LEAN=config.lean,
+        HELD=held,
     )
     key = (x.dtype, w.dtype, out.dtype, given.dtype)
     _kernel()(key, programs, arguments, constants, dict(num_warps=4, maxnreg=240))

@@ -34,7 +34,18 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from gpu_accel.gluon_compat import reinterpret, tma_load
 
-from .gemm_device import activate, advance, count, first_slice, own_slot, partial, previous, program_of, slot_of
+from .gemm_device import (
+    activate,
+    advance,
+    count,
+    count_by_one_thread,
+    first_slice,
+    own_slot,
+    partial,
+    previous,
+    program_of,
+    slot_of,
+)
 
 ROWS = gl.constexpr(64)  # columns of W, rows of an accumulator
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -154,20 +165,47 @@ def _next_factors(scales, kept, tile_w, m, M, block, k_blocks, HALVES: gl.conste
 
 
 @gluon.jit
-def _whole_factors(ahead, kept, block, ACC: gl.constexpr, EARLY: gl.constexpr):
-    """The factors of a block of K, for every row of X."""
-    if EARLY:
+def _whole_factors(ahead, kept, held, block, at, ACC: gl.constexpr, EARLY: gl.constexpr, HELD: gl.constexpr):
+    """The factors of a block of K, for every row of X. at: the number of the block among those of this program."""
+    if HELD:
+        return kept.index(block).load(gl.SliceLayout(0, ACC)) * held.index(at).load(gl.SliceLayout(0, ACC))
+    elif EARLY:
         return kept.index(block).load(gl.SliceLayout(0, ACC)) * ahead
     else:
         return ahead
 
 
 @gluon.jit
+def _left_by(partials, p, last, first, half, BM: gl.constexpr, HALVES: gl.constexpr, ACC: gl.constexpr):
+    """What program p left of (a half of) a tile that `first` began, 0 past the last program."""
+    slot = slot_of(gl.minimum(p, last), first) * HALVES + half
+    return gl.where(p <= last, gl.load(partial(partials, slot, ROWS, BM, ACC), cache_modifier=".cg"), 0.0)
+
+
+@gluon.jit
+def _sum_of_all(partials, first, last, half, BM: gl.constexpr, HALVES: gl.constexpr, ACC: gl.constexpr):
+    """What all programs left of a tile, in their order; of 64 rows four, of more two are on their way at a time."""
+    acc = gl.full([ROWS, BM], 0.0, gl.float32, ACC)
+    STEP: gl.constexpr = 4 if BM <= 64 else 2
+    for p in range(first, last + 1, STEP):
+        x0 = _left_by(partials, p, last, first, half, BM, HALVES, ACC)
+        x1 = _left_by(partials, p + 1, last, first, half, BM, HALVES, ACC)
+        if STEP == 4:
+            x2 = _left_by(partials, p + 2, last, first, half, BM, HALVES, ACC)
+            x3 = _left_by(partials, p + 3, last, first, half, BM, HALVES, ACC)
+            acc = acc + x0 + x1 + x2 + x3
+        else:
+            acc = acc + x0 + x1
+    return acc
+
+
+@gluon.jit
 def _consumer(
-    bufs, bars, outputs, shape, scales, share, kept,
+    bufs, bars, outputs, shape, scales, share, kept, held,
     STAGES: gl.constexpr, W_K: gl.constexpr, BM: gl.constexpr, HALVES: gl.constexpr, SUB: gl.constexpr,
     FP8: gl.constexpr, BLOCKED: gl.constexpr, ROW_X: gl.constexpr, ROW_W: gl.constexpr, BIAS: gl.constexpr,
-    ACTIVATION: gl.constexpr, EARLY: gl.constexpr,
+    ACTIVATION: gl.constexpr, EARLY: gl.constexpr, LEAN: gl.constexpr,
+    HELD: gl.constexpr,
 ):  # fmt: skip
     w_bufs, x_bufs = bufs
     full, empty = bars
@@ -175,6 +213,7 @@ def _consumer(
     out, bias, partials, counters = outputs
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 32 if FP8 else 16])
     SCALED: gl.constexpr = FP8 and not BLOCKED
+    IN_TURN: gl.constexpr = FP8 and HALVES == 2 and BM == 128  # registers have room for one part beside two sums
     zero = gl.full([ROWS, BM], 0.0, gl.float32, ACC)
     program = gl.program_id(0)
     begin = _begin(program, tiles * k_steps, share, EARLY)
@@ -196,7 +235,9 @@ def _consumer(
             if HALVES == 2:
                 factors1 = _factors_of_sums(row0 + ROWS, m0, shape, scales, ACC, BM, SCALED, ROW_X, ROW_W)
                 added1 = _bias_of_sums(row0 + ROWS, N, bias, ACC, BIAS)
-        if BLOCKED:
+        ahead = 0.0
+        ahead1 = 0.0
+        if BLOCKED and not HELD:
             ahead = _next_factors(scales, kept, tile_w, m, M, k0 * SUB, k_blocks, HALVES, EARLY)
             ahead1 = _next_factors(scales, kept, tile_w, m, M, k0 * SUB + 1, k_blocks, HALVES, EARLY)
         for step in range(k0, k1):
@@ -211,10 +252,12 @@ def _consumer(
                     if BLOCKED:
                         # the next ones are on their way while these are used; past the last, the last
                         block = step * SUB + s
-                        factor0 = _whole_factors(ahead, kept, block, ACC, EARLY)
-                        factor1 = _whole_factors(ahead1, kept, block + 1, ACC, EARLY)
-                        ahead = _next_factors(scales, kept, tile_w, m, M, block + 2, k_blocks, HALVES, EARLY)
-                        ahead1 = _next_factors(scales, kept, tile_w, m, M, block + 3, k_blocks, HALVES, EARLY)
+                        at0 = (tile * k_steps - begin) * SUB + block
+                        factor0 = _whole_factors(ahead, kept, held, block, at0, ACC, EARLY, HELD)
+                        factor1 = _whole_factors(ahead1, kept, held, block + 1, at0 + 1, ACC, EARLY, HELD)
+                        if not HELD:
+                            ahead = _next_factors(scales, kept, tile_w, m, M, block + 2, k_blocks, HALVES, EARLY)
+                            ahead1 = _next_factors(scales, kept, tile_w, m, M, block + 3, k_blocks, HALVES, EARLY)
                     part0 = warpgroup_mma_wait(1, deps=[part0])
                     acc0 += part0 * factor0[None, :] if BLOCKED else part0
                     part1 = warpgroup_mma_wait(0, deps=[part1])
@@ -224,26 +267,27 @@ def _consumer(
                 x = x_bufs.index(stage * SUB + s).permute((1, 0))
                 if FP8:
                     part0 = warpgroup_mma(w0, x, zero, use_acc=False, is_async=True)
-                    if HALVES == 2:
+                    if HALVES == 2 and not IN_TURN:
                         w1 = _operand(w_bufs, (stage * SUB + s) * HALVES + 1, W_K)
                         part1 = warpgroup_mma(w1, x, zero, use_acc=False, is_async=True)
                     if BLOCKED:
                         # the next one is on its way while this one is used; past the last, the last
                         block = step * SUB + s
-                        factor = _whole_factors(ahead, kept, block, ACC, EARLY)
-                        ahead = _next_factors(scales, kept, tile_w, m, M, block + 1, k_blocks, HALVES, EARLY)
-                    if HALVES == 2:
+                        at0 = (tile * k_steps - begin) * SUB + block
+                        factor = _whole_factors(ahead, kept, held, block, at0, ACC, EARLY, HELD)
+                        if not HELD:
+                            ahead = _next_factors(scales, kept, tile_w, m, M, block + 1, k_blocks, HALVES, EARLY)
+                    if HALVES == 2 and not IN_TURN:
                         part0, part1 = warpgroup_mma_wait(0, deps=[part0, part1])
                     else:
                         part0 = warpgroup_mma_wait(0, deps=[part0])
-                    if BLOCKED:
-                        acc0 += part0 * factor[None, :]
-                        if HALVES == 2:
-                            acc1 += part1 * factor[None, :]
-                    else:
-                        acc0 += part0
-                        if HALVES == 2:
-                            acc1 += part1
+                    acc0 += part0 * factor[None, :] if BLOCKED else part0
+                    if IN_TURN:
+                        w1 = _operand(w_bufs, (stage * SUB + s) * HALVES + 1, W_K)
+                        part1 = warpgroup_mma(w1, x, zero, use_acc=False, is_async=True)
+                        part1 = warpgroup_mma_wait(0, deps=[part1])
+                    if HALVES == 2:
+                        acc1 += part1 * factor[None, :] if BLOCKED else part1
                 else:
                     acc0 = warpgroup_mma(w0, x, acc0, is_async=True)
                     if HALVES == 2:
@@ -273,15 +317,23 @@ def _consumer(
             gl.store(partial(partials, slot, ROWS, BM, ACC), acc0)
             if HALVES == 2:
                 gl.store(partial(partials, slot + 1, ROWS, BM, ACC), acc1)
-            last = count(counters + tile, 8) == last_program - first_program
+            if LEAN:
+                last = count_by_one_thread(counters + tile, 8) == last_program - first_program
+            else:
+                last = count(counters + tile, 8) == last_program - first_program
             if last:
                 acc0 = zero
                 acc1 = zero
-                for p in range(first_program, last_program + 1):
-                    slot = slot_of(p, first_program) * HALVES
-                    acc0 += gl.load(partial(partials, slot, ROWS, BM, ACC), cache_modifier=".cg")
+                if LEAN:
+                    acc0 = _sum_of_all(partials, first_program, last_program, 0, BM, HALVES, ACC)
                     if HALVES == 2:
-                        acc1 += gl.load(partial(partials, slot + 1, ROWS, BM, ACC), cache_modifier=".cg")
+                        acc1 = _sum_of_all(partials, first_program, last_program, 1, BM, HALVES, ACC)
+                else:
+                    for p in range(first_program, last_program + 1):
+                        slot = slot_of(p, first_program) * HALVES
+                        acc0 += gl.load(partial(partials, slot, ROWS, BM, ACC), cache_modifier=".cg")
+                        if HALVES == 2:
+                            acc1 += gl.load(partial(partials, slot + 1, ROWS, BM, ACC), cache_modifier=".cg")
                 gl.store(counters + tile, 0)
         if last:
             if not EARLY:
@@ -375,6 +427,22 @@ def _keep_scales(kept, shape, scales, BLOCKS: gl.constexpr, BM: gl.constexpr):
     kept.store(gl.load(places, mask=(m < M)[None, :] & (block < k_blocks)[:, None], other=0.0))
 
 
+@gluon.jit
+def _hold_scales(held, shape, scales, share, HELD: gl.constexpr, HALVES: gl.constexpr, SUB: gl.constexpr):
+    """Scales of W of all slices of this program to shared memory, (HELD, 1), in the order in which they are used."""
+    _, _, k_steps, tiles, tiles_m, k_blocks = shape
+    _, scale_w, _, _, sw_n, sw_k = scales
+    program = gl.program_id(0)
+    begin = _begin(program, tiles * k_steps, share, True)
+    end = _begin(program + 1, tiles * k_steps, share, True)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [4, 1], [1, 0])
+    at = begin * SUB + gl.arange(0, HELD, layout=gl.SliceLayout(1, LAYOUT))
+    tile = at // (k_steps * SUB)
+    block = at - tile * (k_steps * SUB)
+    places = scale_w + (tile // tiles_m * HALVES // 2).to(gl.int64) * sw_n + block * sw_k
+    held.store(gl.load(places, mask=(at < end * SUB) & (block < k_blocks), other=0.0)[:, None])
+
+
 @gluon.jit(
     do_not_specialize=[
         "out", "bias", "counters", "scale_x", "scale_w", "M", "N", "k_steps", "tiles", "tiles_m", "k_blocks",
@@ -387,6 +455,7 @@ def skinny_gemm_kernel(
     BM: gl.constexpr, BK: gl.constexpr, HALVES: gl.constexpr, SUB: gl.constexpr, BOX: gl.constexpr,
     STAGES: gl.constexpr, W_K: gl.constexpr, FP8: gl.constexpr, BLOCKED: gl.constexpr, ROW_X: gl.constexpr,
     ROW_W: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr, EARLY: gl.constexpr, KEPT: gl.constexpr,
+    LEAN: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
     """x_desc in boxes of BM x BK, BK 128 bytes; w_desc of BOX x BK (W_K) or BK x 64; k_steps >= 1 slices of SUB boxes.
 
@@ -413,6 +482,7 @@ def skinny_gemm_kernel(
     scales = (scale_x, scale_w, sx_m, sx_k, sw_n, sw_k)
     share = (base, extra)
     kept = x_bufs
+    held = x_bufs
     if EARLY:
         for i in gl.static_range(STAGES):
             mbarrier.init(full.index(i), count=1)
@@ -423,12 +493,16 @@ def skinny_gemm_kernel(
             lines = gl.allocate_shared_memory(gl.float32, [KEPT, BM], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
             _keep_scales(lines, shape, scales, KEPT, BM)
             kept = reinterpret(lines, gl.float32, [KEPT, BM], FLAT)
+        if HELD:
+            own = gl.allocate_shared_memory(gl.float32, [HELD, 1], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+            _hold_scales(own, shape, scales, share, HELD, HALVES, SUB)
+            held = reinterpret(own, gl.float32, [HELD, 1], FLAT)
     else:
         for i in gl.static_range(STAGES):
             mbarrier.init(full.index(i), count=1)
             mbarrier.init(empty.index(i), count=1)
     gl.warp_specialize([
-        (_consumer, (bufs, bars, outputs, shape, scales, share, kept, STAGES, W_K, BM, HALVES, SUB, FP8, BLOCKED,
-                     ROW_X, ROW_W, BIAS, ACTIVATION, EARLY)),
+        (_consumer, (bufs, bars, outputs, shape, scales, share, kept, held, STAGES, W_K, BM, HALVES, SUB, FP8, BLOCKED,
+                     ROW_X, ROW_W, BIAS, ACTIVATION, EARLY, LEAN, HELD)),
         (_producer, (boxes, bars, x_desc, w_desc, shape, share, STAGES, W_K, BM, HALVES, SUB, BOX, BK, EARLY)),
     ], [1], [32])  # fmt: skip

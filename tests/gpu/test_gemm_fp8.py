@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -125,6 +126,31 @@ def test_configurations(name, pair):
     out = torch.full((2500, 1920), float("nan"), device="cuda", dtype=torch.bfloat16)
     hopper_gemm.gemm(a.codes, b.codes, a.scales, b.scales, **blocks, config=CONFIGS[name], out=out)
     assert_close_to_truth("out", out, truth, yardstick, floor=floor_of(truth))
+
+
+@pytest.mark.parametrize("mnk", [(4096, 2112, 7168), (2500, 1921, 4000)], ids=str)
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_last_round_is_dealt_with_scales_of_slices(parts, mnk):
+    """The same bits at every launch; operands take turns, so that sums that the launch before left are not right."""
+    m, n, k = mnk
+    config = Fp8GemmConfig(parts=parts, stages=5 if parts == 1 else 4, group=8 if parts == 1 else 16, staged=True)
+    a, b = operands(m, n, k, ("fp8_1x128", "fp8_128x128"))
+    blocks = dict(block_a=a.scheme.block, block_b=b.scheme.block)
+    given = [hopper_gemm._addressable(x.codes.view(torch.uint8)).view(x.codes.dtype) for x in (a, b)]
+    scales = [a.scales, a.scales * 2]
+
+    def call(turn: int, deal: bool) -> torch.Tensor:
+        out = torch.full((m, n), float("nan"), device="cuda", dtype=torch.bfloat16)
+        how = replace(config, deal=deal)
+        return hopper_gemm.gemm(*given, scales[turn], b.scales, **blocks, config=how, out=out)
+
+    truth = scaled_mm_reference(a, b)
+    yardstick = scaled_mm_reference(a, b, dtype=torch.float32, out_dtype=torch.bfloat16)
+    outs = [call(i % 2, True) for i in range(20)]
+    for turn, factor in enumerate((1.0, 2.0)):
+        floor = factor * floor_of(truth)
+        assert_close_to_truth("out", outs[turn], truth * factor, yardstick * factor, floor=floor)
+    assert all(torch.equal(out, outs[i % 2]) for i, out in enumerate(outs))
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
@@ -270,6 +296,89 @@ def test_few_rows_asked_for_early(pair, mnk):
         assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
     now = replace(config, early=False)
     assert torch.equal(outs[0], gemm_skinny.gemm(*codes, **scales, **blocks, config=now))
+
+
+@pytest.mark.parametrize(
+    "mnk", [(65, 200, 272), (128, 2112, 7168), (100, 1000, 8208), (64, 3000, 4096)], ids=str
+)  # the third has more scales of blocks than lie beside its slices
+@pytest.mark.parametrize("pair", [("fp8", "fp8_row"), ("fp8_1x128", "fp8_128x128")], ids="-".join)
+@pytest.mark.parametrize("halves", [1, 2])
+def test_up_to_128_rows(halves, pair, mnk):
+    """Tiles of 64 or 128 columns by all rows: whole ones, shared ones, and as many as the kernel takes by itself."""
+    m, n, k = mnk
+    a, b = operands(m, n, k, pair)
+    truth = scaled_mm_reference(a, b)
+    blocks = dict(block_x=a.scheme.block, block_w=b.scheme.block)
+    codes, scales = (a.codes, b.codes.t()), dict(scale_x=a.scales, scale_w=b.scales)
+    config = replace(gemm_skinny.skinny_config(128, True, 1), halves=halves)
+    for out_dtype in (torch.float32, torch.bfloat16)[0 if n == 200 else 1 :]:
+        yardstick = scaled_mm_reference(a, b, dtype=torch.float32, out_dtype=out_dtype)
+        for programs in (0, 16, -(-n // 64)):
+            outs = [torch.full((m, n), float("nan"), device="cuda", dtype=out_dtype) for _ in range(3)]
+            for out in outs:
+                gemm_skinny.gemm(*codes, **scales, **blocks, out=out, config=replace(config, programs=programs))
+            assert_close_to_truth("out", outs[0], truth, yardstick, floor=floor_of(truth))
+            assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+
+
+@pytest.mark.parametrize("mnk", [(128, 2112, 7168), (77, 1001, 1043), (128, 4096, 2048)], ids=str)
+@pytest.mark.parametrize("activation", ["none", "silu"])
+def test_up_to_128_rows_in_blocks_as_they_are_chosen(mnk, activation, monkeypatch):
+    """With a bias, columns and K that no tile divides; in a graph, with other values at each replay."""
+    monkeypatch.setattr(hopper_gemm, "TALL_CHECKED", True)
+    m, n, k = mnk
+    bias = torch.randn(n, generator=generator(3, "cuda"), device="cuda").bfloat16()
+    a, b = operands(m, n, k, ("fp8_1x128", "fp8_128x128"))
+    assert "slices of K" in explain_mm(a, b)
+    options = dict(bias=bias, activation=activation, backend="hopper")
+    scaled_mm(a, b, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = scaled_mm(a, b, **options)
+    for factor in (1.0, 0.5):
+        a.codes.copy_((a.codes.float() * factor).to(a.codes.dtype))
+        a.scales.mul_(factor)
+        out.fill_(float("nan"))
+        graph.replay()
+        truth = activated(scaled_mm_reference(a, b, bias=bias), activation)
+        wide = activated(scaled_mm_reference(a, b, bias=bias, dtype=torch.float32, out_dtype=torch.float32), activation)
+        assert_close_to_truth("out", out, truth, wide.bfloat16(), floor=floor_of(truth))
+
+
+@pytest.mark.parametrize(
+    "mnk",
+    [(128, 2112, 7168), (64, 2112, 7168), (3, 200, 8192), (64, 24576, 1536)],  # whole tiles, the last
+    ids=str,
+)
+@pytest.mark.parametrize(
+    ("pair", "held", "halves"),
+    [(("fp8", "fp8"), False, 1), (("fp8_1x128", "fp8_128x128"), False, 1), (("fp8_1x128", "fp8_128x128"), True, 1),
+     (("fp8_1x128", "fp8_128x128"), True, 2)],
+    ids=["fp8", "blocks", "blocks-held", "blocks-held-halves"],
+)  # fmt: skip
+def test_tiles_shared_with_one_fence(pair, held, halves, mnk):
+    """The same bits at every launch, scales of W in shared memory or not. Operands take turns, so that what the launch
+    before left is not what is right."""
+    m, n, k = mnk
+    lean = replace(gemm_skinny.skinny_config(m, True, 1), lean=True, held=held, halves=halves)
+    lean = replace(lean, sub=1) if halves == 2 else lean
+    calls, wanted = [], []
+    a, b = operands(m, n, k, pair)
+    truth = scaled_mm_reference(a, b)
+    yardstick = scaled_mm_reference(a, b, dtype=torch.float32, out_dtype=torch.float32)
+    for turn in (0, 1):
+        a, b = operands(m, n, k, pair)
+        a.scales.mul_(turn + 1)
+        given = dict(block_x=a.scheme.block, block_w=b.scheme.block, scale_x=a.scales, scale_w=b.scales)
+        calls.append(functools.partial(gemm_skinny.gemm, a.codes, b.codes.t(), out_dtype=torch.float32, **given))
+        wanted.append(calls[-1](config=replace(lean, lean=False, held=False)))
+    assert_close_to_truth("out", wanted[0], truth, yardstick, floor=floor_of(truth))
+    assert not torch.equal(*wanted)
+    outs = [calls[i % 2](config=replace(lean, programs=(0, 61)[i // 2 % 2])) for i in range(100)]
+    for i, out in enumerate(outs):
+        assert i // 2 % 2 or torch.equal(out, wanted[i % 2]), i
+    odd = [calls[i](config=replace(lean, lean=False, held=False, programs=61)) for i in (0, 1)]
+    assert all(torch.equal(out, odd[i % 2]) for i, out in enumerate(outs) if i // 2 % 2)
 
 
 @pytest.mark.parametrize(

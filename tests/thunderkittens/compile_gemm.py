@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 
 import torch
 import triton
@@ -50,6 +51,7 @@ def skinny(rows: int, dtype: torch.dtype = BF16, block_x=TENSOR, block_w=TENSOR,
     gemm_skinny.gemm(x, w, out_dtype=BF16, **options)
 
 
+LEAN = gemm_skinny.SkinnyConfig(sub=1, early=True, lean=True, held=True)
 CASES = {
     "tile": lambda: tile(),
     "tile-nn-bias-silu": lambda: tile("nn", bias=True, activation="silu"),
@@ -60,6 +62,11 @@ CASES = {
     "skinny-16": lambda: skinny(16),
     "skinny-16-pieces": lambda: skinny(16, config=gemm_skinny.SkinnyConfig(sub=4, box=16)),
     "skinny-128-gelu": lambda: skinny(128, activation="gelu"),
+    "skinny-128-blocks": lambda: skinny(128, E4M3, LINE, SQUARE),
+    "skinny-lean": lambda: skinny(128, E4M3, LINE, SQUARE, config=LEAN),
+    "skinny-64-lean": lambda: skinny(64, E4M3, LINE, SQUARE, config=replace(LEAN, sub=2)),
+    "skinny-128-halves": lambda: skinny(128, E4M3, LINE, SQUARE, config=replace(LEAN, halves=2)),
+    "skinny-64-halves": lambda: skinny(64, E4M3, LINE, SQUARE, config=replace(LEAN, halves=2)),
     "fp8": lambda: fp8(TENSOR, TENSOR),
     "fp8-256": lambda: fp8(TENSOR, TENSOR, config=hopper_gemm.Fp8GemmConfig(every=2)),
     "fp8-row-bias": lambda: fp8(ROW, ROW, bias=torch.empty(5120)),
@@ -82,6 +89,7 @@ CASES = {
     "fp8-odd-n": lambda: fp8(LINE, SQUARE, out=torch.empty(512, 5119, dtype=BF16)),
     "fp8-lines-add": lambda: fp8(LINE, LINE, out=torch.empty(512, 5120), accumulate=True),
     "fp8-gelu": lambda: fp8(TENSOR, TENSOR, activation="gelu", config=hopper_gemm.Fp8GemmConfig(deal=True)),
+    "fp8-blocks-deal": lambda: fp8(LINE, SQUARE, m=2500, config=hopper_gemm.Fp8GemmConfig(deal=True, staged=True)),
     "fp8-stacked": lambda: fp8(LINE, SQUARE, stacked=True),
     "fp8-stacked-row": lambda: fp8(ROW, ROW, stacked=True, bias=torch.empty(2, 2560), activation="silu"),
     "fp8-along": lambda: fp8(TENSOR, TENSOR, along=True),

@@ -185,14 +185,24 @@ def test_slices_are_dealt_evenly(tiles, k_steps, processors):
     assert first[-1] == units
 
 
-@pytest.mark.parametrize("m", [1, 16, 17, 64])
+@pytest.mark.parametrize(
+    ("tiles", "k_steps", "programs"),
+    [(112, 8, 112), (384, 6, 128), (512, 2, 128), (128, 32, 128), (33, 28, 132), (64, 56, 128), (157, 64, 132)],
+)  # fmt: skip
+def test_programs_have_whole_tiles_where_they_divide(tiles, k_steps, programs):
+    assert gemm_skinny.programs_for(tiles, k_steps, 132, 2, whole=True) == programs
+
+
+@pytest.mark.parametrize("m", [1, 16, 17, 64, 65, 128])
 @pytest.mark.parametrize("blocks", [0, 8, 64, 128])  # scales of blocks of X beside the slices, a power of two
 def test_few_rows_have_room_in_shared_memory(m, blocks):
     """Slices, all scales of X, a float32 result on its way out, and a KB for barriers and what partitions are given."""
     config, bm = gemm_skinny.skinny_config(m, True, 1), gemm_skinny.padded_rows(m)
     assert config.early and not gemm_skinny.skinny_config(m, True, 2).early  # in sixteen bits it was not timed
-    slices = config.depth(bm, blocks * bm) * config.sub * (64 * config.halves + bm) * 128
-    assert slices + 4 * blocks * bm + 4 * 64 * bm + 1024 <= 227 * 1024
+    for size in (2, 4):
+        depth = config.depth(bm, blocks * bm, size)
+        slices = depth * config.sub * (64 * config.halves + bm) * 128
+        assert depth >= 4 and slices + 4 * blocks * bm + size * 64 * bm + 2048 <= 227 * 1024
 
 
 @pytest.mark.parametrize("programs", [1, 5, 132])

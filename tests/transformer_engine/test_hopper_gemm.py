@@ -136,3 +136,17 @@ def test_scales_come_with_their_slice(m, n, lines_b, parts):
     assert config.staged and config.parts == parts and config.stages <= (5 if parts == 1 else 4)
     assert not hopper_gemm.fp8_gemm_config(m, n, lines_b).staged  # scales of A that are not those of rows
     assert not hopper_gemm.fp8_gemm_config(64, n, lines_b, lines_a=True).staged
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "few"),
+    [(64, 32768, 512, True), (65, 2112, 7168, True), (128, 7168, 2048, True), (129, 2112, 7168, False),
+     (128, 24576, 1536, False), (128, 7168, 16384, False), (128, 4096, 512, False)],
+)  # fmt: skip
+def test_up_to_128_rows_go_to_the_kernel_of_few_rows_where_it_is_faster(m, n, k, few, monkeypatch):
+    monkeypatch.setattr(hopper_gemm, "TALL_CHECKED", True)
+    assert hopper_gemm.takes_few_rows(m, n, k, LINE, SQUARE) == few
+    assert hopper_gemm.takes_few_rows(m, n, k, ROW, ROW) == (m <= 64)  # not timed with other scales
+    assert not any(hopper_gemm.takes_few_rows(m, n, k, a, b) for a, b in ((SQUARE, SQUARE), (LINE, LINE)))
+    monkeypatch.setattr(hopper_gemm, "TALL_CHECKED", False)
+    assert hopper_gemm.takes_few_rows(m, n, k, LINE, SQUARE) == (m <= 64)
