@@ -5,8 +5,10 @@
     check(Call(batch=1, ...))             # replays one, as printed
 
 A kernel is compiled for what a call asks for (head dims, masks, features), which takes seconds, so calls are drawn in
-rounds: one set of such choices, then many lengths, heads, strides and values. Every feature of `flash_attn_func` and
-`flash_attn_varlen_func` takes part.
+rounds: one set of such choices, then many lengths, heads, strides, scales and values. Of these, too, some ask for
+another kernel (a tail of keys, no gradient, strides off 16 bytes). `launched` tells before anything is compiled, so
+after a call that compiled something come others that are drawn until they compile nothing. Every feature of
+`flash_attn_func` and `flash_attn_varlen_func` takes part.
 """
 
 from __future__ import annotations
@@ -39,12 +41,14 @@ from gpu_accel.testing.inputs import generator, make_qkv, make_varlen
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (192, 128), (80, 80), (40, 104), (128, 64))
-KINDS = ("normal", "strided", "transposed", "broadcast", "misaligned", "outliers")
-PACKED_KINDS = ("normal", "poisoned")
+KINDS = ("normal", "strided", "transposed", "broadcast", "misaligned", "outliers", "packed")
+PACKED_KINDS = ("normal", "poisoned", "strided", "misaligned", "outliers")
+SENT = ("normal", "strided", "expanded")  # what autograd is handed: one number for a whole row, as sum() leaves it
 # Wrong results are wrong by a tenth or more; rounding is not, though of a few elements its largest error is a lottery.
 _FACTOR = 3.0
 UNSUPPORTED, FATAL = "unsupported", "fatal: "
 _HERE, _APART = 20.0, 60.0  # seconds for making a call small
+_DRAWS = 40  # at most, for a call that compiles nothing
 _EPSILONS = {2: (4.0, 8.0), 4: (16.0, 64.0)}  # by bytes: of the largest element; of terms of size one that cancel
 
 
@@ -89,12 +93,14 @@ class Call:
     causal: bool = False
     window: tuple[int, int] = (-1, -1)
     softcap: float = 0.0
+    softmax_scale: float = 0.0
     sinks: bool = False
     alibi: bool = False
     score_mod: bool = False
     mask_mod: bool = False
     block: int = 0
     kind: str = "normal"
+    sent: str = "normal"
     gradients: bool = True
     lse_gradient: bool = False
     deterministic: bool = False
@@ -143,6 +149,9 @@ def draw_call(rng: random.Random, choices: dict[str, Any], longest: int) -> Call
     if window != (-1, -1):
         window = (rng.choice((-1, 0, rng.randint(1, longest))), rng.choice((-1, 0, rng.randint(1, longest))))
         window = window if window != (-1, -1) else (7, 0)
+    kinds: tuple[str, ...] = PACKED_KINDS if choices["packed"] else KINDS
+    if choices["head_dim"] != choices["head_dim_v"]:
+        kinds = tuple(kind for kind in kinds if kind != "packed")  # one projection has one width
     return Call(
         **{n: x for n, x in choices.items() if n not in ("window", "softcap")},
         batch=1 if choices["packed"] else rng.choice((1, 1, 2, 3)),
@@ -152,7 +161,9 @@ def draw_call(rng: random.Random, choices: dict[str, Any], longest: int) -> Call
         group=rng.choice((1, 2, 3)),
         window=window,
         softcap=choices["softcap"] and rng.choice((0.5, 3.0, 20.0)),
-        kind=rng.choice(PACKED_KINDS if choices["packed"] else KINDS),
+        softmax_scale=rng.choice((0.0, 0.0, 0.0, 0.03, 0.2)),
+        kind=rng.choice(kinds),
+        sent=rng.choice(SENT),
         gradients=rng.random() < 0.7,
         lse_gradient=rng.random() < 0.3,
         deterministic=rng.random() < 0.3,
@@ -169,6 +180,8 @@ def _tensors(call: Call, device: str) -> tuple[tuple[Tensor, Tensor, Tensor], di
     )  # fmt: skip
     source = generator(call.seed + 2, device)
     options: dict[str, Any] = {"causal": call.causal, "window_size": call.window, "softcap": call.softcap}
+    if call.softmax_scale:
+        options["softmax_scale"] = call.softmax_scale
     if call.packed:
         q, k, v, cu_q, cu_k, *_ = make_varlen(lengths_q=list(call.lengths_q), lengths_k=list(call.lengths_k), **shape)
         options |= {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
@@ -194,17 +207,11 @@ def _block_mask(call: Call, device: str) -> Any:
     )
 
 
-def check(call: Call, *, device: str = "cuda", attention: Callable[..., Any] | None = None) -> None:
-    """Run one call, its gradients too where asked for, and compare everything with float64.
-
-    Args:
-        attention: what to judge, with the arguments of `flash_attn_func` or `flash_attn_varlen_func`; default: these.
-
-    Raises:
-        IncorrectResultError: names the tensor and its error. UnsupportedError: there is no kernel for the call.
-    """
+def _forward(
+    call: Call, device: str, attention: Callable[..., Any] | None
+) -> tuple[tuple[Tensor, ...], dict[str, Any], list[Tensor], tuple[Tensor, ...]]:
+    """q, k, v; what the reference is told; what gradients are asked for; what the attention that is judged gave."""
     from gpu_accel.flash_attention3 import flash_attn_func, flash_attn_varlen_func
-    from gpu_accel.flash_attention3.reference import attention_reference, attention_truth, attention_truth_backward
 
     tensors, options = _tensors(call, device)
     known = dict(options)
@@ -222,8 +229,71 @@ def check(call: Call, *, device: str = "cuda", attention: Callable[..., Any] | N
         leaves.append(options["sinks"].detach().requires_grad_(call.gradients))
         ours["sinks"] = leaves[3]
     run = attention or (flash_attn_varlen_func if call.packed else flash_attn_func)
-    o, lse, *maxima = run(*leaves[:3], return_lse=True, **ours)
+    return tensors, known, leaves, run(*leaves[:3], return_lse=True, **ours)
 
+
+def _sent(call: Call, o: Tensor, lse: Tensor, true_lse: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Gradients of o and, if asked for, of lse, 0 where no key is seen."""
+    source = generator(call.seed + 1, o.device)
+    do = torch.randn(o.shape, generator=source, device=o.device).to(o.dtype)
+    if call.sent == "strided":
+        do = torch.stack([do, do], -2).flatten(-3, -2)[..., ::2, :]
+    elif call.sent == "expanded":
+        do = do[..., :1].contiguous().expand(o.shape)
+    if not call.lse_gradient:
+        return do, None
+    dlse = torch.randn(lse.shape, generator=source, device=o.device)
+    return do, torch.where(true_lse == float("-inf"), 0.0, dlse).to(lse.dtype)
+
+
+def launched(call: Call, *, device: str = "cuda") -> frozenset[Any]:
+    """The kernels of a call, its gradients too, as far as compiling is concerned. Nothing runs but plain torch.
+
+    Raises what the call raises, UnsupportedError for one.
+    """
+    from gpu_accel.flash_attention3.launch import recording
+
+    with recording() as entries:
+        _, _, leaves, (o, lse, *_) = _forward(call, device, None)
+        if call.gradients:
+            do, dlse = _sent(call, o, lse, lse)
+            outputs, sent = ([o], [do]) if dlse is None else ([o, lse], [do, dlse])
+            torch.autograd.grad(outputs, leaves, sent)
+    return frozenset(_form(kernel, arguments, options) for kernel, _, arguments, options in entries)
+
+
+def _form(kernel: Any, arguments: tuple, options: dict[str, Any]) -> tuple:
+    """What Triton compiles a launch for, near enough: a form too many or too few here costs time, nothing else."""
+    plain = {name for name in getattr(kernel, "do_not_specialize", None) or () if isinstance(name, str)}
+    names = getattr(kernel, "arg_names", [])
+    named = [*zip(names, arguments, strict=False), *options.items()]
+    return (kernel, *((name, _specialised(x, name in plain, name in options)) for name, x in named))
+
+
+def _specialised(x: Any, plain: bool, constant: bool) -> Any:
+    if isinstance(x, Tensor):
+        return x.dtype, x.data_ptr() % 16 == 0
+    if isinstance(x, tuple):
+        return tuple(_specialised(one, plain, constant) for one in x)
+    if hasattr(x, "block_shape"):
+        return x.base.dtype, tuple(x.block_shape)
+    if constant or x is None or isinstance(x, bool):
+        return x
+    return type(x) if plain or not isinstance(x, int) else (x == 1, x % 16 == 0)
+
+
+def check(call: Call, *, device: str = "cuda", attention: Callable[..., Any] | None = None) -> None:
+    """Run one call, its gradients too where asked for, and compare everything with float64.
+
+    Args:
+        attention: what to judge, with the arguments of `flash_attn_func` or `flash_attn_varlen_func`; default: these.
+
+    Raises:
+        IncorrectResultError: names the tensor and its error. UnsupportedError: there is no kernel for the call.
+    """
+    from gpu_accel.flash_attention3.reference import attention_reference, attention_truth, attention_truth_backward
+
+    tensors, known, leaves, (o, lse, *maxima) = _forward(call, device, attention)
     true = attention_truth(*tensors, return_max_logits=True, **known)
     rulers = [x.detach().requires_grad_(call.gradients) for x in leaves]
     in_dtype = {**known, "sinks": rulers[3]} if call.sinks else known
@@ -236,13 +306,8 @@ def check(call: Call, *, device: str = "cuda", attention: Callable[..., Any] | N
         _judge("max_logits", found, true[2], None, torch.float32, scale=64.0)
     if not call.gradients:
         return
-    source = generator(call.seed + 1, device)
-    do = torch.randn(o.shape, generator=source, device=device).to(o.dtype)
-    dlse, outputs, sent = None, [o], [do]
-    if call.lse_gradient:
-        dlse = torch.randn(lse.shape, generator=source, device=device)
-        dlse = torch.where(true[1] == float("-inf"), 0.0, dlse).to(lse.dtype)
-        outputs, sent = [o, lse], [do, dlse]
+    do, dlse = _sent(call, o, lse, true[1])
+    outputs, sent = ([o], [do]) if dlse is None else ([o, lse], [do, dlse])
     grads = torch.autograd.grad(outputs, leaves, sent)
     truths = attention_truth_backward(do, *tensors, dlse=dlse, **known)
     measures: Any = [None] * len(grads)
@@ -274,7 +339,7 @@ def _rounding_of_differences(do: Tensor, o: Tensor, tensors: tuple[Tensor, ...],
     reach = do.double().norm(dim=-1, keepdim=True) * (largest_v + o.double().norm(dim=-1, keepdim=True).nan_to_num(0.0))
     of_q = attention_truth(q, k, k.double().square(), **known)[0] * reach.square()
     of_k = attention_truth_backward(q.double().square() * reach.square(), q, k, torch.zeros_like(k), **known)[2]
-    factor = 2.0 * torch.finfo(q.dtype).eps * q.shape[-1] ** -0.5
+    factor = 2.0 * torch.finfo(q.dtype).eps * known.get("softmax_scale", q.shape[-1] ** -0.5)
     return [factor * math.sqrt(x.nan_to_num(0.0).max().item()) for x in (of_q, of_k)]
 
 
@@ -294,8 +359,9 @@ def _judge(
 
 _OFF: dict[str, Any] = {
     "used": False, "score_mod": False, "block": 0, "sinks": False, "alibi": False, "max_logits": False,
-    "batch_invariant": False, "deterministic": False, "lse_gradient": False, "softcap": 0.0, "window": (-1, -1),
-    "causal": False, "kind": "normal", "gradients": False, "batch": 1, "group": 1, "heads_kv": 1,
+    "batch_invariant": False, "deterministic": False, "lse_gradient": False, "softcap": 0.0, "softmax_scale": 0.0,
+    "window": (-1, -1), "causal": False, "kind": "normal", "sent": "normal", "gradients": False, "batch": 1, "group": 1,
+    "heads_kv": 1,
 }  # fmt: skip
 
 
@@ -359,30 +425,39 @@ def failure(call: Call, *, device: str = "cuda", attention: Callable[..., Any] |
 
 def search(
     *, seconds: float, seed: int, device: str = "cuda", longest: int = 600, calls_a_round: int = 60,
-    backends: tuple[str, ...] = ("auto", "auto", "portable"), attention: Callable[..., Any] | None = None,
-    begin: Callable[[Call], None] = lambda call: None,
+    calls_a_form: int = 30, backends: tuple[str, ...] = ("auto", "auto", "portable"),
+    attention: Callable[..., Any] | None = None, begin: Callable[[Call], None] = lambda call: None,
 ) -> dict[str, int]:  # fmt: skip
     """Draw and judge calls until the time is over.
 
     Args:
+        calls_a_form: of so many calls one is drawn whatever it compiles, the others until they compile nothing new
+            (at most 40 draws). All are as drawn with 1, with an `attention`, and where nothing is compiled, on a CPU.
         begin: is told each call before it is made.
 
-    Returns how many were "judged", how many had no kernel ("refused") and how many "rounds" they came in.
+    Returns how many were "judged", how many had no kernel ("refused"), how many "rounds" they came in and how many
+    "forms" of kernels that compiled.
 
     Raises:
         IncorrectResultError: what went wrong, in the call as drawn and in the smallest that still fails, with the seed.
             After a fault that ends all work on the GPU here, smaller calls are tried in processes of their own.
     """
     rng = random.Random(seed)
-    counts = {"judged": 0, "refused": 0, "rounds": 0}
+    counts = {"judged": 0, "refused": 0, "rounds": 0, "forms": 0}
     end = time.monotonic() + seconds
+    known: set[Any] | None = None if calls_a_form == 1 or attention or device == "cpu" else set()
     while time.monotonic() < end:
         choices = draw_round(rng, backends)
         counts["rounds"] += 1
-        for _ in range(calls_a_round):
+        for i in range(calls_a_round):
             if time.monotonic() > end:
                 break
             call = draw_call(rng, choices, longest)
+            if known is not None:
+                again = functools.partial(draw_call, rng, choices, longest)
+                call, forms = _drawn(call, again, known, i % calls_a_form, device)
+                known |= forms
+                counts["forms"] = len(known)
             begin(call)
             why = failure(call, device=device, attention=attention)
             counts["refused" if why == UNSUPPORTED else "judged"] += 1
@@ -393,6 +468,24 @@ def search(
             told = _told(call, why, functools.partial(failure_apart, device=device) if apart else here, apart=apart)
             raise IncorrectResultError(f"seed {seed}, call {counts['judged'] + counts['refused']}: {told}")
     return counts
+
+
+def _drawn(
+    call: Call, again: Callable[[], Call], known: set[Any], after: int, device: str
+) -> tuple[Call, frozenset[Any]]:
+    """The call, or, where it is one of those `after` another, one that compiles nothing; and what it launches."""
+    left = _DRAWS if after else 1
+    call = call if after else replace(call, gradients=True)  # without them those after it would have none either
+    while True:
+        try:
+            forms = launched(call, device=device)
+        except Exception:  # `failure` meets it again and says what it is
+            return call, frozenset()
+        left -= 1
+        usable = forms or left == _DRAWS - 1  # calls that launch nothing come as often as they are drawn, not more
+        if left == 0 or (usable and forms <= known):
+            return call, forms
+        call = again()
 
 
 def _told(call: Call, why: str, again: Callable[[Call], str], *, apart: bool) -> str:
@@ -407,7 +500,9 @@ def failure_apart(call: Call, *, device: str = "cuda", seconds: float = 30.0) ->
     return found["why"] if "why" in found else f"{FATAL}{found['died']}"
 
 
-def search_apart(*, seconds: float, seed: int, device: str = "cuda", grace: float = 45.0) -> dict[str, int]:
+def search_apart(
+    *, seconds: float, seed: int, device: str = "cuda", grace: float = 45.0, calls_a_form: int = 30
+) -> dict[str, int]:
     """`search` in a process of its own, outputs poisoned: whatever a kernel does there, this process can go on.
 
     Args:
@@ -416,7 +511,7 @@ def search_apart(*, seconds: float, seed: int, device: str = "cuda", grace: floa
     Raises:
         IncorrectResultError: as `search`; also where the process died or did not end, with the call it was at.
     """
-    options = ["--device", device, "--seed", str(seed), "--seconds", str(seconds)]
+    options = ["--device", device, "--seed", str(seed), "--seconds", str(seconds), "--calls-a-form", str(calls_a_form)]
     found = _child(options, seconds + grace + 2 * _APART, {})
     if "counts" in found:
         return found["counts"]
@@ -465,6 +560,7 @@ def _main() -> None:
     parser.add_argument("--call")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--calls-a-form", type=int, default=30)
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty gives NaN: what nobody writes is seen
@@ -477,7 +573,8 @@ def _main() -> None:
         return
     try:
         counts = search(
-            seconds=given.seconds, seed=given.seed, device=given.device, begin=lambda call: say(call=asdict(call))
+            seconds=given.seconds, seed=given.seed, device=given.device, calls_a_form=given.calls_a_form,
+            begin=lambda call: say(call=asdict(call)),
         )
     except IncorrectResultError as error:
         say(why=str(error))

@@ -168,3 +168,24 @@ def test_draws_cover_every_feature_and_repeat():
         assert any(getattr(call, name) != off for call in calls), name
     assert any(0 in call.lengths_q for call in calls) and any(call.packed for call in calls)
     assert {call.head_dim for call in calls} == {d for d, _ in differential.HEAD_DIMS}
+
+
+def test_what_a_call_launches_tells_kernels_apart_and_nothing_else(device):
+    call = Call(backend="portable", dtype="fp16", lengths_q=(40,), lengths_k=(50,), causal=True, seed=1)
+    known = differential.launched(call, device=device)
+    assert len(known) == 4  # forward, delta, dK and dV, dQ
+    assert differential.launched(replace(call, seed=2, softmax_scale=0.2, kind="outliers"), device=device) == known
+    assert differential.launched(replace(call, gradients=False), device=device) < known
+    for other in (dict(head_dim=32), dict(dtype="fp32"), dict(causal=False), dict(sinks=True), dict(packed=True),
+                  dict(score_mod=True), dict(lse_gradient=True)):  # fmt: skip
+        assert not differential.launched(replace(call, **other), device=device) <= known, other
+
+
+def test_a_call_after_another_is_drawn_until_it_compiles_nothing(monkeypatch):
+    monkeypatch.setattr(differential, "launched", lambda call, device: frozenset({call.head_dim} - {0}))
+    others = iter([Call(head_dim=48), Call(head_dim=0), Call(head_dim=32), Call(head_dim=40)])
+    first, again = Call(head_dim=80), lambda: next(others)
+    assert differential._drawn(first, again, {32}, 0, "cuda") == (first, frozenset({80}))
+    assert differential._drawn(first, again, {32}, 1, "cuda") == (Call(head_dim=32), frozenset({32}))
+    monkeypatch.setattr(differential, "_DRAWS", 2)  # none was found
+    assert differential._drawn(first, again, {32}, 1, "cuda") == (Call(head_dim=40), frozenset({40}))
