@@ -147,11 +147,11 @@ def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Te
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def refuse_second(op: torch.library.CustomOpDef) -> None:
+def refuse_second(op: torch.library.CustomOpDef, what: str = "attention") -> None:
     """Gradients through the gradients that `op` makes are refused in words, once somebody takes them."""
 
     def refuse(ctx, *_):
-        raise UnsupportedError("attention has first gradients only: create_graph=True is not supported")
+        raise UnsupportedError(f"{what} has first gradients only: create_graph=True is not supported")
 
     op.register_autograd(refuse)
 

@@ -18,6 +18,7 @@ from gpu_accel.errors import InvalidInputError, UnsupportedError, shown
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SMALLEST, _LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # normal float32 numbers
+LARGEST_SOFTCAP = 2.0**16  # with which a score errs by up to 2**-7, see check_softcap
 _NO_BOUND = 1 << 30  # windows are clamped to this, so that index arithmetic stays in int32
 
 
@@ -317,7 +318,18 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, varlen: bool) -> None:
 
 def check_scalars(softmax_scale: object, softcap: object) -> tuple[float, float]:
     """Both as floats: softmax_scale is positive and finite; softcap is not negative (0 is off)."""
-    return check_number("softmax_scale", softmax_scale), check_number("softcap", softcap, zero="off")
+    return check_number("softmax_scale", softmax_scale), check_softcap(softcap, zero="off")
+
+
+def check_softcap(x: object, *, zero: str = "") -> float:
+    """x as a float. Kernels take tanh as 1 - 2 / (1 + exp), so that a score errs by up to softcap * 2**-23."""
+    x = check_number("softcap", x, zero=zero)
+    if x > LARGEST_SOFTCAP:
+        raise InvalidInputError(
+            f"softcap must be at most {LARGEST_SOFTCAP:.0f}, got {x:g}: scores would be rounded to {x * 2**-23:.2g}; "
+            f"leave it out, since a cap as high changes no score"
+        )
+    return x
 
 
 def _check_longest(name: str, x: object) -> None:

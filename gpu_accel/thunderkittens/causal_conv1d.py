@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gpu_accel.flash_attention3.function import refuse_second
 from gpu_accel.flash_attention3.launch import launch, next_power_of_2
-from gpu_accel.flash_attention3.problem import check_flag, check_written
+from gpu_accel.flash_attention3.problem import check_flag, check_written, share_memory
 from gpu_accel.thunderkittens import conv_kernels as kernels
 from gpu_accel.thunderkittens import rows
 from gpu_accel.thunderkittens.arguments import check_tensors, check_values, readable
@@ -135,6 +136,9 @@ def _(dy, x, weight, bias, initial, seq_idx, silu):
         x.new_empty(weight.shape[:1] if bias is not None else (0,), dtype=wide),
         x.new_empty((*x.shape[:2], weight.shape[1] - 1) if initial is not None else (0,), dtype=wide),
     )  # fmt: skip
+
+
+refuse_second(conv_backward_op, "the short convolution by kernels")
 
 
 def _save(ctx, inputs, output):
@@ -282,6 +286,9 @@ def causal_conv1d_update(
         ("cache_seqlens", "conv_state_indices"),
     )
     check_written("conv_state", conv_state)
+    for name, t in (("x", x), ("weight", weight), ("bias", bias)):
+        _need(t is None or not share_memory(conv_state, t),
+              f"conv_state is written, and shares memory with {name}, which is read: pass {name}.clone()")  # fmt: skip
     flat = x.dim() == 2
     x = x[..., None] if flat else x
     _need(x.dim() == 3, f"x must be (batch, dim) or (batch, dim, seqlen), got {_shape(x)}")

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from gpu_accel.compat import INTERPRET
+from gpu_accel.flash_attention3.function import refuse_second
 from gpu_accel.flash_attention3.launch import launch, next_power_of_2
 from gpu_accel.thunderkittens import chunked_kernels as kernels
 from gpu_accel.thunderkittens import fused_kernel, walk_back, walk_hopper
@@ -330,6 +331,9 @@ def _(do, dfinal, q, k, v, g, w, initial, cu_seqlens, scale, chunk, segments, wa
         v.new_empty(gates if w is not None else (0,), dtype=wide),
         v.new_empty(_state_shape(k, v, cu_seqlens), dtype=wide),
     )  # fmt: skip
+
+
+refuse_second(chunked_backward, "linear attention by kernels")
 
 
 def _save(ctx, inputs, output):

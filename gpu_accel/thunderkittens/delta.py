@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError
+from gpu_accel.flash_attention3.function import refuse_second
 from gpu_accel.flash_attention3.launch import launch, next_power_of_2
 from gpu_accel.thunderkittens import chunked, chunked_kernels, delta_hopper, delta_kernels, reference
 from gpu_accel.thunderkittens.arguments import check_tensors, real
@@ -26,6 +27,7 @@ from gpu_accel.thunderkittens.linear import (
     _NARROW,
     _flags,
     _need,
+    _of_no_steps,
     _shape,
     _validate,
     choose,
@@ -196,6 +198,9 @@ def _(do, dfinal, q, k, v, g, beta, initial, cu_seqlens, scale, chunk):
     )  # fmt: skip
 
 
+refuse_second(delta_backward_op, "the delta rule by kernels")
+
+
 def _save(ctx, inputs, output):
     ctx.save_for_backward(*inputs[:7])
     ctx.scalars = inputs[7:]
@@ -275,7 +280,8 @@ def delta_rule(
     if cu_seqlens is not None:
         outs.append(torch.zeros_like(v[:, edges[-1] :]))
     state = torch.cat(finals) if finals else v.new_empty((0, v.shape[2], q.shape[3], v.shape[3]))
-    return torch.cat(outs, 1), state if v.dtype == torch.float64 else state.float()
+    o = torch.cat(outs, 1) if edges[-1] else _of_no_steps(torch.cat(outs, 1), q, k, v, g, beta, initial_state)
+    return o, state if v.dtype == torch.float64 else state.float()
 
 
 def chunk_gated_delta_rule(

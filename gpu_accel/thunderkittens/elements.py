@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gpu_accel.errors import InvalidInputError, shown
+from gpu_accel.flash_attention3.function import refuse_second
 from gpu_accel.flash_attention3.launch import launch, next_power_of_2
 from gpu_accel.flash_attention3.problem import check_flag
 from gpu_accel.flash_attention3.rotary import apply_rotary
@@ -155,6 +156,9 @@ def gated_backward_op(dy: Tensor, a: Tensor, b: Tensor, kind: str) -> tuple[Tens
 @gated_backward_op.register_fake
 def _(dy, a, b, kind):
     return a.new_empty(a.shape), b.new_empty(b.shape)
+
+
+refuse_second(gated_backward_op, "a gated activation by kernels")
 
 
 def _gated_save(ctx, inputs, output):

@@ -27,6 +27,7 @@ from gpu_accel.compat import INTERPRET
 from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.flash_attention3.launch import launch, next_power_of_2
 from gpu_accel.flash_attention3.problem import check_first_gradient, check_flag
+from gpu_accel.flash_attention3.reference import without_autocast
 from gpu_accel.thunderkittens import (
     based_hopper,
     based_kernel,
@@ -67,6 +68,7 @@ def taylor_features(x: Tensor) -> Tensor:
     return torch.cat([torch.ones_like(wide[..., :1]), wide, pairs], -1).to(x.dtype)
 
 
+@without_autocast
 def hedgehog_features(x: Tensor, mapping: Tensor) -> Tensor:
     """(batch, seqlen, heads, K) by (heads, K, F) to (batch, seqlen, heads, 2 F): softmax(x W) and softmax(-x W)."""
     projected = torch.einsum("bthk,hkf->bthf", x, mapping)

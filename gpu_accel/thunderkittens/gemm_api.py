@@ -18,6 +18,7 @@ from torch import Tensor
 from gpu_accel.compat import INTERPRET
 from gpu_accel.errors import InvalidInputError, UnsupportedError, shown
 from gpu_accel.flash_attention3.problem import FLOAT_DTYPES
+from gpu_accel.flash_attention3.reference import without_autocast
 from gpu_accel.thunderkittens import gemm_fp8, gemm_hopper, gemm_portable, gemm_skinny
 from gpu_accel.thunderkittens.arguments import check_tensors
 from gpu_accel.thunderkittens.gemm_hopper import ACTIVATIONS
@@ -88,6 +89,7 @@ def explain_gemm(
     return "; ".join([f"{what}: {_DESCRIPTIONS[what]}", *reasons])
 
 
+@without_autocast
 def gemm_reference(
     a: Tensor,
     b: Tensor,

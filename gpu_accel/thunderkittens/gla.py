@@ -19,10 +19,11 @@ from torch import Tensor
 
 from gpu_accel.compat import INTERPRET
 from gpu_accel.errors import InvalidInputError, UnsupportedError
+from gpu_accel.flash_attention3.function import refuse_second
 from gpu_accel.flash_attention3.launch import launch
 from gpu_accel.thunderkittens import chunked, gla_hopper, gla_kernels, reference
 from gpu_accel.thunderkittens.arguments import check_tensors, real
-from gpu_accel.thunderkittens.linear import _flags, _need, _shape, _validate, choose
+from gpu_accel.thunderkittens.linear import _flags, _need, _of_no_steps, _shape, _validate, choose
 
 # tests/gpu/test_gla.py has passed on an H200 (Triton 3.6.0) in bfloat16, float16 and float32, also packed. In float16
 # more dimensions of K or V than these ask for more shared memory than there is.
@@ -192,6 +193,9 @@ def _(do, dfinal, q, k, v, g, initial, cu_seqlens, scale, chunk):
     )  # fmt: skip
 
 
+refuse_second(gla_backward_op, "gated linear attention by kernels")
+
+
 def _save(ctx, inputs, output):
     ctx.save_for_backward(*inputs[:6])
     ctx.scalars = inputs[6:]
@@ -276,7 +280,8 @@ def gated_linear_attention(
     if cu_seqlens is not None:
         outs.append(torch.zeros_like(v[:, edges[-1] :]))
     state = torch.cat(finals) if finals else v.new_empty((0, v.shape[2], q.shape[3], v.shape[3]))
-    return torch.cat(outs, 1), state if v.dtype == torch.float64 else state.float()
+    o = torch.cat(outs, 1) if edges[-1] else _of_no_steps(torch.cat(outs, 1), q, k, v, g, initial_state)
+    return o, state if v.dtype == torch.float64 else state.float()
 
 
 def explain_gla(

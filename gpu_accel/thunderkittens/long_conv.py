@@ -12,6 +12,7 @@ the same, whose transform is then kept.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError, shown
+from gpu_accel.flash_attention3.function import refuse_second, refuse_transforms
 from gpu_accel.flash_attention3.launch import launch
 from gpu_accel.flash_attention3.problem import FLOAT_DTYPES, check_flag
 from gpu_accel.thunderkittens import fft_kernels
@@ -110,6 +112,9 @@ def _(u, spectrum, pregate, postgate, conjugate):
     return u.new_empty(u.shape)
 
 
+refuse_second(fft_conv_op, "the long convolution by kernels")
+
+
 class _LongConv(torch.autograd.Function):
     """The convolution with gradients of u, k and the gates; k's is a transform of torch, over the whole batch."""
 
@@ -124,6 +129,8 @@ class _LongConv(torch.autograd.Function):
     def backward(ctx, dy):
         u, k, pregate, postgate, spectrum = ctx.saved_tensors
         need = ctx.needs_input_grad
+        if torch.is_grad_enabled() and k.requires_grad:  # the spectrum as what it is made of, and not as a constant
+            spectrum = filter_spectrum(k, ctx.size, _tall(u.dtype))
         du = dk = dpre = dpost = None
         # what multiplies a result goes into the kernel as its gate, so that everything is rounded once
         if need[0]:
@@ -146,6 +153,11 @@ def long_conv_reference(u: Tensor, k: Tensor, pregate: Tensor | None, postgate: 
     x = u.to(wide) if pregate is None else u.to(wide) * pregate.to(wide)
     y = torch.fft.irfft(torch.fft.rfft(x, n=size) * torch.fft.rfft(k.to(wide), n=size), n=size)[..., : u.shape[2]]
     return (y if postgate is None else y * postgate.to(wide)).to(u.dtype)
+
+
+def _nothing(u: Tensor, *others: Tensor | None) -> Tensor:
+    """An empty u, whose gradients and those of the others are zeros: torch's transform of no sequence is an error."""
+    return u + sum(x[:0].sum().to(u.dtype) for x in others if x is not None)
 
 
 class FlashFFTConv(torch.nn.Module):
@@ -178,9 +190,16 @@ class FlashFFTConv(torch.nn.Module):
         """That of k; a kept one is made anew when k is another tensor or was changed in place."""
         if not self.keep_spectrum:
             return filter_spectrum(k.detach(), self.seqlen, tall)
-        if self._kept is None or self._kept[0]() is not k or self._kept[1] != k._version:
-            self._kept = (weakref.ref(k), k._version, filter_spectrum(k.detach(), self.seqlen, tall))
-        return self._kept[2]
+        compiling = torch.compiler.is_compiling()
+        if not compiling and k.is_inference():  # such tensors do not count their changes
+            return filter_spectrum(k.detach(), self.seqlen, tall)
+        kept = self._kept  # read once: other threads keep others
+        if kept is None or kept[0]() is not k or kept[1] != k._version:
+            # outside of a caller's inference mode, since a later call may want gradients
+            with contextlib.nullcontext() if compiling else torch.inference_mode(False):
+                kept = (weakref.ref(k), k._version, filter_spectrum(k.detach(), self.seqlen, tall))
+            self._kept = kept
+        return kept[2]
 
     def forward(self, u: Tensor, k: Tensor, pregate: Tensor | None = None, postgate: Tensor | None = None) -> Tensor:
         """u (batch, channels, up to seqlen), k (channels, up to seqlen) of any float dtype; gates the shape of u."""
@@ -193,6 +212,10 @@ class FlashFFTConv(torch.nn.Module):
               f"k must be (channels, at most {self.seqlen}) with {u.shape[1]} channels, got {_shape(k)}")  # fmt: skip
         for name, x in (("pregate", pregate), ("postgate", postgate)):
             _need(x is None or (x.shape == u.shape and x.dtype == u.dtype), f"{name} must be as u, {_shape(u)}")
-        if choose(u, self.backend, u.dtype in GPU_CHECKED) == "reference":
+        chosen = choose(u, self.backend, u.dtype in GPU_CHECKED)
+        if not u.numel():
+            return _nothing(u, k, pregate, postgate)
+        if chosen == "reference":
             return long_conv_reference(u, k, pregate, postgate, self.seqlen)
+        refuse_transforms("a long convolution by kernels")
         return _LongConv.apply(u, k, pregate, postgate, self._spectrum(k, _tall(u.dtype)), self.seqlen)

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError
+from gpu_accel.flash_attention3.api import autocasted
+from gpu_accel.flash_attention3.function import refuse_second
 from gpu_accel.flash_attention3.launch import launch, next_power_of_2
-from gpu_accel.flash_attention3.problem import check_number
+from gpu_accel.flash_attention3.problem import check_first_gradient, check_softcap
 from gpu_accel.thunderkittens import loss_kernels as kernels
 from gpu_accel.thunderkittens.arguments import check_tensors, integer, readable, real
 from gpu_accel.thunderkittens.chunked import _device
@@ -84,6 +86,9 @@ def _(dloss, logits, target, lse, ignore, smoothing, square, cap):
     return logits.new_empty(logits.shape)
 
 
+refuse_second(cross_entropy_backward_op, "cross-entropy by kernels")
+
+
 def _save(ctx, inputs, output):
     ctx.save_for_backward(*inputs[:2], output[1])
     ctx.scalars = inputs[2:]
@@ -119,7 +124,7 @@ def linear_cross_entropy_op(
     dweight = weight.new_zeros(weight.shape if want_weight else (0,), dtype=torch.float32)
     dbias = weight.new_zeros((classes,) if want_weight and bias is not None else (0,), dtype=torch.float32)
     total = x.new_zeros((), dtype=torch.float32)
-    with _device(x):
+    with _device(x), torch.autocast(x.device.type, enabled=False):
         for at in range(0, tokens, step):
             part = slice(at, at + step)
             logits = torch.nn.functional.linear(x[part], weight, bias)
@@ -155,6 +160,7 @@ def _linear_save(ctx, inputs, output):
 
 
 def _linear_gradients(ctx, dloss, *_):
+    check_first_gradient("fused_linear_cross_entropy", depends=True)  # its gradients were made in the forward
     dx, dweight, dbias = ctx.saved_tensors
     want_x, want_weight = ctx.wanted
     weight_dtype, bias_dtype = ctx.dtypes
@@ -177,7 +183,7 @@ def _check(
     _need(reduction in ("mean", "sum", "none"), f"reduction is {reduction!r}; choose 'mean', 'sum' or 'none'")
     ignore, smoothing = integer("ignore_index", ignore), real("label_smoothing", smoothing)
     _need(0 <= smoothing <= 1, f"label_smoothing must be 0 to 1, got {smoothing}")
-    cap = 0.0 if softcap is None else check_number("softcap", softcap)
+    cap = 0.0 if softcap is None else check_softcap(softcap)
     if readable(target):
         y = target.long()
         wrong = y[((y < 0) | (y >= classes)) & (y != ignore)]
@@ -193,10 +199,11 @@ def cross_entropy_reference(
 ) -> Tensor:
     """The loss of every row in float32 (float64 where logits are)."""
     z = logits if logits.dtype == torch.float64 else logits.float()
-    z = cap * torch.tanh(z / cap) if cap else z
-    lse = z.logsumexp(-1)
     y = target.long()
     counted, known = y != ignore, (y >= 0) & (y < z.shape[1])
+    z = torch.where(counted[:, None], z, 0.0)  # what counts for nothing may be NaN
+    z = cap * torch.tanh(z / cap) if cap else z
+    lse = z.logsumexp(-1)
     at_y = z.gather(1, torch.where(counted & known, y, 0)[:, None])[:, 0]
     loss = lse - (1 - smoothing) * at_y + square * lse.square()
     loss = loss - smoothing * z.mean(-1) if smoothing else loss  # a class at -inf has no part in it otherwise
@@ -245,13 +252,15 @@ def fused_linear_cross_entropy(
 
     Args:
         input: (tokens, hidden); weight: (classes, hidden) and bias (classes,) of the same dtype. The rest as in
-            `cross_entropy`.
+            `cross_entropy`. Under torch.autocast all three are cast, as those of a linear layer are.
 
     Raises:
         UnsupportedError: reduction "none": the gradient of the weight is made in the forward, when the gradient of
-            every row is not known yet. Use cross_entropy on the logits.
+            every row is not known yet. Use cross_entropy on the logits. Gradients of gradients, for the same reason.
     """
     check_tensors({"input": input, "weight": weight, "target": target}, {"bias": bias}, ("target",))
+    input, weight = autocasted(input, weight)
+    bias = bias if bias is None else autocasted(bias)[0]
     _need(input.dim() == 2 and weight.dim() == 2 and input.shape[1] == weight.shape[1] and weight.shape[0] > 0,
           f"input is (tokens, hidden), weight (classes, hidden); got {_shape(input)}, {_shape(weight)}")  # fmt: skip
     _need(input.dtype == weight.dtype, f"input and weight must have one dtype, got {input.dtype}, {weight.dtype}")
@@ -264,7 +273,8 @@ def fused_linear_cross_entropy(
     options = _check(target, rows, classes, reduction, ignore_index, label_smoothing, lse_square_scale, softcap)
     ignore_index = options[0]
     counted = target.long() != ignore_index
-    if choose(input, backend, input.dtype in GPU_CHECKED) == "reference":
+    chosen = choose(input, backend, input.dtype in GPU_CHECKED)
+    if chosen == "reference" or not rows:  # no rows: the mean of nothing is NaN, which a sum would not be
         loss = cross_entropy_reference(torch.nn.functional.linear(input, weight, bias), target, *options).sum()
         return loss / counted.sum() if reduction == "mean" else loss
     scale = counted.float() / (counted.sum() if reduction == "mean" else 1)

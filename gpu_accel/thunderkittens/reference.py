@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gpu_accel.flash_attention3.reference import without_autocast
+
 
 def _for_heads(x: Tensor, heads: int) -> Tensor:
     """(batch, seqlen, heads of q, dim) to (batch, seqlen, heads, dim): each repeated for its group; none stay none."""
@@ -42,6 +44,7 @@ def linear_attention_recurrent(
     return (torch.stack(out, 1) if out else torch.empty_like(v)), state
 
 
+@without_autocast
 def linear_attention_chunked(
     q: Tensor, k: Tensor, v: Tensor, *, g: Tensor | None = None, w: Tensor | None = None, scale: float,
     initial: Tensor | None = None, chunk: int = 64,
@@ -74,6 +77,7 @@ def linear_attention_chunked(
     return o.transpose(1, 2), state
 
 
+@without_autocast
 def window_softmax(
     q: Tensor, k: Tensor, v: Tensor, *, window: int, scale: float, low: Tensor | None = None, block: int = 128
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,6 +135,7 @@ def delta_rule_recurrent(
     return (torch.stack(out, 1) if out else torch.empty_like(v)), state
 
 
+@without_autocast
 def delta_rule_chunked(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, *, g: Tensor | None = None, scale: float,
     initial: Tensor | None = None, chunk: int = 64,
@@ -184,6 +189,7 @@ def gla_recurrent(
     return (torch.stack(out, 1) if out else torch.empty_like(v)), state
 
 
+@without_autocast
 def gla_chunked(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, scale: float, initial: Tensor | None = None, chunk: int = 64
 ) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gpu_accel.compat import INTERPRET
 from gpu_accel.errors import InvalidInputError, UnsupportedError
+from gpu_accel.flash_attention3.function import refuse_second
 from gpu_accel.flash_attention3.gluon_launch import multiprocessors
 from gpu_accel.flash_attention3.launch import launch, next_power_of_2
 from gpu_accel.flash_attention3.problem import check_flag
@@ -243,6 +244,9 @@ def _(dy, dsum, h, weight, means, rstds, x_dtype, residual_dtype, bias_dtype, ce
     )
 
 
+refuse_second(norm_backward_op, "a norm by kernels")
+
+
 def _norm_save(ctx, inputs, output):
     x, residual, weight, bias, _, center, dropout_p, seed, keep_sum, whole, _ = inputs
     _, summed, means, rstds = output
@@ -301,6 +305,9 @@ def softmax_backward_op(dy: Tensor, y: Tensor, whole: int) -> Tensor:
 @softmax_backward_op.register_fake
 def _(dy, y, whole):
     return y.new_empty(y.shape)
+
+
+refuse_second(softmax_backward_op, "softmax by kernels")
 
 
 def _softmax_save(ctx, inputs, output):

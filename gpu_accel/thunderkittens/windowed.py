@@ -24,7 +24,9 @@ from torch import Tensor
 from gpu_accel.compat import INTERPRET
 from gpu_accel.errors import InvalidInputError
 from gpu_accel.flash_attention3 import flash_attn_func, flash_attn_varlen_func
+from gpu_accel.flash_attention3.function import refuse_second
 from gpu_accel.flash_attention3.launch import launch, next_power_of_2
+from gpu_accel.flash_attention3.reference import without_autocast
 from gpu_accel.thunderkittens import chunked, reference, window_kernels
 from gpu_accel.thunderkittens.arguments import integer, real
 
@@ -79,6 +81,7 @@ class Places:
         return torch.where(self.late, moved, 0.0)
 
 
+@without_autocast
 def softmax_in_window(
     q: Tensor, k: Tensor, v: Tensor, places: Places, scale: float, backend: str
 ) -> tuple[Tensor, Tensor]:
@@ -196,6 +199,9 @@ def mix_backward_op(
 @mix_backward_op.register_fake
 def _(dout, o, n, a, b):
     return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (o, n, a, b))
+
+
+refuse_second(mix_backward_op, "what joins a window and sums before it")
 
 
 mix_op.register_autograd(

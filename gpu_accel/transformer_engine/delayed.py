@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -109,7 +110,9 @@ class DelayedLayer(nn.Module):
     def make_histories(self, length: int) -> Histories:
         """Empty histories of this length, where there are none."""
         if self.delayed is None:
-            self.delayed = Histories(length, self.weight.device)
+            # outside of a caller's inference mode: training enters maxima into them later
+            with contextlib.nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False):
+                self.delayed = Histories(length, self.weight.device)
             context.register(self.delayed)
         elif self.delayed.length != length:
             raise InvalidInputError(

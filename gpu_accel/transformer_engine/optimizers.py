@@ -40,6 +40,7 @@ from gpu_accel.transformer_engine.scales import amax_bits, divide, scale_fp32
 from gpu_accel.transformer_engine.sharded import changed, is_dtensor, plain
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_OWN = ("bf16_stochastic_rounding", "min_8bit_size", "backend", "seed")  # attributes of an optimizer
 _LABELS = ("params", "param_names", "name", "initial_lr")  # of a group, torch's and its schedulers'
 
 
@@ -136,6 +137,10 @@ class _EightBit(torch.optim.Optimizer):
             raise InvalidInputError("params holds no parameters; an iterator that was used before is empty")
         super().__init__(given, defaults)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Torch's leaves out what is ours; copies and pickles need it."""
+        return super().__getstate__() | {name: getattr(self, name) for name in _OWN}  # type: ignore[no-untyped-call]
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; numbers of a group are checked as the optimizer's own, and unknown keys are refused."""
         if not isinstance(param_group, dict) or "params" not in param_group:
@@ -204,6 +209,7 @@ class _EightBit(torch.optim.Optimizer):
             return next_seed()
         return (self.seed + 0x9E3779B97F4A7C15 * (1 + index + (step << 32))) % 2**62
 
+    @torch.compiler.disable
     def _one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any], index: int) -> None:
         (beta1, beta2), lr, t = group["betas"], float(group["lr"]), state["step"]
         decay = 1 - lr * group["weight_decay"]

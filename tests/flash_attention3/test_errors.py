@@ -53,7 +53,7 @@ WRONG = {
 
 NAN, INF = float("nan"), float("inf")
 WRONG_SCALARS = {
-    "softcap": [None, "1", True, NAN, INF, 1e-40, 1e39, [1.0], torch.ones(2), torch.ones((), requires_grad=True)],
+    "softcap": [None, "1", True, NAN, INF, 1e-40, 1e39, 1e6, [1.0], torch.ones(2), torch.ones((), requires_grad=True)],
     "softmax_scale": ["x", 1j, True, 10**400, 1e-320, 1e39, -1, INF, torch.ones(2), torch.ones((), requires_grad=True)],
     "window_size": ["ab", (NAN, 0), (INF, 0), (1.5, 2), 3, None, (1, 2, 3), (True, 0), torch.tensor([1.0, 2.0]),
                     (-5, 2), (2, -2)],

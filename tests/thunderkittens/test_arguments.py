@@ -226,3 +226,69 @@ def test_values_of_fake_tensors_are_not_read():
         q, y = torch.ones(1, 12, 2, 16), torch.zeros(12, dtype=torch.int64)
         assert tk.chunk_simple_gla(q, q, q, cu_seqlens=y[:3], backend="portable")[0].shape == q.shape
         assert tk.cross_entropy(q[0, :, 0], y, backend="portable").shape == ()
+
+
+SEQUENCES = {
+    "linear": lambda q, b, **kw: tk.linear_attention(q, q, q, g=-b, **kw)[0],
+    "normalised": lambda q, b, **kw: tk.chunk_linear_attn(q, q, q, **kw)[0],
+    "gla": lambda q, b, **kw: tk.chunk_gla(q, q, q, -q.square(), **kw)[0],
+    "delta": lambda q, b, **kw: tk.chunk_gated_delta_rule(q, q, q, -b, b, None, None, False, True, **kw)[0],
+    "based": lambda q, b, **kw: tk.fused_chunk_based(q, q, q, **kw),
+    "based-window": lambda q, b, **kw: tk.fused_chunk_based(q, q, q, window=4, **kw),
+    "hedgehog": lambda q, b, **kw: tk.hedgehog_attention(q, q, q, *(randn(2, 16, 8, seed=3),) * 2, **kw),
+    "hedgehog-window": lambda q, b, **kw: tk.hedgehog_attention(
+        q, q, q, *(randn(2, 16, 8, seed=3),) * 2, window=4, **kw
+    ),
+    "mamba": lambda q, b, **kw: tk.mamba_chunk_scan_combined(q, b, -torch.ones(2), q, q, 16, **kw),
+}
+
+
+@pytest.mark.parametrize("backend", ["reference", "portable"])
+@pytest.mark.parametrize("call", SEQUENCES.values(), ids=SEQUENCES)
+def test_autocast_changes_nothing(call, backend):
+    """Kernels compute as the docstrings say whatever autocast is on; so does plain torch, and dtypes are those of v."""
+    q, b = randn(1, 12, 2, 16, seed=1), randn(1, 12, 2, seed=2).sigmoid()
+    plain = call(q, b, backend=backend)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = call(q, b, backend=backend)
+    assert found.dtype == torch.float32 and torch.equal(found, plain)
+
+
+@pytest.mark.parametrize("packed_ends", [None, (0,), (0, 0)], ids=["no-steps", "no-sequences", "empty-sequence"])
+@pytest.mark.parametrize(
+    "call", [SEQUENCES["linear"], SEQUENCES["gla"], SEQUENCES["delta"]], ids=["linear", "gla", "delta"]
+)
+def test_gradients_of_no_steps_are_zeros(call, packed_ends):
+    """By plain torch too, so that a step of training on nothing is a step."""
+    steps = 0 if packed_ends is None else 3
+    q, b = randn(1, steps, 2, 16, seed=1).requires_grad_(), torch.ones(1, steps, 2, requires_grad=True)
+    cu = None if packed_ends is None else packed(*packed_ends)
+    call(q, b, cu_seqlens=cu, backend="reference").sum().backward()
+    assert q.grad.shape == q.shape and not q.grad.any()
+
+
+def test_products_under_autocast_are_of_their_own_dtype():
+    a, b = randn(5, 70, seed=1), randn(70, 4, seed=2)
+    plain = tk.gemm(a, b, backend="reference")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(tk.gemm(a, b, backend="reference"), plain)
+
+
+SECOND = {
+    "linear": lambda x: tk.linear_attention(x, x, x, backend="portable")[0],
+    "gla": lambda x: tk.chunk_gla(x, x, x, -x.square(), backend="portable")[0],
+    "delta": lambda x: tk.chunk_delta_rule(x, x, x, ONES, backend="portable")[0],
+    "norm": lambda x: tk.rms_norm(x, x[0, 0, 0], backend="portable"),
+    "softmax": lambda x: tk.softmax(x, backend="portable"),
+    "silu": lambda x: tk.silu_mul(x, x, backend="portable"),
+    "conv": lambda x: tk.causal_conv1d_fn(x[0], torch.ones(2, 2), backend="portable"),
+    "window": lambda x: tk.fused_chunk_based(x, x, x, window=4, backend="portable"),
+}
+
+
+@pytest.mark.parametrize("call", SECOND.values(), ids=[*SECOND])
+def test_gradients_of_gradients_are_refused_in_words(call):
+    x = randn(1, 12, 2, 16, seed=1).requires_grad_()
+    (first,) = torch.autograd.grad(call(x).square().sum(), x, create_graph=True)
+    with pytest.raises(UnsupportedError, match="first gradients only"):
+        first.sum().backward()

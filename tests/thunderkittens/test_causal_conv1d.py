@@ -223,3 +223,11 @@ def test_opcheck(device):
     plain = [t.detach() for t in (x, weight, bias, initial)]
     torch.library.opcheck(c.conv_backward_op, (plain[0], *plain, None, True), test_utils=tests)
     torch.library.opcheck(c.update_op, (*plain[:1], plain[3].clone(), *plain[1:3], None, None, True), test_utils=tests)
+
+
+def test_a_state_shares_no_memory_with_what_is_read(device):
+    """Threads would read what others have written."""
+    state, weight = torch.zeros(2, 3, 4, device=device), torch.ones(3, 4, device=device)
+    for given in ((state[:, :, :2], state, weight), (state[..., 0].clone(), state, state[0])):
+        with pytest.raises(InvalidInputError, match="shares memory"):
+            causal_conv1d_update(*given)

@@ -157,3 +157,35 @@ def test_opcheck(device):
     torch.library.opcheck(
         long_conv.fft_conv_op, (u, long_conv.filter_spectrum(k, 256), pre, post, False), test_utils=tests
     )
+
+
+def test_a_kept_transform_and_inference_mode(device):
+    (u, k, *_), _ = make(device, batch=1, channels=1, seqlen=9, taps=9)
+    conv = FlashFFTConv(256, keep_spectrum=True, backend="portable")
+    with torch.inference_mode():
+        y = conv(u, k)
+        assert torch.equal(conv(u, k.clone()), y)  # a tensor that does not count its changes is not kept
+    leaf = u.clone().requires_grad_()
+    again = conv(leaf, k)
+    again.sum().backward()
+    assert torch.equal(again, y) and leaf.grad is not None
+
+
+@pytest.mark.parametrize("backend", ["portable", "reference"])
+@pytest.mark.parametrize("shape", [(0, 2, 9), (2, 0, 9), (2, 2, 0)], ids=["batch", "channels", "steps"])
+def test_sizes_of_zero(shape, backend, device):
+    u, k = torch.ones(shape, device=device, requires_grad=True), torch.ones(shape[1], 5, device=device).requires_grad_()
+    y = FlashFFTConv(256, backend=backend)(u, k)
+    y.sum().backward()
+    assert y.shape == shape and u.grad.shape == shape and not k.grad.any()
+
+
+def test_gradients_of_gradients_are_refused_where_they_would_lack_a_part(device):
+    (u, k, *_), _ = make(device, batch=1, channels=1, seqlen=9, taps=9)
+    u, k = u.requires_grad_(), k.requires_grad_()
+    y = FlashFFTConv(256, backend="portable")(u, k)
+    of_u, of_k = torch.autograd.grad(y.sum(), (u, k), create_graph=True)
+    with pytest.raises(UnsupportedError, match="first gradients only"):
+        of_u.square().sum().backward()
+    of_k.square().sum().backward()  # made by torch
+    assert u.grad.any()

@@ -122,6 +122,8 @@ def test_wrong_arguments_are_refused(device):
         cross_entropy(x, y, reduction="max")
     with pytest.raises(InvalidInputError, match="softcap must be positive"):
         cross_entropy(x, y, softcap=0.0)
+    with pytest.raises(InvalidInputError, match="softcap must be at most 65536"):
+        cross_entropy(x, y, softcap=1e6)
     with pytest.raises(UnsupportedError, match="use cross_entropy"):
         fused_linear_cross_entropy(x, x, y, reduction="none")
     with pytest.raises(InvalidInputError, match="one dtype"):
@@ -187,3 +189,43 @@ def test_opcheck(device):
     torch.library.opcheck(ce.cross_entropy_op, (x, y, -100, 0.1, 0.0, 0.0), test_utils=tests)
     args = (x, w.requires_grad_(), y, b, scale, -100, 0.0, 0.0, 0.0)
     torch.library.opcheck(ce.linear_cross_entropy_op, (*args, True, True), test_utils=tests)
+
+
+@pytest.mark.parametrize("backend", ["portable", "reference"])
+def test_fused_under_autocast(backend, device):
+    """As a linear layer and the loss are: in the dtype of autocast, gradients in that of the parameters."""
+    leaves = [randn(5, 8, seed=1, device=device).bfloat16(), randn(9, 8, seed=2, device=device)]
+    x, w = (t.requires_grad_() for t in leaves)
+    y = targets(5, 9, device)
+    with torch.autocast(device, torch.bfloat16):
+        loss = fused_linear_cross_entropy(x, w, y, backend=backend)
+    loss.backward()
+    assert loss.dtype == w.grad.dtype == torch.float32
+    twin = [t.detach().bfloat16().requires_grad_() for t in leaves]
+    same = fused_linear_cross_entropy(*twin, y, backend=backend)
+    same.backward()
+    assert torch.equal(loss, same) and torch.equal(w.grad, twin[1].grad.float())
+
+
+def test_gradients_of_gradients_are_refused(device):
+    x, w, y = randn(5, 8, seed=1, device=device), randn(9, 8, seed=2, device=device), targets(5, 9, device)
+    x.requires_grad_()
+    loss = fused_linear_cross_entropy(x, w, y, backend="portable")
+    with pytest.raises(UnsupportedError, match="first gradients only"):
+        torch.autograd.grad(loss, x, create_graph=True)
+    (first,) = torch.autograd.grad(cross_entropy(x, y % 8, backend="portable"), x, create_graph=True)
+    with pytest.raises(UnsupportedError, match="first gradients only"):
+        first.sum().backward()
+
+
+@pytest.mark.parametrize("backend", ["portable", "reference"])
+def test_rows_that_count_for_nothing(backend, device):
+    """They may be NaN; the mean of no rows is NaN as torch's is."""
+    z = randn(5, 8, seed=1, device=device)
+    y = targets(5, 8, device)
+    z[2] = torch.nan
+    z.requires_grad_()
+    cross_entropy(z, y, backend=backend).backward()
+    assert z.grad.isfinite().all() and not z.grad[2].any()
+    assert fused_linear_cross_entropy(z[:0], z.detach(), y[:0], backend=backend).isnan()
+    assert not fused_linear_cross_entropy(z[:0], z.detach(), y[:0], reduction="sum", backend=backend)

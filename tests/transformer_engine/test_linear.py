@@ -542,3 +542,16 @@ def test_custom_ops_keep_their_word():
         tests = ("test_schema", "test_autograd_registration", "test_faketensor")
         torch.library.opcheck(operand_op, inputs, test_utils=tests)
         torch.library.opcheck(linear_op.linear_op, (*arguments, *settings), test_utils=tests)
+
+
+@pytest.mark.parametrize(
+    "recipe", [DELAYED, Float8CurrentScaling(), MXFP8BlockScaling()], ids=lambda r: type(r).__name__
+)
+def test_evaluation_in_inference_mode_before_training(recipe):
+    """What a layer keeps of a first call there, histories and quantised weights, serves training afterwards."""
+    layer, x = Linear(32, 16), torch.ones(4, 32, requires_grad=True)
+    for mode in (torch.inference_mode(), torch.enable_grad()):
+        with mode, autocast(recipe=recipe):
+            y = layer(x)
+    y.sum().backward()
+    assert x.grad.isfinite().all() and layer.weight.grad.any()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -276,3 +278,27 @@ def test_states_of_others_are_refused(kind):
     for size in (0, 10**9):  # states of 8 and of 32 bits, whatever a new one would have
         mine.load_state_dict(stepped(kind, 4, 2048, min_8bit_size=size).state_dict())
         mine.step()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_go_on_as_the_original(kind):
+    p = nn.Parameter(values(300))
+    p.grad = values(300, seed=1)
+    optimizer = KINDS[kind]([p], lr=0.1, min_8bit_size=0, seed=5)
+    optimizer.step()
+    copies = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
+    optimizer.step()
+    for one in copies:
+        twin = one.param_groups[0]["params"][0]
+        twin.grad = p.grad.clone()
+        one.step()
+        assert torch.equal(twin, p) and one.seed == 5 and one.min_8bit_size == 0
+
+
+def test_a_compiled_step_is_a_step():
+    p, twin = (nn.Parameter(values(300)) for _ in range(2))
+    p.grad, twin.grad = values(300, seed=1), values(300, seed=1)
+    compiled, plain = (AdamW8bit([one], lr=0.1, min_8bit_size=0, seed=5) for one in (p, twin))
+    torch.compile(compiled.step, backend="eager")()
+    plain.step()
+    assert torch.equal(p, twin)
