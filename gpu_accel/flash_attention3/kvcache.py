@@ -653,10 +653,11 @@ def _check_values(call: KVCall) -> None:
                         f"page_table[{b}] uses page {page}, the cache has {call.k_cache.shape[0]} pages"
                     )
         if call.new:
-            _refuse_shared_places(call.page_table, lengths, call.new, call.page_size)
+            first = [0] * batch if call.cache_leftpad is None else call.cache_leftpad.tolist()
+            _refuse_shared_places(call.page_table, first, lengths, call.new, call.page_size)
 
 
-def _refuse_shared_places(table: Tensor, lengths: list[int], new: int, page_size: int) -> None:
+def _refuse_shared_places(table: Tensor, first: list[int], lengths: list[int], new: int, page_size: int) -> None:
     """Sequences may share pages that hold a common beginning, but each needs its own for what is appended."""
     owner: dict[tuple[int, int], int] = {}
     for b, (row, n) in enumerate(zip(table.tolist(), lengths, strict=True)):
@@ -668,3 +669,14 @@ def _refuse_shared_places(table: Tensor, lengths: list[int], new: int, page_size
                     "only where nothing is written to it"
                 )
             owner[at] = b
+    written: dict[int, list[tuple[int, int]]] = {}
+    for (page, place), b in owner.items():
+        written.setdefault(page, []).append((place, b))
+    for b, row in enumerate(table.tolist()):
+        for i, page in enumerate(row[: math.ceil(lengths[b] / page_size)]):
+            for place, other in written.get(page, ()):
+                if first[b] <= i * page_size + place < lengths[b]:
+                    raise InvalidInputError(
+                        f"page_table[{other}] appends to page {page} where page_table[{b}] has keys: a page may be "
+                        "shared only where nothing is written to it"
+                    )

@@ -78,6 +78,8 @@ def group_rows(sizes: Tensor) -> tuple[Tensor, Tensor]:
     if any(n < 0 for n in counts):
         raise InvalidInputError(f"sizes must not be negative, got {counts}")
     padded = [-(-n // BLOCK) * BLOCK for n in counts]
+    if sum(padded) >= 2**31:
+        raise InvalidInputError(f"sizes must sum up to less than 2**31, got {shown(counts)}")
     groups = torch.full((sum(padded),), -1, dtype=torch.int32)
     starts, at = [], 0
     for expert, (n, room) in enumerate(zip(counts, padded, strict=True)):
@@ -179,6 +181,8 @@ def _check(
         raise UnsupportedError(f"{a.scheme} x {b.scheme}: grouped products are those of fp8 with float32 scales")
     if a.dim() != 2 or b.dim() != 3 or a.shape[1] != b.shape[2]:
         raise InvalidInputError(f"a must be (M, K) and b (G, N, K), got {tuple(a.shape)} and {tuple(b.shape)}")
+    if a.shape[0] and not b.shape[0]:  # rows of no group read one too
+        raise InvalidInputError(f"b must have at least one matrix (N, K) for {a.shape[0]} rows, got {tuple(b.shape)}")
     if not isinstance(groups, Tensor) or groups.dtype != torch.int32 or tuple(groups.shape) != (a.shape[0],):
         raise InvalidInputError(f"groups must be ({a.shape[0]},) int32, got {getattr(groups, 'shape', type(groups))}")
     if not groups.is_contiguous():

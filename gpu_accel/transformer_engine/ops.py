@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gpu_accel.errors import InvalidInputError, shown
+from gpu_accel.flash_attention3.problem import check_written
 from gpu_accel.transformer_engine import scales
 from gpu_accel.transformer_engine.checks import LARGEST, check_floats, check_one_device
 from gpu_accel.transformer_engine.quantizer import quantize
@@ -98,4 +99,5 @@ def dequantize_and_accumulate(
         raise InvalidInputError(
             f"accumulator must be float32 {tuple(wide.shape)}, got {accumulator.dtype} {tuple(accumulator.shape)}"
         )
+    check_written("accumulator", accumulator)
     return accumulator.add_(wide * scale)

@@ -87,6 +87,10 @@ WRONG = {
         {"page_table": torch.tensor([[1, 2], [1, 3]], dtype=INT)}, PAGED | {"new": 2, "lengths": [3, 2]},
         "both append to page 1",
     ),
+    "append-where-another-reads": (
+        {"page_table": torch.tensor([[1, 2], [1, 3]], dtype=INT)}, PAGED | {"new": 1, "lengths": [3, 8]},
+        r"page_table\[0\] appends to page 1 where page_table\[1\] has keys",
+    ),
     "append-page-twice": (
         {"page_table": torch.tensor([[1, 1], [2, 3]], dtype=INT)}, PAGED | {"new": 9, "lengths": [3, 2]},
         "both append to page 1",

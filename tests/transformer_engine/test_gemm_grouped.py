@@ -38,6 +38,8 @@ def test_group_rows():
     assert group_rows(torch.tensor([0]))[0].shape == (0,)
     with pytest.raises(InvalidInputError, match="negative"):
         group_rows(torch.tensor([-1]))
+    with pytest.raises(InvalidInputError, match="less than"):  # refused before it is allocated
+        group_rows(torch.tensor([2**31 - 1, 1]))
 
 
 META = torch.zeros(2, dtype=torch.int64, device="meta")
@@ -127,6 +129,8 @@ def test_bias_and_activation_of_experts(pair, backend, device):
     empty = [
         quantize(torch.zeros(*shape, device=device), "fp8", backend="reference") for shape in ((300, 0), (3, 128, 0))
     ]
+    with pytest.raises(InvalidInputError, match="at least one matrix"):  # rows of no group would read one
+        grouped_mm(a, quantize(torch.zeros(0, *b.shape[1:], device=device), b.scheme), torch.full_like(groups, -1))
     nothing = grouped_mm(*empty, groups, bias=bias, out_dtype=torch.float32, backend=backend)
     assert torch.equal(nothing[:128], bias[2].expand(128, -1)) and not nothing[128:256].any()
     with pytest.raises(InvalidInputError, match="bias must be"):

@@ -74,6 +74,7 @@ def test_dequantize_and_accumulate():
         lambda: fp4_quantize(torch.ones(4, 4), 16),
         lambda: dequantize_and_accumulate(torch.ones(4, 4), torch.ones(3)),
         lambda: dequantize_and_accumulate(torch.ones(4, 4), 1.0, torch.ones(4)),
+        lambda: dequantize_and_accumulate(torch.ones(4, 4), 1.0, torch.ones(4, 1).expand(4, 4)),
     ],
 )
 def test_refusals(call):
