@@ -25,7 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gpu_accel.gluon_compat import barrier, tma_load, tma_store
-from gpu_accel.thunderkittens.gla_walk_kernel import COLUMNS, STEPS, _opaque, _state_places
+from gpu_accel.thunderkittens.gla_walk_kernel import COLUMNS, _turned_places
+from gpu_accel.thunderkittens.walk_kernel import STEPS, _opaque
 
 
 @gluon.jit
@@ -91,7 +92,7 @@ def delta_walk_kernel(
 
     # Asked at run time, and with a loop that does nothing: of a state that begins with zeros that it knows, or with
     # nothing but this load, ptxas 12.8 makes no left operand, but crashes.
-    places, inside = _state_places(number, col, K, V, BK, STATE)
+    places, inside = _turned_places(number, col, K, V, BK, STATE)
     acc = gl.load(initial + places, mask=inside & (has_initial != 0), other=0.0)
     for _ in range(0, nothing_before):
         acc = acc + gl.load(final + places, mask=inside, other=0.0)
@@ -136,6 +137,6 @@ def delta_walk_kernel(
         if stage == STAGES:
             stage = 0
             phase ^= 1
-    places, inside = _state_places(number, col, K, _opaque(V), BK, STATE)
+    places, inside = _turned_places(number, col, K, _opaque(V), BK, STATE)
     gl.store(final + places, acc, mask=inside)
     tma.store_wait(0)

@@ -43,8 +43,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gpu_accel.gluon_compat import barrier, tma_load, tma_store
+from gpu_accel.thunderkittens.walk_kernel import STEPS, _opaque
 
-STEPS = gl.constexpr(64)  # of a chunk: the M of wgmma
 COLUMNS = gl.constexpr(64)  # of k that are in registers at a time, and of v that a walk takes
 LEVELS = gl.constexpr(6)
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -62,14 +62,6 @@ def _whole(first, second, LAYOUT: gl.constexpr):
     """All steps, as they were before `_halves`."""
     blocks = gl.permute(gl.join(first, second), (0, 3, 1, 2))
     return gl.convert_layout(gl.reshape(blocks, [STEPS, first.shape[2]]), LAYOUT, assert_trivial=True)
-
-
-@gluon.jit
-def _opaque(x):
-    """x, of which the compiler does not know what it is: so that it does not keep what was made from x before."""
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [gl.to_tensor(x)], dtype=gl.int32, is_pure=False, pack=1
-    )
 
 
 @gluon.jit
@@ -212,7 +204,7 @@ def _ask(descs, bufs, bar, stage, n, head, chunk, line, col, LOCAL: gl.constexpr
 
 
 @gluon.jit
-def _state_places(number, col, K, V, BK: gl.constexpr, LAYOUT: gl.constexpr):
+def _turned_places(number, col, K, V, BK: gl.constexpr, LAYOUT: gl.constexpr):
     """Where the columns of v, by k, of state `number` of K x V lie, and which of them exist."""
     of_v = col + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, LAYOUT))
     of_k = gl.arange(0, BK, layout=gl.SliceLayout(0, LAYOUT))
@@ -275,13 +267,13 @@ def gla_walk_kernel(
     if not LOCAL:
         # Both asked at run time: of a state that begins with zeros that it knows, or with nothing but this load, ptxas
         # 12.8 makes no left operand, but crashes.
-        places, inside = _state_places(number, col, K, V, BK, STATE)
+        places, inside = _turned_places(number, col, K, V, BK, STATE)
         acc = gl.load(initial + places, mask=inside & (has_initial != 0), other=0.0)
     keys_of = gl.arange(0, BK, layout=gl.SliceLayout(0, STATE))
     if not LOCAL:
         for before in range(0, position):
             one = before * sequences * heads + number
-            places, inside = _state_places(one, col, K, V, BK, STATE)
+            places, inside = _turned_places(one, col, K, V, BK, STATE)
             acc = acc * gl.load(decays + one.to(gl.int64) * BK + keys_of)[None, :]
             acc += gl.load(local + places, mask=inside, other=0.0)
     left = gl.full([BK], 1.0, gl.float32, gl.SliceLayout(0, STATE))
@@ -319,11 +311,11 @@ def gla_walk_kernel(
             phase ^= 1
     if LOCAL:
         one = position * sequences * heads + number
-        places, inside = _state_places(one, col, K, _opaque(V), BK, STATE)
+        places, inside = _turned_places(one, col, K, _opaque(V), BK, STATE)
         gl.store(local + places, acc, mask=inside)
         gl.store(decays + one.to(gl.int64) * BK + keys_of, left)
     else:
         if position == segments - 1:
-            places, inside = _state_places(number, col, K, _opaque(V), BK, STATE)
+            places, inside = _turned_places(number, col, K, _opaque(V), BK, STATE)
             gl.store(final + places, acc, mask=inside)
         tma.store_wait(0)
