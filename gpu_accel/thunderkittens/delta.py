@@ -37,6 +37,19 @@ from gpu_accel.thunderkittens.linear import (
 # alone. In float16 a gated one had gradients of beta that ptxas had made wrong (see `delta_kernels._inputs_kernel`).
 GPU_CHECKED = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_KEY = 128  # one program holds a state of K rows
+# How kernels are launched, and otherwise in bfloat16 where it is faster (8 x 2048 steps, 16 heads, K and V 128, with
+# gates, on an H200): us with this for us with 8 warps and 2 stages, the same bits.
+_LAUNCH = dict(num_warps=8, num_stages=2)
+_IN_BFLOAT16 = {
+    "_solve_kernel": dict(num_warps=4),  # 235 for 489: two programs an SM
+    "_walk_kernel": dict(num_warps=4),  # 125 for 194, with states in float32 152 for 205
+    "_walk_back_kernel": dict(num_stages=3),  # 319 for 342, and 382 with 4 warps
+    "_inputs_kernel": dict(num_stages=3),  # 467 for 480
+}
+
+
+def _launched(kernel, dtype: torch.dtype) -> dict:
+    return _LAUNCH | (_IN_BFLOAT16.get(kernel.fn.__name__, {}) if dtype == torch.bfloat16 else {})
 
 
 def _tile(v: Tensor) -> int:
@@ -55,24 +68,28 @@ class _Call:
         self.options = dict(
             K=self.key_dim, V=self.value_dim, BT=chunk, BK=max(16, next_power_of_2(self.key_dim)),
             BV=_tile(v), HAS_G=g is not None, VARLEN=cu_seqlens is not None,
-            PRECISION=chunked.precision(v.dtype), num_warps=8, num_stages=2,
+            PRECISION=chunked.precision(v.dtype),
         )  # fmt: skip
+        self.dtype = v.dtype
         self.chunks = self.places.total * self.heads  # programs of the kernels that take all chunks at once
         self.walks = self.places.sequences * self.heads * self.blocks_v
         self.sizes = (self.places.seqlen, self.places.chunks)
         self.any = bool(self.chunks and self.places.seqlen)
 
+    def launch(self, kernel, programs: int, arguments: tuple, **more: object) -> None:
+        launch(kernel, programs, arguments, self.options | _launched(kernel, self.dtype) | more)
 
-def _solve(call: _Call, k, v, g, beta):
-    """(T, decay, fresh) of `delta_kernels`."""
+
+def _solve(call: _Call, k, v, g, beta, *, keep: bool = False):
+    """(T, which is empty unless it is to be kept, decay, fresh) of `delta_kernels`."""
     rows, chunk = v.shape[:3], call.options["BT"]
-    inverse = v.new_empty((*rows, chunk), dtype=chunked.state_dtype(v.dtype))
+    inverse = v.new_empty((*rows, chunk) if keep else (0,), dtype=chunked.state_dtype(v.dtype))
     decay, fresh = v.new_empty((*rows, call.key_dim)), v.new_empty(v.shape)
     if call.any:
         strides = [s for x in (k, v, g, beta) for s in chunked._strides(x)]
-        launch(delta_kernels._solve_kernel, call.chunks,
-               (k, v, g, beta, inverse, decay, fresh, *call.places.tables(), *strides, *call.sizes, call.heads,
-                call.group), call.options | {"EXACT": "tf32" if v.dtype == torch.bfloat16 else "tf32x3"})  # fmt: skip
+        call.launch(delta_kernels._solve_kernel, call.chunks,
+                    (k, v, g, beta, inverse, decay, fresh, *call.places.tables(), *strides, *call.sizes, call.heads,
+                     call.group), KEEP=keep, EXACT="tf32" if v.dtype == torch.bfloat16 else "tf32x3")  # fmt: skip
     return inverse, decay, fresh
 
 
@@ -83,10 +100,10 @@ def _walk(call: _Call, k, v, g, decay, fresh, initial, *, exact: bool):
     final = v.new_empty((call.places.sequences, *shape), dtype=torch.float32)
     u = v.new_empty(v.shape)
     if call.walks:
-        launch(delta_kernels._walk_kernel, call.walks,
-               (k, g, decay, fresh, initial, states, u, final, *call.places.tables()[:2], *chunked._strides(k),
-                *chunked._strides(g), *call.sizes, call.places.sequences, call.heads, call.group),
-               call.options | {"HAS_INITIAL": initial is not None})  # fmt: skip
+        call.launch(delta_kernels._walk_kernel, call.walks,
+                    (k, g, decay, fresh, initial, states, u, final, *call.places.tables()[:2], *chunked._strides(k),
+                     *chunked._strides(g), *call.sizes, call.places.sequences, call.heads, call.group),
+                    HAS_INITIAL=initial is not None)  # fmt: skip
     return u, states, final
 
 
@@ -160,27 +177,28 @@ def delta_backward_op(
     blocks_k = -(-call.key_dim // smaller["BK"])
     planes = made(blocks_k if want_dg else 0, *rows)
     with chunked._device(v):
-        inverse, decay, fresh = _solve(call, k, v, g, beta)
+        inverse, decay, fresh = _solve(call, k, v, g, beta, keep=True)
         u, states, _ = _walk(call, k, v, g, decay, fresh, initial, exact=want_dg)
         tables = call.places.tables()
         if call.walks:
             strides = [s for x in (q, k, g, do) for s in chunked._strides(x)]
-            launch(delta_kernels._walk_back_kernel, call.walks,
-                   (q, k, g, decay, do, dfinal, dstates, du, dinitial, *tables[:2], *strides, *call.sizes,
-                    call.places.sequences, call.heads, call.group, scale),
-                   call.options | {"HAS_FINAL": dfinal is not None})  # fmt: skip
+            call.launch(delta_kernels._walk_back_kernel, call.walks,
+                        (q, k, g, decay, do, dfinal, dstates, du, dinitial, *tables[:2], *strides, *call.sizes,
+                         call.places.sequences, call.heads, call.group, scale),
+                        HAS_FINAL=dfinal is not None)  # fmt: skip
         if call.any:
             strides = [s for x in (q, k, u, g, None, do) for s in chunked._strides(x)]
+            # 3 stages in bfloat16: 760 us for 817, see _IN_BFLOAT16
             launch(chunked_kernels._dqk_kernel, call.chunks * blocks_k,
                    (q, k, u, g, None, do, states, dstates, dq, dk, planes, *tables, *strides, *call.sizes, call.heads,
                     call.group, scale, v.shape[0] * v.shape[1]),
                    chunked._options(q, v, g, None, cu_seqlens, chunk) | smaller
-                   | {"WANT_DG": want_dg, "WHOLE": want_dg, "num_warps": chunked._DQK_WARPS,
-                      "num_stages": chunked.copies_ahead(v.dtype)})  # fmt: skip
+                   | {"num_stages": 3 if v.dtype == torch.bfloat16 else chunked.copies_ahead(v.dtype)}
+                   | {"WANT_DG": want_dg, "WHOLE": want_dg, "num_warps": chunked._DQK_WARPS})  # fmt: skip
             strides = [s for x in (k, v, g, beta) for s in chunked._strides(x)]
-            launch(delta_kernels._inputs_kernel, call.chunks,
-                   (k, v, g, beta, inverse, u, du, states, through, dv, gates, dbeta, *tables, *strides, *call.sizes,
-                    call.heads, call.group), call.options)  # fmt: skip
+            call.launch(delta_kernels._inputs_kernel, call.chunks,
+                        (k, v, g, beta, inverse, u, du, states, through, dv, gates, dbeta, *tables, *strides,
+                         *call.sizes, call.heads, call.group))  # fmt: skip
     dk += through
     if call.group > 1:
         dq, dk = (x.unflatten(2, (q.shape[2], call.group)).sum(3) for x in (dq, dk))

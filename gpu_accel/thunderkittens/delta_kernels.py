@@ -57,9 +57,9 @@ def _solve_kernel(
     k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, beta_b, beta_t, beta_h,
     seqlen, chunks, heads, group,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    HAS_G: tl.constexpr, VARLEN: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_G: tl.constexpr, VARLEN: tl.constexpr, KEEP: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """inverse (batch, seqlen, heads, BT): rows of T; decay (..., K); fresh (..., V)."""
+    """inverse (batch, seqlen, heads, BT), written with KEEP: rows of T; decay (..., K); fresh (..., V)."""
     program = tl.program_id(0)
     head = program % heads
     chunk = program // heads
@@ -90,7 +90,8 @@ def _solve_kernel(
                 off = tl.where(below, a, 0.0)
                 t -= dot(t, dot(off, t, None, EXACT), None, EXACT)
         t = t.to(inverse.dtype.element_ty)
-        tl.store(inverse + (place + rows * heads)[:, None] * BT + steps[None, :], t, mask=mask[:, None])
+        if KEEP:
+            tl.store(inverse + (place + rows * heads)[:, None] * BT + steps[None, :], t, mask=mask[:, None])
         left = keys.to(tl.float32) * (strength * tl.exp(b))[:, None]
         out = dot(t, left.to(t.dtype), None, PRECISION)
         to = (place + rows * heads)[:, None]
