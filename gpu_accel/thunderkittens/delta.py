@@ -257,9 +257,8 @@ def delta_rule(
         scale: K**-0.5 unless given. initial_state: (sequences, heads, K, V); cu_seqlens: (sequences + 1,), batch 1.
         chunk: steps that are done by matrix products at once, 16, 32 or 64.
         backend: "portable" (plain Triton), "hopper" (the walk of the forward in Gluon, on an H100 or H200, in bfloat16,
-            by name only, see the README of the paper; K 64 or 128 and V a multiple of 64, no packed sequences,
-            chunks of 64, portable gradients),
-            "reference", or "auto": the portable kernels where they can run.
+            K up to 128, no packed sequences, chunks of 64; gradients are portable), "reference", or "auto": the first
+            of hopper, with K and V above 32, and portable that can run.
 
     Returns:
         o (batch, seqlen, heads, V) in the dtype of v, and the final state (sequences, heads, K, V) float32.
@@ -275,6 +274,9 @@ def delta_rule(
         why = delta_hopper.refusal(q, v, cu_seqlens, chunk)
         if why:
             raise UnsupportedError(f"the Hopper kernel: {why}; use backend='portable'")
+    elif backend == "auto" and delta_hopper.auto_refusal(q, v, cu_seqlens, chunk) is None:
+        backend = "hopper"
+    if backend == "hopper":
         g, initial_state = (None if x is None else x.float() for x in (g, initial_state))
         return delta_hopper_op(q, k, v, g, beta.float(), initial_state, None, scale, chunk)
     if q.shape[-1] > LARGEST_KEY:

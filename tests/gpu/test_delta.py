@@ -63,12 +63,12 @@ def test_gradients_beside_hopper(shape, gated):
 @pytest.mark.parametrize("part", ["values", "gradients"])
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 def test_tiles_that_are_not_full(gated, part):
-    """The Hopper walk with these gradients was wrong here, so it refuses; are the portable kernels right?"""
     tensors, grads = make(1, 1023, 2, 1, 72, 200, gated)
     if part == "gradients":
         judge(NAMES[: 8 if gated else 7], on_portable, tensors, grads)
     else:
         judge_values(NAMES, on_portable, tensors)
+        judge_values(NAMES, on_hopper, tensors)
 
 
 @pytest.mark.parametrize("shape", [(2, 300, 8, 4, 128, 64), (2, 515, 8, 8, 64, 128), (2, 1023, 4, 4, 72, 200)])
@@ -103,5 +103,13 @@ def test_the_same_bits_again_on_hopper():
 def test_what_is_refused_on_hopper():
     with pytest.raises(UnsupportedError, match="takes bfloat16"):
         on_hopper("hopper")(*make(1, 64, 2, 2, 64, 64, True, FP16)[0])
-    with pytest.raises(UnsupportedError, match="K must be 64 or 128"):
-        on_hopper("hopper")(*make(1, 64, 2, 2, 72, 200, True)[0])
+    with pytest.raises(UnsupportedError, match="from 16 to 128"):
+        on_hopper("hopper")(*make(1, 64, 2, 2, 136, 64, True)[0])
+
+
+def test_what_auto_takes():
+    """The walk in Gluon where K and V are above 32, with its bits; else the portable kernels, with theirs."""
+    for dims, backend in (((64, 72), "hopper"), ((24, 64), "portable")):
+        tensors, _ = make(2, 130, 3, 3, *dims, True)
+        for one, other in zip(on_hopper("auto")(*tensors), on_portable(backend)(*tensors), strict=True):
+            assert torch.equal(one, other)

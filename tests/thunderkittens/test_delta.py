@@ -204,9 +204,7 @@ HOPPER = {
 
 @pytest.mark.parametrize("case", HOPPER.values(), ids=HOPPER)
 def test_the_walk_on_hopper_by_its_source(case, device, monkeypatch):
-    """Sizes that no GPU was right with too: its source is."""
     monkeypatch.setattr(delta_hopper, "machine_refusal", lambda _: None)
-    monkeypatch.setattr(delta_hopper, "unfilled", lambda q, v: None)
     tensors, grads = make(device, dtype=torch.bfloat16, **case)
     with gluon_in_torch.kernels_on_a_cpu() as done:
         found = ours("hopper", chunk=64)(*tensors)
@@ -216,7 +214,6 @@ def test_the_walk_on_hopper_by_its_source(case, device, monkeypatch):
 
 def test_gradients_with_the_walk_on_hopper_are_the_portable_ones(device, monkeypatch):
     monkeypatch.setattr(delta_hopper, "machine_refusal", lambda _: None)
-    monkeypatch.setattr(delta_hopper, "unfilled", lambda q, v: None)
     tensors, grads = make(device, dtype=torch.bfloat16, seqlen=5, heads=1, key_dim=16, value_dim=8)
     with gluon_in_torch.kernels_on_a_cpu():
         mine = run(ours("hopper", chunk=64), tensors, grads)
@@ -233,6 +230,13 @@ def test_what_the_walk_on_hopper_does_not_take(device, monkeypatch):
         ours("hopper")(*tensors)
     with pytest.raises(UnsupportedError, match="packed sequences"):
         ours("hopper", chunk=64, cu=torch.tensor([0, 37]))(*tensors)
-    for sizes in (dict(key_dim=72, value_dim=64), dict(key_dim=64, value_dim=200)):
-        with pytest.raises(UnsupportedError, match="K must be 64 or 128 and V a multiple of 64"):
-            ours("hopper", chunk=64)(*make(device, dtype=torch.bfloat16, seqlen=5, **sizes)[0])
+
+
+def test_which_calls_auto_gives_to_hopper(device, monkeypatch):
+    taken = []
+    monkeypatch.setattr(delta_hopper, "machine_refusal", lambda _: None)
+    monkeypatch.setattr(delta_hopper, "forward", lambda q, k, v, *_: taken.append(v.shape[3]) or (v.clone(), v.sum()))
+    for value_dim in (72, 24):
+        tensors, _ = make(device, dtype=torch.bfloat16, seqlen=5, heads=1, key_dim=40, value_dim=value_dim)
+        ours("auto", chunk=64)(*tensors)
+    assert taken == [72]
