@@ -79,7 +79,9 @@ def _states(call: _Call, x, values, sums, initial, scale: float, *, exact: bool,
     shape = (call.heads, call.key_dim, call.value_dim)
     states = values.new_empty((call.places.total, *shape), dtype=chunked.state_dtype(values.dtype, exact))
     final = values.new_empty((call.places.sequences, *shape), dtype=torch.float32)
-    options, blocks_k, blocks_v = call.tiles(num_warps=4, num_stages=2)
+    # three stages: 163 us for 186 (8 x 2048 steps, 16 heads, K and V 128, on an H200); reversed 165 for 147
+    ahead = 3 if exact and not reverse and values.dtype == torch.bfloat16 else 2
+    options, blocks_k, blocks_v = call.tiles(num_warps=4, num_stages=ahead)
     walks = call.places.sequences * call.heads * blocks_k * blocks_v
     if walks:
         launch(gla_kernels._states_kernel, walks,
