@@ -44,12 +44,13 @@ _IN_BFLOAT16 = {
     "_solve_kernel": dict(num_warps=4),  # 235 for 489: two programs an SM
     "_walk_kernel": dict(num_warps=4),  # 125 for 194, with states in float32 152 for 205
     "_walk_back_kernel": dict(num_stages=3),  # 319 for 342, and 382 with 4 warps
+    "_dqk_kernel": dict(num_stages=3),  # 760 for 817
     "_inputs_kernel": dict(num_stages=3),  # 467 for 480
 }
 
 
-def _launched(kernel, dtype: torch.dtype) -> dict:
-    return _LAUNCH | (_IN_BFLOAT16.get(kernel.fn.__name__, {}) if dtype == torch.bfloat16 else {})
+def _in_bfloat16(kernel, dtype: torch.dtype) -> dict:
+    return _IN_BFLOAT16.get(kernel.fn.__name__, {}) if dtype == torch.bfloat16 else {}
 
 
 def _tile(v: Tensor) -> int:
@@ -77,7 +78,7 @@ class _Call:
         self.any = bool(self.chunks and self.places.seqlen)
 
     def launch(self, kernel, programs: int, arguments: tuple, **more: object) -> None:
-        launch(kernel, programs, arguments, self.options | _launched(kernel, self.dtype) | more)
+        launch(kernel, programs, arguments, self.options | _LAUNCH | _in_bfloat16(kernel, self.dtype) | more)
 
 
 def _solve(call: _Call, k, v, g, beta, *, keep: bool = False):
@@ -188,13 +189,13 @@ def delta_backward_op(
                         HAS_FINAL=dfinal is not None)  # fmt: skip
         if call.any:
             strides = [s for x in (q, k, u, g, None, do) for s in chunked._strides(x)]
-            # 3 stages in bfloat16: 760 us for 817, see _IN_BFLOAT16
-            launch(chunked_kernels._dqk_kernel, call.chunks * blocks_k,
+            kernel = chunked_kernels._dqk_kernel
+            launch(kernel, call.chunks * blocks_k,
                    (q, k, u, g, None, do, states, dstates, dq, dk, planes, *tables, *strides, *call.sizes, call.heads,
                     call.group, scale, v.shape[0] * v.shape[1]),
                    chunked._options(q, v, g, None, cu_seqlens, chunk) | smaller
-                   | {"num_stages": 3 if v.dtype == torch.bfloat16 else chunked.copies_ahead(v.dtype)}
-                   | {"WANT_DG": want_dg, "WHOLE": want_dg, "num_warps": chunked._DQK_WARPS})  # fmt: skip
+                   | {"WANT_DG": want_dg, "WHOLE": want_dg, "num_warps": chunked._DQK_WARPS,
+                      "num_stages": chunked.copies_ahead(v.dtype)} | _in_bfloat16(kernel, v.dtype))  # fmt: skip
             strides = [s for x in (k, v, g, beta) for s in chunked._strides(x)]
             call.launch(delta_kernels._inputs_kernel, call.chunks,
                         (k, v, g, beta, inverse, u, du, states, through, dv, gates, dbeta, *tables, *strides,
