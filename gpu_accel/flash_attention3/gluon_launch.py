@@ -29,8 +29,10 @@ class QuickLaunch:
         self.kernel = kernel
         self._compiled: dict[tuple, Any] = {}
 
-    def __call__(self, key: tuple, programs: int, arguments: tuple, constants: dict, options: dict) -> None:
-        """Run on a one-dimensional grid.
+    def __call__(
+        self, key: tuple, programs: int | tuple[int, int], arguments: tuple, constants: dict, options: dict
+    ) -> None:
+        """Run on a grid of one dimension, or two.
 
         Args:
             key: everything that tells one variant from another, beside `constants` and the device.
@@ -43,12 +45,13 @@ class QuickLaunch:
         values = tuple(constants.values())
         variant = (torch.cuda.current_device(), key, values)
         compiled = self._compiled.get(variant)
+        grid = programs if isinstance(programs, tuple) else (programs,)
         if compiled is None:
-            compiled = self._compiled[variant] = self.kernel[(programs,)](*arguments, **constants, **options)
+            compiled = self._compiled[variant] = self.kernel[grid](*arguments, **constants, **options)
         else:
-            compiled[(programs, 1, 1)](*arguments, *values)
+            compiled[(*grid, 1, 1)[:3]](*arguments, *values)
         if (seen := launch._seen) is not None:
-            seen(self.kernel, compiled, (programs,), arguments, {**constants, **options})
+            seen(self.kernel, compiled, grid, arguments, {**constants, **options})
 
 
 def tensor_map(x: Tensor, rows: int, cols: int):

@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import math
 import os
 import socket
@@ -102,6 +103,7 @@ class _Watch:
     def __init__(self, streams: int, words: Tensor, timeout: float, late: Callable[[int], None]) -> None:
         """`words`: 2 * streams int32 of pinned memory, zeros. late(rank): called once, for one not heard of."""
         self.words, self.timeout, self.late = words, timeout, late
+        self._seen = words.numpy()  # the same memory, which is quicker to read one word of
         self.count = [0] * streams
         # of the waits that have been issued: who they are for, and where the flag is
         self.ranks: list[dict[int, tuple[int, int]]] = [{} for _ in range(streams)]
@@ -112,7 +114,8 @@ class _Watch:
         self.count[stream] += 1
         number, ranks = self.count[stream], self.ranks[stream]
         ranks[number] = rank, flag
-        for old in [n for n in list(ranks)[:8] if n < int(self.words[2 * stream + 1])]:
+        over = int(self._seen[2 * stream + 1])
+        for old in [n for n in itertools.islice(ranks, 8) if n < over]:
             del ranks[old]
         if self._thread is None:
             self._thread = threading.Thread(target=self._look, name="symmetric-memory-watch", daemon=True)
