@@ -17,14 +17,13 @@ from torch import Tensor
 from gpu_accel.flash_attention3.gluon_launch import (
     QuickLaunch,
     addressable,
-    heads_per_group,
     known_map,
     multiprocessors,
     refusal,
     tensor_map,
     tile_counter,
 )
-from gpu_accel.flash_attention3.hopper_backward import BackwardConfig, backward_config, exponentials_early
+from gpu_accel.flash_attention3.hopper_backward import BackwardConfig, backward_config, exponentials_early, walk
 from gpu_accel.flash_attention3.problem import Problem, effective_window
 from gpu_accel.ring_attention.fragments import NUMBERS, SIDE, gather, statistics
 from gpu_accel.ring_attention.masks import Piece
@@ -152,24 +151,20 @@ class Gradients:
             stat, dq_sum = (x.chunk(2, 1)[half] for x in (stat, dq_sum))
             dk, dv = (x.chunk(2)[half] for x in (dk, dv))
         do, q, k, v = (addressable(x) for x in (do, q, k, v))
-        batch, seqlen_q, heads, d = q.shape
-        seqlen_k, heads_kv = k.shape[1], k.shape[2]
-        left, right = effective_window(piece.left, piece.right, seqlen_q, seqlen_k)
+        seqlen_k, d = k.shape[1], k.shape[3]
+        left, right = effective_window(piece.left, piece.right, q.shape[1], seqlen_k)
         causal = right >= 0
         plain = left < 0 and right <= 0 and self.softcap == 0 and self.turns is None
         apart = _APART and plain and _seen(q.dtype, seqlen_k)
         lean = plain and q.dtype == torch.bfloat16 and (d > 64 or seqlen_k % _KEYS == 0)
         config, m = _config(d, causal, lean), self.block_m
-        num_m, num_n, per_kv = -(-seqlen_q // m), -(-seqlen_k // _KEYS), heads // heads_kv
-        num_tiles = num_n * batch * heads_kv
         scale, cap_in = self.softmax_scale * _LOG2_E, 0.0
         if self.softcap > 0:
             scale, cap_in = self.softcap * _LOG2_E, self.softmax_scale / self.softcap
         counter, turns = tile_counter(q.device), None
-        share = {}
         if self.turns is not None:
             turns = self.turns.zero_()[1:]
-            share = {"share": _IN_TURNS[causal]}
+        steps = walk(q, k, config, share=None if turns is None else _IN_TURNS[causal])
         arguments = (
             tensor_map(q, m, d),
             tensor_map(do, m, d),
@@ -180,14 +175,7 @@ class Gradients:
             _fragments(dk),
             _fragments(dv),
             counter,
-            seqlen_q,
-            seqlen_k,
-            heads_kv,
-            per_kv,
-            num_m,
-            num_n,
-            num_tiles,
-            heads_per_group(batch * heads_kv, per_kv * num_m * m * d * 8, **share),
+            *steps,
             left,
             right,
             self.all_m,
@@ -214,7 +202,7 @@ class Gradients:
             NAMED=config.named,
             LEAN=config.lean,
         )
-        programs = min(multiprocessors(q.device), num_tiles)
+        programs = min(multiprocessors(q.device), steps[6])
         if apart:
             wanted = ("D", "M", "K_SLOTS", "V_SLOTS", "PRELOAD", "CAUSAL", "EVEN_K", "DYNAMIC")
             constants = {name: constants[name] for name in wanted} | {"EARLY": exponentials_early(causal, seqlen_k)}
