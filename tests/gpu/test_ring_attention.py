@@ -14,7 +14,7 @@ import torch.multiprocessing
 
 from gpu_accel.flash_attention3 import flash_attn_func
 from gpu_accel.flash_attention3.reference import attention_truth, attention_truth_backward
-from gpu_accel.ring_attention import RingAttention, hopper_backward, lanes, make_layout
+from gpu_accel.ring_attention import RingAttention, hopper_backward, lanes, make_layout, wire_kernels
 from gpu_accel.ring_attention.attention import distributed_attention, gather_sequence, make_call
 from gpu_accel.ring_attention.masks import Piece, pieces
 from gpu_accel.ring_attention.replay import Replay
@@ -141,6 +141,23 @@ def test_keys_in_eight_bits_on_the_wire(kind: torch.dtype):
     )
     for name, x, truth, ruler in zip(NAMES, (found[0], *found[2:]), exact, rulers, strict=True):
         assert_close_to_truth(name, x, truth, ruler, floor=8e-3)
+
+
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_the_wire_has_the_bytes_of_the_cpu(dtype: torch.dtype, kind: torch.dtype):
+    """Encoding and decoding by kernels, of rows of heads of every size and any strides."""
+    for dim in (24, 128):
+        x = torch.randn(2, 301, 5, dim, generator=torch.Generator().manual_seed(1))[:, :300, :3]
+        x = x * (torch.logspace(-30, 30, 900) if dtype != torch.float16 else torch.logspace(-4, 3, 900)).view(300, 3, 1)
+        x = x.to(dtype)
+        x[0, 0, 0], x[1, 7, 1], x[0, 5, 2, 3], x[1, 9, 0, 0] = 0, 448 * 2.0**-4, float("nan"), float("inf")
+        finite, there = x.isfinite().all(-1), x.cuda()
+        assert wire_kernels.refuse(there, there, kind) is None
+        coded, expected = encode(there, kind), encode(x, kind)
+        assert torch.equal(coded.cpu()[finite], expected[finite])
+        y = decode(coded, kind, dtype).cpu()
+        assert torch.equal(y[finite], decode(expected, kind, dtype)[finite]) and y[~finite].isnan().all()
 
 
 @pytest.mark.parametrize("heads_kv", [32, 8])
