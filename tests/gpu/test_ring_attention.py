@@ -171,7 +171,7 @@ def test_one_rank_in_lanes(heads_kv: int, monkeypatch):
     for wanted in (False, True, True):
         monkeypatch.setattr(lanes, "WANTED", wanted)
         with lanes.of_any_length():
-            assert lanes.useful(q, k) == lanes.useful(q, k, backward=True) == wanted
+            assert lanes.useful(q, k, 4) == wanted
             o, lse = replay.forward()
             found.append((o, lse, replay.backward(do, o, lse)))
     for o, lse, dq in found[1:]:
@@ -192,12 +192,12 @@ def test_dq_apart_gives_what_one_kernel_gives(dtype, length: int, head_dim: int,
     qkv = make_qkv(**shape, dtype=dtype, device="cuda", seed=2)
     q, k, v, do = *qkv, random_like(qkv.q, seed=3)
     launched, kernel = [], hopper_backward._kernel
-    monkeypatch.setattr(hopper_backward, "_seen", lambda *_: True)
+    monkeypatch.setattr(hopper_backward, "_timed", lambda *_: True)
     monkeypatch.setattr(hopper_backward, "_kernel", lambda apart=False: (launched.append(apart), kernel(apart))[1])
     found = []
     for apart in (False, True, True):
         monkeypatch.setattr(hopper_backward, "_APART", apart)
-        launched.clear()
+        launched.clear(), hopper_backward._known.clear()
         found.append(simulate_attention(q, k, v, do=do, ranks=2, layout="contiguous", causal=True)[2:])
         assert set(launched) == {apart}
     exact = attention_truth_backward(do, q, k, v, causal=True)
@@ -596,7 +596,7 @@ def _in_lanes(rank: int, ranks: int) -> None:
     first = None
     for lanes.WANTED in (False, True, True, True):
         with lanes.of_any_length():
-            assert lanes.useful(q, k) == lanes.useful(q, k, backward=True) == lanes.WANTED
+            assert lanes.useful(q, k, ranks) == lanes.WANTED
             o, lse = distributed_attention(*leaves, layout=layout, transport=transport, causal=True)
             found = (o.detach(), lse, *torch.autograd.grad(o, leaves, do))
         first = first or found
