@@ -20,6 +20,7 @@ from gpu_accel.flash_attention3.problem import Problem
 _MOST_SHAPES = 4096
 _L2_SHARE = 32 * 2**20  # bytes that the heads walked together may hold; the H100 has 50 MB of L2
 _maps: dict[tuple, dict] = {}
+Launch = tuple[Any, tuple[int, ...], tuple]  # compiled kernel, grid, arguments
 
 
 class QuickLaunch:
@@ -29,8 +30,10 @@ class QuickLaunch:
         self.kernel = kernel
         self._compiled: dict[tuple, Any] = {}
 
-    def __call__(self, key: tuple, programs: int, arguments: tuple, constants: dict, options: dict) -> None:
-        """Run on a one-dimensional grid.
+    def __call__(
+        self, key: tuple, programs: int | tuple[int, int], arguments: tuple, constants: dict, options: dict
+    ) -> Launch | None:
+        """Run on a grid of one dimension, or two. Returns what was launched, for `Known`; None where nothing was.
 
         Args:
             key: everything that tells one variant from another, beside `constants` and the device.
@@ -39,16 +42,80 @@ class QuickLaunch:
         """
         if launch._hook is not None:
             launch.launch(self.kernel, programs, arguments, {**constants, **options})
-            return
+            return None
         values = tuple(constants.values())
         variant = (torch.cuda.current_device(), key, values)
         compiled = self._compiled.get(variant)
+        grid = programs if isinstance(programs, tuple) else (programs,)
         if compiled is None:
-            compiled = self._compiled[variant] = self.kernel[(programs,)](*arguments, **constants, **options)
+            compiled = self._compiled[variant] = self.kernel[grid](*arguments, **constants, **options)
         else:
-            compiled[(programs, 1, 1)](*arguments, *values)
+            compiled[(*grid, 1, 1)[:3]](*arguments, *values)
         if (seen := launch._seen) is not None:
-            seen(self.kernel, compiled, (programs,), arguments, {**constants, **options})
+            seen(self.kernel, compiled, grid, arguments, {**constants, **options})
+        return compiled, (*grid, 1, 1)[:3], (*arguments, *values)
+
+
+class _At:
+    """An address in place of a tensor: all that a compiled kernel asks of one. Keeps no memory alive."""
+
+    __slots__ = ("_address", "dtype")
+
+    def __init__(self, x: Tensor) -> None:
+        self._address, self.dtype = x.data_ptr(), x.dtype
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+class Known:
+    """Launches whose arguments have been worked out before, by all that decides them: shapes, options and addresses.
+
+    A training step or a decoded token comes back to the addresses of the one before, and looking them up takes a tenth
+    of the time of working arguments out. A counter of tiles is that of the stream, and asked for each time.
+    """
+
+    def __init__(self, most: int = 1024) -> None:
+        self.most = most
+        self._launches: dict[tuple, tuple] = {}
+
+    def again(self, key: tuple, device: torch.device) -> Any:
+        """Launch what `key` stands for, and return what was kept with it; None: it is not known, or is to be seen."""
+        found = self._launches.get(key)
+        if found is None or launch._hook is not None or launch._seen is not None:
+            return None
+        compiled, grid, arguments, counters, result = found
+        if counters:
+            arguments = list(arguments)
+            for i in counters:
+                arguments[i] = tile_counter(device)
+        compiled[grid](*arguments)
+        return result
+
+    def keep(self, key: tuple, made: Launch | None, counter: Tensor | None, result: Any = True) -> None:
+        """`made`: what QuickLaunch returned. `counter`: the counter among its arguments."""
+        if made is None or made[0] is None:  # nothing was launched, or by the interpreter
+            return
+        if len(self._launches) >= self.most:
+            self._launches.clear()
+        compiled, grid, arguments = made
+        counters = [i for i, x in enumerate(arguments) if x is counter and counter is not None]
+        self._launches[key] = (compiled, grid, tuple(_without_memory(x) for x in arguments), counters, result)
+
+    def clear(self) -> None:
+        self._launches.clear()
+
+
+def _without_memory(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return _At(x)
+    if not isinstance(x, _descriptor_class()):
+        return x
+    made = object.__new__(type(x))
+    made.__dict__.update(vars(x))
+    made.base = _At(x.base)
+    return made
+
 
 
 def tensor_map(x: Tensor, rows: int, cols: int):
@@ -142,7 +209,7 @@ def tile_counter(device: torch.device) -> Tensor:
     """A zero that a kernel counts up and resets itself, one a stream: launches of one stream never overlap."""
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)  # under capture it lives in the graph's pool
-    key = (device, torch.cuda.current_stream(device).cuda_stream)
+    key = (device, torch._C._cuda_getCurrentRawStream(device.index))
     counter = _counters.get(key)
     if counter is None:
         counter = _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)

@@ -325,6 +325,16 @@ def _finish(dq_sum: Tensor, dq: Tensor, softmax_scale: float, d: int, m: int) ->
     )
 
 
+def walk(q: Tensor, k: Tensor, config: BackwardConfig, *, share: int | None = None) -> tuple[int, ...]:
+    """What tells a kernel of one pass how to go over (batch, seqlen, heads, dim) tensors: seqlen_q, seqlen_k, heads_kv,
+    query heads of each, steps of rows, tiles of keys in a head and in all, and heads walked together."""
+    (batch, seqlen_q, heads), (seqlen_k, heads_kv), m = q.shape[:3], k.shape[1:3], config.block_m
+    per_kv, num_m, num_n = heads // heads_kv, -(-seqlen_q // m), -(-seqlen_k // _KEYS)
+    rows = per_kv * num_m * m * config.head_dim * 8  # bytes of a key head's rows and of their dQ
+    group = heads_per_group(batch * heads_kv, rows, config.share if share is None else share)
+    return seqlen_q, seqlen_k, heads_kv, per_kv, num_m, num_n, num_n * batch * heads_kv, group
+
+
 def _one_kernel(
     inputs, outputs, config: BackwardConfig, *, window, scales, masks, features, cap_out, tables
 ) -> Tensor:
@@ -333,14 +343,11 @@ def _one_kernel(
 
     do, q, k, v = inputs[:4]
     dq, dk, dv = outputs
-    batch, seqlen_q, heads, head_dim = q.shape
-    seqlen_k, heads_kv = k.shape[1], k.shape[2]
     d, m = config.head_dim, config.block_m
-    num_m, num_n = -(-seqlen_q // m), -(-seqlen_k // _KEYS)
-    dq_sum = torch.empty((batch, heads, num_m, 2, 4096), dtype=torch.float32, device=q.device)
+    steps = walk(q, k, config)
+    seqlen_q, seqlen_k, _, _, num_m, _, num_tiles, _ = steps
+    dq_sum = torch.empty((q.shape[0], q.shape[2], num_m, 2, 4096), dtype=torch.float32, device=q.device)
     stat = _prepare(inputs, num_m, m, d, dq_sum)
-    num_tiles = num_n * batch * heads_kv
-    per_kv = heads // heads_kv
     counter = tile_counter(q.device)
     table, shape = (counter if tables is None else tables[0]), None
     if features.block_lists:
@@ -357,8 +364,7 @@ def _one_kernel(
         tensor_map(dv, 64, d),
         counter,
     )
-    group = heads_per_group(batch * heads_kv, per_kv * num_m * m * d * 8, config.share)
-    numbers = (seqlen_q, seqlen_k, heads_kv, per_kv, num_m, num_n, num_tiles, group, *window, *scales)
+    numbers = (*steps, *window, *scales)
     options = dict(
         D=d,
         M=m,

@@ -31,15 +31,15 @@ class Constant:
 ATTENTION = Constant(
     700e12,
     550e12,
-    756e12,
+    760e12,
     "flop/s",
-    "forward, causal, d 128, records: 749 (16k tokens), 754 to 756 (32k), 741 to 745 (64k), 692 TFLOP/s (128k, "
-    "hot); earlier kernels 727, 741, 713, 641; cuDNN 567 to 684",
+    "forward, causal, d 128, records: 736 to 749 (16k tokens), 751 to 756 (32k), 741 to 749 (64k), 692 TFLOP/s (128k, "
+    "hot), steps alone 753 (32k a GPU); earlier kernels 727, 741, 713, 641; cuDNN 567 to 684",
 )
 BACKWARD = Constant(
-    600e12, 520e12, 682e12, "flop/s",
-    "both passes together, records: 682 (32k tokens), 635 (64k), 628 TFLOP/s (128k); earlier kernels 615 (16k), 547 to "
-    "592 (32k, 64k)",
+    630e12, 520e12, 700e12, "flop/s",
+    "both passes together, records: 672 (16k tokens), 676 to 685 (32k), 633 to 635 (64k), 628 TFLOP/s (128k), rings of "
+    "two 689; earlier kernels 615 (16k), 547 to 592 (32k, 64k)",
 )  # fmt: skip
 SMALL_BLOCK = Constant(
     150,

@@ -6,16 +6,32 @@ A fragment is a block of 64 rows and 64 columns, 4096 numbers in the order in wh
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from gpu_accel.flash_attention3.device import LOG2E
+from gpu_accel.flash_attention3.gluon_launch import QuickLaunch
 from gpu_accel.flash_attention3.launch import launch, next_power_of_2
 
 SIDE = 64  # rows and columns of a fragment
 NUMBERS = SIDE * SIDE
+_quick = functools.cache(QuickLaunch)
+
+
+def _launch(kernel: Any, grid: tuple[int, int], arguments: tuple, constants: dict, *specialised: int) -> None:
+    """Run a kernel; on a GPU by the variant already known for the dtypes and alignments of its tensors and for the
+    integers that Triton specialises on."""
+    options = dict(num_warps=4)
+    if not arguments[0].is_cuda:
+        launch(kernel, grid, arguments, {**constants, **options})
+        return
+    tensors = [(x.dtype, x.data_ptr() % 16) for x in arguments if isinstance(x, Tensor)]
+    _quick(kernel)((*tensors, *specialised), grid, arguments, constants, options)
 
 
 @triton.jit(do_not_specialize=["heads", "rows"])
@@ -43,8 +59,9 @@ def row_delta(do: Tensor, o: Tensor) -> Tensor:
     if out.numel():
         d = next_power_of_2(dim)
         r = max(1, min(64, 8192 // d))
-        arguments = (o, do, out, *o.stride()[:3], *do.stride()[:3], heads, rows)
-        launch(delta_kernel, (triton.cdiv(rows, r), batch * heads), arguments, dict(R=r, DIM=dim, D=d, num_warps=4))
+        strides = (*o.stride()[:3], *do.stride()[:3])
+        arguments = (o, do, out, *strides, heads, rows)
+        _launch(delta_kernel, (triton.cdiv(rows, r), batch * heads), arguments, dict(R=r, DIM=dim, D=d), *strides)
     return out
 
 
@@ -69,8 +86,9 @@ def statistics(lse: Tensor, delta: Tensor, block: int) -> Tensor:
     batch, heads, rows = lse.shape
     blocks = -(-rows // block)
     out = torch.empty((batch, heads, blocks, 2, block), dtype=torch.float32, device=lse.device)
-    arguments = (lse, delta, out, *lse.stride(), *delta.stride(), heads, rows, blocks)
-    launch(statistics_kernel, (blocks, batch * heads), arguments, dict(M=block, num_warps=4))
+    specialised = (*lse.stride(), *delta.stride(), heads)
+    arguments = (lse, delta, out, *specialised, rows, blocks)
+    _launch(statistics_kernel, (blocks, batch * heads), arguments, dict(M=block), *specialised)
     return out
 
 
@@ -113,6 +131,6 @@ def gather(first: Tensor, second: Tensor | None, out: Tensor, *, scale: float) -
             first, first if second is None else second, out, *out.stride()[:3], heads, rows, fragments, float(scale),
         )  # fmt: skip
         used = min(fragments, -(-rows // SIDE) * (dim // SIDE))
-        options = dict(WIDE=dim == 2 * SIDE, TWO=second is not None, num_warps=4)
-        launch(gather_kernel, (used, batch * heads), arguments, options)
+        constants = dict(WIDE=dim == 2 * SIDE, TWO=second is not None)
+        _launch(gather_kernel, (used, batch * heads), arguments, constants, *out.stride()[:3])
     return out

@@ -15,20 +15,21 @@ import torch
 from torch import Tensor
 
 from gpu_accel.flash_attention3.gluon_launch import (
+    Known,
     QuickLaunch,
     addressable,
-    heads_per_group,
     known_map,
     multiprocessors,
     refusal,
     tensor_map,
     tile_counter,
 )
-from gpu_accel.flash_attention3.hopper_backward import BackwardConfig, backward_config, exponentials_early
+from gpu_accel.flash_attention3.hopper_backward import BackwardConfig, backward_config, exponentials_early, walk
 from gpu_accel.flash_attention3.problem import Problem, effective_window
 from gpu_accel.ring_attention.fragments import NUMBERS, SIDE, gather, statistics
 from gpu_accel.ring_attention.masks import Piece
 
+_known = Known()
 _APART = True  # dQ in a warpgroup of its own where steps are plain (hopper_backward_apart.py)
 _LOG2_E = 1.4426950408889634
 _KEYS = 128  # of a tile
@@ -68,9 +69,9 @@ def _config(head_dim: int, causal: bool = False, plain: bool = False) -> Backwar
     return config
 
 
-def _seen(dtype: torch.dtype, seqlen_k: int) -> bool:
-    """Whether dQ apart has been seen right on a GPU: not in fp16 and where a tile of keys is cut off."""
-    return dtype == torch.bfloat16 and seqlen_k % _KEYS == 0
+def _timed(seqlen_k: int) -> bool:
+    """Whether dQ apart, which has been seen right in all its forms, was timed: not where a tile of keys is cut off."""
+    return seqlen_k % _KEYS == 0
 
 
 @functools.cache
@@ -136,12 +137,20 @@ class Gradients:
         self.turns: Tensor | None = None
         if deterministic:  # one for each fragment, and one in front where it is always everybody's turn
             self.turns = torch.empty(1 + batch * heads * self.all_m * 2, dtype=torch.int32, device=q.device)
+        self._key = (
+            *(x.data_ptr() for x in (self.do, self.q, self.stat, self.dq_sum)), q.device, q.dtype, q.shape,
+            self.do.stride(), self.q.stride(), softmax_scale, softcap,
+        )  # fmt: skip
 
     def add(self, piece: Piece, k: Tensor, v: Tensor, into: Tensor, half: int | None = None) -> None:
         """Add the gradients of one piece; `into` holds the sums of dK and of dV, `sum_size` numbers.
 
         half: 0 or 1: of the first or the second half of the heads only (lanes.py), of a batch of one.
         """
+        addresses = (k.data_ptr(), v.data_ptr(), into.data_ptr())
+        key = (self._key, addresses, k.shape, k.stride(), v.stride(), piece, half, _APART)
+        if self.turns is None and _known.again(key, self.q.device):
+            return
         rows, keys = slice(piece.q0, piece.q0 + piece.sq), slice(piece.k0, piece.k0 + piece.sk)
         all_n = -(-k.shape[1] // _KEYS) * 2
         do, q, k, v = self.do[:, rows], self.q[:, rows], k[:, keys], v[:, keys]
@@ -151,25 +160,22 @@ class Gradients:
             do, q, k, v = (x.chunk(2, 2)[half] for x in (do, q, k, v))
             stat, dq_sum = (x.chunk(2, 1)[half] for x in (stat, dq_sum))
             dk, dv = (x.chunk(2)[half] for x in (dk, dv))
-        do, q, k, v = (addressable(x) for x in (do, q, k, v))
-        batch, seqlen_q, heads, d = q.shape
-        seqlen_k, heads_kv = k.shape[1], k.shape[2]
-        left, right = effective_window(piece.left, piece.right, seqlen_q, seqlen_k)
+        given = do, q, k, v
+        do, q, k, v = (addressable(x) for x in given)
+        seqlen_k, d = k.shape[1], k.shape[3]
+        left, right = effective_window(piece.left, piece.right, q.shape[1], seqlen_k)
         causal = right >= 0
         plain = left < 0 and right <= 0 and self.softcap == 0 and self.turns is None
-        apart = _APART and plain and _seen(q.dtype, seqlen_k)
+        apart = _APART and plain and _timed(seqlen_k)
         lean = plain and q.dtype == torch.bfloat16 and (d > 64 or seqlen_k % _KEYS == 0)
         config, m = _config(d, causal, lean), self.block_m
-        num_m, num_n, per_kv = -(-seqlen_q // m), -(-seqlen_k // _KEYS), heads // heads_kv
-        num_tiles = num_n * batch * heads_kv
         scale, cap_in = self.softmax_scale * _LOG2_E, 0.0
         if self.softcap > 0:
             scale, cap_in = self.softcap * _LOG2_E, self.softmax_scale / self.softcap
         counter, turns = tile_counter(q.device), None
-        share = {}
         if self.turns is not None:
             turns = self.turns.zero_()[1:]
-            share = {"share": _IN_TURNS[causal]}
+        steps = walk(q, k, config, share=None if turns is None else _IN_TURNS[causal])
         arguments = (
             tensor_map(q, m, d),
             tensor_map(do, m, d),
@@ -180,14 +186,7 @@ class Gradients:
             _fragments(dk),
             _fragments(dv),
             counter,
-            seqlen_q,
-            seqlen_k,
-            heads_kv,
-            per_kv,
-            num_m,
-            num_n,
-            num_tiles,
-            heads_per_group(batch * heads_kv, per_kv * num_m * m * d * 8, **share),
+            *steps,
             left,
             right,
             self.all_m,
@@ -214,13 +213,14 @@ class Gradients:
             NAMED=config.named,
             LEAN=config.lean,
         )
-        programs = min(multiprocessors(q.device), num_tiles)
+        programs = min(multiprocessors(q.device), steps[6])
         if apart:
             wanted = ("D", "M", "K_SLOTS", "V_SLOTS", "PRELOAD", "CAUSAL", "EVEN_K", "DYNAMIC")
             constants = {name: constants[name] for name in wanted} | {"EARLY": exponentials_early(causal, seqlen_k)}
-            _kernel(apart=True)((q.dtype,), programs, arguments, constants, dict(num_warps=4, maxnreg=128))
-            return
-        _kernel()((q.dtype,), programs, arguments, constants, dict(num_warps=4, maxnreg=168))
+        kernel, options = _kernel(apart), dict(num_warps=4, maxnreg=128 if apart else 168)
+        made = kernel((q.dtype,), programs, arguments, constants, options)
+        if turns is None and all(a is b for a, b in zip(given, (do, q, k, v), strict=True)):
+            _known.keep(key, made, counter)
 
     def finish(
         self, k: Tensor, first: Tensor, second: Tensor | None, dtype: torch.dtype

@@ -7,6 +7,7 @@ import functools
 from torch import Tensor
 
 from gpu_accel.flash_attention3.gluon_launch import (
+    Known,
     QuickLaunch,
     addressable,
     heads_per_group,
@@ -20,6 +21,7 @@ from gpu_accel.flash_attention3.problem import Problem, effective_window
 
 _LOG2_E = 1.4426950408889634
 _ROWS = 64  # of a tile of one warpgroup
+_known = Known()
 
 
 def refuse(problem: Problem) -> str | None:
@@ -73,7 +75,15 @@ def forward_merge(
     Returns:
         the rows [a, b) of q that went to `result`.
     """
-    q, k, v = (addressable(x) for x in (q, k, v))
+    key = (
+        *(x.data_ptr() for x in (q, k, v, o, lse, result)), q.device, q.dtype, q.shape, k.shape, q.stride(), k.stride(),
+        v.stride(), o.shape, o.stride(), lse.stride(), result.stride(), row, first, done, softmax_scale, window_left,
+        window_right, softcap, queued,
+    )  # fmt: skip
+    if (ends := _known.again(key, q.device)) is not None:
+        return ends
+    given = q, k, v
+    q, k, v = (addressable(x) for x in given)
     batch, seqlen_q, heads, head_dim = q.shape
     seqlen_k, heads_kv = k.shape[1], k.shape[2]
     window_left, window_right = effective_window(window_left, window_right, seqlen_q, seqlen_k)
@@ -137,7 +147,10 @@ def forward_merge(
         CONSUMER_REGISTERS=consumer_registers,
         PRODUCER_REGISTERS=producer_registers,
     )
+    counter = arguments[6] if dynamic else None
     variant = (q.dtype, arguments[5].data_ptr() % 16)  # all that Triton would specialise on; o is always aligned
     options = dict(num_warps=4, maxnreg=launch_registers)
-    _kernel()(variant, min(multiprocessors(q.device), num_tiles), arguments, constants, options)
+    made = _kernel()(variant, min(multiprocessors(q.device), num_tiles), arguments, constants, options)
+    if all(a is b for a, b in zip(given, (q, k, v), strict=True)):
+        _known.keep(key, made, counter, (low, high))
     return low, high

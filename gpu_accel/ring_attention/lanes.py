@@ -20,15 +20,16 @@ from torch import Tensor
 
 from gpu_accel.flash_attention3.gluon_launch import multiprocessors
 from gpu_accel.ring_attention.call import Call
+from gpu_accel.ring_attention.streams import on
 from gpu_accel.ring_attention.transport import Transport
 
 WANTED = True
 _TILE = 128  # rows of a tile, of queries or of keys
-_whatever = (False, False)  # of any length: forward, backward
-# Rounds of tiles in a lane: with fewer the host takes longer to issue a step than the GPU to compute it. The backward's
-# steps are longer and there is more to issue: at 8k tokens and 32 heads on two H200s (16 % more than 6 rounds) both
-# passes took 6.23 ms with lanes where the host kept up and 6.6 to 8 where it did not, and 6.31 without, every time.
-_ROUNDS, _ROUNDS_BACKWARD = 6, 12
+_whatever = False
+# Rounds of tiles in a lane and step, and in all steps: with fewer the host takes longer to issue a step, or both passes
+# of a few steps, than the GPU to compute them. Two H200s, 8k tokens and 32 heads each (8 rounds, 2 steps), both passes:
+# 6.23 ms with lanes where the host kept up and 6.6 to 8 where it did not, 6.31 to 6.34 without, every time.
+_ROUNDS, _ROUNDS_IN_ALL = 6, 24
 
 
 def fit(transport: Transport, call: Call) -> bool:
@@ -37,26 +38,26 @@ def fit(transport: Transport, call: Call) -> bool:
     return transport.pushes and call.overlap and call.wire is None
 
 
-def useful(q: Tensor, k: Tensor, *, backward: bool = False) -> bool:
-    """Whether there are two halves, each with several rounds of tiles for all multiprocessors."""
+def useful(q: Tensor, k: Tensor, steps: int) -> bool:
+    """Whether there are two halves, each with several rounds of tiles for all multiprocessors in each of the steps."""
     if not WANTED or not q.is_cuda or k.shape[2] % 2:
         return False
     if torch.cuda.is_current_stream_capturing():  # not seen right in a CUDA graph
         return False
-    rows = q.shape[0] * q.shape[2] * min(q.shape[1], k.shape[1])
-    return _whatever[backward] or rows >= least_rows(q.device, backward=backward)
+    return _whatever or long_enough(q.shape[0] * q.shape[2] * min(q.shape[1], k.shape[1]), steps, q.device)
 
 
-def least_rows(device: torch.device, *, backward: bool = False) -> int:
-    """Rows of all heads from which on lanes are useful."""
-    return 2 * (_ROUNDS_BACKWARD if backward else _ROUNDS) * multiprocessors(device) * _TILE
+def long_enough(rows: int, steps: int, device: torch.device) -> bool:
+    """Whether lanes are useful for so many rows of all heads, in so many steps."""
+    round_of_both = 2 * multiprocessors(device) * _TILE
+    return rows >= _ROUNDS * round_of_both and rows * steps >= _ROUNDS_IN_ALL * round_of_both
 
 
 @contextmanager
-def of_any_length(wanted: bool = True, *, backward: bool | None = None) -> Iterator[None]:
-    """Short shards in lanes too, to check what long ones do; `backward`: if that is not the same there."""
+def of_any_length(wanted: bool = True) -> Iterator[None]:
+    """Short shards in lanes too, to check what long ones do."""
     global _whatever
-    before, _whatever = _whatever, (wanted, wanted if backward is None else backward)
+    before, _whatever = _whatever, wanted
     try:
         yield
     finally:
@@ -78,7 +79,7 @@ class Lanes:
     """The current stream and another beside it, from now to `join`."""
 
     def __init__(self, device: torch.device) -> None:
-        self.main = torch.cuda.current_stream(device)
+        self.main = torch.cuda.current_stream(device.index)
         self.side, self._both = _streams(device)
 
     def follow(self) -> None:
@@ -93,7 +94,7 @@ class Lanes:
         """On a stream that waits for what has been issued on either: neither waits for the other."""
         self._both.wait_stream(self.main)
         self._both.wait_stream(self.side)
-        with torch.cuda.stream(self._both):
+        with on(self._both):
             yield
 
     def join(self) -> None:

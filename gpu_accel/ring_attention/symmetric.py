@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import math
 import os
 import socket
@@ -50,6 +51,7 @@ from torch import Tensor
 
 from gpu_accel.errors import HardwareError, InvalidInputError
 from gpu_accel.ring_attention.faults import CommunicationError
+from gpu_accel.ring_attention.streams import on
 from gpu_accel.ring_attention.transport import Pending, TorchTransport, check_group
 
 _ALIGNMENT = 256
@@ -102,6 +104,7 @@ class _Watch:
     def __init__(self, streams: int, words: Tensor, timeout: float, late: Callable[[int], None]) -> None:
         """`words`: 2 * streams int32 of pinned memory, zeros. late(rank): called once, for one not heard of."""
         self.words, self.timeout, self.late = words, timeout, late
+        self._seen = words.numpy()  # the same memory, which is quicker to read one word of
         self.count = [0] * streams
         # of the waits that have been issued: who they are for, and where the flag is
         self.ranks: list[dict[int, tuple[int, int]]] = [{} for _ in range(streams)]
@@ -112,7 +115,8 @@ class _Watch:
         self.count[stream] += 1
         number, ranks = self.count[stream], self.ranks[stream]
         ranks[number] = rank, flag
-        for old in [n for n in list(ranks)[:8] if n < int(self.words[2 * stream + 1])]:
+        over = int(self._seen[2 * stream + 1])
+        for old in [n for n in itertools.islice(ranks, 8) if n < over]:
             del ranks[old]
         if self._thread is None:
             self._thread = threading.Thread(target=self._look, name="symmetric-memory-watch", daemon=True)
@@ -166,7 +170,8 @@ class SymmetricTransport(TorchTransport):
 
         self.name = "symmetric"
         self._symmetric = symmetric
-        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._index = torch.cuda.current_device()  # the number alone is quicker to ask for a stream by
+        self._device = torch.device("cuda", self._index)
         # sums wait for what a neighbour computes, keys and values do not: they must not queue up behind one another,
         # nor what leaves here behind what arrives
         self._streams = [torch.cuda.Stream(self._device, priority=-1) for _ in range(3)]
@@ -264,8 +269,8 @@ class SymmetricTransport(TorchTransport):
             return Pending(lambda: None)
         size = message.numel() * message.element_size()
         stream = self._hops
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
+        stream.wait_stream(torch.cuda.current_stream(self._index))
+        with on(stream):
             self._set(stream, to, _READY)
             self._await(stream, source, _READY)
             into.view(-1).view(torch.uint8).copy_(area.of(source)[offset : offset + size])
@@ -280,7 +285,7 @@ class SymmetricTransport(TorchTransport):
         """What has been issued on a side stream; waiting makes the current stream wait, not the host."""
         finished = torch.cuda.Event()
         finished.record(stream)
-        return Pending(lambda: torch.cuda.current_stream(self._device).wait_event(finished))
+        return Pending(lambda: torch.cuda.current_stream(self._index).wait_event(finished))
 
     def _set(self, stream: torch.cuda.Stream, rank: int, kind: int) -> None:
         address = self._flag_handle.buffer_ptrs[rank] + 4 * (len(_KINDS) * self.rank + kind)
@@ -333,11 +338,11 @@ class _Mail:
     def __init__(self, transport: SymmetricTransport) -> None:
         transport._usable()
         self.transport, self.stream = transport, transport._departures
-        self.stream.wait_stream(torch.cuda.current_stream(transport._device))  # what will be sent is written
+        self.stream.wait_stream(torch.cuda.current_stream(transport._index))  # what will be sent is written
 
     def expect(self, source: int, into: Tensor) -> Pending:
         transport, stream = self.transport, self.transport._arrivals
-        stream.wait_stream(torch.cuda.current_stream(transport._device))  # nobody here still reads `into`
+        stream.wait_stream(torch.cuda.current_stream(transport._index))  # nobody here still reads `into`
         transport._set(stream, source, _FREE)
 
         def arrive() -> None:
@@ -350,7 +355,7 @@ class _Mail:
         transport = self.transport
         area, (offset,) = transport._area(into)
         theirs = area.of(to)
-        with torch.cuda.stream(self.stream):
+        with on(self.stream):
             transport._await(self.stream, to, _FREE)
             for x, at in parts:
                 a = offset + at * into.element_size()

@@ -348,8 +348,7 @@ class _Run:
 
     def _gradients(self, name: str, seqlen: int, seed: int) -> float:
         q, k, *_ = self.shards(name, int(self.case["seqlen"]), seed)
-        wanted, back = (lanes.useful(q, k, backward=one) for one in (False, True))
-        with lanes.of_any_length(wanted, backward=back):  # what is timed is what is checked
+        with lanes.of_any_length(lanes.useful(q, k, self.ranks)):  # what is timed is what is checked
             found = self.call(name, self.shards(name, seqlen, seed), seqlen)()[1:]
         if name != "one-gpu":
             cut, transport = self.layout(name, seqlen), _transport("nccl", self.settings.on_gpu)

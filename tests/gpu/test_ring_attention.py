@@ -14,7 +14,7 @@ import torch.multiprocessing
 
 from gpu_accel.flash_attention3 import flash_attn_func
 from gpu_accel.flash_attention3.reference import attention_truth, attention_truth_backward
-from gpu_accel.ring_attention import RingAttention, hopper_backward, lanes, make_layout
+from gpu_accel.ring_attention import RingAttention, hopper_backward, lanes, make_layout, wire_kernels
 from gpu_accel.ring_attention.attention import distributed_attention, gather_sequence, make_call
 from gpu_accel.ring_attention.masks import Piece, pieces
 from gpu_accel.ring_attention.replay import Replay
@@ -143,6 +143,23 @@ def test_keys_in_eight_bits_on_the_wire(kind: torch.dtype):
         assert_close_to_truth(name, x, truth, ruler, floor=8e-3)
 
 
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_the_wire_has_the_bytes_of_the_cpu(dtype: torch.dtype, kind: torch.dtype):
+    """Encoding and decoding by kernels, of rows of heads of every size and any strides."""
+    for dim in (24, 128):
+        x = torch.randn(2, 301, 5, dim, generator=torch.Generator().manual_seed(1))[:, :300, :3]
+        x = x * (torch.logspace(-30, 30, 900) if dtype != torch.float16 else torch.logspace(-4, 3, 900)).view(300, 3, 1)
+        x = x.to(dtype)
+        x[0, 0, 0], x[1, 7, 1], x[0, 5, 2, 3], x[1, 9, 0, 0] = 0, 448 * 2.0**-4, float("nan"), float("inf")
+        finite, there = x.isfinite().all(-1), x.cuda()
+        assert wire_kernels.refuse(there, there, kind) is None
+        coded, expected = encode(there, kind), encode(x, kind)
+        assert torch.equal(coded.cpu()[finite], expected[finite])
+        y = decode(coded, kind, dtype).cpu()
+        assert torch.equal(y[finite], decode(expected, kind, dtype)[finite]) and y[~finite].isnan().all()
+
+
 @pytest.mark.parametrize("heads_kv", [32, 8])
 def test_one_rank_in_lanes(heads_kv: int, monkeypatch):
     """Of four ranks, with its own keys: the halves of the heads on two streams, and all of them on one."""
@@ -154,7 +171,7 @@ def test_one_rank_in_lanes(heads_kv: int, monkeypatch):
     for wanted in (False, True, True):
         monkeypatch.setattr(lanes, "WANTED", wanted)
         with lanes.of_any_length():
-            assert lanes.useful(q, k) == lanes.useful(q, k, backward=True) == wanted
+            assert lanes.useful(q, k, 4) == wanted
             o, lse = replay.forward()
             found.append((o, lse, replay.backward(do, o, lse)))
     for o, lse, dq in found[1:]:
@@ -175,12 +192,12 @@ def test_dq_apart_gives_what_one_kernel_gives(dtype, length: int, head_dim: int,
     qkv = make_qkv(**shape, dtype=dtype, device="cuda", seed=2)
     q, k, v, do = *qkv, random_like(qkv.q, seed=3)
     launched, kernel = [], hopper_backward._kernel
-    monkeypatch.setattr(hopper_backward, "_seen", lambda *_: True)
+    monkeypatch.setattr(hopper_backward, "_timed", lambda *_: True)
     monkeypatch.setattr(hopper_backward, "_kernel", lambda apart=False: (launched.append(apart), kernel(apart))[1])
     found = []
     for apart in (False, True, True):
         monkeypatch.setattr(hopper_backward, "_APART", apart)
-        launched.clear()
+        launched.clear(), hopper_backward._known.clear()
         found.append(simulate_attention(q, k, v, do=do, ranks=2, layout="contiguous", causal=True)[2:])
         assert set(launched) == {apart}
     exact = attention_truth_backward(do, q, k, v, causal=True)
@@ -579,7 +596,7 @@ def _in_lanes(rank: int, ranks: int) -> None:
     first = None
     for lanes.WANTED in (False, True, True, True):
         with lanes.of_any_length():
-            assert lanes.useful(q, k) == lanes.useful(q, k, backward=True) == lanes.WANTED
+            assert lanes.useful(q, k, ranks) == lanes.WANTED
             o, lse = distributed_attention(*leaves, layout=layout, transport=transport, causal=True)
             found = (o.detach(), lse, *torch.autograd.grad(o, leaves, do))
         first = first or found

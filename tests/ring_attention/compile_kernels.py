@@ -8,7 +8,7 @@ import torch
 import triton
 
 from gpu_accel.flash_attention3 import launch
-from gpu_accel.ring_attention import hopper_backward, hopper_merge
+from gpu_accel.ring_attention import hopper_backward, hopper_merge, wire_kernels
 from gpu_accel.ring_attention.masks import Piece
 from gpu_accel.testing.compile_only import Compiled, compile_only, use_target
 
@@ -30,8 +30,9 @@ def main() -> None:
         for turns in (False, True):
             work = hopper_backward.Gradients(q, q, lse, lse, softmax_scale=0.1, softcap=0.0, deterministic=turns)
             work.add(Piece(0, 1024, 0, 1024), q, q, torch.empty(hopper_backward.sum_size(q)))
-
-
+        coded = torch.empty(1, 1024, 4, 132, dtype=torch.uint8)
+        wire_kernels.encode_into(q, torch.float8_e4m3fn, coded)
+        wire_kernels.decode_into(coded, torch.float8_e4m3fn, q)
     for got in compiled:
         row = {"kernel": got.name, "triton": triton.__version__, "spills": got.spills, "shared": got.shared}
         print(json.dumps(row | {"warnings": got.warnings, "wgmma": got.instructions["HGMMA"]}), flush=True)

@@ -84,7 +84,7 @@ def test_keys_or_queries_travel_as_table_4_of_arxiv_2411_01783_found():
 
 def test_the_planner_forecasts_what_none_of_its_constants_was_chosen_by():
     found = predict.plotted()
-    assert len(found) == 17 and max(abs(p.predicted_ms[0] / p.measured_ms - 1) for p in found) < 0.14
+    assert len(found) == 17 and max(abs(p.predicted_ms[0] / p.measured_ms - 1) for p in found) < 0.18
 
 
 def test_the_planner_is_near_every_time_on_record():

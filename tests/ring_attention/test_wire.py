@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpu_accel.ring_attention import wire
+from gpu_accel.ring_attention import wire, wire_kernels
 from gpu_accel.ring_attention.attention import forward, make_call
 from gpu_accel.ring_attention.layouts import make_layout
 from gpu_accel.ring_attention.simulate import simulate, simulate_attention
@@ -44,6 +44,27 @@ def test_numbers_of_any_size_arrive(kind: torch.dtype):
     assert relative_error(y, x) > step / 8, "these are no 8 bits"
     assert torch.equal(arrived(y.bfloat16(), kind), y.bfloat16()), "sent on, it must stay as it is"
     assert torch.equal(arrived(torch.zeros(1, 1, 1, 4), kind), torch.zeros(1, 1, 1, 4))
+
+
+@pytest.mark.parametrize("kind", EIGHT, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dim", [24, 128])
+def test_kernels_make_the_same_bytes(dim: int, dtype: torch.dtype, kind: torch.dtype):
+    """Rows of heads of any strides: small, zero, on the edge of a scale, next to the largest, not finite."""
+    x = torch.randn(2, 7, 5, dim, generator=torch.Generator().manual_seed(3))[:, 1:6, :3]
+    x[0, 0, 0], x[1, 1, 1], x[0, 2, 2] = 0, 448 * 2.0**-4, x[0, 2, 2] * 1e-6
+    if dtype != torch.float16:
+        x *= torch.logspace(-30, 30, 15).view(1, 5, 3, 1)
+    x = x.to(dtype)
+    x[0, 1, 1, 0], x[0, 1, 2, dim - 1], x[1, 4, 0, 3] = float("nan"), float("inf"), float("-inf")
+    finite = x.isfinite().all(-1)
+    expected = wire.encode(x, kind)
+    coded = torch.full((2, 9, 3, dim + 4), 7, dtype=torch.uint8)[:, 2:7]
+    wire_kernels.encode_into(x, kind, coded)
+    assert torch.equal(coded[finite], expected[finite]) and int((~finite).sum()) == 3
+    y = torch.full((2, 5, 6, dim), 9.0, dtype=dtype)[:, :, ::2]
+    wire_kernels.decode_into(coded, kind, y)
+    assert torch.equal(y[finite], wire.decode(expected, kind, dtype)[finite]) and y[~finite].isnan().all()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

@@ -23,6 +23,7 @@ from gpu_accel.ring_attention.schedules import ring_backward
 from gpu_accel.ring_attention.schedules.blocks import Blocks
 from gpu_accel.ring_attention.schedules.ring import Message, Ring
 from gpu_accel.ring_attention.step import Running, add_gradients, delta_of, kernel_of, partial_dtype
+from gpu_accel.ring_attention.streams import on
 from gpu_accel.ring_attention.transport import Transport
 
 
@@ -50,7 +51,7 @@ def forward_on(ring: Ring, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple
     """The forward on any ring: q, k, v are this place's block. Returns o of the dtype of q, and lse."""
     hops = ring.hops(call.mask)
     steps = [ring.pieces(0, -step, call.mask) for step in range(hops + 1)]
-    if hops and lanes.fit(ring.transport, call) and lanes.useful(q, k) and _in_lanes(q, k, v, call):
+    if hops and lanes.fit(ring.transport, call) and lanes.useful(q, k, len(steps)) and _in_lanes(q, k, v, call):
         return _forward_in_lanes(ring, q, k, v, call, steps)
     running = Running(q, v.shape[-1], steps, call)
     blocks = Blocks(ring, (k, v), hops, call)
@@ -86,7 +87,7 @@ def _forward_in_lanes(
         both.follow()
         parts = zip(both, found, lanes.halves(keys), lanes.halves(values), strict=True)
         for stream, running, k_half, v_half in parts:
-            with torch.cuda.stream(stream):
+            with on(stream):
                 running.attend(step, k_half, v_half)
     both.join()
     blocks.close()

@@ -26,6 +26,7 @@ from gpu_accel.ring_attention.masks import Mask, Piece
 from gpu_accel.ring_attention.schedules.blocks import Blocks
 from gpu_accel.ring_attention.schedules.ring import Ring
 from gpu_accel.ring_attention.step import kernel_of
+from gpu_accel.ring_attention.streams import on
 from gpu_accel.ring_attention.transport import Pending
 
 
@@ -106,7 +107,7 @@ def backward_on(
     )
     first, last = halves(ring.pieces(0, 0, call.mask), 128 if hops else 0)
     in_lanes = hops and lanes.fit(transport, call) and len(q) == 1 and not call.deterministic
-    both = lanes.Lanes(q.device) if in_lanes and lanes.useful(q, k, backward=True) else None
+    both = lanes.Lanes(q.device) if in_lanes and lanes.useful(q, k, hops + 1) else None
 
     def add(found: tuple[Piece, ...], keys: Tensor, values: Tensor, into: Tensor) -> None:
         if both is None:
@@ -115,7 +116,7 @@ def backward_on(
             return
         both.follow()
         for half, stream in enumerate(both):
-            with torch.cuda.stream(stream):
+            with on(stream):
                 for piece in found:
                     work.add(piece, keys, values, into, half)
 
