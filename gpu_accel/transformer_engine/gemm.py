@@ -354,6 +354,8 @@ def fp4_gemm(
 
     Emulated on every GPU so far: codes are widened to bf16 in registers, exactly. The results are those of the format,
     the speed is that of bf16 with a quarter of the bytes. `QuantizedTensor.emulated` says so too.
+
+    Raises as `scaled_mm`, and UnsupportedError for operands that are not e2m1, or that want a gradient.
     """
     qa, qb = _quantized("a", a, scheme_a, backend), _quantized("b", b, scheme_b, backend)
     for name, q in (("a", qa), ("b", qb)):
