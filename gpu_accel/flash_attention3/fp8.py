@@ -298,7 +298,7 @@ def fp8_attention_quantized(
             raise InvalidInputError(f"{name} must be float8_e4m3fn or float8_e5m2, got {x.dtype}: fp8_block_quantize")
     _no_gradient(q8=q8, k8=k8, v8=v8, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
     sk = k8.shape[2]
-    if v_transposed:
+    if check_flag("v_transposed", v_transposed):
         pitch = -(-sk // 16) * 16
         if tuple(v8.shape) != (*k8.shape[:2], k8.shape[3], pitch):
             raise InvalidInputError(

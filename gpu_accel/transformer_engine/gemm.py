@@ -195,7 +195,9 @@ def check_fp8_result(a: QuantizedTensor, element: str, scale: Tensor, amax: Tens
     """What a product that is rounded to fp8 is given beside its operands."""
     check_choice("element", element, hopper_gemm.ELEMENTS)
     for name, x in (("scale", scale), ("amax", amax)):
-        if x is not None and (not isinstance(x, Tensor) or x.dtype != torch.float32 or x.numel() != 1):
+        if x is None and name == "amax":
+            continue
+        if not isinstance(x, Tensor) or x.dtype != torch.float32 or x.numel() != 1:
             raise InvalidInputError(f"{name} must be one float32, got {getattr(x, 'dtype', type(x).__name__)}")
     check_one_device(a=a, scale=scale, amax=amax)
     check_no_gradient(scale=scale, amax=amax)

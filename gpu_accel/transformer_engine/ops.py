@@ -89,6 +89,8 @@ def dequantize_and_accumulate(
     if not isinstance(scale, Tensor) and isinstance(scale, int) and abs(scale) > LARGEST:
         raise InvalidInputError(f"scale must be within float64, got {shown(scale)}")
     wide = result.dequantize(torch.float32) if isinstance(result, QuantizedTensor) else result.float()
+    if isinstance(scale, int):
+        scale = float(scale)  # torch takes no whole number beyond 64 bits
     if isinstance(scale, Tensor):
         sizes = zip(reversed(scale.shape), reversed(wide.shape), strict=False)
         if scale.dim() > wide.dim() or any(one not in (1, whole) for one, whole in sizes):
