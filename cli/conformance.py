@@ -40,7 +40,8 @@ def conformance(
 ) -> None:
     """Attention on inputs that have broken attention libraries: who passes what.
 
-    Every case comes from a public report. Each library runs in a process of its own. Exit code 3 when ours fails one.
+    Cases come from public reports, which --list names. Each library runs in a process of its own. Exit code 3 when ours
+    fails one.
     """
     output.check_suffix(output_)
     where = "cpu" if list_ else device.prepare(device_)

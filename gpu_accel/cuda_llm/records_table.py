@@ -150,6 +150,11 @@ def _profile(records: Sequence[Record]) -> str:
     return slugs[0] if slugs and slugs[0] in {one.name for one in profiles()} else "h100-sxm"
 
 
+def headings(records: Sequence[Record]) -> tuple[str, ...]:
+    """Those of `rows`: with a warm cache too, where it is on record."""
+    return (*HEADINGS, *(WARM_HEADINGS if _warm(by_task(records)) else ()))
+
+
 def rows(records: Sequence[Record]) -> list[list[str]]:
     """The table's rows, of records of one GPU; the roofline is that of its datasheet, modelled."""
     made, gpu = [], _profile(records)
@@ -215,8 +220,7 @@ def text(records: Sequence[Record]) -> str:
     """The README's block: a table and its summary for each GPU."""
     parts = []
     for gpu, own in _gpus(records).items():
-        headings = (*HEADINGS, *(WARM_HEADINGS if _warm(by_task(own)) else ()))
-        parts += [markdown_table(headings, rows(own), numeric_from=1), summary(own)]
+        parts += [markdown_table(headings(own), rows(own), numeric_from=1), summary(own)]
         if told := again([one for one in records if one.env.get("gpu") == gpu]):
             parts.append(told)
     return "\n\n".join(parts or [summary([])])

@@ -193,6 +193,8 @@ def flash_attn_varlen_func(
 
     Returns:
         o (total_q, heads, head_dim_v); with `return_lse` also lse (heads, total_q).
+
+    Raises what `flash_attn_func` raises, and InvalidInputError for lengths that do not fit, where values are read.
     """
     q, k, v = autocasted(q, k, v)
     check_tensors(q, k, v, varlen=True)

@@ -286,6 +286,8 @@ def fp8_attention_quantized(
         q_scale, k_scale, v_scale: float32 of shape (), (batch, heads) or (batch, heads, ceil(seqlen / block)).
         q_block, k_block: rows per scale of q, and of k and v; k_block must be a multiple of 32.
         layout: of the output only, "bhsd" or "bshd".
+
+    Raises what `fp8_attention` raises, and InvalidInputError for scales or blocks that do not fit.
     """
     for name, x in (("q8", q8), ("k8", k8), ("v8", v8)):
         if not isinstance(x, Tensor) or x.dim() != 4:
@@ -296,7 +298,7 @@ def fp8_attention_quantized(
             raise InvalidInputError(f"{name} must be float8_e4m3fn or float8_e5m2, got {x.dtype}: fp8_block_quantize")
     _no_gradient(q8=q8, k8=k8, v8=v8, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
     sk = k8.shape[2]
-    if v_transposed:
+    if check_flag("v_transposed", v_transposed):
         pitch = -(-sk // 16) * 16
         if tuple(v8.shape) != (*k8.shape[:2], k8.shape[3], pitch):
             raise InvalidInputError(
@@ -305,7 +307,7 @@ def fp8_attention_quantized(
             )
     check_heads(q8, k8, v8[..., :sk].transpose(-1, -2) if v_transposed else v8)
     q_block, k_block = check_rows_per_scale("q_block", q_block), check_rows_per_scale("k_block", k_block)
-    per_block = k_scale.dim() == 3 or v_scale.dim() == 3 if isinstance(k_scale, Tensor) else False
+    per_block = any(isinstance(x, Tensor) and x.dim() == 3 for x in (k_scale, v_scale))
     if per_block and k_block % 32:
         raise InvalidInputError(f"k_block must be a multiple of 32 (a step of the tensor cores), got {k_block}")
     _check_scale("q_scale", q_scale, q8, q_block)

@@ -194,9 +194,16 @@ def fp8_error_report(
     Every recipe of the paper's table 3 is compared with float64 attention of the unrounded inputs. Memory grows with
     seqlen_q x seqlen_k: pass a few heads.
 
+    Args:
+        q, k, v, softmax_scale, causal, window_size, dtype, layout, seed: as of `fp8_attention`.
+        block_size: rows per scale, where a recipe has one per block.
+
     Returns:
         an `ErrorReport`; print it. `recommended` is the simplest of the four recipes that the kernels run (`USABLE`)
         with an error within 10 % of the best of them. fp8-baseline is the paper's, in e4m3 whatever `dtype` says.
+
+    Raises:
+        InvalidInputError: shapes, dtypes or options that do not fit, or no keys.
     """
     q, k, v = (x.detach() for x in as_heads(layout, q=q, k=k, v=v))
     check_heads(q, k, v)

@@ -11,8 +11,9 @@ tensor of four dimensions, because transformers takes a mask of two for padding 
 The window is in the mask because not every model says it to its attention function (PhiMoE does not).
 
 Attention then packs what counts and runs on sequences of their own lengths, so padded batches, packed sequences and
-chunked attention need no dense mask. A mask that these cannot express is refused, never approximated. As in
-transformers, `is_causal` says what None means, and only that.
+chunked attention need no dense mask. Rows of padding are 0 (eager attention lets them see something): leave them out
+of a loss, the last one before a sequence begins too, which would predict its first token. A mask that these cannot
+express is refused, never approximated. As in transformers, `is_causal` says what None means, and only that.
 """
 
 from __future__ import annotations

@@ -71,6 +71,10 @@ class FlashAttention3(nn.Module):
         layout: "bhsd" (batch, heads, seqlen, head_dim) or "bshd".
         backend: see :func:`gpu_accel.flash_attention3.flash_attn_func`.
 
+    Raises:
+        InvalidInputError: another precision, layout, hardware or backend. A call raises what `flash_attn_func` and
+        `fp8_attention` raise, and HardwareError on other hardware than the one named.
+
     Example:
         attention = FlashAttention3(precision="bf16")
         o = attention(q, k, v, causal=True)
@@ -152,7 +156,10 @@ def flash_attention_3_forward(
     softmax_scale: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Attention of (batch, heads, seqlen, head_dim) tensors in "fp8", "bf16" or "fp16"; O has the dtype of Q."""
+    """Attention of (batch, heads, seqlen, head_dim) tensors in "fp8", "bf16" or "fp16"; O has the dtype of Q.
+
+    Raises what `fp8_attention` ("fp8") and `flash_attn_func` raise; InvalidInputError for another precision.
+    """
     _check_choice("precision", precision, PRECISIONS)
     return _attention(Q, K, V, precision=precision, layout="bhsd", causal=causal, softmax_scale=softmax_scale,
                       backend=backend)  # fmt: skip
@@ -176,7 +183,10 @@ def flash_attention_3_backward(
 
     Args:
         dO: gradient of O.
+        O: result of the forward, as dO of its shape and dtype; K and V may have fewer heads.
         lse: (batch, heads, seqlen_q) float32 of the forward; recomputed by one more forward when None.
+
+    Raises what `flash_attn_func` raises, and InvalidInputError for a dO, O or lse that does not fit.
     """
     do, q, k, v, o = (x.transpose(1, 2) if isinstance(x, Tensor) and x.dim() == 4 else x for x in (dO, Q, K, V, O))
     check_tensors(q, k, v, varlen=False)

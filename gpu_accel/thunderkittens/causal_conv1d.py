@@ -279,6 +279,7 @@ def causal_conv1d_update(
 
     Values of both are checked on the CPU. On a GPU, where that would wait for it, y of a sequence whose row does not
     exist is NaN and no state changes for it; two sequences with one row overwrite each other's state.
+    weight, bias, activation and errors as of `causal_conv1d_fn`.
     """
     check_tensors(
         {"x": x, "conv_state": conv_state, "weight": weight},

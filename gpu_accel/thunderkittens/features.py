@@ -251,7 +251,7 @@ def fused_chunk_based(
 def parallel_based(
     q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, use_norm: bool = True, *, backend: str = "auto"
 ) -> Tensor:
-    """The same function under the name of fla's quadratic kernel, which the paper compared with."""
+    """`fused_chunk_based` under the name of fla's quadratic kernel, which the paper compared with."""
     return fused_chunk_based(q, k, v, scale, use_norm, backend=backend)
 
 

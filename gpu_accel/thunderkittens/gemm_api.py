@@ -20,7 +20,7 @@ from gpu_accel.errors import InvalidInputError, UnsupportedError, shown
 from gpu_accel.flash_attention3.problem import FLOAT_DTYPES
 from gpu_accel.flash_attention3.reference import without_autocast
 from gpu_accel.thunderkittens import gemm_fp8, gemm_hopper, gemm_portable, gemm_skinny
-from gpu_accel.thunderkittens.arguments import check_tensors
+from gpu_accel.thunderkittens.arguments import check_tensors, integer
 from gpu_accel.thunderkittens.gemm_hopper import ACTIVATIONS
 
 BACKENDS = ("auto", "hopper", "portable", "reference")
@@ -142,7 +142,7 @@ def _validate(a, b, bias, activation: str, out_dtype, tile_size: int, scale_a=No
         raise InvalidInputError(f"scale_a and scale_b are for float8_e4m3fn and float8_e5m2, got {a.dtype}")
     elif out_dtype not in (None, a.dtype, *_DTYPES):
         raise InvalidInputError(f"out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
-    if tile_size != _TILE:
+    if integer("tile_size", tile_size) != _TILE:
         raise UnsupportedError(f"tile_size is {tile_size}: the base tile is the tensor core's own, {_TILE}")
 
 

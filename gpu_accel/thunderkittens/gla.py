@@ -291,8 +291,12 @@ def explain_gla(
 ) -> str:
     """Which kernels `gated_linear_attention` takes for such tensors, forwards and backwards, and why not others.
 
-    Raises UnsupportedError as the call would.
+    q: (batch, seqlen, heads, K); v: (batch, seqlen, heads, V); k and g decide nothing. Runs nothing; raises
+    InvalidInputError and UnsupportedError as the call would.
     """
+    check_tensors({"q": q, "v": v}, {"cu_seqlens": cu_seqlens}, ("cu_seqlens",))
+    for name, x in (("q", q), ("v", v)):
+        _need(x.dim() == 4, f"{name} must be (batch, seqlen, heads, dim), got {_shape(x)}")
     way = "forward: Gluon for Hopper, pairs of all chunks and a walk; gradients: plain Triton"
     if backend == "hopper":
         why = gla_hopper.refusal(q, v, cu_seqlens, chunk)

@@ -190,7 +190,8 @@ def warp_specialized_gemm(a: Tensor, b: Tensor) -> Tensor:
 def pingpong_schedule(steps: int, consumers: int = 2) -> list[tuple[str, ...]]:
     """What every consumer does at each step when they take turns: products of one beside the epilogue of the other.
 
-    Row t has an entry a consumer: "mma i" or "epilogue i" of its tile i, or "wait".
+    Row t has an entry a consumer: "mma i" or "epilogue i" of its tile i, or "wait". Raises InvalidInputError for
+    steps below 0 or consumers below 1.
     """
     steps, consumers = integer("steps", steps, 0), integer("consumers", consumers, 1)
     rows = []

@@ -168,6 +168,10 @@ class FlashFFTConv(torch.nn.Module):
         dtype: of u; None: any of float32, bfloat16, float16.
         keep_spectrum: keep the transform of k for the next call with the same tensor. It is made anew for another
             tensor, and after changes in place that autograd sees; changes through k.data it does not see.
+        backend: "portable" (plain Triton), "reference" (torch.fft), or "auto": portable on a GPU where it was checked.
+
+    Raises:
+        UnsupportedError: another length. InvalidInputError: another dtype; u, k or gates that do not fit.
     """
 
     def __init__(

@@ -184,6 +184,9 @@ def checkpoint(function: Callable[..., Any], *args: Any, preserve_rng_state: boo
 
     The second run has the recipe and the scales of the first, and enters no maxima. torch.utils.checkpoint around an
     `autocast` inside is as good, unless the layer is used again before the backward pass.
+
+    args, kwargs: of `function`; preserve_rng_state: as of torch.utils.checkpoint. Returns what `function` returns.
+    Raises InvalidInputError for what cannot be called.
     """
     if not callable(function):
         raise InvalidInputError(f"function must be something to call, such as a layer, got {type(function).__name__}")

@@ -120,7 +120,7 @@ def transformer_engine_fp8(
     """x (..., K) W (N, K)^T + bias in FP8 with scales from the tensors themselves; has gradients, in FP8 too.
 
     recipe: None is `Float8CurrentScaling()`; `MXFP8BlockScaling` and `Float8BlockScaling` go as well. A history needs
-    somewhere to live: use `Linear` for `DelayedScaling`.
+    somewhere to live: use `Linear` for `DelayedScaling`. backend and errors as of `Linear`.
     """
     recipe = Float8CurrentScaling() if recipe is None else recipe
     check_recipe(recipe)
@@ -133,7 +133,8 @@ def transformer_engine_fp4(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: NVFP4BlockScaling | None = None,
     backend: str = "auto",
 ) -> Tensor:  # fmt: skip
-    """The same in NVFP4, with gradients. Emulated on every GPU so far: the numbers are right, the speed is bf16's."""
+    """x (..., K) W (N, K)^T + bias in NVFP4, with gradients. Emulated on every GPU so far: the numbers are right, the
+    speed is bf16's. recipe: None is `NVFP4BlockScaling()`. backend and errors as of `Linear`."""
     recipe = NVFP4BlockScaling() if recipe is None else recipe
     if not isinstance(recipe, NVFP4BlockScaling):
         raise InvalidInputError(f"recipe must be an NVFP4BlockScaling, got {type(recipe).__name__}")
@@ -149,7 +150,11 @@ def transformer_engine_layer(
     hidden_size: int, num_heads: int, *, ffn_hidden_size: int | None = None, precision: str = "fp8",
     dtype: torch.dtype = torch.bfloat16, device: torch.device | str | None = None,
 ) -> TransformerLayer:  # fmt: skip
-    """A `TransformerLayer` with products in "fp8", "mxfp8", "fp4" or "bf16"; (batch, seqlen, hidden) in and out."""
+    """A `TransformerLayer` with products in "fp8", "mxfp8", "fp4" or "bf16"; (batch, seqlen, hidden) in and out.
+
+    ffn_hidden_size: None is 4 hidden_size. dtype, device: of the parameters. "fp8" is delayed scaling.
+    Raises InvalidInputError for another precision, or heads that do not divide hidden_size.
+    """
     check_choice("precision", precision, PRECISIONS)
     check_size("hidden_size", hidden_size)
     return TransformerLayer(

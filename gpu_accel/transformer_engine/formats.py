@@ -150,7 +150,7 @@ _table = functools.lru_cache(maxsize=64)(_new_table)
 
 def decode(codes: Tensor, fmt: str | Format) -> Tensor:
     """The float32 numbers that codes (uint8, or a torch dtype of the format) mean; exact. Bits above the format's count
-    are ignored, and so is the sign bit of ue4m3."""
+    are ignored, and so is the sign bit of ue4m3. Raises InvalidInputError for another dtype or an unknown format."""
     fmt = number_format(fmt)
     if not isinstance(codes, Tensor):
         raise InvalidInputError(f"codes must be a torch.Tensor, got {type(codes).__name__}")

@@ -195,7 +195,9 @@ def check_fp8_result(a: QuantizedTensor, element: str, scale: Tensor, amax: Tens
     """What a product that is rounded to fp8 is given beside its operands."""
     check_choice("element", element, hopper_gemm.ELEMENTS)
     for name, x in (("scale", scale), ("amax", amax)):
-        if x is not None and (not isinstance(x, Tensor) or x.dtype != torch.float32 or x.numel() != 1):
+        if x is None and name == "amax":
+            continue
+        if not isinstance(x, Tensor) or x.dtype != torch.float32 or x.numel() != 1:
             raise InvalidInputError(f"{name} must be one float32, got {getattr(x, 'dtype', type(x).__name__)}")
     check_one_device(a=a, scale=scale, amax=amax)
     check_no_gradient(scale=scale, amax=amax)
@@ -354,6 +356,8 @@ def fp4_gemm(
 
     Emulated on every GPU so far: codes are widened to bf16 in registers, exactly. The results are those of the format,
     the speed is that of bf16 with a quarter of the bytes. `QuantizedTensor.emulated` says so too.
+
+    Raises as `scaled_mm`, and UnsupportedError for operands that are not e2m1, or that want a gradient.
     """
     qa, qb = _quantized("a", a, scheme_a, backend), _quantized("b", b, scheme_b, backend)
     for name, q in (("a", qa), ("b", qb)):

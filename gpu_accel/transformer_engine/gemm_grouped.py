@@ -69,7 +69,8 @@ def _readable(x: Tensor) -> bool:
 def group_rows(sizes: Tensor) -> tuple[Tensor, Tensor]:
     """Where the rows of each expert go: (groups (M,), first row of each expert (G,)), M a sum of padded sizes.
 
-    sizes: (G,) integers, how many rows each expert has; read on the host. Rows of padding have group -1.
+    sizes: (G,) integers, how many rows each expert has; read on the host. Rows of padding have group -1. Returns int32
+    and int64 on the device of sizes. Raises InvalidInputError for other shapes, dtypes or negative sizes.
     """
     _check_counts("sizes", sizes)
     if sizes.is_meta:
@@ -93,7 +94,8 @@ def group_room(counts: Tensor, room: int) -> Tensor:
     """`groups` (G * room,) for experts that have `room` rows each, of which the first `counts` (G,) are used.
 
     Nothing is read on the host, so it can be captured in a CUDA graph; counts on a CPU are checked to lie from 0 to
-    `room`, and elsewhere less is 0 and more is `room`. room: a multiple of 128.
+    `room`, and elsewhere less is 0 and more is `room`. room: a multiple of 128. Returns int32; raises InvalidInputError
+    for another room, shape or dtype.
     """
     _check_counts("counts", counts)
     if isinstance(room, bool) or not isinstance(room, int) or room < BLOCK or room % BLOCK:

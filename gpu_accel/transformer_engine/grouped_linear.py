@@ -159,7 +159,7 @@ class GroupedLinear(DelayedLayer):
 
     weight is one parameter (num_gemms, out_features, in_features), bias (num_gemms, out_features); Transformer Engine
     has one a matrix (`from_experts` joins such). Recipes: per-tensor FP8 (one scale for the tensors of all experts)
-    and blocks of 128.
+    and blocks of 128. Errors as of `Linear`, and UnsupportedError for other recipes.
     """
 
 

@@ -51,6 +51,12 @@ class Linear(DelayedLayer):
         parallel_mode, tp_group, sequence_parallel: split over the ranks of a group, see `parallel.py`; in_features and
             out_features are those of the whole layer, the attributes and parameters those of the rank's part.
 
+    Input (..., in_features), result (..., out_features) in its dtype; weight (out_features, in_features), bias (N,).
+
+    Raises:
+        InvalidInputError: sizes, dtypes, a recipe or backend that is none, an input of another width. UnsupportedError,
+        HardwareError: as `scaled_mm`.
+
     `delayed` holds the histories once delayed scaling was used; they are part of the state_dict. A state_dict with
     histories makes them, one without leaves them as they are.
     """

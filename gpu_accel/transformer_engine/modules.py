@@ -137,7 +137,17 @@ def _activated_linear(activation: str, linear: Linear, x: Tensor, first: bool | 
 
 
 class LayerNormLinear(nn.Module):
-    """A norm and a linear layer; `return_layernorm_output` returns the output of the norm as well."""
+    """A norm and a linear layer, as `transformer_engine.pytorch.LayerNormLinear`: (..., in) to (..., out_features).
+
+    Args:
+        eps, normalization ("LayerNorm" or "RMSNorm"), zero_centered_gamma (the weight is 1 + what is stored): of the
+            norm.
+        return_layernorm_output: returns (y, output of the norm).
+        in_features, out_features and the rest: as of `Linear`.
+
+    Raises:
+        InvalidInputError, UnsupportedError as `Linear`, and UnsupportedError for parallel_mode "row".
+    """
 
     def __init__(
         self, in_features: int, out_features: int, *, eps: float = 1e-5, bias: bool = True,
@@ -180,8 +190,10 @@ def _modes(split: bool, group: Any, sequence: bool) -> tuple[dict[str, Any], dic
 
 
 class LayerNormMLP(nn.Module):
-    """A norm, a linear layer, an activation, a linear layer. activation: one of `ACTIVATIONS`.
+    """A norm, a linear layer, an activation, a linear layer: (..., hidden_size) to the same.
 
+    ffn_hidden_size: width between the layers. activation: "gelu" (tanh), "relu", "silu", "srelu", or gated "geglu",
+    "reglu", "swiglu", whose first layer is twice as wide. Other arguments and errors as of `LayerNormLinear`.
     set_parallel_mode, tp_group, sequence_parallel: the two split over ranks, see `parallel.py`. The part of a gated
     first layer is a rank's share of the gate and, behind it, that of the value.
     """
@@ -243,7 +255,11 @@ class DotProductAttention(nn.Module):
     """Attention of `flash_attention3` in bfloat16 or float16; float32 inputs go through its own float32 path.
 
     Shapes (batch, seqlen, heads, head_dim), or (seqlen, batch, heads, head_dim) with qkv_format="sbhd". Masks:
-    "causal" and "no_mask". backend: that of `flash_attn_func`.
+    "causal" and "no_mask". softmax_scale, window_size, backend: those of `flash_attn_func`.
+
+    Raises:
+        InvalidInputError: shapes, dtypes, another format. UnsupportedError: another mask, or dropout, which the kernels
+        have not; what `flash_attn_func` raises.
     """
 
     def __init__(

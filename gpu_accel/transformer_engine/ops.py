@@ -58,7 +58,10 @@ def fp8_quantize(
 
 
 def fp4_quantize(tensor: Tensor, scale_per_block: bool = True, *, backend: str = "auto") -> QuantizedTensor:
-    """Quantise (..., K) to e2m1: NVFP4 (e4m3 scales per block of 16, one float32), or one float32 scale for all."""
+    """Quantise (..., K) to e2m1: NVFP4 (e4m3 scales per block of 16, one float32), or one float32 scale for all.
+
+    Dtypes, backends and errors as of `quantize`.
+    """
     if not isinstance(scale_per_block, bool):
         raise InvalidInputError(f"scale_per_block must be True or False, got {scale_per_block!r}")
     what = Scheme(
@@ -76,6 +79,9 @@ def dequantize_and_accumulate(
         result: what a product left, (M, N) of any float dtype, or codes with their own scales (QuantizedTensor).
         scale: a number, or a tensor that broadcasts: (), (M, 1) per row, (N,) per column.
         accumulator: float32, the shape of result. None: zeros.
+
+    Raises:
+        InvalidInputError: dtypes, shapes or devices that do not fit, an accumulator that wants a gradient.
     """
     check_floats("result", result)
     if not isinstance(scale, Tensor | numbers.Real):
@@ -83,6 +89,8 @@ def dequantize_and_accumulate(
     if not isinstance(scale, Tensor) and isinstance(scale, int) and abs(scale) > LARGEST:
         raise InvalidInputError(f"scale must be within float64, got {shown(scale)}")
     wide = result.dequantize(torch.float32) if isinstance(result, QuantizedTensor) else result.float()
+    if isinstance(scale, int):
+        scale = float(scale)  # torch takes no whole number beyond 64 bits
     if isinstance(scale, Tensor):
         sizes = zip(reversed(scale.shape), reversed(wide.shape), strict=False)
         if scale.dim() > wide.dim() or any(one not in (1, whole) for one, whole in sizes):

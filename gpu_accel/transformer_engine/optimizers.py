@@ -336,7 +336,10 @@ class AdamW8bit(_EightBit):
 
 
 class Lion8bit(_EightBit):
-    """Lion (Chen et al., arXiv:2302.06675): the sign of a blend of momentum and gradient; one state."""
+    """Lion (Chen et al., arXiv:2302.06675): the sign of a blend of momentum and gradient; one state.
+
+    Arguments and errors as of `AdamW8bit`.
+    """
 
     LION = True
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from gpu_accel.errors import InvalidInputError, shown
+from gpu_accel.flash_attention3.problem import check_flag
 from gpu_accel.transformer_engine import scales
 from gpu_accel.transformer_engine.quantizer import quantize
 from gpu_accel.transformer_engine.schemes import Scheme
@@ -74,7 +75,10 @@ def _check_format(fp8_format: str, allowed: tuple[str, ...] = FP8_FORMATS) -> No
 
 @dataclass(frozen=True, kw_only=True)
 class Float8CurrentScaling(Recipe):
-    """One scale per tensor from its own maximum. `use_power_2_scales` rounds scales up to powers of two."""
+    """One scale per tensor from its own maximum. `use_power_2_scales` rounds scales up to powers of two.
+
+    fp8_format: "HYBRID" (e4m3, gradients e5m2), "E4M3" or "E5M2". Recipes raise InvalidInputError for other values.
+    """
 
     title: ClassVar[str] = "FP8, a scale per tensor from the tensor itself"
     fp8_format: str = "HYBRID"
@@ -82,6 +86,7 @@ class Float8CurrentScaling(Recipe):
 
     def __post_init__(self) -> None:
         _check_format(self.fp8_format)
+        check_flag("use_power_2_scales", self.use_power_2_scales)
 
     def scheme(self, role: Role = "input") -> Scheme:
         self._check(role)
@@ -109,6 +114,7 @@ class DelayedScaling(Recipe):
         _check_format(self.fp8_format)
         if self.amax_compute_algo not in ("max", "most_recent"):
             raise InvalidInputError(f"amax_compute_algo must be 'max' or 'most_recent', got {self.amax_compute_algo!r}")
+        check_flag("reduce_amax", self.reduce_amax)
         scales.check_margin(self.margin)
         length = self.amax_history_len
         if isinstance(length, bool) or not isinstance(length, int) or length < 1:
@@ -173,7 +179,10 @@ class DelayedState:
 
 @dataclass(frozen=True, kw_only=True)
 class Float8BlockScaling(Recipe):
-    """e4m3 in blocks: 1 x 128 for inputs and gradients, 128 x 128 for weights, scales powers of two unless told so."""
+    """e4m3 in blocks: 1 x 128 for inputs and gradients, 128 x 128 for weights, scales powers of two.
+
+    use_f32_scales: any scales in float32 instead. x_, w_, grad_block_scaling_dim: 1 (1 x 128) or 2 (128 x 128).
+    """
 
     title: ClassVar[str] = "FP8 in blocks of 128"
     fp8_format: str = "E4M3"
@@ -184,6 +193,7 @@ class Float8BlockScaling(Recipe):
 
     def __post_init__(self) -> None:
         _check_format(self.fp8_format)
+        check_flag("use_f32_scales", self.use_f32_scales)
         for name in ("x_block_scaling_dim", "w_block_scaling_dim", "grad_block_scaling_dim"):
             if type(getattr(self, name)) is not int or getattr(self, name) not in (1, 2):
                 got = shown(getattr(self, name))
@@ -227,6 +237,10 @@ class NVFP4BlockScaling(Recipe):
     disable_rht: bool = False
     disable_stochastic_rounding: bool = False
     disable_2d_quantization: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization"):
+            check_flag(name, getattr(self, name))
 
     def scheme(self, role: Role = "input") -> Scheme:
         self._check(role)

@@ -190,7 +190,8 @@ def swizzle_scales(scales: Tensor, *, layout: str = "128x4") -> Tensor:
 
     "128x4" is cuBLAS's order for MX and NVFP4: tiles of 128 rows and 4 columns, 512 bytes each, row by row of tiles;
     inside a tile byte (r % 32) * 16 + r // 32 * 4 + c. "8x4" is what FlashInfer and TensorRT-LLM use for few rows:
-    tiles of 8 rows and 4 columns, each row-major. Returns a flat tensor of whole tiles.
+    tiles of 8 rows and 4 columns, each row-major. Returns a flat tensor of whole tiles, in the dtype of scales.
+    Raises InvalidInputError for another layout, shape or size of an element.
     """
     tile = _layout(layout)
     if not isinstance(scales, Tensor):
@@ -208,7 +209,7 @@ def swizzle_scales(scales: Tensor, *, layout: str = "128x4") -> Tensor:
 
 
 def unswizzle_scales(flat: Tensor, rows: int, cols: int, *, layout: str = "128x4") -> Tensor:
-    """What `swizzle_scales` was given, (rows, cols)."""
+    """What `swizzle_scales` was given, (rows, cols). Raises InvalidInputError where `flat` has not their bytes."""
     tile = _layout(layout)
     if not isinstance(flat, Tensor) or flat.element_size() != 1:
         raise InvalidInputError(f"flat must be a tensor of bytes, got {getattr(flat, 'dtype', type(flat).__name__)}")

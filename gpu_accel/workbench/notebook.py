@@ -292,7 +292,9 @@ def run_or_load(
     print(f"$ {command_line(paper, experiment, settings)}")
     if chosen == "recorded":
         burst = [r for r in paper.records() if r.timing.get("mode", "burst") == "burst"]  # as a run here would be
-        wanted = series.select(burst, experiment=experiment, precision=precision, input=input)
+        # where there is no choice, cases have no dtype (a latency), or that of what is given to them (to be quantised)
+        named = precision if len(allowed) > 1 else None
+        wanted = series.select(burst, experiment=experiment, precision=named, input=input)
         records = merge(wanted)
     else:
         from gpu_accel.workbench.runner import run

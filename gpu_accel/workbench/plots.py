@@ -211,17 +211,26 @@ def throughput(
 def errors(records: Iterable[Record], *, metric: str = "rmse", title: str = "Error against float64") -> go.Figure:
     """Dots: the error of each recipe (implementation), one colour per input; log axis, p20 to p80 where known.
 
-    Each input has one shape, which its legend entry names (see `notebook.largest`); several raise. Errors do not depend
-    on the GPU, so checked records (CPU) are drawn too; where both exist the measured one counts.
+    Each input has one shape, which its legend entry names (see `notebook.largest`); several raise. Operands of one
+    input (layers of a model) are apart. Errors do not depend on the GPU, so checked records (CPU) are drawn too; where
+    both exist the measured one counts.
     """
     go = _plotly()
     chosen: dict[tuple[str, str], Record] = {}
     records = [r for r in records if r.has(metric)]
+    operands: dict[str, set[str]] = {}
+    for record in records:
+        operands.setdefault(str(record.case.get("input", "")), set()).add(str(record.case.get("operand", "")))
+
+    def drawn_as(record: Record) -> str:
+        name = str(record.case.get("input", ""))
+        return f"{name} {record.case.get('operand', '')}" if len(operands[name]) > 1 else name
+
     for record in sorted(records, key=lambda r: (r.kind == "measured", r.time)):
-        chosen[str(record.case.get("input", "")), record.impl] = record
+        chosen[drawn_as(record), record.impl] = record
     inputs = sorted({name for name, _ in chosen})
     for name in inputs:
-        alike = [r for r in records if str(r.case.get("input", "")) == name]
+        alike = [r for r in records if drawn_as(r) == name]
         series.require_one(alike, "seqlen_q", "head_dim", "causal")
     worst = {impl: max(r.value(metric) for (_, other), r in chosen.items() if other == impl) for _, impl in chosen}
     recipes = sorted(worst, key=lambda impl: (worst[impl], impl))

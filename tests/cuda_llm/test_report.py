@@ -174,7 +174,7 @@ def test_sizes_of_a_deployed_kernel_follow_from_its_inputs() -> None:
 
 
 def test_records_of_a_search_are_those_of_the_ledger(folder: Path) -> None:
-    from gpu_accel.cuda_llm.records_table import by_task, records_of, rows, summary, text
+    from gpu_accel.cuda_llm.records_table import by_task, headings, records_of, rows, summary, text
 
     made = [record for one in read_folder(folder) for record in records_of(one)]
     assert {(one.impl, one.metric) for one in made if one.case["task"] == "softmax"} >= {
@@ -194,6 +194,7 @@ def test_records_of_a_search_are_those_of_the_ledger(folder: Path) -> None:
     assert "| library / best, warm |" in text(made)
     cold = [one for one in made if one not in warm]
     assert len(rows(cold)[0]) == 8 and "warm" not in text(cold)
+    assert [len(headings(some)) for some in (made, cold)] == [len(rows(some)[0]) for some in (made, cold)] == [10, 8]
     assert "2 are faster than the naive kernel" in summary(made) and "2 are faster than both" in summary(made)
     assert by_task(made)["softmax"]["repeated"] == 70 and by_task(made)["softmax"]["on_tensor_cores"] == 1
     assert "computes in plain float32, multiply reverse, softmax. " in summary(made)

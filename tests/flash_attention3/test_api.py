@@ -58,6 +58,13 @@ def test_every_public_name_exists():
         assert callable(gpu_accel.get_kernel(name))
 
 
+def test_families_of_ops_are_found_by_name_as_a_whole():
+    import gpu_accel.thunderkittens as tk
+
+    families = [name for name in tk.__all__ if name.startswith("chunk_") or name.endswith(("_mul", "_norm", "entropy"))]
+    assert len(families) >= 12 and set(families) <= set(gpu_accel.kernels())
+
+
 @pytest.mark.parametrize("backend", ["auto", "portable", "reference"])
 def test_backends_agree(backend, device):
     q, k, v = qkv(device)

@@ -150,6 +150,12 @@ def test_wrong_blocks():
         for name in ("q_block", "k_block"):
             with pytest.raises(InvalidInputError, match=f"{name} must be"):
                 fp8_attention_quantized(q8, q8, q8, scale, scale, scale, **{name: wrong})
+    for name in ("q_scale", "k_scale", "v_scale"):
+        scales = dict(q_scale=scale, k_scale=scale, v_scale=scale) | {name: 1.0}
+        with pytest.raises(InvalidInputError, match=f"{name} must be"):
+            fp8_attention_quantized(q8, q8, q8, **scales)
+    with pytest.raises(InvalidInputError, match="v_transposed must be"):
+        fp8_attention_quantized(q8, q8, q8, scale, scale, scale, v_transposed=torch.zeros(2))
     with pytest.raises(InvalidInputError, match="no key"):
         fp8_error_report(q, q[:, :, :0], q[:, :, :0])
 

@@ -80,6 +80,7 @@ def test_custom_op(device):
         (dict(activation="tanh"), "choose one of none, relu"),
         (dict(out_dtype=torch.int8), "out_dtype"),
         (dict(backend="cutlass"), "choose one of auto"),
+        (dict(tile_size=torch.zeros(2)), "tile_size"),
         (dict(a=torch.zeros(2, 8, dtype=torch.int32)), "floating dtype"),
         *((dict(bias=x), "bias must be") for x in ([1.0] * 4, "x", 1.0, torch.zeros(4).to(torch.float8_e4m3fn))),
         *((dict(a=torch.zeros(2, 8, dtype=x), b=torch.zeros(8, 4, dtype=x)), "floating dtype")

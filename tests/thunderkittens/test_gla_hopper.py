@@ -11,7 +11,7 @@ import math
 import pytest
 import torch
 
-from gpu_accel.errors import UnsupportedError
+from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.thunderkittens import gla, gla_hopper
 from gpu_accel.thunderkittens.gla import chunk_gla, explain_gla, gated_linear_attention
 from tests import gluon_in_torch
@@ -162,6 +162,9 @@ def test_what_it_does_not_take(on_a_cpu, device):
         chunk_gla(q, k, v, g, backend="hopper")
     with pytest.raises(UnsupportedError, match="K must be a multiple of 8"):
         explain_gla(q, v, backend="hopper")
+    for wrong in (None, q[0]):
+        with pytest.raises(InvalidInputError, match="q must be"):
+            explain_gla(wrong, v)
     cu = torch.tensor([0, 37], dtype=torch.int32)
     with pytest.raises(UnsupportedError, match="packed sequences"):
         chunk_gla(q[..., :64], k[..., :64], v, g[..., :64], cu_seqlens=cu, backend="hopper")

@@ -9,11 +9,13 @@ from gpu_accel.errors import InvalidInputError
 from gpu_accel.transformer_engine import (
     DelayedScaling,
     Scheme,
+    dequantize_and_accumulate,
     dynamic_precision_select,
     encode,
     quantize,
     quantize_kv_cache,
     scaled_mm,
+    scaled_mm_fp8,
 )
 from gpu_accel.transformer_engine.formats import unpack_nibbles, unpack_sixes
 from gpu_accel.transformer_engine.ops import fp8_quantize
@@ -35,6 +37,7 @@ REFUSED = {
     "unpack-half-a-group": lambda: unpack_sixes(BYTES),
     "product-of-numbers": lambda: scaled_mm(X, quantize(X, "mxfp8")),
     "bias-complex": lambda: scaled_mm(quantize(X), quantize(X), bias=torch.ones(4, dtype=torch.complex64)),
+    "fp8-result-without-scale": lambda: scaled_mm_fp8(quantize(X, "fp8"), quantize(X, "fp8"), None),
     "margin-beyond-float32": lambda: fp8_quantize(X, torch.ones(3), margin=2000),
     "margin-half": lambda: DelayedScaling(margin=0.5),
     "history-list": lambda: fp8_quantize(X, [1.0]),
@@ -55,6 +58,10 @@ def test_pages_longer_than_the_sequence_cost_nothing():
     k = torch.randn(2, 13, 3, 8)
     page, head = (quantize_kv_cache(k, k, granularity=g, page_size=10**9) for g in ("page", "head"))
     assert torch.equal(page.k_scale, head.k_scale) and torch.equal(page.dequantize()[0], head.dequantize()[0])
+
+
+def test_a_whole_number_beyond_64_bits_is_a_scale():
+    assert torch.equal(dequantize_and_accumulate(X, 10**30), X * 1e30)
 
 
 def test_a_cache_prints_as_a_line():

@@ -68,6 +68,10 @@ def test_recipes_quantise(name):
         lambda: DelayedScaling(amax_history_len=0),
         lambda: Float8BlockScaling(w_block_scaling_dim=3),
         lambda: MXFP8BlockScaling(rule="nearest"),
+        lambda: Float8CurrentScaling(use_power_2_scales="no"),
+        lambda: Float8BlockScaling(use_f32_scales=None),
+        lambda: DelayedScaling(reduce_amax=2),
+        lambda: NVFP4BlockScaling(disable_rht="no"),
         lambda: MXFP8BlockScaling().scheme("bias"),
     ],
 )

@@ -146,6 +146,14 @@ class TestRunOrLoad:
         assert [r.case["dtype"] for r in nb.run_or_load("ty", "forward", "recorded", precision="fp8")] == ["e4m3"]
         assert f"1 records, measured on {GPU}, 2026-11-27" in capsys.readouterr().out
 
+    @pytest.mark.parametrize(
+        ("paper", "experiment", "options"),
+        [("hopper", "latency", {}), ("te", "error", {"precision": "fp8"}), ("cuda-llm", "search", {})],
+    )
+    def test_records_of_experiments_without_a_choice_of_precision(self, paper, experiment, options):
+        """A latency has no dtype, and what is quantised to eight bits had sixteen."""
+        assert nb.run_or_load(paper, experiment, "recorded", **options)
+
     def test_smoke_runs_the_paper_on_the_cpu_without_times(self, toy, capsys):
         records = nb.run_or_load("ty", "forward", "smoke", input="outliers", seed=3)
         assert [(r.impl, r.kind, r.metric, r.case["quick"], r.case["input"]) for r in records] == [

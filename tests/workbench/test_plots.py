@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -125,6 +126,13 @@ def test_errors_are_grouped_by_input_and_prefer_the_measured():
     assert list(figure.layout.yaxis.categoryarray) == ["fp8 per tensor", "fp8 block"]  # from below: the best on top
     assert list(figure.data[1].error_x.array) == pytest.approx([0, 2e-3])
     assert "measured" in stamp(figure) and "checked on CPU" in stamp(figure)
+
+
+def test_errors_of_operands_are_apart():
+    both = [replace(number("rmse", x, input="model"), case={"input": "model", "operand": name})
+            for name, x in (("q_proj", 0.1), ("down_proj", 0.2))]  # fmt: skip
+    drawn = {d.name.partition(" (")[0]: d.x[0] for d in plots.errors([*both, number("rmse", 0.3)]).data}
+    assert drawn == {"model down_proj": 0.2, "model q_proj": 0.1, "normal": 0.3}
 
 
 def test_errors_of_two_shapes_are_refused():

@@ -1,8 +1,8 @@
 """Attention on inputs that have broken attention libraries: who passes what.
 
-Every case comes from a public report, made small. `gpu-accel conformance` runs them on this library, on any other
-installed one, or on your own function (`--against module:function`), each in a process of its own so that a crash or a
-hang is a verdict like any other.
+Cases come from public reports, made small (two have none). `gpu-accel conformance` runs them on this library, on any
+other installed one, or on your own function (`--against module:function`), each in a process of its own so that a crash
+or a hang is a verdict like any other.
 """
 
 from __future__ import annotations
