@@ -172,9 +172,9 @@ class FlashFFTConv(torch.nn.Module):
     Args:
         seqlen: length of the transform: a power of two, 256 to 4096. u may be shorter: zeros follow it.
         dtype: of u; None: any of float32, bfloat16, float16.
-        keep_spectrum: keep the transform of k for the next call with the same tensor. It is made anew for another
-            tensor, and after changes in place that autograd sees; changes through k.data it does not see. A CUDA graph
-            transforms k in every replay.
+        keep_spectrum: keep the transform of k for the next call with the same tensor (a CUDA graph transforms it in
+            every replay). It is made anew for another
+            tensor, and after changes in place that autograd sees; changes through k.data it does not see.
     """
 
     def __init__(
