@@ -48,6 +48,11 @@ def _tall(dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16
 
 
+def _captured(x: Tensor) -> bool:
+    """Whether launches go into a CUDA graph: what they make has no values yet, and the graph's memory is its own."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 @functools.lru_cache(maxsize=16)
 def _halves(a: int, b: int, device: torch.device) -> Tensor:
     """F_A and F_B of `_half_fft_conv_kernel`, float16: real part, imaginary part and its negative of each."""
@@ -91,13 +96,14 @@ def fft_conv_op(
     if y.numel():
         strides = [s for x in (u, pregate, postgate) for s in ((0, 0) if x is None else x.stride()[:2])]
         tables = _tables(a, b, u.device)
+        halves = _halves.__wrapped__ if _captured(u) else _halves
         given = dict(A=a, B=b, CONJUGATE=conjugate, PRE=pregate is not None, POST=postgate is not None, num_stages=1)
         pairs = -(-batch // 2)
         with _device(u):
             if u.dtype == torch.bfloat16:
                 each = min(pairs, _PAIRS, max(1, channels * pairs // _PROGRAMS))
                 launch(fft_kernels._half_fft_conv_kernel, channels * -(-pairs // each),
-                       (u, spectrum.contiguous(), pregate, postgate, y, tables, _halves(a, b, u.device), *strides,
+                       (u, spectrum.contiguous(), pregate, postgate, y, tables, halves(a, b, u.device), *strides,
                         seqlen, batch, channels, each),
                        given | dict(num_warps=4 if a * b > 1024 else 1))  # fmt: skip
             else:  # three products of tf32 each: one has the 11 bits of float16, too few beside it after four products
@@ -166,7 +172,8 @@ class FlashFFTConv(torch.nn.Module):
     Args:
         seqlen: length of the transform: a power of two, 256 to 4096. u may be shorter: zeros follow it.
         dtype: of u; None: any of float32, bfloat16, float16.
-        keep_spectrum: keep the transform of k for the next call with the same tensor. It is made anew for another
+        keep_spectrum: keep the transform of k for the next call with the same tensor (a CUDA graph transforms it in
+            every replay). It is made anew for another
             tensor, and after changes in place that autograd sees; changes through k.data it does not see.
         backend: "portable" (plain Triton), "reference" (torch.fft), or "auto": portable on a GPU where it was checked.
 
@@ -195,7 +202,8 @@ class FlashFFTConv(torch.nn.Module):
         if not self.keep_spectrum:
             return filter_spectrum(k.detach(), self.seqlen, tall)
         compiling = torch.compiler.is_compiling()
-        if not compiling and k.is_inference():  # such tensors do not count their changes
+        # inference tensors do not count their changes; what a graph reads is neither freed nor as old as its capture
+        if not compiling and (k.is_inference() or _captured(k)):
             return filter_spectrum(k.detach(), self.seqlen, tall)
         kept = self._kept  # read once: other threads keep others
         if kept is None or kept[0]() is not k or kept[1] != k._version:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -101,6 +100,18 @@ def length_of(state_dict: dict[str, Any], prefix: str) -> int | None:
     return int(found.shape[0])
 
 
+@torch.compiler.disable
+def _give_histories(layer: DelayedLayer, length: int) -> None:
+    """Not in a graph, whose backward pass would change what its forward pass has made: torch cannot compile that.
+
+    A first step under torch.compile breaks the graph here. With fullgraph=True a layer has to have histories before,
+    by `convert(model, recipe)`, its own `recipe` or a step without torch.compile.
+    """
+    with torch.inference_mode(False):  # a caller's mode: training enters maxima into them later
+        layer.delayed = Histories(length, layer.weight.device)
+    context.register(layer.delayed)
+
+
 class DelayedLayer(nn.Module):
     """A layer that may have histories: made when a recipe first needs them, saved and loaded with its state."""
 
@@ -110,10 +121,8 @@ class DelayedLayer(nn.Module):
     def make_histories(self, length: int) -> Histories:
         """Empty histories of this length, where there are none."""
         if self.delayed is None:
-            # outside of a caller's inference mode: training enters maxima into them later
-            with contextlib.nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False):
-                self.delayed = Histories(length, self.weight.device)
-            context.register(self.delayed)
+            _give_histories(self, length)
+            assert self.delayed is not None
         elif self.delayed.length != length:
             raise InvalidInputError(
                 f"this layer has histories of length {self.delayed.length}, the recipe has amax_history_len={length}: "

@@ -171,6 +171,16 @@ def test_a_kept_transform_and_inference_mode(device):
     assert torch.equal(again, y) and leaf.grad is not None
 
 
+def test_a_graph_keeps_no_transform(device, monkeypatch):
+    """Memory of a graph is its own, and what it reads must live as long as it does."""
+    (u, k, *_), _ = make(device, batch=1, channels=1, seqlen=9, taps=9)
+    conv = FlashFFTConv(256, keep_spectrum=True, backend="portable")
+    y = conv(u, k)
+    kept = conv._kept
+    monkeypatch.setattr(long_conv, "_captured", lambda x: True)
+    assert torch.equal(conv(u, 2 * k), 2 * y) and torch.equal(conv(u, k), y) and conv._kept is kept
+
+
 @pytest.mark.parametrize("backend", ["portable", "reference"])
 @pytest.mark.parametrize("shape", [(0, 2, 9), (2, 0, 9), (2, 2, 0)], ids=["batch", "channels", "steps"])
 def test_sizes_of_zero(shape, backend, device):

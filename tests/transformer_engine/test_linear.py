@@ -555,3 +555,17 @@ def test_evaluation_in_inference_mode_before_training(recipe):
             y = layer(x)
     y.sum().backward()
     assert x.grad.isfinite().all() and layer.weight.grad.any()
+
+
+def test_a_first_step_with_histories_may_be_compiled():
+    """They are made outside of the graph, and the second step has one graph."""
+    torch._dynamo.reset()
+    layers = [Linear(32, 16) for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    for step in range(2):
+        x = values(4, 32, seed=step)
+        with autocast(recipe=DELAYED):
+            found = [run(x) for run in (layers[0], torch.compile(layers[1], backend="aot_eager"))]
+        for y in found:
+            y.square().sum().backward()
+        assert torch.equal(*found) and torch.equal(*(layer.weight.grad for layer in layers))
