@@ -6,14 +6,14 @@ import triton
 import triton.language as tl
 
 from gpu_accel.compat import dot
-from gpu_accel.thunderkittens.quick import QUICK, exp
+from gpu_accel.thunderkittens.quick import exp
 
 
 @triton.jit
 def _softmax_rows(x, in_f):
     x = tl.where(in_f[None, :], x, float("-inf"))
     x = exp(x - tl.max(x, 1)[:, None])
-    return x * (1.0 / tl.sum(x, 1))[:, None] if QUICK else x / tl.sum(x, 1)[:, None]
+    return x * (1.0 / tl.sum(x, 1))[:, None]
 
 
 @triton.jit

@@ -55,7 +55,7 @@ from gpu_accel.thunderkittens.linear import (
 BASED_HOPPER_CHECKED = True
 HEDGEHOG_CHECKED = (torch.bfloat16, torch.float16)
 _ONES = 64  # columns of ones that sum weights up: a tile of the kernels
-_MAP_ROWS, _MAP_WARPS = 64, 4  # of a program of the feature map
+_MAP_ROWS, _MAP_WARPS = 128, 8  # of a program of the feature map
 _BASED_KEYS = 16  # the most of K whose squared state stays in registers
 
 
