@@ -27,7 +27,8 @@ from gpu_accel.thunderkittens.linear import choose
 WHOLE = 16384  # elements of a row that stay in registers
 _BLOCK = 16384  # of a longer one
 _ROW_STAGES = 3  # rows on their way at once in the backward of norms; see test_norms_with_three_rows_ahead
-_ROW_THREADS = 640  # an SM, of its programs
+_ROW_THREADS = 640  # an SM, of its programs, all of which must have room at once: they share the rows evenly
+_CENTER_THREADS = 576  # where sums of bias take more registers (112 with 16 elements a thread)
 _ROW_BYTES = 224 << 10  # of shared memory for rows on their way; sums of warps and numbers of rows take up to 1 KB more
 _PARTS = 256  # of the sums over rows: about two programs an SM
 _AHEAD = False  # whether the backward of norms loads the weight once, before its rows; off: no GPU has run it
@@ -53,7 +54,7 @@ def _cut(width: int, whole: int) -> dict:
     return dict(BLOCK=block, WHOLE=width <= whole, num_warps=max(1, min(most, block // 512)))
 
 
-def _row_programs(width: int, device: torch.device, *loaded: Tensor | None) -> tuple[int, dict]:
+def _row_programs(width: int, device: torch.device, center: bool, *loaded: Tensor | None) -> tuple[int, dict]:
     """(programs, options) of `_norm_backward_rows_kernel`: 16 elements a thread.
 
     loaded: what every row reads. Stages but the last are buffers in shared memory, as many as fit.
@@ -64,7 +65,8 @@ def _row_programs(width: int, device: torch.device, *loaded: Tensor | None) -> t
     if _AHEAD:
         loaded = loaded[:-1]  # but for the weight
     stages = min(_ROW_STAGES, 1 + _ROW_BYTES // sum(block * x.element_size() for x in loaded if x is not None))
-    return sms * max(1, _ROW_THREADS // (32 * warps)), dict(BLOCK=block, STAGES=stages, num_warps=warps)
+    threads = _CENTER_THREADS if center else _ROW_THREADS
+    return sms * max(1, threads // (32 * warps)), dict(BLOCK=block, STAGES=stages, num_warps=warps)
 
 
 def _dropout_arguments(p: float, seed: int) -> tuple[int, int, float]:
@@ -137,7 +139,7 @@ def norm_backward_op(
     given = dict(CENTER=center, WEIGHT=weight is not None, DSUM=dsum is not None, RESIDUAL=has_residual,
                  DROPOUT=dropout_p > 0)  # fmt: skip
     if width <= whole and (weight is not None or has_bias):
-        programs, options = _row_programs(width, h.device, h, dy, dsum, weight)
+        programs, options = _row_programs(width, h.device, center, h, dy, dsum, weight)
         programs = max(1, min(programs, rows))
         partial_w, partial_b = (
             h.new_empty((programs, width) if there and h.numel() else (0, width), dtype=torch.float32)

@@ -250,7 +250,7 @@ def test_no_more_rows_ahead_than_fit(width, dtype, loaded, stages, monkeypatch):
     """Compiled for an H100 they took (stages - 1) buffers a tensor: 262 KB for four of 16384 float32, where 227 fit."""
     monkeypatch.setattr(rows, "_ROW_STAGES", 3)
     x = torch.empty(1, dtype=dtype)
-    _, options = rows._row_programs(width, x.device, *[x] * loaded, None)
+    _, options = rows._row_programs(width, x.device, False, *[x] * loaded, None)
     assert options["STAGES"] == stages
 
 
