@@ -21,13 +21,10 @@ from gpu_accel.thunderkittens.linear import _need, _shape, choose
 # What its tests in tests/gpu have passed on (H100, Triton 3.6.0): "auto" takes the kernels for that alone.
 GPU_CHECKED = (torch.bfloat16, torch.float16, torch.float32)
 _BC = 64
-# Whether gradients are made by a walk where channels lie side by side, without first states and seq_idx: x and dy are
-# read once for four times.
-WALK_BACK = True
-_STEPS, _CHANNELS = 256, 128  # of a program of it, which is one warp
-# Whether the forward is made by a walk there too: x is read once for four times. Off: no GPU has run it.
-WALK = False
-_CHANNELS_FORWARD = 256  # sixteen bytes a thread
+# Whether y and gradients are made by walks where channels lie side by side, without first states and seq_idx: x and
+# dy are read once for four times.
+WALK = WALK_BACK = True
+_STEPS, _CHANNELS = 256, 128  # of a program of them, which is one warp
 
 
 def _cut(x: Tensor, elements: int) -> dict:
@@ -59,7 +56,7 @@ def conv_op(
     cut = _cut(x, 2048)
     near = max(x.stride(2), y.stride(2)) * (_STEPS + 8) < 2**31
     if WALK and x.numel() and initial is None and seq_idx is None and x.stride(1) == y.stride(1) == 1 and near:
-        columns = min(_CHANNELS_FORWARD, max(16, next_power_of_2(x.shape[1])))
+        columns = min(_CHANNELS, max(16, next_power_of_2(x.shape[1])))
         with _device(x):
             launch(kernels._conv_walk_kernel, (-(-x.shape[2] // _STEPS), -(-x.shape[1] // columns), x.shape[0]),
                    (x, weight, bias, y, x.stride(0), x.stride(2), y.stride(0), y.stride(2), x.shape[2], x.shape[1],
@@ -91,10 +88,8 @@ def _walk_back(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, silu:
                (x, weight, bias, dy, dx, dweight, dbias, x.stride(0), x.stride(2), dy.stride(0), dy.stride(2), seqlen,
                 dim, _STEPS),
                dict(WIDTH=weight.shape[1], HAS_BIAS=bias is not None, SILU=silu, BC=columns, num_warps=1))  # fmt: skip
-    absent = [x.new_empty(0, dtype=torch.float32) for _ in range(2)]
-    if rows._ADDED:
-        return dx.transpose(1, 2), *rows.add_parts(dweight, torch.float32, None if bias is None else dbias), absent[1]
-    return dx.transpose(1, 2), dweight.sum(0), absent[0] if bias is None else dbias.sum(0), absent[1]
+    absent = x.new_empty(0, dtype=torch.float32)
+    return dx.transpose(1, 2), *rows.add_parts(dweight, torch.float32, None if bias is None else dbias), absent
 
 
 @torch.library.custom_op("gpu_accel::tk_conv1d_backward", mutates_args=())

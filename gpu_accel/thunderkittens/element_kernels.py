@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from gpu_accel.flash_attention3.rotary import load_rotated
-from gpu_accel.thunderkittens.quick import QUICK, exp, sigmoid
+from gpu_accel.thunderkittens.quick import exp, sigmoid
 
 
 @triton.jit
@@ -114,13 +114,6 @@ def _turned_back(rows, cols, there, positions, cos, sin, longest, DIM: tl.conste
 
 
 @triton.jit
-def _tanh(x):
-    e = tl.exp(-2.0 * tl.abs(x))
-    t = (1.0 - e) / (1.0 + e)
-    return tl.where(x < 0, -t, t)
-
-
-@triton.jit
 def _activation(a, KIND: tl.constexpr, NARROW: tl.constexpr):
     """(f(a), f'(a)) of silu, gelu with erf, gelu with tanh."""
     if KIND == "silu":
@@ -131,14 +124,10 @@ def _activation(a, KIND: tl.constexpr, NARROW: tl.constexpr):
         half = 0.5 * (1.0 + tl.erf(a * 0.7071067811865476))
         value = a * half
         slope = half + a * 0.3989422804014327 * exp(-0.5 * a * a)
-    elif QUICK:  # (1 + tanh(u)) / 2 is the sigmoid of 2 u
+    else:  # (1 + tanh(u)) / 2 is the sigmoid of 2 u
         s = sigmoid(1.5957691216057308 * a * (1.0 + 0.044715 * a * a), NARROW)
         value = a * s
         slope = s + value * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * a * a)
-    else:
-        t = _tanh(0.7978845608028654 * (a + 0.044715 * a * a * a))
-        value = 0.5 * a * (1.0 + t)
-        slope = 0.5 * (1.0 + t) + 0.5 * a * (1.0 - t * t) * 0.7978845608028654 * (1.0 + 0.134145 * a * a)
     return value, slope
 
 

@@ -22,9 +22,8 @@ from gpu_accel.thunderkittens.linear import choose
 from gpu_accel.thunderkittens.rows import _need, _rows
 
 # Whether heads that turn as a whole, in halves, have a kernel that loads angles once for several heads or sequences.
-# Off: no GPU has run it.
-HALVES = False
-_EACH = 8  # heads or sequences of a program of it
+HALVES = True
+_EACH, _TOKENS = 4, 16  # heads or sequences, and tokens, of a program of it
 
 
 @torch.library.custom_op("gpu_accel::tk_rotary", mutates_args=())
@@ -41,7 +40,7 @@ def rotary_op(
     whole = not interleaved and offsets is None and dim == block == 2 * cos.shape[1] >= 16
     with _device(x):
         if HALVES and whole and x.numel() > 0 and batch * heads < 2**31:
-            each, tokens = min(_EACH, next_power_of_2(batch * heads)), max(1, min(16, 2048 // block))
+            each, tokens = min(_EACH, next_power_of_2(batch * heads)), max(1, min(_TOKENS, 2048 // block))
             launch(
                 kernels._rotary_halves_kernel, (-(-seqlen // tokens), -(-batch * heads // each)),
                 (x, y, cos, sin, *x.stride()[:3], seqlen, heads, batch * heads, cos.shape[0], start),

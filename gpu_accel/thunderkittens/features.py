@@ -55,7 +55,8 @@ from gpu_accel.thunderkittens.linear import (
 BASED_HOPPER_CHECKED = True
 HEDGEHOG_CHECKED = (torch.bfloat16, torch.float16)
 _ONES = 64  # columns of ones that sum weights up: a tile of the kernels
-_MAP_ROWS, _MAP_WARPS = 64, 4  # of a program of the feature map
+_MAP_ROWS, _MAP_WARPS = 128, 8  # of a block of the feature map
+_MAP_BLOCKS = 1  # of a program of it; more: no GPU has run it
 _BASED_KEYS = 16  # the most of K whose squared state stays in registers
 
 
@@ -87,10 +88,11 @@ def hedgehog_op(x: Tensor, mapping: Tensor) -> Tensor:
         rows = 16 if INTERPRET else _MAP_ROWS
         with chunked._device(x):
             launch(
-                feature_kernels._hedgehog_kernel, batch * heads * -(-seqlen // rows),
+                feature_kernels._hedgehog_kernel, batch * heads * -(-seqlen // (rows * _MAP_BLOCKS)),
                 (x, mapping, out, *x.stride()[:3], *mapping.stride(), seqlen, heads),
                 dict(K=key_dim, F=count, BT=rows, BK=max(16, next_power_of_2(key_dim)),
-                     BF=max(16, next_power_of_2(count)), PRECISION=chunked.precision(x.dtype), num_warps=_MAP_WARPS),
+                     BF=max(16, next_power_of_2(count)), PRECISION=chunked.precision(x.dtype), EACH=_MAP_BLOCKS,
+                     num_warps=_MAP_WARPS),
             )  # fmt: skip
     return out
 

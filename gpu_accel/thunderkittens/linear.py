@@ -32,9 +32,7 @@ GPU_CHECKED = True
 HOPPER_CHECKED = True
 _NARROW = 16  # K and V up to this have run on a card in 16 bits only (test_tiles_of_16_columns)
 _WALKED_KEYS = range(33, 129)  # of one walk, in bfloat16, that those tests passed on
-# Whether the decays of retention are made in one kernel. Off: no GPU has run it.
-DECAYS_IN_ONE = False
-_DECAYS = 64  # of a program of it
+_DECAYS = 64  # of retention, of a program that makes them
 LARGEST_DIM = 256
 MOST_SEGMENTS = 1024  # of one sequence: each has sums of its own in memory
 
@@ -354,7 +352,7 @@ def chunk_retention(
     """
     _validate(q, k, v, None, None, initial_state, cu_seqlens, chunked.CHUNK)
     plain = choose(v, "auto" if backend == "hopper" else backend, others=("hopper",)) != "portable"
-    decay = retention_decay(v.shape[2], v.device) if plain or not DECAYS_IN_ONE else retention_op(v.detach())
+    decay = retention_decay(v.shape[2], v.device) if plain else retention_op(v.detach())
     return chunk_simple_gla(
         q, k, v, None, decay, scale, initial_state, output_final_state, cu_seqlens,
         backend=backend,

@@ -9,13 +9,12 @@ from torch import Tensor
 from gpu_accel.flash_attention3.gluon_launch import QuickLaunch, gluon_available, multiprocessors
 from gpu_accel.flash_attention3.launch import capability
 
-# What "auto" takes it for. All three have passed tests/gpu (H200, Triton 3.6.0); of a copy's bandwidth it reaches 0.73
-# in softmax for 0.67 in plain Triton, but 0.67 for 0.72 in RMSNorm and 0.53 for 0.68 in LayerNorm.
+# What "auto" takes it for. All three have passed tests/gpu (H200, Triton 3.6.0); of a copy's bandwidth it reaches 0.80
+# in softmax for 0.67 in plain Triton, but 0.67 for 0.87 in RMSNorm and 0.53 for 0.76 in LayerNorm.
 CHECKED: tuple[str, ...] = ("softmax",)
 _OPS = {"softmax": 0, "rms": 1, "layer": 2}
 _LINE, _LINES, _STAGES, _WARPS = 64, 128, 13, 16
 _AHEAD = 3  # blocks of the next row that have room beside a whole one
-ONCE = False  # softmax reads a row twice, not three times; off: no GPU has run it
 _quick: list[QuickLaunch] = []
 
 
@@ -58,10 +57,10 @@ def run(
     # what Triton compiles for: dtypes, and whether addresses are multiples of 16 bytes
     kinds = tuple((t.dtype, t.data_ptr() % 16 == 0) for t in (x, *optional))
     _quick[0](
-        (*kinds, ONCE), programs,
+        kinds, programs,
         (matrix_map(x.view(rows * lines, _LINE), _LINES, _LINE), y, *optional, rows, lines, triton.cdiv(lines, _LINES),
          eps),
         dict(OP=_OPS[op], STAGES=_STAGES, LINES=_LINES, WARPS=_WARPS, WEIGHT=weight is not None, BIAS=bias is not None,
-             EXACT=lines % _LINES == 0, ONCE=ONCE and op == "softmax"),
+             EXACT=lines % _LINES == 0),
         dict(num_warps=_WARPS),
     )  # fmt: skip

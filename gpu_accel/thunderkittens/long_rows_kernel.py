@@ -2,7 +2,8 @@
 
 A program stays on its SM and takes rows in turn. TMA brings a row in blocks of LINES x 64 numbers into a ring of STAGES
 buffers, which holds a whole row and the first blocks of the next one. The row is read from there two or three times:
-for its largest number or mean, for its sum, and on the way out, when each block makes place for one of the next row.
+for what it sums to (softmax finds its largest number on the way, LayerNorm its mean before), and on the way out, when
+each block makes place for one of the next row.
 
     TMA      | row 0 | blocks of row 1 ......................... | of row 2 ...
     program  |       | sums of row 0 | row 0 out (frees blocks)  | sums of row 1 | ...
@@ -64,12 +65,9 @@ def _add_exponentials(x, top, total, LINES: gl.constexpr):
 def long_rows_kernel(
     x_desc, y, weight, bias, means, rstds, rows, lines, blocks, eps,
     OP: gl.constexpr, STAGES: gl.constexpr, LINES: gl.constexpr, WARPS: gl.constexpr, WEIGHT: gl.constexpr,
-    BIAS: gl.constexpr, EXACT: gl.constexpr, ONCE: gl.constexpr,
+    BIAS: gl.constexpr, EXACT: gl.constexpr,
 ):  # fmt: skip
-    """y of x (rows, 64 lines), contiguous. blocks: of LINES lines in a row, up to STAGES; EXACT: all are whole.
-
-    ONCE: softmax's largest number and its sum are found together, as blocks arrive.
-    """
+    """y of x (rows, 64 lines), contiguous. blocks: of LINES lines in a row, up to STAGES; EXACT: all are whole."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, LINES, 64], x_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -85,7 +83,7 @@ def long_rows_kernel(
     for row in range(gl.program_id(0), rows, gl.num_programs(0)):
         out = y + gl.to_tensor(row).to(gl.int64) * width
         mean = 0.0
-        if ONCE:
+        if OP == SOFTMAX:
             top = gl.max(_eights(gl.full([LINES, 64], float("-inf"), gl.float32, LAYOUT), LINES), axis=2)
             sums = gl.where(top == 0.0, 1.0, 0.0)
             for block in range(blocks):
@@ -96,39 +94,25 @@ def long_rows_kernel(
             mean = gl.max(gl.max(top, axis=1), axis=0)
             total = gl.sum(gl.sum(sums * gl.exp2((top - mean) * _LOG2E), axis=1), axis=0)
         else:
-            if OP == SOFTMAX:
-                most = gl.full([LINES, 64], float("-inf"), gl.float32, LAYOUT)
-            else:
-                most = gl.full([LINES, 64], 0.0, gl.float32, LAYOUT)
+            most = gl.full([LINES, 64], 0.0, gl.float32, LAYOUT)
             for block in range(blocks):
                 number = first + block
                 mbarrier.wait(full.index(number % STAGES), number // STAGES & 1)
-                other: gl.constexpr = float("-inf") if OP == SOFTMAX else 0.0
-                x = _block(bufs, number % STAGES, block, lines, other, LAYOUT, LINES, EXACT)
-                if OP == SOFTMAX:
-                    most = gl.maximum(most, x)
-                elif OP == LAYER:
+                x = _block(bufs, number % STAGES, block, lines, 0.0, LAYOUT, LINES, EXACT)
+                if OP == LAYER:
                     most += x
                 else:
                     most += x * x
-            if OP == SOFTMAX:
-                mean = gl.max(gl.max(most, axis=1), axis=0)
-            elif OP == LAYER:
+            if OP == LAYER:
                 mean = gl.sum(gl.sum(most, axis=1), axis=0) / width
-            if OP != RMS:
                 most = gl.full([LINES, 64], 0.0, gl.float32, LAYOUT)
                 for block in range(blocks):
                     stage = (first + block) % STAGES
-                    if OP == SOFTMAX:
-                        x = _block(bufs, stage, block, lines, float("-inf"), LAYOUT, LINES, EXACT)
-                        most += gl.exp2((x - mean) * _LOG2E)
-                    else:
-                        x = _block(bufs, stage, block, lines, mean, LAYOUT, LINES, EXACT) - mean
-                        most += x * x
+                    x = _block(bufs, stage, block, lines, mean, LAYOUT, LINES, EXACT) - mean
+                    most += x * x
             total = gl.sum(gl.sum(most, axis=1), axis=0)
         if OP == SOFTMAX:
-            factor = 1.0 / total
-            share = gl.log2(factor)
+            share = -gl.log2(total)
         else:
             factor = gl.rsqrt(total / width + eps)
             gl.store(rstds + row, factor)
@@ -141,10 +125,8 @@ def long_rows_kernel(
             _ask(x_desc, bufs, full, number + STAGES, rows, lines, blocks, STAGES, LINES)
             at = block * (LINES * 64) + inside
             there = at < width
-            if ONCE:
+            if OP == SOFTMAX:
                 x = gl.exp2((x - mean) * _LOG2E + share)
-            elif OP == SOFTMAX:
-                x = gl.exp2((x - mean) * _LOG2E) * factor
             else:
                 x = (x - mean) * factor
                 if WEIGHT:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gpu_accel.thunderkittens.quick import QUICK, exp
+from gpu_accel.thunderkittens.quick import exp
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def _keep(seed, row, cols, limit):
 
 @triton.jit
 def _summed(x, residual, row, cols, mask, x_row, r_row, seed, limit, keep_scale, RESIDUAL: tl.constexpr,
-            DROPOUT: tl.constexpr, POLICY: tl.constexpr = ""):  # fmt: skip
+            DROPOUT: tl.constexpr, POLICY: tl.constexpr):  # fmt: skip
     """dropout(x) + residual in float32, zeros where masked. POLICY: of both in the L2 cache."""
     h = tl.load(x + row * x_row + cols, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
     if DROPOUT:
@@ -66,7 +66,7 @@ def _norm_kernel(
     mean = 0.0
     if WHOLE:
         mask = cols < width
-        h = _summed(x, residual, row, cols, mask, x_row, r_row, seed, limit, keep_scale, RESIDUAL, DROPOUT)
+        h = _summed(x, residual, row, cols, mask, x_row, r_row, seed, limit, keep_scale, RESIDUAL, DROPOUT, GO)
         if KEEP_SUM:
             h = h.to(summed.dtype.element_ty)
             tl.store(summed + cols, h, mask=mask)
@@ -114,48 +114,8 @@ def _norm_kernel(
 
 
 @triton.jit
-def _anew(x):
-    """x of 16 bits, of which the compiler does not know that it is: what is made of it is made here, not kept."""
-    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
-
-
-@triton.jit
-def _norm_rows_kernel(
-    x, weight, bias, y, means, rstds, x_row, rows, width, programs, eps,
-    BLOCK: tl.constexpr, CENTER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr,
-    PACKED: tl.constexpr,
-):  # fmt: skip
-    """As `_norm_kernel` of whole rows, without residual and dropout: every programs-th row, the next on their way."""
-    program = tl.program_id(0)
-    cols = tl.arange(0, BLOCK)
-    mask = cols < width
-    zero = program.to(tl.int64) * 0
-    if WEIGHT:
-        scale = tl.load(weight + cols, mask=mask, other=0.0)
-    if BIAS:
-        shift = tl.load(bias + cols, mask=mask, other=0.0)
-    for line in tl.range(program, rows, programs, num_stages=STAGES):
-        row = zero + line
-        h = tl.load(x + row * x_row + cols, mask=mask, other=0.0).to(tl.float32)
-        mean = 0.0
-        if CENTER:
-            mean = tl.sum(h, 0) / width
-        part = tl.where(mask, h - mean, 0.0)
-        rstd = tl.rsqrt(tl.sum(part * part, 0) / width + eps)
-        out = (h - mean) * rstd
-        if WEIGHT:
-            out *= (_anew(scale) if PACKED else scale).to(tl.float32)
-        if BIAS:
-            out += (_anew(shift) if PACKED else shift).to(tl.float32)
-        tl.store(y + row * width + cols, out.to(y.dtype.element_ty), mask=mask)
-        tl.store(rstds + row, rstd)
-        if CENTER:
-            tl.store(means + row, mean)
-
-
-@triton.jit
 def _norm_parts(h, dy, weight, row, cols, mask, h_row, dy_row, mean, rstd, WEIGHT: tl.constexpr,
-                POLICY: tl.constexpr = ""):  # fmt: skip
+                POLICY: tl.constexpr):  # fmt: skip
     """(normalised value, gradient of it), zeros where masked."""
     unit = tl.load(h + row * h_row + cols, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
     unit = (unit - mean) * rstd
@@ -196,7 +156,7 @@ def _norm_backward_kernel(
     level = 0.0
     if WHOLE:
         mask = cols < width
-        unit, grad = _norm_parts(h, dy, weight, row, cols, mask, h_row, dy_row, mean, rstd, WEIGHT)
+        unit, grad = _norm_parts(h, dy, weight, row, cols, mask, h_row, dy_row, mean, rstd, WEIGHT, GO)
         along = tl.sum(unit * grad, 0) / width
         if CENTER:
             level = tl.sum(grad, 0) / width
@@ -291,15 +251,15 @@ def _parts_kernel(first, out, second, other, count, width, wide, ROWS: tl.conste
 def _norm_columns_kernel(
     h, dy, means, rstds, dweight, dbias, h_row, dy_row, rows, width, rows_each,
     ROWS: tl.constexpr, COLS: tl.constexpr, CENTER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-    LATE: tl.constexpr, STAGES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Partial sums (parts, width) float32 over the rows of a part. LATE: across threads they are added at the end."""
+    """Partial sums (parts, width) float32 over the rows of a part; what threads have is added up at the end."""
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     part = tl.program_id(1)
     begin = part * rows_each
     end = tl.minimum(rows, begin + rows_each)
-    of_weight = tl.zeros((ROWS, COLS) if LATE else (COLS,), tl.float32)
-    of_bias = tl.zeros((ROWS, COLS) if LATE else (COLS,), tl.float32)
+    of_weight = tl.zeros((ROWS, COLS), tl.float32)
+    of_bias = tl.zeros((ROWS, COLS), tl.float32)
     for at in tl.range(begin, end, ROWS, num_stages=STAGES):
         lines = (at + tl.arange(0, ROWS)).to(tl.int64)
         there = lines < end
@@ -310,23 +270,14 @@ def _norm_columns_kernel(
             if CENTER:
                 unit -= tl.load(means + lines, mask=there, other=0.0)[:, None]
             unit *= tl.load(rstds + lines, mask=there, other=0.0)[:, None]
-            unit = tl.where(mask, unit * grad, 0.0)
-            of_weight += unit if LATE else tl.sum(unit, 0)
+            of_weight += tl.where(mask, unit * grad, 0.0)
         if BIAS:
-            of_bias += grad if LATE else tl.sum(grad, 0)
-    if LATE:
-        of_weight = tl.sum(of_weight, 0)
-        of_bias = tl.sum(of_bias, 0)
+            of_bias += grad
     to = part.to(tl.int64) * width + cols
     if WEIGHT:
-        tl.store(dweight + to, of_weight, mask=cols < width)
+        tl.store(dweight + to, tl.sum(of_weight, 0), mask=cols < width)
     if BIAS:
-        tl.store(dbias + to, of_bias, mask=cols < width)
-
-
-@triton.jit
-def _share(e, total):
-    return e * (1.0 / total) if QUICK else e / total
+        tl.store(dbias + to, tl.sum(of_bias, 0), mask=cols < width)
 
 
 @triton.jit
@@ -340,7 +291,7 @@ def _softmax_kernel(x, y, x_row, width, BLOCK: tl.constexpr, WHOLE: tl.constexpr
         mask = cols < width
         values = tl.load(x + cols, mask=mask, other=float("-inf")).to(tl.float32)
         e = exp(values - tl.max(values, 0))
-        tl.store(y + cols, _share(e, tl.sum(e, 0)).to(y.dtype.element_ty), mask=mask)
+        tl.store(y + cols, (e * (1.0 / tl.sum(e, 0))).to(y.dtype.element_ty), mask=mask)
     else:
         top = float("-inf")
         total = 0.0
@@ -353,21 +304,7 @@ def _softmax_kernel(x, y, x_row, width, BLOCK: tl.constexpr, WHOLE: tl.constexpr
         for at in range(0, width, BLOCK):
             mask = at + cols < width
             values = tl.load(x + at + cols, mask=mask, other=float("-inf")).to(tl.float32)
-            tl.store(y + at + cols, _share(exp(values - top), total).to(y.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _softmax_rows_kernel(x, y, x_row, rows, width, programs, BLOCK: tl.constexpr, STAGES: tl.constexpr):
-    """Every programs-th row, whole, the next ones on their way."""
-    program = tl.program_id(0)
-    cols = tl.arange(0, BLOCK)
-    mask = cols < width
-    zero = program.to(tl.int64) * 0
-    for line in tl.range(program, rows, programs, num_stages=STAGES):
-        row = zero + line
-        values = tl.load(x + row * x_row + cols, mask=mask, other=float("-inf")).to(tl.float32)
-        e = exp(values - tl.max(values, 0))
-        tl.store(y + row * width + cols, _share(e, tl.sum(e, 0)).to(y.dtype.element_ty), mask=mask)
+            tl.store(y + at + cols, (exp(values - top) * (1.0 / total)).to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -13,7 +13,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gpu_accel.compat import INTERPRET
 from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.flash_attention3.function import refuse_second
 from gpu_accel.flash_attention3.gluon_launch import multiprocessors
@@ -28,16 +27,11 @@ from gpu_accel.thunderkittens.linear import choose
 WHOLE = 16384  # elements of a row that stay in registers
 _BLOCK = 16384  # of a longer one
 _ROW_STAGES = 3  # rows on their way at once in the backward of norms; see test_norms_with_three_rows_ahead
-_ROW_THREADS = 640  # an SM, of its programs
+_ROW_THREADS = 640  # an SM, of its programs, all of which must have room at once: they share the rows evenly
+_CENTER_THREADS = 576  # where sums of bias take more registers (112 with 16 elements a thread)
 _ROW_BYTES = 224 << 10  # of shared memory for rows on their way; sums of warps and numbers of rows take up to 1 KB more
 _PARTS = 256  # of the sums over rows: about two programs an SM
-# Forms that no GPU has run, off:
-_TURNS: dict[str, dict[int, tuple[int, int, int]]] = {}  # of forwards, by elements: (stages, warps, programs an SM)
-_ADDED = False  # parts of gradients of weight and bias are added up by one kernel, not by torch's
-_KEPT = False  # long rows ask to stay in the L2 cache until they are read again
-_LATE = False  # sums over rows of long ones stay apart by row until the end
-_AHEAD = False  # the backward of norms loads the weight once
-_PACKED = 1 << 30  # elements from which forwards in turns keep weights of 16 bits as they are
+_AHEAD = False  # whether the backward of norms loads the weight once, before its rows; off: no GPU has run it
 _ROW_ELEMENTS = 512  # of a warp, in that backward
 
 
@@ -49,8 +43,8 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _policies(width: int, whole: int) -> dict:
-    """Of long rows, which are read twice, in the L2 cache."""
-    kept = _KEPT and width > whole
+    """Of long rows, which are read twice, in the L2 cache: to stay until then."""
+    kept = width > whole
     return dict(STAY="evict_last" if kept else "", GO="evict_first" if kept else "")
 
 
@@ -60,22 +54,7 @@ def _cut(width: int, whole: int) -> dict:
     return dict(BLOCK=block, WHOLE=width <= whole, num_warps=max(1, min(most, block // 512)))
 
 
-def _turns(kind: str, x: Tensor, whole: int) -> tuple[int, dict] | None:
-    """(programs, options) of the forward of programs that take rows in turn, or None."""
-    rows, width = x.shape
-    block = next_power_of_2(width)
-    chosen = _TURNS.get(kind, {}).get(block)
-    if chosen is None or width > whole or not rows:
-        return None
-    sms = multiprocessors(x.device) if x.is_cuda else 2
-    return min(rows, sms * chosen[2]), dict(BLOCK=block, STAGES=chosen[0], num_warps=chosen[1])
-
-
-def _packed(block: int, *given: Tensor | None) -> bool:
-    return block >= _PACKED and not INTERPRET and all(x is None or x.element_size() == 2 for x in given)
-
-
-def _row_programs(width: int, device: torch.device, *loaded: Tensor | None) -> tuple[int, dict]:
+def _row_programs(width: int, device: torch.device, center: bool, *loaded: Tensor | None) -> tuple[int, dict]:
     """(programs, options) of `_norm_backward_rows_kernel`: 16 elements a thread.
 
     loaded: what every row reads. Stages but the last are buffers in shared memory, as many as fit.
@@ -86,7 +65,8 @@ def _row_programs(width: int, device: torch.device, *loaded: Tensor | None) -> t
     if _AHEAD:
         loaded = loaded[:-1]  # but for the weight
     stages = min(_ROW_STAGES, 1 + _ROW_BYTES // sum(block * x.element_size() for x in loaded if x is not None))
-    return sms * max(1, _ROW_THREADS // (32 * warps)), dict(BLOCK=block, STAGES=stages, num_warps=warps)
+    threads = _CENTER_THREADS if center else _ROW_THREADS
+    return sms * max(1, threads // (32 * warps)), dict(BLOCK=block, STAGES=stages, num_warps=warps)
 
 
 def _dropout_arguments(p: float, seed: int) -> tuple[int, int, float]:
@@ -114,16 +94,8 @@ def norm_op(
     kind = "layer" if center else "rms"
     bare = residual is None and not dropout_p and not keep_sum
     with _device(x):
-        turns = _turns(kind, x, whole) if bare else None
         if x.numel() and (way == "hopper" or way == "auto" and bare and long_rows.takes(x, kind, whole)):
             long_rows.run(x, y, kind, weight, bias, means, rstds, eps)
-        elif turns is not None:
-            launch(
-                kernels._norm_rows_kernel, turns[0],
-                (x, weight, bias, y, means, rstds, x.stride(0), rows, width, turns[0], eps),
-                dict(CENTER=center, WEIGHT=weight is not None, BIAS=bias is not None,
-                     PACKED=_packed(turns[1]["BLOCK"], x, weight, bias), **turns[1]),
-            )  # fmt: skip
         elif x.numel():
             launch(
                 kernels._norm_kernel, rows,
@@ -167,7 +139,7 @@ def norm_backward_op(
     given = dict(CENTER=center, WEIGHT=weight is not None, DSUM=dsum is not None, RESIDUAL=has_residual,
                  DROPOUT=dropout_p > 0)  # fmt: skip
     if width <= whole and (weight is not None or has_bias):
-        programs, options = _row_programs(width, h.device, h, dy, dsum, weight)
+        programs, options = _row_programs(width, h.device, center, h, dy, dsum, weight)
         programs = max(1, min(programs, rows))
         partial_w, partial_b = (
             h.new_empty((programs, width) if there and h.numel() else (0, width), dtype=torch.float32)
@@ -201,8 +173,8 @@ def norm_backward_op(
                     kernels._norm_columns_kernel, (blocks, parts),
                     (h, dy, means, rstds, partial_w, partial_b, h.stride(0), dy.stride(0), rows, width,
                      -(-rows // parts)),
-                    dict(ROWS=32 if _LATE else 16, COLS=cols, CENTER=center, WEIGHT=weight is not None, BIAS=has_bias,
-                         LATE=_LATE, STAGES=3 if _LATE else 1, num_warps=4),
+                    dict(ROWS=32, COLS=cols, CENTER=center, WEIGHT=weight is not None, BIAS=has_bias, STAGES=3,
+                         num_warps=4),
                 )  # fmt: skip
     return dx, dresidual, *_summed(partial_w, partial_b, weight, bias_dtype)
 
@@ -226,7 +198,7 @@ def add_parts(parts: Tensor, dtype: torch.dtype, second: Tensor | None = None) -
 
 def _summed(parts_w: Tensor, parts_b: Tensor, weight: Tensor | None, bias_dtype: torch.dtype | None):
     """(dweight, dbias) of their parts (parts, width); empty where there is none."""
-    if _ADDED and weight is not None and bias_dtype in (None, weight.dtype):
+    if weight is not None and bias_dtype in (None, weight.dtype):
         return add_parts(parts_w, weight.dtype, parts_b if bias_dtype is not None else None)
     dweight = parts_w.sum(0).to(weight.dtype) if weight is not None else parts_w.new_empty(0)
     return dweight, parts_b.sum(0).to(bias_dtype) if bias_dtype is not None else parts_b.new_empty(0)
@@ -278,8 +250,6 @@ def softmax_op(x: Tensor, whole: int, way: str = "portable") -> Tensor:
     with _device(x):
         if x.numel() and (way == "hopper" or way == "auto" and long_rows.takes(x, "softmax", whole)):
             long_rows.run(x, y, "softmax")
-        elif (turns := _turns("softmax", x, whole)) is not None:
-            launch(kernels._softmax_rows_kernel, turns[0], (x, y, x.stride(0), rows, width, turns[0]), turns[1])
         elif x.numel():
             launch(kernels._softmax_kernel, rows, (x, y, x.stride(0), width), _cut(width, whole))
     return y

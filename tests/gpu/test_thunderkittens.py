@@ -12,7 +12,6 @@ import torch
 
 from gpu_accel.testing import assert_close_to_truth
 from gpu_accel.thunderkittens import (
-    causal_conv1d,
     ladder,
     linear,
     long_conv,
@@ -149,13 +148,7 @@ def test_delta_rule_of_packed_sequences():
 
 @pytest.mark.parametrize(("batch", "seqlen", "dim", "width"), [(2, 515, 300, 4), (1, 2000, 520, 3), (3, 2, 64, 4)])
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("channels", [64, 256])
-def test_causal_conv1d_walks_back(channels, dtype, batch, seqlen, dim, width, monkeypatch):
-    for name in ("WALK_BACK", "WALK"):
-        monkeypatch.setattr(causal_conv1d, name, True)
-    for name in ("_CHANNELS", "_CHANNELS_FORWARD"):
-        monkeypatch.setattr(causal_conv1d, name, channels)
-    monkeypatch.setattr(rows, "_ADDED", True)
+def test_causal_conv1d_by_walks(dtype, batch, seqlen, dim, width):
     shapes = (batch, seqlen, dim + 8), (dim, width), (dim,)
     tensors = [randn(*shape, seed=n, dtype=dtype) for n, shape in enumerate(shapes)]
 
@@ -193,8 +186,7 @@ def test_causal_conv1d(dtype, innermost):
         torch.testing.assert_close(a, whole[..., t])
 
 
-def test_decays_of_retention_in_one_kernel(monkeypatch):
-    monkeypatch.setattr(linear, "DECAYS_IN_ONE", True)
+def test_decays_of_retention_in_one_kernel():
     for heads in (1, 16, 100):
         v = randn(2, 200, heads, 64, seed=1, dtype=BF16)
         decay = linear.retention_decay(heads, "cuda")

@@ -7,7 +7,7 @@ import torch
 
 from gpu_accel.errors import UnsupportedError
 from gpu_accel.testing import assert_close_to_truth, default_floor, generator
-from gpu_accel.thunderkittens import features, hedgehog_fused, windowed
+from gpu_accel.thunderkittens import windowed
 from gpu_accel.thunderkittens.features import fused_chunk_based, hedgehog_attention
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -86,26 +86,6 @@ def test_hedgehog_in_one_kernel(seqlen, window, key_dim, value_dim, dtype, backe
         )  # fmt: skip
 
     judge(NAMES, function, backend, *hedgehog_inputs(2, seqlen, 16, key_dim, value_dim, 64, dtype))
-
-
-OTHER_TILES = {  # rows, launch and what is asked for early in the window's kernel; rows and warps of the map's
-    "one-stage": (64, dict(num_warps=4, num_stages=1), False, 64, 4),
-    "early": (64, dict(num_warps=4, num_stages=2), True, 64, 8),
-    "three-programs": (64, dict(num_warps=4, num_stages=1, maxnreg=168), False, 128, 4),
-    "128-rows": (128, dict(num_warps=8, num_stages=1), True, 128, 8),
-}
-
-
-@pytest.mark.parametrize("tiles", OTHER_TILES.values(), ids=OTHER_TILES)
-@pytest.mark.parametrize(("seqlen", "window"), [(1000, 128), (300, 65), (100, 200)])
-def test_hedgehog_by_other_tiles(seqlen, window, tiles, monkeypatch):
-    for name, value in zip(("_ROWS", "_LAUNCH", "_EARLY"), tiles[:3], strict=True):
-        monkeypatch.setattr(hedgehog_fused, name, value)
-    monkeypatch.setattr(features, "_MAP_ROWS", tiles[3])
-    monkeypatch.setattr(features, "_MAP_WARPS", tiles[4])
-    test_hedgehog_in_one_kernel(seqlen, window, 128, 128, BF16, "portable")
-    if torch.cuda.get_device_capability() == (9, 0):
-        test_hedgehog_in_one_kernel(seqlen, window, 128, 128, BF16, "hopper")
 
 
 @hopper

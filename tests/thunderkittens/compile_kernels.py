@@ -125,8 +125,8 @@ def conv(dtype: torch.dtype, dim: int) -> None:
         for options in ((w, b, h, None, True), (w, None, None, seq, False)):
             ops.conv_op._init_fn(x, *options)
             ops.conv_backward_op._init_fn(x, x, *options)
-    with mock.patch.object(ops, "WALK_BACK", not ops.WALK_BACK):
-        ops.conv_backward_op._init_fn(x, x, w, b, None, None, True)
+    ops.conv_op._init_fn(x, w, b, None, None, True)
+    ops.conv_backward_op._init_fn(x, x, w, b, None, None, True)
     for lengths, indices in ((None, None), (rows, rows)):
         ops.update_op._init_fn(x[..., :1], h, w, b, lengths, indices, True)
 

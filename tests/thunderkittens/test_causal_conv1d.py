@@ -65,13 +65,10 @@ def test_channels_innermost_and_slices(device):
 @pytest.mark.parametrize(("seqlen", "width", "bias", "activation"), [
     (33, 4, True, "silu"), (16, 3, False, None), (2, 2, True, None), (1, 4, False, "silu"),
 ])  # fmt: skip
-def test_gradients_by_a_walk(seqlen, width, bias, activation, device, monkeypatch):
+def test_by_walks(seqlen, width, bias, activation, device, monkeypatch):
     """Channels side by side; several programs in time, and the steps that they walk beyond their own."""
-    monkeypatch.setattr(c, "WALK_BACK", True)
-    monkeypatch.setattr(c, "WALK", True)
     monkeypatch.setattr(c, "_STEPS", 8)
     monkeypatch.setattr(c, "_CHANNELS", 16)
-    monkeypatch.setattr(c, "_CHANNELS_FORWARD", 16)
     wide = randn(2, seqlen, 40, seed=1, device=device)
     tensors = [wide, randn(19, width, seed=2, device=device), randn(19, seed=3, device=device)][: 2 + bias]
 

@@ -73,9 +73,10 @@ def test_hedgehog(device):
         close(name, *three)
 
 
-@pytest.mark.parametrize(("seqlen", "key_dim", "count"), [(21, 24, 8), (1, 16, 40)])
-def test_hedgehog_map_in_a_kernel(seqlen, key_dim, count, device):
+@pytest.mark.parametrize(("seqlen", "key_dim", "count", "blocks"), [(21, 24, 8, 1), (1, 16, 40, 1), (85, 16, 8, 4)])
+def test_hedgehog_map_in_a_kernel(seqlen, key_dim, count, blocks, device, monkeypatch):
     """bfloat16, as the kernel takes it: rows that are not a block, dimensions that are no power of two."""
+    monkeypatch.setattr(features, "_MAP_BLOCKS", blocks)
     x = randn(2, seqlen, 2, key_dim, seed=1, device=device, dtype=torch.bfloat16)
     w = randn(2, key_dim, count, seed=2, device=device, dtype=torch.bfloat16)
     truth = features.hedgehog_features(x.double(), w.double())

@@ -25,7 +25,9 @@ NORMS = {
 
 
 @pytest.mark.parametrize("case", NORMS.values(), ids=NORMS)
-def test_norm(case, device, monkeypatch):
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "weight-ahead"])
+def test_norm(ahead, case, device, monkeypatch):
+    monkeypatch.setattr(rows, "_AHEAD", ahead)
     case = dict(dtype=FP32, weight=True, bias=False, residual=None, dropout_p=0.0, count=5, whole=rows.WHOLE) | case
     monkeypatch.setattr(rows, "WHOLE", case["whole"])
     width, dtype, count = case["width"], case["dtype"], case["count"]
@@ -50,22 +52,6 @@ def test_norm(case, device, monkeypatch):
     for name, *three in zip(("y", "h", "dx", "dw", "db", "dr"), mine, truth, ruler, strict=True):
         if three[0] is not None:
             close(name, *three)
-
-
-@pytest.fixture
-def new_forms(monkeypatch):
-    monkeypatch.setattr(rows, "_ADDED", True)
-    monkeypatch.setattr(rows, "_LATE", True)
-    monkeypatch.setattr(rows, "_KEPT", True)
-    monkeypatch.setattr(rows, "_AHEAD", True)
-    turns = {2**n: (3, 4, 2) for n in range(17)}
-    monkeypatch.setattr(rows, "_TURNS", {"softmax": turns, "rms": turns, "layer": turns})
-
-
-@pytest.mark.parametrize("case", NORMS.values(), ids=NORMS)
-def test_norm_in_other_forms(case, device, monkeypatch, new_forms):
-    test_norm(case | {"residual": None, "dropout_p": 0.0}, device, monkeypatch)
-    test_norm(case, device, monkeypatch)
 
 
 def test_the_reference_is_torchs(device):
@@ -119,13 +105,6 @@ def test_softmax(whole, dtype, device, monkeypatch):
         close(name, *three)
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=["fp32", "bf16", "fp16"])
-def test_softmax_in_turns(dtype, device, monkeypatch, new_forms):
-    test_softmax(rows.WHOLE, dtype, device, monkeypatch)
-    test_softmax_shapes((0, 4), device)
-    assert rows.softmax(torch.full((1, 40), -torch.inf, device=device), backend="portable").isnan().all()
-
-
 @pytest.mark.parametrize("shape", [(3, 1), (0, 4), (3, 0), (5,), (2, 3, 17)], ids=str)
 def test_softmax_shapes(shape, device):
     x = randn(*shape, seed=1, device=device)
@@ -163,8 +142,7 @@ def test_rotary(interleaved, dim, rotary_dim, device):
 
 # more heads and tokens than a program has, fewer, and one of each
 @pytest.mark.parametrize(("batch", "seqlen", "heads", "dim"), [(3, 17, 5, 128), (2, 70, 1, 64), (1, 1, 1, 16)])
-def test_rotary_of_whole_heads(batch, seqlen, heads, dim, device, monkeypatch):
-    monkeypatch.setattr(elements, "HALVES", True)
+def test_rotary_of_whole_heads(batch, seqlen, heads, dim, device):
     x = randn(batch, seqlen, heads + 1, dim + 8, seed=1, dtype=FP16, device=device)[..., 1:, :dim]
     angles = randn(80, dim // 2, seed=2, device=device)
     do = [randn(batch, seqlen, heads, dim, seed=3, device=device)]
@@ -272,7 +250,7 @@ def test_no_more_rows_ahead_than_fit(width, dtype, loaded, stages, monkeypatch):
     """Compiled for an H100 they took (stages - 1) buffers a tensor: 262 KB for four of 16384 float32, where 227 fit."""
     monkeypatch.setattr(rows, "_ROW_STAGES", 3)
     x = torch.empty(1, dtype=dtype)
-    _, options = rows._row_programs(width, x.device, *[x] * loaded, None)
+    _, options = rows._row_programs(width, x.device, False, *[x] * loaded, None)
     assert options["STAGES"] == stages
 
 
