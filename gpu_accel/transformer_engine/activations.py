@@ -85,7 +85,7 @@ def curve_of(a, CURVE: tl.constexpr):
         value = kept * kept
         slope = 2.0 * kept
     else:
-        value, slope = _activation(a, CURVE)
+        value, slope = _activation(a, CURVE, False)  # as the reference has it, which codes are compared with
     return value, slope
 
 
