@@ -15,7 +15,7 @@ TALL = gemm_skinny.SkinnyConfig(sub=1, early=True, lean=True, held=True)
 CASES = {  # rows, columns of W, K, and how: tiles that no program has alone, whole ones, more programs than slices
     "128-shared": (128, 304, 640, replace(TALL, programs=7)),
     "128-as-before": (128, 304, 640, replace(TALL, programs=7, lean=False, held=False)),
-    "128-wide": (128, 304, 640, replace(TALL, programs=5, halves=2)),
+    "128-pairs": (128, 304, 640, replace(TALL, sub=2, programs=7)),
     "64-shared": (50, 400, 896, replace(TALL, sub=2, programs=5)),
     "64-whole": (50, 400, 896, replace(TALL, sub=2, programs=7)),
     "64-wide": (50, 400, 896, replace(TALL, halves=2, programs=6)),
