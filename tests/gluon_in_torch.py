@@ -411,6 +411,13 @@ def instruction(code: str, arguments: list[Any]) -> Any:
         return None
     if code.startswith("mul.rn.bf16x2") or "mul.f32 $0, $0, $64" in code:  # products; those that may be left out
         return arguments[0] * arguments[1]
+    if "@p atom.global.acq_rel.gpu.add.u32 $0, [$1], 1" in code:  # the first of 128 threads counts up
+        pointer = arguments[0]
+        place = int(pointer.offsets.flatten()[0])
+        count = torch.zeros(128, dtype=torch.int32)
+        count[0] = pointer.memory[place]
+        pointer.memory[place] += 1
+        return count.as_subclass(Registers)
     if "atom.global.add.u32 $0, [$1], 1" in code:  # the first thread counts up, where it is wanted
         pointer, wanted = arguments
         place = int(pointer.offsets.flatten()[0])
@@ -437,11 +444,11 @@ def allocate(kind: Kind, shape: list[int], layout: Any) -> Shared:
     return Shared(torch.full(shape, math.nan if kind.torch.is_floating_point else 0, dtype=kind.torch))
 
 
-def load(pointer: Pointer, mask: Tensor | None = None, other: float = 0.0) -> Tensor:
+def load(pointer: Pointer, mask: Tensor | None = None, other: float = 0.0, cache_modifier: str = "") -> Tensor:
     offsets, mask = pointer.places(mask)
     assert not mask.any() or 0 <= int(offsets[mask].min()) <= int(offsets[mask].max()) < pointer.memory.numel()
     read = pointer.memory[torch.where(mask, offsets, 0)] if pointer.memory.numel() else torch.zeros(offsets.shape)
-    return torch.where(mask, read, torch.tensor(other, dtype=read.dtype))
+    return torch.where(mask, read, torch.tensor(other, dtype=read.dtype)).as_subclass(Registers)
 
 
 def store(pointer: Pointer, value: Tensor, mask: Tensor | None = None) -> None:

@@ -213,7 +213,7 @@ def _consumer(
     out, bias, partials, counters = outputs
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 32 if FP8 else 16])
     SCALED: gl.constexpr = FP8 and not BLOCKED
-    IN_TURN: gl.constexpr = FP8 and HALVES == 2 and BM == 128  # registers have room for one part beside two sums
+    LATE: gl.constexpr = HELD > 0 and BM == 128  # registers have no room for the factors of two parts
     zero = gl.full([ROWS, BM], 0.0, gl.float32, ACC)
     program = gl.program_id(0)
     begin = _begin(program, tiles * k_steps, share, EARLY)
@@ -254,12 +254,15 @@ def _consumer(
                         block = step * SUB + s
                         at0 = (tile * k_steps - begin) * SUB + block
                         factor0 = _whole_factors(ahead, kept, held, block, at0, ACC, EARLY, HELD)
-                        factor1 = _whole_factors(ahead1, kept, held, block + 1, at0 + 1, ACC, EARLY, HELD)
+                        if not LATE:
+                            factor1 = _whole_factors(ahead1, kept, held, block + 1, at0 + 1, ACC, EARLY, HELD)
                         if not HELD:
                             ahead = _next_factors(scales, kept, tile_w, m, M, block + 2, k_blocks, HALVES, EARLY)
                             ahead1 = _next_factors(scales, kept, tile_w, m, M, block + 3, k_blocks, HALVES, EARLY)
                     part0 = warpgroup_mma_wait(1, deps=[part0])
                     acc0 += part0 * factor0[None, :] if BLOCKED else part0
+                    if LATE:
+                        factor1 = _whole_factors(ahead1, kept, held, block + 1, at0 + 1, ACC, EARLY, HELD)
                     part1 = warpgroup_mma_wait(0, deps=[part1])
                     acc0 += part1 * factor1[None, :] if BLOCKED else part1
             for s in gl.static_range(0 if FP8 and HALVES == 1 and SUB % 2 == 0 else SUB):
@@ -267,7 +270,7 @@ def _consumer(
                 x = x_bufs.index(stage * SUB + s).permute((1, 0))
                 if FP8:
                     part0 = warpgroup_mma(w0, x, zero, use_acc=False, is_async=True)
-                    if HALVES == 2 and not IN_TURN:
+                    if HALVES == 2:
                         w1 = _operand(w_bufs, (stage * SUB + s) * HALVES + 1, W_K)
                         part1 = warpgroup_mma(w1, x, zero, use_acc=False, is_async=True)
                     if BLOCKED:
@@ -277,15 +280,11 @@ def _consumer(
                         factor = _whole_factors(ahead, kept, held, block, at0, ACC, EARLY, HELD)
                         if not HELD:
                             ahead = _next_factors(scales, kept, tile_w, m, M, block + 1, k_blocks, HALVES, EARLY)
-                    if HALVES == 2 and not IN_TURN:
+                    if HALVES == 2:
                         part0, part1 = warpgroup_mma_wait(0, deps=[part0, part1])
                     else:
                         part0 = warpgroup_mma_wait(0, deps=[part0])
                     acc0 += part0 * factor[None, :] if BLOCKED else part0
-                    if IN_TURN:
-                        w1 = _operand(w_bufs, (stage * SUB + s) * HALVES + 1, W_K)
-                        part1 = warpgroup_mma(w1, x, zero, use_acc=False, is_async=True)
-                        part1 = warpgroup_mma_wait(0, deps=[part1])
                     if HALVES == 2:
                         acc1 += part1 * factor[None, :] if BLOCKED else part1
                 else:

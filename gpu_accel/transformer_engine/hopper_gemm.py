@@ -32,7 +32,7 @@ GPU_CHECKED: tuple[str, ...] = ("dense", "grouped", "grouped-finished", "along")
 SCALES_CHECKED = True  # the same of the one launch that lays scales of blocks side by side
 _ALIGNMENT = 16  # bytes
 _SKINNY = 64  # rows up to which the kernel that deals slices of K is taken
-TALL_CHECKED = False  # whether that kernel with up to 128 rows has been right in tests/gpu
+_SMS = 132
 ELEMENTS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 BLOCKS = ((0, 0), (1, 0), (1, 128), (128, 128))  # rows and columns that share a scale; 0 is all
 
@@ -63,15 +63,19 @@ def _kernel() -> QuickLaunch:
 
 
 def fp8_gemm_config(
-    m: int, n: int, lines_b: bool = False, plain: bool = True, lines_a: bool = False
+    m: int, n: int, lines_b: bool = False, plain: bool = True, lines_a: bool = False, alone: bool = True
 ) -> Fp8GemmConfig:  # fmt: skip
-    """The tiles for a product: narrow ones where a wide one would be half empty, or half the SMs without one.
+    """The tiles for a product: narrow ones where a wide one would be half empty, or half the SMs without one, or the
+    last round of wide ones nearly so.
 
     lines_a, lines_b: scales of 1x128; those of columns take the registers of half a tile. plain: nothing but the
-    product leaves the kernel, in 16 bits; narrow tiles with more than that have not run on a GPU.
+    product leaves the kernel, in 16 bits; narrow tiles with more than that have not run on a GPU. alone: no groups.
     """
-    tiles = -(-m // 128) * -(-n // 128)
-    if lines_b or n <= 128 or (plain and tiles <= 132):
+    tiles, wide = -(-m // 128) * -(-n // 128), -(-m // 128) * -(-n // 256)
+    # a round of narrow tiles takes 0.57 of one of wide ones in blocks, 0.53 else (H200): 4096 x 2112 x 7168 in 127.6 us
+    # for 135.7, 2048 x 4608 x 4096 in 76.4 for 83.3
+    shorter = alone and -(-tiles // _SMS) * (0.58 if lines_a else 0.55) < -(-wide // _SMS)
+    if lines_b or n <= 128 or (plain and (tiles <= _SMS or shorter)):
         staged = lines_a and m > _SKINNY
         # scales of rows and columns take the place of a sixth slice
         return Fp8GemmConfig(parts=1, stages=5 if staged else 6, group=8, deal=m <= _SKINNY, staged=staged)
@@ -129,9 +133,10 @@ def gemm(
             out_scale=out_scale, amax=amax, groups=groups, along=along, config=config, out=room,
         )  # fmt: skip
         return out.copy_(room)
-    alone = bias is None and activation == "none" and out_scale is None and amax is None
-    plain = alone and out.element_size() == 2
-    config = config or fp8_gemm_config(m, n, block_b == (1, 128), plain, block_a == (1, 128))
+    plain = bias is None and activation == "none" and out_scale is None and amax is None
+    plain = plain and out.element_size() == 2
+    alone = groups is None and along is None
+    config = config or fp8_gemm_config(m, n, block_b == (1, 128), plain, block_a == (1, 128), alone)
     a_desc, b_desc = matrix_map(a, 64, 128), matrix_map(b, 128, 128)
     out_desc = a_desc if direct else matrix_map(out, 64, 128)
     tiles_m, tiles_n = -(-m // 128), -(-n // (128 * config.parts))
@@ -262,16 +267,19 @@ def takes_few_rows(m: int, n: int, k: int, block_a: tuple[int, int], block_b: tu
     """Whether the kernel that deals slices of K takes a product of m rows, of which nothing but bias and activation is
     asked besides.
 
-    With 65 to 128 rows (a tile is 64 columns by all of them) where tiles of 128 x 128 are so few that most SMs have
-    none, K is long enough to be cut, and all scales of A fit beside the slices. In blocks an H200 takes 21.6 us for
-    30.2 (2112 x 7168), 23.8 for 30.8 (4096 x 7168) and 14.4 for 16.5 (7168 x 2048), but 24.7 for 21.9 at 24576 x 1536,
-    and 57.6 for 58.4 at 7168 x 16384.
+    With 65 to 128 rows (a tile is 64 columns by all of them) where its tiles are shared evenly by the SMs, or are about
+    as many, K is long enough to be cut, and all scales of A fit beside the slices. In blocks an H200 takes 23.3 us for
+    32.1 (2112 x 7168), 25.3 for 32.2 (4096 x 7168), 16.4 for 18.9 (7168 x 2048) and 35.0 for 37.3 (8192 x 8192), but
+    27.6 for 24.5 at 6144 x 4096, 35.7 for 26.1 at 12288 x 4096 and 88.9 for 60.4 at 7168 x 16384; with scales of the
+    tensor 19.3 for 27.7, 20.5 for 27.9, 13.1 for 15.5 and 26.9 for 31.3.
     """
     if block_a[0] == 128 or block_b == (1, 128):
         return False
     if m <= _SKINNY:
         return True
-    return TALL_CHECKED and m <= 128 and block_a == (1, 128) and n <= 7168 and 1024 <= k <= 8192
+    tiles = -(-n // 64)
+    even = 2 * tiles <= _SMS or 0.8 * _SMS <= tiles <= _SMS
+    return m <= 128 and even and 2048 <= k <= 8192
 
 
 def run(

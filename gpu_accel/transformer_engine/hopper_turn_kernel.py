@@ -91,9 +91,9 @@ def turn_kernel(
     FINITE: gl.constexpr, E5M2: gl.constexpr, AMAX: gl.constexpr, TALL: gl.constexpr, SQUARE: gl.constexpr,
 ):  # fmt: skip
     """x: words (rows, cols / 2), s_row words apart. Codes (rows, cols) and (cols, rows) as pairs (int16), with a scale
-    for each block of 1 x GC (32 or 128), or (GC = 0) of all by the scale in `given`, which goes to scales_r and
-    scales_c, or (GC = 0, SQUARE) for each tile of 128 x 128. AMAX: `seen` (int32) is raised to the bits of the largest
-    magnitude. TALL: rows of a tile, 64 or 128, 16 for each warp."""
+    for each block of 1 x GC (128; 32 with SCALE 2 and tiles of 128 rows, four scales a word), or (GC = 0) of all by the
+    scale in `given`, which goes to scales_r and scales_c, or (GC = 0, SQUARE) for each tile of 128 x 128. AMAX: `seen`
+    (int32) is raised to the bits of the largest magnitude. TALL: rows of a tile, 64 or 128, 16 for each warp."""
     WARPS: gl.constexpr = TALL // 16
     W: gl.constexpr = gl.BlockedLayout([8, 4], [4, 8], [WARPS // 2, 2], [1, 0])
     gl.static_assert(TALL == 128 or TALL == 64)
@@ -106,6 +106,8 @@ def turn_kernel(
         block_bases=[],
         shape=[TALL // 2, 64],
     )
+    # a byte a store would touch as many sectors as codes do: the four of a row, or column, of a tile go as one word
+    gl.static_assert(SCALE != 2 or (GC == 32 and TALL == 128))
     G: gl.constexpr = 1 if GC == 0 else 128 // GC  # blocks across a tile, and down
     D: gl.constexpr = 1 if GC == 0 else TALL // GC
     pid = gl.program_id(0)
@@ -148,11 +150,17 @@ def turn_kernel(
         most = _max2(even, odd)
         most = gl.maximum((most << 16) >> 16, most >> 16)
         most = gl.max(gl.reshape(most, (TALL, G, 16 // G)), 2)
-        FLAT_R: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [WARPS // G, G], [0, 1])
+        FOUR_R: gl.constexpr = gl.BlockedLayout([1, G], [32, 1], [WARPS, 1], [1, 0])
+        ONE_R: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [WARPS // G, G], [0, 1])
+        FLAT_R: gl.constexpr = FOUR_R if SCALE == 2 else ONE_R
         stored, inverse = _scale_and_inverse(gl.convert_layout(_bits(most, FINITE), FLAT_R), SCALE, LARGEST, ADD, EMAX)
         sr = row + gl.arange(0, TALL, gl.SliceLayout(1, FLAT_R))
-        sg = pid % tiles * G + gl.arange(0, G, gl.SliceLayout(0, FLAT_R))
-        gl.store(scales_r + sr.to(gl.int64)[:, None] * (cols // GC) + sg[None, :], stored)
+        if SCALE == 2:
+            four = stored.to(gl.int32) << (8 * gl.arange(0, G, gl.SliceLayout(0, FLAT_R)))[None, :]
+            gl.store(scales_r + sr.to(gl.int64) * (cols // 128) + pid % tiles, gl.sum(four, 1))
+        else:
+            sg = pid % tiles * G + gl.arange(0, G, gl.SliceLayout(0, FLAT_R))
+            gl.store(scales_r + sr.to(gl.int64)[:, None] * (cols // GC) + sg[None, :], stored)
         # columns
         even, odd = _halve(kept, 0)
         even, odd = _halve(_max2(even, odd), 0)
@@ -160,13 +168,19 @@ def turn_kernel(
         most = _max2(even, odd)
         most = gl.join((most << 16) >> 16, most >> 16)  # (TALL / 8, 64, 2)
         most = gl.reshape(gl.max(gl.reshape(most, (D, TALL // 8 // D, 64, 2)), 1), (D, 128))
-        FLAT_C: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [D, WARPS // D], [1, 0])
+        FOUR_C: gl.constexpr = gl.BlockedLayout([D, 2], [1, 32], [1, WARPS], [0, 1])
+        ONE_C: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [D, WARPS // D], [1, 0])
+        FLAT_C: gl.constexpr = FOUR_C if SCALE == 2 else ONE_C
         stored, inverse_c = _scale_and_inverse(
             gl.convert_layout(_bits(most, FINITE), FLAT_C), SCALE, LARGEST, ADD, EMAX
         )
-        sg = row // GC + gl.arange(0, D, gl.SliceLayout(1, FLAT_C))
         sc = col + gl.arange(0, 128, gl.SliceLayout(0, FLAT_C))
-        gl.store(scales_c + sc.to(gl.int64)[None, :] * (rows // GC) + sg[:, None], stored)
+        if SCALE == 2:
+            four = stored.to(gl.int32) << (8 * gl.arange(0, D, gl.SliceLayout(1, FLAT_C)))[:, None]
+            gl.store(scales_c + sc.to(gl.int64) * (rows // 128) + row // 128, gl.sum(four, 0))
+        else:
+            sg = row // GC + gl.arange(0, D, gl.SliceLayout(1, FLAT_C))
+            gl.store(scales_c + sc.to(gl.int64)[None, :] * (rows // GC) + sg[:, None], stored)
     if FINITE:
         words = _without_inf(words, size)
     low, high = _numbers(words)

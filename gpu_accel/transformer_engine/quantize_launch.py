@@ -38,6 +38,7 @@ from gpu_accel.transformer_engine.schemes import Scheme
 BOTH_CHECKED = True  # hopper_quantize_kernel.py
 TURN_CHECKED = True  # hopper_turn_kernel.py
 SQUARE_CHECKED = True  # the same, in blocks of 128 x 128
+MX_CHECKED = False  # the same, in MX blocks of 1 x 32 (tests ask for it)
 CODES_CHECKED = True  # `turned_codes`
 LONGEST_ROW = 16384  # values of a row that one program holds; longer rows are read twice
 _LIMIT = 2**31 - 1
@@ -238,8 +239,7 @@ def takes_both(x: Tensor, scheme: Scheme, m: Matrix, source: Source) -> bool:
 
 def takes_turn(x: Tensor, scheme: Scheme, m: Matrix, source: Source, known: bool) -> bool:
     """Whether the kernel of `hopper_turn_kernel.py` makes both copies: of whole tiles of bf16, not of a norm of it, in
-    blocks of 1x128 or 128x128 or with one scale that is known. It can do MX (1x32) too, with the right bits, but was no
-    faster than plain Triton there: 122 us against 119 for 8192 x 8192."""
+    blocks of 1x128 or 128x128 or with one scale that is known, or in MX (1x32)."""
     if not (TURN_CHECKED and x.is_cuda) or machine_refusal(x) is not None:
         return False
     blocks = scheme.block == (1, 128) or (scheme.block == (0, 0) and known)
@@ -247,6 +247,8 @@ def takes_turn(x: Tensor, scheme: Scheme, m: Matrix, source: Source, known: bool
     plain = scheme.element in ("e4m3", "e5m2") and scheme.rounding == "nearest" and not source.kind
     whole = m.rows % 128 == 0 and m.cols % 128 == 0 and m.s_col == 1 and not m.nested and m.s_row % 8 == 0
     wide = scheme.scale in ("fp32", "pow2")
+    if MX_CHECKED and scheme.block == (1, 32):
+        blocks = wide = scheme.scale == "e8m0"
     return x.dtype == torch.bfloat16 and blocks and wide and plain and whole and x.data_ptr() % 16 == 0
 
 
@@ -267,7 +269,9 @@ def _turn(x: Tensor, scheme: Scheme, m: Matrix, row: Three, col: Three, scale: T
     )  # fmt: skip
     pairs = x.as_strided((m.rows, m.cols), (m.s_row, 1)).view(torch.int32)
     codes = row[0].view(torch.int16), col[0].view(torch.int16)
-    arguments = (pairs, codes[0], row[1], codes[1], col[1], scale, pairs if seen is None else seen.view(torch.int32),
+    grids = [part[1].view(torch.int32) if across == 32 else part[1] for part in (row, col)]  # of MX four in a word
+    arguments = (pairs, codes[0], grids[0], codes[1], grids[1], scale,
+                 pairs if seen is None else seen.view(torch.int32),
                  m.rows, m.cols, m.s_row // 2, m.cols // 128)  # fmt: skip
     quick(turn_kernel, m.rows // tall * (m.cols // 128), arguments, options)
 

@@ -128,6 +128,19 @@ def test_configurations(name, pair):
     assert_close_to_truth("out", out, truth, yardstick, floor=floor_of(truth))
 
 
+@pytest.mark.parametrize("pair", [("fp8", "fp8"), ("fp8_row", "fp8_row"), ("fp8_1x128", "fp8_128x128")], ids="-".join)
+@pytest.mark.parametrize("mnk", [(4096, 2112, 1024), (2000, 4601, 531)], ids=str)
+def test_narrow_tiles_for_a_short_last_round(mnk, pair):
+    """As they are chosen: 5 rounds of them for 3 of wide ones."""
+    m, n, k = mnk
+    assert hopper_gemm.fp8_gemm_config(m, n, lines_a=pair[0] == "fp8_1x128").parts == 1
+    a, b = operands(m, n, k, pair)
+    truth = scaled_mm_reference(a, b)
+    yardstick = scaled_mm_reference(a, b, dtype=torch.float32, out_dtype=torch.bfloat16)
+    for _ in range(2):
+        assert_close_to_truth("out", scaled_mm(a, b, backend="hopper"), truth, yardstick, floor=floor_of(truth))
+
+
 @pytest.mark.parametrize("mnk", [(4096, 2112, 7168), (2500, 1921, 4000)], ids=str)
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_last_round_is_dealt_with_scales_of_slices(parts, mnk):
@@ -302,15 +315,15 @@ def test_few_rows_asked_for_early(pair, mnk):
     "mnk", [(65, 200, 272), (128, 2112, 7168), (100, 1000, 8208), (64, 3000, 4096)], ids=str
 )  # the third has more scales of blocks than lie beside its slices
 @pytest.mark.parametrize("pair", [("fp8", "fp8_row"), ("fp8_1x128", "fp8_128x128")], ids="-".join)
-@pytest.mark.parametrize("halves", [1, 2])
-def test_up_to_128_rows(halves, pair, mnk):
-    """Tiles of 64 or 128 columns by all rows: whole ones, shared ones, and as many as the kernel takes by itself."""
+@pytest.mark.parametrize("sub", [1, 2])
+def test_up_to_128_rows(sub, pair, mnk):
+    """Tiles of 64 columns by all rows: whole ones, shared ones, and as many as the kernel takes by itself."""
     m, n, k = mnk
     a, b = operands(m, n, k, pair)
     truth = scaled_mm_reference(a, b)
     blocks = dict(block_x=a.scheme.block, block_w=b.scheme.block)
     codes, scales = (a.codes, b.codes.t()), dict(scale_x=a.scales, scale_w=b.scales)
-    config = replace(gemm_skinny.skinny_config(128, True, 1), halves=halves)
+    config = replace(gemm_skinny.skinny_config(128, True, 1), sub=sub)
     for out_dtype in (torch.float32, torch.bfloat16)[0 if n == 200 else 1 :]:
         yardstick = scaled_mm_reference(a, b, dtype=torch.float32, out_dtype=out_dtype)
         for programs in (0, 16, -(-n // 64)):
@@ -321,14 +334,14 @@ def test_up_to_128_rows(halves, pair, mnk):
             assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
 
 
-@pytest.mark.parametrize("mnk", [(128, 2112, 7168), (77, 1001, 1043), (128, 4096, 2048)], ids=str)
+@pytest.mark.parametrize("mnk", [(128, 2112, 7168), (77, 1001, 2067), (128, 8192, 2048)], ids=str)
 @pytest.mark.parametrize("activation", ["none", "silu"])
-def test_up_to_128_rows_in_blocks_as_they_are_chosen(mnk, activation, monkeypatch):
+@pytest.mark.parametrize("pair", [("fp8", "fp8_row"), ("fp8_1x128", "fp8_128x128")], ids="-".join)
+def test_up_to_128_rows_as_they_are_chosen(pair, mnk, activation):
     """With a bias, columns and K that no tile divides; in a graph, with other values at each replay."""
-    monkeypatch.setattr(hopper_gemm, "TALL_CHECKED", True)
     m, n, k = mnk
     bias = torch.randn(n, generator=generator(3, "cuda"), device="cuda").bfloat16()
-    a, b = operands(m, n, k, ("fp8_1x128", "fp8_128x128"))
+    a, b = operands(m, n, k, pair)
     assert "slices of K" in explain_mm(a, b)
     options = dict(bias=bias, activation=activation, backend="hopper")
     scaled_mm(a, b, **options)
@@ -351,17 +364,15 @@ def test_up_to_128_rows_in_blocks_as_they_are_chosen(mnk, activation, monkeypatc
     ids=str,
 )
 @pytest.mark.parametrize(
-    ("pair", "held", "halves"),
-    [(("fp8", "fp8"), False, 1), (("fp8_1x128", "fp8_128x128"), False, 1), (("fp8_1x128", "fp8_128x128"), True, 1),
-     (("fp8_1x128", "fp8_128x128"), True, 2)],
-    ids=["fp8", "blocks", "blocks-held", "blocks-held-halves"],
-)  # fmt: skip
-def test_tiles_shared_with_one_fence(pair, held, halves, mnk):
+    ("pair", "held"),
+    [(("fp8", "fp8"), False), (("fp8_1x128", "fp8_128x128"), False), (("fp8_1x128", "fp8_128x128"), True)],
+    ids=["fp8", "blocks", "blocks-held"],
+)
+def test_tiles_shared_with_one_fence(pair, held, mnk):
     """The same bits at every launch, scales of W in shared memory or not. Operands take turns, so that what the launch
     before left is not what is right."""
     m, n, k = mnk
-    lean = replace(gemm_skinny.skinny_config(m, True, 1), lean=True, held=held, halves=halves)
-    lean = replace(lean, sub=1) if halves == 2 else lean
+    lean = replace(gemm_skinny.skinny_config(m, True, 1), lean=True, held=held)
     calls, wanted = [], []
     a, b = operands(m, n, k, pair)
     truth = scaled_mm_reference(a, b)

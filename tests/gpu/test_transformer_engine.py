@@ -110,13 +110,15 @@ def test_bits_of_hoppers_own(name, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["fp8_1x128", "e5m2:1x128:pow2", "fp8", "fp8_e5m2", "fp8_128x128", "e5m2:128x128:pow2"]
+    "name",
+    ["fp8_1x128", "e5m2:1x128:pow2", "fp8", "fp8_e5m2", "fp8_128x128", "e5m2:128x128:pow2", "mxfp8", "mxfp8_e5m2"],
 )
 def test_bits_of_copies_turned_in_registers(name, monkeypatch):
     """Rows apart, zeros of both signs, and blocks of zeros, of NaN and of infinities alone."""
     if machine_refusal(torch.empty(0, device="cuda")):
         pytest.skip("needs compute capability 9.0")
     monkeypatch.setattr(quantize_launch, "SQUARE_CHECKED", True)
+    monkeypatch.setattr(quantize_launch, "MX_CHECKED", True)
     what = scheme(name)
     x = make(384, 512, dtype=torch.float32)
     x[7], x[200:260, 130:170], x[300, ::32], x[310, 5::64] = -0.0, math.nan, math.inf, -math.inf

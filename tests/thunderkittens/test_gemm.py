@@ -194,6 +194,14 @@ def test_programs_have_whole_tiles_where_they_divide(tiles, k_steps, programs):
     assert gemm_skinny.programs_for(tiles, k_steps, 132, 2, whole=True) == programs
 
 
+@pytest.mark.parametrize(
+    ("tiles", "k_blocks", "programs"),
+    [(33, 56, 132), (64, 56, 128), (112, 16, 112), (16, 32, 48), (48, 24, 96), (32, 16, 64), (1, 3, 1), (160, 12, 132)],
+)  # fmt: skip
+def test_tiles_of_128_rows_have_as_many_programs_each(tiles, k_blocks, programs):
+    assert gemm_skinny.tall_programs(tiles, k_blocks, 132) == programs
+
+
 @pytest.mark.parametrize("m", [1, 16, 17, 64, 65, 128])
 @pytest.mark.parametrize("blocks", [0, 8, 64, 128])  # scales of blocks of X beside the slices, a power of two
 def test_few_rows_have_room_in_shared_memory(m, blocks):

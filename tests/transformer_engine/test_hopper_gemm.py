@@ -140,13 +140,22 @@ def test_scales_come_with_their_slice(m, n, lines_b, parts):
 
 @pytest.mark.parametrize(
     ("m", "n", "k", "few"),
-    [(64, 32768, 512, True), (65, 2112, 7168, True), (128, 7168, 2048, True), (129, 2112, 7168, False),
-     (128, 24576, 1536, False), (128, 7168, 16384, False), (128, 4096, 512, False)],
+    [(64, 32768, 512, True), (65, 2112, 7168, True), (128, 7168, 2048, True), (128, 8192, 8192, True),
+     (129, 2112, 7168, False), (128, 6144, 4096, False), (128, 24576, 1536, False), (128, 7168, 16384, False),
+     (128, 4096, 512, False)],
 )  # fmt: skip
-def test_up_to_128_rows_go_to_the_kernel_of_few_rows_where_it_is_faster(m, n, k, few, monkeypatch):
-    monkeypatch.setattr(hopper_gemm, "TALL_CHECKED", True)
-    assert hopper_gemm.takes_few_rows(m, n, k, LINE, SQUARE) == few
-    assert hopper_gemm.takes_few_rows(m, n, k, ROW, ROW) == (m <= 64)  # not timed with other scales
+def test_up_to_128_rows_go_to_the_kernel_of_few_rows_where_it_is_faster(m, n, k, few):
+    assert hopper_gemm.takes_few_rows(m, n, k, LINE, SQUARE) is hopper_gemm.takes_few_rows(m, n, k, ROW, ROW) is few
     assert not any(hopper_gemm.takes_few_rows(m, n, k, a, b) for a, b in ((SQUARE, SQUARE), (LINE, LINE)))
-    monkeypatch.setattr(hopper_gemm, "TALL_CHECKED", False)
-    assert hopper_gemm.takes_few_rows(m, n, k, LINE, SQUARE) == (m <= 64)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "parts"),
+    [(4096, 2112, 1), (2048, 4608, 1), (8192, 2112, 2), (4096, 4096, 2), (4096, 6400, 2), (8192, 8192, 2)],
+)
+def test_narrow_tiles_where_wide_ones_leave_most_of_a_round_idle(m, n, parts):
+    """3 rounds of wide tiles and 5 of narrow ones, which take 0.57 of them; 5 and 9; 4 and 8."""
+    config = hopper_gemm.fp8_gemm_config(m, n, lines_a=True)
+    assert config.parts == parts and config.staged
+    assert hopper_gemm.fp8_gemm_config(m, n, lines_a=True, alone=False).parts == 2  # groups are as they were
+    assert hopper_gemm.fp8_gemm_config(m, n, lines_a=True, plain=False).parts == 2

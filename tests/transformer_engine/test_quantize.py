@@ -344,6 +344,7 @@ def test_codes_turned_round(shape, device):
 def test_what_is_turned_in_registers(monkeypatch):
     """Whole tiles of bf16 in the forms that were faster so on a GPU; nothing else, for no mask stops a read there."""
     monkeypatch.setattr(quantize_launch, "machine_refusal", lambda _: None)
+    monkeypatch.setattr(quantize_launch, "MX_CHECKED", False)
 
     def takes(name="fp8", shape=(256, 384), known=True, dtype=torch.bfloat16, source=PLAIN, at=0, view=lambda x: x):
         x = view(torch.empty(*shape, dtype=dtype))
@@ -355,7 +356,10 @@ def test_what_is_turned_in_registers(monkeypatch):
     assert not any(takes(name) for name in ("mxfp8", "fp8_row", "fp8_128x128", "e4m3:1x128:fp32:stochastic", "int8"))
     for seen_on_a_gpu in (False, True):
         monkeypatch.setattr(quantize_launch, "SQUARE_CHECKED", seen_on_a_gpu)
+        monkeypatch.setattr(quantize_launch, "MX_CHECKED", seen_on_a_gpu)
         assert takes("fp8_128x128", known=False) is seen_on_a_gpu
+        assert takes("mxfp8", known=False) is takes("mxfp8_e5m2", known=False) is seen_on_a_gpu
+        assert not takes("mxfp4", known=False) and not takes("mxfp8", known=False, shape=(192, 384))
     assert not takes(known=False) and not takes(source=Source("silu")) and not takes(dtype=torch.float16)
     assert not takes(shape=(192, 384)) and not takes(shape=(256, 192)) and not takes(at=8)
     assert not takes(shape=(384, 256), view=torch.Tensor.t)
