@@ -40,8 +40,9 @@ class BackwardConfig:
     """Tiles and switches of one backward kernel; `*_slots` are buffers of a whole tile of K and of V.
 
     `share`: bytes of rows and of their dQ that the heads walked together may hold. `apart`: dQ in a warpgroup of its
-    own (hopper_backward_apart.py), without turns; with it `early`, exponentials under dP and not behind S. `named` and
-    `lean` are for ring attention's kernel: rows freed on named barriers, a warp at a time; fewer meetings.
+    own (hopper_backward_apart.py), without turns; with it `early`, exponentials under dP and not behind S, and `ahead`,
+    a queue's next tile drawn while this one's first rows come. `named` and `lean` are for ring attention's kernel: rows
+    freed on named barriers, a warp at a time; fewer meetings.
     """
 
     head_dim: int
@@ -56,6 +57,7 @@ class BackwardConfig:
     share: int = 32 << 20
     apart: bool = False
     early: bool = False
+    ahead: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -379,7 +381,7 @@ def _one_kernel(
     if config.apart:
         from .hopper_backward_apart import attention_backward_apart_kernel
 
-        options |= dict(EARLY=config.early, num_warps=4, maxnreg=128)
+        options |= dict(EARLY=config.early, AHEAD=config.ahead, num_warps=4, maxnreg=128)
         launch(attention_backward_apart_kernel, programs, (*maps, *numbers), options)
     else:
         options |= dict(
