@@ -19,7 +19,7 @@ from .gluon_launch import (
     addressable,
     heads_per_group,
     machine_refusal,
-    multiprocessors,
+    programs_for,
     tensor_map,
     tile_counter,
 )
@@ -90,15 +90,15 @@ def forward_config(head_dim: int, head_dim_v: int | None = None, *, causal: bool
     """The configuration for head dims up to 256 (each rounded up to 64, 128 or 256 by zero fill)."""
     d, dv = (next(n for n in _HEAD_DIMS if x <= n) for x in (head_dim, head_dim_v or head_dim))
     if d == dv == 64:
-        # Bound by exponentials and issue slots, so a third consumer pays, but not where a tile has few steps; there,
-        # more stages do (development readings, see the paper's README).
+        # Bound by exponentials and issue slots, so a third consumer pays, but not where a tile has few steps
+        # (development readings, see the paper's README; four stages for two consumers were 0.3 to 1.2 % slower).
         few_steps = seqlen_k <= (4096 if causal else 1024)
         return ForwardConfig(
             head_dim=64,
             head_dim_v=64,
             consumers=2 if few_steps else 3,
             block_n=128,
-            stages=4 if few_steps else 3,
+            stages=3,
             q_slots=2,
             o_chunks=1,
             ping_pong=False,
@@ -259,7 +259,7 @@ def forward(
     else:
         num_m = -(-seqlen_q // (64 * config.consumers))
     num_tiles = num_m * batch * heads
-    grid = min(multiprocessors(q.device), num_tiles)
+    grid = programs_for(num_tiles, q.device, queue=config.dynamic)
     launch_registers, consumer_registers, producer_registers = config.registers()
     rows = 64 if config.specialized else 64 * config.consumers
     scale, exp_scale = softmax_scale, softmax_scale * _LOG2_E
@@ -285,9 +285,9 @@ def forward(
         heads // heads_kv,
         num_m,
         num_tiles,
-        # 4 to 32 MB of K and V at a time were tried: less leaves L2 unused; more lets long tiles, which wait for
-        # memory, and short ones come in separate waves
-        heads_per_group(batch * heads, keys * (head_dim + head_dim_v) * q.element_size(), 16 << 20),
+        heads_per_group(
+            batch * heads, keys * (head_dim + head_dim_v) * q.element_size(), _walked_together(config, keys)
+        ),
         window_left,
         window_right,
         scale,
@@ -332,6 +332,17 @@ def forward(
     if row_max is None:
         return out, lse
     return out, lse, row_max.amax(-1) if packed else row_max.amax((0, 2))
+
+
+def _walked_together(config: ForwardConfig, keys: int) -> int:
+    """Bytes of K and V of the heads whose tiles come together, longest first; of causal calls only.
+
+    4 to 64 MB were tried (H200): less leaves L2 unused, more lets long tiles, which wait for memory, and short ones
+    come in separate waves. At head_dim 256 a head has half as many tiles for its bytes.
+    """
+    if config.head_dim < 256:
+        return 16 << 20
+    return (8 if keys <= 512 else 32) << 20
 
 
 def _timed(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .features import NONE, Features
-from .gluon_launch import addressable, heads_per_group, machine_refusal, multiprocessors, tensor_map, tile_counter
+from .gluon_launch import addressable, heads_per_group, machine_refusal, programs_for, tensor_map, tile_counter
 from .hopper import modifier_arguments, refuse_modifiers
 from .hopper_blocks import block_table
 from .launch import launch
@@ -27,6 +27,7 @@ KERNEL = "Gluon, warp-specialised, wgmma and TMA (sm_90a)"
 _LOG2_E = 1.4426950408889634
 _KEYS = 128  # keys of a tile
 _SHORT = 1024  # causal calls of so many keys gain nothing by `early`: at 512 it was 2 % slower (H200)
+_SHORT_FULL = 512  # up to here full calls at head_dim 64 gain by the other two choices (H200: 0.4 and 2 %)
 MOST_HEAD_DIM = 256
 _PREPARED = 4096  # numbers of o, and of dQ that are zeroed, in a program of `prepare`
 _PIECE = 256  # of them side by side, of several heads
@@ -39,8 +40,9 @@ class BackwardConfig:
     """Tiles and switches of one backward kernel; `*_slots` are buffers of a whole tile of K and of V.
 
     `share`: bytes of rows and of their dQ that the heads walked together may hold. `apart`: dQ in a warpgroup of its
-    own (hopper_backward_apart.py), without turns; with it `early`, exponentials under dP and not behind S. `named` and
-    `lean` are for ring attention's kernel: rows freed on named barriers, a warp at a time; fewer meetings.
+    own (hopper_backward_apart.py), without turns; with it `early`, exponentials under dP and not behind S, and `ahead`,
+    a queue's next tile drawn while this one's first rows come. `named` and `lean` are for ring attention's kernel: rows
+    freed on named barriers, a warp at a time; fewer meetings.
     """
 
     head_dim: int
@@ -55,6 +57,7 @@ class BackwardConfig:
     share: int = 32 << 20
     apart: bool = False
     early: bool = False
+    ahead: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +68,9 @@ class TwoPassConfig:
     head_dim: int = 256
 
 
-def exponentials_early(causal: bool, seqlen_k: int) -> bool:
+def exponentials_early(causal: bool, seqlen_k: int, head_dim: int = 128) -> bool:
     """Whether the kernels with dQ apart take exponentials under dP, and not behind S."""
-    return not causal or seqlen_k > _SHORT
+    return seqlen_k > _SHORT if causal else head_dim > 64 or seqlen_k > _SHORT_FULL
 
 
 def backward_config(
@@ -88,6 +91,9 @@ def backward_config(
     if head_dim > 128:
         return TwoPassConfig(dynamic=causal)
     padded = 64 if head_dim <= 64 and not steps_of_64 else 128
+    # readings of an H200 with dQ apart: a queue for full calls 1.4 and 2.7 % at head_dim 64 with 1k and 2k keys, -2 to
+    # -4 % at 128; 16 MB together 0.5 and 1.8 % at 64 causal, 0.2 % at 128, -2 % with 8k keys
+    queued = apart and padded == 64 and seqlen_k > _SHORT_FULL
     return BackwardConfig(
         head_dim=padded,
         block_m=128 if padded == 64 else 64,
@@ -95,11 +101,12 @@ def backward_config(
         v_slots=2 if padded == 64 else 1,
         ping_pong=padded == 128,
         preload=padded == 128,
-        dynamic=causal,
+        dynamic=causal or queued,
         named=plain,
         lean=plain,
+        share=(16 if apart and causal and seqlen_k <= _SHORT else 32) << 20,
         apart=apart,
-        early=apart and exponentials_early(causal, seqlen_k),
+        early=apart and exponentials_early(causal, seqlen_k, padded),
     )
 
 
@@ -376,11 +383,11 @@ def _one_kernel(
         EVEN_K=seqlen_k % _KEYS == 0,
         DYNAMIC=config.dynamic,
     )
-    programs = min(multiprocessors(q.device), num_tiles)
+    programs = programs_for(num_tiles, q.device, queue=config.dynamic)
     if config.apart:
         from .hopper_backward_apart import attention_backward_apart_kernel
 
-        options |= dict(EARLY=config.early, num_warps=4, maxnreg=128)
+        options |= dict(EARLY=config.early, AHEAD=config.ahead, num_warps=4, maxnreg=128)
         launch(attention_backward_apart_kernel, programs, (*maps, *numbers), options)
     else:
         options |= dict(
@@ -434,14 +441,14 @@ def _two_kernels(
     outputs = (dk.view(torch.int32), dv.view(torch.int32))
     arguments = (*maps, _row_descriptor(stat, 64), *outputs, counter, by_key, *sizes, *last,
                  *_modifiers(features, cap_out, key_shape))  # fmt: skip
-    launch(dkdv_kernel, min(multiprocessors(q.device), tiles), arguments, options)
+    launch(dkdv_kernel, programs_for(tiles, q.device, queue=config.dynamic), arguments, options)
 
     tiles = num_m * batch * heads
     group = heads_per_group(batch * heads, seqlen_k * row_bytes)
     sizes = (seqlen_q, seqlen_k, heads, per_kv, num_m, tiles, group)
     arguments = (*maps, stat, dq.view(torch.int32), counter, by_query, *sizes, *last,
                  *_modifiers(features, cap_out, query_shape))  # fmt: skip
-    launch(dq_kernel, min(multiprocessors(q.device), tiles), arguments, options)
+    launch(dq_kernel, programs_for(tiles, q.device, queue=config.dynamic), arguments, options)
     return stat
 
 

@@ -290,8 +290,9 @@ def attention_backward_apart_kernel(
     seqlen_q, seqlen_k, heads_kv, per_kv, num_m, num_n, num_tiles, group, left, right, softmax_scale, qk_scale, cap_in,
     D: gl.constexpr, M: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, PRELOAD: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, EVEN_K: gl.constexpr, DYNAMIC: gl.constexpr, EARLY: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as of `attention_backward_kernel`."""
+    """Arguments as of `attention_backward_kernel`; AHEAD is the producer's."""
     dtype: gl.constexpr = q_desc.dtype
     M_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([M, D], dtype)
     N_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, D], dtype)
@@ -339,5 +340,5 @@ def attention_backward_apart_kernel(
                      D, M, K_SLOTS, V_SLOTS, PRELOAD, CAUSAL, WINDOW, EVEN_K, DYNAMIC, EARLY)),
         (_dq, (bufs, bars, dq_desc, shape, (), D, M, K_SLOTS, CAUSAL, WINDOW, DYNAMIC, False)),
         (_producer, (bufs, bars, queue_full.index(0), q_desc, do_desc, k_desc, v_desc, stat_desc, counter, counter,
-                     shape, (num_m,), M, K_SLOTS, V_SLOTS, CAUSAL, WINDOW, DYNAMIC, False, True, False)),
+                     shape, (num_m,), M, K_SLOTS, V_SLOTS, CAUSAL, WINDOW, DYNAMIC, False, True, False, AHEAD)),
     ], [4, 4, 1], [208, 72, 24])  # fmt: skip

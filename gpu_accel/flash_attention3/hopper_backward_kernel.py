@@ -67,6 +67,7 @@ from .hopper_device import (
     bar_arrive_at,
     bar_sync,
     bar_sync_at,
+    draw,
     pack_pairs,
     publish_tile,
     receive_tile,
@@ -395,8 +396,9 @@ def _load_keys(desc, batch, head, key0, full, bufs, first, fixed, fixes, used_k,
 def _producer(
     bufs, bars, fixed, q_desc, do_desc, k_desc, v_desc, stat_desc, table, counter, shape, mods,
     M: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    DYNAMIC: gl.constexpr, PACKED: gl.constexpr, NAMED: gl.constexpr, BLOCKS: gl.constexpr,
+    DYNAMIC: gl.constexpr, PACKED: gl.constexpr, NAMED: gl.constexpr, BLOCKS: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
+    """Loads keys and rows. AHEAD: the next tile is drawn behind the keys of this one, not behind its last rows."""
     q_bufs, do_bufs, k_bufs, v_bufs, _, stat_bufs, _ = bufs
     k_full, k_empty, v_full, v_empty, q_full, do_full, row_empty, queue_full, queue_empty, queue = bars
     seqlen_q, seqlen_k, heads_kv, per_kv, num_m, num_n, num_tiles, group, left, right = shape
@@ -426,6 +428,8 @@ def _producer(
         fixes = _load_keys(
             k_desc, batch, head_kv, key0, k_full.index(slot), k_bufs, slot * 2, fixed, fixes, used_k, PACKED
         )
+        if DYNAMIC and AHEAD:
+            drawn = draw(counter, num_tiles > 0)
         fixes = _load_rows(
             (q_full, do_full, row_empty), (q_bufs, do_bufs, stat_bufs), (q_desc, do_desc, stat_desc), batch,
             head_kv * per_kv, first_row, it, (batch * heads_kv + head_kv) * per_kv * num_m + first_row, fixed, fixes,
@@ -452,7 +456,10 @@ def _producer(
                 )  # fmt: skip
                 it += 1
         if DYNAMIC:
-            tile = gl.atomic_add(counter, 1) + gl.num_programs(0)
+            if AHEAD:
+                tile = gl.max(drawn, axis=0) + gl.num_programs(0)
+            else:
+                tile = gl.atomic_add(counter, 1) + gl.num_programs(0)
             publish_tile(k, tile, queue, queue_full, queue_empty)
         else:
             tile += gl.num_programs(0)
@@ -547,5 +554,5 @@ def attention_backward_kernel(
                      ALIBI, SCORE_MOD, SCORE_MOD_GRAD, MASK_MOD, BLOCKS)),
         (_producer, (bufs, bars, fixed, q_desc, do_desc, k_desc, v_desc, stat_desc, table, counter, shape,
                      (slopes, slopes_sb, aux, cap_out, table_width, table_sb, table_sh),
-                     M, K_SLOTS, V_SLOTS, CAUSAL, WINDOW, DYNAMIC, PACKED, False, BLOCKS)),
+                     M, K_SLOTS, V_SLOTS, CAUSAL, WINDOW, DYNAMIC, PACKED, False, BLOCKS, False)),
     ], [4, 1], [240, 24])  # fmt: skip

@@ -560,6 +560,7 @@ def _main() -> None:
     parser.add_argument("--call")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--calls-a-round", type=int, default=60)
     parser.add_argument("--calls-a-form", type=int, default=30)
     given = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -573,8 +574,8 @@ def _main() -> None:
         return
     try:
         counts = search(
-            seconds=given.seconds, seed=given.seed, device=given.device, calls_a_form=given.calls_a_form,
-            begin=lambda call: say(call=asdict(call)),
+            seconds=given.seconds, seed=given.seed, device=given.device, calls_a_round=given.calls_a_round,
+            calls_a_form=given.calls_a_form, begin=lambda call: say(call=asdict(call)),
         )
     except IncorrectResultError as error:
         say(why=str(error))

@@ -83,13 +83,13 @@ class Emulation:
     """One call: `programs` of head_dim 64 (128 query rows a step) or 128 (64 rows)."""
 
     def __init__(self, *, sq: int, sk: int, dim: int = 64, heads: int = 2, heads_kv: int = 1, batch: int = 1,
-                 causal: bool = False, left: int = -1, dynamic: bool = False, early: bool = False, programs: int = 2,
-                 seed: int = 0):  # fmt: skip
+                 causal: bool = False, left: int = -1, dynamic: bool = False, early: bool = False, ahead: bool = False,
+                 programs: int = 2, seed: int = 0):  # fmt: skip
         draw = np.random.default_rng(seed)
         self.dim, self.m = dim, 128 if dim == 64 else 64
         self.q, self.do = (draw.standard_normal((batch, heads, sq, dim)) for _ in range(2))
         self.k, self.v = (draw.standard_normal((batch, heads_kv, sk, dim)) for _ in range(2))
-        self.causal, self.dynamic, self.early = causal, dynamic, early
+        self.causal, self.dynamic, self.early, self.ahead = causal, dynamic, early, ahead
         self.num_m, self.num_n = -(-sq // self.m), -(-sk // (2 * KEYS))
         tiles = self.num_n * batch * heads_kv
         self.shape = (sq, sk, heads_kv, heads // heads_kv, self.num_m, self.num_n, tiles, 1, left, 0 if causal else -1)
@@ -192,7 +192,7 @@ class Emulation:
             _stage_fragment=lambda view, x: view.store(x), _ds_of=ds_of, probabilities=probabilities,
             pack_pairs=lambda p, dtype: p, unpack_pairs=lambda p, dtype, layout: p,
             unpack_floats=lambda p, dtype, layout: p, publish_tile=publish_tile, receive_tile=receive_tile,
-            zero_rows=nothing,
+            zero_rows=nothing, draw=drawn,
             DS_FULL=8, DS_READ=10, ROW_FREE=6,
         )  # fmt: skip
         own = [(hopper_backward_apart, n) for n in ("_consumer", "_to_gradients", "_half_of_dq", "_dq")]
@@ -226,7 +226,7 @@ class Emulation:
         calls.append((128, names["_dq"], bufs, bars, None, self.shape, (), self.dim, self.m, k_slots, *masks,
                       self.dynamic, False))  # fmt: skip
         calls.append((32, names["_producer"], bufs, bars, None, *maps, None, None, self.shape, (),
-                      self.m, k_slots, v_slots, *masks, self.dynamic, False, True, False))  # fmt: skip
+                      self.m, k_slots, v_slots, *masks, self.dynamic, False, True, False, self.ahead))  # fmt: skip
         return calls
 
     def run(self) -> None:

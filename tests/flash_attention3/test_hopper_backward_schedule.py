@@ -21,6 +21,6 @@ else:
 )
 def test_lengths_and_masks(sq, sk, heads, heads_kv, causal, left, dim, early):
     shape = dict(sq=sq, sk=sk, dim=dim, heads=heads, heads_kv=heads_kv)
-    call = Emulation(**shape, causal=causal, left=left, dynamic=causal, early=early)
+    call = Emulation(**shape, causal=causal, left=left, dynamic=causal or early, early=early, ahead=early)
     call.run()
     call.check()

@@ -11,6 +11,7 @@ import torch
 from gpu_accel.errors import InvalidInputError
 from gpu_accel.flash_attention3 import hopper, hopper_backward
 from gpu_accel.flash_attention3.features import NONE, Features
+from gpu_accel.flash_attention3.gluon_launch import programs_for
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -70,11 +71,30 @@ def test_which_backward_has_dq_apart(d, causal):
 
     config = hopper_backward.backward_config(d, causal=causal, apart=True)
     assert config.apart
-    assert early(4096) and early(512) != causal and early(1024) != causal
+    assert early(4096) and early(1024) != causal and early(512) == (d == 128 and not causal)
     assert not hopper_backward.backward_config(d, causal=causal).apart
     assert apart() and apart(features=("sinks", "batch_invariant"))
     assert not apart(bounded=True) and not apart(packed=True)
     assert not any(apart(features=(name,)) for name in ("alibi_slopes", "score_mod", "mask_mod", "block_mask"))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("d", [64, 128])
+def test_which_backward_takes_tiles_from_a_queue(d, causal):
+    def config(seqlen_k, apart=True):
+        return hopper_backward.backward_config(d, causal=causal, apart=apart, seqlen_k=seqlen_k)
+
+    assert config(512).dynamic == config(2048, apart=False).dynamic == causal
+    assert config(513).dynamic == config(16384).dynamic == (causal or d == 64)
+    assert config(1024).share == (16 if causal else 32) << 20
+    assert config(1025).share == config(1024, apart=False).share == 32 << 20
+
+
+def test_programs_end_together():
+    device = torch.device("cpu")  # counts as 132 multiprocessors
+    for tiles, programs in ((0, 0), (1, 1), (132, 132), (133, 67), (1024, 128), (2048, 128), (4096, 128), (2752, 132)):
+        assert programs_for(tiles, device, queue=False) == programs
+        assert programs_for(tiles, device, queue=True) == min(tiles, 132)
 
 
 def test_names_that_differ_between_tritons_are_in_one_place():

@@ -46,6 +46,7 @@ CASES = {
     "head-dim-120": ((1, 300, 400, 4, 2, 120), {}),
     "many-tiles-a-program": ((40, 256, 256, 8, 8, 64), {"causal": True}),
     "many-tiles-a-program-d128": ((40, 256, 256, 8, 8, 128), {}),
+    "queue-d64": ((9, 900, 1400, 6, 3, 64), {}),
     "one-block-d256": ((1, 128, 128, 1, 1, 256), {}),
     "one-row-one-key-d256": ((1, 1, 1, 1, 1, 256), {}),
     "one-query-d256": ((1, 1, 1000, 2, 1, 256), {"causal": True}),
@@ -99,7 +100,7 @@ def test_case(name):
     check(*inputs(shape), **options)
 
 
-@pytest.mark.parametrize("name", ["odd-lengths-d64", "causal-d128", "causal-d256",
+@pytest.mark.parametrize("name", ["odd-lengths-d64", "queue-d64", "causal-d128", "causal-d256",
                                   "causal-rows-see-nothing", "softcap-d40"])  # fmt: skip
 def test_fp16(name):
     shape, options = CASES[name]
