@@ -28,6 +28,7 @@ class SkinnyConfig:
     `stages`: slices on their way, 0 for as many as fit. `programs`: 0 for as many as balance best. `early`: all that
     can be asked of memory before it is needed is: slices before partitions start, scales and bias before the slices.
     `lean`: tiles that programs share cost one fence each, and several parts are on their way when they are added up.
+    `two` (eight bits, `early`): two warpgroups take a program's slices in turn, and add up what each has of a tile.
     `held` (with `early`, in blocks): W's scales come to shared memory at the start, too, and not two blocks ahead.
     """
 
@@ -39,11 +40,12 @@ class SkinnyConfig:
     early: bool = False
     lean: bool = False
     held: bool = False
+    two: bool = False
 
-    def depth(self, bm: int, kept: int = 0, size: int = 4) -> int:
+    def depth(self, bm: int, kept: int = 0, size: int = 4, two: bool = False) -> int:
         """Slices on their way: a slice has `sub` boxes of W's and X's rows. kept: scales that lie beside them. size: of
         an element of the result, in bytes."""
-        ring = min(_RING, _ROOM - 4 * kept - _ROWS * bm * size)
+        ring = min(_RING, _ROOM - 4 * kept - _ROWS * bm * (size + 4 * two) - 1024 * two)
         return self.stages or max(2, min(16, ring // ((_ROWS * self.halves + bm) * 128 * self.sub)))
 
 
@@ -141,6 +143,7 @@ def gemm(
         if tiles_m > 1 or kept * bm > _KEPT:
             early, kept = False, 0
     held = _HELD if config.held and kept and -(-tiles * k_steps // programs) * sub <= _HELD else 0
+    two = config.two and early and (held > 0 or not blocked)
     strides = (0, 0, 0, 0)
     if scale_x is not None and scale_w is not None:
         across = (scale_x.stride(1), scale_w.stride(1)) if blocked else (0, 0)
@@ -157,7 +160,7 @@ def gemm(
         HALVES=config.halves,
         SUB=sub,
         BOX=box,
-        STAGES=config.depth(bm, kept * bm, out.element_size()),
+        STAGES=config.depth(bm, kept * bm, out.element_size(), two),
         W_K=w_k,
         FP8=fp8,
         BLOCKED=blocked,
@@ -169,7 +172,8 @@ def gemm(
         KEPT=kept,
         LEAN=config.lean,
         HELD=held,
+        TWO=two,
     )
     key = (x.dtype, w.dtype, out.dtype, given.dtype)
-    _kernel()(key, programs, arguments, constants, dict(num_warps=4, maxnreg=240))
+    _kernel()(key, programs, arguments, constants, dict(num_warps=4, maxnreg=168 if two else 240))
     return out

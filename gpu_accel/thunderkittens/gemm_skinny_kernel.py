@@ -32,7 +32,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from gpu_accel.gluon_compat import reinterpret, tma_load
+from gpu_accel.gluon_compat import barrier, reinterpret, tma_load
 
 from .gemm_device import (
     activate,
@@ -201,11 +201,11 @@ def _sum_of_all(partials, first, last, half, BM: gl.constexpr, HALVES: gl.conste
 
 @gluon.jit
 def _consumer(
-    bufs, bars, outputs, shape, scales, share, kept, held,
+    bufs, bars, outputs, shape, scales, share, kept, held, meeting,
     STAGES: gl.constexpr, W_K: gl.constexpr, BM: gl.constexpr, HALVES: gl.constexpr, SUB: gl.constexpr,
     FP8: gl.constexpr, BLOCKED: gl.constexpr, ROW_X: gl.constexpr, ROW_W: gl.constexpr, BIAS: gl.constexpr,
     ACTIVATION: gl.constexpr, EARLY: gl.constexpr, LEAN: gl.constexpr,
-    HELD: gl.constexpr,
+    HELD: gl.constexpr, TWO: gl.constexpr, WG: gl.constexpr,
 ):  # fmt: skip
     w_bufs, x_bufs = bufs
     full, empty = bars
@@ -214,12 +214,22 @@ def _consumer(
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 32 if FP8 else 16])
     SCALED: gl.constexpr = FP8 and not BLOCKED
     LATE: gl.constexpr = HELD > 0 and BM == 128  # registers have no room for the factors of two parts
+    if EARLY and BLOCKED:  # in here: Triton 3.6 cannot hand such a view to another partition
+        kept = reinterpret(kept, gl.float32, [kept.shape[0], BM], FLAT)
+        if HELD:
+            held = reinterpret(held, gl.float32, [HELD, 1], FLAT)
     zero = gl.full([ROWS, BM], 0.0, gl.float32, ACC)
     program = gl.program_id(0)
     begin = _begin(program, tiles * k_steps, share, EARLY)
     end = _begin(program + 1, tiles * k_steps, share, EARLY)
     stage = 0
+    if TWO:
+        stage = WG
+        left, meet = meeting
+        ready = meet.index(0)
+        free = meet.index(1)
     phase = 0
+    turn = 0
     for tile in range(begin // k_steps, gl.cdiv(end, k_steps)):
         tile_w = tile // tiles_m
         m0 = (tile - tile_w * tiles_m) * BM
@@ -240,7 +250,10 @@ def _consumer(
         if BLOCKED and not HELD:
             ahead = _next_factors(scales, kept, tile_w, m, M, k0 * SUB, k_blocks, HALVES, EARLY)
             ahead1 = _next_factors(scales, kept, tile_w, m, M, k0 * SUB + 1, k_blocks, HALVES, EARLY)
-        for step in range(k0, k1):
+        first = k0
+        if TWO:  # slices of this program in turn
+            first += (WG - (tile * k_steps + k0 - begin)) & 1
+        for step in range(first, k1, 2 if TWO else 1):
             mbarrier.wait(full.index(stage), phase)
             if FP8 and HALVES == 1 and SUB % 2 == 0:
                 for s in gl.static_range(0, SUB, 2):
@@ -301,7 +314,25 @@ def _consumer(
                     acc0 = warpgroup_mma_wait(SUB * HALVES, deps=[acc0])
                 if step > k0:
                     mbarrier.arrive(empty.index(previous(stage, STAGES)), count=1)
-            stage, phase = advance(stage, phase, STAGES)
+            if TWO:
+                stage += 2
+                wrapped = stage >= STAGES
+                stage = gl.where(wrapped, stage - STAGES, stage)
+                phase = gl.where(wrapped, phase ^ 1, phase)
+            else:
+                stage, phase = advance(stage, phase, STAGES)
+        if TWO:
+            if WG == 1:
+                mbarrier.wait(free, (turn & 1) ^ 1)
+                left.store(acc0)
+                barrier()
+                mbarrier.arrive(ready, count=1)
+            else:
+                mbarrier.wait(ready, turn & 1)
+                acc0 += left.load(ACC)
+                barrier()
+                mbarrier.arrive(free, count=1)
+            turn += 1
         if not FP8:
             if HALVES == 2:
                 acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
@@ -309,7 +340,7 @@ def _consumer(
                 acc0 = warpgroup_mma_wait(0, deps=[acc0])
             mbarrier.arrive(empty.index(previous(stage, STAGES)), count=1)
         last = True
-        if k1 - k0 < k_steps:
+        if WG == 0 and k1 - k0 < k_steps:
             first_program = _program_of(tile * k_steps, tiles * k_steps, share, EARLY)
             last_program = _program_of(tile * k_steps + k_steps - 1, tiles * k_steps, share, EARLY)
             slot = own_slot(program, k0) * HALVES
@@ -334,7 +365,7 @@ def _consumer(
                         if HALVES == 2:
                             acc1 += gl.load(partial(partials, slot + 1, ROWS, BM, ACC), cache_modifier=".cg")
                 gl.store(counters + tile, 0)
-        if last:
+        if WG == 0 and last:
             if not EARLY:
                 factors = _factors_of_sums(row0, m0, shape, scales, ACC, BM, SCALED, ROW_X, ROW_W)
                 added = _bias_of_sums(row0, N, bias, ACC, BIAS)
@@ -454,7 +485,7 @@ def skinny_gemm_kernel(
     BM: gl.constexpr, BK: gl.constexpr, HALVES: gl.constexpr, SUB: gl.constexpr, BOX: gl.constexpr,
     STAGES: gl.constexpr, W_K: gl.constexpr, FP8: gl.constexpr, BLOCKED: gl.constexpr, ROW_X: gl.constexpr,
     ROW_W: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr, EARLY: gl.constexpr, KEPT: gl.constexpr,
-    LEAN: gl.constexpr, HELD: gl.constexpr,
+    LEAN: gl.constexpr, HELD: gl.constexpr, TWO: gl.constexpr,
 ):  # fmt: skip
     """x_desc in boxes of BM x BK, BK 128 bytes; w_desc of BOX x BK (W_K) or BK x 64; k_steps >= 1 slices of SUB boxes.
 
@@ -491,17 +522,32 @@ def skinny_gemm_kernel(
         if KEPT:
             lines = gl.allocate_shared_memory(gl.float32, [KEPT, BM], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
             _keep_scales(lines, shape, scales, KEPT, BM)
-            kept = reinterpret(lines, gl.float32, [KEPT, BM], FLAT)
+            kept = lines
         if HELD:
             own = gl.allocate_shared_memory(gl.float32, [HELD, 1], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
             _hold_scales(own, shape, scales, share, HELD, HALVES, SUB)
-            held = reinterpret(own, gl.float32, [HELD, 1], FLAT)
+            held = own
     else:
         for i in gl.static_range(STAGES):
             mbarrier.init(full.index(i), count=1)
             mbarrier.init(empty.index(i), count=1)
-    gl.warp_specialize([
-        (_consumer, (bufs, bars, outputs, shape, scales, share, kept, held, STAGES, W_K, BM, HALVES, SUB, FP8, BLOCKED,
-                     ROW_X, ROW_W, BIAS, ACTIVATION, EARLY, LEAN, HELD)),
-        (_producer, (boxes, bars, x_desc, w_desc, shape, share, STAGES, W_K, BM, HALVES, SUB, BOX, BK, EARLY)),
-    ], [1], [32])  # fmt: skip
+    if TWO:
+        gl.static_assert(FP8 and HALVES == 1 and STAGES > 1 and (HELD > 0 or not BLOCKED))
+        left = gl.allocate_shared_memory(gl.float32, [ROWS, BM], gl.SwizzledSharedLayout(2, 1, 8, [1, 0]))
+        meet = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+        for i in gl.static_range(2):
+            mbarrier.init(meet.index(i), count=1)
+        meeting = (left, meet)
+        gl.warp_specialize([
+            (_consumer, (bufs, bars, outputs, shape, scales, share, kept, held, meeting, STAGES, W_K, BM, HALVES, SUB,
+                         FP8, BLOCKED, ROW_X, ROW_W, BIAS, ACTIVATION, EARLY, LEAN, HELD, TWO, 0)),
+            (_consumer, (bufs, bars, outputs, shape, scales, share, kept, held, meeting, STAGES, W_K, BM, HALVES, SUB,
+                         FP8, BLOCKED, ROW_X, ROW_W, BIAS, ACTIVATION, EARLY, LEAN, HELD, TWO, 1)),
+            (_producer, (boxes, bars, x_desc, w_desc, shape, share, STAGES, W_K, BM, HALVES, SUB, BOX, BK, EARLY)),
+        ], [4, 1], [240, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_consumer, (bufs, bars, outputs, shape, scales, share, kept, held, bars, STAGES, W_K, BM, HALVES, SUB, FP8,
+                         BLOCKED, ROW_X, ROW_W, BIAS, ACTIVATION, EARLY, LEAN, HELD, TWO, 0)),
+            (_producer, (boxes, bars, x_desc, w_desc, shape, share, STAGES, W_K, BM, HALVES, SUB, BOX, BK, EARLY)),
+        ], [1], [32])  # fmt: skip
