@@ -25,6 +25,7 @@ _BC = 64
 # dy are read once for four times.
 WALK = WALK_BACK = True
 _STEPS, _CHANNELS = 256, 128  # of a program of them, which is one warp
+_AHEAD = False  # y asks for the next steps before it needs them; off: no GPU has run it
 
 
 def _cut(x: Tensor, elements: int) -> dict:
@@ -61,7 +62,8 @@ def conv_op(
             launch(kernels._conv_walk_kernel, (-(-x.shape[2] // _STEPS), -(-x.shape[1] // columns), x.shape[0]),
                    (x, weight, bias, y, x.stride(0), x.stride(2), y.stride(0), y.stride(2), x.shape[2], x.shape[1],
                     _STEPS),
-                   dict(WIDTH=weight.shape[1], HAS_BIAS=bias is not None, SILU=silu, BC=columns, num_warps=1),
+                   dict(WIDTH=weight.shape[1], HAS_BIAS=bias is not None, SILU=silu, BC=columns, AHEAD=_AHEAD,
+                        num_warps=1),
                    )  # fmt: skip
     elif x.numel():
         with _device(x):

@@ -92,6 +92,17 @@ def _row(x, t, stride, cols, there):
 
 
 @triton.jit
+def _four(x, t, stride, cols, in_dim, left):
+    """Steps t to t + 3, as they are stored; zeros beyond `left`."""
+    x += t * stride + cols
+    a0 = tl.load(x, mask=in_dim & (t < left), other=0.0)
+    a1 = tl.load(x + stride, mask=in_dim & (t + 1 < left), other=0.0)
+    a2 = tl.load(x + 2 * stride, mask=in_dim & (t + 2 < left), other=0.0)
+    a3 = tl.load(x + 3 * stride, mask=in_dim & (t + 3 < left), other=0.0)
+    return a0, a1, a2, a3
+
+
+@triton.jit
 def _silu(pre, SILU: tl.constexpr, NARROW: tl.constexpr):
     if SILU:
         pre = silu(pre, NARROW)
@@ -102,8 +113,12 @@ def _silu(pre, SILU: tl.constexpr, NARROW: tl.constexpr):
 def _conv_walk_kernel(
     x, weight, bias, y, x_b, x_t, y_b, y_t, seqlen, dim, steps,
     WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, BC: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """y (batch, seqlen, dim) of x with channels side by side in both, `steps` steps (a multiple of four) a program."""
+    """y (batch, seqlen, dim) of x with channels side by side in both, `steps` steps (a multiple of four) a program.
+
+    AHEAD: the next four of x are asked for before these are multiplied.
+    """
     NARROW: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
     batch = tl.program_id(2).to(tl.int64)
     cols = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -122,11 +137,13 @@ def _conv_walk_kernel(
     x1 = _row(x, -1, x_t, cols, in_dim & (begin >= 1))
     x2 = _row(x, -2, x_t, cols, in_dim & (begin >= 2))
     x3 = _row(x, -3, x_t, cols, in_dim & (begin >= 3))
+    n0, n1, n2, n3 = _four(x, 0, x_t, cols, in_dim, left)
     for t in range(0, left, 4):
-        a0 = _row(x, t, x_t, cols, in_dim)
-        a1 = _row(x, t + 1, x_t, cols, in_dim & (t + 1 < left))
-        a2 = _row(x, t + 2, x_t, cols, in_dim & (t + 2 < left))
-        a3 = _row(x, t + 3, x_t, cols, in_dim & (t + 3 < left))
+        if not AHEAD:
+            n0, n1, n2, n3 = _four(x, t, x_t, cols, in_dim, left)
+        a0, a1, a2, a3 = n0.to(tl.float32), n1.to(tl.float32), n2.to(tl.float32), n3.to(tl.float32)
+        if AHEAD:
+            n0, n1, n2, n3 = _four(x, t + 4, x_t, cols, in_dim, left)
         to = y + t * y_t + cols
         _put(to, _silu(always + w3 * x3 + w2 * x2 + w1 * x1 + w0 * a0, SILU, NARROW), in_dim)
         _put(to + y_t, _silu(always + w3 * x2 + w2 * x1 + w1 * a0 + w0 * a1, SILU, NARROW), in_dim & (t + 1 < left))

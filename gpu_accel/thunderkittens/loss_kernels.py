@@ -27,7 +27,7 @@ def _capped(x, cap, CAP: tl.constexpr):
 @triton.jit
 def _logits(line, at, classes, cap, CAP: tl.constexpr):
     x = tl.load(line + at, mask=at < classes, other=float("-inf")).to(tl.float32)
-    return tl.where(at < classes, _capped(x, cap, CAP), float("-inf"))
+    return tl.where(at < classes, _capped(x, cap, CAP), float("-inf")) if CAP else x
 
 
 @triton.jit
@@ -94,9 +94,9 @@ def _cross_entropy_backward_kernel(
     rest = tl.load(lse + 2 * row + 1)
     z = _capped(tl.load(logits + row * row_stride + cols, mask=mask, other=0.0).to(tl.float32), cap, CAP)
     out = exp((z - most) - rest) * (1.0 + 2.0 * square * (most + rest)) - smoothing / classes
-    out -= tl.where(cols == y, 1.0 - smoothing, 0.0)
+    known = (y >= 0) & (y < classes)
+    out -= tl.where(cols == tl.where(known, y, -1).to(tl.int32), 1.0 - smoothing, 0.0)
     if CAP:
         out = out * (1.0 - (z / cap) * (z / cap))
-    out = tl.where((y >= 0) & (y < classes), out, float("nan"))
-    out = tl.where(y != ignore, out * tl.load(scale + row), 0.0)
+    out = tl.where(y != ignore, out * tl.where(known, tl.load(scale + row), float("nan")), 0.0)
     tl.store(grad + row * grad_stride + cols, out.to(grad.dtype.element_ty), mask=mask)

@@ -27,6 +27,7 @@ from gpu_accel.thunderkittens.rows import _rows
 # What its tests in tests/gpu have passed on (H100, Triton 3.6.0): "auto" takes the kernels for that alone.
 GPU_CHECKED = (torch.bfloat16, torch.float16, torch.float32)
 _BLOCK = 4096
+_BACK = 2048  # of a program of the backward
 FOUR = True  # of whole blocks: one largest value for every four logits of a thread
 
 
@@ -46,7 +47,7 @@ def _forward(logits, target, ignore, smoothing, square, cap) -> tuple[Tensor, Te
 
 def _backward(logits, target, lse, scale, grad, ignore, smoothing, square, cap) -> None:
     rows, classes = logits.shape
-    block = min(1024, max(16, next_power_of_2(classes)))
+    block = min(_BACK, max(16, next_power_of_2(classes)))
     blocks = -(-classes // block)
     if rows:
         launch(kernels._cross_entropy_backward_kernel, rows * blocks,

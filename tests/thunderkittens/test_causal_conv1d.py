@@ -65,8 +65,10 @@ def test_channels_innermost_and_slices(device):
 @pytest.mark.parametrize(("seqlen", "width", "bias", "activation"), [
     (33, 4, True, "silu"), (16, 3, False, None), (2, 2, True, None), (1, 4, False, "silu"),
 ])  # fmt: skip
-def test_by_walks(seqlen, width, bias, activation, device, monkeypatch):
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
+def test_by_walks(ahead, seqlen, width, bias, activation, device, monkeypatch):
     """Channels side by side; several programs in time, and the steps that they walk beyond their own."""
+    monkeypatch.setattr(c, "_AHEAD", ahead)
     monkeypatch.setattr(c, "_STEPS", 8)
     monkeypatch.setattr(c, "_CHANNELS", 16)
     wide = randn(2, seqlen, 40, seed=1, device=device)
