@@ -71,8 +71,8 @@ class _At:
 class Known:
     """Launches whose arguments have been worked out before, by all that decides them: shapes, options and addresses.
 
-    A training step or a decoded token comes back to the addresses of the one before, and looking them up takes a tenth
-    of the time of working arguments out. A counter of tiles is that of the stream, and asked for each time.
+    A step of training comes back to the addresses of the one before, and to look them up takes a fifth of the time of
+    working arguments out. A counter of tiles is that of the stream, and asked for each time.
     """
 
     def __init__(self, most: int = 1024) -> None:
