@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gpu_accel.errors import InvalidInputError, shown
+from gpu_accel.errors import InvalidInputError, UnsupportedError, shown
 from gpu_accel.flash_attention3.function import refuse_second
 from gpu_accel.flash_attention3.launch import launch, next_power_of_2
 from gpu_accel.flash_attention3.problem import check_flag
@@ -90,6 +90,7 @@ def rotary(
     Raises:
         InvalidInputError: shapes do not fit, or a position lies beyond the tables (as far as is known without
             waiting for the device: with offsets, positions below 0 or beyond `longest` are not turned).
+        UnsupportedError: a gradient of cos or sin, or the backend cannot run here.
     """
     check_tensors({"x": x, "cos": cos, "sin": sin}, {"offsets": offsets}, ("offsets",))
     _need(x.dim() == 4, f"x must be (batch, seqlen, heads, dim), got {tuple(x.shape)}")
@@ -101,6 +102,9 @@ def rotary(
     _need(start >= 0 and start + x.shape[1] <= cos.shape[0],
           f"positions {start} to {start + x.shape[1] - 1} need tables of that length, got {cos.shape[0]}")  # fmt: skip
     _need(offsets is None or offsets.shape == x.shape[:1], "offsets must be (batch,) integers")
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table.requires_grad and torch.is_grad_enabled():
+            raise UnsupportedError(f"{name} gets no gradient: pass {name}.detach()")
     if choose(x, backend) == "portable":
         return rotary_op(x, cos, sin, offsets, start, interleaved, False)
     positions = torch.arange(x.shape[1], device=x.device) + start

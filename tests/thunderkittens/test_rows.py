@@ -261,3 +261,14 @@ def test_rows_in_shared_memory_are_for_hopper():
             call(x, backend="hopper")
     with pytest.raises(UnsupportedError, match="residual and dropout"):
         rows.rms_norm(x, residual=x, backend="hopper")
+
+
+@pytest.mark.parametrize("backend", ["portable", "reference"])
+def test_tables_of_angles_get_no_gradient_and_say_so(backend):
+    x, cos = torch.ones(1, 3, 2, 4), torch.ones(3, 2)
+    leaf = torch.ones(3, 2, requires_grad=True)
+    for tables in ((leaf, cos), (cos, leaf)):
+        with pytest.raises(UnsupportedError, match="gets no gradient"):
+            elements.rotary(x, *tables, backend=backend)
+        with torch.no_grad():
+            elements.rotary(x, *tables, backend=backend)
