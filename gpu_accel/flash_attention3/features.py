@@ -105,6 +105,8 @@ def _check_aux(aux_tensors: Sequence[Tensor], has_modifier: bool, q: Tensor) -> 
         raise InvalidInputError(f"at most {_MOST_AUX_TENSORS} aux_tensors, got {len(aux_tensors)}")
     for i, x in enumerate(aux_tensors):
         _check_tensor(f"aux_tensors[{i}]", x, "a tensor", q)
+        if x.is_complex():
+            raise InvalidInputError(f"aux_tensors[{i}] is {x.dtype}, which no kernel reads: pass torch.view_as_real")
         if not x.is_contiguous():
             raise InvalidInputError(
                 f"aux_tensors[{i}] must be contiguous, since the modifier computes addresses: pass .contiguous()"

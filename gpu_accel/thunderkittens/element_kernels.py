@@ -52,7 +52,7 @@ def _rotary_halves_kernel(
     """
     pair = tl.program_id(1) * EACH + tl.arange(0, EACH)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    batch, head = (pair // heads).to(tl.int64), pair % heads
+    batch, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)  # heads may lie far apart
     cols = tl.arange(0, DIM // 2)
     there = (pair < pairs)[:, None, None] & (token < seqlen)[None, :, None]
     at = (batch * x_b + head * x_h)[:, None, None] + (token.to(tl.int64) * x_t)[None, :, None] + cols[None, None, :]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gpu_accel.errors import InvalidInputError, shown
+from gpu_accel.errors import InvalidInputError, UnsupportedError, shown
 from gpu_accel.flash_attention3.function import refuse_second
 from gpu_accel.flash_attention3.launch import launch, next_power_of_2
 from gpu_accel.flash_attention3.problem import check_flag
@@ -23,6 +23,7 @@ from gpu_accel.thunderkittens.rows import _need, _rows
 
 # Whether heads that turn as a whole, in halves, have a kernel that loads angles once for several heads or sequences.
 HALVES = True
+_MOST_PROGRAMS = 65535  # of a grid, but for its first dimension
 _EACH, _TOKENS = 4, 16  # heads or sequences, and tokens, of a program of it
 
 
@@ -38,18 +39,24 @@ def rotary_op(
     block = max(2, next_power_of_2(dim))
     rows = max(1, 2048 // block)
     whole = not interleaved and offsets is None and dim == block == 2 * cos.shape[1] >= 16
+    halves = HALVES and whole and heads <= _MOST_PROGRAMS
+    most = max(1, _MOST_PROGRAMS * _EACH // heads) if halves and heads > _EACH else _MOST_PROGRAMS  # sequences
     with _device(x):
-        if HALVES and whole and x.numel() > 0 and batch * heads < 2**31:
-            each, tokens = min(_EACH, next_power_of_2(batch * heads)), max(1, min(_TOKENS, 2048 // block))
+        for at in range(0, batch if x.numel() else 0, most):
+            given, to = x[at : at + most], y[at : at + most]
+            count = given.shape[0]
+            if halves:
+                each, tokens = min(_EACH, next_power_of_2(count * heads)), max(1, min(_TOKENS, 2048 // block))
+                launch(
+                    kernels._rotary_halves_kernel, (-(-seqlen // tokens), -(-count * heads // each)),
+                    (given, to, cos, sin, *x.stride()[:3], seqlen, heads, count * heads, cos.shape[0], start),
+                    dict(DIM=dim, TOKENS=tokens, EACH=each, BACKWARD=backward, num_warps=4),
+                )  # fmt: skip
+                continue
             launch(
-                kernels._rotary_halves_kernel, (-(-seqlen // tokens), -(-batch * heads // each)),
-                (x, y, cos, sin, *x.stride()[:3], seqlen, heads, batch * heads, cos.shape[0], start),
-                dict(DIM=dim, TOKENS=tokens, EACH=each, BACKWARD=backward, num_warps=4),
-            )  # fmt: skip
-        elif x.numel():
-            launch(
-                kernels._rotary_kernel, (-(-seqlen * heads // rows), batch),
-                (x, y, cos, sin, offsets, *x.stride()[:3], seqlen, heads, cos.shape[0], start),
+                kernels._rotary_kernel, (-(-seqlen * heads // rows), count),
+                (given, to, cos, sin, None if offsets is None else offsets[at : at + most], *x.stride()[:3], seqlen,
+                 heads, cos.shape[0], start),
                 dict(DIM=dim, ROTARY=2 * cos.shape[1], INTERLEAVED=interleaved, BLOCK=block, ROWS=rows,
                      BACKWARD=backward, OFFSETS=offsets is not None, num_warps=4),
             )  # fmt: skip
@@ -90,6 +97,7 @@ def rotary(
     Raises:
         InvalidInputError: shapes do not fit, or a position lies beyond the tables (as far as is known without
             waiting for the device: with offsets, positions below 0 or beyond `longest` are not turned).
+        UnsupportedError: a gradient of cos or sin, or the backend cannot run here.
     """
     check_tensors({"x": x, "cos": cos, "sin": sin}, {"offsets": offsets}, ("offsets",))
     _need(x.dim() == 4, f"x must be (batch, seqlen, heads, dim), got {tuple(x.shape)}")
@@ -101,6 +109,9 @@ def rotary(
     _need(start >= 0 and start + x.shape[1] <= cos.shape[0],
           f"positions {start} to {start + x.shape[1] - 1} need tables of that length, got {cos.shape[0]}")  # fmt: skip
     _need(offsets is None or offsets.shape == x.shape[:1], "offsets must be (batch,) integers")
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table.requires_grad and torch.is_grad_enabled():
+            raise UnsupportedError(f"{name} gets no gradient: pass {name}.detach()")
     if choose(x, backend) == "portable":
         return rotary_op(x, cos, sin, offsets, start, interleaved, False)
     positions = torch.arange(x.shape[1], device=x.device) + start

@@ -26,6 +26,11 @@ from gpu_accel.transformer_engine.scales import MIN_SCALE
 from gpu_accel.transformer_engine.sharded import is_dtensor, plain
 
 
+def _numbers(grad: Tensor) -> Tensor:
+    """What a gradient holds; of a sparse one, as an embedding's may be, summed up where rows are named twice."""
+    return grad.coalesce().values() if grad.layout == torch.sparse_coo else grad
+
+
 class OverflowGuard:
     """Args:
     backoff: after a skipped step the layers that saw NaN or Inf get room for a factor of 2**backoff: the larger maximum
@@ -71,7 +76,7 @@ class OverflowGuard:
     def found(self) -> Tensor:
         """() bool on the device of the first gradient: whether any gradient is not finite, on any rank."""
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        bad = [~torch.isfinite(plain(p.grad)).all() for p in parameters if p.grad is not None]
+        bad = [~torch.isfinite(_numbers(plain(p.grad))).all() for p in parameters if p.grad is not None]
         if not parameters:
             return torch.zeros((), dtype=torch.bool)
         device = bad[0].device if bad else plain(parameters[0]).device

@@ -322,6 +322,8 @@ WRONG = {
     "aux-tensor": ({"mask_mod": checkers, "aux_tensors": torch.zeros(2)}, InvalidInputError, "a tuple of tensors"),
     "aux-number": ({"mask_mod": checkers, "aux_tensors": (1,)}, InvalidInputError, r"aux_tensors\[0\] must be a tens"),
     "aux-many": ({"mask_mod": checkers, "aux_tensors": (torch.zeros(1),) * 9}, InvalidInputError, "at most 8"),
+    "aux-complex": (
+        {"mask_mod": checkers, "aux_tensors": (torch.zeros(4) + 0j,)}, InvalidInputError, "view_as_real"),
     "aux-strided": (
         {"mask_mod": checkers, "aux_tensors": (torch.zeros(4, 4).T,)}, InvalidInputError, "must be contiguous"),
     "aux-device": (

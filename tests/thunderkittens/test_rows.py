@@ -261,3 +261,41 @@ def test_rows_in_shared_memory_are_for_hopper():
             call(x, backend="hopper")
     with pytest.raises(UnsupportedError, match="residual and dropout"):
         rows.rms_norm(x, residual=x, backend="hopper")
+
+
+@pytest.mark.parametrize("backend", ["portable", "reference"])
+def test_tables_of_angles_get_no_gradient_and_say_so(backend):
+    x, cos = torch.ones(1, 3, 2, 4), torch.ones(3, 2)
+    leaf = torch.ones(3, 2, requires_grad=True)
+    for tables in ((leaf, cos), (cos, leaf)):
+        with pytest.raises(UnsupportedError, match="gets no gradient"):
+            elements.rotary(x, *tables, backend=backend)
+        with torch.no_grad():
+            elements.rotary(x, *tables, backend=backend)
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "pairs"])
+def test_rotary_of_more_sequences_than_a_grid_has(interleaved, device, monkeypatch):
+    monkeypatch.setattr(elements, "_MOST_PROGRAMS", 3)
+    x = randn(14, 2, 3, 16, seed=1, device=device)
+    cos, sin = (randn(9, 8, seed=n, device=device) for n in (2, 3))
+    offsets = torch.arange(14, device=device) % 5
+    for options in ({}, {"offsets": offsets}):
+        found, wanted = (
+            elements.rotary(x, cos, sin, interleaved=interleaved, backend=backend, **options)
+            for backend in ("portable", "reference")
+        )
+        torch.testing.assert_close(found, wanted)
+
+
+def test_heads_that_lie_far_apart_turn():
+    """Offsets of heads beyond 2^31 elements; nothing but what is read is in memory."""
+    step = 2**30 + 8
+    memory = torch.empty(2 * step + 64, dtype=torch.bfloat16)
+    x = memory.as_strided((1, 2, 3, 16), (0, 16, step, 1))
+    x.copy_(randn(1, 2, 3, 16, seed=1))
+    cos, sin = (randn(2, 8, seed=n) for n in (2, 3))
+    torch.testing.assert_close(
+        elements.rotary(x, cos, sin, backend="portable"), elements.rotary(x, cos, sin, backend="reference"),
+        rtol=2**-7, atol=2**-7,
+    )  # fmt: skip

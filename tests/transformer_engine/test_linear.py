@@ -569,3 +569,12 @@ def test_a_first_step_with_histories_may_be_compiled():
         for y in found:
             y.square().sum().backward()
         assert torch.equal(*found) and torch.equal(*(layer.weight.grad for layer in layers))
+
+
+def test_the_guard_reads_sparse_gradients():
+    table = nn.Embedding(5, 4, sparse=True)
+    guard = OverflowGuard(table, torch.optim.SparseAdam(table.parameters()))
+    for factor, made in ((1.0, True), (math.inf, False)):
+        guard.optimizer.zero_grad()
+        (table(torch.tensor([1, 1])) * factor).sum().backward()
+        assert guard.step() == made
