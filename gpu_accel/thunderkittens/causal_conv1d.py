@@ -39,10 +39,12 @@ def _packed(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
-def _arguments(x, weight, bias, initial, seq_idx):
+def _arguments(x, weight, bias, initial, seq_idx, dy=None):
+    far = x.shape[1] * max(t.stride(1) for t in (x, initial, dy) if t is not None) >= 2**31
     strides = (0, 0, 0) if initial is None else (initial.stride(0), initial.stride(2), initial.stride(1))
     return (x.stride(0), x.stride(2), x.stride(1), *strides), dict(
-        WIDTH=weight.shape[1], HAS_INITIAL=initial is not None, HAS_BIAS=bias is not None, HAS_SEQ=seq_idx is not None
+        WIDTH=weight.shape[1], HAS_INITIAL=initial is not None, HAS_BIAS=bias is not None, HAS_SEQ=seq_idx is not None,
+        FAR=far,
     )
 
 
@@ -109,7 +111,7 @@ def conv_backward_op(
     if x.numel() and not x.is_contiguous() and not x.transpose(1, 2).is_contiguous():
         x = x.contiguous()  # dx is written with the strides of x, which must not overlap
     dx = torch.empty_like(x)
-    strides, options = _arguments(x, weight, bias, initial, seq_idx)
+    strides, options = _arguments(x, weight, bias, initial, seq_idx, dy)
     cut = _cut(x, 512)  # it holds four taps of four taps
     blocks = -(-(seqlen + width - 1) // cut["BT"])
     parts = batch * blocks if x.numel() else 0
@@ -237,6 +239,7 @@ def update_op(
                     conv_state.shape[2], conv_state.shape[0]),
                    dict(WIDTH=weight.shape[1], HAS_BIAS=bias is not None, CIRCULAR=lengths is not None,
                         INDEXED=indices is not None, SILU=silu, BS=next_power_of_2(conv_state.shape[2]), BC=_BC,
+                        FAR=dim * max(x.stride(1), conv_state.stride(1)) >= 2**31,
                         num_warps=2))  # fmt: skip
     return y
 

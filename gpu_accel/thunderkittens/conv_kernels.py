@@ -62,11 +62,14 @@ def _same(seq, t, tap, seqlen):
 def _conv_kernel(
     x, initial, weight, bias, seq, y, x_b, x_t, x_c, i_b, i_t, i_c, y_b, y_t, y_c, seqlen, dim,
     WIDTH: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SEQ: tl.constexpr,
-    SILU: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+    SILU: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
+    """FAR: channels lie 2^31 elements apart or more."""
     batch = tl.program_id(2).to(tl.int64)
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     cols = tl.program_id(1) * BC + tl.arange(0, BC)
+    if FAR:
+        cols = cols.to(tl.int64)
     in_dim = (cols < dim)[None, :]
     acc = _pre(
         x + batch * x_b, initial + batch * i_b if HAS_INITIAL else initial, weight, bias,
@@ -248,7 +251,7 @@ def _conv_backward_kernel(
     x, initial, weight, bias, seq, dy, dx, dinitial, dweight, dbias,
     x_b, x_t, x_c, i_b, i_t, i_c, dy_b, dy_t, dy_c, seqlen, dim,
     WIDTH: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SEQ: tl.constexpr,
-    SILU: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+    SILU: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """dx with the strides of x, dinitial (batch, dim, WIDTH - 1), dweight (parts, dim, WIDTH) and dbias (parts, dim).
 
@@ -258,6 +261,8 @@ def _conv_backward_kernel(
     part = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
     t = tl.program_id(0) * BT + tl.arange(0, BT) - (WIDTH - 1)
     cols = tl.program_id(1) * BC + tl.arange(0, BC)
+    if FAR:
+        cols = cols.to(tl.int64)
     in_dim = (cols < dim)[None, :]
     x += batch * x_b
     dy += batch * dy_b
@@ -297,7 +302,7 @@ def _conv_backward_kernel(
 def _update_kernel(
     x, state, weight, bias, lengths, indices, y, x_b, x_c, x_t, s_b, s_c, s_t, seqlen, dim, state_len, rows,
     WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, CIRCULAR: tl.constexpr, INDEXED: tl.constexpr, SILU: tl.constexpr,
-    BS: tl.constexpr, BC: tl.constexpr,
+    BS: tl.constexpr, BC: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """A few steps of every sequence; y (batch, dim, seqlen), contiguous. state is changed in place.
 
@@ -316,6 +321,8 @@ def _update_kernel(
     known = (row >= 0) & (row < rows)
     state += row * s_b
     cols = tl.program_id(0) * BC + tl.arange(0, BC)
+    if FAR:
+        cols = cols.to(tl.int64)
     in_dim = cols < dim
     in_state = in_dim & known
     for t in range(0, seqlen):

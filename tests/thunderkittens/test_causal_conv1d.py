@@ -230,3 +230,26 @@ def test_a_state_shares_no_memory_with_what_is_read(device):
     for given in ((state[:, :, :2], state, weight), (state[..., 0].clone(), state, state[0])):
         with pytest.raises(InvalidInputError, match="shares memory"):
             causal_conv1d_update(*given)
+
+
+def test_channels_that_lie_far_apart():
+    """As (batch, dim, seqlen) of millions of steps is; nothing but what is read is in memory."""
+    step = 2**31 // 3 + 8
+    memory = torch.empty(3 * step + 64, dtype=torch.bfloat16)
+    x = memory.as_strided((2, 4, 6), (6, step, 1))
+    x.copy_(randn(2, 4, 6, seed=1))
+    weight = randn(4, 4, seed=2).bfloat16().requires_grad_()
+    for given in (x, x.detach().requires_grad_()):
+        found = []
+        for backend in ("portable", "reference"):
+            y = causal_conv1d_fn(given, weight, activation="silu", backend=backend)
+            found.append([y.detach(), *torch.autograd.grad(y.float().square().sum(), weight)])
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)
+    states = [torch.zeros(2, 4, 3, dtype=torch.bfloat16) for _ in range(2)]
+    one, other = (
+        causal_conv1d_update(x, state, weight, backend=backend)
+        for state, backend in zip(states, ("portable", "reference"), strict=True)
+    )
+    torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)
+    assert torch.equal(*states) and torch.equal(states[0], x[..., 3:])
