@@ -192,7 +192,7 @@ def _why_not(device_type: str, capability_: tuple[int, int] | None, head_dim: in
         return f"device {device_type!r} is not one that Triton compiles for here"
     if capability_ is not None and capability_ < (8, 9):
         return f"fp8 tensor cores need compute capability 8.9 or later, this GPU has {capability_[0]}.{capability_[1]}"
-    if head_dim not in portable_fp8.HEAD_DIMS:
+    if not portable_fp8.HEAD_DIMS[0] <= head_dim <= portable_fp8.HEAD_DIMS[-1] or head_dim % 16:  # a SymInt: no `in`
         return f"head_dim {head_dim} is not a multiple of 16 from 16 to 256: pad it with zeros and give softmax_scale"
     return None
 

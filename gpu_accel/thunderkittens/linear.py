@@ -158,7 +158,7 @@ def linear_attention(
         if fused and refusal:
             raise UnsupportedError(f"fused=True: {refusal}; use fused=None")
         if fused is None:
-            fused = v.dtype == torch.bfloat16 and q.shape[-1] in _WALKED_KEYS
+            fused = v.dtype == torch.bfloat16 and _WALKED_KEYS[0] <= q.shape[-1] <= _WALKED_KEYS[-1]
         hopper = "hopper or " if backend == "auto" and HOPPER_CHECKED and given is None else ""
         way = hopper + ("walk" if fused else "chunks")
         return chunked.chunked(q, k, v, g, w, initial_state, cu_seqlens, scale, chunk, segments, way)

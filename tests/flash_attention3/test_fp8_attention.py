@@ -371,3 +371,11 @@ def test_values_whose_sum_may_overflow_are_refused_and_smaller_ones_are_finite(b
     v[0, 0, 3, 5] = 1.1 * limit
     with pytest.raises(InvalidInputError, match="divide v by a power of two"):
         fp8_attention(q, q, v, dtype=dtype, backend=backend)
+
+
+def test_compiled_for_any_size():
+    torch._dynamo.reset()
+    compiled = torch.compile(fp8_attention, backend="aot_eager", fullgraph=True, dynamic=True)
+    for seqlen in (24, 40):
+        q = torch.randn(1, 2, seqlen, 16, generator=torch.Generator().manual_seed(seqlen))
+        assert torch.equal(compiled(q, q, q, causal=True), fp8_attention(q, q, q, causal=True))

@@ -292,3 +292,13 @@ def test_gradients_of_gradients_are_refused_in_words(call):
     (first,) = torch.autograd.grad(call(x).square().sum(), x, create_graph=True)
     with pytest.raises(UnsupportedError, match="first gradients only"):
         first.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["linear", "gla", "delta", "based", "mamba"])
+def test_compiled_for_any_size(name):
+    """In bfloat16 the kernels are chosen by K, which is no number to a compiler of any size."""
+    torch._dynamo.reset()
+    call = torch.compile(SEQUENCES[name], backend="aot_eager", fullgraph=True, dynamic=True)
+    for steps in (12, 20):
+        given = [randn(1, steps, 2, 16, seed=1).bfloat16(), randn(1, steps, 2, seed=2).sigmoid()]
+        assert torch.equal(call(*given, backend="portable"), SEQUENCES[name](*given, backend="portable"))
