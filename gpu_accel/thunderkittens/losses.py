@@ -208,7 +208,7 @@ def cross_entropy_reference(
     at_y = z.gather(1, torch.where(counted & known, y, 0)[:, None])[:, 0]
     loss = lse - (1 - smoothing) * at_y + square * lse.square()
     loss = loss - smoothing * z.mean(-1) if smoothing else loss  # a class at -inf has no part in it otherwise
-    loss = loss * torch.where(known | ~counted, 1.0, torch.nan)
+    loss = loss * torch.where(known | ~counted, torch.ones_like(loss), torch.nan)
     return torch.where(counted, loss, 0.0)
 
 

@@ -229,3 +229,13 @@ def test_rows_that_count_for_nothing(backend, device):
     assert z.grad.isfinite().all() and not z.grad[2].any()
     assert fused_linear_cross_entropy(z[:0], z.detach(), y[:0], backend=backend).isnan()
     assert not fused_linear_cross_entropy(z[:0], z.detach(), y[:0], reduction="sum", backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["portable", "reference"])
+def test_the_loss_is_float32_whatever_is_usual(backend):
+    z, y = randn(5, 8, seed=1), targets(5, 8, "cpu")
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert cross_entropy(z, y, backend=backend).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
