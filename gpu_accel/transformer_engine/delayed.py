@@ -38,7 +38,9 @@ class History(nn.Module):
         device = fn(torch.empty(0, dtype=torch.float32, device=self.history.device)).device
         if device != self.history.device:
             for name, value in self.named_buffers():
-                moved = torch.empty_like(value, device=device) if value.is_meta else value.to(device)
+                # from the meta device there are no values: those of an empty history, and not what memory holds
+                new = torch.ones_like if name == "scale" else torch.zeros_like
+                moved = new(value, device=device) if value.is_meta else value.to(device)
                 setattr(self, name, moved)
         return self
 

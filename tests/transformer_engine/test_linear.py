@@ -578,3 +578,10 @@ def test_the_guard_reads_sparse_gradients():
         guard.optimizer.zero_grad()
         (table(torch.tensor([1, 1])) * factor).sum().backward()
         assert guard.step() == made
+
+
+def test_histories_of_a_layer_from_the_meta_device_are_empty():
+    layer = Linear(32, 16, recipe=DELAYED, device="meta").to_empty(device="cpu")
+    fresh = Linear(32, 16, recipe=DELAYED)
+    for one, other in zip(layer.delayed.buffers(), fresh.delayed.buffers(), strict=True):
+        assert torch.equal(one, other) and one.dtype == other.dtype
