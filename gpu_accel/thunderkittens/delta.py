@@ -37,8 +37,8 @@ from gpu_accel.thunderkittens.linear import (
 # alone. In float16 a gated one had gradients of beta that ptxas had made wrong (see `delta_kernels._inputs_kernel`).
 GPU_CHECKED = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_KEY = 128  # one program holds a state of K rows
-# How kernels are launched, and otherwise in bfloat16 where it is faster (8 x 2048 steps, 16 heads, K and V 128, with
-# gates, on an H200): us with this for us with 8 warps and 2 stages, the same bits.
+# How kernels are launched, and otherwise in bfloat16, unless sequences are packed, where it is faster: us, for those
+# with 8 warps and 2 stages (8 x 2048 steps, 16 heads, K and V 128, with gates, on an H200); the same bits.
 _LAUNCH = dict(num_warps=8, num_stages=2)
 _IN_BFLOAT16 = {
     "_solve_kernel": dict(num_warps=4),  # 235 for 489: two programs an SM
@@ -47,10 +47,6 @@ _IN_BFLOAT16 = {
     "_dqk_kernel": dict(num_stages=3),  # 760 for 817
     "_inputs_kernel": dict(num_stages=3),  # 467 for 480
 }
-
-
-def _in_bfloat16(kernel, dtype: torch.dtype) -> dict:
-    return _IN_BFLOAT16.get(kernel.fn.__name__, {}) if dtype == torch.bfloat16 else {}
 
 
 def _tile(v: Tensor) -> int:
@@ -77,8 +73,13 @@ class _Call:
         self.sizes = (self.places.seqlen, self.places.chunks)
         self.any = bool(self.chunks and self.places.seqlen)
 
+    def faster(self, kernel) -> dict:
+        """Packed sequences were not seen with it on a GPU."""
+        fits = self.dtype == torch.bfloat16 and self.places.cu is None
+        return _IN_BFLOAT16.get(kernel.fn.__name__, {}) if fits else {}
+
     def launch(self, kernel, programs: int, arguments: tuple, **more: object) -> None:
-        launch(kernel, programs, arguments, self.options | _LAUNCH | _in_bfloat16(kernel, self.dtype) | more)
+        launch(kernel, programs, arguments, self.options | _LAUNCH | self.faster(kernel) | more)
 
 
 def _solve(call: _Call, k, v, g, beta, *, keep: bool = False):
@@ -195,7 +196,7 @@ def delta_backward_op(
                     call.group, scale, v.shape[0] * v.shape[1]),
                    chunked._options(q, v, g, None, cu_seqlens, chunk) | smaller
                    | {"WANT_DG": want_dg, "WHOLE": want_dg, "num_warps": chunked._DQK_WARPS,
-                      "num_stages": chunked.copies_ahead(v.dtype)} | _in_bfloat16(kernel, v.dtype))  # fmt: skip
+                      "num_stages": chunked.copies_ahead(v.dtype)} | call.faster(kernel))  # fmt: skip
             strides = [s for x in (k, v, g, beta) for s in chunked._strides(x)]
             call.launch(delta_kernels._inputs_kernel, call.chunks,
                         (k, v, g, beta, inverse, u, du, states, through, dv, gates, dbeta, *tables, *strides,

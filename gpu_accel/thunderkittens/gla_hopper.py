@@ -20,7 +20,9 @@ _REGISTERS: dict[int, int | None] = {64: 168, 128: 128}
 # own. 1 x 16384 steps, 16 heads, K and V 128, on an H200: 238, 188, 128 and 136 us with 1, 2, 4 and 8 segments; 8 x
 # 2048 with K and V 64: 49 us whole and 62 with 2.
 _PROGRAMS = 132
-_AHEAD = 0  # programs of pairs before the one for which q, k and gates are brought to the second-level cache; 0: none
+# Programs of pairs before the one for which q, k and gates are brought to the second-level cache, for which pairs wait
+# most. 0: none; any other was not seen on a GPU.
+_AHEAD = 0
 _quick: list[QuickLaunch] = []
 
 
