@@ -9,8 +9,8 @@ from torch import Tensor
 from gpu_accel.flash_attention3.gluon_launch import QuickLaunch, gluon_available, multiprocessors
 from gpu_accel.flash_attention3.launch import capability
 
-# What "auto" takes it for. All three have passed tests/gpu (H200, Triton 3.6.0); of a copy's bandwidth it reaches 0.80
-# in softmax for 0.67 in plain Triton, but 0.67 for 0.87 in RMSNorm and 0.53 for 0.76 in LayerNorm.
+# What "auto" takes it for. All three have passed tests/gpu (H200, Triton 3.6.0); of a copy's bandwidth it reaches 0.79
+# in softmax for 0.70 in plain Triton, but 0.63 for 0.87 in RMSNorm and 0.49 for 0.75 in LayerNorm.
 CHECKED: tuple[str, ...] = ("softmax",)
 _OPS = {"softmax": 0, "rms": 1, "layer": 2}
 _LINE, _LINES, _STAGES, _WARPS = 64, 128, 13, 16
