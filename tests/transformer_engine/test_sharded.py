@@ -27,9 +27,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gpu_accel.compat import INTERPRET
 from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.testing import generator
-from gpu_accel.transformer_engine import sharded
+from gpu_accel.transformer_engine import sharded, taped
 from gpu_accel.transformer_engine.context import autocast, checkpoint
 from gpu_accel.transformer_engine.linear import Linear
 from gpu_accel.transformer_engine.modules import LayerNormMLP
@@ -152,6 +153,31 @@ def test_equal_to_whole_layers(tmp_path):
         for name, (equal, few, dtypes) in found.items():
             assert equal == [True] * 5, name
             assert few and dtypes == ({torch.uint8, torch.float32} if name == "block" else {torch.uint8}), name
+
+
+def _from_tapes(rank: int) -> dict[str, tuple[bool, int]]:
+    """By recipe: whether steps that play back launches have the bits of those that don't, and how many do."""
+    found = {}
+    for name in ("delayed", "current"):
+        recipe, made = RECIPES[name][0], []
+        for tapes in (False, True):
+            taped.ON_CPU = tapes  # in this process only, which ends with this function
+            torch.manual_seed(0)
+            model = shard(gather_in_fp8(nn.Sequential(Linear(16, 32, recipe=recipe, bias=False, backend="portable"))))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            steps = [step(model, optimizer, values(4, 16, seed=i)) for i in range(4)]
+            made.append([t for one in steps for t in one])
+        played = sum(getattr(kind, "forward", None) is not None for kind in model[0]._kinds.values())
+        found[name] = same(*made), played
+    return found
+
+
+def test_steps_from_tapes(tmp_path):
+    """In Triton's interpreter: the third step of a kind and later ones, of a weight that comes anew each time."""
+    if not INTERPRET:
+        pytest.skip("needs Triton's interpreter")
+    for found in results(run_ranks(_from_tapes, 2, tmp_path)):
+        assert found == {"delayed": (True, 1), "current": (True, 1)}
 
 
 def _kept(rank: int) -> tuple[bool, bool]:
