@@ -9,6 +9,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -62,18 +63,28 @@ def test_help_lists_every_command_and_its_exit_codes() -> None:
     assert "130 interrupted" in text
 
 
+def processor_time(run: Callable[[], object]) -> float:
+    """Seconds of children that `run` waits for."""
+    before = os.times()
+    run()
+    after = os.times()
+    return after.children_user + after.children_system - before.children_user - before.children_system
+
+
 def test_help_is_fast() -> None:
     """Below half a second of processor time, which other tests lengthen less than they do the clock on the wall.
 
     Still they do, on processors that share a core: so the best of some tries counts, and the first good one is enough.
+    On a machine where typer and rich alone take over a quarter of a second, twice that (it is 1.6 times): numpy alone
+    takes as long as they do, torch ten times.
     """
+    library = [sys.executable, "-c", "import typer, typer.rich_utils, rich.console, rich.table, rich.panel"]
     times: list[float] = []
-    while len(times) < 8 and not (times and min(times) < 0.5):
-        before = os.times()
-        shell("--help")
-        after = os.times()
-        times.append(after.children_user + after.children_system - before.children_user - before.children_system)
-    assert min(times) < 0.5, times
+    alone: list[float] = []
+    while len(times) < 8 and not (times and min(times) < max(0.5, 2 * min(alone))):
+        times.append(processor_time(lambda: shell("--help")))
+        alone.append(processor_time(lambda: subprocess.run(library, check=True, timeout=60)))
+    assert min(times) < max(0.5, 2 * min(alone)), (times, alone)
 
 
 @pytest.mark.parametrize(
