@@ -95,6 +95,28 @@ def _row(x, t, stride, cols, there):
 
 
 @triton.jit
+def _filter(weight, bias, cols, in_dim, dim, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """Taps of 0 to 3 steps before, and what is added always, each (channels,) in float32."""
+    w0 = _tap(weight, cols, dim, 0, WIDTH)
+    w1 = _tap(weight, cols, dim, 1, WIDTH)
+    w2 = _tap(weight, cols, dim, 2, WIDTH)
+    w3 = _tap(weight, cols, dim, 3, WIDTH)
+    always = w0 * 0.0
+    if HAS_BIAS:
+        always = tl.load(bias + cols, mask=in_dim, other=0.0).to(tl.float32)
+    return w0, w1, w2, w3, always
+
+
+@triton.jit
+def _three_before(x, x_t, cols, in_dim, begin):
+    """One, two and three steps before x's own first, which is step `begin` of its sequence; zeros before step 0."""
+    x1 = _row(x, -1, x_t, cols, in_dim & (begin >= 1))
+    x2 = _row(x, -2, x_t, cols, in_dim & (begin >= 2))
+    x3 = _row(x, -3, x_t, cols, in_dim & (begin >= 3))
+    return x1, x2, x3
+
+
+@triton.jit
 def _four(x, t, stride, cols, in_dim, left):
     """Steps t to t + 3, as they are stored; zeros beyond `left`."""
     x += t * stride + cols
@@ -130,16 +152,8 @@ def _conv_walk_kernel(
     left = tl.minimum(seqlen - begin, steps)
     x += batch * x_b + begin.to(tl.int64) * x_t  # from here on offsets are of steps of its own, in 32 bits
     y += batch * y_b + begin.to(tl.int64) * y_t
-    w0 = _tap(weight, cols, dim, 0, WIDTH)
-    w1 = _tap(weight, cols, dim, 1, WIDTH)
-    w2 = _tap(weight, cols, dim, 2, WIDTH)
-    w3 = _tap(weight, cols, dim, 3, WIDTH)
-    always = w0 * 0.0
-    if HAS_BIAS:
-        always = tl.load(bias + cols, mask=in_dim, other=0.0).to(tl.float32)
-    x1 = _row(x, -1, x_t, cols, in_dim & (begin >= 1))
-    x2 = _row(x, -2, x_t, cols, in_dim & (begin >= 2))
-    x3 = _row(x, -3, x_t, cols, in_dim & (begin >= 3))
+    w0, w1, w2, w3, always = _filter(weight, bias, cols, in_dim, dim, WIDTH, HAS_BIAS)
+    x1, x2, x3 = _three_before(x, x_t, cols, in_dim, begin)
     n0, n1, n2, n3 = _four(x, 0, x_t, cols, in_dim, left)
     for t in range(0, left, 4):
         if not AHEAD:
@@ -186,16 +200,8 @@ def _conv_walk_back_kernel(
     x += batch * x_b + begin.to(tl.int64) * x_t  # from here on offsets are of steps of its own, in 32 bits
     dy += batch * dy_b + begin.to(tl.int64) * dy_t
     dx += (batch * seqlen + begin) * dim
-    w0 = _tap(weight, cols, dim, 0, WIDTH)
-    w1 = _tap(weight, cols, dim, 1, WIDTH)
-    w2 = _tap(weight, cols, dim, 2, WIDTH)
-    w3 = _tap(weight, cols, dim, 3, WIDTH)
-    always = w0 * 0.0
-    if HAS_BIAS:
-        always = tl.load(bias + cols, mask=in_dim, other=0.0).to(tl.float32)
-    x1 = _row(x, -1, x_t, cols, in_dim & (begin >= 1))
-    x2 = _row(x, -2, x_t, cols, in_dim & (begin >= 2))
-    x3 = _row(x, -3, x_t, cols, in_dim & (begin >= 3))
+    w0, w1, w2, w3, always = _filter(weight, bias, cols, in_dim, dim, WIDTH, HAS_BIAS)
+    x1, x2, x3 = _three_before(x, x_t, cols, in_dim, begin)
     g1 = tl.zeros((BC,), tl.float32)
     g2 = tl.zeros((BC,), tl.float32)
     g3 = tl.zeros((BC,), tl.float32)

@@ -112,44 +112,31 @@ def partial(partials, slot, ROWS: gl.constexpr, COLS: gl.constexpr, LAYOUT: gl.c
     return partials + slot.to(gl.int64) * (ROWS * COLS) + rows[:, None] * COLS + cols[None, :]
 
 
+_COUNT = gl.constexpr(
+    "{ .reg .pred p; fence.acq_rel.gpu; bar.sync $3, 128; setp.eq.u32 p, $2, 0; mov.u32 $0, 0; "
+    "@p atom.global.acq_rel.gpu.add.u32 $0, [$1], 1; bar.sync $3, 128; fence.acq_rel.gpu; }"
+)
+_COUNT_BY_ONE = gl.constexpr(
+    "{ .reg .pred p; bar.sync $3, 128; setp.eq.u32 p, $2, 0; mov.u32 $0, 0; "
+    "@p atom.global.acq_rel.gpu.add.u32 $0, [$1], 1; bar.sync $3, 128; }"
+)
+
+
 @gluon.jit
-def count(counter, BARRIER: gl.constexpr):
+def count(counter, BARRIER: gl.constexpr, ONE: gl.constexpr = False):
     """Count up by one after everything that this warpgroup wrote is visible; the count before, in all threads.
 
     BARRIER: a named barrier for this warpgroup alone.
+    ONE: with one fence, that of the thread that counts, in place of two of every thread: the barrier before it makes
+    what the others wrote its thread's own, and the one behind it hands on what it has seen.
     """
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     thread = gl.arange(0, 128, layout=layout)
     address = gl.full([128], 0, gl.int64, layout) + counter.to(gl.int64)
     barrier = gl.full([128], BARRIER, gl.int32, layout)
+    how: gl.constexpr = _COUNT_BY_ONE if ONE else _COUNT
     old = gl.inline_asm_elementwise(
-        "{ .reg .pred p; fence.acq_rel.gpu; bar.sync $3, 128; setp.eq.u32 p, $2, 0; mov.u32 $0, 0; "
-        "@p atom.global.acq_rel.gpu.add.u32 $0, [$1], 1; bar.sync $3, 128; fence.acq_rel.gpu; }",
-        "=&r,l,r,r",
-        [address, thread, barrier],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-    return gl.sum(old, axis=0)
-
-
-@gluon.jit
-def count_by_one_thread(counter, BARRIER: gl.constexpr):
-    """The same, with one fence where `count` has one of every thread and two more: the barrier before it makes what the
-    others wrote its thread's own, and the one behind it hands on what it has seen."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    thread = gl.arange(0, 128, layout=layout)
-    address = gl.full([128], 0, gl.int64, layout) + counter.to(gl.int64)
-    barrier = gl.full([128], BARRIER, gl.int32, layout)
-    old = gl.inline_asm_elementwise(
-        "{ .reg .pred p; bar.sync $3, 128; setp.eq.u32 p, $2, 0; mov.u32 $0, 0; "
-        "@p atom.global.acq_rel.gpu.add.u32 $0, [$1], 1; bar.sync $3, 128; }",
-        "=&r,l,r,r",
-        [address, thread, barrier],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
+        how, "=&r,l,r,r", [address, thread, barrier], dtype=gl.int32, is_pure=False, pack=1
     )
     return gl.sum(old, axis=0)
 

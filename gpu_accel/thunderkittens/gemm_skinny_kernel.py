@@ -38,7 +38,6 @@ from .gemm_device import (
     activate,
     advance,
     count,
-    count_by_one_thread,
     first_slice,
     own_slot,
     partial,
@@ -347,10 +346,7 @@ def _consumer(
             gl.store(partial(partials, slot, ROWS, BM, ACC), acc0)
             if HALVES == 2:
                 gl.store(partial(partials, slot + 1, ROWS, BM, ACC), acc1)
-            if LEAN:
-                last = count_by_one_thread(counters + tile, 8) == last_program - first_program
-            else:
-                last = count(counters + tile, 8) == last_program - first_program
+            last = count(counters + tile, 8, LEAN) == last_program - first_program
             if last:
                 acc0 = zero
                 acc1 = zero

@@ -19,6 +19,7 @@ from gpu_accel.transformer_engine.linear import Linear
 from gpu_accel.transformer_engine.modules import LayerNormLinear, LayerNormMLP
 from gpu_accel.transformer_engine.recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Recipe
 from gpu_accel.transformer_engine.sharded import gather_in_fp8
+from tests.gathering import gathering
 
 from .one_gpu import card, collectives_through_the_host, gathered, shared
 from .test_ring_attention import run_ranks
@@ -125,19 +126,11 @@ def _both_ways(
     make: Callable[[], nn.Module], recipe: Recipe, xs: list[Tensor], dys: list[Tensor], group=None
 ) -> list[Found]:
     """What `_gradients` finds of new layers where 16 bits are gathered, and where codes are."""
-    sequence.GPU_CHECKED, step, found = True, sequence.step, []
+    sequence.GPU_CHECKED, found = True, []
     for codes in (False, True):
-        taken = []
-
-        def chosen(*arguments, codes=codes, taken=taken):
-            y = step(*arguments) if codes else None
-            taken.append(y is not None)
-            return y
-
-        sequence.step = chosen
-        found.append(_gradients(make(), recipe, xs, dys, group))
+        with gathering(codes=codes) as taken:
+            found.append(_gradients(make(), recipe, xs, dys, group))
         assert taken == [codes] * len(xs)
-    sequence.step = step
     return found
 
 

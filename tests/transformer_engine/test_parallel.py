@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.testing import generator
-from gpu_accel.transformer_engine import sequence
 from gpu_accel.transformer_engine.context import autocast
 from gpu_accel.transformer_engine.linear import Linear
 from gpu_accel.transformer_engine.modules import LayerNormLinear, LayerNormMLP, TransformerLayer, rotary_angles
 from gpu_accel.transformer_engine.parallel import parallel
 from gpu_accel.transformer_engine.recipes import RECIPES, DelayedScaling
+from tests.gathering import gathering
 
 sys.path.append(str(Path(__file__).parents[1] / "ring_attention"))
 from processes import results, run_ranks  # noqa: E402
@@ -129,37 +129,30 @@ GATHERED = {
 def _codes(rank: int) -> dict[str, tuple[float, float, bool, int]]:
     """By recipe: what gathering codes changes in y and in gradients, whether histories are alike, and how many layers
     gathered codes."""
-    found, group, whole = {}, dist.group.WORLD, sequence.step
+    found, group = {}, dist.group.WORLD
     for name, recipe in GATHERED.items():
-        made = []
+        made, layers = [], 0
         for codes in (False, True):
-            taken = []
-
-            def step(*given, codes=codes, taken=taken):
-                y = whole(*given) if codes else None
-                taken.append(y is not None)
-                return y
-
-            sequence.step = step
             torch.manual_seed(rank)
             layer = LayerNormMLP(
                 32, 128, activation="swiglu", normalization="RMSNorm", set_parallel_mode=True, tp_group=group,
                 sequence_parallel=True, backend="reference",
             )  # fmt: skip
-            for i in range(3):
-                x, dy = (values(128, 1, 32, seed=10 * i + 2 * rank + j) * (1 + rank) for j in (0, 1))
-                x.requires_grad_()
-                layer.zero_grad()
-                with autocast(recipe=recipe):
-                    y = layer(x)
-                y.backward(dy)
+            with gathering(codes=codes) as taken:
+                for i in range(3):
+                    x, dy = (values(128, 1, 32, seed=10 * i + 2 * rank + j) * (1 + rank) for j in (0, 1))
+                    x.requires_grad_()
+                    layer.zero_grad()
+                    with autocast(recipe=recipe):
+                        y = layer(x)
+                    y.backward(dy)
             made.append([y.detach(), x.grad, *(p.grad for p in layer.parameters()), layer])
-        sequence.step = whole
+            layers = sum(taken)
         (y, *grads, plain), (z, *others, gathered) = made
         states = [[t for key, t in m.state_dict().items() if "delayed" in key] for m in (plain, gathered)]
         alike = all(torch.equal(a, b) for a, b in zip(*states, strict=True))
         worst = max(float((a - b).norm() / a.norm()) for a, b in zip(grads, others, strict=True))
-        found[name] = float((y - z).abs().max()), worst, alike, sum(taken)
+        found[name] = float((y - z).abs().max()), worst, alike, layers
     return found
 
 
