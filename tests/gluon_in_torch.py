@@ -405,6 +405,10 @@ def least(of_two: Any, of_many: Any) -> Any:
 def instruction(code: str, arguments: list[Any]) -> Any:
     if code.startswith("mov.b32"):
         return arguments[0]
+    if "ld.acquire.gpu.global.u32 $0, [$1]" in code:  # until it is not 0: programs before this one are through
+        pointer = arguments[0]
+        assert int(pointer.memory[int(pointer.offsets.flatten()[0])]), "waits for what no program before has done"
+        return None
     if code.startswith("prefetch.global.L2"):  # to the cache: of what is there
         for x in arguments:
             assert int(x.offsets.min()) >= 0 and int(x.offsets.max()) < x.memory.numel()

@@ -11,6 +11,7 @@ from torch import Tensor
 from gpu_accel.flash_attention3.gluon_launch import QuickLaunch, gluon_available, multiprocessors, tensor_map
 from gpu_accel.flash_attention3.launch import capability, launch, next_power_of_2, tma_refusal
 from gpu_accel.thunderkittens import gates_kernel
+from gpu_accel.thunderkittens.gemm_hopper import zero_counters
 
 CHUNK = 64
 _KEYS = (64, 128)  # what K is padded to
@@ -20,6 +21,11 @@ _MOST_LINES = 2**31  # of gates: their coordinate is one 32-bit number
 # each: in one launch they come two to an SM, while others have none (ncu: 4 to 6 programs an SM of 640). Only the
 # forward that tests on an H200 found right so, with gates, weights and K above 64.
 LAST_APART = True
+# Whether chunks of all heads are dealt evenly to as many programs as a GPU holds, where heads do not fill its last
+# round: the same walk of every head, some of them by two programs. Taken before LAST_APART, for the same form.
+DEAL = False
+# Whether every tensor of a chunk has a barrier of its own, see `walk_kernel`.
+EACH = False
 _quick: list[QuickLaunch] = []
 
 
@@ -148,6 +154,12 @@ def walk(
     aligned = initial is None or initial.data_ptr() % 16 == 0
     programs = batch * heads // turns * tiles * segments
     seen = g is not None and w is not None and block_k > 64 and states is None and not reverse
+    full = (key_dim, value_dim) == (block_k, config.block_v) and segments == 1
+    dealt = 2 * sms(v) if DEAL and seen and full and _worth_dealing(programs, 2 * sms(v)) else 0
+    if dealt:
+        programs = dealt
+        optional[1] = final.new_empty((dealt, block_k, config.block_v))
+        optional[2] = zero_counters(v.device, dealt)
     apart = _last_round(programs, sms(v)) if LAST_APART and seen else 0
     for first, count in ((0, programs - apart), (programs - apart, apart)):
         if count:
@@ -156,13 +168,19 @@ def walk(
                 (*keys, *values, _line_map(sums), _line_map(weights), *optional, final,
                  chunks, heads, heads // q.shape[2], batch, segments, tiles, key_dim, value_dim, scale, norm or 0.0,
                  map_of_states, map_of_x, *memory, *strides, seqlen, heads // v.shape[2], first),
-                constants | dict(LATER=first > 0), dict(num_warps=4),
+                constants | dict(LATER=first > 0, DEAL=dealt > 0, EACH=EACH), dict(num_warps=4),
             )  # fmt: skip
     return o, final
 
 
 def sms(x: Tensor) -> int:
     return multiprocessors(x.device) if x.is_cuda else 2  # tensors of compile tests lie on the CPU
+
+
+def _worth_dealing(programs: int, places: int) -> bool:
+    """Whether there is more than one round of programs, and the last one leaves more than a twentieth of all idle."""
+    rounds = triton.cdiv(programs, places)
+    return programs > places and 20 * programs < 19 * rounds * places
 
 
 def _last_round(programs: int, count: int) -> int:

@@ -35,47 +35,94 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gpu_accel.gluon_compat import barrier, tma_add, tma_load, tma_store, tma_written
+from gpu_accel.thunderkittens.gemm_device import count, partial
 
 STEPS = gl.constexpr(64)  # of a chunk: the M of wgmma
 
 
 @gluon.jit
 def _load(
-    descs, bufs, bar, stage, n, head_v, head_q, head, chunk, line, col, GATED: gl.constexpr, WEIGHTED: gl.constexpr,
-    NEAR: gl.constexpr, STATES: gl.constexpr,
+    descs, bufs, bars, stage, n, head_v, head_q, head, chunk, line, col, GATED: gl.constexpr, WEIGHTED: gl.constexpr,
+    NEAR: gl.constexpr, STATES: gl.constexpr, EACH: gl.constexpr,
 ):  # fmt: skip
     """Ask for a chunk's q, k, v and gates; NEAR: and for its rows of x, with STATES for its state."""
     q_desc, k_desc, v_desc, sums_desc, weights_desc, states_desc, x_desc = descs
     q_bufs, k_bufs, v_bufs, sums_bufs, weights_bufs, states_bufs, x_bufs = bufs
-    full = bar.index(stage)
+    q_full, k_full, v_full, sums_full, weights_full, states_full, x_full = bars
     row = chunk * STEPS
     VECTORS: gl.constexpr = (GATED + WEIGHTED) * STEPS * 4
     MORE: gl.constexpr = NEAR * (x_desc.block_type.nbytes + STATES * states_desc.block_type.nbytes)
     TILES: gl.constexpr = q_desc.block_type.nbytes + k_desc.block_type.nbytes + v_desc.block_type.nbytes
-    mbarrier.expect(full, TILES + VECTORS + MORE)
-    tma_load(q_desc, [n, head_q, row, 0], full, q_bufs.index(stage))
-    tma_load(k_desc, [n, head_q, row, 0], full, k_bufs.index(stage))
-    tma_load(v_desc, [n, head_v, row, col], full, v_bufs.index(stage))
-    if GATED:
-        tma_load(sums_desc, [line + row], full, sums_bufs.index(stage))
-    if WEIGHTED:
-        tma_load(weights_desc, [line + row], full, weights_bufs.index(stage))
+    if EACH:
+        mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes)
+        mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
+        mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
+        if GATED:
+            mbarrier.expect(sums_full.index(stage), STEPS * 4)
+        if WEIGHTED:
+            mbarrier.expect(weights_full.index(stage), STEPS * 4)
+        if NEAR:
+            mbarrier.expect(x_full.index(stage), x_desc.block_type.nbytes)
+            if STATES:
+                mbarrier.expect(states_full.index(stage), states_desc.block_type.nbytes)
+    else:
+        mbarrier.expect(q_full.index(stage), TILES + VECTORS + MORE)
+    tma_load(q_desc, [n, head_q, row, 0], q_full.index(stage), q_bufs.index(stage))
+    tma_load(k_desc, [n, head_q, row, 0], k_full.index(stage), k_bufs.index(stage))
+    if EACH:
+        if GATED:
+            tma_load(sums_desc, [line + row], sums_full.index(stage), sums_bufs.index(stage))
+        if WEIGHTED:
+            tma_load(weights_desc, [line + row], weights_full.index(stage), weights_bufs.index(stage))
+    tma_load(v_desc, [n, head_v, row, col], v_full.index(stage), v_bufs.index(stage))
+    if not EACH:
+        if GATED:
+            tma_load(sums_desc, [line + row], sums_full.index(stage), sums_bufs.index(stage))
+        if WEIGHTED:
+            tma_load(weights_desc, [line + row], weights_full.index(stage), weights_bufs.index(stage))
     if NEAR:
-        tma_load(x_desc, [n, head_v, row, col], full, x_bufs.index(stage))
+        tma_load(x_desc, [n, head_v, row, col], x_full.index(stage), x_bufs.index(stage))
         if STATES:
             ROWS: gl.constexpr = states_desc.block_type.shape[2]
-            tma_load(states_desc, [n, head, chunk * ROWS, col], full, states_bufs.index(stage))
+            tma_load(states_desc, [n, head, chunk * ROWS, col], states_full.index(stage), states_bufs.index(stage))
 
 
 @gluon.jit
 def _load_turn(
-    descs, bufs, bar, stage, n, head, step, chunks, heads, group, group_v, col, GATED: gl.constexpr,
-    WEIGHTED: gl.constexpr,
+    descs, bufs, bars, stage, n, head, step, chunks, heads, group, group_v, col, GATED: gl.constexpr,
+    WEIGHTED: gl.constexpr, EACH: gl.constexpr,
 ):  # fmt: skip
     """`_load` for step `step` of a program that walks all chunks of `head`, then those of the next one."""
     mine = head + step // chunks
-    _load(descs, bufs, bar, stage, n, mine // group_v, mine // group, mine, step % chunks,
-          (n * heads + mine) * chunks * STEPS, col, GATED, WEIGHTED, True, True)  # fmt: skip
+    _load(descs, bufs, bars, stage, n, mine // group_v, mine // group, mine, step % chunks,
+          (n * heads + mine) * chunks * STEPS, col, GATED, WEIGHTED, True, True, EACH)  # fmt: skip
+
+
+@gluon.jit
+def _piece_after(i, n, head, chunk, chunks, heads, whole, lowest, first):
+    """(sequence, head, chunk) of step i + 1 of a program whose share of all chunks is walked from its last head on.
+
+    whole: the step that ends that head's piece, or -1. The share begins with chunk `first` of head number `lowest`.
+    """
+    if (chunk == chunks - 1) | (i == whole):
+        head -= 1
+        if head < 0:
+            head = heads - 1
+            n -= 1
+        chunk = gl.where(n * heads + head == lowest, first, 0)
+    else:
+        chunk += 1
+    return n, head, chunk
+
+
+@gluon.jit
+def _wait_for(flag, LAYOUT: gl.constexpr):
+    """Every thread waits until the number at `flag` is not 0, and then sees what was written before it was raised."""
+    address = gl.arange(0, 128, layout=LAYOUT).to(gl.int64) * 0 + flag.to(gl.int64)
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; again: ld.acquire.gpu.global.u32 $0, [$1]; setp.eq.u32 p, $0, 0; @p bra again; }",
+        "=&r,l", [address], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -136,7 +183,7 @@ def walk_kernel(
     BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, WEIGHTED: gl.constexpr,
     HAS_INITIAL: gl.constexpr, HAS_LOCAL: gl.constexpr, NORM: gl.constexpr, REVERSE: gl.constexpr,
     GATES: gl.constexpr, LATE: gl.constexpr, TOTALS: gl.constexpr, NEAR: gl.constexpr, TURNS: gl.constexpr,
-    LATER: gl.constexpr,
+    LATER: gl.constexpr, DEAL: gl.constexpr, EACH: gl.constexpr,
 ):  # fmt: skip
     """o through o_desc, and final (sequences, heads, K, V) float32. Descriptors of rank 4: (batch, head, row, column).
 
@@ -155,7 +202,14 @@ def walk_kernel(
     TURNS: heads that a forward GATES walk takes one after the other, whose o is one (of heads / TURNS): the copy engine
     adds the later ones to the first, in the dtype of o. Without a first state and segments.
     LATER: programs are numbered from first_program on, those before it are of another launch.
+    DEAL: the chunks of all heads, one after the other, are dealt evenly to the programs, of which each has as many as a
+    head or more. It begins with its last head, whose state it leaves in local (programs, BK, BV) float32 where another
+    one goes on, counted in decays (programs,) int32; its first head comes last, when what the program before it did
+    first is there. Counters are zero before and after. K is BK, and V is BV.
+    EACH: a barrier for every tensor and stage. Between loads that arrive on one barrier Triton 3.6 puts a barrier of
+    all threads each; loads of barriers of their own need one together, and what comes late is waited for late.
     """
+    gl.static_assert(not (DEAL and (GATES or REVERSE or NORM or HAS_LOCAL or TURNS > 1 or LATER)))
     gl.static_assert(TURNS == 1 or (GATES and NEAR and not (REVERSE or HAS_INITIAL or HAS_LOCAL)))
     gl.static_assert(not (NORM and (GATED or WEIGHTED or HAS_INITIAL or HAS_LOCAL or REVERSE)))
     dtype: gl.constexpr = q_desc.dtype
@@ -163,6 +217,7 @@ def walk_kernel(
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEPS, BK], dtype)
     VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEPS, BV], dtype)
     VECTOR: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
@@ -185,6 +240,34 @@ def walk_kernel(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
+    bars = (full, full, full, full, full, full, full)
+    if EACH:
+        k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+        v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+        sums_full = full
+        weights_full = full
+        states_full = full
+        x_full = full
+        for i in gl.static_range(STAGES):
+            mbarrier.init(k_full.index(i), count=1)
+            mbarrier.init(v_full.index(i), count=1)
+        if GATED:
+            sums_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+            for i in gl.static_range(STAGES):
+                mbarrier.init(sums_full.index(i), count=1)
+        if WEIGHTED:
+            weights_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+            for i in gl.static_range(STAGES):
+                mbarrier.init(weights_full.index(i), count=1)
+        if NEAR:
+            x_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+            for i in gl.static_range(STAGES):
+                mbarrier.init(x_full.index(i), count=1)
+            if STATES:
+                states_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+                for i in gl.static_range(STAGES):
+                    mbarrier.init(states_full.index(i), count=1)
+        bars = (full, k_full, v_full, sums_full, weights_full, states_full, x_full)
     fence_async_shared()
 
     program = gl.program_id(0)
@@ -192,7 +275,15 @@ def walk_kernel(
         program += first_program
     col = program % tiles * BV
     rest = program // tiles
-    if TURNS > 1:
+    if DEAL:
+        units = (sequences * heads * chunks).to(gl.int64)
+        low = (units * program // gl.num_programs(0)).to(gl.int32)
+        high = (units * (program + 1) // gl.num_programs(0)).to(gl.int32)
+        whole = high % chunks - 1
+        lowest, first = low // chunks, low % chunks
+        number = gl.where(whole < 0, high // chunks - 1, high // chunks)
+        head, n, position = number % heads, number // heads, 0
+    elif TURNS > 1:
         head = rest % (heads // TURNS) * TURNS
         n = rest // (heads // TURNS)
         position = 0
@@ -205,17 +296,30 @@ def walk_kernel(
     each = gl.cdiv(chunks, segments)
     begin = position * each
     end = gl.minimum(chunks, begin + each)
+    if DEAL:
+        begin, end = 0, high - low
+        n_ahead, head_ahead, chunk_ahead = n, head, 0
     number = n * heads + head
     line = number * chunks * STEPS
     descs = (q_desc, k_desc, v_desc, sums_desc, weights_desc, states_desc, x_desc)
     bufs = (q_bufs, k_bufs, v_bufs, sums_bufs, weights_bufs, states_bufs, x_bufs)
     for i in gl.static_range(STAGES):
-        if TURNS > 1:
+        if DEAL:
+            if i < end:
+                _load(descs, bufs, bars, i, n_ahead, head_ahead, head_ahead // group, head_ahead, chunk_ahead,
+                      (n_ahead * heads + head_ahead) * chunks * STEPS, col, GATED, WEIGHTED, False, False,
+                      EACH)  # fmt: skip
+            n_ahead, head_ahead, chunk_ahead = _piece_after(
+                i, n_ahead, head_ahead, chunk_ahead, chunks, heads, whole, lowest, first
+            )
+        elif TURNS > 1:
             if i < TURNS * chunks:
-                _load_turn(descs, bufs, full, i, n, head, i, chunks, heads, group, group_v, col, GATED, WEIGHTED)
+                _load_turn(descs, bufs, bars, i, n, head, i, chunks, heads, group, group_v, col, GATED, WEIGHTED,
+                           EACH)  # fmt: skip
         elif begin + i < end:
             first = chunks - 1 - begin - i if REVERSE else begin + i
-            _load(descs, bufs, full, i, n, head_v, head_q, head, first, line, col, GATED, WEIGHTED, NEAR, STATES)
+            _load(descs, bufs, bars, i, n, head_v, head_q, head, first, line, col, GATED, WEIGHTED, NEAR, STATES,
+                  EACH)  # fmt: skip
 
     acc = gl.full([BK, BV], 0.0, gl.float32, OUT)
     if HAS_INITIAL:
@@ -246,8 +350,12 @@ def walk_kernel(
     stage = 0
     phase = 0
     last = 0.0
+    if DEAL:
+        chunk_now = 0
     for i in range(begin, end * TURNS):
         chunk = chunks - 1 - i if REVERSE else i
+        if DEAL:
+            chunk = chunk_now
         if TURNS > 1:
             chunk = i % chunks
             number = n * heads + head + i // chunks
@@ -261,6 +369,8 @@ def walk_kernel(
         if GATES and REVERSE and not NEAR:
             x_tile = _rows_of(x, x_b, x_t, x_h, n, head_v, chunk, col, seqlen, _opaque(V), BV, OUT)
         mbarrier.wait(full.index(stage), phase)
+        if EACH:
+            mbarrier.wait(k_full.index(stage), phase)
         k_buf = k_bufs.index(stage)
         v_buf = v_bufs.index(stage)
         scores = warpgroup_mma(q_bufs.index(stage), k_buf.permute((1, 0)), no_scores, use_acc=False, is_async=True)
@@ -268,6 +378,10 @@ def walk_kernel(
             out = warpgroup_mma(q_bufs.index(stage), s_buf, no_out, use_acc=False, is_async=True)
 
         # what needs no product
+        if EACH and GATED:
+            mbarrier.wait(sums_full.index(stage), phase)
+        if EACH and WEIGHTED:
+            mbarrier.wait(weights_full.index(stage), phase)
         if GATED:
             sums = sums_bufs.index(stage)
             b_t = sums.load(gl.SliceLayout(1, SCORES))
@@ -284,6 +398,8 @@ def walk_kernel(
             to = ((program % tiles * sequences * heads + number) * chunks + chunk).to(gl.int64) * BK
             rows = gl.arange(0, BK, layout=gl.SliceLayout(1, OUT))
             if NEAR:
+                if EACH:
+                    mbarrier.wait(states_full.index(stage), phase)
                 behind = states_bufs.index(stage).load(OUT)
             gl.store(across + to + rows, gl.sum(acc * behind.to(gl.float32), axis=1) * scale)
             if not NEAR:
@@ -314,8 +430,12 @@ def walk_kernel(
             to = ((program % tiles * sequences * heads + number) * chunks + chunk).to(gl.int64) * STEPS
             rows = gl.arange(0, STEPS, layout=gl.SliceLayout(1, OUT))
             if NEAR:
+                if EACH:
+                    mbarrier.wait(x_full.index(stage), phase)
                 x_tile = x_bufs.index(stage).load(OUT)
             gl.store(inner + to + rows, gl.sum(out * x_tile.to(gl.float32), axis=1) * scale)
+        if EACH:
+            mbarrier.wait(v_full.index(stage), phase)
         out = warpgroup_mma(gl.convert_layout(p, LEFT), v_buf, out, is_async=True)
         acc = warpgroup_mma(keys, v_buf, acc, is_async=True)
         tma.store_wait(0)
@@ -333,6 +453,23 @@ def walk_kernel(
         acc = warpgroup_mma_wait(0, deps=[acc])
         if TURNS > 1:
             acc = gl.where(chunk == chunks - 1, 0.0, acc)  # the next head begins
+        if DEAL:
+            n_now, head_now = n, head
+            n, head, chunk_now = _piece_after(i, n, head, chunk, chunks, heads, whole, lowest, first)
+            if chunk == chunks - 1:
+                gl.store(partial(final, number, BK, BV, OUT), acc)
+            if i == whole:
+                gl.store(partial(local, _opaque(program), BK, BV, OUT), acc)
+                count(decays + program, 8)
+            if (chunk == chunks - 1) | (i == whole):
+                number = n * heads + head
+                acc = gl.full([BK, BV], 0.0, gl.float32, OUT)
+                if i + 1 < end:
+                    if chunk_now > 0:
+                        _wait_for(decays + (program - 1), THREADS)
+                        acc = gl.load(partial(local, _opaque(program) - 1, BK, BV, OUT))
+                    elif HAS_INITIAL:
+                        acc = gl.load(partial(initial, _opaque(number), BK, BV, OUT))
         s_buf.store(acc.to(dtype))
         fence_async_shared()
         barrier()
@@ -344,21 +481,34 @@ def walk_kernel(
             if chunk == chunks - 1:
                 tma_written()  # before anything is added to it
             if i + STAGES < end * TURNS:
-                _load_turn(descs, bufs, full, stage, n, head, i + STAGES, chunks, heads, group, group_v, col, GATED,
-                           WEIGHTED)  # fmt: skip
+                _load_turn(descs, bufs, bars, stage, n, head, i + STAGES, chunks, heads, group, group_v, col, GATED,
+                           WEIGHTED, EACH)  # fmt: skip
+        elif DEAL:
+            tma_store(o_desc, [n_now, head_now, chunk * STEPS, col], o_buf)
+            if i + STAGES < end:
+                _load(descs, bufs, bars, stage, n_ahead, head_ahead, head_ahead // group, head_ahead, chunk_ahead,
+                      (n_ahead * heads + head_ahead) * chunks * STEPS, col, GATED, WEIGHTED, False, False,
+                      EACH)  # fmt: skip
+            n_ahead, head_ahead, chunk_ahead = _piece_after(
+                i + STAGES, n_ahead, head_ahead, chunk_ahead, chunks, heads, whole, lowest, first
+            )
         else:
             tma_store(o_desc, [n, head, chunk * STEPS, col], o_buf)
         if GATES and REVERSE:  # noqa: SIM102
             if i + 1 < end:
                 tma_store(states_desc, [n, head, (chunk - 1) * BK, col], s_buf)
-        if TURNS == 1 and i + STAGES < end:
+        if not DEAL and TURNS == 1 and i + STAGES < end:
             ahead = chunk - STAGES if REVERSE else chunk + STAGES
-            _load(descs, bufs, full, stage, n, head_v, head_q, head, ahead, line, col, GATED, WEIGHTED, NEAR, STATES)
+            _load(descs, bufs, bars, stage, n, head_v, head_q, head, ahead, line, col, GATED, WEIGHTED, NEAR, STATES,
+                  EACH)  # fmt: skip
         stage += 1
         if stage == STAGES:
             stage = 0
             phase ^= 1
-    if position == segments - 1 and (REVERSE or not GATES):
+    if DEAL:
+        if first > 0:
+            gl.store(decays + (program - 1), 0)
+    elif position == segments - 1 and (REVERSE or not GATES):
         places, inside = _state_places(number, col, K, _opaque(V), BK, BV, OUT)
         gl.store(final + places, acc, mask=inside)
     tma.store_wait(0)

@@ -235,6 +235,34 @@ def test_the_last_round_by_the_source_of_the_walk(device, monkeypatch):
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize(("programs", "places", "worth"), [
+    (640, 264, True), (256, 264, False), (528, 264, False), (520, 264, False), (265, 264, True), (0, 264, False),
+])  # fmt: skip
+def test_what_is_worth_dealing(programs, places, worth):
+    assert walk_hopper._worth_dealing(programs, places) == worth
+
+
+@pytest.mark.parametrize(("heads", "seqlen", "initial"), [(3, 250, False), (3, 200, True), (7, 130, True), (9, 70, False)])
+def test_chunks_dealt_by_the_source_of_the_walk(heads, seqlen, initial, device, monkeypatch):
+    """Two sequences by four programs: the same bits as a program a head, and counters that are zero again."""
+    (q, k, v, g, w, h), *_ = problem(device, seqlen, heads, heads_q=1, key_dim=128, value_dim=64, initial=initial)
+    common = dict(scale=0.3, segments=1, vectors=walk_hopper.gate_vectors(g, w, v, -(-seqlen // CHUNK)))
+    monkeypatch.setattr(walk_hopper, "sms", lambda _: 2)
+    monkeypatch.setattr(walk_hopper, "LAST_APART", False)
+    counters = torch.zeros(4, dtype=torch.int32)
+    monkeypatch.setattr(walk_hopper, "zero_counters", lambda *_: counters)
+    found, launched = [], []
+    run = gluon_in_torch.run
+    monkeypatch.setattr(gluon_in_torch, "run", lambda *a: launched.append(a[1]) or run(*a))
+    for deal in (False, True):
+        monkeypatch.setattr(walk_hopper, "DEAL", deal)
+        monkeypatch.setattr(walk_hopper, "EACH", deal)
+        with gluon_in_torch.kernels_on_a_cpu():
+            found.append(walk_hopper.walk(q, k, v, g, w, h, None, None, **common))
+    assert launched == [2 * heads, 4] and not counters.any()
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("given", ["g-w", "g", "w", "none", "norm"])
 def test_the_source_of_the_walk_forwards(given, device):
     """Two heads a query; with gates a state and an empty third segment, with a norm the sums of weights."""
