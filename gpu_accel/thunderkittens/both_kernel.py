@@ -30,29 +30,50 @@ from gpu_accel.thunderkittens.walk_kernel import STEPS, _opaque, _scaled_keys, _
 
 
 @gluon.jit
-def _load(descs, bufs, bar, stage, n, head, head_q, chunk, line, WEIGHTED: gl.constexpr):
+def _load(descs, bufs, bars, stage, n, head, head_q, chunk, line, WEIGHTED: gl.constexpr, EACH: gl.constexpr):
     """Ask for a chunk's q, k, v, do and gates."""
     q_desc, k_desc, v_desc, do_desc, sums_desc, weights_desc = descs
     q_bufs, k_bufs, v_bufs, do_bufs, sums_bufs, weights_bufs = bufs
-    full = bar.index(stage)
+    q_full, k_full, v_full, do_full, sums_full, weights_full = bars
     row = chunk * STEPS
     VECTORS: gl.constexpr = (1 + WEIGHTED) * STEPS * 4
-    mbarrier.expect(full, 2 * q_desc.block_type.nbytes + 2 * v_desc.block_type.nbytes + VECTORS)
-    tma_load(k_desc, [n, head_q, row, 0], full, k_bufs.index(stage))
-    tma_load(q_desc, [n, head_q, row, 0], full, q_bufs.index(stage))
-    tma_load(v_desc, [n, head, row, 0], full, v_bufs.index(stage))
-    tma_load(do_desc, [n, head, row, 0], full, do_bufs.index(stage))
-    tma_load(sums_desc, [line + row], full, sums_bufs.index(stage))
+    if EACH:
+        mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
+        mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes)
+        mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
+        mbarrier.expect(do_full.index(stage), do_desc.block_type.nbytes)
+        mbarrier.expect(sums_full.index(stage), STEPS * 4)
+        if WEIGHTED:
+            mbarrier.expect(weights_full.index(stage), STEPS * 4)
+    else:
+        mbarrier.expect(q_full.index(stage), 2 * q_desc.block_type.nbytes + 2 * v_desc.block_type.nbytes + VECTORS)
+    tma_load(k_desc, [n, head_q, row, 0], k_full.index(stage), k_bufs.index(stage))
+    tma_load(q_desc, [n, head_q, row, 0], q_full.index(stage), q_bufs.index(stage))
+    tma_load(v_desc, [n, head, row, 0], v_full.index(stage), v_bufs.index(stage))
+    tma_load(do_desc, [n, head, row, 0], do_full.index(stage), do_bufs.index(stage))
+    tma_load(sums_desc, [line + row], sums_full.index(stage), sums_bufs.index(stage))
     if WEIGHTED:
-        tma_load(weights_desc, [line + row], full, weights_bufs.index(stage))
+        tma_load(weights_desc, [line + row], weights_full.index(stage), weights_bufs.index(stage))
 
 
 @gluon.jit
-def _load_turn(descs, bufs, bar, stage, n, head, step, chunks, heads, group, WEIGHTED: gl.constexpr):
+def _load_turn(
+    descs, bufs, bars, stage, n, head, step, chunks, heads, group, WEIGHTED: gl.constexpr, EACH: gl.constexpr
+):
     """`_load` for step `step` of a program that walks all chunks of `head`, then those of the next one."""
     mine = head + step // chunks
-    _load(descs, bufs, bar, stage, n, mine, mine // group, chunks - 1 - step % chunks,
-          (n * heads + mine) * chunks * STEPS, WEIGHTED)  # fmt: skip
+    _load(descs, bufs, bars, stage, n, mine, mine // group, chunks - 1 - step % chunks,
+          (n * heads + mine) * chunks * STEPS, WEIGHTED, EACH)  # fmt: skip
+
+
+@gluon.jit
+def _store_parts(to, x, scale, COLS: gl.constexpr):
+    """Sums over each of COLS parts of the columns of x, times scale, at to (COLS, rows)."""
+    parts = gl.sum(x.reshape((x.shape[0], COLS, x.shape[1] // COLS)), axis=2)
+    ROWS: gl.constexpr = gl.SliceLayout(1, parts.type.layout)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, parts.type.layout)
+    rows = gl.arange(0, x.shape[0], layout=ROWS)[:, None]
+    gl.store(to + rows + gl.arange(0, COLS, layout=COLUMNS)[None, :] * x.shape[0], parts * scale)
 
 
 @gluon.jit(do_not_specialize=["chunks", "heads", "group", "sequences", "segments", "K", "V", "scale"])
@@ -61,19 +82,25 @@ def both_kernel(
     initial, local, decays, final, out_of, passed, got, chunks, heads, group, sequences, segments, K, V, scale,
     BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, WEIGHTED: gl.constexpr, HAS_INITIAL: gl.constexpr,
     HAS_LOCAL: gl.constexpr, WARPS: gl.constexpr, TURNS: gl.constexpr,
+    EACH: gl.constexpr,
 ):  # fmt: skip
     """dk (batch, seqlen, heads, K), dv (.., V) through descriptors of rank 4 as in `walk_kernel`, of 64 steps each.
 
     initial, final (sequences, heads, V, K), local (segments, sequences, heads, V, K) float32: D, as there.
     states_desc: (sequences, chunks * BV, heads, K), the D that enters every chunk, in the dtype of q.
-    out_of, passed (sequences, heads, chunks, STEPS) float32, without weights: what a step passes to later chunks, and
-    what it passes on inside its own. got (.., 4, STEPS): what it gets there of each 16 steps, with their weights.
-    TURNS: heads that a program walks one after the other, whose dk is one, as o in `walk_kernel`.
+    out_of, passed (sequences, heads, chunks, WARPS // 4, STEPS) float32, without weights, in parts: what a step passes
+    to later chunks, and what it passes on inside its own. got (.., 4, STEPS): what it gets there of each 16 steps, with
+    their weights.
+    TURNS: heads that a program walks one after the other, whose dk is one, as o in `walk_kernel`. EACH: as there.
+
+    With 8 warps each warpgroup has half of the columns. Whatever both have a part of costs barriers of all: so sums
+    over columns are left in parts, and P goes through shared memory as a left operand.
     """
     gl.static_assert(TURNS == 1 or not (HAS_INITIAL or HAS_LOCAL))
     dtype: gl.constexpr = q_desc.dtype
     COLS: gl.constexpr = WARPS // 4
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, COLS], [16, 64 // COLS, 16])
+    EVERY: gl.constexpr = gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4 * COLS, 1], [16, 64, 16]))
     OUT_K: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, COLS], [16, BK // COLS, 16])
     OUT_V: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, COLS], [16, BV // COLS, 16])
     LEFT_K: gl.constexpr = gl.DotOperandLayout(0, OUT_K, 2)
@@ -92,9 +119,31 @@ def both_kernel(
     dv_buf = gl.allocate_shared_memory(dtype, [STEPS, BV], VALUES)
     sums_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, STEPS], VECTOR)
     weights_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, STEPS], VECTOR)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
+    bars = (full, full, full, full, full, full)
+    if EACH:
+        k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+        v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+        do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+        sums_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+        weights_full = full
+        for i in gl.static_range(STAGES):
+            mbarrier.init(k_full.index(i), count=1)
+            mbarrier.init(v_full.index(i), count=1)
+            mbarrier.init(do_full.index(i), count=1)
+            mbarrier.init(sums_full.index(i), count=1)
+        if WEIGHTED:
+            weights_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+            for i in gl.static_range(STAGES):
+                mbarrier.init(weights_full.index(i), count=1)
+        bars = (full, k_full, v_full, do_full, sums_full, weights_full)
+    if COLS > 1:
+        PAIRS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEPS, STEPS], dtype)
+        p_k_buf = gl.allocate_shared_memory(dtype, [STEPS, STEPS], PAIRS)
+        p_v_buf = gl.allocate_shared_memory(dtype, [STEPS, STEPS], PAIRS)
     fence_async_shared()
 
     program = gl.program_id(0)
@@ -117,9 +166,9 @@ def both_kernel(
     for i in gl.static_range(STAGES):
         if TURNS > 1:
             if i < TURNS * chunks:
-                _load_turn(descs, bufs, full, i, n, head, i, chunks, heads, group, WEIGHTED)
+                _load_turn(descs, bufs, bars, i, n, head, i, chunks, heads, group, WEIGHTED, EACH)
         elif begin + i < end:
-            _load(descs, bufs, full, i, n, head, head_q, chunks - 1 - begin - i, line, WEIGHTED)
+            _load(descs, bufs, bars, i, n, head, head_q, chunks - 1 - begin - i, line, WEIGHTED, EACH)
 
     acc = gl.full([BV, BK], 0.0, gl.float32, OUT_K)
     if HAS_INITIAL:
@@ -153,18 +202,31 @@ def both_kernel(
             mine = head + i // chunks
             number = n * heads + mine
         mbarrier.wait(full.index(stage), phase)
+        if EACH:
+            mbarrier.wait(k_full.index(stage), phase)
         q_buf = q_bufs.index(stage)
         k_buf = k_bufs.index(stage)
         v_buf = v_bufs.index(stage)
         do_buf = do_bufs.index(stage)
         sums = sums_bufs.index(stage)
         alike = warpgroup_mma(k_buf, q_buf.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        if EACH:
+            mbarrier.wait(v_full.index(stage), phase)
+            mbarrier.wait(do_full.index(stage), phase)
         asked = warpgroup_mma(v_buf, do_buf.permute((1, 0)), no_scores, use_acc=False, is_async=True)
 
         # what needs no product
+        if EACH:
+            mbarrier.wait(sums_full.index(stage), phase)
+            if WEIGHTED:
+                mbarrier.wait(weights_full.index(stage), phase)
         b_s = sums.load(gl.SliceLayout(1, SCORES))
         b_t = sums.load(gl.SliceLayout(0, SCORES))
-        last = gl.sum(gl.where(steps_t == STEPS - 1, b_t, 0.0), axis=0)
+        if COLS > 1:  # in a layout of which every warp has all
+            ends = gl.arange(0, STEPS, layout=EVERY) == STEPS - 1
+            last = gl.sum(gl.where(ends, sums.load(EVERY), 0.0), axis=0)
+        else:
+            last = gl.sum(gl.where(steps_t == STEPS - 1, b_t, 0.0), axis=0)
         share = gl.where(causal, gl.exp2(b_t[None, :] - b_s[:, None]), 0.0)
         acc = acc * gl.exp2(last)
         # ptxas moves products of scores above a wait that leaves others on their way, and waits for all of them there
@@ -175,8 +237,15 @@ def both_kernel(
         pairs = alike * asked
         p_k = (asked * share).to(dtype)
         p_v = alike.to(dtype)
+        if COLS > 1:
+            p_k_buf.store(p_k)
+            p_v_buf.store(p_v)
+            fence_async_shared()
         to = (number * chunks + chunk).to(gl.int64) * STEPS
-        gl.store(passed + to + steps_s, gl.sum(pairs, axis=1) * scale)
+        if COLS > 1:
+            _store_parts(passed + COLS * to, pairs, scale, COLS)
+        else:
+            gl.store(passed + to + steps_s, gl.sum(pairs, axis=1) * scale)
         if WEIGHTED:
             pairs = pairs * weights_bufs.index(stage).load(gl.SliceLayout(1, SCORES))[:, None]
         quarters = gl.sum(pairs.reshape((4, STEPS // 4, STEPS)), axis=1)  # the rows of a warp: no barriers
@@ -188,10 +257,17 @@ def both_kernel(
         dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
         dk = dk * gl.exp2(last - sums.load(gl.SliceLayout(1, OUT_K)))[:, None]
         dv = dv * gl.exp2(last - sums.load(gl.SliceLayout(1, OUT_V)))[:, None]
-        rows = gl.arange(0, STEPS, layout=gl.SliceLayout(1, OUT_K))
-        gl.store(out_of + to + rows, gl.sum(dk * k_buf.load(OUT_K).to(gl.float32), axis=1) * scale)
-        dk = warpgroup_mma(gl.convert_layout(p_k, LEFT_K), q_buf, dk, is_async=True)
-        dv = warpgroup_mma(gl.convert_layout(p_v, LEFT_V), do_buf, dv, is_async=True)
+        into = dk * k_buf.load(OUT_K).to(gl.float32)
+        if COLS > 1:
+            _store_parts(out_of + COLS * to, into, scale, COLS)
+            barrier()  # P is there
+            dk = warpgroup_mma(p_k_buf, q_buf, dk, is_async=True)
+            dv = warpgroup_mma(p_v_buf, do_buf, dv, is_async=True)
+        else:
+            rows = gl.arange(0, STEPS, layout=gl.SliceLayout(1, OUT_K))
+            gl.store(out_of + to + rows, gl.sum(into, axis=1) * scale)
+            dk = warpgroup_mma(gl.convert_layout(p_k, LEFT_K), q_buf, dk, is_async=True)
+            dv = warpgroup_mma(gl.convert_layout(p_v, LEFT_V), do_buf, dv, is_async=True)
         acc = warpgroup_mma(asks, q_buf, acc, is_async=True)
         tma.store_wait(0)
         barrier()  # D was read by all, and the last dk, dv and D have left
@@ -226,12 +302,12 @@ def both_kernel(
             if chunk == 0:
                 tma_written()  # before anything is added to it
             if i + STAGES < end * TURNS:
-                _load_turn(descs, bufs, full, stage, n, head, i + STAGES, chunks, heads, group, WEIGHTED)
+                _load_turn(descs, bufs, bars, stage, n, head, i + STAGES, chunks, heads, group, WEIGHTED, EACH)
         else:
             if i + 1 < end:
                 tma_store(states_desc, [n, head, (chunk - 1) * BV, 0], s_buf)
             if i + STAGES < end:
-                _load(descs, bufs, full, stage, n, head, head_q, chunk - STAGES, line, WEIGHTED)
+                _load(descs, bufs, bars, stage, n, head, head_q, chunk - STAGES, line, WEIGHTED, EACH)
         stage += 1
         if stage == STAGES:
             stage = 0

@@ -87,11 +87,11 @@ def _pairs_kernel(
 @triton.jit
 def _gate_sums_kernel(
     sums_of_pairs, got, out_of, weights, into, across, dg, dw, seqlen, chunks, heads, tiles,
-    BT: tl.constexpr, BH: tl.constexpr, BA: tl.constexpr, HAS_W: tl.constexpr,
+    BT: tl.constexpr, BH: tl.constexpr, BA: tl.constexpr, HAS_W: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """The same dg and dw where `both_kernel` has summed up the pairs: BH heads of a chunk a program.
 
-    sums_of_pairs (what a step passes on), out_of (batch, heads, chunks, BT) and got (.., 4, BT); the rest as above.
+    sums_of_pairs (what a step passes on), out_of (batch, heads, chunks, PARTS, BT) and got (.., 4, BT); the rest as above.
     """
     blocks = (heads + BH - 1) // BH
     program = tl.program_id(0)
@@ -103,11 +103,16 @@ def _gate_sums_kernel(
     number = batch * heads + head
     line = (number[:, None] * chunks + chunk) * BT + steps[None, :]
     planes = (tl.num_programs(0) // blocks // chunks).to(tl.int64) * heads * chunks
-    passed = tl.load(sums_of_pairs + line, mask=there, other=0.0)
+    parts = (line - steps[None, :]) * PARTS + steps[None, :]
+    passed = tl.load(sums_of_pairs + parts, mask=there, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        passed += tl.load(sums_of_pairs + parts + part * BT, mask=there, other=0.0)
     inside = tl.zeros((BH, BT), tl.float32)
     for part in tl.static_range(4):
         inside += tl.load(got + (line - steps[None, :]) * 4 + part * BT + steps[None, :], mask=there, other=0.0)
-    out = tl.load(out_of + line, mask=there, other=0.0)
+    out = tl.load(out_of + parts, mask=there, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        out += tl.load(out_of + parts + part * BT, mask=there, other=0.0)
     by = tl.zeros((BH,), tl.float32)
     at = (number[:, None] * chunks + chunk) * BA + tl.arange(0, BA)[None, :]
     here = (head < heads)[:, None] & (tl.arange(0, BA) < BA)[None, :]

@@ -112,7 +112,7 @@ def both(
     chunks, block_k = triton.cdiv(seqlen, CHUNK), 64 if key_dim <= 64 else 128
     dk, dv = (v.new_empty((batch, seqlen, h, n)) for h, n in ((heads // turns, key_dim), (heads, value_dim)))
     final = v.new_empty((batch, heads, value_dim, key_dim), dtype=torch.float32)
-    sums = [v.new_empty((batch, heads, chunks, n * CHUNK), dtype=torch.float32) for n in (1, 1, 4)]
+    sums = [v.new_empty((batch, heads, chunks, n * CHUNK), dtype=torch.float32) for n in (warps // 4, warps // 4, 4)]
     blocks = (block_k, block_k, 64, 64, block_k, 64)
     maps = [tensor_map(x, CHUNK, n) for x, n in zip((q, k, v, do, dk, dv), blocks, strict=True)]
     optional = [final if x is None else x for x in (initial, local, decays)]
@@ -122,7 +122,7 @@ def both(
         (*maps, tensor_map(states, 64, block_k), *map(walk_hopper._line_map, vectors), *optional, final, *sums,
          chunks, heads, heads // heads_q, batch, segments, key_dim, value_dim, scale),
         dict(BK=block_k, BV=64, STAGES=stages, WEIGHTED=weighted, HAS_INITIAL=initial is not None,
-             HAS_LOCAL=local is not None, WARPS=warps, TURNS=turns),
+             HAS_LOCAL=local is not None, WARPS=warps, TURNS=turns, EACH=walk_hopper.EACH),
         dict(num_warps=warps),
     )  # fmt: skip
     return dk, dv, final, *sums
@@ -178,7 +178,7 @@ def gradients(
         launch(
             pairs_kernel._gate_sums_kernel, batch * chunks * triton.cdiv(heads, block),
             (*pairs, out_of, vectors[1], into, across, dg, dw, seqlen, chunks, heads, tiles),
-            dict(BT=CHUNK, BH=block, BA=rows, HAS_W=w is not None, num_warps=4),
+            dict(BT=CHUNK, BH=block, BA=rows, HAS_W=w is not None, PARTS=config[0] // 4, num_warps=4),
         )  # fmt: skip
         return dq, dk, dv, dg, dw, dstate if scale == 1 else dstate * scale
     block = min(group, _HEADS)

@@ -101,7 +101,8 @@ def both_in_torch(do, q, k, v, vectors, initial, local, decays, states, *, weigh
     pairs = (cut(k) @ cut(q).mT) * (cut(v) @ cut(do).mT) * decay * scale
     passed[0] = pairs.sum(-1)
     got += (pairs * (w.unflatten(2, (chunks, CHUNK))[..., None] if weighted else 1)).unflatten(3, (4, 16)).sum(4)
-    return added_up(dk, turns), dv, final, out_of[0], passed[0], got
+    whole = torch.nn.functional.pad(torch.stack((out_of[0], passed[0])), (0, (config[0] // 4 - 1) * CHUNK))  # in parts
+    return added_up(dk, turns), dv, final, *whole.contiguous(), got
 
 
 CASES = {
@@ -192,9 +193,11 @@ def test_last_round(programs, rest):
     assert walk_hopper._last_round(programs, 132) == rest
 
 
+@pytest.mark.parametrize("each", [False, True], ids=["", "each"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_gradients_by_the_source_of_the_walks(case, device, monkeypatch):
+def test_gradients_by_the_source_of_the_walks(case, each, device, monkeypatch):
     """As above, with what `walk_kernel` and `both_kernel` say instead of what is said of them."""
+    monkeypatch.setattr(walk_hopper, "EACH", each)
     case = dict(case)
     both = case.pop("both", False)
     monkeypatch.setattr(walk_back, "BOTH", {64: (4, 2), 128: (8, 3)} if both else {})
