@@ -82,19 +82,19 @@ def both_kernel(
     initial, local, decays, final, out_of, passed, got, chunks, heads, group, sequences, segments, K, V, scale,
     BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, WEIGHTED: gl.constexpr, HAS_INITIAL: gl.constexpr,
     HAS_LOCAL: gl.constexpr, WARPS: gl.constexpr, TURNS: gl.constexpr,
-    EACH: gl.constexpr,
+    EACH: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """dk (batch, seqlen, heads, K), dv (.., V) through descriptors of rank 4 as in `walk_kernel`, of 64 steps each.
 
     initial, final (sequences, heads, V, K), local (segments, sequences, heads, V, K) float32: D, as there.
     states_desc: (sequences, chunks * BV, heads, K), the D that enters every chunk, in the dtype of q.
-    out_of, passed (sequences, heads, chunks, WARPS // 4, STEPS) float32, without weights, in parts: what a step passes
+    out_of, passed (sequences, heads, chunks, PARTS, STEPS) float32, without weights, in parts: what a step passes
     to later chunks, and what it passes on inside its own. got (.., 4, STEPS): what it gets there of each 16 steps, with
     their weights.
     TURNS: heads that a program walks one after the other, whose dk is one, as o in `walk_kernel`. EACH: as there.
 
-    With 8 warps each warpgroup has half of the columns. Whatever both have a part of costs barriers of all: so sums
-    over columns are left in parts, and P goes through shared memory as a left operand.
+    With 8 warps each warpgroup has half of the columns. Whatever both have a part of costs barriers of all: so with
+    PARTS = 2 sums over columns are left in parts, and P goes through shared memory as a left operand.
     """
     gl.static_assert(TURNS == 1 or not (HAS_INITIAL or HAS_LOCAL))
     dtype: gl.constexpr = q_desc.dtype
@@ -140,7 +140,7 @@ def both_kernel(
             for i in gl.static_range(STAGES):
                 mbarrier.init(weights_full.index(i), count=1)
         bars = (full, k_full, v_full, do_full, sums_full, weights_full)
-    if COLS > 1:
+    if PARTS > 1:
         PAIRS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEPS, STEPS], dtype)
         p_k_buf = gl.allocate_shared_memory(dtype, [STEPS, STEPS], PAIRS)
         p_v_buf = gl.allocate_shared_memory(dtype, [STEPS, STEPS], PAIRS)
@@ -222,7 +222,7 @@ def both_kernel(
                 mbarrier.wait(weights_full.index(stage), phase)
         b_s = sums.load(gl.SliceLayout(1, SCORES))
         b_t = sums.load(gl.SliceLayout(0, SCORES))
-        if COLS > 1:  # in a layout of which every warp has all
+        if PARTS > 1:  # in a layout of which every warp has all
             ends = gl.arange(0, STEPS, layout=EVERY) == STEPS - 1
             last = gl.sum(gl.where(ends, sums.load(EVERY), 0.0), axis=0)
         else:
@@ -237,13 +237,13 @@ def both_kernel(
         pairs = alike * asked
         p_k = (asked * share).to(dtype)
         p_v = alike.to(dtype)
-        if COLS > 1:
+        if PARTS > 1:
             p_k_buf.store(p_k)
             p_v_buf.store(p_v)
             fence_async_shared()
         to = (number * chunks + chunk).to(gl.int64) * STEPS
-        if COLS > 1:
-            _store_parts(passed + COLS * to, pairs, scale, COLS)
+        if PARTS > 1:
+            _store_parts(passed + PARTS * to, pairs, scale, PARTS)
         else:
             gl.store(passed + to + steps_s, gl.sum(pairs, axis=1) * scale)
         if WEIGHTED:
@@ -258,8 +258,8 @@ def both_kernel(
         dk = dk * gl.exp2(last - sums.load(gl.SliceLayout(1, OUT_K)))[:, None]
         dv = dv * gl.exp2(last - sums.load(gl.SliceLayout(1, OUT_V)))[:, None]
         into = dk * k_buf.load(OUT_K).to(gl.float32)
-        if COLS > 1:
-            _store_parts(out_of + COLS * to, into, scale, COLS)
+        if PARTS > 1:
+            _store_parts(out_of + PARTS * to, into, scale, PARTS)
             barrier()  # P is there
             dk = warpgroup_mma(p_k_buf, q_buf, dk, is_async=True)
             dv = warpgroup_mma(p_v_buf, do_buf, dv, is_async=True)

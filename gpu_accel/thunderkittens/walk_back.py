@@ -45,6 +45,8 @@ _COLUMNS = 64  # of k that a program of walks 1 and 2 takes; 128 took 3 % longer
 # Whether programs walk several heads that share q and k one after the other, and add up their dq and dk in the dtype of
 # these, where that takes no more turns of the GPU: at 80 heads a fifth is left to be added up.
 IN_TURNS = True
+# Whether two warpgroups that share columns in `both_kernel` leave their sums in parts, and P in shared memory.
+IN_PARTS = False
 _HEADS = 8  # of a group that a program of `pairs_kernel` takes; 4 and 16 are as good
 Local = tuple[Tensor, Tensor] | None
 _quick: list[QuickLaunch] = []
@@ -87,6 +89,11 @@ def _turns(programs: int, group: int, slots: int) -> int:
     return max(fits)
 
 
+def _parts(warps: int) -> int:
+    """Parts in which `both_kernel` leaves sums over columns."""
+    return warps // 4 if IN_PARTS else 1
+
+
 def _flipped(x: Tensor | None) -> Tensor | None:
     """States (..., K, V) as (..., V, K)."""
     return None if x is None else x.mT.contiguous()
@@ -109,10 +116,11 @@ def both(
     batch, seqlen, heads, value_dim = v.shape
     heads_q, key_dim = q.shape[2:]
     warps, stages = config
+    parts = _parts(warps)
     chunks, block_k = triton.cdiv(seqlen, CHUNK), 64 if key_dim <= 64 else 128
     dk, dv = (v.new_empty((batch, seqlen, h, n)) for h, n in ((heads // turns, key_dim), (heads, value_dim)))
     final = v.new_empty((batch, heads, value_dim, key_dim), dtype=torch.float32)
-    sums = [v.new_empty((batch, heads, chunks, n * CHUNK), dtype=torch.float32) for n in (warps // 4, warps // 4, 4)]
+    sums = [v.new_empty((batch, heads, chunks, n * CHUNK), dtype=torch.float32) for n in (parts, parts, 4)]
     blocks = (block_k, block_k, 64, 64, block_k, 64)
     maps = [tensor_map(x, CHUNK, n) for x, n in zip((q, k, v, do, dk, dv), blocks, strict=True)]
     optional = [final if x is None else x for x in (initial, local, decays)]
@@ -122,7 +130,7 @@ def both(
         (*maps, tensor_map(states, 64, block_k), *map(walk_hopper._line_map, vectors), *optional, final, *sums,
          chunks, heads, heads // heads_q, batch, segments, key_dim, value_dim, scale),
         dict(BK=block_k, BV=64, STAGES=stages, WEIGHTED=weighted, HAS_INITIAL=initial is not None,
-             HAS_LOCAL=local is not None, WARPS=warps, TURNS=turns, EACH=walk_hopper.EACH),
+             HAS_LOCAL=local is not None, WARPS=warps, TURNS=turns, EACH=walk_hopper.EACH, PARTS=parts),
         dict(num_warps=warps),
     )  # fmt: skip
     return dk, dv, final, *sums
@@ -178,7 +186,7 @@ def gradients(
         launch(
             pairs_kernel._gate_sums_kernel, batch * chunks * triton.cdiv(heads, block),
             (*pairs, out_of, vectors[1], into, across, dg, dw, seqlen, chunks, heads, tiles),
-            dict(BT=CHUNK, BH=block, BA=rows, HAS_W=w is not None, PARTS=config[0] // 4, num_warps=4),
+            dict(BT=CHUNK, BH=block, BA=rows, HAS_W=w is not None, PARTS=_parts(config[0]), num_warps=4),
         )  # fmt: skip
         return dq, dk, dv, dg, dw, dstate if scale == 1 else dstate * scale
     block = min(group, _HEADS)

@@ -101,7 +101,7 @@ def both_in_torch(do, q, k, v, vectors, initial, local, decays, states, *, weigh
     pairs = (cut(k) @ cut(q).mT) * (cut(v) @ cut(do).mT) * decay * scale
     passed[0] = pairs.sum(-1)
     got += (pairs * (w.unflatten(2, (chunks, CHUNK))[..., None] if weighted else 1)).unflatten(3, (4, 16)).sum(4)
-    whole = torch.nn.functional.pad(torch.stack((out_of[0], passed[0])), (0, (config[0] // 4 - 1) * CHUNK))  # in parts
+    whole = torch.nn.functional.pad(torch.stack((out_of[0], passed[0])), (0, (walk_back._parts(config[0]) - 1) * CHUNK))
     return added_up(dk, turns), dv, final, *whole.contiguous(), got
 
 
@@ -165,6 +165,7 @@ def test_gradients(case, device, monkeypatch):
 def test_gradients_of_heads_in_turns(heads_q, device, monkeypatch):
     """dq and dk of heads that a program walks one after the other are added up there, the rest afterwards."""
     turns = []
+    monkeypatch.setattr(walk_back, "IN_PARTS", heads_q == 2)
     monkeypatch.setattr(walk_back, "IN_TURNS", True)
     monkeypatch.setattr(walk_hopper, "sms", lambda _: 1)
     monkeypatch.setattr(walk_back, "both", lambda *a, **o: turns.append(o["turns"]) or both_in_torch(*a, **o))
@@ -198,6 +199,7 @@ def test_last_round(programs, rest):
 def test_gradients_by_the_source_of_the_walks(case, each, device, monkeypatch):
     """As above, with what `walk_kernel` and `both_kernel` say instead of what is said of them."""
     monkeypatch.setattr(walk_hopper, "EACH", each)
+    monkeypatch.setattr(walk_back, "IN_PARTS", each)
     case = dict(case)
     both = case.pop("both", False)
     monkeypatch.setattr(walk_back, "BOTH", {64: (4, 2), 128: (8, 3)} if both else {})
