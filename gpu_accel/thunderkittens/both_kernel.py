@@ -67,6 +67,24 @@ def _load_turn(
 
 
 @gluon.jit
+def _pairs(bufs, bars, stage, phase, there, no_scores, EACH: gl.constexpr):
+    """k q' and v do' of a chunk, once they are loaded. there: whether there is such a chunk."""
+    q_bufs, k_bufs, v_bufs, do_bufs, _, _ = bufs
+    q_full, k_full, v_full, do_full, _, _ = bars
+    mbarrier.wait(q_full.index(stage), phase, pred=there)
+    if EACH:
+        mbarrier.wait(k_full.index(stage), phase, pred=there)
+    q_turned = q_bufs.index(stage).permute((1, 0))
+    alike = warpgroup_mma(k_bufs.index(stage), q_turned, no_scores, use_acc=False, is_async=True)
+    if EACH:
+        mbarrier.wait(v_full.index(stage), phase, pred=there)
+        mbarrier.wait(do_full.index(stage), phase, pred=there)
+    do_turned = do_bufs.index(stage).permute((1, 0))
+    asked = warpgroup_mma(v_bufs.index(stage), do_turned, no_scores, use_acc=False, is_async=True)
+    return alike, asked
+
+
+@gluon.jit
 def _store_parts(to, x, scale, COLS: gl.constexpr):
     """Sums over each of COLS parts of the columns of x, times scale, at to (COLS, rows)."""
     parts = gl.sum(x.reshape((x.shape[0], COLS, x.shape[1] // COLS)), axis=2)
@@ -82,7 +100,7 @@ def both_kernel(
     initial, local, decays, final, out_of, passed, got, chunks, heads, group, sequences, segments, K, V, scale,
     BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, WEIGHTED: gl.constexpr, HAS_INITIAL: gl.constexpr,
     HAS_LOCAL: gl.constexpr, WARPS: gl.constexpr, TURNS: gl.constexpr,
-    EACH: gl.constexpr, PARTS: gl.constexpr,
+    EACH: gl.constexpr, PARTS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """dk (batch, seqlen, heads, K), dv (.., V) through descriptors of rank 4 as in `walk_kernel`, of 64 steps each.
 
@@ -95,6 +113,7 @@ def both_kernel(
 
     With 8 warps each warpgroup has half of the columns. Whatever both have a part of costs barriers of all: so with
     PARTS = 2 sums over columns are left in parts, and P goes through shared memory as a left operand.
+    EARLY: k q' and v do' of the next chunk are asked for before what ends this one.
     """
     gl.static_assert(TURNS == 1 or not (HAS_INITIAL or HAS_LOCAL))
     dtype: gl.constexpr = q_desc.dtype
@@ -194,6 +213,8 @@ def both_kernel(
     no_values = gl.full([STEPS, BV], 0.0, gl.float32, OUT_V)
     stage = 0
     phase = 0
+    if EARLY:
+        alike, asked = _pairs(bufs, bars, 0, 0, begin < end, no_scores, EACH)
     for i in range(begin, end * TURNS):
         chunk = chunks - 1 - i
         mine = head
@@ -201,19 +222,13 @@ def both_kernel(
             chunk = chunks - 1 - i % chunks
             mine = head + i // chunks
             number = n * heads + mine
-        mbarrier.wait(full.index(stage), phase)
-        if EACH:
-            mbarrier.wait(k_full.index(stage), phase)
         q_buf = q_bufs.index(stage)
         k_buf = k_bufs.index(stage)
         v_buf = v_bufs.index(stage)
         do_buf = do_bufs.index(stage)
         sums = sums_bufs.index(stage)
-        alike = warpgroup_mma(k_buf, q_buf.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-        if EACH:
-            mbarrier.wait(v_full.index(stage), phase)
-            mbarrier.wait(do_full.index(stage), phase)
-        asked = warpgroup_mma(v_buf, do_buf.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        if not EARLY:
+            alike, asked = _pairs(bufs, bars, stage, phase, True, no_scores, EACH)
 
         # what needs no product
         if EACH:
@@ -269,16 +284,20 @@ def both_kernel(
             dk = warpgroup_mma(gl.convert_layout(p_k, LEFT_K), q_buf, dk, is_async=True)
             dv = warpgroup_mma(gl.convert_layout(p_v, LEFT_V), do_buf, dv, is_async=True)
         acc = warpgroup_mma(asks, q_buf, acc, is_async=True)
+        if EARLY:
+            wraps = stage == STAGES - 1
+            alike, asked = _pairs(bufs, bars, gl.where(wraps, 0, stage + 1), gl.where(wraps, phase ^ 1, phase),
+                                  i + 1 < end * TURNS, no_scores, EACH)  # fmt: skip
         tma.store_wait(0)
         barrier()  # D was read by all, and the last dk, dv and D have left
-        dk, dv = warpgroup_mma_wait(1, deps=[dk, dv])
+        dk, dv = warpgroup_mma_wait(3 if EARLY else 1, deps=[dk, dv])
         if WEIGHTED:
             weights = weights_bufs.index(stage)
             dk = dk * weights.load(gl.SliceLayout(1, OUT_K))[:, None]
             dv = dv * weights.load(gl.SliceLayout(1, OUT_V))[:, None]
         dk_buf.store((dk * scale).to(dtype))
         dv_buf.store((dv * scale).to(dtype))
-        acc = warpgroup_mma_wait(0, deps=[acc])
+        acc = warpgroup_mma_wait(2 if EARLY else 0, deps=[acc])
         if TURNS > 1:
             if chunk == 0:
                 places, inside = _state_places(number, 0, V, _opaque(K), BV, BK, OUT_K)
@@ -315,4 +334,6 @@ def both_kernel(
     if TURNS == 1 and position == segments - 1:
         places, inside = _state_places(number, 0, V, _opaque(K), BV, BK, OUT_K)
         gl.store(final + places, acc, mask=inside)
+    if EARLY:
+        alike, asked = warpgroup_mma_wait(0, deps=[alike, asked])  # of a chunk that is not there
     tma.store_wait(0)

@@ -91,7 +91,8 @@ def _gate_sums_kernel(
 ):  # fmt: skip
     """The same dg and dw where `both_kernel` has summed up the pairs: BH heads of a chunk a program.
 
-    sums_of_pairs (what a step passes on), out_of (batch, heads, chunks, PARTS, BT) and got (.., 4, BT); the rest as above.
+    sums_of_pairs (what a step passes on), out_of (batch, heads, chunks, PARTS, BT) and got (.., 4, BT), the rest as
+    above.
     """
     blocks = (heads + BH - 1) // BH
     program = tl.program_id(0)

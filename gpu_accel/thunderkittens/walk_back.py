@@ -47,6 +47,8 @@ _COLUMNS = 64  # of k that a program of walks 1 and 2 takes; 128 took 3 % longer
 IN_TURNS = True
 # Whether two warpgroups that share columns in `both_kernel` leave their sums in parts, and P in shared memory.
 IN_PARTS = False
+# Whether `both_kernel` asks for the first products of a chunk before the last one is through.
+EARLY = False
 _HEADS = 8  # of a group that a program of `pairs_kernel` takes; 4 and 16 are as good
 Local = tuple[Tensor, Tensor] | None
 _quick: list[QuickLaunch] = []
@@ -130,7 +132,7 @@ def both(
         (*maps, tensor_map(states, 64, block_k), *map(walk_hopper._line_map, vectors), *optional, final, *sums,
          chunks, heads, heads // heads_q, batch, segments, key_dim, value_dim, scale),
         dict(BK=block_k, BV=64, STAGES=stages, WEIGHTED=weighted, HAS_INITIAL=initial is not None,
-             HAS_LOCAL=local is not None, WARPS=warps, TURNS=turns, EACH=walk_hopper.EACH, PARTS=parts),
+             HAS_LOCAL=local is not None, WARPS=warps, TURNS=turns, EACH=walk_hopper.EACH, PARTS=parts, EARLY=EARLY),
         dict(num_warps=warps),
     )  # fmt: skip
     return dk, dv, final, *sums

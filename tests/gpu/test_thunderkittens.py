@@ -497,6 +497,7 @@ def test_a_last_round_apart(monkeypatch):
         launch(self, key, count, *arguments)
 
     monkeypatch.setattr(walk_hopper.QuickLaunch, "__call__", counted)
+    monkeypatch.setattr(walk_hopper, "DEAL", False)
     monkeypatch.setattr(walk_hopper, "LAST_APART", False)
     whole = call()
     monkeypatch.setattr(walk_hopper, "LAST_APART", True)
@@ -504,6 +505,42 @@ def test_a_last_round_apart(monkeypatch):
     slots = 2 * torch.cuda.get_device_properties(0).multi_processor_count
     assert counts == [288, *([slots, 288 - slots] if 144 <= slots < 288 else [288])]
     assert all(torch.equal(a, b) for a, b in zip(whole, apart, strict=True))
+
+
+@pytest.mark.parametrize("initial", [False, True], ids=["", "initial"])
+@pytest.mark.parametrize(("heads", "seqlen"), [(96, 200), (100, 2000), (176, 65), (270, 64)])
+def test_chunks_dealt(heads, seqlen, initial, monkeypatch):
+    """More programs than an H100 or H200 holds, each with an even share of all chunks: the same bits, again and again.
+
+    Few steps leave a program as little as one chunk before the next one needs its state.
+    """
+    q, k = (randn(3, seqlen, 1, 128, seed=s, dtype=BF16) for s in (1, 2))
+    v, g = randn(3, seqlen, heads, 64, seed=3, dtype=BF16), -randn(3, seqlen, heads, seed=4).square()
+    h = randn(3, heads, 128, 64, seed=5) if initial else None
+    call = functools.partial(walk_hopper.walk, q, k, v, g, -g, h, None, None, scale=1.0, segments=1)
+    monkeypatch.setattr(walk_hopper, "LAST_APART", False)
+    monkeypatch.setattr(walk_hopper, "DEAL", False)
+    whole = call()
+    monkeypatch.setattr(walk_hopper, "DEAL", True)
+    counts, launch = [], walk_hopper.QuickLaunch.__call__
+
+    def counted(self, key, count, *arguments):
+        counts.append(count)
+        launch(self, key, count, *arguments)
+
+    monkeypatch.setattr(walk_hopper.QuickLaunch, "__call__", counted)
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(whole, call(), strict=True))
+    places = 2 * torch.cuda.get_device_properties(0).multi_processor_count
+    if walk_hopper._worth_dealing(3 * heads, places):
+        assert set(counts) == {places}
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph, stream=stream):
+        found = call()
+    for _ in range(5):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(whole, found, strict=True))
 
 
 @pytest.mark.parametrize("turns", [2, 16])

@@ -200,6 +200,7 @@ def test_gradients_by_the_source_of_the_walks(case, each, device, monkeypatch):
     """As above, with what `walk_kernel` and `both_kernel` say instead of what is said of them."""
     monkeypatch.setattr(walk_hopper, "EACH", each)
     monkeypatch.setattr(walk_back, "IN_PARTS", each)
+    monkeypatch.setattr(walk_back, "EARLY", each)
     case = dict(case)
     both = case.pop("both", False)
     monkeypatch.setattr(walk_back, "BOTH", {64: (4, 2), 128: (8, 3)} if both else {})
@@ -216,6 +217,9 @@ def test_gradients_by_the_source_of_the_walks(case, each, device, monkeypatch):
 @pytest.mark.parametrize(("heads_q", "key_dim"), [(1, 128), (2, 64)])
 def test_heads_in_turns_by_the_source_of_the_walks(heads_q, key_dim, device, monkeypatch):
     """Nothing is added before what it is added to has been written."""
+    monkeypatch.setattr(walk_hopper, "EACH", heads_q == 1)
+    monkeypatch.setattr(walk_back, "IN_PARTS", heads_q == 1)
+    monkeypatch.setattr(walk_back, "EARLY", heads_q == 1)
     monkeypatch.setattr(walk_back, "IN_TURNS", True)
     monkeypatch.setattr(walk_hopper, "sms", lambda _: 1)
     tensors, do, dfinal, segments = problem(device, 150, 3 * heads_q, heads_q, key_dim, 64)
@@ -247,7 +251,10 @@ def test_what_is_worth_dealing(programs, places, worth):
     assert walk_hopper._worth_dealing(programs, places) == worth
 
 
-@pytest.mark.parametrize(("heads", "seqlen", "initial"), [(3, 250, False), (3, 200, True), (7, 130, True), (9, 70, False)])
+CASES_DEALT = [(3, 250, False), (3, 200, True), (7, 130, True), (9, 70, False)]
+
+
+@pytest.mark.parametrize(("heads", "seqlen", "initial"), CASES_DEALT)
 def test_chunks_dealt_by_the_source_of_the_walk(heads, seqlen, initial, device, monkeypatch):
     """Two sequences by four programs: the same bits as a program a head, and counters that are zero again."""
     (q, k, v, g, w, h), *_ = problem(device, seqlen, heads, heads_q=1, key_dim=128, value_dim=64, initial=initial)
