@@ -18,6 +18,8 @@ _ALIGNMENT = 16  # bytes, for addresses and row strides that TMA can take
 _MOST_SHAPES = 4096
 _WORTH_A_COPY = 256  # rows and columns from which on copying an operand costs less than plain Triton
 _COUNTERS = 1 << 20  # set aside once a device for captured launches, which must not share theirs
+# Whether programs count whole tiles without what dealing them in slices takes.
+PLAIN = False
 _maps: dict[tuple, dict] = {}
 
 
@@ -271,6 +273,7 @@ def gemm(
         ACTIVATION=ACTIVATIONS[activation],
         DIRECT=direct,
         DEAL=dealt > 0,
+        PLAIN=PLAIN and not dealt,
         CONSUMER_REGISTERS=consumer,
         PRODUCER_REGISTERS=producer,
     )
