@@ -101,6 +101,7 @@ def both_kernel(
     BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, WEIGHTED: gl.constexpr, HAS_INITIAL: gl.constexpr,
     HAS_LOCAL: gl.constexpr, WARPS: gl.constexpr, TURNS: gl.constexpr,
     EACH: gl.constexpr, PARTS: gl.constexpr, EARLY: gl.constexpr,
+    UNIT: gl.constexpr,
 ):  # fmt: skip
     """dk (batch, seqlen, heads, K), dv (.., V) through descriptors of rank 4 as in `walk_kernel`, of 64 steps each.
 
@@ -113,7 +114,7 @@ def both_kernel(
 
     With 8 warps each warpgroup has half of the columns. Whatever both have a part of costs barriers of all: so with
     PARTS = 2 sums over columns are left in parts, and P goes through shared memory as a left operand.
-    EARLY: k q' and v do' of the next chunk are asked for before what ends this one.
+    EARLY: k q' and v do' of the next chunk are asked for before what ends this one. UNIT: scale is 1.
     """
     gl.static_assert(TURNS == 1 or not (HAS_INITIAL or HAS_LOCAL))
     dtype: gl.constexpr = q_desc.dtype
@@ -295,8 +296,11 @@ def both_kernel(
             weights = weights_bufs.index(stage)
             dk = dk * weights.load(gl.SliceLayout(1, OUT_K))[:, None]
             dv = dv * weights.load(gl.SliceLayout(1, OUT_V))[:, None]
-        dk_buf.store((dk * scale).to(dtype))
-        dv_buf.store((dv * scale).to(dtype))
+        if not UNIT:
+            dk = dk * scale
+            dv = dv * scale
+        dk_buf.store(dk.to(dtype))
+        dv_buf.store(dv.to(dtype))
         acc = warpgroup_mma_wait(2 if EARLY else 0, deps=[acc])
         if TURNS > 1:
             if chunk == 0:

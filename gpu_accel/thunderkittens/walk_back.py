@@ -132,7 +132,8 @@ def both(
         (*maps, tensor_map(states, 64, block_k), *map(walk_hopper._line_map, vectors), *optional, final, *sums,
          chunks, heads, heads // heads_q, batch, segments, key_dim, value_dim, scale),
         dict(BK=block_k, BV=64, STAGES=stages, WEIGHTED=weighted, HAS_INITIAL=initial is not None,
-             HAS_LOCAL=local is not None, WARPS=warps, TURNS=turns, EACH=walk_hopper.EACH, PARTS=parts, EARLY=EARLY),
+             HAS_LOCAL=local is not None, WARPS=warps, TURNS=turns, EACH=walk_hopper.EACH, PARTS=parts, EARLY=EARLY,
+             UNIT=walk_hopper.EACH and scale == 1),
         dict(num_warps=warps),
     )  # fmt: skip
     return dk, dv, final, *sums

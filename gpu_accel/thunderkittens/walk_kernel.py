@@ -184,6 +184,7 @@ def walk_kernel(
     HAS_INITIAL: gl.constexpr, HAS_LOCAL: gl.constexpr, NORM: gl.constexpr, REVERSE: gl.constexpr,
     GATES: gl.constexpr, LATE: gl.constexpr, TOTALS: gl.constexpr, NEAR: gl.constexpr, TURNS: gl.constexpr,
     LATER: gl.constexpr, DEAL: gl.constexpr, EACH: gl.constexpr,
+    UNIT: gl.constexpr,
 ):  # fmt: skip
     """o through o_desc, and final (sequences, heads, K, V) float32. Descriptors of rank 4: (batch, head, row, column).
 
@@ -208,6 +209,7 @@ def walk_kernel(
     first is there. Counters are zero before and after. K is BK, and V is BV.
     EACH: a barrier for every tensor and stage. Between loads that arrive on one barrier Triton 3.6 puts a barrier of
     all threads each; loads of barriers of their own need one together, and what comes late is waited for late.
+    UNIT: scale is 1.
     """
     gl.static_assert(not (DEAL and (GATES or REVERSE or NORM or HAS_LOCAL or TURNS > 1 or LATER)))
     gl.static_assert(TURNS == 1 or (GATES and NEAR and not (REVERSE or HAS_INITIAL or HAS_LOCAL)))
@@ -449,7 +451,9 @@ def walk_kernel(
             z_buf.store(z)
         if WEIGHTED and REVERSE:
             out = out * weights_bufs.index(stage).load(gl.SliceLayout(1, OUT))[:, None]
-        o_buf.store((out * scale).to(dtype))
+        if not UNIT:
+            out = out * scale
+        o_buf.store(out.to(dtype))
         acc = warpgroup_mma_wait(0, deps=[acc])
         if TURNS > 1:
             acc = gl.where(chunk == chunks - 1, 0.0, acc)  # the next head begins

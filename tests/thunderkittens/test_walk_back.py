@@ -258,7 +258,8 @@ CASES_DEALT = [(3, 250, False), (3, 200, True), (7, 130, True), (9, 70, False)]
 def test_chunks_dealt_by_the_source_of_the_walk(heads, seqlen, initial, device, monkeypatch):
     """Two sequences by four programs: the same bits as a program a head, and counters that are zero again."""
     (q, k, v, g, w, h), *_ = problem(device, seqlen, heads, heads_q=1, key_dim=128, value_dim=64, initial=initial)
-    common = dict(scale=0.3, segments=1, vectors=walk_hopper.gate_vectors(g, w, v, -(-seqlen // CHUNK)))
+    common = dict(scale=1.0 if initial else 0.3, segments=1)
+    common["vectors"] = walk_hopper.gate_vectors(g, w, v, -(-seqlen // CHUNK))
     monkeypatch.setattr(walk_hopper, "sms", lambda _: 2)
     monkeypatch.setattr(walk_hopper, "LAST_APART", False)
     counters = torch.zeros(4, dtype=torch.int32)
