@@ -168,7 +168,8 @@ def walk(
                 (*keys, *values, _line_map(sums), _line_map(weights), *optional, final,
                  chunks, heads, heads // q.shape[2], batch, segments, tiles, key_dim, value_dim, scale, norm or 0.0,
                  map_of_states, map_of_x, *memory, *strides, seqlen, heads // v.shape[2], first),
-                constants | dict(LATER=first > 0, DEAL=dealt > 0, EACH=EACH, UNIT=EACH and scale == 1), dict(num_warps=4),
+                constants | dict(LATER=first > 0, DEAL=dealt > 0, EACH=EACH, UNIT=EACH and scale == 1),
+                dict(num_warps=4),
             )  # fmt: skip
     return o, final
 

@@ -51,3 +51,17 @@ def test_products(m, k, n, out_dtype, layout, dtype, plain, monkeypatch):
             out = gemm_hopper.gemm(a, b, bias, activation="relu", out_dtype=out_dtype, config=config)
         assert done == ["gemm_kernel"] and out.dtype == (out_dtype or dtype)
         judge(out, truth)
+
+
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
+@pytest.mark.parametrize(("m", "k", "n"), [(200, 64, 264), (72, 104, 136)])
+def test_products_of_short_k(m, k, n, layout):
+    """A program a tile; edges in every direction, and a last slice that is not full."""
+    a = randn(m, k, seed=1, dtype=torch.bfloat16) if layout[0] == "n" else randn(k, m, seed=1, dtype=torch.bfloat16).t()
+    b = randn(k, n, seed=2, dtype=torch.bfloat16) if layout[1] == "n" else randn(n, k, seed=2, dtype=torch.bfloat16).t()
+    bias = randn(n, seed=3, dtype=torch.bfloat16)
+    config = gemm_hopper.GemmConfig(bn=128, short=True)
+    with gluon_in_torch.kernels_on_a_cpu() as done:
+        out = gemm_hopper.gemm(a, b, bias, activation="relu", config=config)
+    assert done == ["gemm_short_kernel"]
+    judge(out, (a.double() @ b.double() + bias.double()).relu())
