@@ -33,6 +33,7 @@ from gpu_accel.flash_attention3 import launch
 
 ROOT = Path(__file__).parents[1]
 _lock = threading.Lock()
+OPTIONS = ("num_warps", "maxnreg", "launch_cooperative_grid")  # not for the kernel
 
 
 @dataclass(frozen=True)
@@ -287,7 +288,8 @@ class Machine:
             cdiv=lambda a, b: -(-a // b), program_id=lambda _: number(self.program),
             num_programs=lambda _: number(self.programs), arange=arange, full=full,
             where=lambda which, a, b: torch.where(torch.as_tensor(which), a, b).as_subclass(Registers),
-            exp2=torch.exp2, rsqrt=torch.rsqrt, abs=torch.abs, reduce=reduce, expand_dims=torch.unsqueeze, sum=lambda x, axis: x.sum(axis), max=lambda x, axis: x.amax(axis),
+            exp2=torch.exp2, rsqrt=torch.rsqrt, abs=torch.abs, reduce=reduce,
+            expand_dims=torch.unsqueeze, sum=lambda x, axis: x.sum(axis), max=lambda x, axis: x.amax(axis),
             reshape=lambda x, shape: x.reshape(shape), permute=lambda x, dims: x.permute(dims),
             split=lambda x: x.unbind(-1), join=lambda a, b: torch.stack((a, b), -1),
             convert_layout=lambda x, layout, assert_trivial=False: x, to_tensor=number,
@@ -582,7 +584,7 @@ def kernels_on_a_cpu() -> Iterator[list[str]]:
 
     def hook(kernel: Any, programs: int, arguments: tuple, options: dict) -> None:
         if isinstance(kernel, GluonJITFunction):
-            constants = {name: x for name, x in options.items() if name not in ("num_warps", "maxnreg", "launch_cooperative_grid")}
+            constants = {name: x for name, x in options.items() if name not in OPTIONS}
             run(kernel, programs, arguments, constants, options["num_warps"])
             done.append(kernel.fn.__name__)
         else:

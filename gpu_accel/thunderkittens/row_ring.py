@@ -11,9 +11,7 @@ from gpu_accel.flash_attention3.gluon_launch import QuickLaunch, gluon_available
 from gpu_accel.flash_attention3.launch import capability
 
 OPS = {"softmax": 0, "rms": 1, "layer": 2}
-_LINE, _BOX, _RING = 64, 256, 8
-_SHARED = 227 << 10
-_MOST_PARTS = 16
+_LINE, _RING = 64, 8
 _quick: dict[str, QuickLaunch] = {}
 
 
@@ -32,7 +30,7 @@ class Ring:
     pieces: int = 1
 
 
-# What was fastest (H200), by pass, op and width; others are not taken. With a residual it is ("forward", "add_rms", ..).
+# What was fastest (H200), by pass, op ("add_rms" with a residual) and width; others are not taken.
 CHOSEN: dict[tuple[str, str, int], Ring] = {}
 
 
@@ -65,14 +63,12 @@ def programs_of_rows(rows: int, ring: Ring, device: torch.device) -> int:
     return min(-(-rows // ring.rows), multiprocessors(device) * ring.each // ring.parts)
 
 
-def _maps(ring: Ring, *tensors: Tensor | None) -> list:
+def _maps(ring: Ring, first: Tensor, *others: Tensor | None) -> list:
     """Tensor maps; the first one stands in for what is not there."""
     from gpu_accel.thunderkittens.gemm_hopper import matrix_map
 
-    rows, width = tensors[0].shape
-    size = width // _LINE * ring.rows // ring.parts
-    maps = [None if t is None else matrix_map(t.view(-1, _LINE), size, _LINE) for t in tensors]
-    return [maps[0] if m is None else m for m in maps]
+    size = first.shape[1] // _LINE * ring.rows // ring.parts
+    return [matrix_map((first if t is None else t).view(-1, _LINE), size, _LINE) for t in (first, *others)]
 
 
 def _notes(ring: Ring, groups: int, x: Tensor) -> Tensor:
@@ -86,16 +82,18 @@ def _notes(ring: Ring, groups: int, x: Tensor) -> Tensor:
     return zeros[-zeros.data_ptr() % 16 // 4 :][:size].view(torch.int64)
 
 
-def _run(name: str, op: str, ring: Ring, groups: int, maps: list, tensors: list[Tensor], numbers: tuple, constants: dict):
+def _run(
+    name: str, op: str, ring: Ring, groups: int, maps: list, tensors: list[Tensor], numbers: tuple, constants: dict
+):
     from gpu_accel.thunderkittens import row_ring_kernels
 
     if name not in _quick:
         _quick[name] = QuickLaunch(getattr(row_ring_kernels, name))
     # what Triton compiles for: boxes, dtypes, and whether addresses are multiples of 16 bytes
     kinds = (*(tuple(m.block_shape) for m in maps), *((t.dtype, t.data_ptr() % 16 == 0) for t in tensors))
-    options = dict(num_warps=ring.warps, maxnreg=65536 // (32 * ring.warps * ring.each) // 8 * 8)
-    options["maxnreg"] = min(255, options["maxnreg"])
-    if ring.parts > 1:
+    kinds += (ring.each,)
+    options = dict(num_warps=ring.warps, maxnreg=min(255, 65536 // (32 * ring.warps * ring.each) // 8 * 8))
+    if ring.parts > 1:  # whose programs wait for each other
         options["launch_cooperative_grid"] = True
     shape = dict(ROWS=ring.rows, STAGES=ring.stages, PARTS=ring.parts, WARPS=ring.warps)
     _quick[name](kinds, groups * ring.parts, (*maps, *tensors, *numbers), dict(OP=OPS[op]) | shape | constants, options)

@@ -68,6 +68,16 @@ def _piece(buf, piece, PIECES: gl.constexpr):
 
 
 @gluon.jit
+def _nothing():
+    return ()
+
+
+@gluon.jit
+def _with(many, x):
+    return many + (x,)
+
+
+@gluon.jit
 def _in_turn():
     """Loads of the next piece stay behind this: ptxas has all pieces in registers at once otherwise."""
     gl.inline_asm_elementwise(
@@ -360,7 +370,8 @@ def forward_rows_kernel(
             if number > 0:
                 all_a, all_b = _hear(mine, number - 1, PARTS)
                 all_a, all_b = _all_sums(all_a, all_b, SIZE * 64, OP)
-                _forward_out(bufs, vectors, (number - 1) % STAGES, first + (number - 1) * step, where, outs, all_a, all_b,
+                _forward_out(bufs, vectors, (number - 1) % STAGES, first + (number - 1) * step, where, outs, all_a,
+                all_b,
                              eps, rows, OP, ROWS, K, PARTS, WEIGHT, BIAS, RESIDUAL, LAYOUT, SPREAD)  # fmt: skip
         else:
             _forward_out(bufs, vectors, stage, first + number * step, where, outs, a, b, eps, rows, OP, ROWS, K, PARTS,
@@ -369,7 +380,8 @@ def forward_rows_kernel(
         if count > 0:
             all_a, all_b = _hear(mine, count - 1, PARTS)
             all_a, all_b = _all_sums(all_a, all_b, SIZE * 64, OP)
-            _forward_out(bufs, vectors, (count - 1) % STAGES, first + (count - 1) * step, where, outs, all_a, all_b, eps, rows,
+            _forward_out(bufs, vectors, (count - 1) % STAGES, first + (count - 1) * step, where, outs, all_a, all_b,
+            eps, rows,
                          OP, ROWS, K, PARTS, WEIGHT, BIAS, RESIDUAL, LAYOUT, SPREAD)  # fmt: skip
         _end(mine, PARTS)
 
@@ -435,7 +447,7 @@ def _known(means, rstds, tile, rows, OP: gl.constexpr, ROWS: gl.constexpr, EACH:
 @gluon.jit
 def _store_sums(out, pieces, at, lines, K: gl.constexpr, LAYOUT: gl.constexpr, PARTS: gl.constexpr,
                 PIECES: gl.constexpr):  # fmt: skip
-    """Sums over rows of a part, pieces of (rows, threads, numbers), to this program's line of `out` (programs, width)."""
+    """Sums over rows of a part, pieces of (rows, threads, numbers), to its line of `out` (programs, width)."""
     begin = (gl.to_tensor(gl.program_id(0) // PARTS).to(gl.int64) * lines + at) * 64
     for piece in gl.static_range(PIECES):
         x = _gather(gl.expand_dims(gl.sum(pieces[piece], axis=0), 0), gl.float32, K, LAYOUT)
@@ -480,9 +492,9 @@ def backward_rows_kernel(
     zeros = _spread(gl.full([SIZE // PIECES, 64], 0.0, gl.float32, LAYOUT), ROWS, K)
     SPREAD: gl.constexpr = zeros.type.layout
     EACH: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, SPREAD))
-    of_weight = (zeros,)
-    for _ in gl.static_range(PIECES - 1):
-        of_weight = of_weight + (zeros,)
+    of_weight = _nothing()
+    for _ in gl.static_range(PIECES):
+        of_weight = _with(of_weight, zeros)
     of_bias = of_weight
     LATE: gl.constexpr = 1 if PARTS > 1 else 0
     mine = _notes_of(notes, PARTS)
@@ -497,14 +509,14 @@ def backward_rows_kernel(
         mbarrier.wait(full.index(stage), number // STAGES & 1)
         a = gl.sum(zeros, axis=2)
         b = a
-        sums_w = ()
-        sums_b = ()
+        sums_w = _nothing()
+        sums_b = _nothing()
         for piece in gl.static_range(PIECES):
             x, dy, grad = _unit(bufs, vectors, stage, piece, mean, rstd, OP, ROWS, K, PIECES, WEIGHT, LAYOUT, SPREAD)
             if WEIGHT:
-                sums_w = sums_w + (of_weight[piece] + x * dy,)
+                sums_w = _with(sums_w, of_weight[piece] + x * dy)
             if BIAS:
-                sums_b = sums_b + (of_bias[piece] + dy,)
+                sums_b = _with(sums_b, of_bias[piece] + dy)
             a += gl.sum(x * grad, axis=2)
             if OP == LAYER:
                 b += gl.sum(grad, axis=2)
@@ -527,7 +539,8 @@ def backward_rows_kernel(
             if number > 0:
                 all_a, all_b = _hear(mine, number - 1, PARTS)
                 _backward_out(bufs, vectors, (number - 1) % STAGES, tile - step, where, outs, mean_before, rstd_before,
-                              gl.sum(all_a, axis=0), gl.sum(all_b, axis=0), rows, OP, ROWS, K, PARTS, PIECES, WEIGHT, DSUM,
+                              gl.sum(all_a, axis=0), gl.sum(all_b, axis=0), rows, OP, ROWS, K, PARTS, PIECES, WEIGHT,
+                              DSUM,
                               RESIDUAL, LAYOUT, SPREAD)  # fmt: skip
         else:
             _backward_out(bufs, vectors, stage, tile, where, outs, mean, rstd, a, b, rows, OP, ROWS, K, PARTS, PIECES,
@@ -540,7 +553,8 @@ def backward_rows_kernel(
         if count > 0:
             all_a, all_b = _hear(mine, count - 1, PARTS)
             _backward_out(bufs, vectors, (count - 1) % STAGES, first + (count - 1) * step, where, outs, mean_before,
-                          rstd_before, gl.sum(all_a, axis=0), gl.sum(all_b, axis=0), rows, OP, ROWS, K, PARTS, PIECES, WEIGHT,
+                          rstd_before, gl.sum(all_a, axis=0), gl.sum(all_b, axis=0), rows, OP, ROWS, K, PARTS, PIECES,
+                          WEIGHT,
                           DSUM, RESIDUAL, LAYOUT, SPREAD)  # fmt: skip
         _end(mine, PARTS)
     if WEIGHT:

@@ -99,7 +99,7 @@ def norm_op(
         ring = row_ring.choice("forward", name, [x, residual], [weight, bias], [y.dtype, summed.dtype])
     with _device(x):
         if ring is not None:
-            row_ring.forward(x, y, kind, ring, weight, bias, residual, summed if keep_sum else None, means, rstds, eps)
+            row_ring.forward(x, y, kind, ring, weight, bias, residual, summed, means, rstds, eps)
         elif x.numel() and (way == "hopper" or way == "auto" and bare and long_rows.takes(x, kind, whole)):
             long_rows.run(x, y, kind, weight, bias, means, rstds, eps)
         elif x.numel():
@@ -150,12 +150,11 @@ def norm_backward_op(
         ring = row_ring.choice("backward", name, [h, dy, dsum], [weight], [x_dtype, residual_dtype])
     if ring is not None:
         programs = row_ring.programs_of_rows(rows, ring, h.device)
-        partial_w, partial_b = (
-            h.new_empty(programs if there else 0, width, dtype=torch.float32) for there in (weight is not None, has_bias)
-        )
+        scaled = weight is not None
+        partial_w, partial_b = (h.new_empty(programs * n, width, dtype=torch.float32) for n in (scaled, has_bias))
         with _device(h):
             row_ring.backward(h, dy, dx, "layer" if center else "rms", ring, weight, means, rstds, dsum,
-                              dresidual if has_residual else None, partial_w if weight is not None else None,
+                              dresidual if has_residual else None, partial_w if scaled else None,
                               partial_b if has_bias else None)  # fmt: skip
         return dx, dresidual, *_summed(partial_w, partial_b, weight, bias_dtype)
     if width <= whole and (weight is not None or has_bias):
@@ -225,7 +224,8 @@ def _summed(parts_w: Tensor, parts_b: Tensor, weight: Tensor | None, bias_dtype:
 
 
 @norm_backward_op.register_fake
-def _(dy, dsum, h, weight, means, rstds, x_dtype, residual_dtype, bias_dtype, center, dropout_p, seed, whole, way="portable"):
+def _(dy, dsum, h, weight, means, rstds, x_dtype, residual_dtype, bias_dtype, center, dropout_p, seed, whole,
+      way="portable"):  # fmt: skip
     rows, width = h.shape
     wide = torch.float32
     return (
