@@ -553,7 +553,8 @@ def run(
         return
     machine = Machine(programs, warps)
     space = machine.names()
-    definitions(Path(kernel.fn.__code__.co_filename), space)
+    with _lock:  # Python 3.11 parses in one thread at a time
+        definitions(Path(kernel.fn.__code__.co_filename), space)
     space |= SUBSTITUTES
     given: list[Any] = []
     for x in arguments:
