@@ -90,8 +90,8 @@ def _run(
     if name not in _quick:
         _quick[name] = QuickLaunch(getattr(row_ring_kernels, name))
     # what Triton compiles for: boxes, dtypes, and whether addresses are multiples of 16 bytes
-    kinds = (*(tuple(m.block_shape) for m in maps), *((t.dtype, t.data_ptr() % 16 == 0) for t in tensors))
-    kinds += (ring.each,)
+    boxes = tuple(tuple(m.block_shape) for m in maps)
+    kinds = (boxes, tuple((t.dtype, t.data_ptr() % 16 == 0) for t in tensors), ring.each)
     options = dict(num_warps=ring.warps, maxnreg=min(255, 65536 // (32 * ring.warps * ring.each) // 8 * 8))
     if ring.parts > 1:  # whose programs wait for each other
         options["launch_cooperative_grid"] = True
