@@ -17,8 +17,10 @@ import importlib
 import math
 import operator
 import threading
+import time
 import types
 from collections.abc import Iterator
+from concurrent import futures
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,8 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 from gpu_accel.flash_attention3 import launch
 
 ROOT = Path(__file__).parents[1]
+_lock = threading.Lock()
+OPTIONS = ("num_warps", "maxnreg", "launch_cooperative_grid")  # not for the kernel
 
 
 @dataclass(frozen=True)
@@ -284,7 +288,8 @@ class Machine:
             cdiv=lambda a, b: -(-a // b), program_id=lambda _: number(self.program),
             num_programs=lambda _: number(self.programs), arange=arange, full=full,
             where=lambda which, a, b: torch.where(torch.as_tensor(which), a, b).as_subclass(Registers),
-            exp2=torch.exp2, abs=torch.abs, sum=lambda x, axis: x.sum(axis), max=lambda x, axis: x.amax(axis),
+            exp2=torch.exp2, rsqrt=torch.rsqrt, abs=torch.abs, reduce=reduce,
+            expand_dims=torch.unsqueeze, sum=lambda x, axis: x.sum(axis), max=lambda x, axis: x.amax(axis),
             reshape=lambda x, shape: x.reshape(shape), permute=lambda x, dims: x.permute(dims),
             split=lambda x: x.unbind(-1), join=lambda a, b: torch.stack((a, b), -1),
             convert_layout=lambda x, layout, assert_trivial=False: x, to_tensor=number,
@@ -402,7 +407,40 @@ def least(of_two: Any, of_many: Any) -> Any:
     return function
 
 
+def reduce(values: tuple[Tensor, ...], axis: int, combine: Any) -> tuple[Tensor, ...]:
+    """By halves, as threads do it."""
+    while values[0].shape[axis] > 1:
+        halves = [x.chunk(2, axis) for x in values]
+        values = combine(*(x[0] for x in halves), *(x[1] for x in halves))
+    return tuple(x.squeeze(axis) for x in values)
+
+
+def notes(code: str, arguments: list[Any]) -> Any:
+    """What programs of a row tell each other, in words of a number and a turn."""
+    place = arguments[0]
+    at = torch.as_tensor(place.offsets).flatten()
+    if "st.relaxed" in code and "atom" not in code:
+        place.memory[at], place.memory[at + 1] = arguments[1].flatten(), arguments[2].flatten()
+        return None
+    if "ld.relaxed" in code:
+        start = time.monotonic()
+        while not all(bool((place.memory[at + i] >> 32 == arguments[1]).all()) for i in (0, 1)):
+            assert time.monotonic() < start + 20, "waits forever"
+            time.sleep(0)
+        words = (place.memory[at + i].to(torch.int32) for i in (0, 1))
+        return tuple(x.view(torch.float32).as_subclass(Registers) for x in words)
+    with _lock:
+        place.memory[at] += 1
+        if int(place.memory[at]) == int(arguments[2]) + 1:
+            place.memory[int(arguments[1].offsets) : int(at) + 1] = 0
+    return None
+
+
 def instruction(code: str, arguments: list[Any]) -> Any:
+    if "relaxed.gpu" in code:
+        return notes(code, arguments)
+    if code.startswith("bar.warp.sync"):
+        return None
     if code.startswith("mov.b32"):
         return arguments[0]
     if "ld.acquire.gpu.global.u32 $0, [$1]" in code:  # until it is not 0: programs before this one are through
@@ -503,11 +541,24 @@ def count_up(pointer: Pointer, by: int) -> Tensor:
 SUBSTITUTES = {"zero_rows": zero_rows}  # functions that go by how tiles lie in shared memory
 
 
-def run(kernel: Any, programs: int, arguments: tuple, constants: dict[str, Any], warps: int = 4) -> None:
-    """Every program of a launch, one after the other. arguments: tensors, tensor maps and numbers, as launched."""
+def run(
+    kernel: Any, programs: int, arguments: tuple, constants: dict[str, Any], warps: int = 4, together: int | None = None
+) -> None:
+    """Every program of a launch, one after the other. arguments: tensors, tensor maps and numbers, as launched.
+
+    Those of rows in parts run at once; together: the one to run here.
+    """
+    if constants.get("PARTS", 1) > 1 and together is None:  # programs that wait for each other
+        with futures.ThreadPoolExecutor(programs) as pool:
+            one_of = torch.no_grad()(run)
+            each = [pool.submit(one_of, kernel, programs, arguments, constants, warps, i) for i in range(programs)]
+            for one in futures.as_completed(each):
+                one.result()
+        return
     machine = Machine(programs, warps)
     space = machine.names()
-    definitions(Path(kernel.fn.__code__.co_filename), space)
+    with _lock:  # Python 3.11 parses in one thread at a time
+        definitions(Path(kernel.fn.__code__.co_filename), space)
     space |= SUBSTITUTES
     given: list[Any] = []
     for x in arguments:
@@ -518,7 +569,7 @@ def run(kernel: Any, programs: int, arguments: tuple, constants: dict[str, Any],
             given.append(Map(x))
         else:
             given.append(number(x) if isinstance(x, int) else x)
-    for machine.program in range(programs):
+    for machine.program in range(programs) if together is None else [together]:
         space[kernel.fn.__name__](*given, **constants)
         assert not any(machine.asked.values()), "a product that nobody waited for"
         for stores in machine.sent.values():
@@ -538,7 +589,7 @@ def kernels_on_a_cpu() -> Iterator[list[str]]:
 
     def hook(kernel: Any, programs: int, arguments: tuple, options: dict) -> None:
         if isinstance(kernel, GluonJITFunction):
-            constants = {name: x for name, x in options.items() if name not in ("num_warps", "maxnreg")}
+            constants = {name: x for name, x in options.items() if name not in OPTIONS}
             run(kernel, programs, arguments, constants, options["num_warps"])
             done.append(kernel.fn.__name__)
         else:

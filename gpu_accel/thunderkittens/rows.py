@@ -18,7 +18,7 @@ from gpu_accel.flash_attention3.function import refuse_second
 from gpu_accel.flash_attention3.gluon_launch import multiprocessors
 from gpu_accel.flash_attention3.launch import launch, next_power_of_2
 from gpu_accel.flash_attention3.problem import check_flag
-from gpu_accel.thunderkittens import long_rows, reference
+from gpu_accel.thunderkittens import long_rows, reference, row_ring
 from gpu_accel.thunderkittens import row_kernels as kernels
 from gpu_accel.thunderkittens.arguments import check_tensors, integer, real
 from gpu_accel.thunderkittens.chunked import _device
@@ -93,8 +93,14 @@ def norm_op(
     weight, bias = (None if w is None else w.contiguous() for w in (weight, bias))
     kind = "layer" if center else "rms"
     bare = residual is None and not dropout_p and not keep_sum
+    ring = None
+    if way != "portable" and x.numel() and not dropout_p:
+        name = kind if residual is None else f"add_{kind}"
+        ring = row_ring.choice("forward", name, [x, residual], [weight, bias], [y.dtype, summed.dtype])
     with _device(x):
-        if x.numel() and (way == "hopper" or way == "auto" and bare and long_rows.takes(x, kind, whole)):
+        if ring is not None:
+            row_ring.forward(x, y, kind, ring, weight, bias, residual, summed, means, rstds, eps)
+        elif x.numel() and (way == "hopper" or way == "auto" and bare and long_rows.takes(x, kind, whole)):
             long_rows.run(x, y, kind, weight, bias, means, rstds, eps)
         elif x.numel():
             launch(
@@ -126,7 +132,7 @@ def _(x, residual, weight, bias, eps, center, dropout_p, seed, keep_sum, whole, 
 def norm_backward_op(
     dy: Tensor, dsum: Tensor | None, h: Tensor, weight: Tensor | None, means: Tensor, rstds: Tensor,
     x_dtype: torch.dtype, residual_dtype: torch.dtype | None, bias_dtype: torch.dtype | None,
-    center: bool, dropout_p: float, seed: int, whole: int,
+    center: bool, dropout_p: float, seed: int, whole: int, way: str = "portable",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dx, dresidual, dweight, dbias); what is absent is empty. h: what was normalised."""
     rows, width = h.shape
@@ -138,6 +144,19 @@ def norm_backward_op(
     weight = None if weight is None else weight.contiguous()
     given = dict(CENTER=center, WEIGHT=weight is not None, DSUM=dsum is not None, RESIDUAL=has_residual,
                  DROPOUT=dropout_p > 0)  # fmt: skip
+    ring = None
+    if way != "portable" and h.numel() and not dropout_p:
+        name = ("add_" if has_residual else "") + ("layer" if center else "rms")
+        ring = row_ring.choice("backward", name, [h, dy, dsum], [weight], [x_dtype, residual_dtype])
+    if ring is not None:
+        programs = row_ring.programs_of_rows(rows, ring, h.device)
+        scaled = weight is not None
+        partial_w, partial_b = (h.new_empty(programs * n, width, dtype=torch.float32) for n in (scaled, has_bias))
+        with _device(h):
+            row_ring.backward(h, dy, dx, "layer" if center else "rms", ring, weight, means, rstds, dsum,
+                              dresidual if has_residual else None, partial_w if scaled else None,
+                              partial_b if has_bias else None)  # fmt: skip
+        return dx, dresidual, *_summed(partial_w, partial_b, weight, bias_dtype)
     if width <= whole and (weight is not None or has_bias):
         programs, options = _row_programs(width, h.device, center, h, dy, dsum, weight)
         programs = max(1, min(programs, rows))
@@ -205,7 +224,8 @@ def _summed(parts_w: Tensor, parts_b: Tensor, weight: Tensor | None, bias_dtype:
 
 
 @norm_backward_op.register_fake
-def _(dy, dsum, h, weight, means, rstds, x_dtype, residual_dtype, bias_dtype, center, dropout_p, seed, whole):
+def _(dy, dsum, h, weight, means, rstds, x_dtype, residual_dtype, bias_dtype, center, dropout_p, seed, whole,
+      way="portable"):  # fmt: skip
     rows, width = h.shape
     wide = torch.float32
     return (
@@ -220,11 +240,11 @@ refuse_second(norm_backward_op, "a norm by kernels")
 
 
 def _norm_save(ctx, inputs, output):
-    x, residual, weight, bias, _, center, dropout_p, seed, keep_sum, whole, _ = inputs
+    x, residual, weight, bias, _, center, dropout_p, seed, keep_sum, whole, way = inputs
     _, summed, means, rstds = output
     ctx.save_for_backward(summed if keep_sum else x, weight, means, rstds)
     ctx.dtypes = (x.dtype, None if residual is None else residual.dtype, None if bias is None else bias.dtype)
-    ctx.scalars = (center, dropout_p, seed, whole)
+    ctx.scalars = (center, dropout_p, seed, whole, way)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(means, rstds)
 
@@ -248,7 +268,10 @@ def softmax_op(x: Tensor, whole: int, way: str = "portable") -> Tensor:
     y = x.new_empty(rows, width)
     x = _rows(x)
     with _device(x):
-        if x.numel() and (way == "hopper" or way == "auto" and long_rows.takes(x, "softmax", whole)):
+        ring = row_ring.choice("forward", "softmax", [x], [], []) if way != "portable" and x.numel() else None
+        if ring is not None:
+            row_ring.forward(x, y, "softmax", ring)
+        elif x.numel() and (way == "hopper" or way == "auto" and long_rows.takes(x, "softmax", whole)):
             long_rows.run(x, y, "softmax")
         elif x.numel():
             launch(kernels._softmax_kernel, rows, (x, y, x.stride(0), width), _cut(width, whole))
@@ -261,19 +284,22 @@ def _(x, whole, way="portable"):
 
 
 @torch.library.custom_op("gpu_accel::tk_softmax_backward", mutates_args=())
-def softmax_backward_op(dy: Tensor, y: Tensor, whole: int) -> Tensor:
+def softmax_backward_op(dy: Tensor, y: Tensor, whole: int, way: str = "portable") -> Tensor:
     rows, width = y.shape
     dx = y.new_empty(rows, width)
     dy, y = _rows(dy), _rows(y)
+    ring = row_ring.choice("backward", "softmax", [y, dy], [], []) if way != "portable" and y.numel() else None
     with _device(y):
-        if y.numel():
+        if ring is not None:
+            row_ring.backward(y, dy, dx, "softmax", ring)
+        elif y.numel():
             launch(kernels._softmax_backward_kernel, rows, (y, dy, dx, y.stride(0), dy.stride(0), width),
                    _policies(width, whole) | _cut(width, whole))  # fmt: skip
     return dx
 
 
 @softmax_backward_op.register_fake
-def _(dy, y, whole):
+def _(dy, y, whole, way="portable"):
     return y.new_empty(y.shape)
 
 
@@ -282,12 +308,12 @@ refuse_second(softmax_backward_op, "softmax by kernels")
 
 def _softmax_save(ctx, inputs, output):
     ctx.save_for_backward(output)
-    ctx.whole = inputs[1]
+    ctx.scalars = inputs[1:]
 
 
 def _softmax_gradients(ctx, dy):
     (y,) = ctx.saved_tensors
-    return softmax_backward_op(dy, y, ctx.whole), None, None
+    return softmax_backward_op(dy, y, *ctx.scalars), None, None
 
 
 softmax_op.register_autograd(_softmax_gradients, setup_context=_softmax_save)

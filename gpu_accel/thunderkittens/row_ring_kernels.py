@@ -1,0 +1,563 @@
+"""Rows for Hopper (sm_90a) in Gluon: norms, softmax and their gradients, read from memory once whatever their length.
+
+A program stays on its SM and takes tiles of rows in turn, or of one row a part of LINES x 64 numbers; the other parts
+are then those of the PARTS - 1 programs beside it. TMA keeps a ring of STAGES tiles full; a tile is read from there
+twice, for what it sums to and on its way out, so that registers hold nothing of it in between, and what gradients of
+weight and bias need stays in registers over all rows.
+
+    TMA      | tile 0 | tile 1 | tile 2 ..
+    program  |        | sums of 0 | sums of 1, tile 0 out | sums of 2, tile 1 out ..      PARTS > 1
+    program  |        | sums of 0, tile 0 out | sums of 1, tile 1 out ..                  PARTS == 1
+
+Programs of a row tell each other their sums by notes in memory, a number and the turn it belongs to in one word of 64
+bits, which are waited for a turn later (`_tell`, `_hear`). A note is written over RING turns later, when all have read
+it; the last program of a row's that ends leaves zeros. All programs must be on the GPU at once: it is a cooperative
+launch.
+
+x is seen as lines of 64 numbers. A thread has K lines of 8 numbers of a tile: `_spread` gives (rows, threads, 8 K).
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from gpu_accel.gluon_compat import barrier, tma_load
+
+SOFTMAX = gl.constexpr(0)
+RMS = gl.constexpr(1)
+LAYER = gl.constexpr(2)
+RING = gl.constexpr(8)  # notes that a program has; a turn's is read by all before the fourth one after it
+_LOG2E = gl.constexpr(1.4426950408889634)
+
+
+@gluon.jit
+def _ask(descs, bufs, full, number, where, tiles, COUNT: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr):
+    """Ask for tile `number` of this program, of COUNT tensors, if there is one."""
+    first, step, lines, at = where
+    tile = first + number * step
+    stage = number % STAGES
+    if tile < tiles:
+        mbarrier.expect(full.index(stage), COUNT * descs[0].block_type.nbytes)
+        for i in gl.static_range(COUNT):
+            tma_load(descs[i], [tile * ROWS * lines + at, 0], full.index(stage), bufs[i].index(stage))
+
+
+@gluon.jit
+def _spread(x, ROWS: gl.constexpr, K: gl.constexpr):
+    """(lines, 64) as (ROWS, threads of a row, 8 K), in float32."""
+    LINES: gl.constexpr = x.shape[0]
+    x = gl.permute(gl.reshape(x, [LINES // K, K, 8, 8]), [0, 2, 1, 3])
+    return gl.reshape(x, [ROWS, LINES * 8 // K // ROWS, K * 8]).to(gl.float32)
+
+
+@gluon.jit
+def _gather(x, kind, K: gl.constexpr, LAYOUT: gl.constexpr):
+    """What `_spread` made, as (lines, 64) of dtype `kind`."""
+    LINES: gl.constexpr = x.shape[0] * x.shape[1] * K // 8
+    x = gl.permute(gl.reshape(x.to(kind), [LINES // K, 8, K, 8]), [0, 2, 1, 3])
+    return gl.convert_layout(gl.reshape(x, [LINES, 64]), LAYOUT)
+
+
+@gluon.jit
+def _piece(buf, piece, PIECES: gl.constexpr):
+    """One of PIECES pieces of a tile's lines."""
+    LINES: gl.constexpr = buf.shape[0] // PIECES
+    return buf.slice(piece * LINES, LINES, 0)
+
+
+@gluon.jit
+def _nothing():
+    return ()
+
+
+@gluon.jit
+def _with(many, x):
+    return many + (x,)
+
+
+@gluon.jit
+def _in_turn():
+    """Loads of the next piece stay behind this: ptxas has all pieces in registers at once otherwise."""
+    gl.inline_asm_elementwise(
+        "bar.warp.sync -1; mov.b32 $0, 0;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _vector(buf, LAYOUT: gl.constexpr, K: gl.constexpr, SPREAD: gl.constexpr):
+    """Weight or bias, one row of (lines, 64) in shared memory, as (1, threads of a row, 8 K) in float32."""
+    LINES: gl.constexpr = buf.shape[0]
+    x = gl.permute(gl.reshape(buf.load(LAYOUT), [LINES // K, K, 8, 8]), [0, 2, 1, 3])
+    x = gl.reshape(x, [LINES * 8 // K, K * 8])
+    return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(0, SPREAD), assert_trivial=True), 0).to(gl.float32)
+
+
+@gluon.jit
+def _tell(notes, number, a, b, PARTS: gl.constexpr):
+    """Note for turn `number`: a and b, tensors of one number."""
+    tag = gl.to_tensor(number + 1).to(gl.int64) << 32
+    word_a = (a.to(gl.int32, bitcast=True).to(gl.int64) & 0xFFFFFFFF) | tag
+    word_b = (b.to(gl.int32, bitcast=True).to(gl.int64) & 0xFFFFFFFF) | tag
+    part = gl.program_id(0) % PARTS
+    place = notes + ((number % RING) * PARTS + part) * 2
+    gl.inline_asm_elementwise(
+        """{
+            .reg .pred first; .reg .u32 thread;
+            mov.u32 thread, %tid.x;
+            setp.eq.u32 first, thread, 0;
+            @first st.relaxed.gpu.global.b64 [$1], $2;
+            @first st.relaxed.gpu.global.b64 [$1+8], $3;
+            mov.b32 $0, 0;
+        }""",
+        "=r,l,l,l", [place, word_a, word_b], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _hear(notes, number, PARTS: gl.constexpr):
+    """(a, b) of all parts for turn `number`, tensors of PARTS numbers."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    part = gl.arange(0, PARTS, layout=one)
+    place = notes + ((number % RING) * PARTS + part) * 2
+    return gl.inline_asm_elementwise(
+        """{
+            .reg .pred early; .reg .b64 word; .reg .b32 value, tag;
+            again_a:
+            ld.relaxed.gpu.global.b64 word, [$2];
+            mov.b64 {value, tag}, word;
+            setp.ne.b32 early, tag, $3;
+            @early bra again_a;
+            mov.b32 $0, value;
+            again_b:
+            ld.relaxed.gpu.global.b64 word, [$2+8];
+            mov.b64 {value, tag}, word;
+            setp.ne.b32 early, tag, $3;
+            @early bra again_b;
+            mov.b32 $1, value;
+        }""",
+        "=f,=f,l,r", [place, gl.to_tensor(number + 1)], dtype=(gl.float32, gl.float32), is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _end(notes, PARTS: gl.constexpr):
+    """The last of a row's programs clears its notes, and the count of those that have ended, which lies behind them."""
+    barrier()  # all threads have heard
+    gl.inline_asm_elementwise(
+        """{
+            .reg .pred go; .reg .u32 x; .reg .b64 at;
+            mov.u32 x, %tid.x;
+            setp.ne.u32 go, x, 0;
+            @go bra done;
+            atom.acq_rel.gpu.global.add.u32 x, [$1], 1;
+            setp.ne.u32 go, x, $3;
+            @go bra done;
+            mov.b64 at, $2;
+            clear:
+            st.relaxed.gpu.global.b64 [at], 0;
+            add.s64 at, at, 8;
+            setp.le.u64 go, at, $1;
+            @go bra clear;
+            done:
+            mov.b32 $0, 0;
+        }""",
+        "=r,l,l,r", [notes + RING * PARTS * 2, notes, gl.to_tensor(PARTS - 1)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _notes_of(notes, PARTS: gl.constexpr):
+    """Those of this program's row: RING x PARTS pairs of words, and one for the count."""
+    return notes + gl.program_id(0) // PARTS * (RING * PARTS * 2 + 2)
+
+
+@gluon.jit
+def _join_exponentials(top, total, other_top, other_total):
+    higher = gl.maximum(top, other_top)
+    shift = gl.where(higher == float("-inf"), 0.0, higher)  # nothing but -inf so far
+    total = total * gl.exp2((top - shift) * _LOG2E) + other_total * gl.exp2((other_top - shift) * _LOG2E)
+    return higher, total
+
+
+@gluon.jit
+def _join_moments(mean, square, half, other_mean, other_square, other_half):
+    """Of as many numbers each: `half` is half of how many one side has."""
+    apart = other_mean - mean
+    return 0.5 * (mean + other_mean), square + other_square + apart * apart * half, half + other_half
+
+
+@gluon.jit
+def _plus(a, b, other_a, other_b):
+    return a + other_a, b + other_b
+
+
+@gluon.jit
+def _wide(x, PARTS: gl.constexpr):
+    """What rows have, to go with (rows, threads, numbers); of one row in parts it is a number."""
+    return x[:, None, None] if PARTS == 1 else x
+
+
+@gluon.jit
+def _thread_sums(x, OP: gl.constexpr):
+    """Two numbers a thread: largest and sum of exponentials; mean and sum of squares about it; or squares alone."""
+    if OP == SOFTMAX:
+        top = gl.max(x, axis=2)
+        shift = gl.where(top == float("-inf"), 0.0, top)
+        return top, gl.sum(gl.exp2((x - shift[:, :, None]) * _LOG2E), axis=2)
+    elif OP == LAYER:
+        mean = gl.sum(x, axis=2) * (1.0 / x.shape[2])
+        x = x - mean[:, :, None]
+        return mean, gl.sum(x * x, axis=2)
+    else:
+        square = gl.sum(x * x, axis=2)
+        return square, square
+
+
+@gluon.jit
+def _row_sums(a, b, each, OP: gl.constexpr):
+    """The same of rows, of what threads of `each` numbers have."""
+    if OP == SOFTMAX:
+        return gl.reduce((a, b), 1, _join_exponentials)
+    elif OP == LAYER:
+        a, b, half = gl.reduce((a, b, a * 0.0 + 0.5 * each), 1, _join_moments)
+        return a, b
+    else:
+        a = gl.sum(a, axis=1)
+        return a, a
+
+
+@gluon.jit
+def _all_sums(a, b, each, OP: gl.constexpr):
+    """The same of a row, of what its parts of `each` numbers have; numbers."""
+    if OP == SOFTMAX:
+        top = gl.max(a, axis=0)
+        shift = gl.where(top == float("-inf"), 0.0, top)
+        return top, gl.sum(b * gl.exp2((a - shift) * _LOG2E), axis=0)
+    elif OP == LAYER:
+        mean = gl.sum(a, axis=0) * (1.0 / a.shape[0])
+        return mean, gl.sum(b + (a - mean) * (a - mean) * each, axis=0)
+    else:
+        a = gl.sum(a, axis=0)
+        return a, a
+
+
+@gluon.jit
+def _write(out, x, begin, left, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+    """x (lines, 64) to `out` from number `begin` on, of which `left` are there."""
+    LINES: gl.constexpr = x.shape[0]
+    line = gl.arange(0, LINES, layout=gl.SliceLayout(1, LAYOUT))
+    inside = line[:, None] * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    if ROWS > 1:
+        gl.store(out + begin + inside, x, mask=inside < left)
+    else:
+        gl.store(out + begin + inside, x)
+
+
+@gluon.jit
+def _begin(descs, full, lines, ROWS: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr):
+    """(where this program is: its first tile, how many it steps on, lines of a row, its first one), barriers ready."""
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+    fence_async_shared()
+    SIZE: gl.constexpr = descs[0].block_shape[0]
+    return (gl.program_id(0) // PARTS, gl.num_programs(0) // PARTS, lines, gl.program_id(0) % PARTS * SIZE)
+
+
+@gluon.jit
+def _keep(vector, buf, at, LAYOUT: gl.constexpr):
+    """Weight or bias of this program's part to shared memory."""
+    LINES: gl.constexpr = buf.shape[0]
+    line = at + gl.arange(0, LINES, layout=gl.SliceLayout(1, LAYOUT))
+    buf.store(gl.load(vector + line[:, None] * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))[None, :]))
+
+
+@gluon.jit
+def _forward_out(
+    bufs, vectors, stage, tile, where, outs, a, b, eps, rows,
+    OP: gl.constexpr, ROWS: gl.constexpr, K: gl.constexpr, PARTS: gl.constexpr, WEIGHT: gl.constexpr,
+    BIAS: gl.constexpr, RESIDUAL: gl.constexpr, LAYOUT: gl.constexpr, SPREAD: gl.constexpr,
+):  # fmt: skip
+    first, step, lines, at = where
+    y, summed, means, rstds = outs
+    begin = gl.to_tensor(tile * ROWS * lines + at).to(gl.int64) * 64
+    width = lines * 64
+    left = (rows - tile * ROWS) * width
+    x = _spread(bufs[0].index(stage).load(LAYOUT), ROWS, K)
+    if RESIDUAL:
+        h = _gather(x + _spread(bufs[1].index(stage).load(LAYOUT), ROWS, K), summed.dtype.element_ty, K, LAYOUT)
+        _write(summed, h, begin, left, ROWS, LAYOUT)
+        x = _spread(h, ROWS, K)  # the backward sees the rounded sum, so the norm is that of it
+    if OP == SOFTMAX:
+        x = gl.exp2((x - _wide(a, PARTS)) * _LOG2E - _wide(gl.log2(b), PARTS))
+    else:
+        if OP == LAYER:
+            factor = gl.rsqrt(b / width + eps)
+            x = (x - _wide(a, PARTS)) * _wide(factor, PARTS)
+        else:
+            factor = gl.rsqrt(a / width + eps)
+            x = x * _wide(factor, PARTS)
+        if WEIGHT:
+            x = x * _vector(vectors[0], LAYOUT, K, SPREAD)
+        if BIAS:
+            x = x + _vector(vectors[1], LAYOUT, K, SPREAD)
+        if PARTS == 1:
+            line = tile * ROWS + gl.arange(0, ROWS, layout=factor.type.layout)
+            gl.store(rstds + line, factor, mask=line < rows)
+            if OP == LAYER:
+                gl.store(means + line, a, mask=line < rows)
+        else:  # each part writes the same
+            gl.store(rstds + tile, factor)
+            if OP == LAYER:
+                gl.store(means + tile, a)
+    _write(y, _gather(x, y.dtype.element_ty, K, LAYOUT), begin, left, ROWS, LAYOUT)
+
+
+@gluon.jit(do_not_specialize=["notes", "rows", "tiles", "lines", "eps"])
+def forward_rows_kernel(
+    x_desc, r_desc, weight, bias, y, summed, means, rstds, notes, rows, tiles, lines, eps,
+    OP: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, WARPS: gl.constexpr,
+    WEIGHT: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
+):  # fmt: skip
+    """y of x (rows, 64 lines) and of the residual, contiguous; tiles of ROWS rows, or of one of PARTS parts of a row.
+
+    summed: x + residual, as it was normalised. means and rstds (rows,) float32 of norms.
+    """
+    SIZE: gl.constexpr = x_desc.block_shape[0]
+    K: gl.constexpr = SIZE // (4 * WARPS)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([K, 8], [4, 8], [WARPS, 1], [1, 0])
+    COUNT: gl.constexpr = 2 if RESIDUAL else 1
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    x_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, SIZE, 64], x_desc.layout)
+    r_bufs = x_bufs
+    if RESIDUAL:
+        r_bufs = gl.allocate_shared_memory(r_desc.dtype, [STAGES, SIZE, 64], r_desc.layout)
+    bufs = (x_bufs, r_bufs)
+    descs = (x_desc, r_desc)
+    where = _begin(descs, full, lines, ROWS, STAGES, PARTS)
+    first, step, lines, at = where
+    for i in range(STAGES):
+        _ask(descs, bufs, full, i, where, tiles, COUNT, STAGES, ROWS)
+    w_buf = x_bufs.index(0)
+    b_buf = w_buf
+    if WEIGHT:
+        w_buf = gl.allocate_shared_memory(x_desc.dtype, [SIZE // ROWS, 64], x_desc.layout)
+        _keep(weight, w_buf, at, LAYOUT)
+    if BIAS:
+        b_buf = gl.allocate_shared_memory(x_desc.dtype, [SIZE // ROWS, 64], x_desc.layout)
+        _keep(bias, b_buf, at, LAYOUT)
+    vectors = (w_buf, b_buf)
+    outs = (y, summed, means, rstds)
+    SPREAD: gl.constexpr = _spread(gl.full([SIZE, 64], 0.0, gl.float32, LAYOUT), ROWS, K).type.layout
+    LATE: gl.constexpr = 1 if PARTS > 1 else 0  # turns between the sums of a tile and its way out
+    mine = _notes_of(notes, PARTS)
+    count = gl.cdiv(gl.maximum(tiles - first, 0), step)
+    for number in range(count):
+        stage = number % STAGES
+        mbarrier.wait(full.index(stage), number // STAGES & 1)
+        x = _spread(bufs[0].index(stage).load(LAYOUT), ROWS, K)
+        if RESIDUAL:
+            x = x + _spread(bufs[1].index(stage).load(LAYOUT), ROWS, K)
+            x = _spread(_gather(x, summed.dtype.element_ty, K, LAYOUT), ROWS, K)
+        a, b = _thread_sums(x, OP)
+        barrier()  # all are through with the tile before
+        if number > LATE:
+            _ask(descs, bufs, full, number - 1 - LATE + STAGES, where, tiles, COUNT, STAGES, ROWS)
+        a, b = _row_sums(a, b, K * 8, OP)
+        if PARTS > 1:
+            _tell(mine, number, a, b, PARTS)
+            if number > 0:
+                all_a, all_b = _hear(mine, number - 1, PARTS)
+                all_a, all_b = _all_sums(all_a, all_b, SIZE * 64, OP)
+                _forward_out(bufs, vectors, (number - 1) % STAGES, first + (number - 1) * step, where, outs, all_a,
+                all_b,
+                             eps, rows, OP, ROWS, K, PARTS, WEIGHT, BIAS, RESIDUAL, LAYOUT, SPREAD)  # fmt: skip
+        else:
+            _forward_out(bufs, vectors, stage, first + number * step, where, outs, a, b, eps, rows, OP, ROWS, K, PARTS,
+                         WEIGHT, BIAS, RESIDUAL, LAYOUT, SPREAD)  # fmt: skip
+    if PARTS > 1:
+        if count > 0:
+            all_a, all_b = _hear(mine, count - 1, PARTS)
+            all_a, all_b = _all_sums(all_a, all_b, SIZE * 64, OP)
+            _forward_out(bufs, vectors, (count - 1) % STAGES, first + (count - 1) * step, where, outs, all_a, all_b,
+            eps, rows,
+                         OP, ROWS, K, PARTS, WEIGHT, BIAS, RESIDUAL, LAYOUT, SPREAD)  # fmt: skip
+        _end(mine, PARTS)
+
+
+@gluon.jit
+def _unit(bufs, vectors, stage, piece, mean, rstd, OP: gl.constexpr, ROWS: gl.constexpr, K: gl.constexpr,
+          PIECES: gl.constexpr, WEIGHT: gl.constexpr, LAYOUT: gl.constexpr, SPREAD: gl.constexpr):  # fmt: skip
+    """(softmax, or what was normalised; the gradient of y; of what was normalised) of a piece."""
+    x = _spread(_piece(bufs[0].index(stage), piece, PIECES).load(LAYOUT), ROWS, K)
+    dy = _spread(_piece(bufs[1].index(stage), piece, PIECES).load(LAYOUT), ROWS, K)
+    if OP == LAYER:
+        x = x - mean[:, None, None]
+    if OP != SOFTMAX:
+        x = x * rstd[:, None, None]
+    grad = dy
+    if WEIGHT:
+        grad = dy * _vector(_piece(vectors[0], piece, PIECES), LAYOUT, K, SPREAD)
+    return x, dy, grad
+
+
+@gluon.jit
+def _backward_out(
+    bufs, vectors, stage, tile, where, outs, mean, rstd, a, b, rows,
+    OP: gl.constexpr, ROWS: gl.constexpr, K: gl.constexpr, PARTS: gl.constexpr, PIECES: gl.constexpr,
+    WEIGHT: gl.constexpr, DSUM: gl.constexpr, RESIDUAL: gl.constexpr, LAYOUT: gl.constexpr, SPREAD: gl.constexpr,
+):  # fmt: skip
+    first, step, lines, at = where
+    dx, dresidual = outs
+    begin = gl.to_tensor(tile * ROWS * lines + at).to(gl.int64) * 64
+    width = lines * 64
+    left = (rows - tile * ROWS) * width
+    for piece in gl.static_range(PIECES):
+        x, dy, grad = _unit(bufs, vectors, stage, piece, mean, rstd, OP, ROWS, K, PIECES, WEIGHT, LAYOUT, SPREAD)
+        if OP == SOFTMAX:
+            x = x * (grad - _wide(a, PARTS))
+        else:
+            x = grad - x * _wide(a / width, PARTS)
+            if OP == LAYER:
+                x = x - _wide(b / width, PARTS)
+            x = x * rstd[:, None, None]
+            if DSUM:
+                x = x + _spread(_piece(bufs[2].index(stage), piece, PIECES).load(LAYOUT), ROWS, K)
+            if RESIDUAL:
+                _write(dresidual, _gather(x, dresidual.dtype.element_ty, K, LAYOUT), begin, left, ROWS, LAYOUT)
+        _write(dx, _gather(x, dx.dtype.element_ty, K, LAYOUT), begin, left, ROWS, LAYOUT)
+        begin += bufs[0].shape[1] // PIECES * 64
+        if PIECES > 1:
+            _in_turn()
+
+
+@gluon.jit
+def _known(means, rstds, tile, rows, OP: gl.constexpr, ROWS: gl.constexpr, EACH: gl.constexpr):
+    """(means, rstds) of a tile; zeros behind the last row."""
+    if OP == SOFTMAX:
+        return 0.0, 0.0
+    else:
+        line = tile * ROWS + gl.arange(0, ROWS, layout=EACH)
+        rstd = gl.load(rstds + line, mask=line < rows, other=0.0)
+        mean = gl.load(means + line, mask=line < rows, other=0.0) if OP == LAYER else rstd
+        return mean, rstd
+
+
+@gluon.jit
+def _store_sums(out, pieces, at, lines, K: gl.constexpr, LAYOUT: gl.constexpr, PARTS: gl.constexpr,
+                PIECES: gl.constexpr):  # fmt: skip
+    """Sums over rows of a part, pieces of (rows, threads, numbers), to its line of `out` (programs, width)."""
+    begin = (gl.to_tensor(gl.program_id(0) // PARTS).to(gl.int64) * lines + at) * 64
+    for piece in gl.static_range(PIECES):
+        x = _gather(gl.expand_dims(gl.sum(pieces[piece], axis=0), 0), gl.float32, K, LAYOUT)
+        _write(out, x, begin, 0, 1, LAYOUT)
+        begin += x.shape[0] * 64
+
+
+@gluon.jit(do_not_specialize=["notes", "rows", "tiles", "lines"])
+def backward_rows_kernel(
+    x_desc, dy_desc, ds_desc, weight, means, rstds, dx, dresidual, dweight, dbias, notes, rows, tiles, lines,
+    OP: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, WARPS: gl.constexpr,
+    PIECES: gl.constexpr, WEIGHT: gl.constexpr, BIAS: gl.constexpr, DSUM: gl.constexpr, RESIDUAL: gl.constexpr,
+):  # fmt: skip
+    """dx of x (rows, 64 lines), softmax or what was normalised, and of dy; tiles as in the forward.
+
+    ds: the gradient of the sum that went out beside y, which is added to dx and to dresidual, a copy of it in its
+    dtype. dweight, dbias: float32 sums of this program's rows, a line for every PARTS programs. PIECES: of a tile, for
+    fewer registers; 1 with several rows.
+    """
+    SIZE: gl.constexpr = x_desc.block_shape[0]
+    K: gl.constexpr = SIZE // (4 * WARPS * PIECES)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([K, 8], [4, 8], [WARPS, 1], [1, 0])
+    COUNT: gl.constexpr = 3 if DSUM else 2
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    x_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, SIZE, 64], x_desc.layout)
+    dy_bufs = gl.allocate_shared_memory(dy_desc.dtype, [STAGES, SIZE, 64], dy_desc.layout)
+    ds_bufs = x_bufs
+    if DSUM:
+        ds_bufs = gl.allocate_shared_memory(ds_desc.dtype, [STAGES, SIZE, 64], ds_desc.layout)
+    bufs = (x_bufs, dy_bufs, ds_bufs)
+    descs = (x_desc, dy_desc, ds_desc)
+    where = _begin(descs, full, lines, ROWS, STAGES, PARTS)
+    first, step, lines, at = where
+    for i in range(STAGES):
+        _ask(descs, bufs, full, i, where, tiles, COUNT, STAGES, ROWS)
+    w_buf = x_bufs.index(0)
+    if WEIGHT:
+        w_buf = gl.allocate_shared_memory(x_desc.dtype, [SIZE // ROWS, 64], x_desc.layout)
+        _keep(weight, w_buf, at, LAYOUT)
+    vectors = (w_buf, w_buf)
+    outs = (dx, dresidual)
+    zeros = _spread(gl.full([SIZE // PIECES, 64], 0.0, gl.float32, LAYOUT), ROWS, K)
+    SPREAD: gl.constexpr = zeros.type.layout
+    EACH: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, SPREAD))
+    of_weight = _nothing()
+    for _ in gl.static_range(PIECES):
+        of_weight = _with(of_weight, zeros)
+    of_bias = of_weight
+    LATE: gl.constexpr = 1 if PARTS > 1 else 0
+    mine = _notes_of(notes, PARTS)
+    count = gl.cdiv(gl.maximum(tiles - first, 0), step)
+    mean, rstd = _known(means, rstds, first, rows, OP, ROWS, EACH)
+    mean_before = mean
+    rstd_before = rstd
+    for number in range(count):
+        stage = number % STAGES
+        tile = first + number * step
+        mean_next, rstd_next = _known(means, rstds, tile + step, rows, OP, ROWS, EACH)
+        mbarrier.wait(full.index(stage), number // STAGES & 1)
+        a = gl.sum(zeros, axis=2)
+        b = a
+        sums_w = _nothing()
+        sums_b = _nothing()
+        for piece in gl.static_range(PIECES):
+            x, dy, grad = _unit(bufs, vectors, stage, piece, mean, rstd, OP, ROWS, K, PIECES, WEIGHT, LAYOUT, SPREAD)
+            if WEIGHT:
+                sums_w = _with(sums_w, of_weight[piece] + x * dy)
+            if BIAS:
+                sums_b = _with(sums_b, of_bias[piece] + dy)
+            a += gl.sum(x * grad, axis=2)
+            if OP == LAYER:
+                b += gl.sum(grad, axis=2)
+            if PIECES > 1:
+                _in_turn()
+        if WEIGHT:
+            of_weight = sums_w
+        if BIAS:
+            of_bias = sums_b
+        barrier()  # all are through with the tile before
+        if number > LATE:
+            _ask(descs, bufs, full, number - 1 - LATE + STAGES, where, tiles, COUNT, STAGES, ROWS)
+        if OP == LAYER:
+            a, b = gl.reduce((a, b), 1, _plus)
+        else:
+            a = gl.sum(a, axis=1)
+            b = a
+        if PARTS > 1:
+            _tell(mine, number, a, b, PARTS)
+            if number > 0:
+                all_a, all_b = _hear(mine, number - 1, PARTS)
+                _backward_out(bufs, vectors, (number - 1) % STAGES, tile - step, where, outs, mean_before, rstd_before,
+                              gl.sum(all_a, axis=0), gl.sum(all_b, axis=0), rows, OP, ROWS, K, PARTS, PIECES, WEIGHT,
+                              DSUM,
+                              RESIDUAL, LAYOUT, SPREAD)  # fmt: skip
+        else:
+            _backward_out(bufs, vectors, stage, tile, where, outs, mean, rstd, a, b, rows, OP, ROWS, K, PARTS, PIECES,
+                          WEIGHT, DSUM, RESIDUAL, LAYOUT, SPREAD)  # fmt: skip
+        mean_before = mean
+        rstd_before = rstd
+        mean = mean_next
+        rstd = rstd_next
+    if PARTS > 1:
+        if count > 0:
+            all_a, all_b = _hear(mine, count - 1, PARTS)
+            _backward_out(bufs, vectors, (count - 1) % STAGES, first + (count - 1) * step, where, outs, mean_before,
+                          rstd_before, gl.sum(all_a, axis=0), gl.sum(all_b, axis=0), rows, OP, ROWS, K, PARTS, PIECES,
+                          WEIGHT,
+                          DSUM, RESIDUAL, LAYOUT, SPREAD)  # fmt: skip
+        _end(mine, PARTS)
+    if WEIGHT:
+        _store_sums(dweight, of_weight, at, lines, K, LAYOUT, PARTS, PIECES)
+    if BIAS:
+        _store_sums(dbias, of_bias, at, lines, K, LAYOUT, PARTS, PIECES)
