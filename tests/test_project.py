@@ -95,3 +95,17 @@ def test_nothing_names_the_machine_it_was_written_on() -> None:
         f"{file.relative_to(ROOT)}: {match.group()}" for file in ours for match in private.finditer(file.read_text())
     ]
     assert not found
+
+
+# file -> why the second dimension of a grid of its kernels stays small, whatever callers pass
+SMALL_GRIDS = {"thunderkittens/row_kernels.py": "as many parts of a sum, or sums, as the host chooses"}
+
+
+def test_only_the_first_dimension_of_a_grid_counts_what_callers_choose() -> None:
+    """The others end at 65535: sequences, heads and tiles may be more."""
+    found = set()
+    for path in (ROOT / "gpu_accel").rglob("*.py"):
+        name = str(path.relative_to(ROOT / "gpu_accel"))
+        if not name.startswith(("cuda_llm/", "hardware/")):  # sizes of their tasks are theirs
+            found |= {name} if re.search(r"program_id\((axis=)?[12]", path.read_text()) else set()
+    assert found == set(SMALL_GRIDS)

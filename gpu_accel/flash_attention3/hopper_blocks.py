@@ -43,12 +43,12 @@ def fill_block_table(
     PARTS: tl.constexpr, ROW_BLOCK: tl.constexpr, COLUMN_BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
     FULL: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One program a tile of 64 * PARTS rows: grid (tiles, batches * heads of the mask).
+    """One program a tile of 64 * PARTS rows, tiles of one head of the mask after the other.
 
     `rows` are rows of the lists (of ROW_BLOCK), `columns` blocks of COLUMNS, which divides COLUMN_BLOCK.
     """
-    tile = tl.program_id(0)
-    batch_head = tl.program_id(1)
+    tile = tl.program_id(0) % tiles
+    batch_head = tl.program_id(0) // tiles
     line = table + (batch_head * tiles + tile).to(tl.int64) * table_width
     written = tl.full((), 0, tl.int32)
     for start in range(0, columns, CHUNK):
@@ -91,7 +91,7 @@ def block_table(
     more = (full_counts, full_indices, full_indices.shape[-1]) if full else lists
     launch(
         fill_block_table,
-        (tiles, batches * heads),
+        tiles * batches * heads,
         (table, *lists, *more, tiles, rows, columns, columns + 1),
         dict(PARTS=tile // 64, ROW_BLOCK=row_block, COLUMN_BLOCK=column_block, COLUMNS=step, FULL=full, CHUNK=_CHUNK),
     )

@@ -23,15 +23,15 @@ NUMBERS = SIDE * SIDE
 _quick = functools.cache(QuickLaunch)
 
 
-def _launch(kernel: Any, grid: tuple[int, int], arguments: tuple, constants: dict, *specialised: int) -> None:
+def _launch(kernel: Any, programs: int, arguments: tuple, constants: dict, *specialised: int) -> None:
     """Run a kernel; on a GPU by the variant already known for the dtypes and alignments of its tensors and for the
     integers that Triton specialises on."""
     options = dict(num_warps=4)
     if not arguments[0].is_cuda:
-        launch(kernel, grid, arguments, {**constants, **options})
+        launch(kernel, programs, arguments, {**constants, **options})
         return
     tensors = [(x.dtype, x.data_ptr() % 16) for x in arguments if isinstance(x, Tensor)]
-    _quick(kernel)((*tensors, *specialised), grid, arguments, constants, options)
+    _quick(kernel)((*tensors, *specialised), programs, arguments, constants, options)
 
 
 @triton.jit(do_not_specialize=["heads", "rows"])
@@ -40,10 +40,11 @@ def delta_kernel(
     R: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """out[batch, head, row] = sum(o * do) over the head's columns."""
-    batch_head = tl.program_id(1)
+    blocks = tl.cdiv(rows, R)
+    batch_head = tl.program_id(0) // blocks
     batch = (batch_head // heads).to(tl.int64)
     head = (batch_head % heads).to(tl.int64)
-    row = tl.program_id(0) * R + tl.arange(0, R)
+    row = tl.program_id(0) % blocks * R + tl.arange(0, R)
     col = tl.arange(0, D)
     here = (row < rows)[:, None] & (col < DIM)[None, :]
     row64 = row.to(tl.int64)[:, None]
@@ -61,17 +62,17 @@ def row_delta(do: Tensor, o: Tensor) -> Tensor:
         r = max(1, min(64, 8192 // d))
         strides = (*o.stride()[:3], *do.stride()[:3])
         arguments = (o, do, out, *strides, heads, rows)
-        _launch(delta_kernel, (triton.cdiv(rows, r), batch * heads), arguments, dict(R=r, DIM=dim, D=d), *strides)
+        _launch(delta_kernel, triton.cdiv(rows, r) * batch * heads, arguments, dict(R=r, DIM=dim, D=d), *strides)
     return out
 
 
 @triton.jit(do_not_specialize=["rows", "blocks"])
 def statistics_kernel(lse, delta, out, l_sb, l_sh, l_ss, d_sb, d_sh, d_ss, heads, rows, blocks, M: tl.constexpr):
     """out[batch, head, block] = (lse in base 2, delta) of M rows; (+inf, 0) where no row is or it sees nothing."""
-    batch_head = tl.program_id(1)
+    batch_head = tl.program_id(0) // blocks
     batch = (batch_head // heads).to(tl.int64)
     head = (batch_head % heads).to(tl.int64)
-    block = tl.program_id(0)
+    block = tl.program_id(0) % blocks
     row = block * M + tl.arange(0, M)
     here = row < rows
     x = tl.load(lse + batch * l_sb + head * l_sh + row.to(tl.int64) * l_ss, mask=here, other=float("inf")) * LOG2E
@@ -88,7 +89,7 @@ def statistics(lse: Tensor, delta: Tensor, block: int) -> Tensor:
     out = torch.empty((batch, heads, blocks, 2, block), dtype=torch.float32, device=lse.device)
     specialised = (*lse.stride(), *delta.stride(), heads)
     arguments = (lse, delta, out, *specialised, rows, blocks)
-    _launch(statistics_kernel, (blocks, batch * heads), arguments, dict(M=block), *specialised)
+    _launch(statistics_kernel, blocks * batch * heads, arguments, dict(M=block), *specialised)
     return out
 
 
@@ -97,8 +98,9 @@ def gather_kernel(
     first, second, out, o_sb, o_ss, o_sh, heads, rows, fragments, scale, WIDE: tl.constexpr, TWO: tl.constexpr
 ):
     """One fragment of scale * (first + second) in rows and columns. WIDE: two fragments lie beside one another."""
-    batch_head = tl.program_id(1)
-    fragment = tl.program_id(0)
+    used = tl.minimum(fragments, tl.cdiv(rows, 64) * (2 if WIDE else 1))
+    batch_head = tl.program_id(0) // used
+    fragment = tl.program_id(0) % used
     at = (batch_head.to(tl.int64) * fragments + fragment) * 4096 + tl.arange(0, 4096)
     x = tl.load(first + at)
     if TWO:
@@ -132,5 +134,5 @@ def gather(first: Tensor, second: Tensor | None, out: Tensor, *, scale: float) -
         )  # fmt: skip
         used = min(fragments, -(-rows // SIDE) * (dim // SIDE))
         constants = dict(WIDE=dim == 2 * SIDE, TWO=second is not None)
-        _launch(gather_kernel, (used, batch * heads), arguments, constants, *out.stride()[:3])
+        _launch(gather_kernel, used * batch * heads, arguments, constants, *out.stride()[:3])
     return out

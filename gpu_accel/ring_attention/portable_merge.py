@@ -44,9 +44,10 @@ def attend_merge_kernel(
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, FIRST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """M rows of one head; windows are bottom-right aligned. o, lse and result begin with the first row of q."""
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
-    batch = tl.program_id(1) // heads
-    head = tl.program_id(1) % heads
+    blocks = tl.cdiv(seqlen_q, M)  # one head's after another's: a grid's other dimensions end at 65535
+    block = blocks - 1 - tl.program_id(0) % blocks
+    batch = tl.program_id(0) // blocks // heads
+    head = tl.program_id(0) // blocks % heads
     rows = block * M + tl.arange(0, M)
     here = rows < seqlen_q
     d = tl.arange(0, D)
@@ -112,8 +113,9 @@ def merge_kernel(
     M: tl.constexpr, DIM_V: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """M rows (batch, row, head), heads fastest."""
-    batch = tl.program_id(1)
-    index = tl.program_id(0) * M + tl.arange(0, M)
+    blocks = tl.cdiv(rows * heads, M)
+    batch = tl.program_id(0) // blocks
+    index = tl.program_id(0) % blocks * M + tl.arange(0, M)
     row = index // heads
     head = index % heads
     here = row < rows
@@ -185,7 +187,7 @@ def forward_merge(
         M=m, N=n, DIM=head_dim, DIM_V=head_dim_v, D=d, DV=dv, LEFT=window_left >= 0, RIGHT=window_right >= 0,
         SOFTCAP=softcap > 0, FIRST=first, PRECISION="ieee", num_warps=8 if m == 128 else 4, num_stages=2,
     )  # fmt: skip
-    launch(attend_merge_kernel, (triton.cdiv(seqlen_q, m), batch * heads), arguments, options)
+    launch(attend_merge_kernel, triton.cdiv(seqlen_q, m) * batch * heads, arguments, options)
     return done
 
 
@@ -207,4 +209,4 @@ def merge_into(
         o[:, row:], lse[:, :, row:], result[:, row:], new, new_lse, *new.stride()[:3], *new_lse.stride(),
         o.shape[1], rows, heads, *done,
     )  # fmt: skip
-    launch(merge_kernel, (triton.cdiv(rows * heads, m), batch), arguments, dict(M=m, DIM_V=dim, DV=dv, num_warps=4))
+    launch(merge_kernel, triton.cdiv(rows * heads, m) * batch, arguments, dict(M=m, DIM_V=dim, DV=dv, num_warps=4))

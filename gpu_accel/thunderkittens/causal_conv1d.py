@@ -25,6 +25,9 @@ _BC = 64
 # dy are read once for four times.
 WALK = WALK_BACK = True
 _STEPS, _CHANNELS = 256, 128  # of a program of them, which is one warp
+_STAGES, _WARPS = 1, 1
+_BACK_STEPS, _BACK_CHANNELS, _BACK_STAGES, _BACK_WARPS = 256, 128, 1, 1
+_BACK_AHEAD = False
 _AHEAD = False  # y asks for the next steps before it needs them; off: right on an H200, not timed
 
 
@@ -61,15 +64,15 @@ def conv_op(
     if WALK and x.numel() and initial is None and seq_idx is None and x.stride(1) == y.stride(1) == 1 and near:
         columns = min(_CHANNELS, max(16, next_power_of_2(x.shape[1])))
         with _device(x):
-            launch(kernels._conv_walk_kernel, (-(-x.shape[2] // _STEPS), -(-x.shape[1] // columns), x.shape[0]),
+            launch(kernels._conv_walk_kernel, -(-x.shape[2] // _STEPS) * -(-x.shape[1] // columns) * x.shape[0],
                    (x, weight, bias, y, x.stride(0), x.stride(2), y.stride(0), y.stride(2), x.shape[2], x.shape[1],
                     _STEPS),
-                   dict(WIDTH=weight.shape[1], HAS_BIAS=bias is not None, SILU=silu, BC=columns, AHEAD=_AHEAD,
-                        num_warps=1),
+                   dict(WIDTH=weight.shape[1], HAS_BIAS=bias is not None, SILU=silu, BC=columns, STAGES=_STAGES,
+                        AHEAD=_AHEAD, num_warps=_WARPS),
                    )  # fmt: skip
     elif x.numel():
         with _device(x):
-            launch(kernels._conv_kernel, (-(-x.shape[2] // cut["BT"]), -(-x.shape[1] // cut["BC"]), x.shape[0]),
+            launch(kernels._conv_kernel, -(-x.shape[2] // cut["BT"]) * -(-x.shape[1] // cut["BC"]) * x.shape[0],
                    (x, initial, weight, bias, seq_idx, y, *strides, y.stride(0), y.stride(2), y.stride(1), x.shape[2],
                     x.shape[1]), options | cut | {"SILU": silu})  # fmt: skip
     return y
@@ -83,17 +86,18 @@ def _(x, weight, bias, initial, seq_idx, silu):
 def _walk_back(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool):
     """As `conv_backward_op`, of contiguous vectors, channels side by side."""
     batch, dim, seqlen = x.shape
-    blocks, columns = -(-seqlen // _STEPS), min(_CHANNELS, max(16, next_power_of_2(dim)))
+    blocks, columns = -(-seqlen // _BACK_STEPS), min(_BACK_CHANNELS, max(16, next_power_of_2(dim)))
     dx = x.new_empty((batch, seqlen, dim))
     dweight = x.new_empty((batch * blocks, dim, weight.shape[1]), dtype=torch.float32)
     dbias = x.new_empty((batch * blocks if bias is not None else 0, dim), dtype=torch.float32)
     with _device(x):
-        launch(kernels._conv_walk_back_kernel, (blocks, -(-dim // columns), batch),
+        launch(kernels._conv_walk_back_kernel, blocks * -(-dim // columns) * batch,
                (x, weight, bias, dy, dx, dweight, dbias, x.stride(0), x.stride(2), dy.stride(0), dy.stride(2), seqlen,
-                dim, _STEPS),
-               dict(WIDTH=weight.shape[1], HAS_BIAS=bias is not None, SILU=silu, BC=columns, num_warps=1))  # fmt: skip
+                dim, _BACK_STEPS),
+               dict(WIDTH=weight.shape[1], HAS_BIAS=bias is not None, SILU=silu, BC=columns, STAGES=_BACK_STAGES,
+                    AHEAD=_BACK_AHEAD, num_warps=_BACK_WARPS))  # fmt: skip
     absent = x.new_empty(0, dtype=torch.float32)
-    return dx.transpose(1, 2), *rows.add_parts(dweight, torch.float32, None if bias is None else dbias), absent
+    return dx.transpose(1, 2), *rows._summed(dweight, dbias, weight, None if bias is None else bias.dtype), absent
 
 
 @torch.library.custom_op("gpu_accel::tk_conv1d_backward", mutates_args=())
@@ -101,7 +105,7 @@ def conv_backward_op(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, initial: Tensor | None, seq_idx: Tensor | None,
     silu: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dx, dweight, dbias, dinitial) ; what is absent is empty. All but dx float32."""
+    """(dx, dweight, dbias, dinitial), dinitial in float32, the others as what they are of; what is absent is empty."""
     weight, bias, seq_idx = weight.contiguous(), _packed(bias), _packed(seq_idx)
     batch, dim, seqlen = x.shape
     width = weight.shape[1]
@@ -121,18 +125,19 @@ def conv_backward_op(
     dinitial = x.new_zeros(wanted, dtype=torch.float32)
     if x.numel():
         with _device(x):
-            launch(kernels._conv_backward_kernel, (blocks, -(-dim // cut["BC"]), batch),
+            launch(kernels._conv_backward_kernel, blocks * -(-dim // cut["BC"]) * batch,
                    (x, initial, weight, bias, seq_idx, dy, dx, dinitial, dweight, dbias, *strides, dy.stride(0),
                     dy.stride(2), dy.stride(1), seqlen, dim), options | cut | {"SILU": silu})  # fmt: skip
-    return dx, dweight.sum(0), dbias.sum(0) if bias is not None else x.new_empty(0, dtype=torch.float32), dinitial
+    of_bias = dbias.sum(0).to(bias.dtype) if bias is not None else x.new_empty(0, dtype=torch.float32)
+    return dx, dweight.sum(0).to(weight.dtype), of_bias, dinitial
 
 
 @conv_backward_op.register_fake
 def _(dy, x, weight, bias, initial, seq_idx, silu):
     wide = torch.float32
     return (
-        torch.empty_like(x), weight.new_empty(weight.shape, dtype=wide),
-        x.new_empty(weight.shape[:1] if bias is not None else (0,), dtype=wide),
+        torch.empty_like(x), weight.new_empty(weight.shape),
+        bias.new_empty(bias.shape) if bias is not None else x.new_empty(0, dtype=wide),
         x.new_empty((*x.shape[:2], weight.shape[1] - 1) if initial is not None else (0,), dtype=wide),
     )  # fmt: skip
 
@@ -148,7 +153,7 @@ def _save(ctx, inputs, output):
 def _gradients(ctx, dy):
     x, weight, bias, initial, seq_idx = ctx.saved_tensors
     dx, dweight, dbias, dinitial = conv_backward_op(dy, x, weight, bias, initial, seq_idx, ctx.silu)
-    return (dx, dweight.to(weight.dtype), None if bias is None else dbias.to(bias.dtype),
+    return (dx, dweight, None if bias is None else dbias,
             None if initial is None else dinitial.to(initial.dtype), None, None)  # fmt: skip
 
 
@@ -234,7 +239,7 @@ def update_op(
     weight, bias, lengths, indices = weight.contiguous(), _packed(bias), _packed(lengths), _packed(indices)
     if x.numel():
         with _device(x):
-            launch(kernels._update_kernel, (-(-dim // _BC), batch),
+            launch(kernels._update_kernel, -(-dim // _BC) * batch,
                    (x, conv_state, weight, bias, lengths, indices, y, *x.stride(), *conv_state.stride(), seqlen, dim,
                     conv_state.shape[2], conv_state.shape[0]),
                    dict(WIDTH=weight.shape[1], HAS_BIAS=bias is not None, CIRCULAR=lengths is not None,

@@ -22,6 +22,16 @@ from gpu_accel.thunderkittens.quick import sigmoid, silu
 
 
 @triton.jit
+def _numbers(first, second):
+    """A program's numbers in three dimensions, the third in int64, of `first`, `second` and as many as there are.
+
+    Grids have one dimension: of the others none may have more than 65535 programs.
+    """
+    n = tl.program_id(0)
+    return n % first, n // first % second, (n // first // second).to(tl.int64)
+
+
+@triton.jit
 def _at(x, initial, t, cols, in_dim, x_t, x_c, i_t, i_c, seqlen, WIDTH: tl.constexpr, HAS_INITIAL: tl.constexpr):
     """x[t] of a tile of channels in float32; before the sequence the initial states, or zeros."""
     inside = ((t >= 0) & (t < seqlen))[:, None] & in_dim
@@ -38,7 +48,7 @@ def _pre(
     x, initial, weight, bias, seq, t, cols, in_dim, x_t, x_c, i_t, i_c, seqlen, dim,
     WIDTH: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SEQ: tl.constexpr,
 ):  # fmt: skip
-    acc = _at(x, initial, t, cols, in_dim, x_t, x_c, i_t, i_c, seqlen, WIDTH, HAS_INITIAL) * 0.0
+    acc = tl.zeros((t.shape[0], cols.shape[0]), tl.float32)  # not of x: zero times infinity is no number
     for w in tl.static_range(WIDTH):
         tap = t - (WIDTH - 1 - w)
         value = _at(x, initial, tap, cols, in_dim, x_t, x_c, i_t, i_c, seqlen, WIDTH, HAS_INITIAL)
@@ -65,9 +75,9 @@ def _conv_kernel(
     SILU: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """FAR: channels lie 2^31 elements apart or more."""
-    batch = tl.program_id(2).to(tl.int64)
-    t = tl.program_id(0) * BT + tl.arange(0, BT)
-    cols = tl.program_id(1) * BC + tl.arange(0, BC)
+    block, across, batch = _numbers(tl.cdiv(seqlen, BT), tl.cdiv(dim, BC))
+    t = block * BT + tl.arange(0, BT)
+    cols = across * BC + tl.arange(0, BC)
     if FAR:
         cols = cols.to(tl.int64)
     in_dim = (cols < dim)[None, :]
@@ -101,10 +111,22 @@ def _filter(weight, bias, cols, in_dim, dim, WIDTH: tl.constexpr, HAS_BIAS: tl.c
     w1 = _tap(weight, cols, dim, 1, WIDTH)
     w2 = _tap(weight, cols, dim, 2, WIDTH)
     w3 = _tap(weight, cols, dim, 3, WIDTH)
-    always = w0 * 0.0
+    always = tl.zeros(cols.shape, tl.float32)
     if HAS_BIAS:
         always = tl.load(bias + cols, mask=in_dim, other=0.0).to(tl.float32)
     return w0, w1, w2, w3, always
+
+
+@triton.jit
+def _taps(start, w0, w1, w2, w3, x0, x1, x2, x3, WIDTH: tl.constexpr):
+    """start + w0 x0 + .. of as many taps as there are: a zero in place of others would spoil what is infinite."""
+    if WIDTH > 3:
+        start += w3 * x3
+    if WIDTH > 2:
+        start += w2 * x2
+    if WIDTH > 1:
+        start += w1 * x1
+    return start + w0 * x0
 
 
 @triton.jit
@@ -137,35 +159,42 @@ def _silu(pre, SILU: tl.constexpr, NARROW: tl.constexpr):
 @triton.jit
 def _conv_walk_kernel(
     x, weight, bias, y, x_b, x_t, y_b, y_t, seqlen, dim, steps,
-    WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, BC: tl.constexpr,
+    WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
     """y (batch, seqlen, dim) of x with channels side by side in both, `steps` steps (a multiple of four) a program.
 
-    AHEAD: the next four of x are asked for before these are multiplied.
+    STAGES: copies of the next steps are on their way to shared memory while these are multiplied.
+    AHEAD: the next four of x are asked for before these are multiplied, into registers.
     """
     NARROW: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
-    batch = tl.program_id(2).to(tl.int64)
-    cols = tl.program_id(1) * BC + tl.arange(0, BC)
+    across, block, batch = _numbers(tl.cdiv(dim, BC), tl.cdiv(seqlen, steps))  # neighbours have the same steps
+    cols = across * BC + tl.arange(0, BC)
     in_dim = cols < dim
-    begin = tl.program_id(0) * steps
+    begin = block * steps
     left = tl.minimum(seqlen - begin, steps)
     x += batch * x_b + begin.to(tl.int64) * x_t  # from here on offsets are of steps of its own, in 32 bits
     y += batch * y_b + begin.to(tl.int64) * y_t
     w0, w1, w2, w3, always = _filter(weight, bias, cols, in_dim, dim, WIDTH, HAS_BIAS)
     x1, x2, x3 = _three_before(x, x_t, cols, in_dim, begin)
-    n0, n1, n2, n3 = _four(x, 0, x_t, cols, in_dim, left)
-    for t in range(0, left, 4):
-        if not AHEAD:
-            n0, n1, n2, n3 = _four(x, t, x_t, cols, in_dim, left)
-        a0, a1, a2, a3 = n0.to(tl.float32), n1.to(tl.float32), n2.to(tl.float32), n3.to(tl.float32)
+    if AHEAD:
+        n0, n1, n2, n3 = _four(x, 0, x_t, cols, in_dim, left)
+    for t in tl.range(0, left, 4, num_stages=STAGES):
         if AHEAD:
+            a0, a1, a2, a3 = n0.to(tl.float32), n1.to(tl.float32), n2.to(tl.float32), n3.to(tl.float32)
             n0, n1, n2, n3 = _four(x, t + 4, x_t, cols, in_dim, left)
+        else:
+            n0, n1, n2, n3 = _four(x, t, x_t, cols, in_dim, left)
+            a0, a1, a2, a3 = n0.to(tl.float32), n1.to(tl.float32), n2.to(tl.float32), n3.to(tl.float32)
         to = y + t * y_t + cols
-        _put(to, _silu(always + w3 * x3 + w2 * x2 + w1 * x1 + w0 * a0, SILU, NARROW), in_dim)
-        _put(to + y_t, _silu(always + w3 * x2 + w2 * x1 + w1 * a0 + w0 * a1, SILU, NARROW), in_dim & (t + 1 < left))
-        _put(to + 2 * y_t, _silu(always + w3 * x1 + w2 * a0 + w1 * a1 + w0 * a2, SILU, NARROW), in_dim & (t + 2 < left))
-        _put(to + 3 * y_t, _silu(always + w3 * a0 + w2 * a1 + w1 * a2 + w0 * a3, SILU, NARROW), in_dim & (t + 3 < left))
+        p0 = _taps(always, w0, w1, w2, w3, a0, x1, x2, x3, WIDTH)
+        p1 = _taps(always, w0, w1, w2, w3, a1, a0, x1, x2, WIDTH)
+        p2 = _taps(always, w0, w1, w2, w3, a2, a1, a0, x1, WIDTH)
+        p3 = _taps(always, w0, w1, w2, w3, a3, a2, a1, a0, WIDTH)
+        _put(to, _silu(p0, SILU, NARROW), in_dim)
+        _put(to + y_t, _silu(p1, SILU, NARROW), in_dim & (t + 1 < left))
+        _put(to + 2 * y_t, _silu(p2, SILU, NARROW), in_dim & (t + 2 < left))
+        _put(to + 3 * y_t, _silu(p3, SILU, NARROW), in_dim & (t + 3 < left))
         x1, x2, x3 = a3, a2, a1
 
 
@@ -176,6 +205,11 @@ def _through_silu(grad, pre, NARROW: tl.constexpr):
 
 
 @triton.jit
+def _kept(one, other, keep):
+    return tl.where(keep, one, 0.0), tl.where(keep, other, 0.0)
+
+
+@triton.jit
 def _put(to, value, there):
     tl.store(to, value.to(to.dtype.element_ty), mask=there)
 
@@ -183,7 +217,8 @@ def _put(to, value, there):
 @triton.jit
 def _conv_walk_back_kernel(
     x, weight, bias, dy, dx, dweight, dbias, x_b, x_t, dy_b, dy_t, seqlen, dim, steps,
-    WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, BC: tl.constexpr,
+    WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """dx (batch, seqlen, dim) contiguous, dweight (parts, dim, WIDTH) and dbias (parts, dim), of `steps` steps each.
 
@@ -191,17 +226,20 @@ def _conv_walk_back_kernel(
     their gradients belong to x of its last ones.
     """
     NARROW: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
-    batch = tl.program_id(2).to(tl.int64)
-    part = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
-    cols = tl.program_id(1) * BC + tl.arange(0, BC)
+    blocks = tl.cdiv(seqlen, steps)
+    across, block, batch = _numbers(tl.cdiv(dim, BC), blocks)
+    part = batch * blocks + block
+    cols = across * BC + tl.arange(0, BC)
     in_dim = cols < dim
-    begin = tl.program_id(0) * steps
-    end = tl.minimum(seqlen, begin + steps)
+    begin = block * steps
+    own = tl.minimum(seqlen - begin, steps)
+    left = seqlen - begin
     x += batch * x_b + begin.to(tl.int64) * x_t  # from here on offsets are of steps of its own, in 32 bits
     dy += batch * dy_b + begin.to(tl.int64) * dy_t
     dx += (batch * seqlen + begin) * dim
     w0, w1, w2, w3, always = _filter(weight, bias, cols, in_dim, dim, WIDTH, HAS_BIAS)
     x1, x2, x3 = _three_before(x, x_t, cols, in_dim, begin)
+    none = tl.zeros((BC,), tl.float32)
     g1 = tl.zeros((BC,), tl.float32)
     g2 = tl.zeros((BC,), tl.float32)
     g3 = tl.zeros((BC,), tl.float32)
@@ -210,36 +248,39 @@ def _conv_walk_back_kernel(
     d2 = tl.zeros((BC,), tl.float32)
     d3 = tl.zeros((BC,), tl.float32)
     total = tl.zeros((BC,), tl.float32)
-    for t in range(0, end - begin + 3, 4):  # four steps: eight rows on their way, and nothing is moved from x1 to x2
-        at = begin + t
-        a0 = _row(x, t, x_t, cols, in_dim & (at < seqlen))
-        a1 = _row(x, t + 1, x_t, cols, in_dim & (at + 1 < seqlen))
-        a2 = _row(x, t + 2, x_t, cols, in_dim & (at + 2 < seqlen))
-        a3 = _row(x, t + 3, x_t, cols, in_dim & (at + 3 < seqlen))
-        h0 = _row(dy, t, dy_t, cols, in_dim & (at < seqlen))
-        h1 = _row(dy, t + 1, dy_t, cols, in_dim & (at + 1 < seqlen))
-        h2 = _row(dy, t + 2, dy_t, cols, in_dim & (at + 2 < seqlen))
-        h3 = _row(dy, t + 3, dy_t, cols, in_dim & (at + 3 < seqlen))
+    if AHEAD:
+        n0, n1, n2, n3 = _four(x, 0, x_t, cols, in_dim, left)
+        m0, m1, m2, m3 = _four(dy, 0, dy_t, cols, in_dim, left)
+    for t in tl.range(0, own + 3, 4, num_stages=STAGES):  # four steps, so that nothing is moved from x1 to x2
+        if not AHEAD:
+            n0, n1, n2, n3 = _four(x, t, x_t, cols, in_dim, left)
+            m0, m1, m2, m3 = _four(dy, t, dy_t, cols, in_dim, left)
+        a0, a1, a2, a3 = n0.to(tl.float32), n1.to(tl.float32), n2.to(tl.float32), n3.to(tl.float32)
+        h0, h1, h2, h3 = m0.to(tl.float32), m1.to(tl.float32), m2.to(tl.float32), m3.to(tl.float32)
+        if AHEAD:
+            n0, n1, n2, n3 = _four(x, t + 4, x_t, cols, in_dim, left)
+            m0, m1, m2, m3 = _four(dy, t + 4, dy_t, cols, in_dim, left)
         if SILU:
-            h0 = _through_silu(h0, always + w0 * a0 + w1 * x1 + w2 * x2 + w3 * x3, NARROW)
-            h1 = _through_silu(h1, always + w0 * a1 + w1 * a0 + w2 * x1 + w3 * x2, NARROW)
-            h2 = _through_silu(h2, always + w0 * a2 + w1 * a1 + w2 * a0 + w3 * x1, NARROW)
-            h3 = _through_silu(h3, always + w0 * a3 + w1 * a2 + w2 * a1 + w3 * a0, NARROW)
+            h0 = _through_silu(h0, _taps(always, w0, w1, w2, w3, a0, x1, x2, x3, WIDTH), NARROW)
+            h1 = _through_silu(h1, _taps(always, w0, w1, w2, w3, a1, a0, x1, x2, WIDTH), NARROW)
+            h2 = _through_silu(h2, _taps(always, w0, w1, w2, w3, a2, a1, a0, x1, WIDTH), NARROW)
+            h3 = _through_silu(h3, _taps(always, w0, w1, w2, w3, a3, a2, a1, a0, WIDTH), NARROW)
         to = dx + (t - 3) * dim + cols
-        there = end - begin + 3 - t  # steps that are left
-        _put(to, g3 * w0 + g2 * w1 + g1 * w2 + h0 * w3, in_dim & (t >= 3))
-        _put(to + dim, g2 * w0 + g1 * w1 + h0 * w2 + h1 * w3, in_dim & (t >= 2) & (there > 1))
-        _put(to + 2 * dim, g1 * w0 + h0 * w1 + h1 * w2 + h2 * w3, in_dim & (t >= 1) & (there > 2))
-        _put(to + 3 * dim, h0 * w0 + h1 * w1 + h2 * w2 + h3 * w3, in_dim & (there > 3))
+        there = own + 3 - t  # steps that are left
+        _put(to, _taps(none, w0, w1, w2, w3, g3, g2, g1, h0, WIDTH), in_dim & (t >= 3))
+        _put(to + dim, _taps(none, w0, w1, w2, w3, g2, g1, h0, h1, WIDTH), in_dim & (t >= 2) & (there > 1))
+        _put(to + 2 * dim, _taps(none, w0, w1, w2, w3, g1, h0, h1, h2, WIDTH), in_dim & (t >= 1) & (there > 2))
+        _put(to + 3 * dim, _taps(none, w0, w1, w2, w3, h0, h1, h2, h3, WIDTH), in_dim & (there > 3))
         g1, g2, g3 = h3, h2, h1
-        h0 = tl.where(at < end, h0, 0.0)  # the others are of the next program
-        h1 = tl.where(at + 1 < end, h1, 0.0)
-        h2 = tl.where(at + 2 < end, h2, 0.0)
-        h3 = tl.where(at + 3 < end, h3, 0.0)
-        d0 += h0 * a0 + h1 * a1 + h2 * a2 + h3 * a3
-        d1 += h0 * x1 + h1 * a0 + h2 * a1 + h3 * a2
-        d2 += h0 * x2 + h1 * x1 + h2 * a0 + h3 * a1
-        d3 += h0 * x3 + h1 * x2 + h2 * x1 + h3 * a0
+        if t + 3 >= own:  # the others are of the next program
+            h0, a0 = _kept(h0, a0, t < own)
+            h1, a1 = _kept(h1, a1, t + 1 < own)
+            h2, a2 = _kept(h2, a2, t + 2 < own)
+            h3, a3 = _kept(h3, a3, t + 3 < own)
+        d0 = d0 + h0 * a0 + h1 * a1 + h2 * a2 + h3 * a3
+        d1 = d1 + h0 * x1 + h1 * a0 + h2 * a1 + h3 * a2
+        d2 = d2 + h0 * x2 + h1 * x1 + h2 * a0 + h3 * a1
+        d3 = d3 + h0 * x3 + h1 * x2 + h2 * x1 + h3 * a0
         if HAS_BIAS:
             total += h0 + h1 + h2 + h3
         x1, x2, x3 = a3, a2, a1
@@ -263,10 +304,11 @@ def _conv_backward_kernel(
 
     Tiles begin WIDTH - 1 steps before the sequence, where the gradients of the initial states are.
     """
-    batch = tl.program_id(2).to(tl.int64)
-    part = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
-    t = tl.program_id(0) * BT + tl.arange(0, BT) - (WIDTH - 1)
-    cols = tl.program_id(1) * BC + tl.arange(0, BC)
+    blocks = tl.cdiv(seqlen + (WIDTH - 1), BT)
+    block, across, batch = _numbers(blocks, tl.cdiv(dim, BC))
+    part = batch * blocks + block
+    t = block * BT + tl.arange(0, BT) - (WIDTH - 1)
+    cols = across * BC + tl.arange(0, BC)
     if FAR:
         cols = cols.to(tl.int64)
     in_dim = (cols < dim)[None, :]
@@ -277,8 +319,8 @@ def _conv_backward_kernel(
     if HAS_SEQ:
         seq += batch * seqlen
     own = _at(x, initial, t, cols, in_dim, x_t, x_c, i_t, i_c, seqlen, WIDTH, HAS_INITIAL)
-    grad = own * 0.0
-    of_bias = tl.sum(grad, 0)
+    grad = tl.zeros((BT, BC), tl.float32)
+    of_bias = tl.zeros((BC,), tl.float32)
     for w in tl.static_range(WIDTH):
         later = t + (WIDTH - 1 - w)  # pre[later] has x[t] at tap w
         inside = ((later >= 0) & (later < seqlen))[:, None] & in_dim
@@ -291,14 +333,15 @@ def _conv_backward_kernel(
         if HAS_BIAS and w == WIDTH - 1:
             of_bias = tl.sum(tl.where((t >= 0)[:, None], g, 0.0), 0)
         if HAS_SEQ:
-            g = tl.where(_same(seq, later, t, seqlen)[:, None], g, 0.0)
-        grad += g * tl.load(weight + cols * WIDTH + w, mask=cols < dim, other=0.0).to(tl.float32)[None, :]
-        to = dweight + (part.to(tl.int64) * dim + cols) * WIDTH + w
-        tl.store(to, tl.sum(g * own, 0), mask=cols < dim)
+            inside = inside & _same(seq, later, t, seqlen)[:, None]
+        tap = tl.load(weight + cols * WIDTH + w, mask=cols < dim, other=0.0).to(tl.float32)[None, :]
+        grad += tl.where(inside, g * tap, 0.0)
+        to = dweight + (part * dim + cols) * WIDTH + w
+        tl.store(to, tl.sum(tl.where(inside, g * own, 0.0), 0), mask=cols < dim)
     to = dx + batch * x_b + t.to(tl.int64)[:, None] * x_t + cols[None, :] * x_c
     tl.store(to, grad.to(dx.dtype.element_ty), mask=((t >= 0) & (t < seqlen))[:, None] & in_dim)
     if HAS_BIAS:
-        tl.store(dbias + part.to(tl.int64) * dim + cols, of_bias, mask=cols < dim)
+        tl.store(dbias + part * dim + cols, of_bias, mask=cols < dim)
     if HAS_INITIAL:
         to = dinitial + (batch * dim + cols[None, :]) * (WIDTH - 1) + (t + (WIDTH - 1))[:, None]
         tl.store(to, grad, mask=(t < 0)[:, None] & in_dim)
@@ -315,7 +358,7 @@ def _update_kernel(
     CIRCULAR: step number n lies at n modulo state_len. Otherwise the last state_len steps, the newest at the end.
     A sequence whose row is not one of state has y of NaN.
     """
-    batch = tl.program_id(1).to(tl.int64)
+    across, _, batch = _numbers(tl.cdiv(dim, BC), 1)
     row = batch
     if INDEXED:
         row = tl.load(indices + batch).to(tl.int64)
@@ -326,7 +369,7 @@ def _update_kernel(
     x += batch * x_b
     known = (row >= 0) & (row < rows)
     state += row * s_b
-    cols = tl.program_id(0) * BC + tl.arange(0, BC)
+    cols = across * BC + tl.arange(0, BC)
     if FAR:
         cols = cols.to(tl.int64)
     in_dim = cols < dim

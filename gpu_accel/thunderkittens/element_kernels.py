@@ -11,16 +11,18 @@ from gpu_accel.thunderkittens.quick import exp, sigmoid
 
 @triton.jit
 def _rotary_kernel(
-    x, y, cos, sin, offsets, x_b, x_t, x_h, seqlen, heads, longest, start,
+    x, y, cos, sin, offsets, x_b, x_t, x_h, seqlen, heads, longest, start, blocks,
     DIM: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     BACKWARD: tl.constexpr, OFFSETS: tl.constexpr,
 ):  # fmt: skip
     """ROWS (token, head) pairs of one sequence of x (batch, seqlen, heads, DIM), turned at start + token.
 
+    `blocks` programs a sequence, one after the other: of a grid's other dimensions none may have more than 65535.
     The backward of a rotation is the rotation by the opposite angle. offsets: (batch,) starts that differ.
     """
-    batch = tl.program_id(1).to(tl.int64)
-    pairs = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    program = tl.program_id(0)
+    batch = (program // blocks).to(tl.int64)
+    pairs = (program % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     token = pairs // heads
     head = pairs - token * heads
     there = token < seqlen
@@ -42,35 +44,34 @@ def _rotary_kernel(
 
 @triton.jit
 def _rotary_halves_kernel(
-    x, y, cos, sin, x_b, x_t, x_h, seqlen, heads, pairs, longest, start,
+    x, y, cos, sin, x_b, x_t, x_h, seqlen, heads, pairs, start,
     DIM: tl.constexpr, TOKENS: tl.constexpr, EACH: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
-    """As `_rotary_kernel`, of heads that turn as a whole, in halves, at the same positions in every sequence.
+    """As `_rotary_kernel`, of heads that turn as a whole, in halves, at the same positions in every sequence, all of
+    them in the tables.
 
     TOKENS tokens of EACH of the `pairs` (sequence, head): their angles are loaded once for all, and x once, since each
     half is a tile of its own. One at a time the tables would be as many bytes as x and y, from the L2 cache.
     """
-    pair = tl.program_id(1) * EACH + tl.arange(0, EACH)
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    program, blocks = tl.program_id(0), tl.cdiv(seqlen, TOKENS)
+    pair = program // blocks * EACH + tl.arange(0, EACH)
+    token = program % blocks * TOKENS + tl.arange(0, TOKENS)
     batch, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)  # heads may lie far apart
     cols = tl.arange(0, DIM // 2)
     there = (pair < pairs)[:, None, None] & (token < seqlen)[None, :, None]
     at = (batch * x_b + head * x_h)[:, None, None] + (token.to(tl.int64) * x_t)[None, :, None] + cols[None, None, :]
     first = tl.load(x + at, mask=there, other=0.0)
     second = tl.load(x + at + DIM // 2, mask=there, other=0.0)
-    position = token + start
-    turns = ((token < seqlen) & (position < longest))[:, None]
-    places = position.to(tl.int64)[:, None] * (DIM // 2) + cols[None, :]
-    c = tl.load(cos + places, mask=turns, other=1.0).to(tl.float32)[None, :, :]
-    s = tl.load(sin + places, mask=turns, other=0.0).to(tl.float32)[None, :, :]
+    places = (token + start).to(tl.int64)[:, None] * (DIM // 2) + cols[None, :]
+    c = tl.load(cos + places, mask=(token < seqlen)[:, None], other=1.0).to(tl.float32)[None, :, :]
+    s = tl.load(sin + places, mask=(token < seqlen)[:, None], other=0.0).to(tl.float32)[None, :, :]
     if BACKWARD:
         s = -s
     a, b = first.to(tl.float32), second.to(tl.float32)
     to = (batch * seqlen * heads + head)[:, None, None] + (token.to(tl.int64) * heads)[None, :, None]
     to = y + to * DIM + cols[None, None, :]
-    # tokens beyond the tables are kept, not multiplied: an infinite number would make its partner NaN
-    tl.store(to, tl.where(turns[None, :, :], a * c - b * s, a).to(first.dtype), mask=there)
-    tl.store(to + DIM // 2, tl.where(turns[None, :, :], b * c + a * s, b).to(first.dtype), mask=there)
+    tl.store(to, (a * c - b * s).to(first.dtype), mask=there)
+    tl.store(to + DIM // 2, (b * c + a * s).to(first.dtype), mask=there)
 
 
 @triton.jit
@@ -127,7 +128,8 @@ def _activation(a, KIND: tl.constexpr, NARROW: tl.constexpr):
     else:  # (1 + tanh(u)) / 2 is the sigmoid of 2 u
         s = sigmoid(1.5957691216057308 * a * (1.0 + 0.044715 * a * a), NARROW)
         value = a * s
-        slope = s + value * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * a * a)
+        # where the square of a would be infinite, 1 - s or the value is zero
+        slope = s + value * (1.0 - s) * 1.5957691216057308 * (1.0 + tl.minimum(0.134145 * a * a, 1e9))
     return value, slope
 
 

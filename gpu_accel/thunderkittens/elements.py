@@ -23,8 +23,7 @@ from gpu_accel.thunderkittens.rows import _need, _rows
 
 # Whether heads that turn as a whole, in halves, have a kernel that loads angles once for several heads or sequences.
 HALVES = True
-_MOST_PROGRAMS = 65535  # of a grid, but for its first dimension
-_EACH, _TOKENS = 4, 16  # heads or sequences, and tokens, of a program of it
+_EACH, _TOKENS, _WARPS = 4, 16, 4  # heads or sequences, and tokens, of a program of it
 
 
 @torch.library.custom_op("gpu_accel::tk_rotary", mutates_args=())
@@ -38,25 +37,23 @@ def rotary_op(
     batch, seqlen, heads, dim = x.shape
     block = max(2, next_power_of_2(dim))
     rows = max(1, 2048 // block)
-    whole = not interleaved and offsets is None and dim == block == 2 * cos.shape[1] >= 16
-    halves = HALVES and whole and heads <= _MOST_PROGRAMS
-    most = max(1, _MOST_PROGRAMS * _EACH // heads) if halves and heads > _EACH else _MOST_PROGRAMS  # sequences
+    pairs = batch * heads
+    whole = not interleaved and offsets is None and dim == block == 2 * cos.shape[1] >= 16 and pairs < 2**31
     with _device(x):
-        for at in range(0, batch if x.numel() else 0, most):
-            given, to = x[at : at + most], y[at : at + most]
-            count = given.shape[0]
-            if halves:
-                each, tokens = min(_EACH, next_power_of_2(count * heads)), max(1, min(_TOKENS, 2048 // block))
-                launch(
-                    kernels._rotary_halves_kernel, (-(-seqlen // tokens), -(-count * heads // each)),
-                    (given, to, cos, sin, *x.stride()[:3], seqlen, heads, count * heads, cos.shape[0], start),
-                    dict(DIM=dim, TOKENS=tokens, EACH=each, BACKWARD=backward, num_warps=4),
-                )  # fmt: skip
-                continue
+        if not x.numel():
+            pass
+        elif HALVES and whole and 0 <= start <= cos.shape[0] - seqlen:
+            each, tokens = min(_EACH, next_power_of_2(pairs)), max(1, min(_TOKENS, 2048 // block))
             launch(
-                kernels._rotary_kernel, (-(-seqlen * heads // rows), count),
-                (given, to, cos, sin, None if offsets is None else offsets[at : at + most], *x.stride()[:3], seqlen,
-                 heads, cos.shape[0], start),
+                kernels._rotary_halves_kernel, -(-seqlen // tokens) * -(-pairs // each),
+                (x, y, cos, sin, *x.stride()[:3], seqlen, heads, pairs, start),
+                dict(DIM=dim, TOKENS=tokens, EACH=each, BACKWARD=backward, num_warps=_WARPS),
+            )  # fmt: skip
+        else:
+            blocks = -(-seqlen * heads // rows)
+            launch(
+                kernels._rotary_kernel, blocks * batch,
+                (x, y, cos, sin, offsets, *x.stride()[:3], seqlen, heads, cos.shape[0], start, blocks),
                 dict(DIM=dim, ROTARY=2 * cos.shape[1], INTERLEAVED=interleaved, BLOCK=block, ROWS=rows,
                      BACKWARD=backward, OFFSETS=offsets is not None, num_warps=4),
             )  # fmt: skip

@@ -32,8 +32,9 @@ from gpu_accel.thunderkittens.chunked import _device
 
 @triton.jit
 def _naive_kernel(a, b, c, m, n, k, am, ak, bk, bn, BM: tl.constexpr, BN: tl.constexpr):
-    row = tl.program_id(0) * BM
-    col = tl.program_id(1) * BN
+    program, rows = tl.program_id(0), tl.cdiv(m, BM)  # in one dimension, which alone may have more than 65535
+    row = program % rows * BM
+    col = program // rows * BN
     acc = tl.zeros((BM, BN), tl.float32)
     for at in range(0, k):
         left = tiles.load(tiles.tile(a, row, at, m, k, am, ak, BM, 1)).to(tl.float32)
@@ -71,7 +72,7 @@ def _naive(a: Tensor, b: Tensor) -> Tensor:
     c = a.new_empty(m, n)
     side = 32
     if c.numel():
-        launch(_naive_kernel, (-(-m // side), -(-n // side)), (a, b, c, m, n, k, *a.stride(), *b.stride()),
+        launch(_naive_kernel, -(-m // side) * -(-n // side), (a, b, c, m, n, k, *a.stride(), *b.stride()),
                dict(BM=side, BN=side, num_warps=4))  # fmt: skip
     return c
 

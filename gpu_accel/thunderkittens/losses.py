@@ -29,6 +29,7 @@ GPU_CHECKED = (torch.bfloat16, torch.float16, torch.float32)
 _BLOCK = 4096
 _BACK = 2048  # of a program of the backward
 FOUR = True  # of whole blocks: one largest value for every four logits of a thread
+_WARPS = 4  # of a program that does so
 
 
 def _forward(logits, target, ignore, smoothing, square, cap) -> tuple[Tensor, Tensor]:
@@ -37,7 +38,7 @@ def _forward(logits, target, ignore, smoothing, square, cap) -> tuple[Tensor, Te
     block = min(_BLOCK, max(16, next_power_of_2(classes)))
     warps = max(1, min(8, block // 512))
     four = FOUR and block == _BLOCK
-    block, warps = (block // 4, 4) if four else (block, warps)
+    block, warps = (block // 4, _WARPS) if four else (block, warps)
     if rows:
         launch(kernels._cross_entropy_kernel, rows,
                (logits, target, loss, lse, logits.stride(0), classes, ignore, smoothing, square, cap),

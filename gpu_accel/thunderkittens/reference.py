@@ -255,7 +255,13 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 def gelu_mul(gate: Tensor, up: Tensor, approximate: str) -> Tensor:
     """GEGLU without its products: gelu(gate) * up."""
-    return torch.nn.functional.gelu(gate, approximate=approximate) * up
+    return (gelu_tanh(gate) if approximate == "tanh" else torch.nn.functional.gelu(gate)) * up
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """torch's, with its gradient beyond 5e19 too, where torch multiplies an infinite square by zero."""
+    near = torch.where(x.isfinite(), x.clamp(-1e4, 1e4), x)
+    return torch.where(near == x, torch.nn.functional.gelu(near, approximate="tanh"), torch.nn.functional.relu(x))
 
 
 _MASK32 = 0xFFFFFFFF

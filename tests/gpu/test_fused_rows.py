@@ -92,6 +92,26 @@ def test_gated_activations(kind):
     judge(["y", "da", "db"], lambda b: lambda x, y: elements._gated(x, y, kind, b), pair, [randn(33, 3001, seed=2)])
 
 
+@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+def test_gradients_where_a_square_is_infinite(dtype, kind):
+    sizes = torch.tensor([20.0, 1e4, 1e5, 5e19, 3e38], device="cuda", dtype=dtype)
+    gate = torch.cat([-sizes, sizes]).requires_grad_()
+    elements._gated(gate, torch.ones_like(gate), kind, "portable").sum().backward()
+    assert torch.equal(gate.grad.float().round().abs(), (gate > 0).float())
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "pairs"])
+def test_rotary_of_more_sequences_than_a_grid_has(interleaved):
+    angles, x = randn(9, 16, seed=1), randn(70_000, 2, 5, 32, seed=2)
+    for offsets in (None, torch.arange(70_000, device="cuda") % 5):
+        found, wanted = (
+            elements.rotary(x, angles.cos(), angles.sin(), interleaved=interleaved, offsets=offsets, backend=backend)
+            for backend in ("portable", "reference")
+        )
+        torch.testing.assert_close(found, wanted)
+
+
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "pairs"])
 def test_rotary(interleaved):
     angles = randn(700, 32, seed=1)

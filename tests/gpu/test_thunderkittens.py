@@ -186,6 +186,26 @@ def test_causal_conv1d(dtype, innermost):
         torch.testing.assert_close(a, whole[..., t])
 
 
+@pytest.mark.parametrize("layout", ["walks", "states", "steps"])
+def test_causal_conv1d_of_many_sequences_and_infinite_numbers(layout):
+    """More than the 65535 programs that a grid's other dimensions may have; infinity reaches what it is added to."""
+    x, weight = randn(70_000, 16, 5, seed=1).abs() + 1, randn(16, 3, seed=2).abs() + 1
+    x[69_999, 1, 1], weight[3, 2] = torch.inf, torch.inf
+    dy, state = randn(70_000, 16, 5, seed=3).abs() + 1, randn(70_000, 16, 2, seed=4).abs()
+    if layout != "steps":
+        x, dy = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (x, dy))
+    found = []
+    for backend in ("portable", "reference"):
+        leaves = [t.detach().requires_grad_() for t in (x, weight)]
+        y = causal_conv1d_fn(*leaves, None, None, state if layout == "states" else None, backend=backend)
+        found.append((y, *torch.autograd.grad(y, leaves, dy)))
+        kept = state.clone()
+        found[-1] += (causal_conv1d_update(x[..., 0], kept, weight, backend=backend), kept)
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3, equal_nan=True)
+    assert found[1][0].isinf().any() and not found[1][0].isnan().any()
+
+
 def test_decays_of_retention_in_one_kernel():
     for heads in (1, 16, 100):
         v = randn(2, 200, heads, 64, seed=1, dtype=BF16)

@@ -68,9 +68,10 @@ def test_channels_innermost_and_slices(device):
 @pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
 def test_by_walks(ahead, seqlen, width, bias, activation, device, monkeypatch):
     """Channels side by side; several programs in time, and the steps that they walk beyond their own."""
-    monkeypatch.setattr(c, "_AHEAD", ahead)
-    monkeypatch.setattr(c, "_STEPS", 8)
-    monkeypatch.setattr(c, "_CHANNELS", 16)
+    for way in ("", "_BACK"):
+        monkeypatch.setattr(c, f"{way}_AHEAD", ahead)
+        monkeypatch.setattr(c, f"{way}_STEPS", 8)
+        monkeypatch.setattr(c, f"{way}_CHANNELS", 16)
     wide = randn(2, seqlen, 40, seed=1, device=device)
     tensors = [wide, randn(19, width, seed=2, device=device), randn(19, seed=3, device=device)][: 2 + bias]
 
@@ -80,6 +81,32 @@ def test_by_walks(ahead, seqlen, width, bias, activation, device, monkeypatch):
 
     dy = randn(2, seqlen, 19, seed=5, device=device).transpose(1, 2)
     judge(function, tensors, [dy], ["y", "dx", "dw", "db"][: 3 + bias])
+
+
+@pytest.mark.parametrize(
+    ("layout", "width"), [("walks", 2), ("walks", 4), ("states", 4), ("packed", 3), ("steps", 2)]
+)
+def test_infinity_reaches_what_it_is_added_to_and_no_more(layout, width, device, monkeypatch):
+    """No zero stands in for what is not there, which times infinity is no number. Several programs in time."""
+    for way in ("", "_BACK"):
+        monkeypatch.setattr(c, f"{way}_STEPS", 8)
+    x, weight, bias, initial = make(device, dim=5, seqlen=12, width=width)
+    x, weight = x.abs() + 1, weight.abs() + 1
+    x[0, 1, 8], x[1, 2, 3], weight[3, width - 1] = torch.inf, -torch.inf, torch.inf
+    dy = randn(2, 5, 12, seed=5, device=device).abs() + 1
+    if layout != "steps":
+        x, dy = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (x, dy))
+
+    seq = (torch.arange(12, device=device) >= 9).int().expand(2, 12) if layout == "packed" else None
+
+    def function(backend):
+        return lambda x, w, b, h=None: causal_conv1d_fn(x, w, b, seq, h, backend=backend)
+
+    tensors = [x, weight, bias, initial.abs()][: 4 if layout == "states" else 3]
+    found, wanted = (run(function(backend), tensors, [dy]) for backend in ("portable", "reference"))
+    for name, one, other in zip(("y", "dx", "dw", "db", "dh")[: 1 + len(tensors)], found, wanted, strict=True):
+        assert other.isinf().any() or name in ("db", "dh")
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5, equal_nan=True, msg=lambda m, name=name: name + m)
 
 
 def test_packed_rows_equal_each_alone(device):

@@ -170,6 +170,15 @@ def test_what_does_not_turn_is_kept_beside_numbers_that_are_none(interleaved, de
         assert found[..., :16].isfinite().all()
 
 
+@pytest.mark.parametrize("backend", ["reference", "portable"])
+@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh"])
+def test_gradients_where_a_square_is_infinite(kind, backend, device):
+    sizes = torch.tensor([12.0, 1e4, 1e5, 5e19, 3e38], device=device)
+    gate, up = torch.cat([-sizes, sizes]).requires_grad_(), torch.ones(10, device=device)
+    elements._gated(gate, up, kind, backend).sum().backward()
+    assert torch.equal(gate.grad.round(), torch.cat([torch.zeros(5), torch.ones(5)]).to(device))
+
+
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh"])
 def test_gated_activations(kind, dtype, device):
@@ -275,8 +284,7 @@ def test_tables_of_angles_get_no_gradient_and_say_so(backend):
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "pairs"])
-def test_rotary_of_more_sequences_than_a_grid_has(interleaved, device, monkeypatch):
-    monkeypatch.setattr(elements, "_MOST_PROGRAMS", 3)
+def test_rotary_of_offsets(interleaved, device):
     x = randn(14, 2, 3, 16, seed=1, device=device)
     cos, sin = (randn(9, 8, seed=n, device=device) for n in (2, 3))
     offsets = torch.arange(14, device=device) % 5
