@@ -285,6 +285,7 @@ class Machine:
             num_programs=lambda _: number(self.programs), arange=arange, full=full,
             where=lambda which, a, b: torch.where(torch.as_tensor(which), a, b).as_subclass(Registers),
             exp2=torch.exp2, abs=torch.abs, sum=lambda x, axis: x.sum(axis), max=lambda x, axis: x.amax(axis),
+            min=lambda x, axis: x.amin(axis),
             reshape=lambda x, shape: x.reshape(shape), permute=lambda x, dims: x.permute(dims),
             split=lambda x: x.unbind(-1), join=lambda a, b: torch.stack((a, b), -1),
             convert_layout=lambda x, layout, assert_trivial=False: x, to_tensor=number,

@@ -56,7 +56,7 @@ def _softmax(x, there, z_buf, BY: gl.constexpr, SUMS: gl.constexpr, DTYPE: gl.co
 
     SUMS: and the products of its rows with z_buf.
     """
-    top = gl.max(x, axis=1) if BY > 0 else -gl.max(-x, axis=1)
+    top = gl.max(x, axis=1) if BY > 0 else gl.min(x, axis=1)
     y = gl.exp2(x * BY - (top * BY)[:, None])
     share = there / gl.sum(y, axis=1)
     weight = share
@@ -130,8 +130,9 @@ def _half(
             _load((q_desc, k_desc), (q_bufs.index(at), k_bufs), full, n, head_q, c + 1, late)
         else:
             bar_arrive(READ, 256)
-        top = gl.maximum(top, gl.max(gl.where(causal, s0, float("-inf")), axis=1)) * scale
-        p0 = gl.exp2(gl.where(causal, s0 * scale - top[:, None], float("-inf")))
+        s0 = gl.where(causal, s0, float("-inf"))
+        top = gl.maximum(top, gl.max(s0, axis=1)) * scale
+        p0 = gl.exp2(s0 * scale - top[:, None])
         total = gl.sum(p0, axis=1)
         if HAS_A:
             p0 = p0 * by
