@@ -6,6 +6,8 @@
     averages               a walk over the features, `window` steps late: of values, and what their weights sum to
     o                      softmax in the window, its largest scores on the way, and the sum of both parts
 
+or, on Hopper with a window of 128 and maps of 64 features, all of it in one (`hedgehog_walk_kernel.py`).
+
 `windowed.py` has the formula. Its parts read q and k once more for the largest scores, walk once more for sums of
 weights, and write the window's result. Gradients are by those parts, which are computed again for them.
 """
@@ -21,7 +23,7 @@ from torch import Tensor
 from gpu_accel.compat import INTERPRET
 from gpu_accel.flash_attention3.launch import launch
 from gpu_accel.flash_attention3.problem import check_first_gradient
-from gpu_accel.thunderkittens import chunked, walk_hopper, window_kernels, windowed
+from gpu_accel.thunderkittens import chunked, hedgehog_hopper, walk_hopper, window_kernels, windowed
 
 _ROWS = 16 if INTERPRET else 64
 _ONES = 64  # columns of ones that sum weights up: a tile of the kernels
@@ -29,6 +31,7 @@ _LAUNCH = dict(num_warps=4, num_stages=2)
 _EARLY = True  # what the walk gave is asked for before the window is walked: 568 us for 591 (16 x 2048, 16 heads)
 # What tests/gpu/test_windowed.py has passed on (H200, Triton 3.6.0): "auto" takes these kernels for these dtypes alone.
 CHECKED: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
+WHOLE = False  # whether `hedgehog_walk_kernel` does what it can: not seen on a card yet
 
 
 def refusal(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> str | None:
@@ -72,7 +75,11 @@ def window_op(
     from gpu_accel.thunderkittens.features import hedgehog_op
 
     q, k, v = (chunked._unit(x) for x in (q, k, v))
+    q_map, k_map = chunked._unit(q_map), chunked._unit(k_map)
     factors = [None if x is None else x.float().contiguous() for x in (window_factor, linear_factor)]
+    if WHOLE and hopper and v.numel() and hedgehog_hopper.refusal(q, k, v, q_map, k_map, window, scale) is None:
+        with chunked._device(v):
+            return hedgehog_hopper.attend(q, k, v, q_map, k_map, factors[0], factors[1], scale, windowed.FLOOR)
     batch, seqlen, heads, value_dim = v.shape
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     late = min(window, seqlen)

@@ -5,6 +5,8 @@
     torch       the same chunks as eager torch products (the reference, and the ruler of the check)
     fla         chunk_linear_attn, chunk_simple_gla, chunk_gla, chunk_delta_rule or chunk_gated_delta_rule of
                 flash-linear-attention, where it is installed
+    hopper-given, fla-made    one decay a head, forwards: ours with decays that are there, as fla has them, and fla with
+                decays that are made in every call, as ours makes them
     mamba_ssm            mamba_chunk_scan_combined on the same tensors, chunk 256, where it is installed
     mamba_ssm-fp32-64    the same on float32 tensors with chunk 64: how the paper's script called it, forwards
 
@@ -85,11 +87,18 @@ def _is_delta(case: Case) -> bool:
     return str(case["gate"]).startswith("delta")
 
 
-def _linear(case: Case, backend: str) -> Function:
+def _linear(case: Case, backend: str, given: bool = False) -> Function:
+    """given: decays of heads are made once, and not in every call."""
     if _is_delta(case):
         return lambda q, k, v, beta, g=None: delta.delta_rule(q, k, v, beta, g=g, backend=backend)[0]
 
+    made: list[Tensor] = []
+
     def call(q, k, v, g=None):
+        if given:
+            if not made:
+                made.append(la.retention_decay(q.shape[2], q.device))
+            return la.chunk_simple_gla(q, k, v, g_gamma=made[0], backend=backend)[0]
         if case["gate"] == "decay":
             return la.chunk_retention(q, k, v, backend=backend)[0]
         if case["gate"] == "key":
@@ -99,7 +108,7 @@ def _linear(case: Case, backend: str) -> Function:
     return call
 
 
-def _fla(case: Case) -> Function:
+def _fla(case: Case, given: bool = True) -> Function:
     def corrects(q, k, v, beta, g=None):
         if g is None:
             from fla.ops.delta_rule import chunk_delta_rule
@@ -112,7 +121,7 @@ def _fla(case: Case) -> Function:
     if _is_delta(case):
         return corrects
 
-    decays: list[Tensor] = []  # made once, not in what is timed; ours makes them in every call
+    decays: list[Tensor] = []  # if given made once, not in what is timed; ours makes them in every call
 
     def call(q, k, v, g=None):
         if case["gate"] == "none":
@@ -125,8 +134,8 @@ def _fla(case: Case) -> Function:
             return theirs(q, k, v, g)[0]
         from fla.ops.simple_gla import chunk_simple_gla
 
-        if case["gate"] == "decay" and not decays:
-            decays.append(la.retention_decay(q.shape[2], q.device))
+        if case["gate"] == "decay" and not (given and decays):
+            decays[:] = [la.retention_decay(q.shape[2], q.device)]
         return chunk_simple_gla(q, k, v, g, g_gamma=decays[0] if decays else None)[0]
 
     return call
@@ -184,14 +193,22 @@ def build_attention(case: Case, settings: Settings) -> Workload:
         plain = gla_refusal(values, key_dim) or ""
     elif _is_delta(case):
         why = why or ("" if case["pass"] == "forward" else "gradients of the delta rule are `portable`")
+    no_fla, more = judging.missing("fla", settings), []
+    if case["gate"] == "decay" and case["pass"] == "forward":
+        given, every = "decays made once, as for fla", "decays made in every call, as ours are"
+        more = [
+            made("hopper-given", "ours", _linear(case, "hopper", given=True), why=why, note=given),
+            made("fla-made", "peer", _fla(case, given=False), why=no_fla, note=every),
+        ]
     return Workload(
         implementations=[
             made("hopper", "ours", _linear(case, "hopper"), why=why),
             made("portable", "ours", _linear(case, "portable"), why=plain),
             made("torch", "reference", eager, note="chunks of 64 as eager products"),
-            made("fla", "peer", _fla(case), why=judging.missing("fla", settings)),
+            made("fla", "peer", _fla(case), why=no_fla),
+            *more,
         ],
-        baselines=("fla", "torch"),
+        baselines=("fla", *(["fla-made"] if more else []), "torch"),
         flops=steps * 4.0 * key_dim * value_dim * (1 if case["pass"] == "forward" else 2.5),
         bytes_moved=steps * moved * itemsize + gates * (1 if case["pass"] == "forward" else 2),
     )

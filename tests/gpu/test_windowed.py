@@ -7,7 +7,7 @@ import torch
 
 from gpu_accel.errors import UnsupportedError
 from gpu_accel.testing import assert_close_to_truth, default_floor, generator
-from gpu_accel.thunderkittens import windowed
+from gpu_accel.thunderkittens import hedgehog_fused, hedgehog_hopper, windowed
 from gpu_accel.thunderkittens.features import fused_chunk_based, hedgehog_attention
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -86,6 +86,43 @@ def test_hedgehog_in_one_kernel(seqlen, window, key_dim, value_dim, dtype, backe
         )  # fmt: skip
 
     judge(NAMES, function, backend, *hedgehog_inputs(2, seqlen, 16, key_dim, value_dim, 64, dtype))
+
+
+# whole chunks and a tail, fewer steps than a window and than a chunk, padded K and V, heads that share queries, more
+# programs than SMs
+@hopper
+@pytest.mark.parametrize(("batch", "seqlen", "heads", "group", "key_dim", "value_dim", "factors"), [
+    pytest.param(2, 1000, 8, 1, 128, 128, True, id="T1000"),
+    pytest.param(2, 512, 4, 2, 128, 128, False, id="T512-shared"),
+    pytest.param(1, 300, 4, 1, 64, 72, True, id="T300-K64-V72"),
+    pytest.param(1, 4109, 2, 1, 40, 128, False, id="T4109-K40"),
+    pytest.param(2, 100, 4, 1, 128, 128, True, id="T100"),
+    pytest.param(1, 1, 3, 1, 128, 128, True, id="T1"),
+    pytest.param(16, 577, 16, 1, 128, 128, False, id="T577-256-programs"),
+])  # fmt: skip
+def test_hedgehog_in_one_walk(batch, seqlen, heads, group, key_dim, value_dim, factors, monkeypatch):
+    """Of views between NaN; every launch gives the same bits."""
+    monkeypatch.setattr(hedgehog_fused, "WHOLE", True)
+    given, _ = hedgehog_inputs(batch, seqlen, heads, key_dim, value_dim, 64, BF16)
+    if group > 1:
+        given[2] = randn(batch, seqlen, heads * group, value_dim, seed=3, dtype=BF16)
+    given = given if factors else given[:5]
+    between = [torch.full((x.shape[0], x.shape[1] + 2, *x.shape[2:]), torch.nan, dtype=BF16, device="cuda")
+               for x in given[:3]]  # fmt: skip
+    views = [x[:, 1:-1].copy_(y) for x, y in zip(between, given[:3], strict=True)]
+    scale = key_dim**-0.5
+    assert hedgehog_hopper.refusal(*views, *given[3:5], 128, scale) is None
+    options = [*views, *given[3:], None, None][:7]
+    outs = [hedgehog_fused.window_op(*options, 128, scale, True) for _ in range(5)]
+    assert all(torch.equal(x, outs[0]) for x in outs)
+
+    def reference(*tensors):
+        factors = dict(zip(("window_factor", "linear_factor"), tensors[5:], strict=False))
+        return hedgehog_attention(*tensors[:5], window=128, backend="reference", **factors)
+
+    for i in {0, batch - 1}:
+        part = [x[i : i + 1] for x in given[:3]] + given[3:]
+        assert_close_to_truth("o", outs[0][i : i + 1], reference(*(x.double() for x in part)), reference(*part))
 
 
 @hopper

@@ -101,7 +101,7 @@ def gla(dtype: torch.dtype, key_dim: int, value_dim: int, packed: bool) -> None:
 
 
 def maps(dtype: torch.dtype, value_dim: int) -> None:
-    from gpu_accel.thunderkittens import based_hopper, features, hedgehog_fused, windowed
+    from gpu_accel.thunderkittens import based_hopper, features, hedgehog_fused, hedgehog_hopper, windowed
 
     q, v = torch.empty(1, 4096, 16, 16, dtype=dtype), torch.empty(1, 4096, 16, value_dim, dtype=dtype)
     based_hopper.walk(q, q, v, 0.25, False)
@@ -111,6 +111,7 @@ def maps(dtype: torch.dtype, value_dim: int) -> None:
     mapping = torch.empty(16, 128, 64, dtype=dtype)
     short = wide[:, :100]
     hedgehog_fused.window_op._init_fn(short, short, short, mapping, mapping, None, None, 128, 0.1, True)
+    hedgehog_hopper.attend(wide, wide, wide, mapping, mapping, None, None, 0.1, 1e-6)
     a = torch.empty(1, 4096, 16)
     windowed.mix_op._init_fn(wide, wide[:, 100:], a, a)
     windowed.mix_backward_op._init_fn(wide, wide, wide[:, 100:], a, a)

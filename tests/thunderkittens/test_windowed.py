@@ -7,8 +7,9 @@ import torch
 
 import gpu_accel.thunderkittens as tk
 from gpu_accel.errors import InvalidInputError, UnsupportedError
-from gpu_accel.thunderkittens import windowed
+from gpu_accel.thunderkittens import hedgehog_fused, hedgehog_hopper, windowed
 from gpu_accel.thunderkittens.features import fused_chunk_based, hedgehog_attention, hedgehog_features, hedgehog_op
+from tests import gluon_in_torch
 from tests.thunderkittens.helpers import close, randn, run
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -94,6 +95,33 @@ def test_hedgehog_with_a_window_in_one_kernel(seqlen, window, group, device):
     mine = run(hedgehog(window, "portable", fused=True), given, grads)
     truth = run(hedgehog_truth(window), given, grads, torch.float64)
     judge(NAMES, mine, truth, run(hedgehog(window, "reference"), given, grads))
+
+
+# two blocks behind the window and a tail, with factors; the window has all; K and V that are padded, heads that share
+@pytest.mark.parametrize(("seqlen", "key_dim", "value_dim", "group", "factors"), [
+    (270, 128, 128, 1, True), (70, 64, 128, 1, False), (200, 40, 72, 2, True)
+])  # fmt: skip
+def test_hedgehog_in_one_walk(seqlen, key_dim, value_dim, group, factors, monkeypatch):
+    """The Hopper kernel as it stands, in torch."""
+    given, _ = tensors(seqlen, 1, key_dim, value_dim, 64, "cpu", BF16, group)
+    given = given if factors else given[:5]
+    monkeypatch.setattr(hedgehog_fused, "WHOLE", True)
+    monkeypatch.setattr(hedgehog_hopper, "machine_refusal", lambda _: None)
+    options = [*given, None, None][:7]
+    with gluon_in_torch.kernels_on_a_cpu() as done:
+        o = hedgehog_fused.window_op(*options, 128, key_dim**-0.5, True)
+    assert done == ["hedgehog_walk_kernel"]
+    close("o", o, hedgehog_truth(128)(*(x.double() for x in given)), hedgehog(128, "reference")(*given), narrow=True)
+
+
+def test_what_the_walk_refuses():
+    q, m = torch.zeros(1, 300, 2, 64, dtype=BF16), torch.zeros(2, 64, 64, dtype=BF16)
+
+    def why(q=q, v=q, m=m, window=128, scale=0.1):
+        return hedgehog_hopper.size_refusal(q, v, m, window, scale)
+
+    assert why() is None and "window has 128" in why(window=64) and "64 features" in why(m=m[..., :32])
+    assert "K must be" in why(q=q[..., :12]) and "above 0" in why(scale=-1.0) and "above 0" in why(scale=0.0)
 
 
 def test_one_kernel_is_refused_where_it_is_not(device):
