@@ -9,11 +9,13 @@ Values must be finite: a NaN or Inf of k or v reaches rows of its chunk before i
 padding.
 
     gpu_accel::tk_delta(q, k, v, g, beta, initial, cu_seqlens, scale, chunk) -> (o, final state)
-    gpu_accel::tk_delta_hopper(...) -> the same, with the walk of `delta_walk_kernel`
-    gpu_accel::tk_delta_backward(do, dfinal, ...) -> (dq, dk, dv, dg, dbeta, dinitial)
+    gpu_accel::tk_delta_hopper(...) -> the same, by `delta_solve_kernel` and `delta_walk_kernel`
+    gpu_accel::tk_delta_backward(do, dfinal, ..., hopper) -> (dq, dk, dv, dg, dbeta, dinitial)
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import Tensor
@@ -32,20 +34,21 @@ from gpu_accel.thunderkittens.linear import (
     _validate,
     choose,
 )
+from gpu_accel.thunderkittens.walk_hopper import gate_vectors
 
 # What its tests in tests/gpu have passed on (H100, float16 on an H200; Triton 3.6.0): "auto" takes the kernels for that
 # alone. In float16 a gated one had gradients of beta that ptxas had made wrong (see `delta_kernels._inputs_kernel`).
 GPU_CHECKED = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_KEY = 128  # one program holds a state of K rows
 # How kernels are launched, and otherwise in bfloat16, unless sequences are packed, where it is faster: us, for those
-# with 8 warps and 2 stages (8 x 2048 steps, 16 heads, K and V 128, with gates, on an H200); the same bits.
+# with 8 warps and 2 stages (8 x 2048 steps, 16 heads, K and V 128, with gates, on an H200).
 _LAUNCH = dict(num_warps=8, num_stages=2)
 _IN_BFLOAT16 = {
-    "_solve_kernel": dict(num_warps=4),  # 235 for 489: two programs an SM
+    "_solve_kernel": dict(num_warps=4, maxnreg=168),  # 201 for 489: three programs an SM; 235 with 255 registers
     "_walk_kernel": dict(num_warps=4),  # 125 for 194, with states in float32 152 for 205
     "_walk_back_kernel": dict(num_stages=3),  # 319 for 342, and 382 with 4 warps
-    "_dqk_kernel": dict(num_stages=3),  # 760 for 817
-    "_inputs_kernel": dict(num_stages=3),  # 467 for 480
+    "_dqk_kernel": dict(num_warps=4, num_stages=1),  # 469 for 817
+    "_inputs_kernel": dict(num_warps=4, BV=32),  # 376 for 480
 }
 
 
@@ -67,11 +70,15 @@ class _Call:
             BV=_tile(v), HAS_G=g is not None, VARLEN=cu_seqlens is not None,
             PRECISION=chunked.precision(v.dtype),
         )  # fmt: skip
-        self.dtype = v.dtype
+        self.dtype, self.device = v.dtype, v.device
         self.chunks = self.places.total * self.heads  # programs of the kernels that take all chunks at once
         self.walks = self.places.sequences * self.heads * self.blocks_v
         self.sizes = (self.places.seqlen, self.places.chunks)
         self.any = bool(self.chunks and self.places.seqlen)
+
+    def made(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Rows beyond packed sequences are written by nobody."""
+        return (torch.empty if self.places.cu is None else torch.zeros)(shape, dtype=dtype, device=self.device)
 
     def faster(self, kernel) -> dict:
         """Packed sequences were not seen with it on a GPU."""
@@ -95,18 +102,45 @@ def _solve(call: _Call, k, v, g, beta, *, keep: bool = False):
     return inverse, decay, fresh
 
 
-def _walk(call: _Call, k, v, g, decay, fresh, initial, *, exact: bool):
-    """(u, states that enter every chunk, state at the end)."""
+def _walk(call: _Call, k, v, g, decay, fresh, initial, *, exact: bool, low: Tensor | None = None):
+    """(u, states that enter every chunk, state at the end). low: for what their dtype leaves of states."""
     shape = (call.heads, call.key_dim, call.value_dim)
     states = v.new_empty((call.places.total, *shape), dtype=chunked.state_dtype(v.dtype, exact))
     final = v.new_empty((call.places.sequences, *shape), dtype=torch.float32)
     u = v.new_empty(v.shape)
     if call.walks:
         call.launch(delta_kernels._walk_kernel, call.walks,
-                    (k, g, decay, fresh, initial, states, u, final, *call.places.tables()[:2], *chunked._strides(k),
-                     *chunked._strides(g), *call.sizes, call.places.sequences, call.heads, call.group),
+                    (k, g, decay, fresh, initial, states, low, u, final, *call.places.tables()[:2],
+                     *chunked._strides(k), *chunked._strides(g), *call.sizes, call.places.sequences, call.heads,
+                     call.group),
                     HAS_INITIAL=initial is not None)  # fmt: skip
     return u, states, final
+
+
+def _in_chunks(call: _Call, do, q, k, v, g, beta, u, du, inverse, states, dstates, scale: float):
+    """(dq, dk, dv, dbeta, dg) of what the walk back made."""
+    rows, want_dg = v.shape[:3], g is not None
+    dq, dk = (call.made(*rows, call.key_dim, dtype=q.dtype if call.group == 1 else torch.float32) for _ in range(2))
+    direct = call.made(*rows, call.key_dim)  # what dk has but through U
+    dv, dbeta, dg = call.made(*v.shape, dtype=v.dtype), call.made(*rows), call.made(*(rows if want_dg else (0,)))
+    most = 32 if v.dtype == torch.float32 else 64
+    smaller = {"BK": chunked._block(call.key_dim, most), "BV": chunked._block(call.value_dim, most)}
+    blocks_k = -(-call.key_dim // smaller["BK"])
+    planes = call.made(blocks_k if want_dg else 0, *rows)
+    if call.any:
+        tables, kernel = call.places.tables(), chunked_kernels._dqk_kernel
+        strides = [s for x in (q, k, u, g, None, do) for s in chunked._strides(x)]
+        launch(kernel, call.chunks * blocks_k,
+               (q, k, u, g, None, do, states, dstates, dq, direct, planes, *tables, *strides, *call.sizes, call.heads,
+                call.group, scale, v.shape[0] * v.shape[1]),
+               chunked._options(q, v, g, None, call.places.cu, call.options["BT"]) | smaller
+               | {"WANT_DG": want_dg, "WHOLE": want_dg, "num_warps": chunked._DQK_WARPS,
+                  "num_stages": chunked.copies_ahead(v.dtype)} | call.faster(kernel))  # fmt: skip
+        strides = [s for x in (k, v, g, beta) for s in chunked._strides(x)]
+        call.launch(delta_kernels._inputs_kernel, call.chunks,
+                    (k, v, g, beta, inverse, u, du, states, direct, planes, dk, dv, dg, dbeta, *tables, *strides,
+                     *call.sizes, call.heads, call.group, v.shape[0] * v.shape[1]), PLANES=planes.shape[0])  # fmt: skip
+    return dq, dk, dv, dbeta, dg
 
 
 @torch.library.custom_op("gpu_accel::tk_delta", mutates_args=())
@@ -142,8 +176,12 @@ def delta_hopper_op(
         final = v.new_zeros(chunked._state_shape(k, v, None), dtype=torch.float32)
         return v.new_empty(v.shape), final if initial is None else final.copy_(initial)
     with chunked._device(v):
+        if delta_hopper.SOLVES:
+            return delta_hopper.forward(q, k, v, g, beta, initial, scale)
         _, decay, fresh = _solve(_Call(k, v, g, None, chunk), k, v, g, beta)
-        return delta_hopper.forward(q, k, v, g, decay, fresh, initial, scale)
+        sums, _ = gate_vectors(g, None, v, -(-v.shape[1] // chunk))
+        pairs = delta_hopper.pairs_of(q, k, g, v, scale)
+        return delta_hopper.walk(q, k, decay, fresh, sums, pairs, initial, scale, gated=g is not None)
 
 
 @delta_hopper_op.register_fake
@@ -155,61 +193,45 @@ def _(q, k, v, g, beta, initial, cu_seqlens, scale, chunk):
 @torch.library.custom_op("gpu_accel::tk_delta_backward", mutates_args=())
 def delta_backward_op(
     do: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor,
-    initial: Tensor | None, cu_seqlens: Tensor | None, scale: float, chunk: int,
+    initial: Tensor | None, cu_seqlens: Tensor | None, scale: float, chunk: int, hopper: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k, v, g (empty without gates), beta and initial."""
+    """Gradients of q, k, v, g (empty without gates), beta and initial; hopper: of what `tk_delta_hopper` took."""
     do, q, k, v = (chunked._unit(x) for x in (do, q, k, v))
     initial, dfinal = (None if x is None else x.contiguous() for x in (initial, dfinal))
     call = _Call(k, v, g, cu_seqlens, chunk)
-    want_dg = g is not None
-    fresh_like = torch.empty if cu_seqlens is None else torch.zeros
-
-    def made(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return fresh_like(shape, dtype=dtype, device=v.device)
-
-    rows = v.shape[:3]
-    dq, dk, through = (made(*rows, call.key_dim) for _ in range(3))
-    dv, du = made(*v.shape, dtype=v.dtype), made(*v.shape, dtype=v.dtype)
-    dbeta, gates = made(*rows), made(*(rows if want_dg else (0,)))
-    dstates = v.new_empty((call.places.total, call.heads, call.key_dim, call.value_dim),
-                          dtype=chunked.state_dtype(v.dtype, want_dg))  # fmt: skip
-    dinitial = v.new_empty((call.places.sequences, *dstates.shape[1:]), dtype=torch.float32)
-    most = 32 if v.dtype == torch.float32 else 64
-    smaller = {"BK": chunked._block(call.key_dim, most), "BV": chunked._block(call.value_dim, most)}
-    blocks_k = -(-call.key_dim // smaller["BK"])
-    planes = made(blocks_k if want_dg else 0, *rows)
+    solves = hopper and delta_hopper.SOLVES and bool(v.numel())
+    in_chunks = solves and delta_hopper.GRADIENTS and delta_hopper.back_refusal(q, v) is None
+    exact = g is not None and not in_chunks
+    shape = (call.heads, call.key_dim, call.value_dim)
+    dstates = v.new_empty((call.places.total, *shape), dtype=chunked.state_dtype(v.dtype, exact))
+    low, dlow = (torch.empty_like(dstates) if in_chunks and g is not None else None for _ in range(2))
+    dinitial = v.new_empty((call.places.sequences, *shape), dtype=torch.float32)
+    du = call.made(*v.shape, dtype=v.dtype)
     with chunked._device(v):
-        inverse, decay, fresh = _solve(call, k, v, g, beta, keep=True)
-        u, states, _ = _walk(call, k, v, g, decay, fresh, initial, exact=want_dg)
-        tables = call.places.tables()
+        if solves:
+            decay, fresh, lines, _, inverse = delta_hopper.solve(None, k, v, g, beta, scale, keep=True)
+        else:
+            inverse, decay, fresh = _solve(call, k, v, g, beta, keep=True)
+        u, states, _ = _walk(call, k, v, g, decay, fresh, initial, exact=exact, low=low)
         if call.walks:
             strides = [s for x in (q, k, g, do) for s in chunked._strides(x)]
             call.launch(delta_kernels._walk_back_kernel, call.walks,
-                        (q, k, g, decay, do, dfinal, dstates, du, dinitial, *tables[:2], *strides, *call.sizes,
-                         call.places.sequences, call.heads, call.group, scale),
+                        (q, k, g, decay, do, dfinal, dstates, dlow, du, dinitial, *call.places.tables()[:2], *strides,
+                         *call.sizes, call.places.sequences, call.heads, call.group, scale),
                         HAS_FINAL=dfinal is not None)  # fmt: skip
-        if call.any:
-            strides = [s for x in (q, k, u, g, None, do) for s in chunked._strides(x)]
-            kernel = chunked_kernels._dqk_kernel
-            launch(kernel, call.chunks * blocks_k,
-                   (q, k, u, g, None, do, states, dstates, dq, dk, planes, *tables, *strides, *call.sizes, call.heads,
-                    call.group, scale, v.shape[0] * v.shape[1]),
-                   chunked._options(q, v, g, None, cu_seqlens, chunk) | smaller
-                   | {"WANT_DG": want_dg, "WHOLE": want_dg, "num_warps": chunked._DQK_WARPS,
-                      "num_stages": chunked.copies_ahead(v.dtype)} | call.faster(kernel))  # fmt: skip
-            strides = [s for x in (k, v, g, beta) for s in chunked._strides(x)]
-            call.launch(delta_kernels._inputs_kernel, call.chunks,
-                        (k, v, g, beta, inverse, u, du, states, through, dv, gates, dbeta, *tables, *strides,
-                         *call.sizes, call.heads, call.group))  # fmt: skip
-    dk += through
+        if in_chunks:
+            dq, dk, dv, dbeta, dg = delta_hopper.gradients(
+                q, k, v, u, do, du, inverse, (states, low), (dstates, dlow), *lines, scale
+            )
+        else:
+            dq, dk, dv, dbeta, dg = _in_chunks(call, do, q, k, v, g, beta, u, du, inverse, states, dstates, scale)
     if call.group > 1:
         dq, dk = (x.unflatten(2, (q.shape[2], call.group)).sum(3) for x in (dq, dk))
-    dg = gates + planes.sum(0) if want_dg else gates
     return dq.to(q.dtype), dk.to(k.dtype), dv, dg, dbeta, dinitial
 
 
 @delta_backward_op.register_fake
-def _(do, dfinal, q, k, v, g, beta, initial, cu_seqlens, scale, chunk):
+def _(do, dfinal, q, k, v, g, beta, initial, cu_seqlens, scale, chunk, hopper=False):
     wide = torch.float32
     return (
         q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape),
@@ -228,16 +250,18 @@ def _save(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx, do, dfinal):
+def _gradients(ctx, do, dfinal, hopper=False):
     q, k, v, g, beta, initial, cu_seqlens = ctx.saved_tensors
     do = v.new_zeros(ctx.shape) if do is None else do
     need = ctx.needs_input_grad
-    dq, dk, dv, dg, dbeta, dinitial = delta_backward_op(do, dfinal, q, k, v, g, beta, initial, cu_seqlens, *ctx.scalars)
+    dq, dk, dv, dg, dbeta, dinitial = delta_backward_op(
+        do, dfinal, q, k, v, g, beta, initial, cu_seqlens, *ctx.scalars, hopper
+    )
     return dq, dk, dv, dg if need[3] else None, dbeta, dinitial if need[5] else None, None, None, None
 
 
 delta_op.register_autograd(_gradients, setup_context=_save)
-delta_hopper_op.register_autograd(_gradients, setup_context=_save)
+delta_hopper_op.register_autograd(functools.partial(_gradients, hopper=True), setup_context=_save)
 
 
 def _unit_length(x: Tensor) -> Tensor:

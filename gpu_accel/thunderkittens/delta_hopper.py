@@ -1,4 +1,4 @@
-"""Host side of `delta_walk_kernel`: which calls it takes, tensor maps and the launch."""
+"""Host side of `delta_solve_kernel` and `delta_walk_kernel`: which calls they take, tensor maps and launches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from gpu_accel.thunderkittens.walk_hopper import CHUNK, _line_map, gate_vectors,
 COLUMNS = 64  # of v that a program takes
 # Chunks ahead, of K up to 64 and up to 128: two programs an SM and one. With one stage three fit at K = 128.
 STAGES = {64: 2, 128: 2}
-_quick: list[QuickLaunch] = []
+# Whether chunks are solved by `delta_solve_kernel`; no GPU has seen it.
+SOLVES = False
+GRADIENTS = False  # and gradients in a chunk by `delta_back_kernel`
+REGISTERS = 168  # of a thread that solves: three programs an SM
+_quick: dict[str, QuickLaunch] = {}
 
 
 def refusal(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, chunk: int) -> str | None:
@@ -29,37 +33,131 @@ def auto_refusal(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, chunk: int) ->
     return refusal(q, v, cu_seqlens, chunk)
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, decay: Tensor, fresh: Tensor, initial: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(o (batch, seqlen, heads, V), final state (batch, heads, K, V) float32) of what `delta._solve` made."""
-    from gpu_accel.thunderkittens import delta_walk_kernel
+def solve(
+    q: Tensor | None, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, scale: float, *, keep: bool = False
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], Tensor, Tensor]:
+    """(decay, fresh, sums of gates and beta in lines, pairs (batch, rows, heads, 64), T (batch, seqlen, heads, 64)).
 
-    if not _quick:
-        _quick.append(QuickLaunch(delta_walk_kernel.delta_walk_kernel))
-    q, k = addressable(q), addressable(k)
+    rows: whole chunks. Pairs of q, with `keep` T, a row a step; else they are no tensors of their own.
+    """
+    from gpu_accel.thunderkittens import delta_solve_kernel
+
+    if "solve" not in _quick:
+        _quick["solve"] = QuickLaunch(delta_solve_kernel.delta_solve_kernel)
+    k, v = addressable(k), addressable(v)
     batch, seqlen, heads, value_dim = v.shape
+    heads_q, key_dim = k.shape[2:]
+    chunks, block, tile = triton.cdiv(seqlen, CHUNK), *(64 if n <= 64 else 128 for n in (key_dim, value_dim))
+    decay, fresh = v.new_empty((*v.shape[:3], key_dim)), v.new_empty(v.shape)
+    sums, strengths = gate_vectors(g, beta, v, chunks)
+    pairs = fresh if q is None else q.new_empty((batch, heads, chunks * CHUNK, CHUNK)).transpose(1, 2)
+    inverse = v.new_empty((*v.shape[:3], CHUNK)) if keep else fresh
+    maps = [tensor_map(x, CHUNK, n) for x, n in ((k if q is None else addressable(q), block), (k, block), (v, tile))]
+    made = [tensor_map(x, CHUNK, n) for x, n in ((decay, block), (fresh, tile), (pairs, CHUNK), (inverse, CHUNK))]
+    _quick["solve"](
+        (REGISTERS,), batch * heads * chunks,
+        (*maps, _line_map(sums), _line_map(strengths), *made, chunks, heads, heads // heads_q,
+         triton.cdiv(value_dim, tile), scale),
+        dict(BK=block, BV=tile, GATED=g is not None, PAIRS=q is not None, KEEP=keep),
+        dict(num_warps=4, maxnreg=REGISTERS),
+    )  # fmt: skip
+    return decay, fresh, (sums, strengths), pairs, inverse
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, initial: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(o (batch, seqlen, heads, V), final state (batch, heads, K, V) float32)."""
+    decay, fresh, (sums, _), pairs, _ = solve(q, k, v, g, beta, scale)
+    return walk(q, k, decay, fresh, sums, pairs, initial, scale, gated=g is not None)
+
+
+def pairs_of(q: Tensor, k: Tensor, g: Tensor | None, v: Tensor, scale: float) -> Tensor:
+    """Pairs as `solve` makes them, in plain Triton."""
+    batch, seqlen, heads = v.shape[:3]
     heads_q, key_dim = q.shape[2:]
-    chunks, block = triton.cdiv(seqlen, CHUNK), 64 if key_dim <= 64 else 128
+    chunks = triton.cdiv(seqlen, CHUNK)
     pairs = q.new_empty((batch, heads, chunks * CHUNK, CHUNK)).transpose(1, 2)
     strides = [s for x in (q, k) for s in x.stride()[:3]] + ([0, 0, 0] if g is None else list(g.stride()))
     launch(
         delta_kernels._pairs_kernel, batch * heads * chunks,
         (q, k, g, pairs, *strides, seqlen, chunks, heads, heads // heads_q, scale),
-        dict(K=key_dim, BT=CHUNK, BK=block, HAS_G=g is not None, PRECISION="tf32", num_warps=4, num_stages=1),
+        dict(K=key_dim, BT=CHUNK, BK=64 if key_dim <= 64 else 128, HAS_G=g is not None, PRECISION="tf32", num_warps=4,
+             num_stages=1),
     )  # fmt: skip
-    sums, _ = gate_vectors(g, None, v, chunks)
-    o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    final = torch.empty((batch, heads, key_dim, value_dim), dtype=torch.float32, device=v.device)
+    return pairs
+
+
+def walk(
+    q: Tensor, k: Tensor, decay: Tensor, fresh: Tensor, sums: Tensor, pairs: Tensor, initial: Tensor | None,
+    scale: float, *, gated: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(o (batch, seqlen, heads, V), final state (batch, heads, K, V) float32) of what a chunk solved."""
+    from gpu_accel.thunderkittens import delta_walk_kernel
+
+    if "walk" not in _quick:
+        _quick["walk"] = QuickLaunch(delta_walk_kernel.delta_walk_kernel)
+    q, k = addressable(q), addressable(k)
+    batch, seqlen, heads, value_dim = fresh.shape
+    heads_q, key_dim = q.shape[2:]
+    chunks, block = triton.cdiv(seqlen, CHUNK), 64 if key_dim <= 64 else 128
+    o = torch.empty(fresh.shape, dtype=fresh.dtype, device=fresh.device)
+    final = torch.empty((batch, heads, key_dim, value_dim), dtype=torch.float32, device=fresh.device)
     tiles = triton.cdiv(value_dim, COLUMNS)
     maps = [tensor_map(x, CHUNK, n) for x, n in ((decay, block), (q, block), (k, block), (pairs, CHUNK),
                                                  (fresh, COLUMNS))]  # fmt: skip
     given = final if initial is None else initial
-    _quick[0](
+    _quick["walk"](
         (given.data_ptr() % 16 == 0,), batch * heads * tiles,
         (*maps, _line_map(sums), tensor_map(o, CHUNK, COLUMNS), given, final,
          chunks, heads, heads // heads_q, tiles, key_dim, value_dim, scale, int(initial is not None), 0),
-        dict(BK=block, STAGES=STAGES[block], GATED=g is not None), dict(num_warps=4),
+        dict(BK=block, STAGES=STAGES[block], GATED=gated), dict(num_warps=4),
     )  # fmt: skip
     return o, final
+
+
+def back_refusal(q: Tensor, v: Tensor) -> str | None:
+    """Why `delta_back_kernel` cannot make the gradients of a forward that these kernels took, or None."""
+    if v.shape[3] > 128:
+        return f"its tiles of states hold 128 columns of v, not {v.shape[3]}"
+    return None if q.shape[2] == v.shape[2] else "gradients of heads that share q and k are summed up in float32"
+
+
+def _state_map(x: Tensor, rows: int, cols: int):
+    """TMA map over states (chunks, heads, K, V), a state a block."""
+    return tensor_map(x.transpose(1, 2), rows, cols)
+
+
+def gradients(
+    q: Tensor, k: Tensor, v: Tensor, u: Tensor, do: Tensor, du: Tensor, inverse: Tensor,
+    states: tuple[Tensor, Tensor | None], dstates: tuple[Tensor, Tensor | None], sums: Tensor, strengths: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dq, dk, dv, dbeta, dg, which is empty without gates) of what a walk back made.
+
+    states, dstates: (chunks, heads, K, V), and with gates what bfloat16 leaves of them.
+    """
+    from gpu_accel.thunderkittens import delta_back_kernel
+
+    if "back" not in _quick:
+        _quick["back"] = QuickLaunch(delta_back_kernel.delta_back_kernel)
+    q, k, v, do = (addressable(x) for x in (q, k, v, do))
+    batch, seqlen, heads, value_dim = v.shape
+    key_dim, chunks = q.shape[3], triton.cdiv(seqlen, CHUNK)
+    block, tile = (64 if n <= 64 else 128 for n in (key_dim, value_dim))
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    dbeta = torch.empty(v.shape[:3], dtype=torch.float32, device=v.device)
+    (high, low), (dhigh, dlow) = states, dstates
+    gated = low is not None
+    dg = torch.empty_like(dbeta) if gated else dbeta.new_empty(0)
+    wide = {"q": (q, block), "k": (k, block), "v": (v, tile), "u": (u, tile), "do": (do, tile), "du": (du, tile)}
+    maps = [tensor_map(x, CHUNK, n) for x, n in (*wide.values(), (inverse, CHUNK))]
+    maps += [_state_map(x, block, tile) for x in (high, dhigh, dhigh if dlow is None else dlow)]
+    made = [tensor_map(x, CHUNK, n) for x, n in ((dq, block), (dk, block), (dv, tile))]
+    _quick["back"](
+        (), batch * heads * chunks,
+        (*maps, _line_map(sums), _line_map(strengths), *made, high if low is None else low, dbeta,
+         dg if gated else dbeta, seqlen, chunks, heads, scale, key_dim, value_dim),
+        dict(BK=block, BV=tile, GATED=gated), dict(num_warps=8),
+    )  # fmt: skip
+    return dq, dk, dv, dbeta, dg

@@ -138,13 +138,24 @@ def _pairs_kernel(
 
 
 @triton.jit
+def _store_state(states, low, at, acc, mask):
+    rounded = acc.to(states.dtype.element_ty)
+    tl.store(states + at, rounded, mask=mask)
+    if low is not None:
+        tl.store(low + at, (acc - rounded.to(tl.float32)).to(low.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _walk_kernel(
-    k, g, decay, fresh, initial, states, u, final, cu_seqlens, chunk_offsets,
+    k, g, decay, fresh, initial, states, low, u, final, cu_seqlens, chunk_offsets,
     k_b, k_t, k_h, g_b, g_t, g_h, seqlen, chunks, sequences, heads, group,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     HAS_G: tl.constexpr, HAS_INITIAL: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """u (batch, seqlen, heads, V); states (chunks, heads, K, V); final (sequences, heads, K, V) float32."""
+    """u (batch, seqlen, heads, V); states (chunks, heads, K, V); final (sequences, heads, K, V) float32.
+
+    low: None, or what is left of states, in their dtype.
+    """
     blocks_v: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     block_v = program % blocks_v
@@ -174,8 +185,7 @@ def _walk_kernel(
     if HAS_INITIAL:
         acc = tl.load(initial + own + tile, mask=tile_mask, other=0.0).to(tl.float32)
     for chunk in range(0, (length + BT - 1) // BT):
-        to = states + ((chunk0 + chunk) * heads + head) * (K * V) + tile
-        tl.store(to, acc.to(states.dtype.element_ty), mask=tile_mask)
+        _store_state(states, low, ((chunk0 + chunk) * heads + head) * (K * V) + tile, acc, tile_mask)
         rows = (chunk * BT + tl.arange(0, BT)).to(tl.int64)
         mask = rows < length
         kt = tl.load(k + rows[None, :] * k_t + cols_k[:, None], mask=mask[None, :] & (cols_k < K)[:, None], other=0.0)
@@ -196,12 +206,15 @@ def _walk_kernel(
 
 @triton.jit
 def _walk_back_kernel(
-    q, k, g, decay, do, dfinal, dstates, du, dinitial, cu_seqlens, chunk_offsets,
+    q, k, g, decay, do, dfinal, dstates, low, du, dinitial, cu_seqlens, chunk_offsets,
     q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, do_b, do_t, do_h, seqlen, chunks, sequences, heads, group, scale,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     HAS_G: tl.constexpr, HAS_FINAL: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """du (batch, seqlen, heads, V); dstates (chunks, heads, K, V): of what leaves every chunk; dinitial."""
+    """du (batch, seqlen, heads, V); dstates (chunks, heads, K, V): of what leaves every chunk; dinitial.
+
+    low: as in `_walk_kernel`.
+    """
     blocks_v: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     block_v = program % blocks_v
@@ -238,8 +251,7 @@ def _walk_back_kernel(
     count = (length + BT - 1) // BT
     for i in range(0, count):
         chunk = count - 1 - i
-        to = dstates + ((chunk0 + chunk) * heads + head) * (K * V) + tile
-        tl.store(to, acc.to(dstates.dtype.element_ty), mask=tile_mask)
+        _store_state(dstates, low, ((chunk0 + chunk) * heads + head) * (K * V) + tile, acc, tile_mask)
         rows = (chunk * BT + steps).to(tl.int64)
         mask = rows < length
         in_k = mask[None, :] & (cols_k < K)[:, None]
@@ -270,13 +282,16 @@ def _walk_back_kernel(
 
 @triton.jit
 def _inputs_kernel(
-    k, v, g, beta, inverse, u, du, states, dk, dv, dg, dbeta, cu_seqlens, chunk_offsets, seq_of_chunk,
+    k, v, g, beta, inverse, u, du, states, direct, planes, dk, dv, dg, dbeta, cu_seqlens, chunk_offsets, seq_of_chunk,
     k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, beta_b, beta_t, beta_h,
-    seqlen, chunks, heads, group,
+    seqlen, chunks, heads, group, rows_in_all,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    HAS_G: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_G: tl.constexpr, VARLEN: tl.constexpr, PLANES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk (batch, seqlen, heads, K) float32, dv, dbeta and, where there are gates, dg: the part that goes through U."""
+    """dk (batch, seqlen, heads, K), dv, dbeta and, where there are gates, dg: what goes through U, and what does not.
+
+    The latter is direct, float32 and like dk, and for dg PLANES planes of (batch, seqlen, heads).
+    """
     program = tl.program_id(0)
     head = program % heads
     chunk = program // heads
@@ -341,7 +356,13 @@ def _inputs_kernel(
         grad_b += tl.sum(pairs, 1) - tl.sum(pairs, 0)
         grad_k = dot((da * step * strength[:, None]).to(keys.dtype), keys, grad_k, PRECISION)
         grad_k = dot((dat * step_t * strength[None, :]).to(keys.dtype), keys, grad_k, PRECISION)
-        tl.store(dk + at * K + cols_k[None, :], grad_k, mask=mask[:, None] & (cols_k < K)[None, :])
+        grad_k += _load_tile(direct, place + rows * heads, K, cols_k, mask, K)
+        whole = mask[:, None] & (cols_k < K)[None, :]
+        tl.store(dk + at * K + cols_k[None, :], grad_k.to(dk.dtype.element_ty), mask=whole)
         tl.store(dbeta + place + rows * heads, grad_beta, mask=mask)
         if HAS_G:
-            tl.store(dg + place + rows * heads, tl.cumsum(grad_b, 0, reverse=True), mask=mask)
+            grad_g = tl.cumsum(grad_b, 0, reverse=True)
+            for plane in tl.static_range(PLANES):
+                to = planes + (wide_head * 0 + plane * rows_in_all) * heads + place  # 64 bits
+                grad_g += tl.load(to + rows * heads, mask=mask, other=0.0)
+            tl.store(dg + place + rows * heads, grad_g, mask=mask)

@@ -60,6 +60,41 @@ def test_gradients_beside_hopper(shape, gated):
     judge(NAMES[: 8 if gated else 7], on_hopper, tensors, grads)
 
 
+BACK = [
+    pytest.param((2, 300, 4, 4, 128, 128), id="T300-K128-V128"),
+    pytest.param((2, 130, 3, 3, 64, 64), id="T130-H3-K64-V64"),
+    pytest.param((1, 1023, 2, 2, 72, 104), id="T1023-K72-V104"),
+    pytest.param((2, 65, 8, 8, 128, 40), id="T65-K128-V40"),
+]
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("shape", BACK)
+def test_gradients_in_chunks_on_hopper(shape, gated, monkeypatch):
+    monkeypatch.setattr(delta_hopper, "SOLVES", True)
+    monkeypatch.setattr(delta_hopper, "GRADIENTS", True)
+    for seed in (0, 10):
+        tensors, grads = make(*shape, gated, first_seed=seed)
+        judge(NAMES[: 8 if gated else 7], on_hopper, tensors, grads)
+
+
+def test_gradients_on_hopper_with_views_and_the_same_bits_again(monkeypatch):
+    """NaN before and behind q, k and v, steps apart, also where TMA cannot address them; twenty runs."""
+    monkeypatch.setattr(delta_hopper, "SOLVES", True)
+    monkeypatch.setattr(delta_hopper, "GRADIENTS", True)
+    tensors, grads = make(2, 200, 8, 8, 128, 128, True)
+
+    def gradients(*given):
+        leaves = [x.detach().requires_grad_() for x in given]
+        out = on_hopper("hopper")(*leaves)
+        return torch.autograd.grad(out, leaves, [d.to(o.dtype) for o, d in zip(out, grads, strict=True)])
+
+    expected = gradients(*tensors)
+    others = [[between_nan(x, shift) for x in tensors[:3]] + tensors[3:] for shift in (8, 3)]
+    for given in [*others, *[tensors] * 20]:
+        assert all(torch.equal(a, b) for a, b in zip(gradients(*given), expected, strict=True))
+
+
 @pytest.mark.parametrize("part", ["values", "gradients"])
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 def test_tiles_that_are_not_full(gated, part):

@@ -79,9 +79,14 @@ def delta(dtype: torch.dtype, key_dim: int, value_dim: int, packed: bool) -> Non
     if dtype == torch.bfloat16 and not packed:
         from gpu_accel.thunderkittens import delta_hopper
 
-        delta_hopper.forward(q, q, v, g, q, v, state, 0.1)
+        delta_hopper.forward(q, q, v, g, g, state, 0.1)
         short = q[..., :64].contiguous()
-        delta_hopper.forward(short, short, v, None, short, v, None, 0.1)
+        delta_hopper.forward(short, short, v, None, g, None, 0.1)
+        delta_hopper.solve(None, q, v, g, g, 0.1, keep=True)
+        states = torch.empty(64, 16, key_dim, value_dim, dtype=dtype)
+        line = torch.empty(4096 * 16)
+        for low in (states, None):
+            delta_hopper.gradients(q, q, v, v, v, v, q[..., :64], (states, low), (states, low), line, line, 0.1)
 
 
 def gla(dtype: torch.dtype, key_dim: int, value_dim: int, packed: bool) -> None:

@@ -50,11 +50,14 @@ def test_delta_rule(names, compile_once):
     """A triangular system of 64 rows beside keys of 128: some of it is spilled, and may not grow."""
     rows = compiled(compile_once, "delta", names)
     own = {"_solve_kernel", "_walk_kernel", "_walk_back_kernel", "_inputs_kernel"}
-    hopper = {"delta_walk_kernel", "_pairs_kernel"} if "bf16" in names else set()
+    hopper = {"delta_walk_kernel", "delta_solve_kernel", "delta_back_kernel"} if "bf16" in names else set()
     gates = {row["kernel"] for row in rows} & {"_gates_kernel"}
     assert {row["kernel"] for row in rows} - gates == own | {"_output_kernel", "_dqk_kernel"} | hopper
     for row in rows:
-        assert row["spills"] <= (512 if row["kernel"] in own else 0) and not row["faults"], row
+        # three programs that solve share an SM
+        most = dict.fromkeys(own, 512) | {"delta_solve_kernel": 128, "delta_back_kernel": 160, "_dqk_kernel": 128}
+        assert row["spills"] <= most.get(row["kernel"], 0) and not row["faults"], row
+        assert row["kernel"] != "delta_solve_kernel" or row["registers"] <= 168 and row["shared"] <= 75 * 1024, row
         assert (row["hgmma"] or row["kernel"] in gates) and row["shared"] <= 227 * 1024, row
 
 

@@ -113,18 +113,30 @@ def test_what_leaves_a_chunk_is_whole_in_the_gradient_of_gates(device):
     assert ((found.transpose(1, 2) - passed).abs() <= 2**-13 * size + 1e-6).all()
 
 
-def test_what_a_step_adds_itself_is_rounded_once(device):
+def solved_portably(k, v, beta):
+    return delta._solve(delta._Call(k, v, None, None, 64), k, v, None, beta)[2]
+
+
+def solved_for_hopper(k, v, beta):
+    with gluon_in_torch.kernels_on_a_cpu() as done:
+        fresh = delta_hopper.solve(None, k, v, None, beta, 1.0)[1]
+    assert done == ["delta_solve_kernel"]
+    return fresh
+
+
+@pytest.mark.parametrize("solved, units", [(solved_portably, 1.5 if INTERPRET else 0.75), (solved_for_hopper, 0.75)])
+def test_what_a_step_adds_itself_is_rounded_once(solved, units, device):
     """Keys are nearly orthogonal, so nearly all of `fresh` is beta v, which is to be rounded at the end only."""
     k = torch.eye(64, device=device)[None, :, None] + 0.002 * randn(1, 64, 1, 64, seed=1, device=device)
     k, v = k.bfloat16(), randn(1, 64, 1, 64, seed=2, dtype=torch.bfloat16, device=device)
     beta = 2 * randn(1, 64, 1, seed=3, device=device).sigmoid()
-    _, _, fresh = delta._solve(delta._Call(k, v, None, None, 64), k, v, None, beta)
+    fresh = solved(k, v, beta)
     wide = k[0, :, 0].double()
     system = (wide @ wide.T).tril(-1) * beta[0].double() + torch.eye(64, dtype=torch.float64, device=device)
     right = torch.linalg.solve_triangular(system, v[0, :, 0].double() * beta[0].double(), upper=False)
     unit = torch.exp2(right.abs().log2().floor() - 7)  # of the last place
     off = ((fresh[0, :, 0].double() - right).abs() / unit).quantile(0.99)
-    assert off < (1.5 if INTERPRET else 0.75)  # the interpreter cuts where a GPU rounds; twice would be 2 and 1
+    assert off < units  # the interpreter cuts where a GPU rounds; twice would be 2 and 1
 
 
 def test_packed_sequences_equal_each_alone(device):
@@ -202,13 +214,16 @@ HOPPER = {
 }
 
 
+@pytest.mark.parametrize("solves", [False, True], ids=["solved-portably", "solved"])
 @pytest.mark.parametrize("case", HOPPER.values(), ids=HOPPER)
-def test_the_walk_on_hopper_by_its_source(case, device, monkeypatch):
+def test_on_hopper_by_its_source(case, solves, device, monkeypatch):
     monkeypatch.setattr(delta_hopper, "machine_refusal", lambda _: None)
+    monkeypatch.setattr(delta_hopper, "SOLVES", solves)
     tensors, grads = make(device, dtype=torch.bfloat16, **case)
     with gluon_in_torch.kernels_on_a_cpu() as done:
         found = ours("hopper", chunk=64)(*tensors)
-    assert done == ["delta_walk_kernel"] * bool(case["seqlen"])
+    expected = [*["delta_solve_kernel"] * solves, "delta_walk_kernel"]
+    assert done == expected * bool(case["seqlen"])
     compare(found, truth_of(tensors, grads)[:2], ours("reference", chunk=64)(*tensors))
 
 
@@ -219,6 +234,40 @@ def test_gradients_with_the_walk_on_hopper_are_the_portable_ones(device, monkeyp
         mine = run(ours("hopper", chunk=64), tensors, grads)
     for one, other in zip(mine[2:], run(ours("portable", chunk=64), tensors, grads)[2:], strict=True):
         assert torch.equal(one, other)
+
+
+GRADIENTS = {
+    "gated-T70-D24x40": (dict(seqlen=70, heads=2, key_dim=24, value_dim=40), True),
+    "plain-T130-D72x128": (dict(seqlen=130, heads=1, key_dim=72, value_dim=128, gates=False, initial=False), True),
+    "gated-T64-D128x64": (dict(seqlen=64, heads=1, key_dim=128, value_dim=64), True),
+    "gated-Hq1": (dict(seqlen=5, heads=2, heads_q=1, key_dim=16, value_dim=8), False),
+    "gated-V136": (dict(seqlen=5, heads=1, key_dim=16, value_dim=136), False),
+}
+
+
+@pytest.mark.parametrize("case, in_chunks", GRADIENTS.values(), ids=GRADIENTS)
+def test_gradients_on_hopper_by_its_source(case, in_chunks, device, monkeypatch):
+    for name, value in dict(machine_refusal=lambda _: None, SOLVES=True, GRADIENTS=True).items():
+        monkeypatch.setattr(delta_hopper, name, value)
+    tensors, grads = make(device, dtype=torch.bfloat16, **case)
+    with gluon_in_torch.kernels_on_a_cpu() as done:
+        mine = run(ours("hopper", chunk=64), tensors, grads)
+    forward = ["delta_solve_kernel", "delta_walk_kernel"]
+    assert done == [*forward, "delta_solve_kernel"] + ["delta_back_kernel"] * in_chunks
+    # the ruler is not eager torch: the interpreter, which runs both walks, cuts where a GPU rounds
+    compare(mine, truth_of(tensors, grads), run(ours("portable", chunk=64), tensors, grads))
+
+
+@pytest.mark.parametrize("strength", [1.0, 2.0])
+def test_what_is_solved_on_hopper_for_a_key_that_repeats(strength, device):
+    """(I + A)^-1 has 1 and -strength (1 - strength)^n; powers of A would reach 1e18."""
+    k = torch.nn.functional.one_hot(torch.zeros(1, 64, 1, dtype=torch.int64), 16).to(device, torch.bfloat16)
+    beta = torch.full((1, 64, 1), strength, device=device)
+    with gluon_in_torch.kernels_on_a_cpu():
+        inverse = delta_hopper.solve(None, k, k, None, beta, 1.0, keep=True)[4][0, :, 0]
+    apart = torch.arange(64)[:, None] - torch.arange(64)
+    right = torch.where(apart > 0, -strength * (1.0 - strength) ** (apart - 1).clamp_min(0), (apart == 0).float())
+    assert torch.equal(inverse.float(), right)
 
 
 def test_what_the_walk_on_hopper_does_not_take(device, monkeypatch):
@@ -235,6 +284,7 @@ def test_what_the_walk_on_hopper_does_not_take(device, monkeypatch):
 def test_which_calls_auto_gives_to_hopper(device, monkeypatch):
     taken = []
     monkeypatch.setattr(delta_hopper, "machine_refusal", lambda _: None)
+    monkeypatch.setattr(delta_hopper, "SOLVES", True)
     monkeypatch.setattr(delta_hopper, "forward", lambda q, k, v, *_: taken.append(v.shape[3]) or (v.clone(), v.sum()))
     for value_dim in (72, 24):
         tensors, _ = make(device, dtype=torch.bfloat16, seqlen=5, heads=1, key_dim=40, value_dim=value_dim)
