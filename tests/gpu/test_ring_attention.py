@@ -147,7 +147,7 @@ def test_keys_in_eight_bits_on_the_wire(kind: torch.dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_the_wire_has_the_bytes_of_the_cpu(dtype: torch.dtype, kind: torch.dtype):
     """Encoding and decoding by kernels, of rows of heads of every size and any strides."""
-    for dim in (24, 128):
+    for dim in (22, 24, 128):  # bytes, words, a power of two
         x = torch.randn(2, 301, 5, dim, generator=torch.Generator().manual_seed(1))[:, :300, :3]
         x = x * (torch.logspace(-30, 30, 900) if dtype != torch.float16 else torch.logspace(-4, 3, 900)).view(300, 3, 1)
         x = x.to(dtype)
@@ -603,8 +603,7 @@ def _graph(rank: int, ranks: int, seqlen: int, heads: int, how: str) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(
     ("seqlen", "heads", "how"),
-    [(1000, 8, "by hand"), (1024, 8, "both"), (16384, 64, "lanes"), (16384, 64, "both-lanes"),
-     (1024, 8, "nccl")],
+    [(1000, 8, "by hand"), (1024, 8, "both"), (16384, 64, "lanes"), (16384, 64, "both-lanes"), (1024, 8, "nccl")],
     ids=["forward", "both", "lanes", "both-lanes", "nccl"],
 )
 def test_the_ring_in_a_cuda_graph(seqlen: int, heads: int, how: str, ranks: int):
