@@ -712,3 +712,33 @@ def test_a_model_in_shards_with_its_sequence_in_shards(ranks: int, group: int):
     if shared(ranks):
         pytest.skip("FSDP2 gathers parameters over NCCL, which refuses two ranks on one GPU")
     run_ranks(_model_in_shards, ranks, group)
+
+
+def _model_in_a_graph(rank: int, ranks: int) -> None:
+    """Loss and gradients of a model whose sequence is in shards, replayed with other tokens."""
+    from gpu_accel.ring_attention import context_parallel
+
+    device, length = card(rank), 1024
+    transport, layout = make_transport("symmetric", ranks), make_layout("zigzag", seqlen=length, ranks=ranks)
+    model, make = _llama(device, torch.bfloat16), torch.Generator().manual_seed(1)
+    batch = torch.randint(1, 512, (1, length), generator=make).to(device)
+    with context_parallel(model, layout=layout, transport=transport) as cp:
+
+        def run() -> tuple[torch.Tensor, ...]:
+            loss = cp.loss(model(**cp.inputs(batch), use_cache=False).logits, batch)
+            return loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))
+
+        step, losses = capture_step(run, transport), []
+        for _ in range(3):
+            batch.copy_(torch.randint(1, 512, (1, length), generator=make))
+            found, expected = [x.clone() for x in step()], run()
+            for x, wanted in zip(found, expected, strict=True):
+                assert relative_error(x, wanted) < 1e-2
+            losses.append(found[0].item())
+        assert len(set(losses)) == 3
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_model_in_a_cuda_graph_with_its_sequence_in_shards(ranks: int):
+    pytest.importorskip("transformers")
+    run_ranks(_model_in_a_graph, ranks)
