@@ -8,7 +8,8 @@ constants, so the caller can name it by a key, and tensor maps of a shape alread
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -202,18 +203,34 @@ def addressable(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)  # .contiguous() would return a misaligned x itself
 
 
-_counters: dict[tuple[torch.device, int], Tensor] = {}
+_Counters = dict[tuple[torch.device, int], Tensor]
+_counters: _Counters = {}
+_counters_of_graph: _Counters | None = None
 
 
 def tile_counter(device: torch.device) -> Tensor:
     """A zero that a kernel counts up and resets itself, one a stream: launches of one stream never overlap."""
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    counters = _counters_of_graph if capturing else _counters
+    if device.type != "cuda" or counters is None:
         return torch.zeros(1, dtype=torch.int32, device=device)  # under capture it lives in the graph's pool
     key = (device, torch._C._cuda_getCurrentRawStream(device.index))
-    counter = _counters.get(key)
+    counter = counters.get(key)
     if counter is None:
-        counter = _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
+        counter = counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
     return counter
+
+
+@contextmanager
+def counters_of_a_graph(kept: _Counters) -> Iterator[None]:
+    """One counter for each stream of a CUDA graph that is captured meanwhile, filled once a replay; else each launch
+    has one of its own, and a kernel that fills it. Whoever keeps the graph keeps `kept`."""
+    global _counters_of_graph
+    before, _counters_of_graph = _counters_of_graph, kept
+    try:
+        yield
+    finally:
+        _counters_of_graph = before
 
 
 def heads_per_group(heads: int, bytes_per_head: int, share: int = _L2_SHARE) -> int:

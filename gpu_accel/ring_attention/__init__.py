@@ -38,6 +38,8 @@ _WHERE = {
     "stripe_flash_attn_kvpacked_func": "flash_attn_names",
     "stripe_flash_attn_qkvpacked_func": "flash_attn_names",
     "context_parallel": "models",
+    "CapturedStep": "graphs",
+    "capture_step": "graphs",
     "SymmetricTransport": "symmetric",
     "choose_transport": "symmetric",
     "LAYOUTS": "layouts",

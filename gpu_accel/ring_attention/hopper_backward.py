@@ -69,11 +69,6 @@ def _config(head_dim: int, causal: bool = False, plain: bool = False) -> Backwar
     return config
 
 
-def _timed(seqlen_k: int) -> bool:
-    """Whether dQ apart, which has been seen right in all its forms, was timed: not where a tile of keys is cut off."""
-    return seqlen_k % _KEYS == 0
-
-
 @functools.cache
 def _kernel(apart: bool = False) -> QuickLaunch:
     if apart:
@@ -166,7 +161,7 @@ class Gradients:
         left, right = effective_window(piece.left, piece.right, q.shape[1], seqlen_k)
         causal = right >= 0
         plain = left < 0 and right <= 0 and self.softcap == 0 and self.turns is None
-        apart = _APART and plain and _timed(seqlen_k)
+        apart = _APART and plain
         lean = plain and q.dtype == torch.bfloat16 and (d > 64 or seqlen_k % _KEYS == 0)
         config, m = _config(d, causal, lean), self.block_m
         scale, cap_in = self.softmax_scale * _LOG2_E, 0.0

@@ -26,6 +26,7 @@ from gpu_accel.ring_attention.transport import Transport
 WANTED = True
 _TILE = 128  # rows of a tile, of queries or of keys
 _whatever = False
+_graph = False
 # Rounds of tiles in a lane and step, and in all steps: with fewer the host takes longer to issue a step, or both passes
 # of a few steps, than the GPU to compute them. Two H200s, 8k tokens and 32 heads each (8 rounds, 2 steps), both passes:
 # 6.23 ms with lanes where the host kept up and 6.6 to 8 where it did not, 6.31 to 6.34 without, every time.
@@ -42,15 +43,15 @@ def useful(q: Tensor, k: Tensor, steps: int) -> bool:
     """Whether there are two halves, each with several rounds of tiles for all multiprocessors in each of the steps."""
     if not WANTED or not q.is_cuda or k.shape[2] % 2:
         return False
-    if torch.cuda.is_current_stream_capturing():  # not seen right in a CUDA graph
+    if torch.cuda.is_current_stream_capturing() and not _graph:  # a capture by hand, without a warm-up in lanes
         return False
     return _whatever or long_enough(q.shape[0] * q.shape[2] * min(q.shape[1], k.shape[1]), steps, q.device)
 
 
 def long_enough(rows: int, steps: int, device: torch.device) -> bool:
-    """Whether lanes are useful for so many rows of all heads, in so many steps."""
+    """Whether lanes are useful for so many rows of all heads, in so many steps; in a graph nobody issues them."""
     round_of_both = 2 * multiprocessors(device) * _TILE
-    return rows >= _ROUNDS * round_of_both and rows * steps >= _ROUNDS_IN_ALL * round_of_both
+    return rows >= _ROUNDS * round_of_both and (_graph or rows * steps >= _ROUNDS_IN_ALL * round_of_both)
 
 
 @contextmanager
@@ -62,6 +63,17 @@ def of_any_length(wanted: bool = True) -> Iterator[None]:
         yield
     finally:
         _whatever = before
+
+
+@contextmanager
+def in_a_graph(wanted: bool = True) -> Iterator[None]:
+    """What is issued meanwhile is, or prepares, a CUDA graph (graphs.py)."""
+    global _graph
+    before, _graph = _graph, wanted
+    try:
+        yield
+    finally:
+        _graph = before
 
 
 def halves(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,6 +93,8 @@ class Lanes:
     def __init__(self, device: torch.device) -> None:
         self.main = torch.cuda.current_stream(device.index)
         self.side, self._both = _streams(device)
+        if torch.cuda.is_current_stream_capturing():  # a graph knows a stream from when on it follows one of its own
+            self.side.wait_stream(self.main)
 
     def follow(self) -> None:
         """The other lane sees what the first has waited for, and what was written before this step's kernel."""

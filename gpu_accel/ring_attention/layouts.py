@@ -163,6 +163,11 @@ class Layout:
         The shift is made on the whole sequence, since the next token may live on another rank. The last token of each
         document, and padding, get `ignore_index`. A loss must then not shift again.
         """
+        shifted = self.shifted(labels, dim=dim, ignore_index=ignore_index)
+        return self.shard(shifted, rank, dim=dim, padding=ignore_index)
+
+    def shifted(self, labels: Tensor, *, dim: int = 1, ignore_index: int = IGNORE_INDEX) -> Tensor:
+        """The whole labels moved by one, as `shift_labels` cuts them; does not wait for the GPU."""
         if sequence_length("labels", labels, dim) != self.seqlen:
             raise InvalidInputError(
                 f"labels have {labels.shape[dim]} tokens in dimension {dim}, expected {self.seqlen}"
@@ -173,10 +178,9 @@ class Layout:
         shifted = torch.full_like(labels, ignore_index)
         if self.seqlen > 1:
             shifted.narrow(dim, 0, self.seqlen - 1).copy_(labels.narrow(dim, 1, self.seqlen - 1))
-        ends = [start + n - 1 for start, n in zip(self._document_starts(), self.documents, strict=True) if n]
-        if ends:
-            shifted.index_fill_(dim, torch.tensor(ends, device=labels.device), ignore_index)
-        return self.shard(shifted, rank, dim=dim, padding=ignore_index)
+        if any(self.documents):
+            shifted.index_fill_(dim, _ends_on(self, labels.device), ignore_index)
+        return shifted
 
     def loss_scale(self, local_labels: int | Tensor, all_labels: int | Tensor, *, gradients: str = "mean") -> float:
         """What to multiply a rank's mean loss with, so that the gradients are those of the mean over all tokens.
@@ -237,6 +241,19 @@ def block_runs(
     """
     runs, order = _block(layout, tuple(members))
     return runs, order if order is None else _order_on(layout, tuple(members), torch.device(device))
+
+
+@functools.lru_cache(64)
+def _ends_on(layout: Layout, device: torch.device) -> Tensor:
+    """The last token of each document; kept as `_order_on` is."""
+    starts = zip(layout._document_starts(), layout.documents, strict=True)
+    return torch.tensor([start + n - 1 for start, n in starts if n], device=device)
+
+
+@functools.lru_cache(64)
+def positions_on(layout: Layout, rank: int, device: torch.device) -> Tensor:
+    """`layout.positions` within documents, 0 for padding, kept there as `_order_on` is: not to be written to."""
+    return layout.positions(rank, within_document=True, padding=0).to(device)
 
 
 @functools.lru_cache(64)

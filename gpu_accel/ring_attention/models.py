@@ -18,6 +18,8 @@ silently, and so are models whose attention transformers does not replace.
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -29,7 +31,7 @@ from torch import Tensor
 
 from gpu_accel.errors import GpuAccelError, InvalidInputError, UnsupportedError, shown
 from gpu_accel.ring_attention.attention import check_transport, distributed_attention, gather_sequence
-from gpu_accel.ring_attention.layouts import IGNORE_INDEX, Layout
+from gpu_accel.ring_attention.layouts import IGNORE_INDEX, Layout, positions_on
 from gpu_accel.ring_attention.transport import Transport
 
 NAME = "gpu_accel_ring"
@@ -47,6 +49,7 @@ class ContextParallel:
     schedule: str
     gradients: str
     options: dict[str, Any] = field(default_factory=dict)
+    _made: deque[Any] = field(default_factory=lambda: deque(maxlen=8), repr=False, compare=False)
 
     def inputs(self, input_ids: Tensor) -> dict[str, Tensor]:
         """This rank's input_ids and position_ids from the whole input_ids (batch, seqlen). Padding rows are token 0."""
@@ -55,8 +58,13 @@ class ContextParallel:
             got = f"{input_ids.dtype} {tuple(input_ids.shape)}" if isinstance(input_ids, Tensor) else shown(input_ids)
             raise InvalidInputError(f"input_ids must be int64 or int32 (batch, seqlen), got {got}")
         local = self.layout.shard(input_ids, rank, dim=1)
-        positions = self.layout.positions(rank, within_document=True, padding=0).to(input_ids.device)
-        return {"input_ids": local, "position_ids": positions.expand(input_ids.shape[0], -1)}
+        positions = positions_on(self.layout, rank, input_ids.device).repeat(input_ids.shape[0], 1)
+        self._made.append(weakref.ref(positions))
+        return {"input_ids": local, "position_ids": positions}
+
+    def made(self, positions: object) -> bool:
+        """Whether these position_ids are from `inputs`, handed on by a model: to look into them waits for the GPU."""
+        return any(one() is positions for one in self._made)
 
     def labels(self, labels: Tensor) -> Tensor:
         """This rank's labels, shifted already, from the whole ones (batch, seqlen)."""
@@ -73,12 +81,11 @@ class ContextParallel:
         if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != mine.shape:
             got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
             raise InvalidInputError(f"logits must be {tuple(mine.shape)} and the vocabulary, got {got}")
-        counts = [int((self.layout.shift_labels(labels, r) != IGNORE_INDEX).sum()) for r in range(self.layout.ranks)]
         flat = logits.float().flatten(0, 1)
         total = torch.nn.functional.cross_entropy(flat, mine.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
-        count = counts[self.transport.rank]
-        scale = self.layout.loss_scale(count, sum(counts), gradients=self.gradients)
-        return total * (scale / count) if count else total * 0.0
+        # counted where the labels are: to ask for the number would make the host wait for the GPU in every step
+        counted = (self.layout.shifted(labels) != IGNORE_INDEX).sum().clamp(min=1)
+        return total * (self.layout.ranks if self.gradients == "mean" else 1) / counted
 
     def gather(self, x: Tensor, *, dim: int = 1) -> Tensor:
         """The whole tensor from the ranks' rows, for looking at; not differentiable."""
@@ -192,6 +199,8 @@ def _mask(*_: Any, attention_mask: Tensor | None = None, use_vmap: bool = False,
 
 def _check_positions(active: ContextParallel, given: object) -> GpuAccelError | None:
     """Without position_ids a model counts the rows of its shard, and is wrong without a word."""
+    if active.made(given):
+        return None
     layout, rank = active.layout, active.transport.rank
     counted = torch.arange(layout.local_length)
     expected = layout.positions(rank, within_document=True, padding=0)

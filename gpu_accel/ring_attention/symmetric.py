@@ -27,7 +27,7 @@ Collectives and other messages (`all_gather`, `all_to_all`, `transfer`) use NCCL
 A rank that dies would leave the streams of the others waiting for ever, and the host with them. So every wait is
 announced in host memory by the stream that waits, and a thread (`_Watch`) looks on: a wait that takes longer than
 `timeout` breaks the transport. All that lies in its buffers becomes NaN, the waits are let go, and the next use raises
-CommunicationError. Waits inside a CUDA graph are not watched.
+CommunicationError. Waits inside a CUDA graph are watched where `capture_step` made it, not in captures by hand.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ import socket
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,7 @@ from gpu_accel.ring_attention.transport import Pending, TorchTransport, check_gr
 _ALIGNMENT = 256
 _READY, _DONE, _FREE, _SENT = _KINDS = range(4)  # of flags
 _EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
+_REPLAYED = 1 << 30  # numbers from here on are of waits in CUDA graphs, which come again with every replay
 
 
 @functools.cache
@@ -102,27 +104,38 @@ class _Watch:
     """Which waits of some streams have begun and which are over, as the streams themselves write it to host memory."""
 
     def __init__(self, streams: int, words: Tensor, timeout: float, late: Callable[[int], None]) -> None:
-        """`words`: 2 * streams int32 of pinned memory, zeros. late(rank): called once, for one not heard of."""
+        """`words`: 2 * streams + 1 int32 of pinned memory, zeros; the last counts replays of CUDA graphs. late(rank):
+        called once, for one not heard of."""
         self.words, self.timeout, self.late = words, timeout, late
         self._seen = words.numpy()  # the same memory, which is quicker to read one word of
         self.count = [0] * streams
         # of the waits that have been issued: who they are for, and where the flag is
         self.ranks: list[dict[int, tuple[int, int]]] = [{} for _ in range(streams)]
+        self.replayed: dict[int, tuple[int, int]] = {}  # the same of waits in CUDA graphs, for ever
         self._thread: threading.Thread | None = None
 
-    def issue(self, stream: int, rank: int, flag: int = 0) -> tuple[int, int, int]:
+    def issue(self, stream: int, rank: int, flag: int = 0, *, in_graph: bool = False) -> tuple[int, int, int]:
         """A wait for a rank's flag: its number, and the addresses to write it to before and after."""
-        self.count[stream] += 1
-        number, ranks = self.count[stream], self.ranks[stream]
-        ranks[number] = rank, flag
-        over = int(self._seen[2 * stream + 1])
-        for old in [n for n in itertools.islice(ranks, 8) if n < over]:
-            del ranks[old]
+        if in_graph:
+            number = _REPLAYED + len(self.replayed)
+            self.replayed[number] = rank, flag
+        else:
+            self.count[stream] += 1
+            number, ranks = self.count[stream], self.ranks[stream]
+            ranks[number] = rank, flag
+            over = int(self._seen[2 * stream + 1])
+            for old in [n for n in itertools.islice(ranks, 8) if n < over < _REPLAYED]:
+                del ranks[old]
         if self._thread is None:
             self._thread = threading.Thread(target=self._look, name="symmetric-memory-watch", daemon=True)
             self._thread.start()
         start = self.words.data_ptr() + 8 * stream
         return number, start, start + 4
+
+    @property
+    def turn(self) -> int:
+        """The address that replays are counted at."""
+        return self.words.data_ptr() + 8 * len(self.count)
 
     def waiting(self) -> list[tuple[int, int]]:
         """(stream, number) of the waits that are under way."""
@@ -131,17 +144,21 @@ class _Watch:
 
     def waited_for(self) -> list[tuple[int, int]]:
         """(rank, flag) of the waits that are under way."""
-        return [self.ranks[stream][number] for stream, number in self.waiting() if number in self.ranks[stream]]
+        found = [self._known(*wait) for wait in self.waiting()]
+        return [x for x in found if x is not None]
+
+    def _known(self, stream: int, number: int) -> tuple[int, int] | None:
+        return self.replayed.get(number) if number >= _REPLAYED else self.ranks[stream].get(number)
 
     def _look(self) -> None:
-        since: dict[tuple[int, int], float] = {}
+        since: dict[tuple[int, tuple[int, int]], float] = {}
         while True:
             time.sleep(min(0.5, self.timeout / 10))
-            now = time.monotonic()
-            since = {wait: since.get(wait, now) for wait in self.waiting()}
-            for (stream, number), start in since.items():
+            now, turn = time.monotonic(), int(self._seen[2 * len(self.count)])
+            since = {(turn, wait): since.get((turn, wait), now) for wait in self.waiting()}
+            for (_, wait), start in since.items():
                 if now - start > self.timeout:
-                    self.late(self.ranks[stream].get(number, (-1, 0))[0])
+                    self.late((self._known(*wait) or (-1, 0))[0])
                     return
 
 
@@ -184,9 +201,10 @@ class SymmetricTransport(TorchTransport):
         torch.cuda.synchronize(self._device)
         self._flags, self._flag_handle = flags, self._rendezvous(flags)
         self._watch = _Watch(
-            len(self._streams), torch.zeros(2 * len(self._streams), dtype=torch.int32).pin_memory(),
+            len(self._streams), torch.zeros(2 * len(self._streams) + 1, dtype=torch.int32).pin_memory(),
             self.timeout.total_seconds(), self._give_up,
         )
+        self._capturing, self._replays, self._replay = False, 0, torch.cuda.Event()  # of the last one, when it is over
         # What `_give_up` does, done once now. CUDA loads a kernel at its first launch, and may wait for all streams to
         # do so: for ever, if one of them waits for a rank that is gone.
         self._rescue = torch.cuda.Stream(self._device)
@@ -202,7 +220,7 @@ class SymmetricTransport(TorchTransport):
         warnings.warn(f"rank {self.rank}: {self._broken}: what was under way is NaN", RuntimeWarning, stacklevel=2)
         stream = self._rescue
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
-            while self._watch.waiting() or not all(s.query() for s in self._streams):
+            while self._watch.waiting() or not (self._replay.query() and all(s.query() for s in self._streams)):
                 late = self._watch.waited_for()
                 lost = {rank, *(other for other, _ in late)} - {-1}
                 for area in self._areas.values():  # also of lost ranks: what is pulled next comes from there
@@ -281,6 +299,24 @@ class SymmetricTransport(TorchTransport):
     def mail(self) -> _Mail:
         return _Mail(self)
 
+    @contextmanager
+    def captured(self) -> Iterator[None]:
+        self._usable()
+        self._capturing = True
+        try:
+            yield
+        finally:
+            self._capturing = False
+
+    def replay(self, graph: torch.cuda.CUDAGraph) -> None:
+        self._usable()
+        graph.replay()
+        # a wait that is seen in two replays is not one that takes as long as both
+        self._replays = (self._replays + 1) % _REPLAYED
+        stream = torch.cuda.current_stream(self._index)
+        _memory_operation("cuStreamWriteValue32_v2", stream, self._watch.turn, self._replays, 0)
+        self._replay.record(stream)
+
     def _after(self, stream: torch.cuda.Stream) -> Pending:
         """What has been issued on a side stream; waiting makes the current stream wait, not the host."""
         finished = torch.cuda.Event()
@@ -293,9 +329,12 @@ class SymmetricTransport(TorchTransport):
 
     def _await(self, stream: torch.cuda.Stream, rank: int, kind: int) -> None:
         address = self._flags.data_ptr() + 4 * (len(_KINDS) * rank + kind)
-        watched = not torch.cuda.is_current_stream_capturing()
+        in_graph = torch.cuda.is_current_stream_capturing()
+        watched = self._capturing or not in_graph
         if watched:
-            number, begun, over = self._watch.issue(self._streams.index(stream), rank, address)
+            number, begun, over = self._watch.issue(self._streams.index(stream), rank, address, in_graph=in_graph)
+            if in_graph:  # the wait that was over last may have been this one, in the replay before
+                _memory_operation("cuStreamWriteValue32_v2", stream, over, 0, 0)
             _memory_operation("cuStreamWriteValue32_v2", stream, begun, number, 0)
         _memory_operation("cuStreamWaitValue32_v2", stream, address, 1, _EQUAL)
         _memory_operation("cuStreamWriteValue32_v2", stream, address, 0, 0)

@@ -18,7 +18,8 @@ import functools
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol, runtime_checkable
 
@@ -367,8 +368,26 @@ class TorchTransport(PointToPoint):
     def agree(self, statement: str, error: Exception | None = None) -> None:
         if error is None and not self._every_time and statement in self._agreed:
             return
+        if not self.gloo and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise InvalidInputError(
+                "ranks cannot ask one another inside a CUDA graph: make the same call once before it is captured, with "
+                'check="first" (see capture_step)'
+            )
         super().agree(statement, error)
         self._agreed.add(statement)
+
+    @contextmanager
+    def captured(self) -> Iterator[None]:
+        """What is issued meanwhile becomes part of a CUDA graph that `replay` will be given."""
+        yield
+
+    def replay(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Issue a CUDA graph with calls of this transport in it, on the current stream; all ranks do.
+
+        Raises:
+            CommunicationError: this transport failed before.
+        """
+        self._guarded("a CUDA graph", graph.replay)
 
     def _statements(self, mine: str) -> list[str]:
         device = torch.device("cpu") if self.gloo else torch.device("cuda", torch.cuda.current_device())

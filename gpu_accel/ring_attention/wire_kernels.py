@@ -1,10 +1,12 @@
 """Encoding and decoding of wire.py in one pass each, in plain Triton: the bytes are those of its torch operations.
 
-A program takes ROWS rows of heads; a coded row is a float32 scale and `dim` bytes, 4 + dim of them, so nothing is
-aligned to more than 4 bytes and bytes are moved one by one, side by side.
+A program takes a few heads of a few rows. A coded row of a head is a float32 scale and `dim` bytes, so nothing is
+aligned to more than 4 bytes: four of them are moved as a word where rows begin at multiples of four, else one by one.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -15,7 +17,7 @@ from gpu_accel.compat import widen
 from gpu_accel.flash_attention3.fp8_quantize import E4M3, E5M2, to_fp8
 from gpu_accel.flash_attention3.launch import capability, launch, next_power_of_2
 
-_ELEMENTS = 2048  # of a program
+_ELEMENTS, _HEADS = 4096, 32  # of a program
 
 
 def refuse(x: Tensor, coded: Tensor, wire: torch.dtype) -> str | None:
@@ -32,73 +34,106 @@ def refuse(x: Tensor, coded: Tensor, wire: torch.dtype) -> str | None:
 
 
 @triton.jit
-def _places(heads, rows, count, ROWS: tl.constexpr):
-    """(batch, row, head, whether it is there) of this program's rows of heads."""
-    at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    return at // heads // rows, at // heads % rows, at % heads, at < count
+def _places(heads, rows, HEADS: tl.constexpr, RUN: tl.constexpr):
+    """(batch, the first of RUN rows, HEADS heads) of this program. Only whole programs divide: a division of each row's
+    index had been most of the instructions."""
+    blocks = tl.cdiv(heads, HEADS)
+    runs = tl.cdiv(rows, RUN)
+    program = tl.program_id(0)
+    run = program // blocks
+    head = (program - run * blocks) * HEADS + tl.arange(0, HEADS)
+    batch = run // runs
+    return batch.to(tl.int64), (run - batch * runs) * RUN, head
 
 
-@triton.jit(do_not_specialize=["heads", "rows", "count"])
+@triton.jit(do_not_specialize=["heads", "rows"])
 def encode_kernel(
-    x, out, x_sb, x_ss, x_sh, o_sb, o_ss, o_sh, heads, rows, count, largest,
-    WIDE: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+    x, out, x_sb, x_ss, x_sh, o_sb, o_ss, o_sh, heads, rows, largest,
+    WIDE: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, RUN: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    batch, row, head, there = _places(heads, rows, count, ROWS)
+    batch, first, head = _places(heads, rows, HEADS, RUN)
+    head64 = head.to(tl.int64)
     col = tl.arange(0, D)
-    here = there[:, None] & (col < DIM)[None, :]
-    numbers = tl.load(x + (batch * x_sb + row * x_ss + head * x_sh)[:, None] + col[None, :], mask=here, other=0.0)
-    numbers = numbers.to(tl.float32)
-    bits = tl.max(numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # of the largest; NaN is above infinity
-    quotient = tl.div_rn(bits.to(tl.float32, bitcast=True), tl.full((ROWS,), largest, tl.float32))
-    exponent = (quotient.to(tl.int32, bitcast=True) >> 23) - 126  # as of frexp; of 0 it is 0
-    exponent = tl.where(quotient == 0.0, 0, tl.maximum(exponent, -120))
-    finite = bits < 0x7F800000
-    scale = tl.where(finite, (exponent + 127) << 23, 0x7FC00000)
-    inverse = tl.where(finite, (127 - exponent) << 23, 0x7FC00000).to(tl.float32, bitcast=True)
-    start = out + batch * o_sb + row * o_ss + head * o_sh
-    for i in tl.static_range(4):
-        tl.store(start + i, ((scale >> (8 * i)) & 0xFF).to(tl.uint8), mask=there)
-    coded = to_fp8(numbers * inverse[:, None], WIDE).to(tl.uint8, bitcast=True)
-    tl.store(start[:, None] + 4 + col[None, :], coded, mask=here)
+    for i in tl.static_range(RUN):
+        row = (first + i).to(tl.int64)
+        there = (head < heads) & (row < rows)
+        inside = there[:, None] & (col < DIM)[None, :]
+        at = x + (batch * x_sb + row * x_ss)
+        numbers = tl.load(at + (head64 * x_sh)[:, None] + col[None, :], mask=inside, other=0.0).to(tl.float32)
+        bits = tl.max(numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # of the largest; NaN is above infinity
+        quotient = tl.div_rn(bits.to(tl.float32, bitcast=True), tl.full((HEADS,), largest, tl.float32))
+        exponent = (quotient.to(tl.int32, bitcast=True) >> 23) - 126  # as of frexp; of 0 it is 0
+        exponent = tl.where(quotient == 0.0, 0, tl.maximum(exponent, -120))
+        finite = bits < 0x7F800000
+        scale = tl.where(finite, (exponent + 127) << 23, 0x7FC00000)
+        inverse = tl.where(finite, (127 - exponent) << 23, 0x7FC00000).to(tl.float32, bitcast=True)
+        coded = to_fp8(numbers * inverse[:, None], WIDE).to(tl.uint8, bitcast=True)
+        start = out + (batch * o_sb + row * o_ss) + head64 * o_sh
+        if WORDS:
+            words = start.to(tl.pointer_type(tl.int32), bitcast=True)
+            tl.store(words, scale, mask=there)
+            four = tl.reshape(coded, (HEADS, D // 4, 4)).to(tl.int32) << (8 * tl.arange(0, 4))[None, None, :]
+            word = tl.arange(0, D // 4)
+            here = there[:, None] & (word < DIM // 4)[None, :]
+            tl.store(words[:, None] + 1 + word[None, :], tl.sum(four, 2), mask=here)
+        else:
+            for byte in tl.static_range(4):
+                tl.store(start + byte, ((scale >> (8 * byte)) & 0xFF).to(tl.uint8), mask=there)
+            tl.store(start[:, None] + 4 + col[None, :], coded, mask=inside)
 
 
-@triton.jit(do_not_specialize=["heads", "rows", "count"])
+@triton.jit(do_not_specialize=["heads", "rows"])
 def decode_kernel(
-    coded, out, c_sb, c_ss, c_sh, o_sb, o_ss, o_sh, heads, rows, count,
-    WIDE: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+    coded, out, c_sb, c_ss, c_sh, o_sb, o_ss, o_sh, heads, rows,
+    WIDE: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, RUN: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    batch, row, head, there = _places(heads, rows, count, ROWS)
+    batch, first, head = _places(heads, rows, HEADS, RUN)
+    head64 = head.to(tl.int64)
     col = tl.arange(0, D)
-    here = there[:, None] & (col < DIM)[None, :]
-    start = coded + batch * c_sb + row * c_ss + head * c_sh
-    scale = tl.zeros((ROWS,), tl.int32)
-    for i in tl.static_range(4):
-        scale |= tl.load(start + i, mask=there, other=0).to(tl.int32) << (8 * i)
-    numbers = tl.load(start[:, None] + 4 + col[None, :], mask=here, other=0)
-    numbers = numbers.to(tl.float8e5, bitcast=True) if WIDE else numbers.to(tl.float8e4nv, bitcast=True)
-    numbers = widen(numbers, tl.float32) * scale.to(tl.float32, bitcast=True)[:, None]
-    place = (batch * o_sb + row * o_ss + head * o_sh)[:, None] + col[None, :]
-    tl.store(out + place, numbers.to(out.dtype.element_ty), mask=here)
+    for i in tl.static_range(RUN):
+        row = (first + i).to(tl.int64)
+        there = (head < heads) & (row < rows)
+        inside = there[:, None] & (col < DIM)[None, :]
+        start = coded + (batch * c_sb + row * c_ss) + head64 * c_sh
+        if WORDS:
+            words = start.to(tl.pointer_type(tl.int32), bitcast=True)
+            scale = tl.load(words, mask=there, other=0)
+            word = tl.arange(0, D // 4)
+            here = there[:, None] & (word < DIM // 4)[None, :]
+            four = tl.load(words[:, None] + 1 + word[None, :], mask=here, other=0)
+            four = (four[:, :, None] >> (8 * tl.arange(0, 4))[None, None, :]) & 0xFF
+            numbers = tl.reshape(four.to(tl.uint8), (HEADS, D))
+        else:
+            scale = tl.zeros((HEADS,), tl.int32)
+            for byte in tl.static_range(4):
+                scale |= tl.load(start + byte, mask=there, other=0).to(tl.int32) << (8 * byte)
+            numbers = tl.load(start[:, None] + 4 + col[None, :], mask=inside, other=0)
+        numbers = numbers.to(tl.float8e5, bitcast=True) if WIDE else numbers.to(tl.float8e4nv, bitcast=True)
+        numbers = widen(numbers, tl.float32) * scale.to(tl.float32, bitcast=True)[:, None]
+        at = out + (batch * o_sb + row * o_ss)
+        tl.store(at + (head64 * o_sh)[:, None] + col[None, :], numbers.to(out.dtype.element_ty), mask=inside)
 
 
 def encode_into(x: Tensor, wire: torch.dtype, out: Tensor) -> None:
     """x (batch, rows, heads, dim) into out (batch, rows, heads, dim + 4), bytes."""
     largest = (E5M2 if wire == E5M2.dtype else E4M3).largest
-    _run(encode_kernel, x, out, x.shape, (largest,), wire)
+    _run(encode_kernel, x, out, out, x.shape, (largest,), wire)
 
 
 def decode_into(coded: Tensor, wire: torch.dtype, out: Tensor) -> None:
     """coded (batch, rows, heads, dim + 4), bytes, into out (batch, rows, heads, dim)."""
-    _run(decode_kernel, coded, out, out.shape, (), wire)
+    _run(decode_kernel, coded, out, coded, out.shape, (), wire)
 
 
-def _run(kernel, source: Tensor, out: Tensor, shape: torch.Size, more: tuple, wire: torch.dtype) -> None:
+def _run(
+    kernel: Any, source: Tensor, out: Tensor, coded: Tensor, shape: torch.Size, more: tuple, wire: torch.dtype
+) -> None:
     batch, rows, heads, dim = shape
     if not out.numel():
         return
-    d = next_power_of_2(dim)
-    per_program = max(1, _ELEMENTS // d)
-    count = batch * rows * heads
-    arguments = (source, out, *source.stride()[:3], *out.stride()[:3], heads, rows, count, *more)
-    options = dict(WIDE=wire == E5M2.dtype, DIM=dim, D=d, ROWS=per_program, num_warps=4)
-    launch(kernel, triton.cdiv(count, per_program), arguments, options)
+    d, block = next_power_of_2(dim), min(_HEADS, next_power_of_2(heads))
+    run = max(1, _ELEMENTS // (d * block))
+    arguments = (source, out, *source.stride()[:3], *out.stride()[:3], heads, rows, *more)
+    words = dim % 4 == 0 and not any(n % 4 for n in (coded.data_ptr(), *coded.stride()[:3]))
+    options = dict(WIDE=wire == E5M2.dtype, DIM=dim, D=d, HEADS=block, RUN=run, WORDS=words, num_warps=4)
+    launch(kernel, batch * triton.cdiv(rows, run) * triton.cdiv(heads, block), arguments, options)

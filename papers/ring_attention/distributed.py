@@ -33,6 +33,7 @@ from gpu_accel.errors import HardwareError, UnsupportedError
 from gpu_accel.flash_attention3.reference import attention_truth_backward
 from gpu_accel.ring_attention import lanes
 from gpu_accel.ring_attention.attention import distributed_attention, gather_sequence
+from gpu_accel.ring_attention.graphs import capture_step
 from gpu_accel.ring_attention.layouts import Layout, make_layout
 from gpu_accel.ring_attention.replay import Replay
 from gpu_accel.ring_attention.transport import TorchTransport, Transport
@@ -40,12 +41,14 @@ from gpu_accel.testing import make_qkv, random_like, relative_error, yardstick_a
 from gpu_accel.workbench.experiment import Case, Check, Implementation, Sampled, Settings, Workload
 
 PEERS = ("torch-context-parallel", "torch-context-parallel-alltoall", "ulysses-cudnn")
-SCALING = ("kv_ring", "kv_ring-nccl", "ulysses", "allgather", "usp", *PEERS, "one-gpu")
-OVERLAP = ("kv_ring", "kv_ring-waiting", "kv_ring-nccl", "kv_ring-nccl-waiting", "compute-only", "kernels-only")
+SCALING = ("kv_ring", "kv_ring-graph", "kv_ring-nccl", "ulysses", "allgather", "usp", *PEERS, "one-gpu")
+OVERLAP = ("kv_ring", "kv_ring-graph", "kv_ring-waiting", "kv_ring-nccl", "kv_ring-nccl-waiting", "compute-only",
+           "compute-only-graph", "kernels-only")  # fmt: skip
 MEMORY = ("kv_ring", "allgather", "ulysses", "torch-context-parallel")
 SCHEDULES = ("kv_ring", "kv_ring-nccl", "q_ring", "allgather", "ulysses", "usp", "mesh", "double_ring", "concentric",
              "helper")  # fmt: skip
-COMPUTING = {"compute-only": "hops", "kernels-only": "hops and merges"}
+COMPUTING = {"compute-only": "hops", "compute-only-graph": "hops", "kernels-only": "hops and merges"}
+GRAPH = "-graph"  # of names: captured once and replayed, so that no host is late
 REST, MOST_REST = 2.0, 0.25  # before a timed call: times that of the call before, and at most so many seconds
 MILLION, ROWS, SHORT = 1 << 20, 64, 512
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -184,13 +187,13 @@ def build(
 
 
 def _schedule(name: str) -> str:
-    return name.removesuffix("-waiting").removesuffix("-nccl")
+    return name.removesuffix("-waiting").removesuffix("-nccl").removesuffix(GRAPH)
 
 
 def _unavailable(name: str, run: _Run) -> str:
     if run.ranks == 1 and name != "one-gpu":
         return "needs several processes: gpu-accel run ring EXPERIMENT --nproc 4"
-    if name in PEERS and not run.settings.on_gpu:
+    if (name in PEERS or name.endswith(GRAPH)) and not run.settings.on_gpu:
         return "needs GPUs"
     if name in ("ulysses-cudnn", "kernels-only") and run.both:
         return "forward only"
@@ -266,6 +269,9 @@ class _Run:
 
     def call(self, name: str, tensors: list[Tensor], seqlen: int) -> Callable[[], tuple[Tensor, ...]]:
         """What is run: o of this rank, and with backward the gradients of its shards."""
+        if name.endswith(GRAPH):
+            plain = name.removesuffix(GRAPH)
+            return _captured(self.call(plain, tensors, seqlen), None if name in COMPUTING else self.transport(name))
         schedule = _schedule(name)
         if name == "one-gpu":
             attend = _one_gpu
@@ -348,7 +354,9 @@ class _Run:
 
     def _gradients(self, name: str, seqlen: int, seed: int) -> float:
         q, k, *_ = self.shards(name, int(self.case["seqlen"]), seed)
-        with lanes.of_any_length(lanes.useful(q, k, self.ranks)):  # what is timed is what is checked
+        with lanes.in_a_graph(name.endswith(GRAPH)):
+            timed_in_lanes = lanes.useful(q, k, self.ranks)
+        with lanes.of_any_length(timed_in_lanes):  # what is timed is what is checked
             found = self.call(name, self.shards(name, seqlen, seed), seqlen)()[1:]
         if name != "one-gpu":
             cut, transport = self.layout(name, seqlen), _transport("nccl", self.settings.on_gpu)
@@ -434,6 +442,8 @@ class _Race:
         bases = {"computing": "compute-only", "attending": "kernels-only", "efficiency": "one-gpu"}
         for metric, base in bases.items():
             parts = run.ranks if base == "one-gpu" else 1
+            if name.endswith(GRAPH) and metric == "computing":
+                base += GRAPH  # in a graph short shards are in lanes, with their hops and without
             others = self.samples[seed].get(base)
             if others is not None and base != name and name != "kernels-only":
                 shares = tuple(other / parts / mine for other, mine in zip(others, samples, strict=True))
@@ -507,6 +517,12 @@ def _compute_only(
         return (o, replay.backward(do, o, lse)) if both else (o,)
 
     return call
+
+
+def _captured(call: Callable[[], tuple[Tensor, ...]], transport: Any) -> Callable[[], tuple[Tensor, ...]]:
+    """The same from a CUDA graph, which is made when it is called first."""
+    made = functools.cache(lambda: capture_step(call, transport))
+    return lambda: made()()
 
 
 def _one_gpu(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -201,3 +201,23 @@ def test_only_transformers_models():
         context_parallel(torch.nn.Linear(1, 1), layout=layout, transport=transport),
     ):
         pass
+
+
+def test_positions_from_inputs_are_not_looked_into(monkeypatch):
+    """To look waits for the GPU, in every step; what `inputs` has made is right. Anything else is looked into."""
+    from gpu_accel.ring_attention import models
+    from gpu_accel.ring_attention.layouts import Layout
+    from gpu_accel.ring_attention.transport import LocalTransport, World
+
+    layout = make_layout("zigzag", seqlen=SEQLEN, ranks=2)
+    active = models.ContextParallel(layout, LocalTransport(World(2), 1), "kv_ring", "sum")
+    given = [active.inputs(tokens())["position_ids"] for _ in range(3)]
+    given[1] += 1  # each call has its own
+    assert torch.equal(given[0][0], layout.positions(1, padding=0)) and torch.equal(given[2], given[0])
+    counted = torch.arange(layout.local_length)[None]
+    assert models._check_positions(active, given[0].clone()) is None
+    assert isinstance(models._check_positions(active, counted), InvalidInputError)
+    monkeypatch.setattr(Layout, "positions", None)
+    assert all(models._check_positions(active, x) is None for x in given)
+    with pytest.raises(TypeError):
+        models._check_positions(active, given[0].clone())
