@@ -42,7 +42,8 @@ def mamba_chunk_scan_combined(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, D: Tensor | None = None,
     z: Tensor | None = None, dt_bias: Tensor | None = None, initial_states: Tensor | None = None,
     seq_idx: Tensor | None = None, cu_seqlens: Tensor | None = None, dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, math.inf), return_final_states: bool = False, *, backend: str = "auto",
+    dt_limit: tuple[float, float] = (0.0, math.inf), return_final_states: bool = False,
+    return_varlen_states: bool = False, *, backend: str = "auto",
 ):  # fmt: skip
     """y of Mamba-2's scan, or (y, final states); names and order of mamba_ssm.
 
@@ -54,7 +55,10 @@ def mamba_chunk_scan_combined(
         D: (heads,) or (heads, headdim). z: the shape of x; the result is y * silu(z). dt_bias: (heads,).
         initial_states: (batch, heads, headdim, dstate), with cu_seqlens (sequences, ...).
         seq_idx: (batch, seqlen) integers: where the number changes, the state starts from zero.
-        cu_seqlens: (sequences + 1,) with batch 1: as seq_idx, and there is a final state of each sequence.
+        cu_seqlens: (sequences + 1,) with batch 1: as seq_idx, and there is a final state of each sequence, which
+            return_final_states returns. Beside it seq_idx may say the same, as mamba_ssm wants both, or cut further.
+        return_varlen_states: also the states of all sequences of cu_seqlens, as the last of what is returned; then
+            final states are (1, ...), that of the last sequence that has steps, as in mamba_ssm. Differentiable.
         dt_softplus, dt_limit: dt = clamp(softplus(dt + dt_bias), *dt_limit).
 
     Raises:
@@ -75,11 +79,13 @@ def mamba_chunk_scan_combined(
     _need(isinstance(chunk_size, int) and chunk_size >= 16 and chunk_size & (chunk_size - 1) == 0,
           f"chunk_size must be a power of two from 16, got {shown(chunk_size)}")  # fmt: skip
     low, high = _limits(dt_limit)
-    dt_softplus, return_final_states = _flags(dt_softplus=dt_softplus, return_final_states=return_final_states)
+    dt_softplus, return_final_states, return_varlen_states = _flags(
+        dt_softplus=dt_softplus, return_final_states=return_final_states, return_varlen_states=return_varlen_states
+    )
+    _need(not return_varlen_states or cu_seqlens is not None, "return_varlen_states needs cu_seqlens")
     _need(D is None or D.shape in ((heads,), (heads, headdim)), "D must be (heads,) or (heads, headdim)")
     _need(z is None or z.shape == x.shape, "z must have the shape of x")
-    _need(seq_idx is None or (seq_idx.shape == x.shape[:2] and cu_seqlens is None),
-          "seq_idx must be (batch, seqlen), and not beside cu_seqlens")  # fmt: skip
+    _need(seq_idx is None or seq_idx.shape == x.shape[:2], f"seq_idx must be (batch, seqlen) {tuple(x.shape[:2])}")
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     dt = dt.to(wide)
     dt = dt if dt_bias is None else dt + dt_bias.to(wide)
@@ -90,6 +96,8 @@ def mamba_chunk_scan_combined(
     if seq_idx is not None:
         fresh = torch.zeros_like(seq_idx, dtype=torch.bool)
         fresh[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
+        if cu_seqlens is not None:  # a sequence begins with its own state, whatever number came before it
+            fresh &= ~torch.isin(torch.arange(x.shape[1], device=x.device), cu_seqlens)
         gates = gates.masked_fill(fresh[..., None], -torch.inf)
     _need(initial_states is None or initial_states.dim() == 4, "initial_states must be (batch, heads, headdim, dstate)")
     initial = None if initial_states is None else initial_states.transpose(2, 3)
@@ -101,7 +109,14 @@ def mamba_chunk_scan_combined(
         y = (y.to(wide) + x.to(wide) * (D if D.dim() == 2 else D[:, None]).to(wide)).to(x.dtype)
     if z is not None:
         y = (y.to(wide) * torch.nn.functional.silu(z.to(wide))).to(x.dtype)
-    return (y, final.transpose(2, 3)) if return_final_states else y
+    final = final.transpose(2, 3)
+    if not return_varlen_states:
+        return (y, final) if return_final_states else y
+    if not return_final_states:
+        return y, final
+    assert cu_seqlens is not None
+    last = torch.searchsorted(cu_seqlens, cu_seqlens[-1:]).sub(1).clamp(min=0)  # behind it there are none with steps
+    return y, final.index_select(0, last), final
 
 
 def mamba_scan_recurrent(

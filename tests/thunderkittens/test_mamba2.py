@@ -87,6 +87,24 @@ def test_packed_sequences_have_a_state_each(device):
     torch.testing.assert_close(states[2:], last, rtol=1e-4, atol=1e-4)
 
 
+def test_packed_sequences_as_mamba_ssm_calls_them(device):
+    """With seq_idx beside cu_seqlens, and states of all sequences beside that of the last one."""
+    given = make(device)
+    given["initial_states"] = randn(4, *given["initial_states"].shape[1:], seed=12, device=device)
+    cu, seq_idx = torch.tensor([0, 5, 5, 21, 21]), torch.tensor([[0] * 5 + [2] * 16])
+    options = dict(chunk_size=64, cu_seqlens=cu.int().to(device), dt_softplus=True)
+    y, states = mamba_chunk_scan_combined(return_final_states=True, **options, **given)
+    options["seq_idx"] = seq_idx.to(device)
+    both, last, each = mamba_chunk_scan_combined(return_final_states=True, return_varlen_states=True, **options,
+                                                 **given)  # fmt: skip
+    assert torch.equal(both, y) and torch.equal(each, states) and torch.equal(last, states[2:3])
+    _, alone = mamba_chunk_scan_combined(return_varlen_states=True, **options, **given)
+    assert torch.equal(alone, states)
+    options["seq_idx"] = torch.tensor([[0] * 5 + [2] * 9 + [3] * 7], device=device)  # one more cut
+    cut, _ = mamba_chunk_scan_combined(return_varlen_states=True, **options, **given)
+    assert torch.equal(cut[:, :14], y[:, :14]) and not torch.isclose(cut[:, 14:], y[:, 14:]).any(-1).all()
+
+
 def test_the_chunk_does_not_matter_and_dt_can_be_limited(device):
     given = make(device)
     same = [
@@ -102,8 +120,8 @@ def test_the_chunk_does_not_matter_and_dt_can_be_limited(device):
     ("changed", "message"),
     [(dict(chunk_size=50), "power of two"), (dict(D=torch.ones(3)), "D must be"),
      (dict(dt=torch.ones(1, 21)), "dt must"),
-     (dict(seq_idx=torch.zeros(1, 21).int(), cu_seqlens=torch.tensor([0, 21])), "not beside")],
-    ids=["chunk-50", "D", "dt", "both-kinds-of-packing"],
+     (dict(seq_idx=torch.zeros(21).int()), "seq_idx must"), (dict(return_varlen_states=True), "needs cu_seqlens")],
+    ids=["chunk-50", "D", "dt", "seq_idx", "states-of-what"],
 )  # fmt: skip
 def test_wrong_arguments_are_refused(changed, message):
     with pytest.raises(InvalidInputError, match=message):
