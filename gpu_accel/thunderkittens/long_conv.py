@@ -172,6 +172,7 @@ class FlashFFTConv(torch.nn.Module):
     Args:
         seqlen: length of the transform: a power of two, 256 to 4096. u may be shorter: zeros follow it.
         dtype: of u; None: any of float32, bfloat16, float16.
+        use_32_butterfly: a choice between kernels of FlashFFTConv's, taken so that calls drop in. There is one here.
         keep_spectrum: keep the transform of k for the next call with the same tensor (a CUDA graph transforms it in
             every replay). It is made anew for another
             tensor, and after changes in place that autograd sees; changes through k.data it does not see.
@@ -182,9 +183,11 @@ class FlashFFTConv(torch.nn.Module):
     """
 
     def __init__(
-        self, seqlen: int, dtype: torch.dtype | None = None, *, keep_spectrum: bool = False, backend: str = "auto"
-    ) -> None:
+        self, seqlen: int, dtype: torch.dtype | None = None, use_32_butterfly: bool = True, *,
+        keep_spectrum: bool = False, backend: str = "auto",
+    ) -> None:  # fmt: skip
         super().__init__()
+        check_flag("use_32_butterfly", use_32_butterfly)
         _need(backend in BACKENDS, f"backend is {backend!r}; choose one of {', '.join(BACKENDS)}")
         _need(dtype is None or dtype in FLOAT_DTYPES, f"dtype must be a floating torch.dtype or None, got {dtype!r}")
         self.keep_spectrum = check_flag("keep_spectrum", keep_spectrum)

@@ -152,13 +152,24 @@ def test_final_states(device):
     torch.testing.assert_close(y, causal_conv1d_fn(x, weight, backend="portable")[..., 2:])
 
 
+def test_final_states_are_written_where_the_caller_wants_them(device):
+    x, weight, bias, initial = make(device)
+    room = torch.full((2, 3, x.shape[1]), torch.nan, device=device).transpose(1, 2)  # as in causal_conv1d's own calls
+    y, last = causal_conv1d_fn(x, weight, bias, None, initial, True, room, "silu")
+    same, theirs = causal_conv1d_fn(x, weight, bias, None, initial, True, None, "silu")
+    assert last is room and torch.equal(room, theirs) and torch.equal(y, same)
+    _, again = causal_conv1d_fn(x[..., :2], weight, initial_states=initial, return_final_states=True,
+                                final_states_out=initial)  # fmt: skip
+    assert again is initial and torch.equal(initial[..., 1:], x[..., :2])
+
+
 @pytest.mark.parametrize("seqlen", [1, 2])
 def test_states_of_sequences_shorter_than_the_filter(seqlen, device):
     """Final states are partly the initial ones, whose gradients come both ways (fla#1140 has them at other places)."""
     x, weight, bias, initial = make(device, dim=5, seqlen=seqlen)
 
     def function(backend):
-        return lambda x, w, b, h: causal_conv1d_fn(x, w, b, None, h, True, "silu", backend=backend)
+        return lambda x, w, b, h: causal_conv1d_fn(x, w, b, None, h, True, None, "silu", backend=backend)
 
     grads = [randn(*x.shape, seed=5, device=device), randn(*initial.shape, seed=6, device=device)]
     judge(function, [x, weight, bias, initial], grads, ["y", "last", "dx", "dw", "db", "dh"])
@@ -171,6 +182,10 @@ def test_wrong_arguments_are_refused(device):
         (dict(x=x[0]), "x must be"), (dict(weight=weight[:5]), "weight must be"), (dict(bias=bias[:3]), "bias must be"),
         (dict(activation="relu"), "activation is 'relu'"), (dict(seq_idx=seq, initial_states=initial), "seq_idx"),
         (dict(initial_states=initial[..., :1]), "initial_states must be"),
+        (dict(final_states_out=initial), "needs return_final_states"),
+        (dict(final_states_out=initial[..., :1], return_final_states=True), "final_states_out must be"),
+        (dict(final_states_out=initial.bfloat16(), return_final_states=True), "final_states_out must be"),
+        (dict(final_states_out=initial[:1].expand_as(initial), return_final_states=True), "share memory"),
     ]:  # fmt: skip
         with pytest.raises(InvalidInputError, match=message):
             causal_conv1d_fn(**dict(x=x, weight=weight) | given)

@@ -69,6 +69,14 @@ def test_sizes_of_unequal_sides(size, device):
     torch.testing.assert_close(y.double(), direct(u.double(), k.double(), None, None), rtol=1e-4, atol=1e-4)
 
 
+def test_it_is_made_as_flashfftconv_is(device):
+    u, k = randn(1, 3, 256, seed=1, dtype=torch.float16, device=device), randn(3, 256, seed=2, device=device)
+    module = FlashFFTConv(256, torch.float16, False)
+    assert torch.equal(module(u, k), FlashFFTConv(256)(u, k))
+    with pytest.raises(InvalidInputError, match="use_32_butterfly"):
+        FlashFFTConv(256, torch.float16, "no")
+
+
 def test_longer_than_half_is_circular(device):
     (u, k, *_), _ = make(device, batch=2, channels=1, seqlen=256, taps=256)
     y = FlashFFTConv(256, backend="portable")(u, k)
