@@ -67,6 +67,15 @@ def check_cu_seqlens(cu_seqlens: Tensor, rows: int) -> None:
         raise InvalidInputError(f"cu_seqlens ends at {ends[-1]}, but there are only {rows} rows")
 
 
+def check_copy(cu_seqlens: Tensor | None, copy: object, rows: int) -> None:
+    """`cu_seqlens_cpu`, a copy of cu_seqlens on the CPU: with it values are checked without waiting for a GPU."""
+    if cu_seqlens is None:
+        raise InvalidInputError("cu_seqlens_cpu is a copy of cu_seqlens, which is missing")
+    if not isinstance(copy, Tensor) or copy.device.type != "cpu" or copy.shape != cu_seqlens.shape:
+        raise InvalidInputError(f"cu_seqlens_cpu must be a copy of cu_seqlens on the CPU, got {shown(copy)}")
+    check_cu_seqlens(copy, rows)
+
+
 def check_values(name: str, x: Tensor, least: int, most: int, what: str) -> None:
     """On the CPU: every value is from least to most; `what` says why."""
     if not readable(x) or not x.numel():

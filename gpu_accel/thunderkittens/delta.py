@@ -27,10 +27,12 @@ from gpu_accel.thunderkittens import chunked, chunked_kernels, delta_hopper, del
 from gpu_accel.thunderkittens.arguments import check_tensors, real
 from gpu_accel.thunderkittens.linear import (
     _NARROW,
+    _check_copy,
     _flags,
     _need,
     _of_no_steps,
     _shape,
+    _turned,
     _validate,
     choose,
 )
@@ -333,32 +335,45 @@ def delta_rule(
 def chunk_gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, scale: float | None = None,
     initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: Tensor | None = None, *, backend: str = "auto",
+    use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False, state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None, *, backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The gated delta rule; returns (o, final state or None). Arguments as in `delta_rule`."""
+    """The gated delta rule; returns (o, final state or None). Arguments as in `delta_rule`, and:
+
+    use_qk_l2norm_in_kernel: q and k are brought to unit length. use_beta_sigmoid_in_kernel: beta is the sigmoid of what
+    is given, with allow_neg_eigval twice that. For state_v_first and cu_seqlens_cpu see the head of linear.py.
+    """
     if not isinstance(beta, Tensor):
         raise InvalidInputError(f"beta must be a tensor (batch, seqlen, heads), got {type(beta).__name__}")
     check_tensors({"q": q, "k": k, "beta": beta})
     _need(q.dim() > 0 and k.dim() > 0, f"q and k must be (batch, seqlen, heads, K), got {_shape(q)}, {_shape(k)}")
     _need(beta.dim() == 3, f"beta must be (batch, seqlen, heads), got {_shape(beta)}")
-    output_final_state, normalise = _flags(
-        output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel
-    )
+    output_final_state, normalise, logits, twice, state_v_first = _flags(
+        output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
+        state_v_first=state_v_first,
+    )  # fmt: skip
+    _need(logits or not twice, "allow_neg_eigval doubles the sigmoid of use_beta_sigmoid_in_kernel, which is off")
+    _check_copy(q, k, v, cu_seqlens, cu_seqlens_cpu)
     if normalise:
         q, k = _unit_length(q), _unit_length(k)
+    if logits:
+        beta = beta if beta.dtype == torch.float64 else beta.float()
+        beta = (2.0 if twice else 1.0) * beta.sigmoid()
     o, state = delta_rule(
-        q, k, v, beta, g=g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, backend=backend
-    )
-    return o, state if output_final_state else None
+        q, k, v, beta, g=g, scale=scale, initial_state=_turned(initial_state, state_v_first), cu_seqlens=cu_seqlens,
+        backend=backend,
+    )  # fmt: skip
+    return o, _turned(state, state_v_first) if output_final_state else None
 
 
 def chunk_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
-    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Tensor | None = None, *,
-    backend: str = "auto",
+    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None, *, state_v_first: bool = False, backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The delta rule without gates; returns (o, final state or None). Arguments as in `delta_rule`."""
     return chunk_gated_delta_rule(
-        q, k, v, None, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens,
-        backend=backend,
+        q, k, v, None, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+        state_v_first=state_v_first, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, backend=backend,
     )  # fmt: skip

@@ -23,7 +23,16 @@ from gpu_accel.flash_attention3.function import refuse_second
 from gpu_accel.flash_attention3.launch import launch
 from gpu_accel.thunderkittens import chunked, gla_hopper, gla_kernels, reference
 from gpu_accel.thunderkittens.arguments import check_tensors, real
-from gpu_accel.thunderkittens.linear import _flags, _need, _of_no_steps, _shape, _validate, choose
+from gpu_accel.thunderkittens.linear import (
+    _check_copy,
+    _flags,
+    _need,
+    _of_no_steps,
+    _shape,
+    _turned,
+    _validate,
+    choose,
+)
 
 # tests/gpu/test_gla.py has passed on an H200 (Triton 3.6.0) in bfloat16, float16 and float32, also packed. In float16
 # more dimensions of K or V than these ask for more shared memory than there is.
@@ -316,13 +325,17 @@ def explain_gla(
 
 def chunk_gla(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
-    output_final_state: bool = False, cu_seqlens: Tensor | None = None, *, backend: str = "auto",
+    output_final_state: bool = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None, *, backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Gated linear attention; returns (o, final state or None). Arguments as in `gated_linear_attention`."""
+    """Gated linear attention; returns (o, final state or None). Arguments as in `gated_linear_attention`; for
+    state_v_first and cu_seqlens_cpu see the head of linear.py."""
     if not isinstance(g, Tensor):
         raise InvalidInputError(f"g must be a tensor (batch, seqlen, heads, K), got {type(g).__name__}")
-    (output_final_state,) = _flags(output_final_state=output_final_state)
+    output_final_state, state_v_first = _flags(output_final_state=output_final_state, state_v_first=state_v_first)
+    _check_copy(q, k, v, cu_seqlens, cu_seqlens_cpu)
     o, state = gated_linear_attention(
-        q, k, v, g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, backend=backend
-    )
-    return o, state if output_final_state else None
+        q, k, v, g, scale=scale, initial_state=_turned(initial_state, state_v_first), cu_seqlens=cu_seqlens,
+        backend=backend,
+    )  # fmt: skip
+    return o, _turned(state, state_v_first) if output_final_state else None

@@ -4,9 +4,10 @@
     chunk_simple_gla    one gate a step and head (arXiv 2312.06635, section 4, with scalar gates)
 
 All take q, k (batch, seqlen, heads, K) and v (batch, seqlen, heads, V) in bfloat16, float16 or float32 (the reference
-also float64), and return (o, final state or None). States are (sequences, heads, K, V) float32. With cu_seqlens
-(sequences + 1,) the batch is 1 and sequences lie one after another; rows beyond the last belong to none, may
-hold anything, and give zeros.
+also float64), and return (o, final state or None). States are (sequences, heads, K, V) float32, with state_v_first
+(sequences, heads, V, K). With cu_seqlens (sequences + 1,) the batch is 1 and sequences lie one after another; rows
+beyond the last belong to none, may hold anything, and give zeros. cu_seqlens_cpu is a copy of it on the CPU, with which
+its values are checked without waiting for a GPU; the kernels do without.
 
 Values must be finite, but for gates of -inf. Within a chunk the sum over earlier steps is a product with a triangle of
 weights, and zero times NaN or Inf is NaN: one in v (in the delta rule also in k) makes NaN of the rows of its chunk
@@ -22,7 +23,7 @@ from gpu_accel.errors import HardwareError, InvalidInputError, UnsupportedError,
 from gpu_accel.flash_attention3.launch import launch
 from gpu_accel.flash_attention3.problem import check_first_gradient, check_flag
 from gpu_accel.thunderkittens import chunked, gates_kernel, reference, walk_hopper
-from gpu_accel.thunderkittens.arguments import check_cu_seqlens, check_tensors, integer, real
+from gpu_accel.thunderkittens.arguments import check_copy, check_cu_seqlens, check_tensors, integer, real
 
 BACKENDS = ("auto", "portable", "reference")
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -107,6 +108,17 @@ def _validate(q: Tensor, k: Tensor, v: Tensor, g, w, initial, cu_seqlens, chunk:
         _need(initial.shape == wanted,
               f"initial_state must be (sequences, heads, K, V) {wanted}, got {_shape(initial)}")  # fmt: skip
     _need(isinstance(chunk, int) and chunk in (16, 32, 64), f"the chunk must be 16, 32 or 64, got {shown(chunk)}")
+
+
+def _turned(state: Tensor | None, state_v_first: bool) -> Tensor | None:
+    """A state with keys first from one with values first, and back."""
+    return state.transpose(-2, -1) if state_v_first and isinstance(state, Tensor) and state.dim() == 4 else state
+
+
+def _check_copy(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, copy: Tensor | None) -> None:
+    if copy is not None:
+        _validate(q, k, v, None, None, None, cu_seqlens, chunked.CHUNK)
+        check_copy(cu_seqlens, copy, v.shape[1])
 
 
 def _of_no_steps(o: Tensor, *given: Tensor | None) -> Tensor:
@@ -284,14 +296,16 @@ def chunk_linear_attn(
 def chunk_simple_gla(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, g_gamma: Tensor | None = None,
     scale: float | None = None, initial_state: Tensor | None = None, output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None, *, backend: str = "auto",
+    state_v_first: bool = False, cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None, *,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Linear attention with one gate a step and head; returns (o, final state or None).
 
     Arguments as in `linear_attention`. g: log gates (batch, seqlen, heads); g_gamma: log decays (heads,), the same at
     every step. Both: their sum.
     """
-    (output_final_state,) = _flags(output_final_state=output_final_state)
+    output_final_state, state_v_first = _flags(output_final_state=output_final_state, state_v_first=state_v_first)
+    _check_copy(q, k, v, cu_seqlens, cu_seqlens_cpu)
     if g_gamma is not None:
         check_tensors({"v": v, "g_gamma": g_gamma}, {"g": g})
         _need(v.dim() == 4 and (g is None or g.shape == v.shape[:3]), "v must be (batch, seqlen, heads, dim), and g "
@@ -300,9 +314,10 @@ def chunk_simple_gla(
         decay = g_gamma.float()[None, None]
         g = decay.expand(v.shape[:3]) if g is None else g + decay
     o, state = linear_attention(
-        q, k, v, g=g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, backend=backend
-    )
-    return o, state if output_final_state else None
+        q, k, v, g=g, scale=scale, initial_state=_turned(initial_state, state_v_first), cu_seqlens=cu_seqlens,
+        backend=backend,
+    )  # fmt: skip
+    return o, _turned(state, state_v_first) if output_final_state else None
 
 
 def retention_decay(heads: int, device: torch.device | str = "cpu") -> Tensor:
@@ -344,16 +359,18 @@ def _(v):
 
 def chunk_retention(
     q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
-    output_final_state: bool = False, cu_seqlens: Tensor | None = None, *, backend: str = "auto",
+    output_final_state: bool = False, cu_seqlens: Tensor | None = None, *, state_v_first: bool = False,
+    cu_seqlens_cpu: Tensor | None = None, backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Retention (Sun et al., arXiv:2307.08621): every head decays by a constant of its own, `retention_decay`.
 
     Returns (o, final state or None). Arguments as in `linear_attention`.
     """
-    _validate(q, k, v, None, None, initial_state, cu_seqlens, chunked.CHUNK)
+    (state_v_first,) = _flags(state_v_first=state_v_first)
+    _validate(q, k, v, None, None, _turned(initial_state, state_v_first), cu_seqlens, chunked.CHUNK)
     plain = choose(v, "auto" if backend == "hopper" else backend, others=("hopper",)) != "portable"
     decay = retention_decay(v.shape[2], v.device) if plain else retention_op(v.detach())
     return chunk_simple_gla(
-        q, k, v, None, decay, scale, initial_state, output_final_state, cu_seqlens,
+        q, k, v, None, decay, scale, initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu,
         backend=backend,
     )  # fmt: skip

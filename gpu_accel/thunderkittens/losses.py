@@ -3,7 +3,8 @@
 loss = cross_entropy(logits, target)                            # (tokens, classes), as torch.nn.functional has it
 loss = fused_linear_cross_entropy(x, weight, target)            # x (tokens, hidden), weight (classes, hidden)
 
-What the options are called, and what they mean, is as in Liger-Kernel (arXiv 2410.10989). The fused one takes tokens in
+What the options are called, and what they mean, is as in Liger-Kernel (arXiv 2410.10989), without weights of classes
+and return_z_loss. The fused one takes tokens in
 pieces: logits of a piece, their loss, their gradient in place, and with it the gradients of x and of the weight, all
 in the forward. Its memory is one piece of logits and a float32 gradient of the weight.
 """
