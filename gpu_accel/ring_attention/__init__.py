@@ -34,6 +34,8 @@ _WHERE = {
     "zigzag_ring_flash_attn_kvpacked_func": "flash_attn_names",
     "zigzag_ring_flash_attn_qkvpacked_func": "flash_attn_names",
     "zigzag_ring_flash_attn_varlen_func": "flash_attn_names",
+    "zigzag_ring_flash_attn_varlen_kvpacked_func": "flash_attn_names",
+    "zigzag_ring_flash_attn_varlen_qkvpacked_func": "flash_attn_names",
     "stripe_flash_attn_func": "flash_attn_names",
     "stripe_flash_attn_kvpacked_func": "flash_attn_names",
     "stripe_flash_attn_qkvpacked_func": "flash_attn_names",

@@ -160,11 +160,30 @@ def stripe_flash_attn_qkvpacked_func(qkv: Tensor, *arguments: Any, **options: An
     return stripe_flash_attn_func(q, k, v, *arguments, **options)
 
 
-def _parts(x: Tensor, count: int, arguments: tuple, options: dict[str, Any]) -> tuple[Tensor, ...]:
-    if isinstance(x, Tensor) and x.dim() == 5 and x.shape[2] == count:
-        return x.unbind(2)
+def zigzag_ring_flash_attn_varlen_kvpacked_func(
+    q: Tensor, kv: Tensor, cu_seqlens: Tensor | Sequence[int], *arguments: Any, **options: Any
+):  # fmt: skip
+    """kv (local_length, 2, heads_kv, head_dim), of packed documents."""
+    k, v = _parts(kv, 2, arguments[1:], options, "local_length")
+    return zigzag_ring_flash_attn_varlen_func(q, k, v, cu_seqlens, *arguments, **options)
+
+
+def zigzag_ring_flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor, cu_seqlens: Tensor | Sequence[int], *arguments: Any, **options: Any
+):  # fmt: skip
+    """qkv (local_length, 3, heads, head_dim), of packed documents."""
+    q, k, v = _parts(qkv, 3, arguments[1:], options, "local_length")
+    return zigzag_ring_flash_attn_varlen_func(q, k, v, cu_seqlens, *arguments, **options)
+
+
+def _parts(
+    x: Tensor, count: int, arguments: tuple, options: dict[str, Any], rows: str = "batch, local_length"
+) -> tuple[Tensor, ...]:  # fmt: skip
+    dims = 3 + len(rows.split(","))
+    if isinstance(x, Tensor) and x.dim() == dims and x.shape[-3] == count:
+        return x.unbind(-3)
     got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-    error = InvalidInputError(f"expected a tensor (batch, local_length, {count}, heads, head_dim), got {got}")
+    error = InvalidInputError(f"expected a tensor ({rows}, {count}, heads, head_dim), got {got}")
     group = options.get("group", arguments[7] if len(arguments) > 7 else None)
     _transport(group).agree("", error)  # raises it, here and on the other ranks
     raise error

@@ -13,7 +13,7 @@ give `gradients="mean"`.
 
 The model's attention is set back on leaving, also by an exception. Sliding windows and soft caps of a layer are
 honoured; what is not there (attention masks and padding, dropout, caches) is refused on every rank, never left out
-silently, and so are models whose attention transformers does not replace.
+silently, and so are labels given to the model, and models whose attention transformers does not replace.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import torch
@@ -128,6 +129,7 @@ def context_parallel(
     AttentionMaskInterface.register(NAME, _mask)  # without it transformers would drop masks of padding unseen
     before = model.config._attn_implementation
     token = _ACTIVE.set(ContextParallel(layout, transport, schedule, gradients, options))
+    hook = model.register_forward_pre_hook(_check_labels, with_kwargs=True)
     try:
         model.set_attn_implementation(NAME)
         check_taken(model)
@@ -135,6 +137,7 @@ def context_parallel(
         assert active is not None
         yield active
     finally:
+        hook.remove()
         _ACTIVE.reset(token)
         model.set_attn_implementation(before)
 
@@ -185,6 +188,23 @@ def _within() -> ContextParallel:
     if active is None:
         raise InvalidInputError("this model's attention goes over a ring: use it within context_parallel")
     return active
+
+
+def _check_labels(model: Any, given: tuple, named: dict[str, Any]) -> None:
+    """A model shifts its labels and takes their mean: the wrong neighbours on a shard, and this rank's labels alone."""
+    try:
+        found = signature(model.forward).bind_partial(*given, **named).arguments
+    except TypeError:  # the model says so itself
+        return
+    found = found | found.get("kwargs", {})
+    if found.get("labels") is None or (
+        found.get("shift_labels") is not None and found.get("num_items_in_batch") is not None
+    ):
+        return
+    _refuse(_within(), InvalidInputError(
+        "a model shifts its labels within a shard and takes their mean there: call it without labels, and "
+        "cp.loss(logits, labels) with the whole ones"
+    ))  # fmt: skip
 
 
 def _mask(*_: Any, attention_mask: Tensor | None = None, use_vmap: bool = False, **__: Any) -> None:

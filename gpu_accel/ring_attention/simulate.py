@@ -96,6 +96,11 @@ def simulate_attention(
             raise InvalidInputError(f"do must be a tensor {expected} like o, or None; got {got}")
         check_strided("do", do)
     find_schedule(schedule)
+    if schedule != "tree" and q.shape[1] != k.shape[1]:
+        raise InvalidInputError(
+            f"q has {q.shape[1]} tokens, k and v have {k.shape[1]}: ranks hold the same tokens of all three; few queries "
+            "over many keys take schedule='tree'"
+        )
     cut = make_layout(layout, seqlen=k.shape[1], ranks=ranks, documents=documents)
     replicated = schedule == "tree"  # every rank holds the few queries
 

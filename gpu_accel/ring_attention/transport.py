@@ -269,7 +269,7 @@ class TorchTransport(PointToPoint):
         if not dist.is_available() or not dist.is_initialized():
             raise HardwareError(
                 "torch.distributed is not initialised: start with torchrun and call init_process_group, "
-                "or run all ranks in this process with gpu_accel.ring_attention.simulate"
+                "or run all ranks in this process: RingAttention(num_gpus=8, simulate=True), simulate_attention(ranks=8)"
             )
         if check not in ("auto", "always", "first"):
             raise InvalidInputError(f"check must be 'auto', 'always' or 'first', got {check!r}")

@@ -38,6 +38,8 @@ def test_the_module_simulates_ranks_and_is_differentiable():
         assert x.shape == exact.shape and relative_error(x, exact) < 1e-13
     with pytest.raises(InvalidInputError, match="seq_len is 24, but simulated ranks take the whole 23 tokens"):
         module(q, k, v, seq_len=24)
+    with pytest.raises(InvalidInputError, match="q has 23 tokens, k and v have 9: ranks hold the same tokens"):
+        module(q, k[:, :, :9], v[:, :, :9])
 
 
 def test_the_module_on_ranks_with_shards_and_padding():
@@ -231,6 +233,22 @@ def test_packed_documents_by_the_name_of_ring_flash_attention():
                 ring.zigzag_ring_flash_attn_varlen_func(*leaves, wrong, group=transport)
         plain = ring.zigzag_ring_flash_attn_varlen_func(*leaves, ends.tolist(), causal=True, group=transport)
         assert torch.equal(o, plain)
+        narrow = [x[..., :8] for x in leaves]
+        packed = ring.zigzag_ring_flash_attn_varlen_kvpacked_func(
+            narrow[0], torch.stack(narrow[1:], 1), ends, 8, causal=True, group=transport
+        )
+        assert torch.equal(
+            packed, ring.zigzag_ring_flash_attn_varlen_func(*narrow, ends, causal=True, group=transport)
+        )
+        three = torch.stack([narrow[0][:, :2], *narrow[1:]], 1)  # as many heads of all three
+        packed = ring.zigzag_ring_flash_attn_varlen_qkvpacked_func(
+            three, ends, 8, 0.0, None, True, (-1, -1), None, False, False, transport
+        )
+        one = ring.zigzag_ring_flash_attn_varlen_func(*three.unbind(1), ends, causal=True, group=transport)
+        assert torch.equal(one, packed)
+        for name, x in (("kvpacked", (leaves[0], three)), ("qkvpacked", (three[None],))):
+            with pytest.raises(InvalidInputError, match="tensor .local_length, [23], heads"):
+                getattr(ring, f"zigzag_ring_flash_attn_varlen_{name}_func")(*x, ends, group=transport)
         for wrong in (None, torch.zeros(2), -0.1, False, "0"):
             with pytest.raises(InvalidInputError, match="dropout_p must be"):
                 ring.zigzag_ring_flash_attn_varlen_func(*leaves, ends, dropout_p=wrong, group=transport)

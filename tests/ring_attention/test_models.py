@@ -129,7 +129,11 @@ def refused(rank: int) -> list[str]:
     padding = torch.ones(2, cut.local_length, dtype=torch.int64)
     padding[0, :3] = rank  # on rank 0 only
     mask = torch.ones(2, 1, cut.local_length, cut.local_length)
-    for changes in ({"attention_mask": mask}, {}, {"attention_mask": padding}, {"position_ids": None}):
+    mine = cut.shard(tokens(), rank)
+    for changes in (
+        {"attention_mask": mask}, {}, {"attention_mask": padding}, {"position_ids": None}, {"labels": mine},
+        {"labels": mine, "shift_labels": mine},
+    ):  # fmt: skip
         one.train()
         for layer in one.model.layers:
             layer.self_attn.attention_dropout = 0.0 if changes else 0.5
@@ -144,12 +148,31 @@ def refused(rank: int) -> list[str]:
 
 def test_masks_and_dropout_are_refused_and_the_model_is_set_back(tmp_path: Path):
     found = results(run_ranks(refused, 2, tmp_path))
-    for masks, dropout, _, _ in found:
+    for masks, dropout, _, _, labels, means in found:
+        assert "shifts its labels" in labels and "takes their mean" in means
         assert masks.startswith("UnsupportedError: attention masks are not taken")
         assert dropout.startswith("UnsupportedError: dropout (0.5)")
     assert found[0][2].startswith("UnsupportedError: padding is not taken") and "padding is not taken" in found[1][2]
-    for _, _, _, positions in found:
+    for _, _, _, positions, _, _ in found:
         assert "position_ids count the rows of a shard" in positions
+
+
+def shifted(rank: int) -> float:
+    """As transformers' own trainer does it: labels that are shifted already, and how many there are in all."""
+    from gpu_accel.ring_attention.models import context_parallel
+
+    one, transport = model(), TorchTransport(timeout=30)
+    cut = make_layout("zigzag", seqlen=SEQLEN, ranks=2)
+    with context_parallel(one, layout=cut, transport=transport) as cp:
+        mine = cp.labels(tokens())
+        loss = one(**cp.inputs(tokens()), labels=mine, shift_labels=mine, num_items_in_batch=2 * (SEQLEN - 1),
+                   use_cache=False).loss  # fmt: skip
+    assert not one._forward_pre_hooks
+    return float(loss.detach())
+
+
+def test_shifted_labels_and_their_number_give_the_loss(tmp_path: Path):
+    assert sum(results(run_ranks(shifted, 2, tmp_path))) == pytest.approx(alone("llama")[1], rel=1e-6)
 
 
 def test_a_mask_of_ones_hides_nothing() -> None:
