@@ -26,7 +26,12 @@ def plan(
     head_dim: Annotated[int, typer.Option("--head-dim", help="Size of a head.")] = 128,
     batch: Annotated[int, typer.Option("--batch", help="Sequences.")] = 1,
     link: Annotated[
-        str, typer.Option("--link", help="Within a machine, and with a plus between machines: nvlink+ib400.")
+        str,
+        typer.Option(
+            "--link",
+            help="Within a machine, and with a plus between machines: nvlink+ib400. "
+            "nvlink, nvlink-nccl, ib400, ib200 or ib800.",
+        ),
     ] = "nvlink+ib400",
     gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", help="GPUs of a machine.")] = 8,
     memory: Annotated[float, typer.Option("--memory", help="Memory of a GPU in GB.")] = 80.0,
@@ -38,7 +43,7 @@ def plan(
     json_: JsonOption = False,
     output_: OutputOption = None,
 ) -> None:
-    """Compare the schedules for one attention: bytes, memory, modelled efficiency with its interval, and why.
+    """Compare the schedules for one attention: bytes, memory, modelled time and efficiency with intervals, and why.
 
     Times are modelled; exit code 4 when nothing fits in memory.
     """
@@ -52,7 +57,8 @@ def plan(
     )  # fmt: skip
     payload = made.as_dict()
     if output_:
-        output.write(output_, payload["options"], payload=payload, title=f"Ring attention on {gpus} GPUs")
+        rows = [{"kind": payload["kind"], **option} for option in payload["options"]]
+        output.write(output_, rows, payload=payload, title=f"Ring attention, modelled: {made.title()}")
     if json_:
         return output.print_json(payload)
     out().print(made.explain(), markup=False, highlight=False, soft_wrap=True)

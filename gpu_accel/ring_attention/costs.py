@@ -128,7 +128,8 @@ def _ib400_times(factor: float, name: str, words: str) -> Link:
     hop, words = base.hop, f"{words} ib400; not measured"
     rate = Constant(factor * hop.value, factor * hop.worst, factor * hop.best, "B/s", words)
     latency = replace(base.latency, source="as ib400")
-    return Link(name, rate, rate, latency, base.hides, "as ib400")
+    why = f"taken to be like ib400 with {factor:g} times its rate; not measured"
+    return Link(name, rate, rate, latency, base.hides, why)
 
 
 LINKS["ib200"] = _ib400_times(0.5, "ib200", "half of")

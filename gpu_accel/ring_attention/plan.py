@@ -23,6 +23,7 @@ from gpu_accel.ring_attention.sizes import default_degree, default_inner, defaul
 
 ENDS = ("value", "worst", "best")
 MOST = {"gpus": 2**16, "heads": 2**16}  # the model looks at every rank and every head
+_LARGEST_HEAD = 256
 MERGES = ("fused", "separate")
 CANDIDATES = ("kv_ring", "double_ring", "ulysses", "usp", "allgather", "q_ring", "mesh", "concentric")
 _ELEMENT, _PARTIAL = 2, 4  # bytes of 16-bit tensors, and of float32 partial results and gradients that add up
@@ -128,36 +129,51 @@ class Plan:
             "options": [option.as_dict() for option in self.options],
         }
 
+    def title(self) -> str:
+        """The question in one line."""
+        setup = self.setup
+        link = setup.link if setup.nodes > 1 else self.slowest.name
+        return (
+            f"{_count(setup.seq, 'token')}, {_count(setup.heads, 'head')}, {_count(setup.kv_heads, 'key head')}, "
+            f"head_dim {setup.head_dim}, {'causal' if setup.causal else 'full'}, "
+            f"{'forward and backward' if setup.backward else 'forward'}, {_count(setup.gpus, 'GPU')} in "
+            f"{_count(setup.nodes, 'machine')}{f', {link}' if setup.gpus > 1 else ''}"
+        )
+
     def explain(self) -> str:
         """The plan in words and one table."""
         setup, best = self.setup, self.best
         e, low, high = best.efficiency
-        mask = "causal" if setup.causal else "full"
-        gpus = f"{setup.gpus} GPU{'s' if setup.gpus > 1 else ''}"
+        middle, worst, top = best.seconds
+        even = ", the same work for each" if 1 < setup.gpus <= setup.seq // 2 else ""
+        hides = (
+            f"margin    {self.margin:.3g} (range {self.margin_range[0]:.3g} to {self.margin_range[1]:.3g}): a shard "
+            f"has that many times the tokens with which a hop over {self.slowest.name} hides",
+        )
         lines = [
-            f"{setup.seq:,} tokens, {setup.heads} heads, {setup.kv_heads} key heads, head_dim {setup.head_dim}, "
-            f"{mask}, {'forward and backward' if setup.backward else 'forward'}, {gpus} in {setup.nodes} "
-            f"machine{'s' if setup.nodes > 1 else ''}, {setup.link}",
+            self.title(),
             "",
-            f"layout    {self.layout}: {setup.block:,} tokens a GPU, the same work for each",
+            f"layout    {self.layout}: {_count(setup.block, 'token')} a GPU{even}",
             f"schedule  {best.schedule}{f' ({best.detail})' if best.detail else ''}",
             f"sends     {_bytes(best.sent)} a GPU",
             f"memory    {_bytes(best.memory)} a GPU for attention, its shards included",
-            f"margin    {self.margin:.3g} (range {self.margin_range[0]:.3g} to {self.margin_range[1]:.3g}): a shard "
-            f"has that many times the tokens with which a hop over {self.slowest.name} hides",
+            *(hides if setup.gpus > 1 else ()),
+            f"time      {_time_text(middle)} modelled, interval {_time_text(top)} to {_time_text(worst)}",
             f"efficiency {e:.0%} modelled, interval {low:.0%} to {high:.0%}; {best.exposed:.0%} of the time only "
             f"communicating, {best.merged:.0%} merging",
             "",
             "why",
             *(f"  {line}" for line in self._why()),
             "",
-            f"  {'schedule':12} {'efficiency':>10} {'interval':>14} {'sends':>10} {'memory':>10} {'exposed':>8}",
+            f"  {'schedule':12} {'time':>8} {'efficiency':>10} {'interval':>14} {'sends':>10} {'memory':>10} "
+            f"{'exposed':>8}",
         ]
         for option in self.options:
             middle, worst, top = option.efficiency
             lines.append(
-                f"  {option.schedule:12} {middle:>10.0%} {f'{worst:.0%} to {top:.0%}':>14} {_bytes(option.sent):>10} "
-                f"{_bytes(option.memory):>10} {option.exposed:>8.0%}  {option.refused or option.detail}"
+                f"  {option.schedule:12} {_time_text(option.seconds[0]):>8} {middle:>10.0%} "
+                f"{f'{worst:.0%} to {top:.0%}':>14} {_bytes(option.sent):>10} {_bytes(option.memory):>10} "
+                f"{option.exposed:>8.0%}  {option.refused or option.detail}"
             )
         lines += [
             "",
@@ -167,6 +183,8 @@ class Plan:
 
     def _why(self) -> list[str]:
         setup, best = self.setup, self.best
+        if setup.gpus == 1:
+            return ["one GPU has every key: nothing is sent, and all schedules are one call"]
         lines = [f"a hop over {self.slowest.name}: {self.slowest.why}"]
         if self.margin < 1:
             lines.append("a shard is too short for a flat ring to hide its hops over that link")
@@ -188,7 +206,7 @@ class Plan:
             gain = best.efficiency[0] - others[0].efficiency[0]
             near = best.efficiency[1] < others[0].efficiency[2]
             lines.append(
-                f"next best is {others[0].schedule}, {100 * gain:.0f} points behind"
+                f"next best is {others[0].schedule}, {_count(round(100 * gain), 'point')} behind"
                 + ("; the intervals overlap, so try both" if near else "")
             )
         return lines
@@ -215,7 +233,8 @@ def plan(
     Args:
         seq: tokens of the whole sequence. heads, kv_heads (default: as many), head_dim, batch: as usual.
         gpus, gpus_per_node: how many in all, and in a machine.
-        link: "nvlink", or with another for between machines: "nvlink+ib400" (see costs.LINKS).
+        link: "nvlink", or with another for between machines: "nvlink+ib400" (see costs.LINKS). With one GPU a machine
+            a single one is that between machines.
         backward: cost of forward and backward together.
         memory_gb: of one GPU; schedules that need more are refused.
         merge: "fused" (results merged in the kernel's epilogue) or "separate" (in a pass of their own).
@@ -237,6 +256,10 @@ def plan(
     for name, flag in (("causal", causal), ("backward", backward), ("documents", documents)):
         if not isinstance(flag, bool):
             raise InvalidInputError(f"{name} must be True or False, got {shown(flag, 40)}")
+    if head_dim % 8 or head_dim > _LARGEST_HEAD:
+        raise InvalidInputError(
+            f"head_dim must be a multiple of 8 up to {_LARGEST_HEAD}, which the kernels take, got {head_dim}"
+        )
     if heads % kv_heads:
         raise InvalidInputError(f"heads ({heads}) must be a multiple of kv_heads ({kv_heads})")
     if merge not in MERGES:
@@ -248,6 +271,8 @@ def plan(
         backward=backward, link=link, gpus_per_node=gpus_per_node, memory_gb=float(memory_gb), merge=merge,
     )  # fmt: skip
     within, between = links(link)
+    if gpus_per_node == 1 and between is None:
+        between = within
     if setup.nodes > 1 and between is None:
         raise InvalidInputError(
             f"{gpus} GPUs with {gpus_per_node} in a machine are {setup.nodes} machines: name the link between them, "
@@ -304,7 +329,7 @@ def _option(name: str, setup: Setup, within: Link, slowest: Link) -> Option:
         inner = per_node if setup.nodes > 1 and n % per_node == 0 else default_inner(n)
         detail = f"inner rings of {inner}"
         if setup.nodes == 1 or inner in (1, n):
-            refused = "one machine: the plain ring"
+            refused = f"{'one machine' if setup.nodes == 1 else 'rings of one'}: the plain ring"
     elif name == "usp":
         u = default_degree(min(n, per_node) if n % min(n, per_node) == 0 else n, setup.kv_heads)
         detail = f"groups of {u}, rings of {n // u}"
@@ -581,6 +606,17 @@ def _memory(name: str, setup: Setup) -> int:
         a, b = default_mesh(n, setup.heads, setup.kv_heads)
         return base + a * (setup.q_bytes + 2 * partial) + b * 2 * kv * (3 if setup.backward else 1)
     return base + 2 * (2 * setup.q_bytes + kv) + partial
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def _time_text(seconds: float) -> str:
+    for unit, scale in (("us", 1e6), ("ms", 1e3)):
+        if seconds * scale < 999.5:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:,.0f} s"
 
 
 def _bytes(size: float) -> str:

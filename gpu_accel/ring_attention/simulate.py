@@ -98,8 +98,8 @@ def simulate_attention(
     find_schedule(schedule)
     if schedule != "tree" and q.shape[1] != k.shape[1]:
         raise InvalidInputError(
-            f"q has {q.shape[1]} tokens, k and v have {k.shape[1]}: ranks hold the same tokens of all three; few queries "
-            "over many keys take schedule='tree'"
+            f"q has {q.shape[1]} tokens, k and v have {k.shape[1]}: ranks hold the same tokens of all three; few "
+            "queries over many keys take schedule='tree'"
         )
     cut = make_layout(layout, seqlen=k.shape[1], ranks=ranks, documents=documents)
     replicated = schedule == "tree"  # every rank holds the few queries

@@ -268,8 +268,8 @@ class TorchTransport(PointToPoint):
             raise InvalidInputError(f"timeout must be {_TIMEOUTS[0]:g} to {_TIMEOUTS[1]:g} seconds, got {seconds:g}")
         if not dist.is_available() or not dist.is_initialized():
             raise HardwareError(
-                "torch.distributed is not initialised: start with torchrun and call init_process_group, "
-                "or run all ranks in this process: RingAttention(num_gpus=8, simulate=True), simulate_attention(ranks=8)"
+                "torch.distributed is not initialised: start with torchrun and call init_process_group, or run "
+                "all ranks in this process: RingAttention(num_gpus=8, simulate=True) or simulate_attention(ranks=8)"
             )
         if check not in ("auto", "always", "first"):
             raise InvalidInputError(f"check must be 'auto', 'always' or 'first', got {check!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import torch
 from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.ring_attention import costs
 from gpu_accel.ring_attention.longest import longest
-from gpu_accel.ring_attention.plan import Setup, _memory, _sent, least_block, plan, seed_table
+from gpu_accel.ring_attention.plan import Setup, _memory, _sent, _time_text, least_block, plan, seed_table
 from gpu_accel.ring_attention.simulate import simulate_attention
 from gpu_accel.ring_attention.transport import World
 
@@ -121,6 +122,23 @@ def test_one_gpu_sends_nothing():
     made = plan(seq=65536, heads=32, gpus=1, link="nvlink")
     assert all(o.sent == 0 for o in made.options)
     assert made.best.exposed < 1e-3 and made.best.efficiency[0] > 0.9
+    told = made.explain()
+    assert "1 GPU in 1 machine\n" in told and "nothing is sent" in told and "hop" not in told and "margin" not in told
+
+
+def test_times_are_told_and_words_agree_with_their_numbers():
+    made = plan(seq=131072, heads=32, gpus=4)
+    ms = 1e3 * made.best.seconds[0]
+    assert f"time      {ms:.3g} ms modelled" in made.explain() and "1 machine, nvlink\n" in made.explain()
+    assert _time_text(2.5e-6) == "2.5 us" and _time_text(0.9996) == "1 s"
+    few = plan(seq=7, heads=1, gpus=8).explain()
+    assert few.startswith("7 tokens, 1 head, 1 key head,") and "1 token a GPU\n" in few
+
+
+def test_machines_of_one_gpu_have_one_link():
+    one, two = (plan(seq=65536, heads=32, gpus=16, gpus_per_node=1, link=x) for x in ("ib400", "ib400+ib400"))
+    assert one.options == two.options and one.slowest.name == "ib400"
+    assert "rings of one: the plain ring" in one.explain() and "one machine" not in one.explain()
 
 
 def test_the_seeds_table_is_a_model_here():
@@ -135,6 +153,8 @@ def test_the_seeds_table_is_a_model_here():
         ({"link": "carrier-pigeon"}, "link is 'carrier-pigeon'"),
         ({"link": "nvlink"}, "name the link between them"),
         ({"kv_heads": 5}, "must be a multiple of kv_heads"),
+        ({"head_dim": 63}, "head_dim must be a multiple of 8"),
+        ({"head_dim": 264}, "head_dim must be a multiple of 8 up to 256"),
         ({"gpus": 0}, "gpus must be a whole number"),
         ({"seq": 1.5}, "seq must be a whole number"),
         ({"link": None}, "link is None"),
@@ -156,6 +176,26 @@ def command(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-m", "cli", "ring", "plan", *arguments], capture_output=True, text=True, timeout=60
     )
+
+
+def test_what_is_written_says_that_it_is_modelled(tmp_path):
+    from typer.testing import CliRunner
+
+    from cli.ring import app
+
+    for suffix in ("csv", "md", "html", "jsonl"):
+        file = tmp_path / f"plan.{suffix}"
+        done = CliRunner().invoke(app, ["--seq", "64k", "--gpus", "4", "-o", str(file)])
+        assert done.exit_code == 0 and "modelled" in file.read_text()
+        assert suffix in ("csv", "jsonl") or "65,536 tokens, 32 heads" in file.read_text()
+
+
+def test_help_names_every_link():
+    from cli.ring import plan as command
+    from gpu_accel.ring_attention.costs import LINKS
+
+    link = inspect.get_annotations(command, eval_str=True)["link"]
+    assert all(name in link.__metadata__[0].help for name in LINKS)
 
 
 def test_the_command():
