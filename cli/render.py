@@ -180,10 +180,10 @@ def _result_table(experiment: str, records: list[Record], incorrect: list[Outcom
     ]  # fmt: skip
     words = {
         "title": f"{plain(experiment)}  [dim]{plain(shared)}[/]",
-        "caption": f"error: {plain(', '.join(errors[:MOST_ERRORS]))}" if errors else "",
+        "caption": f"error: {plain('; '.join(errors[:MOST_ERRORS]))}" if errors else "",
     }
     if len(errors) > MOST_ERRORS:  # such as one for each instruction
-        words["caption"] += f", and {len(errors) - MOST_ERRORS} others; --json gives each with its result"
+        words["caption"] += f"; and {len(errors) - MOST_ERRORS} others; --json gives each with its result"
     return Fittest(
         *(_laid_out(rows, names, joined, words) for joined in layouts if all(len(part) > 1 for part in joined.values()))
     )
@@ -224,9 +224,9 @@ def _laid_out(rows: list[_Row], names: list[str], joined: dict[str, list[str]], 
             return f"{text} {name}"
         return f"{heads[name].removeprefix(f'{heading} ')} {text}"
 
-    previous = None
+    previous, grouped = None, len({case for case, _, _ in rows}) < len(rows)  # single lines need no rules between
     for case, impl, cells in rows:
-        if previous not in (None, case):
+        if grouped and previous not in (None, case):
             made.add_section()
         line: list[Any] = ["" if case == previous else plain(case), impl]
         previous = case

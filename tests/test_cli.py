@@ -613,6 +613,16 @@ def printed(parts: list, width: int) -> str:
     return screen.export_text()
 
 
+def test_cases_of_one_line_have_no_gaps_and_kinds_of_error_are_told_apart() -> None:
+    one, two = (timed("portable", n=n) for n in (64, 128))
+    one.checked["metric"], two.checked["metric"] = "largest error, of o", "largest error, of dq"
+    lines = printed(render.result_tables([one, two]), 160).splitlines()
+    at = next(n for n, line in enumerate(lines) if "portable" in line)
+    assert "portable" in lines[at + 1] and "error: largest error, of o; largest error, of dq" in "".join(lines)
+    rows = printed(render.result_tables([one, timed("rival", n=64), two]), 160).splitlines()[at:]
+    assert "rival" in rows[1] and not rows[2].strip() and "portable" in rows[3]
+
+
 def test_many_metrics_are_read_beside_each_other_or_in_one_cell() -> None:
     """A table of 26 columns had a letter of each heading in a line."""
     names = [f"cheating(way_{at})" for at in range(24)]

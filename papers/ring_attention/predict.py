@@ -254,8 +254,14 @@ _RESULTS = Path(__file__).parent / "results"
 @functools.cache
 def recorded(folder: Path = _RESULTS) -> tuple[Planned, ...]:
     """Every time on record that the planner has a schedule for; the newest of each case and GPU."""
+    files = sorted(folder.rglob("*.jsonl")) if folder.is_dir() else []
+    return _recorded(folder, tuple((file, file.stat().st_mtime_ns, file.stat().st_size) for file in files))
+
+
+@functools.lru_cache(maxsize=1)  # each of a hundred cases asks
+def _recorded(folder: Path, files: tuple) -> tuple[Planned, ...]:
     found: dict[tuple, Planned] = {}
-    records = read_records(folder) if folder.is_dir() else []
+    records = read_records(folder) if files else []
     for r in sorted(records, key=lambda r: r.time):
         if (r.kind, r.metric) != ("measured", "time") or r.experiment not in TIMED or r.impl not in PLANNED:
             continue
@@ -318,7 +324,7 @@ def build(case: Case, settings: Settings) -> Workload:
         check=lambda seed: Check(miss, BOUND, "relative error of the predicted time"),
         values=lambda seed: {"prediction_error": (miss, "1")},
         on_device=False,
-        note="arithmetic on published readings; nothing is run",
+        note=f"predicted {reading.predicted_ms():.3g} ms, read {reading.measured_ms:.3g}: arithmetic, nothing is run",
     )
     return Workload(implementations=[model])
 
@@ -333,7 +339,8 @@ def _of_planner(case: Case) -> Workload:
         check=lambda seed: Check(miss, WIDE, "relative error of the planned time"),
         values=lambda seed: {"prediction_error": (miss, "1"), "inside": (float(found.inside), "1")},
         on_device=False,
-        note="arithmetic on times on record or read off; nothing is run",
+        note=f"planned {found.predicted_ms[0]:.3g} ms ({found.predicted_ms[2]:.3g} to {found.predicted_ms[1]:.3g}), "
+        f"read {found.measured_ms:.3g}: arithmetic, nothing is run",
     )
     return Workload(implementations=[planner])
 
