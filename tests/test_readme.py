@@ -39,11 +39,11 @@ def commands(program: str, text: str = README) -> list[list[str]]:
     return [words for words in lines if words and words[0] == program]
 
 
-def run(code: str, folder: Path) -> None:
+def run(code: str, folder: Path, *starter: str) -> None:
     script = folder / "example.py"  # a file, as Triton reads the source of its functions
     script.write_text(code, encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, str(script)],
+        [sys.executable, *starter, str(script)],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -67,7 +67,19 @@ def test_its_python_runs(number: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("paper", [name for name, text in PAPERS.items() if "```python" in text])
 def test_the_python_of_a_paper_runs(paper: str, tmp_path: Path) -> None:
-    run("\n".join(blocks("python", PAPERS[paper])), tmp_path)
+    run("\n".join(code for code in blocks("python", PAPERS[paper]) if "torchrun" not in code), tmp_path)
+
+
+SCRIPTS = [
+    code for text in PAPERS.values() if "```python" in text for code in blocks("python", text) if "torchrun" in code
+]
+
+
+@pytest.mark.parametrize("number", range(len(SCRIPTS)))
+def test_what_is_started_with_torchrun_runs_on_two_ranks(number: int, tmp_path: Path) -> None:
+    if "transformers" in SCRIPTS[number]:
+        pytest.importorskip("transformers")
+    run(SCRIPTS[number], tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 def test_what_takes_several_gpus_says_so() -> None:
