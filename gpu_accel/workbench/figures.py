@@ -87,7 +87,7 @@ def read_figure(table: Table, file: str) -> list[Claim]:
                 Claim(
                     **{**common, "conditions": conditions},
                     id=f"{figure}.{_slug(label)}.{_slug(str(column))}",
-                    statement=f"{label} at {axis} {column}: {number:g} {unit}",
+                    statement=f"{label} at {axis} {column}: {number:g}{'' if unit == '1' else f' {unit}'}",
                     value=number,
                     unit=unit,
                     direction=aim,

@@ -100,6 +100,7 @@ def test_figures_become_cells(load):
     case = {"head_dim": 64, "seqlen_q": 512, "seqlen_k": 512, "batch": 32}
     assert first.measure.case == first.cell == case and first.measure.metric == "tflops"
     assert first.direction == "at_least" and first.value == 1
+    assert first.statement == "Ours at seqlen_q 512: 1 tflops"
     assert cells["fig1.ours.4224"].cell["batch"] == 4
     rival = cells["fig1.cudnn-9.4224"]
     assert rival.conditions == {"dtype": "fp16", "baseline": "cuDNN 9", "baseline_version": "9.1"}
@@ -108,7 +109,7 @@ def test_figures_become_cells(load):
 
 def test_less_is_better_where_it_is(load):
     figure = FIGURE.replace('unit = "tflops"', 'unit = "1"\nmetric = "rmse"')
-    assert load(figure)[0].direction == "at_most"
+    assert load(figure)[0].direction == "at_most" and load(figure)[0].statement == "Ours at seqlen_q 512: 1"
     assert load(figure.replace("rmse", "cosine"))[0].direction == "at_least"
 
 
