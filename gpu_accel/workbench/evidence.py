@@ -66,6 +66,9 @@ def command(claim: Claim) -> str:
         parts += ["--precision", PRECISIONS.get(str(dtype), str(dtype))]
     if known.get("input", "normal") != "normal":
         parts += ["--input", str(known["input"])]
+    if claim.processes:
+        gpus = measure.case.get("gpus", 4)
+        parts += ["--nproc", str(max(gpus) if isinstance(gpus, list) else gpus)]
     return " ".join(parts)
 
 

@@ -199,7 +199,8 @@ class Claim:
     paper: str = ""
     alias: str = ""
     ours: tuple[str, ...] = ()
-    one_precision: bool = False  # whether its experiment has no choice of precision
+    one_precision: bool = False  # whether its experiment has no choice of precision,
+    processes: bool = False  # and whether it takes a process a GPU
 
     @property
     def numbers(self) -> tuple[float, float]:
@@ -227,11 +228,13 @@ def load_claims(
     ours: Sequence[str] = (),
     experiments: Sequence[str] = (),
     one_precision: Sequence[str] = (),
+    processes: Sequence[str] = (),
 ) -> list[Claim]:
     """Read `claims.toml`: its claims in order, then one claim per cell of its figures.
 
     ``ours`` are the implementations among which impl = "ours" takes the best; ``experiments``, when given, are the only
-    names that `measure.experiment` may have, and ``one_precision`` those of them that have no choice of precision.
+    names that `measure.experiment` may have, ``one_precision`` those of them that have no choice of precision, and
+    ``processes`` those that take a process a GPU.
     Raises InvalidInputError naming file, id and key for anything wrong.
     """
     from gpu_accel.workbench.figures import read_figure
@@ -271,6 +274,7 @@ def load_claims(
             alias=alias or paper,
             ours=tuple(ours),
             one_precision=claim.measure is not None and claim.measure.experiment in one_precision,
+            processes=claim.measure is not None and claim.measure.experiment in processes,
         )
         for claim in claims
     ]

@@ -95,6 +95,7 @@ class Paper:
             ours=self.ours,
             experiments=tuple(self.experiments),
             one_precision=fixed,
+            processes=tuple(one.name for one in self.experiments.values() if one.processes),
         )
 
     def records(self) -> list[Record]:

@@ -276,3 +276,11 @@ def test_a_command_names_no_precision_where_there_is_no_choice(folder):
     forward, memory = paper("toy").claims()
     assert command(forward) == "gpu-accel run toy forward --precision fp8"
     assert command(memory) == "gpu-accel run toy memory"
+
+
+def test_a_command_says_how_many_processes_it_takes():
+    from gpu_accel.workbench.evidence import command
+
+    claims = {claim.id: claim for claim in paper("ring").claims()}
+    assert command(claims["pk.copy-engine"]) == "gpu-accel run ring links --nproc 2"
+    assert command(claims["error-flat.o"]) == "gpu-accel run ring error"
