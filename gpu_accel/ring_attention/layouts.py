@@ -20,13 +20,16 @@ Zigzag is from the ring-flash-attention project and Llama 3 (arXiv 2407.21783, s
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from gpu_accel.errors import InvalidInputError, shown
 from gpu_accel.flash_attention3.problem import check_strided
@@ -148,12 +151,13 @@ class Layout:
     @functools.cached_property
     def inverse(self) -> Tensor:
         """For each token of the sequence, its row in the shards laid one behind the other: int64 (seqlen,)."""
-        index = torch.empty(self.seqlen, dtype=torch.int64)
-        for rank in range(self.ranks):
-            for run in self.runs(rank):
-                rows = rank * self.local_length + run.offset + torch.arange(run.length)
-                index[run.start : run.last + 1 : run.stride] = rows
-        return index
+        with _kept():
+            index = torch.empty(self.seqlen, dtype=torch.int64)
+            for rank in range(self.ranks):
+                for run in self.runs(rank):
+                    rows = rank * self.local_length + run.offset + torch.arange(run.length)
+                    index[run.start : run.last + 1 : run.stride] = rows
+            return index
 
     # -- what a language model needs beside its tokens
 
@@ -243,7 +247,18 @@ def block_runs(
     return runs, order if order is None else _order_on(layout, tuple(members), torch.device(device))
 
 
+@contextmanager
+def _kept() -> Iterator[None]:
+    """Tensors made here outlive the call: they are on the CPU, not of inference mode, and not fake."""
+    if torch.compiler.is_compiling():  # a tensor of the graph
+        yield
+        return
+    with torch.inference_mode(False), torch.device("cpu"), _disable_current_modes():
+        yield
+
+
 @functools.lru_cache(64)
+@_kept()
 def _ends_on(layout: Layout, device: torch.device) -> Tensor:
     """The last token of each document; kept as `_order_on` is."""
     starts = zip(layout._document_starts(), layout.documents, strict=True)
@@ -251,12 +266,14 @@ def _ends_on(layout: Layout, device: torch.device) -> Tensor:
 
 
 @functools.lru_cache(64)
+@_kept()
 def positions_on(layout: Layout, rank: int, device: torch.device) -> Tensor:
     """`layout.positions` within documents, 0 for padding, kept there as `_order_on` is: not to be written to."""
     return layout.positions(rank, within_document=True, padding=0).to(device)
 
 
 @functools.lru_cache(64)
+@_kept()
 def _order_on(layout: Layout, members: tuple[int, ...], device: torch.device) -> Tensor:
     """Kept there: a copy from the host would make every call wait for the GPU, and cannot be part of a CUDA graph."""
     order = _block(layout, members)[1]
@@ -265,6 +282,7 @@ def _order_on(layout: Layout, members: tuple[int, ...], device: torch.device) ->
 
 
 @functools.lru_cache(1024)
+@_kept()
 def _block(layout: Layout, members: tuple[int, ...]) -> tuple[tuple[Run, ...], Tensor | None]:
     length = layout.local_length
     stacked = [run.moved(i * length) for i, rank in enumerate(members) for run in layout.runs(rank)]
@@ -315,13 +333,16 @@ def _runs(layout: Layout, rank: int) -> tuple[Run, ...]:
                 spans.append((start + i * c, start + min(length, (i + 1) * c), offset + place * c, 1))
             offset += 2 * c
     runs = []
-    bounds = [(a, a + n) for a, n in zip(layout._document_starts(), layout.documents, strict=True)]
+    firsts = layout._document_starts()
+    stops = [a + n for a, n in zip(firsts, layout.documents, strict=True)]
     for start, end, offset, stride in spans:
-        for document, (first, stop) in enumerate(bounds):
-            skip = max(0, _ceil(first - start, stride))
-            begin, until = start + skip * stride, min(end, stop)
+        document = bisect.bisect_right(stops, start)  # the first that goes beyond start
+        while document < len(stops) and firsts[document] < end:
+            skip = max(0, _ceil(firsts[document] - start, stride))
+            begin, until = start + skip * stride, min(end, stops[document])
             if begin < until:
                 runs.append(Run(begin, _ceil(until - begin, stride), offset + skip, stride, document))
+            document += 1
     return tuple(_joined(runs))
 
 

@@ -161,9 +161,19 @@ class World:
         self.mail: dict[tuple[int, int, str, int], Any] = {}  # the n-th item of a kind from one rank to another
         self.counts: dict[tuple[int, int, str, str], int] = {}
         self.alive = set(range(size))
+        self.running: set[int] = set()  # by simulate
         self.blocked: dict[int, Callable[[], bool]] = {}
         self.failed: tuple[int, BaseException] | None = None
         self.bytes_sent = [0] * size
+
+    def begin(self) -> None:
+        """All ranks are there, and nothing is on its way that an earlier call left."""
+        if self.running:
+            raise InvalidInputError("the ranks of this world are running: simulate others in a World of their own")
+        self.running = set(range(self.size))
+        self.alive, self.failed = set(range(self.size)), None
+        self.mail.clear()
+        self.counts.clear()
 
     def number(self, source: int, to: int, kind: str, side: str) -> int:
         """Counts what is sent and what is asked for: items pair up in the order of the calls, as on a network."""
@@ -194,6 +204,7 @@ class World:
 
     def leave(self, rank: int, error: BaseException | None = None) -> None:
         self.alive.discard(rank)
+        self.running.discard(rank)
         if error is not None and self.failed is None:
             self.failed = (rank, error)
         self.changed.notify_all()
