@@ -15,6 +15,7 @@ Before it communicates, a schedule lets all ranks `agree` on what they are about
 from __future__ import annotations
 
 import functools
+import hashlib
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -402,8 +403,11 @@ class TorchTransport(PointToPoint):
 
     def _statements(self, mine: str) -> list[str]:
         device = torch.device("cpu") if self.gloo else torch.device("cuda", torch.cuda.current_device())
-        encoded = mine.encode()[:_STATEMENT]
-        line = torch.zeros(_STATEMENT, dtype=torch.uint8)
+        encoded = mine.encode()
+        if len(encoded) > _STATEMENT:  # what follows must be the same too
+            digest = hashlib.sha256(encoded).hexdigest()[:16].encode()
+            encoded = encoded[: _STATEMENT - len(digest)] + digest
+        line = torch.zeros(_STATEMENT, dtype=torch.uint8, device="cpu")
         line[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
         lines = TorchTransport.all_gather(self, line.to(device)).wait().cpu()
         return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in lines]
