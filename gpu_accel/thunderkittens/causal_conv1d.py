@@ -188,24 +188,27 @@ def causal_conv1d_reference(
 
 def causal_conv1d_fn(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, seq_idx: Tensor | None = None,
-    initial_states: Tensor | None = None, return_final_states: bool = False, activation: str | None = None, *,
-    backend: str = "auto",
+    initial_states: Tensor | None = None, return_final_states: bool = False, final_states_out: Tensor | None = None,
+    activation: str | None = None, *, backend: str = "auto",
 ):  # fmt: skip
     """y[t] = act(bias + sum over w of weight[:, w] x[t - (width - 1 - w)]), a filter a channel; or (y, final states).
 
     Args:
         x: (batch, dim, seqlen) float32, bfloat16 or float16, of any strides (Mamba has channels innermost).
         weight: (dim, width), width 2 to 4. bias: (dim,).
-        seq_idx: (batch, seqlen) integers: nothing flows where the number changes; not beside initial_states.
+        seq_idx: (batch, seqlen) integers: a step sees those before it that have its number; not beside initial_states.
         initial_states: (batch, dim, width - 1), what was before x; None: zeros.
-        return_final_states: also the last width - 1 steps, for the next call.
+        return_final_states: also the last width - 1 steps, for the next call; with seq_idx zeros for those of another
+            number than the last.
+        final_states_out: of the shape of those and the dtype of x: they are written there, and it is returned.
         activation: None, "silu" or "swish" (the same).
 
     Raises:
         InvalidInputError: shapes do not fit. UnsupportedError: the backend cannot run here.
     """
     check_tensors({"x": x, "weight": weight},
-                  {"bias": bias, "seq_idx": seq_idx, "initial_states": initial_states}, ("seq_idx",))  # fmt: skip
+                  {"bias": bias, "seq_idx": seq_idx, "initial_states": initial_states,
+                   "final_states_out": final_states_out}, ("seq_idx",))  # fmt: skip
     return_final_states = check_flag("return_final_states", return_final_states)
     _need(x.dim() == 3, f"x must be (batch, dim, seqlen), got {_shape(x)}")
     _check_filter(weight, bias, x.shape[1])
@@ -214,12 +217,27 @@ def causal_conv1d_fn(
           "seq_idx must be (batch, seqlen), and not beside initial_states")  # fmt: skip
     _need(initial_states is None or initial_states.shape == (*x.shape[:2], width - 1),
           f"initial_states must be (batch, dim, width - 1) {(*x.shape[:2], width - 1)}")  # fmt: skip
+    if final_states_out is not None:
+        _need(return_final_states, "final_states_out is written with return_final_states=True alone")
+        wanted = (*x.shape[:2], width - 1)
+        _need(final_states_out.shape == wanted and final_states_out.dtype == x.dtype,
+              f"final_states_out must be {wanted} {x.dtype}, got {_shape(final_states_out)}")  # fmt: skip
+        check_written("final_states_out", final_states_out)
+        for name, t in (("x", x), ("weight", weight), ("bias", bias)):
+            _need(t is None or not share_memory(final_states_out, t),
+                  f"final_states_out shares memory with {name}: pass one of its own")  # fmt: skip
+        _need(not (final_states_out.is_leaf and final_states_out.requires_grad and torch.is_grad_enabled()),
+              "final_states_out is written in place, but gradients are wanted of it: pass one of its own")  # fmt: skip
     run = conv_op if choose(x, backend, x.dtype in GPU_CHECKED) == "portable" else causal_conv1d_reference
     y = run(x, weight, bias, initial_states, seq_idx, _silu(activation))
     if not return_final_states:
         return y
     early = x.new_zeros(*x.shape[:2], width - 1) if initial_states is None else initial_states.to(x.dtype)
-    return y, torch.cat([early, x], -1)[..., x.shape[2] :]
+    last = torch.cat([early, x], -1)[..., x.shape[2] :]
+    if seq_idx is not None and x.shape[2]:
+        numbers = torch.nn.functional.pad(seq_idx, (width - 1, 0))[:, x.shape[2] :]  # before x there are zeros anyway
+        last = torch.where((numbers == seq_idx[:, -1:])[:, None], last, 0.0)
+    return y, last if final_states_out is None else final_states_out.copy_(last)
 
 
 def _check_filter(weight: Tensor, bias: Tensor | None, dim: int) -> None:
