@@ -55,7 +55,8 @@ def mamba_chunk_scan_combined(
         initial_states: (batch, heads, headdim, dstate), with cu_seqlens (sequences, ...).
         seq_idx: (batch, seqlen) integers: where the number changes, the state starts from zero.
         cu_seqlens: (sequences + 1,) with batch 1: as seq_idx, and there is a final state of each sequence.
-        dt_softplus, dt_limit: dt = clamp(softplus(dt + dt_bias), *dt_limit).
+        dt_softplus, dt_limit: dt = clamp(softplus(dt + dt_bias), *dt_limit), so that without softplus the default
+            makes 0 of a negative dt, as mamba_ssm does; (-inf, inf) leaves dt as it is.
 
     Raises:
         InvalidInputError: shapes or dtypes do not fit. UnsupportedError: the backend cannot run here.
@@ -84,7 +85,8 @@ def mamba_chunk_scan_combined(
     dt = dt.to(wide)
     dt = dt if dt_bias is None else dt + dt_bias.to(wide)
     dt = torch.nn.functional.softplus(dt) if dt_softplus else dt
-    if (low, high) != (0.0, math.inf):
+    least = 0.0 if dt_softplus else -math.inf  # what dt is not below anyway
+    if low > least or high < math.inf:
         dt = dt.clamp(low, high)
     gates = dt * A.to(wide)
     if seq_idx is not None:
