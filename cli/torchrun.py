@@ -15,7 +15,7 @@ from pathlib import Path
 
 import typer
 
-from gpu_accel.errors import HardwareError, InvalidInputError
+from gpu_accel.errors import HardwareError, InvalidInputError, shown
 
 from . import codes
 
@@ -26,7 +26,15 @@ _SPEAKING = 5.0  # seconds that a helper whose run failed leaves the first proce
 
 def helper() -> bool:
     """Whether this process is one of several, and not the first."""
-    return int(os.environ.get("RANK", "0")) > 0 and "TORCHELASTIC_RUN_ID" in os.environ
+    return "TORCHELASTIC_RUN_ID" in os.environ and _number("RANK") > 0
+
+
+def _number(name: str) -> int:
+    """One of torchrun's variables."""
+    text = os.environ.get(name, "0")
+    if not text.isdecimal():
+        raise InvalidInputError(f"{name} is {shown(text, 40)}: torchrun sets it to a number")
+    return int(text)
 
 
 def relaunch(nproc: int, device: str) -> None:
@@ -97,7 +105,7 @@ def join(device: str) -> None:
     import torch
 
     if device != "cpu" and torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(_number("LOCAL_RANK"))
     if helper():
         silence()
 

@@ -93,14 +93,21 @@ class RingAttention(nn.Module):
         Raises:
             HardwareError: no process group, or one of another size than num_gpus.
         """
+        found = self._found()
+        self._check_size(found)
+        return found
+
+    def _found(self) -> Transport:
         if self._transport is None:
             self._transport = choose_transport()
-        if self.num_gpus not in (None, self._transport.size):
+        return self._transport
+
+    def _check_size(self, transport: Transport) -> None:
+        if self.num_gpus not in (None, transport.size):
             raise HardwareError(
-                f"num_gpus is {self.num_gpus}, but there are {self._transport.size} ranks: start as many with "
+                f"num_gpus is {self.num_gpus}, but there are {transport.size} ranks: start as many with "
                 f"torchrun --nproc-per-node {self.num_gpus}, or use simulate=True"
             )
-        return self._transport
 
     def forward(
         self,
@@ -127,8 +134,9 @@ class RingAttention(nn.Module):
             q, k, v = (_swap(x) for x in (q, k, v))
             _check_whole(k, seq_len)
             return _swap(_simulated(q, k, v, self.num_gpus, self.layout, self.schedule, documents, options))
-        transport = self.transport()
+        transport = self._found()
         with attention.told(transport):
+            self._check_size(transport)
             q, k, v = (_swap(x) for x in (q, k, v))
             layout = _layout_of(k, transport, self.layout, seq_len, documents)
         o, _ = attention.distributed_attention(
@@ -180,11 +188,11 @@ class _Simulated(torch.autograd.Function):
         return simulate_attention(q, k, v, **settings)[0]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, do: Tensor):
         q, k, v = ctx.saved_tensors
-        _, _, dq, dk, dv = simulate_attention(q, k, v, do=do.contiguous(), **ctx.settings)
-        return dq, dk, dv, None
+        with torch.no_grad():
+            _, _, *grads = simulate_attention(q, k, v, do=do.resolve_neg().contiguous(), **ctx.settings)
+        return (*attention.first_only(grads, do, q, k, v), None)
 
 
 def _simulated(q, k, v, ranks, layout, schedule, documents, options) -> Tensor:
@@ -456,7 +464,12 @@ def global_accumulate(o: Tensor, lse: Tensor, *, transport: Transport | None = N
 
 def overlap_comm_compute(communicate: Callable[[], Pending], compute: Callable[[], R]) -> tuple[R, Any]:
     """Start a communication, compute while it is under way, then wait: (what compute returned, what arrived)."""
+    for name, x in (("communicate", communicate), ("compute", compute)):
+        if not callable(x):
+            raise InvalidInputError(f"{name} must be a function, got {shown(x)}")
     pending = communicate()
+    if not callable(getattr(pending, "wait", None)):
+        raise InvalidInputError(f"communicate must return what can be waited for, got {shown(pending)}")
     result = compute()
     return result, pending.wait()
 

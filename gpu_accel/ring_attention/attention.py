@@ -21,6 +21,7 @@ from gpu_accel.ring_attention.call import Call
 from gpu_accel.ring_attention.layouts import Layout, sequence_length
 from gpu_accel.ring_attention.masks import Mask
 from gpu_accel.ring_attention.schedules import schedule as find_schedule
+from gpu_accel.ring_attention.step import partial_dtype
 from gpu_accel.ring_attention.transport import PointToPoint, Transport
 from gpu_accel.ring_attention.wire import WIRES
 
@@ -77,6 +78,15 @@ def check_read(schedule: str, options: Mapping[str, object]) -> None:
             raise InvalidInputError(f"{option} is an option of {', '.join(names)}, not of {schedule}: leave it out")
 
 
+def check_held(*tensors: Tensor) -> None:
+    """Tensors that hold something to send: none of the meta device, of a fake mode, or of a transform."""
+    for x in tensors:
+        if x.is_meta or type(x).__name__ == "FakeTensor":
+            raise InvalidInputError("q, k, v hold nothing that could be sent: they are fake, or on the meta device")
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise UnsupportedError("ranks do not share a transform of torch.func: take gradients by torch.autograd")
+
+
 def make_call(
     q: Tensor,
     k: Tensor,
@@ -105,6 +115,7 @@ def make_call(
     """
     check_names(unknown)
     check_tensors(q, k, v, varlen=False)
+    check_held(q, k, v)
     if not isinstance(layout, Layout):
         raise InvalidInputError(f"layout must come from make_layout, got {shown(layout)}")
     rows = layout.local_length
@@ -128,8 +139,8 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, call: Call, transport: Transport, *, schedule: str = "kv_ring"
 ) -> tuple[Tensor, Tensor]:
     """(o, lse) of this rank's queries, outside autograd. All ranks call it together."""
-    check_transport(transport)
-    module = find_schedule(schedule)
+    with told(transport):
+        module = find_schedule(schedule)
     with torch.no_grad():
         agree(call, transport, schedule, q, k, v)
         return module.forward(q, k, v, call, transport)
@@ -140,18 +151,28 @@ def backward(
     *, schedule: str = "kv_ring",
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv) of this rank's shards from the gradient and result of the forward."""
-    check_transport(transport)
-    module = find_schedule(schedule)
+    with told(transport):
+        module = find_schedule(schedule)
     with torch.no_grad():
-        error = None
-        if wrong := [x for x in (do, o, lse) if not isinstance(x, Tensor)]:
-            error = InvalidInputError(f"do, o and lse must be tensors, got {type(wrong[0]).__name__}")
-        elif do.shape != o.shape or do.dtype != o.dtype or lse.shape != (q.shape[0], q.shape[2], q.shape[1]):
-            error = InvalidInputError(
-                f"do {do.dtype} {tuple(do.shape)}, o {o.dtype} {tuple(o.shape)} and lse {tuple(lse.shape)} do not fit"
-            )
+        error = _wrong_results(do, q, v, o, lse)
         agree(call, transport, f"{schedule} backward", q, k, v, error=error)
         return module.backward(do, q, k, v, o, lse, call, transport)
+
+
+def _wrong_results(do: object, q: Tensor, v: Tensor, o: object, lse: object) -> GpuAccelError | None:
+    """What the other ranks have to be told of a gradient and what it is of, or None."""
+    shape, sums = (*q.shape[:-1], v.shape[-1]), (q.shape[0], q.shape[2], q.shape[1])
+    for name, x, expected, dtype in (
+        ("do", do, shape, q.dtype), ("o", o, shape, q.dtype), ("lse", lse, sums, partial_dtype(q)),
+    ):  # fmt: skip
+        if not isinstance(x, Tensor):
+            return InvalidInputError(f"do, o and lse must be tensors, got {name} of type {type(x).__name__}")
+        if x.shape != expected or x.dtype != dtype or x.device != q.device or x.layout != torch.strided:
+            return InvalidInputError(
+                f"{name} must be {dtype} {expected} on {q.device} beside these q, k, v; got "
+                f"{x.dtype} {tuple(x.shape)} on {x.device}{'' if x.layout == torch.strided else f', {x.layout}'}"
+            )
+    return None
 
 
 def agree(
@@ -190,6 +211,23 @@ def told(transport: Transport) -> Iterator[None]:
         raise
 
 
+class _FirstOnly(torch.autograd.Function):
+    """Gradients as they are, which know what they were made of and refuse to be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor):
+        return tuple(x.view_as(x) for x in tensors[:3])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor):
+        raise UnsupportedError("ring attention has first gradients only: create_graph=True is not supported")
+
+
+def first_only(grads: Sequence[Tensor], *made_of: Tensor) -> Sequence[Tensor]:
+    """(dq, dk, dv) in a backward pass; where its graph is kept, part of it, so that no part is left out silently."""
+    return _FirstOnly.apply(*grads, *made_of) if torch.is_grad_enabled() else grads
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call, transport: Transport, schedule: str):
@@ -200,12 +238,11 @@ class _Attention(torch.autograd.Function):
         return o, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, do: Tensor, _dlse: Tensor):
         call, transport, name = ctx.rest
         q, k, v, o, lse = ctx.saved_tensors
-        grads = backward(do.contiguous(), q, k, v, o, lse, call, transport, schedule=name)
-        return (*grads, None, None, None)
+        grads = backward(do.resolve_neg().contiguous(), q, k, v, o, lse, call, transport, schedule=name)
+        return (*first_only(grads, do, q, k, v), None, None, None)
 
 
 def distributed_attention(

@@ -59,6 +59,7 @@ class Call:
         import hashlib
 
         shapes = ", ".join(f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}" for x in tensors)
+        shapes += f" on {tensors[0].device.type}" if tensors else ""
         documents = hashlib.sha256(repr(self.layout.documents).encode()).hexdigest()[:8]
         options = {"ulysses": self.ulysses, "inner": self.inner, "mesh": self.mesh, "wire": self.wire}
         options["deterministic"] = self.deterministic or None

@@ -20,10 +20,12 @@ Zigzag is from the ring-flash-attention project and Llama 3 (arXiv 2407.21783, s
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +36,28 @@ from gpu_accel.flash_attention3.problem import check_strided
 LAYOUTS = ("contiguous", "zigzag", "striped", "documents")
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 IGNORE_INDEX = -100  # what torch's cross entropy leaves out
+F = TypeVar("F", bound=Callable)
+
+
+def _keep(count: int) -> Callable[[F], F]:
+    """Keeps the results of a function for later calls: they are made on the CPU unless it says otherwise, and not as
+    tensors of inference mode. In a compiler, or in a mode whose tensors are fake, each call makes its own."""
+
+    def decorate(function: F) -> F:
+        def make(*given):
+            with torch.inference_mode(False), torch.device("cpu"):
+                return function(*given)
+
+        kept = functools.lru_cache(count)(make)
+
+        @functools.wraps(function)
+        def call(*given):
+            its_own = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+            return (function if its_own else kept)(*given)
+
+        return call  # type: ignore[return-value]
+
+    return decorate
 
 
 @dataclass(frozen=True)
@@ -145,15 +169,10 @@ class Layout:
             )
         return torch.cat(list(shards), dim).index_select(dim, self.inverse.to(shards[0].device))
 
-    @functools.cached_property
+    @property
     def inverse(self) -> Tensor:
         """For each token of the sequence, its row in the shards laid one behind the other: int64 (seqlen,)."""
-        index = torch.empty(self.seqlen, dtype=torch.int64)
-        for rank in range(self.ranks):
-            for run in self.runs(rank):
-                rows = rank * self.local_length + run.offset + torch.arange(run.length)
-                index[run.start : run.last + 1 : run.stride] = rows
-        return index
+        return _inverse(self)
 
     # -- what a language model needs beside its tokens
 
@@ -243,20 +262,30 @@ def block_runs(
     return runs, order if order is None else _order_on(layout, tuple(members), torch.device(device))
 
 
-@functools.lru_cache(64)
+@_keep(64)
+def _inverse(layout: Layout) -> Tensor:
+    index = torch.empty(layout.seqlen, dtype=torch.int64)
+    for rank in range(layout.ranks):
+        for run in layout.runs(rank):
+            rows = rank * layout.local_length + run.offset + torch.arange(run.length)
+            index[run.start : run.last + 1 : run.stride] = rows
+    return index
+
+
+@_keep(64)
 def _ends_on(layout: Layout, device: torch.device) -> Tensor:
     """The last token of each document; kept as `_order_on` is."""
     starts = zip(layout._document_starts(), layout.documents, strict=True)
     return torch.tensor([start + n - 1 for start, n in starts if n], device=device)
 
 
-@functools.lru_cache(64)
+@_keep(64)
 def positions_on(layout: Layout, rank: int, device: torch.device) -> Tensor:
     """`layout.positions` within documents, 0 for padding, kept there as `_order_on` is: not to be written to."""
     return layout.positions(rank, within_document=True, padding=0).to(device)
 
 
-@functools.lru_cache(64)
+@_keep(64)
 def _order_on(layout: Layout, members: tuple[int, ...], device: torch.device) -> Tensor:
     """Kept there: a copy from the host would make every call wait for the GPU, and cannot be part of a CUDA graph."""
     order = _block(layout, members)[1]
@@ -264,7 +293,7 @@ def _order_on(layout: Layout, members: tuple[int, ...], device: torch.device) ->
     return order.to(device)
 
 
-@functools.lru_cache(1024)
+@_keep(1024)
 def _block(layout: Layout, members: tuple[int, ...]) -> tuple[tuple[Run, ...], Tensor | None]:
     length = layout.local_length
     stacked = [run.moved(i * length) for i, rank in enumerate(members) for run in layout.runs(rank)]
@@ -315,13 +344,16 @@ def _runs(layout: Layout, rank: int) -> tuple[Run, ...]:
                 spans.append((start + i * c, start + min(length, (i + 1) * c), offset + place * c, 1))
             offset += 2 * c
     runs = []
-    bounds = [(a, a + n) for a, n in zip(layout._document_starts(), layout.documents, strict=True)]
+    firsts = layout._document_starts()
+    stops = [a + n for a, n in zip(firsts, layout.documents, strict=True)]
     for start, end, offset, stride in spans:
-        for document, (first, stop) in enumerate(bounds):
-            skip = max(0, _ceil(first - start, stride))
-            begin, until = start + skip * stride, min(end, stop)
+        document = bisect.bisect_right(stops, start)  # the first that goes beyond start
+        while document < len(stops) and firsts[document] < end:
+            skip = max(0, _ceil(firsts[document] - start, stride))
+            begin, until = start + skip * stride, min(end, stops[document])
             if begin < until:
                 runs.append(Run(begin, _ceil(until - begin, stride), offset + skip, stride, document))
+            document += 1
     return tuple(_joined(runs))
 
 

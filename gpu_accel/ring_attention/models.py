@@ -31,14 +31,24 @@ import torch
 from torch import Tensor
 
 from gpu_accel.errors import GpuAccelError, InvalidInputError, UnsupportedError, shown
-from gpu_accel.ring_attention.attention import check_transport, distributed_attention, gather_sequence
+from gpu_accel.ring_attention.attention import (
+    check_names,
+    check_read,
+    check_split,
+    distributed_attention,
+    gather_sequence,
+    told,
+)
 from gpu_accel.ring_attention.layouts import IGNORE_INDEX, Layout, positions_on
+from gpu_accel.ring_attention.schedules import schedule as find_schedule
 from gpu_accel.ring_attention.transport import Transport
 
 NAME = "gpu_accel_ring"
 _TOKENS = (torch.int64, torch.int32)
+_OPTIONS = ("backend", "ulysses", "inner", "mesh", "wire", "overlap", "deterministic", "check_finite")
 _LAYERS = {"attention", "full_attention", "sliding_attention"}
 _ACTIVE: ContextVar[ContextParallel | None] = ContextVar("context_parallel", default=None)
+_OPEN: list[ContextParallel] = []  # in all threads: autograd has threads of its own, which recompute layers
 
 
 @dataclass
@@ -83,7 +93,8 @@ class ContextParallel:
             got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
             raise InvalidInputError(f"logits must be {tuple(mine.shape)} and the vocabulary, got {got}")
         flat = logits.float().flatten(0, 1)
-        total = torch.nn.functional.cross_entropy(flat, mine.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+        targets = mine.flatten().long()
+        total = torch.nn.functional.cross_entropy(flat, targets, ignore_index=IGNORE_INDEX, reduction="sum")
         # counted where the labels are: to ask for the number would make the host wait for the GPU in every step
         counted = (self.layout.shifted(labels) != IGNORE_INDEX).sum().clamp(min=1)
         return total * (self.layout.ranks if self.gradients == "mean" else 1) / counted
@@ -113,31 +124,39 @@ def context_parallel(
     Raises:
         UnsupportedError: a model that cannot be given another attention, or with layers that cannot run on a shard.
     """
-    if gradients not in ("sum", "mean"):
-        raise InvalidInputError(f"gradients must be 'sum' or 'mean', got {shown(gradients, 40)}")
-    check_transport(transport)
-    if not isinstance(layout, Layout):
-        raise InvalidInputError(f"layout must come from make_layout, got {shown(layout)}")
-    if layout.ranks != transport.size:
-        raise InvalidInputError(f"the layout is for {layout.ranks} ranks, but the transport has {transport.size}")
-    if not hasattr(model, "set_attn_implementation"):
-        raise UnsupportedError(f"{type(model).__name__} has no set_attn_implementation: a transformers model is needed")
-    check_layers(model.config)
+    with told(transport):
+        if gradients not in ("sum", "mean"):
+            raise InvalidInputError(f"gradients must be 'sum' or 'mean', got {shown(gradients, 40)}")
+        if not isinstance(layout, Layout):
+            raise InvalidInputError(f"layout must come from make_layout, got {shown(layout)}")
+        if layout.ranks != transport.size:
+            raise InvalidInputError(f"the layout is for {layout.ranks} ranks, but the transport has {transport.size}")
+        find_schedule(schedule)
+        check_names(options, _OPTIONS)
+        check_read(schedule, options)
+        check_split(layout.ranks, **{name: options.get(name) for name in ("ulysses", "inner", "mesh", "wire")})
+        if not hasattr(model, "set_attn_implementation"):
+            raise UnsupportedError(
+                f"{type(model).__name__} has no set_attn_implementation: a transformers model is needed"
+            )
+        check_layers(model.config)
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask)  # without it transformers would drop masks of padding unseen
     before = model.config._attn_implementation
-    token = _ACTIVE.set(ContextParallel(layout, transport, schedule, gradients, options))
+    active = ContextParallel(layout, transport, schedule, gradients, options)
+    token = _ACTIVE.set(active)
+    _OPEN.append(active)
     hook = model.register_forward_pre_hook(_check_labels, with_kwargs=True)
     try:
-        model.set_attn_implementation(NAME)
-        check_taken(model)
-        active = _ACTIVE.get()
-        assert active is not None
+        with told(transport):
+            model.set_attn_implementation(NAME)
+            check_taken(model)
         yield active
     finally:
         hook.remove()
+        _OPEN.remove(active)
         _ACTIVE.reset(token)
         model.set_attn_implementation(before)
 
@@ -185,6 +204,8 @@ def _refuse(active: ContextParallel, error: GpuAccelError | None) -> None:
 
 def _within() -> ContextParallel:
     active = _ACTIVE.get()
+    if active is None and len(_OPEN) == 1:
+        active = _OPEN[0]
     if active is None:
         raise InvalidInputError("this model's attention goes over a ring: use it within context_parallel")
     return active

@@ -31,11 +31,13 @@ MOST_RANKS = 4096  # each is a thread
 def simulate(function: Callable[[LocalTransport], T], ranks: int, *, world: World | None = None) -> list[T]:
     """`function(transport)` on each rank; the results in rank order.
 
-    Pass a `World` of that size to read afterwards what each rank has sent (`world.bytes_sent`).
+    Pass a `World` of that size to read afterwards what each rank has sent (`world.bytes_sent`), in all its calls.
 
     Raises:
         Whatever the first rank to fail raised; the other ranks end with CommunicationError.
     """
+    if not callable(function):
+        raise InvalidInputError(f"function must be a function of a transport, got {shown(function)}")
     if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= MOST_RANKS:
         raise InvalidInputError(f"ranks must be a whole number from 1 to {MOST_RANKS}, got {shown(ranks)}")
     world = World(ranks) if world is None else world
@@ -43,6 +45,7 @@ def simulate(function: Callable[[LocalTransport], T], ranks: int, *, world: Worl
         raise InvalidInputError(f"world must be a World or None, got {shown(world)}")
     if world.size != ranks:
         raise InvalidInputError(f"the world has {world.size} ranks, not {ranks}")
+    world.begin()
     results: dict[int, T] = {}
 
     def run(rank: int) -> None:
@@ -95,6 +98,7 @@ def simulate_attention(
             expected = f"{(*q.shape[:-1], v.shape[-1])} on {q.device}"
             raise InvalidInputError(f"do must be a tensor {expected} like o, or None; got {got}")
         check_strided("do", do)
+    attention.check_held(q, k, v)
     find_schedule(schedule)
     if schedule != "tree" and q.shape[1] != k.shape[1]:
         raise InvalidInputError(

@@ -27,7 +27,7 @@ def share_heads(heads: int, heads_kv: int, ranks: int) -> Shares:
         each = heads_kv // ranks
         keys = [tuple(range(r * each, (r + 1) * each)) for r in range(ranks)]
         return Shares(tuple(tuple(h * group + g for h in share for g in range(group)) for share in keys), tuple(keys))
-    each = -(-heads // ranks)
+    each = max(1, -(-heads // ranks))
     queries = [tuple(h if h < heads else -1 for h in range(r * each, (r + 1) * each)) for r in range(ranks)]
     if group % each == 0:  # every rank stays within one group
         keys = [(share[0] // group if share[0] >= 0 else -1,) for share in queries]

@@ -15,6 +15,7 @@ Before it communicates, a schedule lets all ranks `agree` on what they are about
 from __future__ import annotations
 
 import functools
+import hashlib
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -161,9 +162,19 @@ class World:
         self.mail: dict[tuple[int, int, str, int], Any] = {}  # the n-th item of a kind from one rank to another
         self.counts: dict[tuple[int, int, str, str], int] = {}
         self.alive = set(range(size))
+        self.running: set[int] = set()  # by simulate
         self.blocked: dict[int, Callable[[], bool]] = {}
         self.failed: tuple[int, BaseException] | None = None
         self.bytes_sent = [0] * size
+
+    def begin(self) -> None:
+        """All ranks are there, and nothing is on its way that an earlier call left."""
+        if self.running:
+            raise InvalidInputError("the ranks of this world are running: simulate others in a World of their own")
+        self.running = set(range(self.size))
+        self.alive, self.failed = set(range(self.size)), None
+        self.mail.clear()
+        self.counts.clear()
 
     def number(self, source: int, to: int, kind: str, side: str) -> int:
         """Counts what is sent and what is asked for: items pair up in the order of the calls, as on a network."""
@@ -194,6 +205,7 @@ class World:
 
     def leave(self, rank: int, error: BaseException | None = None) -> None:
         self.alive.discard(rank)
+        self.running.discard(rank)
         if error is not None and self.failed is None:
             self.failed = (rank, error)
         self.changed.notify_all()
@@ -391,8 +403,11 @@ class TorchTransport(PointToPoint):
 
     def _statements(self, mine: str) -> list[str]:
         device = torch.device("cpu") if self.gloo else torch.device("cuda", torch.cuda.current_device())
-        encoded = mine.encode()[:_STATEMENT]
-        line = torch.zeros(_STATEMENT, dtype=torch.uint8)
+        encoded = mine.encode()
+        if len(encoded) > _STATEMENT:  # what follows must be the same too
+            digest = hashlib.sha256(encoded).hexdigest()[:16].encode()
+            encoded = encoded[: _STATEMENT - len(digest)] + digest
+        line = torch.zeros(_STATEMENT, dtype=torch.uint8, device="cpu")
         line[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
         lines = TorchTransport.all_gather(self, line.to(device)).wait().cpu()
         return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in lines]

@@ -196,9 +196,10 @@ def causal_conv1d_fn(
     Args:
         x: (batch, dim, seqlen) float32, bfloat16 or float16, of any strides (Mamba has channels innermost).
         weight: (dim, width), width 2 to 4. bias: (dim,).
-        seq_idx: (batch, seqlen) integers: nothing flows where the number changes; not beside initial_states.
+        seq_idx: (batch, seqlen) integers: a step sees those before it that have its number; not beside initial_states.
         initial_states: (batch, dim, width - 1), what was before x; None: zeros.
-        return_final_states: also the last width - 1 steps, for the next call.
+        return_final_states: also the last width - 1 steps, for the next call; with seq_idx zeros for those of another
+            number than the last.
         final_states_out: (batch, dim, width - 1) in the dtype of x, into which they are written, of any strides.
         activation: None, "silu" or "swish" (the same).
 
@@ -216,19 +217,26 @@ def causal_conv1d_fn(
           "seq_idx must be (batch, seqlen), and not beside initial_states")  # fmt: skip
     _need(initial_states is None or initial_states.shape == (*x.shape[:2], width - 1),
           f"initial_states must be (batch, dim, width - 1) {(*x.shape[:2], width - 1)}")  # fmt: skip
-    states = (*x.shape[:2], width - 1)
-    _need(final_states_out is None or return_final_states, "final_states_out needs return_final_states=True")
     if final_states_out is not None:
-        _need(final_states_out.shape == states and final_states_out.dtype == x.dtype,
-              f"final_states_out must be (batch, dim, width - 1) {states} {x.dtype}, got {_shape(final_states_out)}"
-              )  # fmt: skip
+        _need(return_final_states, "final_states_out needs return_final_states=True")
+        wanted = (*x.shape[:2], width - 1)
+        _need(final_states_out.shape == wanted and final_states_out.dtype == x.dtype,
+              f"final_states_out must be {wanted} {x.dtype}, got {_shape(final_states_out)}")  # fmt: skip
         check_written("final_states_out", final_states_out)
+        for name, t in (("x", x), ("weight", weight), ("bias", bias)):
+            _need(t is None or not share_memory(final_states_out, t),
+                  f"final_states_out shares memory with {name}: pass one of its own")  # fmt: skip
+        _need(not (final_states_out.is_leaf and final_states_out.requires_grad and torch.is_grad_enabled()),
+              "final_states_out is written in place, but gradients are wanted of it: pass one of its own")  # fmt: skip
     run = conv_op if choose(x, backend, x.dtype in GPU_CHECKED) == "portable" else causal_conv1d_reference
     y = run(x, weight, bias, initial_states, seq_idx, _silu(activation))
     if not return_final_states:
         return y
     early = x.new_zeros(*x.shape[:2], width - 1) if initial_states is None else initial_states.to(x.dtype)
     last = torch.cat([early, x], -1)[..., x.shape[2] :]
+    if seq_idx is not None and x.shape[2]:
+        numbers = torch.nn.functional.pad(seq_idx, (width - 1, 0))[:, x.shape[2] :]  # before x there are zeros anyway
+        last = torch.where((numbers == seq_idx[:, -1:])[:, None], last, 0.0)
     return y, last if final_states_out is None else final_states_out.copy_(last)
 
 

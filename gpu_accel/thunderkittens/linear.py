@@ -141,7 +141,7 @@ def linear_attention(
         cu_seqlens: (sequences + 1,) int32 or int64, from 0 on, not decreasing, at most seqlen. Values are checked on
             the CPU alone: on a GPU that would wait for it, and wrong ones read and write what is not theirs.
         chunk: steps that are done by matrix products at once. segments: parts that a sequence is
-            cut into, up to 1024; 0 lets the launcher choose.
+            cut into by kernels, up to 1024; 0 lets the launcher choose.
         fused: the portable forward as one walk that keeps the state in registers (K up to 128, bfloat16 and float16),
             or as two kernels with all chunks at once. None: one walk in bfloat16 with K from 33 to 128.
         backend: "hopper" is the walk in Gluon, bfloat16 on compute capability 9.0, with gradients by walks too where
@@ -174,6 +174,8 @@ def linear_attention(
         hopper = "hopper or " if backend == "auto" and HOPPER_CHECKED and given is None else ""
         way = hopper + ("walk" if fused else "chunks")
         return chunked.chunked(q, k, v, g, w, initial_state, cu_seqlens, scale, chunk, segments, way)
+    if fused:
+        raise UnsupportedError(f"fused=True: backend {backend!r} is not by kernels here; use fused=None")
     parts = [(slice(None), 0, v.shape[1])]
     if cu_seqlens is not None:
         edges = cu_seqlens.tolist()

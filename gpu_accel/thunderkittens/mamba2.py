@@ -59,7 +59,8 @@ def mamba_chunk_scan_combined(
             return_final_states returns. Beside it seq_idx may say the same, as mamba_ssm wants both, or cut further.
         return_varlen_states: also the states of all sequences of cu_seqlens, as the last of what is returned; then
             final states are (1, ...), that of the last sequence that has steps, as in mamba_ssm. Differentiable.
-        dt_softplus, dt_limit: dt = clamp(softplus(dt + dt_bias), *dt_limit).
+        dt_softplus, dt_limit: dt = clamp(softplus(dt + dt_bias), *dt_limit), so that without softplus the default
+            makes 0 of a negative dt, as mamba_ssm does; (-inf, inf) leaves dt as it is.
 
     Raises:
         InvalidInputError: shapes or dtypes do not fit. UnsupportedError: the backend cannot run here.
@@ -90,7 +91,8 @@ def mamba_chunk_scan_combined(
     dt = dt.to(wide)
     dt = dt if dt_bias is None else dt + dt_bias.to(wide)
     dt = torch.nn.functional.softplus(dt) if dt_softplus else dt
-    if (low, high) != (0.0, math.inf):
+    least = 0.0 if dt_softplus else -math.inf  # what dt is not below anyway
+    if low > least or high < math.inf:
         dt = dt.clamp(low, high)
     gates = dt * A.to(wide)
     if seq_idx is not None:

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_accel.errors import HardwareError, UnsupportedError
+from gpu_accel.errors import HardwareError, InvalidInputError, UnsupportedError, shown
 from gpu_accel.flash_attention3.reference import attention_truth_backward
 from gpu_accel.ring_attention import lanes
 from gpu_accel.ring_attention.attention import distributed_attention, gather_sequence
@@ -56,7 +56,10 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 def world_size() -> int:
     """Ranks of this run: those of torchrun, or one."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    text = os.environ.get("WORLD_SIZE", "1")
+    if not text.isdecimal() or not 1 <= int(text) <= 2**16:
+        raise InvalidInputError(f"WORLD_SIZE is {shown(text, 40)}: torchrun sets it to the number of processes")
+    return int(text)
 
 
 # -- cases
@@ -137,14 +140,25 @@ def memory_names(case: Case) -> tuple[str, ...]:
 
 
 @functools.cache
-def _join(on_gpu: bool) -> None:
+def _meet(on_gpu: bool) -> str:
+    """Why the ranks have no process group, or nothing; tried once, for it may take until a timeout."""
     import torch.distributed as dist
 
-    if not dist.is_initialized():
+    if dist.is_initialized():
+        return ""
+    try:
         dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=120))
-        import atexit
+    except (ValueError, RuntimeError) as error:  # a port that is taken, variables that torchrun would have set
+        return " ".join(str(error).split()).split(" Exception raised from")[0][:300]
+    import atexit
 
-        atexit.register(dist.destroy_process_group)
+    atexit.register(dist.destroy_process_group)
+    return ""
+
+
+def _join(on_gpu: bool) -> None:
+    if why := _meet(on_gpu):
+        raise HardwareError(f"the {world_size()} processes cannot meet ({why}): start them with --nproc, or torchrun")
 
 
 @functools.cache

@@ -7,18 +7,20 @@ import pickle
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gpu_accel.errors import InvalidInputError, UnsupportedError
+from gpu_accel.errors import HardwareError, InvalidInputError, UnsupportedError
 from gpu_accel.ring_attention import RingAttention, ring_attention_backward, ring_attention_forward, shard_sequence
 from gpu_accel.ring_attention.api import (
     accumulate_attention_outputs,
     distributed_attention_exact,
     global_accumulate,
     local_attention,
+    overlap_comm_compute,
     ring_communicate_kv,
     ring_send_recv,
 )
-from gpu_accel.ring_attention.attention import distributed_attention, forward, gather_sequence
+from gpu_accel.ring_attention.attention import distributed_attention, forward, gather_sequence, make_call
 from gpu_accel.ring_attention.faults import CommunicationError
 from gpu_accel.ring_attention.flash_attn_names import (
     ring_flash_attn_func,
@@ -28,7 +30,7 @@ from gpu_accel.ring_attention.flash_attn_names import (
 )
 from gpu_accel.ring_attention.layouts import make_layout
 from gpu_accel.ring_attention.simulate import simulate, simulate_attention
-from gpu_accel.ring_attention.transport import LocalTransport, TorchTransport, World, check_group
+from gpu_accel.ring_attention.transport import LocalTransport, Pending, TorchTransport, World, check_group
 
 RANKS, ROWS = 3, 6
 X = torch.ones(1, 2, RANKS * ROWS, 8)  # (batch, heads, seqlen, head_dim)
@@ -107,6 +109,10 @@ REFUSED = {
     "queries-list": lambda: simulate_attention([1.0], ROW, ROW, ranks=2),
     "do-list": lambda: simulate_attention(ROW, ROW, ROW, ranks=2, do=[1.0]),
     "do-shape": lambda: simulate_attention(ROW, ROW, ROW, ranks=2, do=ROW[..., :4]),
+    "no-function-to-simulate": lambda: simulate(None, 2),
+    "nothing-to-communicate": lambda: overlap_comm_compute(None, lambda: 1),
+    "nothing-to-compute": lambda: overlap_comm_compute(lambda: Pending(lambda: 1), 1),
+    "nothing-to-wait-for": lambda: overlap_comm_compute(lambda: 3, lambda: 1),
     "world-number": lambda: simulate_attention(ROW, ROW, ROW, ranks=2, world=2),
     "local-keys-of-one-dimension": lambda: local_attention(ROW, ROW[0, 0, 0], ROW),
     "dim-too-far": lambda: shard_sequence(X, 2, dim=9),
@@ -240,6 +246,15 @@ ALONE = {
     "offsets": lambda t, _: zigzag_ring_flash_attn_varlen_func(
         *(torch.ones(ROWS, 2, 8),) * 3, torch.tensor([0, ROWS], device="meta" if t.rank == 1 else "cpu"), group=t
     ),
+    "backward-schedule": lambda t, _: ring_attention_backward(
+        *(_shards(0)[1],) * 4, t, schedule="ring" if t.rank == 1 else "kv_ring"
+    ),
+    "forward-itself": lambda t, layout: forward(
+        *(torch.ones(1, ROWS, 2, 8),) * 3, _call(layout), t, schedule="ring" if t.rank == 1 else "kv_ring"
+    ),
+    "meta": lambda t, _: ring_attention_forward(
+        *(torch.ones(1, 2, ROWS, 8, device="meta" if t.rank == 1 else "cpu"),) * 3, t
+    ),
     "option": lambda t, layout: distributed_attention(
         *(torch.ones(1, ROWS, 2, 8),) * 3, layout=layout, transport=t, **({"foo": 1} if t.rank == 1 else {})
     ),
@@ -247,6 +262,101 @@ ALONE = {
     "gather-layout": lambda t, layout: gather_sequence(torch.ones(1, ROWS), None if t.rank == 1 else layout, t),
     "gather": lambda t, layout: gather_sequence(torch.ones(1, ROWS + t.rank, 2), layout, t),
 }
+
+
+def _call(layout):
+    return make_call(*(torch.ones(1, ROWS, 2, 8),) * 3, layout)
+
+
+SHAPE = (1, 2, ROWS, 8)  # of do and O
+RESULTS = {
+    "lse-whole-numbers": {"lse": torch.zeros(SHAPE[:3], dtype=torch.int64)},
+    "lse-half": {"lse": torch.zeros(SHAPE[:3], dtype=torch.float16)},
+    "lse-complex": {"lse": torch.zeros(SHAPE[:3], dtype=torch.complex64)},
+    "lse-sparse": {"lse": torch.zeros(SHAPE[:3]).to_sparse()},
+    "lse-meta": {"lse": torch.zeros(SHAPE[:3], device="meta")},
+    "lse-turned": {"lse": torch.zeros(1, ROWS, 2)},
+    "o-meta": {"O": torch.zeros(SHAPE, device="meta")},
+    "o-double": {"O": torch.zeros(SHAPE, dtype=torch.float64)},
+    "do-meta": {"dO": torch.zeros(SHAPE, device="meta")},
+    "do-double": {"dO": torch.zeros(SHAPE, dtype=torch.float64)},
+    "both-double": {"dO": torch.zeros(SHAPE, dtype=torch.float64), "O": torch.zeros(SHAPE, dtype=torch.float64)},
+    "both-wide": {"dO": torch.zeros(*SHAPE[:3], 16), "O": torch.zeros(*SHAPE[:3], 16)},
+}
+
+
+@pytest.mark.parametrize("wrong", RESULTS.values(), ids=RESULTS.keys())
+@pytest.mark.parametrize("ranks", [(1,), (0, 1, 2)], ids=["one", "all"])
+def test_what_a_backward_is_given_fits_its_inputs(wrong: dict, ranks: tuple):
+    right = {"dO": torch.ones(SHAPE), "O": torch.ones(SHAPE), "lse": torch.zeros(SHAPE[:3])}
+
+    def rank(transport):
+        given = right | (wrong if transport.rank in ranks else {})
+        try:
+            ring_attention_backward(given.pop("dO"), *(_shards(0)[1],) * 3, transport, **given)
+        except (InvalidInputError, CommunicationError) as error:
+            return type(error)
+        return None
+
+    assert simulate(rank, RANKS) == [InvalidInputError] * RANKS
+
+
+def test_a_module_of_the_wrong_size_on_one_rank_is_an_error_on_all():
+    def rank(transport):
+        try:
+            RingAttention(RANKS + (transport.rank == 1), transport=transport)(*(_shards(0)[1],) * 3)
+        except (InvalidInputError, HardwareError) as error:
+            return type(error)
+        return None
+
+    assert simulate(rank, RANKS) == [InvalidInputError, HardwareError, InvalidInputError]
+
+
+@pytest.mark.parametrize("simulated", [True, False], ids=["simulated", "ranks"])
+@pytest.mark.parametrize("power", [1, 2], ids=["constant", "other"])
+def test_second_gradients_are_refused_not_left_out(simulated: bool, power: int):
+    """Also where the gradient that comes in is a constant: what was made of q would be missing in any sum with it."""
+
+    def take(attention, x):
+        q = torch.randn(x.shape, requires_grad=True)
+        (dq,) = torch.autograd.grad(attention(q, x, x).pow(power).sum(), q, create_graph=True)
+        with pytest.raises(UnsupportedError, match="first gradients only"):
+            torch.autograd.grad(dq.sum() + q.square().sum(), q)
+
+    if simulated:
+        take(RingAttention(RANKS, simulate=True), X)
+    else:
+        simulate(lambda t: take(RingAttention(RANKS, transport=t), _shards(0)[1]), RANKS)
+
+
+def test_tensors_that_only_stand_for_others():
+    with FakeTensorMode(), pytest.raises(InvalidInputError, match="hold nothing"):
+        simulate_attention(*(torch.ones(1, 4, 2, 8),) * 3, ranks=2)
+    with pytest.raises(UnsupportedError, match="transform"):
+        torch.func.vmap(lambda x: simulate_attention(x, x, x, ranks=2)[0])(torch.ones(2, 1, 4, 2, 8))
+    with pytest.raises(UnsupportedError, match="transform"):
+        torch.func.vmap(lambda x: local_attention(x, x, x)[0])(torch.ones(2, 1, 4, 2, 8))
+
+
+def test_a_world_can_be_used_again_also_after_an_error_but_not_within_itself():
+    world = World(2)
+    rows = torch.randn(1, 8, 2, 8)
+
+    def fail(transport):
+        if transport.rank == 1:
+            raise ValueError
+        transport.all_gather(rows).wait()
+
+    first = simulate_attention(rows, rows, rows, ranks=2, world=world)
+    sent = list(world.bytes_sent)
+    with pytest.raises(ValueError):
+        simulate(fail, 2, world=world)
+    before = list(world.bytes_sent)
+    again = simulate_attention(rows, rows, rows, ranks=2, world=world)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert [b - a for a, b in zip(before, world.bytes_sent, strict=True)] == sent
+    with pytest.raises(InvalidInputError, match="running"):
+        simulate(lambda _: simulate_attention(rows, rows, rows, ranks=2, world=world), 2, world=world)
 
 
 @pytest.mark.parametrize("use", ALONE.values(), ids=ALONE.keys())

@@ -179,6 +179,21 @@ def test_a_late_rank_is_waited_for_no_longer_than_the_timeout(tmp_path: Path):
     assert outcomes[0].seconds < 3
 
 
+def say_much(rank: int) -> str:
+    """Statements that differ behind what fits."""
+    transport = TorchTransport(timeout=20)
+    transport.agree("the same " * 1000)
+    try:
+        transport.agree("the same " * 1000 + str(rank))
+    except GpuAccelError as error:
+        return type(error).__name__
+    return "they agree"
+
+
+def test_long_statements_are_compared_whole(tmp_path: Path):
+    assert results(run_ranks(say_much, 2, tmp_path)) == ["InvalidInputError"] * 2
+
+
 def test_without_a_process_group_the_error_says_what_to_do():
     with pytest.raises(HardwareError, match="start with torchrun .*simulate"):
         TorchTransport()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpu_accel.errors import InvalidInputError
-from gpu_accel.ring_attention.layouts import LAYOUTS, block_runs, make_layout
+from gpu_accel.ring_attention.layouts import LAYOUTS, _ends_on, block_runs, make_layout, positions_on
 from gpu_accel.ring_attention.masks import Mask, pieces, work
 
 LENGTHS = (0, 1, 6, 13, 24)
@@ -198,3 +200,37 @@ def test_wrong_lengths_are_refused():
         layout.unshard([torch.zeros(1, 4)])
     with pytest.raises(InvalidInputError, match="rank must be from 0 to 1"):
         layout.positions(2)
+
+
+def test_documents_are_cut_without_looking_at_all_of_them_for_each():
+    """10,000 short ones in well under a second; every pair of a document and a chunk would be 200 million."""
+    start = time.process_time()
+    for name in LAYOUTS:
+        layout = make_layout(name, seqlen=30_000, ranks=2, documents=[3, 0, 5, 4] * 2_500)
+        assert sum(layout.valid(rank) for rank in range(2)) == 30_000
+    assert time.process_time() - start < 5
+
+
+def test_what_is_kept_of_a_layout_serves_every_later_call():
+    """The order of rows is worked out once: also where that was in inference mode, beside fake tensors, or with
+    another default device."""
+    def whole(x: torch.Tensor, layout) -> torch.Tensor:
+        return layout.unshard([layout.shard(x, rank) for rank in range(layout.ranks)])
+
+    for i, mode in enumerate((torch.inference_mode(), FakeTensorMode(), torch.device("meta"))):
+        layout = make_layout("zigzag", seqlen=101 + i, ranks=3)
+        with mode:
+            rows = torch.ones(1, layout.seqlen, 2, device="cpu")
+            assert whole(rows, layout).shape == rows.shape
+            if not isinstance(mode, FakeTensorMode):  # which attention refuses
+                block_runs(layout, range(3))
+            positions_on(layout, 1, rows.device)
+            layout.shifted(rows.long())
+        x = torch.randn(1, layout.seqlen, 2, requires_grad=True)
+        found = whole(x, layout)
+        found.sum().backward()
+        assert torch.equal(found, x) and torch.equal(x.grad, torch.ones_like(x))
+        kept = [positions_on(layout, 1, x.device), _ends_on(layout, x.device), block_runs(layout, range(3))[1]]
+        for index in kept:
+            assert type(index) is torch.Tensor and index.device.type == "cpu" and not index.is_inference()
+        assert kept[0] is positions_on(layout, 1, x.device)

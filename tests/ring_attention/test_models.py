@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from gpu_accel.errors import GpuAccelError, InvalidInputError, UnsupportedError
 from gpu_accel.ring_attention import make_layout
+from gpu_accel.ring_attention.simulate import simulate
 from gpu_accel.ring_attention.transport import TorchTransport
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -192,38 +194,77 @@ def test_a_mask_of_ones_hides_nothing() -> None:
 
 def test_a_model_that_keeps_its_own_attention_is_refused():
     """transformers only warns; Bloom, MPT, Falcon, RWKV, GPT-Neo and XGLM would each see their own shard."""
-    from gpu_accel.ring_attention.models import context_parallel
-    from gpu_accel.ring_attention.transport import LocalTransport, World
-
     config = transformers.BloomConfig(vocab_size=VOCABULARY, hidden_size=16, n_layer=1, n_head=2)
     one = transformers.BloomForCausalLM(config)
     before = one.config._attn_implementation
     layout = make_layout("zigzag", seqlen=8, ranks=2)
-    for bad in (None, "zigzag"):
-        with (
-            pytest.raises(InvalidInputError, match="make_layout"),
-            context_parallel(one, layout=bad, transport=LocalTransport(World(2), 0)),
-        ):
-            pass
-    with (
-        pytest.raises(UnsupportedError, match="BloomForCausalLM"),
-        context_parallel(one, layout=layout, transport=LocalTransport(World(2), 0)),
-    ):
-        pass
+    for told in entered(one, layout=layout):
+        assert "BloomForCausalLM" in told
     assert one.config._attn_implementation == before
 
 
 def test_only_transformers_models():
+    for told in entered(torch.nn.Linear(1, 1), layout=make_layout("zigzag", seqlen=8, ranks=2)):
+        assert "a transformers model is needed" in told
+
+
+def entered(one, alone: bool = False, **options) -> list[str]:
+    """What each of two ranks is told that enters a context; with `alone`, which the second does with the options."""
+    from gpu_accel.ring_attention.models import context_parallel
+
+    right = {"layout": make_layout("zigzag", seqlen=8, ranks=2)}
+
+    def rank(transport):
+        given = right | (options if transport.rank == 1 or not alone else {})
+        try:
+            with context_parallel(one, transport=transport, **given) as cp:
+                one(**cp.inputs(torch.ones(1, 8, dtype=torch.int64)), use_cache=False)
+        except (InvalidInputError, UnsupportedError) as error:
+            return str(error)
+        raise AssertionError("nothing was refused")
+
+    return simulate(rank, 2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"layout": None}, {"layout": "zigzag"}, {"layout": make_layout("zigzag", seqlen=8, ranks=3)},
+     {"gradients": "max"}, {"schedule": "ring"}, {"ulysses": 2}, {"schedule": "usp", "ulysses": 3}, {"foo": 1},
+     {"softmax_scale": 1.0}, {"wire": torch.int8}],
+    ids=["none", "name", "three ranks", "gradients", "schedule", "unread", "split", "foo", "of a layer", "wire"],
+)  # fmt: skip
+def test_a_rank_that_cannot_enter_the_context_tells_the_other(options: dict):
+    first, second = entered(model(), alone=True, **options)
+    assert first == f"nothing was sent, because another rank refused its inputs (rank 1: {second})"
+
+
+def test_layers_are_recomputed_in_another_thread():
+    """Of a GPU's tensors the backward runs in a thread of autograd, and there checkpoints call their layers again."""
     from gpu_accel.ring_attention.models import context_parallel
     from gpu_accel.ring_attention.transport import LocalTransport, World
 
-    transport = LocalTransport(World(2), 0)
-    layout = make_layout("zigzag", seqlen=8, ranks=2)
-    with (
-        pytest.raises(UnsupportedError, match="a transformers model is needed"),
-        context_parallel(torch.nn.Linear(1, 1), layout=layout, transport=transport),
-    ):
-        pass
+    one, cut, found = model(), make_layout("zigzag", seqlen=SEQLEN, ranks=1), []
+    world = World(1)
+    with context_parallel(one, layout=cut, transport=LocalTransport(world, 0)) as cp:
+
+        def call():
+            with world.changed:
+                found.append(one(**cp.inputs(tokens()), use_cache=False).logits[:, :SEQLEN])
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+    assert found and torch.allclose(found[0], alone("llama")[0], atol=1e-6)
+
+
+def test_labels_of_32_bits():
+    from gpu_accel.ring_attention.models import ContextParallel
+    from gpu_accel.ring_attention.transport import LocalTransport, World
+
+    cut = make_layout("zigzag", seqlen=SEQLEN, ranks=2)
+    cp = ContextParallel(cut, LocalTransport(World(2), 1), "kv_ring", "sum")
+    logits = torch.randn(2, cut.local_length, VOCABULARY)
+    assert torch.equal(cp.loss(logits, tokens().int()), cp.loss(logits, tokens()))
 
 
 def test_positions_from_inputs_are_not_looked_into(monkeypatch):

@@ -128,3 +128,17 @@ def test_every_schedule_has_the_three_functions():
     for name in SCHEDULES:
         module = schedule(name)
         assert all(callable(getattr(module, function)) for function in ("refuse", "forward", "backward")), name
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "tree"])
+@pytest.mark.parametrize("empty", [{"seqlen": 0}, {"seqlen": 1}, {"seqlen": 5, "heads": 0}, {"seqlen": 5, "batch": 0}],
+                         ids=["no tokens", "one token", "no query heads", "no sequences"])  # fmt: skip
+def test_nothing_to_attend(name: str, empty: dict):
+    """Gradients of the shapes of their inputs, and zeros where no query is left."""
+    q, k, v, do = make(**empty)
+    o, lse, dq, dk, dv = simulate_attention(
+        q, k, v, do=do, ranks=8, schedule=name, layout="contiguous", causal=name == "helper"
+    )
+    assert [x.shape for x in (o, dq, dk, dv)] == [x.shape for x in (do, q, k, v)]
+    assert lse.shape == (q.shape[0], q.shape[2], q.shape[1])
+    assert empty == {"seqlen": 1} or not any(x.any() for x in (o, dq, dk, dv))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -215,6 +216,35 @@ def test_one_process_says_what_to_start_instead():
     workload = found.build(found.cases(CPU)[0], CPU)
     reasons = {one.name: one.unavailable for one in workload.implementations}
     assert "--nproc 4" in reasons["kv_ring"] and not reasons["one-gpu"]
+
+
+def test_processes_that_cannot_meet_are_no_wrong_result(monkeypatch):
+    """A port that is taken, and variables of torchrun's that somebody else set."""
+    from cli import torchrun
+
+    distributed = importlib.import_module(f"{RING._package()}.distributed")
+
+    found = RING.experiment("scaling")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        here = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
+        for name, value in here.items():
+            monkeypatch.setenv(name, value)
+        distributed._meet.cache_clear()
+        workload = found.build(found.cases(CPU)[0], CPU)
+        kv_ring, *_, alone = workload.implementations
+        for one in (kv_ring, alone):
+            with pytest.raises(HardwareError, match="the 2 processes cannot meet .*EADDRINUSE"):
+                one.check(0)
+    distributed._meet.cache_clear()
+    for size in ("two", "0", "-2", ""):
+        monkeypatch.setenv("WORLD_SIZE", size)
+        with pytest.raises(InvalidInputError, match="WORLD_SIZE is"):
+            found.cases(CPU)
+    monkeypatch.setenv("RANK", "first")
+    assert not torchrun.helper()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    with pytest.raises(InvalidInputError, match="RANK is 'first'"):
+        torchrun.helper()
 
 
 def test_processes_are_refused_where_each_would_do_the_same():

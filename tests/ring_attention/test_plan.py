@@ -163,6 +163,7 @@ def test_the_seeds_table_is_a_model_here():
         ({"causal": "no"}, "causal must be True or False"),
         ({"memory_gb": True}, "memory_gb must be a positive number"),
         ({"merge": "none"}, "merge must be one of"),
+        ({"head_dim": 100}, "head_dim must be a multiple of 8"),
         ({"memory_gb": float("nan")}, "memory_gb must be a positive number"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",

@@ -112,6 +112,11 @@ def test_numbers_that_make_no_sense(call, values):
             call(x)
 
 
+def test_one_walk_is_not_promised_where_there_are_no_kernels():
+    with pytest.raises(UnsupportedError, match="fused=True: backend 'reference' is not by kernels here"):
+        tk.linear_attention(Q, Q, Q, fused=True, backend="reference")
+
+
 def test_limits_of_dt_may_be_infinite():
     assert torch.equal(mamba(dt_limit=[-INF, INF]), mamba())
     assert not torch.equal(mamba(dt_limit=(-INF, 0.5)), mamba())

@@ -175,6 +175,50 @@ def test_states_of_sequences_shorter_than_the_filter(seqlen, device):
     judge(function, [x, weight, bias, initial], grads, ["y", "last", "dx", "dw", "db", "dh"])
 
 
+@pytest.mark.parametrize("backend", ["portable", "reference"])
+@pytest.mark.parametrize("lengths", [(7, 2), (8, 1), (1, 1, 1, 6), (2,)], ids=str)
+def test_final_states_of_packed_rows_are_of_the_last_sequence(lengths, backend, device):
+    x, weight, *_ = make(device, seqlen=sum(lengths))
+    seq = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).expand(len(x), -1).to(device)
+    _, last = causal_conv1d_fn(x, weight, None, seq, None, True, backend=backend)
+    _, alone = causal_conv1d_fn(x[..., sum(lengths[:-1]) :], weight, return_final_states=True, backend=backend)
+    assert torch.equal(last, alone)
+
+
+@pytest.mark.parametrize("backend", ["portable", "reference"])
+def test_numbers_of_sequences_need_no_order(backend, device):
+    """A step sees those before it that have its number, as in causal_conv1d."""
+    x, weight, *_ = make(device, seqlen=40, width=3)
+    seq = torch.randint(-3, 3, (len(x), 40), generator=torch.Generator().manual_seed(0)).to(device)
+    expected = weight[:, 2, None] * x
+    for back in (1, 2):
+        same = (seq[:, back:] == seq[:, :-back])[:, None]
+        expected[..., back:] += weight[:, 2 - back, None] * x[..., :-back] * same
+    torch.testing.assert_close(causal_conv1d_fn(x, weight, None, seq, backend=backend), expected)
+
+
+def test_final_states_are_written_where_they_are_wanted(device):
+    x, weight, bias, initial = make(device, seqlen=9)
+    x.requires_grad_()
+    expected = causal_conv1d_fn(x, weight, bias, None, initial, True)
+    out = torch.full_like(initial, float("nan"))
+    y, last = causal_conv1d_fn(x, weight, bias, None, initial, True, out)
+    assert last is out and torch.equal(y, expected[0]) and torch.equal(last, expected[1])
+    (dx,) = torch.autograd.grad(last.sum(), x)
+    assert torch.equal(dx, torch.autograd.grad(expected[1].sum(), x)[0])
+    for wrong, message in [
+        (dict(return_final_states=False), "needs return_final_states=True"),
+        (dict(final_states_out=out[..., 1:]), "final_states_out must be"),
+        (dict(final_states_out=out.double()), "final_states_out must be"),
+        (dict(final_states_out=initial[..., :1].expand(initial.shape)), "share memory"),
+        (dict(final_states_out=x.detach()[..., :3]), "shares memory with x"),
+        (dict(final_states_out=initial.clone().requires_grad_()), "gradients are wanted of it"),
+        (dict(final_states_out=[1.0]), "must be a torch.Tensor"),
+    ]:
+        with pytest.raises(InvalidInputError, match=message):
+            causal_conv1d_fn(x, weight, **dict(return_final_states=True, final_states_out=out.detach()) | wrong)
+
+
 def test_wrong_arguments_are_refused(device):
     x, weight, bias, initial = make(device)
     seq = torch.zeros(2, 30, dtype=torch.int32, device=device)
@@ -182,10 +226,6 @@ def test_wrong_arguments_are_refused(device):
         (dict(x=x[0]), "x must be"), (dict(weight=weight[:5]), "weight must be"), (dict(bias=bias[:3]), "bias must be"),
         (dict(activation="relu"), "activation is 'relu'"), (dict(seq_idx=seq, initial_states=initial), "seq_idx"),
         (dict(initial_states=initial[..., :1]), "initial_states must be"),
-        (dict(final_states_out=initial), "needs return_final_states"),
-        (dict(final_states_out=initial[..., :1], return_final_states=True), "final_states_out must be"),
-        (dict(final_states_out=initial.bfloat16(), return_final_states=True), "final_states_out must be"),
-        (dict(final_states_out=initial[:1].expand_as(initial), return_final_states=True), "share memory"),
     ]:  # fmt: skip
         with pytest.raises(InvalidInputError, match=message):
             causal_conv1d_fn(**dict(x=x, weight=weight) | given)

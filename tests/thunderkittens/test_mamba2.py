@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -103,6 +105,19 @@ def test_packed_sequences_as_mamba_ssm_calls_them(device):
     options["seq_idx"] = torch.tensor([[0] * 5 + [2] * 9 + [3] * 7], device=device)  # one more cut
     cut, _ = mamba_chunk_scan_combined(return_varlen_states=True, **options, **given)
     assert torch.equal(cut[:, :14], y[:, :14]) and not torch.isclose(cut[:, 14:], y[:, 14:]).any(-1).all()
+
+
+@pytest.mark.parametrize("limit", [(0.0, math.inf), (-math.inf, math.inf), (-0.5, 0.5), (0.1, 0.4)], ids=str)
+@pytest.mark.parametrize("softplus", [False, True])
+def test_dt_is_limited_as_it_says(softplus, limit, device):
+    """Also by the default, where dt may be negative."""
+    given = make(device) | {"z": None}
+    given["dt"] = randn(*given["dt"].shape, seed=9, device=device)
+    y = mamba_chunk_scan_combined(chunk_size=64, dt_softplus=softplus, dt_limit=limit, backend="reference", **given)
+    wide = given["dt"] if given.get("dt_bias") is None else given["dt"] + given["dt_bias"]
+    wide = torch.nn.functional.softplus(wide) if softplus else wide
+    given |= {"dt": wide.clamp(*limit), "dt_bias": None}
+    torch.testing.assert_close(y, mamba_scan_recurrent(**given)[0], rtol=1e-3, atol=1e-3)
 
 
 def test_the_chunk_does_not_matter_and_dt_can_be_limited(device):

@@ -58,7 +58,7 @@ class Tile:
 
     def scatter(self, tensors: tuple[Tensor, ...], ranks: tuple[int, ...]) -> tuple[Message, Tensor]:
         """Each rank's rows back to it: what this one gets, (len(ranks), numel), in rank order."""
-        parts = [x.split(x.shape[1] // len(ranks), 1) for x in tensors]
+        parts = [x.tensor_split(len(ranks), 1) for x in tensors]  # equal ones, also of no rows
         packed = Message([x[0] for x in parts])
         outgoing = tensors[0].new_empty((len(ranks), packed.numel))
         for i in range(len(ranks)):
