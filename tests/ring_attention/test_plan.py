@@ -208,6 +208,19 @@ def test_the_command():
     assert command("--seq", "1g", "--gpus", "8", "--link", "nvlink").returncode == 4
 
 
+def test_the_command_for_the_longest_sequence():
+    from typer.testing import CliRunner
+
+    from cli.ring import app
+
+    question = ["longest", "--heads", "8", "--kv-heads", "2", "--memory", "141", "--backward"]
+    rows = json.loads(CliRunner().invoke(app, [*question, "--json"]).stdout)["longest"]
+    options = {"heads": 8, "kv_heads": 2, "memory_gb": 141.0, "backward": True}
+    assert [(row["gpus"], row["tokens"]) for row in rows] == [(n, longest(gpus=n, **options)) for n in (1, 2, 4)]
+    one = CliRunner().invoke(app, [*question, "--gpus", "2", "--schedule", "allgather"])
+    assert one.stdout.split() == ["2", "GPUs", f"{longest(gpus=2, schedule='allgather', **options):,}", "tokens"]
+
+
 def test_lengths_as_people_write_them():
     from cli.ring import _tokens
 
