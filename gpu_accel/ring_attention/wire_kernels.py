@@ -17,7 +17,7 @@ from gpu_accel.compat import widen
 from gpu_accel.flash_attention3.fp8_quantize import E4M3, E5M2, to_fp8
 from gpu_accel.flash_attention3.launch import capability, launch, next_power_of_2
 
-_ELEMENTS, _HEADS = 4096, 32  # of a program
+_ELEMENTS, _HEADS, _ROWS = 4096, 32, 4  # of a program, at most
 
 
 def refuse(x: Tensor, coded: Tensor, wire: torch.dtype) -> str | None:
@@ -132,7 +132,7 @@ def _run(
     if not out.numel():
         return
     d, block = next_power_of_2(dim), min(_HEADS, next_power_of_2(heads))
-    run = max(1, _ELEMENTS // (d * block))
+    run = max(1, min(_ROWS, _ELEMENTS // (d * block)))
     arguments = (source, out, *source.stride()[:3], *out.stride()[:3], heads, rows, *more)
     words = dim % 4 == 0 and not any(n % 4 for n in (coded.data_ptr(), *coded.stride()[:3]))
     options = dict(WIDE=wire == E5M2.dtype, DIM=dim, D=d, HEADS=block, RUN=run, WORDS=words, num_warps=4)
