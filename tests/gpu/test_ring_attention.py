@@ -133,7 +133,7 @@ def test_keys_in_eight_bits_on_the_wire(kind: torch.dtype):
     """All keys arrive through the wire, so results are those of the keys that it makes of them."""
     q, k, v, do = inputs()
     found = simulate_attention(q, k, v, do=do, ranks=4, schedule="allgather", causal=True, wire=kind)
-    k, v = (decode(encode(x, kind), kind, x.dtype) for x in (k, v))
+    k, v = (decode(encode(x.cpu(), kind), kind, x.dtype).cuda() for x in (k, v))  # by torch's operations
     exact = (attention_truth(q, k, v, causal=True)[0], *attention_truth_backward(do, q, k, v, causal=True))
     rulers = (
         yardstick_attention(q, k, v, causal=True)[0],
