@@ -23,7 +23,8 @@ def hook(kernel, arguments: tuple, options: dict) -> None:
 
 
 def unwritten(ptx: str) -> list[str]:
-    """Halves of 32 bits that are read and never written: of such a word ptxas made zeros of the other half too."""
+    """Halves of words that are read and never written. ptxas (of Triton 3.6) took bytes of the other half of such a word
+    from a register that has nothing to do with it."""
     body = ptx[ptx.index(".entry") :]
     written = set()
     for line in body.splitlines():
