@@ -23,8 +23,8 @@ def hook(kernel, arguments: tuple, options: dict) -> None:
 
 
 def unwritten(ptx: str) -> list[str]:
-    """Halves of words that are read and never written. ptxas (of Triton 3.6) took bytes of the other half of such a word
-    from a register that has nothing to do with it."""
+    """Halves of words that are read and never written. ptxas (of Triton 3.6) took bytes of the other half of such a
+    word from a register that has nothing to do with it."""
     body = ptx[ptx.index(".entry") :]
     written = set()
     for line in body.splitlines():
