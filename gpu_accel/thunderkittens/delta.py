@@ -203,6 +203,7 @@ def delta_backward_op(
     call = _Call(k, v, g, cu_seqlens, chunk)
     solves = hopper and delta_hopper.SOLVES and bool(v.numel())
     in_chunks = solves and delta_hopper.GRADIENTS and delta_hopper.back_refusal(q, v) is None
+    walks = in_chunks and delta_hopper.WALKS_BACK
     exact = g is not None and not in_chunks
     shape = (call.heads, call.key_dim, call.value_dim)
     dstates = v.new_empty((call.places.total, *shape), dtype=chunked.state_dtype(v.dtype, exact))
@@ -211,11 +212,14 @@ def delta_backward_op(
     du = call.made(*v.shape, dtype=v.dtype)
     with chunked._device(v):
         if solves:
-            decay, fresh, lines, _, inverse = delta_hopper.solve(None, k, v, g, beta, scale, keep=True)
+            of_q = q if walks else None
+            decay, fresh, lines, pairs, inverse = delta_hopper.solve(of_q, k, v, g, beta, scale, keep=True)
         else:
             inverse, decay, fresh = _solve(call, k, v, g, beta, keep=True)
         u, states, _ = _walk(call, k, v, g, decay, fresh, initial, exact=exact, low=low)
-        if call.walks:
+        if walks:
+            delta_hopper.walk_back(q, k, do, decay, lines[0], pairs, dfinal, du, dstates, dlow, dinitial, scale)
+        elif call.walks:
             strides = [s for x in (q, k, g, do) for s in chunked._strides(x)]
             call.launch(delta_kernels._walk_back_kernel, call.walks,
                         (q, k, g, decay, do, dfinal, dstates, dlow, du, dinitial, *call.places.tables()[:2], *strides,

@@ -17,6 +17,8 @@ STAGES = {64: 2, 128: 2}
 # Whether chunks are solved by `delta_solve_kernel`; no GPU has seen it.
 SOLVES = False
 GRADIENTS = False  # and gradients in a chunk by `delta_back_kernel`
+WALKS_BACK = False  # and the walk back by `delta_walk_back_kernel`
+BACK_STAGES = {64: 1, 128: 1}  # chunks ahead of a walk back: two programs an SM and more
 REGISTERS = 168  # of a thread that solves: three programs an SM
 _quick: dict[str, QuickLaunch] = {}
 
@@ -114,6 +116,31 @@ def walk(
         dict(BK=block, STAGES=STAGES[block], GATED=gated), dict(num_warps=4),
     )  # fmt: skip
     return o, final
+
+
+def walk_back(
+    q: Tensor, k: Tensor, do: Tensor, decay: Tensor, sums: Tensor, pairs: Tensor, dfinal: Tensor | None,
+    du: Tensor, dstates: Tensor, low: Tensor | None, dinitial: Tensor, scale: float,
+) -> None:  # fmt: skip
+    """Into du, dstates and low (chunks, heads, K, V), dinitial (batch, heads, K, V); gated where there is a low."""
+    from gpu_accel.thunderkittens import delta_walk_back_kernel
+
+    if "walk back" not in _quick:
+        _quick["walk back"] = QuickLaunch(delta_walk_back_kernel.delta_walk_back_kernel)
+    q, k, do = (addressable(x) for x in (q, k, do))
+    batch, seqlen, heads, value_dim = do.shape
+    heads_q, key_dim = q.shape[2:]
+    chunks, block = triton.cdiv(seqlen, CHUNK), 64 if key_dim <= 64 else 128
+    tiles = triton.cdiv(value_dim, COLUMNS)
+    read = ((decay, block), (q, block), (k, block), (pairs, CHUNK), (do, COLUMNS))
+    states = [_state_map(dstates if x is None else x, block, COLUMNS) for x in (dstates, low)]
+    given = dinitial if dfinal is None else dfinal
+    _quick["walk back"](
+        (given.data_ptr() % 16 == 0,), batch * heads * tiles,
+        (*(tensor_map(x, CHUNK, n) for x, n in read), _line_map(sums), tensor_map(du, CHUNK, COLUMNS), *states, given,
+         dinitial, chunks, heads, heads // heads_q, tiles, key_dim, value_dim, scale, int(dfinal is not None), 0),
+        dict(BK=block, STAGES=BACK_STAGES[block], GATED=low is not None, LOW=low is not None), dict(num_warps=4),
+    )  # fmt: skip
 
 
 def back_refusal(q: Tensor, v: Tensor) -> str | None:

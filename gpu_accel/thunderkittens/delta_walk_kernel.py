@@ -30,7 +30,7 @@ from gpu_accel.thunderkittens.walk_kernel import STEPS, _opaque
 
 
 @gluon.jit
-def _load(descs, bufs, bar, stage, n, head, head_q, chunk, line, col, GATED: gl.constexpr):
+def _load_chunk(descs, bufs, bar, stage, n, head, head_q, chunk, line, col, GATED: gl.constexpr):
     """Ask for what a chunk needs."""
     w_desc, q_desc, k_desc, p_desc, u_desc, sums_desc = descs
     w_bufs, q_bufs, k_bufs, p_bufs, u_bufs, sums_bufs = bufs
@@ -88,7 +88,7 @@ def delta_walk_kernel(
     bufs = (w_bufs, q_bufs, k_bufs, p_bufs, u_bufs, sums_bufs)
     for i in gl.static_range(STAGES):
         if i < chunks:
-            _load(descs, bufs, full, i, n, head, head_q, i, line, col, GATED)
+            _load_chunk(descs, bufs, full, i, n, head, head_q, i, line, col, GATED)
 
     # Asked at run time, and with a loop that does nothing: of a state that begins with zeros that it knows, or with
     # nothing but this load, ptxas 12.8 makes no left operand, but crashes.
@@ -132,7 +132,7 @@ def delta_walk_kernel(
         barrier()
         tma_store(o_desc, [n, head, chunk * STEPS, col], o_buf)
         if chunk + STAGES < chunks:
-            _load(descs, bufs, full, stage, n, head, head_q, chunk + STAGES, line, col, GATED)
+            _load_chunk(descs, bufs, full, stage, n, head, head_q, chunk + STAGES, line, col, GATED)
         stage += 1
         if stage == STAGES:
             stage = 0

@@ -69,10 +69,11 @@ BACK = [
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("walks", [False, True], ids=["walked-portably", "walked"])
 @pytest.mark.parametrize("shape", BACK)
-def test_gradients_in_chunks_on_hopper(shape, gated, monkeypatch):
-    monkeypatch.setattr(delta_hopper, "SOLVES", True)
-    monkeypatch.setattr(delta_hopper, "GRADIENTS", True)
+def test_gradients_in_chunks_on_hopper(shape, walks, gated, monkeypatch):
+    for name, value in dict(SOLVES=True, GRADIENTS=True, WALKS_BACK=walks).items():
+        monkeypatch.setattr(delta_hopper, name, value)
     for seed in (0, 10):
         tensors, grads = make(*shape, gated, first_seed=seed)
         judge(NAMES[: 8 if gated else 7], on_hopper, tensors, grads)
@@ -80,8 +81,8 @@ def test_gradients_in_chunks_on_hopper(shape, gated, monkeypatch):
 
 def test_gradients_on_hopper_with_views_and_the_same_bits_again(monkeypatch):
     """NaN before and behind q, k and v, steps apart, also where TMA cannot address them; twenty runs."""
-    monkeypatch.setattr(delta_hopper, "SOLVES", True)
-    monkeypatch.setattr(delta_hopper, "GRADIENTS", True)
+    for name in ("SOLVES", "GRADIENTS", "WALKS_BACK"):
+        monkeypatch.setattr(delta_hopper, name, True)
     tensors, grads = make(2, 200, 8, 8, 128, 128, True)
 
     def gradients(*given):

@@ -86,6 +86,7 @@ def delta(dtype: torch.dtype, key_dim: int, value_dim: int, packed: bool) -> Non
         states = torch.empty(64, 16, key_dim, value_dim, dtype=dtype)
         line = torch.empty(4096 * 16)
         for low in (states, None):
+            delta_hopper.walk_back(q, q, v, q, line, q[..., :64], None, v, states, low, state, 0.1)
             delta_hopper.gradients(q, q, v, v, v, v, q[..., :64], (states, low), (states, low), line, line, 0.1)
 
 

@@ -245,15 +245,17 @@ GRADIENTS = {
 }
 
 
+@pytest.mark.parametrize("walks", [False, True], ids=["walked-portably", "walked"])
 @pytest.mark.parametrize("case, in_chunks", GRADIENTS.values(), ids=GRADIENTS)
-def test_gradients_on_hopper_by_its_source(case, in_chunks, device, monkeypatch):
-    for name, value in dict(machine_refusal=lambda _: None, SOLVES=True, GRADIENTS=True).items():
+def test_gradients_on_hopper_by_its_source(case, in_chunks, walks, device, monkeypatch):
+    for name, value in dict(machine_refusal=lambda _: None, SOLVES=True, GRADIENTS=True, WALKS_BACK=walks).items():
         monkeypatch.setattr(delta_hopper, name, value)
     tensors, grads = make(device, dtype=torch.bfloat16, **case)
     with gluon_in_torch.kernels_on_a_cpu() as done:
         mine = run(ours("hopper", chunk=64), tensors, grads)
     forward = ["delta_solve_kernel", "delta_walk_kernel"]
-    assert done == [*forward, "delta_solve_kernel"] + ["delta_back_kernel"] * in_chunks
+    back = ["delta_walk_back_kernel"] * walks + ["delta_back_kernel"]
+    assert done == [*forward, "delta_solve_kernel"] + back * in_chunks
     # the ruler is not eager torch: the interpreter, which runs both walks, cuts where a GPU rounds
     compare(mine, truth_of(tensors, grads), run(ours("portable", chunk=64), tensors, grads))
 
