@@ -7,19 +7,17 @@ import triton
 from torch import Tensor
 
 from gpu_accel.flash_attention3.gluon_launch import QuickLaunch, addressable, tensor_map
-from gpu_accel.flash_attention3.launch import launch
-from gpu_accel.thunderkittens import delta_kernels
-from gpu_accel.thunderkittens.walk_hopper import CHUNK, _line_map, gate_vectors, machine_refusal, size_refusal
+from gpu_accel.thunderkittens.walk_hopper import CHUNK, _line_map, gate_vectors, machine_refusal, size_refusal, sms
 
-COLUMNS = 64  # of v that a program takes
+COLUMNS = 64  # of v that a program of a walk takes, with 4 warps
+# Whether it takes 128 with 8 for K above 64, where there would be more programs of 64 than SMs, which each of them
+# fills. No GPU has seen it.
+WIDE = False
 # Chunks ahead, of K up to 64 and up to 128: two programs an SM and one. With one stage three fit at K = 128.
 STAGES = {64: 2, 128: 2}
-# Whether chunks are solved by `delta_solve_kernel`; no GPU has seen it.
-SOLVES = False
-GRADIENTS = False  # and gradients in a chunk by `delta_back_kernel`
-WALKS_BACK = False  # and the walk back by `delta_walk_back_kernel`
-BACK_STAGES = {64: 1, 128: 1}  # chunks ahead of a walk back: two programs an SM and more
-REGISTERS = 168  # of a thread that solves: three programs an SM
+WALKS_BACK = False  # whether gradients are walked by `delta_walk_back_kernel`; no GPU has seen it
+BACK_STAGES = {64: 1, 128: 1}  # chunks ahead of a walk back, by its columns of v
+REGISTERS = 168  # of a thread that solves: three programs an SM, 136 us; two with all that it wants take 155
 _quick: dict[str, QuickLaunch] = {}
 
 
@@ -33,6 +31,13 @@ def auto_refusal(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, chunk: int) ->
     if min(q.shape[3], v.shape[3]) <= 32:
         return "timed with K and V of 64 and 128, to which 33 to 127 are padded, and with no less"
     return refusal(q, v, cu_seqlens, chunk)
+
+
+def _columns(v: Tensor, block: int) -> int:
+    """Of v that a program of a walk takes, with keys padded to `block`."""
+    batch, _, heads, value_dim = v.shape
+    tiles = triton.cdiv(value_dim, COLUMNS)
+    return 2 * COLUMNS if WIDE and block == 128 and tiles % 2 == 0 and batch * heads * tiles > sms(v) else COLUMNS
 
 
 def solve(
@@ -53,7 +58,7 @@ def solve(
     decay, fresh = v.new_empty((*v.shape[:3], key_dim)), v.new_empty(v.shape)
     sums, strengths = gate_vectors(g, beta, v, chunks)
     pairs = fresh if q is None else q.new_empty((batch, heads, chunks * CHUNK, CHUNK)).transpose(1, 2)
-    inverse = v.new_empty((*v.shape[:3], CHUNK)) if keep else fresh
+    inverse = v.new_empty((batch, heads, seqlen, CHUNK)).transpose(1, 2) if keep else fresh
     maps = [tensor_map(x, CHUNK, n) for x, n in ((k if q is None else addressable(q), block), (k, block), (v, tile))]
     made = [tensor_map(x, CHUNK, n) for x, n in ((decay, block), (fresh, tile), (pairs, CHUNK), (inverse, CHUNK))]
     _quick["solve"](
@@ -74,22 +79,6 @@ def forward(
     return walk(q, k, decay, fresh, sums, pairs, initial, scale, gated=g is not None)
 
 
-def pairs_of(q: Tensor, k: Tensor, g: Tensor | None, v: Tensor, scale: float) -> Tensor:
-    """Pairs as `solve` makes them, in plain Triton."""
-    batch, seqlen, heads = v.shape[:3]
-    heads_q, key_dim = q.shape[2:]
-    chunks = triton.cdiv(seqlen, CHUNK)
-    pairs = q.new_empty((batch, heads, chunks * CHUNK, CHUNK)).transpose(1, 2)
-    strides = [s for x in (q, k) for s in x.stride()[:3]] + ([0, 0, 0] if g is None else list(g.stride()))
-    launch(
-        delta_kernels._pairs_kernel, batch * heads * chunks,
-        (q, k, g, pairs, *strides, seqlen, chunks, heads, heads // heads_q, scale),
-        dict(K=key_dim, BT=CHUNK, BK=64 if key_dim <= 64 else 128, HAS_G=g is not None, PRECISION="tf32", num_warps=4,
-             num_stages=1),
-    )  # fmt: skip
-    return pairs
-
-
 def walk(
     q: Tensor, k: Tensor, decay: Tensor, fresh: Tensor, sums: Tensor, pairs: Tensor, initial: Tensor | None,
     scale: float, *, gated: bool,
@@ -105,15 +94,16 @@ def walk(
     chunks, block = triton.cdiv(seqlen, CHUNK), 64 if key_dim <= 64 else 128
     o = torch.empty(fresh.shape, dtype=fresh.dtype, device=fresh.device)
     final = torch.empty((batch, heads, key_dim, value_dim), dtype=torch.float32, device=fresh.device)
-    tiles = triton.cdiv(value_dim, COLUMNS)
+    cols = _columns(fresh, block)
+    tiles = triton.cdiv(value_dim, cols)
     maps = [tensor_map(x, CHUNK, n) for x, n in ((decay, block), (q, block), (k, block), (pairs, CHUNK),
-                                                 (fresh, COLUMNS))]  # fmt: skip
+                                                 (fresh, cols))]  # fmt: skip
     given = final if initial is None else initial
     _quick["walk"](
         (given.data_ptr() % 16 == 0,), batch * heads * tiles,
-        (*maps, _line_map(sums), tensor_map(o, CHUNK, COLUMNS), given, final,
+        (*maps, _line_map(sums), tensor_map(o, CHUNK, cols), given, final,
          chunks, heads, heads // heads_q, tiles, key_dim, value_dim, scale, int(initial is not None), 0),
-        dict(BK=block, STAGES=STAGES[block], GATED=gated), dict(num_warps=4),
+        dict(BK=block, COLS=cols, STAGES=STAGES[block], GATED=gated), dict(num_warps=cols // 16),
     )  # fmt: skip
     return o, final
 
@@ -131,15 +121,17 @@ def walk_back(
     batch, seqlen, heads, value_dim = do.shape
     heads_q, key_dim = q.shape[2:]
     chunks, block = triton.cdiv(seqlen, CHUNK), 64 if key_dim <= 64 else 128
-    tiles = triton.cdiv(value_dim, COLUMNS)
-    read = ((decay, block), (q, block), (k, block), (pairs, CHUNK), (do, COLUMNS))
-    states = [_state_map(dstates if x is None else x, block, COLUMNS) for x in (dstates, low)]
+    cols = _columns(do, block)
+    tiles = triton.cdiv(value_dim, cols)
+    read = ((decay, block), (q, block), (k, block), (pairs, CHUNK), (do, cols))
+    states = [_state_map(dstates if x is None else x, block, cols) for x in (dstates, low)]
     given = dinitial if dfinal is None else dfinal
     _quick["walk back"](
         (given.data_ptr() % 16 == 0,), batch * heads * tiles,
-        (*(tensor_map(x, CHUNK, n) for x, n in read), _line_map(sums), tensor_map(du, CHUNK, COLUMNS), *states, given,
+        (*(tensor_map(x, CHUNK, n) for x, n in read), _line_map(sums), tensor_map(du, CHUNK, cols), *states, given,
          dinitial, chunks, heads, heads // heads_q, tiles, key_dim, value_dim, scale, int(dfinal is not None), 0),
-        dict(BK=block, STAGES=BACK_STAGES[block], GATED=low is not None, LOW=low is not None), dict(num_warps=4),
+        dict(BK=block, COLS=cols, STAGES=BACK_STAGES[cols], GATED=low is not None, LOW=low is not None),
+        dict(num_warps=cols // 16),
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from gpu_accel.gluon_compat import barrier, tma_store
 from gpu_accel.thunderkittens.delta_walk_kernel import _load_chunk
-from gpu_accel.thunderkittens.gla_walk_kernel import COLUMNS, _turned_places
+from gpu_accel.thunderkittens.gla_walk_kernel import _turned_places
 from gpu_accel.thunderkittens.walk_kernel import STEPS, _opaque
 
 
@@ -31,31 +31,32 @@ from gpu_accel.thunderkittens.walk_kernel import STEPS, _opaque
 def delta_walk_back_kernel(
     w_desc, q_desc, k_desc, p_desc, do_desc, sums_desc, du_desc, dstates_desc, low_desc, dfinal, dinitial,
     chunks, heads, group, tiles, K, V, scale, has_final, nothing_before,
-    BK: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, LOW: gl.constexpr,
+    BK: gl.constexpr, COLS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, LOW: gl.constexpr,
 ):  # fmt: skip
     """du, dstates and what 16 bits leave of them through their descriptors, dinitial (sequences, heads, K, V) float32.
 
     dfinal: as dinitial, or has_final is 0. nothing_before is 0.
     """
     dtype: gl.constexpr = k_desc.dtype
-    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEPS, 16])
+    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [COLS // 16, 1], [16, BK, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [COLS // 16, 1], [16, STEPS, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     BY_STEP: gl.constexpr = gl.SliceLayout(0, OUT)
     KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEPS, BK], dtype)
-    VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEPS, COLUMNS], dtype)
-    STATES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, COLUMNS], dtype)
+    VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEPS, COLS], dtype)
+    SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEPS, STEPS], dtype)
+    STATES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, COLS], dtype)
 
     w_bufs = gl.allocate_shared_memory(dtype, [STAGES, STEPS, BK], KEYS)
     q_bufs = gl.allocate_shared_memory(dtype, [STAGES, STEPS, BK], KEYS)
     k_bufs = gl.allocate_shared_memory(dtype, [STAGES, STEPS, BK], KEYS)
-    p_bufs = gl.allocate_shared_memory(dtype, [STAGES, STEPS, STEPS], VALUES)
-    do_bufs = gl.allocate_shared_memory(dtype, [STAGES, STEPS, COLUMNS], VALUES)
-    du_buf = gl.allocate_shared_memory(dtype, [STEPS, COLUMNS], VALUES)
-    s_buf = gl.allocate_shared_memory(dtype, [BK, COLUMNS], STATES)
+    p_bufs = gl.allocate_shared_memory(dtype, [STAGES, STEPS, STEPS], SQUARE)
+    do_bufs = gl.allocate_shared_memory(dtype, [STAGES, STEPS, COLS], VALUES)
+    du_buf = gl.allocate_shared_memory(dtype, [STEPS, COLS], VALUES)
+    s_buf = gl.allocate_shared_memory(dtype, [BK, COLS], STATES)
     low_buf = s_buf
     if LOW:
-        low_buf = gl.allocate_shared_memory(dtype, [BK, COLUMNS], STATES)
+        low_buf = gl.allocate_shared_memory(dtype, [BK, COLS], STATES)
     sums_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, STEPS], gl.NVMMASharedLayout(0, 32, 1))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -63,7 +64,7 @@ def delta_walk_back_kernel(
     fence_async_shared()
 
     program = gl.program_id(0)
-    col = program % tiles * COLUMNS
+    col = program % tiles * COLS
     head = program // tiles % heads
     n = program // tiles // heads
     head_q = head // group
@@ -76,11 +77,11 @@ def delta_walk_back_kernel(
             _load_chunk(descs, bufs, full, i, n, head, head_q, chunks - 1 - i, line, col, GATED)
 
     # Asked at run time, and with a loop that does nothing, as in `delta_walk_kernel`.
-    places, inside = _turned_places(number, col, K, V, BK, STATE)
+    places, inside = _turned_places(number, col, K, V, BK, STATE, COLS)
     acc = gl.load(dfinal + places, mask=inside & (has_final != 0), other=0.0)
     for _ in range(0, nothing_before):
         acc = acc + gl.load(dinitial + places, mask=inside, other=0.0)
-    nothing = gl.full([COLUMNS, STEPS], 0.0, gl.float32, OUT)
+    nothing = gl.full([COLS, STEPS], 0.0, gl.float32, OUT)
     stage = 0
     phase = 0
     for i in range(0, chunks):
@@ -124,6 +125,6 @@ def delta_walk_back_kernel(
         if stage == STAGES:
             stage = 0
             phase ^= 1
-    places, inside = _turned_places(number, col, K, _opaque(V), BK, STATE)
+    places, inside = _turned_places(number, col, K, _opaque(V), BK, STATE, COLS)
     gl.store(dinitial + places, acc, mask=inside)
     tma.store_wait(0)

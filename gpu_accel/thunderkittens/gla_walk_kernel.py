@@ -205,9 +205,9 @@ def _ask(descs, bufs, bar, stage, n, head, chunk, line, col, LOCAL: gl.constexpr
 
 
 @gluon.jit
-def _turned_places(number, col, K, V, BK: gl.constexpr, LAYOUT: gl.constexpr):
-    """Where the columns of v, by k, of state `number` of K x V lie, and which of them exist."""
-    of_v = col + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, LAYOUT))
+def _turned_places(number, col, K, V, BK: gl.constexpr, LAYOUT: gl.constexpr, COLS: gl.constexpr = COLUMNS):
+    """Where COLS columns of v, by k, of state `number` of K x V lie, and which of them exist."""
+    of_v = col + gl.arange(0, COLS, layout=gl.SliceLayout(1, LAYOUT))
     of_k = gl.arange(0, BK, layout=gl.SliceLayout(0, LAYOUT))
     inside = (of_v < V)[:, None] & (of_k < K)[None, :]
     return number.to(gl.int64) * (K * V) + of_k[None, :] * V + of_v[:, None], inside
