@@ -83,11 +83,10 @@ def delta(dtype: torch.dtype, key_dim: int, value_dim: int, packed: bool) -> Non
         short = q[..., :64].contiguous()
         delta_hopper.forward(short, short, v, None, g, None, 0.1)
         delta_hopper.solve(None, q, v, g, g, 0.1, keep=True)
+        states, line = torch.empty(64, 16, key_dim, value_dim, dtype=dtype), torch.empty(4096 * 16)
         with mock.patch.multiple(delta_hopper, WIDE=True, sms=lambda _: 0):
             delta_hopper.forward(q, q, v, g, g, state, 0.1)
-            delta_hopper.walk_back(q, q, v, q, g.view(-1), q[..., :64], None, v, state, state, state, 0.1)
-        states = torch.empty(64, 16, key_dim, value_dim, dtype=dtype)
-        line = torch.empty(4096 * 16)
+            delta_hopper.walk_back(q, q, v, q, line, q[..., :64], None, v, states, states, state, 0.1)
         for low in (states, None):
             delta_hopper.walk_back(q, q, v, q, line, q[..., :64], None, v, states, low, state, 0.1)
             delta_hopper.gradients(q, q, v, v, v, v, q[..., :64], (states, low), (states, low), line, line, 0.1)
