@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gpu_accel.gluon_compat import barrier, tma_store
-from gpu_accel.thunderkittens.delta_walk_kernel import _load_chunk
+from gpu_accel.thunderkittens.delta_walk_kernel import _first_state, _load_chunk, _place
 from gpu_accel.thunderkittens.gla_walk_kernel import _turned_places
 from gpu_accel.thunderkittens.walk_kernel import STEPS, _opaque
 
@@ -63,24 +63,14 @@ def delta_walk_back_kernel(
         mbarrier.init(full.index(i), count=1)
     fence_async_shared()
 
-    program = gl.program_id(0)
-    col = program % tiles * COLS
-    head = program // tiles % heads
-    n = program // tiles // heads
-    head_q = head // group
-    number = n * heads + head
-    line = number * chunks * STEPS
+    n, head, head_q, col, number, line = _place(chunks, heads, group, tiles, COLS)
     descs = (w_desc, q_desc, k_desc, p_desc, do_desc, sums_desc)
     bufs = (w_bufs, q_bufs, k_bufs, p_bufs, do_bufs, sums_bufs)
     for i in gl.static_range(STAGES):
         if i < chunks:
             _load_chunk(descs, bufs, full, i, n, head, head_q, chunks - 1 - i, line, col, GATED)
 
-    # Asked at run time, and with a loop that does nothing, as in `delta_walk_kernel`.
-    places, inside = _turned_places(number, col, K, V, BK, STATE, COLS)
-    acc = gl.load(dfinal + places, mask=inside & (has_final != 0), other=0.0)
-    for _ in range(0, nothing_before):
-        acc = acc + gl.load(dinitial + places, mask=inside, other=0.0)
+    acc = _first_state(dfinal, dinitial, has_final, nothing_before, number, col, K, V, BK, STATE, COLS)
     nothing = gl.full([COLS, STEPS], 0.0, gl.float32, OUT)
     stage = 0
     phase = 0

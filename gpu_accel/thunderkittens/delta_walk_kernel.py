@@ -47,6 +47,33 @@ def _load_chunk(descs, bufs, bar, stage, n, head, head_q, chunk, line, col, GATE
         tma_load(sums_desc, [line + row], full, sums_bufs.index(stage))
 
 
+@gluon.jit
+def _place(chunks, heads, group, tiles, COLS: gl.constexpr):
+    """(sequence, head, head of q, column of v, number of the state, first step among all) of a program."""
+    program = gl.program_id(0)
+    col = program % tiles * COLS
+    head = program // tiles % heads
+    n = program // tiles // heads
+    number = n * heads + head
+    return n, head, head // group, col, number, number * chunks * STEPS
+
+
+@gluon.jit
+def _first_state(
+    given, last, is_given, nothing_before, number, col, K, V, BK: gl.constexpr, STATE: gl.constexpr, COLS: gl.constexpr
+):
+    """What `given` has, or zeros, transposed.
+
+    Asked at run time, and with a loop that does nothing: of a state that begins with zeros that it knows, or with
+    nothing but this load, ptxas 12.8 makes no left operand, but crashes.
+    """
+    places, inside = _turned_places(number, col, K, V, BK, STATE, COLS)
+    acc = gl.load(given + places, mask=inside & (is_given != 0), other=0.0)
+    for _ in range(0, nothing_before):
+        acc = acc + gl.load(last + places, mask=inside, other=0.0)
+    return acc
+
+
 @gluon.jit(do_not_specialize=["chunks", "heads", "group", "tiles", "K", "V", "scale", "has_initial", "nothing_before"])
 def delta_walk_kernel(
     w_desc, q_desc, k_desc, p_desc, u_desc, sums_desc, o_desc, initial, final,
@@ -78,25 +105,14 @@ def delta_walk_kernel(
         mbarrier.init(full.index(i), count=1)
     fence_async_shared()
 
-    program = gl.program_id(0)
-    col = program % tiles * COLS
-    head = program // tiles % heads
-    n = program // tiles // heads
-    head_q = head // group
-    number = n * heads + head
-    line = number * chunks * STEPS
+    n, head, head_q, col, number, line = _place(chunks, heads, group, tiles, COLS)
     descs = (w_desc, q_desc, k_desc, p_desc, u_desc, sums_desc)
     bufs = (w_bufs, q_bufs, k_bufs, p_bufs, u_bufs, sums_bufs)
     for i in gl.static_range(STAGES):
         if i < chunks:
             _load_chunk(descs, bufs, full, i, n, head, head_q, i, line, col, GATED)
 
-    # Asked at run time, and with a loop that does nothing: of a state that begins with zeros that it knows, or with
-    # nothing but this load, ptxas 12.8 makes no left operand, but crashes.
-    places, inside = _turned_places(number, col, K, V, BK, STATE, COLS)
-    acc = gl.load(initial + places, mask=inside & (has_initial != 0), other=0.0)
-    for _ in range(0, nothing_before):
-        acc = acc + gl.load(final + places, mask=inside, other=0.0)
+    acc = _first_state(initial, final, has_initial, nothing_before, number, col, K, V, BK, STATE, COLS)
     nothing = gl.full([COLS, STEPS], 0.0, gl.float32, OUT)
     stage = 0
     phase = 0
