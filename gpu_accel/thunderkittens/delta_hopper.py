@@ -15,6 +15,7 @@ COLUMNS = 64  # of v that a program of a walk takes, with 4 warps
 WIDE = False
 # Chunks ahead, of K up to 64 and up to 128: two programs an SM and one. With one stage three fit at K = 128.
 STAGES = {64: 2, 128: 2}
+SHARED = False  # whether gradients of heads that share q and k are made by `delta_back_kernel`; no GPU has seen it
 WALKS_BACK = False  # whether gradients are walked by `delta_walk_back_kernel`; no GPU has seen it
 BACK_STAGES = {64: 1, 128: 1}  # chunks ahead of a walk back, by its columns of v
 REGISTERS = 168  # of a thread that solves: three programs an SM, 136 us; two with all that it wants take 155
@@ -139,7 +140,7 @@ def back_refusal(q: Tensor, v: Tensor) -> str | None:
     """Why `delta_back_kernel` cannot make the gradients of a forward that these kernels took, or None."""
     if v.shape[3] > 128:
         return f"its tiles of states hold 128 columns of v, not {v.shape[3]}"
-    return None if q.shape[2] == v.shape[2] else "gradients of heads that share q and k are summed up in float32"
+    return "no GPU has seen it for heads that share q and k" if q.shape[2] != v.shape[2] and not SHARED else None
 
 
 def _state_map(x: Tensor, rows: int, cols: int):
@@ -152,7 +153,7 @@ def gradients(
     states: tuple[Tensor, Tensor | None], dstates: tuple[Tensor, Tensor | None], sums: Tensor, strengths: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv, dbeta, dg, which is empty without gates) of what a walk back made.
+    """(dq, dk, dv, dbeta, dg, which is empty without gates) of what a walk back made; dq, dk a head, float32 if shared.
 
     states, dstates: (chunks, heads, K, V), and with gates what bfloat16 leaves of them.
     """
@@ -164,7 +165,11 @@ def gradients(
     batch, seqlen, heads, value_dim = v.shape
     key_dim, chunks = q.shape[3], triton.cdiv(seqlen, CHUNK)
     block, tile = (64 if n <= 64 else 128 for n in (key_dim, value_dim))
-    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    group = heads // q.shape[2]
+    dv = v.new_empty(v.shape)
+    dq, dk = (
+        x.new_empty((batch, seqlen, heads, key_dim), dtype=torch.float32 if group > 1 else x.dtype) for x in (q, k)
+    )
     dbeta = torch.empty(v.shape[:3], dtype=torch.float32, device=v.device)
     (high, low), (dhigh, dlow) = states, dstates
     gated = low is not None
@@ -172,11 +177,12 @@ def gradients(
     wide = {"q": (q, block), "k": (k, block), "v": (v, tile), "u": (u, tile), "do": (do, tile), "du": (du, tile)}
     maps = [tensor_map(x, CHUNK, n) for x, n in (*wide.values(), (inverse, CHUNK))]
     maps += [_state_map(x, block, tile) for x in (high, dhigh, dhigh if dlow is None else dlow)]
-    made = [tensor_map(x, CHUNK, n) for x, n in ((dq, block), (dk, block), (dv, tile))]
+    out = (q, k) if group > 1 else (dq, dk)  # a map of anything where none is used
+    made = [tensor_map(x, CHUNK, n) for x, n in ((out[0], block), (out[1], block), (dv, tile))]
     _quick["back"](
         (), batch * heads * chunks,
-        (*maps, _line_map(sums), _line_map(strengths), *made, high if low is None else low, dbeta,
-         dg if gated else dbeta, seqlen, chunks, heads, scale, key_dim, value_dim),
-        dict(BK=block, BV=tile, GATED=gated), dict(num_warps=8),
+        (*maps, _line_map(sums), _line_map(strengths), *made, dq, dk, high if low is None else low, dbeta,
+         dg if gated else dbeta, seqlen, chunks, heads, group, scale, key_dim, value_dim),
+        dict(BK=block, BV=tile, GATED=gated, SHARED=group > 1), dict(num_warps=8),
     )  # fmt: skip
     return dq, dk, dv, dbeta, dg

@@ -63,13 +63,16 @@ def test_gradients_on_hopper(shape, gated):
 WIDE = dict(WIDE=True, sms=lambda _: 0)
 FORMS = {
     "walked_portably": dict(WALKS_BACK=False), "walked": dict(WALKS_BACK=True),
-    "wide": dict(WALKS_BACK=True) | WIDE, "two_stages": dict(WALKS_BACK=True, BACK_STAGES={64: 1, 128: 2}) | WIDE,
+    "wide": dict(WALKS_BACK=True, SHARED=True) | WIDE,
+    "two_stages": dict(WALKS_BACK=True, BACK_STAGES={64: 1, 128: 2}) | WIDE,
 }  # fmt: skip
 BACK = [
     pytest.param((2, 300, 4, 4, 128, 128), id="T300-K128-V128"),
     pytest.param((2, 130, 3, 3, 64, 64), id="T130-H3-K64-V64"),
     pytest.param((1, 1023, 2, 2, 72, 104), id="T1023-K72-V104"),
     pytest.param((2, 65, 8, 8, 128, 40), id="T65-K128-V40"),
+    pytest.param((2, 300, 4, 2, 128, 128), id="T300-H4q2-K128-V128"),
+    pytest.param((1, 200, 8, 2, 40, 64), id="T200-H8q2-K40-V64"),
 ]
 
 

@@ -230,7 +230,7 @@ GRADIENTS = {
     "gated-T70-D24x40": (dict(seqlen=70, heads=2, key_dim=24, value_dim=40), True),
     "plain-T130-D72x128": (dict(seqlen=130, heads=1, key_dim=72, value_dim=128, gates=False, initial=False), True),
     "gated-T64-D128x64": (dict(seqlen=64, heads=1, key_dim=128, value_dim=64), True),
-    "gated-Hq1": (dict(seqlen=5, heads=2, heads_q=1, key_dim=16, value_dim=8), False),
+    "gated-T70-Hq1": (dict(seqlen=70, heads=2, heads_q=1, key_dim=40, value_dim=72), True),
     "gated-V136": (dict(seqlen=5, heads=1, key_dim=16, value_dim=136), False),
 }
 
@@ -238,8 +238,8 @@ GRADIENTS = {
 @pytest.mark.parametrize("walks", [False, True], ids=["walked-portably", "walked"])
 @pytest.mark.parametrize("case, in_chunks", GRADIENTS.values(), ids=GRADIENTS)
 def test_gradients_on_hopper_by_its_source(case, in_chunks, walks, device, monkeypatch):
-    given = dict(machine_refusal=lambda _: None, WALKS_BACK=walks, WIDE=case["seqlen"] == 130, sms=lambda _: 0)
-    for name, value in given.items():
+    wide = dict(WIDE=case["seqlen"] == 130, sms=lambda _: 0)
+    for name, value in (wide | dict(machine_refusal=lambda _: None, WALKS_BACK=walks, SHARED=True)).items():
         monkeypatch.setattr(delta_hopper, name, value)
     tensors, grads = make(device, dtype=torch.bfloat16, **case)
     with gluon_in_torch.kernels_on_a_cpu() as done:
