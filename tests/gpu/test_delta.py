@@ -128,7 +128,8 @@ def test_gradients_of_gates_of_many(shape):
     """Their largest errors are few, near the end, where the gradient of the final state comes in: many seeds."""
     for seed in range(10, 60, 10):
         tensors, grads = make(*shape, True, first_seed=seed)
-        judge(NAMES, on_portable, tensors, grads)
+        for backend in (on_portable, on_hopper):
+            judge(NAMES, backend, tensors, grads)
 
 
 @pytest.mark.parametrize("seqlen", [1, 16, 63, 64, 65, 128])
