@@ -83,10 +83,13 @@ def delta(dtype: torch.dtype, key_dim: int, value_dim: int, packed: bool) -> Non
         short = q[..., :64].contiguous()
         delta_hopper.forward(short, short, v, None, g, None, 0.1)
         delta_hopper.solve(None, q, v, g, g, 0.1, keep=True)
-        states = torch.empty(64, 16, key_dim, value_dim, dtype=dtype)
-        line = torch.empty(4096 * 16)
-        for low in (states, None):
-            delta_hopper.gradients(q, q, v, v, v, v, q[..., :64], (states, low), (states, low), line, line, 0.1)
+        states, line = torch.empty(64, 16, key_dim, value_dim, dtype=dtype), torch.empty(4096 * 16)
+        with mock.patch.multiple(delta_hopper, WIDE=True, sms=lambda _: 0):
+            delta_hopper.forward(q, q, v, g, g, state, 0.1)
+            delta_hopper.walk_back(q, q, v, q, line, q[..., :64], None, v, states, states, state, 0.1)
+        for one, low in ((q, states), (q[:, :, :8], None)):
+            delta_hopper.walk_back(one, one, v, q, line, q[..., :64], None, v, states, low, state, 0.1)
+            delta_hopper.gradients(one, one, v, v, v, v, q[..., :64], (states, low), (states, low), line, line, 0.1)
 
 
 def gla(dtype: torch.dtype, key_dim: int, value_dim: int, packed: bool) -> None:

@@ -50,7 +50,7 @@ def test_delta_rule(names, compile_once):
     """A triangular system of 64 rows beside keys of 128: some of it is spilled, and may not grow."""
     rows = compiled(compile_once, "delta", names)
     own = {"_solve_kernel", "_walk_kernel", "_walk_back_kernel", "_inputs_kernel"}
-    hopper = {"delta_walk_kernel", "delta_solve_kernel", "delta_back_kernel"} if "bf16" in names else set()
+    hopper = {f"delta_{name}_kernel" for name in ("solve", "walk", "walk_back", "back")} if "bf16" in names else set()
     gates = {row["kernel"] for row in rows} & {"_gates_kernel"}
     assert {row["kernel"] for row in rows} - gates == own | {"_output_kernel", "_dqk_kernel"} | hopper
     for row in rows:
