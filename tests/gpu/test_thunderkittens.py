@@ -504,29 +504,6 @@ def test_mamba_of_walks_back(backend, monkeypatch):
     assert made
 
 
-def test_a_last_round_apart(monkeypatch):
-    """Programs of a second launch, with the same bits."""
-    heads = 96  # with three sequences 288 programs, for 264 at a time on an H100 and an H200
-    q, k = (randn(3, 200, 1, 128, seed=s, dtype=BF16) for s in (1, 2))
-    v, g = randn(3, 200, heads, 64, seed=3, dtype=BF16), -randn(3, 200, heads, seed=4).square()
-    call = functools.partial(walk_hopper.walk, q, k, v, g, -g, None, None, None, scale=1.0, segments=1)
-    counts, launch = [], walk_hopper.QuickLaunch.__call__
-
-    def counted(self, key, count, *arguments):
-        counts.append(count)
-        launch(self, key, count, *arguments)
-
-    monkeypatch.setattr(walk_hopper.QuickLaunch, "__call__", counted)
-    monkeypatch.setattr(walk_hopper, "DEAL", False)
-    monkeypatch.setattr(walk_hopper, "LAST_APART", False)
-    whole = call()
-    monkeypatch.setattr(walk_hopper, "LAST_APART", True)
-    apart = call()
-    slots = 2 * torch.cuda.get_device_properties(0).multi_processor_count
-    assert counts == [288, *([slots, 288 - slots] if 144 <= slots < 288 else [288])]
-    assert all(torch.equal(a, b) for a, b in zip(whole, apart, strict=True))
-
-
 @pytest.mark.parametrize("initial", [False, True], ids=["", "initial"])
 @pytest.mark.parametrize(("heads", "seqlen"), [(96, 200), (100, 2000), (176, 65), (270, 64)])
 def test_chunks_dealt(heads, seqlen, initial, monkeypatch):
@@ -538,7 +515,6 @@ def test_chunks_dealt(heads, seqlen, initial, monkeypatch):
     v, g = randn(3, seqlen, heads, 64, seed=3, dtype=BF16), -randn(3, seqlen, heads, seed=4).square()
     h = randn(3, heads, 128, 64, seed=5) if initial else None
     call = functools.partial(walk_hopper.walk, q, k, v, g, -g, h, None, None, scale=1.0, segments=1)
-    monkeypatch.setattr(walk_hopper, "LAST_APART", False)
     monkeypatch.setattr(walk_hopper, "DEAL", False)
     whole = call()
     monkeypatch.setattr(walk_hopper, "DEAL", True)
