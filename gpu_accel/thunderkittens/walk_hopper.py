@@ -26,6 +26,9 @@ LAST_APART = True
 DEAL = False
 # Whether every tensor of a chunk has a barrier of its own, see `walk_kernel`.
 EACH = False
+# Whether a forward whose gates are one a head (retention's) takes them as that, without a kernel that sums them up
+# before: not seen on a card yet.
+STEADY = False
 _quick: list[QuickLaunch] = []
 
 
@@ -132,7 +135,9 @@ def walk(
     key_dim, value_dim = q.shape[3], v.shape[3]
     config = config or walk_config(key_dim, value_dim)
     chunks = triton.cdiv(seqlen, CHUNK)
-    sums, weights = vectors or gate_vectors(g, w, v, chunks)
+    plain = w is None and vectors is None and states is None and not reverse
+    gate = g if STEADY and plain and g is not None and _one_a_head(g) else None
+    sums, weights = vectors or gate_vectors(None if gate is not None else g, w, v, chunks)
     o = torch.empty((batch, seqlen, heads // turns, value_dim), dtype=v.dtype, device=v.device)
     final = torch.empty((batch, heads, key_dim, value_dim), dtype=torch.float32, device=v.device)
     block_k = next(n for n in _KEYS if key_dim <= n)
@@ -145,7 +150,7 @@ def walk(
     map_of_x = values[0] if x is None else tensor_map(x, CHUNK, config.block_v)
     far = 0 if x is None else max(x.stride()[:3]) // 8
     strides = (0, 0, 0) if x is None else [s // 8 for s in x.stride()[:3]]  # multiples of 8: TMA reads q, k and v too
-    memory = [final if t is None else t for t in (states, across, x, inner)]
+    memory = [final if t is None else t for t in (states, across, x if gate is None else gate, inner)]
     constants = dict(BK=block_k, BV=config.block_v, STAGES=config.stages, GATED=g is not None, WEIGHTED=w is not None,
                      HAS_INITIAL=initial is not None, HAS_LOCAL=local is not None, NORM=norm is not None,
                      REVERSE=reverse, GATES=states is not None, LATE=config.late,
@@ -164,14 +169,21 @@ def walk(
     for first, count in ((0, programs - apart), (programs - apart, apart)):
         if count:
             _quick[0](
-                (far >= 2**31, aligned), count,
+                (far >= 2**31, aligned, gate is not None and gate.data_ptr() % 16 == 0), count,
                 (*keys, *values, _line_map(sums), _line_map(weights), *optional, final,
                  chunks, heads, heads // q.shape[2], batch, segments, tiles, key_dim, value_dim, scale, norm or 0.0,
                  map_of_states, map_of_x, *memory, *strides, seqlen, heads // v.shape[2], first),
-                constants | dict(LATER=first > 0, DEAL=dealt > 0, EACH=EACH, UNIT=EACH and scale == 1),
+                constants | dict(LATER=first > 0, DEAL=dealt > 0, EACH=EACH, UNIT=EACH and scale == 1,
+                                 STEADY=gate is not None),
                 dict(num_warps=4),
             )  # fmt: skip
     return o, final
+
+
+def _one_a_head(g: Tensor) -> bool:
+    """Whether all steps of all sequences read the same float32 number of a head."""
+    same = all(s == 0 or n == 1 for s, n in zip(g.stride()[:2], g.shape[:2], strict=True))
+    return g.dtype == torch.float32 and g.numel() > 0 and same and (g.stride(2) == 1 or g.shape[2] == 1)
 
 
 def sms(x: Tensor) -> int:

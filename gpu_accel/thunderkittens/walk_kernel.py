@@ -35,6 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gpu_accel.gluon_compat import barrier, tma_add, tma_load, tma_store, tma_written
+from gpu_accel.thunderkittens.chunked_kernels import LOWEST_GATE
 from gpu_accel.thunderkittens.gemm_device import count, partial
 
 STEPS = gl.constexpr(64)  # of a chunk: the M of wgmma
@@ -142,9 +143,20 @@ def _state_places(number, col, K, V, BK: gl.constexpr, BV: gl.constexpr, LAYOUT:
 
 
 @gluon.jit
+def _sums_of(sums, decay, left, LAYOUT: gl.constexpr, STEADY: gl.constexpr):
+    """Gates summed up inside a chunk: as they were made, or STEADY, of one gate for all of its `left` steps."""
+    if STEADY:
+        made = gl.minimum(gl.arange(0, STEPS, layout=LAYOUT) + 1, left).to(gl.float32) * decay
+    else:
+        made = sums.load(LAYOUT)
+    return made
+
+
+@gluon.jit
 def _scaled_keys(
-    k_buf, sums, weights, last, LAYOUT: gl.constexpr, GATED: gl.constexpr, WEIGHTED: gl.constexpr, REVERSE: gl.constexpr
-):
+    k_buf, sums, weights, last, LAYOUT: gl.constexpr, GATED: gl.constexpr, WEIGHTED: gl.constexpr,
+    REVERSE: gl.constexpr, decay=0.0, left=0, STEADY: gl.constexpr = False,
+):  # fmt: skip
     """k' (K, steps) as a left operand in registers, every step times what the end of the chunk keeps of it.
 
     REVERSE: times what the beginning keeps, without weights.
@@ -153,7 +165,7 @@ def _scaled_keys(
     if GATED or WEIGHTED:
         wide = keys.to(gl.float32)
         if GATED:
-            factor = sums.load(gl.SliceLayout(0, LAYOUT))
+            factor = _sums_of(sums, decay, left, gl.SliceLayout(0, LAYOUT), STEADY)
             factor = gl.exp2(factor) if REVERSE else gl.exp2(last - factor)
             if WEIGHTED:
                 factor = factor * weights.load(gl.SliceLayout(0, LAYOUT))
@@ -184,7 +196,7 @@ def walk_kernel(
     HAS_INITIAL: gl.constexpr, HAS_LOCAL: gl.constexpr, NORM: gl.constexpr, REVERSE: gl.constexpr,
     GATES: gl.constexpr, LATE: gl.constexpr, TOTALS: gl.constexpr, NEAR: gl.constexpr, TURNS: gl.constexpr,
     LATER: gl.constexpr, DEAL: gl.constexpr, EACH: gl.constexpr,
-    UNIT: gl.constexpr,
+    UNIT: gl.constexpr, STEADY: gl.constexpr,
 ):  # fmt: skip
     """o through o_desc, and final (sequences, heads, K, V) float32. Descriptors of rank 4: (batch, head, row, column).
 
@@ -210,9 +222,12 @@ def walk_kernel(
     EACH: a barrier for every tensor and stage. Between loads that arrive on one barrier Triton 3.6 puts a barrier of
     all threads each; loads of barriers of their own need one together, and what comes late is waited for late.
     UNIT: scale is 1.
+    STEADY: a head has one gate for all steps, in x (heads,) float32, and sums_desc is not read.
     """
     gl.static_assert(not (DEAL and (GATES or REVERSE or NORM or HAS_LOCAL or TURNS > 1 or LATER)))
     gl.static_assert(TURNS == 1 or (GATES and NEAR and not (REVERSE or HAS_INITIAL or HAS_LOCAL)))
+    gl.static_assert(not STEADY or (GATED and not (WEIGHTED or GATES or REVERSE or DEAL)))
+    SUMMED: gl.constexpr = GATED and not STEADY
     gl.static_assert(not (NORM and (GATED or WEIGHTED or HAS_INITIAL or HAS_LOCAL or REVERSE)))
     dtype: gl.constexpr = q_desc.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -320,7 +335,7 @@ def walk_kernel(
                            EACH)  # fmt: skip
         elif begin + i < end:
             first = chunks - 1 - begin - i if REVERSE else begin + i
-            _load(descs, bufs, bars, i, n, head_v, head_q, head, first, line, col, GATED, WEIGHTED, NEAR, STATES,
+            _load(descs, bufs, bars, i, n, head_v, head_q, head, first, line, col, SUMMED, WEIGHTED, NEAR, STATES,
                   EACH)  # fmt: skip
 
     acc = gl.full([BK, BV], 0.0, gl.float32, OUT)
@@ -354,6 +369,10 @@ def walk_kernel(
     last = 0.0
     if DEAL:
         chunk_now = 0
+    decay = 0.0
+    left = 0
+    if STEADY:
+        decay = gl.maximum(gl.load(x + head), LOWEST_GATE) * 1.4426950408889634
     for i in range(begin, end * TURNS):
         chunk = chunks - 1 - i if REVERSE else i
         if DEAL:
@@ -380,15 +399,19 @@ def walk_kernel(
             out = warpgroup_mma(q_bufs.index(stage), s_buf, no_out, use_acc=False, is_async=True)
 
         # what needs no product
-        if EACH and GATED:
+        if EACH and SUMMED:
             mbarrier.wait(sums_full.index(stage), phase)
         if EACH and WEIGHTED:
             mbarrier.wait(weights_full.index(stage), phase)
         if GATED:
             sums = sums_bufs.index(stage)
-            b_t = sums.load(gl.SliceLayout(1, SCORES))
-            b_s = sums.load(gl.SliceLayout(0, SCORES))
+            if STEADY:
+                left = seqlen - chunk * STEPS
+            b_t = _sums_of(sums, decay, left, gl.SliceLayout(1, SCORES), STEADY)
+            b_s = _sums_of(sums, decay, left, gl.SliceLayout(0, SCORES), STEADY)
             last = gl.sum(gl.where(steps_s == STEPS - 1, b_s, 0.0), axis=0)
+            if STEADY:
+                last = gl.minimum(left, STEPS).to(gl.float32) * decay
             between = b_s[None, :] - b_t[:, None] if REVERSE else b_t[:, None] - b_s[None, :]
             share = gl.where(causal, gl.exp2(between), 0.0)
             if WEIGHTED and not REVERSE:
@@ -417,7 +440,7 @@ def walk_kernel(
             p = gl.where(causal, scores, 0.0).to(dtype)
         # scaled under the first products keys took 4 us longer of 44, and spilled at K = 128
         keys = _scaled_keys(k_buf, sums_bufs.index(stage), weights_bufs.index(stage), last, LEFT, GATED,
-                            WEIGHTED and not REVERSE, REVERSE)  # fmt: skip
+                            WEIGHTED and not REVERSE, REVERSE, decay, left, STEADY)  # fmt: skip
         if NORM:
             before = q_bufs.index(stage).load(LEFT).to(gl.float32) * z_buf.load(gl.SliceLayout(0, LEFT))[None, :]
             total = gl.convert_layout(gl.sum(before, axis=1), gl.SliceLayout(1, OUT))
@@ -425,7 +448,7 @@ def walk_kernel(
             z += gl.sum(keys.to(gl.float32), axis=1)
         out = warpgroup_mma_wait(0, deps=[out])
         if GATED:
-            b_out = sums_bufs.index(stage).load(gl.SliceLayout(1, OUT))
+            b_out = _sums_of(sums_bufs.index(stage), decay, left, gl.SliceLayout(1, OUT), STEADY)
             b_out = last - b_out if REVERSE else b_out
             out = out * gl.exp2(b_out)[:, None]
         if GATES:
@@ -503,7 +526,7 @@ def walk_kernel(
                 tma_store(states_desc, [n, head, (chunk - 1) * BK, col], s_buf)
         if not DEAL and TURNS == 1 and i + STAGES < end:
             ahead = chunk - STAGES if REVERSE else chunk + STAGES
-            _load(descs, bufs, bars, stage, n, head_v, head_q, head, ahead, line, col, GATED, WEIGHTED, NEAR, STATES,
+            _load(descs, bufs, bars, stage, n, head_v, head_q, head, ahead, line, col, SUMMED, WEIGHTED, NEAR, STATES,
                   EACH)  # fmt: skip
         stage += 1
         if stage == STAGES:

@@ -296,6 +296,36 @@ def test_walk_on_hopper(shape, given, initial, segments):
         assert torch.equal(out, same)
 
 
+@pytest.mark.parametrize(("shape", "initial", "segments"), [
+    pytest.param((2, 1000, 4, 4, 128, 128), False, 1, id="K128"),
+    pytest.param((1, 130, 4, 2, 64, 72), True, 2, id="K64-V72-initial-segments"),
+    pytest.param((1, 65, 1, 1, 24, 64), False, 1, id="H1-T65-K24"),
+])  # fmt: skip
+def test_one_gate_a_head(shape, initial, segments, monkeypatch):
+    """Retention's decays as the walk takes them, one of them below the lowest gate."""
+    monkeypatch.setattr(walk_hopper, "STEADY", True)
+    batch, seqlen, heads, heads_q, key_dim, value_dim = shape
+    q, k = (randn(batch, seqlen, heads_q, key_dim, seed=s, dtype=BF16) for s in (1, 2))
+    v = randn(batch, seqlen, heads, value_dim, seed=3, dtype=BF16)
+    decay = torch.cat([linear.retention_decay(heads, "cuda")[1:], torch.tensor([-100.0], device="cuda")])
+    h = randn(batch, heads, key_dim, value_dim, seed=6) if initial else None
+    vectors, seen = walk_hopper.gate_vectors, []
+    monkeypatch.setattr(walk_hopper, "gate_vectors", lambda g, *more: seen.append(g) or vectors(g, *more))
+
+    def call(backend, dtype=BF16):
+        return linear.linear_attention(
+            *(x.to(dtype) for x in (q, k, v)), g=decay[None, None].expand(v.shape[:3]), scale=0.3, initial_state=h,
+            backend=backend, segments=segments if backend == "hopper" else 0,
+        )  # fmt: skip
+
+    found, again = call("hopper"), call("hopper")
+    assert seen == [None, None]
+    for name, out, same, *two in zip(["o", "state"], found, again, call("reference", torch.float64), call("reference"),
+                                     strict=True):  # fmt: skip
+        assert_close_to_truth(name, out, *two)
+        assert torch.equal(out, same)
+
+
 @pytest.fixture
 def walks_back(monkeypatch):
     """Gradients by `walk_back` for "hopper", also of forms that are not taken unasked yet; those that were made."""

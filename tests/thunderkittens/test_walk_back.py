@@ -231,6 +231,21 @@ def test_heads_in_turns_by_the_source_of_the_walks(heads_q, key_dim, device, mon
         close(name, one, *two, narrow=True)
 
 
+def test_one_gate_a_head_by_the_source_of_the_walk(device, monkeypatch):
+    """Summed up where they are used: as summed up before, with a state, segments, a tail and gates below the lowest."""
+    (q, k, v, *_, h), *_ = problem(device, seqlen=150, heads=2, heads_q=1, key_dim=24, value_dim=72, initial=True)
+    g = torch.tensor([-0.05, -100.0])[None, None].expand(v.shape[:3])
+    local, decays = torch.ones(3, 2, 2, 24, 72), torch.full((3, 2, 2), 0.5)
+    found = []
+    for steady in (False, True):
+        monkeypatch.setattr(walk_hopper, "STEADY", steady)
+        with gluon_in_torch.kernels_on_a_cpu() as done:
+            found.append(walk_hopper.walk(q, k, v, g, None, h, local, decays, scale=0.3, segments=3))
+        assert done == ["walk_kernel"]
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)  # bfloat16; in float32 they differ by 1e-6
+
+
 def test_the_last_round_by_the_source_of_the_walk(device, monkeypatch):
     (q, k, v, g, w, h), *_ = problem(device, seqlen=70, heads=3, heads_q=1, key_dim=128, value_dim=64, initial=True)
     common = dict(scale=0.3, segments=1, vectors=walk_hopper.gate_vectors(g, w, v, 2))
