@@ -29,7 +29,11 @@ EACH = False
 # Whether a forward whose gates are one a head (retention's) takes them as that, without a kernel that sums them up
 # before: not seen on a card yet.
 STEADY = False
+# Whether what segments add is made by `segments_kernel` and not in plain Triton: not seen on a card yet.
+SEGMENTS = False
+_SEGMENT_STAGES = 4
 _quick: list[QuickLaunch] = []
+_quick_segments: list[QuickLaunch] = []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +182,38 @@ def walk(
                 dict(num_warps=4),
             )  # fmt: skip
     return o, final
+
+
+def segment_sums(
+    k: Tensor, v: Tensor, g: Tensor | None, w: Tensor | None, *, segments: int, reverse: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(what segments add to the state (segments, batch, heads, K, V), their decays (segments, batch, heads)), float32.
+
+    k or v may have fewer heads than the other one, and g and w have as many as the latter. reverse: from the last chunk
+    to the first, what q and do add to the gradient of the state, without weights.
+    """
+    from gpu_accel.thunderkittens import segments_kernel
+
+    if not _quick_segments:
+        _quick_segments.append(QuickLaunch(segments_kernel.segments_kernel))
+    batch, seqlen = v.shape[:2]
+    heads, key_dim, value_dim = max(k.shape[2], v.shape[2]), k.shape[3], v.shape[3]
+    chunks = triton.cdiv(seqlen, CHUNK)
+    gate = g if STEADY and w is None and g is not None and _one_a_head(g) else None
+    vectors = gate_vectors(None if gate is not None else g, w, k if heads > v.shape[2] else v, chunks)
+    local = torch.empty((segments, batch, heads, key_dim, value_dim), dtype=torch.float32, device=v.device)
+    decays = torch.empty((segments, batch, heads), dtype=torch.float32, device=v.device)
+    block_k, tiles = next(n for n in _KEYS if key_dim <= n), triton.cdiv(value_dim, 64)
+    _quick_segments[0](
+        (gate is not None and gate.data_ptr() % 16 == 0,), batch * heads * tiles * segments,
+        (tensor_map(k, CHUNK, block_k), tensor_map(v, CHUNK, 64), *map(_line_map, vectors),
+         decays if gate is None else gate, local, decays, chunks, heads, heads // k.shape[2], heads // v.shape[2],
+         batch, segments, tiles, key_dim, value_dim, seqlen),
+        dict(BK=block_k, BV=64, STAGES=_SEGMENT_STAGES, GATED=g is not None, WEIGHTED=w is not None, REVERSE=reverse,
+             STEADY=gate is not None),
+        dict(num_warps=4),
+    )  # fmt: skip
+    return local, decays
 
 
 def _one_a_head(g: Tensor) -> bool:
