@@ -50,7 +50,7 @@ def segments_kernel(
     BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, WEIGHTED: gl.constexpr,
     REVERSE: gl.constexpr, STEADY: gl.constexpr,
 ):  # fmt: skip
-    """local (segments, sequences, heads, K, V) and decays (segments, sequences, heads), float32, of all segments.
+    """local (.., sequences, heads, K, V), decays (.., sequences, heads), float32, of as many segments as are launched.
 
     Descriptors, gates and STEADY as in `walk_kernel`, gate for its x. group_k, group_v: heads that share k, or v.
     """

@@ -187,7 +187,8 @@ def walk(
 def segment_sums(
     k: Tensor, v: Tensor, g: Tensor | None, w: Tensor | None, *, segments: int, reverse: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(what segments add to the state (segments, batch, heads, K, V), their decays (segments, batch, heads)), float32.
+    """(what segments add to the state (segments - 1, batch, heads, K, V), their decays (segments - 1, batch, heads)),
+    float32: of all but the last one, behind which there is none.
 
     k or v may have fewer heads than the other one, and g and w have as many as the latter. reverse: from the last chunk
     to the first, what q and do add to the gradient of the state, without weights.
@@ -201,11 +202,11 @@ def segment_sums(
     chunks = triton.cdiv(seqlen, CHUNK)
     gate = g if STEADY and w is None and g is not None and _one_a_head(g) else None
     vectors = gate_vectors(None if gate is not None else g, w, k if heads > v.shape[2] else v, chunks)
-    local = torch.empty((segments, batch, heads, key_dim, value_dim), dtype=torch.float32, device=v.device)
-    decays = torch.empty((segments, batch, heads), dtype=torch.float32, device=v.device)
+    local = torch.empty((segments - 1, batch, heads, key_dim, value_dim), dtype=torch.float32, device=v.device)
+    decays = torch.empty((segments - 1, batch, heads), dtype=torch.float32, device=v.device)
     block_k, tiles = next(n for n in _KEYS if key_dim <= n), triton.cdiv(value_dim, 64)
     _quick_segments[0](
-        (gate is not None and gate.data_ptr() % 16 == 0,), batch * heads * tiles * segments,
+        (gate is not None and gate.data_ptr() % 16 == 0,), batch * heads * tiles * (segments - 1),
         (tensor_map(k, CHUNK, block_k), tensor_map(v, CHUNK, 64), *map(_line_map, vectors),
          decays if gate is None else gate, local, decays, chunks, heads, heads // k.shape[2], heads // v.shape[2],
          batch, segments, tiles, key_dim, value_dim, seqlen),

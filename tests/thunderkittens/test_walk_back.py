@@ -239,7 +239,7 @@ def test_heads_in_turns_by_the_source_of_the_walks(heads_q, key_dim, device, mon
     pytest.param((1, 300, 2, 2, 64, 64), "", False, id="none"),
 ])  # fmt: skip
 def test_what_segments_add_by_the_source(shape, gates, reverse, device, monkeypatch):
-    """Either way round: heads may share what is on the left, or on the right. The last segment has a tail."""
+    """Either way round: heads share what is on the left, or on the right. Backwards the first segment has a tail."""
     monkeypatch.setattr(walk_hopper, "STEADY", True)
     batch, seqlen, heads, heads_k, key_dim, value_dim = shape
     k = randn(batch, seqlen, heads_k, key_dim, seed=1, dtype=torch.bfloat16)
@@ -254,11 +254,11 @@ def test_what_segments_add_by_the_source(shape, gates, reverse, device, monkeypa
     places = chunked._Places(v, None, CHUNK)
     wide = (x.float() for x in (k, v))
     local, decays = chunked._walk(*wide, g, w, None, places, sums_only=True, **common)
-    for one, other in zip((found[0][0], found[1][0].mT), (local, local), strict=True):
+    for one, other in zip((found[0][0], found[1][0].mT), (local[:2], local[:2]), strict=True):
         # an operand is rounded once, to 2^-9, and Triton's interpreter cuts it instead
         assert float((one - other).norm()) <= 2.0**-7 * float(other.norm())
     for one in found:
-        torch.testing.assert_close(one[1], decays, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(one[1], decays[:2], rtol=1e-5, atol=1e-7)
 
 
 def test_one_gate_a_head_by_the_source_of_the_walk(device, monkeypatch):
