@@ -23,8 +23,15 @@ _MOST_LINES = 2**31  # of gates: their coordinate is one 32-bit number
 DEAL = True
 # Whether what a chunk keeps of its keys is worked out beforehand, for that form.
 KEPT = False
+# Whether a forward whose gates are one a head (retention's) takes them as that, without a kernel that sums them up
+# before: not seen on a card yet.
+STEADY = False
+# Whether what segments add is made by `segments_kernel` and not in plain Triton: not seen on a card yet.
+SEGMENTS = False
+_SEGMENT_STAGES = 4
 Rates = tuple[Tensor, float, float] | None
 _quick: list[QuickLaunch] = []
+_quick_segments: list[QuickLaunch] = []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,9 +146,12 @@ def walk(
     key_dim, value_dim = q.shape[3], v.shape[3]
     config = config or walk_config(key_dim, value_dim)
     chunks = triton.cdiv(seqlen, CHUNK)
-    plain = segments == 1 and states is None and not reverse
-    form = (key_dim, value_dim, g is not None, w is not None) == (128, config.block_v, True, True) and plain
-    sums, weights, *factors = vectors or gate_vectors(g, w, v, chunks, rates=rates, kept=KEPT and form)
+    forwards = states is None and not reverse
+    form = (key_dim, value_dim, g is not None, w is not None) == (128, config.block_v, True, True)
+    form = form and forwards and segments == 1
+    gate = g if STEADY and w is None and vectors is None and forwards and g is not None and _one_a_head(g) else None
+    given = None if gate is not None else g
+    sums, weights, *factors = vectors or gate_vectors(given, w, v, chunks, rates=rates, kept=KEPT and form)
     o = torch.empty((batch, seqlen, heads // turns, value_dim), dtype=v.dtype, device=v.device)
     final = torch.empty((batch, heads, key_dim, value_dim), dtype=torch.float32, device=v.device)
     block_k = next(n for n in _KEYS if key_dim <= n)
@@ -154,7 +164,7 @@ def walk(
     map_of_x = values[0] if x is None else tensor_map(x, CHUNK, config.block_v)
     far = 0 if x is None else max(x.stride()[:3]) // 8
     strides = (0, 0, 0) if x is None else [s // 8 for s in x.stride()[:3]]  # multiples of 8: TMA reads q, k and v too
-    memory = [final if t is None else t for t in (states, across, x, inner)]
+    memory = [final if t is None else t for t in (states, across, x if gate is None else gate, inner)]
     constants = dict(BK=block_k, BV=config.block_v, STAGES=config.stages, GATED=g is not None, WEIGHTED=w is not None,
                      HAS_INITIAL=initial is not None, HAS_LOCAL=local is not None, NORM=norm is not None,
                      REVERSE=reverse, GATES=states is not None, LATE=config.late,
@@ -168,14 +178,53 @@ def walk(
         optional[1] = final.new_empty((programs, block_k, config.block_v))
         optional[2] = zero_counters(v.device, programs)
     _quick[0](
-        (far >= 2**31, aligned), programs,
+        (far >= 2**31, aligned, gate is not None and gate.data_ptr() % 16 == 0), programs,
         (*keys, *values, _line_map(sums), _line_map(weights), *optional, final,
          chunks, heads, heads // q.shape[2], batch, segments, tiles, key_dim, value_dim, scale, norm or 0.0,
          map_of_states, map_of_x, *memory, *strides, seqlen, heads // v.shape[2],
          _line_map(factors[0] if factors else sums)),
-        constants | dict(DEAL=dealt, UNIT=scale == 1, KEPT=bool(factors)), dict(num_warps=4),
+        constants | dict(DEAL=dealt, UNIT=scale == 1, KEPT=bool(factors), STEADY=gate is not None), dict(num_warps=4),
     )  # fmt: skip
     return o, final
+
+
+def segment_sums(
+    k: Tensor, v: Tensor, g: Tensor | None, w: Tensor | None, *, segments: int, reverse: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(what segments add to the state (segments - 1, batch, heads, K, V), their decays (segments - 1, batch, heads)),
+    float32: of all but the last one, behind which there is none.
+
+    k or v may have fewer heads than the other one, and g and w have as many as the latter. reverse: from the last chunk
+    to the first, what q and do add to the gradient of the state, without weights.
+    """
+    from gpu_accel.thunderkittens import segments_kernel
+
+    if not _quick_segments:
+        _quick_segments.append(QuickLaunch(segments_kernel.segments_kernel))
+    batch, seqlen = v.shape[:2]
+    heads, key_dim, value_dim = max(k.shape[2], v.shape[2]), k.shape[3], v.shape[3]
+    chunks = triton.cdiv(seqlen, CHUNK)
+    gate = g if STEADY and w is None and g is not None and _one_a_head(g) else None
+    vectors = gate_vectors(None if gate is not None else g, w, k if heads > v.shape[2] else v, chunks)
+    local = torch.empty((segments - 1, batch, heads, key_dim, value_dim), dtype=torch.float32, device=v.device)
+    decays = torch.empty((segments - 1, batch, heads), dtype=torch.float32, device=v.device)
+    block_k, tiles = next(n for n in _KEYS if key_dim <= n), triton.cdiv(value_dim, 64)
+    _quick_segments[0](
+        (gate is not None and gate.data_ptr() % 16 == 0,), batch * heads * tiles * (segments - 1),
+        (tensor_map(k, CHUNK, block_k), tensor_map(v, CHUNK, 64), *map(_line_map, vectors),
+         decays if gate is None else gate, local, decays, chunks, heads, heads // k.shape[2], heads // v.shape[2],
+         batch, segments, tiles, key_dim, value_dim, seqlen),
+        dict(BK=block_k, BV=64, STAGES=_SEGMENT_STAGES, GATED=g is not None, WEIGHTED=w is not None, REVERSE=reverse,
+             STEADY=gate is not None),
+        dict(num_warps=4),
+    )  # fmt: skip
+    return local, decays
+
+
+def _one_a_head(g: Tensor) -> bool:
+    """Whether all steps of all sequences read the same float32 number of a head."""
+    same = all(s == 0 or n == 1 for s, n in zip(g.stride()[:2], g.shape[:2], strict=True))
+    return g.dtype == torch.float32 and g.numel() > 0 and same and (g.stride(2) == 1 or g.shape[2] == 1)
 
 
 def sms(x: Tensor) -> int:

@@ -35,6 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gpu_accel.gluon_compat import barrier, tma_add, tma_load, tma_store, tma_written
+from gpu_accel.thunderkittens.chunked_kernels import LOWEST_GATE
 from gpu_accel.thunderkittens.gemm_device import count, partial
 
 STEPS = gl.constexpr(64)  # of a chunk: the M of wgmma
@@ -125,9 +126,20 @@ def _state_places(number, col, K, V, BK: gl.constexpr, BV: gl.constexpr, LAYOUT:
 
 
 @gluon.jit
+def _sums_of(sums, decay, left, LAYOUT: gl.constexpr, STEADY: gl.constexpr):
+    """Gates summed up inside a chunk: as they were made, or STEADY, of one gate for all of its `left` steps."""
+    if STEADY:
+        made = gl.minimum(gl.arange(0, STEPS, layout=LAYOUT) + 1, left).to(gl.float32) * decay
+    else:
+        made = sums.load(LAYOUT)
+    return made
+
+
+@gluon.jit
 def _scaled_keys(
-    k_buf, sums, weights, last, LAYOUT: gl.constexpr, GATED: gl.constexpr, WEIGHTED: gl.constexpr, REVERSE: gl.constexpr
-):
+    k_buf, sums, weights, last, LAYOUT: gl.constexpr, GATED: gl.constexpr, WEIGHTED: gl.constexpr,
+    REVERSE: gl.constexpr, decay=0.0, left=0, STEADY: gl.constexpr = False,
+):  # fmt: skip
     """k' (K, steps) as a left operand in registers, every step times what the end of the chunk keeps of it.
 
     REVERSE: times what the beginning keeps, without weights.
@@ -136,7 +148,7 @@ def _scaled_keys(
     if GATED or WEIGHTED:
         wide = keys.to(gl.float32)
         if GATED:
-            factor = sums.load(gl.SliceLayout(0, LAYOUT))
+            factor = _sums_of(sums, decay, left, gl.SliceLayout(0, LAYOUT), STEADY)
             factor = gl.exp2(factor) if REVERSE else gl.exp2(last - factor)
             if WEIGHTED:
                 factor = factor * weights.load(gl.SliceLayout(0, LAYOUT))
@@ -178,7 +190,7 @@ def walk_kernel(
     BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, WEIGHTED: gl.constexpr,
     HAS_INITIAL: gl.constexpr, HAS_LOCAL: gl.constexpr, NORM: gl.constexpr, REVERSE: gl.constexpr,
     GATES: gl.constexpr, LATE: gl.constexpr, TOTALS: gl.constexpr, NEAR: gl.constexpr, TURNS: gl.constexpr,
-    DEAL: gl.constexpr, UNIT: gl.constexpr, KEPT: gl.constexpr,
+    DEAL: gl.constexpr, UNIT: gl.constexpr, KEPT: gl.constexpr, STEADY: gl.constexpr,
 ):  # fmt: skip
     """o through o_desc, and final (sequences, heads, K, V) float32. Descriptors of rank 4: (batch, head, row, column).
 
@@ -201,10 +213,13 @@ def walk_kernel(
     one goes on, counted in decays (programs,) int32; its first head comes last, when what the program before it did
     first is there. Counters are zero before and after. K is BK, and V is BV.
     UNIT: scale is 1. KEPT: what the end of a chunk keeps of each step comes as two bfloat16, through kept_desc.
+    STEADY: a head has one gate for all steps, in x (heads,) float32, and sums_desc is not read.
     """
     gl.static_assert(not (DEAL and (GATES or REVERSE or NORM or HAS_LOCAL or TURNS > 1)))
     gl.static_assert(not KEPT or (GATED and WEIGHTED and not REVERSE and BV == 64))
     gl.static_assert(TURNS == 1 or (GATES and NEAR and not (REVERSE or HAS_INITIAL or HAS_LOCAL)))
+    gl.static_assert(not STEADY or (GATED and not (WEIGHTED or GATES or REVERSE or DEAL)))
+    SUMMED: gl.constexpr = GATED and not STEADY
     gl.static_assert(not (NORM and (GATED or WEIGHTED or HAS_INITIAL or HAS_LOCAL or REVERSE)))
     dtype: gl.constexpr = q_desc.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -284,7 +299,7 @@ def walk_kernel(
                 _load_turn(descs, bufs, full, i, n, head, i, chunks, heads, group, group_v, col, GATED, WEIGHTED)
         elif begin + i < end:
             first = chunks - 1 - begin - i if REVERSE else begin + i
-            _load(descs, bufs, full, i, n, head_v, head_q, head, first, line, col, GATED, WEIGHTED, NEAR, STATES,
+            _load(descs, bufs, full, i, n, head_v, head_q, head, first, line, col, SUMMED, WEIGHTED, NEAR, STATES,
                   KEPT)  # fmt: skip
 
     acc = gl.full([BK, BV], 0.0, gl.float32, OUT)
@@ -318,6 +333,10 @@ def walk_kernel(
     last = 0.0
     if DEAL:
         chunk_now = 0
+    decay = 0.0
+    left = 0
+    if STEADY:
+        decay = gl.maximum(gl.load(x + head), LOWEST_GATE) * 1.4426950408889634
     for i in range(begin, end * TURNS):
         chunk = chunks - 1 - i if REVERSE else i
         if DEAL:
@@ -344,9 +363,13 @@ def walk_kernel(
         # what needs no product
         if GATED:
             sums = sums_bufs.index(stage)
-            b_t = sums.load(gl.SliceLayout(1, SCORES))
-            b_s = sums.load(gl.SliceLayout(0, SCORES))
+            if STEADY:
+                left = seqlen - chunk * STEPS
+            b_t = _sums_of(sums, decay, left, gl.SliceLayout(1, SCORES), STEADY)
+            b_s = _sums_of(sums, decay, left, gl.SliceLayout(0, SCORES), STEADY)
             last = gl.sum(gl.where(steps_s == STEPS - 1, b_s, 0.0), axis=0)
+            if STEADY:
+                last = gl.minimum(left, STEPS).to(gl.float32) * decay
             between = b_s[None, :] - b_t[:, None] if REVERSE else b_t[:, None] - b_s[None, :]
             share = gl.where(causal, gl.exp2(between), 0.0)
             if WEIGHTED and not REVERSE:
@@ -376,7 +399,7 @@ def walk_kernel(
             keys = _kept_keys(k_buf, kept_bufs.index(stage), LEFT)
         else:
             keys = _scaled_keys(k_buf, sums_bufs.index(stage), weights_bufs.index(stage), last, LEFT, GATED,
-                                WEIGHTED and not REVERSE, REVERSE)  # fmt: skip
+                                WEIGHTED and not REVERSE, REVERSE, decay, left, STEADY)  # fmt: skip
         if NORM:
             before = q_bufs.index(stage).load(LEFT).to(gl.float32) * z_buf.load(gl.SliceLayout(0, LEFT))[None, :]
             total = gl.convert_layout(gl.sum(before, axis=1), gl.SliceLayout(1, OUT))
@@ -384,7 +407,7 @@ def walk_kernel(
             z += gl.sum(keys.to(gl.float32), axis=1)
         out = warpgroup_mma_wait(0, deps=[out])
         if GATED:
-            b_out = sums_bufs.index(stage).load(gl.SliceLayout(1, OUT))
+            b_out = _sums_of(sums_bufs.index(stage), decay, left, gl.SliceLayout(1, OUT), STEADY)
             b_out = last - b_out if REVERSE else b_out
             out = out * gl.exp2(b_out)[:, None]
         if GATES:
@@ -458,7 +481,7 @@ def walk_kernel(
                 tma_store(states_desc, [n, head, (chunk - 1) * BK, col], s_buf)
         if not DEAL and TURNS == 1 and i + STAGES < end:
             ahead = chunk - STAGES if REVERSE else chunk + STAGES
-            _load(descs, bufs, full, stage, n, head_v, head_q, head, ahead, line, col, GATED, WEIGHTED, NEAR, STATES,
+            _load(descs, bufs, full, stage, n, head_v, head_q, head, ahead, line, col, SUMMED, WEIGHTED, NEAR, STATES,
                   KEPT)  # fmt: skip
         stage += 1
         if stage == STAGES:

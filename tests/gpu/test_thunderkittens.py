@@ -296,6 +296,37 @@ def test_walk_on_hopper(shape, given, initial, segments):
         assert torch.equal(out, same)
 
 
+@pytest.mark.parametrize(("shape", "initial", "segments"), [
+    pytest.param((2, 1000, 4, 4, 128, 128), False, 1, id="K128"),
+    pytest.param((1, 130, 4, 2, 64, 72), True, 2, id="K64-V72-initial-segments"),
+    pytest.param((1, 65, 1, 1, 24, 64), False, 1, id="H1-T65-K24"),
+])  # fmt: skip
+def test_one_gate_a_head(shape, initial, segments, monkeypatch):
+    """Retention's decays as the walk takes them, one of them below the lowest gate."""
+    monkeypatch.setattr(walk_hopper, "STEADY", True)
+    monkeypatch.setattr(walk_hopper, "SEGMENTS", True)
+    batch, seqlen, heads, heads_q, key_dim, value_dim = shape
+    q, k = (randn(batch, seqlen, heads_q, key_dim, seed=s, dtype=BF16) for s in (1, 2))
+    v = randn(batch, seqlen, heads, value_dim, seed=3, dtype=BF16)
+    decay = torch.cat([linear.retention_decay(heads, "cuda")[1:], torch.tensor([-100.0], device="cuda")])
+    h = randn(batch, heads, key_dim, value_dim, seed=6) if initial else None
+    vectors, seen = walk_hopper.gate_vectors, []
+    monkeypatch.setattr(walk_hopper, "gate_vectors", lambda g, *more: seen.append(g) or vectors(g, *more))
+
+    def call(backend, dtype=BF16):
+        return linear.linear_attention(
+            *(x.to(dtype) for x in (q, k, v)), g=decay[None, None].expand(v.shape[:3]), scale=0.3, initial_state=h,
+            backend=backend, segments=segments if backend == "hopper" else 0,
+        )  # fmt: skip
+
+    found, again = call("hopper"), call("hopper")
+    assert not any(g is not None for g in seen)
+    for name, out, same, *two in zip(["o", "state"], found, again, call("reference", torch.float64), call("reference"),
+                                     strict=True):  # fmt: skip
+        assert_close_to_truth(name, out, *two)
+        assert torch.equal(out, same)
+
+
 @pytest.fixture
 def walks_back(monkeypatch):
     """Gradients by `walk_back` for "hopper", also of forms that are not taken unasked yet; those that were made."""
@@ -410,6 +441,27 @@ def test_walks_back_without_gradients_of_gates(shape, initial, segments, gates, 
     grads = [randn(batch, seqlen, heads, value_dim, seed=7), randn(batch, heads, key_dim, value_dim, seed=8)]
     judge(["o", "state", "dq", "dk", "dv", "dinitial"][: 2 + len(tensors)], function, tensors, grads)
     assert len(made) == 1
+
+
+@pytest.mark.parametrize("case", [p.values for p in WALKS if "segments" in p.id], ids=["given", "chosen"])
+def test_walks_of_segments_summed_by_gluon(case, monkeypatch):
+    monkeypatch.setattr(walk_hopper, "SEGMENTS", True)
+    test_walk_on_hopper(*case)
+
+
+@pytest.mark.parametrize("case", [p.values for p in WALKS_BACK if "segments" in p.id], ids=["given", "chosen"])
+def test_walks_back_of_segments_summed_by_gluon(case, walks_back, monkeypatch):
+    monkeypatch.setattr(walk_hopper, "SEGMENTS", True)
+    check_walks_back(*case, walks_back)
+
+
+@pytest.mark.parametrize(("shape", "initial", "segments", "gates"), [
+    ((1, 4096, 4, 4, 128, 128), False, 0, True), ((2, 300, 4, 2, 128, 64), True, 2, True),
+    ((1, 4096, 4, 4, 64, 128), True, 0, False)
+], ids=["chosen", "q2-initial", "none-initial"])  # fmt: skip
+def test_walks_back_of_segments_summed_by_gluon_without_gates(shape, initial, segments, gates, monkeypatch):
+    monkeypatch.setattr(walk_hopper, "SEGMENTS", True)
+    test_walks_back_without_gradients_of_gates(shape, initial, segments, gates, monkeypatch)
 
 
 @pytest.mark.parametrize(("seqlen", "key_dim", "value_dim"), [(515, 128, 128), (1, 128, 64), (300, 64, 72)])

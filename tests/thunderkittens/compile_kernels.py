@@ -45,6 +45,7 @@ def row(label: str, c: Compiled) -> dict:
 
 def chunked(dtype: torch.dtype, key_dim: int, value_dim: int, packed: bool, walks: bool) -> None:
     from gpu_accel.thunderkittens import chunked as ops
+    from gpu_accel.thunderkittens import walk_hopper
 
     q = torch.empty(1, 4096, 16, key_dim, dtype=dtype)
     v = torch.empty(1, 4096, 16, value_dim, dtype=dtype)
@@ -56,7 +57,8 @@ def chunked(dtype: torch.dtype, key_dim: int, value_dim: int, packed: bool, walk
     if ops.fused_refusal(key_dim, dtype) is None:
         ops.chunked._init_fn(q, q, v, g, g, state, *tail, "walk")
     if dtype == torch.bfloat16 and not packed:
-        ops.chunked._init_fn(q, q, v, g, g, state, *tail, "hopper")
+        with mock.patch.object(walk_hopper, "SEGMENTS", True):
+            ops.chunked._init_fn(q, q, v, g, g, state, *tail, "hopper")
     ops.chunked_backward._init_fn(v, state, q, q, v, g, g, state, *tail, True, "chunks")
     if walks:
         from gpu_accel.thunderkittens import walk_back, walk_hopper

@@ -219,6 +219,51 @@ def test_heads_in_turns_by_the_source_of_the_walks(heads_q, key_dim, device, mon
         close(name, one, *two, narrow=True)
 
 
+@pytest.mark.parametrize(("shape", "gates", "reverse"), [
+    pytest.param((2, 300, 2, 1, 128, 72), "g-w", False, id="q1-g-w"),
+    pytest.param((1, 520, 2, 2, 24, 128), "g", True, id="g-reverse"),
+    pytest.param((2, 520, 2, 2, 64, 64), "steady", True, id="steady-reverse"),
+    pytest.param((1, 520, 2, 1, 64, 64), "steady", False, id="q1-steady"),
+    pytest.param((1, 300, 2, 2, 64, 64), "", False, id="none"),
+])  # fmt: skip
+def test_what_segments_add_by_the_source(shape, gates, reverse, device, monkeypatch):
+    """Either way round: heads share what is on the left, or on the right. Backwards the first segment has a tail."""
+    monkeypatch.setattr(walk_hopper, "STEADY", True)
+    batch, seqlen, heads, heads_k, key_dim, value_dim = shape
+    k = randn(batch, seqlen, heads_k, key_dim, seed=1, dtype=torch.bfloat16)
+    v = randn(batch, seqlen, heads, value_dim, seed=2, dtype=torch.bfloat16)
+    g = -randn(batch, seqlen, heads, seed=3).square() * 0.1 if "g" in gates.split("-") else None
+    g = torch.tensor([-0.05, -0.2])[None, None].expand(v.shape[:3]) if gates == "steady" else g
+    w = randn(batch, seqlen, heads, seed=4).abs() if "w" in gates.split("-") else None
+    with gluon_in_torch.kernels_on_a_cpu() as done:
+        found = [walk_hopper.segment_sums(*x, g, w, segments=3, reverse=reverse) for x in ((k, v), (v, k))]
+    assert done == ["segments_kernel"] * 2
+    common = dict(scale=1.0, chunk=CHUNK, segments=3, heads=heads, group=heads // heads_k, reverse=reverse)
+    places = chunked._Places(v, None, CHUNK)
+    wide = (x.float() for x in (k, v))
+    local, decays = chunked._walk(*wide, g, w, None, places, sums_only=True, **common)
+    for one, other in zip((found[0][0], found[1][0].mT), (local[:2], local[:2]), strict=True):
+        # an operand is rounded once, to 2^-9, and Triton's interpreter cuts it instead
+        assert float((one - other).norm()) <= 2.0**-7 * float(other.norm())
+    for one in found:
+        torch.testing.assert_close(one[1], decays[:2], rtol=1e-5, atol=1e-7)
+
+
+def test_one_gate_a_head_by_the_source_of_the_walk(device, monkeypatch):
+    """Summed up where they are used: as summed up before, with a state, segments, a tail and gates below the lowest."""
+    (q, k, v, *_, h), *_ = problem(device, seqlen=150, heads=2, heads_q=1, key_dim=24, value_dim=72, initial=True)
+    g = torch.tensor([-0.05, -100.0])[None, None].expand(v.shape[:3])
+    local, decays = torch.ones(3, 2, 2, 24, 72), torch.full((3, 2, 2), 0.5)
+    found = []
+    for steady in (False, True):
+        monkeypatch.setattr(walk_hopper, "STEADY", steady)
+        with gluon_in_torch.kernels_on_a_cpu() as done:
+            found.append(walk_hopper.walk(q, k, v, g, None, h, local, decays, scale=0.3, segments=3))
+        assert done == ["walk_kernel"]
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)  # bfloat16; in float32 they differ by 1e-6
+
+
 @pytest.mark.parametrize(("programs", "places", "worth"), [
     (640, 264, True), (256, 264, False), (528, 264, False), (520, 264, False), (265, 264, True), (0, 264, False),
 ])  # fmt: skip
