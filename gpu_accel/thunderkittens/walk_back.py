@@ -111,7 +111,7 @@ def _flipped(x: Tensor | None) -> Tensor | None:
 
 
 def both(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, vectors: tuple[Tensor, Tensor], initial: Tensor | None,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, vectors: tuple[Tensor, ...], initial: Tensor | None,
     local: Tensor | None, decays: Tensor | None, states: Tensor, *, weighted: bool, scale: float, segments: int,
     config: tuple[int, int], turns: int = 1,
 ) -> tuple[Tensor, ...]:  # fmt: skip
