@@ -31,7 +31,7 @@ from gpu_accel.thunderkittens.walk_kernel import STEPS, _opaque, _scaled_keys, _
 
 @gluon.jit
 def _load(descs, bufs, bars, stage, n, head, head_q, chunk, line, WEIGHTED: gl.constexpr, EACH: gl.constexpr):
-    """Ask for a chunk's q, k, v, do and gates."""
+    """Ask for a chunk's q, k, v, do and gates. EACH: with a barrier for every one of them."""
     q_desc, k_desc, v_desc, do_desc, sums_desc, weights_desc = descs
     q_bufs, k_bufs, v_bufs, do_bufs, sums_bufs, weights_bufs = bufs
     q_full, k_full, v_full, do_full, sums_full, weights_full = bars
@@ -67,24 +67,6 @@ def _load_turn(
 
 
 @gluon.jit
-def _pairs(bufs, bars, stage, phase, there, no_scores, EACH: gl.constexpr):
-    """k q' and v do' of a chunk, once they are loaded. there: whether there is such a chunk."""
-    q_bufs, k_bufs, v_bufs, do_bufs, _, _ = bufs
-    q_full, k_full, v_full, do_full, _, _ = bars
-    mbarrier.wait(q_full.index(stage), phase, pred=there)
-    if EACH:
-        mbarrier.wait(k_full.index(stage), phase, pred=there)
-    q_turned = q_bufs.index(stage).permute((1, 0))
-    alike = warpgroup_mma(k_bufs.index(stage), q_turned, no_scores, use_acc=False, is_async=True)
-    if EACH:
-        mbarrier.wait(v_full.index(stage), phase, pred=there)
-        mbarrier.wait(do_full.index(stage), phase, pred=there)
-    do_turned = do_bufs.index(stage).permute((1, 0))
-    asked = warpgroup_mma(v_bufs.index(stage), do_turned, no_scores, use_acc=False, is_async=True)
-    return alike, asked
-
-
-@gluon.jit
 def _store_parts(to, x, scale, COLS: gl.constexpr):
     """Sums over each of COLS parts of the columns of x, times scale, at to (COLS, rows)."""
     parts = gl.sum(x.reshape((x.shape[0], COLS, x.shape[1] // COLS)), axis=2)
@@ -100,25 +82,27 @@ def both_kernel(
     initial, local, decays, final, out_of, passed, got, chunks, heads, group, sequences, segments, K, V, scale,
     BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, WEIGHTED: gl.constexpr, HAS_INITIAL: gl.constexpr,
     HAS_LOCAL: gl.constexpr, WARPS: gl.constexpr, TURNS: gl.constexpr,
-    EACH: gl.constexpr, PARTS: gl.constexpr, EARLY: gl.constexpr,
-    UNIT: gl.constexpr,
+    UNIT: gl.constexpr, TOP: gl.constexpr,
 ):  # fmt: skip
     """dk (batch, seqlen, heads, K), dv (.., V) through descriptors of rank 4 as in `walk_kernel`, of 64 steps each.
 
     initial, final (sequences, heads, V, K), local (segments, sequences, heads, V, K) float32: D, as there.
     states_desc: (sequences, chunks * BV, heads, K), the D that enters every chunk, in the dtype of q.
-    out_of, passed (sequences, heads, chunks, PARTS, STEPS) float32, without weights, in parts: what a step passes
+    out_of, passed (sequences, heads, chunks, WARPS // 4, STEPS) float32, without weights, in parts: what a step passes
     to later chunks, and what it passes on inside its own. got (.., 4, STEPS): what it gets there of each 16 steps, with
     their weights.
-    TURNS: heads that a program walks one after the other, whose dk is one, as o in `walk_kernel`. EACH: as there.
+    TURNS: heads that a program walks one after the other, whose dk is one, as o in `walk_kernel`.
 
-    With 8 warps each warpgroup has half of the columns. Whatever both have a part of costs barriers of all: so with
-    PARTS = 2 sums over columns are left in parts, and P goes through shared memory as a left operand.
-    EARLY: k q' and v do' of the next chunk are asked for before what ends this one. UNIT: scale is 1.
+    With 8 warps each warpgroup has half of the columns. Whatever both have a part of costs barriers of all, and nobody
+    else is there to fill the gap: so sums over columns are left in parts, P goes through shared memory as a left
+    operand, and every tensor arrives on an mbarrier of its own (between loads that arrive on the same one Triton 3.6
+    puts a barrier of all): 6 of them a chunk for 25.
+    UNIT: scale is 1.
     """
     gl.static_assert(TURNS == 1 or not (HAS_INITIAL or HAS_LOCAL))
     dtype: gl.constexpr = q_desc.dtype
     COLS: gl.constexpr = WARPS // 4
+    EACH: gl.constexpr = COLS > 1
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, COLS], [16, 64 // COLS, 16])
     EVERY: gl.constexpr = gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4 * COLS, 1], [16, 64, 16]))
     OUT_K: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, COLS], [16, BK // COLS, 16])
@@ -144,12 +128,12 @@ def both_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
     bars = (full, full, full, full, full, full)
-    if EACH:
+    if COLS > 1:
         k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
         v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
         do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
         sums_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-        weights_full = full
+        weights_full = full  # of weights that are not there: of nobody
         for i in gl.static_range(STAGES):
             mbarrier.init(k_full.index(i), count=1)
             mbarrier.init(v_full.index(i), count=1)
@@ -160,7 +144,7 @@ def both_kernel(
             for i in gl.static_range(STAGES):
                 mbarrier.init(weights_full.index(i), count=1)
         bars = (full, k_full, v_full, do_full, sums_full, weights_full)
-    if PARTS > 1:
+    if COLS > 1:
         PAIRS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEPS, STEPS], dtype)
         p_k_buf = gl.allocate_shared_memory(dtype, [STEPS, STEPS], PAIRS)
         p_v_buf = gl.allocate_shared_memory(dtype, [STEPS, STEPS], PAIRS)
@@ -214,8 +198,6 @@ def both_kernel(
     no_values = gl.full([STEPS, BV], 0.0, gl.float32, OUT_V)
     stage = 0
     phase = 0
-    if EARLY:
-        alike, asked = _pairs(bufs, bars, 0, 0, begin < end, no_scores, EACH)
     for i in range(begin, end * TURNS):
         chunk = chunks - 1 - i
         mine = head
@@ -228,17 +210,29 @@ def both_kernel(
         v_buf = v_bufs.index(stage)
         do_buf = do_bufs.index(stage)
         sums = sums_bufs.index(stage)
-        if not EARLY:
-            alike, asked = _pairs(bufs, bars, stage, phase, True, no_scores, EACH)
+        mbarrier.wait(full.index(stage), phase)
+        if COLS > 1:
+            mbarrier.wait(k_full.index(stage), phase)
+            if TOP:
+                mbarrier.wait(v_full.index(stage), phase)
+                mbarrier.wait(do_full.index(stage), phase)
+                mbarrier.wait(sums_full.index(stage), phase)
+                if WEIGHTED:
+                    mbarrier.wait(weights_full.index(stage), phase)
+        alike = warpgroup_mma(k_buf, q_buf.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        if COLS > 1 and not TOP:
+            mbarrier.wait(v_full.index(stage), phase)
+            mbarrier.wait(do_full.index(stage), phase)
+        asked = warpgroup_mma(v_buf, do_buf.permute((1, 0)), no_scores, use_acc=False, is_async=True)
 
         # what needs no product
-        if EACH:
+        if COLS > 1 and not TOP:
             mbarrier.wait(sums_full.index(stage), phase)
             if WEIGHTED:
                 mbarrier.wait(weights_full.index(stage), phase)
         b_s = sums.load(gl.SliceLayout(1, SCORES))
         b_t = sums.load(gl.SliceLayout(0, SCORES))
-        if PARTS > 1:  # in a layout of which every warp has all
+        if COLS > 1:  # in a layout of which every warp has all
             ends = gl.arange(0, STEPS, layout=EVERY) == STEPS - 1
             last = gl.sum(gl.where(ends, sums.load(EVERY), 0.0), axis=0)
         else:
@@ -253,13 +247,13 @@ def both_kernel(
         pairs = alike * asked
         p_k = (asked * share).to(dtype)
         p_v = alike.to(dtype)
-        if PARTS > 1:
+        if COLS > 1:
             p_k_buf.store(p_k)
             p_v_buf.store(p_v)
             fence_async_shared()
         to = (number * chunks + chunk).to(gl.int64) * STEPS
-        if PARTS > 1:
-            _store_parts(passed + PARTS * to, pairs, scale, PARTS)
+        if COLS > 1:
+            _store_parts(passed + COLS * to, pairs, scale, COLS)
         else:
             gl.store(passed + to + steps_s, gl.sum(pairs, axis=1) * scale)
         if WEIGHTED:
@@ -274,8 +268,8 @@ def both_kernel(
         dk = dk * gl.exp2(last - sums.load(gl.SliceLayout(1, OUT_K)))[:, None]
         dv = dv * gl.exp2(last - sums.load(gl.SliceLayout(1, OUT_V)))[:, None]
         into = dk * k_buf.load(OUT_K).to(gl.float32)
-        if PARTS > 1:
-            _store_parts(out_of + PARTS * to, into, scale, PARTS)
+        if COLS > 1:
+            _store_parts(out_of + COLS * to, into, scale, COLS)
             barrier()  # P is there
             dk = warpgroup_mma(p_k_buf, q_buf, dk, is_async=True)
             dv = warpgroup_mma(p_v_buf, do_buf, dv, is_async=True)
@@ -285,13 +279,9 @@ def both_kernel(
             dk = warpgroup_mma(gl.convert_layout(p_k, LEFT_K), q_buf, dk, is_async=True)
             dv = warpgroup_mma(gl.convert_layout(p_v, LEFT_V), do_buf, dv, is_async=True)
         acc = warpgroup_mma(asks, q_buf, acc, is_async=True)
-        if EARLY:
-            wraps = stage == STAGES - 1
-            alike, asked = _pairs(bufs, bars, gl.where(wraps, 0, stage + 1), gl.where(wraps, phase ^ 1, phase),
-                                  i + 1 < end * TURNS, no_scores, EACH)  # fmt: skip
         tma.store_wait(0)
         barrier()  # D was read by all, and the last dk, dv and D have left
-        dk, dv = warpgroup_mma_wait(3 if EARLY else 1, deps=[dk, dv])
+        dk, dv = warpgroup_mma_wait(1, deps=[dk, dv])
         if WEIGHTED:
             weights = weights_bufs.index(stage)
             dk = dk * weights.load(gl.SliceLayout(1, OUT_K))[:, None]
@@ -301,7 +291,7 @@ def both_kernel(
             dv = dv * scale
         dk_buf.store(dk.to(dtype))
         dv_buf.store(dv.to(dtype))
-        acc = warpgroup_mma_wait(2 if EARLY else 0, deps=[acc])
+        acc = warpgroup_mma_wait(0, deps=[acc])
         if TURNS > 1:
             if chunk == 0:
                 places, inside = _state_places(number, 0, V, _opaque(K), BV, BK, OUT_K)
@@ -338,6 +328,4 @@ def both_kernel(
     if TURNS == 1 and position == segments - 1:
         places, inside = _state_places(number, 0, V, _opaque(K), BV, BK, OUT_K)
         gl.store(final + places, acc, mask=inside)
-    if EARLY:
-        alike, asked = warpgroup_mma_wait(0, deps=[alike, asked])  # of a chunk that is not there
     tma.store_wait(0)

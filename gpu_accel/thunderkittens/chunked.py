@@ -20,6 +20,7 @@ from torch import Tensor
 
 from gpu_accel.compat import INTERPRET
 from gpu_accel.flash_attention3.function import refuse_second
+from gpu_accel.flash_attention3.gluon_launch import addressable
 from gpu_accel.flash_attention3.launch import launch, next_power_of_2
 from gpu_accel.thunderkittens import chunked_kernels as kernels
 from gpu_accel.thunderkittens import fused_kernel, walk_back, walk_hopper
@@ -185,7 +186,9 @@ def _hopper(q, k, v, g, w, initial, places, *, scale, chunk, segments, heads, gr
         return v.new_empty(v.shape), final if initial is None else final.copy_(initial)
     segments = segments or segments_for(places.sequences, heads, tiles, places.chunks)
     local = decays = None
-    if segments > 1:
+    if segments > 1 and walk_hopper.SEGMENTS:
+        local, decays = walk_hopper.segment_sums(k, v, g, w, segments=segments)
+    elif segments > 1:
         local, decays = _walk(k, v, g, w, None, places, scale=scale, chunk=chunk, segments=segments, heads=heads,
                               group=group, reverse=False, sums_only=True)  # fmt: skip
     return walk_hopper.walk(q, k, v, g, w, initial, local, decays, scale=scale, segments=segments)
@@ -203,7 +206,12 @@ def _walks_back(do, dfinal, q, k, v, g, w, initial, places, *, want_dg, scale, c
     if why or walk_back.refusal(q, k, v, places.cu, chunk, scale, want_dg and first and last):
         return None
     local = dlocal = None
-    if segments > 1:
+    if segments > 1 and walk_hopper.SEGMENTS:
+        # walks of dq have the state's transpose, and turn what is given round: it comes as it is wanted
+        added, decay = walk_hopper.segment_sums(v, k, g, w, segments=segments)
+        local = added.mT, decay
+        dlocal = walk_hopper.segment_sums(q, addressable(do), g, None, segments=segments, reverse=True)
+    elif segments > 1:
         common = dict(chunk=chunk, segments=segments, heads=heads, group=group, sums_only=True)
         local = _walk(k, v, g, w, None, places, scale=scale, reverse=False, **common)
         dlocal = _walk(q, do, g, None, None, places, scale=1.0, reverse=True, **common)

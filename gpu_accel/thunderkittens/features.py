@@ -274,8 +274,9 @@ def hedgehog_attention(
         scale: of the window's scores, any number, K**-0.5 unless given. window_factor, linear_factor: (heads of v,),
             1 unless given; differentiable, and of any floating dtype.
         fused: with a window, its softmax and the sum of both parts in one kernel (16 bits, K and V up to 128, sequences
-            of one length), or by flash_attention3 and kernels around it. None: for "auto" in one where a card has seen
-            it right and there are heads enough to fill it, else by several.
+            of one length; on Hopper all of it, in bfloat16 with a window of 128 and F = 64), or by flash_attention3 and
+            kernels around it. None: for "auto" in one where a card has seen it right and there are heads enough to fill
+            it, else by several.
 
     Returns:
         o (batch, seqlen, heads, V) in the dtype of v, differentiable in all five.

@@ -18,8 +18,6 @@ _ALIGNMENT = 16  # bytes, for addresses and row strides that TMA can take
 _MOST_SHAPES = 4096
 _WORTH_A_COPY = 256  # rows and columns from which on copying an operand costs less than plain Triton
 _COUNTERS = 1 << 20  # set aside once a device for captured launches, which must not share theirs
-# Whether programs count whole tiles without what dealing them in slices takes.
-PLAIN = False
 _maps: dict[tuple, dict] = {}
 
 
@@ -38,7 +36,6 @@ class GemmConfig:
     group: int = 16
     chunks: int = 2
     deal: bool = False
-    short: bool = False  # a program a tile, by `gemm_short_kernel`: for K that is a slice or two
 
     def registers(self) -> tuple[int, int, int]:
         """(cap at launch, per consumer thread, per producer thread) that share one SM's 65536 registers."""
@@ -207,26 +204,6 @@ def _kernel() -> QuickLaunch:
     return QuickLaunch(gemm_kernel)
 
 
-@functools.cache
-def _short_kernel() -> QuickLaunch:
-    from .gemm_short_kernel import gemm_short_kernel
-
-    return QuickLaunch(gemm_short_kernel)
-
-
-def _short(a, b_desc, out, bias, tiles_m, tiles_n, a_k, b_k, activation, config) -> Tensor:
-    given, rows, bk = out if bias is None else bias, 64 * config.consumers, config.bk
-    a_desc = matrix_map(a, rows, bk) if a_k else matrix_map(a.t(), bk, rows)
-    arguments = (a_desc, b_desc, matrix_map(out, rows, config.bn), given, out.shape[1], tiles_m, tiles_n)
-    constants = dict(
-        BM=rows, BN=config.bn, BK=bk, STEPS=-(-a.shape[1] // bk), A_K=a_k, B_K=b_k, GROUP=config.group,
-        BIAS=bias is not None, ACTIVATION=ACTIVATIONS[activation], WARPS=4 * config.consumers,
-    )  # fmt: skip
-    key = (a.dtype, out.dtype, given.dtype)
-    _short_kernel()(key, tiles_m * tiles_n, arguments, constants, dict(num_warps=4 * config.consumers))
-    return out
-
-
 def dealt_tiles(tiles: int, k_steps: int, programs: int) -> int:
     """How many tiles are dealt in slices: those of the last round, where that gains more than sharing them costs.
 
@@ -270,8 +247,6 @@ def gemm(
     b_desc = matrix_map(b.t(), bn, bk) if b_k else matrix_map(b, bk, bn)
     out_desc = a_desc if direct else matrix_map(out, 64, bn // config.chunks)
     tiles_m, tiles_n = -(-m // (64 * config.consumers)), -(-n // bn)
-    if config.short and not direct:
-        return _short(a, b_desc, out, bias, tiles_m, tiles_n, a_k, b_k, activation, config)
     cap, consumer, producer = config.registers()
     given = out if bias is None else bias
     k_steps, programs = -(-k // bk), multiprocessors(a.device)
@@ -296,7 +271,6 @@ def gemm(
         ACTIVATION=ACTIVATIONS[activation],
         DIRECT=direct,
         DEAL=dealt > 0,
-        PLAIN=PLAIN and not dealt,
         CONSUMER_REGISTERS=consumer,
         PRODUCER_REGISTERS=producer,
     )

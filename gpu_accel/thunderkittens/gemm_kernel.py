@@ -51,28 +51,28 @@ ROWS = gl.constexpr(64)  # rows of one consumer: the M of wgmma
 
 
 @gluon.jit
-def _items(k_steps, tiles, dealt, PLAIN: gl.constexpr):
+def _items(k_steps, tiles, dealt, DEAL: gl.constexpr):
     """(first, behind the last, step) of a program's items, and `pieces_of` where tiles are dealt in slices.
 
-    PLAIN: all are whole, and numbered as tiles; no division, which would be done before anything is loaded.
+    Without DEAL all are whole, and numbered as tiles: no division, which would be done before anything is loaded.
     """
-    if PLAIN:
-        items, pieces, begin, end = 0, 0, 0, 0
-        first, last, by = gl.program_id(0), tiles, gl.num_programs(0)
-    else:
+    if DEAL:
         items, pieces, begin, end = pieces_of(k_steps, tiles, dealt)
         first, last, by = 0, items, 1
+    else:
+        items, pieces, begin, end = 0, 0, 0, 0
+        first, last, by = gl.program_id(0), tiles, gl.num_programs(0)
     return first, last, by, items, pieces, begin, end
 
 
 @gluon.jit
-def _item(number, tiles, k_steps, dealt, items, pieces, begin, end, PLAIN: gl.constexpr):
-    if PLAIN:
+def _item(number, tiles, k_steps, dealt, items, pieces, begin, end, DEAL: gl.constexpr):
+    if DEAL:
+        tile, k0, k1 = item(number, tiles, k_steps, dealt, items, pieces, begin, end)
+    else:
         tile = number
         k0 = 0
         k1 = k_steps
-    else:
-        tile, k0, k1 = item(number, tiles, k_steps, dealt, items, pieces, begin, end)
     return tile, k0, k1
 
 
@@ -114,7 +114,7 @@ def _consumer(
     WG: gl.constexpr, bufs, bars, out_desc, out, bias, shape, dealt, partials, counters,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, A_K: gl.constexpr, B_K: gl.constexpr, GROUP: gl.constexpr,
     BN: gl.constexpr, CHUNKS: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr, DIRECT: gl.constexpr,
-    WIDE: gl.constexpr, DEAL: gl.constexpr, PLAIN: gl.constexpr,
+    WIDE: gl.constexpr, DEAL: gl.constexpr,
 ):  # fmt: skip
     a_bufs, b_bufs, out_bufs = bufs
     full, empty = bars
@@ -129,9 +129,9 @@ def _consumer(
         packed = pack(zero, dtype)
         row = 0 + NOWHERE
         col = 0
-    first, last, by, items, pieces, begin, end = _items(k_steps, tiles_m * tiles_n, dealt, PLAIN)
+    first, last, by, items, pieces, begin, end = _items(k_steps, tiles_m * tiles_n, dealt, DEAL)
     for number in range(first, last, by):
-        tile, k0, k1 = _item(number, tiles_m * tiles_n, k_steps, dealt, items, pieces, begin, end, PLAIN)
+        tile, k0, k1 = _item(number, tiles_m * tiles_n, k_steps, dealt, items, pieces, begin, end, DEAL)
         tile_m, tile_n = place(tile, tiles_m, tiles_n, GROUP)
         mbarrier.wait(full.index(stage), phase)
         a, b = _operands(a_bufs, b_bufs, stage, WG, CONSUMERS, A_K, B_K)
@@ -172,7 +172,7 @@ def _consumer(
 def _producer(
     bufs, bars, a_desc, b_desc, shape, dealt,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, A_K: gl.constexpr, B_K: gl.constexpr, GROUP: gl.constexpr,
-    BN: gl.constexpr, BK: gl.constexpr, PLAIN: gl.constexpr,
+    BN: gl.constexpr, BK: gl.constexpr, DEAL: gl.constexpr,
 ):  # fmt: skip
     a_bufs, b_bufs, _ = bufs
     full, empty = bars
@@ -181,9 +181,9 @@ def _producer(
     BYTES: gl.constexpr = (BM + BN) * BK * a_desc.dtype.primitive_bitwidth // 8
     stage = 0
     phase = 0
-    first, last, by, items, pieces, begin, end = _items(k_steps, tiles_m * tiles_n, dealt, PLAIN)
+    first, last, by, items, pieces, begin, end = _items(k_steps, tiles_m * tiles_n, dealt, DEAL)
     for number in range(first, last, by):
-        tile, k0, k1 = _item(number, tiles_m * tiles_n, k_steps, dealt, items, pieces, begin, end, PLAIN)
+        tile, k0, k1 = _item(number, tiles_m * tiles_n, k_steps, dealt, items, pieces, begin, end, DEAL)
         tile_m, tile_n = place(tile, tiles_m, tiles_n, GROUP)
         row = tile_m * BM
         col = tile_n * BN
@@ -208,7 +208,7 @@ def gemm_kernel(
     a_desc, b_desc, out_desc, out, bias, partials, counters, M, N, k_steps, tiles_m, tiles_n, dealt,
     CONSUMERS: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, A_K: gl.constexpr,
     B_K: gl.constexpr, GROUP: gl.constexpr, CHUNKS: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr,
-    DIRECT: gl.constexpr, DEAL: gl.constexpr, PLAIN: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    DIRECT: gl.constexpr, DEAL: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """out is (M, N), contiguous; k_steps >= 1. DIRECT: `out` is written from registers, `out_desc` is unused."""
@@ -234,19 +234,19 @@ def gemm_kernel(
     if CONSUMERS == 2:
         gl.warp_specialize([
             (_consumer, (0, bufs, bars, out_desc, out, bias, shape, dealt, partials, counters, CONSUMERS, STAGES, A_K,
-                         B_K, GROUP, BN, CHUNKS, BIAS, ACTIVATION, DIRECT, WIDE, DEAL, PLAIN)),
+                         B_K, GROUP, BN, CHUNKS, BIAS, ACTIVATION, DIRECT, WIDE, DEAL)),
             (_consumer, (1, bufs, bars, out_desc, out, bias, shape, dealt, partials, counters, CONSUMERS, STAGES, A_K,
-                         B_K, GROUP, BN, CHUNKS, BIAS, ACTIVATION, DIRECT, WIDE, DEAL, PLAIN)),
-            (_producer, (bufs, bars, a_desc, b_desc, shape, dealt, CONSUMERS, STAGES, A_K, B_K, GROUP, BN, BK, PLAIN)),
+                         B_K, GROUP, BN, CHUNKS, BIAS, ACTIVATION, DIRECT, WIDE, DEAL)),
+            (_producer, (bufs, bars, a_desc, b_desc, shape, dealt, CONSUMERS, STAGES, A_K, B_K, GROUP, BN, BK, DEAL)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.static_assert(CONSUMERS == 3)
         gl.warp_specialize([
             (_consumer, (0, bufs, bars, out_desc, out, bias, shape, dealt, partials, counters, CONSUMERS, STAGES, A_K,
-                         B_K, GROUP, BN, CHUNKS, BIAS, ACTIVATION, DIRECT, WIDE, DEAL, PLAIN)),
+                         B_K, GROUP, BN, CHUNKS, BIAS, ACTIVATION, DIRECT, WIDE, DEAL)),
             (_consumer, (1, bufs, bars, out_desc, out, bias, shape, dealt, partials, counters, CONSUMERS, STAGES, A_K,
-                         B_K, GROUP, BN, CHUNKS, BIAS, ACTIVATION, DIRECT, WIDE, DEAL, PLAIN)),
+                         B_K, GROUP, BN, CHUNKS, BIAS, ACTIVATION, DIRECT, WIDE, DEAL)),
             (_consumer, (2, bufs, bars, out_desc, out, bias, shape, dealt, partials, counters, CONSUMERS, STAGES, A_K,
-                         B_K, GROUP, BN, CHUNKS, BIAS, ACTIVATION, DIRECT, WIDE, DEAL, PLAIN)),
-            (_producer, (bufs, bars, a_desc, b_desc, shape, dealt, CONSUMERS, STAGES, A_K, B_K, GROUP, BN, BK, PLAIN)),
+                         B_K, GROUP, BN, CHUNKS, BIAS, ACTIVATION, DIRECT, WIDE, DEAL)),
+            (_producer, (bufs, bars, a_desc, b_desc, shape, dealt, CONSUMERS, STAGES, A_K, B_K, GROUP, BN, BK, DEAL)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

@@ -31,7 +31,7 @@ _LAUNCH = dict(num_warps=4, num_stages=2)
 _EARLY = True  # what the walk gave is asked for before the window is walked: 568 us for 591 (16 x 2048, 16 heads)
 # What tests/gpu/test_windowed.py has passed on (H200, Triton 3.6.0): "auto" takes these kernels for these dtypes alone.
 CHECKED: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
-WHOLE = False  # whether `hedgehog_walk_kernel` does what it can: not seen on a card yet
+WHOLE = True  # whether `hedgehog_walk_kernel` does what it can: 345 us for 543 (16 x 2048 steps, 16 heads, H200)
 
 
 def refusal(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> str | None:

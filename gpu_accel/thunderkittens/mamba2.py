@@ -14,10 +14,14 @@ import torch
 from torch import Tensor
 
 from gpu_accel.errors import InvalidInputError, shown
+from gpu_accel.flash_attention3.function import refuse_second
+from gpu_accel.thunderkittens import chunked, linear, walk_back, walk_hopper
 from gpu_accel.thunderkittens.arguments import check_tensors
 from gpu_accel.thunderkittens.linear import _flags, _need, linear_attention
 
 _CHUNKS = (16, 32, 64)
+# Whether gates are made, and their gradients added up, by the kernels of the walks; by torch where this is off.
+WHOLE = False
 
 
 def _kernel_chunk(chunk_size: int) -> int:
@@ -92,8 +96,16 @@ def mamba_chunk_scan_combined(
     dt = dt if dt_bias is None else dt + dt_bias.to(wide)
     dt = torch.nn.functional.softplus(dt) if dt_softplus else dt
     least = 0.0 if dt_softplus else -math.inf  # what dt is not below anyway
-    if low > least or high < math.inf:
-        dt = dt.clamp(low, high)
+    low = -math.inf if low <= least else low
+    chunk = _kernel_chunk(chunk_size)
+    if seq_idx is None and cu_seqlens is None and initial_states is None and _walks(x, backend):
+        linear._validate(C, B, x, dt, dt, None, None, chunk)
+        if backend == "hopper":
+            linear._refuse(walk_hopper.refusal(C, B, x, None, chunk))
+        y, final = scan_op(C, B, x, dt, A.to(wide), low, high, chunk)
+        y = _finished(x, y, D, z, wide)
+        return (y, final.transpose(2, 3)) if return_final_states else y
+    dt = _limited(dt, low, high)
     gates = dt * A.to(wide)
     if seq_idx is not None:
         fresh = torch.zeros_like(seq_idx, dtype=torch.bool)
@@ -104,13 +116,9 @@ def mamba_chunk_scan_combined(
     _need(initial_states is None or initial_states.dim() == 4, "initial_states must be (batch, heads, headdim, dstate)")
     initial = None if initial_states is None else initial_states.transpose(2, 3)
     y, final = linear_attention(
-        C, B, x, g=gates, w=dt, scale=1.0, initial_state=initial, cu_seqlens=cu_seqlens,
-        chunk=_kernel_chunk(chunk_size), backend=backend,
+        C, B, x, g=gates, w=dt, scale=1.0, initial_state=initial, cu_seqlens=cu_seqlens, chunk=chunk, backend=backend,
     )  # fmt: skip
-    if D is not None:
-        y = (y.to(wide) + x.to(wide) * (D if D.dim() == 2 else D[:, None]).to(wide)).to(x.dtype)
-    if z is not None:
-        y = (y.to(wide) * torch.nn.functional.silu(z.to(wide))).to(x.dtype)
+    y = _finished(x, y, D, z, wide)
     final = final.transpose(2, 3)
     if not return_varlen_states:
         return (y, final) if return_final_states else y
@@ -119,6 +127,98 @@ def mamba_chunk_scan_combined(
     assert cu_seqlens is not None
     last = torch.searchsorted(cu_seqlens, cu_seqlens[-1:]).sub(1).clamp(min=0)  # behind it there are none with steps
     return y, final.index_select(0, last), final
+
+
+def _limited(dt: Tensor, low: float, high: float) -> Tensor:
+    return dt.clamp(low, high) if (low, high) != (-math.inf, math.inf) else dt
+
+
+def _finished(x: Tensor, y: Tensor, D: Tensor | None, z: Tensor | None, wide: torch.dtype) -> Tensor:
+    """y with D x, times silu(z)."""
+    if D is not None:
+        y = (y.to(wide) + x.to(wide) * (D if D.dim() == 2 else D[:, None]).to(wide)).to(x.dtype)
+    return y if z is None else (y.to(wide) * torch.nn.functional.silu(z.to(wide))).to(x.dtype)
+
+
+def _walks(x: Tensor, backend: str) -> bool:
+    """Whether `scan_op` is to run, which makes gates and their gradients with everything else."""
+    taken = backend == "hopper" or (backend == "auto" and linear.GPU_CHECKED and linear.HOPPER_CHECKED)
+    return WHOLE and taken and x.is_cuda and x.dtype == torch.bfloat16
+
+
+def _segments(v: Tensor, tiles: int, chunk: int) -> int:
+    return chunked.segments_for(v.shape[0], v.shape[2], tiles, -(-v.shape[1] // chunk))
+
+
+@torch.library.custom_op("gpu_accel::tk_mamba", mutates_args=())
+def scan_op(
+    q: Tensor, k: Tensor, v: Tensor, dt: Tensor, rates: Tensor, low: float, high: float, chunk: int
+) -> tuple[Tensor, Tensor]:
+    """Linear attention with weights w = clamp(dt, low, high) and gates w * rates (heads,): (o, final state).
+
+    One walk, whose gates are made on the way; where it cannot run, as `chunked` with gates made beforehand.
+    """
+    q, k, v = (chunked._unit(x) for x in (q, k, v))
+    with chunked._device(v):
+        if v.numel() and walk_hopper.refusal(q, k, v, None, chunk) is None:
+            tiles = -(-v.shape[3] // walk_hopper.walk_config(q.shape[3], v.shape[3]).block_v)
+            if _segments(v, tiles, chunk) == 1:
+                limited = (rates.contiguous(), low, high)
+                return walk_hopper.walk(q, k, v, dt, dt, None, None, None, scale=1.0, segments=1, rates=limited)
+    w = _limited(dt, low, high)
+    return chunked.chunked._init_fn(q, k, v, w * rates, w, None, None, 1.0, chunk, 0, "hopper or walk")
+
+
+@scan_op.register_fake
+def _(q, k, v, dt, rates, low, high, chunk):
+    return v.new_empty(v.shape), v.new_empty(chunked._state_shape(k, v, None), dtype=torch.float32)
+
+
+@torch.library.custom_op("gpu_accel::tk_mamba_backward", mutates_args=())
+def scan_backward_op(
+    do: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, dt: Tensor, rates: Tensor, low: float,
+    high: float, chunk: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k, v, dt and rates."""
+    do, q, k, v = (chunked._unit(x) for x in (do, q, k, v))
+    with chunked._device(v):
+        segments = _segments(v, -(-min(q.shape[3], v.shape[3]) // 64), chunk) if v.numel() else 0
+        unseen = walk_back.unseen(q.shape[3], v.shape[3], True, dfinal is not None, segments)
+        if segments == 1 and not unseen and walk_back.refusal(q, k, v, None, chunk, 1.0, False) is None:
+            dfinal = None if dfinal is None else dfinal.contiguous()
+            limited = (rates.contiguous(), low, high)
+            dq, dk, dv, drates, ddt, _ = walk_back.gradients(
+                do, dfinal, q, k, v, dt, dt, None, None, None, scale=1.0, segments=1, rates=limited
+            )
+            return dq, dk, dv, ddt, drates
+    w = _limited(dt, low, high)
+    dq, dk, dv, dg, dw, _ = chunked.chunked_backward._init_fn(
+        do, dfinal, q, k, v, w * rates, w, None, None, 1.0, chunk, 0, True, "hopper or chunks"
+    )
+    return dq, dk, dv, torch.where((dt >= low) & (dt <= high), dw + dg * rates, 0.0), (dg * w).sum((0, 1))
+
+
+@scan_backward_op.register_fake
+def _(do, dfinal, q, k, v, dt, rates, low, high, chunk):
+    return tuple(x.new_empty(x.shape) for x in (q, k, v, dt, rates))
+
+
+refuse_second(scan_backward_op, "Mamba-2 by kernels")
+
+
+def _save(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:5])
+    ctx.limits, ctx.shape = inputs[5:], output[0].shape
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx, do, dfinal):
+    saved = ctx.saved_tensors
+    do = saved[2].new_zeros(ctx.shape) if do is None else do
+    return *scan_backward_op(do, dfinal, *saved, *ctx.limits), None, None, None
+
+
+scan_op.register_autograd(_gradients, setup_context=_save)
 
 
 def mamba_scan_recurrent(

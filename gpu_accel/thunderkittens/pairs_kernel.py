@@ -87,12 +87,15 @@ def _pairs_kernel(
 @triton.jit
 def _gate_sums_kernel(
     sums_of_pairs, got, out_of, weights, into, across, dg, dw, seqlen, chunks, heads, tiles,
+    raw, rates, low, high, raw_b, raw_t, raw_h,
     BT: tl.constexpr, BH: tl.constexpr, BA: tl.constexpr, HAS_W: tl.constexpr, PARTS: tl.constexpr,
+    HAS_RATES: tl.constexpr,
 ):  # fmt: skip
     """The same dg and dw where `both_kernel` has summed up the pairs: BH heads of a chunk a program.
 
     sums_of_pairs (what a step passes on), out_of (batch, heads, chunks, PARTS, BT) and got (.., 4, BT), the rest as
-    above.
+    above. HAS_RATES: weights are of raw (batch, seqlen, heads), between low and high, and gates weights * rates
+    (heads,): dw is the gradient of raw, by both, and dg (batch, chunks, heads) that of rates.
     """
     blocks = (heads + BH - 1) // BH
     program = tl.program_id(0)
@@ -125,10 +128,42 @@ def _gate_sums_kernel(
     rows = chunk * BT + steps
     to = (batch * seqlen + rows)[None, :] * heads + head[:, None]
     mask = there & (rows < seqlen)[None, :]
+    of_weights = passed + out
     if HAS_W:
-        tl.store(dw + to, passed + out, mask=mask)
         own = tl.load(weights + (number[:, None] * chunks + chunk) * BT + steps[None, :], mask=there, other=0.0)
         passed = passed * own
         out = out * own
     grad = tl.cumsum(inside - passed, 1, reverse=True) + (tl.cumsum(out, 1) - out) + by[:, None]
-    tl.store(dg + to, grad, mask=mask)
+    if HAS_RATES:
+        rate = tl.load(rates + head, mask=head < heads, other=0.0)
+        at = raw + batch * raw_b + rows.to(tl.int64)[None, :] * raw_t + head.to(tl.int64)[:, None] * raw_h
+        given = tl.load(at, mask=mask, other=0.0)
+        of_both = of_weights + grad * rate[:, None]
+        tl.store(dw + to, tl.where((given >= low) & (given <= high), of_both, 0.0), mask=mask)
+        at = (batch * chunks + chunk) * heads + head
+        tl.store(dg + at, tl.sum(tl.where(mask, grad * own, 0.0), 1), mask=head < heads)
+    else:
+        if HAS_W:
+            tl.store(dw + to, of_weights, mask=mask)
+        tl.store(dg + to, grad, mask=mask)
+
+
+@triton.jit
+def _head_sums_kernel(
+    dq, dk, sum_q, sum_k, rows, GROUP: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BG: tl.constexpr,
+    BK: tl.constexpr,
+):  # fmt: skip
+    """sum_q, sum_k (rows, K): dq and dk (rows, GROUP, K), added up over GROUP in float32."""
+    program = tl.program_id(0)
+    row = (program // 2 * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    heads, cols = tl.arange(0, BG), tl.arange(0, BK)
+    at = (row[:, None, None] * GROUP + heads[None, :, None]) * K + cols[None, None, :]
+    there = (row < rows)[:, None, None] & (heads < GROUP)[None, :, None] & (cols < K)[None, None, :]
+    to = row[:, None] * K + cols[None, :]
+    inside = (row < rows)[:, None] & (cols < K)[None, :]
+    if program % 2 == 0:
+        total = tl.sum(tl.load(dq + at, mask=there, other=0.0).to(tl.float32), 1)
+        tl.store(sum_q + to, total.to(sum_q.dtype.element_ty), mask=inside)
+    else:
+        total = tl.sum(tl.load(dk + at, mask=there, other=0.0).to(tl.float32), 1)
+        tl.store(sum_k + to, total.to(sum_k.dtype.element_ty), mask=inside)

@@ -45,10 +45,9 @@ _COLUMNS = 64  # of k that a program of walks 1 and 2 takes; 128 took 3 % longer
 # Whether programs walk several heads that share q and k one after the other, and add up their dq and dk in the dtype of
 # these, where that takes no more turns of the GPU: at 80 heads a fifth is left to be added up.
 IN_TURNS = True
-# Whether two warpgroups that share columns in `both_kernel` leave their sums in parts, and P in shared memory.
-IN_PARTS = False
-# Whether `both_kernel` asks for the first products of a chunk before the last one is through.
-EARLY = False
+TOP = False
+SUMS = False
+_ROWS = 4  # of a program that adds up heads
 _HEADS = 8  # of a group that a program of `pairs_kernel` takes; 4 and 16 are as good
 Local = tuple[Tensor, Tensor] | None
 _quick: list[QuickLaunch] = []
@@ -91,9 +90,19 @@ def _turns(programs: int, group: int, slots: int) -> int:
     return max(fits)
 
 
-def _parts(warps: int) -> int:
-    """Parts in which `both_kernel` leaves sums over columns."""
-    return warps // 4 if IN_PARTS else 1
+def _summed(dq: Tensor, dk: Tensor, heads_q: int) -> tuple[Tensor, Tensor]:
+    """Both (batch, seqlen, heads, K) added up over the heads that share one of `heads_q`, in float32."""
+    batch, seqlen, heads, key_dim = dq.shape
+    if not SUMS or dk.shape != dq.shape:
+        return dq.unflatten(2, (heads_q, -1)).sum(3), dk.unflatten(2, (heads_q, -1)).sum(3)
+    sums = [dq.new_empty((batch, seqlen, heads_q, key_dim)) for _ in range(2)]
+    rows = batch * seqlen * heads_q
+    launch(
+        pairs_kernel._head_sums_kernel, 2 * triton.cdiv(rows, _ROWS), (dq, dk, *sums, rows),
+        dict(GROUP=heads // heads_q, K=key_dim, ROWS=_ROWS, BG=next_power_of_2(heads // heads_q),
+             BK=next_power_of_2(key_dim), num_warps=4),
+    )  # fmt: skip
+    return sums[0], sums[1]
 
 
 def _flipped(x: Tensor | None) -> Tensor | None:
@@ -102,7 +111,7 @@ def _flipped(x: Tensor | None) -> Tensor | None:
 
 
 def both(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, vectors: tuple[Tensor, Tensor], initial: Tensor | None,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, vectors: tuple[Tensor, ...], initial: Tensor | None,
     local: Tensor | None, decays: Tensor | None, states: Tensor, *, weighted: bool, scale: float, segments: int,
     config: tuple[int, int], turns: int = 1,
 ) -> tuple[Tensor, ...]:  # fmt: skip
@@ -118,7 +127,7 @@ def both(
     batch, seqlen, heads, value_dim = v.shape
     heads_q, key_dim = q.shape[2:]
     warps, stages = config
-    parts = _parts(warps)
+    parts = warps // 4  # of sums over columns
     chunks, block_k = triton.cdiv(seqlen, CHUNK), 64 if key_dim <= 64 else 128
     dk, dv = (v.new_empty((batch, seqlen, h, n)) for h, n in ((heads // turns, key_dim), (heads, value_dim)))
     final = v.new_empty((batch, heads, value_dim, key_dim), dtype=torch.float32)
@@ -132,8 +141,7 @@ def both(
         (*maps, tensor_map(states, 64, block_k), *map(walk_hopper._line_map, vectors), *optional, final, *sums,
          chunks, heads, heads // heads_q, batch, segments, key_dim, value_dim, scale),
         dict(BK=block_k, BV=64, STAGES=stages, WEIGHTED=weighted, HAS_INITIAL=initial is not None,
-             HAS_LOCAL=local is not None, WARPS=warps, TURNS=turns, EACH=walk_hopper.EACH, PARTS=parts, EARLY=EARLY,
-             UNIT=walk_hopper.EACH and scale == 1),
+             HAS_LOCAL=local is not None, WARPS=warps, TURNS=turns, UNIT=scale == 1, TOP=TOP),
         dict(num_warps=warps),
     )  # fmt: skip
     return dk, dv, final, *sums
@@ -142,16 +150,19 @@ def both(
 def gradients(
     do: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, w: Tensor | None,
     initial: Tensor | None, local: Local, dlocal: Local, *, scale: float, segments: int,
+    rates: walk_hopper.Rates = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv, dg, dw, dinitial as of `chunked.chunked_backward`.
 
+    rates: as `walk_hopper.gate_vectors` takes them; then dw is all of the gradient of w, and that of rates stands for
+    dg. Only for forms in BOTH.
     local, dlocal: (what a segment adds to the state, its decay) forwards and, for q and do with scale 1, backwards.
     """
     do = addressable(do)
     batch, seqlen, heads, value_dim = v.shape
     heads_q, key_dim = q.shape[2:]
     chunks, group = triton.cdiv(seqlen, CHUNK), heads // heads_q
-    vectors = walk_hopper.gate_vectors(g, w, v, chunks)
+    vectors = walk_hopper.gate_vectors(g, w, v, chunks, rates=rates)
     ending = None if dfinal is None else dfinal / scale
     # walks 1 and 2, whose keys are v and whose values are k: two programs an SM, as in the forward
     keys = WalkConfig(block_v=_COLUMNS, stages=2)
@@ -161,8 +172,9 @@ def gradients(
     states = v.new_empty((batch, chunks * rows, heads, key_dim))
     common: dict[str, Any] = dict(vectors=vectors, segments=segments, scale=scale)
     dsum, ddecay = dlocal or (None, None)
-    dg, dw = (torch.empty(v.shape[:3] if has else (0,), dtype=torch.float32, device=v.device)
-              for has in (True, w is not None))  # fmt: skip
+    gates = v.shape[:3] if rates is None else (batch, chunks, heads)
+    dg, dw = (torch.empty(shape, dtype=torch.float32, device=v.device)
+              for shape in (gates, (0,) if w is None else v.shape[:3]))  # fmt: skip
     config = BOTH.get(64 if key_dim <= 64 else 128) if value_dim <= 64 else None
     of_q = of_k = 1
     if IN_TURNS and key_dim > 64 and config and group > 1 and segments == 1 and initial is dfinal is None:
@@ -183,14 +195,17 @@ def gradients(
     dq, _ = walk_hopper.walk(do, v, k, g, w, _flipped(initial), _flipped(added), decay, config=keys, states=states,
                              across=across, x=q, inner=into, turns=of_q, **common)  # fmt: skip
     if group > 1:
-        dq, dk = (x.unflatten(2, (heads_q, -1)).sum(3) for x in (dq, dk))
+        dq, dk = _summed(dq, dk, heads_q)
     if config:
         block = min(16, next_power_of_2(heads))
         launch(
             pairs_kernel._gate_sums_kernel, batch * chunks * triton.cdiv(heads, block),
-            (*pairs, out_of, vectors[1], into, across, dg, dw, seqlen, chunks, heads, tiles),
-            dict(BT=CHUNK, BH=block, BA=rows, HAS_W=w is not None, PARTS=_parts(config[0]), num_warps=4),
+            (*pairs, out_of, vectors[1], into, across, dg, dw, seqlen, chunks, heads, tiles, w,
+             *(rates or (None, 0.0, 0.0)), *((0, 0, 0) if w is None else w.stride())),
+            dict(BT=CHUNK, BH=block, BA=rows, HAS_W=w is not None, PARTS=config[0] // 4, HAS_RATES=rates is not None,
+                 num_warps=4),
         )  # fmt: skip
+        dg = dg if rates is None else dg.sum((0, 1))
         return dq, dk, dv, dg, dw, dstate if scale == 1 else dstate * scale
     block = min(group, _HEADS)
     launch(

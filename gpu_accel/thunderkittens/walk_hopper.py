@@ -17,16 +17,21 @@ CHUNK = 64
 _KEYS = (64, 128)  # what K is padded to
 _NEAR_KEYS = 64  # padded: with more of them states of chunks in shared memory would leave one program an SM
 _MOST_LINES = 2**31  # of gates: their coordinate is one 32-bit number
-# Whether the programs of a last round that fills less than half of the GPU are launched by themselves, and so get an SM
-# each: in one launch they come two to an SM, while others have none (ncu: 4 to 6 programs an SM of 640). Only the
-# forward that tests on an H200 found right so, with gates, weights and K above 64.
-LAST_APART = True
 # Whether chunks of all heads are dealt evenly to as many programs as a GPU holds, where heads do not fill its last
-# round: the same walk of every head, some of them by two programs. Taken before LAST_APART, for the same form.
-DEAL = False
-# Whether every tensor of a chunk has a barrier of its own, see `walk_kernel`.
-EACH = False
+# round: some heads are walked by two programs, with the same bits. Only the form that tests on an H200 found right so:
+# with gates and weights, K = 128 and V = 64.
+DEAL = True
+# Whether what a chunk keeps of its keys is worked out beforehand, for that form.
+KEPT = False
+# Whether a forward whose gates are one a head (retention's) takes them as that, without a kernel that sums them up
+# before: not seen on a card yet.
+STEADY = False
+# Whether what segments add is made by `segments_kernel` and not in plain Triton: not seen on a card yet.
+SEGMENTS = False
+_SEGMENT_STAGES = 4
+Rates = tuple[Tensor, float, float] | None
 _quick: list[QuickLaunch] = []
+_quick_segments: list[QuickLaunch] = []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,36 +88,45 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, chunk: i
     return machine_refusal(v) or problem_refusal(q, k, v, cu_seqlens, chunk)
 
 
-def gate_vectors(g: Tensor | None, w: Tensor | None, v: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
-    """(sums of g, w) as `_gates_kernel` makes them; absent ones are 64 numbers that nobody reads."""
+def gate_vectors(
+    g: Tensor | None, w: Tensor | None, v: Tensor, chunks: int, *, rates: Rates = None, kept: bool = False
+) -> tuple[Tensor, ...]:
+    """(sums of g, w) as `_gates_kernel` makes them; absent ones are 64 numbers that nobody reads.
+
+    rates: ((heads,) float32, low, high): w is kept between both, g is w * rates and not read. kept: with a third one,
+    what chunks keep of their steps.
+    """
     batch, seqlen, heads = v.shape[:3]
     shape = (batch, heads, chunks * CHUNK)
     made = [v.new_empty(CHUNK if x is None else shape, dtype=torch.float32) for x in (g, w)]
+    made += [v.new_empty((batch, heads, chunks, 2, CHUNK), dtype=torch.bfloat16)] if kept else []
     if g is not None or w is not None:
         block = min(16, next_power_of_2(heads))
         strides = [s for x in (g, w) for s in ((0, 0, 0) if x is None else x.stride())]
         launch(
             gates_kernel._gates_kernel, batch * chunks * triton.cdiv(heads, block),
-            (g, w, *made, *strides, seqlen, chunks, heads),
-            dict(BT=CHUNK, BH=block, HAS_G=g is not None, HAS_W=w is not None, num_warps=4),
+            (g, w, *made[:2], *strides, seqlen, chunks, heads, *(rates or (None, 0.0, 0.0)), made[2] if kept else None),
+            dict(BT=CHUNK, BH=block, HAS_G=g is not None, HAS_W=w is not None, HAS_RATES=rates is not None,
+                 HAS_KEPT=kept, num_warps=4),
         )  # fmt: skip
-    return made[0], made[1]
+    return tuple(made)
 
 
 def _line_map(x: Tensor):
-    """TMA map over float32 numbers one after the other, in blocks of a chunk."""
+    """TMA map over float32 numbers one after the other, in blocks of a chunk; of bfloat16 two for each step."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    return TensorDescriptor(x, [x.numel()], [1], [CHUNK], gl.NVMMASharedLayout(0, 32, 1))
+    bits = 8 * x.element_size()
+    return TensorDescriptor(x, [x.numel()], [1], [32 // bits * CHUNK], gl.NVMMASharedLayout(0, bits, 1))
 
 
 def walk(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, w: Tensor | None, initial: Tensor | None,
     local: Tensor | None, decays: Tensor | None, *, scale: float, segments: int, config: WalkConfig | None = None,
-    norm: float | None = None, reverse: bool = False, vectors: tuple[Tensor, Tensor] | None = None,
+    norm: float | None = None, reverse: bool = False, vectors: tuple[Tensor, ...] | None = None,
     states: Tensor | None = None, across: Tensor | None = None, x: Tensor | None = None, inner: Tensor | None = None,
-    turns: int = 1,
+    turns: int = 1, rates: Rates = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(o (batch, seqlen, heads, V), final state (batch, heads, K, V) float32); arguments as in `chunked.chunked`.
 
@@ -121,7 +135,7 @@ def walk(
     weights plus this; without gates, weights, a first state and segments, and with `inner` (batch, heads, seqlen) for
     those sums. vectors: what `gate_vectors` made of g and w.
     reverse; states, x and inner, and across for a walk forwards, which leaves the final state alone: see `walk_kernel`.
-    turns: heads whose o are added up, so that o has heads / turns.
+    turns: heads whose o are added up, so that o has heads / turns. rates: as `gate_vectors` takes them.
     """
     from gpu_accel.thunderkittens import walk_kernel
 
@@ -132,7 +146,12 @@ def walk(
     key_dim, value_dim = q.shape[3], v.shape[3]
     config = config or walk_config(key_dim, value_dim)
     chunks = triton.cdiv(seqlen, CHUNK)
-    sums, weights = vectors or gate_vectors(g, w, v, chunks)
+    forwards = states is None and not reverse
+    form = (key_dim, value_dim, g is not None, w is not None) == (128, config.block_v, True, True)
+    form = form and forwards and segments == 1
+    gate = g if STEADY and w is None and vectors is None and forwards and g is not None and _one_a_head(g) else None
+    given = None if gate is not None else g
+    sums, weights, *factors = vectors or gate_vectors(given, w, v, chunks, rates=rates, kept=KEPT and form)
     o = torch.empty((batch, seqlen, heads // turns, value_dim), dtype=v.dtype, device=v.device)
     final = torch.empty((batch, heads, key_dim, value_dim), dtype=torch.float32, device=v.device)
     block_k = next(n for n in _KEYS if key_dim <= n)
@@ -145,7 +164,7 @@ def walk(
     map_of_x = values[0] if x is None else tensor_map(x, CHUNK, config.block_v)
     far = 0 if x is None else max(x.stride()[:3]) // 8
     strides = (0, 0, 0) if x is None else [s // 8 for s in x.stride()[:3]]  # multiples of 8: TMA reads q, k and v too
-    memory = [final if t is None else t for t in (states, across, x, inner)]
+    memory = [final if t is None else t for t in (states, across, x if gate is None else gate, inner)]
     constants = dict(BK=block_k, BV=config.block_v, STAGES=config.stages, GATED=g is not None, WEIGHTED=w is not None,
                      HAS_INITIAL=initial is not None, HAS_LOCAL=local is not None, NORM=norm is not None,
                      REVERSE=reverse, GATES=states is not None, LATE=config.late,
@@ -153,25 +172,59 @@ def walk(
                      NEAR=states is not None and block_k <= _NEAR_KEYS, TURNS=turns)  # fmt: skip
     aligned = initial is None or initial.data_ptr() % 16 == 0
     programs = batch * heads // turns * tiles * segments
-    seen = g is not None and w is not None and block_k > 64 and states is None and not reverse
-    full = (key_dim, value_dim) == (block_k, config.block_v) and segments == 1
-    dealt = 2 * sms(v) if DEAL and seen and full and _worth_dealing(programs, 2 * sms(v)) else 0
+    dealt = DEAL and form and _worth_dealing(programs, 2 * sms(v))
     if dealt:
-        programs = dealt
-        optional[1] = final.new_empty((dealt, block_k, config.block_v))
-        optional[2] = zero_counters(v.device, dealt)
-    apart = _last_round(programs, sms(v)) if LAST_APART and seen else 0
-    for first, count in ((0, programs - apart), (programs - apart, apart)):
-        if count:
-            _quick[0](
-                (far >= 2**31, aligned), count,
-                (*keys, *values, _line_map(sums), _line_map(weights), *optional, final,
-                 chunks, heads, heads // q.shape[2], batch, segments, tiles, key_dim, value_dim, scale, norm or 0.0,
-                 map_of_states, map_of_x, *memory, *strides, seqlen, heads // v.shape[2], first),
-                constants | dict(LATER=first > 0, DEAL=dealt > 0, EACH=EACH, UNIT=EACH and scale == 1),
-                dict(num_warps=4),
-            )  # fmt: skip
+        programs = 2 * sms(v)
+        optional[1] = final.new_empty((programs, block_k, config.block_v))
+        optional[2] = zero_counters(v.device, programs)
+    _quick[0](
+        (far >= 2**31, aligned, gate is not None and gate.data_ptr() % 16 == 0), programs,
+        (*keys, *values, _line_map(sums), _line_map(weights), *optional, final,
+         chunks, heads, heads // q.shape[2], batch, segments, tiles, key_dim, value_dim, scale, norm or 0.0,
+         map_of_states, map_of_x, *memory, *strides, seqlen, heads // v.shape[2],
+         _line_map(factors[0] if factors else sums)),
+        constants | dict(DEAL=dealt, UNIT=scale == 1, KEPT=bool(factors), STEADY=gate is not None), dict(num_warps=4),
+    )  # fmt: skip
     return o, final
+
+
+def segment_sums(
+    k: Tensor, v: Tensor, g: Tensor | None, w: Tensor | None, *, segments: int, reverse: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(what segments add to the state (segments - 1, batch, heads, K, V), their decays (segments - 1, batch, heads)),
+    float32: of all but the last one, behind which there is none.
+
+    k or v may have fewer heads than the other one, and g and w have as many as the latter. reverse: from the last chunk
+    to the first, what q and do add to the gradient of the state, without weights.
+    """
+    from gpu_accel.thunderkittens import segments_kernel
+
+    if not _quick_segments:
+        _quick_segments.append(QuickLaunch(segments_kernel.segments_kernel))
+    batch, seqlen = v.shape[:2]
+    heads, key_dim, value_dim = max(k.shape[2], v.shape[2]), k.shape[3], v.shape[3]
+    chunks = triton.cdiv(seqlen, CHUNK)
+    gate = g if STEADY and w is None and g is not None and _one_a_head(g) else None
+    vectors = gate_vectors(None if gate is not None else g, w, k if heads > v.shape[2] else v, chunks)
+    local = torch.empty((segments - 1, batch, heads, key_dim, value_dim), dtype=torch.float32, device=v.device)
+    decays = torch.empty((segments - 1, batch, heads), dtype=torch.float32, device=v.device)
+    block_k, tiles = next(n for n in _KEYS if key_dim <= n), triton.cdiv(value_dim, 64)
+    _quick_segments[0](
+        (gate is not None and gate.data_ptr() % 16 == 0,), batch * heads * tiles * (segments - 1),
+        (tensor_map(k, CHUNK, block_k), tensor_map(v, CHUNK, 64), *map(_line_map, vectors),
+         decays if gate is None else gate, local, decays, chunks, heads, heads // k.shape[2], heads // v.shape[2],
+         batch, segments, tiles, key_dim, value_dim, seqlen),
+        dict(BK=block_k, BV=64, STAGES=_SEGMENT_STAGES, GATED=g is not None, WEIGHTED=w is not None, REVERSE=reverse,
+             STEADY=gate is not None),
+        dict(num_warps=4),
+    )  # fmt: skip
+    return local, decays
+
+
+def _one_a_head(g: Tensor) -> bool:
+    """Whether all steps of all sequences read the same float32 number of a head."""
+    same = all(s == 0 or n == 1 for s, n in zip(g.stride()[:2], g.shape[:2], strict=True))
+    return g.dtype == torch.float32 and g.numel() > 0 and same and (g.stride(2) == 1 or g.shape[2] == 1)
 
 
 def sms(x: Tensor) -> int:
@@ -182,9 +235,3 @@ def _worth_dealing(programs: int, places: int) -> bool:
     """Whether there is more than one round of programs, and the last one leaves more than a twentieth of all idle."""
     rounds = triton.cdiv(programs, places)
     return programs > places and 20 * programs < 19 * rounds * places
-
-
-def _last_round(programs: int, count: int) -> int:
-    """How many programs are left for a last round with at most one an SM, where there are rounds before it, else 0."""
-    rest = programs % (2 * count)
-    return rest if programs > rest and rest <= count else 0

@@ -35,6 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gpu_accel.gluon_compat import barrier, tma_add, tma_load, tma_store, tma_written
+from gpu_accel.thunderkittens.chunked_kernels import LOWEST_GATE
 from gpu_accel.thunderkittens.gemm_device import count, partial
 
 STEPS = gl.constexpr(64)  # of a chunk: the M of wgmma
@@ -42,60 +43,43 @@ STEPS = gl.constexpr(64)  # of a chunk: the M of wgmma
 
 @gluon.jit
 def _load(
-    descs, bufs, bars, stage, n, head_v, head_q, head, chunk, line, col, GATED: gl.constexpr, WEIGHTED: gl.constexpr,
-    NEAR: gl.constexpr, STATES: gl.constexpr, EACH: gl.constexpr,
+    descs, bufs, bar, stage, n, head_v, head_q, head, chunk, line, col, GATED: gl.constexpr, WEIGHTED: gl.constexpr,
+    NEAR: gl.constexpr, STATES: gl.constexpr, KEPT: gl.constexpr,
 ):  # fmt: skip
     """Ask for a chunk's q, k, v and gates; NEAR: and for its rows of x, with STATES for its state."""
-    q_desc, k_desc, v_desc, sums_desc, weights_desc, states_desc, x_desc = descs
-    q_bufs, k_bufs, v_bufs, sums_bufs, weights_bufs, states_bufs, x_bufs = bufs
-    q_full, k_full, v_full, sums_full, weights_full, states_full, x_full = bars
+    q_desc, k_desc, v_desc, sums_desc, weights_desc, states_desc, x_desc, kept_desc = descs
+    q_bufs, k_bufs, v_bufs, sums_bufs, weights_bufs, states_bufs, x_bufs, kept_bufs = bufs
+    full = bar.index(stage)
     row = chunk * STEPS
-    VECTORS: gl.constexpr = (GATED + WEIGHTED) * STEPS * 4
+    VECTORS: gl.constexpr = (GATED + WEIGHTED + KEPT) * STEPS * 4
     MORE: gl.constexpr = NEAR * (x_desc.block_type.nbytes + STATES * states_desc.block_type.nbytes)
     TILES: gl.constexpr = q_desc.block_type.nbytes + k_desc.block_type.nbytes + v_desc.block_type.nbytes
-    if EACH:
-        mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes)
-        mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-        mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-        if GATED:
-            mbarrier.expect(sums_full.index(stage), STEPS * 4)
-        if WEIGHTED:
-            mbarrier.expect(weights_full.index(stage), STEPS * 4)
-        if NEAR:
-            mbarrier.expect(x_full.index(stage), x_desc.block_type.nbytes)
-            if STATES:
-                mbarrier.expect(states_full.index(stage), states_desc.block_type.nbytes)
-    else:
-        mbarrier.expect(q_full.index(stage), TILES + VECTORS + MORE)
-    tma_load(q_desc, [n, head_q, row, 0], q_full.index(stage), q_bufs.index(stage))
-    tma_load(k_desc, [n, head_q, row, 0], k_full.index(stage), k_bufs.index(stage))
-    if EACH:
-        if GATED:
-            tma_load(sums_desc, [line + row], sums_full.index(stage), sums_bufs.index(stage))
-        if WEIGHTED:
-            tma_load(weights_desc, [line + row], weights_full.index(stage), weights_bufs.index(stage))
-    tma_load(v_desc, [n, head_v, row, col], v_full.index(stage), v_bufs.index(stage))
-    if not EACH:
-        if GATED:
-            tma_load(sums_desc, [line + row], sums_full.index(stage), sums_bufs.index(stage))
-        if WEIGHTED:
-            tma_load(weights_desc, [line + row], weights_full.index(stage), weights_bufs.index(stage))
+    mbarrier.expect(full, TILES + VECTORS + MORE)
+    tma_load(q_desc, [n, head_q, row, 0], full, q_bufs.index(stage))
+    tma_load(k_desc, [n, head_q, row, 0], full, k_bufs.index(stage))
+    tma_load(v_desc, [n, head_v, row, col], full, v_bufs.index(stage))
+    if GATED:
+        tma_load(sums_desc, [line + row], full, sums_bufs.index(stage))
+    if WEIGHTED:
+        tma_load(weights_desc, [line + row], full, weights_bufs.index(stage))
+    if KEPT:
+        tma_load(kept_desc, [2 * (line + row)], full, kept_bufs.index(stage))
     if NEAR:
-        tma_load(x_desc, [n, head_v, row, col], x_full.index(stage), x_bufs.index(stage))
+        tma_load(x_desc, [n, head_v, row, col], full, x_bufs.index(stage))
         if STATES:
             ROWS: gl.constexpr = states_desc.block_type.shape[2]
-            tma_load(states_desc, [n, head, chunk * ROWS, col], states_full.index(stage), states_bufs.index(stage))
+            tma_load(states_desc, [n, head, chunk * ROWS, col], full, states_bufs.index(stage))
 
 
 @gluon.jit
 def _load_turn(
-    descs, bufs, bars, stage, n, head, step, chunks, heads, group, group_v, col, GATED: gl.constexpr,
-    WEIGHTED: gl.constexpr, EACH: gl.constexpr,
+    descs, bufs, bar, stage, n, head, step, chunks, heads, group, group_v, col, GATED: gl.constexpr,
+    WEIGHTED: gl.constexpr,
 ):  # fmt: skip
     """`_load` for step `step` of a program that walks all chunks of `head`, then those of the next one."""
     mine = head + step // chunks
-    _load(descs, bufs, bars, stage, n, mine // group_v, mine // group, mine, step % chunks,
-          (n * heads + mine) * chunks * STEPS, col, GATED, WEIGHTED, True, True, EACH)  # fmt: skip
+    _load(descs, bufs, bar, stage, n, mine // group_v, mine // group, mine, step % chunks,
+          (n * heads + mine) * chunks * STEPS, col, GATED, WEIGHTED, True, True, False)  # fmt: skip
 
 
 @gluon.jit
@@ -142,9 +126,20 @@ def _state_places(number, col, K, V, BK: gl.constexpr, BV: gl.constexpr, LAYOUT:
 
 
 @gluon.jit
+def _sums_of(sums, decay, left, LAYOUT: gl.constexpr, STEADY: gl.constexpr):
+    """Gates summed up inside a chunk: as they were made, or STEADY, of one gate for all of its `left` steps."""
+    if STEADY:
+        made = gl.minimum(gl.arange(0, STEPS, layout=LAYOUT) + 1, left).to(gl.float32) * decay
+    else:
+        made = sums.load(LAYOUT)
+    return made
+
+
+@gluon.jit
 def _scaled_keys(
-    k_buf, sums, weights, last, LAYOUT: gl.constexpr, GATED: gl.constexpr, WEIGHTED: gl.constexpr, REVERSE: gl.constexpr
-):
+    k_buf, sums, weights, last, LAYOUT: gl.constexpr, GATED: gl.constexpr, WEIGHTED: gl.constexpr,
+    REVERSE: gl.constexpr, decay=0.0, left=0, STEADY: gl.constexpr = False,
+):  # fmt: skip
     """k' (K, steps) as a left operand in registers, every step times what the end of the chunk keeps of it.
 
     REVERSE: times what the beginning keeps, without weights.
@@ -153,7 +148,7 @@ def _scaled_keys(
     if GATED or WEIGHTED:
         wide = keys.to(gl.float32)
         if GATED:
-            factor = sums.load(gl.SliceLayout(0, LAYOUT))
+            factor = _sums_of(sums, decay, left, gl.SliceLayout(0, LAYOUT), STEADY)
             factor = gl.exp2(factor) if REVERSE else gl.exp2(last - factor)
             if WEIGHTED:
                 factor = factor * weights.load(gl.SliceLayout(0, LAYOUT))
@@ -161,6 +156,18 @@ def _scaled_keys(
             factor = weights.load(gl.SliceLayout(0, LAYOUT))
         keys = (wide * factor[None, :]).to(keys.dtype)
     return keys
+
+
+@gluon.jit
+def _kept_keys(k_buf, kept, LAYOUT: gl.constexpr):
+    """As `_scaled_keys`, with factors that are sums of two bfloat16: k (a + b), two at a time, rounded once."""
+    keys = k_buf.permute((1, 0)).load(LAYOUT)
+    first = kept.slice(0, STEPS).load(gl.SliceLayout(0, LAYOUT))[None, :]
+    rest = kept.slice(STEPS, STEPS).load(gl.SliceLayout(0, LAYOUT))[None, :]
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 t; mul.rn.bf16x2 t, $1, $3; fma.rn.bf16x2 $0, $1, $2, t; }", "=r,r,r,r", [keys, first, rest],
+        dtype=gl.bfloat16, is_pure=True, pack=2,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -175,16 +182,15 @@ def _rows_of(x, x_b, x_t, x_h, n, head, chunk, col, seqlen, V, BV: gl.constexpr,
 
 # what gradients alone need comes last: forwards stay the machine code that they were, byte by byte
 @gluon.jit(do_not_specialize=["chunks", "heads", "group", "sequences", "segments", "tiles", "K", "V", "scale", "floor",
-                              "x_b", "x_t", "x_h", "seqlen", "group_v", "first_program"])  # fmt: skip
+                              "x_b", "x_t", "x_h", "seqlen", "group_v"])  # fmt: skip
 def walk_kernel(
     q_desc, k_desc, v_desc, o_desc, sums_desc, weights_desc, initial, local, decays, final,
     chunks, heads, group, sequences, segments, tiles, K, V, scale, floor,
-    states_desc, x_desc, states, across, x, inner, x_b, x_t, x_h, seqlen, group_v, first_program,
+    states_desc, x_desc, states, across, x, inner, x_b, x_t, x_h, seqlen, group_v, kept_desc,
     BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, WEIGHTED: gl.constexpr,
     HAS_INITIAL: gl.constexpr, HAS_LOCAL: gl.constexpr, NORM: gl.constexpr, REVERSE: gl.constexpr,
     GATES: gl.constexpr, LATE: gl.constexpr, TOTALS: gl.constexpr, NEAR: gl.constexpr, TURNS: gl.constexpr,
-    LATER: gl.constexpr, DEAL: gl.constexpr, EACH: gl.constexpr,
-    UNIT: gl.constexpr,
+    DEAL: gl.constexpr, UNIT: gl.constexpr, KEPT: gl.constexpr, STEADY: gl.constexpr,
 ):  # fmt: skip
     """o through o_desc, and final (sequences, heads, K, V) float32. Descriptors of rank 4: (batch, head, row, column).
 
@@ -202,17 +208,18 @@ def walk_kernel(
     as v, V; strides in units of 8) with what the state adds to o, without weights.
     TURNS: heads that a forward GATES walk takes one after the other, whose o is one (of heads / TURNS): the copy engine
     adds the later ones to the first, in the dtype of o. Without a first state and segments.
-    LATER: programs are numbered from first_program on, those before it are of another launch.
     DEAL: the chunks of all heads, one after the other, are dealt evenly to the programs, of which each has as many as a
     head or more. It begins with its last head, whose state it leaves in local (programs, BK, BV) float32 where another
     one goes on, counted in decays (programs,) int32; its first head comes last, when what the program before it did
     first is there. Counters are zero before and after. K is BK, and V is BV.
-    EACH: a barrier for every tensor and stage. Between loads that arrive on one barrier Triton 3.6 puts a barrier of
-    all threads each; loads of barriers of their own need one together, and what comes late is waited for late.
-    UNIT: scale is 1.
+    UNIT: scale is 1. KEPT: what the end of a chunk keeps of each step comes as two bfloat16, through kept_desc.
+    STEADY: a head has one gate for all steps, in x (heads,) float32, and sums_desc is not read.
     """
-    gl.static_assert(not (DEAL and (GATES or REVERSE or NORM or HAS_LOCAL or TURNS > 1 or LATER)))
+    gl.static_assert(not (DEAL and (GATES or REVERSE or NORM or HAS_LOCAL or TURNS > 1)))
+    gl.static_assert(not KEPT or (GATED and WEIGHTED and not REVERSE and BV == 64))
     gl.static_assert(TURNS == 1 or (GATES and NEAR and not (REVERSE or HAS_INITIAL or HAS_LOCAL)))
+    gl.static_assert(not STEADY or (GATED and not (WEIGHTED or GATES or REVERSE or DEAL)))
+    SUMMED: gl.constexpr = GATED and not STEADY
     gl.static_assert(not (NORM and (GATED or WEIGHTED or HAS_INITIAL or HAS_LOCAL or REVERSE)))
     dtype: gl.constexpr = q_desc.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -239,42 +246,15 @@ def walk_kernel(
         if STATES:
             STATE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, BV], dtype)
             states_bufs = gl.allocate_shared_memory(dtype, [STAGES, BK, BV], STATE)
+    kept_bufs = sums_bufs
+    if KEPT:
+        kept_bufs = gl.allocate_shared_memory(dtype, [STAGES, 2 * STEPS], gl.NVMMASharedLayout(0, 16, 1))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-    bars = (full, full, full, full, full, full, full)
-    if EACH:
-        k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-        v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-        sums_full = full
-        weights_full = full
-        states_full = full
-        x_full = full
-        for i in gl.static_range(STAGES):
-            mbarrier.init(k_full.index(i), count=1)
-            mbarrier.init(v_full.index(i), count=1)
-        if GATED:
-            sums_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-            for i in gl.static_range(STAGES):
-                mbarrier.init(sums_full.index(i), count=1)
-        if WEIGHTED:
-            weights_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-            for i in gl.static_range(STAGES):
-                mbarrier.init(weights_full.index(i), count=1)
-        if NEAR:
-            x_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-            for i in gl.static_range(STAGES):
-                mbarrier.init(x_full.index(i), count=1)
-            if STATES:
-                states_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-                for i in gl.static_range(STAGES):
-                    mbarrier.init(states_full.index(i), count=1)
-        bars = (full, k_full, v_full, sums_full, weights_full, states_full, x_full)
     fence_async_shared()
 
     program = gl.program_id(0)
-    if LATER:
-        program += first_program
     col = program % tiles * BV
     rest = program // tiles
     if DEAL:
@@ -303,25 +283,24 @@ def walk_kernel(
         n_ahead, head_ahead, chunk_ahead = n, head, 0
     number = n * heads + head
     line = number * chunks * STEPS
-    descs = (q_desc, k_desc, v_desc, sums_desc, weights_desc, states_desc, x_desc)
-    bufs = (q_bufs, k_bufs, v_bufs, sums_bufs, weights_bufs, states_bufs, x_bufs)
+    descs = (q_desc, k_desc, v_desc, sums_desc, weights_desc, states_desc, x_desc, kept_desc)
+    bufs = (q_bufs, k_bufs, v_bufs, sums_bufs, weights_bufs, states_bufs, x_bufs, kept_bufs)
     for i in gl.static_range(STAGES):
         if DEAL:
             if i < end:
-                _load(descs, bufs, bars, i, n_ahead, head_ahead, head_ahead // group, head_ahead, chunk_ahead,
+                _load(descs, bufs, full, i, n_ahead, head_ahead, head_ahead // group, head_ahead, chunk_ahead,
                       (n_ahead * heads + head_ahead) * chunks * STEPS, col, GATED, WEIGHTED, False, False,
-                      EACH)  # fmt: skip
+                      KEPT)  # fmt: skip
             n_ahead, head_ahead, chunk_ahead = _piece_after(
                 i, n_ahead, head_ahead, chunk_ahead, chunks, heads, whole, lowest, first
             )
         elif TURNS > 1:
             if i < TURNS * chunks:
-                _load_turn(descs, bufs, bars, i, n, head, i, chunks, heads, group, group_v, col, GATED, WEIGHTED,
-                           EACH)  # fmt: skip
+                _load_turn(descs, bufs, full, i, n, head, i, chunks, heads, group, group_v, col, GATED, WEIGHTED)
         elif begin + i < end:
             first = chunks - 1 - begin - i if REVERSE else begin + i
-            _load(descs, bufs, bars, i, n, head_v, head_q, head, first, line, col, GATED, WEIGHTED, NEAR, STATES,
-                  EACH)  # fmt: skip
+            _load(descs, bufs, full, i, n, head_v, head_q, head, first, line, col, SUMMED, WEIGHTED, NEAR, STATES,
+                  KEPT)  # fmt: skip
 
     acc = gl.full([BK, BV], 0.0, gl.float32, OUT)
     if HAS_INITIAL:
@@ -354,6 +333,10 @@ def walk_kernel(
     last = 0.0
     if DEAL:
         chunk_now = 0
+    decay = 0.0
+    left = 0
+    if STEADY:
+        decay = gl.maximum(gl.load(x + head), LOWEST_GATE) * 1.4426950408889634
     for i in range(begin, end * TURNS):
         chunk = chunks - 1 - i if REVERSE else i
         if DEAL:
@@ -371,8 +354,6 @@ def walk_kernel(
         if GATES and REVERSE and not NEAR:
             x_tile = _rows_of(x, x_b, x_t, x_h, n, head_v, chunk, col, seqlen, _opaque(V), BV, OUT)
         mbarrier.wait(full.index(stage), phase)
-        if EACH:
-            mbarrier.wait(k_full.index(stage), phase)
         k_buf = k_bufs.index(stage)
         v_buf = v_bufs.index(stage)
         scores = warpgroup_mma(q_bufs.index(stage), k_buf.permute((1, 0)), no_scores, use_acc=False, is_async=True)
@@ -380,15 +361,15 @@ def walk_kernel(
             out = warpgroup_mma(q_bufs.index(stage), s_buf, no_out, use_acc=False, is_async=True)
 
         # what needs no product
-        if EACH and GATED:
-            mbarrier.wait(sums_full.index(stage), phase)
-        if EACH and WEIGHTED:
-            mbarrier.wait(weights_full.index(stage), phase)
         if GATED:
             sums = sums_bufs.index(stage)
-            b_t = sums.load(gl.SliceLayout(1, SCORES))
-            b_s = sums.load(gl.SliceLayout(0, SCORES))
+            if STEADY:
+                left = seqlen - chunk * STEPS
+            b_t = _sums_of(sums, decay, left, gl.SliceLayout(1, SCORES), STEADY)
+            b_s = _sums_of(sums, decay, left, gl.SliceLayout(0, SCORES), STEADY)
             last = gl.sum(gl.where(steps_s == STEPS - 1, b_s, 0.0), axis=0)
+            if STEADY:
+                last = gl.minimum(left, STEPS).to(gl.float32) * decay
             between = b_s[None, :] - b_t[:, None] if REVERSE else b_t[:, None] - b_s[None, :]
             share = gl.where(causal, gl.exp2(between), 0.0)
             if WEIGHTED and not REVERSE:
@@ -400,8 +381,6 @@ def walk_kernel(
             to = ((program % tiles * sequences * heads + number) * chunks + chunk).to(gl.int64) * BK
             rows = gl.arange(0, BK, layout=gl.SliceLayout(1, OUT))
             if NEAR:
-                if EACH:
-                    mbarrier.wait(states_full.index(stage), phase)
                 behind = states_bufs.index(stage).load(OUT)
             gl.store(across + to + rows, gl.sum(acc * behind.to(gl.float32), axis=1) * scale)
             if not NEAR:
@@ -416,8 +395,11 @@ def walk_kernel(
         else:
             p = gl.where(causal, scores, 0.0).to(dtype)
         # scaled under the first products keys took 4 us longer of 44, and spilled at K = 128
-        keys = _scaled_keys(k_buf, sums_bufs.index(stage), weights_bufs.index(stage), last, LEFT, GATED,
-                            WEIGHTED and not REVERSE, REVERSE)  # fmt: skip
+        if KEPT:
+            keys = _kept_keys(k_buf, kept_bufs.index(stage), LEFT)
+        else:
+            keys = _scaled_keys(k_buf, sums_bufs.index(stage), weights_bufs.index(stage), last, LEFT, GATED,
+                                WEIGHTED and not REVERSE, REVERSE, decay, left, STEADY)  # fmt: skip
         if NORM:
             before = q_bufs.index(stage).load(LEFT).to(gl.float32) * z_buf.load(gl.SliceLayout(0, LEFT))[None, :]
             total = gl.convert_layout(gl.sum(before, axis=1), gl.SliceLayout(1, OUT))
@@ -425,19 +407,15 @@ def walk_kernel(
             z += gl.sum(keys.to(gl.float32), axis=1)
         out = warpgroup_mma_wait(0, deps=[out])
         if GATED:
-            b_out = sums_bufs.index(stage).load(gl.SliceLayout(1, OUT))
+            b_out = _sums_of(sums_bufs.index(stage), decay, left, gl.SliceLayout(1, OUT), STEADY)
             b_out = last - b_out if REVERSE else b_out
             out = out * gl.exp2(b_out)[:, None]
         if GATES:
             to = ((program % tiles * sequences * heads + number) * chunks + chunk).to(gl.int64) * STEPS
             rows = gl.arange(0, STEPS, layout=gl.SliceLayout(1, OUT))
             if NEAR:
-                if EACH:
-                    mbarrier.wait(x_full.index(stage), phase)
                 x_tile = x_bufs.index(stage).load(OUT)
             gl.store(inner + to + rows, gl.sum(out * x_tile.to(gl.float32), axis=1) * scale)
-        if EACH:
-            mbarrier.wait(v_full.index(stage), phase)
         out = warpgroup_mma(gl.convert_layout(p, LEFT), v_buf, out, is_async=True)
         acc = warpgroup_mma(keys, v_buf, acc, is_async=True)
         tma.store_wait(0)
@@ -485,14 +463,14 @@ def walk_kernel(
             if chunk == chunks - 1:
                 tma_written()  # before anything is added to it
             if i + STAGES < end * TURNS:
-                _load_turn(descs, bufs, bars, stage, n, head, i + STAGES, chunks, heads, group, group_v, col, GATED,
-                           WEIGHTED, EACH)  # fmt: skip
+                _load_turn(descs, bufs, full, stage, n, head, i + STAGES, chunks, heads, group, group_v, col, GATED,
+                           WEIGHTED)  # fmt: skip
         elif DEAL:
             tma_store(o_desc, [n_now, head_now, chunk * STEPS, col], o_buf)
             if i + STAGES < end:
-                _load(descs, bufs, bars, stage, n_ahead, head_ahead, head_ahead // group, head_ahead, chunk_ahead,
+                _load(descs, bufs, full, stage, n_ahead, head_ahead, head_ahead // group, head_ahead, chunk_ahead,
                       (n_ahead * heads + head_ahead) * chunks * STEPS, col, GATED, WEIGHTED, False, False,
-                      EACH)  # fmt: skip
+                      KEPT)  # fmt: skip
             n_ahead, head_ahead, chunk_ahead = _piece_after(
                 i + STAGES, n_ahead, head_ahead, chunk_ahead, chunks, heads, whole, lowest, first
             )
@@ -503,8 +481,8 @@ def walk_kernel(
                 tma_store(states_desc, [n, head, (chunk - 1) * BK, col], s_buf)
         if not DEAL and TURNS == 1 and i + STAGES < end:
             ahead = chunk - STAGES if REVERSE else chunk + STAGES
-            _load(descs, bufs, bars, stage, n, head_v, head_q, head, ahead, line, col, GATED, WEIGHTED, NEAR, STATES,
-                  EACH)  # fmt: skip
+            _load(descs, bufs, full, stage, n, head_v, head_q, head, ahead, line, col, SUMMED, WEIGHTED, NEAR, STATES,
+                  KEPT)  # fmt: skip
         stage += 1
         if stage == STAGES:
             stage = 0

@@ -2,8 +2,8 @@
 
     hopper               ours, in Gluon: Based with its features in registers, the walk behind Hedgehog's map
     portable             ours, plain Triton
-    hopper-fused,        with a window: its softmax and the sum of both parts in one kernel, not by flash_attention3
-    portable-fused
+    hopper-fused,        with a window, not by flash_attention3: all of it in one kernel in Gluon, or its softmax and
+    portable-fused       the sum of both parts in one of plain Triton
     torch                the same chunks as eager torch products (the reference, and the ruler of the check)
     fla-parallel         parallel_based of fla, which the paper compared Based with: quadratic in the length
     fla                  fused_chunk_based; for Hedgehog chunk_linear_attn on an eager map, as fla's users have it

@@ -296,6 +296,37 @@ def test_walk_on_hopper(shape, given, initial, segments):
         assert torch.equal(out, same)
 
 
+@pytest.mark.parametrize(("shape", "initial", "segments"), [
+    pytest.param((2, 1000, 4, 4, 128, 128), False, 1, id="K128"),
+    pytest.param((1, 130, 4, 2, 64, 72), True, 2, id="K64-V72-initial-segments"),
+    pytest.param((1, 65, 1, 1, 24, 64), False, 1, id="H1-T65-K24"),
+])  # fmt: skip
+def test_one_gate_a_head(shape, initial, segments, monkeypatch):
+    """Retention's decays as the walk takes them, one of them below the lowest gate."""
+    monkeypatch.setattr(walk_hopper, "STEADY", True)
+    monkeypatch.setattr(walk_hopper, "SEGMENTS", True)
+    batch, seqlen, heads, heads_q, key_dim, value_dim = shape
+    q, k = (randn(batch, seqlen, heads_q, key_dim, seed=s, dtype=BF16) for s in (1, 2))
+    v = randn(batch, seqlen, heads, value_dim, seed=3, dtype=BF16)
+    decay = torch.cat([linear.retention_decay(heads, "cuda")[1:], torch.tensor([-100.0], device="cuda")])
+    h = randn(batch, heads, key_dim, value_dim, seed=6) if initial else None
+    vectors, seen = walk_hopper.gate_vectors, []
+    monkeypatch.setattr(walk_hopper, "gate_vectors", lambda g, *more: seen.append(g) or vectors(g, *more))
+
+    def call(backend, dtype=BF16):
+        return linear.linear_attention(
+            *(x.to(dtype) for x in (q, k, v)), g=decay[None, None].expand(v.shape[:3]), scale=0.3, initial_state=h,
+            backend=backend, segments=segments if backend == "hopper" else 0,
+        )  # fmt: skip
+
+    found, again = call("hopper"), call("hopper")
+    assert not any(g is not None for g in seen)
+    for name, out, same, *two in zip(["o", "state"], found, again, call("reference", torch.float64), call("reference"),
+                                     strict=True):  # fmt: skip
+        assert_close_to_truth(name, out, *two)
+        assert torch.equal(out, same)
+
+
 @pytest.fixture
 def walks_back(monkeypatch):
     """Gradients by `walk_back` for "hopper", also of forms that are not taken unasked yet; those that were made."""
@@ -412,6 +443,27 @@ def test_walks_back_without_gradients_of_gates(shape, initial, segments, gates, 
     assert len(made) == 1
 
 
+@pytest.mark.parametrize("case", [p.values for p in WALKS if "segments" in p.id], ids=["given", "chosen"])
+def test_walks_of_segments_summed_by_gluon(case, monkeypatch):
+    monkeypatch.setattr(walk_hopper, "SEGMENTS", True)
+    test_walk_on_hopper(*case)
+
+
+@pytest.mark.parametrize("case", [p.values for p in WALKS_BACK if "segments" in p.id], ids=["given", "chosen"])
+def test_walks_back_of_segments_summed_by_gluon(case, walks_back, monkeypatch):
+    monkeypatch.setattr(walk_hopper, "SEGMENTS", True)
+    check_walks_back(*case, walks_back)
+
+
+@pytest.mark.parametrize(("shape", "initial", "segments", "gates"), [
+    ((1, 4096, 4, 4, 128, 128), False, 0, True), ((2, 300, 4, 2, 128, 64), True, 2, True),
+    ((1, 4096, 4, 4, 64, 128), True, 0, False)
+], ids=["chosen", "q2-initial", "none-initial"])  # fmt: skip
+def test_walks_back_of_segments_summed_by_gluon_without_gates(shape, initial, segments, gates, monkeypatch):
+    monkeypatch.setattr(walk_hopper, "SEGMENTS", True)
+    test_walks_back_without_gradients_of_gates(shape, initial, segments, gates, monkeypatch)
+
+
 @pytest.mark.parametrize(("seqlen", "key_dim", "value_dim"), [(515, 128, 128), (1, 128, 64), (300, 64, 72)])
 def test_normalised_walk(seqlen, key_dim, value_dim):
     q, k = (randn(2, seqlen, 16, key_dim, seed=s, dtype=BF16).abs() for s in (1, 2))
@@ -504,29 +556,6 @@ def test_mamba_of_walks_back(backend, monkeypatch):
     assert made
 
 
-def test_a_last_round_apart(monkeypatch):
-    """Programs of a second launch, with the same bits."""
-    heads = 96  # with three sequences 288 programs, for 264 at a time on an H100 and an H200
-    q, k = (randn(3, 200, 1, 128, seed=s, dtype=BF16) for s in (1, 2))
-    v, g = randn(3, 200, heads, 64, seed=3, dtype=BF16), -randn(3, 200, heads, seed=4).square()
-    call = functools.partial(walk_hopper.walk, q, k, v, g, -g, None, None, None, scale=1.0, segments=1)
-    counts, launch = [], walk_hopper.QuickLaunch.__call__
-
-    def counted(self, key, count, *arguments):
-        counts.append(count)
-        launch(self, key, count, *arguments)
-
-    monkeypatch.setattr(walk_hopper.QuickLaunch, "__call__", counted)
-    monkeypatch.setattr(walk_hopper, "DEAL", False)
-    monkeypatch.setattr(walk_hopper, "LAST_APART", False)
-    whole = call()
-    monkeypatch.setattr(walk_hopper, "LAST_APART", True)
-    apart = call()
-    slots = 2 * torch.cuda.get_device_properties(0).multi_processor_count
-    assert counts == [288, *([slots, 288 - slots] if 144 <= slots < 288 else [288])]
-    assert all(torch.equal(a, b) for a, b in zip(whole, apart, strict=True))
-
-
 @pytest.mark.parametrize("initial", [False, True], ids=["", "initial"])
 @pytest.mark.parametrize(("heads", "seqlen"), [(96, 200), (100, 2000), (176, 65), (270, 64)])
 def test_chunks_dealt(heads, seqlen, initial, monkeypatch):
@@ -538,7 +567,6 @@ def test_chunks_dealt(heads, seqlen, initial, monkeypatch):
     v, g = randn(3, seqlen, heads, 64, seed=3, dtype=BF16), -randn(3, seqlen, heads, seed=4).square()
     h = randn(3, heads, 128, 64, seed=5) if initial else None
     call = functools.partial(walk_hopper.walk, q, k, v, g, -g, h, None, None, scale=1.0, segments=1)
-    monkeypatch.setattr(walk_hopper, "LAST_APART", False)
     monkeypatch.setattr(walk_hopper, "DEAL", False)
     whole = call()
     monkeypatch.setattr(walk_hopper, "DEAL", True)

@@ -31,16 +31,14 @@ def test_the_template(m, k, n, by_tma, monkeypatch):
     judge(out, a.double() @ b.double())
 
 
-@pytest.mark.parametrize("plain", [False, True], ids=["", "plain"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
 @pytest.mark.parametrize(("m", "k", "n", "out_dtype"), [
     pytest.param(200, 520, 264, None, id="200x520x264"),
     pytest.param(72, 64, 136, torch.float32, id="72x64x136-float32"),
 ])  # fmt: skip
-def test_products(m, k, n, out_dtype, layout, dtype, plain, monkeypatch):
+def test_products(m, k, n, out_dtype, layout, dtype, monkeypatch):
     """Six tiles by two programs; a bias and an activation; float32 leaves from registers."""
-    monkeypatch.setattr(gemm_hopper, "PLAIN", plain)
     monkeypatch.setattr(gemm_hopper, "multiprocessors", lambda _: 2)
     a = randn(m, k, seed=1, dtype=dtype) if layout[0] == "n" else randn(k, m, seed=1, dtype=dtype).t()
     b = randn(k, n, seed=2, dtype=dtype) if layout[1] == "n" else randn(n, k, seed=2, dtype=dtype).t()
@@ -51,17 +49,3 @@ def test_products(m, k, n, out_dtype, layout, dtype, plain, monkeypatch):
             out = gemm_hopper.gemm(a, b, bias, activation="relu", out_dtype=out_dtype, config=config)
         assert done == ["gemm_kernel"] and out.dtype == (out_dtype or dtype)
         judge(out, truth)
-
-
-@pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
-@pytest.mark.parametrize(("m", "k", "n"), [(200, 64, 264), (72, 104, 136)])
-def test_products_of_short_k(m, k, n, layout):
-    """A program a tile; edges in every direction, and a last slice that is not full."""
-    a = randn(m, k, seed=1, dtype=torch.bfloat16) if layout[0] == "n" else randn(k, m, seed=1, dtype=torch.bfloat16).t()
-    b = randn(k, n, seed=2, dtype=torch.bfloat16) if layout[1] == "n" else randn(n, k, seed=2, dtype=torch.bfloat16).t()
-    bias = randn(n, seed=3, dtype=torch.bfloat16)
-    config = gemm_hopper.GemmConfig(bn=128, short=True)
-    with gluon_in_torch.kernels_on_a_cpu() as done:
-        out = gemm_hopper.gemm(a, b, bias, activation="relu", config=config)
-    assert done == ["gemm_short_kernel"]
-    judge(out, (a.double() @ b.double() + bias.double()).relu())

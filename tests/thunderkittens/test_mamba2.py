@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from gpu_accel.errors import InvalidInputError
+from gpu_accel.thunderkittens import chunked, mamba2, walk_back, walk_hopper
 from gpu_accel.thunderkittens.mamba2 import mamba_chunk_scan_combined, mamba_scan_recurrent
+from tests import gluon_in_torch
 from tests.thunderkittens.helpers import close, randn, run
 
 NAMES = ["x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_states"]
@@ -160,3 +162,35 @@ def test_pairs_are_not_rounded_before_gates_have_them(device):
     truth = gradient("reference", torch.float64)
     mine, ruler = (gradient(name, torch.float16) - truth for name in ("portable", "reference"))
     assert mine.square().mean() < (0.1 * ruler).square().mean()
+
+
+@pytest.mark.parametrize("dstate", [128, 64])
+@pytest.mark.parametrize("states", [True, False], ids=["states", ""])
+def test_gates_by_the_source_of_the_walks(dstate, states, device, monkeypatch):
+    """Gates and their gradients made by the kernels of the walks: the same as those that torch makes, but for the order
+    of sums. Six heads for four programs; some of dt is beyond its limits."""
+    monkeypatch.setattr(walk_hopper, "refusal", lambda *_: None)
+    monkeypatch.setattr(walk_hopper, "sms", lambda _: 2)
+    monkeypatch.setattr(walk_back, "unseen", lambda *_: None)
+    monkeypatch.setattr(chunked, "segments_for", lambda *_: 1)
+    x, do = (randn(2, 130, 3, 64, seed=s, dtype=torch.bfloat16, device=device) for s in (1, 2))
+    B, C = (randn(2, 130, 1, dstate, seed=s, dtype=torch.bfloat16, device=device) for s in (3, 4))
+    tensors = [x, randn(2, 130, 3, seed=5, device=device), -randn(3, seed=6, device=device).exp(), B, C]
+    grads = [do, randn(2, 3, 64, dstate, seed=7, device=device)][: 1 + states]
+
+    def call(*tensors):
+        made = mamba_chunk_scan_combined(*tensors, 64, dt_limit=(-0.1, 0.9), return_final_states=True, backend="hopper")
+        return made if states else made[0]
+
+    found = []
+    for whole in (False, True):
+        monkeypatch.setattr(mamba2, "_walks", lambda *_, whole=whole: whole)
+        with gluon_in_torch.kernels_on_a_cpu() as done:
+            found.append(run(call, tensors, grads))
+        assert sorted(done) == ["both_kernel", "walk_kernel", "walk_kernel"]
+    names = ["y", "states", "dx", "ddt", "dA", "dB", "dC"] if states else ["y", "dx", "ddt", "dA", "dB", "dC"]
+    for name, by_torch, mine in zip(names, *found, strict=True):
+        if name in ("ddt", "dA"):
+            torch.testing.assert_close(mine, by_torch, rtol=1e-5, atol=1e-5 * float(by_torch.abs().max()))
+        else:
+            assert torch.equal(mine, by_torch), name
