@@ -107,15 +107,22 @@ def _row(x, t, stride, cols, there):
 
 
 @triton.jit
-def _filter(weight, bias, cols, in_dim, dim, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr):
+def _filter(weight, bias, cols, in_dim, dim, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr,
+            TOGETHER: tl.constexpr):  # fmt: skip
     """Taps of 0 to 3 steps before, and what is added always, each (channels,) in float32.
 
     SCALED: all of it times -log2(e), so that what they add up to is the exponent of 2 that a sigmoid takes.
     """
-    w0 = _tap(weight, cols, dim, 0, WIDTH)
-    w1 = _tap(weight, cols, dim, 1, WIDTH)
-    w2 = _tap(weight, cols, dim, 2, WIDTH)
-    w3 = _tap(weight, cols, dim, 3, WIDTH)
+    if TOGETHER and WIDTH == 4:  # eight bytes a channel at once; beside copies ahead its layout would be the loop's
+        taps = tl.load(weight + cols[:, None] * 4 + tl.arange(0, 4)[None, :], mask=in_dim[:, None], other=0.0)
+        even, odd = tl.split(tl.reshape(taps.to(tl.float32), (cols.shape[0], 2, 2)))
+        w3, w1 = tl.split(even)
+        w2, w0 = tl.split(odd)
+    else:
+        w0 = _tap(weight, cols, dim, 0, WIDTH)
+        w1 = _tap(weight, cols, dim, 1, WIDTH)
+        w2 = _tap(weight, cols, dim, 2, WIDTH)
+        w3 = _tap(weight, cols, dim, 3, WIDTH)
     always = tl.zeros(cols.shape, tl.float32)
     if HAS_BIAS:
         always = tl.load(bias + cols, mask=in_dim, other=0.0).to(tl.float32)
@@ -171,7 +178,7 @@ def _silu(pre, SILU: tl.constexpr, SCALED: tl.constexpr):
 def _conv_walk_kernel(
     x, weight, bias, y, x_b, x_t, y_b, y_t, seqlen, dim, steps,
     WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
+    AHEAD: tl.constexpr, GO: tl.constexpr,
 ):  # fmt: skip
     """y (batch, seqlen, dim) of x with channels side by side in both, `steps` steps (a multiple of four) a program.
 
@@ -186,7 +193,7 @@ def _conv_walk_kernel(
     left = tl.minimum(seqlen - begin, steps)
     x += batch * x_b + begin.to(tl.int64) * x_t  # from here on offsets are of steps of its own, in 32 bits
     y += batch * y_b + begin.to(tl.int64) * y_t
-    w0, w1, w2, w3, always = _filter(weight, bias, cols, in_dim, dim, WIDTH, HAS_BIAS, SCALED)
+    w0, w1, w2, w3, always = _filter(weight, bias, cols, in_dim, dim, WIDTH, HAS_BIAS, SCALED, STAGES == 1)
     x1, x2, x3 = _three_before(x, x_t, cols, in_dim, begin)
     if AHEAD:
         n0, n1, n2, n3 = _four(x, 0, x_t, cols, in_dim, left)
@@ -202,10 +209,10 @@ def _conv_walk_kernel(
         p1 = _taps(always, w0, w1, w2, w3, a1, a0, x1, x2, WIDTH)
         p2 = _taps(always, w0, w1, w2, w3, a2, a1, a0, x1, WIDTH)
         p3 = _taps(always, w0, w1, w2, w3, a3, a2, a1, a0, WIDTH)
-        _put(to, _silu(p0, SILU, SCALED), in_dim)
-        _put(to + y_t, _silu(p1, SILU, SCALED), in_dim & (t + 1 < left))
-        _put(to + 2 * y_t, _silu(p2, SILU, SCALED), in_dim & (t + 2 < left))
-        _put(to + 3 * y_t, _silu(p3, SILU, SCALED), in_dim & (t + 3 < left))
+        _put(to, _silu(p0, SILU, SCALED), in_dim, GO)
+        _put(to + y_t, _silu(p1, SILU, SCALED), in_dim & (t + 1 < left), GO)
+        _put(to + 2 * y_t, _silu(p2, SILU, SCALED), in_dim & (t + 2 < left), GO)
+        _put(to + 3 * y_t, _silu(p3, SILU, SCALED), in_dim & (t + 3 < left), GO)
         x1, x2, x3 = a3, a2, a1
 
 
@@ -230,15 +237,15 @@ def _kept(one, other, keep):
 
 
 @triton.jit
-def _put(to, value, there):
-    tl.store(to, value.to(to.dtype.element_ty), mask=there)
+def _put(to, value, there, GO: tl.constexpr):
+    tl.store(to, value.to(to.dtype.element_ty), mask=there, eviction_policy=GO)
 
 
 @triton.jit
 def _conv_walk_back_kernel(
     x, weight, bias, dy, dx, dweight, dbias, x_b, x_t, dy_b, dy_t, seqlen, dim, steps,
     WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
+    AHEAD: tl.constexpr, GO: tl.constexpr,
 ):  # fmt: skip
     """dx (batch, seqlen, dim) contiguous, dweight (parts, dim, WIDTH) and dbias (parts, dim), of `steps` steps each.
 
@@ -257,7 +264,7 @@ def _conv_walk_back_kernel(
     x += batch * x_b + begin.to(tl.int64) * x_t  # from here on offsets are of steps of its own, in 32 bits
     dy += batch * dy_b + begin.to(tl.int64) * dy_t
     dx += (batch * seqlen + begin) * dim
-    w0, w1, w2, w3, always = _filter(weight, bias, cols, in_dim, dim, WIDTH, HAS_BIAS, SCALED)
+    w0, w1, w2, w3, always = _filter(weight, bias, cols, in_dim, dim, WIDTH, HAS_BIAS, SCALED, False)
     x1, x2, x3 = _three_before(x, x_t, cols, in_dim, begin)
     none = tl.zeros((BC,), tl.float32)
     g1 = tl.zeros((BC,), tl.float32)
@@ -287,10 +294,10 @@ def _conv_walk_back_kernel(
             h3 = _through_silu(h3, _taps(always, w0, w1, w2, w3, a3, a2, a1, a0, WIDTH), False, SCALED)
         to = dx + (t - 3) * dim + cols
         there = own + 3 - t  # steps that are left
-        _put(to, _taps(none, w0, w1, w2, w3, g3, g2, g1, h0, WIDTH), in_dim & (t >= 3))
-        _put(to + dim, _taps(none, w0, w1, w2, w3, g2, g1, h0, h1, WIDTH), in_dim & (t >= 2) & (there > 1))
-        _put(to + 2 * dim, _taps(none, w0, w1, w2, w3, g1, h0, h1, h2, WIDTH), in_dim & (t >= 1) & (there > 2))
-        _put(to + 3 * dim, _taps(none, w0, w1, w2, w3, h0, h1, h2, h3, WIDTH), in_dim & (there > 3))
+        _put(to, _taps(none, w0, w1, w2, w3, g3, g2, g1, h0, WIDTH), in_dim & (t >= 3), GO)
+        _put(to + dim, _taps(none, w0, w1, w2, w3, g2, g1, h0, h1, WIDTH), in_dim & (t >= 2) & (there > 1), GO)
+        _put(to + 2 * dim, _taps(none, w0, w1, w2, w3, g1, h0, h1, h2, WIDTH), in_dim & (t >= 1) & (there > 2), GO)
+        _put(to + 3 * dim, _taps(none, w0, w1, w2, w3, h0, h1, h2, h3, WIDTH), in_dim & (there > 3), GO)
         g1, g2, g3 = h3, h2, h1
         if t + 3 >= own:  # the others are of the next program
             h0, a0 = _kept(h0, a0, t < own)
