@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from gpu_accel.flash_attention3.gluon_launch import QuickLaunch, gluon_available, multiprocessors
-from gpu_accel.flash_attention3.launch import capability
+from gpu_accel.flash_attention3.gluon_launch import QuickLaunch, gluon_available, known_map, multiprocessors
+from gpu_accel.flash_attention3.launch import capability, next_power_of_2
 
 OPS = {"softmax": 0, "rms": 1, "layer": 2}
 _LINE, _RING = 64, 8
@@ -64,11 +65,19 @@ def programs_of_rows(rows: int, ring: Ring, device: torch.device) -> int:
 
 
 def _maps(ring: Ring, first: Tensor, *others: Tensor | None) -> list:
-    """Tensor maps; the first one stands in for what is not there."""
-    from gpu_accel.thunderkittens.gemm_hopper import matrix_map
+    """Tensor maps over (rows, lines, 64); the first one stands in for what is not there."""
+    rows, width = first.shape
+    lines = width // _LINE
+    box = (ring.rows, next_power_of_2(-(-lines // ring.parts)), _LINE)
+    views = [(first if t is None else t).view(rows, lines, _LINE) for t in (first, *others)]
+    return [known_map((x.shape, x.dtype, box), x, partial(_new_map, x=x, box=box)) for x in views]
 
-    size = first.shape[1] // _LINE * ring.rows // ring.parts
-    return [matrix_map((first if t is None else t).view(-1, _LINE), size, _LINE) for t in (first, *others)]
+
+def _new_map(kind, x: Tensor, box: tuple[int, int, int]):
+    from triton.experimental.gluon import language as gl
+
+    element = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
+    return kind(x, list(x.shape), list(x.stride()), list(box), gl.NVMMASharedLayout.get_default_for(list(box), element))
 
 
 def _notes(ring: Ring, groups: int, x: Tensor) -> Tensor:
@@ -95,7 +104,9 @@ def _run(
     options = dict(num_warps=ring.warps, maxnreg=min(255, 65536 // (32 * ring.warps * ring.each) // 8 * 8))
     if ring.parts > 1:  # whose programs wait for each other
         options["launch_cooperative_grid"] = True
-    shape = dict(ROWS=ring.rows, STAGES=ring.stages, PARTS=ring.parts, WARPS=ring.warps)
+    exact = maps[0].shape[1] == ring.parts * maps[0].block_shape[1]
+    shape = dict(ROWS=ring.rows, STAGES=ring.stages, PARTS=ring.parts, PADDED=next_power_of_2(ring.parts),
+                 WARPS=ring.warps, EXACT=exact)  # fmt: skip
     _quick[name](kinds, groups * ring.parts, (*maps, *tensors, *numbers), dict(OP=OPS[op]) | shape | constants, options)
 
 

@@ -17,6 +17,9 @@ FORMS = {
     "16384-pieces": (16384, 300, Ring(rows=1, parts=1, warps=16, stages=3, pieces=4)),
     "16384-parts": (16384, 301, Ring(rows=1, parts=2, warps=16, stages=4)),
     "65536-parts": (65536, 170, Ring(rows=1, parts=8, warps=16, stages=4)),
+    "50304-parts": (50304, 150, Ring(rows=1, parts=7, warps=16, stages=4)),  # the last one has 18 of 128 lines
+    "5120": (5120, 400, Ring(rows=1, parts=1, warps=8, stages=2, each=2)),  # 80 of 128 lines
+    "320-rows": (320, 4003, Ring(rows=8, parts=1, warps=8, stages=4, each=2)),
     "65536-one-row": (65536, 1, Ring(rows=1, parts=8, warps=16, stages=4)),
 }
 OPS = ("softmax", "rms", "layer", "add_rms")
