@@ -445,6 +445,8 @@ def instruction(code: str, arguments: list[Any]) -> Any:
         return notes(code, arguments)
     if code.startswith("bar.warp.sync"):
         return None
+    if "cvt.rn.bf16x2.f32 both, $3, $2" in code:  # rounded to bfloat16
+        return arguments[0].to(torch.bfloat16).to(torch.float32)
     if code.startswith("mov.b32"):
         return arguments[0]
     if "ld.acquire.gpu.global.u32 $0, [$1]" in code:  # until it is not 0: programs before this one are through

@@ -46,9 +46,37 @@ def _ask(descs, bufs, full, number, where, tiles, COUNT: gl.constexpr, STAGES: g
 
 
 @gluon.jit
+def _float(x):
+    """x in float32. ptxas takes three instructions for two numbers of bfloat16 where these are two."""
+    if x.dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2
+        )
+    else:
+        return x.to(gl.float32)
+
+
+@gluon.jit
+def _rounded(x, kind: gl.constexpr):
+    """float32 that `kind` has, nearest to x."""
+    if kind == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            """{
+                .reg .b32 both;
+                cvt.rn.bf16x2.f32 both, $3, $2;
+                shl.b32 $0, both, 16;
+                and.b32 $1, both, 0xffff0000;
+            }""",
+            "=r,=r,r,r", [x], dtype=gl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return x.to(kind).to(gl.float32)
+
+
+@gluon.jit
 def _spread(x, ROWS: gl.constexpr, K: gl.constexpr):
     """(lines, 64) as (ROWS, threads of a row, 8 K), in float32."""
-    return _threads(x, ROWS, K).to(gl.float32)
+    return _threads(_float(x), ROWS, K)
 
 
 @gluon.jit
@@ -104,9 +132,9 @@ def _in_turn():
 def _vector(buf, LAYOUT: gl.constexpr, K: gl.constexpr, SPREAD: gl.constexpr):
     """Weight or bias, one row of (lines, 64) in shared memory, as (1, threads of a row, 8 K) in float32."""
     LINES: gl.constexpr = buf.shape[0]
-    x = gl.permute(gl.reshape(buf.load(LAYOUT), [LINES // K, K, 8, 8]), [0, 2, 1, 3])
+    x = gl.permute(gl.reshape(_float(buf.load(LAYOUT)), [LINES // K, K, 8, 8]), [0, 2, 1, 3])
     x = gl.reshape(x, [LINES * 8 // K, K * 8])
-    return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(0, SPREAD), assert_trivial=True), 0).to(gl.float32)
+    return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(0, SPREAD), assert_trivial=True), 0)
 
 
 @gluon.jit
@@ -353,9 +381,9 @@ def _forward_out(
     width = lines * 64
     x = _spread(bufs[0].index(stage).load(LAYOUT), ROWS, K)
     if RESIDUAL:
-        h = _gather(x + _spread(bufs[1].index(stage).load(LAYOUT), ROWS, K), summed.dtype.element_ty, K, LAYOUT)
-        _write(summed, h, tile * ROWS, at, lines, rows, ROWS, EXACT, LAYOUT)
-        x = _spread(h, ROWS, K)  # the backward sees the rounded sum, so the norm is that of it
+        kind: gl.constexpr = summed.dtype.element_ty
+        x = _rounded(x + _spread(bufs[1].index(stage).load(LAYOUT), ROWS, K), kind)  # what the backward sees
+        _write(summed, _gather(x, kind, K, LAYOUT), tile * ROWS, at, lines, rows, ROWS, EXACT, LAYOUT)
     if OP == SOFTMAX:
         x = gl.exp2((x - _wide(a, PARTS)) * _LOG2E - _wide(gl.log2(b), PARTS))
     else:
@@ -428,8 +456,7 @@ def forward_rows_kernel(
         mbarrier.wait(full.index(stage), number // STAGES & 1)
         x = _spread(bufs[0].index(stage).load(LAYOUT), ROWS, K)
         if RESIDUAL:
-            x = x + _spread(bufs[1].index(stage).load(LAYOUT), ROWS, K)
-            x = _spread(_gather(x, summed.dtype.element_ty, K, LAYOUT), ROWS, K)
+            x = _rounded(x + _spread(bufs[1].index(stage).load(LAYOUT), ROWS, K), summed.dtype.element_ty)
         a, b, each = _thread_sums(x, there, OP, EXACT)
         barrier()  # all are through with the tile before
         if number > LATE:
@@ -458,17 +485,17 @@ def forward_rows_kernel(
 @gluon.jit
 def _unit(bufs, vectors, stage, piece, mean, rstd, OP: gl.constexpr, ROWS: gl.constexpr, K: gl.constexpr,
           PIECES: gl.constexpr, WEIGHT: gl.constexpr, LAYOUT: gl.constexpr, SPREAD: gl.constexpr):  # fmt: skip
-    """(softmax, or what was normalised; the gradient of y; of what was normalised) of a piece."""
+    """(softmax, or what was normalised; the gradient of y; weight) of a piece."""
     x = _spread(_piece(bufs[0].index(stage), piece, PIECES).load(LAYOUT), ROWS, K)
     dy = _spread(_piece(bufs[1].index(stage), piece, PIECES).load(LAYOUT), ROWS, K)
+    scale = 1.0
     if OP == LAYER:
-        x = x - mean[:, None, None]
-    if OP != SOFTMAX:
+        x = x * rstd[:, None, None] - (mean * rstd)[:, None, None]
+    elif OP == RMS:
         x = x * rstd[:, None, None]
-    grad = dy
     if WEIGHT:
-        grad = dy * _vector(_piece(vectors[0], piece, PIECES), LAYOUT, K, SPREAD)
-    return x, dy, grad
+        scale = _vector(_piece(vectors[0], piece, PIECES), LAYOUT, K, SPREAD)
+    return x, dy, scale
 
 
 @gluon.jit
@@ -482,14 +509,14 @@ def _backward_out(
     dx, dresidual = outs
     width = lines * 64
     for piece in gl.static_range(PIECES):
-        x, dy, grad = _unit(bufs, vectors, stage, piece, mean, rstd, OP, ROWS, K, PIECES, WEIGHT, LAYOUT, SPREAD)
+        x, dy, scale = _unit(bufs, vectors, stage, piece, mean, rstd, OP, ROWS, K, PIECES, WEIGHT, LAYOUT, SPREAD)
         if OP == SOFTMAX:
-            x = x * (grad - _wide(a, PARTS))
+            x = x * (dy - _wide(a, PARTS))
         else:
-            x = grad - x * _wide(a / width, PARTS)
+            x = x * _wide(a * (-1.0 / width), PARTS)
             if OP == LAYER:
-                x = x - _wide(b / width, PARTS)
-            x = x * rstd[:, None, None]
+                x = x - _wide(b * (1.0 / width), PARTS)
+            x = (dy * scale + x) * rstd[:, None, None]
             if DSUM:
                 x = x + _spread(_piece(bufs[2].index(stage), piece, PIECES).load(LAYOUT), ROWS, K)
             if RESIDUAL:
@@ -583,14 +610,15 @@ def backward_rows_kernel(
         sums_w = _nothing()
         sums_b = _nothing()
         for piece in gl.static_range(PIECES):
-            x, dy, grad = _unit(bufs, vectors, stage, piece, mean, rstd, OP, ROWS, K, PIECES, WEIGHT, LAYOUT, SPREAD)
+            x, dy, scale = _unit(bufs, vectors, stage, piece, mean, rstd, OP, ROWS, K, PIECES, WEIGHT, LAYOUT, SPREAD)
+            x = x * dy
             if WEIGHT:
-                sums_w = _with(sums_w, of_weight[piece] + x * dy)
+                sums_w = _with(sums_w, of_weight[piece] + x)
             if BIAS:
                 sums_b = _with(sums_b, of_bias[piece] + dy)
-            a += gl.sum(x * grad, axis=2)
+            a += gl.sum(x * scale, axis=2)
             if OP == LAYER:
-                b += gl.sum(grad, axis=2)
+                b += gl.sum(dy * scale, axis=2)
             if PIECES > 1:
                 _in_turn()
         if WEIGHT:
