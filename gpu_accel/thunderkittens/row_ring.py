@@ -20,7 +20,8 @@ _quick: dict[str, QuickLaunch] = {}
 class Ring:
     """Tiles of `rows` rows, or of one of `parts` parts of a row, `stages` on their way; `each` programs an SM.
 
-    `pieces`: of a tile, in which gradients are worked out; 1 with several rows.
+    `pieces`: of a tile, in which gradients are worked out; 1 with several rows. `late`: turns between the sums of a part
+    and its way out, 1 to 3; fewer than stages.
     """
 
     rows: int
@@ -29,6 +30,7 @@ class Ring:
     stages: int
     each: int = 1
     pieces: int = 1
+    late: int = 1
 
 
 # What was fastest (H200), by pass, op ("add_rms" with a residual) and width; others are not taken.
@@ -106,7 +108,7 @@ def _run(
         options["launch_cooperative_grid"] = True
     exact = maps[0].shape[1] == ring.parts * maps[0].block_shape[1]
     shape = dict(ROWS=ring.rows, STAGES=ring.stages, PARTS=ring.parts, PADDED=next_power_of_2(ring.parts),
-                 WARPS=ring.warps, EXACT=exact)  # fmt: skip
+                 LATE=ring.late if ring.parts > 1 else 0, WARPS=ring.warps, EXACT=exact)  # fmt: skip
     _quick[name](kinds, groups * ring.parts, (*maps, *tensors, *numbers), dict(OP=OPS[op]) | shape | constants, options)
 
 

@@ -10,7 +10,7 @@ weight and bias need stays in registers over all rows.
     program  |        | sums of 0, tile 0 out | sums of 1, tile 1 out ..                  PARTS == 1
 
 Programs of a row tell each other their sums by notes in memory, a number and the turn it belongs to in one word of 64
-bits, which are waited for a turn later (`_tell`, `_hear`). A note is written over RING turns later, when all have read
+bits, which are waited for LATE turns later (`_tell`, `_hear`). A note is written over RING turns later, when all have read
 it; the last program of a row's that ends leaves zeros. All programs must be on the GPU at once: it is a cooperative
 launch.
 
@@ -29,7 +29,7 @@ from gpu_accel.gluon_compat import barrier, reinterpret, tma_load
 SOFTMAX = gl.constexpr(0)
 RMS = gl.constexpr(1)
 LAYER = gl.constexpr(2)
-RING = gl.constexpr(8)  # notes that a program has; a turn's is read by all before the fourth one after it
+RING = gl.constexpr(8)  # notes that a program has; a turn's is read by all before turn 2 + 2 LATE after it
 _LOG2E = gl.constexpr(1.4426950408889634)
 
 
@@ -159,28 +159,53 @@ def _tell(notes, number, a, b, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def _hear(notes, number, PARTS: gl.constexpr, PADDED: gl.constexpr):
-    """(a, b) of all parts for turn `number`, tensors of PADDED numbers, of which the last part's are repeated."""
+def _places(notes, number, PARTS: gl.constexpr, PADDED: gl.constexpr):
     one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     part = gl.minimum(gl.arange(0, PADDED, layout=one), PARTS - 1)
-    place = notes + ((number % RING) * PARTS + part) * 2
+    return notes + ((number % RING) * PARTS + part) * 2
+
+
+@gluon.jit
+def _listen(notes, number, PARTS: gl.constexpr, PADDED: gl.constexpr):
+    """What notes for turn `number` say now: for `_hear`, after something else was done while it is on its way."""
+    place = _places(notes, number, PARTS, PADDED)
     return gl.inline_asm_elementwise(
         """{
-            .reg .pred early; .reg .b64 word; .reg .b32 value, tag;
-            again_a:
-            ld.relaxed.gpu.global.b64 word, [$2];
-            mov.b64 {value, tag}, word;
-            setp.ne.b32 early, tag, $3;
-            @early bra again_a;
-            mov.b32 $0, value;
-            again_b:
-            ld.relaxed.gpu.global.b64 word, [$2+8];
-            mov.b64 {value, tag}, word;
-            setp.ne.b32 early, tag, $3;
-            @early bra again_b;
-            mov.b32 $1, value;
+            .reg .b64 a, b;
+            ld.relaxed.gpu.global.v2.b64 {a, b}, [$4];
+            mov.b64 {$0, $1}, a;
+            mov.b64 {$2, $3}, b;
         }""",
-        "=f,=f,l,r", [place, gl.to_tensor(number + 1)], dtype=(gl.float32, gl.float32), is_pure=False, pack=1,
+        "=r,=r,=r,=r,l", [place], dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _hear(heard, notes, number, PARTS: gl.constexpr, PADDED: gl.constexpr):
+    """(a, b) of all parts for turn `number`, tensors of PADDED numbers, of which the last part's are repeated."""
+    a, tag_a, b, tag_b = heard
+    place = _places(notes, number, PARTS, PADDED)
+    return gl.inline_asm_elementwise(
+        """{
+            .reg .pred early; .reg .b64 a, b; .reg .b32 x, y, tag, other;
+            mov.b32 x, $2;
+            mov.b32 tag, $3;
+            mov.b32 y, $4;
+            mov.b32 other, $5;
+            again:
+            setp.ne.b32 early, tag, $7;
+            @!early setp.ne.b32 early, other, $7;
+            @!early bra done;
+            ld.relaxed.gpu.global.v2.b64 {a, b}, [$6];
+            mov.b64 {x, tag}, a;
+            mov.b64 {y, other}, b;
+            bra again;
+            done:
+            mov.b32 $0, x;
+            mov.b32 $1, y;
+        }""",
+        "=&r,=&r,r,r,r,r,l,r", [a, tag_a, b, tag_b, place, gl.to_tensor(number + 1)],
+        dtype=(gl.float32, gl.float32), is_pure=False, pack=1,
     )  # fmt: skip
 
 
@@ -413,7 +438,7 @@ def _forward_out(
 def forward_rows_kernel(
     x_desc, r_desc, weight, bias, y, summed, means, rstds, notes, rows, tiles, lines, eps,
     OP: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, PADDED: gl.constexpr,
-    WARPS: gl.constexpr, EXACT: gl.constexpr, WEIGHT: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
+    LATE: gl.constexpr, WARPS: gl.constexpr, EXACT: gl.constexpr, WEIGHT: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
 ):  # fmt: skip
     """y of x (rows, 64 lines) and of the residual, contiguous; tiles of ROWS rows, or of one of PARTS parts of a row.
 
@@ -448,11 +473,12 @@ def forward_rows_kernel(
     outs = (y, summed, means, rstds)
     there = _there([SIZE, 64], at, lines, ROWS, K, LAYOUT)
     SPREAD: gl.constexpr = there.type.layout
-    LATE: gl.constexpr = 1 if PARTS > 1 else 0  # turns between the sums of a tile and its way out
     mine = _notes_of(notes, PARTS)
     count = gl.cdiv(gl.maximum(tiles - first, 0), step)
     for number in range(count):
         stage = number % STAGES
+        if PARTS > 1:
+            heard = _listen(mine, gl.maximum(number - LATE, 0), PARTS, PADDED)
         mbarrier.wait(full.index(stage), number // STAGES & 1)
         x = _spread(bufs[0].index(stage).load(LAYOUT), ROWS, K)
         if RESIDUAL:
@@ -464,21 +490,22 @@ def forward_rows_kernel(
         a, b = _row_sums(a, b, each, OP, EXACT)
         if PARTS > 1:
             _tell(mine, number, a, b, PARTS)
-            if number > 0:
-                all_a, all_b = _hear(mine, number - 1, PARTS, PADDED)
+            if number >= LATE:
+                before = number - LATE
+                all_a, all_b = _hear(heard, mine, before, PARTS, PADDED)
                 all_a, all_b = _all_sums(all_a, all_b, lines, OP, PARTS, LINES)
-                _forward_out(bufs, vectors, (number - 1) % STAGES, first + (number - 1) * step, where, outs, all_a,
-                             all_b, eps, rows, OP, ROWS, K, PARTS, EXACT, WEIGHT, BIAS, RESIDUAL, LAYOUT,
-                             SPREAD)  # fmt: skip
+                _forward_out(bufs, vectors, before % STAGES, first + before * step, where, outs, all_a, all_b, eps,
+                             rows, OP, ROWS, K, PARTS, EXACT, WEIGHT, BIAS, RESIDUAL, LAYOUT, SPREAD)  # fmt: skip
         else:
             _forward_out(bufs, vectors, stage, first + number * step, where, outs, a, b, eps, rows, OP, ROWS, K, PARTS,
                          EXACT, WEIGHT, BIAS, RESIDUAL, LAYOUT, SPREAD)  # fmt: skip
     if PARTS > 1:
-        if count > 0:
-            all_a, all_b = _hear(mine, count - 1, PARTS, PADDED)
+        for before in range(gl.maximum(count - LATE, 0), count):
+            heard = _listen(mine, before, PARTS, PADDED)
+            all_a, all_b = _hear(heard, mine, before, PARTS, PADDED)
             all_a, all_b = _all_sums(all_a, all_b, lines, OP, PARTS, LINES)
-            _forward_out(bufs, vectors, (count - 1) % STAGES, first + (count - 1) * step, where, outs, all_a, all_b,
-                         eps, rows, OP, ROWS, K, PARTS, EXACT, WEIGHT, BIAS, RESIDUAL, LAYOUT, SPREAD)  # fmt: skip
+            _forward_out(bufs, vectors, before % STAGES, first + before * step, where, outs, all_a, all_b, eps, rows,
+                         OP, ROWS, K, PARTS, EXACT, WEIGHT, BIAS, RESIDUAL, LAYOUT, SPREAD)  # fmt: skip
         _end(mine, PARTS)
 
 
@@ -554,7 +581,7 @@ def _store_sums(out, pieces, at, lines, K: gl.constexpr, LAYOUT: gl.constexpr, P
 def backward_rows_kernel(
     x_desc, dy_desc, ds_desc, weight, means, rstds, dx, dresidual, dweight, dbias, notes, rows, tiles, lines,
     OP: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, PADDED: gl.constexpr,
-    WARPS: gl.constexpr, EXACT: gl.constexpr, PIECES: gl.constexpr, WEIGHT: gl.constexpr, BIAS: gl.constexpr,
+    LATE: gl.constexpr, WARPS: gl.constexpr, EXACT: gl.constexpr, PIECES: gl.constexpr, WEIGHT: gl.constexpr, BIAS: gl.constexpr,
     DSUM: gl.constexpr, RESIDUAL: gl.constexpr,
 ):  # fmt: skip
     """dx of x (rows, 64 lines), softmax or what was normalised, and of dy; tiles as in the forward.
@@ -594,16 +621,17 @@ def backward_rows_kernel(
     for _ in gl.static_range(PIECES):
         of_weight = _with(of_weight, zeros)
     of_bias = of_weight
-    LATE: gl.constexpr = 1 if PARTS > 1 else 0
     mine = _notes_of(notes, PARTS)
     count = gl.cdiv(gl.maximum(tiles - first, 0), step)
     mean, rstd = _known(means, rstds, first, rows, OP, ROWS, EACH)
-    mean_before = mean
-    rstd_before = rstd
     for number in range(count):
         stage = number % STAGES
         tile = first + number * step
         mean_next, rstd_next = _known(means, rstds, tile + step, rows, OP, ROWS, EACH)
+        if PARTS > 1:
+            heard = _listen(mine, gl.maximum(number - LATE, 0), PARTS, PADDED)
+            # loaded again, not kept: Triton 3.6 takes what had the value of `mean` a turn before for what it is at first
+            mean_out, rstd_out = _known(means, rstds, gl.maximum(tile - LATE * step, 0), rows, OP, ROWS, EACH)
         mbarrier.wait(full.index(stage), number // STAGES & 1)
         a = gl.sum(zeros, axis=2)
         b = a
@@ -635,29 +663,24 @@ def backward_rows_kernel(
             b = a
         if PARTS > 1:
             _tell(mine, number, a, b, PARTS)
-            if number > 0:
-                all_a, all_b = _hear(mine, number - 1, PARTS, PADDED)
-                _backward_out(bufs, vectors, (number - 1) % STAGES, tile - step, where, outs, mean_before, rstd_before,
-                              gl.sum(_once(all_a, PARTS), axis=0), gl.sum(_once(all_b, PARTS), axis=0), rows, OP,
-                              ROWS, K, PARTS, PIECES, EXACT, WEIGHT,
-                              DSUM,
-                              RESIDUAL, LAYOUT, SPREAD)  # fmt: skip
+            if number >= LATE:
+                all_a, all_b = _hear(heard, mine, number - LATE, PARTS, PADDED)
+                _backward_out(bufs, vectors, (number - LATE) % STAGES, tile - LATE * step, where, outs, mean_out,
+                              rstd_out, gl.sum(_once(all_a, PARTS), axis=0), gl.sum(_once(all_b, PARTS), axis=0), rows,
+                              OP, ROWS, K, PARTS, PIECES, EXACT, WEIGHT, DSUM, RESIDUAL, LAYOUT, SPREAD)  # fmt: skip
         else:
             _backward_out(bufs, vectors, stage, tile, where, outs, mean, rstd, a, b, rows, OP, ROWS, K, PARTS, PIECES,
-            EXACT,
-                          WEIGHT, DSUM, RESIDUAL, LAYOUT, SPREAD)  # fmt: skip
-        mean_before = mean
-        rstd_before = rstd
+                          EXACT, WEIGHT, DSUM, RESIDUAL, LAYOUT, SPREAD)  # fmt: skip
         mean = mean_next
         rstd = rstd_next
     if PARTS > 1:
-        if count > 0:
-            all_a, all_b = _hear(mine, count - 1, PARTS, PADDED)
-            _backward_out(bufs, vectors, (count - 1) % STAGES, first + (count - 1) * step, where, outs, mean_before,
-                          rstd_before, gl.sum(_once(all_a, PARTS), axis=0), gl.sum(_once(all_b, PARTS), axis=0), rows,
-                          OP, ROWS, K, PARTS, PIECES, EXACT,
-                          WEIGHT,
-                          DSUM, RESIDUAL, LAYOUT, SPREAD)  # fmt: skip
+        for before in range(gl.maximum(count - LATE, 0), count):
+            mean_out, rstd_out = _known(means, rstds, first + before * step, rows, OP, ROWS, EACH)
+            heard = _listen(mine, before, PARTS, PADDED)
+            all_a, all_b = _hear(heard, mine, before, PARTS, PADDED)
+            _backward_out(bufs, vectors, before % STAGES, first + before * step, where, outs, mean_out, rstd_out,
+                          gl.sum(_once(all_a, PARTS), axis=0), gl.sum(_once(all_b, PARTS), axis=0), rows, OP, ROWS, K,
+                          PARTS, PIECES, EXACT, WEIGHT, DSUM, RESIDUAL, LAYOUT, SPREAD)  # fmt: skip
         _end(mine, PARTS)
     if WEIGHT:
         _store_sums(dweight, of_weight, at, lines, K, LAYOUT, PARTS, PIECES, EXACT)
