@@ -33,6 +33,7 @@ _ROW_BYTES = 224 << 10  # of shared memory for rows on their way; sums of warps 
 _PARTS = 256  # of the sums over rows: about two programs an SM
 _AHEAD = False  # whether the backward of norms loads the weight once, before its rows; off: right, not timed
 _ROW_ELEMENTS = 512  # of a warp, in that backward
+_ONCE = False  # whether LayerNorm takes one reduction over threads for two sums of a row
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -52,6 +53,14 @@ def _cut(width: int, whole: int) -> dict:
     block = next_power_of_2(width) if width <= whole else min(_BLOCK, next_power_of_2(whole))
     most = 16 if width <= whole else 32
     return dict(BLOCK=block, WHOLE=width <= whole, num_warps=max(1, min(most, block // 512)))
+
+
+def _once(width: int, whole: int, center: bool) -> dict:
+    """Where mean and variance take one reduction: whole rows, of which a thread has eights of numbers."""
+    cut = _cut(width, whole)
+    threads = 32 * cut["num_warps"]
+    once = _ONCE and center and cut["WHOLE"] and cut["BLOCK"] >= 8 * threads
+    return dict(THREADS=threads if once else 0, EVEN=width == cut["BLOCK"])
 
 
 def _row_programs(width: int, device: torch.device, center: bool, *loaded: Tensor | None) -> tuple[int, dict]:
@@ -108,7 +117,8 @@ def norm_op(
                 (x, residual, weight, bias, y, summed, means, rstds, x.stride(0),
                  residual.stride(0) if residual is not None else 0, width, eps, *_dropout_arguments(dropout_p, seed)),
                 dict(CENTER=center, WEIGHT=weight is not None, BIAS=bias is not None, RESIDUAL=residual is not None,
-                     DROPOUT=dropout_p > 0, KEEP_SUM=keep_sum, **_policies(width, whole), **_cut(width, whole)),
+                     DROPOUT=dropout_p > 0, KEEP_SUM=keep_sum, **_policies(width, whole), **_cut(width, whole),
+                     **_once(width, whole, center)),
             )  # fmt: skip
     return y, summed, means, rstds
 
@@ -171,7 +181,7 @@ def norm_backward_op(
                     (h, dy, dsum, weight, means, rstds, dx, dresidual, partial_w, partial_b, h.stride(0), dy.stride(0),
                      dsum.stride(0) if dsum is not None else 0, rows, width, programs,
                      *_dropout_arguments(dropout_p, seed)),
-                    given | options | {"BIAS": has_bias, "AHEAD": _AHEAD},
+                    given | options | {"BIAS": has_bias, "AHEAD": _AHEAD, "TOGETHER": _ONCE},
                 )  # fmt: skip
         return dx, dresidual, *_summed(partial_w, partial_b, weight, bias_dtype)
     cols = min(128, max(16, next_power_of_2(width)))
