@@ -20,8 +20,8 @@ _quick: dict[str, QuickLaunch] = {}
 class Ring:
     """Tiles of `rows` rows, or of one of `parts` parts of a row, `stages` on their way; `each` programs an SM.
 
-    `pieces`: of a tile, in which gradients are worked out; 1 with several rows. `late`: turns between the sums of a part
-    and its way out, 1 to 3; fewer than stages.
+    `pieces`: of a tile, in which gradients are worked out; 1 with several rows. `late`: turns between the sums of a
+    part and its way out, 1 to 3; fewer than stages less one.
     """
 
     rows: int

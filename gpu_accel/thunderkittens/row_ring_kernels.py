@@ -10,8 +10,8 @@ weight and bias need stays in registers over all rows.
     program  |        | sums of 0, tile 0 out | sums of 1, tile 1 out ..                  PARTS == 1
 
 Programs of a row tell each other their sums by notes in memory, a number and the turn it belongs to in one word of 64
-bits, which are waited for LATE turns later (`_tell`, `_hear`). A note is written over RING turns later, when all have read
-it; the last program of a row's that ends leaves zeros. All programs must be on the GPU at once: it is a cooperative
+bits, which are waited for LATE turns later (`_tell`, `_hear`). A note is written over RING turns later, when all have read it;
+the last program of a row's that ends leaves zeros. All programs must be on the GPU at once: it is a cooperative
 launch.
 
 x is seen as (rows, lines, 64), of which TMA brings LINES lines, with zeros behind the last one; EXACT: there are none.
@@ -438,7 +438,8 @@ def _forward_out(
 def forward_rows_kernel(
     x_desc, r_desc, weight, bias, y, summed, means, rstds, notes, rows, tiles, lines, eps,
     OP: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, PADDED: gl.constexpr,
-    LATE: gl.constexpr, WARPS: gl.constexpr, EXACT: gl.constexpr, WEIGHT: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
+    LATE: gl.constexpr, WARPS: gl.constexpr, EXACT: gl.constexpr, WEIGHT: gl.constexpr, BIAS: gl.constexpr,
+    RESIDUAL: gl.constexpr,
 ):  # fmt: skip
     """y of x (rows, 64 lines) and of the residual, contiguous; tiles of ROWS rows, or of one of PARTS parts of a row.
 
@@ -581,7 +582,8 @@ def _store_sums(out, pieces, at, lines, K: gl.constexpr, LAYOUT: gl.constexpr, P
 def backward_rows_kernel(
     x_desc, dy_desc, ds_desc, weight, means, rstds, dx, dresidual, dweight, dbias, notes, rows, tiles, lines,
     OP: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, PADDED: gl.constexpr,
-    LATE: gl.constexpr, WARPS: gl.constexpr, EXACT: gl.constexpr, PIECES: gl.constexpr, WEIGHT: gl.constexpr, BIAS: gl.constexpr,
+    LATE: gl.constexpr, WARPS: gl.constexpr, EXACT: gl.constexpr, PIECES: gl.constexpr, WEIGHT: gl.constexpr,
+    BIAS: gl.constexpr,
     DSUM: gl.constexpr, RESIDUAL: gl.constexpr,
 ):  # fmt: skip
     """dx of x (rows, 64 lines), softmax or what was normalised, and of dy; tiles as in the forward.
