@@ -10,9 +10,9 @@ weight and bias need stays in registers over all rows.
     program  |        | sums of 0, tile 0 out | sums of 1, tile 1 out ..                  PARTS == 1
 
 Programs of a row tell each other their sums by notes in memory, a number and the turn it belongs to in one word of 64
-bits, which are waited for LATE turns later (`_tell`, `_hear`). A note is written over RING turns later, when all have read it;
-the last program of a row's that ends leaves zeros. All programs must be on the GPU at once: it is a cooperative
-launch.
+bits, which are waited for LATE turns later (`_tell`, `_hear`). A note is written over RING turns later, when all have
+read it; the last program of a row's that ends leaves zeros. All programs must be on the GPU at once: it is a
+cooperative launch.
 
 x is seen as (rows, lines, 64), of which TMA brings LINES lines, with zeros behind the last one; EXACT: there are none.
 A thread has K lines of 8 numbers of a tile: `_spread` gives (rows, threads, 8 K).
@@ -632,7 +632,7 @@ def backward_rows_kernel(
         mean_next, rstd_next = _known(means, rstds, tile + step, rows, OP, ROWS, EACH)
         if PARTS > 1:
             heard = _listen(mine, gl.maximum(number - LATE, 0), PARTS, PADDED)
-            # loaded again, not kept: Triton 3.6 takes what had the value of `mean` a turn before for what it is at first
+            # loaded again, not kept: Triton 3.6 takes what is `mean` a turn late for what it is at first
             mean_out, rstd_out = _known(means, rstds, gl.maximum(tile - LATE * step, 0), rows, OP, ROWS, EACH)
         mbarrier.wait(full.index(stage), number // STAGES & 1)
         a = gl.sum(zeros, axis=2)
