@@ -31,9 +31,11 @@ def hopper():
         pytest.skip("needs an H100 or H200")
 
 
-def taken(monkeypatch, op: str, width: int, ring: Ring | None) -> list[str]:
+def taken(monkeypatch, op: str, width: int, ring: Ring) -> list[str]:
     """Have `auto` take it; the names of what is launched by it."""
-    monkeypatch.setattr(row_ring, "CHOSEN", {(way, op, width): ring for way in ("forward", "backward") if ring})
+    chosen = {(pass_, op, width): ring for pass_ in ("forward", "backward")}
+    monkeypatch.setattr(row_ring, "CHOSEN", chosen)
+    monkeypatch.setattr(row_ring, "AUTO", frozenset(chosen))
     launched: list[str] = []
     run = row_ring._run
     monkeypatch.setattr(row_ring, "_run", lambda name, *a: launched.append(name) or run(name, *a))

@@ -29,7 +29,9 @@ def few_programs(monkeypatch):
 
 
 def taken(monkeypatch, op: str, width: int, ring: Ring) -> None:
-    monkeypatch.setattr(row_ring, "CHOSEN", {(way, op, width): ring for way in ("forward", "backward")})
+    chosen = {(pass_, op, width): ring for pass_ in ("forward", "backward")}
+    monkeypatch.setattr(row_ring, "CHOSEN", chosen)
+    monkeypatch.setattr(row_ring, "AUTO", frozenset(chosen))
 
 
 @pytest.mark.parametrize(("width", "count", "ring"), RINGS.values(), ids=RINGS)

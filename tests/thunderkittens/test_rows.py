@@ -270,7 +270,7 @@ def test_rows_in_shared_memory_are_for_hopper():
     for call in (rows.softmax, rows.rms_norm, rows.layer_norm):
         with pytest.raises(UnsupportedError, match="backend 'hopper': needs an NVIDIA GPU"):
             call(x, backend="hopper")
-    with pytest.raises(UnsupportedError, match="residual and dropout"):
+    with pytest.raises(UnsupportedError, match="residual or dropout"):
         rows.rms_norm(x, residual=x, backend="hopper")
 
 
