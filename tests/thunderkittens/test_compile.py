@@ -126,7 +126,9 @@ def test_ladder(compile_once):
 def test_rows(compile_once):
     rows = compiled(compile_once, "rows", "bf16-4096,fp32-65536")
     sums = [row for row in rows if row["kernel"] == "_parts_kernel"]  # of gradients of weight and bias
-    assert len(rows) == 18 + 18 + len(sums) and len(sums) == 4
+    rings = [row for row in rows if row["kernel"] in ("forward_rows_kernel", "backward_rows_kernel")]
+    assert len(rows) == 18 + 18 + len(sums) + len(rings) and len(sums) == 4 and len(rings) == 3
+    assert all(row["tma"] for row in rings)
     for row in rows:
         assert row["spills"] == 0, row
         assert row["wide"] >= 1 or row in sums, row  # 16 bytes at a time
