@@ -56,6 +56,7 @@ _WHERE = {
     "TorchTransport": "transport",
     "Transport": "transport",
     "distributed_attention": "attention",
+    "explain": "explanation",
     "gather_sequence": "attention",
     "replay_rank": "replay",
     "simulate_attention": "simulate",

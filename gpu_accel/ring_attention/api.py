@@ -144,6 +144,37 @@ class RingAttention(nn.Module):
         )
         return _swap(o)
 
+    def explain(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool = False,
+        *,
+        seq_len: int | None = None,
+        documents: Sequence[int] | None = None,
+        window_size: attention.Window = (-1, -1),
+        softcap: float = 0.0,
+        rank: int = 0,
+    ) -> str:
+        """What a call would do, and why not otherwise, in words; nothing is sent. Of one rank: with simulate=True that
+        of `rank`, else this one."""
+        from gpu_accel.ring_attention.explanation import explain
+
+        options = dict(self.options, causal=causal, window_size=window_size, softcap=softcap)
+        options.pop("check_finite", None)
+        q, k, v = (_swap(x) for x in (q, k, v))
+        if self.simulate:
+            assert self.num_gpus is not None
+            _check_whole(k, seq_len)
+            layout = make_layout(self.layout, seqlen=k.shape[1], ranks=self.num_gpus, documents=documents)
+            q = q if self.schedule == "tree" else layout.shard(q, rank)
+            k, v = (layout.shard(x, rank) for x in (k, v))
+        else:
+            transport = self.transport()
+            layout, rank = _layout_of(k, transport, self.layout, seq_len, documents), transport.rank
+        return explain(q, k, v, layout=layout, rank=rank, schedule=self.schedule, **options)
+
     def __getstate__(self) -> dict[str, Any]:
         """For pickle: a transport belongs to its process, so there the module finds that of the default group."""
         return dict(self.__dict__, _transport=None)

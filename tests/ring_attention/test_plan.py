@@ -186,7 +186,7 @@ def test_what_is_written_says_that_it_is_modelled(tmp_path):
 
     for suffix in ("csv", "md", "html", "jsonl"):
         file = tmp_path / f"plan.{suffix}"
-        done = CliRunner().invoke(app, ["--seq", "64k", "--gpus", "4", "-o", str(file)])
+        done = CliRunner().invoke(app, ["plan", "--seq", "64k", "--gpus", "4", "-o", str(file)])
         assert done.exit_code == 0 and "modelled" in file.read_text()
         assert suffix in ("csv", "jsonl") or "65,536 tokens, 32 heads" in file.read_text()
 
