@@ -26,12 +26,9 @@ _BC = 64
 # dy are read once for four times.
 WALK = WALK_BACK = True
 _STEPS, _CHANNELS = 64, 512  # at most, of a program that makes y
-_STAGES, _AHEAD = 1, False  # y: copies of the next steps to shared memory, or loads of them into registers, beforehand
 _BACK_STEPS, _BACK_CHANNELS = 512, 256  # at most, of a program that makes gradients
-_BACK_STAGES, _BACK_AHEAD = 3, False
-_BACK_PROGRAMS = 9  # of 8 channels a thread, that an SM has registers for
-_LANE = 4  # channels of a thread that makes y
-_GO = _BACK_GO = ""
+_BACK_STAGES = 3  # two of four steps are on their way to shared memory
+_BACK_PROGRAMS = 8  # of eight channels a thread, that an SM has registers for: two for each of its four schedulers
 
 
 def _columns(dim: int, most: int) -> int:
@@ -76,8 +73,8 @@ def conv_op(
             launch(kernels._conv_walk_kernel, -(-x.shape[2] // _STEPS) * -(-x.shape[1] // columns) * x.shape[0],
                    (x, weight, bias, y, x.stride(0), x.stride(2), y.stride(0), y.stride(2), x.shape[2], x.shape[1],
                     _STEPS),
-                   dict(WIDTH=weight.shape[1], HAS_BIAS=bias is not None, SILU=silu, BC=columns, STAGES=_STAGES,
-                        AHEAD=_AHEAD, GO=_GO, num_warps=max(1, columns // (32 * _LANE))),
+                   dict(WIDTH=weight.shape[1], HAS_BIAS=bias is not None, SILU=silu, BC=columns,
+                        num_warps=max(1, columns // 128)),
                    )  # fmt: skip
     elif x.numel():
         with _device(x):
@@ -108,7 +105,7 @@ def _walk_back(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, silu:
                (x, weight, bias, dy, dx, dweight, dbias, x.stride(0), x.stride(2), dy.stride(0), dy.stride(2), seqlen,
                 dim, steps),
                dict(WIDTH=weight.shape[1], HAS_BIAS=bias is not None, SILU=silu, BC=columns, STAGES=_BACK_STAGES,
-                    AHEAD=_BACK_AHEAD, GO=_BACK_GO, num_warps=1))  # fmt: skip
+                    num_warps=1))  # fmt: skip
     absent = x.new_empty(0, dtype=torch.float32)
     return dx.transpose(1, 2), *rows._summed(dweight, dbias, weight, None if bias is None else bias.dtype), absent
 

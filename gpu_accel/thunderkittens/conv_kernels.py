@@ -113,7 +113,7 @@ def _filter(weight, bias, cols, in_dim, dim, WIDTH: tl.constexpr, HAS_BIAS: tl.c
 
     SCALED: all of it times -log2(e), so that what they add up to is the exponent of 2 that a sigmoid takes.
     """
-    if TOGETHER and WIDTH == 4:  # eight bytes a channel at once; beside copies ahead its layout would be the loop's
+    if TOGETHER and WIDTH == 4:  # all of a channel at once; beside copies ahead its layout would be the loop's
         taps = tl.load(weight + cols[:, None] * 4 + tl.arange(0, 4)[None, :], mask=in_dim[:, None], other=0.0)
         even, odd = tl.split(tl.reshape(taps.to(tl.float32), (cols.shape[0], 2, 2)))
         w3, w1 = tl.split(even)
@@ -154,13 +154,13 @@ def _three_before(x, x_t, cols, in_dim, begin):
 
 @triton.jit
 def _four(x, t, stride, cols, in_dim, left):
-    """Steps t to t + 3, as they are stored; zeros beyond `left`."""
+    """Steps t to t + 3 in float32; zeros beyond `left`."""
     x += t * stride + cols
     a0 = tl.load(x, mask=in_dim & (t < left), other=0.0)
     a1 = tl.load(x + stride, mask=in_dim & (t + 1 < left), other=0.0)
     a2 = tl.load(x + 2 * stride, mask=in_dim & (t + 2 < left), other=0.0)
     a3 = tl.load(x + 3 * stride, mask=in_dim & (t + 3 < left), other=0.0)
-    return a0, a1, a2, a3
+    return a0.to(tl.float32), a1.to(tl.float32), a2.to(tl.float32), a3.to(tl.float32)
 
 
 @triton.jit
@@ -177,14 +177,9 @@ def _silu(pre, SILU: tl.constexpr, SCALED: tl.constexpr):
 @triton.jit
 def _conv_walk_kernel(
     x, weight, bias, y, x_b, x_t, y_b, y_t, seqlen, dim, steps,
-    WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
-    AHEAD: tl.constexpr, GO: tl.constexpr,
+    WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """y (batch, seqlen, dim) of x with channels side by side in both, `steps` steps (a multiple of four) a program.
-
-    STAGES: copies of the next steps are on their way to shared memory while these are multiplied.
-    AHEAD: the next four of x are asked for before these are multiplied, into registers.
-    """
+    """y (batch, seqlen, dim) of x with channels side by side in both, `steps` steps (a multiple of four) a program."""
     SCALED: tl.constexpr = SILU and x.dtype.element_ty.primitive_bitwidth < 32
     across, block, batch = _numbers(tl.cdiv(dim, BC), tl.cdiv(seqlen, steps))  # neighbours have the same steps
     cols = across * BC + tl.arange(0, BC)
@@ -193,26 +188,19 @@ def _conv_walk_kernel(
     left = tl.minimum(seqlen - begin, steps)
     x += batch * x_b + begin.to(tl.int64) * x_t  # from here on offsets are of steps of its own, in 32 bits
     y += batch * y_b + begin.to(tl.int64) * y_t
-    w0, w1, w2, w3, always = _filter(weight, bias, cols, in_dim, dim, WIDTH, HAS_BIAS, SCALED, STAGES == 1)
+    w0, w1, w2, w3, always = _filter(weight, bias, cols, in_dim, dim, WIDTH, HAS_BIAS, SCALED, True)
     x1, x2, x3 = _three_before(x, x_t, cols, in_dim, begin)
-    if AHEAD:
-        n0, n1, n2, n3 = _four(x, 0, x_t, cols, in_dim, left)
-    for t in tl.range(0, left, 4, num_stages=STAGES):
-        if AHEAD:
-            a0, a1, a2, a3 = n0.to(tl.float32), n1.to(tl.float32), n2.to(tl.float32), n3.to(tl.float32)
-            n0, n1, n2, n3 = _four(x, t + 4, x_t, cols, in_dim, left)
-        else:
-            n0, n1, n2, n3 = _four(x, t, x_t, cols, in_dim, left)
-            a0, a1, a2, a3 = n0.to(tl.float32), n1.to(tl.float32), n2.to(tl.float32), n3.to(tl.float32)
+    for t in range(0, left, 4):
+        a0, a1, a2, a3 = _four(x, t, x_t, cols, in_dim, left)
         to = y + t * y_t + cols
         p0 = _taps(always, w0, w1, w2, w3, a0, x1, x2, x3, WIDTH)
         p1 = _taps(always, w0, w1, w2, w3, a1, a0, x1, x2, WIDTH)
         p2 = _taps(always, w0, w1, w2, w3, a2, a1, a0, x1, WIDTH)
         p3 = _taps(always, w0, w1, w2, w3, a3, a2, a1, a0, WIDTH)
-        _put(to, _silu(p0, SILU, SCALED), in_dim, GO)
-        _put(to + y_t, _silu(p1, SILU, SCALED), in_dim & (t + 1 < left), GO)
-        _put(to + 2 * y_t, _silu(p2, SILU, SCALED), in_dim & (t + 2 < left), GO)
-        _put(to + 3 * y_t, _silu(p3, SILU, SCALED), in_dim & (t + 3 < left), GO)
+        _put(to, _silu(p0, SILU, SCALED), in_dim)
+        _put(to + y_t, _silu(p1, SILU, SCALED), in_dim & (t + 1 < left))
+        _put(to + 2 * y_t, _silu(p2, SILU, SCALED), in_dim & (t + 2 < left))
+        _put(to + 3 * y_t, _silu(p3, SILU, SCALED), in_dim & (t + 3 < left))
         x1, x2, x3 = a3, a2, a1
 
 
@@ -237,15 +225,14 @@ def _kept(one, other, keep):
 
 
 @triton.jit
-def _put(to, value, there, GO: tl.constexpr):
-    tl.store(to, value.to(to.dtype.element_ty), mask=there, eviction_policy=GO)
+def _put(to, value, there):
+    tl.store(to, value.to(to.dtype.element_ty), mask=there)
 
 
 @triton.jit
 def _conv_walk_back_kernel(
     x, weight, bias, dy, dx, dweight, dbias, x_b, x_t, dy_b, dy_t, seqlen, dim, steps,
     WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
-    AHEAD: tl.constexpr, GO: tl.constexpr,
 ):  # fmt: skip
     """dx (batch, seqlen, dim) contiguous, dweight (parts, dim, WIDTH) and dbias (parts, dim), of `steps` steps each.
 
@@ -275,18 +262,9 @@ def _conv_walk_back_kernel(
     d2 = tl.zeros((BC,), tl.float32)
     d3 = tl.zeros((BC,), tl.float32)
     total = tl.zeros((BC,), tl.float32)
-    if AHEAD:
-        n0, n1, n2, n3 = _four(x, 0, x_t, cols, in_dim, left)
-        m0, m1, m2, m3 = _four(dy, 0, dy_t, cols, in_dim, left)
     for t in tl.range(0, own + 3, 4, num_stages=STAGES):  # four steps, so that nothing is moved from x1 to x2
-        if not AHEAD:
-            n0, n1, n2, n3 = _four(x, t, x_t, cols, in_dim, left)
-            m0, m1, m2, m3 = _four(dy, t, dy_t, cols, in_dim, left)
-        a0, a1, a2, a3 = n0.to(tl.float32), n1.to(tl.float32), n2.to(tl.float32), n3.to(tl.float32)
-        h0, h1, h2, h3 = m0.to(tl.float32), m1.to(tl.float32), m2.to(tl.float32), m3.to(tl.float32)
-        if AHEAD:
-            n0, n1, n2, n3 = _four(x, t + 4, x_t, cols, in_dim, left)
-            m0, m1, m2, m3 = _four(dy, t + 4, dy_t, cols, in_dim, left)
+        a0, a1, a2, a3 = _four(x, t, x_t, cols, in_dim, left)
+        h0, h1, h2, h3 = _four(dy, t, dy_t, cols, in_dim, left)
         if SILU:
             h0 = _through_silu(h0, _taps(always, w0, w1, w2, w3, a0, x1, x2, x3, WIDTH), False, SCALED)
             h1 = _through_silu(h1, _taps(always, w0, w1, w2, w3, a1, a0, x1, x2, WIDTH), False, SCALED)
@@ -294,10 +272,10 @@ def _conv_walk_back_kernel(
             h3 = _through_silu(h3, _taps(always, w0, w1, w2, w3, a3, a2, a1, a0, WIDTH), False, SCALED)
         to = dx + (t - 3) * dim + cols
         there = own + 3 - t  # steps that are left
-        _put(to, _taps(none, w0, w1, w2, w3, g3, g2, g1, h0, WIDTH), in_dim & (t >= 3), GO)
-        _put(to + dim, _taps(none, w0, w1, w2, w3, g2, g1, h0, h1, WIDTH), in_dim & (t >= 2) & (there > 1), GO)
-        _put(to + 2 * dim, _taps(none, w0, w1, w2, w3, g1, h0, h1, h2, WIDTH), in_dim & (t >= 1) & (there > 2), GO)
-        _put(to + 3 * dim, _taps(none, w0, w1, w2, w3, h0, h1, h2, h3, WIDTH), in_dim & (there > 3), GO)
+        _put(to, _taps(none, w0, w1, w2, w3, g3, g2, g1, h0, WIDTH), in_dim & (t >= 3))
+        _put(to + dim, _taps(none, w0, w1, w2, w3, g2, g1, h0, h1, WIDTH), in_dim & (t >= 2) & (there > 1))
+        _put(to + 2 * dim, _taps(none, w0, w1, w2, w3, g1, h0, h1, h2, WIDTH), in_dim & (t >= 1) & (there > 2))
+        _put(to + 3 * dim, _taps(none, w0, w1, w2, w3, h0, h1, h2, h3, WIDTH), in_dim & (there > 3))
         g1, g2, g3 = h3, h2, h1
         if t + 3 >= own:  # the others are of the next program
             h0, a0 = _kept(h0, a0, t < own)

@@ -45,8 +45,8 @@ def _rotary_kernel(
 @triton.jit
 def _rotary_halves_kernel(
     x, y, cos, sin, x_b, x_t, x_h, seqlen, heads, pairs, start,
-    DIM: tl.constexpr, TOKENS: tl.constexpr, EACH: tl.constexpr, BACKWARD: tl.constexpr, ONCE: tl.constexpr,
-    GO: tl.constexpr, FLAT: tl.constexpr,
+    DIM: tl.constexpr, TOKENS: tl.constexpr, EACH: tl.constexpr, BACKWARD: tl.constexpr,
+    FLAT: tl.constexpr,
 ):  # fmt: skip
     """As `_rotary_kernel`, of heads that turn as a whole, in halves, at the same positions in every sequence, all of
     them in the tables.
@@ -63,8 +63,8 @@ def _rotary_halves_kernel(
     cols = tl.arange(0, DIM // 2)
     there = (pair < pairs)[:, None, None] & (token < seqlen)[None, :, None]
     at = (batch * x_b + head * x_h)[:, None, None] + (token.to(tl.int64) * x_t)[None, :, None] + cols[None, None, :]
-    first = tl.load(x + at, mask=there, other=0.0, eviction_policy=ONCE)
-    second = tl.load(x + at + DIM // 2, mask=there, other=0.0, eviction_policy=ONCE)
+    first = tl.load(x + at, mask=there, other=0.0)
+    second = tl.load(x + at + DIM // 2, mask=there, other=0.0)
     places = (token + start).to(tl.int64)[:, None] * (DIM // 2) + cols[None, :]
     c = tl.load(cos + places, mask=(token < seqlen)[:, None], other=1.0).to(tl.float32)[None, :, :]
     s = tl.load(sin + places, mask=(token < seqlen)[:, None], other=0.0).to(tl.float32)[None, :, :]
@@ -73,8 +73,8 @@ def _rotary_halves_kernel(
     a, b = first.to(tl.float32), second.to(tl.float32)
     to = (batch * seqlen * heads + head)[:, None, None] + (token.to(tl.int64) * heads)[None, :, None]
     to = y + to * DIM + cols[None, None, :]
-    tl.store(to, (a * c - b * s).to(first.dtype), mask=there, eviction_policy=GO)
-    tl.store(to + DIM // 2, (b * c + a * s).to(first.dtype), mask=there, eviction_policy=GO)
+    tl.store(to, (a * c - b * s).to(first.dtype), mask=there)
+    tl.store(to + DIM // 2, (b * c + a * s).to(first.dtype), mask=there)
 
 
 @triton.jit

@@ -24,7 +24,6 @@ from gpu_accel.thunderkittens.rows import _need, _rows
 # Whether heads that turn as a whole, in halves, have a kernel that loads angles once for several heads or sequences.
 HALVES = True
 _EACH, _NUMBERS, _WARPS = 2, 2048, 4  # heads or sequences of a program of it, and numbers
-_ONCE = _GO = ""
 
 
 @torch.library.custom_op("gpu_accel::tk_rotary", mutates_args=())
@@ -51,8 +50,7 @@ def rotary_op(
             launch(
                 kernels._rotary_halves_kernel, blocks * groups if flat else (blocks, groups),
                 (x, y, cos, sin, *x.stride()[:3], seqlen, heads, pairs, start),
-                dict(DIM=dim, TOKENS=tokens, EACH=each, BACKWARD=backward, ONCE=_ONCE, GO=_GO, FLAT=flat,
-                     num_warps=_WARPS),
+                dict(DIM=dim, TOKENS=tokens, EACH=each, BACKWARD=backward, FLAT=flat, num_warps=_WARPS),
             )  # fmt: skip
         else:
             blocks = -(-seqlen * heads // rows)

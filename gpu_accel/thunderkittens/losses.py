@@ -27,10 +27,9 @@ from gpu_accel.thunderkittens.rows import _rows
 
 # What its tests in tests/gpu have passed on (H100, Triton 3.6.0): "auto" takes the kernels for that alone.
 GPU_CHECKED = (torch.bfloat16, torch.float16, torch.float32)
-_BLOCK = 4096
+_BLOCK = 8192
 _BACK = 2048  # of a program of the backward
 FOUR = True  # of whole blocks: one largest value for every four logits of a thread
-_WARPS = 4  # of a program that does so
 _SIDE = 16  # bytes of logits side by side that have one largest value: what a thread loads at once
 
 
@@ -39,8 +38,8 @@ def _forward(logits, target, ignore, smoothing, square, cap) -> tuple[Tensor, Te
     loss, lse = (logits.new_empty(shape, dtype=torch.float32) for shape in ((rows,), (rows, 2)))
     block = min(_BLOCK, max(16, next_power_of_2(classes)))
     warps = max(1, min(8, block // 512))
-    four = FOUR and block == _BLOCK
-    block, warps = (block // 4, _WARPS) if four else (block, warps)
+    four = FOUR and block >= min(_BLOCK, 4096)
+    block, warps = (block // 4, max(1, block // 1024)) if four else (block, warps)
     if rows:
         launch(kernels._cross_entropy_kernel, rows,
                (logits, target, loss, lse, logits.stride(0), classes, ignore, smoothing, square, cap),

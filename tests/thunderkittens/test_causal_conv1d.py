@@ -66,11 +66,9 @@ def test_channels_innermost_and_slices(device):
     (33, 4, True, "silu", torch.float32), (16, 3, False, None, torch.float32), (2, 2, True, None, torch.float32),
     (1, 4, False, "silu", torch.float32), (18, 4, True, "silu", torch.bfloat16),
 ])  # fmt: skip
-@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
-def test_by_walks(ahead, seqlen, width, bias, activation, dtype, device, monkeypatch):
+def test_by_walks(seqlen, width, bias, activation, dtype, device, monkeypatch):
     """Channels side by side; several programs in time, and the steps that they walk beyond their own."""
     for way in ("", "_BACK"):
-        monkeypatch.setattr(c, f"{way}_AHEAD", ahead)
         monkeypatch.setattr(c, f"{way}_STEPS", 8)
         monkeypatch.setattr(c, f"{way}_CHANNELS", 16)
     wide = randn(2, seqlen, 40, seed=1, dtype=dtype, device=device)
