@@ -1,4 +1,8 @@
-"""Host side of `delta_solve_kernel` and `delta_walk_kernel`: which calls they take, tensor maps and launches."""
+"""Host side of the delta rule's Gluon kernels: which calls they take, tensor maps and launches.
+
+    forward     solve, walk
+    gradients   solve, delta._walk (plain Triton, for the states), walk_back, gradients
+"""
 
 from __future__ import annotations
 
