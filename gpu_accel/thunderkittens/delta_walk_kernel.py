@@ -1,9 +1,9 @@
 """The walk of the delta rule's forward for Hopper (sm_90a) in Gluon: U, o and the state, chunk by chunk.
 
 `delta_kernels` has the formulas, and `delta_solve_kernel` makes decay, fresh and the pairs P of a chunk beforehand. One
-program has a sequence, a head and 64 columns of v with 4 warps, or 128 with 8. Everything is transposed, v by k and v by
-step, so that all that is made on the way is a left operand in the registers that it was made in, S' and U' alike, and
-nothing of it goes through shared memory:
+program has a sequence, a head and 64 columns of v with 4 warps, or 128 with 8. Everything is transposed, v by k and v
+by step, so that all that is made on the way is a left operand in the registers that it was made in, S' and U' alike,
+and nothing of it goes through shared memory:
 
     U' = fresh' - S' decay'        o' = scale exp(b) (S' q') + U' P'
     S' = exp(b_last) S' + (exp(b_last - b) U') k
