@@ -196,8 +196,7 @@ def delta_backward_op(
     initial, dfinal = (None if x is None else x.contiguous() for x in (initial, dfinal))
     call = _Call(k, v, g, cu_seqlens, chunk)
     solves = hopper and bool(v.numel())
-    in_chunks = solves and delta_hopper.back_refusal(q, v) is None
-    walks = in_chunks and delta_hopper.WALKS_BACK
+    in_chunks = solves and delta_hopper.back_refusal(v) is None
     exact = g is not None and not in_chunks
     shape = (call.heads, call.key_dim, call.value_dim)
     dstates = v.new_empty((call.places.total, *shape), dtype=chunked.state_dtype(v.dtype, exact))
@@ -206,24 +205,23 @@ def delta_backward_op(
     du = call.made(*v.shape, dtype=v.dtype)
     with chunked._device(v):
         if solves:
-            of_q = q if walks else None
+            of_q = q if in_chunks else None
             decay, fresh, lines, pairs, inverse = delta_hopper.solve(of_q, k, v, g, beta, scale, keep=True)
         else:
             inverse, decay, fresh = _solve(call, k, v, g, beta, keep=True)
         u, states, _ = _walk(call, k, v, g, decay, fresh, initial, exact=exact, low=low)
-        if walks:
-            delta_hopper.walk_back(q, k, do, decay, lines[0], pairs, dfinal, du, dstates, dlow, dinitial, scale)
-        elif call.walks:
-            strides = [s for x in (q, k, g, do) for s in chunked._strides(x)]
-            call.launch(delta_kernels._walk_back_kernel, call.walks,
-                        (q, k, g, decay, do, dfinal, dstates, dlow, du, dinitial, *call.places.tables()[:2], *strides,
-                         *call.sizes, call.places.sequences, call.heads, call.group, scale),
-                        HAS_FINAL=dfinal is not None)  # fmt: skip
         if in_chunks:
+            delta_hopper.walk_back(q, k, do, decay, lines[0], pairs, dfinal, du, dstates, dlow, dinitial, scale)
             dq, dk, dv, dbeta, dg = delta_hopper.gradients(
                 q, k, v, u, do, du, inverse, (states, low), (dstates, dlow), *lines, scale
             )
         else:
+            if call.walks:
+                strides = [s for x in (q, k, g, do) for s in chunked._strides(x)]
+                call.launch(delta_kernels._walk_back_kernel, call.walks,
+                            (q, k, g, decay, do, dfinal, dstates, du, dinitial, *call.places.tables()[:2], *strides,
+                             *call.sizes, call.places.sequences, call.heads, call.group, scale),
+                            HAS_FINAL=dfinal is not None)  # fmt: skip
             dq, dk, dv, dbeta, dg = _in_chunks(call, do, q, k, v, g, beta, u, du, inverse.contiguous(), states, dstates,
                                                 scale)  # fmt: skip
     if call.group > 1:

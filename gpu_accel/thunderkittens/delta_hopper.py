@@ -1,4 +1,8 @@
-"""Host side of `delta_solve_kernel` and `delta_walk_kernel`: which calls they take, tensor maps and launches."""
+"""Host side of the delta rule's Gluon kernels: which calls they take, tensor maps and launches.
+
+    forward     solve, walk
+    gradients   solve, delta._walk (plain Triton, for the states), walk_back, gradients
+"""
 
 from __future__ import annotations
 
@@ -6,19 +10,18 @@ import torch
 import triton
 from torch import Tensor
 
+from gpu_accel.compat import TRITON_VERSION
 from gpu_accel.flash_attention3.gluon_launch import QuickLaunch, addressable, tensor_map
 from gpu_accel.thunderkittens.walk_hopper import CHUNK, _line_map, gate_vectors, machine_refusal, size_refusal, sms
 
-COLUMNS = 64  # of v that a program of a walk takes, with 4 warps
-# Whether it takes 128 with 8 for K above 64, where there would be more programs of 64 than SMs, which each of them
-# fills. No GPU has seen it.
-WIDE = False
+# Of v that a program of a walk takes, with 4 warps. For K above 64 it takes 128 with 8, where there would be more
+# programs of 64 than SMs: 102 us for 105, and back 186 for 198 (8 x 2048 steps, 16 heads, K and V 128, on an H200).
+COLUMNS = 64
 # Chunks ahead, of K up to 64 and up to 128: two programs an SM and one. With one stage three fit at K = 128.
 STAGES = {64: 2, 128: 2}
-SHARED = False  # whether gradients of heads that share q and k are made by `delta_back_kernel`; no GPU has seen it
-WALKS_BACK = False  # whether gradients are walked by `delta_walk_back_kernel`; no GPU has seen it
-BACK_STAGES = {64: 1, 128: 1}  # chunks ahead of a walk back, by its columns of v
-REGISTERS = 168  # of a thread that solves: three programs an SM, 136 us; two with all that it wants take 155
+# Of a walk back, by its columns of v. Of two stages at 128 the ptxas of Triton 3.8 (12.9) crashes; one takes 223 us.
+BACK_STAGES = {64: 1, 128: 1 if TRITON_VERSION[:2] == (3, 8) else 2}
+REGISTERS = 168  # of a thread that solves: three programs an SM, 136 us; two with all that it wants took 155
 _quick: dict[str, QuickLaunch] = {}
 
 
@@ -38,7 +41,7 @@ def _columns(v: Tensor, block: int) -> int:
     """Of v that a program of a walk takes, with keys padded to `block`."""
     batch, _, heads, value_dim = v.shape
     tiles = triton.cdiv(value_dim, COLUMNS)
-    return 2 * COLUMNS if WIDE and block == 128 and tiles % 2 == 0 and batch * heads * tiles > sms(v) else COLUMNS
+    return 2 * COLUMNS if block == 128 and tiles % 2 == 0 and batch * heads * tiles > sms(v) else COLUMNS
 
 
 def solve(
@@ -136,11 +139,9 @@ def walk_back(
     )  # fmt: skip
 
 
-def back_refusal(q: Tensor, v: Tensor) -> str | None:
+def back_refusal(v: Tensor) -> str | None:
     """Why `delta_back_kernel` cannot make the gradients of a forward that these kernels took, or None."""
-    if v.shape[3] > 128:
-        return f"its tiles of states hold 128 columns of v, not {v.shape[3]}"
-    return "no GPU has seen it for heads that share q and k" if q.shape[2] != v.shape[2] and not SHARED else None
+    return f"its tiles of states hold 128 columns of v, not {v.shape[3]}" if v.shape[3] > 128 else None
 
 
 def _state_map(x: Tensor, rows: int, cols: int):

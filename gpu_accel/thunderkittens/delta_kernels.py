@@ -111,14 +111,6 @@ def _solve_kernel(
 
 
 @triton.jit
-def _store_state(states, low, at, acc, mask):
-    rounded = acc.to(states.dtype.element_ty)
-    tl.store(states + at, rounded, mask=mask)
-    if low is not None:
-        tl.store(low + at, (acc - rounded.to(tl.float32)).to(low.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def _walk_kernel(
     k, g, decay, fresh, initial, states, low, u, final, cu_seqlens, chunk_offsets,
     k_b, k_t, k_h, g_b, g_t, g_h, seqlen, chunks, sequences, heads, group,
@@ -158,7 +150,11 @@ def _walk_kernel(
     if HAS_INITIAL:
         acc = tl.load(initial + own + tile, mask=tile_mask, other=0.0).to(tl.float32)
     for chunk in range(0, (length + BT - 1) // BT):
-        _store_state(states, low, ((chunk0 + chunk) * heads + head) * (K * V) + tile, acc, tile_mask)
+        to = ((chunk0 + chunk) * heads + head) * (K * V) + tile
+        rounded = acc.to(states.dtype.element_ty)
+        tl.store(states + to, rounded, mask=tile_mask)
+        if low is not None:
+            tl.store(low + to, (acc - rounded.to(tl.float32)).to(low.dtype.element_ty), mask=tile_mask)
         rows = (chunk * BT + tl.arange(0, BT)).to(tl.int64)
         mask = rows < length
         kt = tl.load(k + rows[None, :] * k_t + cols_k[:, None], mask=mask[None, :] & (cols_k < K)[:, None], other=0.0)
@@ -179,15 +175,12 @@ def _walk_kernel(
 
 @triton.jit
 def _walk_back_kernel(
-    q, k, g, decay, do, dfinal, dstates, low, du, dinitial, cu_seqlens, chunk_offsets,
+    q, k, g, decay, do, dfinal, dstates, du, dinitial, cu_seqlens, chunk_offsets,
     q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, do_b, do_t, do_h, seqlen, chunks, sequences, heads, group, scale,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     HAS_G: tl.constexpr, HAS_FINAL: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """du (batch, seqlen, heads, V); dstates (chunks, heads, K, V): of what leaves every chunk; dinitial.
-
-    low: as in `_walk_kernel`.
-    """
+    """du (batch, seqlen, heads, V); dstates (chunks, heads, K, V): of what leaves every chunk; dinitial."""
     blocks_v: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     block_v = program % blocks_v
@@ -224,7 +217,8 @@ def _walk_back_kernel(
     count = (length + BT - 1) // BT
     for i in range(0, count):
         chunk = count - 1 - i
-        _store_state(dstates, low, ((chunk0 + chunk) * heads + head) * (K * V) + tile, acc, tile_mask)
+        to = dstates + ((chunk0 + chunk) * heads + head) * (K * V) + tile
+        tl.store(to, acc.to(dstates.dtype.element_ty), mask=tile_mask)
         rows = (chunk * BT + steps).to(tl.int64)
         mask = rows < length
         in_k = mask[None, :] & (cols_k < K)[:, None]

@@ -1,7 +1,7 @@
 """The walk of the delta rule's gradients for Hopper (sm_90a) in Gluon: dU and dS, from the last chunk to the first.
 
-As in `delta_walk_kernel` one program (4 warps) has a sequence, a head and 64 columns of v, everything is transposed,
-and the state is a left operand in the registers that it was summed up in:
+As in `delta_walk_kernel` one program has a sequence, a head and 64 or 128 columns of v, everything is transposed, and
+the state is a left operand in the registers that it was summed up in:
 
     dU' = exp(b_last - b) (dS' k') + do' P        dS' = exp(b_last) dS' + (scale exp(b) do') q - dU' decay
 

@@ -1,9 +1,9 @@
 """The walk of the delta rule's forward for Hopper (sm_90a) in Gluon: U, o and the state, chunk by chunk.
 
-`delta_kernels` has the formulas and makes decay, fresh and the pairs P of a chunk beforehand. One program (4 warps) has
-a sequence, a head and 64 columns of v. Everything is transposed, v by k and v by step, so that all that is made on the
-way is a left operand in the registers that it was made in, S' and U' alike, and nothing of it goes through shared
-memory:
+`delta_kernels` has the formulas, and `delta_solve_kernel` makes decay, fresh and the pairs P of a chunk beforehand. One
+program has a sequence, a head and 64 columns of v with 4 warps, or 128 with 8. Everything is transposed, v by k and v
+by step, so that all that is made on the way is a left operand in the registers that it was made in, S' and U' alike,
+and nothing of it goes through shared memory:
 
     U' = fresh' - S' decay'        o' = scale exp(b) (S' q') + U' P'
     S' = exp(b_last) S' + (exp(b_last - b) U') k
@@ -80,7 +80,7 @@ def delta_walk_kernel(
     chunks, heads, group, tiles, K, V, scale, has_initial, nothing_before,
     BK: gl.constexpr, COLS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
-    """o through o_desc, and final (sequences, heads, K, V) float32. w and u: decay and fresh of `delta_kernels`.
+    """o through o_desc, and final (sequences, heads, K, V) float32. w and u: decay and fresh of `delta_solve_kernel`.
 
     initial: as final, or has_initial is 0. nothing_before is 0.
     """

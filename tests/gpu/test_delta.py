@@ -55,17 +55,11 @@ def test_walk_on_hopper(shape, gated, stages, monkeypatch):
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_gradients_on_hopper(shape, gated):
-    """Of one head of q for two, and of more than 128 columns of v, mostly by the portable kernels."""
+    """Those of more than 128 columns of v are mostly by the portable kernels."""
     tensors, grads = make(*shape, gated)
     judge(NAMES[: 8 if gated else 7], on_hopper, tensors, grads)
 
 
-WIDE = dict(WIDE=True, sms=lambda _: 0)
-FORMS = {
-    "walked_portably": dict(WALKS_BACK=False), "walked": dict(WALKS_BACK=True),
-    "wide": dict(WALKS_BACK=True, SHARED=True) | WIDE,
-    "two_stages": dict(WALKS_BACK=True, BACK_STAGES={64: 1, 128: 2}) | WIDE,
-}  # fmt: skip
 BACK = [
     pytest.param((2, 300, 4, 4, 128, 128), id="T300-K128-V128"),
     pytest.param((2, 130, 3, 3, 64, 64), id="T130-H3-K64-V64"),
@@ -78,18 +72,17 @@ BACK = [
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("shape", [(2, 300, 4, 2, 128, 128), (1, 130, 2, 2, 72, 104)])
-def test_wide_walk_on_hopper(shape, gated, monkeypatch):
-    for name, value in WIDE.items():
-        monkeypatch.setattr(delta_hopper, name, value)
+def test_walk_of_128_columns_on_hopper(shape, gated, monkeypatch):
+    monkeypatch.setattr(delta_hopper, "sms", lambda _: 0)
     judge_values(NAMES, on_hopper, make(*shape, gated)[0])
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("sms, stages", [(132, 1), (0, 1), (0, 2)], ids=["64-columns", "128-columns", "two-stages"])
 @pytest.mark.parametrize("shape", BACK)
-def test_gradients_in_chunks_on_hopper(shape, form, gated, monkeypatch):
-    for name, value in form.items():
-        monkeypatch.setattr(delta_hopper, name, value)
+def test_gradients_in_chunks_on_hopper(shape, sms, stages, gated, monkeypatch):
+    monkeypatch.setattr(delta_hopper, "sms", lambda _: sms)
+    monkeypatch.setattr(delta_hopper, "BACK_STAGES", {64: 1, 128: stages})
     for seed in (0, 10):
         tensors, grads = make(*shape, gated, first_seed=seed)
         judge(NAMES[: 8 if gated else 7], on_hopper, tensors, grads)
@@ -97,8 +90,7 @@ def test_gradients_in_chunks_on_hopper(shape, form, gated, monkeypatch):
 
 def test_gradients_on_hopper_with_views_and_the_same_bits_again(monkeypatch):
     """NaN before and behind q, k and v, steps apart, also where TMA cannot address them; twenty runs."""
-    for name, value in FORMS["wide"].items():
-        monkeypatch.setattr(delta_hopper, name, value)
+    monkeypatch.setattr(delta_hopper, "sms", lambda _: 0)
     tensors, grads = make(2, 200, 8, 8, 128, 128, True)
 
     def gradients(*given):

@@ -214,11 +214,11 @@ HOPPER = {
 }
 
 
-@pytest.mark.parametrize("wide", [False, True], ids=["64-columns", "128-columns"])
+@pytest.mark.parametrize("sms", [0, 132], ids=["128-columns", "64-columns"])
 @pytest.mark.parametrize("case", HOPPER.values(), ids=HOPPER)
-def test_on_hopper_by_its_source(case, wide, device, monkeypatch):
-    for name, value in dict(machine_refusal=lambda _: None, WIDE=wide, sms=lambda _: 0).items():
-        monkeypatch.setattr(delta_hopper, name, value)
+def test_on_hopper_by_its_source(case, sms, device, monkeypatch):
+    monkeypatch.setattr(delta_hopper, "machine_refusal", lambda _: None)
+    monkeypatch.setattr(delta_hopper, "sms", lambda _: sms)
     tensors, grads = make(device, dtype=torch.bfloat16, **case)
     with gluon_in_torch.kernels_on_a_cpu() as done:
         found = ours("hopper", chunk=64)(*tensors)
@@ -235,17 +235,15 @@ GRADIENTS = {
 }
 
 
-@pytest.mark.parametrize("walks", [False, True], ids=["walked-portably", "walked"])
 @pytest.mark.parametrize("case, in_chunks", GRADIENTS.values(), ids=GRADIENTS)
-def test_gradients_on_hopper_by_its_source(case, in_chunks, walks, device, monkeypatch):
-    wide = dict(WIDE=case["seqlen"] == 130, sms=lambda _: 0)
-    for name, value in (wide | dict(machine_refusal=lambda _: None, WALKS_BACK=walks, SHARED=True)).items():
-        monkeypatch.setattr(delta_hopper, name, value)
+def test_gradients_on_hopper_by_its_source(case, in_chunks, device, monkeypatch):
+    monkeypatch.setattr(delta_hopper, "machine_refusal", lambda _: None)
+    monkeypatch.setattr(delta_hopper, "sms", lambda _: 0 if case["seqlen"] == 130 else 132)
     tensors, grads = make(device, dtype=torch.bfloat16, **case)
     with gluon_in_torch.kernels_on_a_cpu() as done:
         mine = run(ours("hopper", chunk=64), tensors, grads)
     forward = ["delta_solve_kernel", "delta_walk_kernel"]
-    back = ["delta_walk_back_kernel"] * walks + ["delta_back_kernel"]
+    back = ["delta_walk_back_kernel", "delta_back_kernel"]
     assert done == [*forward, "delta_solve_kernel"] + back * in_chunks
     # the ruler is not eager torch: the interpreter, which runs both walks, cuts where a GPU rounds
     compare(mine, truth_of(tensors, grads), run(ours("portable", chunk=64), tensors, grads))
