@@ -1,4 +1,7 @@
-"""`gpu-accel ring plan`: what a distributed attention would cost, and which schedule and layout to take."""
+"""`gpu-accel ring plan`: what a distributed attention would cost, and which schedule and layout to take.
+
+`gpu-accel ring longest`: the longest sequence that fits in memory.
+"""
 
 from __future__ import annotations
 
@@ -62,6 +65,49 @@ def plan(
     if json_:
         return output.print_json(payload)
     out().print(made.explain(), markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command("longest")
+def longest(
+    gpus: Annotated[
+        list[int] | None, typer.Option("--gpus", help="How many GPUs; repeatable. Default: 1, 2, 4.")
+    ] = None,
+    heads: Annotated[int, typer.Option("--heads", help="Query heads.")] = 32,
+    kv_heads: Annotated[int | None, typer.Option("--kv-heads", help="Key heads.", show_default="as many")] = None,
+    head_dim: Annotated[int, typer.Option("--head-dim", help="Size of a head.")] = 128,
+    batch: Annotated[int, typer.Option("--batch", help="Sequences.")] = 1,
+    schedule: Annotated[str, typer.Option("--schedule", help="One that `ring plan` compares.")] = "kv_ring",
+    memory: Annotated[float, typer.Option("--memory", help="Memory of a GPU in GB.")] = 80.0,
+    backward: Annotated[bool, typer.Option("--backward", help="Forward and backward.")] = False,
+    json_: JsonOption = False,
+    output_: OutputOption = None,
+) -> None:
+    """The longest sequence whose attention fits in the memory of so many GPUs, by counted bytes.
+
+    Attention alone, with its shards, results and buffers.
+    """
+    from gpu_accel.ring_attention.longest import longest as tokens_of
+
+    output.check_suffix(output_)
+    rows = [
+        {
+            "gpus": n, "heads": heads, "kv_heads": kv_heads or heads, "head_dim": head_dim, "batch": batch,
+            "schedule": schedule, "backward": backward, "memory_gb": memory,
+            "tokens": tokens_of(
+                gpus=n, heads=heads, kv_heads=kv_heads, head_dim=head_dim, batch=batch, schedule=schedule,
+                memory_gb=memory, backward=backward,
+            ),
+        }
+        for n in gpus or (1, 2, 4)
+    ]  # fmt: skip
+    if output_:
+        output.write(output_, rows, payload={"longest": rows}, title="Longest sequences")
+    if json_:
+        return output.print_json({"longest": rows})
+    for row in rows:
+        out().print(
+            f"{row['gpus']:>4} GPU{' ' if row['gpus'] == 1 else 's'}  {row['tokens']:>14,} tokens", highlight=False
+        )
 
 
 def _tokens(text: str) -> int:

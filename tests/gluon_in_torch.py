@@ -419,20 +419,33 @@ def reduce(values: tuple[Tensor, ...], axis: int, combine: Any) -> tuple[Tensor,
     return tuple(x.squeeze(axis) for x in values)
 
 
+def number_of(word: Tensor) -> Tensor:
+    return (word & 0xFFFFFFFF).to(torch.int32).view(torch.float32).as_subclass(Registers)
+
+
 def notes(code: str, arguments: list[Any]) -> Any:
     """What programs of a row tell each other, in words of a number and a turn."""
+    if "ld.relaxed" in code and len(arguments) == 1:  # what they say now
+        place = arguments[0]
+        at = torch.as_tensor(place.offsets).flatten()
+        words = [place.memory[at + i].clone() for i in (0, 1)]  # each read once
+        return tuple(x.to(torch.int32) for word in words for x in (word << 32 >> 32, word >> 32))
+    if "ld.relaxed" in code:
+        a, tag_a, b, tag_b, place, turn = arguments
+        a, b = number_of(a), number_of(b)
+        at = torch.as_tensor(place.offsets).flatten()
+        start = time.monotonic()
+        while not bool((tag_a == turn).all() and (tag_b == turn).all()):
+            assert time.monotonic() < start + 20, "waits forever"
+            time.sleep(0)
+            words = [place.memory[at + i].clone() for i in (0, 1)]
+            (a, b), (tag_a, tag_b) = map(number_of, words), ((w >> 32).to(torch.int32) for w in words)
+        return a, b
     place = arguments[0]
     at = torch.as_tensor(place.offsets).flatten()
     if "st.relaxed" in code and "atom" not in code:
         place.memory[at], place.memory[at + 1] = arguments[1].flatten(), arguments[2].flatten()
         return None
-    if "ld.relaxed" in code:
-        start = time.monotonic()
-        while not all(bool((place.memory[at + i] >> 32 == arguments[1]).all()) for i in (0, 1)):
-            assert time.monotonic() < start + 20, "waits forever"
-            time.sleep(0)
-        words = (place.memory[at + i].to(torch.int32) for i in (0, 1))
-        return tuple(x.view(torch.float32).as_subclass(Registers) for x in words)
     with _lock:
         place.memory[at] += 1
         if int(place.memory[at]) == int(arguments[2]) + 1:
@@ -445,15 +458,13 @@ def instruction(code: str, arguments: list[Any]) -> Any:
         return notes(code, arguments)
     if code.startswith("bar.warp.sync"):
         return None
+    if "cvt.rn.bf16x2.f32 both, $3, $2" in code:  # rounded to bfloat16
+        return arguments[0].to(torch.bfloat16).to(torch.float32)
     if code.startswith("mov.b32"):
         return arguments[0]
     if "ld.acquire.gpu.global.u32 $0, [$1]" in code:  # until it is not 0: programs before this one are through
         pointer = arguments[0]
         assert int(pointer.memory[int(pointer.offsets.flatten()[0])]), "waits for what no program before has done"
-        return None
-    if code.startswith("prefetch.global.L2"):  # to the cache: of what is there
-        for x in arguments:
-            assert int(x.offsets.min()) >= 0 and int(x.offsets.max()) < x.memory.numel()
         return None
     if "fma.rn.bf16x2 $0, $1, $2, t" in code:  # a (b + c)
         a, b, c = arguments

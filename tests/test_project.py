@@ -98,7 +98,10 @@ def test_nothing_names_the_machine_it_was_written_on() -> None:
 
 
 # file -> why the second dimension of a grid of its kernels stays small, whatever callers pass
-SMALL_GRIDS = {"thunderkittens/row_kernels.py": "as many parts of a sum, or sums, as the host chooses"}
+SMALL_GRIDS = {
+    "thunderkittens/row_kernels.py": "as many parts of a sum, or sums, as the host chooses",
+    "thunderkittens/element_kernels.py": "FLAT where there are more; otherwise programs divide by nothing",
+}
 
 
 def test_only_the_first_dimension_of_a_grid_counts_what_callers_choose() -> None:

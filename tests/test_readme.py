@@ -105,6 +105,13 @@ def test_the_commands_of_a_paper_parse(paper: str, tmp_path: Path, monkeypatch: 
         test_its_commands_parse(words)
 
 
+@pytest.mark.parametrize("text", [README, *PAPERS.values()], ids=["README", *PAPERS])
+def test_links_within_a_page_lead_to_its_headings(text: str) -> None:
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), flags=re.M)
+    anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    assert not set(re.findall(r"\]\(#([^)]+)\)", text)) - anchors
+
+
 @pytest.mark.parametrize("words", commands("gpu-accel"), ids=" ".join)
 def test_its_commands_parse(words: list[str]) -> None:
     group = get_command(app)

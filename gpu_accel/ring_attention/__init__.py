@@ -6,7 +6,8 @@
     o, lse = distributed_attention(q, k, v, layout=layout, transport=choose_transport(), causal=True)
 
 Read `layouts.py`, `masks.py` and `step.py`, then `schedules/kv_ring.py`. Without GPUs or torchrun, `simulate.py` runs
-all ranks in one process, and `plan.py` says before it runs what a choice will cost.
+all ranks in one process, and `plan.py` says before it runs what a choice will cost. `graphs.py` makes a CUDA graph of a
+step, so that no GPU waits for a host.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ _WHERE = {
     "TorchTransport": "transport",
     "Transport": "transport",
     "distributed_attention": "attention",
+    "explain": "explanation",
     "gather_sequence": "attention",
     "replay_rank": "replay",
     "simulate_attention": "simulate",

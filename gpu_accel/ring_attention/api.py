@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from gpu_accel.errors import GpuAccelError, HardwareError, InvalidInputError, shown
+from gpu_accel.errors import GpuAccelError, HardwareError, InvalidInputError, UnsupportedError, shown
 from gpu_accel.flash_attention3.backends import check_name
 from gpu_accel.flash_attention3.problem import (
     FLOAT_DTYPES,
@@ -26,6 +26,7 @@ from gpu_accel.flash_attention3.problem import (
     check_strided,
     check_tensors,
     check_written,
+    share_memory,
 )
 from gpu_accel.ring_attention import attention
 from gpu_accel.ring_attention.layouts import LAYOUTS, Layout, check_padding, make_layout, sequence_length
@@ -143,6 +144,37 @@ class RingAttention(nn.Module):
             q, k, v, layout=layout, transport=transport, schedule=self.schedule, **options
         )
         return _swap(o)
+
+    def explain(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool = False,
+        *,
+        seq_len: int | None = None,
+        documents: Sequence[int] | None = None,
+        window_size: attention.Window = (-1, -1),
+        softcap: float = 0.0,
+        rank: int = 0,
+    ) -> str:
+        """What a call would do, and why not otherwise, in words; nothing is sent. Of one rank: with simulate=True that
+        of `rank`, else this one."""
+        from gpu_accel.ring_attention.explanation import explain
+
+        options = dict(self.options, causal=causal, window_size=window_size, softcap=softcap)
+        options.pop("check_finite", None)
+        q, k, v = (_swap(x) for x in (q, k, v))
+        if self.simulate:
+            assert self.num_gpus is not None
+            _check_whole(k, seq_len)
+            layout = make_layout(self.layout, seqlen=k.shape[1], ranks=self.num_gpus, documents=documents)
+            q = q if self.schedule == "tree" else layout.shard(q, rank)
+            k, v = (layout.shard(x, rank) for x in (k, v))
+        else:
+            transport = self.transport()
+            layout, rank = _layout_of(k, transport, self.layout, seq_len, documents), transport.rank
+        return explain(q, k, v, layout=layout, rank=rank, schedule=self.schedule, **options)
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle: a transport belongs to its process, so there the module finds that of the default group."""
@@ -373,7 +405,7 @@ def local_attention(
 
     Returns:
         o (batch, rows, heads, head_dim_v) and lse (batch, heads, rows), both float32, to be merged with other steps.
-        Without a layout q and k are whole sequences of one length.
+        Without a layout q and k are whole sequences of one length. Without autograd.
     """
     check_tensors(q, k, v, varlen=False)
     cut = layout or make_layout("contiguous", seqlen=k.shape[1], ranks=1)
@@ -388,11 +420,20 @@ def local_attention(
 def accumulate_attention_outputs(
     local_outputs: Sequence[tuple[Tensor, Tensor]], final_output: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Merge results (o, lse) of the same queries over different keys; into `final_output`, in place, when given."""
+    """Merge results (o, lse) of the same queries over different keys; into `final_output`, in place, when given.
+
+    Where lse is -inf, that is where no key was seen, o must be 0, as it is here. Without gradients.
+
+    Raises:
+        InvalidInputError: results that do not fit, or a `final_output` that shares memory with one of them.
+        UnsupportedError: a result that wants gradients.
+    """
     if not isinstance(local_outputs, tuple | list):
         raise InvalidInputError(f"local_outputs must be a list of pairs (o, lse), got {type(local_outputs).__name__}")
     for found in local_outputs:
         _check_result("each of local_outputs", found)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in found):
+            raise UnsupportedError("results that are merged get no gradients: detach them, or use RingAttention")
     if final_output is None:
         if not local_outputs:
             raise InvalidInputError("nothing to accumulate: give local_outputs or final_output")
@@ -405,6 +446,8 @@ def accumulate_attention_outputs(
             check_written(name, x)
             if x.is_leaf and x.requires_grad and torch.is_grad_enabled():
                 raise InvalidInputError(f"{name} is written in place, but gradients are wanted of it: pass a clone")
+            if any(share_memory(x, y) for found in local_outputs for y in found):
+                raise InvalidInputError(f"{name} is written, and shares memory with local_outputs: pass a clone")
     total = Partial(*final_output)
     for o, lse in local_outputs:
         if o.shape != total.o.shape or lse.shape != total.lse.shape or lse.shape != o.transpose(1, 2).shape[:-1]:
@@ -432,7 +475,7 @@ def distributed_attention_exact(
 ) -> Tensor:
     """What one rank of the ring computes, without the ring: its queries against every rank's (k, v), in ring order.
 
-    Tensors are (batch, heads, local_length, head_dim); `KV_blocks[r]` are the shards of rank r.
+    Tensors are (batch, heads, local_length, head_dim); `KV_blocks[r]` are the shards of rank r. Without autograd.
     """
     if not isinstance(KV_blocks, tuple | list) or not all(
         isinstance(x, tuple | list) and len(x) == 2 for x in KV_blocks
@@ -453,7 +496,8 @@ def distributed_attention_exact(
 
 
 def global_accumulate(o: Tensor, lse: Tensor, *, transport: Transport | None = None) -> tuple[Tensor, Tensor]:
-    """Merge the partial results of all ranks for queries that all of them hold; the same bits on every rank."""
+    """Merge the partial results of all ranks for queries that all of them hold; the same bits on every rank. Without
+    autograd."""
     transport = _transport(transport, "transport")
     error = _wrong_tensor("o", o, floating=True) or _wrong_tensor("lse", lse, floating=True)
     what = "" if error else f" {o.dtype} {tuple(o.shape)}, {lse.dtype} {tuple(lse.shape)}"

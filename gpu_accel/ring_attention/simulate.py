@@ -10,8 +10,10 @@ wrong shape, buffers that are overwritten too early.
 
 from __future__ import annotations
 
+import contextvars
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +33,8 @@ MOST_RANKS = 4096  # each is a thread
 def simulate(function: Callable[[LocalTransport], T], ranks: int, *, world: World | None = None) -> list[T]:
     """`function(transport)` on each rank; the results in rank order.
 
+    Ranks run as the caller would: with its gradient mode, inference mode, autocast, context variables, and CUDA stream.
+
     Pass a `World` of that size to read afterwards what each rank has sent (`world.bytes_sent`), in all its calls.
 
     Raises:
@@ -47,11 +51,14 @@ def simulate(function: Callable[[LocalTransport], T], ranks: int, *, world: Worl
         raise InvalidInputError(f"the world has {world.size} ranks, not {ranks}")
     world.begin()
     results: dict[int, T] = {}
+    like_here = _modes()
+    contexts = [contextvars.copy_context() for _ in range(ranks)]
 
     def run(rank: int) -> None:
         with world.changed:
             try:
-                results[rank] = function(LocalTransport(world, rank))
+                with like_here():
+                    results[rank] = contexts[rank].run(function, LocalTransport(world, rank))
                 world.leave(rank)
             except BaseException as error:  # handed to the caller below
                 world.leave(rank, error)
@@ -64,6 +71,26 @@ def simulate(function: Callable[[LocalTransport], T], ranks: int, *, world: Worl
     if world.failed:
         raise world.failed[1]
     return [results[rank] for rank in range(ranks)]
+
+
+def _modes() -> Callable[[], ExitStack]:
+    """What torch keeps for each thread, as it is in this one: to be entered in another."""
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    casts = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in ("cpu", "cuda")]
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+
+    def enter() -> ExitStack:
+        stack = ExitStack()
+        stack.enter_context(torch.inference_mode(inference))
+        stack.enter_context(torch.set_grad_enabled(grad))
+        for kind, dtype, enabled in casts:
+            if enabled:
+                stack.enter_context(torch.autocast(kind, dtype))
+        if stream is not None:
+            stack.enter_context(torch.cuda.stream(stream))
+        return stack
+
+    return enter
 
 
 def simulate_attention(

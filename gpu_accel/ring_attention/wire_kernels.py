@@ -1,7 +1,7 @@
 """Encoding and decoding of wire.py in one pass each, in plain Triton: the bytes are those of its torch operations.
 
 A program takes a few heads of a few rows. A coded row of a head is a float32 scale and `dim` bytes, so nothing is
-aligned to more than 4 bytes: four of them are moved as a word where rows begin at multiples of four, else one by one.
+aligned to more than 4 bytes: four of them are moved at once where rows begin at multiples of four, else one by one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gpu_accel.compat import widen
 from gpu_accel.flash_attention3.fp8_quantize import E4M3, E5M2, to_fp8
 from gpu_accel.flash_attention3.launch import capability, launch, next_power_of_2
 
-_ELEMENTS, _HEADS = 4096, 32  # of a program
+_ELEMENTS, _HEADS, _ROWS = 4096, 32, 4  # of a program, at most
 
 
 def refuse(x: Tensor, coded: Tensor, wire: torch.dtype) -> str | None:
@@ -49,7 +49,7 @@ def _places(heads, rows, HEADS: tl.constexpr, RUN: tl.constexpr):
 @triton.jit(do_not_specialize=["heads", "rows"])
 def encode_kernel(
     x, out, x_sb, x_ss, x_sh, o_sb, o_ss, o_sh, heads, rows, largest,
-    WIDE: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, RUN: tl.constexpr, WORDS: tl.constexpr,
+    WIDE: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, RUN: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     batch, first, head = _places(heads, rows, HEADS, RUN)
     head64 = head.to(tl.int64)
@@ -68,24 +68,19 @@ def encode_kernel(
         scale = tl.where(finite, (exponent + 127) << 23, 0x7FC00000)
         inverse = tl.where(finite, (127 - exponent) << 23, 0x7FC00000).to(tl.float32, bitcast=True)
         coded = to_fp8(numbers * inverse[:, None], WIDE).to(tl.uint8, bitcast=True)
-        start = out + (batch * o_sb + row * o_ss) + head64 * o_sh
-        if WORDS:
-            words = start.to(tl.pointer_type(tl.int32), bitcast=True)
-            tl.store(words, scale, mask=there)
-            four = tl.reshape(coded, (HEADS, D // 4, 4)).to(tl.int32) << (8 * tl.arange(0, 4))[None, None, :]
-            word = tl.arange(0, D // 4)
-            here = there[:, None] & (word < DIM // 4)[None, :]
-            tl.store(words[:, None] + 1 + word[None, :], tl.sum(four, 2), mask=here)
+        start = out + UNIT * (batch * o_sb + row * o_ss) + UNIT * (head64 * o_sh)
+        if UNIT == 4:
+            tl.store(start.to(tl.pointer_type(tl.int32), bitcast=True), scale, mask=there)
         else:
             for byte in tl.static_range(4):
                 tl.store(start + byte, ((scale >> (8 * byte)) & 0xFF).to(tl.uint8), mask=there)
-            tl.store(start[:, None] + 4 + col[None, :], coded, mask=inside)
+        tl.store(start[:, None] + 4 + col[None, :], coded, mask=inside)
 
 
 @triton.jit(do_not_specialize=["heads", "rows"])
 def decode_kernel(
     coded, out, c_sb, c_ss, c_sh, o_sb, o_ss, o_sh, heads, rows,
-    WIDE: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, RUN: tl.constexpr, WORDS: tl.constexpr,
+    WIDE: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, RUN: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     batch, first, head = _places(heads, rows, HEADS, RUN)
     head64 = head.to(tl.int64)
@@ -94,20 +89,14 @@ def decode_kernel(
         row = (first + i).to(tl.int64)
         there = (head < heads) & (row < rows)
         inside = there[:, None] & (col < DIM)[None, :]
-        start = coded + (batch * c_sb + row * c_ss) + head64 * c_sh
-        if WORDS:
-            words = start.to(tl.pointer_type(tl.int32), bitcast=True)
-            scale = tl.load(words, mask=there, other=0)
-            word = tl.arange(0, D // 4)
-            here = there[:, None] & (word < DIM // 4)[None, :]
-            four = tl.load(words[:, None] + 1 + word[None, :], mask=here, other=0)
-            four = (four[:, :, None] >> (8 * tl.arange(0, 4))[None, None, :]) & 0xFF
-            numbers = tl.reshape(four.to(tl.uint8), (HEADS, D))
+        start = coded + UNIT * (batch * c_sb + row * c_ss) + UNIT * (head64 * c_sh)
+        if UNIT == 4:
+            scale = tl.load(start.to(tl.pointer_type(tl.int32), bitcast=True), mask=there, other=0)
         else:
             scale = tl.zeros((HEADS,), tl.int32)
             for byte in tl.static_range(4):
                 scale |= tl.load(start + byte, mask=there, other=0).to(tl.int32) << (8 * byte)
-            numbers = tl.load(start[:, None] + 4 + col[None, :], mask=inside, other=0)
+        numbers = tl.load(start[:, None] + 4 + col[None, :], mask=inside, other=0)
         numbers = numbers.to(tl.float8e5, bitcast=True) if WIDE else numbers.to(tl.float8e4nv, bitcast=True)
         numbers = widen(numbers, tl.float32) * scale.to(tl.float32, bitcast=True)[:, None]
         at = out + (batch * o_sb + row * o_ss)
@@ -132,8 +121,10 @@ def _run(
     if not out.numel():
         return
     d, block = next_power_of_2(dim), min(_HEADS, next_power_of_2(heads))
-    run = max(1, _ELEMENTS // (d * block))
-    arguments = (source, out, *source.stride()[:3], *out.stride()[:3], heads, rows, *more)
-    words = dim % 4 == 0 and not any(n % 4 for n in (coded.data_ptr(), *coded.stride()[:3]))
-    options = dict(WIDE=wire == E5M2.dtype, DIM=dim, D=d, HEADS=block, RUN=run, WORDS=words, num_warps=4)
+    run = max(1, min(_ROWS, _ELEMENTS // (d * block)))
+    whole = dim % 4 == 0 and not any(n % 4 for n in (coded.data_ptr(), *coded.stride()[:3]))
+    unit = 4 if whole else 1  # of strides of coded rows: the compiler then knows that a word may be moved at once
+    strides = [n // unit if x is coded else n for x in (source, out) for n in x.stride()[:3]]
+    arguments = (source, out, *strides, heads, rows, *more)
+    options = dict(WIDE=wire == E5M2.dtype, DIM=dim, D=d, HEADS=block, RUN=run, UNIT=unit, num_warps=4)
     launch(kernel, batch * triton.cdiv(rows, run) * triton.cdiv(heads, block), arguments, options)

@@ -22,6 +22,7 @@ _WHERE = {
     "chunk_simple_gla": "linear",
     "explain_gemm": "gemm_api",
     "explain_gla": "gla",
+    "explain_linear": "linear_explanation",
     "cross_entropy": "losses",
     "delta_rule": "delta",
     "fused_chunk_based": "features",

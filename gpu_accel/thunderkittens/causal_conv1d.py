@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gpu_accel.flash_attention3.function import refuse_second
+from gpu_accel.flash_attention3.gluon_launch import multiprocessors
 from gpu_accel.flash_attention3.launch import launch, next_power_of_2
 from gpu_accel.flash_attention3.problem import check_flag, check_written, share_memory
 from gpu_accel.thunderkittens import conv_kernels as kernels
@@ -24,11 +25,19 @@ _BC = 64
 # Whether y and gradients are made by walks where channels lie side by side, without first states and seq_idx: x and
 # dy are read once for four times.
 WALK = WALK_BACK = True
-_STEPS, _CHANNELS = 256, 128  # of a program of them, which is one warp
-_STAGES, _WARPS = 1, 1
-_BACK_STEPS, _BACK_CHANNELS, _BACK_STAGES, _BACK_WARPS = 256, 128, 1, 1
-_BACK_AHEAD = False
-_AHEAD = False  # y asks for the next steps before it needs them; off: right on an H200, not timed
+_STEPS, _CHANNELS = 64, 512  # at most, of a program that makes y
+_STAGES, _AHEAD = 1, False  # y: copies of the next steps to shared memory, or loads of them into registers, beforehand
+_BACK_STEPS, _BACK_CHANNELS = 512, 256  # at most, of a program that makes gradients
+_BACK_STAGES, _BACK_AHEAD = 3, False
+_BACK_PROGRAMS = 9  # of 8 channels a thread, that an SM has registers for
+_LANE = 4  # channels of a thread that makes y
+_GO = _BACK_GO = ""
+
+
+def _columns(dim: int, most: int) -> int:
+    """Channels of a program: no more than an eighth beyond what narrow ones would take."""
+    narrow = min(128, max(16, next_power_of_2(dim)))
+    return next((n for n in (512, 256) if n <= most and 8 * (-dim % n) <= dim), min(most, narrow))
 
 
 def _cut(x: Tensor, elements: int) -> dict:
@@ -62,13 +71,13 @@ def conv_op(
     cut = _cut(x, 2048)
     near = max(x.stride(2), y.stride(2)) * (_STEPS + 8) < 2**31
     if WALK and x.numel() and initial is None and seq_idx is None and x.stride(1) == y.stride(1) == 1 and near:
-        columns = min(_CHANNELS, max(16, next_power_of_2(x.shape[1])))
+        columns = _columns(x.shape[1], _CHANNELS)
         with _device(x):
             launch(kernels._conv_walk_kernel, -(-x.shape[2] // _STEPS) * -(-x.shape[1] // columns) * x.shape[0],
                    (x, weight, bias, y, x.stride(0), x.stride(2), y.stride(0), y.stride(2), x.shape[2], x.shape[1],
                     _STEPS),
                    dict(WIDTH=weight.shape[1], HAS_BIAS=bias is not None, SILU=silu, BC=columns, STAGES=_STAGES,
-                        AHEAD=_AHEAD, num_warps=_WARPS),
+                        AHEAD=_AHEAD, GO=_GO, num_warps=max(1, columns // (32 * _LANE))),
                    )  # fmt: skip
     elif x.numel():
         with _device(x):
@@ -86,16 +95,20 @@ def _(x, weight, bias, initial, seq_idx, silu):
 def _walk_back(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool):
     """As `conv_backward_op`, of contiguous vectors, channels side by side."""
     batch, dim, seqlen = x.shape
-    blocks, columns = -(-seqlen // _BACK_STEPS), min(_BACK_CHANNELS, max(16, next_power_of_2(dim)))
+    columns = _columns(dim, _BACK_CHANNELS if x.element_size() == 2 else 128)
+    across = -(-dim // columns)
+    fit = max(1, _BACK_PROGRAMS * multiprocessors(x.device) // (across * batch))  # programs a sequence, at once
+    steps = min(_BACK_STEPS, max(_STEPS, -(-seqlen // (16 * fit)) * 16))
+    blocks = -(-seqlen // steps)
     dx = x.new_empty((batch, seqlen, dim))
     dweight = x.new_empty((batch * blocks, dim, weight.shape[1]), dtype=torch.float32)
     dbias = x.new_empty((batch * blocks if bias is not None else 0, dim), dtype=torch.float32)
     with _device(x):
-        launch(kernels._conv_walk_back_kernel, blocks * -(-dim // columns) * batch,
+        launch(kernels._conv_walk_back_kernel, blocks * across * batch,
                (x, weight, bias, dy, dx, dweight, dbias, x.stride(0), x.stride(2), dy.stride(0), dy.stride(2), seqlen,
-                dim, _BACK_STEPS),
+                dim, steps),
                dict(WIDTH=weight.shape[1], HAS_BIAS=bias is not None, SILU=silu, BC=columns, STAGES=_BACK_STAGES,
-                    AHEAD=_BACK_AHEAD, num_warps=_BACK_WARPS))  # fmt: skip
+                    AHEAD=_BACK_AHEAD, GO=_BACK_GO, num_warps=1))  # fmt: skip
     absent = x.new_empty(0, dtype=torch.float32)
     return dx.transpose(1, 2), *rows._summed(dweight, dbias, weight, None if bias is None else bias.dtype), absent
 
@@ -109,7 +122,7 @@ def conv_backward_op(
     weight, bias, seq_idx = weight.contiguous(), _packed(bias), _packed(seq_idx)
     batch, dim, seqlen = x.shape
     width = weight.shape[1]
-    near = max(dim, x.stride(2), dy.stride(2)) * (_STEPS + 8) < 2**31
+    near = max(dim, x.stride(2), dy.stride(2)) * (_BACK_STEPS + 8) < 2**31
     if WALK_BACK and x.numel() and initial is None and seq_idx is None and x.stride(1) == dy.stride(1) == 1 and near:
         return _walk_back(dy, x, weight, bias, silu)
     if x.numel() and not x.is_contiguous() and not x.transpose(1, 2).is_contiguous():

@@ -20,6 +20,8 @@ import triton.language as tl
 
 from gpu_accel.thunderkittens.quick import sigmoid, silu
 
+_SCALE = tl.constexpr(-1.4426950408889634)  # -log2(e)
+
 
 @triton.jit
 def _numbers(first, second):
@@ -105,15 +107,27 @@ def _row(x, t, stride, cols, there):
 
 
 @triton.jit
-def _filter(weight, bias, cols, in_dim, dim, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """Taps of 0 to 3 steps before, and what is added always, each (channels,) in float32."""
-    w0 = _tap(weight, cols, dim, 0, WIDTH)
-    w1 = _tap(weight, cols, dim, 1, WIDTH)
-    w2 = _tap(weight, cols, dim, 2, WIDTH)
-    w3 = _tap(weight, cols, dim, 3, WIDTH)
+def _filter(weight, bias, cols, in_dim, dim, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr,
+            TOGETHER: tl.constexpr):  # fmt: skip
+    """Taps of 0 to 3 steps before, and what is added always, each (channels,) in float32.
+
+    SCALED: all of it times -log2(e), so that what they add up to is the exponent of 2 that a sigmoid takes.
+    """
+    if TOGETHER and WIDTH == 4:  # eight bytes a channel at once; beside copies ahead its layout would be the loop's
+        taps = tl.load(weight + cols[:, None] * 4 + tl.arange(0, 4)[None, :], mask=in_dim[:, None], other=0.0)
+        even, odd = tl.split(tl.reshape(taps.to(tl.float32), (cols.shape[0], 2, 2)))
+        w3, w1 = tl.split(even)
+        w2, w0 = tl.split(odd)
+    else:
+        w0 = _tap(weight, cols, dim, 0, WIDTH)
+        w1 = _tap(weight, cols, dim, 1, WIDTH)
+        w2 = _tap(weight, cols, dim, 2, WIDTH)
+        w3 = _tap(weight, cols, dim, 3, WIDTH)
     always = tl.zeros(cols.shape, tl.float32)
     if HAS_BIAS:
         always = tl.load(bias + cols, mask=in_dim, other=0.0).to(tl.float32)
+    if SCALED:
+        w0, w1, w2, w3, always = w0 * _SCALE, w1 * _SCALE, w2 * _SCALE, w3 * _SCALE, always * _SCALE
     return w0, w1, w2, w3, always
 
 
@@ -150,9 +164,13 @@ def _four(x, t, stride, cols, in_dim, left):
 
 
 @triton.jit
-def _silu(pre, SILU: tl.constexpr, NARROW: tl.constexpr):
-    if SILU:
-        pre = silu(pre, NARROW)
+def _silu(pre, SILU: tl.constexpr, SCALED: tl.constexpr):
+    """silu(pre) where SILU; of _SCALE pre where SCALED, whose factor the root takes away again."""
+    if SCALED:
+        root = tl.rsqrt(tl.exp2(pre) * -_SCALE - _SCALE)
+        pre *= -(root * root)
+    elif SILU:
+        pre = silu(pre, False)
     return pre
 
 
@@ -160,14 +178,14 @@ def _silu(pre, SILU: tl.constexpr, NARROW: tl.constexpr):
 def _conv_walk_kernel(
     x, weight, bias, y, x_b, x_t, y_b, y_t, seqlen, dim, steps,
     WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
+    AHEAD: tl.constexpr, GO: tl.constexpr,
 ):  # fmt: skip
     """y (batch, seqlen, dim) of x with channels side by side in both, `steps` steps (a multiple of four) a program.
 
     STAGES: copies of the next steps are on their way to shared memory while these are multiplied.
     AHEAD: the next four of x are asked for before these are multiplied, into registers.
     """
-    NARROW: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
+    SCALED: tl.constexpr = SILU and x.dtype.element_ty.primitive_bitwidth < 32
     across, block, batch = _numbers(tl.cdiv(dim, BC), tl.cdiv(seqlen, steps))  # neighbours have the same steps
     cols = across * BC + tl.arange(0, BC)
     in_dim = cols < dim
@@ -175,7 +193,7 @@ def _conv_walk_kernel(
     left = tl.minimum(seqlen - begin, steps)
     x += batch * x_b + begin.to(tl.int64) * x_t  # from here on offsets are of steps of its own, in 32 bits
     y += batch * y_b + begin.to(tl.int64) * y_t
-    w0, w1, w2, w3, always = _filter(weight, bias, cols, in_dim, dim, WIDTH, HAS_BIAS)
+    w0, w1, w2, w3, always = _filter(weight, bias, cols, in_dim, dim, WIDTH, HAS_BIAS, SCALED, STAGES == 1)
     x1, x2, x3 = _three_before(x, x_t, cols, in_dim, begin)
     if AHEAD:
         n0, n1, n2, n3 = _four(x, 0, x_t, cols, in_dim, left)
@@ -191,17 +209,26 @@ def _conv_walk_kernel(
         p1 = _taps(always, w0, w1, w2, w3, a1, a0, x1, x2, WIDTH)
         p2 = _taps(always, w0, w1, w2, w3, a2, a1, a0, x1, WIDTH)
         p3 = _taps(always, w0, w1, w2, w3, a3, a2, a1, a0, WIDTH)
-        _put(to, _silu(p0, SILU, NARROW), in_dim)
-        _put(to + y_t, _silu(p1, SILU, NARROW), in_dim & (t + 1 < left))
-        _put(to + 2 * y_t, _silu(p2, SILU, NARROW), in_dim & (t + 2 < left))
-        _put(to + 3 * y_t, _silu(p3, SILU, NARROW), in_dim & (t + 3 < left))
+        _put(to, _silu(p0, SILU, SCALED), in_dim, GO)
+        _put(to + y_t, _silu(p1, SILU, SCALED), in_dim & (t + 1 < left), GO)
+        _put(to + 2 * y_t, _silu(p2, SILU, SCALED), in_dim & (t + 2 < left), GO)
+        _put(to + 3 * y_t, _silu(p3, SILU, SCALED), in_dim & (t + 3 < left), GO)
         x1, x2, x3 = a3, a2, a1
 
 
 @triton.jit
-def _through_silu(grad, pre, NARROW: tl.constexpr):
-    s = sigmoid(pre, NARROW)
-    return grad * s * (1.0 + pre * (1.0 - s))
+def _through_silu(grad, pre, NARROW: tl.constexpr, SCALED: tl.constexpr):
+    """The gradient of pre for that of silu(pre); SCALED: over _SCALE, for _SCALE pre."""
+    if SCALED:
+        root = tl.rsqrt(1.0 + tl.exp2(pre))
+        s = root * root
+        once: tl.constexpr = 1.0 / _SCALE
+        twice: tl.constexpr = once * once
+        out = grad * s * (pre * (s * -twice + twice) + once)
+    else:
+        s = sigmoid(pre, NARROW)
+        out = grad * s * (1.0 + pre * (1.0 - s))
+    return out
 
 
 @triton.jit
@@ -210,22 +237,22 @@ def _kept(one, other, keep):
 
 
 @triton.jit
-def _put(to, value, there):
-    tl.store(to, value.to(to.dtype.element_ty), mask=there)
+def _put(to, value, there, GO: tl.constexpr):
+    tl.store(to, value.to(to.dtype.element_ty), mask=there, eviction_policy=GO)
 
 
 @triton.jit
 def _conv_walk_back_kernel(
     x, weight, bias, dy, dx, dweight, dbias, x_b, x_t, dy_b, dy_t, seqlen, dim, steps,
     WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
+    AHEAD: tl.constexpr, GO: tl.constexpr,
 ):  # fmt: skip
     """dx (batch, seqlen, dim) contiguous, dweight (parts, dim, WIDTH) and dbias (parts, dim), of `steps` steps each.
 
     x and dy (batch, seqlen, dim) with channels side by side. Three steps more are walked than are a program's own:
     their gradients belong to x of its last ones.
     """
-    NARROW: tl.constexpr = x.dtype.element_ty.primitive_bitwidth < 32
+    SCALED: tl.constexpr = SILU and x.dtype.element_ty.primitive_bitwidth < 32
     blocks = tl.cdiv(seqlen, steps)
     across, block, batch = _numbers(tl.cdiv(dim, BC), blocks)
     part = batch * blocks + block
@@ -237,7 +264,7 @@ def _conv_walk_back_kernel(
     x += batch * x_b + begin.to(tl.int64) * x_t  # from here on offsets are of steps of its own, in 32 bits
     dy += batch * dy_b + begin.to(tl.int64) * dy_t
     dx += (batch * seqlen + begin) * dim
-    w0, w1, w2, w3, always = _filter(weight, bias, cols, in_dim, dim, WIDTH, HAS_BIAS)
+    w0, w1, w2, w3, always = _filter(weight, bias, cols, in_dim, dim, WIDTH, HAS_BIAS, SCALED, False)
     x1, x2, x3 = _three_before(x, x_t, cols, in_dim, begin)
     none = tl.zeros((BC,), tl.float32)
     g1 = tl.zeros((BC,), tl.float32)
@@ -261,16 +288,16 @@ def _conv_walk_back_kernel(
             n0, n1, n2, n3 = _four(x, t + 4, x_t, cols, in_dim, left)
             m0, m1, m2, m3 = _four(dy, t + 4, dy_t, cols, in_dim, left)
         if SILU:
-            h0 = _through_silu(h0, _taps(always, w0, w1, w2, w3, a0, x1, x2, x3, WIDTH), NARROW)
-            h1 = _through_silu(h1, _taps(always, w0, w1, w2, w3, a1, a0, x1, x2, WIDTH), NARROW)
-            h2 = _through_silu(h2, _taps(always, w0, w1, w2, w3, a2, a1, a0, x1, WIDTH), NARROW)
-            h3 = _through_silu(h3, _taps(always, w0, w1, w2, w3, a3, a2, a1, a0, WIDTH), NARROW)
+            h0 = _through_silu(h0, _taps(always, w0, w1, w2, w3, a0, x1, x2, x3, WIDTH), False, SCALED)
+            h1 = _through_silu(h1, _taps(always, w0, w1, w2, w3, a1, a0, x1, x2, WIDTH), False, SCALED)
+            h2 = _through_silu(h2, _taps(always, w0, w1, w2, w3, a2, a1, a0, x1, WIDTH), False, SCALED)
+            h3 = _through_silu(h3, _taps(always, w0, w1, w2, w3, a3, a2, a1, a0, WIDTH), False, SCALED)
         to = dx + (t - 3) * dim + cols
         there = own + 3 - t  # steps that are left
-        _put(to, _taps(none, w0, w1, w2, w3, g3, g2, g1, h0, WIDTH), in_dim & (t >= 3))
-        _put(to + dim, _taps(none, w0, w1, w2, w3, g2, g1, h0, h1, WIDTH), in_dim & (t >= 2) & (there > 1))
-        _put(to + 2 * dim, _taps(none, w0, w1, w2, w3, g1, h0, h1, h2, WIDTH), in_dim & (t >= 1) & (there > 2))
-        _put(to + 3 * dim, _taps(none, w0, w1, w2, w3, h0, h1, h2, h3, WIDTH), in_dim & (there > 3))
+        _put(to, _taps(none, w0, w1, w2, w3, g3, g2, g1, h0, WIDTH), in_dim & (t >= 3), GO)
+        _put(to + dim, _taps(none, w0, w1, w2, w3, g2, g1, h0, h1, WIDTH), in_dim & (t >= 2) & (there > 1), GO)
+        _put(to + 2 * dim, _taps(none, w0, w1, w2, w3, g1, h0, h1, h2, WIDTH), in_dim & (t >= 1) & (there > 2), GO)
+        _put(to + 3 * dim, _taps(none, w0, w1, w2, w3, h0, h1, h2, h3, WIDTH), in_dim & (there > 3), GO)
         g1, g2, g3 = h3, h2, h1
         if t + 3 >= own:  # the others are of the next program
             h0, a0 = _kept(h0, a0, t < own)
@@ -284,6 +311,8 @@ def _conv_walk_back_kernel(
         if HAS_BIAS:
             total += h0 + h1 + h2 + h3
         x1, x2, x3 = a3, a2, a1
+    if SCALED:
+        d0, d1, d2, d3, total = d0 * _SCALE, d1 * _SCALE, d2 * _SCALE, d3 * _SCALE, total * _SCALE
     to = dweight + (part * dim + cols) * WIDTH + (WIDTH - 1)
     tl.store(to, d0, mask=in_dim)
     tl.store(to - 1, d1, mask=in_dim & (WIDTH > 1))
@@ -329,7 +358,7 @@ def _conv_backward_kernel(
         if SILU:
             pre = _pre(x, initial, weight, bias, seq, later, cols, in_dim, x_t, x_c, i_t, i_c, seqlen, dim, WIDTH,
                        HAS_INITIAL, HAS_BIAS, HAS_SEQ)  # fmt: skip
-            g = _through_silu(g, pre, x.dtype.element_ty.primitive_bitwidth < 32)
+            g = _through_silu(g, pre, x.dtype.element_ty.primitive_bitwidth < 32, False)
         if HAS_BIAS and w == WIDTH - 1:
             of_bias = tl.sum(tl.where((t >= 0)[:, None], g, 0.0), 0)
         if HAS_SEQ:

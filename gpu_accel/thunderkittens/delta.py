@@ -36,7 +36,6 @@ from gpu_accel.thunderkittens.linear import (
     _validate,
     choose,
 )
-from gpu_accel.thunderkittens.walk_hopper import gate_vectors
 
 # What its tests in tests/gpu have passed on (H100, float16 on an H200; Triton 3.6.0): "auto" takes the kernels for that
 # alone. In float16 a gated one had gradients of beta that ptxas had made wrong (see `delta_kernels._inputs_kernel`).
@@ -178,12 +177,7 @@ def delta_hopper_op(
         final = v.new_zeros(chunked._state_shape(k, v, None), dtype=torch.float32)
         return v.new_empty(v.shape), final if initial is None else final.copy_(initial)
     with chunked._device(v):
-        if delta_hopper.SOLVES:
-            return delta_hopper.forward(q, k, v, g, beta, initial, scale)
-        _, decay, fresh = _solve(_Call(k, v, g, None, chunk), k, v, g, beta)
-        sums, _ = gate_vectors(g, None, v, -(-v.shape[1] // chunk))
-        pairs = delta_hopper.pairs_of(q, k, g, v, scale)
-        return delta_hopper.walk(q, k, decay, fresh, sums, pairs, initial, scale, gated=g is not None)
+        return delta_hopper.forward(q, k, v, g, beta, initial, scale)
 
 
 @delta_hopper_op.register_fake
@@ -201,8 +195,9 @@ def delta_backward_op(
     do, q, k, v = (chunked._unit(x) for x in (do, q, k, v))
     initial, dfinal = (None if x is None else x.contiguous() for x in (initial, dfinal))
     call = _Call(k, v, g, cu_seqlens, chunk)
-    solves = hopper and delta_hopper.SOLVES and bool(v.numel())
-    in_chunks = solves and delta_hopper.GRADIENTS and delta_hopper.back_refusal(q, v) is None
+    solves = hopper and bool(v.numel())
+    in_chunks = solves and delta_hopper.back_refusal(q, v) is None
+    walks = in_chunks and delta_hopper.WALKS_BACK
     exact = g is not None and not in_chunks
     shape = (call.heads, call.key_dim, call.value_dim)
     dstates = v.new_empty((call.places.total, *shape), dtype=chunked.state_dtype(v.dtype, exact))
@@ -211,11 +206,14 @@ def delta_backward_op(
     du = call.made(*v.shape, dtype=v.dtype)
     with chunked._device(v):
         if solves:
-            decay, fresh, lines, _, inverse = delta_hopper.solve(None, k, v, g, beta, scale, keep=True)
+            of_q = q if walks else None
+            decay, fresh, lines, pairs, inverse = delta_hopper.solve(of_q, k, v, g, beta, scale, keep=True)
         else:
             inverse, decay, fresh = _solve(call, k, v, g, beta, keep=True)
         u, states, _ = _walk(call, k, v, g, decay, fresh, initial, exact=exact, low=low)
-        if call.walks:
+        if walks:
+            delta_hopper.walk_back(q, k, do, decay, lines[0], pairs, dfinal, du, dstates, dlow, dinitial, scale)
+        elif call.walks:
             strides = [s for x in (q, k, g, do) for s in chunked._strides(x)]
             call.launch(delta_kernels._walk_back_kernel, call.walks,
                         (q, k, g, decay, do, dfinal, dstates, dlow, du, dinitial, *call.places.tables()[:2], *strides,
@@ -226,7 +224,8 @@ def delta_backward_op(
                 q, k, v, u, do, du, inverse, (states, low), (dstates, dlow), *lines, scale
             )
         else:
-            dq, dk, dv, dbeta, dg = _in_chunks(call, do, q, k, v, g, beta, u, du, inverse, states, dstates, scale)
+            dq, dk, dv, dbeta, dg = _in_chunks(call, do, q, k, v, g, beta, u, du, inverse.contiguous(), states, dstates,
+                                                scale)  # fmt: skip
     if call.group > 1:
         dq, dk = (x.unflatten(2, (q.shape[2], call.group)).sum(3) for x in (dq, dk))
     return dq.to(q.dtype), dk.to(k.dtype), dv, dg, dbeta, dinitial
@@ -284,9 +283,10 @@ def delta_rule(
             gates below -88 count as -88.
         scale: K**-0.5 unless given. initial_state: (sequences, heads, K, V); cu_seqlens: (sequences + 1,), batch 1.
         chunk: steps that are done by matrix products at once, 16, 32 or 64.
-        backend: "portable" (plain Triton), "hopper" (the walk of the forward in Gluon, on an H100 or H200, in bfloat16,
-            K up to 128, no packed sequences, chunks of 64; gradients are portable), "reference", or "auto": the first
-            of hopper, with K and V above 32, and portable that can run.
+        backend: "portable" (plain Triton), "hopper" (in Gluon, on an H100 or H200, in bfloat16, K up to 128, no packed
+            sequences, chunks of 64; gradients but for the walk forwards, with V up to 128 and a head of q for each of
+            v, else only what chunks solve), "reference", or "auto": the first of hopper, with K and V above 32, and
+            portable that can run.
 
     Returns:
         o (batch, seqlen, heads, V) in the dtype of v, and the final state (sequences, heads, K, V) float32.

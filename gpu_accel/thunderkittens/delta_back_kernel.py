@@ -33,14 +33,15 @@ from gpu_accel.thunderkittens.walk_kernel import STEPS
 WARPS = gl.constexpr(8)
 
 
-@gluon.jit(do_not_specialize=["seqlen", "chunks", "heads", "scale", "K", "V"])
+@gluon.jit(do_not_specialize=["seqlen", "chunks", "heads", "group", "scale", "K", "V"])
 def delta_back_kernel(
     q_desc, k_desc, v_desc, u_desc, do_desc, du_desc, inverse_desc, states_desc, dstates_desc, dlow_desc, sums_desc,
-    strengths_desc, dq_desc, dk_desc, dv_desc, low, dbeta, dg, seqlen, chunks, heads, scale, K, V,
-    BK: gl.constexpr, BV: gl.constexpr, GATED: gl.constexpr,
+    strengths_desc, dq_desc, dk_desc, dv_desc, dq, dk, low, dbeta, dg, seqlen, chunks, heads, group, scale, K, V,
+    BK: gl.constexpr, BV: gl.constexpr, GATED: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     """dq, dk, dv through their descriptors; dbeta and, with GATED, dg (batch, seqlen, heads) float32.
 
+    SHARED: heads share q and k, `group` of them, so each has a dq and a dk (batch, seqlen, heads, K) float32.
     states, low: S as two numbers (batch * chunks, heads, K, V), dstates and dlow dS; low and dlow are read with GATED.
     """
     dtype: gl.constexpr = k_desc.dtype
@@ -82,6 +83,7 @@ def delta_back_kernel(
     head = program % heads
     chunk = program // heads % chunks
     n = program // heads // chunks
+    head_q = head // group
     state = program // heads
     row = chunk * STEPS
     line = (n * heads + head) * chunks * STEPS + row
@@ -97,10 +99,10 @@ def delta_back_kernel(
         tma_load(sums_desc, [line], full.index(0), sums_buf)
     mbarrier.expect(full.index(1), V_BYTES + K_BYTES)
     tma_load(u_desc, [n, head, row, 0], full.index(1), u_buf)
-    tma_load(k_desc, [n, head, row, 0], full.index(1), k_buf)
+    tma_load(k_desc, [n, head_q, row, 0], full.index(1), k_buf)
     mbarrier.expect(full.index(2), V_BYTES + K_BYTES)
     tma_load(do_desc, [n, head, row, 0], full.index(2), do_buf)
-    tma_load(q_desc, [n, head, row, 0], full.index(2), q_buf)
+    tma_load(q_desc, [n, head_q, row, 0], full.index(2), q_buf)
     mbarrier.expect(full.index(3), S_BYTES)
     tma_load(states_desc, [state, head, 0, 0], full.index(3), s_buf)
     mbarrier.expect(full.index(4), (1 + GATED) * S_BYTES)
@@ -211,13 +213,22 @@ def delta_back_kernel(
         inside = gl.convert_layout(inside, BY_COL) + by_col
         grad_g = gl.sum(gl.where(s_of >= t_of, inside[None, :], out_of[None, :]), axis=1)
         grad_g += gl.sum(across, axis=0) * gl.exp2(last)
-    barrier()  # all have read q and k
-    q_buf.store(grad_q.to(dtype))
-    k_buf.store((grad_k + known).to(dtype))
-    fence_async_shared()
-    barrier()
-    tma_store(dq_desc, [n, head, row, 0], q_buf)
-    tma_store(dk_desc, [n, head, row, 0], k_buf)
+    grad_k = grad_k + known
+    if SHARED:
+        rows_k = row + gl.arange(0, STEPS, layout=ROW_K)
+        cols = gl.arange(0, BK, layout=gl.SliceLayout(0, OF_K))[None, :]
+        at = ((n.to(gl.int64) * seqlen + rows_k) * heads + head)[:, None] * (K // 8 * 8) + cols
+        inside_k = (rows_k < seqlen)[:, None] & (cols < K // 8 * 8)
+        gl.store(dq + at, grad_q, mask=inside_k)
+        gl.store(dk + at, grad_k, mask=inside_k)
+    else:
+        barrier()  # all have read q and k
+        q_buf.store(grad_q.to(dtype))
+        k_buf.store(grad_k.to(dtype))
+        fence_async_shared()
+        barrier()
+        tma_store(dq_desc, [n, head, row, 0], q_buf)
+        tma_store(dk_desc, [n, head, row, 0], k_buf)
     rows = row + gl.arange(0, STEPS, layout=BY_ROW)
     to = (n.to(gl.int64) * seqlen + rows) * heads + head
     gl.store(dbeta + to, of_beta, mask=rows < seqlen)

@@ -111,33 +111,6 @@ def _solve_kernel(
 
 
 @triton.jit
-def _pairs_kernel(
-    q, k, g, pairs, q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, seqlen, chunks, heads, group, scale,
-    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, HAS_G: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """pairs (batch, heads, chunks * BT, BT) in the dtype of q: scale exp(b_t - b_s) q_t' k_s, 0 for s > t."""
-    program = tl.program_id(0)
-    head = program % heads
-    chunk = program // heads % chunks
-    batch = (program // heads // chunks).to(tl.int64)
-    q += batch * q_b + (head // group).to(tl.int64) * q_h
-    k += batch * k_b + (head // group).to(tl.int64) * k_h
-    if HAS_G:
-        g += batch * g_b + head.to(tl.int64) * g_h
-    steps = tl.arange(0, BT)
-    rows = (chunk * BT + steps).to(tl.int64)
-    mask = rows < seqlen
-    cols = tl.arange(0, BK)
-    b, _ = _gates(g, g_t, rows, mask, HAS_G, BT)
-    keys = _load_tile(k, rows, k_t, cols, mask, K)
-    scores = dot(_load_tile(q, rows, q_t, cols, mask, K), tl.trans(keys), None, PRECISION)
-    before = steps[:, None] >= steps[None, :]
-    scores *= tl.exp(tl.where(before, b[:, None] - b[None, :], float("-inf"))) * scale
-    to = pairs + ((batch * heads + head) * chunks + chunk) * (BT * BT) + steps[:, None] * BT + steps[None, :]
-    tl.store(to, scores.to(pairs.dtype.element_ty))
-
-
-@triton.jit
 def _store_state(states, low, at, acc, mask):
     rounded = acc.to(states.dtype.element_ty)
     tl.store(states + at, rounded, mask=mask)

@@ -39,9 +39,9 @@ BLOCKS = gl.constexpr(4)
 
 @gluon.jit
 def _in_two(x, dtype: gl.constexpr):
-    """x as a number of 16 bits and what is left."""
-    high = x.to(dtype)
-    return high, (x - high.to(gl.float32)).to(dtype)
+    """x as a bfloat16 number, cut so that its bits are the upper half of those of x, and what is left."""
+    high = (x.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)
+    return high.to(dtype), (x - high).to(dtype)
 
 
 @gluon.jit

@@ -25,12 +25,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gpu_accel.gluon_compat import barrier, tma_load, tma_store
-from gpu_accel.thunderkittens.gla_walk_kernel import COLUMNS, _turned_places
+from gpu_accel.thunderkittens.gla_walk_kernel import _turned_places
 from gpu_accel.thunderkittens.walk_kernel import STEPS, _opaque
 
 
 @gluon.jit
-def _load(descs, bufs, bar, stage, n, head, head_q, chunk, line, col, GATED: gl.constexpr):
+def _load_chunk(descs, bufs, bar, stage, n, head, head_q, chunk, line, col, GATED: gl.constexpr):
     """Ask for what a chunk needs."""
     w_desc, q_desc, k_desc, p_desc, u_desc, sums_desc = descs
     w_bufs, q_bufs, k_bufs, p_bufs, u_bufs, sums_bufs = bufs
@@ -47,56 +47,73 @@ def _load(descs, bufs, bar, stage, n, head, head_q, chunk, line, col, GATED: gl.
         tma_load(sums_desc, [line + row], full, sums_bufs.index(stage))
 
 
+@gluon.jit
+def _place(chunks, heads, group, tiles, COLS: gl.constexpr):
+    """(sequence, head, head of q, column of v, number of the state, first step among all) of a program."""
+    program = gl.program_id(0)
+    col = program % tiles * COLS
+    head = program // tiles % heads
+    n = program // tiles // heads
+    number = n * heads + head
+    return n, head, head // group, col, number, number * chunks * STEPS
+
+
+@gluon.jit
+def _first_state(
+    given, last, is_given, nothing_before, number, col, K, V, BK: gl.constexpr, STATE: gl.constexpr, COLS: gl.constexpr
+):
+    """What `given` has, or zeros, transposed.
+
+    Asked at run time, and with a loop that does nothing: of a state that begins with zeros that it knows, or with
+    nothing but this load, ptxas 12.8 makes no left operand, but crashes.
+    """
+    places, inside = _turned_places(number, col, K, V, BK, STATE, COLS)
+    acc = gl.load(given + places, mask=inside & (is_given != 0), other=0.0)
+    for _ in range(0, nothing_before):
+        acc = acc + gl.load(last + places, mask=inside, other=0.0)
+    return acc
+
+
 @gluon.jit(do_not_specialize=["chunks", "heads", "group", "tiles", "K", "V", "scale", "has_initial", "nothing_before"])
 def delta_walk_kernel(
     w_desc, q_desc, k_desc, p_desc, u_desc, sums_desc, o_desc, initial, final,
     chunks, heads, group, tiles, K, V, scale, has_initial, nothing_before,
-    BK: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr,
+    BK: gl.constexpr, COLS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     """o through o_desc, and final (sequences, heads, K, V) float32. w and u: decay and fresh of `delta_kernels`.
 
     initial: as final, or has_initial is 0. nothing_before is 0.
     """
     dtype: gl.constexpr = k_desc.dtype
-    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEPS, 16])
+    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [COLS // 16, 1], [16, BK, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [COLS // 16, 1], [16, STEPS, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     BY_STEP: gl.constexpr = gl.SliceLayout(0, OUT)
     KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEPS, BK], dtype)
-    VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEPS, COLUMNS], dtype)
+    VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEPS, COLS], dtype)
+    SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEPS, STEPS], dtype)
 
     w_bufs = gl.allocate_shared_memory(dtype, [STAGES, STEPS, BK], KEYS)
     q_bufs = gl.allocate_shared_memory(dtype, [STAGES, STEPS, BK], KEYS)
     k_bufs = gl.allocate_shared_memory(dtype, [STAGES, STEPS, BK], KEYS)
-    p_bufs = gl.allocate_shared_memory(dtype, [STAGES, STEPS, STEPS], VALUES)
-    u_bufs = gl.allocate_shared_memory(dtype, [STAGES, STEPS, COLUMNS], VALUES)
-    o_buf = gl.allocate_shared_memory(dtype, [STEPS, COLUMNS], VALUES)
+    p_bufs = gl.allocate_shared_memory(dtype, [STAGES, STEPS, STEPS], SQUARE)
+    u_bufs = gl.allocate_shared_memory(dtype, [STAGES, STEPS, COLS], VALUES)
+    o_buf = gl.allocate_shared_memory(dtype, [STEPS, COLS], VALUES)
     sums_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, STEPS], gl.NVMMASharedLayout(0, 32, 1))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
     fence_async_shared()
 
-    program = gl.program_id(0)
-    col = program % tiles * COLUMNS
-    head = program // tiles % heads
-    n = program // tiles // heads
-    head_q = head // group
-    number = n * heads + head
-    line = number * chunks * STEPS
+    n, head, head_q, col, number, line = _place(chunks, heads, group, tiles, COLS)
     descs = (w_desc, q_desc, k_desc, p_desc, u_desc, sums_desc)
     bufs = (w_bufs, q_bufs, k_bufs, p_bufs, u_bufs, sums_bufs)
     for i in gl.static_range(STAGES):
         if i < chunks:
-            _load(descs, bufs, full, i, n, head, head_q, i, line, col, GATED)
+            _load_chunk(descs, bufs, full, i, n, head, head_q, i, line, col, GATED)
 
-    # Asked at run time, and with a loop that does nothing: of a state that begins with zeros that it knows, or with
-    # nothing but this load, ptxas 12.8 makes no left operand, but crashes.
-    places, inside = _turned_places(number, col, K, V, BK, STATE)
-    acc = gl.load(initial + places, mask=inside & (has_initial != 0), other=0.0)
-    for _ in range(0, nothing_before):
-        acc = acc + gl.load(final + places, mask=inside, other=0.0)
-    nothing = gl.full([COLUMNS, STEPS], 0.0, gl.float32, OUT)
+    acc = _first_state(initial, final, has_initial, nothing_before, number, col, K, V, BK, STATE, COLS)
+    nothing = gl.full([COLS, STEPS], 0.0, gl.float32, OUT)
     stage = 0
     phase = 0
     for chunk in range(0, chunks):
@@ -132,11 +149,11 @@ def delta_walk_kernel(
         barrier()
         tma_store(o_desc, [n, head, chunk * STEPS, col], o_buf)
         if chunk + STAGES < chunks:
-            _load(descs, bufs, full, stage, n, head, head_q, chunk + STAGES, line, col, GATED)
+            _load_chunk(descs, bufs, full, stage, n, head, head_q, chunk + STAGES, line, col, GATED)
         stage += 1
         if stage == STAGES:
             stage = 0
             phase ^= 1
-    places, inside = _turned_places(number, col, K, _opaque(V), BK, STATE)
+    places, inside = _turned_places(number, col, K, _opaque(V), BK, STATE, COLS)
     gl.store(final + places, acc, mask=inside)
     tma.store_wait(0)

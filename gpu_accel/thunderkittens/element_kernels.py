@@ -45,7 +45,8 @@ def _rotary_kernel(
 @triton.jit
 def _rotary_halves_kernel(
     x, y, cos, sin, x_b, x_t, x_h, seqlen, heads, pairs, start,
-    DIM: tl.constexpr, TOKENS: tl.constexpr, EACH: tl.constexpr, BACKWARD: tl.constexpr,
+    DIM: tl.constexpr, TOKENS: tl.constexpr, EACH: tl.constexpr, BACKWARD: tl.constexpr, ONCE: tl.constexpr,
+    GO: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     """As `_rotary_kernel`, of heads that turn as a whole, in halves, at the same positions in every sequence, all of
     them in the tables.
@@ -53,15 +54,17 @@ def _rotary_halves_kernel(
     TOKENS tokens of EACH of the `pairs` (sequence, head): their angles are loaded once for all, and x once, since each
     half is a tile of its own. One at a time the tables would be as many bytes as x and y, from the L2 cache.
     """
-    program, blocks = tl.program_id(0), tl.cdiv(seqlen, TOKENS)
-    pair = program // blocks * EACH + tl.arange(0, EACH)
-    token = program % blocks * TOKENS + tl.arange(0, TOKENS)
+    block, group = tl.program_id(0), tl.program_id(1)
+    if FLAT:
+        block, group = block % tl.cdiv(seqlen, TOKENS), block // tl.cdiv(seqlen, TOKENS)
+    pair = group * EACH + tl.arange(0, EACH)
+    token = block * TOKENS + tl.arange(0, TOKENS)
     batch, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)  # heads may lie far apart
     cols = tl.arange(0, DIM // 2)
     there = (pair < pairs)[:, None, None] & (token < seqlen)[None, :, None]
     at = (batch * x_b + head * x_h)[:, None, None] + (token.to(tl.int64) * x_t)[None, :, None] + cols[None, None, :]
-    first = tl.load(x + at, mask=there, other=0.0)
-    second = tl.load(x + at + DIM // 2, mask=there, other=0.0)
+    first = tl.load(x + at, mask=there, other=0.0, eviction_policy=ONCE)
+    second = tl.load(x + at + DIM // 2, mask=there, other=0.0, eviction_policy=ONCE)
     places = (token + start).to(tl.int64)[:, None] * (DIM // 2) + cols[None, :]
     c = tl.load(cos + places, mask=(token < seqlen)[:, None], other=1.0).to(tl.float32)[None, :, :]
     s = tl.load(sin + places, mask=(token < seqlen)[:, None], other=0.0).to(tl.float32)[None, :, :]
@@ -70,8 +73,8 @@ def _rotary_halves_kernel(
     a, b = first.to(tl.float32), second.to(tl.float32)
     to = (batch * seqlen * heads + head)[:, None, None] + (token.to(tl.int64) * heads)[None, :, None]
     to = y + to * DIM + cols[None, None, :]
-    tl.store(to, (a * c - b * s).to(first.dtype), mask=there)
-    tl.store(to + DIM // 2, (b * c + a * s).to(first.dtype), mask=there)
+    tl.store(to, (a * c - b * s).to(first.dtype), mask=there, eviction_policy=GO)
+    tl.store(to + DIM // 2, (b * c + a * s).to(first.dtype), mask=there, eviction_policy=GO)
 
 
 @triton.jit

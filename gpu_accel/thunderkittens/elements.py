@@ -23,7 +23,8 @@ from gpu_accel.thunderkittens.rows import _need, _rows
 
 # Whether heads that turn as a whole, in halves, have a kernel that loads angles once for several heads or sequences.
 HALVES = True
-_EACH, _TOKENS, _WARPS = 4, 16, 4  # heads or sequences, and tokens, of a program of it
+_EACH, _NUMBERS, _WARPS = 2, 2048, 4  # heads or sequences of a program of it, and numbers
+_ONCE = _GO = ""
 
 
 @torch.library.custom_op("gpu_accel::tk_rotary", mutates_args=())
@@ -43,11 +44,15 @@ def rotary_op(
         if not x.numel():
             pass
         elif HALVES and whole and 0 <= start <= cos.shape[0] - seqlen:
-            each, tokens = min(_EACH, next_power_of_2(pairs)), max(1, min(_TOKENS, 2048 // block))
+            each = min(_EACH, next_power_of_2(pairs))
+            tokens = max(1, _NUMBERS // (each * block))
+            blocks, groups = -(-seqlen // tokens), -(-pairs // each)
+            flat = groups > 65535  # as many as a grid's second dimension may have
             launch(
-                kernels._rotary_halves_kernel, -(-seqlen // tokens) * -(-pairs // each),
+                kernels._rotary_halves_kernel, blocks * groups if flat else (blocks, groups),
                 (x, y, cos, sin, *x.stride()[:3], seqlen, heads, pairs, start),
-                dict(DIM=dim, TOKENS=tokens, EACH=each, BACKWARD=backward, num_warps=_WARPS),
+                dict(DIM=dim, TOKENS=tokens, EACH=each, BACKWARD=backward, ONCE=_ONCE, GO=_GO, FLAT=flat,
+                     num_warps=_WARPS),
             )  # fmt: skip
         else:
             blocks = -(-seqlen * heads // rows)

@@ -235,6 +235,9 @@ def _activation_gradient(x: Tensor, d: Tensor, activation: str) -> Tensor:
     if activation == "relu":
         return torch.ops.aten.threshold_backward(d, x, 0)
     if activation == "silu":
+        if torch.is_grad_enabled():  # torch's has no derivative
+            s = torch.sigmoid(x)
+            return d * s * (1 + x * (1 - s))
         return torch.ops.aten.silu_backward(d, x)
     return torch.ops.aten.gelu_backward(d, x, approximate="tanh" if activation == "gelu_tanh" else "none")
 

@@ -20,9 +20,6 @@ _REGISTERS: dict[int, int | None] = {64: 168, 128: 128}
 # own. 1 x 16384 steps, 16 heads, K and V 128, on an H200: 238, 188, 128 and 136 us with 1, 2, 4 and 8 segments; 8 x
 # 2048 with K and V 64: 49 us whole and 62 with 2.
 _PROGRAMS = 132
-# Programs of pairs before the one for which q, k and gates are brought to the second-level cache, for which pairs wait
-# most. 0: none; any other was not seen on a GPU.
-_AHEAD = 0
 _quick: list[QuickLaunch] = []
 
 
@@ -86,10 +83,9 @@ def pairs(q: Tensor, k: Tensor, g: Tensor, scale: float) -> tuple[Tensor, Tensor
     ends = torch.empty((batch, heads, chunks, block), dtype=torch.float32, device=q.device)
     maps = [tensor_map(x, CHUNK, n) for x, n in zip((q, k, queries, keys, weights), (*[block] * 4, CHUNK), strict=True)]
     _quick[0](
-        (g.dtype, max(g.stride()) // 4 >= 2**31, most, _AHEAD), batch * heads * chunks,
-        (*maps, g, q, k, ends, *(s // 4 for s in g.stride()[:3]), *(s // 8 for x in (q, k) for s in x.stride()[:3]),
-         seqlen, chunks, heads, key_dim, scale),
-        dict(BK=block, AHEAD=_AHEAD), dict(num_warps=block // 16) | ({} if most is None else dict(maxnreg=most)),
+        (g.dtype, max(g.stride()) // 4 >= 2**31, most), batch * heads * chunks,
+        (*maps, g, ends, *(s // 4 for s in g.stride()[:3]), seqlen, chunks, heads, key_dim, scale),
+        dict(BK=block), dict(num_warps=block // 16) | ({} if most is None else dict(maxnreg=most)),
     )  # fmt: skip
     return queries, keys, weights, ends
 

@@ -78,28 +78,13 @@ def _total(of_blocks, WHICH: gl.constexpr, ALL: gl.constexpr, LAYOUT: gl.constex
     return gl.convert_layout(gl.sum(gl.where((rows == WHICH)[:, None], of_blocks, 0.0), axis=0), LAYOUT)
 
 
-@gluon.jit
-def _fetch(x, x_b, x_t, x_h, UNIT: gl.constexpr, n, head, row, seqlen, K, LINE: gl.constexpr, BK: gl.constexpr):
-    """Have 64 rows of x from `row` on brought to the second-level cache, a line of 128 bytes a thread; LINE numbers."""
-    LINES: gl.constexpr = BK // LINE  # of a row
-    EACH: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LINES, LINES], [BK // 16, 1], [1, 0])
-    rows = gl.minimum(row + gl.arange(0, STEPS, layout=gl.SliceLayout(1, EACH)), seqlen - 1).to(gl.int64)
-    cols = gl.minimum(gl.arange(0, LINES, layout=gl.SliceLayout(0, EACH)) * LINE, K - 1)
-    at = x + n.to(gl.int64) * x_b * UNIT + head.to(gl.int64) * x_h * UNIT + rows[:, None] * x_t * UNIT + cols[None, :]
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit(do_not_specialize=["g_b", "g_t", "g_h", "q_b", "q_t", "q_h", "k_b", "k_t", "k_h", "seqlen", "chunks",
-                              "heads", "K", "scale"])
+@gluon.jit(do_not_specialize=["g_b", "g_t", "g_h", "seqlen", "chunks", "heads", "K", "scale"])
 def gla_pairs_kernel(
-    q_desc, k_desc, queries_desc, keys_desc, pairs_desc, g, q, k, ends, g_b, g_t, g_h, q_b, q_t, q_h, k_b, k_t, k_h,
-    seqlen, chunks, heads, K, scale, BK: gl.constexpr, AHEAD: gl.constexpr,
+    q_desc, k_desc, queries_desc, keys_desc, pairs_desc, g, ends, g_b, g_t, g_h, seqlen, chunks, heads, K, scale,
+    BK: gl.constexpr,
 ):  # fmt: skip
     """queries = q', keys = k' (.., chunks * STEPS, K) and pairs = P (.., chunks * STEPS, STEPS), times scale, through
-    their descriptors; ends (batch, heads, chunks, BK) float32. g: strides in units of 4, and K a multiple of 8; q and
-    k, strides in units of 8, are for the cache alone: AHEAD programs later they are read, if it is not 0.
+    their descriptors; ends (batch, heads, chunks, BK) float32. g: strides in units of 4, and K a multiple of 8.
     """
     dtype: gl.constexpr = q_desc.dtype
     GROUPS: gl.constexpr = BK // 64  # warpgroups
@@ -136,15 +121,6 @@ def gla_pairs_kernel(
     inside = (row + steps < seqlen)[:, None] & (cols < K // 8 * 8)[None, :]
     ends += ((n.to(gl.int64) * heads + head) * chunks + chunk) * BK
     found = gl.load(gates, mask=inside, other=0.0)
-    if AHEAD > 0:
-        later = program + AHEAD
-        if later < gl.num_programs(0):
-            its_head = later % heads
-            its_n = later // heads // chunks
-            its_row = later // heads % chunks * STEPS
-            _fetch(g, g_b, g_t, g_h, 4, its_n, its_head, its_row, seqlen, K, 32, BK)
-            _fetch(q, q_b, q_t, q_h, 8, its_n, its_head, its_row, seqlen, K, 64, BK)
-            _fetch(k, k_b, k_t, k_h, 8, its_n, its_head, its_row, seqlen, K, 64, BK)
     kept = gl.exp2(found.to(gl.float32) * LOG2_E)
     passed = gl.full([STEPS, BK], 1.0, gl.float32, OWN)
     total = kept  # of its block, in every step
@@ -229,9 +205,9 @@ def _ask(descs, bufs, bar, stage, n, head, chunk, line, col, LOCAL: gl.constexpr
 
 
 @gluon.jit
-def _turned_places(number, col, K, V, BK: gl.constexpr, LAYOUT: gl.constexpr):
-    """Where the columns of v, by k, of state `number` of K x V lie, and which of them exist."""
-    of_v = col + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, LAYOUT))
+def _turned_places(number, col, K, V, BK: gl.constexpr, LAYOUT: gl.constexpr, COLS: gl.constexpr = COLUMNS):
+    """Where COLS columns of v, by k, of state `number` of K x V lie, and which of them exist."""
+    of_v = col + gl.arange(0, COLS, layout=gl.SliceLayout(1, LAYOUT))
     of_k = gl.arange(0, BK, layout=gl.SliceLayout(0, LAYOUT))
     inside = (of_v < V)[:, None] & (of_k < K)[None, :]
     return number.to(gl.int64) * (K * V) + of_k[None, :] * V + of_v[:, None], inside

@@ -33,38 +33,40 @@ def _logits(line, at, classes, cap, CAP: tl.constexpr):
 @triton.jit
 def _cross_entropy_kernel(
     logits, target, loss, lse, row_stride, classes, ignore, smoothing, square, cap,
-    CAP: tl.constexpr, SMOOTH: tl.constexpr, BLOCK: tl.constexpr, FOUR: tl.constexpr,
+    CAP: tl.constexpr, SMOOTH: tl.constexpr, BLOCK: tl.constexpr, FOUR: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """loss (rows,) and lse (rows, 2) float32: the largest z, and log of the sum of exp(z - largest), whose sum would
     lose what is small beside 1e4. The loss of a row whose target is `ignore` is 0, and NaN
-    where the target is no class. FOUR: four blocks at a time, with one largest value for the four, so that five
-    exponentials are taken for four logits and not eight.
+    where the target is no class. FOUR: four blocks at a time. The SIDE logits that lie side by side, which one thread
+    has, of each of them have one largest value: one exponential more than there are logits, and not one for each.
     """
     row = tl.program_id(0).to(tl.int64)
     y = tl.load(target + row)
-    cols = tl.arange(0, BLOCK)
+    cols = tl.arange(0, BLOCK // SIDE)[:, None] * SIDE + tl.arange(0, SIDE)[None, :]
     line = logits + row * row_stride
-    top = tl.full((BLOCK,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)
-    plain = tl.zeros((BLOCK,), tl.float32)
+    top = tl.full((BLOCK // SIDE,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK // SIDE,), tl.float32)
+    plain = tl.zeros((BLOCK // SIDE, SIDE), tl.float32)
     for at in range(0, classes, 4 * BLOCK if FOUR else BLOCK):
         x = _logits(line, at + cols, classes, cap, CAP)
-        higher = tl.maximum(top, x)
+        most = x
         if FOUR:
             x1 = _logits(line, at + BLOCK + cols, classes, cap, CAP)
             x2 = _logits(line, at + 2 * BLOCK + cols, classes, cap, CAP)
             x3 = _logits(line, at + 3 * BLOCK + cols, classes, cap, CAP)
-            higher = tl.maximum(higher, tl.maximum(x1, tl.maximum(x2, x3)))
+            most = tl.maximum(tl.maximum(x, x1), tl.maximum(x2, x3))
         if SMOOTH:
             plain += tl.where(at + cols < classes, x, 0.0)
             if FOUR:
                 plain += tl.where(at + BLOCK + cols < classes, x1, 0.0)
                 plain += tl.where(at + 2 * BLOCK + cols < classes, x2, 0.0)
                 plain += tl.where(at + 3 * BLOCK + cols < classes, x3, 0.0)
+        higher = tl.maximum(top, tl.max(most, 1))
         shift = tl.where(higher == float("-inf"), 0.0, higher)
-        total = total * exp(top - shift) + exp(x - shift)
+        part = exp(x - shift[:, None])
         if FOUR:
-            total += exp(x1 - shift) + exp(x2 - shift) + exp(x3 - shift)
+            part += exp(x1 - shift[:, None]) + exp(x2 - shift[:, None]) + exp(x3 - shift[:, None])
+        total = total * exp(top - shift) + tl.sum(part, 1)
         top = higher
     most = tl.max(top, 0)
     rest = tl.log(tl.sum(total * exp(top - most), 0))
@@ -75,7 +77,7 @@ def _cross_entropy_kernel(
     at_y = _capped(tl.load(line + y, mask=counted & known, other=0.0).to(tl.float32), cap, CAP)
     value = (1.0 - smoothing) * ((most - at_y) + rest) + square * (most + rest) * (most + rest)
     if SMOOTH:
-        value += smoothing * ((most - tl.sum(plain, 0) / classes) + rest)
+        value += smoothing * ((most - tl.sum(tl.sum(plain, 1), 0) / classes) + rest)
     value = tl.where(known, value, float("nan"))
     tl.store(loss + row, tl.where(counted, value, 0.0))
 

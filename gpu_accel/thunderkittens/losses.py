@@ -31,6 +31,7 @@ _BLOCK = 4096
 _BACK = 2048  # of a program of the backward
 FOUR = True  # of whole blocks: one largest value for every four logits of a thread
 _WARPS = 4  # of a program that does so
+_SIDE = 16  # bytes of logits side by side that have one largest value: what a thread loads at once
 
 
 def _forward(logits, target, ignore, smoothing, square, cap) -> tuple[Tensor, Tensor]:
@@ -43,7 +44,8 @@ def _forward(logits, target, ignore, smoothing, square, cap) -> tuple[Tensor, Te
     if rows:
         launch(kernels._cross_entropy_kernel, rows,
                (logits, target, loss, lse, logits.stride(0), classes, ignore, smoothing, square, cap),
-               dict(CAP=cap > 0, SMOOTH=smoothing > 0, BLOCK=block, FOUR=four, num_warps=warps))  # fmt: skip
+               dict(CAP=cap > 0, SMOOTH=smoothing > 0, BLOCK=block, FOUR=four,
+                    SIDE=min(_SIDE // logits.element_size(), block), num_warps=warps))  # fmt: skip
     return loss, lse
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from gpu_accel.flash_attention3.gluon_launch import QuickLaunch, gluon_available, multiprocessors
-from gpu_accel.flash_attention3.launch import capability
+from gpu_accel.flash_attention3.gluon_launch import QuickLaunch, gluon_available, known_map, multiprocessors
+from gpu_accel.flash_attention3.launch import capability, next_power_of_2
 
 OPS = {"softmax": 0, "rms": 1, "layer": 2}
 _LINE, _RING = 64, 8
@@ -19,7 +20,8 @@ _quick: dict[str, QuickLaunch] = {}
 class Ring:
     """Tiles of `rows` rows, or of one of `parts` parts of a row, `stages` on their way; `each` programs an SM.
 
-    `pieces`: of a tile, in which gradients are worked out; 1 with several rows.
+    `pieces`: of a tile, in which gradients are worked out; 1 with several rows. `late`: turns between the sums of a
+    part and its way out, 1 to 3; fewer than stages less one.
     """
 
     rows: int
@@ -28,23 +30,48 @@ class Ring:
     stages: int
     each: int = 1
     pieces: int = 1
+    late: int = 1
 
 
-# What was fastest (H200), by pass, op ("add_rms" with a residual) and width; others are not taken.
-CHOSEN: dict[tuple[str, str, int], Ring] = {}
+_TWO = Ring(rows=1, parts=8, warps=8, stages=5, each=2)  # two programs an SM
+# What was fastest (H200), by pass, op ("add_rms" with a residual) and width; other calls are not taken.
+CHOSEN: dict[tuple[str, str, int], Ring] = {
+    ("forward", "softmax", 65536): replace(_TWO, parts=4, stages=3),
+    ("forward", "rms", 65536): _TWO,
+    ("forward", "layer", 65536): _TWO,
+    ("forward", "add_rms", 65536): replace(_TWO, stages=3),
+    ("backward", "softmax", 65536): replace(_TWO, stages=3),
+    ("backward", "rms", 65536): replace(_TWO, parts=16),
+    ("backward", "layer", 65536): replace(_TWO, parts=16),
+    ("backward", "add_rms", 65536): replace(_TWO, parts=16, stages=4),
+    ("backward", "layer", 16384): replace(_TWO, parts=4),
+    ("backward", "rms", 8192): Ring(rows=1, parts=1, warps=16, stages=5),
+    ("backward", "add_rms", 4096): replace(_TWO, parts=1, stages=4),
+    ("backward", "rms", 1024): replace(_TWO, rows=4, parts=1, stages=4),
+    ("backward", "layer", 1024): replace(_TWO, rows=4, parts=1, stages=4),
+}
+AUTO: frozenset[tuple[str, str, int]] = frozenset()  # what "auto" takes: seen right, and faster than plain Triton
+
+
+def takes(x: Tensor, op: str) -> bool:
+    """Whether one of both passes of x (rows, width) is here."""
+    return _machine(x) and any((pass_, op, x.shape[1]) in CHOSEN for pass_ in ("forward", "backward"))
 
 
 def choice(
-    pass_: str, op: str, whole: list[Tensor | None], vectors: list[Tensor | None], dtypes: list[torch.dtype | None]
-) -> Ring | None:
+    way: str, pass_: str, op: str, whole: list[Tensor | None], vectors: list[Tensor | None],
+    dtypes: list[torch.dtype | None],
+) -> Ring | None:  # fmt: skip
     """The tiles in which these kernels take this call, if they do.
 
-    whole: what is read in rows, (rows, width); vectors: weight and bias; dtypes: of what is written in rows.
+    way: "hopper", "auto" or "portable". whole: what is read in rows, (rows, width); vectors: weight and bias;
+    dtypes: of what is written in rows.
     """
     x = whole[0]
     assert x is not None
     rows, width = x.shape
-    ring = CHOSEN.get((pass_, op, width))
+    key = (pass_, op, width)
+    ring = CHOSEN.get(key) if way == "hopper" or way == "auto" and key in AUTO else None
     if ring is None or not _machine(x) or rows * width >= 2**31 * _LINE:
         return None
     given = [t for t in (*whole, *vectors) if t is not None]
@@ -64,11 +91,19 @@ def programs_of_rows(rows: int, ring: Ring, device: torch.device) -> int:
 
 
 def _maps(ring: Ring, first: Tensor, *others: Tensor | None) -> list:
-    """Tensor maps; the first one stands in for what is not there."""
-    from gpu_accel.thunderkittens.gemm_hopper import matrix_map
+    """Tensor maps over (rows, lines, 64); the first one stands in for what is not there."""
+    rows, width = first.shape
+    lines = width // _LINE
+    box = (ring.rows, next_power_of_2(-(-lines // ring.parts)), _LINE)
+    views = [(first if t is None else t).view(rows, lines, _LINE) for t in (first, *others)]
+    return [known_map((x.shape, x.dtype, box), x, partial(_new_map, x=x, box=box)) for x in views]
 
-    size = first.shape[1] // _LINE * ring.rows // ring.parts
-    return [matrix_map((first if t is None else t).view(-1, _LINE), size, _LINE) for t in (first, *others)]
+
+def _new_map(kind, x: Tensor, box: tuple[int, int, int]):
+    from triton.experimental.gluon import language as gl
+
+    element = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
+    return kind(x, list(x.shape), list(x.stride()), list(box), gl.NVMMASharedLayout.get_default_for(list(box), element))
 
 
 def _notes(ring: Ring, groups: int, x: Tensor) -> Tensor:
@@ -95,7 +130,9 @@ def _run(
     options = dict(num_warps=ring.warps, maxnreg=min(255, 65536 // (32 * ring.warps * ring.each) // 8 * 8))
     if ring.parts > 1:  # whose programs wait for each other
         options["launch_cooperative_grid"] = True
-    shape = dict(ROWS=ring.rows, STAGES=ring.stages, PARTS=ring.parts, WARPS=ring.warps)
+    exact = maps[0].shape[1] == ring.parts * maps[0].block_shape[1]
+    shape = dict(ROWS=ring.rows, STAGES=ring.stages, PARTS=ring.parts, PADDED=next_power_of_2(ring.parts),
+                 LATE=ring.late if ring.parts > 1 else 0, WARPS=ring.warps, EXACT=exact)  # fmt: skip
     _quick[name](kinds, groups * ring.parts, (*maps, *tensors, *numbers), dict(OP=OPS[op]) | shape | constants, options)
 
 

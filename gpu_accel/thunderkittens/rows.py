@@ -33,6 +33,7 @@ _ROW_BYTES = 224 << 10  # of shared memory for rows on their way; sums of warps 
 _PARTS = 256  # of the sums over rows: about two programs an SM
 _AHEAD = False  # whether the backward of norms loads the weight once, before its rows; off: right, not timed
 _ROW_ELEMENTS = 512  # of a warp, in that backward
+_ONCE = False  # whether LayerNorm takes one reduction over threads for two sums of a row
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -52,6 +53,14 @@ def _cut(width: int, whole: int) -> dict:
     block = next_power_of_2(width) if width <= whole else min(_BLOCK, next_power_of_2(whole))
     most = 16 if width <= whole else 32
     return dict(BLOCK=block, WHOLE=width <= whole, num_warps=max(1, min(most, block // 512)))
+
+
+def _once(width: int, whole: int, center: bool) -> dict:
+    """Where mean and variance take one reduction: whole rows, of which a thread has eights of numbers."""
+    cut = _cut(width, whole)
+    threads = 32 * cut["num_warps"]
+    once = _ONCE and center and cut["WHOLE"] and cut["BLOCK"] >= 8 * threads
+    return dict(THREADS=threads if once else 0, EVEN=width == cut["BLOCK"])
 
 
 def _row_programs(width: int, device: torch.device, center: bool, *loaded: Tensor | None) -> tuple[int, dict]:
@@ -94,13 +103,13 @@ def norm_op(
     kind = "layer" if center else "rms"
     bare = residual is None and not dropout_p and not keep_sum
     ring = None
-    if way != "portable" and x.numel() and not dropout_p:
+    if x.numel() and not dropout_p:
         name = kind if residual is None else f"add_{kind}"
-        ring = row_ring.choice("forward", name, [x, residual], [weight, bias], [y.dtype, summed.dtype])
+        ring = row_ring.choice(way, "forward", name, [x, residual], [weight, bias], [y.dtype, summed.dtype])
     with _device(x):
         if ring is not None:
             row_ring.forward(x, y, kind, ring, weight, bias, residual, summed, means, rstds, eps)
-        elif x.numel() and (way == "hopper" or way == "auto" and bare and long_rows.takes(x, kind, whole)):
+        elif x.numel() and bare and _long(x, kind, whole, way):
             long_rows.run(x, y, kind, weight, bias, means, rstds, eps)
         elif x.numel():
             launch(
@@ -108,7 +117,8 @@ def norm_op(
                 (x, residual, weight, bias, y, summed, means, rstds, x.stride(0),
                  residual.stride(0) if residual is not None else 0, width, eps, *_dropout_arguments(dropout_p, seed)),
                 dict(CENTER=center, WEIGHT=weight is not None, BIAS=bias is not None, RESIDUAL=residual is not None,
-                     DROPOUT=dropout_p > 0, KEEP_SUM=keep_sum, **_policies(width, whole), **_cut(width, whole)),
+                     DROPOUT=dropout_p > 0, KEEP_SUM=keep_sum, **_policies(width, whole), **_cut(width, whole),
+                     **_once(width, whole, center)),
             )  # fmt: skip
     return y, summed, means, rstds
 
@@ -145,9 +155,9 @@ def norm_backward_op(
     given = dict(CENTER=center, WEIGHT=weight is not None, DSUM=dsum is not None, RESIDUAL=has_residual,
                  DROPOUT=dropout_p > 0)  # fmt: skip
     ring = None
-    if way != "portable" and h.numel() and not dropout_p:
+    if h.numel() and not dropout_p:
         name = ("add_" if has_residual else "") + ("layer" if center else "rms")
-        ring = row_ring.choice("backward", name, [h, dy, dsum], [weight], [x_dtype, residual_dtype])
+        ring = row_ring.choice(way, "backward", name, [h, dy, dsum], [weight], [x_dtype, residual_dtype])
     if ring is not None:
         programs = row_ring.programs_of_rows(rows, ring, h.device)
         scaled = weight is not None
@@ -171,7 +181,7 @@ def norm_backward_op(
                     (h, dy, dsum, weight, means, rstds, dx, dresidual, partial_w, partial_b, h.stride(0), dy.stride(0),
                      dsum.stride(0) if dsum is not None else 0, rows, width, programs,
                      *_dropout_arguments(dropout_p, seed)),
-                    given | options | {"BIAS": has_bias, "AHEAD": _AHEAD},
+                    given | options | {"BIAS": has_bias, "AHEAD": _AHEAD, "TOGETHER": _ONCE},
                 )  # fmt: skip
         return dx, dresidual, *_summed(partial_w, partial_b, weight, bias_dtype)
     cols = min(128, max(16, next_power_of_2(width)))
@@ -268,10 +278,10 @@ def softmax_op(x: Tensor, whole: int, way: str = "portable") -> Tensor:
     y = x.new_empty(rows, width)
     x = _rows(x)
     with _device(x):
-        ring = row_ring.choice("forward", "softmax", [x], [], []) if way != "portable" and x.numel() else None
+        ring = row_ring.choice(way, "forward", "softmax", [x], [], []) if x.numel() else None
         if ring is not None:
             row_ring.forward(x, y, "softmax", ring)
-        elif x.numel() and (way == "hopper" or way == "auto" and long_rows.takes(x, "softmax", whole)):
+        elif x.numel() and _long(x, "softmax", whole, way):
             long_rows.run(x, y, "softmax")
         elif x.numel():
             launch(kernels._softmax_kernel, rows, (x, y, x.stride(0), width), _cut(width, whole))
@@ -288,7 +298,7 @@ def softmax_backward_op(dy: Tensor, y: Tensor, whole: int, way: str = "portable"
     rows, width = y.shape
     dx = y.new_empty(rows, width)
     dy, y = _rows(dy), _rows(y)
-    ring = row_ring.choice("backward", "softmax", [y, dy], [], []) if way != "portable" and y.numel() else None
+    ring = row_ring.choice(way, "backward", "softmax", [y, dy], [], []) if y.numel() else None
     with _device(y):
         if ring is not None:
             row_ring.backward(y, dy, dx, "softmax", ring)
@@ -338,16 +348,21 @@ def softmax(x: Tensor, *, backend: str = "auto") -> Tensor:
         wide = x if x.dtype == torch.float64 else x.float()
         return reference.softmax(wide).to(x.dtype)
     flat = x.reshape(-1, x.shape[-1]) if x.numel() else x.reshape(0, x.shape[-1])
-    return softmax_op(flat, WHOLE, _way(flat, backend)).view(x.shape)
+    return softmax_op(flat, WHOLE, _way(flat, backend, "softmax")).view(x.shape)
 
 
-def _way(x: Tensor, backend: str, bare: bool = True) -> str:
-    """backend, if its kernel can run. Raises UnsupportedError where "hopper" was asked for and cannot."""
-    if backend == "hopper":
-        why = long_rows.refusal(x) if bare else "residual and dropout are not in this kernel"
+def _way(x: Tensor, backend: str, op: str, bare: bool = True) -> str:
+    """backend. Raises UnsupportedError where "hopper" was asked for and has no kernel for x (rows, width)."""
+    if backend == "hopper" and not row_ring.takes(x, op):
+        why = long_rows.refusal(x) if bare else f"no kernel of {x.shape[1]} columns has residual or dropout"
         if why is not None:
             raise UnsupportedError(f"backend 'hopper': {why}")
     return backend
+
+
+def _long(x: Tensor, op: str, whole: int, way: str) -> bool:
+    """Whether `long_rows` takes x."""
+    return way == "hopper" and long_rows.refusal(x) is None or way == "auto" and long_rows.takes(x, op, whole)
 
 
 def _norm(x, weight, bias, residual, eps, dropout_p, seed, prenorm, backend, center):
@@ -381,7 +396,8 @@ def _norm(x, weight, bias, residual, eps, dropout_p, seed, prenorm, backend, cen
         return (out.to(x.dtype), h) if prenorm else out.to(x.dtype)
     flat = [None if t is None else t.reshape(rows, width) for t in (x, residual)]
     keep_sum = residual is not None or dropout_p > 0
-    way = _way(x.reshape(rows, width), backend, not keep_sum)
+    op = ("add_" if residual is not None else "") + ("layer" if center else "rms")
+    way = _way(x.reshape(rows, width), backend, op, not keep_sum)
     y, h, _, _ = norm_op(*flat, weight, bias, eps, center, dropout_p, seed, keep_sum, WHOLE, way)
     y = y.view(x.shape)
     return (y, h.view(x.shape) if keep_sum else x) if prenorm else y

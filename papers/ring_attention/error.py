@@ -11,10 +11,12 @@ results of every step were rounded to 16 bits before they were merged.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from gpu_accel.errors import InvalidInputError
 from gpu_accel.flash_attention3.reference import attention_truth, attention_truth_backward
 from gpu_accel.ring_attention.simulate import simulate_attention
 from gpu_accel.testing import QKV, make_qkv, random_like, relative_error, yardstick_attention
@@ -29,17 +31,33 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def list_cases(settings: Settings) -> list[Case]:
-    """One shape, causal, over numbers of ranks."""
+    """One shape, causal, over numbers of ranks.
+
+    Raises:
+        InvalidInputError: a --shape that attention does not take.
+    """
     shape = (
         {"batch": 1, "seqlen": 8192, "heads": 8, "heads_kv": 4, "head_dim": 128}
         if settings.on_gpu
         else {"batch": 1, "seqlen": 112, "heads": 2, "heads_kv": 1, "head_dim": 32}
     )
-    for given in settings.shapes:
-        shape = shape | given
+    shapes = [_given(shape, one) for one in settings.shapes] or [shape]
     dtype = settings.precision if settings.precision in _DTYPES else "bf16"
     ranks = RANKS[1:4:2] if settings.quick else RANKS
-    return [{**shape, "causal": True, "dtype": dtype, "input": settings.input, "ranks": n} for n in ranks]
+    rest = {"causal": True, "dtype": dtype, "input": settings.input}
+    return [{**shape, **rest, "ranks": n} for shape in shapes for n in ranks]
+
+
+def _given(usual: Mapping[str, int], shape: Mapping[str, int]) -> dict[str, int]:
+    """A --shape, with what it does not say as usual; as many key heads as heads, unless it says how many."""
+    if "heads" in shape:
+        shape = {"heads_kv": shape["heads"], **shape}
+    made = {name: shape.get(name, size) for name, size in usual.items()}
+    if made["heads"] % made["heads_kv"]:
+        raise InvalidInputError(f"heads ({made['heads']}) must be a multiple of heads_kv ({made['heads_kv']})")
+    if made["head_dim"] % 8:
+        raise InvalidInputError(f"head_dim must be a multiple of 8, got {made['head_dim']}")
+    return made
 
 
 def build(case: Case, settings: Settings) -> Workload:

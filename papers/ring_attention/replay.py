@@ -5,7 +5,8 @@
 The rate that a rank keeps, next to that of one GPU with a long sequence, is what the computation of a ring costs by
 itself: short blocks, merges, launches. With zigzag shards all ranks have the same work, so any rank will do.
 
-Next to it, the same with keys that arrive in 8 bits: what encoding and decoding take of what shorter messages save.
+Next to it, the same from a CUDA graph, where nobody issues anything and short shards are in lanes; and with keys that
+arrive in 8 bits: what encoding and decoding take of what shorter messages save.
 
 The check gives a rank of as many (at most eight) short shards the true keys, and compares o (and dq) with float64
 attention.
@@ -13,6 +14,7 @@ attention.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from gpu_accel.flash_attention3.reference import attention_truth, attention_truth_backward
 from gpu_accel.ring_attention import lanes
+from gpu_accel.ring_attention.graphs import capture_step
 from gpu_accel.ring_attention.layouts import make_layout
 from gpu_accel.ring_attention.replay import Replay
 from gpu_accel.ring_attention.wire import decode, encode
@@ -64,22 +67,24 @@ def _rows(settings: Settings) -> int:
 
 
 def build(case: Case, settings: Settings) -> Workload:
-    """The ring, and with several ranks and the shortest blocks the ring whose keys arrive in 8 bits; the work is the
-    rank's share of the whole attention."""
+    """The ring, and with several ranks and the shortest blocks the ring from a CUDA graph, and whose keys arrive in 8
+    bits; the work is the rank's share of the whole attention."""
     n, length = int(case["gpus"]), int(case["seqlen"])
 
-    def of(name: str, wire: torch.dtype | None, note: str) -> Implementation:
+    def of(name: str, note: str, wire: torch.dtype | None = None, graph: bool = False) -> Implementation:
         return Implementation(
             name=name,
             role="ours",
-            check=lambda seed: _check(case, settings, seed, wire),
-            make=lambda seed: _call(case, settings, seed, wire),
+            unavailable="a CUDA graph needs a GPU" if graph and not settings.on_gpu else "",
+            check=lambda seed: _check(case, settings, seed, wire, graph),
+            make=lambda seed: _call(case, settings, seed, wire, graph),
             note=f"one rank's steps on its own keys, zigzag shards, no network{note}",
         )
 
-    rings = [of("kv_ring", None, "")]
+    rings = [of("kv_ring", "")]
     if case["pass"] != "backward" and 1 < n <= MOST and length // n == _rows(settings):
-        rings.append(of("kv_ring-fp8", WIRE, "; keys encoded and decoded as float8_e4m3fn"))
+        rings.append(of("kv_ring-graph", "; from a CUDA graph", graph=True))
+        rings.append(of("kv_ring-fp8", "; keys encoded and decoded as float8_e4m3fn", WIRE))
     flops = 2.0 * length**2 * int(case["heads"]) * int(case["head_dim"]) / n
     flops *= {"forward": 1.0, "backward": 2.5, "both": 3.5}[str(case["pass"])]
     return Workload(implementations=rings, baselines=["kv_ring"], flops=flops)
@@ -94,11 +99,15 @@ def _shards(case: Case, settings: Settings, *, length: int, seed: int) -> list[T
     return [*qkv, random_like(qkv.q, seed=seed + 1_000_003)]
 
 
-def _call(case: Case, settings: Settings, seed: int, wire: torch.dtype | None) -> Callable[[], object]:
+def _call(
+    case: Case, settings: Settings, seed: int, wire: torch.dtype | None, graph: bool = False
+) -> Callable[[], object]:
     n, length = int(case["gpus"]), int(case["seqlen"])
     *qkv, do = _shards(case, settings, length=length // n, seed=seed)
     layout = make_layout("zigzag", seqlen=length, ranks=n)
     replay = Replay(*qkv, layout=layout, rank=n // 2, causal=True, wire=wire)
+    if graph:
+        return capture_step(functools.partial(_passes, replay, do, case))
     if case["pass"] != "backward":
         return lambda: _passes(replay, do, case)
     o, lse = replay.forward()
@@ -111,7 +120,7 @@ def _passes(replay: Replay, do: Tensor, case: Case) -> list[Tensor]:
     return [o, replay.backward(do, o, lse)] if case["pass"] != "forward" else [o]
 
 
-def _check(case: Case, settings: Settings, seed: int, wire: torch.dtype | None) -> Check:
+def _check(case: Case, settings: Settings, seed: int, wire: torch.dtype | None, graph: bool = False) -> Check:
     n = min(int(case["gpus"]), MOST)
     length = n * min(SHORT, int(case["seqlen"]) // int(case["gpus"]))
     *qkv, do = whole = _shards(case, settings, length=length, seed=seed)
@@ -121,11 +130,13 @@ def _check(case: Case, settings: Settings, seed: int, wire: torch.dtype | None) 
         *shards[rank][:3], layout=layout, rank=rank, keys=lambda r: (shards[r][1], shards[r][2]), causal=True, wire=wire
     )
     rows = int(case["batch"]) * int(case["heads"]) * int(case["seqlen"]) // int(case["gpus"])
-    timed_in_lanes = settings.on_gpu and lanes.long_enough(rows, int(case["gpus"]), do.device)
+    with lanes.in_a_graph(graph):
+        timed_in_lanes = settings.on_gpu and lanes.long_enough(rows, int(case["gpus"]), do.device)
     with lanes.of_any_length(timed_in_lanes):
-        found = _passes(replay, shards[rank][3], case)
+        run = functools.partial(_passes, replay, shards[rank][3], case)
+        found = capture_step(run)() if graph else run()
     if wire is not None:  # the truth is that of the keys which arrive; a rank's own do not travel
-        arrived = [[x if r == rank else decode(encode(x, wire), wire, x.dtype) for r, x in enumerate(part)]
+        arrived = [[x if r == rank else _arrived(x, wire) for r, x in enumerate(part)]
                    for part in ([s[1] for s in shards], [s[2] for s in shards])]  # fmt: skip
         qkv = [qkv[0], *(layout.unshard(part) for part in arrived)]
     exact = [attention_truth(*qkv, causal=True)[0], attention_truth_backward(do, *qkv, causal=True)[0]]
@@ -135,3 +146,8 @@ def _check(case: Case, settings: Settings, seed: int, wire: torch.dtype | None) 
     worst = max(relative_error(x, e) / (FACTOR * relative_error(r, e)) for x, e, r in errors)
     what = "relative error of o (and dq) of one rank, with the true keys of at most eight, in units of its bound"
     return Check(worst, 1.0, what)
+
+
+def _arrived(x: Tensor, wire: torch.dtype) -> Tensor:
+    """What the wire makes of keys, by torch's operations on the CPU: kernels are not judged by themselves."""
+    return decode(encode(x.cpu(), wire), wire, x.dtype).to(x.device)

@@ -2,7 +2,7 @@
 to a copy of as many bytes (the ceiling) and to torch.
 
     portable         ours, plain Triton
-    hopper           ours, rows of 65536 in shared memory (Gluon)
+    hopper           ours, rows in shared memory (Gluon), where there is a kernel for them
     copy             torch's copy, on the device, of as many bytes as the case must move
     copy-kernel      as many bytes by an elementwise kernel of torch (every bit turned): copies of 256 MB, which the
                      driver does, read 2.7 of 4.3 TB/s on an H200
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpu_accel.flash_attention3.rotary import apply_rotary
-from gpu_accel.thunderkittens import causal_conv1d, elements, losses, rows
+from gpu_accel.thunderkittens import causal_conv1d, elements, losses, row_ring, rows
 from gpu_accel.workbench.experiment import Case, Check, Implementation, Settings, Workload
 
 from . import judging
@@ -32,7 +32,8 @@ OPS = ("rms_norm", "layer_norm", "add_rms_norm", "softmax", "swiglu")
 # At one width: what has no row to reduce, or one whose length its model sets. Channels of the short convolution are
 # innermost, as Mamba-2 has them.
 ONCE = {"rotary": 128, "geglu": 16384, "conv1d": 4096, "cross_entropy": 32768}
-_SHARED = ("rms_norm", "layer_norm", "softmax")  # which have a kernel for long rows
+_LONG = ("rms_norm", "layer_norm", "softmax")  # which have a kernel for long rows
+_RINGS = {"rms_norm": "rms", "layer_norm": "layer", "add_rms_norm": "add_rms", "softmax": "softmax"}  # of row_ring
 _TAPS = 4  # of the short convolution
 _BASE = 10000.0
 
@@ -226,7 +227,8 @@ def build(case: Case, settings: Settings) -> Workload:
         return lambda: torch.bitwise_not(source, out=target)
 
     hopper = []
-    if case["op"] in _SHARED and int(case["width"]) > rows.WHOLE and not backward:
+    long = case["op"] in _LONG and int(case["width"]) > rows.WHOLE and not backward
+    if long or (case["pass"], _RINGS.get(str(case["op"])), case["width"]) in row_ring.CHOSEN:
         why = hopper_refusal(settings, str(case["dtype"]))
         hopper = [made("hopper", "ours", lambda: _ours(case, device, "hopper"), why)]
     return Workload(

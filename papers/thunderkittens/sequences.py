@@ -25,7 +25,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gpu_accel.thunderkittens import delta, delta_hopper, walk_hopper
+from gpu_accel.thunderkittens import delta, walk_hopper
 from gpu_accel.thunderkittens import linear as la
 from gpu_accel.thunderkittens.gla import chunk_gla
 from gpu_accel.thunderkittens.gla import refusal as gla_refusal
@@ -192,9 +192,6 @@ def build_attention(case: Case, settings: Settings) -> Workload:
         why = why or ("" if case["pass"] == "forward" else "gradients of gates of every key dimension are `portable`")
         values = torch.empty(0, 0, 0, value_dim, dtype=DTYPES[str(case["dtype"])], device=settings.device)
         plain = gla_refusal(values, key_dim) or ""
-    elif _is_delta(case):
-        made_here = case["pass"] == "forward" or delta_hopper.SOLVES
-        why = why or ("" if made_here else "gradients of the delta rule are `portable`")
     no_fla, more = judging.missing("fla", settings), []
     if case["gate"] == "decay" and case["pass"] == "forward":
         given, every = "decays made once, as for fla", "decays made in every call, as ours are"

@@ -1,4 +1,4 @@
-"""The delta rule's forward with its walk in Gluon, on a Hopper GPU. Other kernels of it: test_thunderkittens.py."""
+"""The delta rule in Gluon, on a Hopper GPU. Other kernels of it: test_thunderkittens.py."""
 
 from __future__ import annotations
 
@@ -54,25 +54,42 @@ def test_walk_on_hopper(shape, gated, stages, monkeypatch):
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_gradients_beside_hopper(shape, gated):
-    """They are the portable kernels'."""
+def test_gradients_on_hopper(shape, gated):
+    """Of one head of q for two, and of more than 128 columns of v, mostly by the portable kernels."""
     tensors, grads = make(*shape, gated)
     judge(NAMES[: 8 if gated else 7], on_hopper, tensors, grads)
 
 
+WIDE = dict(WIDE=True, sms=lambda _: 0)
+FORMS = {
+    "walked_portably": dict(WALKS_BACK=False), "walked": dict(WALKS_BACK=True),
+    "wide": dict(WALKS_BACK=True, SHARED=True) | WIDE,
+    "two_stages": dict(WALKS_BACK=True, BACK_STAGES={64: 1, 128: 2}) | WIDE,
+}  # fmt: skip
 BACK = [
     pytest.param((2, 300, 4, 4, 128, 128), id="T300-K128-V128"),
     pytest.param((2, 130, 3, 3, 64, 64), id="T130-H3-K64-V64"),
     pytest.param((1, 1023, 2, 2, 72, 104), id="T1023-K72-V104"),
     pytest.param((2, 65, 8, 8, 128, 40), id="T65-K128-V40"),
+    pytest.param((2, 300, 4, 2, 128, 128), id="T300-H4q2-K128-V128"),
+    pytest.param((1, 200, 8, 2, 40, 64), id="T200-H8q2-K40-V64"),
 ]
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("shape", [(2, 300, 4, 2, 128, 128), (1, 130, 2, 2, 72, 104)])
+def test_wide_walk_on_hopper(shape, gated, monkeypatch):
+    for name, value in WIDE.items():
+        monkeypatch.setattr(delta_hopper, name, value)
+    judge_values(NAMES, on_hopper, make(*shape, gated)[0])
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("shape", BACK)
-def test_gradients_in_chunks_on_hopper(shape, gated, monkeypatch):
-    monkeypatch.setattr(delta_hopper, "SOLVES", True)
-    monkeypatch.setattr(delta_hopper, "GRADIENTS", True)
+def test_gradients_in_chunks_on_hopper(shape, form, gated, monkeypatch):
+    for name, value in form.items():
+        monkeypatch.setattr(delta_hopper, name, value)
     for seed in (0, 10):
         tensors, grads = make(*shape, gated, first_seed=seed)
         judge(NAMES[: 8 if gated else 7], on_hopper, tensors, grads)
@@ -80,8 +97,8 @@ def test_gradients_in_chunks_on_hopper(shape, gated, monkeypatch):
 
 def test_gradients_on_hopper_with_views_and_the_same_bits_again(monkeypatch):
     """NaN before and behind q, k and v, steps apart, also where TMA cannot address them; twenty runs."""
-    monkeypatch.setattr(delta_hopper, "SOLVES", True)
-    monkeypatch.setattr(delta_hopper, "GRADIENTS", True)
+    for name, value in FORMS["wide"].items():
+        monkeypatch.setattr(delta_hopper, name, value)
     tensors, grads = make(2, 200, 8, 8, 128, 128, True)
 
     def gradients(*given):
@@ -111,7 +128,8 @@ def test_gradients_of_gates_of_many(shape):
     """Their largest errors are few, near the end, where the gradient of the final state comes in: many seeds."""
     for seed in range(10, 60, 10):
         tensors, grads = make(*shape, True, first_seed=seed)
-        judge(NAMES, on_portable, tensors, grads)
+        for backend in (on_portable, on_hopper):
+            judge(NAMES, backend, tensors, grads)
 
 
 @pytest.mark.parametrize("seqlen", [1, 16, 63, 64, 65, 128])

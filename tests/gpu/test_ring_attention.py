@@ -133,7 +133,7 @@ def test_keys_in_eight_bits_on_the_wire(kind: torch.dtype):
     """All keys arrive through the wire, so results are those of the keys that it makes of them."""
     q, k, v, do = inputs()
     found = simulate_attention(q, k, v, do=do, ranks=4, schedule="allgather", causal=True, wire=kind)
-    k, v = (decode(encode(x, kind), kind, x.dtype) for x in (k, v))
+    k, v = (decode(encode(x.cpu(), kind), kind, x.dtype).cuda() for x in (k, v))  # by torch's operations
     exact = (attention_truth(q, k, v, causal=True)[0], *attention_truth_backward(do, q, k, v, causal=True))
     rulers = (
         yardstick_attention(q, k, v, causal=True)[0],
@@ -147,9 +147,10 @@ def test_keys_in_eight_bits_on_the_wire(kind: torch.dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_the_wire_has_the_bytes_of_the_cpu(dtype: torch.dtype, kind: torch.dtype):
     """Encoding and decoding by kernels, of rows of heads of every size and any strides."""
-    for dim in (22, 24, 128):  # bytes, words, a power of two
-        x = torch.randn(2, 301, 5, dim, generator=torch.Generator().manual_seed(1))[:, :300, :3]
-        x = x * (torch.logspace(-30, 30, 900) if dtype != torch.float16 else torch.logspace(-4, 3, 900)).view(300, 3, 1)
+    for dim, heads in ((22, 3), (24, 3), (128, 32)):  # bytes, words, whole programs
+        x = torch.randn(2, 301, heads + 2, dim, generator=torch.Generator().manual_seed(1))[:, :300, :heads]
+        sizes = torch.logspace(-30, 30, 300 * heads) if dtype != torch.float16 else torch.logspace(-4, 3, 300 * heads)
+        x = x * sizes.view(300, heads, 1)
         x = x.to(dtype)
         x[0, 0, 0], x[1, 7, 1], x[0, 5, 2, 3], x[1, 9, 0, 0] = 0, 448 * 2.0**-4, float("nan"), float("inf")
         finite, there = x.isfinite().all(-1), x.cuda()

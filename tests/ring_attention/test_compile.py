@@ -31,6 +31,6 @@ def test_kernels_that_merge_and_add_compile_without_spills():
     for row in rows:
         # with dQ apart ptxas puts seven numbers of a tile aside (28 bytes, and 36 where they are read), once a tile
         most = 28 + 36 if row["kernel"] == "ring_backward_apart_kernel" else 0
-        assert row["spills"] <= most and not row["warnings"], row
+        assert row["spills"] <= most and not row["warnings"] and not row["unwritten"], row
         assert (row["wgmma"] > 0) == (row["kernel"] not in wanted[-2:]), row
         assert row["shared"] <= SHARED_LIMIT, row

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import pickle
 
@@ -94,6 +95,8 @@ REFUSED = {
         [(OUT, LSE)], (OUT.clone().requires_grad_(), LSE.clone())
     ),
     "final-expanded": lambda: accumulate_attention_outputs([(OUT, LSE)], (OUT[:, :1].expand(1, 4, 2, 8), LSE.clone())),
+    "final-among-results": lambda: accumulate_attention_outputs([(OUT, LSE)], (OUT, LSE.clone())),
+    "final-beside-results": lambda: accumulate_attention_outputs([(OUT[:, :, :, :8], LSE)], (OUT.clone(), LSE)),
     "blocks-none": lambda: distributed_attention_exact(X, None, 1),
     "block-without-values": lambda: distributed_attention_exact(X, [(X,)], 1),
     "rank-text": lambda: distributed_attention_exact(X, [(X, X)], 1, rank="x"),
@@ -136,6 +139,7 @@ def test_refused(use):
 
 
 UNSUPPORTED = {
+    "results-that-want-gradients": lambda: accumulate_attention_outputs([(OUT.clone().requires_grad_(), LSE)]),
     "quantised-shard": lambda: shard_sequence(torch.quantize_per_tensor(ROW, 1.0, 0, torch.qint8), 3),
     "sparse-shard": lambda: shard_sequence(ROW.to_sparse(), 3),
     "nested": lambda: ring_attention_forward(*3 * [torch.nested.nested_tensor([torch.ones(4, 2, 8)])], 2),
@@ -357,6 +361,21 @@ def test_a_world_can_be_used_again_also_after_an_error_but_not_within_itself():
     assert [b - a for a, b in zip(before, world.bytes_sent, strict=True)] == sent
     with pytest.raises(InvalidInputError, match="running"):
         simulate(lambda _: simulate_attention(rows, rows, rows, ranks=2, world=world), 2, world=world)
+
+
+def test_ranks_run_in_the_modes_of_the_caller():
+    told = contextvars.ContextVar("told", default=0)
+
+    def modes(_):
+        return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu"), told.get()
+
+    assert simulate(modes, 2) == [(True, False, False, 0)] * 2
+    token = told.set(3)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert simulate(modes, 2) == [(False, False, True, 3)] * 2
+    told.reset(token)
+    with torch.inference_mode():
+        assert simulate(modes, 2) == [(False, True, False, 0)] * 2
 
 
 @pytest.mark.parametrize("use", ALONE.values(), ids=ALONE.keys())

@@ -38,6 +38,18 @@ def test_schedules_pass_and_their_errors_are_on_record(result):
     assert all(r.kind == "checked" for r in result.records)
 
 
+def test_shapes_of_the_user():
+    """Each is a case of its own, and none is half of what was asked for."""
+    asked = Settings(device="cpu", quick=True, shapes=({"seqlen": 24, "heads": 6}, {"heads_kv": 2, "seqlen_q": 5}))
+    cases = error.list_cases(asked)
+    sizes = [tuple(case[n] for n in ("batch", "seqlen", "heads", "heads_kv", "head_dim", "ranks")) for case in cases]
+    assert sizes == [(1, 24, 6, 6, 32, 2), (1, 24, 6, 6, 32, 4), (1, 112, 2, 2, 32, 2), (1, 112, 2, 2, 32, 4)]
+    assert "seqlen_q" not in cases[2], "--shape is said to be without effect where a case does not have it"
+    for shape, message in [({"heads": 3, "heads_kv": 2}, "multiple of heads_kv"), ({"head_dim": 7}, "multiple of 8")]:
+        with pytest.raises(InvalidInputError, match=message):
+            error.list_cases(Settings(device="cpu", shapes=(shape,)))
+
+
 def test_a_schedule_that_errs_more_fails_its_check(monkeypatch):
     """Results of each step rounded to 16 bits before they are merged: what the report behind this experiment found."""
     from gpu_accel.ring_attention import step

@@ -186,7 +186,7 @@ def test_what_is_written_says_that_it_is_modelled(tmp_path):
 
     for suffix in ("csv", "md", "html", "jsonl"):
         file = tmp_path / f"plan.{suffix}"
-        done = CliRunner().invoke(app, ["--seq", "64k", "--gpus", "4", "-o", str(file)])
+        done = CliRunner().invoke(app, ["plan", "--seq", "64k", "--gpus", "4", "-o", str(file)])
         assert done.exit_code == 0 and "modelled" in file.read_text()
         assert suffix in ("csv", "jsonl") or "65,536 tokens, 32 heads" in file.read_text()
 
@@ -206,6 +206,19 @@ def test_the_command():
     made = plan(seq=1 << 20, heads=32, kv_heads=8, gpus=64)
     assert done.returncode == 0 and answer == json.loads(json.dumps(made.as_dict()))
     assert command("--seq", "1g", "--gpus", "8", "--link", "nvlink").returncode == 4
+
+
+def test_the_command_for_the_longest_sequence():
+    from typer.testing import CliRunner
+
+    from cli.ring import app
+
+    question = ["longest", "--heads", "8", "--kv-heads", "2", "--memory", "141", "--backward"]
+    rows = json.loads(CliRunner().invoke(app, [*question, "--json"]).stdout)["longest"]
+    options = {"heads": 8, "kv_heads": 2, "memory_gb": 141.0, "backward": True}
+    assert [(row["gpus"], row["tokens"]) for row in rows] == [(n, longest(gpus=n, **options)) for n in (1, 2, 4)]
+    one = CliRunner().invoke(app, [*question, "--gpus", "2", "--schedule", "allgather"])
+    assert one.stdout.split() == ["2", "GPUs", f"{longest(gpus=2, schedule='allgather', **options):,}", "tokens"]
 
 
 def test_lengths_as_people_write_them():

@@ -93,10 +93,13 @@ def delta(dtype: torch.dtype, key_dim: int, value_dim: int, packed: bool) -> Non
         short = q[..., :64].contiguous()
         delta_hopper.forward(short, short, v, None, g, None, 0.1)
         delta_hopper.solve(None, q, v, g, g, 0.1, keep=True)
-        states = torch.empty(64, 16, key_dim, value_dim, dtype=dtype)
-        line = torch.empty(4096 * 16)
-        for low in (states, None):
-            delta_hopper.gradients(q, q, v, v, v, v, q[..., :64], (states, low), (states, low), line, line, 0.1)
+        states, line = torch.empty(64, 16, key_dim, value_dim, dtype=dtype), torch.empty(4096 * 16)
+        with mock.patch.multiple(delta_hopper, WIDE=True, sms=lambda _: 0):
+            delta_hopper.forward(q, q, v, g, g, state, 0.1)
+            delta_hopper.walk_back(q, q, v, q, line, q[..., :64], None, v, states, states, state, 0.1)
+        for one, low in ((q, states), (q[:, :, :8], None)):
+            delta_hopper.walk_back(one, one, v, q, line, q[..., :64], None, v, states, low, state, 0.1)
+            delta_hopper.gradients(one, one, v, v, v, v, q[..., :64], (states, low), (states, low), line, line, 0.1)
 
 
 def gla(dtype: torch.dtype, key_dim: int, value_dim: int, packed: bool) -> None:
@@ -174,7 +177,7 @@ def longconv(dtype: torch.dtype, size: int) -> None:
 def rows_of(dtype: torch.dtype, width: int) -> None:
     """Norms with all that they can do, and with nothing; softmax, losses, rotary, gated activations."""
     from gpu_accel.thunderkittens import elements as e
-    from gpu_accel.thunderkittens import long_rows, losses
+    from gpu_accel.thunderkittens import long_rows, losses, row_ring
     from gpu_accel.thunderkittens import rows as r
 
     x, w = torch.empty(64, width, dtype=dtype), torch.empty(width, dtype=dtype)
@@ -194,6 +197,11 @@ def rows_of(dtype: torch.dtype, width: int) -> None:
         wide, scale = torch.empty(64, 65536, dtype=dtype), torch.empty(65536, dtype=dtype)
         long_rows.run(wide, wide, "softmax")
         long_rows.run(wide[:, :40000].contiguous(), wide, "layer", scale, scale, stats, stats, 1e-5)
+        row_ring.forward(wide, wide, "softmax", row_ring.CHOSEN["forward", "softmax", 65536])
+        for ring, h in ((row_ring.CHOSEN["backward", "layer", 16384], wide[:, :16384].contiguous()),
+                        (row_ring.CHOSEN["backward", "layer", 1024], wide[:, :1024].contiguous())):  # fmt: skip
+            sums = torch.empty(row_ring.programs_of_rows(64, ring, h.device), h.shape[1])
+            row_ring.backward(h, h, h, "layer", ring, scale[: h.shape[1]], stats, stats, None, None, sums, sums)
     heads, table = torch.empty(2, 1, 8, 128, dtype=dtype), torch.empty(4096, 64)
     for backward in (False, True):
         e.rotary_op._init_fn(heads, table, table, None, 0, backward, backward)

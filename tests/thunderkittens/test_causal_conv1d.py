@@ -62,18 +62,20 @@ def test_channels_innermost_and_slices(device):
     judge(function, [wide, weight, bias], [randn(2, 19, 33, seed=5, device=device)], ["y", "dx", "dw", "db"])
 
 
-@pytest.mark.parametrize(("seqlen", "width", "bias", "activation"), [
-    (33, 4, True, "silu"), (16, 3, False, None), (2, 2, True, None), (1, 4, False, "silu"),
+@pytest.mark.parametrize(("seqlen", "width", "bias", "activation", "dtype"), [
+    (33, 4, True, "silu", torch.float32), (16, 3, False, None, torch.float32), (2, 2, True, None, torch.float32),
+    (1, 4, False, "silu", torch.float32), (18, 4, True, "silu", torch.bfloat16),
 ])  # fmt: skip
 @pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
-def test_by_walks(ahead, seqlen, width, bias, activation, device, monkeypatch):
+def test_by_walks(ahead, seqlen, width, bias, activation, dtype, device, monkeypatch):
     """Channels side by side; several programs in time, and the steps that they walk beyond their own."""
     for way in ("", "_BACK"):
         monkeypatch.setattr(c, f"{way}_AHEAD", ahead)
         monkeypatch.setattr(c, f"{way}_STEPS", 8)
         monkeypatch.setattr(c, f"{way}_CHANNELS", 16)
-    wide = randn(2, seqlen, 40, seed=1, device=device)
-    tensors = [wide, randn(19, width, seed=2, device=device), randn(19, seed=3, device=device)][: 2 + bias]
+    wide = randn(2, seqlen, 40, seed=1, dtype=dtype, device=device)
+    vectors = (randn(*size, seed=n, dtype=dtype, device=device) for n, size in ((2, (19, width)), (3, (19,))))
+    tensors = [wide, *vectors][: 2 + bias]
 
     def function(backend):
         return lambda t, w, b=None: causal_conv1d_fn(t[..., 7:26].transpose(1, 2), w, b, activation=activation,

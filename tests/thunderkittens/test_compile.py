@@ -52,7 +52,7 @@ def test_delta_rule(names, compile_once):
     """A triangular system of 64 rows beside keys of 128: some of it is spilled, and may not grow."""
     rows = compiled(compile_once, "delta", names)
     own = {"_solve_kernel", "_walk_kernel", "_walk_back_kernel", "_inputs_kernel"}
-    hopper = {"delta_walk_kernel", "delta_solve_kernel", "delta_back_kernel"} if "bf16" in names else set()
+    hopper = {f"delta_{name}_kernel" for name in ("solve", "walk", "walk_back", "back")} if "bf16" in names else set()
     gates = {row["kernel"] for row in rows} & {"_gates_kernel"}
     assert {row["kernel"] for row in rows} - gates == own | {"_output_kernel", "_dqk_kernel"} | hopper
     for row in rows:
@@ -126,7 +126,9 @@ def test_ladder(compile_once):
 def test_rows(compile_once):
     rows = compiled(compile_once, "rows", "bf16-4096,fp32-65536")
     sums = [row for row in rows if row["kernel"] == "_parts_kernel"]  # of gradients of weight and bias
-    assert len(rows) == 18 + 18 + len(sums) and len(sums) == 4
+    rings = [row for row in rows if row["kernel"] in ("forward_rows_kernel", "backward_rows_kernel")]
+    assert len(rows) == 18 + 18 + len(sums) + len(rings) and len(sums) == 4 and len(rings) == 3
+    assert all(row["tma"] for row in rings)
     for row in rows:
         assert row["spills"] == 0, row
         assert row["wide"] >= 1 or row in sums, row  # 16 bytes at a time

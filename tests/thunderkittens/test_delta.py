@@ -214,46 +214,39 @@ HOPPER = {
 }
 
 
-@pytest.mark.parametrize("solves", [False, True], ids=["solved-portably", "solved"])
+@pytest.mark.parametrize("wide", [False, True], ids=["64-columns", "128-columns"])
 @pytest.mark.parametrize("case", HOPPER.values(), ids=HOPPER)
-def test_on_hopper_by_its_source(case, solves, device, monkeypatch):
-    monkeypatch.setattr(delta_hopper, "machine_refusal", lambda _: None)
-    monkeypatch.setattr(delta_hopper, "SOLVES", solves)
+def test_on_hopper_by_its_source(case, wide, device, monkeypatch):
+    for name, value in dict(machine_refusal=lambda _: None, WIDE=wide, sms=lambda _: 0).items():
+        monkeypatch.setattr(delta_hopper, name, value)
     tensors, grads = make(device, dtype=torch.bfloat16, **case)
     with gluon_in_torch.kernels_on_a_cpu() as done:
         found = ours("hopper", chunk=64)(*tensors)
-    expected = [*["delta_solve_kernel"] * solves, "delta_walk_kernel"]
-    assert done == expected * bool(case["seqlen"])
+    assert done == ["delta_solve_kernel", "delta_walk_kernel"] * bool(case["seqlen"])
     compare(found, truth_of(tensors, grads)[:2], ours("reference", chunk=64)(*tensors))
-
-
-def test_gradients_with_the_walk_on_hopper_are_the_portable_ones(device, monkeypatch):
-    monkeypatch.setattr(delta_hopper, "machine_refusal", lambda _: None)
-    tensors, grads = make(device, dtype=torch.bfloat16, seqlen=5, heads=1, key_dim=16, value_dim=8)
-    with gluon_in_torch.kernels_on_a_cpu():
-        mine = run(ours("hopper", chunk=64), tensors, grads)
-    for one, other in zip(mine[2:], run(ours("portable", chunk=64), tensors, grads)[2:], strict=True):
-        assert torch.equal(one, other)
 
 
 GRADIENTS = {
     "gated-T70-D24x40": (dict(seqlen=70, heads=2, key_dim=24, value_dim=40), True),
     "plain-T130-D72x128": (dict(seqlen=130, heads=1, key_dim=72, value_dim=128, gates=False, initial=False), True),
     "gated-T64-D128x64": (dict(seqlen=64, heads=1, key_dim=128, value_dim=64), True),
-    "gated-Hq1": (dict(seqlen=5, heads=2, heads_q=1, key_dim=16, value_dim=8), False),
+    "gated-T70-Hq1": (dict(seqlen=70, heads=2, heads_q=1, key_dim=40, value_dim=72), True),
     "gated-V136": (dict(seqlen=5, heads=1, key_dim=16, value_dim=136), False),
 }
 
 
+@pytest.mark.parametrize("walks", [False, True], ids=["walked-portably", "walked"])
 @pytest.mark.parametrize("case, in_chunks", GRADIENTS.values(), ids=GRADIENTS)
-def test_gradients_on_hopper_by_its_source(case, in_chunks, device, monkeypatch):
-    for name, value in dict(machine_refusal=lambda _: None, SOLVES=True, GRADIENTS=True).items():
+def test_gradients_on_hopper_by_its_source(case, in_chunks, walks, device, monkeypatch):
+    wide = dict(WIDE=case["seqlen"] == 130, sms=lambda _: 0)
+    for name, value in (wide | dict(machine_refusal=lambda _: None, WALKS_BACK=walks, SHARED=True)).items():
         monkeypatch.setattr(delta_hopper, name, value)
     tensors, grads = make(device, dtype=torch.bfloat16, **case)
     with gluon_in_torch.kernels_on_a_cpu() as done:
         mine = run(ours("hopper", chunk=64), tensors, grads)
     forward = ["delta_solve_kernel", "delta_walk_kernel"]
-    assert done == [*forward, "delta_solve_kernel"] + ["delta_back_kernel"] * in_chunks
+    back = ["delta_walk_back_kernel"] * walks + ["delta_back_kernel"]
+    assert done == [*forward, "delta_solve_kernel"] + back * in_chunks
     # the ruler is not eager torch: the interpreter, which runs both walks, cuts where a GPU rounds
     compare(mine, truth_of(tensors, grads), run(ours("portable", chunk=64), tensors, grads))
 
@@ -284,7 +277,6 @@ def test_what_the_walk_on_hopper_does_not_take(device, monkeypatch):
 def test_which_calls_auto_gives_to_hopper(device, monkeypatch):
     taken = []
     monkeypatch.setattr(delta_hopper, "machine_refusal", lambda _: None)
-    monkeypatch.setattr(delta_hopper, "SOLVES", True)
     monkeypatch.setattr(delta_hopper, "forward", lambda q, k, v, *_: taken.append(v.shape[3]) or (v.clone(), v.sum()))
     for value_dim in (72, 24):
         tensors, _ = make(device, dtype=torch.bfloat16, seqlen=5, heads=1, key_dim=40, value_dim=value_dim)

@@ -64,6 +64,22 @@ def test_the_seeds_call(device):
         tk.gemm(a, b, tile_size=32)
 
 
+@pytest.mark.parametrize("activation", ["none", "relu", "gelu", "gelu_tanh", "silu"])
+def test_gradients_of_gradients(activation, device):
+    tensors = [randn(*shape, seed=seed, device=device) for seed, shape in enumerate([(5, 8), (8, 6), (6,)])]
+    directions = [randn(*x.shape, seed=7 + seed, device=device) for seed, x in enumerate(tensors)]
+
+    def second(backend, dtype):
+        a, b, bias = leaves = [x.to(dtype).requires_grad_() for x in tensors]
+        y = gemm(a, b, bias=bias, activation=activation, backend=backend)
+        first = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
+        along = sum((x * d.to(dtype)).sum() for x, d in zip(first, directions, strict=True))
+        return torch.autograd.grad(along, leaves)
+
+    for mine, truth in zip(second("portable", torch.float32), second("reference", torch.float64), strict=True):
+        torch.testing.assert_close(mine.double(), truth, rtol=1e-4, atol=1e-4 * float(truth.abs().max()))
+
+
 def test_custom_op(device):
     a, b, bias = operands(5, 6, 8, FP32, device, True)
     for x in (a, b, bias):

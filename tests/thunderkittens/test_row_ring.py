@@ -17,6 +17,8 @@ RINGS = {
     "pieces": (1024, 5, Ring(rows=1, parts=1, warps=2, stages=3, pieces=2)),
     "parts": (1024, 11, Ring(rows=1, parts=2, warps=2, stages=3)),
     "parts-pieces": (2048, 3, Ring(rows=1, parts=4, warps=1, stages=3, pieces=2)),
+    "rows-not-full": (320, 14, Ring(rows=4, parts=1, warps=4, stages=2)),
+    "parts-not-full": (1088, 9, Ring(rows=1, parts=3, warps=2, stages=3)),
 }
 
 
@@ -27,7 +29,9 @@ def few_programs(monkeypatch):
 
 
 def taken(monkeypatch, op: str, width: int, ring: Ring) -> None:
-    monkeypatch.setattr(row_ring, "CHOSEN", {(way, op, width): ring for way in ("forward", "backward")})
+    chosen = {(pass_, op, width): ring for pass_ in ("forward", "backward")}
+    monkeypatch.setattr(row_ring, "CHOSEN", chosen)
+    monkeypatch.setattr(row_ring, "AUTO", frozenset(chosen))
 
 
 @pytest.mark.parametrize(("width", "count", "ring"), RINGS.values(), ids=RINGS)

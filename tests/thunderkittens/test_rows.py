@@ -25,9 +25,10 @@ NORMS = {
 
 
 @pytest.mark.parametrize("case", NORMS.values(), ids=NORMS)
-@pytest.mark.parametrize("ahead", [False, True], ids=["", "weight-ahead"])
-def test_norm(ahead, case, device, monkeypatch):
-    monkeypatch.setattr(rows, "_AHEAD", ahead)
+@pytest.mark.parametrize("form", ["", "weight-ahead", "one-reduction"])
+def test_norm(form, case, device, monkeypatch):
+    monkeypatch.setattr(rows, "_AHEAD", form == "weight-ahead")
+    monkeypatch.setattr(rows, "_ONCE", form == "one-reduction")
     case = dict(dtype=FP32, weight=True, bias=False, residual=None, dropout_p=0.0, count=5, whole=rows.WHOLE) | case
     monkeypatch.setattr(rows, "WHOLE", case["whole"])
     width, dtype, count = case["width"], case["dtype"], case["count"]
@@ -67,8 +68,9 @@ def test_the_reference_is_torchs(device):
 def test_a_large_mean_does_not_spoil_the_variance(device, monkeypatch):
     x = 1000 + randn(2, 300, seed=1, device=device)
     truth = rows.layer_norm(x.double(), backend="reference")
-    for whole in (rows.WHOLE, 64):
+    for whole, once in ((rows.WHOLE, False), (64, False), (rows.WHOLE, True)):
         monkeypatch.setattr(rows, "WHOLE", whole)
+        monkeypatch.setattr(rows, "_ONCE", once)
         assert (rows.layer_norm(x, backend="portable") - truth).abs().max() < 1e-3
 
 
@@ -268,7 +270,7 @@ def test_rows_in_shared_memory_are_for_hopper():
     for call in (rows.softmax, rows.rms_norm, rows.layer_norm):
         with pytest.raises(UnsupportedError, match="backend 'hopper': needs an NVIDIA GPU"):
             call(x, backend="hopper")
-    with pytest.raises(UnsupportedError, match="residual and dropout"):
+    with pytest.raises(UnsupportedError, match="residual or dropout"):
         rows.rms_norm(x, residual=x, backend="hopper")
 
 

@@ -15,6 +15,7 @@ from gpu_accel.transformer_engine.activations import (
     activate_reference,
     activation_backward_op,
     activation_op,
+    gradient_reference,
 )
 from gpu_accel.transformer_engine.context import autocast
 from gpu_accel.transformer_engine.history_kernels import LONGEST, roll, roll_op, roll_together
@@ -177,3 +178,12 @@ def test_no_gradient_of_x_but_of_the_norm():
     assert layer.norm.weight.grad is not None and layer.norm.weight.grad.abs().sum() > 0
     with torch.no_grad(), autocast(recipe=Float8CurrentScaling()):
         assert not layer(values(0, 32)).numel()
+
+
+def test_gradients_of_gelu_where_a_square_is_infinite(device):
+    sizes = torch.tensor([[12.0, 1e4, 5e19, 3e38]], device=device)
+    x = torch.cat([-sizes, sizes], 1).requires_grad_()
+    activate_reference(x, "gelu").sum().backward()
+    for found in (x.grad, gradient_reference(torch.ones_like(x), x, "gelu"),
+                  activation_backward_op(torch.ones_like(x), x.detach(), "gelu")):  # fmt: skip
+        assert (found - (x > 0).float()).abs().max() < 1e-9
