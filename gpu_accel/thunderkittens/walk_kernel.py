@@ -9,8 +9,9 @@ chain of products the other one works. For a chunk of 64 steps (4 warps, one war
 
 q, k, v and the gates come by TMA, STAGES chunks ahead on one mbarrier a stage (1 arrival and its bytes). k is read a
 second time as a register operand, transposed, so that the gates can scale it on the way; S goes through shared memory
-in bfloat16, o through shared memory to TMA. Two barriers of the program a chunk: before S and o are written over, and
-after they are written, when the stage is free too.
+in bfloat16, o through shared memory to TMA. Two barriers of the program a chunk are asked for: before S and o are
+written over, and after they are written, when the stage is free too. Triton 3.6 adds one before each load that arrives
+on the same mbarrier as the one before it; an mbarrier for every tensor took longer (see the paper's README).
 
 Gates come from `gates_kernel.py` as sums in base 2 inside every chunk, so nothing here is a scan. What lies beyond a
 sequence is zero by TMA, with weights of zero and sums that stay.
