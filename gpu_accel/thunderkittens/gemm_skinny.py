@@ -17,7 +17,6 @@ _ROWS = 64  # columns of W that an accumulator has
 _RING = 200 * 1024  # bytes of shared memory on their way
 _KEPT = 8192  # scales of blocks of X that may lie beside them
 _HELD = 256  # scales of blocks of W beside them
-TALL_SUB = 1  # boxes of K in a slice with 65 to 128 rows in eight bits; 2 is right on an H200, and not timed
 _ROOM = 225 * 1024  # bytes for slices, scales of X and a result on its way out; barriers and W's have the rest
 
 
@@ -28,8 +27,6 @@ class SkinnyConfig:
     `stages`: slices on their way, 0 for as many as fit. `programs`: 0 for as many as balance best. `early`: all that
     can be asked of memory before it is needed is: slices before partitions start, scales and bias before the slices.
     `lean`: tiles that programs share cost one fence each, and several parts are on their way when they are added up.
-    `two` (eight bits, `early`): two warpgroups take a program's slices in turn, and add up what each has of a tile
-    (right on an H200, and not timed).
     `held` (with `early`, in blocks): W's scales come to shared memory at the start, too, and not two blocks ahead.
     """
 
@@ -41,12 +38,11 @@ class SkinnyConfig:
     early: bool = False
     lean: bool = False
     held: bool = False
-    two: bool = False
 
-    def depth(self, bm: int, kept: int = 0, size: int = 4, two: bool = False) -> int:
+    def depth(self, bm: int, kept: int = 0, size: int = 4) -> int:
         """Slices on their way: a slice has `sub` boxes of W's and X's rows. kept: scales that lie beside them. size: of
         an element of the result, in bytes."""
-        ring = min(_RING, _ROOM - 4 * kept - _ROWS * bm * (size + 4 * two) - 1024 * two)
+        ring = min(_RING, _ROOM - 4 * kept - _ROWS * bm * size)
         return self.stages or max(2, min(16, ring // ((_ROWS * self.halves + bm) * 128 * self.sub)))
 
 
@@ -58,7 +54,7 @@ def skinny_config(m: int, w_k: bool, element_size: int = 2) -> SkinnyConfig:
     # blocks). In sixteen bits it is right too (tests/gpu), and not timed
     # lean and held: 20.8 became 19.9 (64 x 4096 x 7168 in blocks), 17.3 became 15.9 (one row), 26.0 25.3 (128 rows)
     if m > 64 and element_size == 1:
-        return SkinnyConfig(sub=TALL_SUB, early=True, lean=True, held=True)
+        return SkinnyConfig(sub=1, early=True, lean=True, held=True)
     eight = dict(early=True, lean=True, held=True) if element_size == 1 else {}
     return SkinnyConfig(halves=1 if m <= 64 else 2, sub=4 if m <= 16 else 2, **eight)
 
@@ -144,7 +140,6 @@ def gemm(
         if tiles_m > 1 or kept * bm > _KEPT:
             early, kept = False, 0
     held = _HELD if config.held and kept and -(-tiles * k_steps // programs) * sub <= _HELD else 0
-    two = config.two and early and (held > 0 or not blocked)
     strides = (0, 0, 0, 0)
     if scale_x is not None and scale_w is not None:
         across = (scale_x.stride(1), scale_w.stride(1)) if blocked else (0, 0)
@@ -161,7 +156,7 @@ def gemm(
         HALVES=config.halves,
         SUB=sub,
         BOX=box,
-        STAGES=config.depth(bm, kept * bm, out.element_size(), two),
+        STAGES=config.depth(bm, kept * bm, out.element_size()),
         W_K=w_k,
         FP8=fp8,
         BLOCKED=blocked,
@@ -173,8 +168,7 @@ def gemm(
         KEPT=kept,
         LEAN=config.lean,
         HELD=held,
-        TWO=two,
     )
     key = (x.dtype, w.dtype, out.dtype, given.dtype)
-    _kernel()(key, programs, arguments, constants, dict(num_warps=4, maxnreg=168 if two else 240))
+    _kernel()(key, programs, arguments, constants, dict(num_warps=4, maxnreg=240))
     return out

@@ -32,7 +32,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from gpu_accel.gluon_compat import barrier, reinterpret, tma_load
+from gpu_accel.gluon_compat import reinterpret, tma_load
 
 from .gemm_device import (
     activate,
@@ -200,11 +200,11 @@ def _sum_of_all(partials, first, last, half, BM: gl.constexpr, HALVES: gl.conste
 
 @gluon.jit
 def _consumer(
-    bufs, bars, outputs, shape, scales, share, kept, held, meeting,
+    bufs, bars, outputs, shape, scales, share, kept, held,
     STAGES: gl.constexpr, W_K: gl.constexpr, BM: gl.constexpr, HALVES: gl.constexpr, SUB: gl.constexpr,
     FP8: gl.constexpr, BLOCKED: gl.constexpr, ROW_X: gl.constexpr, ROW_W: gl.constexpr, BIAS: gl.constexpr,
     ACTIVATION: gl.constexpr, EARLY: gl.constexpr, LEAN: gl.constexpr,
-    HELD: gl.constexpr, TWO: gl.constexpr, WG: gl.constexpr,
+    HELD: gl.constexpr,
 ):  # fmt: skip
     w_bufs, x_bufs = bufs
     full, empty = bars
@@ -222,13 +222,7 @@ def _consumer(
     begin = _begin(program, tiles * k_steps, share, EARLY)
     end = _begin(program + 1, tiles * k_steps, share, EARLY)
     stage = 0
-    if TWO:
-        stage = WG
-        left, meet = meeting
-        ready = meet.index(0)
-        free = meet.index(1)
     phase = 0
-    turn = 0
     for tile in range(begin // k_steps, gl.cdiv(end, k_steps)):
         tile_w = tile // tiles_m
         m0 = (tile - tile_w * tiles_m) * BM
@@ -249,10 +243,7 @@ def _consumer(
         if BLOCKED and not HELD:
             ahead = _next_factors(scales, kept, tile_w, m, M, k0 * SUB, k_blocks, HALVES, EARLY)
             ahead1 = _next_factors(scales, kept, tile_w, m, M, k0 * SUB + 1, k_blocks, HALVES, EARLY)
-        first = k0
-        if TWO:  # slices of this program in turn
-            first += (WG - (tile * k_steps + k0 - begin)) & 1
-        for step in range(first, k1, 2 if TWO else 1):
+        for step in range(k0, k1):
             mbarrier.wait(full.index(stage), phase)
             if FP8 and HALVES == 1 and SUB % 2 == 0:
                 for s in gl.static_range(0, SUB, 2):
@@ -313,25 +304,7 @@ def _consumer(
                     acc0 = warpgroup_mma_wait(SUB * HALVES, deps=[acc0])
                 if step > k0:
                     mbarrier.arrive(empty.index(previous(stage, STAGES)), count=1)
-            if TWO:
-                stage += 2
-                wrapped = stage >= STAGES
-                stage = gl.where(wrapped, stage - STAGES, stage)
-                phase = gl.where(wrapped, phase ^ 1, phase)
-            else:
-                stage, phase = advance(stage, phase, STAGES)
-        if TWO:
-            if WG == 1:
-                mbarrier.wait(free, (turn & 1) ^ 1)
-                left.store(acc0)
-                barrier()
-                mbarrier.arrive(ready, count=1)
-            else:
-                mbarrier.wait(ready, turn & 1)
-                acc0 += left.load(ACC)
-                barrier()
-                mbarrier.arrive(free, count=1)
-            turn += 1
+            stage, phase = advance(stage, phase, STAGES)
         if not FP8:
             if HALVES == 2:
                 acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
@@ -339,7 +312,7 @@ def _consumer(
                 acc0 = warpgroup_mma_wait(0, deps=[acc0])
             mbarrier.arrive(empty.index(previous(stage, STAGES)), count=1)
         last = True
-        if WG == 0 and k1 - k0 < k_steps:
+        if k1 - k0 < k_steps:
             first_program = _program_of(tile * k_steps, tiles * k_steps, share, EARLY)
             last_program = _program_of(tile * k_steps + k_steps - 1, tiles * k_steps, share, EARLY)
             slot = own_slot(program, k0) * HALVES
@@ -361,7 +334,7 @@ def _consumer(
                         if HALVES == 2:
                             acc1 += gl.load(partial(partials, slot + 1, ROWS, BM, ACC), cache_modifier=".cg")
                 gl.store(counters + tile, 0)
-        if WG == 0 and last:
+        if last:
             if not EARLY:
                 factors = _factors_of_sums(row0, m0, shape, scales, ACC, BM, SCALED, ROW_X, ROW_W)
                 added = _bias_of_sums(row0, N, bias, ACC, BIAS)
@@ -481,7 +454,7 @@ def skinny_gemm_kernel(
     BM: gl.constexpr, BK: gl.constexpr, HALVES: gl.constexpr, SUB: gl.constexpr, BOX: gl.constexpr,
     STAGES: gl.constexpr, W_K: gl.constexpr, FP8: gl.constexpr, BLOCKED: gl.constexpr, ROW_X: gl.constexpr,
     ROW_W: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr, EARLY: gl.constexpr, KEPT: gl.constexpr,
-    LEAN: gl.constexpr, HELD: gl.constexpr, TWO: gl.constexpr,
+    LEAN: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
     """x_desc in boxes of BM x BK, BK 128 bytes; w_desc of BOX x BK (W_K) or BK x 64; k_steps >= 1 slices of SUB boxes.
 
@@ -527,23 +500,8 @@ def skinny_gemm_kernel(
         for i in gl.static_range(STAGES):
             mbarrier.init(full.index(i), count=1)
             mbarrier.init(empty.index(i), count=1)
-    if TWO:
-        gl.static_assert(FP8 and HALVES == 1 and STAGES > 1 and (HELD > 0 or not BLOCKED))
-        left = gl.allocate_shared_memory(gl.float32, [ROWS, BM], gl.SwizzledSharedLayout(2, 1, 8, [1, 0]))
-        meet = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-        for i in gl.static_range(2):
-            mbarrier.init(meet.index(i), count=1)
-        meeting = (left, meet)
-        gl.warp_specialize([
-            (_consumer, (bufs, bars, outputs, shape, scales, share, kept, held, meeting, STAGES, W_K, BM, HALVES, SUB,
-                         FP8, BLOCKED, ROW_X, ROW_W, BIAS, ACTIVATION, EARLY, LEAN, HELD, TWO, 0)),
-            (_consumer, (bufs, bars, outputs, shape, scales, share, kept, held, meeting, STAGES, W_K, BM, HALVES, SUB,
-                         FP8, BLOCKED, ROW_X, ROW_W, BIAS, ACTIVATION, EARLY, LEAN, HELD, TWO, 1)),
-            (_producer, (boxes, bars, x_desc, w_desc, shape, share, STAGES, W_K, BM, HALVES, SUB, BOX, BK, EARLY)),
-        ], [4, 1], [240, 24])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (_consumer, (bufs, bars, outputs, shape, scales, share, kept, held, bars, STAGES, W_K, BM, HALVES, SUB, FP8,
-                         BLOCKED, ROW_X, ROW_W, BIAS, ACTIVATION, EARLY, LEAN, HELD, TWO, 0)),
-            (_producer, (boxes, bars, x_desc, w_desc, shape, share, STAGES, W_K, BM, HALVES, SUB, BOX, BK, EARLY)),
-        ], [1], [32])  # fmt: skip
+    gl.warp_specialize([
+        (_consumer, (bufs, bars, outputs, shape, scales, share, kept, held, STAGES, W_K, BM, HALVES, SUB, FP8, BLOCKED,
+                     ROW_X, ROW_W, BIAS, ACTIVATION, EARLY, LEAN, HELD)),
+        (_producer, (boxes, bars, x_desc, w_desc, shape, share, STAGES, W_K, BM, HALVES, SUB, BOX, BK, EARLY)),
+    ], [1], [32])  # fmt: skip

@@ -316,15 +316,14 @@ def test_few_rows_asked_for_early(pair, mnk):
 )  # the third has more scales of blocks than lie beside its slices
 @pytest.mark.parametrize("pair", [("fp8", "fp8_row"), ("fp8_1x128", "fp8_128x128")], ids="-".join)
 @pytest.mark.parametrize("sub", [1, 2])
-@pytest.mark.parametrize("two", [False, True])
-def test_up_to_128_rows(two, sub, pair, mnk):
+def test_up_to_128_rows(sub, pair, mnk):
     """Tiles of 64 columns by all rows: whole ones, shared ones, and as many as the kernel takes by itself."""
     m, n, k = mnk
     a, b = operands(m, n, k, pair)
     truth = scaled_mm_reference(a, b)
     blocks = dict(block_x=a.scheme.block, block_w=b.scheme.block)
     codes, scales = (a.codes, b.codes.t()), dict(scale_x=a.scales, scale_w=b.scales)
-    config = replace(gemm_skinny.skinny_config(128, True, 1), sub=sub, two=two)
+    config = replace(gemm_skinny.skinny_config(128, True, 1), sub=sub)
     for out_dtype in (torch.float32, torch.bfloat16)[0 if n == 200 else 1 :]:
         yardstick = scaled_mm_reference(a, b, dtype=torch.float32, out_dtype=out_dtype)
         for programs in (0, 16, -(-n // 64)):
