@@ -466,9 +466,6 @@ def instruction(code: str, arguments: list[Any]) -> Any:
         pointer = arguments[0]
         assert int(pointer.memory[int(pointer.offsets.flatten()[0])]), "waits for what no program before has done"
         return None
-    if "fma.rn.bf16x2 $0, $1, $2, t" in code:  # a (b + c)
-        a, b, c = arguments
-        return (a.float() * b.float() + (a * c).float()).to(a.dtype)
     if code.startswith("mul.rn.bf16x2") or "mul.f32 $0, $0, $64" in code:  # products; those that may be left out
         return arguments[0] * arguments[1]
     if "@p atom.global.acq_rel.gpu.add.u32 $0, [$1], 1" in code:  # the first of 128 threads counts up

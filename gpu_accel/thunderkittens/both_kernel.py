@@ -82,7 +82,7 @@ def both_kernel(
     initial, local, decays, final, out_of, passed, got, chunks, heads, group, sequences, segments, K, V, scale,
     BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, WEIGHTED: gl.constexpr, HAS_INITIAL: gl.constexpr,
     HAS_LOCAL: gl.constexpr, WARPS: gl.constexpr, TURNS: gl.constexpr,
-    UNIT: gl.constexpr, TOP: gl.constexpr,
+    UNIT: gl.constexpr,
 ):  # fmt: skip
     """dk (batch, seqlen, heads, K), dv (.., V) through descriptors of rank 4 as in `walk_kernel`, of 64 steps each.
 
@@ -213,20 +213,14 @@ def both_kernel(
         mbarrier.wait(full.index(stage), phase)
         if COLS > 1:
             mbarrier.wait(k_full.index(stage), phase)
-            if TOP:
-                mbarrier.wait(v_full.index(stage), phase)
-                mbarrier.wait(do_full.index(stage), phase)
-                mbarrier.wait(sums_full.index(stage), phase)
-                if WEIGHTED:
-                    mbarrier.wait(weights_full.index(stage), phase)
         alike = warpgroup_mma(k_buf, q_buf.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-        if COLS > 1 and not TOP:
+        if COLS > 1:
             mbarrier.wait(v_full.index(stage), phase)
             mbarrier.wait(do_full.index(stage), phase)
         asked = warpgroup_mma(v_buf, do_buf.permute((1, 0)), no_scores, use_acc=False, is_async=True)
 
         # what needs no product
-        if COLS > 1 and not TOP:
+        if COLS > 1:
             mbarrier.wait(sums_full.index(stage), phase)
             if WEIGHTED:
                 mbarrier.wait(weights_full.index(stage), phase)

@@ -10,15 +10,13 @@ from gpu_accel.thunderkittens.chunked_kernels import LOWEST_GATE
 
 @triton.jit
 def _gates_kernel(
-    g, w, sums, weights, g_b, g_t, g_h, w_b, w_t, w_h, seqlen, chunks, heads, rates, low, high, kept,
+    g, w, sums, weights, g_b, g_t, g_h, w_b, w_t, w_h, seqlen, chunks, heads, rates, low, high,
     BT: tl.constexpr, BH: tl.constexpr, HAS_G: tl.constexpr, HAS_W: tl.constexpr, HAS_RATES: tl.constexpr,
-    HAS_KEPT: tl.constexpr,
 ):  # fmt: skip
     """sums, weights (batch, heads, chunks * BT) float32 of g, w (batch, seqlen, heads).
 
     sums: of g / ln 2 from the beginning of the chunk; weights: w, zeros beyond the sequence.
-    HAS_RATES: w is kept between low and high, and g is w * rates (heads,) float32. HAS_KEPT: what the end of a chunk
-    keeps of each step, its weight included, as the sum of two bfloat16: kept (batch, heads, chunks, 2, BT).
+    HAS_RATES: w is kept between low and high, and g is w * rates (heads,) float32.
     """
     blocks = (heads + BH - 1) // BH
     program = tl.program_id(0)
@@ -45,13 +43,6 @@ def _gates_kernel(
             gates = tl.load(at, mask=mask, other=0.0).to(tl.float32)
         added = tl.cumsum(tl.maximum(gates, LOWEST_GATE) * 1.4426950408889634, 0)
         tl.store(sums + to, added, mask=inside)
-        if HAS_KEPT:
-            ends = (tl.arange(0, BT) == BT - 1)[:, None]
-            factor = tl.exp2(tl.sum(tl.where(ends, added, 0.0), 0)[None, :] - added) * own
-            first = factor.to(tl.bfloat16)
-            there = 2 * to - (rows % BT)[:, None]
-            tl.store(kept + there, first, mask=inside)
-            tl.store(kept + there + BT, (factor - first.to(tl.float32)).to(tl.bfloat16), mask=inside)
 
 
 @triton.jit

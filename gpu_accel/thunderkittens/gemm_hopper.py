@@ -217,10 +217,10 @@ def dealt_tiles(tiles: int, k_steps: int, programs: int) -> int:
 def gemm_config(m: int, n: int, k: int, *, processors: int = 132, along_k: bool = True) -> GemmConfig:
     """The tiles for a product: narrow ones where a wide one would be half empty; and, with both operands contiguous
     along K, where half the SMs would be without a wide one, and where the way out is what takes time. On an H200
-    512 x 4096 x 4096 took 31 us with narrow and 48 with wide ones, 4096 x 4096 x 64 took 16.9 and 17.7, and
-    1024 x 4096 x 4096 50.6 and 50.0."""
+    512 x 4096 x 4096 took 31 us with narrow and 48 with wide ones, 4096 x 4096 x 64 took 14.4 and 15.5, with K = 128
+    16.0 and 16.6, with 256 20.5 and 20.7, and 1024 x 4096 x 4096 50.6 and 50.0."""
     few = -(-m // 128) * -(-n // 256) * 2 <= processors
-    narrow = n <= 128 or (along_k and (k <= 64 or few))
+    narrow = n <= 128 or (along_k and (k <= 128 or few))
     return GemmConfig(bn=128, stages=6, chunks=1, group=8) if narrow else GemmConfig()
 
 

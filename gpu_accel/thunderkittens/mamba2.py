@@ -20,8 +20,6 @@ from gpu_accel.thunderkittens.arguments import check_tensors
 from gpu_accel.thunderkittens.linear import _flags, _need, linear_attention
 
 _CHUNKS = (16, 32, 64)
-# Whether gates are made, and their gradients added up, by the kernels of the walks; by torch where this is off.
-WHOLE = False
 
 
 def _kernel_chunk(chunk_size: int) -> int:
@@ -143,7 +141,7 @@ def _finished(x: Tensor, y: Tensor, D: Tensor | None, z: Tensor | None, wide: to
 def _walks(x: Tensor, backend: str) -> bool:
     """Whether `scan_op` is to run, which makes gates and their gradients with everything else."""
     taken = backend == "hopper" or (backend == "auto" and linear.GPU_CHECKED and linear.HOPPER_CHECKED)
-    return WHOLE and taken and x.is_cuda and x.dtype == torch.bfloat16
+    return taken and x.is_cuda and x.dtype == torch.bfloat16
 
 
 def _segments(v: Tensor, tiles: int, chunk: int) -> int:

@@ -146,24 +146,3 @@ def _gate_sums_kernel(
         if HAS_W:
             tl.store(dw + to, of_weights, mask=mask)
         tl.store(dg + to, grad, mask=mask)
-
-
-@triton.jit
-def _head_sums_kernel(
-    dq, dk, sum_q, sum_k, rows, GROUP: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BG: tl.constexpr,
-    BK: tl.constexpr,
-):  # fmt: skip
-    """sum_q, sum_k (rows, K): dq and dk (rows, GROUP, K), added up over GROUP in float32."""
-    program = tl.program_id(0)
-    row = (program // 2 * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    heads, cols = tl.arange(0, BG), tl.arange(0, BK)
-    at = (row[:, None, None] * GROUP + heads[None, :, None]) * K + cols[None, None, :]
-    there = (row < rows)[:, None, None] & (heads < GROUP)[None, :, None] & (cols < K)[None, None, :]
-    to = row[:, None] * K + cols[None, :]
-    inside = (row < rows)[:, None] & (cols < K)[None, :]
-    if program % 2 == 0:
-        total = tl.sum(tl.load(dq + at, mask=there, other=0.0).to(tl.float32), 1)
-        tl.store(sum_q + to, total.to(sum_q.dtype.element_ty), mask=inside)
-    else:
-        total = tl.sum(tl.load(dk + at, mask=there, other=0.0).to(tl.float32), 1)
-        tl.store(sum_k + to, total.to(sum_k.dtype.element_ty), mask=inside)

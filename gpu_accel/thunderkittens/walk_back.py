@@ -45,9 +45,6 @@ _COLUMNS = 64  # of k that a program of walks 1 and 2 takes; 128 took 3 % longer
 # Whether programs walk several heads that share q and k one after the other, and add up their dq and dk in the dtype of
 # these, where that takes no more turns of the GPU: at 80 heads a fifth is left to be added up.
 IN_TURNS = True
-TOP = False
-SUMS = False
-_ROWS = 4  # of a program that adds up heads
 _HEADS = 8  # of a group that a program of `pairs_kernel` takes; 4 and 16 are as good
 Local = tuple[Tensor, Tensor] | None
 _quick: list[QuickLaunch] = []
@@ -90,28 +87,13 @@ def _turns(programs: int, group: int, slots: int) -> int:
     return max(fits)
 
 
-def _summed(dq: Tensor, dk: Tensor, heads_q: int) -> tuple[Tensor, Tensor]:
-    """Both (batch, seqlen, heads, K) added up over the heads that share one of `heads_q`, in float32."""
-    batch, seqlen, heads, key_dim = dq.shape
-    if not SUMS or dk.shape != dq.shape:
-        return dq.unflatten(2, (heads_q, -1)).sum(3), dk.unflatten(2, (heads_q, -1)).sum(3)
-    sums = [dq.new_empty((batch, seqlen, heads_q, key_dim)) for _ in range(2)]
-    rows = batch * seqlen * heads_q
-    launch(
-        pairs_kernel._head_sums_kernel, 2 * triton.cdiv(rows, _ROWS), (dq, dk, *sums, rows),
-        dict(GROUP=heads // heads_q, K=key_dim, ROWS=_ROWS, BG=next_power_of_2(heads // heads_q),
-             BK=next_power_of_2(key_dim), num_warps=4),
-    )  # fmt: skip
-    return sums[0], sums[1]
-
-
 def _flipped(x: Tensor | None) -> Tensor | None:
     """States (..., K, V) as (..., V, K)."""
     return None if x is None else x.mT.contiguous()
 
 
 def both(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, vectors: tuple[Tensor, ...], initial: Tensor | None,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, vectors: tuple[Tensor, Tensor], initial: Tensor | None,
     local: Tensor | None, decays: Tensor | None, states: Tensor, *, weighted: bool, scale: float, segments: int,
     config: tuple[int, int], turns: int = 1,
 ) -> tuple[Tensor, ...]:  # fmt: skip
@@ -141,7 +123,7 @@ def both(
         (*maps, tensor_map(states, 64, block_k), *map(walk_hopper._line_map, vectors), *optional, final, *sums,
          chunks, heads, heads // heads_q, batch, segments, key_dim, value_dim, scale),
         dict(BK=block_k, BV=64, STAGES=stages, WEIGHTED=weighted, HAS_INITIAL=initial is not None,
-             HAS_LOCAL=local is not None, WARPS=warps, TURNS=turns, UNIT=scale == 1, TOP=TOP),
+             HAS_LOCAL=local is not None, WARPS=warps, TURNS=turns, UNIT=scale == 1),
         dict(num_warps=warps),
     )  # fmt: skip
     return dk, dv, final, *sums
@@ -162,7 +144,7 @@ def gradients(
     batch, seqlen, heads, value_dim = v.shape
     heads_q, key_dim = q.shape[2:]
     chunks, group = triton.cdiv(seqlen, CHUNK), heads // heads_q
-    vectors = walk_hopper.gate_vectors(g, w, v, chunks, rates=rates)
+    vectors = walk_hopper.gate_vectors(g, w, v, chunks, rates)
     ending = None if dfinal is None else dfinal / scale
     # walks 1 and 2, whose keys are v and whose values are k: two programs an SM, as in the forward
     keys = WalkConfig(block_v=_COLUMNS, stages=2)
@@ -195,7 +177,7 @@ def gradients(
     dq, _ = walk_hopper.walk(do, v, k, g, w, _flipped(initial), _flipped(added), decay, config=keys, states=states,
                              across=across, x=q, inner=into, turns=of_q, **common)  # fmt: skip
     if group > 1:
-        dq, dk = _summed(dq, dk, heads_q)
+        dq, dk = (x.unflatten(2, (heads_q, -1)).sum(3) for x in (dq, dk))
     if config:
         block = min(16, next_power_of_2(heads))
         launch(

@@ -21,8 +21,6 @@ _MOST_LINES = 2**31  # of gates: their coordinate is one 32-bit number
 # round: some heads are walked by two programs, with the same bits. Only the form that tests on an H200 found right so:
 # with gates and weights, K = 128 and V = 64.
 DEAL = True
-# Whether what a chunk keeps of its keys is worked out beforehand, for that form.
-KEPT = False
 # Whether a forward whose gates are one a head (retention's) takes them as that, without a kernel that sums them up
 # before: not seen on a card yet.
 STEADY = False
@@ -89,42 +87,39 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, chunk: i
 
 
 def gate_vectors(
-    g: Tensor | None, w: Tensor | None, v: Tensor, chunks: int, *, rates: Rates = None, kept: bool = False
-) -> tuple[Tensor, ...]:
+    g: Tensor | None, w: Tensor | None, v: Tensor, chunks: int, rates: Rates = None
+) -> tuple[Tensor, Tensor]:
     """(sums of g, w) as `_gates_kernel` makes them; absent ones are 64 numbers that nobody reads.
 
-    rates: ((heads,) float32, low, high): w is kept between both, g is w * rates and not read. kept: with a third one,
-    what chunks keep of their steps.
+    rates: ((heads,) float32, low, high): w is kept between both, g is w * rates and not read.
     """
     batch, seqlen, heads = v.shape[:3]
     shape = (batch, heads, chunks * CHUNK)
     made = [v.new_empty(CHUNK if x is None else shape, dtype=torch.float32) for x in (g, w)]
-    made += [v.new_empty((batch, heads, chunks, 2, CHUNK), dtype=torch.bfloat16)] if kept else []
     if g is not None or w is not None:
         block = min(16, next_power_of_2(heads))
         strides = [s for x in (g, w) for s in ((0, 0, 0) if x is None else x.stride())]
         launch(
             gates_kernel._gates_kernel, batch * chunks * triton.cdiv(heads, block),
-            (g, w, *made[:2], *strides, seqlen, chunks, heads, *(rates or (None, 0.0, 0.0)), made[2] if kept else None),
+            (g, w, *made, *strides, seqlen, chunks, heads, *(rates or (None, 0.0, 0.0))),
             dict(BT=CHUNK, BH=block, HAS_G=g is not None, HAS_W=w is not None, HAS_RATES=rates is not None,
-                 HAS_KEPT=kept, num_warps=4),
+                 num_warps=4),
         )  # fmt: skip
-    return tuple(made)
+    return made[0], made[1]
 
 
 def _line_map(x: Tensor):
-    """TMA map over float32 numbers one after the other, in blocks of a chunk; of bfloat16 two for each step."""
+    """TMA map over float32 numbers one after the other, in blocks of a chunk."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    bits = 8 * x.element_size()
-    return TensorDescriptor(x, [x.numel()], [1], [32 // bits * CHUNK], gl.NVMMASharedLayout(0, bits, 1))
+    return TensorDescriptor(x, [x.numel()], [1], [CHUNK], gl.NVMMASharedLayout(0, 32, 1))
 
 
 def walk(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, w: Tensor | None, initial: Tensor | None,
     local: Tensor | None, decays: Tensor | None, *, scale: float, segments: int, config: WalkConfig | None = None,
-    norm: float | None = None, reverse: bool = False, vectors: tuple[Tensor, ...] | None = None,
+    norm: float | None = None, reverse: bool = False, vectors: tuple[Tensor, Tensor] | None = None,
     states: Tensor | None = None, across: Tensor | None = None, x: Tensor | None = None, inner: Tensor | None = None,
     turns: int = 1, rates: Rates = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -151,7 +146,7 @@ def walk(
     form = form and forwards and segments == 1
     gate = g if STEADY and w is None and vectors is None and forwards and g is not None and _one_a_head(g) else None
     given = None if gate is not None else g
-    sums, weights, *factors = vectors or gate_vectors(given, w, v, chunks, rates=rates, kept=KEPT and form)
+    sums, weights = vectors or gate_vectors(given, w, v, chunks, rates)
     o = torch.empty((batch, seqlen, heads // turns, value_dim), dtype=v.dtype, device=v.device)
     final = torch.empty((batch, heads, key_dim, value_dim), dtype=torch.float32, device=v.device)
     block_k = next(n for n in _KEYS if key_dim <= n)
@@ -181,9 +176,8 @@ def walk(
         (far >= 2**31, aligned, gate is not None and gate.data_ptr() % 16 == 0), programs,
         (*keys, *values, _line_map(sums), _line_map(weights), *optional, final,
          chunks, heads, heads // q.shape[2], batch, segments, tiles, key_dim, value_dim, scale, norm or 0.0,
-         map_of_states, map_of_x, *memory, *strides, seqlen, heads // v.shape[2],
-         _line_map(factors[0] if factors else sums)),
-        constants | dict(DEAL=dealt, UNIT=scale == 1, KEPT=bool(factors), STEADY=gate is not None), dict(num_warps=4),
+         map_of_states, map_of_x, *memory, *strides, seqlen, heads // v.shape[2]),
+        constants | dict(DEAL=dealt, UNIT=scale == 1, STEADY=gate is not None), dict(num_warps=4),
     )  # fmt: skip
     return o, final
 

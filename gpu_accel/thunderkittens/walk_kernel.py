@@ -9,8 +9,9 @@ chain of products the other one works. For a chunk of 64 steps (4 warps, one war
 
 q, k, v and the gates come by TMA, STAGES chunks ahead on one mbarrier a stage (1 arrival and its bytes). k is read a
 second time as a register operand, transposed, so that the gates can scale it on the way; S goes through shared memory
-in bfloat16, o through shared memory to TMA. Two barriers of the program a chunk: before S and o are written over, and
-after they are written, when the stage is free too.
+in bfloat16, o through shared memory to TMA. Two barriers of the program a chunk are asked for: before S and o are
+written over, and after they are written, when the stage is free too. Triton 3.6 adds one before each load that arrives
+on the same mbarrier as the one before it; an mbarrier for every tensor took longer (see the paper's README).
 
 Gates come from `gates_kernel.py` as sums in base 2 inside every chunk, so nothing here is a scan. What lies beyond a
 sequence is zero by TMA, with weights of zero and sums that stay.
@@ -44,14 +45,14 @@ STEPS = gl.constexpr(64)  # of a chunk: the M of wgmma
 @gluon.jit
 def _load(
     descs, bufs, bar, stage, n, head_v, head_q, head, chunk, line, col, GATED: gl.constexpr, WEIGHTED: gl.constexpr,
-    NEAR: gl.constexpr, STATES: gl.constexpr, KEPT: gl.constexpr,
+    NEAR: gl.constexpr, STATES: gl.constexpr,
 ):  # fmt: skip
     """Ask for a chunk's q, k, v and gates; NEAR: and for its rows of x, with STATES for its state."""
-    q_desc, k_desc, v_desc, sums_desc, weights_desc, states_desc, x_desc, kept_desc = descs
-    q_bufs, k_bufs, v_bufs, sums_bufs, weights_bufs, states_bufs, x_bufs, kept_bufs = bufs
+    q_desc, k_desc, v_desc, sums_desc, weights_desc, states_desc, x_desc = descs
+    q_bufs, k_bufs, v_bufs, sums_bufs, weights_bufs, states_bufs, x_bufs = bufs
     full = bar.index(stage)
     row = chunk * STEPS
-    VECTORS: gl.constexpr = (GATED + WEIGHTED + KEPT) * STEPS * 4
+    VECTORS: gl.constexpr = (GATED + WEIGHTED) * STEPS * 4
     MORE: gl.constexpr = NEAR * (x_desc.block_type.nbytes + STATES * states_desc.block_type.nbytes)
     TILES: gl.constexpr = q_desc.block_type.nbytes + k_desc.block_type.nbytes + v_desc.block_type.nbytes
     mbarrier.expect(full, TILES + VECTORS + MORE)
@@ -62,8 +63,6 @@ def _load(
         tma_load(sums_desc, [line + row], full, sums_bufs.index(stage))
     if WEIGHTED:
         tma_load(weights_desc, [line + row], full, weights_bufs.index(stage))
-    if KEPT:
-        tma_load(kept_desc, [2 * (line + row)], full, kept_bufs.index(stage))
     if NEAR:
         tma_load(x_desc, [n, head_v, row, col], full, x_bufs.index(stage))
         if STATES:
@@ -79,7 +78,7 @@ def _load_turn(
     """`_load` for step `step` of a program that walks all chunks of `head`, then those of the next one."""
     mine = head + step // chunks
     _load(descs, bufs, bar, stage, n, mine // group_v, mine // group, mine, step % chunks,
-          (n * heads + mine) * chunks * STEPS, col, GATED, WEIGHTED, True, True, False)  # fmt: skip
+          (n * heads + mine) * chunks * STEPS, col, GATED, WEIGHTED, True, True)  # fmt: skip
 
 
 @gluon.jit
@@ -159,18 +158,6 @@ def _scaled_keys(
 
 
 @gluon.jit
-def _kept_keys(k_buf, kept, LAYOUT: gl.constexpr):
-    """As `_scaled_keys`, with factors that are sums of two bfloat16: k (a + b), two at a time, rounded once."""
-    keys = k_buf.permute((1, 0)).load(LAYOUT)
-    first = kept.slice(0, STEPS).load(gl.SliceLayout(0, LAYOUT))[None, :]
-    rest = kept.slice(STEPS, STEPS).load(gl.SliceLayout(0, LAYOUT))[None, :]
-    return gl.inline_asm_elementwise(
-        "{ .reg .b32 t; mul.rn.bf16x2 t, $1, $3; fma.rn.bf16x2 $0, $1, $2, t; }", "=r,r,r,r", [keys, first, rest],
-        dtype=gl.bfloat16, is_pure=True, pack=2,
-    )  # fmt: skip
-
-
-@gluon.jit
 def _rows_of(x, x_b, x_t, x_h, n, head, chunk, col, seqlen, V, BV: gl.constexpr, LAYOUT: gl.constexpr):
     """A chunk of x (sequences, seqlen, heads, V), zeros beyond; strides in units of 8, and V a multiple of 8."""
     rows = chunk * STEPS + gl.arange(0, STEPS, layout=gl.SliceLayout(1, LAYOUT))
@@ -186,11 +173,11 @@ def _rows_of(x, x_b, x_t, x_h, n, head, chunk, col, seqlen, V, BV: gl.constexpr,
 def walk_kernel(
     q_desc, k_desc, v_desc, o_desc, sums_desc, weights_desc, initial, local, decays, final,
     chunks, heads, group, sequences, segments, tiles, K, V, scale, floor,
-    states_desc, x_desc, states, across, x, inner, x_b, x_t, x_h, seqlen, group_v, kept_desc,
+    states_desc, x_desc, states, across, x, inner, x_b, x_t, x_h, seqlen, group_v,
     BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, WEIGHTED: gl.constexpr,
     HAS_INITIAL: gl.constexpr, HAS_LOCAL: gl.constexpr, NORM: gl.constexpr, REVERSE: gl.constexpr,
     GATES: gl.constexpr, LATE: gl.constexpr, TOTALS: gl.constexpr, NEAR: gl.constexpr, TURNS: gl.constexpr,
-    DEAL: gl.constexpr, UNIT: gl.constexpr, KEPT: gl.constexpr, STEADY: gl.constexpr,
+    DEAL: gl.constexpr, UNIT: gl.constexpr, STEADY: gl.constexpr,
 ):  # fmt: skip
     """o through o_desc, and final (sequences, heads, K, V) float32. Descriptors of rank 4: (batch, head, row, column).
 
@@ -212,11 +199,10 @@ def walk_kernel(
     head or more. It begins with its last head, whose state it leaves in local (programs, BK, BV) float32 where another
     one goes on, counted in decays (programs,) int32; its first head comes last, when what the program before it did
     first is there. Counters are zero before and after. K is BK, and V is BV.
-    UNIT: scale is 1. KEPT: what the end of a chunk keeps of each step comes as two bfloat16, through kept_desc.
+    UNIT: scale is 1.
     STEADY: a head has one gate for all steps, in x (heads,) float32, and sums_desc is not read.
     """
     gl.static_assert(not (DEAL and (GATES or REVERSE or NORM or HAS_LOCAL or TURNS > 1)))
-    gl.static_assert(not KEPT or (GATED and WEIGHTED and not REVERSE and BV == 64))
     gl.static_assert(TURNS == 1 or (GATES and NEAR and not (REVERSE or HAS_INITIAL or HAS_LOCAL)))
     gl.static_assert(not STEADY or (GATED and not (WEIGHTED or GATES or REVERSE or DEAL)))
     SUMMED: gl.constexpr = GATED and not STEADY
@@ -246,9 +232,6 @@ def walk_kernel(
         if STATES:
             STATE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, BV], dtype)
             states_bufs = gl.allocate_shared_memory(dtype, [STAGES, BK, BV], STATE)
-    kept_bufs = sums_bufs
-    if KEPT:
-        kept_bufs = gl.allocate_shared_memory(dtype, [STAGES, 2 * STEPS], gl.NVMMASharedLayout(0, 16, 1))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
@@ -283,14 +266,13 @@ def walk_kernel(
         n_ahead, head_ahead, chunk_ahead = n, head, 0
     number = n * heads + head
     line = number * chunks * STEPS
-    descs = (q_desc, k_desc, v_desc, sums_desc, weights_desc, states_desc, x_desc, kept_desc)
-    bufs = (q_bufs, k_bufs, v_bufs, sums_bufs, weights_bufs, states_bufs, x_bufs, kept_bufs)
+    descs = (q_desc, k_desc, v_desc, sums_desc, weights_desc, states_desc, x_desc)
+    bufs = (q_bufs, k_bufs, v_bufs, sums_bufs, weights_bufs, states_bufs, x_bufs)
     for i in gl.static_range(STAGES):
         if DEAL:
             if i < end:
                 _load(descs, bufs, full, i, n_ahead, head_ahead, head_ahead // group, head_ahead, chunk_ahead,
-                      (n_ahead * heads + head_ahead) * chunks * STEPS, col, GATED, WEIGHTED, False, False,
-                      KEPT)  # fmt: skip
+                      (n_ahead * heads + head_ahead) * chunks * STEPS, col, GATED, WEIGHTED, False, False)  # fmt: skip
             n_ahead, head_ahead, chunk_ahead = _piece_after(
                 i, n_ahead, head_ahead, chunk_ahead, chunks, heads, whole, lowest, first
             )
@@ -299,8 +281,7 @@ def walk_kernel(
                 _load_turn(descs, bufs, full, i, n, head, i, chunks, heads, group, group_v, col, GATED, WEIGHTED)
         elif begin + i < end:
             first = chunks - 1 - begin - i if REVERSE else begin + i
-            _load(descs, bufs, full, i, n, head_v, head_q, head, first, line, col, SUMMED, WEIGHTED, NEAR, STATES,
-                  KEPT)  # fmt: skip
+            _load(descs, bufs, full, i, n, head_v, head_q, head, first, line, col, SUMMED, WEIGHTED, NEAR, STATES)
 
     acc = gl.full([BK, BV], 0.0, gl.float32, OUT)
     if HAS_INITIAL:
@@ -395,11 +376,8 @@ def walk_kernel(
         else:
             p = gl.where(causal, scores, 0.0).to(dtype)
         # scaled under the first products keys took 4 us longer of 44, and spilled at K = 128
-        if KEPT:
-            keys = _kept_keys(k_buf, kept_bufs.index(stage), LEFT)
-        else:
-            keys = _scaled_keys(k_buf, sums_bufs.index(stage), weights_bufs.index(stage), last, LEFT, GATED,
-                                WEIGHTED and not REVERSE, REVERSE, decay, left, STEADY)  # fmt: skip
+        keys = _scaled_keys(k_buf, sums_bufs.index(stage), weights_bufs.index(stage), last, LEFT, GATED,
+                            WEIGHTED and not REVERSE, REVERSE, decay, left, STEADY)  # fmt: skip
         if NORM:
             before = q_bufs.index(stage).load(LEFT).to(gl.float32) * z_buf.load(gl.SliceLayout(0, LEFT))[None, :]
             total = gl.convert_layout(gl.sum(before, axis=1), gl.SliceLayout(1, OUT))
@@ -469,8 +447,7 @@ def walk_kernel(
             tma_store(o_desc, [n_now, head_now, chunk * STEPS, col], o_buf)
             if i + STAGES < end:
                 _load(descs, bufs, full, stage, n_ahead, head_ahead, head_ahead // group, head_ahead, chunk_ahead,
-                      (n_ahead * heads + head_ahead) * chunks * STEPS, col, GATED, WEIGHTED, False, False,
-                      KEPT)  # fmt: skip
+                      (n_ahead * heads + head_ahead) * chunks * STEPS, col, GATED, WEIGHTED, False, False)  # fmt: skip
             n_ahead, head_ahead, chunk_ahead = _piece_after(
                 i + STAGES, n_ahead, head_ahead, chunk_ahead, chunks, heads, whole, lowest, first
             )
@@ -481,8 +458,7 @@ def walk_kernel(
                 tma_store(states_desc, [n, head, (chunk - 1) * BK, col], s_buf)
         if not DEAL and TURNS == 1 and i + STAGES < end:
             ahead = chunk - STAGES if REVERSE else chunk + STAGES
-            _load(descs, bufs, full, stage, n, head_v, head_q, head, ahead, line, col, SUMMED, WEIGHTED, NEAR, STATES,
-                  KEPT)  # fmt: skip
+            _load(descs, bufs, full, stage, n, head_v, head_q, head, ahead, line, col, SUMMED, WEIGHTED, NEAR, STATES)
         stage += 1
         if stage == STAGES:
             stage = 0

@@ -311,7 +311,7 @@ def test_one_gate_a_head(shape, initial, segments, monkeypatch):
     decay = torch.cat([linear.retention_decay(heads, "cuda")[1:], torch.tensor([-100.0], device="cuda")])
     h = randn(batch, heads, key_dim, value_dim, seed=6) if initial else None
     vectors, seen = walk_hopper.gate_vectors, []
-    monkeypatch.setattr(walk_hopper, "gate_vectors", lambda g, *more: seen.append(g) or vectors(g, *more))
+    monkeypatch.setattr(walk_hopper, "gate_vectors", lambda g, *a, **k: seen.append(g) or vectors(g, *a, **k))
 
     def call(backend, dtype=BF16):
         return linear.linear_attention(

@@ -149,7 +149,8 @@ def test_what_the_copy_engine_can_address(a, b, why):
     ("mnk", "along_k", "bn"),
     [
         ((4096, 4096, 4096), True, 256),
-        ((4096, 4096, 64), True, 128),  # the way out takes the time
+        ((4096, 4096, 128), True, 128),  # the way out takes the time
+        ((4096, 4096, 256), True, 256),
         ((512, 4096, 4096), True, 128),  # 64 wide tiles for 132 SMs
         ((512, 4096, 4096), False, 256),
         ((4096, 100, 4096), False, 128),

@@ -194,3 +194,12 @@ def test_gates_by_the_source_of_the_walks(dstate, states, device, monkeypatch):
             torch.testing.assert_close(mine, by_torch, rtol=1e-5, atol=1e-5 * float(by_torch.abs().max()))
         else:
             assert torch.equal(mine, by_torch), name
+
+
+def test_opcheck(device):
+    """As torch.compile sees it, gradients too."""
+    q, k = (randn(1, 5, 1, 16, seed=s, dtype=torch.bfloat16, device=device).requires_grad_() for s in (1, 2))
+    v = randn(1, 5, 2, 16, seed=3, dtype=torch.bfloat16, device=device).requires_grad_()
+    dt, rates = (randn(*shape, seed=4, device=device).requires_grad_() for shape in ((1, 5, 2), (2,)))
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(mamba2.scan_op, (q, k, v, dt, rates, 0.0, 1.0, 64), test_utils=tests)
