@@ -7,7 +7,8 @@ Everything is computed in float32.
 
 Gradients of weight and bias are sums over rows. Programs of `_norm_backward_rows_kernel` take whole rows in turn and
 keep their part of both in registers; those of `_norm_columns_kernel`, for longer rows, take a block of columns and a
-part of the rows. The parts are added up afterwards, always in the same order.
+part of the rows. The parts are added up afterwards, always in the same order. What is faster on Hopper from shared
+memory is in `row_ring_kernels`.
 """
 
 from __future__ import annotations
@@ -50,51 +51,12 @@ def _scaled(h, mean, rstd, weight, bias, cols, mask, WEIGHT: tl.constexpr, BIAS:
 
 
 @triton.jit
-def _join_moments(mean, square, count, other_mean, other_square, other_count):
-    both = count + other_count
-    share = other_count / tl.maximum(both, 1.0)
-    apart = other_mean - mean
-    return mean + apart * share, square + other_square + apart * apart * count * share, both
-
-
-@triton.jit
-def _join_equal(mean, square, half, other_mean, other_square, other_half):
-    """The same of as many numbers on both sides, `half` of which are given."""
-    apart = other_mean - mean
-    return 0.5 * (mean + other_mean), square + other_square + apart * apart * half, half + other_half
-
-
-@triton.jit
-def _moments(h, mask, BLOCK: tl.constexpr, THREADS: tl.constexpr, EVEN: tl.constexpr):
-    """(mean, sum of squares about it) of h by one reduction over threads, each of which has its own mean first."""
-    EIGHT: tl.constexpr = 8
-    EACH: tl.constexpr = BLOCK // THREADS // EIGHT
-    h = tl.reshape(h, (EACH, THREADS, EIGHT))
-    if EVEN:
-        mean = tl.sum(tl.sum(h, 2), 0) * (THREADS / BLOCK)
-        apart = h - mean[None, :, None]
-        square = tl.sum(tl.sum(apart * apart, 2), 0)
-        mean, square, _ = tl.reduce((mean, square, square * 0.0 + 0.5 * BLOCK / THREADS), 0, _join_equal)
-    else:
-        there = tl.reshape(mask, (EACH, THREADS, EIGHT))
-        count = tl.sum(tl.sum(tl.where(there, 1.0, 0.0), 2), 0)
-        mean = tl.sum(tl.sum(h, 2), 0) / tl.maximum(count, 1.0)
-        apart = tl.where(there, h - mean[None, :, None], 0.0)
-        square = tl.sum(tl.sum(apart * apart, 2), 0)
-        mean, square, _ = tl.reduce((mean, square, count), 0, _join_moments)
-    return mean, square
-
-
-@triton.jit
 def _norm_kernel(
     x, residual, weight, bias, y, summed, means, rstds, x_row, r_row, width, eps, seed, limit, keep_scale,
     BLOCK: tl.constexpr, WHOLE: tl.constexpr, CENTER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr, DROPOUT: tl.constexpr, KEEP_SUM: tl.constexpr, STAY: tl.constexpr, GO: tl.constexpr,
-    THREADS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """y of (rows, width), contiguous; `summed`, what was normalised, where it is not x itself.
-
-    THREADS: of the program, where mean and variance are to take one reduction instead of two, else 0. EVEN: no masks.
 
     STAY, GO: policies in the L2 cache of what is read first and again, and read for the last time or written.
     """
@@ -110,14 +72,10 @@ def _norm_kernel(
             h = h.to(summed.dtype.element_ty)
             tl.store(summed + cols, h, mask=mask)
             h = h.to(tl.float32)  # the backward sees the rounded sum, so the norm is that of it
-        if CENTER and THREADS > 0:
-            mean, square = _moments(h, mask, BLOCK, THREADS, EVEN)
-        else:
-            if CENTER:
-                mean = tl.sum(h, 0) / width
-            part = tl.where(mask, h - mean, 0.0)
-            square = tl.sum(part * part, 0)
-        rstd = tl.rsqrt(square / width + eps)
+        if CENTER:
+            mean = tl.sum(h, 0) / width
+        part = tl.where(mask, h - mean, 0.0)
+        rstd = tl.rsqrt(tl.sum(part * part, 0) / width + eps)
         out = _scaled(h, mean, rstd, weight, bias, cols, mask, WEIGHT, BIAS)
         tl.store(y + cols, out.to(y.dtype.element_ty), mask=mask)
     else:
@@ -232,18 +190,15 @@ def _norm_backward_rows_kernel(
     h, dy, dsum, weight, means, rstds, dx, dresidual, dweight, dbias, h_row, dy_row, ds_row, rows, width, programs,
     seed, limit, keep_scale,
     BLOCK: tl.constexpr, CENTER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, DSUM: tl.constexpr,
-    RESIDUAL: tl.constexpr, DROPOUT: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    RESIDUAL: tl.constexpr, DROPOUT: tl.constexpr, STAGES: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """dx, dresidual, and partial sums (programs, width) float32 of dweight and dbias, over every programs-th row.
 
-    AHEAD: the weight is loaded once, before the rows. TOGETHER: both sums of a row take one reduction over threads.
+    TOGETHER: both sums of a row take one reduction over threads.
     """
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
     mask = cols < width
-    if WEIGHT and AHEAD:
-        scale = tl.load(weight + cols, mask=mask, other=0.0)
     of_weight = tl.zeros((BLOCK,), tl.float32)
     of_bias = tl.zeros((BLOCK,), tl.float32)
     zero = program.to(tl.int64) * 0
@@ -259,10 +214,7 @@ def _norm_backward_rows_kernel(
             of_bias += grad
         if WEIGHT:
             of_weight += unit * grad
-            if AHEAD:
-                grad *= scale.to(tl.float32)
-            else:
-                grad *= tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
+            grad *= tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
         level = 0.0
         if CENTER and TOGETHER:
             along, level = tl.reduce((unit * grad, grad), 0, _plus)

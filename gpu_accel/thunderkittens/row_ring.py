@@ -32,25 +32,31 @@ class Ring:
     pieces: int = 1
     late: int = 1
 
+    def __post_init__(self) -> None:
+        if self.parts > 1 and not 0 < self.late < min(self.stages - 1, _RING // 2):
+            raise ValueError(f"{self.late} turns late with {self.stages} stages: a tile would wait for itself")
 
-_TWO = Ring(rows=1, parts=8, warps=8, stages=5, each=2)  # two programs an SM
-# What was fastest (H200), by pass, op ("add_rms" with a residual) and width; other calls are not taken.
+
+_TWO = Ring(rows=1, parts=16, warps=8, stages=5, each=2, late=2)  # programs an SM
+_THREE = Ring(rows=1, parts=16, warps=4, stages=4, each=3, late=2)
+# What was faster than plain Triton (H200), by pass, op ("add_rms" with a residual) and width; nothing else is taken.
 CHOSEN: dict[tuple[str, str, int], Ring] = {
-    ("forward", "softmax", 65536): replace(_TWO, parts=4, stages=3),
-    ("forward", "rms", 65536): _TWO,
-    ("forward", "layer", 65536): _TWO,
-    ("forward", "add_rms", 65536): replace(_TWO, stages=3),
-    ("backward", "softmax", 65536): replace(_TWO, stages=3),
-    ("backward", "rms", 65536): replace(_TWO, parts=16),
-    ("backward", "layer", 65536): replace(_TWO, parts=16),
-    ("backward", "add_rms", 65536): replace(_TWO, parts=16, stages=4),
+    ("forward", "softmax", 65536): replace(_THREE, parts=8),
+    ("forward", "softmax", 50304): replace(_THREE, parts=7, stages=3, each=4, late=1),
+    ("forward", "layer", 65536): replace(_THREE, each=4),
+    ("forward", "add_rms", 65536): _THREE,
+    ("backward", "softmax", 65536): _THREE,
+    ("backward", "softmax", 50304): replace(_TWO, parts=7, stages=3, late=1),
+    ("backward", "rms", 65536): _TWO,
+    ("backward", "layer", 65536): _TWO,
+    ("backward", "add_rms", 65536): replace(_TWO, stages=4),
+    ("backward", "rms", 16384): Ring(rows=1, parts=1, warps=16, stages=3, pieces=4),
     ("backward", "layer", 16384): replace(_TWO, parts=4),
     ("backward", "rms", 8192): Ring(rows=1, parts=1, warps=16, stages=5),
-    ("backward", "add_rms", 4096): replace(_TWO, parts=1, stages=4),
-    ("backward", "rms", 1024): replace(_TWO, rows=4, parts=1, stages=4),
-    ("backward", "layer", 1024): replace(_TWO, rows=4, parts=1, stages=4),
+    ("backward", "add_rms", 4096): Ring(rows=1, parts=1, warps=8, stages=4, each=2),
+    ("backward", "rms", 1024): Ring(rows=4, parts=1, warps=8, stages=4, each=2),
+    ("backward", "layer", 1024): Ring(rows=4, parts=1, warps=8, stages=4, each=2),
 }
-AUTO: frozenset[tuple[str, str, int]] = frozenset()  # what "auto" takes: seen right, and faster than plain Triton
 
 
 def takes(x: Tensor, op: str) -> bool:
@@ -70,8 +76,7 @@ def choice(
     x = whole[0]
     assert x is not None
     rows, width = x.shape
-    key = (pass_, op, width)
-    ring = CHOSEN.get(key) if way == "hopper" or way == "auto" and key in AUTO else None
+    ring = CHOSEN.get((pass_, op, width)) if way != "portable" else None
     if ring is None or not _machine(x) or rows * width >= 2**31 * _LINE:
         return None
     given = [t for t in (*whole, *vectors) if t is not None]

@@ -30,10 +30,10 @@ _ROW_STAGES = 3  # rows on their way at once in the backward of norms; see test_
 _ROW_THREADS = 640  # an SM, of its programs, all of which must have room at once: they share the rows evenly
 _CENTER_THREADS = 576  # where sums of bias take more registers; as fast as 640 (285 us, 281)
 _ROW_BYTES = 224 << 10  # of shared memory for rows on their way; sums of warps and numbers of rows take up to 1 KB more
+_WIDE = 65536  # sums of parts from which on they are added in small tiles: 9 us for 20 (33 parts, H200)
 _PARTS = 256  # of the sums over rows: about two programs an SM
-_AHEAD = False  # whether the backward of norms loads the weight once, before its rows; off: right, not timed
 _ROW_ELEMENTS = 512  # of a warp, in that backward
-_ONCE = False  # whether LayerNorm takes one reduction over threads for two sums of a row
+_TOGETHER = 1024  # width up to which LayerNorm's backward has one reduction over threads for two sums (239 us for 288)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -55,14 +55,6 @@ def _cut(width: int, whole: int) -> dict:
     return dict(BLOCK=block, WHOLE=width <= whole, num_warps=max(1, min(most, block // 512)))
 
 
-def _once(width: int, whole: int, center: bool) -> dict:
-    """Where mean and variance take one reduction: whole rows, of which a thread has eights of numbers."""
-    cut = _cut(width, whole)
-    threads = 32 * cut["num_warps"]
-    once = _ONCE and center and cut["WHOLE"] and cut["BLOCK"] >= 8 * threads
-    return dict(THREADS=threads if once else 0, EVEN=width == cut["BLOCK"])
-
-
 def _row_programs(width: int, device: torch.device, center: bool, *loaded: Tensor | None) -> tuple[int, dict]:
     """(programs, options) of `_norm_backward_rows_kernel`: 16 elements a thread.
 
@@ -71,8 +63,6 @@ def _row_programs(width: int, device: torch.device, center: bool, *loaded: Tenso
     block = next_power_of_2(width)
     warps = max(1, min(32, block // _ROW_ELEMENTS))
     sms = multiprocessors(device) if device.type == "cuda" else 2
-    if _AHEAD:
-        loaded = loaded[:-1]  # but for the weight
     stages = min(_ROW_STAGES, 1 + _ROW_BYTES // sum(block * x.element_size() for x in loaded if x is not None))
     threads = _CENTER_THREADS if center else _ROW_THREADS
     return sms * max(1, threads // (32 * warps)), dict(BLOCK=block, STAGES=stages, num_warps=warps)
@@ -117,8 +107,7 @@ def norm_op(
                 (x, residual, weight, bias, y, summed, means, rstds, x.stride(0),
                  residual.stride(0) if residual is not None else 0, width, eps, *_dropout_arguments(dropout_p, seed)),
                 dict(CENTER=center, WEIGHT=weight is not None, BIAS=bias is not None, RESIDUAL=residual is not None,
-                     DROPOUT=dropout_p > 0, KEEP_SUM=keep_sum, **_policies(width, whole), **_cut(width, whole),
-                     **_once(width, whole, center)),
+                     DROPOUT=dropout_p > 0, KEEP_SUM=keep_sum, **_policies(width, whole), **_cut(width, whole)),
             )  # fmt: skip
     return y, summed, means, rstds
 
@@ -181,7 +170,7 @@ def norm_backward_op(
                     (h, dy, dsum, weight, means, rstds, dx, dresidual, partial_w, partial_b, h.stride(0), dy.stride(0),
                      dsum.stride(0) if dsum is not None else 0, rows, width, programs,
                      *_dropout_arguments(dropout_p, seed)),
-                    given | options | {"BIAS": has_bias, "AHEAD": _AHEAD, "TOGETHER": _ONCE},
+                    given | options | {"BIAS": has_bias, "TOGETHER": width <= _TOGETHER},
                 )  # fmt: skip
         return dx, dresidual, *_summed(partial_w, partial_b, weight, bias_dtype)
     cols = min(128, max(16, next_power_of_2(width)))
@@ -216,9 +205,10 @@ def add_parts(parts: Tensor, dtype: torch.dtype, second: Tensor | None = None) -
     wide = max(x[:1].numel() for x in given)
     if count and width:
         with _device(parts):
-            launch(kernels._parts_kernel, (-(-wide // 16), len(given)),
+            rows, cols, warps = (32, 32, 4) if wide >= _WIDE else (min(512, max(16, next_power_of_2(count))), 16, 8)
+            launch(kernels._parts_kernel, (-(-wide // cols), len(given)),
                    (parts, outs[0], given[-1], outs[-1], count, width, given[-1][:1].numel()),
-                   dict(ROWS=min(512, max(16, next_power_of_2(count))), COLS=16, num_warps=8))  # fmt: skip
+                   dict(ROWS=rows, COLS=cols, num_warps=warps))  # fmt: skip
     else:
         for out in outs:
             out.zero_()
@@ -415,9 +405,10 @@ def rms_norm(
         dropout_p, seed: dropout of x by Philox with counter (column, row); the same seed drops the same elements, so
             dropout needs another one in every step.
         prenorm: return (y, h).
-        backend: "hopper" keeps a row in shared memory (16 bits, widths that are multiples of 64 up to 81920, without
-            residual and dropout; compute capability 9.0), "portable", "reference"; "auto": what was seen right on a
-            card, the first of them for rows that registers do not hold.
+        backend: "hopper" keeps rows in shared memory (16 bits, contiguous, no dropout; widths and passes of
+            `row_ring.CHOSEN`, without residual also multiples of 64 up to 81920 forwards; the other pass is plain
+            Triton; compute capability 9.0), "portable", "reference"; "auto": what was seen right on a card, the first
+            where it is the faster one.
 
     Raises:
         InvalidInputError: shapes or dtypes do not fit. UnsupportedError: the backend cannot run here.

@@ -138,9 +138,7 @@ def test_rotary_of_whole_heads(dtype, batch, seqlen, heads, dim):
 
 @pytest.mark.parametrize(("height", "width"), [(700, 1000), (999, 4096), (300, 16384), (70, 50_001)])
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("ahead", [False, True], ids=["", "weight-ahead"])
-def test_gradients_of_weight_and_bias(ahead, dtype, height, width, monkeypatch):
-    monkeypatch.setattr(rows, "_AHEAD", ahead)
+def test_gradients_of_weight_and_bias(dtype, height, width):
     tensors = [1 + randn(height, width, seed=1, dtype=dtype), *(randn(width, seed=s, dtype=dtype) for s in (2, 3))]
     for center in (True, False):
         judge(["y", "dx", "dw", "db"][: 3 + center],

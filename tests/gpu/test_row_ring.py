@@ -19,7 +19,7 @@ FORMS = {
     "16384-parts": (16384, 301, Ring(rows=1, parts=4, warps=8, stages=4, each=2, late=2)),
     "50304-parts": (50304, 150, Ring(rows=1, parts=7, warps=16, stages=4)),  # the last one has 18 of 128 lines
     "65536-parts": (65536, 170, Ring(rows=1, parts=8, warps=16, stages=4)),
-    "65536-pieces": (65536, 170, Ring(rows=1, parts=16, warps=4, stages=3, each=2, pieces=4, late=2)),
+    "65536-pieces": (65536, 170, Ring(rows=1, parts=16, warps=4, stages=4, each=2, pieces=4, late=2)),
     "65536-one-row": (65536, 1, Ring(rows=1, parts=8, warps=16, stages=4)),
 }
 OPS = ("softmax", "rms", "layer", "add_rms")
@@ -31,15 +31,18 @@ def hopper():
         pytest.skip("needs an H100 or H200")
 
 
-def taken(monkeypatch, op: str, width: int, ring: Ring) -> list[str]:
-    """Have `auto` take it; the names of what is launched by it."""
-    chosen = {(pass_, op, width): ring for pass_ in ("forward", "backward")}
-    monkeypatch.setattr(row_ring, "CHOSEN", chosen)
-    monkeypatch.setattr(row_ring, "AUTO", frozenset(chosen))
-    launched: list[str] = []
+@pytest.fixture
+def launched(monkeypatch) -> list[str]:
+    """Names of the kernels that are launched."""
+    names: list[str] = []
     run = row_ring._run
-    monkeypatch.setattr(row_ring, "_run", lambda name, *a: launched.append(name) or run(name, *a))
-    return launched
+    monkeypatch.setattr(row_ring, "_run", lambda name, *a: names.append(name) or run(name, *a))
+    return names
+
+
+def take(monkeypatch, op: str, width: int, ring: Ring) -> None:
+    """Have `auto` take it."""
+    monkeypatch.setattr(row_ring, "CHOSEN", {(pass_, op, width): ring for pass_ in ("forward", "backward")})
 
 
 def function(op: str, backend: str):
@@ -62,11 +65,7 @@ def inputs(op: str, width: int, height: int, dtype: torch.dtype) -> list[torch.T
     return [*tensors, randn(height, width, seed=4, dtype=dtype)] if op == "add_rms" else tensors
 
 
-@pytest.mark.parametrize(("width", "height", "ring"), FORMS.values(), ids=FORMS)
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
-def test_rows(dtype, op, width, height, ring, monkeypatch):
-    launched = taken(monkeypatch, op, width, ring)
+def compare(op: str, width: int, height: int, dtype: torch.dtype) -> None:
     names = {"softmax": ["y", "dx"], "rms": ["y", "dx", "dw"], "layer": ["y", "dx", "dw", "db"],
              "add_rms": ["y", "h", "dx", "dw", "dr"]}[op]  # fmt: skip
     tensors = inputs(op, width, height, dtype)
@@ -77,13 +76,28 @@ def test_rows(dtype, op, width, height, ring, monkeypatch):
         dx = y * (grads[0].double() - (y * grads[0].double()).sum(1, keepdim=True))
         floors["dx"] = torch.finfo(dtype).eps * dx.abs().max().item()
     judge(names, lambda backend: function(op, backend), tensors, grads, floors=floors)
+
+
+@pytest.mark.parametrize(("width", "height", "ring"), FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+def test_rows(dtype, op, width, height, ring, monkeypatch, launched):
+    take(monkeypatch, op, width, ring)
+    compare(op, width, height, dtype)
     assert launched == ["forward_rows_kernel", "backward_rows_kernel"]
+
+
+@pytest.mark.parametrize(("op", "width"), sorted({key[1:] for key in row_ring.CHOSEN}))
+def test_what_auto_takes(op, width, launched):
+    compare(op, width, 4001 if width == 1024 else 301, BF16)
+    passes = [pass_ for pass_ in ("forward", "backward") if (pass_, op, width) in row_ring.CHOSEN]
+    assert launched == [f"{pass_}_rows_kernel" for pass_ in passes]
 
 
 @pytest.mark.parametrize("form", ["16384-parts", "65536-parts"])
 def test_softmax_of_what_only_differences_keep_in_range(form, monkeypatch):
     width, _, ring = FORMS[form]
-    taken(monkeypatch, "softmax", width, ring)
+    take(monkeypatch, "softmax", width, ring)
     x = randn(3, width, seed=1, dtype=BF16) * 4
     x[0, 100:] = -torch.inf
     x[1, ::3] = 3e4
@@ -96,7 +110,7 @@ def test_softmax_of_what_only_differences_keep_in_range(form, monkeypatch):
 def test_programs_of_a_row_hear_of_this_launch(op, monkeypatch):
     """Again and again by one buffer of notes, in a graph whose inputs change, and on two streams at once."""
     width, _, ring = FORMS["65536-parts"]
-    taken(monkeypatch, op, width, ring)
+    take(monkeypatch, op, width, ring)
     xs = [inputs(op, width, 129, BF16)[0] * (i + 1) / 4 for i in range(6)]
     run = function(op, "auto")
     more = inputs(op, width, 1, BF16)[1:]

@@ -29,9 +29,7 @@ def few_programs(monkeypatch):
 
 
 def taken(monkeypatch, op: str, width: int, ring: Ring) -> None:
-    chosen = {(pass_, op, width): ring for pass_ in ("forward", "backward")}
-    monkeypatch.setattr(row_ring, "CHOSEN", chosen)
-    monkeypatch.setattr(row_ring, "AUTO", frozenset(chosen))
+    monkeypatch.setattr(row_ring, "CHOSEN", {(pass_, op, width): ring for pass_ in ("forward", "backward")})
 
 
 @pytest.mark.parametrize(("width", "count", "ring"), RINGS.values(), ids=RINGS)
@@ -123,3 +121,20 @@ def test_what_plain_triton_gets(case, monkeypatch, device):
     with gluon_in_torch.kernels_on_a_cpu() as done:
         rows.norm_op(x, None, w, None, 1e-5, False, case["dropout"], 1, case["dropout"] > 0, rows.WHOLE, case["way"])
     assert not done
+
+
+@pytest.mark.parametrize(("key", "ring"), row_ring.CHOSEN.items(), ids=str)
+def test_forms_fit_an_sm(key, ring):
+    pass_, op, width = key
+    lines = rows.next_power_of_2(-(-(width // 64) // ring.parts)) * ring.rows
+    tensors = 1 + (pass_ == "backward") + (op == "add_rms")
+    vectors = 0 if op == "softmax" else 2 if (pass_, op) == ("forward", "layer") else 1
+    shared = 128 * lines * (ring.stages * tensors + vectors / ring.rows) + 700  # barriers, and what reductions pass on
+    assert ring.each * (shared + 1024) <= 228 * 1024  # each program takes 1 KB more
+    assert ring.each * ring.warps <= 16 and lines % (4 * ring.warps * ring.pieces) == 0
+    assert (ring.parts - 1) * lines < width // 64 or ring.parts == 1  # no part is empty
+
+
+def test_a_form_that_would_wait_for_itself_is_refused():
+    with pytest.raises(ValueError, match="would wait for itself"):
+        Ring(rows=1, parts=4, warps=4, stages=3, late=2)

@@ -25,10 +25,9 @@ NORMS = {
 
 
 @pytest.mark.parametrize("case", NORMS.values(), ids=NORMS)
-@pytest.mark.parametrize("form", ["", "weight-ahead", "one-reduction"])
-def test_norm(form, case, device, monkeypatch):
-    monkeypatch.setattr(rows, "_AHEAD", form == "weight-ahead")
-    monkeypatch.setattr(rows, "_ONCE", form == "one-reduction")
+@pytest.mark.parametrize("together", [1024, 0], ids=["", "two-reductions"])
+def test_norm(together, case, device, monkeypatch):
+    monkeypatch.setattr(rows, "_TOGETHER", together)
     case = dict(dtype=FP32, weight=True, bias=False, residual=None, dropout_p=0.0, count=5, whole=rows.WHOLE) | case
     monkeypatch.setattr(rows, "WHOLE", case["whole"])
     width, dtype, count = case["width"], case["dtype"], case["count"]
@@ -68,9 +67,8 @@ def test_the_reference_is_torchs(device):
 def test_a_large_mean_does_not_spoil_the_variance(device, monkeypatch):
     x = 1000 + randn(2, 300, seed=1, device=device)
     truth = rows.layer_norm(x.double(), backend="reference")
-    for whole, once in ((rows.WHOLE, False), (64, False), (rows.WHOLE, True)):
+    for whole in (rows.WHOLE, 64):
         monkeypatch.setattr(rows, "WHOLE", whole)
-        monkeypatch.setattr(rows, "_ONCE", once)
         assert (rows.layer_norm(x, backend="portable") - truth).abs().max() < 1e-3
 
 
