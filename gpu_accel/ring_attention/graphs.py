@@ -30,6 +30,7 @@ class CapturedStep:
     """What `capture_step` returns. `result`: what the function returned, in memory that every replay writes anew."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, result: Any, transport: TorchTransport | None, kept: Any) -> None:
+        """`kept`: whatever holds memory that the graph reads and does not own."""
         self.graph, self.result = graph, result
         self._transport, self._kept = transport, kept
 
@@ -52,8 +53,9 @@ def capture_step(
     """A CUDA graph of what `function` does on this rank's GPU. All ranks call it together.
 
     Args:
-        function: takes nothing, reads tensors that stay where they are, and returns tensors in any nest; forward,
-            autograd and an optimizer may be part of it. It must not wait for the GPU (no `.item()`, no check_finite).
+        function: takes nothing, reads tensors that stay where they are (it is kept, and with it what it refers to), and
+            returns tensors in any nest; forward, autograd and an optimizer may be part of it. It must not wait for the
+            GPU (no `.item()`, no check_finite).
         transport: through which its attention talks to other ranks; None: it does not.
         warmup: how often it is called before, at least once: what it does then is done.
 
@@ -74,7 +76,7 @@ def capture_step(
         watched = nullcontext() if transport is None else transport.captured()
         with watched, counters_of_a_graph(kept), torch.cuda.graph(graph):
             result = function()
-    return CapturedStep(graph, result, transport, kept)
+    return CapturedStep(graph, result, transport, (function, kept))
 
 
 def _check(function: object, transport: object, warmup: object) -> None:

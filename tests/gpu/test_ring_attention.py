@@ -248,6 +248,19 @@ def test_more_steps_allocate_no_more():
     assert counts[0] == counts[1] > 0
 
 
+def test_a_captured_step_keeps_what_it_reads():
+    """Also where nobody else does: its memory had gone back, and a replay read what came after it."""
+
+    def make():
+        x = torch.full((1 << 24,), 2.0, device="cuda")
+        return capture_step(lambda: x * 3)
+
+    step = make()
+    torch.cuda.empty_cache()
+    others = [torch.zeros(1 << 24, device="cuda") for _ in range(4)]
+    assert bool((step() == 6).all()) and not any(x.any() for x in others)
+
+
 def test_a_ring_of_one_with_documents_of_64k_tokens():
     """ring-flash-attention #53: one process, and more tokens than it had been tried with."""
     make = torch.Generator("cuda").manual_seed(7)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from unittest.mock import MagicMock
+
 import pytest
 import torch
 
@@ -50,3 +53,21 @@ def test_a_graph_has_one_counter_of_tiles_for_each_stream(monkeypatch):
         other = gluon_launch.tile_counter(device)
         assert gluon_launch.tile_counter(device) is other is not first
     assert list(kept.values()) == [first, other] and gluon_launch.tile_counter(device) is not other
+
+
+def test_a_step_keeps_its_function(monkeypatch):
+    """What the graph reads belongs to the function, which its maker may have dropped."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("current_stream", "Stream", "stream", "CUDAGraph", "graph"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    calls = []
+
+    def function():
+        calls.append(lanes._graph)
+        return len(calls)
+
+    there = weakref.ref(function)
+    step = capture_step(function, warmup=3)
+    del function
+    assert there() is not None and calls == [True] * 4 and not lanes._graph
+    assert step() == 4 and step.graph.replay.call_count == 1
