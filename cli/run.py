@@ -322,7 +322,8 @@ def _need_processes(paper: Paper, chosen: Sequence[str]) -> None:
     for name in chosen:
         paper.experiment(name)  # a wrong name is refused here, and not by every process
     if not any(name in several for name in chosen):
-        run_of_one = f"{', '.join(chosen)} of {paper.alias} run in one process"
+        what, run = ("experiment", "runs") if len(chosen) == 1 else ("experiments", "run")
+        run_of_one = f"the {what} {', '.join(chosen)} of {paper.alias} {run} in one process"
         there = f"--nproc is for {', '.join(several)}" if several else "no experiment of it takes --nproc"
         raise InvalidInputError(f"{run_of_one}; {there}")
 

@@ -104,7 +104,7 @@ class TestPaperNotebook:
         assert sources(path).index("".join(tagged[0]["source"])) == 2
 
 
-def run_cells(path, monkeypatch):
+def run_cells(path, monkeypatch, **parameters):
     """Run the code cells as a kernel would, showing what each ends with; returns the namespace."""
     pytest.importorskip("plotly")
     pytest.importorskip("ipywidgets")
@@ -114,6 +114,9 @@ def run_cells(path, monkeypatch):
         body = ast.parse(source)
         last = body.body.pop() if isinstance(body.body[-1], ast.Expr) else None
         exec(compile(body, path.name, "exec"), space)
+        if parameters and parameters.keys() <= space.keys():  # after the cell that sets them
+            space |= parameters
+            parameters = {}
         if last is not None:
             shown = eval(compile(ast.Expression(last.value), path.name, "eval"), space)
             for method in ("_ipython_display_", "_repr_html_"):
@@ -130,6 +133,19 @@ def made_up_records():
     errors = [number("rmse", value, impl, dtype="e4m3", input=kind) for (kind, impl), value in kinds.items()]
     bytes_ = [number("peak_bytes", 2.0**20 * n, unit="bytes", seqlen_q=n, seqlen_k=n) for n in (512, 1024)]
     return [*times, *errors, *bytes_]
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("02_thunderkittens", dict(seqlen=7, key_dim=5, value_dim=3)), ("03_ring_attention", dict(seqlen=7, ranks=3)),
+     ("03_ring_attention", dict(seqlen=24, ranks=1))],
+    ids=["tk", "ring", "ring-alone"],
+)  # fmt: skip
+def test_runs_with_parameters_that_its_exercises_ask_for(name, parameters, monkeypatch):
+    monkeypatch.delenv("GPU_ACCEL_NOTEBOOK_MODE", raising=False)
+    path = next(path for path in NOTEBOOKS if path.stem == name)
+    space = run_cells(path, monkeypatch, **parameters)
+    assert all(space[key] == value for key, value in parameters.items())
 
 
 @every_notebook

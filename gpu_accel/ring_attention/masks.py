@@ -50,6 +50,9 @@ class Piece:
             return "full"
         return "causal" if self.left < 0 and self.right == 0 else "window"
 
+    def __str__(self) -> str:
+        return f"{self.kind}, {self.sq:,} queries from row {self.q0:,}, {self.sk:,} keys from row {self.k0:,}"
+
     @property
     def area(self) -> int:
         """Visible (query, key) pairs."""

@@ -103,7 +103,9 @@ def rotary(
     _need(x.dim() == 4, f"x must be (batch, seqlen, heads, dim), got {tuple(x.shape)}")
     _need(cos.dim() == 2 and cos.shape == sin.shape, f"cos and sin must be (longest, rotary_dim / 2) both, got "
           f"{tuple(cos.shape)} and {tuple(sin.shape)}")  # fmt: skip
-    _need(2 * cos.shape[1] <= x.shape[3], f"rotary_dim {2 * cos.shape[1]} is more than the {x.shape[3]} dimensions")
+    _need(2 * cos.shape[1] <= x.shape[3], f"rotary_dim {2 * cos.shape[1]} is more than the {x.shape[3]} dimensions; of "
+          f"tables with each angle twice, as transformers makes them, pass the first {x.shape[3] // 2} columns"
+          )  # fmt: skip
     interleaved = check_flag("interleaved", interleaved)
     _need(isinstance(start, int) and not isinstance(start, bool), f"start must be an integer, got {shown(start)}")
     _need(start >= 0 and start + x.shape[1] <= cos.shape[0],

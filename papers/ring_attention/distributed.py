@@ -206,7 +206,7 @@ def _schedule(name: str) -> str:
 
 def _unavailable(name: str, run: _Run) -> str:
     if run.ranks == 1 and name != "one-gpu":
-        return "needs several processes: gpu-accel run ring EXPERIMENT --nproc 4"
+        return f"needs several processes: the same with --nproc 4{'' if run.settings.on_gpu else ' --device cpu'}"
     if (name in PEERS or name.endswith(GRAPH)) and not run.settings.on_gpu:
         return "needs GPUs"
     if name in ("ulysses-cudnn", "kernels-only") and run.both:

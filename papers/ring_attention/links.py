@@ -44,7 +44,7 @@ def build(case: Case, settings: Settings) -> Workload:
 def _implementation(name: str, case: Case, settings: Settings) -> Implementation:
     why = ""
     if world_size() == 1:
-        why = "needs several processes: gpu-accel run ring links --nproc 2"
+        why = f"needs several processes: the same with --nproc 2{'' if settings.on_gpu else ' --device cpu'}"
     elif name != "nccl" and not settings.on_gpu:
         why = "needs GPUs"
     hop = _Hop(name, case, settings)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+
 import pytest
 import torch
 
 import gpu_accel.ring_attention as ring
 from gpu_accel.errors import InvalidInputError
+from gpu_accel.flash_attention3 import function
 
 
 def make(seqlen: int = 100, heads: int = 4, heads_kv: int = 2):
@@ -68,3 +72,31 @@ def test_on_ranks_each_tells_of_itself():
 
     first, second = simulate(one_rank, 2)
     assert "keys of rank 1" in first and "keys of rank 0" in second
+
+
+def on_hopper(monkeypatch) -> None:
+    """Problems as an H100 would have them; nothing is launched."""
+    made = function.problem_of
+
+    def problem_of(*tensors, **options):
+        return dataclasses.replace(made(*tensors, **options), device_type="cuda", capability=(9, 0))
+
+    monkeypatch.setattr(function, "problem_of", problem_of)
+
+
+HOPPER = {
+    "whole-blocks": (2048, 128, {}, "kernel's epilogue", "a step's kernel adds to float32 sums that travel"),
+    "parts-of-blocks": (2040, 128, {}, "kernel's epilogue", "passes of their own .* rows* .* is not on blocks"),
+    "D96": (2048, 96, {}, "passes of their own .merges at head_dim", "passes of their own .adds up gradients"),
+    "turns": (2048, 128, dict(deterministic=True), "kernel's epilogue", "passes of their own .taking turns"),
+}
+
+
+@pytest.mark.parametrize(("seqlen", "dim", "options", "forward", "backward"), HOPPER.values(), ids=HOPPER)
+def test_on_a_hopper_gpu(seqlen, dim, options, forward, backward, monkeypatch):
+    on_hopper(monkeypatch)
+    tensors = [torch.zeros(1, n, seqlen, dim, dtype=torch.bfloat16) for n in (4, 2, 2)]
+    window = (300, 0) if "deterministic" in options else (-1, 0)
+    told = ring.RingAttention(4, simulate=True, **options).explain(*tensors, window_size=window).splitlines()
+    assert re.match(f"forward    hopper; results of steps are merged in.*{forward}", told[5]), told
+    assert re.match(rf"backward   \w+; .*{backward}", told[6]), told

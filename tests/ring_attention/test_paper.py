@@ -263,7 +263,7 @@ def test_processes_are_refused_where_each_would_do_the_same():
     from cli.run import _need_processes
 
     _need_processes(RING, ["error", "scaling"])
-    with pytest.raises(InvalidInputError, match="error, predict of ring run in one process; --nproc is for scaling"):
+    with pytest.raises(InvalidInputError, match="the experiments error, predict of ring run in one process; --nproc"):
         _need_processes(RING, RING.default_experiments("bf16"))
 
 

@@ -7,6 +7,7 @@ import inspect
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -145,6 +146,17 @@ def test_the_seeds_table_is_a_model_here():
     plans = seed_table()
     assert [made.setup.gpus for made in plans] == [8, 64, 512]
     assert all(made.as_dict()["kind"] == "modelled" for made in plans)
+
+
+def test_the_table_of_the_readme_is_the_models():
+    readme = (Path(__file__).parents[2] / "papers/ring_attention/README.md").read_text()
+    for made in (*seed_table(), *seed_table(tokens_per_gpu=8192)):
+        ring = next(option for option in made.options if option.schedule == "kv_ring")
+        shares = [f"{100 * x:.0f} % ({100 * low:.0f} to {100 * high:.0f})"
+                  for x, low, high in (made.best.efficiency, ring.efficiency)]  # fmt: skip
+        exposed, time = f"{100 * made.best.exposed:.1f} %", _time_text(made.best.seconds[0])
+        cells = [made.setup.gpus, f"{made.setup.seq:,}", made.best.schedule, *shares, exposed, time]
+        assert f"| {' | '.join(map(str, cells))} |" in readme
 
 
 @pytest.mark.parametrize(

@@ -218,6 +218,9 @@ WRONG = {
     "tables-too-short": (
         lambda x: elements.rotary(x[None, None], torch.ones(1, 2), torch.ones(1, 2), start=1), "positions 1 to 1"
     ),
+    "tables-of-transformers": (
+        lambda x: elements.rotary(x[None, None], torch.ones(9, 8), torch.ones(9, 8)), "pass the first 4 columns"
+    ),
     "tables-elsewhere": (
         lambda x: elements.rotary(x[None, None], torch.ones(9, 2), torch.ones(9, 2).to("meta")), "sin is on meta"
     ),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 
 from gpu_accel import hardware
@@ -22,6 +25,18 @@ def test_resolve_device_on_a_machine_without_gpu(monkeypatch):
     for wrong in ("gpu", "cuda:x", "cpu:0", "cuda:-1"):
         with pytest.raises(InvalidInputError, match="choose 'auto'"):
             resolve_device(wrong)
+
+
+@pytest.mark.parametrize(("device", "oldest"), [("cpu", 1), ("cuda", 2)])
+def test_a_cycle_is_dropped_and_old_objects_are_looked_at_for_a_gpu_alone(device, oldest, monkeypatch):
+    looked, collect = [], gc.collect
+    monkeypatch.setattr(gc, "collect", lambda generation=2: (looked.append(generation), collect(generation))[1])
+    one: list = [torch.zeros(3)]
+    one.append(one)
+    left = weakref.ref(one[0])
+    del one
+    host_module.Host(device=device).release()
+    assert looked == [oldest] and left() is None
 
 
 def test_resolve_device_with_gpus_and_the_interpreter(monkeypatch):
