@@ -162,10 +162,11 @@ def context_parallel(
 
 
 def check_taken(model: Any) -> None:
-    """Whether the model's attention is the ring's now: transformers only warns where a model keeps its own.
+    """Whether the model's attention is the ring's now: transformers only warns where a model keeps its own. And whether
+    its positions are those of tokens.
 
     Raises:
-        UnsupportedError: it is not, or that of a model within it.
+        UnsupportedError: one of them is not, or not in a model within it.
     """
     for one in model.modules():
         kept = hasattr(one, "set_attn_implementation") and one.config._attn_implementation != NAME
@@ -173,6 +174,13 @@ def check_taken(model: Any) -> None:
             raise UnsupportedError(
                 f"transformers does not say that the attention of {type(one).__name__} goes through its "
                 "AttentionInterface, and one that does not sees its own shard only"
+            )
+        places = getattr(one, "position_embeddings", None)
+        absolute = getattr(one, "position_embedding_type", "absolute") == "absolute"
+        if absolute and getattr(places, "padding_idx", None) is not None:
+            raise UnsupportedError(
+                f"{type(one).__name__} counts positions from its padding index on, as RoBERTa does, and those here are "
+                "counted from 0"
             )
 
 

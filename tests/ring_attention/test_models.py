@@ -203,6 +203,17 @@ def test_a_model_that_keeps_its_own_attention_is_refused():
     assert one.config._attn_implementation == before
 
 
+def test_models_that_count_positions_from_elsewhere_are_refused():
+    """RoBERTa's first token is at padding_idx + 1: with positions from 0 it would be wrong without a word."""
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+             "intermediate_size": 16, "max_position_embeddings": 32, "pad_token_id": 1}  # fmt: skip
+    for kind in ("Roberta", "XLMRoberta", "Esm"):
+        config = getattr(transformers, f"{kind}Config")(**sizes, mask_token_id=2)
+        one = getattr(transformers, f"{kind}Model")(config)
+        for told in entered(one, layout=make_layout("zigzag", seqlen=8, ranks=2)):
+            assert "counts positions from its padding index on" in told, kind
+
+
 def test_only_transformers_models():
     for told in entered(torch.nn.Linear(1, 1), layout=make_layout("zigzag", seqlen=8, ranks=2)):
         assert "a transformers model is needed" in told
