@@ -23,7 +23,7 @@ from torch import Tensor
 from gpu_accel.errors import InvalidInputError, UnsupportedError, shown
 from gpu_accel.flash_attention3.function import refuse_second, refuse_transforms
 from gpu_accel.flash_attention3.launch import launch
-from gpu_accel.flash_attention3.problem import FLOAT_DTYPES, check_flag
+from gpu_accel.flash_attention3.problem import FLOAT_DTYPES, _has_address, check_flag
 from gpu_accel.thunderkittens import fft_kernels
 from gpu_accel.thunderkittens.arguments import check_tensors
 from gpu_accel.thunderkittens.chunked import _device, _unit
@@ -174,8 +174,9 @@ class FlashFFTConv(torch.nn.Module):
         dtype: of u; None: any of float32, bfloat16, float16.
         use_32_butterfly: a choice between kernels of FlashFFTConv's, taken so that calls drop in. There is one here.
         keep_spectrum: keep the transform of k for the next call with the same tensor (a CUDA graph transforms it in
-            every replay). It is made anew for another
-            tensor, and after changes in place that autograd sees; changes through k.data it does not see.
+            every replay). It is made anew for another tensor or other memory, after changes in place that autograd
+            sees, and in training, that is where k wants gradients: torch's fused optimizers change it unseen. So do
+            changes through k.data.
         backend: "portable" (plain Triton), "reference" (torch.fft), or "auto": portable on a GPU where it was checked.
 
     Raises:
@@ -194,7 +195,7 @@ class FlashFFTConv(torch.nn.Module):
         if not isinstance(seqlen, int) or seqlen not in SIZES:
             raise UnsupportedError(f"transforms of {', '.join(map(str, SIZES))} are made, not of {shown(seqlen)}")
         self.seqlen, self.dtype, self.backend = seqlen, dtype, backend
-        self._kept: tuple[weakref.ref, int, Tensor] | None = None
+        self._kept: tuple[weakref.ref, tuple, Tensor] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is kept: it refers to a tensor of this process."""
@@ -204,15 +205,19 @@ class FlashFFTConv(torch.nn.Module):
         """That of k; a kept one is made anew when k is another tensor or was changed in place."""
         if not self.keep_spectrum:
             return filter_spectrum(k.detach(), self.seqlen, tall)
+        if k.requires_grad and torch.is_grad_enabled():
+            self._kept = None
+            return filter_spectrum(k.detach(), self.seqlen, tall)
         compiling = torch.compiler.is_compiling()
         # inference tensors do not count their changes; what a graph reads is neither freed nor as old as its capture
         if not compiling and (k.is_inference() or _captured(k)):
             return filter_spectrum(k.detach(), self.seqlen, tall)
         kept = self._kept  # read once: other threads keep others
-        if kept is None or kept[0]() is not k or kept[1] != k._version:
+        state = (k._version, tall, *((k.device, k.dtype, k.data_ptr()) if _has_address(k) else ()))
+        if kept is None or kept[0]() is not k or kept[1] != state:
             # outside of a caller's inference mode, since a later call may want gradients
             with contextlib.nullcontext() if compiling else torch.inference_mode(False):
-                kept = (weakref.ref(k), k._version, filter_spectrum(k.detach(), self.seqlen, tall))
+                kept = (weakref.ref(k), state, filter_spectrum(k.detach(), self.seqlen, tall))
             self._kept = kept
         return kept[2]
 

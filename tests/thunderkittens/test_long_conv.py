@@ -131,6 +131,45 @@ def test_a_filter_may_change_unseen(device):
     torch.testing.assert_close(conv(u, k), 2 * first)
 
 
+CHANGES = {
+    "in-place": lambda k: k.mul_(2),
+    "view": lambda k: k.view(-1).mul_(2),
+    "detached": lambda k: k.detach().mul_(2),
+    "other-memory": lambda k: setattr(k, "data", 2 * k),
+    "other-dtype": lambda k: setattr(k, "data", (2 * k).bfloat16()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_kept_transform_is_made_anew(change, device):
+    (u, k, *_), _ = make(device, batch=1, channels=1, seqlen=9, taps=9)
+    conv = FlashFFTConv(256, keep_spectrum=True, backend="portable")
+    conv(u, k)
+    change(k)
+    assert torch.equal(conv(u, k), FlashFFTConv(256, backend="portable")(u, k))
+
+
+def test_a_kept_transform_between_steps_of_training(device):
+    """torch's fused optimizers change a filter without that its version counts it."""
+    (u, k, *_), _ = make(device, batch=1, channels=1, seqlen=9, taps=9)
+    conv, anew = FlashFFTConv(256, keep_spectrum=True, backend="portable"), FlashFFTConv(256, backend="portable")
+    k.requires_grad_()
+    for _ in range(2):
+        with torch.no_grad():
+            assert torch.equal(conv(u, k), anew(u, k))
+        conv(u, k).square().sum().backward()
+        torch.optim.SGD([k], lr=1.0, fused=True).step()
+    assert torch.equal(conv(u, k), anew(u, k))
+
+
+def test_a_kept_transform_is_for_one_order_of_sides(device):
+    """Of 512 = 16 x 32 the longer side is another one in bfloat16."""
+    (u, k, *_), _ = make(device, batch=1, channels=1, seqlen=9, taps=9)
+    conv, anew = FlashFFTConv(512, keep_spectrum=True, backend="portable"), FlashFFTConv(512, backend="portable")
+    for x in (u, u.bfloat16(), u):
+        assert torch.equal(conv(x, k), anew(x, k))
+
+
 @pytest.mark.parametrize("keep", [False, True], ids=["anew", "kept"])
 def test_copies_after_a_call(keep, device):
     (u, k, *_), _ = make(device, batch=1, channels=1, seqlen=9, taps=9)
