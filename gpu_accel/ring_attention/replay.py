@@ -64,6 +64,8 @@ class Replay:
         self.call = make_call(q, k, v, layout, **options)
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < layout.ranks:
             raise InvalidInputError(f"rank must be a whole number from 0 to {layout.ranks - 1}, got {shown(rank, 40)}")
+        if keys is not None and not callable(keys):
+            raise InvalidInputError(f"keys must be a function of a rank or None, got {shown(keys)}")
         self.tensors, self.rank, self.keys = (q, k, v), rank, keys
 
     def forward(self) -> tuple[Tensor, Tensor]:

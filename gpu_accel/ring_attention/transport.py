@@ -157,6 +157,8 @@ class World:
     """The mailboxes that the ranks of one process share. One rank runs at a time: it holds the lock."""
 
     def __init__(self, size: int) -> None:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise InvalidInputError(f"a world has a whole number of ranks from 1 up, got {shown(size)}")
         self.size = size
         self.changed = threading.Condition()
         self.mail: dict[tuple[int, int, str, int], Any] = {}  # the n-th item of a kind from one rank to another

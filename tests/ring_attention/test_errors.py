@@ -11,7 +11,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpu_accel.errors import HardwareError, InvalidInputError, UnsupportedError
-from gpu_accel.ring_attention import RingAttention, ring_attention_backward, ring_attention_forward, shard_sequence
+from gpu_accel.ring_attention import (
+    RingAttention,
+    replay_rank,
+    ring_attention_backward,
+    ring_attention_forward,
+    shard_sequence,
+)
 from gpu_accel.ring_attention.api import (
     accumulate_attention_outputs,
     distributed_attention_exact,
@@ -112,6 +118,9 @@ REFUSED = {
     "queries-list": lambda: simulate_attention([1.0], ROW, ROW, ranks=2),
     "do-list": lambda: simulate_attention(ROW, ROW, ROW, ranks=2, do=[1.0]),
     "do-shape": lambda: simulate_attention(ROW, ROW, ROW, ranks=2, do=ROW[..., :4]),
+    "world-of-none": lambda: World(0),
+    "world-text": lambda: World("2"),
+    "keys-number": lambda: replay_rank(ROW, ROW, ROW, layout=make_layout("zigzag", seqlen=8, ranks=2), rank=0, keys=3),
     "no-function-to-simulate": lambda: simulate(None, 2),
     "nothing-to-communicate": lambda: overlap_comm_compute(None, lambda: 1),
     "nothing-to-compute": lambda: overlap_comm_compute(lambda: Pending(lambda: 1), 1),
