@@ -9,7 +9,7 @@ Only attention looks beyond a token, so a model runs on its shard as it is, with
 goes over the ring; positions are those of the tokens in the whole sequence (in their documents), for the rotary
 embedding; labels are shifted before they are cut. Each rank's loss is the sum over its labels divided by the number of
 labels on all ranks, so gradients of the ranks *add up* to those of one device. Where they are averaged (FSDP2, DDP),
-give `gradients="mean"`.
+give `gradients="mean"`. Checkpointed layers are recomputed in the backward, which then belongs into the context too.
 
 The model's attention is set back on leaving, also by an exception. Sliding windows and soft caps of a layer are
 honoured; what is not there (attention masks and padding, dropout, caches) is refused on every rank, never left out
@@ -174,6 +174,12 @@ def check_taken(model: Any) -> None:
             raise UnsupportedError(
                 f"transformers does not say that the attention of {type(one).__name__} goes through its "
                 "AttentionInterface, and one that does not sees its own shard only"
+            )
+        again = getattr(one, "_gradient_checkpointing_func", None)
+        if getattr(one, "gradient_checkpointing", False) and getattr(again, "keywords", {}).get("use_reentrant"):
+            raise UnsupportedError(
+                "checkpoints that re-enter autograd would recompute layers on a shard alone, without a word, in a "
+                "backward after this context: give them use_reentrant=False"
             )
         places = getattr(one, "position_embeddings", None)
         absolute = getattr(one, "position_embedding_type", "absolute") == "absolute"

@@ -203,6 +203,37 @@ def test_a_model_that_keeps_its_own_attention_is_refused():
     assert one.config._attn_implementation == before
 
 
+@pytest.mark.parametrize("inside", [True, False], ids=["within", "after"])
+def test_checkpoints_are_recomputed_over_the_ring_or_not_at_all(inside: bool):
+    from torch.utils.checkpoint import CheckpointError
+
+    from gpu_accel.ring_attention.models import context_parallel
+
+    cut, whole = make_layout("zigzag", seqlen=SEQLEN, ranks=2), alone("llama")[2]
+
+    def rank(transport):
+        one = model().train()
+        one.gradient_checkpointing_enable({"use_reentrant": False})
+        with context_parallel(one, layout=cut, transport=transport) as cp:
+            loss = cp.loss(one(**cp.inputs(tokens()), use_cache=False).logits, tokens())
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        return {name: p.grad for name, p in one.named_parameters()}
+
+    if inside:
+        first, second = simulate(rank, 2)
+        assert all(torch.allclose(first[n] + second[n], grad, atol=1e-6) for n, grad in whole.items())
+    else:
+        with pytest.raises(CheckpointError):
+            simulate(rank, 2)
+    one = model().train()
+    one.gradient_checkpointing_enable({"use_reentrant": True})
+    for told in entered(one):
+        assert "checkpoints that re-enter autograd" in told
+
+
 def test_models_that_count_positions_from_elsewhere_are_refused():
     """RoBERTa's first token is at padding_idx + 1: with positions from 0 it would be wrong without a word."""
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
