@@ -13,7 +13,7 @@ Causal work is counted as balanced (zigzag, or documents), which the layouts are
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError, shown
@@ -85,11 +85,13 @@ class Option:
     exposed: float  # share of the time in which a rank only communicates
     merged: float  # share of the time that goes into merge passes
     refused: str = ""
+    arguments: dict[str, Any] = field(default_factory=dict)  # of distributed_attention, beside the schedule
 
     def as_dict(self) -> dict[str, Any]:
         return {
             "schedule": self.schedule,
             "detail": self.detail,
+            "arguments": dict(self.arguments),
             "bytes_sent": self.sent,
             "memory_bytes": self.memory,
             "seconds": dict(zip(ENDS, self.seconds, strict=True)),
@@ -155,6 +157,7 @@ class Plan:
             "",
             f"layout    {self.layout}: {_count(setup.block, 'token')} a GPU{even}",
             f"schedule  {best.schedule}{f' ({best.detail})' if best.detail else ''}",
+            f"call      {', '.join(f'{n}={x!r}' for n, x in {'schedule': best.schedule, **best.arguments}.items())}",
             f"sends     {_bytes(best.sent)} a GPU",
             f"memory    {_bytes(best.memory)} a GPU for attention, its shards included",
             *(hides if setup.gpus > 1 else ()),
@@ -326,20 +329,22 @@ class _Time:
 def _option(name: str, setup: Setup, within: Link, slowest: Link) -> Option:
     refused = ""
     detail = ""
+    arguments: dict[str, Any] = {}
     n, per_node = setup.gpus, setup.gpus_per_node
     if name == "double_ring":
         inner = per_node if setup.nodes > 1 and n % per_node == 0 else default_inner(n)
-        detail = f"inner rings of {inner}"
+        detail, arguments = f"inner rings of {inner}", {"inner": inner}
         if setup.nodes == 1 or inner in (1, n):
             refused = f"{'one machine' if setup.nodes == 1 else 'rings of one'}: the plain ring"
     elif name == "usp":
         u = default_degree(min(n, per_node) if n % min(n, per_node) == 0 else n, setup.kv_heads)
-        detail = f"groups of {u}, rings of {n // u}"
+        detail, arguments = f"groups of {u}, rings of {n // u}", {"ulysses": u}
         if u in (1, n):
             refused = "groups of one: the plain ring" if u == 1 else "one group: ulysses"
     elif name in ("mesh", "concentric"):
         a, b = default_mesh(n, setup.heads, setup.kv_heads)
         detail = f"{a} x {b}" if name == "mesh" else f"teams of {a}, rings of {b}"
+        arguments = {"mesh": (a, b)}
         if 1 in (a, b):
             refused = f"the best mesh is one row: {'allgather' if name == 'mesh' else 'the plain ring'}"
     elif name == "ulysses":
@@ -360,6 +365,7 @@ def _option(name: str, setup: Setup, within: Link, slowest: Link) -> Option:
     return Option(
         schedule=name, detail=detail, sent=sent, memory=memory, seconds=seconds, efficiency=efficiency,
         exposed=middle.exposed / middle.total, merged=middle.merge / middle.total, refused=refused,
+        arguments=arguments,
     )  # fmt: skip
 
 

@@ -54,6 +54,32 @@ def test_bytes_are_those_that_the_schedules_send(schedule: str, changes: dict, b
     assert world.bytes_sent[0] == _sent(schedule, setup)
 
 
+@pytest.mark.parametrize(
+    "question",
+    [{"gpus": 8, "gpus_per_node": 4, "heads": 8, "kv_heads": 8},
+     {"gpus": 8, "gpus_per_node": 4, "heads": 6, "kv_heads": 2},
+     {"gpus": 6, "gpus_per_node": 3, "heads": 10, "kv_heads": 5},
+     {"gpus": 9, "gpus_per_node": 8, "heads": 3, "kv_heads": 3},
+     {"gpus": 5, "gpus_per_node": 2, "heads": 5, "kv_heads": 1}],
+    ids=["8", "8-grouped", "6", "9", "5"],
+)  # fmt: skip
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_what_is_planned_is_what_its_arguments_do(question: dict, backward: bool):
+    """With them, and not by defaults, which know nothing of machines."""
+    made = plan(seq=4 * question["gpus"], head_dim=8, backward=backward, **question)
+    shapes = [(1, made.setup.seq, heads, 8) for heads in (made.setup.heads, made.setup.kv_heads)]
+    q, do, k, v = (torch.randn(shapes[i]).half() for i in (0, 0, 1, 1))
+    taken = [option for option in made.options if not option.refused]
+    assert len(taken) >= 3 and f"schedule='{made.best.schedule}'" in made.explain()
+    for option in taken:
+        world = World(question["gpus"])
+        simulate_attention(
+            q, k, v, do=do if backward else None, ranks=question["gpus"], schedule=option.schedule,
+            layout=made.layout, causal=True, world=world, **option.arguments,
+        )  # fmt: skip
+        assert max(world.bytes_sent) == option.sent, option.schedule
+
+
 def test_the_least_block_is_the_papers():
     """Ring Attention, table 2: c = F / B for full attention with as many key heads; A100 over NVLink, about 1.0k."""
     paper = costs.Link(
