@@ -385,7 +385,7 @@ def _wrong_tensor(name: str, x: object, *, floating: bool = False) -> GpuAccelEr
 def _message(x: Tensor, transport: Transport, what: str, error: Exception | None = None) -> list[Tensor]:
     """x in a buffer of the transport, and one to receive into, after all ranks have said that they send alike."""
     error = error or _wrong_tensor("what is sent", x)
-    transport.agree(what if error else f"{what} {x.dtype} {tuple(x.shape)}", error)
+    transport.agree(what if error else f"{what} {x.dtype} {tuple(x.shape)} on {x.device.type}", error)
     message, into = transport.buffers(2, x.shape, x)
     message.copy_(x)
     return [message, into]
@@ -500,7 +500,7 @@ def global_accumulate(o: Tensor, lse: Tensor, *, transport: Transport | None = N
     autograd."""
     transport = _transport(transport, "transport")
     error = _wrong_tensor("o", o, floating=True) or _wrong_tensor("lse", lse, floating=True)
-    what = "" if error else f" {o.dtype} {tuple(o.shape)}, {lse.dtype} {tuple(lse.shape)}"
+    what = "" if error else f" {o.dtype} {tuple(o.shape)}, {lse.dtype} {tuple(lse.shape)} on {o.device.type}"
     transport.agree(f"global_accumulate{what}", error)
     parts = [transport.all_gather(x).wait() for x in (o, lse)]
     return accumulate_attention_outputs(list(zip(*parts, strict=True)))

@@ -314,6 +314,6 @@ def gather_sequence(x: Tensor, layout: Layout, transport: Transport, *, dim: int
             raise InvalidInputError(
                 f"x has {length} rows on {x.device}, but a shard of this layout has {layout.local_length} ({layout})"
             )
-    transport.agree(f"gather {x.dtype} {tuple(x.shape)} of {layout}")
+    transport.agree(f"gather {x.dtype} {tuple(x.shape)} on {x.device.type} of {layout}")
     rows: Sequence[Tensor] = transport.all_gather(x.detach()).wait().unbind(0)
     return layout.unshard(rows, dim=dim)
