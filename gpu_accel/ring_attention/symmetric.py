@@ -201,7 +201,7 @@ class SymmetricTransport(TorchTransport):
         torch.cuda.synchronize(self._device)
         self._flags, self._flag_handle = flags, self._rendezvous(flags)
         self._watch = _Watch(
-            len(self._streams), torch.zeros(2 * len(self._streams) + 1, dtype=torch.int32).pin_memory(),
+            len(self._streams), torch.zeros(2 * len(self._streams) + 1, dtype=torch.int32, device="cpu").pin_memory(),
             self.timeout.total_seconds(), self._give_up,
         )
         self._capturing, self._replays, self._replay = False, 0, torch.cuda.Event()  # of the last one, when it is over
