@@ -203,6 +203,7 @@ def test_a_model_that_keeps_its_own_attention_is_refused():
     assert one.config._attn_implementation == before
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
 @pytest.mark.parametrize("inside", [True, False], ids=["within", "after"])
 def test_checkpoints_are_recomputed_over_the_ring_or_not_at_all(inside: bool):
     from torch.utils.checkpoint import CheckpointError
