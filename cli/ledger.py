@@ -97,11 +97,10 @@ def claims(
 
 
 def judge_all(paper: Paper, records: Sequence[Record]) -> list[Verdict]:
-    """The verdict on every claim of a paper, from the newest of these records."""
+    """The verdict on every claim of a paper, from the newest of these records that can settle it."""
     from gpu_accel.workbench.claims import judge_all
-    from gpu_accel.workbench.records import merge
 
-    return judge_all(paper.claims(), merge(records))
+    return judge_all(paper.claims(), records)
 
 
 def settled_by(paper: Paper, records: Sequence[Record]) -> list[Verdict]:

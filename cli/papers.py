@@ -130,13 +130,12 @@ def commands(paper: Paper) -> list[str]:
 def readme_table() -> str:
     """The papers as Markdown, for the generated block in README.md."""
     from gpu_accel.workbench.claims import judge_all
-    from gpu_accel.workbench.records import merge
     from gpu_accel.workbench.registry import papers
     from gpu_accel.workbench.report import markdown_table, summary
 
     rows = []
     for paper in papers():
-        verdicts = judge_all(paper.claims(), merge(paper.records()))
+        verdicts = judge_all(paper.claims(), paper.records())
         title = f"[{paper.title}](papers/{paper.id})"
         arxiv = f"[{paper.arxiv}](https://arxiv.org/abs/{paper.arxiv})"
         notebook = f"[{paper.notebook.removesuffix('.ipynb')}](notebooks/{paper.notebook})"

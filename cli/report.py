@@ -43,9 +43,8 @@ def report(
     if output:
         check_suffix(output)
     one = registry.paper(paper)
-    records = merge(gather(one, results))
-    claims = one.claims()
-    verdicts = judge_all(claims, records)
+    claims, everything = one.claims(), gather(one, results)
+    verdicts, records = judge_all(claims, everything), merge(everything)
     if output and output.suffix == ".html":
         text = pages.html(one, records, verdicts, claims=claims, plotly="cdn" if interactive else "svg")
     else:

@@ -138,8 +138,8 @@ def made_up_records():
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [("02_thunderkittens", dict(seqlen=7, key_dim=5, value_dim=3)), ("03_ring_attention", dict(seqlen=7, ranks=3)),
-     ("03_ring_attention", dict(seqlen=24, ranks=1))],
-    ids=["tk", "ring", "ring-alone"],
+     ("03_ring_attention", dict(seqlen=24, ranks=1)), ("08_gpu_cores", dict(latency_cycles=2))],
+    ids=["tk", "ring", "ring-alone", "cores"],
 )  # fmt: skip
 def test_runs_with_parameters_that_its_exercises_ask_for(name, parameters, monkeypatch):
     monkeypatch.delenv("GPU_ACCEL_NOTEBOOK_MODE", raising=False)

@@ -180,8 +180,8 @@ def verdicts(paper: Paper | str, records: Iterable[Record] | None = None) -> lis
     from gpu_accel.workbench.claims import judge
 
     paper = _paper(paper)
-    newest = merge(paper.records() if records is None else records)
-    return [judge(claim, newest) for claim in paper.claims()]
+    found = paper.records() if records is None else list(records)
+    return [judge(claim, found) for claim in paper.claims()]
 
 
 def verdict_line(paper: Paper | str, records: Iterable[Record] | None = None) -> Shown:

@@ -27,8 +27,8 @@ NOTE = (
 
 def refresh(paper: Paper) -> list[Path]:
     """Write the SVG of every measured sweep and the `results` block of the paper's README; returns what was written."""
-    records = merge(paper.records())
-    claims = paper.claims()
+    everything = paper.records()
+    records, claims = merge(everything), paper.claims()
     written, parts = [], []
     figures = report.figures(records, claims)
     titles = [title for title, *_ in figures]
@@ -43,7 +43,7 @@ def refresh(paper: Paper) -> list[Path]:
         table = _every_rate(members) if ablation else best_table(members, ours=paper.ours)
         parts += [f"![{title}]({name})", table]
         parts += _gaps(members)
-    verdicts = judge_all(claims, records)
+    verdicts = judge_all(claims, everything)
     if parts:
         parts += [*error_table(records), NOTE]
     elif settled := [verdict for verdict in verdicts if verdict.settled and not verdict.internal]:

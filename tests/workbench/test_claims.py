@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -241,6 +242,21 @@ def test_two_ways_of_flushing_are_not_mixed(claim):
 
 
 # -- ratios
+
+
+def test_a_newer_run_without_the_rival_leaves_an_older_ratio_standing(claim):
+    from cli import ledger
+
+    text = RATIO + 'value = 1.5\nconditions = {dtype = "fp16"}\n'
+    text += 'measure = {experiment = "forward", impl = "ours", ratio_to = "sdpa-flash"}\n'
+    one = claim(text)
+    both = timed(ratio={"sdpa-flash": (1.5, 1.49, 1.51)})
+    alone = timed(tflops=700, when="2026-11-28T12:00:00+00:00")
+    later = timed(ratio={"sdpa-flash": (1.6, 1.59, 1.61)}, when="2026-11-29T12:00:00+00:00")
+    paper = SimpleNamespace(claims=lambda: [one], records=lambda: [both, alone])
+    (verdict,) = ledger.judge_all(paper, paper.records())
+    assert verdict.word == "reproduced" and verdict.records == (both,)
+    assert judge(one, [both, alone, later]).records == (later,)
 
 
 def test_a_ratio_needs_a_common_run(claim):
