@@ -265,8 +265,6 @@ def plan(
         )
     if heads % kv_heads:
         raise InvalidInputError(f"heads ({heads}) must be a multiple of kv_heads ({kv_heads})")
-    if head_dim % 8:
-        raise InvalidInputError(f"head_dim must be a multiple of 8, which attention takes, got {head_dim}")
     if merge not in MERGES:
         raise InvalidInputError(f"merge must be one of {', '.join(MERGES)}, got {shown(merge, 40)}")
     if isinstance(memory_gb, bool) or not isinstance(memory_gb, int | float) or not 0 < memory_gb < 1e6:

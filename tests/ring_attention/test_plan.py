@@ -202,6 +202,7 @@ def test_the_table_of_the_readme_is_the_models():
         ({"memory_gb": True}, "memory_gb must be a positive number"),
         ({"merge": "none"}, "merge must be one of"),
         ({"head_dim": 100}, "head_dim must be a multiple of 8"),
+        ({"head_dim": 264}, "up to 256, which the kernels take, got 264"),
         ({"memory_gb": float("nan")}, "memory_gb must be a positive number"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
