@@ -1,6 +1,6 @@
 """Ranks that share one GPU: tests of symmetric memory where there are fewer GPUs than ranks.
 
-    GPU_ACCEL_RANKS_SHARE_A_GPU=1 python -m pytest tests/gpu/test_ring_attention.py -k "2] or 4]"
+    GPU_ACCEL_RANKS_SHARE_A_GPU=1 python -m pytest tests/gpu/test_ring_ranks.py
 
 What is real: a process a rank, memory that all of them have mapped, flags that streams write and wait for, the kernels
 and their order. What is not: copies go from the GPU to itself, and processes take turns on it by time slices, so no

@@ -22,7 +22,7 @@ from gpu_accel.transformer_engine.sharded import gather_in_fp8
 from tests.gathering import gathering
 
 from .one_gpu import card, collectives_through_the_host, gathered, shared
-from .test_ring_attention import run_ranks
+from .ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an H100 or H200"
