@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from gpu_accel.errors import InvalidInputError, shown
+from gpu_accel.errors import InvalidInputError, UnsupportedError, shown
 
 from . import output
 from .console import out
@@ -84,7 +84,7 @@ def longest(
 ) -> None:
     """The longest sequence whose attention fits in the memory of so many GPUs, by counted bytes.
 
-    Attention alone, with its shards, results and buffers.
+    Attention alone, with its shards, results and buffers. Exit code 4 when nothing fits on any of them.
     """
     from gpu_accel.ring_attention.longest import longest as tokens_of
 
@@ -100,6 +100,8 @@ def longest(
         }
         for n in gpus or (1, 2, 4)
     ]  # fmt: skip
+    if not any(row["tokens"] for row in rows):
+        raise UnsupportedError(f"not one token fits in {memory:g} GB a GPU")
     if output_:
         output.write(output_, rows, payload={"longest": rows}, title="Longest sequences")
     if json_:

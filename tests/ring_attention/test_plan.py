@@ -258,6 +258,8 @@ def test_the_command_for_the_longest_sequence():
     assert [(row["gpus"], row["tokens"]) for row in rows] == [(n, longest(gpus=n, **options)) for n in (1, 2, 4)]
     one = CliRunner().invoke(app, [*question, "--gpus", "2", "--schedule", "allgather"])
     assert one.stdout.split() == ["2", "GPUs", f"{longest(gpus=2, schedule='allgather', **options):,}", "tokens"]
+    none = CliRunner().invoke(app, ["longest", "--memory", "1e-9"])
+    assert isinstance(none.exception, UnsupportedError) and not none.stdout  # exit code 4
 
 
 def test_lengths_as_people_write_them():
