@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gpu_accel.gluon_compat import barrier, tma_load, tma_store
+from gpu_accel.thunderkittens.walk_kernel import ready_barriers
 
 STEPS = gl.constexpr(64)  # of a chunk: the M of wgmma
 KEYS = gl.constexpr(16)  # what K is padded to
@@ -87,7 +88,6 @@ def based_walk_kernel(
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     SMALL: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8])
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     NARROW: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEPS, KEYS], dtype)
     VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEPS, BV], dtype)
     q_bufs = gl.allocate_shared_memory(dtype, [STAGES, STEPS, KEYS], NARROW)
@@ -98,10 +98,7 @@ def based_walk_kernel(
     o_buf = gl.allocate_shared_memory(dtype, [STEPS, BV], VALUES)
     s0_buf = gl.allocate_shared_memory(gl.float32, [BV], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     kt_buf = gl.allocate_shared_memory(dtype, [KEYS, STEPS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-    fence_async_shared()
+    full = ready_barriers(STAGES)
 
     program = gl.program_id(0)
     col = program % tiles * BV

@@ -28,7 +28,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gpu_accel.gluon_compat import barrier, tma_load, tma_store
-from gpu_accel.thunderkittens.walk_kernel import STEPS
+from gpu_accel.thunderkittens.delta_solve_kernel import place_of_chunk
+from gpu_accel.thunderkittens.walk_kernel import STEPS, ready_barriers
 
 WARPS = gl.constexpr(8)
 
@@ -74,19 +75,10 @@ def delta_back_kernel(
     m_buf = gl.allocate_shared_memory(dtype, [STEPS, STEPS], SQUARE)
     sums_buf = gl.allocate_shared_memory(gl.float32, [STEPS], LINE)
     strengths_buf = gl.allocate_shared_memory(gl.float32, [STEPS], LINE)
-    full = gl.allocate_shared_memory(gl.int64, [5, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(5):
-        mbarrier.init(full.index(i), count=1)
-    fence_async_shared()
+    full = ready_barriers(5)
 
-    program = gl.program_id(0)
-    head = program % heads
-    chunk = program // heads % chunks
-    n = program // heads // chunks
-    head_q = head // group
-    state = program // heads
-    row = chunk * STEPS
-    line = (n * heads + head) * chunks * STEPS + row
+    n, head, head_q, row, line = place_of_chunk(chunks, heads, group)
+    state = gl.program_id(0) // heads
     V_BYTES: gl.constexpr = v_desc.block_type.nbytes
     K_BYTES: gl.constexpr = k_desc.block_type.nbytes
     S_BYTES: gl.constexpr = states_desc.block_type.nbytes

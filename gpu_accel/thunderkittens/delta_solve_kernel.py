@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gpu_accel.gluon_compat import barrier, reinterpret, tma_load, tma_store
-from gpu_accel.thunderkittens.walk_kernel import STEPS
+from gpu_accel.thunderkittens.walk_kernel import STEPS, ready_barriers
 
 ROWS = gl.constexpr(16)  # of the blocks that are inverted in registers
 BLOCKS = gl.constexpr(4)
@@ -73,6 +73,17 @@ def _doubled(t, below, t_bufs, r_bufs, LEFT: gl.constexpr):
     return t
 
 
+@gluon.jit
+def place_of_chunk(chunks, heads, group):
+    """(sequence, head, head of q, first step in its sequence, and among all) of a program: a chunk and a head."""
+    program = gl.program_id(0)
+    head = program % heads
+    chunk = program // heads % chunks
+    n = program // heads // chunks
+    row = chunk * STEPS
+    return n, head, head // group, row, (n * heads + head) * chunks * STEPS + row
+
+
 @gluon.jit(do_not_specialize=["chunks", "heads", "group", "tiles", "scale"])
 def delta_solve_kernel(
     q_desc, k_desc, v_desc, sums_desc, strengths_desc, decay_desc, fresh_desc, pairs_desc, inverse_desc,
@@ -107,18 +118,9 @@ def delta_solve_kernel(
     x_buf = gl.allocate_shared_memory(gl.float32, [STEPS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     sums_buf = gl.allocate_shared_memory(gl.float32, [STEPS], LINE)
     strengths_buf = gl.allocate_shared_memory(gl.float32, [STEPS], LINE)
-    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(full.index(i), count=1)
-    fence_async_shared()
+    full = ready_barriers(2)
 
-    program = gl.program_id(0)
-    head = program % heads
-    chunk = program // heads % chunks
-    n = program // heads // chunks
-    head_q = head // group
-    row = chunk * STEPS
-    line = (n * heads + head) * chunks * STEPS + row
+    n, head, head_q, row, line = place_of_chunk(chunks, heads, group)
     mbarrier.expect(full.index(0), (1 + PAIRS) * k_desc.block_type.nbytes + (1 + GATED) * STEPS * 4)
     tma_load(k_desc, [n, head_q, row, 0], full.index(0), k_buf)
     tma_load(strengths_desc, [line], full.index(0), strengths_buf)

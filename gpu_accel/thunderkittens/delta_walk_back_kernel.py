@@ -22,9 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gpu_accel.gluon_compat import barrier, tma_store
-from gpu_accel.thunderkittens.delta_walk_kernel import _first_state, _load_chunk, _place
+from gpu_accel.thunderkittens.delta_walk_kernel import _first_state, _load_chunk, _place, _tiles_of_chunks
 from gpu_accel.thunderkittens.gla_walk_kernel import _turned_places
-from gpu_accel.thunderkittens.walk_kernel import STEPS, _opaque
+from gpu_accel.thunderkittens.walk_kernel import STEPS, _opaque, ready_barriers
 
 
 @gluon.jit(do_not_specialize=["chunks", "heads", "group", "tiles", "K", "V", "scale", "has_final", "nothing_before"])
@@ -42,26 +42,17 @@ def delta_walk_back_kernel(
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [COLS // 16, 1], [16, STEPS, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     BY_STEP: gl.constexpr = gl.SliceLayout(0, OUT)
-    KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEPS, BK], dtype)
     VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEPS, COLS], dtype)
-    SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEPS, STEPS], dtype)
     STATES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, COLS], dtype)
 
-    w_bufs = gl.allocate_shared_memory(dtype, [STAGES, STEPS, BK], KEYS)
-    q_bufs = gl.allocate_shared_memory(dtype, [STAGES, STEPS, BK], KEYS)
-    k_bufs = gl.allocate_shared_memory(dtype, [STAGES, STEPS, BK], KEYS)
-    p_bufs = gl.allocate_shared_memory(dtype, [STAGES, STEPS, STEPS], SQUARE)
-    do_bufs = gl.allocate_shared_memory(dtype, [STAGES, STEPS, COLS], VALUES)
+    w_bufs, q_bufs, k_bufs, p_bufs, do_bufs = _tiles_of_chunks(dtype, BK, COLS, STAGES)
     du_buf = gl.allocate_shared_memory(dtype, [STEPS, COLS], VALUES)
     s_buf = gl.allocate_shared_memory(dtype, [BK, COLS], STATES)
     low_buf = s_buf
     if LOW:
         low_buf = gl.allocate_shared_memory(dtype, [BK, COLS], STATES)
     sums_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, STEPS], gl.NVMMASharedLayout(0, 32, 1))
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-    fence_async_shared()
+    full = ready_barriers(STAGES)
 
     n, head, head_q, col, number, line = _place(chunks, heads, group, tiles, COLS)
     descs = (w_desc, q_desc, k_desc, p_desc, do_desc, sums_desc)

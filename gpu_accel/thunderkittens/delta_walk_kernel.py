@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from gpu_accel.gluon_compat import barrier, tma_load, tma_store
 from gpu_accel.thunderkittens.gla_walk_kernel import _turned_places
-from gpu_accel.thunderkittens.walk_kernel import STEPS, _opaque
+from gpu_accel.thunderkittens.walk_kernel import STEPS, _opaque, ready_barriers
 
 
 @gluon.jit
@@ -45,6 +45,20 @@ def _load_chunk(descs, bufs, bar, stage, n, head, head_q, chunk, line, col, GATE
     tma_load(k_desc, [n, head_q, row, 0], full, k_bufs.index(stage))
     if GATED:
         tma_load(sums_desc, [line + row], full, sums_bufs.index(stage))
+
+
+@gluon.jit
+def _tiles_of_chunks(dtype: gl.constexpr, BK: gl.constexpr, COLS: gl.constexpr, STAGES: gl.constexpr):
+    """Shared memory of STAGES chunks: decay, q, k (steps, BK), pairs (steps, steps), and (steps, COLS) of v."""
+    KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEPS, BK], dtype)
+    VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEPS, COLS], dtype)
+    SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEPS, STEPS], dtype)
+    w_bufs = gl.allocate_shared_memory(dtype, [STAGES, STEPS, BK], KEYS)
+    q_bufs = gl.allocate_shared_memory(dtype, [STAGES, STEPS, BK], KEYS)
+    k_bufs = gl.allocate_shared_memory(dtype, [STAGES, STEPS, BK], KEYS)
+    p_bufs = gl.allocate_shared_memory(dtype, [STAGES, STEPS, STEPS], SQUARE)
+    v_bufs = gl.allocate_shared_memory(dtype, [STAGES, STEPS, COLS], VALUES)
+    return w_bufs, q_bufs, k_bufs, p_bufs, v_bufs
 
 
 @gluon.jit
@@ -89,21 +103,12 @@ def delta_walk_kernel(
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [COLS // 16, 1], [16, STEPS, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     BY_STEP: gl.constexpr = gl.SliceLayout(0, OUT)
-    KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEPS, BK], dtype)
     VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEPS, COLS], dtype)
-    SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEPS, STEPS], dtype)
 
-    w_bufs = gl.allocate_shared_memory(dtype, [STAGES, STEPS, BK], KEYS)
-    q_bufs = gl.allocate_shared_memory(dtype, [STAGES, STEPS, BK], KEYS)
-    k_bufs = gl.allocate_shared_memory(dtype, [STAGES, STEPS, BK], KEYS)
-    p_bufs = gl.allocate_shared_memory(dtype, [STAGES, STEPS, STEPS], SQUARE)
-    u_bufs = gl.allocate_shared_memory(dtype, [STAGES, STEPS, COLS], VALUES)
+    w_bufs, q_bufs, k_bufs, p_bufs, u_bufs = _tiles_of_chunks(dtype, BK, COLS, STAGES)
     o_buf = gl.allocate_shared_memory(dtype, [STEPS, COLS], VALUES)
     sums_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, STEPS], gl.NVMMASharedLayout(0, 32, 1))
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-    fence_async_shared()
+    full = ready_barriers(STAGES)
 
     n, head, head_q, col, number, line = _place(chunks, heads, group, tiles, COLS)
     descs = (w_desc, q_desc, k_desc, p_desc, u_desc, sums_desc)

@@ -43,7 +43,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gpu_accel.gluon_compat import barrier, tma_load, tma_store
-from gpu_accel.thunderkittens.walk_kernel import STEPS, _opaque
+from gpu_accel.thunderkittens.walk_kernel import STEPS, _opaque, ready_barriers
 
 COLUMNS = gl.constexpr(64)  # of k that are in registers at a time, and of v that a walk takes
 LEVELS = gl.constexpr(6)
@@ -242,10 +242,7 @@ def gla_walk_kernel(
         q_bufs = gl.allocate_shared_memory(dtype, [STAGES, STEPS, BK], KEYS)
         p_bufs = gl.allocate_shared_memory(dtype, [STAGES, STEPS, STEPS], VALUES)
         o_buf = gl.allocate_shared_memory(dtype, [STEPS, COLUMNS], VALUES)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-    fence_async_shared()
+    full = ready_barriers(STAGES)
 
     program = gl.program_id(0)
     col = program % tiles * COLUMNS

@@ -12,7 +12,6 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -20,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from gpu_accel.gluon_compat import barrier, tma_load
 from gpu_accel.thunderkittens.chunked_kernels import LOWEST_GATE
-from gpu_accel.thunderkittens.walk_kernel import STEPS, _scaled_keys, _state_places, _sums_of
+from gpu_accel.thunderkittens.walk_kernel import STEPS, _scaled_keys, _state_places, _sums_of, ready_barriers
 
 
 @gluon.jit
@@ -61,7 +60,6 @@ def segments_kernel(
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     STEP: gl.constexpr = gl.SliceLayout(0, LEFT)
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     VECTOR: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
     k_bufs = gl.allocate_shared_memory(
         dtype, [STAGES, STEPS, BK], gl.NVMMASharedLayout.get_default_for([STEPS, BK], dtype)
@@ -71,10 +69,7 @@ def segments_kernel(
     )
     sums_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, STEPS], VECTOR)
     weights_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, STEPS], VECTOR)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-    fence_async_shared()
+    full = ready_barriers(STAGES)
 
     program = gl.program_id(0)
     col = program % tiles * BV

@@ -43,6 +43,16 @@ STEPS = gl.constexpr(64)  # of a chunk: the M of wgmma
 
 
 @gluon.jit
+def ready_barriers(COUNT: gl.constexpr):
+    """COUNT mbarriers, in shared memory and seen by TMA, each of which one arrival completes."""
+    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(made.index(i), count=1)
+    fence_async_shared()
+    return made
+
+
+@gluon.jit
 def _load(
     descs, bufs, bar, stage, n, head_v, head_q, head, chunk, line, col, GATED: gl.constexpr, WEIGHTED: gl.constexpr,
     NEAR: gl.constexpr, STATES: gl.constexpr,
@@ -211,7 +221,6 @@ def walk_kernel(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEPS, BK], dtype)
     VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEPS, BV], dtype)
@@ -232,10 +241,7 @@ def walk_kernel(
         if STATES:
             STATE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, BV], dtype)
             states_bufs = gl.allocate_shared_memory(dtype, [STAGES, BK, BV], STATE)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-    fence_async_shared()
+    full = ready_barriers(STAGES)
 
     program = gl.program_id(0)
     col = program % tiles * BV
