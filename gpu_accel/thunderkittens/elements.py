@@ -40,9 +40,7 @@ def rotary_op(
     pairs = batch * heads
     whole = not interleaved and offsets is None and dim == block == 2 * cos.shape[1] >= 16 and pairs < 2**31
     with _device(x):
-        if not x.numel():
-            pass
-        elif HALVES and whole and 0 <= start <= cos.shape[0] - seqlen:
+        if x.numel() and HALVES and whole and 0 <= start <= cos.shape[0] - seqlen:
             each = min(_EACH, next_power_of_2(pairs))
             tokens = max(1, _NUMBERS // (each * block))
             blocks, groups = -(-seqlen // tokens), -(-pairs // each)
@@ -52,7 +50,7 @@ def rotary_op(
                 (x, y, cos, sin, *x.stride()[:3], seqlen, heads, pairs, start),
                 dict(DIM=dim, TOKENS=tokens, EACH=each, BACKWARD=backward, FLAT=flat, num_warps=_WARPS),
             )  # fmt: skip
-        else:
+        elif x.numel():
             blocks = -(-seqlen * heads // rows)
             launch(
                 kernels._rotary_kernel, blocks * batch,
