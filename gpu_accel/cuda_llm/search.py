@@ -237,14 +237,19 @@ class _Search:
                 return "Nothing new was proposed."
             number = len(self.attempts)
             waiting = [
-                self.pool.submit(functools.partial(self.judged, proposal=one, number=number + at, whole=False))
+                self.pool.submit(functools.partial(self.in_time, proposal=one, number=number + at))
                 for at, one in enumerate(fresh)
             ]
             for future in waiting:
-                if (self.late() or self.slow()) and future.cancel():  # still queued, behind others of a large batch
-                    continue
-                self.add(replace(future.result(), number=len(self.attempts)))
+                if attempt := future.result():
+                    self.add(replace(attempt, number=len(self.attempts)))
         return note
+
+    def in_time(self, sandbox: Sandbox, proposal: Proposal, number: int) -> Attempt | None:
+        """`judged`; None where time was over before its turn came, behind others of a large batch."""
+        if self.late() or self.slow():
+            return None
+        return self.judged(sandbox, proposal, number, whole=False)
 
     def late(self) -> bool:
         """Whether the time of all searches is over."""

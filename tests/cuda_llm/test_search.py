@@ -252,6 +252,7 @@ def test_budgets_end_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search_module, "measure", slowly)
     found = optimize_kernel(REVERSE.start, seconds=0.4, batch=10**15, **more)
     assert "0.4 s is spent" in found.note and len(found.attempts) < 20, "a round of all points ends in time too"
+    assert all(one.at < 0.4 for one in found.attempts[1:-1]), "none begins when time is over"
 
 
 def test_a_proposer_that_repeats_itself_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
