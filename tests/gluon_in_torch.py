@@ -404,7 +404,10 @@ def least(of_two: Any, of_many: Any) -> Any:
 
     def function(a: Any, b: Any) -> Any:
         if not any(isinstance(x, Tensor) and x.dim() for x in (a, b)):
-            return number(of_two(a, b)) if isinstance(a, int | Tensor) and isinstance(b, int | Tensor) else of_two(a, b)
+            if not (isinstance(a, int | Tensor) and isinstance(b, int | Tensor)):
+                return of_two(a, b)
+            dtype = next((x.dtype for x in (a, b) if isinstance(x, Tensor)), torch.int64)
+            return number(of_two(a, b)).to(dtype)
         dtype = next(x.dtype for x in (a, b) if isinstance(x, Tensor) and x.dim())
         return of_many(*(torch.as_tensor(x, dtype=dtype) for x in (a, b)))
 

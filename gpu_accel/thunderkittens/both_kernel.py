@@ -26,7 +26,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gpu_accel.gluon_compat import barrier, tma_add, tma_load, tma_store, tma_written
-from gpu_accel.thunderkittens.walk_kernel import STEPS, _opaque, _scaled_keys, _state_places
+from gpu_accel.thunderkittens.walk_kernel import (
+    STEPS,
+    _inverse,
+    _opaque,
+    _power_of_tile,
+    _powers_of_rows,
+    _scaled_keys,
+    _state_places,
+)
 
 
 @gluon.jit
@@ -79,7 +87,7 @@ def _store_parts(to, x, scale, COLS: gl.constexpr):
 @gluon.jit(do_not_specialize=["chunks", "heads", "group", "sequences", "segments", "K", "V", "scale"])
 def both_kernel(
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, states_desc, sums_desc, weights_desc,
-    initial, local, decays, final, out_of, passed, got, chunks, heads, group, sequences, segments, K, V, scale,
+    initial, local, decays, final, out_of, passed, got, chunks, heads, group, sequences, segments, K, V, scale, powers,
     BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, WEIGHTED: gl.constexpr, HAS_INITIAL: gl.constexpr,
     HAS_LOCAL: gl.constexpr, WARPS: gl.constexpr, TURNS: gl.constexpr,
     UNIT: gl.constexpr,
@@ -98,9 +106,12 @@ def both_kernel(
     operand, and every tensor arrives on an mbarrier of its own (between loads that arrive on the same one Triton 3.6
     puts a barrier of all): 6 of them a chunk for 25.
     UNIT: scale is 1.
+    In float16 D, both P and do' are multiplied with powers of two as in `walk_kernel`, which explains `powers`: here
+    all tiles of 64 columns of K have the same. dk may be float32 then.
     """
     gl.static_assert(TURNS == 1 or not (HAS_INITIAL or HAS_LOCAL))
     dtype: gl.constexpr = q_desc.dtype
+    HALF: gl.constexpr = dtype == gl.float16
     COLS: gl.constexpr = WARPS // 4
     EACH: gl.constexpr = COLS > 1
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, COLS], [16, 64 // COLS, 16])
@@ -119,7 +130,8 @@ def both_kernel(
     v_bufs = gl.allocate_shared_memory(dtype, [STAGES, STEPS, BV], VALUES)
     do_bufs = gl.allocate_shared_memory(dtype, [STAGES, STEPS, BV], VALUES)
     s_buf = gl.allocate_shared_memory(dtype, [BV, BK], gl.NVMMASharedLayout.get_default_for([BV, BK], dtype))
-    dk_buf = gl.allocate_shared_memory(dtype, [STEPS, BK], KEYS)
+    RESULTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEPS, BK], dk_desc.dtype)
+    dk_buf = gl.allocate_shared_memory(dk_desc.dtype, [STEPS, BK], RESULTS)
     dv_buf = gl.allocate_shared_memory(dtype, [STEPS, BV], VALUES)
     sums_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, STEPS], VECTOR)
     weights_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, STEPS], VECTOR)
@@ -184,11 +196,22 @@ def both_kernel(
             places, inside = _state_places(one, 0, V, K, BV, BK, OUT_K)
             acc = acc * gl.load(decays + one)
             acc += gl.load(local + places, mask=inside, other=0.0)
-    s_buf.store(acc.to(dtype))
+    unit = 1.0
+    back = 1.0
+    if HALF:
+        power = _power_of_tile(acc)
+        back = _inverse(power)
+        s_buf.store((acc * power).to(dtype))
+    else:
+        s_buf.store(acc.to(dtype))
     fence_async_shared()
     barrier()
     if begin < end:
         tma_store(states_desc, [n, head, (chunks - 1 - begin) * BV, 0], s_buf)
+        if HALF:
+            for tile in gl.static_range(BK // 64):
+                place = (tile * sequences * heads + number) * chunks + chunks - 1 - begin
+                gl.store(powers + place.to(gl.int64), back)
 
     steps_s = gl.arange(0, STEPS, layout=gl.SliceLayout(1, SCORES))
     steps_t = gl.arange(0, STEPS, layout=gl.SliceLayout(0, SCORES))
@@ -232,16 +255,20 @@ def both_kernel(
         else:
             last = gl.sum(gl.where(steps_t == STEPS - 1, b_t, 0.0), axis=0)
         share = gl.where(causal, gl.exp2(b_t[None, :] - b_s[:, None]), 0.0)
-        acc = acc * gl.exp2(last)
+        if not HALF:
+            acc = acc * gl.exp2(last)
         # ptxas moves products of scores above a wait that leaves others on their way, and waits for all of them there
         alike, asked = warpgroup_mma_wait(0, deps=[alike, asked])
         dk = warpgroup_mma(v_buf, s_buf, no_keys, use_acc=False, is_async=True)
         dv = warpgroup_mma(k_buf, s_buf.permute((1, 0)), no_values, use_acc=False, is_async=True)
         alike = alike * share
         pairs = alike * asked
-        p_k = (asked * share).to(dtype)
-        p_v = alike.to(dtype)
-        if COLS > 1:
+        if HALF:
+            asked = asked * share
+        else:
+            p_k = (asked * share).to(dtype)
+            p_v = alike.to(dtype)
+        if COLS > 1 and not HALF:
             p_k_buf.store(p_k)
             p_v_buf.store(p_v)
             fence_async_shared()
@@ -257,11 +284,31 @@ def both_kernel(
         COLUMNS: gl.constexpr = gl.SliceLayout(0, quarters.type.layout)
         at = gl.arange(0, 4, layout=ROWS)[:, None] * STEPS + gl.arange(0, STEPS, layout=COLUMNS)[None, :]
         gl.store(got + 4 * to + at, quarters * scale)
-        asks = _scaled_keys(do_buf, sums, sums, last, LEFT_K, True, False, True)
+        if HALF:  # not before pairs are summed up: registers
+            of_k = _powers_of_rows(asked)
+            of_v = _powers_of_rows(alike)
+            p_k = (asked * of_k[:, None]).to(dtype)
+            p_v = (alike * of_v[:, None]).to(dtype)
+            of_k = gl.convert_layout(of_k, gl.SliceLayout(1, OUT_K))
+            of_v = gl.convert_layout(of_v, gl.SliceLayout(1, OUT_V))
+            if COLS > 1:
+                p_k_buf.store(p_k)
+                p_v_buf.store(p_v)
+                fence_async_shared()
+        asks, shrunk = _scaled_keys(do_buf, sums, sums, last, LEFT_K, True, False, True, HALF=HALF)
+        if HALF:
+            acc = acc * (gl.exp2(last) * (unit * shrunk))
+            unit = _inverse(shrunk)
         dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
-        dk = dk * gl.exp2(last - sums.load(gl.SliceLayout(1, OUT_K)))[:, None]
-        dv = dv * gl.exp2(last - sums.load(gl.SliceLayout(1, OUT_V)))[:, None]
+        if HALF:
+            dk = dk * (gl.exp2(last - sums.load(gl.SliceLayout(1, OUT_K))) * back)[:, None]
+            dv = dv * (gl.exp2(last - sums.load(gl.SliceLayout(1, OUT_V))) * back * of_v)[:, None]
+        else:
+            dk = dk * gl.exp2(last - sums.load(gl.SliceLayout(1, OUT_K)))[:, None]
+            dv = dv * gl.exp2(last - sums.load(gl.SliceLayout(1, OUT_V)))[:, None]
         into = dk * k_buf.load(OUT_K).to(gl.float32)
+        if HALF:
+            dk = dk * of_k[:, None]
         if COLS > 1:
             _store_parts(out_of + COLS * to, into, scale, COLS)
             barrier()  # P is there
@@ -276,6 +323,9 @@ def both_kernel(
         tma.store_wait(0)
         barrier()  # D was read by all, and the last dk, dv and D have left
         dk, dv = warpgroup_mma_wait(1, deps=[dk, dv])
+        if HALF:
+            dk = dk * _inverse(of_k)[:, None]
+            dv = dv * _inverse(of_v)[:, None]
         if WEIGHTED:
             weights = weights_bufs.index(stage)
             dk = dk * weights.load(gl.SliceLayout(1, OUT_K))[:, None]
@@ -283,15 +333,20 @@ def both_kernel(
         if not UNIT:
             dk = dk * scale
             dv = dv * scale
-        dk_buf.store(dk.to(dtype))
+        dk_buf.store(dk.to(dk_desc.dtype))
         dv_buf.store(dv.to(dtype))
         acc = warpgroup_mma_wait(0, deps=[acc])
         if TURNS > 1:
             if chunk == 0:
                 places, inside = _state_places(number, 0, V, _opaque(K), BV, BK, OUT_K)
-                gl.store(final + places, acc, mask=inside)
+                gl.store(final + places, acc * unit if HALF else acc, mask=inside)
             acc = gl.where(chunk == 0, 0.0, acc)  # the next head begins
-        s_buf.store(acc.to(dtype))
+        if HALF:
+            power = _power_of_tile(acc)
+            back = _inverse(power) * unit
+            s_buf.store((acc * power).to(dtype))
+        else:
+            s_buf.store(acc.to(dtype))
         fence_async_shared()
         barrier()
         if TURNS > 1:
@@ -306,6 +361,10 @@ def both_kernel(
             if i + 1 < end * TURNS:
                 after = chunks - 1 - (i + 1) % chunks
                 tma_store(states_desc, [n, head + (i + 1) // chunks, after * BV, 0], s_buf)
+                if HALF:
+                    for tile in gl.static_range(BK // 64):
+                        place = ((tile * sequences + n) * heads + head + (i + 1) // chunks) * chunks + after
+                        gl.store(powers + place.to(gl.int64), back)
             if chunk == 0:
                 tma_written()  # before anything is added to it
             if i + STAGES < end * TURNS:
@@ -313,6 +372,10 @@ def both_kernel(
         else:
             if i + 1 < end:
                 tma_store(states_desc, [n, head, (chunk - 1) * BV, 0], s_buf)
+                if HALF:
+                    for tile in gl.static_range(BK // 64):
+                        place = (tile * sequences * heads + number) * chunks + chunk - 1
+                        gl.store(powers + place.to(gl.int64), back)
             if i + STAGES < end:
                 _load(descs, bufs, bars, stage, n, head, head_q, chunk - STAGES, line, WEIGHTED, EACH)
         stage += 1
@@ -321,5 +384,5 @@ def both_kernel(
             phase ^= 1
     if TURNS == 1 and position == segments - 1:
         places, inside = _state_places(number, 0, V, _opaque(K), BV, BK, OUT_K)
-        gl.store(final + places, acc, mask=inside)
+        gl.store(final + places, acc * unit if HALF else acc, mask=inside)
     tma.store_wait(0)

@@ -140,8 +140,9 @@ def _finished(x: Tensor, y: Tensor, D: Tensor | None, z: Tensor | None, wide: to
 
 def _walks(x: Tensor, backend: str) -> bool:
     """Whether `scan_op` is to run, which makes gates and their gradients with everything else."""
-    taken = backend == "hopper" or (backend == "auto" and linear.GPU_CHECKED and linear.HOPPER_CHECKED)
-    return taken and x.is_cuda and x.dtype == torch.bfloat16
+    taken = backend == "auto" and linear.GPU_CHECKED and linear.HOPPER_CHECKED and walk_hopper.unasked(x.dtype)
+    asked = backend == "hopper" and x.dtype in (torch.bfloat16, torch.float16)
+    return (taken or asked) and x.is_cuda
 
 
 def _segments(v: Tensor, tiles: int, chunk: int) -> int:
@@ -164,7 +165,8 @@ def scan_op(
                 limited = (rates.contiguous(), low, high)
                 return walk_hopper.walk(q, k, v, dt, dt, None, None, None, scale=1.0, segments=1, rates=limited)
     w = _limited(dt, low, high)
-    return chunked.chunked._init_fn(q, k, v, w * rates, w, None, None, 1.0, chunk, 0, "hopper or walk")
+    way = "hopper or walk" if v.dtype == torch.bfloat16 else "hopper or chunks"
+    return chunked.chunked._init_fn(q, k, v, w * rates, w, None, None, 1.0, chunk, 0, way)
 
 
 @scan_op.register_fake

@@ -19,7 +19,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from gpu_accel.gluon_compat import barrier, tma_load
 from gpu_accel.thunderkittens.chunked_kernels import LOWEST_GATE
-from gpu_accel.thunderkittens.walk_kernel import STEPS, _scaled_keys, _state_places, _sums_of, ready_barriers
+from gpu_accel.thunderkittens.walk_kernel import (
+    STEPS,
+    _inverse,
+    _scaled_keys,
+    _state_places,
+    _sums_of,
+    ready_barriers,
+)
 
 
 @gluon.jit
@@ -51,12 +58,14 @@ def segments_kernel(
 ):  # fmt: skip
     """local (.., sequences, heads, K, V), decays (.., sequences, heads), float32, of as many segments as are launched.
 
-    Descriptors, gates and STEADY as in `walk_kernel`, gate for its x. group_k, group_v: heads that share k, or v.
+    Descriptors, gates, STEADY and powers of two in float16 as in `walk_kernel`, gate for its x. group_k, group_v: heads
+    that share k, or v.
     """
     gl.static_assert(not STEADY or (GATED and not WEIGHTED))
     gl.static_assert(not (WEIGHTED and REVERSE))
     SUMMED: gl.constexpr = GATED and not STEADY
     dtype: gl.constexpr = k_desc.dtype
+    SCALED: gl.constexpr = dtype == gl.float16 and (GATED or WEIGHTED)
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     STEP: gl.constexpr = gl.SliceLayout(0, LEFT)
@@ -95,6 +104,7 @@ def segments_kernel(
     last = 0.0
     decay = 0.0
     left = 0
+    unit = 1.0
     if STEADY:
         decay = gl.maximum(gl.load(gate + head), LOWEST_GATE) * 1.4426950408889634
     stage = 0
@@ -110,9 +120,14 @@ def segments_kernel(
             last = gl.sum(gl.where(steps == STEPS - 1, sums, 0.0), axis=0)
         if GATED:
             total += last
-            acc = acc * gl.exp2(last)
-        keys = _scaled_keys(k_bufs.index(stage), sums_bufs.index(stage), weights_bufs.index(stage), last, LEFT, GATED,
-                            WEIGHTED, REVERSE, decay, left, STEADY)  # fmt: skip
+            if not SCALED:
+                acc = acc * gl.exp2(last)
+        keys, shrunk = _scaled_keys(k_bufs.index(stage), sums_bufs.index(stage), weights_bufs.index(stage), last, LEFT,
+                                    GATED, WEIGHTED, REVERSE, decay, left, STEADY, SCALED)  # fmt: skip
+        if SCALED:
+            kept = gl.exp2(last) if GATED else 1.0
+            acc = acc * (kept * (unit * shrunk))
+            unit = _inverse(shrunk)
         acc = warpgroup_mma(keys, v_bufs.index(stage), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         barrier()  # the stage was read by all
@@ -125,5 +140,5 @@ def segments_kernel(
             phase ^= 1
     number = (position * sequences + n) * heads + head
     places, inside = _state_places(number, col, K, V, BK, BV, OUT)
-    gl.store(local + places, acc, mask=inside)
+    gl.store(local + places, acc * unit if SCALED else acc, mask=inside)
     gl.store(decays + number, gl.exp2(gl.to_tensor(total)))  # the same from every tile

@@ -8,6 +8,7 @@
 Or, of forms in BOTH, `both_kernel` for 1, 3 and the pairs of 4: it has both factors of every pair.
 
 dq and dk of a head are rounded to bfloat16 and then added up in float32 over the heads that share them, as torch does.
+In float16, where one head's may be beyond 65504 and their sum not, they are float32 until they are added up.
 
 Where nothing but q, k, v and the first state needs a gradient (no weights, gates that are constants or none), nothing
 is kept for gates: `plain`, three walks as the forward's.
@@ -36,6 +37,7 @@ CHECKED: dict[tuple[int, int, bool], tuple[str, ...]] = {
 # K, padded to 64 or 128, of what takes `both_kernel` (with V up to 64): its warps and stages. Mamba-2 on an H200, 8 x
 # 2048 steps with 80 heads, K 128: 1522 us for 1893 by a walk each; 16 x 4096 with 16 heads, K 64: 639 for 971.
 BOTH: dict[int, tuple[int, int]] = {64: (4, 2), 128: (8, 3)}
+HALF_BOTH = (8, 3)  # the same in float16, of which 4 warps spill 308 bytes at K = 64
 # (K, V) of `plain` that tests/gpu found right on an H200, with states and segments: 237 us for 500 at 8 x 2048 steps,
 # 16 heads, K = V = 128, without gates, and 263 for 752 with decays. Others were right, too, and nobody timed them.
 PLAIN_CHECKED: tuple[tuple[int, int], ...] = ((128, 128), (16, 64))
@@ -95,12 +97,13 @@ def _flipped(x: Tensor | None) -> Tensor | None:
 def both(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, vectors: tuple[Tensor, Tensor], initial: Tensor | None,
     local: Tensor | None, decays: Tensor | None, states: Tensor, *, weighted: bool, scale: float, segments: int,
-    config: tuple[int, int], turns: int = 1,
+    config: tuple[int, int], turns: int = 1, powers: Tensor | None = None, wide: bool = False,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """dk and dv of every head, the last D (batch, heads, V, K) float32, and out_of, passed and got of `both_kernel`.
 
     turns: heads whose dk are added up, so that dk has heads / turns.
     initial, local, decays: of D, as `walk_hopper.walk` takes them. states: memory for the D that enters every chunk.
+    powers: in float16, what those were multiplied with, see `walk_kernel`. wide: dk is float32, of float16.
     """
     from gpu_accel.thunderkittens import both_kernel
 
@@ -111,7 +114,8 @@ def both(
     warps, stages = config
     parts = warps // 4  # of sums over columns
     chunks, block_k = triton.cdiv(seqlen, CHUNK), 64 if key_dim <= 64 else 128
-    dk, dv = (v.new_empty((batch, seqlen, h, n)) for h, n in ((heads // turns, key_dim), (heads, value_dim)))
+    dk = v.new_empty((batch, seqlen, heads // turns, key_dim), dtype=torch.float32 if wide else v.dtype)
+    dv = v.new_empty((batch, seqlen, heads, value_dim))
     final = v.new_empty((batch, heads, value_dim, key_dim), dtype=torch.float32)
     sums = [v.new_empty((batch, heads, chunks, n * CHUNK), dtype=torch.float32) for n in (parts, parts, 4)]
     blocks = (block_k, block_k, 64, 64, block_k, 64)
@@ -119,9 +123,9 @@ def both(
     optional = [final if x is None else x for x in (initial, local, decays)]
     aligned = initial is None or initial.data_ptr() % 16 == 0  # the others are made here
     _quick[0](
-        (warps, aligned), batch * heads // turns * segments,
+        (warps, aligned, v.dtype, wide), batch * heads // turns * segments,
         (*maps, tensor_map(states, 64, block_k), *map(walk_hopper._line_map, vectors), *optional, final, *sums,
-         chunks, heads, heads // heads_q, batch, segments, key_dim, value_dim, scale),
+         chunks, heads, heads // heads_q, batch, segments, key_dim, value_dim, scale, powers),
         dict(BK=block_k, BV=64, STAGES=stages, WEIGHTED=weighted, HAS_INITIAL=initial is not None,
              HAS_LOCAL=local is not None, WARPS=warps, TURNS=turns, UNIT=scale == 1),
         dict(num_warps=warps),
@@ -152,12 +156,16 @@ def gradients(
     parts = (tiles, batch, heads, chunks)
     into, across = (v.new_empty((*parts, n), dtype=torch.float32) for n in (CHUNK, rows))
     states = v.new_empty((batch, chunks * rows, heads, key_dim))
+    half = v.dtype == torch.float16
+    powers = v.new_empty(parts, dtype=torch.float32) if half else None  # of states
+    wide = half and group > 1
     common: dict[str, Any] = dict(vectors=vectors, segments=segments, scale=scale)
     dsum, ddecay = dlocal or (None, None)
     gates = v.shape[:3] if rates is None else (batch, chunks, heads)
     dg, dw = (torch.empty(shape, dtype=torch.float32, device=v.device)
               for shape in (gates, (0,) if w is None else v.shape[:3]))  # fmt: skip
     config = BOTH.get(64 if key_dim <= 64 else 128) if value_dim <= 64 else None
+    config = HALF_BOTH if config and half else config
     of_q = of_k = 1
     if IN_TURNS and key_dim > 64 and config and group > 1 and segments == 1 and initial is dfinal is None:
         sms = walk_hopper.sms(v)
@@ -166,18 +174,19 @@ def gradients(
     if config:
         dk, dv, dstate, out_of, *pairs = both(do, q, k, v, vectors, _flipped(ending), _flipped(dsum), ddecay, states,
                                               weighted=w is not None, scale=scale, segments=segments,
-                                              config=config, turns=of_k)  # fmt: skip
+                                              config=config, turns=of_k, powers=powers, wide=wide)  # fmt: skip
         dstate = dstate.mT
     else:
         out_of = v.new_empty((*parts, CHUNK), dtype=torch.float32)
         dk, _ = walk_hopper.walk(v, do, q, g, w, _flipped(ending), _flipped(dsum), ddecay, reverse=True, config=keys,
-                                 states=states, x=k, inner=out_of, **common)  # fmt: skip
+                                 states=states, x=k, inner=out_of, powers=powers, wide=wide, **common)  # fmt: skip
         dv, dstate = walk_hopper.walk(k, q, do, g, w, ending, dsum, ddecay, reverse=True, **common)
     added, decay = local or (None, None)
     dq, _ = walk_hopper.walk(do, v, k, g, w, _flipped(initial), _flipped(added), decay, config=keys, states=states,
-                             across=across, x=q, inner=into, turns=of_q, **common)  # fmt: skip
+                             across=across, x=q, inner=into, turns=of_q, powers=powers, wide=wide,
+                             **common)  # fmt: skip
     if group > 1:
-        dq, dk = (x.unflatten(2, (heads_q, -1)).sum(3) for x in (dq, dk))
+        dq, dk = (x.unflatten(2, (heads_q, -1)).sum(3).to(q.dtype) for x in (dq, dk))
     if config:
         block = min(16, next_power_of_2(heads))
         launch(
@@ -214,9 +223,11 @@ def plain(
     (added, decay), (dsum, ddecay) = local or (None, None), dlocal or (None, None)
     # forwards, the walk takes one head of its values for each of its queries
     each = k if heads == heads_q else k.repeat_interleave(heads // heads_q, 2)
-    dq, _ = walk_hopper.walk(do, v, each, g, None, _flipped(initial), _flipped(added), decay, **common)
-    dk, _ = walk_hopper.walk(v, do, q, g, None, _flipped(ending), _flipped(dsum), ddecay, reverse=True, **common)
+    wide = v.dtype == torch.float16 and heads > heads_q
+    dq, _ = walk_hopper.walk(do, v, each, g, None, _flipped(initial), _flipped(added), decay, wide=wide, **common)
+    dk, _ = walk_hopper.walk(v, do, q, g, None, _flipped(ending), _flipped(dsum), ddecay, reverse=True, wide=wide,
+                             **common)  # fmt: skip
     dv, dstate = walk_hopper.walk(k, q, do, g, None, ending, dsum, ddecay, reverse=True, **common)
     if heads > heads_q:
-        dq, dk = (x.unflatten(2, (heads_q, heads // heads_q)).sum(3) for x in (dq, dk))
+        dq, dk = (x.unflatten(2, (heads_q, heads // heads_q)).sum(3).to(q.dtype) for x in (dq, dk))
     return dq, dk, dv, dstate * scale

@@ -27,6 +27,8 @@ STEADY = False
 # Whether what segments add is made by `segments_kernel` and not in plain Triton: not seen on a card yet.
 SEGMENTS = False
 _SEGMENT_STAGES = 4
+# Whether "auto" takes these walks in float16, and gradients by them (`walk_back`): not seen on a card yet.
+HALF = False
 Rates = tuple[Tensor, float, float] | None
 _quick: list[QuickLaunch] = []
 _quick_segments: list[QuickLaunch] = []
@@ -46,14 +48,14 @@ def walk_config(key_dim: int, value_dim: int) -> WalkConfig:
     return WalkConfig(stages=3 if key_dim <= 64 else 2)
 
 
-def machine_refusal(x: Tensor) -> str | None:
-    """What is wrong with the machine, the dtype or this Triton, or None."""
+def machine_refusal(x: Tensor, half: bool = False) -> str | None:
+    """What is wrong with the machine, the dtype or this Triton, or None. half: float16 is taken, too."""
     if x.device.type != "cuda" or torch.version.hip:
         return f"needs an NVIDIA GPU of compute capability 9.0, got a {x.device.type} tensor"
     if capability(x.device) != (9, 0):
         return "needs compute capability 9.0 (H100, H200), got {}.{}".format(*capability(x.device))
-    if x.dtype != torch.bfloat16:
-        return f"takes bfloat16, got {x.dtype}"
+    if x.dtype != torch.bfloat16 and not (half and x.dtype == torch.float16):
+        return f"takes bfloat16{' and float16' if half else ''}, got {x.dtype}"
     return None if gluon_available() else "this Triton has no usable Gluon dialect"
 
 
@@ -83,7 +85,12 @@ def problem_refusal(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, 
 
 def refusal(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, chunk: int) -> str | None:
     """Why the Hopper kernel cannot run this forward, or None."""
-    return machine_refusal(v) or problem_refusal(q, k, v, cu_seqlens, chunk)
+    return machine_refusal(v, half=True) or problem_refusal(q, k, v, cu_seqlens, chunk)
+
+
+def unasked(dtype: torch.dtype) -> bool:
+    """Whether "auto" takes these kernels for this dtype, where they can run."""
+    return dtype == torch.bfloat16 or (HALF and dtype == torch.float16)
 
 
 def gate_vectors(
@@ -121,7 +128,7 @@ def walk(
     local: Tensor | None, decays: Tensor | None, *, scale: float, segments: int, config: WalkConfig | None = None,
     norm: float | None = None, reverse: bool = False, vectors: tuple[Tensor, Tensor] | None = None,
     states: Tensor | None = None, across: Tensor | None = None, x: Tensor | None = None, inner: Tensor | None = None,
-    turns: int = 1, rates: Rates = None,
+    turns: int = 1, rates: Rates = None, powers: Tensor | None = None, wide: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(o (batch, seqlen, heads, V), final state (batch, heads, K, V) float32); arguments as in `chunked.chunked`.
 
@@ -131,6 +138,7 @@ def walk(
     those sums. vectors: what `gate_vectors` made of g and w.
     reverse; states, x and inner, and across for a walk forwards, which leaves the final state alone: see `walk_kernel`.
     turns: heads whose o are added up, so that o has heads / turns. rates: as `gate_vectors` takes them.
+    powers: with states, in float16: see `walk_kernel`. wide: o is float32, of float16.
     """
     from gpu_accel.thunderkittens import walk_kernel
 
@@ -147,7 +155,8 @@ def walk(
     gate = g if STEADY and w is None and vectors is None and forwards and g is not None and _one_a_head(g) else None
     given = None if gate is not None else g
     sums, weights = vectors or gate_vectors(given, w, v, chunks, rates)
-    o = torch.empty((batch, seqlen, heads // turns, value_dim), dtype=v.dtype, device=v.device)
+    kind = torch.float32 if wide else v.dtype
+    o = torch.empty((batch, seqlen, heads // turns, value_dim), dtype=kind, device=v.device)
     final = torch.empty((batch, heads, key_dim, value_dim), dtype=torch.float32, device=v.device)
     block_k = next(n for n in _KEYS if key_dim <= n)
     tiles = triton.cdiv(value_dim, config.block_v)
@@ -173,10 +182,10 @@ def walk(
         optional[1] = final.new_empty((programs, block_k, config.block_v))
         optional[2] = zero_counters(v.device, programs)
     _quick[0](
-        (far >= 2**31, aligned, gate is not None and gate.data_ptr() % 16 == 0), programs,
+        (far >= 2**31, aligned, gate is not None and gate.data_ptr() % 16 == 0, v.dtype, wide), programs,
         (*keys, *values, _line_map(sums), _line_map(weights), *optional, final,
          chunks, heads, heads // q.shape[2], batch, segments, tiles, key_dim, value_dim, scale, norm or 0.0,
-         map_of_states, map_of_x, *memory, *strides, seqlen, heads // v.shape[2]),
+         map_of_states, map_of_x, *memory, *strides, seqlen, heads // v.shape[2], powers),
         constants | dict(DEAL=dealt, UNIT=scale == 1, STEADY=gate is not None), dict(num_warps=4),
     )  # fmt: skip
     return o, final
@@ -204,7 +213,7 @@ def segment_sums(
     decays = torch.empty((segments - 1, batch, heads), dtype=torch.float32, device=v.device)
     block_k, tiles = next(n for n in _KEYS if key_dim <= n), triton.cdiv(value_dim, 64)
     _quick_segments[0](
-        (gate is not None and gate.data_ptr() % 16 == 0,), batch * heads * tiles * (segments - 1),
+        (gate is not None and gate.data_ptr() % 16 == 0, v.dtype), batch * heads * tiles * (segments - 1),
         (tensor_map(k, CHUNK, block_k), tensor_map(v, CHUNK, 64), *map(_line_map, vectors),
          decays if gate is None else gate, local, decays, chunks, heads, heads // k.shape[2], heads // v.shape[2],
          batch, segments, tiles, key_dim, value_dim, seqlen),

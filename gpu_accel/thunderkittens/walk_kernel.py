@@ -145,15 +145,46 @@ def _sums_of(sums, decay, left, LAYOUT: gl.constexpr, STEADY: gl.constexpr):
 
 
 @gluon.jit
+def _power(most, LEAST: gl.constexpr, BELOW: gl.constexpr):
+    """The power of two (float32) that takes numbers up to `most` to below 2^BELOW; float16 ends above 2^15.
+
+    LEAST: the exponent, with float32's bias of 127, that smaller ones count as; 15 at least.
+    """
+    exponent = gl.minimum(gl.maximum(most.to(gl.int32, bitcast=True) >> 23, LEAST), 252 + BELOW)
+    return ((253 + BELOW - exponent) << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _inverse(power):
+    """1 / power, of a power of two."""
+    return (0x7F000000 - power.to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _power_of_tile(x):
+    """`_power` for all of x; NaN where an infinity is, beside which others would be zeros."""
+    most = gl.max(gl.max(gl.abs(x), axis=1), axis=0)
+    return _power(most, 15, 15) + most * 0.0
+
+
+@gluon.jit
+def _powers_of_rows(x):
+    """`_power` for every row of x; below 2^-26 they stay, so that what is added to its products stays finite."""
+    return _power(gl.max(gl.abs(x), axis=1), 101, 15)
+
+
+@gluon.jit
 def _scaled_keys(
     k_buf, sums, weights, last, LAYOUT: gl.constexpr, GATED: gl.constexpr, WEIGHTED: gl.constexpr,
-    REVERSE: gl.constexpr, decay=0.0, left=0, STEADY: gl.constexpr = False,
+    REVERSE: gl.constexpr, decay=0.0, left=0, STEADY: gl.constexpr = False, HALF: gl.constexpr = False,
 ):  # fmt: skip
-    """k' (K, steps) as a left operand in registers, every step times what the end of the chunk keeps of it.
+    """k' (K, steps) as a left operand in registers, every step times what the end of the chunk keeps of it, and 1.
 
-    REVERSE: times what the beginning keeps, without weights.
+    REVERSE: times what the beginning keeps, without weights. HALF: times a power of two, too, so that no factor is
+    above 1, and that power.
     """
     keys = k_buf.permute((1, 0)).load(LAYOUT)
+    power = 1.0
     if GATED or WEIGHTED:
         wide = keys.to(gl.float32)
         if GATED:
@@ -163,8 +194,11 @@ def _scaled_keys(
                 factor = factor * weights.load(gl.SliceLayout(0, LAYOUT))
         else:
             factor = weights.load(gl.SliceLayout(0, LAYOUT))
+        if HALF:
+            power = _power(gl.max(gl.abs(factor), axis=0), 87, 0)
+            factor = factor * power
         keys = (wide * factor[None, :]).to(keys.dtype)
-    return keys
+    return keys, power
 
 
 @gluon.jit
@@ -183,7 +217,7 @@ def _rows_of(x, x_b, x_t, x_h, n, head, chunk, col, seqlen, V, BV: gl.constexpr,
 def walk_kernel(
     q_desc, k_desc, v_desc, o_desc, sums_desc, weights_desc, initial, local, decays, final,
     chunks, heads, group, sequences, segments, tiles, K, V, scale, floor,
-    states_desc, x_desc, states, across, x, inner, x_b, x_t, x_h, seqlen, group_v,
+    states_desc, x_desc, states, across, x, inner, x_b, x_t, x_h, seqlen, group_v, powers,
     BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, WEIGHTED: gl.constexpr,
     HAS_INITIAL: gl.constexpr, HAS_LOCAL: gl.constexpr, NORM: gl.constexpr, REVERSE: gl.constexpr,
     GATES: gl.constexpr, LATE: gl.constexpr, TOTALS: gl.constexpr, NEAR: gl.constexpr, TURNS: gl.constexpr,
@@ -211,6 +245,14 @@ def walk_kernel(
     first is there. Counters are zero before and after. K is BK, and V is BV.
     UNIT: scale is 1.
     STEADY: a head has one gate for all steps, in x (heads,) float32, and sums_desc is not read.
+
+    In float16, which ends at 65504 and has few bits left below 2^-14, operands that are made here are multiplied with a
+    power of two first, and what comes out with its inverse, which is exact: S and the states of chunks so that the
+    largest number of a tile is from 2^14 to 2^15, scores so a row, keys so that their largest factor (of gates and
+    weights) in a chunk is from 1/2 to 1, for which acc is S in such units. So nothing overflows that is finite in
+    float32, what comes out apart; of an operand 2^-25 of 2^14 is lost where bfloat16 loses 2^-9 of each number, and of
+    keys 2^-25, which is what q, k and v are rounded to themselves. With GATES what undoes the powers of states is in
+    `powers` (tiles, sequences, heads, chunks) float32. o may be float32 where q is float16.
     """
     gl.static_assert(not (DEAL and (GATES or REVERSE or NORM or HAS_LOCAL or TURNS > 1)))
     gl.static_assert(TURNS == 1 or (GATES and NEAR and not (REVERSE or HAS_INITIAL or HAS_LOCAL)))
@@ -218,6 +260,8 @@ def walk_kernel(
     SUMMED: gl.constexpr = GATED and not STEADY
     gl.static_assert(not (NORM and (GATED or WEIGHTED or HAS_INITIAL or HAS_LOCAL or REVERSE)))
     dtype: gl.constexpr = q_desc.dtype
+    HALF: gl.constexpr = dtype == gl.float16
+    SCALED: gl.constexpr = HALF and (GATED or (WEIGHTED and not REVERSE))  # keys are
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
@@ -230,7 +274,8 @@ def walk_kernel(
     k_bufs = gl.allocate_shared_memory(dtype, [STAGES, STEPS, BK], KEYS)
     v_bufs = gl.allocate_shared_memory(dtype, [STAGES, STEPS, BV], VALUES)
     s_buf = gl.allocate_shared_memory(dtype, [BK, BV], gl.NVMMASharedLayout.get_default_for([BK, BV], dtype))
-    o_buf = gl.allocate_shared_memory(dtype, [STEPS, BV], VALUES)
+    RESULTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEPS, BV], o_desc.dtype)
+    o_buf = gl.allocate_shared_memory(o_desc.dtype, [STEPS, BV], RESULTS)
     sums_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, STEPS], VECTOR)
     weights_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, STEPS], VECTOR)
     STATES: gl.constexpr = not REVERSE
@@ -299,7 +344,14 @@ def walk_kernel(
             places, inside = _state_places(one, col, K, V, BK, BV, OUT)
             acc = acc * gl.load(decays + one)
             acc += gl.load(local + places, mask=inside, other=0.0)
-    s_buf.store(acc.to(dtype))
+    unit = 1.0
+    back = 1.0
+    if HALF:
+        power = _power_of_tile(acc)
+        back = _inverse(power)
+        s_buf.store((acc * power).to(dtype))
+    else:
+        s_buf.store(acc.to(dtype))
     if NORM:
         z_buf = gl.allocate_shared_memory(gl.float32, [BK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         z = gl.full([BK], 0.0, gl.float32, gl.SliceLayout(1, LEFT))  # the sum of the keys so far
@@ -309,6 +361,9 @@ def walk_kernel(
         barrier()
         if begin < end:
             tma_store(states_desc, [n, head, (chunks - 1 - begin) * BK, col], s_buf)
+            if HALF:
+                at = ((program % tiles * sequences * heads + number) * chunks + chunks - 1 - begin).to(gl.int64)
+                gl.store(powers + at, back)
 
     steps_t = gl.arange(0, STEPS, layout=gl.SliceLayout(1, SCORES))
     steps_s = gl.arange(0, STEPS, layout=gl.SliceLayout(0, SCORES))
@@ -361,7 +416,8 @@ def walk_kernel(
             share = gl.where(causal, gl.exp2(between), 0.0)
             if WEIGHTED and not REVERSE:
                 share = share * weights_bufs.index(stage).load(gl.SliceLayout(0, SCORES))[None, :]
-            acc = acc * gl.exp2(last)
+            if not HALF:
+                acc = acc * gl.exp2(last)
         elif WEIGHTED and not REVERSE:
             share = gl.where(causal, weights_bufs.index(stage).load(gl.SliceLayout(0, SCORES))[None, :], 0.0)
         if GATES and not REVERSE:
@@ -369,7 +425,12 @@ def walk_kernel(
             rows = gl.arange(0, BK, layout=gl.SliceLayout(1, OUT))
             if NEAR:
                 behind = states_bufs.index(stage).load(OUT)
-            gl.store(across + to + rows, gl.sum(acc * behind.to(gl.float32), axis=1) * scale)
+            if HALF:
+                theirs = gl.load(powers + to // BK)
+                crossing = gl.sum(acc * behind.to(gl.float32), axis=1)
+                gl.store(across + to + rows, crossing * (gl.exp2(last) * unit * theirs * scale))
+            else:
+                gl.store(across + to + rows, gl.sum(acc * behind.to(gl.float32), axis=1) * scale)
             if not NEAR:
                 x_tile = _rows_of(x, x_b, x_t, x_h, n, head_v, chunk, col, seqlen, _opaque(V), BV, OUT)
         if LATE:
@@ -377,13 +438,22 @@ def walk_kernel(
             out = warpgroup_mma(q_bufs.index(stage), s_buf, no_out, use_acc=False, is_async=True)
         else:
             scores = warpgroup_mma_wait(1, deps=[scores])
-        if GATED or (WEIGHTED and not REVERSE):  # noqa: SIM108
+        if HALF:
+            p = scores * share if SCALED else gl.where(causal, scores, 0.0)
+            rowwise = _powers_of_rows(p)
+            p = (p * rowwise[:, None]).to(dtype)
+            rowwise = gl.convert_layout(rowwise, gl.SliceLayout(1, OUT))
+        elif GATED or (WEIGHTED and not REVERSE):
             p = (scores * share).to(dtype)
         else:
             p = gl.where(causal, scores, 0.0).to(dtype)
         # scaled under the first products keys took 4 us longer of 44, and spilled at K = 128
-        keys = _scaled_keys(k_buf, sums_bufs.index(stage), weights_bufs.index(stage), last, LEFT, GATED,
-                            WEIGHTED and not REVERSE, REVERSE, decay, left, STEADY)  # fmt: skip
+        keys, shrunk = _scaled_keys(k_buf, sums_bufs.index(stage), weights_bufs.index(stage), last, LEFT, GATED,
+                                    WEIGHTED and not REVERSE, REVERSE, decay, left, STEADY, HALF)  # fmt: skip
+        if SCALED:
+            kept = gl.exp2(last) if GATED else 1.0
+            acc = acc * (kept * (unit * shrunk))
+            unit = _inverse(shrunk)
         if NORM:
             before = q_bufs.index(stage).load(LEFT).to(gl.float32) * z_buf.load(gl.SliceLayout(0, LEFT))[None, :]
             total = gl.convert_layout(gl.sum(before, axis=1), gl.SliceLayout(1, OUT))
@@ -393,18 +463,28 @@ def walk_kernel(
         if GATED:
             b_out = _sums_of(sums_bufs.index(stage), decay, left, gl.SliceLayout(1, OUT), STEADY)
             b_out = last - b_out if REVERSE else b_out
-            out = out * gl.exp2(b_out)[:, None]
+            if HALF:  # noqa: SIM108
+                out = out * (gl.exp2(b_out) * back * rowwise)[:, None]
+            else:
+                out = out * gl.exp2(b_out)[:, None]
+        elif HALF:
+            out = out * (back * rowwise)[:, None]
         if GATES:
             to = ((program % tiles * sequences * heads + number) * chunks + chunk).to(gl.int64) * STEPS
             rows = gl.arange(0, STEPS, layout=gl.SliceLayout(1, OUT))
             if NEAR:
                 x_tile = x_bufs.index(stage).load(OUT)
-            gl.store(inner + to + rows, gl.sum(out * x_tile.to(gl.float32), axis=1) * scale)
+            if HALF:
+                gl.store(inner + to + rows, gl.sum(out * x_tile.to(gl.float32), axis=1) * (_inverse(rowwise) * scale))
+            else:
+                gl.store(inner + to + rows, gl.sum(out * x_tile.to(gl.float32), axis=1) * scale)
         out = warpgroup_mma(gl.convert_layout(p, LEFT), v_buf, out, is_async=True)
         acc = warpgroup_mma(keys, v_buf, acc, is_async=True)
         tma.store_wait(0)
         barrier()  # S was read by all, and the last o has left
         out = warpgroup_mma_wait(1, deps=[out])
+        if HALF:
+            out = out * _inverse(rowwise)[:, None]
         if NORM:
             if TOTALS:
                 at = chunk * STEPS + gl.arange(0, STEPS, layout=gl.SliceLayout(1, OUT))
@@ -415,7 +495,7 @@ def walk_kernel(
             out = out * weights_bufs.index(stage).load(gl.SliceLayout(1, OUT))[:, None]
         if not UNIT:
             out = out * scale
-        o_buf.store(out.to(dtype))
+        o_buf.store(out.to(o_desc.dtype))
         acc = warpgroup_mma_wait(0, deps=[acc])
         if TURNS > 1:
             acc = gl.where(chunk == chunks - 1, 0.0, acc)  # the next head begins
@@ -423,20 +503,27 @@ def walk_kernel(
             n_now, head_now = n, head
             n, head, chunk_now = _piece_after(i, n, head, chunk, chunks, heads, whole, lowest, first)
             if chunk == chunks - 1:
-                gl.store(partial(final, number, BK, BV, OUT), acc)
+                gl.store(partial(final, number, BK, BV, OUT), acc * unit if HALF else acc)
             if i == whole:
-                gl.store(partial(local, _opaque(program), BK, BV, OUT), acc)
+                gl.store(partial(local, _opaque(program), BK, BV, OUT), acc * unit if HALF else acc)
                 count(decays + program, 8)
             if (chunk == chunks - 1) | (i == whole):
                 number = n * heads + head
                 acc = gl.full([BK, BV], 0.0, gl.float32, OUT)
+                if HALF:
+                    unit = gl.to_tensor(1.0)
                 if i + 1 < end:
                     if chunk_now > 0:
                         _wait_for(decays + (program - 1), THREADS)
                         acc = gl.load(partial(local, _opaque(program) - 1, BK, BV, OUT))
                     elif HAS_INITIAL:
                         acc = gl.load(partial(initial, _opaque(number), BK, BV, OUT))
-        s_buf.store(acc.to(dtype))
+        if HALF:
+            power = _power_of_tile(acc)
+            back = _inverse(power) * unit
+            s_buf.store((acc * power).to(dtype))
+        else:
+            s_buf.store(acc.to(dtype))
         fence_async_shared()
         barrier()
         if TURNS > 1:
@@ -462,6 +549,9 @@ def walk_kernel(
         if GATES and REVERSE:  # noqa: SIM102
             if i + 1 < end:
                 tma_store(states_desc, [n, head, (chunk - 1) * BK, col], s_buf)
+                if HALF:
+                    at = ((program % tiles * sequences * heads + number) * chunks + chunk - 1).to(gl.int64)
+                    gl.store(powers + at, back)
         if not DEAL and TURNS == 1 and i + STAGES < end:
             ahead = chunk - STAGES if REVERSE else chunk + STAGES
             _load(descs, bufs, full, stage, n, head_v, head_q, head, ahead, line, col, SUMMED, WEIGHTED, NEAR, STATES)
@@ -474,5 +564,5 @@ def walk_kernel(
             gl.store(decays + (program - 1), 0)
     elif position == segments - 1 and (REVERSE or not GATES):
         places, inside = _state_places(number, col, K, _opaque(V), BK, BV, OUT)
-        gl.store(final + places, acc, mask=inside)
+        gl.store(final + places, acc * unit if HALF else acc, mask=inside)
     tma.store_wait(0)

@@ -149,9 +149,9 @@ def part_of(case: Case) -> judging.Part | None:
     return None if few >= int(case["batch"]) else lambda x: x[:few]
 
 
-def hopper_refusal(settings: Settings, precision: str) -> str:
-    """Why the kernels in Gluon cannot run here; empty when they can."""
-    return walk_hopper.machine_refusal(torch.empty(0, dtype=DTYPES[precision], device=settings.device)) or ""
+def hopper_refusal(settings: Settings, precision: str, half: bool = False) -> str:
+    """Why the kernels in Gluon cannot run here; empty when they can. half: those that take float16, too."""
+    return walk_hopper.machine_refusal(torch.empty(0, dtype=DTYPES[precision], device=settings.device), half) or ""
 
 
 def _implementation(
@@ -187,7 +187,8 @@ def build_attention(case: Case, settings: Settings) -> Workload:
     reads = 2 * key_dim + value_dim
     moved = reads + value_dim if case["pass"] == "forward" else 2 * reads + value_dim
     gates = 4 * steps * {"step": 1, "key": key_dim, "delta": 1, "delta-step": 2}.get(str(case["gate"]), 0)
-    why, plain = hopper_refusal(settings, str(case["dtype"])), ""
+    half = not _is_delta(case) and case["gate"] != "key"
+    why, plain = hopper_refusal(settings, str(case["dtype"]), half), ""
     if case["gate"] == "key":
         why = why or ("" if case["pass"] == "forward" else "gradients of gates of every key dimension are `portable`")
         values = torch.empty(0, 0, 0, value_dim, dtype=DTYPES[str(case["dtype"])], device=settings.device)
@@ -290,7 +291,7 @@ def build_mamba(case: Case, settings: Settings) -> Workload:
     )
     return Workload(
         implementations=[
-            made("hopper", "ours", _mamba("hopper"), why=hopper_refusal(settings, str(case["dtype"]))),
+            made("hopper", "ours", _mamba("hopper"), why=hopper_refusal(settings, str(case["dtype"]), True)),
             made("portable", "ours", _mamba("portable")),
             made("torch", "reference", eager, note="chunks of 64 as eager products"),
             made("mamba_ssm", "peer", _mamba_ssm(256), why=why, note=f"chunk 256, the module's default; {_TUNED}"),

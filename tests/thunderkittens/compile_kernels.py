@@ -2,6 +2,7 @@
 
 python compile_kernels.py chunked bf16-128-128,fp16-64-128-packed     forward and backward, gates, weights, K-V
 python compile_kernels.py chunked bf16-128-64-walks                   the same, and gradients by walks
+python compile_kernels.py walks fp16-128-64                           what Mamba-2 takes of them in Gluon alone
 python compile_kernels.py delta bf16-128-128,fp16-64-128              the delta rule, forward and backward
 python compile_kernels.py gla bf16-128-128                            gates per key dimension, forward and backward
 python compile_kernels.py maps bf16-64                               Based, Hedgehog's map, what joins a window
@@ -67,12 +68,19 @@ def chunked(dtype: torch.dtype, key_dim: int, value_dim: int, packed: bool, walk
         from gpu_accel.thunderkittens import walk_back
 
         one = q[:, :, :1].contiguous()
-        # Mamba-2; 13 heads for 4 programs: dealt
-        few, dt, rates = v[:, :, :13].contiguous(), g[..., :13], (g[0, 0, :13].contiguous(), 0.0, 1.0)
-        walk_hopper.walk(one, one, few, dt, dt, None, None, None, scale=1.0, segments=1, rates=rates)
-        walk_back.gradients(few, None, one, one, few, dt, dt, None, None, None, scale=1.0, segments=1, rates=rates)
+        mamba(dtype, key_dim, value_dim)
         with mock.patch.object(walk_back, "IN_TURNS", not walk_back.IN_TURNS):
             walk_back.gradients(v, None, one, one, v, g, g, None, None, None, scale=0.1, segments=1)
+
+
+def mamba(dtype: torch.dtype, key_dim: int, value_dim: int) -> None:
+    """Mamba-2 by walks; 13 heads for 4 programs: dealt."""
+    from gpu_accel.thunderkittens import walk_back, walk_hopper
+
+    one, few = torch.empty(1, 4096, 1, key_dim, dtype=dtype), torch.empty(1, 4096, 13, value_dim, dtype=dtype)
+    dt, rates = torch.empty(1, 4096, 13), (torch.empty(13), 0.0, 1.0)
+    walk_hopper.walk(one, one, few, dt, dt, None, None, None, scale=1.0, segments=1, rates=rates)
+    walk_back.gradients(few, None, one, one, few, dt, dt, None, None, None, scale=1.0, segments=1, rates=rates)
 
 
 def delta(dtype: torch.dtype, key_dim: int, value_dim: int, packed: bool) -> None:
@@ -218,7 +226,10 @@ if __name__ == "__main__":
                 else:
                     given = (DTYPES[kind], int(sizes[0]), int(sizes[1]), "packed" in sizes)
                     one = dict(delta=delta, gla=gla).get(which)
-                    one(*given) if one else chunked(*given, "walks" in sizes)
+                    if which == "walks":
+                        mamba(*given[:3])
+                    else:
+                        one(*given) if one else chunked(*given, "walks" in sizes)
             sets.append(compiled.copy())
             compiled.clear()
             small.clear()

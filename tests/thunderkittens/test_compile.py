@@ -14,7 +14,7 @@ GROUPS = [  # each is compiled in one process
     [("chunked", names) for names in CHUNKS],
     [
         *(("delta", names) for names in DELTA), ("gla", "bf16-128-128"), ("maps", "bf16-64"), ("conv", "bf16-4096"),
-        ("longconv", "bf16-4096"), ("ladder", "bf16-4096"), ("rows", "bf16-4096,fp32-65536"),
+        ("longconv", "bf16-4096"), ("ladder", "bf16-4096"), ("rows", "bf16-4096,fp32-65536"), ("walks", "fp16-128-64"),
     ],
 ]  # fmt: skip
 
@@ -43,6 +43,16 @@ def test_chunks(names, compile_once):
         assert row["hgmma"] or row["mma"] or row["kernel"] in ("_gates_kernel", "_gate_sums_kernel"), row
         # two programs of the walk share an SM
         assert row["shared"] <= (112 if row["kernel"] in ("walk_kernel", "segments_kernel") else 227) * 1024, row
+
+
+@pytest.mark.slow
+def test_walks_in_float16(compile_once):
+    """Mamba-2's: dealt, for dq, and for dk and dv; powers of two take few registers more."""
+    rows = [row for row in compiled(compile_once, "walks", "fp16-128-64") if "walk" in row["kernel"] or row["tma"]]
+    assert sorted(row["kernel"] for row in rows) == ["both_kernel", "walk_kernel", "walk_kernel"]
+    for row in rows:
+        assert row["spills"] == 0 and row["hgmma"] and not row["faults"], row
+        assert row["shared"] <= (112 if row["kernel"] == "walk_kernel" else 227) * 1024, row
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import torch
 
 import gpu_accel.thunderkittens as tk
 from gpu_accel.errors import InvalidInputError, UnsupportedError
-from gpu_accel.thunderkittens import walk_hopper
+from gpu_accel.thunderkittens import linear, walk_hopper
 
 
 def make(key_dim=128, value_dim=128, heads=2, heads_q=2, dtype=torch.bfloat16, seqlen=100):
@@ -56,13 +56,26 @@ HOPPER = {
 
 @pytest.mark.parametrize(("tensors", "more", "gradients"), HOPPER.values(), ids=HOPPER)
 def test_on_hopper(tensors, more, gradients, monkeypatch):
-    monkeypatch.setattr(walk_hopper, "machine_refusal", lambda _: None)
+    monkeypatch.setattr(walk_hopper, "machine_refusal", lambda *_, **__: None)
     forward, told = tk.explain_linear(*tensors, backend="hopper", **more).splitlines()
     assert forward == "forward    hopper: a walk over the chunks in Gluon"
     assert re.match(f"gradients  {gradients}", told), told
 
 
+@pytest.mark.parametrize("taken", [False, True])
+def test_float16_on_hopper(taken, monkeypatch):
+    """Where it is asked for; else once tests/gpu have passed."""
+    monkeypatch.setattr(walk_hopper, "machine_refusal", lambda *_, **__: None)
+    monkeypatch.setattr(walk_hopper, "HALF", taken)
+    monkeypatch.setattr(linear, "choose", lambda *_, **__: "portable")
+    tensors = make(dtype=torch.float16)
+    assert tk.explain_linear(*tensors, backend="hopper").startswith("forward    hopper")
+    told = tk.explain_linear(*tensors)
+    assert told.startswith(f"forward    {'hopper' if taken else 'portable'}")
+    assert ("in torch.float16 by backend='hopper' alone" in told) != taken
+
+
 def test_packed_sequences_are_not_for_hopper(monkeypatch):
-    monkeypatch.setattr(walk_hopper, "machine_refusal", lambda _: None)
+    monkeypatch.setattr(walk_hopper, "machine_refusal", lambda *_, **__: None)
     told = tk.explain_linear(*make(), cu_seqlens=torch.tensor([0, 40, 100]), backend="portable")
     assert "not taken  hopper: packed sequences" in told

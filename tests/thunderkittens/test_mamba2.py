@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -164,17 +165,18 @@ def test_pairs_are_not_rounded_before_gates_have_them(device):
     assert mine.square().mean() < (0.1 * ruler).square().mean()
 
 
-@pytest.mark.parametrize("dstate", [128, 64])
-@pytest.mark.parametrize("states", [True, False], ids=["states", ""])
-def test_gates_by_the_source_of_the_walks(dstate, states, device, monkeypatch):
+@pytest.mark.parametrize(("dstate", "states", "dtype"), [
+    *((n, s, torch.bfloat16) for s in (True, False) for n in (128, 64)), (64, True, torch.float16)
+])  # fmt: skip
+def test_gates_by_the_source_of_the_walks(dstate, states, dtype, device, monkeypatch):
     """Gates and their gradients made by the kernels of the walks: the same as those that torch makes, but for the order
     of sums. Six heads for four programs; some of dt is beyond its limits."""
     monkeypatch.setattr(walk_hopper, "refusal", lambda *_: None)
     monkeypatch.setattr(walk_hopper, "sms", lambda _: 2)
     monkeypatch.setattr(walk_back, "unseen", lambda *_: None)
     monkeypatch.setattr(chunked, "segments_for", lambda *_: 1)
-    x, do = (randn(2, 130, 3, 64, seed=s, dtype=torch.bfloat16, device=device) for s in (1, 2))
-    B, C = (randn(2, 130, 1, dstate, seed=s, dtype=torch.bfloat16, device=device) for s in (3, 4))
+    x, do = (randn(2, 130, 3, 64, seed=s, dtype=dtype, device=device) for s in (1, 2))
+    B, C = (randn(2, 130, 1, dstate, seed=s, dtype=dtype, device=device) for s in (3, 4))
     tensors = [x, randn(2, 130, 3, seed=5, device=device), -randn(3, seed=6, device=device).exp(), B, C]
     grads = [do, randn(2, 3, 64, dstate, seed=7, device=device)][: 1 + states]
 
@@ -194,6 +196,17 @@ def test_gates_by_the_source_of_the_walks(dstate, states, device, monkeypatch):
             torch.testing.assert_close(mine, by_torch, rtol=1e-5, atol=1e-5 * float(by_torch.abs().max()))
         else:
             assert torch.equal(mine, by_torch), name
+
+
+def test_what_walks():
+    """In float16 where it is asked for; else once tests/gpu have passed."""
+
+    def walks(dtype, backend):
+        return mamba2._walks(SimpleNamespace(is_cuda=True, dtype=dtype), backend)
+
+    assert walks(torch.bfloat16, "auto") and walks(torch.float16, "hopper")
+    assert walks(torch.float16, "auto") == walk_hopper.HALF
+    assert not walks(torch.float32, "hopper") and not walks(torch.float16, "portable")
 
 
 def test_opcheck(device):
