@@ -14,8 +14,10 @@ rows as the layout makes them, padding travels with the rest, and all ranks take
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError, shown
@@ -66,7 +68,7 @@ class Setup:
     def lengths(self) -> tuple[int, ...]:
         return (self.seq,) if self.documents is None else self.documents
 
-    @property
+    @cached_property
     def block(self) -> int:
         """Rows of a shard: tokens, and the padding that its layout adds."""
         return shard_rows(self.layout, self.lengths, self.gpus)
@@ -76,28 +78,39 @@ class Setup:
         """Rows of padding of all shards."""
         return self.block * self.gpus - self.seq
 
-    @property
+    @cached_property
+    def calls(self) -> int:
+        """Kernel calls of a step: one a document."""
+        return sum(length > 0 for length in self.lengths)
+
+    @cached_property
     def rows(self) -> float:
         """Rows of a shard that one kernel call has, of the document to which most work goes."""
-        if len(self.lengths) == 1:
+        if self.calls == 1:
             return self.block
-        spent = [n * n for n in self.lengths if n]
-        shards = [shard_rows(self.layout, (n,), self.gpus) for n in self.lengths if n]
-        return sum(spent) / sum(work / rows for work, rows in zip(spent, shards, strict=True))
+        found = Counter(length for length in self.lengths if length)
+        work = {n: times * n * n for n, times in found.items()}
+        return sum(work.values()) / sum(w / shard_rows(self.layout, (n,), self.gpus) for n, w in work.items())
+
+    @cached_property
+    def _pairs(self) -> tuple[int, ...]:
+        return visible_pairs(self.layout, self.lengths, self.gpus, self.causal)
 
     def share(self, group: int = 1) -> float:
         """Work of the ranks that have most to see, as a multiple of an even share: of groups of neighbours that divide
         theirs, if `group` is more than one. 1 without padding."""
-        pairs = visible_pairs(self.layout, self.lengths, self.gpus, self.causal)
-        most = max(sum(pairs[i : i + group]) for i in range(0, self.gpus, group))
-        return most * (self.gpus // group) / sum(pairs)
+        most = max(sum(self._pairs[i : i + group]) for i in range(0, self.gpus, group))
+        return most * (self.gpus // group) / sum(self._pairs)
+
+    @cached_property
+    def _filled(self) -> int:
+        """Ranks that hold tokens: the first chunks of all ranks come before the second of any."""
+        chunks = self.gpus if self.layout == "contiguous" else 2 * self.gpus
+        return min(self.gpus, max(-(-n // -(-n // chunks)) for n in self.lengths if n))
 
     def hops(self, places: int, group: int = 1) -> int:
         """Of a ring of so many places, each of `group` ranks: fewer than there are others where shards are empty."""
-        held = self.gpus if self.layout == "contiguous" else 2 * self.gpus
-        # chunks that have tokens: the first of every rank come before the second of any
-        filled = max(-(-n // -(-n // held)) for n in self.lengths if n)
-        filled = -(-min(filled, self.gpus) // group)
+        filled = -(-self._filled // group)
         if self.causal:
             return min(places, filled) - 1
         return places - 1 if filled > 1 else 0
@@ -116,7 +129,7 @@ class Setup:
         """Q of one shard, 16 bits."""
         return self.batch * self.block * self.heads * self.head_dim * _ELEMENT
 
-    @property
+    @cached_property
     def flops(self) -> float:
         """Of the whole attention: 4 S^2 h a document, half of it with a causal mask, 3.5 times it with backward."""
         whole = 4.0 * self.batch * sum(n**2 for n in self.lengths) * self.heads * self.head_dim
@@ -467,7 +480,7 @@ def _rate(setup: Setup, end: str) -> float:
 def _time(name: str, setup: Setup, within: Link, slowest: Link, end: str, net: str) -> _Time:
     """One rank's time under a schedule, at one end of the constants of kernels, and one of those of links."""
     n, c = setup.gpus, setup.block
-    busiest, calls = setup.share() * setup.flops / n, sum(length > 0 for length in setup.lengths)
+    busiest = setup.share() * setup.flops / n
     out = _Time()
     count = costs.EPILOGUE if setup.merge == "fused" else costs.MERGE_PASSES
     passes = count.at(end) * 7.5 * setup.batch * c * setup.heads * setup.head_dim / costs.MEMORY.at(end)
@@ -477,7 +490,7 @@ def _time(name: str, setup: Setup, within: Link, slowest: Link, end: str, net: s
 
     def kernel(flops: float, block: float) -> float:
         half = costs.SMALL_BLOCK.at(end)
-        return flops / (_rate(setup, end) * block / (block + half)) + calls * costs.STEP.at(end)
+        return flops / (_rate(setup, end) * block / (block + half)) + setup.calls * costs.STEP.at(end)
 
     def hop(link: Link, size: float) -> float:
         rate = link.pair if n == 2 and link.pair else link.hop

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -68,7 +67,6 @@ def shard_rows(layout: str, documents: Sequence[int], ranks: int) -> int:
     return -(-sum(documents) // ranks)
 
 
-@functools.lru_cache(64)
 def visible_pairs(layout: str, documents: tuple[int, ...], ranks: int, causal: bool) -> tuple[int, ...]:
     """How many (query, key) pairs the tokens of each rank see in their own document, of zigzag, documents or contiguous
     shards; the first and the last take one document."""
