@@ -7,7 +7,7 @@ NEEDED = ("typer", "rich")
 
 
 def main() -> None:
-    """The application, once what it needs is there. An interrupt while it is imported is one like any other."""
+    """The application, once what it needs is there. An interrupt before it runs is one like any other."""
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         print(
             f"error: the command line needs {' and '.join(missing)}: pip install {' '.join(missing)}\n"
@@ -17,9 +17,10 @@ def main() -> None:
         sys.exit(4)
     try:
         from .main import main as run
-    except KeyboardInterrupt:
+
+        run()
+    except KeyboardInterrupt:  # before there is a command that could say so
         sys.exit(130)
-    run()
 
 
 if __name__ == "__main__":

@@ -129,9 +129,10 @@ def _fitted() -> Any:
             return [texts, numbers, words], most, limit - (Measurement.get(console, wide, self).maximum - sum(most))
 
         def fits(self, console: Any, limit: int) -> bool:
-            """Whether so many columns of text hold it with texts, numbers and words whole."""
+            """Whether so many columns of text hold it: texts, numbers and words whole, what it can spare left out."""
             (whole, *_), _, room = self._sizes(console, limit)
-            return sum(whole) <= room
+            kept = [width for one, width in zip(self.columns, whole, strict=True) if one.header not in self._spare]
+            return sum(kept) <= room
 
         def __rich_console__(self, console: Any, options: Any) -> Any:
             missing: list[Any] = []
