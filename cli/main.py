@@ -19,7 +19,7 @@ import sys
 import traceback
 import warnings
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 from typer.core import TyperGroup
@@ -234,13 +234,16 @@ def main() -> None:
             sys.exit(codes.INTERNAL)
 
 
-def _remark(message: Warning | str, category: type[Warning], filename: str, lineno: int, *rest: Any) -> None:
+def _remark(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: TextIO | None = None,
+    line: str | None = None,
+) -> None:  # fmt: skip
     """A warning of this package is a remark of one line; with others it is said where they come from."""
     ours = (Path(__file__).parent, Path(gpu_accel.__file__).parent)
     if any(Path(filename).is_relative_to(folder) for folder in ours):
         print(f"warning: {console.visible(str(message))}", file=sys.stderr)
     else:
-        print(warnings.formatwarning(message, category, filename, lineno), end="", file=sys.stderr)
+        print(warnings.formatwarning(message, category, filename, lineno, line), end="", file=file or sys.stderr)
 
 
 def _open_streams() -> None:
