@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 if TYPE_CHECKING:
     from rich.console import Console
 
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 PLAIN_WIDTH = 160  # of a pipe or a log, where Rich would otherwise wrap tables at 80 columns
 
 
@@ -64,14 +65,19 @@ def note(message: str, *, style: str = "dim") -> None:
     """One line to stderr, never wrapped, its square brackets shown as they are."""
     global last_note
     last_note = message
-    err().print(message, style=style, markup=False, soft_wrap=True)
+    err().print(visible(message), style=style, markup=False, soft_wrap=True)
+
+
+def visible(text: str) -> str:
+    """Text with its control characters spelled out: what a file of somebody else holds must not steer a terminal."""
+    return text.translate(_CONTROLS)
 
 
 def plain(value: object) -> str:
     """Text for a cell as it is: its square brackets are no markup."""
     from rich.markup import escape
 
-    return escape(str(value))
+    return escape(visible(str(value)))
 
 
 def table(
@@ -123,9 +129,10 @@ def _fitted() -> Any:
             return [texts, numbers, words], most, limit - (Measurement.get(console, wide, self).maximum - sum(most))
 
         def fits(self, console: Any, limit: int) -> bool:
-            """Whether so many columns of text hold it with texts, numbers and words whole."""
+            """Whether so many columns of text hold it: texts, numbers and words whole, what it can spare left out."""
             (whole, *_), _, room = self._sizes(console, limit)
-            return sum(whole) <= room
+            kept = [width for one, width in zip(self.columns, whole, strict=True) if one.header not in self._spare]
+            return sum(kept) <= room
 
         def __rich_console__(self, console: Any, options: Any) -> Any:
             missing: list[Any] = []

@@ -13,7 +13,7 @@ import typer
 from gpu_accel.errors import InvalidInputError
 
 from . import codes, output
-from .console import note, out, plain, table
+from .console import Fittest, note, out, plain, table
 from .options import JsonOption, OutputOption, PaperArgument
 from .render import number
 from .results import ResultsOption, gather
@@ -191,15 +191,23 @@ def value(of: Any, unit: str = "") -> str:
 
 
 def verdict_table(verdicts: Sequence[Verdict], *, fold: bool = True) -> Any:
-    """The claims as a table; the cells of a large figure folded into one line when asked."""
-    made = table("id", "where", "claim", "paper", "here", "verdict", right=("paper", "here"), spare=("where",))
+    """The claims as a table; the cells of a large figure folded into one line when asked. On a narrow terminal a claim
+    stands below its id."""
+    numbers = ("paper", "here")
+    wide = table("id", "where", "claim", *numbers, "verdict", right=numbers, spare=("where",))
+    narrow = table("claim", *numbers, "verdict", right=numbers)
+
+    def add(name: str, where: str, claim: str, *rest: str) -> None:
+        wide.add_row(name, where, claim, *rest)
+        narrow.add_row(f"{name}\n{claim}", *rest)
+
     figures: dict[str, list[Verdict]] = {}
     for v in verdicts:
         figures.setdefault(v.claim.figure or v.claim.id, []).append(v)
     for name, cells in figures.items():
         if fold and len(cells) > FOLD:
             hint = f"[dim]{len(cells)} cells, --id '{name}.*' shows them[/]"
-            made.add_row(f"[bold]{name}.*[/]", plain(cells[0].claim.where), hint, "", "", _counted(cells))
+            add(f"[bold]{name}.*[/]", plain(cells[0].claim.where), hint, "", "", _counted(cells))
             continue
         for v in cells:
             claim = v.claim
@@ -207,5 +215,5 @@ def verdict_table(verdicts: Sequence[Verdict], *, fold: bool = True) -> Any:
             if v.expected is not None:
                 claimed += f" (here {value(v.expected)})"
             word = f"[{STYLES[word_of(v)]}]{plain(_short(v.shown))}[/]"
-            made.add_row(claim.id, plain(claim.where), plain(claim.statement), claimed, here, word)
-    return made
+            add(claim.id, plain(claim.where), plain(claim.statement), claimed, here, word)
+    return Fittest(wide, narrow)

@@ -17,11 +17,14 @@ import io
 import os
 import sys
 import traceback
-from typing import Annotated, Any
+import warnings
+from pathlib import Path
+from typing import Annotated, Any, TextIO
 
 import typer
 from typer.core import TyperGroup
 
+import gpu_accel
 from gpu_accel.errors import GpuAccelError, HardwareError, IncorrectResultError, InvalidInputError, UnsupportedError
 
 from . import codes, console, output
@@ -211,8 +214,9 @@ _register()
 
 
 def main() -> None:
-    """The console script `gpu-accel`."""
+    """What `gpu-accel` runs."""
     _open_streams()
+    warnings.showwarning = _remark
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="replace")  # what a terminal that is not UTF-8 cannot show is a question mark
@@ -228,6 +232,18 @@ def main() -> None:
             _drop_stdout()
             print(f"error: cannot write to stdout: {error.strerror}", file=sys.stderr)
             sys.exit(codes.INTERNAL)
+
+
+def _remark(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: TextIO | None = None,
+    line: str | None = None,
+) -> None:  # fmt: skip
+    """A warning of this package is a remark of one line; with others it is said where they come from."""
+    ours = (Path(__file__).parent, Path(gpu_accel.__file__).parent)
+    if any(Path(filename).is_relative_to(folder) for folder in ours):
+        print(f"warning: {console.visible(str(message))}", file=sys.stderr)
+    else:
+        print(warnings.formatwarning(message, category, filename, lineno, line), end="", file=file or sys.stderr)
 
 
 def _open_streams() -> None:

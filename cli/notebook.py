@@ -164,6 +164,8 @@ def run_headless(book: Any, *, folder: Path, timeout: int, target: Path) -> None
         # Below an error its process has nothing to say that concerns a reader, such as how the two are connected.
         extra_arguments=["--IPKernelApp.log_level=ERROR"],
     )
+    cells = sum(cell.cell_type == "code" for cell in book.cells)
+    note(f"running {target.name}, {cells} cell{'' if cells == 1 else 's'} of code ...")  # silent for half a minute else
     try:
         client.execute()
     except exceptions.CellExecutionError as error:

@@ -38,6 +38,9 @@ def plan(
     ] = "nvlink+ib400",
     gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", help="GPUs of a machine.")] = 8,
     memory: Annotated[float, typer.Option("--memory", help="Memory of a GPU in GB.")] = 80.0,
+    documents: Annotated[
+        str | None, typer.Option("--documents", help="Lengths of packed documents, which add up: 4k,12k or 64x2k.")
+    ] = None,
     full: Annotated[bool, typer.Option("--full", help="No causal mask.")] = False,
     backward: Annotated[bool, typer.Option("--backward", help="Forward and backward.")] = False,
     fused: Annotated[
@@ -56,7 +59,7 @@ def plan(
     made = make_plan(
         seq=_tokens(seq), heads=heads, kv_heads=kv_heads, gpus=gpus, link=link, head_dim=head_dim, batch=batch,
         causal=not full, backward=backward, gpus_per_node=gpus_per_node, memory_gb=memory,
-        merge="fused" if fused else "separate",
+        merge="fused" if fused else "separate", documents=False if documents is None else _lengths(documents),
     )  # fmt: skip
     payload = made.as_dict()
     if output_:
@@ -112,8 +115,19 @@ def longest(
         )
 
 
-def _tokens(text: str) -> int:
-    found = re.fullmatch(r"(\d{1,15})([kmg]?)", text.strip().lower())
+def _tokens(text: str, option: str = "--seq") -> int:
+    found = re.fullmatch(r"(\d{1,15})([kmg]?)", text.strip().lower(), re.ASCII)
     if not found:
-        raise InvalidInputError(f"--seq is {shown(text, 40)}: a number of tokens such as 131072, 128k or 1m")
+        raise InvalidInputError(f"{option} is {shown(text, 40)}: a number of tokens such as 131072, 128k or 1m")
     return int(found[1]) * _SCALES[found[2]]
+
+
+def _lengths(text: str) -> list[int]:
+    """Of documents: `64x2k` is 64 of them."""
+    lengths: list[int] = []
+    for part in text.split(","):
+        times, _, length = part.rpartition("x")
+        if not re.fullmatch(r"\s*\d{0,6}", times, re.ASCII):
+            raise InvalidInputError(f"--documents has {shown(part, 40)}: lengths such as 4k,12k, or 64x2k for 64 of 2k")
+        lengths += [_tokens(length, "--documents")] * int(times.strip() or 1)
+    return lengths

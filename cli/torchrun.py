@@ -20,6 +20,7 @@ from gpu_accel.errors import HardwareError, InvalidInputError, shown
 from . import codes
 
 EXITS = "GPU_ACCEL_EXITS"  # the folder for exit codes
+MOST_ON_A_CPU = 64  # processes
 _PATIENCE = 30.0  # seconds; torchrun itself kills what is left after as many
 _SPEAKING = 5.0  # seconds that a helper whose run failed leaves the first process to say so
 
@@ -45,13 +46,17 @@ def relaunch(nproc: int, device: str) -> None:
     """
     import subprocess
 
-    import torch
-
     if nproc < 1:
         raise InvalidInputError(f"--nproc {nproc}: a whole number from 1 up")
-    if device != "cpu" and torch.cuda.device_count() < nproc:
+    if device == "cpu" and nproc > MOST_ON_A_CPU:
+        raise InvalidInputError(f"--nproc {nproc}: at most {MOST_ON_A_CPU} on a CPU, for each is a process with torch")
+    if device != "cpu":
+        import torch
+
         found = torch.cuda.device_count()
-        raise HardwareError(f"--nproc {nproc}, but there are {found} GPUs; --device cpu checks small shapes instead")
+        if found < nproc:
+            instead = "--device cpu checks small shapes instead"
+            raise HardwareError(f"--nproc {nproc}, but there are {found} GPUs; {instead}")
     package = __package__ or "cli"
     launcher = [sys.executable, "-m", f"{package}.launcher", "--standalone", "--nproc-per-node", str(nproc)]
     with tempfile.TemporaryDirectory() as folder:

@@ -213,6 +213,20 @@ def test_a_missing_typer_is_exit_code_4_and_says_what_to_install() -> None:
     assert "Traceback" not in done.stderr and not done.stdout
 
 
+def test_an_interrupt_while_the_application_is_imported_is_one_like_any_other() -> None:
+    code = (
+        "import sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'cli.main':\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "from cli.__main__ import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (codes.INTERRUPTED, "")
+
+
 def test_a_missing_rich_is_exit_code_4() -> None:
     code = "import sys; sys.modules['rich'] = None; from cli.main import app; app(['list'])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("typer")
 from typer.testing import CliRunner  # noqa: E402
 
-from cli import codes, ledger, output  # noqa: E402
+from cli import codes, console, ledger, output  # noqa: E402
 from cli.main import app  # noqa: E402
 from gpu_accel.testing.records import verdict  # noqa: E402
 from gpu_accel.workbench.registry import papers  # noqa: E402
@@ -356,3 +356,22 @@ def test_shapes_that_an_experiment_does_not_take_are_said(words: str, own: str) 
     options = ("--shape", "1x64x2x64", "--shape", "seqlen=96,heads=2", "--device", "cpu", "--dry-run")
     said = invoke("run", *words.split(), *options).stderr
     assert (f"--shape without effect: {own} has sizes of its own" in said) == bool(own) == ("--shape" in said)
+
+
+def test_a_file_of_somebody_else_is_told_of_in_one_line_and_does_not_steer_the_terminal(tmp_path: Path) -> None:
+    """An interrupted run's last line, bytes that are no text, and words with control characters."""
+    file = tmp_path / "some.jsonl"
+
+    def said(content: bytes) -> tuple[int, list[str]]:
+        file.write_bytes(content)
+        command = [sys.executable, "-m", "cli", "claims", "ring", "--brief", "--results", file]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        return done.returncode, done.stderr.splitlines()
+
+    code, lines = said(b'{"schema": 1, "ki')
+    assert code == 0 and lines[0] == f"warning: {file}:1: an interrupted run left an unfinished line; skipped"
+    code, lines = said(b"\xff\xfe\n\x00")
+    assert code == codes.USAGE and len(lines) == 1 and "not UTF-8" in lines[0]
+    code, lines = said(json.dumps({"schema": 1, "kind": "\x1b[2J"}).encode() + b"\n")
+    assert code == codes.USAGE and "\x1b" not in "".join(lines)
+    assert console.visible("a\x1b[31m\x9b\tb\n") == "a\\x1b[31m\\x9b\tb\n" and console.plain("\x07[x]") == "\\x07\\[x]"

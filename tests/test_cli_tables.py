@@ -166,6 +166,13 @@ def test_names_stay_whole_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) 
         assert any(line.startswith(f" {name} ") for line in table) and max(map(len, table)) <= 80
 
 
+def test_claims_leave_room_for_prose_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a long id there had been three letters of each word in a line."""
+    monkeypatch.setenv("COLUMNS", "60")
+    text = call("claims", "ring", "--verdict", "reproduced")
+    assert " exact.kv-ring " in text and " The KV ring computes attention and " in text
+
+
 @pytest.mark.parametrize("columns", ["0", ""])
 def test_a_width_of_nothing_is_none(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", columns)

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from gpu_accel.errors import InvalidInputError, shown
 from gpu_accel.flash_attention3.problem import check_strided
+from gpu_accel.ring_attention.sizes import shard_rows
 
 LAYOUTS = ("contiguous", "zigzag", "striped", "documents")
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -100,11 +101,7 @@ class Layout:
     @functools.cached_property
     def local_length(self) -> int:
         """Rows of every shard, padding included."""
-        if self.name == "zigzag":
-            return 2 * _ceil(self.seqlen, 2 * self.ranks)
-        if self.name == "documents":
-            return sum(2 * _ceil(length, 2 * self.ranks) for length in self.documents)
-        return _ceil(self.seqlen, self.ranks)
+        return shard_rows(self.name, self.documents, self.ranks)
 
     def runs(self, rank: int) -> tuple[Run, ...]:
         """The tokens of a rank, cut where a document ends; in the order of the shard's rows."""

@@ -7,10 +7,11 @@ Attention alone, with its shards, results and buffers: what a model holds beside
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError, shown
-from gpu_accel.ring_attention.plan import CANDIDATES, Setup, _memory, plan
+from gpu_accel.ring_attention.plan import CANDIDATES, _memory, plan
 
 
 def longest(
@@ -37,8 +38,8 @@ def longest(
         return 0
 
     def fits(tokens: int) -> bool:
-        settings = {name: getattr(checked, name) for name in checked.__dataclass_fields__}
-        return _memory(schedule, Setup(**{**settings, "seq": tokens})) <= memory_gb * 1e9
+        whole = None if checked.documents is None else (tokens,)
+        return _memory(schedule, replace(checked, seq=tokens, documents=whole)) <= memory_gb * 1e9
 
     low, high = 0, 1
     while fits(high * multiple):

@@ -8,24 +8,37 @@ whole at its large-block rate. Constants, with their ranges and sources, are in 
 links at their worst and at their best, in all four combinations. Every time here is modelled. Bytes and memory are
 those of this library's schedules.
 
-Causal work is counted as balanced (zigzag, or documents), which the layouts are.
+Causal work is counted as balanced (zigzag, or documents), which the layouts are but for padding: shards have as many
+rows as the layout makes them, padding travels with the rest, and all ranks take as long as the one with most to see.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError, shown
 from gpu_accel.ring_attention import costs
 from gpu_accel.ring_attention.costs import Link, links
-from gpu_accel.ring_attention.sizes import default_degree, default_inner, default_mesh, share_heads
+from gpu_accel.ring_attention.sizes import (
+    default_degree,
+    default_inner,
+    default_mesh,
+    shard_rows,
+    share_heads,
+    visible_pairs,
+)
 
 ENDS = ("value", "worst", "best")
 MOST = {"gpus": 2**16, "heads": 2**16}  # the model looks at every rank and every head
+_MOST_LENGTHS = 2**22  # ranks times documents of different lengths, which take a few seconds
 _LARGEST_HEAD = 256
 MERGES = ("fused", "separate")
 CANDIDATES = ("kv_ring", "double_ring", "ulysses", "usp", "allgather", "q_ring", "mesh", "concentric")
+_LITTLE = 0.005  # of work and bytes; padding that costs less is named, and no more
 _ELEMENT, _PARTIAL = 2, 4  # bytes of 16-bit tensors, and of float32 partial results and gradients that add up
 
 
@@ -45,11 +58,62 @@ class Setup:
     gpus_per_node: int = 8
     memory_gb: float = 80.0
     merge: str = "fused"  # in the kernel's epilogue; "separate": in a pass of its own
+    documents: tuple[int, ...] | None = None  # lengths of packed documents
 
     @property
+    def layout(self) -> str:
+        return "documents" if self.documents is not None else "zigzag" if self.causal else "contiguous"
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return (self.seq,) if self.documents is None else self.documents
+
+    @cached_property
     def block(self) -> int:
-        """Tokens of a shard."""
-        return -(-self.seq // self.gpus)
+        """Rows of a shard: tokens, and the padding that its layout adds."""
+        return shard_rows(self.layout, self.lengths, self.gpus)
+
+    @property
+    def padding(self) -> int:
+        """Rows of padding of all shards."""
+        return self.block * self.gpus - self.seq
+
+    @cached_property
+    def calls(self) -> int:
+        """Kernel calls of a step: one a document."""
+        return sum(length > 0 for length in self.lengths)
+
+    @cached_property
+    def rows(self) -> float:
+        """Rows of a shard that one kernel call has, of the document to which most work goes."""
+        if self.calls == 1:
+            return self.block
+        found = Counter(length for length in self.lengths if length)
+        work = {n: times * n * n for n, times in found.items()}
+        return sum(work.values()) / sum(w / shard_rows(self.layout, (n,), self.gpus) for n, w in work.items())
+
+    @cached_property
+    def _pairs(self) -> tuple[int, ...]:
+        return visible_pairs(self.layout, self.lengths, self.gpus, self.causal)
+
+    def share(self, group: int = 1) -> float:
+        """Work of the ranks that have most to see, as a multiple of an even share: of groups of neighbours that divide
+        theirs, if `group` is more than one. 1 without padding."""
+        most = max(sum(self._pairs[i : i + group]) for i in range(0, self.gpus, group))
+        return most * (self.gpus // group) / sum(self._pairs)
+
+    @cached_property
+    def _filled(self) -> int:
+        """Ranks that hold tokens: the first chunks of all ranks come before the second of any."""
+        chunks = self.gpus if self.layout == "contiguous" else 2 * self.gpus
+        return min(self.gpus, max(-(-n // -(-n // chunks)) for n in self.lengths if n))
+
+    def hops(self, places: int, group: int = 1) -> int:
+        """Of a ring of so many places, each of `group` ranks: fewer than there are others where shards are empty."""
+        filled = -(-self._filled // group)
+        if self.causal:
+            return min(places, filled) - 1
+        return places - 1 if filled > 1 else 0
 
     @property
     def nodes(self) -> int:
@@ -65,10 +129,10 @@ class Setup:
         """Q of one shard, 16 bits."""
         return self.batch * self.block * self.heads * self.head_dim * _ELEMENT
 
-    @property
+    @cached_property
     def flops(self) -> float:
-        """Of the whole attention: 4 S^2 h, half of it with a causal mask, 3.5 times it with backward."""
-        whole = 4.0 * self.batch * self.seq**2 * self.heads * self.head_dim
+        """Of the whole attention: 4 S^2 h a document, half of it with a causal mask, 3.5 times it with backward."""
+        whole = 4.0 * self.batch * sum(n**2 for n in self.lengths) * self.heads * self.head_dim
         return whole * (0.5 if self.causal else 1.0) * (3.5 if self.backward else 1.0)
 
 
@@ -125,6 +189,8 @@ class Plan:
             "layout": self.layout,
             "schedule": self.best.schedule,
             "tokens_per_gpu": self.setup.block,
+            "padding": self.setup.padding,
+            "busiest": self.setup.share(),
             "margin": self.margin,
             "margin_range": list(self.margin_range),
             "link": self.slowest.name,
@@ -147,7 +213,8 @@ class Plan:
         setup, best = self.setup, self.best
         e, low, high = best.efficiency
         middle, worst, top = best.seconds
-        even = ", the same work for each" if 1 < setup.gpus <= setup.seq // 2 else ""
+        even = ", the same work for each" if setup.gpus > 1 and setup.share() < 1 + _LITTLE else ""
+        padded = f", {setup.padding:,} of {setup.block * setup.gpus:,} padding" if setup.padding else ""
         hides = (
             f"margin    {self.margin:.3g} (range {self.margin_range[0]:.3g} to {self.margin_range[1]:.3g}): a shard "
             f"has that many times the tokens with which a hop over {self.slowest.name} hides",
@@ -155,7 +222,7 @@ class Plan:
         lines = [
             self.title(),
             "",
-            f"layout    {self.layout}: {_count(setup.block, 'token')} a GPU{even}",
+            f"layout    {self.layout}: {_count(setup.block, 'token')} a GPU{padded}{even}",
             f"schedule  {best.schedule}{f' ({best.detail})' if best.detail else ''}",
             f"call      {', '.join(f'{n}={x!r}' for n, x in {'schedule': best.schedule, **best.arguments}.items())}",
             f"sends     {_bytes(best.sent)} a GPU",
@@ -189,6 +256,13 @@ class Plan:
         if setup.gpus == 1:
             return ["one GPU has every key: nothing is sent, and all schedules are one call"]
         lines = [f"a hop over {self.slowest.name}: {self.slowest.why}"]
+        if setup.padding > _LITTLE * setup.seq or setup.share() > 1 + _LITTLE:
+            even = setup.gpus if self.layout == "contiguous" else 2 * setup.gpus
+            whose = "documents whose lengths are multiples" if self.layout == "documents" else "a multiple"
+            lines.append(
+                f"padding adds {setup.padding / setup.seq:.1%} to what is held and sent, and the busiest GPU has "
+                f"{setup.share() - 1:.1%} more work than its share; {whose} of {even:,} would have none"
+            )
         if self.margin < 1:
             lines.append("a shard is too short for a flat ring to hide its hops over that link")
         if best.schedule == "double_ring":
@@ -229,7 +303,7 @@ def plan(
     gpus_per_node: int = 8,
     memory_gb: float = 80.0,
     merge: str = "fused",
-    documents: bool = False,
+    documents: bool | Sequence[int] = False,
 ) -> Plan:
     """Compare the schedules for one attention and choose.
 
@@ -241,10 +315,12 @@ def plan(
         backward: cost of forward and backward together.
         memory_gb: of one GPU; schedules that need more are refused.
         merge: "fused" (results merged in the kernel's epilogue) or "separate" (in a pass of their own).
-        documents: packed documents: the layout balances each of them.
+        documents: lengths of packed documents, which add up to seq: the layout balances each of them, and they do not
+            see one another. True: that layout, with one document.
 
     Raises:
-        InvalidInputError: a number that makes no sense, an unknown link, or several machines with one link.
+        InvalidInputError: a number that makes no sense, documents that do not add up, an unknown link, or several
+            machines with one link.
         UnsupportedError: no schedule fits in memory.
     """
     kv_heads = heads if kv_heads is None else kv_heads
@@ -256,7 +332,7 @@ def plan(
             raise InvalidInputError(f"{name} must be a whole number from 1 up, got {shown(x, 40)}")
         if x > most:
             raise InvalidInputError(f"{name} must be at most {most:,}, got {x:,}")
-    for name, flag in (("causal", causal), ("backward", backward), ("documents", documents)):
+    for name, flag in (("causal", causal), ("backward", backward)):
         if not isinstance(flag, bool):
             raise InvalidInputError(f"{name} must be True or False, got {shown(flag, 40)}")
     if head_dim % 8 or head_dim > _LARGEST_HEAD:
@@ -272,6 +348,7 @@ def plan(
     setup = Setup(
         seq=seq, heads=heads, kv_heads=kv_heads, gpus=gpus, head_dim=head_dim, batch=batch, causal=causal,
         backward=backward, link=link, gpus_per_node=gpus_per_node, memory_gb=float(memory_gb), merge=merge,
+        documents=_lengths(documents, seq, gpus),
     )  # fmt: skip
     within, between = links(link)
     if gpus_per_node == 1 and between is None:
@@ -291,11 +368,28 @@ def plan(
             "use more GPUs, or a shorter sequence"
         )
     margins = [setup.block / least_block(setup, slowest, end) for end in ENDS]
-    layout = "documents" if documents else "zigzag" if causal else "contiguous"
     return Plan(
-        setup=setup, layout=layout, options=tuple(found), margin=margins[0], margin_range=(margins[1], margins[2]),
-        slowest=slowest,
+        setup=setup, layout=setup.layout, options=tuple(found), margin=margins[0],
+        margin_range=(margins[1], margins[2]), slowest=slowest,
     )  # fmt: skip
+
+
+def _lengths(documents: object, seq: int, gpus: int) -> tuple[int, ...] | None:
+    """The argument `documents`, checked: lengths, or None without any."""
+    if isinstance(documents, bool):
+        return (seq,) if documents else None
+    if not isinstance(documents, Sequence) or isinstance(documents, str | bytes):
+        raise InvalidInputError(f"documents must be a list of lengths, True or False, got {shown(documents, 40)}")
+    wrong = [n for n in documents if isinstance(n, bool) or not isinstance(n, int) or n < 0]
+    if wrong:
+        raise InvalidInputError(f"a document's length must be a whole number from 0 up, got {shown(wrong[0], 40)}")
+    if sum(documents) != seq:
+        raise InvalidInputError(f"documents add up to {sum(documents):,} tokens, but seq is {seq:,}")
+    if gpus * (different := len(set(documents))) > _MOST_LENGTHS:
+        raise InvalidInputError(
+            f"{different:,} different lengths of documents on {gpus:,} GPUs are more than are counted here: give fewer"
+        )
+    return tuple(documents)
 
 
 def least_block(setup: Setup, link: Link, end: str = "value") -> float:
@@ -328,14 +422,14 @@ def _option(name: str, setup: Setup, within: Link, slowest: Link) -> Option:
     refused = ""
     detail = ""
     arguments: dict[str, Any] = {}
-    n, per_node = setup.gpus, setup.gpus_per_node
+    n = setup.gpus
     if name == "double_ring":
-        inner = per_node if setup.nodes > 1 and n % per_node == 0 else default_inner(n)
+        inner = _inner(setup)
         detail, arguments = f"inner rings of {inner}", {"inner": inner}
         if setup.nodes == 1 or inner in (1, n):
             refused = f"{'one machine' if setup.nodes == 1 else 'rings of one'}: the plain ring"
     elif name == "usp":
-        u = default_degree(min(n, per_node) if n % min(n, per_node) == 0 else n, setup.kv_heads)
+        u = _degree(setup)
         detail, arguments = f"groups of {u}, rings of {n // u}", {"ulysses": u}
         if u in (1, n):
             refused = "groups of one: the plain ring" if u == 1 else "one group: ulysses"
@@ -367,6 +461,18 @@ def _option(name: str, setup: Setup, within: Link, slowest: Link) -> Option:
     )  # fmt: skip
 
 
+def _inner(setup: Setup) -> int:
+    """Ranks of an inner ring of `double_ring`: those of a machine."""
+    n, per_node = setup.gpus, setup.gpus_per_node
+    return per_node if setup.nodes > 1 and n % per_node == 0 else default_inner(n)
+
+
+def _degree(setup: Setup) -> int:
+    """Ranks of a group of `usp`, within a machine."""
+    near = min(setup.gpus, setup.gpus_per_node)
+    return default_degree(near if setup.gpus % near == 0 else setup.gpus, setup.kv_heads)
+
+
 def _rate(setup: Setup, end: str) -> float:
     return (costs.BACKWARD if setup.backward else costs.ATTENTION).at(end)
 
@@ -374,7 +480,7 @@ def _rate(setup: Setup, end: str) -> float:
 def _time(name: str, setup: Setup, within: Link, slowest: Link, end: str, net: str) -> _Time:
     """One rank's time under a schedule, at one end of the constants of kernels, and one of those of links."""
     n, c = setup.gpus, setup.block
-    step_flops = setup.flops / n / n
+    busiest = setup.share() * setup.flops / n
     out = _Time()
     count = costs.EPILOGUE if setup.merge == "fused" else costs.MERGE_PASSES
     passes = count.at(end) * 7.5 * setup.batch * c * setup.heads * setup.head_dim / costs.MEMORY.at(end)
@@ -384,7 +490,7 @@ def _time(name: str, setup: Setup, within: Link, slowest: Link, end: str, net: s
 
     def kernel(flops: float, block: float) -> float:
         half = costs.SMALL_BLOCK.at(end)
-        return flops / (_rate(setup, end) * block / (block + half)) + costs.STEP.at(end)
+        return flops / (_rate(setup, end) * block / (block + half)) + setup.calls * costs.STEP.at(end)
 
     def hop(link: Link, size: float) -> float:
         rate = link.pair if n == 2 and link.pair else link.hop
@@ -401,21 +507,23 @@ def _time(name: str, setup: Setup, within: Link, slowest: Link, end: str, net: s
     def collective(size: float, times: int = 1) -> None:
         out.exposed += times * slowest.latency.at(net) + size / slowest.collective.at(net)
 
-    rows = c / 2 if setup.causal else c
+    rows = setup.rows / 2 if setup.causal else setup.rows
     if name in ("kv_ring", "q_ring"):
-        size = setup.kv_bytes * grow if name == "kv_ring" else _sent(name, setup) / max(1, n)
-        steps(n - 1, kernel(step_flops, rows), hop(slowest, size), slowest.hides)
-        out.compute += kernel(step_flops, rows)
-        out.merge = (n - 1) * passes
-        if setup.backward or name == "q_ring":
+        hops = _ring_hops(name, setup)
+        size = setup.kv_bytes * grow if name == "kv_ring" else _sent(name, setup) / (hops + 1)
+        one = kernel(busiest / (hops + 1), rows)
+        steps(hops, one, hop(slowest, size), slowest.hides)
+        out.compute += one
+        out.merge = hops * passes
+        if hops and (setup.backward or name == "q_ring"):
             home, behind = hop(slowest, size / 2), 0.0
             if name == "kv_ring" and slowest.hides:  # three quarters of the own block's backward are kept for it
-                behind = 0.75 * 2.5 / 3.5 * kernel(step_flops, rows)
+                behind = 0.75 * 2.5 / 3.5 * one
             out.exposed += max(0.0, home - behind) + min(home, behind) * costs.COPY_SLOWDOWN.at(end)
     elif name == "double_ring":
-        w = setup.gpus_per_node if setup.nodes > 1 and n % setup.gpus_per_node == 0 else default_inner(n)
+        w = _inner(setup)
         inner = _Time()
-        one = kernel(step_flops, rows)
+        one = kernel(busiest / n, rows)
         near = hop(within, setup.kv_bytes * grow)
         inner.compute = w * one
         gap = max(0.0, near - one) + min(near, one) * costs.COPY_SLOWDOWN.at(end) if within.hides else near
@@ -428,24 +536,22 @@ def _time(name: str, setup: Setup, within: Link, slowest: Link, end: str, net: s
         if setup.backward:
             out.exposed += far / 2
     elif name in ("ulysses", "usp"):
-        u = n if name == "ulysses" else default_degree(
-            min(n, setup.gpus_per_node) if n % min(n, setup.gpus_per_node) == 0 else n, setup.kv_heads
-        )  # fmt: skip
-        ring = n // u
+        u = n if name == "ulysses" else _degree(setup)
+        hops = setup.hops(n // u, u)
         shares = share_heads(setup.heads, setup.kv_heads, u)
         waste = len(shares.queries[0]) * u / setup.heads
         local = slowest if u > setup.gpus_per_node else within
         size = (u - 1) / u * _exchanged(setup, u)
         out.exposed += (4 if setup.backward else 2) * local.latency.at(net) + size / local.collective.at(net)
-        compute = kernel(waste * setup.flops / n / ring, u * rows)
-        if ring > 1:
-            steps(ring - 1, compute, hop(slowest, setup.kv_bytes * shares.copies * grow), slowest.hides)
-            out.merge = (ring - 1) * passes
+        compute = kernel(waste * setup.share(u) * setup.flops / n / (hops + 1), u * rows)
+        if hops:
+            steps(hops, compute, hop(slowest, setup.kv_bytes * shares.copies * grow), slowest.hides)
+            out.merge = hops * passes
         if setup.causal and u > 1 and name == "usp":
             out.merge += 2 * _reordered(setup, u) / costs.ORDER.at(end)
         out.compute += compute
     elif name == "allgather":
-        out.compute = kernel(setup.flops / n, setup.seq / 2 if setup.causal else setup.seq)
+        out.compute = kernel(busiest, n * rows)
         gathered, times = setup.kv_bytes * (n - 1), 2 if setup.backward else 1
         # Between machines NCCL's rings take all cards of a machine at once, each with its share of what goes round;
         # gradients go by all-to-all, to every rank its own.
@@ -458,16 +564,17 @@ def _time(name: str, setup: Setup, within: Link, slowest: Link, end: str, net: s
         out.merge = _copies(setup) / costs.MEMORY.at(end)
     elif name == "concentric":
         a, b = default_mesh(n, setup.heads, setup.kv_heads)
-        one = kernel(setup.flops / n / b, rows)
-        steps(b - 1, one, hop(slowest, setup.kv_bytes * grow), slowest.hides)
+        hops = setup.hops(b)
+        one = kernel(busiest / (hops + 1), rows)
+        steps(hops, one, hop(slowest, setup.kv_bytes * grow), slowest.hides)
         out.compute += one
-        out.merge = (a * (b - 1) + a - 1) * passes
+        out.merge = (a * hops + a - 1) * passes
         if setup.backward:
             out.exposed += hop(slowest, setup.kv_bytes * grow / 2)
         collective(float(_gathered(setup, a)), 4 if setup.backward else 2)
     else:
         a, _ = default_mesh(n, setup.heads, setup.kv_heads)
-        out.compute = kernel(setup.flops / n, a * rows)
+        out.compute = kernel(busiest, a * rows)
         out.merge = (a - 1) * passes
         collective(float(_sent(name, setup)), 5 if setup.backward else 3)
     return out
@@ -523,39 +630,45 @@ def _gathered(setup: Setup, a: int) -> int:
     return (setup.q_bytes + results + (back if setup.backward else 0)) * (a - 1)
 
 
+def _ring_hops(name: str, setup: Setup) -> int:
+    """Of a ring of all ranks: queries that go round meet keys of the past, of which a shard behind has some."""
+    return setup.hops(setup.gpus) if name == "kv_ring" or setup.hops(setup.gpus) < 1 else setup.gpus - 1
+
+
 def _sent(name: str, setup: Setup) -> int:
-    """Bytes that one rank sends, forward (and backward)."""
+    """Bytes that one rank sends, forward (and backward): the most that any does."""
     n, rows = setup.gpus, setup.batch * setup.block
     results = rows * setup.heads * (setup.head_dim + 1) * _PARTIAL  # o and lse
     stats = 2 * rows * setup.heads * _PARTIAL
     dq, dkv = rows * setup.heads * setup.head_dim * _PARTIAL, setup.kv_bytes // _ELEMENT * _PARTIAL
-    back = setup.backward and n > 1
+    back = setup.backward
+
+    def ring(hops: int) -> int:
+        """Keys and values, and sums of their gradients with one hop more."""
+        return setup.kv_bytes * hops * (2 if back else 1) + (dkv * (hops + 1) if back and hops else 0)
+
     if n == 1:
         return 0
-    if name in ("kv_ring", "double_ring", "allgather"):
-        forward = setup.kv_bytes * (n - 1)
-        home = n - 1 if name == "allgather" else n
-        if name == "double_ring":
-            w = setup.gpus_per_node if setup.nodes > 1 and n % setup.gpus_per_node == 0 else default_inner(n)
-            home = n // w * (w if w > 1 else 0) + (n // w if n > w else 0)
-        return forward + (forward + dkv * home if back else 0)
+    if name == "kv_ring":
+        return ring(_ring_hops(name, setup))
     if name == "q_ring":
-        forward = setup.q_bytes * (n - 1) + results * n
-        return forward + ((2 * setup.q_bytes + stats) * (n - 1) + dq * n if back else 0)
+        hops = _ring_hops(name, setup)
+        home = hops + 1 if hops else 0
+        return setup.q_bytes * hops + results * home + ((2 * setup.q_bytes + stats) * hops + dq * home if back else 0)
+    if name == "allgather":
+        return setup.kv_bytes * (n - 1) * (2 if back else 1) + (dkv * (n - 1) if back else 0)
+    if name == "double_ring":
+        w = _inner(setup)
+        home = n // w * (w if w > 1 else 0) + (n // w if n > w else 0)
+        return setup.kv_bytes * (n - 1) * (2 if back else 1) + (dkv * home if back else 0)
     if name in ("mesh", "concentric"):
         a, b = default_mesh(n, setup.heads, setup.kv_heads)
-        home = b - 1 if name == "mesh" or b == 1 else b
-        along = setup.kv_bytes * (b - 1)
-        return _gathered(setup, a) + along + (along + dkv * home if back else 0)
-    u = n if name == "ulysses" else default_degree(
-        min(n, setup.gpus_per_node) if n % min(n, setup.gpus_per_node) == 0 else n, setup.kv_heads
-    )  # fmt: skip
-    total = (u - 1) / u * _exchanged(setup, u)
-    if n // u > 1:
-        ring = n // u
-        keys = len(share_heads(setup.heads, setup.kv_heads, u).keys[0]) * u / setup.kv_heads
-        total += keys * (setup.kv_bytes * (ring - 1) * (2 if back else 1) + (dkv * ring if back else 0))
-    return int(total)
+        if name == "concentric":
+            return _gathered(setup, a) + ring(setup.hops(b))
+        return _gathered(setup, a) + (b - 1) * (setup.kv_bytes * (2 if back else 1) + (dkv if back else 0))
+    u = n if name == "ulysses" else _degree(setup)
+    keys = len(share_heads(setup.heads, setup.kv_heads, u).keys[0]) * u / setup.kv_heads
+    return int((u - 1) / u * _exchanged(setup, u) + keys * ring(setup.hops(n // u, u)))
 
 
 def _counted(name: str, setup: Setup) -> int | None:
@@ -566,7 +679,7 @@ def _counted(name: str, setup: Setup) -> int | None:
     n, q, kv = setup.gpus, setup.q_bytes, setup.kv_bytes
     wide_q, wide_kv = q // _ELEMENT * _PARTIAL, kv // _ELEMENT * _PARTIAL
     lse = setup.batch * setup.block * setup.heads * _PARTIAL
-    hops = min(n - 1, 2)
+    hops = min(setup.hops(n), 2)
     if name == "kv_ring":  # o between steps and the result; sums of dq, three of dk and dv, and the results
         forward = q + (wide_q if hops else 0) + hops * kv
         backward = q + wide_q + (3 if hops else 1) * wide_kv + hops * kv + q + kv

@@ -1,8 +1,10 @@
-"""How heads and ranks divide: arithmetic that schedules and the planner share, without torch."""
+"""How heads, tokens and ranks divide: arithmetic that layouts, schedules and the planner share, without torch."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -54,3 +56,26 @@ def default_inner(ranks: int) -> int:
 def default_degree(ranks: int, heads_kv: int) -> int:
     """The largest group that needs no copies of key heads."""
     return math.gcd(ranks, heads_kv)
+
+
+def shard_rows(layout: str, documents: Sequence[int], ranks: int) -> int:
+    """Rows of every rank's shard, padding included; `documents` are the lengths that make up the sequence."""
+    if layout == "zigzag":
+        return 2 * -(-sum(documents) // (2 * ranks))
+    if layout == "documents":
+        return sum(2 * -(-length // (2 * ranks)) for length in documents)
+    return -(-sum(documents) // ranks)
+
+
+def visible_pairs(layout: str, documents: tuple[int, ...], ranks: int, causal: bool) -> tuple[int, ...]:
+    """How many (query, key) pairs the tokens of each rank see in their own document, of zigzag, documents or contiguous
+    shards; the first and the last take one document."""
+    found = [0] * ranks
+    for length, times in Counter(documents).items():
+        chunk = -(-length // (ranks if layout == "contiguous" else 2 * ranks))
+        for rank in range(ranks):
+            for place in (rank,) if layout == "contiguous" else (rank, 2 * ranks - 1 - rank):
+                a, b = (min(length, i * chunk) for i in (place, place + 1))
+                seen = (b * (b + 1) - a * (a + 1)) // 2 if causal else (b - a) * length
+                found[rank] += times * seen
+    return tuple(found)

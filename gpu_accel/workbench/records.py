@@ -239,11 +239,12 @@ def read_records(path: str | Path) -> list[Record]:
         raise InvalidInputError(f"no results at {path}")
     lines = path.read_bytes().split(b"\n")  # bytes, since an interruption may cut a line inside a character
     torn = lines.pop()
-    if torn and _is_whole(torn):
+    if whole := torn and _is_whole(torn):
         lines.append(torn)
-    elif torn:
+    records = [_read_line(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if torn and not whole:
         warnings.warn(f"{path}:{len(lines) + 1}: an interrupted run left an unfinished line; skipped", stacklevel=2)
-    return [_read_line(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    return records
 
 
 def _read_line(line: bytes, location: str) -> Record:

@@ -279,6 +279,8 @@ def test_more_processes_than_gpus_is_an_error():
         torchrun.relaunch(64, "auto")
     with pytest.raises(InvalidInputError, match="--nproc 0: a whole number from 1 up"):
         torchrun.relaunch(0, "cpu")
+    with pytest.raises(InvalidInputError, match="--nproc 65: at most 64 on a CPU"):
+        torchrun.relaunch(65, "cpu")
     assert torchrun._without_nproc(["run", "--nproc", "4", "x", "--nproc=2", "--seed", "4"]) == [
         "run", "x", "--seed", "4",
     ]  # fmt: skip

@@ -14,9 +14,12 @@ import torch
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.ring_attention import costs
+from gpu_accel.ring_attention.layouts import make_layout
 from gpu_accel.ring_attention.longest import longest
+from gpu_accel.ring_attention.masks import Mask, work
 from gpu_accel.ring_attention.plan import Setup, _memory, _sent, _time_text, least_block, plan, seed_table
 from gpu_accel.ring_attention.simulate import simulate_attention
+from gpu_accel.ring_attention.sizes import visible_pairs
 from gpu_accel.ring_attention.transport import World
 
 
@@ -78,6 +81,60 @@ def test_what_is_planned_is_what_its_arguments_do(question: dict, backward: bool
             layout=made.layout, causal=True, world=world, **option.arguments,
         )  # fmt: skip
         assert max(world.bytes_sent) == option.sent, option.schedule
+
+
+PADDED = [(1, 3), (7, 8), (33, 8), (1001, 3)]
+
+
+@pytest.mark.parametrize("kind", ["causal", "full", "documents"])
+@pytest.mark.parametrize(("seq", "gpus"), PADDED)
+def test_padding_is_counted_as_the_layouts_make_it(seq: int, gpus: int, kind: str):
+    """Lengths that do not divide, some with empty shards, which make rings shorter; and the work of every rank."""
+    documents = (seq - seq // 3, seq // 3) if kind == "documents" else None
+    causal, small = kind != "full", seq < 10
+    question = {"heads": 8, "kv_heads": 2, "head_dim": 8, "gpus_per_node": 4, "causal": causal, "backward": small}
+    made = plan(seq=seq, gpus=gpus, documents=documents or False, **question)
+    layout = make_layout(made.layout, seqlen=seq, ranks=gpus, documents=documents)
+    assert (made.setup.block, made.setup.padding) == (layout.local_length, gpus * layout.local_length - seq)
+    runs, mask = [layout.runs(rank) for rank in range(gpus)], Mask(right=0 if causal else -1)
+    pairs = tuple(sum(work(mine, theirs, mask) for theirs in runs) for mine in runs)
+    assert visible_pairs(made.layout, made.setup.lengths, gpus, causal) == pairs
+    assert made.setup.share() == pytest.approx(max(pairs) * gpus / sum(pairs)) and made.setup.share(gpus) == 1
+    q, k = (torch.zeros(1, seq, heads, 8).half() for heads in (8, 2))
+    for option in made.options:
+        if option.refused or not small and option.schedule not in ("kv_ring", "usp"):
+            continue
+        world = World(gpus)
+        simulate_attention(
+            q, k, k, do=q if small else None, ranks=gpus, schedule=option.schedule, layout=made.layout,
+            documents=documents, causal=causal, world=world, **option.arguments,
+        )  # fmt: skip
+        assert max(world.bytes_sent) == option.sent, option.schedule
+
+
+def test_padding_is_told_where_it_costs_something():
+    whole, more = (plan(seq=n, heads=32, kv_heads=8, gpus=8) for n in (32768, 32769))
+    assert (whole.setup.padding, more.setup.padding) == (0, 15) and more.setup.block == 4098
+    for one, two in zip(*(sorted(made.options, key=lambda o: o.schedule) for made in (whole, more)), strict=True):
+        assert two.sent > one.sent and two.memory > one.memory and two.seconds[0] > one.seconds[0]
+    assert "padding" not in whole.explain() and "adds" not in more.explain()
+    assert "zigzag: 4,098 tokens a GPU, 15 of 32,784 padding, the same work for each\n" in more.explain()
+    short = plan(seq=65, heads=32, gpus=8)
+    assert "zigzag: 10 tokens a GPU, 15 of 80 padding\n" in short.explain()
+    told = "padding adds 23.1% to what is held and sent, and the busiest GPU has 51.0% more work than its share"
+    assert f"{told}; a multiple of 16 would have none" in short.explain() and short.as_dict()["padding"] == 15
+    full = plan(seq=9, heads=32, gpus=8, causal=False)
+    assert full.setup.share() == pytest.approx(16 / 9) and "a multiple of 8 would have none" in full.explain()
+
+
+def test_documents_do_not_see_one_another():
+    one, packed = (plan(seq=65536, heads=32, gpus=8, documents=x) for x in (True, 8 * [8192]))
+    assert packed.layout == one.layout == "documents" and packed.setup.flops == one.setup.flops / 8
+    ring = [next(o for o in made.options if o.schedule == "kv_ring") for made in (one, packed)]
+    assert ring[0].sent == ring[1].sent and ring[1].seconds[0] < ring[0].seconds[0]
+    assert ring[1].efficiency[0] < ring[0].efficiency[0]  # the same hops for less work
+    odd = plan(seq=65536, heads=32, gpus=8, documents=[65535, 1])
+    assert odd.setup.block == 8194 and "15 of 65,552" not in odd.explain() and "16 of 65,552 padding" in odd.explain()
 
 
 def test_the_least_block_is_the_papers():
@@ -159,7 +216,7 @@ def test_times_are_told_and_words_agree_with_their_numbers():
     assert f"time      {ms:.3g} ms modelled" in made.explain() and "1 machine, nvlink\n" in made.explain()
     assert _time_text(2.5e-6) == "2.5 us" and _time_text(0.9996) == "1 s"
     few = plan(seq=7, heads=1, gpus=8).explain()
-    assert few.startswith("7 tokens, 1 head, 1 key head,") and "1 token a GPU\n" in few
+    assert few.startswith("7 tokens, 1 head, 1 key head,") and "2 tokens a GPU, 9 of 16 padding\n" in few
 
 
 def test_machines_of_one_gpu_have_one_link():
@@ -201,6 +258,9 @@ def test_the_table_of_the_readme_is_the_models():
         ({"causal": "no"}, "causal must be True or False"),
         ({"memory_gb": True}, "memory_gb must be a positive number"),
         ({"merge": "none"}, "merge must be one of"),
+        ({"documents": "no"}, "documents must be a list of lengths"),
+        ({"documents": [65536, -1, 1]}, "a document's length must be a whole number"),
+        ({"documents": [4096, 4096]}, "add up to 8,192 tokens, but seq is 65,536"),
         ({"head_dim": 100}, "head_dim must be a multiple of 8"),
         ({"head_dim": 264}, "up to 256, which the kernels take, got 264"),
         ({"memory_gb": float("nan")}, "memory_gb must be a positive number"),
@@ -263,12 +323,16 @@ def test_the_command_for_the_longest_sequence():
 
 
 def test_lengths_as_people_write_them():
-    from cli.ring import _tokens
+    from cli.ring import _lengths, _tokens
 
     assert [_tokens(x) for x in ("131072", "128k", "1M", "2g")] == [1 << 17, 1 << 17, 1 << 20, 1 << 31]
-    for wrong in ("10x", "", "-1", "1.5m"):
+    for wrong in ("10x", "", "-1", "1.5m", "١٢"):
         with pytest.raises(InvalidInputError, match="a number of tokens such as"):
             _tokens(wrong)
+    assert _lengths("4k,12k") == [4096, 12288] and _lengths("3x2k, 7") == [2048, 2048, 2048, 7]
+    for wrong in ("", "4k,", "2x", "x", "-1x4k", "1x2x3", "9999999x1"):
+        with pytest.raises(InvalidInputError, match="--documents (is|has)"):
+            _lengths(wrong)
 
 
 def test_planning_needs_no_torch():
