@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import random
@@ -17,6 +18,15 @@ from gpu_accel.testing.fake_timer import FakeTimer
 from gpu_accel.workbench.cuda_timer import CudaTimer
 from gpu_accel.workbench.samples import Samples, median_interval, noise_of, reason, relative_half_width
 from gpu_accel.workbench.timing import compare, sustained
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _what_others_made():
+    """A failure collects all garbage: looking at what other tests of this process made would take most of the time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 class OutOfMemoryError(RuntimeError):
