@@ -11,12 +11,19 @@ import math
 import torch
 from torch import Tensor
 
-from .gluon_launch import QuickLaunch, addressable, gluon_available, heads_per_group, multiprocessors, tensor_map
+from .gluon_launch import (
+    QuickLaunch,
+    addressable,
+    heads_per_group,
+    machine_refusal,
+    multiprocessors,
+    score_scales,
+    tensor_map,
+)
 from .problem import Problem, effective_window
 
 NAME = "blackwell"
 KERNEL = "Gluon, warp-specialised, tcgen05 and TMA (sm_100a); experimental, not measured"
-_LOG2_E = 1.4426950408889634
 _ROWS = 128
 _OPTIONS = dict(num_warps=4, maxnreg=136)  # 8 warps: 4 that load and issue give their registers to softmax
 
@@ -25,17 +32,9 @@ def refuse(problem: Problem) -> str | None:
     """Why the Blackwell forward cannot run this problem, or None."""
     if max(problem.head_dim, problem.head_dim_v) > 256:
         return f"takes head_dim up to 256, got {problem.head_dim} and {problem.head_dim_v} (v)"
-    if problem.device_type != "cuda" or problem.capability is None:
-        return f"needs an NVIDIA GPU of compute capability 10.0, got a {problem.device_type} tensor"
-    if problem.capability != (10, 0):
-        return "needs compute capability 10.0 (B200, GB200), got {}.{}".format(*problem.capability)
-    if problem.dtype not in (torch.bfloat16, torch.float16):
-        return f"takes bfloat16 and float16, got {problem.dtype}"
-    if problem.varlen:
-        return "packed sequences (cu_seqlens) are not in this kernel"
-    if not gluon_available():
-        return "this Triton has no usable Gluon dialect"
-    return None
+    if (why := machine_refusal(problem, (10, 0), "B200, GB200")) is not None:
+        return why
+    return "packed sequences (cu_seqlens) are not in this kernel" if problem.varlen else None
 
 
 @functools.cache
@@ -71,9 +70,6 @@ def forward(
     block_n = 64 if d == 256 else 128
     num_m = -(-seqlen_q // _ROWS)
     num_tiles = num_m * batch * heads
-    scale, exp_scale = softmax_scale, softmax_scale * _LOG2_E
-    if softcap > 0:
-        scale, exp_scale = softmax_scale / softcap, _LOG2_E
     arguments = (
         tensor_map(q, _ROWS, d),
         tensor_map(k, block_n, d),
@@ -89,8 +85,7 @@ def forward(
         heads_per_group(batch * heads, seqlen_k * (head_dim + head_dim_v) * q.element_size()),
         window_left,
         window_right,
-        scale,
-        exp_scale,
+        *score_scales(softmax_scale, softcap),
         softcap,
     )
     constants = dict(

@@ -18,6 +18,7 @@ from torch import Tensor
 from gpu_accel.flash_attention3 import launch
 from gpu_accel.flash_attention3.problem import Problem
 
+_LOG2_E = 1.4426950408889634
 _MOST_SHAPES = 4096
 _L2_SHARE = 32 * 2**20  # bytes that the heads walked together may hold; the H100 has 50 MB of L2
 _maps: dict[tuple, dict] = {}
@@ -124,7 +125,18 @@ def tensor_map(x: Tensor, rows: int, cols: int):
 
     The map is over (batch, heads, seqlen, dim).
     """
-    return known_map((x.shape, x.stride(), x.dtype, rows, cols), x, lambda kind: _new_map(kind, x, rows, cols))
+
+    def new(kind: Any) -> Any:
+        batch, seqlen, heads, dim = x.shape
+        by_batch, by_row, by_head, _ = x.stride()
+        return _new_map(kind, x, (batch, heads, seqlen, dim), (by_batch, by_head, by_row, 1), (1, 1, rows, cols))
+
+    return known_map((x.shape, x.stride(), x.dtype, rows, cols), x, new)
+
+
+def block_map(x: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]):
+    """Blocks of memory of x seen as `shape` with `strides`, the last of which is 1."""
+    return known_map((shape, strides, block, x.dtype), x, lambda kind: _new_map(kind, x, shape, strides, block))
 
 
 def known_map(key: tuple, base: Tensor, make: Callable[[Any], Any]) -> Any:
@@ -149,16 +161,17 @@ def _descriptor_class() -> Any:
     return TensorDescriptor
 
 
-def _new_map(kind: Any, x: Tensor, rows: int, cols: int):
+def _new_map(kind: Any, x: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]):
     from triton.experimental.gluon import language as gl
 
-    element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[x.dtype]
-    block = [1, 1, rows, cols]
-    layout = gl.NVMMASharedLayout.get_default_for(block, element)
-    batch, seqlen, heads, dim = x.shape
+    element = {
+        torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32,
+        torch.float8_e4m3fn: gl.float8e4nv, torch.float8_e5m2: gl.float8e5,
+    }[x.dtype]  # fmt: skip
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), element)
     unit = 16 // x.element_size()  # strides of dimensions of size 1 do not matter, but must be 16-byte multiples
-    by_batch, by_row, by_head = (s if n > 1 else unit for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True))
-    return kind(x, [batch, heads, seqlen, dim], [by_batch, by_head, by_row, 1], block, layout)
+    steps = [s if n > 1 else unit for n, s in zip(shape[:-1], strides[:-1], strict=True)]
+    return kind(x, list(shape), [*steps, 1], list(block), layout)
 
 
 def refusal(problem: Problem) -> str | None:
@@ -173,16 +186,27 @@ def refusal(problem: Problem) -> str | None:
     return None
 
 
-def machine_refusal(problem: Problem) -> str | None:
+def machine_refusal(
+    problem: Problem, capability: tuple[int, int] = (9, 0), cards: str = "H100, H200"
+) -> str | None:  # fmt: skip
     """What is wrong with the machine, the dtype or this Triton, or None."""
-    if problem.device_type != "cuda" or problem.capability is None:
-        return f"needs an NVIDIA GPU of compute capability 9.0, got a {problem.device_type} tensor"
-    if problem.capability != (9, 0):
-        return "needs compute capability 9.0 (H100, H200), got {}.{}".format(*problem.capability)
+    if (why := capability_refusal(problem.device_type, problem.capability, capability, cards)) is not None:
+        return why
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"takes bfloat16 and float16, got {problem.dtype}"
     if not gluon_available():
         return "this Triton has no usable Gluon dialect"
+    return None
+
+
+def capability_refusal(
+    device_type: str, found: tuple[int, int] | None, needed: tuple[int, int] = (9, 0), cards: str = "H100, H200"
+) -> str | None:
+    """Why kernels of one compute capability cannot run here, or None."""
+    if device_type != "cuda" or found is None:
+        return "needs an NVIDIA GPU of compute capability {}.{}, got a {} tensor".format(*needed, device_type)
+    if found != needed:
+        return "needs compute capability {}.{} ({}), got {}.{}".format(*needed, cards, *found)
     return None
 
 
@@ -231,6 +255,14 @@ def counters_of_a_graph(kept: _Counters) -> Iterator[None]:
         yield
     finally:
         _counters_of_graph = before
+
+
+def score_scales(softmax_scale: float, softcap: float, *, natural: bool = False) -> tuple[float, float]:
+    """(scale, exp_scale) of the forwards: q k^T * scale goes into tanh under a soft cap, or is what a bias or a
+    score_mod sees (natural); what comes out, or else q k^T, * exp_scale is in base 2."""
+    if softcap > 0:
+        return softmax_scale / softcap, _LOG2_E
+    return softmax_scale, _LOG2_E if natural else softmax_scale * _LOG2_E
 
 
 def heads_per_group(heads: int, bytes_per_head: int, share: int = _L2_SHARE) -> int:

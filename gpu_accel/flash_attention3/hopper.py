@@ -20,6 +20,7 @@ from .gluon_launch import (
     heads_per_group,
     machine_refusal,
     programs_for,
+    score_scales,
     tensor_map,
     tile_counter,
 )
@@ -29,7 +30,6 @@ from .problem import Problem, effective_window
 
 NAME = "hopper"
 KERNEL = "Gluon, warp-specialised, wgmma and TMA (sm_90a)"
-_LOG2_E = 1.4426950408889634
 MODIFIERS = frozenset({"alibi_slopes", "score_mod", "score_mod_grad", "mask_mod", "block_mask", "return_max_logits"})
 FEATURES = frozenset({"sinks", "batch_invariant"}) | MODIFIERS
 # What tests/gpu/test_hopper_modifiers.py has passed with (H100, Triton 3.6.0).
@@ -262,11 +262,7 @@ def forward(
     grid = programs_for(num_tiles, q.device, queue=config.dynamic)
     launch_registers, consumer_registers, producer_registers = config.registers()
     rows = 64 if config.specialized else 64 * config.consumers
-    scale, exp_scale = softmax_scale, softmax_scale * _LOG2_E
-    if features.alibi_slopes is not None or features.score_mod:
-        exp_scale = _LOG2_E
-    if softcap > 0:
-        scale, exp_scale = softmax_scale / softcap, _LOG2_E
+    natural = features.alibi_slopes is not None or bool(features.score_mod)
     slopes, slopes_sb, aux, *table_strides = modifier_arguments(features, table_shape)
     arguments = (
         tensor_map(q4, rows, config.head_dim),
@@ -290,8 +286,7 @@ def forward(
         ),
         window_left,
         window_right,
-        scale,
-        exp_scale,
+        *score_scales(softmax_scale, softcap, natural=natural),
         softcap,
         slopes,
         slopes_sb,

@@ -16,8 +16,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 from gpu_accel.gluon_compat import tma_load
 
-from .hopper_device import bar_sync, key_blocks, pack_pairs, tile_of, unpack_pairs
-from .hopper_steps import PING_PONG_BARRIER, first_softmax, step, store_tile
+from .hopper_device import bar_sync, issue_product, key_blocks, mask_ends, pack_pairs, tile_of, unpack_pairs
+from .hopper_handover import PING_PONG_BARRIER
+from .hopper_steps import first_softmax, step, store_tile
 
 
 @gluon.jit
@@ -61,24 +62,18 @@ def attend_alone(
             row = (hi - 1 - i) * BLOCK_N
             _load(k_desc, batch, kv, row, k_full.index(stage), k_bufs.index(stage), hi - 1 - i >= lo)
             _load(v_desc, batch, kv, row, v_full.index(stage), v_bufs.index(stage), hi - 1 - i >= lo)
-        first = hi - 1
-        left_end = lo
-        if CAUSAL:
-            first = gl.minimum(first, gl.maximum(row0 + shift + right + 1, 0) // BLOCK_N)
-        if WINDOW:
-            left_end = gl.cdiv(gl.maximum(row0 + ROWS - 1 + shift - left, 0), BLOCK_N)
+        first, left_end = mask_ends(row0, ROWS, shift, lo, hi, left, right, BLOCK_N, CAUSAL, WINDOW)
         stage = it % STAGES
         mbarrier.wait(q_full.index(0), q_phase)
         mbarrier.wait(k_full.index(stage), (it // STAGES) & 1)
-        zero = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, S_LAYOUT)
-        s = warpgroup_mma(q, k_bufs.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(0, deps=[s])
+        s = warpgroup_mma_wait(0, deps=[issue_product(q, k_bufs.index(stage).permute((1, 0)), S_LAYOUT)])
         mbarrier.arrive(kv_empty.index(stage), count=1)
         mbarrier.wait(kv_empty.index(stage), (it // STAGES) & 1)
         row = (hi - 1 - STAGES) * BLOCK_N
         _load(k_desc, batch, kv, row, k_full.index(stage), k_bufs.index(stage), hi - 1 - STAGES >= lo)
-        p, m_i, l_i = first_softmax(s, hi - 1, 2, row0, shape, scales, (batch, head), (), CAUSAL, WINDOW, SOFTCAP,
-                                    MASK_FIRST, False, None, None, False)  # fmt: skip
+        p, m_i, l_i = first_softmax(
+            s, hi - 1, 2, row0, shape, scales, (batch, head), (), CAUSAL, WINDOW, SOFTCAP, MASK_FIRST
+        )
         p_packed = pack_pairs(p, dtype)
         acc = gl.full([ROWS, v_bufs.shape[2]], 0.0, gl.float32, O_LAYOUT)
         for j in range(0, hi - 1 - lo):
@@ -87,8 +82,8 @@ def attend_alone(
             acc, p_packed, m_i, l_i, it = step(
                 q, k_bufs, v_bufs, bars, q_full.index(0), q_phase, acc, p_packed, m_i, l_i, it,
                 block, 2, (block >= first) | (block < left_end), row0, shape, scales, (batch, head), (),
-                0, 1, STAGES, False, CAUSAL, WINDOW, SOFTCAP, CAUSAL or WINDOW, LAZY, PIPELINED, False,
-                False, None, None, False, S_LAYOUT, P_LAYOUT, ROW_LAYOUT)  # fmt: skip
+                0, 1, STAGES, False, CAUSAL, WINDOW, SOFTCAP, CAUSAL or WINDOW, LAZY, False,
+                S_LAYOUT, P_LAYOUT, ROW_LAYOUT, PIPELINED)  # fmt: skip
             stage = it % STAGES
             mbarrier.wait(kv_empty.index(stage), (it // STAGES) & 1)  # everybody is through with both buffers
             next_k = block - STAGES
@@ -102,8 +97,7 @@ def attend_alone(
         acc = warpgroup_mma_wait(0, deps=[acc_async])
         bar_sync(PING_PONG_BARRIER, 32 * WARPS)  # the next tile's loads overwrite Q and V
         where = (batch, head, 0, seqlen_q, seqlen_q)
-        store_tile(acc, m_i, l_i, o_bufs, outputs, where, row0, shape, scales, (), 0, 1, False, SINKS, False,
-                   ROW_LAYOUT)  # fmt: skip
+        store_tile(acc, m_i, l_i, o_bufs, outputs, where, row0, shape, scales, (), 0, False, SINKS, False, ROW_LAYOUT)
         it += 1
         q_phase ^= 1
         tile += gl.num_programs(0)

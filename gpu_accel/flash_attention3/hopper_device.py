@@ -1,14 +1,16 @@
 """Device functions shared by the Hopper (sm_90a) attention kernels, written in Gluon.
 
-Named barriers, tile order, masks and softmax steps. Gluon has no call for PTX named barriers, so they are inline PTX;
-ids 0 to 4 are for Triton itself, ours start at 8.
+Named barriers, tile order, masks, softmax steps and the way out. Gluon has no call for PTX named barriers, so they are
+inline PTX; ids 0 to 4 are for Triton itself, ours start at 8.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
+
+from gpu_accel.gluon_compat import tma_store
 
 LN_2 = gl.constexpr(0.6931471805599453)
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -17,45 +19,35 @@ NEG_LARGE = gl.constexpr(-1.0e30)  # finite stand-in for -inf in running maxima:
 
 
 @gluon.jit
+def _on_barrier(INSTRUCTION: gl.constexpr, PLACE_OF: gl.constexpr, barrier, threads: gl.constexpr):
+    """bar.sync or bar.arrive of PTX; the barrier's number stands in the instruction ("n") or in a register ("r")."""
+    gl.inline_asm_elementwise(INSTRUCTION + " $1, $2; mov.b32 $0, 0;", "=r," + PLACE_OF + ",n",
+                              [gl.to_tensor(barrier), gl.to_tensor(threads)],
+                              dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
+
+
+@gluon.jit
 def bar_sync(barrier: gl.constexpr, threads: gl.constexpr):
     """Wait on named barrier `barrier` until `threads` threads have arrived (this one included)."""
-    gl.inline_asm_elementwise(
-        "bar.sync $1, $2; mov.b32 $0, 0;",
-        "=r,n,n",
-        [gl.to_tensor(barrier), gl.to_tensor(threads)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    _on_barrier("bar.sync", "n", barrier, threads)
 
 
 @gluon.jit
 def bar_arrive(barrier: gl.constexpr, threads: gl.constexpr):
     """Arrive on named barrier `barrier` without waiting."""
-    gl.inline_asm_elementwise(
-        "bar.arrive $1, $2; mov.b32 $0, 0;",
-        "=r,n,n",
-        [gl.to_tensor(barrier), gl.to_tensor(threads)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    _on_barrier("bar.arrive", "n", barrier, threads)
 
 
 @gluon.jit
 def bar_sync_at(barrier, threads: gl.constexpr):
     """`bar_sync` on a barrier whose number is not known at compile time."""
-    gl.inline_asm_elementwise("bar.sync $1, $2; mov.b32 $0, 0;", "=r,r,n",
-                              [gl.to_tensor(barrier), gl.to_tensor(threads)],
-                              dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
+    _on_barrier("bar.sync", "r", barrier, threads)
 
 
 @gluon.jit
 def bar_arrive_at(barrier, threads: gl.constexpr):
     """`bar_arrive` on a barrier whose number is not known at compile time."""
-    gl.inline_asm_elementwise("bar.arrive $1, $2; mov.b32 $0, 0;", "=r,r,n",
-                              [gl.to_tensor(barrier), gl.to_tensor(threads)],
-                              dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
+    _on_barrier("bar.arrive", "r", barrier, threads)
 
 
 @gluon.jit
@@ -105,6 +97,28 @@ def key_blocks(row0, rows, shape, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, W
     hi = gl.maximum(hi, 1)
     lo = gl.minimum(lo, hi - 1)
     return lo, hi
+
+
+@gluon.jit
+def mask_ends(
+    row0, rows, shift, lo, hi, left, right, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr
+):  # fmt: skip
+    """(first, left_end) of the blocks [lo, hi) that rows [row0, row0 + rows) see, of which hi - 1 is done: [first, hi)
+    need the right mask, [lo, left_end) the left one. `shift`: keys less queries."""
+    first = hi - 1
+    left_end = lo
+    if CAUSAL:
+        first = gl.minimum(first, gl.maximum(row0 + shift + right + 1, 0) // BLOCK_N)
+    if WINDOW:
+        left_end = gl.cdiv(gl.maximum(row0 + rows - 1 + shift - left, 0), BLOCK_N)
+    return first, left_end
+
+
+@gluon.jit
+def issue_product(a, b, LAYOUT: gl.constexpr):
+    """a b, asynchronous, in float32; b, and perhaps a, in shared memory."""
+    zero = gl.full([a.shape[0], b.shape[1]], 0.0, gl.float32, LAYOUT)
+    return warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -238,6 +252,13 @@ def draw(counter, wanted):
 
 
 @gluon.jit
+def rewind(counter, tile, num_tiles):
+    """Each program draws one number past the end; the last of them resets the counter for the next launch."""
+    if tile == num_tiles + gl.num_programs(0) - 1:
+        gl.store(counter, 0)
+
+
+@gluon.jit
 def publish_tile(k, tile, schedule, full, empty):
     """Producer: hand tile number `tile` to the consumers through the two-slot queue."""
     slot = k & 1
@@ -284,3 +305,42 @@ def receive_place(k, queue, full):
     batch = gl.max(queue.index(slot * PLACE + 2).load(layout), axis=0)
     head = gl.max(queue.index(slot * PLACE + 3).load(layout), axis=0)
     return tile, m_block, batch, head
+
+
+@gluon.jit
+def quarters(x):
+    """(rows, cols) as an accumulator holds it -> four times (rows, cols / 4), from the left; nothing moves."""
+    rows: gl.constexpr = x.shape[0]
+    cols: gl.constexpr = x.shape[1] // 4
+    low, high = gl.split(x.reshape((rows, 2, 2 * cols)).permute((0, 2, 1)))
+    c0, c1 = gl.split(low.reshape((rows, 2, cols)).permute((0, 2, 1)))
+    c2, c3 = gl.split(high.reshape((rows, 2, cols)).permute((0, 2, 1)))
+    return c0, c1, c2, c3
+
+
+@gluon.jit
+def _store_quarter(chunk, buffer, o_desc, batch, head, row0, col):
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, chunk.shape[1], 16])
+    tma.store_wait(1)  # the copy before the last has read its buffer, which is this one
+    buffer.store(gl.convert_layout(chunk.to(buffer.dtype), LAYOUT))
+    fence_async_shared()
+    tma_store(o_desc, [batch, head, row0, col], buffer)
+
+
+@gluon.jit
+def store_whole(acc, o_bufs, o_desc, batch, head, row0, WG: gl.constexpr):
+    """acc to o through shared memory and TMA: whole, or in quarters where consumer WG has two buffers of that size."""
+    COLS: gl.constexpr = o_bufs.shape[2]
+    if acc.shape[1] == COLS:
+        tma.store_wait(0)
+        o_bufs.index(WG).store(acc.to(o_bufs.dtype))
+        fence_async_shared()
+        tma_store(o_desc, [batch, head, row0, 0], o_bufs.index(WG))
+    else:
+        # a whole tile would not fit beside Q, K and V: quarters, through two buffers in turn
+        gl.static_assert(acc.shape[1] == 4 * COLS)
+        c0, c1, c2, c3 = quarters(acc)
+        _store_quarter(c0, o_bufs.index(2 * WG), o_desc, batch, head, row0, 0)
+        _store_quarter(c1, o_bufs.index(2 * WG + 1), o_desc, batch, head, row0, COLS)
+        _store_quarter(c2, o_bufs.index(2 * WG), o_desc, batch, head, row0, 2 * COLS)
+        _store_quarter(c3, o_bufs.index(2 * WG + 1), o_desc, batch, head, row0, 3 * COLS)

@@ -43,35 +43,37 @@ from gpu_accel.gluon_compat import tma_load
 from .hopper_alone import attend_alone
 from .hopper_device import (
     PLACE,
-    bar_arrive,
     bar_arrive_at,
-    bar_sync,
     bar_sync_at,
-    draw,
+    issue_product,
     key_blocks,
+    mask_ends,
     pack_pairs,
     publish_place,
     publish_tile,
     receive_place,
     receive_tile,
     release,
+    rewind,
     tile_of,
     unpack_pairs,
 )
+from .hopper_handover import (
+    KV_FREE,
+    Q_FREE,
+    allocate_bars,
+    draw_early,
+    draw_late,
+    pass_turn,
+    ready_bars,
+    take_last_arrivals,
+    take_turn,
+    wait_free,
+)
 from .hopper_modifiers import list_of, listed_block, listed_number
 from .hopper_packed import ENTRY, publish_entry, read_entry, read_sequence, receive_entry, zero_rows
-from .hopper_steps import (
-    KV_FREE,
-    PING_PONG_BARRIER,
-    Q_FREE,
-    first_softmax,
-    first_tile,
-    own_lengths,
-    step,
-    store_tile,
-)
+from .hopper_steps import first_softmax, first_tile, own_lengths, step, store_tile
 
-EARLY_DRAW = gl.constexpr(4)  # key blocks of a tile up to which the next tile is drawn at its start
 ROWS = gl.constexpr(64)  # query rows of one consumer: the M of wgmma
 
 
@@ -79,16 +81,17 @@ ROWS = gl.constexpr(64)  # query rows of one consumer: the M of wgmma
 def _consumer(
     WG: gl.constexpr, bufs, bars, outputs, table, shape, scales, mods,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_SLOTS: gl.constexpr,
-    O_CHUNKS: gl.constexpr, PING_PONG: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
-    EVEN_K: gl.constexpr, DYNAMIC: gl.constexpr, LAZY: gl.constexpr, PACKED: gl.constexpr, PIPELINED: gl.constexpr,
-    SEAMLESS: gl.constexpr, SINKS: gl.constexpr, ALIBI: gl.constexpr, ROW_MAX: gl.constexpr,
-    SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, BLOCKS: gl.constexpr,
+    PING_PONG: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, EVEN_K: gl.constexpr,
+    DYNAMIC: gl.constexpr, LAZY: gl.constexpr, PACKED: gl.constexpr, PIPELINED: gl.constexpr, SEAMLESS: gl.constexpr,
+    SINKS: gl.constexpr, ALIBI: gl.constexpr, ROW_MAX: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr,
+    BLOCKS: gl.constexpr,
 ):  # fmt: skip
     q_bufs, k_bufs, v_bufs, o_bufs = bufs
     q_full, q_empty, k_full, v_full, kv_empty, queue_full, queue_empty, queue = bars
     _, _, _, _, num_m, num_tiles, _, left, right = shape
     BLOCK_M: gl.constexpr = ROWS * CONSUMERS
     FREE: gl.constexpr = 128 * CONSUMERS + 32  # all consumers and the producer
+    KV_BARRIER: gl.constexpr = KV_FREE if SEAMLESS else None
     PLACED: gl.constexpr = SEAMLESS and DYNAMIC
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, v_bufs.shape[2], 16])
@@ -102,8 +105,8 @@ def _consumer(
     it = 0
     k = 0
     tile = gl.program_id(0)
-    if PING_PONG and WG == CONSUMERS - 1:
-        bar_arrive(PING_PONG_BARRIER, 256)  # lets consumer 0 start
+    if WG == CONSUMERS - 1:
+        pass_turn(WG, CONSUMERS, PING_PONG)  # lets consumer 0 start
     # The first block of the first tile has nothing to overlap with.
     m_block, batch, head, q_row0, _, rows_q, used_q, used_k = first_tile(tile, table, shape, LONG_FIRST, PACKED)
     own = own_lengths(shape, used_q, used_k)
@@ -121,14 +124,11 @@ def _consumer(
         block0, kind0 = listed_block(row, hi - 1, WG)
     mbarrier.wait(q_full.index(WG), 0)
     mbarrier.wait(k_full.index(0), 0)
-    if PING_PONG:
-        bar_sync(PING_PONG_BARRIER + WG, 256)
-    zero = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, S_LAYOUT)
-    s = warpgroup_mma(q_bufs.index(WG), k_bufs.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
-    if PING_PONG:
-        bar_arrive(PING_PONG_BARRIER + (WG + 1) % CONSUMERS, 256)
+    take_turn(WG, PING_PONG)
+    s = issue_product(q_bufs.index(WG), k_bufs.index(0).permute((1, 0)), S_LAYOUT)
+    pass_turn(WG, CONSUMERS, PING_PONG)
     s = warpgroup_mma_wait(0, deps=[s])
-    release(kv_empty, 0, KV_FREE if SEAMLESS else None, FREE)
+    release(kv_empty, 0, KV_BARRIER, FREE)
     p, m_i, l_i = first_softmax(
         s, block0, kind0, m_block * BLOCK_M + WG * ROWS, own, scales, (entry0, head), mods, CAUSAL, WINDOW, SOFTCAP,
         MASK_FIRST, ALIBI, SCORE_MOD, MASK_MOD, BLOCKS)  # fmt: skip
@@ -142,12 +142,7 @@ def _consumer(
         q_phase = (k // Q_SLOTS) & 1
         # Blocks [lo, left_end) need the left mask, blocks [first, hi) the right one; block hi - 1 is done. One loop,
         # with a branch around the masks, not one for each: ptxas 12.8 then finds Q's address only for the first.
-        first = hi - 1
-        left_end = lo
-        if CAUSAL:
-            first = gl.minimum(first, gl.maximum(row0 + shift + right + 1, 0) // BLOCK_N)
-        if WINDOW:
-            left_end = gl.cdiv(gl.maximum(row0 + ROWS - 1 + shift - left, 0), BLOCK_N)
+        first, left_end = mask_ends(row0, ROWS, shift, lo, hi, left, right, BLOCK_N, CAUSAL, WINDOW)
         acc = gl.full([ROWS, v_bufs.shape[2]], 0.0, gl.float32, O_LAYOUT)
         entry = batch
         if SEQUENCE:
@@ -162,12 +157,11 @@ def _consumer(
             acc, p_packed, m_i, l_i, it = step(
                 q, k_bufs, v_bufs, bars, q_full.index(slot), q_phase,
                 acc, p_packed, m_i, l_i, it, block, kind, masked, row0, own, scales, (entry, head), mods,
-                WG, CONSUMERS, STAGES, PING_PONG, CAUSAL, WINDOW, SOFTCAP, MASK, LAZY, PIPELINED,
-                SEAMLESS, ALIBI, SCORE_MOD, MASK_MOD, BLOCKS, S_LAYOUT, P_LAYOUT, ROW_LAYOUT)  # fmt: skip
+                WG, CONSUMERS, STAGES, PING_PONG, CAUSAL, WINDOW, SOFTCAP, MASK, LAZY, SEAMLESS,
+                S_LAYOUT, P_LAYOUT, ROW_LAYOUT, PIPELINED, ALIBI, SCORE_MOD, MASK_MOD, BLOCKS)  # fmt: skip
         if SEAMLESS:
             mbarrier.wait(v_full.index(it % STAGES), (it // STAGES) & 1)
-            if PING_PONG:
-                bar_sync(PING_PONG_BARRIER + WG, 256)
+            take_turn(WG, PING_PONG)
             p_a = unpack_pairs(p_packed, dtype, P_LAYOUT)
             acc_async = warpgroup_mma(p_a, v_bufs.index(it % STAGES), acc, is_async=True)
         if not SEAMLESS:
@@ -202,21 +196,18 @@ def _consumer(
             lo, hi = key_blocks(m_block * BLOCK_M, BLOCK_M, own, BLOCK_N, CAUSAL, WINDOW)
             slot = (k % Q_SLOTS) * CONSUMERS + WG
             next_row0 = m_block * BLOCK_M + WG * ROWS
-            zero = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, S_LAYOUT)
             mbarrier.wait(q_full.index(slot), (k // Q_SLOTS) & 1, pred=more)
             mbarrier.wait(k_full.index(stage), k_phase, pred=more)
-            s_async = warpgroup_mma(q_bufs.index(slot), k_bufs.index(stage).permute((1, 0)), zero, use_acc=False,
-                                    is_async=True)  # fmt: skip
-            if PING_PONG:
-                bar_arrive(PING_PONG_BARRIER + (WG + 1) % CONSUMERS, 256)
+            s_async = issue_product(q_bufs.index(slot), k_bufs.index(stage).permute((1, 0)), S_LAYOUT)
+            pass_turn(WG, CONSUMERS, PING_PONG)
             acc = warpgroup_mma_wait(1, deps=[acc_async])
             store_tile(acc, m_done, l_done, o_bufs, outputs, where, row0, shape, scales, mods,
-                       WG, O_CHUNKS, PACKED, SINKS, ROW_MAX, ROW_LAYOUT)  # fmt: skip
+                       WG, PACKED, SINKS, ROW_MAX, ROW_LAYOUT)  # fmt: skip
             s = warpgroup_mma_wait(0, deps=[s_async])
-            release(kv_empty, stage, KV_FREE if SEAMLESS else None, FREE)
+            release(kv_empty, stage, KV_BARRIER, FREE)
             p, m_i, l_i = first_softmax(
-                s, hi - 1, 2, next_row0, own, scales, (batch, head), mods,
-                CAUSAL, WINDOW, SOFTCAP, MASK_FIRST, False, None, None, False)  # fmt: skip
+                s, hi - 1, 2, next_row0, own, scales, (batch, head), mods, CAUSAL, WINDOW, SOFTCAP, MASK_FIRST
+            )
             p_packed = pack_pairs(p, dtype)
         elif tile < num_tiles:
             # The first block of the next tile runs under the last P V product of this one.
@@ -239,45 +230,40 @@ def _consumer(
             q_phase = (k // Q_SLOTS) & 1
             k_next = k_bufs.index(stage).permute((1, 0))
             next_row0 = m_block * BLOCK_M + WG * ROWS
-            zero = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, S_LAYOUT)
             if Q_SLOTS > 1 and PIPELINED:
                 p_a = unpack_pairs(p_packed, dtype, P_LAYOUT)
                 mbarrier.wait(q_full.index(slot), q_phase)
                 mbarrier.wait(k_full.index(stage), k_phase)
-                if PING_PONG:
-                    bar_sync(PING_PONG_BARRIER + WG, 256)
-                s_async = warpgroup_mma(q_bufs.index(slot), k_next, zero, use_acc=False, is_async=True)
+                take_turn(WG, PING_PONG)
+                s_async = issue_product(q_bufs.index(slot), k_next, S_LAYOUT)
                 mbarrier.wait(v_full.index(v_stage), v_phase)
                 acc_async = warpgroup_mma(p_a, v_bufs.index(v_stage), acc, is_async=True)
-                if PING_PONG:
-                    bar_arrive(PING_PONG_BARRIER + (WG + 1) % CONSUMERS, 256)
+                pass_turn(WG, CONSUMERS, PING_PONG)
                 s = warpgroup_mma_wait(1, deps=[s_async])
                 p, m_i, l_i = first_softmax(
                     s, next_block, next_kind, next_row0, own, scales, (next_entry, head), mods,
                     CAUSAL, WINDOW, SOFTCAP, MASK_FIRST, ALIBI, SCORE_MOD, MASK_MOD, BLOCKS)  # fmt: skip
                 mbarrier.wait(q_full.index(slot), q_phase)
                 acc, p = warpgroup_mma_wait(0, deps=[acc_async, p])
-                release(kv_empty, stage, KV_FREE if SEAMLESS else None, FREE)
+                release(kv_empty, stage, KV_BARRIER, FREE)
                 p_packed = pack_pairs(p, dtype)
                 store_tile(acc, m_done, l_done, o_bufs, outputs, where, row0, shape, scales, mods,
-                           WG, O_CHUNKS, PACKED, SINKS, ROW_MAX, ROW_LAYOUT)  # fmt: skip
+                           WG, PACKED, SINKS, ROW_MAX, ROW_LAYOUT)  # fmt: skip
             else:
                 # One Q buffer: its reload hides under P V, and writing O under S of the next tile.
                 p_a = unpack_pairs(p_packed, dtype, P_LAYOUT)
-                if PING_PONG:
-                    bar_sync(PING_PONG_BARRIER + WG, 256)
+                take_turn(WG, PING_PONG)
                 mbarrier.wait(v_full.index(v_stage), v_phase)
                 acc_async = warpgroup_mma(p_a, v_bufs.index(v_stage), acc, is_async=True)
                 mbarrier.wait(q_full.index(slot), q_phase)
                 mbarrier.wait(k_full.index(stage), k_phase)
-                s_async = warpgroup_mma(q_bufs.index(slot), k_next, zero, use_acc=False, is_async=True)
-                if PING_PONG:
-                    bar_arrive(PING_PONG_BARRIER + (WG + 1) % CONSUMERS, 256)
+                s_async = issue_product(q_bufs.index(slot), k_next, S_LAYOUT)
+                pass_turn(WG, CONSUMERS, PING_PONG)
                 acc = warpgroup_mma_wait(1, deps=[acc_async])
                 store_tile(acc, m_done, l_done, o_bufs, outputs, where, row0, shape, scales, mods,
-                           WG, O_CHUNKS, PACKED, SINKS, ROW_MAX, ROW_LAYOUT)  # fmt: skip
+                           WG, PACKED, SINKS, ROW_MAX, ROW_LAYOUT)  # fmt: skip
                 s = warpgroup_mma_wait(0, deps=[s_async])
-                release(kv_empty, stage, KV_FREE if SEAMLESS else None, FREE)
+                release(kv_empty, stage, KV_BARRIER, FREE)
                 p, m_i, l_i = first_softmax(
                     s, next_block, next_kind, next_row0, own, scales, (next_entry, head), mods,
                     CAUSAL, WINDOW, SOFTCAP, MASK_FIRST, ALIBI, SCORE_MOD, MASK_MOD, BLOCKS)  # fmt: skip
@@ -288,10 +274,10 @@ def _consumer(
             acc_async = warpgroup_mma(p_a, v_bufs.index(v_stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc_async])
             store_tile(acc, m_done, l_done, o_bufs, outputs, where, row0, shape, scales, mods,
-                        WG, O_CHUNKS, PACKED, SINKS, ROW_MAX, ROW_LAYOUT)  # fmt: skip
+                       WG, PACKED, SINKS, ROW_MAX, ROW_LAYOUT)  # fmt: skip
     tma.store_wait(0)
-    if PING_PONG and WG == 0:
-        bar_sync(PING_PONG_BARRIER, 256)  # takes the last arrival, so that the barrier is balanced
+    if WG == 0:
+        take_turn(WG, PING_PONG)  # takes the last arrival, so that the barrier is balanced
 
 
 @gluon.jit
@@ -318,16 +304,6 @@ def _load_v(v_bufs, v_full, fixed, fixes, v_desc, batch, kv, k_row0, block, used
 
 
 @gluon.jit
-def _wait_free(kv_empty, it, STAGES: gl.constexpr, FREE: gl.constexpr, SEAMLESS: gl.constexpr):
-    """Wait until block `it - STAGES`, whose K's stage block `it` takes, has been read. SEAMLESS: once an `it`."""
-    if SEAMLESS:
-        if it >= STAGES:
-            bar_sync_at(KV_FREE + it % STAGES, FREE)
-    else:
-        mbarrier.wait(kv_empty.index(it % STAGES), ((it // STAGES) & 1) ^ 1)
-
-
-@gluon.jit
 def _producer(
     bufs, bars, fixed, q_desc, k_desc, v_desc, counter, table, shape, mods,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_SLOTS: gl.constexpr,
@@ -339,6 +315,7 @@ def _producer(
     _, _, _, heads_per_kv, num_m, num_tiles, _, _, _ = shape
     BLOCK_M: gl.constexpr = ROWS * CONSUMERS
     FREE: gl.constexpr = 128 * CONSUMERS + 32
+    KV_BARRIER: gl.constexpr = KV_FREE if SEAMLESS else None
     PLACED: gl.constexpr = SEAMLESS and DYNAMIC
     it = 0
     k = 0
@@ -357,8 +334,7 @@ def _producer(
             hi = gl.load(row)
             listed = listed_number(row, hi - 1)
         if DYNAMIC:
-            # The draw's round trip hides under the loads of a short tile; of a long one it would come too early.
-            early = draw(counter, hi - lo <= EARLY_DRAW)
+            early = draw_early(counter, hi - lo)
         slot0 = (k % Q_SLOTS) * CONSUMERS
         q_phase = (k // Q_SLOTS) & 1
         for c in gl.static_range(CONSUMERS):
@@ -390,7 +366,7 @@ def _producer(
                 listed = listed_number(row, hi - 2 - j)
                 col0 = listed * BLOCK_N
             # One barrier frees both: K of a step is released after P V of the step before, so the V slot is free too.
-            _wait_free(kv_empty, it, STAGES, FREE, SEAMLESS)
+            wait_free(kv_empty, it, STAGES, KV_BARRIER, FREE)
             mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
             tma_load(k_desc, [batch, kv, col0, 0], k_full.index(stage), k_bufs.index(stage))
             block = hi - 1 - j
@@ -403,8 +379,7 @@ def _producer(
         if BLOCKS:
             v_args = (batch, kv, k_row0, listed, used_k)
         if DYNAMIC:
-            # Before the wait for the last V slot, under which the round trip hides too.
-            tile = gl.max(early + draw(counter, hi - lo > EARLY_DRAW), axis=0) + gl.num_programs(0)
+            tile = draw_late(early, counter, hi - lo)
             if PACKED:
                 j, batch, head = tile_of(tile, shape, True)
                 entry = read_entry(num_m - 1 - j, table, tile < num_tiles)
@@ -422,19 +397,13 @@ def _producer(
         else:
             tile += gl.num_programs(0)
         k += 1
-        _wait_free(kv_empty, it, STAGES, FREE, SEAMLESS)
+        wait_free(kv_empty, it, STAGES, KV_BARRIER, FREE)
         v_batch, v_kv, v_row0, v_block, v_used = v_args
         fixes = _load_v(v_bufs, v_full, fixed, fixes, v_desc, v_batch, v_kv, v_row0, v_block, v_used, v_stage, PACKED)
     if SEAMLESS:
-        # The last arrivals, which nobody waited for: named barriers end as they began.
-        for i in range(gl.maximum(it + 1, STAGES), it + STAGES + 1):
-            bar_sync_at(KV_FREE + i % STAGES, FREE)
-        for i in range(gl.maximum(k, Q_SLOTS), k + Q_SLOTS):
-            bar_sync_at(Q_FREE + i % Q_SLOTS, FREE)
-    if DYNAMIC:  # noqa: SIM102
-        # Each program draws one number past the end; the last of them resets the counter for the next launch.
-        if tile == num_tiles + gl.num_programs(0) - 1:
-            gl.store(counter, 0)
+        take_last_arrivals(it, k, STAGES, Q_SLOTS, FREE)
+    if DYNAMIC:
+        rewind(counter, tile, num_tiles)
 
 
 @gluon.jit(
@@ -498,39 +467,17 @@ def attention_forward_kernel(
     k_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_DIM], K_LAYOUT)
     v_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_DIM_V], V_LAYOUT)
     o_bufs = gl.allocate_shared_memory(dtype, [O_BUFS, PART, O_COLS], O_LAYOUT)
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [Q_SLOTS * PARTS, 1], BARRIER)
-    q_empty = gl.allocate_shared_memory(gl.int64, [Q_SLOTS * PARTS, 1], BARRIER)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    kv_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    queue_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    queue_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    QUEUE: gl.constexpr = 2 * ENTRY if PACKED else 2 * PLACE
-    queue = gl.allocate_shared_memory(gl.int32, [QUEUE, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    fixed = queue_full.index(0)
+    bars = allocate_bars(Q_SLOTS * PARTS, STAGES, 2 * ENTRY if PACKED else 2 * PLACE)
     if PACKED:
-        fixed = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+        fixed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(fixed, count=1)
         # Programs without a tile get one without rows, so that all of them run the same code.
         num_m = gl.maximum(gl.load(table), gl.cdiv(gl.num_programs(0), heads))
         num_tiles = num_m * heads
-    for i in gl.static_range(Q_SLOTS * PARTS):
-        mbarrier.init(q_full.index(i), count=1)
-        if SPECIALIZED and not SEAMLESS:
-            mbarrier.init(q_empty.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
-        if not SEAMLESS:
-            mbarrier.init(kv_empty.index(i), count=PARTS)
-    if DYNAMIC:  # where nobody uses a barrier, its memory goes to others, which must not find one there
-        for i in gl.static_range(2):
-            mbarrier.init(queue_full.index(i), count=1)
-            if not SEAMLESS:
-                mbarrier.init(queue_empty.index(i), count=PARTS)
+    else:
+        fixed: gl.constexpr = None
+    ready_bars(bars, PARTS, DYNAMIC, SPECIALIZED and not SEAMLESS, not SEAMLESS)
     bufs = (q_bufs, k_bufs, v_bufs, o_bufs)
-    bars = (q_full, q_empty, k_full, v_full, kv_empty, queue_full, queue_empty, queue)
     shape = (seqlen_q, seqlen_k, heads, heads_per_kv, num_m, num_tiles, group, left, right)
     scales = (scale, exp_scale, softcap)
     outputs = (o_desc, o_ptr, lse_ptr, cols_v, sinks)
@@ -541,50 +488,27 @@ def attention_forward_kernel(
     # them; modifiers would read what they captured for the tile behind the last.
     gl.static_assert(not SEAMLESS or (SPECIALIZED and PIPELINED and Q_SLOTS == 2 and STAGES <= 4))
     gl.static_assert(not SEAMLESS or not (PACKED or BLOCKS or ALIBI or SCORE_MOD is not None or MASK_MOD is not None))
-    # A constexpr stored in a tuple under a name stops being one, hence the argument lists written out.
+    # A constexpr stored in a tuple under a name stops being one, hence the argument lists written out. The last
+    # partition is the producer.
     if not SPECIALIZED:
         gl.static_assert(O_CHUNKS == 1 and not PACKED and not DYNAMIC and not PING_PONG)
         attend_alone(bufs, bars, q_desc, k_desc, v_desc, outputs, table, shape, scales, BLOCK_N, STAGES,
                      CAUSAL, WINDOW, SOFTCAP, EVEN_K, LAZY, PIPELINED, SINKS)  # fmt: skip
-    elif CONSUMERS == 2:
-        gl.warp_specialize([
-            (_consumer, (0, bufs, bars, outputs, table, shape, scales,
-                         (slopes, slopes_sb, aux, row_max, table_width, table_sb, table_sh),
-                         CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, O_CHUNKS,
-                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED,
-                         SEAMLESS, SINKS, ALIBI, ROW_MAX, SCORE_MOD, MASK_MOD, BLOCKS)),
-            (_consumer, (1, bufs, bars, outputs, table, shape, scales,
-                         (slopes, slopes_sb, aux, row_max, table_width, table_sb, table_sh),
-                         CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, O_CHUNKS,
-                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED,
-                         SEAMLESS, SINKS, ALIBI, ROW_MAX, SCORE_MOD, MASK_MOD, BLOCKS)),
-            (_producer, (bufs, bars, fixed, q_desc, k_desc, v_desc, counter, table, shape,
-                         (slopes, slopes_sb, aux, row_max, table_width, table_sb, table_sh),
-                         CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, CAUSAL, WINDOW, DYNAMIC, PACKED,
-                         PACKED and (ALIBI or SCORE_MOD is not None or MASK_MOD is not None), BLOCKS,
-                         SEAMLESS)),
-        ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
-        gl.static_assert(CONSUMERS == 3)
+        gl.static_assert(CONSUMERS == 2 or CONSUMERS == 3)
         gl.warp_specialize([
-            (_consumer, (0, bufs, bars, outputs, table, shape, scales,
+            (_consumer, (part, bufs, bars, outputs, table, shape, scales,
                          (slopes, slopes_sb, aux, row_max, table_width, table_sb, table_sh),
-                         CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, O_CHUNKS,
-                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED,
-                         SEAMLESS, SINKS, ALIBI, ROW_MAX, SCORE_MOD, MASK_MOD, BLOCKS)),
-            (_consumer, (1, bufs, bars, outputs, table, shape, scales,
-                         (slopes, slopes_sb, aux, row_max, table_width, table_sb, table_sh),
-                         CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, O_CHUNKS,
-                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED,
-                         SEAMLESS, SINKS, ALIBI, ROW_MAX, SCORE_MOD, MASK_MOD, BLOCKS)),
-            (_consumer, (2, bufs, bars, outputs, table, shape, scales,
-                         (slopes, slopes_sb, aux, row_max, table_width, table_sb, table_sh),
-                         CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, O_CHUNKS,
-                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, PACKED, PIPELINED,
-                         SEAMLESS, SINKS, ALIBI, ROW_MAX, SCORE_MOD, MASK_MOD, BLOCKS)),
+                         CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K,
+                         DYNAMIC, LAZY, PACKED, PIPELINED, SEAMLESS, SINKS, ALIBI, ROW_MAX, SCORE_MOD, MASK_MOD,
+                         BLOCKS))
+            if part < CONSUMERS else
             (_producer, (bufs, bars, fixed, q_desc, k_desc, v_desc, counter, table, shape,
                          (slopes, slopes_sb, aux, row_max, table_width, table_sb, table_sh),
                          CONSUMERS, BLOCK_N, STAGES, Q_SLOTS, CAUSAL, WINDOW, DYNAMIC, PACKED,
                          PACKED and (ALIBI or SCORE_MOD is not None or MASK_MOD is not None), BLOCKS,
-                         SEAMLESS)),
-        ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+                         SEAMLESS))
+            for part in ((0, 1, 2) if CONSUMERS == 2 else (0, 1, 2, 3))
+        ], [4, 1] if CONSUMERS == 2 else [4, 4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS] if CONSUMERS == 2 else
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 from .fp8_quantize import fp8_format
-from .gluon_launch import QuickLaunch, addressable, gluon_available, heads_per_group, multiprocessors, tile_counter
+from .gluon_launch import (
+    QuickLaunch,
+    addressable,
+    block_map,
+    capability_refusal,
+    gluon_available,
+    heads_per_group,
+    multiprocessors,
+    tile_counter,
+)
 from .problem import effective_window
 from .reference_fp8 import expand_scales
 
@@ -23,8 +32,6 @@ _NOT_FASTER = (
 _LOG2_E = 1.4426950408889634
 _HEAD_DIMS = (64, 128, 256)
 _ONE_SUM = 1024  # keys that the tensor cores may add up alone: of equal values they lose about a percent
-_MOST_MAPS = 4096
-_maps: dict[tuple, dict] = {}
 _GROUP = 16  # keys whose order a tensor map changes together
 
 
@@ -86,10 +93,8 @@ def refuse(
     device_type: str, capability: tuple[int, int] | None, head_dim: int, k_block: int, one_scale: bool
 ) -> str | None:
     """Why this kernel cannot run a call, or None; `one_scale`: k and v have one scale a head or a tensor."""
-    if device_type != "cuda" or capability is None:
-        return f"needs an NVIDIA GPU of compute capability 9.0, got a {device_type} tensor"
-    if capability != (9, 0):
-        return "needs compute capability 9.0 (H100, H200), got {}.{}".format(*capability)
+    if (why := capability_refusal(device_type, capability)) is not None:
+        return why
     if head_dim > _HEAD_DIMS[-1] or head_dim % 16:
         return f"takes head_dim up to 256 in multiples of 16, got {head_dim}"
     if not one_scale and k_block % 128:
@@ -113,40 +118,9 @@ def _forward_kernel() -> QuickLaunch:
     return QuickLaunch(fp8_forward_kernel)
 
 
-def _elements():
-    from triton.experimental.gluon import language as gl
-
-    return {
-        torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32,
-        torch.float8_e4m3fn: gl.float8e4nv, torch.float8_e5m2: gl.float8e5,
-    }  # fmt: skip
-
-
-def _map(x: Tensor, shape: list[int], strides: list[int], block: list[int]):
-    """A tensor map; those of shapes already seen are copied, not validated."""
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    key = (*shape, *strides, *block, x.dtype)
-    fields = _maps.get(key)
-    if fields is None:
-        from triton.experimental.gluon import language as gl
-
-        if len(_maps) >= _MOST_MAPS:
-            _maps.clear()
-        layout = gl.NVMMASharedLayout.get_default_for(block, _elements()[x.dtype])
-        unit = 16 // x.element_size()  # strides of dimensions of size 1 do not matter, but must be 16-byte multiples
-        steps = [s if n > 1 else unit for n, s in zip(shape[:-1], strides[:-1], strict=True)] + [1]
-        fields = vars(TensorDescriptor(x, shape, steps, block, layout)).copy()
-        _maps[key] = {**fields, "base": None}  # holds no memory alive
-    made = object.__new__(TensorDescriptor)
-    made.__dict__.update(fields)
-    made.base = x
-    return made
-
-
 def rows_map(x: Tensor, rows: int, cols: int):
     """Blocks of one head, `rows` x `cols`, of (batch, heads, rows, cols) with any strides but the last."""
-    return _map(x, list(x.shape), list(x.stride()), [1, 1, rows, cols])
+    return block_map(x, x.shape, x.stride(), (1, 1, rows, cols))
 
 
 def keys_map(k8: Tensor, rows: int, cols: int):
@@ -157,8 +131,8 @@ def keys_map(k8: Tensor, rows: int, cols: int):
     """
     dim = k8.shape[-1]
     groups = k8.numel() // (_GROUP * dim)
-    shape, strides = [groups, 2, 4, 2, dim], [_GROUP * dim, 2 * dim, 4 * dim, dim, 1]
-    return _map(k8, shape, strides, [rows // _GROUP, 2, 4, 2, cols])
+    shape, strides = (groups, 2, 4, 2, dim), (_GROUP * dim, 2 * dim, 4 * dim, dim, 1)
+    return block_map(k8, shape, strides, (rows // _GROUP, 2, 4, 2, cols))
 
 
 def grouped_keys(k8: Tensor) -> Tensor:

@@ -11,11 +11,8 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from gpu_accel.gluon_compat import tma_store
-
-from .hopper_device import LN_2, NEG_LARGE, tanh
+from .hopper_device import LN_2, NEG_LARGE, quarters, store_whole, tanh
 
 ROWS = gl.constexpr(64)  # query rows of one consumer: the M of wgmma
 
@@ -176,16 +173,6 @@ _FAR = gl.constexpr(64.0)  # how much (base 2) a maximum may grow before totals 
 
 
 @gluon.jit
-def _in_columns(x):
-    """(64, 256) as an accumulator holds it -> four of 64 columns; nothing moves."""
-    rows: gl.constexpr = x.shape[0]
-    low, high = gl.split(x.reshape((rows, 2, 128)).permute((0, 2, 1)))
-    c0, c1 = gl.split(low.reshape((rows, 2, 64)).permute((0, 2, 1)))
-    c2, c3 = gl.split(high.reshape((rows, 2, 64)).permute((0, 2, 1)))
-    return c0, c1, c2, c3
-
-
-@gluon.jit
 def _of_rows(part, x):
     """x of the rows, for each number of `part`."""
     LAYOUT: gl.constexpr = part.type.layout
@@ -222,7 +209,7 @@ def put_aside(totals, acc, unit, m_total, m_row, chunks):
     kept = gl.where(far, gl.exp2(m_total - m_row), 1.0)
     kept = gl.where(chunks == 0, -1.0, kept)
     factor = gl.where(far, 1.0, gl.exp2(m_row - m_total)) * unit
-    c0, c1, c2, c3 = _in_columns(acc)
+    c0, c1, c2, c3 = quarters(acc)
     _put(c0, factor, kept, totals, 0)
     _put(c1, factor, kept, totals, 1)
     _put(c2, factor, kept, totals, 2)
@@ -244,7 +231,7 @@ def take_in(acc, totals, m_total, m_row, chunks):
     if chunks > 0:
         rows: gl.constexpr = acc.shape[0]
         factor = gl.exp2(m_total - m_row)
-        c0, c1, c2, c3 = _in_columns(acc)
+        c0, c1, c2, c3 = quarters(acc)
         low = gl.join(_take(c0, factor, totals, 0), _take(c1, factor, totals, 1))
         high = gl.join(_take(c2, factor, totals, 2), _take(c3, factor, totals, 3))
         low = low.permute((0, 2, 1)).reshape((rows, 128))
@@ -252,15 +239,6 @@ def take_in(acc, totals, m_total, m_row, chunks):
         whole = gl.join(low, high).permute((0, 2, 1)).reshape((rows, 256))
         acc = gl.convert_layout(whole, acc.type.layout, assert_trivial=True)
     return acc
-
-
-@gluon.jit
-def _store_quarter(chunk, buffer, o_desc, batch, head, row0, col):
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, chunk.shape[1], 32])
-    tma.store_wait(1)  # the copy before the last has read its buffer, which is this one
-    buffer.store(gl.convert_layout(chunk.to(buffer.dtype), LAYOUT))
-    fence_async_shared()
-    tma_store(o_desc, [batch, head, row0, col], buffer)
 
 
 @gluon.jit
@@ -281,19 +259,4 @@ def store_tile(
         lse = gl.where(empty, float("-inf"), (m_row - SHIFT + gl.log2(l_row)) * LN_2)
         offset = (batch * heads + head).to(gl.int64) * seqlen_q
         gl.store(lse_ptr + offset + rows, lse, mask=rows < seqlen_q)
-        if o_bufs.shape[2] == acc.shape[1]:
-            o_buf = o_bufs.index(WG)
-            tma.store_wait(0)
-            o_buf.store(acc.to(o_buf.dtype))
-            fence_async_shared()
-            tma_store(o_desc, [batch, head, row0, 0], o_buf)
-        else:
-            # a whole tile would not fit beside Q, K and V: quarters, through two buffers in turn
-            COLS: gl.constexpr = acc.shape[1] // 4
-            low, high = gl.split(acc.reshape((ROWS, 2, 2 * COLS)).permute((0, 2, 1)))
-            c0, c1 = gl.split(low.reshape((ROWS, 2, COLS)).permute((0, 2, 1)))
-            c2, c3 = gl.split(high.reshape((ROWS, 2, COLS)).permute((0, 2, 1)))
-            _store_quarter(c0, o_bufs.index(2 * WG), o_desc, batch, head, row0, 0)
-            _store_quarter(c1, o_bufs.index(2 * WG + 1), o_desc, batch, head, row0, COLS)
-            _store_quarter(c2, o_bufs.index(2 * WG), o_desc, batch, head, row0, 2 * COLS)
-            _store_quarter(c3, o_bufs.index(2 * WG + 1), o_desc, batch, head, row0, 3 * COLS)
+        store_whole(acc, o_bufs, o_desc, batch, head, row0, WG)

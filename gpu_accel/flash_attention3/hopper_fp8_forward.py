@@ -34,25 +34,20 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from gpu_accel.gluon_compat import tma_load
 
 from .hopper_device import (
-    bar_arrive,
-    bar_sync,
     bar_sync_at,
-    draw,
+    issue_product,
     key_blocks,
+    mask_ends,
     publish_tile,
     receive_tile,
     release,
     rescale,
+    rewind,
     tanh,
     thread_row_sum,
     tile_of,
@@ -72,10 +67,19 @@ from .hopper_fp8_device import (
     take_in,
     unpack_quads,
 )
+from .hopper_handover import allocate_bars, draw_early, draw_late, pass_turn, ready_bars, take_turn, wait_free
 
-PING_PONG_BARRIER = gl.constexpr(8)
 KV_FREE = gl.constexpr(10)  # and one more for each stage
-EARLY_DRAW = gl.constexpr(4)  # key blocks of a tile up to which the next tile is drawn at its start
+
+
+@gluon.jit
+def _issue_part(p, v, acc, TWO_LEVEL: gl.constexpr):
+    """P V of one block, asynchronous: alone with TWO_LEVEL, otherwise added to acc."""
+    LAYOUT: gl.constexpr = acc.type.layout
+    if TWO_LEVEL:
+        return issue_product(p, v.permute((1, 0)), LAYOUT)
+    else:
+        return warpgroup_mma(p, v.permute((1, 0)), acc, is_async=True)
 
 
 @gluon.jit
@@ -85,7 +89,7 @@ def _step(
     MASK: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, SHIFT: gl.constexpr,
     GROWTH: gl.constexpr, UNDER: gl.constexpr, AHEAD: gl.constexpr, TWO_LEVEL: gl.constexpr, FOLD: gl.constexpr,
     NAMED: gl.constexpr, K_BLOCK: gl.constexpr,
-    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, ROW_LAYOUT: gl.constexpr,
+    S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, ROW_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """One key block: issue S of this block and P V of the block before, then softmax of this block.
 
@@ -104,21 +108,14 @@ def _step(
     v_this = v_next
     if not AHEAD:
         mbarrier.wait(k_full.index(stage), (it // STAGES) & 1)
-    if PING_PONG:
-        bar_sync(PING_PONG_BARRIER + WG, 256)
-    zero = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, S_LAYOUT)
-    s_async = warpgroup_mma(q, k_bufs.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+    take_turn(WG, PING_PONG)
+    s_async = issue_product(q, k_bufs.index(stage).permute((1, 0)), S_LAYOUT)
     # under S of this block: what the one before has left
     acc = rescale(acc, alpha_o)
     mbarrier.wait(v_full.index(v_stage), v_phase)
     p_a = unpack_quads(p_packed, q.dtype, P_LAYOUT)
-    if TWO_LEVEL:
-        zero_o = gl.full([ROWS, v_bufs.shape[1]], 0.0, gl.float32, O_LAYOUT)
-        part_async = warpgroup_mma(p_a, v_bufs.index(v_stage).permute((1, 0)), zero_o, use_acc=False, is_async=True)
-    else:
-        part_async = warpgroup_mma(p_a, v_bufs.index(v_stage).permute((1, 0)), acc, is_async=True)
-    if PING_PONG:
-        bar_arrive(PING_PONG_BARRIER + (WG + 1) % CONSUMERS, 256)
+    part_async = _issue_part(p_a, v_bufs.index(v_stage), acc, TWO_LEVEL)
+    pass_turn(WG, CONSUMERS, PING_PONG)
     k_next, v_next = block_scales(kv_scale, gl.maximum(block - 1, lo), BLOCK_N, K_BLOCK)
     v_log = log2_fast(v_this) if FOLD else 0.0
     factor = row_scale * k_scale
@@ -213,6 +210,7 @@ def _consumer(
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     MASK_FIRST: gl.constexpr = CAUSAL or WINDOW or not EVEN_K
     FREE: gl.constexpr = 128 * CONSUMERS + 32  # all consumers and the producer
+    KV_BARRIER: gl.constexpr = KV_FREE if NAMED else None
     MASK: gl.constexpr = (CAUSAL or WINDOW) and not ALIGNED
     dtype: gl.constexpr = q_bufs.dtype
     E5M2: gl.constexpr = dtype == gl.float8e5
@@ -226,8 +224,8 @@ def _consumer(
     k = 0
     tile = gl.program_id(0)
     shift = seqlen_k - seqlen_q
-    if PING_PONG and WG == CONSUMERS - 1:
-        bar_arrive(PING_PONG_BARRIER, 256)  # lets consumer 0 start
+    if WG == CONSUMERS - 1:
+        pass_turn(WG, CONSUMERS, PING_PONG)  # lets consumer 0 start
     # The first block of the first tile has nothing to overlap with.
     m_block, batch, head = tile_of(tile, shape, CAUSAL)
     lo, hi = key_blocks(m_block * BLOCK_M, BLOCK_M, shape, BLOCK_N, CAUSAL, WINDOW)
@@ -238,14 +236,11 @@ def _consumer(
     v_log = log2_fast(v_scale) if FOLD else 0.0
     mbarrier.wait(q_full.index(WG), 0)
     mbarrier.wait(k_full.index(0), 0)
-    if PING_PONG:
-        bar_sync(PING_PONG_BARRIER + WG, 256)
-    zero = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, S_LAYOUT)
-    s = warpgroup_mma(q_bufs.index(WG), k_bufs.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
-    if PING_PONG:
-        bar_arrive(PING_PONG_BARRIER + (WG + 1) % CONSUMERS, 256)
+    take_turn(WG, PING_PONG)
+    s = issue_product(q_bufs.index(WG), k_bufs.index(0).permute((1, 0)), S_LAYOUT)
+    pass_turn(WG, CONSUMERS, PING_PONG)
     s = warpgroup_mma_wait(0, deps=[s])
-    release(kv_empty, 0, KV_FREE if NAMED else None, FREE)
+    release(kv_empty, 0, KV_BARRIER, FREE)
     p, m_i = first_softmax(
         s, row_scale * k_scale, v_log, hi - 1, row0, shape, cap, CAUSAL, WINDOW, SOFTCAP, MASK_FIRST, SHIFT
     )
@@ -258,13 +253,7 @@ def _consumer(
         slot = (k % 2) * CONSUMERS + WG
         q = q_bufs.index(slot)
         q_phase = (k // 2) & 1
-        # Blocks [lo, left_end) need the left mask, blocks [first, hi) the right one; block hi - 1 is done.
-        first = hi - 1
-        left_end = lo
-        if CAUSAL:
-            first = gl.minimum(first, gl.maximum(row0 + shift + right + 1, 0) // BLOCK_N)
-        if WINDOW:
-            left_end = gl.cdiv(gl.maximum(row0 + ROWS - 1 + shift - left, 0), BLOCK_N)
+        first, left_end = mask_ends(row0, ROWS, shift, lo, hi, left, right, BLOCK_N, CAUSAL, WINDOW)
         acc = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, O_LAYOUT)
         alpha_o = gl.full([ROWS], 1.0, gl.float32, ROW_LAYOUT)
         m_total = gl.convert_layout(m_i, ROW_LAYOUT)
@@ -284,7 +273,7 @@ def _consumer(
                     block, j < steps - 1, (block >= first) | (block < left_end), row0, shape, row_scale,
                     (kv_scale, lo, q_full.index(slot), q_phase), cap,
                     WG, CONSUMERS, STAGES, PING_PONG, E5M2, MASK, CAUSAL, WINDOW, SOFTCAP, SHIFT, GROWTH, UNDER, AHEAD,
-                    TWO_LEVEL, FOLD, NAMED, K_BLOCK, S_LAYOUT, O_LAYOUT, P_LAYOUT, ROW_LAYOUT)  # fmt: skip
+                    TWO_LEVEL, FOLD, NAMED, K_BLOCK, S_LAYOUT, P_LAYOUT, ROW_LAYOUT)  # fmt: skip
                 p_packed, k_next, v_next, v_scale, alpha_o = pend
             if CHUNK > 0:  # noqa: SIM102 - a run-time branch inside a compile-time one
                 if stop < steps:
@@ -313,7 +302,6 @@ def _consumer(
         stage = it % STAGES
         k_phase = (it // STAGES) & 1
         v_last = v_scale
-        zero_o = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, O_LAYOUT)
         if tile < num_tiles:
             # The first block of the next tile runs under the last P V product of this one.
             m_block, batch, head = tile_of(tile, shape, CAUSAL)
@@ -325,24 +313,14 @@ def _consumer(
             kv_scale = head_scales(scales, batch, head // heads_per_kv)
             k_scale, v_scale = block_scales(kv_scale, hi - 1, BLOCK_N, K_BLOCK)
             v_log = log2_fast(v_scale) if FOLD else 0.0
-            zero = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, S_LAYOUT)
             p_a = unpack_quads(p_packed, dtype, P_LAYOUT)
             mbarrier.wait(q_full.index(slot), q_phase)
             mbarrier.wait(k_full.index(stage), k_phase)
-            if PING_PONG:
-                bar_sync(PING_PONG_BARRIER + WG, 256)
-            s_async = warpgroup_mma(
-                q_bufs.index(slot), k_bufs.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
-            )
+            take_turn(WG, PING_PONG)
+            s_async = issue_product(q_bufs.index(slot), k_bufs.index(stage).permute((1, 0)), S_LAYOUT)
             mbarrier.wait(v_full.index(v_stage), v_phase)
-            if TWO_LEVEL:
-                part_async = warpgroup_mma(
-                    p_a, v_bufs.index(v_stage).permute((1, 0)), zero_o, use_acc=False, is_async=True
-                )
-            else:
-                part_async = warpgroup_mma(p_a, v_bufs.index(v_stage).permute((1, 0)), acc, is_async=True)
-            if PING_PONG:
-                bar_arrive(PING_PONG_BARRIER + (WG + 1) % CONSUMERS, 256)
+            part_async = _issue_part(p_a, v_bufs.index(v_stage), acc, TWO_LEVEL)
+            pass_turn(WG, CONSUMERS, PING_PONG)
             factor = row_scale * k_scale
             s = warpgroup_mma_wait(1, deps=[s_async])
             p, m_i = first_softmax(
@@ -353,7 +331,7 @@ def _consumer(
             l_i = thread_row_sum(p)
             if FOLD:
                 l_i *= gl.exp2(-v_log)
-            release(kv_empty, stage, KV_FREE if NAMED else None, FREE)
+            release(kv_empty, stage, KV_BARRIER, FREE)
             p_packed = pack_quads(p, E5M2)
             acc = _add_part(acc, part, v_last, TWO_LEVEL, FOLD)
             if HELD:
@@ -364,12 +342,7 @@ def _consumer(
         else:
             mbarrier.wait(v_full.index(v_stage), v_phase)
             p_a = unpack_quads(p_packed, dtype, P_LAYOUT)
-            if TWO_LEVEL:
-                part_async = warpgroup_mma(
-                    p_a, v_bufs.index(v_stage).permute((1, 0)), zero_o, use_acc=False, is_async=True
-                )
-            else:
-                part_async = warpgroup_mma(p_a, v_bufs.index(v_stage).permute((1, 0)), acc, is_async=True)
+            part_async = _issue_part(p_a, v_bufs.index(v_stage), acc, TWO_LEVEL)
             part = warpgroup_mma_wait(0, deps=[part_async])
             acc = _add_part(acc, part, v_last, TWO_LEVEL, FOLD)
             if HELD:
@@ -378,18 +351,8 @@ def _consumer(
                 acc = take_in(acc, totals, m_total, gl.convert_layout(m_done, ROW_LAYOUT), chunks)
             store_tile(acc, m_done, l_done, o_bufs, outputs, where, row0, shape, WG, SHIFT, ROW_LAYOUT)
     tma.store_wait(0)
-    if PING_PONG and WG == 0:
-        bar_sync(PING_PONG_BARRIER, 256)  # takes the last arrival, so that the barrier is balanced
-
-
-@gluon.jit
-def _wait_free(kv_empty, it, STAGES: gl.constexpr, FREE: gl.constexpr, NAMED: gl.constexpr):
-    """Wait until block `it - STAGES`, whose stage block `it` takes, has been read. NAMED: once an `it`."""
-    if NAMED:
-        if it >= STAGES:
-            bar_sync_at(KV_FREE + it % STAGES, FREE)
-    else:
-        mbarrier.wait(kv_empty.index(it % STAGES), ((it // STAGES) & 1) ^ 1)
+    if WG == 0:
+        take_turn(WG, PING_PONG)  # takes the last arrival, so that the barrier is balanced
 
 
 @gluon.jit
@@ -409,6 +372,7 @@ def _producer(
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DYNAMIC: gl.constexpr, NAMED: gl.constexpr,
 ):  # fmt: skip
     FREE: gl.constexpr = 128 * CONSUMERS + 32
+    KV_BARRIER: gl.constexpr = KV_FREE if NAMED else None
     q_bufs, k_bufs, v_bufs, _ = bufs
     q_full, q_empty, k_full, v_full, kv_empty, queue_full, queue_empty, queue = bars
     _, seqlen_k, _, heads_per_kv, _, num_tiles, _, _, _ = shape
@@ -421,8 +385,7 @@ def _producer(
         kv = head // heads_per_kv
         lo, hi = key_blocks(m_block * BLOCK_M, BLOCK_M, shape, BLOCK_N, CAUSAL, WINDOW)
         if DYNAMIC:
-            # The draw's round trip hides under the loads of a short tile; of a long one it would come too early.
-            early = draw(counter, hi - lo <= EARLY_DRAW)
+            early = draw_early(counter, hi - lo)
         slot0 = (k & 1) * CONSUMERS
         q_phase = (k >> 1) & 1
         for c in gl.static_range(CONSUMERS):
@@ -440,29 +403,26 @@ def _producer(
             it += 1
             stage = it % STAGES
             # One release frees both: K of a step is released after P V of the step before, so the V slot is free too.
-            _wait_free(kv_empty, it, STAGES, FREE, NAMED)
+            wait_free(kv_empty, it, STAGES, KV_BARRIER, FREE)
             _load_k(k_desc, batch, kv, hi - 2 - j, k_groups, k_full, k_bufs, stage)
             mbarrier.expect(v_full.index(v_stage), v_desc.block_type.nbytes)
             tma_load(v_desc, [batch, kv, 0, (hi - 1 - j) * BLOCK_N], v_full.index(v_stage), v_bufs.index(v_stage))
         v_stage = it % STAGES
         it += 1
         if DYNAMIC:
-            # Before the wait for the last V slot, under which the round trip hides too.
-            tile = gl.max(early + draw(counter, hi - lo > EARLY_DRAW), axis=0) + gl.num_programs(0)
+            tile = draw_late(early, counter, hi - lo)
             publish_tile(k, tile, queue, queue_full, queue_empty)
         else:
             tile += gl.num_programs(0)
         k += 1
-        _wait_free(kv_empty, it, STAGES, FREE, NAMED)
+        wait_free(kv_empty, it, STAGES, KV_BARRIER, FREE)
         mbarrier.expect(v_full.index(v_stage), v_desc.block_type.nbytes)
         tma_load(v_desc, [batch, kv, 0, lo * BLOCK_N], v_full.index(v_stage), v_bufs.index(v_stage))
     if NAMED:  # the last arrivals, which nobody waited for: named barriers end as they began
         for i in range(gl.maximum(it + 1, STAGES), it + STAGES):
             bar_sync_at(KV_FREE + i % STAGES, FREE)
-    if DYNAMIC:  # noqa: SIM102
-        # Each program draws one number past the end; the last of them resets the counter for the next launch.
-        if tile == num_tiles + gl.num_programs(0) - 1:
-            gl.store(counter, 0)
+    if DYNAMIC:
+        rewind(counter, tile, num_tiles)
 
 
 @gluon.jit(
@@ -499,29 +459,9 @@ def fp8_forward_kernel(
     k_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_DIM], K_LAYOUT)
     v_bufs = gl.allocate_shared_memory(dtype, [STAGES, HEAD_DIM, BLOCK_N], V_LAYOUT)
     o_bufs = gl.allocate_shared_memory(o_desc.dtype, [O_BUFS, ROWS, O_COLS], O_LAYOUT)
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [2 * CONSUMERS, 1], BARRIER)
-    q_empty = gl.allocate_shared_memory(gl.int64, [2 * CONSUMERS, 1], BARRIER)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    kv_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    queue_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    queue_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    queue = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    for i in gl.static_range(2 * CONSUMERS):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
-        if not NAMED:
-            mbarrier.init(kv_empty.index(i), count=CONSUMERS)
-    if DYNAMIC:  # where nobody uses a barrier, its memory goes to others, which must not find one there
-        for i in gl.static_range(2):
-            mbarrier.init(queue_full.index(i), count=1)
-            mbarrier.init(queue_empty.index(i), count=CONSUMERS)
+    bars = allocate_bars(2 * CONSUMERS, STAGES, 2)
+    ready_bars(bars, CONSUMERS, DYNAMIC, True, not NAMED)
     bufs = (q_bufs, k_bufs, v_bufs, o_bufs)
-    bars = (q_full, q_empty, k_full, v_full, kv_empty, queue_full, queue_empty, queue)
     shape = (seqlen_q, seqlen_k, heads, heads_per_kv, num_m, num_tiles, group, left, right)
     scales = (
         q_scale, q_b, q_h, q_step, k_scale, k_b, k_h, k_step, v_scale, v_b, v_h, v_step, exp_scale, cap,
@@ -529,14 +469,14 @@ def fp8_forward_kernel(
     outputs = (o_desc, lse_ptr)
     k_groups = (k_heads, k_pitch)
     gl.static_assert(CONSUMERS == 2)
-    # A constexpr stored in a tuple under a name stops being one, hence the argument lists written out.
+    # A constexpr stored in a tuple under a name stops being one, hence the argument lists written out. The last
+    # partition is the producer.
     gl.warp_specialize([
-        (_consumer, (0, bufs, bars, outputs, aside, shape, scales, CONSUMERS, BLOCK_N, STAGES, Q_BLOCK, K_BLOCK,
+        (_consumer, (part, bufs, bars, outputs, aside, shape, scales, CONSUMERS, BLOCK_N, STAGES, Q_BLOCK, K_BLOCK,
                      PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, SHIFT, GROWTH, UNDER, AHEAD, TWO_LEVEL,
-                     CHUNK, FOLD, ALIGNED, NAMED)),
-        (_consumer, (1, bufs, bars, outputs, aside, shape, scales, CONSUMERS, BLOCK_N, STAGES, Q_BLOCK, K_BLOCK,
-                     PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, SHIFT, GROWTH, UNDER, AHEAD, TWO_LEVEL,
-                     CHUNK, FOLD, ALIGNED, NAMED)),
+                     CHUNK, FOLD, ALIGNED, NAMED))
+        if part < CONSUMERS else
         (_producer, (bufs, bars, q_desc, k_desc, v_desc, counter, shape, k_groups, CONSUMERS, BLOCK_N, STAGES,
-                     CAUSAL, WINDOW, DYNAMIC, NAMED)),
+                     CAUSAL, WINDOW, DYNAMIC, NAMED))
+        for part in (0, 1, 2)
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

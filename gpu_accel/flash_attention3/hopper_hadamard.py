@@ -35,16 +35,10 @@ from gpu_accel.gluon_compat import barrier, reinterpret
 from .gluon_launch import QuickLaunch, addressable, multiprocessors
 from .hadamard import sign_values
 from .hopper_loads import as_usual, halves, load_16_bytes
-from .hopper_quantize import finite, scale_of
+from .hopper_quantize import column, finite, quantized, write_rows
 
 ROWS = 128  # rows of a block, which has one scale
 DIM = 128
-
-
-@gluon.jit
-def _column(n):
-    """The column of y that column n of the accumulator holds: 8 j + 2 t + e -> 64 (j / 8) + 16 t + 2 (j % 8) + e."""
-    return (n & ~63) + ((n & 6) << 3) + ((n & 56) >> 2) + (n & 1)
 
 
 @gluon.jit
@@ -59,7 +53,7 @@ def _make_matrix(m_words, signs_0, signs_1, signs_2, signs_3, WARPS: gl.constexp
     D: gl.constexpr = m_words.shape[0]
     COLS: gl.constexpr = D // 8
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32 // COLS, COLS], [WARPS, 1], [1, 0])
-    n = _column(gl.arange(0, D, layout=gl.SliceLayout(1, LAYOUT))[:, None])
+    n = column(gl.arange(0, D, layout=gl.SliceLayout(1, LAYOUT))[:, None])
     k = _dimension(2 * gl.arange(0, D // 2, layout=gl.SliceLayout(0, LAYOUT)))
     ONE: gl.constexpr = 0x3F80 if BFLOAT16 else 0x3C00
     negative = gl.where(k < 64, gl.where(k < 32, signs_0, signs_1), gl.where(k < 96, signs_2, signs_3)) >> (k & 31)
@@ -144,17 +138,9 @@ def hadamard_quantize_kernel(
         largest = gl.max(gl.max(gl.abs(y), axis=1), axis=0)  # ignores NaN
         if largest == float("inf"):
             y, largest = finite(y)
-        scale = scale_of(largest, FACTOR, LARGEST)
-        gl.store(scales + tile, scale)
-        y8 = (y * (FACTOR * gl.div_rn(1.0, scale))).to(out.dtype.element_ty)
+        y8 = quantized(y, largest, scales, tile, out.dtype.element_ty, FACTOR, LARGEST)
         row0 = tile % blocks * ROWS
-        head = (tile // blocks).to(gl.int64)
-        row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT_LAYOUT))[:, None]
-        col = gl.arange(0, D, layout=gl.SliceLayout(0, OUT_LAYOUT))[None, :]
-        # 8 j + 2 t + e -> 64 (j / 8) + 16 t + 2 (j % 8) + e: a matter of names and of the order of registers
-        y8 = y8.reshape((ROWS, D // 64, 8, 4, 2)).permute((0, 1, 3, 2, 4)).reshape((ROWS, D))
-        y8 = gl.convert_layout(y8, OUT_LAYOUT, assert_trivial=True)
-        gl.store(out + (head * seqlen + row0) * D + (row * D + col), y8, mask=row < seqlen - row0)
+        write_rows(y8, out, (tile // blocks).to(gl.int64), row0, seqlen, OUT_LAYOUT)
         tile += step
 
 

@@ -50,7 +50,7 @@ ROWS = 128  # rows of a block, which has one scale
 
 
 @gluon.jit
-def _column(n):
+def column(n):
     """The column of y that column n of the accumulator holds: 8 j + 2 t + e -> 64 (j / 8) + 16 t + 2 (j % 8) + e."""
     return (n & ~63) + ((n & 6) << 3) + ((n & 56) >> 2) + (n & 1)
 
@@ -68,7 +68,7 @@ def _make_matrix(m_words, signs, WARPS: gl.constexpr, IDENTITY: gl.constexpr, BF
         words = gl.where(n == k[None, :], ONE, 0) | gl.where(n == k[None, :] + 1, ONE << 16, 0)
     else:
         signs_of_two = gl.where(gl.load(signs + k) < 0, 1 << 15, 0) | gl.where(gl.load(signs + k + 1) < 0, -1 << 31, 0)
-        n = _column(n)
+        n = column(n)
         both = n & k[None, :]
         odd = (0x6996 >> ((both ^ (both >> 4)) & 15)) & 1  # whether the number of ones is odd
         words = (odd * -0x7FFF8000) ^ (((n & 1) << 31) | (ONE << 16 | ONE)) ^ signs_of_two[None, :]
@@ -101,10 +101,25 @@ def finite(y):
 
 
 @gluon.jit
-def scale_of(largest, FACTOR: gl.constexpr, LARGEST: gl.constexpr):
-    """The scale with which FACTOR * `largest` becomes LARGEST; 1 for zero, and a normal number."""
+def quantized(y, largest, scales, tile, dtype: gl.constexpr, FACTOR: gl.constexpr, LARGEST: gl.constexpr):
+    """FACTOR * y in fp8. Writes its scale, with which FACTOR * `largest` becomes LARGEST: 1 for zero, always normal."""
     amax = largest * FACTOR
-    return gl.where(amax > 0, gl.maximum(gl.div_rn(amax, LARGEST), 1.1754943508222875e-38), 1.0)
+    scale = gl.where(amax > 0, gl.maximum(gl.div_rn(amax, LARGEST), 1.1754943508222875e-38), 1.0)
+    gl.store(scales + tile, scale)
+    return (y * (FACTOR * gl.div_rn(1.0, scale))).to(dtype)
+
+
+@gluon.jit
+def write_rows(y8, out, head, row0, seqlen, LAYOUT: gl.constexpr):
+    """y8, its columns in the order of `column`, to rows from row0 on of a head of (heads, seqlen, columns)."""
+    ROWS: gl.constexpr = y8.shape[0]
+    D: gl.constexpr = y8.shape[1]
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))[:, None]
+    col = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    # 8 j + 2 t + e -> 64 (j / 8) + 16 t + 2 (j % 8) + e: a matter of names and of the order of registers
+    y8 = y8.reshape((ROWS, D // 64, 8, 4, 2)).permute((0, 1, 3, 2, 4)).reshape((ROWS, D))
+    y8 = gl.convert_layout(y8, LAYOUT, assert_trivial=True)
+    gl.store(out + (head * seqlen + row0) * D + (row * D + col), y8, mask=row < seqlen - row0)
 
 
 @gluon.jit(
@@ -175,24 +190,19 @@ def hadamard_quantize_kernel(
             _fetch(x_desc, full, x_bufs, slot, tile + STAGES * step, tiles, heads, blocks)
             if largest == float("inf"):
                 y, largest = finite(y)
-        scale = scale_of(largest, FACTOR, LARGEST)
-        gl.store(scales + tile, scale)
-        y8 = (y * (FACTOR * gl.div_rn(1.0, scale))).to(out.dtype.element_ty)
+        y8 = quantized(y, largest, scales, tile, out.dtype.element_ty, FACTOR, LARGEST)
         row0 = tile % blocks * ROWS
         head = (tile // blocks).to(gl.int64)
-        row = gl.arange(0, R, layout=gl.SliceLayout(1, OUT_LAYOUT))[:, None]
-        col = gl.arange(0, C, layout=gl.SliceLayout(0, OUT_LAYOUT))[None, :]
         if TRANSPOSE:
+            row = gl.arange(0, R, layout=gl.SliceLayout(1, OUT_LAYOUT))[:, None]
+            col = gl.arange(0, C, layout=gl.SliceLayout(0, OUT_LAYOUT))[None, :]
             y8 = gl.convert_layout(y8, OUT_LAYOUT)
             base = out + (head * (D * 16) * pitch + row0)
             left = pitch * 16 - row0
             # a multiple of 16, so 16 bytes leave at once or not at all
             gl.store(base + row.to(gl.int64) * (pitch * 16) + col, y8, mask=col < gl.multiple_of(left, 16))
         else:
-            # 8 j + 2 t + e -> 64 (j / 8) + 16 t + 2 (j % 8) + e: a matter of names and of the order of registers
-            y8 = y8.reshape((ROWS, D // 64, 8, 4, 2)).permute((0, 1, 3, 2, 4)).reshape((ROWS, D))
-            y8 = gl.convert_layout(y8, OUT_LAYOUT, assert_trivial=True)
-            gl.store(out + (head * seqlen + row0) * D + (row * D + col), y8, mask=row < seqlen - row0)
+            write_rows(y8, out, head, row0, seqlen, OUT_LAYOUT)
         tile += step
         it += 1
 

@@ -10,45 +10,34 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-
-from gpu_accel.gluon_compat import tma_store
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from .hopper_device import (
     LN_2,
     LOG2_E,
     NEG_LARGE,
-    bar_arrive,
-    bar_sync,
+    issue_product,
     mask_columns,
     mask_left,
     mask_right,
     pack_pairs,
     release,
     rescale,
+    store_whole,
     tanh,
     thread_row_sum,
     tile_of,
     unpack_pairs,
 )
+from .hopper_handover import KV_FREE, pass_turn, take_turn
 from .hopper_modifiers import add_alibi, call_mask_mod, call_score_mod
 from .hopper_packed import read_entry
-
-PING_PONG_BARRIER = gl.constexpr(8)  # and 9
-Q_FREE = gl.constexpr(10)  # and 11: a slot of Q, with all consumers' rows, has been read (SEAMLESS)
-KV_FREE = gl.constexpr(12)  # to 15: a stage of K, and the one before of V, have been read (SEAMLESS)
 
 # Run-time scalars travel in two tuples:
 #   shape  = (seqlen_q, seqlen_k, heads, heads_per_kv, num_m, num_tiles, group, left, right)
 #   scales = (scale, exp_scale, softcap): scores * scale go into tanh under softcap or are what a bias or a score_mod
 #            sees, logits * exp_scale into exp2
-#   at     = (batch, query head), for modifiers; mods: see hopper_modifiers.py
+#   at     = (batch, query head), for modifiers; mods: see hopper_modifiers.py, () where there are none
 
 
 @gluon.jit
@@ -115,7 +104,8 @@ def modified(
 def first_softmax(
     s, block, kind, row0, shape, scales, at, mods,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, MASK: gl.constexpr,
-    ALIBI: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, BLOCKS: gl.constexpr,
+    ALIBI: gl.constexpr = False, SCORE_MOD: gl.constexpr = None, MASK_MOD: gl.constexpr = None,
+    BLOCKS: gl.constexpr = False,
 ):  # fmt: skip
     """P, row maximum and thread-wise row sum of the first block of a tile."""
     _, exp_scale, _ = scales
@@ -133,9 +123,9 @@ def step(
     scales, at, mods,
     WG: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PING_PONG: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, MASK: gl.constexpr, LAZY: gl.constexpr,
-    PIPELINED: gl.constexpr, SEAMLESS: gl.constexpr, ALIBI: gl.constexpr, SCORE_MOD: gl.constexpr,
-    MASK_MOD: gl.constexpr, BLOCKS: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
-    ROW_LAYOUT: gl.constexpr,
+    SEAMLESS: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, ROW_LAYOUT: gl.constexpr,
+    PIPELINED: gl.constexpr = True, ALIBI: gl.constexpr = False, SCORE_MOD: gl.constexpr = None,
+    MASK_MOD: gl.constexpr = None, BLOCKS: gl.constexpr = False,
 ):  # fmt: skip
     """One key block: issue S of this block, then P V of the block before, then softmax of this block under both.
 
@@ -148,25 +138,21 @@ def step(
     it += 1
     stage = it % STAGES
     mbarrier.wait(k_full.index(stage), (it // STAGES) & 1)
-    if PING_PONG:
-        bar_sync(PING_PONG_BARRIER + WG, 256)
-    zero = gl.full([q.shape[0], k_bufs.shape[1]], 0.0, gl.float32, S_LAYOUT)
+    take_turn(WG, PING_PONG)
     if PIPELINED:
-        s_async = warpgroup_mma(q, k_bufs.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+        s_async = issue_product(q, k_bufs.index(stage).permute((1, 0)), S_LAYOUT)
         mbarrier.wait(v_full.index(v_stage), v_phase)
         p_a = unpack_pairs(p_packed, q.dtype, P_LAYOUT)
         acc_async = warpgroup_mma(p_a, v_bufs.index(v_stage), acc, is_async=True)
-        if PING_PONG:
-            bar_arrive(PING_PONG_BARRIER + (WG + 1) % CONSUMERS, 256)
+        pass_turn(WG, CONSUMERS, PING_PONG)
         s = warpgroup_mma_wait(1, deps=[s_async])
     else:
         mbarrier.wait(v_full.index(v_stage), v_phase)
         p_a = unpack_pairs(p_packed, q.dtype, P_LAYOUT)
         acc_async = warpgroup_mma(p_a, v_bufs.index(v_stage), acc, is_async=True)
         acc_async = warpgroup_mma_wait(0, deps=[acc_async])
-        s_async = warpgroup_mma(q, k_bufs.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
-        if PING_PONG:
-            bar_arrive(PING_PONG_BARRIER + (WG + 1) % CONSUMERS, 256)
+        s_async = issue_product(q, k_bufs.index(stage).permute((1, 0)), S_LAYOUT)
+        pass_turn(WG, CONSUMERS, PING_PONG)
         s = warpgroup_mma_wait(0, deps=[s_async])
     s = modified(s, block, kind, row0, shape, scales, at, mods, SOFTCAP, ALIBI, SCORE_MOD, MASK_MOD, BLOCKS)
     if MASK:  # noqa: SIM102 - a run-time branch inside a compile-time one
@@ -192,41 +178,9 @@ def step(
 
 
 @gluon.jit
-def _store_chunk(chunk, buffer, o_desc, batch, head, row0, col, LAYOUT: gl.constexpr):
-    tma.store_wait(1)  # the copy before the last has read its buffer, which is this one
-    buffer.store(gl.convert_layout(chunk.to(buffer.dtype), LAYOUT))
-    fence_async_shared()
-    tma_store(o_desc, [batch, head, row0, col], buffer)
-
-
-@gluon.jit
-def _store_whole(acc, o_bufs, o_desc, batch, head, row0, WG: gl.constexpr, O_CHUNKS: gl.constexpr):
-    """acc to o through shared memory and TMA."""
-    if O_CHUNKS == 1:
-        tma.store_wait(0)
-        o_bufs.index(WG).store(acc.to(o_bufs.dtype))
-        fence_async_shared()
-        tma_store(o_desc, [batch, head, row0, 0], o_bufs.index(WG))
-    else:
-        # a whole tile would not fit beside Q, K and V: quarters, through two buffers in turn
-        gl.static_assert(O_CHUNKS == 4)
-        ROWS: gl.constexpr = acc.shape[0]
-        COLS: gl.constexpr = acc.shape[1] // 4
-        CHUNK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16])
-        low, high = gl.split(acc.reshape((ROWS, 2, 2 * COLS)).permute((0, 2, 1)))
-        c0, c1 = gl.split(low.reshape((ROWS, 2, COLS)).permute((0, 2, 1)))
-        c2, c3 = gl.split(high.reshape((ROWS, 2, COLS)).permute((0, 2, 1)))
-        _store_chunk(c0, o_bufs.index(2 * WG), o_desc, batch, head, row0, 0, CHUNK)
-        _store_chunk(c1, o_bufs.index(2 * WG + 1), o_desc, batch, head, row0, COLS, CHUNK)
-        _store_chunk(c2, o_bufs.index(2 * WG), o_desc, batch, head, row0, 2 * COLS, CHUNK)
-        _store_chunk(c3, o_bufs.index(2 * WG + 1), o_desc, batch, head, row0, 3 * COLS, CHUNK)
-
-
-@gluon.jit
 def store_tile(
     acc, m_i, l_i, o_bufs, outputs, where, row0, shape, scales, mods,
-    WG: gl.constexpr, O_CHUNKS: gl.constexpr, PACKED: gl.constexpr, SINKS: gl.constexpr, ROW_MAX: gl.constexpr,
-    ROW_LAYOUT: gl.constexpr,
+    WG: gl.constexpr, PACKED: gl.constexpr, SINKS: gl.constexpr, ROW_MAX: gl.constexpr, ROW_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """O = acc / l through shared memory and TMA, and LSE = m + log l; rows without keys give 0 and -inf.
 
@@ -273,7 +227,7 @@ def store_tile(
         gl.store(lse_ptr + offset + rows, lse, mask=rows < rows_q)
         if PACKED:
             if row0 + ROWS <= rows_q:
-                _store_whole(acc, o_bufs, o_desc, batch, head, q_row0 + row0, WG, O_CHUNKS)
+                store_whole(acc, o_bufs, o_desc, batch, head, q_row0 + row0, WG)
             else:
                 # the rows behind the sequence's last are the next one's: no TMA
                 cols = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
@@ -281,4 +235,4 @@ def store_tile(
                 mask = (rows < rows_q)[:, None] & (cols < cols_v)[None, :]
                 gl.store(o_rows[:, None] + cols[None, :], acc.to(o_bufs.dtype), mask=mask)
         else:
-            _store_whole(acc, o_bufs, o_desc, batch, head, row0, WG, O_CHUNKS)
+            store_whole(acc, o_bufs, o_desc, batch, head, row0, WG)

@@ -13,13 +13,13 @@ from gpu_accel.flash_attention3.gluon_launch import (
     heads_per_group,
     machine_refusal,
     multiprocessors,
+    score_scales,
     tensor_map,
     tile_counter,
 )
 from gpu_accel.flash_attention3.hopper import forward_config
 from gpu_accel.flash_attention3.problem import Problem, effective_window
 
-_LOG2_E = 1.4426950408889634
 _ROWS = 64  # of a tile of one warpgroup
 _known = Known()
 
@@ -100,9 +100,6 @@ def forward_merge(
     num_m = -(-seqlen_q // (64 * config.consumers))
     num_tiles = num_m * batch * heads
     launch_registers, consumer_registers, producer_registers = config.registers()
-    scale, exp_scale = softmax_scale, softmax_scale * _LOG2_E
-    if softcap > 0:
-        scale, exp_scale = softmax_scale / softcap, _LOG2_E
     arguments = (
         tensor_map(q, 64, head_dim),
         tensor_map(k, config.block_n, head_dim),
@@ -125,8 +122,7 @@ def forward_merge(
         ),
         window_left,
         window_right,
-        scale,
-        exp_scale,
+        *score_scales(softmax_scale, softcap),
         softcap,
     )
     constants = dict(

@@ -16,40 +16,44 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from gpu_accel.flash_attention3.hopper_device import (
     LN_2,
+    LOG2_E,
     PLACE,
-    bar_arrive,
     bar_arrive_at,
-    bar_sync,
+    bar_sync_at,
+    issue_product,
     key_blocks,
+    mask_ends,
     pack_pairs,
+    publish_place,
+    publish_tile,
     receive_place,
     receive_tile,
     release,
+    rewind,
+    store_whole,
     tile_of,
     unpack_pairs,
 )
-from gpu_accel.gluon_compat import tma_store
-from gpu_accel.ring_attention.hopper_merge_steps import (
+from gpu_accel.flash_attention3.hopper_handover import (
     KV_FREE,
-    PING_PONG_BARRIER,
     Q_FREE,
-    ROWS,
-    first_softmax,
-    producer,
-    step,
+    allocate_bars,
+    draw_early,
+    draw_late,
+    pass_turn,
+    ready_bars,
+    take_last_arrivals,
+    take_turn,
+    wait_free,
 )
+from gpu_accel.flash_attention3.hopper_steps import first_softmax, step
+from gpu_accel.gluon_compat import tma_load
 
-LOG2_E = gl.constexpr(1.4426950408889634)
+ROWS = gl.constexpr(64)  # query rows of one consumer: the M of wgmma
 
 # Beside the `shape` and `scales` of hopper_forward.py:
 #   outputs = (result, o_ptr, lse_ptr, total, done_lo, done_hi): the map of the result; o (batch, total, heads,
@@ -93,10 +97,7 @@ def _store_merged(
             lse = top + gl.log2(both)
         gl.store(lse_at, lse * LN_2, mask=here)
         if (row0 >= done_lo) & ((row0 + ROWS <= done_hi) | (done_hi >= seqlen_q)):
-            tma.store_wait(0)
-            o_bufs.index(WG).store(acc.to(o_bufs.dtype))
-            fence_async_shared()
-            tma_store(result, [batch, head, row0, 0], o_bufs.index(WG))
+            store_whole(acc, o_bufs, result, batch, head, row0, WG)
         else:
             gl.store(o_at, acc, mask=here[:, None])
 
@@ -114,6 +115,7 @@ def _consumer(
     seqlen_q, seqlen_k, _, _, _, num_tiles, _, left, right = shape
     BLOCK_M: gl.constexpr = ROWS * CONSUMERS
     FREE: gl.constexpr = 128 * CONSUMERS + 32  # all consumers and the producer
+    KV_BARRIER: gl.constexpr = KV_FREE if SEAMLESS else None
     PLACED: gl.constexpr = SEAMLESS and DYNAMIC
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, v_bufs.shape[2], 16])
@@ -125,47 +127,37 @@ def _consumer(
     it = 0
     k = 0
     tile = gl.program_id(0)
-    if PING_PONG and WG == CONSUMERS - 1:
-        bar_arrive(PING_PONG_BARRIER, 256)
+    if WG == CONSUMERS - 1:
+        pass_turn(WG, CONSUMERS, PING_PONG)
     m_block, batch, head = tile_of(tile, shape, CAUSAL)
     lo, hi = key_blocks(m_block * BLOCK_M, BLOCK_M, shape, BLOCK_N, CAUSAL, WINDOW)
     mbarrier.wait(q_full.index(WG), 0)
     mbarrier.wait(k_full.index(0), 0)
-    if PING_PONG:
-        bar_sync(PING_PONG_BARRIER + WG, 256)
-    zero = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, S_LAYOUT)
-    s = warpgroup_mma(q_bufs.index(WG), k_bufs.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
-    if PING_PONG:
-        bar_arrive(PING_PONG_BARRIER + (WG + 1) % CONSUMERS, 256)
+    take_turn(WG, PING_PONG)
+    s = issue_product(q_bufs.index(WG), k_bufs.index(0).permute((1, 0)), S_LAYOUT)
+    pass_turn(WG, CONSUMERS, PING_PONG)
     s = warpgroup_mma_wait(0, deps=[s])
-    release(kv_empty, 0, KV_FREE if SEAMLESS else None, FREE)
-    p, m_i, l_i = first_softmax(
-        s, hi - 1, m_block * BLOCK_M + WG * ROWS, shape, scales, CAUSAL, WINDOW, SOFTCAP, MASK_FIRST
-    )
+    release(kv_empty, 0, KV_BARRIER, FREE)
+    p, m_i, l_i = first_softmax(s, hi - 1, 2, m_block * BLOCK_M + WG * ROWS, shape, scales, (batch, head), (),
+                                CAUSAL, WINDOW, SOFTCAP, MASK_FIRST)  # fmt: skip
     p_packed = pack_pairs(p, dtype)
     while tile < num_tiles:
         row0 = m_block * BLOCK_M + WG * ROWS
         slot = (k % Q_SLOTS) * CONSUMERS + WG
         q = q_bufs.index(slot)
         q_phase = (k // Q_SLOTS) & 1
-        first = hi - 1
-        left_end = lo
-        if CAUSAL:
-            first = gl.minimum(first, gl.maximum(row0 + shift + right + 1, 0) // BLOCK_N)
-        if WINDOW:
-            left_end = gl.cdiv(gl.maximum(row0 + ROWS - 1 + shift - left, 0), BLOCK_N)
+        first, left_end = mask_ends(row0, ROWS, shift, lo, hi, left, right, BLOCK_N, CAUSAL, WINDOW)
         acc = gl.full([ROWS, v_bufs.shape[2]], 0.0, gl.float32, O_LAYOUT)
         for j in range(0, hi - 1 - lo):
             block = hi - 2 - j
             acc, p_packed, m_i, l_i, it = step(
                 q, k_bufs, v_bufs, bars, q_full.index(slot), q_phase, acc, p_packed, m_i, l_i, it,
-                block, (block >= first) | (block < left_end), row0, shape, scales,
-                WG, CONSUMERS, STAGES, PING_PONG, CAUSAL, WINDOW, SOFTCAP, LAZY, SEAMLESS,
+                block, 2, (block >= first) | (block < left_end), row0, shape, scales, (batch, head), (),
+                WG, CONSUMERS, STAGES, PING_PONG, CAUSAL, WINDOW, SOFTCAP, CAUSAL or WINDOW, LAZY, SEAMLESS,
                 S_LAYOUT, P_LAYOUT, ROW_LAYOUT)  # fmt: skip
         if SEAMLESS:
             mbarrier.wait(v_full.index(it % STAGES), (it // STAGES) & 1)
-            if PING_PONG:
-                bar_sync(PING_PONG_BARRIER + WG, 256)
+            take_turn(WG, PING_PONG)
             p_a = unpack_pairs(p_packed, dtype, P_LAYOUT)
             acc_async = warpgroup_mma(p_a, v_bufs.index(it % STAGES), acc, is_async=True)
         else:
@@ -193,20 +185,17 @@ def _consumer(
             lo, hi = key_blocks(m_block * BLOCK_M, BLOCK_M, shape, BLOCK_N, CAUSAL, WINDOW)
             slot = (k % Q_SLOTS) * CONSUMERS + WG
             next_row0 = m_block * BLOCK_M + WG * ROWS
-            zero = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, S_LAYOUT)
             mbarrier.wait(q_full.index(slot), (k // Q_SLOTS) & 1, pred=more)
             mbarrier.wait(k_full.index(stage), k_phase, pred=more)
-            s_async = warpgroup_mma(
-                q_bufs.index(slot), k_bufs.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
-            )
-            if PING_PONG:
-                bar_arrive(PING_PONG_BARRIER + (WG + 1) % CONSUMERS, 256)
+            s_async = issue_product(q_bufs.index(slot), k_bufs.index(stage).permute((1, 0)), S_LAYOUT)
+            pass_turn(WG, CONSUMERS, PING_PONG)
             acc = warpgroup_mma_wait(1, deps=[acc_async])
             _store_merged(acc, m_done, l_done, o_bufs, outputs, batch_done, head_done, row0, shape, scales,
                           WG, FIRST, ROW_LAYOUT)  # fmt: skip
             s = warpgroup_mma_wait(0, deps=[s_async])
-            release(kv_empty, stage, KV_FREE, FREE)
-            p, m_i, l_i = first_softmax(s, hi - 1, next_row0, shape, scales, CAUSAL, WINDOW, SOFTCAP, MASK_FIRST)
+            release(kv_empty, stage, KV_BARRIER, FREE)
+            p, m_i, l_i = first_softmax(s, hi - 1, 2, next_row0, shape, scales, (batch, head), (),
+                                        CAUSAL, WINDOW, SOFTCAP, MASK_FIRST)  # fmt: skip
             p_packed = pack_pairs(p, dtype)
         elif tile < num_tiles:
             m_block, batch, head = tile_of(tile, shape, CAUSAL)
@@ -214,24 +203,20 @@ def _consumer(
             slot = (k % Q_SLOTS) * CONSUMERS + WG
             q_phase = (k // Q_SLOTS) & 1
             next_row0 = m_block * BLOCK_M + WG * ROWS
-            zero = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, S_LAYOUT)
             p_a = unpack_pairs(p_packed, dtype, P_LAYOUT)
             mbarrier.wait(q_full.index(slot), q_phase)
             mbarrier.wait(k_full.index(stage), k_phase)
-            if PING_PONG:
-                bar_sync(PING_PONG_BARRIER + WG, 256)
-            s_async = warpgroup_mma(
-                q_bufs.index(slot), k_bufs.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
-            )
+            take_turn(WG, PING_PONG)
+            s_async = issue_product(q_bufs.index(slot), k_bufs.index(stage).permute((1, 0)), S_LAYOUT)
             mbarrier.wait(v_full.index(v_stage), v_phase)
             acc_async = warpgroup_mma(p_a, v_bufs.index(v_stage), acc, is_async=True)
-            if PING_PONG:
-                bar_arrive(PING_PONG_BARRIER + (WG + 1) % CONSUMERS, 256)
+            pass_turn(WG, CONSUMERS, PING_PONG)
             s = warpgroup_mma_wait(1, deps=[s_async])
-            p, m_i, l_i = first_softmax(s, hi - 1, next_row0, shape, scales, CAUSAL, WINDOW, SOFTCAP, MASK_FIRST)
+            p, m_i, l_i = first_softmax(s, hi - 1, 2, next_row0, shape, scales, (batch, head), (),
+                                        CAUSAL, WINDOW, SOFTCAP, MASK_FIRST)  # fmt: skip
             mbarrier.wait(q_full.index(slot), q_phase)
             acc, p = warpgroup_mma_wait(0, deps=[acc_async, p])
-            mbarrier.arrive(kv_empty.index(stage), count=1)
+            release(kv_empty, stage, KV_BARRIER, FREE)
             p_packed = pack_pairs(p, dtype)
         else:
             mbarrier.wait(v_full.index(v_stage), v_phase)
@@ -242,8 +227,82 @@ def _consumer(
             _store_merged(acc, m_done, l_done, o_bufs, outputs, batch_done, head_done, row0, shape, scales,
                           WG, FIRST, ROW_LAYOUT)  # fmt: skip
     tma.store_wait(0)
-    if PING_PONG and WG == 0:
-        bar_sync(PING_PONG_BARRIER, 256)
+    if WG == 0:
+        take_turn(WG, PING_PONG)
+
+
+@gluon.jit
+def _producer(
+    bufs, bars, q_desc, k_desc, v_desc, counter, shape,
+    CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_SLOTS: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DYNAMIC: gl.constexpr, SEAMLESS: gl.constexpr,
+):  # fmt: skip
+    """As `_producer` of hopper_forward.py, for the same."""
+    q_bufs, k_bufs, v_bufs, _ = bufs
+    q_full, q_empty, k_full, v_full, kv_empty, queue_full, queue_empty, queue = bars
+    _, _, _, heads_per_kv, _, num_tiles, _, _, _ = shape
+    BLOCK_M: gl.constexpr = ROWS * CONSUMERS
+    FREE: gl.constexpr = 128 * CONSUMERS + 32
+    KV_BARRIER: gl.constexpr = KV_FREE if SEAMLESS else None
+    PLACED: gl.constexpr = SEAMLESS and DYNAMIC
+    it = 0
+    k = 0
+    tile = gl.program_id(0)
+    m_block, batch, head = tile_of(tile, shape, CAUSAL)
+    while tile < num_tiles:
+        if not PLACED:
+            m_block, batch, head = tile_of(tile, shape, CAUSAL)
+        kv = head // heads_per_kv
+        lo, hi = key_blocks(m_block * BLOCK_M, BLOCK_M, shape, BLOCK_N, CAUSAL, WINDOW)
+        if DYNAMIC:
+            early = draw_early(counter, hi - lo)
+        slot0 = (k % Q_SLOTS) * CONSUMERS
+        q_phase = (k // Q_SLOTS) & 1
+        for c in gl.static_range(CONSUMERS):
+            slot = slot0 + c
+            if not SEAMLESS:
+                mbarrier.wait(q_empty.index(slot), q_phase ^ 1)
+            elif c == 0:  # noqa: SIM102
+                if k >= Q_SLOTS:
+                    bar_sync_at(Q_FREE + k % Q_SLOTS, FREE)
+            mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes)
+            tma_load(q_desc, [batch, head, m_block * BLOCK_M + c * ROWS, 0], q_full.index(slot), q_bufs.index(slot))
+            if c == 0:
+                stage = it % STAGES
+                if not SEAMLESS:  # waited for behind the tile before
+                    mbarrier.wait(kv_empty.index(stage), ((it // STAGES) & 1) ^ 1)
+                mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
+                tma_load(k_desc, [batch, kv, (hi - 1) * BLOCK_N, 0], k_full.index(stage), k_bufs.index(stage))
+        for j in range(0, hi - 1 - lo):
+            v_stage = it % STAGES
+            it += 1
+            stage = it % STAGES
+            # one barrier frees both: K of a step is released after P V of the step before
+            wait_free(kv_empty, it, STAGES, KV_BARRIER, FREE)
+            mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
+            tma_load(k_desc, [batch, kv, (hi - 2 - j) * BLOCK_N, 0], k_full.index(stage), k_bufs.index(stage))
+            mbarrier.expect(v_full.index(v_stage), v_desc.block_type.nbytes)
+            tma_load(v_desc, [batch, kv, (hi - 1 - j) * BLOCK_N, 0], v_full.index(v_stage), v_bufs.index(v_stage))
+        v_stage = it % STAGES
+        v_batch = batch
+        it += 1
+        if DYNAMIC:
+            tile = draw_late(early, counter, hi - lo)
+            if PLACED:
+                m_block, batch, head = tile_of(tile, shape, CAUSAL)
+                publish_place(k, tile, (m_block, batch, head), queue, queue_full)
+            else:
+                publish_tile(k, tile, queue, queue_full, queue_empty)
+        else:
+            tile += gl.num_programs(0)
+        k += 1
+        wait_free(kv_empty, it, STAGES, KV_BARRIER, FREE)
+        mbarrier.expect(v_full.index(v_stage), v_desc.block_type.nbytes)
+        tma_load(v_desc, [v_batch, kv, lo * BLOCK_N, 0], v_full.index(v_stage), v_bufs.index(v_stage))
+    if SEAMLESS:
+        take_last_arrivals(it, k, STAGES, Q_SLOTS, FREE)
+    if DYNAMIC:
+        rewind(counter, tile, num_tiles)
 
 
 @gluon.jit(
@@ -278,54 +337,23 @@ def attention_merge_kernel(
     k_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_DIM], K_LAYOUT)
     v_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_DIM], K_LAYOUT)
     o_bufs = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, HEAD_DIM], Q_LAYOUT)
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [Q_SLOTS * CONSUMERS, 1], BARRIER)
-    q_empty = gl.allocate_shared_memory(gl.int64, [Q_SLOTS * CONSUMERS, 1], BARRIER)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    kv_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    queue_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    queue_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    queue = gl.allocate_shared_memory(gl.int32, [2 * PLACE, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    for i in gl.static_range(Q_SLOTS * CONSUMERS):
-        mbarrier.init(q_full.index(i), count=1)
-        if not SEAMLESS:
-            mbarrier.init(q_empty.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
-        if not SEAMLESS:
-            mbarrier.init(kv_empty.index(i), count=CONSUMERS)
-    if DYNAMIC:  # where nobody uses a barrier, its memory goes to others, which must not find one there
-        for i in gl.static_range(2):
-            mbarrier.init(queue_full.index(i), count=1)
-            if not SEAMLESS:
-                mbarrier.init(queue_empty.index(i), count=CONSUMERS)
+    bars = allocate_bars(Q_SLOTS * CONSUMERS, STAGES, 2 * PLACE)
+    ready_bars(bars, CONSUMERS, DYNAMIC, not SEAMLESS, not SEAMLESS)
     gl.static_assert(not SEAMLESS or (Q_SLOTS == 2 and STAGES <= 4))
     bufs = (q_bufs, k_bufs, v_bufs, o_bufs)
-    bars = (q_full, q_empty, k_full, v_full, kv_empty, queue_full, queue_empty, queue)
     shape = (seqlen_q, seqlen_k, heads, heads_per_kv, num_m, num_tiles, group, left, right)
     scales = (scale, exp_scale, softcap)
     outputs = (result_desc, o_ptr, lse_ptr, total, done_lo, done_hi)
-    # A constexpr stored in a tuple under a name stops being one, hence the argument lists written out.
-    if CONSUMERS == 2:
-        gl.warp_specialize([
-            (_consumer, (0, bufs, bars, outputs, shape, scales, CONSUMERS, BLOCK_N, STAGES, Q_SLOTS,
-                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, FIRST, SEAMLESS)),
-            (_consumer, (1, bufs, bars, outputs, shape, scales, CONSUMERS, BLOCK_N, STAGES, Q_SLOTS,
-                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, FIRST, SEAMLESS)),
-            (producer, (bufs, bars, q_desc, k_desc, v_desc, counter, shape, CONSUMERS, BLOCK_N, STAGES,
-                        Q_SLOTS, CAUSAL, WINDOW, DYNAMIC, SEAMLESS)),
-        ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
-    else:
-        gl.static_assert(CONSUMERS == 3)
-        gl.warp_specialize([
-            (_consumer, (0, bufs, bars, outputs, shape, scales, CONSUMERS, BLOCK_N, STAGES, Q_SLOTS,
-                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, FIRST, SEAMLESS)),
-            (_consumer, (1, bufs, bars, outputs, shape, scales, CONSUMERS, BLOCK_N, STAGES, Q_SLOTS,
-                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, FIRST, SEAMLESS)),
-            (_consumer, (2, bufs, bars, outputs, shape, scales, CONSUMERS, BLOCK_N, STAGES, Q_SLOTS,
-                         PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, FIRST, SEAMLESS)),
-            (producer, (bufs, bars, q_desc, k_desc, v_desc, counter, shape, CONSUMERS, BLOCK_N, STAGES,
-                        Q_SLOTS, CAUSAL, WINDOW, DYNAMIC, SEAMLESS)),
-        ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+    gl.static_assert(CONSUMERS == 2 or CONSUMERS == 3)
+    # A constexpr stored in a tuple under a name stops being one, hence the argument lists written out. The last
+    # partition is the producer.
+    gl.warp_specialize([
+        (_consumer, (part, bufs, bars, outputs, shape, scales, CONSUMERS, BLOCK_N, STAGES, Q_SLOTS,
+                     PING_PONG, CAUSAL, WINDOW, SOFTCAP, EVEN_K, DYNAMIC, LAZY, FIRST, SEAMLESS))
+        if part < CONSUMERS else
+        (_producer, (bufs, bars, q_desc, k_desc, v_desc, counter, shape, CONSUMERS, BLOCK_N, STAGES,
+                     Q_SLOTS, CAUSAL, WINDOW, DYNAMIC, SEAMLESS))
+        for part in ((0, 1, 2) if CONSUMERS == 2 else (0, 1, 2, 3))
+    ], [4, 1] if CONSUMERS == 2 else [4, 4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS] if CONSUMERS == 2 else
+        [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

@@ -17,7 +17,7 @@ import types
 
 import numpy as np
 
-from gpu_accel.flash_attention3 import hopper_device, hopper_fp8_device, hopper_fp8_forward
+from gpu_accel.flash_attention3 import hopper_device, hopper_fp8_device, hopper_fp8_forward, hopper_handover
 
 LOG2_E = 1.4426950408889634
 here = threading.local()  # program_id
@@ -270,9 +270,12 @@ class Emulation:
         )  # fmt: skip
         module = hopper_fp8_forward
         own = [(module, n) for n, f in vars(module).items() if n.startswith("_") and hasattr(f, "fn")]
-        shared = [(hopper_device, "tile_of"), (hopper_device, "key_blocks"), (hopper_device, "release"),
-                        (hopper_fp8_device, "first_softmax")]
-        for where, name in own + shared:
+        shared = {
+            hopper_device: ("tile_of", "key_blocks", "mask_ends", "issue_product", "release", "rewind"),
+            hopper_handover: ("wait_free", "take_turn", "pass_turn", "draw_early", "draw_late"),
+            hopper_fp8_device: ("first_softmax",),
+        }
+        for where, name in own + [(where, name) for where, names_of in shared.items() for name in names_of]:
             f = getattr(where, name).fn
             names[name] = types.FunctionType(f.__code__, names, name, f.__defaults__)
         return names
