@@ -310,7 +310,7 @@ class Machine:
             gluon=types.SimpleNamespace(jit=jit, constexpr_function=jit), gl=gl,
             mbarrier=mbarrier, tma_load=self.load, barrier=nothing,
             tma=types.SimpleNamespace(store_wait=self.store_wait), tma_store=self.store, fence_async_shared=nothing,
-            tma_add=self.add, tma_reduce_add=self.add, reinterpret=Shared.seen_as, tma_written=self.written,
+            tma_add=self.add, reinterpret=Shared.seen_as, tma_written=self.written,
             mma_v2=lambda a, b, acc: a.float() @ b.float() + acc,
             warpgroup_mma=self.multiply, warpgroup_mma_wait=self.wait_for_products,
         )  # fmt: skip

@@ -139,6 +139,28 @@ def block_map(x: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block
     return known_map((shape, strides, block, x.dtype), x, lambda kind: _new_map(kind, x, shape, strides, block))
 
 
+def fragment_map(x: Tensor) -> Any:
+    """Fragments of a contiguous float32 tensor, 4096 numbers each, as 16 rows of 256."""
+
+    def new(kind: Any) -> Any:
+        from triton.experimental.gluon import language as gl
+
+        return kind(x, [x.numel() // 256, 256], [256, 1], [16, 256], gl.NVMMASharedLayout(0, 32, 2))
+
+    return known_map(("fragments", x.numel()), x.view(-1), new)
+
+
+def number_map(x: Tensor, length: int) -> Any:
+    """Blocks of `length` consecutive numbers of a contiguous float32 tensor."""
+
+    def new(kind: Any) -> Any:
+        from triton.experimental.gluon import language as gl
+
+        return kind(x, [x.numel()], [1], [length], gl.NVMMASharedLayout(0, 32, 1))
+
+    return known_map(("numbers", x.numel(), length), x.view(-1), new)
+
+
 def known_map(key: tuple, base: Tensor, make: Callable[[Any], Any]) -> Any:
     """A descriptor over `base`, by make(its class) the first time and after that as it was made for the same key."""
     fields = _maps.get(key)

@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 
 from .features import NONE, Features
-from .gluon_launch import addressable, heads_per_group, machine_refusal, programs_for, tensor_map, tile_counter
+from .gluon_launch import (
+    addressable,
+    fragment_map,
+    heads_per_group,
+    machine_refusal,
+    number_map,
+    programs_for,
+    tensor_map,
+    tile_counter,
+)
 from .hopper import modifier_arguments, refuse_modifiers
 from .hopper_blocks import block_table
 from .launch import launch
@@ -128,22 +137,6 @@ def refuse(problem: Problem) -> str | None:
     if problem.varlen and problem.features & {"alibi_slopes", "score_mod", "mask_mod"}:
         return "does alibi_slopes, score_mod and mask_mod of dense tensors only"
     return refuse_modifiers(problem, FEATURES - {"sinks"}) or machine_refusal(problem)
-
-
-def _row_descriptor(x: Tensor, length: int):
-    """Blocks of `length` consecutive numbers."""
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    return TensorDescriptor(x, [x.numel()], [1], [length], gl.NVMMASharedLayout(0, 32, 1))
-
-
-def _fragment_descriptor(x: Tensor):
-    """Fragments of dQ, 4096 numbers each, as 16 rows of 256."""
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    return TensorDescriptor(x, [x.numel() // 256, 256], [256, 1], [16, 256], gl.NVMMASharedLayout(0, 32, 2))
 
 
 def backward(
@@ -365,8 +358,8 @@ def _one_kernel(
         tensor_map(do, m, d),
         tensor_map(k, 64, d),
         tensor_map(v, 64, d),
-        _row_descriptor(stat, m),
-        _fragment_descriptor(dq_sum),
+        number_map(stat, m),
+        fragment_map(dq_sum),
         tensor_map(dk, 64, d),
         tensor_map(dv, 64, d),
         counter,
@@ -439,7 +432,7 @@ def _two_kernels(
     group = heads_per_group(batch * heads_kv, per_kv * seqlen_q * row_bytes)
     sizes = (seqlen_q, seqlen_k, heads_kv, per_kv, -(-seqlen_q // 64), num_n, tiles, group)
     outputs = (dk.view(torch.int32), dv.view(torch.int32))
-    arguments = (*maps, _row_descriptor(stat, 64), *outputs, counter, by_key, *sizes, *last,
+    arguments = (*maps, number_map(stat, 64), *outputs, counter, by_key, *sizes, *last,
                  *_modifiers(features, cap_out, key_shape))  # fmt: skip
     launch(dkdv_kernel, programs_for(tiles, q.device, queue=config.dynamic), arguments, options)
 

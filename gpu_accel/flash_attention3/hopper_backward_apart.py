@@ -2,7 +2,7 @@
 
     consumers  2 warpgroups of 4 warps; each owns 64 keys: S^T, dP^T, dV and dK
     dq         1 warpgroup: dQ = dS K from the dS of both, and its way out
-    producer   1 warp: that of hopper_backward_kernel.py
+    producer   1 warp: that of hopper_backward_producer.py
 
 A consumer never waits for the other one, and dQ is in nobody's way: a step of a consumer is
 
@@ -30,19 +30,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gpu_accel.gluon_compat import reinterpret, tma_store
+from gpu_accel.gluon_compat import reinterpret, tma_add
 
-from .hopper_backward_device import KEYS, first_step, probabilities, query_blocks, tile_at
-from .hopper_backward_kernel import ROW_FREE, _free_keys, _producer, _stage_fragment, tma_reduce_add
-from .hopper_device import (
-    bar_arrive_at,
-    bar_sync_at,
-    pack_pairs,
-    receive_tile,
-    release,
-    unpack_floats,
-    unpack_pairs,
+from .hopper_backward_device import (
+    KEYS,
+    first_step,
+    free_keys,
+    keys_to_memory,
+    next_tile,
+    probabilities,
+    query_blocks,
+    stage_fragment,
+    tile_at,
 )
+from .hopper_backward_producer import ROW_FREE, producer, tile_barriers, tile_buffers
+from .hopper_device import bar_arrive_at, bar_sync_at, pack_pairs, release, unpack_floats, unpack_pairs
 
 DS_FULL = gl.constexpr(8)  # and 9: both dS of a stage are in shared memory
 DS_READ = gl.constexpr(10)  # to 13: dS of consumer (id - 10) // 2 and stage (id - 10) % 2 has been read
@@ -72,20 +74,12 @@ def _to_gradients(
 ):  # fmt: skip
     """A consumer's half of dK and dV, whole, on its way to their rows."""
     _, _, k_bufs, v_bufs, ds_bufs, _, _ = bufs
-    _, _, heads_kv, _, _, num_n, _, group, _, _ = shape
-    dtype: gl.constexpr = k_bufs.dtype
     k_own = k_bufs.index(slot * 2 + WG)
     if V_SLOTS > 1:  # noqa: SIM108
         v_own = v_bufs.index((k % V_SLOTS) * 2 + WG)
     else:
         v_own = ds_bufs.index(WG)
-    v_own.store(dv.to(dtype))
-    k_own.store((dk * scales[0]).to(dtype))
-    fence_async_shared()
-    n_block, batch, head = tile_at(tile, num_n, heads_kv, group, CAUSAL)
-    key0 = n_block * 2 * KEYS + WG * KEYS
-    tma_store(dv_desc, [batch, head, key0, 0], v_own)
-    tma_store(dk_desc, [batch, head, key0, 0], k_own)
+    keys_to_memory(dk, dv, scales[0], dk_desc, dv_desc, k_own, v_own, tile, shape, WG, CAUSAL)
 
 
 @gluon.jit
@@ -139,7 +133,7 @@ def _consumer(
         dv_async = warpgroup_mma(unpack_pairs(p, dtype, A_LAYOUT), do, dv, is_async=True)
         if new_tile:
             tma.store_wait(0)
-            _free_keys(k_empty, v_empty, k, K_SLOTS, V_SLOTS)
+            free_keys(k_empty, v_empty, k, K_SLOTS, V_SLOTS)
 
         # where the next step is: the next block of rows, the next head of the group, or the next tile
         tile_done = tile
@@ -149,10 +143,7 @@ def _consumer(
         blocks -= 1
         if last:
             k += 1
-            if DYNAMIC:
-                tile = receive_tile(k_done, queue, queue_full, queue_empty)
-            else:
-                tile += gl.num_programs(0)
+            tile = next_tile(tile, k_done, queue, queue_full, queue_empty, DYNAMIC)
             if tile < num_tiles:
                 n_block, head, i, blocks = first_step(
                     tile, num_n, heads_kv, per_kv, group, shift, num_m, left, right,
@@ -164,9 +155,8 @@ def _consumer(
                 it_next = it
                 k = k_done
         elif blocks == 0:
-            lo, hi = query_blocks(n_block * 2 * KEYS, shift, num_m, left, right, M, 2 * KEYS, CAUSAL, WINDOW)
-            blocks = hi - lo
-            i = lo
+            i, hi = query_blocks(n_block * 2 * KEYS, shift, num_m, left, right, M, 2 * KEYS, CAUSAL, WINDOW)
+            blocks = hi - i
             group_left -= 1
         stage_next = it_next % 2
 
@@ -236,8 +226,8 @@ def _half_of_dq(
     if FREE:
         for wg in gl.static_range(2):
             bar_arrive_at(DS_READ + 2 * wg + stage, 256)
-    _stage_fragment(dq_bufs.index(HALF), dq)
-    tma_reduce_add(desc, [(fragment * 2 + HALF) * 16, 0], dq_bufs.index(HALF))
+    stage_fragment(dq_bufs.index(HALF), dq)
+    tma_add(desc, [(fragment * 2 + HALF) * 16, 0], dq_bufs.index(HALF))
 
 
 @gluon.jit
@@ -273,10 +263,7 @@ def _dq(
                 _half_of_dq(bufs, stage, slot, dq_desc, fragment, 0, D, M, False)
                 _half_of_dq(bufs, stage, slot, dq_desc, fragment, 1, D, M, True)
                 it += 1
-        if DYNAMIC:
-            tile = receive_tile(k, queue, queue_full, queue_empty)
-        else:
-            tile += gl.num_programs(0)
+        tile = next_tile(tile, k, queue, queue_full, queue_empty, DYNAMIC)
         k += 1
     tma.store_wait(0)
 
@@ -294,42 +281,14 @@ def attention_backward_apart_kernel(
 ):  # fmt: skip
     """Arguments as of `attention_backward_kernel`; AHEAD is the producer's."""
     dtype: gl.constexpr = q_desc.dtype
-    M_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([M, D], dtype)
-    N_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, D], dtype)
-    q_bufs = gl.allocate_shared_memory(dtype, [2, M, D], M_LAYOUT)
-    do_bufs = gl.allocate_shared_memory(dtype, [2, M, D], M_LAYOUT)
-    k_bufs = gl.allocate_shared_memory(dtype, [2 * K_SLOTS, KEYS, D], N_LAYOUT)
-    v_bufs = gl.allocate_shared_memory(dtype, [2 * V_SLOTS, KEYS, D], N_LAYOUT)
+    q_bufs, do_bufs, k_bufs, v_bufs = tile_buffers(dtype, D, M, K_SLOTS, V_SLOTS)
     # two stages of each consumer's dS: at head_dim 128 just the size of its dV, which leaves through them
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, 2 * M], dtype)
     ds_bufs = gl.allocate_shared_memory(dtype, [2, KEYS, 2 * M], DS_LAYOUT)
     stat_bufs = gl.allocate_shared_memory(gl.float32, [4, M], stat_desc.layout)
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    k_full = gl.allocate_shared_memory(gl.int64, [K_SLOTS, 1], BARRIER)
-    k_empty = gl.allocate_shared_memory(gl.int64, [K_SLOTS, 1], BARRIER)
-    v_full = gl.allocate_shared_memory(gl.int64, [V_SLOTS, 1], BARRIER)
-    v_empty = gl.allocate_shared_memory(gl.int64, [V_SLOTS, 1], BARRIER)
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    do_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    row_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    queue_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    queue_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    queue = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    for i in gl.static_range(K_SLOTS):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=2)
-    for i in gl.static_range(V_SLOTS):
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=2)
-    for i in gl.static_range(2):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(do_full.index(i), count=1)
-        if DYNAMIC:
-            mbarrier.init(queue_full.index(i), count=1)
-            mbarrier.init(queue_empty.index(i), count=3)
+    bars, fixed = tile_barriers(K_SLOTS, V_SLOTS, 3, DYNAMIC, False, True)
     dq_bufs = gl.allocate_shared_memory(gl.float32, [2, 16, 256], dq_desc.layout)
     bufs = (q_bufs, do_bufs, k_bufs, v_bufs, ds_bufs, stat_bufs, dq_bufs)
-    bars = (k_full, k_empty, v_full, v_empty, q_full, do_full, row_empty, queue_full, queue_empty, queue)
     shape = (seqlen_q, seqlen_k, heads_kv, per_kv, num_m, num_n, num_tiles, group, left, right)
     scales = (softmax_scale, qk_scale, cap_in)
     FINISH: gl.constexpr = _to_gradients
@@ -339,6 +298,6 @@ def attention_backward_apart_kernel(
         (_consumer, (1, bufs, bars, dk_desc, dv_desc, shape, scales, (), FINISH,
                      D, M, K_SLOTS, V_SLOTS, PRELOAD, CAUSAL, WINDOW, EVEN_K, DYNAMIC, EARLY)),
         (_dq, (bufs, bars, dq_desc, shape, (), D, M, K_SLOTS, CAUSAL, WINDOW, DYNAMIC, False)),
-        (_producer, (bufs, bars, queue_full.index(0), q_desc, do_desc, k_desc, v_desc, stat_desc, counter, counter,
-                     shape, (num_m,), M, K_SLOTS, V_SLOTS, CAUSAL, WINDOW, DYNAMIC, False, True, False, AHEAD)),
+        (producer, (bufs, bars, fixed, q_desc, do_desc, k_desc, v_desc, stat_desc, counter, shape, (num_m, 0),
+                    M, K_SLOTS, V_SLOTS, CAUSAL, WINDOW, DYNAMIC, True, False, AHEAD)),
     ], [4, 4, 1], [208, 72, 24])  # fmt: skip

@@ -1,14 +1,23 @@
-"""Device functions shared by the Hopper backward kernels: order of tiles, masks, fragments."""
+"""Device functions shared by the Hopper backward kernels: order of tiles, masks, fragments, ways out."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
-from .hopper_device import columns_of, pack_pairs, tanh, unpack_pairs
+from gpu_accel.gluon_compat import tma_add, tma_store
+
+from .hopper_backward_packed import keep_seen
+from .hopper_device import columns_of, pack_pairs, publish_tile, receive_tile, tanh, unpack_pairs
 from .hopper_modifiers import add_alibi, call_mask_mod, call_score_mod, call_score_mod_grad, cap_out, list_of
 
 KEYS = gl.constexpr(64)  # keys of S^T that one warpgroup works on: the M of wgmma
+
+# Named barriers of the kernels of one pass with dQ among the consumers
+TURN = gl.constexpr(8)  # and 9: whose turn it is to compute exponentials
+EXCHANGED = gl.constexpr(10)  # to 13: dS of consumer (id - 10) // 2 and stage (id - 10) % 2 is in shared memory
+FINISHED = gl.constexpr(14)  # and 15: consumer (id - 14) has read K for the last dQ of a tile
 
 
 @gluon.jit
@@ -20,8 +29,11 @@ def here_and_now(x):
 
 
 @gluon.jit
-def tile_at(index, num_n, heads, group, HEAVY_FIRST: gl.constexpr):
-    """Tile number -> (block, batch, head); with HEAVY_FIRST block 0 of `group` heads first, then block 1 and so on."""
+def tile_at(index, num_n, heads, group, HEAVY_FIRST: gl.constexpr, LAST_FIRST: gl.constexpr = False):
+    """Tile number -> (block, batch, head); with HEAVY_FIRST block 0 of `group` heads first, then block 1 and so on.
+
+    LAST_FIRST: blocks of a head from the last one to block 0.
+    """
     if HEAVY_FIRST:
         per_group = num_n * group
         g = index // per_group
@@ -32,7 +44,38 @@ def tile_at(index, num_n, heads, group, HEAVY_FIRST: gl.constexpr):
         batch_head = index // num_n
         n = index - batch_head * num_n
     batch = batch_head // heads
-    return n, batch, batch_head - batch * heads
+    head = batch_head - batch * heads
+    if LAST_FIRST:
+        n = num_n - 1 - n
+    return n, batch, head
+
+
+@gluon.jit
+def next_tile(tile, k, queue, full, empty, DYNAMIC: gl.constexpr):
+    """Consumer: the tile after the k-th, from the queue (DYNAMIC) or as they are dealt in order."""
+    if DYNAMIC:
+        tile = receive_tile(k, queue, full, empty)
+    else:
+        tile += gl.num_programs(0)
+    return tile
+
+
+@gluon.jit
+def hand_out_tile(tile, k, counter, queue, full, empty, DYNAMIC: gl.constexpr):
+    """Producer: the tile after the k-th, drawn and handed to the consumers (DYNAMIC), or as they are dealt in order."""
+    if DYNAMIC:
+        tile = gl.atomic_add(counter, 1) + gl.num_programs(0)
+        publish_tile(k, tile, queue, full, empty)
+    else:
+        tile += gl.num_programs(0)
+    return tile
+
+
+@gluon.jit
+def reset_counter(tile, counter, num_tiles):
+    """Every program draws exactly one number past the end; the last of them resets the counter for the next launch."""
+    if tile == num_tiles + gl.num_programs(0) - 1:
+        gl.store(counter, 0)
 
 
 @gluon.jit
@@ -55,11 +98,11 @@ def query_blocks(
 def first_step(
     tile, num_n, heads_kv, per_kv, group, shift, num_m, left, right,
     M: gl.constexpr, TILE: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    HEAVY_FIRST: gl.constexpr = None,
+    HEAVY_FIRST: gl.constexpr = None, LAST_FIRST: gl.constexpr = False,
 ):  # fmt: skip
     """Key block of a tile, its first query head (of all batches), first query block and number of blocks."""
     ORDER: gl.constexpr = CAUSAL if HEAVY_FIRST is None else HEAVY_FIRST
-    n_block, batch, head_kv = tile_at(tile, num_n, heads_kv, group, ORDER)
+    n_block, batch, head_kv = tile_at(tile, num_n, heads_kv, group, ORDER, LAST_FIRST)
     lo, hi = query_blocks(n_block * TILE, shift, num_m, left, right, M, TILE, CAUSAL, WINDOW)
     return n_block, (batch * heads_kv + head_kv) * per_kv, lo, hi - lo
 
@@ -72,48 +115,82 @@ def listed_tile(table, mods, head, heads, n_block):
 
 
 @gluon.jit
+def exponentials(
+    s, lse, row0, key0, shift, seqlen_k, qk_scale, cap_in, kind, at, mods,
+    SOFTCAP: gl.constexpr, ALIBI: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, BLOCKS: gl.constexpr,
+    ROWS_DIM: gl.constexpr,
+):  # fmt: skip
+    """P of a block of scores, not masked by position yet, and what `times_slopes` asks for: tanh of capped scores, and
+    scores before SCORE_MOD. Queries are in dimension ROWS_DIM; the rest as in `modified_probabilities`."""
+    NATURAL: gl.constexpr = ALIBI or SCORE_MOD is not None
+    batch, head = at
+    capped = s
+    if SOFTCAP:
+        capped = tanh(s * cap_in)
+        s = capped
+        if NATURAL:
+            s = cap_out(s, mods)
+    elif NATURAL:
+        s = s * cap_in
+    if ALIBI:
+        s = add_alibi(s, row0, key0, shift, batch, head, mods, ROWS_DIM)
+    before = s
+    if SCORE_MOD is not None:
+        s = call_score_mod(s, row0, key0, seqlen_k - shift - 1, seqlen_k - 1, batch, head, mods, SCORE_MOD, ROWS_DIM)
+    p = gl.exp2(s * qk_scale - lse)
+    if BLOCKS or MASK_MOD is not None:
+        p = call_mask_mod(p, row0, key0, seqlen_k - shift - 1, seqlen_k - 1, batch, head, mods, kind, 0.0, MASK_MOD,
+                          BLOCKS, ROWS_DIM)  # fmt: skip
+    return p, capped, before
+
+
+@gluon.jit
+def times_slopes(
+    p, capped, before, row0, key0, shift, seqlen_k, at, mods,
+    SOFTCAP: gl.constexpr, SCORE_MOD: gl.constexpr, SCORE_MOD_GRAD: gl.constexpr, ROWS_DIM: gl.constexpr,
+):  # fmt: skip
+    """P times the derivatives of what became of scores: see `exponentials`.
+
+    A derivative is linear in the gradient that it is given, so it can be taken of P before dP is there.
+    """
+    batch, head = at
+    if SCORE_MOD is not None:
+        p = call_score_mod_grad(p, before, row0, key0, seqlen_k - shift - 1, seqlen_k - 1, batch, head, mods,
+                                SCORE_MOD_GRAD, ROWS_DIM)  # fmt: skip
+    if SOFTCAP:
+        p = p * (1.0 - capped * capped)
+    return p
+
+
+@gluon.jit
 def probabilities(
     s, lse, key0, row0, shift, seqlen_k, left, right, qk_scale, cap_in,
     DTYPE: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, EVEN_K: gl.constexpr,
 ):  # fmt: skip
     """P^T of a block of scores S^T, packed, and the factor of dS^T, which is P^T but for softcap."""
     return modified_probabilities(
-        s, lse, key0, row0, shift, seqlen_k, left, right, qk_scale, cap_in, 2, (0, 0), (),
-        DTYPE, CAUSAL, WINDOW, SOFTCAP, EVEN_K, False, None, None, None, False)  # fmt: skip
+        s, lse, key0, row0, shift, seqlen_k, left, right, qk_scale, cap_in, 2, (0, 0), (), (),
+        DTYPE, CAUSAL, WINDOW, SOFTCAP, EVEN_K, False, False, None, None, None, False)  # fmt: skip
 
 
 @gluon.jit
 def modified_probabilities(
-    s, lse, key0, row0, shift, seqlen_k, left, right, qk_scale, cap_in, kind, at, mods,
+    s, lse, key0, row0, shift, seqlen_k, left, right, qk_scale, cap_in, kind, at, seen, mods,
     DTYPE: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, EVEN_K: gl.constexpr,
-    ALIBI: gl.constexpr, SCORE_MOD: gl.constexpr, SCORE_MOD_GRAD: gl.constexpr, MASK_MOD: gl.constexpr,
-    BLOCKS: gl.constexpr,
+    PACKED: gl.constexpr, ALIBI: gl.constexpr, SCORE_MOD: gl.constexpr, SCORE_MOD_GRAD: gl.constexpr,
+    MASK_MOD: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
     """`probabilities` with biases, modifiers and block lists; `kind` and `mods`: see hopper_modifiers.py.
 
-    `at` is (batch, query head).
+    `at` is (batch, query head); `seen` as from `packed_tile`, where PACKED.
     """
-    batch, head = at
-    NATURAL: gl.constexpr = ALIBI or SCORE_MOD is not None
-    if SOFTCAP:
-        t = tanh(s * cap_in)
-        s = t
-        if NATURAL:
-            s = cap_out(s, mods)
-    elif NATURAL:
-        s = s * cap_in
-    if ALIBI:
-        s = add_alibi(s, row0, key0, shift, batch, head, mods, 1)
-    if SCORE_MOD is not None:
-        before = s
-        s = call_score_mod(s, row0, key0, seqlen_k - shift - 1, seqlen_k - 1, batch, head, mods, SCORE_MOD, 1)
-    p = gl.exp2(s * qk_scale - lse[None, :])
-    if BLOCKS or MASK_MOD is not None:
-        p = call_mask_mod(p, row0, key0, seqlen_k - shift - 1, seqlen_k - 1, batch, head, mods, kind, 0.0, MASK_MOD,
-                          BLOCKS, 1)  # fmt: skip
+    p, capped, before = exponentials(s, lse[None, :], row0, key0, shift, seqlen_k, qk_scale, cap_in, kind, at, mods,
+                                     SOFTCAP, ALIBI, SCORE_MOD, MASK_MOD, BLOCKS, 1)  # fmt: skip
     M: gl.constexpr = s.shape[1]
     LAYOUT: gl.constexpr = s.type.layout
-    if CAUSAL or WINDOW or not EVEN_K:
+    if PACKED:
+        p = keep_seen(p, row0, seen)
+    elif CAUSAL or WINDOW or not EVEN_K:
         masked = key0 + KEYS > seqlen_k
         if CAUSAL:
             masked = masked | (key0 + KEYS - 1 > row0 + shift + right)
@@ -134,15 +211,70 @@ def modified_probabilities(
                 p = gl.where(row <= last[:, None] - lane, p, 0.0)
     packed = pack_pairs(p, DTYPE)
     factor = packed
-    if SCORE_MOD is not None:
-        # a derivative is linear in the gradient that it is given, so it can be taken of P before dP is there
-        p = call_score_mod_grad(p, before, row0, key0, seqlen_k - shift - 1, seqlen_k - 1, batch, head, mods,
-                                SCORE_MOD_GRAD, 1)  # fmt: skip
-    if SOFTCAP:
-        p = p * (1.0 - t * t)
     if SOFTCAP or SCORE_MOD is not None:
+        p = times_slopes(p, capped, before, row0, key0, shift, seqlen_k, at, mods,
+                         SOFTCAP, SCORE_MOD, SCORE_MOD_GRAD, 1)  # fmt: skip
         factor = pack_pairs(p, DTYPE)
     return packed, factor
+
+
+@gluon.jit
+def stage_fragment(buf, x):
+    """Put a (64, 64) accumulator into a buffer that nobody reads any more, in the order that threads hold it.
+
+    See `dq_finish`.
+    """
+    # (row / 16, row / 8 % 2, row % 8, column / 8, column / 2 % 4, column % 2) -> four numbers of a thread side by side
+    buf.store(x.reshape((4, 2, 8, 8, 4, 2)).permute((0, 3, 2, 4, 1, 5)).reshape((16, 256)))
+    fence_async_shared()
+
+
+@gluon.jit
+def put_fragment(desc, fragment, buf, x):
+    """Add a (64, 64) accumulator to fragment number `fragment`, out of a buffer that nobody reads any more."""
+    stage_fragment(buf, x)
+    tma_add(desc, [fragment * 16, 0], buf)
+
+
+@gluon.jit
+def send_fragment(desc, fragment, buf, x):
+    """`put_fragment` when the last copy out of the buffer is over."""
+    tma.store_wait(0)
+    put_fragment(desc, fragment, buf, x)
+
+
+@gluon.jit
+def half_of_dq(ds, other_ds, keys, other_keys, zero, HALF: gl.constexpr, M: gl.constexpr):
+    """Half of a step's dQ = dS K, rows (M of 128) or columns (64, 64), from dS and K of both consumers: under way."""
+    if M == 128:
+        ds, other_ds = ds.slice(HALF * 64, 64, dim=1), other_ds.slice(HALF * 64, 64, dim=1)
+    else:
+        keys, other_keys = keys.slice(HALF * 64, 64, dim=1), other_keys.slice(HALF * 64, 64, dim=1)
+    dq = warpgroup_mma(ds.permute((1, 0)), keys, zero, use_acc=False, is_async=True)
+    return warpgroup_mma(other_ds.permute((1, 0)), other_keys, dq, is_async=True)
+
+
+@gluon.jit
+def free_keys(k_empty, v_empty, k, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr):
+    """dK and dV of the tile before have left shared memory."""
+    mbarrier.arrive(k_empty.index((k + K_SLOTS - 1) % K_SLOTS), count=1)
+    if V_SLOTS > 1:
+        mbarrier.arrive(v_empty.index((k + V_SLOTS - 1) % V_SLOTS), count=1)
+
+
+@gluon.jit
+def keys_to_memory(
+    dk, dv, scale, dk_desc, dv_desc, k_own, v_own, tile, shape, WG: gl.constexpr, HEAVY_FIRST: gl.constexpr
+):
+    """A consumer's half of a tile's dV and dK (times `scale`), through buffers that nobody reads any more."""
+    _, _, heads_kv, _, _, num_n, _, group, _, _ = shape
+    v_own.store(dv.to(v_own.dtype))
+    k_own.store((dk * scale).to(k_own.dtype))
+    fence_async_shared()
+    n_block, batch, head = tile_at(tile, num_n, heads_kv, group, HEAVY_FIRST)
+    key0 = n_block * 2 * KEYS + WG * KEYS
+    tma_store(dv_desc, [batch, head, key0, 0], v_own)
+    tma_store(dk_desc, [batch, head, key0, 0], k_own)
 
 
 @gluon.constexpr_function

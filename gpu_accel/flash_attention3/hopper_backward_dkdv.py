@@ -46,23 +46,24 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from gpu_accel.gluon_compat import tma_load
-
 from .hopper_backward_device import (
     KEYS,
     first_step,
+    hand_out_tile,
     hand_over,
     listed_tile,
     modified_probabilities,
+    next_tile,
     query_blocks,
+    reset_counter,
     store_rows,
     take_over,
     tile_at,
 )
-from .hopper_backward_packed import packed_probabilities, packed_range_of_64, packed_tile_of_64
-from .hopper_device import bar_arrive, bar_arrive_at, bar_sync_at, pack_pairs, publish_tile, receive_tile, unpack_pairs
+from .hopper_backward_packed import packed_range_of_64, packed_tile_of_64
+from .hopper_backward_producer import load_64_rows
+from .hopper_device import bar_arrive, bar_arrive_at, bar_sync_at, pack_pairs, unpack_pairs
 from .hopper_modifiers import listed_block, listed_number
-from .hopper_packed import zero_rows
 
 M = gl.constexpr(64)  # query rows of a step
 P_READY = gl.constexpr(10)  # and 11: P of stage (id - 10) is in shared memory
@@ -94,9 +95,10 @@ def _dv_consumer(
         LONG_FIRST)  # fmt: skip
     kind0 = 2
     if PACKED:
-        lo, blocks, seen = packed_tile_of_64(
+        i, blocks, seen = packed_tile_of_64(
             table, n_block, (num_n + 1) // 2, num_m, M, gl.SliceLayout(1, S_LAYOUT))  # fmt: skip
-        i = lo
+    else:
+        seen = ()
     if BLOCKS:
         row, blocks = listed_tile(table, mods, head, heads, n_block)
         at = gl.to_tensor(0)
@@ -114,13 +116,10 @@ def _dv_consumer(
     mbarrier.arrive(q_empty.index(0), count=1)
     if (blocks == 1) & (group_left == 1):
         mbarrier.arrive(k_empty.index(0), count=1)
-    if PACKED:
-        p, factor = packed_probabilities(s, lse, i * M, seen, qk_scale, cap_in, dtype, SOFTCAP)
-    else:
-        p, factor = modified_probabilities(
-            s, lse, n_block * KEYS, i * M, shift, seqlen_k, left, right, qk_scale, cap_in, kind0,
-            (head // heads, head % heads), mods,
-            dtype, CAUSAL, WINDOW, SOFTCAP, EVEN_K, ALIBI, SCORE_MOD, SCORE_MOD_GRAD, MASK_MOD, BLOCKS)  # fmt: skip
+    p, factor = modified_probabilities(
+        s, lse, n_block * KEYS, i * M, shift, seqlen_k, left, right, qk_scale, cap_in, kind0,
+        (head // heads, head % heads), seen, mods, dtype, CAUSAL, WINDOW, SOFTCAP, EVEN_K,
+        PACKED, ALIBI, SCORE_MOD, SCORE_MOD_GRAD, MASK_MOD, BLOCKS)  # fmt: skip
     hand_over(p_bufs.index(0), factor)
     bar_arrive(P_READY, 256)
     while tile < num_tiles:
@@ -135,19 +134,15 @@ def _dv_consumer(
         if BLOCKS:
             at += 1
         if last:
-            if DYNAMIC:
-                tile = receive_tile(k, queue, queue_full, queue_empty)
-            else:
-                tile += gl.num_programs(0)
+            tile = next_tile(tile, k, queue, queue_full, queue_empty, DYNAMIC)
             k += 1
             if tile < num_tiles:
                 n_block, head, i, blocks = first_step(
                     tile, num_n, heads_kv, per_kv, group, shift, num_m, left, right,
                     M, KEYS, CAUSAL, WINDOW, LONG_FIRST)  # fmt: skip
                 if PACKED:
-                    lo, blocks, seen = packed_tile_of_64(
+                    i, blocks, seen = packed_tile_of_64(
                         table, n_block, (num_n + 1) // 2, num_m, M, gl.SliceLayout(1, S_LAYOUT))  # fmt: skip
-                    i = lo
                 if BLOCKS:
                     row, blocks = listed_tile(table, mods, head, heads, n_block)
                 group_left = per_kv
@@ -159,11 +154,10 @@ def _dv_consumer(
                 at = gl.to_tensor(0)
         elif blocks == 0:
             if PACKED:
-                lo, blocks = packed_range_of_64(table, n_block, num_m, M)
+                i, blocks = packed_range_of_64(table, n_block, num_m, M)
             else:
-                lo, hi = query_blocks(n_block * KEYS, shift, num_m, left, right, M, KEYS, CAUSAL, WINDOW)
-                blocks = hi - lo
-            i = lo
+                i, hi = query_blocks(n_block * KEYS, shift, num_m, left, right, M, KEYS, CAUSAL, WINDOW)
+                blocks = hi - i
             head += 1
             group_left -= 1
             if BLOCKS:
@@ -188,14 +182,10 @@ def _dv_consumer(
         mbarrier.arrive(q_empty.index(stage_next), count=1, pred=tile < num_tiles)
         if (blocks == 1) & (group_left == 1):
             mbarrier.arrive(k_empty.index(0), count=1)
-        if PACKED:
-            p, factor = packed_probabilities(s, lse, i * M, seen, qk_scale, cap_in, dtype, SOFTCAP)
-        else:
-            p, factor = modified_probabilities(
-                s, lse, n_block * KEYS, i * M, shift, seqlen_k, left, right, qk_scale, cap_in, kind,
-                (head // heads, head % heads), mods,
-                dtype, CAUSAL, WINDOW, SOFTCAP, EVEN_K, ALIBI, SCORE_MOD, SCORE_MOD_GRAD, MASK_MOD,
-                BLOCKS)  # fmt: skip
+        p, factor = modified_probabilities(
+            s, lse, n_block * KEYS, i * M, shift, seqlen_k, left, right, qk_scale, cap_in, kind,
+            (head // heads, head % heads), seen, mods, dtype, CAUSAL, WINDOW, SOFTCAP, EVEN_K,
+            PACKED, ALIBI, SCORE_MOD, SCORE_MOD_GRAD, MASK_MOD, BLOCKS)  # fmt: skip
         if tile < num_tiles:
             hand_over(p_bufs.index(stage_next), factor)
             bar_arrive_at(P_READY + stage_next, 256)
@@ -254,10 +244,7 @@ def _dk_consumer(
         i += 1
         blocks -= 1
         if last:
-            if DYNAMIC:
-                tile = receive_tile(k, queue, queue_full, queue_empty)
-            else:
-                tile += gl.num_programs(0)
+            tile = next_tile(tile, k, queue, queue_full, queue_empty, DYNAMIC)
             k += 1
             if tile < num_tiles:
                 n_block, head, i, blocks = first_step(
@@ -273,11 +260,10 @@ def _dk_consumer(
                 it_next = it
         elif blocks == 0:
             if PACKED:
-                lo, blocks = packed_range_of_64(table, n_block, num_m, M)
+                i, blocks = packed_range_of_64(table, n_block, num_m, M)
             else:
-                lo, hi = query_blocks(n_block * KEYS, shift, num_m, left, right, M, KEYS, CAUSAL, WINDOW)
-                blocks = hi - lo
-            i = lo
+                i, hi = query_blocks(n_block * KEYS, shift, num_m, left, right, M, KEYS, CAUSAL, WINDOW)
+                blocks = hi - i
             head += 1
             group_left -= 1
             if BLOCKS:
@@ -299,55 +285,6 @@ def _dk_consumer(
         if (blocks == 1) & (group_left == 1):
             mbarrier.arrive(v_empty.index(0), count=1)
         it = it_next
-
-
-@gluon.jit
-def _load(
-    desc, batch, head, row, stat_desc, at, full, empty, bufs, stat_bufs, it, fixed, fixes, used, PACKED: gl.constexpr
-):
-    """One step's rows of Q and their lse, or of dO and their delta. Returns how many loads had rows behind the last."""
-    stage = it % 2
-    mbarrier.wait(empty.index(stage), ((it // 2) & 1) ^ 1)
-    if PACKED:
-        short = row + M > used
-        if short:
-            mbarrier.expect(fixed, desc.block_type.nbytes + stat_desc.block_type.nbytes)
-            tma_load(desc, [batch, head, row, 0], fixed, bufs.index(stage))
-            tma_load(stat_desc, [at], fixed, stat_bufs.index(stage))
-            mbarrier.wait(fixed, fixes & 1)
-            zero_rows(bufs, stage, gl.maximum(used - row, 0))
-            mbarrier.arrive(full.index(stage), count=1)
-            fixes += 1
-        else:
-            mbarrier.expect(full.index(stage), desc.block_type.nbytes + stat_desc.block_type.nbytes)
-            tma_load(desc, [batch, head, row, 0], full.index(stage), bufs.index(stage))
-            tma_load(stat_desc, [at], full.index(stage), stat_bufs.index(stage))
-    else:
-        mbarrier.expect(full.index(stage), desc.block_type.nbytes + stat_desc.block_type.nbytes)
-        tma_load(desc, [batch, head, row, 0], full.index(stage), bufs.index(stage))
-        tma_load(stat_desc, [at], full.index(stage), stat_bufs.index(stage))
-    return fixes
-
-
-@gluon.jit
-def _load_tile(desc, batch, head, row, full, empty, buf, k, fixed, fixes, used, PACKED: gl.constexpr):
-    mbarrier.wait(empty.index(0), (k & 1) ^ 1)
-    if PACKED:
-        short = row + KEYS > used
-        if short:
-            mbarrier.expect(fixed, desc.block_type.nbytes)
-            tma_load(desc, [batch, head, row, 0], fixed, buf.index(0))
-            mbarrier.wait(fixed, fixes & 1)
-            zero_rows(buf, 0, gl.maximum(used - row, 0))
-            mbarrier.arrive(full.index(0), count=1)
-            fixes += 1
-        else:
-            mbarrier.expect(full.index(0), desc.block_type.nbytes)
-            tma_load(desc, [batch, head, row, 0], full.index(0), buf.index(0))
-    else:
-        mbarrier.expect(full.index(0), desc.block_type.nbytes)
-        tma_load(desc, [batch, head, row, 0], full.index(0), buf.index(0))
-    return fixes
 
 
 @gluon.jit
@@ -387,27 +324,23 @@ def _producer(
                 if BLOCKS:
                     i = listed_number(row, j)
                 if start:
-                    fixes = _load_tile(k_desc, batch, head_kv, n_block * KEYS, k_full, k_empty, k_buf, k,
-                                       fixed, fixes, used_k, PACKED)  # fmt: skip
-                fixes = _load(q_desc, batch, head, i * M, stat_desc, first + i * (2 * M), q_full, q_empty, q_bufs,
-                              lse_bufs, it, fixed, fixes, used_q, PACKED)  # fmt: skip
+                    fixes = load_64_rows(k_desc, batch, head_kv, n_block * KEYS, None, k_full, k_empty, k_buf, 0, k,
+                                         fixed, fixes, used_k, PACKED)  # fmt: skip
+                fixes = load_64_rows(q_desc, batch, head, i * M, (stat_desc, first + i * (2 * M), lse_bufs),
+                                     q_full, q_empty, q_bufs, it % 2, it // 2, fixed, fixes, used_q,
+                                     PACKED)  # fmt: skip
                 if start:
-                    fixes = _load_tile(v_desc, batch, head_kv, n_block * KEYS, v_full, v_empty, v_buf, k,
-                                       fixed, fixes, used_k, PACKED)  # fmt: skip
-                fixes = _load(do_desc, batch, head, i * M, stat_desc, first + i * (2 * M) + M, do_full, do_empty,
-                              do_bufs, delta_bufs, it, fixed, fixes, used_q, PACKED)  # fmt: skip
+                    fixes = load_64_rows(v_desc, batch, head_kv, n_block * KEYS, None, v_full, v_empty, v_buf, 0, k,
+                                         fixed, fixes, used_k, PACKED)  # fmt: skip
+                fixes = load_64_rows(do_desc, batch, head, i * M, (stat_desc, first + i * (2 * M) + M, delta_bufs),
+                                     do_full, do_empty, do_bufs, it % 2, it // 2, fixed, fixes, used_q,
+                                     PACKED)  # fmt: skip
                 it += 1
             head += 1
-        if DYNAMIC:
-            tile = gl.atomic_add(counter, 1) + gl.num_programs(0)
-            publish_tile(k, tile, queue, queue_full, queue_empty)
-        else:
-            tile += gl.num_programs(0)
+        tile = hand_out_tile(tile, k, counter, queue, queue_full, queue_empty, DYNAMIC)
         k += 1
-    if DYNAMIC:  # noqa: SIM102
-        # Every program draws exactly one number past the end; the last of them resets the counter for the next launch.
-        if tile == num_tiles + gl.num_programs(0) - 1:
-            gl.store(counter, 0)
+    if DYNAMIC:
+        reset_counter(tile, counter, num_tiles)
 
 
 @gluon.jit(

@@ -33,34 +33,24 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from gpu_accel.gluon_compat import tma_load
-
-from .hopper_backward_device import KEYS, here_and_now, store_rows, tile_at
-from .hopper_backward_packed import packed_range, packed_tile
-from .hopper_device import columns_of, pack_pairs, publish_tile, receive_tile, tanh, unpack_pairs
-from .hopper_modifiers import (
-    add_alibi,
-    call_mask_mod,
-    call_score_mod,
-    call_score_mod_grad,
-    cap_out,
-    list_of,
-    listed_block,
-    listed_number,
+from .hopper_backward_device import (
+    KEYS,
+    exponentials,
+    hand_out_tile,
+    here_and_now,
+    next_tile,
+    reset_counter,
+    store_rows,
+    tile_at,
+    times_slopes,
 )
-from .hopper_packed import zero_rows
+from .hopper_backward_packed import keep_seen, packed_range, packed_tile
+from .hopper_backward_producer import load_64_rows
+from .hopper_device import columns_of, pack_pairs, unpack_pairs
+from .hopper_modifiers import list_of, listed_block, listed_number
 
 ROWS = gl.constexpr(64)  # query rows of one consumer; a tile has two of these
 SLOTS = gl.constexpr(3)  # of the ring through which V and K pass in turn
-
-
-@gluon.jit
-def _tile(index, num_m, heads, group, HEAVY_FIRST: gl.constexpr):
-    """Tile number -> (block of 128 query rows, batch, head); causal: longest rows first."""
-    n, batch, head = tile_at(index, num_m, heads, group, HEAVY_FIRST)
-    if HEAVY_FIRST:
-        n = num_m - 1 - n
-    return n, batch, head
 
 
 @gluon.jit
@@ -84,31 +74,10 @@ def _ds(
 ):  # fmt: skip
     """dS = P (dP - delta) of a (64, 64) block, packed; `at` is (batch, head), `seen` as from `packed_tile`."""
     LAYOUT: gl.constexpr = s.type.layout
-    NATURAL: gl.constexpr = ALIBI or SCORE_MOD is not None
-    batch, head = at
-    if SOFTCAP:
-        t = tanh(s * cap_in)
-        s = t
-        if NATURAL:
-            s = cap_out(s, mods)
-    elif NATURAL:
-        s = s * cap_in
-    if ALIBI:
-        s = add_alibi(s, row0, key0, shift, batch, head, mods, 0)
-    if SCORE_MOD is not None:
-        before = s
-        s = call_score_mod(s, row0, key0, seqlen_k - shift - 1, seqlen_k - 1, batch, head, mods, SCORE_MOD, 0)
-    p = gl.exp2(s * qk_scale - lse[:, None])
-    if BLOCKS or MASK_MOD is not None:
-        p = call_mask_mod(p, row0, key0, seqlen_k - shift - 1, seqlen_k - 1, batch, head, mods, kind, 0.0, MASK_MOD,
-                          BLOCKS, 0)  # fmt: skip
+    p, capped, before = exponentials(s, lse[:, None], row0, key0, shift, seqlen_k, qk_scale, cap_in, kind, at, mods,
+                                     SOFTCAP, ALIBI, SCORE_MOD, MASK_MOD, BLOCKS, 0)  # fmt: skip
     if PACKED:
-        first, last, latest, earliest = seen
-        if (key0 < latest) | (key0 + KEYS - 1 > earliest):
-            key, lane = columns_of(p)
-            lane += key0
-            p = gl.where(key >= first[:, None] - lane, p, 0.0)
-            p = gl.where(key <= last[:, None] - lane, p, 0.0)
+        p = keep_seen(p, key0, seen)
     elif CAUSAL or WINDOW or not EVEN_K:
         masked = key0 + KEYS > seqlen_k
         if CAUSAL:
@@ -124,11 +93,7 @@ def _ds(
             p = gl.where(col <= end[:, None] - lane, p, 0.0)
             if WINDOW:
                 p = gl.where(col >= (row - left)[:, None] - lane, p, 0.0)
-    if SCORE_MOD is not None:
-        p = call_score_mod_grad(p, before, row0, key0, seqlen_k - shift - 1, seqlen_k - 1, batch, head, mods,
-                                SCORE_MOD_GRAD, 0)  # fmt: skip
-    if SOFTCAP:
-        p = p * (1.0 - t * t)
+    p = times_slopes(p, capped, before, row0, key0, shift, seqlen_k, at, mods, SOFTCAP, SCORE_MOD, SCORE_MOD_GRAD, 0)
     return pack_pairs(p * (dp - delta[:, None]), DTYPE)
 
 
@@ -165,7 +130,7 @@ def _consumer(
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, 2)
     shift = seqlen_k - seqlen_q
     tile = gl.program_id(0)
-    m, batch, head = _tile(tile, num_m, heads, group, LONG_FIRST)
+    m, batch, head = tile_at(tile, num_m, heads, group, LONG_FIRST, LONG_FIRST)
     j, hi = _key_blocks(m * 2 * ROWS, seqlen_k, shift, left, right, CAUSAL, WINDOW)
     block0 = j
     kind0 = 2
@@ -208,13 +173,10 @@ def _consumer(
         it_next = it + 1
         j += 1
         if last:
-            if DYNAMIC:
-                tile = receive_tile(k, queue, queue_full, queue_empty)
-            else:
-                tile += gl.num_programs(0)
+            tile = next_tile(tile, k, queue, queue_full, queue_empty, DYNAMIC)
             k += 1
             if tile < num_tiles:
-                m, batch, head = _tile(tile, num_m, heads, group, LONG_FIRST)
+                m, batch, head = tile_at(tile, num_m, heads, group, LONG_FIRST, LONG_FIRST)
                 j, hi = _key_blocks(m * 2 * ROWS, seqlen_k, shift, left, right, CAUSAL, WINDOW)
                 if PACKED:
                     j, blocks, seen = packed_tile(
@@ -244,7 +206,7 @@ def _consumer(
         dq = warpgroup_mma_wait(2, deps=[dq_async])
         mbarrier.arrive(empty.index(k_slot), count=1)
         if last:
-            m_done, batch_done, head_done = _tile(tile_done, num_m, heads, group, LONG_FIRST)
+            m_done, batch_done, head_done = tile_at(tile_done, num_m, heads, group, LONG_FIRST, LONG_FIRST)
             store_rows(dq_ptr, dq * softmax_scale, batch_done, (m_done * 2 + WG) * ROWS, head_done, seqlen_q, heads,
                        units, dtype, MASK_D)  # fmt: skip
             dq = gl.full([ROWS, D], 0.0, gl.float32, D_LAYOUT)
@@ -261,28 +223,6 @@ def _consumer(
                  kind, (batch, head), seen, mods, dtype, CAUSAL, WINDOW, SOFTCAP, EVEN_K, PACKED,
                  ALIBI, SCORE_MOD, SCORE_MOD_GRAD, MASK_MOD, BLOCKS)  # fmt: skip
         it = it_next
-
-
-@gluon.jit
-def _load(desc, batch, head, row, full, empty, bufs, slot, turn, fixed, fixes, used, PACKED: gl.constexpr):
-    """64 rows; those behind the last of packed sequences become zeros. Returns how many loads had such rows."""
-    mbarrier.wait(empty.index(slot), (turn & 1) ^ 1)
-    if PACKED:
-        short = row + ROWS > used
-        if short:
-            mbarrier.expect(fixed, desc.block_type.nbytes)
-            tma_load(desc, [batch, head, row, 0], fixed, bufs.index(slot))
-            mbarrier.wait(fixed, fixes & 1)
-            zero_rows(bufs, slot, gl.maximum(used - row, 0))
-            mbarrier.arrive(full.index(slot), count=1)
-            fixes += 1
-        else:
-            mbarrier.expect(full.index(slot), desc.block_type.nbytes)
-            tma_load(desc, [batch, head, row, 0], full.index(slot), bufs.index(slot))
-    else:
-        mbarrier.expect(full.index(slot), desc.block_type.nbytes)
-        tma_load(desc, [batch, head, row, 0], full.index(slot), bufs.index(slot))
-    return fixes
 
 
 @gluon.jit
@@ -303,7 +243,7 @@ def _producer(
         used_k, used_q = gl.load(table), gl.load(table + 1)
     tile = gl.program_id(0)
     while tile < num_tiles:
-        m, batch, head = _tile(tile, num_m, heads, group, LONG_FIRST)
+        m, batch, head = tile_at(tile, num_m, heads, group, LONG_FIRST, LONG_FIRST)
         lo, hi = _key_blocks(m * 2 * ROWS, seqlen_k, shift, left, right, CAUSAL, WINDOW)
         if PACKED:
             lo, blocks = packed_range(table, m, gl.cdiv(seqlen_k, KEYS), KEYS)
@@ -317,30 +257,24 @@ def _producer(
             block = j
             if BLOCKS:
                 block = listed_number(row, j)
-            fixes = _load(v_desc, batch, head_kv, block * KEYS, full, empty, ring, at % SLOTS, at // SLOTS,
-                          fixed, fixes, used_k, PACKED)  # fmt: skip
+            fixes = load_64_rows(v_desc, batch, head_kv, block * KEYS, None, full, empty, ring, at % SLOTS, at // SLOTS,
+                                 fixed, fixes, used_k, PACKED)  # fmt: skip
             at += 1
             if j == lo:
                 for c in gl.static_range(2):
-                    fixes = _load(do_desc, batch, head, row0 + c * ROWS, do_full, do_empty, do_bufs, c, k,
-                                  fixed, fixes, used_q, PACKED)  # fmt: skip
-            fixes = _load(k_desc, batch, head_kv, block * KEYS, full, empty, ring, at % SLOTS, at // SLOTS,
-                          fixed, fixes, used_k, PACKED)  # fmt: skip
+                    fixes = load_64_rows(do_desc, batch, head, row0 + c * ROWS, None, do_full, do_empty, do_bufs, c, k,
+                                         fixed, fixes, used_q, PACKED)  # fmt: skip
+            fixes = load_64_rows(k_desc, batch, head_kv, block * KEYS, None, full, empty, ring, at % SLOTS, at // SLOTS,
+                                 fixed, fixes, used_k, PACKED)  # fmt: skip
             at += 1
             if j == lo:
                 for c in gl.static_range(2):
-                    fixes = _load(q_desc, batch, head, row0 + c * ROWS, q_full, q_empty, q_bufs, c, k,
-                                  fixed, fixes, used_q, PACKED)  # fmt: skip
-        if DYNAMIC:
-            tile = gl.atomic_add(counter, 1) + gl.num_programs(0)
-            publish_tile(k, tile, queue, queue_full, queue_empty)
-        else:
-            tile += gl.num_programs(0)
+                    fixes = load_64_rows(q_desc, batch, head, row0 + c * ROWS, None, q_full, q_empty, q_bufs, c, k,
+                                         fixed, fixes, used_q, PACKED)  # fmt: skip
+        tile = hand_out_tile(tile, k, counter, queue, queue_full, queue_empty, DYNAMIC)
         k += 1
-    if DYNAMIC:  # noqa: SIM102
-        # Every program draws exactly one number past the end; the last of them resets the counter for the next launch.
-        if tile == num_tiles + gl.num_programs(0) - 1:
-            gl.store(counter, 0)
+    if DYNAMIC:
+        reset_counter(tile, counter, num_tiles)
 
 
 @gluon.jit(

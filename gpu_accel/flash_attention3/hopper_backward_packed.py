@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .hopper_device import columns_of, pack_pairs, tanh
+from .hopper_device import columns_of
 
 HEAD = tl.constexpr(8)
 LINE = tl.constexpr(4)
@@ -92,46 +92,37 @@ def packed_range_of_64(table, block, num_m, M: gl.constexpr):
 
 
 @gluon.jit
-def packed_tile_of_64(table, block, num_n, num_m, M: gl.constexpr, LAYOUT: gl.constexpr):
-    """`packed_tile` of a tile of 64 keys; num_n is still the number of 128 keys."""
-    lo, blocks = packed_range_of_64(table, block, num_m, M)
+def _intervals(table, block, num_n, LAYOUT: gl.constexpr):
+    """Of 64 keys: first and last query of each, largest first and smallest last."""
     line = table + HEAD + LINE * block
     key = block * 64 + gl.arange(0, 64, layout=LAYOUT)
     firsts = table + HEAD + LINE * 2 * num_n
     first = gl.load(firsts + key)
     last = gl.load(firsts + 128 * num_n + key)
-    return lo, blocks, (first, last, gl.load(line + 2), gl.load(line + 3))
+    return first, last, gl.load(line + 2), gl.load(line + 3)
+
+
+@gluon.jit
+def packed_tile_of_64(table, block, num_n, num_m, M: gl.constexpr, LAYOUT: gl.constexpr):
+    """`packed_tile` of a tile of 64 keys; num_n is still the number of 128 keys."""
+    lo, blocks = packed_range_of_64(table, block, num_m, M)
+    return lo, blocks, _intervals(table, block, num_n, LAYOUT)
 
 
 @gluon.jit
 def packed_tile(table, n_block, num_n, num_m, WG: gl.constexpr, M: gl.constexpr, LAYOUT: gl.constexpr):
     """`packed_range`, and of this consumer's 64 keys: first and last query of each, largest first and smallest last."""
     lo, blocks = packed_range(table, n_block, num_m, M)
-    block = 2 * n_block + WG
-    line = table + HEAD + LINE * block
-    key = block * 64 + gl.arange(0, 64, layout=LAYOUT)
-    firsts = table + HEAD + LINE * 2 * num_n
-    first = gl.load(firsts + key)
-    last = gl.load(firsts + 128 * num_n + key)
-    return lo, blocks, (first, last, gl.load(line + 2), gl.load(line + 3))
+    return lo, blocks, _intervals(table, 2 * n_block + WG, num_n, LAYOUT)
 
 
 @gluon.jit
-def packed_probabilities(s, lse, row0, seen, qk_scale, cap_in, DTYPE: gl.constexpr, SOFTCAP: gl.constexpr):
-    """`probabilities` of hopper_backward_device.py, masked by intervals."""
+def keep_seen(p, column0, seen):
+    """P where a key and a query see each other, else 0: columns from `column0` on, intervals of rows `seen`."""
     first, last, latest, earliest = seen
-    if SOFTCAP:
-        t = tanh(s * cap_in)
-        s = t
-    p = gl.exp2(s * qk_scale - lse[None, :])
-    M: gl.constexpr = s.shape[1]
-    if (row0 < latest) | (row0 + M - 1 > earliest):
-        row, lane = columns_of(p)
-        lane += row0
-        p = gl.where(row >= first[:, None] - lane, p, 0.0)
-        p = gl.where(row <= last[:, None] - lane, p, 0.0)
-    packed = pack_pairs(p, DTYPE)
-    factor = packed
-    if SOFTCAP:
-        factor = pack_pairs(p * (1.0 - t * t), DTYPE)
-    return packed, factor
+    if (column0 < latest) | (column0 + p.shape[1] - 1 > earliest):
+        column, lane = columns_of(p)
+        lane += column0
+        p = gl.where(column >= first[:, None] - lane, p, 0.0)
+        p = gl.where(column <= last[:, None] - lane, p, 0.0)
+    return p

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +17,9 @@ from gpu_accel.flash_attention3.gluon_launch import (
     Known,
     QuickLaunch,
     addressable,
-    known_map,
+    fragment_map,
     multiprocessors,
+    number_map,
     refusal,
     tensor_map,
     tile_counter,
@@ -78,30 +78,6 @@ def _kernel(apart: bool = False) -> QuickLaunch:
     from .hopper_backward_kernel import ring_backward_kernel
 
     return QuickLaunch(ring_backward_kernel)
-
-
-def _fragments(x: Tensor):
-    """Of sums in float32, 4096 numbers each, as 16 rows of 256."""
-
-    def new(kind: Any) -> Any:
-        from triton.experimental.gluon import language as gl
-
-        return kind(x, [x.numel() // 256, 256], [256, 1], [16, 256], gl.NVMMASharedLayout(0, 32, 2))
-
-    x = x.view(-1)
-    return known_map(("fragments", x.numel()), x, new)
-
-
-def _rows(x: Tensor, length: int):
-    """Of statistics in float32, `length` numbers each."""
-
-    def new(kind: Any) -> Any:
-        from triton.experimental.gluon import language as gl
-
-        return kind(x, [x.numel()], [1], [length], gl.NVMMASharedLayout(0, 32, 1))
-
-    x = x.view(-1)
-    return known_map(("rows", x.numel(), length), x, new)
 
 
 def sum_size(k: Tensor) -> int:
@@ -176,10 +152,10 @@ class Gradients:
             tensor_map(do, m, d),
             tensor_map(k, SIDE, d),
             tensor_map(v, SIDE, d),
-            _rows(stat, m),
-            _fragments(dq_sum),
-            _fragments(dk),
-            _fragments(dv),
+            number_map(stat, m),
+            fragment_map(dq_sum),
+            fragment_map(dk),
+            fragment_map(dv),
             counter,
             *steps,
             left,

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from gpu_accel.flash_attention3.hopper_backward_apart import _consumer, _dq
-from gpu_accel.flash_attention3.hopper_backward_device import KEYS, tile_at
+from gpu_accel.flash_attention3.hopper_backward_device import KEYS, put_fragment, tile_at
+from gpu_accel.flash_attention3.hopper_backward_producer import producer, tile_barriers, tile_buffers
 from gpu_accel.gluon_compat import reinterpret
 
-from .hopper_backward_kernel import _producer, put_fragment, send_halves
+from .hopper_backward_kernel import send_halves
 
 
 @gluon.jit
@@ -54,42 +54,14 @@ def ring_backward_apart_kernel(
 ):  # fmt: skip
     """Arguments as of `ring_backward_kernel`."""
     dtype: gl.constexpr = q_desc.dtype
-    M_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([M, D], dtype)
-    N_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, D], dtype)
-    q_bufs = gl.allocate_shared_memory(dtype, [2, M, D], M_LAYOUT)
-    do_bufs = gl.allocate_shared_memory(dtype, [2, M, D], M_LAYOUT)
-    k_bufs = gl.allocate_shared_memory(dtype, [2 * K_SLOTS, KEYS, D], N_LAYOUT)
-    v_bufs = gl.allocate_shared_memory(dtype, [2 * V_SLOTS, KEYS, D], N_LAYOUT)
+    q_bufs, do_bufs, k_bufs, v_bufs = tile_buffers(dtype, D, M, K_SLOTS, V_SLOTS)
     # two stages of each consumer's dS, the room of one fragment at head_dim 128 and of two at 64
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, 2 * M], dtype)
     ds_bufs = gl.allocate_shared_memory(dtype, [2, KEYS, 2 * M], DS_LAYOUT)
     stat_bufs = gl.allocate_shared_memory(gl.float32, [4, M], stat_desc.layout)
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    k_full = gl.allocate_shared_memory(gl.int64, [K_SLOTS, 1], BARRIER)
-    k_empty = gl.allocate_shared_memory(gl.int64, [K_SLOTS, 1], BARRIER)
-    v_full = gl.allocate_shared_memory(gl.int64, [V_SLOTS, 1], BARRIER)
-    v_empty = gl.allocate_shared_memory(gl.int64, [V_SLOTS, 1], BARRIER)
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    do_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    row_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    queue_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    queue_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    queue = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    for i in gl.static_range(K_SLOTS):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=2)
-    for i in gl.static_range(V_SLOTS):
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=2)
-    for i in gl.static_range(2):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(do_full.index(i), count=1)
-        if DYNAMIC:  # where nobody uses a barrier, its memory goes to others, which must not find one there
-            mbarrier.init(queue_full.index(i), count=1)
-            mbarrier.init(queue_empty.index(i), count=3)
+    bars, _ = tile_barriers(K_SLOTS, V_SLOTS, 3, DYNAMIC, False, True)
     dq_bufs = gl.allocate_shared_memory(gl.float32, [2, 16, 256], dq_desc.layout)
     bufs = (q_bufs, do_bufs, k_bufs, v_bufs, ds_bufs, stat_bufs, dq_bufs)
-    bars = (k_full, k_empty, v_full, v_empty, q_full, do_full, row_empty, queue_full, queue_empty, queue)
     shape = (seqlen_q, seqlen_k, heads_kv, per_kv, num_m, num_n, num_tiles, group, left, right)
     scales = ((), qk_scale, cap_in)
     places = (all_m, m0, all_n, n0)
@@ -100,6 +72,6 @@ def ring_backward_apart_kernel(
         (_consumer, (1, bufs, bars, dk_desc, dv_desc, shape, scales, places, FINISH,
                      D, M, K_SLOTS, V_SLOTS, PRELOAD, CAUSAL, False, EVEN_K, DYNAMIC, EARLY)),
         (_dq, (bufs, bars, dq_desc, shape, places, D, M, K_SLOTS, CAUSAL, False, DYNAMIC, True)),
-        (_producer, (bufs, bars, q_desc, do_desc, k_desc, v_desc, stat_desc, counter, shape, places,
-                     M, K_SLOTS, V_SLOTS, CAUSAL, False, DYNAMIC, False, True)),
+        (producer, (bufs, bars, None, q_desc, do_desc, k_desc, v_desc, stat_desc, counter, shape, places,
+                    M, K_SLOTS, V_SLOTS, CAUSAL, False, DYNAMIC, True)),
     ], [4, 4, 1], [208, 72, 24])  # fmt: skip

@@ -13,7 +13,7 @@ import types
 
 import numpy as np
 
-from gpu_accel.flash_attention3 import hopper_backward_apart, hopper_backward_device, hopper_backward_kernel
+from gpu_accel.flash_attention3 import hopper_backward_apart, hopper_backward_device, hopper_backward_producer
 from tests.flash_attention3 import emulate_hopper_fp8
 from tests.flash_attention3.emulate_hopper_fp8 import (
     GL,
@@ -143,7 +143,7 @@ class Emulation:
                     take(before)
             pending().clear()
 
-        def tma_reduce_add(desc, at, view):
+        def tma_add(desc, at, view):
             def take(x):
                 self.dq[at[0] // 16] += x
 
@@ -185,19 +185,22 @@ class Emulation:
         names = dict(
             gl=gl, mbarrier=Mbarrier, warpgroup_mma=product, tma_load=tma_load, tma_store=tma_store,
             warpgroup_mma_wait=lambda pending, deps: _as_tensors(wait_for_products(pending, deps)),
-            tma=types.SimpleNamespace(store_wait=store_wait), tma_reduce_add=tma_reduce_add, KEYS=KEYS,
+            tma=types.SimpleNamespace(store_wait=store_wait), tma_add=tma_add, KEYS=KEYS,
             bar_sync_at=named.sync, bar_arrive_at=named.arrive, fence_async_shared=nothing,
             release=lambda empty, stage, barrier, threads: named.arrive(barrier + stage, threads),
             _sync_where=lambda wanted, *args: named.sync(*args) if wanted else None,
-            _stage_fragment=lambda view, x: view.store(x), _ds_of=ds_of, probabilities=probabilities,
+            stage_fragment=lambda view, x: view.store(x), _ds_of=ds_of, probabilities=probabilities,
             pack_pairs=lambda p, dtype: p, unpack_pairs=lambda p, dtype, layout: p,
             unpack_floats=lambda p, dtype, layout: p, publish_tile=publish_tile, receive_tile=receive_tile,
             zero_rows=nothing, draw=drawn,
             DS_FULL=8, DS_READ=10, ROW_FREE=6,
         )  # fmt: skip
         own = [(hopper_backward_apart, n) for n in ("_consumer", "_to_gradients", "_half_of_dq", "_dq")]
-        own += [(hopper_backward_kernel, n) for n in ("_free_keys", "_load_rows", "_load_keys", "_producer")]
-        own += [(hopper_backward_device, n) for n in ("tile_at", "query_blocks", "first_step")]
+        own += [(hopper_backward_producer, n) for n in (
+            "_whole_rows", "_load_rows", "_whole_keys", "_load_keys", "producer")]  # fmt: skip
+        own += [(hopper_backward_device, n) for n in (
+            "tile_at", "query_blocks", "first_step", "next_tile", "hand_out_tile", "reset_counter", "free_keys",
+            "half_of_dq", "put_fragment", "keys_to_memory")]  # fmt: skip
         for where, name in own:
             f = getattr(where, name).fn
             names[name] = types.FunctionType(f.__code__, names, name, f.__defaults__)
@@ -225,8 +228,8 @@ class Emulation:
                   names["_to_gradients"], *switches) for wg in range(2)]  # fmt: skip
         calls.append((128, names["_dq"], bufs, bars, None, self.shape, (), self.dim, self.m, k_slots, *masks,
                       self.dynamic, False))  # fmt: skip
-        calls.append((32, names["_producer"], bufs, bars, None, *maps, None, None, self.shape, (),
-                      self.m, k_slots, v_slots, *masks, self.dynamic, False, True, False, self.ahead))  # fmt: skip
+        calls.append((32, names["producer"], bufs, bars, None, *maps, None, self.shape, (self.num_m, 0),
+                      self.m, k_slots, v_slots, *masks, self.dynamic, True, False, self.ahead))  # fmt: skip
         return calls
 
     def run(self) -> None:

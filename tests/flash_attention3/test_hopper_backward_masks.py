@@ -14,6 +14,7 @@ import pytest
 from gpu_accel.flash_attention3 import hopper_backward_device, hopper_backward_dq, hopper_device
 
 KEYS = ROWS = 64
+SHARED = {name: getattr(hopper_backward_device, name).fn for name in ("exponentials", "times_slopes")}
 UNMODIFIED = (False, None, None, None, False)  # no ALiBi, score_mod, its gradient, mask_mod, block lists
 
 
@@ -40,10 +41,11 @@ def on_numpy(monkeypatch):
         fn = getattr(module, name).fn
         columns_of = hopper_device.columns_of.fn
         monkeypatch.setitem(columns_of.__globals__, "gl", GL)
-        plain = {"pack_pairs": lambda x, dtype: x, "columns_of": columns_of}
-        for key, value in {"gl": GL, "KEYS": KEYS, "ROWS": ROWS, **plain}.items():
-            if key in fn.__globals__:
-                monkeypatch.setitem(fn.__globals__, key, value)
+        plain = {"pack_pairs": lambda x, dtype: x, "columns_of": columns_of, **SHARED}
+        for names in (fn.__globals__, vars(hopper_backward_device)):
+            for key, value in {"gl": GL, "KEYS": KEYS, "ROWS": ROWS, **plain}.items():
+                if key in names:
+                    monkeypatch.setitem(names, key, value)
         return fn
 
     return get
@@ -119,6 +121,6 @@ def test_blocks_of_queries_and_their_masks(sq, sk, left, right, tile, rows, on_n
             for i in range(lo, hi):
                 lse = np.where(np.arange(i * rows, (i + 1) * rows) < sq, 0.0, np.inf)
                 s = np.zeros((KEYS, rows)).view(Block)
-                got, _ = probabilities(s, lse, first, i * rows, shift, sk, left, right, 1.0, 0.0,
-                                       2, (0, 0), (), None, *flags, False, sk % tile == 0, *UNMODIFIED)  # fmt: skip
+                got, _ = probabilities(s, lse, first, i * rows, shift, sk, left, right, 1.0, 0.0, 2, (0, 0), (), (),
+                                       None, *flags, False, sk % tile == 0, False, *UNMODIFIED)  # fmt: skip
                 assert np.array_equal(got.T, seen[i * rows : (i + 1) * rows, first : first + KEYS])

@@ -14,7 +14,7 @@ from gpu_accel.flash_attention3 import hopper_fp8
 if not hopper_fp8.gluon_available():
     pytest.skip("this Triton has no usable Gluon dialect", allow_module_level=True)
 
-from gpu_accel.ring_attention import hopper_backward_apart, hopper_backward_kernel
+from gpu_accel.ring_attention import hopper_backward_apart
 from tests.flash_attention3.emulate_hopper_backward import KEYS, LOG2_E, Emulation, NamedBarriers
 from tests.flash_attention3.emulate_hopper_fp8 import here
 
@@ -55,7 +55,7 @@ class RingEmulation(Emulation):
         def pending() -> list:
             return here.__dict__.setdefault("pending", [])
 
-        def tma_reduce_add(sums, at, view):
+        def tma_add(sums, at, view):
             def take(x):
                 sums[at[0] // 16] += x[:, :64]
 
@@ -70,7 +70,7 @@ class RingEmulation(Emulation):
 
         def put_fragment(sums, fragment, view, x):
             view.store(x)
-            tma_reduce_add(sums, [fragment * 16, 0], view)
+            tma_add(sums, [fragment * 16, 0], view)
 
         def send_halves(sums, fragment, even, odd, x, free):
             store_wait(free)
@@ -82,12 +82,10 @@ class RingEmulation(Emulation):
             assert view.data.shape == (KEYS, 128 * (shape[0] if len(shape) == 3 else 1))
             return Alias(view.data)
 
-        names |= dict(tma=types.SimpleNamespace(store_wait=store_wait), tma_reduce_add=tma_reduce_add,
+        names |= dict(tma=types.SimpleNamespace(store_wait=store_wait), tma_add=tma_add,
                       put_fragment=put_fragment, send_halves=send_halves, reinterpret=reinterpret)  # fmt: skip
-        own = [(hopper_backward_apart, n) for n in ("_consumer", "_dq", "_to_sums")]
-        own += [(hopper_backward_kernel, n) for n in ("_tile", "_free_keys", "_load_rows", "_producer")]
-        for where, name in own:
-            f = getattr(where, name).fn
+        for name in ("_consumer", "_dq", "_to_sums"):
+            f = getattr(hopper_backward_apart, name).fn
             names[name] = types.FunctionType(f.__code__, names, name, f.__defaults__)
         return names
 
@@ -101,8 +99,8 @@ class RingEmulation(Emulation):
                   names["_to_sums"], *switches) for wg in range(2)]  # fmt: skip
         calls.append((128, names["_dq"], bufs, bars, dq, self.shape, places, self.dim, self.m, k_slots, self.causal,
                       False, self.dynamic, True))  # fmt: skip
-        calls.append((32, names["_producer"], bufs, bars, *maps, None, self.shape, places, self.m, k_slots, v_slots,
-                      self.causal, False, self.dynamic, False, True))  # fmt: skip
+        calls.append((32, names["producer"], bufs, bars, None, *maps, None, self.shape, places, self.m, k_slots,
+                      v_slots, self.causal, False, self.dynamic, True))  # fmt: skip
         return calls
 
     def check(self) -> None:

@@ -27,7 +27,6 @@ def plain(function, **others):
 
 tile_at = plain(hopper_backward_device.tile_at)
 query_blocks = plain(hopper_backward_device.query_blocks)
-tile_of = plain(kernel._tile, tile_at=tile_at)
 turn_of = plain(kernel._turn)
 
 
@@ -45,7 +44,7 @@ def test_turns_follow_the_order_in_which_tiles_are_handed_out(seqlen_q: int, seq
     came: dict[tuple[int, int], list[int]] = {}
     tiles = set()
     for index in range(num_n * heads_kv):
-        n, batch, head = tile_of(index, num_n, heads_kv, 2, causal, True)
+        n, batch, head = tile_at(index, num_n, heads_kv, 2, True, causal)
         tiles.add((n, head))
         lo, hi = query_blocks(n * KEYS, shift, num_m, -1, right, rows, KEYS, causal, False)
         for i in range(lo, hi):
@@ -55,10 +54,11 @@ def test_turns_follow_the_order_in_which_tiles_are_handed_out(seqlen_q: int, seq
         assert turns == [WARPS * place for place in range(len(turns))]
 
 
-def test_the_usual_order_is_left_alone():
-    for causal in (True, False):
+def test_last_blocks_first_is_the_usual_order_turned_round():
+    for heavy_first in (True, False):
         for index in range(24):
-            assert tile_of(index, 6, 4, 2, causal, False) == tile_at(index, 6, 4, 2, causal)
+            n, batch, head = tile_at(index, 6, 4, 2, heavy_first, False)
+            assert tile_at(index, 6, 4, 2, heavy_first, True) == (5 - n, batch, head)
 
 
 def test_who_asks_for_the_same_bits_keeps_the_ring_that_adds(monkeypatch):
