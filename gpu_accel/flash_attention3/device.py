@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from gpu_accel.compat import dot
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -51,6 +53,24 @@ def store_tile(
     if MASK_COLS:
         mask = mask & (c[None, :] < cols_left)
     tl.store(pointers, tile.to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def dot_rows(
+    left, left2, x, x2, batch, row, head, sb, ss, sh, rows_left, dim,
+    ROWS: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, TMA: tl.constexpr, MASK_ROWS: tl.constexpr,
+    MASK_COLS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(left times ROWS rows of x, transposed, and those rows), with dim cut in two parts, D and D2."""
+    tile = load_tile(x, batch, row, head, 0, sb, ss, sh, rows_left, dim, ROWS, D, TMA, MASK_ROWS, MASK_COLS)
+    product = dot(left, tl.trans(tile), None, PRECISION)
+    tile2 = tile
+    if D2 > 0:
+        tile2 = load_tile(
+            x2, batch, row, head, D, sb, ss, sh, rows_left, dim - D, ROWS, D2, TMA, MASK_ROWS, MASK_COLS
+        )
+        product = dot(left2, tl.trans(tile2), product, PRECISION)
+    return product, tile, tile2
 
 
 @triton.jit
@@ -141,6 +161,17 @@ def key_range(
         lo, hi = tl.where(counts, lo, 0), tl.where(counts, hi, 0)
         full_lo, full_hi = tl.where(counts, full_lo, 0), tl.where(counts, full_hi, 0)
     return lo, hi, full_lo, full_hi
+
+
+@triton.jit
+def seen_keys(cols, diagonal, seqlen_k, window_left, window_right, LEFT: tl.constexpr, RIGHT: tl.constexpr):
+    """Which keys `cols` the rows see whose own key is `diagonal`: (rows, keys)."""
+    seen = cols[None, :] < seqlen_k
+    if LEFT:
+        seen = seen & (cols[None, :] >= diagonal[:, None] - window_left)
+    if RIGHT:
+        seen = seen & (cols[None, :] <= diagonal[:, None] + window_right)
+    return seen
 
 
 @triton.jit

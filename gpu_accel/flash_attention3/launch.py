@@ -108,6 +108,14 @@ def descriptor(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, rows, 1, cols])
 
 
+def operands(x: Tensor, rows: int, first: int, second: int, tma: bool) -> tuple[Any, Any]:
+    """By what a kernel reads both parts of x (batch, seqlen, heads, first + second): two descriptors, or x itself."""
+    if not tma:
+        return x, x
+    a = descriptor(x, rows, first)
+    return a, descriptor(x, rows, second) if second else a
+
+
 def compact_strides(x: Tensor) -> tuple[int, int, int]:
     """Strides of batch, seqlen and heads; those of dimensions of size 1 do not matter, so they never recompile."""
     return tuple(s if n > 1 else 0 for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True))

@@ -39,11 +39,11 @@ from gpu_accel.flash_attention3.launch import (
     bias_arguments,
     block_arguments,
     compact_strides,
-    descriptor,
     heads_per_group,
     launch,
     narrowest_tile,
     next_power_of_2,
+    operands,
     score_scales,
     split_dim,
     tma_refusal,
@@ -172,19 +172,13 @@ def backward(
     scalars = (head_dim, head_dim_v, window_left, window_right, softmax_scale,
                *score_scales(softmax_scale, softcap, features), *bias_arguments(features))  # fmt: skip
 
-    def operand(x: Tensor, rows: int, first: int, second: int):
-        if not tma:
-            return x, x
-        a = descriptor(x, rows, first)
-        return a, (descriptor(x, rows, second) if second else a)
-
     m, n = config_dkdv.block_m, config_dkdv.block_n
     stats = [TensorDescriptor.from_tensor(x.flatten(0, 1), [1, m]) for x in (lse2, delta)] if tma else (lse2, delta)
     tiles = (triton.cdiv(sk, n) + batches) * heads_kv if varlen else triton.cdiv(sk, n) * heads_kv * batches
     launch(
         attention_backward_dkdv,
         tiles,
-        (*operand(q4, m, d, d2), k4, v4, *operand(do4, m, dv1, dv2), *stats, dk4, dv4, *packed, *strides,
+        (*operands(q4, m, d, d2, tma), k4, v4, *operands(do4, m, dv1, dv2, tma), *stats, dk4, dv4, *packed, *strides,
          *compact_strides(dk4), *compact_strides(dv4), padded, batches, heads_kv, heads // heads_kv, sq, sk, *scalars,
          *block_arguments(features.block_lists[4:])),
         dict(M=m, N=n, num_warps=config_dkdv.num_warps, num_stages=config_dkdv.num_stages, **options),
@@ -195,7 +189,7 @@ def backward(
     launch(
         attention_backward_dq,
         tiles,
-        (q4, *operand(k4, n, d, d2), *operand(v4, n, dv1, dv2), do4, lse2, delta, dq4, *packed, *strides,
+        (q4, *operands(k4, n, d, d2, tma), *operands(v4, n, dv1, dv2, tma), do4, lse2, delta, dq4, *packed, *strides,
          *compact_strides(dq4), padded, batches, heads, heads // heads_kv, sq, sk, together, *scalars,
          *block_arguments(features.block_lists[:4])),
         dict(M=m, N=n, num_warps=config_dq.num_warps, num_stages=config_dq.num_stages,

@@ -12,6 +12,7 @@ import triton.language as tl
 from gpu_accel.compat import dot
 from gpu_accel.flash_attention3.device import (
     block_list,
+    dot_rows,
     find_sequence,
     listed,
     load_stat,
@@ -40,13 +41,8 @@ def _dkdv_step(
         i = tl.multiple_of(i, M)  # true wherever the loop runs at all; the compiler cannot see it through the bounds
         row = q_row0 + i
         left = seqlen_q - i
-        q_tile = load_tile(q, batch, row, head, 0, q_sb, q_ss, q_sh, left, head_dim, M, D, TMA, True, MASK_D)
-        st = dot(k_tile, tl.trans(q_tile), None, PRECISION)
-        if D2 > 0:
-            q_tile2 = load_tile(
-                q2, batch, row, head, D, q_sb, q_ss, q_sh, left, head_dim - D, M, D2, TMA, True, MASK_D
-            )
-            st = dot(k_tile2, tl.trans(q_tile2), st, PRECISION)
+        st, q_tile, q_tile2 = dot_rows(k_tile, k_tile2, q, q2, batch, row, head, q_sb, q_ss, q_sh, left, head_dim,
+                                       M, D, D2, TMA, True, MASK_D, PRECISION)  # fmt: skip
         row_lse = load_stat(lse2, batch_head, q_row0, i, left, stat_sh, float("inf"), M, TMA, VARLEN)
         if MODIFIED:
             q_idx = tl.minimum(i + tl.arange(0, M), seqlen_q - 1)
@@ -194,54 +190,32 @@ def attention_backward_dkdv(
         if alibi_slopes is not None:
             slope = tl.load(alibi_slopes + entry * alibi_sb + head)
         if Q_BLOCK > 0:
-            end, blocks = block_list(counts, indices, batch, head, n0 // KV_BLOCK, blocks_sb, blocks_sh, width, Q_BLOCK)
-            dk_acc, dk_acc2, dv_acc, dv_acc2 = _dkdv_step(
-                dk_acc, dk_acc2, dv_acc, dv_acc2, k_tile, k_tile2, v_tile, v_tile2, q, q2, do, do2,
-                lse2, delta, batch_head, stat_sh, batch, q_row0, head, 0, end, sq, key_diagonal,
-                window_left, window_right, qk_scale, cap_in, cap_out, head_dim, head_dim_v,
-                q_sb, q_ss, q_sh, do_sb, do_ss, do_sh, slope, entry, kv_idx, aux, blocks,
-                M, D, D2, DV, DV2, TMA, False, MASK_D, MASK_DV, VARLEN, LEFT, RIGHT, SOFTCAP, PRECISION,
-                SCORE_MOD, SCORE_MOD_GRAD, MASK_MOD, Q_BLOCK,
-            )  # fmt: skip
-            if full_counts is not None:
-                end, blocks = block_list(
-                    full_counts, full_indices, batch, head, n0 // KV_BLOCK, blocks_sb, blocks_sh, full_width, Q_BLOCK
-                )
-                dk_acc, dk_acc2, dv_acc, dv_acc2 = _dkdv_step(
-                    dk_acc, dk_acc2, dv_acc, dv_acc2, k_tile, k_tile2, v_tile, v_tile2, q, q2, do, do2,
-                    lse2, delta, batch_head, stat_sh, batch, q_row0, head, 0, end, sq, key_diagonal,
-                    window_left, window_right, qk_scale, cap_in, cap_out, head_dim, head_dim_v,
-                    q_sb, q_ss, q_sh, do_sb, do_ss, do_sh, slope, entry, kv_idx, aux, blocks,
-                    M, D, D2, DV, DV2, TMA, False, MASK_D, MASK_DV, VARLEN, LEFT, RIGHT, SOFTCAP, PRECISION,
-                    SCORE_MOD, SCORE_MOD_GRAD, None, Q_BLOCK,
-                )  # fmt: skip
+            for whole in tl.static_range(2):  # blocks of which some is seen, then whole ones
+                if not whole or full_counts is not None:
+                    end, blocks = block_list(
+                        full_counts if whole else counts, full_indices if whole else indices, batch, head,
+                        n0 // KV_BLOCK, blocks_sb, blocks_sh, full_width if whole else width, Q_BLOCK,
+                    )  # fmt: skip
+                    dk_acc, dk_acc2, dv_acc, dv_acc2 = _dkdv_step(
+                        dk_acc, dk_acc2, dv_acc, dv_acc2, k_tile, k_tile2, v_tile, v_tile2, q, q2, do, do2,
+                        lse2, delta, batch_head, stat_sh, batch, q_row0, head, 0, end, sq, key_diagonal,
+                        window_left, window_right, qk_scale, cap_in, cap_out, head_dim, head_dim_v,
+                        q_sb, q_ss, q_sh, do_sb, do_ss, do_sh, slope, entry, kv_idx, aux, blocks,
+                        M, D, D2, DV, DV2, TMA, False, MASK_D, MASK_DV, VARLEN, LEFT, RIGHT, SOFTCAP, PRECISION,
+                        SCORE_MOD, SCORE_MOD_GRAD, None if whole else MASK_MOD, Q_BLOCK,
+                    )  # fmt: skip
         else:
-            if RIGHT:
-                dk_acc, dk_acc2, dv_acc, dv_acc2 = _dkdv_step(
-                    dk_acc, dk_acc2, dv_acc, dv_acc2, k_tile, k_tile2, v_tile, v_tile2, q, q2, do, do2,
-                    lse2, delta, batch_head, stat_sh, batch, q_row0, head, lo, full_lo, sq, key_diagonal,
-                    window_left, window_right, qk_scale, cap_in, cap_out, head_dim, head_dim_v,
-                    q_sb, q_ss, q_sh, do_sb, do_ss, do_sh, slope, entry, kv_idx, aux, None,
-                    M, D, D2, DV, DV2, TMA, True, MASK_D, MASK_DV, VARLEN, LEFT, RIGHT, SOFTCAP, PRECISION,
-                    SCORE_MOD, SCORE_MOD_GRAD, MASK_MOD, 0,
-                )  # fmt: skip
-            dk_acc, dk_acc2, dv_acc, dv_acc2 = _dkdv_step(
-                dk_acc, dk_acc2, dv_acc, dv_acc2, k_tile, k_tile2, v_tile, v_tile2, q, q2, do, do2,
-                lse2, delta, batch_head, stat_sh, batch, q_row0, head, full_lo, full_hi, sq, key_diagonal,
-                window_left, window_right, qk_scale, cap_in, cap_out, head_dim, head_dim_v,
-                q_sb, q_ss, q_sh, do_sb, do_ss, do_sh, slope, entry, kv_idx, aux, None,
-                M, D, D2, DV, DV2, TMA, False, MASK_D, MASK_DV, VARLEN, LEFT, RIGHT, SOFTCAP, PRECISION,
-                SCORE_MOD, SCORE_MOD_GRAD, MASK_MOD, 0,
-            )  # fmt: skip
-            if LEFT:
-                dk_acc, dk_acc2, dv_acc, dv_acc2 = _dkdv_step(
-                    dk_acc, dk_acc2, dv_acc, dv_acc2, k_tile, k_tile2, v_tile, v_tile2, q, q2, do, do2,
-                    lse2, delta, batch_head, stat_sh, batch, q_row0, head, full_hi, hi, sq, key_diagonal,
-                    window_left, window_right, qk_scale, cap_in, cap_out, head_dim, head_dim_v,
-                    q_sb, q_ss, q_sh, do_sb, do_ss, do_sh, slope, entry, kv_idx, aux, None,
-                    M, D, D2, DV, DV2, TMA, True, MASK_D, MASK_DV, VARLEN, LEFT, RIGHT, SOFTCAP, PRECISION,
-                    SCORE_MOD, SCORE_MOD_GRAD, MASK_MOD, 0,
-                )  # fmt: skip
+            edges = (lo, full_lo, full_hi, hi)
+            for part in tl.static_range(3):  # masked, without a mask, masked
+                if (part == 1) or (RIGHT if part == 0 else LEFT):
+                    dk_acc, dk_acc2, dv_acc, dv_acc2 = _dkdv_step(
+                        dk_acc, dk_acc2, dv_acc, dv_acc2, k_tile, k_tile2, v_tile, v_tile2, q, q2, do, do2,
+                        lse2, delta, batch_head, stat_sh, batch, q_row0, head, edges[part], edges[part + 1],
+                        sq, key_diagonal, window_left, window_right, qk_scale, cap_in, cap_out, head_dim, head_dim_v,
+                        q_sb, q_ss, q_sh, do_sb, do_ss, do_sh, slope, entry, kv_idx, aux, None,
+                        M, D, D2, DV, DV2, TMA, part != 1, MASK_D, MASK_DV, VARLEN, LEFT, RIGHT, SOFTCAP, PRECISION,
+                        SCORE_MOD, SCORE_MOD_GRAD, MASK_MOD, 0,
+                    )  # fmt: skip
 
     store_left = rows - n0
     if USED_K:

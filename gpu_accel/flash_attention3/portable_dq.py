@@ -12,12 +12,14 @@ from gpu_accel.compat import dot
 from gpu_accel.flash_attention3.device import (
     block_list,
     dense_query_tile,
+    dot_rows,
     find_sequence,
     key_range,
     listed,
     load_stat,
     load_tile,
     packed_lengths,
+    seen_keys,
     store_tile,
     tanh,
 )
@@ -42,13 +44,8 @@ def _dq_step(
             j = listed(i, blocks, KV_BLOCK)
         row = k_row0 + j
         left = seqlen_k - j
-        k_tile = load_tile(k, batch, row, head_kv, 0, k_sb, k_ss, k_sh, left, head_dim, N, D, TMA, MASK, MASK_D)
-        s = dot(q_tile, tl.trans(k_tile), None, PRECISION)
-        if D2 > 0:
-            k_tile2 = load_tile(
-                k2, batch, row, head_kv, D, k_sb, k_ss, k_sh, left, head_dim - D, N, D2, TMA, MASK, MASK_D
-            )
-            s = dot(q_tile2, tl.trans(k_tile2), s, PRECISION)
+        s, k_tile, k_tile2 = dot_rows(q_tile, q_tile2, k, k2, batch, row, head_kv, k_sb, k_ss, k_sh, left, head_dim,
+                                      N, D, D2, TMA, MASK, MASK_D, PRECISION)  # fmt: skip
         if MODIFIED:
             kv_idx = tl.minimum(j + tl.arange(0, N), seqlen_k - 1)
         if SOFTCAP:
@@ -63,13 +60,8 @@ def _dq_step(
             s = SCORE_MOD(before, entry, head, q_idx[:, None], kv_idx[None, :], *aux)
             s = tl.broadcast_to(s, before.shape)
         p = tl.exp2(s * qk_scale - row_lse[:, None])
-        v_tile = load_tile(v, batch, row, head_kv, 0, v_sb, v_ss, v_sh, left, head_dim_v, N, DV, TMA, MASK, MASK_DV)
-        dp = dot(do_tile, tl.trans(v_tile), None, PRECISION)
-        if DV2 > 0:
-            v_tile2 = load_tile(
-                v2, batch, row, head_kv, DV, v_sb, v_ss, v_sh, left, head_dim_v - DV, N, DV2, TMA, MASK, MASK_DV
-            )
-            dp = dot(do_tile2, tl.trans(v_tile2), dp, PRECISION)
+        dp, _, _ = dot_rows(do_tile, do_tile2, v, v2, batch, row, head_kv, v_sb, v_ss, v_sh, left, head_dim_v,
+                            N, DV, DV2, TMA, MASK, MASK_DV, PRECISION)  # fmt: skip
         ds = p * (dp - d[:, None])
         if SCORE_MOD is not None:
             ds = SCORE_MOD_GRAD(ds, before, entry, head, q_idx[:, None], kv_idx[None, :], *aux)
@@ -80,11 +72,7 @@ def _dq_step(
             ds = tl.where(MASK_MOD(entry, head, q_idx[:, None], kv_idx[None, :], *aux), ds, 0.0)
         if MASK:
             cols = j + tl.arange(0, N)
-            seen = cols[None, :] < seqlen_k
-            if LEFT:
-                seen = seen & (cols[None, :] >= diagonal[:, None] - window_left)
-            if RIGHT:
-                seen = seen & (cols[None, :] <= diagonal[:, None] + window_right)
+            seen = seen_keys(cols, diagonal, seqlen_k, window_left, window_right, LEFT, RIGHT)
             ds = tl.where(seen, ds, 0.0)
         ds = ds.to(k_tile.dtype)
         dq = dot(ds, k_tile, dq, PRECISION)
@@ -164,49 +152,31 @@ def attention_backward_dq(
         slope = tl.load(alibi_slopes + entry * alibi_sb + head)
     q_idx = tl.maximum(tl.minimum(row, sq - 1), 0)  # sq is 0 where seqused_q is
     if KV_BLOCK > 0:
-        end, blocks = block_list(counts, indices, batch, head, m0 // Q_BLOCK, blocks_sb, blocks_sh, width, KV_BLOCK)
-        acc, acc2 = _dq_step(
-            acc, acc2, q_tile, q_tile2, do_tile, do_tile2, row_lse, d, k, k2, v, v2, batch, k_row0, head_kv,
-            0, end, sk, diagonal, window_left, window_right, qk_scale, cap_in, cap_out, head_dim, head_dim_v,
-            k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, slope, entry, head, q_idx, aux, blocks,
-            N, D, D2, DV, DV2, TMA, TAIL, MASK_D, MASK_DV, LEFT, RIGHT, SOFTCAP, PRECISION,
-            SCORE_MOD, SCORE_MOD_GRAD, MASK_MOD, KV_BLOCK,
-        )  # fmt: skip
-        if full_counts is not None:
-            end, blocks = block_list(
-                full_counts, full_indices, batch, head, m0 // Q_BLOCK, blocks_sb, blocks_sh, full_width, KV_BLOCK
-            )
-            acc, acc2 = _dq_step(
-                acc, acc2, q_tile, q_tile2, do_tile, do_tile2, row_lse, d, k, k2, v, v2, batch, k_row0, head_kv,
-                0, end, sk, diagonal, window_left, window_right, qk_scale, cap_in, cap_out, head_dim, head_dim_v,
-                k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, slope, entry, head, q_idx, aux, blocks,
-                N, D, D2, DV, DV2, TMA, TAIL, MASK_D, MASK_DV, LEFT, RIGHT, SOFTCAP, PRECISION,
-                SCORE_MOD, SCORE_MOD_GRAD, None, KV_BLOCK,
-            )  # fmt: skip
+        for whole in tl.static_range(2):  # blocks of which some is seen, then whole ones
+            if not whole or full_counts is not None:
+                end, blocks = block_list(
+                    full_counts if whole else counts, full_indices if whole else indices, batch, head, m0 // Q_BLOCK,
+                    blocks_sb, blocks_sh, full_width if whole else width, KV_BLOCK,
+                )  # fmt: skip
+                acc, acc2 = _dq_step(
+                    acc, acc2, q_tile, q_tile2, do_tile, do_tile2, row_lse, d, k, k2, v, v2, batch, k_row0, head_kv,
+                    0, end, sk, diagonal, window_left, window_right, qk_scale, cap_in, cap_out, head_dim, head_dim_v,
+                    k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, slope, entry, head, q_idx, aux, blocks,
+                    N, D, D2, DV, DV2, TMA, TAIL, MASK_D, MASK_DV, LEFT, RIGHT, SOFTCAP, PRECISION,
+                    SCORE_MOD, SCORE_MOD_GRAD, None if whole else MASK_MOD, KV_BLOCK,
+                )  # fmt: skip
     else:
-        if LEFT:
-            acc, acc2 = _dq_step(
-                acc, acc2, q_tile, q_tile2, do_tile, do_tile2, row_lse, d, k, k2, v, v2, batch, k_row0, head_kv,
-                lo, full_lo, sk, diagonal, window_left, window_right, qk_scale, cap_in, cap_out, head_dim, head_dim_v,
-                k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, slope, entry, head, q_idx, aux, None,
-                N, D, D2, DV, DV2, TMA, True, MASK_D, MASK_DV, LEFT, RIGHT, SOFTCAP, PRECISION,
-                SCORE_MOD, SCORE_MOD_GRAD, MASK_MOD, 0,
-            )  # fmt: skip
-        acc, acc2 = _dq_step(
-            acc, acc2, q_tile, q_tile2, do_tile, do_tile2, row_lse, d, k, k2, v, v2, batch, k_row0, head_kv,
-            full_lo, full_hi, sk, diagonal, window_left, window_right, qk_scale, cap_in, cap_out, head_dim, head_dim_v,
-            k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, slope, entry, head, q_idx, aux, None,
-            N, D, D2, DV, DV2, TMA, False, MASK_D, MASK_DV, LEFT, RIGHT, SOFTCAP, PRECISION,
-            SCORE_MOD, SCORE_MOD_GRAD, MASK_MOD, 0,
-        )  # fmt: skip
-        if TAIL:
-            acc, acc2 = _dq_step(
-                acc, acc2, q_tile, q_tile2, do_tile, do_tile2, row_lse, d, k, k2, v, v2, batch, k_row0, head_kv,
-                full_hi, hi, sk, diagonal, window_left, window_right, qk_scale, cap_in, cap_out, head_dim, head_dim_v,
-                k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, slope, entry, head, q_idx, aux, None,
-                N, D, D2, DV, DV2, TMA, True, MASK_D, MASK_DV, LEFT, RIGHT, SOFTCAP, PRECISION,
-                SCORE_MOD, SCORE_MOD_GRAD, MASK_MOD, 0,
-            )  # fmt: skip
+        edges = (lo, full_lo, full_hi, hi)
+        for part in tl.static_range(3):  # masked, without a mask, masked
+            if (part == 1) or (LEFT if part == 0 else TAIL):
+                acc, acc2 = _dq_step(
+                    acc, acc2, q_tile, q_tile2, do_tile, do_tile2, row_lse, d, k, k2, v, v2, batch, k_row0, head_kv,
+                    edges[part], edges[part + 1], sk, diagonal, window_left, window_right,
+                    qk_scale, cap_in, cap_out, head_dim, head_dim_v,
+                    k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, slope, entry, head, q_idx, aux, None,
+                    N, D, D2, DV, DV2, TMA, part != 1, MASK_D, MASK_DV, LEFT, RIGHT, SOFTCAP, PRECISION,
+                    SCORE_MOD, SCORE_MOD_GRAD, MASK_MOD, 0,
+                )  # fmt: skip
     store_tile(dq, acc * softmax_scale, batch, q_row0 + m0, head, 0, dq_sb, dq_ss, dq_sh, rows - m0, head_dim,
                M, D, MASK_D)  # fmt: skip
     if D2 > 0:

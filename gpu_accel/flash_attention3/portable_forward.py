@@ -36,12 +36,14 @@ from gpu_accel.flash_attention3.device import (
     LOG2E,
     block_list,
     dense_query_tile,
+    dot_rows,
     find_sequence,
     join_sink,
     key_range,
     listed,
     load_tile,
     packed_lengths,
+    seen_keys,
     store_tile,
     tanh,
 )
@@ -51,11 +53,11 @@ from gpu_accel.flash_attention3.launch import (
     bias_arguments,
     block_arguments,
     compact_strides,
-    descriptor,
     heads_per_group,
     launch,
     narrowest_tile,
     next_power_of_2,
+    operands,
     score_scales,
     split_dim,
     tma_refusal,
@@ -90,13 +92,8 @@ def _attend(
             j = listed(i, blocks, KV_BLOCK)
         row = k_row0 + j
         left = seqlen_k - j
-        k_tile = load_tile(k, batch, row, head_kv, 0, k_sb, k_ss, k_sh, left, head_dim, N, D, TMA, MASK, MASK_D)
-        s = dot(q, tl.trans(k_tile), None, PRECISION)
-        if D2 > 0:
-            k_tile2 = load_tile(
-                k2, batch, row, head_kv, D, k_sb, k_ss, k_sh, left, head_dim - D, N, D2, TMA, MASK, MASK_D
-            )
-            s = dot(q2, tl.trans(k_tile2), s, PRECISION)
+        s, _, _ = dot_rows(q, q2, k, k2, batch, row, head_kv, k_sb, k_ss, k_sh, left, head_dim,
+                           N, D, D2, TMA, MASK, MASK_D, PRECISION)  # fmt: skip
         if SOFTCAP:
             s = cap_out * tanh(s * cap_in)
         elif NATURAL:
@@ -111,11 +108,7 @@ def _attend(
             s = tl.where(MASK_MOD(entry, head, q_idx[:, None], kv_idx[None, :], *aux), s, float("-inf"))
         if MASK:
             cols = j + tl.arange(0, N)
-            seen = cols[None, :] < seqlen_k
-            if LEFT:
-                seen = seen & (cols[None, :] >= diagonal[:, None] - window_left)
-            if RIGHT:
-                seen = seen & (cols[None, :] <= diagonal[:, None] + window_right)
+            seen = seen_keys(cols, diagonal, seqlen_k, window_left, window_right, LEFT, RIGHT)
             s = tl.where(seen, s, float("-inf"))
         m_new = tl.maximum(m_i, tl.max(s, 1) * qk_scale)
         m_use = m_new
@@ -205,49 +198,31 @@ def attention_forward(
         slope = tl.load(alibi_slopes + entry * alibi_sb + head)
     q_idx = tl.maximum(tl.minimum(row, sq - 1), 0)  # sq is 0 where seqused_q is
     if KV_BLOCK > 0:
-        end, blocks = block_list(counts, indices, batch, head, m0 // Q_BLOCK, blocks_sb, blocks_sh, width, KV_BLOCK)
-        acc, acc2, l_i, m_i = _attend(
-            acc, acc2, l_i, m_i, q_tile, q_tile2, k, k2, v, v2, batch, k_row0, head_kv, 0, end, sk, diagonal,
-            window_left, window_right, qk_scale, cap_in, cap_out, head_dim, head_dim_v,
-            k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, slope, entry, head, q_idx, aux, blocks,
-            N, D, D2, DV, DV2, TMA, TAIL, MASK_D, MASK_DV, VARLEN,
-            LEFT, RIGHT, SOFTCAP, PRECISION, SCORE_MOD, MASK_MOD, KV_BLOCK,
-        )  # fmt: skip
-        if full_counts is not None:
-            end, blocks = block_list(
-                full_counts, full_indices, batch, head, m0 // Q_BLOCK, blocks_sb, blocks_sh, full_width, KV_BLOCK
-            )
-            acc, acc2, l_i, m_i = _attend(
-                acc, acc2, l_i, m_i, q_tile, q_tile2, k, k2, v, v2, batch, k_row0, head_kv, 0, end, sk, diagonal,
-                window_left, window_right, qk_scale, cap_in, cap_out, head_dim, head_dim_v,
-                k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, slope, entry, head, q_idx, aux, blocks,
-                N, D, D2, DV, DV2, TMA, TAIL, MASK_D, MASK_DV, VARLEN,
-                LEFT, RIGHT, SOFTCAP, PRECISION, SCORE_MOD, None, KV_BLOCK,
-            )  # fmt: skip
+        for whole in tl.static_range(2):  # blocks of which some is seen, then whole ones
+            if not whole or full_counts is not None:
+                end, blocks = block_list(
+                    full_counts if whole else counts, full_indices if whole else indices, batch, head, m0 // Q_BLOCK,
+                    blocks_sb, blocks_sh, full_width if whole else width, KV_BLOCK,
+                )  # fmt: skip
+                acc, acc2, l_i, m_i = _attend(
+                    acc, acc2, l_i, m_i, q_tile, q_tile2, k, k2, v, v2, batch, k_row0, head_kv, 0, end, sk, diagonal,
+                    window_left, window_right, qk_scale, cap_in, cap_out, head_dim, head_dim_v,
+                    k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, slope, entry, head, q_idx, aux, blocks,
+                    N, D, D2, DV, DV2, TMA, TAIL, MASK_D, MASK_DV, VARLEN,
+                    LEFT, RIGHT, SOFTCAP, PRECISION, SCORE_MOD, None if whole else MASK_MOD, KV_BLOCK,
+                )  # fmt: skip
     else:
-        if LEFT:
-            acc, acc2, l_i, m_i = _attend(
-                acc, acc2, l_i, m_i, q_tile, q_tile2, k, k2, v, v2, batch, k_row0, head_kv, lo, full_lo, sk, diagonal,
-                window_left, window_right, qk_scale, cap_in, cap_out, head_dim, head_dim_v,
-                k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, slope, entry, head, q_idx, aux, None,
-                N, D, D2, DV, DV2, TMA, True, MASK_D, MASK_DV, VARLEN,
-                LEFT, RIGHT, SOFTCAP, PRECISION, SCORE_MOD, MASK_MOD, 0,
-            )  # fmt: skip
-        acc, acc2, l_i, m_i = _attend(
-            acc, acc2, l_i, m_i, q_tile, q_tile2, k, k2, v, v2, batch, k_row0, head_kv, full_lo, full_hi, sk, diagonal,
-            window_left, window_right, qk_scale, cap_in, cap_out, head_dim, head_dim_v,
-            k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, slope, entry, head, q_idx, aux, None,
-            N, D, D2, DV, DV2, TMA, False, MASK_D, MASK_DV, VARLEN,
-            LEFT, RIGHT, SOFTCAP, PRECISION, SCORE_MOD, MASK_MOD, 0,
-        )  # fmt: skip
-        if TAIL:
-            acc, acc2, l_i, m_i = _attend(
-                acc, acc2, l_i, m_i, q_tile, q_tile2, k, k2, v, v2, batch, k_row0, head_kv, full_hi, hi, sk, diagonal,
-                window_left, window_right, qk_scale, cap_in, cap_out, head_dim, head_dim_v,
-                k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, slope, entry, head, q_idx, aux, None,
-                N, D, D2, DV, DV2, TMA, True, MASK_D, MASK_DV, VARLEN,
-                LEFT, RIGHT, SOFTCAP, PRECISION, SCORE_MOD, MASK_MOD, 0,
-            )  # fmt: skip
+        edges = (lo, full_lo, full_hi, hi)
+        for part in tl.static_range(3):  # masked, without a mask, masked
+            if (part == 1) or (LEFT if part == 0 else TAIL):
+                acc, acc2, l_i, m_i = _attend(
+                    acc, acc2, l_i, m_i, q_tile, q_tile2, k, k2, v, v2, batch, k_row0, head_kv,
+                    edges[part], edges[part + 1], sk, diagonal,
+                    window_left, window_right, qk_scale, cap_in, cap_out, head_dim, head_dim_v,
+                    k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, slope, entry, head, q_idx, aux, None,
+                    N, D, D2, DV, DV2, TMA, part != 1, MASK_D, MASK_DV, VARLEN,
+                    LEFT, RIGHT, SOFTCAP, PRECISION, SCORE_MOD, MASK_MOD, 0,
+                )  # fmt: skip
 
     if USED_Q:  # rows that are allocated but unused: as if they saw nothing
         used = row < sq
@@ -358,14 +333,8 @@ def forward(
     tiles = (triton.cdiv(sq, m) + batches) * heads if varlen else triton.cdiv(sq, m) * heads * batches
     scales = score_scales(softmax_scale, softcap, features)
 
-    def operand(x: Tensor, rows: int, first: int, second: int):
-        if not tma:
-            return x, x
-        a = descriptor(x, rows, first)
-        return a, (descriptor(x, rows, second) if second else a)
-
     arguments = (
-        q4, *operand(k4, n, d, d2), *operand(v4, n, dv, dv2), o4, lse3,
+        q4, *operands(k4, n, d, d2, tma), *operands(v4, n, dv, dv2, tma), o4, lse3,
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
         *compact_strides(q4), *compact_strides(k4), *compact_strides(v4), *compact_strides(o4),
         lse3.stride(0), lse3.stride(1),

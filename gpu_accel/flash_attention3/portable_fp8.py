@@ -31,7 +31,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gpu_accel.compat import INTERPRET
 from gpu_accel.errors import UnsupportedError
-from gpu_accel.flash_attention3.device import LN2, LOG2E, dense_query_tile, key_range, tanh
+from gpu_accel.flash_attention3.device import LN2, LOG2E, dense_query_tile, key_range, seen_keys, tanh
 from gpu_accel.flash_attention3.fp8_quantize import dot_fp8, fp8_format, to_fp8
 from gpu_accel.flash_attention3.launch import capability, launch, next_power_of_2
 from gpu_accel.flash_attention3.reference_fp8 import expand_scales
@@ -140,11 +140,7 @@ def _attend(
             s = cap_out * tanh(s * factor[:, None])
         if MASK:
             cols = j + tl.arange(0, N)
-            seen = cols[None, :] < seqlen_k
-            if LEFT:
-                seen = seen & (cols[None, :] >= diagonal[:, None] - window_left)
-            if RIGHT:
-                seen = seen & (cols[None, :] <= diagonal[:, None] + window_right)
+            seen = seen_keys(cols, diagonal, seqlen_k, window_left, window_right, LEFT, RIGHT)
             s = tl.where(seen, s, float("-inf"))
         largest = tl.max(s, 1)
         if not SOFTCAP:
@@ -229,23 +225,14 @@ def fp8_attention_forward(
         acc2 = tl.zeros([M, DV2], tl.float32)
     v_unit = tl.full((), 1.0, tl.float32)
 
-    if LEFT:
-        acc, acc2, l_i, m_i, v_unit = _attend(
-            acc, acc2, l_i, m_i, v_unit, q_tile, q_tile2, row_scale, k, k2, v, v2, ks, vs, ks_step, vs_step,
-            k_row0, v_row0, lo, full_lo, seqlen_k, diagonal, window_left, window_right, cap_out,
-            N, D, D2, DV, DV2, K_BLOCK, True, LEFT, RIGHT, SOFTCAP, TWO_LEVEL, E5M2, SHIFT,
-        )  # fmt: skip
-    acc, acc2, l_i, m_i, v_unit = _attend(
-        acc, acc2, l_i, m_i, v_unit, q_tile, q_tile2, row_scale, k, k2, v, v2, ks, vs, ks_step, vs_step,
-        k_row0, v_row0, full_lo, full_hi, seqlen_k, diagonal, window_left, window_right, cap_out,
-        N, D, D2, DV, DV2, K_BLOCK, False, LEFT, RIGHT, SOFTCAP, TWO_LEVEL, E5M2, SHIFT,
-    )  # fmt: skip
-    if TAIL:
-        acc, acc2, l_i, m_i, v_unit = _attend(
-            acc, acc2, l_i, m_i, v_unit, q_tile, q_tile2, row_scale, k, k2, v, v2, ks, vs, ks_step, vs_step,
-            k_row0, v_row0, full_hi, hi, seqlen_k, diagonal, window_left, window_right, cap_out,
-            N, D, D2, DV, DV2, K_BLOCK, True, LEFT, RIGHT, SOFTCAP, TWO_LEVEL, E5M2, SHIFT,
-        )  # fmt: skip
+    edges = (lo, full_lo, full_hi, hi)
+    for part in tl.static_range(3):  # masked, without a mask, masked
+        if (part == 1) or (LEFT if part == 0 else TAIL):
+            acc, acc2, l_i, m_i, v_unit = _attend(
+                acc, acc2, l_i, m_i, v_unit, q_tile, q_tile2, row_scale, k, k2, v, v2, ks, vs, ks_step, vs_step,
+                k_row0, v_row0, edges[part], edges[part + 1], seqlen_k, diagonal, window_left, window_right, cap_out,
+                N, D, D2, DV, DV2, K_BLOCK, part != 1, LEFT, RIGHT, SOFTCAP, TWO_LEVEL, E5M2, SHIFT,
+            )  # fmt: skip
 
     empty = l_i == 0.0
     total = tl.where(empty, 1.0, l_i)  # not "l > 0": NaN has to stay NaN

@@ -81,6 +81,17 @@ def _unit(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
+def _state_shape(k: Tensor, v: Tensor, cu_seqlens: Tensor | None):
+    sequences = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return sequences, v.shape[2], k.shape[3], v.shape[3]
+
+
+def _of_no_values(k: Tensor, v: Tensor, initial: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(o, state at the end) of a v without elements, not packed: the state stays what it was."""
+    final = v.new_zeros(_state_shape(k, v, None), dtype=torch.float32)
+    return v.new_empty(v.shape), final if initial is None else final.copy_(initial)
+
+
 class _Places:
     """Which chunks there are: by arithmetic for equal lengths, by tables on the device for packed sequences."""
 
@@ -182,8 +193,7 @@ def _hopper(q, k, v, g, w, initial, places, *, scale, chunk, segments, heads, gr
     key_dim, value_dim = q.shape[-1], v.shape[-1]
     tiles = -(-value_dim // walk_hopper.walk_config(key_dim, value_dim).block_v)
     if not v.numel():
-        final = v.new_zeros((places.sequences, heads, key_dim, value_dim), dtype=torch.float32)
-        return v.new_empty(v.shape), final if initial is None else final.copy_(initial)
+        return _of_no_values(k, v, initial)
     segments = segments or segments_for(places.sequences, heads, tiles, places.chunks)
     local = decays = None
     if segments > 1 and walk_hopper.SEGMENTS:
@@ -267,11 +277,6 @@ def chunked(
                 _options(q, v, g, w, cu_seqlens, chunk),
             )  # fmt: skip
     return o, final
-
-
-def _state_shape(k: Tensor, v: Tensor, cu_seqlens: Tensor | None):
-    sequences = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return sequences, v.shape[2], k.shape[3], v.shape[3]
 
 
 @chunked.register_fake

@@ -38,22 +38,41 @@ LOWEST_GATE = tl.constexpr(-88.0)
 
 
 @triton.jit
+def _program(heads, BLOCKS: tl.constexpr):
+    """(chunk or sequence, head, block) of this program: all blocks of a head, then the next head."""
+    program = tl.program_id(0)
+    block = program % BLOCKS
+    head = program // BLOCKS % heads
+    return program // BLOCKS // heads, head, block
+
+
+@triton.jit
+def _sequence(n, cu_seqlens, seqlen, VARLEN: tl.constexpr):
+    """(batch, first row in memory, length) of a sequence."""
+    if VARLEN:
+        start = tl.load(cu_seqlens + n).to(tl.int64)
+        length = (tl.load(cu_seqlens + n + 1) - start).to(tl.int32)
+        batch = start * 0
+    else:
+        start = (n * 0).to(tl.int64)
+        length = seqlen
+        batch = n.to(tl.int64)
+    return batch, start, length
+
+
+@triton.jit
 def _place(chunk, seq_of_chunk, chunk_offsets, cu_seqlens, seqlen, chunks, VARLEN: tl.constexpr, BT: tl.constexpr):
     """(batch, first row in memory, first row in the sequence, length, whether the chunk exists) of a chunk."""
     if VARLEN:
         n = tl.load(seq_of_chunk + chunk)
         there = n >= 0
         n = tl.maximum(n, 0)
-        start = tl.load(cu_seqlens + n).to(tl.int64)
-        length = (tl.load(cu_seqlens + n + 1) - start).to(tl.int32)
+        batch, start, length = _sequence(n, cu_seqlens, seqlen, VARLEN)
         first = (chunk - tl.load(chunk_offsets + n)).to(tl.int32) * BT
-        batch = start * 0
     else:
         n = chunk // chunks
-        start = (n * 0).to(tl.int64)
-        length = seqlen
+        batch, start, length = _sequence(n, cu_seqlens, seqlen, VARLEN)
         first = (chunk - n * chunks) * BT
-        batch = n.to(tl.int64)
         there = first < length
     return batch, start, first, length, there
 
@@ -69,6 +88,42 @@ def _load_tile(x, rows, stride, cols, row_mask, WIDTH: tl.constexpr):
     return tl.load(
         x + rows[:, None] * stride + cols[None, :], mask=row_mask[:, None] & (cols < WIDTH)[None, :], other=0.0
     )
+
+
+@triton.jit
+def _load_turned(x, rows, stride, cols, row_mask, WIDTH: tl.constexpr):
+    """The transpose of `_load_tile`, loaded so: a left operand as it is used."""
+    mask = row_mask[None, :] & (cols < WIDTH)[:, None]
+    return tl.load(x + rows[None, :] * stride + cols[:, None], mask=mask, other=0.0)
+
+
+@triton.jit
+def _store_tile(x, tile, rows, stride, cols, row_mask, WIDTH: tl.constexpr):
+    """x[rows, cols] = tile, in the dtype of x; nothing beyond the sequence and beyond WIDTH."""
+    mask = row_mask[:, None] & (cols < WIDTH)[None, :]
+    tl.store(x + rows[:, None] * stride + cols[None, :], tile.to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _gate_sums(g, stride, rows, mask):
+    """(running sum, whole sum) of the gates of a chunk."""
+    gates = tl.maximum(_load_scalars(g, stride, mask, rows, 0.0), LOWEST_GATE)
+    return tl.cumsum(gates, 0), tl.sum(gates, 0)
+
+
+@triton.jit
+def _state_tile(cols_k, cols_v, K: tl.constexpr, V: tl.constexpr):
+    """(places of a tile in a state (K, V), which of them there are)."""
+    return cols_k[:, None] * V + cols_v[None, :], (cols_k < K)[:, None] & (cols_v < V)[None, :]
+
+
+@triton.jit
+def _first_state(given, own, tile, mask, GIVEN: tl.constexpr):
+    """The tile of the state that is given, or zeros, float32."""
+    acc = tl.zeros(mask.shape, tl.float32)
+    if GIVEN:
+        acc = tl.load(given + own + tile, mask=mask, other=0.0).to(tl.float32)
+    return acc
 
 
 @triton.jit
@@ -102,16 +157,8 @@ def _states_kernel(
     n = rest // heads % sequences
     position = rest // heads // sequences  # of the segment, in the order of walking
 
-    if VARLEN:
-        start = tl.load(cu_seqlens + n).to(tl.int64)
-        length = (tl.load(cu_seqlens + n + 1) - start).to(tl.int32)
-        chunk0 = tl.load(chunk_offsets + n).to(tl.int64)
-        batch = start * 0
-    else:
-        start = (n * 0).to(tl.int64)
-        length = seqlen
-        chunk0 = n.to(tl.int64) * chunks
-        batch = n.to(tl.int64)
+    batch, start, length = _sequence(n, cu_seqlens, seqlen, VARLEN)
+    chunk0 = tl.load(chunk_offsets + n).to(tl.int64) if VARLEN else n.to(tl.int64) * chunks
     count = (length + BT - 1) // BT
     each = (count + segments - 1) // segments
     begin = position * each
@@ -128,14 +175,11 @@ def _states_kernel(
 
     cols_k = block_k * BK + tl.arange(0, BK)
     cols_v = block_v * BV + tl.arange(0, BV)
-    tile = cols_k[:, None] * V + cols_v[None, :]
-    tile_mask = (cols_k < K)[:, None] & (cols_v < V)[None, :]
+    tile, tile_mask = _state_tile(cols_k, cols_v, K, V)
     own = (n.to(tl.int64) * heads + head) * (K * V)  # of this sequence and head
-    acc = tl.zeros((BK, BV), tl.float32)
+    acc = _first_state(initial, own, tile, tile_mask, HAS_INITIAL and not LOCAL)
     total = tl.full((), 0.0, tl.float32)
     if not LOCAL:
-        if HAS_INITIAL:
-            acc = tl.load(initial + own + tile, mask=tile_mask, other=0.0).to(tl.float32)
         line = n.to(tl.int64) * heads + head
         for _ in range(0, position):
             acc = acc * tl.load(decays + line)
@@ -149,14 +193,11 @@ def _states_kernel(
             tl.store(to, acc.to(states.dtype.element_ty), mask=tile_mask)
         rows = (chunk * BT + tl.arange(0, BT)).to(tl.int64)
         mask = rows < length
-        # the left operand as it is used: loaded transposed, through pointers
-        kt = tl.load(k + rows[None, :] * k_t + cols_k[:, None], mask=mask[None, :] & (cols_k < K)[:, None], other=0.0)
+        kt = _load_turned(k, rows, k_t, cols_k, mask, K)
         values = _load_tile(v, rows, v_t, cols_v, mask, V)
         factor = tl.zeros((BT,), tl.float32) + 1.0
         if HAS_G:
-            gates = tl.maximum(_load_scalars(g, g_t, mask, rows, 0.0), LOWEST_GATE)
-            b = tl.cumsum(gates, 0)
-            last = tl.sum(gates, 0)
+            b, last = _gate_sums(g, g_t, rows, mask)
             factor = tl.exp(b) if REVERSE else tl.exp(last - b)
             acc = acc * tl.exp(last)
             total += last
@@ -184,11 +225,7 @@ def _output_kernel(
     HAS_G: tl.constexpr, HAS_W: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """o (batch, seqlen, heads, V), contiguous."""
-    blocks_v: tl.constexpr = (V + BV - 1) // BV
-    program = tl.program_id(0)
-    block_v = program % blocks_v
-    head = program // blocks_v % heads
-    chunk = program // blocks_v // heads
+    chunk, head, block_v = _program(heads, (V + BV - 1) // BV)
     batch, start, first, length, there = _place(
         chunk, seq_of_chunk, chunk_offsets, cu_seqlens, seqlen, chunks, VARLEN, BT
     )
@@ -216,7 +253,7 @@ def _output_kernel(
         causal = steps[:, None] >= steps[None, :]
         if HAS_G:
             g += batch * g_b + start * g_t + wide_head * g_h
-            b = tl.cumsum(tl.maximum(_load_scalars(g, g_t, mask, rows, 0.0), LOWEST_GATE), 0)
+            b, _ = _gate_sums(g, g_t, rows, mask)
             acc = acc * tl.exp(b)[:, None]
             scores = scores * tl.exp(tl.where(causal, b[:, None] - b[None, :], float("-inf")))
         if HAS_W:
@@ -225,8 +262,7 @@ def _output_kernel(
         scores = tl.where(causal, scores, 0.0)
         values = _load_tile(v, rows, v_t, cols_v, mask, V)
         acc = dot((scores * scale).to(values.dtype), values, acc * scale, PRECISION)
-        to = o + rows[:, None] * heads * V + cols_v[None, :]
-        tl.store(to, acc.to(o.dtype.element_ty), mask=mask[:, None] & (cols_v < V)[None, :])
+        _store_tile(o, acc, rows * heads, V, cols_v, mask, V)
 
 
 @triton.jit
@@ -238,11 +274,7 @@ def _dv_kernel(
     HAS_G: tl.constexpr, HAS_W: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dv (batch, seqlen, heads, V) and, a plane a block of v, dw (blocks, batch, seqlen, heads) float32."""
-    blocks_v: tl.constexpr = (V + BV - 1) // BV
-    program = tl.program_id(0)
-    block_v = program % blocks_v
-    head = program // blocks_v % heads
-    chunk = program // blocks_v // heads
+    chunk, head, block_v = _program(heads, (V + BV - 1) // BV)
     batch, start, first, length, there = _place(
         chunk, seq_of_chunk, chunk_offsets, cu_seqlens, seqlen, chunks, VARLEN, BT
     )
@@ -270,9 +302,8 @@ def _dv_kernel(
         causal = steps[None, :] >= steps[:, None]
         if HAS_G:
             g += batch * g_b + start * g_t + wide_head * g_h
-            gates = tl.maximum(_load_scalars(g, g_t, mask, rows, 0.0), LOWEST_GATE)
-            b = tl.cumsum(gates, 0)
-            acc = acc * tl.exp(tl.sum(gates, 0) - b)[:, None]
+            b, last = _gate_sums(g, g_t, rows, mask)
+            acc = acc * tl.exp(last - b)[:, None]
             scores = scores * tl.exp(tl.where(causal, b[None, :] - b[:, None], float("-inf")))
         scores = tl.where(causal, scores, 0.0) * scale
         outputs = _load_tile(do, rows, do_t, cols_v, mask, V)
@@ -284,8 +315,7 @@ def _dv_kernel(
             plane = block_v.to(tl.int64) * rows_in_all * heads
             tl.store(dw + plane + place + rows * heads, tl.sum(acc * values, 1), mask=mask)
             acc = acc * _load_scalars(w, w_t, mask, rows, 0.0)[:, None]
-        to = dv + place * V + rows[:, None] * heads * V + cols_v[None, :]
-        tl.store(to, acc.to(dv.dtype.element_ty), mask=mask[:, None] & (cols_v < V)[None, :])
+        _store_tile(dv + place * V, acc, rows * heads, V, cols_v, mask, V)
 
 
 @triton.jit
@@ -301,11 +331,7 @@ def _dqk_kernel(
 
     WHOLE: dstates are not rounded to bfloat16 for dk, but taken as two such numbers.
     """
-    blocks_k: tl.constexpr = (K + BK - 1) // BK
-    program = tl.program_id(0)
-    block_k = program % blocks_k
-    head = program // blocks_k % heads
-    chunk = program // blocks_k // heads
+    chunk, head, block_k = _program(heads, (K + BK - 1) // BK)
     batch, start, first, length, there = _place(
         chunk, seq_of_chunk, chunk_offsets, cu_seqlens, seqlen, chunks, VARLEN, BT
     )
@@ -351,9 +377,7 @@ def _dqk_kernel(
         grad_q = grad_q * scale
         if HAS_G:
             g += batch * g_b + start * g_t + wide_head * g_h
-            gates = tl.maximum(_load_scalars(g, g_t, mask, rows, 0.0), LOWEST_GATE)
-            b = tl.cumsum(gates, 0)
-            last = tl.sum(gates, 0)
+            b, last = _gate_sums(g, g_t, rows, mask)
             grad_q = grad_q * tl.exp(b)[:, None]
             grad_k = grad_k * tl.exp(last - b)[:, None]
             across = across * tl.exp(last)

@@ -27,10 +27,10 @@ from gpu_accel.thunderkittens import chunked, chunked_kernels, delta_hopper, del
 from gpu_accel.thunderkittens.arguments import check_tensors, real
 from gpu_accel.thunderkittens.linear import (
     _NARROW,
+    _by_sequences,
     _check_copy,
     _flags,
     _need,
-    _of_no_steps,
     _shape,
     _turned,
     _validate,
@@ -174,8 +174,7 @@ def delta_hopper_op(
     q, k, v = (chunked._unit(x) for x in (q, k, v))
     initial = None if initial is None else initial.contiguous()
     if not v.numel():
-        final = v.new_zeros(chunked._state_shape(k, v, None), dtype=torch.float32)
-        return v.new_empty(v.shape), final if initial is None else final.copy_(initial)
+        return chunked._of_no_values(k, v, initial)
     with chunked._device(v):
         return delta_hopper.forward(q, k, v, g, beta, initial, scale)
 
@@ -312,22 +311,14 @@ def delta_rule(
     if choose(v, backend, v.dtype in GPU_CHECKED and min(q.shape[3], v.shape[3]) > _NARROW, ("hopper",)) == "portable":
         g, initial_state = (None if x is None else x.float() for x in (g, initial_state))
         return delta_op(q, k, v, g, beta.float(), initial_state, cu_seqlens, scale, chunk)
-    edges = [0, v.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
-    outs, finals = [], []
-    for n, (start, stop) in enumerate(zip(edges, edges[1:], strict=False)):
-        part = slice(start, stop)
-        initial = initial_state if cu_seqlens is None or initial_state is None else initial_state[n : n + 1]
-        o, final = reference.delta_rule_chunked(
+
+    def one(part: slice, initial: Tensor | None) -> tuple[Tensor, Tensor]:
+        return reference.delta_rule_chunked(
             q[:, part], k[:, part], v[:, part], beta[:, part], g=None if g is None else g[:, part], scale=scale,
             chunk=chunk, initial=initial,
         )  # fmt: skip
-        outs.append(o)
-        finals.append(final)
-    if cu_seqlens is not None:
-        outs.append(torch.zeros_like(v[:, edges[-1] :]))
-    state = torch.cat(finals) if finals else v.new_empty((0, v.shape[2], q.shape[3], v.shape[3]))
-    o = torch.cat(outs, 1) if edges[-1] else _of_no_steps(torch.cat(outs, 1), q, k, v, g, beta, initial_state)
-    return o, state if v.dtype == torch.float64 else state.float()
+
+    return _by_sequences(one, q, v, initial_state, cu_seqlens, k, g, beta)
 
 
 def chunk_gated_delta_rule(

@@ -27,18 +27,28 @@ import triton
 import triton.language as tl
 
 from gpu_accel.compat import dot
-from gpu_accel.thunderkittens.chunked_kernels import LOWEST_GATE, _for_products, _load_scalars, _load_tile, _place
+from gpu_accel.thunderkittens.chunked_kernels import (
+    _first_state,
+    _for_products,
+    _gate_sums,
+    _load_scalars,
+    _load_tile,
+    _load_turned,
+    _place,
+    _program,
+    _sequence,
+    _state_tile,
+    _store_tile,
+)
 
 
 @triton.jit
 def _gates(g, stride, rows, mask, HAS_G: tl.constexpr, BT: tl.constexpr):
-    """(running sum, whole sum) of the gates of a chunk."""
+    """(running sum, whole sum) of the gates of a chunk, zeros where there are none."""
     b = tl.zeros((BT,), tl.float32)
     last = 0.0
     if HAS_G:
-        gates = tl.maximum(_load_scalars(g, stride, mask, rows, 0.0), LOWEST_GATE)
-        b = tl.cumsum(gates, 0)
-        last = tl.sum(gates, 0)
+        b, last = _gate_sums(g, stride, rows, mask)
     return b, last
 
 
@@ -60,9 +70,7 @@ def _solve_kernel(
     HAS_G: tl.constexpr, VARLEN: tl.constexpr, KEEP: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """inverse (batch, seqlen, heads, BT), written with KEEP: rows of T; decay (..., K); fresh (..., V)."""
-    program = tl.program_id(0)
-    head = program % heads
-    chunk = program // heads
+    chunk, head, _block = _program(heads, 1)
     batch, start, first, length, there = _place(
         chunk, seq_of_chunk, chunk_offsets, cu_seqlens, seqlen, chunks, VARLEN, BT
     )
@@ -94,9 +102,7 @@ def _solve_kernel(
             tl.store(inverse + (place + rows * heads)[:, None] * BT + steps[None, :], t, mask=mask[:, None])
         left = keys.to(tl.float32) * (strength * tl.exp(b))[:, None]
         out = dot(t, left.to(t.dtype), None, PRECISION)
-        to = (place + rows * heads)[:, None]
-        tl.store(decay + to * K + cols_k[None, :], out.to(decay.dtype.element_ty),
-                 mask=mask[:, None] & (cols_k < K)[None, :])  # fmt: skip
+        _store_tile(decay, out, place + rows * heads, K, cols_k, mask, K)
         for block_v in range(0, (V + BV - 1) // BV):
             cols_v = block_v * BV + tl.arange(0, BV)
             values = _load_tile(v, rows, v_t, cols_v, mask, V).to(tl.float32) * strength[:, None]
@@ -106,8 +112,7 @@ def _solve_kernel(
                 # T has a diagonal of 1: what a step adds itself is rounded once, which the gradient of gates shows
                 rest = values - rounded.to(tl.float32)
             fresh_v = dot(t, rounded, rest, PRECISION)
-            tl.store(fresh + to * V + cols_v[None, :], fresh_v.to(fresh.dtype.element_ty),
-                     mask=mask[:, None] & (cols_v < V)[None, :])  # fmt: skip
+            _store_tile(fresh, fresh_v, place + rows * heads, V, cols_v, mask, V)
 
 
 @triton.jit
@@ -121,21 +126,9 @@ def _walk_kernel(
 
     low: None, or what is left of states, in their dtype.
     """
-    blocks_v: tl.constexpr = (V + BV - 1) // BV
-    program = tl.program_id(0)
-    block_v = program % blocks_v
-    head = program // blocks_v % heads
-    n = program // blocks_v // heads
-    if VARLEN:
-        start = tl.load(cu_seqlens + n).to(tl.int64)
-        length = (tl.load(cu_seqlens + n + 1) - start).to(tl.int32)
-        chunk0 = tl.load(chunk_offsets + n).to(tl.int64)
-        batch = start * 0
-    else:
-        start = (n * 0).to(tl.int64)
-        length = seqlen
-        chunk0 = n.to(tl.int64) * chunks
-        batch = n.to(tl.int64)
+    n, head, block_v = _program(heads, (V + BV - 1) // BV)
+    batch, start, length = _sequence(n, cu_seqlens, seqlen, VARLEN)
+    chunk0 = tl.load(chunk_offsets + n).to(tl.int64) if VARLEN else n.to(tl.int64) * chunks
     wide_head = head.to(tl.int64)
     k += batch * k_b + start * k_t + (head // group).to(tl.int64) * k_h
     if HAS_G:
@@ -143,12 +136,9 @@ def _walk_kernel(
     place = (batch * seqlen + start) * heads + head
     cols_k = tl.arange(0, BK)
     cols_v = block_v * BV + tl.arange(0, BV)
-    tile = cols_k[:, None] * V + cols_v[None, :]
-    tile_mask = (cols_k < K)[:, None] & (cols_v < V)[None, :]
+    tile, tile_mask = _state_tile(cols_k, cols_v, K, V)
     own = (n.to(tl.int64) * heads + head) * (K * V)
-    acc = tl.zeros((BK, BV), tl.float32)
-    if HAS_INITIAL:
-        acc = tl.load(initial + own + tile, mask=tile_mask, other=0.0).to(tl.float32)
+    acc = _first_state(initial, own, tile, tile_mask, HAS_INITIAL)
     for chunk in range(0, (length + BT - 1) // BT):
         to = ((chunk0 + chunk) * heads + head) * (K * V) + tile
         rounded = acc.to(states.dtype.element_ty)
@@ -157,14 +147,13 @@ def _walk_kernel(
             tl.store(low + to, (acc - rounded.to(tl.float32)).to(low.dtype.element_ty), mask=tile_mask)
         rows = (chunk * BT + tl.arange(0, BT)).to(tl.int64)
         mask = rows < length
-        kt = tl.load(k + rows[None, :] * k_t + cols_k[:, None], mask=mask[None, :] & (cols_k < K)[:, None], other=0.0)
+        kt = _load_turned(k, rows, k_t, cols_k, mask, K)
         decays = _load_tile(decay, place + rows * heads, K, cols_k, mask, K)
         values = _load_tile(fresh, place + rows * heads, V, cols_v, mask, V).to(tl.float32)
         entering = _for_products(acc, decays.dtype)
         values -= dot(decays.to(entering.dtype), entering, None, PRECISION)
         rounded = values.to(u.dtype.element_ty)
-        tl.store(u + (place + rows * heads)[:, None] * V + cols_v[None, :], rounded,
-                 mask=mask[:, None] & (cols_v < V)[None, :])  # fmt: skip
+        _store_tile(u, rounded, place + rows * heads, V, cols_v, mask, V)
         b, last = _gates(g, g_t, rows, mask, HAS_G, BT)
         if HAS_G:
             rounded = (values * tl.exp(last - b)[:, None]).to(u.dtype.element_ty)
@@ -181,21 +170,9 @@ def _walk_back_kernel(
     HAS_G: tl.constexpr, HAS_FINAL: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """du (batch, seqlen, heads, V); dstates (chunks, heads, K, V): of what leaves every chunk; dinitial."""
-    blocks_v: tl.constexpr = (V + BV - 1) // BV
-    program = tl.program_id(0)
-    block_v = program % blocks_v
-    head = program // blocks_v % heads
-    n = program // blocks_v // heads
-    if VARLEN:
-        start = tl.load(cu_seqlens + n).to(tl.int64)
-        length = (tl.load(cu_seqlens + n + 1) - start).to(tl.int32)
-        chunk0 = tl.load(chunk_offsets + n).to(tl.int64)
-        batch = start * 0
-    else:
-        start = (n * 0).to(tl.int64)
-        length = seqlen
-        chunk0 = n.to(tl.int64) * chunks
-        batch = n.to(tl.int64)
+    n, head, block_v = _program(heads, (V + BV - 1) // BV)
+    batch, start, length = _sequence(n, cu_seqlens, seqlen, VARLEN)
+    chunk0 = tl.load(chunk_offsets + n).to(tl.int64) if VARLEN else n.to(tl.int64) * chunks
     head_k = (head // group).to(tl.int64)
     wide_head = head.to(tl.int64)
     q += batch * q_b + start * q_t + head_k * q_h
@@ -208,12 +185,9 @@ def _walk_back_kernel(
     later = steps[None, :] >= steps[:, None]
     cols_k = tl.arange(0, BK)
     cols_v = block_v * BV + tl.arange(0, BV)
-    tile = cols_k[:, None] * V + cols_v[None, :]
-    tile_mask = (cols_k < K)[:, None] & (cols_v < V)[None, :]
+    tile, tile_mask = _state_tile(cols_k, cols_v, K, V)
     own = (n.to(tl.int64) * heads + head) * (K * V)
-    acc = tl.zeros((BK, BV), tl.float32)
-    if HAS_FINAL:
-        acc = tl.load(dfinal + own + tile, mask=tile_mask, other=0.0).to(tl.float32)
+    acc = _first_state(dfinal, own, tile, tile_mask, HAS_FINAL)
     count = (length + BT - 1) // BT
     for i in range(0, count):
         chunk = count - 1 - i
@@ -221,9 +195,8 @@ def _walk_back_kernel(
         tl.store(to, acc.to(dstates.dtype.element_ty), mask=tile_mask)
         rows = (chunk * BT + steps).to(tl.int64)
         mask = rows < length
-        in_k = mask[None, :] & (cols_k < K)[:, None]
         keys = _load_tile(k, rows, k_t, cols_k, mask, K)
-        qt = tl.load(q + rows[None, :] * q_t + cols_k[:, None], mask=in_k, other=0.0)
+        qt = _load_turned(q, rows, q_t, cols_k, mask, K)
         outputs = _load_tile(do, rows, do_t, cols_v, mask, V)
         scores = dot(keys, qt, None, PRECISION)  # row s, column t
         leaving = _for_products(acc, keys.dtype)
@@ -238,10 +211,8 @@ def _walk_back_kernel(
         scores = tl.where(later, scores, 0.0) * scale
         grad = dot(scores.to(outputs.dtype), outputs, grad, PRECISION)
         rounded = grad.to(du.dtype.element_ty)
-        tl.store(du + (place + rows * heads)[:, None] * V + cols_v[None, :], rounded,
-                 mask=mask[:, None] & (cols_v < V)[None, :])  # fmt: skip
-        at = decay + (place + rows * heads)[None, :] * K + cols_k[:, None]
-        decay_t = tl.load(at, mask=in_k, other=0.0)
+        _store_tile(du, rounded, place + rows * heads, V, cols_v, mask, V)
+        decay_t = _load_turned(decay, place + rows * heads, K, cols_k, mask, K)
         acc = dot(qt, left.to(qt.dtype), acc, PRECISION)
         acc -= dot(decay_t, rounded.to(decay_t.dtype), None, PRECISION)
     tl.store(dinitial + own + tile, acc, mask=tile_mask)
@@ -259,9 +230,7 @@ def _inputs_kernel(
 
     The latter is direct, float32 and like dk, and for dg PLANES planes of (batch, seqlen, heads).
     """
-    program = tl.program_id(0)
-    head = program % heads
-    chunk = program // heads
+    chunk, head, _block = _program(heads, 1)
     batch, start, first, length, there = _place(
         chunk, seq_of_chunk, chunk_offsets, cu_seqlens, seqlen, chunks, VARLEN, BT
     )
@@ -324,8 +293,7 @@ def _inputs_kernel(
         grad_k = dot((da * step * strength[:, None]).to(keys.dtype), keys, grad_k, PRECISION)
         grad_k = dot((dat * step_t * strength[None, :]).to(keys.dtype), keys, grad_k, PRECISION)
         grad_k += _load_tile(direct, place + rows * heads, K, cols_k, mask, K)
-        whole = mask[:, None] & (cols_k < K)[None, :]
-        tl.store(dk + at * K + cols_k[None, :], grad_k.to(dk.dtype.element_ty), mask=whole)
+        _store_tile(dk, grad_k, place + rows * heads, K, cols_k, mask, K)
         tl.store(dbeta + place + rows * heads, grad_beta, mask=mask)
         if HAS_G:
             grad_g = tl.cumsum(grad_b, 0, reverse=True)

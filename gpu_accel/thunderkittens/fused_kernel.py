@@ -13,7 +13,13 @@ import triton
 import triton.language as tl
 
 from gpu_accel.compat import dot
-from gpu_accel.thunderkittens.chunked_kernels import LOWEST_GATE, _for_products
+from gpu_accel.thunderkittens.chunked_kernels import (
+    LOWEST_GATE,
+    _first_state,
+    _for_products,
+    _sequence,
+    _state_tile,
+)
 
 
 @triton.jit
@@ -36,14 +42,7 @@ def _fused_kernel(
     head = rest % heads
     n = rest // heads % sequences
     position = rest // heads // sequences  # of the segment
-    if VARLEN:
-        start = tl.load(cu_seqlens + n).to(tl.int64)
-        length = (tl.load(cu_seqlens + n + 1) - start).to(tl.int32)
-        batch = start * 0
-    else:
-        start = (n * 0).to(tl.int64)
-        length = seqlen
-        batch = n.to(tl.int64)
+    batch, start, length = _sequence(n, cu_seqlens, seqlen, VARLEN)
     count = (length + BT - 1) // BT
     each = (count + segments - 1) // segments
     begin = position * each
@@ -71,13 +70,10 @@ def _fused_kernel(
     if HAS_W:
         w += batch * w_b + start * w_t + wide_head * w_h
 
-    tile = cols_k[:, None] * V + cols_v[None, :]
-    tile_mask = in_k[:, None] & in_v[None, :]
+    tile, tile_mask = _state_tile(cols_k, cols_v, K, V)
     line = n.to(tl.int64) * heads + head
     own = line * (K * V)
-    acc = tl.zeros((BK, BV), tl.float32)
-    if HAS_INITIAL:
-        acc = tl.load(initial + own + tile, mask=tile_mask, other=0.0).to(tl.float32)
+    acc = _first_state(initial, own, tile, tile_mask, HAS_INITIAL)
     if HAS_LOCAL:
         for _ in range(0, position):
             acc = acc * tl.load(decays + line)

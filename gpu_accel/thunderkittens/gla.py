@@ -24,10 +24,10 @@ from gpu_accel.flash_attention3.launch import launch
 from gpu_accel.thunderkittens import chunked, gla_hopper, gla_kernels, reference
 from gpu_accel.thunderkittens.arguments import check_tensors, real
 from gpu_accel.thunderkittens.linear import (
+    _by_sequences,
     _check_copy,
     _flags,
     _need,
-    _of_no_steps,
     _shape,
     _turned,
     _validate,
@@ -138,8 +138,7 @@ def gla_hopper_op(
     """As `gla_op`, of what `gla_hopper.refusal` has nothing against."""
     initial = None if initial is None else initial.contiguous()
     if not v.numel():
-        final = v.new_zeros(chunked._state_shape(k, v, None), dtype=torch.float32)
-        return v.new_empty(v.shape), final if initial is None else final.copy_(initial)
+        return chunked._of_no_values(k, v, initial)
     with chunked._device(v):
         return gla_hopper.forward(q, k, v, g, initial, scale=scale, segments=gla_hopper.segments_for(v, chunk))
 
@@ -278,21 +277,13 @@ def gated_linear_attention(
             raise UnsupportedError(f"{why}; use backend='reference'")
         initial_state = None if initial_state is None else initial_state.float()
         return gla_op(q, k, v, g, initial_state, cu_seqlens, scale, chunk)
-    edges = [0, v.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
-    outs, finals = [], []
-    for n, (start, stop) in enumerate(zip(edges, edges[1:], strict=False)):
-        part = slice(start, stop)
-        initial = initial_state if cu_seqlens is None or initial_state is None else initial_state[n : n + 1]
-        o, final = reference.gla_chunked(
+
+    def one(part: slice, initial: Tensor | None) -> tuple[Tensor, Tensor]:
+        return reference.gla_chunked(
             q[:, part], k[:, part], v[:, part], g[:, part], scale=scale, initial=initial, chunk=chunk
         )
-        outs.append(o)
-        finals.append(final)
-    if cu_seqlens is not None:
-        outs.append(torch.zeros_like(v[:, edges[-1] :]))
-    state = torch.cat(finals) if finals else v.new_empty((0, v.shape[2], q.shape[3], v.shape[3]))
-    o = torch.cat(outs, 1) if edges[-1] else _of_no_steps(torch.cat(outs, 1), q, k, v, g, initial_state)
-    return o, state if v.dtype == torch.float64 else state.float()
+
+    return _by_sequences(one, q, v, initial_state, cu_seqlens, k, g)
 
 
 def explain_gla(

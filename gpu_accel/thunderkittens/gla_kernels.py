@@ -36,7 +36,18 @@ import triton
 import triton.language as tl
 
 from gpu_accel.compat import dot
-from gpu_accel.thunderkittens.chunked_kernels import LOWEST_GATE, _for_products, _load_tile, _place
+from gpu_accel.thunderkittens.chunked_kernels import (
+    LOWEST_GATE,
+    _first_state,
+    _for_products,
+    _load_tile,
+    _load_turned,
+    _place,
+    _program,
+    _sequence,
+    _state_tile,
+    _store_tile,
+)
 
 
 @triton.jit
@@ -45,11 +56,7 @@ def _sums_kernel(
     K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """sums (batch, seqlen, heads, K) float32: of the gates from the first step of the chunk on."""
-    blocks_k: tl.constexpr = (K + BK - 1) // BK
-    program = tl.program_id(0)
-    block_k = program % blocks_k
-    head = program // blocks_k % heads
-    chunk = program // blocks_k // heads
+    chunk, head, block_k = _program(heads, (K + BK - 1) // BK)
     batch, start, first, length, there = _place(
         chunk, seq_of_chunk, chunk_offsets, cu_seqlens, seqlen, chunks, VARLEN, BT
     )
@@ -89,16 +96,8 @@ def _states_kernel(
     block_k = program // blocks_v % blocks_k
     head = program // (blocks_v * blocks_k) % heads
     n = program // (blocks_v * blocks_k) // heads
-    if VARLEN:
-        start = tl.load(cu_seqlens + n).to(tl.int64)
-        length = (tl.load(cu_seqlens + n + 1) - start).to(tl.int32)
-        chunk0 = tl.load(chunk_offsets + n).to(tl.int64)
-        batch = start * 0
-    else:
-        start = (n * 0).to(tl.int64)
-        length = seqlen
-        chunk0 = n.to(tl.int64) * chunks
-        batch = n.to(tl.int64)
+    batch, start, length = _sequence(n, cu_seqlens, seqlen, VARLEN)
+    chunk0 = tl.load(chunk_offsets + n).to(tl.int64) if VARLEN else n.to(tl.int64) * chunks
     wide_head = head.to(tl.int64)
     x += batch * x_b + start * x_t + wide_head * x_h
     values += batch * values_b + start * values_t + wide_head * values_h
@@ -106,12 +105,9 @@ def _states_kernel(
     cols_k = block_k * BK + tl.arange(0, BK)
     cols_v = block_v * BV + tl.arange(0, BV)
     in_k = cols_k < K
-    tile = cols_k[:, None] * V + cols_v[None, :]
-    tile_mask = in_k[:, None] & (cols_v < V)[None, :]
+    tile, tile_mask = _state_tile(cols_k, cols_v, K, V)
     own = (n.to(tl.int64) * heads + head) * (K * V)
-    acc = tl.zeros((BK, BV), tl.float32)
-    if HAS_INITIAL:
-        acc = tl.load(initial + own + tile, mask=tile_mask, other=0.0).to(tl.float32)
+    acc = _first_state(initial, own, tile, tile_mask, HAS_INITIAL)
     count = (length + BT - 1) // BT
     for i in range(0, count):
         chunk = count - 1 - i if REVERSE else i
@@ -119,9 +115,7 @@ def _states_kernel(
         tl.store(to, acc.to(states.dtype.element_ty), mask=tile_mask)
         rows = (chunk * BT + tl.arange(0, BT)).to(tl.int64)
         mask = rows < length
-        # the left operand as it is used: loaded transposed, through pointers
-        inside = in_k[:, None] & mask[None, :]
-        xt = tl.load(x + rows[None, :] * x_t + cols_k[:, None], mask=inside, other=0.0)
+        xt = _load_turned(x, rows, x_t, cols_k, mask, K)
         end = tl.minimum(length, (chunk + 1) * BT) - 1
         at = tl.minimum(rows, end).to(tl.int64)
         bt = tl.load(sums + at[None, :] * heads * K + cols_k[:, None], mask=in_k[:, None], other=0.0)
@@ -182,9 +176,7 @@ def _rows_kernel(
     VARLEN: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out (batch, seqlen, heads, V), contiguous: o from values = v, or with REVERSE dv from values = do and dS."""
-    program = tl.program_id(0)
-    head = program % heads
-    chunk = program // heads
+    chunk, head, _block = _program(heads, 1)
     batch, start, first, length, there = _place(
         chunk, seq_of_chunk, chunk_offsets, cu_seqlens, seqlen, chunks, VARLEN, BT
     )
@@ -232,8 +224,7 @@ def _rows_kernel(
                     decayed = _load_tile(q, rows, q_t, cols_k, mask, K).to(tl.float32) * tl.exp(b) * scale
                 state = _for_products(_load_tile(states, cols_k, V, cols_v, cols_k < K, V), right.dtype)
                 acc = dot(decayed.to(state.dtype), state, acc, PRECISION)
-            to = out + rows[:, None] * heads * V + cols_v[None, :]
-            tl.store(to, acc.to(out.dtype.element_ty), mask=mask[:, None] & (cols_v < V)[None, :])
+            _store_tile(out, acc, rows * heads, V, cols_v, mask, V)
 
 
 @triton.jit
@@ -243,9 +234,7 @@ def _mirrored_kernel(
     V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """mirrored (chunks, heads, BT, BT) in the dtype of v: D[t, s] and D[s, t] alike; same (.., BT) float32: D[t, t]."""
-    program = tl.program_id(0)
-    head = program % heads
-    chunk = program // heads
+    chunk, head, _block = _program(heads, 1)
     batch, start, first, length, there = _place(
         chunk, seq_of_chunk, chunk_offsets, cu_seqlens, seqlen, chunks, VARLEN, BT
     )
@@ -279,11 +268,7 @@ def _gradients_kernel(
     VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq, dk and dg (batch, seqlen, heads, K), contiguous; dg float32. mirrored, same: of `_mirrored_kernel`."""
-    blocks_k: tl.constexpr = (K + BK - 1) // BK
-    program = tl.program_id(0)
-    block_k = program % blocks_k
-    head = program // blocks_k % heads
-    chunk = program // blocks_k // heads
+    chunk, head, block_k = _program(heads, (K + BK - 1) // BK)
     batch, start, first, length, there = _place(
         chunk, seq_of_chunk, chunk_offsets, cu_seqlens, seqlen, chunks, VARLEN, BT
     )

@@ -16,6 +16,8 @@ before it too, not only of those behind. Zero what pads; do not leave it as it w
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -126,6 +128,30 @@ def _of_no_steps(o: Tensor, *given: Tensor | None) -> Tensor:
     return o + sum(x[:0].sum().to(o.dtype) for x in given if x is not None)
 
 
+def _by_sequences(
+    one: Callable[[slice, Tensor | None], tuple[Tensor, Tensor]], q: Tensor, v: Tensor, initial: Tensor | None,
+    cu_seqlens: Tensor | None, *others: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(o, final states) by a reference, one(rows, first state) of a sequence after the other.
+
+    q, v, initial and others: all that gradients may be asked of.
+    """
+    edges = [0, v.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+    outs, finals = [], []
+    for n, (start, stop) in enumerate(zip(edges, edges[1:], strict=False)):
+        first = initial if cu_seqlens is None or initial is None else initial[n : n + 1]
+        o, final = one(slice(start, stop), first)
+        outs.append(o)
+        finals.append(final)
+    if cu_seqlens is not None:
+        outs.append(torch.zeros_like(v[:, edges[-1] :]))
+    o = torch.cat(outs, 1)
+    if not edges[-1]:
+        o = _of_no_steps(o, q, v, initial, *others)
+    state = torch.cat(finals) if finals else v.new_empty((0, v.shape[2], q.shape[3], v.shape[3]))
+    return o, state if v.dtype == torch.float64 else state.float()
+
+
 def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, *, g: Tensor | None = None, w: Tensor | None = None, scale: float | None = None,
     initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None, chunk: int = chunked.CHUNK,
@@ -179,27 +205,14 @@ def linear_attention(
         return chunked.chunked(q, k, v, g, w, initial_state, cu_seqlens, scale, chunk, segments, way)
     if fused:
         raise UnsupportedError(f"fused=True: backend {backend!r} is not by kernels here; use fused=None")
-    parts = [(slice(None), 0, v.shape[1])]
-    if cu_seqlens is not None:
-        edges = cu_seqlens.tolist()
-        parts = [(slice(n, n + 1), edges[n], edges[n + 1]) for n in range(len(edges) - 1)]
-    outs, finals = [], []
-    for n, start, stop in parts:
-        part = slice(start, stop)
-        o, final = reference.linear_attention_chunked(
+
+    def one(part: slice, initial: Tensor | None) -> tuple[Tensor, Tensor]:
+        return reference.linear_attention_chunked(
             q[:, part], k[:, part], v[:, part], g=None if g is None else g[:, part],
-            w=None if w is None else w[:, part], scale=scale, chunk=chunk,
-            initial=None if initial_state is None else initial_state[n],
+            w=None if w is None else w[:, part], scale=scale, chunk=chunk, initial=initial,
         )  # fmt: skip
-        outs.append(o)
-        finals.append(final)
-    if cu_seqlens is not None:
-        outs.append(torch.zeros_like(v[:, parts[-1][2] if parts else 0 :]))
-    o = torch.cat(outs, 1) if len(outs) > 1 else outs[0]
-    if all(start == stop for _, start, stop in parts):
-        o = _of_no_steps(o, q, k, v, g, w, initial_state)
-    state = torch.cat(finals) if finals else v.new_empty((0, v.shape[2], q.shape[3], v.shape[3]))
-    return o, state if v.dtype == torch.float64 else state.float()
+
+    return _by_sequences(one, q, v, initial_state, cu_seqlens, k, g, w)
 
 
 def _normalized(

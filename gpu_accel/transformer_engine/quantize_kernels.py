@@ -333,25 +333,21 @@ def _cast_kernel(
     if ROW:
         if MODE == 1:
             r = row + tl.arange(0, BM)
-            factors = _row_scales(amax_r, scales_r, r, rows, col == 0, SCALE, LARGEST, ADD, EMAX)
-            _cast_tile(tile, factors[:, None], out_r, row, col, rows, cols, width_r, seed, BM, BK, ELEMENT, FINITE,
-                       STOCHASTIC, 0, PACKED, EVEN, NATIVE)  # fmt: skip
+            inverse = _row_scales(amax_r, scales_r, r, rows, col == 0, SCALE, LARGEST, ADD, EMAX)[:, None]
         else:
             inverse = _tensor_scale(given_r, amax_r, scales_r, pid == 0, MODE, SCALE, LARGEST, ADD, EMAX)
-            _cast_tile(tile, inverse, out_r, row, col, rows, cols, width_r, seed, BM, BK, ELEMENT, FINITE,
-                       STOCHASTIC, 0, PACKED, EVEN, NATIVE)  # fmt: skip
+        _cast_tile(tile, inverse, out_r, row, col, rows, cols, width_r, seed, BM, BK, ELEMENT, FINITE, STOCHASTIC, 0,
+                   PACKED, EVEN, NATIVE)  # fmt: skip
     if COL:
         turned = tl.trans(tile)
         top, left = col.to(tl.int64), row.to(tl.int32)
         if MODE == 1:
             c = col + tl.arange(0, BK)
-            factors = _row_scales(amax_c, scales_c, c, cols, row == 0, SCALE, LARGEST, ADD, EMAX)
-            _cast_tile(turned, factors[:, None], out_c, top, left, cols, rows, width_c, seed, BK, BM, ELEMENT, FINITE,
-                       STOCHASTIC, 1, PACKED, EVEN, NATIVE)  # fmt: skip
+            inverse = _row_scales(amax_c, scales_c, c, cols, row == 0, SCALE, LARGEST, ADD, EMAX)[:, None]
         else:
             inverse = _tensor_scale(given_c, amax_c, scales_c, pid == 0, MODE, SCALE, LARGEST, ADD, EMAX)
-            _cast_tile(turned, inverse, out_c, top, left, cols, rows, width_c, seed, BK, BM, ELEMENT, FINITE,
-                       STOCHASTIC, 1, PACKED, EVEN, NATIVE)  # fmt: skip
+        _cast_tile(turned, inverse, out_c, top, left, cols, rows, width_c, seed, BK, BM, ELEMENT, FINITE, STOCHASTIC, 1,
+                   PACKED, EVEN, NATIVE)  # fmt: skip
 
 
 @triton.jit
