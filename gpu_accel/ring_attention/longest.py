@@ -1,4 +1,4 @@
-"""The longest sequence whose attention fits in the memory of so many GPUs, by the bytes that `plan.py` counts.
+"""The longest sequence whose attention fits in the memory of so many GPUs, by the bytes that `cost_model.py` counts.
 
     longest(gpus=2, heads=8, kv_heads=2, schedule="kv_ring", backward=True)      # tokens of the whole sequence
 
@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError, shown
-from gpu_accel.ring_attention.plan import CANDIDATES, _memory, plan
+from gpu_accel.ring_attention.cost_model import peak_memory
+from gpu_accel.ring_attention.plan import CANDIDATES, plan
 
 
 def longest(
@@ -39,7 +40,7 @@ def longest(
 
     def fits(tokens: int) -> bool:
         whole = None if checked.documents is None else (tokens,)
-        return _memory(schedule, replace(checked, seq=tokens, documents=whole)) <= memory_gb * 1e9
+        return peak_memory(schedule, replace(checked, seq=tokens, documents=whole)) <= memory_gb * 1e9
 
     low, high = 0, 1
     while fits(high * multiple):

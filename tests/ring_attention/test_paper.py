@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gpu_accel.errors import HardwareError, InvalidInputError
-from gpu_accel.ring_attention.plan import Setup, _counted
+from gpu_accel.ring_attention.cost_model import Setup, counted_memory
 from gpu_accel.workbench import runner
 from gpu_accel.workbench.claims import UNSUPPORTED, judge_all
 from gpu_accel.workbench.experiment import Settings
@@ -296,7 +296,7 @@ def test_memory_is_that_of_the_records():
             seq=c["seqlen"], heads=c["heads"], kv_heads=c["heads_kv"], gpus=c["gpus"], backward=c["pass"] == "both",
             link="nvlink",
         )  # fmt: skip
-        if (counted := _counted(r.impl, setup)) is not None:
+        if (counted := counted_memory(r.impl, setup)) is not None:
             assert counted == pytest.approx(r.median, rel=0.02), (r.impl, c)
             found += 1
     assert found >= 10

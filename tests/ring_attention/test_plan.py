@@ -14,10 +14,11 @@ import torch
 
 from gpu_accel.errors import InvalidInputError, UnsupportedError
 from gpu_accel.ring_attention import costs
+from gpu_accel.ring_attention.cost_model import Setup, bytes_sent, least_block, peak_memory
 from gpu_accel.ring_attention.layouts import make_layout
 from gpu_accel.ring_attention.longest import longest
 from gpu_accel.ring_attention.masks import Mask, work
-from gpu_accel.ring_attention.plan import Setup, _memory, _sent, _time_text, least_block, plan, seed_table
+from gpu_accel.ring_attention.plan import _time_text, plan, seed_table
 from gpu_accel.ring_attention.simulate import simulate_attention
 from gpu_accel.ring_attention.sizes import visible_pairs
 from gpu_accel.ring_attention.transport import World
@@ -54,7 +55,7 @@ def test_bytes_are_those_that_the_schedules_send(schedule: str, changes: dict, b
     simulate_attention(
         q, k, v, do=do if backward else None, ranks=setup.gpus, schedule=schedule, causal=True, world=world, **options
     )
-    assert world.bytes_sent[0] == _sent(schedule, setup)
+    assert world.bytes_sent[0] == bytes_sent(schedule, setup)
 
 
 @pytest.mark.parametrize(
@@ -349,7 +350,8 @@ def test_the_longest_sequence_fits_and_the_next_does_not(schedule: str):
     found = [longest(gpus=n, schedule=schedule, **question) for n in (1, 2, 4)]
     for n, tokens in zip((1, 2, 4), found, strict=True):
         need = [
-            _memory(schedule, small(seq=s, gpus=n, **{**question, "head_dim": 128})) for s in (tokens, tokens + 1024)
+            peak_memory(schedule, small(seq=s, gpus=n, **{**question, "head_dim": 128}))
+            for s in (tokens, tokens + 1024)
         ]
         assert need[0] <= 80e9 < need[1]
     if schedule == "ulysses":
