@@ -31,7 +31,7 @@ BACKENDS = ("auto", "portable", "reference")
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # What tests/gpu/test_thunderkittens.py has passed on (H100, Triton 3.6.0): "auto" takes the kernels for that alone.
 GPU_CHECKED = True
-# The same for `walk_kernel` in Gluon: "auto" takes its forward where it can run.
+# The same for `walk_kernel` in Gluon (test_walks.py): "auto" takes its forward where it can run.
 HOPPER_CHECKED = True
 _NARROW = 16  # K and V up to this have run on a card in 16 bits only (test_tiles_of_16_columns)
 _WALKED_KEYS = range(33, 129)  # of one walk, in bfloat16, that those tests passed on
