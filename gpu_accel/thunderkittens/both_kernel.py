@@ -30,10 +30,10 @@ from gpu_accel.thunderkittens.walk_kernel import (
     STEPS,
     _inverse,
     _opaque,
-    _power_of_tile,
     _powers_of_rows,
     _scaled_keys,
     _state_places,
+    _store_scaled,
 )
 
 
@@ -199,9 +199,7 @@ def both_kernel(
     unit = 1.0
     back = 1.0
     if HALF:
-        power = _power_of_tile(acc)
-        back = _inverse(power)
-        s_buf.store((acc * power).to(dtype))
+        back = _store_scaled(s_buf, acc)
     else:
         s_buf.store(acc.to(dtype))
     fence_async_shared()
@@ -342,9 +340,7 @@ def both_kernel(
                 gl.store(final + places, acc * unit if HALF else acc, mask=inside)
             acc = gl.where(chunk == 0, 0.0, acc)  # the next head begins
         if HALF:
-            power = _power_of_tile(acc)
-            back = _inverse(power) * unit
-            s_buf.store((acc * power).to(dtype))
+            back = _store_scaled(s_buf, acc) * unit
         else:
             s_buf.store(acc.to(dtype))
         fence_async_shared()

@@ -168,6 +168,14 @@ def _power_of_tile(x):
 
 
 @gluon.jit
+def _store_scaled(buf, x):
+    """Store x times its `_power_of_tile` as an operand in buf, and return what undoes the power."""
+    power = _power_of_tile(x)
+    buf.store((x * power).to(buf.dtype))
+    return _inverse(power)
+
+
+@gluon.jit
 def _powers_of_rows(x):
     """`_power` for every row of x; below 2^-26 they stay, so that what is added to its products stays finite."""
     return _power(gl.max(gl.abs(x), axis=1), 101, 15)
@@ -347,9 +355,7 @@ def walk_kernel(
     unit = 1.0
     back = 1.0
     if HALF:
-        power = _power_of_tile(acc)
-        back = _inverse(power)
-        s_buf.store((acc * power).to(dtype))
+        back = _store_scaled(s_buf, acc)
     else:
         s_buf.store(acc.to(dtype))
     if NORM:
@@ -519,9 +525,7 @@ def walk_kernel(
                     elif HAS_INITIAL:
                         acc = gl.load(partial(initial, _opaque(number), BK, BV, OUT))
         if HALF:
-            power = _power_of_tile(acc)
-            back = _inverse(power) * unit
-            s_buf.store((acc * power).to(dtype))
+            back = _store_scaled(s_buf, acc) * unit
         else:
             s_buf.store(acc.to(dtype))
         fence_async_shared()
