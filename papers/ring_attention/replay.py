@@ -25,12 +25,12 @@ from gpu_accel.ring_attention import lanes
 from gpu_accel.ring_attention.graphs import capture_step
 from gpu_accel.ring_attention.layouts import make_layout
 from gpu_accel.ring_attention.replay import Replay
-from gpu_accel.ring_attention.wire import decode, encode
 from gpu_accel.testing import make_qkv, random_like, relative_error, yardstick_attention, yardstick_attention_backward
 from gpu_accel.workbench.experiment import Case, Check, Implementation, Settings, Workload
 
+from .arrival import WIRE, arrived
+
 RANKS = (1, 2, 4, 8, 64, 512)
-WIRE = torch.float8_e4m3fn
 FACTOR, SHORT, MOST = 2.0, 256, 8
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -135,10 +135,8 @@ def _check(case: Case, settings: Settings, seed: int, wire: torch.dtype | None, 
     with lanes.of_any_length(timed_in_lanes):
         run = functools.partial(_passes, replay, shards[rank][3], case)
         found = capture_step(run)() if graph else run()
-    if wire is not None:  # the truth is that of the keys which arrive; a rank's own do not travel
-        arrived = [[x if r == rank else _arrived(x, wire) for r, x in enumerate(part)]
-                   for part in ([s[1] for s in shards], [s[2] for s in shards])]  # fmt: skip
-        qkv = [qkv[0], *(layout.unshard(part) for part in arrived)]
+    if wire is not None:  # the truth is that of the keys which arrive
+        qkv = [qkv[0], *(arrived(x, layout, rank, wire) for x in qkv[1:])]
     exact = [attention_truth(*qkv, causal=True)[0], attention_truth_backward(do, *qkv, causal=True)[0]]
     ruler = [yardstick_attention(*qkv, causal=True)[0], yardstick_attention_backward(do, *qkv, causal=True)[0]]
     exact, ruler = ([layout.shard(x, rank) for x in part] for part in (exact, ruler))
@@ -146,8 +144,3 @@ def _check(case: Case, settings: Settings, seed: int, wire: torch.dtype | None, 
     worst = max(relative_error(x, e) / (FACTOR * relative_error(r, e)) for x, e, r in errors)
     what = "relative error of o (and dq) of one rank, with the true keys of at most eight, in units of its bound"
     return Check(worst, 1.0, what)
-
-
-def _arrived(x: Tensor, wire: torch.dtype) -> Tensor:
-    """What the wire makes of keys, by torch's operations on the CPU: kernels are not judged by themselves."""
-    return decode(encode(x.cpu(), wire), wire, x.dtype).to(x.device)
