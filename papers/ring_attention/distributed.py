@@ -9,8 +9,9 @@ time of the call before it: a card at its power limit keeps the clock that a lon
 after one GPU with the whole sequence took up to a tenth longer. The times of one that fails its check are thrown away.
 
 Results are checked twice: o of the very shape that is timed, on 64 rows of each rank against float64 attention to all
-keys, and (with backward) gradients of a short sequence, whole. Inputs are drawn whole from the seed on every rank and
-then sharded. On a CPU the ranks talk by gloo, and nothing is timed.
+keys, and (with backward) gradients of a short sequence, whole. Where keys travel in 8 bits these are the keys which
+arrive (arrival.py), and the bound stays. Inputs are drawn whole from the seed on every rank and then sharded. On a CPU
+the ranks talk by gloo, and nothing is timed.
 """
 
 from __future__ import annotations
@@ -40,15 +41,18 @@ from gpu_accel.ring_attention.transport import TorchTransport, Transport
 from gpu_accel.testing import make_qkv, random_like, relative_error, yardstick_attention, yardstick_attention_backward
 from gpu_accel.workbench.experiment import Case, Check, Implementation, Sampled, Settings, Workload
 
+from .arrival import WIRE, arrived
+
 PEERS = ("torch-context-parallel", "torch-context-parallel-alltoall", "ulysses-cudnn")
 SCALING = ("kv_ring", "kv_ring-graph", "kv_ring-nccl", "ulysses", "allgather", "usp", *PEERS, "one-gpu")
-OVERLAP = ("kv_ring", "kv_ring-graph", "kv_ring-waiting", "kv_ring-nccl", "kv_ring-nccl-waiting", "compute-only",
-           "compute-only-graph", "kernels-only")  # fmt: skip
+OVERLAP = ("kv_ring", "kv_ring-graph", "kv_ring-waiting", "kv_ring-nccl", "kv_ring-nccl-waiting", "kv_ring-fp8",
+           "kv_ring-nccl-fp8", "compute-only", "compute-only-graph", "kernels-only")  # fmt: skip
 MEMORY = ("kv_ring", "allgather", "ulysses", "torch-context-parallel")
 SCHEDULES = ("kv_ring", "kv_ring-nccl", "q_ring", "allgather", "ulysses", "usp", "mesh", "double_ring", "concentric",
              "helper")  # fmt: skip
 COMPUTING = {"compute-only": "hops", "compute-only-graph": "hops", "kernels-only": "hops and merges"}
 GRAPH = "-graph"  # of names: captured once and replayed, so that no host is late
+FP8 = "-fp8"  # of names: keys travel as WIRE
 REST, MOST_REST = 2.0, 0.25  # before a timed call: times that of the call before, and at most so many seconds
 MILLION, ROWS, SHORT = 1 << 20, 64, 512
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -201,7 +205,11 @@ def build(
 
 
 def _schedule(name: str) -> str:
-    return name.removesuffix("-waiting").removesuffix("-nccl").removesuffix(GRAPH)
+    return name.removesuffix(FP8).removesuffix("-waiting").removesuffix("-nccl").removesuffix(GRAPH)
+
+
+def _wire(name: str) -> torch.dtype | None:
+    return WIRE if name.endswith(FP8) else None
 
 
 def _unavailable(name: str, run: _Run) -> str:
@@ -209,7 +217,7 @@ def _unavailable(name: str, run: _Run) -> str:
         return f"needs several processes: the same with --nproc 4{'' if run.settings.on_gpu else ' --device cpu'}"
     if (name in PEERS or name.endswith(GRAPH)) and not run.settings.on_gpu:
         return "needs GPUs"
-    if name in ("ulysses-cudnn", "kernels-only") and run.both:
+    if run.both and (name in ("ulysses-cudnn", "kernels-only") or _wire(name)):
         return "forward only"
     if name in ("double_ring", "concentric") and (run.ranks < 4 or run.ranks % 2):
         return f"two {'nested rings' if name == 'double_ring' else 'teams'} need 4, 6, 8, ... ranks"
@@ -260,7 +268,8 @@ class _Run:
         if name in PEERS:
             return "cuDNN attention over NCCL"
         network = "symmetric memory" if self.over_symmetric(name) else "NCCL" if self.settings.on_gpu else "gloo"
-        return f"{self.layout(name, self.ranks).name} shards over {network}"
+        keys = f", keys travel as {str(wire).removeprefix('torch.')}" if (wire := _wire(name)) else ""
+        return f"{self.layout(name, self.ranks).name} shards over {network}{keys}"
 
     def over_symmetric(self, name: str) -> bool:
         ring = name.startswith(("kv_ring", "q_ring", "double_ring", "concentric")) and "-nccl" not in name
@@ -301,7 +310,7 @@ class _Run:
                 options = {"mesh": (2, self.ranks // 2)}
             attend = functools.partial(
                 _ours, layout=self.layout(name, seqlen), transport=self.transport(name), schedule=schedule,
-                overlap=not name.endswith("-waiting"), **options,
+                overlap=not name.endswith("-waiting"), wire=_wire(name), **options,
             )  # fmt: skip
         q, k, v, do = tensors
         if not self.both:
@@ -342,7 +351,8 @@ class _Run:
     def _rows(self, name: str, o: Tensor, seqlen: int, seed: int) -> float:
         """Rows of o against float64 attention to all keys, in units of twice the error of plain torch."""
         kind = "whole" if name == "one-gpu" else self.layout(name, seqlen).name
-        rows, exact, theirs = self.keep(("rows", kind, seqlen, seed), lambda: self._exact_rows(name, seqlen, seed))
+        key = ("rows", kind, _wire(name), seqlen, seed)
+        rows, exact, theirs = self.keep(key, lambda: self._exact_rows(name, seqlen, seed))
         ours = relative_error(o[:, rows.to(o.device)], exact)
         return ours / (2 * theirs + torch.finfo(self.dtype).eps / 2)
 
@@ -351,7 +361,10 @@ class _Run:
         q, k, v, _ = self.whole(seqlen, seed)
         positions = torch.arange(seqlen)
         if name != "one-gpu":
-            positions = self.layout(name, seqlen).positions(_transport("nccl", self.settings.on_gpu).rank)
+            layout, rank = self.layout(name, seqlen), _transport("nccl", self.settings.on_gpu).rank
+            positions = layout.positions(rank)
+            if wire := _wire(name):
+                k, v = (arrived(x, layout, rank, wire) for x in (k, v))
         rows = (positions >= 0).nonzero()[:, 0]
         rows = rows[torch.linspace(0, len(rows) - 1, min(ROWS, len(rows))).long()]
         at = positions[rows].to(q.device)

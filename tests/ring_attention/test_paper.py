@@ -11,9 +11,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from gpu_accel.errors import HardwareError, InvalidInputError
 from gpu_accel.ring_attention.cost_model import Setup, counted_memory
+from gpu_accel.ring_attention.simulate import simulate_attention
+from gpu_accel.ring_attention.transport import LocalTransport, World
+from gpu_accel.ring_attention.wire import decode, encode
 from gpu_accel.workbench import runner
 from gpu_accel.workbench.claims import UNSUPPORTED, judge_all
 from gpu_accel.workbench.experiment import Settings
@@ -23,7 +27,10 @@ from gpu_accel.workbench.registry import paper
 RING = paper("ring")
 RING.experiment("error")  # imports the folder as a package
 CPU = Settings(device="cpu")
-predict, error = (importlib.import_module(f"{RING._package()}.{name}") for name in ("predict", "error"))
+predict, error, distributed = (
+    importlib.import_module(f"{RING._package()}.{name}") for name in ("predict", "error", "distributed")
+)
+EIGHT_BITS, BOTH = {"kv_ring-fp8", "kv_ring-nccl-fp8"}, ("forward", "both")
 
 
 @pytest.fixture(scope="module")
@@ -137,8 +144,10 @@ def test_runs_of_a_cpu_settle_exactness(result):
 def test_nproc_starts_the_same_run_on_every_rank(tmp_path: Path):
     """Two processes, gloo, and one file of records: rank 0's."""
     command = [sys.executable, "-m", "cli", "run", "ring", "overlap", "--nproc=2", "--device", "cpu"]
+    names = {"kv_ring", "kv_ring-waiting", *EIGHT_BITS}
+    only = [word for name in sorted(names) for word in ("--only", name)]
     done = subprocess.run(
-        [*command, "--only", "kv_ring", "--only", "kv_ring-waiting", "--results", str(tmp_path)],
+        [*command, *only, "--results", str(tmp_path)],
         env={name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"},
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
@@ -146,8 +155,52 @@ def test_nproc_starts_the_same_run_on_every_rank(tmp_path: Path):
     assert "OMP_NUM_THREADS" not in done.stderr, "what torchrun says before the run is no news"
     (file,) = tmp_path.rglob("*.jsonl")
     records = [json.loads(line) for line in file.read_text().splitlines()]
-    assert {r["impl"] for r in records} == {"kv_ring", "kv_ring-waiting"}
     assert all(r["case"]["gpus"] == 2 and r["kind"] == "checked" for r in records)
+    found = {direction: {r["impl"] for r in records if r["case"]["pass"] == direction} for direction in BOTH}
+    assert found == {"forward": names, "both": names - EIGHT_BITS}
+    assert {r["note"] for r in records if r["impl"] in EIGHT_BITS} == {
+        "zigzag shards over gloo, keys travel as float8_e4m3fn"
+    }
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_keys_in_8_bits_are_judged_by_those_which_arrive(monkeypatch, ranks: int):
+    """Against keys that did not travel, or a rank's own in 8 bits as well, the same bound says no, either way round."""
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    settings = Settings(device="cpu")
+    case = distributed.overlap_cases(settings)[0]
+    rank, seqlen = ranks - 1, int(case["seqlen"])
+    monkeypatch.setattr(distributed, "_transport", lambda *_: LocalTransport(World(ranks), rank))
+    run = distributed._Run(case, settings)
+    q, k, v, _ = run.whole(seqlen, 0)
+    layout = run.layout("kv_ring", seqlen)
+
+    def judged(name: str, *keys: torch.Tensor, wire: torch.dtype | None = None) -> float:
+        o, _ = simulate_attention(q, *keys, ranks=ranks, schedule="kv_ring", layout="zigzag", causal=True, wire=wire)
+        return run._rows(name, layout.shard(o, rank), seqlen, 0)
+
+    wire = distributed.WIRE
+    in_8_bits = [decode(encode(x, wire), wire, x.dtype) for x in (k, v)]  # those of this rank, too
+    for name in EIGHT_BITS:
+        assert judged(name, k, v, wire=wire) < 0.5
+        assert judged(name, k, v) > 1.5 and judged(name, *in_8_bits) > 1.5
+    assert judged("kv_ring", k, v) < 0.5 and judged("kv_ring", k, v, wire=wire) > 1.5
+
+
+def test_names_say_what_keys_travel_as(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert set(distributed.OVERLAP) >= EIGHT_BITS
+    for direction in BOTH:
+        case = {**distributed.overlap_cases(CPU)[0], "pass": direction}
+        run = distributed._Run(case, Settings(device="cuda"))
+        for name in EIGHT_BITS:
+            assert (distributed._schedule(name), distributed._wire(name)) == ("kv_ring", torch.float8_e4m3fn)
+            assert distributed._unavailable(name, run) == ("forward only" if direction == "both" else "")
+        assert [run.over_symmetric(name) for name in sorted(EIGHT_BITS)] == [True, False]
+        assert [run.describe(name) for name in sorted(EIGHT_BITS)] == [
+            f"zigzag shards over {network}, keys travel as float8_e4m3fn" for network in ("symmetric memory", "NCCL")
+        ]
+    assert {name for name in distributed.OVERLAP if distributed._wire(name)} == EIGHT_BITS
 
 
 def test_the_exit_code_of_a_process_is_that_of_the_command(tmp_path: Path):
@@ -233,8 +286,6 @@ def test_one_process_says_what_to_start_instead():
 def test_processes_that_cannot_meet_are_no_wrong_result(monkeypatch):
     """A port that is taken, and variables of torchrun's that somebody else set."""
     from cli import torchrun
-
-    distributed = importlib.import_module(f"{RING._package()}.distributed")
 
     found = RING.experiment("scaling")
     with socket.create_server(("127.0.0.1", 0)) as taken:
