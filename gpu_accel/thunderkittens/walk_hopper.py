@@ -24,8 +24,8 @@ DEAL = True
 # Whether a forward whose gates are one a head (retention's) takes them as that, without a kernel that sums them up
 # before: not seen on a card yet.
 STEADY = False
-# Whether what segments add is made by `segments_kernel` and not in plain Triton: not seen on a card yet.
-SEGMENTS = False
+# Whether what segments add is made by `segments_kernel` and not in plain Triton.
+SEGMENTS = True
 _SEGMENT_STAGES = 4
 # Whether "auto" takes these walks in float16, and gradients by them (`walk_back`): not seen on a card yet.
 HALF = False
