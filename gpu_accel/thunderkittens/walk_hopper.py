@@ -22,8 +22,8 @@ _MOST_LINES = 2**31  # of gates: their coordinate is one 32-bit number
 # with gates and weights, K = 128 and V = 64.
 DEAL = True
 # Whether a forward whose gates are one a head (retention's) takes them as that, without a kernel that sums them up
-# before: not seen on a card yet.
-STEADY = False
+# before.
+STEADY = True
 # Whether what segments add is made by `segments_kernel` and not in plain Triton.
 SEGMENTS = True
 _SEGMENT_STAGES = 4
