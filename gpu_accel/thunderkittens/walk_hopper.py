@@ -27,8 +27,8 @@ STEADY = True
 # Whether what segments add is made by `segments_kernel` and not in plain Triton.
 SEGMENTS = True
 _SEGMENT_STAGES = 4
-# Whether "auto" takes these walks in float16, and gradients by them (`walk_back`): not seen on a card yet.
-HALF = False
+# Whether "auto" takes these walks in float16, and gradients by them (`walk_back`).
+HALF = True
 Rates = tuple[Tensor, float, float] | None
 _quick: list[QuickLaunch] = []
 _quick_segments: list[QuickLaunch] = []
