@@ -45,6 +45,7 @@ class QuickLaunch:
         if launch._hook is not None:
             launch.launch(self.kernel, programs, arguments, {**constants, **options})
             return None
+        launch.have_context()
         values = tuple(constants.values())
         variant = (torch.cuda.current_device(), key, values)
         compiled = self._compiled.get(variant)
@@ -86,6 +87,7 @@ class Known:
         found = self._launches.get(key)
         if found is None or launch._hook is not None or launch._seen is not None:
             return None
+        launch.have_context()
         compiled, grid, arguments, counters, result = found
         if counters:
             arguments = list(arguments)

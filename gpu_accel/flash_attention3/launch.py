@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ _TILE_BYTES = 128  # see `narrowest_tile`
 _target: tuple[int, int] | None = None  # what testing/compile_only.py compiles for, without such a GPU
 _hook: Callable[[Any, int, tuple, dict], None] | None = None  # see `instead_of_launching`, `recording`
 _seen: Callable[[Any, Any, tuple, tuple, dict], None] | None = None  # transformer_engine/tape.py
+_thread = threading.local()
 _L2_SHARE = 16 << 20  # bytes of keys and values that the heads walked together may take
 
 
@@ -159,11 +161,23 @@ def block_arguments(lists: tuple[Tensor, ...]) -> tuple:
     return (counts, indices, indices.shape[-1], *full, *strides)
 
 
+def have_context() -> None:
+    """Make the GPU's context current in this thread, before the first launch with a tensor map: none is made without.
+
+    A thread, such as autograd's for a backward, has no context until it calls CUDA. Memory that torch has at hand takes
+    no such call, and Triton looks after the context when it launches, which is after it has made the maps.
+    """
+    if not hasattr(_thread, "has_context") and torch.cuda.is_initialized():
+        torch.cuda.Event().record()
+        _thread.has_context = True
+
+
 def launch(kernel: Any, programs: int | tuple[int, ...], arguments: tuple, options: dict) -> None:
     """Run `kernel` on a grid of `programs`."""
     if _hook is not None:
         _hook(kernel, programs, arguments, options)
         return
+    have_context()
     grid = programs if isinstance(programs, tuple) else (programs,)
     seen = _seen  # which another thread may set
     if seen is None:

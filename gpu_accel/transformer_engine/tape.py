@@ -422,6 +422,7 @@ class Tape:
         addresses = [0 if t is None else t.data_ptr() for t in memories]
         watched = _profiled()
         stream = stream_of(device)
+        launching.have_context()
         for step in self._ready:
             if step[0] is not None:
                 self._slowly(step[0], memories, addresses)
