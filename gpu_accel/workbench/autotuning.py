@@ -6,6 +6,11 @@ threads do. What is tried, how it is timed and what is chosen stays the autotune
 
     compile_ahead       all kernels of a call at once, in a run of it that launches none
     compiled_together   while it lasts, the configurations of one kernel at a time
+    tuned_anew          while it lasts, every autotuner times its configurations again
+
+What an autotuner remembers a choice by often leaves out the batch and the length of sequences (fla's and mamba_ssm's
+do), and fla keeps choices on the disk. So what is compared at one shape may run as was fastest at another: fla's
+chunk_simple_gla took 427 us for 16384 steps as it had chosen for 8 x 2048, and 240 us as it chose for them (H200).
 """
 
 from __future__ import annotations
@@ -58,6 +63,33 @@ def compile_ahead(call: Callable[[], Any], threads: int | None = None) -> int:
             with contextlib.suppress(Exception):  # the real call meets it again
                 kernel.warmup(*arguments, **{name: value for name, value in options.items() if name != "warmup"})
     return len(met)
+
+
+@contextlib.contextmanager
+def tuned_anew() -> Iterator[None]:
+    """While it lasts, an autotuner forgets what it chose before when it is first met, and takes nothing from the disk.
+
+    What it chooses stays, so calls of the same shape may follow.
+    """
+    from triton.runtime.autotuner import Autotuner
+
+    original, met = Autotuner.run, set()
+
+    def run(self: Any, *arguments: Any, **options: Any) -> Any:
+        if id(self) not in met:
+            met.add(id(self))
+            self.cache.clear()
+        on_disk, self.cache_results = self.cache_results, False
+        try:
+            return original(self, *arguments, **options)
+        finally:
+            self.cache_results = on_disk
+
+    Autotuner.run = run
+    try:
+        yield
+    finally:
+        Autotuner.run = original
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gpu_accel.testing import compare, generator
-from gpu_accel.workbench.autotuning import compile_ahead, compiled_together
+from gpu_accel.workbench.autotuning import compile_ahead, compiled_together, tuned_anew
 from gpu_accel.workbench.experiment import Check, Settings
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -70,7 +70,7 @@ def judge(
     part: what of every tensor and result is judged, where parts do not depend on each other and float64 of the whole
     does not fit. Tensors numbered `shared` are whole in all parts; their gradients, sums over parts, are not judged.
 
-    ahead: compile all kernels of `mine` first, all configurations of those that tune themselves.
+    ahead: compile all kernels of `mine` first, all configurations of those that tune themselves, which they do here.
     known: where to keep the truth and what the ruler gives, of the last seed, for others that are judged by the same.
     """
     cut = not on_gpu and any(x.dtype == torch.bfloat16 for x in tensors)
@@ -78,7 +78,10 @@ def judge(
     shapes: list[torch.Size] = []
     if ahead and on_gpu:
         compile_ahead(lambda: run(mine, tensors, seed, backward))
-    with compiled_together() if on_gpu else contextlib.nullcontext():  # peers that tune themselves do it here
+    with contextlib.ExitStack() as tuning:
+        if on_gpu:  # peers that tune themselves do it here, for this shape
+            tuning.enter_context(compiled_together())
+            tuning.enter_context(tuned_anew())
         results = run(mine, tensors, seed, backward, shapes=shapes)
     keep = [n for n in range(len(results)) if not (part and backward and n in shared)]
     if part is not None:

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 CODE = """
-import threading, torch, triton, triton.compiler, triton.language as tl
+import contextlib, threading, torch, triton, triton.compiler, triton.language as tl
 from gpu_accel.testing.compile_only import use_target
-from gpu_accel.workbench.autotuning import compile_ahead, compiled_together
+from gpu_accel.workbench.autotuning import compile_ahead, compiled_together, tuned_anew
 
 use_target(90)
 events, plain = [], triton.compiler.compile
@@ -57,10 +57,28 @@ events.clear()
 plain_kernel.warmup(torch.empty(32), grid=(1,))
 kernel.fn.warmup(torch.empty(32), 32.0, grid=(1,), **wants[0].all_kwargs())
 print(len(events))
+
+def timed_in(around):
+    events.clear()
+    with around:
+        for _ in range(2):
+            try:
+                kernel.run(torch.empty(64), 64, grid=(1,), warmup=True)
+            except triton.CompilationError:
+                pass
+    return events.count("timed")
+
+kernel.cache_results = True  # as fla has it
+kernel.configs = kernel.configs[:3]
+kernel.cache.clear()
+print(*(timed_in(around) for around in (contextlib.nullcontext(), contextlib.nullcontext(), tuned_anew(), tuned_anew(),
+                                        contextlib.nullcontext())), kernel.cache_results)
+kernel.cache.clear()  # another process
+print(timed_in(contextlib.nullcontext()), timed_in(tuned_anew()))
 """
 
 
-def test_all_are_compiled_in_threads_before_the_first_is_timed(tmp_path):
+def test_all_are_compiled_in_threads_before_the_first_is_timed_and_timed_anew_on_demand(tmp_path):
     script = tmp_path / "tuned.py"  # a kernel's source must be in a file
     script.write_text(CODE)
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -70,8 +88,10 @@ def test_all_are_compiled_in_threads_before_the_first_is_timed(tmp_path):
     )
     done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    together, ahead, again = done.stdout.splitlines()
+    together, ahead, again, anew, on_disk = done.stdout.splitlines()
     assert together.split() == ["thread"] * 3 + ["timed"] * 4
     # one plain kernel and four configurations, one of which does not compile; then they are there
     assert ahead.split() == ["5"] + ["thread"] * 4 and again == "0"
     assert "looks at values" in done.stderr
+    # three configurations once; then no more, but anew in each context, even where the disk has what was chosen
+    assert anew.split() == ["3", "0", "3", "3", "0", "True"] and on_disk.split() == ["0", "3"]
