@@ -195,13 +195,17 @@ def _hopper(q, k, v, g, w, initial, places, *, scale, chunk, segments, heads, gr
     if not v.numel():
         return _of_no_values(k, v, initial)
     segments = segments or segments_for(places.sequences, heads, tiles, places.chunks)
-    local = decays = None
-    if segments > 1 and walk_hopper.SEGMENTS:
-        local, decays = walk_hopper.segment_sums(k, v, g, w, segments=segments)
+    local = decays = vectors = None
+    early = segments > 1 and walk_hopper.SEGMENTS
+    if early:
+        if w is not None or (g is not None and not walk_hopper.steady(g)):
+            vectors = walk_hopper.gate_vectors(g, w, v, places.chunks)
+        local, decays, _ = walk_hopper.segment_sums(k, v, g, w, segments=segments, vectors=vectors)
     elif segments > 1:
         local, decays = _walk(k, v, g, w, None, places, scale=scale, chunk=chunk, segments=segments, heads=heads,
                               group=group, reverse=False, sums_only=True)  # fmt: skip
-    return walk_hopper.walk(q, k, v, g, w, initial, local, decays, scale=scale, segments=segments)
+    return walk_hopper.walk(q, k, v, g, w, initial, local, decays, scale=scale, segments=segments, vectors=vectors,
+                            early=early)  # fmt: skip
 
 
 def _walks_back(do, dfinal, q, k, v, g, w, initial, places, *, want_dg, scale, chunk, segments, heads, group):
@@ -215,19 +219,27 @@ def _walks_back(do, dfinal, q, k, v, g, w, initial, places, *, want_dg, scale, c
         why = walk_back.plain_unseen(q.shape[-1], v.shape[-1], group > 1)
     if why or walk_back.refusal(q, k, v, places.cu, chunk, scale, want_dg and first and last):
         return None
-    local = dlocal = None
-    if segments > 1 and walk_hopper.SEGMENTS:
-        # walks of dq have the state's transpose, and turn what is given round: it comes as it is wanted
-        added, decay = walk_hopper.segment_sums(v, k, g, w, segments=segments)
-        local = added.mT, decay
-        dlocal = walk_hopper.segment_sums(q, addressable(do), g, None, segments=segments, reverse=True)
+    local = dlocal = vectors = None
+    early = segments > 1 and walk_hopper.SEGMENTS
+    if early:
+        vectors = walk_hopper.gate_vectors(g, w, v, places.chunks)
+        do = addressable(do)
+        dadded, ddecay, turned = walk_hopper.segment_sums(q, do, g, None, segments=segments, reverse=True,
+                                                          vectors=vectors, turned=True)  # fmt: skip
+        dlocal = dadded, ddecay, turned
+        # walks of dq have the state's transpose: it comes as it is wanted, and last, for they are the first
+        added, decay, _ = walk_hopper.segment_sums(v, k, g, w, segments=segments, vectors=vectors)
+        local = added.mT, decay, added
     elif segments > 1:
         common = dict(chunk=chunk, segments=segments, heads=heads, group=group, sums_only=True)
-        local = _walk(k, v, g, w, None, places, scale=scale, reverse=False, **common)
-        dlocal = _walk(q, do, g, None, None, places, scale=1.0, reverse=True, **common)
+        local, dlocal = (
+            (*_walk(*four, None, places, scale=by, reverse=back, **common), None)
+            for four, by, back in (((k, v, g, w), scale, False), ((q, do, g, None), 1.0, True))
+        )
+    common = dict(scale=scale, segments=segments, vectors=vectors)
     if want_dg:
-        return walk_back.gradients(do, dfinal, q, k, v, g, w, initial, local, dlocal, scale=scale, segments=segments)
-    *made, dinitial = walk_back.plain(do, dfinal, q, k, v, g, initial, local, dlocal, scale=scale, segments=segments)
+        return walk_back.gradients(do, dfinal, q, k, v, g, w, initial, local, dlocal, **common)
+    *made, dinitial = walk_back.plain(do, dfinal, q, k, v, g, initial, local, dlocal, early=early, **common)
     none = v.new_empty(0, dtype=torch.float32)
     return *made, none, none.clone(), dinitial
 

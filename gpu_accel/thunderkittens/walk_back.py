@@ -48,7 +48,7 @@ _COLUMNS = 64  # of k that a program of walks 1 and 2 takes; 128 took 3 % longer
 # these, where that takes no more turns of the GPU: at 80 heads a fifth is left to be added up.
 IN_TURNS = True
 _HEADS = 8  # of a group that a program of `pairs_kernel` takes; 4 and 16 are as good
-Local = tuple[Tensor, Tensor] | None
+Local = tuple[Tensor, Tensor, Tensor | None] | None
 _quick: list[QuickLaunch] = []
 
 
@@ -136,19 +136,20 @@ def both(
 def gradients(
     do: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, w: Tensor | None,
     initial: Tensor | None, local: Local, dlocal: Local, *, scale: float, segments: int,
-    rates: walk_hopper.Rates = None,
+    rates: walk_hopper.Rates = None, vectors: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv, dg, dw, dinitial as of `chunked.chunked_backward`.
 
     rates: as `walk_hopper.gate_vectors` takes them; then dw is all of the gradient of w, and that of rates stands for
     dg. Only for forms in BOTH.
-    local, dlocal: (what a segment adds to the state, its decay) forwards and, for q and do with scale 1, backwards.
+    local, dlocal: (what a segment adds to the state, its decay, the former as (.., V, K) if that is there) forwards
+    and, for q and do with scale 1, backwards. vectors: of `walk_hopper.gate_vectors`.
     """
     do = addressable(do)
     batch, seqlen, heads, value_dim = v.shape
     heads_q, key_dim = q.shape[2:]
     chunks, group = triton.cdiv(seqlen, CHUNK), heads // heads_q
-    vectors = walk_hopper.gate_vectors(g, w, v, chunks, rates)
+    vectors = vectors or walk_hopper.gate_vectors(g, w, v, chunks, rates)
     ending = None if dfinal is None else dfinal / scale
     # walks 1 and 2, whose keys are v and whose values are k: two programs an SM, as in the forward
     keys = WalkConfig(block_v=_COLUMNS, stages=2)
@@ -160,7 +161,8 @@ def gradients(
     powers = v.new_empty(parts, dtype=torch.float32) if half else None  # of states
     wide = half and group > 1
     common: dict[str, Any] = dict(vectors=vectors, segments=segments, scale=scale)
-    dsum, ddecay = dlocal or (None, None)
+    dsum, ddecay, dturned = dlocal or (None, None, None)
+    dturned = _flipped(dsum) if dturned is None else dturned
     gates = v.shape[:3] if rates is None else (batch, chunks, heads)
     dg, dw = (torch.empty(shape, dtype=torch.float32, device=v.device)
               for shape in (gates, (0,) if w is None else v.shape[:3]))  # fmt: skip
@@ -172,17 +174,18 @@ def gradients(
         of_q = _turns(batch * heads * tiles, group, 2 * sms)
         of_k = _turns(batch * heads, group, 8 // config[0] * sms)
     if config:
-        dk, dv, dstate, out_of, *pairs = both(do, q, k, v, vectors, _flipped(ending), _flipped(dsum), ddecay, states,
+        dk, dv, dstate, out_of, *pairs = both(do, q, k, v, vectors, _flipped(ending), dturned, ddecay, states,
                                               weighted=w is not None, scale=scale, segments=segments,
                                               config=config, turns=of_k, powers=powers, wide=wide)  # fmt: skip
         dstate = dstate.mT
     else:
         out_of = v.new_empty((*parts, CHUNK), dtype=torch.float32)
-        dk, _ = walk_hopper.walk(v, do, q, g, w, _flipped(ending), _flipped(dsum), ddecay, reverse=True, config=keys,
+        dk, _ = walk_hopper.walk(v, do, q, g, w, _flipped(ending), dturned, ddecay, reverse=True, config=keys,
                                  states=states, x=k, inner=out_of, powers=powers, wide=wide, **common)  # fmt: skip
         dv, dstate = walk_hopper.walk(k, q, do, g, w, ending, dsum, ddecay, reverse=True, **common)
-    added, decay = local or (None, None)
-    dq, _ = walk_hopper.walk(do, v, k, g, w, _flipped(initial), _flipped(added), decay, config=keys, states=states,
+    added, decay, turned = local or (None, None, None)
+    turned = _flipped(added) if turned is None else turned
+    dq, _ = walk_hopper.walk(do, v, k, g, w, _flipped(initial), turned, decay, config=keys, states=states,
                              across=across, x=q, inner=into, turns=of_q, powers=powers, wide=wide,
                              **common)  # fmt: skip
     if group > 1:
@@ -212,20 +215,23 @@ def gradients(
 
 def plain(
     do: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, initial: Tensor | None,
-    local: Local, dlocal: Local, *, scale: float, segments: int,
+    local: Local, dlocal: Local, *, scale: float, segments: int, vectors: tuple[Tensor, Tensor] | None = None,
+    early: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv and dinitial, without weights; arguments as in `gradients`."""
+    """dq, dk, dv and dinitial, without weights; arguments as in `gradients`, early as in `walk_hopper.walk`."""
     do = addressable(do)
     heads, heads_q = v.shape[2], q.shape[2]
-    vectors = walk_hopper.gate_vectors(g, None, v, triton.cdiv(v.shape[1], CHUNK))
+    vectors = vectors or walk_hopper.gate_vectors(g, None, v, triton.cdiv(v.shape[1], CHUNK))
     ending = None if dfinal is None else dfinal / scale
     common: dict[str, Any] = dict(vectors=vectors, segments=segments, scale=scale)
-    (added, decay), (dsum, ddecay) = local or (None, None), dlocal or (None, None)
+    (added, decay, turned), (dsum, ddecay, dturned) = (x or (None, None, None) for x in (local, dlocal))
     # forwards, the walk takes one head of its values for each of its queries
     each = k if heads == heads_q else k.repeat_interleave(heads // heads_q, 2)
     wide = v.dtype == torch.float16 and heads > heads_q
-    dq, _ = walk_hopper.walk(do, v, each, g, None, _flipped(initial), _flipped(added), decay, wide=wide, **common)
-    dk, _ = walk_hopper.walk(v, do, q, g, None, _flipped(ending), _flipped(dsum), ddecay, reverse=True, wide=wide,
+    early = early and initial is None and heads == heads_q  # else something is launched between
+    turned, dturned = (_flipped(x) if t is None else t for x, t in ((added, turned), (dsum, dturned)))
+    dq, _ = walk_hopper.walk(do, v, each, g, None, _flipped(initial), turned, decay, wide=wide, early=early, **common)
+    dk, _ = walk_hopper.walk(v, do, q, g, None, _flipped(ending), dturned, ddecay, reverse=True, wide=wide,
                              **common)  # fmt: skip
     dv, dstate = walk_hopper.walk(k, q, do, g, None, ending, dsum, ddecay, reverse=True, **common)
     if heads > heads_q:

@@ -27,6 +27,8 @@ STEADY = True
 # Whether what segments add is made by `segments_kernel` and not in plain Triton.
 SEGMENTS = True
 _SEGMENT_STAGES = 4
+# Whether the walk behind that kernel may begin while its last programs run, and bring its first tiles.
+EARLY = True
 # Whether "auto" takes these walks in float16, and gradients by them (`walk_back`).
 HALF = True
 Rates = tuple[Tensor, float, float] | None
@@ -128,7 +130,7 @@ def walk(
     local: Tensor | None, decays: Tensor | None, *, scale: float, segments: int, config: WalkConfig | None = None,
     norm: float | None = None, reverse: bool = False, vectors: tuple[Tensor, Tensor] | None = None,
     states: Tensor | None = None, across: Tensor | None = None, x: Tensor | None = None, inner: Tensor | None = None,
-    turns: int = 1, rates: Rates = None, powers: Tensor | None = None, wide: bool = False,
+    turns: int = 1, rates: Rates = None, powers: Tensor | None = None, wide: bool = False, early: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(o (batch, seqlen, heads, V), final state (batch, heads, K, V) float32); arguments as in `chunked.chunked`.
 
@@ -138,7 +140,8 @@ def walk(
     those sums. vectors: what `gate_vectors` made of g and w.
     reverse; states, x and inner, and across for a walk forwards, which leaves the final state alone: see `walk_kernel`.
     turns: heads whose o are added up, so that o has heads / turns. rates: as `gate_vectors` takes them.
-    powers: with states, in float16: see `walk_kernel`. wide: o is float32, of float16.
+    powers: with states, in float16: see `walk_kernel`. wide: o is float32, of float16. early: the kernel launched
+    before is that of `segment_sums`, which makes local and decays and nothing else that is read here.
     """
     from gpu_accel.thunderkittens import walk_kernel
 
@@ -152,8 +155,9 @@ def walk(
     forwards = states is None and not reverse
     form = (key_dim, value_dim, g is not None, w is not None) == (128, config.block_v, True, True)
     form = form and forwards and segments == 1
-    gate = g if STEADY and w is None and vectors is None and forwards and g is not None and _one_a_head(g) else None
+    gate = g if w is None and vectors is None and forwards and g is not None and steady(g) else None
     given = None if gate is not None else g
+    early = early and EARLY and (vectors is not None or (given is None and w is None))
     sums, weights = vectors or gate_vectors(given, w, v, chunks, rates)
     kind = torch.float32 if wide else v.dtype
     o = torch.empty((batch, seqlen, heads // turns, value_dim), dtype=kind, device=v.device)
@@ -182,23 +186,26 @@ def walk(
         optional[1] = final.new_empty((programs, block_k, config.block_v))
         optional[2] = zero_counters(v.device, programs)
     _quick[0](
-        (far >= 2**31, aligned, gate is not None and gate.data_ptr() % 16 == 0, v.dtype, wide), programs,
+        (far >= 2**31, aligned, gate is not None and gate.data_ptr() % 16 == 0, v.dtype, wide, early), programs,
         (*keys, *values, _line_map(sums), _line_map(weights), *optional, final,
          chunks, heads, heads // q.shape[2], batch, segments, tiles, key_dim, value_dim, scale, norm or 0.0,
          map_of_states, map_of_x, *memory, *strides, seqlen, heads // v.shape[2], powers),
-        constants | dict(DEAL=dealt, UNIT=scale == 1, STEADY=gate is not None), dict(num_warps=4),
+        constants | dict(DEAL=dealt, UNIT=scale == 1, STEADY=gate is not None, EARLY=early),
+        dict(num_warps=4) | ({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return o, final
 
 
 def segment_sums(
     k: Tensor, v: Tensor, g: Tensor | None, w: Tensor | None, *, segments: int, reverse: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(what segments add to the state (segments - 1, batch, heads, K, V), their decays (segments - 1, batch, heads)),
-    float32: of all but the last one, behind which there is none.
+    vectors: tuple[Tensor, Tensor] | None = None, turned: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """What segments add to the state (segments - 1, batch, heads, K, V), their decays (segments - 1, batch, heads), and
+    the former as (.., V, K) if `turned`, else without elements; float32, of all but the last, behind which there is no
+    other.
 
     k or v may have fewer heads than the other one, and g and w have as many as the latter. reverse: from the last chunk
-    to the first, what q and do add to the gradient of the state, without weights.
+    to the first, what q and do add to the gradient of the state, without weights. vectors: what `gate_vectors` made.
     """
     from gpu_accel.thunderkittens import segments_kernel
 
@@ -207,21 +214,28 @@ def segment_sums(
     batch, seqlen = v.shape[:2]
     heads, key_dim, value_dim = max(k.shape[2], v.shape[2]), k.shape[3], v.shape[3]
     chunks = triton.cdiv(seqlen, CHUNK)
-    gate = g if STEADY and w is None and g is not None and _one_a_head(g) else None
-    vectors = gate_vectors(None if gate is not None else g, w, k if heads > v.shape[2] else v, chunks)
-    local = torch.empty((segments - 1, batch, heads, key_dim, value_dim), dtype=torch.float32, device=v.device)
-    decays = torch.empty((segments - 1, batch, heads), dtype=torch.float32, device=v.device)
+    gate = g if vectors is None and w is None and g is not None and steady(g) else None
+    vectors = vectors or gate_vectors(None if gate is not None else g, w, k if heads > v.shape[2] else v, chunks)
+    shape = (segments - 1, batch, heads)
+    local = torch.empty((*shape, key_dim, value_dim), dtype=torch.float32, device=v.device)
+    other = local.new_empty((*shape, value_dim, key_dim) if turned else 0)
+    decays = local.new_empty(shape)
     block_k, tiles = next(n for n in _KEYS if key_dim <= n), triton.cdiv(value_dim, 64)
     _quick_segments[0](
         (gate is not None and gate.data_ptr() % 16 == 0, v.dtype), batch * heads * tiles * (segments - 1),
         (tensor_map(k, CHUNK, block_k), tensor_map(v, CHUNK, 64), *map(_line_map, vectors),
-         decays if gate is None else gate, local, decays, chunks, heads, heads // k.shape[2], heads // v.shape[2],
-         batch, segments, tiles, key_dim, value_dim, seqlen),
+         decays if gate is None else gate, local, other, decays, chunks, heads, heads // k.shape[2],
+         heads // v.shape[2], batch, segments, tiles, key_dim, value_dim, seqlen),
         dict(BK=block_k, BV=64, STAGES=_SEGMENT_STAGES, GATED=g is not None, WEIGHTED=w is not None, REVERSE=reverse,
-             STEADY=gate is not None),
+             STEADY=gate is not None, TURNED=turned, EARLY=EARLY),
         dict(num_warps=4),
     )  # fmt: skip
-    return local, decays
+    return local, decays, other
+
+
+def steady(g: Tensor) -> bool:
+    """Whether a forward without weights takes gates as one a head."""
+    return STEADY and _one_a_head(g)
 
 
 def _one_a_head(g: Tensor) -> bool:

@@ -299,7 +299,8 @@ def test_what_segments_add_by_the_source(shape, gates, reverse, dtype, device, m
     g = torch.tensor([-0.05, -0.2])[None, None].expand(v.shape[:3]) if gates == "steady" else g
     w = randn(batch, seqlen, heads, seed=4).abs() if "w" in gates.split("-") else None
     with gluon_in_torch.kernels_on_a_cpu() as done:
-        found = [walk_hopper.segment_sums(*x, g, w, segments=3, reverse=reverse) for x in ((k, v), (v, k))]
+        found = [walk_hopper.segment_sums(*x, g, w, segments=3, reverse=reverse, turned=True)
+                 for x in ((k, v), (v, k))]
     assert done == ["segments_kernel"] * 2
     common = dict(scale=1.0, chunk=CHUNK, segments=3, heads=heads, group=heads // heads_k, reverse=reverse)
     places = chunked._Places(v, None, CHUNK)
