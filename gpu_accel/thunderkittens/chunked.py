@@ -196,11 +196,8 @@ def _hopper(q, k, v, g, w, initial, places, *, scale, chunk, segments, heads, gr
         return _of_no_values(k, v, initial)
     segments = segments or segments_for(places.sequences, heads, tiles, places.chunks)
     local = decays = None
-    if segments > 1 and walk_hopper.SEGMENTS:
+    if segments > 1:
         local, decays = walk_hopper.segment_sums(k, v, g, w, segments=segments)
-    elif segments > 1:
-        local, decays = _walk(k, v, g, w, None, places, scale=scale, chunk=chunk, segments=segments, heads=heads,
-                              group=group, reverse=False, sums_only=True)  # fmt: skip
     return walk_hopper.walk(q, k, v, g, w, initial, local, decays, scale=scale, segments=segments)
 
 
@@ -216,15 +213,11 @@ def _walks_back(do, dfinal, q, k, v, g, w, initial, places, *, want_dg, scale, c
     if why or walk_back.refusal(q, k, v, places.cu, chunk, scale, want_dg and first and last):
         return None
     local = dlocal = None
-    if segments > 1 and walk_hopper.SEGMENTS:
+    if segments > 1:
         # walks of dq have the state's transpose, and turn what is given round: it comes as it is wanted
         added, decay = walk_hopper.segment_sums(v, k, g, w, segments=segments)
         local = added.mT, decay
         dlocal = walk_hopper.segment_sums(q, addressable(do), g, None, segments=segments, reverse=True)
-    elif segments > 1:
-        common = dict(chunk=chunk, segments=segments, heads=heads, group=group, sums_only=True)
-        local = _walk(k, v, g, w, None, places, scale=scale, reverse=False, **common)
-        dlocal = _walk(q, do, g, None, None, places, scale=1.0, reverse=True, **common)
     if want_dg:
         return walk_back.gradients(do, dfinal, q, k, v, g, w, initial, local, dlocal, scale=scale, segments=segments)
     *made, dinitial = walk_back.plain(do, dfinal, q, k, v, g, initial, local, dlocal, scale=scale, segments=segments)

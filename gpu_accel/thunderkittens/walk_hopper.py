@@ -24,11 +24,7 @@ DEAL = True
 # Whether a forward whose gates are one a head (retention's) takes them as that, without a kernel that sums them up
 # before.
 STEADY = True
-# Whether what segments add is made by `segments_kernel` and not in plain Triton.
-SEGMENTS = True
 _SEGMENT_STAGES = 4
-# Whether "auto" takes these walks in float16, and gradients by them (`walk_back`).
-HALF = True
 Rates = tuple[Tensor, float, float] | None
 _quick: list[QuickLaunch] = []
 _quick_segments: list[QuickLaunch] = []
@@ -86,11 +82,6 @@ def problem_refusal(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, 
 def refusal(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, chunk: int) -> str | None:
     """Why the Hopper kernel cannot run this forward, or None."""
     return machine_refusal(v, half=True) or problem_refusal(q, k, v, cu_seqlens, chunk)
-
-
-def unasked(dtype: torch.dtype) -> bool:
-    """Whether "auto" takes these kernels for this dtype, where they can run."""
-    return dtype == torch.bfloat16 or (HALF and dtype == torch.float16)
 
 
 def gate_vectors(
