@@ -22,7 +22,7 @@ _MOST_LINES = 2**31  # of gates: their coordinate is one 32-bit number
 # with gates and weights, K = 128 and V = 64.
 DEAL = True
 # Whether a forward whose gates are one a head (retention's) takes them as that, without a kernel that sums them up
-# before.
+# before: 95 us for 105 at 8 x 2048 steps, 16 heads, K = V = 128 (H200).
 STEADY = True
 _SEGMENT_STAGES = 4
 Rates = tuple[Tensor, float, float] | None
