@@ -196,16 +196,12 @@ def _hopper(q, k, v, g, w, initial, places, *, scale, chunk, segments, heads, gr
         return _of_no_values(k, v, initial)
     segments = segments or segments_for(places.sequences, heads, tiles, places.chunks)
     local = decays = vectors = None
-    early = segments > 1 and walk_hopper.SEGMENTS
-    if early:
+    if segments > 1:
         if w is not None or (g is not None and not walk_hopper.steady(g)):
             vectors = walk_hopper.gate_vectors(g, w, v, places.chunks)
         local, decays, _ = walk_hopper.segment_sums(k, v, g, w, segments=segments, vectors=vectors)
-    elif segments > 1:
-        local, decays = _walk(k, v, g, w, None, places, scale=scale, chunk=chunk, segments=segments, heads=heads,
-                              group=group, reverse=False, sums_only=True)  # fmt: skip
     return walk_hopper.walk(q, k, v, g, w, initial, local, decays, scale=scale, segments=segments, vectors=vectors,
-                            early=early)  # fmt: skip
+                            early=segments > 1)  # fmt: skip
 
 
 def _walks_back(do, dfinal, q, k, v, g, w, initial, places, *, want_dg, scale, chunk, segments, heads, group):
@@ -220,26 +216,17 @@ def _walks_back(do, dfinal, q, k, v, g, w, initial, places, *, want_dg, scale, c
     if why or walk_back.refusal(q, k, v, places.cu, chunk, scale, want_dg and first and last):
         return None
     local = dlocal = vectors = None
-    early = segments > 1 and walk_hopper.SEGMENTS
-    if early:
+    if segments > 1:
         vectors = walk_hopper.gate_vectors(g, w, v, places.chunks)
         do = addressable(do)
-        dadded, ddecay, turned = walk_hopper.segment_sums(q, do, g, None, segments=segments, reverse=True,
-                                                          vectors=vectors, turned=True)  # fmt: skip
-        dlocal = dadded, ddecay, turned
-        # walks of dq have the state's transpose: it comes as it is wanted, and last, for they are the first
+        dlocal = walk_hopper.segment_sums(q, do, g, None, segments=segments, reverse=True, vectors=vectors, turned=True)
+        # walks of dq have the state's transpose, and are the first: it comes as it is wanted, and last
         added, decay, _ = walk_hopper.segment_sums(v, k, g, w, segments=segments, vectors=vectors)
-        local = added.mT, decay, added
-    elif segments > 1:
-        common = dict(chunk=chunk, segments=segments, heads=heads, group=group, sums_only=True)
-        local, dlocal = (
-            (*_walk(*four, None, places, scale=by, reverse=back, **common), None)
-            for four, by, back in (((k, v, g, w), scale, False), ((q, do, g, None), 1.0, True))
-        )
+        local = added, decay
     common = dict(scale=scale, segments=segments, vectors=vectors)
     if want_dg:
         return walk_back.gradients(do, dfinal, q, k, v, g, w, initial, local, dlocal, **common)
-    *made, dinitial = walk_back.plain(do, dfinal, q, k, v, g, initial, local, dlocal, early=early, **common)
+    *made, dinitial = walk_back.plain(do, dfinal, q, k, v, g, initial, local, dlocal, **common)
     none = v.new_empty(0, dtype=torch.float32)
     return *made, none, none.clone(), dinitial
 

@@ -54,7 +54,7 @@ def taken(v: Tensor) -> bool:
 
 def _averages(left: Tensor, right: Tensor, v: Tensor, hopper: bool) -> tuple[Tensor, Tensor]:
     """(averages of v (batch, seqlen, heads, V), sums of weights (batch, heads, seqlen) float32)."""
-    hopper = hopper and walk_hopper.unasked(v.dtype)
+    hopper = hopper and v.dtype == torch.bfloat16  # in float16 no GPU has run a walk that gives the sums of weights
     if hopper and v.numel() and walk_hopper.refusal(left, right, v, None, chunked.CHUNK) is None:
         sums = torch.empty(v.shape[0], v.shape[2], v.shape[1], dtype=torch.float32, device=v.device)
         o, _ = walk_hopper.walk(left, right, v, None, None, None, None, None, scale=1.0, segments=1,

@@ -171,10 +171,10 @@ def linear_attention(
         fused: the portable forward as one walk that keeps the state in registers (K up to 128, bfloat16 and float16),
             or as two kernels with all chunks at once. None: one walk in bfloat16 with K from 33 to 128.
         backend: "hopper" is the walk in Gluon, bfloat16 and float16 on compute capability 9.0, with gradients by walks
-            too where those were seen right on a card in bfloat16, as Mamba-2's, and else by the portable kernels;
-            "portable", "reference"; "auto": the first of them that can run, and was seen right on a card, which walks
-            in float16 were not yet. In them nothing but results can overflow (see `walk_kernel`); the portable kernels
-            round products of q and k, times weights and scale, to float16.
+            too where those were seen right on a card, as Mamba-2's, and else by the portable kernels; "portable",
+            "reference"; "auto": the first of them that can run, and was seen right on a card. In float16 nothing but
+            results can overflow in walks (see `walk_kernel`); the portable kernels round products of q and k, times
+            weights and scale, to float16.
 
     Returns:
         o (batch, seqlen, heads, V) in the dtype of v, and the final state (sequences, heads, K, V) float32.
@@ -199,8 +199,7 @@ def linear_attention(
             raise UnsupportedError(f"fused=True: {refusal}; use fused=None")
         if fused is None:
             fused = v.dtype == torch.bfloat16 and _WALKED_KEYS[0] <= q.shape[-1] <= _WALKED_KEYS[-1]
-        unasked = HOPPER_CHECKED and walk_hopper.unasked(v.dtype)
-        hopper = "hopper or " if backend == "auto" and unasked and given is None else ""
+        hopper = "hopper or " if backend == "auto" and HOPPER_CHECKED and given is None else ""
         way = hopper + ("walk" if fused else "chunks")
         return chunked.chunked(q, k, v, g, w, initial_state, cu_seqlens, scale, chunk, segments, way)
     if fused:

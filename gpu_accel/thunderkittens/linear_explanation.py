@@ -35,10 +35,7 @@ def explain_linear(
         seen = v.dtype != torch.float32 or min(q.shape[3], v.shape[3]) > linear._NARROW
         chosen = linear.choose(v, backend, linear.GPU_CHECKED and seen, others=("hopper",))
         if backend == "auto" and chosen == "portable" and linear.HOPPER_CHECKED and why is None:
-            if walk_hopper.unasked(v.dtype):
-                chosen = "hopper"
-            else:
-                why = f"in {v.dtype} by backend='hopper' alone: no GPU has run it"
+            chosen = "hopper"
     if chosen == "hopper":
         gradients = _gradients(q, k, v, g, w, initial_state)
         lines = ["forward    hopper: a walk over the chunks in Gluon", f"gradients  {gradients}"]

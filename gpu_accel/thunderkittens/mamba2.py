@@ -140,9 +140,8 @@ def _finished(x: Tensor, y: Tensor, D: Tensor | None, z: Tensor | None, wide: to
 
 def _walks(x: Tensor, backend: str) -> bool:
     """Whether `scan_op` is to run, which makes gates and their gradients with everything else."""
-    taken = backend == "auto" and linear.GPU_CHECKED and linear.HOPPER_CHECKED and walk_hopper.unasked(x.dtype)
-    asked = backend == "hopper" and x.dtype in (torch.bfloat16, torch.float16)
-    return (taken or asked) and x.is_cuda
+    taken = backend == "auto" and linear.GPU_CHECKED and linear.HOPPER_CHECKED
+    return (taken or backend == "hopper") and x.dtype in (torch.bfloat16, torch.float16) and x.is_cuda
 
 
 def _segments(v: Tensor, tiles: int, chunk: int) -> int:

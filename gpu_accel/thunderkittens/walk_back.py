@@ -48,7 +48,8 @@ _COLUMNS = 64  # of k that a program of walks 1 and 2 takes; 128 took 3 % longer
 # these, where that takes no more turns of the GPU: at 80 heads a fifth is left to be added up.
 IN_TURNS = True
 _HEADS = 8  # of a group that a program of `pairs_kernel` takes; 4 and 16 are as good
-Local = tuple[Tensor, Tensor, Tensor | None] | None
+Turned = tuple[Tensor, Tensor] | None  # what segments add (.., V, K), their decays
+Local = tuple[Tensor, Tensor, Tensor] | None  # as (.., K, V), their decays, as (.., V, K)
 _quick: list[QuickLaunch] = []
 
 
@@ -135,15 +136,15 @@ def both(
 
 def gradients(
     do: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, w: Tensor | None,
-    initial: Tensor | None, local: Local, dlocal: Local, *, scale: float, segments: int,
+    initial: Tensor | None, local: Turned, dlocal: Local, *, scale: float, segments: int,
     rates: walk_hopper.Rates = None, vectors: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv, dg, dw, dinitial as of `chunked.chunked_backward`.
 
     rates: as `walk_hopper.gate_vectors` takes them; then dw is all of the gradient of w, and that of rates stands for
     dg. Only for forms in BOTH.
-    local, dlocal: (what a segment adds to the state, its decay, the former as (.., V, K) if that is there) forwards
-    and, for q and do with scale 1, backwards. vectors: of `walk_hopper.gate_vectors`.
+    local, dlocal: what segments add to the state forwards and, of q and do with scale 1, backwards, by
+    `walk_hopper.segment_sums`. vectors: of `walk_hopper.gate_vectors`.
     """
     do = addressable(do)
     batch, seqlen, heads, value_dim = v.shape
@@ -162,7 +163,6 @@ def gradients(
     wide = half and group > 1
     common: dict[str, Any] = dict(vectors=vectors, segments=segments, scale=scale)
     dsum, ddecay, dturned = dlocal or (None, None, None)
-    dturned = _flipped(dsum) if dturned is None else dturned
     gates = v.shape[:3] if rates is None else (batch, chunks, heads)
     dg, dw = (torch.empty(shape, dtype=torch.float32, device=v.device)
               for shape in (gates, (0,) if w is None else v.shape[:3]))  # fmt: skip
@@ -183,8 +183,7 @@ def gradients(
         dk, _ = walk_hopper.walk(v, do, q, g, w, _flipped(ending), dturned, ddecay, reverse=True, config=keys,
                                  states=states, x=k, inner=out_of, powers=powers, wide=wide, **common)  # fmt: skip
         dv, dstate = walk_hopper.walk(k, q, do, g, w, ending, dsum, ddecay, reverse=True, **common)
-    added, decay, turned = local or (None, None, None)
-    turned = _flipped(added) if turned is None else turned
+    turned, decay = local or (None, None)
     dq, _ = walk_hopper.walk(do, v, k, g, w, _flipped(initial), turned, decay, config=keys, states=states,
                              across=across, x=q, inner=into, turns=of_q, powers=powers, wide=wide,
                              **common)  # fmt: skip
@@ -215,21 +214,19 @@ def gradients(
 
 def plain(
     do: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, initial: Tensor | None,
-    local: Local, dlocal: Local, *, scale: float, segments: int, vectors: tuple[Tensor, Tensor] | None = None,
-    early: bool = False,
+    local: Turned, dlocal: Local, *, scale: float, segments: int, vectors: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv and dinitial, without weights; arguments as in `gradients`, early as in `walk_hopper.walk`."""
+    """dq, dk, dv and dinitial, without weights; arguments as in `gradients`."""
     do = addressable(do)
     heads, heads_q = v.shape[2], q.shape[2]
     vectors = vectors or walk_hopper.gate_vectors(g, None, v, triton.cdiv(v.shape[1], CHUNK))
     ending = None if dfinal is None else dfinal / scale
     common: dict[str, Any] = dict(vectors=vectors, segments=segments, scale=scale)
-    (added, decay, turned), (dsum, ddecay, dturned) = (x or (None, None, None) for x in (local, dlocal))
+    (turned, decay), (dsum, ddecay, dturned) = local or (None, None), dlocal or (None, None, None)
     # forwards, the walk takes one head of its values for each of its queries
     each = k if heads == heads_q else k.repeat_interleave(heads // heads_q, 2)
     wide = v.dtype == torch.float16 and heads > heads_q
-    early = early and initial is None and heads == heads_q  # else something is launched between
-    turned, dturned = (_flipped(x) if t is None else t for x, t in ((added, turned), (dsum, dturned)))
+    early = local is not None and initial is None and heads == heads_q  # else it would read what is made in between
     dq, _ = walk_hopper.walk(do, v, each, g, None, _flipped(initial), turned, decay, wide=wide, early=early, **common)
     dk, _ = walk_hopper.walk(v, do, q, g, None, _flipped(ending), dturned, ddecay, reverse=True, wide=wide,
                              **common)  # fmt: skip

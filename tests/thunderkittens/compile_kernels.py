@@ -2,7 +2,7 @@
 
 python compile_kernels.py chunked bf16-128-128,fp16-64-128-packed     forward and backward, gates, weights, K-V
 python compile_kernels.py chunked bf16-128-64-walks                   the same, and gradients by walks
-python compile_kernels.py walks fp16-128-64                           what Mamba-2 takes of them in Gluon alone
+python compile_kernels.py walks fp16-128-64                           what Mamba-2 and retention take in Gluon alone
 python compile_kernels.py delta bf16-128-128,fp16-64-128              the delta rule, forward and backward
 python compile_kernels.py gla bf16-128-128                            gates per key dimension, forward and backward
 python compile_kernels.py maps bf16-64                               Based, Hedgehog's map, what joins a window
@@ -49,7 +49,6 @@ def row(label: str, c: Compiled) -> dict:
 
 def chunked(dtype: torch.dtype, key_dim: int, value_dim: int, packed: bool, walks: bool) -> None:
     from gpu_accel.thunderkittens import chunked as ops
-    from gpu_accel.thunderkittens import walk_hopper
 
     q = torch.empty(1, 4096, 16, key_dim, dtype=dtype)
     v = torch.empty(1, 4096, 16, value_dim, dtype=dtype)
@@ -61,14 +60,14 @@ def chunked(dtype: torch.dtype, key_dim: int, value_dim: int, packed: bool, walk
     if ops.fused_refusal(key_dim, dtype) is None:
         ops.chunked._init_fn(q, q, v, g, g, state, *tail, "walk")
     if dtype == torch.bfloat16 and not packed:
-        with mock.patch.object(walk_hopper, "SEGMENTS", True):
-            ops.chunked._init_fn(q, q, v, g, g, state, *tail, "hopper")
+        ops.chunked._init_fn(q, q, v, g, g, state, *tail, "hopper")
     ops.chunked_backward._init_fn(v, state, q, q, v, g, g, state, *tail, True, "chunks")
     if walks:
         from gpu_accel.thunderkittens import walk_back
 
         one = q[:, :, :1].contiguous()
         mamba(dtype, key_dim, value_dim)
+        retention(dtype, key_dim, value_dim)
         with mock.patch.object(walk_back, "IN_TURNS", not walk_back.IN_TURNS):
             walk_back.gradients(v, None, one, one, v, g, g, None, None, None, scale=0.1, segments=1)
 
@@ -81,6 +80,16 @@ def mamba(dtype: torch.dtype, key_dim: int, value_dim: int) -> None:
     dt, rates = torch.empty(1, 4096, 13), (torch.empty(13), 0.0, 1.0)
     walk_hopper.walk(one, one, few, dt, dt, None, None, None, scale=1.0, segments=1, rates=rates)
     walk_back.gradients(few, None, one, one, few, dt, dt, None, None, None, scale=1.0, segments=1, rates=rates)
+
+
+def retention(dtype: torch.dtype, key_dim: int, value_dim: int) -> None:
+    """One gate a head, in segments, forwards."""
+    from gpu_accel.thunderkittens import walk_hopper
+
+    q, v = torch.empty(1, 4096, 16, key_dim, dtype=dtype), torch.empty(1, 4096, 16, value_dim, dtype=dtype)
+    decay = torch.empty(16)[None, None].expand(v.shape[:3])
+    sums = walk_hopper.segment_sums(q, v, decay, None, segments=2)
+    walk_hopper.walk(q, q, v, decay, None, torch.empty(1, 16, key_dim, value_dim), *sums, scale=0.1, segments=2)
 
 
 def delta(dtype: torch.dtype, key_dim: int, value_dim: int, packed: bool) -> None:
@@ -204,7 +213,10 @@ def rows_of(dtype: torch.dtype, width: int) -> None:
         long_rows.run(wide, wide, "softmax")
         long_rows.run(wide[:, :40000].contiguous(), wide, "layer", scale, scale, stats, stats, 1e-5)
         row_ring.forward(wide, wide, "softmax", row_ring.CHOSEN["forward", "softmax", 65536])
-        for ring, h in ((row_ring.CHOSEN["backward", "layer", 16384], wide[:, :16384].contiguous()),
+        row_ring.forward(wide, wide, "layer", row_ring.CHOSEN["forward", "layer", 65536], scale, scale, None, None,
+                         stats, stats)  # fmt: skip
+        for ring, h in ((row_ring.CHOSEN["backward", "layer", 65536], wide),
+                        (row_ring.CHOSEN["backward", "layer", 16384], wide[:, :16384].contiguous()),
                         (row_ring.CHOSEN["backward", "layer", 1024], wide[:, :1024].contiguous())):  # fmt: skip
             sums = torch.empty(row_ring.programs_of_rows(64, ring, h.device), h.shape[1])
             row_ring.backward(h, h, h, "layer", ring, scale[: h.shape[1]], stats, stats, None, None, sums, sums)
@@ -228,6 +240,7 @@ if __name__ == "__main__":
                     one = dict(delta=delta, gla=gla).get(which)
                     if which == "walks":
                         mamba(*given[:3])
+                        retention(*given[:3])
                     else:
                         one(*given) if one else chunked(*given, "walks" in sizes)
             sets.append(compiled.copy())

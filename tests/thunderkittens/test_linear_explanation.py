@@ -62,17 +62,13 @@ def test_on_hopper(tensors, more, gradients, monkeypatch):
     assert re.match(f"gradients  {gradients}", told), told
 
 
-@pytest.mark.parametrize("taken", [False, True])
-def test_float16_on_hopper(taken, monkeypatch):
-    """Where it is asked for; else once tests/gpu have passed."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_unasked_on_hopper(dtype, monkeypatch):
     monkeypatch.setattr(walk_hopper, "machine_refusal", lambda *_, **__: None)
-    monkeypatch.setattr(walk_hopper, "HALF", taken)
     monkeypatch.setattr(linear, "choose", lambda *_, **__: "portable")
-    tensors = make(dtype=torch.float16)
-    assert tk.explain_linear(*tensors, backend="hopper").startswith("forward    hopper")
-    told = tk.explain_linear(*tensors)
-    assert told.startswith(f"forward    {'hopper' if taken else 'portable'}")
-    assert ("in torch.float16 by backend='hopper' alone" in told) != taken
+    forward, gradients = tk.explain_linear(*make(dtype=dtype)).splitlines()
+    assert forward == "forward    hopper: a walk over the chunks in Gluon"
+    assert gradients == "gradients  hopper: walks in Gluon"
 
 
 def test_packed_sequences_are_not_for_hopper(monkeypatch):

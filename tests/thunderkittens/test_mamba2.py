@@ -199,14 +199,12 @@ def test_gates_by_the_source_of_the_walks(dstate, states, dtype, device, monkeyp
 
 
 def test_what_walks():
-    """In float16 where it is asked for; else once tests/gpu have passed."""
-
     def walks(dtype, backend):
         return mamba2._walks(SimpleNamespace(is_cuda=True, dtype=dtype), backend)
 
-    assert walks(torch.bfloat16, "auto") and walks(torch.float16, "hopper")
-    assert walks(torch.float16, "auto") == walk_hopper.HALF
-    assert not walks(torch.float32, "hopper") and not walks(torch.float16, "portable")
+    for dtype in (torch.bfloat16, torch.float16):
+        assert walks(dtype, "auto") and walks(dtype, "hopper") and not walks(dtype, "portable")
+    assert not walks(torch.float32, "auto") and not walks(torch.float32, "hopper")
 
 
 def test_opcheck(device):

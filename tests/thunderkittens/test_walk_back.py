@@ -128,8 +128,21 @@ def problem(device, seqlen, heads, heads_q, key_dim, value_dim, w=True, initial=
     return [q, k, v, gates, weights, h], do, dfinal, segments
 
 
+def sums_in_triton(k, v, g, w, *, segments, reverse=False, vectors=None, turned=True):
+    """What `walk_hopper.segment_sums` says it gives, by the walk of plain Triton."""
+    if k.shape[2] > v.shape[2]:
+        local, decays, other = sums_in_triton(v, k, g, w, segments=segments, reverse=reverse)
+        return other, decays, local
+    common = dict(scale=1.0, chunk=CHUNK, segments=segments, heads=v.shape[2], group=v.shape[2] // k.shape[2])
+    places = chunked._Places(v, None, CHUNK)
+    local, decays = chunked._walk(k, v, g, w, None, places, reverse=reverse, sums_only=True, **common)
+    return local[:-1], decays[:-1], local[:-1].mT.contiguous()
+
+
 def by_walks(tensors, do, dfinal, segments, scale, monkeypatch, want_dg=True, walk=walk_in_torch):
     q, k, v, g, w, h = tensors
+    if walk is walk_in_torch:
+        monkeypatch.setattr(walk_hopper, "segment_sums", sums_in_triton)
     monkeypatch.setattr(walk_hopper, "walk", walk)
     monkeypatch.setattr(walk_back, "refusal", lambda *_: None)
     monkeypatch.setattr(walk_back, "unseen", lambda *_: None)
@@ -195,14 +208,15 @@ def test_how_many_heads_in_turns(programs, group, slots, turns):
     *((case, torch.bfloat16) for case in CASES), *((case, torch.float16) for case in list(CASES)[1:])
 ])  # fmt: skip
 def test_gradients_by_the_source_of_the_walks(case, dtype, device, monkeypatch):
-    """As above, with what `walk_kernel` and `both_kernel` say instead of what is said of them."""
+    """As above, with what `walk_kernel`, `both_kernel` and `segments_kernel` say instead of what is said of them."""
     case = dict(CASES[case])
     both = case.pop("both", False)
     monkeypatch.setattr(walk_back, "BOTH", {64: (4, 2), 128: (8, 3)} if both else {})
     tensors, do, dfinal, segments = problem(device, dtype=dtype, **case)
     with gluon_in_torch.kernels_on_a_cpu() as done:
         mine = by_walks(tensors, do, dfinal, segments, 0.3, monkeypatch, walk=walk_hopper.walk)
-    assert sorted(done) == (["both_kernel", "walk_kernel"] if both else ["walk_kernel"] * 3)
+    summed = ["segments_kernel"] * 2 if segments > 1 else []
+    assert sorted(done) == sorted(summed + (["both_kernel", "walk_kernel"] if both else ["walk_kernel"] * 3))
     truth, ruler = by_torch(tensors, do, dfinal, 0.3, torch.float64), by_torch(tensors, do, dfinal, 0.3)
     for name, one, *two in zip(NAMES, mine, truth, ruler, strict=True):
         if two[0] is not None:
@@ -241,7 +255,6 @@ def test_gradients_in_float16_do_not_depend_on_its_range(name, device, monkeypat
     case = dict(CASES[case] if isinstance(case, str) else case)
     want_dg, (powers, whole) = not name.startswith("plain"), POWERS[powers]
     monkeypatch.setattr(walk_back, "BOTH", {64: (4, 2), 128: (8, 3)} if case.pop("both", False) else {})
-    monkeypatch.setattr(walk_hopper, "SEGMENTS", True)
     (q, k, v, g, w, h), do, dfinal, segments = problem(device, dtype=torch.float16, **case)
     q, k, v, do, g, w = of_few_bits(q, k, v, do, g, w)
     powers = powers if w is not None else powers | dict(w=0)
@@ -289,9 +302,8 @@ def test_heads_in_turns_by_the_source_of_the_walks(heads_q, key_dim, dtype, devi
     pytest.param((1, 300, 2, 2, 64, 64), "", False, torch.bfloat16, id="none"),
     pytest.param((1, 300, 2, 1, 24, 72), "g-w", False, torch.float16, id="q1-g-w-fp16"),
 ])  # fmt: skip
-def test_what_segments_add_by_the_source(shape, gates, reverse, dtype, device, monkeypatch):
+def test_what_segments_add_by_the_source(shape, gates, reverse, dtype, device):
     """Either way round: heads share what is on the left, or on the right. Backwards the first segment has a tail."""
-    monkeypatch.setattr(walk_hopper, "STEADY", True)
     batch, seqlen, heads, heads_k, key_dim, value_dim = shape
     k = randn(batch, seqlen, heads_k, key_dim, seed=1, dtype=dtype)
     v = randn(batch, seqlen, heads, value_dim, seed=2, dtype=dtype)
@@ -299,18 +311,16 @@ def test_what_segments_add_by_the_source(shape, gates, reverse, dtype, device, m
     g = torch.tensor([-0.05, -0.2])[None, None].expand(v.shape[:3]) if gates == "steady" else g
     w = randn(batch, seqlen, heads, seed=4).abs() if "w" in gates.split("-") else None
     with gluon_in_torch.kernels_on_a_cpu() as done:
-        found = [walk_hopper.segment_sums(*x, g, w, segments=3, reverse=reverse, turned=True)
+        found = [walk_hopper.segment_sums(*x, g, w, segments=segments, reverse=reverse, turned=True)
                  for x in ((k, v), (v, k))]
     assert done == ["segments_kernel"] * 2
-    common = dict(scale=1.0, chunk=CHUNK, segments=3, heads=heads, group=heads // heads_k, reverse=reverse)
-    places = chunked._Places(v, None, CHUNK)
-    wide = (x.float() for x in (k, v))
-    local, decays = chunked._walk(*wide, g, w, None, places, sums_only=True, **common)
-    for one, other in zip((found[0][0], found[1][0].mT), (local[:2], local[:2]), strict=True):
+    local, decays, _ = sums_in_triton(k.float(), v.float(), g, w, segments=segments, reverse=reverse)
+    for one in (found[0][0], found[1][0].mT):
         # an operand is rounded once, to 2^-9 or 2^-12, and Triton's interpreter cuts it instead
-        assert float((one - other).norm()) <= torch.finfo(dtype).eps * float(other.norm())
+        assert float((one - local).norm()) <= torch.finfo(dtype).eps * float(local.norm())
     for one in found:
-        torch.testing.assert_close(one[1], decays[:2], rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(one[1], decays, rtol=1e-5, atol=1e-7)
+        assert torch.equal(one[2], one[0].mT)
 
 
 def test_one_gate_a_head_by_the_source_of_the_walk(device, monkeypatch):
