@@ -149,8 +149,12 @@ class Map:
 
     def parts(self, at: list[int]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
         """What of the box exists: in the tensor, and in the box."""
-        spans = [max(0, min(n, size - int(a))) for a, n, size in zip(at, self.box, self.view.shape, strict=True)]
-        return tuple(slice(int(a), int(a) + n) for a, n in zip(at, spans, strict=True)), tuple(map(slice, spans))
+        there, inside = [], []
+        for a, n, size in zip(map(int, at), self.box, self.view.shape, strict=True):
+            begin, end = max(0, a), max(0, a, min(a + n, size))  # coordinates may be negative
+            there.append(slice(begin, end))
+            inside.append(slice(begin - a, end - a) if end > begin else slice(0))
+        return tuple(there), tuple(inside)
 
 
 class Product:

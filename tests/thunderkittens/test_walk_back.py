@@ -19,7 +19,8 @@ NAMES = ["dq", "dk", "dv", "dg", "dw", "dinitial"]
 
 def walk_in_torch(q, k, v, g, w, initial, local, decays, *, scale, segments, config=None, norm=None, reverse=False,
                   vectors=None, states=None, across=None, x=None, inner=None, turns=1, powers=None,
-                  wide=False):  # fmt: skip
+                  wide=False, early=False,
+):  # fmt: skip
     """What `walk_kernel` says it does, a chunk at a time, with its roundings to the dtype of q."""
     assert norm is None and (segments == 1) == (local is None) and powers is None and not wide
     batch, seqlen, heads = v.shape[0], v.shape[1], max(q.shape[2], v.shape[2])
@@ -294,15 +295,18 @@ def test_heads_in_turns_by_the_source_of_the_walks(heads_q, key_dim, dtype, devi
         close(name, one, *two, narrow=True)
 
 
-@pytest.mark.parametrize(("shape", "gates", "reverse", "dtype"), [
-    pytest.param((2, 300, 2, 1, 128, 72), "g-w", False, torch.bfloat16, id="q1-g-w"),
-    pytest.param((1, 520, 2, 2, 24, 128), "g", True, torch.bfloat16, id="g-reverse"),
-    pytest.param((2, 520, 2, 2, 64, 64), "steady", True, torch.bfloat16, id="steady-reverse"),
-    pytest.param((1, 520, 2, 1, 64, 64), "steady", False, torch.bfloat16, id="q1-steady"),
-    pytest.param((1, 300, 2, 2, 64, 64), "", False, torch.bfloat16, id="none"),
-    pytest.param((1, 300, 2, 1, 24, 72), "g-w", False, torch.float16, id="q1-g-w-fp16"),
+@pytest.mark.parametrize(("shape", "gates", "reverse", "segments", "dtype"), [
+    pytest.param((2, 300, 2, 1, 128, 72), "g-w", False, 3, torch.bfloat16, id="q1-g-w"),
+    pytest.param((1, 520, 2, 2, 24, 128), "g", True, 3, torch.bfloat16, id="g-reverse"),
+    pytest.param((2, 520, 2, 2, 64, 64), "steady", True, 3, torch.bfloat16, id="steady-reverse"),
+    pytest.param((1, 520, 2, 1, 64, 64), "steady", False, 3, torch.bfloat16, id="q1-steady"),
+    pytest.param((1, 300, 2, 2, 64, 64), "", False, 3, torch.bfloat16, id="none"),
+    pytest.param((1, 300, 2, 2, 64, 64), "", True, 8, torch.bfloat16, id="none-reverse-8-of-5-chunks"),
+    pytest.param((2, 300, 2, 1, 64, 64), "g-w", False, 8, torch.bfloat16, id="q1-g-w-8-of-5-chunks"),
+    pytest.param((1, 300, 2, 1, 24, 72), "g-w", False, 3, torch.float16, id="q1-g-w-fp16"),
+    pytest.param((1, 520, 2, 2, 64, 64), "g", True, 2, torch.float16, id="g-reverse-fp16"),
 ])  # fmt: skip
-def test_what_segments_add_by_the_source(shape, gates, reverse, dtype, device):
+def test_what_segments_add_by_the_source(shape, gates, reverse, segments, dtype, device):
     """Either way round: heads share what is on the left, or on the right. Backwards the first segment has a tail."""
     batch, seqlen, heads, heads_k, key_dim, value_dim = shape
     k = randn(batch, seqlen, heads_k, key_dim, seed=1, dtype=dtype)
