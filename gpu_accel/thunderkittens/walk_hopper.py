@@ -26,7 +26,7 @@ DEAL = True
 STEADY = True
 _SEGMENT_STAGES = 4
 # Whether the walk behind the kernel of segments may begin while its last programs run, and bring its first tiles.
-EARLY = True
+EARLY = False
 Rates = tuple[Tensor, float, float] | None
 _quick: list[QuickLaunch] = []
 _quick_segments: list[QuickLaunch] = []
