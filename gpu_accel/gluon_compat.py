@@ -6,8 +6,7 @@ copies from and to global memory: `async_copy_global_to_shared` and `async_copy_
 `thread_barrier` up to 3.6. `reinterpret(buffer, dtype, shape, layout)` is the same shared memory as another type and
 shape, a method with an underscore up to 3.8. `tma_add` is a `tma_store` that adds to what is there, `async_atomic_add`
 from 3.9 on, in builders alone before; `tma_written()` waits until what a thread stored or added so is in memory, where
-`tma.store_wait` waits until it was read. `dependents_may_start()` and `wait_for_the_kernel_before()` are
-griddepcontrol's.
+`tma.store_wait` waits until it was read.
 """
 
 from __future__ import annotations
@@ -46,21 +45,4 @@ tma_add = getattr(tma, "async_atomic_add", _tma_add)
 def tma_written():
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def dependents_may_start():
-    """The next kernel of the stream may start, if it was launched to (`launch_pdl`): as programs of this one leave."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; mov.b32 $0, 0;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False,
-        pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def wait_for_the_kernel_before():
-    """What the kernel before this one, launched with `launch_pdl`, has written is there."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.wait; mov.b32 $0, 0;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
     )

@@ -33,7 +33,7 @@ from gpu_accel.flash_attention3 import launch
 
 ROOT = Path(__file__).parents[1]
 _lock = threading.Lock()
-OPTIONS = ("launch_pdl", "num_warps", "maxnreg", "launch_cooperative_grid")  # not for the kernel
+OPTIONS = ("num_warps", "maxnreg", "launch_cooperative_grid")  # not for the kernel
 
 
 @dataclass(frozen=True)
@@ -315,8 +315,7 @@ class Machine:
             mbarrier=mbarrier, tma_load=self.load, barrier=nothing,
             tma=types.SimpleNamespace(store_wait=self.store_wait), tma_store=self.store, fence_async_shared=nothing,
             tma_add=self.add, reinterpret=Shared.seen_as, tma_written=self.written,
-            mma_v2=lambda a, b, acc: a.float() @ b.float() + acc, dependents_may_start=nothing,
-            wait_for_the_kernel_before=nothing,
+            mma_v2=lambda a, b, acc: a.float() @ b.float() + acc,
             warpgroup_mma=self.multiply, warpgroup_mma_wait=self.wait_for_products,
         )  # fmt: skip
 

@@ -200,8 +200,7 @@ def _hopper(q, k, v, g, w, initial, places, *, scale, chunk, segments, heads, gr
         if w is not None or (g is not None and not walk_hopper.steady(g)):
             vectors = walk_hopper.gate_vectors(g, w, v, places.chunks)
         local, decays, _ = walk_hopper.segment_sums(k, v, g, w, segments=segments, vectors=vectors)
-    return walk_hopper.walk(q, k, v, g, w, initial, local, decays, scale=scale, segments=segments, vectors=vectors,
-                            early=segments > 1)  # fmt: skip
+    return walk_hopper.walk(q, k, v, g, w, initial, local, decays, scale=scale, segments=segments, vectors=vectors)
 
 
 def _walks_back(do, dfinal, q, k, v, g, w, initial, places, *, want_dg, scale, chunk, segments, heads, group):

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gpu_accel.gluon_compat import barrier, dependents_may_start, tma_load
+from gpu_accel.gluon_compat import barrier, tma_load
 from gpu_accel.thunderkittens.chunked_kernels import LOWEST_GATE
 from gpu_accel.thunderkittens.walk_kernel import (
     STEPS,
@@ -85,18 +85,15 @@ def segments_kernel(
     k_desc, v_desc, sums_desc, weights_desc, gate, local, turned, decays,
     chunks, heads, group_k, group_v, sequences, segments, tiles, K, V, seqlen,
     BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, WEIGHTED: gl.constexpr,
-    REVERSE: gl.constexpr, STEADY: gl.constexpr, TURNED: gl.constexpr, EARLY: gl.constexpr,
+    REVERSE: gl.constexpr, STEADY: gl.constexpr, TURNED: gl.constexpr,
 ):  # fmt: skip
     """local (.., sequences, heads, K, V), decays (.., sequences, heads), float32, of as many segments as are launched.
 
     Descriptors, gates, STEADY and powers of two in float16 as in `walk_kernel`, gate for its x. group_k, group_v: heads
-    that share k, or v. TURNED: local goes to `turned`, too, as (.., V, K). EARLY: the kernel behind this one may begin
-    as soon as there is room for its programs (it waits for what is made here).
+    that share k, or v. TURNED: local goes to `turned`, too, as (.., V, K).
     """
     gl.static_assert(not STEADY or (GATED and not WEIGHTED))
     gl.static_assert(not (WEIGHTED and REVERSE))
-    if EARLY:
-        dependents_may_start()
     SUMMED: gl.constexpr = GATED and not STEADY
     dtype: gl.constexpr = k_desc.dtype
     MADE: gl.constexpr = GATED or WEIGHTED  # values are, else they are an operand as they lie

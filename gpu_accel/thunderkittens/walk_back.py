@@ -226,8 +226,7 @@ def plain(
     # forwards, the walk takes one head of its values for each of its queries
     each = k if heads == heads_q else k.repeat_interleave(heads // heads_q, 2)
     wide = v.dtype == torch.float16 and heads > heads_q
-    early = local is not None and initial is None and heads == heads_q  # else it would read what is made in between
-    dq, _ = walk_hopper.walk(do, v, each, g, None, _flipped(initial), turned, decay, wide=wide, early=early, **common)
+    dq, _ = walk_hopper.walk(do, v, each, g, None, _flipped(initial), turned, decay, wide=wide, **common)
     dk, _ = walk_hopper.walk(v, do, q, g, None, _flipped(ending), dturned, ddecay, reverse=True, wide=wide,
                              **common)  # fmt: skip
     dv, dstate = walk_hopper.walk(k, q, do, g, None, ending, dsum, ddecay, reverse=True, **common)

@@ -25,8 +25,6 @@ DEAL = True
 # before: 95 us for 105 at 8 x 2048 steps, 16 heads, K = V = 128 (H200).
 STEADY = True
 _SEGMENT_STAGES = 4
-# Whether the walk behind the kernel of segments may begin while its last programs run, and bring its first tiles.
-EARLY = False
 Rates = tuple[Tensor, float, float] | None
 _quick: list[QuickLaunch] = []
 _quick_segments: list[QuickLaunch] = []
@@ -121,7 +119,7 @@ def walk(
     local: Tensor | None, decays: Tensor | None, *, scale: float, segments: int, config: WalkConfig | None = None,
     norm: float | None = None, reverse: bool = False, vectors: tuple[Tensor, Tensor] | None = None,
     states: Tensor | None = None, across: Tensor | None = None, x: Tensor | None = None, inner: Tensor | None = None,
-    turns: int = 1, rates: Rates = None, powers: Tensor | None = None, wide: bool = False, early: bool = False,
+    turns: int = 1, rates: Rates = None, powers: Tensor | None = None, wide: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(o (batch, seqlen, heads, V), final state (batch, heads, K, V) float32); arguments as in `chunked.chunked`.
 
@@ -131,8 +129,7 @@ def walk(
     those sums. vectors: what `gate_vectors` made of g and w.
     reverse; states, x and inner, and across for a walk forwards, which leaves the final state alone: see `walk_kernel`.
     turns: heads whose o are added up, so that o has heads / turns. rates: as `gate_vectors` takes them.
-    powers: with states, in float16: see `walk_kernel`. wide: o is float32, of float16. early: the kernel launched
-    before is that of `segment_sums`, which makes local and decays and nothing else that is read here.
+    powers: with states, in float16: see `walk_kernel`. wide: o is float32, of float16.
     """
     from gpu_accel.thunderkittens import walk_kernel
 
@@ -148,7 +145,6 @@ def walk(
     form = form and forwards and segments == 1
     gate = g if w is None and vectors is None and forwards and g is not None and steady(g) else None
     given = None if gate is not None else g
-    early = early and EARLY and (vectors is not None or (given is None and w is None))
     sums, weights = vectors or gate_vectors(given, w, v, chunks, rates)
     kind = torch.float32 if wide else v.dtype
     o = torch.empty((batch, seqlen, heads // turns, value_dim), dtype=kind, device=v.device)
@@ -177,12 +173,11 @@ def walk(
         optional[1] = final.new_empty((programs, block_k, config.block_v))
         optional[2] = zero_counters(v.device, programs)
     _quick[0](
-        (far >= 2**31, aligned, gate is not None and gate.data_ptr() % 16 == 0, v.dtype, wide, early), programs,
+        (far >= 2**31, aligned, gate is not None and gate.data_ptr() % 16 == 0, v.dtype, wide), programs,
         (*keys, *values, _line_map(sums), _line_map(weights), *optional, final,
          chunks, heads, heads // q.shape[2], batch, segments, tiles, key_dim, value_dim, scale, norm or 0.0,
          map_of_states, map_of_x, *memory, *strides, seqlen, heads // v.shape[2], powers),
-        constants | dict(DEAL=dealt, UNIT=scale == 1, STEADY=gate is not None, EARLY=early),
-        dict(num_warps=4) | ({"launch_pdl": True} if early else {}),
+        constants | dict(DEAL=dealt, UNIT=scale == 1, STEADY=gate is not None), dict(num_warps=4),
     )  # fmt: skip
     return o, final
 
@@ -218,7 +213,7 @@ def segment_sums(
          decays if gate is None else gate, local, other, decays, chunks, heads, heads // k.shape[2],
          heads // v.shape[2], batch, segments, tiles, key_dim, value_dim, seqlen),
         dict(BK=block_k, BV=64, STAGES=_SEGMENT_STAGES, GATED=g is not None, WEIGHTED=w is not None, REVERSE=reverse,
-             STEADY=gate is not None, TURNED=turned, EARLY=EARLY),
+             STEADY=gate is not None, TURNED=turned),
         dict(num_warps=4),
     )  # fmt: skip
     return local, decays, other

@@ -35,14 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gpu_accel.gluon_compat import (
-    barrier,
-    tma_add,
-    tma_load,
-    tma_store,
-    tma_written,
-    wait_for_the_kernel_before,
-)
+from gpu_accel.gluon_compat import barrier, tma_add, tma_load, tma_store, tma_written
 from gpu_accel.thunderkittens.chunked_kernels import LOWEST_GATE
 from gpu_accel.thunderkittens.gemm_device import count, partial
 
@@ -236,7 +229,7 @@ def walk_kernel(
     BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, WEIGHTED: gl.constexpr,
     HAS_INITIAL: gl.constexpr, HAS_LOCAL: gl.constexpr, NORM: gl.constexpr, REVERSE: gl.constexpr,
     GATES: gl.constexpr, LATE: gl.constexpr, TOTALS: gl.constexpr, NEAR: gl.constexpr, TURNS: gl.constexpr,
-    DEAL: gl.constexpr, UNIT: gl.constexpr, STEADY: gl.constexpr, EARLY: gl.constexpr,
+    DEAL: gl.constexpr, UNIT: gl.constexpr, STEADY: gl.constexpr,
 ):  # fmt: skip
     """o through o_desc, and final (sequences, heads, K, V) float32. Descriptors of rank 4: (batch, head, row, column).
 
@@ -260,7 +253,6 @@ def walk_kernel(
     first is there. Counters are zero before and after. K is BK, and V is BV.
     UNIT: scale is 1.
     STEADY: a head has one gate for all steps, in x (heads,) float32, and sums_desc is not read.
-    EARLY: the kernel before makes local and decays, and may still run when this one begins.
 
     In float16, which ends at 65504 and has few bits left below 2^-14, operands that are made here are multiplied with a
     power of two first, and what comes out with its inverse, which is exact: S and the states of chunks so that the
@@ -354,8 +346,6 @@ def walk_kernel(
     if HAS_INITIAL:
         places, inside = _state_places(number, col, K, V, BK, BV, OUT)
         acc = gl.load(initial + places, mask=inside, other=0.0)
-    if EARLY:
-        wait_for_the_kernel_before()
     if HAS_LOCAL:
         for before in range(0, position, 2):  # two at a time, so that one load does not wait for the other
             one = before * sequences * heads + number

@@ -19,7 +19,7 @@ NAMES = ["dq", "dk", "dv", "dg", "dw", "dinitial"]
 
 def walk_in_torch(q, k, v, g, w, initial, local, decays, *, scale, segments, config=None, norm=None, reverse=False,
                   vectors=None, states=None, across=None, x=None, inner=None, turns=1, powers=None,
-                  wide=False, early=False,
+                  wide=False,
 ):  # fmt: skip
     """What `walk_kernel` says it does, a chunk at a time, with its roundings to the dtype of q."""
     assert norm is None and (segments == 1) == (local is None) and powers is None and not wide
