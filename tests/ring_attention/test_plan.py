@@ -188,7 +188,7 @@ def test_nvlink_by_nccl_hides_nothing():
 
 
 def test_sums_come_home_behind_the_own_block_where_hops_hide():
-    """On record, two H200s, 8k tokens a GPU, both passes: 0.9 % of the step is left of all hops."""
+    """On record, two H200s, 8k tokens a GPU, both passes: 1.1 % of the step is left of all hops."""
     copied, nccl = (plan(seq=16384, heads=32, gpus=2, link=x, backward=True) for x in ("nvlink", "nvlink-nccl"))
     ring = [next(o for o in made.options if o.schedule == "kv_ring") for made in (copied, nccl)]
     assert ring[0].exposed < 0.03 and ring[1].exposed > 0.2
