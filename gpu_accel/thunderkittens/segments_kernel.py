@@ -52,6 +52,17 @@ def _load(
 
 
 @gluon.jit
+def _next_full(full, stage, phase, STAGES: gl.constexpr):
+    """The stage after this one and its phase, when what was asked for is there."""
+    stage += 1
+    if stage == STAGES:
+        stage = 0
+        phase ^= 1
+    mbarrier.wait(full.index(stage), phase)
+    return stage, phase
+
+
+@gluon.jit
 def _scaled_values(
     v_buf, sums, weights, after, decay, left, LAYOUT: gl.constexpr, GATED: gl.constexpr, WEIGHTED: gl.constexpr,
     REVERSE: gl.constexpr, STEADY: gl.constexpr, HALF: gl.constexpr,
@@ -151,11 +162,7 @@ def segments_kernel(
         for j in range(0, count - 1):
             acc = warpgroup_mma(values, k_bufs.index(stage), acc, is_async=True)
             done = stage
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
-            mbarrier.wait(full.index(stage), phase)
+            stage, phase = _next_full(full, stage, phase, STAGES)
             following, power, total = _scaled_values(
                 v_bufs.index(stage), sums_bufs.index(stage), weights_bufs.index(stage), total, decay,
                 seqlen - (first + TURN * (j + 1)) * STEPS, LEFT, GATED, WEIGHTED, REVERSE, STEADY, SCALED,
@@ -175,11 +182,7 @@ def segments_kernel(
         acc = warpgroup_mma_wait(1, deps=[acc])  # waits for nothing
         for j in range(1, count):
             done = stage
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
-            mbarrier.wait(full.index(stage), phase)
+            stage, phase = _next_full(full, stage, phase, STAGES)
             acc = warpgroup_mma(v_bufs.index(stage).permute((1, 0)), k_bufs.index(stage), acc, is_async=True)
             acc = warpgroup_mma_wait(1, deps=[acc])
             barrier()  # the stage before was read by all
