@@ -94,7 +94,7 @@ def both_kernel(
 ):  # fmt: skip
     """dk (batch, seqlen, heads, K), dv (.., V) through descriptors of rank 4 as in `walk_kernel`, of 64 steps each.
 
-    initial, final (sequences, heads, V, K), local (segments, sequences, heads, V, K) float32: D, as there.
+    initial, final (sequences, heads, V, K), local (segments - 1, sequences, heads, V, K) float32: D, as there.
     states_desc: (sequences, chunks * BV, heads, K), the D that enters every chunk, in the dtype of q.
     out_of, passed (sequences, heads, chunks, WARPS // 4, STEPS) float32, without weights, in parts: what a step passes
     to later chunks, and what it passes on inside its own. got (.., 4, STEPS): what it gets there of each 16 steps, with

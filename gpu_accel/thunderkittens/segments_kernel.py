@@ -85,7 +85,7 @@ def _scaled_values(
     else:
         factor = weights.load(STEP)
     if HALF:
-        power = _power(gl.max(gl.abs(factor), axis=0), 87, 0)
+        power = _power(gl.max(gl.abs(factor), axis=0), 55, 0)  # down to 2^-72: what many chunks leave of a step
         factor = factor * power
     return (values.to(gl.float32) * factor[None, :]).to(values.dtype), power, after
 
@@ -131,7 +131,7 @@ def segments_kernel(
     head_v = head // group_v
     each = gl.cdiv(chunks, segments)
     begin = position * each
-    # a segment without chunks takes one beyond the sequence, of zeros
+    # a segment without chunks takes one beyond the sequence: zeros, times what lies beside the gates and weights
     count = gl.maximum(gl.minimum(chunks, begin + each) - begin, 1)
     final = begin + count - 1
     first = chunks - 1 - final if REVERSE else final

@@ -124,7 +124,7 @@ def walk(
     """(o (batch, seqlen, heads, V), final state (batch, heads, K, V) float32); arguments as in `chunked.chunked`.
 
     q and k may have fewer heads than g and w, or v may.
-    local, decays: of `chunked_kernels._states_kernel`, where there is more than one segment. norm: divide by the sum of
+    local, decays: of `segment_sums`, where there is more than one segment. norm: divide by the sum of
     weights plus this; without gates, weights, a first state and segments, and with `inner` (batch, heads, seqlen) for
     those sums. vectors: what `gate_vectors` made of g and w.
     reverse; states, x and inner, and across for a walk forwards, which leaves the final state alone: see `walk_kernel`.

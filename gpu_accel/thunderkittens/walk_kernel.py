@@ -233,8 +233,8 @@ def walk_kernel(
 ):  # fmt: skip
     """o through o_desc, and final (sequences, heads, K, V) float32. Descriptors of rank 4: (batch, head, row, column).
 
-    initial: as final. local (segments, sequences, heads, K, V) and decays (segments, sequences, heads) float32: what
-    every segment adds to the state, and what it leaves of the one before it.
+    initial: as final. local (segments - 1, sequences, heads, K, V) and decays (segments - 1, sequences, heads) float32:
+    what every segment but the last adds to the state, and what it leaves of the one before it.
     NORM: o is divided by the sum of its weights, scale q_t' (k_1 + ... + k_t), plus `floor`. TOTALS: those sums go to
     inner (sequences, heads, seqlen) float32.
     GATES, for their gradients: a REVERSE walk keeps the state that enters every chunk, in states (sequences, chunks *
@@ -347,15 +347,11 @@ def walk_kernel(
         places, inside = _state_places(number, col, K, V, BK, BV, OUT)
         acc = gl.load(initial + places, mask=inside, other=0.0)
     if HAS_LOCAL:
-        for before in range(0, position, 2):  # two at a time, so that one load does not wait for the other
+        for before in range(0, position):
             one = before * sequences * heads + number
             places, inside = _state_places(one, col, K, V, BK, BV, OUT)
-            two = before + 1 < position
-            more, further = decays + one + sequences * heads, local + sequences * heads.to(gl.int64) * (K * V)
-            kept, added = gl.load(decays + one), gl.load(local + places, mask=inside, other=0.0)
-            kept_then = gl.load(more, mask=two, other=1.0)
-            added_then = gl.load(further + places, mask=inside & two, other=0.0)
-            acc = (acc * kept + added) * kept_then + added_then
+            acc = acc * gl.load(decays + one)
+            acc += gl.load(local + places, mask=inside, other=0.0)
     unit = 1.0
     back = 1.0
     if HALF:

@@ -69,27 +69,26 @@ def compile_ahead(call: Callable[[], Any], threads: int | None = None) -> int:
 def tuned_anew() -> Iterator[None]:
     """While it lasts, an autotuner forgets what it chose before when it is first met, and takes nothing from the disk.
 
-    What it chooses stays, so calls of the same shape may follow.
+    What it chooses stays, so calls of the same shape may follow, and of no other.
     """
     from triton.runtime.autotuner import Autotuner
 
-    original, met = Autotuner.run, set()
+    original = Autotuner.run
+    on_disk: dict[Any, bool] = {}
 
     def run(self: Any, *arguments: Any, **options: Any) -> Any:
-        if id(self) not in met:
-            met.add(id(self))
+        if self not in on_disk:
+            on_disk[self], self.cache_results = self.cache_results, False
             self.cache.clear()
-        on_disk, self.cache_results = self.cache_results, False
-        try:
-            return original(self, *arguments, **options)
-        finally:
-            self.cache_results = on_disk
+        return original(self, *arguments, **options)
 
     Autotuner.run = run
     try:
         yield
     finally:
         Autotuner.run = original
+        for one, before in on_disk.items():
+            one.cache_results = before
 
 
 @contextlib.contextmanager

@@ -88,8 +88,9 @@ def retention(dtype: torch.dtype, key_dim: int, value_dim: int) -> None:
 
     q, v = torch.empty(1, 4096, 16, key_dim, dtype=dtype), torch.empty(1, 4096, 16, value_dim, dtype=dtype)
     decay = torch.empty(16)[None, None].expand(v.shape[:3])
-    sums = walk_hopper.segment_sums(q, v, decay, None, segments=2)
-    walk_hopper.walk(q, q, v, decay, None, torch.empty(1, 16, key_dim, value_dim), *sums, scale=0.1, segments=2)
+    local, decays, _ = walk_hopper.segment_sums(q, v, decay, None, segments=2)
+    state = torch.empty(1, 16, key_dim, value_dim)
+    walk_hopper.walk(q, q, v, decay, None, state, local, decays, scale=0.1, segments=2)
 
 
 def delta(dtype: torch.dtype, key_dim: int, value_dim: int, packed: bool) -> None:

@@ -19,8 +19,7 @@ NAMES = ["dq", "dk", "dv", "dg", "dw", "dinitial"]
 
 def walk_in_torch(q, k, v, g, w, initial, local, decays, *, scale, segments, config=None, norm=None, reverse=False,
                   vectors=None, states=None, across=None, x=None, inner=None, turns=1, powers=None,
-                  wide=False,
-):  # fmt: skip
+                  wide=False):  # fmt: skip
     """What `walk_kernel` says it does, a chunk at a time, with its roundings to the dtype of q."""
     assert norm is None and (segments == 1) == (local is None) and powers is None and not wide
     batch, seqlen, heads = v.shape[0], v.shape[1], max(q.shape[2], v.shape[2])
@@ -305,6 +304,7 @@ def test_heads_in_turns_by_the_source_of_the_walks(heads_q, key_dim, dtype, devi
     pytest.param((2, 300, 2, 1, 64, 64), "g-w", False, 8, torch.bfloat16, id="q1-g-w-8-of-5-chunks"),
     pytest.param((1, 300, 2, 1, 24, 72), "g-w", False, 3, torch.float16, id="q1-g-w-fp16"),
     pytest.param((1, 520, 2, 2, 64, 64), "g", True, 2, torch.float16, id="g-reverse-fp16"),
+    pytest.param((1, 256, 1, 1, 64, 64), "faded", False, 2, torch.float16, id="faded-fp16"),
 ])  # fmt: skip
 def test_what_segments_add_by_the_source(shape, gates, reverse, segments, dtype, device):
     """Either way round: heads share what is on the left, or on the right. Backwards the first segment has a tail."""
@@ -313,6 +313,8 @@ def test_what_segments_add_by_the_source(shape, gates, reverse, segments, dtype,
     v = randn(batch, seqlen, heads, value_dim, seed=2, dtype=dtype)
     g = -randn(batch, seqlen, heads, seed=3).square() * 0.1 if "g" in gates.split("-") else None
     g = torch.tensor([-0.05, -0.2])[None, None].expand(v.shape[:3]) if gates == "steady" else g
+    if gates == "faded":  # 2^-69 is left of what the first chunk adds, and nothing else is added
+        g, v[:, CHUNK : 2 * CHUNK] = torch.full(v.shape[:3], -0.75), 0.0
     w = randn(batch, seqlen, heads, seed=4).abs() if "w" in gates.split("-") else None
     with gluon_in_torch.kernels_on_a_cpu() as done:
         found = [walk_hopper.segment_sums(*x, g, w, segments=segments, reverse=reverse, turned=True)
