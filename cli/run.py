@@ -57,7 +57,8 @@ def run(
             "--shape",
             metavar="SHAPE",
             help="Instead of the paper's: 4x2048x16x128 (batch, seqlen, heads, head_dim), or "
-            "seqlen=16k,head_dim=64,causal=true. Repeatable.",
+            "seqlen=16k,head_dim=64,causal=true; names and order are the experiment's, such as m=4096,n=4096,k=128. "
+            "Repeatable.",
         ),
     ] = None,
     only: Annotated[
@@ -102,7 +103,8 @@ def run(
     A wrong result of ours is exit code 3. One of a rival is reported just as loudly, and is no failure of this run.
     """
     from gpu_accel.workbench import registry, runner
-    from gpu_accel.workbench.experiment import Settings, parse_shape
+    from gpu_accel.workbench.experiment import Settings
+    from gpu_accel.workbench.planning import shapes_for
 
     output.check_suffix(output_)
     if tag and not tag.replace("-", "").replace("_", "").isalnum():
@@ -131,7 +133,6 @@ def run(
         device=device,
         precision=checked_precision(one, precision, experiments or []),
         input=input_ or one.inputs[0],
-        shapes=tuple(dict(parse_shape(text)) for text in shape or []),
         only=tuple(only or []),
         skip=tuple(skip or []),
         seed=seed,
@@ -141,6 +142,7 @@ def run(
         flush_l2=not warm_l2,
     )
     host = _host(settings.device)
+    settings = dataclasses.replace(settings, shapes=shapes_for(one, experiments, settings.precision, shape or []))
     timing = [name for name, given in (("--sustained", sustained), ("--warm-l2", warm_l2)) if given]
     if timing and host.device == "cpu":
         note(f"{' and '.join(timing)} without effect: nothing is timed on a CPU", style="yellow")

@@ -351,11 +351,59 @@ def test_a_paper_of_endless_numbers_is_refused_by_its_name(
     assert result.exit_code == codes.USAGE and str(file) in result.stderr and len(result.stderr) < 1000, result.output
 
 
-@pytest.mark.parametrize(("words", "own"), [("ring error", ""), ("ring error predict", "predict"), ("te gemm", "gemm")])
+@pytest.mark.parametrize(
+    ("words", "own"), [("ring error", ""), ("ring error predict", "predict"), ("te grouped", "grouped")]
+)
 def test_shapes_that_an_experiment_does_not_take_are_said(words: str, own: str) -> None:
     options = ("--shape", "1x64x2x64", "--shape", "seqlen=96,heads=2", "--device", "cpu", "--dry-run")
     said = invoke("run", *words.split(), *options).stderr
     assert (f"--shape without effect: {own} has sizes of its own" in said) == bool(own) == ("--shape" in said)
+
+
+@pytest.mark.parametrize(
+    ("words", "shape", "said"),
+    [
+        ("tk gemm", "q=4", "unknown name 'q', known are m, n, k, layout. Examples: 4096x4096x128  or  m=4096,n=4096,"),
+        ("tk gemm", "4x2048x16x128", "4 sizes where 3 are needed (m x n x k)"),
+        ("tk gemm", "layout=nx", "layout is 'nx'; choose one of nt, nn"),
+        ("tk norms", "op=softmx", "op is 'softmx'; choose one of rms_norm, "),
+        ("tk longconv", "gated=1", "gated is '1'; choose one of false, true"),
+        ("tk gemm norms", "m=4,rows=4", "no experiment here has all of that: gemm takes m, n, k, layout; norms takes"),
+        ("tk gemm longconv", "4x4x256", "give names, for these sizes fit several experiments"),
+        ("fa3 forward", "m=4", "unknown name 'm', known are batch, seqlen, heads, head_dim, seqlen_q, seqlen_k"),
+    ],
+)
+def test_a_wrong_shape_is_told_in_the_names_of_the_experiments(words: str, shape: str, said: str) -> None:
+    result = invoke("run", *words.split(), "--shape", shape, "--device", "cpu", "--dry-run")
+    assert result.exit_code == codes.USAGE and said in result.stderr, result.output
+
+
+def test_a_shape_is_for_the_experiments_that_have_its_names() -> None:
+    shapes = ("--shape", "m=9,n=8,k=7", "--shape", "batch=1,channels=2,length=256")
+    result = invoke("run", "tk", "gemm", "longconv", "ladder", *shapes, "--device", "cpu", "--dry-run", "--json")
+    cases = {name: [] for name in ("gemm", "longconv", "ladder")}
+    for item in json.loads(result.stdout)["items"]:
+        cases[item["experiment"]].append(item["case"])
+    assert [(case["m"], case["n"], case["k"], case["layout"]) for case in cases["gemm"]] == [(9, 8, 7, "nt")]
+    assert [(case["channels"], case["length"]) for case in cases["longconv"]] == [(2, 256)]
+    assert "--shape without effect: ladder has sizes of its own" in result.stderr and "gemm" not in result.stderr
+
+
+@pytest.mark.parametrize("shape", ["tk gemm 8kx8kx8k", "tk norms op=softmax,rows=64k,width=16k"])
+def test_shapes_for_a_gpu_are_not_begun_in_the_interpreter(shape: str, tmp_path: Path) -> None:
+    *words, sizes = shape.split()
+    if "on the CPU" not in invoke("run", *words, "--dry-run").output:
+        pytest.skip("there is a GPU")
+    result = invoke("run", *words, "--shape", sizes, "--results", tmp_path)
+    assert result.exit_code == codes.UNSUPPORTED and "in Triton's interpreter; try smaller shapes" in result.stderr
+
+
+def test_a_shape_of_ones_own_is_checked(tmp_path: Path) -> None:
+    arguments = ["tk", "gemm", "--shape", "5x3x9", "--only", "portable", "--device", "cpu", "--results", tmp_path]
+    result = invoke("run", *arguments, "--json")
+    assert result.exit_code == 0, result.output
+    (record,) = json.loads(result.stdout)["records"]
+    assert record["case"] | {"m": 5, "n": 3, "k": 9, "layout": "nt"} == record["case"]
 
 
 def test_a_file_of_somebody_else_is_told_of_in_one_line_and_does_not_steer_the_terminal(tmp_path: Path) -> None:

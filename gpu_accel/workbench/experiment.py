@@ -10,9 +10,11 @@ Building a workload must be cheap and allocate nothing on the device: `--dry-run
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 import numbers
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -23,9 +25,10 @@ Scalar = str | int | float | bool
 Case = dict[str, Scalar]
 
 ROLES = ("ours", "peer", "reference")
-ATTENTION_AXES = ("batch", "seqlen", "heads", "head_dim")
+ATTENTION_AXES = {"batch": 4, "seqlen": 2048, "heads": 16, "head_dim": 128}  # with the sizes of examples
 ATTENTION_EXTRA = ("seqlen_q", "seqlen_k", "heads_kv", "causal")
 SWITCHES = ("causal",)
+TRUE_OR_FALSE = ("false", "true")  # words of a shape that are read as bool
 LARGEST_SIZE = 2**40  # of one axis; nothing larger fits in any memory
 SEEDS = 2**63
 
@@ -230,10 +233,18 @@ class Experiment(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SimpleExperiment:
-    """An experiment made of two functions, for those that need no class of their own."""
+    """An experiment made of two functions, for those that need no class of their own.
+
+    Args:
+        axes: the sizes that --shape may give, in the order of its positional form, each with that of an example. Empty
+            where the experiment has sizes of its own, or takes those of attention.
+        words: what else a shape may say, and the words that it may be.
+    """
 
     name: str
     title: str
+    axes: Mapping[str, int] = field(default_factory=dict, hash=False)
+    words: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
     list_cases: Callable[[Settings], list[Case]] = field(repr=False)
     build_case: Callable[[Case, Settings], Workload] = field(repr=False)
 
@@ -270,44 +281,54 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def parse_shape(
-    text: str, axes: tuple[str, ...] = ATTENTION_AXES, extra: tuple[str, ...] = ATTENTION_EXTRA
-) -> dict[str, int | bool]:
+    text: str,
+    axes: Mapping[str, int] = ATTENTION_AXES,
+    extra: tuple[str, ...] = ATTENTION_EXTRA,
+    words: Mapping[str, tuple[str, ...]] | None = None,
+) -> Case:
     """Read a shape as people type it: `4x2048x16x128`, or `batch=4,seqlen=16k,heads=16,head_dim=128`.
 
-    The positional form gives all of `axes` in order; the named form any of `axes` and `extra`. Sizes are positive
-    integers, `16k` is 16384; `true` and `false` are allowed for switches such as `causal`.
+    The positional form gives all of `axes` in order; the named form any of `axes`, `extra` and `words`. Sizes are
+    positive integers, `16k` is 16384; `true` and `false` are allowed for switches such as `causal`, and what `words`
+    says for each of its names.
+
+    Args:
+        axes: names, each with the size of an example.
 
     Raises:
         InvalidInputError: the text does not follow either form, with examples that do.
     """
-    sizes = [4, 2048, 16, 128] if len(axes) == 4 else [4] * len(axes)
-    examples = "{}  or  {}".format(
-        "x".join(map(str, sizes)), ",".join(f"{axis}={size}" for axis, size in zip(axes, sizes, strict=True))
-    )
+    words = words or {}
+    known = (*axes, *extra, *words)
+    examples = f"{'x'.join(map(str, axes.values()))}  or  {_named(axes)}"
 
     def wrong(why: str) -> InvalidInputError:
         return InvalidInputError(f"cannot read shape {shown(text)}: {why}. Examples: {examples}")
 
-    shape: dict[str, int | bool] = {}
+    shape: Case = {}
     if "=" not in text:
-        parts = text.lower().replace("×", "x").split("x")
+        parts = _parts(text)
         if len(parts) != len(axes):
             raise wrong(f"{len(parts)} sizes where {len(axes)} are needed ({' x '.join(axes)})")
         pairs = list(zip(axes, parts, strict=True))
     else:
         pairs = []
-        for item in filter(None, (item.strip() for item in text.split(","))):
-            key, equals, value = item.partition("=")
-            key = key.strip()
+        for key, equals, value in _items(text):
             if not equals:
-                raise wrong(f"{item!r} has no '='")
-            if key not in (*axes, *extra):
-                raise wrong(f"unknown name {key!r}, known are {', '.join((*axes, *extra))}")
+                raise wrong(f"{key!r} has no '='")
+            if key not in known:
+                raise wrong(f"unknown name {key!r}, known are {', '.join(known)}")
             if key in [seen for seen, _ in pairs]:
                 raise wrong(f"{key!r} is given twice")
             pairs.append((key, value))
     for key, value in pairs:
-        parsed = _size_or_switch(value.strip().lower())
+        word = value.strip().lower()
+        if key in words:
+            if word not in words[key]:
+                raise wrong(f"{key} is {shown(value.strip())}; choose one of {', '.join(words[key])}")
+            shape[key] = word == "true" if words[key] == TRUE_OR_FALSE else word
+            continue
+        parsed = _size_or_switch(word)
         if parsed is None or isinstance(parsed, bool) != (key in SWITCHES):
             raise wrong(
                 f"{key} is {shown(value.strip())}, not {'true or false' if key in SWITCHES else 'a positive integer'}"
@@ -318,6 +339,80 @@ def parse_shape(
     if "seqlen" in shape and (twice := [key for key in ("seqlen_q", "seqlen_k") if key in shape]):
         raise wrong(f"seqlen sets seqlen_q and seqlen_k, so {' and '.join(twice)} cannot be given beside it")
     return shape
+
+
+def shape_for(text: str, experiments: Iterable[Experiment]) -> Case:
+    """A shape as `parse_shape` reads it, in the names of those experiments that have some; else in attention's.
+
+    Where experiments have different names, all in a shape must be those of one.
+
+    Raises:
+        InvalidInputError: as parse_shape; no experiment has all the names, or sizes alone fit several.
+    """
+    able = [one for one in experiments if _axes(one)]
+    forms: dict[tuple[str, ...], Experiment] = {}
+    for one in able:
+        forms.setdefault(_names(one), one)
+    if not forms:
+        return parse_shape(text)
+    if len(forms) > 1:
+        if "=" in text:
+            given = {key for key, _, _ in _items(text)}
+            forms = {names: one for names, one in forms.items() if given <= set(names)}
+        else:
+            forms = {names: one for names, one in forms.items() if len(_parts(text)) == len(_axes(one))}
+        if not forms or "=" not in text and len(forms) > 1:
+            why = (
+                "give names, for these sizes fit several experiments" if forms else "no experiment here has all of that"
+            )
+            takes = "; ".join(f"{one.name} takes {', '.join(_names(one))}" for one in able)
+            raise InvalidInputError(
+                f"cannot read shape {shown(text)}: {why}: {takes}. Example: {_named(_axes(able[0]))}"
+            )
+    one = next(iter(forms.values()))
+    return parse_shape(text, _axes(one), (), getattr(one, "words", {}))
+
+
+def for_experiment(settings: Settings, experiment: Experiment) -> Settings:
+    """Settings without the shapes that are for other experiments: those with names that it does not have."""
+    if not _axes(experiment):
+        return settings
+    names = set(_names(experiment))
+    return dataclasses.replace(settings, shapes=tuple(shape for shape in settings.shapes if names.issuperset(shape)))
+
+
+def completed(shapes: Iterable[Case], first: Case, every: Mapping[str, Sequence[Scalar]] | None = None) -> list[Case]:
+    """The cases of shapes that were asked for: what they leave out is each of `every`, or else as in `first`."""
+    found: list[Case] = []
+    for shape in shapes:
+        open_ = {name: values for name, values in (every or {}).items() if name not in shape}
+        for chosen in itertools.product(*open_.values()):
+            case = {**first, **shape, **dict(zip(open_, chosen, strict=True))}
+            if case not in found:
+                found.append(case)
+    return found
+
+
+def _axes(experiment: Experiment) -> Mapping[str, int]:
+    return getattr(experiment, "axes", {})
+
+
+def _names(experiment: Experiment) -> tuple[str, ...]:
+    return (*_axes(experiment), *getattr(experiment, "words", {}))
+
+
+def _named(axes: Mapping[str, int]) -> str:
+    return ",".join(f"{axis}={size}" for axis, size in axes.items())
+
+
+def _parts(text: str) -> list[str]:
+    return text.lower().replace("×", "x").split("x")
+
+
+def _items(text: str) -> list[tuple[str, str, str]]:
+    """(name, "=", value) of each item; ("item", "", "") of one without "="."""
+    split = (item.strip().partition("=") for item in text.split(",") if item.strip())
+    return [(key.strip(), equals, value) for key, equals, value in split]
 
 
 def _size_or_switch(word: str) -> int | bool | None:

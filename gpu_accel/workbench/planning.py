@@ -10,7 +10,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gpu_accel.errors import GpuAccelError, InvalidInputError, UnsupportedError
-from gpu_accel.workbench.experiment import Case, Experiment, Settings, Workload, did_you_mean, select
+from gpu_accel.workbench.experiment import (
+    Case,
+    Experiment,
+    Settings,
+    Workload,
+    did_you_mean,
+    for_experiment,
+    select,
+    shape_for,
+)
 from gpu_accel.workbench.host import Host
 
 if TYPE_CHECKING:
@@ -117,6 +126,8 @@ def _flops_of(case: Case, moved: float | None) -> float:
     One that counts bytes alone does little with each, however many pairs of rows there would be.
     """
     axes = [case.get(axis, 0) for axis in ("batch", "heads", "seqlen_q", "seqlen_k", "head_dim")]
+    if moved is not None and not any(axes):  # nothing of attention
+        return INTERPRETED_FLOPS_PER_BYTE * moved
     product = 4.0
     for size in axes:
         product *= size if isinstance(size, int) else 0
@@ -165,6 +176,19 @@ def settle(settings: Settings | None, host: Host | None) -> tuple[Host, Settings
     return host, dataclasses.replace(settings, device=host.device)
 
 
+def shapes_for(paper: Paper, names: Sequence[str] | None, precision: str, texts: Sequence[str]) -> tuple[Case, ...]:
+    """What --shape says, in the names of the experiments that are to run; imports them only where there is a shape.
+
+    Raises:
+        InvalidInputError: a text that is no shape of these experiments, or an experiment that the paper has not.
+    """
+    if not texts:
+        return ()
+    with _importable(paper):
+        experiments = [paper.experiment(name) for name in names or paper.default_experiments(precision)]
+    return tuple(shape_for(text, experiments) for text in texts)
+
+
 def list_items(paper: Paper, names: Sequence[str] | None, settings: Settings) -> list[Item]:
     """Every case of the experiments named, built; `only` and `skip` are checked against all of them together."""
     if isinstance(names, str):
@@ -188,7 +212,7 @@ def list_items(paper: Paper, names: Sequence[str] | None, settings: Settings) ->
         experiments = [paper.experiment(name) for name in dict.fromkeys(chosen)]
     for experiment in experiments:
         with _importable(paper):
-            cases = list(experiment.cases(settings))
+            cases = list(experiment.cases(for_experiment(settings, experiment)))
         for case in cases:
             try:
                 with _importable(paper):

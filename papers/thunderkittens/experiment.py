@@ -21,6 +21,8 @@ _ALL = (
     SimpleExperiment(
         name="gemm",
         title="Products in bf16 and fp16 next to cuBLAS: cubes, few slices of K, few rows",
+        axes=products.AXES,
+        words=products.WORDS,
         list_cases=products.list_cases,
         build_case=products.build,
     ),
@@ -39,6 +41,8 @@ _ALL = (
     SimpleExperiment(
         name="linear-attention",
         title="Linear attention without gates, with decays and gates, and the delta rule, next to fla and torch",
+        axes=sequences.AXES,
+        words=sequences.WORDS,
         list_cases=sequences.attention_cases,
         build_case=sequences.build_attention,
     ),
@@ -51,18 +55,24 @@ _ALL = (
     SimpleExperiment(
         name="longconv",
         title="Convolutions as long as the sequence next to torch.fft, with the filter's transform kept and not",
+        axes=longconv.AXES,
+        words=longconv.WORDS,
         list_cases=longconv.list_cases,
         build_case=longconv.build,
     ),
     SimpleExperiment(
         name="mamba2",
         title="Mamba-2's scan next to mamba_ssm, as the paper called it and as it is meant",
+        axes=sequences.MAMBA_AXES,
+        words=sequences.MAMBA_WORDS,
         list_cases=sequences.mamba_cases,
         build_case=sequences.build_mamba,
     ),
     SimpleExperiment(
         name="norms",
         title="Norms, softmax, rotary, gates, short convolutions, losses next to a copy of as many bytes, and to torch",
+        axes=norms.AXES,
+        words=norms.WORDS,
         list_cases=norms.list_cases,
         build_case=norms.build,
     ),

@@ -16,23 +16,36 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gpu_accel.thunderkittens.long_conv import FlashFFTConv, long_conv_reference
-from gpu_accel.workbench.experiment import Case, Check, Implementation, Settings, Workload
+from gpu_accel.errors import UnsupportedError
+from gpu_accel.thunderkittens.long_conv import SIZES, FlashFFTConv, long_conv_reference
+from gpu_accel.workbench.experiment import (
+    TRUE_OR_FALSE,
+    Case,
+    Check,
+    Implementation,
+    Settings,
+    Workload,
+    completed,
+)
 
 from . import judging
 from .judging import DTYPES, randn
 
 # batch, channels, length of the transform, gated: the paper's, and two of FlashFFTConv's table
 _SHAPES = [(16, 1024, 1024, False), (16, 1024, 4096, False), (64, 768, 1024, True), (64, 768, 4096, True)]
+AXES = {"batch": 16, "channels": 1024, "length": 4096}
+WORDS = {"gated": TRUE_OR_FALSE}
 
 
 def list_cases(settings: Settings) -> list[Case]:
+    """The paper's shapes, on a CPU a small one; `settings.shapes` take their place."""
     shapes = _SHAPES[: 2 if settings.quick else None] if settings.on_gpu else [(2, 3, 256, True)]
     names = ("batch", "channels", "length", "gated")
-    return [
+    own: list[Case] = [
         dict(zip(names, shape, strict=True)) | {"pass": "forward", "dtype": settings.precision, "input": "normal"}
         for shape in shapes
     ]
+    return completed(settings.shapes, own[0]) if settings.shapes else own
 
 
 def _inputs(case: Case, seed: int, device: str) -> list[Tensor]:
@@ -62,6 +75,9 @@ def _torch(length: int, kept: bool) -> Callable[..., Tensor]:
 def build(case: Case, settings: Settings) -> Workload:
     length, on_gpu = int(case["length"]), settings.on_gpu
     make_inputs = functools.partial(_inputs, case, device=settings.device)
+    judging.refuse_beyond_memory(int(case["batch"]) * int(case["channels"]) * length)
+    if length not in SIZES:
+        raise UnsupportedError(f"transforms of {', '.join(map(str, SIZES))} are made, not of {length}")
     exact = _torch(length, False)
 
     def made(name: str, role: str, fresh: Callable[[], Callable[..., Tensor]], note: str = ""):

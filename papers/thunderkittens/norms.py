@@ -20,13 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gpu_accel.errors import UnsupportedError
 from gpu_accel.flash_attention3.rotary import apply_rotary
 from gpu_accel.thunderkittens import causal_conv1d, elements, losses, row_ring, rows
-from gpu_accel.workbench.experiment import Case, Check, Implementation, Settings, Workload
+from gpu_accel.workbench.experiment import Case, Check, Implementation, Settings, Workload, completed
 
 from . import judging
 from .judging import DTYPES, Function, randn
-from .sequences import hopper_refusal
+from .sequences import PASSES, hopper_refusal
 
 OPS = ("rms_norm", "layer_norm", "add_rms_norm", "softmax", "swiglu")
 # At one width: what has no row to reduce, or one whose length its model sets. Channels of the short convolution are
@@ -36,20 +37,35 @@ _LONG = ("rms_norm", "layer_norm", "softmax")  # which have a kernel for long ro
 _RINGS = {"rms_norm": "rms", "layer_norm": "layer", "add_rms_norm": "add_rms", "softmax": "softmax"}  # of row_ring
 _TAPS = 4  # of the short convolution
 _BASE = 10000.0
+AXES = {"rows": 4096, "width": 4096}
+WORDS = {"op": (*OPS, *ONCE), "pass": PASSES}
 
 
 def list_cases(settings: Settings) -> list[Case]:
-    """2^27 elements on a GPU, at the widths where others drop first; on a CPU a few odd rows."""
+    """2^27 elements on a GPU, at the widths where others drop first; on a CPU a few odd rows.
+
+    `settings.shapes` take their place, for every op where they name none.
+    """
     widths = [16384, 4096, 65536, 1024, 8192][: 2 if settings.quick else None] if settings.on_gpu else [48]
     total = 2**27 if settings.on_gpu else 48 * 5
     once = [(op, width if settings.on_gpu else 48) for op, width in ONCE.items()]
     pairs = [(op, width) for width in widths for op in OPS]
-    return [
+    own: list[Case] = [
         {"op": op, "rows": total // width, "width": width, "pass": pass_, "dtype": settings.precision,
          "input": "normal"}
         for op, width in pairs[: len(OPS)] + once + pairs[len(OPS) :]
-        for pass_ in ("forward", "backward")
+        for pass_ in PASSES
     ]  # fmt: skip
+    if not settings.shapes:
+        return own
+    firsts = [next(case for case in own if case["op"] == op) for op in WORDS["op"]]
+    return [
+        case
+        for first in firsts
+        for case in completed(
+            [shape for shape in settings.shapes if shape.get("op", first["op"]) == first["op"]], first, {"pass": PASSES}
+        )
+    ]
 
 
 def _inputs(case: Case, seed: int, device: str) -> list[Tensor]:
@@ -83,16 +99,20 @@ def _tables(count: int, width: int, device) -> tuple[Tensor, Tensor]:
 _SEQLEN = 4096
 
 
+def _seqlen(rows: int) -> int:
+    """Steps of a sequence: all rows are one where they are not made of such as long as usual."""
+    return rows if rows % _SEQLEN else _SEQLEN
+
+
 def _turned(x: Tensor) -> Tensor:
     """(rows, width) as (batch, seqlen, one head, width)."""
-    seqlen = min(_SEQLEN, x.shape[0])
-    return x.view(x.shape[0] // seqlen, seqlen, 1, x.shape[1])
+    return x.view(-1, _seqlen(x.shape[0]), 1, x.shape[1])
 
 
 def _filtered(backend: str) -> Function:
     def call(x, weight, bias):
         # views alone: an index would have its gradient written into zeros, twice the bytes of the case beside it
-        channels = x.view(-1, min(_SEQLEN, x.shape[0]), x.shape[1]).transpose(1, 2)
+        channels = x.view(-1, _seqlen(x.shape[0]), x.shape[1]).transpose(1, 2)
         y = causal_conv1d.causal_conv1d_fn(channels, weight, bias, activation="silu", backend=backend)
         return y.transpose(1, 2).reshape(x.shape)
 
@@ -178,6 +198,9 @@ def bytes_moved(case: Case) -> int:
 def build(case: Case, settings: Settings) -> Workload:
     """Ours, the copy, torch eager and compiled."""
     backward, device = case["pass"] == "backward", settings.device
+    judging.refuse_beyond_memory(int(case["rows"]) * int(case["width"]))
+    if case["op"] == "rotary" and int(case["width"]) % 2:
+        raise UnsupportedError(f"rotary turns pairs, so its width is even, not {case['width']}")
     eager = _torch(case)
     exact = _ours(case, device, "reference")
     # Softmax's gradient reads y, which torch too keeps in the dtype of x. Beside a ruler that keeps it in float32, y

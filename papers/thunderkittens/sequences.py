@@ -25,12 +25,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gpu_accel.thunderkittens import delta, walk_hopper
+from gpu_accel.errors import UnsupportedError
+from gpu_accel.thunderkittens import chunked, delta, walk_hopper
 from gpu_accel.thunderkittens import linear as la
 from gpu_accel.thunderkittens.gla import chunk_gla
 from gpu_accel.thunderkittens.gla import refusal as gla_refusal
 from gpu_accel.thunderkittens.mamba2 import mamba_chunk_scan_combined
-from gpu_accel.workbench.experiment import Case, Implementation, Settings, Workload
+from gpu_accel.workbench.experiment import Case, Implementation, Settings, Workload, completed
 
 from . import judging
 from .judging import DTYPES, Function, randn
@@ -40,19 +41,26 @@ _SHAPES = [(8, 2048, 16, 128, 128), (8, 8192, 16, 128, 128), (1, 16384, 16, 128,
 # batch, seqlen, heads, headdim, dstate, groups: mamba_ssm's own, and the paper's
 _MAMBA = [(8, 2048, 80, 64, 128, 1)] + [(16, n, 16, 64, 64, 1) for n in (1024, 2048, 4096, 8192, 16384)]
 PASSES = ("forward", "backward")
+GATES = ("none", "decay", "step", "key", "delta", "delta-step")
+_NAMES = ("batch", "seqlen", "heads", "key_dim", "value_dim")
+_MAMBA_NAMES = ("batch", "seqlen", "heads", "headdim", "dstate", "groups")
+AXES, WORDS = dict(zip(_NAMES, _SHAPES[0], strict=True)), {"gate": GATES, "pass": PASSES}
+MAMBA_AXES, MAMBA_WORDS = dict(zip(_MAMBA_NAMES, _MAMBA[0], strict=True)), {"pass": PASSES}
 _TUNED = "tuned by its own autotuner over all of its configurations before it is timed"
 
 
 def attention_cases(settings: Settings) -> list[Case]:
+    """The paper's shapes, on a CPU a small one; `settings.shapes` take their place, with all gates and both passes."""
     shapes = _SHAPES[: 1 if settings.quick else None] if settings.on_gpu else [(1, 37, 2, 24, 40)]
-    names = ("batch", "seqlen", "heads", "key_dim", "value_dim")
-    return [
-        dict(zip(names, shape, strict=True))
+    own: list[Case] = [
+        dict(zip(_NAMES, shape, strict=True))
         | {"gate": gate, "pass": pass_, "dtype": settings.precision, "input": "normal"}
         for shape in shapes
         for gate in _gates(settings, shape)
         for pass_ in PASSES
     ]  # fmt: skip
+    gates = GATES if settings.on_gpu else _gates(settings, ())
+    return completed(settings.shapes, own[0], {"gate": gates, "pass": PASSES}) if settings.shapes else own
 
 
 def _gates(settings: Settings, shape: tuple[int, ...]) -> tuple[str, ...]:
@@ -154,6 +162,21 @@ def hopper_refusal(settings: Settings, precision: str, half: bool = False) -> st
     return walk_hopper.machine_refusal(torch.empty(0, dtype=DTYPES[precision], device=settings.device), half) or ""
 
 
+def _refuse_sizes(case: Case, wide: tuple[str, str]) -> None:
+    """What no implementation here takes. wide: names of the dimensions of keys and of values."""
+    key_dim, value_dim = (int(case[name]) for name in wide)
+    judging.refuse_beyond_memory(int(case["batch"]) * int(case["seqlen"]) * int(case["heads"]) * (key_dim + value_dim))
+    if max(key_dim, value_dim) > la.LARGEST_DIM:
+        raise UnsupportedError(f"{' and '.join(wide)} are at most {la.LARGEST_DIM}, got {key_dim} and {value_dim}")
+
+
+def _size_refusal(case: Case, key_dim: int, value_dim: int) -> str:
+    """Why the kernels in Gluon cannot take these sizes; empty when they can."""
+    shape = [int(case[name]) for name in ("batch", "seqlen", "heads")]
+    q, v = (torch.empty(*shape, dim, device="meta") for dim in (key_dim, value_dim))
+    return walk_hopper.size_refusal(q, v, None, chunked.CHUNK) or ""
+
+
 def _implementation(
     name: str, role: str, function: Function, truth: Function, ruler: Function, make_inputs: Callable, case: Case,
     settings: Settings, why: str = "", note: str = "", shared: tuple[int, ...] = (), known: dict | None = None,
@@ -175,6 +198,7 @@ def _implementation(
 
 
 def build_attention(case: Case, settings: Settings) -> Workload:
+    _refuse_sizes(case, ("key_dim", "value_dim"))
     make_inputs = functools.partial(_inputs, case, device=settings.device)
     eager = _linear(case, "reference")
     made = functools.partial(
@@ -188,7 +212,9 @@ def build_attention(case: Case, settings: Settings) -> Workload:
     moved = reads + value_dim if case["pass"] == "forward" else 2 * reads + value_dim
     gates = 4 * steps * {"step": 1, "key": key_dim, "delta": 1, "delta-step": 2}.get(str(case["gate"]), 0)
     half = not _is_delta(case) and case["gate"] != "key"
-    why, plain = hopper_refusal(settings, str(case["dtype"]), half), ""
+    why, plain = hopper_refusal(settings, str(case["dtype"]), half) or _size_refusal(case, key_dim, value_dim), ""
+    if _is_delta(case) and key_dim > delta.LARGEST_KEY:
+        plain = f"the kernels of the delta rule hold keys of {delta.LARGEST_KEY} dimensions"
     if case["gate"] == "key":
         why = why or ("" if case["pass"] == "forward" else "gradients of gates of every key dimension are `portable`")
         values = torch.empty(0, 0, 0, value_dim, dtype=DTYPES[str(case["dtype"])], device=settings.device)
@@ -215,13 +241,14 @@ def build_attention(case: Case, settings: Settings) -> Workload:
 
 
 def mamba_cases(settings: Settings) -> list[Case]:
+    """mamba_ssm's own shape and the paper's, on a CPU a small one; `settings.shapes` take their place."""
     shapes = _MAMBA[: 2 if settings.quick else None] if settings.on_gpu else [(1, 21, 2, 16, 16, 1)]
-    names = ("batch", "seqlen", "heads", "headdim", "dstate", "groups")
-    return [
-        dict(zip(names, shape, strict=True)) | {"pass": pass_, "dtype": settings.precision, "input": "normal"}
+    own: list[Case] = [
+        dict(zip(_MAMBA_NAMES, shape, strict=True)) | {"pass": pass_, "dtype": settings.precision, "input": "normal"}
         for shape in shapes
         for pass_ in PASSES
     ]
+    return completed(settings.shapes, own[0], {"pass": PASSES}) if settings.shapes else own
 
 
 def _mamba_inputs(case: Case, seed: int, device: str) -> list[Tensor]:
@@ -254,6 +281,9 @@ def _mamba_ssm(chunk: int) -> Function:
 
 
 def build_mamba(case: Case, settings: Settings) -> Workload:
+    _refuse_sizes(case, ("dstate", "headdim"))
+    if int(case["heads"]) % int(case["groups"]):
+        raise UnsupportedError(f"the {case['heads']} heads must be a multiple of the {case['groups']} groups")
     make_inputs = functools.partial(_mamba_inputs, case, device=settings.device)
     eager = _mamba("reference")
     made = functools.partial(
@@ -261,6 +291,8 @@ def build_mamba(case: Case, settings: Settings) -> Workload:
         known={},
     )  # fmt: skip
     why = judging.missing("mamba_ssm", settings)
+    no_hopper = hopper_refusal(settings, str(case["dtype"]), True)
+    no_hopper = no_hopper or _size_refusal(case, int(case["dstate"]), int(case["headdim"]))
 
     def wide_inputs(seed: int) -> list[Tensor]:
         return [t.float() for t in make_inputs(seed)]
@@ -291,7 +323,7 @@ def build_mamba(case: Case, settings: Settings) -> Workload:
     )
     return Workload(
         implementations=[
-            made("hopper", "ours", _mamba("hopper"), why=hopper_refusal(settings, str(case["dtype"]), True)),
+            made("hopper", "ours", _mamba("hopper"), why=no_hopper),
             made("portable", "ours", _mamba("portable")),
             made("torch", "reference", eager, note="chunks of 64 as eager products"),
             made("mamba_ssm", "peer", _mamba_ssm(256), why=why, note=f"chunk 256, the module's default; {_TUNED}"),

@@ -28,6 +28,8 @@ _ALL = (
     SimpleExperiment(
         name="gemm",
         title="FP8 products with scales per tensor, row and block, with and without quantising",
+        axes=products.AXES,
+        words=products.WORDS,
         list_cases=products.list_cases,
         build_case=products.build,
     ),

@@ -35,7 +35,7 @@ from gpu_accel.transformer_engine.gemm import scaled_mm, scaled_mm_fp8
 from gpu_accel.transformer_engine.quantizer import quantize
 from gpu_accel.transformer_engine.reference_gemm import scaled_mm_reference
 from gpu_accel.transformer_engine.tensor import QuantizedTensor
-from gpu_accel.workbench.experiment import Case, Check, Implementation, Settings, Workload
+from gpu_accel.workbench.experiment import Case, Check, Implementation, Settings, Workload, completed
 
 from . import inputs
 
@@ -48,6 +48,7 @@ PAIRS = {
 }
 _CUBES = ((4096, 4096, 4096), (8192, 8192, 8192), (16384, 16384, 16384))
 FEW_ROWS = 64
+MOST_NUMBERS = 2**44  # of the tensors of a case
 _FEW = ((1, 8192, 8192), (16, 8192, 8192), (64, 8192, 8192))
 _LAYERS = ((2048, 2048, 2048), (4096, 6144, 2048), (8192, 4096, 4096), (4096, 14336, 4096), (4096, 4096, 14336))
 # N and K of the dense products in DeepGEMM's first README, each with as many rows
@@ -55,8 +56,15 @@ _DEEPGEMM = ((2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 71
 _DEEPGEMM_ROWS = (4096, 64, 128)
 
 
+AXES = {"m": 4096, "n": 4096, "k": 4096}
+WORDS = {"scales": tuple(PAIRS)}
+
+
 def list_cases(settings: Settings) -> list[Case]:
-    """Cubes, few rows, layers' products and DeepGEMM's; on a CPU one small ragged product for each scaling."""
+    """Cubes, few rows, layers' products and DeepGEMM's; on a CPU one small ragged product for each scaling.
+
+    `settings.shapes` take their place, with every scaling where they name none.
+    """
     if settings.on_gpu:
         sizes = {name: [*_CUBES, *_FEW] for name in ("tensor", "row", "block")}
         sizes["tensor"] += _LAYERS
@@ -66,17 +74,20 @@ def list_cases(settings: Settings) -> list[Case]:
     else:
         sizes = {name: [(48, 64, 160)] for name in PAIRS}
     kind = inputs.drawn(settings)
-    return [
+    own: list[Case] = [
         {"scales": name, "m": m, "n": n, "k": k, "dtype": "e4m3", "input": kind}
         for name, found in sizes.items()
         for m, n, k in found
     ]
+    return completed(settings.shapes, own[0], WORDS) if settings.shapes else own
 
 
 def build(case: Case, settings: Settings) -> Workload:
     """Ours, with and without quantising, torch's FP8 and torch's bf16."""
     m, n, k = (int(case[key]) for key in ("m", "n", "k"))
     first, second = PAIRS[str(case["scales"])]
+    if m * n + n * k + m * k > MOST_NUMBERS:
+        raise UnsupportedError(f"tensors of {m * n + n * k + m * k:.2g} numbers are beyond any memory")
 
     def data(seed: int) -> tuple[Tensor, Tensor]:
         return inputs.make(case, seed, settings.device)

@@ -14,9 +14,12 @@ from gpu_accel.workbench.experiment import (
     Settings,
     SimpleExperiment,
     Workload,
+    completed,
     did_you_mean,
+    for_experiment,
     parse_shape,
     select,
+    shape_for,
 )
 
 
@@ -41,7 +44,50 @@ def test_what_is_nearly_a_known_word_is_suggested():
 
 
 def test_other_axes():
-    assert parse_shape("128x256", axes=("m", "n"), extra=()) == {"m": 128, "n": 256}
+    axes = {"m": 64, "n": 32}
+    assert parse_shape("128x256", axes, ()) == {"m": 128, "n": 256}
+    with pytest.raises(InvalidInputError, match="unknown name 'q', known are m, n. Examples: 64x32  or  m=64,n=32"):
+        parse_shape("q=4", axes, ())
+
+
+def test_words_of_a_shape():
+    words = {"layout": ("nt", "nn"), "gated": ("false", "true")}
+    assert parse_shape("m=2,layout=NN, gated=true", {"m": 4}, (), words) == {"m": 2, "layout": "nn", "gated": True}
+    with pytest.raises(InvalidInputError, match="layout is '3'; choose one of nt, nn"):
+        parse_shape("layout=3", {"m": 4}, (), words)
+
+
+def an_experiment(name: str, **options) -> SimpleExperiment:
+    return SimpleExperiment(
+        name=name, title="", list_cases=lambda _: [], build_case=lambda *_: Workload(implementations=[]), **options
+    )
+
+
+def test_a_shape_is_read_in_the_names_of_the_experiments():
+    product, rows = an_experiment("product", axes={"m": 4, "n": 8}), an_experiment("rows", axes={"rows": 2, "m": 3})
+    plain = an_experiment("plain")
+    assert shape_for("1x16x1x32", [plain]) == parse_shape("1x16x1x32")
+    assert shape_for("2x3", [plain, product]) == {"m": 2, "n": 3}
+    assert shape_for("rows=2", [product, rows]) == {"rows": 2}
+    with pytest.raises(InvalidInputError, match="fit several experiments: product takes m, n; rows takes rows, m"):
+        shape_for("2x3", [product, rows])
+    with pytest.raises(InvalidInputError, match="no experiment here has all of that.*Example: m=4,n=8"):
+        shape_for("n=2,rows=3", [product, rows])
+    with pytest.raises(InvalidInputError, match="n is '0'"):
+        shape_for("n=0", [product, rows])
+    asked = Settings(shapes=({"m": 2}, {"rows": 3}, {"batch": 1}))
+    assert for_experiment(asked, product).shapes == ({"m": 2},)
+    assert for_experiment(asked, rows).shapes == ({"m": 2}, {"rows": 3})
+    assert for_experiment(asked, plain) == asked, "what an experiment without names of its own gets does not change"
+
+
+def test_what_a_shape_leaves_out():
+    first = {"m": 1, "n": 2, "pass": "forward"}
+    every = {"pass": ("forward", "backward")}
+    assert completed([{"m": 5}], first) == [{"m": 5, "n": 2, "pass": "forward"}]
+    found = completed([{"n": 7}, {"n": 7, "pass": "backward"}], first, every)
+    assert found == [{"m": 1, "n": 7, "pass": "forward"}, {"m": 1, "n": 7, "pass": "backward"}]
+    assert list(found[0]) == list(first), "the order of a case's names is that of the experiment"
 
 
 @pytest.mark.parametrize(
