@@ -95,11 +95,6 @@ def _flipped(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.mT.contiguous()
 
 
-def _scaled(dstate: Tensor, scale: float, initial: Tensor | None) -> Tensor:
-    """The gradient of the first state; of none, which nobody reads, as it is."""
-    return dstate if scale == 1 or initial is None else dstate * scale
-
-
 def both(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, vectors: tuple[Tensor, Tensor], initial: Tensor | None,
     local: Tensor | None, decays: Tensor | None, states: Tensor, *, weighted: bool, scale: float, segments: int,
@@ -204,7 +199,7 @@ def gradients(
                  num_warps=4),
         )  # fmt: skip
         dg = dg if rates is None else dg.sum((0, 1))
-        return dq, dk, dv, dg, dw, _scaled(dstate, scale, initial)
+        return dq, dk, dv, dg, dw, dstate if scale == 1 else dstate * scale
     block = min(group, _HEADS)
     launch(
         pairs_kernel._pairs_kernel, batch * chunks * heads_q * triton.cdiv(group, block),
@@ -214,7 +209,7 @@ def gradients(
              BV=max(64, next_power_of_2(value_dim)), BH=block, BA=rows, HAS_W=w is not None, PRECISION="tf32",
              num_warps=4, num_stages=2),
     )  # fmt: skip
-    return dq, dk, dv, dg, dw, _scaled(dstate, scale, initial)
+    return dq, dk, dv, dg, dw, dstate if scale == 1 else dstate * scale
 
 
 def plain(
@@ -237,4 +232,4 @@ def plain(
     dv, dstate = walk_hopper.walk(k, q, do, g, None, ending, dsum, ddecay, reverse=True, **common)
     if heads > heads_q:
         dq, dk = (x.unflatten(2, (heads_q, heads // heads_q)).sum(3).to(q.dtype) for x in (dq, dk))
-    return dq, dk, dv, _scaled(dstate, scale, initial)
+    return dq, dk, dv, dstate * scale
