@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from gpu_accel.errors import InvalidInputError, shown
+from gpu_accel.errors import InvalidInputError, UnsupportedError, shown
 from gpu_accel.workbench.invariants import COLD_L2
 
 Scalar = str | int | float | bool
@@ -30,6 +30,7 @@ ATTENTION_EXTRA = ("seqlen_q", "seqlen_k", "heads_kv", "causal")
 SWITCHES = ("causal",)
 TRUE_OR_FALSE = ("false", "true")  # words of a shape that are read as bool
 LARGEST_SIZE = 2**40  # of one axis; nothing larger fits in any memory
+MOST_NUMBERS = 2**44  # of the tensors of a case; 32 TiB in 16 bits
 SEEDS = 2**63
 
 
@@ -391,6 +392,16 @@ def completed(shapes: Iterable[Case], first: Case, every: Mapping[str, Sequence[
             if case not in found:
                 found.append(case)
     return found
+
+
+def refuse_beyond_memory(numbers: int) -> None:
+    """Before anything has such a size: torch would count its bytes wrongly, or have no words of memory for it.
+
+    Raises:
+        UnsupportedError: so many numbers fit nowhere.
+    """
+    if numbers > MOST_NUMBERS:
+        raise UnsupportedError(f"tensors of {numbers:.2g} numbers are beyond any memory")
 
 
 def _axes(experiment: Experiment) -> Mapping[str, int]:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from gpu_accel.errors import UnsupportedError
 from gpu_accel.testing import compare, generator
 from gpu_accel.workbench.autotuning import compile_ahead, compiled_together, tuned_anew
 from gpu_accel.workbench.experiment import Check, Settings
@@ -19,7 +18,6 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
 FACTOR, RIVALS_FACTOR = 2.0, 4.0  # how much larger than the ruler's an error may be: ours, and that of others
 Part = Callable[[Tensor], Tensor]
-MOST_NUMBERS = 2**44  # of the tensors of a case; 32 TiB in 16 bits
 MOST = 2**26  # elements of a tensor that is judged: float64 of the whole, with what autograd keeps, would not fit
 
 
@@ -28,12 +26,6 @@ def missing(package: str, settings: Settings) -> str:
     if importlib.util.find_spec(package) is None:
         return f"{package} is not installed"
     return "" if settings.on_gpu else f"{package} needs a GPU"
-
-
-def refuse_beyond_memory(numbers: int) -> None:
-    """Before anything has such a size: torch would count its bytes wrongly, or have no words of memory for it."""
-    if numbers > MOST_NUMBERS:
-        raise UnsupportedError(f"tensors of {numbers:.2g} numbers are beyond any memory")
 
 
 def randn(*shape: int, seed: int, device: str, dtype: torch.dtype = torch.float32) -> Tensor:

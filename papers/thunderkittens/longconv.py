@@ -26,6 +26,7 @@ from gpu_accel.workbench.experiment import (
     Settings,
     Workload,
     completed,
+    refuse_beyond_memory,
 )
 
 from . import judging
@@ -75,7 +76,7 @@ def _torch(length: int, kept: bool) -> Callable[..., Tensor]:
 def build(case: Case, settings: Settings) -> Workload:
     length, on_gpu = int(case["length"]), settings.on_gpu
     make_inputs = functools.partial(_inputs, case, device=settings.device)
-    judging.refuse_beyond_memory(int(case["batch"]) * int(case["channels"]) * length)
+    refuse_beyond_memory(int(case["batch"]) * int(case["channels"]) * length)
     if length not in SIZES:
         raise UnsupportedError(f"transforms of {', '.join(map(str, SIZES))} are made, not of {length}")
     exact = _torch(length, False)

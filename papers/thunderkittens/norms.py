@@ -23,7 +23,15 @@ from torch import Tensor
 from gpu_accel.errors import UnsupportedError
 from gpu_accel.flash_attention3.rotary import apply_rotary
 from gpu_accel.thunderkittens import causal_conv1d, elements, losses, row_ring, rows
-from gpu_accel.workbench.experiment import Case, Check, Implementation, Settings, Workload, completed
+from gpu_accel.workbench.experiment import (
+    Case,
+    Check,
+    Implementation,
+    Settings,
+    Workload,
+    completed,
+    refuse_beyond_memory,
+)
 
 from . import judging
 from .judging import DTYPES, Function, randn
@@ -198,7 +206,7 @@ def bytes_moved(case: Case) -> int:
 def build(case: Case, settings: Settings) -> Workload:
     """Ours, the copy, torch eager and compiled."""
     backward, device = case["pass"] == "backward", settings.device
-    judging.refuse_beyond_memory(int(case["rows"]) * int(case["width"]))
+    refuse_beyond_memory(int(case["rows"]) * int(case["width"]))
     if case["op"] == "rotary" and int(case["width"]) % 2:
         raise UnsupportedError(f"rotary turns pairs, so its width is even, not {case['width']}")
     eager = _torch(case)

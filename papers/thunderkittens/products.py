@@ -21,9 +21,16 @@ from gpu_accel.hardware import gemm_flops
 from gpu_accel.testing import compare
 from gpu_accel.thunderkittens import gemm_hopper
 from gpu_accel.thunderkittens.gemm_api import gemm, gemm_reference
-from gpu_accel.workbench.experiment import Case, Check, Implementation, Settings, Workload, completed
+from gpu_accel.workbench.experiment import (
+    Case,
+    Check,
+    Implementation,
+    Settings,
+    Workload,
+    completed,
+    refuse_beyond_memory,
+)
 
-from . import judging
 from .judging import DTYPES, randn
 
 _CUBES = (4096, 8192, 16384)
@@ -69,7 +76,7 @@ def _operands(case: Case, seed: int, device: str) -> tuple[Tensor, Tensor]:
 def build(case: Case, settings: Settings) -> Workload:
     """Ours, in its variants where the paper has them, and cuBLAS."""
     m, n, k = (int(case[key]) for key in ("m", "n", "k"))
-    judging.refuse_beyond_memory(m * k + k * n + m * n)
+    refuse_beyond_memory(m * k + k * n + m * n)
     machine = gemm_hopper.machine_refusal(torch.empty(0, device=settings.device))
 
     def made(name: str, role: str, run: Callable[[Tensor, Tensor], Tensor], why: str = "", note: str = ""):

@@ -31,7 +31,7 @@ from gpu_accel.thunderkittens import linear as la
 from gpu_accel.thunderkittens.gla import chunk_gla
 from gpu_accel.thunderkittens.gla import refusal as gla_refusal
 from gpu_accel.thunderkittens.mamba2 import mamba_chunk_scan_combined
-from gpu_accel.workbench.experiment import Case, Implementation, Settings, Workload, completed
+from gpu_accel.workbench.experiment import Case, Implementation, Settings, Workload, completed, refuse_beyond_memory
 
 from . import judging
 from .judging import DTYPES, Function, randn
@@ -165,7 +165,7 @@ def hopper_refusal(settings: Settings, precision: str, half: bool = False) -> st
 def _refuse_sizes(case: Case, wide: tuple[str, str]) -> None:
     """What no implementation here takes. wide: names of the dimensions of keys and of values."""
     key_dim, value_dim = (int(case[name]) for name in wide)
-    judging.refuse_beyond_memory(int(case["batch"]) * int(case["seqlen"]) * int(case["heads"]) * (key_dim + value_dim))
+    refuse_beyond_memory(int(case["batch"]) * int(case["seqlen"]) * int(case["heads"]) * (key_dim + value_dim))
     if max(key_dim, value_dim) > la.LARGEST_DIM:
         raise UnsupportedError(f"{' and '.join(wide)} are at most {la.LARGEST_DIM}, got {key_dim} and {value_dim}")
 

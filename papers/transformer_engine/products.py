@@ -35,7 +35,15 @@ from gpu_accel.transformer_engine.gemm import scaled_mm, scaled_mm_fp8
 from gpu_accel.transformer_engine.quantizer import quantize
 from gpu_accel.transformer_engine.reference_gemm import scaled_mm_reference
 from gpu_accel.transformer_engine.tensor import QuantizedTensor
-from gpu_accel.workbench.experiment import Case, Check, Implementation, Settings, Workload, completed
+from gpu_accel.workbench.experiment import (
+    Case,
+    Check,
+    Implementation,
+    Settings,
+    Workload,
+    completed,
+    refuse_beyond_memory,
+)
 
 from . import inputs
 
@@ -48,7 +56,6 @@ PAIRS = {
 }
 _CUBES = ((4096, 4096, 4096), (8192, 8192, 8192), (16384, 16384, 16384))
 FEW_ROWS = 64
-MOST_NUMBERS = 2**44  # of the tensors of a case
 _FEW = ((1, 8192, 8192), (16, 8192, 8192), (64, 8192, 8192))
 _LAYERS = ((2048, 2048, 2048), (4096, 6144, 2048), (8192, 4096, 4096), (4096, 14336, 4096), (4096, 4096, 14336))
 # N and K of the dense products in DeepGEMM's first README, each with as many rows
@@ -86,8 +93,7 @@ def build(case: Case, settings: Settings) -> Workload:
     """Ours, with and without quantising, torch's FP8 and torch's bf16."""
     m, n, k = (int(case[key]) for key in ("m", "n", "k"))
     first, second = PAIRS[str(case["scales"])]
-    if m * n + n * k + m * k > MOST_NUMBERS:
-        raise UnsupportedError(f"tensors of {m * n + n * k + m * k:.2g} numbers are beyond any memory")
+    refuse_beyond_memory(m * n + n * k + m * k)
 
     def data(seed: int) -> tuple[Tensor, Tensor]:
         return inputs.make(case, seed, settings.device)
